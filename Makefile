@@ -1,0 +1,54 @@
+# make demo    what Burgeon does, on a real tree of this machine (as root or with sudo)
+# make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
+# make bench   the figures of the documents, as ratios to other programs on this machine
+#
+# make install put the command and its systemd unit in place (DESTDIR is honoured)
+# make lab     CMD='...' [KERNEL=6.1]: run a command as root on an older kernel, emulated
+#
+# Each installs the Debian packages it needs; a Rust toolchain has to be there (Rust
+# 1.88 or newer, https://rustup.rs).
+
+CARGO ?= cargo
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+TARGET := $(or $(CARGO_TARGET_DIR),target)
+
+# What compiling takes: a C compiler, for zstd, BLAKE3 and lzma.
+BUILD_NEEDS := cc=gcc /usr/include/stdio.h=libc6-dev
+# What the tests run: stock checkers, load, other people's tools to compare with.
+TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs fio=fio debootstrap=debootstrap setfattr=attr \
+	setfacl=acl setcap=libcap2-bin losetup=mount unshare=util-linux xz=xz-utils zstd=zstd \
+	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring
+BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
+	qemu-storage-daemon=qemu-system-common
+
+.PHONY: demo test bench build install lab clean
+
+demo: build
+	dev/need $(if $(findstring --debian,$(DEMO)),debootstrap=debootstrap)
+	$(SUDO) $(TARGET)/release/burgeon demo $(DEMO)
+
+build:
+	dev/need $(BUILD_NEEDS)
+	$(CARGO) build --release --locked --package burgeon
+
+test:
+	dev/need $(TEST_NEEDS)
+	$(CARGO) run --quiet --locked --package xtask -- test
+
+bench: build
+	dev/need $(BENCH_NEEDS)
+	$(CARGO) build --release --locked --package xtask
+	$(SUDO) $(TARGET)/release/xtask bench --burgeon $(TARGET)/release/burgeon $(BENCH)
+
+install: build
+	$(SUDO) install -D $(TARGET)/release/burgeon $(DESTDIR)/usr/local/bin/burgeon
+	$(SUDO) install -D --mode=644 dist/burgeon.service $(DESTDIR)/etc/systemd/system/burgeon.service
+
+KERNEL ?= 6.12
+lab:
+	dev/need qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
+		busybox=busybox-static cpio=cpio depmod=kmod
+	dev/lab/run $(KERNEL) sh -c '$(CMD)'
+
+clean:
+	$(CARGO) clean

@@ -1,0 +1,156 @@
+//! What a mount counts. All counters are 64-bit, monotonic and, where they measure data, in
+//! bytes. They lie in memory that outlives the serving process, so the layout is fixed: only
+//! atomics, in a struct that is valid when zeroed.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// A number that only grows.
+#[derive(Default)]
+#[repr(transparent)]
+pub struct Counter(AtomicU64);
+
+impl Counter {
+    /// Adds `n`.
+    pub fn add(&self, n: u64) {
+        self.0.fetch_add(n, Relaxed);
+    }
+
+    /// The current value.
+    pub fn get(&self) -> u64 {
+        self.0.load(Relaxed)
+    }
+}
+
+/// Everything one mount counts.
+#[derive(Default)]
+#[repr(C)]
+pub struct Counters {
+    /// Reads answered from local bytes alone.
+    pub hits: Counter,
+    /// Bytes of those reads.
+    pub hit_bytes: Counter,
+    /// Reads that had to wait for a fetch.
+    pub misses: Counter,
+    /// Bytes of those reads.
+    pub miss_bytes: Counter,
+    /// Chunks fetched for this mount's readers.
+    pub fetches: Counter,
+    /// Bytes those fetches moved from the source, as stored (compressed).
+    pub fetched_bytes: Counter,
+    /// Bytes those fetches made readable (uncompressed).
+    pub materialised_bytes: Counter,
+    /// Cached blocks whose checksum was wrong: refetched, never served.
+    pub cache_corrupt_blocks: Counter,
+    /// Chunks whose digest was wrong when they arrived.
+    pub source_corrupt_chunks: Counter,
+    /// Reads from the source that failed (each try counts).
+    pub source_errors: Counter,
+    /// Reads answered with an error.
+    pub failed_reads: Counter,
+    /// Requests a new serving process found in the slots of the one before and answered.
+    pub replayed: Counter,
+    /// Time of reads answered from local bytes, in nanoseconds.
+    pub hit_latency: Histogram,
+    /// Time of reads that had to wait for a fetch, in nanoseconds.
+    pub miss_latency: Histogram,
+}
+
+/// Sub-buckets a power of two: a quantile is exact to 1/8.
+const SUB: u64 = 8;
+const BUCKETS: usize = 62 * SUB as usize;
+
+/// A log-linear histogram of 64-bit values: eight buckets a power of two.
+#[repr(C)]
+pub struct Histogram {
+    buckets: [AtomicU64; BUCKETS],
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self { buckets: [const { AtomicU64::new(0) }; BUCKETS] }
+    }
+}
+
+impl Histogram {
+    /// Counts one value.
+    pub fn record(&self, value: u64) {
+        self.buckets[bucket(value)].fetch_add(1, Relaxed);
+    }
+
+    /// A copy to compute with.
+    pub fn snapshot(&self) -> HistogramSnapshot {
+        HistogramSnapshot(self.buckets.iter().map(|b| b.load(Relaxed)).collect())
+    }
+}
+
+/// A histogram at one moment; several add up.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct HistogramSnapshot(Vec<u64>);
+
+impl HistogramSnapshot {
+    /// How many values were counted.
+    pub fn count(&self) -> u64 {
+        self.0.iter().sum()
+    }
+
+    /// The value below or at which a share `q` (0 to 1) of the values lie: the upper bound of
+    /// its bucket. `None` when nothing was counted.
+    pub fn quantile(&self, q: f64) -> Option<u64> {
+        let count = self.count();
+        let rank = ((count as f64 * q).ceil() as u64).clamp(1, count.max(1));
+        let mut seen = 0;
+        for (index, n) in self.0.iter().enumerate() {
+            seen += n;
+            if *n > 0 && seen >= rank {
+                return Some(upper_bound(index));
+            }
+        }
+        None
+    }
+}
+
+fn bucket(value: u64) -> usize {
+    if value < SUB {
+        return value as usize;
+    }
+    let shift = value.ilog2() - SUB.ilog2();
+    ((u64::from(shift) + 1) * SUB + (value >> shift) - SUB) as usize
+}
+
+fn upper_bound(index: usize) -> u64 {
+    let index = index as u64;
+    if index < SUB {
+        return index;
+    }
+    let (shift, sub) = (index / SUB - 1, index % SUB + SUB);
+    (u128::from(sub + 1) << shift).wrapping_sub(1).min(u128::from(u64::MAX)) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{BUCKETS, Histogram, bucket, upper_bound};
+
+    #[test]
+    fn every_value_has_a_bucket_and_its_bound_is_close() {
+        for shift in 0..64 {
+            for value in [1u64 << shift, (1u64 << shift) | 1, u64::MAX >> shift] {
+                let index = bucket(value);
+                assert!(index < BUCKETS, "{value}");
+                let bound = upper_bound(index);
+                assert!(bound >= value && bound - value <= value / 8, "{value} {bound}");
+            }
+        }
+    }
+
+    #[test]
+    fn quantiles_follow_the_ranks() {
+        let histogram = Histogram::default();
+        assert_eq!(histogram.snapshot().quantile(0.5), None);
+        (1..=1000).for_each(|value| histogram.record(value));
+        let snapshot = histogram.snapshot();
+        assert_eq!(snapshot.count(), 1000);
+        let median = snapshot.quantile(0.5).unwrap();
+        assert!((500..=563).contains(&median), "{median}");
+        assert!(snapshot.quantile(1.0).unwrap() >= 1000);
+    }
+}

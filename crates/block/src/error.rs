@@ -1,0 +1,104 @@
+use std::{error, fmt, io};
+
+/// What the caller can do about an error; each maps to one errno.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum ErrorKind {
+    /// The request or the input makes no sense: mend it. `EINVAL`.
+    Invalid,
+    /// The thing named does not exist. `ENOENT`.
+    NotFound,
+    /// The source cannot be reached now: trying again may help. `EIO` after the deadline.
+    Unavailable,
+    /// Bytes are not what their digest or checksum says: take them from elsewhere. `EIO`.
+    Corrupt,
+    /// No room: free some, then go on. `ENOSPC`.
+    NoSpace,
+    /// Made by a version this one does not know: upgrade. `EOPNOTSUPP`.
+    UnsupportedFormat,
+    /// A local file failed: no further write to it is safe. `EIO`.
+    LocalIo,
+}
+
+/// The error of every Burgeon crate: its kind, what was being done to what, and the cause.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    what: String,
+    source: Option<Box<dyn error::Error + Send + Sync>>,
+}
+
+/// Shorthand for results with Burgeon's error.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// An error without a deeper cause. `what` names the thing, the cause and the way out.
+    pub fn new(kind: ErrorKind, what: impl Into<String>) -> Self {
+        Self { kind, what: what.into(), source: None }
+    }
+
+    /// The same with the error that caused it.
+    pub fn with_source(
+        kind: ErrorKind,
+        what: impl Into<String>,
+        source: impl Into<Box<dyn error::Error + Send + Sync>>,
+    ) -> Self {
+        Self { kind, what: what.into(), source: Some(source.into()) }
+    }
+
+    /// A local I/O error, its kind taken from the operating system's; `what` says what was being
+    /// done, to which file.
+    pub fn io(what: impl Into<String>, source: io::Error) -> Self {
+        let kind = match source.kind() {
+            io::ErrorKind::NotFound => ErrorKind::NotFound,
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorKind::NoSpace,
+            io::ErrorKind::InvalidInput => ErrorKind::Invalid,
+            _ => ErrorKind::LocalIo,
+        };
+        Self::with_source(kind, what, source)
+    }
+
+    /// What the caller can do about it.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The positive errno that a reader of the file gets.
+    pub fn errno(&self) -> i32 {
+        match self.kind {
+            ErrorKind::Invalid => libc::EINVAL,
+            ErrorKind::NotFound => libc::ENOENT,
+            ErrorKind::NoSpace => libc::ENOSPC,
+            ErrorKind::UnsupportedFormat => libc::EOPNOTSUPP,
+            ErrorKind::Unavailable | ErrorKind::Corrupt | ErrorKind::LocalIo => libc::EIO,
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    /// The whole chain on one line: a user sees the cause without asking for it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)?;
+        match &self.source {
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
+        }
+    }
+}
+
+// `source()` stays `None`: `Display` already prints the chain, and a reporter that walks it
+// would print every cause twice.
+impl error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::{Error, ErrorKind};
+
+    #[test]
+    fn a_full_disk_is_no_space_and_says_where() {
+        let full = std::io::Error::from_raw_os_error(libc::ENOSPC);
+        let error = Error::io("cannot write /cache", full);
+        assert_eq!(error.kind(), ErrorKind::NoSpace);
+        assert_eq!(error.errno(), libc::ENOSPC);
+        assert!(error.to_string().starts_with("cannot write /cache: No space"));
+    }
+}

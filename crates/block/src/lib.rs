@@ -1,0 +1,31 @@
+//! The vocabulary of Burgeon: ranges, digests, block checksums, errors, counters, and the seams
+//! between crates.
+//!
+//! ```text
+//!   frontend ──► BlockDevice    what the kernel reads: try_read (a hit, no wait) or read (a miss)
+//!   volume   ──► BlockSource    where bytes come from: an object and a range of it
+//!            ──► LocalFile      the cache's file; tests crash and corrupt it
+//!   image    ──► ObjectStore    a source that can be published to
+//! ```
+//!
+//! Invariants: nothing here does I/O of its own, and no other crate defines a second word for
+//! one of these things.
+
+mod checksum;
+mod counters;
+mod digest;
+mod error;
+mod range;
+mod seams;
+
+pub use checksum::ChecksumKind;
+pub use counters::{Counter, Counters, Histogram, HistogramSnapshot};
+pub use digest::Digest;
+pub use error::{Error, ErrorKind, Result};
+pub use range::ByteRange;
+pub use seams::{
+    BlockDevice, BlockSource, Collecting, Lease, LocalFile, ObjectId, ObjectStore, TryRead,
+};
+
+/// A block: the unit of checksums, of caching and of addresses. 4 KiB, as btrfs's sector.
+pub const BLOCK_SIZE: u64 = 4096;

@@ -1,0 +1,166 @@
+use std::{
+    fmt,
+    future::Future,
+    path::{Path, PathBuf},
+};
+
+use bytes::Bytes;
+
+use crate::{ByteRange, Error, ErrorKind, Result};
+
+/// The name of an object in a store, such as `packs/ab12…`: relative, `/`-separated.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct ObjectId(String);
+
+impl ObjectId {
+    /// Longest name, in bytes.
+    pub const LEN_MAX: usize = 1024;
+
+    /// Checks that the name cannot leave its store: no empty, `.` or `..` part, no leading `/`,
+    /// no NUL, at most [`Self::LEN_MAX`] bytes.
+    pub fn new(name: impl Into<String>) -> Result<Self> {
+        let name = name.into();
+        let safe = name.len() <= Self::LEN_MAX
+            && !name.contains('\0')
+            && name.split('/').all(|part| !matches!(part, "" | "." | ".."));
+        if safe {
+            Ok(Self(name))
+        } else {
+            Err(Error::new(ErrorKind::Invalid, format!("{name:?} is not an object name")))
+        }
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for ObjectId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Reads ranges of objects. What comes back is exactly `range` or an error, and is not verified:
+/// that is the reader's part.
+pub trait BlockSource: Send + Sync {
+    /// The bytes of `range` of `object`. A range beyond the object's end is `Corrupt`: the object
+    /// is shorter than its description says.
+    fn read(
+        &self,
+        object: &ObjectId,
+        range: ByteRange,
+    ) -> impl Future<Output = Result<Bytes>> + Send;
+
+    /// The same into `buf`, for sources that can answer without waiting, as bytes that are
+    /// computed; `None` from all others: ask [`Self::read`].
+    fn read_now(
+        &self,
+        _object: &ObjectId,
+        _range: ByteRange,
+        _buf: &mut [u8],
+    ) -> Option<Result<()>> {
+        None
+    }
+}
+
+/// What a store promises one of its writers or its collector, until dropped.
+pub struct Lease {
+    scratch: PathBuf,
+    _guard: Box<dyn Send + Sync>,
+}
+
+impl Lease {
+    /// A lease with the folder `scratch`, given back when `guard` is dropped.
+    pub fn new(scratch: PathBuf, guard: Box<dyn Send + Sync>) -> Self {
+        Self { scratch, _guard: guard }
+    }
+
+    /// A folder of this writer's own, from which `publish_file` is a rename; removed with the
+    /// lease, or by the next collector if the writer is killed.
+    pub fn scratch(&self) -> &Path {
+        &self.scratch
+    }
+}
+
+/// What a collector finds when it begins.
+pub struct Collecting {
+    /// Keeps new writers waiting.
+    pub lease: Lease,
+    /// Writers at work: nothing they may rely on can be removed.
+    pub writers: usize,
+    /// Bytes that killed writers had left, now removed.
+    pub stale_bytes: u64,
+}
+
+/// A store that objects can be published to. Publishing is atomic and durable: an object is
+/// there whole or not at all, also after a power loss.
+pub trait ObjectStore: Send + Sync {
+    /// Publishes the local file `from` as `object`, consuming the file. Replaces what was there.
+    fn publish_file(&self, object: &ObjectId, from: &Path) -> Result<()>;
+    /// Publishes `bytes` as `object`. Replaces what was there.
+    fn publish(&self, object: &ObjectId, bytes: &[u8]) -> Result<()>;
+    /// All of a small object, such as a manifest; `Invalid` if longer than `len_max` bytes.
+    fn get(&self, object: &ObjectId, len_max: u64) -> Result<Bytes>;
+    /// Length in bytes, or `None` if there is no such object.
+    fn len(&self, object: &ObjectId) -> Result<Option<u64>>;
+    /// Names below `prefix` (a folder), sorted.
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectId>>;
+    /// Removes `object`; it is no error if it is not there.
+    fn remove(&self, object: &ObjectId) -> Result<()>;
+    /// Announces a writer: while its lease lives, a collector knows of it.
+    fn begin_write(&self) -> Result<Lease>;
+    /// Announces the collector: no writer begins while its lease lives. The collector publishes
+    /// nothing (publishing would wait for it).
+    fn begin_collect(&self) -> Result<Collecting>;
+}
+
+/// A local file of the cache or of user data: the seam where tests crash, tear and corrupt.
+/// Writes are volatile and unordered until `sync` returns.
+pub trait LocalFile: Send + Sync {
+    /// Fills `buf` from `offset`; bytes beyond the end and in holes read as zeros.
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
+    /// Writes all of `buf` at `offset`.
+    fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()>;
+    /// Gives the space of a range back; it reads as zeros from then on.
+    fn punch_hole(&self, range: ByteRange) -> Result<()>;
+    /// The next range at or after `offset` that may hold data; `None` when only holes follow.
+    fn next_data(&self, offset: u64) -> Result<Option<ByteRange>>;
+    /// Makes everything written before durable.
+    fn sync(&self) -> Result<()>;
+}
+
+/// The answer of [`BlockDevice::try_read`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TryRead {
+    /// The buffer holds verified bytes.
+    Served,
+    /// Something has to be fetched: call [`BlockDevice::read`]. The buffer's content is undefined.
+    Absent,
+}
+
+/// A read-only block device as a frontend shows it to the kernel. Offsets and lengths are whole
+/// blocks; buffers are aligned to 4 KiB.
+pub trait BlockDevice: Send + Sync + 'static {
+    /// Size in bytes, constant.
+    fn size(&self) -> u64;
+    /// Answers from what is local, without waiting for a source and without allocating.
+    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<TryRead>;
+    /// Answers from wherever the bytes are; bounded by the source's deadline.
+    fn read(&self, offset: u64, buf: &mut [u8]) -> impl Future<Output = Result<()>> + Send;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ObjectId;
+
+    #[test]
+    fn object_names_cannot_leave_their_store() {
+        for bad in ["", "/etc/passwd", "..", "a/../b", "a//b", "a/", "./a", "a\0b"] {
+            assert!(ObjectId::new(bad).is_err(), "{bad:?}");
+        }
+        assert!(ObjectId::new("a".repeat(1025)).is_err());
+        assert!(ObjectId::new("packs/00ff").is_ok());
+    }
+}

@@ -1,0 +1,148 @@
+//! Devices and chunks: logical = physical, nothing overlaps, nothing covers a superblock.
+
+use burgeon_block::Result;
+
+use super::{NodeSource, Take, ensure, nodes::Reader};
+use crate::{
+    DATA_START,
+    format::{group, kind, object},
+    geometry::Devices,
+    info::TreeRoot,
+    superblock::{SUPERBLOCK_SIZE, SUPERBLOCKS},
+};
+
+/// A chunk as the chunk tree has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Chunk {
+    pub(super) start: u64,
+    pub(super) len: u64,
+    pub(super) flags: u64,
+    devid: u64,
+}
+
+impl Chunk {
+    pub(super) fn end(&self) -> u64 {
+        self.start + self.len
+    }
+}
+
+#[derive(Default)]
+struct Part {
+    devices: Vec<(u64, u64, u64)>,
+    chunks: Vec<Chunk>,
+}
+
+/// Reads the chunk tree and the device tree; the chunks come back by address.
+pub(super) fn read(reader: &Reader<impl NodeSource>, dev_root: TreeRoot) -> Result<Vec<Chunk>> {
+    let info = reader.info;
+    let parts =
+        reader.parts(object::CHUNK_TREE, info.chunk_root, |part: &mut Part, key, item| {
+            match key.kind {
+                kind::DEV_ITEM => part.devices.push(device(reader, key.offset, item)?),
+                kind::CHUNK_ITEM => part.chunks.push(chunk(reader, key.offset, item)?),
+                _ => ensure(false, || "it does not belong into a chunk tree".into())?,
+            }
+            Ok(())
+        })?;
+    let devices: Vec<_> = parts.iter().flat_map(|part| part.devices.clone()).collect();
+    let chunks: Vec<_> = parts.into_iter().flat_map(|part| part.chunks).collect();
+    for pair in chunks.windows(2) {
+        ensure(pair[0].end() <= pair[1].start, || format!("{pair:?} overlap"))?;
+    }
+    let expected: u64 = if info.devices == Devices::Two { 2 } else { 1 };
+    ensure(devices.iter().map(|(id, ..)| *id).eq(1..=expected), || "a device is missing".into())?;
+    for (id, size, used) in devices {
+        let of_info = if id == 1 { info.metadata_device_size() } else { info.data_device_size() };
+        let mine = || chunks.iter().filter(|chunk| chunk.devid == id);
+        let end = mine().map(Chunk::end).max().unwrap_or(0);
+        ensure(size == of_info && end <= size, || format!("device {id} has a wrong size"))?;
+        let real: u64 = mine().map(|chunk| chunk.len).sum();
+        ensure(used == real, || format!("device {id} uses {real} bytes, not {used}"))?;
+    }
+    check_kinds(&chunks, info.data_end)?;
+    check_device_extents(reader, dev_root, &chunks)?;
+    Ok(chunks)
+}
+
+fn device(reader: &Reader<impl NodeSource>, id: u64, item: &[u8]) -> Result<(u64, u64, u64)> {
+    let mut take = Take(item);
+    let [devid, size, used] = take.u64s()?;
+    take.bytes(12 + 30)?;
+    let uuids = &reader.info.uuids;
+    let uuid = if id == 1 { uuids.metadata_device } else { uuids.data_device };
+    ensure(devid == id && take.array()? == uuid, || "the device is another one".into())?;
+    ensure(take.array()? == reader.fsid, || "the device is another filesystem's".into())?;
+    take.end()?;
+    Ok((devid, size, used))
+}
+
+fn chunk(reader: &Reader<impl NodeSource>, start: u64, item: &[u8]) -> Result<Chunk> {
+    let mut take = Take(item);
+    let [len, owner, stripe_len, flags] = take.u64s()?;
+    let (sizes, stripes) = ([take.u32()?, take.u32()?, take.u32()?], take.u16()?);
+    take.u16()?;
+    let form = owner == object::EXTENT_TREE
+        && stripe_len == 65536
+        && sizes == [65536, 65536, 4096]
+        && stripes == 1;
+    ensure(form, || "the chunk is not of profile SINGLE".into())?;
+    let [devid, physical] = take.u64s()?;
+    ensure(physical == start, || format!("its physical address is {physical}"))?;
+    let data = flags == group::DATA && reader.info.devices == Devices::Two;
+    let (expected, uuid) = match data {
+        true => (2, reader.info.uuids.data_device),
+        false => (1, reader.info.uuids.metadata_device),
+    };
+    let right = devid == expected && take.array()? == uuid;
+    ensure(right, || "the chunk lies on the wrong device".into())?;
+    take.end()?;
+    // Shorter than 2^32 - 1 stripes.
+    let sane = start.is_multiple_of(4096) && len > 0 && len.is_multiple_of(4096) && len < 1 << 48;
+    ensure(sane && start.checked_add(len).is_some(), || "the chunk has a wrong length".into())?;
+    for superblock in SUPERBLOCKS {
+        let apart = start >= superblock + SUPERBLOCK_SIZE as u64 || start + len <= superblock;
+        ensure(apart, || format!("the chunk covers the superblock at {superblock}"))?;
+    }
+    Ok(Chunk { start, len, flags, devid })
+}
+
+/// One system chunk, one metadata chunk, then data from [`DATA_START`] to the end without a gap.
+fn check_kinds(chunks: &[Chunk], data_end: u64) -> Result<()> {
+    let wrong = || "the chunks do not cover system, metadata and lazy data".to_string();
+    let flags = |index: usize| chunks.get(index).map(|chunk| chunk.flags);
+    ensure(flags(0) == Some(group::SYSTEM) && flags(1) == Some(group::METADATA), wrong)?;
+    let mut end = DATA_START;
+    for chunk in &chunks[2..] {
+        ensure(chunk.flags == group::DATA && chunk.start == end, wrong)?;
+        end = chunk.end();
+    }
+    ensure(end >= data_end, wrong)
+}
+
+fn check_device_extents(
+    reader: &Reader<impl NodeSource>,
+    root: TreeRoot,
+    chunks: &[Chunk],
+) -> Result<()> {
+    let uuid = reader.info.uuids.chunk_tree;
+    let parts: Vec<Vec<_>> =
+        reader.parts(object::DEV_TREE, root, |found: &mut Vec<_>, key, item| {
+            if key.kind != kind::DEV_EXTENT {
+                let stats = key.kind == kind::PERSISTENT_ITEM && item.iter().all(|b| *b == 0);
+                return ensure(stats, || "the device counts errors".into());
+            }
+            let mut take = Take(item);
+            let [tree, object, chunk, len] = take.u64s()?;
+            let good = (tree, object) == (object::CHUNK_TREE, object::FIRST_CHUNK_TREE)
+                && take.array()? == uuid
+                && chunk == key.offset;
+            ensure(good, || "it is no extent of a chunk of this seed".into())?;
+            found.push((key.objectid, chunk, len));
+            Ok(())
+        })?;
+    let found: Vec<_> = parts.into_iter().flatten().collect();
+    let mut expected: Vec<_> =
+        chunks.iter().map(|chunk| (chunk.devid, chunk.start, chunk.len)).collect();
+    expected.sort_unstable();
+    ensure(found == expected, || "the device extents are not those of the chunks".into())
+}

@@ -1,0 +1,220 @@
+//! Where everything lies: the two devices, their chunks, and what the caller chooses.
+//!
+//! ```text
+//! devid 1  0 ── 64 KiB superblock ── 1 MiB SYSTEM chunk (32 MiB) ── 64 MiB superblock ──
+//!          128 MiB METADATA chunk (as long as needed, below 256 GiB) ── 2 MiB of zeros
+//! devid 2  0 ── 64 KiB superblock ── 64 MiB superblock ── 256 GiB superblock ──
+//!          1 TiB DATA chunks up to the end of the lazy data ── 64 MiB of zeros
+//! ```
+//! With one device, both lie on devid 1. Logical addresses are physical ones throughout.
+
+use burgeon_block::{ChecksumKind, Digest, Result};
+
+use crate::{
+    format::{SECTOR, group},
+    invalid,
+};
+
+/// Where lazy data begins, in bytes: in the btrfs address space as well as on its device.
+pub const DATA_START: u64 = 1 << 40;
+
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const GIB: u64 = 1 << 30;
+pub(crate) const SYSTEM_START: u64 = MIB;
+pub(crate) const SYSTEM_LEN: u64 = 32 * MIB;
+pub(crate) const METADATA_START: u64 = 128 * MIB;
+/// Zeros behind the last chunk: libblkid looks for other signatures in a device's last 1.5 MB.
+const METADATA_TAIL: u64 = 2 * MIB;
+const DATA_TAIL: u64 = 64 * MIB;
+/// The VFS ends at 8 EiB; tested up to 7.
+const DATA_END_MAX: u64 = 7 << 60;
+/// Chunks grow beyond 1 GiB when there would be more than this many, since each costs the mount
+/// memory and time. 128 TiB is the largest power of two that kernels accept.
+const DATA_CHUNKS_AIM: u64 = 8192;
+const DATA_CHUNK_MAX: u64 = 128 << 40;
+/// A superblock copy lies at 256 GiB.
+const METADATA_END_MAX: u64 = 256 * GIB;
+
+/// How many devices a seed has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
+pub enum Devices {
+    /// Metadata on a device of its own: it never waits for a server of lazy data.
+    #[default]
+    Two,
+    /// Everything on one, for kernels that refuse two. A transaction then may wait for the
+    /// server of lazy data and abort when it dies.
+    One,
+}
+
+/// The identifiers in a seed that do not differ between its mounts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct Uuids {
+    /// Of the chunk tree; in every node's header.
+    pub chunk_tree: [u8; 16],
+    /// Of devid 1.
+    pub metadata_device: [u8; 16],
+    /// Of devid 2; unused with one device.
+    pub data_device: [u8; 16],
+    /// Of the private top-level subvolume.
+    pub top_level: [u8; 16],
+    /// Of the subvolume that holds the tree.
+    pub subvolume: [u8; 16],
+}
+
+impl Uuids {
+    /// Five identifiers that follow from `image` alone, in the form of random (version 4) UUIDs.
+    pub fn derive(image: &Digest) -> Self {
+        let one = |what: &[u8]| {
+            let mut uuid = [0; 16];
+            let digest = Digest::of(&[what, image.as_bytes()].concat());
+            uuid.copy_from_slice(&digest.as_bytes()[..16]);
+            uuid[6] = uuid[6] & 0x0f | 0x40;
+            uuid[8] = uuid[8] & 0x3f | 0x80;
+            uuid
+        };
+        Self {
+            chunk_tree: one(b"chunk tree"),
+            metadata_device: one(b"metadata device"),
+            data_device: one(b"data device"),
+            top_level: one(b"top level"),
+            subvolume: one(b"subvolume"),
+        }
+    }
+}
+
+/// What the caller of `write_seed` chooses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Options {
+    /// Of data blocks and of metadata nodes.
+    pub checksum: ChecksumKind,
+    /// End of the lazy data: an address, in bytes, a multiple of 4 KiB from [`DATA_START`] on.
+    pub data_end: u64,
+    /// One device or two.
+    pub devices: Devices,
+    /// Identifiers that all mounts share.
+    pub uuids: Uuids,
+    /// A tree that needs more bytes of metadata is refused.
+    pub metadata_bytes_max: u64,
+}
+
+impl Options {
+    /// 64 GiB: metadata of about a hundred million files.
+    pub const METADATA_BYTES_MAX: u64 = 64 * GIB;
+    /// What fits below the superblock copy at 256 GiB; a larger [`Self::metadata_bytes_max`]
+    /// means this.
+    pub const METADATA_BYTES_LIMIT: u64 = METADATA_END_MAX - METADATA_START - GIB;
+
+    /// The defaults: crc32c, two devices, at most [`Self::METADATA_BYTES_MAX`] of metadata.
+    pub fn new(data_end: u64, uuids: Uuids) -> Self {
+        Self {
+            checksum: ChecksumKind::Crc32c,
+            data_end,
+            devices: Devices::Two,
+            uuids,
+            metadata_bytes_max: Self::METADATA_BYTES_MAX,
+        }
+    }
+}
+
+/// A chunk and its block group: SINGLE profile, logical = physical.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Chunk {
+    pub(crate) start: u64,
+    pub(crate) len: u64,
+    pub(crate) flags: u64,
+    pub(crate) devid: u64,
+    pub(crate) used: u64,
+}
+
+/// The layout of the lazy data: known before any tree is planned.
+#[derive(Clone, Copy)]
+pub(crate) struct DataLayout {
+    pub(crate) end: u64,
+    pub(crate) chunk_len: u64,
+    pub(crate) extent_len_max: u64,
+    pub(crate) devices: Devices,
+}
+
+impl DataLayout {
+    /// The layout for lazy data that ends at `end`, an address.
+    pub(crate) fn checked(end: u64, devices: Devices) -> Result<Self> {
+        if !(DATA_START..=DATA_END_MAX).contains(&end) || !end.is_multiple_of(SECTOR) {
+            return Err(invalid(format!(
+                "the lazy data ends at {end}, which is not a multiple of 4096 between 1 TiB and 7 EiB"
+            )));
+        }
+        Ok(Self::of(end, devices))
+    }
+
+    /// The same for an `end` that was checked before.
+    pub(crate) fn of(end: u64, devices: Devices) -> Self {
+        let chunk_len = (end - DATA_START).div_ceil(DATA_CHUNKS_AIM);
+        let chunk_len = chunk_len.next_power_of_two().clamp(GIB, DATA_CHUNK_MAX);
+        Self { end, chunk_len, extent_len_max: chunk_len / 8, devices }
+    }
+
+    pub(crate) fn devid(&self) -> u64 {
+        match self.devices {
+            Devices::Two => 2,
+            Devices::One => 1,
+        }
+    }
+
+    /// The data chunks, at least one, unused as yet. The last is cut to whole MiB.
+    pub(crate) fn chunks(&self) -> Vec<Chunk> {
+        let end = (self.end.max(DATA_START + 1)).next_multiple_of(MIB);
+        let mut chunks = Vec::new();
+        let mut start = DATA_START;
+        while start < end {
+            let len = self.chunk_len.min(end - start);
+            chunks.push(Chunk { start, len, flags: group::DATA, devid: self.devid(), used: 0 });
+            start += len;
+        }
+        chunks
+    }
+}
+
+/// The chunk for `used` bytes of metadata; always larger, so that free space follows.
+pub(crate) fn metadata_chunk(used: u64) -> Chunk {
+    let len = (used + 1).next_multiple_of(MIB);
+    Chunk { start: METADATA_START, len, flags: group::METADATA, devid: 1, used }
+}
+
+/// Refuses a seed with `bytes` of metadata if that is too much.
+pub(crate) fn check_metadata_bytes(bytes: u64, options: &Options) -> Result<()> {
+    let most = options.metadata_bytes_max.min(Options::METADATA_BYTES_LIMIT);
+    if bytes > most {
+        return Err(invalid(format!(
+            "the tree needs {bytes} bytes of metadata or more; at most {most} are allowed"
+        )));
+    }
+    Ok(())
+}
+
+pub(crate) fn system_chunk(used: u64) -> Chunk {
+    Chunk { start: SYSTEM_START, len: SYSTEM_LEN, flags: group::SYSTEM, devid: 1, used }
+}
+
+/// A device as its DEV_ITEM describes it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Device {
+    pub(crate) id: u64,
+    pub(crate) size: u64,
+    pub(crate) used: u64,
+    pub(crate) uuid: [u8; 16],
+}
+
+/// The devices that `chunks` lie on.
+pub(crate) fn devices(chunks: &[Chunk], kind: Devices, uuids: &Uuids) -> Vec<Device> {
+    let on = |id: u64, tail: u64, uuid: [u8; 16]| {
+        let mine = || chunks.iter().filter(move |chunk| chunk.devid == id);
+        let end = mine().map(|chunk| chunk.start + chunk.len).max().unwrap_or(0);
+        Device { id, size: end + tail, used: mine().map(|chunk| chunk.len).sum(), uuid }
+    };
+    match kind {
+        Devices::One => vec![on(1, DATA_TAIL, uuids.metadata_device)],
+        Devices::Two => {
+            vec![on(1, METADATA_TAIL, uuids.metadata_device), on(2, DATA_TAIL, uuids.data_device)]
+        }
+    }
+}

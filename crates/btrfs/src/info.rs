@@ -1,0 +1,205 @@
+//! What a seed is, in a few hundred bytes: all that superblocks and patching need.
+//! Byte table: `docs/format-seed.md`.
+
+use burgeon_block::{ByteRange, ChecksumKind, Error, ErrorKind, Result};
+
+use crate::{
+    format::{GENERATION, NODE_SIZE, Put},
+    geometry::{
+        Chunk, DATA_START, DataLayout, Device, Devices, METADATA_START, Options, SYSTEM_LEN,
+        SYSTEM_START, Uuids, devices, metadata_chunk, system_chunk,
+    },
+};
+
+const MAGIC: &[u8; 8] = b"BURGSEED";
+const VERSION: u32 = 1;
+
+/// Where a tree's root node is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TreeRoot {
+    /// Its address in bytes, on the metadata device.
+    pub address: u64,
+    /// Its level; 0 is a leaf.
+    pub level: u8,
+}
+
+/// Describes a seed written by `write_seed`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SeedInfo {
+    /// Of nodes and data blocks.
+    pub checksum: ChecksumKind,
+    /// One device or two.
+    pub devices: Devices,
+    /// Identifiers common to all mounts.
+    pub uuids: Uuids,
+    /// End of the lazy data, an address in bytes.
+    pub data_end: u64,
+    /// Bytes of nodes in the system chunk.
+    pub system_used: u64,
+    /// Bytes of nodes in the metadata chunk.
+    pub metadata_used: u64,
+    /// Bytes used in all chunks together.
+    pub bytes_used: u64,
+    /// Root of the root tree.
+    pub root: TreeRoot,
+    /// Root of the chunk tree.
+    pub chunk_root: TreeRoot,
+}
+
+impl SeedInfo {
+    /// Bytes of the encoded form.
+    pub const ENCODED_LEN: usize = 240;
+    const CHECKSUM_AT: usize = Self::ENCODED_LEN - 8;
+
+    /// The generation of every node.
+    pub fn generation(&self) -> u64 {
+        GENERATION
+    }
+
+    /// Size in bytes of devid 1, which holds the metadata (with one device: everything).
+    pub fn metadata_device_size(&self) -> u64 {
+        self.device_table()[0].size
+    }
+
+    /// Size in bytes of the device with the lazy data.
+    pub fn data_device_size(&self) -> u64 {
+        self.device_table().last().map_or(0, |device| device.size)
+    }
+
+    /// Where on the metadata device the nodes of the chunk tree lie.
+    pub fn chunk_nodes(&self) -> ByteRange {
+        range(SYSTEM_START, self.system_used)
+    }
+
+    /// Where on the metadata device all other nodes lie.
+    pub fn metadata_nodes(&self) -> ByteRange {
+        range(METADATA_START, self.metadata_used)
+    }
+
+    pub(crate) fn layout(&self) -> DataLayout {
+        DataLayout::of(self.data_end, self.devices)
+    }
+
+    /// All chunks; how much of a data chunk is used is not kept.
+    pub(crate) fn chunks(&self) -> Vec<Chunk> {
+        let mut chunks = vec![system_chunk(self.system_used), metadata_chunk(self.metadata_used)];
+        chunks.extend(self.layout().chunks());
+        chunks
+    }
+
+    pub(crate) fn device_table(&self) -> Vec<Device> {
+        devices(&self.chunks(), self.devices, &self.uuids)
+    }
+
+    /// The encoded form: versioned, checksummed, [`Self::ENCODED_LEN`] bytes.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; Self::ENCODED_LEN];
+        let mut put = Put::new(&mut bytes);
+        put.bytes(MAGIC).u32(VERSION).zeros(12).u32(Self::ENCODED_LEN as u32);
+        put.u16(self.checksum as u16).u8(if self.devices == Devices::One { 1 } else { 2 });
+        put.u8(self.root.level).u8(self.chunk_root.level).zeros(7);
+        put.u64s(&[self.data_end, self.system_used, self.metadata_used, self.bytes_used]);
+        put.u64s(&[self.root.address, self.chunk_root.address]);
+        let uuids = &self.uuids;
+        put.bytes(&uuids.chunk_tree).bytes(&uuids.metadata_device).bytes(&uuids.data_device);
+        put.bytes(&uuids.top_level).bytes(&uuids.subvolume);
+        let sum = ChecksumKind::Xxhash64.of(&bytes[..Self::CHECKSUM_AT]);
+        bytes[Self::CHECKSUM_AT..].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// Decodes what [`Self::to_bytes`] made. Errors: `UnsupportedFormat` for a version or
+    /// feature this one does not know, `Corrupt` for anything else.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let corrupt = |why: &str| {
+            Error::new(ErrorKind::Corrupt, format!("the description of a seed is damaged: {why}"))
+        };
+        if bytes.len() < 24 || !bytes.starts_with(MAGIC) {
+            return Err(corrupt("it does not begin as one"));
+        }
+        let get = Get(bytes);
+        let (version, incompat) = (get.u32(8), get.u32(20));
+        if version != VERSION || incompat != 0 {
+            return Err(Error::new(
+                ErrorKind::UnsupportedFormat,
+                format!("a seed of version {version}, features {incompat:#x}: upgrade Burgeon"),
+            ));
+        }
+        let sum = |bytes: &[u8]| ChecksumKind::Xxhash64.of(&bytes[..Self::CHECKSUM_AT]);
+        if bytes.len() != Self::ENCODED_LEN
+            || get.u32(24) as usize != bytes.len()
+            || get.u64(Self::CHECKSUM_AT) != sum(bytes)
+        {
+            return Err(corrupt("its length or checksum is wrong"));
+        }
+        let kind = ChecksumKind::from_number(u16::from_le_bytes([bytes[28], bytes[29]]));
+        let devices = [Devices::One, Devices::Two].get(usize::from(bytes[30]).wrapping_sub(1));
+        let (Some(checksum), Some(&devices)) = (kind, devices) else {
+            return Err(corrupt("its checksum kind or number of devices is unknown"));
+        };
+        let info = Self {
+            checksum,
+            devices,
+            uuids: Uuids {
+                chunk_tree: get.uuid(88),
+                metadata_device: get.uuid(104),
+                data_device: get.uuid(120),
+                top_level: get.uuid(136),
+                subvolume: get.uuid(152),
+            },
+            data_end: get.u64(40),
+            system_used: get.u64(48),
+            metadata_used: get.u64(56),
+            bytes_used: get.u64(64),
+            root: TreeRoot { address: get.u64(72), level: bytes[31] },
+            chunk_root: TreeRoot { address: get.u64(80), level: bytes[32] },
+        };
+        info.check().ok_or_else(|| corrupt("its numbers make no sense"))?;
+        Ok(info)
+    }
+
+    /// Checks what arithmetic on the fields relies on.
+    fn check(&self) -> Option<()> {
+        let node = NODE_SIZE as u64;
+        let used =
+            |bytes: u64, most: u64| (bytes.is_multiple_of(node) && bytes <= most).then_some(());
+        used(self.system_used, SYSTEM_LEN)?;
+        used(self.metadata_used, Options::METADATA_BYTES_LIMIT)?;
+        DataLayout::checked(self.data_end, self.devices).ok()?;
+        (self.bytes_used <= self.data_end - DATA_START + self.system_used + self.metadata_used)
+            .then_some(())?;
+        let inside = |root: TreeRoot, nodes: ByteRange| {
+            let whole = ByteRange::at(root.address, node)?;
+            (nodes.covers(whole) && root.level < 8).then_some(())
+        };
+        inside(self.root, self.metadata_nodes())?;
+        inside(self.chunk_root, self.chunk_nodes())
+    }
+}
+
+fn range(start: u64, len: u64) -> ByteRange {
+    ByteRange::at(start, len).unwrap_or_else(|| unreachable!("bounded by the layout"))
+}
+
+/// Reads fields of a buffer whose length is known.
+struct Get<'a>(&'a [u8]);
+
+impl Get<'_> {
+    fn array<const N: usize>(&self, at: usize) -> [u8; N] {
+        let mut array = [0; N];
+        array.copy_from_slice(&self.0[at..at + N]);
+        array
+    }
+
+    fn u32(&self, at: usize) -> u32 {
+        u32::from_le_bytes(self.array(at))
+    }
+
+    fn u64(&self, at: usize) -> u64 {
+        u64::from_le_bytes(self.array(at))
+    }
+
+    fn uuid(&self, at: usize) -> [u8; 16] {
+        self.array(at)
+    }
+}

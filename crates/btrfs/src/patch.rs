@@ -1,0 +1,130 @@
+//! From a seed's template to one mount's metadata: puts the mount's fsid into every node.
+//!
+//! Every node names its filesystem, and two mounts of one image must not have the same name. In
+//! a template that name is zero, so putting it there is an exclusive or; and since CRC-32C is
+//! affine, the checksum changes by a constant, whatever else is in the node:
+//!
+//! ```text
+//!   crc(node ⊕ fsid) = crc(node) ⊕ crc(fsid) ⊕ crc(0)        each as long as a node
+//! ```
+//! So the node is not read, and a node that is rotten stays rotten: its checksum is never
+//! computed over bytes that were not verified. xxHash64 is not affine: there each node is
+//! verified, and a rotten one is given a checksum that cannot be right.
+//!
+//! The first leaf of the chunk tree holds the DEV_ITEMs, the first items of the tree; each ends
+//! in an fsid as well.
+
+use burgeon_block::{ByteRange, ChecksumKind, Result};
+
+use crate::{
+    format::{DEV_ITEM_LEN, FSID_AT, NODE_SIZE},
+    geometry::{Devices, SYSTEM_START},
+    info::SeedInfo,
+    invalid,
+};
+
+/// What differs between two mounts of one seed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct Identity {
+    /// The filesystem's id: random, not all zero.
+    pub fsid: [u8; 16],
+}
+
+impl Identity {
+    /// That of a template: what `write_seed` writes.
+    pub const TEMPLATE: Self = Self { fsid: [0; 16] };
+}
+
+/// Patches nodes of one seed for one mount; cheap to make, to be kept for many calls.
+pub struct Patcher {
+    fsid: [u8; 16],
+    checksum: ChecksumKind,
+    nodes: [ByteRange; 2],
+    dev_items: usize,
+    /// What is added to the crc32c of any node, and to that of the node with the DEV_ITEMs.
+    plain: u32,
+    first: u32,
+}
+
+impl Patcher {
+    /// A patcher for the mount `identity` of `info`.
+    pub fn new(info: &SeedInfo, identity: &Identity) -> Self {
+        let mut patcher = Self {
+            fsid: identity.fsid,
+            checksum: info.checksum,
+            nodes: [info.chunk_nodes(), info.metadata_nodes()],
+            dev_items: if info.devices == Devices::Two { 2 } else { 1 },
+            plain: 0,
+            first: 0,
+        };
+        let zero = vec![0; NODE_SIZE];
+        let constant = |has_dev_items: bool| {
+            let mut node = zero.clone();
+            patcher.put_fsid(&mut node, has_dev_items);
+            crc32c::crc32c(&node[FSID_AT..]) ^ crc32c::crc32c(&zero[FSID_AT..])
+        };
+        (patcher.plain, patcher.first) = (constant(false), constant(true));
+        patcher
+    }
+
+    /// Patches whole nodes of the template, read at address `physical` (bytes) of the metadata
+    /// device. Rotten ones stay rotten. `Invalid` if that is not a range of the seed's nodes.
+    pub fn patch(&self, physical: u64, nodes: &mut [u8]) -> Result<()> {
+        let range = ByteRange::at(physical, nodes.len() as u64);
+        let inside = |range: ByteRange| {
+            self.nodes.iter().any(|all| {
+                let offset = range.start().wrapping_sub(all.start());
+                all.covers(range) && offset.is_multiple_of(NODE_SIZE as u64)
+            })
+        };
+        if !range.is_some_and(inside) || !nodes.len().is_multiple_of(NODE_SIZE) {
+            return Err(invalid(format!(
+                "{} bytes at {physical} are not whole nodes of this seed",
+                nodes.len()
+            )));
+        }
+        for (index, node) in nodes.chunks_exact_mut(NODE_SIZE).enumerate() {
+            self.patch_node(physical + (index * NODE_SIZE) as u64 == SYSTEM_START, node);
+        }
+        Ok(())
+    }
+
+    fn patch_node(&self, has_dev_items: bool, node: &mut [u8]) {
+        match self.checksum {
+            ChecksumKind::Crc32c => {
+                self.put_fsid(node, has_dev_items);
+                let constant = if has_dev_items { self.first } else { self.plain };
+                xor(&mut node[..4], &constant.to_le_bytes());
+            }
+            ChecksumKind::Xxhash64 => {
+                let good = node[..8] == self.checksum.of(&node[FSID_AT..]).to_le_bytes();
+                self.put_fsid(node, has_dev_items);
+                let sum = self.checksum.of(&node[FSID_AT..]);
+                node[..8].copy_from_slice(&if good { sum } else { !sum }.to_le_bytes());
+            }
+        }
+    }
+
+    /// Adds the fsid wherever it belongs. Overwriting would mend a flipped bit there.
+    fn put_fsid(&self, node: &mut [u8], has_dev_items: bool) {
+        xor(&mut node[FSID_AT..FSID_AT + 16], &self.fsid);
+        for item in 0..if has_dev_items { self.dev_items } else { 0 } {
+            let end = NODE_SIZE - item * DEV_ITEM_LEN;
+            xor(&mut node[end - 16..end], &self.fsid);
+        }
+    }
+}
+
+/// Patches nodes once; see [`Patcher::patch`].
+pub fn patch_nodes(
+    info: &SeedInfo,
+    identity: &Identity,
+    physical: u64,
+    nodes: &mut [u8],
+) -> Result<()> {
+    Patcher::new(info, identity).patch(physical, nodes)
+}
+
+fn xor(bytes: &mut [u8], with: &[u8]) {
+    bytes.iter_mut().zip(with).for_each(|(byte, with)| *byte ^= with);
+}

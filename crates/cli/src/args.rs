@@ -1,0 +1,315 @@
+//! What can be said on the command line.
+
+use std::path::PathBuf;
+
+use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+
+const EXAMPLES: &str = "\
+Examples:
+  burgeon build /srv/debian-12 debian:12       make an image of a directory
+  burgeon mount debian:12 /mnt/a               mount it; writes are discarded at umount
+  burgeon mount debian:12 /mnt/b --writes b    a second mount, whose writes are kept as \"b\"
+  burgeon status                               what is mounted, and how well it goes
+  burgeon umount /mnt/b                        let go of it; plain `umount /mnt/b` does, too
+  burgeon doctor                               what is missing here, and what to do about it
+
+Exit codes:
+  0  done
+  1  failed, or `doctor` found something that stops Burgeon from working
+  2  the command line makes no sense
+  3  what was named does not exist
+  4  bytes are damaged, or of a format that this version does not know
+  5  a store or the daemon cannot be reached, or something is still in use
+  6  no space
+  7  a privilege is missing
+
+Environment:
+  BURGEON_STATE_DIR, BURGEON_STORE    as --state-dir and --store";
+
+/// Mount a file tree lazily: all names at once, each block when it is first read, verified,
+/// cached and writable.
+#[derive(Parser, Debug)]
+#[command(name = "burgeon", version, after_help = EXAMPLES, max_term_width = 100)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    pub(crate) global: Global,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// Options of every command, before or after its name.
+#[derive(ClapArgs, Debug, Clone)]
+pub(crate) struct Global {
+    /// Where images and their data are [default: a store in the state directory]
+    #[arg(long, global = true, value_name = "PATH", env = "BURGEON_STORE")]
+    pub(crate) store: Option<String>,
+    /// Where this host keeps caches, writes and the daemon's socket
+    /// [default: /var/lib/burgeon, or ~/.local/state/burgeon without root]
+    #[arg(long, global = true, value_name = "DIR", env = "BURGEON_STATE_DIR")]
+    pub(crate) state_dir: Option<PathBuf>,
+    /// Answer with one JSON document
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+}
+
+#[derive(Subcommand, Debug)]
+pub(crate) enum Command {
+    /// Make an image from a directory or an archive
+    #[command(
+        allow_missing_positional = true,
+        after_help = "\
+Examples:
+  burgeon build /srv/debian-12 debian:12
+  burgeon build rootfs.tar.zst debian:12
+  docker export c1 | burgeon build - app:7
+  burgeon build --by-reference /dev/vg/data data     read a file or device in place, copy nothing"
+    )]
+    Build(Build),
+    /// Mount an image; it is usable when this returns
+    #[command(after_help = "\
+Examples:
+  burgeon mount debian:12 /mnt/a                      writes are discarded at umount
+  burgeon mount debian:12 /mnt/b --writes b           writes are kept, and found again by name
+  burgeon mount debian:12 /mnt/c --read-only
+  burgeon mount debian:12 /mnt/d --writes d --write-limit 50G
+  burgeon mount debian:12 /mnt/e --fill               and fetch everything in the background")]
+    Mount(Mount),
+    /// Unmount, and wait until everything is released
+    Umount(Umount),
+    /// Show what is mounted, how much of it is local, and how fast it is
+    Status,
+    /// List the images of the store
+    #[command(alias = "ls")]
+    List,
+    /// Show what an image is made of
+    Inspect(Inspect),
+    /// Check every byte of an image in its store; damaged files are named
+    Verify(Named),
+    /// Remove an image; its data goes with the next `gc`
+    Rm(Named),
+    /// Remove data that no image, mount or writes need
+    Gc(Gc),
+    /// List or remove kept writes
+    Writes(Writes),
+    /// Check this machine: kernel, devices, privileges, limits, leftovers
+    Doctor(Doctor),
+    /// Show on a real tree what Burgeon does, and clean up
+    Demo(Demo),
+    /// End the daemon
+    Shutdown(Shutdown),
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Build {
+    /// A directory; a .tar, .tar.gz, .tar.zst or .tar.xz; or - for an archive on standard input
+    #[arg(required_unless_present = "computed")]
+    pub(crate) source: Option<PathBuf>,
+    /// The image's name, such as debian:12
+    pub(crate) name: String,
+    /// How blocks are checked
+    #[arg(long, value_enum, default_value = "crc32c")]
+    pub(crate) checksum: Checksum,
+    /// zstd level, 1 to 19; up to 12 with parameters of our own, tuned for chunks
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(i32).range(1..=19))]
+    pub(crate) level: i32,
+    /// Describe one big file or block device where it is, and copy nothing: it must not change
+    #[arg(long)]
+    pub(crate) by_reference: bool,
+    /// An image of one file whose bytes are computed, to measure everything but the data
+    #[arg(long, value_enum, conflicts_with_all = ["source", "by_reference"], requires = "size")]
+    pub(crate) computed: Option<Computed>,
+    /// Size of the computed file
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "computed")]
+    pub(crate) size: Option<u64>,
+}
+
+#[derive(ValueEnum, Debug, Clone, Copy)]
+pub(crate) enum Computed {
+    /// Zeros
+    Zeros,
+    /// Bytes 0x5a
+    Byte,
+    /// Each block holds its own number
+    BlockNumber,
+}
+
+#[derive(ValueEnum, Debug, Clone, Copy)]
+pub(crate) enum Checksum {
+    Crc32c,
+    Xxhash64,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Mount {
+    /// The image
+    pub(crate) name: String,
+    /// An empty directory
+    pub(crate) path: PathBuf,
+    /// Keep writes under this name; mounting with the name again finds them
+    #[arg(long, value_name = "NAME")]
+    pub(crate) writes: Option<String>,
+    /// Allow no writes
+    #[arg(long, conflicts_with_all = ["writes", "write_limit", "thin", "writes_device"])]
+    pub(crate) read_only: bool,
+    /// Space for writes, reserved at once [default: 10G, or a quarter of what is free]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub(crate) write_limit: Option<u64>,
+    /// Promise the space for writes without reserving it: writes can fail when the host is full
+    #[arg(long)]
+    pub(crate) thin: bool,
+    /// Write to this block device instead of a file; what is on it is lost
+    #[arg(long, value_name = "DEVICE", conflicts_with_all = ["write_limit", "thin"])]
+    pub(crate) writes_device: Option<PathBuf>,
+    /// Fetch everything in the background
+    #[arg(long)]
+    pub(crate) fill: bool,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Umount {
+    /// Where it is mounted
+    #[arg(required = true)]
+    pub(crate) paths: Vec<PathBuf>,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Inspect {
+    /// The image
+    pub(crate) name: String,
+    /// List every file with its addresses and chunks
+    #[arg(long)]
+    pub(crate) map: bool,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Named {
+    /// The image
+    pub(crate) name: String,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Gc {
+    /// Only say what would be removed
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Writes {
+    #[command(subcommand)]
+    pub(crate) command: WritesCommand,
+}
+
+#[derive(Subcommand, Debug)]
+pub(crate) enum WritesCommand {
+    /// List all writes that are kept
+    List,
+    /// Remove writes for good
+    Rm {
+        /// Their name
+        name: String,
+    },
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Doctor {
+    /// Mend what a crash has left; writes of users are never removed
+    #[arg(long)]
+    pub(crate) repair: bool,
+    /// Only say what --repair would do
+    #[arg(long, requires = "repair")]
+    pub(crate) dry_run: bool,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Demo {
+    /// The tree to show it on
+    #[arg(long, value_name = "DIR", default_value = "/usr")]
+    pub(crate) tree: PathBuf,
+    /// Show it on a Debian root made with debootstrap
+    #[arg(long, conflicts_with = "tree")]
+    pub(crate) debian: bool,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Shutdown {
+    /// Unmount everything first; refused where something is in use
+    #[arg(long)]
+    pub(crate) unmount: bool,
+    /// End it whatever is mounted: what is in use is unmounted as soon as it is not, and reads of
+    /// data that is not local fail until then
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+/// A number of bytes, with K, M, G or T for powers of 1024.
+fn parse_size(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KIB" => 10,
+        "M" | "MIB" => 20,
+        "G" | "GIB" => 30,
+        "T" | "TIB" => 40,
+        unit => return Err(format!("{unit:?} is no unit: use K, M, G or T")),
+    };
+    let number: u64 = digits.parse().map_err(|_| format!("{digits:?} is no number"))?;
+    number.checked_mul(1 << shift).ok_or_else(|| "that is too much".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, Parser};
+
+    use super::{Args, Command, parse_size};
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn global_options_work_before_and_after_the_verb() {
+        for line in [
+            ["burgeon", "--json", "--state-dir", "/x", "status"],
+            ["burgeon", "status", "--json", "--state-dir", "/x"],
+            ["burgeon", "--json", "status", "--state-dir", "/x"],
+        ] {
+            let args = Args::try_parse_from(line).unwrap();
+            assert!(args.global.json && args.global.state_dir.is_some());
+            assert!(matches!(args.command, Command::Status));
+        }
+    }
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(parse_size("10G"), Ok(10 << 30));
+        assert_eq!(parse_size("4096"), Ok(4096));
+        assert_eq!(parse_size("512MiB"), Ok(512 << 20));
+        for bad in ["", "G", "1.5G", "-1", "5X", "99999999999T"] {
+            assert!(parse_size(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_computed_image_has_no_source_and_others_need_one() {
+        let line = ["burgeon", "build", "--computed", "zeros", "--size", "1G", "z"];
+        let Command::Build(build) = Args::try_parse_from(line).unwrap().command else { panic!() };
+        assert_eq!((build.source, build.name.as_str(), build.size), (None, "z", Some(1 << 30)));
+        assert!(Args::try_parse_from(["burgeon", "build", "z"]).is_err());
+        assert!(Args::try_parse_from(["burgeon", "build", "/x", "z"]).is_ok());
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        for line in [
+            &["burgeon", "mount", "a", "/b", "--read-only", "--writes", "w"][..],
+            &["burgeon", "mount", "a", "/b", "--writes-device", "/dev/x", "--thin"],
+            &["burgeon", "doctor", "--dry-run"],
+            &["burgeon", "umount"],
+        ] {
+            assert!(Args::try_parse_from(line).is_err(), "{line:?}");
+        }
+    }
+}

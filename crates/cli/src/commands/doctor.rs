@@ -1,0 +1,58 @@
+//! `burgeon doctor`.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use burgeon_daemon::doctor::{self, Finding, Level};
+use serde_json::json;
+
+use super::{Context, need_mount_privilege};
+use crate::{args, output};
+
+pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> {
+    let before = doctor::examine(&context.state);
+    let mends: Vec<_> = before.iter().filter(|finding| finding.repairable).cloned().collect();
+    let mut findings = before;
+    if args.repair && !args.dry_run && !mends.is_empty() {
+        need_mount_privilege("doctor --repair")?;
+        doctor::repair(&context.state)?;
+        findings = doctor::examine(&context.state);
+    }
+    let bad = findings.iter().any(|finding| finding.level == Level::Problem);
+    if context.json {
+        output::print_json(&json!({
+            "findings": findings,
+            "repairs": if args.repair { mends } else { Vec::new() },
+            "dry_run": args.dry_run,
+        }))?;
+    } else {
+        findings.iter().for_each(show);
+        if args.repair {
+            show_repairs(&mends, args.dry_run);
+        }
+    }
+    Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn show(finding: &Finding) {
+    let mark = match finding.level {
+        Level::Fine => "ok     ",
+        Level::Warning => "warning",
+        Level::Problem => "PROBLEM",
+    };
+    println!("{mark}  {}: {}", finding.subject, finding.found);
+    if let Some(remedy) = &finding.remedy {
+        let by = if finding.repairable { " (`burgeon doctor --repair` does that)" } else { "" };
+        println!("         → {remedy}{by}");
+    }
+}
+
+fn show_repairs(mends: &[Finding], dry_run: bool) {
+    if mends.is_empty() {
+        println!("nothing to repair");
+    }
+    let verb = if dry_run { "would repair" } else { "repaired" };
+    for mend in mends {
+        println!("{verb}  {}: {}", mend.subject, mend.remedy.as_deref().unwrap_or_default());
+    }
+}

@@ -1,0 +1,160 @@
+//! `build` and `list`: what needs neither root nor a daemon.
+
+use std::{fs::File, path::Path, process::ExitCode};
+
+use anyhow::Result;
+use burgeon_block::{ChecksumKind, Error};
+use burgeon_image::{
+    build::{self, Options, Pattern, Report},
+    catalog,
+};
+use burgeon_source::Directory;
+use serde_json::json;
+
+use super::Context;
+use crate::{
+    args::{self, Checksum, Computed},
+    output::{self, bytes},
+    progress::Progress,
+};
+
+pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
+    let options = Options {
+        level: args.level,
+        checksum: match args.checksum {
+            Checksum::Crc32c => ChecksumKind::Crc32c,
+            Checksum::Xxhash64 => ChecksumKind::Xxhash64,
+        },
+        ..Options::default()
+    };
+    let input = match (args.computed, args.source, args.by_reference) {
+        (Some(pattern), _, _) => Input::Computed(pattern, args.size.unwrap_or(0)),
+        (None, Some(path), true) => Input::Reference(path),
+        (None, Some(path), false) if path == Path::new("-") => Input::Stdin,
+        (None, Some(path), false) if path.is_dir() => Input::Tree(path),
+        (None, Some(path), false) => Input::Archive(path),
+        (None, None, _) => anyhow::bail!("there is nothing to build from: name a directory"),
+    };
+    let (report, took) = make(context, &input, &args.name, &options)?;
+    let seconds = took.as_secs_f64();
+    if context.json {
+        output::print_json(&json!({
+            "image": report.image,
+            "new_bytes": report.new_bytes,
+            "reused_bytes": report.reused_bytes,
+            "changed": report.changed,
+            "mounts_left_out": report.mounts_left_out,
+            "seconds": seconds,
+        }))?;
+    } else {
+        describe(&report, seconds);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What an image is made of.
+enum Input {
+    Tree(std::path::PathBuf),
+    Archive(std::path::PathBuf),
+    Stdin,
+    Reference(std::path::PathBuf),
+    Computed(Computed, u64),
+}
+
+/// Builds an image of the directory `tree` with the usual options, and says so.
+pub(crate) fn build_tree(context: &Context, tree: &Path, name: &str) -> Result<()> {
+    let input = Input::Tree(tree.to_owned());
+    let (report, took) = make(context, &input, name, &Options::default())?;
+    describe(&report, took.as_secs_f64());
+    Ok(())
+}
+
+fn make(
+    context: &Context,
+    input: &Input,
+    name: &str,
+    options: &Options,
+) -> Result<(Report, std::time::Duration)> {
+    let store = Directory::create(context.store_path())?;
+    let progress = Progress::new(format!("building {name}"));
+    let show = |now: &build::Progress| progress.update(now.bytes, now.bytes_total);
+    let report = match input {
+        Input::Tree(path) => build::from_directory(&store, name, path, options, &show),
+        Input::Archive(path) => match File::open(path) {
+            Ok(file) => {
+                let len = file.metadata().map(|metadata| metadata.len()).ok();
+                build::from_tar(&store, name, file, len, options, &show).map_err(|e| {
+                    let what = format!("cannot build from {}", path.display());
+                    Error::with_source(e.kind(), what, e)
+                })
+            }
+            Err(e) => Err(Error::io(format!("cannot read {}", path.display()), e)),
+        },
+        Input::Stdin => build::from_tar(&store, name, std::io::stdin(), None, options, &show),
+        Input::Reference(path) => build::by_reference(&store, name, path, options, &show),
+        Input::Computed(pattern, size) => {
+            let pattern = match pattern {
+                Computed::Zeros => Pattern::Byte(0),
+                Computed::Byte => Pattern::Byte(0x5a),
+                Computed::BlockNumber => Pattern::BlockNumber,
+            };
+            build::computed(&store, name, pattern, *size, options, &show)
+        }
+    };
+    let took = progress.finish();
+    Ok((report?, took))
+}
+
+fn describe(report: &Report, seconds: f64) {
+    let image = &report.image;
+    println!(
+        "built {} in {seconds:.1} s: {} files, {} of data, stored in {}",
+        image.name,
+        image.inodes,
+        bytes(image.file_bytes),
+        bytes(image.stored_bytes + image.manifest_bytes)
+    );
+    if report.reused_bytes > 0 {
+        println!("{} of that were there already", bytes(report.reused_bytes));
+    }
+    for path in &report.changed {
+        println!("warning: {} changed while it was read", path.display());
+    }
+    for path in &report.mounts_left_out {
+        println!("note: left out what is mounted at {}", path.display());
+    }
+}
+
+pub(super) fn list(context: &Context) -> Result<ExitCode> {
+    let images = catalog::list(&context.open_store()?)?;
+    let mut rows = vec![["NAME", "FILES", "DATA", "STORED", "DIGEST"].map(String::from).to_vec()];
+    let mut documents = Vec::new();
+    let mut damaged = false;
+    for (name, record) in &images {
+        match record {
+            Ok(record) => {
+                let digest = record.digest()?.to_string();
+                let stored = record.stored_bytes + record.manifest_bytes;
+                let (files, data) = (record.inodes.to_string(), bytes(record.file_bytes));
+                rows.push(vec![name.clone(), files, data, bytes(stored), digest[..16].to_owned()]);
+                documents.push(serde_json::to_value(record)?);
+            }
+            Err(e) => {
+                damaged = true;
+                rows.push(vec![name.clone(), e.to_string()]);
+                documents.push(json!({ "name": name, "error": e.to_string() }));
+            }
+        }
+    }
+    if context.json {
+        output::print_json(&json!({ "images": documents }))?;
+    } else if images.is_empty() {
+        println!(
+            "no images in {}; `burgeon build DIR NAME` makes one",
+            context.store_path().display()
+        );
+    } else {
+        output::table(&rows);
+    }
+    Ok(if damaged { ExitCode::from(4) } else { ExitCode::SUCCESS })
+}

@@ -1,0 +1,188 @@
+//! `burgeon inspect`: what an image is made of, down to which chunk holds which bytes.
+
+use std::{
+    io::{self, BufWriter, Write},
+    process::ExitCode,
+};
+
+use anyhow::Result;
+use burgeon_block::Digest;
+use burgeon_image::{Limits, Manifest, Paths, catalog};
+use serde_json::json;
+
+use super::Context;
+use crate::{
+    args,
+    output::{self, bytes},
+};
+
+pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode> {
+    let store = context.open_store()?;
+    let record = catalog::resolve(&store, &args.name)?;
+    let digest = record.digest()?;
+    let manifest = catalog::load(&store, &digest, &Limits::default())?;
+    if args.map {
+        return print_map(&manifest, context.json);
+    }
+    let facts = Facts::of(&manifest);
+    if context.json {
+        output::print_json(&json!({
+            "image": record,
+            "chunks": manifest.chunks.len(),
+            "objects": manifest.objects.iter().map(|object| object.as_str()).collect::<Vec<_>>(),
+            "checksum": manifest.checksum.to_string(),
+            "directories": facts.directories,
+            "files": facts.files,
+            "symlinks": facts.symlinks,
+            "others": facts.others,
+            "xattrs": manifest.tree.xattrs.len(),
+        }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!("name        {}", record.name);
+    println!("digest      {digest}");
+    println!(
+        "tree        {} files, {} directories, {} symlinks, {} others, {} xattrs",
+        facts.files,
+        facts.directories,
+        facts.symlinks,
+        facts.others,
+        manifest.tree.xattrs.len()
+    );
+    println!("data        {}, as `du --apparent-size` counts", bytes(record.file_bytes));
+    println!(
+        "lazy data   {} in {} chunks, distinct and padded to 4 KiB",
+        bytes(record.data_bytes),
+        manifest.chunks.len()
+    );
+    println!("stored      {} in {} objects", bytes(record.stored_bytes), manifest.objects.len());
+    println!("manifest    {}", bytes(record.manifest_bytes));
+    println!("checksum    {}", manifest.checksum);
+    Ok(ExitCode::SUCCESS)
+}
+
+#[derive(Default)]
+struct Facts {
+    directories: u64,
+    files: u64,
+    symlinks: u64,
+    others: u64,
+}
+
+impl Facts {
+    fn of(manifest: &Manifest) -> Self {
+        let mut facts = Self::default();
+        for inode in &manifest.tree.inodes {
+            let count = match inode.mode & 0o170_000 {
+                0o040_000 => &mut facts.directories,
+                0o100_000 => &mut facts.files,
+                0o120_000 => &mut facts.symlinks,
+                _ => &mut facts.others,
+            };
+            *count += 1;
+        }
+        facts
+    }
+}
+
+/// One line for each piece of a file that lies in one chunk.
+fn print_map(manifest: &Manifest, json: bool) -> Result<ExitCode> {
+    let addresses = manifest.chunk_addresses();
+    let paths = Paths::new(&manifest.tree);
+    let mut out = BufWriter::new(io::stdout().lock());
+    if json {
+        // One document, written piece by piece: an image may have millions of them.
+        write!(out, "{{\"map\":[")?;
+    } else {
+        writeln!(out, "# path\toffset\tlength\taddress\tchunk\tobject\tstored\tcodec\tdigest")?;
+    }
+    let mut first = true;
+    for dirent in &manifest.tree.dirents {
+        let inode = &manifest.tree.inodes[dirent.inode as usize];
+        let mut path = None;
+        let extents = manifest.tree.extents_of(inode).iter();
+        let extents = extents.map(|extent| (extent.file_offset, extent.address, extent.len));
+        for piece in pieces(manifest, &addresses, extents) {
+            // Odd bytes are escaped, so that a line is a line.
+            let path =
+                path.get_or_insert_with(|| paths.of_dirent(dirent).escape_ascii().to_string());
+            if json {
+                write!(out, "{}{}", if first { "" } else { "," }, piece.to_json(path))?;
+            } else {
+                writeln!(out, "{}", piece.to_line(path))?;
+            }
+            first = false;
+        }
+    }
+    if json {
+        writeln!(out, "]}}")?;
+    }
+    out.flush()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Bytes of a file that lie in one chunk.
+struct Piece<'a> {
+    offset: u64,
+    len: u64,
+    address: u64,
+    chunk: usize,
+    object: &'a str,
+    stored: (u64, u64),
+    codec: &'static str,
+    digest: Digest,
+}
+
+impl Piece<'_> {
+    fn to_line(&self, path: &str) -> String {
+        let Self { offset, len, address, chunk, object, codec, digest, stored } = self;
+        format!(
+            "{path}\t{offset}\t{len}\t{address}\t{chunk}\t{object}\t{}+{}\t{codec}\t{digest}",
+            stored.0, stored.1
+        )
+    }
+
+    fn to_json(&self, path: &str) -> serde_json::Value {
+        json!({
+            "path": path, "offset": self.offset, "length": self.len, "address": self.address,
+            "chunk": self.chunk, "object": self.object, "stored_offset": self.stored.0,
+            "stored_length": self.stored.1, "codec": self.codec, "digest": self.digest.to_string(),
+        })
+    }
+}
+
+/// Cuts a file's extents (offset in the file, address, length) at the borders of chunks.
+fn pieces<'a>(
+    manifest: &'a Manifest,
+    addresses: &'a [u64],
+    extents: impl Iterator<Item = (u64, u64, u64)>,
+) -> Vec<Piece<'a>> {
+    let mut pieces = Vec::new();
+    for (file_offset, start, extent_len) in extents {
+        let mut done = 0;
+        while done < extent_len {
+            let address = start + done;
+            let chunk = addresses.partition_point(|start| *start <= address).saturating_sub(1);
+            let (Some(entry), Some(end)) = (manifest.chunks.get(chunk), addresses.get(chunk + 1))
+            else {
+                break;
+            };
+            let len = (end - address).min(extent_len - done);
+            pieces.push(Piece {
+                offset: file_offset + done,
+                len,
+                address,
+                chunk,
+                object: manifest.objects.get(entry.object as usize).map_or("?", |o| o.as_str()),
+                stored: (entry.stored.start(), entry.stored.len()),
+                codec: match entry.codec {
+                    burgeon_image::Codec::Raw => "raw",
+                    burgeon_image::Codec::Zstd => "zstd",
+                },
+                digest: entry.digest,
+            });
+            done += len;
+        }
+    }
+    pieces
+}

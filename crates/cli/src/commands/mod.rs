@@ -1,0 +1,115 @@
+//! One module a verb, or a family of verbs.
+
+mod doctor;
+pub(crate) mod images;
+mod inspect;
+pub(crate) mod mount;
+mod shutdown;
+mod status;
+mod store;
+pub(crate) mod umount;
+mod writes;
+
+use std::{path::PathBuf, process::ExitCode};
+
+use anyhow::{Context as _, Result};
+use burgeon_block::{Error, ErrorKind};
+use burgeon_daemon::StateDir;
+use burgeon_source::Directory;
+
+use crate::{
+    args::{Args, Command, Global},
+    exit::NotPermitted,
+};
+
+/// What every command works with.
+pub(crate) struct Context {
+    pub(crate) state: StateDir,
+    /// The store that was named, absolute; `None` is the state directory's own.
+    pub(crate) store: Option<PathBuf>,
+    pub(crate) json: bool,
+}
+
+impl Context {
+    fn new(global: Global) -> Result<Self> {
+        let path = match global.state_dir {
+            Some(path) => std::path::absolute(&path)
+                .with_context(|| format!("cannot find the state directory {}", path.display()))?,
+            None => StateDir::default_path()?,
+        };
+        let store = global.store.as_deref().map(store_path).transpose()?;
+        Ok(Self { state: StateDir::open(&path)?, store, json: global.json })
+    }
+
+    /// The store. The state directory's own is made where there is none yet; one that was named
+    /// has to be there.
+    pub(crate) fn open_store(&self) -> Result<Directory> {
+        Ok(match &self.store {
+            Some(path) => Directory::open(path)?,
+            None if self.state.store().is_dir() => Directory::create(self.state.store())?,
+            None => anyhow::bail!(Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "the store {} is not there: mount or restore it, or make an empty folder of \
+                     that name to begin anew",
+                    self.state.store().display()
+                ),
+            )),
+        })
+    }
+
+    /// The folder of the store.
+    pub(crate) fn store_path(&self) -> PathBuf {
+        self.store.clone().unwrap_or_else(|| self.state.store())
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(args: Args) -> Result<ExitCode> {
+    let context = Context::new(args.global)?;
+    match args.command {
+        Command::Build(build) => images::build(&context, build),
+        Command::Mount(mount) => mount::mount(&context, mount),
+        Command::Umount(umount) => umount::umount(&context, umount),
+        Command::Status => status::status(&context),
+        Command::List => images::list(&context),
+        Command::Inspect(inspect) => inspect::inspect(&context, inspect),
+        Command::Verify(named) => store::verify(&context, &named.name),
+        Command::Rm(named) => store::remove(&context, &named.name),
+        Command::Gc(gc) => store::collect(&context, gc.dry_run),
+        Command::Writes(writes) => writes::writes(&context, writes.command),
+        Command::Doctor(doctor) => doctor::doctor(&context, doctor),
+        Command::Demo(demo) => crate::demo::demo(&context, demo),
+        Command::Shutdown(shutdown) => shutdown::shutdown(&context, shutdown),
+    }
+}
+
+/// A store is a folder, for now: by its path or a `file:` URL.
+fn store_path(text: &str) -> Result<PathBuf> {
+    let path = match text.split_once("://") {
+        None => text,
+        Some(("file", path)) => path,
+        Some((scheme, _)) => {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("a store at {scheme}:// is not supported yet: name a folder"),
+            )
+            .into());
+        }
+    };
+    std::path::absolute(path).with_context(|| format!("cannot find the store {text:?}"))
+}
+
+/// Refuses early, and by name, where mounting cannot work.
+pub(crate) fn need_mount_privilege(verb: &str) -> Result<()> {
+    let sets = rustix::thread::capabilities(None)
+        .map_err(|e| anyhow::anyhow!("cannot tell which privileges there are: {e}"))?;
+    if sets.effective.contains(rustix::thread::CapabilitySet::SYS_ADMIN) {
+        return Ok(());
+    }
+    Err(NotPermitted(format!(
+        "`burgeon {verb}` needs the capability CAP_SYS_ADMIN, which is missing: run it as root, for \
+         example with sudo"
+    ))
+    .into())
+}

@@ -1,0 +1,150 @@
+//! `burgeon mount`: the daemon makes a detached mount, this process moves it into place, in its
+//! own mount namespace.
+
+use std::{
+    fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Instant,
+};
+
+use anyhow::{Result, anyhow};
+use burgeon_block::{Error, ErrorKind};
+use burgeon_daemon::{
+    Client,
+    protocol::{MountRequest, Mounted, Reply, Request, SproutRequest, WritesRequest, WritesState},
+};
+use rustix::mount::{MoveMountFlags, move_mount};
+use serde_json::json;
+
+use super::{Context, need_mount_privilege};
+use crate::{args, exit::Busy, output};
+
+pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
+    let begun = Instant::now();
+    let (mounted, target) = place(context, args)?;
+    let ms = begun.elapsed().as_millis() as u64;
+    if context.json {
+        output::print_json(&json!({ "mount": mounted, "target": target, "ms": ms }))?;
+    } else {
+        describe(&mounted, &target, ms);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Mounts, without a word.
+pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, PathBuf)> {
+    need_mount_privilege("mount")?;
+    let target = check_target(&args.path)?;
+    let writes = match args.read_only {
+        true => WritesRequest::ReadOnly,
+        false => WritesRequest::Kept(SproutRequest {
+            name: args.writes,
+            limit: args.write_limit,
+            thin: args.thin,
+            device: args.writes_device.map(std::path::absolute).transpose()?,
+        }),
+    };
+    let request = MountRequest {
+        image: args.name,
+        store: context.store.clone(),
+        writes,
+        fill: args.fill,
+        target: target.clone(),
+    };
+    // Asked here, too: the daemon may not see what is mounted in this namespace.
+    if let Some(store) = &context.store {
+        burgeon_daemon::refuse_burgeon(store, "the store")?;
+    }
+    let client = Client::connect_or_start(&context.state)?;
+    let (reply, mut fds) = client.call(&Request::Mount(request))?;
+    let (Reply::Mounted(mounted), Some(mount)) = (reply, fds.pop()) else {
+        return Err(anyhow!("the daemon gave an answer to something else"));
+    };
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    move_mount(&mount, "", rustix::fs::CWD, &target, flags)
+        .map_err(|e| Error::io(format!("cannot mount at {}", target.display()), e.into()))?;
+    drop(mount);
+    // The path is for `status` only, and the mount is in use already.
+    let _ = client.call(&Request::Placed { id: mounted.id, target: target.clone() });
+    Ok((mounted, target))
+}
+
+/// A mount point has to be an empty directory that nothing is mounted on.
+fn check_target(path: &Path) -> Result<PathBuf> {
+    let shown = path.display();
+    let target = fs::canonicalize(path).map_err(|e| {
+        let hint = match e.kind() {
+            std::io::ErrorKind::NotFound => ": make it with mkdir",
+            _ => "",
+        };
+        Error::io(format!("cannot mount at {shown}{hint}"), e)
+    })?;
+    let failed = |e| Error::io(format!("cannot look at {shown}"), e);
+    if !fs::metadata(&target).map_err(failed)?.is_dir() {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("cannot mount at {shown}: it is not a directory"),
+        )
+        .into());
+    }
+    if is_mount_point(&target)? {
+        return Err(Busy(format!(
+            "cannot mount at {shown}: something is mounted there already; unmount it first"
+        ))
+        .into());
+    }
+    if fs::read_dir(&target).map_err(failed)?.next().is_some() {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("cannot mount at {shown}: it is not empty, and its content would be hidden"),
+        )
+        .into());
+    }
+    Ok(target)
+}
+
+/// Whether something is mounted exactly here.
+fn is_mount_point(target: &Path) -> Result<bool> {
+    use rustix::fs::{AtFlags, StatxAttributes, StatxFlags, statx};
+    let stat = statx(rustix::fs::CWD, target, AtFlags::empty(), StatxFlags::BASIC_STATS)
+        .map_err(|e| Error::io(format!("cannot look at {}", target.display()), e.into()))?;
+    if stat.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT) {
+        return Ok(stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT));
+    }
+    // Linux before 5.8 does not say; another device than the folder above does.
+    let above = target.parent().unwrap_or(target);
+    Ok(fs::metadata(target)?.dev() != fs::metadata(above)?.dev())
+}
+
+fn describe(mounted: &Mounted, target: &Path, ms: u64) {
+    println!(
+        "mounted {} in {ms} ms: {} over {}, {} of metadata",
+        target.display(),
+        mounted.transport,
+        mounted.device.display(),
+        output::bytes(mounted.metadata_bytes)
+    );
+    println!("{}", describe_writes(&mounted.writes));
+    for note in &mounted.notes {
+        println!("note: {note}");
+    }
+}
+
+/// Where writes go, as a sentence.
+fn describe_writes(writes: &WritesState) -> String {
+    let WritesState::Sprout(sprout) = writes else { return "read-only".to_owned() };
+    let room = match sprout.thin {
+        false => format!("{} reserved", output::bytes(sprout.limit)),
+        true => format!(
+            "{} promised, {} reserved: writes can fail when the host is full",
+            output::bytes(sprout.limit),
+            output::bytes(sprout.reserved)
+        ),
+    };
+    match &sprout.name {
+        Some(name) => format!("writes are kept as {name:?} in {} ({room})", sprout.path.display()),
+        None => format!("writes are discarded at umount; --writes NAME keeps them ({room})"),
+    }
+}

@@ -1,0 +1,131 @@
+//! `burgeon status`.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use burgeon_daemon::{
+    Client,
+    protocol::{Latency, MountStatus, WritesState},
+};
+use serde_json::json;
+
+use super::{Context, umount::ask};
+use crate::output::{self, bytes, duration_us, percent};
+
+pub(super) fn status(context: &Context) -> Result<ExitCode> {
+    let Some(client) = Client::connect(&context.state)? else {
+        let lost = burgeon_daemon::doctor::mounts_without_daemon(&context.state);
+        if context.json {
+            let document = json!({ "running": false, "mounts": [], "mounts_without_daemon": lost });
+            output::print_json(&document)?;
+        } else if lost > 0 {
+            println!("no daemon runs, but {lost} mounts are there: `burgeon doctor --repair`");
+        } else {
+            println!("no daemon runs for {}: nothing is mounted", context.state.root().display());
+        }
+        return Ok(ExitCode::SUCCESS);
+    };
+    let status = ask(&client)?;
+    if context.json {
+        let mut document = serde_json::to_value(&status)?;
+        document["running"] = true.into();
+        output::print_json(&document)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let server =
+        status.server_pid.map_or("being started".to_owned(), |pid| format!("process {pid}"));
+    println!(
+        "daemon {} (process {}), server {server}, started again {} times",
+        status.version, status.supervisor_pid, status.server_restarts
+    );
+    if status.mounts.is_empty() {
+        println!("nothing is mounted");
+    }
+    for mount in &status.mounts {
+        println!();
+        describe(mount);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn describe(mount: &MountStatus) {
+    let reads = &mount.reads;
+    println!("{}  {}  ({}, {})", mount.target.display(), mount.image, mount.id, mount.state);
+    if let Some(problem) = &mount.problem {
+        println!("  problem    {problem}");
+    }
+    let local = match mount.materialised_bytes {
+        Some(local) => format!("{} local ({})", bytes(local), share(local, mount.data_bytes)),
+        None => "unknown how much is local".to_owned(),
+    };
+    println!("  data       {}, {local}", bytes(mount.data_bytes));
+    if let Some(fill) = &mount.fill {
+        let failed = match fill.failed_bytes {
+            0 => String::new(),
+            failed => format!(", {} cannot be had", bytes(failed)),
+        };
+        let (done, total) = (bytes(fill.done_bytes), bytes(fill.total_bytes));
+        println!("  fill       {}: {done} of {total}{failed}", fill.state);
+    }
+    println!("  writes     {}", writes(&mount.writes));
+    let ratio =
+        reads.hit_ratio.map_or("no reads yet".to_owned(), |r| format!("{} hits", percent(r)));
+    println!(
+        "  reads      {} local, {} from the source: {ratio}; {} fetches, {}",
+        reads.hits,
+        reads.misses,
+        reads.fetches,
+        bytes(reads.fetched_bytes)
+    );
+    println!(
+        "  latency    local {}; source {}",
+        latency(&reads.local_latency),
+        latency(&reads.source_latency)
+    );
+    let errors = [
+        (reads.failed_reads, "failed reads"),
+        (reads.source_errors, "source errors"),
+        (reads.source_corrupt_chunks, "corrupt chunks"),
+        (reads.cache_corrupt_blocks, "corrupt cached blocks, fetched again"),
+    ];
+    let errors: Vec<_> =
+        errors.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}")).collect();
+    println!(
+        "  errors     {}",
+        if errors.is_empty() { "none".to_owned() } else { errors.join(", ") }
+    );
+    if let Some(error) = &mount.last_source_error {
+        println!("  last error {error}");
+    }
+}
+
+fn share(part: u64, whole: u64) -> String {
+    percent(if whole == 0 { 1.0 } else { part as f64 / whole as f64 })
+}
+
+fn writes(writes: &WritesState) -> String {
+    let WritesState::Sprout(sprout) = writes else { return "read-only".to_owned() };
+    let name = match &sprout.name {
+        Some(name) => format!("kept as {name:?}"),
+        None => "discarded at umount".to_owned(),
+    };
+    let room = match sprout.thin {
+        false => format!("{} reserved", bytes(sprout.limit)),
+        true => format!(
+            "{} promised, {} reserved; {} would have to come from the host, which may be full",
+            bytes(sprout.limit),
+            bytes(sprout.reserved),
+            bytes(sprout.limit - sprout.reserved.min(sprout.limit))
+        ),
+    };
+    format!("{name}, {room}")
+}
+
+fn latency(latency: &Latency) -> String {
+    match (latency.p50_us, latency.p90_us, latency.p99_us) {
+        (Some(p50), Some(p90), Some(p99)) => {
+            format!("p50 {}, p90 {}, p99 {}", duration_us(p50), duration_us(p90), duration_us(p99))
+        }
+        _ => "none measured".to_owned(),
+    }
+}

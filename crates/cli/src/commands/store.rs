@@ -1,0 +1,111 @@
+//! `verify`, `rm`, `gc`: looking after a store.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use burgeon_block::{BlockSource, ByteRange, Digest, ObjectId};
+use burgeon_daemon::{roots, sweep};
+use burgeon_image::catalog::{self, Damage};
+use burgeon_source::{Objects, References};
+use serde_json::json;
+
+use super::Context;
+use crate::{
+    output::{self, bytes},
+    progress::Progress,
+};
+
+/// Files that are named for each damaged object; there may be a million.
+const FILES_MAX: usize = 100;
+
+pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
+    let store = context.open_store()?;
+    let digest = catalog::resolve(&store, name)?.digest()?;
+    let progress = Progress::new(format!("verifying {name}"));
+    let objects = Objects::new(store.clone(), References::Allow);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build()?;
+    let read = |object: &ObjectId, range: ByteRange| runtime.block_on(objects.read(object, range));
+    let show = |done, total| progress.update(done, Some(total));
+    let verified = catalog::verify(&store, &digest, &read, &show);
+    progress.finish();
+    let verified = verified?;
+    let damaged = !verified.damage.is_empty();
+    if context.json {
+        let damage: Vec<_> = verified.damage.iter().map(damage_json).collect();
+        output::print_json(&json!({
+            "image": name, "digest": digest.to_string(), "chunks": verified.chunks,
+            "bytes": verified.bytes, "damage": damage,
+        }))?;
+    } else {
+        verified.damage.iter().for_each(show_damage);
+        let verdict = if damaged { "DAMAGED" } else { "whole" };
+        println!("{name} is {verdict}: {} chunks, {}", verified.chunks, bytes(verified.bytes));
+    }
+    Ok(if damaged { ExitCode::from(4) } else { ExitCode::SUCCESS })
+}
+
+fn damage_json(damage: &Damage) -> serde_json::Value {
+    let files: Vec<_> = damage.files.iter().map(|file| file.escape_ascii().to_string()).collect();
+    json!({
+        "object": damage.object.as_str(), "what": damage.what, "chunks": damage.chunks,
+        "files": files,
+    })
+}
+
+fn show_damage(damage: &Damage) {
+    println!("{}: {}; {} chunks cannot be read", damage.object, damage.what, damage.chunks);
+    for file in damage.files.iter().take(FILES_MAX) {
+        println!("  damaged: {}", file.escape_ascii());
+    }
+    if damage.files.len() > FILES_MAX {
+        println!("  and {} more files (--json lists all)", damage.files.len() - FILES_MAX);
+    }
+}
+
+pub(super) fn remove(context: &Context, name: &str) -> Result<ExitCode> {
+    let store = context.open_store()?;
+    let record = catalog::remove(&store, name, &roots::host(&context.state)?)?;
+    if context.json {
+        output::print_json(&json!({ "removed": record }))?;
+    } else {
+        println!("removed {name}; `burgeon gc` frees what nothing else needs");
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(super) fn collect(context: &Context, dry_run: bool) -> Result<ExitCode> {
+    let path = context.store_path();
+    let store = context.open_store()?;
+    let needed = roots::refresh(&context.state, &path)?;
+    let collected = catalog::gc(&store, &needed, dry_run)?;
+    let mut keep: Vec<Digest> = needed;
+    for (_, record) in catalog::list(&store)? {
+        keep.push(record?.digest()?);
+    }
+    let (prepared, prepared_bytes) = sweep(&context.state, &path, &keep, dry_run)?;
+    if context.json {
+        output::print_json(&json!({
+            "dry_run": dry_run, "manifests": collected.manifests, "packs": collected.packs,
+            "bytes": collected.bytes, "stale_bytes": collected.stale_bytes,
+            "builds_at_work": collected.builds, "missing": collected.missing,
+            "prepared_images": prepared, "prepared_bytes": prepared_bytes,
+        }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let verb = if dry_run { "would remove" } else { "removed" };
+    println!(
+        "{verb} {} manifests and {} packs ({}), {} of killed builds, {prepared} caches ({})",
+        collected.manifests,
+        collected.packs,
+        bytes(collected.bytes),
+        bytes(collected.stale_bytes),
+        bytes(prepared_bytes)
+    );
+    if collected.builds > 0 {
+        println!("{} builds are at work: run it again when they are done", collected.builds);
+    }
+    for who in &collected.missing {
+        println!("warning: the manifest of {who} is missing; `burgeon verify` says more");
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,131 @@
+//! `burgeon umount`: a plain umount that says what it means for the writes, and waits until
+//! everything is released. (A plain `umount` releases everything, too; it just does not wait.)
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use anyhow::Result;
+use burgeon_block::{Error, ErrorKind};
+use burgeon_daemon::{
+    Client, btrfs_fsid, mountinfo,
+    protocol::{MountStatus, Reply, Request, Status, WritesState},
+};
+use rustix::mount::{UnmountFlags, unmount};
+use serde_json::json;
+
+use super::{Context, need_mount_privilege};
+use crate::{args, exit::Busy, holders, output};
+
+/// How long the kernel may take to let go of everything after the last umount.
+const RELEASE_TIMEOUT_MS: u64 = 15_000;
+
+pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> {
+    need_mount_privilege("umount")?;
+    let mut done = Vec::new();
+    for path in &args.paths {
+        let (target, writes) = one(context, path)?;
+        if !context.json {
+            println!("unmounted {}{writes}", target.display());
+        }
+        done.push(target);
+    }
+    if context.json {
+        output::print_json(&json!({ "unmounted": done }))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Unmounts `path`; returns where it was and what happened to its writes.
+pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
+    let target = fs::canonicalize(path)
+        .map_err(|e| Error::io(format!("cannot unmount {}", path.display()), e))?;
+    let client = Client::connect(&context.state)?;
+    let fsid = mounted_here(&target)?;
+    let known = match (&client, fsid) {
+        (Some(client), Some(fsid)) => {
+            let status = ask(client)?;
+            status.mounts.into_iter().find(|mount| mount.fsid == Some(fsid))
+        }
+        _ => None,
+    };
+    if known.is_none() && !burgeon_daemon::is_burgeon_mount(&target) {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "{} is not a mount of this Burgeon: `burgeon status` lists them",
+                target.display()
+            ),
+        )
+        .into());
+    }
+    detach(&target, UnmountFlags::empty())?;
+    let (Some(mount), Some(client)) = (known, client) else { return Ok((target, String::new())) };
+    if still_mounted(fsid) {
+        return Ok((target, "; the same mount is still in place elsewhere".to_owned()));
+    }
+    client.call(&Request::AwaitRelease { id: mount.id, timeout_ms: RELEASE_TIMEOUT_MS })?;
+    Ok((target, what_became_of_writes(&mount)))
+}
+
+/// Asks a running daemon for everything.
+pub(crate) fn ask(client: &Client) -> Result<Status> {
+    match client.call(&Request::Status)?.0 {
+        Reply::Status(status) => Ok(*status),
+        _ => Err(anyhow::anyhow!("the daemon gave an answer to something else")),
+    }
+}
+
+/// Unmounts, or says who is in the way.
+pub(crate) fn detach(target: &Path, flags: UnmountFlags) -> Result<()> {
+    match unmount(target, flags | UnmountFlags::NOFOLLOW) {
+        Ok(()) => Ok(()),
+        Err(rustix::io::Errno::BUSY) => {
+            Err(Busy(format!("cannot unmount {}: {}", target.display(), holders::describe(target)))
+                .into())
+        }
+        Err(e) => Err(Error::io(format!("cannot unmount {}", target.display()), e.into()).into()),
+    }
+}
+
+/// The places of this namespace where the btrfs `fsid` is mounted, the innermost first.
+pub(crate) fn places_of(fsid: burgeon_daemon::Fsid) -> Vec<PathBuf> {
+    let mounts = mountinfo::read(Path::new("/proc/thread-self/mountinfo")).unwrap_or_default();
+    let mut places: Vec<_> = mounts
+        .into_iter()
+        .filter(|mount| mount.fs_type == "btrfs")
+        .filter(|mount| btrfs_fsid(&mount.target).is_ok_and(|here| here == Some(fsid)))
+        .map(|mount| mount.target)
+        .collect();
+    places.reverse();
+    places
+}
+
+fn still_mounted(fsid: Option<burgeon_daemon::Fsid>) -> bool {
+    fsid.is_some_and(|fsid| !places_of(fsid).is_empty())
+}
+
+/// The btrfs that is mounted exactly at `target`.
+fn mounted_here(target: &Path) -> Result<Option<burgeon_daemon::Fsid>> {
+    let mounts = mountinfo::read(Path::new("/proc/thread-self/mountinfo"))?;
+    if !mounts.iter().any(|mount| mount.target == target) {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("nothing is mounted at {}", target.display()),
+        )
+        .into());
+    }
+    Ok(btrfs_fsid(target)?)
+}
+
+fn what_became_of_writes(mount: &MountStatus) -> String {
+    match &mount.writes {
+        WritesState::ReadOnly => String::new(),
+        WritesState::Sprout(sprout) => match &sprout.name {
+            Some(name) => format!("; its writes are kept as {name:?}"),
+            None => "; its writes are discarded".to_owned(),
+        },
+    }
+}

@@ -1,0 +1,237 @@
+//! `burgeon demo`: the main job on a real tree, in a state directory and a mount namespace of
+//! its own, with nothing left behind.
+
+use std::{
+    ffi::OsStr,
+    fs::{self, File},
+    io::Write,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode, Stdio},
+    time::Instant,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use burgeon_daemon::{Client, StateDir, protocol::Request};
+use rustix::{
+    mount::{MountPropagationFlags, UnmountFlags, mount_change, unmount},
+    thread::{UnshareFlags, unshare_unsafe},
+};
+
+use crate::{
+    args,
+    commands::{Context, images, mount, need_mount_privilege, umount},
+    output::{bytes, duration_us, percent},
+};
+
+/// Where images of a few GiB fit on most machines; `/tmp` is often memory.
+const SCRATCH: &str = "/var/tmp";
+
+/// The writes need no more than this in a demonstration.
+const WRITE_LIMIT: u64 = 1 << 30;
+
+pub(crate) fn demo(context: &Context, args: args::Demo) -> Result<ExitCode> {
+    need_mount_privilege("demo")?;
+    // SAFETY: this process has one thread here, and only its view of mounts changes.
+    unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.context("cannot make a mount namespace")?;
+    mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::DOWNSTREAM)
+        .context("cannot keep mounts to this demonstration")?;
+    let stage = Stage::new()?;
+    let shown = stage.run(&args);
+    let cleaned = stage.clean();
+    shown?;
+    cleaned?;
+    if context.json {
+        crate::output::print_json(&serde_json::json!({ "demo": "done" }))?;
+    } else {
+        println!(
+            "\nEverything is cleaned up. Next: burgeon build DIR NAME; burgeon mount NAME PATH"
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The demonstration's folder, and a context whose state lies there.
+struct Stage {
+    folder: PathBuf,
+    context: Context,
+}
+
+impl Stage {
+    fn new() -> Result<Self> {
+        let folder = Path::new(SCRATCH).join(format!("burgeon-demo-{}", std::process::id()));
+        fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        for name in ["a", "b"] {
+            fs::create_dir(folder.join(name))?;
+        }
+        let state = StateDir::open(&folder.join("state"))?;
+        Ok(Self { folder, context: Context { state, store: None, json: false } })
+    }
+
+    fn run(&self, args: &args::Demo) -> Result<()> {
+        let tree = if args.debian { self.debootstrap()? } else { args.tree.clone() };
+        step(&format!("build an image of {}", tree.display()));
+        images::build_tree(&self.context, &tree, "demo")?;
+
+        step("mount it");
+        let (a, b) = (self.folder.join("a"), self.folder.join("b"));
+        let took = self.mount(&a)?;
+        println!("mounted in {took}; names, sizes and owners are all here, data is not");
+
+        step("list all of it with find");
+        let begun = Instant::now();
+        let names = count_names(&a)?;
+        println!("{names} names in {}", since(begun));
+
+        step("run a program of it, in a chroot");
+        run_program(&a)?;
+
+        step("write, and make a reflink copy of its largest file");
+        write_and_clone(&a)?;
+
+        step("mount it a second time: none of that is there");
+        let took = self.mount(&b)?;
+        ensure!(!b.join("hello-from-a").exists(), "the second mount sees the first one's writes");
+        println!("mounted in {took}; independent");
+
+        step("what that took");
+        self.numbers(&a)
+    }
+
+    fn mount(&self, at: &Path) -> Result<String> {
+        let begun = Instant::now();
+        let args = args::Mount {
+            name: "demo".to_owned(),
+            path: at.to_owned(),
+            writes: None,
+            read_only: false,
+            write_limit: Some(WRITE_LIMIT),
+            thin: false,
+            writes_device: None,
+            fill: false,
+        };
+        mount::place(&self.context, args)?;
+        Ok(since(begun))
+    }
+
+    fn numbers(&self, at: &Path) -> Result<()> {
+        let Some(client) = Client::connect(&self.context.state)? else {
+            bail!("the daemon is gone")
+        };
+        let status = umount::ask(&client)?;
+        let Some(mount) = status.mounts.iter().find(|mount| mount.target == at) else {
+            bail!("the first mount is gone");
+        };
+        let local = mount.materialised_bytes.unwrap_or(0);
+        println!("data in the image   {}", bytes(mount.data_bytes));
+        println!(
+            "made local          {} ({} of the data), fetched as {} in {} chunks",
+            bytes(local),
+            percent(local as f64 / mount.data_bytes.max(1) as f64),
+            bytes(mount.reads.fetched_bytes),
+            mount.reads.fetches
+        );
+        println!("errors              {}", mount.reads.failed_reads);
+        Ok(())
+    }
+
+    fn debootstrap(&self) -> Result<PathBuf> {
+        step("make a Debian root with debootstrap");
+        let root = self.folder.join("debian");
+        let status = Command::new("debootstrap")
+            .args(["--variant=minbase", "bookworm"])
+            .arg(&root)
+            .stdout(Stdio::null())
+            .status()
+            .context("cannot run debootstrap: install it, or leave --debian away")?;
+        ensure!(status.success(), "debootstrap failed: {status}");
+        Ok(root)
+    }
+
+    /// Takes everything away, also after a failure half-way.
+    fn clean(&self) -> Result<()> {
+        let mut first_error = None;
+        for name in ["b", "a"] {
+            let path = self.folder.join(name);
+            if let Err(e) = umount::one(&self.context, &path) {
+                let mounted = unmount(&path, UnmountFlags::DETACH).is_ok();
+                first_error = first_error.or(mounted.then_some(e));
+            }
+        }
+        if let Ok(Some(client)) = Client::connect(&self.context.state) {
+            client.call(&Request::Shutdown { force: true })?;
+            client.wait_for_end();
+        }
+        fs::remove_dir_all(&self.folder)
+            .with_context(|| format!("cannot remove {}", self.folder.display()))?;
+        first_error.map_or(Ok(()), Err)
+    }
+}
+
+fn step(what: &str) {
+    println!("\n── {what}");
+}
+
+fn since(begun: Instant) -> String {
+    duration_us(begun.elapsed().as_micros() as f64)
+}
+
+fn count_names(root: &Path) -> Result<u64> {
+    let output = Command::new("find").arg(root).args(["-printf", "."]).output();
+    let output = output.context("cannot run find")?;
+    ensure!(output.status.success(), "find: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(output.stdout.len() as u64)
+}
+
+/// Runs the tree's own shell with the tree as its root. A tree that has none is shown with the
+/// machine's own programs instead.
+fn run_program(root: &Path) -> Result<()> {
+    if !root.join("bin/sh").exists() {
+        println!("this tree has no /bin/sh to run");
+        return Ok(());
+    }
+    let begun = Instant::now();
+    let output = Command::new("chroot")
+        .arg(root)
+        .args(["/bin/sh", "-c", "echo hello from $(uname -sr), root has $(ls / | wc -l) entries"])
+        .env("PATH", "/bin:/sbin:/usr/bin:/usr/sbin")
+        .output()
+        .context("cannot run chroot")?;
+    ensure!(output.status.success(), "the program: {}", String::from_utf8_lossy(&output.stderr));
+    print!("{}", String::from_utf8_lossy(&output.stdout));
+    println!("in {}, with every page of it fetched just now", since(begun));
+    Ok(())
+}
+
+fn write_and_clone(root: &Path) -> Result<()> {
+    let mut hello = File::create(root.join("hello-from-a"))?;
+    hello.write_all(b"written into a lazily mounted image\n")?;
+    hello.sync_all()?;
+    println!("wrote and synced {}", root.join("hello-from-a").display());
+    let Some((largest, len)) = largest_file(root)? else { return Ok(()) };
+    let begun = Instant::now();
+    let from = File::open(&largest)?;
+    let to = File::create(root.join("clone"))?;
+    rustix::fs::ioctl_ficlone(&to, &from).context("cannot make a reflink copy")?;
+    to.sync_all()?;
+    let name = largest.file_name().unwrap_or(OsStr::new("?")).to_string_lossy();
+    println!("cloned {name} ({}) in {}: no byte of it was fetched", bytes(len), since(begun));
+    Ok(())
+}
+
+fn largest_file(root: &Path) -> Result<Option<(PathBuf, u64)>> {
+    let mut largest = None;
+    let mut folders = vec![root.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)?.flatten() {
+            let metadata = entry.metadata()?;
+            if metadata.is_dir() {
+                folders.push(entry.path());
+            } else if metadata.is_file()
+                && largest.as_ref().is_none_or(|(_, len)| metadata.len() > *len)
+            {
+                largest = Some((entry.path(), metadata.len()));
+            }
+        }
+    }
+    Ok(largest)
+}

@@ -1,0 +1,71 @@
+//! How a command fails: one sentence on standard error, and an exit code that says what kind of
+//! failure it was.
+
+use std::process::ExitCode;
+
+use burgeon_block::ErrorKind;
+use serde_json::json;
+
+/// A privilege is missing: the sentence says which.
+#[derive(Debug)]
+pub(crate) struct NotPermitted(pub(crate) String);
+
+impl std::fmt::Display for NotPermitted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NotPermitted {}
+
+/// Something is in use, and the sentence says by whom.
+#[derive(Debug)]
+pub(crate) struct Busy(pub(crate) String);
+
+impl std::fmt::Display for Busy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Busy {}
+
+/// Says what went wrong and returns the code to end with.
+pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
+    eprintln!("burgeon: {error:#}");
+    let (kind, code) = classify(error);
+    if json {
+        println!("{}", json!({ "error": { "kind": kind, "message": format!("{error:#}") } }));
+    }
+    ExitCode::from(code)
+}
+
+/// The document of a command line that makes no sense; clap says the rest on standard error.
+pub(crate) fn report_usage(error: &clap::Error) {
+    println!("{}", json!({ "error": { "kind": "usage", "message": error.to_string() } }));
+}
+
+fn classify(error: &anyhow::Error) -> (&'static str, u8) {
+    for cause in error.chain() {
+        if cause.is::<NotPermitted>() {
+            return ("not-permitted", 7);
+        }
+        if cause.is::<Busy>() {
+            return ("busy", 5);
+        }
+        if let Some(error) = cause.downcast_ref::<burgeon_block::Error>() {
+            return (burgeon_daemon::protocol::kind_name(error.kind()), code(error.kind()));
+        }
+    }
+    ("failed", 1)
+}
+
+fn code(kind: ErrorKind) -> u8 {
+    match kind {
+        ErrorKind::Invalid | ErrorKind::LocalIo => 1,
+        ErrorKind::NotFound => 3,
+        ErrorKind::Corrupt | ErrorKind::UnsupportedFormat => 4,
+        ErrorKind::Unavailable => 5,
+        ErrorKind::NoSpace => 6,
+    }
+}

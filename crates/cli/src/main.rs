@@ -1,0 +1,57 @@
+//! The `burgeon` command.
+//!
+//! ```text
+//!   args ──► commands::<verb> ──► burgeon-image, burgeon-source      build, list, inspect, verify, …
+//!                             ──► burgeon-daemon's client            mount, umount, status, …
+//!        ──► __supervise, __serve, __prepare: the daemon's own processes, which re-run this program
+//! ```
+//!
+//! With `--json`, standard output carries exactly one JSON document, also when the command fails.
+
+mod args;
+mod commands;
+mod demo;
+mod exit;
+mod holders;
+mod output;
+mod progress;
+
+use std::{ffi::OsStr, path::Path, process::ExitCode};
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    let arguments: Vec<_> = std::env::args_os().collect();
+    if let [_, verb, rest @ ..] = arguments.as_slice() {
+        let path = rest.first().map(Path::new).unwrap_or(Path::new(""));
+        match verb.to_str() {
+            Some("__supervise") => return burgeon_daemon::supervise(path),
+            Some("__serve") => return burgeon_daemon::serve_forever(path),
+            Some("__prepare") => return burgeon_daemon::prepare_process(rest),
+            _ => {}
+        }
+    }
+    let args = match args::Args::try_parse_from(plain(&arguments)) {
+        Ok(args) => args,
+        Err(e) => {
+            if e.use_stderr() && arguments.iter().any(|argument| argument == "--json") {
+                exit::report_usage(&e);
+            }
+            e.exit()
+        }
+    };
+    let json = args.global.json;
+    match commands::run(args) {
+        Ok(code) => code,
+        Err(e) => exit::report(&e, json),
+    }
+}
+
+/// What clap is to see; a bare `burgeon` shows its help.
+fn plain(arguments: &[std::ffi::OsString]) -> Vec<std::ffi::OsString> {
+    let mut arguments = arguments.to_vec();
+    if arguments.len() == 1 {
+        arguments.push(OsStr::new("--help").to_owned());
+    }
+    arguments
+}

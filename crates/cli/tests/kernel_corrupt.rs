@@ -1,0 +1,231 @@
+//! A store that lies, lacks or goes away: EIO on the blocks concerned and nowhere else, counted
+//! by `status`, named by `verify`.
+
+// Helpers outside test functions are tests, too.
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs::{self, OpenOptions},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use testkit::{Burgeon, Comparison, Pattern, Space, compare, drop_caches};
+
+const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
+
+/// Files of the image; each fills several chunks.
+const FILES: u64 = 24;
+/// Blocks of a file: 1 MiB.
+const BLOCKS: u64 = 256;
+
+struct Damage {
+    // Dropped in this order: the daemon ends before its folder goes.
+    burgeon: Burgeon,
+    space: Space,
+    tree: PathBuf,
+    store: PathBuf,
+}
+
+impl Damage {
+    /// An installation with the image `image` of some files that do not compress.
+    fn new(label: &str) -> Self {
+        let space = Space::new(label);
+        let store = space.path("store");
+        let burgeon = Burgeon::new(BURGEON, &space).option("--store").option(&store);
+        let tree = space.make_folder("tree");
+        for seed in 0..FILES {
+            Pattern { seed, blocks: BLOCKS }.write(&tree.join(format!("file-{seed}"))).unwrap();
+        }
+        fs::write(tree.join("inline"), "small enough for the metadata").unwrap();
+        burgeon.build(&tree, "image");
+        Self { burgeon, space, tree, store }
+    }
+
+    fn files(&self, folder: &str) -> Vec<PathBuf> {
+        let entries = fs::read_dir(self.store.join(folder)).unwrap();
+        let mut files: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+        files.sort_by_key(|path| fs::metadata(path).unwrap().len());
+        files
+    }
+
+    /// The largest pack.
+    fn pack(&self) -> PathBuf {
+        self.files("packs").pop().unwrap()
+    }
+
+    /// Mounts the image, compares it, and unmounts; gives the number of entries that gave EIO.
+    fn unreadable(&self) -> (u64, serde_json::Value) {
+        let mounted = self.burgeon.mount("image", &self.space.path("at"), &["--read-only"]);
+        let found: Comparison = compare(&self.tree, mounted.path()).unwrap();
+        let errors = found.only_io_errors();
+        let text = fs::read_to_string(mounted.path().join("inline")).unwrap();
+        assert_eq!(text, "small enough for the metadata");
+        let reads = self.burgeon.status()["mounts"][0]["reads"].clone();
+        self.burgeon.umount(mounted);
+        (errors, reads)
+    }
+
+    /// `verify` fails and names `file`.
+    #[track_caller]
+    fn verify_names(&self, file: &Path) {
+        let finished = self.burgeon.run(&["verify", "image"]);
+        let name = file.file_name().unwrap().to_string_lossy();
+        let said = format!("{}{}", finished.stdout, finished.stderr);
+        assert!(finished.code != Some(0) && said.contains(&*name), "{name}: {finished:#?}");
+    }
+}
+
+fn flip_a_bit(path: &Path, at: u64) {
+    let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+}
+
+fn len(path: &Path) -> u64 {
+    fs::metadata(path).unwrap().len()
+}
+
+#[test]
+fn a_sound_store_verifies_and_reads_without_an_error() {
+    let damage = Damage::new("sound");
+    damage.burgeon.ok(&["verify", "image"]);
+    let (errors, reads) = damage.unreadable();
+    assert_eq!((errors, &reads["failed_reads"]), (0, &0.into()));
+}
+
+#[test]
+fn a_flipped_bit_in_a_pack_costs_one_chunk() {
+    let damage = Damage::new("flipped");
+    let pack = damage.pack();
+    flip_a_bit(&pack, len(&pack) / 2);
+    damage.verify_names(&pack);
+    let (errors, reads) = damage.unreadable();
+    assert_eq!(errors, 1, "one chunk belongs to one file here");
+    assert!(reads["failed_reads"].as_u64() > Some(0), "{reads}");
+    assert!(reads["source_corrupt_chunks"].as_u64() > Some(0), "{reads}");
+}
+
+#[test]
+fn a_truncated_pack_costs_what_was_cut() {
+    let damage = Damage::new("truncated");
+    let pack = damage.pack();
+    let file = OpenOptions::new().write(true).open(&pack).unwrap();
+    file.set_len(len(&pack) / 2).unwrap();
+    damage.verify_names(&pack);
+    let (errors, reads) = damage.unreadable();
+    assert!((1..FILES).contains(&errors), "{errors} files unreadable");
+    assert!(reads["failed_reads"].as_u64() > Some(0), "{reads}");
+}
+
+#[test]
+fn a_missing_pack_costs_its_chunks_until_it_is_back() {
+    let damage = Damage::new("missing");
+    let pack = damage.pack();
+    let away = damage.space.path("away");
+    fs::rename(&pack, &away).unwrap();
+    damage.verify_names(&pack);
+    let (errors, reads) = damage.unreadable();
+    assert!(errors >= 1, "{errors} files unreadable");
+    assert!(reads["failed_reads"].as_u64() > Some(0), "{reads}");
+    fs::rename(&away, &pack).unwrap();
+    assert_eq!(damage.unreadable().0, 0, "everything is back");
+    damage.burgeon.ok(&["verify", "image"]);
+}
+
+#[test]
+fn swapped_packs_are_no_data() {
+    let damage = Damage::new("swapped");
+    // A pack of another image, as long as it gets, in the place of ours.
+    let other = damage.space.make_folder("other");
+    for seed in 100..100 + FILES {
+        let path = other.join(format!("file-{seed}"));
+        Pattern { seed, blocks: BLOCKS }.write(&path).unwrap();
+    }
+    let pack = damage.pack();
+    damage.burgeon.build(&other, "other");
+    let foreign = damage.files("packs").into_iter().filter(|path| *path != pack);
+    fs::copy(foreign.max_by_key(|path| len(path)).unwrap(), &pack).unwrap();
+    damage.verify_names(&pack);
+    let (errors, reads) = damage.unreadable();
+    assert!(errors >= 1, "{errors} files unreadable");
+    assert!(reads["source_corrupt_chunks"].as_u64() > Some(0), "{reads}");
+}
+
+#[test]
+fn a_damaged_manifest_is_refused_before_mounting() {
+    let damage = Damage::new("manifest");
+    let manifest = damage.files("manifests").pop().unwrap();
+    let good = fs::read(&manifest).unwrap();
+    let mut flipped = good.clone();
+    flipped[good.len() / 2] ^= 1;
+    let mut later = good.clone();
+    later[8..12].copy_from_slice(&[0xff; 4]);
+    let bad: [(&str, &[u8]); 5] = [
+        ("flipped", &flipped),
+        ("later version", &later),
+        ("truncated", &good[..good.len() / 2]),
+        ("empty", b""),
+        ("something else", &[7; 5000]),
+    ];
+    let at = damage.space.make_folder("at");
+    let name = manifest.file_name().unwrap().to_str().unwrap().to_owned();
+    for (kind, bytes) in bad {
+        fs::write(&manifest, bytes).unwrap();
+        for arguments in [&["mount", "image", at.to_str().unwrap()][..], &["verify", "image"]] {
+            let finished = damage.burgeon.run(arguments);
+            let says = finished.stderr.contains(&name) || finished.stdout.contains(&name);
+            assert!(finished.code != Some(0) && says, "{kind}: {arguments:?}: {finished:#?}");
+        }
+    }
+    fs::remove_file(&manifest).unwrap();
+    damage.verify_names(&manifest);
+    fs::write(&manifest, &good).unwrap();
+    assert_eq!(damage.unreadable().0, 0);
+}
+
+#[test]
+fn a_store_that_goes_away_and_comes_back_is_used_again() {
+    let damage = Damage::new("away");
+    let mounted = damage.burgeon.mount("image", &damage.space.path("at"), &["--read-only"]);
+    let read = |file: &str| Command::new("cat").arg(mounted.path().join(file)).output().unwrap();
+    assert!(read("file-0").status.success());
+    let away = damage.space.path("store-away");
+    fs::rename(&damage.store, &away).unwrap();
+    drop_caches();
+    assert!(read("file-0").status.success(), "what was read is local");
+    assert!(!read("file-9").status.success(), "what was not read is not");
+    damage.burgeon.ok(&["status"]);
+    damage.burgeon.fails(&["list"], 3, "the store");
+    assert!(!damage.store.exists(), "no command may put an empty store in its place");
+    assert_eq!(fs::read_dir(mounted.path()).unwrap().count() as u64, FILES + 1);
+    fs::rename(&away, &damage.store).unwrap();
+    drop_caches();
+    compare(&damage.tree, mounted.path()).unwrap().assert_same();
+    damage.burgeon.umount(mounted);
+}
+
+#[test]
+fn a_rotten_cache_is_a_miss_and_never_data() {
+    let damage = Damage::new("rotten");
+    assert_eq!(damage.unreadable().0, 0);
+    damage.burgeon.ok(&["shutdown"]);
+    let images = fs::read_dir(damage.burgeon.state().join("images")).unwrap();
+    for image in images {
+        let cache = image.unwrap().path().join("cache");
+        let file = OpenOptions::new().write(true).open(&cache).unwrap();
+        // Sixteen places, spread over what holds data.
+        let len = len(&cache);
+        for part in 0..16 {
+            let from = len / 16 * part;
+            if let Ok(at) = rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(from)) {
+                file.write_all_at(&[0xa5; 64], at + 512).unwrap();
+            }
+        }
+    }
+    let (errors, reads) = damage.unreadable();
+    assert_eq!(errors, 0);
+    assert!(reads["cache_corrupt_blocks"].as_u64() > Some(0), "{reads}");
+}

@@ -1,0 +1,175 @@
+//! kill -9 of the serving process, a hundred times, under load: no read fails, no byte is wrong.
+
+// Helpers outside test functions are tests, too.
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    path::Path,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    thread,
+    time::Duration,
+};
+
+use testkit::{AlignedBlock, Burgeon, Fio, Pattern, Rng, Space, btrfs_check, kill, wait_until};
+
+const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
+const KILLS: u64 = 100;
+/// A read that takes so long hangs: the serving process is back within a second or so, but a
+/// loaded machine may be slow.
+const HANG: Duration = Duration::from_secs(20);
+
+struct Load {
+    pattern: Pattern,
+    stop: AtomicBool,
+    reads: AtomicU64,
+    slowest_us: AtomicU64,
+}
+
+impl Load {
+    /// Reads random blocks past the page cache and checks each, until told to stop.
+    fn read(&self, path: &Path, seed: u64) {
+        let file = Pattern::open_direct(path).unwrap();
+        let (mut rng, mut buffer) = (Rng::new(seed), AlignedBlock::default());
+        while !self.stop.load(Relaxed) {
+            let block = rng.below(self.pattern.blocks);
+            let took = self.pattern.check(&file, block, &mut buffer);
+            let took = took.unwrap_or_else(|error| panic!("reader {seed}: {error:#}"));
+            self.reads.fetch_add(1, Relaxed);
+            self.slowest_us.fetch_max(took.as_micros() as u64, Relaxed);
+        }
+    }
+}
+
+/// The serving process's id, once there is one that is not `old`.
+fn server(burgeon: &Burgeon, old: Option<u64>) -> u64 {
+    let mut pid = None;
+    let there = wait_until(HANG, || {
+        let status = burgeon.status();
+        pid = status["server_pid"].as_u64().filter(|pid| Some(*pid) != old);
+        let serving = |mount: &serde_json::Value| mount["state"] == "serving";
+        pid.is_some() && status["mounts"].as_array().is_some_and(|m| m.iter().all(serving))
+    });
+    assert!(there, "no serving process after {HANG:?}: {}", burgeon.status());
+    pid.unwrap_or_default()
+}
+
+#[test]
+fn a_hundred_kills_under_load_cost_no_error() {
+    let seed = 4242;
+    let space = Space::new("kill");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    let tree = space.make_folder("tree");
+    let pattern = Pattern { seed, blocks: 1 << 17 };
+    pattern.write(&tree.join("pattern")).unwrap();
+    burgeon.build(&tree, "pattern");
+    std::fs::remove_dir_all(&tree).unwrap();
+    let mounted = burgeon.mount("pattern", &space.path("at"), &["--write-limit", "1G", "--fill"]);
+    let at = mounted.path();
+
+    let load = Load {
+        pattern,
+        stop: AtomicBool::new(false),
+        reads: AtomicU64::new(0),
+        slowest_us: AtomicU64::new(0),
+    };
+    let written = at.join("written");
+    let fio = [
+        "--rw=randwrite",
+        "--bs=16k",
+        "--size=64m",
+        "--ioengine=psync",
+        "--direct=1",
+        "--verify=crc32c",
+        "--do_verify=1",
+        "--verify_fatal=1",
+        "--fsync=64",
+    ];
+    let mut rng = Rng::new(seed);
+    let mut fio_runs = 0;
+    let stop_on_panic = StopOnDrop(&load.stop);
+    thread::scope(|scope| {
+        for reader in 0..3 {
+            let (load, path) = (&load, at.join("pattern"));
+            scope.spawn(move || load.read(&path, seed + reader));
+        }
+        let writer = scope.spawn(|| {
+            let mut runs = 0;
+            while !load.stop.load(Relaxed) {
+                let result = Fio::new(&written, &fio).run(space.folder());
+                result.unwrap_or_else(|error| panic!("fio, run {runs}: {error:#}"));
+                runs += 1;
+            }
+            runs
+        });
+        let _stop = StopOnDrop(&load.stop);
+        let mut pid = server(&burgeon, None);
+        for number in 0..KILLS {
+            thread::sleep(Duration::from_millis(rng.below(150)));
+            let before = load.reads.load(Relaxed);
+            kill(pid as u32);
+            pid = server(&burgeon, Some(pid));
+            let more = wait_until(HANG, || load.reads.load(Relaxed) > before + 10);
+            assert!(more, "reads stand still after kill {number} of seed {seed}");
+        }
+        load.stop.store(true, Relaxed);
+        fio_runs = writer.join().unwrap();
+    });
+    drop(stop_on_panic);
+
+    let status = burgeon.status();
+    let reads = &status["mounts"][0]["reads"];
+    println!(
+        "{} reads, slowest {} ms, {fio_runs} fio runs; {reads}",
+        load.reads.load(Relaxed),
+        load.slowest_us.load(Relaxed) / 1000
+    );
+    assert_eq!(reads["failed_reads"], 0, "{status}");
+    assert!(status["server_restarts"].as_u64().unwrap() >= KILLS, "{status}");
+    assert!(reads["replayed"].as_u64().unwrap() > 0, "some requests were taken over: {status}");
+    btrfs_check(at).unwrap();
+    burgeon.umount(mounted);
+}
+
+/// Ends the load when the test fails, too: a scope waits for its threads.
+struct StopOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+#[test]
+fn kills_during_mount_and_umount_leave_nothing_stuck() {
+    let seed = 777;
+    let space = Space::new("kill-mount");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    let tree = space.make_folder("tree");
+    let pattern = Pattern { seed, blocks: 2000 };
+    pattern.write(&tree.join("pattern")).unwrap();
+    burgeon.build(&tree, "pattern");
+    let keep = burgeon.mount("pattern", &space.path("keep"), &["--read-only"]);
+    let mut rng = Rng::new(seed);
+    let at = space.make_folder("at");
+    for round in 0..20 {
+        let pid = server(&burgeon, None);
+        let killer = thread::spawn({
+            let pause = Duration::from_micros(rng.below(120_000));
+            move || {
+                thread::sleep(pause);
+                kill(pid as u32);
+            }
+        });
+        let arguments = ["mount", "pattern", at.to_str().unwrap(), "--read-only"];
+        let mounting = burgeon.run(&arguments);
+        killer.join().unwrap();
+        assert_eq!(mounting.code, Some(0), "round {round} of seed {seed}: {mounting:?}");
+        let file = Pattern::open_direct(&at.join("pattern")).unwrap();
+        let mut buffer = AlignedBlock::default();
+        let block = rng.below(pattern.blocks);
+        pattern.check(&file, block, &mut buffer).unwrap();
+        drop(file);
+        burgeon.ok(&["umount", at.to_str().unwrap()]);
+    }
+    burgeon.umount(keep);
+}

@@ -1,0 +1,355 @@
+//! What cannot be done is refused with a sentence that says why, and nothing is lost or left.
+
+// Helpers outside test functions are tests, too.
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use testkit::{Burgeon, Mounted, Space, bind_mount};
+
+const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
+const LIMIT: [&str; 2] = ["--write-limit", "300M"];
+
+// The exit codes that `burgeon --help` documents.
+const FAILED: i32 = 1;
+const USAGE: i32 = 2;
+const NOT_FOUND: i32 = 3;
+const DAMAGED: i32 = 4;
+const UNUSABLE: i32 = 5;
+const NO_SPACE: i32 = 6;
+const NOT_PERMITTED: i32 = 7;
+
+/// An installation with one small image, `image:1`.
+struct Installation {
+    burgeon: Burgeon,
+    space: Space,
+    tree: PathBuf,
+}
+
+impl Installation {
+    fn new(label: &str) -> Self {
+        let space = Space::new(label);
+        let burgeon = Burgeon::new(BURGEON, &space);
+        let tree = small_tree(&space);
+        burgeon.build(&tree, "image:1");
+        Self { burgeon, space, tree }
+    }
+
+    /// `mount image:1 AT OPTIONS` must fail.
+    #[track_caller]
+    fn refuses(&self, at: &Path, options: &[&str], code: i32, message: &str) {
+        let at = at.to_str().unwrap();
+        let arguments = [&["mount", "image:1", at][..], options].concat();
+        self.burgeon.fails(&arguments, code, message);
+    }
+
+    /// And the same still works where nothing is wrong.
+    #[track_caller]
+    fn still_mounts(&self) {
+        let mounted = self.burgeon.mount("image:1", &self.space.path("sound"), &LIMIT);
+        assert_eq!(fs::read_to_string(mounted.path().join("file")).unwrap(), "content");
+        self.burgeon.umount(mounted);
+    }
+}
+
+fn small_tree(space: &Space) -> PathBuf {
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("file"), "content").unwrap();
+    fs::write(tree.join("larger"), "content ".repeat(10_000)).unwrap();
+    tree
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn a_bad_mount_point() {
+    let at = Installation::new("mount-point");
+    let space = &at.space;
+    at.refuses(&space.path("missing"), &[], NOT_FOUND, "mkdir");
+    at.refuses(&at.tree.join("file"), &[], FAILED, "not a directory");
+    at.refuses(&at.tree, &[], FAILED, "not empty");
+    let disk = space.small_disk("disk", 1 << 20);
+    at.refuses(disk.path(), &[], UNUSABLE, "mounted there already");
+    let mounted = at.burgeon.mount("image:1", &space.path("at"), &LIMIT);
+    at.refuses(mounted.path(), &LIMIT, UNUSABLE, "mounted there already");
+    at.burgeon.umount(mounted);
+    at.still_mounts();
+}
+
+#[test]
+fn an_image_that_is_not_there() {
+    let at = Installation::new("no-image");
+    let point = at.space.make_folder("at");
+    for arguments in [
+        &["mount", "imag:1", text(&point)][..],
+        &["inspect", "imag:1"],
+        &["verify", "imag:1"],
+        &["rm", "imag:1"],
+    ] {
+        at.burgeon.fails(arguments, NOT_FOUND, "image:1");
+    }
+    at.burgeon.fails(&["writes", "rm", "none"], NOT_FOUND, "none");
+    at.still_mounts();
+}
+
+#[test]
+fn a_command_line_without_sense() {
+    let at = Installation::new("usage");
+    for arguments in [
+        &["mount", "image:1"][..],
+        &["mount", "image:1", "/x", "--read-only", "--writes", "w"],
+        &["mount", "image:1", "/x", "--write-limit", "many"],
+        &["build", "/x"],
+        &["explode"],
+        &[],
+    ] {
+        let finished = at.burgeon.run(arguments);
+        assert_eq!(finished.code, Some(USAGE), "{arguments:?}: {finished:#?}");
+        assert!(finished.stderr.contains("--help"), "{arguments:?}: {finished:#?}");
+    }
+}
+
+#[test]
+fn without_the_privilege_to_mount() {
+    let at = Installation::new("privilege");
+    let point = at.space.make_folder("at");
+    let command = at.burgeon.command(&["mount", "image:1", text(&point)]);
+    let output = Command::new("setpriv")
+        .args(["--bounding-set=-sys_admin", "--inh-caps=-sys_admin"])
+        .arg(command.get_program())
+        .args(command.get_args())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(NOT_PERMITTED), "{output:?}");
+    assert!(said.contains("CAP_SYS_ADMIN"), "{said}");
+    at.still_mounts();
+}
+
+#[test]
+fn building_inspecting_and_verifying_need_no_privilege() {
+    let space = Space::new("no-privilege");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    let tree = small_tree(&space);
+    for arguments in [
+        &["build", text(&tree), "image:1"][..],
+        &["inspect", "image:1", "--map"],
+        &["verify", "image:1"],
+        &["list"],
+    ] {
+        let command = burgeon.command(arguments);
+        let output = Command::new("setpriv")
+            .args(["--bounding-set=-all", "--inh-caps=-all"])
+            .arg(command.get_program())
+            .args(command.get_args())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{arguments:?}: {output:?}");
+    }
+}
+
+#[test]
+fn no_loop_device() {
+    let at = Installation::new("no-loop");
+    // The daemon, which the first mount starts, sees what its starter sees.
+    let hidden: Mounted = bind_mount(Path::new("/dev/null"), Path::new("/dev/loop-control"));
+    let point = at.space.make_folder("at");
+    let finished = at.burgeon.run(&["mount", "image:1", text(&point)]);
+    drop(hidden);
+    assert!(finished.code != Some(0) && finished.stderr.contains("loop"), "{finished:#?}");
+    at.burgeon.ok(&["shutdown"]);
+    at.still_mounts();
+}
+
+#[test]
+fn a_full_state_directory() {
+    let space = Space::new("full-state");
+    let disk = space.small_disk("disk", 64 << 20);
+    let store = space.path("store");
+    let tree = small_tree(&space);
+    let state = disk.path().join("state");
+    let burgeon = Burgeon::with_state(BURGEON, state).option("--store").option(&store);
+    burgeon.build(&tree, "image:1");
+    let point = space.make_folder("at");
+    // Not enough for the writes that are asked for: said before anything is mounted.
+    burgeon.fails(
+        &["mount", "image:1", text(&point), "--write-limit", "300M"],
+        NO_SPACE,
+        "--write-limit",
+    );
+    // Nothing left at all.
+    let hog = disk.path().join("hog");
+    let _ = fs::write(&hog, vec![1; 64 << 20]);
+    burgeon.fails(&["mount", "image:1", text(&point), "--read-only"], NO_SPACE, "space");
+    fs::remove_file(&hog).unwrap();
+    let mounted = burgeon.mount("image:1", &point, &["--read-only"]);
+    burgeon.umount(mounted);
+    drop(burgeon);
+}
+
+#[test]
+fn a_state_directory_or_store_on_a_mount_of_burgeon() {
+    let at = Installation::new("on-itself");
+    let mounted = at.burgeon.mount("image:1", &at.space.path("at"), &LIMIT);
+    let state = mounted.path().join("state");
+    let point = at.space.make_folder("point");
+    let inner = Burgeon::with_state(BURGEON, state);
+    inner.fails(&["mount", "image:1", text(&point)], FAILED, "Burgeon mount");
+    drop(inner);
+    let store = mounted.path().join("store");
+    let other = Burgeon::with_state(BURGEON, at.space.path("other-state"));
+    let other = other.option("--store").option(&store);
+    let built = other.run(&["build", text(&at.tree), "image:1"]);
+    assert!(
+        built.code != Some(0) || {
+            let finished = other.run(&["mount", "image:1", text(&point)]);
+            finished.code == Some(FAILED) && finished.stderr.contains("Burgeon mount")
+        }
+    );
+    drop(other);
+    at.burgeon.umount(mounted);
+    at.still_mounts();
+}
+
+#[test]
+fn writes_in_use_or_of_another_image() {
+    let at = Installation::new("writes-in-use");
+    let named = ["--writes", "mine", "--write-limit", "300M"];
+    let mounted = at.burgeon.mount("image:1", &at.space.path("at"), &named);
+    let second = at.space.make_folder("second");
+    at.refuses(&second, &named, UNUSABLE, "mine");
+    at.burgeon.fails(&["writes", "rm", "mine"], UNUSABLE, "mine");
+    at.burgeon.fails(&["shutdown"], UNUSABLE, "mounted");
+    at.burgeon.umount(mounted);
+    fs::write(at.tree.join("file"), "another").unwrap();
+    at.burgeon.build(&at.tree, "image:2");
+    let arguments = ["mount", "image:2", text(&second), "--writes", "mine"];
+    at.burgeon.fails(&arguments, FAILED, "mine");
+    for name in ["", "..", "a/b"] {
+        let arguments = ["mount", "image:1", text(&second), "--writes", name];
+        let finished = at.burgeon.run(&arguments);
+        assert!(finished.code != Some(0), "{name:?} is no name for writes: {finished:#?}");
+    }
+    at.still_mounts();
+}
+
+#[test]
+fn a_second_daemon_on_one_state_directory() {
+    let at = Installation::new("two-daemons");
+    let mounted = at.burgeon.mount("image:1", &at.space.path("at"), &LIMIT);
+    let second = Command::new(BURGEON).arg("__supervise").arg(at.burgeon.state()).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&second.stdout).trim(), "taken", "{second:?}");
+    assert_eq!(fs::read_to_string(mounted.path().join("file")).unwrap(), "content");
+    at.burgeon.umount(mounted);
+}
+
+#[test]
+fn umount_of_something_else_or_in_use() {
+    let at = Installation::new("umount");
+    let disk = at.space.small_disk("disk", 1 << 20);
+    at.burgeon.fails(&["umount", text(disk.path())], FAILED, "not a mount of this Burgeon");
+    at.burgeon.fails(&["umount", "/no/such/place"], NOT_FOUND, "/no/such/place");
+    let mounted = at.burgeon.mount("image:1", &at.space.path("at"), &LIMIT);
+    let file = fs::File::open(mounted.path().join("file")).unwrap();
+    let own = std::process::id().to_string();
+    at.burgeon.fails(&["umount", text(mounted.path())], UNUSABLE, &own);
+    drop(file);
+    at.burgeon.umount(mounted);
+}
+
+#[test]
+fn a_plain_umount_releases_everything() {
+    let at = Installation::new("plain-umount");
+    let before = testkit::loop_devices();
+    let mounted = at.burgeon.mount("image:1", &at.space.path("at"), &LIMIT);
+    assert!(testkit::loop_devices().len() > before.len());
+    let done = Command::new("umount").arg(mounted.path()).status().unwrap();
+    assert!(done.success());
+    let gone = testkit::wait_until(std::time::Duration::from_secs(15), || {
+        at.burgeon.status()["mounts"].as_array().is_some_and(Vec::is_empty)
+    });
+    assert!(gone, "{}", at.burgeon.status());
+    at.still_mounts();
+}
+
+#[test]
+fn trees_and_archives_that_make_no_image() {
+    let at = Installation::new("no-tree");
+    let space = &at.space;
+    at.burgeon.fails(&["build", text(&space.path("none")), "x"], NOT_FOUND, "none");
+    at.burgeon.fails(&["build", text(&at.tree.join("file")), "x"], DAMAGED, "tree/file");
+    let archive = space.path("cut.tar");
+    let tar =
+        Command::new("tar").arg("-cf").arg(&archive).arg("-C").arg(&at.tree).arg(".").status();
+    assert!(tar.unwrap().success());
+    let whole = fs::read(&archive).unwrap();
+    fs::write(&archive, &whole[..30_000]).unwrap();
+    let cut = at.burgeon.run(&["build", text(&archive), "x"]);
+    assert!(cut.code != Some(0) && cut.stderr.contains("cut.tar"), "{cut:#?}");
+    for name in ["../escape", "/absolute"] {
+        let archive = space.path("bad.tar");
+        let mut tar = Command::new("tar");
+        tar.args(["-P", "-cf"]).arg(&archive).arg("-C").arg(&at.tree);
+        tar.arg(format!("--transform=s|file|{name}|")).arg("file");
+        assert!(tar.status().unwrap().success());
+        let built = at.burgeon.run(&["build", text(&archive), "bad"]);
+        if built.code == Some(0) {
+            // A leading slash may be dropped, as tar does; nothing may leave the tree.
+            let mounted = at.burgeon.mount("bad", &space.path("at"), &["--read-only"]);
+            assert!(mounted.path().join("absolute").exists(), "{name}");
+            at.burgeon.umount(mounted);
+        } else {
+            assert!(
+                built.stderr.contains("escape") || built.stderr.contains("absolute"),
+                "{built:#?}"
+            );
+        }
+    }
+    for name in ["", "a\nb"] {
+        let built = at.burgeon.run(&["build", text(&at.tree), name]);
+        assert!(built.code != Some(0), "{name:?} is no name for an image: {built:#?}");
+    }
+    assert!(!at.burgeon.ok(&["list"]).contains('x'), "nothing of it is visible");
+    at.still_mounts();
+}
+
+#[test]
+fn a_build_killed_half_way_leaves_nothing_that_gc_cannot_remove() {
+    let at = Installation::new("killed-build");
+    let big = at.space.make_folder("big");
+    for seed in 0..40 {
+        testkit::Pattern { seed, blocks: 1024 }.write(&big.join(seed.to_string())).unwrap();
+    }
+    let store = at.burgeon.state().join("store");
+    for pause_ms in [50, 150, 300] {
+        let mut build = at.burgeon.command(&["build", text(&big), "big"]).spawn().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(pause_ms));
+        build.kill().unwrap();
+        let ended = build.wait().unwrap();
+        if !ended.success() {
+            assert!(!at.burgeon.ok(&["list"]).contains("big"), "half an image is visible");
+        }
+    }
+    let _ = at.burgeon.run(&["rm", "big"]);
+    at.burgeon.ok(&["gc"]);
+    let left = size(&store);
+    assert!(left < 1 << 20, "{left} bytes are left in the store");
+    at.burgeon.ok(&["verify", "image:1"]);
+    at.still_mounts();
+}
+
+fn size(folder: &Path) -> u64 {
+    let entries = fs::read_dir(folder).unwrap().map(Result::unwrap);
+    let sizes = entries.map(|entry| match entry.metadata() {
+        Ok(metadata) if metadata.is_dir() => size(&entry.path()),
+        Ok(metadata) => metadata.len(),
+        Err(_) => 0,
+    });
+    sizes.sum()
+}

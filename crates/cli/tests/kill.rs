@@ -1,0 +1,262 @@
+//! Processes of the daemon are killed under load. What each death costs is what `docs/cli.md`
+//! says.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs::{self, File},
+    os::unix::fs::{FileExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use testkit::{Burgeon, Mounted, Rng, Space, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+/// Length of the file that is read, and of one read.
+const FILE_LEN: u64 = 24 << 20;
+const READ_LEN: usize = 64 << 10;
+
+/// A reader that goes around the page cache, so that every read reaches the daemon, and compares
+/// all it gets.
+struct Load {
+    stop: Arc<AtomicBool>,
+    reads: Arc<AtomicU64>,
+    slowest_us: Arc<AtomicU64>,
+    thread: thread::JoinHandle<Result<(), String>>,
+}
+
+impl Load {
+    fn start(file: PathBuf, expected: Arc<Vec<u8>>, seed: u64) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let reads = Arc::new(AtomicU64::new(0));
+        let slowest_us = Arc::new(AtomicU64::new(0));
+        let (stop_here, reads_here, slowest) = (stop.clone(), reads.clone(), slowest_us.clone());
+        let thread = thread::spawn(move || {
+            let direct = 0o40000;
+            let file = File::options().read(true).custom_flags(direct).open(&file);
+            let file = file.map_err(|e| e.to_string())?;
+            let mut rng = Rng::new(seed);
+            let mut memory = vec![0u8; READ_LEN + 4096];
+            let skip = memory.as_ptr().align_offset(4096);
+            let buffer = &mut memory[skip..skip + READ_LEN];
+            while !stop_here.load(SeqCst) {
+                let at = rng.below(FILE_LEN / READ_LEN as u64) * READ_LEN as u64;
+                let begun = Instant::now();
+                file.read_exact_at(buffer, at).map_err(|e| format!("at {at}: {e}"))?;
+                slowest.fetch_max(begun.elapsed().as_micros() as u64, SeqCst);
+                if buffer[..] != expected[at as usize..at as usize + READ_LEN] {
+                    return Err(format!("wrong bytes at {at}"));
+                }
+                reads_here.fetch_add(1, SeqCst);
+            }
+            Ok(())
+        });
+        Self { stop, reads, slowest_us, thread }
+    }
+
+    /// Waits until `count` more reads are done.
+    fn await_reads(&self, count: u64) {
+        let goal = self.reads.load(SeqCst) + count;
+        let done = wait_until(Duration::from_secs(60), || {
+            self.reads.load(SeqCst) >= goal || self.thread.is_finished()
+        });
+        assert!(done, "the reader hangs");
+    }
+
+    fn finish(self) -> (u64, u64) {
+        self.stop.store(true, SeqCst);
+        self.thread.join().unwrap().unwrap();
+        (self.reads.load(SeqCst), self.slowest_us.load(SeqCst))
+    }
+}
+
+struct Set {
+    burgeon: Burgeon,
+    at: PathBuf,
+    mounted: Mounted,
+    expected: Arc<Vec<u8>>,
+}
+
+fn set_up(space: &Space, seed: u64, options: &[&str]) -> Set {
+    let tree = space.make_folder("tree");
+    let mut expected = vec![0; FILE_LEN as usize];
+    Rng::new(seed).fill(&mut expected);
+    fs::write(tree.join("data"), &expected).unwrap();
+    let burgeon = Burgeon::new(PROGRAM, space);
+    burgeon.build(&tree, "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, options);
+    Set { burgeon, at, mounted, expected: Arc::new(expected) }
+}
+
+fn pid(burgeon: &Burgeon, which: &str) -> Option<i32> {
+    burgeon.status()[which].as_i64().and_then(|pid| i32::try_from(pid).ok())
+}
+
+fn kill(pid: i32) {
+    let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
+    // The signal is sent at once; a process in the middle of a system call ends a little later.
+    let folder = format!("/proc/{pid}");
+    let dead = || {
+        let state = fs::read_to_string(format!("{folder}/stat")).unwrap_or_default();
+        state.is_empty() || state.contains(") Z ")
+    };
+    assert!(wait_until(Duration::from_secs(10), dead), "{pid} does not die");
+}
+
+fn drop_caches() {
+    fs::write("/proc/sys/vm/drop_caches", "3").unwrap();
+}
+
+#[test]
+fn killing_the_server_under_load_costs_no_error() {
+    let space = Space::new("kill-server");
+    let seed = 7;
+    let Set { burgeon, at, mounted, expected } =
+        set_up(&space, seed, &["--writes", "w", "--write-limit", "256M"]);
+    let loads: Vec<_> =
+        (0..3).map(|n| Load::start(at.join("data"), expected.clone(), seed + n)).collect();
+    for round in 0..8 {
+        loads.iter().for_each(|load| load.await_reads(20));
+        let server = pid(&burgeon, "server_pid");
+        server.into_iter().for_each(kill);
+        // Writes and commits go on meanwhile; they need no server at all.
+        let path = at.join(format!("written-{round}"));
+        let file = File::create(&path).unwrap();
+        file.write_all_at(format!("{round}").as_bytes(), 0).unwrap();
+        file.sync_all().unwrap();
+        let next = wait_until(Duration::from_secs(10), || {
+            pid(&burgeon, "server_pid").is_some_and(|next| Some(next) != server)
+        });
+        assert!(next, "no new server after round {round}, seed {seed}");
+    }
+    for load in loads {
+        load.await_reads(20);
+        let (reads, slowest_us) = load.finish();
+        println!("{reads} reads, the slowest took {slowest_us} µs");
+    }
+    let status = burgeon.status();
+    assert_eq!(status["mounts"][0]["reads"]["failed_reads"], 0, "{status:#}");
+    assert!(status["server_restarts"].as_u64().unwrap() >= 8, "{status:#}");
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn killing_the_supervisor_costs_nothing_and_the_next_one_takes_over() {
+    let space = Space::new("kill-supervisor");
+    let Set { burgeon, at, mounted, expected } =
+        set_up(&space, 8, &["--writes", "w", "--write-limit", "256M"]);
+    let load = Load::start(at.join("data"), expected, 8);
+    load.await_reads(20);
+    let server = pid(&burgeon, "server_pid");
+    pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
+    load.await_reads(50);
+    assert_eq!(burgeon.run(&["doctor"]).code, Some(1));
+    burgeon.ok(&["doctor", "--repair"]);
+    load.await_reads(50);
+    assert_eq!(pid(&burgeon, "server_pid"), server, "the server was not adopted");
+    let mount = &burgeon.status()["mounts"][0];
+    assert_eq!(mount["target"], at.to_str().unwrap());
+    assert_eq!(mount["writes"]["name"], "w");
+    // The adopted mount is as good as any: its server may die, and it can be unmounted.
+    server.into_iter().for_each(kill);
+    load.await_reads(50);
+    load.finish();
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn a_supervisor_dies_and_the_user_unmounts_before_there_is_another() {
+    let space = Space::new("kill-umount");
+    let Set { burgeon, at, mounted, .. } = set_up(&space, 9, &["--read-only"]);
+    pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
+    rustix::mount::unmount(&at, rustix::mount::UnmountFlags::empty()).unwrap();
+    std::mem::forget(mounted);
+    let gone = wait_until(Duration::from_secs(15), || burgeon.processes().is_empty());
+    assert!(gone, "the orphan stays without a mount to serve: {:?}", burgeon.processes());
+    burgeon.ok(&["doctor", "--repair"]);
+    burgeon.ok(&["doctor"]);
+    assert_eq!(fs::read_dir(burgeon.state().join("mounts")).unwrap().count(), 0);
+}
+
+#[test]
+fn killing_both_costs_errors_until_the_next_daemon() {
+    let space = Space::new("kill-both");
+    let Set { burgeon, at, mounted, expected } =
+        set_up(&space, 10, &["--writes", "w", "--write-limit", "256M"]);
+    fs::write(at.join("kept"), "by the sprout").unwrap();
+    // The supervisor first, or it would start another server.
+    let server = pid(&burgeon, "server_pid");
+    pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
+    server.into_iter().for_each(kill);
+    let dead = wait_until(Duration::from_secs(10), || burgeon.processes().is_empty());
+    assert!(dead);
+    drop_caches();
+    let error = fs::read(at.join("data")).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(5), "{error}");
+    // Metadata and writes are local: they go on.
+    assert_eq!(fs::read(at.join("kept")).unwrap(), b"by the sprout");
+    write_synced(&at.join("written-without-a-server"));
+    let status = burgeon.status();
+    assert_eq!(status["mounts_without_daemon"], 1, "{status:#}");
+    burgeon.fails(&["writes", "rm", "w"], 5, "unmount");
+    burgeon.ok(&["doctor", "--repair"]);
+    let back = wait_until(Duration::from_secs(10), || {
+        fs::read(at.join("data")).is_ok_and(|bytes| bytes == *expected)
+    });
+    assert!(back, "{:#}", burgeon.status());
+    burgeon.ok(&["doctor"]);
+    burgeon.umount(mounted);
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+    assert_eq!(fs::read(at.join("kept")).unwrap(), b"by the sprout");
+    assert!(at.join("written-without-a-server").exists());
+    burgeon.umount(mounted);
+}
+
+fn write_synced(path: &Path) {
+    let file = File::create(path).unwrap();
+    file.write_all_at(b"x", 0).unwrap();
+    file.sync_all().unwrap();
+}
+
+#[test]
+fn a_supervisor_killed_while_it_mounts_leaves_nothing_that_stays() {
+    let space = Space::new("kill-mount");
+    let seed = 11;
+    let Set { burgeon, at, mounted, expected } = set_up(&space, seed, &["--read-only"]);
+    let mut rng = Rng::new(seed);
+    let other = space.make_folder("other");
+    for round in 0..8 {
+        let command = ["mount", "sample", other.to_str().unwrap(), "--writes", "w"];
+        let mut command = burgeon.command(&command);
+        let mut child = command.args(["--write-limit", "256M"]).spawn().unwrap();
+        thread::sleep(Duration::from_millis(rng.below(120)));
+        pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
+        let succeeded = child.wait().unwrap().success();
+        burgeon.ok(&["doctor", "--repair"]);
+        let is_mounted = fs::read(other.join("data")).is_ok();
+        assert!(is_mounted || !succeeded, "round {round}, seed {seed}: said to be mounted");
+        if is_mounted {
+            burgeon.ok(&["umount", other.to_str().unwrap()]);
+        }
+        // The first mount has been handed from supervisor to supervisor all the while.
+        drop_caches();
+        assert!(fs::read(at.join("data")).unwrap() == *expected, "round {round}, seed {seed}");
+        let one_left = wait_until(Duration::from_secs(15), || {
+            burgeon.status()["mounts"].as_array().is_some_and(|mounts| mounts.len() == 1)
+                && fs::read_dir(burgeon.state().join("mounts")).unwrap().count() == 1
+        });
+        assert!(one_left, "round {round}, seed {seed}: {:#}", burgeon.status());
+    }
+    let again = burgeon.mount("sample", &other, &["--writes", "w", "--write-limit", "256M"]);
+    burgeon.umount(again);
+    burgeon.umount(mounted);
+}

@@ -1,0 +1,216 @@
+//! From a folder to a mount and back: what `build`, `mount`, `umount` and `status` promise.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{fs, path::Path, time::Duration};
+
+use rustix::mount::{UnmountFlags, unmount};
+use serde_json::Value;
+use testkit::{Burgeon, Rng, Space, compare, loop_devices, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+/// Room for writes in these tests: what btrfs needs.
+const LIMIT: &str = "256M";
+
+/// A folder with small, large and linked files.
+fn sample(space: &Space, seed: u64) -> std::path::PathBuf {
+    let root = space.make_folder("tree");
+    let mut rng = Rng::new(seed);
+    for (name, len) in [("empty", 0), ("tiny", 100), ("block", 4096), ("big", 3_000_000)] {
+        let mut bytes = vec![0; len];
+        rng.fill(&mut bytes);
+        fs::write(root.join(name), bytes).unwrap();
+    }
+    fs::create_dir(root.join("folder")).unwrap();
+    fs::hard_link(root.join("big"), root.join("folder/link")).unwrap();
+    std::os::unix::fs::symlink("../tiny", root.join("folder/symlink")).unwrap();
+    root
+}
+
+fn same(original: &Path, mounted: &Path) {
+    compare(original, mounted).unwrap().assert_same();
+}
+
+fn mounts(status: &Value) -> &Vec<Value> {
+    status["mounts"].as_array().unwrap()
+}
+
+#[test]
+fn a_folder_is_mounted_read_and_released() {
+    let space = Space::new("thin");
+    let tree = sample(&space, 1);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "sample:1");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample:1", &at, &["--read-only"]);
+    same(&tree, &at);
+    let status = burgeon.status();
+    let mount = &mounts(&status)[0];
+    assert_eq!(mount["image"], "sample:1");
+    assert_eq!(mount["state"], "serving");
+    assert_eq!(mount["target"], at.to_str().unwrap());
+    assert_eq!(mount["reads"]["failed_reads"], 0);
+    assert!(mount["reads"]["fetches"].as_u64().unwrap() > 0);
+    assert!(fs::write(at.join("new"), "x").is_err(), "a read-only mount took a write");
+    burgeon.umount(mounted);
+    assert!(mounts(&burgeon.status()).is_empty());
+    assert_eq!(fs::read_dir(burgeon.state().join("mounts")).unwrap().count(), 0);
+}
+
+#[test]
+fn a_plain_umount_releases_everything() {
+    let space = Space::new("plain");
+    let tree = sample(&space, 2);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--write-limit", LIMIT]);
+    fs::write(at.join("new"), "lost at umount").unwrap();
+    let before = burgeon.status();
+    let device = mounts(&before)[0]["device"].as_str().unwrap().replace("/dev/", "");
+    unmount(&at, UnmountFlags::empty()).unwrap();
+    std::mem::forget(mounted);
+    let released = wait_until(Duration::from_secs(15), || {
+        mounts(&burgeon.status()).is_empty()
+            && fs::read_dir(burgeon.state().join("mounts")).unwrap().count() == 0
+    });
+    assert!(released, "{:#}", burgeon.status());
+    let loops = loop_devices();
+    assert!(!loops.iter().any(|l| l.name == device && l.backing == Path::new("/")), "{loops:?}");
+}
+
+#[test]
+fn two_mounts_of_one_image_share_nothing_but_the_cache() {
+    let space = Space::new("two");
+    let tree = sample(&space, 3);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "sample");
+    let (a, b) = (space.path("a"), space.path("b"));
+    let mounted_a = burgeon.mount("sample", &a, &["--write-limit", LIMIT]);
+    let mounted_b = burgeon.mount("sample", &b, &["--write-limit", LIMIT]);
+    fs::write(a.join("only-in-a"), "a").unwrap();
+    fs::remove_file(b.join("big")).unwrap();
+    assert!(!b.join("only-in-a").exists());
+    assert_eq!(fs::read(a.join("big")).unwrap(), fs::read(tree.join("big")).unwrap());
+    let status = burgeon.status();
+    let fsids: Vec<_> = mounts(&status).iter().map(|mount| mount["fsid"].clone()).collect();
+    assert_eq!(fsids.len(), 2);
+    assert_ne!(fsids[0], fsids[1]);
+    burgeon.umount(mounted_a);
+    assert_eq!(fs::read(b.join("folder/link")).unwrap(), fs::read(tree.join("big")).unwrap());
+    burgeon.umount(mounted_b);
+}
+
+#[test]
+fn what_cannot_be_mounted_says_why() {
+    let space = Space::new("errors");
+    let tree = sample(&space, 4);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "sample");
+    let empty = space.make_folder("empty");
+    let path = |path: &Path| path.to_str().unwrap().to_owned();
+    let missing = path(&space.path("missing"));
+    burgeon.fails(&["mount", "sample", &missing], 3, "mkdir");
+    burgeon.fails(&["mount", "sample", &path(&tree.join("tiny"))], 1, "not a directory");
+    burgeon.fails(&["mount", "sample", &path(&tree)], 1, "not empty");
+    burgeon.fails(&["mount", "sampel", &path(&empty)], 3, "sample");
+    burgeon.fails(&["mount", "sample", &path(&empty), "--write-limit", "1M"], 1, "too small");
+    burgeon.fails(&["mount", "sample", &path(&empty), "--write-limit", "900T"], 6, "--thin");
+    burgeon.fails(&["umount", &path(&empty)], 1, "nothing is mounted");
+    let mounted = burgeon.mount("sample", &empty, &["--read-only"]);
+    burgeon.fails(&["mount", "sample", &path(&empty)], 5, "mounted there already");
+    burgeon.fails(&["shutdown"], 5, &path(&empty));
+    let open = fs::File::open(empty.join("big")).unwrap();
+    let pid = format!("process {}", std::process::id());
+    burgeon.fails(&["umount", &path(&empty)], 5, &pid);
+    drop(open);
+    // None of the failures may have left anything of its own behind.
+    assert_eq!(fs::read_dir(burgeon.state().join("mounts")).unwrap().count(), 1);
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn a_state_directory_or_store_on_a_burgeon_mount_is_refused() {
+    let space = Space::new("chain");
+    let tree = sample(&space, 5);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--write-limit", "512M"]);
+    let other = space.make_folder("other");
+    let inner = Burgeon::with_state(PROGRAM, at.join("state"));
+    inner.build(&tree, "inner");
+    inner.fails(&["mount", "inner", other.to_str().unwrap()], 1, "wait for itself");
+    let store = at.join("state/store");
+    burgeon.fails(
+        &["--store", store.to_str().unwrap(), "mount", "inner", other.to_str().unwrap()],
+        1,
+        "wait for itself",
+    );
+    drop(inner);
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn a_second_daemon_on_one_state_directory_is_refused() {
+    let space = Space::new("second");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = sample(&space, 6);
+    burgeon.build(&tree, "sample");
+    let mounted = burgeon.mount("sample", &space.path("at"), &["--read-only"]);
+    let first = burgeon.status()["supervisor_pid"].clone();
+    let second = std::process::Command::new(PROGRAM)
+        .arg("__supervise")
+        .arg(burgeon.state())
+        .output()
+        .unwrap();
+    assert!(!second.status.success());
+    assert_eq!(String::from_utf8_lossy(&second.stdout).trim(), "taken");
+    assert_eq!(burgeon.status()["supervisor_pid"], first);
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn many_mounts_are_started_at_once_by_commands_that_find_no_daemon() {
+    let space = Space::new("race");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = sample(&space, 7);
+    burgeon.build(&tree, "sample");
+    let places: Vec<_> = (0..4).map(|n| space.make_folder(&format!("at-{n}"))).collect();
+    let commands: Vec<_> = places
+        .iter()
+        .map(|at| {
+            let mut command = burgeon.command(&["mount", "sample", at.to_str().unwrap()]);
+            command.arg("--read-only").spawn().unwrap()
+        })
+        .collect();
+    for mut command in commands {
+        assert!(command.wait().unwrap().success());
+    }
+    places.iter().for_each(|at| same(&tree, at));
+    assert_eq!(mounts(&burgeon.status()).len(), 4);
+    burgeon.ok(&["shutdown", "--unmount"]);
+    assert!(burgeon.processes().is_empty());
+}
+
+#[test]
+fn a_filled_mount_has_everything_and_needs_its_store_no_more() {
+    let space = Space::new("fill");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = sample(&space, 8);
+    burgeon.build(&tree, "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--read-only", "--fill"]);
+    let filled = wait_until(Duration::from_secs(60), || {
+        mounts(&burgeon.status())[0]["fill"]["state"] == "done"
+    });
+    let status = burgeon.status();
+    assert!(filled, "{status:#}");
+    let mount = &mounts(&status)[0];
+    assert_eq!(mount["fill"]["done_bytes"], mount["fill"]["total_bytes"]);
+    assert_eq!(mount["materialised_bytes"], mount["data_bytes"]);
+    fs::rename(burgeon.state().join("store/packs"), space.path("gone")).unwrap();
+    same(&tree, &at);
+    burgeon.umount(mounted);
+}

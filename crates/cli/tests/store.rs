@@ -1,0 +1,223 @@
+//! Images in a store: what `build`, `list`, `inspect`, `verify`, `rm` and `gc` promise, and that
+//! nothing which a mount or kept writes need is ever removed.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use serde_json::Value;
+use testkit::{Burgeon, Rng, Space, compare};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+fn tree(space: &Space, name: &str, seed: u64) -> PathBuf {
+    let root = space.make_folder(name);
+    fs::create_dir(root.join("folder")).unwrap();
+    fs::write(root.join("folder/data"), Rng::new(seed).bytes(3_000_000)).unwrap();
+    fs::write(root.join("small"), "small").unwrap();
+    root
+}
+
+fn json(burgeon: &Burgeon, arguments: &[&str]) -> Value {
+    let mut arguments = arguments.to_vec();
+    arguments.push("--json");
+    let text = burgeon.ok(&arguments);
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error} in {text}"))
+}
+
+fn packs(store: &Path) -> Vec<PathBuf> {
+    let mut packs: Vec<_> =
+        fs::read_dir(store.join("packs")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    packs.sort();
+    packs
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn images_are_listed_inspected_and_verified() {
+    let space = Space::new("store");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    assert_eq!(json(&burgeon, &["list"])["images"].as_array().unwrap().len(), 0);
+    burgeon.build(&tree(&space, "tree", 1), "sample:1");
+    let list = json(&burgeon, &["list"]);
+    assert_eq!(list["images"][0]["name"], "sample:1");
+    let facts = json(&burgeon, &["inspect", "sample:1"]);
+    assert_eq!((facts["files"].as_u64(), facts["directories"].as_u64()), (Some(2), Some(2)));
+    let map = json(&burgeon, &["inspect", "sample:1", "--map"]);
+    let pieces = map["map"].as_array().unwrap();
+    let covered: u64 = pieces.iter().map(|piece| piece["length"].as_u64().unwrap()).sum();
+    assert_eq!(covered, 3_000_000u64.next_multiple_of(4096));
+    assert!(pieces.iter().all(|piece| piece["path"] == "/folder/data"));
+    let verified = json(&burgeon, &["verify", "sample:1"]);
+    assert_eq!(verified["damage"].as_array().unwrap().len(), 0);
+    burgeon.fails(&["inspect", "sample:2"], 3, "sample:1");
+    let error = burgeon.run(&["--json", "inspect", "sample:2"]);
+    let document: Value = serde_json::from_str(&error.stdout).unwrap();
+    assert_eq!(document["error"]["kind"], "not-found");
+}
+
+#[test]
+fn a_flipped_bit_is_found_and_its_file_is_named() {
+    let space = Space::new("flip");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree(&space, "tree", 2), "sample");
+    let pack = packs(&burgeon.state().join("store")).remove(0);
+    let mut bytes = fs::read(&pack).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    fs::write(&pack, bytes).unwrap();
+    let finished = burgeon.run(&["verify", "sample"]);
+    assert_eq!(finished.code, Some(4), "{finished:#?}");
+    assert!(finished.stdout.contains("/folder/data"), "{finished:#?}");
+    let name = pack.file_name().unwrap().to_str().unwrap();
+    assert!(finished.stdout.contains(name), "{finished:#?}");
+}
+
+#[test]
+fn archives_and_trees_give_the_same_mount() {
+    let space = Space::new("archive");
+    let tree = tree(&space, "tree", 3);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let archive = space.path("tree.tar");
+    let tar = Command::new("tar")
+        .args(["--format=posix", "-cf"])
+        .arg(&archive)
+        .arg("-C")
+        .arg(&tree)
+        .arg(".")
+        .status();
+    assert!(tar.unwrap().success());
+    burgeon.ok(&["build", text(&archive), "from-file"]);
+    let piped = burgeon
+        .command(&["build", "-", "from-stdin"])
+        .stdin(Stdio::from(fs::File::open(&archive).unwrap()))
+        .output()
+        .unwrap();
+    assert!(piped.status.success(), "{piped:?}");
+    let digests: Vec<_> = json(&burgeon, &["list"])["images"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|image| image["manifest"].clone())
+        .collect();
+    assert_eq!(digests[0], digests[1]);
+    let at = space.path("at");
+    let mounted = burgeon.mount("from-stdin", &at, &["--read-only"]);
+    compare(&tree, &at).unwrap().assert_same();
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn gc_keeps_what_mounts_and_writes_need_and_removes_the_rest() {
+    let space = Space::new("gc");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let store = burgeon.state().join("store");
+    for (name, seed) in [("mounted", 4), ("written", 5), ("unneeded", 6), ("named", 7)] {
+        burgeon.build(&tree(&space, name, seed), name);
+    }
+    let (a, b) = (space.path("a"), space.path("b"));
+    let mounted = burgeon.mount("mounted", &a, &["--read-only"]);
+    let written = burgeon.mount("written", &b, &["--writes", "w", "--write-limit", "256M"]);
+    fs::write(b.join("new"), "kept").unwrap();
+    burgeon.umount(written);
+    for name in ["mounted", "written", "unneeded"] {
+        burgeon.ok(&["rm", name]);
+    }
+    assert_eq!(json(&burgeon, &["gc", "--dry-run"])["manifests"], 1);
+    let before = packs(&store).len();
+    let collected = json(&burgeon, &["gc"]);
+    assert_eq!(collected["manifests"], 1, "{collected:#}");
+    assert!(packs(&store).len() < before);
+    assert_eq!(json(&burgeon, &["gc"])["manifests"], 0);
+    // Neither has been read before, so all of their data comes from the store now.
+    assert_eq!(
+        fs::read(a.join("folder/data")).unwrap(),
+        fs::read(space.path("mounted/folder/data")).unwrap()
+    );
+    burgeon.umount(mounted);
+    let written = burgeon.mount("written", &b, &["--writes", "w"]);
+    assert_eq!(
+        fs::read(b.join("folder/data")).unwrap(),
+        fs::read(space.path("written/folder/data")).unwrap()
+    );
+    assert_eq!(fs::read(b.join("new")).unwrap(), b"kept");
+    burgeon.umount(written);
+    burgeon.ok(&["writes", "rm", "w"]);
+    let collected = json(&burgeon, &["gc"]);
+    assert_eq!(collected["manifests"], 2, "{collected:#}");
+    let verified = json(&burgeon, &["verify", "named"]);
+    assert_eq!(verified["damage"].as_array().unwrap().len(), 0);
+}
+
+#[test]
+fn what_another_host_needs_stays() {
+    let space = Space::new("hosts");
+    let store = space.path("shared");
+    let option = |burgeon: Burgeon| burgeon.option("--store").option(store.as_os_str());
+    let here = option(Burgeon::with_state(PROGRAM, space.path("here")));
+    let there = option(Burgeon::with_state(PROGRAM, space.path("there")));
+    let tree = tree(&space, "tree", 8);
+    here.build(&tree, "sample");
+    let at = space.path("at");
+    let mounted = there.mount("sample", &at, &["--read-only"]);
+    here.fails(&["rm", "sample"], 1, "the host");
+    // Whoever removes the name by hand does not take the data away either.
+    fs::remove_file(store.join("images/sample")).unwrap();
+    assert_eq!(json(&here, &["gc"])["manifests"], 0);
+    compare(&tree, &at).unwrap().assert_same();
+    there.umount(mounted);
+    json(&there, &["gc"]);
+    assert!(packs(&store).is_empty());
+}
+
+#[test]
+fn a_store_that_goes_away_is_an_error_until_it_is_back() {
+    let space = Space::new("away");
+    let store = space.path("shared");
+    let burgeon = Burgeon::new(PROGRAM, &space).option("--store").option(store.as_os_str());
+    let tree = tree(&space, "tree", 9);
+    burgeon.build(&tree, "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--read-only"]);
+    let hidden = space.path("hidden");
+    fs::rename(&store, &hidden).unwrap();
+    let other = space.make_folder("other");
+    burgeon.fails(&["mount", "sample", text(&other)], 3, "shared");
+    let reader = {
+        let file = at.join("folder/data");
+        std::thread::spawn(move || fs::read(file))
+    };
+    // The reader waits for the store, and gets its bytes when that is back.
+    let waits = testkit::wait_until(std::time::Duration::from_secs(20), || {
+        !burgeon.status()["mounts"][0]["last_source_error"].is_null()
+    });
+    assert!(waits, "{:#}", burgeon.status());
+    fs::rename(&hidden, &store).unwrap();
+    let read = reader.join().unwrap().unwrap();
+    assert_eq!(read, fs::read(tree.join("folder/data")).unwrap());
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn references_to_local_files_are_for_the_own_store_only() {
+    let space = Space::new("references");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let file = tree(&space, "tree", 9).join("folder/data");
+    let (at, other) = (space.make_folder("at"), space.path("other"));
+    let elsewhere = ["--store", text(&other)];
+    burgeon.ok(&[&elsewhere[..], &["build", "--by-reference", text(&file), "it"]].concat());
+    let mount = [&elsewhere[..], &["mount", "it", text(&at), "--read-only"]].concat();
+    burgeon.fails(&mount, 1, "refers to the local");
+    burgeon.ok(&["build", "--by-reference", text(&file), "it"]);
+    let mounted = burgeon.mount("it", &at, &["--read-only"]);
+    assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(&file).unwrap());
+    burgeon.umount(mounted);
+    burgeon.ok(&["shutdown"]);
+}

@@ -1,0 +1,279 @@
+//! Where writes go, how long they stay, and what they are kept with.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use testkit::{Burgeon, Rng, Space};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+const LIMIT: &str = "256M";
+
+fn tree(space: &Space, name: &str, seed: u64) -> PathBuf {
+    let root = space.make_folder(name);
+    fs::write(root.join("data"), Rng::new(seed).bytes(5_000_000)).unwrap();
+    root
+}
+
+fn write_synced(path: &Path, bytes: &[u8]) {
+    let mut file = File::create(path).unwrap();
+    file.write_all(bytes).unwrap();
+    file.sync_all().unwrap();
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn named_writes_are_found_again_and_others_are_not() {
+    let space = Space::new("named");
+    let tree = tree(&space, "tree", 1);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "sample");
+    let at = space.path("at");
+    let options = ["--writes", "mine", "--write-limit", LIMIT];
+    let mounted = burgeon.mount("sample", &at, &options);
+    write_synced(&at.join("new"), b"kept");
+    fs::remove_file(at.join("data")).unwrap();
+    let said = burgeon.ok(&["umount", text(&at)]);
+    assert!(said.contains("kept as \"mine\""), "{said}");
+    std::mem::forget(mounted);
+    let mounted = burgeon.mount("sample", &at, &["--write-limit", LIMIT]);
+    assert!(!at.join("new").exists() && at.join("data").exists());
+    fs::write(at.join("discarded"), "x").unwrap();
+    let said = burgeon.ok(&["umount", text(&at)]);
+    assert!(said.contains("discarded"), "{said}");
+    std::mem::forget(mounted);
+    burgeon.ok(&["shutdown"]);
+    let mounted = burgeon.mount("sample", &at, &["--writes", "mine"]);
+    assert_eq!(fs::read(at.join("new")).unwrap(), b"kept");
+    assert!(!at.join("data").exists() && !at.join("discarded").exists());
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn a_name_is_for_one_mount_and_one_image() {
+    let space = Space::new("name");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree(&space, "one", 2), "one");
+    burgeon.build(&tree(&space, "two", 3), "two");
+    let (a, b) = (space.path("a"), space.make_folder("b"));
+    let mounted = burgeon.mount("one", &a, &["--writes", "w", "--write-limit", LIMIT]);
+    burgeon.fails(&["mount", "one", text(&b), "--writes", "w"], 5, "mounted already");
+    burgeon.fails(&["writes", "rm", "w"], 5, "mounted already");
+    burgeon.umount(mounted);
+    burgeon.fails(&["mount", "two", text(&b), "--writes", "w"], 1, "\"one\"");
+    burgeon.fails(&["mount", "one", text(&b), "--writes", "../w"], 1, "no name for writes");
+    let list = burgeon.ok(&["writes", "list", "--json"]);
+    let list: serde_json::Value = serde_json::from_str(&list).unwrap();
+    assert_eq!(list["writes"][0]["record"]["image"], "one");
+    assert_eq!(list["writes"][0]["state"], "kept");
+    burgeon.ok(&["writes", "rm", "w"]);
+    burgeon.fails(&["writes", "rm", "w"], 3, "there are none");
+    assert_eq!(
+        fs::read_dir(burgeon.state().join("writes"))
+            .unwrap()
+            .flatten()
+            .filter(|e| e.path().is_dir())
+            .count(),
+        0
+    );
+}
+
+#[test]
+fn writes_outlive_an_image_that_is_built_anew() {
+    let space = Space::new("anew");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let first = tree(&space, "first", 4);
+    burgeon.build(&first, "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", LIMIT]);
+    write_synced(&at.join("new"), b"on the first image");
+    burgeon.umount(mounted);
+    let second = tree(&space, "second", 5);
+    burgeon.build(&second, "sample");
+    burgeon.ok(&["shutdown"]);
+    // All that was prepared of the first image goes, its cache too; the writes keep their own.
+    fs::remove_dir_all(burgeon.state().join("images")).unwrap();
+    let said = burgeon.ok(&["mount", "sample", text(&at), "--writes", "w"]);
+    assert!(said.contains("built anew"), "{said}");
+    assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(first.join("data")).unwrap());
+    assert_eq!(fs::read(at.join("new")).unwrap(), b"on the first image");
+    burgeon.ok(&["umount", text(&at)]);
+    let mounted = burgeon.mount("sample", &at, &["--read-only"]);
+    assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(second.join("data")).unwrap());
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn space_is_reserved_and_a_full_sprout_is_enospc_and_nothing_worse() {
+    let space = Space::new("full");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree(&space, "tree", 6), "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", LIMIT]);
+    let sprout = burgeon.state().join("writes/w/sprout");
+    let reserved = || fs::metadata(&sprout).unwrap().blocks() * 512;
+    assert!(reserved() >= 256 << 20, "{} bytes are reserved", reserved());
+    write_synced(&at.join("before"), b"synced");
+    let mut file = File::create(at.join("filler")).unwrap();
+    let chunk = Rng::new(6).bytes(1 << 20);
+    let error = loop {
+        if let Err(error) = file.write_all(&chunk).and_then(|()| file.sync_data()) {
+            break error;
+        }
+    };
+    assert_eq!(error.raw_os_error(), Some(28), "{error}");
+    drop(file);
+    fs::remove_file(at.join("filler")).unwrap();
+    write_synced(&at.join("after"), b"still writable");
+    // Freed space stays the sprout's: with discard it would have melted.
+    assert!(reserved() >= 256 << 20, "{} bytes are reserved", reserved());
+    burgeon.umount(mounted);
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+    assert_eq!(fs::read(at.join("before")).unwrap(), b"synced");
+    assert_eq!(fs::read(at.join("after")).unwrap(), b"still writable");
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn a_thin_sprout_grows_before_it_is_full() {
+    let space = Space::new("thin-writes");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree(&space, "tree", 7), "sample");
+    let at = space.path("at");
+    let options = ["--writes", "w", "--thin", "--write-limit", "8G"];
+    let mounted = burgeon.mount("sample", &at, &options);
+    let sprout = burgeon.state().join("writes/w/sprout");
+    let reserved = || fs::metadata(&sprout).unwrap().blocks() * 512;
+    let before = reserved();
+    assert!(before < 4 << 30, "{before} bytes of a thin sprout are reserved at once");
+    let mut file = File::create(at.join("filler")).unwrap();
+    let chunk = Rng::new(7).bytes(8 << 20);
+    for n in 0..(before >> 23) + 64 {
+        file.write_all(&chunk).and_then(|()| file.sync_data()).unwrap_or_else(|error| {
+            panic!("after {} MiB of at first {} MiB: {error}", n * 8, before >> 20)
+        });
+    }
+    drop(file);
+    assert!(reserved() > before);
+    let status = burgeon.status();
+    let writes = &status["mounts"][0]["writes"];
+    assert_eq!(writes["thin"], true, "{status:#}");
+    assert_eq!(writes["reserved"].as_u64().unwrap(), fs::metadata(&sprout).unwrap().len());
+    burgeon.umount(mounted);
+    burgeon.ok(&["writes", "rm", "w"]);
+}
+
+#[test]
+fn a_full_host_lets_a_thin_sprout_go_on() {
+    let space = Space::new("full-host");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let disk = space.small_disk("disk", 2 << 30);
+    let burgeon = {
+        drop(burgeon);
+        Burgeon::with_state(PROGRAM, disk.path().join("state"))
+    };
+    burgeon.build(&tree(&space, "tree", 8), "sample");
+    let at = space.path("at");
+    let options = ["--writes", "w", "--thin", "--write-limit", "64G"];
+    let mounted = burgeon.mount("sample", &at, &options);
+    write_synced(&at.join("before"), b"synced");
+    let hog = disk.path().join("hog");
+    let mut hog_file = File::create(&hog).unwrap();
+    while hog_file.write_all(&[1; 1 << 20]).is_ok() {}
+    let mut file = File::create(at.join("filler")).unwrap();
+    let chunk = Rng::new(8).bytes(8 << 20);
+    let error = loop {
+        if let Err(error) = file.write_all(&chunk).and_then(|()| file.sync_data()) {
+            break error;
+        }
+    };
+    assert_eq!(error.raw_os_error(), Some(28), "{error}");
+    drop(file);
+    fs::remove_file(at.join("filler")).unwrap();
+    write_synced(&at.join("after"), b"still writable");
+    drop(hog_file);
+    fs::remove_file(hog).unwrap();
+    burgeon.umount(mounted);
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+    assert_eq!(fs::read(at.join("after")).unwrap(), b"still writable");
+    burgeon.umount(mounted);
+    drop(burgeon);
+    drop(disk);
+}
+
+#[test]
+fn writes_go_to_a_device_of_the_users() {
+    let space = Space::new("device");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree(&space, "tree", 9), "sample");
+    let file = space.path("disk");
+    File::create(&file).unwrap().set_len(512 << 20).unwrap();
+    let device = Attached::new(&file);
+    let at = space.path("at");
+    let options = ["--writes", "w", "--writes-device", device.0.as_str()];
+    let mounted = burgeon.mount("sample", &at, &options);
+    write_synced(&at.join("new"), b"on the device");
+    burgeon.umount(mounted);
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+    assert_eq!(fs::read(at.join("new")).unwrap(), b"on the device");
+    burgeon.umount(mounted);
+    burgeon.fails(
+        &["mount", "sample", text(&at), "--writes-device", text(&file)],
+        1,
+        "no block device",
+    );
+
+    // Nobody of ours is alive to say that the device is in use: the kernel does.
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+    let pids = burgeon.processes();
+    assert_eq!(pids.len(), 2, "a supervisor and a server");
+    for pid in pids {
+        let pid = rustix::process::Pid::from_raw(pid as i32).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    }
+    assert!(testkit::wait_until(std::time::Duration::from_secs(30), || {
+        burgeon.processes().is_empty()
+    }));
+    burgeon.fails(&["writes", "rm", "w"], 5, "are mounted on");
+    burgeon.umount(mounted);
+    burgeon.ok(&["writes", "rm", "w"]);
+}
+
+#[test]
+fn a_usage_error_is_a_document_too() {
+    let space = Space::new("usage");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let finished = burgeon.run(&["mount", "--json", "--no-such-option"]);
+    assert_eq!(finished.code, Some(2));
+    let document: serde_json::Value = serde_json::from_str(&finished.stdout).unwrap();
+    assert_eq!(document["error"]["kind"], "usage");
+}
+
+/// A loop device of the test's own.
+struct Attached(String);
+
+impl Attached {
+    fn new(file: &Path) -> Self {
+        let output = std::process::Command::new("losetup")
+            .args(["--find", "--show"])
+            .arg(file)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+        Self(String::from_utf8(output.stdout).unwrap().trim().to_owned())
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}

@@ -1,0 +1,232 @@
+//! What a path really lies on: from its file system down through loop devices and stacked block
+//! devices.
+//!
+//! ```text
+//!   path ─► its file system ─► btrfs: every device of it      ─► loop: the path of its backing file
+//!                              a block device                    dm, md: the devices below
+//!                              overlay: its layers               (and again, DEPTH_MAX times)
+//! ```
+//!
+//! A state directory or a store on a Burgeon mount would wait for itself. A mount of Burgeon is
+//! known by its metadata device: a loop on `…/mounts/<id>/seed`.
+
+use std::{
+    fs,
+    os::{fd::AsRawFd, unix::fs::MetadataExt},
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use crate::{
+    id::{Fsid, MountId},
+    mountinfo,
+};
+
+/// Deepest nesting that is followed. A chain that is deeper is refused, too.
+const DEPTH_MAX: usize = 16;
+
+/// Refuses `path`, the user's `what`, if it lies on a mount of Burgeon.
+pub fn refuse_burgeon(path: &Path, what: &str) -> Result<()> {
+    if reaches_burgeon(path, 0)? {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "{what} {} lies on a Burgeon mount, which would have to wait for itself: take a \
+                 place on another file system",
+                path.display()
+            ),
+        ));
+    }
+    Ok(())
+}
+
+/// Whether a block device, such as `/dev/loop3`, belongs to a mount of Burgeon.
+pub(crate) fn is_burgeon_device(device: &Path) -> bool {
+    let Some(name) = device.file_name().and_then(|name| name.to_str()) else { return false };
+    list("/sys/fs/btrfs").iter().any(|fs| {
+        let members = list(fs.join("devices"));
+        members.iter().any(|member| member.file_name().is_some_and(|m| m == name))
+            && members.iter().any(|member| is_seed(member))
+    })
+}
+
+/// Whether `path` lies on a mount of Burgeon, of any state directory.
+pub fn is_burgeon_mount(path: &Path) -> bool {
+    reaches_burgeon(path, 0).unwrap_or(false)
+}
+
+/// The fsid of the btrfs at `path`, or `None` if it is none.
+pub fn btrfs_fsid(path: &Path) -> Result<Option<Fsid>> {
+    let file = fs::File::open(path)
+        .map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
+    Ok(fsid_of(&file))
+}
+
+/// The fsid of the btrfs of an open file.
+pub(crate) fn fsid_of(file: &impl AsRawFd) -> Option<Fsid> {
+    /// `struct btrfs_ioctl_fs_info_args`.
+    #[repr(C)]
+    struct FsInfo {
+        max_id: u64,
+        num_devices: u64,
+        fsid: [u8; 16],
+        rest: [u8; 992],
+    }
+    /// `_IOR(0x94, 31, struct btrfs_ioctl_fs_info_args)`
+    const BTRFS_IOC_FS_INFO: libc::c_ulong = 0x8400_941f;
+    const { assert!(size_of::<FsInfo>() == 1024) };
+    let mut info = FsInfo { max_id: 0, num_devices: 0, fsid: [0; 16], rest: [0; 992] };
+    // Other file systems may give the number another meaning: ask only btrfs.
+    // SAFETY: the descriptor is open; `statfs` is plain data that is valid when zeroed.
+    let is_btrfs = unsafe {
+        let mut stat: libc::statfs = std::mem::zeroed();
+        libc::fstatfs(file.as_raw_fd(), &mut stat) == 0 && stat.f_type == libc::BTRFS_SUPER_MAGIC
+    };
+    if !is_btrfs {
+        return None;
+    }
+    // SAFETY: the kernel writes 1,024 bytes, the size of the structure, any of which are valid.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), BTRFS_IOC_FS_INFO as _, &mut info) };
+    (result == 0).then_some(Fsid(info.fsid))
+}
+
+fn reaches_burgeon(path: &Path, depth: usize) -> Result<bool> {
+    if depth > DEPTH_MAX {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("{} lies on more than {DEPTH_MAX} layers of devices", path.display()),
+        ));
+    }
+    let failed = |e| Error::io(format!("cannot look at {}", path.display()), e);
+    if let Some(fsid) = btrfs_fsid_if_readable(path) {
+        let devices = list(format!("/sys/fs/btrfs/{fsid}/devices"));
+        return any(&devices, |device| device_reaches_burgeon(device, depth + 1));
+    }
+    let device = fs::metadata(path).map_err(failed)?.dev();
+    let (major, minor) = (libc::major(device), libc::minor(device));
+    if major != 0 {
+        return device_reaches_burgeon(
+            Path::new(&format!("/sys/dev/block/{major}:{minor}")),
+            depth + 1,
+        );
+    }
+    any(&overlay_layers((major, minor)), |layer| match layer.exists() {
+        true => reaches_burgeon(layer, depth + 1),
+        false => Ok(false),
+    })
+}
+
+/// `device` is a folder of sysfs that describes a block device.
+fn device_reaches_burgeon(device: &Path, depth: usize) -> Result<bool> {
+    if is_seed(device) {
+        return Ok(true);
+    }
+    if let Some(file) = backing_file(device).filter(|file| file.exists()) {
+        // A loop on the root of a detached FUSE mount shows `/`, which must not lead astray: its
+        // sibling, the seed, has been or will be looked at.
+        if file != Path::new("/") {
+            return reaches_burgeon(&file, depth + 1);
+        }
+    }
+    let whole_disk = device
+        .join("partition")
+        .exists()
+        .then(|| fs::canonicalize(device).ok().and_then(|path| path.parent().map(Path::to_owned)));
+    if let Some(disk) = whole_disk.flatten() {
+        return device_reaches_burgeon(&disk, depth + 1);
+    }
+    any(&list(device.join("slaves")), |below| device_reaches_burgeon(below, depth + 1))
+}
+
+/// Whether a block device is the metadata device of a mount of Burgeon.
+fn is_seed(device: &Path) -> bool {
+    let Some(file) = backing_file(device) else { return false };
+    let text = file.to_string_lossy();
+    let path = Path::new(text.trim_end_matches(" (deleted)"));
+    let mut parts = path.iter().rev().filter_map(|part| part.to_str());
+    parts.next() == Some("seed")
+        && parts.next().is_some_and(|id| id.parse::<MountId>().is_ok())
+        && parts.next() == Some("mounts")
+}
+
+/// The backing file of a loop device, as sysfs spells it.
+pub(crate) fn backing_file(device: &Path) -> Option<PathBuf> {
+    let text = fs::read_to_string(device.join("loop/backing_file")).ok()?;
+    Some(PathBuf::from(text.trim_end_matches('\n')))
+}
+
+/// The loop device that lies on `file`, if there is one.
+pub(crate) fn loop_on(file: &Path) -> Option<String> {
+    let devices = list("/sys/block");
+    let on_it = devices.iter().find(|device| backing_file(device).is_some_and(|path| path == file));
+    on_it.and_then(|device| device.file_name()?.to_str().map(|name| format!("/dev/{name}")))
+}
+
+/// The folders that the overlay with this `st_dev` is made of, as far as they are visible here.
+fn overlay_layers(device: (u32, u32)) -> Vec<PathBuf> {
+    let mounts = mountinfo::read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
+    let overlay = mounts.iter().find(|mount| mount.device == device && mount.fs_type == "overlay");
+    let options = overlay.map_or("", |mount| mount.super_options.as_str());
+    let mut layers = Vec::new();
+    for option in options.split(',') {
+        if let Some((_, paths)) = option
+            .split_once('=')
+            .filter(|(key, _)| matches!(*key, "lowerdir" | "lowerdir+" | "upperdir"))
+        {
+            layers.extend(paths.split(':').filter(|path| !path.is_empty()).map(PathBuf::from));
+        }
+    }
+    layers
+}
+
+fn btrfs_fsid_if_readable(path: &Path) -> Option<Fsid> {
+    btrfs_fsid(path).ok().flatten()
+}
+
+fn list(folder: impl AsRef<Path>) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).collect()
+}
+
+fn any(paths: &[PathBuf], mut test: impl FnMut(&Path) -> Result<bool>) -> Result<bool> {
+    for path in paths {
+        if test(path)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    use super::{is_seed, reaches_burgeon, refuse_burgeon};
+
+    #[test]
+    fn an_ordinary_folder_is_fine_and_a_missing_one_is_named() {
+        let temp = tempfile::tempdir().unwrap();
+        refuse_burgeon(temp.path(), "the state directory").unwrap();
+        let error = refuse_burgeon(Path::new("/nowhere/at/all"), "the store").unwrap_err();
+        assert!(error.to_string().contains("/nowhere/at/all"));
+        assert!(reaches_burgeon(temp.path(), 17).is_err());
+    }
+
+    #[test]
+    fn a_metadata_device_is_known_by_its_file() {
+        let device = tempfile::tempdir().unwrap();
+        fs::create_dir(device.path().join("loop")).unwrap();
+        let cases = [
+            ("/var/lib/burgeon/mounts/0a1b2c3d/seed\n", true),
+            ("/var/lib/burgeon/mounts/0a1b2c3d/seed (deleted)\n", true),
+            ("/var/lib/burgeon/mounts/0a1b2c3d/sprout\n", false),
+            ("/home/me/seed\n", false),
+            ("/\n", false),
+        ];
+        for (text, expected) in cases {
+            fs::write(device.path().join("loop/backing_file"), text).unwrap();
+            assert_eq!(is_seed(device.path()), expected, "{text}");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! The other end of the API: finding the daemon, starting it where none runs, asking it.
+
+use std::{
+    fs::File,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    path::PathBuf,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use crate::{
+    paths::StateDir,
+    protocol::{Reply, Request},
+    start, wire,
+};
+
+/// A connection to the daemon of one state directory.
+#[derive(Debug)]
+pub struct Client {
+    stream: UnixStream,
+}
+
+impl Client {
+    /// Connects to a daemon that runs; `None` if there is none.
+    pub fn connect(state: &StateDir) -> Result<Option<Self>> {
+        let (_folder, path) = socket_path(state, "api.sock")?;
+        match UnixStream::connect(&path) {
+            Ok(stream) => Ok(Some(Self { stream })),
+            // No socket, or one that a dead daemon left.
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused
+                ) =>
+            {
+                Ok(None)
+            }
+            Err(e) => Err(Error::io(
+                format!("cannot connect to the daemon of {}", state.root().display()),
+                e,
+            )),
+        }
+    }
+
+    /// Connects, starting a daemon first where none runs.
+    pub fn connect_or_start(state: &StateDir) -> Result<Self> {
+        if let Some(client) = Self::connect(state)? {
+            return Ok(client);
+        }
+        start::start(state)?;
+        Self::connect(state)?.ok_or_else(|| {
+            Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "the daemon was started and is gone again: see {} or `journalctl -u burgeon`",
+                    state.log_file().display()
+                ),
+            )
+        })
+    }
+
+    /// Asks and waits for the answer. A [`Reply::Failed`] comes back as the error it was.
+    pub fn call(&self, request: &Request) -> Result<(Reply, Vec<OwnedFd>)> {
+        wire::send(&self.stream, request, &[])?;
+        match wire::receive(&self.stream)? {
+            Some((Reply::Failed(failure), _)) => Err(failure.into()),
+            Some(answer) => Ok(answer),
+            None => Err(Error::new(
+                ErrorKind::Unavailable,
+                "the daemon ended while it was asked: try again; `burgeon doctor` says what it left",
+            )),
+        }
+    }
+}
+
+impl Client {
+    /// Waits until the daemon has ended: its end of the connection closes with it.
+    pub fn wait_for_end(self) {
+        while let Ok(Some(_)) = wire::receive::<Reply>(&self.stream) {}
+    }
+}
+
+/// A path to a socket in the `run/` folder that is short enough for any state directory: it
+/// leads through a descriptor of the folder, which must be kept open while it is used.
+pub(crate) fn socket_path(state: &StateDir, name: &str) -> Result<(File, PathBuf)> {
+    let run = state.run();
+    let folder =
+        File::open(&run).map_err(|e| Error::io(format!("cannot open {}", run.display()), e))?;
+    let path = PathBuf::from(format!("/proc/self/fd/{}/{name}", folder.as_raw_fd()));
+    Ok((folder, path))
+}

@@ -1,0 +1,361 @@
+//! Looks at the machine and at what crashes have left, and says what to do about each.
+//!
+//! Repair is what any start of the daemon does anyway (see `supervisor/recover.rs`): it adopts a
+//! server that lost its supervisor, serves mounts again that lost their server, and takes away
+//! the folders of mounts that are gone. It never touches `writes/`.
+
+use std::{fs, path::Path};
+
+use burgeon_block::Result;
+use rustix::{
+    process::{Resource, getrlimit},
+    thread::{CapabilitySet, capabilities},
+};
+use serde::Serialize;
+
+use crate::{
+    chain,
+    client::Client,
+    files,
+    paths::StateDir,
+    prepared,
+    protocol::Request,
+    space,
+    supervisor::{is_alive, mount_ids, read_record},
+    system, writes,
+};
+
+/// The oldest kernel that everything here was measured on.
+const KERNEL_MIN: (u32, u32) = (6, 1);
+
+/// Free space below which a warning is worth it: nothing useful fits.
+const FREE_MIN: u64 = 1 << 30;
+
+/// How bad a finding is.
+#[derive(Serialize, Clone, Copy, PartialEq, Eq, Debug)]
+#[serde(rename_all = "kebab-case")]
+pub enum Level {
+    /// As it should be.
+    Fine,
+    /// Works, and could be better.
+    Warning,
+    /// Something does not work.
+    Problem,
+}
+
+/// One thing that was looked at.
+#[derive(Serialize, Clone, Debug)]
+pub struct Finding {
+    /// What was looked at, in a word or two.
+    pub subject: String,
+    /// How bad it is.
+    pub level: Level,
+    /// What was found.
+    pub found: String,
+    /// What to do about it.
+    pub remedy: Option<String>,
+    /// Whether `--repair` does that.
+    pub repairable: bool,
+}
+
+impl Finding {
+    fn fine(subject: &str, found: impl Into<String>) -> Self {
+        Self {
+            subject: subject.to_owned(),
+            level: Level::Fine,
+            found: found.into(),
+            remedy: None,
+            repairable: false,
+        }
+    }
+
+    fn bad(level: Level, subject: &str, found: impl Into<String>, remedy: &str) -> Self {
+        Self { level, remedy: Some(remedy.to_owned()), ..Self::fine(subject, found) }
+    }
+
+    fn repairable(subject: &str, found: impl Into<String>, remedy: &str) -> Self {
+        Self { repairable: true, ..Self::bad(Level::Problem, subject, found, remedy) }
+    }
+}
+
+/// Looks at everything.
+pub fn examine(state: &StateDir) -> Vec<Finding> {
+    let mut findings = vec![kernel(), file_system("btrfs", "btrfs"), file_system("FUSE", "fuse")];
+    findings.extend([
+        device("/dev/fuse", "modprobe fuse, or give the container the device 10:229"),
+        device("/dev/loop-control", "modprobe loop, or give the container the device 10:237"),
+        device("/dev/btrfs-control", "modprobe btrfs, or give the container the device 10:234"),
+        loops(),
+        privileges(),
+        memory_lock(),
+        place(state),
+    ]);
+    findings.push(daemon(state));
+    findings.extend(leftovers(state));
+    findings.extend(kept_writes(state));
+    findings
+}
+
+/// Mends what can be mended; returns whether there was anything to do.
+pub fn repair(state: &StateDir) -> Result<bool> {
+    if !leftovers(state).iter().any(|finding| finding.repairable) {
+        return Ok(false);
+    }
+    Client::connect_or_start(state)?;
+    Ok(true)
+}
+
+fn kernel() -> Finding {
+    let release = system::kernel_release();
+    match system::kernel_version() {
+        Some(version) if version >= KERNEL_MIN => {
+            Finding::fine("kernel", format!("Linux {release}"))
+        }
+        _ => Finding::bad(
+            Level::Problem,
+            "kernel",
+            format!("Linux {release}"),
+            "Burgeon needs Linux 6.1 or later",
+        ),
+    }
+}
+
+fn file_system(subject: &str, name: &str) -> Finding {
+    let known = fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    if known.lines().any(|line| line.split_whitespace().last() == Some(name)) {
+        return Finding::fine(subject, "known to the kernel");
+    }
+    let release = system::kernel_release();
+    let modules =
+        fs::read_to_string(format!("/lib/modules/{release}/modules.dep")).unwrap_or_default();
+    if modules
+        .lines()
+        .any(|line| line.split(':').next().is_some_and(|m| m.contains(&format!("/{name}.ko"))))
+    {
+        return Finding::fine(subject, "a module of the kernel, loaded when it is needed");
+    }
+    Finding::bad(
+        Level::Problem,
+        subject,
+        "not known to the kernel",
+        "take a kernel that has it, as those of the distributions do",
+    )
+}
+
+fn device(path: &str, remedy: &str) -> Finding {
+    match fs::metadata(path) {
+        Ok(_) => Finding::fine(path, "is there"),
+        Err(e) => Finding::bad(Level::Problem, path, e.to_string(), remedy),
+    }
+}
+
+fn loops() -> Finding {
+    let used = fs::read_dir("/sys/block").into_iter().flatten().flatten();
+    let used = used.filter(|entry| entry.path().join("loop").exists()).count();
+    let most = fs::read_to_string("/sys/module/loop/parameters/max_loop")
+        .ok()
+        .and_then(|text| text.trim().parse::<usize>().ok())
+        .unwrap_or(0);
+    // Newer kernels make devices on demand, whatever this number says, unless it was set.
+    let found = format!("{used} in use, max_loop={most}");
+    let on_demand = fs::metadata("/dev/loop-control").is_ok();
+    if on_demand || used + 3 <= most {
+        return Finding::fine("loop devices", found);
+    }
+    Finding::bad(
+        Level::Problem,
+        "loop devices",
+        found,
+        "detach some (`losetup -a` lists them), or boot with a greater max_loop",
+    )
+}
+
+fn privileges() -> Finding {
+    let sets = capabilities(None).map(|sets| sets.effective).unwrap_or(CapabilitySet::empty());
+    if sets.contains(CapabilitySet::SYS_ADMIN) {
+        return Finding::fine("privileges", "CAP_SYS_ADMIN: may mount");
+    }
+    Finding::bad(
+        Level::Warning,
+        "privileges",
+        "CAP_SYS_ADMIN is missing: build, inspect and verify work, mount does not",
+        "run `burgeon mount` as root",
+    )
+}
+
+fn memory_lock() -> Finding {
+    let limit = getrlimit(Resource::Memlock).current;
+    let sets = capabilities(None).map(|sets| sets.effective).unwrap_or(CapabilitySet::empty());
+    if limit.is_none() || sets.contains(CapabilitySet::IPC_LOCK) {
+        return Finding::fine("locked memory", "no limit");
+    }
+    Finding::bad(
+        Level::Warning,
+        "locked memory",
+        format!(
+            "at most {} KiB: the server can stall when memory is short",
+            limit.unwrap_or(0) >> 10
+        ),
+        "raise the limit (ulimit -l unlimited, or LimitMEMLOCK= of the unit)",
+    )
+}
+
+fn place(state: &StateDir) -> Finding {
+    let shown = state.root().display();
+    if let Err(e) = chain::refuse_burgeon(state.root(), "the state directory") {
+        return Finding::bad(
+            Level::Problem,
+            "state directory",
+            e.to_string(),
+            "take another --state-dir",
+        );
+    }
+    match space::free_space(state.root()) {
+        Ok(free) if free < FREE_MIN => Finding::bad(
+            Level::Warning,
+            "state directory",
+            format!("{shown}: only {} MiB free", free >> 20),
+            "free some space; `burgeon gc` and `burgeon writes list` show what Burgeon keeps",
+        ),
+        Ok(free) => Finding::fine("state directory", format!("{shown}: {} GiB free", free >> 30)),
+        Err(e) => Finding::bad(
+            Level::Problem,
+            "state directory",
+            e.to_string(),
+            "take another --state-dir",
+        ),
+    }
+}
+
+fn daemon(state: &StateDir) -> Finding {
+    match ask(state) {
+        Ok(true) => Finding::fine("daemon", "runs and answers"),
+        Ok(false) => Finding::fine("daemon", "does not run; `burgeon mount` starts it"),
+        Err(e) => Finding::bad(
+            Level::Problem,
+            "daemon",
+            e.to_string(),
+            "end its processes, then `burgeon doctor --repair`",
+        ),
+    }
+}
+
+/// Whether a daemon runs and answers: one that is just dying still takes connections.
+fn ask(state: &StateDir) -> Result<bool> {
+    match Client::connect(state)? {
+        Some(client) => Ok(client.call(&Request::Status).is_ok()),
+        None => Ok(false),
+    }
+}
+
+/// What is left of a daemon that does not run any more. While one runs, all of this is its own.
+fn leftovers(state: &StateDir) -> Vec<Finding> {
+    if !matches!(ask(state), Ok(false)) {
+        return Vec::new();
+    }
+    let mut findings = Vec::new();
+    if orphan_serves(state) {
+        findings.push(Finding::repairable(
+            "supervisor",
+            "was killed; its server goes on serving",
+            "start a supervisor, which takes over; nothing is interrupted",
+        ));
+        return findings;
+    }
+    for id in mount_ids(state) {
+        let record = read_record(state, id);
+        findings.push(match record {
+            Ok(record) if is_alive(&record) => Finding::repairable(
+                &format!("mount {}", record.target.display()),
+                "has lost its server: data that is not local gives EIO",
+                "start the daemon, which serves it again",
+            ),
+            _ => Finding::repairable(
+                &format!("folder of mount {id}"),
+                "belongs to a mount that is gone",
+                "remove it: named writes are kept elsewhere",
+            ),
+        });
+    }
+    findings
+}
+
+/// How many mounts the kernel still has while no daemon runs.
+pub fn mounts_without_daemon(state: &StateDir) -> usize {
+    let records = mount_ids(state).into_iter().map(|id| read_record(state, id));
+    records.filter(|record| record.as_ref().is_ok_and(is_alive)).count()
+}
+
+fn orphan_serves(state: &StateDir) -> bool {
+    // Only looked at: connecting would make the server believe in a new supervisor.
+    let path = state.run().join("adopt.sock");
+    let listening = fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    // The server bound it through a descriptor of the folder, so only the name's end is known;
+    // whether somebody listens is told by the lock that the server holds.
+    path.exists()
+        && listening.contains("adopt.sock")
+        && files::Lock::try_take(&state.run().join("server.lock")).is_ok_and(|lock| lock.is_none())
+}
+
+fn kept_writes(state: &StateDir) -> Vec<Finding> {
+    let names = match writes::names(state) {
+        Ok(names) => names,
+        Err(e) => {
+            return vec![Finding::bad(Level::Problem, "writes", e.to_string(), "mend that first")];
+        }
+    };
+    names.iter().map(|name| check_writes(state, name)).collect()
+}
+
+/// Whether everything that the writes were made on is still exactly that.
+fn check_writes(state: &StateDir, name: &str) -> Finding {
+    let subject = format!("writes {name}");
+    let problem = |found: String| {
+        Finding::bad(
+            Level::Problem,
+            &subject,
+            found,
+            "restore the folder from a backup; Burgeon never removes it by itself",
+        )
+    };
+    let record = match writes::find(state, name) {
+        Ok(Some(record)) => record,
+        Ok(None) => return Finding::fine(&subject, "removed meanwhile"),
+        Err(e) => return problem(e.to_string()),
+    };
+    let folder = writes::folder(state, name);
+    for (file, digest) in [("seed", record.template_digest), ("map", record.map_digest)] {
+        match prepared::digest_file(&folder.join(file)) {
+            Ok((found, _)) if found == digest.0 => {}
+            Ok(_) => return problem(format!("{} is damaged", folder.join(file).display())),
+            Err(e) => return problem(e.to_string()),
+        }
+    }
+    let sprout = record.device.clone().unwrap_or_else(|| folder.join("sprout"));
+    if !Path::new(&sprout).exists() {
+        return problem(format!("{} is missing", sprout.display()));
+    }
+    if let Err(e) = writes::check_sprout(&record, &sprout) {
+        return problem(e.to_string());
+    }
+    Finding::fine(&subject, format!("whole, on {}", record.image))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Level, examine, repair};
+    use crate::paths::StateDir;
+
+    #[test]
+    fn a_fresh_directory_has_no_leftovers_and_a_stale_folder_is_one() {
+        let temp = tempfile::tempdir().unwrap();
+        let state = StateDir::open(temp.path()).unwrap();
+        assert!(!repair(&state).unwrap());
+        std::fs::create_dir(state.mounts().join("0a1b2c3d")).unwrap();
+        let findings = examine(&state);
+        let stale: Vec<_> = findings.iter().filter(|finding| finding.repairable).collect();
+        assert_eq!(stale.len(), 1, "{findings:?}");
+        assert_eq!(stale[0].level, Level::Problem);
+        assert!(stale[0].subject.contains("0a1b2c3d"));
+    }
+}

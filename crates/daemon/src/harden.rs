@@ -1,0 +1,42 @@
+//! What keeps the daemon alive and quick when memory is short.
+//!
+//! Measured on machines of 384 to 512 MB with a dirty sprout and cold reads: a plain server's
+//! slowest request took 15 s and an unprotected one was killed; with locked memory,
+//! `PR_SET_IO_FLUSHER` and a score of -1000 the slowest took 1.5 s. A server in its readers'
+//! memory cgroup deadlocks with them, so the daemon has one of its own (see `cgroup`).
+
+use std::fs;
+
+use rustix::mm::{MlockAllFlags, mlockall};
+
+/// Hardens the calling process; returns what could not be had, in sentences. Nothing here is
+/// worth refusing to serve for.
+pub(crate) fn harden(lock_memory: bool) -> Vec<String> {
+    let mut missing = Vec::new();
+    if let Err(e) = fs::write("/proc/self/oom_score_adj", "-1000") {
+        missing.push(format!(
+            "the kernel may kill the daemon when memory is short (oom_score_adj: {e})"
+        ));
+    }
+    if !set_io_flusher() {
+        let e = std::io::Error::last_os_error();
+        missing
+            .push(format!("the daemon may be throttled by other writers (PR_SET_IO_FLUSHER: {e})"));
+    }
+    if lock_memory {
+        let flags = MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT;
+        if let Err(e) = mlockall(flags) {
+            missing.push(format!("the daemon's memory is not locked (mlockall: {e})"));
+        }
+    }
+    missing
+}
+
+/// `linux/prctl.h`, since Linux 5.6.
+const PR_SET_IO_FLUSHER: libc::c_int = 57;
+
+/// Writes of this process are part of writeback: the kernel must not make them wait for it.
+fn set_io_flusher() -> bool {
+    // SAFETY: PR_SET_IO_FLUSHER takes four integers and touches no memory of ours.
+    unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) == 0 }
+}

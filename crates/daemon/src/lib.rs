@@ -1,0 +1,51 @@
+//! The running system: mounts, the processes that keep them alive, and the API that commands use.
+//!
+//! ```text
+//!   burgeon mount … ──► client ══ api.sock ══► supervisor ── socketpair ──► server
+//!        │                                       │ holds /dev/fuse, slots     │ answers reads
+//!        └── move_mount in the caller's  ◄── a detached mount (SCM_RIGHTS)    └─► store, cache
+//!            namespace
+//! ```
+//!
+//! Invariants, and the tests that hold them (`crates/cli/tests`):
+//! - Killing the server costs no I/O error; killing the supervisor costs nothing at all; killing
+//!   both costs EIO on data that is not local until the next supervisor (`kill.rs`).
+//! - A plain `umount` releases everything (`lifecycle.rs`).
+//! - Named writes are removed by `writes rm` and by nothing else (`writes.rs`).
+
+#[macro_use]
+mod log;
+mod cgroup;
+mod chain;
+mod client;
+pub mod doctor;
+mod files;
+mod harden;
+mod id;
+mod link;
+pub mod mountinfo;
+mod namespace;
+mod paths;
+mod plumbing;
+mod prepared;
+pub mod protocol;
+pub mod roots;
+mod server;
+mod signals;
+mod space;
+mod sprout;
+mod start;
+mod supervisor;
+mod system;
+mod wire;
+pub mod writes;
+
+pub use chain::{btrfs_fsid, is_burgeon_mount, refuse_burgeon};
+pub use client::Client;
+pub use id::{Fsid, MountId};
+pub(crate) use log::log_line;
+pub use paths::StateDir;
+pub use prepared::{prepare_process, sweep};
+pub use server::serve_forever;
+pub use start::UNIT_PROPERTIES;
+pub use supervisor::supervise;

@@ -1,0 +1,86 @@
+//! What the supervisor and the serving process say to each other, over one stream each way.
+//!
+//! ```text
+//!   supervisor ── Attach + [fuse, slots] ──► server     for every mount, again after each restart
+//!              ◄── Attached ───────────────             it is served (or why not)
+//!              ◄── Ended ──────────────────             the kernel has let go of it
+//!              ── Report ──► ◄── Report ───             numbers that only the server knows
+//!              ── Stop ───────────────────►             end, and do not wait for a supervisor
+//!
+//!   orphan   ── Attach + [fuse, slots] …, Adopted ──►   to the next supervisor, who connects to
+//!   server                                              `run/adopt.sock`
+//! ```
+//!
+//! When the stream ends without `Stop`, the supervisor was killed: the server goes on serving
+//! and waits for the next one, because the mounts are still in use.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    id::{Fsid, MountId},
+    protocol::{Failure, FillStatus},
+};
+
+/// From the supervisor to the server.
+#[derive(Serialize, Deserialize, Debug)]
+#[serde(tag = "message", rename_all = "kebab-case")]
+pub(crate) enum ToServer {
+    /// Serve this mount; its `/dev/fuse` descriptor and its slots come along.
+    Attach(Attach),
+    /// Say what [`FromServer::Report`] says.
+    Report,
+    /// End.
+    Stop,
+}
+
+/// From the server to the supervisor.
+#[derive(Serialize, Deserialize, Debug)]
+#[serde(tag = "message", rename_all = "kebab-case")]
+pub(crate) enum FromServer {
+    /// The answer to an `Attach`.
+    Attached {
+        id: MountId,
+        /// Why it cannot be served.
+        error: Option<Failure>,
+    },
+    /// The kernel has closed the mount's FUSE file.
+    Ended { id: MountId },
+    /// The answer to a `Report`.
+    Report { mounts: Vec<MountReport> },
+    /// What an orphan serves: to the supervisor that adopts it.
+    Serving(Attach),
+    /// All of it has been said.
+    Adopted,
+}
+
+/// Everything the server needs to know about a mount.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub(crate) struct Attach {
+    pub(crate) id: MountId,
+    /// The folder with `map` and `seed.info`: of the prepared image or of the named writes.
+    pub(crate) seed: PathBuf,
+    /// The cache file, shared by all mounts of the image.
+    pub(crate) cache: PathBuf,
+    /// Where the chunks are.
+    pub(crate) store: PathBuf,
+    /// Whether objects outside the store may be opened.
+    pub(crate) references: bool,
+    /// The fsid of the mount's seed.
+    pub(crate) fsid: Fsid,
+    /// Whether to fetch everything in the background.
+    pub(crate) fill: bool,
+}
+
+/// What the server knows of a mount beyond its counters.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub(crate) struct MountReport {
+    pub(crate) id: MountId,
+    /// Bytes of the image's lazy data that are local.
+    pub(crate) materialised_bytes: u64,
+    /// What the source answered last when it did not give good bytes.
+    pub(crate) last_source_error: Option<String>,
+    /// How far fetching everything is, if that was asked for.
+    pub(crate) fill: Option<FillStatus>,
+}

@@ -1,0 +1,37 @@
+//! The daemon's own mount namespace.
+//!
+//! What users mount and unmount on the host reaches it (so that a store on a file system mounted
+//! later is found), but nothing that the daemon does reaches the host. Mounts of Burgeon that
+//! were copied into the new namespace would pin their file systems after the user's umount, so
+//! they are let go of here at once; the user's own mount stays.
+
+use std::path::Path;
+
+use burgeon_block::{Error, Result};
+use rustix::{
+    mount::{MountPropagationFlags, UnmountFlags, mount_change, unmount},
+    thread::{UnshareFlags, unshare_unsafe},
+};
+
+use crate::{chain, mountinfo};
+
+/// Moves the calling process into a mount namespace of its own. Only while it has one thread.
+pub(crate) fn enter_private() -> Result<()> {
+    let failed = |e: rustix::io::Errno| {
+        Error::io(
+            "cannot make a mount namespace of the daemon's own (CAP_SYS_ADMIN is needed)",
+            e.into(),
+        )
+    };
+    // SAFETY: with one thread and no CLONE_FILES, unsharing cannot take a descriptor from under
+    // anybody; only the view of mounts changes.
+    unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(failed)?;
+    mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::DOWNSTREAM)
+        .map_err(failed)?;
+    for mount in mountinfo::read(Path::new("/proc/self/mountinfo"))? {
+        if mount.fs_type == "btrfs" && chain::is_burgeon_device(&mount.source) {
+            let _ = unmount(&mount.target, UnmountFlags::DETACH);
+        }
+    }
+    Ok(())
+}

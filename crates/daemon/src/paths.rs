@@ -1,0 +1,223 @@
+//! Where everything lies in the state directory.
+//!
+//! ```text
+//!   store/                     the local store, unless --store names another
+//!   images/<digest>/           seed, seed.info, map, manifest, cache   made from the store, may be lost
+//!   writes/<name>/             record.json, seed…, map, manifest, sprout   user data: never removed
+//!                                                                          but by `writes rm`
+//!   mounts/<id>/               mount.json, seed, sprout                one running mount
+//!   run/                       lock, api.sock, adopt.sock, daemon.log  gone with the daemon
+//! ```
+//!
+//! Only its owner can enter the directory: it holds the content of everybody's files.
+
+use std::{
+    env, fs,
+    os::unix::fs::{DirBuilderExt, PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{Digest, Error, ErrorKind, Result};
+
+use crate::id::MountId;
+
+/// A state directory and the places in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateDir {
+    root: PathBuf,
+}
+
+impl StateDir {
+    /// Where the state is when nobody says: `/var/lib/burgeon` for root, else
+    /// `$XDG_STATE_HOME/burgeon` or `~/.local/state/burgeon`.
+    pub fn default_path() -> Result<PathBuf> {
+        if rustix::process::geteuid().is_root() {
+            return Ok(PathBuf::from("/var/lib/burgeon"));
+        }
+        let absolute =
+            |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        if let Some(path) = absolute("XDG_STATE_HOME") {
+            return Ok(path.join("burgeon"));
+        }
+        match absolute("HOME") {
+            Some(home) => Ok(home.join(".local/state/burgeon")),
+            None => Err(Error::new(
+                ErrorKind::Invalid,
+                "neither XDG_STATE_HOME nor HOME is set: name a directory with --state-dir",
+            )),
+        }
+    }
+
+    /// Opens `path`, making it and its folders where they are missing.
+    pub fn open(path: &Path) -> Result<Self> {
+        close(path)?;
+        let root = fs::canonicalize(path).map_err(|e| {
+            Error::io(format!("cannot open the state directory {}", path.display()), e)
+        })?;
+        let state = Self { root };
+        // Only a new state directory gets a store. Where one is missing it may be away, on a disk
+        // that is not mounted now: an empty one in its place would hide it when it comes back.
+        if !state.run().is_dir() && !state.writes().is_dir() {
+            make_private(&state.store())?;
+        }
+        for folder in [state.images(), state.writes(), state.mounts(), state.run()] {
+            make_private(&folder)?;
+        }
+        Ok(state)
+    }
+
+    /// The directory itself, absolute.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The default store.
+    pub fn store(&self) -> PathBuf {
+        self.root.join("store")
+    }
+
+    /// The folder of prepared images.
+    pub fn images(&self) -> PathBuf {
+        self.root.join("images")
+    }
+
+    /// One prepared image.
+    pub fn image(&self, digest: &Digest) -> PathBuf {
+        self.images().join(digest.to_string())
+    }
+
+    /// The folder of named writes.
+    pub fn writes(&self) -> PathBuf {
+        self.root.join("writes")
+    }
+
+    /// The folder of running mounts.
+    pub fn mounts(&self) -> PathBuf {
+        self.root.join("mounts")
+    }
+
+    /// One running mount.
+    pub fn mount(&self, id: MountId) -> PathBuf {
+        self.mounts().join(id.to_string())
+    }
+
+    /// Locks, sockets and the log of the running daemon.
+    pub fn run(&self) -> PathBuf {
+        self.root.join("run")
+    }
+
+    /// The lock that the supervisor holds as long as it lives.
+    pub fn lock_file(&self) -> PathBuf {
+        self.run().join("lock")
+    }
+
+    /// Where a daemon that is not a systemd unit logs to.
+    pub fn log_file(&self) -> PathBuf {
+        self.run().join("daemon.log")
+    }
+
+    /// A short name for this directory, the same on every start: names cgroups and units.
+    pub fn tag(&self) -> String {
+        use std::os::unix::ffi::OsStrExt;
+        Digest::of(self.root.as_os_str().as_bytes()).to_string()[..8].to_owned()
+    }
+}
+
+/// Makes a directory and its parents; the last one is for its owner alone.
+fn make_private(path: &Path) -> Result<()> {
+    let failed = |e| Error::io(format!("cannot make the directory {}", path.display()), e);
+    if path.is_dir() {
+        return Ok(());
+    }
+    if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        fs::create_dir_all(parent).map_err(failed)?;
+    }
+    match fs::DirBuilder::new().mode(0o700).create(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => Err(failed(e)),
+        _ => Ok(()),
+    }
+}
+
+/// Makes the state directory, or closes one that was made by hand, say by
+/// `mkdir /var/lib/burgeon`. A directory that holds something else stays as it is:
+/// `--state-dir /tmp` must not lock everybody out of `/tmp`.
+fn close(path: &Path) -> Result<()> {
+    make_private(path)?;
+    let failed = |e| Error::io(format!("cannot use the state directory {}", path.display()), e);
+    let mode = fs::metadata(path).map_err(failed)?.permissions().mode();
+    if mode & 0o077 == 0 {
+        return Ok(());
+    }
+    // Of a backup, maybe only these two have been restored.
+    let is_ours = path.join("writes").is_dir() && path.join("store").is_dir();
+    let mut entries = fs::read_dir(path).map_err(failed)?.flatten();
+    if !is_ours && entries.any(|entry| entry.file_name() != "lost+found") {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "{} is open to others and holds what is not of Burgeon: name a new or an empty \
+                 directory with --state-dir",
+                path.display()
+            ),
+        ));
+    }
+    fs::set_permissions(path, fs::Permissions::from_mode(0o700)).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt};
+
+    use super::StateDir;
+
+    #[test]
+    fn only_the_owner_can_enter() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("deep/state");
+        fs::create_dir_all(&path).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let state = StateDir::open(&path).unwrap();
+        for folder in [state.root().to_owned(), state.store(), state.writes(), state.run()] {
+            assert_eq!(fs::metadata(&folder).unwrap().permissions().mode() & 0o777, 0o700);
+        }
+    }
+
+    #[test]
+    fn a_store_that_is_away_is_not_made_anew() {
+        let temp = tempfile::tempdir().unwrap();
+        let state = StateDir::open(temp.path()).unwrap();
+        fs::remove_dir(state.store()).unwrap();
+        StateDir::open(temp.path()).unwrap();
+        assert!(!state.store().exists());
+    }
+
+    #[test]
+    fn a_directory_with_something_else_in_it_is_refused_and_left_alone() {
+        let temp = tempfile::tempdir().unwrap();
+        let mode = |path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
+        let like_tmp = temp.path().join("tmp");
+        fs::create_dir_all(like_tmp.join("somebody")).unwrap();
+        fs::set_permissions(&like_tmp, fs::Permissions::from_mode(0o1777)).unwrap();
+        let error = StateDir::open(&like_tmp).unwrap_err();
+        assert!(error.to_string().contains("--state-dir"), "{error}");
+        assert_eq!(mode(&like_tmp), 0o1777);
+        assert_eq!(fs::read_dir(&like_tmp).unwrap().count(), 1);
+        // One of ours that somebody has opened is closed again.
+        let ours = temp.path().join("ours");
+        StateDir::open(&ours).unwrap();
+        fs::set_permissions(&ours, fs::Permissions::from_mode(0o755)).unwrap();
+        StateDir::open(&ours).unwrap();
+        assert_eq!(mode(&ours), 0o700);
+    }
+
+    #[test]
+    fn one_directory_has_one_tag() {
+        let temp = tempfile::tempdir().unwrap();
+        let a = StateDir::open(&temp.path().join("a")).unwrap();
+        let again = StateDir::open(&temp.path().join("b/../a/")).err();
+        assert!(
+            again.is_none() || a.tag() == StateDir::open(&temp.path().join("a")).unwrap().tag()
+        );
+        assert_eq!(a.tag().len(), 8);
+    }
+}

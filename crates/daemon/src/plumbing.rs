@@ -1,0 +1,119 @@
+//! From files to a mounted btrfs: loop devices, the seed's two devices, the sprout.
+//!
+//! Every loop detaches itself with its last user, and after this the only user is btrfs: when
+//! the last mount goes, all of this goes, whoever unmounts it and whoever is still alive.
+
+use std::{
+    fs::File,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_btrfs::{Devices, SUBVOLUME};
+use burgeon_frontend::{
+    Connection, LoopDevice, LoopOptions,
+    btrfs_mount::{Access, Btrfs},
+};
+
+use crate::{
+    chain,
+    id::{Fsid, MountId},
+    prepared::Seed,
+    sprout::Plan,
+    supervisor::{Growth, growth},
+    writes,
+};
+
+/// What the kernel has been given, and what it gave.
+pub(crate) struct Plumbed {
+    /// The detached mount.
+    pub(crate) mount: OwnedFd,
+    /// The file system that the user sees.
+    pub(crate) fsid: Fsid,
+    pub(crate) data_device: PathBuf,
+    /// All loop devices of the mount.
+    pub(crate) loops: Vec<PathBuf>,
+    /// For thin sprouts.
+    pub(crate) growth: Option<Growth>,
+}
+
+/// Mounts what `plan` says: the lazy data of `connection`, whose server must be running, and the
+/// seed's metadata in `folder`.
+pub(crate) fn plumb(
+    id: MountId,
+    connection: &Connection,
+    folder: &Path,
+    seed: &Seed,
+    plan: &Plan,
+) -> Result<Plumbed> {
+    let attach = |file: &File, what: &str, read_only: bool| {
+        let name = format!("burgeon {what} {id}");
+        LoopDevice::attach(file, LoopOptions { name: &name, read_only, discard: false })
+    };
+    let data = attach(&connection.open_file()?, "data", true)?;
+    let mut seed_devices = vec![data.path()];
+    let metadata = match seed.info.devices {
+        Devices::One => None,
+        Devices::Two => Some(attach(&open(&folder.join("seed"), false)?, "metadata", true)?),
+    };
+    if let Some(metadata) = &metadata {
+        seed_devices.insert(0, metadata.path());
+    }
+    if let Some(sprout) = plan.sprout.as_ref().filter(|sprout| !sprout.is_new)
+        && let Some(record) = &sprout.record
+    {
+        writes::check_sprout(record, &sprout.path)?;
+    }
+    let sprout = match &plan.sprout {
+        Some(sprout) if !sprout.is_device => {
+            refuse_second_use(&sprout.path)?;
+            Some(attach(&open(&sprout.path, true)?, "sprout", false)?)
+        }
+        _ => None,
+    };
+    let sprout_path = match (&sprout, &plan.sprout) {
+        (Some(device), _) => Some(device.path()),
+        (None, Some(sprout)) => Some(sprout.path.as_path()),
+        (None, None) => None,
+    };
+    let is_new = plan.sprout.as_ref().is_some_and(|sprout| sprout.is_new);
+    let btrfs = match sprout_path {
+        None => Btrfs::mount_seed(&seed_devices, SUBVOLUME)?,
+        Some(path) if is_new => Btrfs::mount_new_sprout(&seed_devices, path, SUBVOLUME)?,
+        Some(path) => Btrfs::mount_sprout(&seed_devices, path, SUBVOLUME, Access::Writable)?,
+    };
+    let growth = match (&plan.sprout, sprout_path) {
+        (Some(sprout), Some(path)) if sprout.thin => Some(growth(&btrfs, path)?),
+        _ => None,
+    };
+    let loops = [Some(&data), metadata.as_ref(), sprout.as_ref()];
+    Ok(Plumbed {
+        fsid: Fsid(btrfs.fsid()?),
+        growth,
+        mount: btrfs.into_fd(),
+        data_device: data.path().to_owned(),
+        loops: loops.into_iter().flatten().map(|device| device.path().to_owned()).collect(),
+    })
+}
+
+/// One file below two loops would be one file system mounted twice. Locks exclude that among
+/// daemons that know of each other; this is for the rest, such as a mount that a later version
+/// has made.
+fn refuse_second_use(file: &Path) -> Result<()> {
+    match chain::loop_on(file) {
+        None => Ok(()),
+        Some(device) => Err(Error::new(
+            ErrorKind::Unavailable,
+            format!("{} is in use below {device}: unmount that first", file.display()),
+        )),
+    }
+}
+
+fn open(path: &Path, writable: bool) -> Result<File> {
+    File::options()
+        .read(true)
+        .write(writable)
+        .open(path)
+        .map_err(|e| Error::io(format!("cannot open {}", path.display()), e))
+}

@@ -1,0 +1,351 @@
+//! What an image is turned into before it can be mounted, once an image and host.
+//!
+//! ```text
+//!   images/<digest>/   seed        the template: metadata nodes under an fsid of zeros
+//!                      seed.info   what superblocks and patching need
+//!                      map         address ──► chunk, block checksums
+//!                      manifest    the image itself, so that named writes need no store for it
+//!                      ready.json  written last: says that the others are whole
+//!                      cache       the lazy data that has been read
+//! ```
+//!
+//! Nothing here is synced, because all of it can be made anew: `ready.json` names the boot it was
+//! written in, and after another boot the files are made again. What named writes are made on is
+//! linked into their folder and synced there ([`keep`]).
+
+use std::{
+    ffi::OsString,
+    fs::{self, File},
+    io::Read,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode, Stdio},
+};
+
+use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
+use burgeon_btrfs::{
+    DeviceNo, Devices, Identity, Patcher, SeedInfo, superblock, superblock_offsets,
+};
+use burgeon_image::{Limits, catalog};
+use burgeon_source::Directory;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    files::{self, Lock},
+    id::Fsid,
+    paths::StateDir,
+    protocol::{Failure, MountRequest},
+    writes::{RECORD_FORMAT, Record},
+};
+
+/// Changes whenever these files do: those of another version are made anew.
+const READY_FORMAT: u32 = 1;
+
+/// Nodes are copied so many bytes at a time: it fits a CPU's second-level cache.
+const COPY_LEN: u64 = 1 << 20;
+
+/// Threads that copy. Copying is bound by memory, not by CPUs.
+const COPY_THREADS: u64 = 2;
+
+/// The files that are kept with named writes.
+const KEPT: [&str; 4] = ["seed", "seed.info", "map", "manifest"];
+
+/// A folder from which an image can be mounted.
+#[derive(Debug, Clone)]
+pub(crate) struct Prepared {
+    pub(crate) folder: PathBuf,
+    /// The manifest's digest.
+    pub(crate) digest: Digest,
+}
+
+#[derive(Serialize, Deserialize, PartialEq, Eq)]
+struct Ready {
+    format: u32,
+    version: String,
+    boot: String,
+    /// Where it was prepared from.
+    store: PathBuf,
+}
+
+impl Ready {
+    fn now(store: &Path) -> Self {
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        Self {
+            format: READY_FORMAT,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            boot: boot.trim().to_owned(),
+            store: store.to_owned(),
+        }
+    }
+}
+
+/// The manifest that `name` stands for in `store`. `NotFound` says which names there are.
+pub(crate) fn resolve(store: &Path, name: &str) -> Result<Digest> {
+    catalog::resolve(&Directory::open(store)?, name)?.digest()
+}
+
+/// Prepares the image `digest` of `store`, unless that has been done.
+pub(crate) fn prepare(state: &StateDir, store: &Path, digest: Digest) -> Result<Prepared> {
+    let folder = state.image(&digest);
+    let is_ready = || {
+        let ready = files::read_json::<Ready>(&folder.join("ready.json"));
+        // The same image of another store is the same image.
+        ready.is_ok_and(|ready| Ready { store: store.to_owned(), ..ready } == Ready::now(store))
+    };
+    if !is_ready() {
+        make_folder(&folder)?;
+        // Two mounts of a new image at once prepare it once.
+        let _lock = Lock::take(&folder.join("lock"))?;
+        if !is_ready() {
+            run_process(store, &digest, &folder)?;
+        }
+    }
+    Ok(Prepared { folder, digest })
+}
+
+/// What the named writes of `record` were made on.
+pub(crate) fn kept(folder: &Path, record: &Record) -> Result<Prepared> {
+    for file in KEPT {
+        let path = folder.join(file);
+        let len = fs::metadata(&path)
+            .map_err(|e| {
+                Error::io(format!("the writes {:?} lack {}", record.name, path.display()), e)
+            })?
+            .len();
+        if file == "seed" && len != record.template_len {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                format!(
+                    "{} has {len} bytes instead of {}: restore it from a backup, or remove the writes \
+                     with `burgeon writes rm {}`",
+                    path.display(),
+                    record.template_len,
+                    record.name
+                ),
+            ));
+        }
+    }
+    Ok(Prepared { folder: folder.to_owned(), digest: record.manifest.0 })
+}
+
+/// The record of new named writes on `base`.
+pub(crate) fn record(
+    base: &Prepared,
+    seed_fsid: Fsid,
+    name: &str,
+    request: &MountRequest,
+) -> Result<Record> {
+    let (template_digest, template_len) = digest_file(&base.folder.join("seed"))?;
+    let (map_digest, _) = digest_file(&base.folder.join("map"))?;
+    Ok(Record {
+        format: RECORD_FORMAT,
+        name: name.to_owned(),
+        image: request.image.clone(),
+        manifest: base.digest.into(),
+        store: request.store.clone(),
+        seed_fsid,
+        template_digest: template_digest.into(),
+        template_len,
+        map_digest: map_digest.into(),
+        device: None,
+        limit: 0,
+        thin: false,
+        sprouted: false,
+        sprout_fsid: None,
+    })
+}
+
+/// Keeps what a mount is made of in `folder`, durably, whatever becomes of the image.
+pub(crate) fn keep(base: &Prepared, folder: &Path) -> Result<()> {
+    for file in KEPT {
+        let (from, to) = (base.folder.join(file), folder.join(file));
+        crate::writes::keep(&from, &to)?;
+        File::open(&to)
+            .and_then(|file| file.sync_all())
+            .map_err(|e| Error::io(format!("cannot sync {}", to.display()), e))?;
+    }
+    files::sync_parent(&folder.join(KEPT[0]))
+}
+
+/// BLAKE3 and length of a file.
+pub(crate) fn digest_file(path: &Path) -> Result<(Digest, u64)> {
+    let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
+    let mut file = File::open(path).map_err(failed)?;
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = vec![0; COPY_LEN as usize];
+    let mut total = 0;
+    loop {
+        let len = file.read(&mut buffer).map_err(failed)?;
+        if len == 0 {
+            return Ok((hasher.finalize().into(), total));
+        }
+        hasher.update(&buffer[..len]);
+        total += len as u64;
+    }
+}
+
+/// What a copy of the seed for one mount is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Seed {
+    /// What superblocks and patching needed.
+    pub(crate) info: SeedInfo,
+    /// Bytes of metadata nodes.
+    pub(crate) metadata_bytes: u64,
+}
+
+/// Makes `to`, a copy of the seed of `base` under the fsid `fsid`: at memory speed, and without
+/// mending a node that has rotted.
+pub(crate) fn personalise(base: &Prepared, fsid: Fsid, to: &Path) -> Result<Seed> {
+    let info = read_info(&base.folder)?;
+    let identity = Identity { fsid: fsid.0 };
+    let template = base.folder.join("seed");
+    let from = File::open(&template)
+        .map_err(|e| Error::io(format!("cannot open {}", template.display()), e))?;
+    let failed = |e| Error::io(format!("cannot make {}", to.display()), e);
+    let file = File::options().read(true).write(true).create_new(true).open(to).map_err(failed)?;
+    file.set_len(info.metadata_device_size()).map_err(failed)?;
+    let patcher = Patcher::new(&info, &identity);
+    for nodes in [info.chunk_nodes(), info.metadata_nodes()] {
+        copy_nodes(&patcher, nodes, &from, &file).map_err(|e| {
+            Error::with_source(e.kind(), format!("cannot copy {}", template.display()), e)
+        })?;
+    }
+    for (mirror, offset) in superblock_offsets(&info, DeviceNo::Metadata).iter().enumerate() {
+        if let Some(block) = superblock(&info, &identity, DeviceNo::Metadata, mirror) {
+            file.write_all_at(&block, *offset).map_err(failed)?;
+        }
+    }
+    let metadata_bytes = info.chunk_nodes().len() + info.metadata_nodes().len();
+    Ok(Seed { info, metadata_bytes })
+}
+
+/// The description of the seed in `folder`.
+pub(crate) fn read_info(folder: &Path) -> Result<SeedInfo> {
+    let path = folder.join("seed.info");
+    let bytes =
+        fs::read(&path).map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
+    SeedInfo::from_bytes(&bytes)
+}
+
+fn copy_nodes(patcher: &Patcher, nodes: ByteRange, from: &File, to: &File) -> Result<()> {
+    let pieces = nodes.len().div_ceil(COPY_LEN);
+    let copy = |thread: u64| -> Result<()> {
+        let mut buffer = vec![0; COPY_LEN as usize];
+        for piece in (thread..pieces).step_by(COPY_THREADS as usize) {
+            let start = nodes.start() + piece * COPY_LEN;
+            let buffer = &mut buffer[..COPY_LEN.min(nodes.end() - start) as usize];
+            let failed = |e| Error::io(format!("bytes from {start} on"), e);
+            from.read_exact_at(buffer, start).map_err(failed)?;
+            patcher.patch(start, buffer)?;
+            to.write_all_at(buffer, start).map_err(failed)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let others: Vec<_> =
+            (1..COPY_THREADS.min(pieces)).map(|thread| scope.spawn(move || copy(thread))).collect();
+        let mut result = copy(0);
+        for other in others {
+            let other = other.join().unwrap_or_else(|_| {
+                Err(Error::new(ErrorKind::LocalIo, "a copying thread ended early"))
+            });
+            result = result.and(other);
+        }
+        result
+    })
+}
+
+/// Removes what has been prepared from `store` and is not in `keep`: what no image there is, no
+/// mount uses, and no writes were made on. Returns how many images' worth that was, and its
+/// bytes.
+pub fn sweep(state: &StateDir, store: &Path, keep: &[Digest], dry_run: bool) -> Result<(u64, u64)> {
+    let (mut images, mut bytes) = (0, 0);
+    let folders = fs::read_dir(state.images())
+        .map_err(|e| Error::io(format!("cannot list {}", state.images().display()), e))?;
+    for folder in folders.flatten().map(|entry| entry.path()) {
+        let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let Ok(digest) = name.parse::<Digest>() else { continue };
+        let ready = files::read_json::<Ready>(&folder.join("ready.json"));
+        let elsewhere = ready.is_ok_and(|ready| ready.store != store);
+        if keep.contains(&digest) || elsewhere {
+            continue;
+        }
+        images += 1;
+        bytes += allocated(&folder);
+        if !dry_run {
+            files::remove_folder(&folder)?;
+        }
+    }
+    Ok((images, bytes))
+}
+
+/// Bytes that the files of a folder take.
+fn allocated(folder: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let files = fs::read_dir(folder).into_iter().flatten().flatten();
+    files.filter_map(|file| file.metadata().ok()).map(|metadata| metadata.blocks() * 512).sum()
+}
+
+/// Makes a private folder where there is none.
+pub(crate) fn make_folder(path: &Path) -> Result<()> {
+    match fs::create_dir(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => {
+            Err(Error::io(format!("cannot make {}", path.display()), e))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Prepares in a process of its own: describing a million files takes memory, which must not
+/// stay with the supervisor.
+fn run_process(store: &Path, digest: &Digest, folder: &Path) -> Result<()> {
+    let output = Command::new("/proc/self/exe")
+        .arg("__prepare")
+        .arg(store)
+        .arg(digest.to_string())
+        .arg(folder)
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(|e| Error::io("cannot start a process that prepares the image", e))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    match serde_json::from_slice::<Failure>(&output.stdout) {
+        Ok(failure) => Err(failure.into()),
+        Err(_) => Err(Error::new(
+            ErrorKind::LocalIo,
+            format!("the process that prepares the image ended early: {}", output.status),
+        )),
+    }
+}
+
+/// The whole life of the process `burgeon __prepare STORE DIGEST FOLDER`.
+pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
+    let prepared = match arguments {
+        [store, digest, folder] => prepare_here(store.as_ref(), digest, folder.as_ref()),
+        _ => Err(Error::new(ErrorKind::Invalid, "__prepare takes a store, a digest and a folder")),
+    };
+    match prepared {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            println!("{}", serde_json::to_string(&Failure::from(e)).unwrap_or_default());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn prepare_here(store: &Path, digest: &OsString, folder: &Path) -> Result<()> {
+    let digest: Digest = digest.to_string_lossy().parse()?;
+    for file in KEPT.iter().chain(&["ready.json"]) {
+        files::remove_file(&folder.join(file))?;
+    }
+    burgeon_image::prepare(
+        &Directory::open(store)?,
+        &digest,
+        folder,
+        Devices::Two,
+        &Limits::default(),
+    )?;
+    files::publish_json(&folder.join("ready.json"), &Ready::now(store))
+}

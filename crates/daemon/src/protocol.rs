@@ -1,0 +1,327 @@
+//! What is said over the API socket: a request, then one reply, as often as the client likes.
+//!
+//! The socket lies in the state directory's `run/` folder, and the other side must be root or
+//! the daemon's own user (checked on the socket, not believed). [`Reply::Mounted`] brings the
+//! detached mount as a descriptor; whoever closes it without having moved it into place has
+//! unmounted it.
+
+use std::path::PathBuf;
+
+use burgeon_block::{Digest, Error, ErrorKind};
+use serde::{Deserialize, Serialize};
+
+use crate::id::{Fsid, MountId};
+
+/// What a client asks for.
+#[derive(Serialize, Deserialize, Debug)]
+#[serde(tag = "call", rename_all = "kebab-case")]
+pub enum Request {
+    /// Make a detached mount: answered by [`Reply::Mounted`] and a descriptor.
+    Mount(MountRequest),
+    /// The mount has been moved to `target` in the client's namespace.
+    Placed {
+        /// Which mount.
+        id: MountId,
+        /// Where it is now.
+        target: PathBuf,
+    },
+    /// Everything about the daemon and its mounts.
+    Status,
+    /// Wait until the mount is released, at most so long.
+    AwaitRelease {
+        /// Which mount.
+        id: MountId,
+        /// Longest wait.
+        timeout_ms: u64,
+    },
+    /// End the daemon; refused while something is mounted.
+    Shutdown {
+        /// End it all the same: reads of data that is not local fail from then on.
+        force: bool,
+    },
+}
+
+/// A mount that is wanted. Paths are absolute: the daemon's working directory is not the user's.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub struct MountRequest {
+    /// The image's name in the store.
+    pub image: String,
+    /// The store; `None` is the one in the state directory.
+    pub store: Option<PathBuf>,
+    /// What happens to writes.
+    pub writes: WritesRequest,
+    /// Whether to fetch everything in the background.
+    pub fill: bool,
+    /// Where it will be placed: for messages and `status` only.
+    pub target: PathBuf,
+}
+
+/// What happens to writes into a mount.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum WritesRequest {
+    /// There are none: the mount is read-only.
+    ReadOnly,
+    /// They go to a new sprout.
+    Kept(SproutRequest),
+}
+
+/// The sprout that is wanted.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
+pub struct SproutRequest {
+    /// Its name; without one it is discarded at umount.
+    pub name: Option<String>,
+    /// Its size in bytes; `None` takes the default.
+    pub limit: Option<u64>,
+    /// Promise the size without reserving it.
+    pub thin: bool,
+    /// A block device of the user's instead of a file.
+    pub device: Option<PathBuf>,
+}
+
+/// The daemon's answer.
+#[derive(Serialize, Deserialize, Debug)]
+#[serde(tag = "reply", rename_all = "kebab-case")]
+pub enum Reply {
+    /// It is done and there is nothing to say.
+    Done,
+    /// The mount is ready, its descriptor is on this message.
+    Mounted(Mounted),
+    /// The state of everything.
+    Status(Box<Status>),
+    /// It was not done.
+    Failed(Failure),
+}
+
+/// An error on its way to another process.
+#[derive(Serialize, Deserialize, Debug)]
+pub struct Failure {
+    /// Its kind, as [`kind_name`] spells it.
+    pub kind: String,
+    /// The message.
+    pub what: String,
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self { kind: kind_name(error.kind()).to_owned(), what: error.to_string() }
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        let kind = KINDS.iter().find(|(_, name)| *name == failure.kind);
+        Error::new(kind.map_or(ErrorKind::LocalIo, |(kind, _)| *kind), failure.what)
+    }
+}
+
+const KINDS: [(ErrorKind, &str); 7] = [
+    (ErrorKind::Invalid, "invalid"),
+    (ErrorKind::NotFound, "not-found"),
+    (ErrorKind::Unavailable, "unavailable"),
+    (ErrorKind::Corrupt, "corrupt"),
+    (ErrorKind::NoSpace, "no-space"),
+    (ErrorKind::UnsupportedFormat, "unsupported-format"),
+    (ErrorKind::LocalIo, "local-io"),
+];
+
+/// How a kind of error is spelled in JSON.
+pub fn kind_name(kind: ErrorKind) -> &'static str {
+    KINDS.iter().find(|(known, _)| *known == kind).map_or("local-io", |(_, name)| name)
+}
+
+/// A mount that has just been made.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub struct Mounted {
+    /// Its identity.
+    pub id: MountId,
+    /// The manifest that is mounted.
+    pub digest: DigestText,
+    /// The block device with the lazy data.
+    pub device: PathBuf,
+    /// How the kernel reaches it, such as `fuse+loop`.
+    pub transport: String,
+    /// Bytes of btrfs metadata.
+    pub metadata_bytes: u64,
+    /// Where the writes go.
+    pub writes: WritesState,
+    /// What the user should know, in sentences.
+    pub notes: Vec<String>,
+}
+
+/// Where the writes of a mount go.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum WritesState {
+    /// There are none.
+    ReadOnly,
+    /// To a sprout.
+    Sprout(SproutState),
+}
+
+/// A sprout in use.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+pub struct SproutState {
+    /// Its name, or `None` if it is discarded at umount.
+    pub name: Option<String>,
+    /// The file or device.
+    pub path: PathBuf,
+    /// Its size in bytes.
+    pub limit: u64,
+    /// Bytes of it that are reserved: less than `limit` only when it is thin.
+    pub reserved: u64,
+    /// Whether more is promised than reserved.
+    pub thin: bool,
+}
+
+/// The state of everything.
+#[derive(Serialize, Deserialize, Debug)]
+pub struct Status {
+    /// Burgeon's version.
+    pub version: String,
+    /// The supervisor's process id.
+    pub supervisor_pid: u32,
+    /// The serving process's id, while there is one.
+    pub server_pid: Option<u32>,
+    /// How often the serving process had to be started again.
+    pub server_restarts: u64,
+    /// The mounts.
+    pub mounts: Vec<MountStatus>,
+}
+
+/// One mount.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub struct MountStatus {
+    /// Its identity.
+    pub id: MountId,
+    /// The image's name.
+    pub image: String,
+    /// The manifest's digest.
+    pub digest: DigestText,
+    /// Where it was placed.
+    pub target: PathBuf,
+    /// The btrfs that the user sees.
+    pub fsid: Option<Fsid>,
+    /// `preparing`, `serving`, `recovering` (the serving process is being started) or `failed`.
+    pub state: String,
+    /// Why it failed.
+    pub problem: Option<String>,
+    /// What the source answered last when it did not give good bytes.
+    pub last_source_error: Option<String>,
+    /// The block device with the lazy data.
+    pub device: Option<PathBuf>,
+    /// Where the writes go.
+    pub writes: WritesState,
+    /// Bytes of data in the image, distinct chunks once.
+    pub data_bytes: u64,
+    /// Bytes of it that are local, over all mounts of the image.
+    pub materialised_bytes: Option<u64>,
+    /// How far fetching everything is, if that was asked for.
+    pub fill: Option<FillStatus>,
+    /// Reads and their answers since the mount was made.
+    pub reads: ReadStatus,
+}
+
+/// How far fetching everything in the background is.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub struct FillStatus {
+    /// `running`, `done`, `stopped` or `cache-full`.
+    pub state: String,
+    /// Bytes that can be cached.
+    pub total_bytes: u64,
+    /// Bytes of these that are local.
+    pub done_bytes: u64,
+    /// Bytes of these that the source would not give right.
+    pub failed_bytes: u64,
+}
+
+/// The counters of one mount.
+#[derive(Serialize, Deserialize, Debug, Clone, Default)]
+pub struct ReadStatus {
+    /// Reads answered from local bytes.
+    pub hits: u64,
+    /// Reads that waited for a fetch.
+    pub misses: u64,
+    /// Hits of all reads, 0 to 1; `None` before the first read.
+    pub hit_ratio: Option<f64>,
+    /// Chunks fetched.
+    pub fetches: u64,
+    /// Bytes fetched, as stored.
+    pub fetched_bytes: u64,
+    /// Latency of hits.
+    pub local_latency: Latency,
+    /// Latency of misses.
+    pub source_latency: Latency,
+    /// Cached blocks found wrong and fetched again.
+    pub cache_corrupt_blocks: u64,
+    /// Chunks that arrived wrong.
+    pub source_corrupt_chunks: u64,
+    /// Failed tries to read from the source.
+    pub source_errors: u64,
+    /// Reads answered with an error.
+    pub failed_reads: u64,
+    /// Requests a new serving process took over from the one before.
+    pub replayed: u64,
+}
+
+/// Quantiles in microseconds; `None` where nothing was measured.
+#[derive(Serialize, Deserialize, Debug, Clone, Default)]
+pub struct Latency {
+    /// Half of the reads took at most this.
+    pub p50_us: Option<f64>,
+    /// 90 % did.
+    pub p90_us: Option<f64>,
+    /// 99 % did.
+    pub p99_us: Option<f64>,
+}
+
+/// A digest as text in JSON.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct DigestText(pub Digest);
+
+impl From<Digest> for DigestText {
+    fn from(digest: Digest) -> Self {
+        Self(digest)
+    }
+}
+
+impl TryFrom<String> for DigestText {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self, Error> {
+        text.parse().map(Self)
+    }
+}
+
+impl From<DigestText> for String {
+    fn from(digest: DigestText) -> Self {
+        digest.0.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_block::{Error, ErrorKind};
+
+    use super::{Failure, KINDS, Reply, Request};
+
+    #[test]
+    fn an_error_keeps_its_kind_and_words_on_the_way() {
+        for (kind, _) in KINDS {
+            let there = Reply::Failed(Error::new(kind, "no luck").into());
+            let text = serde_json::to_string(&there).unwrap();
+            let Reply::Failed(failure) = serde_json::from_str(&text).unwrap() else { panic!() };
+            let back = Error::from(failure);
+            assert_eq!((back.kind(), back.to_string().as_str()), (kind, "no luck"));
+        }
+        let unknown = Failure { kind: "later".into(), what: "x".into() };
+        assert_eq!(Error::from(unknown).kind(), ErrorKind::LocalIo);
+    }
+
+    #[test]
+    fn unknown_calls_are_refused() {
+        assert!(serde_json::from_str::<Request>(r#"{"call":"explode"}"#).is_err());
+        assert!(serde_json::from_str::<Request>(r#"{"call":"status"}"#).is_ok());
+    }
+}

@@ -1,0 +1,187 @@
+//! What this host needs of a store, so that no collector takes it away.
+//!
+//! ```text
+//!   mounts/<id>/needs.json ─┐
+//!   writes/*/record.json ───┴─► roots/<host> in the store      read by whoever collects there
+//! ```
+//!
+//! Invariants: a mount writes its `needs.json` before it asks for its manifest to be kept, and
+//! asks for that before it looks at anything in the store; only a collection of this host makes
+//! the record shorter, and it counts every `needs.json`.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{Digest, Error, ErrorKind, ObjectStore, Result};
+use burgeon_image::catalog;
+use burgeon_source::Directory;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    files::{self, Lock},
+    id::MountId,
+    paths::StateDir,
+    protocol::DigestText,
+    writes,
+};
+
+/// What one mount needs.
+#[derive(Serialize, Deserialize)]
+struct Needs {
+    store: PathBuf,
+    manifest: DigestText,
+}
+
+/// Makes sure that `store` keeps `manifest` for the mount `id` from now on. Returns a sentence
+/// if that cannot be written down there. `NotFound` if the manifest is gone.
+pub(crate) fn require(
+    state: &StateDir,
+    store: &Path,
+    manifest: &Digest,
+    id: MountId,
+) -> Result<Option<String>> {
+    let needs = Needs { store: store.to_owned(), manifest: (*manifest).into() };
+    files::publish_json(&state.mount(id).join("needs.json"), &needs)?;
+    let host = host(state)?;
+    let _lock = lock(state)?;
+    let directory = Directory::open(store)?;
+    let mut known = recorded(&directory, &host)?;
+    if !known.insert(*manifest) {
+        return Ok(None);
+    }
+    let published = publish(&directory, &host, &known);
+    if directory.len(&catalog::manifest_object(manifest)?)?.is_none() {
+        return Err(Error::new(
+            ErrorKind::NotFound,
+            format!("the manifest {manifest} is not in the store any more: build the image again"),
+        ));
+    }
+    match published {
+        Ok(()) => Ok(None),
+        Err(e) => Ok(Some(format!(
+            "the store does not know that this host needs the image, so its data may be collected: {e}"
+        ))),
+    }
+}
+
+/// Writes down what this host still needs of `store`, and returns it: every mount's and all kept
+/// writes' manifests.
+pub fn refresh(state: &StateDir, store: &Path) -> Result<Vec<Digest>> {
+    let host = host(state)?;
+    let _lock = lock(state)?;
+    let directory = Directory::open(store)?;
+    let needed = needed(state, store, &directory)?;
+    if recorded(&directory, &host)? != needed {
+        publish(&directory, &host, &needed)?;
+    }
+    Ok(needed.into_iter().collect())
+}
+
+/// A name for this state directory that no other has: the host's, and some random digits.
+pub fn host(state: &StateDir) -> Result<String> {
+    let path = state.root().join("host-id");
+    match files::read_json(&path) {
+        Ok(host) => return Ok(host),
+        Err(e) if e.kind() == ErrorKind::NotFound => {}
+        Err(e) => return Err(e),
+    }
+    let _lock = lock(state)?;
+    if let Ok(host) = files::read_json(&path) {
+        return Ok(host);
+    }
+    let name: String = crate::system::host_name()
+        .chars()
+        .filter(|c| c.is_ascii_alphanumeric() || *c == '-')
+        .take(32)
+        .collect();
+    let host = format!("{name}-{}", MountId::random()?);
+    files::publish_json(&path, &host)?;
+    Ok(host)
+}
+
+fn lock(state: &StateDir) -> Result<Lock> {
+    Lock::take(&state.root().join("roots.lock"))
+}
+
+/// What the store has on record for `host`.
+fn recorded(store: &Directory, host: &str) -> Result<BTreeSet<Digest>> {
+    let records = catalog::read_roots(store)?;
+    let own = records.iter().find(|record| record.host == host);
+    Ok(own.map(|record| record.digests()).transpose()?.unwrap_or_default().into_iter().collect())
+}
+
+/// Publishes; a manifest that is missing is no news here, for its owner will find out.
+fn publish(store: &Directory, host: &str, needed: &BTreeSet<Digest>) -> Result<()> {
+    let needed: Vec<_> = needed.iter().copied().collect();
+    match catalog::publish_roots(store, host, &needed) {
+        Err(e) if e.kind() != ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// One store has many paths (links, mounts), so what counts besides the path is whether the
+/// manifest is there: by another name of the store, nothing may get lost.
+fn needed(state: &StateDir, store: &Path, directory: &Directory) -> Result<BTreeSet<Digest>> {
+    let mut needed = BTreeSet::new();
+    let is_here = |path: &Path, manifest: &Digest| -> Result<bool> {
+        Ok(path == store || directory.len(&catalog::manifest_object(manifest)?)?.is_some())
+    };
+    let folders = fs::read_dir(state.mounts()).into_iter().flatten().flatten();
+    for folder in folders {
+        match files::read_json::<Needs>(&folder.path().join("needs.json")) {
+            Ok(needs) => {
+                if is_here(&needs.store, &needs.manifest.0)? {
+                    needed.insert(needs.manifest.0);
+                }
+            }
+            // A folder that is being made, or taken away.
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+    }
+    for name in writes::names(state)? {
+        // Writes that cannot be understood need something that is not known: keep everything.
+        if let Some(record) = writes::find(state, &name)?
+            && is_here(&record.store.unwrap_or_else(|| state.store()), &record.manifest.0)?
+        {
+            needed.insert(record.manifest.0);
+        }
+    }
+    Ok(needed)
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_block::{Digest, ObjectStore};
+    use burgeon_image::catalog;
+    use burgeon_source::Directory;
+
+    use super::{Needs, refresh};
+    use crate::{files, id::MountId, paths::StateDir, protocol::DigestText};
+
+    #[test]
+    fn a_store_under_another_path_keeps_what_is_needed() {
+        let temp = tempfile::tempdir().unwrap();
+        let state = StateDir::open(&temp.path().join("state")).unwrap();
+        let (real, link) = (temp.path().join("real"), temp.path().join("link"));
+        let store = Directory::create(&real).unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        let manifest = Digest::of(b"manifest");
+        store.publish(&catalog::manifest_object(&manifest).unwrap(), b"manifest").unwrap();
+        let id = MountId::random().unwrap();
+        std::fs::create_dir(state.mount(id)).unwrap();
+        let needs = Needs { store: real.clone(), manifest: DigestText(manifest) };
+        files::publish_json(&state.mount(id).join("needs.json"), &needs).unwrap();
+        for path in [&real, &link] {
+            assert_eq!(refresh(&state, path).unwrap(), [manifest], "{}", path.display());
+            let roots = catalog::read_roots(&store).unwrap();
+            assert_eq!(roots[0].digests().unwrap(), [manifest], "{}", path.display());
+        }
+        let other = temp.path().join("other");
+        Directory::create(&other).unwrap();
+        assert!(refresh(&state, &other).unwrap().is_empty());
+    }
+}

@@ -1,0 +1,353 @@
+//! The serving process: answers the kernel's reads of lazy data, for every mount.
+//!
+//! ```text
+//!   supervisor ── Attach + [fuse, slots] ──► a thread: open map, cache, store ─► LazyDevice
+//!                                              └─► frontend::serve: reader threads and misses
+//!   kernel lets go of the FUSE file ──► Ended ──► supervisor
+//! ```
+//!
+//! It may be killed at any moment: what it holds is re-creatable, and requests it has taken lie
+//! in shared memory. It holds no descriptor of its own FUSE files, loop devices or mounts, so
+//! nothing it does can wait for itself.
+//!
+//! When its supervisor dies it goes on serving and waits for the next one (`run/adopt.sock`).
+
+use std::{
+    collections::HashMap,
+    ops::Deref,
+    os::{
+        fd::OwnedFd,
+        unix::net::{UnixListener, UnixStream},
+    },
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    thread,
+};
+
+use burgeon_block::{BLOCK_SIZE, Counters, Error, ErrorKind, ObjectId, Result};
+use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets};
+use burgeon_frontend::{ServeOptions, Server, Slots, serve};
+use burgeon_image::AddressMap;
+use burgeon_source::{Directory, Objects, References};
+use burgeon_volume::{DirectFile, Fill, FillProgress, FillState, LazyDevice, Limits, Volume};
+use tokio::runtime::{Builder, Runtime};
+
+use crate::{
+    client::socket_path,
+    files::{self, Lock},
+    harden,
+    id::MountId,
+    link::{Attach, FromServer, MountReport, ToServer},
+    paths::StateDir,
+    protocol::FillStatus,
+    wire,
+};
+
+/// Threads of the runtime that fetches. Fetching is waiting; two also keep a quick store busy.
+const RUNTIME_THREADS: usize = 2;
+
+/// Threads that may wait for a disk at once, on behalf of fetches from a local store.
+const BLOCKING_THREADS: usize = 8;
+
+type ImageVolume = Volume<Objects, DirectFile>;
+
+/// What makes two mounts share a volume: the same map, cache and store.
+type VolumeKey = (PathBuf, PathBuf);
+
+struct Serving {
+    state: StateDir,
+    /// Held for life: `doctor` sees by it that there is a server.
+    _lock: Lock,
+    runtime: Runtime,
+    mounts: Mutex<HashMap<MountId, Mount>>,
+    volumes: Mutex<HashMap<VolumeKey, Weak<ImageVolume>>>,
+    /// The supervisor, while there is one.
+    link: Mutex<Option<UnixStream>>,
+}
+
+/// One mount that is served, and all that an heir of the supervisor would need.
+struct Mount {
+    attach: Attach,
+    volume: Arc<ImageVolume>,
+    fuse: OwnedFd,
+    slots: Arc<Slots>,
+    server: Server,
+    fill: Option<Fill>,
+}
+
+/// The counters in the memory that mounts share with the supervisor.
+struct SharedCounters(Arc<Slots>);
+
+impl Deref for SharedCounters {
+    type Target = Counters;
+
+    fn deref(&self) -> &Counters {
+        self.0.counters()
+    }
+}
+
+/// Serves until told to stop. This is the whole life of the process `burgeon __serve STATE-DIR`,
+/// whose standard input is the stream to its supervisor.
+pub fn serve_forever(state_dir: &Path) -> ExitCode {
+    match begin(state_dir) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            log!("the serving process cannot go on: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn begin(state_dir: &Path) -> Result<()> {
+    for sentence in harden::harden(true) {
+        log!("{sentence}");
+    }
+    let failed = |e| Error::io("cannot start the serving process", e);
+    let stdin =
+        rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).map_err(|e| failed(e.into()))?;
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(RUNTIME_THREADS)
+        .max_blocking_threads(BLOCKING_THREADS)
+        .enable_time()
+        .build()
+        .map_err(failed)?;
+    let state = StateDir::open(state_dir)?;
+    let serving = Arc::new(Serving {
+        runtime,
+        _lock: the_only_server(&state)?,
+        state,
+        mounts: Mutex::default(),
+        volumes: Mutex::default(),
+        link: Mutex::default(),
+    });
+    let mut stream = UnixStream::from(stdin);
+    loop {
+        *lock(&serving.link) = Some(stream.try_clone().map_err(failed)?);
+        if serving.obey(&stream)? == Parting::Stop {
+            return Ok(());
+        }
+        *lock(&serving.link) = None;
+        if lock(&serving.mounts).is_empty() {
+            return Ok(());
+        }
+        log!("the supervisor has died; serving on and waiting for the next one");
+        stream = serving.await_adoption()?;
+    }
+}
+
+/// The requests in the slots have one owner, so the server before must be gone; it is, or will be
+/// in a moment.
+fn the_only_server(state: &StateDir) -> Result<Lock> {
+    Lock::take(&state.run().join("server.lock"))
+}
+
+/// How the conversation with a supervisor came to its end.
+#[derive(PartialEq, Eq)]
+enum Parting {
+    Stop,
+    Orphaned,
+}
+
+impl Serving {
+    /// Does what the supervisor says until it stops talking.
+    fn obey(self: &Arc<Self>, stream: &UnixStream) -> Result<Parting> {
+        loop {
+            let (message, fds) = match wire::receive::<ToServer>(stream) {
+                Ok(Some(received)) => received,
+                Ok(None) => return Ok(Parting::Orphaned),
+                Err(e) => {
+                    log!("the supervisor is not understood: {e}");
+                    return Ok(Parting::Orphaned);
+                }
+            };
+            match message {
+                ToServer::Attach(attach) => {
+                    let serving = Arc::clone(self);
+                    // Opening files may wait for a disk; other mounts must not.
+                    thread::spawn(move || {
+                        let id = attach.id;
+                        let error = serving.attach(attach, fds).err().map(Into::into);
+                        serving.tell(&FromServer::Attached { id, error });
+                    });
+                }
+                ToServer::Report => self.tell(&FromServer::Report { mounts: self.report() }),
+                ToServer::Stop => return Ok(Parting::Stop),
+            }
+        }
+    }
+
+    fn attach(self: &Arc<Self>, attach: Attach, fds: Vec<OwnedFd>) -> Result<()> {
+        let Ok([fuse, slots]) = <[OwnedFd; 2]>::try_from(fds) else {
+            return Err(Error::new(ErrorKind::Invalid, "a mount came without its descriptors"));
+        };
+        if lock(&self.mounts).contains_key(&attach.id) {
+            // A supervisor that adopted us says what it was told.
+            return Ok(());
+        }
+        let slots = Arc::new(Slots::from_fd(slots)?);
+        let volume = self.volume(&attach)?;
+        let device = lazy_device(&attach, &volume, &slots)?;
+        let kept = fuse.try_clone().map_err(|e| Error::io("cannot keep the FUSE device", e))?;
+        let options = ServeOptions::new(self.runtime.handle().clone());
+        let server = serve(fuse, Arc::clone(&slots), Arc::new(device), &options)?;
+        let ended = server.ended();
+        let (id, serving) = (attach.id, Arc::clone(self));
+        let fill = attach.fill.then(|| {
+            let _runtime = self.runtime.enter();
+            volume.fill()
+        });
+        let mount = Mount { attach, volume, fuse: kept, slots, server, fill };
+        lock(&self.mounts).insert(id, mount);
+        self.runtime.spawn(async move {
+            let end = ended.await;
+            // Joining the mount's threads is no work for the runtime.
+            tokio::task::spawn_blocking(move || serving.forget(id, &format!("{end:?}")));
+        });
+        Ok(())
+    }
+
+    /// A mount is over.
+    fn forget(&self, id: MountId, why: &str) {
+        let Some(mount) = lock(&self.mounts).remove(&id) else { return };
+        log!("mount {id} is over: {why}");
+        if let Some(fill) = &mount.fill {
+            fill.stop();
+        }
+        let Mount { server, fuse, volume, .. } = mount;
+        drop(server);
+        drop(fuse);
+        drop(volume);
+        lock(&self.volumes).retain(|_, volume| volume.strong_count() > 0);
+        self.tell(&FromServer::Ended { id });
+        let orphaned = lock(&self.link).is_none();
+        if orphaned && lock(&self.mounts).is_empty() {
+            let _ = files::remove_file(&self.state.run().join("adopt.sock"));
+            std::process::exit(0);
+        }
+    }
+
+    /// The volume of an image: shared by its mounts.
+    fn volume(&self, attach: &Attach) -> Result<Arc<ImageVolume>> {
+        let key = (attach.cache.clone(), attach.store.clone());
+        let mut volumes = lock(&self.volumes);
+        if let Some(volume) = volumes.get(&key).and_then(Weak::upgrade) {
+            return Ok(volume);
+        }
+        let map = AddressMap::open(&attach.seed.join("map"))?;
+        let references = if attach.references { References::Allow } else { References::Refuse };
+        let reference = map.objects().iter().find(|object| object.as_str().starts_with("file/"));
+        if let (References::Refuse, Some(object)) = (references, reference) {
+            return Err(refused_reference(object));
+        }
+        let objects = Objects::new(Directory::open(&attach.store)?, references);
+        let cache = DirectFile::open(&attach.cache, map.data_range().len())?;
+        let _runtime = self.runtime.enter();
+        let volume = Volume::new(Arc::new(map), objects, cache, Limits::default());
+        volumes.insert(key, Arc::downgrade(&volume));
+        Ok(volume)
+    }
+
+    fn report(&self) -> Vec<MountReport> {
+        let mounts = lock(&self.mounts);
+        let reports = mounts.values().map(|mount| MountReport {
+            id: mount.attach.id,
+            materialised_bytes: mount.volume.materialised_bytes(),
+            last_source_error: mount.volume.status().last_source_error,
+            fill: mount.fill.as_ref().map(|fill| fill_status(fill.progress())),
+        });
+        reports.collect()
+    }
+
+    /// Tells the supervisor, if there is one; the next one is told everything anyway.
+    fn tell(&self, message: &FromServer) {
+        if let Some(link) = &*lock(&self.link) {
+            let _ = wire::send(link, message, &[]);
+        }
+    }
+
+    /// Waits for a new supervisor and gives it all it needs to be one.
+    fn await_adoption(&self) -> Result<UnixStream> {
+        let (_folder, path) = socket_path(&self.state, "adopt.sock")?;
+        files::remove_file(&path)?;
+        let failed = |e| Error::io("cannot wait for a new supervisor", e);
+        let listener = UnixListener::bind(&path).map_err(failed)?;
+        loop {
+            let (stream, _) = listener.accept().map_err(failed)?;
+            let peer =
+                rustix::net::sockopt::socket_peercred(&stream).map_err(|e| failed(e.into()))?;
+            if peer.uid != rustix::process::geteuid() {
+                continue;
+            }
+            match self.hand_over(&stream) {
+                Ok(()) => {
+                    files::remove_file(&path)?;
+                    return Ok(stream);
+                }
+                Err(e) => log!("a new supervisor could not take over: {e}"),
+            }
+        }
+    }
+
+    fn hand_over(&self, stream: &UnixStream) -> Result<()> {
+        use std::os::fd::AsFd;
+        for mount in lock(&self.mounts).values() {
+            let message = FromServer::Serving(mount.attach.clone());
+            wire::send(stream, &message, &[mount.fuse.as_fd(), mount.slots.fd()])?;
+        }
+        wire::send(stream, &FromServer::Adopted, &[])
+    }
+}
+
+/// The block device that the kernel sees: this mount's superblocks over the shared volume.
+fn lazy_device(
+    attach: &Attach,
+    volume: &Arc<ImageVolume>,
+    slots: &Arc<Slots>,
+) -> Result<LazyDevice<Objects, DirectFile, SharedCounters>> {
+    let path = attach.seed.join("seed.info");
+    let bytes = std::fs::read(&path)
+        .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
+    let info = SeedInfo::from_bytes(&bytes)?;
+    let identity = Identity { fsid: attach.fsid.0 };
+    let mut superblocks = Vec::new();
+    for (mirror, offset) in superblock_offsets(&info, DeviceNo::Data).iter().enumerate() {
+        if let Some(block) = superblock(&info, &identity, DeviceNo::Data, mirror) {
+            const { assert!(burgeon_btrfs::SUPERBLOCK_SIZE as u64 == BLOCK_SIZE) };
+            superblocks.push((*offset, Box::new(block)));
+        }
+    }
+    let counters = SharedCounters(Arc::clone(slots));
+    LazyDevice::new(Arc::clone(volume), counters, info.data_device_size(), superblocks)
+}
+
+fn fill_status(progress: FillProgress) -> FillStatus {
+    let state = match progress.state {
+        FillState::Running => "running",
+        FillState::Done => "done",
+        FillState::Stopped => "stopped",
+        FillState::CacheFull => "cache-full",
+    };
+    FillStatus {
+        state: state.to_owned(),
+        total_bytes: progress.total_bytes,
+        done_bytes: progress.done_bytes,
+        failed_bytes: progress.failed_bytes,
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An image that names files of this host is believed only if this host's own store has it.
+fn refused_reference(object: &ObjectId) -> Error {
+    Error::new(
+        ErrorKind::Invalid,
+        format!(
+            "the image refers to the local /{}, which only an image in the state directory's own \
+             store may do: build it there, or build it without --by-reference",
+            object.as_str().trim_start_matches("file/")
+        ),
+    )
+}

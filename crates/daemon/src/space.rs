@@ -1,0 +1,195 @@
+//! The sprout's file: space that is reserved, never promised.
+//!
+//! A sparse sprout on a full host lost data: writes returned success, then btrfs aborted. So the
+//! file is allocated in full before btrfs sees it, without copy on write where the host is
+//! btrfs itself, and its loop device passes no discard (which would give the reservation back).
+//! A thin sprout is the user's explicit choice to overcommit; it is allocated in steps, ahead
+//! of what btrfs has taken.
+
+use std::{
+    fs::{File, OpenOptions},
+    os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt},
+    path::Path,
+};
+
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
+use rustix::fs::{FallocateFlags, IFlags, fallocate, fstatvfs, ioctl_getflags, ioctl_setflags};
+
+use crate::id::Fsid;
+
+/// The default for `--write-limit`: at most this…
+pub(crate) const LIMIT_DEFAULT_MAX: u64 = 10 << 30;
+
+/// …and at most the free space divided by this.
+pub(crate) const LIMIT_DEFAULT_SHARE: u64 = 4;
+
+/// The smallest sprout: btrfs refuses to work below about 110 MiB.
+pub(crate) const LIMIT_MIN: u64 = 256 << 20;
+
+/// How much a thin sprout is allocated at a time. btrfs takes data space in chunks of at most
+/// 1 GiB, so one step ahead is what one chunk needs.
+pub(crate) const THIN_STEP: u64 = 1 << 30;
+
+/// What to reserve in the file system of `folder`: `wanted`, or the default.
+pub(crate) fn limit(folder: &Path, wanted: Option<u64>) -> Result<u64> {
+    if let Some(wanted) = wanted {
+        if wanted < LIMIT_MIN {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("a write limit of {wanted} bytes is too small: btrfs needs {LIMIT_MIN}"),
+            ));
+        }
+        return Ok(wanted / BLOCK_SIZE * BLOCK_SIZE);
+    }
+    let free = free_space(folder)?;
+    let limit = LIMIT_DEFAULT_MAX.min(free / LIMIT_DEFAULT_SHARE);
+    if limit < LIMIT_MIN {
+        return Err(Error::new(
+            ErrorKind::NoSpace,
+            format!(
+                "only {} MiB are free in {}: a quarter of it is no room for writes; free some, name a \
+                 --write-limit of at least {} MiB, or mount --read-only",
+                free >> 20,
+                folder.display(),
+                LIMIT_MIN >> 20
+            ),
+        ));
+    }
+    Ok(limit / BLOCK_SIZE * BLOCK_SIZE)
+}
+
+/// Bytes that this process could still allocate in the file system of `folder`.
+pub(crate) fn free_space(folder: &Path) -> Result<u64> {
+    let failed = |e| Error::io(format!("cannot ask {} for its free space", folder.display()), e);
+    let file = File::open(folder).map_err(failed)?;
+    let stat = fstatvfs(&file).map_err(|e| failed(e.into()))?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// Makes a new sprout of `limit` bytes, or of the first step if `thin`: all of it allocated.
+/// Returns the bytes that are reserved.
+pub(crate) fn create_sprout(path: &Path, limit: u64, thin: bool) -> Result<u64> {
+    let failed = |e| Error::io(format!("cannot make the sprout {}", path.display()), e);
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(failed)?;
+    forbid_copy_on_write(&file);
+    let reserved = if thin { limit.min(THIN_STEP) } else { limit };
+    // Asked first: some file systems call such a file too large instead of themselves too small.
+    let free = free_space(path.parent().unwrap_or(path))?;
+    if reserved > free {
+        return Err(Error::new(ErrorKind::NoSpace, no_room(reserved, path)));
+    }
+    reserve(&file, 0, reserved, path)?;
+    file.sync_all().map_err(failed)?;
+    Ok(reserved)
+}
+
+/// Allocates `len` bytes from `offset` of a sprout.
+pub(crate) fn reserve(file: &File, offset: u64, len: u64, path: &Path) -> Result<()> {
+    loop {
+        match fallocate(file, FallocateFlags::empty(), offset, len) {
+            Ok(()) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(Error::io(no_room(len, path), e.into())),
+        }
+    }
+}
+
+fn no_room(len: u64, path: &Path) -> String {
+    format!(
+        "cannot reserve {} MiB for writes in {}: free some space, take a smaller --write-limit, or \
+         overcommit with --thin",
+        len >> 20,
+        path.display()
+    )
+}
+
+/// The size of a block device of the user's.
+pub(crate) fn device_size(path: &Path) -> Result<u64> {
+    let failed = |e| Error::io(format!("cannot use {} for writes", path.display()), e);
+    let file = File::open(path).map_err(failed)?;
+    if !file.metadata().map_err(failed)?.file_type().is_block_device() {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("{} is no block device: --writes-device needs one", path.display()),
+        ));
+    }
+    let size =
+        rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0)).map_err(|e| failed(e.into()))?;
+    if size < LIMIT_MIN {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("{} has {size} bytes: btrfs needs {LIMIT_MIN}", path.display()),
+        ));
+    }
+    Ok(size)
+}
+
+/// The fsid of the btrfs that a device or file holds, by its first superblock; `None` if none.
+pub(crate) fn btrfs_on(path: &Path) -> Result<Option<Fsid>> {
+    /// Where the superblock lies, and in it the fsid and the magic.
+    const SUPERBLOCK: u64 = 64 << 10;
+    const FSID: usize = 0x20;
+    const MAGIC: usize = 0x40;
+    let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
+    let mut block = [0; 0x48];
+    match File::open(path).and_then(|file| file.read_exact_at(&mut block, SUPERBLOCK)) {
+        Ok(()) => {}
+        Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(e) => return Err(failed(e)),
+    }
+    let mut fsid = [0; 16];
+    fsid.copy_from_slice(&block[FSID..FSID + 16]);
+    Ok((block[MAGIC..] == *b"_BHRfS_M").then_some(Fsid(fsid)))
+}
+
+/// On a btrfs host a rewritten block of a copy-on-write file needs new space, and so the
+/// reservation would be none. Elsewhere the flag is unknown and not needed.
+fn forbid_copy_on_write(file: &File) {
+    if let Ok(flags) = ioctl_getflags(file) {
+        let _ = ioctl_setflags(file, flags | IFlags::NOCOW);
+    }
+}
+
+/// Bytes that are reserved for the sprout at `path`: all of its file.
+pub(crate) fn reserved(path: &Path) -> Result<u64> {
+    let metadata = std::fs::metadata(path)
+        .map_err(|e| Error::io(format!("cannot look at {}", path.display()), e))?;
+    Ok(metadata.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use burgeon_block::ErrorKind;
+
+    use super::{LIMIT_MIN, THIN_STEP, create_sprout, limit, reserved};
+
+    #[test]
+    fn a_sprout_is_allocated_in_full_and_a_thin_one_in_part() {
+        let temp = tempfile::tempdir().unwrap();
+        let (full, thin) = (temp.path().join("full"), temp.path().join("thin"));
+        assert_eq!(create_sprout(&full, LIMIT_MIN, false).unwrap(), LIMIT_MIN);
+        let allocated = |path| std::fs::metadata(path).unwrap().blocks() * 512;
+        assert!(allocated(&full) >= LIMIT_MIN);
+        std::fs::remove_file(&full).unwrap();
+        assert_eq!(create_sprout(&thin, 4 * THIN_STEP, true).unwrap(), THIN_STEP);
+        assert_eq!(reserved(&thin).unwrap(), THIN_STEP);
+        assert!((THIN_STEP..2 * THIN_STEP).contains(&allocated(&thin)));
+    }
+
+    #[test]
+    fn more_than_there_is_cannot_be_reserved() {
+        let temp = tempfile::tempdir().unwrap();
+        let error = create_sprout(&temp.path().join("s"), 1 << 50, false).unwrap_err();
+        assert!(error.to_string().contains("--write-limit"), "{error}");
+        assert_eq!(limit(temp.path(), Some(1 << 20)).unwrap_err().kind(), ErrorKind::Invalid);
+        assert_eq!(limit(temp.path(), Some((1 << 30) + 1)).unwrap(), 1 << 30);
+    }
+}

@@ -1,0 +1,268 @@
+//! What a mount is made of, decided before anything is made: which seed, under which fsid, and
+//! where writes go.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use crate::{
+    files::Lock,
+    id::{Fsid, MountId},
+    paths::StateDir,
+    prepared::{self, Prepared},
+    protocol::{MountRequest, SproutRequest, SproutState, WritesRequest, WritesState},
+    roots, space,
+    writes::{self, Record},
+};
+
+/// The plan of one mount.
+pub(crate) struct Plan {
+    /// The seed's template, the map and the manifest.
+    pub(crate) base: Prepared,
+    /// Where the chunks are.
+    pub(crate) store: PathBuf,
+    /// The fsid that the seed gets: a new one, or that which the writes were made on.
+    pub(crate) seed_fsid: Fsid,
+    /// Where writes go; `None` for a read-only mount.
+    pub(crate) sprout: Option<Sprout>,
+    /// The writes' name is taken as long as this is held.
+    pub(crate) lock: Option<Lock>,
+    /// What the user should know.
+    pub(crate) notes: Vec<String>,
+}
+
+/// A writable device, new or with somebody's data on it.
+pub(crate) struct Sprout {
+    pub(crate) path: PathBuf,
+    /// True: a block device of the user's. False: a file of ours.
+    pub(crate) is_device: bool,
+    pub(crate) limit: u64,
+    pub(crate) thin: bool,
+    pub(crate) reserved: u64,
+    /// True until it has been added to its seed for the first time.
+    pub(crate) is_new: bool,
+    /// The record of named writes.
+    pub(crate) record: Option<Record>,
+}
+
+impl Plan {
+    /// Decides. Takes the writes' name and prepares the image where that has not been done.
+    pub(crate) fn make(
+        state: &StateDir,
+        request: &MountRequest,
+        store: &Path,
+        id: MountId,
+    ) -> Result<Self> {
+        match &request.writes {
+            WritesRequest::ReadOnly => Self::on_new_seed(state, request, store, id, None),
+            WritesRequest::Kept(sprout) => match &sprout.name {
+                Some(name) => Self::named(state, request, store, id, sprout, name),
+                None => {
+                    let folder = state.mount(id);
+                    let sprout = new_sprout(state, sprout, folder.join("sprout"))?;
+                    Self::on_new_seed(state, request, store, id, Some(sprout))
+                }
+            },
+        }
+    }
+
+    fn on_new_seed(
+        state: &StateDir,
+        request: &MountRequest,
+        store: &Path,
+        id: MountId,
+        sprout: Option<Sprout>,
+    ) -> Result<Self> {
+        let digest = prepared::resolve(store, &request.image)?;
+        let notes = roots::require(state, store, &digest, id)?.into_iter().collect();
+        Ok(Self {
+            base: prepared::prepare(state, store, digest)?,
+            store: store.to_owned(),
+            seed_fsid: Fsid::random()?,
+            sprout,
+            lock: None,
+            notes,
+        })
+    }
+
+    fn named(
+        state: &StateDir,
+        request: &MountRequest,
+        store: &Path,
+        id: MountId,
+        wanted: &SproutRequest,
+        name: &str,
+    ) -> Result<Self> {
+        let lock = Some(writes::lock(state, name)?);
+        if let Some(record) = writes::find(state, name)?.filter(|record| record.sprouted) {
+            return Ok(Self { lock, ..Self::on_record(state, request, id, wanted, record)? });
+        }
+        writes::refuse_lost_record(state, name)?;
+        // Nothing of value can be here: an earlier mount did not come to hand out anything.
+        let folder = writes::folder(state, name);
+        writes::discard(&folder)?;
+        let sprout = new_sprout(state, wanted, folder.join("sprout"))?;
+        let mut plan = Self::on_new_seed(state, request, store, id, Some(sprout))?;
+        let record = prepared::record(&plan.base, plan.seed_fsid, name, request)?;
+        if let Some(sprout) = &mut plan.sprout {
+            let device = sprout.is_device.then(|| sprout.path.clone());
+            sprout.record =
+                Some(Record { device, limit: sprout.limit, thin: sprout.thin, ..record });
+        }
+        Ok(Self { lock, ..plan })
+    }
+
+    /// Named writes that exist: everything as it was, wherever the image is now.
+    fn on_record(
+        state: &StateDir,
+        request: &MountRequest,
+        id: MountId,
+        wanted: &SproutRequest,
+        record: Record,
+    ) -> Result<Self> {
+        if record.image != request.image {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "the writes {:?} were made on the image {:?}, not on {:?}: take another name for \
+                     them, or mount that image",
+                    record.name, record.image, request.image
+                ),
+            ));
+        }
+        let mut notes = Vec::new();
+        let folder = writes::folder(state, &record.name);
+        // A store that has moved is named anew; the chunks are known by their digests.
+        let moved = request.store.is_some() && request.store != record.store;
+        let mut record = record;
+        if moved {
+            record.store = request.store.clone();
+        }
+        let store = record.store.clone().unwrap_or_else(|| state.store());
+        notes.extend(roots::require(state, &store, &record.manifest.0, id)?);
+        if prepared::resolve(&store, &request.image).is_ok_and(|now| now != record.manifest.0) {
+            notes.push(format!(
+                "{} has been built anew since these writes were made; they stay on the image they \
+                 were made on",
+                request.image
+            ));
+        }
+        if wanted.limit.is_some_and(|limit| limit != record.limit) {
+            notes.push(format!("the write limit stays at {} bytes, as it was made", record.limit));
+        }
+        if moved {
+            writes::publish(state, &record)?;
+        }
+        let path = record.device.clone().unwrap_or_else(|| folder.join("sprout"));
+        let reserved = match record.device {
+            Some(_) => record.limit,
+            // A sprout's file is as long as what is reserved for it.
+            None => space::reserved(&path)?,
+        };
+        Ok(Self {
+            base: prepared::kept(&folder, &record)?,
+            store,
+            seed_fsid: record.seed_fsid,
+            sprout: Some(Sprout {
+                path,
+                is_device: record.device.is_some(),
+                limit: record.limit,
+                thin: record.thin,
+                reserved,
+                is_new: false,
+                record: Some(record),
+            }),
+            lock: None,
+            notes,
+        })
+    }
+
+    /// Makes the sprout and, for named writes, keeps what it is made on.
+    pub(crate) fn reserve(&mut self, state: &StateDir) -> Result<()> {
+        let Some(sprout) = self.sprout.as_mut().filter(|sprout| sprout.is_new) else {
+            return Ok(());
+        };
+        if let Some(record) = &sprout.record {
+            let folder = writes::folder(state, &record.name);
+            prepared::make_folder(&folder)?;
+            prepared::keep(&self.base, &folder)?;
+            // From now on the mount itself is made from what is kept.
+            self.base.folder = folder;
+        }
+        if !sprout.is_device {
+            sprout.reserved = space::create_sprout(&sprout.path, sprout.limit, sprout.thin)?;
+        }
+        match &sprout.record {
+            Some(record) => writes::publish(state, record),
+            None => Ok(()),
+        }
+    }
+
+    /// The sprout belongs to its seed now: from here on it holds the user's data.
+    pub(crate) fn sprouted(&mut self, state: &StateDir, fsid: Fsid) -> Result<()> {
+        let Some(sprout) = &mut self.sprout else { return Ok(()) };
+        let is_known = |record: &Record| record.sprouted && record.sprout_fsid == Some(fsid);
+        if let Some(record) = sprout.record.as_mut().filter(|record| !is_known(record)) {
+            record.sprouted = true;
+            record.sprout_fsid = Some(fsid);
+            writes::publish(state, record)?;
+        }
+        sprout.is_new = false;
+        Ok(())
+    }
+
+    /// Takes back what a mount that failed has made of named writes that nobody has written to.
+    pub(crate) fn undo(&self, state: &StateDir) {
+        let Some(sprout) = self.sprout.as_ref().filter(|sprout| sprout.is_new) else { return };
+        if let Some(record) = sprout.record.as_ref().filter(|record| !record.sprouted) {
+            let folder = writes::folder(state, &record.name);
+            // A failure costs space until the name is used again, and no data.
+            let _ = writes::discard(&folder);
+        }
+    }
+
+    /// Where writes go, for the user.
+    pub(crate) fn state(&self) -> WritesState {
+        match &self.sprout {
+            None => WritesState::ReadOnly,
+            Some(sprout) => WritesState::Sprout(SproutState {
+                name: sprout.record.as_ref().map(|record| record.name.clone()),
+                path: sprout.path.clone(),
+                limit: sprout.limit,
+                reserved: sprout.reserved,
+                thin: sprout.thin,
+            }),
+        }
+    }
+}
+
+fn new_sprout(state: &StateDir, wanted: &SproutRequest, path: PathBuf) -> Result<Sprout> {
+    let (path, limit, is_device) = match &wanted.device {
+        Some(device) => {
+            if wanted.limit.is_some() || wanted.thin {
+                return Err(Error::new(
+                    ErrorKind::Invalid,
+                    "a --writes-device has its own size: leave --write-limit and --thin away",
+                ));
+            }
+            let device = fs::canonicalize(device)
+                .map_err(|e| Error::io(format!("cannot use {}", device.display()), e))?;
+            let size = space::device_size(&device)?;
+            writes::refuse_device_in_use(state, &device)?;
+            (device, size, true)
+        }
+        None => (path, space::limit(state.root(), wanted.limit)?, false),
+    };
+    Ok(Sprout {
+        path,
+        is_device,
+        limit,
+        thin: wanted.thin,
+        reserved: if is_device { limit } else { 0 },
+        is_new: true,
+        record: None,
+    })
+}

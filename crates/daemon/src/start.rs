@@ -1,0 +1,179 @@
+//! Starting the daemon so that it outlives whoever started it.
+//!
+//! ```text
+//!   systemd runs here? ── yes ─► systemd-run: a unit burgeon-<tag>.service (or the installed
+//!            │                   burgeon.service, if the state directory is its own)
+//!            └── no ──► burgeon __supervise: a session and a cgroup of its own, stdio on a log
+//!                       file; it says on its standard output when it is ready, then closes it
+//! ```
+
+use std::{
+    fs::OpenOptions,
+    io::Read,
+    os::unix::fs::OpenOptionsExt,
+    path::Path,
+    process::{Command, Stdio},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use crate::{paths::StateDir, protocol::Failure};
+
+/// What the supervisor prints when its API answers.
+pub(crate) const READY: &str = "ready";
+
+/// What it prints when another one has the state directory.
+pub(crate) const TAKEN: &str = "taken";
+
+/// A log that is longer when a daemon starts is set aside: 1 MiB, some ten thousand lines.
+const LOG_LEN_MAX: u64 = 1 << 20;
+
+/// The unit that `make install` puts in place, for the default state directory.
+const UNIT_INSTALLED: &str = "burgeon.service";
+
+/// Starts the daemon and returns when its API answers.
+pub(crate) fn start(state: &StateDir) -> Result<()> {
+    if Path::new("/run/systemd/system").is_dir() {
+        return start_unit(state);
+    }
+    keep_log_short(state)?;
+    let log = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(state.log_file())
+        .map_err(|e| Error::io(format!("cannot open {}", state.log_file().display()), e))?;
+    let failed = |e| Error::io("cannot start the daemon", e);
+    let mut child = Command::new("/proc/self/exe")
+        .arg("__supervise")
+        .arg(state.root())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(log)
+        .current_dir("/")
+        .spawn()
+        .map_err(failed)?;
+    let mut said = String::new();
+    if let Some(mut stdout) = child.stdout.take() {
+        stdout.read_to_string(&mut said).map_err(failed)?;
+    }
+    match said.trim() {
+        READY => Ok(()),
+        TAKEN => wait_for_the_other(child, state),
+        other => {
+            let _ = child.wait();
+            match serde_json::from_str::<Failure>(other) {
+                Ok(failure) => Err(failure.into()),
+                Err(_) => Err(Error::new(
+                    ErrorKind::Unavailable,
+                    format!("the daemon could not be started: see {}", state.log_file().display()),
+                )),
+            }
+        }
+    }
+}
+
+/// Begins a new log when the old one is long; the one before is kept.
+fn keep_log_short(state: &StateDir) -> Result<()> {
+    let log = state.log_file();
+    if std::fs::metadata(&log).is_ok_and(|metadata| metadata.len() > LOG_LEN_MAX) {
+        std::fs::rename(&log, log.with_extension("log.old"))
+            .map_err(|e| Error::io(format!("cannot rename {}", log.display()), e))?;
+    }
+    Ok(())
+}
+
+/// Another command started a daemon at the same moment; its socket is there before it says so,
+/// so a short wait is enough.
+fn wait_for_the_other(mut child: std::process::Child, state: &StateDir) -> Result<()> {
+    let _ = child.wait();
+    for _ in 0..100 {
+        if crate::client::Client::connect(state)?.is_some() {
+            return Ok(());
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    Err(Error::new(
+        ErrorKind::Unavailable,
+        format!(
+            "another daemon has the state directory {} and does not answer: `burgeon doctor` says more",
+            state.root().display()
+        ),
+    ))
+}
+
+fn start_unit(state: &StateDir) -> Result<()> {
+    let installed = StateDir::default_path().is_ok_and(|path| path == state.root())
+        && Path::new("/etc/systemd/system").join(UNIT_INSTALLED).exists();
+    if installed {
+        return run("systemctl", Command::new("systemctl").arg("start").arg(UNIT_INSTALLED));
+    }
+    let exe =
+        std::env::current_exe().map_err(|e| Error::io("cannot find the burgeon program", e))?;
+    let mut command = Command::new("systemd-run");
+    command
+        .arg("--quiet")
+        .arg("--collect")
+        .arg(format!("--unit=burgeon-{}", state.tag()))
+        .arg("--description=Burgeon: lazily mounted file trees")
+        .args(UNIT_PROPERTIES.iter().map(|property| format!("--property={property}")))
+        .arg(exe)
+        .arg("__supervise")
+        .arg(state.root());
+    run("systemd-run", &mut command)
+}
+
+/// The properties of `dist/burgeon.service` that matter; a test holds the two together.
+/// `KillMode=process`: when the supervisor dies, the server must go on serving until the next
+/// supervisor adopts it.
+pub const UNIT_PROPERTIES: [&str; 8] = [
+    "Type=notify",
+    "NotifyAccess=main",
+    "KillMode=process",
+    "Restart=on-failure",
+    "RestartSec=100ms",
+    "OOMScoreAdjust=-1000",
+    "LimitMEMLOCK=infinity",
+    "TimeoutStopSec=30s",
+];
+
+fn run(name: &str, command: &mut Command) -> Result<()> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|e| Error::io(format!("cannot run {name} to start the daemon"), e))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Err(Error::new(ErrorKind::Unavailable, format!("{name} could not start the daemon: {said}")))
+}
+
+/// Tells systemd that the daemon is ready, where systemd asked to be told.
+pub(crate) fn notify_systemd() {
+    let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    use std::os::{linux::net::SocketAddrExt, unix::ffi::OsStrExt};
+    let name = address.as_bytes();
+    let address = match name.strip_prefix(b"@") {
+        Some(abstract_name) => std::os::unix::net::SocketAddr::from_abstract_name(abstract_name),
+        None => std::os::unix::net::SocketAddr::from_pathname(Path::new(&address)),
+    };
+    if let (Ok(address), Ok(socket)) = (address, std::os::unix::net::UnixDatagram::unbound()) {
+        // systemd times the start out by itself if it does not hear from us.
+        let _ = socket.send_to_addr(b"READY=1", &address);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::UNIT_PROPERTIES;
+
+    #[test]
+    fn the_unit_as_shipped_has_the_properties_that_are_tested() {
+        let unit = include_str!("../../../dist/burgeon.service");
+        let lines: Vec<_> = unit.lines().map(str::trim).collect();
+        for property in UNIT_PROPERTIES {
+            assert!(lines.contains(&property), "dist/burgeon.service lacks {property}");
+        }
+    }
+}

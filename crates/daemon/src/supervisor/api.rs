@@ -1,0 +1,123 @@
+//! Answers the API socket: one thread a client, a bounded number of them.
+
+use std::{
+    os::{
+        fd::AsFd,
+        unix::net::{UnixListener, UnixStream},
+    },
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+    thread,
+    time::Duration,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use super::Supervisor;
+use crate::{
+    protocol::{Reply, Request},
+    wire,
+};
+
+/// Clients at once. Each is a command that waits for one answer; 64 threads of 64 KiB are 4 MiB.
+const CLIENTS_MAX: usize = 64;
+
+/// How long a client may take to take in a message.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The stack of a client's thread: messages lie on the heap.
+const STACK: usize = 256 << 10;
+
+impl Supervisor {
+    /// Takes clients for ever.
+    pub(super) fn accept(self: &Arc<Self>, socket: &UnixListener) -> ! {
+        let clients = Arc::new(AtomicUsize::new(0));
+        loop {
+            let stream = match socket.accept() {
+                Ok((stream, _)) => stream,
+                Err(e) => {
+                    log!("cannot take a client: {e}");
+                    // Out of descriptors, most likely: a pause is better than a busy loop.
+                    thread::sleep(Duration::from_millis(100));
+                    continue;
+                }
+            };
+            if clients.fetch_add(1, SeqCst) >= CLIENTS_MAX {
+                clients.fetch_sub(1, SeqCst);
+                continue;
+            }
+            let (supervisor, clients_here) = (Arc::clone(self), Arc::clone(&clients));
+            let spawned = thread::Builder::new().stack_size(STACK).spawn(move || {
+                if let Err(e) = supervisor.converse(&stream) {
+                    log!("a client was cut off: {e}");
+                }
+                clients_here.fetch_sub(1, SeqCst);
+            });
+            if spawned.is_err() {
+                clients.fetch_sub(1, SeqCst);
+            }
+        }
+    }
+
+    fn converse(self: &Arc<Self>, stream: &UnixStream) -> Result<()> {
+        let failed = |e| Error::io("cannot set up a client's socket", e);
+        check_peer(stream)?;
+        // No limit for reading: between two requests a client may wait for a umount that writes
+        // gigabytes out.
+        stream.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
+        while let Some((request, _)) = wire::receive::<Request>(stream)? {
+            self.answer(stream, request)?;
+        }
+        Ok(())
+    }
+
+    fn answer(self: &Arc<Self>, stream: &UnixStream, request: Request) -> Result<()> {
+        let refused = |e: Error| Reply::Failed(e.into());
+        let reply = match request {
+            Request::Mount(request) => match self.mount(request) {
+                Ok((mounted, mount)) => {
+                    let id = mounted.id;
+                    let sent = wire::send(stream, &Reply::Mounted(mounted), &[mount.as_fd()]);
+                    drop(mount);
+                    self.handed_out(id);
+                    return sent;
+                }
+                Err(e) => refused(e),
+            },
+            Request::Placed { id, target } => match self.placed(id, target) {
+                Ok(()) => Reply::Done,
+                Err(e) => refused(e),
+            },
+            Request::Status => Reply::Status(Box::new(self.status())),
+            Request::AwaitRelease { id, timeout_ms } => {
+                match self.await_release(id, Duration::from_millis(timeout_ms)) {
+                    Ok(()) => Reply::Done,
+                    Err(e) => refused(e),
+                }
+            }
+            Request::Shutdown { force } => match self.try_stop(force) {
+                Ok(()) => {
+                    let _ = wire::send(stream, &Reply::Done, &[]);
+                    self.end();
+                }
+                Err(e) => refused(e),
+            },
+        };
+        wire::send(stream, &reply, &[])
+    }
+}
+
+/// Only root and the daemon's own user may ask: mounts and everybody's data are at stake.
+fn check_peer(stream: &UnixStream) -> Result<()> {
+    let peer = rustix::net::sockopt::socket_peercred(stream)
+        .map_err(|e| Error::io("cannot tell who the client is", e.into()))?;
+    if peer.uid.is_root() || peer.uid == rustix::process::geteuid() {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Invalid,
+        format!("user {} may not talk to this daemon", peer.uid.as_raw()),
+    ))
+}

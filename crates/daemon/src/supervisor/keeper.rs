@@ -1,0 +1,189 @@
+//! Keeps a serving process alive.
+//!
+//! ```text
+//!   adopt an orphan, or spawn ──► tell it every mount ──► listen ──► its stream ends: it is dead
+//!          ▲                                                                   │
+//!          └────────────── at once; after quick deaths, a doubling pause ◄─────┘
+//! ```
+//!
+//! The requests that the dead server held lie in the slots; the mount's readers wait, and the
+//! next server answers them.
+
+use std::{
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    process::{Child, Command, Stdio},
+    sync::{Arc, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use burgeon_block::{Error, Result};
+
+use super::{Supervisor, table::Serving};
+use crate::{
+    client::socket_path,
+    link::{Attach, FromServer},
+    wire,
+};
+
+/// A server that lived so long was healthy: the next one is started at once.
+const HEALTHY: Duration = Duration::from_secs(10);
+
+/// The pause after the second quick death in a row; it doubles up to [`PAUSE_MAX`].
+const PAUSE_MIN: Duration = Duration::from_millis(20);
+
+/// The longest pause: readers wait so long before a server tries again, and with its start that
+/// stays below a second however often it dies. Two starts a second are no load.
+const PAUSE_MAX: Duration = Duration::from_millis(500);
+
+/// A serving process: our child, or an orphan that was adopted.
+struct Running {
+    stream: UnixStream,
+    child: Option<Child>,
+    pid: Option<u32>,
+}
+
+impl Supervisor {
+    /// Runs until the supervisor stops. `orphan` is a server that outlived its supervisor.
+    pub(super) fn keep_server(self: &Arc<Self>, orphan: Option<UnixStream>) {
+        let mut orphan = orphan;
+        let mut pause = Duration::ZERO;
+        loop {
+            let begun = Instant::now();
+            let running = match orphan.take() {
+                Some(stream) => Ok(Running { pid: peer_pid(&stream), stream, child: None }),
+                None => self.spawn(),
+            };
+            match running {
+                Ok(running) => self.listen(running),
+                Err(e) => log!("cannot start the serving process: {e}"),
+            }
+            if self.table().stopping {
+                return;
+            }
+            pause = match (begun.elapsed() >= HEALTHY, pause) {
+                (true, _) => Duration::ZERO,
+                (false, Duration::ZERO) => PAUSE_MIN,
+                (false, pause) => (2 * pause).min(PAUSE_MAX),
+            };
+            // The first death after a healthy life costs no pause.
+            if pause > PAUSE_MIN {
+                thread::sleep(pause);
+            }
+            self.table().server_restarts += 1;
+        }
+    }
+
+    fn spawn(&self) -> Result<Running> {
+        let failed = |e| Error::io("cannot start the serving process", e);
+        let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+        let child = Command::new("/proc/self/exe")
+            .arg("__serve")
+            .arg(self.state.root())
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .current_dir("/")
+            .spawn()
+            .map_err(failed)?;
+        Ok(Running { pid: Some(child.id()), stream: ours, child: Some(child) })
+    }
+
+    /// Tells the server everything, then takes its messages until it dies.
+    fn listen(self: &Arc<Self>, running: Running) {
+        let Running { stream, child, pid } = running;
+        match stream.try_clone() {
+            Ok(link) => self.table().connect(link, pid),
+            Err(e) => log!("cannot talk to the serving process: {e}"),
+        }
+        loop {
+            match wire::receive::<FromServer>(&stream) {
+                Ok(Some((message, fds))) => self.heed(message, fds),
+                Ok(None) => break,
+                Err(e) => {
+                    log!("the serving process is not understood: {e}");
+                    break;
+                }
+            }
+        }
+        {
+            let mut table = self.table();
+            table.link = None;
+            table.server_pid = None;
+        }
+        self.changed.notify_all();
+        drop(stream);
+        if let Some(mut child) = child {
+            match child.wait() {
+                Ok(status) => log!("the serving process ended: {status}"),
+                Err(e) => log!("the serving process cannot be waited for: {e}"),
+            }
+        }
+    }
+
+    fn heed(self: &Arc<Self>, message: FromServer, _fds: Vec<OwnedFd>) {
+        match message {
+            FromServer::Attached { id, error } => {
+                if let Some(entry) = self.table().mounts.get_mut(&id) {
+                    entry.serving = match error {
+                        None => Serving::Yes,
+                        Some(failure) => {
+                            log!("mount {id} cannot be served: {}", failure.what);
+                            Serving::No(failure.into())
+                        }
+                    };
+                }
+            }
+            FromServer::Ended { id } => {
+                // Taking the remains away may wait for a disk; the server's words must not.
+                let supervisor = Arc::clone(self);
+                thread::spawn(move || supervisor.release(id));
+            }
+            FromServer::Report { mounts } => {
+                let mut table = self.table();
+                table.reports = mounts.into_iter().map(|report| (report.id, report)).collect();
+                table.report_count += 1;
+            }
+            FromServer::Serving(_) | FromServer::Adopted => {}
+        }
+        self.changed.notify_all();
+    }
+}
+
+/// What an orphan told of a mount it serves.
+pub(super) struct Inherited {
+    pub(super) attach: Attach,
+    pub(super) fuse: OwnedFd,
+    pub(super) slots: OwnedFd,
+}
+
+/// Finds a server that outlived its supervisor and takes over what it holds.
+pub(super) fn adopt(state: &crate::StateDir) -> Result<Option<(UnixStream, Vec<Inherited>)>> {
+    let (_folder, path) = socket_path(state, "adopt.sock")?;
+    let Ok(stream) = UnixStream::connect(path) else { return Ok(None) };
+    let mut mounts = Vec::new();
+    loop {
+        match wire::receive::<FromServer>(&stream)? {
+            Some((FromServer::Serving(attach), fds)) => {
+                if let Ok([fuse, slots]) = <[OwnedFd; 2]>::try_from(fds) {
+                    mounts.push(Inherited { attach, fuse, slots });
+                }
+            }
+            Some((FromServer::Adopted, _)) => return Ok(Some((stream, mounts))),
+            Some(_) => {}
+            // It died in that very moment: there is nothing left to adopt.
+            None => return Ok(None),
+        }
+    }
+}
+
+fn peer_pid(stream: &UnixStream) -> Option<u32> {
+    let peer = rustix::net::sockopt::socket_peercred(stream).ok()?;
+    u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
+}
+
+impl Supervisor {
+    /// The table; a thread that died holding it left it whole, as every change is one statement.
+    pub(super) fn table(&self) -> std::sync::MutexGuard<'_, super::table::Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,186 @@
+//! The supervisor: the small process that holds what must survive the serving process.
+//!
+//! ```text
+//!   commands ──► api.sock ──► api: one thread a client ──► mount, status, …
+//!                                                            │
+//!   table: every mount's /dev/fuse descriptor and slots ◄────┘
+//!      │ told to each server in turn
+//!   keeper ──► server (a child, or an orphan that was adopted)
+//! ```
+//!
+//! Invariants:
+//! - One supervisor a state directory: it holds `run/lock` as long as it lives.
+//! - It serves nothing itself, so its threads may wait for the kernel, which waits for the server.
+//! - It keeps no reference to a mount once its descriptor has been handed out: a plain `umount`
+//!   releases everything.
+//! - Nothing it needs after a crash is only in its memory (`mounts/<id>/mount.json`).
+
+mod api;
+mod keeper;
+mod mount;
+mod recover;
+mod release;
+mod revive;
+mod status;
+mod table;
+mod thin;
+
+use std::{
+    io::Write,
+    path::Path,
+    process::ExitCode,
+    sync::{Arc, Condvar, Mutex},
+    thread,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use crate::{
+    cgroup::OwnCgroup,
+    chain,
+    client::socket_path,
+    files::{self, Lock},
+    harden, namespace,
+    paths::StateDir,
+    protocol::Failure,
+    signals, start,
+};
+
+pub(crate) use recover::{is_alive, mount_ids, read_record};
+pub(crate) use table::Growth;
+use table::Table;
+pub(crate) use thin::growth;
+
+/// The supervisor's shared state.
+pub(crate) struct Supervisor {
+    state: StateDir,
+    table: Mutex<Table>,
+    /// Notified whenever something in the table has changed.
+    changed: Condvar,
+    cgroup: OwnCgroup,
+    _lock: Lock,
+}
+
+/// Runs a supervisor until it is told to end. This is the whole life of the process
+/// `burgeon __supervise STATE-DIR`.
+pub fn supervise(state_dir: &Path) -> ExitCode {
+    match begin(state_dir) {
+        // It returns only if another supervisor has the state directory.
+        Ok(()) => {
+            say(start::TAKEN);
+            ExitCode::FAILURE
+        }
+        Err(e) => {
+            log!("the daemon cannot start: {e}");
+            say(&serde_json::to_string(&Failure::from(e)).unwrap_or_default());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Says one thing to whoever started us. Under systemd nobody listens, and it goes to the log.
+fn say(words: &str) {
+    let _ = writeln!(std::io::stdout(), "{words}");
+}
+
+fn begin(state_dir: &Path) -> Result<()> {
+    // It fails where the process leads a group already, as under systemd; then it is not needed.
+    let _ = rustix::process::setsid();
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
+    let signals = signals::block_termination().map_err(|e| Error::io("cannot block signals", e))?;
+    let state = StateDir::open(state_dir)?;
+    chain::refuse_burgeon(state.root(), "the state directory")?;
+    let Some(lock) = Lock::try_take(&state.lock_file())? else { return Ok(()) };
+    let (cgroup, mut missing) = OwnCgroup::enter(&state.tag());
+    namespace::enter_private()?;
+    missing.extend(harden::harden(false));
+    for sentence in missing {
+        log!("{sentence}");
+    }
+    let socket = bind(&state)?;
+    let supervisor = Arc::new(Supervisor {
+        state,
+        table: Mutex::default(),
+        changed: Condvar::new(),
+        cgroup,
+        _lock: lock,
+    });
+    let orphan = supervisor.recover()?;
+    let keeper = Arc::clone(&supervisor);
+    thread::spawn(move || keeper.keep_server(orphan));
+    supervisor.revive_lost();
+    supervisor.tend_thin();
+    let terminator = Arc::clone(&supervisor);
+    thread::spawn(move || terminator.heed_signals(&signals));
+    log!("the daemon of {} is ready", supervisor.state.root().display());
+    say(start::READY);
+    close_stdout();
+    start::notify_systemd();
+    supervisor.accept(&socket)
+}
+
+fn bind(state: &StateDir) -> Result<std::os::unix::net::UnixListener> {
+    let (_folder, path) = socket_path(state, "api.sock")?;
+    // We hold the lock, so whoever listened here is dead.
+    files::remove_file(&path)?;
+    std::os::unix::net::UnixListener::bind(&path)
+        .map_err(|e| Error::io(format!("cannot listen in {}", state.run().display()), e))
+}
+
+/// Whoever waits for our standard output learns that we are ready by its end.
+fn close_stdout() {
+    if let Ok(null) = std::fs::File::options().write(true).open("/dev/null") {
+        let _ = rustix::stdio::dup2_stdout(null);
+    }
+}
+
+impl Supervisor {
+    /// A request to end is obeyed as soon as nothing is mounted any more: dying now would turn
+    /// every cold read into an I/O error.
+    fn heed_signals(&self, signals: &signals::TerminationSignals) {
+        while let Ok(signal) = signals.wait() {
+            let mounts = self.table().mounts.len();
+            log!("signal {signal}: ending, {mounts} mounts are left");
+            if self.try_stop(false).is_ok() {
+                self.end();
+            }
+            self.table().end_when_idle = true;
+        }
+    }
+
+    /// Decides to stop: no new mount from now on. Refused while something is mounted.
+    fn try_stop(&self, force: bool) -> Result<()> {
+        let mut table = self.table();
+        if let Some(entry) = table.mounts.values().next().filter(|_| !force) {
+            let others = table.mounts.len() - 1;
+            let others = if others > 0 { format!(" and {others} more") } else { String::new() };
+            return Err(Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "still mounted: {}{others}; umount first, or use `burgeon shutdown --unmount`",
+                    entry.record.target.display()
+                ),
+            ));
+        }
+        table.stopping = true;
+        Ok(())
+    }
+
+    /// Ends the process. The server is told first; what it holds is all re-creatable.
+    fn end(&self) -> ! {
+        self.table().send(&crate::link::ToServer::Stop);
+        for name in ["api.sock", "adopt.sock"] {
+            let _ = files::remove_file(&self.state.run().join(name));
+        }
+        // Wait for the server, so that "shut down" means that no process is left.
+        let table = self.table();
+        let waited =
+            self.changed.wait_timeout_while(table, std::time::Duration::from_secs(5), |table| {
+                table.link.is_some()
+            });
+        drop(waited);
+        self.cgroup.leave();
+        log!("the daemon has ended");
+        std::process::exit(0);
+    }
+}

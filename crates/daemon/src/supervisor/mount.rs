@@ -1,0 +1,195 @@
+//! Makes a mount.
+//!
+//! ```text
+//!   resolve ─► prepare (once an image) ─► reserve the sprout ─► copy the seed under its own fsid
+//!     ─► FUSE connection, slots ─► the server attaches ─► loops on the FUSE file, the seed, the
+//!     sprout ─► btrfs: seed, sprout added, writable ─► a detached mount of the subvolume
+//! ```
+//!
+//! Whatever fails, everything made so far goes with its descriptors; the folder is removed last.
+
+use std::{
+    fs,
+    os::fd::OwnedFd,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_frontend::{Connection, Slots};
+
+use super::{
+    Supervisor,
+    table::{Entry, MOUNT_FORMAT, MountRecord, Serving},
+};
+use crate::{
+    chain, files,
+    id::MountId,
+    link::Attach,
+    plumbing, prepared,
+    protocol::{MountRequest, Mounted},
+    sprout::Plan,
+};
+
+/// How long a server may take to say whether it can serve a mount. It reads a map and opens two
+/// files; the rest is room for a few restarts.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(60);
+
+impl Supervisor {
+    /// Makes the mount that is asked for and returns its descriptor, detached.
+    pub(super) fn mount(self: &Arc<Self>, request: MountRequest) -> Result<(Mounted, OwnedFd)> {
+        {
+            let table = self.table();
+            if table.stopping || table.end_when_idle {
+                return Err(Error::new(ErrorKind::Unavailable, "the daemon is ending: try again"));
+            }
+        }
+        let store = request.store.clone().unwrap_or_else(|| self.state.store());
+        if request.store.is_some() {
+            chain::refuse_burgeon(&store, "the store")?;
+        }
+        let id = MountId::random()?;
+        let begun = Instant::now();
+        let folder = self.state.mount(id);
+        fs::create_dir(&folder)
+            .map_err(|e| Error::io(format!("cannot make {}", folder.display()), e))?;
+        let planned = Plan::make(&self.state, &request, &store, id);
+        let mut plan = planned.inspect_err(|_| self.abandon(id))?;
+        match self.make(id, &request, &mut plan) {
+            Ok(made) => {
+                log!("mounted {} as {id} in {} ms", request.image, begun.elapsed().as_millis());
+                Ok(made)
+            }
+            Err(e) => {
+                self.abandon(id);
+                plan.undo(&self.state);
+                Err(e)
+            }
+        }
+    }
+
+    fn make(
+        self: &Arc<Self>,
+        id: MountId,
+        request: &MountRequest,
+        plan: &mut Plan,
+    ) -> Result<(Mounted, OwnedFd)> {
+        let folder = self.state.mount(id);
+        let base = &plan.base;
+        let cache = self.state.image(&base.digest);
+        prepared::make_folder(&cache)?;
+        plan.reserve(&self.state)?;
+        let seed = prepared::personalise(&plan.base, plan.seed_fsid, &folder.join("seed"))?;
+        let connection = Connection::new(&format!("burgeon:{id}"))?;
+        let fuse = connection
+            .device()
+            .try_clone_to_owned()
+            .map_err(|e| Error::io("cannot keep the FUSE device", e))?;
+        let record = MountRecord {
+            format: MOUNT_FORMAT,
+            image: request.image.clone(),
+            digest: plan.base.digest.into(),
+            target: request.target.clone(),
+            writes: plan.state(),
+            attach: Attach {
+                id,
+                seed: plan.base.folder.clone(),
+                cache: cache.join("cache"),
+                store: plan.store.clone(),
+                references: plan.store == self.state.store(),
+                fsid: plan.seed_fsid,
+                fill: request.fill,
+            },
+            fsid: None,
+            data_device: None,
+            loops: Vec::new(),
+            data_bytes: seed.info.data_end - burgeon_btrfs::DATA_START,
+            growth: None,
+        };
+        files::publish_json(&folder.join("mount.json"), &record)?;
+        self.table().add(Entry {
+            record,
+            fuse,
+            slots: Slots::create()?,
+            serving: Serving::Awaited,
+            handed_out: false,
+            ended: false,
+            lost: false,
+            _writes_lock: plan.lock.take(),
+        });
+        self.await_serving(id)?;
+        let plumbed = plumbing::plumb(id, &connection, &folder, &seed, plan)?;
+        drop(connection);
+        plan.sprouted(&self.state, plumbed.fsid)?;
+        self.note(id, &plumbed)?;
+        let mounted = Mounted {
+            id,
+            digest: plan.base.digest.into(),
+            device: plumbed.data_device.clone(),
+            transport: "FUSE file + loop".to_owned(),
+            metadata_bytes: seed.metadata_bytes,
+            writes: plan.state(),
+            notes: plan.notes.clone(),
+        };
+        Ok((mounted, plumbed.mount))
+    }
+
+    /// Waits until the server serves `id`, or says why it cannot.
+    pub(super) fn await_serving(&self, id: MountId) -> Result<()> {
+        let waited = self.changed.wait_timeout_while(self.table(), ATTACH_TIMEOUT, |table| {
+            table.mounts.get(&id).is_some_and(|entry| matches!(entry.serving, Serving::Awaited))
+        });
+        let mut table = match waited {
+            Ok((table, _)) => table,
+            Err(poisoned) => poisoned.into_inner().0,
+        };
+        let Some(entry) = table.mounts.get_mut(&id) else {
+            return Err(Error::new(
+                ErrorKind::Unavailable,
+                "the mount went away while it was made",
+            ));
+        };
+        match std::mem::replace(&mut entry.serving, Serving::Yes) {
+            Serving::Yes => Ok(()),
+            Serving::No(error) => Err(error),
+            Serving::Awaited => {
+                entry.serving = Serving::Awaited;
+                Err(Error::new(
+                    ErrorKind::Unavailable,
+                    format!(
+                        "the serving process does not come up: see {}",
+                        self.state.log_file().display()
+                    ),
+                ))
+            }
+        }
+    }
+
+    /// Writes down what the kernel has called things, so that a later supervisor finds them.
+    fn note(&self, id: MountId, plumbed: &plumbing::Plumbed) -> Result<()> {
+        self.update(id, |record| {
+            record.fsid = Some(plumbed.fsid);
+            record.data_device = Some(plumbed.data_device.clone());
+            record.loops = plumbed.loops.clone();
+            record.growth = plumbed.growth.clone();
+        })
+    }
+
+    /// The mount has been moved into place.
+    pub(super) fn placed(&self, id: MountId, target: PathBuf) -> Result<()> {
+        self.update(id, |record| record.target = target)
+    }
+
+    pub(super) fn update(&self, id: MountId, change: impl FnOnce(&mut MountRecord)) -> Result<()> {
+        let record = {
+            let mut table = self.table();
+            let Some(entry) = table.mounts.get_mut(&id) else {
+                return Err(Error::new(ErrorKind::NotFound, format!("there is no mount {id}")));
+            };
+            change(&mut entry.record);
+            entry.record.clone()
+        };
+        files::publish_json(&self.state.mount(id).join("mount.json"), &record)
+    }
+}

@@ -1,0 +1,117 @@
+//! What a supervisor does about those before it.
+//!
+//! | who was killed | what is left | what happens here |
+//! |---|---|---|
+//! | the supervisor | a server that goes on serving | it is adopted with all it holds: nobody notices |
+//! | both, or power kept and the daemon lost | mounts whose lazy data gives EIO | each gets a new FUSE file (`revive.rs`) |
+//! | the machine | folders of mounts that are gone | they are taken away; named writes are elsewhere |
+
+use std::{
+    fs,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    path::Path,
+    sync::Arc,
+    thread,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_frontend::Slots;
+
+use super::{
+    Supervisor, keeper,
+    table::{Entry, MOUNT_FORMAT, MountRecord, Serving},
+};
+use crate::{files, id::MountId, paths::StateDir, protocol::WritesState, writes};
+
+impl Supervisor {
+    /// Takes over from a server that outlived its supervisor; returns the stream to it.
+    pub(super) fn recover(&self) -> Result<Option<UnixStream>> {
+        let Some((stream, inherited)) = keeper::adopt(&self.state)? else { return Ok(None) };
+        let mut table = self.table();
+        for mount in inherited {
+            let id = mount.attach.id;
+            let entry = read_record(&self.state, id)
+                .and_then(|record| self.entry(record, mount.fuse, Slots::from_fd(mount.slots)?));
+            match entry {
+                Ok(entry) => {
+                    table.mounts.insert(id, Entry { serving: Serving::Yes, ..entry });
+                }
+                Err(e) => log!("mount {id} is served on, but is not known any more: {e}"),
+            }
+        }
+        log!("took over {} mounts from a server whose supervisor had died", table.mounts.len());
+        Ok(Some(stream))
+    }
+
+    /// Gives every mount that has lost its server a new one, and takes the folders of mounts
+    /// away that are gone.
+    pub(super) fn revive_lost(self: &Arc<Self>) {
+        for id in mount_ids(&self.state) {
+            if self.table().mounts.contains_key(&id) {
+                continue;
+            }
+            match read_record(&self.state, id) {
+                Ok(record) if is_alive(&record) => match self.begin_revival(record) {
+                    Ok(revival) => {
+                        let supervisor = Arc::clone(self);
+                        thread::spawn(move || supervisor.finish_revival(revival));
+                    }
+                    Err(e) => log!("mount {id} has lost its server for good: {e}"),
+                },
+                Err(e) if e.kind() == ErrorKind::UnsupportedFormat => log!("{e}"),
+                _ => {
+                    if let Err(e) = files::remove_folder(&self.state.mount(id)) {
+                        log!("cannot clear up after mount {id}: {e}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// The entry of a mount that exists already.
+    pub(super) fn entry(&self, record: MountRecord, fuse: OwnedFd, slots: Slots) -> Result<Entry> {
+        let writes_lock = match &record.writes {
+            WritesState::Sprout(sprout) => match &sprout.name {
+                Some(name) => Some(writes::lock(&self.state, name)?),
+                None => None,
+            },
+            WritesState::ReadOnly => None,
+        };
+        Ok(Entry {
+            record,
+            fuse,
+            slots,
+            serving: Serving::Awaited,
+            handed_out: true,
+            ended: false,
+            lost: false,
+            _writes_lock: writes_lock,
+        })
+    }
+}
+
+/// The mounts that have a folder.
+pub(crate) fn mount_ids(state: &StateDir) -> Vec<MountId> {
+    let entries = fs::read_dir(state.mounts()).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// The record of a mount; `UnsupportedFormat` if a later version made it.
+pub(crate) fn read_record(state: &StateDir, id: MountId) -> Result<MountRecord> {
+    let record: MountRecord = files::read_json(&state.mount(id).join("mount.json"))?;
+    if record.format == MOUNT_FORMAT {
+        return Ok(record);
+    }
+    Err(Error::new(
+        ErrorKind::UnsupportedFormat,
+        format!("mount {id} was made by another version of Burgeon (format {})", record.format),
+    ))
+}
+
+/// Whether the kernel still has the file system of a mount, on the loop device that the record
+/// names: fsids are random, so no other file system can be meant.
+pub(crate) fn is_alive(record: &MountRecord) -> bool {
+    let (Some(fsid), Some(device)) = (record.fsid, &record.data_device) else { return false };
+    let Some(name) = device.file_name() else { return false };
+    Path::new("/sys/fs/btrfs").join(fsid.to_string()).join("devices").join(name).exists()
+}

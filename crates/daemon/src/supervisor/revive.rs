@@ -1,0 +1,160 @@
+//! Mounts that lost supervisor and server work again without being unmounted.
+//!
+//! ```text
+//!   btrfs ── loop ── a FUSE file whose connection is dead: EIO
+//!                └── LOOP_CHANGE_FD ──► a new FUSE file, with a server
+//! ```
+//!
+//! The kernel takes the change for one of the medium: from 6.17 on it then throws out every
+//! inode that nobody has open, *with its dirty data* (measured on 6.18: a file written a second
+//! before came out empty). So a writable file system is frozen around the change: frozen, it has
+//! nothing dirty. From 6.19 on the kernel would shut the file system down; there it is left as
+//! it is, and a umount and mount bring it back.
+
+use std::{
+    fs::File,
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_btrfs::SUBVOLUME;
+use burgeon_frontend::{
+    Connection, Slots,
+    btrfs_mount::{Access, Btrfs},
+};
+
+use super::{
+    Supervisor,
+    recover::is_alive,
+    table::{MountRecord, Serving},
+};
+use crate::{id::MountId, protocol::WritesState, system};
+
+/// The first kernel that may shut a file system down when its device changes over.
+const KERNEL_SHUTS_DOWN: (u32, u32) = (6, 19);
+
+/// How often a mount that cannot be revived is looked at, to clear up once it is unmounted.
+const LOST_INTERVAL: Duration = Duration::from_secs(1);
+
+/// `ioctl_loop`: the read-only loop's backing file becomes another one of the same size.
+const LOOP_CHANGE_FD: libc::c_ulong = 0x4c06;
+
+/// `linux/fs.h`: `_IOWR('X', 119, int)` and `_IOWR('X', 120, int)`.
+const FIFREEZE: libc::c_ulong = 0xc004_5877;
+const FITHAW: libc::c_ulong = 0xc004_5878;
+
+/// A mount on its way back.
+pub(super) struct Revival {
+    id: MountId,
+    record: MountRecord,
+    connection: Connection,
+}
+
+impl Supervisor {
+    /// Takes the mount into the table, and with it the name of its writes: nobody may mount them
+    /// a second time meanwhile.
+    pub(super) fn begin_revival(&self, record: MountRecord) -> Result<Revival> {
+        let id = record.attach.id;
+        let connection = Connection::new(&format!("burgeon:{id}"))?;
+        let fuse = connection.device().try_clone_to_owned();
+        let fuse = fuse.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
+        let mut entry = self.entry(record.clone(), fuse, Slots::create()?)?;
+        entry.lost = true;
+        self.table().add(entry);
+        Ok(Revival { id, record, connection })
+    }
+
+    /// Puts the new FUSE file below the mount's loop device. If that fails, the mount stays as
+    /// it is, and is cleared up after once it is unmounted.
+    pub(super) fn finish_revival(self: &Arc<Self>, revival: Revival) {
+        let Revival { id, record, connection } = revival;
+        let revived = self.await_serving(id).and_then(|()| {
+            let file = connection.open_file()?;
+            change_over(&record, &file)
+        });
+        if let Some(entry) = self.table().mounts.get_mut(&id) {
+            match revived {
+                Ok(()) => {
+                    log!("mount {id} is served again");
+                    entry.lost = false;
+                    return;
+                }
+                Err(e) => {
+                    log!("mount {id} has lost its server for good: {e}");
+                    entry.serving = Serving::No(e);
+                }
+            }
+        }
+        drop(connection);
+        while is_alive(&record) {
+            thread::sleep(LOST_INTERVAL);
+        }
+        if let Some(entry) = self.table().mounts.get_mut(&id) {
+            entry.lost = false;
+        }
+        self.release(id);
+    }
+}
+
+fn change_over(record: &MountRecord, file: &File) -> Result<()> {
+    if system::kernel_version().is_none_or(|version| version >= KERNEL_SHUTS_DOWN) {
+        return Err(Error::new(
+            ErrorKind::Unavailable,
+            "this kernel cannot change the file below a mounted file system: unmount it and mount \
+             it again",
+        ));
+    }
+    let Some(device) = &record.data_device else { return Ok(()) };
+    let _frozen = match writable_device(record) {
+        Some(sprout) => Some(Frozen::new(&sprout)?),
+        None => None,
+    };
+    let failed = |e| Error::io(format!("cannot change the file of {}", device.display()), e);
+    let device = File::open(device).map_err(failed)?;
+    number_ioctl(&device, LOOP_CHANGE_FD, file.as_raw_fd()).map_err(failed)
+}
+
+/// The device of a mount's sprout: the last of its loops, or the user's.
+fn writable_device(record: &MountRecord) -> Option<PathBuf> {
+    let WritesState::Sprout(sprout) = &record.writes else { return None };
+    if sprout.path.starts_with("/dev") {
+        return Some(sprout.path.clone());
+    }
+    record.loops.last().cloned()
+}
+
+/// A file system that takes no writes, and has none outstanding, as long as this lives.
+struct Frozen(File);
+
+impl Frozen {
+    /// Freezes the file system on `device`, reached by mounting it once more.
+    fn new(device: &Path) -> Result<Self> {
+        let root = Btrfs::mount(device, SUBVOLUME, Access::Writable)?.open_root()?;
+        match number_ioctl(&root, FIFREEZE, 0) {
+            Ok(()) => Ok(Self(root)),
+            // Somebody who died here had frozen it.
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(Self(root)),
+            Err(e) => Err(Error::io("cannot freeze the file system", e)),
+        }
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        if let Err(e) = number_ioctl(&self.0, FITHAW, 0) {
+            log!("a file system stays frozen: {e}");
+        }
+    }
+}
+
+fn number_ioctl(file: &File, request: libc::c_ulong, number: i32) -> std::io::Result<()> {
+    // SAFETY: the requests that this is called with take a number and touch no memory of ours.
+    match unsafe { libc::ioctl(file.as_raw_fd(), request as _, number) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}

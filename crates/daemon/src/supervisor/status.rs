@@ -1,0 +1,102 @@
+//! The answer to `burgeon status`.
+
+use std::time::Duration;
+
+use burgeon_block::{Counters, HistogramSnapshot};
+
+use super::{
+    Supervisor,
+    table::{Entry, Serving, Table},
+};
+use crate::{
+    link::ToServer,
+    protocol::{Latency, MountStatus, ReadStatus, Status},
+};
+
+/// How long the server may take to say what only it knows. Without it the status is still true,
+/// and says less.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
+
+impl Supervisor {
+    pub(super) fn status(&self) -> Status {
+        let table = self.fresh_table();
+        Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            supervisor_pid: std::process::id(),
+            server_pid: table.server_pid,
+            server_restarts: table.server_restarts,
+            mounts: table.mounts.values().map(|entry| describe(entry, &table)).collect(),
+        }
+    }
+
+    /// The table after the server's next report, if it comes soon.
+    fn fresh_table(&self) -> std::sync::MutexGuard<'_, Table> {
+        let table = self.table();
+        let before = table.report_count;
+        if table.mounts.is_empty() || !table.send(&ToServer::Report) {
+            return table;
+        }
+        let waited = self.changed.wait_timeout_while(table, REPORT_TIMEOUT, |table| {
+            table.report_count == before && table.link.is_some()
+        });
+        match waited {
+            Ok((table, _)) => table,
+            Err(poisoned) => poisoned.into_inner().0,
+        }
+    }
+}
+
+fn describe(entry: &Entry, table: &Table) -> MountStatus {
+    let record = &entry.record;
+    let id = record.attach.id;
+    let report = table.reports.get(&id);
+    let state = match (&entry.serving, entry.handed_out) {
+        (_, false) => "preparing",
+        (Serving::Yes, _) if table.link.is_some() => "serving",
+        (Serving::No(_), _) => "failed",
+        _ => "recovering",
+    };
+    MountStatus {
+        id,
+        image: record.image.clone(),
+        digest: record.digest,
+        target: record.target.clone(),
+        fsid: record.fsid,
+        state: state.to_owned(),
+        problem: match &entry.serving {
+            Serving::No(error) => Some(error.to_string()),
+            _ => None,
+        },
+        last_source_error: report.and_then(|report| report.last_source_error.clone()),
+        device: record.data_device.clone(),
+        writes: record.writes.clone(),
+        data_bytes: record.data_bytes,
+        materialised_bytes: report.map(|report| report.materialised_bytes),
+        fill: report.and_then(|report| report.fill.clone()),
+        reads: read_status(entry.slots.counters()),
+    }
+}
+
+fn read_status(counters: &Counters) -> ReadStatus {
+    let (hits, misses) = (counters.hits.get(), counters.misses.get());
+    let reads = hits + misses;
+    ReadStatus {
+        hits,
+        misses,
+        hit_ratio: (reads > 0).then(|| hits as f64 / reads as f64),
+        fetches: counters.fetches.get(),
+        fetched_bytes: counters.fetched_bytes.get(),
+        local_latency: latency(&counters.hit_latency.snapshot()),
+        source_latency: latency(&counters.miss_latency.snapshot()),
+        cache_corrupt_blocks: counters.cache_corrupt_blocks.get(),
+        source_corrupt_chunks: counters.source_corrupt_chunks.get(),
+        source_errors: counters.source_errors.get(),
+        failed_reads: counters.failed_reads.get(),
+        replayed: counters.replayed.get(),
+    }
+}
+
+fn latency(histogram: &HistogramSnapshot) -> Latency {
+    let at = |q| histogram.quantile(q).map(|nanoseconds| nanoseconds as f64 / 1000.0);
+    Latency { p50_us: at(0.5), p90_us: at(0.9), p99_us: at(0.99) }
+}

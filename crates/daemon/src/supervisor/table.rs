@@ -1,0 +1,140 @@
+//! The supervisor's memory: what is mounted, and who serves it.
+
+use std::{
+    collections::BTreeMap,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    path::PathBuf,
+};
+
+use burgeon_block::Error;
+use burgeon_frontend::Slots;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    files::Lock,
+    id::{Fsid, MountId},
+    link::{Attach, MountReport, ToServer},
+    protocol::{DigestText, WritesState},
+    wire,
+};
+
+/// What is written to `mounts/<id>/mount.json`, so that a crash leaves nothing unexplained.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub(crate) struct MountRecord {
+    /// [`MOUNT_FORMAT`].
+    pub(crate) format: u32,
+    pub(crate) image: String,
+    pub(crate) digest: DigestText,
+    pub(crate) target: PathBuf,
+    pub(crate) writes: WritesState,
+    /// What the server was told; holds the id and the seed's fsid.
+    pub(crate) attach: Attach,
+    /// The btrfs that the user sees: the sprout's, or the seed's when read-only.
+    pub(crate) fsid: Option<Fsid>,
+    /// The block device with the lazy data.
+    pub(crate) data_device: Option<PathBuf>,
+    /// All block devices of the mount that are loops.
+    pub(crate) loops: Vec<PathBuf>,
+    /// Bytes of lazy data in the image.
+    pub(crate) data_bytes: u64,
+    /// For thin sprouts.
+    pub(crate) growth: Option<Growth>,
+}
+
+/// What growing a thin sprout takes.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub(crate) struct Growth {
+    /// The sprout's device…
+    pub(crate) device: PathBuf,
+    /// …and its number in the file system.
+    pub(crate) device_id: u64,
+    /// Bytes of block groups that lie on the seed.
+    pub(crate) seed_bytes: u64,
+}
+
+/// The version of [`MountRecord`].
+pub(crate) const MOUNT_FORMAT: u32 = 1;
+
+/// Whether the server has taken a mount on.
+#[derive(Debug)]
+pub(crate) enum Serving {
+    /// Not answered yet, by this server or any.
+    Awaited,
+    /// It has.
+    Yes,
+    /// It cannot.
+    No(Error),
+}
+
+/// One mount.
+pub(crate) struct Entry {
+    pub(crate) record: MountRecord,
+    /// The `/dev/fuse` descriptor: as long as it is open, the kernel waits for a server.
+    pub(crate) fuse: OwnedFd,
+    /// Requests in flight and counters, shared with the server.
+    pub(crate) slots: Slots,
+    pub(crate) serving: Serving,
+    /// False until the mount's descriptor has been handed out.
+    pub(crate) handed_out: bool,
+    /// The kernel has closed the FUSE file.
+    pub(crate) ended: bool,
+    /// The mount lives on with a dead FUSE file, so the end of its new one means nothing.
+    pub(crate) lost: bool,
+    /// Held while named writes are mounted.
+    pub(crate) _writes_lock: Option<Lock>,
+}
+
+/// Everything behind the supervisor's one lock.
+#[derive(Default)]
+pub(crate) struct Table {
+    pub(crate) mounts: BTreeMap<MountId, Entry>,
+    /// Where messages to the server go, while there is one.
+    pub(crate) link: Option<UnixStream>,
+    pub(crate) server_pid: Option<u32>,
+    pub(crate) server_restarts: u64,
+    /// No new mounts, and no new server.
+    pub(crate) stopping: bool,
+    /// End as soon as nothing is mounted.
+    pub(crate) end_when_idle: bool,
+    /// A thread looks after thin sprouts.
+    pub(crate) tending_thin: bool,
+    pub(crate) reports: BTreeMap<MountId, MountReport>,
+    /// How many reports came, to wait for the next.
+    pub(crate) report_count: u64,
+}
+
+impl Table {
+    /// Adds a mount and tells the server of it. A server that is just being started is told with
+    /// all the others.
+    pub(crate) fn add(&mut self, entry: Entry) {
+        let id = entry.record.attach.id;
+        self.mounts.insert(id, entry);
+        self.tell(id);
+    }
+
+    /// Tells a new server of every mount, then makes it the one that is told.
+    pub(crate) fn connect(&mut self, link: UnixStream, pid: Option<u32>) {
+        self.link = Some(link);
+        self.server_pid = pid;
+        let ids: Vec<_> = self.mounts.keys().copied().collect();
+        for id in ids {
+            self.tell(id);
+        }
+    }
+
+    fn tell(&mut self, id: MountId) {
+        let (Some(link), Some(entry)) = (&self.link, self.mounts.get_mut(&id)) else { return };
+        entry.serving = Serving::Awaited;
+        let message = ToServer::Attach(entry.record.attach.clone());
+        // A failure means that the server is dead; its successor is told again.
+        let _ = wire::send(link, &message, &[entry.fuse.as_fd(), entry.slots.fd()]);
+    }
+
+    /// Sends a message without descriptors; false if there is no server.
+    pub(crate) fn send(&self, message: &ToServer) -> bool {
+        self.link.as_ref().is_some_and(|link| wire::send(link, message, &[]).is_ok())
+    }
+}

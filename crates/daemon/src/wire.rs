@@ -1,0 +1,148 @@
+//! How processes of Burgeon talk: messages of JSON behind their length, with file descriptors.
+//!
+//! ```text
+//!   ┌────────────┬──────────────────────────────┐
+//!   │ length u32 │ JSON, at most MESSAGE_MAX    │   + up to FDS_MAX descriptors (SCM_RIGHTS)
+//!   └────────────┴──────────────────────────────┘     on the first byte of the length
+//! ```
+//!
+//! Invariants: nothing is allocated for a length beyond the bound; a descriptor that nobody
+//! asked for is closed.
+
+use std::{
+    io::{IoSlice, IoSliceMut, Read, Write},
+    mem::MaybeUninit,
+    os::{
+        fd::{BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+use serde::{Serialize, de::DeserializeOwned};
+
+/// Longest message, in bytes: the status of a thousand mounts fits.
+pub(crate) const MESSAGE_MAX: usize = 4 << 20;
+
+/// Most descriptors on one message.
+pub(crate) const FDS_MAX: usize = 4;
+
+/// Sends `message` with `fds`.
+pub(crate) fn send(
+    mut stream: &UnixStream,
+    message: &impl Serialize,
+    fds: &[BorrowedFd<'_>],
+) -> Result<()> {
+    let body = serde_json::to_vec(message)
+        .map_err(|e| Error::with_source(ErrorKind::Invalid, "cannot encode a message", e))?;
+    let length = u32::try_from(body.len()).ok().filter(|_| body.len() <= MESSAGE_MAX);
+    let Some(length) = length else {
+        return Err(Error::new(ErrorKind::Invalid, "a message is longer than the protocol allows"));
+    };
+    let failed = |e| Error::io("cannot send to the other process of Burgeon", e);
+    let head = length.to_le_bytes();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Error::new(ErrorKind::Invalid, "too many descriptors on one message"));
+    }
+    let sent = loop {
+        match sendmsg(stream, &[IoSlice::new(&head)], &mut control, SendFlags::NOSIGNAL) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => break other.map_err(|e| failed(e.into()))?,
+        }
+    };
+    stream.write_all(&head[sent..]).and_then(|()| stream.write_all(&body)).map_err(failed)
+}
+
+/// Receives a message and its descriptors; `None` when the other side has closed.
+pub(crate) fn receive<T: DeserializeOwned>(
+    mut stream: &UnixStream,
+) -> Result<Option<(T, Vec<OwnedFd>)>> {
+    let failed = |e| Error::io("cannot receive from the other process of Burgeon", e);
+    let mut head = [0; 4];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received = loop {
+        let mut slices = [IoSliceMut::new(&mut head)];
+        match recvmsg(stream, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::CONNRESET) => return Ok(None),
+            other => break other.map_err(|e| failed(e.into()))?.bytes,
+        }
+    };
+    if received == 0 {
+        return Ok(None);
+    }
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
+        }
+    }
+    stream.read_exact(&mut head[received..]).map_err(failed)?;
+    let length = u32::from_le_bytes(head) as usize;
+    if length > MESSAGE_MAX {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("a message of {length} bytes is longer than the protocol allows"),
+        ));
+    }
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).map_err(failed)?;
+    let message = serde_json::from_slice(&body).map_err(|e| {
+        Error::with_source(ErrorKind::Invalid, "a message does not follow the protocol", e)
+    })?;
+    Ok(Some((message, fds)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::File,
+        io::{Read, Write},
+        os::{fd::AsFd, unix::net::UnixStream},
+        thread,
+    };
+
+    use super::{MESSAGE_MAX, receive, send};
+
+    #[test]
+    fn messages_and_descriptors_arrive_in_order() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let file = tempfile::tempfile().unwrap();
+        (&file).write_all(b"hello").unwrap();
+        let long = "x".repeat(MESSAGE_MAX - 2);
+        let sender = thread::spawn(move || {
+            send(&a, &"first", &[file.as_fd()]).unwrap();
+            send(&a, &long, &[]).unwrap();
+        });
+        let (text, mut fds) = receive::<String>(&b).unwrap().unwrap();
+        assert_eq!((text.as_str(), fds.len()), ("first", 1));
+        let mut file = File::from(fds.remove(0));
+        std::io::Seek::rewind(&mut file).unwrap();
+        let mut content = String::new();
+        file.read_to_string(&mut content).unwrap();
+        assert_eq!(content, "hello");
+        let (text, fds) = receive::<String>(&b).unwrap().unwrap();
+        assert_eq!((text.len(), fds.len()), (MESSAGE_MAX - 2, 0));
+        sender.join().unwrap();
+        assert!(receive::<String>(&b).unwrap().is_none());
+    }
+
+    #[test]
+    fn hostile_lengths_and_bodies_are_refused() {
+        for bytes in [&[0xff, 0xff, 0xff, 0xff][..], &[1, 0, 0, 0, b'{'], &[9, 0, 0, 0, b'1']] {
+            let (mut a, b) = UnixStream::pair().unwrap();
+            a.write_all(bytes).unwrap();
+            drop(a);
+            assert!(receive::<u32>(&b).is_err(), "{bytes:?}");
+        }
+        let (a, _b) = UnixStream::pair().unwrap();
+        assert!(send(&a, &"x".repeat(MESSAGE_MAX), &[]).is_err());
+    }
+}

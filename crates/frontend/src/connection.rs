@@ -1,0 +1,163 @@
+//! A FUSE file system that is one regular file and lies at no path.
+//!
+//! ```text
+//!   /dev/fuse ◄── fsopen("fuse"), fd=…, rootmode=100444 ── fsmount ──► a detached mount
+//!       │                                                                   │ /proc/self/fd/N
+//!    Server                                                          LoopDevice opens the file
+//! ```
+//!
+//! The loop's descriptor of the file keeps the file system alive when the mount's is closed; when
+//! the loop lets go, the file system goes and the server's reads end. So nothing stale can be left
+//! in any namespace, whoever dies.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use rustix::{
+    fs::{AtFlags, Mode, OFlags, StatxFlags, open, openat, statx},
+    io::Errno,
+    mount::{
+        FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_flag,
+        fsconfig_set_string, fsmount, fsopen,
+    },
+};
+
+use crate::{fuse, sys::failed};
+
+/// The two ends of one FUSE file system: the descriptor that a server answers on, and the
+/// detached mount that holds the file.
+pub struct Connection {
+    device: OwnedFd,
+    mount: OwnedFd,
+}
+
+impl Connection {
+    /// Makes the file system and answers the kernel's first question, so that any server can go
+    /// on from here. `name` is what `/proc` shows as the mount's source.
+    ///
+    /// Errors name what is missing: `/dev/fuse`, FUSE in the kernel, or CAP_SYS_ADMIN.
+    pub fn new(name: &str) -> Result<Self> {
+        let device = open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|errno| cannot_open(errno.into()))?;
+        let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC)
+            .map_err(|e| failed("cannot make a FUSE file system", e))?;
+        let set = |key, value: &str| {
+            fsconfig_set_string(&context, key, value)
+                .map_err(|e| failed(format!("FUSE refuses the option {key}={value}"), e))
+        };
+        set("source", name)?;
+        set("fd", &device.as_raw_fd().to_string())?;
+        set("rootmode", &format!("{:o}", fuse::FILE_MODE))?;
+        set("user_id", "0")?;
+        set("group_id", "0")?;
+        // Whoever sets up the loop may run with another group than 0.
+        fsconfig_set_flag(&context, "allow_other")
+            .map_err(|e| failed("FUSE refuses the option allow_other", e))?;
+        fsconfig_create(&context).map_err(|e| failed("cannot make a FUSE file system", e))?;
+        let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID
+            | MountAttrFlags::MOUNT_ATTR_NODEV
+            | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+        let mount = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
+            .map_err(|e| failed("cannot mount a FUSE file system", e))?;
+        greet(&device)?;
+        Ok(Self { device, mount })
+    }
+
+    /// The descriptor to serve on. The supervisor keeps one as long as the mount may live: with
+    /// the last one, the kernel fails every request.
+    pub fn device(&self) -> BorrowedFd<'_> {
+        self.device.as_fd()
+    }
+
+    /// Opens the file for a loop device. Waits for the server, so it must be running, and in
+    /// another thread or process; from then on the file keeps the file system alive.
+    pub fn open_file(&self) -> Result<File> {
+        let what = "cannot open the FUSE file; is its server running?";
+        let file = OpenOptions::new()
+            .read(true)
+            .open(format!("/proc/self/fd/{}", self.mount.as_raw_fd()))
+            .map_err(|e| failed(what, e))?;
+        // On 6.12 a loop on a FUSE file whose size nobody had asked for has size 0.
+        let len = file.metadata().map_err(|e| failed(what, e))?.len();
+        if len == 0 {
+            return Err(Error::new(ErrorKind::Invalid, "the FUSE file is empty: nothing to mount"));
+        }
+        Ok(file)
+    }
+
+    /// The kernel's number of this connection, for [`Connection::abort`].
+    pub fn number(&self) -> Result<u32> {
+        // DONT_SYNC: asks the kernel only, so it works while no server runs.
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let status = statx(&self.mount, "", flags, StatxFlags::TYPE)
+            .map_err(|e| failed("cannot ask for the number of a FUSE connection", e))?;
+        Ok(status.stx_dev_minor)
+    }
+
+    /// Ends a connection whose server does not answer: every request on it fails at once. The
+    /// only way out for processes that wait uninterruptibly.
+    pub fn abort(number: u32) -> Result<()> {
+        let what = format!("cannot abort the FUSE connection {number}");
+        let abort = || -> Result<(), Errno> {
+            let context = fsopen("fusectl", FsOpenFlags::FSOPEN_CLOEXEC)?;
+            fsconfig_create(&context)?;
+            let control =
+                fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?;
+            let path = format!("{number}/abort");
+            let file = openat(&control, path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+            rustix::io::write(&file, b"1")?;
+            Ok(())
+        };
+        abort().map_err(|e| failed(what, e))
+    }
+
+    /// Closes the mount and keeps the serving end: the file system now lives exactly as long as
+    /// the files opened on it.
+    pub fn into_device(self) -> OwnedFd {
+        self.device
+    }
+}
+
+fn cannot_open(cause: io::Error) -> Error {
+    let what = match cause.raw_os_error() {
+        Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) => {
+            "cannot open /dev/fuse: load the module (modprobe fuse), or give the container the \
+             device 10:229"
+        }
+        _ => "cannot open /dev/fuse",
+    };
+    failed(what, cause)
+}
+
+/// Answers INIT. It is there as soon as the file system is made, so this does not wait.
+fn greet(device: &OwnedFd) -> Result<()> {
+    let mut request = [0; fuse::READ_BUFFER_MIN];
+    let what = "cannot agree with the kernel on the FUSE protocol";
+    let len = rustix::io::retry_on_intr(|| rustix::io::read(device, &mut request))
+        .map_err(|e| failed(what, e))?;
+    match fuse::answer_init(&request[..len]) {
+        fuse::Init::Reply(reply) => {
+            rustix::io::write(device, &reply).map_err(|e| failed(what, e))?;
+            Ok(())
+        }
+        fuse::Init::Unusable => Err(Error::new(
+            ErrorKind::UnsupportedFormat,
+            format!("{what}: it does not offer parallel direct reads; Linux 6.1 or later does"),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::cannot_open;
+
+    #[test]
+    fn a_missing_device_has_a_way_out() {
+        let error = cannot_open(std::io::Error::from_raw_os_error(libc::ENOENT));
+        assert!(error.to_string().contains("modprobe fuse"), "{error}");
+    }
+}

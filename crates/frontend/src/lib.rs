@@ -1,0 +1,39 @@
+//! How the kernel reaches a [`BlockDevice`](burgeon_block::BlockDevice), and how btrfs is mounted
+//! on what it then sees. Everything by system call; no external program.
+//!
+//! ```text
+//!   btrfs (btrfs_mount: scan, mount, sprout, all on detached mounts)
+//!     │ bio
+//!   /dev/loopN (loopdev: direct I/O, 4 KiB blocks)
+//!     │ read
+//!   one huge file: a FUSE file system that is one regular file and lies at no path (Connection)
+//!     │ /dev/fuse                                   held by the supervisor, survives the server
+//!   Server: reader threads ──► request slots (Slots: shared memory, survives the server, too)
+//!     │        try_read: a hit is answered at once
+//!     └──────► read: a miss becomes a task, its request stays in its slot until answered
+//! ```
+//!
+//! Invariants:
+//! - A request that the kernel has handed out lies in a slot until it is answered; whoever serves
+//!   the slots next answers it. So killing the server costs no I/O error (`tests/kill.rs`).
+//! - The serving process holds no descriptor of its own FUSE file, loop device or mount.
+//! - Nothing is left behind: loop devices detach themselves with their last user, and the FUSE
+//!   file system goes with the last descriptor of its file (`tests/transport.rs`).
+
+#[cfg(not(target_os = "linux"))]
+compile_error!("Burgeon mounts with Linux system calls; build it for Linux");
+
+pub mod btrfs_mount;
+mod buffer;
+mod connection;
+mod fuse;
+mod loopdev;
+mod server;
+mod slots;
+mod sys;
+
+pub use buffer::AlignedBuffer;
+pub use connection::Connection;
+pub use loopdev::{LoopDevice, LoopOptions};
+pub use server::{End, ServeOptions, Server, serve};
+pub use slots::Slots;

@@ -1,0 +1,67 @@
+//! A hit is answered without allocating: an allocation can wait for the very writes that wait for
+//! the answer. Needs root.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    os::unix::fs::FileExt,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+
+use burgeon_block::BLOCK_SIZE;
+use burgeon_frontend::{AlignedBuffer, Connection, ServeOptions, Slots, serve};
+use common::{Computed, Watchdog, block_ok, runtime};
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+struct Counting;
+
+// SAFETY: everything is passed on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, SeqCst);
+        // SAFETY: the caller keeps to the contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller keeps to the contract.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+#[test]
+fn a_hit_allocates_nothing() {
+    let runtime = runtime();
+    let slots = Arc::new(Slots::create().unwrap());
+    let connection = Connection::new("burgeon-test").unwrap();
+    let _watchdog = Watchdog::new(&connection);
+    let fuse = connection.device().try_clone_to_owned().unwrap();
+    let options = ServeOptions::new(runtime.handle().clone());
+    let server = serve(fuse, slots.clone(), Arc::new(Computed::hits(1 << 40)), &options).unwrap();
+    let file = connection.open_file().unwrap();
+    let mut buffer = AlignedBuffer::new(64 * BLOCK_SIZE as usize).unwrap();
+    let mut read = |block: u64, count: usize| {
+        let bytes = &mut buffer.bytes_mut()[..count * BLOCK_SIZE as usize];
+        file.read_exact_at(bytes, block * BLOCK_SIZE).unwrap();
+        assert!(block_ok(&bytes[..BLOCK_SIZE as usize], block));
+    };
+    // What is done once, such as starting threads, may allocate.
+    (0..100).for_each(|block| read(block, 1));
+    let before = ALLOCATIONS.load(SeqCst);
+    (0..2000).for_each(|block| read(block * 1000, 1 + block as usize % 64));
+    assert_eq!(ALLOCATIONS.load(SeqCst) - before, 0);
+    assert_eq!(slots.counters().hits.get(), 2100);
+    drop(file);
+    server.stop(Duration::ZERO);
+}

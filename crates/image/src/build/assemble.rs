@@ -1,0 +1,329 @@
+//! From pieces of files to chunks in packs.
+//!
+//! ```text
+//!   wave k+1: input ── pieces, digested in parallel        ┐
+//!   wave k:   chunks ── digested, checksummed, compressed   ├ at the same time, on all cores
+//!   wave k-1: stored bytes ── appended to packs, in order   ┘
+//!   between waves, in order: each piece is known (refer to it), long (a chunk of its own) or
+//!   short (joins the open group)
+//! ```
+//!
+//! Invariants: what is placed where depends on the pieces and their order alone, not on timing;
+//! memory is bounded by three waves; every byte is read from the input once.
+
+use std::collections::{HashMap, hash_map::Entry};
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, Digest, Result};
+use rayon::prelude::*;
+
+use super::{compress::compress, meter::Meter, reuse::Known};
+use crate::{
+    CHUNK_MAX, Codec,
+    manifest::{ChunkEntry, Manifest},
+    pack::PackWriter,
+};
+
+/// A part of a file's data, at most [`CHUNK_MAX`] bytes, from a multiple of a block on.
+pub(super) struct Piece {
+    pub(super) node: u32,
+    pub(super) file_offset: u64,
+    /// Padded with zeros to whole blocks.
+    pub(super) data: Vec<u8>,
+    pub(super) digest: Digest,
+    /// Part of a bigger file: a chunk of its own, so that the file stays together.
+    pub(super) of_big_file: bool,
+}
+
+/// What an input yields at a time: about `WAVE_LEN` bytes.
+#[derive(Default)]
+pub(super) struct Wave {
+    pub(super) pieces: Vec<Piece>,
+    /// Nodes whose data lies in the manifest.
+    pub(super) inline: Vec<(u32, Box<[u8]>)>,
+}
+
+/// Where pieces come from.
+pub(super) trait Input: Send {
+    /// The next wave; `None` at the end.
+    fn next(&mut self) -> Result<Option<Wave>>;
+}
+
+/// A piece of a file in a chunk.
+#[derive(Clone, Copy)]
+pub(super) struct Extent {
+    pub(super) node: u32,
+    pub(super) file_offset: u64,
+    pub(super) chunk: u32,
+    /// In the chunk.
+    pub(super) offset: u32,
+    pub(super) len: u32,
+}
+
+/// Where files' bytes went.
+#[derive(Default)]
+pub(super) struct Placed {
+    pub(super) extents: Vec<Extent>,
+    pub(super) inline: Vec<(u32, Box<[u8]>)>,
+}
+
+/// A group is closed from this length on where the content says so: 128 KiB.
+const GROUP_MIN: usize = 128 << 10;
+/// … which one piece in eight does. Cuts that depend on content alone let images that share a
+/// run of files share its chunks, whatever comes before.
+const GROUP_CUT_MASK: u8 = 7;
+/// The tail of a big file joins a group if it is shorter than this; else it is a chunk.
+const TAIL_MIN: usize = 32 << 10;
+
+struct RawChunk {
+    index: u32,
+    data: Vec<u8>,
+    digest: Option<Digest>,
+}
+
+/// Where a chunk is stored.
+enum Stored {
+    New(Codec, Vec<u8>),
+    /// In a pack of an earlier image: index into [`Known`]'s chunks.
+    Known(u32),
+}
+
+struct DoneChunk {
+    index: u32,
+    blocks: u8,
+    digest: Digest,
+    checksums: Vec<u8>,
+    stored: Stored,
+}
+
+/// An object while it is not known how many there will be.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Place {
+    New(u32),
+    Known(u32),
+}
+
+#[derive(Clone, Copy)]
+struct PlacedChunk {
+    blocks: u8,
+    place: Place,
+    stored: ByteRange,
+    codec: Codec,
+    digest: Digest,
+}
+
+/// Makes chunks of pieces.
+pub(super) struct Assembler<'a> {
+    pub(super) level: i32,
+    pub(super) checksum: ChecksumKind,
+    pub(super) known: &'a Known,
+    pub(super) meter: &'a Meter<'a>,
+}
+
+/// What the assembler made.
+pub(super) struct Assembled {
+    pub(super) placed: Placed,
+    pub(super) manifest: Manifest,
+    /// Bytes that were compressed into new packs, and those found in earlier ones (both stored).
+    pub(super) new_bytes: u64,
+    pub(super) known_bytes: u64,
+}
+
+impl Assembler<'_> {
+    /// Takes everything that `input` yields.
+    pub(super) fn run(&self, input: &mut impl Input, packs: PackWriter) -> Result<Assembled> {
+        let mut placer = Placer::default();
+        let mut storer = Storer { known: self.known, packs, chunks: vec![], checksums: vec![] };
+        let (mut raw, mut done) = (Vec::new(), Vec::new());
+        let mut ended = false;
+        while !ended || !raw.is_empty() || !done.is_empty() {
+            let (next, (processed, written)) = rayon::join(
+                || placer.next_wave(input, &mut ended),
+                || rayon::join(|| self.process_all(raw), || storer.store(done)),
+            );
+            written?;
+            done = processed?;
+            raw = next?;
+            self.meter.pending(raw.iter().map(|chunk| chunk.data.len() as u64).sum());
+            self.meter.stored(storer.packs.stored_bytes());
+        }
+        self.meter.end();
+        storer.finish(self.checksum, placer.placed)
+    }
+
+    fn process_all(&self, raw: Vec<RawChunk>) -> Result<Vec<DoneChunk>> {
+        raw.into_par_iter().with_max_len(1).map(|chunk| self.process(chunk)).collect()
+    }
+
+    /// One pass over a chunk's bytes while they are in the processor's cache.
+    fn process(&self, chunk: RawChunk) -> Result<DoneChunk> {
+        let RawChunk { index, data, digest } = chunk;
+        let digest = digest.unwrap_or_else(|| Digest::of(&data));
+        let checksum_len = self.checksum.size();
+        let mut checksums = Vec::with_capacity(data.len() / BLOCK_SIZE as usize * checksum_len);
+        for block in data.chunks(BLOCK_SIZE as usize) {
+            checksums.extend_from_slice(&self.checksum.of(block).to_le_bytes()[..checksum_len]);
+        }
+        let len = data.len() as u64;
+        let blocks = (len / BLOCK_SIZE) as u8;
+        let stored = match self.known.find(&digest, blocks) {
+            Some(index) => Stored::Known(index),
+            None => {
+                let (codec, bytes) = compress(data, self.level)?;
+                Stored::New(codec, bytes)
+            }
+        };
+        self.meter.done(len);
+        Ok(DoneChunk { index, blocks, digest, checksums, stored })
+    }
+}
+
+/// Decides where pieces go.
+#[derive(Default)]
+struct Placer {
+    /// Pieces of this image: chunk and offset.
+    seen: HashMap<Digest, (u32, u32)>,
+    placed: Placed,
+    /// Chunks numbered so far.
+    chunks: u32,
+    group: Vec<u8>,
+    group_index: u32,
+}
+
+impl Placer {
+    /// Takes the next wave; returns the chunks that it completes.
+    fn next_wave(&mut self, input: &mut impl Input, ended: &mut bool) -> Result<Vec<RawChunk>> {
+        let mut out = Vec::new();
+        if *ended {
+            return Ok(out);
+        }
+        match input.next()? {
+            Some(wave) => {
+                self.placed.inline.extend(wave.inline);
+                wave.pieces.into_iter().for_each(|piece| self.place(piece, &mut out));
+            }
+            None => {
+                *ended = true;
+                self.close_group(&mut out);
+            }
+        }
+        Ok(out)
+    }
+
+    fn reserve(&mut self) -> u32 {
+        self.chunks += 1;
+        self.chunks - 1
+    }
+
+    fn place(&mut self, piece: Piece, out: &mut Vec<RawChunk>) {
+        let len = piece.data.len();
+        let (chunk, offset) = match self.seen.get(&piece.digest) {
+            Some(at) => *at,
+            None => {
+                let alone = len == CHUNK_MAX as usize || (piece.of_big_file && len >= TAIL_MIN);
+                let at = if alone { (self.reserve(), 0) } else { self.join_group(&piece, out) };
+                self.seen.insert(piece.digest, at);
+                if alone {
+                    let (data, digest) = (piece.data, Some(piece.digest));
+                    out.push(RawChunk { index: at.0, data, digest });
+                }
+                at
+            }
+        };
+        let (node, file_offset) = (piece.node, piece.file_offset);
+        self.placed.extents.push(Extent { node, file_offset, chunk, offset, len: len as u32 });
+    }
+
+    /// Appends a short piece to the open group, closing it first where it is to be cut.
+    fn join_group(&mut self, piece: &Piece, out: &mut Vec<RawChunk>) -> (u32, u32) {
+        let long_enough = self.group.len() >= GROUP_MIN;
+        if long_enough && piece.digest.as_bytes()[0] & GROUP_CUT_MASK == 0
+            || self.group.len() + piece.data.len() > CHUNK_MAX as usize
+        {
+            self.close_group(out);
+        }
+        if self.group.is_empty() {
+            self.group_index = self.reserve();
+            self.group = Vec::with_capacity(CHUNK_MAX as usize);
+        }
+        let offset = self.group.len() as u32;
+        self.group.extend_from_slice(&piece.data);
+        (self.group_index, offset)
+    }
+
+    fn close_group(&mut self, out: &mut Vec<RawChunk>) {
+        if !self.group.is_empty() {
+            let data = std::mem::take(&mut self.group);
+            out.push(RawChunk { index: self.group_index, data, digest: None });
+        }
+    }
+}
+
+/// Puts what is done into packs and tables.
+struct Storer<'a> {
+    known: &'a Known,
+    packs: PackWriter,
+    chunks: Vec<Option<PlacedChunk>>,
+    checksums: Vec<Vec<u8>>,
+}
+
+impl Storer<'_> {
+    /// Appends chunks to packs, in order.
+    fn store(&mut self, done: Vec<DoneChunk>) -> Result<()> {
+        for chunk in done {
+            let (place, stored, codec) = match chunk.stored {
+                Stored::New(codec, bytes) => {
+                    let (pack, stored) = self.packs.append(&bytes)?;
+                    (Place::New(pack), stored, codec)
+                }
+                Stored::Known(index) => {
+                    let known = &self.known.chunks[index as usize];
+                    (Place::Known(known.object), known.stored, known.codec)
+                }
+            };
+            let (blocks, digest) = (chunk.blocks, chunk.digest);
+            let index = chunk.index as usize;
+            if index >= self.chunks.len() {
+                self.chunks.resize_with(index + 1, || None);
+                self.checksums.resize_with(index + 1, Vec::new);
+            }
+            self.chunks[index] = Some(PlacedChunk { blocks, place, stored, codec, digest });
+            self.checksums[index] = chunk.checksums;
+        }
+        Ok(())
+    }
+
+    /// Closes the packs and numbers the objects by first use.
+    fn finish(self, checksum: ChecksumKind, placed: Placed) -> Result<Assembled> {
+        let new_bytes = self.packs.stored_bytes();
+        let packs = self.packs.finish()?;
+        let mut known_bytes = 0;
+        let mut objects = Vec::new();
+        let mut number_of = HashMap::new();
+        let mut chunks = Vec::with_capacity(self.chunks.len());
+        for chunk in self.chunks.into_iter().flatten() {
+            let object = match number_of.entry(chunk.place) {
+                Entry::Occupied(number) => *number.get(),
+                Entry::Vacant(entry) => {
+                    objects.push(match chunk.place {
+                        Place::New(index) => packs[index as usize].clone(),
+                        Place::Known(index) => self.known.objects[index as usize].clone(),
+                    });
+                    *entry.insert(objects.len() as u32 - 1)
+                }
+            };
+            if let Place::Known(_) = chunk.place {
+                known_bytes += chunk.stored.len();
+            }
+            let PlacedChunk { blocks, stored, codec, digest, .. } = chunk;
+            chunks.push(ChunkEntry { blocks, object, stored, codec, digest });
+        }
+        let manifest = Manifest {
+            tree: Default::default(),
+            checksum,
+            chunks,
+            objects,
+            block_checksums: self.checksums.concat(),
+        };
+        Ok(Assembled { placed, manifest, new_bytes, known_bytes })
+    }
+}

@@ -1,0 +1,212 @@
+//! Building images.
+//!
+//! ```text
+//!   from_directory: scan ──► DirectoryInput ┐
+//!   from_tar:       ────────► TarInput       ├──► Assembler ──► packs ──► manifest ──► name
+//!   by_reference, computed: chunk table only    ┘
+//! ```
+//!
+//! Invariants: nothing is visible before everything it needs is durable (packs, then manifest,
+//! then name); a build that is killed leaves only what the collector removes; the same tree,
+//! options and store give the same manifest, whatever the number of threads.
+
+mod assemble;
+mod compress;
+mod meter;
+mod nodes;
+mod outside;
+mod read;
+mod reuse;
+mod scan;
+mod tar;
+mod xattrs;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectStore, Result};
+
+use self::{
+    assemble::{Assembled, Assembler},
+    meter::Meter,
+    nodes::Node,
+    read::DirectoryInput,
+    reuse::Known,
+    scan::Scan,
+};
+pub use self::{
+    outside::{Pattern, by_reference, computed},
+    tar::from_tar,
+};
+use crate::{
+    catalog::{self, ImageRecord},
+    invalid,
+    manifest::Manifest,
+    pack::write_packs,
+};
+
+/// How to build.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// zstd level, 1 to 22.
+    pub level: i32,
+    /// Kind of the block checksums, which are those of the mounted btrfs.
+    pub checksum: ChecksumKind,
+    /// Whether to go into what is mounted below the directory.
+    pub cross_mounts: bool,
+    /// Whether to refer to chunks that the store already holds.
+    pub reuse: bool,
+    /// Threads for reading, digesting and compressing; `None` for one a processor, and two more
+    /// that wait for disks.
+    pub threads: Option<usize>,
+}
+
+/// Default zstd level.
+pub const LEVEL_DEFAULT: i32 = 3;
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            level: LEVEL_DEFAULT,
+            checksum: ChecksumKind::Crc32c,
+            cross_mounts: false,
+            reuse: true,
+            threads: None,
+        }
+    }
+}
+
+/// How far a build is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Progress {
+    /// Files done, of any type.
+    pub entries: u64,
+    /// Files in all, once known.
+    pub entries_total: Option<u64>,
+    /// Bytes of files read and compressed, holes included; of an archive, its own bytes read.
+    pub bytes: u64,
+    /// Bytes in all, once known.
+    pub bytes_total: Option<u64>,
+    /// Bytes stored in packs, compressed.
+    pub stored_bytes: u64,
+}
+
+/// Told about progress, at most ten times a second and at the end, from any thread.
+pub type OnProgress<'a> = &'a (dyn Fn(&Progress) + Sync);
+
+/// What a build made.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// The image, as the store names it now.
+    pub image: ImageRecord,
+    /// Bytes of chunks stored by this build, compressed.
+    pub new_bytes: u64,
+    /// Bytes of chunks that earlier images had stored, compressed.
+    pub reused_bytes: u64,
+    /// Files that changed while they were read, and directories that names came to or went from:
+    /// the image may hold a mixture of before and after.
+    pub changed: Vec<PathBuf>,
+    /// Mount points below the directory, whose content was left out.
+    pub mounts_left_out: Vec<PathBuf>,
+    /// Files of an archive whose ACL, in text, was left out (ACLs in xattr records are kept).
+    pub acls_left_out: u64,
+}
+
+impl Report {
+    fn of(image: ImageRecord) -> Self {
+        let (new_bytes, reused_bytes, acls_left_out) = (0, 0, 0);
+        let (changed, mounts_left_out) = (Vec::new(), Vec::new());
+        Self { image, new_bytes, reused_bytes, changed, mounts_left_out, acls_left_out }
+    }
+}
+
+/// Builds an image of the directory `path` and publishes it in `store` as `name`, replacing what
+/// had that name.
+///
+/// Errors: `Invalid` for a bad name, for a path that is no directory, and for a tree that
+/// btrfs cannot hold; a list of the files that this process may not read; errors of the store.
+pub fn from_directory(
+    store: &impl ObjectStore,
+    name: &str,
+    path: &Path,
+    options: &Options,
+    progress: OnProgress<'_>,
+) -> Result<Report> {
+    check_options(name, options)?;
+    if !path
+        .metadata()
+        .map_err(|error| Error::io(format!("cannot read {}", path.display()), error))?
+        .is_dir()
+    {
+        return Err(invalid(format!("{} is not a directory", path.display())));
+    }
+    pool(options)?.install(|| {
+        let lease = store.begin_write()?;
+        let scan = Scan::read(path, options.cross_mounts)?;
+        let known = if options.reuse { Known::read(store)? } else { Known::default() };
+        let (bytes, entries) = (AtomicU64::new(0), AtomicU64::new(0));
+        let data_files = scan.files.len() as u64;
+        let others = scan.nodes.len() as u64 - data_files;
+        let report = |pending, stored_bytes| {
+            progress(&Progress {
+                entries: others + entries.load(Relaxed),
+                entries_total: Some(others + data_files),
+                bytes: bytes.load(Relaxed).saturating_sub(pending),
+                bytes_total: Some(scan.bytes),
+                stored_bytes,
+            });
+        };
+        let meter = Meter::new(&report);
+        let mut input = DirectoryInput::new(&scan, &bytes, &entries);
+        let Options { level, checksum, .. } = *options;
+        let assembler = Assembler { level, checksum, known: &known, meter: &meter };
+        let assembled =
+            write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
+        let mut changed = input.changed;
+        changed.sort();
+        changed.dedup();
+        let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
+        let manifest = manifest_of(&scan.nodes, assembled)?;
+        let image = publish(store, name, &manifest, options.level)?;
+        let mounts_left_out = scan.mounts;
+        Ok(Report { new_bytes, reused_bytes, changed, mounts_left_out, ..Report::of(image) })
+    })
+}
+
+fn check_options(name: &str, options: &Options) -> Result<()> {
+    catalog::check_name(name)?;
+    if !(1..=22).contains(&options.level) {
+        return Err(invalid(format!("zstd has levels 1 to 22, not {}", options.level)));
+    }
+    Ok(())
+}
+
+/// The threads of one build.
+fn pool(options: &Options) -> Result<rayon::ThreadPool> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = options.threads.unwrap_or(cores + 2);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    pool.map_err(|error| Error::with_source(ErrorKind::Unavailable, "cannot start threads", error))
+}
+
+fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {
+    let Assembled { placed, mut manifest, .. } = assembled;
+    manifest.tree = nodes::finish(nodes, placed, &manifest.chunk_addresses())?;
+    Ok(manifest)
+}
+
+/// Publishes the manifest, then the name.
+fn publish(
+    store: &impl ObjectStore,
+    name: &str,
+    manifest: &Manifest,
+    level: i32,
+) -> Result<ImageRecord> {
+    let (bytes, digest) = manifest.encode(level)?;
+    store.publish(&catalog::manifest_object(&digest)?, &bytes)?;
+    let record = ImageRecord::of(name, digest, manifest, bytes.len() as u64);
+    catalog::publish_name(store, &record)?;
+    Ok(record)
+}

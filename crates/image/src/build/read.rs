@@ -1,0 +1,287 @@
+//! The data of a scanned directory tree, wave by wave.
+
+use std::{
+    fs::File,
+    io,
+    os::unix::fs::MetadataExt,
+    path::PathBuf,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+use burgeon_block::{BLOCK_SIZE, Digest, Error, Result};
+use rayon::prelude::*;
+use rustix::{buffer::spare_capacity, fs::SeekFrom, io::Errno};
+
+use super::{
+    assemble::{Input, Piece, Wave},
+    scan::{Scan, ScannedFile, refuse},
+};
+use crate::{CHUNK_MAX, INLINE_MAX};
+
+/// Bytes read by one task: enough files that opening their directory does not count.
+const UNIT_LEN: u64 = 1 << 20;
+/// Bytes of a wave: times three is the memory that a build takes, besides the tree.
+pub(super) const WAVE_LEN: u64 = 32 << 20;
+
+/// What one task reads: files `first..end`, or `len` bytes from `start` of a big one.
+#[derive(Clone, Copy)]
+struct Unit {
+    first: usize,
+    end: usize,
+    start: u64,
+    len: u64,
+}
+
+/// What one task has read.
+#[derive(Default)]
+struct UnitRead {
+    wave: Wave,
+    changed: Vec<PathBuf>,
+    problems: Vec<(PathBuf, Error)>,
+}
+
+/// Reads the files of a scan in its order, several at a time, each byte once.
+pub(super) struct DirectoryInput<'a> {
+    scan: &'a Scan,
+    /// The next file, and where to go on in it; opened if it is a big one with holes.
+    next: usize,
+    offset: u64,
+    opened: Option<File>,
+    /// Counts bytes as they are read.
+    bytes: &'a AtomicU64,
+    entries: &'a AtomicU64,
+    /// Files whose size or time changed while they were read, and directories of such whose
+    /// names did; several times, where several tasks saw it.
+    pub(super) changed: Vec<PathBuf>,
+}
+
+impl<'a> DirectoryInput<'a> {
+    pub(super) fn new(scan: &'a Scan, bytes: &'a AtomicU64, entries: &'a AtomicU64) -> Self {
+        Self { scan, next: 0, offset: 0, opened: None, bytes, entries, changed: Vec::new() }
+    }
+
+    fn size(&self, file: usize) -> u64 {
+        self.scan.nodes[self.scan.files[file].node as usize].size
+    }
+
+    /// Cuts the next wave into units: it depends on sizes alone.
+    fn plan(&mut self) -> Vec<Unit> {
+        let mut units = Vec::new();
+        let mut total = 0;
+        while total < WAVE_LEN && self.next < self.scan.files.len() {
+            let first = self.next;
+            if self.size(first) > UNIT_LEN {
+                if let Some((start, len)) = self.plan_big(first) {
+                    units.push(Unit { first, end: first + 1, start, len });
+                    total += len;
+                }
+                if self.offset == self.size(first) {
+                    (self.next, self.offset, self.opened) = (first + 1, 0, None);
+                }
+                continue;
+            }
+            let mut len = 0;
+            while self.next < self.scan.files.len() {
+                // Opening a small file costs as much as reading some blocks.
+                let cost = self.size(self.next).max(BLOCK_SIZE);
+                if len + cost > UNIT_LEN {
+                    break;
+                }
+                len += cost;
+                self.next += 1;
+            }
+            units.push(Unit { first, end: self.next, start: 0, len: u64::MAX });
+            total += len;
+        }
+        units
+    }
+
+    /// The next part of a big file, start and length. Holes are skipped here: a file may be
+    /// almost nothing else.
+    fn plan_big(&mut self, number: usize) -> Option<(u64, u64)> {
+        let file = &self.scan.files[number];
+        let size = self.size(number);
+        let (mut start, mut stop) = (self.offset, size);
+        if file.sparse {
+            if self.opened.is_none() {
+                // Whatever goes wrong here goes wrong again, and is reported, when it is read.
+                let dir = self.scan.open_dir(self.scan.dir_of(file));
+                self.opened = dir.ok().and_then(|dir| self.scan.open_file(&dir, file).ok());
+            }
+            let data = self.opened.as_ref().map(|opened| next_data(opened, true, start, size));
+            match data {
+                Some(Ok(Some(range))) => (start, stop) = range,
+                Some(Ok(None)) => {
+                    self.bytes.fetch_add(size - self.offset, Relaxed);
+                    self.entries.fetch_add(1, Relaxed);
+                    self.offset = size;
+                    return None;
+                }
+                Some(Err(_)) | None => {}
+            }
+        }
+        // Cuts are at multiples of UNIT_LEN, so that chunks are, too.
+        let end = ((start / UNIT_LEN + 1) * UNIT_LEN).min(stop);
+        self.bytes.fetch_add(start - self.offset, Relaxed);
+        self.offset = end;
+        Some((start, end - start))
+    }
+
+    fn read(&self, unit: Unit) -> UnitRead {
+        let mut read = UnitRead::default();
+        let mut dir: Option<(u32, File)> = None;
+        for file in &self.scan.files[unit.first..unit.end] {
+            let result = match &dir {
+                Some((number, dir)) if *number == self.scan.dir_of(file) => {
+                    self.read_file(dir, file, unit, &mut read)
+                }
+                _ => self.open_dir(file, &mut read).and_then(|opened| {
+                    let (_, dir) = dir.insert((self.scan.dir_of(file), opened));
+                    self.read_file(dir, file, unit, &mut read)
+                }),
+            };
+            if let Err(error) = result {
+                read.problems.push((self.scan.file_path(file), error));
+            }
+        }
+        read
+    }
+
+    /// Opens the directory of `file`, and looks whether names came or went since the scan.
+    fn open_dir(&self, file: &ScannedFile, read: &mut UnitRead) -> Result<File> {
+        let number = self.scan.dir_of(file);
+        let opened = self.scan.open_dir(number)?;
+        let now = opened.metadata().map_err(|error| Error::io("cannot read it", error))?;
+        let node = &self.scan.nodes[number as usize];
+        if (now.mtime(), now.mtime_nsec()) != (node.mtime_s, i64::from(node.mtime_ns)) {
+            read.changed.push(self.scan.path_of(number));
+        }
+        Ok(opened)
+    }
+
+    fn read_file(
+        &self,
+        dir: &File,
+        file: &ScannedFile,
+        unit: Unit,
+        read: &mut UnitRead,
+    ) -> Result<()> {
+        let node = &self.scan.nodes[file.node as usize];
+        let cannot = |error| Error::io("cannot read it", error);
+        let opened = self.scan.open_file(dir, file).map_err(cannot)?;
+        let same = |opened: &File| -> io::Result<bool> {
+            let now = opened.metadata()?;
+            let time = (now.mtime(), now.mtime_nsec());
+            Ok(now.is_file()
+                && now.len() == node.size
+                && time == (node.mtime_s, i64::from(node.mtime_ns)))
+        };
+        let before = same(&opened).map_err(cannot)?;
+        let end = node.size.min(unit.start.saturating_add(unit.len));
+        let mut at = unit.start;
+        while let Some((start, stop)) = next_data(&opened, file.sparse, at, end).map_err(cannot)? {
+            if node.size <= u64::from(INLINE_MAX) {
+                let data = read_range(&opened, 0, node.size).map_err(cannot)?;
+                read.wave.inline.push((file.node, data.into()));
+            } else {
+                self.read_pieces(&opened, file.node, start..stop, node.size, &mut read.wave)
+                    .map_err(cannot)?;
+            }
+            at = stop;
+        }
+        if !before || !same(&opened).map_err(cannot)? {
+            read.changed.push(self.scan.file_path(file));
+        }
+        self.bytes.fetch_add(end - unit.start, Relaxed);
+        if end == node.size {
+            self.entries.fetch_add(1, Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Reads a stretch of data, cut at multiples of `CHUNK_MAX` of the file.
+    fn read_pieces(
+        &self,
+        opened: &File,
+        node: u32,
+        range: std::ops::Range<u64>,
+        size: u64,
+        wave: &mut Wave,
+    ) -> io::Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let cut = (at / u64::from(CHUNK_MAX) + 1) * u64::from(CHUNK_MAX);
+            let end = cut.min(range.end);
+            let mut data = read_range(opened, at, end - at)?;
+            data.resize(data.len().next_multiple_of(BLOCK_SIZE as usize), 0);
+            let of_big_file = size > u64::from(CHUNK_MAX);
+            let digest = Digest::of(&data);
+            wave.pieces.push(Piece { node, file_offset: at, data, digest, of_big_file });
+            at = end;
+        }
+        Ok(())
+    }
+}
+
+impl Input for DirectoryInput<'_> {
+    fn next(&mut self) -> Result<Option<Wave>> {
+        let units = self.plan();
+        if units.is_empty() {
+            return Ok(None);
+        }
+        let read: Vec<_> = units.into_par_iter().map(|unit| self.read(unit)).collect();
+        let mut wave = Wave::default();
+        let mut problems = Vec::new();
+        for unit in read {
+            wave.pieces.extend(unit.wave.pieces);
+            wave.inline.extend(unit.wave.inline);
+            self.changed.extend(unit.changed);
+            problems.extend(unit.problems);
+        }
+        refuse(&problems)?;
+        Ok(Some(wave))
+    }
+}
+
+/// The next stretch of data in `at..end`, rounded outwards to blocks (but not beyond `end`).
+pub(super) fn next_data(
+    file: &File,
+    sparse: bool,
+    at: u64,
+    end: u64,
+) -> io::Result<Option<(u64, u64)>> {
+    if at >= end {
+        return Ok(None);
+    }
+    if !sparse {
+        return Ok(Some((at, end)));
+    }
+    let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+        Ok(start) if start >= end => return Ok(None),
+        Ok(start) => start,
+        Err(Errno::NXIO) => return Ok(None),
+        // A file system that cannot tell: all of it is data.
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(Some((at, end))),
+        Err(error) => return Err(error.into()),
+    };
+    let stop = rustix::fs::seek(file, SeekFrom::Hole(start))?;
+    let start = (start / BLOCK_SIZE * BLOCK_SIZE).max(at);
+    Ok(Some((start, stop.next_multiple_of(BLOCK_SIZE).min(end))))
+}
+
+/// Reads `len` bytes; what a file that has become shorter lacks is zeros (and reported).
+fn read_range(file: &File, start: u64, len: u64) -> io::Result<Vec<u8>> {
+    // Room for the padding, so that it needs no second allocation.
+    let mut data: Vec<u8> = Vec::with_capacity(len.next_multiple_of(BLOCK_SIZE) as usize);
+    while (data.len() as u64) < len {
+        let at = start + data.len() as u64;
+        match rustix::io::pread(file, spare_capacity(&mut data), at) {
+            Ok(0) => break,
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    // There may have been room for more, or the file may have become shorter.
+    data.resize(len as usize, 0);
+    Ok(data)
+}

@@ -1,0 +1,77 @@
+use std::collections::HashMap;
+
+use burgeon_block::{ByteRange, Digest, ObjectId, ObjectStore, Result};
+
+use crate::{
+    Codec, Limits,
+    manifest::{ENCODED_MAX, Manifest},
+};
+
+/// Chunks that the store already holds, so that a build need not store them again.
+///
+/// The index is the manifests: a chunk counts as stored if a manifest of the store says where
+/// and that pack is there and long enough. A manifest that cannot be read is passed over:
+/// reusing less is always right. The writer's lease keeps a collector from removing what is
+/// found here.
+#[derive(Default)]
+pub(super) struct Known {
+    pub(super) objects: Vec<ObjectId>,
+    pub(super) chunks: Vec<KnownChunk>,
+    index: HashMap<Digest, u32>,
+}
+
+pub(super) struct KnownChunk {
+    pub(super) object: u32,
+    pub(super) stored: ByteRange,
+    pub(super) codec: Codec,
+    blocks: u8,
+}
+
+impl Known {
+    /// Reads all manifests of `store`, in the order of their digests: where two know a chunk,
+    /// the first is taken, so that the same store gives the same image.
+    pub(super) fn read(store: &impl ObjectStore) -> Result<Self> {
+        let mut known = Self::default();
+        let mut object_numbers: HashMap<ObjectId, Option<(u32, u64)>> = HashMap::new();
+        for name in store.list("manifests")? {
+            let Ok(bytes) = store.get(&name, ENCODED_MAX) else { continue };
+            let Ok((chunks, objects)) = Manifest::decode_chunks(&bytes, &Limits::default()) else {
+                continue;
+            };
+            let mut numbers = Vec::with_capacity(objects.len());
+            for object in objects {
+                if let Some(number) = object_numbers.get(&object) {
+                    numbers.push(*number);
+                    continue;
+                }
+                let usable = object.as_str().starts_with("packs/");
+                let len = if usable { store.len(&object)? } else { None };
+                let number = len.map(|len| {
+                    known.objects.push(object.clone());
+                    (known.objects.len() as u32 - 1, len)
+                });
+                object_numbers.insert(object, number);
+                numbers.push(number);
+            }
+            for chunk in chunks {
+                let Some((object, len)) = numbers[chunk.object as usize] else { continue };
+                if chunk.stored.end() > len {
+                    continue;
+                }
+                let next = known.chunks.len() as u32;
+                known.index.entry(chunk.digest).or_insert_with(|| {
+                    let (stored, codec, blocks) = (chunk.stored, chunk.codec, chunk.blocks);
+                    known.chunks.push(KnownChunk { object, stored, codec, blocks });
+                    next
+                });
+            }
+        }
+        Ok(known)
+    }
+
+    /// The chunk with `digest`, if the store holds it.
+    pub(super) fn find(&self, digest: &Digest, blocks: u8) -> Option<u32> {
+        let index = *self.index.get(digest)?;
+        (self.chunks[index as usize].blocks == blocks).then_some(index)
+    }
+}

@@ -1,0 +1,273 @@
+//! Images of tar archives.
+//!
+//! The archive is read as a stream, once; what it says becomes nodes at once and its data goes
+//! through the same waves as that of a directory. Invariant: a name cannot leave the tree: `..`,
+//! absolute names and names below anything but a directory are refused.
+
+mod reader;
+mod records;
+mod tree;
+
+use std::{
+    io::{self, BufRead, BufReader, Read},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
+
+use burgeon_block::{BLOCK_SIZE, Digest, Error, ObjectStore, Result};
+use rayon::prelude::*;
+
+use self::{
+    reader::{Reader, cannot_read},
+    tree::ArchiveTree,
+};
+use super::{
+    OnProgress, Options, Progress, Report,
+    assemble::{Assembler, Input, Piece, Wave},
+    check_options, manifest_of,
+    meter::Meter,
+    pool, publish,
+    read::WAVE_LEN,
+    reuse::Known,
+};
+use crate::{CHUNK_MAX, INLINE_MAX, pack::write_packs};
+
+/// Builds an image of a tar archive (plain, or compressed with gzip, zstd or xz, which is
+/// recognised) and publishes it in `store` as `name`. `len` is the archive's length in bytes, if
+/// known, for progress.
+///
+/// Errors: `Corrupt` for an archive that is damaged, truncated or hostile, `Invalid` for one
+/// that btrfs cannot hold.
+pub fn from_tar(
+    store: &impl ObjectStore,
+    name: &str,
+    archive: impl Read + Send + 'static,
+    len: Option<u64>,
+    options: &Options,
+    progress: OnProgress<'_>,
+) -> Result<Report> {
+    check_options(name, options)?;
+    pool(options)?.install(|| {
+        let lease = store.begin_write()?;
+        let known = if options.reuse { Known::read(store)? } else { Known::default() };
+        let consumed = Arc::new(AtomicU64::new(0));
+        let entries = AtomicU64::new(0);
+        let report = |_, stored_bytes| {
+            progress(&Progress {
+                entries: entries.load(Relaxed),
+                entries_total: None,
+                bytes: consumed.load(Relaxed),
+                bytes_total: len,
+                stored_bytes,
+            });
+        };
+        let meter = Meter::new(&report);
+        let archive = decompressed(Counted { inner: archive, bytes: consumed.clone() })?;
+        let mut input = TarInput::new(archive, &entries);
+        let Options { level, checksum, .. } = *options;
+        let assembler = Assembler { level, checksum, known: &known, meter: &meter };
+        let assembled =
+            write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
+        let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
+        let acls_left_out = input.tree.text_acls;
+        let manifest = manifest_of(&input.tree.into_nodes(), assembled)?;
+        let image = publish(store, name, &manifest, level)?;
+        Ok(Report { new_bytes, reused_bytes, acls_left_out, ..Report::of(image) })
+    })
+}
+
+/// Counts what is read.
+struct Counted<R> {
+    inner: R,
+    bytes: Arc<AtomicU64>,
+}
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let len = self.inner.read(buf)?;
+        self.bytes.fetch_add(len as u64, Relaxed);
+        Ok(len)
+    }
+}
+
+/// The archive itself, by what it begins with.
+fn decompressed(archive: impl Read + Send + 'static) -> Result<Box<dyn Read + Send>> {
+    let mut archive = BufReader::with_capacity(1 << 20, archive);
+    let start = archive.fill_buf().map_err(cannot_read)?;
+    Ok(match start {
+        [0x1f, 0x8b, ..] => Box::new(flate2::bufread::MultiGzDecoder::new(archive)),
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => {
+            let decoder = zstd::stream::read::Decoder::with_buffer(archive);
+            Box::new(decoder.map_err(|error| Error::io("cannot start zstd", error))?)
+        }
+        [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => {
+            Box::new(liblzma::bufread::XzDecoder::new_multi_decoder(archive))
+        }
+        _ => Box::new(archive),
+    })
+}
+
+/// A file whose data is being read.
+struct Open {
+    node: u32,
+    size: u64,
+    /// What is still to be read: offset and length, in reverse order.
+    rest: Vec<(u64, u64)>,
+}
+
+/// Reads an archive wave by wave.
+struct TarInput<'a> {
+    reader: Reader<Box<dyn Read + Send>>,
+    tree: ArchiveTree,
+    open: Option<Open>,
+    ended: bool,
+    entries: &'a AtomicU64,
+}
+
+impl<'a> TarInput<'a> {
+    fn new(archive: Box<dyn Read + Send>, entries: &'a AtomicU64) -> Self {
+        let (reader, tree) = (Reader::new(archive), ArchiveTree::new());
+        Self { reader, tree, open: None, ended: false, entries }
+    }
+
+    /// Reads the header of the next entry. Data, if any, is then open.
+    fn next_entry(&mut self) -> Result<()> {
+        let Some(mut entry) = self.reader.next()? else {
+            self.ended = true;
+            // What compressed it may have a checksum at its end.
+            return io::copy(self.reader.data(), &mut io::sink()).map(drop).map_err(cannot_read);
+        };
+        let stored_len = entry.stored_len;
+        let map = entry.map.take();
+        let size = entry.size;
+        let node = self.tree.add(entry)?;
+        self.entries.fetch_add(1, Relaxed);
+        match node {
+            Some(node) => {
+                let mut rest = map.unwrap_or_else(|| vec![(0, size)]);
+                rest.retain(|(_, len)| *len > 0);
+                rest.reverse();
+                self.open = Some(Open { node, size, rest });
+                Ok(())
+            }
+            None => {
+                let mut data = self.reader.data().take(stored_len);
+                let skipped = io::copy(&mut data, &mut io::sink()).map_err(cannot_read)?;
+                if skipped < stored_len {
+                    return Err(cannot_read(io::ErrorKind::UnexpectedEof.into()));
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Reads data of the open file, at most `limit` bytes or a piece more.
+    fn read_data(&mut self, open: &mut Open, limit: u64, wave: &mut Cutter) -> Result<()> {
+        let small = open.size <= u64::from(INLINE_MAX);
+        while let Some((offset, len)) = open.rest.pop() {
+            let window_end = (offset / u64::from(CHUNK_MAX) + 1) * u64::from(CHUNK_MAX);
+            let now = len.min(window_end - offset);
+            if small {
+                wave.inline(open, offset, now, self.reader.data())?;
+            } else {
+                wave.piece(open, offset, now, self.reader.data())?;
+            }
+            if now < len {
+                open.rest.push((offset + now, len - now));
+            }
+            if wave.bytes >= limit {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Cuts data into pieces: whole blocks, up to a chunk.
+#[derive(Default)]
+struct Cutter {
+    /// Node, whether it is a big file, offset, data.
+    pieces: Vec<(u32, bool, u64, Vec<u8>)>,
+    inline: Vec<(u32, Vec<u8>)>,
+    bytes: u64,
+}
+
+impl Cutter {
+    /// Reads `len` bytes at `offset` of the file, within one window of `CHUNK_MAX`.
+    fn piece(&mut self, open: &Open, offset: u64, len: u64, from: &mut impl Read) -> Result<()> {
+        let start = offset / BLOCK_SIZE * BLOCK_SIZE;
+        let same_window = |at: u64| at / u64::from(CHUNK_MAX) == offset / u64::from(CHUNK_MAX);
+        let joins = self.pieces.last().is_some_and(|(node, _, at, data)| {
+            let end = (at + data.len() as u64).next_multiple_of(BLOCK_SIZE);
+            *node == open.node && same_window(*at) && start <= end
+        });
+        if !joins {
+            let big = open.size > u64::from(CHUNK_MAX);
+            let data = Vec::with_capacity(len.next_multiple_of(BLOCK_SIZE) as usize);
+            self.pieces.push((open.node, big, start, data));
+        }
+        let Some((_, _, at, data)) = self.pieces.last_mut() else { return Ok(()) };
+        data.resize((offset - *at) as usize, 0);
+        read_onto(data, len, from)?;
+        self.bytes += len;
+        Ok(())
+    }
+
+    /// Reads a part of a small file, whose holes do not count.
+    fn inline(&mut self, open: &Open, offset: u64, len: u64, from: &mut impl Read) -> Result<()> {
+        if self.inline.last().is_none_or(|(node, _)| *node != open.node) {
+            self.inline.push((open.node, Vec::new()));
+        }
+        let Some((_, data)) = self.inline.last_mut() else { return Ok(()) };
+        data.resize(offset as usize, 0);
+        read_onto(data, len, from)?;
+        if open.rest.is_empty() {
+            data.resize(open.size as usize, 0);
+        }
+        self.bytes += len;
+        Ok(())
+    }
+
+    fn finish(self) -> Wave {
+        let digest = |(node, of_big_file, file_offset, mut data): (u32, bool, u64, Vec<u8>)| {
+            data.resize(data.len().next_multiple_of(BLOCK_SIZE as usize), 0);
+            let digest = Digest::of(&data);
+            Piece { node, file_offset, data, digest, of_big_file }
+        };
+        Wave {
+            pieces: self.pieces.into_par_iter().map(digest).collect(),
+            inline: self.inline.into_iter().map(|(node, data)| (node, data.into())).collect(),
+        }
+    }
+}
+
+fn read_onto(data: &mut Vec<u8>, len: u64, from: &mut impl Read) -> Result<()> {
+    let read = from.take(len).read_to_end(data).map_err(cannot_read)?;
+    if (read as u64) < len {
+        return Err(cannot_read(io::ErrorKind::UnexpectedEof.into()));
+    }
+    Ok(())
+}
+
+impl Input for TarInput<'_> {
+    fn next(&mut self) -> Result<Option<Wave>> {
+        if self.ended {
+            return Ok(None);
+        }
+        let mut cutter = Cutter::default();
+        while !self.ended && cutter.bytes < WAVE_LEN {
+            match self.open.take() {
+                Some(mut open) => {
+                    self.read_data(&mut open, WAVE_LEN, &mut cutter)?;
+                    if !open.rest.is_empty() {
+                        self.open = Some(open);
+                    }
+                }
+                None => self.next_entry()?,
+            }
+        }
+        Ok(Some(cutter.finish()))
+    }
+}

@@ -1,0 +1,367 @@
+//! The tar format: ustar, pax (POSIX.1-2001) and GNU archives, as a stream.
+//!
+//! ```text
+//!   header 512 │ data, padded to 512 │ header │ …  │ two blocks of zeros
+//!   'x' and 'g' (pax records), 'L' and 'K' (GNU long names) describe the header after them
+//!   sparse files: GNU 'S' (map in the header), pax 0.0 and 0.1 (map in records), 1.0 (in the data)
+//! ```
+//!
+//! Every length that an archive declares is bounded before anything is allocated for it.
+
+use std::io::Read;
+
+use burgeon_block::{Error, Result};
+
+use super::{
+    super::xattrs,
+    records::{Records, decimal, time},
+};
+use crate::corrupt;
+
+const BLOCK: usize = 512;
+/// Longest pax header or GNU long name: 16 MiB holds every xattr that Linux allows on a file.
+const META_MAX: u64 = 16 << 20;
+/// Longest map of a sparse file, in pieces: 1 GiB of alternating blocks.
+const SPARSE_MAX: usize = 1 << 18;
+
+/// One file of an archive. Its data follows in the stream: `stored_len` bytes.
+#[derive(Debug, Default)]
+pub(super) struct Entry {
+    pub(super) path: Vec<u8>,
+    pub(super) link: Vec<u8>,
+    /// The type flag.
+    pub(super) kind: u8,
+    pub(super) mode: u32,
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+    /// Length of the file, holes included.
+    pub(super) size: u64,
+    pub(super) mtime_s: i64,
+    pub(super) mtime_ns: u32,
+    pub(super) major: u32,
+    pub(super) minor: u32,
+    pub(super) xattrs: xattrs::Xattrs,
+    /// Whether it has an ACL in text, which is not translated.
+    pub(super) text_acl: bool,
+    /// Data: offset in the file and length, in order; `None` if there are no holes.
+    pub(super) map: Option<Vec<(u64, u64)>>,
+    pub(super) stored_len: u64,
+}
+
+/// Reads an archive, header by header.
+pub(super) struct Reader<R> {
+    input: R,
+    /// Padding after the data of the entry before.
+    padding: usize,
+    global: Records,
+}
+
+impl<R: Read> Reader<R> {
+    pub(super) fn new(input: R) -> Self {
+        Self { input, padding: 0, global: Records::default() }
+    }
+
+    /// The stream, for an entry's data: exactly `stored_len` bytes must be read from it.
+    pub(super) fn data(&mut self) -> &mut R {
+        &mut self.input
+    }
+
+    /// The next entry; `None` at the end of the archive, which must be marked as such.
+    pub(super) fn next(&mut self) -> Result<Option<Entry>> {
+        let mut records = Records::default();
+        let (mut long_path, mut long_link) = (None, None);
+        self.skip_padding()?;
+        loop {
+            let Some(header) = self.header()? else { return Ok(None) };
+            let size = header.number(124, 12)?;
+            match header.kind() {
+                b'x' | b'X' => records.extend(&self.meta(size)?)?,
+                b'g' => {
+                    let bytes = self.meta(size)?;
+                    self.global.extend(&bytes)?;
+                }
+                b'L' => long_path = Some(until_nul(&self.meta(size)?).to_vec()),
+                b'K' => long_link = Some(until_nul(&self.meta(size)?).to_vec()),
+                // A volume's label.
+                b'V' => drop(self.meta(size)?),
+                b'M' | b'N' => {
+                    return Err(corrupt("the archive goes over several volumes: join them first"));
+                }
+                _ => {
+                    let mut entry = header.entry(size)?;
+                    let old_map = self.old_sparse(&header, &mut entry)?;
+                    entry.path = long_path.unwrap_or(entry.path);
+                    entry.link = long_link.unwrap_or(entry.link);
+                    apply(&self.global, &mut entry)?;
+                    apply(&records, &mut entry)?;
+                    self.padding = padding(entry.stored_len);
+                    self.sparse(&records, old_map, &mut entry)?;
+                    return Ok(Some(entry));
+                }
+            }
+        }
+    }
+
+    fn skip_padding(&mut self) -> Result<()> {
+        let mut padding = [0; BLOCK];
+        let len = std::mem::take(&mut self.padding);
+        self.fill(&mut padding[..len])
+    }
+
+    fn fill(&mut self, buf: &mut [u8]) -> Result<()> {
+        self.input.read_exact(buf).map_err(cannot_read)
+    }
+
+    fn header(&mut self) -> Result<Option<Header>> {
+        let mut header = Header([0; BLOCK]);
+        self.fill(&mut header.0)?;
+        if header.0 == [0; BLOCK] {
+            return Ok(None);
+        }
+        header.check()?;
+        Ok(Some(header))
+    }
+
+    /// The data of a header that describes another one.
+    fn meta(&mut self, len: u64) -> Result<Vec<u8>> {
+        if len > META_MAX {
+            return Err(corrupt(format!("the archive has a header of {len} bytes")));
+        }
+        let mut bytes = vec![0; len as usize];
+        self.fill(&mut bytes)?;
+        self.padding = padding(len);
+        self.skip_padding()?;
+        Ok(bytes)
+    }
+
+    /// The map of GNU's old sparse format, which goes on in blocks after the header.
+    fn old_sparse(
+        &mut self,
+        header: &Header,
+        entry: &mut Entry,
+    ) -> Result<Option<Vec<(u64, u64)>>> {
+        if entry.kind != b'S' {
+            return Ok(None);
+        }
+        entry.size = header.number(483, 12)?;
+        let mut map = Vec::new();
+        let mut block = Header(header.0);
+        let (mut first, mut count, mut more) = (386, 4, 482);
+        loop {
+            for index in 0..count {
+                let at = first + 24 * index;
+                if block.0[at] != 0 {
+                    map.push((block.number(at, 12)?, block.number(at + 12, 12)?));
+                }
+            }
+            if block.0[more] == 0 {
+                return Ok(Some(map));
+            }
+            if map.len() > SPARSE_MAX {
+                return Err(corrupt("a sparse file of the archive has too many pieces"));
+            }
+            self.fill(&mut block.0)?;
+            (first, count, more) = (0, 21, 504);
+        }
+    }
+
+    /// Finds the map of a sparse file, in whichever format, and checks it.
+    fn sparse(
+        &mut self,
+        records: &Records,
+        old_map: Option<Vec<(u64, u64)>>,
+        entry: &mut Entry,
+    ) -> Result<()> {
+        let map = if records.get("GNU.sparse.major") == Some(b"1") {
+            Some(self.map_in_data(entry)?)
+        } else {
+            old_map.or(records.sparse_map()?)
+        };
+        let Some(map) = map else { return Ok(()) };
+        if let Some(name) = records.get("GNU.sparse.name") {
+            entry.path = name.to_vec();
+        }
+        let real = records.get("GNU.sparse.realsize").or(records.get("GNU.sparse.size"));
+        if let Some(size) = real {
+            entry.size = decimal(size)?;
+        }
+        let bad = || corrupt(format!("the map of {} is wrong", show(&entry.path)));
+        let (mut end, mut total) = (0u64, 0u64);
+        for (offset, len) in &map {
+            let stop = offset.checked_add(*len).ok_or_else(bad)?;
+            if *offset < end || stop > entry.size {
+                return Err(bad());
+            }
+            (end, total) = (stop, total + len);
+        }
+        if total != entry.stored_len {
+            return Err(bad());
+        }
+        entry.map = Some(map);
+        Ok(())
+    }
+
+    /// The map of pax format 1.0: decimal numbers, one a line, in blocks before the data.
+    fn map_in_data(&mut self, entry: &mut Entry) -> Result<Vec<(u64, u64)>> {
+        let bad = || corrupt("the map of a sparse file of the archive is wrong");
+        let mut text: Vec<u8> = Vec::new();
+        let mut numbers = Vec::new();
+        let mut wanted = 1;
+        while numbers.len() < wanted {
+            let mut block = [0; BLOCK];
+            entry.stored_len = entry.stored_len.checked_sub(BLOCK as u64).ok_or_else(bad)?;
+            self.fill(&mut block)?;
+            text.extend_from_slice(&block);
+            while let Some(end) = text.iter().position(|byte| *byte == b'\n') {
+                if numbers.len() == wanted {
+                    break;
+                }
+                let line: Vec<u8> = text.drain(..=end).collect();
+                numbers.push(decimal(&line[..end])?);
+                if numbers.len() == 1 {
+                    let pieces = usize::try_from(numbers[0]).unwrap_or(usize::MAX);
+                    if pieces > SPARSE_MAX {
+                        return Err(bad());
+                    }
+                    wanted = 1 + 2 * pieces;
+                }
+            }
+        }
+        Ok(numbers[1..].chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
+    }
+}
+
+fn padding(len: u64) -> usize {
+    (len.next_multiple_of(BLOCK as u64) - len) as usize
+}
+
+pub(super) fn cannot_read(error: std::io::Error) -> Error {
+    if error.kind() == std::io::ErrorKind::UnexpectedEof {
+        corrupt("the archive ends before its end: it is truncated, or no tar archive")
+    } else {
+        Error::io("cannot read the archive", error)
+    }
+}
+
+/// A path of an archive, for messages.
+pub(super) fn show(path: &[u8]) -> String {
+    format!("{:?}", String::from_utf8_lossy(path))
+}
+
+struct Header([u8; BLOCK]);
+
+impl Header {
+    fn kind(&self) -> u8 {
+        self.0[156]
+    }
+
+    fn check(&self) -> Result<()> {
+        let sum: u64 = self.0.iter().map(|byte| u64::from(*byte)).sum();
+        let field: u64 = self.0[148..156].iter().map(|byte| u64::from(*byte)).sum();
+        if self.number(148, 8)? == sum - field + 8 * u64::from(b' ') {
+            return Ok(());
+        }
+        Err(corrupt("this is no tar archive, or a damaged one: a header's checksum is wrong"))
+    }
+
+    /// A number: octal digits, or, with the highest bit set, big-endian binary.
+    fn number(&self, at: usize, len: usize) -> Result<u64> {
+        let bad = || corrupt("a number in a header of the archive makes no sense");
+        let field = &self.0[at..at + len];
+        if field[0] & 0x80 != 0 {
+            // The first byte holds the mark, and the lowest bits of it belong to the number.
+            let mut value = u64::from(field[0] & 0x7f);
+            for byte in &field[1..] {
+                if value >> 56 != 0 {
+                    return Err(bad());
+                }
+                value = value << 8 | u64::from(*byte);
+            }
+            return Ok(value);
+        }
+        let text = until_nul(field).trim_ascii();
+        text.iter().try_fold(0u64, |value, digit| match digit {
+            b'0'..=b'7' => Ok(value << 3 | u64::from(digit - b'0')),
+            _ => Err(bad()),
+        })
+    }
+
+    /// The time, which may lie before 1970 in binary.
+    fn mtime(&self) -> Result<i64> {
+        let field = &self.0[136..148];
+        if field[0] == 0xff {
+            let low = field[4..].iter().fold(0, |value: u64, byte| value << 8 | u64::from(*byte));
+            return Ok(low as i64);
+        }
+        Ok(self.number(136, 12)? as i64)
+    }
+
+    fn entry(&self, size: u64) -> Result<Entry> {
+        let mut path = until_nul(&self.0[..100]).to_vec();
+        // ustar has a prefix; GNU uses those bytes otherwise.
+        let ustar = self.0[257..263] == *b"ustar\0";
+        let prefix = until_nul(&self.0[345..500]);
+        if ustar && !prefix.is_empty() {
+            path = [prefix, b"/", &path].concat();
+        }
+        let kind = self.kind();
+        let named_as_dir = matches!(kind, b'0' | 0) && path.ends_with(b"/");
+        let has_magic = self.0[257..262] == *b"ustar";
+        let device = |at| if has_magic { self.number(at, 8) } else { Ok(0) };
+        let narrow = |value: u64| {
+            u32::try_from(value)
+                .map_err(|_| corrupt("an id of the archive does not fit in 32 bits"))
+        };
+        Ok(Entry {
+            path,
+            link: until_nul(&self.0[157..257]).to_vec(),
+            kind: if named_as_dir { b'5' } else { kind },
+            mode: narrow(self.number(100, 8)? & 0o7777)?,
+            uid: narrow(self.number(108, 8)?)?,
+            gid: narrow(self.number(116, 8)?)?,
+            size,
+            mtime_s: self.mtime()?,
+            major: narrow(device(329)?)?,
+            minor: narrow(device(337)?)?,
+            stored_len: size,
+            ..Entry::default()
+        })
+    }
+}
+
+fn until_nul(bytes: &[u8]) -> &[u8] {
+    bytes.split(|byte| *byte == 0).next().unwrap_or_default()
+}
+
+/// What pax records say goes before what the header says.
+fn apply(records: &Records, entry: &mut Entry) -> Result<()> {
+    let id = |value: &[u8]| {
+        u32::try_from(decimal(value)?)
+            .map_err(|_| corrupt("an id of the archive does not fit in 32 bits"))
+    };
+    for (key, value) in records.iter() {
+        match key {
+            "path" => entry.path = value.to_vec(),
+            "linkpath" => entry.link = value.to_vec(),
+            "size" => {
+                entry.stored_len = decimal(value)?;
+                if entry.kind != b'S' {
+                    entry.size = entry.stored_len;
+                }
+            }
+            "uid" => entry.uid = id(value)?,
+            "gid" => entry.gid = id(value)?,
+            "mtime" => (entry.mtime_s, entry.mtime_ns) = time(value)?,
+            _ if key.starts_with("SCHILY.acl.") => entry.text_acl = true,
+            _ => {
+                let name = key.strip_prefix("SCHILY.xattr.").map(str::as_bytes);
+                if let Some(name) = name.filter(|name| xattrs::wanted(name)) {
+                    entry.xattrs.retain(|(other, _)| **other != *name);
+                    entry.xattrs.push((name.into(), value.into()));
+                }
+            }
+        }
+    }
+    entry.xattrs.sort();
+    Ok(())
+}

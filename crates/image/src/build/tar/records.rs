@@ -1,0 +1,129 @@
+//! Pax records: `LENGTH KEY=VALUE\n`, the length counting itself.
+
+use burgeon_block::{Error, Result};
+
+use crate::corrupt;
+
+/// Keys and values, in order; a later one of the same key replaces an earlier one, but for the
+/// pairs of sparse format 0.0, which are kept apart.
+#[derive(Default)]
+pub(super) struct Records {
+    pairs: Vec<(String, Vec<u8>)>,
+    sparse: Vec<u64>,
+}
+
+impl Records {
+    pub(super) fn extend(&mut self, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            let (record, rest) = split_record(bytes).ok_or_else(bad)?;
+            bytes = rest;
+            let equals = record.iter().position(|byte| *byte == b'=').ok_or_else(bad)?;
+            let (key, value) = (&record[..equals], &record[equals + 1..]);
+            let key = std::str::from_utf8(key).map_err(|_| bad())?;
+            if matches!(key, "GNU.sparse.offset" | "GNU.sparse.numbytes") {
+                self.sparse.push(decimal(value)?);
+                continue;
+            }
+            self.pairs.retain(|(other, _)| other != key);
+            self.pairs.push((key.to_owned(), value.to_vec()));
+        }
+        Ok(())
+    }
+
+    pub(super) fn get(&self, key: &str) -> Option<&[u8]> {
+        self.pairs.iter().find(|(other, _)| other == key).map(|(_, value)| value.as_slice())
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.pairs.iter().map(|(key, value)| (key.as_str(), value.as_slice()))
+    }
+
+    /// The map of sparse formats 0.0 and 0.1.
+    pub(super) fn sparse_map(&self) -> Result<Option<Vec<(u64, u64)>>> {
+        let numbers = match self.get("GNU.sparse.map") {
+            Some(map) => {
+                map.split(|byte| *byte == b',').map(decimal).collect::<Result<Vec<_>>>()?
+            }
+            None if self.sparse.is_empty() => return Ok(None),
+            None => self.sparse.clone(),
+        };
+        if numbers.len() % 2 != 0 {
+            return Err(bad());
+        }
+        Ok(Some(numbers.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect()))
+    }
+}
+
+/// The first record without length and newline, and what follows it.
+fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let space = bytes.iter().take(20).position(|byte| *byte == b' ')?;
+    let len = usize::try_from(decimal(&bytes[..space]).ok()?).ok()?;
+    let (record, rest) = bytes.split_at_checked(len)?;
+    let record = record.get(space + 1..)?.strip_suffix(b"\n")?;
+    Some((record, rest))
+}
+
+fn bad() -> Error {
+    corrupt("an extended header of the archive makes no sense")
+}
+
+/// A decimal number without sign.
+pub(super) fn decimal(text: &[u8]) -> Result<u64> {
+    let digits = !text.is_empty() && text.iter().all(u8::is_ascii_digit);
+    let number = std::str::from_utf8(text).ok().filter(|_| digits);
+    number.and_then(|number| number.parse().ok()).ok_or_else(bad)
+}
+
+/// A time in decimal seconds, with or without a sign and a fraction, as whole seconds and
+/// nanoseconds (which count forward, also before 1970).
+pub(super) fn time(text: &[u8]) -> Result<(i64, u32)> {
+    let (negative, text) = match text.strip_prefix(b"-") {
+        Some(text) => (true, text),
+        None => (false, text),
+    };
+    let (whole, fraction) = match text.iter().position(|byte| *byte == b'.') {
+        Some(point) => (&text[..point], &text[point + 1..]),
+        None => (text, &b""[..]),
+    };
+    let seconds = i64::try_from(decimal(whole)?).map_err(|_| bad())?;
+    let mut digits = [b'0'; 9];
+    for (digit, given) in digits.iter_mut().zip(fraction) {
+        *digit = *given;
+    }
+    let nanos = decimal(&digits)? as u32;
+    Ok(match (negative, nanos) {
+        (false, _) => (seconds, nanos),
+        (true, 0) => (-seconds, 0),
+        (true, _) => (-seconds - 1, 1_000_000_000 - nanos),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_are_read_and_replaced() {
+        let mut records = Records::default();
+        records.extend(b"12 path=abc\n11 size=123\n").unwrap_err();
+        let mut records = Records::default();
+        records.extend(b"12 path=abc\n12 size=123\n").unwrap();
+        assert_eq!(records.get("path"), Some(&b"abc"[..]));
+        records.extend(b"12 path=\n=x\n").unwrap();
+        assert_eq!(records.get("path"), Some(&b"\n=x"[..]));
+        for bad in [&b"x"[..], b"5 a=b\n", b"0 a=b\n", b"99 a=b\n", b"6 ab\n\n", b"8 a=b\n\n"] {
+            assert!(Records::default().extend(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn times_have_signs_and_fractions() {
+        assert_eq!(time(b"12.5").unwrap(), (12, 500_000_000));
+        assert_eq!(time(b"12.1234567891").unwrap(), (12, 123_456_789));
+        assert_eq!(time(b"-1.25").unwrap(), (-2, 750_000_000));
+        assert_eq!(time(b"-3").unwrap(), (-3, 0));
+        for bad in [&b""[..], b"1.x", b"--1", b"1e5", b"99999999999999999999"] {
+            assert!(time(bad).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,180 @@
+use std::collections::HashMap;
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use super::{
+    super::nodes::{Node, S_IFBLK, S_IFCHR, S_IFDIR, S_IFLNK, S_IFREG, rdev},
+    reader::{Entry, show},
+};
+use crate::{XATTR_MAX, corrupt};
+
+const S_IFIFO: u32 = 0o010000;
+
+/// The tree that an archive's entries add up to. A later entry of the same name replaces an
+/// earlier one, as when unpacking; a directory stays and takes the later attributes.
+pub(super) struct ArchiveTree {
+    nodes: Vec<Node>,
+    /// Names in each directory: node of the directory and name.
+    names: HashMap<(u32, Box<[u8]>), u32>,
+    /// Files with an ACL in text, which was left out.
+    pub(super) text_acls: u64,
+}
+
+impl ArchiveTree {
+    pub(super) fn new() -> Self {
+        let root = Node { mode: S_IFDIR | 0o755, ..Node::default() };
+        Self { nodes: vec![root], names: HashMap::new(), text_acls: 0 }
+    }
+
+    /// Adds an entry; returns its node if it is a regular file, whose data follows.
+    pub(super) fn add(&mut self, entry: Entry) -> Result<Option<u32>> {
+        let wrong = |why: &str| corrupt(format!("{} in the archive {why}", show(&entry.path)));
+        let parts = parts(&entry.path).ok_or_else(|| {
+            wrong("is no safe name: absolute, with `..`, empty, or longer than 255 bytes a part")
+        })?;
+        self.text_acls += u64::from(entry.text_acl);
+        let kind = match entry.kind {
+            b'0' | 0 | b'7' | b'S' => S_IFREG,
+            b'1' => return self.add_link(&entry, &parts).map(|()| None),
+            b'2' => S_IFLNK,
+            b'3' => S_IFCHR,
+            b'4' => S_IFBLK,
+            b'5' | b'D' => S_IFDIR,
+            b'6' => S_IFIFO,
+            other => {
+                let why = format!("has the type {:?}, which is unknown", char::from(other));
+                return Err(wrong(&why));
+            }
+        };
+        if kind == S_IFLNK && !(1..=4095).contains(&entry.link.len()) || entry.link.contains(&0) {
+            return Err(wrong("is a symlink to nothing, or to a name above 4095 bytes"));
+        }
+        if entry.xattrs.iter().any(|(name, value)| {
+            name.len() > 255 || name.contains(&0) || name.len() + value.len() > XATTR_MAX
+        }) {
+            let what = format!("{} has an attribute longer than btrfs can hold", show(&entry.path));
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let node = Node {
+            mode: kind | entry.mode,
+            uid: entry.uid,
+            gid: entry.gid,
+            rdev: if kind == S_IFCHR || kind == S_IFBLK {
+                rdev(entry.major, entry.minor)
+            } else {
+                0
+            },
+            size: if kind == S_IFREG { entry.size } else { 0 },
+            mtime_s: entry.mtime_s,
+            mtime_ns: entry.mtime_ns,
+            target: if kind == S_IFLNK { entry.link.as_slice().into() } else { [].into() },
+            xattrs: entry.xattrs.clone(),
+            children: Vec::new(),
+        };
+        let number = self.put(&parts, node, &entry.path)?;
+        Ok((kind == S_IFREG).then_some(number))
+    }
+
+    fn add_link(&mut self, entry: &Entry, path: &[&[u8]]) -> Result<()> {
+        let wrong = || {
+            corrupt(format!(
+                "{} in the archive is a hard link to {}, which is no earlier file of it",
+                show(&entry.path),
+                show(&entry.link)
+            ))
+        };
+        let target = parts(&entry.link).ok_or_else(wrong)?;
+        let target = target.iter().try_fold(0, |dir, name| {
+            self.names.get(&(dir, Box::from(*name))).copied().ok_or_else(wrong)
+        })?;
+        if self.nodes[target as usize].is_dir() {
+            return Err(wrong());
+        }
+        let (dir, name) = self.place(path, &entry.path)?;
+        let before = self.names.get(&(dir, Box::from(name)));
+        if before.is_some_and(|before| self.nodes[*before as usize].is_dir()) {
+            return Err(replaces_directory(&entry.path));
+        }
+        self.names.insert((dir, name.into()), target);
+        Ok(())
+    }
+
+    /// Puts `node` at `path`.
+    fn put(&mut self, path: &[&[u8]], node: Node, shown: &[u8]) -> Result<u32> {
+        if path.is_empty() {
+            if !node.is_dir() {
+                return Err(replaces_directory(b"/"));
+            }
+            self.nodes[0] = node;
+            return Ok(0);
+        }
+        let (dir, name) = self.place(path, shown)?;
+        if let Some(before) = self.names.get(&(dir, Box::from(name))).copied()
+            && self.nodes[before as usize].is_dir()
+        {
+            if !node.is_dir() {
+                return Err(replaces_directory(shown));
+            }
+            self.nodes[before as usize] = node;
+            return Ok(before);
+        }
+        let number = u32::try_from(self.nodes.len())
+            .map_err(|_| Error::new(ErrorKind::Invalid, "the archive holds too many files"))?;
+        self.nodes.push(node);
+        self.names.insert((dir, name.into()), number);
+        Ok(number)
+    }
+
+    /// The directory and the name that `path` ends in. Directories that the archive leaves out
+    /// are made.
+    fn place<'a>(&mut self, path: &[&'a [u8]], shown: &[u8]) -> Result<(u32, &'a [u8])> {
+        let Some((name, parents)) = path.split_last() else {
+            return Err(replaces_directory(b"/"));
+        };
+        let mut dir = 0;
+        for part in parents {
+            dir = match self.names.get(&(dir, Box::from(*part))) {
+                Some(node) if self.nodes[*node as usize].is_dir() => *node,
+                Some(_) => {
+                    return Err(corrupt(format!(
+                        "{} in the archive lies in {}, which is no directory",
+                        show(shown),
+                        show(part)
+                    )));
+                }
+                None => {
+                    let number = self.nodes.len() as u32;
+                    self.nodes.push(Node { mode: S_IFDIR | 0o755, ..Node::default() });
+                    self.names.insert((dir, Box::from(*part)), number);
+                    number
+                }
+            };
+        }
+        Ok((dir, name))
+    }
+
+    /// The nodes, each directory's names sorted.
+    pub(super) fn into_nodes(mut self) -> Vec<Node> {
+        for ((dir, name), node) in self.names {
+            self.nodes[dir as usize].children.push((name, node));
+        }
+        for node in &mut self.nodes {
+            node.children.sort();
+        }
+        self.nodes
+    }
+}
+
+fn replaces_directory(path: &[u8]) -> Error {
+    corrupt(format!("{} in the archive replaces a directory by something else", show(path)))
+}
+
+/// The parts of a path of an archive; `None` if it is not safe.
+fn parts(path: &[u8]) -> Option<Vec<&[u8]>> {
+    if path.is_empty() || path.starts_with(b"/") || path.contains(&0) {
+        return None;
+    }
+    let parts = path.split(|byte| *byte == b'/').filter(|part| !part.is_empty() && *part != b".");
+    let parts: Vec<_> = parts.collect();
+    parts.iter().all(|part| *part != b".." && part.len() <= 255).then_some(parts)
+}

@@ -1,0 +1,137 @@
+//! Removing names, and what no name and no host needs any more.
+
+use std::collections::HashSet;
+
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+
+use super::{ImageRecord, list, load_bytes, name_object, read_roots, resolve};
+use crate::{Limits, Manifest};
+
+/// Removes the name `name`. The image's data goes with the next [`gc`], if nothing else needs
+/// it. Refused (`Invalid`) while another host than `this_host` needs the image and no other name
+/// keeps it.
+pub fn remove(store: &impl ObjectStore, name: &str, this_host: &str) -> Result<ImageRecord> {
+    let record = resolve(store, name)?;
+    let digest = record.digest()?;
+    let other_names = list(store)?.into_iter().filter(|(other, _)| other != name);
+    let kept = other_names
+        .filter_map(|(_, record)| record.ok()?.digest().ok())
+        .any(|other| other == digest);
+    let roots = read_roots(store)?;
+    for host in roots.iter().filter(|host| host.host != this_host && !kept) {
+        if host.digests()?.contains(&digest) {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "{name:?} is not removed: the host {} has mounts or writes of it; remove those there first",
+                    host.host
+                ),
+            ));
+        }
+    }
+    store.remove(&name_object(name)?)?;
+    Ok(record)
+}
+
+/// What [`gc`] did.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Collected {
+    /// Manifests that nothing needed.
+    pub manifests: u64,
+    /// Packs that no manifest left needed.
+    pub packs: u64,
+    /// Bytes of both.
+    pub bytes: u64,
+    /// Bytes that killed builds had left.
+    pub stale_bytes: u64,
+    /// Builds at work. If any, only what killed builds had left was removed.
+    pub builds: usize,
+    /// Images and hosts whose manifest is missing: `verify` says more.
+    pub missing: Vec<String>,
+}
+
+/// Removes from `store` every manifest that neither a name, nor a host's record, nor `needed`
+/// (what this host needs besides its record) keeps, and every pack that no kept manifest refers
+/// to. With `dry_run` these are only counted; what killed builds left goes all the same.
+///
+/// Refuses to remove anything if a name's record, a host's record or a kept manifest cannot be
+/// read: what it needs is then unknown. Builds wait meanwhile; while one is at work, only what
+/// killed builds left is removed.
+pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<Collected> {
+    let collecting = store.begin_collect()?;
+    let mut collected = Collected {
+        stale_bytes: collecting.stale_bytes,
+        builds: collecting.writers,
+        ..Collected::default()
+    };
+    if collecting.writers > 0 {
+        return Ok(collected);
+    }
+    let mut manifests = HashSet::new();
+    let mut packs = HashSet::new();
+    for (who, digest) in roots(store, needed)? {
+        if !manifests.insert(digest) {
+            continue;
+        }
+        match load_bytes(store, &digest) {
+            Ok(bytes) => {
+                let (_, objects) = Manifest::decode_chunks(&bytes, &Limits::default())
+                    .map_err(|error| unknown_needs(&who, error))?;
+                packs.extend(objects);
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => collected.missing.push(who),
+            Err(error) => return Err(unknown_needs(&who, error)),
+        }
+    }
+    // Manifests first: should this be interrupted, no manifest lacks a pack. What is not named
+    // by a digest is none of ours.
+    for object in store.list("manifests")? {
+        if digest_of(&object, "manifests/").is_some_and(|digest| !manifests.contains(&digest)) {
+            collected.bytes += remove_object(store, &object, dry_run)?;
+            collected.manifests += 1;
+        }
+    }
+    for object in store.list("packs")? {
+        if digest_of(&object, "packs/").is_some() && !packs.contains(&object) {
+            collected.bytes += remove_object(store, &object, dry_run)?;
+            collected.packs += 1;
+        }
+    }
+    drop(collecting.lease);
+    Ok(collected)
+}
+
+/// Removes `object`, unless `dry_run`; returns its length.
+fn remove_object(store: &impl ObjectStore, object: &ObjectId, dry_run: bool) -> Result<u64> {
+    let len = store.len(object)?.unwrap_or(0);
+    if !dry_run {
+        store.remove(object)?;
+    }
+    Ok(len)
+}
+
+/// Every digest that is needed, and by whom.
+fn roots(store: &impl ObjectStore, needed: &[Digest]) -> Result<Vec<(String, Digest)>> {
+    let mut roots = Vec::new();
+    for (name, record) in list(store)? {
+        let who = format!("the image {name:?}");
+        let digest = record.and_then(|record| record.digest());
+        roots.push((who.clone(), digest.map_err(|error| unknown_needs(&who, error))?));
+    }
+    for host in read_roots(store)? {
+        let who = format!("the host {}", host.host);
+        roots.extend(host.digests()?.into_iter().map(|digest| (who.clone(), digest)));
+    }
+    let local = needed.iter().map(|digest| ("this host".to_owned(), *digest));
+    roots.extend(local);
+    Ok(roots)
+}
+
+fn unknown_needs(who: &str, error: Error) -> Error {
+    let what = format!("nothing is removed, because it cannot be known what {who} needs");
+    Error::with_source(error.kind(), what, error)
+}
+
+fn digest_of(object: &ObjectId, prefix: &str) -> Option<Digest> {
+    object.as_str().strip_prefix(prefix)?.parse().ok()
+}

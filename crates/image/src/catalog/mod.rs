@@ -1,0 +1,164 @@
+//! The images of a store: their names, and what the names stand for.
+//!
+//! A name is an object `images/<name>`, its odd characters escaped, that holds a line of JSON
+//! ([`ImageRecord`]). Invariant: a name's manifest and packs were published before it.
+
+mod collect;
+mod names;
+mod roots;
+mod verify;
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+use serde::{Deserialize, Serialize};
+
+pub(crate) use self::names::check_name;
+use self::names::{escape, unescape};
+pub use self::{
+    collect::{Collected, gc, remove},
+    roots::{HostRoots, forget_host, publish_roots, read_roots},
+    verify::{Damage, Read, Verified, verify},
+};
+use crate::{
+    Limits, corrupt,
+    manifest::{ENCODED_MAX, Manifest},
+};
+
+/// Version of the record of a name.
+const RECORD_FORMAT: u32 = 1;
+/// Longest record of a name, in bytes.
+const RECORD_MAX: u64 = 64 << 10;
+
+/// What a name stands for, and figures to show.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ImageRecord {
+    /// Version of this record.
+    format: u32,
+    /// The name.
+    pub name: String,
+    /// The image: digest of its manifest, in hexadecimal.
+    manifest: String,
+    /// When the name was given, seconds since 1970.
+    pub created_s: u64,
+    /// Files of any type, hard links counted once.
+    pub inodes: u64,
+    /// Bytes of regular files, as `du --apparent-size` counts them.
+    pub file_bytes: u64,
+    /// Bytes of lazy data: distinct, padded to blocks, not compressed.
+    pub data_bytes: u64,
+    /// Bytes of chunks, compressed, whichever image stored them.
+    pub stored_bytes: u64,
+    /// Bytes of the manifest: what a first mount transfers.
+    pub manifest_bytes: u64,
+}
+
+impl ImageRecord {
+    pub(crate) fn of(name: &str, digest: Digest, manifest: &Manifest, manifest_bytes: u64) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self {
+            format: RECORD_FORMAT,
+            name: name.to_owned(),
+            manifest: digest.to_string(),
+            created_s: now.as_secs(),
+            inodes: manifest.tree.inodes.len() as u64,
+            file_bytes: manifest.tree.inodes.iter().map(|inode| inode.size).sum(),
+            data_bytes: manifest.data_range().len(),
+            stored_bytes: manifest.chunks.iter().map(|chunk| chunk.stored.len()).sum(),
+            manifest_bytes,
+        }
+    }
+
+    /// The image: digest of its manifest.
+    pub fn digest(&self) -> Result<Digest> {
+        self.manifest.parse()
+    }
+}
+
+/// The object that holds the manifest with `digest`.
+pub fn manifest_object(digest: &Digest) -> Result<ObjectId> {
+    ObjectId::new(format!("manifests/{digest}"))
+}
+
+fn name_object(name: &str) -> Result<ObjectId> {
+    check_name(name)?;
+    ObjectId::new(format!("images/{}", escape(name)))
+}
+
+pub(crate) fn publish_name(store: &impl ObjectStore, record: &ImageRecord) -> Result<()> {
+    let mut line = serde_json::to_vec(record)
+        .map_err(|error| Error::with_source(ErrorKind::Invalid, "cannot write a record", error))?;
+    line.push(b'\n');
+    store.publish(&name_object(&record.name)?, &line)
+}
+
+/// All images of `store` by name. A name whose record cannot be read is an error of its own.
+pub fn list(store: &impl ObjectStore) -> Result<Vec<(String, Result<ImageRecord>)>> {
+    let objects = store.list("images")?;
+    let named = objects.iter().filter_map(|object| {
+        let name = unescape(object.as_str().strip_prefix("images/")?)?;
+        let record = read_record(store, object);
+        Some((name, record))
+    });
+    Ok(named.collect())
+}
+
+/// What `name` stands for. `NotFound` offers names that are like it.
+pub fn resolve(store: &impl ObjectStore, name: &str) -> Result<ImageRecord> {
+    let object = name_object(name)?;
+    if store.len(&object)?.is_some() {
+        return read_record(store, &object);
+    }
+    let objects = store.list("images")?;
+    let names =
+        objects.iter().filter_map(|object| unescape(object.as_str().strip_prefix("images/")?));
+    let names: Vec<String> = names.collect();
+    Err(Error::new(
+        ErrorKind::NotFound,
+        format!("there is no image {name:?}{}", names::suggest(name, &names)),
+    ))
+}
+
+fn read_record(store: &impl ObjectStore, object: &ObjectId) -> Result<ImageRecord> {
+    let bytes = store.get(object, RECORD_MAX)?;
+    let damaged = |error| {
+        let what = format!("{object} of the store is damaged; build the image again");
+        Error::with_source(ErrorKind::Corrupt, what, error)
+    };
+    #[derive(Deserialize)]
+    struct Version {
+        format: u32,
+    }
+    let version: Version = serde_json::from_slice(&bytes).map_err(damaged)?;
+    if version.format != RECORD_FORMAT {
+        let what = format!(
+            "{object} has format {}, unknown to this Burgeon: use a newer one",
+            version.format
+        );
+        return Err(Error::new(ErrorKind::UnsupportedFormat, what));
+    }
+    let record: ImageRecord = serde_json::from_slice(&bytes).map_err(damaged)?;
+    record.digest()?;
+    Ok(record)
+}
+
+/// Reads the manifest with `digest` and checks it against the digest.
+pub fn load(store: &impl ObjectStore, digest: &Digest, limits: &Limits) -> Result<Manifest> {
+    let object = manifest_object(digest)?;
+    let bytes = load_bytes(store, digest)?;
+    Manifest::decode(&bytes, limits)
+        .map_err(|error| Error::with_source(error.kind(), format!("cannot use {object}"), error))
+}
+
+/// The bytes of the manifest with `digest`, checked against it.
+pub fn load_bytes(store: &impl ObjectStore, digest: &Digest) -> Result<bytes::Bytes> {
+    let object = manifest_object(digest)?;
+    let bytes = store.get(&object, ENCODED_MAX)?;
+    let mut hasher = blake3::Hasher::new();
+    hasher.update_rayon(&bytes);
+    if Digest::from(hasher.finalize()) == *digest {
+        Ok(bytes)
+    } else {
+        Err(corrupt(format!("{object} of the store does not match its digest")))
+    }
+}

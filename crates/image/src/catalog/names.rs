@@ -1,0 +1,135 @@
+//! Names of images.
+
+use burgeon_block::Result;
+
+use crate::invalid;
+
+/// Longest name, in bytes: escaped it must fit in a file name.
+const NAME_MAX: usize = 80;
+
+/// Checks that `name` can name an image: 1 to 80 bytes, no control characters, no blank at
+/// either end, not beginning with `-`.
+pub(crate) fn check_name(name: &str) -> Result<()> {
+    let fits = (1..=NAME_MAX).contains(&name.len())
+        && !name.starts_with('-')
+        && name.trim() == name
+        && !name.chars().any(char::is_control);
+    if fits {
+        return Ok(());
+    }
+    Err(invalid(format!(
+        "{name:?} is no name for an image: 1 to {NAME_MAX} bytes, such as debian:12"
+    )))
+}
+
+/// A name as the last part of an object's name: letters, digits, `.`, `_`, `-`, and `%xx` for
+/// every other byte; a leading `.` is escaped, too.
+pub(super) fn escape(name: &str) -> String {
+    let mut escaped = String::new();
+    for (index, byte) in name.bytes().enumerate() {
+        let plain = byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
+        if plain || (byte == b'.' && index > 0) {
+            escaped.push(char::from(byte));
+        } else {
+            escaped += &format!("%{byte:02x}");
+        }
+    }
+    escaped
+}
+
+/// Reverses [`escape`]; `None` for what it does not make.
+pub(super) fn unescape(escaped: &str) -> Option<String> {
+    let mut bytes = Vec::new();
+    let mut rest = escaped.as_bytes();
+    while let Some((byte, after)) = rest.split_first() {
+        rest = after;
+        if *byte == b'%' {
+            let (digits, after) = rest.split_at_checked(2)?;
+            bytes.push(u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?);
+            rest = after;
+        } else {
+            bytes.push(*byte);
+        }
+    }
+    let name = String::from_utf8(bytes).ok()?;
+    (escape(&name) == escaped).then_some(name)
+}
+
+/// What to say after "there is no image …": names like it, or the way to make one.
+pub(super) fn suggest(wanted: &str, names: &[String]) -> String {
+    if names.is_empty() {
+        return "; the store holds none: make one with burgeon build PATH NAME".to_owned();
+    }
+    let mut near: Vec<(usize, &String)> = names
+        .iter()
+        .map(|name| {
+            let contained = name.contains(wanted) || wanted.contains(name.as_str());
+            (if contained { 0 } else { distance(wanted, name) }, name)
+        })
+        .collect();
+    near.sort();
+    let limit = wanted.chars().count().max(3) / 2;
+    let like: Vec<_> = near
+        .iter()
+        .filter(|(distance, _)| *distance <= limit)
+        .take(3)
+        .map(|(_, name)| name.as_str())
+        .collect();
+    if !like.is_empty() {
+        return format!("; did you mean {}?", like.join(" or "));
+    }
+    let mut shown: Vec<_> = names.iter().take(8).map(String::as_str).collect();
+    if names.len() > shown.len() {
+        shown.push("…");
+    }
+    format!("; there are {}", shown.join(", "))
+}
+
+/// Edits that turn one into the other.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let substituted = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_survive_escaping_and_stay_in_their_folder() {
+        for name in ["debian:12", "a/b", "../x", ".", "ü %41", "A.b-c_d"] {
+            let escaped = escape(name);
+            assert!(!escaped.contains('/') && !escaped.starts_with('.'), "{escaped}");
+            assert_eq!(unescape(&escaped).as_deref(), Some(name));
+        }
+        for foreign in ["%4", "%zz", "%41", "a:b", ".x"] {
+            assert_eq!(unescape(foreign), None, "{foreign}");
+        }
+    }
+
+    #[test]
+    fn impossible_names_are_refused() {
+        for name in ["", "-x", " a", "a\n", &"x".repeat(81)] {
+            assert!(check_name(name).is_err(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn suggestions_are_near() {
+        let names = ["debian:12".to_owned(), "alpine".to_owned()];
+        assert_eq!(suggest("debain:12", &names), "; did you mean debian:12?");
+        assert_eq!(suggest("debian", &names), "; did you mean debian:12?");
+        assert_eq!(suggest("zzzzzz", &names), "; there are debian:12, alpine");
+        assert!(suggest("x", &[]).contains("burgeon build"));
+    }
+}

@@ -1,0 +1,100 @@
+//! Root records: what each host that uses a store needs of it.
+//!
+//! An object `roots/<host>` lists the manifests that the host's writes, seeds and mounts stand
+//! on. Invariant: a host publishes its record before it relies on a manifest, under a writer's
+//! lease, and looks for the manifest after that; so a collector, which no writer's lease
+//! overlaps, has either read the record or removed the manifest before the host looked.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    manifest_object,
+    names::{check_name, escape, unescape},
+};
+
+const FORMAT: u32 = 1;
+/// Longest record: a hundred thousand manifests.
+const RECORD_MAX: u64 = 8 << 20;
+
+/// What one host needs of a store.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct HostRoots {
+    format: u32,
+    /// The host's id, such as its machine id.
+    pub host: String,
+    /// When the record was written, seconds since 1970.
+    pub written_s: u64,
+    manifests: Vec<String>,
+}
+
+impl HostRoots {
+    /// The manifests.
+    pub fn digests(&self) -> Result<Vec<Digest>> {
+        self.manifests.iter().map(|digest| digest.parse()).collect()
+    }
+}
+
+fn object(host: &str) -> Result<ObjectId> {
+    check_name(host)?;
+    ObjectId::new(format!("roots/{}", escape(host)))
+}
+
+/// Publishes that `host` needs the manifests `digests` of `store`, and nothing else; replaces its
+/// record. `NotFound` if one of them is not there: it was removed before this host said so.
+pub fn publish_roots(store: &impl ObjectStore, host: &str, digests: &[Digest]) -> Result<()> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let mut manifests: Vec<String> = digests.iter().map(Digest::to_string).collect();
+    manifests.sort();
+    manifests.dedup();
+    let (host_name, written_s) = (host.to_owned(), now.as_secs());
+    let record = HostRoots { format: FORMAT, host: host_name, written_s, manifests };
+    let mut line = serde_json::to_vec(&record)
+        .map_err(|error| Error::with_source(ErrorKind::Invalid, "cannot write a record", error))?;
+    line.push(b'\n');
+    let _lease = store.begin_write()?;
+    store.publish(&object(host)?, &line)?;
+    for digest in digests {
+        if store.len(&manifest_object(digest)?)?.is_none() {
+            let what = format!("the store no longer has the manifest {digest}");
+            return Err(Error::new(ErrorKind::NotFound, what));
+        }
+    }
+    Ok(())
+}
+
+/// Removes the record of `host`, which will not use the store again.
+pub fn forget_host(store: &impl ObjectStore, host: &str) -> Result<()> {
+    store.remove(&object(host)?)
+}
+
+/// All hosts' records. An unreadable one is an error: what that host needs is unknown, so
+/// nothing may be removed.
+pub fn read_roots(store: &impl ObjectStore) -> Result<Vec<HostRoots>> {
+    let mut records = Vec::new();
+    for object in store.list("roots")? {
+        let name = object.as_str().strip_prefix("roots/").and_then(unescape);
+        let unreadable = |kind, why: String| {
+            let what = format!(
+                "nothing can be removed from the store: {object}, which says what a host needs, {why}; \
+                 let that host write it again, or remove it if the host is gone"
+            );
+            Error::new(kind, what)
+        };
+        if name.is_none() {
+            return Err(unreadable(ErrorKind::Corrupt, "has no host's name".to_owned()));
+        }
+        let bytes = store.get(&object, RECORD_MAX)?;
+        let record: HostRoots = serde_json::from_slice(&bytes)
+            .map_err(|error| unreadable(ErrorKind::Corrupt, format!("is damaged ({error})")))?;
+        if record.format != FORMAT {
+            let why = format!("has the unknown format {}", record.format);
+            return Err(unreadable(ErrorKind::UnsupportedFormat, why));
+        }
+        record.digests().map_err(|error| unreadable(ErrorKind::Corrupt, error.to_string()))?;
+        records.push(record);
+    }
+    Ok(records)
+}

@@ -1,0 +1,56 @@
+//! Images: what they are made of, how they are built, found, checked and forgotten.
+//!
+//! ```text
+//!   directory, tar, reference ──build──► packs/<digest>      chunks, compressed, content-addressed
+//!                                        manifests/<digest>  names, attributes, chunk table, checksums
+//!                                        images/<name>       a name for a manifest
+//!   manifest ──prepare──► seed (btrfs metadata) + map (address ──► chunk, block checksums), local files
+//! ```
+//!
+//! Invariants: an image is described wholly by its manifest, whose BLAKE3 digest is its identity;
+//! a manifest that decodes is consistent in itself ([`Manifest::decode`] holds the rules), so
+//! nothing behind it checks again; names appear after everything they need. The formats are in
+//! `docs/format.md`.
+
+pub mod build;
+pub mod catalog;
+mod chunk;
+mod container;
+mod inspect;
+mod manifest;
+mod map;
+mod mapped;
+mod objects;
+
+mod pack;
+mod paths;
+mod prepare;
+
+pub use chunk::{Chunk, Codec, decode_chunk};
+pub use inspect::MapLine;
+pub use manifest::{ChunkEntry, Limits, Manifest};
+pub use map::AddressMap;
+pub use paths::Paths;
+pub use prepare::prepare;
+
+use burgeon_block::{Error, ErrorKind};
+
+/// Raw bytes of a chunk at most: 256 KiB. What is fetched, compressed and digested as one: small
+/// enough that a 4 KiB read does not wait long, big enough for zstd to see its redundancy.
+pub const CHUNK_MAX: u32 = 256 << 10;
+
+/// Largest regular file, in bytes, that lies in the metadata instead of in a chunk: btrfs's own
+/// default for inline extents.
+pub const INLINE_MAX: u32 = 2048;
+
+/// Longest value of an extended attribute together with its name, in bytes: a btrfs xattr lies in
+/// one 16 KiB leaf (header 101, item 25, directory item 30 bytes).
+pub const XATTR_MAX: usize = 16384 - 101 - 25 - 30;
+
+fn corrupt(what: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Corrupt, what)
+}
+
+fn invalid(what: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Invalid, what)
+}

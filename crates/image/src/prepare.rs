@@ -1,0 +1,94 @@
+use std::{
+    fs::{self, File},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{Digest, Error, ObjectStore, Result};
+use burgeon_btrfs::{
+    Devices, Identity, NodeSink, NodeSource, Options, SeedInfo, Uuids, check, write_seed,
+};
+
+use crate::{AddressMap, Limits, Manifest, catalog};
+
+/// Nodes at their addresses in a sparse file.
+struct NodeFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl NodeSource for NodeFile {
+    fn read(&self, physical: u64, nodes: &mut [u8]) -> Result<()> {
+        let read = self.file.read_exact_at(nodes, physical);
+        read.map_err(|error| Error::io(format!("cannot read {}", self.path.display()), error))
+    }
+}
+
+impl NodeSink for NodeFile {
+    fn write(&self, physical: u64, nodes: &[u8]) -> Result<()> {
+        let written = self.file.write_all_at(nodes, physical);
+        written.map_err(|error| Error::io(format!("cannot write {}", self.path.display()), error))
+    }
+}
+
+/// Makes what a host needs to mount the image `digest`, in the existing `folder`:
+///
+/// | file | what |
+/// |---|---|
+/// | `manifest` | its manifest as the store has it |
+/// | `seed` | template of the metadata device: btrfs nodes at their addresses, fsid zero, sparse |
+/// | `seed.info` | what [`SeedInfo::from_bytes`] reads |
+/// | `map` | what [`AddressMap::open`] reads |
+///
+/// Replaces what is there. Not durable, not atomic: the caller marks the folder as complete, for
+/// this boot, or syncs it. Errors: those of [`catalog::load`]; `Invalid` if btrfs cannot hold the
+/// tree; `Corrupt` if what was written does not read back as a sound seed; those of writing.
+pub fn prepare(
+    store: &impl ObjectStore,
+    digest: &Digest,
+    folder: &Path,
+    devices: Devices,
+    limits: &Limits,
+) -> Result<SeedInfo> {
+    let bytes = catalog::load_bytes(store, digest)?;
+    let manifest = Manifest::decode(&bytes, limits).map_err(|error| {
+        Error::with_source(error.kind(), format!("cannot use the manifest {digest}"), error)
+    })?;
+    let write = |name: &str, bytes: &[u8]| {
+        let path = folder.join(name);
+        fs::write(&path, bytes)
+            .map_err(|error| Error::io(format!("cannot write {}", path.display()), error))
+    };
+    write("manifest", &bytes)?;
+    drop(bytes);
+    let info = write_template(&manifest, digest, folder.join("seed"), devices)?;
+    write("seed.info", &info.to_bytes())?;
+    AddressMap::from_manifest(&manifest)?.write_to(&folder.join("map"))?;
+    Ok(info)
+}
+
+fn write_template(
+    manifest: &Manifest,
+    digest: &Digest,
+    path: PathBuf,
+    devices: Devices,
+) -> Result<SeedInfo> {
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .open(&path)
+        .map_err(|error| Error::io(format!("cannot create {}", path.display()), error))?;
+    let options = Options {
+        checksum: manifest.checksum,
+        devices,
+        ..Options::new(manifest.data_range().end(), Uuids::derive(digest))
+    };
+    let nodes = NodeFile { file, path };
+    let info = write_seed(&manifest.tree, &manifest.block_checksums, &options, &nodes)?;
+    // The kernel trusts these trees with its own memory: read back what the file holds, and follow
+    // every pointer, before it does.
+    check(&info, &Identity::TEMPLATE, &nodes)?;
+    Ok(info)
+}

@@ -1,0 +1,433 @@
+//! Images of directories: what was there is in the image, and only once.
+
+#![allow(clippy::unwrap_used)] // helpers of tests
+
+mod common;
+
+use std::{
+    fs,
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{FileExt, MetadataExt, PermissionsExt, symlink},
+    },
+    path::Path,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+};
+
+use burgeon_block::{ByteRange, ErrorKind, ObjectStore};
+use burgeon_btrfs::Body;
+use burgeon_image::{INLINE_MAX, build, catalog};
+
+use common::*;
+
+/// Files of every size class, links, odd names, holes, an xattr.
+fn plant(root: &Path) {
+    fs::create_dir_all(root.join("a/b/empty")).unwrap();
+    let sizes = [0, 1, 2047, 2048, 2049, 4096, 5000, 100_000, 262_144, 262_145, 1_500_000];
+    for (seed, size) in (1..).zip(sizes) {
+        fs::write(root.join(format!("a/file-{size}")), noise(seed, size)).unwrap();
+    }
+    fs::write(root.join("a/b/copy"), noise(8, 100_000)).unwrap();
+    fs::write(root.join("zeros"), vec![0; 600_000]).unwrap();
+    fs::hard_link(root.join("a/file-5000"), root.join("link")).unwrap();
+    symlink("a/nowhere", root.join("sym")).unwrap();
+    let odd = std::ffi::OsStr::from_bytes(b"odd \xff\n name");
+    fs::write(root.join(odd), b"odd").unwrap();
+    let sparse = fs::File::create(root.join("sparse")).unwrap();
+    sparse.set_len(5 << 20).unwrap();
+    sparse.write_all_at(&noise(50, 10_000), 1 << 20).unwrap();
+    sparse.write_all_at(&noise(51, 300_000), (3 << 20) + 4096).unwrap();
+    fs::File::create(root.join("hole")).unwrap().set_len(1 << 40).unwrap();
+    fs::set_permissions(root.join("a/file-1"), fs::Permissions::from_mode(0o4751)).unwrap();
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        root.join("fifo"),
+        rustix::fs::FileType::Fifo,
+        0o640.into(),
+        0,
+    )
+    .unwrap();
+}
+
+fn compare(store: &burgeon_source::Directory, root: &Path, report: &build::Report) {
+    let manifest = load(store, report);
+    let data = data(store, &manifest);
+    let paths = paths(&manifest.tree);
+    let mut seen = 0;
+    let mut pending = vec![root.to_owned()];
+    while let Some(path) = pending.pop() {
+        let relative = path.strip_prefix(root).unwrap().as_os_str().as_bytes();
+        let number = paths.get(relative).unwrap_or_else(|| panic!("{path:?} is missing"));
+        let inode = &manifest.tree.inodes[*number as usize];
+        let is = fs::symlink_metadata(&path).unwrap();
+        assert_eq!(
+            (inode.mode, inode.uid, inode.gid, inode.mtime_s, i64::from(inode.mtime_ns)),
+            (is.mode(), is.uid(), is.gid(), is.mtime(), is.mtime_nsec()),
+            "{path:?}"
+        );
+        seen += 1;
+        if is.is_dir() {
+            pending.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+        } else if is.is_symlink() {
+            let target = fs::read_link(&path).unwrap();
+            assert_eq!(content(&manifest, &data, inode), target.as_os_str().as_bytes());
+        } else if is.is_file() {
+            assert_eq!(inode.size, is.len(), "{path:?}");
+            if is.len() < 1 << 30 {
+                assert!(content(&manifest, &data, inode) == fs::read(&path).unwrap(), "{path:?}");
+            }
+        }
+    }
+    assert_eq!(seen, paths.len(), "the image has more than the directory");
+}
+
+#[test]
+fn an_image_holds_what_was_in_the_directory() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    plant(&root);
+    let report = from_directory(&store, "test", &root);
+    compare(&store, &root, &report);
+    let manifest = load(&store, &report);
+    assert!(report.changed.is_empty() && report.mounts_left_out.is_empty());
+
+    // Small files are in the metadata, links are one inode, copies share their data.
+    for (path, inline) in [("a/file-2048", true), ("a/file-2049", false)] {
+        let body = inode(&manifest, path).body;
+        assert_eq!(matches!(body, Body::Inline(_)), inline, "{path} {INLINE_MAX}");
+    }
+    let paths = paths(&manifest.tree);
+    assert_eq!(paths[&b"link"[..]], paths[&b"a/file-5000"[..]]);
+    let extents = |path| manifest.tree.extents_of(inode(&manifest, path));
+    assert_eq!(extents("a/b/copy"), extents("a/file-100000"));
+    // A big file is one extent where its chunks lie one after another, but for a short tail.
+    assert!(extents("a/file-1500000").len() <= 2);
+    // Holes stay holes.
+    assert_eq!(inode(&manifest, "hole").body, Body::None);
+    assert_eq!(inode(&manifest, "hole").size, 1 << 40);
+    let range = |start, len| ByteRange::at(start, len).unwrap();
+    assert_eq!(
+        data_ranges(&manifest, inode(&manifest, "sparse")),
+        [range(1 << 20, 12288), range((3 << 20) + 4096, 303_104)]
+    );
+    assert_eq!(fs::read_dir(store.root().join("tmp")).unwrap().count(), 0);
+}
+
+#[test]
+fn the_same_tree_gives_the_same_image_whatever_the_threads() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    plant(&root);
+    let first = from_directory(&store, "one", &root).image.digest().unwrap();
+    for threads in [1, 3, 8] {
+        let (_other, fresh) = common::store();
+        let options = build::Options { threads: Some(threads), ..options() };
+        let report = build::from_directory(&fresh, "x", &root, &options, &|_| ()).unwrap();
+        assert_eq!(report.image.digest().unwrap(), first, "{threads} threads");
+    }
+    // Also in the same store, where every chunk is found.
+    let again = from_directory(&store, "two", &root);
+    assert_eq!(again.image.digest().unwrap(), first);
+    assert_eq!(again.new_bytes, 0);
+    assert!(again.reused_bytes > 1 << 20);
+}
+
+#[test]
+fn a_second_image_stores_only_what_is_new() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    plant(&root);
+    from_directory(&store, "one", &root);
+    let packs = store.list("packs").unwrap();
+    fs::write(root.join("a/new"), noise(99, 300_000)).unwrap();
+    let report = from_directory(&store, "two", &root);
+    assert!((300_000..700_000).contains(&report.new_bytes), "{}", report.new_bytes);
+    compare(&store, &root, &report);
+    // What the store has lost is stored again.
+    store.remove(&packs[0]).unwrap();
+    let report = from_directory(&store, "three", &root);
+    compare(&store, &root, &report);
+}
+
+#[test]
+fn files_that_change_while_they_are_read_are_reported() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    fs::create_dir(&root).unwrap();
+    fs::write(root.join("steady"), noise(1, 10_000)).unwrap();
+    fs::write(root.join("log"), noise(2, 10_000)).unwrap();
+    let done = AtomicBool::new(false);
+    // The first report of progress comes between scanning and reading.
+    let progress = |_: &build::Progress| {
+        if !done.swap(true, Relaxed) {
+            fs::write(root.join("log"), noise(3, 5_000)).unwrap();
+        }
+    };
+    let report = build::from_directory(&store, "x", &root, &options(), &progress).unwrap();
+    assert_eq!(report.changed, [root.join("log")]);
+    load(&store, &report);
+    // Names that come and go change their directory.
+    let done = AtomicBool::new(false);
+    let progress = |_: &build::Progress| {
+        if !done.swap(true, Relaxed) {
+            fs::write(root.join("new"), b"new").unwrap();
+        }
+    };
+    let report = build::from_directory(&store, "x", &root, &options(), &progress).unwrap();
+    assert_eq!(report.changed, std::slice::from_ref(&root));
+}
+
+#[test]
+fn attributes_are_kept_as_the_kernel_has_them() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    fs::create_dir(&root).unwrap();
+    fs::write(root.join("file"), b"x").unwrap();
+    fs::write(root.join("big"), noise(1, 5000)).unwrap();
+    symlink("file", root.join("link")).unwrap();
+    // A capability (v2, cap_net_raw), an ACL (user 7: rw), a long value, a default ACL.
+    let capability = [1, 0, 0, 2, 0, 0x20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    let entry = |tag: u16, mode: u16, id: u32| {
+        [&tag.to_le_bytes()[..], &mode.to_le_bytes(), &id.to_le_bytes()].concat()
+    };
+    let none = u32::MAX;
+    let acl = [
+        2u32.to_le_bytes().to_vec(),
+        [entry(1, 6, none), entry(2, 6, 7), entry(4, 4, none)].concat(),
+        [entry(0x10, 6, none), entry(0x20, 4, none)].concat(),
+    ]
+    .concat();
+    let long = noise(2, 3000);
+    let given: [(&str, &str, &[u8]); 5] = [
+        ("file", "security.capability", &capability),
+        ("file", "system.posix_acl_access", &acl),
+        ("big", "user.long", &long),
+        ("", "system.posix_acl_default", &acl),
+        ("", "trusted.root", b""),
+    ];
+    let flags = rustix::fs::XattrFlags::empty();
+    for (path, name, value) in given {
+        rustix::fs::setxattr(root.join(path), name, value, flags).unwrap();
+    }
+    rustix::fs::lsetxattr(root.join("link"), "trusted.link", b"l", flags).unwrap();
+    for (name, kind, major, minor) in [
+        ("null", rustix::fs::FileType::CharacterDevice, 1, 3),
+        ("disk", rustix::fs::FileType::BlockDevice, 259, 1_048_575),
+        ("socket", rustix::fs::FileType::Socket, 0, 0),
+    ] {
+        let device = rustix::fs::makedev(major, minor);
+        let at = root.join(name);
+        rustix::fs::mknodat(rustix::fs::CWD, at, kind, 0o600.into(), device).unwrap();
+    }
+    let report = from_directory(&store, "x", &root);
+    let manifest = load(&store, &report);
+    let xattrs = |path: &str| -> Vec<(String, Vec<u8>)> {
+        let xattrs = manifest.tree.xattrs_of(inode(&manifest, path)).iter();
+        let text = |span| String::from_utf8(manifest.tree.bytes(span).to_vec()).unwrap();
+        let pair = |x: &burgeon_btrfs::Xattr| (text(x.name), manifest.tree.bytes(x.value).to_vec());
+        xattrs.map(pair).filter(|(name, _)| name != "security.selinux").collect()
+    };
+    for (path, name, value) in given {
+        assert!(xattrs(path).contains(&(name.to_owned(), value.to_vec())), "{path} {name}");
+    }
+    assert_eq!(xattrs("link"), [("trusted.link".to_owned(), b"l".to_vec())]);
+    assert_eq!(inode(&manifest, "null").rdev, 1 << 20 | 3);
+    assert_eq!(inode(&manifest, "disk").rdev, 259 << 20 | 1_048_575);
+    assert_eq!(inode(&manifest, "socket").mode, 0o140600);
+    compare(&store, &root, &report);
+}
+
+/// Needs root, as the kernel tests do: the thread takes another user, or mounts in a namespace
+/// of its own.
+#[test]
+fn files_that_may_not_be_read_are_listed() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    plant(&root);
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    for secret in ["a/file-1", "a/file-2047"] {
+        fs::set_permissions(root.join(secret), fs::Permissions::from_mode(0o600)).unwrap();
+    }
+    fs::set_permissions(root.join("a/b"), fs::Permissions::from_mode(0o700)).unwrap();
+    let mine = folder.path().join("mine");
+    fs::create_dir(&mine).unwrap();
+    std::os::unix::fs::chown(&mine, Some(65534), Some(65534)).unwrap();
+    let work = move || {
+        let nobody = rustix::thread::Uid::from_raw(65534);
+        rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
+        let store = burgeon_source::Directory::create(mine.join("store")).unwrap();
+        let error = build::from_directory(&store, "x", &root, &options(), &|_| ()).unwrap_err();
+        let error = error.to_string();
+        for path in ["a/file-1:", "a/file-2047:", "a/b:", "3 files", "run as root"] {
+            assert!(error.contains(path), "{path} in {error}");
+        }
+        assert!(store.list("images").unwrap().is_empty());
+    };
+    std::thread::spawn(work).join().unwrap();
+    drop(store);
+}
+
+/// Runs `work` in a thread with a mount namespace of its own, with a tmpfs at `at`.
+fn with_tmpfs(at: &Path, options: &std::ffi::CStr, work: impl FnOnce() + Send + 'static) {
+    use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
+    let (at, options) = (at.to_owned(), options.to_owned());
+    let work = move || {
+        // SAFETY: the flags concern this thread's view of mounts and directories alone.
+        unsafe {
+            let own = rustix::thread::UnshareFlags::NEWNS | rustix::thread::UnshareFlags::FS;
+            rustix::thread::unshare_unsafe(own).unwrap();
+        }
+        let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+        mount_change("/", private).unwrap();
+        mount("none", &at, "tmpfs", MountFlags::empty(), Some(options.as_c_str())).unwrap();
+        work();
+    };
+    std::thread::spawn(work).join().unwrap();
+}
+
+#[test]
+fn what_is_mounted_below_is_left_out_and_reported() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    fs::create_dir_all(root.join("mnt")).unwrap();
+    with_tmpfs(&root.join("mnt"), c"size=1m", move || {
+        fs::write(root.join("mnt/inside"), b"x").unwrap();
+        let report = from_directory(&store, "x", &root);
+        assert_eq!(report.mounts_left_out, [root.join("mnt")]);
+        assert_eq!(paths(&load(&store, &report).tree).len(), 2);
+        let options = build::Options { cross_mounts: true, ..options() };
+        let report = build::from_directory(&store, "x", &root, &options, &|_| ()).unwrap();
+        assert!(report.mounts_left_out.is_empty());
+        compare(&store, &root, &report);
+    });
+}
+
+#[test]
+fn a_full_store_is_an_error_and_the_images_in_it_stay() {
+    let (folder, _) = store();
+    let root = folder.path().join("tree");
+    plant(&root);
+    let full = folder.path().join("full");
+    fs::create_dir(&full).unwrap();
+    with_tmpfs(&full.clone(), c"size=4m", move || {
+        let store = burgeon_source::Directory::create(full.join("store")).unwrap();
+        let before = from_directory(&store, "before", &root);
+        fs::write(root.join("more"), noise(77, 3_000_000)).unwrap();
+        let build = || build::from_directory(&store, "after", &root, &options(), &|_| ());
+        let error = build().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
+        assert_eq!(catalog::resolve(&store, "after").unwrap_err().kind(), ErrorKind::NotFound);
+        assert!(store.list("tmp").unwrap().is_empty());
+        load(&store, &before);
+        catalog::gc(&store, &[], false).unwrap();
+        // Freeing space is enough to go on.
+        fs::write(root.join("more"), noise(77, 300_000)).unwrap();
+        compare(&store, &root, &build().unwrap());
+    });
+}
+
+#[test]
+fn progress_reaches_its_totals() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    plant(&root);
+    let last = std::sync::Mutex::new(build::Progress::default());
+    let calls = AtomicU64::new(0);
+    let progress = |progress: &build::Progress| {
+        calls.fetch_add(1, Relaxed);
+        *last.lock().unwrap() = *progress;
+    };
+    let report = build::from_directory(&store, "x", &root, &options(), &progress).unwrap();
+    let last = last.into_inner().unwrap();
+    assert!(calls.into_inner() >= 2);
+    assert_eq!(Some(last.bytes), last.bytes_total);
+    assert_eq!(Some(last.entries), last.entries_total);
+    assert_eq!(last.entries, report.image.inodes);
+    assert_eq!(last.stored_bytes, report.new_bytes);
+}
+
+#[test]
+fn names_are_resolved_listed_and_suggested() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    fs::create_dir(&root).unwrap();
+    let error = catalog::resolve(&store, "debian:12").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    let report = from_directory(&store, "debian:12", &root);
+    let record = catalog::resolve(&store, "debian:12").unwrap();
+    assert_eq!(record, report.image);
+    let listed = catalog::list(&store).unwrap();
+    assert_eq!(listed.len(), 1);
+    assert_eq!(listed[0].0, "debian:12");
+    let error = catalog::resolve(&store, "debian").unwrap_err();
+    assert!(error.to_string().contains("did you mean debian:12?"), "{error}");
+}
+
+#[test]
+fn what_cannot_be_an_image_is_refused_and_leaves_nothing() {
+    let (folder, store) = store();
+    let file = folder.path().join("file");
+    fs::write(&file, b"x").unwrap();
+    let build = |name: &str, path: &Path, options: &build::Options| {
+        build::from_directory(&store, name, path, options, &|_| ()).unwrap_err().kind()
+    };
+    assert_eq!(build("x", &file, &options()), ErrorKind::Invalid);
+    assert_eq!(build("x", &folder.path().join("none"), &options()), ErrorKind::NotFound);
+    assert_eq!(build("-x", folder.path(), &options()), ErrorKind::Invalid);
+    let level = build::Options { level: 23, ..options() };
+    assert_eq!(build("x", folder.path(), &level), ErrorKind::Invalid);
+    assert!(store.list("images").unwrap().is_empty());
+    assert!(store.list("tmp").unwrap().is_empty());
+}
+
+#[test]
+fn bytes_that_stay_outside_are_referred_to() {
+    let (folder, store) = store();
+    let path = folder.path().join("disk.img");
+    let disk = fs::File::create(&path).unwrap();
+    disk.write_all_at(&noise(1, 700_001), 1 << 20).unwrap();
+    let report = build::by_reference(&store, "disk", &path, &options(), &|_| ()).unwrap();
+    let manifest = load(&store, &report);
+    assert!(store.list("packs").unwrap().is_empty());
+    assert_eq!(
+        manifest.objects,
+        [burgeon_source::Reference::object(&path.canonicalize().unwrap()).unwrap()]
+    );
+    let file = inode(&manifest, "disk.img");
+    assert_eq!(file.size, (1 << 20) + 700_001);
+    let objects = burgeon_source::Objects::new(store.clone(), burgeon_source::References::Allow);
+    let data = data_of(&objects, &manifest);
+    assert!(content(&manifest, &data, file) == fs::read(&path).unwrap());
+    // The hole before the data is none in the image, either.
+    assert_eq!(manifest.data_range().len(), 700_001u64.next_multiple_of(4096));
+
+    let objects = burgeon_source::Objects::new(store.clone(), burgeon_source::References::Refuse);
+    for pattern in [build::Pattern::Byte(0), build::Pattern::Byte(7), build::Pattern::BlockNumber] {
+        let size = 600 << 10;
+        let report = build::computed(&store, "c", pattern, size, &options(), &|_| ()).unwrap();
+        let manifest = load(&store, &report);
+        assert_eq!(inode(&manifest, "data").size, size);
+        assert_eq!(data_of(&objects, &manifest).len(), 600 << 10);
+    }
+}
+
+#[test]
+fn an_image_is_prepared_for_mounting() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    plant(&root);
+    let report = from_directory(&store, "test", &root);
+    let digest = report.image.digest().unwrap();
+    let manifest = load(&store, &report);
+    let limits = burgeon_image::Limits::default();
+    let devices = burgeon_btrfs::Devices::Two;
+    let info = burgeon_image::prepare(&store, &digest, folder.path(), devices, &limits).unwrap();
+    let written = fs::read(folder.path().join("seed.info")).unwrap();
+    assert_eq!(burgeon_btrfs::SeedInfo::from_bytes(&written).unwrap(), info);
+    assert_eq!(info.data_end, manifest.data_range().end());
+    assert!(folder.path().join("seed").metadata().unwrap().len() > info.metadata_nodes().start());
+    let map = burgeon_image::AddressMap::open(&folder.path().join("map")).unwrap();
+    assert_eq!(map.data_range(), manifest.data_range());
+    let kept = fs::read(folder.path().join("manifest")).unwrap();
+    assert_eq!(burgeon_block::Digest::of(&kept), digest);
+}

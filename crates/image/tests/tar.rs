@@ -1,0 +1,354 @@
+//! Images of tar archives: the same as of the directory they were made of; hostile ones refused.
+
+#![allow(clippy::unwrap_used)] // helpers of tests
+
+mod common;
+
+use std::{
+    fs,
+    io::Write,
+    os::unix::fs::{FileExt, symlink},
+    path::Path,
+    process::{Command, Stdio},
+};
+
+use burgeon_block::{ErrorKind, ObjectStore, Result};
+use burgeon_btrfs::Body;
+use burgeon_image::{Manifest, build};
+use burgeon_source::Directory;
+
+use common::*;
+
+fn plant(root: &Path) {
+    fs::create_dir_all(root.join("dir/sub")).unwrap();
+    fs::write(root.join("dir/empty"), b"").unwrap();
+    fs::write(root.join("dir/small"), b"small").unwrap();
+    fs::write(root.join("dir/big"), noise(1, 1_000_000)).unwrap();
+    fs::write(root.join("dir/sub/odd"), noise(2, 70_001)).unwrap();
+    fs::hard_link(root.join("dir/big"), root.join("dir/sub/link")).unwrap();
+    let long = "n".repeat(200);
+    fs::create_dir(root.join(&long)).unwrap();
+    fs::write(root.join(&long).join(&long), b"long name").unwrap();
+    symlink("t".repeat(300), root.join("dir/symlink")).unwrap();
+    symlink(&long, root.join("short")).unwrap();
+    for (name, at) in [("sparse", 1 << 20), ("tail", (9 << 20) - 5000), ("odd-sparse", 513 * 512)] {
+        let sparse = fs::File::create(root.join(name)).unwrap();
+        sparse.set_len(9 << 20).unwrap();
+        sparse.write_all_at(&noise(3, 5000), at).unwrap();
+    }
+    fs::File::create(root.join("hole")).unwrap().set_len(1 << 30).unwrap();
+    fs::File::create(root.join("small-hole")).unwrap().set_len(1000).unwrap();
+    rustix::fs::setxattr(
+        root.join("dir/big"),
+        "user.a",
+        b"x\0=y\n",
+        rustix::fs::XattrFlags::empty(),
+    )
+    .unwrap();
+    for (index, path) in ["dir/big", "dir", "short"].into_iter().enumerate() {
+        let time = rustix::fs::Timespec { tv_sec: -3 * index as i64, tv_nsec: 123_456_789 };
+        let times = rustix::fs::Timestamps { last_access: time, last_modification: time };
+        let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW;
+        rustix::fs::utimensat(rustix::fs::CWD, root.join(path), &times, flags).unwrap();
+    }
+}
+
+/// `tar` of the directory with `options`.
+fn archive(root: &Path, options: &[&str]) -> Vec<u8> {
+    let mut command = Command::new("tar");
+    command.args(["-C", root.to_str().unwrap(), "-cf", "-"]).args(options).arg(".");
+    let output = command.stderr(Stdio::inherit()).output().unwrap();
+    assert!(output.status.success(), "{command:?}");
+    output.stdout
+}
+
+fn from_tar(store: &Directory, bytes: Vec<u8>) -> Result<Manifest> {
+    let reader = std::io::Cursor::new(bytes);
+    let report = build::from_tar(store, "tar", reader, None, &options(), &|_| ())?;
+    Ok(load(store, &report))
+}
+
+/// Each path with what it is, without what the archive's format may lose.
+fn described(store: &Directory, manifest: &Manifest, nanos: bool, holes: bool) -> Vec<String> {
+    let data = data(store, manifest);
+    let mut first_of = std::collections::HashMap::new();
+    let describe = |(path, number): (Vec<u8>, u32)| {
+        let path = String::from_utf8(path).unwrap();
+        let inode = &manifest.tree.inodes[number as usize];
+        let first = first_of.entry(number).or_insert_with(|| path.clone()).clone();
+        let tree = &manifest.tree;
+        let xattrs = tree.xattrs_of(inode).iter();
+        let xattrs: Vec<_> = xattrs.map(|x| (tree.bytes(x.name), tree.bytes(x.value))).collect();
+        let is_file = inode.mode & 0o170000 != 0o040000;
+        let content = match is_file && inode.size < 1 << 27 {
+            true => burgeon_block::Digest::of(&content(manifest, &data, inode)).to_string(),
+            false => String::new(),
+        };
+        let ranges = if holes { data_ranges(manifest, inode) } else { vec![] };
+        let mut time = (inode.mtime_s, inode.mtime_ns);
+        if !nanos {
+            time = (0, 0);
+        }
+        format!(
+            "{path} = {first} {:o} {} {} {} {time:?} {xattrs:?} {content} {ranges:?} {}",
+            inode.mode,
+            inode.uid,
+            inode.gid,
+            inode.size,
+            matches!(inode.body, Body::None)
+        )
+    };
+    paths(&manifest.tree).into_iter().map(describe).collect()
+}
+
+#[test]
+fn an_archive_is_the_directory_it_was_made_of() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    plant(&root);
+    let report = from_directory(&store, "dir", &root);
+    let directory = load(&store, &report);
+    // Sparse maps in three formats, xattrs, times with nanoseconds, names above 100 bytes.
+    let pax = ["--format=pax", "--xattrs", "--xattrs-include=*", "--sparse"];
+    for version in ["0.0", "0.1", "1.0"] {
+        let version = format!("--sparse-version={version}");
+        let bytes = archive(&root, &[&pax[..], &[version.as_str()]].concat());
+        let manifest = from_tar(&store, bytes).unwrap();
+        let expected = described(&store, &directory, true, true);
+        assert_eq!(described(&store, &manifest, true, true), expected, "{version}");
+    }
+    fs::write(root.join("dir/big"), b"").unwrap();
+    let directory = load(&store, &from_directory(&store, "dir", &root));
+    let without_xattrs = |manifest: &Manifest, holes| {
+        let mut manifest = manifest.clone();
+        manifest.tree.inodes.iter_mut().for_each(|inode| inode.xattr_count = 0);
+        described(&store, &manifest, false, holes)
+    };
+    let expected = without_xattrs(&directory, true);
+    let gnu = from_tar(&store, archive(&root, &["--format=gnu", "--sparse"])).unwrap();
+    assert_eq!(without_xattrs(&gnu, true), expected);
+    // Many pieces: a map that goes on after the header.
+    let pieces = fs::File::create(root.join("pieces")).unwrap();
+    pieces.set_len(8 << 20).unwrap();
+    (0..60u64).for_each(|n| pieces.write_all_at(&noise(n, 4096), n * 131_072).unwrap());
+    let directory = load(&store, &from_directory(&store, "dir", &root));
+    let gnu = from_tar(&store, archive(&root, &["--format=gnu", "--sparse"])).unwrap();
+    assert_eq!(without_xattrs(&gnu, true), without_xattrs(&directory, true));
+}
+
+fn pipe(bytes: &[u8], program: &str) -> Vec<u8> {
+    let mut child = Command::new(program)
+        .arg("-c")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let bytes = bytes.to_vec();
+    let writer = std::thread::spawn(move || stdin.write_all(&bytes).unwrap());
+    let output = child.wait_with_output().unwrap();
+    writer.join().unwrap();
+    assert!(output.status.success());
+    output.stdout
+}
+
+#[test]
+fn compressed_archives_are_recognised_and_their_ends_checked() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    fs::create_dir(&root).unwrap();
+    fs::write(root.join("file"), noise(1, 100_000)).unwrap();
+    let plain = archive(&root, &["--format=pax"]);
+    let expected = from_tar(&store, plain.clone()).unwrap();
+    for program in ["gzip", "zstd", "xz"] {
+        let packed = pipe(&plain, program);
+        assert_eq!(from_tar(&store, packed.clone()).unwrap(), expected, "{program}");
+        let cut = packed[..packed.len() - 5].to_vec();
+        assert!(from_tar(&store, cut).is_err(), "{program}");
+        let mut flipped = packed;
+        let middle = flipped.len() / 2;
+        flipped[middle] ^= 1;
+        assert!(from_tar(&store, flipped).is_err(), "{program}");
+    }
+    for len in [0, 100, 512, 1024, 1536, 50_000] {
+        let error = from_tar(&store, plain[..len].to_vec()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{len}: {error}");
+    }
+}
+
+/// A header of an archive.
+fn header(name: &[u8], kind: u8, size: u64, link: &[u8]) -> Vec<u8> {
+    let mut header = vec![0; 512];
+    header[..name.len()].copy_from_slice(name);
+    header[100..108].copy_from_slice(b"0000644\0");
+    header[108..116].copy_from_slice(b"0000000\0");
+    header[116..124].copy_from_slice(b"0000000\0");
+    header[124..136].copy_from_slice(format!("{size:011o}\0").as_bytes());
+    header[136..148].copy_from_slice(b"00000000000\0");
+    header[156] = kind;
+    header[157..157 + link.len()].copy_from_slice(link);
+    header[257..265].copy_from_slice(b"ustar\x0000");
+    seal(&mut header);
+    header
+}
+
+fn seal(header: &mut [u8]) {
+    header[148..156].fill(b' ');
+    let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+    header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+}
+
+fn ended(parts: &[Vec<u8>]) -> Vec<u8> {
+    [parts.concat(), vec![0; 1024]].concat()
+}
+
+/// An extended header of `records`; each record's length counts itself.
+fn pax(records: &[&str]) -> Vec<u8> {
+    let record = |text: &&str| {
+        let len = text.len() + 4;
+        let len = if len > 99 { len + 1 } else { len };
+        format!("{len} {text}\n")
+    };
+    pax_raw(&records.iter().map(record).collect::<String>())
+}
+
+fn pax_raw(records: &str) -> Vec<u8> {
+    let mut bytes = header(b"pax", b'x', records.len() as u64, b"");
+    bytes.extend(records.as_bytes());
+    bytes.resize(bytes.len().next_multiple_of(512), 0);
+    bytes
+}
+
+#[test]
+fn hostile_archives_are_refused() {
+    let (_folder, store) = store();
+    let file = |name: &[u8]| header(name, b'0', 0, b"");
+    let cases: Vec<(&str, Vec<Vec<u8>>)> = vec![
+        ("a parent", vec![file(b"../evil")]),
+        ("a parent inside", vec![file(b"a/../../evil")]),
+        ("an absolute name", vec![file(b"/etc/passwd")]),
+        ("through a symlink", vec![header(b"a", b'2', 0, b"/etc"), file(b"a/passwd")]),
+        ("below a file", vec![file(b"a"), file(b"a/b")]),
+        ("a link to nothing", vec![header(b"a", b'1', 0, b"b")]),
+        ("a link outside", vec![header(b"a", b'1', 0, b"../b")]),
+        ("a link to a directory", vec![header(b"d", b'5', 0, b""), header(b"a", b'1', 0, b"d")]),
+        ("a file for a directory", vec![header(b"d", b'5', 0, b""), file(b"d")]),
+        ("a file for the root", vec![header(b"./", b'6', 0, b"")]),
+        ("an empty symlink", vec![header(b"a", b'2', 0, b"")]),
+        ("an unknown type", vec![header(b"a", b'Z', 0, b"")]),
+        ("several volumes", vec![header(b"a", b'M', 0, b"")]),
+        ("an absurd header", vec![header(b"a", b'x', 1 << 32, b"")]),
+        ("a bad record", vec![pax_raw("9 path\n\n"), file(b"a")]),
+        ("a name with NUL", vec![pax(&["path=a\0b"]), file(b"a")]),
+        ("a long part", vec![pax(&[&format!("path={}", "n".repeat(300))]), file(b"a")]),
+        (
+            "a map beyond the end",
+            vec![
+                pax(&["GNU.sparse.map=0,512", "GNU.sparse.size=5"]),
+                header(b"a", b'0', 512, b""),
+                vec![0; 512],
+            ],
+        ),
+        (
+            "a map out of order",
+            vec![
+                pax(&["GNU.sparse.map=512,256,0,256", "GNU.sparse.size=4096"]),
+                header(b"a", b'0', 512, b""),
+                vec![0; 512],
+            ],
+        ),
+        ("data longer than the archive", vec![header(b"a", b'0', 1 << 30, b"")]),
+    ];
+    for (what, parts) in cases {
+        let error = from_tar(&store, ended(&parts)).expect_err(what);
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{what}: {error}");
+        let by_record = error.to_string().contains("extended header");
+        assert_eq!(by_record, what == "a bad record", "{what}: {error}");
+    }
+    assert!(store.list("images").unwrap().is_empty());
+    assert!(store.list("tmp").unwrap().is_empty());
+}
+
+#[test]
+fn later_entries_replace_earlier_ones_and_missing_directories_are_made() {
+    let (_folder, store) = store();
+    let data = |byte| vec![byte; 512];
+    let manifest = from_tar(
+        &store,
+        ended(&[
+            header(b"a/b/c", b'0', 512, b""),
+            data(1),
+            header(b"a/b/link", b'1', 0, b"./a/b/c"),
+            header(b"a/b/c", b'0', 512, b""),
+            data(2),
+            header(b"null", b'3', 0, b""),
+        ]),
+    )
+    .unwrap();
+    let all = common::data(&store, &manifest);
+    assert_eq!(content(&manifest, &all, inode(&manifest, "a/b/c")), data(2));
+    assert_eq!(content(&manifest, &all, inode(&manifest, "a/b/link")), data(1));
+    assert_eq!(inode(&manifest, "a").mode, 0o040755);
+    assert_eq!(inode(&manifest, "null").mode, 0o020644);
+}
+
+/// An archive with everything in it, to be damaged.
+fn varied() -> Vec<u8> {
+    ended(&[
+        header(b"d/", b'5', 0, b""),
+        pax(&["SCHILY.xattr.user.a=abcd", "mtime=12.3456789"]),
+        header(b"d/f", b'0', 700, b""),
+        vec![3; 1024],
+        header(b"d/l", b'1', 0, b"d/f"),
+        header(b"s", b'2', 0, b"d/f"),
+        pax(&["GNU.sparse.map=0,512,4096,512", "GNU.sparse.size=8192"]),
+        header(b"h", b'0', 1024, b""),
+        vec![4; 1024],
+        pax(&["GNU.sparse.major=1", "GNU.sparse.minor=0", "GNU.sparse.realsize=9999"]),
+        header(b"i", b'0', 1024, b""),
+        [b"1\n4096\n512\n".to_vec(), vec![0; 501], vec![5; 512]].concat(),
+        header(b"long", b'L', 300, b""),
+        [vec![b'n'; 200], vec![0; 312]].concat(),
+        header(b"cut", b'0', 10, b""),
+        vec![6; 512],
+    ])
+}
+
+proptest::proptest! {
+    #![proptest_config(proptest::test_runner::Config::with_cases(300))]
+
+    /// Damaged anywhere, with headers whose checksums are right: refused, or an image that holds
+    /// to the rules; never a panic, never more memory than the archive's length suggests.
+    #[test]
+    fn damaged_archives_are_refused_or_consistent(
+        edits in proptest::collection::vec((0usize..10_000, proptest::prelude::any::<u8>()), 1..6),
+        cut in 0usize..20_000,
+    ) {
+        let (_folder, store) = store();
+        let mut bytes = varied();
+        let len = bytes.len();
+        for (at, value) in edits {
+            bytes[at % len] = value;
+            let block = at % len / 512 * 512;
+            seal(&mut bytes[block..block + 512]);
+        }
+        bytes.truncate(cut.max(len / 2));
+        if let Ok(manifest) = from_tar(&store, bytes) {
+            manifest.validate(&burgeon_image::Limits::default()).unwrap();
+            data(&store, &manifest);
+        }
+    }
+}
+
+#[test]
+fn the_archive_to_be_damaged_is_good() {
+    let (_folder, store) = store();
+    let manifest = from_tar(&store, varied()).unwrap();
+    let all = data(&store, &manifest);
+    assert_eq!(content(&manifest, &all, inode(&manifest, "d/f")), [3; 700]);
+    assert_eq!(content(&manifest, &all, inode(&manifest, "h"))[4096..4608], [4; 512]);
+    assert_eq!(content(&manifest, &all, inode(&manifest, "i"))[4096..4608], [5; 512]);
+    assert_eq!(inode(&manifest, "i").size, 9999);
+    assert_eq!(inode(&manifest, &"n".repeat(200)).size, 10);
+    assert_eq!(inode(&manifest, "d/f").mtime_ns, 345_678_900);
+}

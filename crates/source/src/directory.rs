@@ -1,0 +1,379 @@
+//! A store that is a folder.
+//!
+//! ```text
+//!   packs/ manifests/ images/ roots/    objects; each appears by rename, whole
+//!   tmp/<writer>/                        scratch of a writer; tmp/<writer>/lock is flocked by it
+//!   tmp/<writer>.part                    an object being written, under a shared lock of `lock`
+//!   lock                                 shared: a writer begins or publishes; exclusive: collect
+//! ```
+//!
+//! Invariants: an object is there whole or not at all, also after a power loss (fsync, rename,
+//! fsync of the folder); what a killed writer left lies in `tmp/` and is removed by the next
+//! collector, which a live writer's flock keeps off. Held by the tests below.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    os::unix::fs::{FileExt, MetadataExt},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
+
+use burgeon_block::{
+    BlockSource, ByteRange, Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result,
+};
+use bytes::Bytes;
+use rustix::fs::FlockOperation;
+
+use crate::{blocking, check_len, too_short};
+
+/// A folder of objects. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Directory {
+    root: Arc<Path>,
+}
+
+/// Tells apart the temporary files of one process.
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+impl Directory {
+    /// The store in the existing folder `root`.
+    pub fn open(root: impl Into<PathBuf>) -> Result<Self> {
+        let root = root.into();
+        let is_dir = fs::metadata(&root).map_err(doing("open the store", &root))?.is_dir();
+        if !is_dir {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("the store {} is not a directory", root.display()),
+            ));
+        }
+        Ok(Self { root: root.into() })
+    }
+
+    /// The store in `root`, made if it is not there.
+    pub fn create(root: impl Into<PathBuf>) -> Result<Self> {
+        let root = root.into();
+        fs::create_dir_all(&root).map_err(doing("make the store", &root))?;
+        Self::open(root)
+    }
+
+    /// The folder.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where `object` lies.
+    pub fn path_of(&self, object: &ObjectId) -> PathBuf {
+        self.root.join(object.as_str())
+    }
+
+    /// The bytes of `range` of `object`; waits for the disk.
+    pub fn read_now(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
+        let len = check_len(object, range)?;
+        let path = self.path_of(object);
+        let file = File::open(&path).map_err(|error| self.cannot_read(&path, error))?;
+        let mut buf = vec![0; len];
+        match file.read_exact_at(&mut buf, range.start()) {
+            Ok(()) => Ok(buf.into()),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                Err(too_short(object, range))
+            }
+            Err(error) => Err(self.cannot_read(&path, error)),
+        }
+    }
+
+    /// A store whose folder is gone (unmounted?) may come back; a single object will not.
+    fn cannot_read(&self, path: &Path, error: io::Error) -> Error {
+        let what = format!("cannot read {}", path.display());
+        let gone = error.kind() == io::ErrorKind::NotFound && !self.root.join("packs").is_dir();
+        if gone || error.kind() == io::ErrorKind::StaleNetworkFileHandle {
+            let what = format!("{what}: the store {} is not there", self.root.display());
+            return Error::with_source(ErrorKind::Unavailable, what, error);
+        }
+        match Error::io(what.clone(), io::Error::from(error.kind())).kind() {
+            // The store's disk failed, not a file of ours: trying again may help.
+            ErrorKind::LocalIo => Error::with_source(ErrorKind::Unavailable, what, error),
+            kind => Error::with_source(kind, what, error),
+        }
+    }
+
+    fn temporary(&self) -> Result<PathBuf> {
+        let tmp = self.root.join("tmp");
+        fs::create_dir_all(&tmp).map_err(doing("make", &tmp))?;
+        let boot = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
+        let number = NEXT.fetch_add(1, Relaxed);
+        let process = std::process::id();
+        Ok(tmp.join(format!("{process}-{number}-{:x}{:08x}", boot.tv_sec, boot.tv_nsec)))
+    }
+
+    /// Takes the store's lock; waits while another holds it.
+    fn lock(&self, operation: FlockOperation) -> Result<File> {
+        let path = self.root.join("lock");
+        lock_file(&path, operation).map_err(doing("lock", &path))
+    }
+
+    /// Makes the rename of `from` to `object` durable.
+    fn rename(&self, from: &Path, object: &ObjectId) -> Result<()> {
+        let to = self.path_of(object);
+        let folder = to.parent().unwrap_or(&self.root);
+        fs::create_dir_all(folder).map_err(doing("make", folder))?;
+        fs::rename(from, &to).map_err(doing("publish", &to))?;
+        sync_dir(folder)?;
+        if folder != &*self.root {
+            sync_dir(&self.root)?;
+        }
+        Ok(())
+    }
+
+    /// Publishes what `write` writes, by way of a temporary file.
+    fn publish_with(
+        &self,
+        object: &ObjectId,
+        write: impl FnOnce(&mut File) -> io::Result<()>,
+    ) -> Result<()> {
+        let _shared = self.lock(FlockOperation::LockShared)?;
+        let path = self.temporary()?.with_extension("part");
+        let result = (|| {
+            let mut file = File::create_new(&path)?;
+            write(&mut file)?;
+            file.sync_all()
+        })();
+        let result =
+            result.map_err(doing("write", &path)).and_then(|()| self.rename(&path, object));
+        if result.is_err() {
+            // Best effort: the next collector removes it otherwise.
+            let _ = fs::remove_file(&path);
+        }
+        result
+    }
+}
+
+impl BlockSource for Directory {
+    async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
+        let (this, object) = (self.clone(), object.clone());
+        blocking(move || this.read_now(&object, range)).await
+    }
+}
+
+impl ObjectStore for Directory {
+    fn publish_file(&self, object: &ObjectId, from: &Path) -> Result<()> {
+        let mut file = File::open(from).map_err(doing("open", from))?;
+        let same = file.metadata().and_then(|of| Ok(of.dev() == fs::metadata(&self.root)?.dev()));
+        if same.map_err(doing("examine", from))? {
+            file.sync_all().map_err(doing("write", from))?;
+            return self.rename(from, object);
+        }
+        self.publish_with(object, |to| io::copy(&mut file, to).map(drop))?;
+        fs::remove_file(from).map_err(doing("remove", from))
+    }
+
+    fn publish(&self, object: &ObjectId, bytes: &[u8]) -> Result<()> {
+        self.publish_with(object, |file| file.write_all(bytes))
+    }
+
+    fn get(&self, object: &ObjectId, len_max: u64) -> Result<Bytes> {
+        let path = self.path_of(object);
+        let cannot = |error| self.cannot_read(&path, error);
+        let file = File::open(&path).map_err(cannot)?;
+        let len = file.metadata().map_err(cannot)?.len();
+        if len > len_max {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{} has {len} bytes, more than the {len_max} allowed", path.display()),
+            ));
+        }
+        let mut bytes = vec![0; len as usize];
+        file.read_exact_at(&mut bytes, 0).map_err(cannot)?;
+        Ok(bytes.into())
+    }
+
+    fn len(&self, object: &ObjectId) -> Result<Option<u64>> {
+        let path = self.path_of(object);
+        match fs::metadata(&path) {
+            Ok(metadata) => Ok(Some(metadata.len())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(doing("examine", &path)(error)),
+        }
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectId>> {
+        let folder = self.root.join(prefix);
+        let entries = match fs::read_dir(&folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(doing("list", &folder)(error)),
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            let name = entry.map_err(doing("list", &folder))?.file_name();
+            // A name that is not UTF-8 is none of ours.
+            if let Some(name) = name.to_str() {
+                names.push(ObjectId::new(format!("{}/{name}", prefix.trim_end_matches('/')))?);
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    fn remove(&self, object: &ObjectId) -> Result<()> {
+        let path = self.path_of(object);
+        match fs::remove_file(&path) {
+            Ok(()) => sync_dir(path.parent().unwrap_or(&self.root)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(doing("remove", &path)(error)),
+        }
+    }
+
+    fn begin_write(&self) -> Result<Lease> {
+        let _shared = self.lock(FlockOperation::LockShared)?;
+        let scratch = self.temporary()?;
+        fs::create_dir(&scratch).map_err(doing("make", &scratch))?;
+        let path = scratch.join("lock");
+        let held = lock_file(&path, FlockOperation::LockExclusive).map_err(doing("lock", &path))?;
+        Ok(Lease::new(scratch.clone(), Box::new(Scratch { folder: scratch, _held: held })))
+    }
+
+    fn begin_collect(&self) -> Result<Collecting> {
+        let held = self.lock(FlockOperation::LockExclusive)?;
+        let tmp = self.root.join("tmp");
+        let (mut writers, mut stale_bytes) = (0, 0);
+        let entries = match fs::read_dir(&tmp) {
+            Ok(entries) => entries.collect::<io::Result<Vec<_>>>().map_err(doing("list", &tmp))?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(doing("list", &tmp)(error)),
+        };
+        for entry in entries {
+            match remove_stale(&entry.path()).map_err(doing("remove", &entry.path()))? {
+                Some(bytes) => stale_bytes += bytes,
+                None => writers += 1,
+            }
+        }
+        Ok(Collecting { lease: Lease::new(tmp, Box::new(held)), writers, stale_bytes })
+    }
+}
+
+/// A writer's folder and the lock that shows it is alive.
+struct Scratch {
+    folder: PathBuf,
+    _held: File,
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Best effort: the next collector removes it otherwise.
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// Removes what a dead writer left and says how many bytes it was; `None` if its writer lives.
+fn remove_stale(path: &Path) -> io::Result<Option<u64>> {
+    let metadata = fs::symlink_metadata(path)?;
+    if !metadata.is_dir() {
+        fs::remove_file(path)?;
+        return Ok(Some(metadata.len()));
+    }
+    match lock_file(&path.join("lock"), FlockOperation::NonBlockingLockExclusive) {
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+        Err(error) => return Err(error),
+    }
+    let mut bytes = 0;
+    for entry in fs::read_dir(path)? {
+        bytes += entry?.metadata()?.len();
+    }
+    fs::remove_dir_all(path)?;
+    Ok(Some(bytes))
+}
+
+fn lock_file(path: &Path, operation: FlockOperation) -> io::Result<File> {
+    let file = File::options().create(true).truncate(false).write(true).open(path)?;
+    loop {
+        match rustix::fs::flock(&file, operation) {
+            Err(rustix::io::Errno::INTR) => {}
+            result => return result.map(|()| file).map_err(io::Error::from),
+        }
+    }
+}
+
+fn sync_dir(folder: &Path) -> Result<()> {
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(doing("write", folder))
+}
+
+/// Turns an I/O error into ours: "cannot `verb` `path`".
+fn doing<'a>(verb: &'a str, path: &'a Path) -> impl Fn(io::Error) -> Error + 'a {
+    move |error| Error::io(format!("cannot {verb} {}", path.display()), error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(name: &str) -> ObjectId {
+        ObjectId::new(name).unwrap()
+    }
+
+    fn store() -> (tempfile::TempDir, Directory) {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Directory::create(folder.path().join("store")).unwrap();
+        (folder, store)
+    }
+
+    #[test]
+    fn publishes_reads_lists_and_removes() {
+        let (_folder, store) = store();
+        store.publish(&id("packs/b"), b"hello world").unwrap();
+        store.publish(&id("packs/a"), b"").unwrap();
+        assert_eq!(store.list("packs").unwrap(), [id("packs/a"), id("packs/b")]);
+        assert_eq!(store.list("images/").unwrap(), []);
+        assert_eq!(store.len(&id("packs/b")).unwrap(), Some(11));
+        assert_eq!(store.len(&id("packs/c")).unwrap(), None);
+        let range = ByteRange::at(6, 5).unwrap();
+        assert_eq!(store.read_now(&id("packs/b"), range).unwrap(), b"world"[..]);
+        assert_eq!(store.get(&id("packs/b"), 11).unwrap(), b"hello world"[..]);
+        assert_eq!(store.get(&id("packs/b"), 10).unwrap_err().kind(), ErrorKind::Invalid);
+        store.remove(&id("packs/b")).unwrap();
+        store.remove(&id("packs/b")).unwrap();
+        assert_eq!(store.get(&id("packs/b"), 11).unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn short_objects_are_corrupt_and_a_missing_store_is_unavailable() {
+        let (folder, store) = store();
+        store.publish(&id("packs/b"), b"hello").unwrap();
+        let range = ByteRange::at(3, 5).unwrap();
+        assert_eq!(store.read_now(&id("packs/b"), range).unwrap_err().kind(), ErrorKind::Corrupt);
+        fs::rename(folder.path().join("store"), folder.path().join("away")).unwrap();
+        let error = store.read_now(&id("packs/b"), range).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    }
+
+    #[test]
+    fn files_are_published_by_rename_from_the_scratch_folder() {
+        let (_folder, store) = store();
+        let lease = store.begin_write().unwrap();
+        let path = lease.scratch().join("pack");
+        fs::write(&path, b"data").unwrap();
+        store.publish_file(&id("packs/x"), &path).unwrap();
+        assert!(!path.exists());
+        assert_eq!(store.get(&id("packs/x"), 4).unwrap(), b"data"[..]);
+        drop(lease);
+        assert_eq!(fs::read_dir(store.root().join("tmp")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn the_collector_spares_live_writers_and_removes_what_dead_ones_left() {
+        let (_folder, store) = store();
+        let lease = store.begin_write().unwrap();
+        fs::write(lease.scratch().join("pack"), b"live").unwrap();
+        let dead = store.root().join("tmp/dead");
+        fs::create_dir(&dead).unwrap();
+        fs::write(dead.join("pack"), b"1234567").unwrap();
+        fs::write(store.root().join("tmp/left.part"), b"123").unwrap();
+        let collecting = store.begin_collect().unwrap();
+        assert_eq!((collecting.writers, collecting.stale_bytes), (1, 10));
+        assert!(lease.scratch().join("pack").exists() && !dead.exists());
+    }
+}

@@ -1,0 +1,156 @@
+//! Where bytes come from.
+//!
+//! ```text
+//!   packs/ab12…, manifests/…   ──► Directory   a folder: the local store; can be published to
+//!   file/srv/disk.img          ──► Reference   a file or block device, read with O_DIRECT
+//!   computed/block-number      ──► Computed    made up on the spot: the floor for measuring
+//! ```
+//!
+//! [`Source`] is the closed set of them; [`Objects`] picks by the object's name and is what a
+//! mounted image reads from. Invariants: what comes back is exactly the range asked for or an
+//! error; nothing is verified here; a name cannot leave its folder; no object outside the store
+//! is opened unless the caller allowed it.
+
+mod computed;
+mod directory;
+mod reference;
+
+use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, ObjectId, Result};
+use bytes::Bytes;
+
+pub use computed::Computed;
+pub use directory::Directory;
+pub use reference::Reference;
+
+/// Longest range that one read may ask for: 64 MiB. A chunk is at most 256 KiB; this is room for
+/// fetching neighbours together, and a limit for what a hostile table can make us allocate.
+pub const READ_MAX: u64 = 64 << 20;
+
+/// A place that bytes come from.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// A folder of objects.
+    Directory(Directory),
+    /// Files and block devices named by their path.
+    File(Reference),
+    /// Bytes that are made up.
+    Computed(Computed),
+}
+
+impl BlockSource for Source {
+    async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
+        match self {
+            Self::Directory(directory) => directory.read(object, range).await,
+            Self::File(reference) => reference.read(object, range).await,
+            Self::Computed(computed) => computed.read(object, range).await,
+        }
+    }
+
+    fn read_now(&self, object: &ObjectId, range: ByteRange, buf: &mut [u8]) -> Option<Result<()>> {
+        match self {
+            Self::Computed(computed) => computed.read_now(object, range, buf),
+            Self::Directory(_) | Self::File(_) => None,
+        }
+    }
+}
+
+/// Whether objects outside the store (`file/…`) may be opened. A manifest from a store that
+/// others can write to could otherwise name any file of this machine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum References {
+    /// Refuse them.
+    Refuse,
+    /// Open them.
+    Allow,
+}
+
+/// Everything an image's objects can be in: its store and, if allowed, what lies outside.
+#[derive(Clone, Debug)]
+pub struct Objects {
+    store: Directory,
+    references: References,
+    files: Reference,
+}
+
+impl Objects {
+    /// Objects of `store`, and those outside it as `references` says.
+    pub fn new(store: Directory, references: References) -> Self {
+        Self { store, references, files: Reference::new() }
+    }
+
+    /// The store.
+    pub fn store(&self) -> &Directory {
+        &self.store
+    }
+
+    /// What [`BlockSource::read`] gives, waiting in this thread.
+    pub fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
+        let name = object.as_str();
+        if name.starts_with("computed/") {
+            return Computed.bytes(object, range);
+        }
+        if !name.starts_with("file/") {
+            return self.store.read_now(object, range);
+        }
+        self.check_reference(object)?;
+        self.files.read_now(object, range)
+    }
+
+    fn check_reference(&self, object: &ObjectId) -> Result<()> {
+        match self.references {
+            References::Allow => Ok(()),
+            References::Refuse => Err(Error::new(
+                ErrorKind::Invalid,
+                format!("the image refers to {object}, outside its store, which is not allowed"),
+            )),
+        }
+    }
+}
+
+impl BlockSource for Objects {
+    async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
+        let name = object.as_str();
+        if name.starts_with("computed/") {
+            return Computed.read(object, range).await;
+        }
+        if !name.starts_with("file/") {
+            return self.store.read(object, range).await;
+        }
+        self.check_reference(object)?;
+        self.files.read(object, range).await
+    }
+
+    fn read_now(&self, object: &ObjectId, range: ByteRange, buf: &mut [u8]) -> Option<Result<()>> {
+        if object.as_str().starts_with("computed/") {
+            return Computed.read_now(object, range, buf);
+        }
+        None
+    }
+}
+
+/// Refuses ranges longer than [`READ_MAX`].
+fn check_len(object: &ObjectId, range: ByteRange) -> Result<usize> {
+    if range.len() > READ_MAX {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("{range} of {object} is more than {READ_MAX} bytes at once"),
+        ));
+    }
+    Ok(range.len() as usize)
+}
+
+fn too_short(object: &ObjectId, range: ByteRange) -> Error {
+    Error::new(ErrorKind::Corrupt, format!("{object} ends before the end of {range}: truncated?"))
+}
+
+/// Runs `work`, which waits for a disk, where waiting does not stop other fetches.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(failed) => {
+            Err(Error::with_source(ErrorKind::Unavailable, "a read was abandoned", failed))
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! From a chunk's description to its verified bytes: ask, retry, decompress, check.
+
+use std::{sync::Arc, time::Duration};
+
+use burgeon_block::{
+    BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, ErrorKind, LocalFile, Result,
+};
+use burgeon_image::{AddressMap, Chunk, decode_chunk};
+use bytes::Bytes;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::{Bug, Limits, Pages, Sabotage, Volume, flights::Cost};
+
+/// When to try again and when to give up.
+struct Tries {
+    deadline: Instant,
+    pause: Duration,
+    pause_max: Duration,
+    refetches: u32,
+    tries: u32,
+}
+
+impl Tries {
+    fn new(limits: &Limits, sabotage: &impl Sabotage) -> Self {
+        Self {
+            deadline: Instant::now() + limits.deadline,
+            pause: limits.backoff_min,
+            pause_max: limits.backoff_max,
+            refetches: if sabotage.has(Bug::NoRefetch) { 0 } else { limits.refetches },
+            tries: 1,
+        }
+    }
+
+    /// Waits until the next try is due, or returns `error` as the last word: a source that cannot
+    /// be reached is tried until the deadline, a wrong answer is asked for once more.
+    async fn after(&mut self, error: Error, what: String) -> Result<()> {
+        self.tries += 1;
+        if error.kind() == ErrorKind::Unavailable {
+            if Instant::now() + self.pause < self.deadline {
+                sleep(self.pause).await;
+                self.pause = (self.pause * 2).min(self.pause_max);
+                return Ok(());
+            }
+        } else if self.refetches > 0 {
+            self.refetches -= 1;
+            return Ok(());
+        }
+        // Readers of a device understand EIO: that a pack is not there is no ENOENT to them.
+        let kind = match error.kind() {
+            kind @ (ErrorKind::Corrupt | ErrorKind::LocalIo) => kind,
+            _ => ErrorKind::Unavailable,
+        };
+        let message = format!("cannot fetch {what}, given up after {} tries", self.tries - 1);
+        Err(Error::with_source(kind, message, error))
+    }
+}
+
+impl<S, F, B> Volume<S, F, B>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+    B: Sabotage,
+{
+    /// The verified bytes of a chunk, as often tried as the limits allow. What it took is added
+    /// to `cost`.
+    pub(crate) async fn fetch(&self, index: u32, cost: &mut Cost) -> Result<Pages> {
+        let chunk = self.map.chunk(index);
+        let object = self.map.object(chunk.object);
+        let mut tries = Tries::new(&self.limits, &self.sabotage);
+        loop {
+            let error = match self.fetch_once(index, &chunk, &tries, cost).await {
+                Ok(pages) => {
+                    cost.fetches += 1;
+                    cost.materialised_bytes += chunk.range.len();
+                    return Ok(pages);
+                }
+                Err(error) => error,
+            };
+            self.retrying.note(&error);
+            let what = format!("chunk {index} ({} of {object})", chunk.stored);
+            tries.after(error, what).await?;
+        }
+    }
+
+    async fn fetch_once(
+        &self,
+        index: u32,
+        chunk: &Chunk,
+        tries: &Tries,
+        cost: &mut Cost,
+    ) -> Result<Pages> {
+        let stored = self.ask(chunk, chunk.stored, tries, cost).await?;
+        let map = Arc::clone(&self.map);
+        let chunk = *chunk;
+        let skip = self.sabotage.has(Bug::SkipDigest)
+            || (self.sabotage.has(Bug::ServeAfterDigestMismatch) && tries.tries > 1);
+        let unpacked = self.cpu.run(move || unpack(&map, index, &chunk, &stored, skip)).await?;
+        if unpacked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
+            cost.source_corrupt_chunks += 1;
+        }
+        unpacked
+    }
+
+    /// One question to the source; the answer is as long as asked for.
+    async fn ask(
+        &self,
+        chunk: &Chunk,
+        range: ByteRange,
+        tries: &Tries,
+        cost: &mut Cost,
+    ) -> Result<Bytes> {
+        let object = self.map.object(chunk.object);
+        let answer = self.source.read(object, range);
+        let patience = if self.sabotage.has(Bug::NoTimeout) {
+            Duration::MAX
+        } else {
+            self.limits.try_timeout.min(tries.deadline.saturating_duration_since(Instant::now()))
+        };
+        let answer = timeout(patience, answer).await.unwrap_or_else(|_| {
+            let message = format!("no answer within {:.1} s", patience.as_secs_f64());
+            Err(Error::new(ErrorKind::Unavailable, message))
+        });
+        let wrong_len = |bytes: &Bytes| bytes.len() as u64 != range.len();
+        let answer = match answer {
+            Ok(bytes) if wrong_len(&bytes) => {
+                let message = format!("{object} gave {} bytes for {range}", bytes.len());
+                Err(Error::new(ErrorKind::Corrupt, message))
+            }
+            answer => answer,
+        };
+        match &answer {
+            Ok(bytes) => cost.fetched_bytes += bytes.len() as u64,
+            Err(_) => cost.source_errors += 1,
+        }
+        answer
+    }
+
+    /// Reads `piece` of a chunk whose object is not to be cached, straight into `buf`.
+    pub(crate) async fn read_through(
+        &self,
+        index: u32,
+        piece: ByteRange,
+        buf: &mut [u8],
+        counters: &Counters,
+    ) -> Result<()> {
+        let chunk = self.map.chunk(index);
+        let object = self.map.object(chunk.object);
+        let Some(range) = stored_piece(&chunk, piece) else {
+            buf.fill(0);
+            return check_blocks(&self.map, piece.start(), buf);
+        };
+        let mut tries = Tries::new(&self.limits, &self.sabotage);
+        loop {
+            let mut cost = Cost::default();
+            let answer = self.ask(&chunk, range, &tries, &mut cost).await;
+            let answer = answer.and_then(|bytes| {
+                let (data, padding) = buf.split_at_mut(bytes.len());
+                data.copy_from_slice(&bytes);
+                padding.fill(0);
+                check_blocks(&self.map, piece.start(), buf)
+                    .inspect_err(|_| cost.source_corrupt_chunks = 1)
+                    .inspect(|()| cost.fetches = 1)
+            });
+            cost.add_to(counters);
+            let Err(error) = answer else { return Ok(()) };
+            self.retrying.note(&error);
+            tries.after(error, format!("{range} of {object}")).await?;
+        }
+    }
+
+    /// The same for sources that answer without waiting; `false` if this one does not, or if what
+    /// it gave is wrong.
+    pub(crate) fn read_through_now(&self, index: u32, piece: ByteRange, buf: &mut [u8]) -> bool {
+        let chunk = self.map.chunk(index);
+        let Some(range) = stored_piece(&chunk, piece) else { return false };
+        let (data, padding) = buf.split_at_mut(range.len() as usize);
+        padding.fill(0);
+        let answer = self.source.read_now(self.map.object(chunk.object), range, data);
+        matches!(answer, Some(Ok(()))) && check_blocks(&self.map, piece.start(), buf).is_ok()
+    }
+}
+
+/// Where the bytes of `piece` of a chunk stored raw lie in its object; shorter than `piece` where
+/// the padding of the last block is not stored, `None` where nothing is.
+fn stored_piece(chunk: &Chunk, piece: ByteRange) -> Option<ByteRange> {
+    let start = chunk.stored.start() + (piece.start() - chunk.range.start());
+    ByteRange::at(start, piece.len())?.intersect(chunk.stored)
+}
+
+pub(crate) fn beyond(range: ByteRange) -> Error {
+    Error::new(ErrorKind::Invalid, format!("{range} are not lazy data of this image"))
+}
+
+/// Decompresses and verifies a chunk. Runs on the CPU pool.
+fn unpack(map: &AddressMap, index: u32, chunk: &Chunk, stored: &[u8], skip: bool) -> Result<Pages> {
+    // The output can never be longer than the map says: the buffer is its bound.
+    let mut pages = Pages::zeroed(chunk.range.len())
+        .ok_or_else(|| Error::new(ErrorKind::LocalIo, "no memory for a chunk"))?;
+    let out = pages.bytes_mut();
+    let decoded = decode_chunk(chunk.codec, stored, out, &chunk.digest);
+    if skip {
+        return Ok(pages);
+    }
+    decoded.map_err(|error| {
+        let object = map.object(chunk.object);
+        Error::with_source(error.kind(), format!("chunk {index} from {object}"), error)
+    })?;
+    // The digest says that these are the bytes: if a checksum differs, it is the map's.
+    check_blocks(map, chunk.range.start(), out).map_err(|error| {
+        Error::with_source(ErrorKind::LocalIo, "the image's map file is damaged", error)
+    })?;
+    Ok(pages)
+}
+
+/// Verifies the blocks of `bytes` from the lazy address `start`.
+fn check_blocks(map: &AddressMap, start: u64, bytes: &[u8]) -> Result<()> {
+    let kind = map.checksum_kind();
+    let mut address = start;
+    for block in bytes.chunks_exact(BLOCK_SIZE as usize) {
+        if kind.of(block) != map.block_checksum(address) {
+            let message = format!("the block for address {address} has a wrong {kind} checksum");
+            return Err(Error::new(ErrorKind::Corrupt, message));
+        }
+        address += BLOCK_SIZE;
+    }
+    Ok(())
+}

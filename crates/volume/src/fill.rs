@@ -1,0 +1,182 @@
+//! Background fill: fetch everything, in address order, whenever no reader waits.
+
+use std::sync::Arc;
+
+use burgeon_block::{BlockSource, ErrorKind, LocalFile};
+use tokio::{
+    sync::watch,
+    task::{JoinHandle, JoinSet},
+    time::{Instant, sleep, timeout_at},
+};
+
+use crate::{Sabotage, Volume, volume::Boarding};
+
+/// How a fill stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FillState {
+    /// It fetches, or stands back for readers, or waits for the source to come back.
+    Running,
+    /// Every chunk was taken; see [`FillProgress::failed_bytes`].
+    Done,
+    /// It was told to stop.
+    Stopped,
+    /// The cache did not take everything; see [`crate::Status::cache`]. Start it again when it
+    /// does.
+    CacheFull,
+}
+
+/// How far a fill is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FillProgress {
+    /// What it does.
+    pub state: FillState,
+    /// Bytes of the image that can be cached.
+    pub total_bytes: u64,
+    /// Of these, bytes that are in the cache: found there or fetched.
+    pub done_bytes: u64,
+    /// Of these, bytes of chunks that the source would not give right; reading them fails, too.
+    pub failed_bytes: u64,
+}
+
+/// A running fill. Dropping it stops it; chunks under way still land.
+pub struct Fill {
+    progress: watch::Receiver<FillProgress>,
+    stop: watch::Sender<bool>,
+    task: JoinHandle<()>,
+}
+
+impl Fill {
+    /// How far it is.
+    pub fn progress(&self) -> FillProgress {
+        *self.progress.borrow()
+    }
+
+    /// Tells it to stop and returns at once.
+    pub fn stop(&self) {
+        self.stop.send_replace(true);
+    }
+
+    /// Waits until it has ended.
+    pub async fn wait(&mut self) -> FillProgress {
+        // An error means that the task is gone: what it said last stands.
+        let _ = self.progress.wait_for(|progress| progress.state != FillState::Running).await;
+        self.progress()
+    }
+}
+
+impl Drop for Fill {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl<S, F, B> Volume<S, F, B>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+    B: Sabotage,
+{
+    /// Starts to fetch everything that is not in the cache, with at most
+    /// `limits.background_flights` chunks at once, and a new one only when no reader waits (or
+    /// `limits.fill_yield` has passed). While the source is unavailable it waits and tries again.
+    pub fn fill(self: &Arc<Self>) -> Fill {
+        let cacheable = (0..self.map.chunk_count()).filter(|index| !self.is_through(*index));
+        let total_bytes = cacheable.map(|index| self.map.chunk(index).range.len()).sum();
+        let (progress, watcher) = watch::channel(FillProgress {
+            state: FillState::Running,
+            total_bytes,
+            done_bytes: 0,
+            failed_bytes: 0,
+        });
+        let (stop, mut stopped) = watch::channel(false);
+        let volume = Arc::clone(self);
+        let task = tokio::spawn(async move {
+            let state = tokio::select! {
+                biased;
+                _ = stopped.wait_for(|stop| *stop) => FillState::Stopped,
+                state = volume.fill_all(&progress) => state,
+            };
+            progress.send_modify(|progress| progress.state = state);
+        });
+        Fill { progress: watcher, stop, task }
+    }
+
+    async fn fill_all(self: &Arc<Self>, progress: &watch::Sender<FillProgress>) -> FillState {
+        let mut chunks = JoinSet::new();
+        let mut all_kept = true;
+        let mut next = (0..self.map.chunk_count()).filter(|index| !self.is_through(*index));
+        loop {
+            while chunks.len() < self.limits.background_flights.max(1)
+                && let Some(index) = next.next()
+            {
+                chunks.spawn(Arc::clone(self).fill_chunk(index));
+            }
+            let Some(ended) = chunks.join_next().await else { break };
+            // A chunk whose task panicked is one that was not kept.
+            let (index, filled) = ended.unwrap_or((0, Filled::Lost));
+            let len = self.map.chunk(index).range.len();
+            match filled {
+                Filled::Kept => progress.send_modify(|progress| progress.done_bytes += len),
+                Filled::Failed => progress.send_modify(|progress| progress.failed_bytes += len),
+                Filled::Lost if !self.cache.may_write() => return FillState::CacheFull,
+                Filled::Lost => all_kept = false,
+            }
+        }
+        if all_kept { FillState::Done } else { FillState::CacheFull }
+    }
+
+    /// Waits until no reader waits, but not for ever.
+    async fn stand_back(&self) {
+        // One after another: each that loses patience is one chunk.
+        let _turn = self.fill_turn.lock().await;
+        let until = Instant::now() + self.limits.fill_yield;
+        loop {
+            let gone = self.readers.gone.notified();
+            if self.readers.waiting() == 0 || timeout_at(until, gone).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Brings one chunk into the cache. While the source is unavailable it waits and tries again.
+    /// It holds no seat while it waits for one.
+    async fn fill_chunk(self: Arc<Self>, index: u32) -> (u32, Filled) {
+        let range = self.map.chunk(index).range;
+        loop {
+            if self.cache.has(range) {
+                return (index, Filled::Kept);
+            }
+            let seat = Arc::clone(&self.background_seats).acquire_owned().await.ok();
+            self.stand_back().await;
+            if !self.cache.may_write() {
+                return (index, Filled::Lost);
+            }
+            let Boarding::Flight(mut waiter) = self.board(index, range, true, seat).await else {
+                continue;
+            };
+            let error = match waiter.landed().await {
+                Ok(landed) => landed.bytes().err(),
+                Err(error) => Some(error),
+            };
+            match error {
+                None => {
+                    waiter.settled().await;
+                    let kept = self.cache.has(range);
+                    return (index, if kept { Filled::Kept } else { Filled::Lost });
+                }
+                Some(error) if error.kind() == ErrorKind::Unavailable => {
+                    drop(waiter);
+                    sleep(self.limits.deadline).await;
+                }
+                Some(_) => return (index, Filled::Failed),
+            }
+        }
+    }
+}
+
+/// What became of a chunk.
+enum Filled {
+    Kept,
+    Lost,
+    Failed,
+}

@@ -1,0 +1,97 @@
+//! Every bound of the data path, each a named constant with its arithmetic.
+
+use std::time::Duration;
+
+/// Chunks being fetched, decompressed, served or written to the cache at once. Each holds at most
+/// 256 KiB as stored and 256 KiB raw: 32 × 512 KiB = 16 MiB a volume. It is enough for the
+/// network: 32 × 256 KiB in flight at 50 ms a round trip is 160 MiB/s.
+pub const FLIGHTS_MAX: usize = 32;
+
+/// Chunks one read waits for at once. The kernel's largest request (256 pages, 1 MiB) touches five
+/// chunks; four at a time leave seven more such readers room in [`FLIGHTS_MAX`].
+const FLIGHTS_PER_READ: usize = 4;
+
+/// Flights that fill and prefetch may hold: an eighth of [`FLIGHTS_MAX`], so that seven eighths
+/// are always a reader's.
+const BACKGROUND_FLIGHTS: usize = FLIGHTS_MAX / 8;
+
+/// Threads that write the cache file. Direct writes of 256 KiB: four keep an SSD busy.
+const WRITE_THREADS: usize = 4;
+
+/// How long fill waits for readers to be served before it takes one more chunk all the same, so
+/// that a busy volume fills, too: one chunk (256 KiB) a second.
+const FILL_YIELD: Duration = Duration::from_secs(1);
+
+/// How long a fetch goes on trying an unavailable source before its readers get `EIO`. Below the
+/// 120 s after which Linux logs a hung task, above a store's restart.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// How long one try may take: a third of the deadline, so that a stalled connection is given up
+/// early enough for two more tries.
+const TRY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// First and longest pause between tries. Doubling, they come after 0.05, 0.1, … 1.6, then every
+/// 2 s: about 19 tries in 30 s.
+const BACKOFF_MIN: Duration = Duration::from_millis(50);
+const BACKOFF_MAX: Duration = Duration::from_secs(2);
+
+/// Tries beyond the first when the answer is wrong rather than missing.
+const REFETCHES: u32 = 1;
+
+/// First and longest pause of cache writes after the file system was full. A full host sees at
+/// most one failing write a minute and volume.
+const NO_SPACE_PAUSE_MIN: Duration = Duration::from_secs(1);
+const NO_SPACE_PAUSE_MAX: Duration = Duration::from_secs(60);
+
+/// The bounds a volume works within; `Limits::default()` is what a daemon uses.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Chunks held in memory at once.
+    pub flights_max: usize,
+    /// Of these, chunks one read waits for at once.
+    pub flights_per_read: usize,
+    /// Of these, chunks that fill and prefetch hold.
+    pub background_flights: usize,
+    /// Threads that verify and decompress; 0 does it on the fetching task, in a fixed order, for
+    /// simulations.
+    pub cpu_threads: usize,
+    /// Threads that write the cache; 0 does it on the fetching task, for simulations.
+    pub write_threads: usize,
+    /// Longest that fill stands back for readers before it takes one chunk.
+    pub fill_yield: Duration,
+    /// Longest that a fetch tries before it fails.
+    pub deadline: Duration,
+    /// Longest that one try may take.
+    pub try_timeout: Duration,
+    /// First pause between tries.
+    pub backoff_min: Duration,
+    /// Longest pause between tries.
+    pub backoff_max: Duration,
+    /// Further tries when the source answers wrongly.
+    pub refetches: u32,
+    /// First pause of cache writes when there is no space.
+    pub no_space_pause_min: Duration,
+    /// Longest pause of cache writes when there is no space.
+    pub no_space_pause_max: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            flights_max: FLIGHTS_MAX,
+            flights_per_read: FLIGHTS_PER_READ,
+            background_flights: BACKGROUND_FLIGHTS,
+            // Decompression is pure CPU work: one thread a CPU.
+            cpu_threads: std::thread::available_parallelism().map_or(2, usize::from),
+            write_threads: WRITE_THREADS,
+            fill_yield: FILL_YIELD,
+            deadline: DEADLINE,
+            try_timeout: TRY_TIMEOUT,
+            backoff_min: BACKOFF_MIN,
+            backoff_max: BACKOFF_MAX,
+            refetches: REFETCHES,
+            no_space_pause_min: NO_SPACE_PAUSE_MIN,
+            no_space_pause_max: NO_SPACE_PAUSE_MAX,
+        }
+    }
+}

@@ -1,0 +1,42 @@
+use burgeon_block::BLOCK_SIZE;
+use zerocopy::{FromBytes, FromZeros as _, Immutable, IntoBytes, KnownLayout};
+
+/// One block in memory, aligned as direct I/O wants it.
+#[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C, align(4096))]
+struct Page([u8; BLOCK_SIZE as usize]);
+
+/// A buffer of whole blocks, aligned to 4 KiB.
+pub struct Pages(Vec<Page>);
+
+impl Pages {
+    /// A buffer of zeros with room for `len` bytes, rounded up to whole blocks. `None` when there
+    /// is no memory.
+    pub fn zeroed(len: u64) -> Option<Self> {
+        let count = usize::try_from(len.div_ceil(BLOCK_SIZE)).ok()?;
+        Page::new_vec_zeroed(count).ok().map(Self)
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+
+    /// The bytes, to be filled.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.0.as_mut_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Pages;
+
+    #[test]
+    fn whole_aligned_blocks() {
+        let mut pages = Pages::zeroed(4097).unwrap();
+        assert_eq!(pages.bytes().len(), 8192);
+        assert!(pages.bytes_mut().as_ptr().addr().is_multiple_of(4096));
+        assert!(Pages::zeroed(0).unwrap().bytes().is_empty());
+    }
+}

@@ -1,0 +1,447 @@
+//! The volume of one image: answers reads of its lazy address space, for all its mounts.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use burgeon_block::{
+    BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, LocalFile, ObjectId, Result, TryRead,
+};
+use burgeon_image::{AddressMap, Codec};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+
+use crate::{
+    Bug, CacheState, Limits, Sabotage, Sound,
+    cache::CacheFile,
+    fetch::beyond,
+    flights::{Cost, Flight, FlightTable, Landed, Seats, Waiter},
+    pool::Pool,
+};
+
+/// The lazy data of one image: a map, a source of bytes and a cache file.
+///
+/// Mounts of one image share one volume; each brings its own [`Counters`] to every read. What no
+/// reader asked for (fill, prefetch, flights all of whose readers went away) is counted in
+/// [`Volume::background`]. Here is counted what is fetched and what was wrong; hits, misses,
+/// failed reads and latencies are counted by the frontend, which sees whole requests.
+pub struct Volume<S, F, B = Sound> {
+    pub(crate) map: Arc<AddressMap>,
+    pub(crate) source: S,
+    pub(crate) cache: CacheFile<F>,
+    pub(crate) limits: Limits,
+    pub(crate) sabotage: B,
+    pub(crate) cpu: Pool,
+    writers: Pool,
+    flights: FlightTable,
+    seats: Arc<Semaphore>,
+    pub(crate) background_seats: Arc<Semaphore>,
+    pub(crate) fill_turn: tokio::sync::Mutex<()>,
+    background: Arc<Counters>,
+    pub(crate) readers: Readers,
+    pub(crate) retrying: Retrying,
+    /// By object: read straight through, never cached.
+    through: Box<[bool]>,
+    any_through: bool,
+}
+
+/// A look at a volume's health, for `status`.
+#[derive(Clone, Debug)]
+pub struct Status {
+    /// Bytes in the cache, as far as is known; each is still verified when read.
+    pub materialised_bytes: u64,
+    /// Whether fetched chunks are kept.
+    pub cache: CacheState,
+    /// Reads of the cache file that failed; they became misses.
+    pub cache_read_errors: u64,
+    /// Writes of the cache file that failed.
+    pub cache_write_errors: u64,
+    /// Chunks that were served and not kept.
+    pub uncached_chunks: u64,
+    /// Chunks being fetched, or written to the cache, now.
+    pub flights: usize,
+    /// Reads that wait for a chunk now.
+    pub waiting_readers: usize,
+    /// What the source answered last when it did not give good bytes.
+    pub last_source_error: Option<String>,
+}
+
+/// Reads that wait now, so that background work can stand back.
+#[derive(Default)]
+pub(crate) struct Readers {
+    waiting: AtomicUsize,
+    pub(crate) gone: Notify,
+}
+
+impl Readers {
+    fn arrive(&self) -> Waiting<'_> {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        Waiting(self)
+    }
+
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting.load(Ordering::Relaxed)
+    }
+}
+
+/// One waiting reader; dropped also when the read is cancelled.
+struct Waiting<'a>(&'a Readers);
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if self.0.waiting.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.0.gone.notify_waiters();
+        }
+    }
+}
+
+/// The last thing that went wrong at the source.
+#[derive(Default)]
+pub(crate) struct Retrying(Mutex<Option<String>>);
+
+impl Retrying {
+    pub(crate) fn note(&self, error: &Error) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+    }
+}
+
+/// Where a piece of a read comes from.
+pub(crate) enum Boarding {
+    /// From the cache, as it looks.
+    Local,
+    /// From a flight.
+    Flight(Waiter),
+    /// There is no seat now.
+    Full,
+}
+
+/// Objects outside the store, which are local already or cost nothing to make anew.
+fn is_through(object: &ObjectId) -> bool {
+    object.as_str().starts_with("file/") || object.as_str().starts_with("computed/")
+}
+
+impl<S, F> Volume<S, F>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+{
+    /// A volume over `cache`, a file of at least `map.data_range().len()` bytes, which may be new,
+    /// left by a crash, or hold anything at all.
+    pub fn new(map: Arc<AddressMap>, source: S, cache: F, limits: Limits) -> Arc<Self> {
+        Volume::with_sabotage(map, source, cache, limits, Sound)
+    }
+}
+
+impl<S, F, B> Volume<S, F, B>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+    B: Sabotage,
+{
+    /// A volume with a bug, for the simulation.
+    pub fn with_sabotage(
+        map: Arc<AddressMap>,
+        source: S,
+        cache: F,
+        limits: Limits,
+        sabotage: B,
+    ) -> Arc<Self> {
+        let through: Box<[bool]> = map.objects().iter().map(is_through).collect();
+        Arc::new(Self {
+            cache: CacheFile::open(cache, map.data_range(), &limits, &sabotage),
+            any_through: through.contains(&true),
+            through,
+            cpu: Pool::new(limits.cpu_threads),
+            writers: Pool::new(limits.write_threads),
+            flights: FlightTable::default(),
+            seats: Arc::new(Semaphore::new(limits.flights_max.max(1))),
+            background_seats: Arc::new(Semaphore::new(limits.background_flights.max(1))),
+            fill_turn: tokio::sync::Mutex::default(),
+            background: Arc::default(),
+            readers: Readers::default(),
+            retrying: Retrying::default(),
+            map,
+            source,
+            limits,
+            sabotage,
+        })
+    }
+
+    /// The map this volume answers by.
+    pub fn map(&self) -> &Arc<AddressMap> {
+        &self.map
+    }
+
+    /// What was done for no reader in particular.
+    pub fn background(&self) -> &Counters {
+        &self.background
+    }
+
+    /// Bytes of lazy data in the cache. Each block is still verified when it is read.
+    pub fn materialised_bytes(&self) -> u64 {
+        self.cache.present_bytes()
+    }
+
+    /// How the volume is.
+    pub fn status(&self) -> Status {
+        let last = self.retrying.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Status {
+            materialised_bytes: self.materialised_bytes(),
+            cache: self.cache.state(),
+            cache_read_errors: self.cache.read_errors.get(),
+            cache_write_errors: self.cache.write_errors.get(),
+            uncached_chunks: self.cache.uncached_chunks.get(),
+            flights: self.flights.len(),
+            waiting_readers: self.readers.waiting(),
+            last_source_error: last.clone(),
+        }
+    }
+
+    /// Makes the cache durable. Nothing depends on it: what is lost is fetched again.
+    pub fn sync(&self) -> Result<()> {
+        self.cache.sync()
+    }
+
+    /// Answers from what is local: verified bytes, or [`TryRead::Absent`]. No allocation, no wait
+    /// but for the cache file. `range` is whole blocks of [`AddressMap::data_range`], `buf` as
+    /// long as it and aligned to 4 KiB; anything else is `Invalid`.
+    pub fn try_read(
+        &self,
+        range: ByteRange,
+        buf: &mut [u8],
+        counters: &Counters,
+    ) -> Result<TryRead> {
+        self.check(range, buf)?;
+        if self.cache.read(&self.map, &self.sabotage, range, buf, counters)
+            || (self.any_through && self.try_through(range, buf))
+        {
+            return Ok(TryRead::Served);
+        }
+        Ok(TryRead::Absent)
+    }
+
+    /// Answers from wherever the bytes are. Waits for the source at most `limits.deadline` (and
+    /// for a seat, when `limits.flights_max` chunks are under way). `Corrupt` when the source
+    /// insists on wrong bytes, `Unavailable` when it gave none. May be dropped at any await.
+    pub async fn read(
+        self: &Arc<Self>,
+        range: ByteRange,
+        buf: &mut [u8],
+        counters: &Counters,
+    ) -> Result<()> {
+        self.check(range, buf)?;
+        let _waiting = self.readers.arrive();
+        self.read_pieces(range, buf, counters).await
+    }
+
+    /// Starts to fetch the chunks of `range` that are not here, as far as there are seats for
+    /// background work, and returns how many it started. A hint: what does not fit is dropped.
+    pub fn prefetch(self: &Arc<Self>, range: ByteRange) -> usize {
+        let mut started = 0;
+        let mut next = range.start();
+        while next < range.end() {
+            let Some(index) = self.map.chunk_at(next) else { break };
+            let chunk = self.map.chunk(index).range;
+            next = chunk.end();
+            if self.is_through(index) || self.cache.has(chunk) {
+                continue;
+            }
+            let Ok(seat) = Arc::clone(&self.background_seats).try_acquire_owned() else { break };
+            match self.board_now(index, chunk, &mut None, &mut Some(seat)) {
+                Boarding::Flight(_) => started += 1,
+                Boarding::Local => {}
+                Boarding::Full => break,
+            }
+        }
+        started
+    }
+
+    fn check(&self, range: ByteRange, buf: &[u8]) -> Result<()> {
+        let whole = range.start().is_multiple_of(BLOCK_SIZE)
+            && range.end().is_multiple_of(BLOCK_SIZE)
+            && range.len() == buf.len() as u64;
+        if whole && self.map.data_range().covers(range) { Ok(()) } else { Err(beyond(range)) }
+    }
+
+    pub(crate) fn is_through(&self, index: u32) -> bool {
+        // What is stored compressed cannot be read in part.
+        let chunk = self.map.chunk(index);
+        self.any_through && chunk.codec == Codec::Raw && self.through[chunk.object as usize]
+    }
+
+    /// The part of `range` from `at` on that lies in one chunk.
+    fn piece(&self, at: u64, range: ByteRange) -> Result<(u32, ByteRange)> {
+        let rest = ByteRange::new(at, range.end()).ok_or_else(|| beyond(range))?;
+        let index = self.map.chunk_at(at).ok_or_else(|| beyond(rest))?;
+        let piece = self.map.chunk(index).range.intersect(rest).ok_or_else(|| beyond(rest))?;
+        Ok((index, piece))
+    }
+
+    fn try_through(&self, range: ByteRange, buf: &mut [u8]) -> bool {
+        let mut at = range.start();
+        while at < range.end() {
+            let Ok((index, piece)) = self.piece(at, range) else { return false };
+            let out = part(buf, range, piece);
+            if !self.is_through(index) || !self.read_through_now(index, piece, out) {
+                return false;
+            }
+            at = piece.end();
+        }
+        true
+    }
+
+    /// Keeps up to `flights_per_read` chunks under way and copies them out in order. It waits for
+    /// a seat only while it holds none, so readers cannot starve each other.
+    async fn read_pieces(
+        self: &Arc<Self>,
+        range: ByteRange,
+        buf: &mut [u8],
+        counters: &Counters,
+    ) -> Result<()> {
+        let mut flying: VecDeque<(u32, ByteRange, Waiter)> = VecDeque::new();
+        let mut at = range.start();
+        while at < range.end() || !flying.is_empty() {
+            let mut full = flying.len() >= self.limits.flights_per_read.max(1);
+            if at < range.end() && !full {
+                let (index, piece) = self.piece(at, range)?;
+                let out = part(buf, range, piece);
+                if self.is_through(index) {
+                    if !self.read_through_now(index, piece, out) {
+                        self.read_through(index, piece, out, counters).await?;
+                    }
+                    at = piece.end();
+                    continue;
+                }
+                if self.cache.read(&self.map, &self.sabotage, piece, out, counters) {
+                    at = piece.end();
+                    continue;
+                }
+                match self.board(index, piece, flying.is_empty(), None).await {
+                    Boarding::Local => continue,
+                    Boarding::Flight(waiter) => {
+                        flying.push_back((index, piece, waiter));
+                        at = piece.end();
+                    }
+                    Boarding::Full => full = true,
+                }
+            }
+            if !full && at < range.end() {
+                continue;
+            }
+            if let Some((index, piece, mut waiter)) = flying.pop_front() {
+                let landed = waiter.landed().await?;
+                landed.claim(counters);
+                let chunk = self.map.chunk(index).range;
+                let skip = (piece.start() - chunk.start()) as usize;
+                let bytes = &landed.bytes()?[skip..][..piece.len() as usize];
+                part(buf, range, piece).copy_from_slice(bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Joins or starts the flight of a chunk of which `piece` is wanted. Without `patient` it is
+    /// [`Boarding::Full`] when there is no seat.
+    pub(crate) async fn board(
+        self: &Arc<Self>,
+        index: u32,
+        piece: ByteRange,
+        patient: bool,
+        background: Option<OwnedSemaphorePermit>,
+    ) -> Boarding {
+        let (mut seat, mut background) = (None, background);
+        loop {
+            match self.board_now(index, piece, &mut seat, &mut background) {
+                Boarding::Full if patient => {}
+                boarding => return boarding,
+            }
+            // The semaphore is never closed.
+            seat = Arc::clone(&self.seats).acquire_owned().await.ok();
+        }
+    }
+
+    fn board_now(
+        self: &Arc<Self>,
+        index: u32,
+        piece: ByteRange,
+        seat: &mut Option<OwnedSemaphorePermit>,
+        background: &mut Option<OwnedSemaphorePermit>,
+    ) -> Boarding {
+        let (flight, mut waiter, seats) = {
+            let mut table = self.flights.lock();
+            if !self.sabotage.has(Bug::TwoFlights) {
+                if let Some(waiter) = table.join(index) {
+                    return Boarding::Flight(waiter);
+                }
+                if self.cache.has(piece) && !self.sabotage.has(Bug::KeepBadBlock) {
+                    return Boarding::Local;
+                }
+            }
+            let free = || Arc::clone(&self.seats).try_acquire_owned().ok();
+            let Some(seat) = seat.take().or_else(free) else { return Boarding::Full };
+            let (flight, waiter) = table.insert(index);
+            (flight, waiter, Seats { _flight: seat, _background: background.take() })
+        };
+        let task = tokio::spawn(Arc::clone(self).fly(flight, seats));
+        if self.sabotage.has(Bug::DroppedReaderKillsFlight) {
+            waiter.kills = Some(task.abort_handle());
+        }
+        Boarding::Flight(waiter)
+    }
+
+    /// A flight from take-off to the cache: readers are answered as soon as the bytes are good.
+    async fn fly(self: Arc<Self>, flight: Flight, seats: Seats) {
+        let index = flight.chunk();
+        let mut cost = Cost::default();
+        let mut result = self.fetch(index, &mut cost).await;
+        if self.sabotage.has(Bug::LostWaiter) && result.is_err() {
+            std::mem::forget(flight);
+            return;
+        }
+        if self.sabotage.has(Bug::CacheErrorFailsRead)
+            && let Ok(pages) = &result
+            && let Err(error) =
+                self.cache.write(&self.sabotage, self.map.chunk(index).range, pages.bytes())
+        {
+            result = Err(error);
+        }
+        let good = result.is_ok();
+        let landed = Arc::new(Landed::new(result, cost, Arc::clone(&self.background), seats));
+        flight.land(Arc::clone(&landed));
+        if self.sabotage.has(Bug::LeakSeat) && !good {
+            std::mem::forget(Arc::clone(&landed));
+        }
+        if good {
+            self.keep(index, landed).await;
+        }
+        // Only now, with the presence bits set, may another flight of this chunk start.
+        drop(flight);
+    }
+
+    async fn keep(self: &Arc<Self>, index: u32, landed: Arc<Landed>) {
+        if !self.cache.may_write() {
+            self.cache.uncached_chunks.add(1);
+            return;
+        }
+        let this = Arc::clone(self);
+        let write = move || {
+            let range = this.map.chunk(index).range;
+            let written =
+                landed.bytes().and_then(|bytes| this.cache.write(&this.sabotage, range, bytes));
+            if written.is_err() {
+                this.cache.uncached_chunks.add(1);
+            }
+        };
+        // An error means that the runtime ends: the bytes are then fetched again one day.
+        let _ = self.writers.run(write).await;
+    }
+}
+
+/// The part of `buf`, which holds `range`, that holds `piece`.
+fn part(buf: &mut [u8], range: ByteRange, piece: ByteRange) -> &mut [u8] {
+    let skip = (piece.start() - range.start()) as usize;
+    &mut buf[skip..][..piece.len() as usize]
+}

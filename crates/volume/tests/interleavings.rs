@@ -1,0 +1,241 @@
+//! The flight table and the presence bits in many orders of their steps, tried by shuttle.
+//!
+//! The two modules are compiled here once more, over shuttle's locks and atomics. What tokio's
+//! channels do inside counts as one step.
+
+#![allow(clippy::unwrap_used, unreachable_pub, dead_code)]
+
+#[path = "../src/flights.rs"]
+mod flights;
+#[path = "../src/presence.rs"]
+mod presence;
+
+/// What the modules find in place of the crate's own.
+mod sync {
+    pub(crate) use shuttle::sync::{
+        Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    };
+}
+
+use std::sync::Arc;
+
+use burgeon_block::{Counters, Error, ErrorKind};
+pub(crate) use burgeon_volume::Pages;
+use flights::{Cost, Flight, FlightTable, Landed, Seats, Waiter};
+use presence::Presence;
+use shuttle::{
+    future,
+    sync::{Mutex, atomic::AtomicU64, atomic::Ordering::SeqCst},
+    thread,
+};
+use tokio::sync::Semaphore;
+
+/// Orders that are tried of each test.
+const ORDERS: usize = 3000;
+const CHUNK: u32 = 7;
+
+/// The part of a volume that decides who fetches, with counters in place of sources and files.
+struct Cell {
+    table: FlightTable,
+    presence: Presence,
+    /// What the cache file holds.
+    file: AtomicU64,
+    fetches: AtomicU64,
+    under_way: AtomicU64,
+    seats: Arc<Semaphore>,
+    background: Arc<Counters>,
+    how: How,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum How {
+    Well,
+    /// The first fetch fails.
+    FailFirst,
+    /// An injected bug: the flight leaves the table before the presence bits are set.
+    LeaveEarly,
+}
+
+impl Cell {
+    fn new(how: How) -> Arc<Self> {
+        Arc::new(Self {
+            table: FlightTable::default(),
+            presence: Presence::new(64),
+            file: AtomicU64::new(0),
+            fetches: AtomicU64::new(0),
+            under_way: AtomicU64::new(0),
+            seats: Arc::new(Semaphore::new(8)),
+            background: Arc::default(),
+            how,
+        })
+    }
+
+    fn board(self: &Arc<Self>) -> Option<Waiter> {
+        let (flight, waiter) = {
+            let mut table = self.table.lock();
+            if let Some(waiter) = table.join(CHUNK) {
+                return Some(waiter);
+            }
+            if self.presence.all(0..64) {
+                return None;
+            }
+            table.insert(CHUNK)
+        };
+        let seat = Arc::clone(&self.seats).try_acquire_owned().unwrap();
+        let seats = Seats { _flight: seat, _background: None };
+        future::spawn(Arc::clone(self).fly(flight, seats));
+        Some(waiter)
+    }
+
+    async fn fly(self: Arc<Self>, flight: Flight, seats: Seats) {
+        assert_eq!(self.under_way.fetch_add(1, SeqCst), 0, "two flights of one chunk");
+        future::yield_now().await;
+        let first = self.fetches.fetch_add(1, SeqCst) == 0;
+        let result = if first && self.how == How::FailFirst {
+            Err(Error::new(ErrorKind::Unavailable, "not yet"))
+        } else {
+            Ok(Pages::zeroed(4096).unwrap())
+        };
+        let good = result.is_ok();
+        let cost = Cost { fetches: 1, ..Cost::default() };
+        let landed = Landed::new(result, cost, Arc::clone(&self.background), seats);
+        flight.land(Arc::new(landed));
+        self.under_way.fetch_sub(1, SeqCst);
+        let flight = (self.how != How::LeaveEarly).then_some(flight);
+        if good {
+            future::yield_now().await;
+            self.file.store(1, SeqCst);
+            self.presence.set(0..64);
+        }
+        drop(flight);
+    }
+
+    /// Reads until it has the bytes; counts its misses.
+    async fn read(self: Arc<Self>, counters: Arc<Counters>) {
+        loop {
+            if self.presence.all(0..64) {
+                assert_eq!(self.file.load(SeqCst), 1, "present before it is written");
+                return;
+            }
+            let Some(mut waiter) = self.board() else { continue };
+            let landed = waiter.landed().await.unwrap();
+            landed.claim(&counters);
+            if landed.bytes().is_ok() {
+                return;
+            }
+        }
+    }
+}
+
+fn readers(how: How) {
+    let cell = Cell::new(how);
+    let counters: Arc<Counters> = Arc::default();
+    let readers: Vec<_> =
+        (0..3).map(|_| future::spawn(Arc::clone(&cell).read(Arc::clone(&counters)))).collect();
+    // One more takes a look and goes away.
+    drop(cell.board());
+    future::block_on(async {
+        for reader in readers {
+            reader.await.unwrap();
+        }
+        // Every seat is free again, in the end; or shuttle runs out of steps.
+        while cell.table.len() > 0 || cell.seats.available_permits() < 8 {
+            future::yield_now().await;
+        }
+    });
+    let fetches = cell.fetches.load(SeqCst);
+    assert_eq!(fetches, 1 + u64::from(how == How::FailFirst), "fetched once it could be");
+    assert!(cell.presence.all(0..64));
+    assert_eq!(counters.fetches.get() + cell.background.fetches.get(), fetches, "counted once");
+}
+
+#[test]
+fn one_flight_for_all_who_wait() {
+    shuttle::check_random(|| readers(How::Well), ORDERS);
+}
+
+#[test]
+fn a_failed_flight_lets_the_next_one_start() {
+    shuttle::check_random(|| readers(How::FailFirst), ORDERS);
+}
+
+#[test]
+fn a_flight_that_leaves_too_early_is_found() {
+    let tried = std::panic::catch_unwind(|| {
+        shuttle::check_random(|| readers(How::LeaveEarly), ORDERS);
+    });
+    assert!(tried.is_err(), "shuttle does not see that the chunk is fetched twice");
+}
+
+#[test]
+fn a_flight_that_is_dropped_leaves_nobody_waiting() {
+    let check = || {
+        let table = FlightTable::default();
+        let (flight, mut first) = table.lock().insert(CHUNK);
+        let mut second = table.lock().join(CHUNK).unwrap();
+        let dies = thread::spawn(move || drop(flight));
+        let waits = thread::spawn(move || future::block_on(second.landed()).is_err());
+        assert!(future::block_on(first.landed()).is_err());
+        assert!(waits.join().unwrap());
+        dies.join().unwrap();
+        assert_eq!(table.len(), 0);
+    };
+    shuttle::check_random(check, ORDERS);
+}
+
+#[test]
+fn presence_bits_keep_their_count_and_never_run_ahead() {
+    let check = || {
+        let presence = Arc::new(Presence::new(128));
+        let file = Arc::new(Mutex::new([0u8; 128]));
+        let threads: Vec<_> = [(0, 70), (60, 128)]
+            .map(|(start, end)| {
+                let (presence, file) = (Arc::clone(&presence), Arc::clone(&file));
+                thread::spawn(move || {
+                    file.lock().unwrap()[start..end].fill(1);
+                    presence.set(start as u64..end as u64);
+                    presence.clear(62..66);
+                })
+            })
+            .into();
+        for block in [0u64, 61, 64, 127] {
+            if presence.all(block..block + 1) {
+                assert_eq!(file.lock().unwrap()[block as usize], 1);
+            }
+        }
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        let model = (0..128).filter(|block| presence.all(*block..*block + 1)).count() as u64;
+        assert_eq!(presence.count(), model);
+    };
+    shuttle::check_random(check, ORDERS);
+}
+
+#[test]
+fn presence_bits_agree_with_a_naive_set() {
+    let check = || {
+        let presence = Presence::new(300);
+        let mut model = [false; 300];
+        let mut rng = testkit::Rng::new(1);
+        for _ in 0..3000 {
+            let (a, b) = (rng.below(301), rng.below(301));
+            let (start, end) = (a.min(b), a.max(b));
+            let part = &mut model[start as usize..end as usize];
+            match rng.below(4) {
+                0 => {
+                    presence.set(start..end);
+                    part.fill(true);
+                }
+                1 => {
+                    presence.clear(start..end);
+                    part.fill(false);
+                }
+                _ => assert_eq!(presence.all(start..end), part.iter().all(|bit| *bit)),
+            }
+            assert_eq!(presence.count(), model.iter().filter(|bit| **bit).count() as u64);
+        }
+    };
+    shuttle::check_random(check, 1);
+}

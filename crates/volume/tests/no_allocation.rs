@@ -1,0 +1,55 @@
+//! A hit allocates nothing: the server must answer them when there is no memory to be had.
+
+mod common;
+#[path = "common/counting.rs"]
+mod counting;
+
+use burgeon_block::{BlockDevice, TryRead};
+use burgeon_volume::{LazyDevice, Pages};
+use common::{DATA_START, setup};
+
+#[global_allocator]
+static ALLOCATOR: counting::Counting = counting::Counting;
+
+#[test]
+fn hits_and_zeros_and_superblocks_allocate_nothing() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let setup = setup();
+    let all = setup.volume.map().data_range();
+    runtime.block_on(async {
+        setup.read(all).await.unwrap();
+        setup.settle().await;
+    });
+    let superblocks = vec![(65536, Box::new([1; 4096]))];
+    let device =
+        LazyDevice::new(setup.volume.clone(), setup.counters.clone(), all.end(), superblocks)
+            .unwrap();
+    let mut pages = Pages::zeroed(1 << 18).unwrap();
+    let mut read = |offset: u64, len: usize| {
+        let before = counting::allocations();
+        let answer = device.try_read(offset, &mut pages.bytes_mut()[..len]);
+        assert_eq!(counting::allocations() - before, 0, "{len} bytes at {offset}");
+        assert_eq!(answer.unwrap(), TryRead::Served);
+    };
+    for _ in 0..100 {
+        read(DATA_START, 4096);
+        read(DATA_START + (60 << 12), 1 << 16);
+        read(0, 1 << 17);
+        read(DATA_START - 8192, 1 << 14);
+    }
+
+    // What is not there is found out without an allocation, too.
+    let empty = common::setup();
+    let before = counting::allocations();
+    let answer =
+        empty.volume.try_read(empty.blocks(0, 1), &mut pages.bytes_mut()[..4096], &empty.counters);
+    assert_eq!(counting::allocations() - before, 0);
+    assert_eq!(answer.unwrap(), TryRead::Absent);
+}
+
+#[test]
+fn the_counting_allocator_counts() {
+    let before = counting::allocations();
+    drop(std::hint::black_box(vec![1u8; 100]));
+    assert_eq!(counting::allocations() - before, 1);
+}

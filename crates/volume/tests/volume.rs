@@ -1,0 +1,299 @@
+//! The promises of a volume, one by one, over a real cache file.
+
+mod common;
+
+use std::{sync::Arc, time::Duration};
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, LocalFile, TryRead};
+use burgeon_volume::{CacheState, Limits, Volume};
+use common::{CHUNKS, DATA_START, Fault, Setup, image, image_at, open, setup, setup_with};
+
+fn all(setup: &Setup) -> ByteRange {
+    setup.volume.map().data_range()
+}
+
+#[tokio::test]
+async fn first_a_miss_then_a_hit_and_all_is_counted() {
+    let setup = setup();
+    setup.read(setup.blocks(1, 2)).await.unwrap();
+    setup.settle().await;
+    assert_eq!(setup.volume.materialised_bytes(), CHUNKS[0] * BLOCK_SIZE);
+    setup.read(setup.blocks(0, 64)).await.unwrap();
+    setup.read(all(&setup)).await.unwrap();
+    setup.settle().await;
+    setup.read(all(&setup)).await.unwrap();
+
+    let counters = &setup.counters;
+    assert_eq!(setup.source.reads(), CHUNKS.len() as u64, "each chunk is fetched once");
+    assert_eq!((counters.misses.get(), counters.hits.get()), (2, 2));
+    assert_eq!(counters.fetches.get(), CHUNKS.len() as u64);
+    assert_eq!(counters.fetched_bytes.get(), setup.image.packs[0].1.len() as u64);
+    assert_eq!(counters.materialised_bytes.get(), all(&setup).len());
+    assert_eq!(setup.volume.materialised_bytes(), all(&setup).len());
+    assert_eq!(setup.volume.background().fetches.get(), 0);
+    assert_eq!(setup.volume.status().cache, CacheState::Writing);
+}
+
+#[tokio::test]
+async fn ranges_outside_the_data_or_off_the_blocks_are_invalid() {
+    let setup = setup();
+    let mut buf = vec![0; 2 * BLOCK_SIZE as usize];
+    let end = all(&setup).end();
+    for (start, len) in [(DATA_START - 4096, 8192), (end - 4096, 8192), (DATA_START + 1, 4096)] {
+        let range = ByteRange::at(start, len).unwrap();
+        let buf = &mut buf[..len as usize];
+        let error = setup.volume.try_read(range, buf, &setup.counters).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        let error = setup.volume.read(range, buf, &setup.counters).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+    }
+    assert_eq!(setup.source.reads(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_flight_whose_result_all_waiters_share() {
+    let setup = setup();
+    setup.source.close();
+    let mut readers = Vec::new();
+    for first in 0..20 {
+        let (volume, counters) = (Arc::clone(&setup.volume), Arc::clone(&setup.counters));
+        let (range, expected) =
+            (setup.blocks(first, 3), setup.expected(setup.blocks(first, 3)).to_vec());
+        readers.push(tokio::spawn(async move {
+            let mut buf = vec![0; expected.len()];
+            volume.read(range, &mut buf, &counters).await.unwrap();
+            assert!(buf == expected);
+        }));
+    }
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    assert_eq!(setup.volume.status().waiting_readers, 20);
+    assert_eq!(setup.volume.status().flights, 1);
+    // The reader that started the flight goes away; the others do not notice.
+    readers.remove(0).abort();
+    setup.source.open();
+    for reader in readers {
+        reader.await.unwrap();
+    }
+    assert_eq!(setup.source.reads(), 1);
+    assert_eq!(setup.counters.fetches.get(), 1);
+    assert_eq!(setup.volume.status().waiting_readers, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_flight_without_readers_lands_in_the_cache_and_is_counted_apart() {
+    let setup = setup();
+    setup.source.close();
+    let (volume, counters) = (Arc::clone(&setup.volume), Arc::clone(&setup.counters));
+    let range = setup.blocks(0, 1);
+    let reader = tokio::spawn(async move {
+        let mut buf = vec![0; 4096];
+        volume.read(range, &mut buf, &counters).await
+    });
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    reader.abort();
+    assert!(reader.await.is_err());
+    setup.source.open();
+    setup.settle().await;
+    assert_eq!(setup.counters.fetches.get(), 0);
+    assert_eq!(setup.volume.background().fetches.get(), 1);
+    setup.read(setup.blocks(0, 64)).await.unwrap();
+    assert_eq!(setup.counters.hits.get(), 1);
+}
+
+#[tokio::test]
+async fn wrong_bytes_are_asked_for_once_more_and_never_served() {
+    for fault in [Fault::WrongByte, Fault::Truncated] {
+        let setup = setup();
+        // Chunk 0 is raw, chunk 3 compressed.
+        for first in [0, 68] {
+            setup.source.fail([fault]);
+            setup.read(setup.blocks(first, 4)).await.unwrap();
+        }
+        assert_eq!(setup.source.reads(), 4);
+        setup.source.fail([fault, fault]);
+        let error = setup.read(setup.blocks(64, 1)).await.unwrap_err();
+        assert_eq!((error.kind(), error.errno()), (ErrorKind::Corrupt, libc::EIO), "{error}");
+        assert!(error.to_string().contains("packs/test"), "it names the object: {error}");
+        setup.read(setup.blocks(64, 1)).await.unwrap();
+
+        let counters = &setup.counters;
+        assert_eq!(counters.failed_reads.get(), 1);
+        let wrong = counters.source_corrupt_chunks.get() + counters.source_errors.get();
+        assert_eq!(wrong, 4, "{fault:?}");
+        assert_eq!(counters.cache_corrupt_blocks.get(), 0);
+    }
+}
+
+#[tokio::test]
+async fn a_bad_chunk_leaves_its_neighbours_readable() {
+    let setup = setup();
+    setup.source.fail_always(Fault::NotFound);
+    let error = setup.read(setup.blocks(0, 1)).await.unwrap_err();
+    assert_eq!(error.errno(), libc::EIO, "a missing pack is an I/O error: {error}");
+    setup.source.fail_always(None);
+    setup.read(setup.blocks(64, 80)).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unavailable_source_is_tried_until_the_deadline() {
+    let setup = setup();
+    setup.source.fail([Fault::Unavailable; 7]);
+    setup.read(setup.blocks(0, 1)).await.unwrap();
+    assert_eq!(setup.counters.source_errors.get(), 7);
+
+    for fault in [Fault::Unavailable, Fault::Stall] {
+        setup.source.fail_always(fault);
+        let start = tokio::time::Instant::now();
+        let error = setup.read(setup.blocks(64, 1)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        let limits = Limits::default();
+        assert!(start.elapsed() <= limits.deadline, "{:?}", start.elapsed());
+        assert!(start.elapsed() >= limits.deadline - limits.try_timeout, "{:?}", start.elapsed());
+    }
+    assert!(setup.volume.status().last_source_error.is_some());
+    setup.source.fail_always(None);
+    setup.read(setup.blocks(64, 1)).await.unwrap();
+}
+
+#[tokio::test]
+async fn rotten_lost_and_foreign_blocks_are_misses() {
+    let setup = setup();
+    setup.read(all(&setup)).await.unwrap();
+    setup.settle().await;
+    let file = common::cache_file(&setup.dir, &setup.image);
+    let mut block = burgeon_volume::Pages::zeroed(BLOCK_SIZE).unwrap();
+    file.read_at(9 * BLOCK_SIZE, block.bytes_mut()).unwrap();
+    block.bytes_mut()[4000] ^= 4;
+    file.write_at(9 * BLOCK_SIZE, block.bytes()).unwrap();
+    file.punch_hole(ByteRange::at(70 * BLOCK_SIZE, BLOCK_SIZE).unwrap()).unwrap();
+
+    let mut buf = burgeon_volume::Pages::zeroed(2 * BLOCK_SIZE).unwrap();
+    let answer = setup.volume.try_read(setup.blocks(8, 2), buf.bytes_mut(), &setup.counters);
+    assert_eq!(answer.unwrap(), TryRead::Absent);
+    assert_eq!(setup.volume.materialised_bytes(), all(&setup).len() - BLOCK_SIZE);
+    setup.read(all(&setup)).await.unwrap();
+    setup.settle().await;
+    assert_eq!(setup.counters.cache_corrupt_blocks.get(), 2);
+    assert_eq!(setup.volume.materialised_bytes(), all(&setup).len(), "refetched and kept");
+
+    // The cache of another image under this one's name: every block is a miss.
+    let other = image(2);
+    let source = common::Source::of(&other);
+    let volume = open(&setup.dir, &other, &source, Limits::default());
+    assert_eq!(volume.materialised_bytes(), all(&setup).len(), "believed, not yet read");
+    let counters = Counters::default();
+    common::read(&volume, &other, all(&setup), &counters).await.unwrap();
+    let blocks = all(&setup).len() / BLOCK_SIZE;
+    assert!(counters.cache_corrupt_blocks.get() >= blocks, "every one was looked at");
+}
+
+#[tokio::test]
+async fn a_cache_opened_again_serves_what_it_kept() {
+    let setup = setup();
+    setup.read(setup.blocks(64, 4)).await.unwrap();
+    setup.settle().await;
+    setup.volume.sync().unwrap();
+    let source = common::Source::of(&setup.image);
+    let again = open(&setup.dir, &setup.image, &source, Limits::default());
+    assert_eq!(again.materialised_bytes(), 4 * BLOCK_SIZE);
+    common::read(&again, &setup.image, setup.blocks(64, 4), &setup.counters).await.unwrap();
+    assert_eq!(source.reads(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn objects_outside_the_store_are_read_straight_through() {
+    let setup = setup_with(image_at(3, "file/dev/disk"), Limits::default());
+    // Compressed chunks cannot be read in part; the first chunk is raw.
+    setup.source.fail([Fault::Unavailable, Fault::WrongByte]);
+    setup.read(setup.blocks(5, 7)).await.unwrap();
+    setup.read(setup.blocks(5, 7)).await.unwrap();
+    assert_eq!(setup.source.reads(), 4);
+    assert_eq!(setup.volume.materialised_bytes(), 0);
+    assert_eq!(setup.counters.fetched_bytes.get(), 3 * 7 * BLOCK_SIZE);
+    assert_eq!(setup.counters.source_corrupt_chunks.get(), 1);
+    assert_eq!(setup.volume.prefetch(setup.blocks(0, 64)), 0);
+}
+
+#[tokio::test]
+async fn a_flight_that_panics_is_an_error_to_those_who_wait() {
+    let setup = setup();
+    setup.source.fail([Fault::Panic]);
+    let (a, b) = tokio::join!(setup.read(setup.blocks(0, 1)), setup.read(setup.blocks(5, 1)));
+    for error in [a.unwrap_err(), b.unwrap_err()] {
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+    }
+    assert_eq!(setup.volume.status().flights, 0);
+    setup.read(setup.blocks(0, 1)).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_map_whose_block_checksum_is_wrong_makes_an_error_of_that_chunk() {
+    let image = common::image_with(1, "packs/test", |manifest| manifest.block_checksums[9] ^= 1);
+    let setup = setup_with(image, Limits::default());
+    let error = setup.read(setup.blocks(0, 1)).await.unwrap_err();
+    assert_eq!((error.kind(), error.errno()), (ErrorKind::LocalIo, libc::EIO));
+    assert!(error.to_string().contains("map"), "{error}");
+    assert_eq!(setup.counters.source_corrupt_chunks.get(), 0, "the source is not to blame");
+    setup.read(setup.blocks(64, 80)).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_chunk_that_unpacks_to_more_than_it_should_is_refused() {
+    let bomb = |manifest: &mut burgeon_image::Manifest| {
+        // Chunk 3 has 64 blocks; say that it has half, and that the next has the others.
+        manifest.chunks[3].blocks = 32;
+        manifest.chunks[4].blocks += 32;
+    };
+    let setup = setup_with(common::image_with(1, "packs/test", bomb), Limits::default());
+    let error = setup.read(setup.blocks(68, 1)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    assert_eq!(setup.counters.source_corrupt_chunks.get(), 2);
+}
+
+#[tokio::test]
+async fn the_smallest_limits_still_make_progress() {
+    let limits = Limits {
+        flights_max: 1,
+        flights_per_read: 1,
+        background_flights: 1,
+        cpu_threads: 1,
+        write_threads: 1,
+        ..Limits::default()
+    };
+    let setup = setup_with(image(4), limits);
+    let whole = all(&setup);
+    let (volume, counters) = (&setup.volume, &setup.counters);
+    let (one, two) = tokio::join!(
+        common::read(volume, &setup.image, whole, counters),
+        common::read(volume, &setup.image, whole, counters),
+    );
+    one.unwrap();
+    two.unwrap();
+    assert_eq!(setup.source.reads(), CHUNKS.len() as u64);
+}
+
+#[tokio::test]
+async fn prefetch_starts_what_there_is_room_for() {
+    let setup = setup();
+    setup.source.close();
+    assert_eq!(setup.volume.prefetch(all(&setup)), Limits::default().background_flights);
+    setup.source.open();
+    setup.settle().await;
+    assert_eq!(setup.volume.prefetch(all(&setup)), 2, "the rest");
+    setup.settle().await;
+    assert_eq!(setup.volume.prefetch(all(&setup)), 0);
+    assert_eq!(setup.volume.materialised_bytes(), all(&setup).len());
+    assert_eq!(setup.volume.background().fetches.get(), CHUNKS.len() as u64);
+}
+
+/// A volume is shared between threads and its reads are sent between them.
+#[test]
+fn volumes_and_their_reads_are_send() {
+    fn send<T: Send>(_: &T) {}
+    fn check(volume: &Arc<common::TestVolume>, range: ByteRange, counters: &Counters) {
+        let mut buf = [0; 4096];
+        send(volume);
+        send(&volume.read(range, &mut buf, counters));
+    }
+    let _: fn(&Arc<Volume<_, _>>, ByteRange, &Counters) = check;
+}

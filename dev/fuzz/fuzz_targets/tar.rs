@@ -1,0 +1,121 @@
+//! Any bytes are refused or are an archive that an image can be made of; nothing panics, and no
+//! declared length is believed before there are bytes for it.
+
+#![no_main]
+
+use std::{
+    fs,
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+use burgeon_block::{Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result};
+use burgeon_image::build::{self, Options};
+use libfuzzer_sys::fuzz_target;
+
+/// A store that forgets.
+struct Oblivion;
+
+/// Removes a scratch folder.
+struct Scratch(std::path::PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        fs::remove_dir_all(&self.0).expect("a temporary folder");
+    }
+}
+
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+impl ObjectStore for Oblivion {
+    fn publish_file(&self, _: &ObjectId, from: &Path) -> Result<()> {
+        fs::remove_file(from).map_err(|error| Error::io("a temporary file", error))
+    }
+
+    fn publish(&self, _: &ObjectId, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn get(&self, object: &ObjectId, _: u64) -> Result<bytes::Bytes> {
+        Err(Error::new(ErrorKind::NotFound, object.as_str()))
+    }
+
+    fn len(&self, _: &ObjectId) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
+    fn list(&self, _: &str) -> Result<Vec<ObjectId>> {
+        Ok(Vec::new())
+    }
+
+    fn remove(&self, _: &ObjectId) -> Result<()> {
+        Ok(())
+    }
+
+    fn begin_write(&self) -> Result<Lease> {
+        let name = format!("fuzz-tar-{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed));
+        let folder = std::env::temp_dir().join(name);
+        fs::create_dir(&folder).map_err(|error| Error::io("a temporary folder", error))?;
+        Ok(Lease::new(folder.clone(), Box::new(Scratch(folder))))
+    }
+
+    fn begin_collect(&self) -> Result<Collecting> {
+        Err(Error::new(ErrorKind::Invalid, "nothing is collected here"))
+    }
+}
+
+/// Gives every block that could be a header the checksum it needs.
+fn seal(archive: &mut [u8]) {
+    for header in archive.as_chunks_mut::<512>().0 {
+        if header[257..262] == *b"ustar" {
+            header[148..156].fill(b' ');
+            let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+            header[148..155].copy_from_slice(format!("{sum:06o}\0").as_bytes());
+        }
+    }
+}
+
+/// Headers of 512 bytes are long for a fuzzer: an input is a row of fields instead.
+fn archive(mut input: &[u8]) -> Vec<u8> {
+    const NAMES: [&[u8]; 8] = [b"a", b"a/b", b"b/", b"../a", b"/a", b"a/", b"./", b"b/c"];
+    const KINDS: &[u8] = b"0123456SxgLKVZ";
+    let mut archive = Vec::new();
+    while let Some((head, rest)) = input.split_first_chunk::<4>() {
+        let data_len = usize::from(head[3]).min(rest.len());
+        let (data, rest) = rest.split_at(data_len);
+        input = rest;
+        let mut header = [0; 512];
+        let name = NAMES[usize::from(head[0] & 7)];
+        header[..name.len()].copy_from_slice(name);
+        header[100..107].copy_from_slice(b"0000644");
+        // Mostly the data's length, sometimes another one.
+        let size = if head[0] & 0x80 != 0 { usize::from(head[2]) << 13 } else { data_len };
+        header[124..135].copy_from_slice(format!("{size:011o}").as_bytes());
+        header[156] = KINDS[usize::from(head[1]) % KINDS.len()];
+        let link = NAMES[usize::from(head[2] & 7)];
+        header[157..157 + link.len()].copy_from_slice(link);
+        header[257..265].copy_from_slice(b"ustar\x0000");
+        // A field of the header that the data overwrites: numbers and sparse maps.
+        if head[0] & 0x40 != 0 {
+            let at = 100 + usize::from(head[2]) * 3 / 2;
+            let len = data_len.min(512 - at);
+            header[at..at + len].copy_from_slice(&data[..len]);
+        }
+        archive.extend_from_slice(&header);
+        archive.extend_from_slice(data);
+        archive.resize(archive.len().next_multiple_of(512), 0);
+    }
+    archive.resize(archive.len() + 1024, 0);
+    seal(&mut archive);
+    archive
+}
+
+fuzz_target!(|input: &[u8]| {
+    let bytes = match input.split_first() {
+        Some((0, raw)) => raw.to_vec(),
+        Some((_, rest)) => archive(rest),
+        None => return,
+    };
+    let options = Options { level: 1, threads: Some(1), reuse: false, ..Options::default() };
+    let _ = build::from_tar(&Oblivion, "x", std::io::Cursor::new(bytes), None, &options, &|_| ());
+});

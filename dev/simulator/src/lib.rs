@@ -1,0 +1,44 @@
+//! A simulated machine for the data path: a disk that forgets and rots, a source that lies, a
+//! clock that jumps, and a model that knows every byte.
+//!
+//! ```text
+//!               operations by seed: read, drop a reader, prefetch, fill, rot, fill the disk,
+//!               break the source, sync, kill, cut the power, swap the image, …
+//!                                              │
+//!   Oracle (every expected byte) ──compare── Volume ──► FaultySource   counts what it did wrong
+//!                                              └──────► SimFile ─► Disk   lives through crashes
+//! ```
+//!
+//! Fault model. A disk keeps what was synced. Of what was written after that, a power failure
+//! keeps any subset of 512-byte sectors, may keep a block allocated and full of old garbage, and
+//! bits rot at any time; reads and writes fail, and a failing write may be half done. A source
+//! answers late, never, with an error, with too little, with wrong or with old bytes. Memory and
+//! the clock are good.
+//!
+//! The promise. Every read gives the right bytes or an error; an error only while the source
+//! gives reason; within a bounded time; when the faults stop, everything can be filled and is then
+//! served without the source; and the counters say exactly what happened.
+//!
+//! A simulator that finds nothing proves nothing: `tests/injected_bugs.rs` puts each
+//! [`burgeon_volume::Bug`] into the volume and asserts that it is found. One seed is one run:
+//! the same seed, the same run.
+
+mod disk;
+mod exhaustive;
+mod model;
+mod records;
+mod run;
+mod source;
+mod world;
+
+pub use disk::{Crash, Disk, SimFile};
+pub use exhaustive::{Exhausted, crash_at_every_write};
+pub use model::Model;
+pub use records::{Folder, Step, publish_survives};
+pub use run::{Report, simulate};
+pub use source::{FaultySource, Mood};
+
+/// How many seeds the tests run, unless `SIMULATION_SEEDS` says otherwise.
+pub fn seeds(default: u64) -> u64 {
+    std::env::var("SIMULATION_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}

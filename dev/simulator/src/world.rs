@@ -1,0 +1,258 @@
+//! One life of the machine: a volume from its start to its end, and the checks on it.
+
+use std::{sync::Arc, time::Duration};
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, TryRead};
+use burgeon_volume::{Bug, Fill, FillState, Limits, Volume};
+use testkit::Rng;
+use tokio::{
+    task::JoinHandle,
+    time::{Instant, sleep, timeout, timeout_at},
+};
+
+use crate::{Disk, FaultySource, Model, Mood, SimFile, disk::Faults, model::range};
+
+pub(crate) type SimVolume = Volume<FaultySource, SimFile, Option<Bug>>;
+
+/// No read takes longer: a dozen readers, one seat, 30 seconds each, and room.
+const READ_TIME_MAX: Duration = Duration::from_secs(3600);
+
+/// Blocks of the longest read.
+const READ_BLOCKS_MAX: u64 = 96;
+
+/// A running machine.
+pub(crate) struct World {
+    model: Arc<Model>,
+    pub(crate) disk: Disk,
+    pub(crate) source: FaultySource,
+    volume: Arc<SimVolume>,
+    counters: Arc<Counters>,
+    limits: Limits,
+    readers: Vec<JoinHandle<Result<(), String>>>,
+    fill: Option<Fill>,
+    bad_at_start: u64,
+}
+
+impl World {
+    /// Starts the machine: `model`'s image over whatever `disk` holds.
+    pub(crate) fn boot(
+        model: &Arc<Model>,
+        disk: &Disk,
+        limits: &Limits,
+        bug: Option<Bug>,
+        rng: &mut Rng,
+    ) -> Self {
+        let source = FaultySource::new(rng.bits(), model);
+        let map = Arc::clone(&model.map);
+        let volume = Volume::with_sabotage(map, source.clone(), disk.file(), limits.clone(), bug);
+        Self {
+            bad_at_start: disk.bad_blocks(&model.bytes),
+            model: Arc::clone(model),
+            disk: disk.clone(),
+            source,
+            volume,
+            counters: Arc::default(),
+            limits: limits.clone(),
+            readers: Vec::new(),
+            fill: None,
+        }
+    }
+
+    /// Some blocks of the image.
+    pub(crate) fn some_range(&self, rng: &mut Rng) -> ByteRange {
+        let all = self.model.range();
+        let blocks = all.len() / BLOCK_SIZE;
+        let first = rng.below(blocks);
+        let len = 1 + rng.below(READ_BLOCKS_MAX.min(blocks - first));
+        // Most reads are small.
+        let len = if rng.below(3) > 0 { len.min(1 + rng.below(4)) } else { len };
+        range(all.start() + first * BLOCK_SIZE, len * BLOCK_SIZE)
+    }
+
+    /// Starts a read that is given up after `patience`.
+    pub(crate) fn read(&mut self, range: ByteRange, patience: Option<Duration>) {
+        let reader = Reader {
+            model: Arc::clone(&self.model),
+            disk: self.disk.clone(),
+            source: self.source.clone(),
+            volume: Arc::clone(&self.volume),
+            counters: Arc::clone(&self.counters),
+        };
+        self.readers.push(tokio::spawn(async move {
+            let reading = reader.read(range);
+            match patience {
+                None => reading.await,
+                Some(patience) => timeout(patience, reading).await.unwrap_or(Ok(())),
+            }
+        }));
+    }
+
+    pub(crate) fn prefetch(&self, range: ByteRange) {
+        self.volume.prefetch(range);
+    }
+
+    pub(crate) fn start_fill(&mut self) {
+        self.fill = Some(self.volume.fill());
+    }
+
+    pub(crate) fn stop_fill(&mut self) {
+        self.fill = None;
+    }
+
+    pub(crate) fn sync(&self) {
+        // A failure is the machine's, and takes nothing that was promised.
+        let _ = self.volume.sync();
+    }
+
+    /// Waits for all readers.
+    pub(crate) async fn join(&mut self) -> Result<(), String> {
+        for reader in self.readers.drain(..) {
+            reader.await.map_err(|error| format!("a reader died: {error}"))??;
+        }
+        Ok(())
+    }
+
+    /// Waits until nothing is going on, and compares the accounts.
+    pub(crate) async fn settle(&mut self) -> Result<(), String> {
+        self.stop_fill();
+        self.join().await?;
+        let until = Instant::now() + READ_TIME_MAX;
+        while self.volume.status().flights > 0 {
+            if timeout_at(until, sleep(Duration::from_millis(10))).await.is_err() {
+                return Err("a flight never ends".into());
+            }
+        }
+        // A task removes its flight just before it ends, and its account is closed by its end.
+        sleep(Duration::from_millis(1)).await;
+        if self.disk.is_off() { Ok(()) } else { self.compare_accounts() }
+    }
+
+    /// The counters say exactly what source and disk did.
+    fn compare_accounts(&self) -> Result<(), String> {
+        let (source, disk, status) = (self.source.log(), self.disk.log(), self.volume.status());
+        let total = |of: fn(&Counters) -> &Counter| {
+            of(&self.counters).get() + of(self.volume.background()).get()
+        };
+        let equal = [
+            ("good answers", source.good, total(|c| &c.fetches)),
+            ("bytes from the source", source.bytes, total(|c| &c.fetched_bytes)),
+            ("wrong answers", source.lies, total(|c| &c.source_corrupt_chunks)),
+            ("failed cache writes", disk.write_errors, status.cache_write_errors),
+            ("failed cache reads", disk.read_errors, status.cache_read_errors),
+            ("waiting readers", 0, status.waiting_readers as u64),
+        ];
+        for (what, happened, counted) in equal {
+            if happened != counted {
+                return Err(format!("{what}: {happened} happened, {counted} were counted"));
+            }
+        }
+        let (least, counted) = (source.errors, total(|c| &c.source_errors));
+        if !(least..=least + source.dropped).contains(&counted) {
+            return Err(format!("source errors: {least} happened, {counted} were counted"));
+        }
+        let (bad, counted) =
+            (self.bad_at_start + disk.rotten_blocks, total(|c| &c.cache_corrupt_blocks));
+        if counted > bad {
+            return Err(format!("at most {bad} cached blocks went bad, {counted} were counted"));
+        }
+        if source.doubled {
+            return Err("one chunk was fetched twice at a time".into());
+        }
+        if disk.written_after_eio {
+            return Err("the cache was written after its file had failed".into());
+        }
+        Ok(())
+    }
+
+    /// The faults stop. Whatever has happened in this life, every byte can now be read; unless the
+    /// cache's file has failed, all of it can be filled, and is then served without the source.
+    pub(crate) async fn prove(&mut self) -> Result<(), String> {
+        // First of all the power: it must not fail any more while the rest settles.
+        self.disk.set_faults(Faults::default());
+        self.settle().await?;
+        self.source.set_mood(Mood::Calm);
+        sleep(self.limits.no_space_pause_max).await;
+        self.read_all().await?;
+        let mut fill = self.volume.fill();
+        let end = timeout(READ_TIME_MAX, fill.wait()).await.map_err(|_| "fill never ends")?;
+        drop(fill);
+        self.settle().await?;
+        if self.disk.has_failed() {
+            return Ok(());
+        }
+        let all = self.model.cacheable_bytes();
+        if (end.state, end.done_bytes, end.failed_bytes) != (FillState::Done, all, 0) {
+            return Err(format!("nothing hinders, but fill ended with {end:?}"));
+        }
+        let before = self.source.log();
+        self.read_local().await?;
+        if self.source.log() != before {
+            return Err("the source was asked for what is in the cache".into());
+        }
+        let here = self.volume.materialised_bytes();
+        if here < all || here > self.model.range().len() {
+            return Err(format!("{here} bytes are said to be in the cache, {all} are"));
+        }
+        self.settle().await
+    }
+
+    async fn read_all(&mut self) -> Result<(), String> {
+        let all = self.model.range();
+        for start in (all.start()..all.end()).step_by((READ_BLOCKS_MAX * BLOCK_SIZE) as usize) {
+            let len = (READ_BLOCKS_MAX * BLOCK_SIZE).min(all.end() - start);
+            self.read(range(start, len), None);
+        }
+        self.settle().await
+    }
+
+    /// Everything that can be in the cache is, and is right.
+    async fn read_local(&self) -> Result<(), String> {
+        for index in 0..self.model.map.chunk_count() {
+            let range = self.model.map.chunk(index).range;
+            if !self.model.cacheable(range) {
+                continue;
+            }
+            let mut buf = vec![0; range.len() as usize];
+            match self.volume.try_read(range, &mut buf, &self.counters) {
+                Ok(TryRead::Served) if buf == self.model.expected(range) => {}
+                Ok(TryRead::Served) => return Err(format!("wrong bytes for {range}")),
+                other => return Err(format!("{range} was filled, but: {other:?}")),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a reader needs to know.
+struct Reader {
+    model: Arc<Model>,
+    disk: Disk,
+    source: FaultySource,
+    volume: Arc<SimVolume>,
+    counters: Arc<Counters>,
+}
+
+impl Reader {
+    /// Reads as a frontend does, and judges the answer.
+    async fn read(&self, range: ByteRange) -> Result<(), String> {
+        let mut buf = vec![0xee; range.len() as usize];
+        let answer = match self.volume.try_read(range, &mut buf, &self.counters) {
+            Ok(TryRead::Served) => Ok(()),
+            Ok(TryRead::Absent) => {
+                let read = self.volume.read(range, &mut buf, &self.counters);
+                let late = |_| format!("the read of {range} has no end");
+                timeout(READ_TIME_MAX, read).await.map_err(late)?
+            }
+            Err(error) => Err(error),
+        };
+        if self.disk.is_off() {
+            return Ok(());
+        }
+        match answer {
+            Ok(()) if buf == self.model.expected(range) => Ok(()),
+            Ok(()) => Err(format!("wrong bytes for {range}")),
+            Err(_) if matches!(self.source.mood(), Mood::Hostile | Mood::Dead) => Ok(()),
+            Err(error) => Err(format!("an error without a reason for {range}: {error}")),
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! The volume through random and through exhaustive failures.
+
+use simulator::{Report, crash_at_every_write, seeds, simulate};
+
+/// Some 20 seconds on two cores, unoptimised.
+const SEEDS: u64 = 2000;
+
+#[test]
+fn no_seed_breaks_the_promise() {
+    let mut sum = Report::default();
+    for seed in 0..seeds(SEEDS) {
+        let report = simulate(seed, None).unwrap_or_else(|error| panic!("{error}"));
+        sum.operations += report.operations;
+        sum.power_failures += report.power_failures;
+        sum.kills += report.kills;
+        sum.swaps += report.swaps;
+    }
+    println!("{sum:?}");
+    assert!(sum.operations > 0 && sum.power_failures > 0 && sum.kills > 0 && sum.swaps > 0);
+}
+
+#[test]
+fn the_same_seed_is_the_same_run() {
+    for seed in 0..20 {
+        assert_eq!(simulate(seed, None), simulate(seed, None), "seed {seed}");
+    }
+}
+
+#[test]
+fn the_power_fails_at_every_write() {
+    for seed in 0..seeds(4).min(16) {
+        let tried = crash_at_every_write(seed, 5, None).unwrap_or_else(|error| panic!("{error}"));
+        assert!(tried.writes >= 4, "{tried:?}");
+        assert!(tried.crashes > tried.writes * tried.writes, "{tried:?}");
+    }
+}

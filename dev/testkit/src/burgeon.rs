@@ -1,0 +1,169 @@
+//! The `burgeon` command under test, with a state directory of its own.
+
+use std::{
+    ffi::{OsStr, OsString},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::Duration,
+};
+
+use serde_json::Value;
+
+use crate::{Mounted, Space, kill, loop_devices, processes_with, wait_until};
+
+/// How long letting go may take: a loop device detaches when its last user has gone.
+const RELEASE_LIMIT: Duration = Duration::from_secs(15);
+
+/// One installation: the program, its state directory, its daemon.
+///
+/// Dropping it shuts the daemon down and panics (unless the test already does) if a process, a
+/// loop device or a mount of this installation is left.
+pub struct Burgeon {
+    program: PathBuf,
+    state: PathBuf,
+    options: Vec<OsString>,
+}
+
+/// How a command ended.
+#[derive(Debug)]
+pub struct Finished {
+    /// Exit code; `None` when a signal ended it.
+    pub code: Option<i32>,
+    /// Standard output.
+    pub stdout: String,
+    /// Standard error.
+    pub stderr: String,
+}
+
+impl Burgeon {
+    /// The program `program` (a test gives `env!("CARGO_BIN_EXE_burgeon")`) with its state in
+    /// the folder `state` of `space`.
+    pub fn new(program: &str, space: &Space) -> Self {
+        Self::with_state(program, space.path("state"))
+    }
+
+    /// The same with its state in `state`.
+    pub fn with_state(program: &str, state: PathBuf) -> Self {
+        Self { program: program.into(), state, options: Vec::new() }
+    }
+
+    /// The same with more global options.
+    pub fn option(mut self, option: impl Into<OsString>) -> Self {
+        self.options.push(option.into());
+        self
+    }
+
+    /// The state directory.
+    pub fn state(&self) -> &Path {
+        &self.state
+    }
+
+    /// A command of this installation, ready to start.
+    pub fn command<A: AsRef<OsStr>>(&self, arguments: &[A]) -> Command {
+        let mut command = Command::new(&self.program);
+        command.arg("--state-dir").arg(&self.state).args(&self.options).args(arguments);
+        command.stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a command to its end.
+    pub fn run<A: AsRef<OsStr>>(&self, arguments: &[A]) -> Finished {
+        let output = self.command(arguments).output();
+        let output =
+            output.unwrap_or_else(|error| panic!("cannot run {:?}: {error}", self.program));
+        Finished {
+            code: output.status.code(),
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+        }
+    }
+
+    /// Runs a command that must succeed; gives its standard output.
+    #[track_caller]
+    pub fn ok<A: AsRef<OsStr>>(&self, arguments: &[A]) -> String {
+        let finished = self.run(arguments);
+        let shown: Vec<_> = arguments.iter().map(AsRef::as_ref).collect();
+        assert_eq!(finished.code, Some(0), "burgeon {shown:?}: {finished:#?}");
+        finished.stdout
+    }
+
+    /// Runs a command that must fail with exit code `code`, saying `message`.
+    #[track_caller]
+    pub fn fails<A: AsRef<OsStr>>(&self, arguments: &[A], code: i32, message: &str) {
+        let finished = self.run(arguments);
+        let shown: Vec<_> = arguments.iter().map(AsRef::as_ref).collect();
+        let as_expected = finished.code == Some(code) && finished.stderr.contains(message);
+        assert!(as_expected, "burgeon {shown:?} gave no {code} and {message:?}: {finished:#?}");
+    }
+
+    /// Builds the image `name` from `from`.
+    #[track_caller]
+    pub fn build(&self, from: &Path, name: &str) {
+        self.ok(&[OsStr::new("build"), from.as_os_str(), OsStr::new(name)]);
+    }
+
+    /// Mounts `image` at the folder `at`, which is made if missing, with more `options`.
+    #[track_caller]
+    pub fn mount(&self, image: &str, at: &Path, options: &[&str]) -> Mounted {
+        std::fs::create_dir_all(at).unwrap_or_else(|error| panic!("{at:?}: {error}"));
+        let mut arguments = vec![OsStr::new("mount"), OsStr::new(image), at.as_os_str()];
+        arguments.extend(options.iter().map(OsStr::new));
+        self.ok(&arguments);
+        Mounted(at.to_path_buf())
+    }
+
+    /// Unmounts by command.
+    #[track_caller]
+    pub fn umount(&self, mounted: Mounted) {
+        self.ok(&[OsStr::new("umount"), mounted.path().as_os_str()]);
+        std::mem::forget(mounted);
+    }
+
+    /// `burgeon status --json`.
+    #[track_caller]
+    pub fn status(&self) -> Value {
+        let text = self.ok(&["status", "--json"]);
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error} in {text}"))
+    }
+
+    /// Ids of this installation's processes.
+    pub fn processes(&self) -> Vec<u32> {
+        processes_with(&self.state)
+    }
+
+    /// Loop devices whose file lies in the state directory.
+    fn loops(&self) -> Vec<String> {
+        let all = loop_devices().into_iter();
+        all.filter(|l| l.backing.starts_with(&self.state)).map(|l| l.name).collect()
+    }
+
+    /// What is still there of this installation, after a while for it to go.
+    fn leftovers(&self) -> Vec<String> {
+        let mut left = Vec::new();
+        wait_until(RELEASE_LIMIT, || {
+            let processes = self.processes();
+            let commands = processes.iter().map(|id| {
+                let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+                format!("process {id} ({})", String::from_utf8_lossy(&line).replace('\0', " "))
+            });
+            let loops = self.loops().into_iter().map(|l| format!("loop device {l}"));
+            left = commands.chain(loops).collect();
+            left.is_empty()
+        });
+        left
+    }
+}
+
+impl Drop for Burgeon {
+    fn drop(&mut self) {
+        let _ = self.run(&["shutdown", "--force"]);
+        let left = self.leftovers();
+        for id in self.processes() {
+            kill(id);
+        }
+        if !left.is_empty() && !thread::panicking() {
+            panic!("left behind: {left:?}");
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! What the kernel tests stand on.
+//!
+//! ```text
+//!   torture ── a seeded tree of everything a file system can hold ──┐
+//!   debian  ── a debootstrapped root, kept between runs ────────────┼──► burgeon ──► mount
+//!   compare ── original ≟ copy, entry by entry ◄────────────────────┘      │
+//!   space   ── a private mount namespace a thread, a folder of its own ────┤
+//!   fio, pattern ── load with verification                                 │
+//!   btrfs   ── what stock tools and the kernel say about a mount ──────────┤
+//!   Drop    ── unmounts, shuts down, and *fails the test* if anything is left behind
+//! ```
+//!
+//! Invariants: every random choice comes from a seed that a failure prints; whatever a test
+//! makes is released when its guards drop, also when the test panics.
+
+mod btrfs;
+mod burgeon;
+mod compare;
+mod debian;
+mod fio;
+mod machine;
+mod pattern;
+mod rng;
+mod space;
+mod torture;
+mod torture_files;
+
+pub use btrfs::{btrfs_check, btrfs_devices, drop_caches, reflink, snapshot};
+pub use burgeon::{Burgeon, Finished};
+pub use compare::{Comparison, compare};
+pub use debian::debian_root;
+pub use fio::{Fio, FioResult};
+pub use machine::{LoopDevice, kill, loop_devices, processes_with, wait_until};
+pub use pattern::{AlignedBlock, Pattern};
+pub use rng::Rng;
+pub use space::{Mounted, Space, bind_mount};
+pub use torture::{Torture, TortureSize};

@@ -1,0 +1,89 @@
+//! What the machine holds besides the test: loop devices and processes.
+
+use std::{
+    fs,
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// A loop device in use.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct LoopDevice {
+    /// Such as `loop3`.
+    pub name: String,
+    /// The path of its file, as the kernel shows it.
+    pub backing: PathBuf,
+}
+
+/// All loop devices in use, other people's too.
+pub fn loop_devices() -> Vec<LoopDevice> {
+    let devices = fs::read_dir("/sys/block").into_iter().flatten().flatten();
+    let mut used: Vec<_> = devices
+        .filter_map(|device| {
+            let backing = fs::read(device.path().join("loop/backing_file")).ok()?;
+            let backing = backing.strip_suffix(b"\n").unwrap_or(&backing);
+            let name = device.file_name().into_string().ok()?;
+            Some(LoopDevice { name, backing: std::ffi::OsStr::from_bytes(backing).into() })
+        })
+        .collect();
+    used.sort();
+    used
+}
+
+/// Ids of the processes, other than this one, whose command line holds `needle`.
+pub fn processes_with(needle: &Path) -> Vec<u32> {
+    let needle = needle.as_os_str().as_bytes();
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let ids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    ids.filter(|id| *id != std::process::id())
+        .filter(|id| {
+            let line = fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+            line.windows(needle.len()).any(|window| window == needle)
+        })
+        .collect()
+}
+
+/// Kills process `id` with SIGKILL; it is no error if it has gone.
+pub fn kill(id: u32) {
+    let id = i32::try_from(id).ok().and_then(rustix::process::Pid::from_raw);
+    let killed = id.map(|id| rustix::process::kill_process(id, rustix::process::Signal::KILL));
+    assert!(
+        matches!(killed, Some(Ok(()) | Err(rustix::io::Errno::SRCH))),
+        "cannot kill {id:?}: {killed:?}"
+    );
+}
+
+/// Waits until `condition` holds, at most `limit`; says whether it does.
+pub fn wait_until(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
+    let end = Instant::now() + limit;
+    loop {
+        if condition() {
+            return true;
+        }
+        if Instant::now() >= end {
+            return false;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{path::Path, process::Command};
+
+    use super::processes_with;
+
+    #[test]
+    fn a_process_is_found_by_its_command_line() {
+        let needle = Path::new("34271.5");
+        let mut child = Command::new("sleep").arg(needle).spawn().unwrap();
+        let found = super::wait_until(std::time::Duration::from_secs(10), || {
+            processes_with(needle).contains(&child.id())
+        });
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(found);
+    }
+}

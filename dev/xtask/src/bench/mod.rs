@@ -1,0 +1,124 @@
+//! The figures that the documents quote, measured beside other programs on this machine.
+//!
+//! ```text
+//!   reads   4 KiB random reads of what is local: ours ÷ peers, each in turn, round after round
+//!   mounts  time to mount and list, by number of files and by bytes of data
+//!   build   seconds and bytes: ours ÷ mksquashfs, mkfs.erofs
+//!   memory  of the daemon's processes with idle mounts
+//! ```
+//!
+//! Absolute figures say as much about the machine as about the program: what counts are ratios
+//! of runs that took turns, and of those the median. Everything lies in memory (tmpfs), in a
+//! mount namespace that ends with this process.
+
+mod build;
+mod burgeon;
+mod machine;
+mod memory;
+mod mounts;
+mod peers;
+mod reads;
+mod table;
+mod trees;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use machine::{Folder, Mount, is_root, private_mounts, tmpfs};
+use table::Table;
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// The `burgeon` program to measure (built with --release).
+    #[arg(long, default_value = "target/release/burgeon")]
+    burgeon: PathBuf,
+    /// Only these parts.
+    #[arg(long, value_delimiter = ',', default_values = ["reads", "mounts", "build", "memory"])]
+    only: Vec<String>,
+    /// Rounds of taking turns; the median counts.
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// Seconds of each read run.
+    #[arg(long, default_value_t = 2)]
+    seconds: u32,
+    /// Size of the file that is read at random, in MiB.
+    #[arg(long, default_value_t = 1024)]
+    file_mib: u64,
+    /// Numbers of files of the images that are mounted.
+    #[arg(long, value_delimiter = ',', default_values_t = [1000, 100_000, 1_000_000])]
+    files: Vec<u64>,
+    /// The tree that images are built from; default: a Debian root that the tests have made
+    /// (target/tmp), else /usr.
+    #[arg(long)]
+    tree: Option<PathBuf>,
+}
+
+/// Where and with what everything is measured.
+pub(crate) struct Bench<'a> {
+    options: &'a Options,
+    program: PathBuf,
+    tree: PathBuf,
+    // Dropped in this order: unmounted, then removed.
+    _memory: Mount,
+    scratch: Folder,
+}
+
+pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
+    ensure!(is_root(), "the benchmark mounts: run it as root");
+    let program = options.burgeon.canonicalize().with_context(|| {
+        format!("{} is missing: cargo build --release --package burgeon", options.burgeon.display())
+    })?;
+    private_mounts()?;
+    let debian = root.join("target/tmp/debian-bookworm");
+    let found = if debian.join("usr").exists() { debian } else { "/usr".into() };
+    let tree = options.tree.clone().unwrap_or(found);
+    let scratch = Folder::new("burgeon-bench")?;
+    let memory = tmpfs(scratch.path())?;
+    let bench = Bench { options, program, tree, _memory: memory, scratch };
+    println!("{}", machine::description()?);
+    let mut table = Table::default();
+    for part in &options.only {
+        eprintln!("measuring: {part}");
+        let done = match part.as_str() {
+            "reads" => reads::measure(&bench, &mut table),
+            "mounts" => mounts::measure(&bench, &mut table),
+            "build" => build::measure(&bench, &mut table),
+            "memory" => memory::measure(&bench, &mut table),
+            other => anyhow::bail!("no part {other:?}: reads, mounts, build, memory"),
+        };
+        done.with_context(|| format!("measuring {part}"))?;
+    }
+    println!("{table}");
+    Ok(())
+}
+
+impl Bench<'_> {
+    fn path(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
+    }
+}
+
+/// The middle value; the mean of the two middle ones of an even number.
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match sorted.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => sorted[middle],
+        _ => (sorted[middle - 1] + sorted[middle]) / 2.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::median;
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert!(median(&[]).is_nan());
+    }
+}

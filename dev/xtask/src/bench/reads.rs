@@ -1,0 +1,193 @@
+//! 4 KiB random reads of what is local, on our btrfs and on those of others.
+//!
+//! Direct I/O for psync and io_uring; mmap goes through the page cache, which is dropped before
+//! each run, and each block is read once. All files lie in memory, so that what is measured is
+//! the way to them.
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::{
+    Bench,
+    burgeon::Burgeon,
+    machine::run,
+    median, peers,
+    table::{Aim, Table},
+};
+
+/// A way to read: its name, fio's options, and the aims against a plain loop.
+struct Way {
+    name: &'static str,
+    options: &'static [&'static str],
+    aim_loop: f64,
+}
+
+const WAYS: [Way; 4] = [
+    Way {
+        name: "psync x1",
+        options: &["--ioengine=psync", "--direct=1", "--time_based"],
+        aim_loop: 0.7,
+    },
+    Way {
+        name: "psync x4",
+        options: &["--ioengine=psync", "--direct=1", "--time_based", "--numjobs=4"],
+        aim_loop: 1.0,
+    },
+    Way {
+        name: "io_uring depth 64",
+        options: &["--ioengine=io_uring", "--direct=1", "--time_based", "--iodepth=64"],
+        aim_loop: 0.9,
+    },
+    // Not time-based: it ends when every block has been read, before any is read from memory.
+    Way { name: "mmap x1", options: &["--ioengine=mmap", "--invalidate=1"], aim_loop: 0.7 },
+];
+
+/// Of a cached hit against the computed source.
+const AIM_COMPUTED: f64 = 0.9;
+/// Against qemu-storage-daemon.
+const AIM_QEMU: f64 = 2.0;
+
+const FILE: &str = "data";
+
+pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
+    let mib = bench.options.file_mib;
+    let tree = bench.path("reads-tree");
+    fs::create_dir_all(&tree)?;
+    let data = tree.join(FILE);
+    random_file(&data, mib)?;
+
+    let burgeon = Burgeon::new(&bench.program, bench.path("reads-state"));
+    burgeon.run(&["build", &tree.to_string_lossy(), "cached"])?;
+    let size = format!("{mib}M");
+    burgeon.run(&["build", "--computed", "block-number", "--size", &size, "computed"])?;
+    burgeon.run(&["build", "--by-reference", &data.to_string_lossy(), "file"])?;
+    let images = ["cached", "computed", "file"];
+    for image in images {
+        burgeon.mount(image, &bench.path(&format!("reads-{image}")))?;
+    }
+    let ours = images.map(|image| only_file(&bench.path(&format!("reads-{image}"))));
+    let [cached, computed, file] = ours;
+    let (cached, computed, file) = (cached?, computed?, file?);
+    materialise(&cached)?;
+    let plain = peers::plain_loop(bench, &tree, mib)?;
+    let qemu = peers::qemu(bench, &tree, mib)?;
+
+    let targets = [cached, computed, file, plain.file(FILE), qemu.file(FILE)];
+    let rates = take_turns(bench, &targets)?;
+    drop((plain, qemu));
+    for image in images {
+        burgeon.umount(&bench.path(&format!("reads-{image}")))?;
+    }
+    rows(table, &rates);
+    Ok(())
+}
+
+/// `rates[way][target][round]`: reads a second.
+fn take_turns(bench: &Bench, targets: &[PathBuf]) -> Result<Vec<Vec<Vec<f64>>>> {
+    let mut rates = vec![vec![Vec::new(); targets.len()]; WAYS.len()];
+    for _ in 0..bench.options.rounds {
+        for (way, rates) in WAYS.iter().zip(&mut rates) {
+            for (target, rates) in targets.iter().zip(rates) {
+                rates.push(fio(target, way, bench.options.seconds)?);
+            }
+        }
+    }
+    Ok(rates)
+}
+
+fn rows(table: &mut Table, rates: &[Vec<Vec<f64>>]) {
+    // Ratios round by round: neighbours in time saw the same machine.
+    let ratio = |way: usize, peer: usize| {
+        let pairs = rates[way][0].iter().zip(&rates[way][peer]);
+        median(&pairs.map(|(ours, theirs)| ours / theirs).collect::<Vec<_>>())
+    };
+    table.heading("4 KiB random reads of materialised data, a second");
+    for (way, rates) in WAYS.iter().zip(rates) {
+        let rate = |target: usize| format!("{:.0}", median(&rates[target]));
+        let note = format!(
+            "computed {}, file source {}, loop on tmpfs {}, qemu {}",
+            rate(1),
+            rate(2),
+            rate(3),
+            rate(4)
+        );
+        table.row(format!("{}, cached", way.name), median(&rates[0]), "IOPS", Aim::None, note);
+    }
+    let peers: [(&str, usize, Option<f64>); 4] = [
+        ("computed source", 1, Some(AIM_COMPUTED)),
+        ("btrfs on a direct-I/O loop on tmpfs", 3, None),
+        ("qemu-storage-daemon's FUSE export + loop", 4, Some(AIM_QEMU)),
+        ("O_DIRECT file source", 2, Some(f64::NAN)),
+    ];
+    for (name, peer, aim) in peers {
+        table.heading(format!("A cached hit ÷ {name}"));
+        for (index, way) in WAYS.iter().enumerate() {
+            let aim = match aim {
+                Some(aim) if aim.is_nan() => Aim::None,
+                Some(aim) => Aim::AtLeast(aim),
+                None => Aim::AtLeast(way.aim_loop),
+            };
+            table.row(way.name, ratio(index, peer), "x", aim, "");
+        }
+    }
+}
+
+fn fio(file: &Path, way: &Way, seconds: u32) -> Result<f64> {
+    let fixed = [
+        "--name=read",
+        "--readonly",
+        "--rw=randread",
+        "--bs=4k",
+        "--ramp_time=300ms",
+        "--group_reporting",
+        "--randrepeat=0",
+        "--output-format=json",
+    ];
+    let runtime = format!("--runtime={seconds}");
+    let name = format!("--filename={}", file.display());
+    let arguments = [&fixed[..], way.options, &[&runtime, &name]].concat();
+    let text =
+        run("fio", &arguments).with_context(|| format!("{} of {}", way.name, file.display()))?;
+    let json: Value = serde_json::from_str(text.trim_start_matches(|c| c != '{'))?;
+    json["jobs"][0]["read"]["iops"].as_f64().with_context(|| format!("fio said {text}"))
+}
+
+/// Reads everything once, so that it is local.
+fn materialise(file: &Path) -> Result<()> {
+    run("dd", &[&format!("if={}", file.display()), "of=/dev/null", "bs=4M", "status=none"])?;
+    Ok(())
+}
+
+/// The one regular file of a small tree: a computed image chooses its own name.
+fn only_file(folder: &Path) -> Result<PathBuf> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_type()?.is_file() {
+            return Ok(entry.path());
+        }
+    }
+    anyhow::bail!("no file in {}", folder.display())
+}
+
+/// `mib` MiB that neither compress nor repeat.
+fn random_file(path: &Path, mib: u64) -> Result<()> {
+    let mut file = File::create(path)?;
+    let mut state = 1u64;
+    let mut buffer = vec![0u8; 1 << 20];
+    for _ in 0..mib {
+        for part in buffer.chunks_exact_mut(8) {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            part.copy_from_slice(&state.to_le_bytes());
+        }
+        file.write_all(&buffer)?;
+    }
+    Ok(())
+}

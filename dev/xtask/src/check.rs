@@ -1,0 +1,322 @@
+//! Everything that has to hold, one step after another, with one line at the end.
+//!
+//! ```text
+//!   fmt ─► clippy ─► cargo test ─► older kernels ─► cargo deny ─► fuzzers ─► nothing left behind
+//!                        │               │                                         │
+//!                        └───────────────┴─ "test result" lines, added up ─────────┴─► "N passed, N failed"
+//! ```
+//!
+//! A failed step does not stop the ones after it. A step whose tool is not installed is named as
+//! left out; it counts neither way.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    path::Path,
+    process::{Command, Stdio},
+    time::Instant,
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::lab;
+
+/// How long each fuzz target runs in a bounded run, in seconds, unless asked otherwise.
+const FUZZ_SECONDS: u32 = 30;
+
+/// The crate of the fuzz targets.
+const FUZZ: &str = "dev/fuzz";
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Seconds that each fuzz target runs.
+    #[arg(long, default_value_t = FUZZ_SECONDS)]
+    fuzz_seconds: u32,
+    /// Leave the older kernels out: for a quick run, never in CI.
+    #[arg(long)]
+    no_lab: bool,
+    /// Arguments for `cargo test`, such as a crate or a test's name.
+    #[arg(last = true)]
+    arguments: Vec<String>,
+}
+
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
+struct Tally {
+    passed: u64,
+    failed: u64,
+}
+
+/// Runs all steps; an error when any failed.
+pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
+    let before = leavings();
+    let mut steps =
+        Steps { root, total: Tally::default(), failed: Vec::new(), left_out: Vec::new() };
+    steps.run("format", cargo(&["fmt", "--all", "--check"]));
+    let lints = ["clippy", "--workspace", "--all-targets", "--locked", "--", "--deny=warnings"];
+    steps.run("lints", cargo(&lints));
+    steps.tests(&options.arguments)?;
+    steps.lab(options.no_lab)?;
+    steps.licences();
+    steps.fuzz(options.fuzz_seconds)?;
+    let new: Vec<String> = leavings().into_iter().filter(|l| !before.contains(l)).collect();
+    new.iter().for_each(|left| println!("left behind: {left}"));
+    steps.count("nothing left behind", new.is_empty());
+    steps.finish()
+}
+
+struct Steps<'a> {
+    root: &'a Path,
+    total: Tally,
+    failed: Vec<String>,
+    left_out: Vec<String>,
+}
+
+impl Steps<'_> {
+    fn run(&mut self, name: &str, mut command: Command) {
+        println!("== {name}");
+        let started = Instant::now();
+        let good = command.current_dir(self.root).status().is_ok_and(|status| status.success());
+        println!("== {name}: {} s", started.elapsed().as_secs());
+        self.count(name, good);
+    }
+
+    fn count(&mut self, name: &str, good: bool) {
+        if good {
+            self.total.passed += 1;
+        } else {
+            self.total.failed += 1;
+            self.failed.push(name.to_owned());
+        }
+    }
+
+    /// `cargo test` with its output passed on and its result lines added up.
+    fn tests(&mut self, arguments: &[String]) -> Result<()> {
+        let mut command = cargo(&["test", "--workspace", "--locked", "--no-fail-fast"]);
+        command.args(arguments).current_dir(self.root);
+        if !is_root() {
+            // Programs that mount need root; cargo itself does not.
+            let runner = format!("CARGO_TARGET_{}_RUNNER", triple()?);
+            command.env(runner, "sudo --preserve-env");
+        }
+        self.tally("tests", command)
+    }
+
+    /// The kernel tests on each older kernel.
+    fn lab(&mut self, leave_out: bool) -> Result<()> {
+        if leave_out {
+            self.left_out.push("older kernels (--no-lab)".into());
+            return Ok(());
+        }
+        self.run("what the lab needs", {
+            let mut need = Command::new(self.root.join("dev/need"));
+            need.args(lab::NEEDS);
+            need
+        });
+        let runs = match lab::runs(self.root, || cargo(&[])) {
+            Ok(runs) => runs,
+            Err(error) => {
+                println!("{error:#}");
+                self.count("test programs for the lab", false);
+                return Ok(());
+            }
+        };
+        for (name, command) in runs {
+            self.tally(&name, command)?;
+        }
+        Ok(())
+    }
+
+    /// Runs a command whose output has a test runner's result lines, passes it on, and adds the
+    /// lines up. A failure without a failed test counts as one.
+    fn tally(&mut self, name: &str, mut command: Command) -> Result<()> {
+        println!("== {name}");
+        let started = Instant::now();
+        let mut child = command
+            .stdout(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot run {}", command.get_program().display()))?;
+        let output = child.stdout.take().context("no output")?;
+        let mut tally = Tally::default();
+        for line in BufReader::new(output).split(b'\n') {
+            let line = String::from_utf8_lossy(&line?).into_owned();
+            println!("{line}");
+            std::io::stdout().flush()?;
+            let (one, failure) = (result_line(&line), failed_test(&line));
+            tally.passed += one.passed;
+            tally.failed += one.failed;
+            self.failed.extend(failure);
+        }
+        let good = child.wait()?.success();
+        println!("== {name}: {} s", started.elapsed().as_secs());
+        self.total.passed += tally.passed;
+        self.total.failed += tally.failed;
+        if (!good && tally.failed == 0) || tally == Tally::default() {
+            self.count(name, false);
+        }
+        Ok(())
+    }
+
+    /// Licences, bans and sources; advisories as well where their database can be had.
+    fn licences(&mut self) {
+        if !works(&["deny", "--version"]) {
+            return self.left_out.push("cargo deny (not installed)".into());
+        }
+        self.run(
+            "licences, bans, sources",
+            cargo(&["deny", "check", "licenses", "bans", "sources"]),
+        );
+        let mut advisories = cargo(&["deny", "check", "advisories"]);
+        let advisories = advisories.current_dir(self.root).output();
+        match advisories {
+            Ok(output) if output.status.success() => self.count("advisories", true),
+            Ok(output) => {
+                let text = String::from_utf8_lossy(&output.stderr).into_owned();
+                if text.contains("failed to fetch advisory database") {
+                    self.left_out.push("advisories (their database cannot be reached)".into());
+                } else {
+                    println!("{text}");
+                    self.count("advisories", false);
+                }
+            }
+            Err(_) => self.count("advisories", false),
+        }
+    }
+
+    /// Every fuzz target, `seconds` each.
+    fn fuzz(&mut self, seconds: u32) -> Result<()> {
+        if !works(&["+nightly", "fuzz", "--version"]) {
+            self.left_out.push("fuzzing (needs a nightly toolchain and cargo-fuzz)".into());
+            return Ok(());
+        }
+        let fuzz = |verb| {
+            let mut command = cargo_by_rustup(&["+nightly", "fuzz", verb, "--fuzz-dir"]);
+            command.arg(self.root.join(FUZZ));
+            command
+        };
+        let list = fuzz("list").output().context("cargo fuzz list")?;
+        let targets = String::from_utf8_lossy(&list.stdout).into_owned();
+        let runs = targets.split_whitespace().map(|target| {
+            let mut command = fuzz("run");
+            command.args([target, "--"]).args([
+                format!("-max_total_time={seconds}"),
+                "-rss_limit_mb=2048".into(),
+                // Inputs are lists of edits: many at once from the start.
+                "-len_control=0".into(),
+                "-max_len=600".into(),
+            ]);
+            (format!("fuzz {target}, {seconds} s"), command)
+        });
+        let runs: Vec<_> = runs.collect();
+        if runs.is_empty() {
+            self.count("fuzz targets", false);
+        }
+        for (name, command) in runs {
+            self.run(&name, command);
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<()> {
+        println!();
+        self.left_out.iter().for_each(|step| println!("left out: {step}"));
+        self.failed.iter().for_each(|step| println!("failed: {step}"));
+        println!("{} passed, {} failed", self.total.passed, self.total.failed);
+        if self.total.failed > 0 {
+            // The line above is the last one on purpose.
+            std::process::exit(1);
+        }
+        Ok(())
+    }
+}
+
+fn cargo(arguments: &[&str]) -> Command {
+    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(program);
+    command.args(arguments);
+    command
+}
+
+/// Cargo as rustup's proxy, which knows `+nightly`; `cargo run` sets `CARGO` to one toolchain's.
+fn cargo_by_rustup(arguments: &[&str]) -> Command {
+    let mut command = Command::new("cargo");
+    command.args(arguments);
+    ["CARGO", "RUSTUP_TOOLCHAIN", "RUSTC", "RUSTDOC"].iter().for_each(|name| {
+        command.env_remove(name);
+    });
+    command
+}
+
+fn works(arguments: &[&str]) -> bool {
+    let mut command = cargo_by_rustup(arguments);
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
+
+fn is_root() -> bool {
+    // SAFETY: takes nothing, touches nothing, cannot fail.
+    unsafe { libc::geteuid() == 0 }
+}
+
+fn triple() -> Result<String> {
+    let output = Command::new("rustc").arg("-vV").output().context("cannot run rustc")?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let Some(host) = text.lines().find_map(|line| line.strip_prefix("host: ")) else {
+        bail!("rustc -vV names no host: {text}");
+    };
+    Ok(host.to_uppercase().replace('-', "_"))
+}
+
+/// The numbers of a line `test result: ok. 12 passed; 0 failed; ...`; zeros for other lines.
+fn result_line(line: &str) -> Tally {
+    let Some(rest) = line.strip_prefix("test result: ") else { return Tally::default() };
+    let number = |word: &str| {
+        let before = rest.split(&[';', '.']).find_map(|part| part.trim().strip_suffix(word));
+        before.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
+    };
+    Tally { passed: number("passed"), failed: number("failed") }
+}
+
+fn failed_test(line: &str) -> Option<String> {
+    let name = line.strip_prefix("test ")?.strip_suffix(" ... FAILED")?;
+    Some(name.to_owned())
+}
+
+/// What tests could leave on a machine: loop devices in use, mounts of btrfs and FUSE, and
+/// processes of the command under test.
+fn leavings() -> Vec<String> {
+    let mut found = Vec::new();
+    for device in fs::read_dir("/sys/block").into_iter().flatten().flatten() {
+        if let Ok(file) = fs::read_to_string(device.path().join("loop/backing_file")) {
+            found.push(format!("{} with {}", device.path().display(), file.trim()));
+        }
+    }
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let of_ours = |line: &&str| {
+        let kind = line.split(' ').nth(2).unwrap_or_default();
+        kind == "btrfs" || kind.starts_with("fuse") && kind != "fusectl"
+    };
+    found.extend(mounts.lines().filter(of_ours).map(str::to_owned));
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let program = line.split(|b| *b == 0).next().unwrap_or_default();
+        if program.ends_with(b"/burgeon") {
+            let shown = String::from_utf8_lossy(&line).replace('\0', " ");
+            found.push(format!("process {} ({shown})", entry.file_name().display()));
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Tally, failed_test, result_line};
+
+    #[test]
+    fn result_lines_add_up() {
+        let line = "test result: FAILED. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.02s";
+        assert_eq!(result_line(line), Tally { passed: 12, failed: 3 });
+        assert_eq!(result_line("test x ... ok"), Tally::default());
+        assert_eq!(failed_test("test a::b ... FAILED").as_deref(), Some("a::b"));
+        assert_eq!(failed_test("test a::b ... ok"), None);
+    }
+}

@@ -1,0 +1,93 @@
+//! The kernel tests once more, on older kernels: `dev/lab/run` boots each in an emulator.
+//!
+//! The tests' programs are the host's own; the guest sees them in the host's root.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail};
+
+/// The kernels that Burgeon promises to run on, besides the one the tests run on.
+const KERNELS: [&str; 2] = ["6.1", "6.12"];
+
+/// Test programs that need a kernel, by package and name. What only this machine has the room or
+/// the programs for stays out.
+const PROGRAMS: [(&str, &str); 5] = [
+    ("burgeon-btrfs", "kernel"),
+    ("burgeon-frontend", "btrfs"),
+    ("burgeon-frontend", "kill"),
+    ("burgeon-frontend", "transport"),
+    ("burgeon", "lifecycle"),
+];
+
+/// The test of the systemd unit, and the kernel it runs on: the one of today's stable systemd.
+const SYSTEMD: (&str, &str) = ("burgeon", "systemd");
+const SYSTEMD_KERNEL: &str = "6.12";
+
+/// What the lab needs from Debian, as `dev/need` wants it.
+pub(crate) const NEEDS: [&str; 5] = [
+    "qemu-system-x86_64=qemu-system-x86",
+    "/usr/lib/qemu/virtiofsd=qemu-system-common",
+    "busybox=busybox-static",
+    "cpio=cpio",
+    "depmod=kmod",
+];
+
+/// Builds the test programs and returns the runs they make, each with its name.
+pub(crate) fn runs(root: &Path, cargo: impl Fn() -> Command) -> Result<Vec<(String, Command)>> {
+    let programs = build(root, &PROGRAMS, &cargo)?;
+    let systemd = build(root, &[SYSTEMD], &cargo)?;
+    let mut runs: Vec<_> = KERNELS
+        .iter()
+        .map(|kernel| (format!("Linux {kernel}"), command(root, kernel, &programs)))
+        .collect();
+    let mut unit = command(root, SYSTEMD_KERNEL, &systemd);
+    unit.env("LAB_INIT", "systemd");
+    runs.push((format!("systemd's unit, on Linux {SYSTEMD_KERNEL}"), unit));
+    Ok(runs)
+}
+
+fn build(
+    root: &Path,
+    programs: &[(&str, &str)],
+    cargo: impl Fn() -> Command,
+) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for &(package, name) in programs {
+        let mut command = cargo();
+        command.args(["test", "--locked", "--no-run", "--message-format=json", "--package"]);
+        command.args([package, "--test", name]).current_dir(root);
+        let output = command.output().context("cannot run cargo test --no-run")?;
+        let path = String::from_utf8_lossy(&output.stdout).lines().find_map(|line| {
+            let message: serde_json::Value = serde_json::from_str(line).ok()?;
+            let of_ours = message["target"]["name"] == name && message["profile"]["test"] == true;
+            let path = message["executable"].as_str().filter(|_| of_ours)?;
+            Some(PathBuf::from(path))
+        });
+        let Some(path) = path else {
+            bail!(
+                "cargo made no test program {name} of {package}: {}",
+                String::from_utf8_lossy(&output.stderr)
+            );
+        };
+        found.push(path);
+    }
+    Ok(found)
+}
+
+/// The command that runs all `programs` on `kernel`, one after another.
+fn command(root: &Path, kernel: &str, programs: &[PathBuf]) -> Command {
+    let mut command = Command::new(root.join("dev/lab/run"));
+    // Emulation is several times slower than the machine, and the machine may be busy.
+    command.env("LAB_TIMEOUT", "1500").arg(kernel);
+    // The guest's disk is a tmpfs: what tests write there has to fit into its memory.
+    command.env("LAB_MEMORY_MB", "6144");
+    let script = r#"
+        export BURGEON_TEST_DIR=/tmp/burgeon-test; mkdir -p "$BURGEON_TEST_DIR"
+        s=0; for p; do "$p" --test-threads=1 || s=1; done; exit $s"#;
+    command.args(["sh", "-c", script]);
+    command.arg("lab").args(programs);
+    command
+}

@@ -1,0 +1,43 @@
+//! The project's own tools: `cargo xtask tidy` holds the house rules,
+//! `cargo xtask test` runs everything that has to hold, `cargo xtask bench` prints the figures that
+//! the documents quote.
+
+mod bench;
+mod check;
+mod lab;
+mod tidy;
+
+use std::path::{Path, PathBuf};
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "xtask", about = "Burgeon's own tools")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Check the rules that the compiler does not: crate arrows, file sizes, banned crates and words.
+    Tidy,
+    /// Measure Burgeon beside its peers and print a table of ratios, aims and verdicts.
+    Bench(bench::Options),
+    /// Run everything that has to hold; ends with `N passed, N failed`.
+    Test(check::Options),
+}
+
+fn main() -> anyhow::Result<()> {
+    match Arguments::parse().command {
+        Command::Tidy => tidy::run(&root()),
+        Command::Bench(options) => bench::run(&root(), &options),
+        Command::Test(options) => check::run(&root(), &options),
+    }
+}
+
+/// The workspace's root directory.
+fn root() -> PathBuf {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    manifest.ancestors().nth(2).unwrap_or(manifest).to_path_buf()
+}

@@ -1,0 +1,298 @@
+//! House rules as a test.
+//!
+//! ```text
+//!   cargo metadata ──► arrows between crates    only those of docs/architecture.md
+//!   Cargo.lock     ──► crates                   none that is unmaintained or unwanted
+//!   every *.rs     ──► length, words            at most LINES_MAX lines, no unfinished marks
+//!   every text     ──► words                    no path of somebody's machine
+//! ```
+//!
+//! Invariant: each rule has a test below that shows it failing.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+/// The longest source file, in lines.
+const LINES_MAX: usize = 600;
+
+/// Crates that must not appear in Cargo.lock, not even below others: unmaintained, or with a
+/// better successor.
+const BANNED_CRATES: &[&str] = &[
+    "bincode",
+    "serde_yaml",
+    "paste",
+    "rustls-pemfile",
+    "tokio-tar",
+    "proc-macro-error2",
+    "ocipkg",
+];
+
+/// Words that must not appear in source files. Split so that this file passes its own check.
+const BANNED_IN_SOURCE: &[&str] = &[
+    concat!("todo", "!("),
+    concat!("unimplemented", "!("),
+    concat!("#[", "ignore"),
+    concat!("dbg", "!("),
+    concat!("FIX", "ME"),
+];
+
+/// Paths of one machine, which must not appear in any text.
+const BANNED_EVERYWHERE: &[&str] =
+    &[concat!("/wo", "rk/"), concat!("/fa", "rm/"), concat!("/ro", "ot/.")];
+
+/// The picture of docs/architecture.md: each crate and what it may depend on.
+const ARROWS: &[(&str, &[&str])] = &[
+    ("burgeon-block", &[]),
+    ("burgeon-btrfs", &["burgeon-block"]),
+    ("burgeon-image", &["burgeon-block", "burgeon-btrfs"]),
+    ("burgeon-source", &["burgeon-block"]),
+    ("burgeon-volume", &["burgeon-block", "burgeon-image"]),
+    ("burgeon-frontend", &["burgeon-block"]),
+    (
+        "burgeon-daemon",
+        &[
+            "burgeon-block",
+            "burgeon-btrfs",
+            "burgeon-image",
+            "burgeon-source",
+            "burgeon-volume",
+            "burgeon-frontend",
+        ],
+    ),
+    ("burgeon", &["burgeon-daemon", "burgeon-block", "burgeon-image", "burgeon-source"]),
+    (
+        "simulator",
+        &["burgeon-block", "burgeon-btrfs", "burgeon-image", "burgeon-volume", "testkit"],
+    ),
+    ("testkit", &[]),
+    ("xtask", &[]),
+];
+
+/// Checks everything and lists what is wrong.
+pub(crate) fn run(root: &Path) -> Result<()> {
+    let problems = problems(root)?;
+    if problems.is_empty() {
+        println!("tidy: nothing to complain about");
+        return Ok(());
+    }
+    for problem in &problems {
+        eprintln!("tidy: {problem}");
+    }
+    bail!("{} house rules are broken", problems.len())
+}
+
+fn problems(root: &Path) -> Result<Vec<String>> {
+    let mut problems = crate_arrows(&metadata(root)?, ARROWS)?;
+    let picture = root.join("docs/architecture.md");
+    if picture.exists() {
+        problems.extend(picture_differs(&fs::read_to_string(picture)?, ARROWS));
+    }
+    problems.extend(banned_crates(&fs::read_to_string(root.join("Cargo.lock"))?));
+    for path in text_files(root)? {
+        // Fixtures and the like are not text.
+        let Ok(text) = String::from_utf8(fs::read(&path)?) else { continue };
+        let name = path.strip_prefix(root).unwrap_or(&path).to_path_buf();
+        problems.extend(file_problems(&name, &text));
+    }
+    Ok(problems)
+}
+
+fn metadata(root: &Path) -> Result<Value> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
+        .current_dir(root)
+        .output()
+        .context("cannot run cargo metadata")?;
+    if !output.status.success() {
+        bail!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+/// Every dependency between members that `allowed` does not list. A crate's tests may use any
+/// crate that does not in turn need this one.
+fn crate_arrows(metadata: &Value, allowed: &[(&str, &[&str])]) -> Result<Vec<String>> {
+    let allowed: BTreeMap<&str, &[&str]> = allowed.iter().copied().collect();
+    let packages = metadata["packages"].as_array().context("cargo metadata has no packages")?;
+    let members: BTreeSet<&str> = packages.iter().filter_map(|p| p["name"].as_str()).collect();
+    let mut problems = Vec::new();
+    for package in packages {
+        let name = package["name"].as_str().unwrap_or_default();
+        let Some(targets) = allowed.get(name) else {
+            problems.push(format!("crate {name} is not in the picture of docs/architecture.md"));
+            continue;
+        };
+        for dependency in package["dependencies"].as_array().into_iter().flatten() {
+            let target = dependency["name"].as_str().unwrap_or_default();
+            let for_tests = dependency["kind"].as_str() == Some("dev");
+            let fine = targets.contains(&target)
+                || for_tests && allowed.contains_key(target) && !reaches(&allowed, target, name);
+            if members.contains(target) && !fine {
+                problems.push(format!(
+                    "crate {name} depends on {target}: no such arrow in docs/architecture.md"
+                ));
+            }
+        }
+    }
+    Ok(problems)
+}
+
+fn reaches(allowed: &BTreeMap<&str, &[&str]>, from: &str, to: &str) -> bool {
+    allowed
+        .get(from)
+        .is_some_and(|targets| targets.iter().any(|t| *t == to || reaches(allowed, t, to)))
+}
+
+/// Compares the lines `name ──► a, b   what it is` of the drawing with the arrows checked here.
+/// Crates for development need not be drawn.
+fn picture_differs(picture: &str, allowed: &[(&str, &[&str])]) -> Vec<String> {
+    let short = |name: &str| match name {
+        "burgeon" => "cli".to_owned(),
+        other => other.strip_prefix("burgeon-").unwrap_or(other).to_owned(),
+    };
+    let mut problems = Vec::new();
+    for (name, targets) in allowed {
+        let checked: BTreeSet<String> = targets.iter().map(|target| short(target)).collect();
+        let drawn = picture.lines().find_map(|line| drawn_arrows(line, &short(name)));
+        match drawn {
+            Some(drawn) if drawn == checked => {}
+            None if !name.starts_with("burgeon") => {}
+            None => {
+                problems.push(format!("docs/architecture.md draws no arrows for {}", short(name)))
+            }
+            Some(drawn) => problems.push(format!(
+                "docs/architecture.md draws {} ──► {drawn:?}, but the arrows are {checked:?}: \
+                 change both",
+                short(name)
+            )),
+        }
+    }
+    problems
+}
+
+/// What `line` lets `name` point at, if it is that crate's line of the drawing.
+fn drawn_arrows(line: &str, name: &str) -> Option<BTreeSet<String>> {
+    let rest = line.trim_start().strip_prefix(name)?.strip_prefix(' ')?;
+    let rest = rest.strip_prefix('─')?.trim_start_matches('─').strip_prefix("► ")?;
+    let list = rest.split("  ").next().unwrap_or(rest);
+    let words = list.split(',').map(str::trim).filter(|word| *word != "(nothing)");
+    Some(words.map(str::to_owned).collect())
+}
+
+fn banned_crates(lock: &str) -> Vec<String> {
+    let named = |name: &&&str| lock.contains(&format!("\nname = \"{name}\"\n"));
+    let banned = BANNED_CRATES.iter().filter(named);
+    banned.map(|name| format!("Cargo.lock holds the banned crate {name}")).collect()
+}
+
+fn file_problems(name: &Path, text: &str) -> Vec<String> {
+    let mut problems = Vec::new();
+    let shown = name.display();
+    let source = name.extension().is_some_and(|e| e == "rs");
+    let lines = text.lines().count();
+    if source && lines > LINES_MAX {
+        problems
+            .push(format!("{shown} has {lines} lines (at most {LINES_MAX}): give it one subject"));
+    }
+    let banned = BANNED_IN_SOURCE.iter().filter(|_| source).chain(BANNED_EVERYWHERE);
+    for word in banned {
+        for (index, _) in text.lines().enumerate().filter(|(_, line)| line.contains(word)) {
+            problems.push(format!("{shown}:{}: {word:?} must not stand here", index + 1));
+        }
+    }
+    problems
+}
+
+/// Every file of the tree but what is built, cached or git's own.
+fn text_files(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let mut folders = vec![root.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let entry = entry?;
+            let kind = entry.file_type()?;
+            let name = entry.file_name();
+            let built = ["target", ".git", ".cache", "corpus", "artifacts"];
+            if kind.is_dir() && !built.iter().any(|b| name == *b) {
+                folders.push(entry.path());
+            } else if kind.is_file() && name != ".git" {
+                files.push(entry.path());
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::json;
+
+    use super::{ARROWS, banned_crates, crate_arrows, file_problems, picture_differs, problems};
+
+    #[test]
+    fn this_workspace_is_tidy() {
+        let problems = problems(&crate::root()).unwrap();
+        assert!(problems.is_empty(), "\n{}", problems.join("\n"));
+    }
+
+    fn workspace(from: &str, to: &str, kind: Option<&str>) -> serde_json::Value {
+        json!({ "packages": [
+            { "name": from, "dependencies": [{ "name": to, "kind": kind }] },
+            { "name": to, "dependencies": [{ "name": "libc", "kind": null }] },
+        ]})
+    }
+
+    #[test]
+    fn an_arrow_that_is_not_drawn_is_found() {
+        let found =
+            |from, to, kind| !crate_arrows(&workspace(from, to, kind), ARROWS).unwrap().is_empty();
+        assert!(!found("burgeon-image", "burgeon-btrfs", None));
+        assert!(found("burgeon-btrfs", "burgeon-image", None));
+        assert!(found("burgeon-volume", "burgeon-source", None));
+        assert!(!found("burgeon-volume", "burgeon-source", Some("dev")));
+        assert!(found("burgeon-volume", "burgeon-daemon", Some("dev")));
+        assert!(found("burgeon-frontend", "testkit", None));
+        assert!(!found("burgeon-frontend", "testkit", Some("dev")));
+        assert!(!found("burgeon-volume", "burgeon-btrfs", Some("dev")));
+        assert!(found("burgeon-volume", "burgeon-btrfs", None));
+        assert!(found("newcomer", "burgeon-block", None));
+    }
+
+    #[test]
+    fn a_drawing_that_says_otherwise_is_found() {
+        let arrows: &[(&str, &[&str])] =
+            &[("burgeon-block", &[]), ("burgeon-btrfs", &["burgeon-block"])];
+        let good = "  btrfs ───► block   writes ──► seeds\n  block ─► (nothing)  words\n";
+        assert_eq!(picture_differs(good, arrows), Vec::<String>::new());
+        let wrong = "  block ───► btrfs   words\n";
+        assert_eq!(picture_differs(wrong, arrows).len(), 2);
+    }
+
+    #[test]
+    fn a_banned_crate_is_found() {
+        assert_eq!(banned_crates("[[package]]\nname = \"bincode\"\nversion").len(), 1);
+        assert!(banned_crates("[[package]]\nname = \"bincode-not\"\nversion").is_empty());
+    }
+
+    #[test]
+    fn long_files_and_banned_words_are_found() {
+        let source = Path::new("a.rs");
+        assert!(file_problems(source, &"x\n".repeat(600)).is_empty());
+        assert_eq!(file_problems(source, &"x\n".repeat(601)).len(), 1);
+        assert!(file_problems(Path::new("a.md"), &"x\n".repeat(601)).is_empty());
+        assert_eq!(file_problems(source, concat!("to", "do!()")).len(), 1);
+        assert_eq!(file_problems(source, concat!("#[ig", "nore = \"slow\"]")).len(), 1);
+        assert_eq!(file_problems(Path::new("a.md"), concat!("see /wo", "rk/x")).len(), 1);
+    }
+}
