@@ -13,9 +13,15 @@
 //!     └──────► read: a miss becomes a task, its request stays in its slot until answered
 //! ```
 //!
+//! Where the kernel has ublk, [`ublk`] takes the place of all that is between btrfs and the device:
+//!
+//! ```text
+//!   btrfs ── bio ── /dev/ublkbN ── io_uring ── ublk::Server: a thread a queue
+//! ```
+//!
 //! Invariants:
 //! - A request that the kernel has handed out lies in a slot until it is answered; whoever serves
-//!   the slots next answers it. So killing the server costs no I/O error (`tests/kill.rs`).
+//!   the slots next answers it. So killing the server costs no I/O error (`tests/kill.rs`; ublk: `tests/ublk_kill.rs`).
 //! - The serving process holds no descriptor of its own FUSE file, loop device or mount.
 //! - Nothing is left behind: loop devices detach themselves with their last user, and the FUSE
 //!   file system goes with the last descriptor of its file (`tests/transport.rs`).
@@ -31,6 +37,7 @@ mod loopdev;
 mod server;
 mod slots;
 mod sys;
+pub mod ublk;
 
 pub use buffer::AlignedBuffer;
 pub use connection::Connection;

@@ -22,6 +22,12 @@ const PROGRAMS: [(&str, &str); 5] = [
     ("burgeon", "lifecycle"),
 ];
 
+/// Test programs that need ublk, which of these kernels one has. Elsewhere they are ignored, and
+/// say so.
+const UBLK_PROGRAMS: [(&str, &str); 2] =
+    [("burgeon-frontend", "ublk"), ("burgeon-frontend", "ublk_kill")];
+const UBLK_KERNEL: &str = "6.12";
+
 /// The test of the systemd unit, and the kernel it runs on: the one of today's stable systemd.
 const SYSTEMD: (&str, &str) = ("burgeon", "systemd");
 const SYSTEMD_KERNEL: &str = "6.12";
@@ -38,12 +44,15 @@ pub(crate) const NEEDS: [&str; 5] = [
 /// Builds the test programs and returns the runs they make, each with its name.
 pub(crate) fn runs(root: &Path, cargo: impl Fn() -> Command) -> Result<Vec<(String, Command)>> {
     let programs = build(root, &PROGRAMS, &cargo)?;
+    let ublk = build(root, &UBLK_PROGRAMS, &cargo)?;
     let systemd = build(root, &[SYSTEMD], &cargo)?;
     let mut runs: Vec<_> = KERNELS
         .iter()
-        .map(|kernel| (format!("Linux {kernel}"), command(root, kernel, &programs)))
+        .map(|kernel| (format!("Linux {kernel}"), command(root, kernel, &[], &programs)))
         .collect();
-    let mut unit = command(root, SYSTEMD_KERNEL, &systemd);
+    let over_ublk = command(root, UBLK_KERNEL, &["--include-ignored"], &ublk);
+    runs.push((format!("ublk, on Linux {UBLK_KERNEL}"), over_ublk));
+    let mut unit = command(root, SYSTEMD_KERNEL, &[], &systemd);
     unit.env("LAB_INIT", "systemd");
     runs.push((format!("systemd's unit, on Linux {SYSTEMD_KERNEL}"), unit));
     Ok(runs)
@@ -77,8 +86,8 @@ fn build(
     Ok(found)
 }
 
-/// The command that runs all `programs` on `kernel`, one after another.
-fn command(root: &Path, kernel: &str, programs: &[PathBuf]) -> Command {
+/// The command that runs all `programs` on `kernel`, one after another, each with `options`.
+fn command(root: &Path, kernel: &str, options: &[&str], programs: &[PathBuf]) -> Command {
     let mut command = Command::new(root.join("dev/lab/run"));
     // Emulation is several times slower than the machine, and the machine may be busy.
     command.env("LAB_TIMEOUT", "1500").arg(kernel);
@@ -86,7 +95,9 @@ fn command(root: &Path, kernel: &str, programs: &[PathBuf]) -> Command {
     command.env("LAB_MEMORY_MB", "6144");
     let script = r#"
         export BURGEON_TEST_DIR=/tmp/burgeon-test; mkdir -p "$BURGEON_TEST_DIR"
-        s=0; for p; do "$p" --test-threads=1 || s=1; done; exit $s"#;
+        modprobe -q ublk_drv
+        s=0; for p; do "$p" --test-threads=1 $TEST_OPTIONS || s=1; done; exit $s"#;
+    command.env("LAB_PASS", "TEST_OPTIONS").env("TEST_OPTIONS", options.join(" "));
     command.args(["sh", "-c", script]);
     command.arg("lab").args(programs);
     command

@@ -1,0 +1,412 @@
+//! Making, starting, stopping and removing devices: commands to `/dev/ublk-control`.
+//!
+//! Each is one io_uring command, waited for with a limit. They are given by the supervisor, which
+//! outlives servers; the server itself only takes a device over ([`Control::begin_recovery`]).
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
+use io_uring::{IoUring, cqueue, opcode::UringCmd80, squeue, types};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use super::uapi::*;
+use crate::{fuse::READ_MAX, sys::failed};
+
+/// Requests in flight a queue, one of them never used (see [`spare_one_tag`]). Twice the 32 at
+/// which random reads stop growing (`xtask bench --only ublk`).
+const QUEUE_DEPTH: u16 = 64;
+/// Each queue is a thread with a buffer of 256 KiB; more do not make one reader faster.
+const QUEUES_MAX: usize = 4;
+/// How long a command may take. Starting a device reads its first blocks, perhaps from a source.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long the kernel may take to close what a killed server had open.
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long device nodes may take to appear; devtmpfs makes them at once.
+const NODE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a device may take to go after it was told to.
+const DELETE_TIMEOUT: Duration = Duration::from_secs(10);
+
+const NEEDED: u64 =
+    FLAG_USER_RECOVERY | FLAG_USER_RECOVERY_REISSUE | FLAG_IOCTL_ENCODE | FLAG_USER_COPY;
+const NO_QUEUE: u16 = u16::MAX;
+const ANY_DEVICE: u32 = u32::MAX;
+/// The most bytes that any command exchanges: a CPU mask of 1024 CPUs.
+const PAYLOAD_LEN: usize = 128;
+
+/// A device as the driver describes it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Device {
+    /// `N` of `/dev/ublkbN`.
+    pub number: u32,
+    /// What its maker gave to [`Control::add`].
+    pub owner: u64,
+    /// Whether it was started and not stopped; true also while no server serves it.
+    pub started: bool,
+    pub(super) queues: u16,
+    pub(super) depth: u16,
+}
+
+/// The block device `number`.
+pub fn block_path(number: u32) -> PathBuf {
+    PathBuf::from(format!("/dev/ublkb{number}"))
+}
+
+pub(super) fn char_path(number: u32) -> PathBuf {
+    PathBuf::from(format!("/dev/ublkc{number}"))
+}
+
+/// The numbers of all ublk devices of this kernel, other people's too.
+pub fn numbers() -> Vec<u32> {
+    let entries = fs::read_dir("/sys/class/ublk-char").into_iter().flatten().flatten();
+    let numbers =
+        entries.filter_map(|entry| entry.file_name().to_str()?.strip_prefix("ublkc")?.parse().ok());
+    let mut numbers: Vec<_> = numbers.collect();
+    numbers.sort_unstable();
+    numbers
+}
+
+/// Talks to the driver.
+pub struct Control {
+    ring: IoUring<squeue::Entry128, cqueue::Entry>,
+    file: File,
+    commands: u64,
+}
+
+impl Control {
+    /// Opens the driver, and makes sure that it can do what is needed: `UnsupportedFormat` if not.
+    pub fn open() -> Result<Self> {
+        let release = rustix::system::uname().release().to_string_lossy().into_owned();
+        if crashes(&release) {
+            return Err(Error::new(
+                ErrorKind::UnsupportedFormat,
+                format!("Linux {release} crashes when a ublk device is added: update the kernel"),
+            ));
+        }
+        let file = OpenOptions::new().read(true).write(true).open("/dev/ublk-control").map_err(
+            |e| match e.kind() {
+                io::ErrorKind::NotFound => failed(
+                    "the kernel's ublk driver is not there (no /dev/ublk-control; modprobe \
+                     ublk_drv loads it where the kernel has it)",
+                    e,
+                ),
+                _ => failed("cannot open /dev/ublk-control", e),
+            },
+        )?;
+        let ring = IoUring::builder().build(4).map_err(|e| failed("cannot make an io_uring", e))?;
+        let mut control = Self { ring, file, commands: 0 };
+        let lacks = |e| {
+            Error::with_source(
+                ErrorKind::UnsupportedFormat,
+                "the kernel's ublk driver is too old: Linux 6.5 or later has what is needed",
+                e,
+            )
+        };
+        let mut features = [0u8; 8];
+        control.call(GET_FEATURES, ANY_DEVICE, 0, &mut features).map_err(lacks)?;
+        if u64::from_ne_bytes(features) & NEEDED != NEEDED {
+            return Err(lacks(io::Error::from_raw_os_error(libc::EOPNOTSUPP)));
+        }
+        Ok(control)
+    }
+
+    /// Adds a read-only device of `size` bytes with blocks of 4 KiB; `owner` is kept with it. It
+    /// has to be served, then started.
+    ///
+    /// `NoSpace` if the kernel takes no more devices.
+    pub fn add(&mut self, size: u64, owner: u64) -> Result<Device> {
+        if !size.is_multiple_of(BLOCK_SIZE) {
+            let what = format!("a device of {size} bytes is not whole blocks of 4 KiB");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let cpus = thread::available_parallelism().map_or(1, usize::from);
+        let mut info = DeviceInfo {
+            queues: cpus.clamp(1, QUEUES_MAX) as u16,
+            depth: QUEUE_DEPTH,
+            max_io_len: READ_MAX as u32,
+            device: ANY_DEVICE,
+            flags: NEEDED,
+            owner,
+            ..DeviceInfo::default()
+        };
+        self.call(ADD_DEV, ANY_DEVICE, 0, &mut info).map_err(cannot_add)?;
+        let device = Device::from(&info);
+        let mut params = Params {
+            len: size_of::<Params>() as u32,
+            types: PARAM_BASIC,
+            attributes: ATTRIBUTE_READ_ONLY,
+            logical_block_shift: 12,
+            physical_block_shift: 12,
+            io_opt_shift: 12,
+            io_min_shift: 12,
+            max_sectors: (READ_MAX >> SECTOR_SHIFT) as u32,
+            sectors: size >> SECTOR_SHIFT,
+            ..Params::default()
+        };
+        let set = match info.flags & NEEDED == NEEDED {
+            true => self.call(SET_PARAMS, device.number, 0, &mut params).map(drop),
+            false => Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP)),
+        };
+        let made = set
+            .map_err(|e| failed("the kernel refuses a ublk device of this kind", e))
+            .and_then(|()| await_node(&char_path(device.number)));
+        match made {
+            Ok(()) => Ok(device),
+            Err(e) => {
+                self.remove(device.number)?;
+                Err(e)
+            }
+        }
+    }
+
+    /// Makes the block device appear. Its server must be `server_pid` and serve it already.
+    pub fn start(&mut self, number: u32, server_pid: u32) -> Result<PathBuf> {
+        let path = block_path(number);
+        self.call(START_DEV, number, server_pid.into(), &mut [0u8; 0])
+            .map_err(|e| failed(format!("cannot start {}", path.display()), e))?;
+        spare_one_tag(number)?;
+        await_node(&path)?;
+        Ok(path)
+    }
+
+    /// What the driver says of a device; `None` if there is none, or it is not root's.
+    pub fn device(&mut self, number: u32) -> Result<Option<Device>> {
+        let mut info = DeviceInfo::default();
+        // Not GET_DEV_INFO2: that wants a path to compare, for the devices of users.
+        match self.call(GET_DEV_INFO, number, 0, &mut info) {
+            Ok(_) => Ok(Some(Device::from(&info))),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ENODEV | libc::EINVAL)) => Ok(None),
+            Err(e) => Err(failed(format!("cannot ask for the ublk device {number}"), e)),
+        }
+    }
+
+    /// Ends the block device: its server sees the end of its requests. No error if it was not
+    /// started, or is gone.
+    pub fn stop(&mut self, number: u32) -> Result<()> {
+        match self.call(STOP_DEV, number, 0, &mut [0u8; 0]) {
+            Err(e) if e.raw_os_error() != Some(libc::ENODEV) => {
+                Err(failed(format!("cannot stop the ublk device {number}"), e))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Stops a device and takes it away; waits until it is gone. No error if it was gone.
+    pub fn remove(&mut self, number: u32) -> Result<()> {
+        self.stop(number)?;
+        let cannot = |e| failed(format!("cannot remove the ublk device {number}"), e);
+        // The waiting kind of this command would wait for ever for a server that holds on.
+        match self.call(DEL_DEV_ASYNC, number, 0, &mut [0u8; 0]) {
+            Err(e) if e.raw_os_error() != Some(libc::ENODEV) => return Err(cannot(e)),
+            _ => {}
+        }
+        let begun = Instant::now();
+        while Path::new("/sys/class/ublk-char").join(format!("ublkc{number}")).exists() {
+            if begun.elapsed() > DELETE_TIMEOUT {
+                return Err(cannot(io::ErrorKind::TimedOut.into()));
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    /// Prepares a device whose server is dead for the next one. Waits until the kernel has closed
+    /// what the dead one had open.
+    pub(super) fn begin_recovery(&mut self, number: u32) -> Result<()> {
+        let begun = Instant::now();
+        loop {
+            match self.call(START_USER_RECOVERY, number, 0, &mut [0u8; 0]) {
+                Ok(_) => return Ok(()),
+                Err(e)
+                    if e.raw_os_error() == Some(libc::EBUSY)
+                        && begun.elapsed() < RECOVERY_TIMEOUT =>
+                {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                Err(e) => return Err(failed(format!("cannot take over ublk device {number}"), e)),
+            }
+        }
+    }
+
+    /// The new server, this process, serves all queues: requests flow again.
+    pub(super) fn end_recovery(&mut self, number: u32) -> Result<()> {
+        self.call(END_USER_RECOVERY, number, std::process::id().into(), &mut [0u8; 0])
+            .map_err(|e| failed(format!("cannot take over ublk device {number}"), e))?;
+        Ok(())
+    }
+
+    /// The device's size in bytes.
+    pub(super) fn size(&mut self, number: u32) -> Result<u64> {
+        let mut params =
+            Params { len: size_of::<Params>() as u32, types: PARAM_BASIC, ..Params::default() };
+        self.call(GET_PARAMS, number, 0, &mut params)
+            .map_err(|e| failed(format!("cannot ask for the ublk device {number}"), e))?;
+        Ok(params.sectors << SECTOR_SHIFT)
+    }
+
+    /// The CPUs whose requests come to `queue`, a bit each.
+    pub(super) fn affinity(&mut self, number: u32, queue: u16) -> io::Result<[u8; PAYLOAD_LEN]> {
+        let mut mask = [0; PAYLOAD_LEN];
+        self.call(GET_QUEUE_AFFINITY, number, queue.into(), &mut mask)?;
+        Ok(mask)
+    }
+
+    /// One command; `payload` goes there and comes back.
+    fn call<T>(&mut self, op: u32, device: u32, data: u64, payload: &mut T) -> io::Result<()>
+    where
+        T: IntoBytes + FromBytes + Immutable,
+    {
+        let bytes = payload.as_mut_bytes();
+        let len = bytes.len();
+        assert!(len <= PAYLOAD_LEN, "the payload of a command has its bound");
+        // Aligned for what the kernel finds there, and on the heap: see below.
+        let mut exchange = Box::new([0u64; PAYLOAD_LEN / 8]);
+        exchange.as_mut_bytes()[..len].copy_from_slice(bytes);
+        let command = ControlCommand {
+            device,
+            queue: NO_QUEUE,
+            len: len as u16,
+            address: if len == 0 { 0 } else { exchange.as_mut_ptr() as u64 },
+            data,
+            ..ControlCommand::default()
+        };
+        let done = self.wait_for(op, &command);
+        if matches!(&done, Err(e) if e.kind() == io::ErrorKind::TimedOut) {
+            // The kernel may still write there.
+            Box::leak(exchange);
+            return done;
+        }
+        bytes.copy_from_slice(&exchange.as_bytes()[..len]);
+        done
+    }
+
+    fn wait_for(&mut self, op: u32, command: &ControlCommand) -> io::Result<()> {
+        self.commands += 1;
+        let mut inline = [0; 80];
+        inline[..size_of::<ControlCommand>()].copy_from_slice(command.as_bytes());
+        let entry = UringCmd80::new(types::Fd(self.file.as_raw_fd()), op)
+            .cmd(inline)
+            .build()
+            .user_data(self.commands);
+        // SAFETY: the command's memory lives until it is done, or for ever if it times out.
+        unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
+        let deadline = Instant::now() + COMMAND_TIMEOUT;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timespec = types::Timespec::from(left);
+            let arguments = types::SubmitArgs::new().timespec(&timespec);
+            match self.ring.submitter().submit_with_args(1, &arguments) {
+                Err(e) if matches!(e.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => {}
+                Err(e) => return Err(e),
+                Ok(_) => {}
+            }
+            for done in self.ring.completion() {
+                // An earlier one that had timed out may end now.
+                if done.user_data() == self.commands {
+                    return match done.result() {
+                        result if result < 0 => Err(io::Error::from_raw_os_error(-result)),
+                        _ => Ok(()),
+                    };
+                }
+            }
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
+    }
+}
+
+impl From<&DeviceInfo> for Device {
+    fn from(info: &DeviceInfo) -> Self {
+        Self {
+            number: info.device,
+            owner: info.owner,
+            started: info.state != STATE_DEAD,
+            queues: info.queues,
+            depth: info.depth,
+        }
+    }
+}
+
+/// Kernels whose driver crashes when a device is added.
+fn crashes(release: &str) -> bool {
+    let is = |version: &str| {
+        let rest = release.strip_prefix(version);
+        rest.is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
+    };
+    is("6.18.4") || is("6.18.5") || is("6.17") && release.contains("azure")
+}
+
+fn cannot_add(cause: io::Error) -> Error {
+    if cause.raw_os_error() != Some(libc::EACCES) {
+        return failed("cannot add a ublk device", cause);
+    }
+    let most = fs::read_to_string("/sys/module/ublk_drv/parameters/ublks_max");
+    Error::new(
+        ErrorKind::NoSpace,
+        format!(
+            "all {} ublk devices that this kernel allows are in use: remove some, or raise \
+             /sys/module/ublk_drv/parameters/ublks_max",
+            most.as_deref().map_or("the", str::trim)
+        ),
+    )
+}
+
+fn await_node(path: &Path) -> Result<()> {
+    let begun = Instant::now();
+    while !path.exists() {
+        if begun.elapsed() > NODE_TIMEOUT {
+            return Err(failed(
+                format!("{} does not appear: is /dev a devtmpfs here?", path.display()),
+                io::Error::from(io::ErrorKind::NotFound),
+            ));
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// Keeps one tag of each queue out of use, so that its fetch command always waits in the kernel.
+///
+/// The driver (6.7 to 6.14) learns of a server's death by the cancelling of such commands. With
+/// every request of a queue in the dead server's hands there would be none, and readers would
+/// wait for ever (`tests/ublk_kill.rs`).
+fn spare_one_tag(number: u32) -> Result<()> {
+    let queue = PathBuf::from(format!("/sys/block/ublkb{number}/queue"));
+    // With a scheduler the limit below would be the scheduler's, not the tags'.
+    for (name, value) in
+        [("scheduler", "none".into()), ("nr_requests", (QUEUE_DEPTH - 1).to_string())]
+    {
+        let path = queue.join(name);
+        fs::write(&path, value).map_err(|e| failed(format!("cannot set {}", path.display()), e))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{cannot_add, crashes};
+
+    #[test]
+    fn known_bad_kernels_are_known_by_name() {
+        for bad in ["6.18.4", "6.18.5-arch1-1", "6.18.4+deb14-amd64", "6.17.0-1008-azure"] {
+            assert!(crashes(bad), "{bad}");
+        }
+        for good in ["6.18.44", "6.18.50-1", "6.18.6", "6.17.0-8-generic", "6.12.94", "6.1.0"] {
+            assert!(!crashes(good), "{good}");
+        }
+    }
+
+    #[test]
+    fn running_out_of_devices_says_so() {
+        let error = cannot_add(std::io::Error::from_raw_os_error(libc::EACCES));
+        assert_eq!(error.kind(), burgeon_block::ErrorKind::NoSpace);
+        assert!(error.to_string().contains("ublks_max"), "{error}");
+    }
+}
