@@ -32,12 +32,26 @@ impl std::error::Error for Busy {}
 
 /// Says what went wrong and returns the code to end with.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
-    eprintln!("burgeon: {error:#}");
-    let (kind, code) = classify(error);
+    say(error);
     if json {
-        println!("{}", json!({ "error": { "kind": kind, "message": format!("{error:#}") } }));
+        println!("{}", json!({ "error": document(error) }));
     }
-    ExitCode::from(code)
+    code_of(error)
+}
+
+/// Says it on standard error.
+pub(crate) fn say(error: &anyhow::Error) {
+    eprintln!("burgeon: {error:#}");
+}
+
+/// What it is in JSON.
+pub(crate) fn document(error: &anyhow::Error) -> serde_json::Value {
+    json!({ "kind": classify(error).0, "message": format!("{error:#}") })
+}
+
+/// The code to end with.
+pub(crate) fn code_of(error: &anyhow::Error) -> ExitCode {
+    ExitCode::from(classify(error).1)
 }
 
 /// The document of a command line that makes no sense; clap says the rest on standard error.

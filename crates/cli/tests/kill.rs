@@ -221,6 +221,29 @@ fn killing_both_costs_errors_until_the_next_daemon() {
     burgeon.umount(mounted);
 }
 
+#[test]
+fn umount_takes_the_folder_away_where_no_daemon_does() {
+    let space = Space::new("kill-umount");
+    for (with_server, writes) in [(false, &["--writes", "w"][..]), (true, &[])] {
+        let options = [writes, &["--write-limit", "256M"]].concat();
+        let Set { burgeon, at, mounted, .. } = set_up(&space, 12, &options);
+        let server = pid(&burgeon, "server_pid").filter(|_| with_server);
+        pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
+        server.into_iter().for_each(kill);
+        let folders = || fs::read_dir(burgeon.state().join("mounts")).unwrap().count();
+        assert_eq!(folders(), 1);
+        let said = burgeon.ok(&["umount", at.to_str().unwrap()]);
+        std::mem::forget(mounted);
+        let kept = if writes.is_empty() { "discarded" } else { "kept as \"w\"" };
+        assert!(said.contains(kept), "{said}");
+        assert_eq!(folders(), 0, "server killed, too: {with_server}");
+        assert!(wait_until(Duration::from_secs(15), || burgeon.processes().is_empty()));
+        // The lock that was taken to clear up is in nobody's way.
+        let again = burgeon.mount("sample", &at, &["--read-only"]);
+        burgeon.umount(again);
+    }
+}
+
 fn write_synced(path: &Path) {
     let file = File::create(path).unwrap();
     file.write_all_at(b"x", 0).unwrap();

@@ -214,3 +214,30 @@ fn a_filled_mount_has_everything_and_needs_its_store_no_more() {
     same(&tree, &at);
     burgeon.umount(mounted);
 }
+
+#[test]
+fn one_mount_that_cannot_be_unmounted_keeps_no_other_from_it() {
+    let space = Space::new("several");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&sample(&space, 9), "sample");
+    let paths = ["a", "nope", "b", "c"].map(|name| space.path(name).to_str().unwrap().to_owned());
+    let [a, nope, b, c] = paths.each_ref().map(String::as_str);
+    let mount = |at: &str| burgeon.mount("sample", Path::new(at), &["--read-only"]);
+    let mounted = [a, b, c].map(mount);
+    let open = fs::File::open(Path::new(b).join("big")).unwrap();
+    let finished = burgeon.run(&["--json", "umount", a, nope, b, c]);
+    // The first error was that there is no such folder.
+    assert_eq!(finished.code, Some(3), "{finished:#?}");
+    let document: Value = serde_json::from_str(&finished.stdout).unwrap();
+    assert_eq!(document["unmounted"], serde_json::json!([a, c]));
+    assert_eq!(document["error"]["kind"], "not-found");
+    let failed = document["failed"].as_array().unwrap();
+    let seen: Vec<_> = failed.iter().map(|one| (&one["path"], &one["kind"])).collect();
+    assert_eq!(seen, [(&nope.into(), &"not-found".into()), (&b.into(), &"busy".into())]);
+    assert_eq!(finished.stderr.lines().count(), 2, "{finished:#?}");
+    drop(open);
+    let said = burgeon.run(&["umount", nope, b]);
+    assert!(said.code == Some(3) && said.stdout.contains(b), "{said:#?}");
+    mounted.map(std::mem::forget);
+    assert!(mounts(&burgeon.status()).is_empty());
+}

@@ -25,6 +25,7 @@ mod id;
 mod link;
 pub mod mountinfo;
 mod namespace;
+pub mod orphan;
 mod paths;
 mod plumbing;
 mod prepared;

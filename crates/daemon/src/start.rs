@@ -17,7 +17,7 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 
-use crate::{paths::StateDir, protocol::Failure};
+use crate::{files::Lock, paths::StateDir, protocol::Failure};
 
 /// What the supervisor prints when its API answers.
 pub(crate) const READY: &str = "ready";
@@ -28,6 +28,9 @@ pub(crate) const TAKEN: &str = "taken";
 /// A log that is longer when a daemon starts is set aside: 1 MiB, some ten thousand lines.
 const LOG_LEN_MAX: u64 = 1 << 20;
 
+/// How often a daemon is started that finds the lock taken for a moment.
+const START_TRIES: u32 = 5;
+
 /// The unit that `make install` puts in place, for the default state directory.
 const UNIT_INSTALLED: &str = "burgeon.service";
 
@@ -36,6 +39,10 @@ pub(crate) fn start(state: &StateDir) -> Result<()> {
     if Path::new("/run/systemd/system").is_dir() {
         return start_unit(state);
     }
+    start_process(state, START_TRIES)
+}
+
+fn start_process(state: &StateDir, tries: u32) -> Result<()> {
     keep_log_short(state)?;
     let log = OpenOptions::new()
         .append(true)
@@ -59,7 +66,7 @@ pub(crate) fn start(state: &StateDir) -> Result<()> {
     }
     match said.trim() {
         READY => Ok(()),
-        TAKEN => wait_for_the_other(child, state),
+        TAKEN => wait_for_the_other(child, state, tries),
         other => {
             let _ = child.wait();
             match serde_json::from_str::<Failure>(other) {
@@ -84,12 +91,21 @@ fn keep_log_short(state: &StateDir) -> Result<()> {
 }
 
 /// Another command started a daemon at the same moment; its socket is there before it says so,
-/// so a short wait is enough.
-fn wait_for_the_other(mut child: std::process::Child, state: &StateDir) -> Result<()> {
+/// so a short wait is enough. Or the lock was taken only to clear up ([`crate::orphan`]): then a
+/// daemon has to be started after all.
+fn wait_for_the_other(
+    mut child: std::process::Child,
+    state: &StateDir,
+    tries: u32,
+) -> Result<()> {
     let _ = child.wait();
-    for _ in 0..100 {
+    let rounds = if tries > 0 { 100 } else { 0 };
+    for _ in 0..rounds {
         if crate::client::Client::connect(state)?.is_some() {
             return Ok(());
+        }
+        if Lock::try_take(&state.lock_file())?.is_some() {
+            return start_process(state, tries - 1);
         }
         std::thread::sleep(std::time::Duration::from_millis(50));
     }

@@ -1,41 +1,67 @@
 //! `burgeon umount`: a plain umount that says what it means for the writes, and waits until
 //! everything is released. (A plain `umount` releases everything, too; it just does not wait.)
+//!
+//! Where no daemon runs that could take the mount's folder away, this does it.
 
 use std::{
     fs,
     path::{Path, PathBuf},
     process::ExitCode,
+    time::Duration,
 };
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
-    Client, btrfs_fsid, mountinfo,
-    protocol::{MountStatus, Reply, Request, Status, WritesState},
+    Client, btrfs_fsid, mountinfo, orphan,
+    protocol::{Reply, Request, Status, WritesState},
 };
 use rustix::mount::{UnmountFlags, unmount};
 use serde_json::json;
 
 use super::{Context, need_mount_privilege};
-use crate::{args, exit::Busy, holders, output};
+use crate::{
+    args,
+    exit::{self, Busy},
+    holders, output,
+};
 
 /// How long the kernel may take to let go of everything after the last umount.
 const RELEASE_TIMEOUT_MS: u64 = 15_000;
 
 pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> {
     need_mount_privilege("umount")?;
-    let mut done = Vec::new();
+    let (mut done, mut failed) = (Vec::new(), Vec::new());
+    // One that is in use is no reason to leave the others mounted.
     for path in &args.paths {
-        let (target, writes) = one(context, path)?;
-        if !context.json {
-            println!("unmounted {}{writes}", target.display());
+        match one(context, path) {
+            Ok((target, writes)) => {
+                if !context.json {
+                    println!("unmounted {}{writes}", target.display());
+                }
+                done.push(target);
+            }
+            Err(e) => {
+                exit::say(&e);
+                failed.push((path, e));
+            }
         }
-        done.push(target);
     }
+    let first = failed.first().map(|(_, error)| error);
     if context.json {
-        output::print_json(&json!({ "unmounted": done }))?;
+        let mut document = json!({ "unmounted": done });
+        if let Some(error) = first {
+            document["error"] = exit::document(error);
+            let all = failed.iter().map(|(path, error)| {
+                let mut one = exit::document(error);
+                one["path"] = json!(path);
+                one
+            });
+            document["failed"] = all.collect();
+        }
+        output::print_json(&document)?;
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(first.map_or(ExitCode::SUCCESS, exit::code_of))
 }
 
 /// Unmounts `path`; returns where it was and what happened to its writes.
@@ -44,6 +70,7 @@ pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
         .map_err(|e| Error::io(format!("cannot unmount {}", path.display()), e))?;
     let client = Client::connect(&context.state)?;
     let fsid = mounted_here(&target)?;
+    let orphan = fsid.and_then(|fsid| orphan::find(&context.state, fsid));
     let known = match (&client, fsid) {
         (Some(client), Some(fsid)) => {
             let status = ask(client)?;
@@ -62,12 +89,22 @@ pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
         .into());
     }
     detach(&target, UnmountFlags::empty())?;
-    let (Some(mount), Some(client)) = (known, client) else { return Ok((target, String::new())) };
     if still_mounted(fsid) {
         return Ok((target, "; the same mount is still in place elsewhere".to_owned()));
     }
-    client.call(&Request::AwaitRelease { id: mount.id, timeout_ms: RELEASE_TIMEOUT_MS })?;
-    Ok((target, what_became_of_writes(&mount)))
+    let writes = match (known, client, orphan) {
+        (Some(mount), Some(client), _) => {
+            let id = mount.id;
+            client.call(&Request::AwaitRelease { id, timeout_ms: RELEASE_TIMEOUT_MS })?;
+            what_became_of(&mount.writes)
+        }
+        (None, None, Some(orphan)) => {
+            orphan.release(&context.state, Duration::from_millis(RELEASE_TIMEOUT_MS))?;
+            what_became_of(orphan.writes())
+        }
+        _ => String::new(),
+    };
+    Ok((target, writes))
 }
 
 /// Asks a running daemon for everything.
@@ -120,8 +157,8 @@ fn mounted_here(target: &Path) -> Result<Option<burgeon_daemon::Fsid>> {
     Ok(btrfs_fsid(target)?)
 }
 
-fn what_became_of_writes(mount: &MountStatus) -> String {
-    match &mount.writes {
+fn what_became_of(writes: &WritesState) -> String {
+    match writes {
         WritesState::ReadOnly => String::new(),
         WritesState::Sprout(sprout) => match &sprout.name {
             Some(name) => format!("; its writes are kept as {name:?}"),

@@ -47,7 +47,8 @@ use crate::{
 };
 
 pub(crate) use recover::{is_alive, mount_ids, read_record};
-pub(crate) use table::Growth;
+pub(crate) use release::{await_loops, forget_loops};
+pub(crate) use table::{Growth, MountRecord};
 use table::Table;
 pub(crate) use thin::growth;
 

@@ -15,17 +15,24 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::btrfs_mount;
 
-use super::{Supervisor, table::Entry};
-use crate::{chain, files, id::MountId};
+use super::{
+    Supervisor,
+    table::{Entry, MountRecord},
+};
+use crate::{chain, files, id::MountId, paths::StateDir, protocol::WritesState};
 
-/// How long the loops may take to detach after the FUSE file is closed. They do it within
-/// milliseconds; a host that is this slow loses nothing but the wait.
-const LOOPS_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the loops may take to detach after the FUSE file is closed before somebody is told:
+/// they do it within milliseconds.
+const LOOPS_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How often the loops are looked at: soon at first, then with a doubling pause up to the longest.
+const LOOPS_PAUSE_MIN: Duration = Duration::from_millis(2);
+const LOOPS_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 impl Supervisor {
     /// The kernel has closed the FUSE file of `id`: takes away what the mount had.
     pub(super) fn release(&self, id: MountId) {
-        let loops = {
+        let record = {
             let mut table = self.table();
             let Some(entry) = table.mounts.get_mut(&id) else { return };
             if entry.lost {
@@ -36,10 +43,15 @@ impl Supervisor {
                 entry.ended = true;
                 return;
             }
-            entry.record.loops.clone()
+            entry.record.clone()
         };
-        await_loops(&self.state.mount(id), &self.state.writes(), &loops);
-        forget(&loops);
+        // Until they are gone, however long that takes, the writes are in use and their name is
+        // taken: this thread has nothing else to do.
+        if !await_loops(&self.state, &record, LOOPS_PATIENCE) {
+            log!("a loop device of mount {id} does not go away; until it does, it is not released");
+            await_loops(&self.state, &record, Duration::MAX);
+        }
+        forget_loops(&record.loops);
         if let Err(e) = files::remove_folder(&self.state.mount(id)) {
             log!("mount {id} is released, but: {e}");
         }
@@ -76,14 +88,31 @@ impl Supervisor {
     /// A mount that could not be made: everything it had has been closed by the caller.
     pub(super) fn abandon(&self, id: MountId) {
         let entry = self.table().mounts.remove(&id);
-        let loops = entry.as_ref().map(|entry| entry.record.loops.clone()).unwrap_or_default();
-        // Closing the last descriptor of /dev/fuse aborts the connection, if it still lives.
-        drop(entry);
-        await_loops(&self.state.mount(id), &self.state.writes(), &loops);
-        forget(&loops);
-        if let Err(e) = files::remove_folder(&self.state.mount(id)) {
-            log!("a mount that could not be made left something behind: {e}");
+        let (record, lock) = match entry {
+            // Closing the last descriptor of /dev/fuse aborts the connection, if it still lives.
+            Some(Entry { record, _writes_lock, .. }) => (Some(record), _writes_lock),
+            None => (None, None),
+        };
+        let state = self.state.clone();
+        let clear_up = move || {
+            if let Err(e) = files::remove_folder(&state.mount(id)) {
+                log!("a mount that could not be made left something behind: {e}");
+            }
+            drop(lock);
+        };
+        if let Some(record) = record {
+            if !await_loops(&self.state, &record, LOOPS_PATIENCE) {
+                log!("a loop device of mount {id}, which could not be made, does not go away");
+                let state = self.state.clone();
+                std::thread::spawn(move || {
+                    await_loops(&state, &record, Duration::MAX);
+                    clear_up();
+                });
+                return;
+            }
+            forget_loops(&record.loops);
         }
+        clear_up();
         self.changed.notify_all();
     }
 
@@ -110,29 +139,36 @@ fn describe(entry: &Entry) -> String {
     format!("{} at {}", entry.record.image, entry.record.target.display())
 }
 
-/// Waits until none of `loops` is attached to a file of this mount.
-fn await_loops(mount: &Path, writes: &Path, loops: &[PathBuf]) {
+/// Waits until none of the mount's loops is attached to a file of it; false if one still is
+/// after `timeout`.
+pub(crate) fn await_loops(state: &StateDir, record: &MountRecord, timeout: Duration) -> bool {
+    let mount = state.mount(record.attach.id);
+    // The numbers are used again, also for other mounts of this state directory.
+    let sprout = match &record.writes {
+        WritesState::Sprout(sprout) => Some(sprout.path.as_path()),
+        WritesState::ReadOnly => None,
+    };
+    let is_ours = |device: &PathBuf| {
+        let name = device.file_name().unwrap_or_default();
+        chain::backing_file(&Path::new("/sys/block").join(name))
+            .is_some_and(|file| file.starts_with(&mount) || Some(file.as_path()) == sprout)
+    };
     let begun = Instant::now();
-    while loops.iter().any(|device| is_ours(device, mount, writes)) {
-        if begun.elapsed() > LOOPS_TIMEOUT {
-            log!("a loop device of {} does not go away", mount.display());
-            return;
+    let mut pause = LOOPS_PAUSE_MIN;
+    while record.loops.iter().any(is_ours) {
+        if begun.elapsed() > timeout {
+            return false;
         }
-        std::thread::sleep(Duration::from_millis(2));
+        std::thread::sleep(pause);
+        pause = (2 * pause).min(LOOPS_PAUSE_MAX);
     }
+    true
 }
 
 /// btrfs remembers devices it was told of, by number, and the numbers will be used again.
-fn forget(loops: &[PathBuf]) {
+pub(crate) fn forget_loops(loops: &[PathBuf]) {
     for device in loops {
         // What it remembers wrongly only costs a warning in the kernel's log.
         let _ = btrfs_mount::forget(device);
     }
-}
-
-fn is_ours(device: &Path, mount: &Path, writes: &Path) -> bool {
-    let Some(name) = device.file_name() else { return false };
-    let sys = Path::new("/sys/block").join(name);
-    chain::backing_file(&sys)
-        .is_some_and(|file| file.starts_with(mount) || file.starts_with(writes))
 }

@@ -1,0 +1,73 @@
+//! A mount whose supervisor is gone, unmounted by a command: nobody else would take its folder
+//! away, with up to `--write-limit` of reserved space in it, until the next daemon starts.
+//!
+//! ```text
+//!   find (before the umount) ─► umount ─► release: the kernel lets go ─► run/lock ─► folder away
+//! ```
+//!
+//! Invariant: the folder goes only under the supervisor's own lock, after the kernel has let go
+//! of every device. A supervisor that starts meanwhile has the lock and clears up by itself.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use crate::{
+    files::{self, Lock},
+    id::Fsid,
+    paths::StateDir,
+    protocol::WritesState,
+    supervisor::{MountRecord, await_loops, forget_loops, is_alive, mount_ids, read_record},
+};
+
+/// How often the kernel is asked whether it has let go.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// A mount that has a folder in the state directory.
+#[derive(Debug)]
+pub struct Orphan {
+    record: MountRecord,
+}
+
+/// The mount with the file system `fsid`, by its folder.
+pub fn find(state: &StateDir, fsid: Fsid) -> Option<Orphan> {
+    let mut records = mount_ids(state).into_iter().filter_map(|id| read_record(state, id).ok());
+    records.find(|record| record.fsid == Some(fsid)).map(|record| Orphan { record })
+}
+
+impl Orphan {
+    /// Where its writes went.
+    pub fn writes(&self) -> &WritesState {
+        &self.record.writes
+    }
+
+    /// Waits until the kernel has let go of the mount, then takes its folder away, unless a
+    /// supervisor has started that does. `Unavailable` when something still holds the mount
+    /// after `timeout`.
+    pub fn release(&self, state: &StateDir, timeout: Duration) -> Result<()> {
+        let (id, record) = (self.record.attach.id, &self.record);
+        let begun = Instant::now();
+        while is_alive(record) && begun.elapsed() < timeout {
+            thread::sleep(PAUSE);
+        }
+        let rest = timeout.saturating_sub(begun.elapsed());
+        if is_alive(record) || !await_loops(state, record, rest) {
+            return Err(Error::new(
+                ErrorKind::Unavailable,
+                "it is unmounted here, but something else still holds it, such as another mount \
+                 namespace (a container, a service) or a lazy umount; no daemon runs that could \
+                 clear up after it: `burgeon doctor --repair` does, then",
+            ));
+        }
+        let Some(_lock) = Lock::try_take(&state.lock_file())? else { return Ok(()) };
+        // It may have been revived and released again meanwhile.
+        if !state.mount(id).exists() || is_alive(record) {
+            return Ok(());
+        }
+        forget_loops(&record.loops);
+        files::remove_folder(&state.mount(id))
+    }
+}
