@@ -210,6 +210,44 @@ fn a_full_host_lets_a_thin_sprout_go_on() {
 }
 
 #[test]
+fn named_writes_are_mounted_again_on_a_disk_without_a_free_byte() {
+    let space = Space::new("no-byte");
+    let disk = space.small_disk("disk", 1 << 30);
+    let store = space.path("store");
+    let burgeon = Burgeon::with_state(PROGRAM, disk.path().join("state"));
+    let burgeon = burgeon.option("--store").option(&store);
+    burgeon.build(&tree(&space, "tree", 10), "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", LIMIT]);
+    write_synced(&at.join("before"), b"synced");
+    burgeon.umount(mounted);
+    let mut hog = File::create(disk.path().join("hog")).unwrap();
+    for len in [1 << 20, 4096, 1] {
+        while hog.write_all(&vec![1; len]).is_ok() {}
+    }
+    assert_eq!(rustix::fs::statvfs(disk.path()).unwrap().f_bavail, 0);
+    for round in 0..3 {
+        let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+        assert_eq!(fs::read(at.join("before")).unwrap(), b"synced");
+        write_synced(&at.join(format!("round-{round}")), b"also");
+        burgeon.umount(mounted);
+        // Whatever has come free meanwhile is somebody else's.
+        while hog.write_all(&[1; 4096]).is_ok() {}
+        if round == 1 {
+            burgeon.ok(&["shutdown"]);
+        }
+    }
+    // What needs more than is kept in reserve says what to do.
+    burgeon.fails(&["mount", "sample", text(&at), "--read-only"], 6, "burgeon gc");
+    drop(hog);
+    fs::remove_file(disk.path().join("hog")).unwrap();
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+    (0..3).for_each(|round| assert!(at.join(format!("round-{round}")).exists()));
+    burgeon.umount(mounted);
+    drop(burgeon);
+}
+
+#[test]
 fn writes_go_to_a_device_of_the_users() {
     let space = Space::new("device");
     let burgeon = Burgeon::new(PROGRAM, &space);

@@ -34,6 +34,7 @@ pub mod roots;
 mod server;
 mod signals;
 mod space;
+mod spare;
 mod sprout;
 mod start;
 mod supervisor;

@@ -20,6 +20,7 @@ use crate::{
     id::Fsid,
     paths::StateDir,
     protocol::WritesState,
+    spare,
     supervisor::{MountRecord, await_loops, forget_loops, is_alive, mount_ids, read_record},
 };
 
@@ -68,6 +69,7 @@ impl Orphan {
             return Ok(());
         }
         forget_loops(&record.loops);
+        spare::keep(state, record);
         files::remove_folder(&state.mount(id))
     }
 }

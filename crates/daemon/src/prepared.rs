@@ -202,7 +202,11 @@ pub(crate) fn personalise(base: &Prepared, fsid: Fsid, to: &Path) -> Result<Seed
     let from = File::open(&template)
         .map_err(|e| Error::io(format!("cannot open {}", template.display()), e))?;
     let failed = |e| Error::io(format!("cannot make {}", to.display()), e);
-    let file = File::options().read(true).write(true).create_new(true).open(to).map_err(failed)?;
+    // A spare of the same writes lies there already: it is written over, in its own blocks.
+    let mut options = File::options();
+    let file = options.read(true).write(true).create(true).truncate(false).open(to);
+    let file = file.map_err(failed)?;
+    crate::space::forbid_copy_on_write(&file);
     file.set_len(info.metadata_device_size()).map_err(failed)?;
     let patcher = Patcher::new(&info, &identity);
     for nodes in [info.chunk_nodes(), info.metadata_nodes()] {

@@ -66,6 +66,16 @@ pub enum WritesRequest {
     Kept(SproutRequest),
 }
 
+impl WritesRequest {
+    /// The name under which they are kept.
+    pub fn name(&self) -> Option<&str> {
+        match self {
+            Self::Kept(sprout) => sprout.name.as_deref(),
+            Self::ReadOnly => None,
+        }
+    }
+}
+
 /// The sprout that is wanted.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
 pub struct SproutRequest {

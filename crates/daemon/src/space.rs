@@ -150,7 +150,7 @@ pub(crate) fn btrfs_on(path: &Path) -> Result<Option<Fsid>> {
 
 /// On a btrfs host a rewritten block of a copy-on-write file needs new space, and so the
 /// reservation would be none. Elsewhere the flag is unknown and not needed.
-fn forbid_copy_on_write(file: &File) {
+pub(crate) fn forbid_copy_on_write(file: &File) {
     if let Ok(flags) = ioctl_getflags(file) {
         let _ = ioctl_setflags(file, flags | IFlags::NOCOW);
     }

@@ -93,11 +93,7 @@ fn keep_log_short(state: &StateDir) -> Result<()> {
 /// Another command started a daemon at the same moment; its socket is there before it says so,
 /// so a short wait is enough. Or the lock was taken only to clear up ([`crate::orphan`]): then a
 /// daemon has to be started after all.
-fn wait_for_the_other(
-    mut child: std::process::Child,
-    state: &StateDir,
-    tries: u32,
-) -> Result<()> {
+fn wait_for_the_other(mut child: std::process::Child, state: &StateDir, tries: u32) -> Result<()> {
     let _ = child.wait();
     let rounds = if tries > 0 { 100 } else { 0 };
     for _ in 0..rounds {

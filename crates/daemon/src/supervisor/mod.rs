@@ -43,13 +43,13 @@ use crate::{
     harden, namespace,
     paths::StateDir,
     protocol::Failure,
-    signals, start,
+    signals, spare, start,
 };
 
 pub(crate) use recover::{is_alive, mount_ids, read_record};
 pub(crate) use release::{await_loops, forget_loops};
-pub(crate) use table::{Growth, MountRecord};
 use table::Table;
+pub(crate) use table::{Growth, MountRecord};
 pub(crate) use thin::growth;
 
 /// The supervisor's shared state.
@@ -110,6 +110,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     let keeper = Arc::clone(&supervisor);
     thread::spawn(move || keeper.keep_server(orphan));
     supervisor.revive_lost();
+    spare::refill(&supervisor.state);
     supervisor.tend_thin();
     let terminator = Arc::clone(&supervisor);
     thread::spawn(move || terminator.heed_signals(&signals));

@@ -11,7 +11,7 @@
 use std::{
     fs,
     os::fd::OwnedFd,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -29,6 +29,7 @@ use crate::{
     link::Attach,
     plumbing, prepared,
     protocol::{MountRequest, Mounted},
+    spare,
     sprout::Plan,
 };
 
@@ -51,22 +52,33 @@ impl Supervisor {
         }
         let id = MountId::random()?;
         let begun = Instant::now();
+        if request.writes.name().is_some() {
+            spare::lend(&self.state);
+        }
+        let made = self.mount_as(id, &request, &store);
+        spare::refill(&self.state);
+        let made = made.map_err(|e| spare::explain(&self.state, e))?;
+        log!("mounted {} as {id} in {} ms", request.image, begun.elapsed().as_millis());
+        Ok(made)
+    }
+
+    fn mount_as(
+        self: &Arc<Self>,
+        id: MountId,
+        request: &MountRequest,
+        store: &Path,
+    ) -> Result<(Mounted, OwnedFd)> {
         let folder = self.state.mount(id);
         fs::create_dir(&folder)
             .map_err(|e| Error::io(format!("cannot make {}", folder.display()), e))?;
-        let planned = Plan::make(&self.state, &request, &store, id);
+        let planned = Plan::make(&self.state, request, store, id);
         let mut plan = planned.inspect_err(|_| self.abandon(id))?;
-        match self.make(id, &request, &mut plan) {
-            Ok(made) => {
-                log!("mounted {} as {id} in {} ms", request.image, begun.elapsed().as_millis());
-                Ok(made)
-            }
-            Err(e) => {
-                self.abandon(id);
-                plan.undo(&self.state);
-                Err(e)
-            }
+        let made = self.make(id, request, &mut plan);
+        if made.is_err() {
+            self.abandon(id);
+            plan.undo(&self.state);
         }
+        made
     }
 
     fn make(
@@ -80,6 +92,9 @@ impl Supervisor {
         let cache = self.state.image(&base.digest);
         prepared::make_folder(&cache)?;
         plan.reserve(&self.state)?;
+        if let Some(name) = request.writes.name() {
+            spare::take(&self.state, name, &folder.join("seed"));
+        }
         let seed = prepared::personalise(&plan.base, plan.seed_fsid, &folder.join("seed"))?;
         let connection = Connection::new(&format!("burgeon:{id}"))?;
         let fuse = connection

@@ -21,7 +21,7 @@ use super::{
     Supervisor, keeper,
     table::{Entry, MOUNT_FORMAT, MountRecord, Serving},
 };
-use crate::{files, id::MountId, paths::StateDir, protocol::WritesState, writes};
+use crate::{files, id::MountId, paths::StateDir, protocol::WritesState, spare, writes};
 
 impl Supervisor {
     /// Takes over from a server that outlived its supervisor; returns the stream to it.
@@ -59,7 +59,10 @@ impl Supervisor {
                     Err(e) => log!("mount {id} has lost its server for good: {e}"),
                 },
                 Err(e) if e.kind() == ErrorKind::UnsupportedFormat => log!("{e}"),
-                _ => {
+                record => {
+                    if let Ok(record) = record {
+                        spare::keep(&self.state, &record);
+                    }
                     if let Err(e) = files::remove_folder(&self.state.mount(id)) {
                         log!("cannot clear up after mount {id}: {e}");
                     }

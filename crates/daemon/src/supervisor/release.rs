@@ -19,7 +19,7 @@ use super::{
     Supervisor,
     table::{Entry, MountRecord},
 };
-use crate::{chain, files, id::MountId, paths::StateDir, protocol::WritesState};
+use crate::{chain, files, id::MountId, paths::StateDir, protocol::WritesState, spare};
 
 /// How long the loops may take to detach after the FUSE file is closed before somebody is told:
 /// they do it within milliseconds.
@@ -52,9 +52,11 @@ impl Supervisor {
             await_loops(&self.state, &record, Duration::MAX);
         }
         forget_loops(&record.loops);
+        spare::keep(&self.state, &record);
         if let Err(e) = files::remove_folder(&self.state.mount(id)) {
             log!("mount {id} is released, but: {e}");
         }
+        spare::refill(&self.state);
         let entry = self.table().mounts.remove(&id);
         log!("released {}", entry.as_ref().map_or("a mount".into(), describe));
         // Gives the writes' name and the descriptors back before anybody who waits is woken.
@@ -94,7 +96,11 @@ impl Supervisor {
             None => (None, None),
         };
         let state = self.state.clone();
+        let kept = record.clone();
         let clear_up = move || {
+            if let Some(record) = &kept {
+                spare::keep(&state, record);
+            }
             if let Err(e) = files::remove_folder(&state.mount(id)) {
                 log!("a mount that could not be made left something behind: {e}");
             }

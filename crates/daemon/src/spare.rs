@@ -1,0 +1,106 @@
+//! Named writes can be mounted again on a full disk: what a mount takes is kept in reserve.
+//!
+//! ```text
+//!   umount:  mounts/<id>/seed ── rename ──► writes/<name>/spare     the seed's copy, megabytes
+//!   mount:   writes/<name>/spare ── rename ──► mounts/<id>/seed     written over in place
+//!
+//!   run/ballast   BALLAST bytes, given up while such a mount is made: folders and records
+//! ```
+//!
+//! What lies in a spare is not believed: every byte of it that btrfs reads is written anew, under
+//! the same addresses. Invariant: nothing here is needed; what is missing is space that the disk
+//! has to have.
+
+use std::{
+    fs::{self, File},
+    os::unix::fs::OpenOptionsExt,
+};
+
+use burgeon_block::{Error, ErrorKind};
+
+use crate::{paths::StateDir, protocol::WritesState, space, supervisor::MountRecord, writes};
+
+/// A mount makes a folder, two records (each twice, for a moment), a cache file and perhaps the
+/// cache's folder: eight blocks. With blocks of 64 KiB that is 512 KiB; twice that is room for
+/// those that a full disk lends and does not give back.
+const BALLAST: u64 = 1 << 20;
+
+/// The smallest ballast that is worth having: eight blocks of 4 KiB.
+const BALLAST_MIN: u64 = 32 << 10;
+
+/// Gives the ballast up if there is not as much free without it.
+pub(crate) fn lend(state: &StateDir) {
+    if space::free_space(state.root()).is_ok_and(|free| free < BALLAST) {
+        // Failing is no worse than having none.
+        let _ = File::options().write(true).truncate(true).open(ballast(state));
+    }
+}
+
+/// Takes as much ballast as there is room for.
+pub(crate) fn refill(state: &StateDir) {
+    let path = ballast(state);
+    let file = File::options().write(true).create(true).truncate(false).mode(0o600).open(&path);
+    let Ok(file) = file else { return };
+    let has = file.metadata().map_or(0, |metadata| metadata.len());
+    let mut len = BALLAST;
+    while len >= BALLAST_MIN && len > has {
+        if space::reserve(&file, 0, len, &path).is_ok() {
+            return;
+        }
+        len /= 2;
+    }
+}
+
+fn ballast(state: &StateDir) -> std::path::PathBuf {
+    state.run().join("ballast")
+}
+
+/// Puts the spare of the writes `name` where the seed of a mount will be made, if there is one.
+pub(crate) fn take(state: &StateDir, name: &str, seed: &std::path::Path) {
+    let _ = fs::rename(writes::folder(state, name).join("spare"), seed);
+}
+
+/// Keeps the seed of a mount that is over as the spare of its writes.
+pub(crate) fn keep(state: &StateDir, record: &MountRecord) {
+    let WritesState::Sprout(sprout) = &record.writes else { return };
+    let Some(name) = &sprout.name else { return };
+    let folder = writes::folder(state, name);
+    let seed = state.mount(record.attach.id).join("seed");
+    if folder.join("record.json").exists() {
+        let _ = fs::rename(seed, folder.join("spare"));
+    }
+}
+
+/// Says what to do, where a mount failed because the state directory is full.
+pub(crate) fn explain(state: &StateDir, error: Error) -> Error {
+    let is_full = error.kind() == ErrorKind::NoSpace
+        && space::free_space(state.root()).is_ok_and(|free| free < BALLAST);
+    if !is_full {
+        return error;
+    }
+    let what = format!(
+        "the file system of the state directory {} is full: free some space on it; `burgeon gc` \
+         removes what nothing needs, `burgeon writes list` shows what is kept",
+        state.root().display()
+    );
+    Error::with_source(ErrorKind::NoSpace, what, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{BALLAST, ballast, refill};
+    use crate::paths::StateDir;
+
+    #[test]
+    fn the_ballast_is_reserved_once() {
+        use std::os::unix::fs::MetadataExt;
+        let temp = tempfile::tempdir().unwrap();
+        let state = StateDir::open(temp.path()).unwrap();
+        for _ in 0..2 {
+            refill(&state);
+            let metadata = std::fs::metadata(ballast(&state)).unwrap();
+            assert_eq!(metadata.len(), BALLAST);
+            assert!(metadata.blocks() * 512 >= BALLAST);
+        }
+    }
+}
