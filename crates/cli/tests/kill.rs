@@ -208,6 +208,8 @@ fn killing_both_costs_errors_until_the_next_daemon() {
     let status = burgeon.status();
     assert_eq!(status["mounts_without_daemon"], 1, "{status:#}");
     burgeon.fails(&["writes", "rm", "w"], 5, "unmount");
+    let list = burgeon.ok(&["writes", "list"]);
+    assert!(list.contains("mounted") && !list.contains("kept"), "{list}");
     burgeon.ok(&["doctor", "--repair"]);
     let back = wait_until(Duration::from_secs(10), || {
         fs::read(at.join("data")).is_ok_and(|bytes| bytes == *expected)

@@ -281,8 +281,16 @@ fn writes_go_to_a_device_of_the_users() {
         burgeon.processes().is_empty()
     }));
     burgeon.fails(&["writes", "rm", "w"], 5, "are mounted on");
+    assert_eq!(state_of_writes(&burgeon), "mounted");
     burgeon.umount(mounted);
+    assert_eq!(state_of_writes(&burgeon), "kept");
     burgeon.ok(&["writes", "rm", "w"]);
+}
+
+fn state_of_writes(burgeon: &Burgeon) -> String {
+    let list = burgeon.ok(&["writes", "list", "--json"]);
+    let list: serde_json::Value = serde_json::from_str(&list).unwrap();
+    list["writes"][0]["state"].as_str().unwrap().to_owned()
 }
 
 #[test]

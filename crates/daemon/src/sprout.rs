@@ -96,7 +96,7 @@ impl Plan {
         wanted: &SproutRequest,
         name: &str,
     ) -> Result<Self> {
-        let lock = Some(writes::lock(state, name)?);
+        let lock = Some(writes::take(state, name)?);
         if let Some(record) = writes::find(state, name)?.filter(|record| record.sprouted) {
             return Ok(Self { lock, ..Self::on_record(state, request, id, wanted, record)? });
         }

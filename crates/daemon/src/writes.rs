@@ -110,6 +110,22 @@ pub fn lock(state: &StateDir, name: &str) -> Result<Lock> {
     })
 }
 
+/// The same for writes that must not be mounted yet: a lock dies with its process, a mount lives
+/// on.
+pub(crate) fn take(state: &StateDir, name: &str) -> Result<Lock> {
+    let lock = lock(state, name)?;
+    match held_on(state, name) {
+        None => Ok(lock),
+        Some(device) => Err(Error::new(
+            ErrorKind::Unavailable,
+            format!(
+                "the writes {name:?} are mounted on {device}, though no daemon knows of it: unmount \
+                 them first, or let `burgeon doctor --repair` find it"
+            ),
+        )),
+    }
+}
+
 /// The record of `name`, or `None` if there are no such writes.
 pub fn find(state: &StateDir, name: &str) -> Result<Option<Record>> {
     check_name(name)?;
@@ -163,20 +179,17 @@ pub fn remove(state: &StateDir, name: &str) -> Result<()> {
     if !folder.join("record.json").exists() {
         return Err(not_found(state, name));
     }
-    let _lock = lock(state, name)?;
+    let _lock = take(state, name)?;
+    discard(&folder)
+}
+
+/// The device on which the kernel has the sprout of `name` now, whoever mounted it and whoever
+/// is still alive.
+fn held_on(state: &StateDir, name: &str) -> Option<String> {
     // A record that cannot be read names no device; the sprout's own file says enough then.
     let own = find(state, name).ok().flatten().and_then(|record| record.device);
-    let in_use = own.filter(|device| is_held(device)).map(|device| device.display().to_string());
-    if let Some(device) = in_use.or_else(|| chain::loop_on(&folder.join("sprout"))) {
-        return Err(Error::new(
-            ErrorKind::Unavailable,
-            format!(
-                "the writes {name:?} are mounted on {device}, though no daemon knows of it: unmount \
-                 them first, or let `burgeon doctor --repair` find it"
-            ),
-        ));
-    }
-    discard(&folder)
+    let own = own.filter(|device| is_held(device)).map(|device| device.display().to_string());
+    own.or_else(|| chain::loop_on(&folder(state, name).join("sprout")))
 }
 
 /// Whether something has mounted, or else claimed, the block device.
@@ -220,10 +233,11 @@ pub(crate) fn refuse_lost_record(state: &StateDir, name: &str) -> Result<()> {
     ))
 }
 
-/// Whether a mount uses `name` now.
+/// Whether a mount uses `name` now, or is being made.
 pub fn is_mounted(state: &StateDir, name: &str) -> Result<bool> {
     check_name(name)?;
-    Ok(Lock::try_take(&state.writes().join(format!("{name}.lock")))?.is_none())
+    let lock = Lock::try_take(&state.writes().join(format!("{name}.lock")))?;
+    Ok(lock.is_none() || held_on(state, name).is_some())
 }
 
 /// Refuses a block device that holds kept writes: a new sprout on it would be their end.
