@@ -336,6 +336,16 @@ fn a_build_killed_half_way_leaves_nothing_that_gc_cannot_remove() {
             assert!(!at.burgeon.ok(&["list"]).contains("big"), "half an image is visible");
         }
     }
+    // Killed while it wrote: nothing holds what lies there.
+    fs::create_dir(store.join("tmp/1-1-dead")).unwrap();
+    fs::write(store.join("tmp/1-1-dead/scratch"), vec![1; 300_000]).unwrap();
+    let findings = at.burgeon.ok(&["doctor"]);
+    assert!(findings.contains("killed builds"), "{findings}");
+    at.burgeon.ok(&["doctor", "--repair", "--dry-run"]);
+    assert!(store.join("tmp/1-1-dead").exists());
+    let findings = at.burgeon.ok(&["doctor", "--repair"]);
+    assert!(findings.contains("repaired  killed builds"), "{findings}");
+    assert_eq!(fs::read_dir(store.join("tmp")).unwrap().count(), 0);
     let _ = at.burgeon.run(&["rm", "big"]);
     at.burgeon.ok(&["gc"]);
     let left = size(&store);

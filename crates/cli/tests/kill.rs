@@ -246,6 +246,39 @@ fn umount_takes_the_folder_away_where_no_daemon_does() {
     }
 }
 
+#[test]
+fn a_live_mount_whose_record_is_damaged_is_left_alone() {
+    let space = Space::new("kill-record");
+    let Set { burgeon, at, mounted, .. } =
+        set_up(&space, 13, &["--writes", "w", "--write-limit", "256M"]);
+    write_synced(&at.join("kept"));
+    let server = pid(&burgeon, "server_pid");
+    pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
+    server.into_iter().for_each(kill);
+    let folders = || {
+        let entries = fs::read_dir(burgeon.state().join("mounts")).unwrap();
+        entries.map(|entry| entry.unwrap().path()).collect::<Vec<_>>()
+    };
+    let folder = folders().remove(0);
+    fs::write(folder.join("mount.json"), "{").unwrap();
+    let found = burgeon.run(&["doctor"]);
+    assert!(found.code == Some(1) && found.stdout.contains("unmount it"), "{found:#?}");
+    // Any start of the daemon clears up after mounts that are gone; this one is not.
+    let other = space.path("other");
+    let mounted_other = burgeon.mount("sample", &other, &["--read-only"]);
+    assert!(folders().contains(&folder));
+    let again = ["mount", "sample", space.make_folder("again").to_str().unwrap(), "--writes", "w"]
+        .map(str::to_owned);
+    burgeon.fails(&again, 5, "are mounted on");
+    write_synced(&at.join("written"));
+    burgeon.umount(mounted);
+    assert!(wait_until(Duration::from_secs(15), || !folder.exists()), "{:?}", folders());
+    burgeon.umount(mounted_other);
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+    assert!(at.join("kept").exists() && at.join("written").exists());
+    burgeon.umount(mounted);
+}
+
 fn write_synced(path: &Path) {
     let file = File::create(path).unwrap();
     file.write_all_at(b"x", 0).unwrap();

@@ -158,8 +158,17 @@ pub(crate) fn backing_file(device: &Path) -> Option<PathBuf> {
 
 /// The loop device that lies on `file`, if there is one.
 pub(crate) fn loop_on(file: &Path) -> Option<String> {
+    find_loop(|backing| backing == file)
+}
+
+/// A loop device that lies on a file in `folder`, if there is one.
+pub(crate) fn loop_below(folder: &Path) -> Option<String> {
+    find_loop(|backing| backing.starts_with(folder))
+}
+
+fn find_loop(test: impl Fn(&Path) -> bool) -> Option<String> {
     let devices = list("/sys/block");
-    let on_it = devices.iter().find(|device| backing_file(device).is_some_and(|path| path == file));
+    let on_it = devices.iter().find(|device| backing_file(device).is_some_and(|path| test(&path)));
     on_it.and_then(|device| device.file_name()?.to_str().map(|name| format!("/dev/{name}")))
 }
 

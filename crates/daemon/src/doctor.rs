@@ -2,11 +2,13 @@
 //!
 //! Repair is what any start of the daemon does anyway (see `supervisor/recover.rs`): it adopts a
 //! server that lost its supervisor, serves mounts again that lost their server, and takes away
-//! the folders of mounts that are gone. It never touches `writes/`.
+//! the folders of mounts that are gone. Besides, it removes what killed builds left in the store.
+//! It never touches `writes/`.
 
 use std::{fs, path::Path};
 
-use burgeon_block::Result;
+use burgeon_block::{ObjectStore, Result};
+use burgeon_source::Directory;
 use rustix::{
     process::{Resource, getrlimit},
     thread::{CapabilitySet, capabilities},
@@ -17,6 +19,7 @@ use crate::{
     chain,
     client::Client,
     files,
+    id::MountId,
     paths::StateDir,
     prepared,
     protocol::Request,
@@ -78,8 +81,8 @@ impl Finding {
     }
 }
 
-/// Looks at everything.
-pub fn examine(state: &StateDir) -> Vec<Finding> {
+/// Looks at everything: this machine, the state directory, and what builds left in `store`.
+pub fn examine(state: &StateDir, store: &Path) -> Vec<Finding> {
     let mut findings = vec![kernel(), file_system("btrfs", "btrfs"), file_system("FUSE", "fuse")];
     findings.extend([
         device("/dev/fuse", "modprobe fuse, or give the container the device 10:229"),
@@ -92,14 +95,20 @@ pub fn examine(state: &StateDir) -> Vec<Finding> {
     ]);
     findings.push(daemon(state));
     findings.extend(leftovers(state));
+    findings.extend(builds(store));
     findings.extend(kept_writes(state));
     findings
 }
 
 /// Mends what can be mended; returns whether there was anything to do.
-pub fn repair(state: &StateDir) -> Result<bool> {
+pub fn repair(state: &StateDir, store: &Path) -> Result<bool> {
+    let stale = stale_builds(store) > 0;
+    if stale {
+        // Removes what has no living writer before it gives the lease out.
+        drop(Directory::open(store)?.begin_collect()?);
+    }
     if !leftovers(state).iter().any(|finding| finding.repairable) {
-        return Ok(false);
+        return Ok(stale);
     }
     Client::connect_or_start(state)?;
     Ok(true)
@@ -270,11 +279,14 @@ fn leftovers(state: &StateDir) -> Vec<Finding> {
                 "has lost its server: data that is not local gives EIO",
                 "start the daemon, which serves it again",
             ),
-            _ => Finding::repairable(
-                &format!("folder of mount {id}"),
-                "belongs to a mount that is gone",
-                "remove it: named writes are kept elsewhere",
-            ),
+            _ => match chain::loop_below(&state.mount(id)) {
+                Some(device) => lost_record(id, &device),
+                None => Finding::repairable(
+                    &format!("folder of mount {id}"),
+                    "belongs to a mount that is gone",
+                    "remove it: named writes are kept elsewhere",
+                ),
+            },
         });
     }
     findings
@@ -282,8 +294,39 @@ fn leftovers(state: &StateDir) -> Vec<Finding> {
 
 /// How many mounts the kernel still has while no daemon runs.
 pub fn mounts_without_daemon(state: &StateDir) -> usize {
-    let records = mount_ids(state).into_iter().map(|id| read_record(state, id));
-    records.filter(|record| record.as_ref().is_ok_and(is_alive)).count()
+    let alive = |id: &MountId| match read_record(state, *id) {
+        Ok(record) => is_alive(&record),
+        Err(_) => chain::loop_below(&state.mount(*id)).is_some(),
+    };
+    mount_ids(state).iter().filter(|id| alive(id)).count()
+}
+
+fn lost_record(id: MountId, device: &str) -> Finding {
+    Finding::bad(
+        Level::Problem,
+        &format!("mount {id}"),
+        format!("is in use on {device}, but its record mount.json cannot be read"),
+        "unmount it: data that is not local gives EIO, and nothing but a new mount mends that",
+    )
+}
+
+/// What killed builds have left in the store: bytes.
+fn stale_builds(store: &Path) -> u64 {
+    // A store that cannot be looked at is the matter of the commands that use it.
+    Directory::open(store).and_then(|store| store.stale_bytes()).unwrap_or(0)
+}
+
+fn builds(store: &Path) -> Option<Finding> {
+    let stale = stale_builds(store);
+    (stale > 0).then(|| Finding {
+        repairable: true,
+        ..Finding::bad(
+            Level::Warning,
+            "killed builds",
+            format!("left {} KiB in {}", stale.div_ceil(1 << 10), store.join("tmp").display()),
+            "remove them (so does `burgeon gc`)",
+        )
+    })
 }
 
 fn orphan_serves(state: &StateDir) -> bool {
@@ -350,9 +393,9 @@ mod tests {
     fn a_fresh_directory_has_no_leftovers_and_a_stale_folder_is_one() {
         let temp = tempfile::tempdir().unwrap();
         let state = StateDir::open(temp.path()).unwrap();
-        assert!(!repair(&state).unwrap());
+        assert!(!repair(&state, &state.store()).unwrap());
         std::fs::create_dir(state.mounts().join("0a1b2c3d")).unwrap();
-        let findings = examine(&state);
+        let findings = examine(&state, &state.store());
         let stale: Vec<_> = findings.iter().filter(|finding| finding.repairable).collect();
         assert_eq!(stale.len(), 1, "{findings:?}");
         assert_eq!(stale[0].level, Level::Problem);

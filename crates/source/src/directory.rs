@@ -85,6 +85,23 @@ impl Directory {
         }
     }
 
+    /// Bytes that killed writers have left, for the next collection to remove. 0 while somebody
+    /// writes: which of it is whose cannot be told then.
+    pub fn stale_bytes(&self) -> Result<u64> {
+        let (path, tmp) = (self.root.join("lock"), self.root.join("tmp"));
+        let _held = match lock_file(&path, FlockOperation::NonBlockingLockExclusive) {
+            Ok(held) => held,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(0),
+            Err(error) => return Err(doing("lock", &path)(error)),
+        };
+        let mut bytes = 0;
+        for entry in entries(&tmp)? {
+            let stale = stale(&entry.path()).map_err(doing("look at", &entry.path()))?;
+            bytes += stale.unwrap_or(0);
+        }
+        Ok(bytes)
+    }
+
     /// A store whose folder is gone (unmounted?) may come back; a single object will not.
     fn cannot_read(&self, path: &Path, error: io::Error) -> Error {
         let what = format!("cannot read {}", path.display());
@@ -240,12 +257,7 @@ impl ObjectStore for Directory {
         let held = self.lock(FlockOperation::LockExclusive)?;
         let tmp = self.root.join("tmp");
         let (mut writers, mut stale_bytes) = (0, 0);
-        let entries = match fs::read_dir(&tmp) {
-            Ok(entries) => entries.collect::<io::Result<Vec<_>>>().map_err(doing("list", &tmp))?,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
-            Err(error) => return Err(doing("list", &tmp)(error)),
-        };
-        for entry in entries {
+        for entry in entries(&tmp)? {
             match remove_stale(&entry.path()).map_err(doing("remove", &entry.path()))? {
                 Some(bytes) => stale_bytes += bytes,
                 None => writers += 1,
@@ -268,11 +280,33 @@ impl Drop for Scratch {
     }
 }
 
+/// What lies in the folder `tmp`, which may be missing.
+fn entries(tmp: &Path) -> Result<Vec<fs::DirEntry>> {
+    match fs::read_dir(tmp) {
+        Ok(entries) => entries.collect::<io::Result<Vec<_>>>().map_err(doing("list", tmp)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(doing("list", tmp)(error)),
+    }
+}
+
 /// Removes what a dead writer left and says how many bytes it was; `None` if its writer lives.
 fn remove_stale(path: &Path) -> io::Result<Option<u64>> {
+    let bytes = stale(path)?;
+    if bytes.is_some() {
+        if fs::symlink_metadata(path)?.is_dir() {
+            fs::remove_dir_all(path)?;
+        } else {
+            fs::remove_file(path)?;
+        }
+    }
+    Ok(bytes)
+}
+
+/// How many bytes a dead writer left in `path`; `None` if its writer lives. Under the store's
+/// lock: no writer begins meanwhile.
+fn stale(path: &Path) -> io::Result<Option<u64>> {
     let metadata = fs::symlink_metadata(path)?;
     if !metadata.is_dir() {
-        fs::remove_file(path)?;
         return Ok(Some(metadata.len()));
     }
     match lock_file(&path.join("lock"), FlockOperation::NonBlockingLockExclusive) {
@@ -284,7 +318,6 @@ fn remove_stale(path: &Path) -> io::Result<Option<u64>> {
     for entry in fs::read_dir(path)? {
         bytes += entry?.metadata()?.len();
     }
-    fs::remove_dir_all(path)?;
     Ok(Some(bytes))
 }
 

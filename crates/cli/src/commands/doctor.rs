@@ -10,13 +10,14 @@ use super::{Context, need_mount_privilege};
 use crate::{args, output};
 
 pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> {
-    let before = doctor::examine(&context.state);
+    let store = context.store_path();
+    let before = doctor::examine(&context.state, &store);
     let mends: Vec<_> = before.iter().filter(|finding| finding.repairable).cloned().collect();
     let mut findings = before;
     if args.repair && !args.dry_run && !mends.is_empty() {
         need_mount_privilege("doctor --repair")?;
-        doctor::repair(&context.state)?;
-        findings = doctor::examine(&context.state);
+        doctor::repair(&context.state, &store)?;
+        findings = doctor::examine(&context.state, &store);
     }
     let bad = findings.iter().any(|finding| finding.level == Level::Problem);
     if context.json {

@@ -52,6 +52,9 @@ use table::Table;
 pub(crate) use table::{Growth, MountRecord};
 pub(crate) use thin::growth;
 
+/// How often a mount that cannot be served again is looked at, to clear up once it is unmounted.
+const LOST_INTERVAL: std::time::Duration = std::time::Duration::from_secs(1);
+
 /// The supervisor's shared state.
 pub(crate) struct Supervisor {
     state: StateDir,

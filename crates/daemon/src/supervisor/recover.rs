@@ -18,10 +18,10 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::Slots;
 
 use super::{
-    Supervisor, keeper,
+    LOST_INTERVAL, Supervisor, keeper,
     table::{Entry, MOUNT_FORMAT, MountRecord, Serving},
 };
-use crate::{files, id::MountId, paths::StateDir, protocol::WritesState, spare, writes};
+use crate::{chain, files, id::MountId, paths::StateDir, protocol::WritesState, spare, writes};
 
 impl Supervisor {
     /// Takes over from a server that outlived its supervisor; returns the stream to it.
@@ -59,14 +59,20 @@ impl Supervisor {
                     Err(e) => log!("mount {id} has lost its server for good: {e}"),
                 },
                 Err(e) if e.kind() == ErrorKind::UnsupportedFormat => log!("{e}"),
-                record => {
-                    if let Ok(record) = record {
-                        spare::keep(&self.state, &record);
+                record => match chain::loop_below(&self.state.mount(id)) {
+                    None => clear_up(&self.state, id, record.ok()),
+                    // Without its record nobody can serve it again, but it is somebody's mount.
+                    Some(device) => {
+                        log!("mount {id} is in use on {device}, but its record cannot be read");
+                        let state = self.state.clone();
+                        thread::spawn(move || {
+                            while chain::loop_below(&state.mount(id)).is_some() {
+                                thread::sleep(LOST_INTERVAL);
+                            }
+                            clear_up(&state, id, record.ok());
+                        });
                     }
-                    if let Err(e) = files::remove_folder(&self.state.mount(id)) {
-                        log!("cannot clear up after mount {id}: {e}");
-                    }
-                }
+                },
             }
         }
     }
@@ -90,6 +96,16 @@ impl Supervisor {
             lost: false,
             _writes_lock: writes_lock,
         })
+    }
+}
+
+/// Takes the folder of a mount away that is gone.
+fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
+    if let Some(record) = record {
+        spare::keep(state, &record);
+    }
+    if let Err(e) = files::remove_folder(&state.mount(id)) {
+        log!("cannot clear up after mount {id}: {e}");
     }
 }
 

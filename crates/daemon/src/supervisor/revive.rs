@@ -17,7 +17,6 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
     thread,
-    time::Duration,
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -28,7 +27,7 @@ use burgeon_frontend::{
 };
 
 use super::{
-    Supervisor,
+    LOST_INTERVAL, Supervisor,
     recover::is_alive,
     table::{MountRecord, Serving},
 };
@@ -36,9 +35,6 @@ use crate::{id::MountId, protocol::WritesState, system};
 
 /// The first kernel that may shut a file system down when its device changes over.
 const KERNEL_SHUTS_DOWN: (u32, u32) = (6, 19);
-
-/// How often a mount that cannot be revived is looked at, to clear up once it is unmounted.
-const LOST_INTERVAL: Duration = Duration::from_secs(1);
 
 /// `ioctl_loop`: the read-only loop's backing file becomes another one of the same size.
 const LOOP_CHANGE_FD: libc::c_ulong = 0x4c06;
