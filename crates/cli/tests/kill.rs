@@ -279,6 +279,65 @@ fn a_live_mount_whose_record_is_damaged_is_left_alone() {
     burgeon.umount(mounted);
 }
 
+/// A library to preload: the process dies where it is about to thaw a file system.
+const DIES_BEFORE_THAW: &str = r#"
+#include <signal.h>
+#include <stdarg.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int ioctl(int fd, unsigned long request, ...) {
+    va_list list;
+    va_start(list, request);
+    void *argument = va_arg(list, void *);
+    va_end(list);
+    if ((unsigned int)request == 0xc0045878u) kill(getpid(), SIGKILL);
+    return syscall(SYS_ioctl, fd, request, argument);
+}
+"#;
+
+#[test]
+fn a_file_system_that_a_killed_supervisor_left_frozen_is_thawed() {
+    let space = Space::new("kill-frozen");
+    let Set { burgeon, at, mounted, expected } =
+        set_up(&space, 14, &["--writes", "w", "--write-limit", "256M"]);
+    let (source, library) = (space.path("thaw.c"), space.path("thaw.so"));
+    fs::write(&source, DIES_BEFORE_THAW).unwrap();
+    let compiled = std::process::Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .args([&library, &source])
+        .status();
+    assert!(compiled.unwrap().success());
+    let server = pid(&burgeon, "server_pid");
+    pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
+    server.into_iter().for_each(kill);
+    // It serves the mount again and dies in the middle; its server lives on.
+    let _ = burgeon.command(&["doctor", "--repair"]).env("LD_PRELOAD", &library).output();
+    let is_frozen = || {
+        let folders = fs::read_dir(burgeon.state().join("mounts")).unwrap();
+        let records = folders.map(|entry| entry.unwrap().path().join("mount.json"));
+        records.into_iter().any(|path| {
+            let text = fs::read_to_string(path).unwrap_or_default();
+            text.contains("\"frozen\": true")
+        })
+    };
+    let died =
+        wait_until(Duration::from_secs(20), || is_frozen() && burgeon.processes().len() == 1);
+    assert!(died, "{:?}", burgeon.processes());
+    let path = at.join("written-while-frozen");
+    let writer = thread::spawn(move || write_synced(&path));
+    thread::yield_now();
+    burgeon.ok(&["doctor", "--repair"]);
+    let thawed = wait_until(Duration::from_secs(30), || !is_frozen() && writer.is_finished());
+    if !thawed {
+        let _ = std::process::Command::new("fsfreeze").arg("--unfreeze").arg(&at).status();
+    }
+    assert!(thawed, "the file system stayed frozen");
+    writer.join().unwrap();
+    drop_caches();
+    assert!(fs::read(at.join("data")).unwrap() == *expected);
+    burgeon.umount(mounted);
+}
+
 fn write_synced(path: &Path) {
     let file = File::create(path).unwrap();
     file.write_all_at(b"x", 0).unwrap();

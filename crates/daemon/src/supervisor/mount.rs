@@ -121,6 +121,7 @@ impl Supervisor {
             loops: Vec::new(),
             data_bytes: seed.info.data_end - burgeon_btrfs::DATA_START,
             growth: None,
+            frozen: false,
         };
         files::publish_json(&folder.join("mount.json"), &record)?;
         self.table().add(Entry {

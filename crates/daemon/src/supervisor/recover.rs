@@ -25,7 +25,7 @@ use crate::{chain, files, id::MountId, paths::StateDir, protocol::WritesState, s
 
 impl Supervisor {
     /// Takes over from a server that outlived its supervisor; returns the stream to it.
-    pub(super) fn recover(&self) -> Result<Option<UnixStream>> {
+    pub(super) fn recover(self: &Arc<Self>) -> Result<Option<UnixStream>> {
         let Some((stream, inherited)) = keeper::adopt(&self.state)? else { return Ok(None) };
         let mut table = self.table();
         for mount in inherited {
@@ -34,6 +34,10 @@ impl Supervisor {
                 .and_then(|record| self.entry(record, mount.fuse, Slots::from_fd(mount.slots)?));
             match entry {
                 Ok(entry) => {
+                    if entry.record.frozen {
+                        let (supervisor, record) = (Arc::clone(self), entry.record.clone());
+                        thread::spawn(move || supervisor.thaw(&record));
+                    }
                     table.mounts.insert(id, Entry { serving: Serving::Yes, ..entry });
                 }
                 Err(e) => log!("mount {id} is served on, but is not known any more: {e}"),

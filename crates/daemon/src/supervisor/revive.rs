@@ -10,6 +10,9 @@
 //! before came out empty). So a writable file system is frozen around the change: frozen, it has
 //! nothing dirty. From 6.19 on the kernel would shut the file system down; there it is left as
 //! it is, and a umount and mount bring it back.
+//!
+//! A supervisor that dies between freeze and thaw has written down that it was about to: the next
+//! one thaws (`crates/cli/tests/kill.rs`).
 
 use std::{
     fs::File,
@@ -70,7 +73,7 @@ impl Supervisor {
         let Revival { id, record, connection } = revival;
         let revived = self.await_serving(id).and_then(|()| {
             let file = connection.open_file()?;
-            change_over(&record, &file)
+            self.change_over(&record, &file)
         });
         if let Some(entry) = self.table().mounts.get_mut(&id) {
             match revived {
@@ -86,6 +89,7 @@ impl Supervisor {
             }
         }
         drop(connection);
+        self.thaw(&record);
         while is_alive(&record) {
             thread::sleep(LOST_INTERVAL);
         }
@@ -96,7 +100,47 @@ impl Supervisor {
     }
 }
 
-fn change_over(record: &MountRecord, file: &File) -> Result<()> {
+impl Supervisor {
+    fn change_over(&self, record: &MountRecord, file: &File) -> Result<()> {
+        refuse_shutdown()?;
+        let Some(device) = &record.data_device else { return Ok(()) };
+        let failed = |e| Error::io(format!("cannot change the file of {}", device.display()), e);
+        let loop_device = File::open(device).map_err(failed)?;
+        let Some(sprout) = writable_device(record) else {
+            return number_ioctl(&loop_device, LOOP_CHANGE_FD, file.as_raw_fd()).map_err(failed);
+        };
+        let id = record.attach.id;
+        // Written down first: should this process die now, its successor has to thaw. On a full
+        // disk it cannot be; serving the mount again is worth more.
+        self.note_frozen(id, true);
+        let frozen = Frozen::new(&sprout)?;
+        let changed = number_ioctl(&loop_device, LOOP_CHANGE_FD, file.as_raw_fd());
+        drop(frozen);
+        self.note_frozen(id, false);
+        changed.map_err(failed)
+    }
+
+    /// Thaws what a supervisor has left frozen that died here.
+    pub(super) fn thaw(&self, record: &MountRecord) {
+        let Some(device) = writable_device(record).filter(|_| record.frozen) else { return };
+        let root =
+            Btrfs::mount(&device, SUBVOLUME, Access::Writable).and_then(|mount| mount.open_root());
+        match root.map(Frozen) {
+            // Dropped, it thaws; if it was not frozen yet, that changes nothing.
+            Ok(frozen) => drop(frozen),
+            Err(e) => log!("mount {} may stay frozen: {e}", record.attach.id),
+        }
+        self.note_frozen(record.attach.id, false);
+    }
+
+    fn note_frozen(&self, id: MountId, frozen: bool) {
+        if let Err(e) = self.update(id, |record| record.frozen = frozen) {
+            log!("it cannot be written down whether mount {id} is frozen: {e}");
+        }
+    }
+}
+
+fn refuse_shutdown() -> Result<()> {
     if system::kernel_version().is_none_or(|version| version >= KERNEL_SHUTS_DOWN) {
         return Err(Error::new(
             ErrorKind::Unavailable,
@@ -104,14 +148,7 @@ fn change_over(record: &MountRecord, file: &File) -> Result<()> {
              it again",
         ));
     }
-    let Some(device) = &record.data_device else { return Ok(()) };
-    let _frozen = match writable_device(record) {
-        Some(sprout) => Some(Frozen::new(&sprout)?),
-        None => None,
-    };
-    let failed = |e| Error::io(format!("cannot change the file of {}", device.display()), e);
-    let device = File::open(device).map_err(failed)?;
-    number_ioctl(&device, LOOP_CHANGE_FD, file.as_raw_fd()).map_err(failed)
+    Ok(())
 }
 
 /// The device of a mount's sprout: the last of its loops, or the user's.
@@ -141,8 +178,11 @@ impl Frozen {
 
 impl Drop for Frozen {
     fn drop(&mut self) {
-        if let Err(e) = number_ioctl(&self.0, FITHAW, 0) {
-            log!("a file system stays frozen: {e}");
+        match number_ioctl(&self.0, FITHAW, 0) {
+            // It was not frozen.
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
+            Err(e) => log!("a file system stays frozen: {e}"),
+            Ok(()) => {}
         }
     }
 }

@@ -42,6 +42,9 @@ pub(crate) struct MountRecord {
     pub(crate) data_bytes: u64,
     /// For thin sprouts.
     pub(crate) growth: Option<Growth>,
+    /// A supervisor is about to freeze the file system, or has: whoever finds this thaws it.
+    #[serde(default)]
+    pub(crate) frozen: bool,
 }
 
 /// What growing a thin sprout takes.
