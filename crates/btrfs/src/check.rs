@@ -12,8 +12,9 @@
 //!   subvolume ─► file extents ┘  names ⇄ back references ⇄ inodes
 //!   all walks ─► nodes ⇄ metadata items: each node is reached once, and none is left over
 //! ```
+//!   the virtual area's subvolume: one file, block after block the area
 //! The rule that keeps mounts lazy and safe: a lazy extent's logical address is its physical one,
-//! no two overlap, and none leaves the lazy data. Each rule is broken by a case of
+//! no two overlap, and none leaves the lazy data or the virtual area. Each rule is broken by a case of
 //! `tests/check`.
 
 mod chunks;
@@ -25,7 +26,12 @@ mod space;
 
 use burgeon_block::{Error, ErrorKind, Result};
 
-use crate::{SUBVOLUME, format::object, info::SeedInfo, patch::Identity};
+use crate::{
+    SUBVOLUME,
+    format::{VIRTUAL_SUBVOLUME, object},
+    info::SeedInfo,
+    patch::Identity,
+};
 use nodes::Reader;
 
 /// Where `check` reads nodes from.
@@ -57,9 +63,14 @@ pub fn check(info: &SeedInfo, identity: &Identity, source: &impl NodeSource) -> 
     let roots = roots::read(&reader)?;
     let chunks = chunks::read(&reader, roots.of(object::DEV_TREE)?)?;
     let space = space::read(&reader, &roots, &chunks)?;
-    let files = files::read(&reader, roots.of(SUBVOLUME)?)?;
+    let files = files::read(&reader, SUBVOLUME, roots.of(SUBVOLUME)?)?;
+    let area = match info.virtual_area {
+        Some(_) => files::read(&reader, VIRTUAL_SUBVOLUME, roots.of(VIRTUAL_SUBVOLUME)?)?,
+        None => files::Files::default(),
+    };
     roots::check_small(&reader, &roots)?;
     space.check_files(&files)?;
+    space.check_virtual_area(info, &area)?;
     let visited = reader.visited();
     space.check_nodes(&visited)?;
     roots.check_sizes(&visited)?;

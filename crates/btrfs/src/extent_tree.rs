@@ -10,9 +10,10 @@ use std::ops::Range;
 use crate::{
     FIRST_INODE, SUBVOLUME,
     extents::{Extents, Reference},
-    format::{EXTENT_ITEM_MAX, GENERATION, Key, NODE_SIZE, Put, kind, object},
+    format::{EXTENT_ITEM_MAX, GENERATION, Key, NODE_SIZE, Put, VIRTUAL_SUBVOLUME, kind, object},
     geometry::{Chunk, METADATA_START, system_chunk},
     nodes::{ItemOut, Items, Plan, SEGMENT_BYTES, levels, plan_segments},
+    virtual_area::{self, VirtualArea},
 };
 
 const EXTENT_ITEM_HEAD: usize = 24;
@@ -23,6 +24,8 @@ const FLAG_DATA: u64 = 1;
 const FLAG_TREE_BLOCK: u64 = 2;
 /// Items of a metadata segment, about [`SEGMENT_BYTES`].
 const NODE_SEGMENT: u64 = SEGMENT_BYTES / 58;
+/// Extents of a segment of the virtual area, about [`SEGMENT_BYTES`] with their block groups.
+const VIRTUAL_SEGMENT: usize = (SEGMENT_BYTES / (78 + 49)) as usize;
 
 /// Consecutive nodes of one level of one tree.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,6 +38,7 @@ pub(crate) struct NodeRun {
 
 pub(crate) struct ExtentTree<'a> {
     extents: &'a Extents,
+    virtual_area: &'a VirtualArea,
     data: &'a [Chunk],
     parts: Vec<Part>,
     /// Ascending; those of the system chunk first.
@@ -49,10 +53,16 @@ struct Part {
 }
 
 impl<'a> ExtentTree<'a> {
-    pub(crate) fn new(extents: &'a Extents, data: &'a [Chunk]) -> Self {
+    /// `data` is all data chunks, those of the virtual area last.
+    pub(crate) fn new(
+        extents: &'a Extents,
+        virtual_area: &'a VirtualArea,
+        data: &'a [Chunk],
+    ) -> Self {
+        let data = &data[..data.len() - virtual_area.chunks.len()];
         let parts = split(extents, data);
         let (system, metadata) = (system_chunk(0), group_at(METADATA_START));
-        Self { extents, data, parts, nodes: Vec::new(), system, metadata }
+        Self { extents, virtual_area, data, parts, nodes: Vec::new(), system, metadata }
     }
 
     /// First keys of the leaves of data extents.
@@ -144,6 +154,22 @@ impl<'a> ExtentTree<'a> {
         chunks.for_each(|chunk| put_group(chunk, out));
     }
 
+    fn emit_virtual(&self, segment: usize, out: &mut impl ItemOut) {
+        let extents = self.virtual_area.extents.chunks(VIRTUAL_SEGMENT).nth(segment);
+        for &(start, len) in extents.unwrap_or_default() {
+            let key = Key::new(start, kind::EXTENT_ITEM, len);
+            out.item(key, EXTENT_ITEM_HEAD + INLINE_REF, |to| {
+                let mut put = Put::new(to);
+                put.u64s(&[1, GENERATION, FLAG_DATA]).u8(kind::EXTENT_DATA_REF);
+                let file_offset = self.virtual_area.file_offset(start);
+                put.u64s(&[VIRTUAL_SUBVOLUME, virtual_area::INODE, file_offset]).u32(1).end();
+            });
+            if let Some(chunk) = self.virtual_area.chunk_at(start) {
+                put_group(chunk, out);
+            }
+        }
+    }
+
     fn put_extent(&self, index: usize, out: &mut impl ItemOut) {
         let extent = self.extents.all[index];
         let key = Key::new(extent.start, kind::EXTENT_ITEM, extent.len);
@@ -183,14 +209,18 @@ impl<'a> ExtentTree<'a> {
 
 impl Items for ExtentTree<'_> {
     fn segments(&self) -> usize {
-        self.node_segments() + self.parts.len()
+        let of_virtual = self.virtual_area.extents.len().div_ceil(VIRTUAL_SEGMENT);
+        self.node_segments() + self.parts.len() + of_virtual
     }
 
     fn emit(&self, segment: usize, out: &mut impl ItemOut) {
         let first = segment as u64 * NODE_SEGMENT;
         match segment.checked_sub(self.node_segments()) {
             None => self.emit_nodes(first..first + NODE_SEGMENT, out),
-            Some(part) => self.emit_extents(&self.parts[part], out),
+            Some(part) => match self.parts.get(part) {
+                Some(part) => self.emit_extents(part, out),
+                None => self.emit_virtual(part - self.parts.len(), out),
+            },
         }
     }
 }

@@ -31,6 +31,8 @@ pub(crate) const INLINE_MAX: u32 = 4095;
 pub(crate) const GENERATION: u64 = 1;
 pub(crate) const FIRST_INODE: u64 = 256;
 pub(crate) const SUBVOLUME: u64 = 256;
+/// The private subvolume that holds the virtual area's file.
+pub(crate) const VIRTUAL_SUBVOLUME: u64 = 257;
 
 /// Sizes of the fixed parts of items that end in a name.
 pub(crate) const DIR_ENTRY: usize = 30;

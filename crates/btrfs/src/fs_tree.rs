@@ -289,12 +289,7 @@ impl<'a> FsTree<'a> {
     fn run(&self, inode: usize, run: &Run, out: &mut impl ItemOut) {
         let mut offset = run.file_offset;
         for extent in &self.extents.all[run.extent as usize..][..run.extents as usize] {
-            let key = Key::new(objectid(inode), kind::EXTENT_DATA, offset);
-            out.item(key, EXTENT_DATA_LEN, |to| {
-                let mut put = Put::new(to);
-                put.u64s(&[GENERATION, extent.len]).zeros(4).u8(EXTENT_REGULAR);
-                put.u64s(&[extent.start, extent.len, 0, extent.len]).end();
-            });
+            put_file_extent(objectid(inode), offset, extent.start, extent.len, out);
             offset += extent.len;
         }
     }
@@ -302,6 +297,21 @@ impl<'a> FsTree<'a> {
 
 fn objectid(inode: usize) -> u64 {
     FIRST_INODE + inode as u64
+}
+
+/// That the whole extent at `start` is at `offset` of a file.
+pub(crate) fn put_file_extent(
+    inode: u64,
+    offset: u64,
+    start: u64,
+    len: u64,
+    out: &mut impl ItemOut,
+) {
+    out.item(Key::new(inode, kind::EXTENT_DATA, offset), EXTENT_DATA_LEN, |to| {
+        let mut put = Put::new(to);
+        put.u64s(&[GENERATION, len]).zeros(4).u8(EXTENT_REGULAR);
+        put.u64s(&[start, len, 0, len]).end();
+    });
 }
 
 /// The INODE_REF of a tree's root directory: `..`, to itself.

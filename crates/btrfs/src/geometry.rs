@@ -4,11 +4,12 @@
 //! devid 1  0 ── 64 KiB superblock ── 1 MiB SYSTEM chunk (32 MiB) ── 64 MiB superblock ──
 //!          128 MiB METADATA chunk (as long as needed, below 256 GiB) ── 2 MiB of zeros
 //! devid 2  0 ── 64 KiB superblock ── 64 MiB superblock ── 256 GiB superblock ──
-//!          1 TiB DATA chunks up to the end of the lazy data ── 64 MiB of zeros
+//!          1 TiB DATA chunks up to the end of the lazy data ── gap up to a multiple of 128 TiB ──
+//!          DATA chunks of the virtual area, if there is one ── 64 MiB of zeros
 //! ```
 //! With one device, both lie on devid 1. Logical addresses are physical ones throughout.
 
-use burgeon_block::{ChecksumKind, Digest, Result};
+use burgeon_block::{ByteRange, ChecksumKind, Digest, Result};
 
 use crate::{
     format::{SECTOR, group},
@@ -32,6 +33,13 @@ const DATA_END_MAX: u64 = 7 << 60;
 /// memory and time. 128 TiB is the largest power of two that kernels accept.
 const DATA_CHUNKS_AIM: u64 = 8192;
 const DATA_CHUNK_MAX: u64 = 128 << 40;
+/// Chunks of the virtual area: the longest that kernels accept, 2^32 - 2 stripes of 64 KiB, since
+/// the memory of a mount grows with their number.
+pub(crate) const VIRTUAL_CHUNK: u64 = (256 << 40) - (128 << 10);
+/// The virtual area begins at a multiple of this.
+const VIRTUAL_ALIGN: u64 = 128 << 40;
+/// Where devices have to end, by the VFS's largest file, with room for zeros behind the data.
+const DEVICE_END_MAX: u64 = i64::MAX as u64 - GIB;
 /// A superblock copy lies at 256 GiB.
 const METADATA_END_MAX: u64 = 256 * GIB;
 
@@ -59,10 +67,12 @@ pub struct Uuids {
     pub top_level: [u8; 16],
     /// Of the subvolume that holds the tree.
     pub subvolume: [u8; 16],
+    /// Of the private subvolume with the virtual area; unused without one.
+    pub virtual_area: [u8; 16],
 }
 
 impl Uuids {
-    /// Five identifiers that follow from `image` alone, in the form of random (version 4) UUIDs.
+    /// Six identifiers that follow from `image` alone, in the form of random (version 4) UUIDs.
     pub fn derive(image: &Digest) -> Self {
         let one = |what: &[u8]| {
             let mut uuid = [0; 16];
@@ -78,6 +88,7 @@ impl Uuids {
             data_device: one(b"data device"),
             top_level: one(b"top level"),
             subvolume: one(b"subvolume"),
+            virtual_area: one(b"virtual area"),
         }
     }
 }
@@ -89,6 +100,11 @@ pub struct Options {
     pub checksum: ChecksumKind,
     /// End of the lazy data: an address, in bytes, a multiple of 4 KiB from [`DATA_START`] on.
     pub data_end: u64,
+    /// Bytes of the virtual area, a multiple of [`Self::VIRTUAL_UNIT`] up to
+    /// [`Self::VIRTUAL_BYTES_MAX`]; 0 for none.
+    pub virtual_bytes: u64,
+    /// Longest extent of the virtual area, in bytes, a multiple of 4 KiB; by default a whole chunk.
+    pub virtual_extent_max: u64,
     /// One device or two.
     pub devices: Devices,
     /// Identifiers that all mounts share.
@@ -104,11 +120,18 @@ impl Options {
     /// means this.
     pub const METADATA_BYTES_LIMIT: u64 = METADATA_END_MAX - METADATA_START - GIB;
 
-    /// The defaults: crc32c, two devices, at most [`Self::METADATA_BYTES_MAX`] of metadata.
+    /// 1 GiB: the virtual area is a multiple of it, and not less.
+    pub const VIRTUAL_UNIT: u64 = GIB;
+    /// 7 EiB: the VFS ends at 8.
+    pub const VIRTUAL_BYTES_MAX: u64 = 7 << 60;
+
+    /// The defaults: no virtual area, crc32c, two devices, at most [`Self::METADATA_BYTES_MAX`] of metadata.
     pub fn new(data_end: u64, uuids: Uuids) -> Self {
         Self {
             checksum: ChecksumKind::Crc32c,
             data_end,
+            virtual_bytes: 0,
+            virtual_extent_max: VIRTUAL_CHUNK,
             devices: Devices::Two,
             uuids,
             metadata_bytes_max: Self::METADATA_BYTES_MAX,
@@ -172,6 +195,43 @@ impl DataLayout {
         }
         chunks
     }
+}
+
+/// Where a virtual area of `bytes` lies when the lazy data ends at `data_end`; `None` for none.
+pub(crate) fn virtual_area(data_end: u64, bytes: u64) -> Result<Option<ByteRange>> {
+    if bytes == 0 {
+        return Ok(None);
+    }
+    let unit = Options::VIRTUAL_UNIT;
+    if !bytes.is_multiple_of(unit) || bytes > Options::VIRTUAL_BYTES_MAX {
+        return Err(invalid(format!(
+            "a virtual area of {bytes} bytes is not a multiple of 1 GiB up to 7 EiB"
+        )));
+    }
+    // One MiB more, since the last chunk of lazy data may be longer than the data.
+    let start = (data_end + MIB).next_multiple_of(VIRTUAL_ALIGN);
+    let area = ByteRange::at(start, bytes).filter(|area| area.end() <= DEVICE_END_MAX);
+    let area = area.ok_or_else(|| {
+        invalid(format!("a virtual area of {bytes} bytes behind {data_end} would end above 8 EiB"))
+    })?;
+    Ok(Some(area))
+}
+
+/// The chunks of the virtual area: without a gap, each full.
+pub(crate) fn virtual_chunks(area: Option<ByteRange>, devices: Devices) -> Vec<Chunk> {
+    let devid = if devices == Devices::Two { 2 } else { 1 };
+    let chunk = |(start, len)| Chunk { start, len, flags: group::DATA, devid, used: len };
+    area.map_or(Vec::new(), |area| pieces(area, VIRTUAL_CHUNK).map(chunk).collect())
+}
+
+/// Cuts `range` into `(start, len)` of `most` bytes each; the last may be shorter.
+pub(crate) fn pieces(range: ByteRange, most: u64) -> impl Iterator<Item = (u64, u64)> {
+    let mut at = range.start();
+    std::iter::from_fn(move || {
+        let len = most.min(range.end() - at);
+        at += len;
+        (len > 0).then_some((at - len, len))
+    })
 }
 
 /// The chunk for `used` bytes of metadata; always larger, so that free space follows.

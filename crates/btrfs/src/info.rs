@@ -7,12 +7,14 @@ use crate::{
     format::{GENERATION, NODE_SIZE, Put},
     geometry::{
         Chunk, DATA_START, DataLayout, Device, Devices, METADATA_START, Options, SYSTEM_LEN,
-        SYSTEM_START, Uuids, devices, metadata_chunk, system_chunk,
+        SYSTEM_START, Uuids, devices, metadata_chunk, system_chunk, virtual_area, virtual_chunks,
     },
 };
 
 const MAGIC: &[u8; 8] = b"BURGSEED";
 const VERSION: u32 = 1;
+/// Incompatible feature: there is a virtual area.
+const VIRTUAL_AREA: u32 = 1;
 
 /// Where a tree's root node is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,6 +36,9 @@ pub struct SeedInfo {
     pub uuids: Uuids,
     /// End of the lazy data, an address in bytes.
     pub data_end: u64,
+    /// Addresses of the virtual area, if there is one: offset `o` of it lies at address `start + o`
+    /// of the data device.
+    pub virtual_area: Option<ByteRange>,
     /// Bytes of nodes in the system chunk.
     pub system_used: u64,
     /// Bytes of nodes in the metadata chunk.
@@ -84,6 +89,7 @@ impl SeedInfo {
     pub(crate) fn chunks(&self) -> Vec<Chunk> {
         let mut chunks = vec![system_chunk(self.system_used), metadata_chunk(self.metadata_used)];
         chunks.extend(self.layout().chunks());
+        chunks.extend(virtual_chunks(self.virtual_area, self.devices));
         chunks
     }
 
@@ -95,14 +101,16 @@ impl SeedInfo {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; Self::ENCODED_LEN];
         let mut put = Put::new(&mut bytes);
-        put.bytes(MAGIC).u32(VERSION).zeros(12).u32(Self::ENCODED_LEN as u32);
+        let incompat = if self.virtual_area.is_some() { VIRTUAL_AREA } else { 0 };
+        put.bytes(MAGIC).u32(VERSION).zeros(8).u32(incompat).u32(Self::ENCODED_LEN as u32);
         put.u16(self.checksum as u16).u8(if self.devices == Devices::One { 1 } else { 2 });
         put.u8(self.root.level).u8(self.chunk_root.level).zeros(7);
         put.u64s(&[self.data_end, self.system_used, self.metadata_used, self.bytes_used]);
         put.u64s(&[self.root.address, self.chunk_root.address]);
         let uuids = &self.uuids;
         put.bytes(&uuids.chunk_tree).bytes(&uuids.metadata_device).bytes(&uuids.data_device);
-        put.bytes(&uuids.top_level).bytes(&uuids.subvolume);
+        put.bytes(&uuids.top_level).bytes(&uuids.subvolume).bytes(&uuids.virtual_area);
+        put.u64(self.virtual_area.map_or(0, ByteRange::len));
         let sum = ChecksumKind::Xxhash64.of(&bytes[..Self::CHECKSUM_AT]);
         bytes[Self::CHECKSUM_AT..].copy_from_slice(&sum.to_le_bytes());
         bytes
@@ -119,7 +127,7 @@ impl SeedInfo {
         }
         let get = Get(bytes);
         let (version, incompat) = (get.u32(8), get.u32(20));
-        if version != VERSION || incompat != 0 {
+        if version != VERSION || incompat & !VIRTUAL_AREA != 0 {
             return Err(Error::new(
                 ErrorKind::UnsupportedFormat,
                 format!("a seed of version {version}, features {incompat:#x}: upgrade Burgeon"),
@@ -146,34 +154,42 @@ impl SeedInfo {
                 data_device: get.uuid(120),
                 top_level: get.uuid(136),
                 subvolume: get.uuid(152),
+                virtual_area: get.uuid(168),
             },
             data_end: get.u64(40),
+            virtual_area: None,
             system_used: get.u64(48),
             metadata_used: get.u64(56),
             bytes_used: get.u64(64),
             root: TreeRoot { address: get.u64(72), level: bytes[31] },
             chunk_root: TreeRoot { address: get.u64(80), level: bytes[32] },
         };
-        info.check().ok_or_else(|| corrupt("its numbers make no sense"))?;
-        Ok(info)
+        let senseless = || corrupt("its numbers make no sense");
+        let virtual_bytes = get.u64(184);
+        if (incompat == VIRTUAL_AREA) != (virtual_bytes > 0) {
+            return Err(senseless());
+        }
+        info.check(virtual_bytes).ok_or_else(senseless)
     }
 
-    /// Checks what arithmetic on the fields relies on.
-    fn check(&self) -> Option<()> {
+    /// Checks what arithmetic on the fields relies on, and adds the virtual area.
+    fn check(mut self, virtual_bytes: u64) -> Option<Self> {
         let node = NODE_SIZE as u64;
         let used =
             |bytes: u64, most: u64| (bytes.is_multiple_of(node) && bytes <= most).then_some(());
         used(self.system_used, SYSTEM_LEN)?;
         used(self.metadata_used, Options::METADATA_BYTES_LIMIT)?;
         DataLayout::checked(self.data_end, self.devices).ok()?;
-        (self.bytes_used <= self.data_end - DATA_START + self.system_used + self.metadata_used)
-            .then_some(())?;
+        self.virtual_area = virtual_area(self.data_end, virtual_bytes).ok()?;
+        let nodes = self.system_used + self.metadata_used;
+        (self.bytes_used <= self.data_end - DATA_START + nodes + virtual_bytes).then_some(())?;
         let inside = |root: TreeRoot, nodes: ByteRange| {
             let whole = ByteRange::at(root.address, node)?;
             (nodes.covers(whole) && root.level < 8).then_some(())
         };
         inside(self.root, self.metadata_nodes())?;
-        inside(self.chunk_root, self.chunk_nodes())
+        inside(self.chunk_root, self.chunk_nodes())?;
+        Some(self)
     }
 }
 

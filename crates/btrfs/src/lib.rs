@@ -36,6 +36,7 @@ mod scratch;
 mod small_trees;
 mod superblock;
 mod tree;
+mod virtual_area;
 mod write;
 
 pub use check::{NodeSource, Report, check, for_each_item};
@@ -54,6 +55,9 @@ pub const SUBVOLUME: u64 = format::SUBVOLUME;
 
 /// Number of the first inode: inode `i` of a [`Tree`] is inode `FIRST_INODE + i` of the subvolume.
 pub const FIRST_INODE: u64 = format::FIRST_INODE;
+
+/// The virtual area's file, below the top level (`subvolid=5`): what is mapped is cloned from it.
+pub const VIRTUAL_FILE: &str = "virtual/area";
 
 use burgeon_block::{Error, ErrorKind};
 

@@ -6,27 +6,35 @@ use crate::{
     extents::Extents,
     format::{
         DEV_ITEM_LEN, DIR_ENTRY, FILE_TYPE_DIRECTORY, FIRST_INODE, GENERATION, INODE_ITEM_LEN,
-        INODE_REF_HEAD, InodeFields, Key, NODE_SIZE, Put, SECTOR, kind, name_hash, object,
-        put_dir_entry,
+        INODE_REF_HEAD, InodeFields, Key, NODE_SIZE, Put, SECTOR, VIRTUAL_SUBVOLUME, kind,
+        name_hash, object, put_dir_entry,
     },
     geometry::{Chunk, Device, Uuids},
     info::TreeRoot,
     nodes::{ItemList, ItemOut},
 };
 
-/// The subvolume's name in the private top level: for whoever mounts that by hand.
-const SUBVOLUME_NAME: &[u8] = b"tree";
+/// The subvolumes and their names in the private top level, in the order of its entries.
+const NAMES: [(u64, &[u8]); 2] = [(SUBVOLUME, b"tree"), (VIRTUAL_SUBVOLUME, b"virtual")];
+/// The index of a directory's first entry.
+const FIRST_INDEX: u64 = 2;
 const STRIPE_LEN: u64 = 65536;
 const CHUNK_ITEM_LEN: usize = 80;
 /// A subvolume that can be named, as opposed to one being deleted.
 const INODE_ROOT_ITEM_INIT: u64 = 1 << 31;
 
+/// Number, name and index of each subvolume of the top level.
+fn subvolumes(with_virtual: bool) -> impl Iterator<Item = (u64, &'static [u8], u64)> {
+    let count = if with_virtual { 2 } else { 1 };
+    NAMES.into_iter().take(count).zip(FIRST_INDEX..).map(|((id, name), index)| (id, name, index))
+}
+
 /// Collects items in any order.
 #[derive(Default)]
-struct Collector(Vec<(Key, Vec<u8>)>);
+pub(crate) struct Collector(Vec<(Key, Vec<u8>)>);
 
 impl Collector {
-    fn add(&mut self, key: Key, len: usize, fill: impl FnOnce(&mut Put)) {
+    pub(crate) fn add(&mut self, key: Key, len: usize, fill: impl FnOnce(&mut Put)) {
         self.item(key, len, |to| {
             let mut put = Put::new(to);
             fill(&mut put);
@@ -34,14 +42,14 @@ impl Collector {
         });
     }
 
-    fn root_directory(&mut self, size: u64) {
+    pub(crate) fn root_directory(&mut self, size: u64) {
         self.item(Key::new(FIRST_INODE, kind::INODE_ITEM, 0), INODE_ITEM_LEN, |to| {
             InodeFields { size, ..InodeFields::directory() }.write(to);
         });
         crate::fs_tree::put_root_ref(self);
     }
 
-    fn sorted(mut self) -> ItemList {
+    pub(crate) fn sorted(mut self) -> ItemList {
         self.0.sort_unstable_by_key(|(key, _)| *key);
         ItemList(self.0)
     }
@@ -130,6 +138,7 @@ pub(crate) fn root_tree(roots: &[Root], uuids: &Uuids) -> ItemList {
         let (dir, uuid) = match root.tree {
             object::FS_TREE => (FIRST_INODE, uuids.top_level),
             SUBVOLUME => (FIRST_INODE, uuids.subvolume),
+            VIRTUAL_SUBVOLUME => (FIRST_INODE, uuids.virtual_area),
             object::DATA_RELOC_TREE => (FIRST_INODE, [0; 16]),
             _ => (0, [0; 16]),
         };
@@ -150,16 +159,16 @@ pub(crate) fn root_tree(roots: &[Root], uuids: &Uuids) -> ItemList {
             put.u64s(&[changed, changed, 0, 0]).zeros(48 + 64);
         });
     }
-    let reference = |parent: u64, index: u64, put: &mut Put| {
-        put.u64s(&[parent, index]).u16(SUBVOLUME_NAME.len() as u16).bytes(SUBVOLUME_NAME);
-    };
-    let len = 18 + SUBVOLUME_NAME.len();
-    items.add(Key::new(object::FS_TREE, kind::ROOT_REF, SUBVOLUME), len, |put| {
-        reference(FIRST_INODE, 2, put);
-    });
-    items.add(Key::new(SUBVOLUME, kind::ROOT_BACKREF, object::FS_TREE), len, |put| {
-        reference(FIRST_INODE, 2, put);
-    });
+    let with_virtual = roots.iter().any(|root| root.tree == VIRTUAL_SUBVOLUME);
+    for (id, name, index) in subvolumes(with_virtual) {
+        let forth = Key::new(object::FS_TREE, kind::ROOT_REF, id);
+        let back = Key::new(id, kind::ROOT_BACKREF, object::FS_TREE);
+        for key in [forth, back] {
+            items.add(key, 18 + name.len(), |put| {
+                put.u64s(&[FIRST_INODE, index]).u16(name.len() as u16).bytes(name);
+            });
+        }
+    }
     default_subvolume(&mut items);
     items.sorted()
 }
@@ -185,17 +194,19 @@ fn default_subvolume(items: &mut Collector) {
     });
 }
 
-/// The private top level: a directory with one entry, the subvolume.
-pub(crate) fn top_level() -> ItemList {
+/// The private top level: a directory of the subvolumes.
+pub(crate) fn top_level(with_virtual: bool) -> ItemList {
     let mut items = Collector::default();
-    items.root_directory(2 * SUBVOLUME_NAME.len() as u64);
-    let hash = u64::from(name_hash(SUBVOLUME_NAME));
-    for (kind, offset) in [(kind::DIR_ITEM, hash), (kind::DIR_INDEX, 2)] {
-        let len = DIR_ENTRY + SUBVOLUME_NAME.len();
-        items.add(Key::new(FIRST_INODE, kind, offset), len, |put| {
-            let location = Key::new(SUBVOLUME, kind::ROOT_ITEM, u64::MAX);
-            put_dir_entry(put, location, FILE_TYPE_DIRECTORY, SUBVOLUME_NAME, &[]);
-        });
+    let lengths = subvolumes(with_virtual).map(|(_, name, _)| name.len() as u64);
+    items.root_directory(2 * lengths.sum::<u64>());
+    for (id, name, index) in subvolumes(with_virtual) {
+        let hash = u64::from(name_hash(name));
+        for (kind, offset) in [(kind::DIR_ITEM, hash), (kind::DIR_INDEX, index)] {
+            items.add(Key::new(FIRST_INODE, kind, offset), DIR_ENTRY + name.len(), |put| {
+                let location = Key::new(id, kind::ROOT_ITEM, u64::MAX);
+                put_dir_entry(put, location, FILE_TYPE_DIRECTORY, name, &[]);
+            });
+        }
     }
     items.sorted()
 }
@@ -206,9 +217,14 @@ pub(crate) fn data_reloc_tree() -> ItemList {
     items.sorted()
 }
 
-pub(crate) fn uuid_tree(uuids: &Uuids) -> ItemList {
+pub(crate) fn uuid_tree(uuids: &Uuids, with_virtual: bool) -> ItemList {
     let mut items = Collector::default();
-    for (uuid, tree) in [(uuids.top_level, object::FS_TREE), (uuids.subvolume, SUBVOLUME)] {
+    let trees = [
+        (uuids.top_level, object::FS_TREE),
+        (uuids.subvolume, SUBVOLUME),
+        (uuids.virtual_area, VIRTUAL_SUBVOLUME),
+    ];
+    for (uuid, tree) in trees.into_iter().take(if with_virtual { 3 } else { 2 }) {
         let number = u128::from_le_bytes(uuid);
         let key = Key::new(number as u64, kind::UUID_SUBVOL, (number >> 64) as u64);
         items.add(key, 8, |put| {
@@ -233,6 +249,10 @@ pub(crate) fn free_space_tree(chunks: &[Chunk], extents: &Extents) -> ItemList {
                     free.push((at, extent.start - at));
                 }
                 at = extent.end();
+            }
+            if chunk.used == chunk.len {
+                // Also one of the virtual area, whose extents are not in the table.
+                at = end;
             }
         } else {
             at += chunk.used;

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   SYSTEM chunk    chunk tree
-//!   METADATA chunk  root │ dev │ uuid │ data reloc │ top level │ free space │ csum │ subvolume │ extent
+//!   METADATA chunk  root │ dev │ uuid │ data reloc │ top level │ free space │ (virtual area) │
+//!                   csum │ subvolume │ extent
 //! ```
 //! The trees a mount reads come first.
 
@@ -13,7 +14,7 @@ use crate::{
     csum_tree::CsumTree,
     extent_tree::{ExtentTree, NodeRun},
     extents::Extents,
-    format::{NODE_SIZE, SECTOR, object},
+    format::{NODE_SIZE, SECTOR, VIRTUAL_SUBVOLUME, object},
     fs_tree::FsTree,
     geometry::{
         Chunk, DATA_START, DataLayout, METADATA_START, Options, SYSTEM_START, check_metadata_bytes,
@@ -25,6 +26,7 @@ use crate::{
     nodes::{Emitter, ItemList, Plan},
     small_trees::{self, Root},
     tree::Tree,
+    virtual_area::VirtualArea,
 };
 
 /// Takes the nodes of a seed's template.
@@ -49,7 +51,8 @@ pub fn write_seed(
     sink: &impl NodeSink,
 ) -> Result<SeedInfo> {
     let layout = DataLayout::checked(options.data_end, options.devices)?;
-    let options = &bounded(tree, options);
+    let virtual_area = VirtualArea::new(options)?;
+    let options = &bounded(tree, &virtual_area, options);
     let model = Model::new(tree, options.metadata_bytes_max)?;
     let extents = Extents::new(&model, &layout, options.metadata_bytes_max)?;
     let size = options.checksum.size();
@@ -62,9 +65,10 @@ pub fn write_seed(
     }
     let fs_tree = FsTree::new(&model, &extents);
     check_metadata_bytes(fs_tree.bytes(), options)?;
-    let data = data_chunks(&layout, &extents);
+    let mut data = data_chunks(&layout, &extents);
+    data.extend(&virtual_area.chunks);
     let csum_tree = CsumTree::new(&extents, checksums, size);
-    let seed = Seed::place(options, &extents, &data, &csum_tree, &fs_tree)?;
+    let seed = Seed::place(options, (&extents, &virtual_area), &data, &csum_tree, &fs_tree)?;
     let emitter =
         Emitter { checksum: options.checksum, chunk_tree_uuid: options.uuids.chunk_tree, sink };
     seed.emit(&emitter, &csum_tree, &fs_tree)?;
@@ -73,7 +77,7 @@ pub fn write_seed(
 
 /// The options with a limit that keeps a small hostile tree from becoming gigabytes: without
 /// overlapping extents and large shared attributes, metadata is below ten times its tree.
-fn bounded(tree: &Tree, options: &Options) -> Options {
+fn bounded(tree: &Tree, virtual_area: &VirtualArea, options: &Options) -> Options {
     const FREE: u64 = 64 << 20;
     const TIMES: u64 = 64;
     fn bytes<T>(table: &[T]) -> u64 {
@@ -81,7 +85,8 @@ fn bounded(tree: &Tree, options: &Options) -> Options {
     }
     let tables = bytes(&tree.inodes) + bytes(&tree.dirents) + bytes(&tree.extents);
     let tree_bytes = tables + bytes(&tree.xattrs) + bytes(&tree.blob);
-    let most = options.metadata_bytes_max.min(FREE + TIMES.saturating_mul(tree_bytes));
+    let free = FREE + virtual_area.cost();
+    let most = options.metadata_bytes_max.min(free + TIMES.saturating_mul(tree_bytes));
     Options { metadata_bytes_max: most, ..*options }
 }
 
@@ -141,23 +146,27 @@ fn small_trees(
     roots: &[Root],
     chunks: &[Chunk],
     extents: &Extents,
+    virtual_area: &VirtualArea,
     options: &Options,
 ) -> Vec<(u64, ItemList)> {
     let uuids = &options.uuids;
+    let with_virtual = virtual_area.range.is_some();
     let devices = devices(chunks, options.devices, uuids);
-    vec![
+    let mut trees = vec![
         (object::CHUNK_TREE, small_trees::chunk_tree(&devices, chunks)),
         (object::ROOT_TREE, small_trees::root_tree(roots, uuids)),
         (object::DEV_TREE, small_trees::dev_tree(&devices, chunks, uuids)),
-        (object::UUID_TREE, small_trees::uuid_tree(uuids)),
+        (object::UUID_TREE, small_trees::uuid_tree(uuids, with_virtual)),
         (object::DATA_RELOC_TREE, small_trees::data_reloc_tree()),
-        (object::FS_TREE, small_trees::top_level()),
+        (object::FS_TREE, small_trees::top_level(with_virtual)),
         (object::FREE_SPACE_TREE, small_trees::free_space_tree(chunks, extents)),
-    ]
+    ];
+    trees.extend(virtual_area.subvolume());
+    trees
 }
 
-/// The trees that the root tree names.
-const NAMED: [u64; 8] = [
+/// The trees that the root tree names; the last only if there is a virtual area.
+const NAMED: [u64; 9] = [
     object::EXTENT_TREE,
     object::DEV_TREE,
     object::FS_TREE,
@@ -166,6 +175,7 @@ const NAMED: [u64; 8] = [
     object::FREE_SPACE_TREE,
     SUBVOLUME,
     object::DATA_RELOC_TREE,
+    VIRTUAL_SUBVOLUME,
 ];
 
 /// Everything in its place.
@@ -181,12 +191,12 @@ struct Seed<'a> {
 impl<'a> Seed<'a> {
     fn place(
         options: &Options,
-        extents: &'a Extents,
+        (extents, virtual_area): (&'a Extents, &'a VirtualArea),
         data: &'a [Chunk],
         csum_tree: &CsumTree,
         fs_tree: &FsTree,
     ) -> Result<Self> {
-        let mut extent_tree = ExtentTree::new(extents, data);
+        let mut extent_tree = ExtentTree::new(extents, virtual_area, data);
         let ((subvolume, csum), data_keys) = rayon::join(
             || {
                 rayon::join(
@@ -202,11 +212,15 @@ impl<'a> Seed<'a> {
 
         // First with guessed addresses, for the shapes alone.
         let root = TreeRoot { address: 0, level: 0 };
-        let guess = NAMED.map(|tree| Root { tree, root, bytes: 0 });
+        let named = &NAMED[..NAMED.len() - usize::from(virtual_area.range.is_none())];
+        let guess: Vec<_> = named.iter().map(|&tree| Root { tree, root, bytes: 0 }).collect();
+        let trees = |roots: &[Root], chunks: &[Chunk]| {
+            small_trees(roots, chunks, extents, virtual_area, options)
+        };
         let mut system = Places::from(SYSTEM_START);
         let mut metadata = Places::from(METADATA_START);
         let mut small_starts = Vec::new();
-        for (owner, items) in small_trees(&guess, &chunks_of(0, 0), extents, options) {
+        for (owner, items) in trees(&guess, &chunks_of(0, 0)) {
             let places = if owner == object::CHUNK_TREE { &mut system } else { &mut metadata };
             small_starts.push(places.put(owner, &Plan::new(owner, &items).levels));
         }
@@ -233,11 +247,11 @@ impl<'a> Seed<'a> {
             };
             lists.into_iter().zip(&small_starts).map(plan).collect()
         };
-        let shapes = place(small_trees(&guess, &chunks, extents, options));
-        let named = shapes.iter().map(|(placed, _)| placed.root());
-        roots.extend(named.filter(|root| NAMED.contains(&root.tree)));
-        let small = place(small_trees(&roots, &chunks, extents, options));
-        let info = describe(options, &chunks, &small);
+        let shapes = place(trees(&guess, &chunks));
+        let shaped = shapes.iter().map(|(placed, _)| placed.root());
+        roots.extend(shaped.filter(|root| named.contains(&root.tree)));
+        let small = place(trees(&roots, &chunks));
+        let info = describe(options, virtual_area, &chunks, &small);
         Ok(Self { small, csum, subvolume, extent, extent_tree, info })
     }
 
@@ -271,7 +285,12 @@ impl<'a> Seed<'a> {
     }
 }
 
-fn describe(options: &Options, chunks: &[Chunk], small: &[(Placed, ItemList)]) -> SeedInfo {
+fn describe(
+    options: &Options,
+    virtual_area: &VirtualArea,
+    chunks: &[Chunk],
+    small: &[(Placed, ItemList)],
+) -> SeedInfo {
     let root = |tree: u64| {
         let placed = small.iter().map(|(placed, _)| placed.root()).find(|root| root.tree == tree);
         placed.map_or(TreeRoot { address: 0, level: 0 }, |root| root.root)
@@ -281,6 +300,7 @@ fn describe(options: &Options, chunks: &[Chunk], small: &[(Placed, ItemList)]) -
         devices: options.devices,
         uuids: options.uuids,
         data_end: options.data_end,
+        virtual_area: virtual_area.range,
         system_used: chunks[0].used,
         metadata_used: chunks[1].used,
         bytes_used: chunks.iter().map(|chunk| chunk.used).sum(),

@@ -34,6 +34,7 @@ mod buffer;
 mod connection;
 mod fuse;
 mod loopdev;
+pub mod reflink;
 mod server;
 mod slots;
 mod sys;

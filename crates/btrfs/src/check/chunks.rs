@@ -1,13 +1,13 @@
 //! Devices and chunks: logical = physical, nothing overlaps, nothing covers a superblock.
 
-use burgeon_block::Result;
+use burgeon_block::{ByteRange, Result};
 
 use super::{NodeSource, Take, ensure, nodes::Reader};
 use crate::{
     DATA_START,
     format::{group, kind, object},
     geometry::Devices,
-    info::TreeRoot,
+    info::{SeedInfo, TreeRoot},
     superblock::{SUPERBLOCK_SIZE, SUPERBLOCKS},
 };
 
@@ -59,7 +59,7 @@ pub(super) fn read(reader: &Reader<impl NodeSource>, dev_root: TreeRoot) -> Resu
         let real: u64 = mine().map(|chunk| chunk.len).sum();
         ensure(used == real, || format!("device {id} uses {real} bytes, not {used}"))?;
     }
-    check_kinds(&chunks, info.data_end)?;
+    check_kinds(&chunks, info)?;
     check_device_extents(reader, dev_root, &chunks)?;
     Ok(chunks)
 }
@@ -106,17 +106,26 @@ fn chunk(reader: &Reader<impl NodeSource>, start: u64, item: &[u8]) -> Result<Ch
     Ok(Chunk { start, len, flags, devid })
 }
 
-/// One system chunk, one metadata chunk, then data from [`DATA_START`] to the end without a gap.
-fn check_kinds(chunks: &[Chunk], data_end: u64) -> Result<()> {
-    let wrong = || "the chunks do not cover system, metadata and lazy data".to_string();
+/// One system chunk, one metadata chunk, then data from [`DATA_START`] to the end without a gap,
+/// then the virtual area without a gap.
+fn check_kinds(chunks: &[Chunk], info: &SeedInfo) -> Result<()> {
+    let wrong = || "the chunks do not cover system, metadata and data".to_string();
     let flags = |index: usize| chunks.get(index).map(|chunk| chunk.flags);
     ensure(flags(0) == Some(group::SYSTEM) && flags(1) == Some(group::METADATA), wrong)?;
-    let mut end = DATA_START;
-    for chunk in &chunks[2..] {
-        ensure(chunk.flags == group::DATA && chunk.start == end, wrong)?;
-        end = chunk.end();
-    }
-    ensure(end >= data_end, wrong)
+    let area_start = info.virtual_area.map_or(u64::MAX, ByteRange::start);
+    let lazy = chunks.partition_point(|chunk| chunk.start < area_start);
+    let cover = |chunks: &[Chunk], start: u64| {
+        let mut end = start;
+        for chunk in chunks {
+            ensure(chunk.flags == group::DATA && chunk.start == end, wrong)?;
+            end = chunk.end();
+        }
+        Ok(end)
+    };
+    let lazy_end = cover(chunks.get(2..lazy).unwrap_or_default(), DATA_START)?;
+    ensure((info.data_end..=area_start).contains(&lazy_end), wrong)?;
+    let end = cover(&chunks[lazy..], area_start)?;
+    ensure(end == info.virtual_area.map_or(area_start, ByteRange::end), wrong)
 }
 
 fn check_device_extents(

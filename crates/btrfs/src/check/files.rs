@@ -15,7 +15,6 @@ use super::{
     space::Use,
 };
 use crate::{
-    SUBVOLUME,
     format::{
         FILE_TYPE_DIRECTORY, FILE_TYPE_XATTR, FIRST_INODE, GENERATION, Key, NAME_MAX, extref_hash,
         file_type, kind, name_hash,
@@ -59,8 +58,8 @@ struct Part {
     parents: Vec<(u64, u64)>,
 }
 
-pub(super) fn read(reader: &Reader<impl NodeSource>, root: TreeRoot) -> Result<Files> {
-    let parts = reader.parts(SUBVOLUME, root, Part::item)?;
+pub(super) fn read(reader: &Reader<impl NodeSource>, tree: u64, root: TreeRoot) -> Result<Files> {
+    let parts = reader.parts(tree, root, Part::item)?;
     let mut all = Part::default();
     for part in parts {
         all.join(part)?;

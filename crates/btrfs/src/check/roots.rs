@@ -7,11 +7,12 @@ use burgeon_block::{Error, ErrorKind, Result};
 use super::{NodeSource, Take, ensure, nodes::Reader};
 use crate::{
     SUBVOLUME,
-    format::{FIRST_INODE, GENERATION, Key, NODE_SIZE, kind, object},
-    info::TreeRoot,
+    format::{FIRST_INODE, GENERATION, Key, NODE_SIZE, VIRTUAL_SUBVOLUME, kind, object},
+    info::{SeedInfo, TreeRoot},
 };
 
-const TREES: [u64; 8] = [
+/// The last only where there is a virtual area.
+const TREES: [u64; 9] = [
     object::EXTENT_TREE,
     object::DEV_TREE,
     object::FS_TREE,
@@ -19,8 +20,17 @@ const TREES: [u64; 8] = [
     object::UUID_TREE,
     object::FREE_SPACE_TREE,
     SUBVOLUME,
+    VIRTUAL_SUBVOLUME,
     object::DATA_RELOC_TREE,
 ];
+
+/// The subvolumes that must be there: number, index in the top level, name, UUID.
+fn subvolumes(info: &SeedInfo) -> Vec<(u64, u64, &'static [u8], [u8; 16])> {
+    let mut all = vec![(SUBVOLUME, 2, b"tree".as_slice(), info.uuids.subvolume)];
+    let area = (VIRTUAL_SUBVOLUME, 3, b"virtual".as_slice(), info.uuids.virtual_area);
+    all.extend(info.virtual_area.map(|_| area));
+    all
+}
 
 /// Where the trees are.
 pub(super) struct Roots(BTreeMap<u64, (TreeRoot, u64)>);
@@ -34,14 +44,17 @@ impl Roots {
 
 pub(super) fn read(reader: &Reader<impl NodeSource>) -> Result<Roots> {
     let uuids = &reader.info.uuids;
+    let subvolumes = subvolumes(reader.info);
     let mut roots = BTreeMap::new();
     let parts: Vec<Vec<_>> =
         reader.parts(object::ROOT_TREE, reader.info.root, |found: &mut Vec<_>, key, item| {
             if key.kind == kind::ROOT_ITEM {
                 let uuid = match key.objectid {
                     object::FS_TREE => uuids.top_level,
-                    SUBVOLUME => uuids.subvolume,
-                    _ => [0; 16],
+                    number => {
+                        let known = subvolumes.iter().find(|known| known.0 == number);
+                        known.map_or([0; 16], |known| known.3)
+                    }
                 };
                 found.push((key.objectid, root_item(item, &uuid)?));
             } else if matches!(key.kind, kind::ROOT_REF | kind::ROOT_BACKREF) {
@@ -53,18 +66,26 @@ pub(super) fn read(reader: &Reader<impl NodeSource>) -> Result<Roots> {
                     kind::ROOT_REF => (key.objectid, key.offset),
                     _ => (key.offset, key.objectid),
                 };
-                let good = (parent, child) == (object::FS_TREE, SUBVOLUME)
-                    && (dir, index, name) == (FIRST_INODE, 2, b"tree");
-                ensure(good, || "it names no subvolume of the top level".into())?;
+                let known = |known: &(u64, u64, &[u8], _)| {
+                    (child, index, name) == (known.0, known.1, known.2)
+                };
+                let good = subvolumes.iter().any(known);
+                ensure(good && (parent, dir) == (object::FS_TREE, FIRST_INODE), || {
+                    "it names no subvolume of the top level".into()
+                })?;
                 found.push((0, (TreeRoot { address: 0, level: 0 }, 0)));
             }
             Ok(())
         })?;
     let (references, trees): (Vec<_>, Vec<_>) =
         parts.into_iter().flatten().partition(|(tree, _)| *tree == 0);
-    ensure(references.len() == 2, || "the subvolume is not named in both directions".into())?;
+    ensure(references.len() == 2 * subvolumes.len(), || {
+        "the subvolume is not named in both directions".into()
+    })?;
     roots.extend(trees);
-    let complete = roots.keys().copied().eq(TREES);
+    let without = reader.info.virtual_area.is_none().then_some(VIRTUAL_SUBVOLUME);
+    let expected = TREES.into_iter().filter(|tree| Some(*tree) != without);
+    let complete = roots.keys().copied().eq(expected);
     ensure(complete, || "the root tree lacks a tree, or has too many".into())?;
     Ok(Roots(roots))
 }
@@ -101,7 +122,11 @@ pub(super) fn check_small(reader: &Reader<impl NodeSource>, roots: &Roots) -> Re
         Ok(parts.into_iter().flatten().collect())
     };
     let uuids = &reader.info.uuids;
-    let mut expected: Vec<_> = [(uuids.top_level, object::FS_TREE), (uuids.subvolume, SUBVOLUME)]
+    let subvolumes = subvolumes(reader.info);
+    let mut trees = vec![(uuids.top_level, object::FS_TREE)];
+    trees.extend(subvolumes.iter().map(|(number, _, _, uuid)| (*uuid, *number)));
+    let mut expected: Vec<_> = trees
+        .into_iter()
         .map(|(uuid, tree)| {
             let halves = [0, 8].map(|at| {
                 let mut half = [0; 8];
@@ -111,7 +136,7 @@ pub(super) fn check_small(reader: &Reader<impl NodeSource>, roots: &Roots) -> Re
             let key = Key::new(halves[0], kind::UUID_SUBVOL, halves[1]);
             (key, tree.to_le_bytes().to_vec())
         })
-        .into();
+        .collect();
     expected.sort();
     let found = all(object::UUID_TREE)?;
     ensure(found == expected, || "the uuid tree is not that of the subvolumes".into())?;
@@ -126,11 +151,17 @@ pub(super) fn check_small(reader: &Reader<impl NodeSource>, roots: &Roots) -> Re
     let top = all(object::FS_TREE)?;
     let names_subvolume = |(key, item): &(Key, Vec<u8>)| {
         let location = Take(item).key().ok();
-        let subvolume = Key::new(SUBVOLUME, kind::ROOT_ITEM, u64::MAX);
-        !entries.contains(&key.kind) || (location == Some(subvolume) && item.ends_with(b"tree"))
+        let known = |known: &(u64, u64, &[u8], _)| {
+            let index = key.kind == kind::DIR_ITEM || key.offset == known.1;
+            let subvolume = Key::new(known.0, kind::ROOT_ITEM, u64::MAX);
+            location == Some(subvolume) && item.ends_with(known.2) && index
+        };
+        !entries.contains(&key.kind) || subvolumes.iter().any(known)
     };
-    let good = kinds(&top) == [directory, entries].concat() && top.iter().all(names_subvolume);
-    ensure(good, || "the top level holds something else than the subvolume".into())
+    let entries_of_all = entries.iter().flat_map(|kind| vec![*kind; subvolumes.len()]);
+    let expected: Vec<u8> = directory.into_iter().chain(entries_of_all).collect();
+    let good = kinds(&top) == expected && top.iter().all(names_subvolume);
+    ensure(good, || "the top level holds something else than its subvolumes".into())
 }
 
 impl Roots {

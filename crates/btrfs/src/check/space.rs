@@ -1,6 +1,6 @@
 //! Space: extents and who uses them, block groups, free space, checksums.
 
-use burgeon_block::Result;
+use burgeon_block::{ByteRange, Result};
 use rayon::prelude::*;
 
 use super::{
@@ -8,7 +8,9 @@ use super::{
 };
 use crate::{
     DATA_START, SUBVOLUME,
-    format::{GENERATION, Key, NODE_SIZE, SECTOR, data_ref_hash, group, kind, object},
+    format::{
+        GENERATION, Key, NODE_SIZE, SECTOR, VIRTUAL_SUBVOLUME, data_ref_hash, group, kind, object,
+    },
     info::SeedInfo,
 };
 
@@ -28,7 +30,7 @@ impl Range {
     }
 }
 
-/// That a file uses an extent.
+/// That a file of the tree or of the virtual area's subvolume uses an extent.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Use {
     pub(super) address: u64,
@@ -41,6 +43,8 @@ pub(super) struct Use {
 pub(super) struct Space {
     pub(super) extents: Vec<Range>,
     uses: Vec<Use>,
+    /// How many of the uses, which are sorted, are of lazy data: the others are of the virtual area.
+    lazy_uses: usize,
     nodes: Vec<(u64, u8, u64)>,
     summed: Vec<Range>,
 }
@@ -54,6 +58,8 @@ struct Part {
     /// How many uses each extent claims.
     claims: Vec<u64>,
     uses: Vec<Use>,
+    /// Addresses that the virtual area's subvolume uses.
+    virtual_uses: Vec<u64>,
     nodes: Vec<(u64, u8, u64)>,
     groups: Vec<Group>,
 }
@@ -105,7 +111,10 @@ impl Part {
 
     fn reference(&mut self, take: &mut Take, address: u64, len: u64) -> Result<u64> {
         let [root, inode, file_offset] = take.u64s()?;
-        let once = root == SUBVOLUME && take.u32()? == 1;
+        if root == VIRTUAL_SUBVOLUME {
+            self.virtual_uses.push(address);
+        }
+        let once = matches!(root, SUBVOLUME | VIRTUAL_SUBVOLUME) && take.u32()? == 1;
         ensure(once, || "a file uses it in a way that is not ours".into())?;
         self.uses.push(Use { address, len, inode, file_offset });
         Ok(data_ref_hash(root, inode, file_offset))
@@ -124,6 +133,7 @@ pub(super) fn read(
         all.extents.append(&mut part.extents);
         all.claims.append(&mut part.claims);
         all.uses.append(&mut part.uses);
+        all.virtual_uses.append(&mut part.virtual_uses);
         all.nodes.append(&mut part.nodes);
         all.groups.append(&mut part.groups);
     }
@@ -132,8 +142,14 @@ pub(super) fn read(
     fill_lengths(&all.extents, &all.claims, &mut all.uses)?;
     check_groups(&all, chunks, reader.info)?;
     check_free_space(reader, roots, chunks, &all.extents)?;
+    let area_start = reader.info.virtual_area.map_or(u64::MAX, ByteRange::start);
+    let lazy_uses = all.uses.partition_point(|one| one.address < area_start);
+    // Each side of the border is used by its own subvolume alone.
+    let right = all.virtual_uses.len() == all.uses.len() - lazy_uses
+        && all.virtual_uses.iter().all(|address| *address >= area_start);
+    ensure(right, || "an extent is used by the other subvolume".into())?;
     let summed = read_checksums(reader, roots)?;
-    Ok(Space { extents: all.extents, uses: all.uses, nodes: all.nodes, summed })
+    Ok(Space { extents: all.extents, uses: all.uses, lazy_uses, nodes: all.nodes, summed })
 }
 
 /// Lazy extents lie in lazy data, each inside one data chunk, and none overlaps another.
@@ -143,7 +159,11 @@ fn check_extents(extents: &[Range], chunks: &[Chunk], info: &SeedInfo) -> Result
     for extent in extents {
         let Range { start, len } = *extent;
         let whole = start.is_multiple_of(SECTOR) && len > 0 && len.is_multiple_of(SECTOR);
-        let end = start.checked_add(len).filter(|end| whole && *end <= info.data_end);
+        let inside = |range: ByteRange| {
+            let area = info.virtual_area.is_some_and(|area| area.covers(range));
+            whole && (range.end() <= info.data_end || area)
+        };
+        let end = ByteRange::at(start, len).filter(|range| inside(*range)).map(ByteRange::end);
         let end = end.ok_or_else(|| corrupt(format!("the extent at {start} leaves the data")))?;
         ensure(start >= before, || format!("the extent at {start} overlaps the one before"))?;
         before = end;
@@ -287,17 +307,18 @@ fn append(ranges: &mut Vec<Range>, range: Range) -> Result<()> {
 impl Space {
     /// Files use exactly the extents that say so, and have checksums exactly where they want.
     pub(super) fn check_files(&self, files: &Files) -> Result<()> {
-        if self.uses.len() != files.uses.len() {
+        let lazy = &self.uses[..self.lazy_uses];
+        if lazy.len() != files.uses.len() {
             return Err(corrupt("files and extents disagree on how often extents are used"));
         }
-        let differs = self.uses.iter().zip(&files.uses).find(|(ours, theirs)| ours != theirs);
+        let differs = lazy.iter().zip(&files.uses).find(|(ours, theirs)| ours != theirs);
         if let Some((ours, theirs)) = differs {
             return Err(corrupt(format!(
                 "extents and files disagree: {ours:?} in the extent tree, {theirs:?} in a file"
             )));
         }
         let mut summed: Vec<Range> = Vec::new();
-        for same in self.uses.chunk_by(|a, b| a.address == b.address) {
+        for same in lazy.chunk_by(|a, b| a.address == b.address) {
             let without = same.iter().filter(|one| files.nodatasum.contains(&one.inode)).count();
             ensure(without == 0 || without == same.len(), || {
                 format!("the extent at {} is both with and without checksums", same[0].address)
@@ -309,6 +330,24 @@ impl Space {
         ensure(summed == self.summed, || {
             "the blocks with checksums are not those of files with checksums".into()
         })
+    }
+
+    /// The virtual area is one file without checksums, each byte at its place.
+    pub(super) fn check_virtual_area(&self, info: &SeedInfo, files: &Files) -> Result<()> {
+        let uses = &self.uses[self.lazy_uses..];
+        let mut end = info.virtual_area.map_or(0, ByteRange::start);
+        let start = end;
+        for (ours, theirs) in uses.iter().zip(&files.uses) {
+            let straight = ours.address == end && ours.file_offset == ours.address - start;
+            ensure(ours == theirs && straight && files.nodatasum.contains(&ours.inode), || {
+                format!("the virtual area at {end} is {ours:?}, in its file {theirs:?}")
+            })?;
+            end += ours.len;
+        }
+        let good = uses.len() == files.uses.len()
+            && end == info.virtual_area.map_or(0, ByteRange::end)
+            && files.nodatasum.len() == usize::from(info.virtual_area.is_some());
+        ensure(good, || "the virtual area is not one file".into())
     }
 
     /// Each node is reached once from a root, and each is listed, in the order of addresses and

@@ -52,7 +52,8 @@ fn extents_lie_apart_in_lazy_data_and_are_used_as_files_say() {
     broken("no data extent", |s| s.edit_item(EXTENT, first(s), add(8, 1)));
     broken("than a file", |s| s.edit_item(EXTENT, first(s), put(24, [182])));
     broken("not ours", |s| s.edit_item(EXTENT, first(s), put(24 + 1 + 24, [2])));
-    broken("not ours", |s| s.edit_item(EXTENT, first(s), add(25, 1)));
+    broken("not ours", |s| s.edit_item(EXTENT, first(s), add(25, 2)));
+    broken("other subvolume", |s| s.edit_item(EXTENT, first(s), add(25, 1)));
     broken("uses, not", |s| s.edit_item(EXTENT, first(s), add(0, 1)));
     broken("extents and files disagree", |s| s.edit_item(EXTENT, first(s), add(33, 1)));
     broken("extents and files disagree", |s| s.edit_item(EXTENT, first(s), add(41, 4096)));

@@ -1,14 +1,20 @@
 //! A small seed of two devices: its metadata in a file, its data computed.
+#![allow(dead_code)] // each test binary uses a part
 
 use std::{
     collections::HashMap,
     fs::{self, File},
     os::unix::fs::FileExt,
     path::Path,
-    sync::Mutex,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, ChecksumKind, Digest, Result, TryRead};
+use burgeon_block::{
+    BLOCK_SIZE, BlockDevice, ByteRange, ChecksumKind, Digest, Error, ErrorKind, Result, TryRead,
+};
 use burgeon_btrfs::{
     Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NodeSink, Options, SeedInfo,
     Tree, Uuids, patch_nodes, superblock, superblock_offsets, write_seed,
@@ -37,6 +43,11 @@ impl NodeSink for Nodes {
 impl Seed {
     /// Writes `folder/metadata`, under a new fsid: a root with an inline file and a lazy one.
     pub(crate) fn write(folder: &Path) -> Self {
+        Self::write_with(folder, |options| options)
+    }
+
+    /// The same with other options.
+    pub(crate) fn write_with(folder: &Path, change: impl Fn(Options) -> Options) -> Self {
         let mut tree = Tree::default();
         let inline = tree.push_bytes(INLINE).unwrap();
         let (body, size) = (Body::Inline(inline), INLINE.len() as u64);
@@ -53,6 +64,7 @@ impl Seed {
 
         let options =
             Options::new(DATA_START + LAZY_LEN, Uuids::derive(&Digest::of(b"frontend test")));
+        let options = change(options);
         let mut data = vec![0; LAZY_LEN as usize];
         fill(DATA_START, &mut data);
         let checksums: Vec<u8> = data
@@ -100,11 +112,24 @@ fn random_fsid() -> [u8; 16] {
 pub(crate) struct LazyData {
     size: u64,
     superblocks: HashMap<u64, [u8; 4096]>,
+    virtual_area: Option<ByteRange>,
+    /// Blocks that may still be read of the virtual area: beyond them it fails.
+    limit: Arc<AtomicU64>,
 }
 
 impl LazyData {
+    /// The blocks of the virtual area that may still be read.
+    pub(crate) fn limit(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.limit)
+    }
+
     pub(crate) fn of(seed: &Seed) -> Self {
-        Self { size: seed.info.data_device_size(), superblocks: superblocks(seed, DeviceNo::Data) }
+        Self {
+            size: seed.info.data_device_size(),
+            superblocks: superblocks(seed, DeviceNo::Data),
+            virtual_area: seed.info.virtual_area,
+            limit: Arc::new(AtomicU64::new(u64::MAX)),
+        }
     }
 }
 
@@ -114,6 +139,14 @@ impl BlockDevice for LazyData {
     }
 
     fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<TryRead> {
+        let blocks = ByteRange::at(offset, buf.len() as u64).unwrap();
+        if self.virtual_area.is_some_and(|area| area.intersect(blocks).is_some()) {
+            let count = blocks.len() / BLOCK_SIZE;
+            let left = self.limit.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(count));
+            left.map_err(|_| Error::new(ErrorKind::Unavailable, "beyond the limit"))?;
+            fill(offset, buf);
+            return Ok(TryRead::Served);
+        }
         for (index, block) in buf.chunks_exact_mut(BLOCK_SIZE as usize).enumerate() {
             let offset = offset + index as u64 * BLOCK_SIZE;
             match self.superblocks.get(&offset) {
