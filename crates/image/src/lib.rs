@@ -47,6 +47,9 @@ pub const INLINE_MAX: u32 = 2048;
 /// one 16 KiB leaf (header 101, item 25, directory item 30 bytes).
 pub const XATTR_MAX: usize = 16384 - 101 - 25 - 30;
 
+/// Longest file, in bytes, holes included: what the VFS can address, less a block.
+pub(crate) const FILE_MAX: u64 = i64::MAX as u64 - burgeon_block::BLOCK_SIZE;
+
 fn corrupt(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::Corrupt, what)
 }

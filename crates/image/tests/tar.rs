@@ -269,6 +269,89 @@ fn hostile_archives_are_refused() {
     assert!(store.list("tmp").unwrap().is_empty());
 }
 
+/// `header` with the number at `at`, 12 bytes long, in binary.
+fn with_number(mut header: Vec<u8>, at: usize, number: u64) -> Vec<u8> {
+    header[at..at + 4].copy_from_slice(&[0x80, 0, 0, 0]);
+    header[at + 4..at + 12].copy_from_slice(&number.to_be_bytes());
+    seal(&mut header);
+    header
+}
+
+/// GNU's old sparse format: one piece at `offset` of a file of `size` bytes.
+fn sparse(name: &[u8], size: u64, offset: u64, len: u64) -> Vec<u8> {
+    let header = with_number(header(name, b'S', len, b""), 483, size);
+    with_number(with_number(header, 386, offset), 398, len)
+}
+
+#[test]
+fn sizes_at_the_end_of_what_numbers_hold_are_refused() {
+    let (_folder, store) = store();
+    let cases: [(&str, Vec<Vec<u8>>); 4] = [
+        ("a file", vec![with_number(header(b"a", b'0', 0, b""), 124, u64::MAX)]),
+        (
+            "a file by record",
+            vec![pax(&[&format!("size={}", u64::MAX)]), header(b"a", b'0', 0, b"")],
+        ),
+        ("holes", vec![sparse(b"a", u64::MAX, u64::MAX - 600, 512), vec![1; 512]]),
+        ("a directory", vec![with_number(header(b"a/", b'5', 0, b""), 124, u64::MAX)]),
+    ];
+    for (what, parts) in cases {
+        let error = from_tar(&store, ended(&parts)).expect_err(what);
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{what}: {error}");
+    }
+    // Each of these is as long as a file can be: together they pass 64 bits.
+    let longest = i64::MAX as u64 - 4096;
+    let files = [b"a", b"b", b"c"].map(|name| [sparse(name, longest, 4096, 512), vec![1; 512]]);
+    let manifest = from_tar(&store, ended(&files.concat())).unwrap();
+    assert_eq!(inode(&manifest, "c").size, longest);
+}
+
+#[test]
+fn many_records_take_no_long_time() {
+    let (_folder, store) = store();
+    // Near the longest header: looking at each before adding one would take hours.
+    let records: String = (0..800_000).map(|n| format!("15 k{n:07}=vv\n")).collect();
+    let all = ended(&[pax_raw(&records), header(b"a", b'0', 0, b"")]);
+    assert_eq!(inode(&from_tar(&store, all).unwrap(), "a").size, 0);
+    let attributes: String =
+        (0..400_000).map(|n| format!("35 SCHILY.xattr.user.{n:07}=vvvvv\n")).collect();
+    let all = ended(&[pax_raw(&attributes), header(b"a", b'0', 0, b"")]);
+    assert!(from_tar(&store, all).is_err(), "more than an inode can have");
+    // Headers that add up, and records in force for every file that follows.
+    let twice = ended(&[pax_raw(&records), pax_raw(&records), header(b"a", b'0', 0, b"")]);
+    assert_eq!(from_tar(&store, twice).unwrap_err().kind(), ErrorKind::Corrupt);
+    let mut global = pax_raw(&records);
+    global[156] = b'g';
+    seal(&mut global[..512]);
+    let all = ended(&[global, header(b"a", b'0', 0, b"")]);
+    assert_eq!(from_tar(&store, all).unwrap_err().kind(), ErrorKind::Corrupt);
+}
+
+#[test]
+fn pieces_of_one_block_stay_together_where_a_wave_ends() {
+    let (_folder, store) = store();
+    // A wave is 32 MiB: it is full in the middle of the second file.
+    for (name, size) in [("block", 100_000), ("inline", 2000)] {
+        let map = "GNU.sparse.map=0,512,1024,512,1536,64";
+        let manifest = from_tar(
+            &store,
+            ended(&[
+                header(b"first", b'0', (32 << 20) - 512, b""),
+                vec![1; (32 << 20) - 512],
+                pax(&[map, &format!("GNU.sparse.size={size}")]),
+                header(name.as_bytes(), b'0', 1088, b""),
+                [vec![2; 512], vec![3; 576], vec![0; 448]].concat(),
+            ]),
+        )
+        .unwrap();
+        let mut expected = vec![0; size];
+        expected[..512].fill(2);
+        expected[1024..1600].fill(3);
+        let all = common::data(&store, &manifest);
+        assert!(content(&manifest, &all, inode(&manifest, name)) == expected, "{name}");
+    }
+}
+
 #[test]
 fn later_entries_replace_earlier_ones_and_missing_directories_are_made() {
     let (_folder, store) = store();

@@ -151,7 +151,7 @@ impl Scan {
                 let child = &self.nodes[*node as usize];
                 let again = std::mem::replace(&mut seen[*node as usize], true);
                 if !again && child.kind() == S_IFREG && child.size > 0 {
-                    self.bytes += child.size;
+                    self.bytes = self.bytes.saturating_add(child.size);
                     let sparse = sparse.contains(node);
                     files.push(ScannedFile { node: *node, dir: *dir, place, sparse });
                 }

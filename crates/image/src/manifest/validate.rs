@@ -11,7 +11,7 @@ use burgeon_block::Result;
 use burgeon_btrfs::{Body, FileExtent, Inode};
 
 use super::*;
-use crate::{CHUNK_MAX, INLINE_MAX, XATTR_MAX, corrupt, invalid, paths::path_of};
+use crate::{CHUNK_MAX, FILE_MAX, INLINE_MAX, XATTR_MAX, corrupt, invalid, paths::path_of};
 
 const S_IFMT: u32 = 0o170000;
 const S_IFDIR: u32 = 0o040000;
@@ -22,8 +22,6 @@ const S_IFBLK: u32 = 0o060000;
 const S_IFIFO: u32 = 0o010000;
 const S_IFSOCK: u32 = 0o140000;
 
-/// Longest file: what the VFS can address, less a block.
-const FILE_MAX: u64 = i64::MAX as u64 - BLOCK_SIZE;
 const SYMLINK_MAX: u64 = 4095;
 /// btrfs's BTRFS_LINK_MAX.
 const LINK_MAX: u32 = 65535;

@@ -163,11 +163,13 @@ impl<'a> TarInput<'a> {
         }
     }
 
-    /// Reads data of the open file, at most `limit` bytes or a piece more.
+    /// Reads data of the open file: `limit` bytes or, as only a window's end ends a wave (a block
+    /// or a small file must not be cut in two), up to `CHUNK_MAX` more.
     fn read_data(&mut self, open: &mut Open, limit: u64, wave: &mut Cutter) -> Result<()> {
         let small = open.size <= u64::from(INLINE_MAX);
         while let Some((offset, len)) = open.rest.pop() {
-            let window_end = (offset / u64::from(CHUNK_MAX) + 1) * u64::from(CHUNK_MAX);
+            let window = offset / u64::from(CHUNK_MAX);
+            let window_end = (window + 1) * u64::from(CHUNK_MAX);
             let now = len.min(window_end - offset);
             if small {
                 wave.inline(open, offset, now, self.reader.data())?;
@@ -177,7 +179,8 @@ impl<'a> TarInput<'a> {
             if now < len {
                 open.rest.push((offset + now, len - now));
             }
-            if wave.bytes >= limit {
+            let same_window = |(at, _): &(u64, u64)| at / u64::from(CHUNK_MAX) == window;
+            if wave.bytes >= limit && !open.rest.last().is_some_and(same_window) {
                 return Ok(());
             }
         }

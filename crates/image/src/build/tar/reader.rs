@@ -6,7 +6,8 @@
 //!   sparse files: GNU 'S' (map in the header), pax 0.0 and 0.1 (map in records), 1.0 (in the data)
 //! ```
 //!
-//! Every length that an archive declares is bounded before anything is allocated for it.
+//! Every length that an archive declares is bounded before anything is allocated for it, and what
+//! one header costs does not grow with the headers before it.
 
 use std::io::Read;
 
@@ -16,11 +17,14 @@ use super::{
     super::xattrs,
     records::{Records, decimal, time},
 };
-use crate::corrupt;
+use crate::{FILE_MAX, corrupt};
 
 const BLOCK: usize = 512;
 /// Longest pax header or GNU long name: 16 MiB holds every xattr that Linux allows on a file.
 const META_MAX: u64 = 16 << 20;
+/// Longest records in force for all files that follow, together: they are looked at once a file,
+/// so 64 KiB cost no more than 128 times the file's own header.
+const GLOBAL_MAX: usize = 64 << 10;
 /// Longest map of a sparse file, in pieces: 1 GiB of alternating blocks.
 const SPARSE_MAX: usize = 1 << 18;
 
@@ -58,7 +62,7 @@ pub(super) struct Reader<R> {
 
 impl<R: Read> Reader<R> {
     pub(super) fn new(input: R) -> Self {
-        Self { input, padding: 0, global: Records::default() }
+        Self { input, padding: 0, global: Records::new(GLOBAL_MAX) }
     }
 
     /// The stream, for an entry's data: exactly `stored_len` bytes must be read from it.
@@ -68,7 +72,7 @@ impl<R: Read> Reader<R> {
 
     /// The next entry; `None` at the end of the archive, which must be marked as such.
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
-        let mut records = Records::default();
+        let mut records = Records::new(META_MAX as usize);
         let (mut long_path, mut long_link) = (None, None);
         self.skip_padding()?;
         loop {
@@ -96,6 +100,10 @@ impl<R: Read> Reader<R> {
                     apply(&records, &mut entry)?;
                     self.padding = padding(entry.stored_len);
                     self.sparse(&records, old_map, &mut entry)?;
+                    if entry.size > FILE_MAX {
+                        let (path, size) = (show(&entry.path), entry.size);
+                        return Err(corrupt(format!("{path} in the archive has {size} bytes")));
+                    }
                     return Ok(Some(entry));
                 }
             }
@@ -232,7 +240,8 @@ impl<R: Read> Reader<R> {
 }
 
 fn padding(len: u64) -> usize {
-    (len.next_multiple_of(BLOCK as u64) - len) as usize
+    // A declared length may be the highest number there is.
+    (len.wrapping_neg() % BLOCK as u64) as usize
 }
 
 pub(super) fn cannot_read(error: std::io::Error) -> Error {
@@ -356,12 +365,14 @@ fn apply(records: &Records, entry: &mut Entry) -> Result<()> {
             _ => {
                 let name = key.strip_prefix("SCHILY.xattr.").map(str::as_bytes);
                 if let Some(name) = name.filter(|name| xattrs::wanted(name)) {
-                    entry.xattrs.retain(|(other, _)| **other != *name);
                     entry.xattrs.push((name.into(), value.into()));
                 }
             }
         }
     }
-    entry.xattrs.sort();
+    // Of two with one name the later one counts.
+    entry.xattrs.reverse();
+    entry.xattrs.sort_by(|a, b| a.0.cmp(&b.0));
+    entry.xattrs.dedup_by(|a, b| a.0 == b.0);
     Ok(())
 }

@@ -1,19 +1,30 @@
 //! Pax records: `LENGTH KEY=VALUE\n`, the length counting itself.
 
+use std::collections::BTreeMap;
+
 use burgeon_block::{Error, Result};
 
 use crate::corrupt;
 
-/// Keys and values, in order; a later one of the same key replaces an earlier one, but for the
-/// pairs of sparse format 0.0, which are kept apart.
-#[derive(Default)]
+/// Keys and values, by key; a later one of the same key replaces an earlier one, but for the pairs
+/// of sparse format 0.0, which are kept apart, in order.
 pub(super) struct Records {
-    pairs: Vec<(String, Vec<u8>)>,
+    pairs: BTreeMap<String, Vec<u8>>,
     sparse: Vec<u64>,
+    /// Bytes that may still come, whatever they replace.
+    room: usize,
 }
 
 impl Records {
+    /// None yet; all that will be added may have `len_max` bytes.
+    pub(super) fn new(len_max: usize) -> Self {
+        Self { pairs: BTreeMap::new(), sparse: Vec::new(), room: len_max }
+    }
+
     pub(super) fn extend(&mut self, mut bytes: &[u8]) -> Result<()> {
+        self.room = self.room.checked_sub(bytes.len()).ok_or_else(|| {
+            corrupt("the extended headers of the archive are longer than Linux has a use for")
+        })?;
         while !bytes.is_empty() {
             let (record, rest) = split_record(bytes).ok_or_else(bad)?;
             bytes = rest;
@@ -24,14 +35,13 @@ impl Records {
                 self.sparse.push(decimal(value)?);
                 continue;
             }
-            self.pairs.retain(|(other, _)| other != key);
-            self.pairs.push((key.to_owned(), value.to_vec()));
+            self.pairs.insert(key.to_owned(), value.to_vec());
         }
         Ok(())
     }
 
     pub(super) fn get(&self, key: &str) -> Option<&[u8]> {
-        self.pairs.iter().find(|(other, _)| other == key).map(|(_, value)| value.as_slice())
+        self.pairs.get(key).map(Vec::as_slice)
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &[u8])> {
@@ -104,15 +114,16 @@ mod tests {
 
     #[test]
     fn records_are_read_and_replaced() {
-        let mut records = Records::default();
+        let mut records = Records::new(24);
         records.extend(b"12 path=abc\n11 size=123\n").unwrap_err();
-        let mut records = Records::default();
+        let mut records = Records::new(36);
         records.extend(b"12 path=abc\n12 size=123\n").unwrap();
         assert_eq!(records.get("path"), Some(&b"abc"[..]));
         records.extend(b"12 path=\n=x\n").unwrap();
         assert_eq!(records.get("path"), Some(&b"\n=x"[..]));
+        records.extend(b"6 a=b\n").unwrap_err();
         for bad in [&b"x"[..], b"5 a=b\n", b"0 a=b\n", b"99 a=b\n", b"6 ab\n\n", b"8 a=b\n\n"] {
-            assert!(Records::default().extend(bad).is_err(), "{bad:?}");
+            assert!(Records::new(100).extend(bad).is_err(), "{bad:?}");
         }
     }
 
