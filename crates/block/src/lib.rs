@@ -15,6 +15,7 @@ mod checksum;
 mod counters;
 mod digest;
 mod error;
+mod pages;
 mod range;
 mod seams;
 
@@ -22,6 +23,7 @@ pub use checksum::ChecksumKind;
 pub use counters::{Counter, Counters, Histogram, HistogramSnapshot};
 pub use digest::Digest;
 pub use error::{Error, ErrorKind, Result};
+pub use pages::Pages;
 pub use range::ByteRange;
 pub use seams::{
     BlockDevice, BlockSource, Collecting, Lease, LocalFile, ObjectId, ObjectStore, TryRead,

@@ -30,7 +30,6 @@
 compile_error!("Burgeon mounts with Linux system calls; build it for Linux");
 
 pub mod btrfs_mount;
-mod buffer;
 mod connection;
 mod fuse;
 mod loopdev;
@@ -40,7 +39,6 @@ mod slots;
 mod sys;
 pub mod ublk;
 
-pub use buffer::AlignedBuffer;
 pub use connection::Connection;
 pub use loopdev::{LoopDevice, LoopOptions};
 pub use server::{End, ServeOptions, Server, serve};

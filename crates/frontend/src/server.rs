@@ -31,13 +31,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Result, TryRead};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Pages, Result, TryRead};
 use tokio::{runtime::Handle, sync::Semaphore};
 
 pub use self::control::End;
 use self::control::{Control, Parked};
 use crate::{
-    buffer::AlignedBuffer,
     fuse::{Operation, READ_BUFFER_MIN, READ_MAX, Request},
     slots::{REQUEST_LEN, SLOT_COUNT, Slots},
     sys::failed,
@@ -98,7 +97,7 @@ pub fn serve<D: BlockDevice>(
     });
     let mut server = Server { control, threads: Vec::new() };
     for _ in 0..options.threads.clamp(1, SLOT_COUNT as usize / 2) {
-        let buffer = AlignedBuffer::new(READ_MAX)
+        let buffer = Pages::zeroed(READ_MAX as u64)
             .ok_or_else(|| failed("no memory for a reader's buffer", rustix::io::Errno::NOMEM))?;
         let worker = worker.clone();
         let thread = thread::Builder::new()
@@ -168,7 +167,7 @@ struct BlockRead {
 
 impl<D: BlockDevice> Worker<D> {
     /// A reader thread's life.
-    fn run(self: Arc<Self>, mut buffer: AlignedBuffer) {
+    fn run(self: Arc<Self>, mut buffer: Pages) {
         stop::accept_interrupts();
         while let Some(slot) = self.control.next_replay() {
             if self.replay(slot, &mut buffer) == Handled::Answered {
@@ -223,7 +222,7 @@ impl<D: BlockDevice> Worker<D> {
         Ok(())
     }
 
-    fn replay(self: &Arc<Self>, slot: u32, buffer: &mut AlignedBuffer) -> Handled {
+    fn replay(self: &Arc<Self>, slot: u32, buffer: &mut Pages) -> Handled {
         let control = &self.control;
         if control.slots.begin_replay(slot) < REPLAYS_MAX {
             return self.handle(slot, buffer, true);
@@ -236,7 +235,7 @@ impl<D: BlockDevice> Worker<D> {
     }
 
     /// Answers the request in `slot`, now or with a task.
-    fn handle(self: &Arc<Self>, slot: u32, buffer: &mut AlignedBuffer, replayed: bool) -> Handled {
+    fn handle(self: &Arc<Self>, slot: u32, buffer: &mut Pages, replayed: bool) -> Handled {
         let control = &self.control;
         let begun = Instant::now();
         let Some(request) = Request::parse(&control.slots.request(slot)) else {
@@ -270,7 +269,7 @@ impl<D: BlockDevice> Worker<D> {
         Ok(u64::from(len).min(self.device.size().saturating_sub(offset)) as usize)
     }
 
-    fn read(self: &Arc<Self>, slot: u32, read: BlockRead, buffer: &mut AlignedBuffer) -> Handled {
+    fn read(self: &Arc<Self>, slot: u32, read: BlockRead, buffer: &mut Pages) -> Handled {
         let control = &self.control;
         let bytes = &mut buffer.bytes_mut()[..read.len];
         let tried = catch_unwind(AssertUnwindSafe(|| self.device.try_read(read.offset, bytes)));
@@ -319,11 +318,11 @@ impl<D: BlockDevice> Worker<D> {
         parked.answered();
     }
 
-    async fn fetch(&self, read: BlockRead) -> Result<AlignedBuffer, i32> {
+    async fn fetch(&self, read: BlockRead) -> Result<Pages, i32> {
         let blocks = read.len.div_ceil(BLOCK_SIZE as usize) as u32;
         // Held until the reply is built; an error would mean a closed semaphore: none is.
         let _room = self.miss_blocks.acquire_many(blocks).await.map_err(|_| libc::EIO)?;
-        let mut buffer = AlignedBuffer::new(read.len).ok_or(libc::ENOMEM)?;
+        let mut buffer = Pages::zeroed(read.len as u64).ok_or(libc::ENOMEM)?;
         let bytes = &mut buffer.bytes_mut()[..read.len];
         self.device.read(read.offset, bytes).await.map_err(|error| error.errno())?;
         Ok(buffer)

@@ -27,7 +27,7 @@ use seed::{LazyData, Seed};
 use tempfile::TempDir;
 
 const SPROUT_LEN: u64 = 256 << 20;
-const GONE_MAX: Duration = Duration::from_secs(10);
+const GONE_MAX: Duration = Duration::from_secs(60);
 
 /// The devices of one mount; what a drop leaves goes with its last user.
 struct Devices {

@@ -15,8 +15,8 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::BLOCK_SIZE;
-use burgeon_frontend::{AlignedBuffer, Connection, ServeOptions, Slots, serve};
+use burgeon_block::{BLOCK_SIZE, Pages};
+use burgeon_frontend::{Connection, ServeOptions, Slots, serve};
 use common::{Computed, Watchdog, block_ok, runtime};
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
@@ -50,7 +50,7 @@ fn a_hit_allocates_nothing() {
     let options = ServeOptions::new(runtime.handle().clone());
     let server = serve(fuse, slots.clone(), Arc::new(Computed::hits(1 << 40)), &options).unwrap();
     let file = connection.open_file().unwrap();
-    let mut buffer = AlignedBuffer::new(64 * BLOCK_SIZE as usize).unwrap();
+    let mut buffer = Pages::zeroed(64 * BLOCK_SIZE).unwrap();
     let mut read = |block: u64, count: usize| {
         let bytes = &mut buffer.bytes_mut()[..count * BLOCK_SIZE as usize];
         file.read_exact_at(bytes, block * BLOCK_SIZE).unwrap();

@@ -13,9 +13,9 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::BLOCK_SIZE;
+use burgeon_block::{BLOCK_SIZE, Pages};
 use burgeon_frontend::{
-    AlignedBuffer, Connection, End, LoopDevice, LoopOptions, ServeOptions, Server, Slots, serve,
+    Connection, End, LoopDevice, LoopOptions, ServeOptions, Server, Slots, serve,
 };
 use common::{Computed, Watchdog, block_ok, open_direct, runtime};
 
@@ -48,8 +48,8 @@ fn setup_with(device: Arc<Computed>, change: fn(&mut ServeOptions)) -> Setup {
     Setup { slots, server, file, runtime, watchdog }
 }
 
-fn read_blocks(file: &File, first: u64, count: usize) -> io::Result<AlignedBuffer> {
-    let mut buffer = AlignedBuffer::new(count * BLOCK_SIZE as usize).unwrap();
+fn read_blocks(file: &File, first: u64, count: usize) -> io::Result<Pages> {
+    let mut buffer = Pages::zeroed(count as u64 * BLOCK_SIZE).unwrap();
     file.read_exact_at(buffer.bytes_mut(), first * BLOCK_SIZE)?;
     Ok(buffer)
 }
@@ -80,7 +80,7 @@ fn a_loop_on_the_fuse_file_reads_right_and_leaves_nothing() {
     drop(reader);
     let number = device.number();
     let ended = server.ended();
-    device.detach(Duration::from_secs(10)).unwrap();
+    device.detach(Duration::from_secs(60)).unwrap();
     assert!(!fs::exists(format!("/sys/block/loop{number}/loop")).unwrap());
     assert_eq!(runtime.block_on(ended), End::Unmounted);
     assert_eq!(server.stop(Duration::ZERO), 0);
@@ -98,7 +98,7 @@ fn a_detached_loop_in_use_goes_with_its_last_user() {
     assert!(error.to_string().contains("still in use"), "{error}");
     assert!(block_ok(read_blocks(&reader, 9, 1).unwrap().bytes(), 9));
     drop(reader);
-    LoopDevice::wait_until_free(number, Duration::from_secs(10)).unwrap();
+    LoopDevice::wait_until_free(number, Duration::from_secs(60)).unwrap();
     assert_eq!(runtime.block_on(server.ended()), End::Unmounted);
 }
 
@@ -161,7 +161,7 @@ fn a_server_in_the_same_process_takes_over_what_was_stopped() {
             assert!(block_ok(reader.join().unwrap().bytes(), block), "block {block}");
         }
         assert_eq!(slots.counters().replayed.get(), 32);
-        assert_eq!(second.stop(Duration::from_secs(10)), 0);
+        assert_eq!(second.stop(Duration::from_secs(60)), 0);
     });
 }
 
@@ -276,7 +276,7 @@ fn a_loop_grows_and_changes_its_file() {
     file.set_len(2 << 20).unwrap();
     device.grow().unwrap();
     assert_eq!(size(), 2 << 20);
-    device.detach(Duration::from_secs(10)).unwrap();
+    device.detach(Duration::from_secs(60)).unwrap();
 
     let [one, two] = [1, 2].map(|byte| {
         let file = tempfile::tempfile().unwrap();
@@ -289,7 +289,7 @@ fn a_loop_grows_and_changes_its_file() {
     device.change_file(&two).unwrap();
     assert_eq!(read_blocks(&reader, 1, 1).unwrap().bytes(), [2; 4096]);
     drop(reader);
-    device.detach(Duration::from_secs(10)).unwrap();
+    device.detach(Duration::from_secs(60)).unwrap();
 }
 
 #[test]

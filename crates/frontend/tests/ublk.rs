@@ -7,9 +7,9 @@ mod common;
 
 use std::{fs::File, io, os::unix::fs::FileExt, path::PathBuf, sync::Arc, thread};
 
-use burgeon_block::BLOCK_SIZE;
+use burgeon_block::{BLOCK_SIZE, Pages};
 use burgeon_frontend::{
-    AlignedBuffer, End, ServeOptions, Slots,
+    End, ServeOptions, Slots,
     ublk::{self, Control},
 };
 use common::{Computed, block_ok, open_direct, runtime};
@@ -66,7 +66,7 @@ impl Drop for Served {
 }
 
 fn read(file: &File, block: u64, count: usize) -> io::Result<()> {
-    let mut buffer = AlignedBuffer::new(count * BLOCK_SIZE as usize).unwrap();
+    let mut buffer = Pages::zeroed(count as u64 * BLOCK_SIZE).unwrap();
     file.read_exact_at(buffer.bytes_mut(), block * BLOCK_SIZE)?;
     for (n, bytes) in buffer.bytes().chunks_exact(BLOCK_SIZE as usize).enumerate() {
         assert!(block_ok(bytes, block + n as u64), "block {} has wrong bytes", block + n as u64);

@@ -24,9 +24,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Result, TryRead};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Pages, Result, TryRead};
 use burgeon_frontend::{
-    AlignedBuffer, End, ServeOptions, Slots,
+    End, ServeOptions, Slots,
     ublk::{self, Control},
 };
 use common::{block_ok, fill, open_direct, runtime};
@@ -269,7 +269,7 @@ impl Drop for StopOnDrop<'_> {
 
 /// Reads `count` blocks from block `first` on and checks every byte.
 fn read_ok(file: &File, first: u64, count: usize) {
-    let mut buffer = AlignedBuffer::new(count * BLOCK_SIZE as usize).unwrap();
+    let mut buffer = Pages::zeroed(count as u64 * BLOCK_SIZE).unwrap();
     file.read_exact_at(buffer.bytes_mut(), first * BLOCK_SIZE).unwrap();
     for (block, bytes) in (first..).zip(buffer.bytes().chunks_exact(BLOCK_SIZE as usize)) {
         assert!(block_ok(bytes, block), "block {block} has wrong bytes");

@@ -15,8 +15,8 @@ use std::{
     time::Instant,
 };
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, Error, LocalFile, Result, TryRead};
-use burgeon_volume::{Limits, Pages, Volume};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, Error, LocalFile, Pages, Result, TryRead};
+use burgeon_volume::{Limits, Volume};
 use common::{Image, Source, cache_file, image};
 
 #[global_allocator]

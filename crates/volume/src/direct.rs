@@ -6,13 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, LocalFile, Result};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, LocalFile, Pages, Result};
 use rustix::{
     fs::{FallocateFlags, OFlags, SeekFrom, fallocate, fdatasync, seek},
     io::{Errno, retry_on_intr},
 };
-
-use crate::Pages;
 
 /// How a [`DirectFile`] reaches its bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -203,10 +201,9 @@ impl LocalFile for DirectFile {
 
 #[cfg(test)]
 mod tests {
-    use burgeon_block::{ByteRange, LocalFile};
+    use burgeon_block::{ByteRange, LocalFile, Pages};
 
     use super::DirectFile;
-    use crate::Pages;
 
     #[test]
     fn holes_data_and_unaligned_buffers() {

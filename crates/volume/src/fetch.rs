@@ -3,13 +3,13 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, ErrorKind, LocalFile, Result,
+    BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, ErrorKind, LocalFile, Pages, Result,
 };
 use burgeon_image::{AddressMap, Chunk, decode_chunk};
 use bytes::Bytes;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::{Bug, Limits, Pages, Sabotage, Volume, flights::Cost};
+use crate::{Bug, Limits, Sabotage, Volume, flights::Cost};
 
 /// When to try again and when to give up.
 struct Tries {

@@ -17,16 +17,13 @@ use std::{
     sync::{Arc, PoisonError},
 };
 
-use burgeon_block::{Counters, Error, ErrorKind, Result};
+use burgeon_block::{Counters, Error, ErrorKind, Pages, Result};
 use tokio::{
     sync::{OwnedSemaphorePermit, watch},
     task::AbortHandle,
 };
 
-use crate::{
-    Pages,
-    sync::{AtomicBool, Mutex, MutexGuard, Ordering},
-};
+use crate::sync::{AtomicBool, Mutex, MutexGuard, Ordering};
 
 /// What a fetch took, for whoever accounts for it.
 #[derive(Clone, Copy, Default, Debug)]

@@ -4,8 +4,8 @@ mod common;
 
 use std::sync::Arc;
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Counters, ErrorKind, TryRead};
-use burgeon_volume::{LazyDevice, Pages};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Counters, ErrorKind, Pages, TryRead};
+use burgeon_volume::LazyDevice;
 use common::{DATA_START, setup};
 
 const OFFSETS: [u64; 3] = [64 << 10, 64 << 20, 256 << 30];

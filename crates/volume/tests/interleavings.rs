@@ -20,8 +20,7 @@ mod sync {
 
 use std::sync::Arc;
 
-use burgeon_block::{Counters, Error, ErrorKind};
-pub(crate) use burgeon_volume::Pages;
+use burgeon_block::{Counters, Error, ErrorKind, Pages};
 use flights::{Cost, Flight, FlightTable, Landed, Seats, Waiter};
 use presence::Presence;
 use shuttle::{

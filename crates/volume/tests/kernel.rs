@@ -6,8 +6,8 @@ mod common;
 
 use std::sync::Arc;
 
-use burgeon_block::{BLOCK_SIZE, Counters, LocalFile};
-use burgeon_volume::{Access, CacheState, DirectFile, Limits, Pages, Volume};
+use burgeon_block::{BLOCK_SIZE, Counters, LocalFile, Pages};
+use burgeon_volume::{Access, CacheState, DirectFile, Limits, Volume};
 use common::{CHUNKS, Source, image};
 use rustix::mount::{MountFlags, mount};
 use testkit::Space;

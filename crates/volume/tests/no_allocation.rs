@@ -4,8 +4,8 @@ mod common;
 #[path = "common/counting.rs"]
 mod counting;
 
-use burgeon_block::{BlockDevice, TryRead};
-use burgeon_volume::{LazyDevice, Pages};
+use burgeon_block::{BlockDevice, Pages, TryRead};
+use burgeon_volume::LazyDevice;
 use common::{DATA_START, setup};
 
 #[global_allocator]

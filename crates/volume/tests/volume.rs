@@ -161,13 +161,13 @@ async fn rotten_lost_and_foreign_blocks_are_misses() {
     setup.read(all(&setup)).await.unwrap();
     setup.settle().await;
     let file = common::cache_file(&setup.dir, &setup.image);
-    let mut block = burgeon_volume::Pages::zeroed(BLOCK_SIZE).unwrap();
+    let mut block = burgeon_block::Pages::zeroed(BLOCK_SIZE).unwrap();
     file.read_at(9 * BLOCK_SIZE, block.bytes_mut()).unwrap();
     block.bytes_mut()[4000] ^= 4;
     file.write_at(9 * BLOCK_SIZE, block.bytes()).unwrap();
     file.punch_hole(ByteRange::at(70 * BLOCK_SIZE, BLOCK_SIZE).unwrap()).unwrap();
 
-    let mut buf = burgeon_volume::Pages::zeroed(2 * BLOCK_SIZE).unwrap();
+    let mut buf = burgeon_block::Pages::zeroed(2 * BLOCK_SIZE).unwrap();
     let answer = setup.volume.try_read(setup.blocks(8, 2), buf.bytes_mut(), &setup.counters);
     assert_eq!(answer.unwrap(), TryRead::Absent);
     assert_eq!(setup.volume.materialised_bytes(), all(&setup).len() - BLOCK_SIZE);

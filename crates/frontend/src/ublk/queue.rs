@@ -9,7 +9,7 @@ use std::{
     time::Instant,
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, TryRead};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Pages, TryRead};
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::{
     mm::{MapFlags, ProtFlags, mmap, munmap},
@@ -18,7 +18,7 @@ use rustix::{
 use zerocopy::IntoBytes;
 
 use super::{Shared, uapi::*};
-use crate::{buffer::AlignedBuffer, fuse::READ_MAX, server::End};
+use crate::{fuse::READ_MAX, server::End};
 
 /// `user_data` of the read that waits for the mailbox; others are tags.
 const WAKE: u64 = u64::MAX;
@@ -27,7 +27,7 @@ pub(super) struct Queue<D> {
     number: u16,
     ring: IoUring,
     descriptors: Descriptors,
-    buffer: AlignedBuffer,
+    buffer: Pages,
     /// Where the read of the mailbox's eventfd puts its count.
     wakes: Box<u64>,
     /// Tags whose fetch command is in the kernel.
@@ -62,7 +62,7 @@ impl<D: BlockDevice> Queue<D> {
             .setup_coop_taskrun()
             .setup_defer_taskrun()
             .build(entries)?;
-        let buffer = AlignedBuffer::new(READ_MAX).ok_or(io::ErrorKind::OutOfMemory)?;
+        let buffer = Pages::zeroed(READ_MAX as u64).ok_or(io::ErrorKind::OutOfMemory)?;
         let descriptors = Descriptors::map(&shared.file, number, depth)?;
         let wakes = Box::new(0);
         let (fetching, parked) = (0, 0);
@@ -262,15 +262,11 @@ async fn miss<D: BlockDevice>(parked: Parked, device: Arc<D>, read: BlockRead) {
     parked.answer(result);
 }
 
-async fn fetch<D: BlockDevice>(
-    shared: &Shared,
-    device: &D,
-    read: BlockRead,
-) -> Result<AlignedBuffer, i32> {
+async fn fetch<D: BlockDevice>(shared: &Shared, device: &D, read: BlockRead) -> Result<Pages, i32> {
     let blocks = read.len.div_ceil(BLOCK_SIZE as usize) as u32;
     // Held until the reply is built; an error would mean a closed semaphore: none is.
     let _room = shared.miss_blocks.acquire_many(blocks).await.map_err(|_| libc::EIO)?;
-    let mut buffer = AlignedBuffer::new(read.len).ok_or(libc::ENOMEM)?;
+    let mut buffer = Pages::zeroed(read.len as u64).ok_or(libc::ENOMEM)?;
     let bytes = &mut buffer.bytes_mut()[..read.len];
     device.read(read.offset, bytes).await.map_err(|error| error.errno())?;
     Ok(buffer)

@@ -229,7 +229,7 @@ pub(crate) async fn read<F: LocalFile + 'static>(
     range: ByteRange,
     counters: &Counters,
 ) -> Result<()> {
-    let mut pages = burgeon_volume::Pages::zeroed(range.len()).unwrap();
+    let mut pages = burgeon_block::Pages::zeroed(range.len()).unwrap();
     let buf = pages.bytes_mut();
     if volume.try_read(range, buf, counters)? == TryRead::Served {
         counters.hits.add(1);

@@ -1,5 +1,6 @@
-use burgeon_block::BLOCK_SIZE;
 use zerocopy::{FromBytes, FromZeros as _, Immutable, IntoBytes, KnownLayout};
+
+use crate::BLOCK_SIZE;
 
 /// One block in memory, aligned as direct I/O wants it.
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout)]
