@@ -16,7 +16,7 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, kill_process};
-use testkit::{Burgeon, Mounted, Rng, Space, wait_until};
+use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -65,9 +65,8 @@ impl Load {
     /// Waits until `count` more reads are done.
     fn await_reads(&self, count: u64) {
         let goal = self.reads.load(SeqCst) + count;
-        let done = wait_until(Duration::from_secs(60), || {
-            self.reads.load(SeqCst) >= goal || self.thread.is_finished()
-        });
+        let done =
+            wait_until(PATIENCE, || self.reads.load(SeqCst) >= goal || self.thread.is_finished());
         assert!(done, "the reader hangs");
     }
 
@@ -109,7 +108,7 @@ fn kill(pid: i32) {
         let state = fs::read_to_string(format!("{folder}/stat")).unwrap_or_default();
         state.is_empty() || state.contains(") Z ")
     };
-    assert!(wait_until(Duration::from_secs(10), dead), "{pid} does not die");
+    assert!(wait_until(PATIENCE, dead), "{pid} does not die");
 }
 
 fn drop_caches() {
@@ -133,7 +132,7 @@ fn killing_the_server_under_load_costs_no_error() {
         let file = File::create(&path).unwrap();
         file.write_all_at(format!("{round}").as_bytes(), 0).unwrap();
         file.sync_all().unwrap();
-        let next = wait_until(Duration::from_secs(10), || {
+        let next = wait_until(PATIENCE, || {
             pid(&burgeon, "server_pid").is_some_and(|next| Some(next) != server)
         });
         assert!(next, "no new server after round {round}, seed {seed}");
@@ -180,7 +179,7 @@ fn a_supervisor_dies_and_the_user_unmounts_before_there_is_another() {
     pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
     rustix::mount::unmount(&at, rustix::mount::UnmountFlags::empty()).unwrap();
     std::mem::forget(mounted);
-    let gone = wait_until(Duration::from_secs(15), || burgeon.processes().is_empty());
+    let gone = wait_until(PATIENCE, || burgeon.processes().is_empty());
     assert!(gone, "the orphan stays without a mount to serve: {:?}", burgeon.processes());
     burgeon.ok(&["doctor", "--repair"]);
     burgeon.ok(&["doctor"]);
@@ -197,7 +196,7 @@ fn killing_both_costs_errors_until_the_next_daemon() {
     let server = pid(&burgeon, "server_pid");
     pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
     server.into_iter().for_each(kill);
-    let dead = wait_until(Duration::from_secs(10), || burgeon.processes().is_empty());
+    let dead = wait_until(PATIENCE, || burgeon.processes().is_empty());
     assert!(dead);
     drop_caches();
     let error = fs::read(at.join("data")).unwrap_err();
@@ -211,9 +210,8 @@ fn killing_both_costs_errors_until_the_next_daemon() {
     let list = burgeon.ok(&["writes", "list"]);
     assert!(list.contains("mounted") && !list.contains("kept"), "{list}");
     burgeon.ok(&["doctor", "--repair"]);
-    let back = wait_until(Duration::from_secs(10), || {
-        fs::read(at.join("data")).is_ok_and(|bytes| bytes == *expected)
-    });
+    let back =
+        wait_until(PATIENCE, || fs::read(at.join("data")).is_ok_and(|bytes| bytes == *expected));
     assert!(back, "{:#}", burgeon.status());
     burgeon.ok(&["doctor"]);
     burgeon.umount(mounted);
@@ -239,7 +237,7 @@ fn umount_takes_the_folder_away_where_no_daemon_does() {
         let kept = if writes.is_empty() { "discarded" } else { "kept as \"w\"" };
         assert!(said.contains(kept), "{said}");
         assert_eq!(folders(), 0, "server killed, too: {with_server}");
-        assert!(wait_until(Duration::from_secs(15), || burgeon.processes().is_empty()));
+        assert!(wait_until(PATIENCE, || burgeon.processes().is_empty()));
         // The lock that was taken to clear up is in nobody's way.
         let again = burgeon.mount("sample", &at, &["--read-only"]);
         burgeon.umount(again);
@@ -272,7 +270,7 @@ fn a_live_mount_whose_record_is_damaged_is_left_alone() {
     burgeon.fails(&again, 5, "are mounted on");
     write_synced(&at.join("written"));
     burgeon.umount(mounted);
-    assert!(wait_until(Duration::from_secs(15), || !folder.exists()), "{:?}", folders());
+    assert!(wait_until(PATIENCE, || !folder.exists()), "{:?}", folders());
     burgeon.umount(mounted_other);
     let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
     assert!(at.join("kept").exists() && at.join("written").exists());
@@ -320,14 +318,13 @@ fn a_file_system_that_a_killed_supervisor_left_frozen_is_thawed() {
             text.contains("\"frozen\": true")
         })
     };
-    let died =
-        wait_until(Duration::from_secs(20), || is_frozen() && burgeon.processes().len() == 1);
+    let died = wait_until(PATIENCE, || is_frozen() && burgeon.processes().len() == 1);
     assert!(died, "{:?}", burgeon.processes());
     let path = at.join("written-while-frozen");
     let writer = thread::spawn(move || write_synced(&path));
     thread::yield_now();
     burgeon.ok(&["doctor", "--repair"]);
-    let thawed = wait_until(Duration::from_secs(30), || !is_frozen() && writer.is_finished());
+    let thawed = wait_until(PATIENCE, || !is_frozen() && writer.is_finished());
     if !thawed {
         let _ = std::process::Command::new("fsfreeze").arg("--unfreeze").arg(&at).status();
     }
@@ -367,7 +364,7 @@ fn a_supervisor_killed_while_it_mounts_leaves_nothing_that_stays() {
         // The first mount has been handed from supervisor to supervisor all the while.
         drop_caches();
         assert!(fs::read(at.join("data")).unwrap() == *expected, "round {round}, seed {seed}");
-        let one_left = wait_until(Duration::from_secs(15), || {
+        let one_left = wait_until(PATIENCE, || {
             burgeon.status()["mounts"].as_array().is_some_and(|mounts| mounts.len() == 1)
                 && fs::read_dir(burgeon.state().join("mounts")).unwrap().count() == 1
         });

@@ -7,10 +7,9 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    time::Duration,
 };
 
-use testkit::{Burgeon, Rng, Space, wait_until};
+use testkit::{Burgeon, PATIENCE, Rng, Space, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -55,7 +54,7 @@ impl Drop for Cgroup {
         for process in self.processes() {
             let _ = Command::new("kill").args(["-9", &process]).status();
         }
-        wait_until(Duration::from_secs(10), || fs::remove_dir(&self.0).is_ok());
+        wait_until(PATIENCE, || fs::remove_dir(&self.0).is_ok());
     }
 }
 
@@ -89,7 +88,7 @@ fn a_small_cgroup_writes_and_reads_more_than_it_has_memory() {
     );
     let mut child = cgroup.shell(&script).spawn().unwrap();
     let mut ended = None;
-    wait_until(Duration::from_secs(120), || {
+    wait_until(PATIENCE, || {
         ended = child.try_wait().unwrap();
         ended.is_some()
     });

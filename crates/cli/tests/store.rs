@@ -195,7 +195,7 @@ fn a_store_that_goes_away_is_an_error_until_it_is_back() {
         std::thread::spawn(move || fs::read(file))
     };
     // The reader waits for the store, and gets its bytes when that is back.
-    let waits = testkit::wait_until(std::time::Duration::from_secs(20), || {
+    let waits = testkit::wait_until(testkit::PATIENCE, || {
         !burgeon.status()["mounts"][0]["last_source_error"].is_null()
     });
     assert!(waits, "{:#}", burgeon.status());

@@ -277,9 +277,7 @@ fn writes_go_to_a_device_of_the_users() {
         let pid = rustix::process::Pid::from_raw(pid as i32).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
     }
-    assert!(testkit::wait_until(std::time::Duration::from_secs(30), || {
-        burgeon.processes().is_empty()
-    }));
+    assert!(testkit::wait_until(testkit::PATIENCE, || { burgeon.processes().is_empty() }));
     burgeon.fails(&["writes", "rm", "w"], 5, "are mounted on");
     assert_eq!(state_of_writes(&burgeon), "mounted");
     burgeon.umount(mounted);

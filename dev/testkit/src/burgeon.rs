@@ -5,15 +5,11 @@ use std::{
     path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
-    time::Duration,
 };
 
 use serde_json::Value;
 
-use crate::{Mounted, Space, kill, loop_devices, processes_with, wait_until};
-
-/// How long letting go may take: a loop device detaches when its last user has gone.
-const RELEASE_LIMIT: Duration = Duration::from_secs(15);
+use crate::{Mounted, PATIENCE, Space, kill, loop_devices, processes_with, wait_until};
 
 /// One installation: the program, its state directory, its daemon.
 ///
@@ -141,7 +137,7 @@ impl Burgeon {
     /// What is still there of this installation, after a while for it to go.
     fn leftovers(&self) -> Vec<String> {
         let mut left = Vec::new();
-        wait_until(RELEASE_LIMIT, || {
+        wait_until(PATIENCE, || {
             let processes = self.processes();
             let commands = processes.iter().map(|id| {
                 let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();

@@ -55,6 +55,10 @@ pub fn kill(id: u32) {
     );
 }
 
+/// How long to wait for what must come: on a busy machine everything takes many times as long,
+/// and a test that passes never waits so long. No figure of Burgeon's hangs on it.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
 /// Waits until `condition` holds, at most `limit`; says whether it does.
 pub fn wait_until(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let end = Instant::now() + limit;

@@ -1,7 +1,14 @@
-//! A place for one test: a mount namespace of the test's thread and a folder of its own, both
-//! gone when it ends.
+//! A place for one test: a mount namespace and a table of open files of the test's thread, and a
+//! folder of its own, all gone when it ends.
+//!
+//! Tests of one program run side by side in its threads. A program that one of them starts begins
+//! as a copy of the process, with everything that all threads have open, and keeps that until it
+//! executes; on a busy machine that takes a while. Meanwhile a file that another test has closed
+//! is still open: its mount is busy, and when it is removed its room stays taken. So each test
+//! has open files of its own, which the others' programs do not inherit.
 
 use std::{
+    cell::Cell,
     ffi::CString,
     fs,
     os::unix::ffi::OsStrExt,
@@ -15,7 +22,7 @@ use rustix::{
     thread::{UnshareFlags, unshare_unsafe},
 };
 
-/// A private mount namespace of the calling thread and a temporary folder.
+/// A private mount namespace and open files of the calling thread, and a temporary folder.
 ///
 /// Programs that the thread starts inherit the namespace; other threads do not see its mounts.
 pub struct Space {
@@ -23,9 +30,13 @@ pub struct Space {
 }
 
 impl Space {
-    /// Makes both. `label` names the folder. Panics without root: the tests mount for real.
+    /// Makes them. `label` names the folder. Panics without root: the tests mount for real.
+    ///
+    /// Nothing but the standard streams is open in this thread afterwards, so it comes first in a
+    /// test; threads that the test starts share its files.
     pub fn new(label: &str) -> Self {
         static COUNT: AtomicU64 = AtomicU64::new(0);
+        own_files();
         // SAFETY: changes this thread's own view of mounts and its own current folder only.
         unsafe { unshare_unsafe(UnshareFlags::NEWNS | UnshareFlags::FS) }
             .expect("cannot make a mount namespace: kernel tests need root (CAP_SYS_ADMIN)");
@@ -67,6 +78,21 @@ impl Space {
     pub fn mounts(&self) -> Vec<PathBuf> {
         mounts_below(&self.folder)
     }
+}
+
+/// Leaves the table of open files that the process's threads share, once a thread.
+fn own_files() {
+    thread_local!(static DONE: Cell<bool> = const { Cell::new(false) });
+    if DONE.replace(true) {
+        return;
+    }
+    // Both in one call: a copy of what other tests have open would hold it for the whole test.
+    // SAFETY: what this thread's table loses is open on in the others' table; nothing that this
+    // thread still uses was opened before, as tests begin with this.
+    let done = unsafe {
+        libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE)
+    };
+    assert_eq!(done, 0, "close_range: {}", std::io::Error::last_os_error());
 }
 
 impl Drop for Space {
@@ -155,6 +181,30 @@ mod tests {
         std::mem::forget(disk);
         drop(space);
         assert!(!folder.exists());
+    }
+
+    #[test]
+    fn what_one_test_has_open_no_program_of_another_inherits() {
+        let space = Space::new("files");
+        let path = space.path("open");
+        let _file = std::fs::File::create(&path).unwrap();
+        let holds = |entry: std::fs::DirEntry| {
+            std::fs::read_link(entry.path()).is_ok_and(|target| target == path)
+        };
+        let is_open = || {
+            let files = std::fs::read_dir("/proc/thread-self/fd").unwrap();
+            files.flatten().any(holds)
+        };
+        assert!(is_open());
+        std::thread::scope(|scope| {
+            let own = scope.spawn(is_open).join().unwrap();
+            assert!(own, "a test's own threads share its files");
+            let other = scope.spawn(|| {
+                let _other = Space::new("other-files");
+                is_open()
+            });
+            assert!(!other.join().unwrap(), "another test's thread would hand the file on");
+        });
     }
 
     #[test]
