@@ -1,4 +1,10 @@
 //! kill -9 of the serving process, a hundred times, under load: no read fails, no byte is wrong.
+//!
+//! How long readers stall is printed and not asserted: it is the time of a `fork`, an `exec` and a
+//! few reads of small files, which on a busy machine is the scheduler's and the disk's time, not
+//! ours. What makes it long or short by our doing is an order of events, and that is asserted: a
+//! dead server costs exactly one new one, and that one answers *every* reader, the ones that were
+//! waiting when the old one died, too, before it is killed in turn.
 
 // Helpers outside test functions are tests, too.
 #![allow(clippy::unwrap_used)]
@@ -10,46 +16,54 @@ use std::{
     time::Duration,
 };
 
-use testkit::{AlignedBlock, Burgeon, Fio, Pattern, Rng, Space, btrfs_check, kill, wait_until};
+use testkit::{
+    AlignedBlock, Burgeon, Fio, PATIENCE, Pattern, Rng, Space, btrfs_check, kill, wait_until,
+};
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
 const KILLS: u64 = 100;
-/// A read that takes so long hangs: the serving process is back within a second or so, but a
-/// loaded machine may be slow.
-const HANG: Duration = Duration::from_secs(20);
+const READERS: usize = 3;
 
 struct Load {
     pattern: Pattern,
     stop: AtomicBool,
-    reads: AtomicU64,
+    /// Done by each reader.
+    reads: [AtomicU64; READERS],
     slowest_us: AtomicU64,
 }
 
 impl Load {
     /// Reads random blocks past the page cache and checks each, until told to stop.
-    fn read(&self, path: &Path, seed: u64) {
+    fn read(&self, path: &Path, reader: usize) {
+        let seed = self.pattern.seed + reader as u64;
         let file = Pattern::open_direct(path).unwrap();
         let (mut rng, mut buffer) = (Rng::new(seed), AlignedBlock::default());
         while !self.stop.load(Relaxed) {
             let block = rng.below(self.pattern.blocks);
             let took = self.pattern.check(&file, block, &mut buffer);
             let took = took.unwrap_or_else(|error| panic!("reader {seed}: {error:#}"));
-            self.reads.fetch_add(1, Relaxed);
+            self.reads[reader].fetch_add(1, Relaxed);
             self.slowest_us.fetch_max(took.as_micros() as u64, Relaxed);
         }
+    }
+}
+
+impl Load {
+    fn reads(&self) -> [u64; READERS] {
+        std::array::from_fn(|reader| self.reads[reader].load(Relaxed))
     }
 }
 
 /// The serving process's id, once there is one that is not `old`.
 fn server(burgeon: &Burgeon, old: Option<u64>) -> u64 {
     let mut pid = None;
-    let there = wait_until(HANG, || {
+    let there = wait_until(PATIENCE, || {
         let status = burgeon.status();
         pid = status["server_pid"].as_u64().filter(|pid| Some(*pid) != old);
         let serving = |mount: &serde_json::Value| mount["state"] == "serving";
         pid.is_some() && status["mounts"].as_array().is_some_and(|m| m.iter().all(serving))
     });
-    assert!(there, "no serving process after {HANG:?}: {}", burgeon.status());
+    assert!(there, "no serving process after {PATIENCE:?}: {}", burgeon.status());
     pid.unwrap_or_default()
 }
 
@@ -69,7 +83,7 @@ fn a_hundred_kills_under_load_cost_no_error() {
     let load = Load {
         pattern,
         stop: AtomicBool::new(false),
-        reads: AtomicU64::new(0),
+        reads: Default::default(),
         slowest_us: AtomicU64::new(0),
     };
     let written = at.join("written");
@@ -88,9 +102,9 @@ fn a_hundred_kills_under_load_cost_no_error() {
     let mut fio_runs = 0;
     let stop_on_panic = StopOnDrop(&load.stop);
     thread::scope(|scope| {
-        for reader in 0..3 {
+        for reader in 0..READERS {
             let (load, path) = (&load, at.join("pattern"));
-            scope.spawn(move || load.read(&path, seed + reader));
+            scope.spawn(move || load.read(&path, reader));
         }
         let writer = scope.spawn(|| {
             let mut runs = 0;
@@ -105,11 +119,13 @@ fn a_hundred_kills_under_load_cost_no_error() {
         let mut pid = server(&burgeon, None);
         for number in 0..KILLS {
             thread::sleep(Duration::from_millis(rng.below(150)));
-            let before = load.reads.load(Relaxed);
             kill(pid as u32);
             pid = server(&burgeon, Some(pid));
-            let more = wait_until(HANG, || load.reads.load(Relaxed) > before + 10);
-            assert!(more, "reads stand still after kill {number} of seed {seed}");
+            let before = load.reads();
+            // The first of them may have waited since before the kill.
+            let all = || load.reads().iter().zip(before).all(|(now, before)| *now >= before + 2);
+            let answered = wait_until(PATIENCE, all);
+            assert!(answered, "a reader waits after kill {number} of seed {seed}");
         }
         load.stop.store(true, Relaxed);
         fio_runs = writer.join().unwrap();
@@ -120,11 +136,11 @@ fn a_hundred_kills_under_load_cost_no_error() {
     let reads = &status["mounts"][0]["reads"];
     println!(
         "{} reads, slowest {} ms, {fio_runs} fio runs; {reads}",
-        load.reads.load(Relaxed),
+        load.reads().iter().sum::<u64>(),
         load.slowest_us.load(Relaxed) / 1000
     );
     assert_eq!(reads["failed_reads"], 0, "{status}");
-    assert!(status["server_restarts"].as_u64().unwrap() >= KILLS, "{status}");
+    assert_eq!(status["server_restarts"], KILLS, "one new server a kill: {status}");
     assert!(reads["replayed"].as_u64().unwrap() > 0, "some requests were taken over: {status}");
     btrfs_check(at).unwrap();
     burgeon.umount(mounted);
