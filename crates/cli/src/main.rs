@@ -23,6 +23,11 @@ use clap::Parser;
 fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
     if let [_, verb, rest @ ..] = arguments.as_slice() {
+        if verb.as_encoded_bytes().starts_with(b"__") {
+            // Lists of processes would show `exe`: that is how these are run. It matters to no one
+            // but whoever reads such a list.
+            let _ = rustix::thread::set_name(c"burgeon");
+        }
         let path = rest.first().map(Path::new).unwrap_or(Path::new(""));
         match verb.to_str() {
             Some("__supervise") => return burgeon_daemon::supervise(path),

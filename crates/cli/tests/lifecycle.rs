@@ -2,11 +2,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, path::Path, time::Duration};
+use std::{fs, path::Path};
 
 use rustix::mount::{UnmountFlags, unmount};
 use serde_json::Value;
-use testkit::{Burgeon, Rng, Space, compare, loop_devices, wait_until};
+use testkit::{Burgeon, PATIENCE, Rng, Space, compare, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -69,15 +69,39 @@ fn a_plain_umount_releases_everything() {
     fs::write(at.join("new"), "lost at umount").unwrap();
     let before = burgeon.status();
     let device = mounts(&before)[0]["device"].as_str().unwrap().replace("/dev/", "");
+    // A device that somebody else has attached meanwhile has another number of its own.
+    let attached = || {
+        let folder = Path::new("/sys/block").join(&device);
+        let number = fs::read_to_string(folder.join("diskseq")).unwrap();
+        folder.join("loop/backing_file").exists().then_some(number)
+    };
+    let ours = attached();
+    assert!(ours.is_some());
     unmount(&at, UnmountFlags::empty()).unwrap();
     std::mem::forget(mounted);
-    let released = wait_until(Duration::from_secs(15), || {
+    let released = wait_until(PATIENCE, || {
         mounts(&burgeon.status()).is_empty()
             && fs::read_dir(burgeon.state().join("mounts")).unwrap().count() == 0
     });
     assert!(released, "{:#}", burgeon.status());
-    let loops = loop_devices();
-    assert!(!loops.iter().any(|l| l.name == device && l.backing == Path::new("/")), "{loops:?}");
+    assert_ne!(attached(), ours, "{device} is still attached");
+}
+
+#[test]
+fn the_daemons_processes_are_called_burgeon() {
+    let space = Space::new("names");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&sample(&space, 3), "sample");
+    let mounted = burgeon.mount("sample", &space.path("at"), &["--read-only"]);
+    let processes = burgeon.processes();
+    assert_eq!(processes.len(), 2, "a supervisor and a server");
+    for process in processes {
+        let line = fs::read(format!("/proc/{process}/cmdline")).unwrap();
+        let program = line.split(|byte| *byte == 0).next().unwrap();
+        assert!(program.ends_with(b"burgeon"), "{:?}", String::from_utf8_lossy(program));
+        assert_eq!(fs::read_to_string(format!("/proc/{process}/comm")).unwrap(), "burgeon\n");
+    }
+    burgeon.umount(mounted);
 }
 
 #[test]
@@ -202,9 +226,7 @@ fn a_filled_mount_has_everything_and_needs_its_store_no_more() {
     burgeon.build(&tree, "sample");
     let at = space.path("at");
     let mounted = burgeon.mount("sample", &at, &["--read-only", "--fill"]);
-    let filled = wait_until(Duration::from_secs(60), || {
-        mounts(&burgeon.status())[0]["fill"]["state"] == "done"
-    });
+    let filled = wait_until(PATIENCE, || mounts(&burgeon.status())[0]["fill"]["state"] == "done");
     let status = burgeon.status();
     assert!(filled, "{status:#}");
     let mount = &mounts(&status)[0];

@@ -19,7 +19,7 @@ use std::{
     io::Read,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    process::{Command, ExitCode, Stdio},
+    process::{ExitCode, Stdio},
 };
 
 use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
@@ -35,6 +35,7 @@ use crate::{
     id::Fsid,
     paths::StateDir,
     protocol::{Failure, MountRequest},
+    start::this_program,
     writes::{RECORD_FORMAT, Record},
 };
 
@@ -303,8 +304,7 @@ pub(crate) fn make_folder(path: &Path) -> Result<()> {
 /// Prepares in a process of its own: describing a million files takes memory, which must not
 /// stay with the supervisor.
 fn run_process(store: &Path, digest: &Digest, folder: &Path) -> Result<()> {
-    let output = Command::new("/proc/self/exe")
-        .arg("__prepare")
+    let output = this_program("__prepare")
         .arg(store)
         .arg(digest.to_string())
         .arg(folder)

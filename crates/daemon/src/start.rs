@@ -10,7 +10,7 @@
 use std::{
     fs::OpenOptions,
     io::Read,
-    os::unix::fs::OpenOptionsExt,
+    os::unix::{fs::OpenOptionsExt, process::CommandExt},
     path::Path,
     process::{Command, Stdio},
 };
@@ -51,8 +51,7 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
         .open(state.log_file())
         .map_err(|e| Error::io(format!("cannot open {}", state.log_file().display()), e))?;
     let failed = |e| Error::io("cannot start the daemon", e);
-    let mut child = Command::new("/proc/self/exe")
-        .arg("__supervise")
+    let mut child = this_program("__supervise")
         .arg(state.root())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -78,6 +77,14 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
             }
         }
     }
+}
+
+/// This very program, also when its file has been replaced, to run as `verb`. It shows as
+/// `burgeon` in lists of processes.
+pub(crate) fn this_program(verb: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("burgeon").arg(verb);
+    command
 }
 
 /// Begins a new log when the old one is long; the one before is kept.

@@ -11,7 +11,7 @@
 
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
-    process::{Child, Command, Stdio},
+    process::{Child, Stdio},
     sync::{Arc, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -23,6 +23,7 @@ use super::{Supervisor, table::Serving};
 use crate::{
     client::socket_path,
     link::{Attach, FromServer},
+    start::this_program,
     wire,
 };
 
@@ -77,8 +78,7 @@ impl Supervisor {
     fn spawn(&self) -> Result<Running> {
         let failed = |e| Error::io("cannot start the serving process", e);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
-        let child = Command::new("/proc/self/exe")
-            .arg("__serve")
+        let child = this_program("__serve")
             .arg(self.state.root())
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())

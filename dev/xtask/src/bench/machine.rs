@@ -25,6 +25,11 @@ pub(crate) fn private_mounts() -> Result<()> {
     Ok(())
 }
 
+/// Shows this process's own namespace of processes in `/proc`, in its own mounts.
+pub(crate) fn own_processes() -> Result<()> {
+    run("mount", &["-t", "proc", "proc", "/proc"]).map(drop)
+}
+
 /// Runs a program to its end; gives its standard output.
 pub(crate) fn run<A: AsRef<OsStr>>(program: &str, arguments: &[A]) -> Result<String> {
     let mut command = Command::new(program);
@@ -51,12 +56,25 @@ pub(crate) fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(f64, T)> {
     Ok((started.elapsed().as_secs_f64(), result))
 }
 
-/// A new folder below the system's temporary one, removed with all it holds.
+/// A path for this process's folder below the system's temporary one. The folders of killed
+/// processes go; they are empty, for what was in them was mounted there.
+pub(crate) fn scratch_path(label: &str) -> PathBuf {
+    let temporary = std::env::temp_dir();
+    for entry in fs::read_dir(&temporary).into_iter().flatten().flatten() {
+        let name = entry.file_name().into_string().unwrap_or_default();
+        let owner = name.strip_prefix(label).and_then(|name| name.strip_prefix('-'));
+        if owner.is_some_and(|id| !Path::new("/proc").join(id).exists()) {
+            let _ = fs::remove_dir(entry.path());
+        }
+    }
+    temporary.join(format!("{label}-{}", std::process::id()))
+}
+
+/// A new folder, removed with all it holds.
 pub(crate) struct Folder(PathBuf);
 
 impl Folder {
-    pub(crate) fn new(label: &str) -> Result<Self> {
-        let path = std::env::temp_dir().join(format!("{label}-{}", std::process::id()));
+    pub(crate) fn new(path: PathBuf) -> Result<Self> {
         fs::create_dir_all(&path).with_context(|| format!("{path:?}"))?;
         Ok(Self(path))
     }
@@ -103,7 +121,8 @@ pub(crate) fn mount(options: &[&str], at: &Path) -> Result<Mount> {
     Ok(Mount(at.to_path_buf()))
 }
 
-/// A loop device with direct I/O and 4 KiB blocks, read-only.
+/// A loop device with direct I/O and 4 KiB blocks, read-only. Dropped while something is mounted
+/// from it, it goes with that mount.
 pub(crate) struct Loop(String);
 
 impl Loop {

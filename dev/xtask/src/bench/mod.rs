@@ -8,8 +8,15 @@
 //! ```
 //!
 //! Absolute figures say as much about the machine as about the program: what counts are ratios
-//! of runs that took turns, and of those the median. Everything lies in memory (tmpfs), in a
-//! mount namespace that ends with this process.
+//! of runs that took turns, and of those the median. Everything lies in memory (tmpfs).
+//!
+//! ```text
+//!   xtask bench ── waits for ──► sh, the first process of namespaces of its own
+//!                                 └──► xtask bench, contained ──► burgeon, its daemon, peers
+//! ```
+//!
+//! However the outer process ends, the shell is killed with it, with that its namespaces end, and
+//! with those all processes, mounts and loop devices of the benchmark.
 
 mod build;
 mod burgeon;
@@ -21,11 +28,15 @@ mod reads;
 mod table;
 mod trees;
 
-use std::path::{Path, PathBuf};
+use std::{
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context, Result, ensure};
 
-use machine::{Folder, Mount, is_root, private_mounts, tmpfs};
+use machine::{Folder, Mount, is_root, own_processes, private_mounts, scratch_path, tmpfs};
 use table::Table;
 
 #[derive(clap::Args)]
@@ -66,14 +77,16 @@ pub(crate) struct Bench<'a> {
 
 pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
     ensure!(is_root(), "the benchmark mounts: run it as root");
+    let Some(scratch) = std::env::var_os(SCRATCH) else { return contain() };
     let program = options.burgeon.canonicalize().with_context(|| {
         format!("{} is missing: cargo build --release --package burgeon", options.burgeon.display())
     })?;
     private_mounts()?;
+    own_processes()?;
     let debian = root.join("target/tmp/debian-bookworm");
     let found = if debian.join("usr").exists() { debian } else { "/usr".into() };
     let tree = options.tree.clone().unwrap_or(found);
-    let scratch = Folder::new("burgeon-bench")?;
+    let scratch = Folder::new(scratch.into())?;
     let memory = tmpfs(scratch.path())?;
     let bench = Bench { options, program, tree, _memory: memory, scratch };
     println!("{}", machine::description()?);
@@ -90,6 +103,30 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
         done.with_context(|| format!("measuring {part}"))?;
     }
     println!("{table}");
+    Ok(())
+}
+
+/// Tells the process that measures its folder.
+const SCRATCH: &str = "BURGEON_BENCH_SCRATCH";
+
+/// Runs this program once more, contained, and ends as that does.
+fn contain() -> Result<()> {
+    // SAFETY: only says where this process's children will be; there is one thread.
+    let done = unsafe { libc::unshare(libc::CLONE_NEWPID) };
+    ensure!(done == 0, "no namespace of processes: {}", std::io::Error::last_os_error());
+    let mut command = Command::new("sh");
+    // A shell, because somebody has to wait for daemons that have lost their parents.
+    command.args(["-c", "\"$@\"; exit $?", "sh"]).arg(std::env::current_exe()?);
+    command.args(std::env::args_os().skip(1)).env(SCRATCH, scratch_path("burgeon-bench"));
+    // SAFETY: one system call between fork and exec, which allocates nothing.
+    unsafe {
+        command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        });
+    }
+    let status = command.status().context("cannot run sh")?;
+    ensure!(status.success(), "the benchmark ended early: {status}");
     Ok(())
 }
 

@@ -18,10 +18,9 @@ use super::{
     machine::{Background, Loop, Mount, mount, run, wait_until},
 };
 
-/// A mounted peer. Fields are dropped in this order: the mount, its device, the server.
+/// A mounted peer. Fields are dropped in this order: the mount, and with it its device, the server.
 pub(crate) struct Peer {
     mount: Mount,
-    _device: Loop,
     _server: Option<Background>,
 }
 
@@ -65,7 +64,8 @@ fn make_btrfs(image: &Path, tree: &Path, mib: u64) -> Result<PathBuf> {
 }
 
 fn attach(file: &Path, at: &Path, server: Option<Background>) -> Result<Peer> {
+    // Left to the mount: a benchmark that is killed detaches nothing itself.
     let device = Loop::new(file)?;
     let mount = mount(&["-t", "btrfs", "-o", "ro", device.device()], at)?;
-    Ok(Peer { mount, _device: device, _server: server })
+    Ok(Peer { mount, _server: server })
 }
