@@ -182,7 +182,8 @@ impl Steps<'_> {
         }
     }
 
-    /// Every fuzz target, `seconds` each.
+    /// Every fuzz target, `seconds` each, from no corpus and with one seed: the same inputs in the
+    /// same order each time, more of them on a faster machine.
     fn fuzz(&mut self, seconds: u32) -> Result<()> {
         if !works(&["+nightly", "fuzz", "--version"]) {
             self.left_out.push("fuzzing (needs a nightly toolchain and cargo-fuzz)".into());
@@ -195,23 +196,28 @@ impl Steps<'_> {
         };
         let list = fuzz("list").output().context("cargo fuzz list")?;
         let targets = String::from_utf8_lossy(&list.stdout).into_owned();
-        let runs = targets.split_whitespace().map(|target| {
-            let mut command = fuzz("run");
-            command.args([target, "--"]).args([
-                format!("-max_total_time={seconds}"),
-                "-rss_limit_mb=2048".into(),
-                // Inputs are lists of edits: many at once from the start.
-                "-len_control=0".into(),
-                "-max_len=600".into(),
-            ]);
-            (format!("fuzz {target}, {seconds} s"), command)
-        });
-        let runs: Vec<_> = runs.collect();
-        if runs.is_empty() {
+        if targets.trim().is_empty() {
             self.count("fuzz targets", false);
         }
-        for (name, command) in runs {
-            self.run(&name, command);
+        for target in targets.split_whitespace() {
+            let folder = self.root.join("target/fuzz").join(target);
+            if folder.exists() {
+                fs::remove_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
+            }
+            let (corpus, temporary) = (folder.join("corpus"), folder.join("temporary"));
+            for folder in [&corpus, &temporary] {
+                fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
+            }
+            let mut command = fuzz("run");
+            command.arg(target).arg(&corpus).arg("--").args(fuzz_options(seconds));
+            command.arg(format!("-artifact_prefix={}/", folder.display()));
+            // What a killed run leaves goes with the next one, and never fills /tmp.
+            command.env("TMPDIR", &temporary);
+            let failed = self.failed.len();
+            self.run(&format!("fuzz {target}, {seconds} s"), command);
+            if self.failed.len() > failed {
+                show_inputs(target, &folder)?;
+            }
         }
         Ok(())
     }
@@ -227,6 +233,38 @@ impl Steps<'_> {
         }
         Ok(())
     }
+}
+
+/// libFuzzer's options: bounds that only a bug can reach, however busy the machine is.
+fn fuzz_options(seconds: u32) -> [String; 7] {
+    [
+        format!("-max_total_time={seconds}"),
+        "-seed=1".into(),
+        // Of one input, in seconds: a thousand times what the slowest takes on a quiet machine.
+        "-timeout=300".into(),
+        "-rss_limit_mb=4096".into(),
+        // Threads that are ending still hold memory; safe Rust has better ways to find leaks.
+        "-detect_leaks=0".into(),
+        // Inputs are lists of edits: many at once from the start.
+        "-len_control=0".into(),
+        "-max_len=600".into(),
+    ]
+}
+
+/// Prints the inputs that a fuzzer has left in `folder`, so that a log is enough to try them
+/// again.
+fn show_inputs(target: &str, folder: &Path) -> Result<()> {
+    let mut inputs: Vec<_> = fs::read_dir(folder)?.flatten().map(|entry| entry.path()).collect();
+    inputs.retain(|path| path.is_file());
+    inputs.sort();
+    for path in inputs {
+        let output = Command::new("base64").arg("--wrap=0").arg(&path).output();
+        let text = String::from_utf8(output.context("cannot run base64")?.stdout)?;
+        println!("{}; to try it again:", path.file_name().unwrap_or_default().display());
+        println!("  echo {text} | base64 -d > input");
+        println!("  cargo +nightly fuzz run --fuzz-dir {FUZZ} {target} input");
+    }
+    Ok(())
 }
 
 fn cargo(arguments: &[&str]) -> Command {
@@ -299,7 +337,8 @@ fn leavings() -> Vec<String> {
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
         let program = line.split(|b| *b == 0).next().unwrap_or_default();
-        if program.ends_with(b"/burgeon") {
+        // The daemon's processes call themselves `burgeon`, the commands have a path.
+        if program == b"burgeon" || program.ends_with(b"/burgeon") {
             let shown = String::from_utf8_lossy(&line).replace('\0', " ");
             found.push(format!("process {} ({shown})", entry.file_name().display()));
         }
