@@ -32,6 +32,12 @@ const UBLK_KERNEL: &str = "6.12";
 const SYSTEMD: (&str, &str) = ("burgeon", "systemd");
 const SYSTEMD_KERNEL: &str = "6.12";
 
+/// The test of a machine of little memory, and such a machine: what it writes lies on the folder
+/// that it shares with the host, for the guest's own disk is its memory.
+const LOW_MEMORY: (&str, &str) = ("burgeon", "low_memory");
+const LOW_MEMORY_KERNEL: &str = "6.12";
+const LOW_MEMORY_MB: &str = "384";
+
 /// What the lab needs from Debian, as `dev/need` wants it.
 pub(crate) const NEEDS: [&str; 5] = [
     "qemu-system-x86_64=qemu-system-x86",
@@ -46,6 +52,7 @@ pub(crate) fn runs(root: &Path, cargo: impl Fn() -> Command) -> Result<Vec<(Stri
     let programs = build(root, &PROGRAMS, &cargo)?;
     let ublk = build(root, &UBLK_PROGRAMS, &cargo)?;
     let systemd = build(root, &[SYSTEMD], &cargo)?;
+    let low_memory = build(root, &[LOW_MEMORY], &cargo)?;
     let mut runs: Vec<_> = KERNELS
         .iter()
         .map(|kernel| (format!("Linux {kernel}"), command(root, kernel, &[], &programs)))
@@ -55,6 +62,11 @@ pub(crate) fn runs(root: &Path, cargo: impl Fn() -> Command) -> Result<Vec<(Stri
     let mut unit = command(root, SYSTEMD_KERNEL, &[], &systemd);
     unit.env("LAB_INIT", "systemd");
     runs.push((format!("systemd's unit, on Linux {SYSTEMD_KERNEL}"), unit));
+    let mut small = command(root, LOW_MEMORY_KERNEL, &[], &low_memory);
+    let shared = root.join("target/lab/out");
+    small.env("LAB_MEMORY_MB", LOW_MEMORY_MB).env("LAB_OUT", &shared);
+    small.env("BURGEON_TEST_DIR", shared.join("low-memory"));
+    runs.push((format!("{LOW_MEMORY_MB} MB of memory, on Linux {LOW_MEMORY_KERNEL}"), small));
     Ok(runs)
 }
 
@@ -94,10 +106,12 @@ fn command(root: &Path, kernel: &str, options: &[&str], programs: &[PathBuf]) ->
     // The guest's disk is a tmpfs: what tests write there has to fit into its memory.
     command.env("LAB_MEMORY_MB", "6144");
     let script = r#"
-        export BURGEON_TEST_DIR=/tmp/burgeon-test; mkdir -p "$BURGEON_TEST_DIR"
+        export BURGEON_TEST_DIR="${BURGEON_TEST_DIR:-/tmp/burgeon-test}"; mkdir -p "$BURGEON_TEST_DIR"
         modprobe -q ublk_drv
         s=0; for p; do "$p" --test-threads=1 $TEST_OPTIONS || s=1; done; exit $s"#;
-    command.env("LAB_PASS", "TEST_OPTIONS").env("TEST_OPTIONS", options.join(" "));
+    // The folder of tests is the guest's own, unless whoever calls this sets another.
+    command.env("LAB_PASS", "TEST_OPTIONS BURGEON_TEST_DIR").env_remove("BURGEON_TEST_DIR");
+    command.env("TEST_OPTIONS", options.join(" "));
     command.args(["sh", "-c", script]);
     command.arg("lab").args(programs);
     command
