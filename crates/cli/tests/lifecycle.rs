@@ -260,6 +260,6 @@ fn one_mount_that_cannot_be_unmounted_keeps_no_other_from_it() {
     drop(open);
     let said = burgeon.run(&["umount", nope, b]);
     assert!(said.code == Some(3) && said.stdout.contains(b), "{said:#?}");
-    mounted.map(std::mem::forget);
+    mounted.into_iter().for_each(std::mem::forget);
     assert!(mounts(&burgeon.status()).is_empty());
 }
