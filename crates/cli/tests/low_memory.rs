@@ -35,10 +35,10 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const LEFT: u64 = 40 << 20;
 /// What the hog takes at most.
 const HOG_MAX: u64 = 320 << 20;
-/// 64 MiB of lazy data.
-const COLD: Pattern = Pattern { seed: 384, blocks: 16_384 };
+/// 48 MiB of lazy data.
+const COLD: Pattern = Pattern { seed: 384, blocks: 12_288 };
 /// Rounds of the writer, each with a kill; 8 MiB each.
-const ROUNDS: u64 = 5;
+const ROUNDS: u64 = 4;
 const DIRTY_BLOCKS: u64 = 2048;
 
 fn dirty(round: u64) -> Pattern {
