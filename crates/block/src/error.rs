@@ -17,6 +17,10 @@ pub enum ErrorKind {
     UnsupportedFormat,
     /// A local file failed: no further write to it is safe. `EIO`.
     LocalIo,
+    /// Nothing was ever mapped at this address: only a stray read asks for it. `EIO`.
+    Unmapped,
+    /// The mount has fetched as much as it may: raise its limit. `EIO`.
+    OverLimit,
 }
 
 /// The error of every Burgeon crate: its kind, what was being done to what, and the cause.
@@ -69,7 +73,11 @@ impl Error {
             ErrorKind::NotFound => libc::ENOENT,
             ErrorKind::NoSpace => libc::ENOSPC,
             ErrorKind::UnsupportedFormat => libc::EOPNOTSUPP,
-            ErrorKind::Unavailable | ErrorKind::Corrupt | ErrorKind::LocalIo => libc::EIO,
+            ErrorKind::Unavailable
+            | ErrorKind::Corrupt
+            | ErrorKind::LocalIo
+            | ErrorKind::Unmapped
+            | ErrorKind::OverLimit => libc::EIO,
         }
     }
 }

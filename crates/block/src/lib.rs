@@ -26,7 +26,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use pages::Pages;
 pub use range::ByteRange;
 pub use seams::{
-    BlockDevice, BlockSource, Collecting, Lease, LocalFile, ObjectId, ObjectStore, TryRead,
+    BlockDevice, BlockSource, Collecting, FileIdentity, Lease, LocalFile, ObjectId, ObjectStore,
+    TryRead,
 };
 
 /// A block: the unit of checksums, of caching and of addresses. 4 KiB, as btrfs's sector.

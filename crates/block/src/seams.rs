@@ -42,6 +42,21 @@ impl fmt::Display for ObjectId {
     }
 }
 
+/// What tells one state of a local file from another without reading it. The device number is not
+/// part of it: it may change when the machine starts again, while a file that is another one has
+/// another inode or another change time, which nobody can set.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct FileIdentity {
+    /// Number of the inode.
+    pub inode: u64,
+    /// Length in bytes.
+    pub size: u64,
+    /// Time of the last change of its content, in nanoseconds since 1970.
+    pub mtime_ns: i64,
+    /// Time of the last change of its content or attributes, in nanoseconds since 1970.
+    pub ctime_ns: i64,
+}
+
 /// Reads ranges of objects. What comes back is exactly `range` or an error, and is not verified:
 /// that is the reader's part.
 pub trait BlockSource: Send + Sync {
@@ -53,7 +68,19 @@ pub trait BlockSource: Send + Sync {
         range: ByteRange,
     ) -> impl Future<Output = Result<Bytes>> + Send;
 
-    /// The same into `buf`, for sources that can answer without waiting, as bytes that are
+    /// The bytes of `range` of a local file, and which state of the file they are of: it was this
+    /// before the read and after it. `Unavailable` if it changed meanwhile, `Invalid` from sources
+    /// that have no local files.
+    fn read_identified(
+        &self,
+        object: &ObjectId,
+        _range: ByteRange,
+    ) -> impl Future<Output = Result<(FileIdentity, Bytes)>> + Send {
+        let error = Error::new(ErrorKind::Invalid, format!("{object} is no local file"));
+        std::future::ready(Err(error))
+    }
+
+    /// The same as [`Self::read`] into `buf`, for sources that can answer without waiting, as bytes that are
     /// computed; `None` from all others: ask [`Self::read`].
     fn read_now(
         &self,

@@ -76,7 +76,7 @@ fn classify(error: &anyhow::Error) -> (&'static str, u8) {
 
 fn code(kind: ErrorKind) -> u8 {
     match kind {
-        ErrorKind::Invalid | ErrorKind::LocalIo => 1,
+        ErrorKind::Invalid | ErrorKind::LocalIo | ErrorKind::Unmapped | ErrorKind::OverLimit => 1,
         ErrorKind::NotFound => 3,
         ErrorKind::Corrupt | ErrorKind::UnsupportedFormat => 4,
         ErrorKind::Unavailable => 5,

@@ -125,7 +125,7 @@ impl From<Failure> for Error {
     }
 }
 
-const KINDS: [(ErrorKind, &str); 7] = [
+const KINDS: [(ErrorKind, &str); 9] = [
     (ErrorKind::Invalid, "invalid"),
     (ErrorKind::NotFound, "not-found"),
     (ErrorKind::Unavailable, "unavailable"),
@@ -133,6 +133,8 @@ const KINDS: [(ErrorKind, &str); 7] = [
     (ErrorKind::NoSpace, "no-space"),
     (ErrorKind::UnsupportedFormat, "unsupported-format"),
     (ErrorKind::LocalIo, "local-io"),
+    (ErrorKind::Unmapped, "unmapped"),
+    (ErrorKind::OverLimit, "over-limit"),
 ];
 
 /// How a kind of error is spelled in JSON.

@@ -16,6 +16,7 @@ pub mod build;
 pub mod catalog;
 mod chunk;
 mod container;
+pub mod extents;
 mod inspect;
 mod manifest;
 mod map;
@@ -26,7 +27,9 @@ mod pack;
 mod paths;
 mod prepare;
 
+pub use burgeon_btrfs::DATA_START;
 pub use chunk::{Chunk, Codec, decode_chunk};
+pub use extents::{Content, Extent, ExtentMap, ExtentWriter, Mapping, MappingInfo, Source};
 pub use inspect::MapLine;
 pub use manifest::{ChunkEntry, Limits, Manifest};
 pub use map::AddressMap;

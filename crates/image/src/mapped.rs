@@ -1,4 +1,4 @@
-use std::{fs::File, ops::Deref, path::Path, ptr::NonNull};
+use std::{fs::File, io, ops::Deref, path::Path, ptr::NonNull};
 
 use burgeon_block::{Error, Result};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -21,15 +21,19 @@ impl Mapped {
         let failed = |error| Error::io(format!("cannot open {}", path.display()), error);
         let file = File::open(path).map_err(failed)?;
         let len = file.metadata().map_err(failed)?.len() as usize;
+        Self::of(&file, len).map_err(failed)
+    }
+
+    /// Maps the first `len` bytes of `file`, which is at least as long and stays so.
+    pub(crate) fn of(file: &File, len: usize) -> io::Result<Self> {
         if len == 0 {
             return Ok(Self::Owned(Vec::new()));
         }
         // SAFETY: a new mapping at an address of the kernel's choosing touches nothing of ours.
         let start = unsafe {
             let (prot, flags) = (ProtFlags::READ, MapFlags::PRIVATE);
-            rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, &file, 0)
-        };
-        let start = start.map_err(|error| failed(error.into()))?;
+            rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, file, 0)
+        }?;
         match NonNull::new(start.cast()) {
             Some(start) => Ok(Self::File { start, len }),
             None => Ok(Self::Owned(Vec::new())),

@@ -15,7 +15,7 @@ mod computed;
 mod directory;
 mod reference;
 
-use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, ObjectId, Result};
+use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, Result};
 use bytes::Bytes;
 
 pub use computed::Computed;
@@ -118,6 +118,15 @@ impl BlockSource for Objects {
         }
         self.check_reference(object)?;
         self.files.read(object, range).await
+    }
+
+    async fn read_identified(
+        &self,
+        object: &ObjectId,
+        range: ByteRange,
+    ) -> Result<(FileIdentity, Bytes)> {
+        // No reference of an image: the user of this machine has named this file.
+        self.files.read_identified(object, range).await
     }
 
     fn read_now(&self, object: &ObjectId, range: ByteRange, buf: &mut [u8]) -> Option<Result<()>> {

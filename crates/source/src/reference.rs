@@ -1,15 +1,22 @@
 use std::{
-    fs::File,
+    fs::{File, Metadata},
     io,
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockSource, ByteRange, Error, ErrorKind, ObjectId, Result};
+use burgeon_block::{
+    BLOCK_SIZE, BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, Result,
+};
 use bytes::Bytes;
 use rustix::fs::OFlags;
 
 use crate::{blocking, check_len, too_short};
+
+/// Two changes of a file within this time may leave one and the same change time: kernels count
+/// it in ticks of at most 10 ms.
+const CHANGE_TIME_STEP: Duration = Duration::from_millis(20);
 
 /// Files and block devices outside any store: object `file/srv/disk.img` is `/srv/disk.img`.
 /// Read with O_DIRECT where the file system can: what is read here is cached by the volume, not
@@ -35,18 +42,63 @@ impl Reference {
         }
     }
 
+    /// The object of the regular file at the absolute `path`, and what tells its present state
+    /// from every later one. Waits up to 20 ms if the file has just been changed: only then will
+    /// the next change have another time.
+    pub fn identify(path: &Path) -> Result<(ObjectId, FileIdentity)> {
+        let object = Self::object(path)?;
+        let look = || {
+            let failed = |error| Error::io(format!("cannot look at {}", path.display()), error);
+            let metadata = std::fs::metadata(path).map_err(failed)?;
+            if metadata.is_file() {
+                return Ok(identity(&metadata));
+            }
+            let message = format!("{} is not a regular file", path.display());
+            Err(Error::new(ErrorKind::Invalid, message))
+        };
+        let first = look()?;
+        if !is_fresh(&first) {
+            return Ok((object, first));
+        }
+        std::thread::sleep(CHANGE_TIME_STEP);
+        Ok((object, look()?))
+    }
+
     /// The bytes of `range` of `object`; waits for the disk.
     pub fn read_now(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
-        check_len(object, range)?;
+        let path = path_of(object)?;
+        let failed = |error| Error::io(format!("cannot read {}", path.display()), error);
+        self.read_from(&open(&path).map_err(failed)?, object, range)
+    }
+
+    /// The same with the state of the file that they are of.
+    pub fn read_identified_now(
+        &self,
+        object: &ObjectId,
+        range: ByteRange,
+    ) -> Result<(FileIdentity, Bytes)> {
         let path = path_of(object)?;
         let failed = |error| Error::io(format!("cannot read {}", path.display()), error);
         let file = open(&path).map_err(failed)?;
+        let look = || file.metadata().map(|metadata| identity(&metadata)).map_err(failed);
+        let before = look()?;
+        let bytes = self.read_from(&file, object, range)?;
+        if look()? == before {
+            return Ok((before, bytes));
+        }
+        let message = format!("{} was changed while it was read", path.display());
+        Err(Error::new(ErrorKind::Unavailable, message))
+    }
+
+    fn read_from(&self, file: &File, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
+        check_len(object, range)?;
+        let failed = |error| Error::io(format!("cannot read {object}"), error);
         let blocks = range.to_blocks();
         let mut buf = vec![0; (blocks.len() + BLOCK_SIZE) as usize];
         // O_DIRECT wants an aligned address; a Vec cannot promise one, so take the part that is.
         let shift = buf.as_ptr().align_offset(BLOCK_SIZE as usize);
         let target = &mut buf[shift..shift + blocks.len() as usize];
-        let filled = read_up_to(&file, target, blocks.start()).map_err(failed)?;
+        let filled = read_up_to(file, target, blocks.start()).map_err(failed)?;
         let start = (range.start() - blocks.start()) as usize;
         let end = start + range.len() as usize;
         if filled < end {
@@ -61,6 +113,31 @@ impl BlockSource for Reference {
         let (this, object) = (*self, object.clone());
         blocking(move || this.read_now(&object, range)).await
     }
+
+    async fn read_identified(
+        &self,
+        object: &ObjectId,
+        range: ByteRange,
+    ) -> Result<(FileIdentity, Bytes)> {
+        let (this, object) = (*self, object.clone());
+        blocking(move || this.read_identified_now(&object, range)).await
+    }
+}
+
+fn identity(metadata: &Metadata) -> FileIdentity {
+    let time =
+        |seconds: i64, nanos: i64| seconds.saturating_mul(1_000_000_000).saturating_add(nanos);
+    FileIdentity {
+        inode: metadata.ino(),
+        size: metadata.size(),
+        mtime_ns: time(metadata.mtime(), metadata.mtime_nsec()),
+        ctime_ns: time(metadata.ctime(), metadata.ctime_nsec()),
+    }
+}
+
+fn is_fresh(identity: &FileIdentity) -> bool {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as i64;
+    now.abs_diff(identity.ctime_ns) < CHANGE_TIME_STEP.as_nanos() as u64
 }
 
 fn path_of(object: &ObjectId) -> Result<PathBuf> {
@@ -107,6 +184,32 @@ mod tests {
     use burgeon_block::{ByteRange, ErrorKind};
 
     use super::Reference;
+
+    #[test]
+    fn any_change_of_a_file_changes_its_identity() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = folder.path().join("data");
+        let other = folder.path().join("other");
+        let whole = ByteRange::at(0, 5000).unwrap();
+        std::fs::write(&path, [1; 5000]).unwrap();
+        let (object, first) = Reference::identify(&path).unwrap();
+        let now = || Reference::new().read_identified_now(&object, whole).unwrap();
+        assert_eq!(now(), (first, vec![1; 5000].into()));
+        assert_eq!(Reference::identify(&path).unwrap().1, first, "reading changes nothing");
+        // As quickly as can be: the same length, in place.
+        std::fs::write(&path, [2; 5000]).unwrap();
+        assert_ne!(now().0, first);
+        let (_, second) = Reference::identify(&path).unwrap();
+        // Another file of the same length, with the old modification time.
+        std::fs::write(&other, [3; 5000]).unwrap();
+        let mtime = std::fs::metadata(&path).unwrap().modified().unwrap();
+        std::fs::File::options().write(true).open(&other).unwrap().set_modified(mtime).unwrap();
+        std::fs::rename(&other, &path).unwrap();
+        let third = now().0;
+        assert_eq!(third.mtime_ns, second.mtime_ns);
+        assert_ne!(third, second);
+        assert!(Reference::identify(folder.path()).is_err(), "a folder has no bytes");
+    }
 
     #[test]
     fn reads_unaligned_ranges_and_refuses_to_read_past_the_end() {

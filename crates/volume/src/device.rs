@@ -1,19 +1,24 @@
 use std::{ops::Deref, sync::Arc};
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockDevice, BlockSource, ByteRange, Counters, Error, ErrorKind, LocalFile, Result,
-    TryRead,
+    BLOCK_SIZE, BlockDevice, BlockSource, ByteRange, Counter, Counters, Error, ErrorKind,
+    LocalFile, Result, TryRead,
 };
+use burgeon_image::extents::FileLog;
 
-use crate::{Sabotage, Sound, Volume};
+use crate::{Sabotage, Sound, VirtualArea, Volume};
 
-/// The lazy device of one mount: the shared volume at its lazy addresses, this mount's own
-/// superblocks, and zeros everywhere else.
+/// The lazy device of one mount: the shared volume at its lazy addresses, the mount's virtual area
+/// if it has one, this mount's own superblocks, and zeros everywhere else.
 ///
 /// ```text
-///   0 ···· 64 KiB ···· 64 MiB ···· 256 GiB ···· data.start ══════════ data.end ···· size
-///          superblock  superblock  superblock   lazy data             zeros
+///   0 ···· 64 KiB ···· 64 MiB ···· 256 GiB ···· data.start ══════════ data.end ···· area ═══════ ···· size
+///          superblock  superblock  superblock   lazy data             zeros         mapped content
 /// ```
+///
+/// A mount may have a limit to what it fetches: beyond it only what is local is answered. A limit
+/// is looked at before a fetch, so what is under way then (at most
+/// [`crate::FLIGHTS_MAX`] chunks and one request of each reader) comes on top.
 ///
 /// `C` is where this mount counts: an `Arc<Counters>`, or memory shared with another process.
 /// What is fetched and what was wrong is counted here; hits, misses, failed reads and latencies
@@ -23,11 +28,21 @@ pub struct LazyDevice<S, F, C = Arc<Counters>, B = Sound> {
     counters: C,
     size: u64,
     superblocks: Vec<(u64, Box<[u8; BLOCK_SIZE as usize]>)>,
+    area: Option<Area<S, F, B>>,
+    fetch_limit: u64,
+    over_limit_reads: Counter,
+}
+
+/// A virtual area and where it lies.
+struct Area<S, F, B> {
+    range: ByteRange,
+    area: Arc<VirtualArea<S, F, FileLog, B>>,
 }
 
 /// What lies at an address of the device.
 enum Part {
     Lazy,
+    Virtual,
     Superblock(usize),
     Zeros,
 }
@@ -36,7 +51,7 @@ impl<S, F, C, B> LazyDevice<S, F, C, B>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
-    B: Sabotage,
+    B: Sabotage + Clone,
     C: Deref<Target = Counters>,
 {
     /// A device of `size` bytes with `superblocks` at their offsets. `Invalid` if the size does
@@ -60,7 +75,67 @@ where
                 return invalid(format!("a superblock cannot lie at {offset}"));
             }
         }
-        Ok(Self { volume, counters, size, superblocks })
+        Ok(Self {
+            volume,
+            counters,
+            size,
+            superblocks,
+            area: None,
+            fetch_limit: u64::MAX,
+            over_limit_reads: Counter::default(),
+        })
+    }
+
+    /// The same with `area` from `start` on. `Invalid` if it does not fit there.
+    pub fn with_area(
+        mut self,
+        start: u64,
+        area: Arc<VirtualArea<S, F, FileLog, B>>,
+    ) -> Result<Self> {
+        let data = self.volume.map().data_range();
+        let free = |range: &ByteRange| {
+            range.end() <= self.size
+                && range.to_blocks() == *range
+                && range.intersect(data).is_none()
+                && self.superblocks.iter().all(|(offset, _)| !range.contains(*offset))
+        };
+        let Some(range) = ByteRange::at(start, area.size()).filter(free) else {
+            let message = format!("a virtual area of {} bytes cannot lie at {start}", area.size());
+            return Err(Error::new(ErrorKind::Invalid, message));
+        };
+        self.area = Some(Area { range, area });
+        Ok(self)
+    }
+
+    /// The same with a limit to what this mount fetches, in bytes as the sources send them, over
+    /// all its life ([`Counters::fetched_bytes`]).
+    pub fn with_fetch_limit(mut self, bytes: u64) -> Self {
+        self.fetch_limit = bytes;
+        self
+    }
+
+    /// Reads that were refused because of the fetch limit.
+    pub fn over_limit_reads(&self) -> u64 {
+        self.over_limit_reads.get()
+    }
+
+    /// The virtual area.
+    pub fn area(&self) -> Option<&Arc<VirtualArea<S, F, FileLog, B>>> {
+        self.area.as_ref().map(|area| &area.area)
+    }
+
+    fn may_fetch(&self) -> bool {
+        self.counters.fetched_bytes.get() < self.fetch_limit
+    }
+
+    fn over_limit(&self) -> Error {
+        self.over_limit_reads.add(1);
+        let message = format!(
+            "this mount has fetched {} bytes, and its limit is {}: mount it with a higher --fetch-limit",
+            self.counters.fetched_bytes.get(),
+            self.fetch_limit
+        );
+        Error::new(ErrorKind::OverLimit, message)
     }
 
     /// The volume behind it.
@@ -87,8 +162,11 @@ where
         let data = self.volume.map().data_range();
         let mut end = range.end();
         let mut kind = Part::Zeros;
+        let area = self.area.as_ref().map(|area| area.range);
         if data.contains(at) {
             (kind, end) = (Part::Lazy, end.min(data.end()));
+        } else if let Some(area) = area.filter(|area| area.contains(at)) {
+            (kind, end) = (Part::Virtual, end.min(area.end()));
         } else {
             for (index, (offset, _)) in self.superblocks.iter().enumerate() {
                 if *offset == at {
@@ -99,22 +177,43 @@ where
                     end = end.min(*offset);
                 }
             }
-            if data.start() > at {
-                end = end.min(data.start());
+            for start in [Some(data), area].into_iter().flatten().map(ByteRange::start) {
+                if start > at {
+                    end = end.min(start);
+                }
             }
         }
         // `end > at` by construction, so this is never the fallback.
         (kind, ByteRange::new(at, end).unwrap_or(range))
     }
 
-    /// Fills `out` with what needs no volume; `false` for lazy data.
-    fn fill_local(&self, kind: &Part, out: &mut [u8]) -> bool {
-        match kind {
-            Part::Lazy => return false,
-            Part::Superblock(index) => out.copy_from_slice(&self.superblocks[*index].1[..]),
-            Part::Zeros => out.fill(0),
-        }
-        true
+    /// Fills `out`, which holds `piece`, with what is here; `false` if it has to be fetched.
+    fn fill_now(&self, kind: &Part, piece: ByteRange, out: &mut [u8]) -> Result<bool> {
+        let served = match (kind, &self.area) {
+            (Part::Lazy, _) => self.volume.try_read(piece, out, &self.counters)?,
+            (Part::Virtual, Some(area)) => {
+                let piece = area.offsets(piece);
+                area.area.try_read(piece, out, &self.counters, self.may_fetch())?
+            }
+            (Part::Superblock(index), _) => {
+                out.copy_from_slice(&self.superblocks[*index].1[..]);
+                TryRead::Served
+            }
+            (Part::Zeros | Part::Virtual, _) => {
+                out.fill(0);
+                TryRead::Served
+            }
+        };
+        Ok(served == TryRead::Served)
+    }
+}
+
+impl<S, F, B> Area<S, F, B> {
+    /// Where `piece` of the device lies in the area.
+    fn offsets(&self, piece: ByteRange) -> ByteRange {
+        let start = piece.start() - self.range.start();
+        // It lies inside, so its end does not overflow.
+        ByteRange::at(start, piece.len()).unwrap_or(piece)
     }
 }
 
@@ -122,7 +221,7 @@ impl<S, F, C, B> BlockDevice for LazyDevice<S, F, C, B>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
-    B: Sabotage,
+    B: Sabotage + Clone,
     C: Deref<Target = Counters> + Send + Sync + 'static,
 {
     fn size(&self) -> u64 {
@@ -135,9 +234,7 @@ where
         while at < range.end() {
             let (kind, piece) = self.part(at, range);
             let out = &mut buf[(at - offset) as usize..][..piece.len() as usize];
-            if !self.fill_local(&kind, out)
-                && self.volume.try_read(piece, out, &self.counters)? == TryRead::Absent
-            {
+            if !self.fill_now(&kind, piece, out)? {
                 return Ok(TryRead::Absent);
             }
             at = piece.end();
@@ -151,8 +248,16 @@ where
         while at < range.end() {
             let (kind, piece) = self.part(at, range);
             let out = &mut buf[(at - offset) as usize..][..piece.len() as usize];
-            if !self.fill_local(&kind, out) {
+            if !self.may_fetch() {
+                if !self.fill_now(&kind, piece, out)? {
+                    return Err(self.over_limit());
+                }
+            } else if let (Part::Virtual, Some(area)) = (&kind, &self.area) {
+                area.area.read(area.offsets(piece), out, &self.counters).await?;
+            } else if matches!(kind, Part::Lazy) {
                 self.volume.read(piece, out, &self.counters).await?;
+            } else {
+                self.fill_now(&kind, piece, out)?;
             }
             at = piece.end();
         }

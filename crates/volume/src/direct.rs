@@ -55,6 +55,17 @@ impl DirectFile {
         Ok(Self { file, path: path.to_owned(), len, access })
     }
 
+    /// The same through the page cache, for writes that are smaller than a block.
+    pub(crate) fn open_buffered(path: &Path, len: u64) -> Result<Self> {
+        let failed = |error| Error::io(format!("cannot open {}", path.display()), error);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let file = options.open(path).map_err(failed)?;
+        file.set_len(len).map_err(failed)?;
+        let access = Access::Buffered { reason: "its writes are small".to_owned() };
+        Ok(Self { file, path: path.to_owned(), len, access })
+    }
+
     /// Whether I/O is direct, and why not.
     pub fn access(&self) -> &Access {
         &self.access

@@ -3,7 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, ErrorKind, LocalFile, Pages, Result,
+    BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, ErrorKind, LocalFile, ObjectId, Pages,
+    Result,
 };
 use burgeon_image::{AddressMap, Chunk, decode_chunk};
 use bytes::Bytes;
@@ -12,28 +13,52 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::{Bug, Limits, Sabotage, Volume, flights::Cost};
 
 /// When to try again and when to give up.
-struct Tries {
+pub(crate) struct Tries {
     deadline: Instant,
     pause: Duration,
     pause_max: Duration,
     refetches: u32,
     tries: u32,
+    try_timeout: Duration,
 }
 
 impl Tries {
-    fn new(limits: &Limits, sabotage: &impl Sabotage) -> Self {
+    pub(crate) fn new(limits: &Limits, sabotage: &impl Sabotage) -> Self {
         Self {
             deadline: Instant::now() + limits.deadline,
             pause: limits.backoff_min,
             pause_max: limits.backoff_max,
             refetches: if sabotage.has(Bug::NoRefetch) { 0 } else { limits.refetches },
             tries: 1,
+            try_timeout: if sabotage.has(Bug::NoTimeout) {
+                Duration::MAX
+            } else {
+                limits.try_timeout
+            },
         }
+    }
+
+    /// The answer, or `Unavailable` if it takes too long. A failure is counted in `cost`.
+    pub(crate) async fn wait_for<T>(
+        &self,
+        answer: impl Future<Output = Result<T>>,
+        cost: &mut Cost,
+    ) -> Result<T> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        let patience = match self.try_timeout {
+            Duration::MAX => Duration::MAX,
+            try_timeout => try_timeout.min(left),
+        };
+        let answer = timeout(patience, answer).await.unwrap_or_else(|_| {
+            let message = format!("no answer within {:.1} s", patience.as_secs_f64());
+            Err(Error::new(ErrorKind::Unavailable, message))
+        });
+        answer.inspect_err(|_| cost.source_errors += 1)
     }
 
     /// Waits until the next try is due, or returns `error` as the last word: a source that cannot
     /// be reached is tried until the deadline, a wrong answer is asked for once more.
-    async fn after(&mut self, error: Error, what: String) -> Result<()> {
+    pub(crate) async fn after(&mut self, error: Error, what: String) -> Result<()> {
         self.tries += 1;
         if error.kind() == ErrorKind::Unavailable {
             if Instant::now() + self.pause < self.deadline {
@@ -110,29 +135,13 @@ where
         cost: &mut Cost,
     ) -> Result<Bytes> {
         let object = self.map.object(chunk.object);
-        let answer = self.source.read(object, range);
-        let patience = if self.sabotage.has(Bug::NoTimeout) {
-            Duration::MAX
-        } else {
-            self.limits.try_timeout.min(tries.deadline.saturating_duration_since(Instant::now()))
+        let answer = async {
+            let bytes = self.source.read(object, range).await?;
+            check_len(object, range, &bytes).map(|()| bytes)
         };
-        let answer = timeout(patience, answer).await.unwrap_or_else(|_| {
-            let message = format!("no answer within {:.1} s", patience.as_secs_f64());
-            Err(Error::new(ErrorKind::Unavailable, message))
-        });
-        let wrong_len = |bytes: &Bytes| bytes.len() as u64 != range.len();
-        let answer = match answer {
-            Ok(bytes) if wrong_len(&bytes) => {
-                let message = format!("{object} gave {} bytes for {range}", bytes.len());
-                Err(Error::new(ErrorKind::Corrupt, message))
-            }
-            answer => answer,
-        };
-        match &answer {
-            Ok(bytes) => cost.fetched_bytes += bytes.len() as u64,
-            Err(_) => cost.source_errors += 1,
-        }
-        answer
+        let bytes = tries.wait_for(answer, cost).await?;
+        cost.fetched_bytes += range.len();
+        Ok(bytes)
     }
 
     /// Reads `piece` of a chunk whose object is not to be cached, straight into `buf`.
@@ -185,6 +194,15 @@ where
 fn stored_piece(chunk: &Chunk, piece: ByteRange) -> Option<ByteRange> {
     let start = chunk.stored.start() + (piece.start() - chunk.range.start());
     ByteRange::at(start, piece.len())?.intersect(chunk.stored)
+}
+
+/// Refuses an answer that is not as long as it was asked to be.
+pub(crate) fn check_len(object: &ObjectId, range: ByteRange, bytes: &Bytes) -> Result<()> {
+    if bytes.len() as u64 == range.len() {
+        return Ok(());
+    }
+    let message = format!("{object} gave {} bytes for {range}", bytes.len());
+    Err(Error::new(ErrorKind::Corrupt, message))
 }
 
 pub(crate) fn beyond(range: ByteRange) -> Error {

@@ -99,7 +99,7 @@ type Outcome = Option<Arc<Landed>>;
 #[derive(Clone, Default)]
 pub(crate) struct FlightTable(Arc<Mutex<Entries>>);
 
-type Entries = HashMap<u32, Entry>;
+type Entries = HashMap<u64, Entry>;
 
 /// What a flight shows to those who join it.
 #[derive(Clone)]
@@ -132,12 +132,12 @@ pub(crate) struct LockedTable<'a> {
 
 impl LockedTable<'_> {
     /// Waits with the others, if `chunk` is on its way.
-    pub(crate) fn join(&self, chunk: u32) -> Option<Waiter> {
+    pub(crate) fn join(&self, chunk: u64) -> Option<Waiter> {
         self.flights.get(&chunk).map(|entry| Waiter { entry: entry.clone(), kills: None })
     }
 
     /// Opens a flight for `chunk`; what the task keeps and what its starter waits on.
-    pub(crate) fn insert(&mut self, chunk: u32) -> (Flight, Waiter) {
+    pub(crate) fn insert(&mut self, chunk: u64) -> (Flight, Waiter) {
         let ((landing, outcome), (ending, over)) = (watch::channel(None), watch::channel(()));
         let entry = Entry { outcome, over };
         self.flights.insert(chunk, entry.clone());
@@ -149,16 +149,12 @@ impl LockedTable<'_> {
 /// The task's end of a flight.
 pub(crate) struct Flight {
     table: FlightTable,
-    chunk: u32,
+    chunk: u64,
     landing: watch::Sender<Outcome>,
     _ending: watch::Sender<()>,
 }
 
 impl Flight {
-    pub(crate) fn chunk(&self) -> u32 {
-        self.chunk
-    }
-
     /// Wakes everybody who waits, and everybody who joins before the flight is dropped at once.
     pub(crate) fn land(&self, landed: Arc<Landed>) {
         self.landing.send_replace(Some(landed));

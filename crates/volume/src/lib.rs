@@ -21,6 +21,7 @@
 //!   (`tests/interleavings.rs`).
 //! - No lock is held across I/O, and a hit allocates nothing (`tests/no_allocation.rs`).
 
+mod area;
 mod cache;
 mod device;
 mod direct;
@@ -34,6 +35,7 @@ mod sabotage;
 mod sync;
 mod volume;
 
+pub use area::{AreaStatus, OpenImage, VirtualArea};
 pub use cache::CacheState;
 pub use device::LazyDevice;
 pub use direct::{Access, DirectFile};

@@ -40,10 +40,16 @@ pub enum Bug {
     NoSpaceForever,
     /// Blocks are written to the cache one block too far.
     WriteOneBlockOff,
+    /// A mapped file is read although it is another one now.
+    AcceptOtherIdentity,
+    /// What was first read of a mapped file is not compared with what is read later.
+    SkipFirstSeen,
+    /// Of the first block of a mapped file's chunk alone the checksum is kept.
+    KeepFirstChecksumOnly,
 }
 
 impl Bug {
-    /// All of them.
+    /// Those of the cache of an image.
     pub const ALL: [Self; 18] = [
         Self::SkipCachedChecksum,
         Self::CheckFirstBlockOnly,
@@ -64,6 +70,10 @@ impl Bug {
         Self::NoSpaceForever,
         Self::WriteOneBlockOff,
     ];
+
+    /// Those of a virtual area.
+    pub const AREA: [Self; 3] =
+        [Self::AcceptOtherIdentity, Self::SkipFirstSeen, Self::KeepFirstChecksumOnly];
 }
 
 /// Says which bug a volume has.

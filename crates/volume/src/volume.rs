@@ -103,6 +103,10 @@ impl Drop for Waiting<'_> {
 pub(crate) struct Retrying(Mutex<Option<String>>);
 
 impl Retrying {
+    pub(crate) fn last(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     pub(crate) fn note(&self, error: &Error) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
     }
@@ -187,7 +191,6 @@ where
 
     /// How the volume is.
     pub fn status(&self) -> Status {
-        let last = self.retrying.0.lock().unwrap_or_else(PoisonError::into_inner);
         Status {
             materialised_bytes: self.materialised_bytes(),
             cache: self.cache.state(),
@@ -196,7 +199,7 @@ where
             uncached_chunks: self.cache.uncached_chunks.get(),
             flights: self.flights.len(),
             waiting_readers: self.readers.waiting(),
-            last_source_error: last.clone(),
+            last_source_error: self.retrying.last(),
         }
     }
 
@@ -373,7 +376,7 @@ where
         let (flight, mut waiter, seats) = {
             let mut table = self.flights.lock();
             if !self.sabotage.has(Bug::TwoFlights) {
-                if let Some(waiter) = table.join(index) {
+                if let Some(waiter) = table.join(index.into()) {
                     return Boarding::Flight(waiter);
                 }
                 if self.cache.has(piece) && !self.sabotage.has(Bug::KeepBadBlock) {
@@ -382,10 +385,10 @@ where
             }
             let free = || Arc::clone(&self.seats).try_acquire_owned().ok();
             let Some(seat) = seat.take().or_else(free) else { return Boarding::Full };
-            let (flight, waiter) = table.insert(index);
+            let (flight, waiter) = table.insert(index.into());
             (flight, waiter, Seats { _flight: seat, _background: background.take() })
         };
-        let task = tokio::spawn(Arc::clone(self).fly(flight, seats));
+        let task = tokio::spawn(Arc::clone(self).fly(index, flight, seats));
         if self.sabotage.has(Bug::DroppedReaderKillsFlight) {
             waiter.kills = Some(task.abort_handle());
         }
@@ -393,8 +396,7 @@ where
     }
 
     /// A flight from take-off to the cache: readers are answered as soon as the bytes are good.
-    async fn fly(self: Arc<Self>, flight: Flight, seats: Seats) {
-        let index = flight.chunk();
+    async fn fly(self: Arc<Self>, index: u32, flight: Flight, seats: Seats) {
         let mut cost = Cost::default();
         let mut result = self.fetch(index, &mut cost).await;
         if self.sabotage.has(Bug::LostWaiter) && result.is_err() {
@@ -441,7 +443,7 @@ where
 }
 
 /// The part of `buf`, which holds `range`, that holds `piece`.
-fn part(buf: &mut [u8], range: ByteRange, piece: ByteRange) -> &mut [u8] {
+pub(crate) fn part(buf: &mut [u8], range: ByteRange, piece: ByteRange) -> &mut [u8] {
     let skip = (piece.start() - range.start()) as usize;
     &mut buf[skip..][..piece.len() as usize]
 }

@@ -32,7 +32,7 @@ use tokio::sync::Semaphore;
 
 /// Orders that are tried of each test.
 const ORDERS: usize = 3000;
-const CHUNK: u32 = 7;
+const CHUNK: u64 = 7;
 
 /// The part of a volume that decides who fetches, with counters in place of sources and files.
 struct Cell {

@@ -23,16 +23,20 @@
 //! [`burgeon_volume::Bug`] into the volume and asserts that it is found. One seed is one run:
 //! the same seed, the same run.
 
+mod area;
 mod disk;
 mod exhaustive;
+mod extents;
 mod model;
 mod records;
 mod run;
 mod source;
 mod world;
 
+pub use area::simulate_mapped_file;
 pub use disk::{Crash, Disk, SimFile};
 pub use exhaustive::{Exhausted, crash_at_every_write};
+pub use extents::{MapBug, map_through_power_failures};
 pub use model::Model;
 pub use records::{Folder, Step, publish_survives};
 pub use run::{Report, simulate};

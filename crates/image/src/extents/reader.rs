@@ -1,0 +1,304 @@
+//! Looking up addresses, in the process that serves them.
+
+use std::{
+    collections::HashMap,
+    path::Path,
+    sync::{Arc, PoisonError, RwLock},
+};
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Error, ErrorKind, Result};
+use zerocopy::FromBytes as _;
+
+use super::{
+    FileLog, LogFile, LogView, MappingInfo, Source, block_range,
+    format::{
+        ENTRY_ALIGN, EXTENTS, HEADER_LEN, LogHeader, MappingEntry, Parsed, RECORD_LEN, Record,
+        SOURCES, parse_entry,
+    },
+    unmapped,
+};
+use crate::corrupt;
+
+/// Records between two places of the index in memory: 8 bytes for 128 records.
+const INDEX_STEP: u64 = 128;
+/// Sources that are kept parsed; some 200 bytes each. Beyond them all are forgotten at once.
+const PARSED_MAX: usize = 4096;
+
+/// An extent map as its reader sees it: what was there when it last looked.
+pub struct ExtentMap<L = FileLog> {
+    logs: [L; 2],
+    size: u64,
+    id: u64,
+    view: RwLock<Arc<View>>,
+    parsed: RwLock<HashMap<u64, Parsing>>,
+}
+
+/// A source and the place of its first block checksum.
+type Parsing = (Arc<Source>, u64);
+
+/// A stretch of the area whose content comes from one place.
+#[derive(Clone, Debug)]
+pub struct Extent {
+    /// Bytes of the area, whole blocks.
+    pub range: ByteRange,
+    /// Where they come from.
+    pub source: Arc<Source>,
+    /// The first of them there.
+    pub offset: u64,
+    /// Of a file: where the checksum of its block 0 lies, counted in checksums.
+    pub first_checksum: u64,
+}
+
+/// The committed part of both files.
+pub(super) struct View {
+    id: u64,
+    extents: LogView,
+    sources: LogView,
+    pub(super) records: u64,
+    /// The start of every [`INDEX_STEP`]th record.
+    index: Vec<u64>,
+}
+
+/// A mapping's entry, its place and its end in the table.
+type Placed = (MappingEntry, u64, u64);
+
+impl ExtentMap {
+    /// Opens the map in `folder` that an [`super::ExtentWriter`] made.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let named = |error: Error| {
+            let what = format!("cannot use the extent map in {}", folder.display());
+            Error::with_source(error.kind(), what, error)
+        };
+        let logs = ["extents", "sources"].map(|name| FileLog::open(&folder.join(name)));
+        let [extents, sources] = logs;
+        Self::over([extents.map_err(named)?, sources.map_err(named)?]).map_err(named)
+    }
+}
+
+impl<L: LogFile> ExtentMap<L> {
+    /// The same over any logs: extents and sources.
+    pub fn over(logs: [L; 2]) -> Result<Self> {
+        let (size, id) = check_headers(&logs, false)?;
+        let view = RwLock::new(Arc::new(View::open(&logs, id, None)?));
+        Ok(Self { logs, size, id, view, parsed: RwLock::default() })
+    }
+
+    /// Length of the area in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn view(&self) -> Arc<View> {
+        Arc::clone(&self.view.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Sees what was appended meanwhile.
+    pub fn refresh(&self) -> Result<()> {
+        let view = View::open(&self.logs, self.id, Some(&self.view()))?;
+        *self.view.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(view);
+        Ok(())
+    }
+
+    /// Extents, and ends of mappings.
+    pub fn records(&self) -> u64 {
+        self.view().records
+    }
+
+    /// The extent at byte `offset` of the area. `Unmapped` if there is none, `Corrupt` if the map
+    /// is damaged there.
+    pub fn find(&self, offset: u64) -> Result<Extent> {
+        let view = self.view();
+        let (record, range) = view.locate(offset)?;
+        let (source, first_checksum) = self.source(&view, record.entry_at())?;
+        Ok(Extent { range, source, offset: record.offset(), first_checksum })
+    }
+
+    fn source(&self, view: &View, at: u64) -> Result<Parsing> {
+        if let Some(known) = self.parsed.read().unwrap_or_else(PoisonError::into_inner).get(&at) {
+            return Ok(known.clone());
+        }
+        let (source, first_checksum) = view.source(at)?;
+        let source = (Arc::new(source), first_checksum);
+        let mut parsed = self.parsed.write().unwrap_or_else(PoisonError::into_inner);
+        if parsed.len() >= PARSED_MAX {
+            parsed.clear();
+        }
+        parsed.insert(at, source.clone());
+        Ok(source)
+    }
+
+    /// All mappings, oldest first.
+    pub fn mappings(&self) -> Result<Vec<MappingInfo>> {
+        self.view().mappings()
+    }
+
+    /// The manifests whose images are mapped: they have to be kept.
+    pub fn images(&self) -> Result<Vec<Digest>> {
+        self.view().images()
+    }
+}
+
+/// Checks both headers; the area's length and the map's id.
+pub(super) fn check_headers<L: LogFile>(logs: &[L; 2], writing: bool) -> Result<(u64, u64)> {
+    let read = |log: &L, format, unit| {
+        let len = log.size()?.min(HEADER_LEN);
+        let view = log.view(len)?;
+        let header = LogHeader::read_from_bytes(&view)
+            .map_err(|_| corrupt("the header of the map is cut short"))?;
+        header.check(format, unit, writing)
+    };
+    let extents = read(&logs[0], EXTENTS, RECORD_LEN)?;
+    if extents != read(&logs[1], SOURCES, ENTRY_ALIGN)? {
+        return Err(corrupt("the files of the extent map are of two different maps"));
+    }
+    Ok(extents)
+}
+
+fn record_at(extents: &[u8], index: u64) -> Record {
+    let at = (HEADER_LEN + index * RECORD_LEN) as usize;
+    match Record::read_from_bytes(&extents[at..at + RECORD_LEN as usize]) {
+        Ok(record) => record,
+        Err(_) => unreachable!("the slice has the struct's length"),
+    }
+}
+
+impl View {
+    /// What is committed now: everything up to the last sound END. `before` saves work.
+    pub(super) fn open<L: LogFile>(logs: &[L; 2], id: u64, before: Option<&Self>) -> Result<Self> {
+        let known = before.map_or(0, |before| before.records);
+        let found = (logs[0].size()?.saturating_sub(HEADER_LEN) / RECORD_LEN).max(known);
+        let all = logs[0].view(HEADER_LEN + found * RECORD_LEN)?;
+        let is_end = |index: &u64| {
+            let record = record_at(&all, *index);
+            record.is_end() && record.is_sound(id, *index)
+        };
+        let records = (known..found).rev().find(is_end).map_or(known, |index| index + 1);
+        let sources = logs[1].view(logs[1].size()?)?;
+        let extents = logs[0].view(HEADER_LEN + records * RECORD_LEN)?;
+        let mut index = before.map(|before| before.index.clone()).unwrap_or_default();
+        let steps = (index.len() as u64 * INDEX_STEP..records).step_by(INDEX_STEP as usize);
+        index.extend(steps.map(|index| record_at(&extents, index).start()));
+        Ok(Self { id, extents, sources, records, index })
+    }
+
+    /// The newest mapping. Damage to its entry is no matter to lookups.
+    pub(super) fn last(&self) -> Result<Option<Placed>> {
+        let Some(end) = self.records.checked_sub(1) else { return Ok(None) };
+        let at = self.record(end)?.offset();
+        let (mapping, len) = self.mapping(at)?;
+        Ok(Some((mapping, at, at.saturating_add(len))))
+    }
+
+    fn record(&self, index: u64) -> Result<Record> {
+        let record = record_at(&self.extents, index);
+        if record.is_sound(self.id, index) {
+            return Ok(record);
+        }
+        Err(corrupt(format!("record {index} of the extent map is damaged")))
+    }
+
+    /// The record that `offset` lies in, and how far it goes. Believed only between two sound
+    /// records: a damaged one can mislead the search, but not to them.
+    fn locate(&self, offset: u64) -> Result<(Record, ByteRange)> {
+        let block = offset / BLOCK_SIZE;
+        let group = self.index.partition_point(|start| *start <= block) as u64;
+        let Some(group) = group.checked_sub(1) else { return Err(unmapped(offset)) };
+        let mut low = group * INDEX_STEP;
+        let mut high = (low + INDEX_STEP).min(self.records);
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            if record_at(&self.extents, middle).start() <= block {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        let record = self.record(low)?;
+        let next = if low + 1 < self.records { Some(self.record(low + 1)?) } else { None };
+        let fits = record.start() <= block && next.is_none_or(|next| next.start() > block);
+        if !fits {
+            return Err(corrupt(format!("the extent map is damaged near record {low}")));
+        }
+        match next {
+            Some(next) if !record.is_end() => {
+                Ok((record, block_range(record.start(), next.start() - record.start())?))
+            }
+            _ => Err(unmapped(offset)),
+        }
+    }
+
+    fn source(&self, at: u64) -> Result<(Source, u64)> {
+        match parse_entry(&self.sources, self.id, at)?.0 {
+            Parsed::Source(source, first_checksum) => Ok((source, first_checksum)),
+            Parsed::Mapping(_) => Err(corrupt(format!("entry {at} is the source of no extent"))),
+        }
+    }
+
+    fn mapping(&self, at: u64) -> Result<(MappingEntry, u64)> {
+        match parse_entry(&self.sources, self.id, at)? {
+            (Parsed::Mapping(mapping), len) => Ok((mapping, len)),
+            _ => Err(corrupt(format!("entry {at} of the source table is no mapping"))),
+        }
+    }
+
+    pub(super) fn mappings(&self) -> Result<Vec<MappingInfo>> {
+        let mut mappings = Vec::new();
+        let mut next = self.last()?.map(|(mapping, at, _)| (mapping, at));
+        while let Some((mapping, at)) = next {
+            mappings.push(MappingInfo {
+                label: mapping.label,
+                origin: mapping.origin,
+                range: block_range(mapping.first_block, mapping.blocks)?,
+                len: mapping.len,
+                extents: mapping.extents,
+            });
+            next = match mapping.previous {
+                0 => None,
+                // Backwards only, so a hostile table cannot hold us here.
+                previous if previous < at => Some((self.mapping(previous)?.0, previous)),
+                _ => return Err(corrupt("the mappings of the source table run in a circle")),
+            };
+        }
+        mappings.reverse();
+        Ok(mappings)
+    }
+
+    fn images(&self) -> Result<Vec<Digest>> {
+        let mut images = Vec::new();
+        let mut at = HEADER_LEN;
+        let end = self.last()?.map_or(HEADER_LEN, |(_, _, end)| end);
+        while at < end {
+            match parse_entry(&self.sources, self.id, at) {
+                Ok((parsed, len)) => {
+                    if let Parsed::Source(Source::Image(digest), _) = parsed
+                        && !images.contains(&digest)
+                    {
+                        images.push(digest);
+                    }
+                    at += len;
+                }
+                // What a crash left between two mappings, or damage: look for the next entry.
+                Err(error) if error.kind() == ErrorKind::Corrupt => at += ENTRY_ALIGN,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(images)
+    }
+
+    /// The end of what may ever have been given away: mappings whose END is gone count, too.
+    /// Blocks and checksums.
+    pub(super) fn given_away(&self) -> Result<(u64, u64)> {
+        let last = self.last()?;
+        let mut given = last.as_ref().map_or((0, 0), |(mapping, _, _)| {
+            (mapping.first_block.saturating_add(mapping.blocks), mapping.checksums_end)
+        });
+        let begin = last.map_or(HEADER_LEN, |(_, _, end)| end);
+        for at in (begin..self.sources.len() as u64).step_by(ENTRY_ALIGN as usize) {
+            if let Ok((Parsed::Mapping(lost), _)) = parse_entry(&self.sources, self.id, at) {
+                given.0 = given.0.max(lost.first_block.saturating_add(lost.blocks));
+                given.1 = given.1.max(lost.checksums_end);
+            }
+        }
+        Ok(given)
+    }
+}

@@ -1,0 +1,357 @@
+//! The virtual area of a mount: answers reads of addresses to which content was mapped.
+//!
+//! ```text
+//!   offset ─► extent map ─┬─ computed ─► the source, at once
+//!                         ├─ image ────► that image's Volume: its cache, digests, checksums, flights
+//!                         ├─ file ─────► one flight a chunk: read, same identity? ─► same checksums
+//!                         │              as at first? ─► every waiter
+//!                         └─ nothing ──► Unmapped: EIO, counted
+//! ```
+//!
+//! Invariants, and the tests that hold them:
+//! - An address answers with the same bytes or an error, for ever (the simulator; `tests/area.rs`).
+//! - A file that is not the one that was mapped is an error that names it; a block that was read
+//!   once is never answered with other bytes, whatever the file says of itself (`tests/area.rs`).
+//! - Computed bytes count as fetched, so that a fetch limit holds for them, too.
+
+mod checksums;
+mod file;
+
+use std::{
+    collections::HashMap,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError, RwLock},
+};
+
+use burgeon_block::{
+    BlockSource, ByteRange, Counter, Counters, Digest, Error, ErrorKind, LocalFile, ObjectId,
+    Result, TryRead,
+};
+use burgeon_image::DATA_START;
+use burgeon_image::{
+    Extent, ExtentMap, Source,
+    extents::{CHECKSUMS_MAX, FileLog, LogFile},
+};
+use tokio::sync::Semaphore;
+
+use self::checksums::FirstSeen;
+use crate::{
+    DirectFile, Limits, Sabotage, Sound, Volume,
+    fetch::{Tries, check_len},
+    flights::{Cost, FlightTable},
+    pool::Pool,
+    volume::{Retrying, part},
+};
+
+/// Finds the volume of the image with this manifest; it may wait for a disk.
+pub type OpenImage<S, F, B = Sound> =
+    Box<dyn Fn(&Digest) -> Result<Arc<Volume<S, F, B>>> + Send + Sync>;
+
+type Images<S, F, B> = HashMap<Digest, Arc<Volume<S, F, B>>>;
+
+/// The lazy blocks of one mount to which content is mapped while it runs.
+///
+/// `L` is what the map lies in. Each read brings the mount's [`Counters`], as for [`Volume`].
+pub struct VirtualArea<S, F, L = FileLog, B = Sound> {
+    map: ExtentMap<L>,
+    source: S,
+    first_seen: FirstSeen<F>,
+    images: RwLock<Images<S, F, B>>,
+    open_image: Arc<OpenImage<S, F, B>>,
+    limits: Limits,
+    sabotage: B,
+    cpu: Pool,
+    flights: FlightTable,
+    seats: Arc<Semaphore>,
+    background: Arc<Counters>,
+    retrying: Retrying,
+    unmapped_reads: Counter,
+    changed_reads: Counter,
+    last: Mutex<Last>,
+}
+
+#[derive(Clone, Default)]
+struct Last {
+    unmapped: Option<u64>,
+    changed: Option<String>,
+}
+
+/// A look at an area's health, for `status`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct AreaStatus {
+    /// Length in bytes.
+    pub size: u64,
+    /// Extents, and ends of mappings.
+    pub records: u64,
+    /// Reads of addresses to which nothing is mapped.
+    pub unmapped_reads: u64,
+    /// The last of these addresses.
+    pub last_unmapped: Option<u64>,
+    /// Fetches of files that were replaced or changed since they were mapped.
+    pub changed_reads: u64,
+    /// The last of these, with the file's name.
+    pub last_changed: Option<String>,
+    /// What the source answered last when it did not give good bytes.
+    pub last_source_error: Option<String>,
+    /// Chunks of files under way now.
+    pub flights: usize,
+}
+
+impl<S, F, L, B> std::fmt::Debug for VirtualArea<S, F, L, B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VirtualArea").finish_non_exhaustive()
+    }
+}
+
+impl<S: BlockSource + 'static> VirtualArea<S, DirectFile> {
+    /// Opens the area whose map lies in `folder`; the checksums of mapped files are kept there,
+    /// too. Mapped images are found with `open_image` when they are first read.
+    pub fn open(
+        folder: &Path,
+        source: S,
+        open_image: OpenImage<S, DirectFile>,
+        limits: Limits,
+    ) -> Result<Arc<Self>> {
+        let map = ExtentMap::open(folder)?;
+        // Sparse: 8 bytes for a block that was read.
+        let first_seen = DirectFile::open_buffered(&folder.join("checksums"), CHECKSUMS_MAX * 8)?;
+        Ok(Self::with_sabotage(map, source, first_seen, open_image, limits, Sound))
+    }
+}
+
+impl<S, F, L, B> VirtualArea<S, F, L, B>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+    L: LogFile + 'static,
+    B: Sabotage + Clone,
+{
+    /// The same over any files, with a bug, for the simulation.
+    pub fn with_sabotage(
+        map: ExtentMap<L>,
+        source: S,
+        first_seen: F,
+        open_image: OpenImage<S, F, B>,
+        limits: Limits,
+        sabotage: B,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            map,
+            source,
+            first_seen: FirstSeen::new(first_seen),
+            images: RwLock::default(),
+            open_image: Arc::new(open_image),
+            cpu: Pool::new(limits.cpu_threads),
+            flights: FlightTable::default(),
+            seats: Arc::new(Semaphore::new(limits.flights_max.max(1))),
+            background: Arc::default(),
+            retrying: Retrying::default(),
+            unmapped_reads: Counter::default(),
+            changed_reads: Counter::default(),
+            last: Mutex::default(),
+            limits,
+            sabotage,
+        })
+    }
+
+    /// Length in bytes.
+    pub fn size(&self) -> u64 {
+        self.map.size()
+    }
+
+    /// The map.
+    pub fn map(&self) -> &ExtentMap<L> {
+        &self.map
+    }
+
+    /// Sees what was mapped meanwhile.
+    pub fn refresh(&self) -> Result<()> {
+        self.map.refresh()
+    }
+
+    /// Makes durable what was first seen of mapped files.
+    pub fn sync(&self) -> Result<()> {
+        self.first_seen.sync()
+    }
+
+    /// How the area is.
+    pub fn status(&self) -> AreaStatus {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        AreaStatus {
+            size: self.map.size(),
+            records: self.map.records(),
+            unmapped_reads: self.unmapped_reads.get(),
+            last_unmapped: last.unmapped,
+            changed_reads: self.changed_reads.get(),
+            last_changed: last.changed,
+            last_source_error: self.retrying.last(),
+            flights: self.flights.len(),
+        }
+    }
+
+    /// What no reader was charged for.
+    pub fn background(&self) -> &Counters {
+        &self.background
+    }
+
+    /// Answers from what is local. `range` is whole blocks of the area; without `may_fetch` bytes
+    /// that would have to be computed are `Absent`, too. `Unmapped` where nothing is mapped.
+    pub fn try_read(
+        &self,
+        range: ByteRange,
+        buf: &mut [u8],
+        counters: &Counters,
+        may_fetch: bool,
+    ) -> Result<TryRead> {
+        let mut at = range.start();
+        while at < range.end() {
+            let (extent, piece, offset) = self.piece(at, range)?;
+            let out = part(buf, range, piece);
+            let served = match &*extent.source {
+                Source::Computed(object) => {
+                    may_fetch && self.compute_now(object, offset, out, counters)?
+                }
+                Source::Image(digest) => match self.image_now(digest) {
+                    Some(volume) => {
+                        let lazy = lazy_range(offset, piece.len())?;
+                        volume.try_read(lazy, out, counters)? == TryRead::Served
+                    }
+                    None => false,
+                },
+                // The kernel's page cache is the only one a local file needs.
+                Source::File { .. } => false,
+            };
+            if !served {
+                return Ok(TryRead::Absent);
+            }
+            at = piece.end();
+        }
+        Ok(TryRead::Served)
+    }
+
+    /// Answers from wherever the bytes are. Waits for a source at most `limits.deadline`, and for
+    /// a seat. May be dropped at any await.
+    pub async fn read(
+        self: &Arc<Self>,
+        range: ByteRange,
+        buf: &mut [u8],
+        counters: &Counters,
+    ) -> Result<()> {
+        let mut at = range.start();
+        while at < range.end() {
+            let (extent, piece, offset) = self.piece(at, range)?;
+            let out = part(buf, range, piece);
+            match &*extent.source {
+                Source::Computed(object) => self.compute(object, offset, out, counters).await?,
+                Source::Image(digest) => {
+                    let lazy = lazy_range(offset, piece.len())?;
+                    self.image(digest).await?.read(lazy, out, counters).await?;
+                }
+                Source::File { .. } => self.read_file(&extent, offset, out, counters).await?,
+            }
+            at = piece.end();
+        }
+        Ok(())
+    }
+
+    /// The extent at `at`, its part in `range`, and where that begins in the source.
+    fn piece(&self, at: u64, range: ByteRange) -> Result<(Extent, ByteRange, u64)> {
+        let extent = self.map.find(at).inspect_err(|error| {
+            if error.kind() == ErrorKind::Unmapped {
+                self.unmapped_reads.add(1);
+                self.last.lock().unwrap_or_else(PoisonError::into_inner).unmapped = Some(at);
+            }
+        })?;
+        let rest = ByteRange::new(at, range.end());
+        let piece = rest.and_then(|rest| extent.range.intersect(rest));
+        let offset = extent.offset.checked_add(at - extent.range.start());
+        match piece.zip(offset) {
+            Some((piece, offset)) => Ok((extent, piece, offset)),
+            None => {
+                Err(Error::new(ErrorKind::Corrupt, format!("the extent at {at} is impossible")))
+            }
+        }
+    }
+
+    fn compute_now(
+        &self,
+        object: &ObjectId,
+        offset: u64,
+        out: &mut [u8],
+        counters: &Counters,
+    ) -> Result<bool> {
+        let range = source_range(offset, out.len() as u64)?;
+        let answered = matches!(self.source.read_now(object, range, out), Some(Ok(())));
+        if answered {
+            counters.fetched_bytes.add(range.len());
+        }
+        Ok(answered)
+    }
+
+    async fn compute(
+        &self,
+        object: &ObjectId,
+        offset: u64,
+        out: &mut [u8],
+        counters: &Counters,
+    ) -> Result<()> {
+        if self.compute_now(object, offset, out, counters)? {
+            return Ok(());
+        }
+        let range = source_range(offset, out.len() as u64)?;
+        let mut tries = Tries::new(&self.limits, &self.sabotage);
+        loop {
+            let mut cost = Cost::default();
+            let answer = async {
+                let bytes = self.source.read(object, range).await?;
+                check_len(object, range, &bytes).map(|()| bytes)
+            };
+            let answer = tries.wait_for(answer, &mut cost).await;
+            if answer.is_ok() {
+                (cost.fetches, cost.fetched_bytes) = (1, range.len());
+            }
+            cost.add_to(counters);
+            match answer {
+                Ok(bytes) => {
+                    out.copy_from_slice(&bytes);
+                    return Ok(());
+                }
+                Err(error) => {
+                    self.retrying.note(&error);
+                    tries.after(error, format!("{range} of {object}")).await?;
+                }
+            }
+        }
+    }
+
+    fn image_now(&self, digest: &Digest) -> Option<Arc<Volume<S, F, B>>> {
+        self.images.read().unwrap_or_else(PoisonError::into_inner).get(digest).cloned()
+    }
+
+    async fn image(&self, digest: &Digest) -> Result<Arc<Volume<S, F, B>>> {
+        if let Some(volume) = self.image_now(digest) {
+            return Ok(volume);
+        }
+        let (open, wanted) = (Arc::clone(&self.open_image), *digest);
+        let volume = self.cpu.run(move || open(&wanted)).await?.map_err(|error| {
+            let what = format!("image {digest}, which is mapped, cannot be used");
+            let error = Error::with_source(ErrorKind::Unavailable, what, error);
+            self.retrying.note(&error);
+            error
+        })?;
+        let mut images = self.images.write().unwrap_or_else(PoisonError::into_inner);
+        Ok(Arc::clone(images.entry(*digest).or_insert(volume)))
+    }
+}
+
+fn source_range(offset: u64, len: u64) -> Result<ByteRange> {
+    ByteRange::at(offset, len).ok_or_else(|| {
+        let message = format!("{len} bytes at {offset} are beyond the end of any source");
+        Error::new(ErrorKind::Corrupt, message)
+    })
+}
+
+/// Where `len` bytes from `offset` of an image's data lie in its lazy address space.
+fn lazy_range(offset: u64, len: u64) -> Result<ByteRange> {
+    source_range(offset.saturating_add(DATA_START), len)
+}
