@@ -163,6 +163,21 @@ pub(crate) struct Mount {
     /// Fetch everything in the background
     #[arg(long)]
     pub(crate) fill: bool,
+    /// How the kernel reaches the data: ublk is faster, FUSE is everywhere
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) transport: Transport,
+}
+
+/// As [`burgeon_daemon::protocol::TransportRequest`].
+#[derive(ValueEnum, Clone, Copy, Debug, Default)]
+pub(crate) enum Transport {
+    /// ublk where the kernel has it, else FUSE
+    #[default]
+    Auto,
+    /// A ublk device, or an error
+    Ublk,
+    /// A FUSE file and a loop device
+    Fuse,
 }
 
 #[derive(ClapArgs, Debug)]

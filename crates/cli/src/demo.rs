@@ -108,6 +108,7 @@ impl Stage {
             thin: false,
             writes_device: None,
             fill: false,
+            transport: args::Transport::Auto,
         };
         mount::place(&self.context, args)?;
         Ok(since(begun))

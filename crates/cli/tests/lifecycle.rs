@@ -6,7 +6,7 @@ use std::{fs, path::Path};
 
 use rustix::mount::{UnmountFlags, unmount};
 use serde_json::Value;
-use testkit::{Burgeon, PATIENCE, Rng, Space, compare, wait_until};
+use testkit::{Burgeon, PATIENCE, Rng, Space, compare, ublk_expected, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -49,6 +49,8 @@ fn a_folder_is_mounted_read_and_released() {
     let mount = &mounts(&status)[0];
     assert_eq!(mount["image"], "sample:1");
     assert_eq!(mount["state"], "serving");
+    let transport = if ublk_expected() { "ublk" } else { "FUSE file + loop" };
+    assert_eq!(mount["transport"], transport);
     assert_eq!(mount["target"], at.to_str().unwrap());
     assert_eq!(mount["reads"]["failed_reads"], 0);
     assert!(mount["reads"]["fetches"].as_u64().unwrap() > 0);
@@ -102,6 +104,33 @@ fn the_daemons_processes_are_called_burgeon() {
         assert_eq!(fs::read_to_string(format!("/proc/{process}/comm")).unwrap(), "burgeon\n");
     }
     burgeon.umount(mounted);
+}
+
+#[test]
+fn the_transport_can_be_chosen() {
+    let space = Space::new("transport");
+    let tree = sample(&space, 9);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "sample");
+    let at = space.path("at");
+    let transport = || mounts(&burgeon.status())[0]["transport"].clone();
+    let mounted = burgeon.mount("sample", &at, &["--read-only", "--transport", "fuse"]);
+    assert_eq!(transport(), "FUSE file + loop");
+    same(&tree, &at);
+    burgeon.umount(mounted);
+    let over_ublk = ["--read-only", "--transport", "ublk"];
+    if ublk_expected() {
+        let mounted = burgeon.mount("sample", &at, &over_ublk);
+        assert_eq!(transport(), "ublk");
+        same(&tree, &at);
+        assert!(burgeon.run(&["doctor"]).stdout.contains("ublk: mounts use it"));
+        burgeon.umount(mounted);
+    } else {
+        let at = at.to_str().unwrap();
+        burgeon.fails(&[&["mount", "sample", at], &over_ublk[..]].concat(), 3, "ublk_drv");
+        assert!(burgeon.run(&["doctor"]).stdout.contains("warning  ublk: "));
+    }
+    assert_eq!(fs::read_dir(burgeon.state().join("mounts")).unwrap().count(), 0);
 }
 
 #[test]

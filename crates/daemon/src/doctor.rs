@@ -8,6 +8,7 @@
 use std::{fs, path::Path};
 
 use burgeon_block::{ObjectStore, Result};
+use burgeon_frontend::ublk::Control;
 use burgeon_source::Directory;
 use rustix::{
     process::{Resource, getrlimit},
@@ -25,7 +26,9 @@ use crate::{
     protocol::Request,
     space,
     supervisor::{is_alive, mount_ids, read_record},
-    system, writes,
+    system,
+    transport::{self, Transport},
+    writes,
 };
 
 /// The oldest kernel that everything here was measured on.
@@ -89,6 +92,7 @@ pub fn examine(state: &StateDir, store: &Path) -> Vec<Finding> {
         device("/dev/loop-control", "modprobe loop, or give the container the device 10:237"),
         device("/dev/btrfs-control", "modprobe btrfs, or give the container the device 10:234"),
         loops(),
+        ublk(),
         privileges(),
         memory_lock(),
         place(state),
@@ -134,13 +138,7 @@ fn file_system(subject: &str, name: &str) -> Finding {
     if known.lines().any(|line| line.split_whitespace().last() == Some(name)) {
         return Finding::fine(subject, "known to the kernel");
     }
-    let release = system::kernel_release();
-    let modules =
-        fs::read_to_string(format!("/lib/modules/{release}/modules.dep")).unwrap_or_default();
-    if modules
-        .lines()
-        .any(|line| line.split(':').next().is_some_and(|m| m.contains(&format!("/{name}.ko"))))
-    {
+    if module_is_there(name) {
         return Finding::fine(subject, "a module of the kernel, loaded when it is needed");
     }
     Finding::bad(
@@ -149,6 +147,38 @@ fn file_system(subject: &str, name: &str) -> Finding {
         "not known to the kernel",
         "take a kernel that has it, as those of the distributions do",
     )
+}
+
+/// Whether the kernel has the module `name`, loaded or not.
+pub(crate) fn module_is_there(name: &str) -> bool {
+    let path = format!("/lib/modules/{}/modules.dep", system::kernel_release());
+    let modules = fs::read_to_string(path).unwrap_or_default();
+    let file = format!("/{name}.ko");
+    modules.lines().any(|line| line.split(':').next().is_some_and(|module| module.contains(&file)))
+}
+
+/// What the kernel lacks for the faster transport.
+fn ublk() -> Finding {
+    let there = fs::metadata("/dev/ublk-control").is_ok();
+    if !there && module_is_there("ublk_drv") {
+        return Finding::fine("ublk", "a module of the kernel, loaded by the first mount");
+    }
+    if there && !may_administrate() {
+        return Finding::fine("ublk", "known to the kernel");
+    }
+    match Control::open() {
+        Ok(_) => Finding::fine("ublk", "mounts use it"),
+        Err(e) => Finding::bad(
+            Level::Warning,
+            "ublk",
+            format!("{e}; mounts go over FUSE and a loop device, which is slower"),
+            "take a kernel with CONFIG_BLK_DEV_UBLK, 6.5 or later, where speed matters",
+        ),
+    }
+}
+
+fn may_administrate() -> bool {
+    capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
 }
 
 fn device(path: &str, remedy: &str) -> Finding {
@@ -180,8 +210,7 @@ fn loops() -> Finding {
 }
 
 fn privileges() -> Finding {
-    let sets = capabilities(None).map(|sets| sets.effective).unwrap_or(CapabilitySet::empty());
-    if sets.contains(CapabilitySet::SYS_ADMIN) {
+    if may_administrate() {
         return Finding::fine("privileges", "CAP_SYS_ADMIN: may mount");
     }
     Finding::bad(
@@ -276,14 +305,22 @@ fn leftovers(state: &StateDir) -> Vec<Finding> {
         findings.push(match record {
             Ok(record) if is_alive(&record) => Finding::repairable(
                 &format!("mount {}", record.target.display()),
-                "has lost its server: data that is not local gives EIO",
+                match record.attach.transport {
+                    Transport::Fuse => "has lost its server: data that is not local gives EIO",
+                    Transport::Ublk { .. } => "has lost its server: readers of data wait for it",
+                },
                 "start the daemon, which serves it again",
             ),
             _ => match chain::loop_below(&state.mount(id)) {
                 Some(device) => lost_record(id, &device),
                 None => Finding::repairable(
                     &format!("folder of mount {id}"),
-                    "belongs to a mount that is gone",
+                    match transport::devices_of(id).first() {
+                        None => "belongs to a mount that is gone".to_owned(),
+                        Some(device) => {
+                            format!("belongs to a mount that is gone; so does /dev/ublkb{device}")
+                        }
+                    },
                     "remove it: named writes are kept elsewhere",
                 ),
             },

@@ -15,6 +15,11 @@ impl MountId {
     pub fn random() -> Result<Self> {
         Ok(Self(u32::from_le_bytes(random_bytes()?)))
     }
+
+    /// Its 32 bits.
+    pub(crate) fn number(self) -> u64 {
+        self.0.into()
+    }
 }
 
 impl fmt::Display for MountId {

@@ -39,6 +39,7 @@ mod sprout;
 mod start;
 mod supervisor;
 mod system;
+mod transport;
 mod wire;
 pub mod writes;
 

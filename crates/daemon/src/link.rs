@@ -1,33 +1,36 @@
 //! What the supervisor and the serving process say to each other, over one stream each way.
 //!
 //! ```text
-//!   supervisor ── Attach + [fuse, slots] ──► server     for every mount, again after each restart
+//!   supervisor ── Attach + descriptors ────► server     for every mount, again after each restart
 //!              ◄── Attached ───────────────             it is served (or why not)
 //!              ◄── Ended ──────────────────             the kernel has let go of it
 //!              ── Report ──► ◄── Report ───             numbers that only the server knows
 //!              ── Stop ───────────────────►             end, and do not wait for a supervisor
 //!
-//!   orphan   ── Attach + [fuse, slots] …, Adopted ──►   to the next supervisor, who connects to
+//!   orphan   ── Attach + descriptors …, Adopted ────►   to the next supervisor, who connects to
 //!   server                                              `run/adopt.sock`
 //! ```
+//!
+//! The descriptors are the slots' and, for a mount over FUSE, before them that of `/dev/fuse`.
 //!
 //! When the stream ends without `Stop`, the supervisor was killed: the server goes on serving
 //! and waits for the next one, because the mounts are still in use.
 
-use std::path::PathBuf;
+use std::{os::fd::OwnedFd, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::{
     id::{Fsid, MountId},
     protocol::{Failure, FillStatus},
+    transport::Transport,
 };
 
 /// From the supervisor to the server.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "message", rename_all = "kebab-case")]
 pub(crate) enum ToServer {
-    /// Serve this mount; its `/dev/fuse` descriptor and its slots come along.
+    /// Serve this mount; its descriptors come along.
     Attach(Attach),
     /// Say what [`FromServer::Report`] says.
     Report,
@@ -71,6 +74,9 @@ pub(crate) struct Attach {
     pub(crate) fsid: Fsid,
     /// Whether to fetch everything in the background.
     pub(crate) fill: bool,
+    /// How the kernel's reads come.
+    #[serde(default)]
+    pub(crate) transport: Transport,
 }
 
 /// What the server knows of a mount beyond its counters.
@@ -83,4 +89,19 @@ pub(crate) struct MountReport {
     pub(crate) last_source_error: Option<String>,
     /// How far fetching everything is, if that was asked for.
     pub(crate) fill: Option<FillStatus>,
+}
+
+/// The descriptors of a mount, as they come with an `Attach`: `/dev/fuse`, if there is one, and
+/// the slots. `None` if they are not what the transport has.
+pub(crate) fn sort_descriptors(
+    transport: Transport,
+    fds: Vec<OwnedFd>,
+) -> Option<(Option<OwnedFd>, OwnedFd)> {
+    let mut fds = fds.into_iter();
+    let fuse = match transport {
+        Transport::Fuse => Some(fds.next()?),
+        Transport::Ublk { .. } => None,
+    };
+    let slots = fds.next()?;
+    fds.next().is_none().then_some((fuse, slots))
 }

@@ -22,6 +22,7 @@ use crate::{
     protocol::WritesState,
     spare,
     supervisor::{MountRecord, await_loops, forget_loops, is_alive, mount_ids, read_record},
+    transport,
 };
 
 /// How often the kernel is asked whether it has let go.
@@ -69,6 +70,7 @@ impl Orphan {
             return Ok(());
         }
         forget_loops(&record.loops);
+        transport::remove_devices(id);
         spare::keep(state, record);
         files::remove_folder(&state.mount(id))
     }

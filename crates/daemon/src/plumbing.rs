@@ -1,7 +1,8 @@
-//! From files to a mounted btrfs: loop devices, the seed's two devices, the sprout.
+//! From files to a mounted btrfs: block devices, the seed's two, the sprout's.
 //!
 //! Every loop detaches itself with its last user, and after this the only user is btrfs: when
-//! the last mount goes, all of this goes, whoever unmounts it and whoever is still alive.
+//! the last mount goes, they go, whoever unmounts it and whoever is still alive. A ublk device
+//! stays, and the supervisor removes it (`supervisor/watch.rs`).
 
 use std::{
     fs::File,
@@ -12,8 +13,9 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_btrfs::{Devices, SUBVOLUME};
 use burgeon_frontend::{
-    Connection, LoopDevice, LoopOptions,
+    LoopDevice, LoopOptions,
     btrfs_mount::{Access, Btrfs},
+    ublk::Control,
 };
 
 use crate::{
@@ -22,6 +24,7 @@ use crate::{
     prepared::Seed,
     sprout::Plan,
     supervisor::{Growth, growth},
+    transport::Channel,
     writes,
 };
 
@@ -38,11 +41,12 @@ pub(crate) struct Plumbed {
     pub(crate) growth: Option<Growth>,
 }
 
-/// Mounts what `plan` says: the lazy data of `connection`, whose server must be running, and the
-/// seed's metadata in `folder`.
+/// Mounts what `plan` says: the lazy data behind `channel`, which the process `server_pid` must
+/// serve already, and the seed's metadata in `folder`.
 pub(crate) fn plumb(
     id: MountId,
-    connection: &Connection,
+    channel: &Channel,
+    server_pid: u32,
     folder: &Path,
     seed: &Seed,
     plan: &Plan,
@@ -51,8 +55,15 @@ pub(crate) fn plumb(
         let name = format!("burgeon {what} {id}");
         LoopDevice::attach(file, LoopOptions { name: &name, read_only, discard: false })
     };
-    let data = attach(&connection.open_file()?, "data", true)?;
-    let mut seed_devices = vec![data.path()];
+    let (data, data_path) = match channel {
+        Channel::Fuse(connection) => {
+            let data = attach(&connection.open_file()?, "data", true)?;
+            let path = data.path().to_owned();
+            (Some(data), path)
+        }
+        Channel::Ublk(number) => (None, Control::open()?.start(*number, server_pid)?),
+    };
+    let mut seed_devices = vec![data_path.as_path()];
     let metadata = match seed.info.devices {
         Devices::One => None,
         Devices::Two => Some(attach(&open(&folder.join("seed"), false)?, "metadata", true)?),
@@ -87,13 +98,14 @@ pub(crate) fn plumb(
         (Some(sprout), Some(path)) if sprout.thin => Some(growth(&btrfs, path)?),
         _ => None,
     };
-    let loops = [Some(&data), metadata.as_ref(), sprout.as_ref()];
+    let loops = [data.as_ref(), metadata.as_ref(), sprout.as_ref()];
+    let loops = loops.into_iter().flatten().map(|device| device.path().to_owned()).collect();
     Ok(Plumbed {
         fsid: Fsid(btrfs.fsid()?),
         growth,
         mount: btrfs.into_fd(),
-        data_device: data.path().to_owned(),
-        loops: loops.into_iter().flatten().map(|device| device.path().to_owned()).collect(),
+        data_device: data_path,
+        loops,
     })
 }
 

@@ -52,8 +52,24 @@ pub struct MountRequest {
     pub writes: WritesRequest,
     /// Whether to fetch everything in the background.
     pub fill: bool,
+    /// How the kernel is to reach the lazy data.
+    #[serde(default)]
+    pub transport: TransportRequest,
     /// Where it will be placed: for messages and `status` only.
     pub target: PathBuf,
+}
+
+/// How the kernel is to reach a mount's lazy data.
+#[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[serde(rename_all = "kebab-case")]
+pub enum TransportRequest {
+    /// Over ublk where that is there, else over FUSE.
+    #[default]
+    Auto,
+    /// Over ublk, or not at all.
+    Ublk,
+    /// Over a FUSE file and a loop device.
+    Fuse,
 }
 
 /// What happens to writes into a mount.
@@ -151,7 +167,7 @@ pub struct Mounted {
     pub digest: DigestText,
     /// The block device with the lazy data.
     pub device: PathBuf,
-    /// How the kernel reaches it, such as `fuse+loop`.
+    /// How the kernel reaches it: `ublk` or `FUSE file + loop`.
     pub transport: String,
     /// Bytes of btrfs metadata.
     pub metadata_bytes: u64,
@@ -222,6 +238,8 @@ pub struct MountStatus {
     pub last_source_error: Option<String>,
     /// The block device with the lazy data.
     pub device: Option<PathBuf>,
+    /// How the kernel reaches it: `ublk` or `FUSE file + loop`.
+    pub transport: String,
     /// Where the writes go.
     pub writes: WritesState,
     /// Bytes of data in the image, distinct chunks once.

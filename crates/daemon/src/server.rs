@@ -1,16 +1,17 @@
 //! The serving process: answers the kernel's reads of lazy data, for every mount.
 //!
 //! ```text
-//!   supervisor ── Attach + [fuse, slots] ──► a thread: open map, cache, store ─► LazyDevice
-//!                                              └─► frontend::serve: reader threads and misses
-//!   kernel lets go of the FUSE file ──► Ended ──► supervisor
+//!   supervisor ── Attach + descriptors ──► a thread: open map, cache, store ─► LazyDevice
+//!                             └─► frontend::serve or ublk::serve: threads for hits, tasks for misses
+//!   kernel lets go of the FUSE file, or the ublk device is stopped ──► Ended ──► supervisor
 //! ```
 //!
 //! It may be killed at any moment: what it holds is re-creatable, and requests it has taken lie
-//! in shared memory. It holds no descriptor of its own FUSE files, loop devices or mounts, so
+//! in shared memory or with the kernel. It holds no descriptor of its own FUSE files, loop devices or mounts, so
 //! nothing it does can wait for itself.
 //!
 //! When its supervisor dies it goes on serving and waits for the next one (`run/adopt.sock`).
+//! Until then it stops ublk devices that nobody uses any more itself.
 
 use std::{
     collections::HashMap,
@@ -20,14 +21,16 @@ use std::{
         unix::net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
+    pin::Pin,
     process::ExitCode,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     thread,
+    time::Duration,
 };
 
 use burgeon_block::{BLOCK_SIZE, Counters, Error, ErrorKind, ObjectId, Result};
 use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets};
-use burgeon_frontend::{ServeOptions, Server, Slots, serve};
+use burgeon_frontend::{End, ServeOptions, Server, Slots, serve, ublk, ublk::Control};
 use burgeon_image::AddressMap;
 use burgeon_source::{Directory, Objects, References};
 use burgeon_volume::{DirectFile, Fill, FillProgress, FillState, LazyDevice, Limits, Volume};
@@ -38,9 +41,10 @@ use crate::{
     files::{self, Lock},
     harden,
     id::MountId,
-    link::{Attach, FromServer, MountReport, ToServer},
+    link::{Attach, FromServer, MountReport, ToServer, sort_descriptors},
     paths::StateDir,
     protocol::FillStatus,
+    transport::{self, Transport},
     wire,
 };
 
@@ -49,6 +53,9 @@ const RUNTIME_THREADS: usize = 2;
 
 /// Threads that may wait for a disk at once, on behalf of fetches from a local store.
 const BLOCKING_THREADS: usize = 8;
+
+/// How often an orphan looks whether its ublk devices are in use.
+const UNUSED_INTERVAL: Duration = Duration::from_millis(500);
 
 type ImageVolume = Volume<Objects, DirectFile>;
 
@@ -70,10 +77,17 @@ struct Serving {
 struct Mount {
     attach: Attach,
     volume: Arc<ImageVolume>,
-    fuse: OwnedFd,
+    fuse: Option<OwnedFd>,
     slots: Arc<Slots>,
-    server: Server,
+    server: AnyServer,
     fill: Option<Fill>,
+}
+
+/// A mount's server; stopped when it is dropped.
+#[expect(dead_code, reason = "held for what dropping them does")]
+enum AnyServer {
+    Fuse(Server),
+    Ublk(ublk::Server),
 }
 
 /// The counters in the memory that mounts share with the supervisor.
@@ -132,6 +146,12 @@ fn begin(state_dir: &Path) -> Result<()> {
             return Ok(());
         }
         log!("the supervisor has died; serving on and waiting for the next one");
+        let orphan = Arc::downgrade(&serving);
+        thread::spawn(move || {
+            while orphan.upgrade().is_some_and(|serving| serving.stop_unused_devices()) {
+                thread::sleep(UNUSED_INTERVAL);
+            }
+        });
         stream = serving.await_adoption()?;
     }
 }
@@ -178,7 +198,7 @@ impl Serving {
     }
 
     fn attach(self: &Arc<Self>, attach: Attach, fds: Vec<OwnedFd>) -> Result<()> {
-        let Ok([fuse, slots]) = <[OwnedFd; 2]>::try_from(fds) else {
+        let Some((fuse, slots)) = sort_descriptors(attach.transport, fds) else {
             return Err(Error::new(ErrorKind::Invalid, "a mount came without its descriptors"));
         };
         if lock(&self.mounts).contains_key(&attach.id) {
@@ -187,11 +207,27 @@ impl Serving {
         }
         let slots = Arc::new(Slots::from_fd(slots)?);
         let volume = self.volume(&attach)?;
-        let device = lazy_device(&attach, &volume, &slots)?;
-        let kept = fuse.try_clone().map_err(|e| Error::io("cannot keep the FUSE device", e))?;
+        let device = Arc::new(lazy_device(&attach, &volume, &slots)?);
         let options = ServeOptions::new(self.runtime.handle().clone());
-        let server = serve(fuse, Arc::clone(&slots), Arc::new(device), &options)?;
-        let ended = server.ended();
+        let kept = fuse.as_ref().map(OwnedFd::try_clone).transpose();
+        let kept = kept.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
+        let (server, ended): (_, Pin<Box<dyn Future<Output = End> + Send>>) =
+            match (fuse, attach.transport) {
+                (None, Transport::Ublk { number }) => {
+                    let server = ublk::serve(number, Arc::clone(&slots), device, &options)?;
+                    let ended = server.ended();
+                    (AnyServer::Ublk(server), Box::pin(ended))
+                }
+                (Some(fuse), _) => {
+                    let server = serve(fuse, Arc::clone(&slots), device, &options)?;
+                    let ended = server.ended();
+                    (AnyServer::Fuse(server), Box::pin(ended))
+                }
+                (None, Transport::Fuse) => {
+                    return Err(Error::new(ErrorKind::Invalid, "a FUSE mount came without FUSE"));
+                }
+            };
+        let transport = attach.transport;
         let (id, serving) = (attach.id, Arc::clone(self));
         let fill = attach.fill.then(|| {
             let _runtime = self.runtime.enter();
@@ -201,6 +237,11 @@ impl Serving {
         lock(&self.mounts).insert(id, mount);
         self.runtime.spawn(async move {
             let end = ended.await;
+            if let (End::Failed(errno), Transport::Ublk { .. }) = (end, transport) {
+                // The device lives on, and waits for a server.
+                log!("mount {id} cannot be served on (errno {errno}): making way for a successor");
+                std::process::exit(1);
+            }
             // Joining the mount's threads is no work for the runtime.
             tokio::task::spawn_blocking(move || serving.forget(id, &format!("{end:?}")));
         });
@@ -266,6 +307,25 @@ impl Serving {
         }
     }
 
+    /// Stops the ublk devices that no file system is on, so that an orphan ends with its last
+    /// mount; false once there is a supervisor again, whose work this is.
+    fn stop_unused_devices(&self) -> bool {
+        let devices: Vec<_> = {
+            let mounts = lock(&self.mounts);
+            let transports = mounts.values().map(|mount| mount.attach.transport);
+            transports.filter_map(Transport::device).collect()
+        };
+        for number in devices.into_iter().filter(|number| transport::is_unused(*number)) {
+            if lock(&self.link).is_some() {
+                return false;
+            }
+            if let Err(e) = Control::open().and_then(|mut control| control.stop(number)) {
+                log!("an unused device stays: {e}");
+            }
+        }
+        lock(&self.link).is_none()
+    }
+
     /// Waits for a new supervisor and gives it all it needs to be one.
     fn await_adoption(&self) -> Result<UnixStream> {
         let (_folder, path) = socket_path(&self.state, "adopt.sock")?;
@@ -293,7 +353,9 @@ impl Serving {
         use std::os::fd::AsFd;
         for mount in lock(&self.mounts).values() {
             let message = FromServer::Serving(mount.attach.clone());
-            wire::send(stream, &message, &[mount.fuse.as_fd(), mount.slots.fd()])?;
+            let fuse = mount.fuse.as_ref().map(AsFd::as_fd);
+            let fds: Vec<_> = fuse.into_iter().chain([mount.slots.fd()]).collect();
+            wire::send(stream, &message, &fds)?;
         }
         wire::send(stream, &FromServer::Adopted, &[])
     }

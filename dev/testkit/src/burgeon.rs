@@ -9,16 +9,20 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{Mounted, PATIENCE, Space, kill, loop_devices, processes_with, wait_until};
+use crate::{
+    Mounted, PATIENCE, Space, kill, loop_devices, processes_with, ublk_devices, wait_until,
+};
 
 /// One installation: the program, its state directory, its daemon.
 ///
 /// Dropping it shuts the daemon down and panics (unless the test already does) if a process, a
-/// loop device or a mount of this installation is left.
+/// block device or a mount of this installation is left.
 pub struct Burgeon {
     program: PathBuf,
     state: PathBuf,
     options: Vec<OsString>,
+    /// ublk devices that were there before this installation: they name no state directory.
+    ublk_before: Vec<String>,
 }
 
 /// How a command ended.
@@ -41,7 +45,7 @@ impl Burgeon {
 
     /// The same with its state in `state`.
     pub fn with_state(program: &str, state: PathBuf) -> Self {
-        Self { program: program.into(), state, options: Vec::new() }
+        Self { program: program.into(), state, options: Vec::new(), ublk_before: ublk_devices() }
     }
 
     /// The same with more global options.
@@ -144,7 +148,8 @@ impl Burgeon {
                 format!("process {id} ({})", String::from_utf8_lossy(&line).replace('\0', " "))
             });
             let loops = self.loops().into_iter().map(|l| format!("loop device {l}"));
-            left = commands.chain(loops).collect();
+            let devices = ublk_devices().into_iter().filter(|d| !self.ublk_before.contains(d));
+            left = commands.chain(loops).chain(devices).collect();
             left.is_empty()
         });
         left

@@ -30,7 +30,10 @@ pub use burgeon::{Burgeon, Finished};
 pub use compare::{Comparison, compare};
 pub use debian::debian_root;
 pub use fio::{Fio, FioResult};
-pub use machine::{LoopDevice, PATIENCE, kill, loop_devices, processes_with, wait_until};
+pub use machine::{
+    LoopDevice, PATIENCE, kill, loop_devices, processes_with, ublk_devices, ublk_expected,
+    wait_until,
+};
 pub use pattern::{AlignedBlock, Pattern};
 pub use rng::Rng;
 pub use space::{Mounted, Space, bind_mount};

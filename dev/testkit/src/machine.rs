@@ -32,6 +32,22 @@ pub fn loop_devices() -> Vec<LoopDevice> {
     used
 }
 
+/// The ublk devices of this machine, such as `ublkc0`, other people's too.
+pub fn ublk_devices() -> Vec<String> {
+    let entries = fs::read_dir("/sys/class/ublk-char").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+}
+
+/// Whether mounts are to go over ublk here. The lab's kernels are known; elsewhere it is asked
+/// whether the driver runs.
+pub fn ublk_expected() -> bool {
+    match std::env::var("LAB_KERNEL").as_deref() {
+        Ok("6.12") => true,
+        Ok("6.1") => false,
+        _ => Path::new("/dev/ublk-control").exists(),
+    }
+}
+
 /// Ids of the processes, other than this one, whose command line holds `needle`.
 pub fn processes_with(needle: &Path) -> Vec<u32> {
     let needle = needle.as_os_str().as_bytes();

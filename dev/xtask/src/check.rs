@@ -319,7 +319,7 @@ fn failed_test(line: &str) -> Option<String> {
     Some(name.to_owned())
 }
 
-/// What tests could leave on a machine: loop devices in use, mounts of btrfs and FUSE, and
+/// What tests could leave on a machine: loop devices in use, ublk devices, mounts of btrfs and FUSE, and
 /// processes of the command under test.
 fn leavings() -> Vec<String> {
     let mut found = Vec::new();
@@ -327,6 +327,9 @@ fn leavings() -> Vec<String> {
         if let Ok(file) = fs::read_to_string(device.path().join("loop/backing_file")) {
             found.push(format!("{} with {}", device.path().display(), file.trim()));
         }
+    }
+    for device in fs::read_dir("/sys/class/ublk-char").into_iter().flatten().flatten() {
+        found.push(format!("ublk device {}", device.file_name().display()));
     }
     let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let of_ours = |line: &&str| {

@@ -13,7 +13,8 @@ use anyhow::{Context, Result, bail};
 const KERNELS: [&str; 2] = ["6.1", "6.12"];
 
 /// Test programs that need a kernel, by package and name. What only this machine has the room or
-/// the programs for stays out.
+/// the programs for stays out. Those of the command mount over ublk on 6.12 and over FUSE on 6.1,
+/// and make sure of it.
 const PROGRAMS: [(&str, &str); 5] = [
     ("burgeon-btrfs", "kernel"),
     ("burgeon-frontend", "btrfs"),

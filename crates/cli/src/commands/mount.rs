@@ -13,7 +13,10 @@ use anyhow::{Result, anyhow};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
     Client,
-    protocol::{MountRequest, Mounted, Reply, Request, SproutRequest, WritesRequest, WritesState},
+    protocol::{
+        MountRequest, Mounted, Reply, Request, SproutRequest, TransportRequest, WritesRequest,
+        WritesState,
+    },
 };
 use rustix::mount::{MoveMountFlags, move_mount};
 use serde_json::json;
@@ -51,6 +54,11 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         store: context.store.clone(),
         writes,
         fill: args.fill,
+        transport: match args.transport {
+            args::Transport::Auto => TransportRequest::Auto,
+            args::Transport::Ublk => TransportRequest::Ublk,
+            args::Transport::Fuse => TransportRequest::Fuse,
+        },
         target: target.clone(),
     };
     // Asked here, too: the daemon may not see what is mounted in this namespace.

@@ -51,6 +51,9 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
 fn describe(mount: &MountStatus) {
     let reads = &mount.reads;
     println!("{}  {}  ({}, {})", mount.target.display(), mount.image, mount.id, mount.state);
+    if let Some(device) = &mount.device {
+        println!("  device     {} over {}", device.display(), mount.transport);
+    }
     if let Some(problem) = &mount.problem {
         println!("  problem    {problem}");
     }

@@ -6,8 +6,8 @@
 //!          └────────────── at once; after quick deaths, a doubling pause ◄─────┘
 //! ```
 //!
-//! The requests that the dead server held lie in the slots; the mount's readers wait, and the
-//! next server answers them.
+//! The requests that the dead server held lie in the slots, or with the kernel; the mount's
+//! readers wait, and the next server answers them.
 
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
@@ -22,7 +22,7 @@ use burgeon_block::{Error, Result};
 use super::{Supervisor, table::Serving};
 use crate::{
     client::socket_path,
-    link::{Attach, FromServer},
+    link::{Attach, FromServer, sort_descriptors},
     start::this_program,
     wire,
 };
@@ -152,7 +152,7 @@ impl Supervisor {
 /// What an orphan told of a mount it serves.
 pub(super) struct Inherited {
     pub(super) attach: Attach,
-    pub(super) fuse: OwnedFd,
+    pub(super) fuse: Option<OwnedFd>,
     pub(super) slots: OwnedFd,
 }
 
@@ -164,7 +164,7 @@ pub(super) fn adopt(state: &crate::StateDir) -> Result<Option<(UnixStream, Vec<I
     loop {
         match wire::receive::<FromServer>(&stream)? {
             Some((FromServer::Serving(attach), fds)) => {
-                if let Ok([fuse, slots]) = <[OwnedFd; 2]>::try_from(fds) {
+                if let Some((fuse, slots)) = sort_descriptors(attach.transport, fds) {
                     mounts.push(Inherited { attach, fuse, slots });
                 }
             }

@@ -4,6 +4,7 @@
 //!   commands ──► api.sock ──► api: one thread a client ──► mount, status, …
 //!                                                            │
 //!   table: every mount's /dev/fuse descriptor and slots ◄────┘
+//!   watch: removes ublk devices after their last user
 //!      │ told to each server in turn
 //!   keeper ──► server (a child, or an orphan that was adopted)
 //! ```
@@ -24,6 +25,7 @@ mod revive;
 mod status;
 mod table;
 mod thin;
+mod watch;
 
 use std::{
     io::Write,
@@ -43,7 +45,7 @@ use crate::{
     harden, namespace,
     paths::StateDir,
     protocol::Failure,
-    signals, spare, start,
+    signals, spare, start, transport,
 };
 
 pub(crate) use recover::{is_alive, mount_ids, read_record};
@@ -115,6 +117,8 @@ fn begin(state_dir: &Path) -> Result<()> {
     supervisor.revive_lost();
     spare::refill(&supervisor.state);
     supervisor.tend_thin();
+    let watcher = Arc::clone(&supervisor);
+    thread::spawn(move || watcher.watch_devices());
     let terminator = Arc::clone(&supervisor);
     thread::spawn(move || terminator.heed_signals(&signals));
     log!("the daemon of {} is ready", supervisor.state.root().display());
@@ -183,7 +187,12 @@ impl Supervisor {
             self.changed.wait_timeout_while(table, std::time::Duration::from_secs(5), |table| {
                 table.link.is_some()
             });
-        drop(waited);
+        let left: Vec<_> = match waited {
+            Ok((table, _)) => table.mounts.keys().copied().collect(),
+            Err(_) => Vec::new(),
+        };
+        // What ends here by force must not leave readers waiting for a server: they get EIO.
+        left.into_iter().for_each(transport::remove_devices);
         self.cgroup.leave();
         log!("the daemon has ended");
         std::process::exit(0);

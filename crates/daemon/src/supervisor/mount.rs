@@ -2,11 +2,12 @@
 //!
 //! ```text
 //!   resolve ─► prepare (once an image) ─► reserve the sprout ─► copy the seed under its own fsid
-//!     ─► FUSE connection, slots ─► the server attaches ─► loops on the FUSE file, the seed, the
-//!     sprout ─► btrfs: seed, sprout added, writable ─► a detached mount of the subvolume
+//!     ─► FUSE connection or ublk device, slots ─► the server attaches ─► its block device, loops on
+//!     the seed and the sprout ─► btrfs: seed, sprout added, writable ─► a detached mount of the subvolume
 //! ```
 //!
-//! Whatever fails, everything made so far goes with its descriptors; the folder is removed last.
+//! Whatever fails, everything made so far goes with its descriptors or is removed by the mount's
+//! id; the folder is removed last.
 
 use std::{
     fs,
@@ -17,7 +18,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_frontend::{Connection, Slots};
+use burgeon_frontend::Slots;
 
 use super::{
     Supervisor,
@@ -31,6 +32,7 @@ use crate::{
     protocol::{MountRequest, Mounted},
     spare,
     sprout::Plan,
+    transport::Channel,
 };
 
 /// How long a server may take to say whether it can serve a mount. It reads a map and opens two
@@ -96,11 +98,9 @@ impl Supervisor {
             spare::take(&self.state, name, &folder.join("seed"));
         }
         let seed = prepared::personalise(&plan.base, plan.seed_fsid, &folder.join("seed"))?;
-        let connection = Connection::new(&format!("burgeon:{id}"))?;
-        let fuse = connection
-            .device()
-            .try_clone_to_owned()
-            .map_err(|e| Error::io("cannot keep the FUSE device", e))?;
+        let (channel, note) = Channel::open(request.transport, id, seed.info.data_device_size())?;
+        plan.notes.extend(note);
+        let fuse = channel.kept()?;
         let record = MountRecord {
             format: MOUNT_FORMAT,
             image: request.image.clone(),
@@ -115,6 +115,7 @@ impl Supervisor {
                 references: plan.store == self.state.store(),
                 fsid: plan.seed_fsid,
                 fill: request.fill,
+                transport: channel.transport(),
             },
             fsid: None,
             data_device: None,
@@ -132,18 +133,21 @@ impl Supervisor {
             handed_out: false,
             ended: false,
             lost: false,
+            stopped: None,
             _writes_lock: plan.lock.take(),
         });
         self.await_serving(id)?;
-        let plumbed = plumbing::plumb(id, &connection, &folder, &seed, plan)?;
-        drop(connection);
+        let server_pid = self.table().server_pid.unwrap_or_default();
+        let plumbed = plumbing::plumb(id, &channel, server_pid, &folder, &seed, plan)?;
+        let transport = channel.transport().name().to_owned();
+        drop(channel);
         plan.sprouted(&self.state, plumbed.fsid)?;
         self.note(id, &plumbed)?;
         let mounted = Mounted {
             id,
             digest: plan.base.digest.into(),
             device: plumbed.data_device.clone(),
-            transport: "FUSE file + loop".to_owned(),
+            transport,
             metadata_bytes: seed.metadata_bytes,
             writes: plan.state(),
             notes: plan.notes.clone(),

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | the supervisor | a server that goes on serving | it is adopted with all it holds: nobody notices |
 //! | both, or power kept and the daemon lost | mounts whose lazy data gives EIO | each gets a new FUSE file (`revive.rs`) |
+//! | | … or, over ublk, whose readers wait | the next server takes the device over |
 //! | the machine | folders of mounts that are gone | they are taken away; named writes are elsewhere |
 
 use std::{
@@ -21,7 +22,15 @@ use super::{
     LOST_INTERVAL, Supervisor, keeper,
     table::{Entry, MOUNT_FORMAT, MountRecord, Serving},
 };
-use crate::{chain, files, id::MountId, paths::StateDir, protocol::WritesState, spare, writes};
+use crate::{
+    chain, files,
+    id::MountId,
+    paths::StateDir,
+    protocol::WritesState,
+    spare,
+    transport::{self, Transport},
+    writes,
+};
 
 impl Supervisor {
     /// Takes over from a server that outlived its supervisor; returns the stream to it.
@@ -55,6 +64,12 @@ impl Supervisor {
                 continue;
             }
             match read_record(&self.state, id) {
+                Ok(record) if is_alive(&record) && record.attach.transport != Transport::Fuse => {
+                    match Slots::create().and_then(|slots| self.entry(record, None, slots)) {
+                        Ok(entry) => self.table().add(entry),
+                        Err(e) => log!("mount {id} has lost its server for good: {e}"),
+                    }
+                }
                 Ok(record) if is_alive(&record) => match self.begin_revival(record) {
                     Ok(revival) => {
                         let supervisor = Arc::clone(self);
@@ -82,7 +97,12 @@ impl Supervisor {
     }
 
     /// The entry of a mount that exists already.
-    pub(super) fn entry(&self, record: MountRecord, fuse: OwnedFd, slots: Slots) -> Result<Entry> {
+    pub(super) fn entry(
+        &self,
+        record: MountRecord,
+        fuse: Option<OwnedFd>,
+        slots: Slots,
+    ) -> Result<Entry> {
         let writes_lock = match &record.writes {
             WritesState::Sprout(sprout) => match &sprout.name {
                 Some(name) => Some(writes::lock(&self.state, name)?),
@@ -98,6 +118,7 @@ impl Supervisor {
             handed_out: true,
             ended: false,
             lost: false,
+            stopped: None,
             _writes_lock: writes_lock,
         })
     }
@@ -105,6 +126,7 @@ impl Supervisor {
 
 /// Takes the folder of a mount away that is gone.
 fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
+    transport::remove_devices(id);
     if let Some(record) = record {
         spare::keep(state, &record);
     }
@@ -131,7 +153,7 @@ pub(crate) fn read_record(state: &StateDir, id: MountId) -> Result<MountRecord> 
     ))
 }
 
-/// Whether the kernel still has the file system of a mount, on the loop device that the record
+/// Whether the kernel still has the file system of a mount, on the data device that the record
 /// names: fsids are random, so no other file system can be meant.
 pub(crate) fn is_alive(record: &MountRecord) -> bool {
     let (Some(fsid), Some(device)) = (record.fsid, &record.data_device) else { return false };

@@ -4,6 +4,7 @@
 //!   last umount ─► btrfs closes its devices ─► the loops detach themselves ─► the FUSE file system
 //!   goes ─► the server's reads end ─► Ended ─► here: wait for the loops, take the folder away,
 //!   give the writes' name back
+//!                  over ublk: watch.rs stops the device ─► the server's requests end ─► Ended ─► here
 //! ```
 
 use std::{
@@ -19,7 +20,7 @@ use super::{
     Supervisor,
     table::{Entry, MountRecord},
 };
-use crate::{chain, files, id::MountId, paths::StateDir, protocol::WritesState, spare};
+use crate::{chain, files, id::MountId, paths::StateDir, protocol::WritesState, spare, transport};
 
 /// How long the loops may take to detach after the FUSE file is closed before somebody is told:
 /// they do it within milliseconds.
@@ -52,13 +53,16 @@ impl Supervisor {
             await_loops(&self.state, &record, Duration::MAX);
         }
         forget_loops(&record.loops);
+        transport::remove_devices(id);
         spare::keep(&self.state, &record);
         if let Err(e) = files::remove_folder(&self.state.mount(id)) {
             log!("mount {id} is released, but: {e}");
         }
         spare::refill(&self.state);
         let entry = self.table().mounts.remove(&id);
-        log!("released {}", entry.as_ref().map_or("a mount".into(), describe));
+        if let Some(entry) = &entry {
+            log!("released {}", describe(entry));
+        }
         // Gives the writes' name and the descriptors back before anybody who waits is woken.
         drop(entry);
         self.changed.notify_all();
@@ -98,6 +102,7 @@ impl Supervisor {
         let state = self.state.clone();
         let kept = record.clone();
         let clear_up = move || {
+            transport::remove_devices(id);
             if let Some(record) = &kept {
                 spare::keep(&state, record);
             }
@@ -124,11 +129,17 @@ impl Supervisor {
 
     /// Waits until `id` is released; says who may still hold it.
     pub(super) fn await_release(&self, id: MountId, timeout: Duration) -> Result<()> {
-        let table = self.table();
+        let mut table = self.table();
+        table.release_waiters += 1;
+        // Whoever looks after ublk devices is to look closer.
+        self.changed.notify_all();
         let waited = self
             .changed
             .wait_timeout_while(table, timeout, |table| table.mounts.contains_key(&id))
-            .map(|(table, _)| table.mounts.contains_key(&id))
+            .map(|(mut table, _)| {
+                table.release_waiters -= 1;
+                table.mounts.contains_key(&id)
+            })
             .unwrap_or(false);
         match waited {
             false => Ok(()),

@@ -1,4 +1,5 @@
-//! Mounts that lost supervisor and server work again without being unmounted.
+//! Mounts over FUSE that lost supervisor and server work again without being unmounted. (A ublk
+//! device just waits for its next server.)
 //!
 //! ```text
 //!   btrfs ── loop ── a FUSE file whose connection is dead: EIO
@@ -61,7 +62,7 @@ impl Supervisor {
         let connection = Connection::new(&format!("burgeon:{id}"))?;
         let fuse = connection.device().try_clone_to_owned();
         let fuse = fuse.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
-        let mut entry = self.entry(record.clone(), fuse, Slots::create()?)?;
+        let mut entry = self.entry(record.clone(), Some(fuse), Slots::create()?)?;
         entry.lost = true;
         self.table().add(entry);
         Ok(Revival { id, record, connection })

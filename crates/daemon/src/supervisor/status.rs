@@ -69,6 +69,7 @@ fn describe(entry: &Entry, table: &Table) -> MountStatus {
         },
         last_source_error: report.and_then(|report| report.last_source_error.clone()),
         device: record.data_device.clone(),
+        transport: record.attach.transport.name().to_owned(),
         writes: record.writes.clone(),
         data_bytes: record.data_bytes,
         materialised_bytes: report.map(|report| report.materialised_bytes),

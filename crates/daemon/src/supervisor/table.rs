@@ -7,6 +7,7 @@ use std::{
         unix::net::UnixStream,
     },
     path::PathBuf,
+    time::Instant,
 };
 
 use burgeon_block::Error;
@@ -36,7 +37,7 @@ pub(crate) struct MountRecord {
     pub(crate) fsid: Option<Fsid>,
     /// The block device with the lazy data.
     pub(crate) data_device: Option<PathBuf>,
-    /// All block devices of the mount that are loops.
+    /// All block devices of the mount that are loops, the writable one last.
     pub(crate) loops: Vec<PathBuf>,
     /// Bytes of lazy data in the image.
     pub(crate) data_bytes: u64,
@@ -75,8 +76,9 @@ pub(crate) enum Serving {
 /// One mount.
 pub(crate) struct Entry {
     pub(crate) record: MountRecord,
-    /// The `/dev/fuse` descriptor: as long as it is open, the kernel waits for a server.
-    pub(crate) fuse: OwnedFd,
+    /// The `/dev/fuse` descriptor: as long as it is open, the kernel waits for a server. `None`
+    /// for a ublk device, whose requests the kernel keeps by itself.
+    pub(crate) fuse: Option<OwnedFd>,
     /// Requests in flight and counters, shared with the server.
     pub(crate) slots: Slots,
     pub(crate) serving: Serving,
@@ -86,6 +88,8 @@ pub(crate) struct Entry {
     pub(crate) ended: bool,
     /// The mount lives on with a dead FUSE file, so the end of its new one means nothing.
     pub(crate) lost: bool,
+    /// When its ublk device was stopped, after its last user.
+    pub(crate) stopped: Option<Instant>,
     /// Held while named writes are mounted.
     pub(crate) _writes_lock: Option<Lock>,
 }
@@ -102,6 +106,8 @@ pub(crate) struct Table {
     pub(crate) stopping: bool,
     /// End as soon as nothing is mounted.
     pub(crate) end_when_idle: bool,
+    /// Clients that wait for a mount to be released.
+    pub(crate) release_waiters: usize,
     /// A thread looks after thin sprouts.
     pub(crate) tending_thin: bool,
     pub(crate) reports: BTreeMap<MountId, MountReport>,
@@ -133,7 +139,9 @@ impl Table {
         entry.serving = Serving::Awaited;
         let message = ToServer::Attach(entry.record.attach.clone());
         // A failure means that the server is dead; its successor is told again.
-        let _ = wire::send(link, &message, &[entry.fuse.as_fd(), entry.slots.fd()]);
+        let fuse = entry.fuse.as_ref().map(AsFd::as_fd);
+        let fds: Vec<_> = fuse.into_iter().chain([entry.slots.fd()]).collect();
+        let _ = wire::send(link, &message, &fds);
     }
 
     /// Sends a message without descriptors; false if there is no server.

@@ -1,0 +1,90 @@
+//! Removes ublk devices after their last user.
+//!
+//! A loop device detaches itself, and its FUSE file goes with it; a ublk device stays until it is
+//! removed. The kernel tells nobody that a file system lets go of a device, so it is looked at:
+//!
+//! ```text
+//!   btrfs is gone from sysfs ─► nobody holds the device ─► stop it ─► the server sees the end of its
+//!   requests ─► Ended ─► release
+//! ```
+
+use std::{
+    sync::{Arc, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use burgeon_frontend::ublk::Control;
+
+use super::{Supervisor, recover::is_alive};
+use crate::{id::MountId, transport};
+
+/// How often mounts are looked at while nobody waits for one: two calls of `stat` a mount.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// How often while somebody does.
+const INTERVAL_AWAITED: Duration = Duration::from_millis(2);
+
+/// How long the server may take to see that its device was stopped.
+const ENDED_TIMEOUT: Duration = Duration::from_secs(5);
+
+impl Supervisor {
+    /// Looks after ublk devices for ever.
+    pub(super) fn watch_devices(self: &Arc<Self>) -> ! {
+        loop {
+            for (id, number, stopped) in self.left_devices() {
+                match stopped {
+                    None => self.stop_device(id, number),
+                    Some(at) if at.elapsed() > ENDED_TIMEOUT => self.release(id),
+                    Some(_) => {}
+                }
+            }
+            let table = self.table();
+            let watched =
+                table.mounts.values().any(|entry| entry.record.attach.transport.device().is_some());
+            let interval = match (watched, table.release_waiters) {
+                (true, 0) => INTERVAL,
+                (true, _) => INTERVAL_AWAITED,
+                // Somebody says so when that changes; the limit is for nothing.
+                (false, _) => Duration::from_secs(3600),
+            };
+            let waited = self.changed.wait_timeout(table, interval);
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    /// The ublk devices whose file system is gone, and since when they are stopped.
+    fn left_devices(&self) -> Vec<(MountId, u32, Option<Instant>)> {
+        let records: Vec<_> = {
+            let table = self.table();
+            let mounts = table.mounts.values().filter(|entry| entry.handed_out);
+            mounts.map(|entry| (entry.record.clone(), entry.stopped)).collect()
+        };
+        let left = records.into_iter().filter_map(|(record, stopped)| {
+            let number = record.attach.transport.device()?;
+            let left = stopped.is_some() || !is_alive(&record) && transport::is_unused(number);
+            left.then_some((record.attach.id, number, stopped))
+        });
+        left.collect()
+    }
+
+    fn stop_device(self: &Arc<Self>, id: MountId, number: u32) {
+        if let Err(e) = Control::open().and_then(|mut control| control.stop(number)) {
+            log!("the device of mount {id} stays: {e}");
+            // It is tried again; not at once.
+            thread::sleep(INTERVAL);
+            return;
+        }
+        let served = {
+            let mut table = self.table();
+            let served = table.link.is_some();
+            if let Some(entry) = table.mounts.get_mut(&id) {
+                entry.stopped = Some(Instant::now());
+            }
+            served
+        };
+        if !served {
+            self.release(id);
+        }
+    }
+}

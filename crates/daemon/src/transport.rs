@@ -1,0 +1,162 @@
+//! How the kernel reaches a mount's lazy data: over a ublk device where the kernel has them, else
+//! over a FUSE file and a loop device.
+//!
+//! | | FUSE file + loop | ublk |
+//! |---|---|---|
+//! | requests in flight when the server dies | lie in slots that the supervisor holds | the kernel issues them again |
+//! | while nobody serves | `EIO` | readers wait |
+//! | after the last umount | everything detaches itself | the device is to be removed (`supervisor/watch.rs`) |
+//!
+//! A ublk device carries the id of its mount, so that whose it is can be told without any file.
+
+use std::{
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::Once,
+};
+
+use burgeon_block::{Error, Result};
+use burgeon_frontend::{
+    Connection, btrfs_mount,
+    ublk::{self, Control},
+};
+use serde::{Deserialize, Serialize};
+
+use crate::{doctor::module_is_there, id::MountId, protocol::TransportRequest};
+
+/// The upper half of what a ublk device of ours carries; the lower one is the mount's id.
+const OWNER_MAGIC: u64 = 0x4275_7267 << 32;
+
+/// What a mount has; `mount.json` of versions before ublk has none.
+#[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub(crate) enum Transport {
+    #[default]
+    Fuse,
+    Ublk {
+        /// `N` of `/dev/ublkbN`.
+        number: u32,
+    },
+}
+
+impl Transport {
+    /// The number of its ublk device, if it has one.
+    pub(crate) fn device(self) -> Option<u32> {
+        match self {
+            Self::Ublk { number } => Some(number),
+            Self::Fuse => None,
+        }
+    }
+
+    /// For people.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Fuse => "FUSE file + loop",
+            Self::Ublk { .. } => "ublk",
+        }
+    }
+}
+
+/// A transport while its mount is made.
+pub(crate) enum Channel {
+    Fuse(Connection),
+    Ublk(u32),
+}
+
+impl Channel {
+    /// Makes the transport that is `wanted` for `size` bytes; with it comes a note for the user
+    /// where it is not the better one. What it has made is removed by [`remove_devices`].
+    pub(crate) fn open(
+        wanted: TransportRequest,
+        id: MountId,
+        size: u64,
+    ) -> Result<(Self, Option<String>)> {
+        let fuse = || Connection::new(&format!("burgeon:{id}")).map(Self::Fuse);
+        match wanted {
+            TransportRequest::Fuse => Ok((fuse()?, None)),
+            TransportRequest::Ublk => Ok((Self::Ublk(add(id, size)?), None)),
+            TransportRequest::Auto => match add(id, size) {
+                Ok(number) => Ok((Self::Ublk(number), None)),
+                // That a kernel has no ublk is no news; that it refuses a device is.
+                Err(_) if !Path::new(CONTROL).exists() => Ok((fuse()?, None)),
+                Err(e) => {
+                    log!("mount {id} takes FUSE: {e}");
+                    Ok((fuse()?, Some(format!("it goes over FUSE, not ublk: {e}"))))
+                }
+            },
+        }
+    }
+
+    pub(crate) fn transport(&self) -> Transport {
+        match self {
+            Self::Fuse(_) => Transport::Fuse,
+            Self::Ublk(number) => Transport::Ublk { number: *number },
+        }
+    }
+
+    /// The descriptor that the supervisor has to keep, if there is one.
+    pub(crate) fn kept(&self) -> Result<Option<OwnedFd>> {
+        let Self::Fuse(connection) = self else { return Ok(None) };
+        let kept = connection.device().try_clone_to_owned();
+        kept.map(Some).map_err(|e| Error::io("cannot keep the FUSE device", e))
+    }
+}
+
+const CONTROL: &str = "/dev/ublk-control";
+
+fn add(id: MountId, size: u64) -> Result<u32> {
+    load_driver();
+    Ok(Control::open()?.add(size, OWNER_MAGIC | id.number())?.number)
+}
+
+/// The driver has no alias by which opening its device would load it.
+fn load_driver() {
+    static TRIED: Once = Once::new();
+    TRIED.call_once(|| {
+        if !Path::new(CONTROL).exists() && module_is_there("ublk_drv") {
+            // Whether it worked is seen by the device.
+            let _ = Command::new("modprobe").arg("ublk_drv").output();
+        }
+    });
+}
+
+/// Removes the device of a mount, if it has one. Before the mount's folder is removed: by that a
+/// later supervisor knows that a device is ours.
+pub(crate) fn remove_devices(id: MountId) {
+    for number in devices_of(id) {
+        // btrfs remembers devices it was told of, by number, and the numbers will be used again.
+        // What it remembers wrongly only costs a warning in the kernel's log.
+        let _ = btrfs_mount::forget(&ublk::block_path(number));
+        if let Err(e) = Control::open().and_then(|mut control| control.remove(number)) {
+            log!("mount {id} leaves something behind: {e}");
+        }
+    }
+}
+
+/// The ublk devices of a mount.
+pub(crate) fn devices_of(id: MountId) -> Vec<u32> {
+    let numbers = ublk::numbers();
+    if numbers.is_empty() {
+        return numbers;
+    }
+    let Ok(mut control) = Control::open() else { return Vec::new() };
+    let owner = OWNER_MAGIC | id.number();
+    let mut is_its =
+        |number: u32| matches!(control.device(number), Ok(Some(device)) if device.owner == owner);
+    numbers.into_iter().filter(|number| is_its(*number)).collect()
+}
+
+/// Whether nobody holds the block device exclusively, as a mounted file system does.
+pub(crate) fn is_unused(number: u32) -> bool {
+    use std::os::unix::fs::OpenOptionsExt;
+    let device: PathBuf = ublk::block_path(number);
+    let opened = std::fs::File::options()
+        .read(true)
+        .custom_flags(libc::O_EXCL | libc::O_CLOEXEC)
+        .open(device);
+    match opened {
+        Ok(_) => true,
+        Err(e) => matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)),
+    }
+}
