@@ -75,7 +75,6 @@ fn read(file: &File, block: u64, count: usize) -> io::Result<()> {
 }
 
 #[test]
-#[ignore = "needs ublk_drv: the lab runs it"]
 fn every_byte_is_right_hit_or_miss_small_or_large() {
     let served = Served::new(SIZE);
     let file = served.open();
@@ -92,7 +91,6 @@ fn every_byte_is_right_hit_or_miss_small_or_large() {
 }
 
 #[test]
-#[ignore = "needs ublk_drv: the lab runs it"]
 fn the_device_is_read_only_with_blocks_of_4_kib_up_to_4_eib() {
     let served = Served::new(4 << 60);
     let queue = PathBuf::from(format!("/sys/block/ublkb{}", served.number));
@@ -108,7 +106,6 @@ fn the_device_is_read_only_with_blocks_of_4_kib_up_to_4_eib() {
 }
 
 #[test]
-#[ignore = "needs ublk_drv: the lab runs it"]
 fn misses_wait_side_by_side_and_hits_pass_them() {
     const READERS: usize = 16;
     let served = Served::new(SIZE);
@@ -132,7 +129,6 @@ fn misses_wait_side_by_side_and_hits_pass_them() {
 }
 
 #[test]
-#[ignore = "needs ublk_drv: the lab runs it"]
 fn errors_and_panics_are_eio_and_the_device_lives_on() {
     let served = Served::new(SIZE);
     let file = served.open();
@@ -148,7 +144,6 @@ fn errors_and_panics_are_eio_and_the_device_lives_on() {
 }
 
 #[test]
-#[ignore = "needs ublk_drv: the lab runs it"]
 fn a_server_that_leaves_leaves_its_requests_to_the_next() {
     let mut served = Served::new(SIZE);
     served.device.close_gate();
@@ -165,7 +160,6 @@ fn a_server_that_leaves_leaves_its_requests_to_the_next() {
 }
 
 #[test]
-#[ignore = "needs ublk_drv: the lab runs it"]
 fn a_device_is_known_until_it_is_removed() {
     let mut control = Control::open().unwrap();
     let added = control.add(SIZE, OWNER).unwrap();
@@ -179,7 +173,6 @@ fn a_device_is_known_until_it_is_removed() {
 }
 
 #[test]
-#[ignore = "needs ublk_drv: the lab runs it"]
 fn a_device_of_another_size_is_not_served() {
     let mut control = Control::open().unwrap();
     let added = control.add(SIZE, OWNER).unwrap();
@@ -192,7 +185,6 @@ fn a_device_of_another_size_is_not_served() {
 }
 
 #[test]
-#[ignore = "needs ublk_drv: the lab runs it"]
 fn a_buffered_reader_gets_the_same_bytes() {
     let served = Served::new(SIZE);
     read(&File::open(&served.path).unwrap(), 321, 9).unwrap();
