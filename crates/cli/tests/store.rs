@@ -78,6 +78,12 @@ fn a_flipped_bit_is_found_and_its_file_is_named() {
     assert!(finished.stdout.contains("/folder/data"), "{finished:#?}");
     let name = pack.file_name().unwrap().to_str().unwrap();
     assert!(finished.stdout.contains(name), "{finished:#?}");
+    // What it says helps.
+    assert!(finished.stdout.contains("remove them there and build"), "{finished:#?}");
+    fs::remove_file(&pack).unwrap();
+    burgeon.build(&space.path("tree"), "sample");
+    let verified = json(&burgeon, &["verify", "sample"]);
+    assert_eq!(verified["damage"].as_array().unwrap().len(), 0);
 }
 
 #[test]

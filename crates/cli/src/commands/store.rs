@@ -40,6 +40,13 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
         verified.damage.iter().for_each(show_damage);
         let verdict = if damaged { "DAMAGED" } else { "whole" };
         println!("{name} is {verdict}: {} chunks, {}", verified.chunks, bytes(verified.bytes));
+        if damaged {
+            // While they are there, a build believes that their chunks are stored.
+            println!(
+                "restore the damaged objects in {}, or remove them there and build the image again",
+                context.store_path().display()
+            );
+        }
     }
     Ok(if damaged { ExitCode::from(4) } else { ExitCode::SUCCESS })
 }
