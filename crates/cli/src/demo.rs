@@ -109,6 +109,8 @@ impl Stage {
             writes_device: None,
             fill: false,
             transport: args::Transport::Auto,
+            virtual_size: None,
+            fetch_limit: None,
         };
         mount::place(&self.context, args)?;
         Ok(since(begun))

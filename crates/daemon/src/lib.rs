@@ -43,6 +43,7 @@ mod transport;
 mod wire;
 pub mod writes;
 
+pub use burgeon_frontend::reflink;
 pub use chain::{btrfs_fsid, is_burgeon_mount, refuse_burgeon};
 pub use client::Client;
 pub use id::{Fsid, MountId};

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     id::{Fsid, MountId},
-    protocol::{Failure, FillStatus},
+    protocol::{AreaStatus, Failure, FillStatus},
     transport::Transport,
 };
 
@@ -30,7 +30,8 @@ use crate::{
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "message", rename_all = "kebab-case")]
 pub(crate) enum ToServer {
-    /// Serve this mount; its descriptors come along.
+    /// Serve this mount; its descriptors come along. Of one that is served already: see what has
+    /// been mapped meanwhile.
     Attach(Attach),
     /// Say what [`FromServer::Report`] says.
     Report,
@@ -77,6 +78,12 @@ pub(crate) struct Attach {
     /// How the kernel's reads come.
     #[serde(default)]
     pub(crate) transport: Transport,
+    /// The folder with the map of the virtual area, if there is one.
+    #[serde(default)]
+    pub(crate) area: Option<PathBuf>,
+    /// The most that may be fetched for this mount, in bytes.
+    #[serde(default)]
+    pub(crate) fetch_limit: Option<u64>,
 }
 
 /// What the server knows of a mount beyond its counters.
@@ -89,6 +96,10 @@ pub(crate) struct MountReport {
     pub(crate) last_source_error: Option<String>,
     /// How far fetching everything is, if that was asked for.
     pub(crate) fill: Option<FillStatus>,
+    /// How the virtual area is, if there is one.
+    pub(crate) area: Option<AreaStatus>,
+    /// Reads that were refused because of the fetch limit.
+    pub(crate) over_limit_reads: u64,
 }
 
 /// The descriptors of a mount, as they come with an `Attach`: `/dev/fuse`, if there is one, and

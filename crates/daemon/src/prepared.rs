@@ -7,6 +7,7 @@
 //!                      manifest    the image itself, so that named writes need no store for it
 //!                      ready.json  written last: says that the others are whole
 //!                      cache       the lazy data that has been read
+//!                      virtual-<bytes>/   the same but the cache, with a virtual area of that size
 //! ```
 //!
 //! Nothing here is synced, because all of it can be made anew: `ready.json` names the boot it was
@@ -85,9 +86,19 @@ pub(crate) fn resolve(store: &Path, name: &str) -> Result<Digest> {
     catalog::resolve(&Directory::open(store)?, name)?.digest()
 }
 
-/// Prepares the image `digest` of `store`, unless that has been done.
-pub(crate) fn prepare(state: &StateDir, store: &Path, digest: Digest) -> Result<Prepared> {
-    let folder = state.image(&digest);
+/// Prepares the image `digest` of `store` with a virtual area of `virtual_bytes` (0: none), unless
+/// that has been done.
+pub(crate) fn prepare(
+    state: &StateDir,
+    store: &Path,
+    digest: Digest,
+    virtual_bytes: u64,
+) -> Result<Prepared> {
+    let mut folder = state.image(&digest);
+    if virtual_bytes > 0 {
+        make_folder(&folder)?;
+        folder.push(format!("virtual-{virtual_bytes}"));
+    }
     let is_ready = || {
         let ready = files::read_json::<Ready>(&folder.join("ready.json"));
         // The same image of another store is the same image.
@@ -98,7 +109,7 @@ pub(crate) fn prepare(state: &StateDir, store: &Path, digest: Digest) -> Result<
         // Two mounts of a new image at once prepare it once.
         let _lock = Lock::take(&folder.join("lock"))?;
         if !is_ready() {
-            run_process(store, &digest, &folder)?;
+            run_process(store, &digest, &folder, virtual_bytes)?;
         }
     }
     Ok(Prepared { folder, digest })
@@ -153,6 +164,7 @@ pub(crate) fn record(
         thin: false,
         sprouted: false,
         sprout_fsid: None,
+        virtual_bytes: request.virtual_bytes,
     })
 }
 
@@ -303,11 +315,12 @@ pub(crate) fn make_folder(path: &Path) -> Result<()> {
 
 /// Prepares in a process of its own: describing a million files takes memory, which must not
 /// stay with the supervisor.
-fn run_process(store: &Path, digest: &Digest, folder: &Path) -> Result<()> {
+fn run_process(store: &Path, digest: &Digest, folder: &Path, virtual_bytes: u64) -> Result<()> {
     let output = this_program("__prepare")
         .arg(store)
         .arg(digest.to_string())
         .arg(folder)
+        .arg(virtual_bytes.to_string())
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()
@@ -324,11 +337,16 @@ fn run_process(store: &Path, digest: &Digest, folder: &Path) -> Result<()> {
     }
 }
 
-/// The whole life of the process `burgeon __prepare STORE DIGEST FOLDER`.
+/// The whole life of the process `burgeon __prepare STORE DIGEST FOLDER VIRTUAL-BYTES`.
 pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
     let prepared = match arguments {
-        [store, digest, folder] => prepare_here(store.as_ref(), digest, folder.as_ref()),
-        _ => Err(Error::new(ErrorKind::Invalid, "__prepare takes a store, a digest and a folder")),
+        [store, digest, folder, virtual_bytes] => {
+            prepare_here(store.as_ref(), digest, folder.as_ref(), virtual_bytes)
+        }
+        _ => Err(Error::new(
+            ErrorKind::Invalid,
+            "__prepare takes a store, a digest, a folder and a size",
+        )),
     };
     match prepared {
         Ok(()) => ExitCode::SUCCESS,
@@ -339,7 +357,15 @@ pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
     }
 }
 
-fn prepare_here(store: &Path, digest: &OsString, folder: &Path) -> Result<()> {
+fn prepare_here(
+    store: &Path,
+    digest: &OsString,
+    folder: &Path,
+    virtual_bytes: &OsString,
+) -> Result<()> {
+    let virtual_bytes = virtual_bytes.to_string_lossy().parse().map_err(|e| {
+        Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
+    })?;
     let digest: Digest = digest.to_string_lossy().parse()?;
     for file in KEPT.iter().chain(&["ready.json"]) {
         files::remove_file(&folder.join(file))?;
@@ -349,6 +375,7 @@ fn prepare_here(store: &Path, digest: &OsString, folder: &Path) -> Result<()> {
         &digest,
         folder,
         Devices::Two,
+        virtual_bytes,
         &Limits::default(),
     )?;
     files::publish_json(&folder.join("ready.json"), &Ready::now(store))

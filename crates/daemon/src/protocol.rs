@@ -25,6 +25,14 @@ pub enum Request {
         /// Where it is now.
         target: PathBuf,
     },
+    /// Give content addresses in the virtual area: answered by [`Reply::Mapped`] and a descriptor
+    /// of the area's file, to clone from.
+    Map(MapRequest),
+    /// Everything that is mapped: answered by [`Reply::Mappings`].
+    Mappings {
+        /// Into which mount.
+        id: MountId,
+    },
     /// Everything about the daemon and its mounts.
     Status,
     /// Wait until the mount is released, at most so long.
@@ -57,6 +65,81 @@ pub struct MountRequest {
     pub transport: TransportRequest,
     /// Where it will be placed: for messages and `status` only.
     pub target: PathBuf,
+    /// Bytes of the virtual area; 0 for none. With named writes that exist: what they were made
+    /// with, or 0.
+    #[serde(default)]
+    pub virtual_bytes: u64,
+    /// The most that may be fetched for this mount, in bytes.
+    #[serde(default)]
+    pub fetch_limit: Option<u64>,
+}
+
+/// Content to be mapped into a mount.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub struct MapRequest {
+    /// Into which mount.
+    pub id: MountId,
+    /// What the user calls it: the path it will appear at.
+    pub label: String,
+    /// Where it comes from, for a user to read.
+    pub origin: String,
+    /// At most [`CONTENTS_MAX`].
+    pub contents: Vec<MapContent>,
+}
+
+/// Contents of one request: with paths of up to 4 KiB each they fit in one message, on average.
+pub const CONTENTS_MAX: usize = 8192;
+
+/// A piece of content: it is mapped from a block border.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum MapContent {
+    /// Bytes that are made up.
+    Computed {
+        /// Such as `block-number`.
+        name: String,
+        /// How many, at least 1.
+        len: u64,
+    },
+    /// All of a local file that is not empty.
+    File {
+        /// Its absolute path.
+        path: PathBuf,
+        /// What the client sees there, to find out whether the daemon sees the same.
+        inode: u64,
+        /// Its size in bytes.
+        size: u64,
+    },
+}
+
+impl MapContent {
+    /// Bytes of content.
+    pub fn len(&self) -> u64 {
+        match self {
+            Self::Computed { len, .. } => *len,
+            Self::File { size, .. } => *size,
+        }
+    }
+
+    /// Whether there is nothing to map.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// What has been mapped.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub struct MappingStatus {
+    /// What the user called it.
+    pub label: String,
+    /// Where it comes from.
+    pub origin: String,
+    /// Where it begins in the virtual area, in bytes.
+    pub start: u64,
+    /// Bytes of content.
+    pub len: u64,
+    /// How many extents it has.
+    pub extents: u64,
 }
 
 /// How the kernel is to reach a mount's lazy data.
@@ -113,6 +196,20 @@ pub enum Reply {
     Done,
     /// The mount is ready, its descriptor is on this message.
     Mounted(Mounted),
+    /// The contents lie one after another from `start` on, in bytes, each from a block border.
+    Mapped {
+        /// Offset in the virtual area's file, whose descriptor is on this message.
+        start: u64,
+    },
+    /// Oldest first.
+    Mappings {
+        /// Bytes of the virtual area.
+        size: u64,
+        /// What is mapped into it; of many, the newest.
+        mappings: Vec<MappingStatus>,
+        /// How many older ones there are.
+        older: u64,
+    },
     /// The state of everything.
     Status(Box<Status>),
     /// It was not done.
@@ -250,6 +347,27 @@ pub struct MountStatus {
     pub fill: Option<FillStatus>,
     /// Reads and their answers since the mount was made.
     pub reads: ReadStatus,
+    /// How the virtual area is, if there is one.
+    pub area: Option<AreaStatus>,
+    /// The most that may be fetched for this mount, in bytes.
+    pub fetch_limit: Option<u64>,
+    /// Reads that were refused because of it.
+    pub over_limit_reads: u64,
+}
+
+/// How a virtual area is.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub struct AreaStatus {
+    /// Its length in bytes.
+    pub size: u64,
+    /// Reads of addresses to which nothing is mapped.
+    pub unmapped_reads: u64,
+    /// The last of these addresses.
+    pub last_unmapped: Option<u64>,
+    /// Fetches of files that were replaced or changed since they were mapped.
+    pub changed_reads: u64,
+    /// The last of these, with the file's name.
+    pub last_changed: Option<String>,
 }
 
 /// How far fetching everything in the background is.

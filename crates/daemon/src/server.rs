@@ -28,12 +28,14 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::{BLOCK_SIZE, Counters, Error, ErrorKind, ObjectId, Result};
+use burgeon_block::{BLOCK_SIZE, Counters, Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets};
 use burgeon_frontend::{End, ServeOptions, Server, Slots, serve, ublk, ublk::Control};
 use burgeon_image::AddressMap;
 use burgeon_source::{Directory, Objects, References};
-use burgeon_volume::{DirectFile, Fill, FillProgress, FillState, LazyDevice, Limits, Volume};
+use burgeon_volume::{
+    DirectFile, Fill, FillProgress, FillState, LazyDevice, Limits, VirtualArea, Volume,
+};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::{
@@ -43,7 +45,7 @@ use crate::{
     id::MountId,
     link::{Attach, FromServer, MountReport, ToServer, sort_descriptors},
     paths::StateDir,
-    protocol::FillStatus,
+    protocol::{AreaStatus, FillStatus},
     transport::{self, Transport},
     wire,
 };
@@ -58,6 +60,8 @@ const BLOCKING_THREADS: usize = 8;
 const UNUSED_INTERVAL: Duration = Duration::from_millis(500);
 
 type ImageVolume = Volume<Objects, DirectFile>;
+type Area = VirtualArea<Objects, DirectFile>;
+type Device = LazyDevice<Objects, DirectFile, SharedCounters>;
 
 /// What makes two mounts share a volume: the same map, cache and store.
 type VolumeKey = (PathBuf, PathBuf);
@@ -77,6 +81,7 @@ struct Serving {
 struct Mount {
     attach: Attach,
     volume: Arc<ImageVolume>,
+    device: Arc<Device>,
     fuse: Option<OwnedFd>,
     slots: Arc<Slots>,
     server: AnyServer,
@@ -201,9 +206,10 @@ impl Serving {
         let Some((fuse, slots)) = sort_descriptors(attach.transport, fds) else {
             return Err(Error::new(ErrorKind::Invalid, "a mount came without its descriptors"));
         };
-        if lock(&self.mounts).contains_key(&attach.id) {
-            // A supervisor that adopted us says what it was told.
-            return Ok(());
+        let served = lock(&self.mounts).get(&attach.id).map(|mount| Arc::clone(&mount.device));
+        if let Some(device) = served {
+            // Something has been mapped; or a supervisor that adopted us says what it was told.
+            return device.area().map_or(Ok(()), |area| area.refresh());
         }
         let slots = Arc::new(Slots::from_fd(slots)?);
         let volume = self.volume(&attach)?;
@@ -214,12 +220,14 @@ impl Serving {
         let (server, ended): (_, Pin<Box<dyn Future<Output = End> + Send>>) =
             match (fuse, attach.transport) {
                 (None, Transport::Ublk { number }) => {
-                    let server = ublk::serve(number, Arc::clone(&slots), device, &options)?;
+                    let served = Arc::clone(&device);
+                    let server = ublk::serve(number, Arc::clone(&slots), served, &options)?;
                     let ended = server.ended();
                     (AnyServer::Ublk(server), Box::pin(ended))
                 }
                 (Some(fuse), _) => {
-                    let server = serve(fuse, Arc::clone(&slots), device, &options)?;
+                    let served = Arc::clone(&device);
+                    let server = serve(fuse, Arc::clone(&slots), served, &options)?;
                     let ended = server.ended();
                     (AnyServer::Fuse(server), Box::pin(ended))
                 }
@@ -233,7 +241,7 @@ impl Serving {
             let _runtime = self.runtime.enter();
             volume.fill()
         });
-        let mount = Mount { attach, volume, fuse: kept, slots, server, fill };
+        let mount = Mount { attach, volume, device, fuse: kept, slots, server, fill };
         lock(&self.mounts).insert(id, mount);
         self.runtime.spawn(async move {
             let end = ended.await;
@@ -255,8 +263,9 @@ impl Serving {
         if let Some(fill) = &mount.fill {
             fill.stop();
         }
-        let Mount { server, fuse, volume, .. } = mount;
+        let Mount { server, fuse, volume, device, .. } = mount;
         drop(server);
+        drop(device);
         drop(fuse);
         drop(volume);
         lock(&self.volumes).retain(|_, volume| volume.strong_count() > 0);
@@ -296,6 +305,8 @@ impl Serving {
             materialised_bytes: mount.volume.materialised_bytes(),
             last_source_error: mount.volume.status().last_source_error,
             fill: mount.fill.as_ref().map(|fill| fill_status(fill.progress())),
+            area: mount.device.area().map(|area| area_status(area)),
+            over_limit_reads: mount.device.over_limit_reads(),
         });
         reports.collect()
     }
@@ -362,11 +373,7 @@ impl Serving {
 }
 
 /// The block device that the kernel sees: this mount's superblocks over the shared volume.
-fn lazy_device(
-    attach: &Attach,
-    volume: &Arc<ImageVolume>,
-    slots: &Arc<Slots>,
-) -> Result<LazyDevice<Objects, DirectFile, SharedCounters>> {
+fn lazy_device(attach: &Attach, volume: &Arc<ImageVolume>, slots: &Arc<Slots>) -> Result<Device> {
     let path = attach.seed.join("seed.info");
     let bytes = std::fs::read(&path)
         .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
@@ -380,7 +387,37 @@ fn lazy_device(
         }
     }
     let counters = SharedCounters(Arc::clone(slots));
-    LazyDevice::new(Arc::clone(volume), counters, info.data_device_size(), superblocks)
+    let mut device =
+        LazyDevice::new(Arc::clone(volume), counters, info.data_device_size(), superblocks)?;
+    if let (Some(folder), Some(range)) = (&attach.area, info.virtual_area) {
+        device = device.with_area(range.start(), area(attach, folder)?)?;
+    }
+    Ok(match attach.fetch_limit {
+        Some(bytes) => device.with_fetch_limit(bytes),
+        None => device,
+    })
+}
+
+/// The virtual area of a mount. Its map names what this host's user has mapped, so files of the
+/// host are believed.
+fn area(attach: &Attach, folder: &Path) -> Result<Arc<Area>> {
+    let objects = Objects::new(Directory::open(&attach.store)?, References::Allow);
+    let no_image = |digest: &Digest| {
+        let message = format!("the image {digest} was mapped by a later version of Burgeon");
+        Err(Error::new(ErrorKind::UnsupportedFormat, message))
+    };
+    VirtualArea::open(folder, objects, Box::new(no_image), Limits::default())
+}
+
+fn area_status(area: &Area) -> AreaStatus {
+    let status = area.status();
+    AreaStatus {
+        size: status.size,
+        unmapped_reads: status.unmapped_reads,
+        last_unmapped: status.last_unmapped,
+        changed_reads: status.changed_reads,
+        last_changed: status.last_changed,
+    }
 }
 
 fn fill_status(progress: FillProgress) -> FillStatus {

@@ -6,10 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{ByteRange, Error, ErrorKind, Result};
+use burgeon_image::ExtentWriter;
 
 use crate::{
-    files::Lock,
+    files::{self, Lock},
     id::{Fsid, MountId},
     paths::StateDir,
     prepared::{self, Prepared},
@@ -17,6 +18,9 @@ use crate::{
     roots, space,
     writes::{self, Record},
 };
+
+/// The folder of the virtual area's map: beside the sprout, whose files refer to it.
+const AREA: &str = "area";
 
 /// The plan of one mount.
 pub(crate) struct Plan {
@@ -30,6 +34,8 @@ pub(crate) struct Plan {
     pub(crate) sprout: Option<Sprout>,
     /// The writes' name is taken as long as this is held.
     pub(crate) lock: Option<Lock>,
+    /// The folder of the virtual area's map, if there is a virtual area.
+    pub(crate) area: Option<PathBuf>,
     /// What the user should know.
     pub(crate) notes: Vec<String>,
 }
@@ -79,9 +85,10 @@ impl Plan {
         let digest = prepared::resolve(store, &request.image)?;
         let notes = roots::require(state, store, &digest, id)?.into_iter().collect();
         Ok(Self {
-            base: prepared::prepare(state, store, digest)?,
+            base: prepared::prepare(state, store, digest, request.virtual_bytes)?,
             store: store.to_owned(),
             seed_fsid: Fsid::random()?,
+            area: (request.virtual_bytes > 0).then(|| state.mount(id).join(AREA)),
             sprout,
             lock: None,
             notes,
@@ -112,6 +119,7 @@ impl Plan {
             sprout.record =
                 Some(Record { device, limit: sprout.limit, thin: sprout.thin, ..record });
         }
+        plan.area = plan.area.map(|_| folder.join(AREA));
         Ok(Self { lock, ..plan })
     }
 
@@ -130,6 +138,16 @@ impl Plan {
                     "the writes {:?} were made on the image {:?}, not on {:?}: take another name for \
                      them, or mount that image",
                     record.name, record.image, request.image
+                ),
+            ));
+        }
+        if request.virtual_bytes > 0 && request.virtual_bytes != record.virtual_bytes {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "the writes {:?} were made with a virtual area of {} bytes, which cannot be \
+                     changed: leave --virtual away, or take another name for them",
+                    record.name, record.virtual_bytes
                 ),
             ));
         }
@@ -165,6 +183,7 @@ impl Plan {
         Ok(Self {
             base: prepared::kept(&folder, &record)?,
             store,
+            area: (record.virtual_bytes > 0).then(|| folder.join(AREA)),
             seed_fsid: record.seed_fsid,
             sprout: Some(Sprout {
                 path,
@@ -194,6 +213,12 @@ impl Plan {
         }
         if !sprout.is_device {
             sprout.reserved = space::create_sprout(&sprout.path, sprout.limit, sprout.thin)?;
+        }
+        if let Some(area) = &self.area {
+            prepared::make_folder(area)?;
+            let info = prepared::read_info(&self.base.folder)?;
+            ExtentWriter::create(area, info.virtual_area.map_or(0, ByteRange::len))?;
+            files::sync_parent(area)?;
         }
         match &sprout.record {
             Some(record) => writes::publish(state, record),

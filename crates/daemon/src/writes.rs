@@ -4,6 +4,7 @@
 //!   writes/<name>/
 //!     record.json   what this is; written last, so a folder without one holds nothing of value
 //!     template, seed.info, map, manifest   hard links into images/<digest>/: the exact seed
+//!     area/         the map of the virtual area, if there is one
 //!     sprout        the writable device, unless the record names a block device
 //! ```
 //!
@@ -69,6 +70,9 @@ pub struct Record {
     /// The sprout's own fsid, by which it is known among devices; `None` in early records.
     #[serde(default)]
     pub sprout_fsid: Option<Fsid>,
+    /// Bytes of the virtual area; 0 for none, as in early records.
+    #[serde(default)]
+    pub virtual_bytes: u64,
 }
 
 /// Checks a name: what `writes list` shows and a folder can be called.
@@ -331,6 +335,7 @@ mod tests {
             thin: false,
             sprouted: true,
             sprout_fsid: None,
+            virtual_bytes: 0,
         }
     }
 

@@ -1,5 +1,6 @@
-//! What a virtual area costs a mount: time to mount and grow a sprout, and kernel memory (slabs),
-//! by its size. Needs root.
+//! What a virtual area costs a mount, by its size (time to mount with a new sprout, and kernel memory in
+//! slabs), how fast files are cloned from it by several threads, and random reads of a clone from a small
+//! and a large area. Needs root.
 //!
 //! `cargo run --release -p burgeon-frontend --example virtual_area`
 
@@ -12,69 +13,190 @@ mod seed;
 
 use std::{
     fs::{self, File},
+    os::{
+        fd::{AsFd, AsRawFd},
+        unix::fs::FileExt,
+    },
+    path::PathBuf,
     sync::Arc,
+    thread,
     time::{Duration, Instant},
 };
 
-use burgeon_btrfs::{Options, SUBVOLUME};
+use burgeon_block::ByteRange;
+use burgeon_btrfs::{Options, SUBVOLUME, VIRTUAL_FILE};
 use burgeon_frontend::{
-    Connection, LoopDevice, LoopOptions, ServeOptions, Slots,
-    btrfs_mount::{Btrfs, forget},
+    AlignedBuffer, Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots,
+    btrfs_mount::{Access, Btrfs, forget},
+    reflink::{clone_blocks, make_nodatasum},
     serve,
 };
-use common::runtime;
+use common::{open_direct, runtime};
 use seed::{LazyData, Seed};
+use tempfile::TempDir;
 
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 9;
+const CLONES: u64 = 100_000;
+const READS: u64 = 20_000;
+const GIB: u64 = 1 << 30;
+const TIB: u64 = 1 << 40;
 const PIB: u64 = 1 << 50;
+const CHUNK: u64 = 256 * TIB - (128 << 10);
 
 fn main() {
-    println!("{:>12} {:>8} {:>12} {:>14}", "area", "chunks", "mount ms", "kernel KiB");
+    println!("mount with a new sprout; the least and the middle of {ROUNDS} rounds");
+    println!(
+        "{:>12} {:>8} {:>10} {:>10} {:>12}",
+        "area", "chunks", "least ms", "middle ms", "slab KiB"
+    );
     for bytes in [0, PIB, 16 * PIB, 256 * PIB, 4096 * PIB, 7168 * PIB] {
-        let rounds: Vec<_> = (0..ROUNDS).map(|_| round(bytes)).collect();
-        let chunks = bytes.div_ceil((256 << 40) - (128 << 10));
-        let mut times: Vec<_> = rounds.iter().map(|(time, _)| time.as_millis()).collect();
-        let mut memory: Vec<_> = rounds.iter().map(|(_, memory)| *memory).collect();
-        times.sort_unstable();
-        memory.sort_unstable();
-        let (time, memory) = (times[ROUNDS / 2], memory[ROUNDS / 2]);
-        println!("{:>8} PiB {chunks:>8} {time:>12} {memory:>14}", bytes / PIB);
+        let rounds: Vec<_> = (0..ROUNDS)
+            .map(|_| {
+                let mounted = Mounted::new(bytes, CHUNK);
+                (mounted.time.as_millis(), mounted.slab_kib)
+            })
+            .collect();
+        let sorted = |values: Vec<i64>| {
+            let mut values = values;
+            values.sort_unstable();
+            values
+        };
+        let times = sorted(rounds.iter().map(|(time, _)| *time as i64).collect());
+        let memory = sorted(rounds.iter().map(|(_, memory)| *memory).collect());
+        let chunks = bytes.div_ceil(CHUNK);
+        let (least, middle, memory) = (times[0], times[ROUNDS / 2], memory[ROUNDS / 2]);
+        println!("{:>8} PiB {chunks:>8} {least:>10} {middle:>10} {memory:>12}", bytes / PIB);
+    }
+
+    println!("\n{CLONES} files of 64 KiB cloned, a second, by threads");
+    println!("{:>12} {:>14} {:>8} {:>8} {:>8}", "area", "extents of", "1", "2", "4");
+    let extents = [(64 * TIB, GIB, "1 GiB"), (PIB, 128 * TIB, "128 TiB"), (PIB, CHUNK, "a chunk")];
+    for (bytes, extent, name) in extents {
+        let rates = [1, 2, 4].map(|threads| Mounted::new(bytes, extent).clones(threads));
+        let [one, two, four] = rates.map(|rate| format!("{rate:.0}"));
+        println!("{:>8} TiB {name:>14} {one:>8} {two:>8} {four:>8}", bytes / TIB);
+    }
+
+    println!("\n4 KiB random direct reads of a cloned 5 GiB file, a second, by one thread");
+    for bytes in [275 * GIB, 4096 * PIB] {
+        println!("{:>12} GiB {:>8.0}", bytes / GIB, Mounted::new(bytes, CHUNK).random_reads());
     }
 }
 
-/// Mounts once: how long it took, and how much the kernel's slabs grew, in KiB.
-fn round(virtual_bytes: u64) -> (Duration, i64) {
-    let folder = tempfile::tempdir().unwrap();
-    let seed = Seed::write_with(folder.path(), |options| Options { virtual_bytes, ..options });
-    let runtime = runtime();
-    let slots = Arc::new(Slots::create().unwrap());
-    let connection = Connection::new("burgeon-example").unwrap();
-    let fuse = connection.device().try_clone_to_owned().unwrap();
-    let options = ServeOptions::new(runtime.handle().clone());
-    let server = serve(fuse, slots, Arc::new(LazyData::of(&seed)), &options).unwrap();
-    let attach = |file: &File, read_only| {
-        let options = LoopOptions { name: "burgeon-example", read_only, discard: false };
-        LoopDevice::attach(file, options).unwrap()
-    };
-    let data = attach(&connection.open_file().unwrap(), true);
-    let metadata = attach(&File::open(folder.path().join("metadata")).unwrap(), true);
-    let path = folder.path().join("sprout");
-    let file = File::options().read(true).write(true).create_new(true).open(path).unwrap();
-    file.set_len(256 << 20).unwrap();
-    let sprout = attach(&file, false);
-    let before = slab_kib();
-    let begun = Instant::now();
-    let mount =
-        Btrfs::mount_new_sprout(&[metadata.path(), data.path()], sprout.path(), SUBVOLUME).unwrap();
-    let time = begun.elapsed();
-    let memory = slab_kib() - before;
-    drop(mount);
-    for device in [sprout, metadata, data] {
-        forget(device.path()).unwrap();
-        device.detach(Duration::from_secs(20)).unwrap();
+/// A sprout on a seed with a virtual area, detached.
+struct Mounted {
+    time: Duration,
+    slab_kib: i64,
+    mount: Option<Btrfs>,
+    devices: Vec<LoopDevice>,
+    server: Option<Server>,
+    _runtime: tokio::runtime::Runtime,
+    _folder: TempDir,
+}
+
+impl Mounted {
+    fn new(virtual_bytes: u64, virtual_extent_max: u64) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let seed = Seed::write_with(folder.path(), |options| Options {
+            virtual_bytes,
+            virtual_extent_max,
+            ..options
+        });
+        // What lies in the page cache as dirty would be written out during the mount.
+        File::open(folder.path().join("metadata")).unwrap().sync_all().unwrap();
+        let runtime = runtime();
+        let slots = Arc::new(Slots::create().unwrap());
+        let connection = Connection::new("burgeon-example").unwrap();
+        let fuse = connection.device().try_clone_to_owned().unwrap();
+        let options = ServeOptions::new(runtime.handle().clone());
+        let server = serve(fuse, slots, Arc::new(LazyData::of(&seed)), &options).unwrap();
+        let attach = |file: &File, read_only| {
+            let options = LoopOptions { name: "burgeon-example", read_only, discard: false };
+            LoopDevice::attach(file, options).unwrap()
+        };
+        let data = attach(&connection.open_file().unwrap(), true);
+        let metadata = attach(&File::open(folder.path().join("metadata")).unwrap(), true);
+        let path = folder.path().join("sprout");
+        let file = File::options().read(true).write(true).create_new(true).open(path).unwrap();
+        file.set_len(4 * GIB).unwrap();
+        let sprout = attach(&file, false);
+        let before = slab_kib();
+        let begun = Instant::now();
+        let seeds = [metadata.path(), data.path()];
+        let mount = Btrfs::mount_new_sprout(&seeds, sprout.path(), SUBVOLUME).unwrap();
+        Self {
+            time: begun.elapsed(),
+            slab_kib: slab_kib() - before,
+            mount: Some(mount),
+            devices: vec![sprout, metadata, data],
+            server: Some(server),
+            _runtime: runtime,
+            _folder: folder,
+        }
     }
-    server.stop(Duration::ZERO);
-    (time, memory)
+
+    fn path(&self, name: &str) -> PathBuf {
+        let mount = self.mount.as_ref().unwrap().as_fd().as_raw_fd();
+        PathBuf::from(format!("/proc/self/fd/{mount}/{name}"))
+    }
+
+    fn area(&self) -> File {
+        let top = Btrfs::mount(self.devices[0].path(), 5, Access::Writable).unwrap();
+        let top = top.open_root().unwrap();
+        File::open(format!("/proc/self/fd/{}/{VIRTUAL_FILE}", top.as_raw_fd())).unwrap()
+    }
+
+    /// Files a second, each thread in a folder of its own.
+    fn clones(&self, threads: u64) -> f64 {
+        let area = self.area();
+        let begun = Instant::now();
+        thread::scope(|scope| {
+            for thread in 0..threads {
+                let area = &area;
+                scope.spawn(move || {
+                    let folder = self.path(&format!("thread-{thread}"));
+                    fs::create_dir(&folder).unwrap();
+                    make_nodatasum(&File::open(&folder).unwrap()).unwrap();
+                    for file in (thread..CLONES).step_by(threads as usize) {
+                        let new = File::create_new(folder.join(file.to_string())).unwrap();
+                        let range = ByteRange::at(file << 16, 1 << 16).unwrap();
+                        clone_blocks(area, range, &new, 0).unwrap();
+                    }
+                });
+            }
+        });
+        CLONES as f64 / begun.elapsed().as_secs_f64()
+    }
+
+    fn random_reads(&self) -> f64 {
+        let file = File::create_new(self.path("file")).unwrap();
+        make_nodatasum(&file).unwrap();
+        let area = self.area();
+        let end = area.metadata().unwrap().len();
+        let len = 5 * GIB;
+        clone_blocks(&area, ByteRange::at(end - len, len).unwrap(), &file, 0).unwrap();
+        let file = open_direct(&self.path("file")).unwrap();
+        let mut buffer = AlignedBuffer::new(4096).unwrap();
+        let begun = Instant::now();
+        for read in 0..READS {
+            let block = read.wrapping_mul(0x9e37_79b9_7f4a_7c15) % (len / 4096);
+            file.read_exact_at(buffer.bytes_mut(), block * 4096).unwrap();
+        }
+        READS as f64 / begun.elapsed().as_secs_f64()
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        self.mount = None;
+        for device in self.devices.drain(..) {
+            forget(device.path()).unwrap();
+            device.detach(Duration::from_secs(60)).unwrap();
+        }
+        if let Some(server) = self.server.take() {
+            server.stop(Duration::ZERO);
+        }
+    }
 }
 
 fn slab_kib() -> i64 {

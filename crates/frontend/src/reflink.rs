@@ -27,15 +27,30 @@ struct CloneRange {
     to: u64,
 }
 
-/// Makes `file`, which is empty, one without data checksums, as the virtual area's is.
+/// Makes `file`, which is empty, one without data checksums, as the virtual area's is; of a
+/// directory: the files that will be made in it.
 pub fn make_nodatasum(file: &File) -> Result<()> {
+    set_nodatasum(file, true)
+}
+
+/// Lets the files that will be made in the directory `folder` have data checksums again.
+pub fn end_nodatasum(folder: &File) -> Result<()> {
+    set_nodatasum(folder, false)
+}
+
+fn set_nodatasum(file: &File, on: bool) -> Result<()> {
     let set = || -> Result<(), Errno> {
-        ioctl_setflags(file, ioctl_getflags(file)? | IFlags::NOCOW)?;
-        // Where the mount or the file's directory forbids it, btrfs says nothing.
-        let flags = ioctl_getflags(file)?;
-        if flags.contains(IFlags::NOCOW) { Ok(()) } else { Err(Errno::OPNOTSUPP) }
+        let mut flags = ioctl_getflags(file)?;
+        flags.set(IFlags::NOCOW, on);
+        ioctl_setflags(file, flags)?;
+        // Where the file is not empty, btrfs says nothing.
+        match ioctl_getflags(file)?.contains(IFlags::NOCOW) == on {
+            true => Ok(()),
+            false => Err(Errno::OPNOTSUPP),
+        }
     };
-    set().map_err(|errno| failed("cannot make a file without data checksums (chattr +C)", errno))
+    let what = "cannot change whether files have data checksums (chattr +C)";
+    set().map_err(|errno| failed(what, errno))
 }
 
 /// Clones the whole blocks `blocks` of the virtual area's file `area` to `to` (a multiple of

@@ -40,6 +40,8 @@ impl NodeSink for NodeFile {
 /// | `seed.info` | what [`SeedInfo::from_bytes`] reads |
 /// | `map` | what [`AddressMap::open`] reads |
 ///
+/// With `virtual_bytes` above 0 the seed has a virtual area of that size.
+///
 /// Replaces what is there. Not durable, not atomic: the caller marks the folder as complete, for
 /// this boot, or syncs it. Errors: those of [`catalog::load`]; `Invalid` if btrfs cannot hold the
 /// tree; `Corrupt` if what was written does not read back as a sound seed; those of writing.
@@ -48,6 +50,7 @@ pub fn prepare(
     digest: &Digest,
     folder: &Path,
     devices: Devices,
+    virtual_bytes: u64,
     limits: &Limits,
 ) -> Result<SeedInfo> {
     let bytes = catalog::load_bytes(store, digest)?;
@@ -61,7 +64,7 @@ pub fn prepare(
     };
     write("manifest", &bytes)?;
     drop(bytes);
-    let info = write_template(&manifest, digest, folder.join("seed"), devices)?;
+    let info = write_template(&manifest, digest, folder.join("seed"), devices, virtual_bytes)?;
     write("seed.info", &info.to_bytes())?;
     AddressMap::from_manifest(&manifest)?.write_to(&folder.join("map"))?;
     Ok(info)
@@ -72,6 +75,7 @@ fn write_template(
     digest: &Digest,
     path: PathBuf,
     devices: Devices,
+    virtual_bytes: u64,
 ) -> Result<SeedInfo> {
     let file = File::options()
         .read(true)
@@ -83,6 +87,7 @@ fn write_template(
     let options = Options {
         checksum: manifest.checksum,
         devices,
+        virtual_bytes,
         ..Options::new(manifest.data_range().end(), Uuids::derive(digest))
     };
     let nodes = NodeFile { file, path };

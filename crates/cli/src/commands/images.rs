@@ -69,6 +69,11 @@ pub(crate) fn build_tree(context: &Context, tree: &Path, name: &str) -> Result<(
     Ok(())
 }
 
+/// The same without a word.
+pub(crate) fn build_quietly(context: &Context, tree: &Path, name: &str) -> Result<()> {
+    make(context, &Input::Tree(tree.to_owned()), name, &Options::default()).map(|_| ())
+}
+
 fn make(
     context: &Context,
     input: &Input,

@@ -3,7 +3,9 @@
 mod doctor;
 pub(crate) mod images;
 mod inspect;
+mod map;
 pub(crate) mod mount;
+mod prefetch;
 mod shutdown;
 mod status;
 mod store;
@@ -70,6 +72,9 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     match args.command {
         Command::Build(build) => images::build(&context, build),
         Command::Mount(mount) => mount::mount(&context, mount),
+        Command::CreateEmpty(empty) => mount::create_empty(&context, empty),
+        Command::Map(map) => map::map(&context, map),
+        Command::Prefetch(prefetch) => prefetch::prefetch(&context, prefetch),
         Command::Umount(umount) => umount::umount(&context, umount),
         Command::Status => status::status(&context),
         Command::List => images::list(&context),

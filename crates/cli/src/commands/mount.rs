@@ -3,7 +3,7 @@
 
 use std::{
     fs,
-    os::unix::fs::MetadataExt,
+    os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
     process::ExitCode,
     time::Instant,
@@ -18,10 +18,11 @@ use burgeon_daemon::{
         WritesState,
     },
 };
+use burgeon_image::catalog;
 use rustix::mount::{MoveMountFlags, move_mount};
 use serde_json::json;
 
-use super::{Context, need_mount_privilege};
+use super::{Context, images, need_mount_privilege};
 use crate::{args, exit::Busy, output};
 
 pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
@@ -34,6 +35,42 @@ pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
         describe(&mounted, &target, ms);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The image of a file system without files, made where it is needed.
+const EMPTY_IMAGE: &str = "burgeon-empty";
+
+/// Mounts nothing but a virtual area.
+pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result<ExitCode> {
+    need_mount_privilege("create-empty")?;
+    match catalog::resolve(&context.open_store()?, EMPTY_IMAGE) {
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            let folder = context.state.run().join(format!("empty-{}", std::process::id()));
+            let failed = |e| Error::io(format!("cannot make {}", folder.display()), e);
+            fs::DirBuilder::new().mode(0o755).create(&folder).map_err(failed)?;
+            let built = images::build_quietly(context, &folder, EMPTY_IMAGE);
+            fs::remove_dir(&folder).map_err(failed)?;
+            built?;
+        }
+        other => drop(other?),
+    }
+    let args::CreateEmpty { path, writes, virtual_size, write_limit, fetch_limit } = args;
+    mount(
+        context,
+        args::Mount {
+            name: EMPTY_IMAGE.to_owned(),
+            path,
+            writes: Some(writes),
+            read_only: false,
+            write_limit,
+            thin: false,
+            writes_device: None,
+            fill: false,
+            transport: args::Transport::Auto,
+            virtual_size: Some(virtual_size),
+            fetch_limit,
+        },
+    )
 }
 
 /// Mounts, without a word.
@@ -60,6 +97,8 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
             args::Transport::Fuse => TransportRequest::Fuse,
         },
         target: target.clone(),
+        virtual_bytes: args.virtual_size.unwrap_or(0),
+        fetch_limit: args.fetch_limit,
     };
     // Asked here, too: the daemon may not see what is mounted in this namespace.
     if let Some(store) = &context.store {

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use burgeon_daemon::{
     Client,
-    protocol::{Latency, MountStatus, WritesState},
+    protocol::{AreaStatus, Latency, MountStatus, WritesState},
 };
 use serde_json::json;
 
@@ -71,6 +71,12 @@ fn describe(mount: &MountStatus) {
         println!("  fill       {}: {done} of {total}{failed}", fill.state);
     }
     println!("  writes     {}", writes(&mount.writes));
+    if let Some(area) = &mount.area {
+        println!("  virtual    {}", virtual_area(area));
+    }
+    if let Some(limit) = mount.fetch_limit {
+        println!("  limit      {}", fetch_limit(limit, mount));
+    }
     let ratio =
         reads.hit_ratio.map_or("no reads yet".to_owned(), |r| format!("{} hits", percent(r)));
     println!(
@@ -99,6 +105,28 @@ fn describe(mount: &MountStatus) {
     );
     if let Some(error) = &mount.last_source_error {
         println!("  last error {error}");
+    }
+}
+
+fn virtual_area(area: &AreaStatus) -> String {
+    let mut text = format!("{} to map into", bytes(area.size));
+    if let Some(last) = area.last_unmapped {
+        text +=
+            &format!("; {} reads where nothing is mapped, the last at {last}", area.unmapped_reads);
+    }
+    if let Some(last) = &area.last_changed {
+        text += &format!("; {} reads of sources that have changed: {last}", area.changed_reads);
+    }
+    text
+}
+
+fn fetch_limit(limit: u64, mount: &MountStatus) -> String {
+    match mount.over_limit_reads {
+        0 => format!("{} may be fetched", bytes(limit)),
+        reads => format!(
+            "ALARM: {reads} reads were refused, since {} may be fetched: look for what reads everything",
+            bytes(limit)
+        ),
     }
 }
 

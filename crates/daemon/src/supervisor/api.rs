@@ -86,6 +86,16 @@ impl Supervisor {
                 }
                 Err(e) => refused(e),
             },
+            Request::Map(request) => match self.map(&request) {
+                Ok((start, area)) => {
+                    return wire::send(stream, &Reply::Mapped { start }, &[area.as_fd()]);
+                }
+                Err(e) => refused(e),
+            },
+            Request::Mappings { id } => match self.mappings(id) {
+                Ok(mappings) => mappings,
+                Err(e) => refused(e),
+            },
             Request::Placed { id, target } => match self.placed(id, target) {
                 Ok(()) => Reply::Done,
                 Err(e) => refused(e),

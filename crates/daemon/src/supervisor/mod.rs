@@ -18,6 +18,7 @@
 
 mod api;
 mod keeper;
+mod map;
 mod mount;
 mod recover;
 mod release;

@@ -116,6 +116,8 @@ impl Supervisor {
                 fsid: plan.seed_fsid,
                 fill: request.fill,
                 transport: channel.transport(),
+                area: plan.area.clone(),
+                fetch_limit: request.fetch_limit,
             },
             fsid: None,
             data_device: None,

@@ -153,7 +153,7 @@ fn refuse_shutdown() -> Result<()> {
 }
 
 /// The device of a mount's sprout: the last of its loops, or the user's.
-fn writable_device(record: &MountRecord) -> Option<PathBuf> {
+pub(super) fn writable_device(record: &MountRecord) -> Option<PathBuf> {
     let WritesState::Sprout(sprout) = &record.writes else { return None };
     if sprout.path.starts_with("/dev") {
         return Some(sprout.path.clone());

@@ -75,6 +75,9 @@ fn describe(entry: &Entry, table: &Table) -> MountStatus {
         materialised_bytes: report.map(|report| report.materialised_bytes),
         fill: report.and_then(|report| report.fill.clone()),
         reads: read_status(entry.slots.counters()),
+        area: report.and_then(|report| report.area.clone()),
+        fetch_limit: record.attach.fetch_limit,
+        over_limit_reads: report.map_or(0, |report| report.over_limit_reads),
     }
 }
 

@@ -134,7 +134,8 @@ impl Table {
         }
     }
 
-    fn tell(&mut self, id: MountId) {
+    /// Tells the server of a mount, also of one that it serves.
+    pub(crate) fn tell(&mut self, id: MountId) {
         let (Some(link), Some(entry)) = (&self.link, self.mounts.get_mut(&id)) else { return };
         entry.serving = Serving::Awaited;
         let message = ToServer::Attach(entry.record.attach.clone());

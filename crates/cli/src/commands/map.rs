@@ -1,0 +1,248 @@
+//! `burgeon map`: content appears in a mounted tree by cloning, without a byte being copied.
+//!
+//! ```text
+//!   target checked ─► daemon: addresses in the virtual area, durable ─► clone ─► named
+//! ```
+//! A file is made without a name and gets it last; a tree is made beside its place and moved there.
+//! So whatever fails leaves nothing half-made.
+
+mod tree;
+
+use std::{
+    fs::{self, File, FileTimes, Permissions},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown},
+    },
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Instant,
+};
+
+use anyhow::Result;
+use burgeon_block::{ByteRange, Error, ErrorKind};
+use burgeon_daemon::{
+    Client, MountId, btrfs_fsid,
+    protocol::{MapContent, MapRequest, MappingStatus, Reply, Request},
+    reflink::{clone_blocks, make_nodatasum},
+};
+use rustix::fs::{AtFlags, CWD, OFlags, linkat};
+use serde_json::json;
+
+use super::{Context, need_mount_privilege, umount::ask};
+use crate::{args, output};
+
+/// The mount that is mapped into.
+struct Mount {
+    client: Client,
+    id: MountId,
+}
+
+pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
+    let begun = Instant::now();
+    if args.list {
+        return list(context, &args.target);
+    }
+    need_mount_privilege("map")?;
+    let target = Target::new(&args.target)?;
+    let mount = Mount::of(context, &target.folder)?;
+    let mapped = match (&args.from, &args.computed, args.size) {
+        (Some(from), ..) => {
+            let from = fs::canonicalize(from)
+                .map_err(|e| Error::io(format!("cannot map {}", from.display()), e))?;
+            // Asked here, too: the daemon may not see what is mounted in this namespace.
+            burgeon_daemon::refuse_burgeon(&from, "what is to be mapped")?;
+            if from.is_dir() {
+                tree::map(&mount, &target, &from)?
+            } else {
+                file(&mount, &target, &from)?
+            }
+        }
+        (None, Some(name), Some(size)) => computed(&mount, &target, name, size)?,
+        _ => anyhow::bail!("say what to map: --from or --computed"),
+    };
+    let ms = begun.elapsed().as_millis() as u64;
+    let Mapped { files, bytes } = mapped;
+    if context.json {
+        let document = json!({ "target": target.path, "files": files, "bytes": bytes, "ms": ms });
+        output::print_json(&document)?;
+    } else {
+        let size = output::bytes(bytes);
+        println!("mapped {} in {ms} ms: {files} files, {size}", target.path.display());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What has been mapped.
+#[derive(Default)]
+struct Mapped {
+    files: u64,
+    bytes: u64,
+}
+
+/// A path where nothing is, in a folder that is there.
+struct Target {
+    path: PathBuf,
+    folder: PathBuf,
+}
+
+impl Target {
+    fn new(path: &Path) -> Result<Self> {
+        let absolute = std::path::absolute(path)?;
+        let (Some(parent), Some(name)) = (absolute.parent(), absolute.file_name()) else {
+            let message = format!("{} is no place for a file", path.display());
+            return Err(Error::new(ErrorKind::Invalid, message).into());
+        };
+        let folder = fs::canonicalize(parent).map_err(|e| {
+            Error::io(format!("cannot map to {}: make its folder first", path.display()), e)
+        })?;
+        let path = folder.join(name);
+        if path.symlink_metadata().is_ok() {
+            return Err(exists(&path).into());
+        }
+        Ok(Self { path, folder })
+    }
+}
+
+fn exists(path: &Path) -> Error {
+    let shown = path.display();
+    let message = format!("{shown} is there already: remove it, or map to another name");
+    Error::new(ErrorKind::Invalid, message)
+}
+
+impl Mount {
+    /// The mount that `path` is in.
+    fn of(context: &Context, path: &Path) -> Result<Self> {
+        let none = || {
+            let shown = path.display();
+            let message = format!("{shown} is in no mount of this Burgeon: see `burgeon status`");
+            Error::new(ErrorKind::Invalid, message)
+        };
+        let client = Client::connect(&context.state)?.ok_or_else(none)?;
+        let fsid = btrfs_fsid(path)?.ok_or_else(none)?;
+        let mounts = ask(&client)?.mounts;
+        let id = mounts.iter().find(|mount| mount.fsid == Some(fsid)).ok_or_else(none)?.id;
+        Ok(Self { client, id })
+    }
+
+    /// Gives `contents` addresses: where the first begins, and the area's file.
+    fn map(&self, label: &Path, origin: &str, contents: Vec<MapContent>) -> Result<(u64, File)> {
+        let (label, origin) = (label.to_string_lossy().into_owned(), origin.to_owned());
+        let request = MapRequest { id: self.id, label, origin, contents };
+        match self.client.call(&Request::Map(request))? {
+            (Reply::Mapped { start }, mut fds) if fds.len() == 1 => {
+                let area: Option<OwnedFd> = fds.pop();
+                Ok((start, area.map(File::from).unwrap_or_else(|| unreachable!("one is there"))))
+            }
+            _ => Err(anyhow::anyhow!("the daemon gave an answer to something else")),
+        }
+    }
+}
+
+fn computed(mount: &Mount, target: &Target, name: &str, size: u64) -> Result<Mapped> {
+    if size == 0 {
+        let message = "--size 0: a file without content needs no mapping";
+        return Err(Error::new(ErrorKind::Invalid, message).into());
+    }
+    let file = unnamed(&target.folder)?;
+    make_nodatasum(&file)?;
+    let content = MapContent::Computed { name: name.to_owned(), len: size };
+    let (start, area) = mount.map(&target.path, &format!("computed {name}"), vec![content])?;
+    clone(&area, start, &file, size)?;
+    let set = file.set_permissions(Permissions::from_mode(0o644));
+    set.map_err(|e| Error::io("cannot set the mode of a mapped file", e))?;
+    name_it(&file, &target.path)?;
+    Ok(Mapped { files: 1, bytes: size })
+}
+
+fn file(mount: &Mount, target: &Target, from: &Path) -> Result<Mapped> {
+    let failed = |e| Error::io(format!("cannot map {}", from.display()), e);
+    let metadata = fs::metadata(from).map_err(failed)?;
+    if !metadata.is_file() {
+        let message = format!("{} is neither a file nor a directory", from.display());
+        return Err(Error::new(ErrorKind::Invalid, message).into());
+    }
+    let size = metadata.len();
+    let file = unnamed(&target.folder)?;
+    if size > 0 {
+        make_nodatasum(&file)?;
+        let content = MapContent::File { path: from.to_owned(), inode: metadata.ino(), size };
+        let (start, area) = mount.map(&target.path, &from.display().to_string(), vec![content])?;
+        clone(&area, start, &file, size)?;
+    }
+    like(&file, &metadata).map_err(failed)?;
+    name_it(&file, &target.path)?;
+    Ok(Mapped { files: 1, bytes: size })
+}
+
+/// A new file of no name, that will be in `folder`.
+fn unnamed(folder: &Path) -> Result<File> {
+    File::options()
+        .read(true)
+        .write(true)
+        .custom_flags(OFlags::TMPFILE.bits() as i32)
+        .mode(0o600)
+        .open(folder)
+        .map_err(|e| Error::io(format!("cannot make a file in {}", folder.display()), e).into())
+}
+
+/// Fills `file`, which is empty, with `size` bytes from `start` of the area.
+fn clone(area: &File, start: u64, file: &File, size: u64) -> Result<()> {
+    let blocks = ByteRange::at(start, size).map(ByteRange::to_blocks);
+    let blocks = blocks.ok_or_else(|| Error::new(ErrorKind::Corrupt, "an address beyond all"))?;
+    clone_blocks(area, blocks, file, 0)?;
+    if blocks.len() > size {
+        // btrfs reads the last block, and keeps its part that belongs to the file as a local one.
+        let cut = file.set_len(size);
+        cut.map_err(|e| Error::io("cannot cut the last block of a mapped file", e))?;
+    }
+    Ok(())
+}
+
+/// Gives `file` the owner, mode and modification time of `metadata`.
+fn like(file: &File, metadata: &fs::Metadata) -> std::io::Result<()> {
+    fchown(file, Some(metadata.uid()), Some(metadata.gid()))?;
+    file.set_permissions(Permissions::from_mode(metadata.mode() & 0o7777))?;
+    file.set_times(FileTimes::new().set_modified(metadata.modified()?))
+}
+
+fn name_it(file: &File, path: &Path) -> Result<()> {
+    let unnamed = format!("/proc/self/fd/{}", file.as_raw_fd());
+    linkat(CWD, unnamed, CWD, path, AtFlags::SYMLINK_FOLLOW).map_err(|errno| match errno {
+        rustix::io::Errno::EXIST => exists(path).into(),
+        errno => Error::io(format!("cannot name {}", path.display()), errno.into()).into(),
+    })
+}
+
+fn list(context: &Context, path: &Path) -> Result<ExitCode> {
+    let mount = Mount::of(context, path)?;
+    let (Reply::Mappings { size, mappings, older }, _) =
+        mount.client.call(&Request::Mappings { id: mount.id })?
+    else {
+        anyhow::bail!("the daemon gave an answer to something else");
+    };
+    if context.json {
+        output::print_json(&json!({ "size": size, "mappings": mappings, "older": older }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!("{} to map into", output::bytes(size));
+    if older > 0 {
+        println!("{older} older mappings are not listed");
+    }
+    let heading = ["address", "bytes", "extents", "target", "source"].map(str::to_owned).to_vec();
+    let row = |mapping: &MappingStatus| {
+        let MappingStatus { label, origin, start, len, extents } = mapping;
+        vec![
+            start.to_string(),
+            output::bytes(*len),
+            extents.to_string(),
+            label.clone(),
+            origin.clone(),
+        ]
+    };
+    if !mappings.is_empty() {
+        let rows: Vec<_> = std::iter::once(heading).chain(mappings.iter().map(row)).collect();
+        output::table(&rows);
+    }
+    Ok(ExitCode::SUCCESS)
+}

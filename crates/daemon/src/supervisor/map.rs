@@ -1,0 +1,149 @@
+//! Mapping content into a mounted file system.
+//!
+//! ```text
+//!   Map ─► the map is appended to, durably ─► the server sees it ─► address, the area's file ─► client
+//!                                                                     clones, in its own namespace
+//! ```
+//! A client that dies before it clones has used up addresses, and nothing else.
+
+use std::{
+    collections::HashSet,
+    fs::File,
+    os::{fd::AsRawFd, unix::fs::MetadataExt},
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
+use burgeon_btrfs::VIRTUAL_FILE;
+use burgeon_frontend::btrfs_mount::{Access, Btrfs};
+use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, MappingInfo, Source};
+use burgeon_source::Reference;
+
+use super::{Supervisor, revive::writable_device, table::MountRecord};
+use crate::{
+    chain,
+    files::Lock,
+    id::MountId,
+    protocol::{CONTENTS_MAX, MapContent, MapRequest, MappingStatus, Reply},
+};
+
+/// The private subvolume that holds all others.
+const TOP_LEVEL: u64 = 5;
+
+/// Mappings that are listed: two names of 4 KiB each fit in one message.
+const LISTED_MAX: usize = 400;
+
+impl Supervisor {
+    /// Maps what is asked for: where it begins in the area's file, and that file.
+    pub(super) fn map(&self, request: &MapRequest) -> Result<(u64, File)> {
+        let (record, folder) = self.area(request.id)?;
+        if request.contents.len() > CONTENTS_MAX {
+            let message = format!("more than {CONTENTS_MAX} files cannot be mapped at once");
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        // Before anything is written: what can fail here leaves nothing.
+        let area = open_area(&record)?;
+        let mut sources = Sources::default();
+        let contents = request.contents.iter();
+        let extents = contents.map(|wanted| sources.content(wanted)).collect::<Result<_>>()?;
+        let (label, origin) = (request.label.clone(), request.origin.clone());
+        let range = {
+            // One writer at a time; others wait for its three syncs.
+            let _lock = Lock::take(&folder.join("lock"))?;
+            ExtentWriter::open(&folder)?.map(&Mapping { label, origin, extents })?
+        };
+        self.table().tell(request.id);
+        self.await_serving(request.id)?;
+        Ok((range.start(), area))
+    }
+
+    /// Size of the area, and what is mapped into it.
+    pub(super) fn mappings(&self, id: MountId) -> Result<Reply> {
+        let (_, folder) = self.area(id)?;
+        let map = ExtentMap::open(&folder)?;
+        let mut mappings = map.mappings()?;
+        let older = mappings.len().saturating_sub(LISTED_MAX);
+        let mappings = mappings.drain(older..).map(status).collect();
+        Ok(Reply::Mappings { size: map.size(), mappings, older: older as u64 })
+    }
+
+    fn area(&self, id: MountId) -> Result<(MountRecord, PathBuf)> {
+        let table = self.table();
+        let Some(entry) = table.mounts.get(&id) else {
+            return Err(Error::new(ErrorKind::NotFound, format!("there is no mount {id}")));
+        };
+        match &entry.record.attach.area {
+            Some(folder) => Ok((entry.record.clone(), folder.clone())),
+            None => Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "{} has no virtual area to map into: it is made with the writes, by `burgeon \
+                     mount --virtual SIZE`, and cannot be added later",
+                    entry.record.target.display()
+                ),
+            )),
+        }
+    }
+}
+
+/// The file of a mount's virtual area, which is in no mounted tree.
+fn open_area(record: &MountRecord) -> Result<File> {
+    let device = writable_device(record).ok_or_else(|| {
+        let message = format!("{} is mounted read-only", record.target.display());
+        Error::new(ErrorKind::Invalid, message)
+    })?;
+    let top = Btrfs::mount(&device, TOP_LEVEL, Access::Writable)?.open_root()?;
+    let path = format!("/proc/self/fd/{}/{VIRTUAL_FILE}", top.as_raw_fd());
+    File::open(path).map_err(|e| Error::io("cannot open the virtual area", e))
+}
+
+/// Sources, checked. What a file system lies on is looked at once, not for each of its files.
+#[derive(Default)]
+struct Sources {
+    /// Numbers of devices that are not Burgeon's.
+    foreign: HashSet<u64>,
+}
+
+impl Sources {
+    fn content(&mut self, wanted: &MapContent) -> Result<Content> {
+        let source = match wanted {
+            MapContent::Computed { name, .. } => {
+                let object = ObjectId::new(format!("computed/{name}"))?;
+                // Whatever is no such computation is refused now, not when it is read.
+                let nothing = ByteRange::at(0, 0).unwrap_or_else(|| unreachable!("0 fits"));
+                burgeon_source::Computed.bytes(&object, nothing)?;
+                Source::Computed(object)
+            }
+            MapContent::File { path, inode, size } => self.file(path, *inode, *size)?,
+        };
+        Ok(Content { source, offset: 0, len: wanted.len() })
+    }
+
+    fn file(&mut self, path: &Path, inode: u64, size: u64) -> Result<Source> {
+        let metadata = std::fs::metadata(path)
+            .map_err(|e| Error::io(format!("the daemon cannot see {}", path.display()), e))?;
+        if !self.foreign.contains(&metadata.dev()) {
+            chain::refuse_burgeon(path, "a file to be mapped")?;
+            self.foreign.insert(metadata.dev());
+        }
+        let (object, identity) = Reference::identify(path)?;
+        if (identity.inode, identity.size) == (inode, size) {
+            return Ok(Source::File { object, identity });
+        }
+        Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "{} is another file for the daemon (inode {}, {} bytes): it was changed just now, or is \
+                 on a mount that was made after the daemon was started",
+                path.display(),
+                identity.inode,
+                identity.size
+            ),
+        ))
+    }
+}
+
+fn status(info: MappingInfo) -> MappingStatus {
+    let MappingInfo { label, origin, range, len, extents } = info;
+    MappingStatus { label, origin, start: range.start(), len, extents }
+}
