@@ -5,6 +5,7 @@
 //!   mounts  time to mount and list, by number of files and by bytes of data
 //!   build   seconds and bytes: ours ÷ mksquashfs, mkfs.erofs
 //!   memory  of the daemon's processes with idle mounts
+//!   virtual mounts with a virtual area, and mapping trees into one
 //! ```
 //!
 //! Absolute figures say as much about the machine as about the program: what counts are ratios
@@ -27,6 +28,7 @@ mod peers;
 mod reads;
 mod table;
 mod trees;
+mod virtual_area;
 
 use std::{
     os::unix::process::CommandExt,
@@ -45,7 +47,7 @@ pub(crate) struct Options {
     #[arg(long, default_value = "target/release/burgeon")]
     burgeon: PathBuf,
     /// Only these parts.
-    #[arg(long, value_delimiter = ',', default_values = ["reads", "mounts", "build", "memory"])]
+    #[arg(long, value_delimiter = ',', default_values = ["reads", "mounts", "build", "memory", "virtual"])]
     only: Vec<String>,
     /// Rounds of taking turns; the median counts.
     #[arg(long, default_value_t = 3)]
@@ -98,7 +100,8 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
             "mounts" => mounts::measure(&bench, &mut table),
             "build" => build::measure(&bench, &mut table),
             "memory" => memory::measure(&bench, &mut table),
-            other => anyhow::bail!("no part {other:?}: reads, mounts, build, memory"),
+            "virtual" => virtual_area::measure(&bench, &mut table),
+            other => anyhow::bail!("no part {other:?}: reads, mounts, build, memory, virtual"),
         };
         done.with_context(|| format!("measuring {part}"))?;
     }
