@@ -248,6 +248,39 @@ fn named_writes_are_mounted_again_on_a_disk_without_a_free_byte() {
 }
 
 #[test]
+fn a_cache_that_is_full_is_said_with_what_to_do() {
+    let space = Space::new("full-cache");
+    let disk = space.small_disk("disk", 64 << 20);
+    let store = space.path("store");
+    let burgeon = Burgeon::with_state(PROGRAM, disk.path().join("state"));
+    let burgeon = burgeon.option("--store").option(&store);
+    let tree = tree(&space, "tree", 11);
+    burgeon.build(&tree, "sample");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--read-only"]);
+    let status = burgeon.status();
+    assert_eq!(status["mounts"][0]["cache"]["state"], "writing", "{status:#}");
+    let mut hog = File::create(disk.path().join("hog")).unwrap();
+    for len in [1 << 20, 4096] {
+        while hog.write_all(&vec![1; len]).is_ok() {}
+    }
+    // The cache is none of a reader's business.
+    assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(tree.join("data")).unwrap());
+    let is_full = || burgeon.status()["mounts"][0]["cache"]["state"] == "full";
+    assert!(testkit::wait_until(std::time::Duration::from_secs(20), is_full));
+    let status = burgeon.status();
+    let cache = &status["mounts"][0]["cache"];
+    assert!(cache["uncached_chunks"].as_u64() > Some(0), "{status:#}");
+    assert!(cache["write_errors"].as_u64() > Some(0), "{status:#}");
+    assert!(cache["reason"].as_str().unwrap().contains("space"), "{status:#}");
+    let said = burgeon.ok(&["status"]);
+    assert!(said.contains("FULL") && said.contains("burgeon gc"), "{said}");
+    assert!(said.contains("chunks served and not kept"), "{said}");
+    burgeon.umount(mounted);
+    drop(burgeon);
+}
+
+#[test]
 fn writes_go_to_a_device_of_the_users() {
     let space = Space::new("device");
     let burgeon = Burgeon::new(PROGRAM, &space);

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     id::{Fsid, MountId},
-    protocol::{AreaStatus, Failure, FillStatus},
+    protocol::{AreaStatus, CacheStatus, Failure, FillStatus},
     transport::Transport,
 };
 
@@ -94,6 +94,8 @@ pub(crate) struct MountReport {
     pub(crate) materialised_bytes: u64,
     /// What the source answered last when it did not give good bytes.
     pub(crate) last_source_error: Option<String>,
+    /// The image's cache and what is under way.
+    pub(crate) cache: CacheStatus,
     /// How far fetching everything is, if that was asked for.
     pub(crate) fill: Option<FillStatus>,
     /// How the virtual area is, if there is one.

@@ -343,6 +343,8 @@ pub struct MountStatus {
     pub data_bytes: u64,
     /// Bytes of it that are local, over all mounts of the image.
     pub materialised_bytes: Option<u64>,
+    /// The image's cache and what is under way in it, over all mounts of the image.
+    pub cache: Option<CacheStatus>,
     /// How far fetching everything is, if that was asked for.
     pub fill: Option<FillStatus>,
     /// Reads and their answers since the mount was made.
@@ -368,6 +370,25 @@ pub struct AreaStatus {
     pub changed_reads: u64,
     /// The last of these, with the file's name.
     pub last_changed: Option<String>,
+}
+
+/// The cache of an image since its serving process was started, over all mounts of the image.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub struct CacheStatus {
+    /// `writing`; `full` (no space: it tries again by itself); `stopped` (the file failed).
+    pub state: String,
+    /// The error that said so.
+    pub reason: Option<String>,
+    /// Reads of the cache file that failed; they were fetched instead.
+    pub read_errors: u64,
+    /// Writes of the cache file that failed.
+    pub write_errors: u64,
+    /// Chunks that were served and not kept.
+    pub uncached_chunks: u64,
+    /// Chunks being fetched, or written to the cache, now.
+    pub flights: u64,
+    /// Reads that wait for a chunk now.
+    pub waiting_readers: u64,
 }
 
 /// How far fetching everything in the background is.

@@ -34,7 +34,7 @@ use burgeon_frontend::{End, ServeOptions, Server, Slots, serve, ublk, ublk::Cont
 use burgeon_image::AddressMap;
 use burgeon_source::{Directory, Objects, References};
 use burgeon_volume::{
-    DirectFile, Fill, FillProgress, FillState, LazyDevice, Limits, VirtualArea, Volume,
+    CacheState, DirectFile, Fill, FillProgress, FillState, LazyDevice, Limits, VirtualArea, Volume,
 };
 use tokio::runtime::{Builder, Runtime};
 
@@ -45,7 +45,7 @@ use crate::{
     id::MountId,
     link::{Attach, FromServer, MountReport, ToServer, sort_descriptors},
     paths::StateDir,
-    protocol::{AreaStatus, FillStatus},
+    protocol::{AreaStatus, CacheStatus, FillStatus},
     transport::{self, Transport},
     wire,
 };
@@ -71,6 +71,8 @@ struct Serving {
     /// Held for life: `doctor` sees by it that there is a server.
     _lock: Lock,
     runtime: Runtime,
+    /// The same for all volumes, who share one bound of memory by them.
+    limits: Limits,
     mounts: Mutex<HashMap<MountId, Mount>>,
     volumes: Mutex<HashMap<VolumeKey, Weak<ImageVolume>>>,
     /// The supervisor, while there is one.
@@ -136,6 +138,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         runtime,
         _lock: the_only_server(&state)?,
         state,
+        limits: Limits::default(),
         mounts: Mutex::default(),
         volumes: Mutex::default(),
         link: Mutex::default(),
@@ -293,20 +296,24 @@ impl Serving {
         let objects = Objects::new(Directory::open(&attach.store)?, references);
         let cache = DirectFile::open(&attach.cache, map.data_range().len())?;
         let _runtime = self.runtime.enter();
-        let volume = Volume::new(Arc::new(map), objects, cache, Limits::default());
+        let volume = Volume::new(Arc::new(map), objects, cache, self.limits.clone());
         volumes.insert(key, Arc::downgrade(&volume));
         Ok(volume)
     }
 
     fn report(&self) -> Vec<MountReport> {
         let mounts = lock(&self.mounts);
-        let reports = mounts.values().map(|mount| MountReport {
-            id: mount.attach.id,
-            materialised_bytes: mount.volume.materialised_bytes(),
-            last_source_error: mount.volume.status().last_source_error,
-            fill: mount.fill.as_ref().map(|fill| fill_status(fill.progress())),
-            area: mount.device.area().map(|area| area_status(area)),
-            over_limit_reads: mount.device.over_limit_reads(),
+        let reports = mounts.values().map(|mount| {
+            let status = mount.volume.status();
+            MountReport {
+                id: mount.attach.id,
+                materialised_bytes: status.materialised_bytes,
+                last_source_error: status.last_source_error.clone(),
+                cache: cache_status(status),
+                fill: mount.fill.as_ref().map(|fill| fill_status(fill.progress())),
+                area: mount.device.area().map(|area| area_status(area)),
+                over_limit_reads: mount.device.over_limit_reads(),
+            }
         });
         reports.collect()
     }
@@ -417,6 +424,23 @@ fn area_status(area: &Area) -> AreaStatus {
         last_unmapped: status.last_unmapped,
         changed_reads: status.changed_reads,
         last_changed: status.last_changed,
+    }
+}
+
+fn cache_status(status: burgeon_volume::Status) -> CacheStatus {
+    let (state, reason) = match status.cache {
+        CacheState::Writing => ("writing", None),
+        CacheState::NoSpace { reason } => ("full", Some(reason)),
+        CacheState::Stopped { reason } => ("stopped", Some(reason)),
+    };
+    CacheStatus {
+        state: state.to_owned(),
+        reason,
+        read_errors: status.cache_read_errors,
+        write_errors: status.cache_write_errors,
+        uncached_chunks: status.uncached_chunks,
+        flights: status.flights as u64,
+        waiting_readers: status.waiting_readers as u64,
     }
 }
 

@@ -146,7 +146,7 @@ where
             if self.cache.has(range) {
                 return (index, Filled::Kept);
             }
-            let seat = Arc::clone(&self.background_seats).acquire_owned().await.ok();
+            let seat = self.background_seats.take().await;
             self.stand_back().await;
             if !self.cache.may_write() {
                 return (index, Filled::Lost);

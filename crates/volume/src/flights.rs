@@ -18,12 +18,12 @@ use std::{
 };
 
 use burgeon_block::{Counters, Error, ErrorKind, Pages, Result};
-use tokio::{
-    sync::{OwnedSemaphorePermit, watch},
-    task::AbortHandle,
-};
+use tokio::{sync::watch, task::AbortHandle};
 
-use crate::sync::{AtomicBool, Mutex, MutexGuard, Ordering};
+use crate::{
+    seats::Seat,
+    sync::{AtomicBool, Mutex, MutexGuard, Ordering},
+};
 
 /// What a fetch took, for whoever accounts for it.
 #[derive(Clone, Copy, Default, Debug)]
@@ -47,8 +47,8 @@ impl Cost {
 
 /// The room a flight takes: given back when nobody holds its bytes any more.
 pub(crate) struct Seats {
-    pub(crate) _flight: OwnedSemaphorePermit,
-    pub(crate) _background: Option<OwnedSemaphorePermit>,
+    pub(crate) _flight: Seat,
+    pub(crate) _background: Option<Seat>,
 }
 
 /// The outcome of a flight.

@@ -32,6 +32,7 @@ mod limits;
 mod pool;
 mod presence;
 mod sabotage;
+mod seats;
 mod sync;
 mod volume;
 
@@ -42,4 +43,5 @@ pub use direct::{Access, DirectFile};
 pub use fill::{Fill, FillProgress, FillState};
 pub use limits::{FLIGHTS_MAX, Limits};
 pub use sabotage::{Bug, Sabotage, Sound};
+pub use seats::Room;
 pub use volume::{Status, Volume};

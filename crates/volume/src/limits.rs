@@ -2,10 +2,19 @@
 
 use std::time::Duration;
 
-/// Chunks being fetched, decompressed, served or written to the cache at once. Each holds at most
-/// 256 KiB as stored and 256 KiB raw: 32 × 512 KiB = 16 MiB a volume. It is enough for the
+use crate::Room;
+
+/// Chunks of one volume being fetched, decompressed, served or written to the cache at once. Each
+/// holds at most 256 KiB as stored and 256 KiB raw: 32 × 512 KiB = 16 MiB. It is enough for the
 /// network: 32 × 256 KiB in flight at 50 ms a round trip is 160 MiB/s.
 pub const FLIGHTS_MAX: usize = 32;
+
+/// The same over all volumes of a process: 64 × 512 KiB = 32 MiB, however many images are busy.
+/// Twice [`FLIGHTS_MAX`], so that one image whose store is away leaves room for all others.
+const ROOM_FLIGHTS: usize = 2 * FLIGHTS_MAX;
+
+/// Flights of these that fill and prefetch may hold: an eighth, as in each volume.
+const ROOM_BACKGROUND: usize = ROOM_FLIGHTS / 8;
 
 /// Chunks one read waits for at once. The kernel's largest request (256 pages, 1 MiB) touches five
 /// chunks; four at a time leave seven more such readers room in [`FLIGHTS_MAX`].
@@ -46,7 +55,10 @@ const NO_SPACE_PAUSE_MAX: Duration = Duration::from_secs(60);
 /// The bounds a volume works within; `Limits::default()` is what a daemon uses.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Chunks held in memory at once.
+    /// What the volumes of the process share. Clones of these limits share it, too; each
+    /// `Limits::default()` has its own.
+    pub room: Room,
+    /// Chunks of the volume held in memory at once.
     pub flights_max: usize,
     /// Of these, chunks one read waits for at once.
     pub flights_per_read: usize,
@@ -78,6 +90,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
+            room: Room::new(ROOM_FLIGHTS, ROOM_BACKGROUND),
             flights_max: FLIGHTS_MAX,
             flights_per_read: FLIGHTS_PER_READ,
             background_flights: BACKGROUND_FLIGHTS,

@@ -12,7 +12,7 @@ use burgeon_block::{
     BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, LocalFile, ObjectId, Result, TryRead,
 };
 use burgeon_image::{AddressMap, Codec};
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Notify;
 
 use crate::{
     Bug, CacheState, Limits, Sabotage, Sound,
@@ -20,6 +20,7 @@ use crate::{
     fetch::beyond,
     flights::{Cost, Flight, FlightTable, Landed, Seats, Waiter},
     pool::Pool,
+    seats::{Seat, SeatPool},
 };
 
 /// The lazy data of one image: a map, a source of bytes and a cache file.
@@ -37,8 +38,8 @@ pub struct Volume<S, F, B = Sound> {
     pub(crate) cpu: Pool,
     writers: Pool,
     flights: FlightTable,
-    seats: Arc<Semaphore>,
-    pub(crate) background_seats: Arc<Semaphore>,
+    seats: SeatPool,
+    pub(crate) background_seats: SeatPool,
     pub(crate) fill_turn: tokio::sync::Mutex<()>,
     background: Arc<Counters>,
     pub(crate) readers: Readers,
@@ -161,8 +162,11 @@ where
             cpu: Pool::new(limits.cpu_threads),
             writers: Pool::new(limits.write_threads),
             flights: FlightTable::default(),
-            seats: Arc::new(Semaphore::new(limits.flights_max.max(1))),
-            background_seats: Arc::new(Semaphore::new(limits.background_flights.max(1))),
+            seats: SeatPool::new(limits.flights_max, limits.room.flights.clone()),
+            background_seats: SeatPool::new(
+                limits.background_flights,
+                limits.room.background.clone(),
+            ),
             fill_turn: tokio::sync::Mutex::default(),
             background: Arc::default(),
             readers: Readers::default(),
@@ -252,7 +256,7 @@ where
             if self.is_through(index) || self.cache.has(chunk) {
                 continue;
             }
-            let Ok(seat) = Arc::clone(&self.background_seats).try_acquire_owned() else { break };
+            let Some(seat) = self.background_seats.try_take() else { break };
             match self.board_now(index, chunk, &mut None, &mut Some(seat)) {
                 Boarding::Flight(_) => started += 1,
                 Boarding::Local => {}
@@ -353,7 +357,7 @@ where
         index: u32,
         piece: ByteRange,
         patient: bool,
-        background: Option<OwnedSemaphorePermit>,
+        background: Option<Seat>,
     ) -> Boarding {
         let (mut seat, mut background) = (None, background);
         loop {
@@ -361,8 +365,7 @@ where
                 Boarding::Full if patient => {}
                 boarding => return boarding,
             }
-            // The semaphore is never closed.
-            seat = Arc::clone(&self.seats).acquire_owned().await.ok();
+            seat = self.seats.take().await;
         }
     }
 
@@ -370,8 +373,8 @@ where
         self: &Arc<Self>,
         index: u32,
         piece: ByteRange,
-        seat: &mut Option<OwnedSemaphorePermit>,
-        background: &mut Option<OwnedSemaphorePermit>,
+        seat: &mut Option<Seat>,
+        background: &mut Option<Seat>,
     ) -> Boarding {
         let (flight, mut waiter, seats) = {
             let mut table = self.flights.lock();
@@ -383,8 +386,9 @@ where
                     return Boarding::Local;
                 }
             }
-            let free = || Arc::clone(&self.seats).try_acquire_owned().ok();
-            let Some(seat) = seat.take().or_else(free) else { return Boarding::Full };
+            let Some(seat) = seat.take().or_else(|| self.seats.try_take()) else {
+                return Boarding::Full;
+            };
             let (flight, waiter) = table.insert(index.into());
             (flight, waiter, Seats { _flight: seat, _background: background.take() })
         };

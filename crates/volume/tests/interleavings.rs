@@ -9,6 +9,8 @@
 mod flights;
 #[path = "../src/presence.rs"]
 mod presence;
+#[path = "../src/seats.rs"]
+mod seats;
 
 /// What the modules find in place of the crate's own.
 mod sync {
@@ -23,12 +25,12 @@ use std::sync::Arc;
 use burgeon_block::{Counters, Error, ErrorKind, Pages};
 use flights::{Cost, Flight, FlightTable, Landed, Seats, Waiter};
 use presence::Presence;
+use seats::{Room, SeatPool};
 use shuttle::{
     future,
     sync::{Mutex, atomic::AtomicU64, atomic::Ordering::SeqCst},
     thread,
 };
-use tokio::sync::Semaphore;
 
 /// Orders that are tried of each test.
 const ORDERS: usize = 3000;
@@ -42,7 +44,8 @@ struct Cell {
     file: AtomicU64,
     fetches: AtomicU64,
     under_way: AtomicU64,
-    seats: Arc<Semaphore>,
+    room: Room,
+    seats: SeatPool,
     background: Arc<Counters>,
     how: How,
 }
@@ -58,13 +61,15 @@ enum How {
 
 impl Cell {
     fn new(how: How) -> Arc<Self> {
+        let room = Room::new(8, 1);
         Arc::new(Self {
             table: FlightTable::default(),
             presence: Presence::new(64),
             file: AtomicU64::new(0),
             fetches: AtomicU64::new(0),
             under_way: AtomicU64::new(0),
-            seats: Arc::new(Semaphore::new(8)),
+            seats: SeatPool::new(8, room.flights.clone()),
+            room,
             background: Arc::default(),
             how,
         })
@@ -81,7 +86,7 @@ impl Cell {
             }
             table.insert(CHUNK)
         };
-        let seat = Arc::clone(&self.seats).try_acquire_owned().unwrap();
+        let seat = self.seats.try_take().unwrap();
         let seats = Seats { _flight: seat, _background: None };
         future::spawn(Arc::clone(self).fly(flight, seats));
         Some(waiter)
@@ -139,7 +144,7 @@ fn readers(how: How) {
             reader.await.unwrap();
         }
         // Every seat is free again, in the end; or shuttle runs out of steps.
-        while cell.table.len() > 0 || cell.seats.available_permits() < 8 {
+        while cell.table.len() > 0 || cell.room.flights.available_permits() < 8 {
             future::yield_now().await;
         }
     });

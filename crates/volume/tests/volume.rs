@@ -5,7 +5,7 @@ mod common;
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, LocalFile, TryRead};
-use burgeon_volume::{CacheState, Limits, Volume};
+use burgeon_volume::{CacheState, Limits, Room, Volume};
 use common::{CHUNKS, DATA_START, Fault, Setup, image, image_at, open, setup, setup_with};
 
 fn all(setup: &Setup) -> ByteRange {
@@ -270,6 +270,32 @@ async fn the_smallest_limits_still_make_progress() {
     one.unwrap();
     two.unwrap();
     assert_eq!(setup.source.reads(), CHUNKS.len() as u64);
+}
+
+#[tokio::test]
+async fn busy_volumes_share_one_bound() {
+    let limits = Limits { room: Room::new(3, 1), ..Limits::default() };
+    let (a, b) = (setup_with(image(5), limits.clone()), setup_with(image(6), limits));
+    let under_way = || a.source.reads() + b.source.reads();
+    [&a, &b].into_iter().for_each(|setup| setup.source.close());
+    let read = |setup| async move {
+        let Setup { volume, image, counters, .. } = setup;
+        common::read(volume, image, all(setup), counters).await.unwrap();
+    };
+    let watch = async {
+        while under_way() < 3 {
+            tokio::task::yield_now().await;
+        }
+        for _ in 0..1000 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(under_way(), 3, "each volume took seats as if it were alone");
+        // Nor may background work have more than its part of them.
+        assert_eq!(a.volume.prefetch(all(&a)) + b.volume.prefetch(all(&b)), 0);
+        [&a, &b].into_iter().for_each(|setup| setup.source.open());
+    };
+    tokio::join!(read(&a), read(&b), watch);
+    assert_eq!(under_way(), 2 * CHUNKS.len() as u64);
 }
 
 #[tokio::test]

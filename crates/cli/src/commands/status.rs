@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use burgeon_daemon::{
     Client,
-    protocol::{AreaStatus, Latency, MountStatus, WritesState},
+    protocol::{AreaStatus, CacheStatus, Latency, MountStatus, ReadStatus, WritesState},
 };
 use serde_json::json;
 
@@ -91,18 +91,60 @@ fn describe(mount: &MountStatus) {
         latency(&reads.local_latency),
         latency(&reads.source_latency)
     );
+    if let Some(cache) = &mount.cache {
+        println!("  cache      {}", describe_cache(cache));
+    }
+    describe_errors(mount);
+}
+
+fn describe_cache(cache: &CacheStatus) -> String {
+    let reason = cache.reason.as_deref().unwrap_or("no reason is known");
+    let state = match cache.state.as_str() {
+        "writing" => "what is read is kept".to_owned(),
+        "full" => format!(
+            "FULL, nothing more is kept until there is space ({reason}): free some; `burgeon gc` \
+             removes what nothing needs"
+        ),
+        _ => format!(
+            "STOPPED, nothing more is kept ({reason}): look at the disk, then unmount the image \
+             everywhere and mount it again"
+        ),
+    };
+    let now = match (cache.flights, cache.waiting_readers) {
+        (0, 0) => String::new(),
+        (flights, waiting) => format!("; {flights} chunks under way, {waiting} reads wait"),
+    };
+    format!("{state}{now}")
+}
+
+/// Every error that there was, how often, and what to do about it.
+fn describe_errors(mount: &MountStatus) {
+    let ReadStatus {
+        failed_reads, source_errors, source_corrupt_chunks, cache_corrupt_blocks, ..
+    } = mount.reads;
+    let cache = mount.cache.as_ref();
+    let of_cache = |count: fn(&CacheStatus) -> u64| cache.map_or(0, count);
+    let verify = format!("`burgeon verify {}` says which files", mount.image);
     let errors = [
-        (reads.failed_reads, "failed reads"),
-        (reads.source_errors, "source errors"),
-        (reads.source_corrupt_chunks, "corrupt chunks"),
-        (reads.cache_corrupt_blocks, "corrupt cached blocks, fetched again"),
+        (failed_reads, "reads failed", "programs got EIO; mend what is below, then read again"),
+        (source_errors, "source errors", "is the store there? it is tried again for 30 s"),
+        (source_corrupt_chunks, "corrupt chunks from the source", verify.as_str()),
+        (cache_corrupt_blocks, "corrupt cached blocks, fetched again", "look at the disk"),
+        (
+            of_cache(|c| c.read_errors),
+            "failed reads of the cache, fetched instead",
+            "look at the disk",
+        ),
+        (of_cache(|c| c.write_errors), "failed writes of the cache", "see `cache` above"),
+        (of_cache(|c| c.uncached_chunks), "chunks served and not kept", "see `cache` above"),
     ];
-    let errors: Vec<_> =
-        errors.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}")).collect();
-    println!(
-        "  errors     {}",
-        if errors.is_empty() { "none".to_owned() } else { errors.join(", ") }
-    );
+    let mut errors = errors.iter().filter(|(count, ..)| *count > 0).peekable();
+    if errors.peek().is_none() {
+        println!("  errors     none");
+    }
+    for (count, what, remedy) in errors {
+        println!("  errors     {count} {what}: {remedy}");
+    }
     if let Some(error) = &mount.last_source_error {
         println!("  last error {error}");
     }

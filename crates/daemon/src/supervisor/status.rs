@@ -73,6 +73,7 @@ fn describe(entry: &Entry, table: &Table) -> MountStatus {
         writes: record.writes.clone(),
         data_bytes: record.data_bytes,
         materialised_bytes: report.map(|report| report.materialised_bytes),
+        cache: report.map(|report| report.cache.clone()),
         fill: report.and_then(|report| report.fill.clone()),
         reads: read_status(entry.slots.counters()),
         area: report.and_then(|report| report.area.clone()),

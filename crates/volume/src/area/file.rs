@@ -109,8 +109,7 @@ where
                 if let Some(waiter) = table.join(chunk.checksum) {
                     return Some(waiter);
                 }
-                let free = || Arc::clone(&self.seats).try_acquire_owned().ok();
-                if let Some(seat) = seat.take().or_else(free) {
+                if let Some(seat) = seat.take().or_else(|| self.seats.try_take()) {
                     let (flight, waiter) = table.insert(chunk.checksum);
                     let seats = Seats { _flight: seat, _background: None };
                     drop(table);
@@ -121,8 +120,7 @@ where
             if !patient {
                 return None;
             }
-            // The semaphore is never closed.
-            seat = Arc::clone(&self.seats).acquire_owned().await.ok();
+            seat = self.seats.take().await;
         }
     }
 

@@ -32,7 +32,6 @@ use burgeon_image::{
     Extent, ExtentMap, Source,
     extents::{CHECKSUMS_MAX, FileLog, LogFile},
 };
-use tokio::sync::Semaphore;
 
 use self::checksums::FirstSeen;
 use crate::{
@@ -40,6 +39,7 @@ use crate::{
     fetch::{Tries, check_len},
     flights::{Cost, FlightTable},
     pool::Pool,
+    seats::SeatPool,
     volume::{Retrying, part},
 };
 
@@ -62,7 +62,7 @@ pub struct VirtualArea<S, F, L = FileLog, B = Sound> {
     sabotage: B,
     cpu: Pool,
     flights: FlightTable,
-    seats: Arc<Semaphore>,
+    seats: SeatPool,
     background: Arc<Counters>,
     retrying: Retrying,
     unmapped_reads: Counter,
@@ -143,7 +143,7 @@ where
             open_image: Arc::new(open_image),
             cpu: Pool::new(limits.cpu_threads),
             flights: FlightTable::default(),
-            seats: Arc::new(Semaphore::new(limits.flights_max.max(1))),
+            seats: SeatPool::new(limits.flights_max, limits.room.flights.clone()),
             background: Arc::default(),
             retrying: Retrying::default(),
             unmapped_reads: Counter::default(),
