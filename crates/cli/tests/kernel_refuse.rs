@@ -155,6 +155,89 @@ fn building_inspecting_and_verifying_need_no_privilege() {
 }
 
 #[test]
+fn another_users_state_directory() {
+    let at = Installation::new("anothers");
+    // Below folders that everybody may enter: what is denied is the state directory itself.
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .unwrap();
+    let program = folder.path().join("burgeon");
+    fs::copy(BURGEON, &program).unwrap();
+    let state = folder.path().join("state");
+    fs::create_dir(&state).unwrap();
+    fs::set_permissions(&state, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+    for state in [state.clone(), state.join("deeper"), folder.path().join("new")] {
+        let output = Command::new("setpriv")
+            .args(["--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"])
+            .arg(&program)
+            .args(["list", "--json", "--state-dir", text(&state)])
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(NOT_PERMITTED), "{state:?}: {output:?}");
+        assert!(said.contains("CAP_DAC_OVERRIDE") && said.contains("--state-dir"), "{said}");
+    }
+    at.still_mounts();
+}
+
+#[test]
+fn a_store_or_a_manifest_that_is_not_there() {
+    let at = Installation::new("no-store");
+    let (typo, point) = (at.space.path("typo"), at.space.make_folder("at"));
+    for arguments in [
+        &["list"][..],
+        &["inspect", "image:1"],
+        &["verify", "image:1"],
+        &["mount", "image:1", text(&point)],
+        &["gc"],
+        &["doctor"],
+    ] {
+        let arguments = [&["--store", text(&typo)], arguments].concat();
+        let finished = at.burgeon.run(&arguments);
+        let expected = if arguments.contains(&"doctor") { 0 } else { NOT_FOUND };
+        assert_eq!(finished.code, Some(expected), "{arguments:?}: {finished:#?}");
+        assert!(!typo.exists(), "{arguments:?} made the folder");
+    }
+    let manifests = at.burgeon.state().join("store/manifests");
+    let manifest = fs::read_dir(&manifests).unwrap().next().unwrap().unwrap().path();
+    let hidden = at.space.path("hidden");
+    fs::rename(&manifest, &hidden).unwrap();
+    for verb in ["inspect", "verify"] {
+        at.burgeon.fails(&[verb, "image:1"], NOT_FOUND, "build the image again");
+    }
+    at.refuses(&point, &LIMIT, NOT_FOUND, "build the image again");
+    fs::rename(&hidden, &manifest).unwrap();
+    at.still_mounts();
+}
+
+#[test]
+fn a_copy_of_writes_that_are_mounted() {
+    let at = Installation::new("copy");
+    let options = [&LIMIT[..], &["--writes", "w"]].concat();
+    let mounted = at.burgeon.mount("image:1", &at.space.path("at"), &options);
+    fs::write(mounted.path().join("new"), "kept").unwrap();
+    at.burgeon.umount(mounted);
+    at.burgeon.ok(&["shutdown"]);
+    let copy = at.space.path("copy");
+    let copied = Command::new("cp")
+        .args(["-a", "--sparse=always"])
+        .args([at.burgeon.state(), &copy])
+        .status();
+    assert!(copied.unwrap().success());
+    let other = Burgeon::with_state(BURGEON, copy);
+    let mounted = at.burgeon.mount("image:1", &at.space.path("at"), &options);
+    let point = at.space.make_folder("point");
+    let again = ["mount", "image:1", text(&point), "--writes", "w"];
+    other.fails(&again, UNUSABLE, "are a copy");
+    at.burgeon.umount(mounted);
+    let mounted = other.mount("image:1", &point, &["--writes", "w"]);
+    assert_eq!(fs::read_to_string(point.join("new")).unwrap(), "kept");
+    other.umount(mounted);
+    drop(other);
+    at.still_mounts();
+}
+
+#[test]
 fn no_loop_device() {
     let at = Installation::new("no-loop");
     // The daemon, which the first mount starts, sees what its starter sees.

@@ -150,6 +150,21 @@ fn is_seed(device: &Path) -> bool {
         && parts.next() == Some("mounts")
 }
 
+/// What the mounted btrfs `fsid` lies on, for people: the files below its loop devices, and its
+/// other devices. `None` if it is not mounted.
+pub(crate) fn mounted_from(fsid: Fsid) -> Option<String> {
+    let devices = list(format!("/sys/fs/btrfs/{fsid}/devices"));
+    let names = devices.iter().map(|device| match backing_file(device) {
+        Some(file) => file.display().to_string(),
+        None => {
+            format!("/dev/{}", device.file_name().unwrap_or_default().to_string_lossy())
+        }
+    });
+    let mut names: Vec<_> = names.filter(|name| name != "/").collect();
+    names.sort();
+    (!devices.is_empty()).then(|| names.join(", "))
+}
+
 /// The backing file of a loop device, as sysfs spells it.
 pub(crate) fn backing_file(device: &Path) -> Option<PathBuf> {
     let text = fs::read_to_string(device.join("loop/backing_file")).ok()?;

@@ -25,7 +25,7 @@ use crate::{
     sprout::Plan,
     supervisor::{Growth, growth},
     transport::Channel,
-    writes,
+    writes::{self, Record},
 };
 
 /// What the kernel has been given, and what it gave.
@@ -75,6 +75,7 @@ pub(crate) fn plumb(
         && let Some(record) = &sprout.record
     {
         writes::check_sprout(record, &sprout.path)?;
+        refuse_copy(record)?;
     }
     let sprout = match &plan.sprout {
         Some(sprout) if !sprout.is_device => {
@@ -107,6 +108,21 @@ pub(crate) fn plumb(
         data_device: data_path,
         loops,
     })
+}
+
+/// A copy of writes that are mounted is the same file system to the kernel, which has it once.
+/// Left to itself it says "File exists".
+fn refuse_copy(record: &Record) -> Result<()> {
+    let Some(fsid) = record.sprout_fsid else { return Ok(()) };
+    let Some(devices) = chain::mounted_from(fsid) else { return Ok(()) };
+    Err(Error::new(
+        ErrorKind::Unavailable,
+        format!(
+            "the writes {:?} are mounted already, as the btrfs {fsid} on {devices}: they or those \
+             are a copy, and only one of them can be mounted at a time; unmount the other first",
+            record.name
+        ),
+    ))
 }
 
 /// One file below two loops would be one file system mounted twice. Locks exclude that among

@@ -12,7 +12,10 @@ mod store;
 pub(crate) mod umount;
 mod writes;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
@@ -40,7 +43,8 @@ impl Context {
             None => StateDir::default_path()?,
         };
         let store = global.store.as_deref().map(store_path).transpose()?;
-        Ok(Self { state: StateDir::open(&path)?, store, json: global.json })
+        let state = StateDir::open(&path).map_err(|e| not_permitted(&path, e))?;
+        Ok(Self { state, store, json: global.json })
     }
 
     /// The store. The state directory's own is made where there is none yet; one that was named
@@ -87,6 +91,22 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         Command::Demo(demo) => crate::demo::demo(&context, demo),
         Command::Shutdown(shutdown) => shutdown::shutdown(&context, shutdown),
     }
+}
+
+/// Says which privilege is missing where a state directory is somebody else's.
+fn not_permitted(path: &Path, error: Error) -> anyhow::Error {
+    use rustix::fs::{Access, access};
+    let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let denied = access(there, Access::WRITE_OK | Access::EXEC_OK);
+    if denied != Err(rustix::io::Errno::ACCESS) {
+        return error.into();
+    }
+    let what = format!(
+        "{error}: {} is another user's, and the capability CAP_DAC_OVERRIDE is missing: run it as \
+         root, for example with sudo, or name a directory of your own with --state-dir",
+        there.display()
+    );
+    NotPermitted(what).into()
 }
 
 /// A store is a folder, for now: by its path or a `file:` URL.

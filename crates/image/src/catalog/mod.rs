@@ -155,7 +155,14 @@ pub fn load(store: &impl ObjectStore, digest: &Digest, limits: &Limits) -> Resul
 /// The bytes of the manifest with `digest`, checked against it.
 pub fn load_bytes(store: &impl ObjectStore, digest: &Digest) -> Result<bytes::Bytes> {
     let object = manifest_object(digest)?;
-    let bytes = store.get(&object, ENCODED_MAX)?;
+    let bytes = store.get(&object, ENCODED_MAX).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => {
+            let what = "the image's manifest is missing: restore it in the store, or build the \
+                        image again";
+            Error::with_source(ErrorKind::NotFound, what, error)
+        }
+        _ => error,
+    })?;
     let mut hasher = blake3::Hasher::new();
     hasher.update_rayon(&bytes);
     if Digest::from(hasher.finalize()) == *digest {
