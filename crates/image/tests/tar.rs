@@ -102,6 +102,39 @@ fn described(store: &Directory, manifest: &Manifest, nanos: bool, holes: bool) -
 }
 
 #[test]
+fn access_lists_in_text_are_those_of_the_directory() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    fs::create_dir_all(root.join("dir")).unwrap();
+    fs::write(root.join("file"), "x").unwrap();
+    fs::write(root.join("plain"), "x").unwrap();
+    // Numbers without a name here: so they are numbers in the archive, too.
+    let set = |arguments: &[&str]| {
+        let set = Command::new("setfacl").args(arguments).current_dir(&root).status();
+        assert!(set.unwrap().success(), "{arguments:?}");
+    };
+    set(&["-m", "u:54321:rwx,g:54322:r--,m::rx", "file"]);
+    set(&["-m", "u:54321:r--", "dir"]);
+    set(&["-d", "-m", "u:54323:rwx", "dir"]);
+    let directory = load(&store, &from_directory(&store, "dir", &root));
+    let bytes = archive(&root, &["--format=pax", "--acls"]);
+    assert!(bytes.windows(17).any(|part| part == b"SCHILY.acl.access"));
+    let reader = std::io::Cursor::new(bytes.clone());
+    let report = build::from_tar(&store, "tar", reader, None, &options(), &|_| ()).unwrap();
+    assert_eq!(report.acls_left_out, 0);
+    let expected = described(&store, &directory, false, true);
+    assert!(expected.iter().any(|line| line.contains("dir") && !line.contains("[]")));
+    assert_eq!(described(&store, &load(&store, &report), false, true), expected);
+    // A name that nobody has here: its list is left out, and that is said.
+    let at = bytes.windows(10).position(|part| part == b"user:54321").unwrap();
+    let mut named = bytes;
+    named[at..at + 10].copy_from_slice(b"user:abcde");
+    let reader = std::io::Cursor::new(named);
+    let report = build::from_tar(&store, "tar", reader, None, &options(), &|_| ()).unwrap();
+    assert_eq!(report.acls_left_out, 1);
+}
+
+#[test]
 fn an_archive_is_the_directory_it_was_made_of() {
     let (folder, store) = store();
     let root = folder.path().join("tree");

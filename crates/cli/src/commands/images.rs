@@ -44,6 +44,7 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
             "reused_bytes": report.reused_bytes,
             "changed": report.changed,
             "mounts_left_out": report.mounts_left_out,
+            "acls_left_out": report.acls_left_out,
             "seconds": seconds,
         }))?;
     } else {
@@ -124,6 +125,13 @@ fn describe(report: &Report, seconds: f64) {
     }
     for path in &report.changed {
         println!("warning: {} changed while it was read", path.display());
+    }
+    if report.acls_left_out > 0 {
+        println!(
+            "warning: left out the ACLs of {} files: they name users or groups without their \
+             numbers, or are no POSIX ACLs; `tar --xattrs --xattrs-include='*'` keeps the numbers",
+            report.acls_left_out
+        );
     }
     for path in &report.mounts_left_out {
         println!("note: left out what is mounted at {}", path.display());

@@ -110,7 +110,8 @@ pub struct Report {
     pub changed: Vec<PathBuf>,
     /// Mount points below the directory, whose content was left out.
     pub mounts_left_out: Vec<PathBuf>,
-    /// Files of an archive whose ACL, in text, was left out (ACLs in xattr records are kept).
+    /// Files of an archive whose ACL, in text, was left out: it names users or groups that have no
+    /// number there, or is of another kind.
     pub acls_left_out: u64,
 }
 

@@ -4,6 +4,7 @@
 //! through the same waves as that of a directory. Invariant: a name cannot leave the tree: `..`,
 //! absolute names and names below anything but a directory are refused.
 
+mod acl;
 mod reader;
 mod records;
 mod tree;

@@ -15,6 +15,7 @@ use burgeon_block::{Error, Result};
 
 use super::{
     super::xattrs,
+    acl::{self, Acl},
     records::{Records, decimal, time},
 };
 use crate::{FILE_MAX, corrupt};
@@ -45,7 +46,7 @@ pub(super) struct Entry {
     pub(super) major: u32,
     pub(super) minor: u32,
     pub(super) xattrs: xattrs::Xattrs,
-    /// Whether it has an ACL in text, which is not translated.
+    /// Whether it has an ACL in text that cannot be translated.
     pub(super) text_acl: bool,
     /// Data: offset in the file and length, in order; `None` if there are no holes.
     pub(super) map: Option<Vec<(u64, u64)>>,
@@ -342,6 +343,20 @@ fn until_nul(bytes: &[u8]) -> &[u8] {
     bytes.split(|byte| *byte == 0).next().unwrap_or_default()
 }
 
+/// Takes an ACL over, unless an xattr record has said it more exactly.
+fn text_acl(entry: &mut Entry, name: &[u8], text: &[u8]) {
+    let fits = name != b"system.posix_acl_default" || matches!(entry.kind, b'5' | b'D');
+    match acl::translate(text).filter(|_| fits) {
+        Some(Acl::Value(value)) => {
+            if entry.xattrs.iter().all(|(other, _)| **other != *name) {
+                entry.xattrs.push((name.into(), value.into()));
+            }
+        }
+        Some(Acl::Minimal) => {}
+        None => entry.text_acl = true,
+    }
+}
+
 /// What pax records say goes before what the header says.
 fn apply(records: &Records, entry: &mut Entry) -> Result<()> {
     let id = |value: &[u8]| {
@@ -361,6 +376,9 @@ fn apply(records: &Records, entry: &mut Entry) -> Result<()> {
             "uid" => entry.uid = id(value)?,
             "gid" => entry.gid = id(value)?,
             "mtime" => (entry.mtime_s, entry.mtime_ns) = time(value)?,
+            "SCHILY.acl.access" => text_acl(entry, b"system.posix_acl_access", value),
+            "SCHILY.acl.default" => text_acl(entry, b"system.posix_acl_default", value),
+            // Of another kind of file system, such as NFS.
             _ if key.starts_with("SCHILY.acl.") => entry.text_acl = true,
             _ => {
                 let name = key.strip_prefix("SCHILY.xattr.").map(str::as_bytes);
