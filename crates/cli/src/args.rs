@@ -62,7 +62,7 @@ Examples:
   burgeon build /srv/debian-12 debian:12
   burgeon build rootfs.tar.zst debian:12
   docker export c1 | burgeon build - app:7
-  burgeon build --by-reference /dev/vg/data data     read a file or device in place, copy nothing"
+  burgeon build --by-reference /dev/vg/data data     read a file, device or folder in place, copy nothing"
     )]
     Build(Build),
     /// Mount an image; it is usable when this returns
@@ -135,7 +135,7 @@ pub(crate) struct Build {
     /// zstd level, 1 to 19; up to 12 with parameters of our own, tuned for chunks
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(i32).range(1..=19))]
     pub(crate) level: i32,
-    /// Describe one big file or block device where it is, and copy nothing: it must not change
+    /// Describe a file, block device or directory where it is, and copy nothing: it must not change
     #[arg(long)]
     pub(crate) by_reference: bool,
     /// An image of one file whose bytes are computed, to measure everything but the data

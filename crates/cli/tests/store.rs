@@ -225,5 +225,24 @@ fn references_to_local_files_are_for_the_own_store_only() {
     let mounted = burgeon.mount("it", &at, &["--read-only"]);
     assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(&file).unwrap());
     burgeon.umount(mounted);
+    // A folder, too: what has changed since is an error, and never wrong data.
+    let folder = file.parent().unwrap().parent().unwrap();
+    burgeon.ok(&["build", "--by-reference", text(folder), "folder"]);
+    let packs = fs::read_dir(burgeon.state().join("store/packs"));
+    assert_eq!(packs.map_or(0, |packs| packs.count()), 0);
+    let mounted = burgeon.mount("folder", &at, &["--write-limit", "256M"]);
+    compare(folder, &at).unwrap().assert_same();
+    burgeon.umount(mounted);
+    let changed = fs::File::options().write(true).open(&file).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&changed, b"changed", 2_000_000).unwrap();
+    changed.sync_all().unwrap();
+    burgeon.ok(&["shutdown"]);
+    fs::remove_dir_all(burgeon.state().join("images")).unwrap();
+    fs::write("/proc/sys/vm/drop_caches", "3").unwrap();
+    let mounted = burgeon.mount("folder", &at, &["--read-only"]);
+    assert_eq!(fs::read(at.join("small")).unwrap(), b"small");
+    let error = fs::read(at.join("folder/data")).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(5), "{error}");
+    burgeon.umount(mounted);
     burgeon.ok(&["shutdown"]);
 }

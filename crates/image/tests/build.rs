@@ -52,6 +52,10 @@ fn plant(root: &Path) {
 fn compare(store: &burgeon_source::Directory, root: &Path, report: &build::Report) {
     let manifest = load(store, report);
     let data = data(store, &manifest);
+    compare_with(root, &manifest, &data);
+}
+
+fn compare_with(root: &Path, manifest: &burgeon_image::Manifest, data: &[u8]) {
     let paths = paths(&manifest.tree);
     let mut seen = 0;
     let mut pending = vec![root.to_owned()];
@@ -70,11 +74,11 @@ fn compare(store: &burgeon_source::Directory, root: &Path, report: &build::Repor
             pending.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
         } else if is.is_symlink() {
             let target = fs::read_link(&path).unwrap();
-            assert_eq!(content(&manifest, &data, inode), target.as_os_str().as_bytes());
+            assert_eq!(content(manifest, data, inode), target.as_os_str().as_bytes());
         } else if is.is_file() {
             assert_eq!(inode.size, is.len(), "{path:?}");
             if is.len() < 1 << 30 {
-                assert!(content(&manifest, &data, inode) == fs::read(&path).unwrap(), "{path:?}");
+                assert!(content(manifest, data, inode) == fs::read(&path).unwrap(), "{path:?}");
             }
         }
     }
@@ -430,4 +434,20 @@ fn an_image_is_prepared_for_mounting() {
     assert_eq!(map.data_range(), manifest.data_range());
     let kept = fs::read(folder.path().join("manifest")).unwrap();
     assert_eq!(burgeon_block::Digest::of(&kept), digest);
+}
+
+#[test]
+fn a_directory_by_reference_is_the_directory() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    plant(&root);
+    let report = build::by_reference(&store, "there", &root, &options(), &|_| ()).unwrap();
+    assert_eq!((report.new_bytes, report.changed.len()), (0, 0));
+    let there = load(&store, &report);
+    assert!(there.objects.iter().all(|object| object.as_str().starts_with("file/")));
+    let objects = burgeon_source::Objects::new(store.clone(), burgeon_source::References::Allow);
+    compare_with(&root, &there, &data_of(&objects, &there));
+    // No chunk lies in two files, and what is there twice is one.
+    let copied = load(&store, &from_directory(&store, "copied", &root));
+    assert_eq!(there.data_range().len(), copied.data_range().len());
 }

@@ -12,6 +12,7 @@
 
 mod assemble;
 mod compress;
+mod in_place;
 mod meter;
 mod nodes;
 mod outside;

@@ -1,5 +1,5 @@
 //! Images of one file whose bytes stay where they are: a file or block device of this machine,
-//! or bytes that are computed.
+//! or bytes that are computed. (Of a directory: `in_place`.)
 
 use std::{
     fs::File,
@@ -15,8 +15,8 @@ use burgeon_btrfs::{Body, DATA_START, Dirent, FileExtent, Inode, Tree};
 use rayon::prelude::*;
 
 use super::{
-    OnProgress, Options, Progress, Report, check_options, nodes::S_IFDIR, nodes::S_IFREG, pool,
-    publish, read::next_data,
+    OnProgress, Options, Progress, Report, check_options, in_place, nodes::S_IFDIR, nodes::S_IFREG,
+    pool, publish, read::next_data,
 };
 use crate::{
     CHUNK_MAX, Codec, invalid,
@@ -83,7 +83,7 @@ pub fn computed(
     build(store, name, pattern.object()?, (b"data", file), parts, fill, options, progress)
 }
 
-/// Builds an image of the file or block device `path`, by reference: the image holds digests and
+/// Builds an image of the file, block device or directory `path`, by reference: the image holds digests and
 /// checksums, the bytes are read from `path` when they are needed. They must not change as long
 /// as the image is used; blocks that do are errors, never wrong data. Only a machine where
 /// `path` is the same file can mount the image.
@@ -96,15 +96,15 @@ pub fn by_reference(
 ) -> Result<Report> {
     let cannot = |error| Error::io(format!("cannot read {}", path.display()), error);
     let path = path.canonicalize().map_err(cannot)?;
-    let relative = path.to_str().and_then(|path| path.strip_prefix('/'));
-    let Some(relative) = relative else {
-        return Err(invalid(format!("{} is not UTF-8: rename it", path.display())));
-    };
-    let object = ObjectId::new(format!("file/{relative}"))?;
+    if path.is_dir() {
+        check_options(name, options)?;
+        return pool(options)?.install(|| in_place::build(store, name, &path, options, progress));
+    }
+    let object = in_place::object_of(&path)?;
     let opened = File::open(&path).map_err(cannot)?;
     let before = opened.metadata().map_err(cannot)?;
     if !before.is_file() && !before.file_type().is_block_device() {
-        let what = format!("{} is neither a file nor a block device", path.display());
+        let what = format!("{} is no file, block device or directory", path.display());
         return Err(invalid(what));
     }
     // The size of a block device is where its end is.
