@@ -22,6 +22,7 @@ use burgeon_block::{Error, Result};
 use super::{Supervisor, table::Serving};
 use crate::{
     client::socket_path,
+    files::Lock,
     link::{Attach, FromServer, sort_descriptors},
     start::this_program,
     wire,
@@ -36,6 +37,11 @@ const PAUSE_MIN: Duration = Duration::from_millis(20);
 /// The longest pause: readers wait so long before a server tries again, and with its start that
 /// stays below a second however often it dies. Two starts a second are no load.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
+
+/// How long a server may take to notice that its supervisor is dead, or to end, and how often it
+/// is looked at. The kernel tells it at once; the rest is a busy machine.
+const ORPHAN_PATIENCE: Duration = Duration::from_secs(20);
+const ORPHAN_PAUSE: Duration = Duration::from_millis(10);
 
 /// A serving process: our child, or an orphan that was adopted.
 struct Running {
@@ -158,8 +164,7 @@ pub(super) struct Inherited {
 
 /// Finds a server that outlived its supervisor and takes over what it holds.
 pub(super) fn adopt(state: &crate::StateDir) -> Result<Option<(UnixStream, Vec<Inherited>)>> {
-    let (_folder, path) = socket_path(state, "adopt.sock")?;
-    let Ok(stream) = UnixStream::connect(path) else { return Ok(None) };
+    let Some(stream) = orphan(state)? else { return Ok(None) };
     let mut mounts = Vec::new();
     loop {
         match wire::receive::<FromServer>(&stream)? {
@@ -173,6 +178,27 @@ pub(super) fn adopt(state: &crate::StateDir) -> Result<Option<(UnixStream, Vec<I
             // It died in that very moment: there is nothing left to adopt.
             None => return Ok(None),
         }
+    }
+}
+
+/// The stream to a server without a supervisor. One that has not noticed its supervisor's death
+/// yet will listen in a moment; to take its mounts for lost would be wrong.
+fn orphan(state: &crate::StateDir) -> Result<Option<UnixStream>> {
+    let (_folder, path) = socket_path(state, "adopt.sock")?;
+    let begun = Instant::now();
+    loop {
+        if let Ok(stream) = UnixStream::connect(&path) {
+            return Ok(Some(stream));
+        }
+        // A server holds this as long as it lives.
+        if Lock::try_take(&state.run().join("server.lock"))?.is_some() {
+            return Ok(None);
+        }
+        if begun.elapsed() > ORPHAN_PATIENCE {
+            log!("a server is alive that takes no new supervisor");
+            return Ok(None);
+        }
+        thread::sleep(ORPHAN_PAUSE);
     }
 }
 
