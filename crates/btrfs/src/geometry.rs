@@ -7,7 +7,7 @@
 //!          1 TiB DATA chunks up to the end of the lazy data ── gap up to a multiple of 128 TiB ──
 //!          DATA chunks of the virtual area, if there is one ── 64 MiB of zeros
 //! ```
-//! With one device, both lie on devid 1. Logical addresses are physical ones throughout.
+//! Logical addresses are physical ones throughout.
 
 use burgeon_block::{ByteRange, ChecksumKind, Digest, Result};
 
@@ -43,16 +43,11 @@ const DEVICE_END_MAX: u64 = i64::MAX as u64 - GIB;
 /// A superblock copy lies at 256 GiB.
 const METADATA_END_MAX: u64 = 256 * GIB;
 
-/// How many devices a seed has.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
-pub enum Devices {
-    /// Metadata on a device of its own: it never waits for a server of lazy data.
-    #[default]
-    Two,
-    /// Everything on one, for kernels that refuse two. A transaction then may wait for the
-    /// server of lazy data and abort when it dies.
-    One,
-}
+/// devid 1: the metadata. On a device of its own it never waits for a server of lazy data; a
+/// transaction that had to would abort when that dies.
+pub(crate) const METADATA_DEVID: u64 = 1;
+/// devid 2: the lazy data.
+pub(crate) const DATA_DEVID: u64 = 2;
 
 /// The identifiers in a seed that do not differ between its mounts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -61,7 +56,7 @@ pub struct Uuids {
     pub chunk_tree: [u8; 16],
     /// Of devid 1.
     pub metadata_device: [u8; 16],
-    /// Of devid 2; unused with one device.
+    /// Of devid 2.
     pub data_device: [u8; 16],
     /// Of the private top-level subvolume.
     pub top_level: [u8; 16],
@@ -105,8 +100,6 @@ pub struct Options {
     pub virtual_bytes: u64,
     /// Longest extent of the virtual area, in bytes, a multiple of 4 KiB; by default a whole chunk.
     pub virtual_extent_max: u64,
-    /// One device or two.
-    pub devices: Devices,
     /// Identifiers that all mounts share.
     pub uuids: Uuids,
     /// A tree that needs more bytes of metadata is refused.
@@ -125,14 +118,13 @@ impl Options {
     /// 7 EiB: the VFS ends at 8.
     pub const VIRTUAL_BYTES_MAX: u64 = 7 << 60;
 
-    /// The defaults: no virtual area, crc32c, two devices, at most [`Self::METADATA_BYTES_MAX`] of metadata.
+    /// The defaults: no virtual area, crc32c, at most [`Self::METADATA_BYTES_MAX`] of metadata.
     pub fn new(data_end: u64, uuids: Uuids) -> Self {
         Self {
             checksum: ChecksumKind::Crc32c,
             data_end,
             virtual_bytes: 0,
             virtual_extent_max: VIRTUAL_CHUNK,
-            devices: Devices::Two,
             uuids,
             metadata_bytes_max: Self::METADATA_BYTES_MAX,
         }
@@ -155,32 +147,24 @@ pub(crate) struct DataLayout {
     pub(crate) end: u64,
     pub(crate) chunk_len: u64,
     pub(crate) extent_len_max: u64,
-    pub(crate) devices: Devices,
 }
 
 impl DataLayout {
     /// The layout for lazy data that ends at `end`, an address.
-    pub(crate) fn checked(end: u64, devices: Devices) -> Result<Self> {
+    pub(crate) fn checked(end: u64) -> Result<Self> {
         if !(DATA_START..=DATA_END_MAX).contains(&end) || !end.is_multiple_of(SECTOR) {
             return Err(invalid(format!(
                 "the lazy data ends at {end}, which is not a multiple of 4096 between 1 TiB and 7 EiB"
             )));
         }
-        Ok(Self::of(end, devices))
+        Ok(Self::of(end))
     }
 
     /// The same for an `end` that was checked before.
-    pub(crate) fn of(end: u64, devices: Devices) -> Self {
+    pub(crate) fn of(end: u64) -> Self {
         let chunk_len = (end - DATA_START).div_ceil(DATA_CHUNKS_AIM);
         let chunk_len = chunk_len.next_power_of_two().clamp(GIB, DATA_CHUNK_MAX);
-        Self { end, chunk_len, extent_len_max: chunk_len / 8, devices }
-    }
-
-    pub(crate) fn devid(&self) -> u64 {
-        match self.devices {
-            Devices::Two => 2,
-            Devices::One => 1,
-        }
+        Self { end, chunk_len, extent_len_max: chunk_len / 8 }
     }
 
     /// The data chunks, at least one, unused as yet. The last is cut to whole MiB.
@@ -190,7 +174,7 @@ impl DataLayout {
         let mut start = DATA_START;
         while start < end {
             let len = self.chunk_len.min(end - start);
-            chunks.push(Chunk { start, len, flags: group::DATA, devid: self.devid(), used: 0 });
+            chunks.push(Chunk { start, len, flags: group::DATA, devid: DATA_DEVID, used: 0 });
             start += len;
         }
         chunks
@@ -218,9 +202,9 @@ pub(crate) fn virtual_area(data_end: u64, bytes: u64) -> Result<Option<ByteRange
 }
 
 /// The chunks of the virtual area: without a gap, each full.
-pub(crate) fn virtual_chunks(area: Option<ByteRange>, devices: Devices) -> Vec<Chunk> {
-    let devid = if devices == Devices::Two { 2 } else { 1 };
-    let chunk = |(start, len)| Chunk { start, len, flags: group::DATA, devid, used: len };
+pub(crate) fn virtual_chunks(area: Option<ByteRange>) -> Vec<Chunk> {
+    let chunk =
+        |(start, len)| Chunk { start, len, flags: group::DATA, devid: DATA_DEVID, used: len };
     area.map_or(Vec::new(), |area| pieces(area, VIRTUAL_CHUNK).map(chunk).collect())
 }
 
@@ -237,7 +221,7 @@ pub(crate) fn pieces(range: ByteRange, most: u64) -> impl Iterator<Item = (u64, 
 /// The chunk for `used` bytes of metadata; always larger, so that free space follows.
 pub(crate) fn metadata_chunk(used: u64) -> Chunk {
     let len = (used + 1).next_multiple_of(MIB);
-    Chunk { start: METADATA_START, len, flags: group::METADATA, devid: 1, used }
+    Chunk { start: METADATA_START, len, flags: group::METADATA, devid: METADATA_DEVID, used }
 }
 
 /// Refuses a seed with `bytes` of metadata if that is too much.
@@ -252,7 +236,13 @@ pub(crate) fn check_metadata_bytes(bytes: u64, options: &Options) -> Result<()> 
 }
 
 pub(crate) fn system_chunk(used: u64) -> Chunk {
-    Chunk { start: SYSTEM_START, len: SYSTEM_LEN, flags: group::SYSTEM, devid: 1, used }
+    Chunk {
+        start: SYSTEM_START,
+        len: SYSTEM_LEN,
+        flags: group::SYSTEM,
+        devid: METADATA_DEVID,
+        used,
+    }
 }
 
 /// A device as its DEV_ITEM describes it.
@@ -265,16 +255,14 @@ pub(crate) struct Device {
 }
 
 /// The devices that `chunks` lie on.
-pub(crate) fn devices(chunks: &[Chunk], kind: Devices, uuids: &Uuids) -> Vec<Device> {
+pub(crate) fn devices(chunks: &[Chunk], uuids: &Uuids) -> [Device; 2] {
     let on = |id: u64, tail: u64, uuid: [u8; 16]| {
         let mine = || chunks.iter().filter(move |chunk| chunk.devid == id);
         let end = mine().map(|chunk| chunk.start + chunk.len).max().unwrap_or(0);
         Device { id, size: end + tail, used: mine().map(|chunk| chunk.len).sum(), uuid }
     };
-    match kind {
-        Devices::One => vec![on(1, DATA_TAIL, uuids.metadata_device)],
-        Devices::Two => {
-            vec![on(1, METADATA_TAIL, uuids.metadata_device), on(2, DATA_TAIL, uuids.data_device)]
-        }
-    }
+    [
+        on(METADATA_DEVID, METADATA_TAIL, uuids.metadata_device),
+        on(DATA_DEVID, DATA_TAIL, uuids.data_device),
+    ]
 }

@@ -6,8 +6,8 @@ use burgeon_block::{ByteRange, ChecksumKind, Error, ErrorKind, Result};
 use crate::{
     format::{GENERATION, NODE_SIZE, Put},
     geometry::{
-        Chunk, DATA_START, DataLayout, Device, Devices, METADATA_START, Options, SYSTEM_LEN,
-        SYSTEM_START, Uuids, devices, metadata_chunk, system_chunk, virtual_area, virtual_chunks,
+        Chunk, DATA_START, DataLayout, Device, METADATA_START, Options, SYSTEM_LEN, SYSTEM_START,
+        Uuids, devices, metadata_chunk, system_chunk, virtual_area, virtual_chunks,
     },
 };
 
@@ -15,6 +15,8 @@ const MAGIC: &[u8; 8] = b"BURGSEED";
 const VERSION: u32 = 1;
 /// Incompatible feature: there is a virtual area.
 const VIRTUAL_AREA: u32 = 1;
+/// Devices of every seed.
+const DEVICES: u8 = 2;
 
 /// Where a tree's root node is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -30,8 +32,6 @@ pub struct TreeRoot {
 pub struct SeedInfo {
     /// Of nodes and data blocks.
     pub checksum: ChecksumKind,
-    /// One device or two.
-    pub devices: Devices,
     /// Identifiers common to all mounts.
     pub uuids: Uuids,
     /// End of the lazy data, an address in bytes.
@@ -61,14 +61,14 @@ impl SeedInfo {
         GENERATION
     }
 
-    /// Size in bytes of devid 1, which holds the metadata (with one device: everything).
+    /// Size in bytes of devid 1, which holds the metadata.
     pub fn metadata_device_size(&self) -> u64 {
         self.device_table()[0].size
     }
 
     /// Size in bytes of the device with the lazy data.
     pub fn data_device_size(&self) -> u64 {
-        self.device_table().last().map_or(0, |device| device.size)
+        self.device_table()[1].size
     }
 
     /// Where on the metadata device the nodes of the chunk tree lie.
@@ -82,19 +82,19 @@ impl SeedInfo {
     }
 
     pub(crate) fn layout(&self) -> DataLayout {
-        DataLayout::of(self.data_end, self.devices)
+        DataLayout::of(self.data_end)
     }
 
     /// All chunks; how much of a data chunk is used is not kept.
     pub(crate) fn chunks(&self) -> Vec<Chunk> {
         let mut chunks = vec![system_chunk(self.system_used), metadata_chunk(self.metadata_used)];
         chunks.extend(self.layout().chunks());
-        chunks.extend(virtual_chunks(self.virtual_area, self.devices));
+        chunks.extend(virtual_chunks(self.virtual_area));
         chunks
     }
 
-    pub(crate) fn device_table(&self) -> Vec<Device> {
-        devices(&self.chunks(), self.devices, &self.uuids)
+    pub(crate) fn device_table(&self) -> [Device; 2] {
+        devices(&self.chunks(), &self.uuids)
     }
 
     /// The encoded form: versioned, checksummed, [`Self::ENCODED_LEN`] bytes.
@@ -103,7 +103,7 @@ impl SeedInfo {
         let mut put = Put::new(&mut bytes);
         let incompat = if self.virtual_area.is_some() { VIRTUAL_AREA } else { 0 };
         put.bytes(MAGIC).u32(VERSION).zeros(8).u32(incompat).u32(Self::ENCODED_LEN as u32);
-        put.u16(self.checksum as u16).u8(if self.devices == Devices::One { 1 } else { 2 });
+        put.u16(self.checksum as u16).u8(DEVICES);
         put.u8(self.root.level).u8(self.chunk_root.level).zeros(7);
         put.u64s(&[self.data_end, self.system_used, self.metadata_used, self.bytes_used]);
         put.u64s(&[self.root.address, self.chunk_root.address]);
@@ -141,13 +141,11 @@ impl SeedInfo {
             return Err(corrupt("its length or checksum is wrong"));
         }
         let kind = ChecksumKind::from_number(u16::from_le_bytes([bytes[28], bytes[29]]));
-        let devices = [Devices::One, Devices::Two].get(usize::from(bytes[30]).wrapping_sub(1));
-        let (Some(checksum), Some(&devices)) = (kind, devices) else {
+        let Some(checksum) = kind.filter(|_| bytes[30] == DEVICES) else {
             return Err(corrupt("its checksum kind or number of devices is unknown"));
         };
         let info = Self {
             checksum,
-            devices,
             uuids: Uuids {
                 chunk_tree: get.uuid(88),
                 metadata_device: get.uuid(104),
@@ -179,7 +177,7 @@ impl SeedInfo {
             |bytes: u64, most: u64| (bytes.is_multiple_of(node) && bytes <= most).then_some(());
         used(self.system_used, SYSTEM_LEN)?;
         used(self.metadata_used, Options::METADATA_BYTES_LIMIT)?;
-        DataLayout::checked(self.data_end, self.devices).ok()?;
+        DataLayout::checked(self.data_end).ok()?;
         self.virtual_area = virtual_area(self.data_end, virtual_bytes).ok()?;
         let nodes = self.system_used + self.metadata_used;
         (self.bytes_used <= self.data_end - DATA_START + nodes + virtual_bytes).then_some(())?;

@@ -40,7 +40,7 @@ mod virtual_area;
 mod write;
 
 pub use check::{NodeSource, Report, check, for_each_item};
-pub use geometry::{DATA_START, Devices, Options, Uuids};
+pub use geometry::{DATA_START, Options, Uuids};
 pub use info::{SeedInfo, TreeRoot};
 pub use patch::{Identity, Patcher, patch_nodes};
 pub use superblock::{DeviceNo, SUPERBLOCK_SIZE, superblock, superblock_offsets};

@@ -18,10 +18,13 @@ use burgeon_block::{ByteRange, ChecksumKind, Result};
 
 use crate::{
     format::{DEV_ITEM_LEN, FSID_AT, NODE_SIZE},
-    geometry::{Devices, SYSTEM_START},
+    geometry::SYSTEM_START,
     info::SeedInfo,
     invalid,
 };
+
+/// Items that hold the fsid, at the end of the first node of the chunk tree: one a device.
+const DEV_ITEMS: usize = 2;
 
 /// What differs between two mounts of one seed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -40,7 +43,6 @@ pub struct Patcher {
     fsid: [u8; 16],
     checksum: ChecksumKind,
     nodes: [ByteRange; 2],
-    dev_items: usize,
     /// What is added to the crc32c of any node, and to that of the node with the DEV_ITEMs.
     plain: u32,
     first: u32,
@@ -53,7 +55,6 @@ impl Patcher {
             fsid: identity.fsid,
             checksum: info.checksum,
             nodes: [info.chunk_nodes(), info.metadata_nodes()],
-            dev_items: if info.devices == Devices::Two { 2 } else { 1 },
             plain: 0,
             first: 0,
         };
@@ -108,7 +109,7 @@ impl Patcher {
     /// Adds the fsid wherever it belongs. Overwriting would mend a flipped bit there.
     fn put_fsid(&self, node: &mut [u8], has_dev_items: bool) {
         xor(&mut node[FSID_AT..FSID_AT + 16], &self.fsid);
-        for item in 0..if has_dev_items { self.dev_items } else { 0 } {
+        for item in 0..if has_dev_items { DEV_ITEMS } else { 0 } {
             let end = NODE_SIZE - item * DEV_ITEM_LEN;
             xor(&mut node[end - 16..end], &self.fsid);
         }

@@ -4,7 +4,6 @@ use burgeon_block::ChecksumKind;
 
 use crate::{
     format::{FSID_AT, GENERATION, NODE_SIZE, Put, SECTOR, group, object},
-    geometry::Devices,
     info::SeedInfo,
     patch::Identity,
     small_trees::{chunk_item, chunk_key, dev_item},
@@ -27,7 +26,7 @@ const COMPAT_RO: u64 = 0x3;
 /// One of a seed's devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum DeviceNo {
-    /// devid 1; with one device, the only one.
+    /// devid 1.
     Metadata,
     /// devid 2: the lazy data.
     Data,
@@ -35,17 +34,16 @@ pub enum DeviceNo {
 
 /// Where `device` has superblocks, in bytes; the index is the mirror's number.
 pub fn superblock_offsets(info: &SeedInfo, device: DeviceNo) -> &'static [u64] {
-    let size = match (device, info.devices) {
-        (DeviceNo::Metadata, _) => info.metadata_device_size(),
-        (DeviceNo::Data, Devices::Two) => info.data_device_size(),
-        (DeviceNo::Data, Devices::One) => 0,
+    let size = match device {
+        DeviceNo::Metadata => info.metadata_device_size(),
+        DeviceNo::Data => info.data_device_size(),
     };
     let fits = |offset: &&u64| **offset + SUPERBLOCK_SIZE as u64 <= size;
     &SUPERBLOCKS[..SUPERBLOCKS.iter().take_while(fits).count()]
 }
 
 /// The superblock that belongs at `superblock_offsets(info, device)[mirror]`; `None` if the
-/// device or the mirror is not there.
+/// mirror is not there.
 pub fn superblock(
     info: &SeedInfo,
     identity: &Identity,

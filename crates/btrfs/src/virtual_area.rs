@@ -47,7 +47,7 @@ impl VirtualArea {
             return Err(invalid(format!("extents of {most} bytes are not whole blocks")));
         }
         let range = virtual_area(options.data_end, options.virtual_bytes)?;
-        let chunks = virtual_chunks(range, options.devices);
+        let chunks = virtual_chunks(range);
         let count = options.virtual_bytes.div_ceil(most) + chunks.len() as u64;
         check_metadata_bytes(count.saturating_mul(EXTENT_COST), options)?;
         let inside = |chunk: &Chunk| ByteRange::at(chunk.start, chunk.len);

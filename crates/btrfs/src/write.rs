@@ -50,7 +50,7 @@ pub fn write_seed(
     options: &Options,
     sink: &impl NodeSink,
 ) -> Result<SeedInfo> {
-    let layout = DataLayout::checked(options.data_end, options.devices)?;
+    let layout = DataLayout::checked(options.data_end)?;
     let virtual_area = VirtualArea::new(options)?;
     let options = &bounded(tree, &virtual_area, options);
     let model = Model::new(tree, options.metadata_bytes_max)?;
@@ -151,7 +151,7 @@ fn small_trees(
 ) -> Vec<(u64, ItemList)> {
     let uuids = &options.uuids;
     let with_virtual = virtual_area.range.is_some();
-    let devices = devices(chunks, options.devices, uuids);
+    let devices = devices(chunks, uuids);
     let mut trees = vec![
         (object::CHUNK_TREE, small_trees::chunk_tree(&devices, chunks)),
         (object::ROOT_TREE, small_trees::root_tree(roots, uuids)),
@@ -297,7 +297,6 @@ fn describe(
     };
     SeedInfo {
         checksum: options.checksum,
-        devices: options.devices,
         uuids: options.uuids,
         data_end: options.data_end,
         virtual_area: virtual_area.range,

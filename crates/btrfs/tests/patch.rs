@@ -6,19 +6,19 @@ mod common;
 
 use burgeon_block::{ChecksumKind, ErrorKind};
 use burgeon_btrfs::{
-    Devices, Identity, NODE_SIZE, NodeSource, Options, Patcher, SeedInfo, check, patch_nodes,
+    Identity, NODE_SIZE, NodeSource, Options, Patcher, SeedInfo, check, patch_nodes,
 };
 use common::{Builder, FILE, IDENTITY, Seed, TEMPLATE, Template, get_u64, pattern};
 
 const KINDS: [ChecksumKind; 2] = [ChecksumKind::Crc32c, ChecksumKind::Xxhash64];
 
-fn seed(checksum: ChecksumKind, devices: Devices) -> Seed {
+fn seed(checksum: ChecksumKind) -> Seed {
     let mut builder = Builder::new();
     for n in 0..300 {
         builder.add(0, format!("name {n}"), FILE);
     }
     builder.file(0, "file", &pattern(1, 20_000));
-    let options = Options { checksum, devices, ..builder.options() };
+    let options = Options { checksum, ..builder.options() };
     builder.seed(&options)
 }
 
@@ -38,15 +38,13 @@ fn checksum_is_right(info: &SeedInfo, node: &[u8]) -> bool {
 #[test]
 fn a_patched_seed_is_that_mounts_own() {
     for checksum in KINDS {
-        for devices in [Devices::One, Devices::Two] {
-            let template = seed(checksum, devices);
-            let mount = patched(&template, &IDENTITY);
-            check(&mount.info, &IDENTITY, &mount).unwrap();
-            check(&mount.info, &TEMPLATE, &mount).expect_err("no template any more");
-            // Taking the same fsid away again gives the template back.
-            let again = patched(&mount, &IDENTITY);
-            assert!(again.pieces == template.pieces);
-        }
+        let template = seed(checksum);
+        let mount = patched(&template, &IDENTITY);
+        check(&mount.info, &IDENTITY, &mount).unwrap();
+        check(&mount.info, &TEMPLATE, &mount).expect_err("no template any more");
+        // Taking the same fsid away again gives the template back.
+        let again = patched(&mount, &IDENTITY);
+        assert!(again.pieces == template.pieces);
     }
 }
 
@@ -54,7 +52,7 @@ fn a_patched_seed_is_that_mounts_own() {
 #[test]
 fn a_rotten_node_stays_rotten() {
     for checksum in KINDS {
-        let template = seed(checksum, Devices::Two);
+        let template = seed(checksum);
         let flips = pattern(3, 8 * 3000);
         for flip in flips.chunks(8).map(|bytes| get_u64(bytes, 0)) {
             let start = Template::STARTS[(flip >> 60 & 1) as usize];
@@ -77,7 +75,7 @@ fn a_rotten_node_stays_rotten() {
 #[test]
 fn a_flipped_bit_where_the_fsid_goes_is_not_mended() {
     for checksum in KINDS {
-        let template = seed(checksum, Devices::Two);
+        let template = seed(checksum);
         let places = [32..48, NODE_SIZE - 16..NODE_SIZE, NODE_SIZE - 114..NODE_SIZE - 98];
         for bit in places.into_iter().flatten().flat_map(|byte| (0..8).map(move |b| (byte, b))) {
             let mut node = template.pieces[0][..NODE_SIZE].to_vec();
@@ -91,7 +89,7 @@ fn a_flipped_bit_where_the_fsid_goes_is_not_mended() {
 #[test]
 fn a_node_never_written_is_not_made_good() {
     for checksum in KINDS {
-        let template = seed(checksum, Devices::Two);
+        let template = seed(checksum);
         for start in Template::STARTS {
             let mut node = vec![0; NODE_SIZE];
             patch_nodes(&template.info, &IDENTITY, start, &mut node).unwrap();
@@ -103,7 +101,7 @@ fn a_node_never_written_is_not_made_good() {
 #[test]
 fn pieces_may_be_patched_in_any_order_and_size() {
     for checksum in KINDS {
-        let template = seed(checksum, Devices::Two);
+        let template = seed(checksum);
         let whole = patched(&template, &IDENTITY);
         let patcher = Patcher::new(&template.info, &IDENTITY);
         for (piece, start) in Template::STARTS.into_iter().enumerate() {
@@ -121,7 +119,7 @@ fn pieces_may_be_patched_in_any_order_and_size() {
 
 #[test]
 fn only_whole_nodes_of_the_seed_are_patched() {
-    let seed = seed(ChecksumKind::Crc32c, Devices::Two);
+    let seed = seed(ChecksumKind::Crc32c);
     let [system, metadata] = Template::STARTS;
     let end = metadata + seed.pieces[1].len() as u64;
     let node = NODE_SIZE as u64;

@@ -5,7 +5,7 @@
 mod common;
 
 use burgeon_block::ChecksumKind;
-use burgeon_btrfs::{Body, DATA_START, Devices, Options, SeedInfo, write_seed};
+use burgeon_btrfs::{Body, DATA_START, Options, SeedInfo, write_seed};
 use common::{
     Builder, Seed, Template, colliding,
     grow::{grow, step},
@@ -41,15 +41,11 @@ proptest! {
     fn random_trees_come_back(
         steps in proptest::collection::vec(step(), 0..120),
         xxhash in any::<bool>(),
-        one in any::<bool>(),
     ) {
         let mut builder = grow(&steps);
         let mut options = builder.options();
         if xxhash {
             options.checksum = ChecksumKind::Xxhash64;
-        }
-        if one {
-            options.devices = Devices::One;
         }
         verify(&mut builder, &options);
     }

@@ -7,7 +7,7 @@ mod common;
 
 use burgeon_block::{ByteRange, ChecksumKind, ErrorKind};
 use burgeon_btrfs::{
-    DATA_START, DeviceNo, Devices, Identity, Options, SeedInfo, check, patch_nodes, superblock,
+    DATA_START, DeviceNo, Identity, Options, SeedInfo, check, patch_nodes, superblock,
 };
 use common::{Builder, IDENTITY, Seed, Template, get_u64, model, options, pattern};
 
@@ -47,18 +47,16 @@ fn every_size_is_one_file_and_the_tree_does_not_notice() {
         (4 * EIB, (4 * EIB).div_ceil(CHUNK)),
         (7 * EIB, (7 * EIB).div_ceil(CHUNK)),
     ] {
-        for devices in [Devices::Two, Devices::One] {
-            let seed = seed(bytes, |options| Options { devices, ..options });
-            let report = seed.check().unwrap_or_else(|error| panic!("{bytes} bytes: {error}"));
-            let area = ByteRange::at(AREA_START, bytes).unwrap();
-            assert_eq!(seed.info.virtual_area, Some(area));
-            assert_eq!(report.extents, extents + chunks);
-            assert_eq!(model::of_seed(&seed), tree);
-            assert_eq!(seed.info.data_device_size(), area.end() + (64 << 20));
-            let file: Vec<_> = seed.keys(VIRTUAL).into_iter().filter(|key| key.1 == 108).collect();
-            assert_eq!(file.len() as u64, chunks);
-            assert!(file.iter().zip(0..).all(|(key, n)| *key == (FILE, 108, n * CHUNK)));
-        }
+        let seed = seed(bytes, |options| options);
+        let report = seed.check().unwrap_or_else(|error| panic!("{bytes} bytes: {error}"));
+        let area = ByteRange::at(AREA_START, bytes).unwrap();
+        assert_eq!(seed.info.virtual_area, Some(area));
+        assert_eq!(report.extents, extents + chunks);
+        assert_eq!(model::of_seed(&seed), tree);
+        assert_eq!(seed.info.data_device_size(), area.end() + (64 << 20));
+        let file: Vec<_> = seed.keys(VIRTUAL).into_iter().filter(|key| key.1 == 108).collect();
+        assert_eq!(file.len() as u64, chunks);
+        assert!(file.iter().zip(0..).all(|(key, n)| *key == (FILE, 108, n * CHUNK)));
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_btrfs::{Devices, SUBVOLUME};
+use burgeon_btrfs::SUBVOLUME;
 use burgeon_frontend::{
     LoopDevice, LoopOptions,
     btrfs_mount::{Access, Btrfs},
@@ -21,7 +21,6 @@ use burgeon_frontend::{
 use crate::{
     chain,
     id::{Fsid, MountId},
-    prepared::Seed,
     sprout::Plan,
     supervisor::{Growth, growth},
     transport::Channel,
@@ -48,7 +47,6 @@ pub(crate) fn plumb(
     channel: &Channel,
     server_pid: u32,
     folder: &Path,
-    seed: &Seed,
     plan: &Plan,
 ) -> Result<Plumbed> {
     let attach = |file: &File, what: &str, read_only: bool| {
@@ -63,14 +61,8 @@ pub(crate) fn plumb(
         }
         Channel::Ublk(number) => (None, Control::open()?.start(*number, server_pid)?),
     };
-    let mut seed_devices = vec![data_path.as_path()];
-    let metadata = match seed.info.devices {
-        Devices::One => None,
-        Devices::Two => Some(attach(&open(&folder.join("seed"), false)?, "metadata", true)?),
-    };
-    if let Some(metadata) = &metadata {
-        seed_devices.insert(0, metadata.path());
-    }
+    let metadata = attach(&open(&folder.join("seed"), false)?, "metadata", true)?;
+    let seed_devices = [metadata.path(), data_path.as_path()];
     if let Some(sprout) = plan.sprout.as_ref().filter(|sprout| !sprout.is_new)
         && let Some(record) = &sprout.record
     {
@@ -99,7 +91,7 @@ pub(crate) fn plumb(
         (Some(sprout), Some(path)) if sprout.thin => Some(growth(&btrfs, path)?),
         _ => None,
     };
-    let loops = [data.as_ref(), metadata.as_ref(), sprout.as_ref()];
+    let loops = [data.as_ref(), Some(&metadata), sprout.as_ref()];
     let loops = loops.into_iter().flatten().map(|device| device.path().to_owned()).collect();
     Ok(Plumbed {
         fsid: Fsid(btrfs.fsid()?),

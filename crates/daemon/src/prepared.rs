@@ -24,9 +24,7 @@ use std::{
 };
 
 use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
-use burgeon_btrfs::{
-    DeviceNo, Devices, Identity, Patcher, SeedInfo, superblock, superblock_offsets,
-};
+use burgeon_btrfs::{DeviceNo, Identity, Patcher, SeedInfo, superblock, superblock_offsets};
 use burgeon_image::{Limits, catalog};
 use burgeon_source::Directory;
 use serde::{Deserialize, Serialize};
@@ -374,7 +372,6 @@ fn prepare_here(
         &Directory::open(store)?,
         &digest,
         folder,
-        Devices::Two,
         virtual_bytes,
         &Limits::default(),
     )?;

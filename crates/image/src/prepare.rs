@@ -5,9 +5,7 @@ use std::{
 };
 
 use burgeon_block::{Digest, Error, ObjectStore, Result};
-use burgeon_btrfs::{
-    Devices, Identity, NodeSink, NodeSource, Options, SeedInfo, Uuids, check, write_seed,
-};
+use burgeon_btrfs::{Identity, NodeSink, NodeSource, Options, SeedInfo, Uuids, check, write_seed};
 
 use crate::{AddressMap, Limits, Manifest, catalog};
 
@@ -49,7 +47,6 @@ pub fn prepare(
     store: &impl ObjectStore,
     digest: &Digest,
     folder: &Path,
-    devices: Devices,
     virtual_bytes: u64,
     limits: &Limits,
 ) -> Result<SeedInfo> {
@@ -64,7 +61,7 @@ pub fn prepare(
     };
     write("manifest", &bytes)?;
     drop(bytes);
-    let info = write_template(&manifest, digest, folder.join("seed"), devices, virtual_bytes)?;
+    let info = write_template(&manifest, digest, folder.join("seed"), virtual_bytes)?;
     write("seed.info", &info.to_bytes())?;
     AddressMap::from_manifest(&manifest)?.write_to(&folder.join("map"))?;
     Ok(info)
@@ -74,7 +71,6 @@ fn write_template(
     manifest: &Manifest,
     digest: &Digest,
     path: PathBuf,
-    devices: Devices,
     virtual_bytes: u64,
 ) -> Result<SeedInfo> {
     let file = File::options()
@@ -86,7 +82,6 @@ fn write_template(
         .map_err(|error| Error::io(format!("cannot create {}", path.display()), error))?;
     let options = Options {
         checksum: manifest.checksum,
-        devices,
         virtual_bytes,
         ..Options::new(manifest.data_range().end(), Uuids::derive(digest))
     };

@@ -6,7 +6,7 @@ use super::{NodeSource, Take, ensure, nodes::Reader};
 use crate::{
     DATA_START,
     format::{group, kind, object},
-    geometry::Devices,
+    geometry::{DATA_DEVID, METADATA_DEVID},
     info::{SeedInfo, TreeRoot},
     superblock::{SUPERBLOCK_SIZE, SUPERBLOCKS},
 };
@@ -49,10 +49,14 @@ pub(super) fn read(reader: &Reader<impl NodeSource>, dev_root: TreeRoot) -> Resu
     for pair in chunks.windows(2) {
         ensure(pair[0].end() <= pair[1].start, || format!("{pair:?} overlap"))?;
     }
-    let expected: u64 = if info.devices == Devices::Two { 2 } else { 1 };
-    ensure(devices.iter().map(|(id, ..)| *id).eq(1..=expected), || "a device is missing".into())?;
+    let ids = devices.iter().map(|(id, ..)| *id);
+    ensure(ids.eq([METADATA_DEVID, DATA_DEVID]), || "a device is missing".into())?;
     for (id, size, used) in devices {
-        let of_info = if id == 1 { info.metadata_device_size() } else { info.data_device_size() };
+        let of_info = if id == METADATA_DEVID {
+            info.metadata_device_size()
+        } else {
+            info.data_device_size()
+        };
         let mine = || chunks.iter().filter(|chunk| chunk.devid == id);
         let end = mine().map(Chunk::end).max().unwrap_or(0);
         ensure(size == of_info && end <= size, || format!("device {id} has a wrong size"))?;
@@ -69,7 +73,7 @@ fn device(reader: &Reader<impl NodeSource>, id: u64, item: &[u8]) -> Result<(u64
     let [devid, size, used] = take.u64s()?;
     take.bytes(12 + 30)?;
     let uuids = &reader.info.uuids;
-    let uuid = if id == 1 { uuids.metadata_device } else { uuids.data_device };
+    let uuid = if id == METADATA_DEVID { uuids.metadata_device } else { uuids.data_device };
     ensure(devid == id && take.array()? == uuid, || "the device is another one".into())?;
     ensure(take.array()? == reader.fsid, || "the device is another filesystem's".into())?;
     take.end()?;
@@ -88,10 +92,9 @@ fn chunk(reader: &Reader<impl NodeSource>, start: u64, item: &[u8]) -> Result<Ch
     ensure(form, || "the chunk is not of profile SINGLE".into())?;
     let [devid, physical] = take.u64s()?;
     ensure(physical == start, || format!("its physical address is {physical}"))?;
-    let data = flags == group::DATA && reader.info.devices == Devices::Two;
-    let (expected, uuid) = match data {
-        true => (2, reader.info.uuids.data_device),
-        false => (1, reader.info.uuids.metadata_device),
+    let (expected, uuid) = match flags == group::DATA {
+        true => (DATA_DEVID, reader.info.uuids.data_device),
+        false => (METADATA_DEVID, reader.info.uuids.metadata_device),
     };
     let right = devid == expected && take.array()? == uuid;
     ensure(right, || "the chunk lies on the wrong device".into())?;

@@ -8,7 +8,7 @@ use std::{fs::File, os::unix::fs::FileExt, path::Path, sync::Mutex};
 
 use burgeon_block::{ChecksumKind, Digest, Result};
 use burgeon_btrfs::{
-    Body, DATA_START, DeviceNo, Devices, Dirent, FileExtent, Identity, Inode, NODE_SIZE, NodeSink,
+    Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NODE_SIZE, NodeSink,
     NodeSource, Options, Patcher, Report, SeedInfo, Tree, Uuids, Xattr, check, for_each_item,
     superblock, superblock_offsets, write_seed,
 };
@@ -356,15 +356,14 @@ pub(crate) fn options(data_end: u64) -> Options {
     Options::new(data_end, Uuids::derive(&Digest::of(b"a test's image")))
 }
 
-/// Writes the devices of one mount to files: `<dir>/metadata` and, unless there is one device,
-/// `<dir>/data`. Returns their number.
+/// Writes the devices of one mount to files: `<dir>/metadata` and `<dir>/data`.
 pub(crate) fn write_devices(
     dir: &Path,
     info: &SeedInfo,
     identity: &Identity,
     template: Template,
     data: &[u8],
-) -> usize {
+) {
     let metadata = File::create(dir.join("metadata")).unwrap();
     metadata.set_len(info.metadata_device_size()).unwrap();
     let patcher = Patcher::new(info, identity);
@@ -379,15 +378,10 @@ pub(crate) fn write_devices(
         }
     };
     put(&metadata, DeviceNo::Metadata);
-    if info.devices == Devices::One {
-        metadata.write_all_at(data, DATA_START).unwrap();
-        return 1;
-    }
     let file = File::create(dir.join("data")).unwrap();
     file.set_len(info.data_device_size()).unwrap();
     put(&file, DeviceNo::Data);
     file.write_all_at(data, DATA_START).unwrap();
-    2
 }
 
 /// Bytes that differ from block to block and from seed to seed.

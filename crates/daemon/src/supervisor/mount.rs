@@ -140,7 +140,7 @@ impl Supervisor {
         });
         self.await_serving(id)?;
         let server_pid = self.table().server_pid.unwrap_or_default();
-        let plumbed = plumbing::plumb(id, &channel, server_pid, &folder, &seed, plan)?;
+        let plumbed = plumbing::plumb(id, &channel, server_pid, &folder, plan)?;
         let transport = channel.transport().name().to_owned();
         drop(channel);
         plan.sprouted(&self.state, plumbed.fsid)?;
