@@ -53,8 +53,8 @@ fn processes(device: u64) -> Vec<String> {
 
 fn how_it_holds(process: &Path, device: u64) -> Option<&'static str> {
     let on_it = |path: &Path| fs::metadata(path).is_ok_and(|metadata| metadata.dev() == device);
-    let any_in = |folder: &str| {
-        let files = fs::read_dir(process.join(folder)).into_iter().flatten().flatten();
+    let any_in = |folder: &Path| {
+        let files = fs::read_dir(folder).into_iter().flatten().flatten();
         files.map(|file| file.path()).any(|path| on_it(&path))
     };
     if on_it(&process.join("cwd")) {
@@ -66,10 +66,12 @@ fn how_it_holds(process: &Path, device: u64) -> Option<&'static str> {
     if on_it(&process.join("exe")) {
         return Some("its program");
     }
-    if any_in("fd") {
+    // Threads may have open files of their own.
+    let threads = fs::read_dir(process.join("task")).into_iter().flatten().flatten();
+    if threads.map(|thread| thread.path().join("fd")).any(|folder| any_in(&folder)) {
         return Some("an open file");
     }
-    any_in("map_files").then_some("a mapped file")
+    any_in(&process.join("map_files")).then_some("a mapped file")
 }
 
 #[cfg(test)]
@@ -77,7 +79,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
 
     #[test]
-    fn a_process_with_an_open_file_is_named() {
+    fn a_process_in_a_folder_is_named() {
         let temp = tempfile::tempdir().unwrap();
         let mut child = std::process::Command::new("sleep")
             .arg("600")

@@ -17,6 +17,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_frontend::LoopDevice;
 
 use crate::{
     id::{Fsid, MountId},
@@ -173,15 +174,30 @@ pub(crate) fn backing_file(device: &Path) -> Option<PathBuf> {
 
 /// The loop device that lies on `file`, if there is one.
 pub(crate) fn loop_on(file: &Path) -> Option<String> {
-    find_loop(|backing| backing == file)
+    loop_with(|path| path == file, &[file.to_owned()])
 }
 
 /// A loop device that lies on a file in `folder`, if there is one.
 pub(crate) fn loop_below(folder: &Path) -> Option<String> {
-    find_loop(|backing| backing.starts_with(folder))
+    loop_with(|path| path.starts_with(folder), &list(folder))
 }
 
-fn find_loop(test: impl Fn(&Path) -> bool) -> Option<String> {
+/// A loop device on one of `files`, or on a file whose path `test` takes.
+///
+/// A path says nothing where it is spelt in another mount namespace, most of all in one that is
+/// gone: the kernel then shows it from the root of its file system. What the file is says it
+/// everywhere, but not once the file is deleted, nor to a user who may not open the device.
+fn loop_with(test: impl Fn(&Path) -> bool, files: &[PathBuf]) -> Option<String> {
+    let identities: Vec<_> = files
+        .iter()
+        .filter_map(|file| fs::metadata(file).ok())
+        .map(|metadata| (metadata.dev(), metadata.ino()))
+        .collect();
+    let on_it = LoopDevice::files().unwrap_or_default();
+    let on_it = on_it.iter().find(|(_, file)| identities.contains(file));
+    if let Some((number, _)) = on_it {
+        return Some(format!("/dev/loop{number}"));
+    }
     let devices = list("/sys/block");
     let on_it = devices.iter().find(|device| backing_file(device).is_some_and(|path| test(&path)));
     on_it.and_then(|device| device.file_name()?.to_str().map(|name| format!("/dev/{name}")))
@@ -226,7 +242,9 @@ fn any(paths: &[PathBuf], mut test: impl FnMut(&Path) -> Result<bool>) -> Result
 mod tests {
     use std::{fs, path::Path};
 
-    use super::{is_seed, reaches_burgeon, refuse_burgeon};
+    use burgeon_frontend::{LoopDevice, LoopOptions};
+
+    use super::{is_seed, loop_below, loop_on, reaches_burgeon, refuse_burgeon};
 
     #[test]
     fn an_ordinary_folder_is_fine_and_a_missing_one_is_named() {
@@ -235,6 +253,29 @@ mod tests {
         let error = refuse_burgeon(Path::new("/nowhere/at/all"), "the store").unwrap_err();
         assert!(error.to_string().contains("/nowhere/at/all"));
         assert!(reaches_burgeon(temp.path(), 17).is_err());
+    }
+
+    #[test]
+    fn a_loop_is_known_by_its_file_whatever_the_path() {
+        if !rustix::process::geteuid().is_root() {
+            return; // Only root may attach one.
+        }
+        let temp = tempfile::tempdir().unwrap();
+        let (file, link) = (temp.path().join("sprout"), temp.path().join("elsewhere"));
+        fs::write(&file, [0; 1 << 20]).unwrap();
+        let options = LoopOptions { name: "burgeon test", read_only: true, discard: false };
+        let device = LoopDevice::attach(fs::File::open(&file).unwrap(), options).unwrap();
+        let expected = Some(device.path().to_str().unwrap().to_owned());
+        // The path that sysfs shows is another one than each of these.
+        fs::create_dir(&link).unwrap();
+        fs::hard_link(&file, link.join("sprout")).unwrap();
+        fs::rename(&file, temp.path().join("moved")).unwrap();
+        fs::hard_link(temp.path().join("moved"), &file).unwrap();
+        assert_eq!(loop_on(&link.join("sprout")), expected);
+        assert_eq!(loop_below(&link), expected);
+        fs::write(temp.path().join("another"), [0; 1 << 20]).unwrap();
+        assert_eq!(loop_on(&temp.path().join("another")), None);
+        device.detach(std::time::Duration::from_secs(120)).unwrap();
     }
 
     #[test]

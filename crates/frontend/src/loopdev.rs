@@ -193,23 +193,17 @@ impl LoopDevice {
 
     /// Numbers and names ([`LoopOptions::name`]) of all loop devices in use, ours and others'.
     pub fn names() -> Result<Vec<(u32, String)>> {
-        let mut names = Vec::new();
-        let blocks = fs::read_dir("/sys/block").map_err(|e| failed("cannot list /sys/block", e))?;
-        for entry in blocks.flatten() {
-            let file = entry.file_name();
-            let number = file.to_str().and_then(|name| name.strip_prefix("loop")?.parse().ok());
-            let Some(number) = number.filter(|_| entry.path().join("loop").exists()) else {
-                continue;
-            };
-            // One that is gone meanwhile, or not ours to open, is none of ours.
-            let info = File::open(format!("/dev/loop{number}")).and_then(|file| status(&file));
-            if let Ok(info) = info {
-                let name = info.file_name.split(|byte| *byte == 0).next().unwrap_or_default();
-                names.push((number, String::from_utf8_lossy(name).into_owned()));
-            }
-        }
-        names.sort_unstable();
-        Ok(names)
+        let name = |info: &LoopInfo| {
+            let name = info.file_name.split(|byte| *byte == 0).next().unwrap_or_default();
+            String::from_utf8_lossy(name).into_owned()
+        };
+        Ok(in_use()?.iter().map(|(number, info)| (*number, name(info))).collect())
+    }
+
+    /// Numbers of all loop devices in use with the `st_dev` and `st_ino` of the file below: what
+    /// does not depend on where, or whether, this process sees that file.
+    pub fn files() -> Result<Vec<(u32, (u64, u64))>> {
+        Ok(in_use()?.iter().map(|(number, info)| (*number, (info.device, info.inode))).collect())
     }
 
     fn info(&self) -> Result<LoopInfo> {
@@ -226,6 +220,21 @@ impl AsFd for LoopDevice {
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.device.as_fd()
     }
+}
+
+/// All loop devices in use, ours and others', by number.
+fn in_use() -> Result<Vec<(u32, LoopInfo)>> {
+    let blocks = fs::read_dir("/sys/block").map_err(|e| failed("cannot list /sys/block", e))?;
+    let number = |entry: &fs::DirEntry| -> Option<u32> {
+        let number = entry.file_name().to_str()?.strip_prefix("loop")?.parse().ok()?;
+        entry.path().join("loop").exists().then_some(number)
+    };
+    let numbers = blocks.flatten().filter_map(|entry| number(&entry));
+    // One that is gone meanwhile, or not ours to open, is none of ours.
+    let info = |number| status(&File::open(format!("/dev/loop{number}")).ok()?).ok();
+    let mut all: Vec<_> = numbers.filter_map(|n| Some((n, info(n)?))).collect();
+    all.sort_unstable_by_key(|(number, _)| *number);
+    Ok(all)
 }
 
 fn status(device: &File) -> io::Result<LoopInfo> {
