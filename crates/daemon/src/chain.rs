@@ -262,7 +262,7 @@ mod tests {
         }
         let temp = tempfile::tempdir().unwrap();
         let (file, link) = (temp.path().join("sprout"), temp.path().join("elsewhere"));
-        fs::write(&file, [0; 1 << 20]).unwrap();
+        fs::write(&file, vec![0; 1 << 20]).unwrap();
         let options = LoopOptions { name: "burgeon test", read_only: true, discard: false };
         let device = LoopDevice::attach(fs::File::open(&file).unwrap(), options).unwrap();
         let expected = Some(device.path().to_str().unwrap().to_owned());
@@ -273,7 +273,7 @@ mod tests {
         fs::hard_link(temp.path().join("moved"), &file).unwrap();
         assert_eq!(loop_on(&link.join("sprout")), expected);
         assert_eq!(loop_below(&link), expected);
-        fs::write(temp.path().join("another"), [0; 1 << 20]).unwrap();
+        fs::write(temp.path().join("another"), vec![0; 1 << 20]).unwrap();
         assert_eq!(loop_on(&temp.path().join("another")), None);
         device.detach(std::time::Duration::from_secs(120)).unwrap();
     }

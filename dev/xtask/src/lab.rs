@@ -7,7 +7,7 @@ use std::{
     process::Command,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 /// The kernels that Burgeon promises to run on, besides the one the tests run on.
 const KERNELS: [&str; 2] = ["6.1", "6.12"];
@@ -71,32 +71,35 @@ pub(crate) fn runs(root: &Path, cargo: impl Fn() -> Command) -> Result<Vec<(Stri
     Ok(runs)
 }
 
+/// Builds the programs as `cargo test` builds them for all crates: choosing crates would choose
+/// other features, and compile what they depend on once more.
 fn build(
     root: &Path,
     programs: &[(&str, &str)],
     cargo: impl Fn() -> Command,
 ) -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    for &(package, name) in programs {
-        let mut command = cargo();
-        command.args(["test", "--locked", "--no-run", "--message-format=json", "--package"]);
-        command.args([package, "--test", name]).current_dir(root);
-        let output = command.output().context("cannot run cargo test --no-run")?;
-        let path = String::from_utf8_lossy(&output.stdout).lines().find_map(|line| {
-            let message: serde_json::Value = serde_json::from_str(line).ok()?;
-            let of_ours = message["target"]["name"] == name && message["profile"]["test"] == true;
-            let path = message["executable"].as_str().filter(|_| of_ours)?;
-            Some(PathBuf::from(path))
-        });
-        let Some(path) = path else {
-            bail!(
-                "cargo made no test program {name} of {package}: {}",
-                String::from_utf8_lossy(&output.stderr)
-            );
-        };
-        found.push(path);
+    let mut command = cargo();
+    command.args(["test", "--workspace", "--locked", "--no-run", "--message-format=json"]);
+    for (_, name) in programs {
+        command.args(["--test", name]);
     }
-    Ok(found)
+    let output = command.current_dir(root).output().context("cannot run cargo test --no-run")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let messages: Vec<serde_json::Value> =
+        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let find = |&(package, name): &(&str, &str)| {
+        let made = messages.iter().find(|message| {
+            let id = message["package_id"].as_str().unwrap_or_default();
+            let of_ours = id.contains(&format!("#{package}@"));
+            of_ours && message["target"]["name"] == name && message["executable"].is_string()
+        });
+        let path = made.and_then(|message| message["executable"].as_str()).map(PathBuf::from);
+        path.with_context(|| {
+            let errors = String::from_utf8_lossy(&output.stderr);
+            format!("cargo made no test program {name} of {package}: {errors}")
+        })
+    };
+    programs.iter().map(find).collect()
 }
 
 /// The command that runs all `programs` on `kernel`, one after another.
