@@ -41,7 +41,7 @@ pub(crate) struct Args {
 #[derive(ClapArgs, Debug, Clone)]
 pub(crate) struct Global {
     /// Where images and their data are [default: a store in the state directory]
-    #[arg(long, global = true, value_name = "PATH", env = "BURGEON_STORE")]
+    #[arg(long, global = true, value_name = "PATH|URL", env = "BURGEON_STORE")]
     pub(crate) store: Option<String>,
     /// Where this host keeps caches, writes and the daemon's socket
     /// [default: /var/lib/burgeon, or ~/.local/state/burgeon without root]

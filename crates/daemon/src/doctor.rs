@@ -84,8 +84,9 @@ impl Finding {
     }
 }
 
-/// Looks at everything: this machine, the state directory, and what builds left in `store`.
-pub fn examine(state: &StateDir, store: &Path) -> Vec<Finding> {
+/// Looks at everything: this machine, the state directory, and what builds left in `store`, if
+/// that is a folder. (In a bucket they leave nothing but a mark, which ends by itself.)
+pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     let mut findings = vec![kernel(), file_system("btrfs", "btrfs"), file_system("FUSE", "fuse")];
     findings.extend([
         device("/dev/fuse", "modprobe fuse, or give the container the device 10:229"),
@@ -99,20 +100,20 @@ pub fn examine(state: &StateDir, store: &Path) -> Vec<Finding> {
     ]);
     findings.push(daemon(state));
     findings.extend(leftovers(state));
-    findings.extend(builds(store));
+    findings.extend(store.and_then(builds));
     findings.extend(kept_writes(state));
     findings
 }
 
 /// Mends what can be mended; returns whether there was anything to do.
-pub fn repair(state: &StateDir, store: &Path) -> Result<bool> {
-    let stale = stale_builds(store) > 0;
-    if stale {
+pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
+    let store = store.filter(|store| stale_builds(store) > 0);
+    if let Some(store) = store {
         // Removes what has no living writer before it gives the lease out.
         drop(Directory::open(store)?.begin_collect()?);
     }
     if !leftovers(state).iter().any(|finding| finding.repairable) {
-        return Ok(stale);
+        return Ok(store.is_some());
     }
     Client::connect_or_start(state)?;
     Ok(true)
@@ -430,9 +431,9 @@ mod tests {
     fn a_fresh_directory_has_no_leftovers_and_a_stale_folder_is_one() {
         let temp = tempfile::tempdir().unwrap();
         let state = StateDir::open(temp.path()).unwrap();
-        assert!(!repair(&state, &state.store()).unwrap());
+        assert!(!repair(&state, Some(&state.store())).unwrap());
         std::fs::create_dir(state.mounts().join("0a1b2c3d")).unwrap();
-        let findings = examine(&state, &state.store());
+        let findings = examine(&state, Some(&state.store()));
         let stale: Vec<_> = findings.iter().filter(|finding| finding.repairable).collect();
         assert_eq!(stale.len(), 1, "{findings:?}");
         assert_eq!(stale[0].level, Level::Problem);

@@ -15,6 +15,7 @@
 
 #[macro_use]
 mod log;
+mod access;
 mod cgroup;
 mod chain;
 mod client;

@@ -18,6 +18,7 @@
 
 use std::{os::fd::OwnedFd, path::PathBuf};
 
+use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -29,6 +30,7 @@ use crate::{
 /// From the supervisor to the server.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "message", rename_all = "kebab-case")]
+#[expect(clippy::large_enum_variant, reason = "a message at a time, never kept")]
 pub(crate) enum ToServer {
     /// Serve this mount; its descriptors come along. Of one that is served already: see what has
     /// been mapped meanwhile.
@@ -68,7 +70,7 @@ pub(crate) struct Attach {
     /// The cache file, shared by all mounts of the image.
     pub(crate) cache: PathBuf,
     /// Where the chunks are.
-    pub(crate) store: PathBuf,
+    pub(crate) store: Location,
     /// Whether objects outside the store may be opened.
     pub(crate) references: bool,
     /// The fsid of the mount's seed.

@@ -26,7 +26,7 @@ use std::{
 use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
 use burgeon_btrfs::{DeviceNo, Identity, Patcher, SeedInfo, superblock, superblock_offsets};
 use burgeon_image::{Limits, catalog};
-use burgeon_source::Directory;
+use burgeon_source::{Access, Location, Store};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -64,31 +64,32 @@ struct Ready {
     version: String,
     boot: String,
     /// Where it was prepared from.
-    store: PathBuf,
+    store: Location,
 }
 
 impl Ready {
-    fn now(store: &Path) -> Self {
+    fn now(store: &Location) -> Self {
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         Self {
             format: READY_FORMAT,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             boot: boot.trim().to_owned(),
-            store: store.to_owned(),
+            store: store.clone(),
         }
     }
 }
 
 /// The manifest that `name` stands for in `store`. `NotFound` says which names there are.
-pub(crate) fn resolve(store: &Path, name: &str) -> Result<Digest> {
-    catalog::resolve(&Directory::open(store)?, name)?.digest()
+pub(crate) fn resolve(store: &Location, access: &Access, name: &str) -> Result<Digest> {
+    catalog::resolve(&Store::open(store, access)?, name)?.digest()
 }
 
 /// Prepares the image `digest` of `store` with a virtual area of `virtual_bytes` (0: none), unless
 /// that has been done.
 pub(crate) fn prepare(
     state: &StateDir,
-    store: &Path,
+    store: &Location,
+    access: &Access,
     digest: Digest,
     virtual_bytes: u64,
 ) -> Result<Prepared> {
@@ -100,14 +101,14 @@ pub(crate) fn prepare(
     let is_ready = || {
         let ready = files::read_json::<Ready>(&folder.join("ready.json"));
         // The same image of another store is the same image.
-        ready.is_ok_and(|ready| Ready { store: store.to_owned(), ..ready } == Ready::now(store))
+        ready.is_ok_and(|ready| Ready { store: store.clone(), ..ready } == Ready::now(store))
     };
     if !is_ready() {
         make_folder(&folder)?;
         // Two mounts of a new image at once prepare it once.
         let _lock = Lock::take(&folder.join("lock"))?;
         if !is_ready() {
-            run_process(store, &digest, &folder, virtual_bytes)?;
+            run_process(store, access, &digest, &folder, virtual_bytes)?;
         }
     }
     Ok(Prepared { folder, digest })
@@ -273,7 +274,12 @@ fn copy_nodes(patcher: &Patcher, nodes: ByteRange, from: &File, to: &File) -> Re
 /// Removes what has been prepared from `store` and is not in `keep`: what no image there is, no
 /// mount uses, and no writes were made on. Returns how many images' worth that was, and its
 /// bytes.
-pub fn sweep(state: &StateDir, store: &Path, keep: &[Digest], dry_run: bool) -> Result<(u64, u64)> {
+pub fn sweep(
+    state: &StateDir,
+    store: &Location,
+    keep: &[Digest],
+    dry_run: bool,
+) -> Result<(u64, u64)> {
     let (mut images, mut bytes) = (0, 0);
     let folders = fs::read_dir(state.images())
         .map_err(|e| Error::io(format!("cannot list {}", state.images().display()), e))?;
@@ -281,7 +287,7 @@ pub fn sweep(state: &StateDir, store: &Path, keep: &[Digest], dry_run: bool) -> 
         let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let Ok(digest) = name.parse::<Digest>() else { continue };
         let ready = files::read_json::<Ready>(&folder.join("ready.json"));
-        let elsewhere = ready.is_ok_and(|ready| ready.store != store);
+        let elsewhere = ready.is_ok_and(|ready| ready.store != *store);
         if keep.contains(&digest) || elsewhere {
             continue;
         }
@@ -313,9 +319,21 @@ pub(crate) fn make_folder(path: &Path) -> Result<()> {
 
 /// Prepares in a process of its own: describing a million files takes memory, which must not
 /// stay with the supervisor.
-fn run_process(store: &Path, digest: &Digest, folder: &Path, virtual_bytes: u64) -> Result<()> {
-    let output = this_program("__prepare")
-        .arg(store)
+fn run_process(
+    store: &Location,
+    access: &Access,
+    digest: &Digest,
+    folder: &Path,
+    virtual_bytes: u64,
+) -> Result<()> {
+    let mut command = this_program("__prepare");
+    // All of these variables are the request's: half of another set would be worse than none.
+    for (name, _) in Access::from_env().variables() {
+        command.env_remove(name);
+    }
+    let output = command
+        .arg(store.to_string())
+        .envs(access.variables())
         .arg(digest.to_string())
         .arg(folder)
         .arg(virtual_bytes.to_string())
@@ -339,7 +357,7 @@ fn run_process(store: &Path, digest: &Digest, folder: &Path, virtual_bytes: u64)
 pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
     let prepared = match arguments {
         [store, digest, folder, virtual_bytes] => {
-            prepare_here(store.as_ref(), digest, folder.as_ref(), virtual_bytes)
+            prepare_here(store, digest, folder.as_ref(), virtual_bytes)
         }
         _ => Err(Error::new(
             ErrorKind::Invalid,
@@ -356,11 +374,12 @@ pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
 }
 
 fn prepare_here(
-    store: &Path,
+    store: &OsString,
     digest: &OsString,
     folder: &Path,
     virtual_bytes: &OsString,
 ) -> Result<()> {
+    let store = Location::parse(&store.to_string_lossy())?;
     let virtual_bytes = virtual_bytes.to_string_lossy().parse().map_err(|e| {
         Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
     })?;
@@ -369,11 +388,11 @@ fn prepare_here(
         files::remove_file(&folder.join(file))?;
     }
     burgeon_image::prepare(
-        &Directory::open(store)?,
+        &Store::open(&store, &Access::from_env())?,
         &digest,
         folder,
         virtual_bytes,
         &Limits::default(),
     )?;
-    files::publish_json(&folder.join("ready.json"), &Ready::now(store))
+    files::publish_json(&folder.join("ready.json"), &Ready::now(&store))
 }

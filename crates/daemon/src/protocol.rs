@@ -8,6 +8,7 @@
 use std::path::PathBuf;
 
 use burgeon_block::{Digest, Error, ErrorKind};
+use burgeon_source::{Access, Location};
 use serde::{Deserialize, Serialize};
 
 use crate::id::{Fsid, MountId};
@@ -55,7 +56,10 @@ pub struct MountRequest {
     /// The image's name in the store.
     pub image: String,
     /// The store; `None` is the one in the state directory.
-    pub store: Option<PathBuf>,
+    pub store: Option<Location>,
+    /// What the client's environment says about using stores; secret.
+    #[serde(default)]
+    pub access: Access,
     /// What happens to writes.
     pub writes: WritesRequest,
     /// Whether to fetch everything in the background.

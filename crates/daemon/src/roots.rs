@@ -9,15 +9,11 @@
 //! asks for that before it looks at anything in the store; only a collection of this host makes
 //! the record shorter, and it counts every `needs.json`.
 
-use std::{
-    collections::BTreeSet,
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeSet, fs};
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::catalog;
-use burgeon_source::Directory;
+use burgeon_source::{Access, Location, Store};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -31,7 +27,7 @@ use crate::{
 /// What one mount needs.
 #[derive(Serialize, Deserialize)]
 struct Needs {
-    store: PathBuf,
+    store: Location,
     manifest: DigestText,
 }
 
@@ -39,21 +35,27 @@ struct Needs {
 /// if that cannot be written down there. `NotFound` if the manifest is gone.
 pub(crate) fn require(
     state: &StateDir,
-    store: &Path,
+    store: &Location,
+    access: &Access,
     manifest: &Digest,
     id: MountId,
 ) -> Result<Option<String>> {
-    let needs = Needs { store: store.to_owned(), manifest: (*manifest).into() };
+    let needs = Needs { store: store.clone(), manifest: (*manifest).into() };
     files::publish_json(&state.mount(id).join("needs.json"), &needs)?;
-    let host = host(state)?;
-    let _lock = lock(state)?;
-    let directory = Directory::open(store)?;
-    let mut known = recorded(&directory, &host)?;
-    if !known.insert(*manifest) {
-        return Ok(None);
-    }
-    let published = publish(&directory, &host, &known);
-    if directory.len(&catalog::manifest_object(manifest)?)?.is_none() {
+    let store = Store::open(store, access)?;
+    let published = match store.check_writable() {
+        Ok(()) => {
+            let host = host(state)?;
+            let _lock = lock(state)?;
+            let mut known = recorded(&store, &host)?;
+            if !known.insert(*manifest) {
+                return Ok(None);
+            }
+            publish(&store, &host, &known)
+        }
+        Err(read_only) => Err(read_only),
+    };
+    if store.len(&catalog::manifest_object(manifest)?)?.is_none() {
         return Err(Error::new(
             ErrorKind::NotFound,
             format!("the manifest {manifest} is not in the store any more: build the image again"),
@@ -69,13 +71,13 @@ pub(crate) fn require(
 
 /// Writes down what this host still needs of `store`, and returns it: every mount's and all kept
 /// writes' manifests.
-pub fn refresh(state: &StateDir, store: &Path) -> Result<Vec<Digest>> {
+pub fn refresh(state: &StateDir, location: &Location, store: &Store) -> Result<Vec<Digest>> {
+    store.check_writable()?;
     let host = host(state)?;
     let _lock = lock(state)?;
-    let directory = Directory::open(store)?;
-    let needed = needed(state, store, &directory)?;
-    if recorded(&directory, &host)? != needed {
-        publish(&directory, &host, &needed)?;
+    let needed = needed(state, location, store)?;
+    if recorded(store, &host)? != needed {
+        publish(store, &host, &needed)?;
     }
     Ok(needed.into_iter().collect())
 }
@@ -107,14 +109,14 @@ fn lock(state: &StateDir) -> Result<Lock> {
 }
 
 /// What the store has on record for `host`.
-fn recorded(store: &Directory, host: &str) -> Result<BTreeSet<Digest>> {
+fn recorded(store: &Store, host: &str) -> Result<BTreeSet<Digest>> {
     let records = catalog::read_roots(store)?;
     let own = records.iter().find(|record| record.host == host);
     Ok(own.map(|record| record.digests()).transpose()?.unwrap_or_default().into_iter().collect())
 }
 
 /// Publishes; a manifest that is missing is no news here, for its owner will find out.
-fn publish(store: &Directory, host: &str, needed: &BTreeSet<Digest>) -> Result<()> {
+fn publish(store: &Store, host: &str, needed: &BTreeSet<Digest>) -> Result<()> {
     let needed: Vec<_> = needed.iter().copied().collect();
     match catalog::publish_roots(store, host, &needed) {
         Err(e) if e.kind() != ErrorKind::NotFound => Err(e),
@@ -124,10 +126,10 @@ fn publish(store: &Directory, host: &str, needed: &BTreeSet<Digest>) -> Result<(
 
 /// One store has many paths (links, mounts), so what counts besides the path is whether the
 /// manifest is there: by another name of the store, nothing may get lost.
-fn needed(state: &StateDir, store: &Path, directory: &Directory) -> Result<BTreeSet<Digest>> {
+fn needed(state: &StateDir, location: &Location, store: &Store) -> Result<BTreeSet<Digest>> {
     let mut needed = BTreeSet::new();
-    let is_here = |path: &Path, manifest: &Digest| -> Result<bool> {
-        Ok(path == store || directory.len(&catalog::manifest_object(manifest)?)?.is_some())
+    let is_here = |other: &Location, manifest: &Digest| -> Result<bool> {
+        Ok(other == location || store.len(&catalog::manifest_object(manifest)?)?.is_some())
     };
     let folders = fs::read_dir(state.mounts()).into_iter().flatten().flatten();
     for folder in folders {
@@ -145,7 +147,7 @@ fn needed(state: &StateDir, store: &Path, directory: &Directory) -> Result<BTree
     for name in writes::names(state)? {
         // Writes that cannot be understood need something that is not known: keep everything.
         if let Some(record) = writes::find(state, &name)?
-            && is_here(&record.store.unwrap_or_else(|| state.store()), &record.manifest.0)?
+            && is_here(&record.store.unwrap_or_else(|| state.store().into()), &record.manifest.0)?
         {
             needed.insert(record.manifest.0);
         }
@@ -157,7 +159,7 @@ fn needed(state: &StateDir, store: &Path, directory: &Directory) -> Result<BTree
 mod tests {
     use burgeon_block::{Digest, ObjectStore};
     use burgeon_image::catalog;
-    use burgeon_source::Directory;
+    use burgeon_source::{Directory, Location};
 
     use super::{Needs, refresh};
     use crate::{files, id::MountId, paths::StateDir, protocol::DigestText};
@@ -173,15 +175,17 @@ mod tests {
         store.publish(&catalog::manifest_object(&manifest).unwrap(), b"manifest").unwrap();
         let id = MountId::random().unwrap();
         std::fs::create_dir(state.mount(id)).unwrap();
-        let needs = Needs { store: real.clone(), manifest: DigestText(manifest) };
+        let needs = Needs { store: real.clone().into(), manifest: DigestText(manifest) };
         files::publish_json(&state.mount(id).join("needs.json"), &needs).unwrap();
         for path in [&real, &link] {
-            assert_eq!(refresh(&state, path).unwrap(), [manifest], "{}", path.display());
+            let (location, other) = (Location::from(path.clone()), Directory::open(path).unwrap());
+            let needed = refresh(&state, &location, &other.into()).unwrap();
+            assert_eq!(needed, [manifest], "{}", path.display());
             let roots = catalog::read_roots(&store).unwrap();
             assert_eq!(roots[0].digests().unwrap(), [manifest], "{}", path.display());
         }
         let other = temp.path().join("other");
-        Directory::create(&other).unwrap();
-        assert!(refresh(&state, &other).unwrap().is_empty());
+        let empty = Directory::create(&other).unwrap();
+        assert!(refresh(&state, &other.into(), &empty.into()).unwrap().is_empty());
     }
 }

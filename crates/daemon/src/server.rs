@@ -32,13 +32,14 @@ use burgeon_block::{BLOCK_SIZE, Counters, Digest, Error, ErrorKind, ObjectId, Re
 use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets};
 use burgeon_frontend::{End, ServeOptions, Server, Slots, serve, ublk, ublk::Control};
 use burgeon_image::AddressMap;
-use burgeon_source::{Directory, Objects, References};
+use burgeon_source::{Access, Location, Objects, References, Store};
 use burgeon_volume::{
     CacheState, DirectFile, Fill, FillProgress, FillState, LazyDevice, Limits, VirtualArea, Volume,
 };
 use tokio::runtime::{Builder, Runtime};
 
 use crate::{
+    access,
     client::socket_path,
     files::{self, Lock},
     harden,
@@ -63,8 +64,9 @@ type ImageVolume = Volume<Objects, DirectFile>;
 type Area = VirtualArea<Objects, DirectFile>;
 type Device = LazyDevice<Objects, DirectFile, SharedCounters>;
 
-/// What makes two mounts share a volume: the same map, cache and store.
-type VolumeKey = (PathBuf, PathBuf);
+/// What makes two mounts share a volume: the same map, cache and store, used
+/// with the same credentials.
+type VolumeKey = (PathBuf, Location, Access);
 
 struct Serving {
     state: StateDir,
@@ -130,7 +132,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     let runtime = Builder::new_multi_thread()
         .worker_threads(RUNTIME_THREADS)
         .max_blocking_threads(BLOCKING_THREADS)
-        .enable_time()
+        .enable_all()
         .build()
         .map_err(failed)?;
     let state = StateDir::open(state_dir)?;
@@ -215,8 +217,9 @@ impl Serving {
             return device.area().map_or(Ok(()), |area| area.refresh());
         }
         let slots = Arc::new(Slots::from_fd(slots)?);
-        let volume = self.volume(&attach)?;
-        let device = Arc::new(lazy_device(&attach, &volume, &slots)?);
+        let access = access::kept(&self.state.mount(attach.id))?;
+        let volume = self.volume(&attach, &access)?;
+        let device = Arc::new(lazy_device(&attach, &access, &volume, &slots)?);
         let options = ServeOptions::new(self.runtime.handle().clone());
         let kept = fuse.as_ref().map(OwnedFd::try_clone).transpose();
         let kept = kept.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
@@ -281,8 +284,8 @@ impl Serving {
     }
 
     /// The volume of an image: shared by its mounts.
-    fn volume(&self, attach: &Attach) -> Result<Arc<ImageVolume>> {
-        let key = (attach.cache.clone(), attach.store.clone());
+    fn volume(&self, attach: &Attach, access: &Access) -> Result<Arc<ImageVolume>> {
+        let key = (attach.cache.clone(), attach.store.clone(), access.clone());
         let mut volumes = lock(&self.volumes);
         if let Some(volume) = volumes.get(&key).and_then(Weak::upgrade) {
             return Ok(volume);
@@ -293,7 +296,7 @@ impl Serving {
         if let (References::Refuse, Some(object)) = (references, reference) {
             return Err(refused_reference(object));
         }
-        let objects = Objects::new(Directory::open(&attach.store)?, references);
+        let objects = Objects::new(Store::open(&attach.store, access)?, references);
         let cache = DirectFile::open(&attach.cache, map.data_range().len())?;
         let _runtime = self.runtime.enter();
         let volume = Volume::new(Arc::new(map), objects, cache, self.limits.clone());
@@ -380,7 +383,12 @@ impl Serving {
 }
 
 /// The block device that the kernel sees: this mount's superblocks over the shared volume.
-fn lazy_device(attach: &Attach, volume: &Arc<ImageVolume>, slots: &Arc<Slots>) -> Result<Device> {
+fn lazy_device(
+    attach: &Attach,
+    access: &Access,
+    volume: &Arc<ImageVolume>,
+    slots: &Arc<Slots>,
+) -> Result<Device> {
     let path = attach.seed.join("seed.info");
     let bytes = std::fs::read(&path)
         .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
@@ -397,7 +405,7 @@ fn lazy_device(attach: &Attach, volume: &Arc<ImageVolume>, slots: &Arc<Slots>) -
     let mut device =
         LazyDevice::new(Arc::clone(volume), counters, info.data_device_size(), superblocks)?;
     if let (Some(folder), Some(range)) = (&attach.area, info.virtual_area) {
-        device = device.with_area(range.start(), area(attach, folder)?)?;
+        device = device.with_area(range.start(), area(attach, access, folder)?)?;
     }
     Ok(match attach.fetch_limit {
         Some(bytes) => device.with_fetch_limit(bytes),
@@ -407,8 +415,8 @@ fn lazy_device(attach: &Attach, volume: &Arc<ImageVolume>, slots: &Arc<Slots>) -
 
 /// The virtual area of a mount. Its map names what this host's user has mapped, so files of the
 /// host are believed.
-fn area(attach: &Attach, folder: &Path) -> Result<Arc<Area>> {
-    let objects = Objects::new(Directory::open(&attach.store)?, References::Allow);
+fn area(attach: &Attach, access: &Access, folder: &Path) -> Result<Arc<Area>> {
+    let objects = Objects::new(Store::open(&attach.store, access)?, References::Allow);
     let no_image = |digest: &Digest| {
         let message = format!("the image {digest} was mapped by a later version of Burgeon");
         Err(Error::new(ErrorKind::UnsupportedFormat, message))

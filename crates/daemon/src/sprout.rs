@@ -1,13 +1,11 @@
 //! What a mount is made of, decided before anything is made: which seed, under which fsid, and
 //! where writes go.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::PathBuf};
 
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use burgeon_image::ExtentWriter;
+use burgeon_source::Location;
 
 use crate::{
     files::{self, Lock},
@@ -27,7 +25,7 @@ pub(crate) struct Plan {
     /// The seed's template, the map and the manifest.
     pub(crate) base: Prepared,
     /// Where the chunks are.
-    pub(crate) store: PathBuf,
+    pub(crate) store: Location,
     /// The fsid that the seed gets: a new one, or that which the writes were made on.
     pub(crate) seed_fsid: Fsid,
     /// Where writes go; `None` for a read-only mount.
@@ -59,7 +57,7 @@ impl Plan {
     pub(crate) fn make(
         state: &StateDir,
         request: &MountRequest,
-        store: &Path,
+        store: &Location,
         id: MountId,
     ) -> Result<Self> {
         match &request.writes {
@@ -78,15 +76,16 @@ impl Plan {
     fn on_new_seed(
         state: &StateDir,
         request: &MountRequest,
-        store: &Path,
+        store: &Location,
         id: MountId,
         sprout: Option<Sprout>,
     ) -> Result<Self> {
-        let digest = prepared::resolve(store, &request.image)?;
-        let notes = roots::require(state, store, &digest, id)?.into_iter().collect();
+        let digest = prepared::resolve(store, &request.access, &request.image)?;
+        let notes =
+            roots::require(state, store, &request.access, &digest, id)?.into_iter().collect();
         Ok(Self {
-            base: prepared::prepare(state, store, digest, request.virtual_bytes)?,
-            store: store.to_owned(),
+            base: prepared::prepare(state, store, &request.access, digest, request.virtual_bytes)?,
+            store: store.clone(),
             seed_fsid: Fsid::random()?,
             area: (request.virtual_bytes > 0).then(|| state.mount(id).join(AREA)),
             sprout,
@@ -98,7 +97,7 @@ impl Plan {
     fn named(
         state: &StateDir,
         request: &MountRequest,
-        store: &Path,
+        store: &Location,
         id: MountId,
         wanted: &SproutRequest,
         name: &str,
@@ -159,9 +158,10 @@ impl Plan {
         if moved {
             record.store = request.store.clone();
         }
-        let store = record.store.clone().unwrap_or_else(|| state.store());
-        notes.extend(roots::require(state, &store, &record.manifest.0, id)?);
-        if prepared::resolve(&store, &request.image).is_ok_and(|now| now != record.manifest.0) {
+        let store = record.store.clone().unwrap_or_else(|| state.store().into());
+        notes.extend(roots::require(state, &store, &request.access, &record.manifest.0, id)?);
+        let now = prepared::resolve(&store, &request.access, &request.image);
+        if now.is_ok_and(|now| now != record.manifest.0) {
             notes.push(format!(
                 "{} has been built anew since these writes were made; they stay on the image they \
                  were made on",

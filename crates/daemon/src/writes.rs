@@ -21,6 +21,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -50,7 +51,7 @@ pub struct Record {
     /// The manifest they are based on.
     pub manifest: DigestText,
     /// The store that has the chunks; `None` is the state directory's own.
-    pub store: Option<PathBuf>,
+    pub store: Option<Location>,
     /// The fsid of the seed they were made on.
     pub seed_fsid: Fsid,
     /// BLAKE3 of the seed's template.

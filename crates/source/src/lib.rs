@@ -1,58 +1,39 @@
 //! Where bytes come from.
 //!
 //! ```text
-//!   packs/ab12…, manifests/…   ──► Directory   a folder: the local store; can be published to
+//!   packs/ab12…, manifests/…   ──► Store       Directory: a folder; can be published to
+//!                                              Remote: a bucket (as well), a web server (read)
 //!   file/srv/disk.img          ──► Reference   a file or block device, read with O_DIRECT
 //!   computed/block-number      ──► Computed    made up on the spot: the floor for measuring
 //! ```
 //!
-//! [`Source`] is the closed set of them; [`Objects`] picks by the object's name and is what a
-//! mounted image reads from. Invariants: what comes back is exactly the range asked for or an
-//! error; nothing is verified here; a name cannot leave its folder; no object outside the store
-//! is opened unless the caller allowed it.
+//! A [`Location`] says where a store is, an [`Access`] what it takes to use it; [`Objects`] picks
+//! by the object's name and is what a mounted image reads from. Invariants: what comes back is
+//! exactly the range asked for or an error; nothing is verified here; a name cannot leave its
+//! folder; no object outside the store is opened unless the caller allowed it.
 
+mod access;
 mod computed;
 mod directory;
+mod location;
 mod reference;
+mod remote;
+mod store;
 
 use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, Result};
 use bytes::Bytes;
 
+pub use access::Access;
 pub use computed::Computed;
 pub use directory::Directory;
+pub use location::{Location, RemoteUrl};
 pub use reference::Reference;
+pub use remote::{Remote, Traffic};
+pub use store::Store;
 
 /// Longest range that one read may ask for: 64 MiB. A chunk is at most 256 KiB; this is room for
 /// fetching neighbours together, and a limit for what a hostile table can make us allocate.
 pub const READ_MAX: u64 = 64 << 20;
-
-/// A place that bytes come from.
-#[derive(Clone, Debug)]
-pub enum Source {
-    /// A folder of objects.
-    Directory(Directory),
-    /// Files and block devices named by their path.
-    File(Reference),
-    /// Bytes that are made up.
-    Computed(Computed),
-}
-
-impl BlockSource for Source {
-    async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
-        match self {
-            Self::Directory(directory) => directory.read(object, range).await,
-            Self::File(reference) => reference.read(object, range).await,
-            Self::Computed(computed) => computed.read(object, range).await,
-        }
-    }
-
-    fn read_now(&self, object: &ObjectId, range: ByteRange, buf: &mut [u8]) -> Option<Result<()>> {
-        match self {
-            Self::Computed(computed) => computed.read_now(object, range, buf),
-            Self::Directory(_) | Self::File(_) => None,
-        }
-    }
-}
 
 /// Whether objects outside the store (`file/…`) may be opened. A manifest from a store that
 /// others can write to could otherwise name any file of this machine.
@@ -67,19 +48,19 @@ pub enum References {
 /// Everything an image's objects can be in: its store and, if allowed, what lies outside.
 #[derive(Clone, Debug)]
 pub struct Objects {
-    store: Directory,
+    store: Store,
     references: References,
     files: Reference,
 }
 
 impl Objects {
     /// Objects of `store`, and those outside it as `references` says.
-    pub fn new(store: Directory, references: References) -> Self {
-        Self { store, references, files: Reference::new() }
+    pub fn new(store: impl Into<Store>, references: References) -> Self {
+        Self { store: store.into(), references, files: Reference::new() }
     }
 
     /// The store.
-    pub fn store(&self) -> &Directory {
+    pub fn store(&self) -> &Store {
         &self.store
     }
 
@@ -90,7 +71,7 @@ impl Objects {
             return Computed.bytes(object, range);
         }
         if !name.starts_with("file/") {
-            return self.store.read_now(object, range);
+            return self.store.read_blocking(object, range);
         }
         self.check_reference(object)?;
         self.files.read_now(object, range)

@@ -23,6 +23,7 @@ pub struct Burgeon {
     options: Vec<OsString>,
     /// ublk devices that were there before this installation: they name no state directory.
     ublk_before: Vec<String>,
+    environment: Vec<(OsString, OsString)>,
 }
 
 /// How a command ended.
@@ -45,12 +46,24 @@ impl Burgeon {
 
     /// The same with its state in `state`.
     pub fn with_state(program: &str, state: PathBuf) -> Self {
-        Self { program: program.into(), state, options: Vec::new(), ublk_before: ublk_devices() }
+        Self {
+            program: program.into(),
+            state,
+            options: Vec::new(),
+            ublk_before: ublk_devices(),
+            environment: Vec::new(),
+        }
     }
 
     /// The same with more global options.
     pub fn option(mut self, option: impl Into<OsString>) -> Self {
         self.options.push(option.into());
+        self
+    }
+
+    /// The same with a variable in the environment of each command.
+    pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
+        self.environment.push((name.into(), value.into()));
         self
     }
 
@@ -63,6 +76,7 @@ impl Burgeon {
     pub fn command<A: AsRef<OsStr>>(&self, arguments: &[A]) -> Command {
         let mut command = Command::new(&self.program);
         command.arg("--state-dir").arg(&self.state).args(&self.options).args(arguments);
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null());
         command
     }

@@ -7,6 +7,7 @@
 //!   space   ── a private mount namespace a thread, a folder of its own ────┤
 //!   fio, pattern ── load with verification                                 │
 //!   btrfs   ── what stock tools and the kernel say about a mount ──────────┤
+//!   net ── real servers on loopback, a proxy that spoils what they say
 //!   Drop    ── unmounts, shuts down, and *fails the test* if anything is left behind
 //! ```
 //!
@@ -19,6 +20,7 @@ mod compare;
 mod debian;
 mod fio;
 mod machine;
+mod net;
 mod pattern;
 mod rng;
 mod space;
@@ -34,6 +36,7 @@ pub use machine::{
     LoopDevice, PATIENCE, kill, loop_devices, processes_with, ublk_devices, ublk_expected,
     wait_until,
 };
+pub use net::{Fault, Proxy, S3, Shape, WebServer};
 pub use pattern::{AlignedBlock, Pattern};
 pub use rng::Rng;
 pub use space::{Mounted, Space, bind_mount};

@@ -63,7 +63,10 @@ impl Pattern {
 
 /// A buffer that direct I/O accepts.
 #[repr(align(4096))]
-pub struct AlignedBlock([u8; BLOCK]);
+pub struct AlignedBlock(
+    /// Its bytes.
+    pub [u8; BLOCK],
+);
 
 impl Default for AlignedBlock {
     fn default() -> Self {

@@ -10,14 +10,15 @@ use super::{Context, need_mount_privilege};
 use crate::{args, output};
 
 pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> {
-    let store = context.store_path();
-    let before = doctor::examine(&context.state, &store);
+    let location = context.store_location();
+    let store = location.folder();
+    let before = doctor::examine(&context.state, store);
     let mends: Vec<_> = before.iter().filter(|finding| finding.repairable).cloned().collect();
     let mut findings = before;
     if args.repair && !args.dry_run && !mends.is_empty() {
         need_mount_privilege("doctor --repair")?;
-        doctor::repair(&context.state, &store)?;
-        findings = doctor::examine(&context.state, &store);
+        doctor::repair(&context.state, store)?;
+        findings = doctor::examine(&context.state, store);
     }
     let bad = findings.iter().any(|finding| finding.level == Level::Problem);
     if context.json {

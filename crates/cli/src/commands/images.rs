@@ -8,7 +8,6 @@ use burgeon_image::{
     build::{self, Options, Pattern, Report},
     catalog,
 };
-use burgeon_source::Directory;
 use serde_json::json;
 
 use super::Context;
@@ -81,7 +80,8 @@ fn make(
     name: &str,
     options: &Options,
 ) -> Result<(Report, std::time::Duration)> {
-    let store = Directory::create(context.store_path())?;
+    let store = context.create_store()?;
+    store.check_writable()?;
     let progress = Progress::new(format!("building {name}"));
     let show = |now: &build::Progress| progress.update(now.bytes, now.bytes_total);
     let report = match input {
@@ -162,10 +162,7 @@ pub(super) fn list(context: &Context) -> Result<ExitCode> {
     if context.json {
         output::print_json(&json!({ "images": documents }))?;
     } else if images.is_empty() {
-        println!(
-            "no images in {}; `burgeon build DIR NAME` makes one",
-            context.store_path().display()
-        );
+        println!("no images in {}; `burgeon build DIR NAME` makes one", context.store_location());
     } else {
         output::table(&rows);
     }

@@ -12,15 +12,12 @@ mod store;
 pub(crate) mod umount;
 mod writes;
 
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-};
+use std::{path::Path, process::ExitCode};
 
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::StateDir;
-use burgeon_source::Directory;
+use burgeon_source::{Access, Location, Store};
 
 use crate::{
     args::{Args, Command, Global},
@@ -31,7 +28,7 @@ use crate::{
 pub(crate) struct Context {
     pub(crate) state: StateDir,
     /// The store that was named, absolute; `None` is the state directory's own.
-    pub(crate) store: Option<PathBuf>,
+    pub(crate) store: Option<Location>,
     pub(crate) json: bool,
 }
 
@@ -42,17 +39,17 @@ impl Context {
                 .with_context(|| format!("cannot find the state directory {}", path.display()))?,
             None => StateDir::default_path()?,
         };
-        let store = global.store.as_deref().map(store_path).transpose()?;
+        let store = global.store.as_deref().map(Location::parse).transpose()?;
         let state = StateDir::open(&path).map_err(|e| not_permitted(&path, e))?;
         Ok(Self { state, store, json: global.json })
     }
 
     /// The store. The state directory's own is made where there is none yet; one that was named
     /// has to be there.
-    pub(crate) fn open_store(&self) -> Result<Directory> {
+    pub(crate) fn open_store(&self) -> Result<Store> {
         Ok(match &self.store {
-            Some(path) => Directory::open(path)?,
-            None if self.state.store().is_dir() => Directory::create(self.state.store())?,
+            Some(location) => Store::open(location, &Access::from_env())?,
+            None if self.state.store().is_dir() => self.create_store()?,
             None => anyhow::bail!(Error::new(
                 ErrorKind::NotFound,
                 format!(
@@ -64,9 +61,14 @@ impl Context {
         })
     }
 
-    /// The folder of the store.
-    pub(crate) fn store_path(&self) -> PathBuf {
-        self.store.clone().unwrap_or_else(|| self.state.store())
+    /// The store; a folder is made if it is not there.
+    pub(crate) fn create_store(&self) -> Result<Store> {
+        Ok(Store::create(&self.store_location(), &Access::from_env())?)
+    }
+
+    /// Where the store is.
+    pub(crate) fn store_location(&self) -> Location {
+        self.store.clone().unwrap_or_else(|| self.state.store().into())
     }
 }
 
@@ -107,22 +109,6 @@ fn not_permitted(path: &Path, error: Error) -> anyhow::Error {
         there.display()
     );
     NotPermitted(what).into()
-}
-
-/// A store is a folder, for now: by its path or a `file:` URL.
-fn store_path(text: &str) -> Result<PathBuf> {
-    let path = match text.split_once("://") {
-        None => text,
-        Some(("file", path)) => path,
-        Some((scheme, _)) => {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("a store at {scheme}:// is not supported yet: name a folder"),
-            )
-            .into());
-        }
-    };
-    std::path::absolute(path).with_context(|| format!("cannot find the store {text:?}"))
 }
 
 /// Refuses early, and by name, where mounting cannot work.

@@ -19,6 +19,7 @@ use burgeon_daemon::{
     },
 };
 use burgeon_image::catalog;
+use burgeon_source::{Access, Location};
 use rustix::mount::{MoveMountFlags, move_mount};
 use serde_json::json;
 
@@ -89,6 +90,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     let request = MountRequest {
         image: args.name,
         store: context.store.clone(),
+        access: Access::from_env(),
         writes,
         fill: args.fill,
         transport: match args.transport {
@@ -101,8 +103,8 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         fetch_limit: args.fetch_limit,
     };
     // Asked here, too: the daemon may not see what is mounted in this namespace.
-    if let Some(store) = &context.store {
-        burgeon_daemon::refuse_burgeon(store, "the store")?;
+    if let Some(folder) = context.store.as_ref().and_then(Location::folder) {
+        burgeon_daemon::refuse_burgeon(folder, "the store")?;
     }
     let client = Client::connect_or_start(&context.state)?;
     let (reply, mut fds) = client.call(&Request::Mount(request))?;

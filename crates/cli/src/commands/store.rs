@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_block::{BlockSource, ByteRange, Digest, ObjectId};
+use burgeon_block::{ByteRange, Digest, ObjectId};
 use burgeon_daemon::{roots, sweep};
 use burgeon_image::catalog::{self, Damage};
-use burgeon_source::{Objects, References};
+use burgeon_source::{Objects, References, Store};
 use serde_json::json;
 
 use super::Context;
@@ -22,9 +22,13 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
     let store = context.open_store()?;
     let digest = catalog::resolve(&store, name)?.digest()?;
     let progress = Progress::new(format!("verifying {name}"));
-    let objects = Objects::new(store.clone(), References::Allow);
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build()?;
-    let read = |object: &ObjectId, range: ByteRange| runtime.block_on(objects.read(object, range));
+    // Who can write to a remote store must not choose which files of this machine are read.
+    let references = match &store {
+        Store::Directory(_) => References::Allow,
+        Store::Remote(_) => References::Refuse,
+    };
+    let objects = Objects::new(store.clone(), references);
+    let read = |object: &ObjectId, range: ByteRange| objects.read_blocking(object, range);
     let show = |done, total| progress.update(done, Some(total));
     let verified = catalog::verify(&store, &digest, &read, &show);
     progress.finish();
@@ -44,7 +48,7 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
             // While they are there, a build believes that their chunks are stored.
             println!(
                 "restore the damaged objects in {}, or remove them there and build the image again",
-                context.store_path().display()
+                context.store_location()
             );
         }
     }
@@ -71,6 +75,7 @@ fn show_damage(damage: &Damage) {
 
 pub(super) fn remove(context: &Context, name: &str) -> Result<ExitCode> {
     let store = context.open_store()?;
+    store.check_writable()?;
     let record = catalog::remove(&store, name, &roots::host(&context.state)?)?;
     if context.json {
         output::print_json(&json!({ "removed": record }))?;
@@ -81,15 +86,15 @@ pub(super) fn remove(context: &Context, name: &str) -> Result<ExitCode> {
 }
 
 pub(super) fn collect(context: &Context, dry_run: bool) -> Result<ExitCode> {
-    let path = context.store_path();
+    let location = context.store_location();
     let store = context.open_store()?;
-    let needed = roots::refresh(&context.state, &path)?;
+    let needed = roots::refresh(&context.state, &location, &store)?;
     let collected = catalog::gc(&store, &needed, dry_run)?;
     let mut keep: Vec<Digest> = needed;
     for (_, record) in catalog::list(&store)? {
         keep.push(record?.digest()?);
     }
-    let (prepared, prepared_bytes) = sweep(&context.state, &path, &keep, dry_run)?;
+    let (prepared, prepared_bytes) = sweep(&context.state, &location, &keep, dry_run)?;
     if context.json {
         output::print_json(&json!({
             "dry_run": dry_run, "manifests": collected.manifests, "packs": collected.packs,

@@ -12,20 +12,21 @@
 use std::{
     fs,
     os::fd::OwnedFd,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::Slots;
+use burgeon_source::{Access, Location};
 
 use super::{
     Supervisor,
     table::{Entry, MOUNT_FORMAT, MountRecord, Serving},
 };
 use crate::{
-    chain, files,
+    access, chain, files,
     id::MountId,
     link::Attach,
     plumbing, prepared,
@@ -41,16 +42,20 @@ const ATTACH_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Supervisor {
     /// Makes the mount that is asked for and returns its descriptor, detached.
-    pub(super) fn mount(self: &Arc<Self>, request: MountRequest) -> Result<(Mounted, OwnedFd)> {
+    pub(super) fn mount(self: &Arc<Self>, mut request: MountRequest) -> Result<(Mounted, OwnedFd)> {
         {
             let table = self.table();
             if table.stopping || table.end_when_idle {
                 return Err(Error::new(ErrorKind::Unavailable, "the daemon is ending: try again"));
             }
         }
-        let store = request.store.clone().unwrap_or_else(|| self.state.store());
-        if request.store.is_some() {
-            chain::refuse_burgeon(&store, "the store")?;
+        if request.access.is_empty() {
+            // Settings of the service's unit are for clients that have none.
+            request.access = Access::from_env();
+        }
+        let store = request.store.clone().unwrap_or_else(|| self.state.store().into());
+        if let (Some(_), Some(folder)) = (&request.store, store.folder()) {
+            chain::refuse_burgeon(folder, "the store")?;
         }
         let id = MountId::random()?;
         let begun = Instant::now();
@@ -68,7 +73,7 @@ impl Supervisor {
         self: &Arc<Self>,
         id: MountId,
         request: &MountRequest,
-        store: &Path,
+        store: &Location,
     ) -> Result<(Mounted, OwnedFd)> {
         let folder = self.state.mount(id);
         fs::create_dir(&folder)
@@ -112,7 +117,7 @@ impl Supervisor {
                 seed: plan.base.folder.clone(),
                 cache: cache.join("cache"),
                 store: plan.store.clone(),
-                references: plan.store == self.state.store(),
+                references: plan.store.folder() == Some(&*self.state.store()),
                 fsid: plan.seed_fsid,
                 fill: request.fill,
                 transport: channel.transport(),
@@ -126,6 +131,7 @@ impl Supervisor {
             growth: None,
             frozen: false,
         };
+        access::keep(&folder, &plan.store, &request.access)?;
         files::publish_json(&folder.join("mount.json"), &record)?;
         self.table().add(Entry {
             record,

@@ -111,7 +111,14 @@ pub fn resolve(store: &impl ObjectStore, name: &str) -> Result<ImageRecord> {
     if store.len(&object)?.is_some() {
         return read_record(store, &object);
     }
-    let objects = store.list("images")?;
+    let objects = match store.list("images") {
+        // A web server need not list: then there is nothing to offer.
+        Err(error) if error.kind() == ErrorKind::Invalid => {
+            let what = format!("there is no image {name:?}, and which there are is unknown");
+            return Err(Error::with_source(ErrorKind::NotFound, what, error));
+        }
+        objects => objects?,
+    };
     let names =
         objects.iter().filter_map(|object| unescape(object.as_str().strip_prefix("images/")?));
     let names: Vec<String> = names.collect();

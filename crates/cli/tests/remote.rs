@@ -1,0 +1,155 @@
+//! Images in stores behind a network: built there, mounted from there, looked after there; and
+//! what becomes of the credentials.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use testkit::{Burgeon, Rng, S3, Space, WebServer, compare, kill, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+fn tree(space: &Space) -> PathBuf {
+    let root = space.make_folder("tree");
+    fs::create_dir(root.join("folder")).unwrap();
+    fs::write(root.join("folder/data"), Rng::new(11).bytes(3_000_000)).unwrap();
+    fs::write(root.join("folder/text"), "line after line\n".repeat(100_000)).unwrap();
+    fs::write(root.join("small"), "small").unwrap();
+    root
+}
+
+/// Every file below `folder` that holds `needle`.
+fn files_with(folder: &Path, needle: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        let path = entry.path();
+        let kind = entry.file_type().unwrap();
+        if kind.is_dir() {
+            found.extend(files_with(&path, needle));
+        } else if kind.is_file() {
+            let bytes = fs::read(&path).unwrap_or_default();
+            if bytes.windows(needle.len()).any(|window| window == needle.as_bytes()) {
+                found.push(path);
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn a_folder_behind_a_web_server_is_mounted() {
+    let space = Space::new("web");
+    let tree = tree(&space);
+    let store = space.path("files/images");
+    let builder = Burgeon::with_state(PROGRAM, space.path("builder")).option("--store");
+    let builder = builder.option(&store);
+    builder.build(&tree, "sample:1");
+    let web = WebServer::nginx(&space.path("files"), &space.path("nginx")).unwrap();
+    let url = format!("http://{}/images", web.address());
+    let burgeon = Burgeon::new(PROGRAM, &space).option("--store").option(&url);
+    burgeon.ok(&["verify", "sample:1"]);
+    burgeon.fails(&["list"], 1, "does not list");
+    burgeon.fails(&["inspect", "sample:2"], 3, "there is no image");
+    burgeon.fails(&["gc"], 1, "can only be read");
+    burgeon.fails(&["rm", "sample:1"], 1, "can only be read");
+    burgeon.fails(&["build", tree.to_str().unwrap(), "other"], 1, "can only be read");
+    let mounted = burgeon.mount("sample:1", &space.path("mnt"), &["--writes", "kept"]);
+    compare(&tree, mounted.path()).unwrap().assert_same();
+    assert!(
+        burgeon.status()["mounts"][0]["reads"]["fetched_bytes"]
+            .as_u64()
+            .is_some_and(|n| n > 3_000_000)
+    );
+    fs::write(mounted.path().join("mine"), "mine").unwrap();
+    burgeon.umount(mounted);
+    // The writes remember where their image is, by themselves.
+    let plain = Burgeon::new(PROGRAM, &space);
+    let mounted = plain.mount("sample:1", &space.path("mnt"), &["--writes", "kept"]);
+    assert_eq!(fs::read_to_string(mounted.path().join("mine")).unwrap(), "mine");
+    plain.umount(mounted);
+}
+
+#[test]
+fn an_image_lives_in_a_bucket() {
+    let space = Space::new("bucket");
+    let tree = tree(&space);
+    let s3 = S3::start().unwrap();
+    let mut burgeon = Burgeon::new(PROGRAM, &space).option("--store").option("s3://bucket/team/a");
+    for (name, value) in S3::environment(s3.address()) {
+        burgeon = burgeon.env(name, value);
+    }
+    burgeon.build(&tree, "sample:1");
+    assert!(burgeon.ok(&["list"]).contains("sample:1"));
+    burgeon.ok(&["inspect", "sample:1"]);
+    burgeon.ok(&["verify", "sample:1"]);
+    burgeon.fails(&["inspect", "sample:2"], 3, "did you mean sample:1?");
+    let mounted = burgeon.mount("sample:1", &space.path("mnt"), &[]);
+    // Half of it by one server, the rest by its successor, who needs the credentials, too.
+    assert_eq!(fs::read(mounted.path().join("small")).unwrap(), b"small");
+    let server = burgeon.status()["server_pid"].as_u64().unwrap();
+    kill(server as u32);
+    compare(&tree, mounted.path()).unwrap().assert_same();
+    let holders = files_with(burgeon.state(), "test-secret");
+    assert_eq!(holders.len(), 1, "{holders:?}");
+    assert!(holders[0].ends_with("access.json"), "{holders:?}");
+    assert_eq!(fs::metadata(&holders[0]).unwrap().permissions().mode() & 0o777, 0o600);
+    for line in burgeon.processes() {
+        let line = fs::read(format!("/proc/{line}/cmdline")).unwrap_or_default();
+        assert!(!String::from_utf8_lossy(&line).contains("test-secret"));
+    }
+    assert!(!burgeon.ok(&["status", "--json"]).contains("test-secret"));
+    // What is mounted is not collected, whoever asks.
+    burgeon.fails(&["rm", "sample:2"], 3, "sample:1");
+    burgeon.ok(&["rm", "sample:1"]);
+    assert!(burgeon.ok(&["gc"]).contains("removed 0 manifests and 0 packs"));
+    burgeon.umount(mounted);
+    assert!(wait_until(std::time::Duration::from_secs(20), || {
+        files_with(burgeon.state(), "test-secret").is_empty()
+    }));
+    assert!(burgeon.ok(&["gc"]).contains("removed 1 manifests and 1 packs"));
+}
+
+#[test]
+fn a_shared_bucket_keeps_what_another_host_has_mounted() {
+    let space = Space::new("shared");
+    let tree = tree(&space);
+    let s3 = S3::start().unwrap();
+    let host = |name: &str| {
+        let mut host = Burgeon::with_state(PROGRAM, space.path(name));
+        host = host.option("--store").option("s3://bucket");
+        for (name, value) in S3::environment(s3.address()) {
+            host = host.env(name, value);
+        }
+        host
+    };
+    let (one, two) = (host("one"), host("two"));
+    one.build(&tree, "sample");
+    let mounted = two.mount("sample", &space.path("mnt"), &["--read-only"]);
+    one.fails(&["rm", "sample"], 1, "has mounts or writes of it");
+    one.build(&tree, "other");
+    one.ok(&["rm", "sample"]);
+    assert!(one.ok(&["gc"]).contains("removed 0 manifests"));
+    compare(&tree, mounted.path()).unwrap().assert_same();
+    two.umount(mounted);
+    two.ok(&["gc"]);
+}
+
+#[test]
+fn wrong_credentials_and_typos_say_what_to_do() {
+    let space = Space::new("typos");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    for (store, said) in [
+        ("s3:/bucket", "s3://"),
+        ("https://me:hunter2@host/x", "no user or password"),
+        ("ftp://host/x", "https://HOST/PATH"),
+    ] {
+        burgeon.fails(&["list", "--store", store], 1, said);
+    }
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let url = format!("http://{nobody}/x");
+    burgeon.fails(&["verify", "sample", "--store", &url], 5, "no connection");
+}

@@ -1,0 +1,35 @@
+//! What it takes to use a mount's store, for every server that will ever serve the mount.
+//!
+//! ```text
+//!   mounts/<id>/access.json    variables of the environment, secrets among them: mode 0600 in
+//!                              folders of mode 0700, and gone with the mount
+//! ```
+//!
+//! Invariant: no secret is in `mount.json`, in a message between processes after the request, in
+//! the log, or on a command line.
+
+use std::path::Path;
+
+use burgeon_block::{ErrorKind, Result};
+use burgeon_source::{Access, Location};
+
+use crate::files;
+
+const FILE: &str = "access.json";
+
+/// Keeps what of `access` concerns `store` in the mount's `folder`.
+pub(crate) fn keep(folder: &Path, store: &Location, access: &Access) -> Result<()> {
+    let access = access.for_location(store);
+    if access.is_empty() {
+        return Ok(());
+    }
+    files::publish_json(&folder.join(FILE), &access)
+}
+
+/// What [`keep`] kept.
+pub(crate) fn kept(folder: &Path) -> Result<Access> {
+    match files::read_json(&folder.join(FILE)) {
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(Access::default()),
+        access => access,
+    }
+}

@@ -1,0 +1,99 @@
+use std::{collections::BTreeMap, fmt};
+
+use object_store::{aws::AmazonS3ConfigKey, azure::AzureConfigKey, gcp::GoogleConfigKey};
+use serde::{Deserialize, Serialize};
+
+use crate::{Location, location::Scheme};
+
+/// What it takes to use a store besides its location: endpoint, region, credentials, taken from
+/// the environment under their usual names (`AWS_…`, `GOOGLE_…`, `AZURE_…`).
+///
+/// The values are secrets. They leave this type for the library that signs requests, for a file
+/// that only its owner can read, and for a child's environment; `Debug` shows names alone.
+#[derive(Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Access(BTreeMap<String, String>);
+
+impl Access {
+    /// What this process's environment says about stores of any kind.
+    pub fn from_env() -> Self {
+        // What is not UTF-8 is no setting of any store.
+        let variables = std::env::vars_os().filter_map(|(name, value)| {
+            Some((name.into_string().ok()?, value.into_string().ok()?))
+        });
+        Self::from_variables(variables)
+    }
+
+    fn from_variables(variables: impl IntoIterator<Item = (String, String)>) -> Self {
+        let known = variables.into_iter().filter(|(name, _)| scheme_of(name).is_some());
+        Self(known.collect())
+    }
+
+    /// Only what has to do with stores like `location`.
+    pub fn for_location(&self, location: &Location) -> Self {
+        let Location::Remote(url) = location else { return Self::default() };
+        let concerns = |name: &String| scheme_of(name) == Some(url.scheme);
+        let variables = self.0.iter().filter(|(name, _)| concerns(name));
+        Self(variables.map(|(name, value)| (name.clone(), value.clone())).collect())
+    }
+
+    /// Whether nothing is known: what the machine itself has to offer may be enough.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Names and values, for a child's environment.
+    pub fn variables(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(name, value)| (&**name, &**value))
+    }
+}
+
+/// The stores that a variable of the environment is for; `None` if for none.
+fn scheme_of(name: &str) -> Option<Scheme> {
+    let (vendor, _) = name.split_once('_')?;
+    let key = name.to_ascii_lowercase();
+    let (scheme, known) = match vendor {
+        "AWS" => (Scheme::S3, key.parse::<AmazonS3ConfigKey>().is_ok()),
+        "GOOGLE" => (Scheme::Gcs, key.parse::<GoogleConfigKey>().is_ok()),
+        "AZURE" => (Scheme::Azure, key.parse::<AzureConfigKey>().is_ok()),
+        _ => return None,
+    };
+    known.then_some(scheme)
+}
+
+impl fmt::Debug for Access {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.0.keys()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Access;
+    use crate::Location;
+
+    #[test]
+    fn only_what_concerns_the_store_is_taken_and_no_value_is_shown() {
+        let variables = [
+            ("AWS_SECRET_ACCESS_KEY", "hunter2"),
+            ("AWS_ENDPOINT_URL", "http://localhost:9000"),
+            ("AWS_PROFILE", "me"),
+            ("GOOGLE_SERVICE_ACCOUNT", "hunter3"),
+            ("GOOGLE_APPLICATION_CREDENTIALS", "/key.json"),
+            ("AZURE_STORAGE_ACCOUNT_KEY", "hunter4"),
+            ("PATH", "/bin"),
+            ("SECRET_ACCESS_KEY", "hunter5"),
+        ]
+        .map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let all = Access::from_variables(variables);
+        let names = |store: &str| -> Vec<String> {
+            let access = all.for_location(&Location::parse(store).unwrap());
+            assert!(!format!("{access:?}").contains("hunter"), "{access:?}");
+            access.variables().map(|(name, _)| name.to_owned()).collect()
+        };
+        assert_eq!(names("s3://b"), ["AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY"]);
+        assert_eq!(names("gs://b"), ["GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT"]);
+        assert_eq!(names("az://c"), ["AZURE_STORAGE_ACCOUNT_KEY"]);
+        assert!(names("https://host/x").is_empty() && names("/srv").is_empty());
+    }
+}

@@ -1,0 +1,153 @@
+//! From a location and what the environment says to a client of the library.
+
+use std::{
+    sync::{Arc, Once},
+    time::Duration,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use object_store::{
+    BackoffConfig, ClientConfigKey, ClientOptions, ObjectStore, RetryConfig,
+    aws::{AmazonS3Builder, AmazonS3ConfigKey},
+    azure::{AzureConfigKey, MicrosoftAzureBuilder},
+    gcp::{GoogleCloudStorageBuilder, GoogleConfigKey},
+    http::HttpBuilder,
+};
+
+use super::wire::{Connector, Traffic};
+use crate::{
+    Access,
+    location::{RemoteUrl, Scheme},
+};
+
+/// How long making a connection may take. A lost SYN is sent again after 1 s and 3 s.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long an answer may be silent.
+const SILENCE_MAX: Duration = Duration::from_secs(10);
+/// How long one request may take, its body included: a pack of 32 MiB at 1 Mbit/s.
+const REQUEST_MAX: Duration = Duration::from_secs(300);
+/// How long a command goes on trying: as long as a reader of a mount.
+const RETRY_MAX: Duration = Duration::from_secs(30);
+/// Tries of a command beyond the first: with pauses of 0.1, 0.2, … 3.2 s, about 6 s, after which
+/// a wrong address is known for what it is.
+const RETRIES: usize = 6;
+
+/// Who tries again when the store does not answer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Retries {
+    /// The library, within [`RETRY_MAX`].
+    Library,
+    /// Whoever asks: a volume has its own deadline, pauses and tries.
+    Caller,
+}
+
+/// A client of the store at `url`. Opens no connection yet.
+pub(super) fn client(
+    url: &RemoteUrl,
+    access: &Access,
+    retries: Retries,
+    traffic: &Arc<Traffic>,
+) -> Result<Arc<dyn ObjectStore>> {
+    choose_cryptography();
+    let connector = Connector(Arc::clone(traffic));
+    let (retry, options) = (retry_config(retries), client_options(retries));
+    let variables =
+        || access.variables().map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()));
+    let client: object_store::Result<Arc<dyn ObjectStore>> = match url.scheme {
+        Scheme::S3 => {
+            // The options come first: a setting of the environment changes one of them.
+            let mut builder = AmazonS3Builder::new().with_client_options(options);
+            for (name, value) in variables() {
+                let Ok(key) = name.parse::<AmazonS3ConfigKey>() else { continue };
+                if is_plain_endpoint(&name, &value) {
+                    // Who writes http:// means it.
+                    let plain = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
+                    builder = builder.with_config(plain, "true");
+                }
+                builder = builder.with_config(key, value);
+            }
+            let builder = builder.with_bucket_name(url.bucket()).with_retry(retry);
+            builder.with_http_connector(connector).build().map(|store| Arc::new(store) as _)
+        }
+        Scheme::Gcs => {
+            let mut builder = GoogleCloudStorageBuilder::new().with_client_options(options);
+            for (name, value) in variables() {
+                let Ok(key) = name.parse::<GoogleConfigKey>() else { continue };
+                builder = builder.with_config(key, value);
+            }
+            let builder = builder.with_bucket_name(url.bucket()).with_retry(retry);
+            builder.with_http_connector(connector).build().map(|store| Arc::new(store) as _)
+        }
+        Scheme::Azure => {
+            let mut builder = MicrosoftAzureBuilder::new().with_client_options(options);
+            for (name, value) in variables() {
+                let Ok(key) = name.parse::<AzureConfigKey>() else { continue };
+                if is_plain_endpoint(&name, &value) {
+                    let plain = AzureConfigKey::Client(ClientConfigKey::AllowHttp);
+                    builder = builder.with_config(plain, "true");
+                }
+                builder = builder.with_config(key, value);
+            }
+            let builder = builder.with_container_name(url.bucket()).with_retry(retry);
+            builder.with_http_connector(connector).build().map(|store| Arc::new(store) as _)
+        }
+        Scheme::Http => {
+            let address = url.to_string();
+            let options = options.with_allow_http(address.starts_with("http://"));
+            let builder = HttpBuilder::new().with_url(address).with_client_options(options);
+            let builder = builder.with_retry(retry).with_http_connector(connector);
+            builder.build().map(|store| Arc::new(store) as _)
+        }
+    };
+    client.map_err(|e| {
+        let hint = match url.scheme {
+            Scheme::S3 => "check AWS_REGION, AWS_ENDPOINT_URL and the other AWS_… variables",
+            Scheme::Gcs => "check GOOGLE_APPLICATION_CREDENTIALS and the other GOOGLE_… variables",
+            Scheme::Azure => "check AZURE_STORAGE_ACCOUNT_NAME and the other AZURE_… variables",
+            Scheme::Http => "check the URL",
+        };
+        // The library's message could quote a setting, so it is not repeated.
+        drop(e);
+        Error::new(ErrorKind::Invalid, format!("the settings for {url} make no sense: {hint}"))
+    })
+}
+
+fn is_plain_endpoint(name: &str, value: &str) -> bool {
+    name.contains("endpoint") && value.starts_with("http://")
+}
+
+fn client_options(retries: Retries) -> ClientOptions {
+    let options = ClientOptions::new()
+        .with_connect_timeout(CONNECT_TIMEOUT)
+        .with_read_timeout(SILENCE_MAX)
+        .with_timeout(REQUEST_MAX);
+    match retries {
+        // A connection for each fetch in flight is kept: making one costs up to three round trips.
+        Retries::Caller => options.with_pool_max_idle_per_host(super::REQUESTS_MAX),
+        Retries::Library => options,
+    }
+}
+
+fn retry_config(retries: Retries) -> RetryConfig {
+    match retries {
+        Retries::Library => RetryConfig {
+            backoff: BackoffConfig {
+                init_backoff: Duration::from_millis(100),
+                max_backoff: Duration::from_secs(5),
+                base: 2.0,
+            },
+            max_retries: RETRIES,
+            retry_timeout: RETRY_MAX,
+        },
+        Retries::Caller => RetryConfig { max_retries: 0, ..RetryConfig::default() },
+    }
+}
+
+/// TLS is rustls with ring, and the roots are the system's. Asked for once, before any client.
+fn choose_cryptography() {
+    static CHOSEN: Once = Once::new();
+    CHOSEN.call_once(|| {
+        // An error means that somebody has chosen already, which is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    });
+}

@@ -1,0 +1,104 @@
+use std::error;
+
+use burgeon_block::{Error, ErrorKind};
+use object_store::client::{HttpError, HttpErrorKind};
+
+use super::wire::Wrong;
+use crate::location::{RemoteUrl, Scheme};
+
+/// Where a virtual machine is asked for credentials when the environment has none.
+const METADATA_SERVICE: &str = "169.254.169.254";
+
+/// What an error of the library means to us; `what` was being done, as "read packs/ab".
+///
+/// The library's own message is not repeated: it may be pages of a server's HTML. Its chain is
+/// searched for what is known, and a status keeps its number and its code.
+pub(super) fn ours(url: &RemoteUrl, what: &str, error: &object_store::Error) -> Error {
+    use object_store::Error as Theirs;
+    let (kind, why) = match error {
+        Theirs::NotFound { .. } => (ErrorKind::NotFound, "it is not there".to_owned()),
+        Theirs::PermissionDenied { .. } | Theirs::Unauthenticated { .. } => {
+            let why = status(error).unwrap_or_else(|| "access is denied".to_owned());
+            // Credentials can be renewed, so trying again can help.
+            (ErrorKind::Unavailable, format!("{why}: {}", check(url)))
+        }
+        Theirs::NotSupported { .. } | Theirs::NotImplemented { .. } => {
+            (ErrorKind::Invalid, "the server cannot do that".to_owned())
+        }
+        _ => by_cause(url, error),
+    };
+    Error::new(kind, format!("cannot {what} of {url}: {why}"))
+}
+
+fn by_cause(url: &RemoteUrl, error: &object_store::Error) -> (ErrorKind, String) {
+    if let Some(wrong) = cause::<Wrong>(error) {
+        let kind = match wrong {
+            Wrong::Ends | Wrong::Other { .. } => ErrorKind::Corrupt,
+            Wrong::NoRanges | Wrong::NoListing(_) => ErrorKind::Invalid,
+        };
+        return (kind, wrong.to_string());
+    }
+    let chain = || std::iter::successors(error::Error::source(error), |error| error.source());
+    if chain().any(|error| error.to_string().contains(METADATA_SERVICE)) {
+        let why = format!("there are no credentials: {}", check(url));
+        return (ErrorKind::Unavailable, why);
+    }
+    if let Some(http) = cause::<HttpError>(error) {
+        let why = match http.kind() {
+            HttpErrorKind::Connect => "no connection",
+            HttpErrorKind::Timeout => "no answer in time",
+            _ => "the connection broke off",
+        };
+        return (ErrorKind::Unavailable, format!("{why}{}", root_cause(http)));
+    }
+    match status(error) {
+        Some(status) => (ErrorKind::Unavailable, status),
+        None => {
+            let text: String = error.to_string().chars().take(200).collect();
+            (ErrorKind::Unavailable, text)
+        }
+    }
+}
+
+/// The error of type `T` in the chain.
+fn cause<T: error::Error + 'static>(error: &object_store::Error) -> Option<&T> {
+    std::iter::successors(error::Error::source(error), |error| error.source())
+        .find_map(|error| error.downcast_ref())
+}
+
+/// The deepest cause, such as "Connection refused (os error 111)".
+fn root_cause(error: &HttpError) -> String {
+    let chain = std::iter::successors(error::Error::source(error), |error| error.source());
+    chain.last().map(|last| format!(" ({last})")).unwrap_or_default()
+}
+
+/// The status of a refusal and the code in its XML, as "503 Service Unavailable (SlowDown)".
+fn status(error: &object_store::Error) -> Option<String> {
+    let text = std::iter::successors(error::Error::source(error), |error| error.source())
+        .map(ToString::to_string)
+        .find(|text| text.contains("status code: "))?;
+    let after = text.split_once("status code: ")?.1;
+    let (status, body) = after.split_once(": ").unwrap_or((after, ""));
+    let code = body
+        .split_once("<Code>")
+        .and_then(|(_, rest)| rest.split_once("</Code>"))
+        .map(|(code, _)| code)
+        .filter(|code| code.len() <= 64 && code.bytes().all(|byte| byte.is_ascii_alphanumeric()));
+    let status: String = status.chars().take(40).collect();
+    Some(match code {
+        Some(code) => format!("the server answered {status} ({code})"),
+        None => format!("the server answered {status}"),
+    })
+}
+
+/// What to look at when access is denied.
+fn check(url: &RemoteUrl) -> &'static str {
+    match url.scheme {
+        Scheme::S3 => {
+            "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and what the key may do"
+        }
+        Scheme::Gcs => "check GOOGLE_APPLICATION_CREDENTIALS and what the account may do",
+        Scheme::Azure => "check the AZURE_STORAGE_… variables and what the account may do",
+        Scheme::Http => "the server wants somebody else to ask",
+    }
+}

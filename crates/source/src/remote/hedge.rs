@@ -1,0 +1,147 @@
+use std::{
+    future::Future,
+    pin::pin,
+    sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed},
+    time::Duration,
+};
+
+use burgeon_block::Result;
+use futures_util::future::{Either, select};
+use tokio::time::{Instant, sleep};
+
+/// Shortest time after which a request counts as slow: below it, a second one costs more than
+/// it can win.
+const PATIENCE_MIN: Duration = Duration::from_millis(100);
+/// A request is slow when it takes so many times as long as they do on average.
+const SLOW: u32 = 4;
+/// Every so many requests allow one hedge: at most 1/16 more requests than without.
+const REQUESTS_A_HEDGE: i64 = 16;
+/// Hedges that can be saved up for a bad moment.
+const SAVED_MAX: i64 = 4;
+
+/// Asks a second time when an answer is slow, and takes what comes first.
+#[derive(Debug)]
+pub(super) struct Hedge {
+    /// How long a request takes, in microseconds: an average in which each new one weighs 1/8.
+    /// 0 while nothing is known.
+    usual_us: AtomicU64,
+    /// Requests that have not been used for a hedge.
+    saved: AtomicI64,
+}
+
+impl Hedge {
+    pub(super) fn new() -> Self {
+        Self { usual_us: AtomicU64::new(0), saved: AtomicI64::new(REQUESTS_A_HEDGE) }
+    }
+
+    /// What `ask` gives, or what it gives when asked again. `hedged` is called for that.
+    pub(super) async fn ask<T, F: Future<Output = Result<T>>>(
+        &self,
+        ask: impl Fn() -> F,
+        hedged: impl FnOnce(),
+    ) -> Result<T> {
+        let begun = Instant::now();
+        let first = pin!(ask());
+        let answer = match select(first, pin!(sleep(self.patience()))).await {
+            Either::Left((answer, _)) => answer,
+            Either::Right(((), first)) if self.may_hedge() => {
+                hedged();
+                match select(first, pin!(ask())).await {
+                    Either::Left((Err(_), other)) => other.await,
+                    Either::Right((Err(_), other)) => other.await,
+                    Either::Left((answer, _)) | Either::Right((answer, _)) => answer,
+                }
+            }
+            Either::Right(((), first)) => first.await,
+        };
+        if answer.is_ok() {
+            self.note(begun.elapsed());
+        }
+        answer
+    }
+
+    fn patience(&self) -> Duration {
+        match self.usual_us.load(Relaxed) {
+            // The first answer includes making the connection: nothing to compare with.
+            0 => Duration::from_secs(1),
+            usual => (Duration::from_micros(usual) * SLOW).max(PATIENCE_MIN),
+        }
+    }
+
+    fn may_hedge(&self) -> bool {
+        let take = |saved| (saved >= REQUESTS_A_HEDGE).then_some(saved - REQUESTS_A_HEDGE);
+        self.saved.fetch_update(Relaxed, Relaxed, take).is_ok()
+    }
+
+    /// Races between these two only blur an average.
+    fn note(&self, took: Duration) {
+        let took = u64::try_from(took.as_micros()).unwrap_or(u64::MAX).clamp(1, 1 << 32);
+        let usual = match self.usual_us.load(Relaxed) {
+            0 => took,
+            usual => (usual * 7 + took) / 8,
+        };
+        self.usual_us.store(usual.max(1), Relaxed);
+        let save = |saved| (saved < SAVED_MAX * REQUESTS_A_HEDGE).then_some(saved + 1);
+        let _ = self.saved.fetch_update(Relaxed, Relaxed, save);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::Cell, future::pending, time::Duration};
+
+    use burgeon_block::{Error, ErrorKind, Result};
+    use tokio::time::sleep;
+
+    use super::{Hedge, REQUESTS_A_HEDGE};
+
+    /// The answer of the `n`th question: after how long, and whether it is a good one.
+    async fn asked(hedge: &Hedge, answers: &[(u64, bool)]) -> (Result<usize>, u32) {
+        let (asked, hedges) = (Cell::new(0), Cell::new(0));
+        let ask = || {
+            let n = asked.replace(asked.get() + 1);
+            async move {
+                match answers.get(n) {
+                    None => pending().await,
+                    Some((ms, good)) => {
+                        sleep(Duration::from_millis(*ms)).await;
+                        good.then_some(n).ok_or_else(|| Error::new(ErrorKind::Unavailable, "no"))
+                    }
+                }
+            }
+        };
+        let answer = hedge.ask(ask, || hedges.set(hedges.get() + 1)).await;
+        (answer, hedges.get())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_first_good_answer_counts_and_slow_ones_are_asked_for_again() {
+        let hedge = Hedge::new();
+        assert!(matches!(asked(&hedge, &[(20, true)]).await, (Ok(0), 0)));
+        for (answers, winner) in [
+            (&[(90_000, true), (20, true)][..], Some(1)),
+            (&[(150, true), (90_000, true)], Some(0)),
+            (&[(150, false), (200, true)], Some(1)),
+            (&[(300, true), (10, false)], Some(0)),
+            (&[(150, false), (200, false)], None),
+        ] {
+            for _ in 0..REQUESTS_A_HEDGE {
+                assert_eq!(asked(&hedge, &[(20, true)]).await.1, 0, "a quick answer is enough");
+            }
+            let (answer, hedges) = asked(&hedge, answers).await;
+            assert_eq!((answer.ok(), hedges), (winner, 1), "{answers:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_store_gets_few_requests_more() {
+        let hedge = Hedge::new();
+        let mut hedges = 0;
+        for n in 0..160 {
+            // Alternating, so that the average never catches up.
+            let ms = if n % 2 == 0 { 10 } else { 5000 };
+            hedges += asked(&hedge, &[(ms, true), (9000, true)]).await.1;
+        }
+        assert!((1..=160 / REQUESTS_A_HEDGE as u32 + 1).contains(&hedges), "{hedges}");
+    }
+}

@@ -1,0 +1,209 @@
+//! What lies between the library and the network: looks at every answer before the library does.
+//!
+//! Invariants: the body of a refusal is read up to [`REFUSAL_MAX`] bytes; an answer to a range
+//! request either says that it is exactly that range or does not get through.
+
+use std::{
+    error, fmt,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
+
+use async_trait::async_trait;
+use bytes::{Bytes, BytesMut};
+use futures_util::StreamExt;
+use object_store::{
+    ClientOptions, HeaderMap,
+    client::{
+        HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse,
+        HttpResponseBody, HttpService, ReqwestConnector,
+    },
+};
+
+/// Bytes of a refusal that are looked at: an S3 error document is below 1 KiB.
+const REFUSAL_MAX: usize = 4 << 10;
+
+/// What was asked of a store and what came of it. Each try counts.
+#[derive(Default, Debug)]
+pub struct Traffic {
+    /// Requests sent.
+    pub requests: AtomicU64,
+    /// Of these, sent because another took long.
+    pub hedges: AtomicU64,
+    /// Answers 429 and 503: the server wants fewer requests.
+    pub throttled: AtomicU64,
+    /// Answers 401 and 403: credentials are missing, wrong or expired.
+    pub denied: AtomicU64,
+    /// Other refusals (4xx, 5xx), a missing object among them.
+    pub refused: AtomicU64,
+    /// Requests that got no whole answer: no connection, reset, timed out.
+    pub broken: AtomicU64,
+    /// Answers that are not what was asked for.
+    pub lies: AtomicU64,
+}
+
+impl Traffic {
+    /// Every figure with its name.
+    pub fn figures(&self) -> [(&'static str, u64); 7] {
+        [
+            ("requests", self.requests.load(Relaxed)),
+            ("hedges", self.hedges.load(Relaxed)),
+            ("throttled", self.throttled.load(Relaxed)),
+            ("denied", self.denied.load(Relaxed)),
+            ("refused", self.refused.load(Relaxed)),
+            ("broken", self.broken.load(Relaxed)),
+            ("lies", self.lies.load(Relaxed)),
+        ]
+    }
+}
+
+/// Why an answer did not get through.
+#[derive(Debug)]
+pub(super) enum Wrong {
+    /// The server sent the whole object, or says that it cannot do ranges.
+    NoRanges,
+    /// The object ends before the range does.
+    Ends,
+    /// It says that it is another range.
+    Other { asked: Range<u64>, said: String },
+    /// The server cannot list.
+    NoListing(u16),
+}
+
+impl fmt::Display for Wrong {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoRanges => f.write_str("the server does not answer range requests"),
+            Self::Ends => f.write_str("it is shorter than the range asked for: truncated?"),
+            Self::Other { asked, said } => {
+                write!(f, "asked for bytes {}-{}, got {said:?}", asked.start, asked.end - 1)
+            }
+            Self::NoListing(status) => {
+                write!(f, "the server does not list what it has (it answered {status})")
+            }
+        }
+    }
+}
+
+impl error::Error for Wrong {}
+
+/// Makes clients that look at every answer.
+#[derive(Debug)]
+pub(super) struct Connector(pub(super) Arc<Traffic>);
+
+impl HttpConnector for Connector {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let inner = ReqwestConnector::default().connect(options)?;
+        Ok(HttpClient::new(Looking { inner, traffic: Arc::clone(&self.0) }))
+    }
+}
+
+#[derive(Debug)]
+struct Looking {
+    inner: HttpClient,
+    traffic: Arc<Traffic>,
+}
+
+#[async_trait]
+impl HttpService for Looking {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let traffic = &self.traffic;
+        traffic.requests.fetch_add(1, Relaxed);
+        let asked = asked_range(request.headers());
+        let lists = request.method().as_str() == "PROPFIND";
+        let answer = self.inner.execute(request).await.inspect_err(|_| {
+            traffic.broken.fetch_add(1, Relaxed);
+        })?;
+        let status = answer.status().as_u16();
+        if answer.status().is_success() {
+            let Some(asked) = asked else { return Ok(answer) };
+            return match check_range(status, answer.headers(), asked) {
+                Ok(()) => Ok(answer),
+                Err(wrong) => {
+                    traffic.lies.fetch_add(1, Relaxed);
+                    Err(HttpError::new(HttpErrorKind::Unknown, wrong))
+                }
+            };
+        }
+        let counter = match status {
+            429 | 503 => &traffic.throttled,
+            401 | 403 => &traffic.denied,
+            _ => &traffic.refused,
+        };
+        counter.fetch_add(1, Relaxed);
+        if asked.is_some() && status == 416 {
+            return Err(HttpError::new(HttpErrorKind::Unknown, Wrong::Ends));
+        }
+        if lists && matches!(status, 400 | 405 | 501) {
+            return Err(HttpError::new(HttpErrorKind::Unknown, Wrong::NoListing(status)));
+        }
+        let (parts, body) = answer.into_parts();
+        Ok(HttpResponse::from_parts(parts, HttpResponseBody::from(clip(body).await)))
+    }
+}
+
+/// The bytes that a request asks for, if it asks for some.
+fn asked_range(headers: &HeaderMap) -> Option<Range<u64>> {
+    let (first, last) =
+        headers.get("range")?.to_str().ok()?.strip_prefix("bytes=")?.split_once('-')?;
+    Some(first.parse().ok()?..last.parse::<u64>().ok()?.checked_add(1)?)
+}
+
+fn check_range(status: u16, headers: &HeaderMap, asked: Range<u64>) -> Result<(), Wrong> {
+    if status != 206 {
+        return Err(Wrong::NoRanges);
+    }
+    let said = headers.get("content-range").and_then(|value| value.to_str().ok()).unwrap_or("");
+    let parsed = said.strip_prefix("bytes ").and_then(|rest| {
+        let (range, _size) = rest.split_once('/')?;
+        let (first, last) = range.split_once('-')?;
+        Some((first.parse::<u64>().ok()?, last.parse::<u64>().ok()?))
+    });
+    match parsed {
+        Some((first, last)) if first == asked.start && last == asked.end - 1 => Ok(()),
+        // RFC 9110, 14.2: a range beyond the end is answered with what there is.
+        Some((first, last)) if first == asked.start && last < asked.end => Err(Wrong::Ends),
+        _ => Err(Wrong::Other { asked, said: said.chars().take(80).collect() }),
+    }
+}
+
+/// The beginning of a refusal's body. A body that breaks off is a refusal all the same.
+async fn clip(body: HttpResponseBody) -> Bytes {
+    let mut stream = body.bytes_stream();
+    let mut clipped = BytesMut::new();
+    while let Some(Ok(part)) = stream.next().await {
+        let room = REFUSAL_MAX - clipped.len();
+        clipped.extend_from_slice(&part[..part.len().min(room)]);
+        if clipped.len() == REFUSAL_MAX {
+            break;
+        }
+    }
+    clipped.freeze()
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::{HeaderMap, HeaderValue};
+
+    use super::{Wrong, asked_range, check_range};
+
+    fn headers(name: &'static str, value: &str) -> HeaderMap {
+        HeaderMap::from_iter([(name.parse().unwrap(), HeaderValue::from_str(value).unwrap())])
+    }
+
+    #[test]
+    fn only_exactly_what_was_asked_for_gets_through() {
+        assert_eq!(asked_range(&headers("range", "bytes=4-7")), Some(4..8));
+        assert_eq!(asked_range(&HeaderMap::new()), None);
+        let check = |status, said: &str| check_range(status, &headers("content-range", said), 4..8);
+        assert!(check(206, "bytes 4-7/100").is_ok() && check(206, "bytes 4-7/*").is_ok());
+        assert!(matches!(check(200, "bytes 4-7/100"), Err(Wrong::NoRanges)));
+        assert!(matches!(check(206, "bytes 4-6/7"), Err(Wrong::Ends)));
+        for lie in ["bytes 3-7/9", "bytes 4-8/9", "bytes 0-3/9", "bytes */9", "4-7/9", ""] {
+            assert!(matches!(check(206, lie), Err(Wrong::Other { .. })), "{lie}");
+        }
+    }
+}

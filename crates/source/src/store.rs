@@ -1,0 +1,108 @@
+use std::path::Path;
+
+use burgeon_block::{BlockSource, ByteRange, Collecting, Lease, ObjectId, ObjectStore, Result};
+use bytes::Bytes;
+
+use crate::{Access, Directory, Location, Remote};
+
+/// A store, wherever it is. Cheap to clone.
+#[derive(Clone, Debug)]
+pub enum Store {
+    /// A folder of this machine.
+    Directory(Directory),
+    /// A bucket or a web server.
+    Remote(Remote),
+}
+
+impl Store {
+    /// The store at `location`; a folder has to exist. Of a remote one nothing is asked yet.
+    pub fn open(location: &Location, access: &Access) -> Result<Self> {
+        match location {
+            Location::Folder(path) => Directory::open(path).map(Self::Directory),
+            Location::Remote(url) => Remote::open(url, access).map(Self::Remote),
+        }
+    }
+
+    /// The same; a folder is made if it is not there.
+    pub fn create(location: &Location, access: &Access) -> Result<Self> {
+        match location {
+            Location::Folder(path) => Directory::create(path).map(Self::Directory),
+            Location::Remote(_) => Self::open(location, access),
+        }
+    }
+
+    /// `Invalid` if nothing can ever be written there, because it is a web server.
+    pub fn check_writable(&self) -> Result<()> {
+        match self {
+            Self::Directory(_) => Ok(()),
+            Self::Remote(remote) => remote.check_writable(),
+        }
+    }
+
+    /// What [`BlockSource::read`] gives, waiting in this thread.
+    pub fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
+        match self {
+            Self::Directory(directory) => directory.read_now(object, range),
+            Self::Remote(remote) => remote.read_blocking(object, range),
+        }
+    }
+}
+
+impl From<Directory> for Store {
+    fn from(directory: Directory) -> Self {
+        Self::Directory(directory)
+    }
+}
+
+impl BlockSource for Store {
+    async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
+        match self {
+            Self::Directory(directory) => directory.read(object, range).await,
+            Self::Remote(remote) => remote.read(object, range).await,
+        }
+    }
+}
+
+/// Calls the same method of whichever store it is.
+macro_rules! either {
+    ($self:ident, $store:ident => $call:expr) => {
+        match $self {
+            Store::Directory($store) => $call,
+            Store::Remote($store) => $call,
+        }
+    };
+}
+
+impl ObjectStore for Store {
+    fn publish_file(&self, object: &ObjectId, from: &Path) -> Result<()> {
+        either!(self, store => store.publish_file(object, from))
+    }
+
+    fn publish(&self, object: &ObjectId, bytes: &[u8]) -> Result<()> {
+        either!(self, store => store.publish(object, bytes))
+    }
+
+    fn get(&self, object: &ObjectId, len_max: u64) -> Result<Bytes> {
+        either!(self, store => store.get(object, len_max))
+    }
+
+    fn len(&self, object: &ObjectId) -> Result<Option<u64>> {
+        either!(self, store => store.len(object))
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectId>> {
+        either!(self, store => store.list(prefix))
+    }
+
+    fn remove(&self, object: &ObjectId) -> Result<()> {
+        either!(self, store => store.remove(object))
+    }
+
+    fn begin_write(&self) -> Result<Lease> {
+        either!(self, store => store.begin_write())
+    }
+
+    fn begin_collect(&self) -> Result<Collecting> {
+        either!(self, store => store.begin_collect())
+    }
+}
