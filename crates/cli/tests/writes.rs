@@ -281,6 +281,37 @@ fn a_cache_that_is_full_is_said_with_what_to_do() {
 }
 
 #[test]
+fn a_cache_whose_disk_breaks_is_stopped_and_readers_do_not_notice() {
+    let space = Space::new("broken-cache");
+    let store = space.path("store");
+    let burgeon = Burgeon::new(PROGRAM, &space).option("--store").option(&store);
+    let tree = tree(&space, "tree", 12);
+    burgeon.build(&tree, "sample");
+    let images = burgeon.state().join("images");
+    let disk = space.disk(&images, 64 << 20);
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--read-only"]);
+    testkit::break_disk(&images);
+    assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(tree.join("data")).unwrap());
+    let is_stopped = || burgeon.status()["mounts"][0]["cache"]["state"] == "stopped";
+    assert!(testkit::wait_until(testkit::PATIENCE, is_stopped), "{:#}", burgeon.status());
+    let status = burgeon.status();
+    let mount = &status["mounts"][0];
+    assert!(mount["cache"]["write_errors"].as_u64() > Some(0), "{status:#}");
+    assert!(mount["cache"]["uncached_chunks"].as_u64() > Some(0), "{status:#}");
+    assert_eq!(mount["reads"]["failed_reads"], 0, "{status:#}");
+    let said = burgeon.ok(&["status"]);
+    assert!(said.contains("STOPPED") && said.contains("look at the disk"), "{said}");
+
+    // Nothing was kept, so it comes from the store again: what the disk gives back is no data.
+    testkit::drop_caches();
+    assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(tree.join("data")).unwrap());
+    burgeon.umount(mounted);
+    burgeon.ok(&["shutdown"]);
+    drop(disk);
+}
+
+#[test]
 fn writes_go_to_a_device_of_the_users() {
     let space = Space::new("device");
     let burgeon = Burgeon::new(PROGRAM, &space);

@@ -39,5 +39,5 @@ pub use machine::{
 pub use net::{Fault, Proxy, S3, Shape, WebServer};
 pub use pattern::{AlignedBlock, Pattern};
 pub use rng::Rng;
-pub use space::{Mounted, Space, bind_mount};
+pub use space::{Mounted, Space, bind_mount, break_disk};
 pub use torture::{Torture, TortureSize};

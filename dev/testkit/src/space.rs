@@ -11,9 +11,9 @@ use std::{
     cell::Cell,
     ffi::CString,
     fs,
-    os::unix::ffi::OsStrExt,
+    os::{fd::AsRawFd, unix::ffi::OsStrExt},
     path::{Path, PathBuf},
-    process,
+    process::{self, Command},
     sync::atomic::{AtomicU64, Ordering},
 };
 
@@ -74,10 +74,39 @@ impl Space {
         Mounted(path)
     }
 
+    /// An ext4 of `size` bytes on `at`, on a loop device that goes with it: a disk that can be
+    /// broken by [`break_disk`].
+    pub fn disk(&self, at: &Path, size: u64) -> Mounted {
+        let file = self.path("disk.img");
+        fs::create_dir_all(at).unwrap_or_else(|error| panic!("{at:?}: {error}"));
+        let made = fs::File::create(&file).and_then(|file| file.set_len(size));
+        made.unwrap_or_else(|error| panic!("{file:?}: {error}"));
+        run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&file));
+        run(Command::new("mount").args(["-o", "loop"]).arg(&file).arg(at));
+        Mounted(at.to_path_buf())
+    }
+
     /// Mount points below the folder, the innermost last.
     pub fn mounts(&self) -> Vec<PathBuf> {
         mounts_below(&self.folder)
     }
+}
+
+/// From now on every read and write of the [`Space::disk`] on `at` fails with EIO, except for
+/// what is in memory.
+pub fn break_disk(at: &Path) {
+    /// `linux/ext4.h`, `_IOR('X', 125, u32)`, and its argument `EXT4_GOING_FLAGS_NOLOGFLUSH`.
+    const SHUTDOWN: libc::c_ulong = 0x8004_587d;
+    const NO_LOG_FLUSH: u32 = 2;
+    let root = fs::File::open(at).unwrap_or_else(|error| panic!("{at:?}: {error}"));
+    // SAFETY: the ioctl reads the number it is given and touches no other memory of ours.
+    let done = unsafe { libc::ioctl(root.as_raw_fd(), SHUTDOWN as _, &NO_LOG_FLUSH) };
+    assert_eq!(done, 0, "cannot break {at:?}: {}", std::io::Error::last_os_error());
+}
+
+fn run(command: &mut Command) {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert!(output.status.success(), "{command:?}: {output:?}");
 }
 
 /// Leaves the table of open files that the process's threads share, once a thread.
