@@ -189,6 +189,10 @@ pub(crate) struct Mount {
     /// How the kernel reaches the data: ublk is faster, FUSE is everywhere
     #[arg(long, value_enum, default_value_t)]
     pub(crate) transport: Transport,
+    /// Over FUSE, let requests come over io_uring where the kernel allows it: faster, but reads
+    /// fail when the serving process dies, until the next one serves
+    #[arg(long)]
+    pub(crate) fast: bool,
     /// Room to map content into while it runs, see `burgeon map`: costs no space, but kernel
     /// memory, 1.3 KiB for each 256 TiB (without a size: 16P). With --writes it is fixed when these
     /// are made

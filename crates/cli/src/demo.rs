@@ -111,6 +111,7 @@ impl Stage {
             transport: args::Transport::Auto,
             virtual_size: None,
             fetch_limit: None,
+            fast: false,
         };
         mount::place(&self.context, args)?;
         Ok(since(begun))

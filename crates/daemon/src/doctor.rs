@@ -94,6 +94,7 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
         device("/dev/btrfs-control", "modprobe btrfs, or give the container the device 10:234"),
         loops(),
         ublk(),
+        rings(),
         privileges(),
         memory_lock(),
         place(state),
@@ -210,6 +211,15 @@ fn loops() -> Finding {
     )
 }
 
+/// Not having it is no defect: `mount --fast` then falls back, and says so.
+fn rings() -> Finding {
+    let found = match system::fuse_rings() {
+        Ok(()) => "the kernel allows it: `burgeon mount --fast` uses it".to_owned(),
+        Err(reason) => format!("not for `burgeon mount --fast`: {reason}"),
+    };
+    Finding::fine("FUSE over io_uring", found)
+}
+
 fn privileges() -> Finding {
     if may_administrate() {
         return Finding::fine("privileges", "CAP_SYS_ADMIN: may mount");
@@ -307,7 +317,9 @@ fn leftovers(state: &StateDir) -> Vec<Finding> {
             Ok(record) if is_alive(&record) => Finding::repairable(
                 &format!("mount {}", record.target.display()),
                 match record.attach.transport {
-                    Transport::Fuse => "has lost its server: data that is not local gives EIO",
+                    Transport::Fuse | Transport::Rings { .. } => {
+                        "has lost its server: data that is not local gives EIO"
+                    }
                     Transport::Ublk { .. } => "has lost its server: readers of data wait for it",
                 },
                 "start the daemon, which serves it again",

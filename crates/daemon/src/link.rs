@@ -114,7 +114,7 @@ pub(crate) fn sort_descriptors(
 ) -> Option<(Option<OwnedFd>, OwnedFd)> {
     let mut fds = fds.into_iter();
     let fuse = match transport {
-        Transport::Fuse => Some(fds.next()?),
+        Transport::Fuse | Transport::Rings { .. } => Some(fds.next()?),
         Transport::Ublk { .. } => None,
     };
     let slots = fds.next()?;

@@ -54,7 +54,7 @@ pub(crate) fn plumb(
         LoopDevice::attach(file, LoopOptions { name: &name, read_only, discard: false })
     };
     let (data, data_path) = match channel {
-        Channel::Fuse(connection) => {
+        Channel::Fuse(connection, _) => {
             let data = attach(&connection.open_file()?, "data", true)?;
             let path = data.path().to_owned();
             (Some(data), path)

@@ -67,6 +67,10 @@ pub struct MountRequest {
     /// How the kernel is to reach the lazy data.
     #[serde(default)]
     pub transport: TransportRequest,
+    /// Whether requests are to come over io_uring, where the kernel allows it. Then reads fail
+    /// while the serving process is started again. Of no effect over ublk.
+    #[serde(default)]
+    pub fast: bool,
     /// Where it will be placed: for messages and `status` only.
     pub target: PathBuf,
     /// Bytes of the virtual area; 0 for none. With named writes that exist: what they were made
@@ -268,7 +272,7 @@ pub struct Mounted {
     pub digest: DigestText,
     /// The block device with the lazy data.
     pub device: PathBuf,
-    /// How the kernel reaches it: `ublk` or `FUSE file + loop`.
+    /// How the kernel reaches it, such as `FUSE file + loop`.
     pub transport: String,
     /// Bytes of btrfs metadata.
     pub metadata_bytes: u64,
@@ -339,7 +343,7 @@ pub struct MountStatus {
     pub last_source_error: Option<String>,
     /// The block device with the lazy data.
     pub device: Option<PathBuf>,
-    /// How the kernel reaches it: `ublk` or `FUSE file + loop`.
+    /// How the kernel reaches it, such as `FUSE file + loop`.
     pub transport: String,
     /// Where the writes go.
     pub writes: WritesState,

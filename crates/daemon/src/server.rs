@@ -220,7 +220,8 @@ impl Serving {
         let access = access::kept(&self.state.mount(attach.id))?;
         let volume = self.volume(&attach, &access)?;
         let device = Arc::new(lazy_device(&attach, &access, &volume, &slots)?);
-        let options = ServeOptions::new(self.runtime.handle().clone());
+        let mut options = ServeOptions::new(self.runtime.handle().clone());
+        options.rings = matches!(attach.transport, Transport::Rings { .. });
         let kept = fuse.as_ref().map(OwnedFd::try_clone).transpose();
         let kept = kept.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
         let (server, ended): (_, Pin<Box<dyn Future<Output = End> + Send>>) =
@@ -237,7 +238,7 @@ impl Serving {
                     let ended = server.ended();
                     (AnyServer::Fuse(server), Box::pin(ended))
                 }
-                (None, Transport::Fuse) => {
+                (None, Transport::Fuse | Transport::Rings { .. }) => {
                     return Err(Error::new(ErrorKind::Invalid, "a FUSE mount came without FUSE"));
                 }
             };

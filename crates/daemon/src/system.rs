@@ -15,6 +15,30 @@ pub(crate) fn kernel_version() -> Option<(u32, u32)> {
     parse(&kernel_release())
 }
 
+/// Whether the kernel allows FUSE over io_uring, as root; if not, why, and what would change that.
+pub(crate) fn fuse_rings() -> Result<(), String> {
+    let switch = "/sys/module/fuse/parameters/enable_uring";
+    let rings = std::fs::read_to_string(switch).ok();
+    let disabled = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").ok();
+    judge_rings(rings.as_deref(), disabled.as_deref(), switch)
+}
+
+fn judge_rings(rings: Option<&str>, disabled: Option<&str>, switch: &str) -> Result<(), String> {
+    match (rings.map(str::trim), disabled.map(str::trim)) {
+        (None, _) => Err("this kernel has no FUSE over io_uring: Linux 6.14 or later may".into()),
+        (_, Some("2")) => {
+            Err("io_uring is off on this machine: sysctl kernel.io_uring_disabled=0 \
+                               turns it on"
+                .into())
+        }
+        (Some("Y"), _) => Ok(()),
+        (Some(_), _) => Err(format!(
+            "the kernel does not allow FUSE over io_uring: `echo Y > {switch}` does until the next \
+             boot, fuse.enable_uring=1 on the kernel's command line for good"
+        )),
+    }
+}
+
 fn parse(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
@@ -22,7 +46,7 @@ fn parse(release: &str) -> Option<(u32, u32)> {
 
 #[cfg(test)]
 mod tests {
-    use super::parse;
+    use super::{judge_rings, parse};
 
     #[test]
     fn versions_compare_as_numbers() {
@@ -30,5 +54,15 @@ mod tests {
         assert_eq!(parse("7.0-rc1"), Some((7, 0)));
         assert_eq!(parse("linux"), None);
         assert!(parse("6.9.1") < parse("6.10.0"));
+    }
+
+    #[test]
+    fn what_forbids_rings_is_named() {
+        let judge = |rings, disabled| judge_rings(rings, disabled, "SWITCH");
+        assert_eq!(judge(Some("Y\n"), Some("0\n")), Ok(()));
+        assert_eq!(judge(Some("Y\n"), None), Ok(()));
+        assert!(judge(Some("N\n"), None).unwrap_err().contains("echo Y > SWITCH"));
+        assert!(judge(None, Some("0")).unwrap_err().contains("6.14"));
+        assert!(judge(Some("Y"), Some("2")).unwrap_err().contains("io_uring_disabled"));
     }
 }

@@ -1,11 +1,11 @@
 //! How the kernel reaches a mount's lazy data: over a ublk device where the kernel has them, else
-//! over a FUSE file and a loop device.
+//! over a FUSE file and a loop device, whose requests come over io_uring if that is wanted.
 //!
-//! | | FUSE file + loop | ublk |
-//! |---|---|---|
-//! | requests in flight when the server dies | lie in slots that the supervisor holds | the kernel issues them again |
-//! | while nobody serves | `EIO` | readers wait |
-//! | after the last umount | everything detaches itself | the device is to be removed (`supervisor/watch.rs`) |
+//! | | FUSE file + loop | FUSE over io_uring | ublk |
+//! |---|---|---|---|
+//! | requests in flight when the server dies | lie in slots that the supervisor holds | are lost: `EIO`, and a new connection | the kernel issues them again |
+//! | while nobody serves | `EIO` | `EIO` | readers wait |
+//! | after the last umount | everything detaches itself | the same | the device is to be removed (`supervisor/watch.rs`) |
 //!
 //! A ublk device carries the id of its mount, so that whose it is can be told without any file.
 
@@ -23,7 +23,7 @@ use burgeon_frontend::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{doctor::module_is_there, id::MountId, protocol::TransportRequest};
+use crate::{doctor::module_is_there, id::MountId, protocol::TransportRequest, system};
 
 /// The upper half of what a ublk device of ours carries; the lower one is the mount's id.
 const OWNER_MAGIC: u64 = 0x4275_7267 << 32;
@@ -34,6 +34,10 @@ const OWNER_MAGIC: u64 = 0x4275_7267 << 32;
 pub(crate) enum Transport {
     #[default]
     Fuse,
+    Rings {
+        /// The number of the FUSE connection, by which it is aborted.
+        connection: u32,
+    },
     Ublk {
         /// `N` of `/dev/ublkbN`.
         number: u32,
@@ -45,7 +49,7 @@ impl Transport {
     pub(crate) fn device(self) -> Option<u32> {
         match self {
             Self::Ublk { number } => Some(number),
-            Self::Fuse => None,
+            Self::Fuse | Self::Rings { .. } => None,
         }
     }
 
@@ -53,36 +57,47 @@ impl Transport {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Fuse => "FUSE file + loop",
+            Self::Rings { .. } => "FUSE file over io_uring + loop",
             Self::Ublk { .. } => "ublk",
         }
     }
 }
 
+/// What the user wants.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted {
+    pub(crate) transport: TransportRequest,
+    /// Over FUSE: by io_uring, where the kernel allows it.
+    pub(crate) fast: bool,
+}
+
 /// A transport while its mount is made.
 pub(crate) enum Channel {
-    Fuse(Connection),
+    Fuse(Connection, Transport),
     Ublk(u32),
 }
 
 impl Channel {
     /// Makes the transport that is `wanted` for `size` bytes; with it comes a note for the user
     /// where it is not the better one. What it has made is removed by [`remove_devices`].
-    pub(crate) fn open(
-        wanted: TransportRequest,
-        id: MountId,
-        size: u64,
-    ) -> Result<(Self, Option<String>)> {
-        let fuse = || Connection::new(&format!("burgeon:{id}")).map(Self::Fuse);
-        match wanted {
-            TransportRequest::Fuse => Ok((fuse()?, None)),
+    pub(crate) fn open(wanted: Wanted, id: MountId, size: u64) -> Result<(Self, Option<String>)> {
+        let fuse = || {
+            let (connection, transport) = connect(id, wanted.fast)?;
+            let note = wanted.fast.then(|| fast_note(transport));
+            Ok((Self::Fuse(connection, transport), note))
+        };
+        match wanted.transport {
+            TransportRequest::Fuse => fuse(),
             TransportRequest::Ublk => Ok((Self::Ublk(add(id, size)?), None)),
             TransportRequest::Auto => match add(id, size) {
                 Ok(number) => Ok((Self::Ublk(number), None)),
                 // That a kernel has no ublk is no news; that it refuses a device is.
-                Err(_) if !Path::new(CONTROL).exists() => Ok((fuse()?, None)),
+                Err(_) if !Path::new(CONTROL).exists() => fuse(),
                 Err(e) => {
                     log!("mount {id} takes FUSE: {e}");
-                    Ok((fuse()?, Some(format!("it goes over FUSE, not ublk: {e}"))))
+                    let (channel, note) = fuse()?;
+                    let fast = note.map(|note| format!("; {note}")).unwrap_or_default();
+                    Ok((channel, Some(format!("it goes over FUSE, not ublk: {e}{fast}"))))
                 }
             },
         }
@@ -90,17 +105,42 @@ impl Channel {
 
     pub(crate) fn transport(&self) -> Transport {
         match self {
-            Self::Fuse(_) => Transport::Fuse,
+            Self::Fuse(_, transport) => *transport,
             Self::Ublk(number) => Transport::Ublk { number: *number },
         }
     }
 
     /// The descriptor that the supervisor has to keep, if there is one.
     pub(crate) fn kept(&self) -> Result<Option<OwnedFd>> {
-        let Self::Fuse(connection) = self else { return Ok(None) };
+        let Self::Fuse(connection, _) = self else { return Ok(None) };
         let kept = connection.device().try_clone_to_owned();
         kept.map(Some).map_err(|e| Error::io("cannot keep the FUSE device", e))
     }
+}
+
+/// A connection for the mount `id`: over io_uring, if that is wanted and the kernel allows it.
+pub(crate) fn connect(id: MountId, rings: bool) -> Result<(Connection, Transport)> {
+    let name = format!("burgeon:{id}");
+    let connection = match rings && system::fuse_rings().is_ok() {
+        true => Connection::with_rings(&name)?,
+        false => Connection::new(&name)?,
+    };
+    let transport = match connection.has_rings() {
+        true => Transport::Rings { connection: connection.number()? },
+        false => Transport::Fuse,
+    };
+    Ok((connection, transport))
+}
+
+/// What somebody who asked for `--fast` has to know.
+fn fast_note(transport: Transport) -> String {
+    if transport != Transport::Fuse {
+        return "--fast: if the serving process dies, reads of data that is not in memory are EIO \
+                until the next one serves; without --fast they wait for it"
+            .to_owned();
+    }
+    let reason = system::fuse_rings().err().unwrap_or("the kernel did not offer it".to_owned());
+    format!("--fast was not possible, so this is an ordinary mount: {reason}")
 }
 
 const CONTROL: &str = "/dev/ublk-control";

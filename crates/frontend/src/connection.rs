@@ -33,6 +33,7 @@ use crate::{fuse, sys::failed};
 pub struct Connection {
     device: OwnedFd,
     mount: OwnedFd,
+    rings: bool,
 }
 
 impl Connection {
@@ -41,6 +42,16 @@ impl Connection {
     ///
     /// Errors name what is missing: `/dev/fuse`, FUSE in the kernel, or CAP_SYS_ADMIN.
     pub fn new(name: &str) -> Result<Self> {
+        Self::open(name, false)
+    }
+
+    /// As [`Connection::new`], with requests over io_uring where the kernel offers that;
+    /// [`Connection::has_rings`] says whether it did.
+    pub fn with_rings(name: &str) -> Result<Self> {
+        Self::open(name, true)
+    }
+
+    fn open(name: &str, rings: bool) -> Result<Self> {
         let device = open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(|errno| cannot_open(errno.into()))?;
         let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC)
@@ -63,8 +74,14 @@ impl Connection {
             | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         let mount = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
             .map_err(|e| failed("cannot mount a FUSE file system", e))?;
-        greet(&device)?;
-        Ok(Self { device, mount })
+        let rings = greet(&device, rings)?;
+        Ok(Self { device, mount, rings })
+    }
+
+    /// Whether requests come over io_uring: then it must be served with
+    /// [`ServeOptions::rings`](crate::ServeOptions::rings).
+    pub fn has_rings(&self) -> bool {
+        self.rings
     }
 
     /// The descriptor to serve on. The supervisor keeps one as long as the mount may live: with
@@ -133,16 +150,17 @@ fn cannot_open(cause: io::Error) -> Error {
     failed(what, cause)
 }
 
-/// Answers INIT. It is there as soon as the file system is made, so this does not wait.
-fn greet(device: &OwnedFd) -> Result<()> {
+/// Answers INIT, and says whether requests come over io_uring. It is there as soon as the file
+/// system is made, so this does not wait.
+fn greet(device: &OwnedFd, rings: bool) -> Result<bool> {
     let mut request = [0; fuse::READ_BUFFER_MIN];
     let what = "cannot agree with the kernel on the FUSE protocol";
     let len = rustix::io::retry_on_intr(|| rustix::io::read(device, &mut request))
         .map_err(|e| failed(what, e))?;
-    match fuse::answer_init(&request[..len]) {
-        fuse::Init::Reply(reply) => {
-            rustix::io::write(device, &reply).map_err(|e| failed(what, e))?;
-            Ok(())
+    match fuse::answer_init(&request[..len], rings) {
+        fuse::Init::Reply { bytes, rings } => {
+            rustix::io::write(device, &bytes).map_err(|e| failed(what, e))?;
+            Ok(rings)
         }
         fuse::Init::Unusable => Err(Error::new(
             ErrorKind::UnsupportedFormat,

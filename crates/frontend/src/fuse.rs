@@ -15,6 +15,8 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 pub(crate) const READ_MAX: usize = 256 << 10;
 /// A read buffer may not be shorter, or `/dev/fuse` refuses (the kernel's FUSE_MIN_READ_BUFFER).
 pub(crate) const READ_BUFFER_MIN: usize = 8192;
+/// Bytes of a request that tell all: its header and the longest arguments that matter here.
+pub(crate) const RING_REQUEST_LEN: usize = size_of::<InHeader>() + size_of::<ReadIn>();
 /// Reads that the kernel has in flight at once. A loop device queues 128 requests.
 const BACKGROUND_MAX: u16 = 256;
 
@@ -23,6 +25,8 @@ const FLAG_ASYNC_READ: u64 = 1 << 0;
 const FLAG_ASYNC_DIO: u64 = 1 << 15;
 const FLAG_MAX_PAGES: u64 = 1 << 22;
 const FLAG_INIT_EXT: u64 = 1 << 30;
+/// Requests over io_uring; offered where the module parameter `enable_uring` is set.
+const FLAG_OVER_IO_URING: u64 = 1 << 41;
 const FOPEN_DIRECT_IO: u32 = 1 << 0;
 /// Closing the file asks nothing: it works while no server runs.
 const FOPEN_NOFLUSH: u32 = 1 << 5;
@@ -63,6 +67,7 @@ struct InitIn {
     minor: u32,
     readahead_max: u32,
     flags: u32,
+    flags2: u32,
 }
 
 #[derive(IntoBytes, Immutable, FromZeros)]
@@ -189,6 +194,13 @@ impl Request {
     }
 }
 
+impl InitIn {
+    /// Whether `flags2` means anything.
+    fn flags_are_extended(&self) -> bool {
+        u64::from(self.flags) & FLAG_INIT_EXT != 0
+    }
+}
+
 impl OutHeader {
     /// The header before `payload_len` bytes of payload.
     pub(crate) fn answer(unique: u64, payload_len: usize) -> Self {
@@ -244,14 +256,15 @@ fn put<T: IntoBytes + Immutable>(out: &mut [u8; 104], value: T) -> &[u8] {
 /// What the kernel's first request, INIT, says; and whether it can be served.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Init {
-    /// Send this reply.
-    Reply([u8; 80]),
+    /// Send this reply; whether requests will then come over io_uring.
+    Reply { bytes: [u8; 80], rings: bool },
     /// Not an INIT, or of another major protocol version than 7, or without a feature needed.
     Unusable,
 }
 
-/// The answer to INIT: direct, parallel reads of up to [`READ_MAX`] bytes.
-pub(crate) fn answer_init(request: &[u8]) -> Init {
+/// The answer to INIT: direct, parallel reads of up to [`READ_MAX`] bytes; over io_uring if
+/// `rings` are wanted and offered.
+pub(crate) fn answer_init(request: &[u8], rings: bool) -> Init {
     let Ok((header, arguments)) = InHeader::read_from_prefix(request) else {
         return Init::Unusable;
     };
@@ -260,12 +273,16 @@ pub(crate) fn answer_init(request: &[u8]) -> Init {
     if header.opcode != 26 || init.major != 7 || u64::from(init.flags) & wanted != wanted {
         return Init::Unusable;
     }
-    let flags = wanted | (u64::from(init.flags) & FLAG_INIT_EXT);
+    let offered = u64::from(init.flags2) << 32;
+    let rings = rings && init.flags_are_extended() && offered & FLAG_OVER_IO_URING != 0;
+    let more = if rings { FLAG_OVER_IO_URING } else { 0 };
+    let flags = wanted | more | (u64::from(init.flags) & FLAG_INIT_EXT);
     let payload = InitOut {
         major: 7,
         minor: init.minor.min(45),
         readahead_max: init.readahead_max,
         flags: flags as u32,
+        flags2: (flags >> 32) as u32,
         background_max: BACKGROUND_MAX,
         congestion: BACKGROUND_MAX / 4 * 3,
         write_max: BLOCK_SIZE as u32,
@@ -273,11 +290,11 @@ pub(crate) fn answer_init(request: &[u8]) -> Init {
         pages_max: (READ_MAX / BLOCK_SIZE as usize) as u16,
         ..InitOut::new_zeroed()
     };
-    let mut reply = [0; 80];
+    let mut bytes = [0; 80];
     let header = OutHeader::answer(header.unique, size_of::<InitOut>());
-    reply[..16].copy_from_slice(header.as_bytes());
-    reply[16..].copy_from_slice(payload.as_bytes());
-    Init::Reply(reply)
+    bytes[..16].copy_from_slice(header.as_bytes());
+    bytes[16..].copy_from_slice(payload.as_bytes());
+    Init::Reply { bytes, rings }
 }
 
 #[cfg(test)]
@@ -329,18 +346,41 @@ mod tests {
     #[test]
     fn init_needs_version_7_and_parallel_direct_reads() {
         let arguments = |major: u32, flags: u64| {
-            [major, 45, 131_072, flags as u32].map(u32::to_ne_bytes).concat()
+            [major, 45, 131_072, flags as u32, (flags >> 32) as u32].map(u32::to_ne_bytes).concat()
         };
         let all = FLAG_ASYNC_READ | FLAG_ASYNC_DIO | FLAG_MAX_PAGES | FLAG_INIT_EXT;
-        let Init::Reply(reply) = answer_init(&request(26, &arguments(7, all))) else {
+        let Init::Reply { bytes, rings: false } =
+            answer_init(&request(26, &arguments(7, all)), true)
+        else {
             panic!("refused a good INIT");
         };
-        assert_eq!(reply[..4], 80u32.to_ne_bytes());
-        assert_eq!(reply[8..16], 7u64.to_ne_bytes());
-        let unusable = |bytes: &[u8]| assert_eq!(answer_init(bytes), Init::Unusable);
+        assert_eq!(bytes[..4], 80u32.to_ne_bytes());
+        assert_eq!(bytes[8..16], 7u64.to_ne_bytes());
+        let unusable = |bytes: &[u8]| assert_eq!(answer_init(bytes, false), Init::Unusable);
         unusable(&request(26, &arguments(8, all)));
         unusable(&request(26, &arguments(7, all & !FLAG_ASYNC_DIO)));
         unusable(&request(15, &arguments(7, all)));
         unusable(&request(26, &[])[..40]);
+    }
+
+    #[test]
+    fn rings_are_taken_when_wanted_and_offered() {
+        let all = FLAG_ASYNC_READ | FLAG_ASYNC_DIO | FLAG_MAX_PAGES | FLAG_INIT_EXT;
+        let taken = |flags: u64, wanted: bool| {
+            let words = [7, 45, 131_072, flags as u32, (flags >> 32) as u32];
+            let request = request(26, &words.map(u32::to_ne_bytes).concat());
+            let Init::Reply { bytes, rings } = answer_init(&request, wanted) else {
+                panic!("refused a good INIT");
+            };
+            // `flags2` of the reply: 16 bytes of header, and 32 of the payload.
+            let said = u32::from_ne_bytes([bytes[48], bytes[49], bytes[50], bytes[51]]);
+            assert_eq!(u64::from(said) << 32 & FLAG_OVER_IO_URING != 0, rings);
+            rings
+        };
+        assert!(taken(all | FLAG_OVER_IO_URING, true));
+        assert!(!taken(all | FLAG_OVER_IO_URING, false));
+        assert!(!taken(all, true));
+        // Without the extension the upper half is not flags at all.
+        assert!(!taken((all | FLAG_OVER_IO_URING) & !FLAG_INIT_EXT, true));
     }
 }

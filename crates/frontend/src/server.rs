@@ -11,6 +11,8 @@
 //!   a successor first answers what it finds in the slots, the same two ways
 //! ```
 //!
+//! Where the connection has them, requests come over rings instead (`rings.rs`).
+//!
 //! Limits: a request needs a slot ([`SLOT_COUNT`]); a miss needs room for its bytes
 //! ([`ServeOptions::miss_bytes_max`]). Who finds none waits; nothing is refused.
 //!
@@ -20,6 +22,8 @@
 //! - Stopping, or a runtime that goes away, leaves unanswered requests in their slots.
 
 mod control;
+mod queue;
+mod rings;
 mod stop;
 
 use std::{
@@ -57,13 +61,16 @@ pub struct ServeOptions {
     pub threads: usize,
     /// Memory that misses may take at once, in bytes; at least 256 KiB.
     pub miss_bytes_max: usize,
+    /// Serve over io_uring: the connection must have been made for it, and no successor can go on
+    /// from here.
+    pub rings: bool,
 }
 
 impl ServeOptions {
     /// Two threads a CPU, between 2 and 8, and 32 MiB for misses.
     pub fn new(runtime: Handle) -> Self {
         let cpus = thread::available_parallelism().map_or(1, usize::from);
-        Self { runtime, threads: (2 * cpus).clamp(2, 8), miss_bytes_max: 32 << 20 }
+        Self { runtime, threads: (2 * cpus).clamp(2, 8), miss_bytes_max: 32 << 20, rings: false }
     }
 }
 
@@ -96,7 +103,9 @@ pub fn serve<D: BlockDevice>(
         miss_blocks: Semaphore::new(options.miss_bytes_max.max(READ_MAX) / BLOCK_SIZE as usize),
     });
     let mut server = Server { control, threads: Vec::new() };
-    for _ in 0..options.threads.clamp(1, SLOT_COUNT as usize / 2) {
+    // Over rings, one thread is enough for the little that does not come that way.
+    let threads = if options.rings { 1 } else { options.threads };
+    for _ in 0..threads.clamp(1, SLOT_COUNT as usize / 2) {
         let buffer = Pages::zeroed(READ_MAX as u64)
             .ok_or_else(|| failed("no memory for a reader's buffer", rustix::io::Errno::NOMEM))?;
         let worker = worker.clone();
@@ -105,6 +114,9 @@ pub fn serve<D: BlockDevice>(
             .spawn(move || worker.run(buffer))
             .map_err(|e| failed("cannot start a reader thread", e))?;
         server.threads.push(thread);
+    }
+    if options.rings {
+        server.threads.extend(rings::start(&worker)?);
     }
     Ok(server)
 }
@@ -272,28 +284,39 @@ impl<D: BlockDevice> Worker<D> {
     fn read(self: &Arc<Self>, slot: u32, read: BlockRead, buffer: &mut Pages) -> Handled {
         let control = &self.control;
         let bytes = &mut buffer.bytes_mut()[..read.len];
-        let tried = catch_unwind(AssertUnwindSafe(|| self.device.try_read(read.offset, bytes)));
-        let counters = control.slots.counters();
-        match tried {
-            Ok(Ok(TryRead::Served)) => {
-                // Counted before the reply, so that whoever has read sees it counted.
-                counters.hits.add(1);
-                counters.hit_bytes.add(read.len as u64);
-                counters.hit_latency.record(read.begun.elapsed().as_nanos() as u64);
-                counters.replayed.add(u64::from(read.replayed));
-                control.reply(read.unique, bytes);
-            }
-            Ok(Ok(TryRead::Absent)) => {
+        match self.try_now(read, bytes) {
+            Ok(TryRead::Served) => control.reply(read.unique, bytes),
+            Ok(TryRead::Absent) => {
                 self.runtime.spawn(self.clone().miss(control.park(slot, read.unique), read));
                 return Handled::Parked;
             }
-            Ok(Err(error)) => {
-                control.fail(read.unique, error.errno());
-            }
-            Err(_panic) => control.fail(read.unique, libc::EIO),
+            Err(errno) => control.fail(read.unique, errno),
         }
         control.slots.clear(slot);
         Handled::Answered
+    }
+
+    /// Tries to fill `bytes` from what is local. A hit is counted here, before the reply, so that
+    /// whoever has read sees it counted.
+    fn try_now(&self, read: BlockRead, bytes: &mut [u8]) -> Result<TryRead, i32> {
+        let tried = catch_unwind(AssertUnwindSafe(|| self.device.try_read(read.offset, bytes)));
+        let tried = tried.map_err(|_panic| libc::EIO)?.map_err(|error| error.errno())?;
+        if tried == TryRead::Served {
+            let counters = self.control.slots.counters();
+            counters.hits.add(1);
+            counters.hit_bytes.add(read.len as u64);
+            counters.hit_latency.record(read.begun.elapsed().as_nanos() as u64);
+            counters.replayed.add(u64::from(read.replayed));
+        }
+        Ok(tried)
+    }
+
+    fn count_miss(&self, read: BlockRead) {
+        let counters = self.control.slots.counters();
+        counters.misses.add(1);
+        counters.miss_bytes.add(read.len as u64);
+        counters.miss_latency.record(read.begun.elapsed().as_nanos() as u64);
+        counters.replayed.add(u64::from(read.replayed));
     }
 
     /// The task of a read that has to wait. When it is dropped or cancelled, `parked` leaves the
@@ -304,13 +327,9 @@ impl<D: BlockDevice> Worker<D> {
             () = self.control.cancelled() => return,
             result = self.fetch(read) => result,
         };
-        let counters = self.control.slots.counters();
         match result {
             Ok(buffer) => {
-                counters.misses.add(1);
-                counters.miss_bytes.add(read.len as u64);
-                counters.miss_latency.record(read.begun.elapsed().as_nanos() as u64);
-                counters.replayed.add(u64::from(read.replayed));
+                self.count_miss(read);
                 self.control.reply(read.unique, &buffer.bytes()[..read.len]);
             }
             Err(errno) => self.control.fail(read.unique, errno),

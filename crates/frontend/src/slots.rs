@@ -182,6 +182,11 @@ impl Slots {
         self.request_len(slot).store(0, Release);
     }
 
+    /// Drops all requests: their connection is gone. Nobody may serve the slots meanwhile.
+    pub fn forget_requests(&self) {
+        (0..SLOT_COUNT).for_each(|slot| self.clear(slot));
+    }
+
     /// Where the kernel is to write a request: [`REQUEST_LEN`] bytes, valid while `self` lives.
     pub(crate) fn request_pointer(&self, slot: u32) -> *mut u8 {
         // SAFETY: within the mapping, as `slot()` checks.
@@ -259,6 +264,9 @@ mod tests {
         assert_eq!((second.begin_replay(511), second.begin_replay(511)), (0, 1));
         second.clear(511);
         assert_eq!((second.unanswered(), second.begin_replay(511)), (0, 0));
+        put(&second, 3, &80u32.to_ne_bytes());
+        second.forget_requests();
+        assert_eq!((second.unanswered(), second.counters().hits.get()), (0, 3));
     }
 
     #[test]

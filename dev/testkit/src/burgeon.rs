@@ -120,11 +120,17 @@ impl Burgeon {
     /// Mounts `image` at the folder `at`, which is made if missing, with more `options`.
     #[track_caller]
     pub fn mount(&self, image: &str, at: &Path, options: &[&str]) -> Mounted {
+        self.mount_and_listen(image, at, options).0
+    }
+
+    /// The same, with what the command said.
+    #[track_caller]
+    pub fn mount_and_listen(&self, image: &str, at: &Path, options: &[&str]) -> (Mounted, String) {
         std::fs::create_dir_all(at).unwrap_or_else(|error| panic!("{at:?}: {error}"));
         let mut arguments = vec![OsStr::new("mount"), OsStr::new(image), at.as_os_str()];
         arguments.extend(options.iter().map(OsStr::new));
-        self.ok(&arguments);
-        Mounted(at.to_path_buf())
+        let said = self.ok(&arguments);
+        (Mounted(at.to_path_buf()), said)
     }
 
     /// Unmounts by command.

@@ -22,6 +22,7 @@ mod fio;
 mod machine;
 mod net;
 mod pattern;
+mod rings;
 mod rng;
 mod space;
 mod torture;
@@ -38,6 +39,7 @@ pub use machine::{
 };
 pub use net::{Fault, Proxy, S3, Shape, WebServer};
 pub use pattern::{AlignedBlock, Pattern};
+pub use rings::FuseRings;
 pub use rng::Rng;
 pub use space::{Mounted, Space, bind_mount, break_disk};
 pub use torture::{Torture, TortureSize};

@@ -70,6 +70,7 @@ fn describe(mount: &MountStatus) {
         let (done, total) = (bytes(fill.done_bytes), bytes(fill.total_bytes));
         println!("  fill       {}: {done} of {total}{failed}", fill.state);
     }
+    println!("  transport  {}", mount.transport);
     println!("  writes     {}", writes(&mount.writes));
     if let Some(area) = &mount.area {
         println!("  virtual    {}", virtual_area(area));

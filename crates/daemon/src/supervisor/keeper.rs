@@ -7,7 +7,8 @@
 //! ```
 //!
 //! The requests that the dead server held lie in the slots, or with the kernel; the mount's
-//! readers wait, and the next server answers them.
+//! readers wait, and the next server answers them. What came over FUSE's io_uring is lost with
+//! it: those mounts get a new connection (`revive.rs`).
 
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
@@ -68,6 +69,7 @@ impl Supervisor {
             if self.table().stopping {
                 return;
             }
+            self.reconnect_rings();
             pause = match (begun.elapsed() >= HEALTHY, pause) {
                 (true, _) => Duration::ZERO,
                 (false, Duration::ZERO) => PAUSE_MIN,

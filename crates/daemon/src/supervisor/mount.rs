@@ -33,7 +33,7 @@ use crate::{
     protocol::{MountRequest, Mounted},
     spare,
     sprout::Plan,
-    transport::Channel,
+    transport::{Channel, Wanted},
 };
 
 /// How long a server may take to say whether it can serve a mount. It reads a map and opens two
@@ -103,7 +103,8 @@ impl Supervisor {
             spare::take(&self.state, name, &folder.join("seed"));
         }
         let seed = prepared::personalise(&plan.base, plan.seed_fsid, &folder.join("seed"))?;
-        let (channel, note) = Channel::open(request.transport, id, seed.info.data_device_size())?;
+        let wanted = Wanted { transport: request.transport, fast: request.fast };
+        let (channel, note) = Channel::open(wanted, id, seed.info.data_device_size())?;
         plan.notes.extend(note);
         let fuse = channel.kept()?;
         let record = MountRecord {
@@ -142,6 +143,8 @@ impl Supervisor {
             ended: false,
             lost: false,
             stopped: None,
+            revival: None,
+            reviving: false,
             _writes_lock: plan.lock.take(),
         });
         self.await_serving(id)?;
@@ -168,29 +171,26 @@ impl Supervisor {
         let waited = self.changed.wait_timeout_while(self.table(), ATTACH_TIMEOUT, |table| {
             table.mounts.get(&id).is_some_and(|entry| matches!(entry.serving, Serving::Awaited))
         });
-        let mut table = match waited {
+        let table = match waited {
             Ok((table, _)) => table,
             Err(poisoned) => poisoned.into_inner().0,
         };
-        let Some(entry) = table.mounts.get_mut(&id) else {
+        let Some(entry) = table.mounts.get(&id) else {
             return Err(Error::new(
                 ErrorKind::Unavailable,
                 "the mount went away while it was made",
             ));
         };
-        match std::mem::replace(&mut entry.serving, Serving::Yes) {
+        match &entry.serving {
             Serving::Yes => Ok(()),
-            Serving::No(error) => Err(error),
-            Serving::Awaited => {
-                entry.serving = Serving::Awaited;
-                Err(Error::new(
-                    ErrorKind::Unavailable,
-                    format!(
-                        "the serving process does not come up: see {}",
-                        self.state.log_file().display()
-                    ),
-                ))
-            }
+            Serving::No(error) => Err(Error::new(error.kind(), error.to_string())),
+            Serving::Awaited => Err(Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "the serving process does not come up: see {}",
+                    self.state.log_file().display()
+                ),
+            )),
         }
     }
 

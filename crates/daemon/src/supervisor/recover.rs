@@ -23,13 +23,7 @@ use super::{
     table::{Entry, MOUNT_FORMAT, MountRecord, Serving},
 };
 use crate::{
-    chain, files,
-    id::MountId,
-    paths::StateDir,
-    protocol::WritesState,
-    spare,
-    transport::{self, Transport},
-    writes,
+    chain, files, id::MountId, paths::StateDir, protocol::WritesState, spare, transport, writes,
 };
 
 impl Supervisor {
@@ -64,17 +58,14 @@ impl Supervisor {
                 continue;
             }
             match read_record(&self.state, id) {
-                Ok(record) if is_alive(&record) && record.attach.transport != Transport::Fuse => {
+                Ok(record) if is_alive(&record) && record.attach.transport.device().is_some() => {
                     match Slots::create().and_then(|slots| self.entry(record, None, slots)) {
                         Ok(entry) => self.table().add(entry),
                         Err(e) => log!("mount {id} has lost its server for good: {e}"),
                     }
                 }
                 Ok(record) if is_alive(&record) => match self.begin_revival(record) {
-                    Ok(revival) => {
-                        let supervisor = Arc::clone(self);
-                        thread::spawn(move || supervisor.finish_revival(revival));
-                    }
+                    Ok(()) => self.spawn_reviver(id),
                     Err(e) => log!("mount {id} has lost its server for good: {e}"),
                 },
                 Err(e) if e.kind() == ErrorKind::UnsupportedFormat => log!("{e}"),
@@ -119,6 +110,8 @@ impl Supervisor {
             ended: false,
             lost: false,
             stopped: None,
+            revival: None,
+            reviving: false,
             _writes_lock: writes_lock,
         })
     }

@@ -1,5 +1,5 @@
-//! Mounts over FUSE that lost supervisor and server work again without being unmounted. (A ublk
-//! device just waits for its next server.)
+//! Mounts over FUSE that lost supervisor and server, or a server that they were bound to by
+//! io_uring, work again without being unmounted. (A ublk device just waits for its next server.)
 //!
 //! ```text
 //!   btrfs ── loop ── a FUSE file whose connection is dead: EIO
@@ -17,7 +17,7 @@
 
 use std::{
     fs::File,
-    os::fd::AsRawFd,
+    os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
     sync::Arc,
     thread,
@@ -33,9 +33,14 @@ use burgeon_frontend::{
 use super::{
     LOST_INTERVAL, Supervisor,
     recover::is_alive,
-    table::{MountRecord, Serving},
+    table::{Entry, MountRecord, Serving},
 };
-use crate::{id::MountId, protocol::WritesState, system};
+use crate::{
+    id::MountId,
+    protocol::WritesState,
+    system,
+    transport::{self, Transport},
+};
 
 /// The first kernel that may shut a file system down when its device changes over.
 const KERNEL_SHUTS_DOWN: (u32, u32) = (6, 19);
@@ -47,9 +52,8 @@ const LOOP_CHANGE_FD: libc::c_ulong = 0x4c06;
 const FIFREEZE: libc::c_ulong = 0xc004_5877;
 const FITHAW: libc::c_ulong = 0xc004_5878;
 
-/// A mount on its way back.
-pub(super) struct Revival {
-    id: MountId,
+/// How a mount comes back.
+pub(crate) struct Revival {
     record: MountRecord,
     connection: Connection,
 }
@@ -57,26 +61,104 @@ pub(super) struct Revival {
 impl Supervisor {
     /// Takes the mount into the table, and with it the name of its writes: nobody may mount them
     /// a second time meanwhile.
-    pub(super) fn begin_revival(&self, record: MountRecord) -> Result<Revival> {
+    pub(super) fn begin_revival(&self, mut record: MountRecord) -> Result<()> {
         let id = record.attach.id;
-        let connection = Connection::new(&format!("burgeon:{id}"))?;
-        let fuse = connection.device().try_clone_to_owned();
-        let fuse = fuse.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
-        let mut entry = self.entry(record.clone(), Some(fuse), Slots::create()?)?;
-        entry.lost = true;
-        self.table().add(entry);
-        Ok(Revival { id, record, connection })
+        let (connection, fuse, transport) = connect_anew(&record)?;
+        record.attach.transport = transport;
+        let entry = self.entry(record.clone(), Some(fuse), Slots::create()?)?;
+        let revival = Some(Revival { record, connection });
+        self.table().add(Entry { lost: true, reviving: true, revival, ..entry });
+        self.note_transport(id, transport);
+        Ok(())
+    }
+
+    /// A server has died, and with it what the kernel had given it over io_uring. Fails those
+    /// requests at once, and puts their mounts on the way to a new connection. The server must be
+    /// gone; the next one is told of the new connections.
+    pub(super) fn reconnect_rings(self: &Arc<Self>) {
+        let records: Vec<_> =
+            self.table().mounts.values().map(|entry| entry.record.clone()).collect();
+        for record in records {
+            let Transport::Rings { connection } = record.attach.transport else { continue };
+            let id = record.attach.id;
+            if let Err(e) = Connection::abort(connection) {
+                log!("the readers of mount {id} may hang: {e}");
+            }
+            if let Err(e) = self.reconnect(record) {
+                log!("mount {id} has lost its server for good: {e}");
+                if let Some(entry) = self.table().mounts.get_mut(&id) {
+                    entry.serving = Serving::No(e);
+                }
+            }
+        }
+    }
+
+    fn reconnect(self: &Arc<Self>, record: MountRecord) -> Result<()> {
+        let id = record.attach.id;
+        let (connection, fuse, transport) = connect_anew(&record)?;
+        let begin = {
+            let mut table = self.table();
+            let Some(entry) = table.mounts.get_mut(&id) else { return Ok(()) };
+            if !entry.handed_out {
+                // Its maker sees the failure and clears up.
+                return Ok(());
+            }
+            // They belong to the old connection, whose numbers mean others on the new one.
+            entry.slots.forget_requests();
+            entry.fuse = Some(fuse);
+            entry.record.attach.transport = transport;
+            (entry.serving, entry.lost) = (Serving::Awaited, true);
+            entry.revival = Some(Revival { record: entry.record.clone(), connection });
+            let begin = !std::mem::replace(&mut entry.reviving, true);
+            table.tell(id);
+            begin
+        };
+        self.note_transport(id, transport);
+        if begin {
+            self.spawn_reviver(id);
+        }
+        Ok(())
+    }
+
+    fn note_transport(&self, id: MountId, transport: Transport) {
+        // On a full disk it cannot be; serving the mount again is worth more.
+        if let Err(e) = self.update(id, |record| record.attach.transport = transport) {
+            log!("it cannot be written down how mount {id} is served: {e}");
+        }
+    }
+
+    /// Looks after the mount's revivals: there may be a next one before one is done.
+    pub(super) fn spawn_reviver(self: &Arc<Self>, id: MountId) {
+        let supervisor = Arc::clone(self);
+        thread::spawn(move || {
+            while let Some(revival) = supervisor.next_revival(id) {
+                supervisor.finish_revival(id, revival);
+            }
+        });
+    }
+
+    /// The mount's next revival; `None`, and its reviver is to end, if there is none.
+    fn next_revival(&self, id: MountId) -> Option<Revival> {
+        let mut table = self.table();
+        let entry = table.mounts.get_mut(&id)?;
+        let next = entry.revival.take();
+        entry.reviving = next.is_some();
+        next
     }
 
     /// Puts the new FUSE file below the mount's loop device. If that fails, the mount stays as
     /// it is, and is cleared up after once it is unmounted.
-    pub(super) fn finish_revival(self: &Arc<Self>, revival: Revival) {
-        let Revival { id, record, connection } = revival;
+    fn finish_revival(&self, id: MountId, revival: Revival) {
+        let Revival { record, connection } = revival;
         let revived = self.await_serving(id).and_then(|()| {
             let file = connection.open_file()?;
             self.change_over(&record, &file)
         });
         if let Some(entry) = self.table().mounts.get_mut(&id) {
+            // Its server has died, too: what became of this one does not matter.
+            if entry.revival.is_some() {
+                return;
+            }
             match revived {
                 Ok(()) => {
                     log!("mount {id} is served again");
@@ -93,6 +175,9 @@ impl Supervisor {
         self.thaw(&record);
         while is_alive(&record) {
             thread::sleep(LOST_INTERVAL);
+            if self.table().mounts.get(&id).is_some_and(|entry| entry.revival.is_some()) {
+                return;
+            }
         }
         if let Some(entry) = self.table().mounts.get_mut(&id) {
             entry.lost = false;
@@ -139,6 +224,16 @@ impl Supervisor {
             log!("it cannot be written down whether mount {id} is frozen: {e}");
         }
     }
+}
+
+/// A new connection for the mount, of the kind it had, as far as the kernel still allows it: its
+/// ends, and what it is.
+fn connect_anew(record: &MountRecord) -> Result<(Connection, OwnedFd, Transport)> {
+    let rings = matches!(record.attach.transport, Transport::Rings { .. });
+    let (connection, transport) = transport::connect(record.attach.id, rings)?;
+    let fuse = connection.device().try_clone_to_owned();
+    let fuse = fuse.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
+    Ok((connection, fuse, transport))
 }
 
 fn refuse_shutdown() -> Result<()> {

@@ -14,6 +14,7 @@ use burgeon_block::Error;
 use burgeon_frontend::Slots;
 use serde::{Deserialize, Serialize};
 
+use super::revive::Revival;
 use crate::{
     files::Lock,
     id::{Fsid, MountId},
@@ -90,6 +91,10 @@ pub(crate) struct Entry {
     pub(crate) lost: bool,
     /// When its ublk device was stopped, after its last user.
     pub(crate) stopped: Option<Instant>,
+    /// A connection that is to take the place of the dead one.
+    pub(crate) revival: Option<Revival>,
+    /// A thread looks after `revival`.
+    pub(crate) reviving: bool,
     /// Held while named writes are mounted.
     pub(crate) _writes_lock: Option<Lock>,
 }
@@ -134,7 +139,7 @@ impl Table {
         }
     }
 
-    /// Tells the server of a mount, also of one that it serves.
+    /// Tells the server of a mount, again if need be.
     pub(crate) fn tell(&mut self, id: MountId) {
         let (Some(link), Some(entry)) = (&self.link, self.mounts.get_mut(&id)) else { return };
         entry.serving = Serving::Awaited;

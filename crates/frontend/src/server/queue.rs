@@ -1,0 +1,260 @@
+//! One queue of FUSE-over-io_uring: its memory, its ring, and the two commands it takes.
+//!
+//! ```text
+//!   entry n:  ┌ 4 KiB: header ────────────────────────────────────┐┌ READ_MAX: payload ┐
+//!             │ in/out 128 │ arguments 128 │ commit id, length 32 ││ bytes of a read   │
+//!             └───────────────────────────────────────────────────┘└───────────────────┘
+//!
+//!   REGISTER ──► with the kernel ──completion──► with its owner ──COMMIT_AND_FETCH──► with the kernel
+//! ```
+//!
+//! Layouts are those of `linux/fuse.h` (`fuse_uring_req_header`, `fuse_uring_cmd_req`), 7.42.
+//!
+//! Invariant: an entry's memory is touched by the kernel, or by the one owner of its [`Entry`].
+
+use std::{
+    io,
+    ops::Range,
+    os::fd::{AsRawFd, BorrowedFd},
+    ptr::{self, NonNull},
+    sync::Arc,
+};
+
+use io_uring::{IoUring, cqueue, opcode, squeue::Entry128, types::Fixed};
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+use crate::fuse::{READ_MAX, RING_REQUEST_LEN};
+
+const REGISTER: u32 = 1;
+const COMMIT_AND_FETCH: u32 = 2;
+
+const HEADER_LEN: usize = 288;
+const ARGUMENTS_OFFSET: usize = 128;
+const COMMIT_ID_OFFSET: usize = 256 + 8;
+const PAYLOAD_LEN_OFFSET: usize = 256 + 16;
+
+const PAYLOAD_OFFSET: usize = 4096;
+const ENTRY_LEN: usize = PAYLOAD_OFFSET + READ_MAX;
+
+/// What a submission that is no entry's says of itself.
+const WAKE: u64 = u64::MAX;
+
+/// The memory of a queue's entries. Pages that no request has touched take no memory.
+struct Memory {
+    map: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to this value alone; its parts are reached through `Entry`s, and of
+// each there is one.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn new(entries: u32) -> io::Result<Self> {
+        let len = entries as usize * ENTRY_LEN;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let map = unsafe {
+            mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)?
+        };
+        let map = NonNull::new(map.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { map, len })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new` with this length; entries and the ring hold an `Arc` of it.
+        let _ = unsafe { munmap(self.map.as_ptr().cast(), self.len) };
+    }
+}
+
+/// An entry that the kernel has handed out: a request, and room for its answer.
+pub(super) struct Entry {
+    memory: Arc<Memory>,
+    index: u32,
+}
+
+impl Entry {
+    fn part(&self, range: Range<usize>) -> NonNull<u8> {
+        assert!(range.end <= ENTRY_LEN);
+        // SAFETY: within the mapping: indexes come from completions that `Queue` has checked.
+        unsafe { self.memory.map.add(self.index as usize * ENTRY_LEN + range.start) }
+    }
+
+    fn get<const N: usize>(&self, offset: usize) -> [u8; N] {
+        // SAFETY: within the entry; bytes are valid whatever they hold, and only this owner and
+        // nobody else accesses them now.
+        unsafe { self.part(offset..offset + N).cast::<[u8; N]>().read_unaligned() }
+    }
+
+    fn put<const N: usize>(&mut self, offset: usize, bytes: [u8; N]) {
+        // SAFETY: as in `get`.
+        unsafe { self.part(offset..offset + N).cast::<[u8; N]>().write_unaligned(bytes) }
+    }
+
+    /// The request, as `/dev/fuse` would have given its first bytes.
+    pub(super) fn request(&self) -> [u8; RING_REQUEST_LEN] {
+        let mut request = [0; RING_REQUEST_LEN];
+        let (header, arguments) = request.split_at_mut(40);
+        header.copy_from_slice(&self.get::<40>(0));
+        arguments.copy_from_slice(&self.get::<{ RING_REQUEST_LEN - 40 }>(ARGUMENTS_OFFSET));
+        request
+    }
+
+    /// Where the answer's bytes go: [`READ_MAX`] of them, aligned to 4 KiB.
+    pub(super) fn payload(&mut self) -> &mut [u8] {
+        let start = self.part(PAYLOAD_OFFSET..ENTRY_LEN);
+        // SAFETY: within the mapping and initialised (zeros at first); nobody else accesses it
+        // while this entry is borrowed.
+        unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), READ_MAX) }
+    }
+
+    /// Puts the answer's header, and the length of the payload that belongs to it, in place.
+    pub(super) fn answer(&mut self, header: [u8; 16], payload_len: usize) {
+        self.put(0, header);
+        self.put(PAYLOAD_LEN_OFFSET, (payload_len as u32).to_ne_bytes());
+    }
+}
+
+/// What a queue has to say.
+pub(super) enum Event {
+    /// A request.
+    Request(Entry),
+    /// An entry is lost: the connection has ended, or the kernel did not like the commit.
+    Lost,
+    /// [`Queue::await_wake`] has come true.
+    Woken,
+}
+
+/// One CPU's ring. It belongs to the thread that made it.
+pub(super) struct Queue {
+    ring: IoUring<Entry128, cqueue::Entry>,
+    memory: Arc<Memory>,
+    id: u16,
+    entries: u32,
+}
+
+impl Queue {
+    /// Registers `entries` entries as the queue `id`. When the last of all possible CPUs has
+    /// registered its own, the kernel begins to send requests.
+    pub(super) fn new(fuse: BorrowedFd<'_>, id: u16, entries: u32) -> io::Result<Self> {
+        // Every entry can be with the kernel at once, and the wake-up beside them.
+        let ring = IoUring::builder()
+            .setup_single_issuer()
+            .setup_coop_taskrun()
+            .setup_defer_taskrun()
+            .build((entries + 1).next_power_of_two())?;
+        ring.submitter().register_files(&[fuse.as_raw_fd()])?;
+        let mut queue = Self { ring, memory: Arc::new(Memory::new(entries)?), id, entries };
+        let parts: Vec<_> = (0..entries).map(|index| queue.parts(index)).collect();
+        for (index, parts) in (0..).zip(&parts) {
+            queue.push(queue.register(index, parts))?;
+        }
+        // The kernel reads `parts` in this call.
+        queue.ring.submit()?;
+        // What could not be registered has completed already, with the reason.
+        let refusal = queue.ring.completion().next();
+        match refusal {
+            Some(refusal) => Err(io::Error::from_raw_os_error(-refusal.result())),
+            None => Ok(queue),
+        }
+    }
+
+    /// Sends what is committed, and waits until there is an event. An interrupt is an error.
+    pub(super) fn wait(&mut self) -> io::Result<()> {
+        self.ring.submit_and_wait(1).map(|_| ())
+    }
+
+    /// The next event, if there is one.
+    pub(super) fn next(&mut self) -> Option<Event> {
+        let completion = self.ring.completion().next()?;
+        Some(match (completion.user_data(), completion.result()) {
+            (WAKE, _) => Event::Woken,
+            (index, 0) if index < u64::from(self.entries) => {
+                Event::Request(Entry { memory: Arc::clone(&self.memory), index: index as u32 })
+            }
+            _ => Event::Lost,
+        })
+    }
+
+    /// Gives an answered entry back to the kernel, with the next [`Queue::wait`].
+    pub(super) fn commit(&mut self, entry: Entry) -> io::Result<()> {
+        let command = self.command(entry.get(COMMIT_ID_OFFSET));
+        let command = opcode::UringCmd80::new(Fixed(0), COMMIT_AND_FETCH).cmd(command).build();
+        self.push(command.user_data(u64::from(entry.index)))
+    }
+
+    /// Asks for one [`Event::Woken`] when the eventfd `event` has been written to.
+    pub(super) fn await_wake(&mut self, event: BorrowedFd<'_>) -> io::Result<()> {
+        let poll =
+            opcode::PollAdd::new(io_uring::types::Fd(event.as_raw_fd()), libc::POLLIN as u32);
+        self.push(poll.build().user_data(WAKE).into())
+    }
+
+    fn push(&mut self, entry: Entry128) -> io::Result<()> {
+        // SAFETY: what the entries point at (entry memory, an eventfd) lives as long as the ring;
+        // the parts of a registration live until it is submitted.
+        let pushed = unsafe { self.ring.submission().push(&entry) };
+        // There is room for every entry at once.
+        pushed.map_err(|_| io::ErrorKind::OutOfMemory.into())
+    }
+
+    fn parts(&self, index: u32) -> [libc::iovec; 2] {
+        let entry = Entry { memory: Arc::clone(&self.memory), index };
+        let part = |start, len| libc::iovec {
+            iov_base: entry.part(start..start + len).as_ptr().cast(),
+            iov_len: len,
+        };
+        [part(0, HEADER_LEN), part(PAYLOAD_OFFSET, READ_MAX)]
+    }
+
+    fn register(&self, index: u32, parts: &[libc::iovec; 2]) -> Entry128 {
+        let command = opcode::UringCmd80::new(Fixed(0), REGISTER)
+            .cmd(self.command([0; 8]))
+            .addr(Some(parts.as_ptr() as u64))
+            .build()
+            .user_data(u64::from(index));
+        // SAFETY: an `Entry128` is a `struct io_uring_sqe` of 128 plain bytes.
+        let mut bytes: [u8; 128] = unsafe { std::mem::transmute(command) };
+        // `sqe.len`, the number of parts, which the builder has no word for.
+        bytes[24..28].copy_from_slice(&(parts.len() as u32).to_ne_bytes());
+        // SAFETY: as above.
+        unsafe { std::mem::transmute(bytes) }
+    }
+
+    /// `struct fuse_uring_cmd_req`: flags, the commit's id, the queue's id.
+    fn command(&self, commit_id: [u8; 8]) -> [u8; 80] {
+        let mut command = [0; 80];
+        command[8..16].copy_from_slice(&commit_id);
+        command[16..18].copy_from_slice(&self.id.to_ne_bytes());
+        command
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{COMMIT_ID_OFFSET, Entry, Memory, PAYLOAD_LEN_OFFSET};
+    use crate::fuse::READ_MAX;
+
+    #[test]
+    fn entries_lie_apart_and_have_the_kernels_layout() {
+        let memory = std::sync::Arc::new(Memory::new(2).unwrap());
+        let mut entries = [0, 1].map(|index| Entry { memory: memory.clone(), index });
+        entries[1].put(COMMIT_ID_OFFSET, 77u64.to_ne_bytes());
+        entries[1].put(0, [1; 40]);
+        entries[1].put(128, [2; 40]);
+        entries[0].payload().fill(9);
+        assert_eq!(entries[1].request()[..40], [1; 40]);
+        assert_eq!(entries[1].request()[40..], [2; 40]);
+        assert_eq!(entries[1].payload().len(), READ_MAX);
+        assert_eq!(entries[1].payload().as_ptr() as usize % 4096, 0);
+        assert!(entries[1].payload().iter().all(|byte| *byte == 0));
+        entries[1].answer([3; 16], 4096);
+        assert_eq!(entries[1].get::<16>(0), [3; 16]);
+        assert_eq!(entries[1].get(PAYLOAD_LEN_OFFSET), 4096u32.to_ne_bytes());
+        assert_eq!(entries[1].get(COMMIT_ID_OFFSET), 77u64.to_ne_bytes());
+    }
+}
