@@ -1,41 +1,29 @@
 //! kill -9 of the process that serves a ublk device costs no I/O error and no wrong byte: the
 //! driver keeps its requests, those in flight among them, for whoever serves the device next.
 //! Needs root and `ublk_drv`, so the lab runs it on Linux 6.12.
-//!
-//! `BURGEON_SEED=n` repeats one run.
 
 #![allow(clippy::unwrap_used)]
 
 mod common;
+mod victims;
 
 use std::{
-    fs::File,
-    os::{
-        fd::{AsRawFd, FromRawFd, OwnedFd},
-        unix::{fs::FileExt, process::CommandExt},
-    },
     path::PathBuf,
-    process::{Child, Command},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
-    },
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Pages, Result, TryRead};
 use burgeon_frontend::{
     End, ServeOptions, Slots,
     ublk::{self, Control},
 };
-use common::{block_ok, fill, open_direct, runtime};
+use common::{open_direct, runtime};
+use victims::{Misses, SIZE, Server, Victim, inherited, kill_under_load, read_ok, wait_for};
 
-const SIZE: u64 = 1 << 40;
 const SLOTS_FD: i32 = 101;
-/// As many as the device takes requests: 2 queues of 64, in the lab.
+/// More than the device takes requests: 2 queues of 64, in the lab.
 const WAITING: u64 = 160;
-const READERS: u64 = 8;
 const KILLS: u32 = 25;
 
 fn main() {
@@ -44,11 +32,7 @@ fn main() {
         Some("serve-never") => child(Misses::Never, &arguments[2]),
         Some("serve") => child(Misses::Soon, &arguments[2]),
         _ => {
-            let seed = match std::env::var("BURGEON_SEED") {
-                Ok(seed) => seed.parse().unwrap(),
-                Err(_) => 0x5eed,
-            };
-            println!("BURGEON_SEED={seed}");
+            let seed = victims::seed();
             with_every_tag_in_the_dead_servers_hands();
             println!("test with_every_tag_in_the_dead_servers_hands ... ok");
             killed_again_and_again_under_load(seed);
@@ -58,53 +42,10 @@ fn main() {
     }
 }
 
-/// What the victim does with a miss.
-#[derive(Clone, Copy)]
-enum Misses {
-    /// Waits for ever.
-    Never,
-    /// Answers after up to 8 ms.
-    Soon,
-}
-
-struct Victim {
-    misses: Misses,
-    slots: Arc<Slots>,
-}
-
-impl BlockDevice for Victim {
-    fn size(&self) -> u64 {
-        SIZE
-    }
-
-    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<TryRead> {
-        // The first blocks are read when the device is started.
-        let waits = matches!(self.misses, Misses::Never) && offset >= 1 << 20;
-        if waits || random(offset).is_multiple_of(3) {
-            return Ok(TryRead::Absent);
-        }
-        fill(offset, buf);
-        Ok(TryRead::Served)
-    }
-
-    async fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        if matches!(self.misses, Misses::Never) && offset >= 1 << 20 {
-            // Where the other process sees it.
-            self.slots.counters().fetches.add(1);
-            std::future::pending().await
-        }
-        tokio::time::sleep(Duration::from_millis(random(offset) >> 8 & 7)).await;
-        fill(offset, buf);
-        Ok(())
-    }
-}
-
 /// The life of the process that is killed.
 fn child(misses: Misses, number: &str) {
-    // SAFETY: `Supervisor::start` put the descriptor there, and nobody else uses it.
-    let slots = unsafe { OwnedFd::from_raw_fd(SLOTS_FD) };
     let runtime = runtime();
-    let slots = Arc::new(Slots::from_fd(slots).unwrap());
+    let slots = Arc::new(Slots::from_fd(inherited(SLOTS_FD)).unwrap());
     let options = ServeOptions::new(runtime.handle().clone());
     let victim = Arc::new(Victim { misses, slots: slots.clone() });
     let server = ublk::serve(number.parse().unwrap(), slots.clone(), victim, &options).unwrap();
@@ -128,25 +69,14 @@ impl Supervisor {
     fn start(&self, mode: &str) -> Server {
         let ready = &self.slots.counters().source_errors;
         let before = ready.get();
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        let slots = self.slots.fd().as_raw_fd();
-        // SAFETY: between fork and exec only these async-signal-safe calls are made.
-        unsafe {
-            command.arg(mode).arg(self.number.to_string()).pre_exec(move || {
-                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-                match libc::dup2(slots, SLOTS_FD) {
-                    SLOTS_FD => Ok(()),
-                    _ => Err(std::io::Error::last_os_error()),
-                }
-            });
-        }
-        let server = Server(command.spawn().unwrap());
+        let server =
+            Server::start(&[mode, &self.number.to_string()], [(self.slots.fd(), SLOTS_FD)]);
         wait_for(|| ready.get() > before, "the server to be ready");
         server
     }
 
     fn make_visible(&self, server: &Server) -> PathBuf {
-        Control::open().unwrap().start(self.number, server.0.id()).unwrap()
+        Control::open().unwrap().start(self.number, server.id()).unwrap()
     }
 }
 
@@ -154,24 +84,6 @@ impl Drop for Supervisor {
     fn drop(&mut self) {
         Control::open().unwrap().remove(self.number).unwrap();
         assert!(!ublk::numbers().contains(&self.number));
-    }
-}
-
-/// A serving process; killed at the latest on drop.
-struct Server(Child);
-
-impl Server {
-    /// SIGKILL, and waits until it is gone.
-    fn kill(&mut self) {
-        self.0.kill().unwrap();
-        self.0.wait().unwrap();
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 
@@ -205,77 +117,11 @@ fn with_every_tag_in_the_dead_servers_hands() {
 
 fn killed_again_and_again_under_load(seed: u64) {
     let supervisor = Supervisor::new();
-    let mut server = supervisor.start("serve");
+    let server = supervisor.start("serve");
     let path = supervisor.make_visible(&server);
-    let (stop, reads) = (AtomicBool::new(false), AtomicU64::new(0));
-    let mut slowest = Duration::ZERO;
-    thread::scope(|scope| {
-        for reader in 0..READERS {
-            let (device, stop, reads) = (open_direct(&path).unwrap(), &stop, &reads);
-            scope.spawn(move || {
-                let mut state = random(seed ^ reader << 32);
-                while !stop.load(Relaxed) {
-                    state = random(state);
-                    // Mostly single blocks, some reads that the kernel has to cut.
-                    let count = if state.is_multiple_of(16) { 96 } else { 1 + state % 4 };
-                    read_ok(&device, state >> 8 & 0xff_ffff, count as usize);
-                    reads.fetch_add(1, Relaxed);
-                }
-            });
-        }
-        // A failed assertion below must not leave the others reading for ever.
-        let _stop = StopOnDrop(&stop);
-        let mut state = random(seed);
-        for kill in 0..KILLS {
-            state = random(state);
-            // By progress, not by time: each server is killed in its work, on slow machines, too.
-            let goal = reads.load(Relaxed) + state % 64;
-            wait_for(|| reads.load(Relaxed) >= goal, "reads");
-            let begun = Instant::now();
-            server.kill();
-            assert_eq!(supervisor.slots.counters().failed_reads.get(), 0, "kill {kill}");
-            server = supervisor.start("serve");
-            slowest = slowest.max(begun.elapsed());
-        }
-        // The last server must be seen to serve.
-        let goal = reads.load(Relaxed) + 2 * READERS;
-        wait_for(|| reads.load(Relaxed) >= goal, "reads");
-    });
-    println!("{KILLS} kills, {} reads, slowest change {slowest:?}", reads.load(Relaxed));
+    let start = || supervisor.start("serve");
+    let server = kill_under_load(&path, &supervisor.slots, seed, KILLS, start, server);
     // The device ends, and so does its server, in good order.
     Control::open().unwrap().stop(supervisor.number).unwrap();
-    assert!(server.0.wait().unwrap().success());
-}
-
-fn wait_for(condition: impl Fn() -> bool, what: &str) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !condition() {
-        assert!(Instant::now() < deadline, "waited for {what} in vain");
-        thread::sleep(Duration::from_micros(50));
-    }
-}
-
-struct StopOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for StopOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Relaxed);
-    }
-}
-
-/// Reads `count` blocks from block `first` on and checks every byte.
-fn read_ok(file: &File, first: u64, count: usize) {
-    let mut buffer = Pages::zeroed(count as u64 * BLOCK_SIZE).unwrap();
-    file.read_exact_at(buffer.bytes_mut(), first * BLOCK_SIZE).unwrap();
-    for (block, bytes) in (first..).zip(buffer.bytes().chunks_exact(BLOCK_SIZE as usize)) {
-        assert!(block_ok(bytes, block), "block {block} has wrong bytes");
-    }
-}
-
-/// SplitMix64.
-fn random(state: u64) -> u64 {
-    let mut z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ z >> 31
+    server.await_end();
 }
