@@ -24,12 +24,11 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, ByteRange};
 use burgeon_btrfs::{Options, SUBVOLUME, VIRTUAL_FILE};
 use burgeon_frontend::{
-    Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots,
+    LoopDevice, LoopOptions, Slots,
     btrfs_mount::{Access, Btrfs, attach, forget},
     reflink::{clone_blocks, make_nodatasum},
-    serve,
 };
-use common::{Watchdog, block_ok, runtime};
+use common::{Lazy, block_ok, runtime};
 use seed::{LazyData, Seed};
 use tempfile::TempDir;
 
@@ -46,11 +45,9 @@ struct Rig {
     seed: Seed,
     limit: Arc<AtomicU64>,
     slots: Arc<Slots>,
-    server: Option<Server>,
     metadata: LoopDevice,
-    data: LoopDevice,
+    data: Lazy,
     sprout: LoopDevice,
-    _watchdog: Watchdog,
     _runtime: tokio::runtime::Runtime,
     folder: TempDir,
 }
@@ -74,19 +71,13 @@ impl Rig {
     fn serve(seed: Seed, folder: TempDir) -> Self {
         let runtime = runtime();
         let slots = Arc::new(Slots::create().unwrap());
-        let connection = Connection::new("burgeon-test").unwrap();
-        let watchdog = Watchdog::new(&connection);
-        let fuse = connection.device().try_clone_to_owned().unwrap();
         let device = LazyData::of(&seed);
         let limit = device.limit();
-        let options = ServeOptions::new(runtime.handle().clone());
-        let server = Some(serve(fuse, slots.clone(), Arc::new(device), &options).unwrap());
-        let data = attach_loop(&connection.open_file().unwrap(), true);
+        let data = Lazy::serve(device, &slots, &runtime);
         let metadata = attach_loop(&File::open(folder.path().join("metadata")).unwrap(), true);
         let sprout = File::options().read(true).write(true).open(folder.path().join("sprout"));
         let sprout = attach_loop(&sprout.unwrap(), false);
-        let (_watchdog, _runtime) = (watchdog, runtime);
-        Self { seed, limit, slots, server, metadata, data, sprout, _watchdog, _runtime, folder }
+        Self { seed, limit, slots, metadata, data, sprout, _runtime: runtime, folder }
     }
 
     fn mnt(&self) -> PathBuf {
@@ -136,17 +127,17 @@ impl Rig {
 
     fn unmount(&self) {
         rustix::mount::unmount(self.mnt(), rustix::mount::UnmountFlags::empty()).unwrap();
-        for device in [&self.sprout, &self.metadata, &self.data] {
-            forget(device.path()).unwrap();
+        for device in [self.sprout.path(), self.metadata.path(), self.data.path()] {
+            forget(device).unwrap();
         }
     }
 
     /// As after a reboot: other devices, another server, the same files.
     fn remount(self) -> Self {
         self.unmount();
-        let Self { seed, folder, metadata, data, sprout, server, slots, .. } = self;
-        [sprout, metadata, data].into_iter().for_each(|device| device.detach(GONE_MAX).unwrap());
-        assert_eq!(server.unwrap().stop(Duration::ZERO), 0);
+        let Self { seed, folder, metadata, data, sprout, slots, .. } = self;
+        [sprout, metadata].into_iter().for_each(|device| device.detach(GONE_MAX).unwrap());
+        data.end(GONE_MAX);
         assert_eq!(slots.counters().failed_reads.get(), 0);
         let rig = Self::serve(seed, folder);
         let devices = [rig.metadata.path(), rig.data.path()];

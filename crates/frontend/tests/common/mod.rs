@@ -5,8 +5,9 @@ use std::{
     fs::{File, OpenOptions},
     io,
     os::unix::fs::OpenOptionsExt,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
+        Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
         mpsc::RecvTimeoutError,
     },
@@ -14,7 +15,10 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Result, TryRead};
-use burgeon_frontend::Connection;
+use burgeon_frontend::{
+    Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots, serve,
+    ublk::{self, Control},
+};
 use tokio::{runtime::Runtime, sync::watch};
 
 /// Each 8 bytes of a block hold the block's number, spread over the bits.
@@ -144,4 +148,64 @@ impl Watchdog {
 
 pub(crate) fn open_direct(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)
+}
+
+/// A block device as mounts have it: over ublk where the kernel has that, else a loop device on a
+/// FUSE file. The lab's newer kernel has it.
+pub(crate) enum Lazy {
+    // Dropped in this order: the server, then its device.
+    Ublk { path: PathBuf, _server: ublk::Server, _device: Removed },
+    Fuse { device: LoopDevice, server: Server, _watchdog: Watchdog },
+}
+
+impl Lazy {
+    const OWNER: u64 = 0x7465_7374_0000_0001;
+
+    pub(crate) fn serve<D: BlockDevice>(device: D, slots: &Arc<Slots>, runtime: &Runtime) -> Self {
+        let options = ServeOptions::new(runtime.handle().clone());
+        let (size, device) = (device.size(), Arc::new(device));
+        let in_lab = std::env::var("LAB_KERNEL").is_ok_and(|kernel| kernel != "6.1");
+        if in_lab || Path::new("/dev/ublk-control").exists() {
+            let mut control = Control::open().unwrap();
+            let number = control.add(size, Self::OWNER).unwrap().number;
+            let server = ublk::serve(number, slots.clone(), device, &options).unwrap();
+            let path = control.start(number, std::process::id()).unwrap();
+            return Self::Ublk { path, _server: server, _device: Removed(number) };
+        }
+        let connection = Connection::new("burgeon-test").unwrap();
+        let watchdog = Watchdog::new(&connection);
+        let fuse = connection.device().try_clone_to_owned().unwrap();
+        let server = serve(fuse, slots.clone(), device, &options).unwrap();
+        let file = connection.open_file().unwrap();
+        let options = LoopOptions { name: "burgeon-test/lazy", read_only: true, discard: false };
+        let device = LoopDevice::attach(file, options).unwrap();
+        Self::Fuse { device, server, _watchdog: watchdog }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        match self {
+            Self::Ublk { path, .. } => path,
+            Self::Fuse { device, .. } => device.path(),
+        }
+    }
+
+    /// Ends it after its last user; waits, at most `limit`, for that.
+    pub(crate) fn end(self, limit: Duration) {
+        match self {
+            Self::Ublk { .. } => {}
+            Self::Fuse { device, server, .. } => {
+                device.detach(limit).unwrap();
+                assert_eq!(server.stop(Duration::ZERO), 0);
+            }
+        }
+    }
+}
+
+/// A ublk device that is removed when this is dropped.
+pub(crate) struct Removed(u32);
+
+impl Drop for Removed {
+    fn drop(&mut self) {
+        Control::open().unwrap().remove(self.0).unwrap();
+    }
 }
