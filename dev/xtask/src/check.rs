@@ -1,9 +1,9 @@
 //! Everything that has to hold, one step after another, with one line at the end.
 //!
 //! ```text
-//!   fmt ─► clippy ─► cargo test ─► older kernels ─► cargo deny ─► fuzzers ─► nothing left behind
-//!                        │               │                                         │
-//!                        └───────────────┴─ "test result" lines, added up ─────────┴─► "N passed, N failed"
+//!   fmt ─► clippy ─► cargo test ─► budget ─► older kernels ─► cargo deny ─► fuzzers ─► nothing left behind
+//!                        │                          │                                         │
+//!                        └──────────────────────────┴─ "test result" lines, added up ─────────┴─► "N passed, N failed"
 //! ```
 //!
 //! A failed step does not stop the ones after it. A step whose tool is not installed is named as
@@ -19,7 +19,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::lab;
+use crate::{budget, lab};
 
 /// How long each fuzz target runs in a bounded run, in seconds, unless asked otherwise.
 const FUZZ_SECONDS: u32 = 30;
@@ -55,6 +55,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
     let lints = ["clippy", "--workspace", "--all-targets", "--locked", "--", "--deny=warnings"];
     steps.run("lints", cargo(&lints));
     steps.tests(&options.arguments)?;
+    steps.budget();
     steps.lab(options.no_lab)?;
     steps.licences();
     steps.fuzz(options.fuzz_seconds)?;
@@ -99,6 +100,17 @@ impl Steps<'_> {
             command.env(runner, "sudo --preserve-env");
         }
         self.tally("tests", command)
+    }
+
+    /// What a hit may cost.
+    fn budget(&mut self) {
+        let mut need = Command::new(self.root.join("dev/need"));
+        need.args(budget::NEEDS);
+        self.run("what counting needs", need);
+        let program = std::env::current_exe().unwrap_or_else(|_| "xtask".into());
+        let mut count = Command::new(program);
+        count.arg("budget");
+        self.run("instructions of a hit", count);
     }
 
     /// The kernel tests on each older kernel.

@@ -7,7 +7,9 @@ use std::{
     process::Command,
 };
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+
+use crate::built;
 
 /// The kernels that Burgeon promises to run on, besides the one the tests run on.
 const KERNELS: [&str; 2] = ["6.1", "6.12"];
@@ -83,23 +85,8 @@ fn build(
     for (_, name) in programs {
         command.args(["--test", name]);
     }
-    let output = command.current_dir(root).output().context("cannot run cargo test --no-run")?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let messages: Vec<serde_json::Value> =
-        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let find = |&(package, name): &(&str, &str)| {
-        let made = messages.iter().find(|message| {
-            let id = message["package_id"].as_str().unwrap_or_default();
-            let of_ours = id.contains(&format!("#{package}@"));
-            of_ours && message["target"]["name"] == name && message["executable"].is_string()
-        });
-        let path = made.and_then(|message| message["executable"].as_str()).map(PathBuf::from);
-        path.with_context(|| {
-            let errors = String::from_utf8_lossy(&output.stderr);
-            format!("cargo made no test program {name} of {package}: {errors}")
-        })
-    };
-    programs.iter().map(find).collect()
+    command.current_dir(root);
+    built::executables(command, programs)
 }
 
 /// The command that runs all `programs` on `kernel`, one after another.

@@ -1,8 +1,10 @@
 //! The project's own tools: `cargo xtask tidy` holds the house rules,
 //! `cargo xtask test` runs everything that has to hold, `cargo xtask bench` prints the figures that
-//! the documents quote.
+//! the documents quote; `cargo xtask budget` counts what a hit costs.
 
 mod bench;
+mod budget;
+mod built;
 mod check;
 mod lab;
 mod tidy;
@@ -24,6 +26,8 @@ enum Command {
     Tidy,
     /// Measure Burgeon beside its peers and print a table of ratios, aims and verdicts.
     Bench(bench::Options),
+    /// Count the instructions of a hit and hold them against the budget.
+    Budget(budget::Options),
     /// Run everything that has to hold; ends with `N passed, N failed`.
     Test(check::Options),
 }
@@ -32,6 +36,7 @@ fn main() -> anyhow::Result<()> {
     match Arguments::parse().command {
         Command::Tidy => tidy::run(&root()),
         Command::Bench(options) => bench::run(&root(), &options),
+        Command::Budget(options) => budget::run(&root(), &options),
         Command::Test(options) => check::run(&root(), &options),
     }
 }

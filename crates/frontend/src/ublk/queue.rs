@@ -326,3 +326,6 @@ pub(super) fn pin(mask: &[u8]) {
     }
     let _ = sched_setaffinity(None, &cpus);
 }
+
+#[cfg(test)]
+mod hits;
