@@ -416,6 +416,11 @@ fn check_writes(state: &StateDir, name: &str) -> Finding {
         Ok(None) => return Finding::fine(&subject, "removed meanwhile"),
         Err(e) => return problem(e.to_string()),
     };
+    if !record.sprouted {
+        // Its mount was killed before it handed anything out; the next one may have been, too,
+        // while it took the rest away.
+        return Finding::fine(&subject, "nothing is in them: the next mount makes them anew");
+    }
     let folder = writes::folder(state, name);
     for (file, digest) in [("seed", record.template_digest), ("map", record.map_digest)] {
         match prepared::digest_file(&folder.join(file)) {
@@ -437,7 +442,10 @@ fn check_writes(state: &StateDir, name: &str) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::{Level, examine, repair};
-    use crate::paths::StateDir;
+    use crate::{
+        paths::StateDir,
+        writes::{self, Record, tests::record},
+    };
 
     #[test]
     fn a_fresh_directory_has_no_leftovers_and_a_stale_folder_is_one() {
@@ -450,5 +458,17 @@ mod tests {
         assert_eq!(stale.len(), 1, "{findings:?}");
         assert_eq!(stale[0].level, Level::Problem);
         assert!(stale[0].subject.contains("0a1b2c3d"));
+    }
+    #[test]
+    fn writes_that_nobody_has_written_to_may_lack_everything() {
+        let temp = tempfile::tempdir().unwrap();
+        let state = StateDir::open(temp.path()).unwrap();
+        std::fs::create_dir(writes::folder(&state, "b")).unwrap();
+        for (sprouted, level) in [(false, Level::Fine), (true, Level::Problem)] {
+            writes::publish(&state, &Record { sprouted, ..record("b") }).unwrap();
+            let findings = examine(&state, None);
+            let found = findings.iter().find(|finding| finding.subject == "writes b").unwrap();
+            assert_eq!(found.level, level, "{found:?}");
+        }
     }
 }

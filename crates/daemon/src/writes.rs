@@ -310,7 +310,7 @@ pub fn keep(from: &Path, to: &Path) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use burgeon_block::{Digest, ErrorKind};
 
     use super::{
@@ -319,7 +319,7 @@ mod tests {
     };
     use crate::{id::Fsid, paths::StateDir, protocol::DigestText};
 
-    fn record(name: &str) -> Record {
+    pub(crate) fn record(name: &str) -> Record {
         let digest = DigestText(Digest::of(b"x"));
         Record {
             format: RECORD_FORMAT,
