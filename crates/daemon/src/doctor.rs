@@ -2,7 +2,8 @@
 //!
 //! Repair is what any start of the daemon does anyway (see `supervisor/recover.rs`): it adopts a
 //! server that lost its supervisor, serves mounts again that lost their server, and takes away
-//! the folders of mounts that are gone. Besides, it removes what killed builds left in the store.
+//! the folders of mounts that are gone. Besides, it removes what killed builds left in the store,
+//! and ublk devices whose daemon and folder are gone.
 //! It never touches `writes/`.
 
 use std::{fs, path::Path};
@@ -101,6 +102,7 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     ]);
     findings.push(daemon(state));
     findings.extend(leftovers(state));
+    findings.extend(strays(state));
     findings.extend(store.and_then(builds));
     findings.extend(kept_writes(state));
     findings
@@ -113,8 +115,10 @@ pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
         // Removes what has no living writer before it gives the lease out.
         drop(Directory::open(store)?.begin_collect()?);
     }
+    let strays = transport::strays(&mount_ids(state));
+    strays.iter().try_for_each(|number| transport::remove_stray(*number))?;
     if !leftovers(state).iter().any(|finding| finding.repairable) {
-        return Ok(store.is_some());
+        return Ok(store.is_some() || !strays.is_empty());
     }
     Client::connect_or_start(state)?;
     Ok(true)
@@ -340,6 +344,18 @@ fn leftovers(state: &StateDir) -> Vec<Finding> {
         });
     }
     findings
+}
+
+/// ublk devices that have lost their daemon, its folder, and their last user.
+fn strays(state: &StateDir) -> Vec<Finding> {
+    let finding = |number| {
+        Finding::repairable(
+            &format!("/dev/ublkb{number}"),
+            "belongs to a daemon that is dead, and nobody uses it",
+            "remove it",
+        )
+    };
+    transport::strays(&mount_ids(state)).into_iter().map(finding).collect()
 }
 
 /// How many mounts the kernel still has while no daemon runs.

@@ -187,6 +187,34 @@ pub(crate) fn devices_of(id: MountId) -> Vec<u32> {
     numbers.into_iter().filter(|number| is_its(*number)).collect()
 }
 
+/// ublk devices of mounts that none of `known` is: made by a daemon that is dead, in a state directory
+/// that is gone or another's, and used by nobody any more. What waits for its next server while it
+/// is mounted is not among them.
+pub(crate) fn strays(known: &[MountId]) -> Vec<u32> {
+    let numbers = ublk::numbers();
+    if numbers.is_empty() {
+        return numbers;
+    }
+    let Ok(mut control) = Control::open() else { return Vec::new() };
+    let is_known = |owner: u64| known.iter().any(|id| owner == OWNER_MAGIC | id.number());
+    let mut is_stray = |number: u32| match control.device(number) {
+        Ok(Some(device)) => {
+            device.owner >> 32 == OWNER_MAGIC >> 32
+                && device.waits
+                && !is_known(device.owner)
+                && is_unused(number)
+        }
+        _ => false,
+    };
+    numbers.into_iter().filter(|number| is_stray(*number)).collect()
+}
+
+/// Removes a device that [`strays`] has found.
+pub(crate) fn remove_stray(number: u32) -> Result<()> {
+    let _ = btrfs_mount::forget(&ublk::block_path(number));
+    Control::open()?.remove(number)
+}
+
 /// Whether nobody holds the block device exclusively, as a mounted file system does.
 pub(crate) fn is_unused(number: u32) -> bool {
     use std::os::unix::fs::OpenOptionsExt;

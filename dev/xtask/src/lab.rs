@@ -27,8 +27,8 @@ const PROGRAMS: [(&str, &str); 5] = [
 
 /// Test programs that need ublk, which of these kernels one has. A plain `cargo test` leaves them
 /// out (`test = false`).
-const UBLK_PROGRAMS: [(&str, &str); 2] =
-    [("burgeon-frontend", "ublk"), ("burgeon-frontend", "ublk_kill")];
+const UBLK_PROGRAMS: [(&str, &str); 3] =
+    [("burgeon-frontend", "ublk"), ("burgeon-frontend", "ublk_kill"), ("burgeon", "ublk")];
 const UBLK_KERNEL: &str = "6.12";
 
 /// The test of the systemd unit, and the kernel it runs on: the one of today's stable systemd.

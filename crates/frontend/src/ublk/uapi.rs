@@ -115,6 +115,8 @@ pub(super) const ATTRIBUTE_READ_ONLY: u32 = 1;
 
 /// Not started yet, or stopped.
 pub(super) const STATE_DEAD: u16 = 0;
+/// Its server is dead; it waits for another.
+pub(super) const STATE_QUIESCED: u16 = 2;
 
 pub(super) const OP_READ: u32 = 0;
 pub(super) const OP_MASK: u32 = 0xff;

@@ -1,0 +1,88 @@
+//! The number of ublk devices: what the kernel allows others is no limit for mounts, and none
+//! outlives its use. Needs `ublk_drv`, so the lab runs it on Linux 6.12.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{fs, path::PathBuf};
+
+use testkit::{Burgeon, PATIENCE, Rng, Space, kill, ublk_devices, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+fn set_up(space: &Space) -> (Burgeon, PathBuf) {
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("data"), Rng::new(1).bytes(1_000_000)).unwrap();
+    let burgeon = Burgeon::new(PROGRAM, space);
+    burgeon.build(&tree, "sample");
+    (burgeon, tree)
+}
+
+/// How many devices the kernel allows to users without privileges, set for a test and put back.
+struct Most(String);
+
+impl Most {
+    const PATH: &str = "/sys/module/ublk_drv/parameters/ublks_max";
+
+    fn set(most: usize) -> Self {
+        let before = fs::read_to_string(Self::PATH).unwrap();
+        fs::write(Self::PATH, most.to_string()).unwrap();
+        Self(before)
+    }
+}
+
+impl Drop for Most {
+    fn drop(&mut self) {
+        let _ = fs::write(Self::PATH, self.0.trim());
+    }
+}
+
+#[test]
+fn the_limit_for_other_users_is_none_for_mounts() {
+    let space = Space::new("ublks-max");
+    let (burgeon, tree) = set_up(&space);
+    // Older kernels count root's devices, too; what is said there is tested in `control.rs`.
+    let _most = Most::set(ublk_devices().len());
+    let places = ["a", "b", "c"].map(|name| space.path(name));
+    let options = ["--read-only", "--transport", "ublk"];
+    let mounted = places.each_ref().map(|at| burgeon.mount("sample", at, &options));
+    for at in &places {
+        assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(tree.join("data")).unwrap());
+    }
+    mounted.into_iter().for_each(|mounted| burgeon.umount(mounted));
+}
+
+/// Kills both processes of the daemon, the supervisor first, or it would start another server.
+fn kill_the_daemon(burgeon: &Burgeon) {
+    let status = burgeon.status();
+    for process in ["supervisor_pid", "server_pid"] {
+        kill(status[process].as_u64().unwrap() as u32);
+    }
+    assert!(wait_until(PATIENCE, || burgeon.processes().is_empty()));
+}
+
+#[test]
+fn the_device_of_a_dead_daemon_is_found_and_removed_with_its_folder_or_without() {
+    for folder_is_there in [true, false] {
+        let space = Space::new("ublk-left");
+        let (burgeon, _tree) = set_up(&space);
+        let before = ublk_devices();
+        let mounted = burgeon.mount("sample", &space.path("at"), &["--read-only"]);
+        let device = burgeon.status()["mounts"][0]["device"].as_str().unwrap().to_owned();
+        assert_ne!(ublk_devices(), before);
+        kill_the_daemon(&burgeon);
+        let folders = burgeon.state().join("mounts");
+        if !folder_is_there {
+            // While it is mounted it is somebody's, whoever has lost its folder.
+            fs::remove_dir_all(&folders).unwrap();
+            burgeon.ok(&["doctor", "--repair"]);
+            assert_ne!(ublk_devices(), before);
+        }
+        drop(mounted);
+        assert_ne!(ublk_devices(), before, "nobody lives who could remove it");
+        let found = burgeon.run(&["doctor"]);
+        assert!(found.code == Some(1) && found.stdout.contains(&device), "{found:#?}");
+        burgeon.ok(&["doctor", "--repair"]);
+        assert!(wait_until(PATIENCE, || ublk_devices() == before), "{:?}", ublk_devices());
+        burgeon.ok(&["doctor"]);
+    }
+}
