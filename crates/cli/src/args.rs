@@ -219,6 +219,7 @@ pub(crate) enum Transport {
 /// Where nobody says how large a virtual area is to be: 65 chunks, some 85 KiB of kernel memory, so
 /// that a host with 100 mounts has below 10 MiB of it. 4 EiB would take 2 GiB there.
 const VIRTUAL_DEFAULT: &str = "16P";
+pub(crate) const VIRTUAL_DEFAULT_BYTES: u64 = 16 << 50;
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct CreateEmpty {
@@ -227,10 +228,9 @@ pub(crate) struct CreateEmpty {
     /// Keep what is mapped and written under this name; `burgeon mount` finds it again
     #[arg(long, value_name = "NAME")]
     pub(crate) writes: String,
-    /// Room to map into
+    /// Room to map into [default: 16P; for writes that are there, what they were made with]
     #[arg(long = "virtual", value_name = "SIZE", value_parser = parse_size)]
-    #[arg(default_value = VIRTUAL_DEFAULT)]
-    pub(crate) virtual_size: u64,
+    pub(crate) virtual_size: Option<u64>,
     /// Space for writes, reserved at once [default: 10G, or a quarter of what is free]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) write_limit: Option<u64>,

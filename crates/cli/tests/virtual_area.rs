@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use testkit::{Burgeon, Rng, Space, drop_caches, kill};
+use testkit::{Burgeon, Rng, Space, drop_caches, kill, ublk_expected};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const EIO: i32 = 5;
@@ -166,6 +166,33 @@ fn an_empty_file_system_is_one_to_map_into() {
     burgeon.ok(&["umount", text(&at)]);
     burgeon.ok(&["create-empty", text(&at), "--writes", "x"]);
     assert_eq!(block_number(&numbers, 1 << 41), 1 << 41);
+    burgeon.ok(&["umount", text(&at)]);
+}
+
+#[test]
+fn an_area_of_4_eib_is_there_to_its_last_block() {
+    let space = Space::new("virtual-4e");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let at = space.make_folder("at");
+    let options = ["--writes", "x", "--write-limit", "256M", "--virtual", "4E"];
+    burgeon.ok(&[&["create-empty", text(&at)][..], &options].concat());
+    let numbers = at.join("numbers");
+    burgeon.ok(&["map", text(&numbers), "--computed", "block-number", "--size", "4E"]);
+    let check = || {
+        assert_eq!(numbers.metadata().unwrap().len(), 4 << 60);
+        for block in [0, 1, 1 << 49, (1 << 50) - 1] {
+            assert_eq!(block_number(&numbers, block), block);
+        }
+    };
+    check();
+    kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
+    drop_caches();
+    check();
+    let expected = if ublk_expected() { "ublk" } else { "FUSE file + loop" };
+    assert_eq!(burgeon.status()["mounts"][0]["transport"], expected);
+    burgeon.ok(&["umount", text(&at)]);
+    burgeon.ok(&["create-empty", text(&at), "--writes", "x"]);
+    check();
     burgeon.ok(&["umount", text(&at)]);
 }
 

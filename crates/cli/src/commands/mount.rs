@@ -17,6 +17,7 @@ use burgeon_daemon::{
         MountRequest, Mounted, Reply, Request, SproutRequest, TransportRequest, WritesRequest,
         WritesState,
     },
+    writes,
 };
 use burgeon_image::catalog;
 use burgeon_source::{Access, Location};
@@ -56,6 +57,9 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
         other => drop(other?),
     }
     let args::CreateEmpty { path, writes, virtual_size, write_limit, fetch_limit } = args;
+    // Writes that are there have their size; what is wrong with them is the daemon's to say.
+    let are_new = matches!(writes::find(&context.state, &writes), Ok(None));
+    let virtual_size = virtual_size.or(are_new.then_some(args::VIRTUAL_DEFAULT_BYTES));
     mount(
         context,
         args::Mount {
@@ -69,7 +73,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
             fill: false,
             transport: args::Transport::Auto,
             fast: false,
-            virtual_size: Some(virtual_size),
+            virtual_size,
             fetch_limit,
         },
     )
