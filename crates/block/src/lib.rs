@@ -17,6 +17,7 @@ mod digest;
 mod error;
 mod pages;
 mod range;
+mod range_set;
 mod seams;
 
 pub use checksum::ChecksumKind;
@@ -25,6 +26,7 @@ pub use digest::Digest;
 pub use error::{Error, ErrorKind, Result};
 pub use pages::Pages;
 pub use range::ByteRange;
+pub use range_set::RangeSet;
 pub use seams::{
     BlockDevice, BlockSource, Collecting, FileIdentity, Lease, LocalFile, ObjectId, ObjectStore,
     TryRead,

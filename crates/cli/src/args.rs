@@ -97,6 +97,17 @@ Examples:
   burgeon prefetch /mnt/a/usr/bin
   burgeon prefetch /mnt/a --rate 50M")]
     Prefetch(Prefetch),
+    /// Run a command, and remember what it reads first of a mounted image
+    #[command(after_help = "\
+Examples:
+  burgeon record /mnt/a -- chroot /mnt/a python3 -c 'import pandas'
+  burgeon record /mnt/a -- timeout 10 chroot /mnt/a /usr/sbin/server
+  burgeon mount app:7 /mnt/b                          brings that first, in this order
+
+It ends with the command's exit code.")]
+    Record(Record),
+    /// Show or remove what was recorded
+    Profile(Profile),
     /// Unmount, and wait until everything is released
     Umount(Umount),
     /// Show what is mounted, how much of it is local, and how fast it is
@@ -138,6 +149,10 @@ pub(crate) struct Build {
     /// Describe a file, block device or directory where it is, and copy nothing: it must not change
     #[arg(long)]
     pub(crate) by_reference: bool,
+    /// Store what this profile says together, in its order: of an image (of the same tree, built
+    /// before) or a FILE. The new image gets the profile, too
+    #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["by_reference", "computed"])]
+    pub(crate) profile: Option<String>,
     /// An image of one file whose bytes are computed, to measure everything but the data
     #[arg(long, value_enum, conflicts_with_all = ["source", "by_reference"], requires = "size")]
     pub(crate) computed: Option<Computed>,
@@ -186,6 +201,10 @@ pub(crate) struct Mount {
     /// Fetch everything in the background
     #[arg(long)]
     pub(crate) fill: bool,
+    /// What to bring first: what was recorded for the image (auto), nothing, or what a FILE of
+    /// `burgeon record --output` says
+    #[arg(long, value_name = "auto|none|FILE", default_value = "auto")]
+    pub(crate) profile: String,
     /// How the kernel reaches the data: ublk is faster, FUSE is everywhere
     #[arg(long, value_enum, default_value_t)]
     pub(crate) transport: Transport,
@@ -269,6 +288,40 @@ pub(crate) struct Prefetch {
     /// Pieces that are read at once
     #[arg(long, default_value = "8", value_parser = parse_threads)]
     pub(crate) threads: NonZeroUsize,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Record {
+    /// Where the image is mounted
+    pub(crate) path: PathBuf,
+    /// Write the profile to this file alone, for `mount --profile` and `build --profile`
+    #[arg(long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+    /// The command and its arguments
+    #[arg(required = true, last = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<std::ffi::OsString>,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Profile {
+    #[command(subcommand)]
+    pub(crate) command: ProfileCommand,
+}
+
+#[derive(Subcommand, Debug)]
+pub(crate) enum ProfileCommand {
+    /// List the images that have a profile
+    List,
+    /// Show files and ranges, in the order in which they are brought
+    Show {
+        /// The image, or a profile's file
+        name: String,
+    },
+    /// Remove the profile of an image
+    Rm {
+        /// The image
+        name: String,
+    },
 }
 
 #[derive(ClapArgs, Debug)]

@@ -108,6 +108,7 @@ impl Stage {
             thin: false,
             writes_device: None,
             fill: false,
+            profile: "none".to_owned(),
             transport: args::Transport::Auto,
             virtual_size: None,
             fetch_limit: None,

@@ -30,6 +30,7 @@ pub mod orphan;
 mod paths;
 mod plumbing;
 mod prepared;
+mod profile;
 pub mod protocol;
 pub mod roots;
 mod server;
@@ -51,6 +52,9 @@ pub use id::{Fsid, MountId};
 pub(crate) use log::log_line;
 pub use paths::StateDir;
 pub use prepared::{prepare_process, sweep};
+pub use profile::{
+    forget_profile, keep_profile, kept_profile, kept_profiles, read_profile, write_profile,
+};
 pub use server::serve_forever;
 pub use start::UNIT_PROPERTIES;
 pub use supervisor::supervise;

@@ -4,6 +4,7 @@
 //!   supervisor ── Attach + descriptors ────► server     for every mount, again after each restart
 //!              ◄── Attached ───────────────             it is served (or why not)
 //!              ◄── Ended ──────────────────             the kernel has let go of it
+//!              ── Record ──► ◄── Recorded ─             what is read is taken note of, or no more
 //!              ── Report ──► ◄── Report ───             numbers that only the server knows
 //!              ── Stop ───────────────────►             end, and do not wait for a supervisor
 //!
@@ -23,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     id::{Fsid, MountId},
-    protocol::{AreaStatus, CacheStatus, Failure, FillStatus},
+    protocol::{AreaStatus, CacheStatus, DigestText, Failure, FillStatus, ProfileStatus},
     transport::Transport,
 };
 
@@ -35,6 +36,8 @@ pub(crate) enum ToServer {
     /// Serve this mount; its descriptors come along. Of one that is served already: see what has
     /// been mapped meanwhile.
     Attach(Attach),
+    /// Begin or end to record what is read; at the end it lies in the mount's folder, as `reads`.
+    Record { id: MountId, on: bool },
     /// Say what [`FromServer::Report`] says.
     Report,
     /// End.
@@ -44,11 +47,21 @@ pub(crate) enum ToServer {
 /// From the server to the supervisor.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "message", rename_all = "kebab-case")]
+#[expect(clippy::large_enum_variant, reason = "a message at a time, never kept")]
 pub(crate) enum FromServer {
     /// The answer to an `Attach`.
     Attached {
         id: MountId,
         /// Why it cannot be served.
+        error: Option<Failure>,
+    },
+    /// The answer to a `Record`.
+    Recorded {
+        id: MountId,
+        /// Whether it has begun.
+        on: bool,
+        /// Whether there was more than could be taken note of.
+        cut_short: bool,
         error: Option<Failure>,
     },
     /// The kernel has closed the mount's FUSE file.
@@ -86,6 +99,20 @@ pub(crate) struct Attach {
     /// The most that may be fetched for this mount, in bytes.
     #[serde(default)]
     pub(crate) fetch_limit: Option<u64>,
+    /// What to bring first, if anything.
+    #[serde(default)]
+    pub(crate) profile: Option<ProfileSource>,
+}
+
+/// Where to look for an image's profile.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub(crate) struct ProfileSource {
+    /// The image.
+    pub(crate) image: DigestText,
+    /// A local file.
+    pub(crate) file: PathBuf,
+    /// Whether it may lie in the store instead, or nowhere.
+    pub(crate) auto: bool,
 }
 
 /// What the server knows of a mount beyond its counters.
@@ -100,6 +127,8 @@ pub(crate) struct MountReport {
     pub(crate) cache: CacheStatus,
     /// How far fetching everything is, if that was asked for.
     pub(crate) fill: Option<FillStatus>,
+    /// How bringing what the profile says goes, if that was asked for.
+    pub(crate) profile: Option<ProfileStatus>,
     /// How the virtual area is, if there is one.
     pub(crate) area: Option<AreaStatus>,
     /// Reads that were refused because of the fetch limit.

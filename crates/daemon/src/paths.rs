@@ -3,6 +3,7 @@
 //! ```text
 //!   store/                     the local store, unless --store names another
 //!   images/<digest>/           seed, seed.info, map, manifest, cache   made from the store, may be lost
+//!   profiles/<digest>          what is read first of an image whose store cannot be written to
 //!   writes/<name>/             record.json, seed…, map, manifest, sprout   user data: never removed
 //!                                                                          but by `writes rm`
 //!   mounts/<id>/               mount.json, seed, sprout                one running mount
@@ -60,7 +61,9 @@ impl StateDir {
         if !state.run().is_dir() && !state.writes().is_dir() {
             make_private(&state.store())?;
         }
-        for folder in [state.images(), state.writes(), state.mounts(), state.run()] {
+        for folder in
+            [state.images(), state.profiles(), state.writes(), state.mounts(), state.run()]
+        {
             make_private(&folder)?;
         }
         Ok(state)
@@ -84,6 +87,16 @@ impl StateDir {
     /// One prepared image.
     pub fn image(&self, digest: &Digest) -> PathBuf {
         self.images().join(digest.to_string())
+    }
+
+    /// The folder of profiles that their images' stores do not take.
+    pub fn profiles(&self) -> PathBuf {
+        self.root.join("profiles")
+    }
+
+    /// One of them.
+    pub fn profile(&self, digest: &Digest) -> PathBuf {
+        self.profiles().join(digest.to_string())
     }
 
     /// The folder of named writes.

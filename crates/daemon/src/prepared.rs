@@ -295,6 +295,7 @@ pub fn sweep(
         bytes += allocated(&folder);
         if !dry_run {
             files::remove_folder(&folder)?;
+            files::remove_file(&state.profile(&digest))?;
         }
     }
     Ok((images, bytes))

@@ -16,6 +16,7 @@ use crate::id::{Fsid, MountId};
 /// What a client asks for.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "call", rename_all = "kebab-case")]
+#[expect(clippy::large_enum_variant, reason = "a message at a time, never kept")]
 pub enum Request {
     /// Make a detached mount: answered by [`Reply::Mounted`] and a descriptor.
     Mount(MountRequest),
@@ -32,6 +33,17 @@ pub enum Request {
     /// Everything that is mapped: answered by [`Reply::Mappings`].
     Mappings {
         /// Into which mount.
+        id: MountId,
+    },
+    /// Record from now on which lazy data is read, until [`Request::Recorded`], or until this
+    /// client is gone.
+    Record {
+        /// In which mount.
+        id: MountId,
+    },
+    /// End recording: answered by [`Reply::Recorded`] and a descriptor.
+    Recorded {
+        /// In which mount.
         id: MountId,
     },
     /// Everything about the daemon and its mounts.
@@ -80,6 +92,22 @@ pub struct MountRequest {
     /// The most that may be fetched for this mount, in bytes.
     #[serde(default)]
     pub fetch_limit: Option<u64>,
+    /// What to bring first.
+    #[serde(default)]
+    pub profile: ProfileRequest,
+}
+
+/// What to bring first into a mount.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
+#[serde(tag = "kind", content = "path", rename_all = "kebab-case")]
+pub enum ProfileRequest {
+    /// Nothing.
+    #[default]
+    None,
+    /// What has been recorded for the image, beside it or on this host.
+    Auto,
+    /// What this file says, which is a profile of the image.
+    File(PathBuf),
 }
 
 /// Content to be mapped into a mount.
@@ -218,6 +246,12 @@ pub enum Reply {
         /// How many older ones there are.
         older: u64,
     },
+    /// What was read while it was recorded is in the file whose descriptor is on this message:
+    /// start and end of each range of lazy addresses, 8 bytes each, in order of first use.
+    Recorded {
+        /// Whether there was more than could be taken note of.
+        cut_short: bool,
+    },
     /// The state of everything.
     Status(Box<Status>),
     /// It was not done.
@@ -331,6 +365,8 @@ pub struct MountStatus {
     pub image: String,
     /// The manifest's digest.
     pub digest: DigestText,
+    /// The store that it is of.
+    pub store: Location,
     /// Where it was placed.
     pub target: PathBuf,
     /// The btrfs that the user sees.
@@ -355,6 +391,8 @@ pub struct MountStatus {
     pub cache: Option<CacheStatus>,
     /// How far fetching everything is, if that was asked for.
     pub fill: Option<FillStatus>,
+    /// How bringing what the profile says goes, if that was asked for.
+    pub profile: Option<ProfileStatus>,
     /// Reads and their answers since the mount was made.
     pub reads: ReadStatus,
     /// How the virtual area is, if there is one.
@@ -410,6 +448,28 @@ pub struct FillStatus {
     pub done_bytes: u64,
     /// Bytes of these that the source would not give right.
     pub failed_bytes: u64,
+}
+
+/// How bringing what a profile says goes.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub struct ProfileStatus {
+    /// `loading`, `none` (there is none), `unusable`, `running`, `done` or `stopped`.
+    pub state: String,
+    /// Why it is unusable.
+    pub problem: Option<String>,
+    /// Bytes of the chunks that it touches, uncompressed.
+    pub total_bytes: u64,
+    /// Of these, bytes that need not be asked for any more.
+    pub done_bytes: u64,
+    /// Bytes that came for it, as stored.
+    pub fetched_bytes: u64,
+    /// Requests that it took.
+    pub requests: u64,
+    /// Bytes that profiles have brought since the serving process was started, uncompressed, over
+    /// all mounts of the image.
+    pub brought_bytes: u64,
+    /// Of these, bytes that were read since.
+    pub read_bytes: u64,
 }
 
 /// The counters of one mount.

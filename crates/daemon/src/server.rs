@@ -13,6 +13,8 @@
 //! When its supervisor dies it goes on serving and waits for the next one (`run/adopt.sock`).
 //! Until then it stops ublk devices that nobody uses any more itself.
 
+mod background;
+
 use std::{
     collections::HashMap,
     ops::Deref,
@@ -33,10 +35,10 @@ use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets
 use burgeon_frontend::{End, ServeOptions, Server, Slots, serve, ublk, ublk::Control};
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
-use burgeon_volume::{
-    CacheState, DirectFile, Fill, FillProgress, FillState, LazyDevice, Limits, VirtualArea, Volume,
-};
+use burgeon_volume::{CacheState, DirectFile, Fill, LazyDevice, Limits, VirtualArea, Volume};
 use tokio::runtime::{Builder, Runtime};
+
+use self::background::{Following, fill_status, profile_status};
 
 use crate::{
     access,
@@ -46,7 +48,7 @@ use crate::{
     id::MountId,
     link::{Attach, FromServer, MountReport, ToServer, sort_descriptors},
     paths::StateDir,
-    protocol::{AreaStatus, CacheStatus, FillStatus},
+    protocol::{AreaStatus, CacheStatus},
     transport::{self, Transport},
     wire,
 };
@@ -89,6 +91,7 @@ struct Mount {
     fuse: Option<OwnedFd>,
     slots: Arc<Slots>,
     server: AnyServer,
+    following: Following,
     fill: Option<Fill>,
 }
 
@@ -201,6 +204,13 @@ impl Serving {
                         serving.tell(&FromServer::Attached { id, error });
                     });
                 }
+                ToServer::Record { id, on } => {
+                    let (cut_short, error) = match self.record(id, on) {
+                        Ok(cut_short) => (cut_short, None),
+                        Err(e) => (false, Some(e.into())),
+                    };
+                    self.tell(&FromServer::Recorded { id, on, cut_short, error });
+                }
                 ToServer::Report => self.tell(&FromServer::Report { mounts: self.report() }),
                 ToServer::Stop => return Ok(Parting::Stop),
             }
@@ -244,12 +254,11 @@ impl Serving {
             };
         let transport = attach.transport;
         let (id, serving) = (attach.id, Arc::clone(self));
-        let fill = attach.fill.then(|| {
-            let _runtime = self.runtime.enter();
-            volume.fill()
-        });
-        let mount = Mount { attach, volume, device, fuse: kept, slots, server, fill };
+        let following = Following::Not("loading");
+        let mount =
+            Mount { attach, volume, device, fuse: kept, slots, server, following, fill: None };
         lock(&self.mounts).insert(id, mount);
+        self.bring(id);
         self.runtime.spawn(async move {
             let end = ended.await;
             if let (End::Failed(errno), Transport::Ublk { .. }) = (end, transport) {
@@ -314,7 +323,8 @@ impl Serving {
                 materialised_bytes: status.materialised_bytes,
                 last_source_error: status.last_source_error.clone(),
                 cache: cache_status(status),
-                fill: mount.fill.as_ref().map(|fill| fill_status(fill.progress())),
+                fill: mount.attach.fill.then(|| fill_status(mount)),
+                profile: mount.attach.profile.is_some().then(|| profile_status(mount)),
                 area: mount.device.area().map(|area| area_status(area)),
                 over_limit_reads: mount.device.over_limit_reads(),
             }
@@ -450,21 +460,6 @@ fn cache_status(status: burgeon_volume::Status) -> CacheStatus {
         uncached_chunks: status.uncached_chunks,
         flights: status.flights as u64,
         waiting_readers: status.waiting_readers as u64,
-    }
-}
-
-fn fill_status(progress: FillProgress) -> FillStatus {
-    let state = match progress.state {
-        FillState::Running => "running",
-        FillState::Done => "done",
-        FillState::Stopped => "stopped",
-        FillState::CacheFull => "cache-full",
-    };
-    FillStatus {
-        state: state.to_owned(),
-        total_bytes: progress.total_bytes,
-        done_bytes: progress.done_bytes,
-        failed_bytes: progress.failed_bytes,
     }
 }
 

@@ -4,6 +4,7 @@
 //!   directory, tar, reference ──build──► packs/<digest>      chunks, compressed, content-addressed
 //!                                        manifests/<digest>  names, attributes, chunk table, checksums
 //!                                        images/<name>       a name for a manifest
+//!   recorded reads ─────────────────────► profiles/<digest>   what to bring first of an image
 //!   manifest ──prepare──► seed (btrfs metadata) + map (address ──► chunk, block checksums), local files
 //! ```
 //!
@@ -15,6 +16,7 @@
 pub mod build;
 pub mod catalog;
 mod chunk;
+mod columns;
 mod container;
 pub mod extents;
 mod inspect;
@@ -26,6 +28,7 @@ mod objects;
 mod pack;
 mod paths;
 mod prepare;
+mod profile;
 
 pub use burgeon_btrfs::DATA_START;
 pub use chunk::{Chunk, Codec, decode_chunk};
@@ -35,6 +38,10 @@ pub use manifest::{ChunkEntry, Limits, Manifest};
 pub use map::AddressMap;
 pub use paths::Paths;
 pub use prepare::prepare;
+pub use profile::{
+    PROFILE_MAX, Profile, ProfileRead, READS_MAX, list_profiles, load_profile, profile_object,
+    publish_profile, remove_profile,
+};
 
 use burgeon_block::{Error, ErrorKind};
 

@@ -140,7 +140,8 @@ impl PackWriter {
         self.stored_bytes
     }
 
-    fn close(&mut self) -> Result<()> {
+    /// What comes next lies in another pack.
+    pub(crate) fn close(&mut self) -> Result<()> {
         let Some(open) = self.open.take() else { return Ok(()) };
         let failed = |error| Error::io(format!("cannot write {}", open.path.display()), error);
         open.file.into_inner().map_err(|error| failed(error.into_error()))?;

@@ -65,7 +65,7 @@ fn measure<F: LocalFile + 'static>(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let counters = Counters::default();
     let volume = Volume::new(Arc::clone(&image.map), Source::of(image), file, Limits::default());
-    let progress = runtime.block_on(async { volume.fill().wait().await });
+    let progress = runtime.block_on(async { volume.fill().ended().await });
     if progress.done_bytes != progress.total_bytes {
         return Err(format!("the image could not be filled: {progress:?}").into());
     }

@@ -6,7 +6,7 @@ use burgeon_block::{
 };
 use burgeon_image::extents::FileLog;
 
-use crate::{Sabotage, Sound, VirtualArea, Volume};
+use crate::{Recording, Sabotage, Sound, VirtualArea, Volume, read_log::ReadLog};
 
 /// The lazy device of one mount: the shared volume at its lazy addresses, the mount's virtual area
 /// if it has one, this mount's own superblocks, and zeros everywhere else.
@@ -31,6 +31,7 @@ pub struct LazyDevice<S, F, C = Arc<Counters>, B = Sound> {
     area: Option<Area<S, F, B>>,
     fetch_limit: u64,
     over_limit_reads: Counter,
+    log: ReadLog,
 }
 
 /// A virtual area and where it lies.
@@ -83,6 +84,7 @@ where
             area: None,
             fetch_limit: u64::MAX,
             over_limit_reads: Counter::default(),
+            log: ReadLog::default(),
         })
     }
 
@@ -138,6 +140,16 @@ where
         Error::new(ErrorKind::OverLimit, message)
     }
 
+    /// Begins to record which lazy data is read, in order of first use.
+    pub fn start_recording(&self) {
+        self.log.start();
+    }
+
+    /// Ends recording.
+    pub fn finish_recording(&self) -> Recording {
+        self.log.finish()
+    }
+
     /// The volume behind it.
     pub fn volume(&self) -> &Arc<Volume<S, F, B>> {
         &self.volume
@@ -190,7 +202,10 @@ where
     /// Fills `out`, which holds `piece`, with what is here; `false` if it has to be fetched.
     fn fill_now(&self, kind: &Part, piece: ByteRange, out: &mut [u8]) -> Result<bool> {
         let served = match (kind, &self.area) {
-            (Part::Lazy, _) => self.volume.try_read(piece, out, &self.counters)?,
+            (Part::Lazy, _) => {
+                self.log.note(piece);
+                self.volume.try_read(piece, out, &self.counters)?
+            }
             (Part::Virtual, Some(area)) => {
                 let piece = area.offsets(piece);
                 area.area.try_read(piece, out, &self.counters, self.may_fetch())?

@@ -115,10 +115,20 @@ where
         cost: &mut Cost,
     ) -> Result<Pages> {
         let stored = self.ask(chunk, chunk.stored, tries, cost).await?;
-        let map = Arc::clone(&self.map);
-        let chunk = *chunk;
-        let skip = self.sabotage.has(Bug::SkipDigest)
-            || (self.sabotage.has(Bug::ServeAfterDigestMismatch) && tries.tries > 1);
+        let skip = self.sabotage.has(Bug::ServeAfterDigestMismatch) && tries.tries > 1;
+        self.unpack(index, stored, skip, cost).await
+    }
+
+    /// The verified bytes of a chunk of which `stored` came, unless a bug is to `skip` that.
+    pub(crate) async fn unpack(
+        &self,
+        index: u32,
+        stored: Bytes,
+        skip: bool,
+        cost: &mut Cost,
+    ) -> Result<Pages> {
+        let (map, chunk) = (Arc::clone(&self.map), self.map.chunk(index));
+        let skip = skip || self.sabotage.has(Bug::SkipDigest);
         let unpacked = self.cpu.run(move || unpack(&map, index, &chunk, &stored, skip)).await?;
         if unpacked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
             cost.source_corrupt_chunks += 1;
@@ -127,7 +137,7 @@ where
     }
 
     /// One question to the source; the answer is as long as asked for.
-    async fn ask(
+    pub(crate) async fn ask(
         &self,
         chunk: &Chunk,
         range: ByteRange,

@@ -56,11 +56,14 @@ impl Fill {
         self.stop.send_replace(true);
     }
 
-    /// Waits until it has ended.
-    pub async fn wait(&mut self) -> FillProgress {
-        // An error means that the task is gone: what it said last stands.
-        let _ = self.progress.wait_for(|progress| progress.state != FillState::Running).await;
-        self.progress()
+    /// Waits until it has ended. An error inside means that the task is gone: what it said last
+    /// stands.
+    pub fn ended(&self) -> impl Future<Output = FillProgress> + Send + 'static {
+        let mut progress = self.progress.clone();
+        async move {
+            let _ = progress.wait_for(|now| now.state != FillState::Running).await;
+            *progress.borrow()
+        }
     }
 }
 

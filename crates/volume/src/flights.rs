@@ -48,7 +48,8 @@ impl Cost {
 /// The room a flight takes: given back when nobody holds its bytes any more.
 pub(crate) struct Seats {
     pub(crate) _flight: Seat,
-    pub(crate) _background: Option<Seat>,
+    /// For what no reader asked for.
+    pub(crate) background: Option<Seat>,
 }
 
 /// The outcome of a flight.

@@ -7,6 +7,7 @@
 //!            read ─────► flight table ─► one task a chunk:                     or Absent
 //!                          fetch (retry, deadline) ─► decompress ─► digest
 //!                          ─► wake every waiter ─► cache write ─► presence bits
+//!            follow ───► rows of flights, one request each, in the order of a profile
 //!            fill ─────► the same flights, when no reader waits
 //! ```
 //!
@@ -22,26 +23,34 @@
 //! - No lock is held across I/O, and a hit allocates nothing (`tests/no_allocation.rs`).
 
 mod area;
+mod brought;
 mod cache;
 mod device;
 mod direct;
 mod fetch;
 mod fill;
 mod flights;
+mod fly;
+mod follow;
 mod limits;
+mod pace;
 mod pool;
 mod presence;
+mod read_log;
 mod sabotage;
 mod seats;
 mod sync;
 mod volume;
 
 pub use area::{AreaStatus, OpenImage, VirtualArea};
+pub use brought::BroughtBytes;
 pub use cache::CacheState;
 pub use device::LazyDevice;
 pub use direct::{Access, DirectFile};
 pub use fill::{Fill, FillProgress, FillState};
+pub use follow::{Follow, FollowProgress, FollowState};
 pub use limits::{FLIGHTS_MAX, Limits};
+pub use read_log::Recording;
 pub use sabotage::{Bug, Sabotage, Sound};
 pub use seats::Room;
 pub use volume::{Status, Volume};

@@ -13,16 +13,17 @@ pub const FLIGHTS_MAX: usize = 32;
 /// Twice [`FLIGHTS_MAX`], so that one image whose store is away leaves room for all others.
 const ROOM_FLIGHTS: usize = 2 * FLIGHTS_MAX;
 
-/// Flights of these that fill and prefetch may hold: an eighth, as in each volume.
-const ROOM_BACKGROUND: usize = ROOM_FLIGHTS / 8;
+/// Flights of these that fill, profiles and prefetch may hold: as in each volume.
+const ROOM_BACKGROUND: usize = ROOM_FLIGHTS / 4 * 3;
 
 /// Chunks one read waits for at once. The kernel's largest request (256 pages, 1 MiB) touches five
 /// chunks; four at a time leave seven more such readers room in [`FLIGHTS_MAX`].
 const FLIGHTS_PER_READ: usize = 4;
 
-/// Flights that fill and prefetch may hold: an eighth of [`FLIGHTS_MAX`], so that seven eighths
-/// are always a reader's.
-const BACKGROUND_FLIGHTS: usize = FLIGHTS_MAX / 8;
+/// Flights that fill, profiles and prefetch may hold: three quarters of [`FLIGHTS_MAX`]. That is 6
+/// MiB of data in flight, 120 MiB/s at 50 ms a round trip, and leaves two readers room at once;
+/// while readers wait, nothing new is begun, so that soon all of it is theirs.
+const BACKGROUND_FLIGHTS: usize = FLIGHTS_MAX / 4 * 3;
 
 /// Threads that write the cache file. Direct writes of 256 KiB: four keep an SSD busy.
 const WRITE_THREADS: usize = 4;
@@ -30,6 +31,10 @@ const WRITE_THREADS: usize = 4;
 /// How long fill waits for readers to be served before it takes one more chunk all the same, so
 /// that a busy volume fills, too: one chunk (256 KiB) a second.
 const FILL_YIELD: Duration = Duration::from_secs(1);
+
+/// How long a profile waits for chunks that readers fetch by themselves before it asks for more. It
+/// is what they will read next, so it waits for a round trip or two, and no longer.
+const PROFILE_YIELD: Duration = Duration::from_millis(50);
 
 /// How long a fetch goes on trying an unavailable source before its readers get `EIO`. Below the
 /// 120 s after which Linux logs a hung task, above a store's restart.
@@ -62,7 +67,7 @@ pub struct Limits {
     pub flights_max: usize,
     /// Of these, chunks one read waits for at once.
     pub flights_per_read: usize,
-    /// Of these, chunks that fill and prefetch hold.
+    /// Of these, chunks that fill, profiles and prefetch hold.
     pub background_flights: usize,
     /// Threads that verify and decompress; 0 does it on the fetching task, in a fixed order, for
     /// simulations.
@@ -71,6 +76,8 @@ pub struct Limits {
     pub write_threads: usize,
     /// Longest that fill stands back for readers before it takes one chunk.
     pub fill_yield: Duration,
+    /// Longest that a profile stands back for fetches of readers before it asks for more.
+    pub profile_yield: Duration,
     /// Longest that a fetch tries before it fails.
     pub deadline: Duration,
     /// Longest that one try may take.
@@ -98,6 +105,7 @@ impl Default for Limits {
             cpu_threads: std::thread::available_parallelism().map_or(2, usize::from),
             write_threads: WRITE_THREADS,
             fill_yield: FILL_YIELD,
+            profile_yield: PROFILE_YIELD,
             deadline: DEADLINE,
             try_timeout: TRY_TIMEOUT,
             backoff_min: BACKOFF_MIN,

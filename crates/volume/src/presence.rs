@@ -27,6 +27,11 @@ impl Presence {
         parts(blocks).all(|(word, mask)| self.words[word].load(Ordering::Acquire) & mask == mask)
     }
 
+    /// Whether a block of `blocks` is present.
+    pub(crate) fn any(&self, blocks: Range<u64>) -> bool {
+        parts(blocks).any(|(word, mask)| self.words[word].load(Ordering::Relaxed) & mask != 0)
+    }
+
     /// Marks `blocks` present.
     pub(crate) fn set(&self, blocks: Range<u64>) {
         for (word, mask) in parts(blocks) {

@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
 };
@@ -16,9 +16,10 @@ use tokio::sync::Notify;
 
 use crate::{
     Bug, CacheState, Limits, Sabotage, Sound,
+    brought::{Brought, BroughtBytes},
     cache::CacheFile,
     fetch::beyond,
-    flights::{Cost, Flight, FlightTable, Landed, Seats, Waiter},
+    flights::{FlightTable, Seats, Waiter},
     pool::Pool,
     seats::{Seat, SeatPool},
 };
@@ -36,14 +37,16 @@ pub struct Volume<S, F, B = Sound> {
     pub(crate) limits: Limits,
     pub(crate) sabotage: B,
     pub(crate) cpu: Pool,
-    writers: Pool,
-    flights: FlightTable,
-    seats: SeatPool,
+    pub(crate) writers: Pool,
+    pub(crate) flights: FlightTable,
+    pub(crate) seats: SeatPool,
     pub(crate) background_seats: SeatPool,
     pub(crate) fill_turn: tokio::sync::Mutex<()>,
-    background: Arc<Counters>,
+    pub(crate) background: Arc<Counters>,
     pub(crate) readers: Readers,
     pub(crate) retrying: Retrying,
+    /// What profiles have brought; made with the first of them.
+    pub(crate) brought: OnceLock<Brought>,
     /// By object: read straight through, never cached.
     through: Box<[bool]>,
     any_through: bool,
@@ -75,6 +78,9 @@ pub struct Status {
 pub(crate) struct Readers {
     waiting: AtomicUsize,
     pub(crate) gone: Notify,
+    /// Chunks that readers fetch by themselves.
+    fetching: AtomicUsize,
+    pub(crate) fetched: Notify,
 }
 
 impl Readers {
@@ -85,6 +91,27 @@ impl Readers {
 
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.load(Ordering::Relaxed)
+    }
+
+    /// A chunk is fetched because a reader wants it.
+    pub(crate) fn fetch(&self) -> Fetching<'_> {
+        self.fetching.fetch_add(1, Ordering::Relaxed);
+        Fetching(self)
+    }
+
+    pub(crate) fn fetching(&self) -> usize {
+        self.fetching.load(Ordering::Relaxed)
+    }
+}
+
+/// One fetch of a reader's own.
+pub(crate) struct Fetching<'a>(&'a Readers);
+
+impl Drop for Fetching<'_> {
+    fn drop(&mut self) {
+        if self.0.fetching.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.0.fetched.notify_waiters();
+        }
     }
 }
 
@@ -171,6 +198,7 @@ where
             background: Arc::default(),
             readers: Readers::default(),
             retrying: Retrying::default(),
+            brought: OnceLock::new(),
             map,
             source,
             limits,
@@ -181,6 +209,11 @@ where
     /// The map this volume answers by.
     pub fn map(&self) -> &Arc<AddressMap> {
         &self.map
+    }
+
+    /// Where it fetches from.
+    pub fn source(&self) -> &S {
+        &self.source
     }
 
     /// What was done for no reader in particular.
@@ -225,6 +258,7 @@ where
         if self.cache.read(&self.map, &self.sabotage, range, buf, counters)
             || (self.any_through && self.try_through(range, buf))
         {
+            self.was_read(range);
             return Ok(TryRead::Served);
         }
         Ok(TryRead::Absent)
@@ -241,7 +275,20 @@ where
     ) -> Result<()> {
         self.check(range, buf)?;
         let _waiting = self.readers.arrive();
-        self.read_pieces(range, buf, counters).await
+        self.read_pieces(range, buf, counters).await?;
+        self.was_read(range);
+        Ok(())
+    }
+
+    fn was_read(&self, range: ByteRange) {
+        if let Some(brought) = self.brought.get() {
+            brought.read(range);
+        }
+    }
+
+    /// Bytes that profiles have brought, if there was one since the volume was opened.
+    pub fn brought(&self) -> Option<BroughtBytes> {
+        self.brought.get().map(Brought::bytes)
     }
 
     /// Starts to fetch the chunks of `range` that are not here, as far as there are seats for
@@ -390,59 +437,13 @@ where
                 return Boarding::Full;
             };
             let (flight, waiter) = table.insert(index.into());
-            (flight, waiter, Seats { _flight: seat, _background: background.take() })
+            (flight, waiter, Seats { _flight: seat, background: background.take() })
         };
         let task = tokio::spawn(Arc::clone(self).fly(index, flight, seats));
         if self.sabotage.has(Bug::DroppedReaderKillsFlight) {
             waiter.kills = Some(task.abort_handle());
         }
         Boarding::Flight(waiter)
-    }
-
-    /// A flight from take-off to the cache: readers are answered as soon as the bytes are good.
-    async fn fly(self: Arc<Self>, index: u32, flight: Flight, seats: Seats) {
-        let mut cost = Cost::default();
-        let mut result = self.fetch(index, &mut cost).await;
-        if self.sabotage.has(Bug::LostWaiter) && result.is_err() {
-            std::mem::forget(flight);
-            return;
-        }
-        if self.sabotage.has(Bug::CacheErrorFailsRead)
-            && let Ok(pages) = &result
-            && let Err(error) =
-                self.cache.write(&self.sabotage, self.map.chunk(index).range, pages.bytes())
-        {
-            result = Err(error);
-        }
-        let good = result.is_ok();
-        let landed = Arc::new(Landed::new(result, cost, Arc::clone(&self.background), seats));
-        flight.land(Arc::clone(&landed));
-        if self.sabotage.has(Bug::LeakSeat) && !good {
-            std::mem::forget(Arc::clone(&landed));
-        }
-        if good {
-            self.keep(index, landed).await;
-        }
-        // Only now, with the presence bits set, may another flight of this chunk start.
-        drop(flight);
-    }
-
-    async fn keep(self: &Arc<Self>, index: u32, landed: Arc<Landed>) {
-        if !self.cache.may_write() {
-            self.cache.uncached_chunks.add(1);
-            return;
-        }
-        let this = Arc::clone(self);
-        let write = move || {
-            let range = this.map.chunk(index).range;
-            let written =
-                landed.bytes().and_then(|bytes| this.cache.write(&this.sabotage, range, bytes));
-            if written.is_err() {
-                this.cache.uncached_chunks.add(1);
-            }
-        };
-        // An error means that the runtime ends: the bytes are then fetched again one day.
-        let _ = self.writers.run(write).await;
     }
 }
 

@@ -89,8 +89,8 @@ async fn a_failed_file_is_not_written_again_but_still_read() {
     assert!(matches!(status.cache, CacheState::Stopped { .. }));
     assert_eq!((status.cache_write_errors, status.uncached_chunks), (1, 2));
 
-    let mut fill = setup.volume.fill();
-    assert_eq!(fill.wait().await.state, FillState::CacheFull);
+    let fill = setup.volume.fill();
+    assert_eq!(fill.ended().await.state, FillState::CacheFull);
 }
 
 #[tokio::test]

@@ -14,8 +14,8 @@ async fn it_brings_everything_and_says_so() {
     let setup = setup();
     setup.read(setup.blocks(64, 1)).await.unwrap();
     let all = setup.volume.map().data_range();
-    let mut fill = setup.volume.fill();
-    let end = fill.wait().await;
+    let fill = setup.volume.fill();
+    let end = fill.ended().await;
     assert_eq!((end.state, end.failed_bytes), (FillState::Done, 0));
     assert_eq!((end.total_bytes, end.done_bytes), (all.len(), all.len()));
     assert_eq!(setup.volume.materialised_bytes(), all.len());
@@ -37,7 +37,7 @@ async fn it_stands_back_for_readers_but_not_for_ever() {
         volume.read(last, &mut buf, &counters).await
     });
     sleep(Duration::from_millis(1)).await;
-    let mut fill = setup.volume.fill();
+    let fill = setup.volume.fill();
     let fill_yield = Limits::default().fill_yield;
     sleep(fill_yield / 2).await;
     assert_eq!(setup.volume.status().flights, 1, "only the reader's");
@@ -46,7 +46,7 @@ async fn it_stands_back_for_readers_but_not_for_ever() {
     setup.source.open();
     reader.await.unwrap().unwrap();
     let start = Instant::now();
-    assert_eq!(fill.wait().await.state, FillState::Done);
+    assert_eq!(fill.ended().await.state, FillState::Done);
     assert!(start.elapsed() < fill_yield, "nobody waits: no more pauses");
 }
 
@@ -54,39 +54,39 @@ async fn it_stands_back_for_readers_but_not_for_ever() {
 async fn it_stops_when_told_and_when_dropped() {
     let setup = setup_with(common::image(6), Limits { background_flights: 2, ..Limits::default() });
     setup.source.close();
-    let mut fill = setup.volume.fill();
+    let fill = setup.volume.fill();
     sleep(Duration::from_millis(1)).await;
     assert_eq!(setup.volume.status().flights, 2, "no more than allowed");
     fill.stop();
-    assert_eq!(fill.wait().await.state, FillState::Stopped);
+    assert_eq!(fill.ended().await.state, FillState::Stopped);
     drop(fill);
     drop(setup.volume.fill());
     sleep(Duration::from_secs(1)).await;
     setup.source.open();
     setup.settle().await;
     assert_eq!(setup.source.reads(), 2, "those under way land, no others start");
-    assert_eq!(setup.volume.fill().wait().await.state, FillState::Done);
+    assert_eq!(setup.volume.fill().ended().await.state, FillState::Done);
 }
 
 #[tokio::test(start_paused = true)]
 async fn it_outlives_an_outage_and_passes_by_a_bad_chunk() {
     let setup = setup();
     setup.source.fail_always(Fault::Unavailable);
-    let mut fill = setup.volume.fill();
+    let fill = setup.volume.fill();
     sleep(Limits::default().deadline * 5).await;
     assert_eq!(fill.progress().state, FillState::Running);
     assert_eq!(setup.volume.materialised_bytes(), 0);
     setup.source.fail_always(None);
     setup.source.fail([Fault::WrongByte; 2]);
     let limits = Limits { background_flights: 1, ..Limits::default() };
-    let end = fill.wait().await;
+    let end = fill.ended().await;
     assert_eq!(end.state, FillState::Done);
     assert_eq!(end.done_bytes + end.failed_bytes, end.total_bytes);
 
     // One chunk at a time, so both wrong answers are for the same chunk.
     let alone = setup_with(common::image(7), limits);
     alone.source.fail([Fault::WrongByte; 2]);
-    let end = alone.volume.fill().wait().await;
+    let end = alone.volume.fill().ended().await;
     assert_eq!((end.state, end.failed_bytes), (FillState::Done, CHUNKS[0] * BLOCK_SIZE));
     assert_eq!(end.done_bytes, end.total_bytes - CHUNKS[0] * BLOCK_SIZE);
 }

@@ -87,7 +87,7 @@ impl Cell {
             table.insert(CHUNK)
         };
         let seat = self.seats.try_take().unwrap();
-        let seats = Seats { _flight: seat, _background: None };
+        let seats = Seats { _flight: seat, background: None };
         future::spawn(Arc::clone(self).fly(flight, seats));
         Some(waiter)
     }

@@ -296,9 +296,10 @@ async fn busy_volumes_share_one_bound() {
 
 #[tokio::test]
 async fn prefetch_starts_what_there_is_room_for() {
-    let setup = setup();
+    let limits = Limits { background_flights: 4, ..Limits::default() };
+    let setup = setup_with(image(1), limits);
     setup.source.close();
-    assert_eq!(setup.volume.prefetch(all(&setup)), Limits::default().background_flights);
+    assert_eq!(setup.volume.prefetch(all(&setup)), 4);
     setup.source.open();
     setup.settle().await;
     assert_eq!(setup.volume.prefetch(all(&setup)), 2, "the rest");

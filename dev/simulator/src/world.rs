@@ -173,8 +173,8 @@ impl World {
         self.source.set_mood(Mood::Calm);
         sleep(self.limits.no_space_pause_max).await;
         self.read_all().await?;
-        let mut fill = self.volume.fill();
-        let end = timeout(READ_TIME_MAX, fill.wait()).await.map_err(|_| "fill never ends")?;
+        let fill = self.volume.fill();
+        let end = timeout(READ_TIME_MAX, fill.ended()).await.map_err(|_| "fill never ends")?;
         drop(fill);
         self.settle().await?;
         if self.disk.has_failed() {

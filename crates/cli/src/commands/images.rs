@@ -3,14 +3,14 @@
 use std::{fs::File, path::Path, process::ExitCode};
 
 use anyhow::Result;
-use burgeon_block::{ChecksumKind, Error};
+use burgeon_block::{ChecksumKind, Error, ErrorKind};
 use burgeon_image::{
     build::{self, Options, Pattern, Report},
     catalog,
 };
 use serde_json::json;
 
-use super::Context;
+use super::{Context, record};
 use crate::{
     args::{self, Checksum, Computed},
     output::{self, bytes},
@@ -18,7 +18,9 @@ use crate::{
 };
 
 pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
+    let profile = args.profile.as_deref().map(|name| record::find(context, name)).transpose()?;
     let options = Options {
+        profile,
         level: args.level,
         checksum: match args.checksum {
             Checksum::Crc32c => ChecksumKind::Crc32c,
@@ -34,6 +36,11 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
         (None, Some(path), false) => Input::Archive(path),
         (None, None, _) => anyhow::bail!("there is nothing to build from: name a directory"),
     };
+    if options.profile.is_some() && !matches!(input, Input::Tree(_)) {
+        let what =
+            "--profile orders what a directory holds: unpack the archive, and build from there";
+        return Err(Error::new(ErrorKind::Invalid, what).into());
+    }
     let (report, took) = make(context, &input, &args.name, &options)?;
     let seconds = took.as_secs_f64();
     if context.json {

@@ -22,14 +22,14 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{ByteRange, Error, ErrorKind};
 use burgeon_daemon::{
-    Client, MountId, btrfs_fsid,
-    protocol::{MapContent, MapRequest, MappingStatus, Reply, Request},
+    Client, MountId,
+    protocol::{MapContent, MapRequest, MappingStatus, MountStatus, Reply, Request},
     reflink::{clone_blocks, make_nodatasum},
 };
 use rustix::fs::{AtFlags, CWD, OFlags, linkat};
 use serde_json::json;
 
-use super::{Context, need_mount_privilege, umount::ask};
+use super::{Context, need_mount_privilege, umount::mount_of};
 use crate::{args, output};
 
 /// The mount that is mapped into.
@@ -113,15 +113,7 @@ fn exists(path: &Path) -> Error {
 impl Mount {
     /// The mount that `path` is in.
     fn of(context: &Context, path: &Path) -> Result<Self> {
-        let none = || {
-            let shown = path.display();
-            let message = format!("{shown} is in no mount of this Burgeon: see `burgeon status`");
-            Error::new(ErrorKind::Invalid, message)
-        };
-        let client = Client::connect(&context.state)?.ok_or_else(none)?;
-        let fsid = btrfs_fsid(path)?.ok_or_else(none)?;
-        let mounts = ask(&client)?.mounts;
-        let id = mounts.iter().find(|mount| mount.fsid == Some(fsid)).ok_or_else(none)?.id;
+        let (client, MountStatus { id, .. }) = mount_of(context, path)?;
         Ok(Self { client, id })
     }
 

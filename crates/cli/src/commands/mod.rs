@@ -6,6 +6,8 @@ mod inspect;
 mod map;
 pub(crate) mod mount;
 mod prefetch;
+mod profile;
+mod record;
 mod shutdown;
 mod status;
 mod store;
@@ -81,6 +83,8 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         Command::CreateEmpty(empty) => mount::create_empty(&context, empty),
         Command::Map(map) => map::map(&context, map),
         Command::Prefetch(prefetch) => prefetch::prefetch(&context, prefetch),
+        Command::Record(record) => record::record(&context, record),
+        Command::Profile(profile) => profile::profile(&context, profile.command),
         Command::Umount(umount) => umount::umount(&context, umount),
         Command::Status => status::status(&context),
         Command::List => images::list(&context),

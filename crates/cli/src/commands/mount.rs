@@ -14,8 +14,8 @@ use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
     Client,
     protocol::{
-        MountRequest, Mounted, Reply, Request, SproutRequest, TransportRequest, WritesRequest,
-        WritesState,
+        MountRequest, Mounted, ProfileRequest, Reply, Request, SproutRequest, TransportRequest,
+        WritesRequest, WritesState,
     },
     writes,
 };
@@ -71,6 +71,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
             thin: false,
             writes_device: None,
             fill: false,
+            profile: "none".to_owned(),
             transport: args::Transport::Auto,
             fast: false,
             virtual_size,
@@ -107,6 +108,11 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         target: target.clone(),
         virtual_bytes: args.virtual_size.unwrap_or(0),
         fetch_limit: args.fetch_limit,
+        profile: match args.profile.as_str() {
+            "none" => ProfileRequest::None,
+            "auto" => ProfileRequest::Auto,
+            path => ProfileRequest::File(std::path::absolute(path)?),
+        },
     };
     // Asked here, too: the daemon may not see what is mounted in this namespace.
     if let Some(folder) = context.store.as_ref().and_then(Location::folder) {

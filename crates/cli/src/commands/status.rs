@@ -5,7 +5,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use burgeon_daemon::{
     Client,
-    protocol::{AreaStatus, CacheStatus, Latency, MountStatus, ReadStatus, WritesState},
+    protocol::{
+        AreaStatus, CacheStatus, Latency, MountStatus, ProfileStatus, ReadStatus, WritesState,
+    },
 };
 use serde_json::json;
 
@@ -68,7 +70,14 @@ fn describe(mount: &MountStatus) {
             failed => format!(", {} cannot be had", bytes(failed)),
         };
         let (done, total) = (bytes(fill.done_bytes), bytes(fill.total_bytes));
-        println!("  fill       {}: {done} of {total}{failed}", fill.state);
+        let state = match (fill.state.as_str(), fill.failed_bytes) {
+            ("done", 0) => "complete, the store is not needed any more",
+            (state, _) => state,
+        };
+        println!("  fill       {state}: {done} of {total}{failed}");
+    }
+    if let Some(profile) = &mount.profile {
+        println!("  profile    {}", describe_profile(profile));
     }
     println!("  transport  {}", mount.transport);
     println!("  writes     {}", writes(&mount.writes));
@@ -96,6 +105,25 @@ fn describe(mount: &MountStatus) {
         println!("  cache      {}", describe_cache(cache));
     }
     describe_errors(mount);
+}
+
+fn describe_profile(profile: &ProfileStatus) -> String {
+    let text = match (profile.state.as_str(), &profile.problem) {
+        ("none", _) => return "none for this image; `burgeon record` makes one".to_owned(),
+        (state, Some(problem)) => return format!("{state}: {problem}"),
+        (state, None) => format!(
+            "{state}: {} of {}; {} fetched in {} requests",
+            bytes(profile.done_bytes),
+            bytes(profile.total_bytes),
+            bytes(profile.fetched_bytes),
+            profile.requests
+        ),
+    };
+    let (brought, read) = (profile.brought_bytes, profile.read_bytes);
+    match brought {
+        0 => text,
+        _ => format!("{text}; of {} brought, {} were read", bytes(brought), share(read, brought)),
+    }
 }
 
 fn describe_cache(cache: &CacheStatus) -> String {

@@ -14,7 +14,7 @@ use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
     Client, btrfs_fsid, mountinfo, orphan,
-    protocol::{Reply, Request, Status, WritesState},
+    protocol::{MountStatus, Reply, Request, Status, WritesState},
 };
 use rustix::mount::{UnmountFlags, unmount};
 use serde_json::json;
@@ -113,6 +113,20 @@ pub(crate) fn ask(client: &Client) -> Result<Status> {
         Reply::Status(status) => Ok(*status),
         _ => Err(anyhow::anyhow!("the daemon gave an answer to something else")),
     }
+}
+
+/// The daemon, and the mount of it that `path` is in.
+pub(crate) fn mount_of(context: &Context, path: &Path) -> Result<(Client, MountStatus)> {
+    let none = || {
+        let shown = path.display();
+        let message = format!("{shown} is in no mount of this Burgeon: see `burgeon status`");
+        Error::new(ErrorKind::Invalid, message)
+    };
+    let client = Client::connect(&context.state)?.ok_or_else(none)?;
+    let fsid = btrfs_fsid(path)?.ok_or_else(none)?;
+    let mut mounts = ask(&client)?.mounts.into_iter();
+    let mount = mounts.find(|mount| mount.fsid == Some(fsid)).ok_or_else(none)?;
+    Ok((client, mount))
 }
 
 /// Unmounts, or says who is in the way.

@@ -67,10 +67,26 @@ impl Supervisor {
         // No limit for reading: between two requests a client may wait for a umount that writes
         // gigabytes out.
         stream.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
-        while let Some((request, _)) = wire::receive::<Request>(stream)? {
-            self.answer(stream, request)?;
+        let mut recorded = None;
+        let ended = loop {
+            let request = match wire::receive::<Request>(stream) {
+                Ok(Some((request, _))) => request,
+                Ok(None) => break Ok(()),
+                Err(e) => break Err(e),
+            };
+            match request {
+                Request::Record { id } => recorded = Some(id),
+                Request::Recorded { .. } => recorded = None,
+                _ => {}
+            }
+            if let Err(e) = self.answer(stream, request) {
+                break Err(e);
+            }
+        };
+        if let Some(id) = recorded {
+            self.stop_recording(id);
         }
-        Ok(())
+        ended
     }
 
     fn answer(self: &Arc<Self>, stream: &UnixStream, request: Request) -> Result<()> {
@@ -98,6 +114,16 @@ impl Supervisor {
             },
             Request::Placed { id, target } => match self.placed(id, target) {
                 Ok(()) => Reply::Done,
+                Err(e) => refused(e),
+            },
+            Request::Record { id } => match self.start_recording(id) {
+                Ok(()) => Reply::Done,
+                Err(e) => refused(e),
+            },
+            Request::Recorded { id } => match self.finish_recording(id) {
+                Ok((cut_short, reads)) => {
+                    return wire::send(stream, &Reply::Recorded { cut_short }, &[reads.as_fd()]);
+                }
                 Err(e) => refused(e),
             },
             Request::Status => Reply::Status(Box::new(self.status())),

@@ -20,7 +20,10 @@ use std::{
 
 use burgeon_block::{Error, Result};
 
-use super::{Supervisor, table::Serving};
+use super::{
+    Supervisor,
+    table::{Recording, Serving},
+};
 use crate::{
     client::socket_path,
     files::Lock,
@@ -138,6 +141,15 @@ impl Supervisor {
                             log!("mount {id} cannot be served: {}", failure.what);
                             Serving::No(failure.into())
                         }
+                    };
+                }
+            }
+            FromServer::Recorded { id, on, cut_short, error } => {
+                if let Some(entry) = self.table().mounts.get_mut(&id) {
+                    entry.recording = match error {
+                        Some(failure) => Recording::Failed(failure.into()),
+                        None if on => Recording::On,
+                        None => Recording::Done(cut_short),
                     };
                 }
             }

@@ -20,6 +20,7 @@ mod api;
 mod keeper;
 mod map;
 mod mount;
+mod record;
 mod recover;
 mod release;
 mod revive;

@@ -23,13 +23,13 @@ use burgeon_source::{Access, Location};
 
 use super::{
     Supervisor,
-    table::{Entry, MOUNT_FORMAT, MountRecord, Serving},
+    table::{Entry, MOUNT_FORMAT, MountRecord, Recording, Serving},
 };
 use crate::{
     access, chain, files,
     id::MountId,
     link::Attach,
-    plumbing, prepared,
+    plumbing, prepared, profile,
     protocol::{MountRequest, Mounted},
     spare,
     sprout::Plan,
@@ -98,6 +98,7 @@ impl Supervisor {
         let base = &plan.base;
         let cache = self.state.image(&base.digest);
         prepared::make_folder(&cache)?;
+        let profile = profile::source(&self.state, &request.profile, base.digest, &folder)?;
         plan.reserve(&self.state)?;
         if let Some(name) = request.writes.name() {
             spare::take(&self.state, name, &folder.join("seed"));
@@ -124,6 +125,7 @@ impl Supervisor {
                 transport: channel.transport(),
                 area: plan.area.clone(),
                 fetch_limit: request.fetch_limit,
+                profile,
             },
             fsid: None,
             data_device: None,
@@ -145,6 +147,7 @@ impl Supervisor {
             stopped: None,
             revival: None,
             reviving: false,
+            recording: Recording::Off,
             _writes_lock: plan.lock.take(),
         });
         self.await_serving(id)?;

@@ -20,7 +20,7 @@ use burgeon_frontend::Slots;
 
 use super::{
     LOST_INTERVAL, Supervisor, keeper,
-    table::{Entry, MOUNT_FORMAT, MountRecord, Serving},
+    table::{Entry, MOUNT_FORMAT, MountRecord, Recording, Serving},
 };
 use crate::{
     chain, files, id::MountId, paths::StateDir, protocol::WritesState, spare, transport, writes,
@@ -112,6 +112,7 @@ impl Supervisor {
             stopped: None,
             revival: None,
             reviving: false,
+            recording: Recording::Off,
             _writes_lock: writes_lock,
         })
     }

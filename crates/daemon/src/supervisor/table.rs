@@ -74,6 +74,22 @@ pub(crate) enum Serving {
     No(Error),
 }
 
+/// Whether the server takes note of what is read.
+#[derive(Debug, Default)]
+pub(crate) enum Recording {
+    /// It does not. A new server does not, either.
+    #[default]
+    Off,
+    /// It was told to begin, or to end, and has not answered.
+    Awaited,
+    /// It does.
+    On,
+    /// It has ended; whether there was more than could be taken note of.
+    Done(bool),
+    /// It cannot.
+    Failed(Error),
+}
+
 /// One mount.
 pub(crate) struct Entry {
     pub(crate) record: MountRecord,
@@ -95,6 +111,8 @@ pub(crate) struct Entry {
     pub(crate) revival: Option<Revival>,
     /// A thread looks after `revival`.
     pub(crate) reviving: bool,
+    /// Whether somebody records what is read.
+    pub(crate) recording: Recording,
     /// Held while named writes are mounted.
     pub(crate) _writes_lock: Option<Lock>,
 }
@@ -135,6 +153,9 @@ impl Table {
         self.server_pid = pid;
         let ids: Vec<_> = self.mounts.keys().copied().collect();
         for id in ids {
+            if let Some(entry) = self.mounts.get_mut(&id) {
+                entry.recording = Recording::Off;
+            }
             self.tell(id);
         }
     }

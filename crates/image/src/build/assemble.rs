@@ -40,6 +40,8 @@ pub(super) struct Wave {
     pub(super) pieces: Vec<Piece>,
     /// Nodes whose data lies in the manifest.
     pub(super) inline: Vec<(u32, Box<[u8]>)>,
+    /// A profile wants these pieces together: they are stored anew, in chunks of their own.
+    pub(super) comes_first: bool,
 }
 
 /// Where pieces come from.
@@ -78,6 +80,8 @@ struct RawChunk {
     index: u32,
     data: Vec<u8>,
     digest: Option<Digest>,
+    /// Whether it may lie in an earlier pack.
+    reusable: bool,
 }
 
 /// Where a chunk is stored.
@@ -93,6 +97,8 @@ struct DoneChunk {
     digest: Digest,
     checksums: Vec<u8>,
     stored: Stored,
+    /// Whether it may lie in an earlier pack, or with such as may.
+    reusable: bool,
 }
 
 /// An object while it is not known how many there will be.
@@ -132,7 +138,8 @@ impl Assembler<'_> {
     /// Takes everything that `input` yields.
     pub(super) fn run(&self, input: &mut impl Input, packs: PackWriter) -> Result<Assembled> {
         let mut placer = Placer::default();
-        let mut storer = Storer { known: self.known, packs, chunks: vec![], checksums: vec![] };
+        let mut storer =
+            Storer { known: self.known, packs, chunks: vec![], checksums: vec![], apart: false };
         let (mut raw, mut done) = (Vec::new(), Vec::new());
         let mut ended = false;
         while !ended || !raw.is_empty() || !done.is_empty() {
@@ -156,7 +163,7 @@ impl Assembler<'_> {
 
     /// One pass over a chunk's bytes while they are in the processor's cache.
     fn process(&self, chunk: RawChunk) -> Result<DoneChunk> {
-        let RawChunk { index, data, digest } = chunk;
+        let RawChunk { index, data, digest, reusable } = chunk;
         let digest = digest.unwrap_or_else(|| Digest::of(&data));
         let checksum_len = self.checksum.size();
         let mut checksums = Vec::with_capacity(data.len() / BLOCK_SIZE as usize * checksum_len);
@@ -165,7 +172,8 @@ impl Assembler<'_> {
         }
         let len = data.len() as u64;
         let blocks = (len / BLOCK_SIZE) as u8;
-        let stored = match self.known.find(&digest, blocks) {
+        let known = if reusable { self.known.find(&digest, blocks) } else { None };
+        let stored = match known {
             Some(index) => Stored::Known(index),
             None => {
                 let (codec, bytes) = compress(data, self.level)?;
@@ -173,7 +181,7 @@ impl Assembler<'_> {
             }
         };
         self.meter.done(len);
-        Ok(DoneChunk { index, blocks, digest, checksums, stored })
+        Ok(DoneChunk { index, blocks, digest, checksums, stored, reusable })
     }
 }
 
@@ -187,6 +195,8 @@ struct Placer {
     chunks: u32,
     group: Vec<u8>,
     group_index: u32,
+    /// The pieces at hand come first.
+    first: bool,
 }
 
 impl Placer {
@@ -198,6 +208,10 @@ impl Placer {
         }
         match input.next()? {
             Some(wave) => {
+                if self.first && !wave.comes_first {
+                    self.close_group(&mut out);
+                }
+                self.first = wave.comes_first;
                 self.placed.inline.extend(wave.inline);
                 wave.pieces.into_iter().for_each(|piece| self.place(piece, &mut out));
             }
@@ -224,7 +238,7 @@ impl Placer {
                 self.seen.insert(piece.digest, at);
                 if alone {
                     let (data, digest) = (piece.data, Some(piece.digest));
-                    out.push(RawChunk { index: at.0, data, digest });
+                    out.push(RawChunk { index: at.0, data, digest, reusable: !self.first });
                 }
                 at
             }
@@ -253,7 +267,8 @@ impl Placer {
     fn close_group(&mut self, out: &mut Vec<RawChunk>) {
         if !self.group.is_empty() {
             let data = std::mem::take(&mut self.group);
-            out.push(RawChunk { index: self.group_index, data, digest: None });
+            let (index, reusable) = (self.group_index, !self.first);
+            out.push(RawChunk { index, data, digest: None, reusable });
         }
     }
 }
@@ -264,12 +279,18 @@ struct Storer<'a> {
     packs: PackWriter,
     chunks: Vec<Option<PlacedChunk>>,
     checksums: Vec<Vec<u8>>,
+    /// The chunk before comes first.
+    apart: bool,
 }
 
 impl Storer<'_> {
     /// Appends chunks to packs, in order.
     fn store(&mut self, done: Vec<DoneChunk>) -> Result<()> {
         for chunk in done {
+            // What comes first has packs of its own: the same again, however the rest is stored.
+            if std::mem::replace(&mut self.apart, !chunk.reusable) && chunk.reusable {
+                self.packs.close()?;
+            }
             let (place, stored, codec) = match chunk.stored {
                 Stored::New(codec, bytes) => {
                     let (pack, stored) = self.packs.append(&bytes)?;

@@ -52,7 +52,7 @@ pub(super) fn build(
         });
     };
     let mut placer = Placer::new(&scan, options);
-    let mut input = DirectoryInput::new(&scan, &bytes, &entries);
+    let mut input = DirectoryInput::new(&scan, &[], &bytes, &entries);
     report();
     while let Some(wave) = input.next()? {
         placer.placed.inline.extend(wave.inline);

@@ -1,7 +1,7 @@
 //! Building images.
 //!
 //! ```text
-//!   from_directory: scan ──► DirectoryInput ┐
+//!   from_directory: scan ──► DirectoryInput ┐     first what a profile names, then the rest
 //!   from_tar:       ────────► TarInput       ├──► Assembler ──► packs ──► manifest ──► name
 //!   by_reference, computed: chunk table only    ┘
 //! ```
@@ -46,6 +46,7 @@ use crate::{
     invalid,
     manifest::Manifest,
     pack::write_packs,
+    profile::{Profile, profile_object},
 };
 
 /// How to build.
@@ -59,6 +60,9 @@ pub struct Options {
     pub cross_mounts: bool,
     /// Whether to refer to chunks that the store already holds.
     pub reuse: bool,
+    /// What is to lie together, first and in this order: of an image of this or a similar tree.
+    /// Only directories can be stored in another order than their own.
+    pub profile: Option<Profile>,
     /// Threads for reading, digesting and compressing; `None` for one a processor, and two more
     /// that wait for disks.
     pub threads: Option<usize>,
@@ -74,6 +78,7 @@ impl Default for Options {
             checksum: ChecksumKind::Crc32c,
             cross_mounts: false,
             reuse: true,
+            profile: None,
             threads: None,
         }
     }
@@ -161,7 +166,8 @@ pub fn from_directory(
             });
         };
         let meter = Meter::new(&report);
-        let mut input = DirectoryInput::new(&scan, &bytes, &entries);
+        let first = options.profile.as_ref().map(|profile| scan.find(profile)).unwrap_or_default();
+        let mut input = DirectoryInput::new(&scan, &first, &bytes, &entries);
         let Options { level, checksum, .. } = *options;
         let assembler = Assembler { level, checksum, known: &known, meter: &meter };
         let assembled =
@@ -172,6 +178,10 @@ pub fn from_directory(
         let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
         let manifest = manifest_of(&scan.nodes, assembled)?;
         let image = publish(store, name, &manifest, options.level)?;
+        if let Some(profile) = &options.profile {
+            let profile = profile.translate(&manifest, image.digest()?);
+            store.publish(&profile_object(&profile.image)?, &profile.encode()?)?;
+        }
         let mounts_left_out = scan.mounts;
         Ok(Report { new_bytes, reused_bytes, changed, mounts_left_out, ..Report::of(image) })
     })

@@ -1,6 +1,7 @@
 //! The data of a scanned directory tree, wave by wave.
 
 use std::{
+    collections::BTreeSet,
     fs::File,
     io,
     os::unix::fs::MetadataExt,
@@ -8,7 +9,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-use burgeon_block::{BLOCK_SIZE, Digest, Error, Result};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Error, Result};
 use rayon::prelude::*;
 use rustix::{buffer::spare_capacity, fs::SeekFrom, io::Errno};
 
@@ -20,6 +21,8 @@ use crate::{CHUNK_MAX, INLINE_MAX};
 
 /// Bytes read by one task: enough files that opening their directory does not count.
 const UNIT_LEN: u64 = 1 << 20;
+/// Pieces into which big files are cut.
+const PIECE: u64 = CHUNK_MAX as u64;
 /// Bytes of a wave: times three is the memory that a build takes, besides the tree.
 pub(super) const WAVE_LEN: u64 = 32 << 20;
 
@@ -40,9 +43,15 @@ struct UnitRead {
     problems: Vec<(PathBuf, Error)>,
 }
 
-/// Reads the files of a scan in its order, several at a time, each byte once.
+/// Reads the files of a scan, several at a time, each byte once: first what is said to come first,
+/// in pieces of [`CHUNK_MAX`], then the rest in the scan's order.
 pub(super) struct DirectoryInput<'a> {
     scan: &'a Scan,
+    /// What comes first, and how much of it has been read.
+    first: Vec<Unit>,
+    first_read: usize,
+    /// Pieces of files, by number of the file and of the piece, that come first.
+    taken: BTreeSet<(usize, u64)>,
     /// The next file, and where to go on in it; opened if it is a big one with holes.
     next: usize,
     offset: u64,
@@ -56,8 +65,55 @@ pub(super) struct DirectoryInput<'a> {
 }
 
 impl<'a> DirectoryInput<'a> {
-    pub(super) fn new(scan: &'a Scan, bytes: &'a AtomicU64, entries: &'a AtomicU64) -> Self {
-        Self { scan, next: 0, offset: 0, opened: None, bytes, entries, changed: Vec::new() }
+    /// `first` are files by number, and where in them.
+    pub(super) fn new(
+        scan: &'a Scan,
+        first: &[(usize, ByteRange)],
+        bytes: &'a AtomicU64,
+        entries: &'a AtomicU64,
+    ) -> Self {
+        let (mut units, mut taken) = (Vec::new(), BTreeSet::new());
+        for (file, range) in first {
+            let size = scan.nodes[scan.files[*file].node as usize].size;
+            for piece in range.start() / PIECE..range.end().min(size).div_ceil(PIECE) {
+                if taken.insert((*file, piece)) {
+                    let (start, end) = (piece * PIECE, ((piece + 1) * PIECE).min(size));
+                    units.push(Unit { first: *file, end: *file + 1, start, len: end - start });
+                }
+            }
+        }
+        Self {
+            scan,
+            first: units,
+            first_read: 0,
+            taken,
+            next: 0,
+            offset: 0,
+            opened: None,
+            bytes,
+            entries,
+            changed: Vec::new(),
+        }
+    }
+
+    /// Whether a part of `file` comes first, so that the rest of it is read piece by piece.
+    fn is_taken(&self, file: usize) -> bool {
+        self.taken.range((file, 0)..(file + 1, 0)).next().is_some()
+    }
+
+    /// The next units of what comes first.
+    fn plan_first(&mut self) -> Vec<Unit> {
+        let mut total = 0;
+        let rest = self.first[self.first_read..].iter();
+        let units: Vec<Unit> = rest
+            .take_while(|unit| {
+                total += unit.len.max(BLOCK_SIZE);
+                total <= WAVE_LEN
+            })
+            .copied()
+            .collect();
+        self.first_read += units.len();
+        units
     }
 
     fn size(&self, file: usize) -> u64 {
@@ -70,7 +126,7 @@ impl<'a> DirectoryInput<'a> {
         let mut total = 0;
         while total < WAVE_LEN && self.next < self.scan.files.len() {
             let first = self.next;
-            if self.size(first) > UNIT_LEN {
+            if self.size(first) > UNIT_LEN || self.is_taken(first) {
                 if let Some((start, len)) = self.plan_big(first) {
                     units.push(Unit { first, end: first + 1, start, len });
                     total += len;
@@ -81,7 +137,7 @@ impl<'a> DirectoryInput<'a> {
                 continue;
             }
             let mut len = 0;
-            while self.next < self.scan.files.len() {
+            while self.next < self.scan.files.len() && !self.is_taken(self.next) {
                 // Opening a small file costs as much as reading some blocks.
                 let cost = self.size(self.next).max(BLOCK_SIZE);
                 if len + cost > UNIT_LEN {
@@ -121,7 +177,17 @@ impl<'a> DirectoryInput<'a> {
             }
         }
         // Cuts are at multiples of UNIT_LEN, so that chunks are, too.
-        let end = ((start / UNIT_LEN + 1) * UNIT_LEN).min(stop);
+        let mut end = ((start / UNIT_LEN + 1) * UNIT_LEN).min(stop);
+        // What came first is passed over: its bytes have been counted.
+        let taken = self.taken.range((number, start / PIECE)..(number + 1, 0)).next();
+        if let Some((_, piece)) = taken.copied() {
+            end = end.min((piece * PIECE).max(start));
+            if end == start {
+                self.bytes.fetch_add(start - self.offset, Relaxed);
+                self.offset = ((piece + 1) * PIECE).min(size);
+                return None;
+            }
+        }
         self.bytes.fetch_add(start - self.offset, Relaxed);
         self.offset = end;
         Some((start, end - start))
@@ -225,12 +291,14 @@ impl<'a> DirectoryInput<'a> {
 
 impl Input for DirectoryInput<'_> {
     fn next(&mut self) -> Result<Option<Wave>> {
-        let units = self.plan();
+        let first = self.plan_first();
+        let comes_first = !first.is_empty();
+        let units = if comes_first { first } else { self.plan() };
         if units.is_empty() {
             return Ok(None);
         }
         let read: Vec<_> = units.into_par_iter().map(|unit| self.read(unit)).collect();
-        let mut wave = Wave::default();
+        let mut wave = Wave { comes_first, ..Wave::default() };
         let mut problems = Vec::new();
         for unit in read {
             wave.pieces.extend(unit.wave.pieces);

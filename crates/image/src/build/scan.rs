@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use rayon::prelude::*;
 use rustix::{
     fs::{Access, AtFlags, Dir, Mode, OFlags, RawMode, Statx, StatxFlags},
@@ -23,7 +23,7 @@ use super::{
     nodes::{Node, Numbering, S_IFBLK, S_IFCHR, S_IFLNK, S_IFREG, rdev},
     xattrs,
 };
-use crate::XATTR_MAX;
+use crate::{Profile, XATTR_MAX};
 
 /// A scanned tree.
 pub(super) struct Scan {
@@ -158,6 +158,27 @@ impl Scan {
             }
         }
         self.files = files;
+    }
+
+    /// What `profile` names, as far as it is in this tree: number of the file, and where in it, in
+    /// the profile's order.
+    pub(super) fn find(&self, profile: &Profile) -> Vec<(usize, ByteRange)> {
+        let number_of: HashMap<u32, usize> =
+            self.files.iter().enumerate().map(|(number, file)| (file.node, number)).collect();
+        let find = |path: &Vec<u8>| {
+            let mut parts = path.split(|byte| *byte == b'/').filter(|part| !part.is_empty());
+            let node = parts.try_fold(0u32, |at, part| {
+                let children = &self.nodes[at as usize].children;
+                let place = children.binary_search_by(|(name, _)| (**name).cmp(part)).ok()?;
+                Some(children[place].1)
+            });
+            number_of.get(&node?).copied()
+        };
+        let files: Vec<_> = profile.files.iter().map(find).collect();
+        let reads = profile.reads.iter().filter_map(|read| {
+            Some((files[read.file as usize]?, ByteRange::at(read.offset, read.len)?))
+        });
+        reads.collect()
     }
 
     fn list(&self, dir: u32, mount: Option<u64>) -> Result<Listing> {

@@ -40,7 +40,7 @@ pub struct Collected {
     pub manifests: u64,
     /// Packs that no manifest left needed.
     pub packs: u64,
-    /// Bytes of both.
+    /// Bytes of both, and of the profiles of images that are gone.
     pub bytes: u64,
     /// Bytes that killed builds had left.
     pub stale_bytes: u64,
@@ -89,6 +89,11 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
         if digest_of(&object, "manifests/").is_some_and(|digest| !manifests.contains(&digest)) {
             collected.bytes += remove_object(store, &object, dry_run)?;
             collected.manifests += 1;
+        }
+    }
+    for object in store.list("profiles")? {
+        if digest_of(&object, "profiles/").is_some_and(|digest| !manifests.contains(&digest)) {
+            collected.bytes += remove_object(store, &object, dry_run)?;
         }
     }
     for object in store.list("packs")? {

@@ -1,11 +1,12 @@
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_btrfs::{Body, Dirent, FileExtent, Inode, Span, Xattr};
 
-use super::{
+use super::*;
+use crate::{
     columns::{Reader, row_len},
-    *,
+    container::Container,
+    corrupt, objects,
 };
-use crate::{container::Container, corrupt, objects};
 
 /// Numbers of things are 32-bit indices in a tree.
 const COUNT_MAX: u64 = u32::MAX as u64 - 1;

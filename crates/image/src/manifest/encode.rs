@@ -2,8 +2,9 @@ use burgeon_block::{Digest, Result};
 use burgeon_btrfs::{Body, FileExtent, Inode, Span, Tree, Xattr};
 use zerocopy::IntoBytes;
 
-use super::{columns::Writer, *};
+use super::*;
 use crate::{
+    columns::Writer,
     container::{self, Section},
     objects,
 };

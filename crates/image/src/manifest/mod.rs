@@ -14,7 +14,6 @@
 //! Invariants: what [`Manifest::decode`] returns obeys every rule in `validate.rs`; the same
 //! manifest encodes to the same bytes. Held by the property tests in `tests/`.
 
-mod columns;
 mod decode;
 mod encode;
 mod validate;

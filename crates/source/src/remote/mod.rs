@@ -318,7 +318,7 @@ impl fmt::Debug for Remote {
 }
 
 /// Where commands wait for the network: one thread, made when first needed. A mount's server
-/// reads on its own runtime and never comes here.
+/// reads chunks on its own runtime; only a profile is fetched here, in a thread of its own.
 fn runtime() -> &'static Runtime {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     RUNTIME.get_or_init(|| {

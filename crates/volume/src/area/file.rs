@@ -111,7 +111,7 @@ where
                 }
                 if let Some(seat) = seat.take().or_else(|| self.seats.try_take()) {
                     let (flight, waiter) = table.insert(chunk.checksum);
-                    let seats = Seats { _flight: seat, _background: None };
+                    let seats = Seats { _flight: seat, background: None };
                     drop(table);
                     tokio::spawn(Arc::clone(self).fly(flight, seats, chunk));
                     return Some(waiter);

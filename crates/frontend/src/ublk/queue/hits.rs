@@ -105,7 +105,7 @@ fn a_queue_answers_hits_from_the_cache() {
     let map = Arc::new(AddressMap::from_manifest(&manifest(&content)).unwrap());
     let cache = DirectFile::open(&folder.path().join("cache"), content.len() as u64).unwrap();
     let volume = Volume::new(map, Pack(content.clone().into()), cache, Limits::default());
-    let filled = runtime.block_on(async { volume.fill().wait().await });
+    let filled = runtime.block_on(async { volume.fill().ended().await });
     assert_eq!(filled.done_bytes, content.len() as u64);
     let counters = Arc::default();
     let device = LazyDevice::new(volume, counters, 2 * DATA_START, Vec::new()).unwrap();

@@ -243,6 +243,7 @@ impl Cutter {
         Wave {
             pieces: self.pieces.into_par_iter().map(digest).collect(),
             inline: self.inline.into_iter().map(|(node, data)| (node, data.into())).collect(),
+            comes_first: false,
         }
     }
 }

@@ -5,24 +5,24 @@ use burgeon_block::Result;
 use crate::corrupt;
 
 /// Bytes of one row of columns with `widths`.
-pub(super) fn row_len(widths: &[usize]) -> u64 {
+pub(crate) fn row_len(widths: &[usize]) -> u64 {
     widths.iter().sum::<usize>() as u64
 }
 
 /// Writes columns.
-pub(super) struct Writer {
+pub(crate) struct Writer {
     bytes: Vec<u8>,
     rows: usize,
     next: usize,
 }
 
 impl Writer {
-    pub(super) fn new(widths: &[usize], rows: usize) -> Self {
+    pub(crate) fn new(widths: &[usize], rows: usize) -> Self {
         Self { bytes: vec![0; widths.iter().sum::<usize>() * rows], rows, next: 0 }
     }
 
     /// The next column; the upper bytes of each value, beyond `width`, must be zero.
-    pub(super) fn column(&mut self, width: usize, values: impl Iterator<Item = u64>) {
+    pub(crate) fn column(&mut self, width: usize, values: impl Iterator<Item = u64>) {
         let planes = &mut self.bytes[self.next..self.next + width * self.rows];
         for (row, value) in values.enumerate() {
             debug_assert!(width == 8 || value >> (8 * width) == 0);
@@ -33,28 +33,28 @@ impl Writer {
         self.next += width * self.rows;
     }
 
-    pub(super) fn finish(self) -> Vec<u8> {
+    pub(crate) fn finish(self) -> Vec<u8> {
         debug_assert_eq!(self.next, self.bytes.len());
         self.bytes
     }
 }
 
 /// Reads columns.
-pub(super) struct Reader<'a> {
+pub(crate) struct Reader<'a> {
     bytes: &'a [u8],
     rows: usize,
 }
 
 impl<'a> Reader<'a> {
-    pub(super) fn new(bytes: &'a [u8], rows: usize) -> Self {
+    pub(crate) fn new(bytes: &'a [u8], rows: usize) -> Self {
         Self { bytes, rows }
     }
 
     /// The next column.
-    pub(super) fn column(&mut self, width: usize) -> Result<impl Iterator<Item = u64> + 'a> {
+    pub(crate) fn column(&mut self, width: usize) -> Result<impl Iterator<Item = u64> + 'a> {
         let rows = self.rows;
         let Some((planes, rest)) = self.bytes.split_at_checked(width.saturating_mul(rows)) else {
-            return Err(corrupt("a column of the manifest is too short"));
+            return Err(corrupt("a column is too short"));
         };
         self.bytes = rest;
         Ok((0..rows).map(move |row| {

@@ -1,0 +1,111 @@
+//! `burgeon profile`: what has been recorded.
+
+use std::{collections::BTreeMap, io::Write, process::ExitCode};
+
+use anyhow::Result;
+use burgeon_block::Digest;
+use burgeon_daemon::{forget_profile, kept_profile, kept_profiles};
+use burgeon_image::{Profile, catalog, list_profiles, load_profile, remove_profile};
+use serde_json::json;
+
+use super::{Context, record};
+use crate::{
+    args::ProfileCommand,
+    output::{self, bytes},
+};
+
+pub(super) fn profile(context: &Context, command: ProfileCommand) -> Result<ExitCode> {
+    match command {
+        ProfileCommand::List => list(context),
+        ProfileCommand::Show { name } => show(context, &name),
+        ProfileCommand::Rm { name } => remove(context, &name),
+    }
+}
+
+fn list(context: &Context) -> Result<ExitCode> {
+    let store = context.open_store()?;
+    let mut names: BTreeMap<Digest, Vec<String>> = BTreeMap::new();
+    for (name, record) in catalog::list(&store)? {
+        if let Ok(digest) = record.and_then(|record| record.digest()) {
+            names.entry(digest).or_default().push(name);
+        }
+    }
+    let mut rows = vec![["IMAGE", "FILES", "DATA", "RUNS", "WHERE"].map(String::from).to_vec()];
+    let mut documents = Vec::new();
+    let mut add = |place: &str, image: Digest, profile: Result<Option<Profile>>| {
+        let known = names.get(&image).map(|names| names.join(", "));
+        let known = known.unwrap_or_else(|| image.to_string()[..16].to_owned());
+        match profile {
+            Ok(Some(profile)) => {
+                let (files, runs) = (profile.files.len(), profile.runs);
+                let cells = [files.to_string(), bytes(profile.bytes()), runs.to_string()];
+                let cells = [known.clone()].into_iter().chain(cells).chain([place.to_owned()]);
+                rows.push(cells.collect());
+                documents.push(json!({
+                    "image": known, "digest": image.to_string(), "files": files, "runs": runs,
+                    "bytes": profile.bytes(), "where": place,
+                }));
+            }
+            Ok(None) => {}
+            Err(e) => {
+                rows.push(vec![known.clone(), e.to_string()]);
+                documents.push(json!({ "image": known, "where": place, "error": e.to_string() }));
+            }
+        }
+    };
+    for image in list_profiles(&store)? {
+        add("store", image, load_profile(&store, &image).map_err(Into::into));
+    }
+    for image in kept_profiles(&context.state) {
+        add("this host", image, kept_profile(&context.state, &image).map_err(Into::into));
+    }
+    if context.json {
+        output::print_json(&json!({ "profiles": documents }))?;
+    } else if documents.is_empty() {
+        println!("no profiles; `burgeon record PATH -- COMMAND` makes one of a mounted image");
+    } else {
+        output::table(&rows);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn show(context: &Context, name: &str) -> Result<ExitCode> {
+    let profile = record::find(context, name)?;
+    let path = |file: u32| &profile.files[file as usize];
+    if context.json {
+        let reads = profile.reads.iter().map(|read| {
+            let path = String::from_utf8_lossy(path(read.file));
+            json!({ "path": path, "offset": read.offset, "bytes": read.len, "age": read.age })
+        });
+        let reads: Vec<_> = reads.collect();
+        output::print_json(&json!({
+            "image": profile.image.to_string(), "runs": profile.runs, "reads": reads,
+        }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "image {}, {} runs, {}", profile.image, profile.runs, bytes(profile.bytes()))?;
+    for read in &profile.reads {
+        write!(out, "{:>12} {:>10}  ", read.offset, read.len)?;
+        out.write_all(path(read.file))?;
+        writeln!(out)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn remove(context: &Context, name: &str) -> Result<ExitCode> {
+    let store = context.open_store()?;
+    let image = catalog::resolve(&store, name)?.digest()?;
+    let kept = forget_profile(&context.state, &image)?;
+    // A store that is only read has none to remove, if this host has kept one.
+    match store.check_writable() {
+        Err(_) if kept => {}
+        writable => writable.and_then(|()| remove_profile(&store, &image))?,
+    }
+    if context.json {
+        output::print_json(&json!({ "image": name, "digest": image.to_string() }))?;
+    } else {
+        println!("removed the profile of {name}");
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,227 @@
+//! `burgeon record`: runs a command, and makes a profile of what it reads first.
+//!
+//! ```text
+//!   page cache of the mount let go ─► server takes note ─► CMD ─► addresses ─► files, by the manifest
+//!     ─► merged with what was recorded before ─► beside the image, or on this host
+//! ```
+//! What the page cache answers reaches nobody: so files are let go of first. What running programs
+//! have mapped stays, and is not seen.
+
+use std::{
+    ffi::CString,
+    fs::{self, File},
+    io::Read,
+    os::unix::{ffi::OsStrExt, fs::OpenOptionsExt, process::ExitStatusExt},
+    path::{Path, PathBuf},
+    process::{Command, ExitCode, ExitStatus, Stdio},
+};
+
+use anyhow::{Context as _, Result};
+use burgeon_block::{ByteRange, Digest, Error, ErrorKind};
+use burgeon_daemon::{
+    keep_profile, kept_profile,
+    protocol::{MountStatus, Reply, Request},
+};
+use burgeon_image::{Limits, Manifest, Profile, READS_MAX, catalog, load_profile, publish_profile};
+use burgeon_source::{Access, Store};
+use rustix::fs::{Advice, AtFlags, OFlags, StatxAttributes, StatxFlags, fadvise};
+use serde_json::json;
+
+use super::{Context, umount::mount_of};
+use crate::{
+    args,
+    output::{self, bytes},
+};
+
+pub(super) fn record(context: &Context, args: args::Record) -> Result<ExitCode> {
+    let (client, mount) = mount_of(context, &args.path)?;
+    let root = fs::canonicalize(&args.path)
+        .map_err(|e| Error::io(format!("cannot record {}", args.path.display()), e))?;
+    let image = mount.digest.0;
+    // Before anything is run: what it takes to make sense of it.
+    let store = Store::open(&mount.store, &Access::from_env())?;
+    let manifest = manifest(context, &store, &image)?;
+    let_go(&root)?;
+    client.call(&Request::Record { id: mount.id })?;
+    let status = run(context, &args.command)?;
+    let (Reply::Recorded { cut_short }, mut fds) =
+        client.call(&Request::Recorded { id: mount.id })?
+    else {
+        anyhow::bail!("the daemon gave an answer to something else");
+    };
+    let reads = fds.pop().context("the daemon sent nothing of what was read")?;
+    let profile = Profile::of(&manifest, image, &addresses(File::from(reads))?);
+    let kept = keep(context, &store, &mount, args.output.as_deref(), &profile)?;
+    report(context, &profile, &kept, cut_short, status)?;
+    Ok(exit_code(status))
+}
+
+/// The manifest of a mounted image: this host has it, as a rule.
+fn manifest(context: &Context, store: &Store, image: &Digest) -> Result<Manifest> {
+    let path = context.state.image(image).join("manifest");
+    let limits = Limits::default();
+    match fs::read(path) {
+        Ok(bytes) if Digest::of(&bytes) == *image => Ok(Manifest::decode(&bytes, &limits)?),
+        _ => Ok(catalog::load(store, image, &limits)?),
+    }
+}
+
+/// Lets go of what the page cache has of the files below `root`, in this mount.
+fn let_go(root: &Path) -> Result<()> {
+    let mut folders = vec![root.to_owned()];
+    while let Some(folder) = folders.pop() {
+        let failed = |e| Error::io(format!("cannot look into {}", folder.display()), e);
+        for entry in fs::read_dir(&folder).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            // What goes away meanwhile, or cannot be opened, is not read by anybody either.
+            let Ok(kind) = entry.file_type() else { continue };
+            let path = entry.path();
+            if kind.is_dir() && !is_mount_root(&path) {
+                folders.push(path);
+            } else if kind.is_file() {
+                let mut options = File::options();
+                let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOATIME;
+                options.read(true).custom_flags(flags.bits() as i32);
+                if let Ok(file) = options.open(&path) {
+                    let _ = fadvise(&file, 0, None, Advice::DontNeed);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn is_mount_root(path: &Path) -> bool {
+    let Ok(name) = CString::new(path.as_os_str().as_bytes()) else { return false };
+    let (flags, mask) = (AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS);
+    rustix::fs::statx(rustix::fs::CWD, &name, flags, mask)
+        .is_ok_and(|stat| stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+}
+
+fn run(context: &Context, command: &[std::ffi::OsString]) -> Result<ExitStatus> {
+    let (program, arguments) = command.split_first().context("there is no command to run")?;
+    let mut child = Command::new(program);
+    child.args(arguments);
+    if context.json {
+        // Standard output is for the document.
+        child.stdout(Stdio::from(
+            rustix::io::dup(rustix::stdio::stderr()).map_err(std::io::Error::from)?,
+        ));
+    }
+    let shown = Path::new(program).display();
+    Ok(child.status().map_err(|e| Error::io(format!("cannot run {shown}"), e))?)
+}
+
+/// What the daemon has taken note of.
+fn addresses(reads: File) -> Result<Vec<ByteRange>> {
+    const RECORD: usize = 16;
+    let mut bytes = Vec::new();
+    reads
+        .take((READS_MAX * RECORD) as u64)
+        .read_to_end(&mut bytes)
+        .map_err(|e| Error::io("cannot read what was recorded", e))?;
+    let ranges = bytes.chunks_exact(RECORD).filter_map(|record| {
+        let (start, end) = record.split_first_chunk::<8>()?;
+        let end = end.first_chunk::<8>()?;
+        ByteRange::new(u64::from_le_bytes(*start), u64::from_le_bytes(*end))
+    });
+    Ok(ranges.collect())
+}
+
+/// Where a profile is, for the user.
+struct Kept {
+    place: String,
+    /// Why it is not beside its image.
+    instead: Option<String>,
+}
+
+/// Keeps `profile`, merged with those that are there, beside its image, or on this host if the
+/// store does not take it; or, alone, in the file `output`.
+fn keep(
+    context: &Context,
+    store: &Store,
+    mount: &MountStatus,
+    output: Option<&Path>,
+    profile: &Profile,
+) -> Result<Kept> {
+    if let Some(path) = output {
+        burgeon_daemon::write_profile(path, profile)?;
+        return Ok(Kept { place: path.display().to_string(), instead: None });
+    }
+    let local = kept_profile(&context.state, &profile.image)?;
+    let stored = load_profile(store, &profile.image)?;
+    let merged = [stored, local, Some(profile.clone())].into_iter().flatten();
+    let Some(merged) = merged.reduce(|before, after| before.merge(&after)) else {
+        unreachable!("there is at least this one")
+    };
+    match store.check_writable().and_then(|()| publish_profile(store, &merged)) {
+        Ok(()) => {
+            burgeon_daemon::forget_profile(&context.state, &profile.image)?;
+            Ok(Kept { place: format!("beside the image in {}", mount.store), instead: None })
+        }
+        Err(e) => {
+            keep_profile(&context.state, &merged)?;
+            let place: PathBuf = context.state.profile(&profile.image);
+            Ok(Kept { place: place.display().to_string(), instead: Some(e.to_string()) })
+        }
+    }
+}
+
+fn report(
+    context: &Context,
+    profile: &Profile,
+    kept: &Kept,
+    cut_short: bool,
+    status: ExitStatus,
+) -> Result<()> {
+    let (files, ranges) = (profile.files.len(), profile.reads.len());
+    if context.json {
+        return output::print_json(&json!({
+            "image": profile.image.to_string(),
+            "files": files,
+            "ranges": ranges,
+            "bytes": profile.bytes(),
+            "cut_short": cut_short,
+            "kept": kept.place,
+            "not_in_store": kept.instead,
+            "exit_code": status.code(),
+        }));
+    }
+    let size = bytes(profile.bytes());
+    eprintln!("recorded {files} files, {size} in {ranges} ranges; kept {}", kept.place);
+    if let Some(why) = &kept.instead {
+        eprintln!("note: not beside the image, because {why}");
+    }
+    if cut_short {
+        eprintln!("note: what was read after the first {READS_MAX} ranges is left out");
+    }
+    if ranges == 0 {
+        eprintln!("note: nothing of the image was read: is it this mount that the command uses?");
+    }
+    Ok(())
+}
+
+/// The command's own; 128 and its number after a signal, as shells have it.
+fn exit_code(status: ExitStatus) -> ExitCode {
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    ExitCode::from(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
+}
+
+/// The profile of the image `name`, or the one in the file of that name.
+pub(super) fn find(context: &Context, name: &str) -> Result<Profile> {
+    let path = Path::new(name);
+    if path.is_file() {
+        let profile = burgeon_daemon::read_profile(path)?;
+        return profile.with_context(|| format!("{name} has gone away"));
+    }
+    let store = context.open_store()?;
+    let image = catalog::resolve(&store, name)?.digest()?;
+    let local = kept_profile(&context.state, &image)?;
+    let both = [load_profile(&store, &image)?, local];
+    both.into_iter().flatten().reduce(|before, after| before.merge(&after)).ok_or_else(|| {
+        let what = format!(
+            "the image {name:?} has no profile: mount it, and `burgeon record PATH -- COMMAND`"
+        );
+        Error::new(ErrorKind::NotFound, what).into()
+    })
+}

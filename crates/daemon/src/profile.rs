@@ -1,0 +1,105 @@
+//! Profiles of images on this host: where they lie when the store is only read, and how the server
+//! gets the one that a mount is to follow.
+
+use std::{
+    fs::File,
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
+use burgeon_image::{PROFILE_MAX, Profile, load_profile};
+use burgeon_source::Store;
+
+use crate::{files, link::ProfileSource, paths::StateDir, protocol::ProfileRequest};
+
+/// The profile that lies in the file `path`, if it is there.
+pub fn read_profile(path: &Path) -> Result<Option<Profile>> {
+    let failed = |e| Error::io(format!("cannot read the profile {}", path.display()), e);
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(failed(e)),
+    };
+    let mut bytes = Vec::new();
+    file.take(PROFILE_MAX + 1).read_to_end(&mut bytes).map_err(failed)?;
+    let profile = Profile::decode(&bytes).map_err(|e| {
+        Error::with_source(e.kind(), format!("{} is no profile to use", path.display()), e)
+    })?;
+    Ok(Some(profile))
+}
+
+/// Writes `profile` to the file `path`, whole and durably.
+pub fn write_profile(path: &Path, profile: &Profile) -> Result<()> {
+    files::publish(path, &profile.encode()?)
+}
+
+/// Keeps `profile` on this host, because its image's store cannot be written to.
+pub fn keep_profile(state: &StateDir, profile: &Profile) -> Result<()> {
+    write_profile(&state.profile(&profile.image), profile)
+}
+
+/// What [`keep_profile`] kept of `image`.
+pub fn kept_profile(state: &StateDir, image: &Digest) -> Result<Option<Profile>> {
+    read_profile(&state.profile(image))
+}
+
+/// The images of which this host keeps a profile.
+pub fn kept_profiles(state: &StateDir) -> Vec<Digest> {
+    let entries = std::fs::read_dir(state.profiles()).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// Removes what [`keep_profile`] kept of `image`; whether there was anything.
+pub fn forget_profile(state: &StateDir, image: &Digest) -> Result<bool> {
+    let path = state.profile(image);
+    let there = path.exists();
+    files::remove_file(&path)?;
+    Ok(there)
+}
+
+/// Where the server is to look for the profile that `request` asks for. A file of the user's is
+/// checked now, and copied into the mount's `folder`.
+pub(crate) fn source(
+    state: &StateDir,
+    request: &ProfileRequest,
+    image: Digest,
+    folder: &Path,
+) -> Result<Option<ProfileSource>> {
+    let (file, auto): (PathBuf, bool) = match request {
+        ProfileRequest::None => return Ok(None),
+        ProfileRequest::Auto => (state.profile(&image), true),
+        ProfileRequest::File(path) => {
+            let missing = || {
+                let what = format!("there is no profile {}", path.display());
+                Error::new(ErrorKind::NotFound, what)
+            };
+            let profile = read_profile(path)?.ok_or_else(missing)?;
+            if profile.image != image {
+                let what = format!(
+                    "{} is the profile of another image, {}: record one of this image, or build it \
+                     with `burgeon build --profile`",
+                    path.display(),
+                    profile.image
+                );
+                return Err(Error::new(ErrorKind::Invalid, what));
+            }
+            let copy = folder.join("profile");
+            write_profile(&copy, &profile)?;
+            (copy, false)
+        }
+    };
+    Ok(Some(ProfileSource { image: image.into(), file, auto }))
+}
+
+/// What `source` leads to, as lazy addresses in the order in which they are to be brought: what
+/// this host has recorded, then what the store has. `None` where there is neither.
+pub(crate) fn load(source: &ProfileSource, store: &Store) -> Result<Option<Vec<ByteRange>>> {
+    let image = source.image.0;
+    let kept = read_profile(&source.file)?.filter(|profile| profile.image == image);
+    let stored = if source.auto { load_profile(store, &image)? } else { None };
+    if kept.is_none() && stored.is_none() {
+        return Ok(None);
+    }
+    Ok(Some([kept, stored].iter().flatten().flat_map(Profile::addresses).collect()))
+}

@@ -1,0 +1,251 @@
+//! Profiles: which lazy data programs read first, by image.
+//!
+//! ```text
+//!   record: addresses, in order of first use ──► Profile::of ──► merge with what is there ──► store
+//!   mount:  Profile ──► addresses ──► brought first, in that order
+//!   build:  Profile of an earlier image of the tree ──► files by path ──► order of packs;
+//!           and by path to the addresses of the new image
+//! ```
+//!
+//! A profile is a hint. Whoever can write to the store can make it any hint: so it is bounded, it
+//! is clipped to the image's own lazy data, and the worst that it can do is to bring what nobody
+//! reads. Invariants: what [`Profile::decode`] returns obeys the rules in `format.rs`; no block of
+//! a file is in it twice. Held by `tests/profile.rs`.
+
+mod format;
+mod store;
+
+use std::collections::HashMap;
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, RangeSet};
+use burgeon_btrfs::Tree;
+
+pub use self::{
+    format::PROFILE_MAX,
+    store::{list_profiles, load_profile, profile_object, publish_profile, remove_profile},
+};
+use crate::{Manifest, Paths};
+
+/// Ranges in a profile: with files of 64 KiB on average, 16 GiB.
+pub const READS_MAX: usize = 1 << 18;
+/// What no run has read for so many runs is forgotten.
+const AGE_MAX: u8 = 8;
+
+/// What programs read of an image, in order of first use.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Profile {
+    /// The image: digest of its manifest.
+    pub image: Digest,
+    /// Runs that it was made of.
+    pub runs: u32,
+    /// Paths in the image, from `/` on.
+    pub files: Vec<Vec<u8>>,
+    /// What was read, in the order in which it is to be brought.
+    pub reads: Vec<ProfileRead>,
+}
+
+/// Whole blocks of a file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ProfileRead {
+    /// Index in [`Profile::files`].
+    pub file: u32,
+    /// Where in the file, in bytes.
+    pub offset: u64,
+    /// Where in the lazy address space of the image, in bytes.
+    pub address: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Runs since it was last read.
+    pub age: u8,
+}
+
+impl ProfileRead {
+    /// Its lazy addresses.
+    pub fn addresses(&self) -> ByteRange {
+        // Ends were checked when it was read or made.
+        ByteRange::at(self.address, self.len).unwrap_or_else(|| unreachable!("checked"))
+    }
+
+    /// The part of it that lies at `part`, which it covers, of its file.
+    fn part(&self, part: ByteRange) -> Self {
+        let address = self.address + (part.start() - self.offset);
+        Self { offset: part.start(), address, len: part.len(), ..*self }
+    }
+
+    fn in_file(&self) -> ByteRange {
+        ByteRange::at(self.offset, self.len).unwrap_or_else(|| unreachable!("checked"))
+    }
+}
+
+impl Profile {
+    /// The profile of one run that read `addresses` of the image `manifest`, whose digest is
+    /// `image`, in this order. What is no lazy data of it is left out, and what comes after the
+    /// first [`READS_MAX`] ranges.
+    pub fn of(manifest: &Manifest, image: Digest, addresses: &[ByteRange]) -> Self {
+        let paths = Paths::new(&manifest.tree);
+        let owners = Owners::of(&manifest.tree);
+        let mut making = Making::default();
+        for range in addresses {
+            for (inode, piece, offset) in owners.pieces(*range) {
+                let read = ProfileRead {
+                    file: 0,
+                    offset,
+                    address: piece.start(),
+                    len: piece.len(),
+                    age: 0,
+                };
+                making.add(read, || paths.of_inode(inode), inode.into());
+            }
+        }
+        making.finish(image, 1)
+    }
+
+    /// Both together: what `newer` read, in its order, then what only this one had, in its own,
+    /// but for what has not been read for a while. Both are of one image.
+    pub fn merge(&self, newer: &Self) -> Self {
+        let mut making = Making::default();
+        let old = self.reads.iter().map(|read| (self, read, 1));
+        let old = old.filter(|(_, read, _)| read.age < AGE_MAX);
+        for (profile, read, age) in newer.reads.iter().map(|read| (newer, read, 0)).chain(old) {
+            let path = &profile.files[read.file as usize];
+            let number = making.number(path);
+            making.add(ProfileRead { age: read.age + age, ..*read }, || path.clone(), number);
+        }
+        making.finish(newer.image, self.runs.saturating_add(newer.runs))
+    }
+
+    /// The same files and ranges in another image of the same or a similar tree; those that it
+    /// lacks are left out.
+    pub fn translate(&self, manifest: &Manifest, image: Digest) -> Self {
+        let found = find(&manifest.tree, &self.files);
+        let mut making = Making::default();
+        for read in &self.reads {
+            let inode = found[read.file as usize];
+            let Some(inode) =
+                inode.and_then(|at| Some((at, manifest.tree.inodes.get(at as usize)?)))
+            else {
+                continue;
+            };
+            for extent in manifest.tree.extents_of(inode.1) {
+                let range = ByteRange::at(extent.file_offset, extent.len);
+                let Some(part) = range.and_then(|range| range.intersect(read.in_file())) else {
+                    continue;
+                };
+                let address = extent.address + (part.start() - extent.file_offset);
+                let (offset, len) = (part.start(), part.len());
+                let path = || self.files[read.file as usize].clone();
+                making.add(ProfileRead { offset, address, len, ..*read }, path, inode.0.into());
+            }
+        }
+        making.finish(image, self.runs)
+    }
+
+    /// Lazy addresses, in the order in which they are to be brought.
+    pub fn addresses(&self) -> impl Iterator<Item = ByteRange> + '_ {
+        self.reads.iter().map(ProfileRead::addresses)
+    }
+
+    /// Bytes of files in it.
+    pub fn bytes(&self) -> u64 {
+        self.reads.iter().map(|read| read.len).fold(0, u64::saturating_add)
+    }
+}
+
+/// A profile while it is made: knows which blocks of which file are in it.
+#[derive(Default)]
+struct Making {
+    files: Vec<Vec<u8>>,
+    reads: Vec<ProfileRead>,
+    /// By whatever number tells files apart: index in `files`, and what is there of it.
+    known: HashMap<u64, (u32, RangeSet)>,
+    numbers: HashMap<Vec<u8>, u64>,
+}
+
+impl Making {
+    /// A number that tells `path` from others.
+    fn number(&mut self, path: &[u8]) -> u64 {
+        if let Some(number) = self.numbers.get(path) {
+            return *number;
+        }
+        let number = self.numbers.len() as u64;
+        self.numbers.insert(path.to_owned(), number);
+        number
+    }
+
+    /// Adds what is new of `read`, of the file that `number` tells from others.
+    fn add(&mut self, read: ProfileRead, path: impl FnOnce() -> Vec<u8>, number: u64) {
+        let (file, seen) = self.known.entry(number).or_insert_with(|| {
+            self.files.push(path());
+            (self.files.len() as u32 - 1, RangeSet::default())
+        });
+        for part in seen.insert(read.in_file()) {
+            let next = ProfileRead { file: *file, ..read.part(part) };
+            if let Some(last) = self.reads.last_mut()
+                && (last.file, last.age) == (next.file, next.age)
+                && last.offset + last.len == next.offset
+                && last.address + last.len == next.address
+                && last.len + next.len <= format::LEN_MAX
+            {
+                last.len += next.len;
+            } else if self.reads.len() < READS_MAX {
+                self.reads.push(next);
+            }
+        }
+    }
+
+    fn finish(self, image: Digest, runs: u32) -> Profile {
+        Profile { image, runs, files: self.files, reads: self.reads }
+    }
+}
+
+/// Which file each lazy address belongs to: of several, the first in address order.
+struct Owners(Vec<(ByteRange, u32, u64)>);
+
+impl Owners {
+    fn of(tree: &Tree) -> Self {
+        let mut extents = Vec::new();
+        for (number, inode) in (0u32..).zip(&tree.inodes) {
+            extents.extend(tree.extents_of(inode).iter().map(|extent| (extent, number)));
+        }
+        extents.sort_by_key(|(extent, number)| (extent.address, *number, extent.file_offset));
+        let mut owners: Vec<(ByteRange, u32, u64)> = Vec::new();
+        for (extent, number) in extents {
+            let covered = owners.last().map_or(0, |(range, ..)| range.end());
+            let skip = covered.saturating_sub(extent.address);
+            let Some(rest) = extent.len.checked_sub(skip).filter(|rest| *rest > 0) else {
+                continue;
+            };
+            let range = ByteRange::at(extent.address + skip, rest);
+            owners.extend(range.map(|range| (range, number, extent.file_offset + skip)));
+        }
+        Self(owners)
+    }
+
+    /// The parts of `range` that are a file's: its inode, the addresses, where in the file.
+    fn pieces(&self, range: ByteRange) -> impl Iterator<Item = (u32, ByteRange, u64)> + '_ {
+        let range = range.to_blocks();
+        let first = self.0.partition_point(|(owner, ..)| owner.end() <= range.start());
+        let owners = self.0[first..].iter().take_while(move |(o, ..)| o.start() < range.end());
+        owners.filter_map(move |(owner, inode, offset)| {
+            let part = owner.intersect(range)?;
+            Some((*inode, part, offset + (part.start() - owner.start())))
+        })
+    }
+}
+
+/// The inode of each path, where there is one.
+fn find(tree: &Tree, paths: &[Vec<u8>]) -> Vec<Option<u32>> {
+    let names =
+        tree.dirents.iter().map(|dirent| ((dirent.parent, tree.bytes(dirent.name)), dirent));
+    let names: HashMap<_, u32> = names.map(|(name, dirent)| (name, dirent.inode)).collect();
+    let inode_of = |path: &Vec<u8>| {
+        let mut parts = path.split(|byte| *byte == b'/').filter(|part| !part.is_empty());
+        parts.try_fold(0, |at, part| names.get(&(at, part)).copied())
+    };
+    paths.iter().map(inode_of).collect()
+}
+
+/// Rounds `len` down to whole blocks.
+const fn whole_blocks(len: u64) -> u64 {
+    len / BLOCK_SIZE * BLOCK_SIZE
+}

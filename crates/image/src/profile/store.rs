@@ -1,0 +1,50 @@
+//! Where profiles lie: `profiles/<digest of the image's manifest>`, beside the image.
+
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+
+use super::{PROFILE_MAX, Profile};
+use crate::corrupt;
+
+/// The object that holds the profile of `image`.
+pub fn profile_object(image: &Digest) -> Result<ObjectId> {
+    ObjectId::new(format!("profiles/{image}"))
+}
+
+/// The profile of `image`, if `store` has one.
+pub fn load_profile(store: &impl ObjectStore, image: &Digest) -> Result<Option<Profile>> {
+    let object = profile_object(image)?;
+    let bytes = match store.get(&object, PROFILE_MAX) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let profile = Profile::decode(&bytes).map_err(|error| {
+        let what = format!("cannot use {object}: remove it with `burgeon profile rm`");
+        Error::with_source(error.kind(), what, error)
+    })?;
+    if profile.image != *image {
+        return Err(corrupt(format!("{object} is the profile of another image")));
+    }
+    Ok(Some(profile))
+}
+
+/// Publishes `profile`, replacing the one of its image.
+pub fn publish_profile(store: &impl ObjectStore, profile: &Profile) -> Result<()> {
+    let bytes = profile.encode()?;
+    let _lease = store.begin_write()?;
+    store.publish(&profile_object(&profile.image)?, &bytes)
+}
+
+/// Removes the profile of `image`; it is no error if there is none.
+pub fn remove_profile(store: &impl ObjectStore, image: &Digest) -> Result<()> {
+    store.remove(&profile_object(image)?)
+}
+
+/// The images of which `store` has a profile.
+pub fn list_profiles(store: &impl ObjectStore) -> Result<Vec<Digest>> {
+    let objects = store.list("profiles")?;
+    let digests = objects.iter().filter_map(|object| {
+        object.as_str().strip_prefix("profiles/").and_then(|digest| digest.parse().ok())
+    });
+    Ok(digests.collect())
+}

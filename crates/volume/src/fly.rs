@@ -1,0 +1,153 @@
+//! The tasks of flights: from the source to the readers, and into the cache.
+//!
+//! ```text
+//!   fly            one chunk:  fetch, as often tried as the limits allow ─┐
+//!   fly_together   a row of chunks that lie one after another: one        ├─► land: readers, cache
+//!                  request ─► cut ─► verify each ─────────────────────────┘
+//!                               └── what is wrong or missing flies on alone
+//! ```
+
+use std::sync::Arc;
+
+use burgeon_block::{BlockSource, ByteRange, LocalFile, Pages, Result};
+use bytes::Bytes;
+
+use crate::{
+    Bug, Sabotage, Volume,
+    fetch::Tries,
+    flights::{Cost, Flight, Landed, Seats},
+};
+
+/// A chunk that has a flight, and room for it.
+pub(crate) struct Boarded {
+    pub(crate) index: u32,
+    pub(crate) flight: Flight,
+    pub(crate) seats: Seats,
+}
+
+impl<S, F, B> Volume<S, F, B>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+    B: Sabotage,
+{
+    /// A flight from take-off to the cache: readers are answered as soon as the bytes are good.
+    pub(crate) async fn fly(self: Arc<Self>, index: u32, flight: Flight, seats: Seats) {
+        let mut cost = Cost::default();
+        // What nobody waits for has a seat of the background.
+        let own = seats.background.is_none().then(|| self.readers.fetch());
+        let mut result = self.fetch(index, &mut cost).await;
+        drop(own);
+        if self.sabotage.has(Bug::LostWaiter) && result.is_err() {
+            std::mem::forget(flight);
+            return;
+        }
+        if self.sabotage.has(Bug::CacheErrorFailsRead)
+            && let Ok(pages) = &result
+            && let Err(error) =
+                self.cache.write(&self.sabotage, self.map.chunk(index).range, pages.bytes())
+        {
+            result = Err(error);
+        }
+        self.land(index, flight, seats, result, cost).await;
+    }
+
+    /// Readers get what came, then the cache.
+    async fn land(
+        self: Arc<Self>,
+        index: u32,
+        flight: Flight,
+        seats: Seats,
+        result: Result<Pages>,
+        cost: Cost,
+    ) {
+        let good = result.is_ok();
+        let landed = Arc::new(Landed::new(result, cost, Arc::clone(&self.background), seats));
+        flight.land(Arc::clone(&landed));
+        if self.sabotage.has(Bug::LeakSeat) && !good {
+            std::mem::forget(Arc::clone(&landed));
+        }
+        if good {
+            self.keep(index, landed).await;
+        }
+        // Only now, with the presence bits set, may another flight of this chunk start.
+        drop(flight);
+    }
+
+    async fn keep(self: &Arc<Self>, index: u32, landed: Arc<Landed>) {
+        if !self.cache.may_write() {
+            self.cache.uncached_chunks.add(1);
+            return;
+        }
+        let this = Arc::clone(self);
+        let write = move || {
+            let range = this.map.chunk(index).range;
+            let written =
+                landed.bytes().and_then(|bytes| this.cache.write(&this.sabotage, range, bytes));
+            if written.is_err() {
+                this.cache.uncached_chunks.add(1);
+            }
+        };
+        // An error means that the runtime ends: the bytes are then fetched again one day.
+        let _ = self.writers.run(write).await;
+    }
+
+    /// Fetches a row of chunks of one object, the stored bytes of each behind those of the one
+    /// before, with one request; whether that gave all of it. Returns when it was answered: what
+    /// it takes to verify and keep the chunks is behind that, in `landing`.
+    pub(crate) async fn fly_together(self: Arc<Self>, row: Vec<Boarded>, landing: Landing) -> bool {
+        let stored = |boarded: &Boarded| self.map.chunk(boarded.index).stored;
+        let (Some(first), Some(last)) = (row.first(), row.last()) else { return true };
+        let chunk = self.map.chunk(first.index);
+        let range = ByteRange::new(stored(first).start(), stored(last).end());
+        let mut cost = Cost::default();
+        let tries = Tries::new(&self.limits, &self.sabotage);
+        let answer = match range {
+            Some(range) => self.ask(&chunk, range, &tries, &mut cost).await.inspect_err(|error| {
+                self.retrying.note(error);
+                self.background.source_errors.add(cost.source_errors);
+            }),
+            None => return false,
+        };
+        let start = chunk.stored.start();
+        for boarded in row {
+            let stored = self.map.chunk(boarded.index).stored;
+            let at = (stored.start() - start) as usize;
+            let bytes = answer.as_ref().ok().map(|all| all.slice(at..at + stored.len() as usize));
+            let (this, landing) = (Arc::clone(&self), landing.clone());
+            tokio::spawn(async move {
+                this.arrive(boarded, bytes).await;
+                drop(landing);
+            });
+        }
+        answer.is_ok()
+    }
+
+    /// One chunk of a row; it flies on alone if its bytes did not come, or are wrong.
+    async fn arrive(self: Arc<Self>, boarded: Boarded, stored: Option<Bytes>) {
+        let Boarded { index, flight, seats } = boarded;
+        let range = self.map.chunk(index).range;
+        let Some(stored) = stored else { return self.fly(index, flight, seats).await };
+        let mut cost = Cost { fetched_bytes: stored.len() as u64, ..Cost::default() };
+        let unpacked = self.unpack(index, stored, false, &mut cost).await;
+        let result = match unpacked {
+            Ok(pages) => {
+                (cost.fetches, cost.materialised_bytes) = (1, range.len());
+                Ok(pages)
+            }
+            Err(error) => {
+                self.retrying.note(&error);
+                self.fetch(index, &mut cost).await
+            }
+        };
+        if result.is_ok()
+            && let Some(brought) = self.brought.get()
+        {
+            brought.note(range);
+        }
+        self.land(index, flight, seats, result, cost).await;
+    }
+}
+
+/// Held by chunks that are not in the cache yet, or known not to get there.
+pub(crate) type Landing = tokio::sync::mpsc::Sender<()>;

@@ -1,0 +1,288 @@
+//! Following a profile: brings what a start will read, in that order, before it is read.
+//!
+//! ```text
+//!   chunks in order ─► rows: the next one, and others of the profile that lie beside it in its
+//!                      object ─► as many requests as the source takes (pace.rs) ─► flights
+//! ```
+//!
+//! Priorities: readers fetch what they wait for themselves, from seats that are theirs; while they
+//! do, nothing more is asked for, for a round trip or two. Fill begins after the profile. A profile
+//! is a hint: what cannot be had is left to the readers, and a source that is away ends it.
+
+use std::{
+    collections::{HashSet, VecDeque},
+    sync::Arc,
+};
+
+use burgeon_block::{BlockSource, ByteRange, LocalFile};
+use tokio::{
+    sync::{mpsc, watch},
+    task::JoinHandle,
+    time::{Instant, timeout_at},
+};
+
+use crate::{
+    Sabotage, Volume,
+    brought::Brought,
+    flights::Seats,
+    fly::Boarded,
+    limits::FLIGHTS_MAX,
+    pace::{Pace, Sent},
+};
+
+/// So many requests in a row without an answer, and the source is away.
+const FAILURES_MAX: u32 = 4;
+
+/// How following a profile stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FollowState {
+    /// It brings data.
+    Running,
+    /// All of it is here, or came and could not be kept.
+    Done,
+    /// It was told to stop, has reached its limit, or the source or the cache takes no more.
+    Stopped,
+}
+
+/// How far it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FollowProgress {
+    /// What it does.
+    pub state: FollowState,
+    /// Bytes of the chunks that the profile touches, uncompressed.
+    pub total_bytes: u64,
+    /// Of these, bytes that need not be asked for any more.
+    pub done_bytes: u64,
+    /// Bytes that were asked for and came, as stored.
+    pub fetched_bytes: u64,
+    /// Requests that it took.
+    pub requests: u64,
+}
+
+/// A profile that is followed. Dropping it stops it; what is under way still lands.
+pub struct Follow {
+    progress: watch::Receiver<FollowProgress>,
+    task: JoinHandle<()>,
+}
+
+impl Follow {
+    /// How far it is.
+    pub fn progress(&self) -> FollowProgress {
+        *self.progress.borrow()
+    }
+
+    /// Waits until it has ended, cache writes included.
+    pub fn ended(&self) -> impl Future<Output = FollowProgress> + Send + 'static {
+        let mut progress = self.progress.clone();
+        async move {
+            // An error means that the task is gone: what it said last stands.
+            let _ = progress.wait_for(|now| now.state != FollowState::Running).await;
+            *progress.borrow()
+        }
+    }
+}
+
+impl Drop for Follow {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// What became of a request.
+struct Answer {
+    sent: Sent,
+    /// Bytes that were asked for.
+    bytes: u64,
+    /// When they came, if they did.
+    at: Option<Instant>,
+}
+
+/// Chunks to be brought.
+struct Wanted {
+    order: VecDeque<u32>,
+    left: HashSet<u32>,
+}
+
+impl<S, F, B> Volume<S, F, B>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+    B: Sabotage,
+{
+    /// Starts to bring the chunks of `ranges`, in this order, until it has fetched `fetch_max`
+    /// bytes. Ranges that are no lazy data are passed over.
+    pub fn follow(
+        self: &Arc<Self>,
+        ranges: impl Iterator<Item = ByteRange>,
+        fetch_max: u64,
+    ) -> Follow {
+        self.brought.get_or_init(|| Brought::new(self.map.data_range()));
+        let mut wanted = Wanted { order: VecDeque::new(), left: HashSet::new() };
+        let mut total_bytes = 0;
+        for range in ranges.filter_map(|range| range.intersect(self.map.data_range())) {
+            let mut at = range.start();
+            while let Some(index) = self.map.chunk_at(at).filter(|_| at < range.end()) {
+                let chunk = self.map.chunk(index).range;
+                at = chunk.end();
+                if !self.is_through(index) && wanted.left.insert(index) {
+                    wanted.order.push_back(index);
+                    total_bytes += chunk.len();
+                }
+            }
+        }
+        let (progress, watcher) = watch::channel(FollowProgress {
+            state: FollowState::Running,
+            total_bytes,
+            done_bytes: 0,
+            fetched_bytes: 0,
+            requests: 0,
+        });
+        let volume = Arc::clone(self);
+        let task = tokio::spawn(async move {
+            let state = volume.follow_all(wanted, fetch_max, &progress).await;
+            progress.send_modify(|now| now.state = state);
+        });
+        Follow { progress: watcher, task }
+    }
+
+    async fn follow_all(
+        self: &Arc<Self>,
+        mut wanted: Wanted,
+        fetch_max: u64,
+        progress: &watch::Sender<FollowProgress>,
+    ) -> FollowState {
+        let mut pace = Pace::new();
+        let (answer, mut answers) = mpsc::channel::<Answer>(FLIGHTS_MAX);
+        // Nothing is ever sent: it closes when everything has landed.
+        let (landing, mut landed) = mpsc::channel(1);
+        let (mut requests, mut bytes, mut failures) = (0, 0, 0);
+        let mut state = FollowState::Done;
+        loop {
+            let over = fetch_max <= progress.borrow().fetched_bytes + bytes;
+            if over || failures == FAILURES_MAX || !self.cache.may_write() {
+                state = FollowState::Stopped;
+                wanted.order.clear();
+            }
+            if wanted.order.is_empty() && requests == 0 {
+                break;
+            }
+            let full = wanted.order.is_empty() || (requests > 0 && bytes >= pace.window());
+            let answered = if full { answers.recv().await } else { answers.try_recv().ok() };
+            if let Some(Answer { sent, bytes: len, at }) = answered {
+                (requests, bytes) = (requests - 1, bytes - len);
+                failures = if at.is_some() { 0 } else { failures + 1 };
+                if let Some(at) = at {
+                    pace.answered(&sent, at);
+                    progress.send_modify(|now| now.fetched_bytes += len);
+                }
+                continue;
+            }
+            let (row, done) = self.board_row(&mut wanted, pace.request()).await;
+            let len = row.iter().map(|boarded| self.map.chunk(boarded.index).stored.len()).sum();
+            progress.send_modify(|now| {
+                now.done_bytes += done;
+                now.requests += u64::from(!row.is_empty());
+            });
+            if row.is_empty() {
+                continue;
+            }
+            (requests, bytes) = (requests + 1, bytes + len);
+            let sent = pace.sent(len, Instant::now());
+            let (volume, answer, landing) = (Arc::clone(self), answer.clone(), landing.clone());
+            tokio::spawn(async move {
+                let good = volume.fly_together(row, landing).await;
+                let at = good.then(Instant::now);
+                // Nobody listens any more when following was stopped.
+                let _ = answer.send(Answer { sent, bytes: len, at }).await;
+            });
+        }
+        drop(landing);
+        landed.recv().await;
+        state
+    }
+
+    /// The next chunk that is not here, and what is wanted beside it, up to `len_max` stored
+    /// bytes, with flights of their own; and the bytes of all chunks that were taken off the
+    /// list. Empty when nothing is left that is neither here nor on its way.
+    async fn board_row(self: &Arc<Self>, wanted: &mut Wanted, len_max: u64) -> (Vec<Boarded>, u64) {
+        let mut done = 0;
+        while let Some(first) = wanted.order.front().copied() {
+            let here = self.cache.has(self.map.chunk(first).range);
+            if here || !wanted.left.contains(&first) {
+                wanted.order.pop_front();
+                done +=
+                    if wanted.left.remove(&first) { self.map.chunk(first).range.len() } else { 0 };
+                continue;
+            }
+            let background = self.background_seats.take().await;
+            self.let_readers_fetch().await;
+            let Some(seat) = self.seats.take().await else { break };
+            wanted.order.pop_front();
+            wanted.left.remove(&first);
+            done += self.map.chunk(first).range.len();
+            let seats = Seats { _flight: seat, background };
+            let Some(boarded) = self.board_absent(first, seats) else { continue };
+            let mut row = VecDeque::from([boarded]);
+            let mut len = self.map.chunk(first).stored.len();
+            let (mut low, mut high) = (first, first);
+            loop {
+                let next = high.checked_add(1).filter(|next| self.adjoins(high, *next, wanted));
+                let before = low.checked_sub(1).filter(|before| self.adjoins(*before, low, wanted));
+                let Some(index) = next.or(before) else { break };
+                let more = self.map.chunk(index).stored.len();
+                if len + more > len_max {
+                    break;
+                }
+                let Some(background) = self.background_seats.try_take() else { break };
+                let Some(seat) = self.seats.try_take() else { break };
+                let seats = Seats { _flight: seat, background: Some(background) };
+                let Some(boarded) = self.board_absent(index, seats) else { break };
+                wanted.left.remove(&index);
+                done += self.map.chunk(index).range.len();
+                len += more;
+                if index > high {
+                    high = index;
+                    row.push_back(boarded);
+                } else {
+                    low = index;
+                    row.push_front(boarded);
+                }
+            }
+            return (row.into(), done);
+        }
+        (Vec::new(), done)
+    }
+
+    /// Whether `second`, a chunk that may not be there, lies right behind `first` in its object,
+    /// and whichever of them is not taken yet is wanted.
+    fn adjoins(&self, first: u32, second: u32, wanted: &Wanted) -> bool {
+        if second >= self.map.chunk_count() {
+            return false;
+        }
+        let (before, after) = (self.map.chunk(first), self.map.chunk(second));
+        (wanted.left.contains(&first) || wanted.left.contains(&second))
+            && before.object == after.object
+            && before.stored.end() == after.stored.start()
+    }
+
+    /// A flight of a chunk that is neither here nor on its way.
+    fn board_absent(&self, index: u32, seats: Seats) -> Option<Boarded> {
+        let mut table = self.flights.lock();
+        if table.join(index.into()).is_some() || self.cache.has(self.map.chunk(index).range) {
+            return None;
+        }
+        let (flight, _) = table.insert(index.into());
+        Some(Boarded { index, flight, seats })
+    }
+
+    /// Waits while readers fetch what the profile has not brought yet, but not for long.
+    async fn let_readers_fetch(&self) {
+        let until = Instant::now() + self.limits.profile_yield;
+        loop {
+            let fetched = self.readers.fetched.notified();
+            if self.readers.fetching() == 0 || timeout_at(until, fetched).await.is_err() {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Following a profile: in order, in few requests, behind readers; what it brought and who read it.
+
+mod common;
+
+use std::sync::Arc;
+
+use burgeon_block::{BLOCK_SIZE, ByteRange};
+use burgeon_volume::{FollowState, LazyDevice, Limits};
+use common::{CHUNKS, DATA_START, Fault, Setup, setup, setup_with};
+
+fn all(setup: &Setup) -> ByteRange {
+    setup.volume.map().data_range()
+}
+
+#[tokio::test]
+async fn what_lies_together_comes_with_one_request() {
+    let setup = setup();
+    let follow = setup.volume.follow([all(&setup)].into_iter(), u64::MAX);
+    let end = follow.ended().await;
+    assert_eq!(
+        (end.state, end.total_bytes, end.done_bytes),
+        (FollowState::Done, all(&setup).len(), all(&setup).len(),)
+    );
+    // The first chunk fills a request, the others fit in one.
+    assert_eq!(end.requests, 2);
+    assert_eq!(setup.source.reads(), end.requests);
+    assert_eq!(end.fetched_bytes, setup.image.packs[0].1.len() as u64);
+    assert_eq!(setup.volume.materialised_bytes(), all(&setup).len());
+    assert_eq!(setup.volume.background().fetches.get(), CHUNKS.len() as u64);
+    setup.read(all(&setup)).await.unwrap();
+    assert_eq!(setup.counters.hits.get(), 1);
+    // Once more there is nothing to ask for.
+    let again = setup.volume.follow([all(&setup)].into_iter(), u64::MAX).ended().await;
+    assert_eq!((again.state, again.requests, again.fetched_bytes), (FollowState::Done, 0, 0));
+}
+
+#[tokio::test]
+async fn what_nobody_read_is_counted() {
+    let setup = setup();
+    assert!(setup.volume.brought().is_none());
+    let first = setup.blocks(0, 64);
+    setup.volume.follow([first, setup.blocks(65, 1)].into_iter(), u64::MAX).ended().await;
+    let brought = setup.volume.brought().unwrap();
+    assert_eq!((brought.brought, brought.read), ((64 + 3) * BLOCK_SIZE, 0));
+    setup.read(setup.blocks(3, 2)).await.unwrap();
+    setup.read(setup.blocks(4, 2)).await.unwrap();
+    // A chunk that the profile did not bring is nobody's useless prefetch.
+    setup.read(setup.blocks(64, 1)).await.unwrap();
+    assert_eq!(setup.volume.brought().unwrap().read, 3 * BLOCK_SIZE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reader_joins_what_is_on_its_way_and_passes_what_is_not() {
+    let limits = Limits { background_flights: 1, ..Limits::default() };
+    let setup = setup_with(common::image(3), limits);
+    setup.source.close();
+    let order = [setup.blocks(0, 1), setup.blocks(68, 1), setup.blocks(149, 1)];
+    let follow = setup.volume.follow(order.into_iter(), u64::MAX);
+    while setup.volume.status().flights < 1 {
+        tokio::task::yield_now().await;
+    }
+    let readers: Vec<_> = [setup.blocks(5, 1), setup.blocks(132, 1)]
+        .into_iter()
+        .map(|range| {
+            let (volume, counters) = (Arc::clone(&setup.volume), Arc::clone(&setup.counters));
+            tokio::spawn(async move {
+                let mut buf = vec![0; BLOCK_SIZE as usize];
+                volume.read(range, &mut buf, &counters).await.map(|()| buf)
+            })
+        })
+        .collect();
+    while setup.volume.status().flights < 2 {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(
+        setup.source.reads(),
+        2,
+        "one for the profile, which a reader shares, one for a reader"
+    );
+    setup.source.open();
+    for (reader, block) in readers.into_iter().zip([5, 132]) {
+        assert_eq!(reader.await.unwrap().unwrap(), setup.expected(setup.blocks(block, 1)));
+    }
+    assert_eq!(follow.ended().await.state, FollowState::Done);
+    assert_eq!(setup.volume.brought().unwrap().read, BLOCK_SIZE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn wrong_and_missing_answers_are_mended_chunk_by_chunk() {
+    for fault in [Fault::Unavailable, Fault::Truncated, Fault::WrongByte] {
+        let setup = setup();
+        setup.source.fail([fault]);
+        let end = setup.volume.follow([all(&setup)].into_iter(), u64::MAX).ended().await;
+        assert_eq!(end.state, FollowState::Done, "{fault:?}");
+        setup.settle().await;
+        assert_eq!(setup.volume.materialised_bytes(), all(&setup).len(), "{fault:?}");
+        setup.read(all(&setup)).await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_source_that_is_away_a_limit_and_nonsense_end_it() {
+    let setup = setup_with(common::image(4), Limits { background_flights: 1, ..Limits::default() });
+    setup.source.fail_always(Fault::Unavailable);
+    let end = setup.volume.follow([all(&setup)].into_iter(), u64::MAX).ended().await;
+    assert_eq!((end.state, end.fetched_bytes), (FollowState::Stopped, 0));
+    assert!(end.requests < CHUNKS.len() as u64, "{end:?}");
+    setup.source.fail_always(None);
+    let end = setup.volume.follow([all(&setup)].into_iter(), 1).ended().await;
+    assert_eq!((end.state, end.requests), (FollowState::Stopped, 1));
+    let nonsense =
+        [0, DATA_START - 4096, u64::MAX - 4096].map(|at| ByteRange::at(at, 4096).unwrap());
+    let end = setup.volume.follow(nonsense.into_iter(), u64::MAX).ended().await;
+    assert_eq!((end.state, end.total_bytes), (FollowState::Done, 0));
+    drop(setup.volume.follow([all(&setup)].into_iter(), u64::MAX));
+    setup.settle().await;
+}
+
+#[tokio::test]
+async fn reads_are_recorded_in_order_of_first_use_also_those_of_the_cache() {
+    use burgeon_block::{BlockDevice, Pages};
+    let setup = setup();
+    setup.read(setup.blocks(0, 64)).await.unwrap();
+    setup.settle().await;
+    let end = all(&setup).end();
+    let device =
+        LazyDevice::new(setup.volume.clone(), setup.counters.clone(), end, Vec::new()).unwrap();
+    let mut pages = Pages::zeroed(1 << 18).unwrap();
+    let mut read = |block: u64, blocks: u64| {
+        let len = (blocks * BLOCK_SIZE) as usize;
+        device.try_read(DATA_START + block * BLOCK_SIZE, &mut pages.bytes_mut()[..len]).unwrap()
+    };
+    read(9, 1);
+    device.start_recording();
+    read(70, 2);
+    read(5, 2);
+    read(7, 1);
+    read(4, 6);
+    device.try_read(0, &mut [0; 4096]).unwrap();
+    let recording = device.finish_recording();
+    let expected = [(70, 2), (5, 3), (4, 1), (8, 2)].map(|(at, n)| setup.blocks(at, n));
+    assert_eq!((recording.reads, recording.cut_short), (expected.to_vec(), false));
+    assert!(device.finish_recording().reads.is_empty(), "it is over");
+}
