@@ -1,6 +1,7 @@
 # make demo    what Burgeon does, on a real tree of this machine (as root or with sudo)
 # make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
 # make bench   the figures of the documents, as ratios to other programs on this machine
+# make bench-start   the same for cold starts of real programs over a slow network
 #
 # make install put the command and its systemd unit in place (DESTDIR is honoured)
 # make lab     CMD='...' [KERNEL=6.1]: run a command as root on an older kernel, emulated
@@ -21,8 +22,10 @@ TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs fio=fio debootstrap=debootstrap s
 	nginx=nginx-light pip3=python3-pip
 BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
 	qemu-storage-daemon=qemu-system-common
+START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=curl zstd=zstd \
+	pgrep=procps losetup=mount /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring
 
-.PHONY: demo test bench build install lab clean
+.PHONY: demo test bench bench-start build install lab clean
 
 demo: build
 	dev/need $(if $(findstring --debian,$(DEMO)),debootstrap=debootstrap)
@@ -40,6 +43,12 @@ bench: build
 	dev/need $(BENCH_NEEDS)
 	$(CARGO) build --release --locked --package xtask
 	$(SUDO) $(TARGET)/release/xtask bench --burgeon $(TARGET)/release/burgeon $(BENCH)
+
+bench-start: build
+	dev/need $(START_NEEDS)
+	$(CARGO) build --release --locked --package xtask
+	$(SUDO) $(TARGET)/release/xtask bench --burgeon $(TARGET)/release/burgeon --only start \
+		--start-tree $(TARGET)/tmp/start-bookworm $(BENCH)
 
 install: build
 	$(SUDO) install -D $(TARGET)/release/burgeon $(DESTDIR)/usr/local/bin/burgeon

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Priorities: readers fetch what they wait for themselves, from seats that are theirs; while they
-//! do, nothing more is asked for, for a round trip or two. Fill begins after the profile. A profile
+//! do, half as much is in flight for the profile: it is what they will read next. Fill begins after the profile. A profile
 //! is a hint: what cannot be had is left to the readers, and a source that is away ends it.
 
 use std::{
@@ -18,7 +18,7 @@ use burgeon_block::{BlockSource, ByteRange, LocalFile};
 use tokio::{
     sync::{mpsc, watch},
     task::JoinHandle,
-    time::{Instant, timeout_at},
+    time::Instant,
 };
 
 use crate::{
@@ -166,7 +166,9 @@ where
             if wanted.order.is_empty() && requests == 0 {
                 break;
             }
-            let full = wanted.order.is_empty() || (requests > 0 && bytes >= pace.window());
+            // Half of the way is theirs while readers fetch what has not been brought yet.
+            let share = if self.readers.fetching() > 0 { 2 } else { 1 };
+            let full = wanted.order.is_empty() || (requests > 0 && bytes >= pace.window() / share);
             let answered = if full { answers.recv().await } else { answers.try_recv().ok() };
             if let Some(Answer { sent, bytes: len, at }) = answered {
                 (requests, bytes) = (requests - 1, bytes - len);
@@ -215,7 +217,6 @@ where
                 continue;
             }
             let background = self.background_seats.take().await;
-            self.let_readers_fetch().await;
             let Some(seat) = self.seats.take().await else { break };
             wanted.order.pop_front();
             wanted.left.remove(&first);
@@ -273,16 +274,5 @@ where
         }
         let (flight, _) = table.insert(index.into());
         Some(Boarded { index, flight, seats })
-    }
-
-    /// Waits while readers fetch what the profile has not brought yet, but not for long.
-    async fn let_readers_fetch(&self) {
-        let until = Instant::now() + self.limits.profile_yield;
-        loop {
-            let fetched = self.readers.fetched.notified();
-            if self.readers.fetching() == 0 || timeout_at(until, fetched).await.is_err() {
-                return;
-            }
-        }
     }
 }

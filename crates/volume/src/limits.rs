@@ -32,10 +32,6 @@ const WRITE_THREADS: usize = 4;
 /// that a busy volume fills, too: one chunk (256 KiB) a second.
 const FILL_YIELD: Duration = Duration::from_secs(1);
 
-/// How long a profile waits for chunks that readers fetch by themselves before it asks for more. It
-/// is what they will read next, so it waits for a round trip or two, and no longer.
-const PROFILE_YIELD: Duration = Duration::from_millis(50);
-
 /// How long a fetch goes on trying an unavailable source before its readers get `EIO`. Below the
 /// 120 s after which Linux logs a hung task, above a store's restart.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -76,8 +72,6 @@ pub struct Limits {
     pub write_threads: usize,
     /// Longest that fill stands back for readers before it takes one chunk.
     pub fill_yield: Duration,
-    /// Longest that a profile stands back for fetches of readers before it asks for more.
-    pub profile_yield: Duration,
     /// Longest that a fetch tries before it fails.
     pub deadline: Duration,
     /// Longest that one try may take.
@@ -105,7 +99,6 @@ impl Default for Limits {
             cpu_threads: std::thread::available_parallelism().map_or(2, usize::from),
             write_threads: WRITE_THREADS,
             fill_yield: FILL_YIELD,
-            profile_yield: PROFILE_YIELD,
             deadline: DEADLINE,
             try_timeout: TRY_TIMEOUT,
             backoff_min: BACKOFF_MIN,

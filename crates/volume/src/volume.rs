@@ -80,7 +80,6 @@ pub(crate) struct Readers {
     pub(crate) gone: Notify,
     /// Chunks that readers fetch by themselves.
     fetching: AtomicUsize,
-    pub(crate) fetched: Notify,
 }
 
 impl Readers {
@@ -109,9 +108,7 @@ pub(crate) struct Fetching<'a>(&'a Readers);
 
 impl Drop for Fetching<'_> {
     fn drop(&mut self) {
-        if self.0.fetching.fetch_sub(1, Ordering::Relaxed) == 1 {
-            self.0.fetched.notify_waiters();
-        }
+        self.0.fetching.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

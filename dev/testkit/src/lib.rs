@@ -37,7 +37,7 @@ pub use machine::{
     LoopDevice, PATIENCE, kill, loop_devices, processes_with, ublk_devices, ublk_expected,
     wait_until,
 };
-pub use net::{Fault, Proxy, S3, Shape, WebServer};
+pub use net::{Fault, Link, Proxy, S3, Shape, WebServer};
 pub use pattern::{AlignedBlock, Pattern};
 pub use rings::FuseRings;
 pub use rng::Rng;

@@ -72,7 +72,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         &["burgeon-block", "burgeon-btrfs", "burgeon-image", "burgeon-volume", "testkit"],
     ),
     ("testkit", &[]),
-    ("xtask", &[]),
+    ("xtask", &["testkit"]),
 ];
 
 /// Checks everything and lists what is wrong.

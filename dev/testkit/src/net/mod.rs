@@ -1,8 +1,11 @@
-//! Stores behind a network, on loopback: real servers, and a proxy that spoils what they say.
+//! Stores behind a network, on loopback: real servers, a proxy that spoils what they say, and a link
+//! that is as slow as a real one.
 
 mod head;
+mod link;
 mod proxy;
 mod servers;
 
+pub use link::Link;
 pub use proxy::{Fault, Proxy, Shape};
 pub use servers::{S3, WebServer};

@@ -6,6 +6,7 @@
 //!   build   seconds and bytes: ours ÷ mksquashfs, mkfs.erofs
 //!   memory  of the daemon's processes with idle mounts
 //!   virtual mounts with a virtual area, and mapping trees into one
+//!   start   cold starts of programs over a network (only if asked for: `make bench-start`)
 //! ```
 //!
 //! Absolute figures say as much about the machine as about the program: what counts are ratios
@@ -26,6 +27,7 @@ mod memory;
 mod mounts;
 mod peers;
 mod reads;
+mod start;
 mod table;
 mod trees;
 mod virtual_area;
@@ -65,6 +67,9 @@ pub(crate) struct Options {
     /// (target/tmp), else /usr.
     #[arg(long)]
     tree: Option<PathBuf>,
+    /// The Debian root whose programs are started; made with debootstrap if it is not there.
+    #[arg(long, default_value = "target/tmp/start-bookworm")]
+    start_tree: PathBuf,
 }
 
 /// Where and with what everything is measured.
@@ -101,7 +106,10 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
             "build" => build::measure(&bench, &mut table),
             "memory" => memory::measure(&bench, &mut table),
             "virtual" => virtual_area::measure(&bench, &mut table),
-            other => anyhow::bail!("no part {other:?}: reads, mounts, build, memory, virtual"),
+            "start" => start::measure(&bench, &mut table),
+            other => {
+                anyhow::bail!("no part {other:?}: reads, mounts, build, memory, virtual, start")
+            }
         };
         done.with_context(|| format!("measuring {part}"))?;
     }
