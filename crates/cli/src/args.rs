@@ -62,6 +62,7 @@ Examples:
   burgeon build /srv/debian-12 debian:12
   burgeon build rootfs.tar.zst debian:12
   docker export c1 | burgeon build - app:7
+  burgeon build oci://docker.io/debian:12 debian:12     or oci-layout:DIR:TAG, or https://host/rootfs.tar
   burgeon build --by-reference /dev/vg/data data     read a file, device or folder in place, copy nothing"
     )]
     Build(Build),
@@ -71,6 +72,9 @@ Examples:
   burgeon mount debian:12 /mnt/a                      writes are discarded at umount
   burgeon mount debian:12 /mnt/b --writes b           writes are kept, and found again by name
   burgeon mount debian:12 /mnt/c --read-only
+  burgeon mount oci://docker.io/python:3.12 /mnt/p    an ordinary image: made one of ours at first sight
+  burgeon mount oci-layout:DIR:TAG /mnt/o             the same from a folder
+  burgeon mount https://host/rootfs.tar /mnt/r
   burgeon mount debian:12 /mnt/d --writes d --write-limit 50G
   burgeon mount debian:12 /mnt/e --fill               and fetch everything in the background
   burgeon mount debian:12 /mnt/f --virtual 16P        with room to map into while it runs")]
@@ -135,7 +139,9 @@ It ends with the command's exit code.")]
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Build {
-    /// A directory; a .tar, .tar.gz, .tar.zst or .tar.xz; or - for an archive on standard input
+    /// A directory; a .tar, .tar.gz, .tar.zst or .tar.xz; - for an archive on standard input; an
+    /// ordinary image: oci://REGISTRY/REPOSITORY[:TAG|@DIGEST], oci-layout:DIR[:TAG]; or the URL of
+    /// an archive
     #[arg(required_unless_present = "computed")]
     pub(crate) source: Option<PathBuf>,
     /// The image's name, such as debian:12
@@ -179,7 +185,8 @@ pub(crate) enum Checksum {
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Mount {
-    /// The image
+    /// The image: a name of the store; an ordinary one, oci://REGISTRY/REPOSITORY[:TAG|@DIGEST] or
+    /// oci-layout:DIR[:TAG]; or the URL of an archive
     pub(crate) name: String,
     /// An empty directory
     pub(crate) path: PathBuf,

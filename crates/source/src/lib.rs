@@ -28,7 +28,7 @@ pub use computed::Computed;
 pub use directory::Directory;
 pub use location::{Location, RemoteUrl};
 pub use reference::Reference;
-pub use remote::{Remote, Traffic};
+pub use remote::{Remote, Traffic, choose_cryptography};
 pub use store::Store;
 
 /// Longest range that one read may ask for: 64 MiB. A chunk is at most 256 KiB; this is room for

@@ -6,6 +6,7 @@
 //!   compare ── original ≟ copy, entry by entry ◄────────────────────┘      │
 //!   space   ── a private mount namespace a thread, a folder of its own ────┤
 //!   fio, pattern ── load with verification                                 │
+//!   images  ── ordinary container images, of umoci and by hand ─────────────┤
 //!   btrfs   ── what stock tools and the kernel say about a mount ──────────┤
 //!   net ── real servers on loopback, a proxy that spoils what they say
 //!   Drop    ── unmounts, shuts down, and *fails the test* if anything is left behind
@@ -19,6 +20,7 @@ mod burgeon;
 mod compare;
 mod debian;
 mod fio;
+mod images;
 mod machine;
 mod net;
 mod pattern;
@@ -33,11 +35,12 @@ pub use burgeon::{Burgeon, Finished};
 pub use compare::{Comparison, compare};
 pub use debian::debian_root;
 pub use fio::{Fio, FioResult};
+pub use images::{OciLayout, skopeo_copy};
 pub use machine::{
     LoopDevice, PATIENCE, kill, loop_devices, processes_with, ublk_devices, ublk_expected,
     wait_until,
 };
-pub use net::{Fault, Link, Proxy, S3, Shape, WebServer};
+pub use net::{Fault, Link, Proxy, Registry, S3, Shape, WebServer};
 pub use pattern::{AlignedBlock, Pattern};
 pub use rings::FuseRings;
 pub use rng::Rng;

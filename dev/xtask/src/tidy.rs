@@ -53,6 +53,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("burgeon-btrfs", &["burgeon-block"]),
     ("burgeon-image", &["burgeon-block", "burgeon-btrfs"]),
     ("burgeon-source", &["burgeon-block"]),
+    ("burgeon-oci", &["burgeon-source", "burgeon-image", "burgeon-block"]),
     ("burgeon-volume", &["burgeon-block", "burgeon-image"]),
     ("burgeon-frontend", &["burgeon-block"]),
     (
@@ -66,7 +67,10 @@ const ARROWS: &[(&str, &[&str])] = &[
             "burgeon-frontend",
         ],
     ),
-    ("burgeon", &["burgeon-daemon", "burgeon-block", "burgeon-image", "burgeon-source"]),
+    (
+        "burgeon",
+        &["burgeon-daemon", "burgeon-oci", "burgeon-block", "burgeon-image", "burgeon-source"],
+    ),
     (
         "simulator",
         &["burgeon-block", "burgeon-btrfs", "burgeon-image", "burgeon-volume", "testkit"],

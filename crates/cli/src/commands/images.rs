@@ -8,9 +8,10 @@ use burgeon_image::{
     build::{self, Options, Pattern, Report},
     catalog,
 };
+use burgeon_oci::Source;
 use serde_json::json;
 
-use super::{Context, record};
+use super::{Context, ordinary, record};
 use crate::{
     args::{self, Checksum, Computed},
     output::{self, bytes},
@@ -31,6 +32,9 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     let input = match (args.computed, args.source, args.by_reference) {
         (Some(pattern), _, _) => Input::Computed(pattern, args.size.unwrap_or(0)),
         (None, Some(path), true) => Input::Reference(path),
+        (None, Some(path), false) if Source::parse(&path.to_string_lossy()).is_some() => {
+            Input::Ordinary(path.to_string_lossy().into_owned())
+        }
         (None, Some(path), false) if path == Path::new("-") => Input::Stdin,
         (None, Some(path), false) if path.is_dir() => Input::Tree(path),
         (None, Some(path), false) => Input::Archive(path),
@@ -65,6 +69,8 @@ enum Input {
     Archive(std::path::PathBuf),
     Stdin,
     Reference(std::path::PathBuf),
+    /// An ordinary image or archive, elsewhere.
+    Ordinary(String),
     Computed(Computed, u64),
 }
 
@@ -104,6 +110,10 @@ fn make(
             Err(e) => Err(Error::io(format!("cannot read {}", path.display()), e)),
         },
         Input::Stdin => build::from_tar(&store, name, std::io::stdin(), None, options, &show),
+        Input::Ordinary(text) => {
+            progress.finish();
+            return ordinary::build(context, text, name, options);
+        }
         Input::Reference(path) => build::by_reference(&store, name, path, options, &show),
         Input::Computed(pattern, size) => {
             let pattern = match pattern {
@@ -118,7 +128,7 @@ fn make(
     Ok((report?, took))
 }
 
-fn describe(report: &Report, seconds: f64) {
+pub(super) fn describe(report: &Report, seconds: f64) {
     let image = &report.image;
     println!(
         "built {} in {seconds:.1} s: {} files, {} of data, stored in {}",

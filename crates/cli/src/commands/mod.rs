@@ -5,6 +5,7 @@ pub(crate) mod images;
 mod inspect;
 mod map;
 pub(crate) mod mount;
+mod ordinary;
 mod prefetch;
 mod profile;
 mod record;

@@ -24,7 +24,7 @@ use burgeon_source::{Access, Location};
 use rustix::mount::{MoveMountFlags, move_mount};
 use serde_json::json;
 
-use super::{Context, images, need_mount_privilege};
+use super::{Context, images, need_mount_privilege, ordinary};
 use crate::{args, exit::Busy, output};
 
 pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
@@ -93,8 +93,12 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
             device: args.writes_device.map(std::path::absolute).transpose()?,
         }),
     };
+    // Asked here, too: the daemon may not see what is mounted in this namespace.
+    if let Some(folder) = context.store.as_ref().and_then(Location::folder) {
+        burgeon_daemon::refuse_burgeon(folder, "the store")?;
+    }
     let request = MountRequest {
-        image: args.name,
+        image: ordinary::find(context, args.name)?,
         store: context.store.clone(),
         access: Access::from_env(),
         writes,
@@ -114,10 +118,6 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
             path => ProfileRequest::File(std::path::absolute(path)?),
         },
     };
-    // Asked here, too: the daemon may not see what is mounted in this namespace.
-    if let Some(folder) = context.store.as_ref().and_then(Location::folder) {
-        burgeon_daemon::refuse_burgeon(folder, "the store")?;
-    }
     let client = Client::connect_or_start(&context.state)?;
     let (reply, mut fds) = client.call(&Request::Mount(request))?;
     let (Reply::Mounted(mounted), Some(mount)) = (reply, fds.pop()) else {

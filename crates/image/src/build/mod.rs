@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   from_directory: scan ──► DirectoryInput ┐     first what a profile names, then the rest
-//!   from_tar:       ────────► TarInput       ├──► Assembler ──► packs ──► manifest ──► name
+//!   from_tar, from_layers: ─► TarInput       ├──► Assembler ──► packs ──► manifest ──► name
 //!   by_reference, computed: chunk table only    ┘
 //! ```
 //!
@@ -39,7 +39,7 @@ use self::{
 };
 pub use self::{
     outside::{Pattern, by_reference, computed},
-    tar::from_tar,
+    tar::{Layer, LayerIndex, LayerLimits, Layers, OpenLayer, from_layers, from_tar},
 };
 use crate::{
     catalog::{self, ImageRecord},

@@ -94,6 +94,11 @@ pub(crate) fn publish_name(store: &impl ObjectStore, record: &ImageRecord) -> Re
     store.publish(&name_object(&record.name)?, &line)
 }
 
+/// Gives the image of `record` the name `name`, too.
+pub fn publish_alias(store: &impl ObjectStore, record: &ImageRecord, name: &str) -> Result<()> {
+    publish_name(store, &ImageRecord { name: name.to_owned(), ..record.clone() })
+}
+
 /// All images of `store` by name. A name whose record cannot be read is an error of its own.
 pub fn list(store: &impl ObjectStore) -> Result<Vec<(String, Result<ImageRecord>)>> {
     let objects = store.list("images")?;

@@ -143,8 +143,9 @@ fn retry_config(retries: Retries) -> RetryConfig {
     }
 }
 
-/// TLS is rustls with ring, and the roots are the system's. Asked for once, before any client.
-fn choose_cryptography() {
+/// TLS is rustls with ring, and the roots are the system's. To be called before a client is made;
+/// only the first call does anything.
+pub fn choose_cryptography() {
     static CHOSEN: Once = Once::new();
     CHOSEN.call_once(|| {
         // An error means that somebody has chosen already, which is as good.

@@ -34,8 +34,8 @@ use object_store::{
 };
 use tokio::{runtime::Runtime, sync::Semaphore};
 
-pub use self::wire::Traffic;
 use self::{connect::Retries, hedge::Hedge, lease::Leases};
+pub use self::{connect::choose_cryptography, wire::Traffic};
 use crate::{
     Access, check_len,
     location::{RemoteUrl, Scheme},

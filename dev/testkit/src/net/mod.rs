@@ -8,4 +8,4 @@ mod servers;
 
 pub use link::Link;
 pub use proxy::{Fault, Proxy, Shape};
-pub use servers::{S3, WebServer};
+pub use servers::{Registry, S3, WebServer};

@@ -101,6 +101,42 @@ impl WebServer {
     }
 }
 
+/// A registry of images, `docker-registry`, without encryption.
+pub struct Registry {
+    server: Server,
+}
+
+impl Registry {
+    /// Starts an empty one that keeps what it has in the new folder `own`. With `passwords`, a
+    /// file as `htpasswd -B` makes it, it wants to be logged in to.
+    pub fn start(own: &Path, passwords: Option<&Path>) -> Result<Self> {
+        fs::create_dir_all(own)?;
+        let own = own.canonicalize()?;
+        let server = Server::start("docker-registry", |port| {
+            let folder = own.display();
+            let auth = passwords.map_or(String::new(), |path| {
+                format!("auth: {{htpasswd: {{realm: test, path: {}}}}}\n", path.display())
+            });
+            let text = format!(
+                "version: 0.1\nlog: {{level: error}}\n{auth}\
+                 storage: {{filesystem: {{rootdirectory: {folder}}}}}\n\
+                 http: {{addr: \"127.0.0.1:{port}\"}}\n"
+            );
+            let config = own.join("config.yml");
+            fs::write(&config, text)?;
+            let mut command = Command::new("docker-registry");
+            command.arg("serve").arg(&config);
+            Ok(command)
+        })?;
+        Ok(Self { server })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.server.address
+    }
+}
+
 /// An S3 server with one empty bucket, `bucket`. It keeps everything in memory.
 pub struct S3 {
     server: Server,

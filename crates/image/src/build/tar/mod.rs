@@ -2,9 +2,12 @@
 //!
 //! The archive is read as a stream, once; what it says becomes nodes at once and its data goes
 //! through the same waves as that of a directory. Invariant: a name cannot leave the tree: `..`,
-//! absolute names and names below anything but a directory are refused.
+//! absolute names and names below anything but a directory are refused. (Several archives, one
+//! above the other: `layers`.)
 
 mod acl;
+mod layers;
+mod merge;
 mod reader;
 mod records;
 mod tree;
@@ -20,8 +23,9 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ObjectStore, Result};
 use rayon::prelude::*;
 
+pub use self::layers::{Layer, LayerIndex, LayerLimits, Layers, OpenLayer, from_layers};
 use self::{
-    reader::{Reader, cannot_read},
+    reader::{Entry, Reader, cannot_read},
     tree::ArchiveTree,
 };
 use super::{
@@ -66,14 +70,15 @@ pub fn from_tar(
         };
         let meter = Meter::new(&report);
         let archive = decompressed(Counted { inner: archive, bytes: consumed.clone() })?;
-        let mut input = TarInput::new(archive, &entries);
+        let one = OneArchive { archive: Some(archive), tree: ArchiveTree::new() };
+        let mut input = TarInput::new(one, &entries);
         let Options { level, checksum, .. } = *options;
         let assembler = Assembler { level, checksum, known: &known, meter: &meter };
         let assembled =
             write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
         let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
-        let acls_left_out = input.tree.text_acls;
-        let manifest = manifest_of(&input.tree.into_nodes(), assembled)?;
+        let acls_left_out = input.archives.tree.text_acls;
+        let manifest = manifest_of(&input.archives.tree.into_nodes(), assembled)?;
         let image = publish(store, name, &manifest, level)?;
         Ok(Report { new_bytes, reused_bytes, acls_left_out, ..Report::of(image) })
     })
@@ -118,32 +123,64 @@ struct Open {
     rest: Vec<(u64, u64)>,
 }
 
-/// Reads an archive wave by wave.
-struct TarInput<'a> {
-    reader: Reader<Box<dyn Read + Send>>,
+type Archive = Box<dyn Read + Send>;
+
+/// What is read, and what becomes of it.
+trait Archives: Send {
+    /// The next archive, once the one before has ended.
+    fn next(&mut self) -> Result<Option<Archive>>;
+
+    /// Takes an entry; returns its node if that wants the data that follows.
+    fn add(&mut self, entry: Entry) -> Result<Option<u32>>;
+}
+
+/// A single archive, whose entries add up to a tree while they are read.
+struct OneArchive {
+    archive: Option<Archive>,
     tree: ArchiveTree,
+}
+
+impl Archives for OneArchive {
+    fn next(&mut self) -> Result<Option<Archive>> {
+        Ok(self.archive.take())
+    }
+
+    fn add(&mut self, entry: Entry) -> Result<Option<u32>> {
+        self.tree.add(entry)
+    }
+}
+
+/// Reads archives wave by wave.
+struct TarInput<'a, A> {
+    archives: A,
+    /// The archive that is being read.
+    reader: Option<Reader<Archive>>,
     open: Option<Open>,
     ended: bool,
     entries: &'a AtomicU64,
 }
 
-impl<'a> TarInput<'a> {
-    fn new(archive: Box<dyn Read + Send>, entries: &'a AtomicU64) -> Self {
-        let (reader, tree) = (Reader::new(archive), ArchiveTree::new());
-        Self { reader, tree, open: None, ended: false, entries }
+impl<'a, A: Archives> TarInput<'a, A> {
+    fn new(archives: A, entries: &'a AtomicU64) -> Self {
+        Self { archives, reader: None, open: None, ended: false, entries }
     }
 
     /// Reads the header of the next entry. Data, if any, is then open.
     fn next_entry(&mut self) -> Result<()> {
-        let Some(mut entry) = self.reader.next()? else {
-            self.ended = true;
-            // What compressed it may have a checksum at its end.
-            return io::copy(self.reader.data(), &mut io::sink()).map(drop).map_err(cannot_read);
+        let Some(reader) = &mut self.reader else {
+            self.reader = self.archives.next()?.map(Reader::new);
+            self.ended = self.reader.is_none();
+            return Ok(());
+        };
+        let Some(mut entry) = reader.next()? else {
+            reader.finish()?;
+            self.reader = None;
+            return Ok(());
         };
         let stored_len = entry.stored_len;
         let map = entry.map.take();
         let size = entry.size;
-        let node = self.tree.add(entry)?;
+        let node = self.archives.add(entry)?;
         self.entries.fetch_add(1, Relaxed);
         match node {
             Some(node) => {
@@ -153,29 +190,23 @@ impl<'a> TarInput<'a> {
                 self.open = Some(Open { node, size, rest });
                 Ok(())
             }
-            None => {
-                let mut data = self.reader.data().take(stored_len);
-                let skipped = io::copy(&mut data, &mut io::sink()).map_err(cannot_read)?;
-                if skipped < stored_len {
-                    return Err(cannot_read(io::ErrorKind::UnexpectedEof.into()));
-                }
-                Ok(())
-            }
+            None => reader.skip(stored_len),
         }
     }
 
     /// Reads data of the open file: `limit` bytes or, as only a window's end ends a wave (a block
     /// or a small file must not be cut in two), up to `CHUNK_MAX` more.
     fn read_data(&mut self, open: &mut Open, limit: u64, wave: &mut Cutter) -> Result<()> {
+        let Some(reader) = &mut self.reader else { return Ok(()) };
         let small = open.size <= u64::from(INLINE_MAX);
         while let Some((offset, len)) = open.rest.pop() {
             let window = offset / u64::from(CHUNK_MAX);
             let window_end = (window + 1) * u64::from(CHUNK_MAX);
             let now = len.min(window_end - offset);
             if small {
-                wave.inline(open, offset, now, self.reader.data())?;
+                wave.inline(open, offset, now, reader.data())?;
             } else {
-                wave.piece(open, offset, now, self.reader.data())?;
+                wave.piece(open, offset, now, reader.data())?;
             }
             if now < len {
                 open.rest.push((offset + now, len - now));
@@ -256,7 +287,7 @@ fn read_onto(data: &mut Vec<u8>, len: u64, from: &mut impl Read) -> Result<()> {
     Ok(())
 }
 
-impl Input for TarInput<'_> {
+impl<A: Archives> Input for TarInput<'_, A> {
     fn next(&mut self) -> Result<Option<Wave>> {
         if self.ended {
             return Ok(None);

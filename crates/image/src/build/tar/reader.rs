@@ -9,7 +9,7 @@
 //! Every length that an archive declares is bounded before anything is allocated for it, and what
 //! one header costs does not grow with the headers before it.
 
-use std::io::Read;
+use std::io::{self, Read};
 
 use burgeon_block::{Error, Result};
 
@@ -97,6 +97,12 @@ impl<R: Read> Reader<R> {
                     let old_map = self.old_sparse(&header, &mut entry)?;
                     entry.path = long_path.unwrap_or(entry.path);
                     entry.link = long_link.unwrap_or(entry.link);
+                    // The header's own name may be a part of the name, and end there.
+                    let named = records.get("path").or(self.global.get("path"));
+                    let named_as_dir = named.unwrap_or(&entry.path).ends_with(b"/");
+                    if matches!(entry.kind, b'0' | 0) && named_as_dir {
+                        entry.kind = b'5';
+                    }
                     apply(&self.global, &mut entry)?;
                     apply(&records, &mut entry)?;
                     self.padding = padding(entry.stored_len);
@@ -109,6 +115,21 @@ impl<R: Read> Reader<R> {
                 }
             }
         }
+    }
+
+    /// Passes over an entry's data.
+    pub(super) fn skip(&mut self, stored_len: u64) -> Result<()> {
+        let mut data = (&mut self.input).take(stored_len);
+        let skipped = io::copy(&mut data, &mut io::sink()).map_err(cannot_read)?;
+        if skipped < stored_len {
+            return Err(cannot_read(io::ErrorKind::UnexpectedEof.into()));
+        }
+        Ok(())
+    }
+
+    /// Reads what follows the archive's end: what compressed it may have a checksum there.
+    pub(super) fn finish(&mut self) -> Result<()> {
+        io::copy(&mut self.input, &mut io::sink()).map(drop).map_err(cannot_read)
     }
 
     fn skip_padding(&mut self) -> Result<()> {
@@ -245,8 +266,13 @@ fn padding(len: u64) -> usize {
     (len.wrapping_neg() % BLOCK as u64) as usize
 }
 
-pub(super) fn cannot_read(error: std::io::Error) -> Error {
-    if error.kind() == std::io::ErrorKind::UnexpectedEof {
+pub(super) fn cannot_read(error: io::Error) -> Error {
+    // Who gives the archive may know better what is wrong with it.
+    let error = match error.downcast::<Error>() {
+        Ok(known) => return known,
+        Err(error) => error,
+    };
+    if error.kind() == io::ErrorKind::UnexpectedEof {
         corrupt("the archive ends before its end: it is truncated, or no tar archive")
     } else {
         Error::io("cannot read the archive", error)
@@ -314,8 +340,6 @@ impl Header {
         if ustar && !prefix.is_empty() {
             path = [prefix, b"/", &path].concat();
         }
-        let kind = self.kind();
-        let named_as_dir = matches!(kind, b'0' | 0) && path.ends_with(b"/");
         let has_magic = self.0[257..262] == *b"ustar";
         let device = |at| if has_magic { self.number(at, 8) } else { Ok(0) };
         let narrow = |value: u64| {
@@ -325,7 +349,7 @@ impl Header {
         Ok(Entry {
             path,
             link: until_nul(&self.0[157..257]).to_vec(),
-            kind: if named_as_dir { b'5' } else { kind },
+            kind: self.kind(),
             mode: narrow(self.number(100, 8)? & 0o7777)?,
             uid: narrow(self.number(108, 8)?)?,
             gid: narrow(self.number(116, 8)?)?,

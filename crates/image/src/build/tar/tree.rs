@@ -28,49 +28,13 @@ impl ArchiveTree {
 
     /// Adds an entry; returns its node if it is a regular file, whose data follows.
     pub(super) fn add(&mut self, entry: Entry) -> Result<Option<u32>> {
-        let wrong = |why: &str| corrupt(format!("{} in the archive {why}", show(&entry.path)));
-        let parts = parts(&entry.path).ok_or_else(|| {
-            wrong("is no safe name: absolute, with `..`, empty, or longer than 255 bytes a part")
-        })?;
+        let parts = parts(&entry.path).ok_or_else(|| unsafe_name(&entry.path))?;
         self.text_acls += u64::from(entry.text_acl);
-        let kind = match entry.kind {
-            b'0' | 0 | b'7' | b'S' => S_IFREG,
-            b'1' => return self.add_link(&entry, &parts).map(|()| None),
-            b'2' => S_IFLNK,
-            b'3' => S_IFCHR,
-            b'4' => S_IFBLK,
-            b'5' | b'D' => S_IFDIR,
-            b'6' => S_IFIFO,
-            other => {
-                let why = format!("has the type {:?}, which is unknown", char::from(other));
-                return Err(wrong(&why));
-            }
-        };
-        if kind == S_IFLNK && !(1..=4095).contains(&entry.link.len()) || entry.link.contains(&0) {
-            return Err(wrong("is a symlink to nothing, or to a name above 4095 bytes"));
+        if entry.kind == b'1' {
+            return self.add_link(&entry, &parts).map(|()| None);
         }
-        if entry.xattrs.iter().any(|(name, value)| {
-            name.len() > 255 || name.contains(&0) || name.len() + value.len() > XATTR_MAX
-        }) {
-            let what = format!("{} has an attribute longer than btrfs can hold", show(&entry.path));
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
-        let node = Node {
-            mode: kind | entry.mode,
-            uid: entry.uid,
-            gid: entry.gid,
-            rdev: if kind == S_IFCHR || kind == S_IFBLK {
-                rdev(entry.major, entry.minor)
-            } else {
-                0
-            },
-            size: if kind == S_IFREG { entry.size } else { 0 },
-            mtime_s: entry.mtime_s,
-            mtime_ns: entry.mtime_ns,
-            target: if kind == S_IFLNK { entry.link.as_slice().into() } else { [].into() },
-            xattrs: entry.xattrs.clone(),
-            children: Vec::new(),
-        };
+        let node = node_of(&entry)?;
+        let kind = node.kind();
         let number = self.put(&parts, node, &entry.path)?;
         Ok((kind == S_IFREG).then_some(number))
     }
@@ -165,12 +129,56 @@ impl ArchiveTree {
     }
 }
 
+/// The node of an entry that is no hard link.
+pub(super) fn node_of(entry: &Entry) -> Result<Node> {
+    let wrong = |why: &str| corrupt(format!("{} in the archive {why}", show(&entry.path)));
+    let kind = match entry.kind {
+        b'0' | 0 | b'7' | b'S' => S_IFREG,
+        b'2' => S_IFLNK,
+        b'3' => S_IFCHR,
+        b'4' => S_IFBLK,
+        b'5' | b'D' => S_IFDIR,
+        b'6' => S_IFIFO,
+        other => {
+            let why = format!("has the type {:?}, which is unknown", char::from(other));
+            return Err(wrong(&why));
+        }
+    };
+    if kind == S_IFLNK && !(1..=4095).contains(&entry.link.len()) || entry.link.contains(&0) {
+        return Err(wrong("is a symlink to nothing, or to a name above 4095 bytes"));
+    }
+    if entry.xattrs.iter().any(|(name, value)| {
+        name.len() > 255 || name.contains(&0) || name.len() + value.len() > XATTR_MAX
+    }) {
+        let what = format!("{} has an attribute longer than btrfs can hold", show(&entry.path));
+        return Err(Error::new(ErrorKind::Invalid, what));
+    }
+    let device = kind == S_IFCHR || kind == S_IFBLK;
+    Ok(Node {
+        mode: kind | entry.mode,
+        uid: entry.uid,
+        gid: entry.gid,
+        rdev: if device { rdev(entry.major, entry.minor) } else { 0 },
+        size: if kind == S_IFREG { entry.size } else { 0 },
+        mtime_s: entry.mtime_s,
+        mtime_ns: entry.mtime_ns,
+        target: if kind == S_IFLNK { entry.link.as_slice().into() } else { [].into() },
+        xattrs: entry.xattrs.clone(),
+        children: Vec::new(),
+    })
+}
+
+pub(super) fn unsafe_name(path: &[u8]) -> Error {
+    let what = "is no safe name: absolute, with `..`, empty, or longer than 255 bytes a part";
+    corrupt(format!("{} in the archive {what}", show(path)))
+}
+
 fn replaces_directory(path: &[u8]) -> Error {
     corrupt(format!("{} in the archive replaces a directory by something else", show(path)))
 }
 
 /// The parts of a path of an archive; `None` if it is not safe.
-fn parts(path: &[u8]) -> Option<Vec<&[u8]>> {
+pub(super) fn parts(path: &[u8]) -> Option<Vec<&[u8]>> {
     if path.is_empty() || path.starts_with(b"/") || path.contains(&0) {
         return None;
     }

@@ -1,0 +1,404 @@
+//! Ordinary images: what they mount as is what `umoci unpack` makes of them.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use testkit::{
+    Burgeon, Fault, OciLayout, Proxy, Registry, Rng, Space, Torture, TortureSize, WebServer,
+    compare, skopeo_copy,
+};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+/// An archive of what `fill` puts into a folder, with the paths `names` in that order.
+fn tar(space: &Space, label: &str, names: &[&str], fill: impl FnOnce(&Path)) -> PathBuf {
+    let folder = space.make_folder(&format!("{label}.tree"));
+    fill(&folder);
+    let path = space.path(&format!("{label}.tar"));
+    let mut tar = Command::new("tar");
+    tar.args(["--format=pax", "--no-recursion", "-C"]).arg(&folder).arg("-cf").arg(&path);
+    assert!(tar.args(names).status().unwrap().success());
+    path
+}
+
+/// An image of six layers, with everything that a layer can say of those below it.
+fn layered(space: &Space) -> OciLayout {
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    let first = |root: &Path| {
+        Torture::make(&root.join("tree"), 31, TortureSize::Small).unwrap();
+        // Holes and sockets are in no layer, and umoci reads the former as zeros.
+        fs::remove_dir_all(root.join("tree/sparse")).unwrap();
+        fs::remove_file(root.join("tree/special/socket")).unwrap();
+        for name in ["gone", "opaque/below", "becomes-file", "lib"] {
+            fs::create_dir_all(root.join(name)).unwrap();
+        }
+        fs::write(root.join("gone/data"), Rng::new(1).bytes(2_000_000)).unwrap();
+        fs::write(root.join("opaque/old"), "old").unwrap();
+        fs::write(root.join("opaque/both"), "old").unwrap();
+        fs::write(root.join("becomes-file/x"), "x").unwrap();
+        fs::write(root.join("becomes-folder"), "file").unwrap();
+        fs::write(root.join("replaced"), Rng::new(2).bytes(300_000)).unwrap();
+        fs::write(root.join("linked"), Rng::new(3).bytes(70_000)).unwrap();
+        fs::hard_link(root.join("linked"), root.join("lib/linked")).unwrap();
+        symlink("lib", root.join("lib64")).unwrap();
+        symlink("/lib", root.join("absolute")).unwrap();
+    };
+    layout.change(first).unwrap();
+    let second = |root: &Path| {
+        fs::remove_dir_all(root.join("gone")).unwrap();
+        fs::remove_dir_all(root.join("becomes-file")).unwrap();
+        fs::write(root.join("becomes-file"), "file").unwrap();
+        fs::remove_file(root.join("becomes-folder")).unwrap();
+        fs::create_dir(root.join("becomes-folder")).unwrap();
+        fs::write(root.join("becomes-folder/x"), "x").unwrap();
+        fs::write(root.join("replaced"), Rng::new(4).bytes(200_000)).unwrap();
+        fs::set_permissions(root.join("opaque"), fs::Permissions::from_mode(0o1777)).unwrap();
+        fs::remove_dir_all(root.join("tree/many")).unwrap();
+    };
+    layout.change(second).unwrap();
+    // What umoci takes, but does not make: by way of symlinks, links to a layer below, opaque.
+    let links = ["lib64/through", "absolute/also", "own", "own2"];
+    let third = tar(space, "links", &links, |root| {
+        fs::create_dir_all(root.join("lib64")).unwrap();
+        fs::create_dir_all(root.join("absolute")).unwrap();
+        fs::write(root.join("lib64/through"), "through a symlink").unwrap();
+        fs::write(root.join("absolute/also"), "through another").unwrap();
+        fs::write(root.join("own"), Rng::new(5).bytes(5000)).unwrap();
+        fs::hard_link(root.join("own"), root.join("own2")).unwrap();
+    });
+    layout.add(&third).unwrap();
+    let across = tar(space, "across", &["again"], |root| {
+        fs::write(root.join("linked"), "").unwrap();
+        fs::hard_link(root.join("linked"), root.join("again")).unwrap();
+    });
+    relink(&across);
+    layout.add(&across).unwrap();
+    let opaque = ["opaque", "opaque/both", "opaque/.wh..wh..opq", "opaque/new", ".wh.own"];
+    let opaque = tar(space, "opaque", &opaque, |root| {
+        fs::create_dir(root.join("opaque")).unwrap();
+        for (name, text) in [("both", "new"), ("new", "new"), (".wh..wh..opq", "")] {
+            fs::write(root.join("opaque").join(name), text).unwrap();
+        }
+        fs::write(root.join(".wh.own"), "").unwrap();
+    });
+    layout.add(&opaque).unwrap();
+    layout
+}
+
+/// Makes the only entry of an archive, the file `again`, a hard link to `linked`, which is not in
+/// the archive.
+fn relink(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    let mut blocks = bytes.chunks_exact_mut(512);
+    let header = blocks.find(|block| block.starts_with(b"again\0")).unwrap();
+    header[156] = b'1';
+    header[157..163].copy_from_slice(b"linked");
+    header[148..156].fill(b' ');
+    let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+    header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn an_image_of_layers_is_what_umoci_unpacks() {
+    let space = Space::new("layout");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let layout = layered(&space);
+    let unpacked = layout.unpack(&space.path("bundle")).unwrap();
+    let source = format!("oci-layout:{}:latest", layout.folder().display());
+    let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
+    compare(&unpacked, mounted.path()).unwrap().assert_same();
+    burgeon.umount(mounted);
+    // The same with zstd, and not compressed; and what is gone takes no room.
+    let zstd = format!("oci:{}:z", space.path("zstd").display());
+    let from = format!("oci:{}:latest", layout.folder().display());
+    skopeo_copy(&["--dest-compress-format", "zstd"], &from, &zstd).unwrap();
+    let source = format!("oci-layout:{}:z", space.path("zstd").display());
+    burgeon.ok(&["build", &source, "zstd"]);
+    let mounted = burgeon.mount("zstd", &space.path("at"), &["--read-only"]);
+    compare(&unpacked, mounted.path()).unwrap().assert_same();
+    burgeon.umount(mounted);
+}
+
+/// Copies the image of `layout` to a registry.
+fn push(layout: &Path, options: &[&str], to: &str) {
+    skopeo_copy(options, &format!("oci:{}", layout.display()), &format!("docker://{to}")).unwrap();
+}
+
+/// The names of the images in the store.
+fn names(burgeon: &Burgeon) -> Vec<String> {
+    let list: serde_json::Value = serde_json::from_str(&burgeon.ok(&["list", "--json"])).unwrap();
+    let images = list["images"].as_array().unwrap();
+    images.iter().map(|image| image["name"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn an_image_of_a_registry_is_fetched_once() {
+    let space = Space::new("registry");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let layout = layered(&space);
+    let unpacked = layout.unpack(&space.path("bundle")).unwrap();
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let proxy = Proxy::new(registry.address(), 1).unwrap();
+    push(layout.folder(), &[], &format!("{}/team/app:1", registry.address()));
+    let source = format!("oci://{}/team/app:1", proxy.address());
+    // Connections break, bodies end early, the registry is overloaded: nothing of that is seen.
+    proxy.spoil(150, &[Fault::Reset, Fault::Truncate, Fault::Status(503), Fault::Status(429)]);
+    let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
+    compare(&unpacked, mounted.path()).unwrap().assert_same();
+    burgeon.umount(mounted);
+    proxy.spoil(0, &[]);
+    // The name is asked about again, the layers are not.
+    let [digest] = &names(&burgeon)[..] else { panic!("{:?}", names(&burgeon)) };
+    assert!(digest.starts_with("sha256:"), "{digest}");
+    let before = proxy.requests();
+    let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
+    burgeon.umount(mounted);
+    assert!((1..=3).contains(&(proxy.requests() - before)), "{}", proxy.requests() - before);
+    // Nobody is there any more: a name says nothing then, a digest everything.
+    drop((proxy, registry));
+    burgeon.fails(
+        &["mount", &source, space.make_folder("at").to_str().unwrap()],
+        5,
+        "by its digest",
+    );
+    let pinned = format!("{source}@{digest}");
+    let mounted = burgeon.mount(&pinned, &space.path("at"), &["--read-only"]);
+    compare(&unpacked, mounted.path()).unwrap().assert_same();
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn an_index_gives_the_image_of_this_machine() {
+    let space = Space::new("platforms");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let folder = space.path("layout");
+    let mine = match std::env::consts::ARCH {
+        "aarch64" => "arm64",
+        _ => "amd64",
+    };
+    let mut manifests = Vec::new();
+    for architecture in ["s390x", mine, "riscv64"] {
+        let tar = tar(&space, architecture, &["for"], |root| {
+            fs::write(root.join("for"), architecture).unwrap();
+        });
+        let layer = ("application/vnd.oci.image.layer.v1.tar", fs::read(tar).unwrap());
+        OciLayout::by_hand(&folder, None, &[layer], |_| ()).unwrap();
+        let index: serde_json::Value =
+            serde_json::from_slice(&fs::read(folder.join("index.json")).unwrap()).unwrap();
+        let mut manifest = index["manifests"][0].clone();
+        manifest["platform"] = serde_json::json!({ "os": "linux", "architecture": architecture });
+        manifests.push(manifest);
+    }
+    let index = serde_json::json!({ "schemaVersion": 2, "manifests": manifests,
+        "mediaType": "application/vnd.oci.image.index.v1+json" });
+    fs::write(folder.join("index.json"), index.to_string()).unwrap();
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    // The whole index, as bytes that have a digest.
+    let at = format!("{}/many", registry.address());
+    let multi = space.path("multi");
+    OciLayout::index_of(&folder, &multi, &index).unwrap();
+    push(&multi, &["--all"], &format!("{at}:1"));
+    let check = |source: &str| {
+        let mounted = burgeon.mount(source, &space.path("at"), &["--read-only"]);
+        assert_eq!(fs::read_to_string(mounted.path().join("for")).unwrap(), mine, "{source}");
+        burgeon.umount(mounted);
+    };
+    check(&format!("oci-layout:{}", multi.display()));
+    check(&format!("oci://{at}:1"));
+    let names = names(&burgeon);
+    let index = names.iter().find_map(|name| name.strip_suffix(&format!("/{mine}"))).unwrap();
+    drop(registry);
+    check(&format!("oci://{at}@{index}"));
+}
+
+#[test]
+fn credentials_come_from_where_other_programs_keep_them() {
+    let space = Space::new("login");
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    layout.change(|root| fs::write(root.join("secret"), "text").unwrap()).unwrap();
+    let passwords = space.path("passwords");
+    let made = Command::new("htpasswd").args(["-Bbn", "user", "hunter2"]).output().unwrap();
+    fs::write(&passwords, made.stdout).unwrap();
+    let registry = Registry::start(&space.path("registry"), Some(&passwords)).unwrap();
+    let host = registry.address().to_string();
+    push(layout.folder(), &["--dest-creds=user:hunter2"], &format!("{host}/app:1"));
+    let source = format!("oci://{host}/app:1");
+    let empty = space.make_folder("empty");
+    let burgeon = Burgeon::new(PROGRAM, &space).env("DOCKER_CONFIG", &empty).env("HOME", &empty);
+    burgeon.fails(&["build", &source, "app"], 5, "docker login");
+    // As `docker login` and `skopeo login` write them ("user:hunter2" in base 64).
+    let auths = format!(r#"{{"auths": {{"{host}": {{"auth": "dXNlcjpodW50ZXIy"}}}}}}"#);
+    let docker = space.make_folder("docker");
+    fs::write(docker.join("config.json"), &auths).unwrap();
+    let podman = space.path("auth.json");
+    fs::write(&podman, &auths).unwrap();
+    // And a helper, which is asked by its name.
+    let helped = space.make_folder("helped");
+    fs::write(helped.join("config.json"), r#"{"credsStore": "of-a-test"}"#).unwrap();
+    let helper = helped.join("docker-credential-of-a-test");
+    let answer = r#"{"ServerURL": "x", "Username": "user", "Secret": "hunter2"}"#;
+    fs::write(&helper, format!("#!/bin/sh\ncat > /dev/null\necho '{answer}'\n")).unwrap();
+    fs::set_permissions(&helper, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", helped.display(), std::env::var("PATH").unwrap());
+    for (name, variables) in [
+        ("docker", vec![("DOCKER_CONFIG", docker.to_str().unwrap())]),
+        ("podman", vec![("REGISTRY_AUTH_FILE", podman.to_str().unwrap())]),
+        ("helper", vec![("DOCKER_CONFIG", helped.to_str().unwrap()), ("PATH", &path)]),
+    ] {
+        let mut command = burgeon.command(&["build", &source, name]);
+        let output = command.envs(variables).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success() && !said.contains("hunter2"), "{name}: {said}");
+    }
+    let wrong = auths.replace("dXNlcjpodW50ZXIy", "dXNlcjpodW50ZXIz");
+    fs::write(docker.join("config.json"), wrong).unwrap();
+    let burgeon = burgeon.env("DOCKER_CONFIG", &docker);
+    burgeon.fails(&["build", &source, "again"], 5, "docker login");
+}
+
+#[test]
+fn an_archive_behind_a_web_server_is_fetched_once() {
+    let space = Space::new("web-archive");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let files = space.make_folder("files");
+    let tree = space.path("tree");
+    fs::create_dir(&tree).unwrap();
+    fs::write(tree.join("data"), Rng::new(7).bytes(3_000_000)).unwrap();
+    let pack = || {
+        let mut tar = Command::new("tar");
+        tar.args(["--format=pax", "--gzip", "-cf"]).arg(files.join("root.tar.gz"));
+        assert!(tar.arg("-C").arg(&tree).arg(".").status().unwrap().success());
+    };
+    pack();
+    let web = WebServer::nginx(&files, &space.path("nginx")).unwrap();
+    let proxy = Proxy::new(web.address(), 3).unwrap();
+    proxy.spoil(300, &[Fault::Truncate, Fault::Status(503)]);
+    let source = format!("http://{}/root.tar.gz", proxy.address());
+    let check = || {
+        let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
+        compare(&tree, mounted.path()).unwrap().assert_same();
+        burgeon.umount(mounted);
+    };
+    check();
+    proxy.spoil(0, &[]);
+    check();
+    assert_eq!(names(&burgeon).len(), 1);
+    // Another version is another image.
+    fs::write(tree.join("more"), "more").unwrap();
+    pack();
+    check();
+    assert_eq!(names(&burgeon).len(), 2);
+    let missing = format!("http://{}/none.tar", proxy.address());
+    burgeon.fails(&["build", &missing, "x"], 3, "no such thing");
+}
+
+/// Every file below `folder`.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        match entry.file_type().unwrap().is_dir() {
+            true => found.extend(files(&entry.path())),
+            false => found.push(entry.path()),
+        }
+    }
+    found
+}
+
+#[test]
+fn what_is_not_what_it_says_is_refused_and_leaves_nothing() {
+    let space = Space::new("tampered");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tar = fs::read(tar(&space, "one", &["file"], |root| {
+        fs::write(root.join("file"), Rng::new(9).bytes(100_000)).unwrap();
+    }));
+    let tar = tar.unwrap();
+    let kind = "application/vnd.oci.image.layer.v1.tar";
+    let gzip = "application/vnd.oci.image.layer.v1.tar+gzip";
+    let other_id = format!("sha256:{}", "0".repeat(64));
+    let folder = space.path("layout");
+    let source = format!("oci-layout:{}", folder.display());
+    let refused = |code, said: &str| {
+        burgeon.fails(&["build", &source, "x"], code, said);
+        fs::remove_dir_all(&folder).unwrap();
+    };
+    // The layer, or the manifest, is another than its digest says.
+    for part in ["\0\0", "schemaVersion"] {
+        OciLayout::by_hand(&folder, None, &[(kind, tar.clone())], |_| ()).unwrap();
+        let mut changed = 0;
+        for path in files(&folder.join("blobs")) {
+            let mut bytes = fs::read(&path).unwrap();
+            let at = bytes.windows(part.len()).position(|window| window == part.as_bytes());
+            if let Some(at) = at {
+                bytes[at] ^= 1;
+                fs::write(path, bytes).unwrap();
+                changed += 1;
+            }
+        }
+        assert_eq!(changed, 1);
+        refused(4, "does not match its digest");
+    }
+    let by_hand = |ids: Option<&[&str]>, kind, bytes: &[u8], key: &str, value| {
+        let spoil = |manifest: &mut serde_json::Value| {
+            if !key.is_empty() {
+                manifest["layers"][0][key] = value;
+            }
+        };
+        OciLayout::by_hand(&folder, ids, &[(kind, bytes.to_vec())], spoil).unwrap();
+    };
+    let none = serde_json::Value::Null;
+    by_hand(None, kind, &tar, "size", (tar.len() + 1).into());
+    refused(4, "has not the");
+    by_hand(None, kind, &tar, "size", (tar.len() - 1).into());
+    refused(4, "has not the");
+    by_hand(None, kind, &tar, "digest", other_id.as_str().into());
+    refused(3, "cannot use the layer");
+    by_hand(Some(&[&other_id]), kind, &tar, "", none.clone());
+    refused(4, "but the image says");
+    by_hand(Some(&[]), kind, &tar, "", none.clone());
+    refused(4, "its configuration 0");
+    by_hand(None, gzip, &tar, "", none.clone());
+    refused(1, "cannot use the layer");
+    by_hand(None, kind, &tar[..50_000], "", none.clone());
+    refused(4, "ends before its end");
+    by_hand(None, &format!("{gzip}+encrypted"), &tar, "", none);
+    refused(4, "--decryption-key");
+    burgeon.fails(&["build", &source, "x"], 3, "no OCI layout");
+    assert!(names(&burgeon).is_empty());
+    let packs = burgeon.state().join("store/packs");
+    assert!(!packs.exists() || files(&packs).is_empty());
+}
+
+#[test]
+fn a_registry_that_lies_is_not_believed() {
+    let space = Space::new("liar");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    layout.change(|root| fs::write(root.join("a"), Rng::new(1).bytes(500_000)).unwrap()).unwrap();
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let host = registry.address();
+    push(layout.folder(), &[], &format!("{host}/app:1"));
+    let source = format!("oci://{host}/app:1");
+    let blobs = space.path("registry/docker/registry/v2/blobs");
+    let largest = files(&blobs).into_iter().max_by_key(|path| fs::metadata(path).unwrap().len());
+    let largest = largest.unwrap();
+    let whole = fs::read(&largest).unwrap();
+    let mut bytes = whole.clone();
+    bytes[300_000] ^= 1;
+    fs::write(&largest, &bytes).unwrap();
+    burgeon.fails(&["build", &source, "x"], 4, "does not match its digest");
+    fs::write(&largest, &whole[..400_000]).unwrap();
+    burgeon.fails(&["build", &source, "x"], 4, "has not the");
+    fs::remove_file(&largest).unwrap();
+    burgeon.fails(&["build", &source, "x"], 3, "no such thing");
+    burgeon.fails(&["build", &format!("oci://{host}/none:1"), "x"], 3, "no such thing");
+    fs::write(&largest, &whole).unwrap();
+    burgeon.ok(&["build", &source, "x"]);
+    assert_eq!(names(&burgeon), ["x"]);
+}

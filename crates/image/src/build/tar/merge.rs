@@ -1,0 +1,256 @@
+//! Layers, one above the other, become one tree, as the OCI image specification says.
+//!
+//! ```text
+//!   a layer:  first  .wh.NAME, .wh..wh..opq    take away what the layers below have put there
+//!             then   all other entries          put, in the archive's order
+//! ```
+//!
+//! Invariants: a path is resolved within the tree, symlinks of lower layers included, and cannot
+//! leave it; what a layer takes away is never what it puts itself; work and memory for an entry do
+//! not grow with the entries before it.
+
+use std::collections::BTreeMap;
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use super::{
+    super::nodes::{Node, S_IFDIR, S_IFLNK, S_IFREG},
+    reader::{Entry, show},
+    tree::{node_of, parts, unsafe_name},
+};
+use crate::corrupt;
+
+/// Before a name: it is not there any more.
+const WHITEOUT: &[u8] = b".wh.";
+/// A directory that begins anew.
+const OPAQUE: &[u8] = b".wh..wh..opq";
+/// Before names that one old driver wrote for itself.
+const FOREIGN: &[u8] = b".wh..wh.";
+/// Longest path of Linux, in bytes.
+const PATH_MAX: usize = 4095;
+/// Directories above one another, symlinks followed: as many as fit in a path.
+const DEPTH_MAX: usize = PATH_MAX / 2;
+/// Symlinks in one path, as in Linux.
+const LINKS_MAX: u32 = 40;
+
+/// Where a file's data is: layer, and entry of it.
+pub(super) type Place = (u32, u32);
+
+/// The tree that layers add up to.
+pub(super) struct Merge {
+    nodes: Vec<Node>,
+    names: Vec<BTreeMap<Box<[u8]>, u32>>,
+    /// Where the data of each regular file is.
+    places: Vec<Option<Place>>,
+    nodes_max: usize,
+}
+
+impl Merge {
+    /// An empty tree, of at most `nodes_max` files of any type, those that do not last included.
+    pub(super) fn new(nodes_max: usize) -> Self {
+        let root = Node { mode: S_IFDIR | 0o755, ..Node::default() };
+        Self { nodes: vec![root], names: vec![BTreeMap::new()], places: vec![None], nodes_max }
+    }
+
+    /// Puts the next layer, with the number `layer`, above those before.
+    pub(super) fn layer(&mut self, layer: u32, entries: &[Entry]) -> Result<()> {
+        for entry in entries {
+            self.whiteout(entry)?;
+        }
+        for (place, entry) in (0..).zip(entries) {
+            self.put(entry, (layer, place))?;
+        }
+        Ok(())
+    }
+
+    /// What the layer takes away.
+    fn whiteout(&mut self, entry: &Entry) -> Result<()> {
+        let path = safe_parts(&entry.path)?;
+        let Some((name, parents)) = path.split_last() else { return Ok(()) };
+        let Some(hidden) = name.strip_prefix(WHITEOUT) else { return Ok(()) };
+        if *name == OPAQUE {
+            if let Some(dir) = self.find(parents)? {
+                self.names[dir as usize].clear();
+            }
+            return Ok(());
+        }
+        if name.starts_with(FOREIGN) {
+            return Ok(());
+        }
+        if matches!(hidden, b"" | b"." | b"..") {
+            let what = format!("{} in the layer takes away no name", show(&entry.path));
+            return Err(corrupt(what));
+        }
+        if let Some(dir) = self.find(parents)? {
+            self.names[dir as usize].remove(hidden);
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, entry: &Entry, place: Place) -> Result<()> {
+        let path = safe_parts(&entry.path)?;
+        if path.iter().any(|part| part.starts_with(FOREIGN)) {
+            return Ok(());
+        }
+        let Some((name, parents)) = path.split_last() else {
+            let node = node_of(entry)?;
+            if entry.kind == b'1' || !node.is_dir() {
+                return Err(corrupt("the layer replaces / by something that is no directory"));
+            }
+            self.nodes[0] = node;
+            return Ok(());
+        };
+        if name.starts_with(WHITEOUT) {
+            return Ok(());
+        }
+        if parents.iter().any(|part| part.starts_with(WHITEOUT)) {
+            return Err(unsafe_name(&entry.path));
+        }
+        if entry.kind == b'1' {
+            let target = self.link_target(entry)?;
+            let dir = self.folder(parents, &entry.path)?;
+            self.names[dir as usize].insert((*name).into(), target);
+            return Ok(());
+        }
+        let node = node_of(entry)?;
+        let dir = self.folder(parents, &entry.path)?;
+        let before = self.names[dir as usize].get(*name).copied();
+        if let Some(before) = before
+            && self.nodes[before as usize].is_dir()
+            && node.is_dir()
+        {
+            self.nodes[before as usize] = node;
+            return Ok(());
+        }
+        let place = (node.kind() == S_IFREG).then_some(place);
+        let number = self.push(node, place)?;
+        self.names[dir as usize].insert((*name).into(), number);
+        Ok(())
+    }
+
+    fn link_target(&mut self, entry: &Entry) -> Result<u32> {
+        let wrong = || {
+            corrupt(format!(
+                "{} in the layer is a hard link to {}, which is no file of it or of a layer below",
+                show(&entry.path),
+                show(&entry.link)
+            ))
+        };
+        let path = safe_parts(&entry.link).map_err(|_| wrong())?;
+        let (name, parents) = path.split_last().ok_or_else(wrong)?;
+        let dir = self.find(parents)?.ok_or_else(wrong)?;
+        let target = self.names[dir as usize].get(*name).copied().ok_or_else(wrong)?;
+        if self.nodes[target as usize].is_dir() { Err(wrong()) } else { Ok(target) }
+    }
+
+    fn push(&mut self, node: Node, place: Option<Place>) -> Result<u32> {
+        if self.nodes.len() >= self.nodes_max {
+            return Err(too_many(self.nodes_max as u64));
+        }
+        self.nodes.push(node);
+        self.names.push(BTreeMap::new());
+        self.places.push(place);
+        Ok(self.nodes.len() as u32 - 1)
+    }
+
+    /// The directory that `path` leads to, if it is there.
+    fn find(&mut self, path: &[&[u8]]) -> Result<Option<u32>> {
+        self.walk(path, |_| Ok(None))
+    }
+
+    /// The directory that `path` leads to; made where the layers leave it out.
+    fn folder(&mut self, path: &[&[u8]], shown: &[u8]) -> Result<u32> {
+        let make = |tree: &mut Self| {
+            tree.push(Node { mode: S_IFDIR | 0o755, ..Node::default() }, None).map(Some)
+        };
+        let not_there = || {
+            corrupt(format!(
+                "{} in the layer lies below something that is no directory",
+                show(shown)
+            ))
+        };
+        self.walk(path, make)?.ok_or_else(not_there)
+    }
+
+    /// Follows `path` from the root; `missing` makes a directory that is not there, or gives up.
+    /// `None` also where something on the way is no directory.
+    fn walk(
+        &mut self,
+        path: &[&[u8]],
+        missing: impl Fn(&mut Self) -> Result<Option<u32>>,
+    ) -> Result<Option<u32>> {
+        let mut way = vec![0u32];
+        let mut rest: Vec<Box<[u8]>> = path.iter().rev().map(|part| (*part).into()).collect();
+        let mut links = 0;
+        while let (Some(part), Some(dir)) = (rest.pop(), way.last().copied()) {
+            if *part == *b".." {
+                // Above the root there is the root.
+                way.truncate((way.len() - 1).max(1));
+                continue;
+            }
+            let next = match self.names[dir as usize].get(&part) {
+                Some(next) => *next,
+                None => {
+                    let Some(made) = missing(self)? else { return Ok(None) };
+                    self.names[dir as usize].insert(part, made);
+                    made
+                }
+            };
+            let node = &self.nodes[next as usize];
+            if node.kind() == S_IFLNK {
+                links += 1;
+                if links > LINKS_MAX {
+                    return Ok(None);
+                }
+                if node.target.starts_with(b"/") {
+                    way.truncate(1);
+                }
+                let target = node.target.split(|byte| *byte == b'/').rev();
+                rest.extend(target.filter(|part| !matches!(*part, b"" | b".")).map(Box::from));
+            } else if !node.is_dir() {
+                return Ok(None);
+            } else if way.len() > DEPTH_MAX {
+                return Err(corrupt(format!("directories are nested deeper than {DEPTH_MAX}")));
+            } else {
+                way.push(next);
+            }
+        }
+        Ok(way.last().copied())
+    }
+
+    /// The nodes, each directory's names sorted, and where the data of each file that has lasted
+    /// is, in the order in which it is read.
+    pub(super) fn finish(mut self) -> (Vec<Node>, Vec<(Place, u32)>) {
+        let mut lasting = vec![false; self.nodes.len()];
+        let mut wanted = Vec::new();
+        let mut stack = vec![0u32];
+        while let Some(number) = stack.pop() {
+            if std::mem::replace(&mut lasting[number as usize], true) {
+                continue;
+            }
+            wanted.extend(self.places[number as usize].map(|place| (place, number)));
+            stack.extend(self.names[number as usize].values());
+        }
+        for (node, names) in self.nodes.iter_mut().zip(self.names) {
+            node.children = names.into_iter().collect();
+        }
+        wanted.sort_unstable();
+        (self.nodes, wanted)
+    }
+}
+
+/// The parts of a path that is safe and that Linux can have.
+fn safe_parts(path: &[u8]) -> Result<Vec<&[u8]>> {
+    if path.len() > PATH_MAX {
+        let what = format!("a name of {} bytes is in the layer: Linux has {PATH_MAX}", path.len());
+        return Err(corrupt(what));
+    }
+    parts(path).ok_or_else(|| unsafe_name(path))
+}
+
+pub(super) fn too_many(entries: u64) -> Error {
+    let what = format!(
+        "the layers have more than {entries} files: unpack them, and build from the folder"
+    );
+    Error::new(ErrorKind::Invalid, what)
+}

@@ -1,0 +1,222 @@
+//! Images of layers: what lies above hides what lies below, and nothing leaves the tree.
+
+#![allow(clippy::unwrap_used)] // helpers of tests
+
+mod common;
+
+use std::io::{Cursor, Read};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_image::{
+    Manifest,
+    build::{self, Layer, LayerLimits, Layers},
+};
+
+use common::*;
+
+/// A tar header and its data.
+fn entry(name: &str, kind: u8, link: &str, data: &[u8]) -> Vec<u8> {
+    let mut header = vec![0; 512];
+    header[..name.len()].copy_from_slice(name.as_bytes());
+    header[100..107].copy_from_slice(if kind == b'5' { b"0000755" } else { b"0000644" });
+    for (at, len) in [(108, 7), (116, 7), (136, 11)] {
+        header[at..at + len].fill(b'0');
+    }
+    header[124..135].copy_from_slice(format!("{:011o}", data.len()).as_bytes());
+    header[156] = kind;
+    header[157..157 + link.len()].copy_from_slice(link.as_bytes());
+    header[257..263].copy_from_slice(b"ustar\0");
+    header[148..156].fill(b' ');
+    let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+    header[148..154].copy_from_slice(format!("{sum:06o}").as_bytes());
+    header[154] = 0;
+    header.extend_from_slice(data);
+    header.resize(header.len().next_multiple_of(512), 0);
+    header
+}
+
+fn file(name: &str, data: &str) -> Vec<u8> {
+    entry(name, b'0', "", data.as_bytes())
+}
+
+fn folder(name: &str) -> Vec<u8> {
+    entry(name, b'5', "", b"")
+}
+
+fn link(name: &str, to: &str) -> Vec<u8> {
+    entry(name, b'1', to, b"")
+}
+
+fn symlink(name: &str, to: &str) -> Vec<u8> {
+    entry(name, b'2', to, b"")
+}
+
+fn archive(entries: &[Vec<u8>]) -> Vec<u8> {
+    [entries.concat(), vec![0; 1024]].concat()
+}
+
+fn build_layers(layers: &[Vec<u8>]) -> Result<(tempfile::TempDir, Vec<String>)> {
+    let (folder, store) = store();
+    let headers = Layers::new(LayerLimits::default());
+    let mut built = Vec::new();
+    for bytes in layers {
+        let index = headers.index(&bytes[..])?;
+        let bytes = bytes.clone();
+        let open = move || -> Result<Box<dyn Read + Send>> { Ok(Box::new(Cursor::new(bytes))) };
+        built.push(Layer { index, open: Box::new(open) });
+    }
+    let report = build::from_layers(&store, "layers", built, &options(), &|_| ())?;
+    let manifest: Manifest = load(&store, &report);
+    let data = data(&store, &manifest);
+    let shown = paths(&manifest.tree).into_iter().map(|(path, number)| {
+        let inode = &manifest.tree.inodes[number as usize];
+        let path = String::from_utf8(path).unwrap();
+        match inode.mode & 0o170000 {
+            0o040000 => format!("{path}/"),
+            _ => {
+                let content = content(&manifest, &data, inode);
+                format!("{path}={}", String::from_utf8(content).unwrap())
+            }
+        }
+    });
+    let mut shown: Vec<_> = shown.filter(|path| !path.is_empty() && path != "/").collect();
+    shown.sort();
+    Ok((folder, shown))
+}
+
+#[track_caller]
+fn gives(layers: &[&[Vec<u8>]], expected: &[&str]) {
+    let layers: Vec<_> = layers.iter().map(|entries| archive(entries)).collect();
+    assert_eq!(build_layers(&layers).unwrap().1, expected);
+}
+
+#[track_caller]
+fn refuses(layers: &[&[Vec<u8>]], said: &str) {
+    let layers: Vec<_> = layers.iter().map(|entries| archive(entries)).collect();
+    let error = build_layers(&layers).map(|(_, shown)| shown).unwrap_err();
+    assert!(error.kind() == ErrorKind::Corrupt && error.to_string().contains(said), "{error}");
+}
+
+#[test]
+fn whiteouts_take_away_what_lies_below_and_nothing_else() {
+    let below = [folder("d"), file("d/a", "1"), file("d/b", "1"), file("x", "1")];
+    gives(&[&below, &[file(".wh.x", ""), file("d/.wh.a", "")]], &["d/", "d/b=1"]);
+    gives(&[&below, &[file(".wh.d", "")]], &["x=1"]);
+    // Of its own layer it takes nothing, wherever it stands.
+    for own in [[file("d/.wh.a", ""), file("d/a", "2")], [file("d/a", "2"), file("d/.wh.a", "")]] {
+        gives(&[&below, &own], &["d/", "d/a=2", "d/b=1", "x=1"]);
+    }
+    let opaque = [file("d/c", "2"), file("d/.wh..wh..opq", ""), file("d/b", "2")];
+    gives(&[&below, &opaque], &["d/", "d/b=2", "d/c=2", "x=1"]);
+    gives(&[&below, &[file(".wh..wh..opq", ""), file("y", "2")]], &["y=2"]);
+    // What is not there need not go; what an old driver left is not seen.
+    let foreign = [file(".wh.none", ""), file("no/.wh.x", ""), file(".wh..wh.plnk/1.2", "z")];
+    gives(&[&below, &foreign], &["d/", "d/a=1", "d/b=1", "x=1"]);
+    gives(&[&below, &[file(".wh.d", "")], &[file("d/new", "3")]], &["d/", "d/new=3", "x=1"]);
+}
+
+#[test]
+fn kinds_change_and_links_go_across_layers() {
+    let below = [folder("d"), file("d/a", "1"), file("f", "1"), symlink("s", "d")];
+    gives(&[&below, &[file("d", "2")]], &["d=2", "f=1", "s=d"]);
+    gives(&[&below, &[folder("f"), file("f/x", "2")]], &["d/", "d/a=1", "f/", "f/x=2", "s=d"]);
+    gives(&[&below, &[folder("s"), file("s/x", "2")]], &["d/", "d/a=1", "f=1", "s/", "s/x=2"]);
+    gives(&[&below, &[file("s/x", "2")]], &["d/", "d/a=1", "d/x=2", "f=1", "s=d"]);
+    gives(&[&below, &[link("l", "s/a")]], &["d/", "d/a=1", "f=1", "l=1", "s=d"]);
+    // The other name keeps what it had.
+    gives(&[&[file("a", "1"), link("b", "a")], &[file("a", "2")]], &["a=2", "b=1"]);
+    gives(&[&[file("a", "1")], &[link("b", "a")], &[file(".wh.a", "")]], &["b=1"]);
+    // Of two entries of one layer the later one counts; an empty image is one.
+    gives(&[&[file("a", "1"), file("a", "2")]], &["a=2"]);
+    gives(&[&[], &[]], &[]);
+}
+
+/// As Go writes a name that is not ASCII: what is left of it in the header ends like a folder's.
+#[test]
+fn a_name_that_the_header_cuts_short_is_no_folder() {
+    let record = entry("x", b'x', "", "17 path=names/é\n".as_bytes());
+    gives(&[&[record, file("names/", "1")]], &["names/", "names/é=1"]);
+    gives(&[&[file("names/", "")]], &["names/"]);
+}
+
+#[test]
+fn nothing_leaves_the_tree() {
+    for name in ["../x", "/x", "a/../../x", "", &"n".repeat(100)[..0]] {
+        refuses(&[&[file(name, "")]], "no safe name");
+    }
+    for name in [".wh.", ".wh..", ".wh...", "d/.wh."] {
+        refuses(&[&[folder("d"), file("d/a", "")], &[file(name, "")]], "takes away no name");
+    }
+    refuses(&[&[file(".wh.x/y", "")]], "no safe name");
+    refuses(&[&[file(".", "x")]], "replaces /");
+    refuses(&[&[file("a", "")], &[file("a/b", "")]], "no directory");
+    refuses(&[&[link("a", "b")]], "hard link");
+    refuses(&[&[folder("d"), link("a", "d")]], "hard link");
+    refuses(&[&[symlink("a", "b"), symlink("b", "a")], &[file("a/x", "")]], "no directory");
+    refuses(&[&[entry("a", b'Y', "", b"")]], "unknown");
+    // A symlink upwards ends at the root of the tree.
+    let up = [symlink("up", "../../../.."), symlink("root", "/")];
+    let through = [file("up/a", "1"), file("root/b", "1"), link("c", "up/root/up/a")];
+    gives(&[&up, &through], &["a=1", "b=1", "c=1", "root=/", "up=../../../.."]);
+}
+
+#[test]
+fn directories_have_a_greatest_depth() {
+    // GNU's way to write long names and targets.
+    let long = |kind: u8, text: &str| entry("././@LongLink", kind, "", text.as_bytes());
+    let deep = "d/".repeat(2000);
+    let below = [long(b'L', &deep), folder("x"), long(b'K', &deep), symlink("deep", "x")];
+    let deeper = |count: usize| folder(&format!("deep/{}", "e/".repeat(count)));
+    build_layers(&[archive(&below), archive(&[deeper(45)])]).unwrap();
+    let far =
+        [symlink("deep/far", "e/".repeat(45).trim_end_matches('/')), folder("deep/far/f/g/h/i/j")];
+    refuses(&[&below, &[deeper(45)], &far], "deeper than");
+    let long_name = [long(b'L', &"d/".repeat(2049)), folder("x")];
+    refuses(&[&long_name], "a name of 4098 bytes");
+}
+
+#[test]
+fn every_limit_ends_the_work() {
+    let limits = LayerLimits { entries: 10, names: 1000, unpacked: 1 << 20 };
+    let index = |bytes: &mut dyn Read| -> Result<()> {
+        let layers = Layers::new(limits);
+        layers.index(bytes).map(drop)
+    };
+    let over = |error: Error, said: &str| {
+        assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains(said), "{error}");
+    };
+    let many: Vec<_> = (0..11).map(|n| file(&n.to_string(), "")).collect();
+    over(index(&mut &archive(&many)[..]).unwrap_err(), "more than 10 files");
+    let long: Vec<_> = (0..10).map(|n| symlink(&format!("{n}{}", "x".repeat(90)), "y")).collect();
+    index(&mut &archive(&long)[..]).unwrap();
+    let long: Vec<_> = (0..9).map(|n| symlink(&n.to_string(), &"y".repeat(99))).collect();
+    index(&mut &archive(&long)[..]).unwrap();
+    let long: Vec<_> =
+        (0..10).map(|n| symlink(&format!("{n}{}", "x".repeat(80)), &"y".repeat(80))).collect();
+    over(index(&mut &archive(&long)[..]).unwrap_err(), "bytes of names");
+    // What a few bytes unpack to need not end.
+    let mut bomb = entry("zeros", b'0', "", b"");
+    bomb[124..135].copy_from_slice(b"77777777777");
+    bomb[148..156].fill(b' ');
+    let sum: u32 = bomb.iter().map(|byte| u32::from(*byte)).sum();
+    bomb[148..154].copy_from_slice(format!("{sum:06o}").as_bytes());
+    bomb[154] = 0;
+    over(index(&mut bomb.as_slice().chain(std::io::repeat(0))).unwrap_err(), "bytes, unpacked");
+    // Several layers share them.
+    let layers = Layers::new(limits);
+    layers.index(&archive(&many[..6])[..]).unwrap();
+    over(layers.index(&archive(&many[..6])[..]).map(drop).unwrap_err(), "more than 10 files");
+}
+
+#[test]
+fn a_layer_that_is_another_the_second_time_is_no_image() {
+    let (_folder, store) = store();
+    let first = archive(&[file("a", "1"), file("b", "2")]);
+    let index = Layers::new(LayerLimits::default()).index(&first[..]).unwrap();
+    let other = archive(&[file("a", "1")]);
+    let open = move || -> Result<Box<dyn Read + Send>> { Ok(Box::new(Cursor::new(other))) };
+    let layers = vec![Layer { index, open: Box::new(open) }];
+    let error = build::from_layers(&store, "x", layers, &options(), &|_| ()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    assert!(burgeon_image::catalog::resolve(&store, "x").is_err());
+}

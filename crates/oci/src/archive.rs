@@ -1,0 +1,98 @@
+//! A tar archive behind a web server.
+
+use std::io::Read;
+
+use burgeon_block::{ObjectStore, Result};
+use burgeon_image::{
+    build::{self, OnProgress, Options, Report},
+    catalog,
+};
+use reqwest::{
+    Response, Url,
+    header::{ETAG, HeaderMap, IF_RANGE, LAST_MODIFIED},
+};
+
+use crate::{digest::Digest, http};
+
+/// An answer whose body is the archive.
+pub(crate) struct Archive {
+    url: Url,
+    body: Box<dyn Read + Send>,
+    len: Option<u64>,
+    /// What the server knows the archive's version by.
+    version: Option<String>,
+}
+
+impl Archive {
+    /// Asks for the archive; its bytes come when they are read.
+    pub(crate) fn open(url: &Url) -> Result<Self> {
+        let client = http::client()?;
+        let what = format!("read {}", shown(url));
+        let mut version: Option<String> = None;
+        let (to, doing) = (url.clone(), what.clone());
+        let ask = move |offset| -> Result<Response> {
+            let answer = http::send(&doing, || {
+                let request = http::from(http::get(&client, &to), offset);
+                // The rest of another version would be no rest.
+                match &version {
+                    Some(version) if offset > 0 => request.header(IF_RANGE, version),
+                    _ => request,
+                }
+            })?;
+            if !answer.status().is_success() {
+                return Err(http::refused(&doing, answer.status()));
+            }
+            version = version.take().or_else(|| version_of(answer.headers()));
+            Ok(answer)
+        };
+        let body = http::Body::new(what, ask)?;
+        let len = body.answer().and_then(Response::content_length);
+        let version = body.answer().and_then(|answer| version_of(answer.headers()));
+        Ok(Self { url: url.clone(), body: Box::new(body), len, version })
+    }
+
+    /// The name that the image of this very version has; `None` where the server does not say
+    /// which version it is.
+    pub(crate) fn name(&self) -> Option<String> {
+        let text = format!("{}\n{}\n{:?}", self.url, self.version.as_ref()?, self.len);
+        Some(format!("url:{}", Digest::of(text.as_bytes()).hex()))
+    }
+
+    /// The name of an archive without a version.
+    pub(crate) fn unversioned_name(&self) -> String {
+        format!("url:{}", Digest::of(self.url.as_str().as_bytes()).hex())
+    }
+
+    pub(crate) fn build(
+        self,
+        store: &impl ObjectStore,
+        name: &str,
+        options: &Options,
+        building: OnProgress<'_>,
+    ) -> Result<Report> {
+        let shown = shown(&self.url);
+        build::from_tar(store, name, self.body, self.len, options, building).map_err(|error| {
+            let what = format!("cannot build from {shown}");
+            burgeon_block::Error::with_source(error.kind(), what, error)
+        })
+    }
+}
+
+/// A strong validator.
+fn version_of(headers: &HeaderMap) -> Option<String> {
+    let text = |name| headers.get(name)?.to_str().ok().map(str::to_owned);
+    text(ETAG).filter(|tag| !tag.starts_with("W/")).or_else(|| text(LAST_MODIFIED))
+}
+
+/// A URL without what could be a secret.
+fn shown(url: &Url) -> String {
+    let mut url = url.clone();
+    url.set_query(None);
+    url.set_fragment(None);
+    url.to_string()
+}
+
+/// Whether `store` has the image `name`.
+pub(crate) fn has(store: &impl ObjectStore, name: &str) -> bool {
+    catalog::resolve(store, name).is_ok()
+}

@@ -1,0 +1,339 @@
+//! Indexes, manifests and configurations, checked.
+//!
+//! ```text
+//!   index ──► manifest of this machine's platform ──► configuration: what each layer unpacks to
+//!                                                └──► layers: digest, size, compression
+//! ```
+
+use burgeon_block::{Error, ErrorKind, Result};
+use serde::{Deserialize, de::DeserializeOwned};
+
+use crate::digest::Digest;
+
+/// Longest index, manifest or configuration, in bytes: what registries accept.
+pub(crate) const DOCUMENT_MAX: u64 = 4 << 20;
+/// Layers of an image: four times what the runtimes of containers can mount.
+const LAYERS_MAX: usize = 512;
+
+/// What an index or a manifest says of something else.
+#[derive(Deserialize, Clone, Debug)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct Descriptor {
+    #[serde(default)]
+    pub(crate) media_type: String,
+    digest: String,
+    size: u64,
+    #[serde(default)]
+    annotations: Annotations,
+    platform: Option<Platform>,
+}
+
+#[derive(Deserialize, Clone, Default, Debug)]
+struct Annotations {
+    #[serde(rename = "org.opencontainers.image.ref.name")]
+    tag: Option<String>,
+}
+
+#[derive(Deserialize, Clone, Debug)]
+struct Platform {
+    architecture: String,
+    os: String,
+    variant: Option<String>,
+}
+
+impl Descriptor {
+    pub(crate) fn digest(&self) -> Result<Digest> {
+        self.digest.parse()
+    }
+
+    /// The size of a document that may be read as one.
+    pub(crate) fn document_size(&self) -> Result<u64> {
+        if self.size <= DOCUMENT_MAX {
+            return Ok(self.size);
+        }
+        let what = format!(
+            "{} has {} bytes: such a document has at most {DOCUMENT_MAX}",
+            self.digest, self.size
+        );
+        Err(corrupt(what))
+    }
+
+    pub(crate) fn tag(&self) -> Option<&str> {
+        self.annotations.tag.as_deref()
+    }
+}
+
+/// An index or a manifest.
+pub(crate) enum Document {
+    /// Images for several platforms, or of several names.
+    Index(Vec<Descriptor>),
+    /// An image.
+    Manifest(Manifest),
+}
+
+/// An image.
+pub(crate) struct Manifest {
+    pub(crate) config: Descriptor,
+    /// The lowest first.
+    pub(crate) layers: Vec<Layer>,
+}
+
+/// An archive of an image.
+#[derive(Clone, Debug)]
+pub(crate) struct Layer {
+    pub(crate) digest: Digest,
+    pub(crate) size: u64,
+    pub(crate) compression: Compression,
+}
+
+/// How an archive is compressed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Compression {
+    None,
+    Gzip,
+    Zstd,
+}
+
+impl Document {
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "camelCase")]
+        struct Any {
+            schema_version: u32,
+            artifact_type: Option<String>,
+            manifests: Option<Vec<Descriptor>>,
+            config: Option<Descriptor>,
+            layers: Option<Vec<Descriptor>>,
+        }
+        let any: Any = json(bytes, "index or manifest")?;
+        if any.schema_version != 2 {
+            let what =
+                format!("the image's manifest has version {}: only 2 is known", any.schema_version);
+            return Err(unsupported(what));
+        }
+        match (any.manifests, any.config, any.layers) {
+            (Some(manifests), None, None) => Ok(Self::Index(manifests)),
+            (None, Some(config), Some(layers)) => {
+                let of_image = [
+                    "application/vnd.oci.image.config.v1+json",
+                    "application/vnd.docker.container.image.v1+json",
+                ];
+                if any.artifact_type.is_some() || !of_image.contains(&config.media_type.as_str()) {
+                    let kind = any.artifact_type.unwrap_or(config.media_type);
+                    return Err(unsupported(format!(
+                        "this is no image of a container, but {kind:?}"
+                    )));
+                }
+                if layers.len() > LAYERS_MAX {
+                    let what =
+                        format!("the image has {} layers: at most {LAYERS_MAX}", layers.len());
+                    return Err(corrupt(what));
+                }
+                let layers = layers.iter().map(Layer::of).collect::<Result<_>>()?;
+                Ok(Self::Manifest(Manifest { config, layers }))
+            }
+            _ => Err(corrupt("the document is neither an index of images nor a manifest")),
+        }
+    }
+}
+
+impl Layer {
+    fn of(descriptor: &Descriptor) -> Result<Self> {
+        let digest = descriptor.digest()?;
+        let kind = descriptor.media_type.as_str();
+        let compression = match kind {
+            "application/vnd.oci.image.layer.v1.tar"
+            | "application/vnd.docker.image.rootfs.diff.tar" => Compression::None,
+            "application/vnd.oci.image.layer.v1.tar+gzip"
+            | "application/vnd.docker.image.rootfs.diff.tar.gzip" => Compression::Gzip,
+            "application/vnd.oci.image.layer.v1.tar+zstd"
+            | "application/vnd.docker.image.rootfs.diff.tar.zstd" => Compression::Zstd,
+            _ => {
+                let why = if kind.ends_with("+encrypted") {
+                    "is encrypted: copy the image with skopeo --decryption-key, and use the copy"
+                } else if kind.contains("nondistributable") || kind.contains("foreign") {
+                    "is a foreign one, which registries do not keep: ask the publisher for an image without"
+                } else {
+                    "is of no known kind"
+                };
+                let kind: String = kind.chars().take(120).collect();
+                return Err(unsupported(format!("the layer {digest} {why} ({kind:?})")));
+            }
+        };
+        Ok(Self { digest, size: descriptor.size, compression })
+    }
+}
+
+/// What each layer of an image unpacks to, if its configuration says so.
+pub(crate) fn diff_ids(config: &[u8], layers: usize) -> Result<Vec<Option<Digest>>> {
+    #[derive(Deserialize)]
+    struct Config {
+        rootfs: Option<RootFs>,
+    }
+    #[derive(Deserialize)]
+    struct RootFs {
+        diff_ids: Vec<String>,
+    }
+    let config: Config = json(config, "configuration")?;
+    let Some(rootfs) = config.rootfs else { return Ok(vec![None; layers]) };
+    if rootfs.diff_ids.len() != layers {
+        let what =
+            format!("the image has {layers} layers, its configuration {}", rootfs.diff_ids.len());
+        return Err(corrupt(what));
+    }
+    rootfs.diff_ids.iter().map(|id| id.parse().map(Some)).collect()
+}
+
+/// The image of an index that is for this machine.
+pub(crate) fn for_this_machine(manifests: &[Descriptor]) -> Result<&Descriptor> {
+    choose(manifests, architecture())
+}
+
+/// This machine's architecture, as images name it.
+pub(crate) fn architecture() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    }
+}
+
+fn choose<'a>(manifests: &'a [Descriptor], architecture: &str) -> Result<&'a Descriptor> {
+    let suits = |descriptor: &&Descriptor| {
+        descriptor.platform.as_ref().is_some_and(|platform| {
+            // Variants above the first need more than each machine of the architecture has.
+            let plain = matches!(platform.variant.as_deref(), None | Some("" | "v1" | "v8"));
+            platform.os == "linux" && platform.architecture == architecture && plain
+        })
+    };
+    // An index of one image need not say what it is for.
+    let only = || manifests.first().filter(|one| manifests.len() == 1 && one.platform.is_none());
+    manifests.iter().find(suits).or_else(only).ok_or_else(|| {
+        let there = manifests.iter().filter_map(|descriptor| descriptor.platform.as_ref());
+        let there: Vec<_> = there
+            .take(20)
+            .map(|platform| format!("{}/{}", platform.os, platform.architecture))
+            .collect();
+        let what =
+            format!("there is no image for linux/{architecture}, but for {}", there.join(", "));
+        Error::new(ErrorKind::NotFound, what)
+    })
+}
+
+fn json<T: DeserializeOwned>(bytes: &[u8], what: &str) -> Result<T> {
+    serde_json::from_slice(bytes).map_err(|error| {
+        Error::with_source(ErrorKind::Corrupt, format!("the image's {what} makes no sense"), error)
+    })
+}
+
+fn corrupt(what: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Corrupt, what)
+}
+
+fn unsupported(what: String) -> Error {
+    Error::new(ErrorKind::UnsupportedFormat, what)
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_block::ErrorKind;
+    use serde_json::{Value, json};
+
+    use super::{Compression, Descriptor, Document, choose, diff_ids};
+    use crate::digest::Digest;
+
+    fn descriptor(kind: &str) -> Value {
+        json!({ "mediaType": kind, "digest": Digest::of(b"x").to_string(), "size": 1 })
+    }
+
+    fn manifest(config: &str, layers: Vec<Value>) -> Value {
+        json!({ "schemaVersion": 2, "config": descriptor(config), "layers": layers })
+    }
+
+    const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+    const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
+
+    fn refused(document: &Value) -> (ErrorKind, String) {
+        match Document::parse(document.to_string().as_bytes()) {
+            Ok(_) => panic!("taken: {document}"),
+            Err(error) => (error.kind(), error.to_string()),
+        }
+    }
+
+    #[test]
+    fn known_layers_are_taken_and_others_named() {
+        let layers =
+            ["", "+gzip", "+zstd"].map(|end| descriptor(&format!("{LAYER}{end}"))).to_vec();
+        let bytes = manifest(CONFIG, layers).to_string();
+        let Document::Manifest(parsed) = Document::parse(bytes.as_bytes()).unwrap() else {
+            panic!()
+        };
+        let kinds: Vec<_> = parsed.layers.iter().map(|layer| layer.compression).collect();
+        assert_eq!(kinds, [Compression::None, Compression::Gzip, Compression::Zstd]);
+        for (kind, said) in [
+            ("application/vnd.oci.image.layer.v1.tar+gzip+encrypted", "--decryption-key"),
+            ("application/vnd.oci.image.layer.nondistributable.v1.tar+gzip", "foreign"),
+            ("application/vnd.docker.image.rootfs.foreign.diff.tar.gzip", "foreign"),
+            ("application/x-squashfs", "no known kind"),
+        ] {
+            let (error, text) = refused(&manifest(CONFIG, vec![descriptor(kind)]));
+            assert!(error == ErrorKind::UnsupportedFormat && text.contains(said), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_image_is_refused() {
+        let many = vec![descriptor(LAYER); 513];
+        let mut both = manifest(CONFIG, vec![]);
+        both["manifests"] = json!([]);
+        let mut old = manifest(CONFIG, vec![]);
+        old["schemaVersion"] = json!(1);
+        let mut digest = manifest(CONFIG, vec![descriptor(LAYER)]);
+        digest["layers"][0]["digest"] = json!("sha256:../../etc/passwd");
+        for (document, said) in [
+            (manifest("application/vnd.cncf.helm.config.v1+json", vec![]), "helm"),
+            (manifest(CONFIG, many), "513 layers"),
+            (both, "neither"),
+            (old, "version 1"),
+            (digest, "no digest"),
+            (json!({ "schemaVersion": 2 }), "neither"),
+            (json!([]), "makes no sense"),
+        ] {
+            let (_, text) = refused(&document);
+            assert!(text.contains(said), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_platform_is_this_machines() {
+        let entry = |architecture: &str, os: &str, variant: Option<&str>| {
+            let mut entry = descriptor("");
+            entry["platform"] =
+                json!({ "architecture": architecture, "os": os, "variant": variant });
+            serde_json::from_value::<Descriptor>(entry).unwrap()
+        };
+        let all = [
+            entry("unknown", "unknown", None),
+            entry("amd64", "windows", None),
+            entry("amd64", "linux", Some("v3")),
+            entry("amd64", "linux", None),
+            entry("arm64", "linux", Some("v8")),
+        ];
+        assert!(std::ptr::eq(choose(&all, "amd64").unwrap(), &all[3]));
+        assert!(std::ptr::eq(choose(&all, "arm64").unwrap(), &all[4]));
+        let error = choose(&all, "riscv64").unwrap_err();
+        assert!(error.to_string().contains("linux/riscv64, but for"), "{error}");
+        let plain: Descriptor = serde_json::from_value(descriptor("")).unwrap();
+        assert!(choose(std::slice::from_ref(&plain), "amd64").is_ok());
+        assert!(choose(&[plain.clone(), plain], "amd64").is_err());
+    }
+
+    #[test]
+    fn layers_and_configuration_agree() {
+        let id = Digest::of(b"y").to_string();
+        let config = json!({ "rootfs": { "type": "layers", "diff_ids": [id] } }).to_string();
+        assert_eq!(diff_ids(config.as_bytes(), 1).unwrap(), [Some(Digest::of(b"y"))]);
+        assert!(diff_ids(config.as_bytes(), 2).is_err());
+        assert_eq!(diff_ids(b"{}", 2).unwrap(), [None, None]);
+    }
+}

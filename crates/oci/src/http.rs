@@ -1,0 +1,211 @@
+//! Requests over HTTP, and bodies that are read to their end.
+//!
+//! ```text
+//!   get: tries until there is an answer ──► Body: reads it; where it breaks off, asks for the rest
+//! ```
+//!
+//! Invariants: every wait and every number of tries has a bound; what an error quotes of a server
+//! is short; a redirect never gives up encryption.
+
+use std::{
+    io::{self, Read},
+    sync::OnceLock,
+    time::Duration,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use reqwest::{
+    Client, Method, RequestBuilder, Response, StatusCode, Url,
+    header::{CONTENT_RANGE, RANGE},
+    redirect::Policy,
+};
+use tokio::runtime::Runtime;
+
+/// How long making a connection may take. A lost SYN is sent again after 1 s and 3 s.
+pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long an answer may be silent.
+pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(20);
+/// Tries of a request beyond the first: with pauses of 0.1, 0.2, … 3.2 s, about 6 s.
+const RETRIES: u32 = 6;
+/// How often a body may break off: each time costs a request.
+const RESUMES_MAX: u32 = 20;
+/// Redirects of one request.
+const REDIRECTS_MAX: usize = 10;
+
+/// Where commands wait for the network.
+pub(crate) fn runtime() -> &'static Runtime {
+    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+    RUNTIME.get_or_init(|| {
+        let builder =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        builder.expect("a thread and an epoll descriptor can be made")
+    })
+}
+
+/// A client. Opens no connection yet.
+pub(crate) fn client() -> Result<Client> {
+    burgeon_source::choose_cryptography();
+    let redirects = Policy::custom(|attempt| {
+        let leaves_tls = attempt.previous().last().is_some_and(|url| url.scheme() == "https")
+            && attempt.url().scheme() != "https";
+        if leaves_tls {
+            attempt.error("it redirects from https to http")
+        } else if attempt.previous().len() > REDIRECTS_MAX {
+            attempt.error("it redirects again and again")
+        } else {
+            attempt.follow()
+        }
+    });
+    let builder = Client::builder().connect_timeout(CONNECT_TIMEOUT).read_timeout(SILENCE_MAX);
+    let builder =
+        builder.redirect(redirects).user_agent(concat!("burgeon/", env!("CARGO_PKG_VERSION")));
+    builder.build().map_err(|error| {
+        let what = "cannot make connections; are the system's certificates there?";
+        Error::with_source(ErrorKind::Unavailable, what, error.without_url())
+    })
+}
+
+/// Sends the request that `make` makes, again while the server is not to be reached or wants a
+/// pause. `what` says what is being done, for errors; answers but success are given as they are.
+pub(crate) fn send(what: &str, make: impl Fn() -> RequestBuilder) -> Result<Response> {
+    let mut tries = 0;
+    loop {
+        let answer = runtime().block_on(async { make().send().await });
+        let again = match &answer {
+            Ok(answer) => {
+                answer.status().is_server_error()
+                    || answer.status() == StatusCode::TOO_MANY_REQUESTS
+            }
+            Err(error) => !error.is_redirect() && !error.is_builder(),
+        };
+        if !again || tries == RETRIES {
+            return answer.map_err(|error| unreachable(what, error));
+        }
+        pause(tries);
+        tries += 1;
+    }
+}
+
+fn pause(tries: u32) {
+    std::thread::sleep(Duration::from_millis(100 << tries.min(5)));
+}
+
+fn unreachable(what: &str, error: reqwest::Error) -> Error {
+    let error = error.without_url();
+    // The innermost cause says it best.
+    let mut cause: &dyn std::error::Error = &error;
+    while let Some(deeper) = cause.source() {
+        cause = deeper;
+    }
+    Error::new(ErrorKind::Unavailable, format!("cannot {what}: {cause}"))
+}
+
+/// What an answer that is no success means.
+pub(crate) fn refused(what: &str, status: StatusCode) -> Error {
+    let (kind, why) = match status {
+        StatusCode::NOT_FOUND => (ErrorKind::NotFound, "there is no such thing".to_owned()),
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => (
+            ErrorKind::Unavailable,
+            format!(
+                "it is refused ({status}): check the name, and log in with docker login or skopeo login"
+            ),
+        ),
+        status if status.is_client_error() && status != StatusCode::TOO_MANY_REQUESTS => {
+            (ErrorKind::Invalid, format!("the server answered {status}"))
+        }
+        status => (ErrorKind::Unavailable, format!("the server answered {status}")),
+    };
+    Error::new(kind, format!("cannot {what}: {why}"))
+}
+
+/// The body of an answer, read in this thread.
+pub(crate) struct Body<F> {
+    what: String,
+    /// Asks anew, for what follows so many bytes.
+    ask: F,
+    answer: Option<Response>,
+    part: Vec<u8>,
+    at: usize,
+    offset: u64,
+    resumes: u32,
+}
+
+impl<F: FnMut(u64) -> Result<Response>> Body<F> {
+    /// The body that `ask(0)` gives; `ask(offset)` is asked where it breaks off. `what` says what
+    /// is being done.
+    pub(crate) fn new(what: String, mut ask: F) -> Result<Self> {
+        let answer = Some(ask(0)?);
+        Ok(Self { what, ask, answer, part: Vec::new(), at: 0, offset: 0, resumes: 0 })
+    }
+
+    /// The first answer.
+    pub(crate) fn answer(&self) -> Option<&Response> {
+        self.answer.as_ref()
+    }
+
+    fn next_part(&mut self) -> Result<()> {
+        loop {
+            let answer = match &mut self.answer {
+                Some(answer) => answer,
+                None => {
+                    let answer = (self.ask)(self.offset)?;
+                    check_resumed(&self.what, &answer, self.offset)?;
+                    self.answer.insert(answer)
+                }
+            };
+            match runtime().block_on(answer.chunk()) {
+                Ok(part) => {
+                    let part = part.unwrap_or_default();
+                    self.offset += part.len() as u64;
+                    (self.part, self.at) = (part.into(), 0);
+                    return Ok(());
+                }
+                Err(error) if self.resumes == RESUMES_MAX => {
+                    return Err(unreachable(&self.what, error));
+                }
+                Err(_) => {
+                    pause(self.resumes);
+                    self.resumes += 1;
+                    self.answer = None;
+                }
+            }
+        }
+    }
+}
+
+impl<F: FnMut(u64) -> Result<Response>> Read for Body<F> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        if self.at == self.part.len() {
+            self.next_part().map_err(io::Error::other)?;
+        }
+        let len = buf.len().min(self.part.len() - self.at);
+        buf[..len].copy_from_slice(&self.part[self.at..self.at + len]);
+        self.at += len;
+        Ok(len)
+    }
+}
+
+/// A request for what follows `offset` bytes.
+pub(crate) fn from(request: RequestBuilder, offset: u64) -> RequestBuilder {
+    match offset {
+        0 => request,
+        _ => request.header(RANGE, format!("bytes={offset}-")),
+    }
+}
+
+/// Whether an answer goes on where the one before broke off.
+fn check_resumed(what: &str, answer: &Response, offset: u64) -> Result<()> {
+    let range = answer.headers().get(CONTENT_RANGE).and_then(|range| range.to_str().ok());
+    let goes_on = range.is_some_and(|range| range.starts_with(&format!("bytes {offset}-")));
+    if offset == 0 || answer.status() == StatusCode::PARTIAL_CONTENT && goes_on {
+        return Ok(());
+    }
+    let why =
+        format!("the answer broke off after {offset} bytes, and the server cannot go on there");
+    Err(Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}")))
+}
+
+/// A GET of `url`.
+pub(crate) fn get(client: &Client, url: &Url) -> RequestBuilder {
+    client.request(Method::GET, url.clone())
+}

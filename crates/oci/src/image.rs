@@ -1,0 +1,260 @@
+//! From layers in a registry or folder to an image in a store.
+//!
+//! ```text
+//!   manifest ─► LANES_MAX at a time: layer ─► digest ─► spool ─► decompress ─► digest ─► headers
+//!   all of them right ─► spool ─► decompress ─► what has lasted ─► image
+//! ```
+//!
+//! Invariants: nothing is built before every layer has shown its digest; a layer that comes over
+//! the network is kept in a file without a name, which goes with this process, however that ends.
+
+use std::{
+    fs::File,
+    io::{self, BufReader, Read, Seek, Write},
+    path::Path,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+    },
+    thread,
+};
+
+use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
+use burgeon_image::build::{self, LayerIndex, LayerLimits, Layers, OnProgress, Options, Report};
+
+use crate::{
+    OnFetch,
+    digest::{Checked, Digest, Digesting},
+    document::{Compression, Descriptor, Document, Layer, Manifest, diff_ids, for_this_machine},
+    layout::Layout,
+    registry::{Registry, ours},
+    source::Wanted,
+};
+
+/// Layers that are fetched at a time: each may take 128 MiB to decompress.
+const LANES_MAX: usize = 4;
+/// zstd's window, at most: 2²⁷ bytes, as `zstd --long` writes it.
+const ZSTD_WINDOW_LOG_MAX: u32 = 27;
+/// Indexes that point at indexes.
+const INDEXES_MAX: usize = 4;
+
+/// Where blobs are.
+pub(crate) enum Blobs {
+    Layout(Layout),
+    Registry(Registry),
+}
+
+/// What a name stands for.
+pub(crate) struct Resolved {
+    /// Of the image of this machine's platform.
+    pub(crate) digest: Digest,
+    /// Of the index that it was found by.
+    pub(crate) index: Option<Digest>,
+    manifest: Manifest,
+}
+
+impl Blobs {
+    fn document(&self, wanted: &Wanted) -> Result<(Vec<u8>, Digest)> {
+        match self {
+            Self::Layout(layout) => layout.document(wanted),
+            Self::Registry(registry) => registry.document(wanted),
+        }
+    }
+
+    fn blob(&self, digest: &Digest) -> Result<Box<dyn Read + Send>> {
+        match self {
+            Self::Layout(layout) => Ok(Box::new(layout.blob(digest)?)),
+            Self::Registry(registry) => Ok(Box::new(registry.blob(digest)?)),
+        }
+    }
+
+    /// Finds the image that is wanted, for this machine.
+    pub(crate) fn resolve(&self, wanted: &Wanted) -> Result<Resolved> {
+        let (mut bytes, mut digest) = self.document(wanted)?;
+        let mut index = None;
+        for _ in 0..INDEXES_MAX {
+            match Document::parse(&bytes)? {
+                Document::Manifest(manifest) => return Ok(Resolved { digest, index, manifest }),
+                Document::Index(manifests) => {
+                    let chosen = for_this_machine(&manifests)?;
+                    chosen.document_size()?;
+                    index.get_or_insert(digest);
+                    (bytes, digest) = self.document(&Wanted::Digest(chosen.digest()?))?;
+                }
+            }
+        }
+        let what = format!("indexes of images are nested deeper than {INDEXES_MAX}");
+        Err(Error::new(ErrorKind::Corrupt, what))
+    }
+
+    fn config(&self, config: &Descriptor) -> Result<Vec<u8>> {
+        let digest = config.digest()?;
+        let mut bytes = Vec::new();
+        let mut blob = Checked::new(self.blob(&digest)?, digest.clone(), config.document_size()?);
+        blob.read_to_end(&mut bytes).map_err(|error| ours(&format!("read {digest}"), error))?;
+        Ok(bytes)
+    }
+
+    /// Builds the image `name` in `store`; `spool` is a folder with room for its layers.
+    pub(crate) fn build(
+        self,
+        resolved: &Resolved,
+        store: &impl ObjectStore,
+        name: &str,
+        spool: &Path,
+        options: &Options,
+        (fetching, building): (OnFetch<'_>, OnProgress<'_>),
+    ) -> Result<Report> {
+        let manifest = &resolved.manifest;
+        let diff_ids = diff_ids(&self.config(&manifest.config)?, manifest.layers.len())?;
+        let layers = self.fetch(&manifest.layers, &diff_ids, spool, fetching)?;
+        build::from_layers(store, name, layers, options, building)
+    }
+
+    /// Fetches all layers and looks at them.
+    fn fetch(
+        &self,
+        layers: &[Layer],
+        diff_ids: &[Option<Digest>],
+        spool: &Path,
+        fetching: OnFetch<'_>,
+    ) -> Result<Vec<build::Layer>> {
+        let total = layers.iter().fold(0u64, |sum, layer| sum.saturating_add(layer.size));
+        let (next, fetched) = (AtomicUsize::new(0), AtomicU64::new(0));
+        let headers = Layers::new(LayerLimits::default());
+        let done: Mutex<Vec<Option<build::Layer>>> =
+            Mutex::new(layers.iter().map(|_| None).collect());
+        let lane = || -> Result<()> {
+            loop {
+                let number = next.fetch_add(1, Relaxed);
+                let Some(layer) = layers.get(number) else { return Ok(()) };
+                let count = |more| {
+                    fetching(fetched.fetch_add(more, Relaxed) + more, total);
+                };
+                let looked_at =
+                    self.fetch_layer(layer, diff_ids[number].as_ref(), &headers, spool, &count);
+                let looked_at = looked_at.inspect_err(|_| {
+                    // The others stop where they are done with their layer.
+                    next.store(layers.len(), Relaxed);
+                })?;
+                done.lock().unwrap_or_else(PoisonError::into_inner)[number] = Some(looked_at);
+            }
+        };
+        thread::scope(|scope| {
+            let lanes: Vec<_> =
+                (0..LANES_MAX.min(layers.len())).map(|_| scope.spawn(lane)).collect();
+            let ends = lanes
+                .into_iter()
+                .map(|lane| lane.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            ends.collect::<Vec<_>>().into_iter().collect::<Result<()>>()
+        })?;
+        let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(done.into_iter().flatten().collect())
+    }
+
+    /// Fetches one layer and looks at it.
+    fn fetch_layer(
+        &self,
+        layer: &Layer,
+        diff_id: Option<&Digest>,
+        headers: &Layers,
+        spool: &Path,
+        count: &(dyn Fn(u64) + Sync),
+    ) -> Result<build::Layer> {
+        let Layer { digest, size, compression } = layer.clone();
+        let cannot = |error: Error| {
+            Error::with_source(error.kind(), format!("cannot use the layer {digest}"), error)
+        };
+        let blob = Checked::new(self.blob(&digest).map_err(cannot)?, digest.clone(), size);
+        let spooled = match self {
+            Self::Layout(_) => None,
+            Self::Registry(_) => Some(tempfile::tempfile_in(spool).map_err(|error| {
+                Error::io(format!("cannot make a file in {}", spool.display()), error)
+            })?),
+        };
+        let mut tee = Tee { inner: blob, spool: spooled, count };
+        let index = look(&mut tee, compression, diff_id, headers);
+        // What is wrong with the bytes themselves says more than what they do to a decoder.
+        io::copy(&mut tee, &mut io::sink()).map_err(|error| cannot(ours("read it", error)))?;
+        let index = index.map_err(cannot)?;
+        let spooled = tee.spool;
+        let open: build::OpenLayer = match self {
+            Self::Layout(layout) => {
+                let layout = layout.clone();
+                Box::new(move || {
+                    let blob = Checked::new(layout.blob(&digest)?, digest.clone(), size);
+                    decompressed(blob, compression)
+                })
+            }
+            Self::Registry(_) => Box::new(move || {
+                let mut file = spooled.ok_or_else(|| invalid("the layer was not kept"))?;
+                file.rewind().map_err(|error| Error::io("cannot read a layer again", error))?;
+                decompressed(file, compression)
+            }),
+        };
+        Ok(build::Layer { index, open })
+    }
+}
+
+/// Reads a layer's headers, and checks what it unpacks to.
+fn look(
+    blob: &mut (impl Read + Send),
+    compression: Compression,
+    diff_id: Option<&Digest>,
+    headers: &Layers,
+) -> Result<LayerIndex> {
+    let mut archive = Digesting::new(decompressed(blob, compression)?);
+    let index = headers.index(&mut archive)?;
+    let digest = archive.digest();
+    match diff_id {
+        Some(diff_id) if *diff_id != digest => {
+            let what = format!("it unpacks to {digest}, but the image says to {diff_id}");
+            Err(Error::new(ErrorKind::Corrupt, what))
+        }
+        _ => Ok(index),
+    }
+}
+
+fn decompressed<'a>(
+    blob: impl Read + Send + 'a,
+    compression: Compression,
+) -> Result<Box<dyn Read + Send + 'a>> {
+    let blob = BufReader::with_capacity(1 << 18, blob);
+    Ok(match compression {
+        Compression::None => Box::new(blob),
+        Compression::Gzip => Box::new(flate2::bufread::MultiGzDecoder::new(blob)),
+        Compression::Zstd => {
+            let cannot = |error| Error::io("cannot start zstd", error);
+            let mut decoder = zstd::stream::read::Decoder::with_buffer(blob).map_err(cannot)?;
+            decoder.window_log_max(ZSTD_WINDOW_LOG_MAX).map_err(cannot)?;
+            Box::new(decoder)
+        }
+    })
+}
+
+/// Keeps what is read, and counts it.
+struct Tee<'a, R> {
+    inner: R,
+    spool: Option<File>,
+    count: &'a (dyn Fn(u64) + Sync),
+}
+
+impl<R: Read> Read for Tee<'_, R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let len = self.inner.read(buf)?;
+        if let Some(spool) = &mut self.spool {
+            spool.write_all(&buf[..len]).map_err(|error| {
+                io::Error::other(Error::io(
+                    "cannot keep a layer for a while in the state directory",
+                    error,
+                ))
+            })?;
+        }
+        (self.count)(len as u64);
+        Ok(len)
+    }
+}
+
+fn invalid(what: &str) -> Error {
+    Error::new(ErrorKind::Invalid, what)
+}

@@ -1,0 +1,109 @@
+//! An image in a folder, by the OCI image layout.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, Read},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use crate::{
+    digest::Digest,
+    document::{DOCUMENT_MAX, Descriptor, Document},
+    source::Wanted,
+};
+
+/// A folder with images.
+#[derive(Clone)]
+pub(crate) struct Layout {
+    folder: PathBuf,
+}
+
+impl Layout {
+    pub(crate) fn open(folder: &Path) -> Result<Self> {
+        let layout = Self { folder: folder.to_owned() };
+        if layout.folder.join("oci-layout").is_file() {
+            return Ok(layout);
+        }
+        let what =
+            format!("{} is no OCI layout: there is no file oci-layout in it", folder.display());
+        Err(Error::new(ErrorKind::NotFound, what))
+    }
+
+    /// An index or manifest, with its digest.
+    pub(crate) fn document(&self, wanted: &Wanted) -> Result<(Vec<u8>, Digest)> {
+        let digest = match wanted {
+            Wanted::Digest(digest) => digest.clone(),
+            Wanted::Tag(tag) => self.tagged(Some(tag))?,
+            Wanted::Only => self.tagged(None)?,
+        };
+        let mut bytes = Vec::new();
+        let path = self.path(&digest);
+        let file = open_file(&path)?;
+        file.take(DOCUMENT_MAX + 1).read_to_end(&mut bytes).map_err(|e| cannot_read(&path, e))?;
+        if bytes.len() as u64 > DOCUMENT_MAX || Digest::of(&bytes) != digest {
+            let what =
+                format!("{} does not match its digest: tampered with, or damaged", path.display());
+            return Err(Error::new(ErrorKind::Corrupt, what));
+        }
+        Ok((bytes, digest))
+    }
+
+    /// What `index.json` names so, or the only thing it names.
+    fn tagged(&self, tag: Option<&str>) -> Result<Digest> {
+        let path = self.folder.join("index.json");
+        let mut bytes = Vec::new();
+        let file = open_file(&path)?;
+        file.take(DOCUMENT_MAX).read_to_end(&mut bytes).map_err(|e| cannot_read(&path, e))?;
+        let Document::Index(all) = Document::parse(&bytes)? else {
+            let what = format!("{} is no index of images", path.display());
+            return Err(Error::new(ErrorKind::Corrupt, what));
+        };
+        let found: Vec<&Descriptor> = match tag {
+            Some(tag) => all.iter().filter(|one| one.tag() == Some(tag)).collect(),
+            None => all.iter().collect(),
+        };
+        match found[..] {
+            [one] => one.digest(),
+            // Several platforms, by way of one name or none.
+            [_, _, ..] if tag.is_some() => crate::document::for_this_machine(&all)?.digest(),
+            _ => {
+                let tags: Vec<_> = all.iter().filter_map(Descriptor::tag).take(20).collect();
+                let (folder, tags) = (self.folder.display(), tags.join(", "));
+                let what = match tag {
+                    Some(tag) => format!("there is no image {tag:?} in {folder}: it has {tags}"),
+                    None => {
+                        format!("say which image of {folder}: oci-layout:{folder}:TAG, of {tags}")
+                    }
+                };
+                Err(Error::new(ErrorKind::NotFound, what))
+            }
+        }
+    }
+
+    /// The bytes of a blob, not yet checked.
+    pub(crate) fn blob(&self, digest: &Digest) -> Result<File> {
+        open_file(&self.path(digest))
+    }
+
+    fn path(&self, digest: &Digest) -> PathBuf {
+        self.folder.join("blobs/sha256").join(digest.hex())
+    }
+}
+
+/// Opens a regular file; a pipe would keep us waiting.
+fn open_file(path: &Path) -> Result<File> {
+    let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path);
+    let file = file.map_err(|error| cannot_read(path, error))?;
+    if file.metadata().is_ok_and(|metadata| metadata.is_file()) {
+        return Ok(file);
+    }
+    Err(Error::new(ErrorKind::Invalid, format!("{} is no file", path.display())))
+}
+
+fn cannot_read(path: &Path, error: io::Error) -> Error {
+    Error::io(format!("cannot read {}", path.display()), error)
+}

@@ -1,0 +1,172 @@
+use std::path::PathBuf;
+
+use burgeon_block::{Error, ErrorKind, Result};
+use oci_client::Reference;
+use reqwest::Url;
+
+use crate::digest::Digest;
+
+/// Where an ordinary image or archive is.
+#[derive(Clone, Debug)]
+pub struct Source(pub(crate) Kind);
+
+#[derive(Clone, Debug)]
+pub(crate) enum Kind {
+    /// `oci-layout:DIR[:TAG|@DIGEST]`
+    Layout { folder: PathBuf, wanted: Wanted },
+    /// `oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]`
+    Registry { reference: Reference, wanted: Wanted, plain: bool },
+    /// `https://HOST/PATH`, a tar archive
+    Archive(Url),
+}
+
+/// Which of the images there.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Wanted {
+    /// The only one there is.
+    Only,
+    Tag(String),
+    Digest(Digest),
+}
+
+impl Source {
+    /// The source that `text` names; `None` if it does not begin as one.
+    pub fn parse(text: &str) -> Option<Result<Self>> {
+        let kind = if let Some(rest) = text.strip_prefix("oci-layout:") {
+            layout(rest)
+        } else if let Some(rest) = text.strip_prefix("oci://") {
+            registry(rest, false)
+        } else if let Some(rest) = text.strip_prefix("oci+http://") {
+            registry(rest, true)
+        } else if text.starts_with("https://") || text.starts_with("http://") {
+            archive(text)
+        } else {
+            return None;
+        };
+        Some(kind.map(Self))
+    }
+
+    /// The image's digest, if the source names it.
+    pub(crate) fn pinned(&self) -> Option<&Digest> {
+        match &self.0 {
+            Kind::Layout { wanted: Wanted::Digest(digest), .. }
+            | Kind::Registry { wanted: Wanted::Digest(digest), .. } => Some(digest),
+            _ => None,
+        }
+    }
+}
+
+fn layout(text: &str) -> Result<Kind> {
+    let (folder, wanted) = if let Some((folder, digest)) = text.rsplit_once('@') {
+        (folder, Wanted::Digest(digest.parse()?))
+    } else {
+        match text.rsplit_once(':') {
+            Some((folder, tag)) if !tag.contains('/') => (folder, Wanted::Tag(tag.to_owned())),
+            _ => (text, Wanted::Only),
+        }
+    };
+    if folder.is_empty() {
+        return Err(invalid("oci-layout: names no folder: oci-layout:DIR:TAG".to_owned()));
+    }
+    Ok(Kind::Layout { folder: folder.into(), wanted })
+}
+
+fn registry(text: &str, plain: bool) -> Result<Kind> {
+    let bad = |why: String| {
+        invalid(format!("oci://{text} names no image: {why}: oci://REGISTRY/REPOSITORY:TAG"))
+    };
+    let host = text.split('/').next().unwrap_or_default();
+    if host.contains('@') && !text.contains('/') || text.contains("//") {
+        return Err(bad("there is no repository".to_owned()));
+    }
+    if host.contains('@') {
+        // Not shown: it could be a password.
+        return Err(invalid("credentials are in no name of an image: use docker login".to_owned()));
+    }
+    if !host.contains(['.', ':']) && host != "localhost" {
+        return Err(bad(format!("{host:?} is no registry, such as docker.io")));
+    }
+    let reference: Reference = text.parse().map_err(|error| bad(format!("{error}")))?;
+    let wanted = match (reference.digest(), reference.tag()) {
+        (Some(digest), _) => Wanted::Digest(digest.parse()?),
+        (None, tag) => Wanted::Tag(tag.unwrap_or("latest").to_owned()),
+    };
+    // What never leaves the machine needs no encryption.
+    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
+    let local = name == "localhost" || name == "[::1]" || name.starts_with("127.");
+    Ok(Kind::Registry { reference, wanted, plain: plain || local })
+}
+
+fn archive(text: &str) -> Result<Kind> {
+    let bad = || invalid("the URL of the archive makes no sense: https://HOST/PATH".to_owned());
+    let url = Url::parse(text).map_err(|_| bad())?;
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(invalid("the URL of an archive may hold no user or password".to_owned()));
+    }
+    Ok(Kind::Archive(url))
+}
+
+fn invalid(what: String) -> Error {
+    Error::new(ErrorKind::Invalid, what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Kind, Source, Wanted};
+    use crate::digest::Digest;
+
+    fn kind(text: &str) -> Kind {
+        Source::parse(text).unwrap().unwrap().0
+    }
+
+    #[test]
+    fn sources_are_told_from_names() {
+        for name in ["debian:12", "/srv/x", "oci:x", "a/b", "s3://x"] {
+            assert!(Source::parse(name).is_none(), "{name}");
+        }
+        let digest = Digest::of(b"x");
+        for (text, folder, wanted) in [
+            ("oci-layout:/a/b", "/a/b", Wanted::Only),
+            ("oci-layout:a:1.2", "a", Wanted::Tag("1.2".into())),
+            ("oci-layout:/a:b/c", "/a:b/c", Wanted::Only),
+            (&format!("oci-layout:a@{digest}"), "a", Wanted::Digest(digest.clone())),
+        ] {
+            let Kind::Layout { folder: f, wanted: w } = kind(text) else { panic!("{text}") };
+            assert_eq!((f.to_str().unwrap(), w), (folder, wanted), "{text}");
+        }
+        for (text, repository, wanted, plain) in [
+            ("oci://r.example/a/b:1", "a/b", Wanted::Tag("1".into()), false),
+            ("oci://docker.io/debian", "library/debian", Wanted::Tag("latest".into()), false),
+            ("oci://localhost:5000/a", "a", Wanted::Tag("latest".into()), true),
+            ("oci+http://r.example/a", "a", Wanted::Tag("latest".into()), true),
+            (&format!("oci://r.example/a:1@{digest}"), "a", Wanted::Digest(digest.clone()), false),
+        ] {
+            let Kind::Registry { reference, wanted: w, plain: p } = kind(text) else {
+                panic!("{text}")
+            };
+            assert_eq!((reference.repository(), w, p), (repository, wanted, plain), "{text}");
+        }
+        assert!(matches!(kind("https://h/x.tar"), Kind::Archive(_)));
+    }
+
+    #[test]
+    fn typos_are_refused_and_secrets_not_repeated() {
+        for text in [
+            "oci-layout:",
+            "oci-layout::x",
+            "oci-layout:x@sha256:12",
+            "oci://",
+            "oci://python",
+            "oci://python/x",
+            "oci://r.example/",
+            "oci://r.example/A",
+            "oci://me:hunter2@r.example/x",
+            "https://me:hunter2@h/x",
+            "https://",
+            "oci://r.example/a@sha256:12",
+        ] {
+            let error = Source::parse(text).unwrap().unwrap_err().to_string();
+            assert!(!error.contains("hunter2"), "{error}");
+        }
+    }
+}
