@@ -90,3 +90,18 @@ async fn it_outlives_an_outage_and_passes_by_a_bad_chunk() {
     assert_eq!((end.state, end.failed_bytes), (FillState::Done, CHUNKS[0] * BLOCK_SIZE));
     assert_eq!(end.done_bytes, end.total_bytes - CHUNKS[0] * BLOCK_SIZE);
 }
+
+#[tokio::test(start_paused = true)]
+async fn it_has_as_much_under_way_as_there_is_room_for() {
+    let setup = setup();
+    setup.source.close();
+    let fill = setup.volume.fill();
+    sleep(Duration::from_millis(1)).await;
+    assert_eq!(
+        setup.volume.status().flights,
+        CHUNKS.len(),
+        "one after another takes a round trip each"
+    );
+    setup.source.open();
+    assert_eq!(fill.ended().await.state, FillState::Done);
+}
