@@ -401,4 +401,10 @@ fn a_registry_that_lies_is_not_believed() {
     fs::write(&largest, &whole).unwrap();
     burgeon.ok(&["build", &source, "x"]);
     assert_eq!(names(&burgeon), ["x"]);
+    // Logging in, the manifest and the layers: wherever it breaks off, it goes on.
+    for seed in 0..8 {
+        let proxy = Proxy::new(host, seed).unwrap();
+        proxy.spoil(300, &[Fault::Reset, Fault::Truncate, Fault::Status(503)]);
+        burgeon.ok(&["build", &format!("oci://{}/app:1", proxy.address()), "x"]);
+    }
 }

@@ -26,7 +26,7 @@ pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long an answer may be silent.
 pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(20);
 /// Tries of a request beyond the first: with pauses of 0.1, 0.2, … 3.2 s, about 6 s.
-const RETRIES: u32 = 6;
+pub(crate) const RETRIES: u32 = 6;
 /// How often a body may break off: each time costs a request.
 const RESUMES_MAX: u32 = 20;
 /// Redirects of one request.
@@ -86,8 +86,14 @@ pub(crate) fn send(what: &str, make: impl Fn() -> RequestBuilder) -> Result<Resp
     }
 }
 
-fn pause(tries: u32) {
-    std::thread::sleep(Duration::from_millis(100 << tries.min(5)));
+/// Waits before the next try.
+pub(crate) fn pause(tries: u32) {
+    std::thread::sleep(pause_len(tries));
+}
+
+/// How long to wait before the next try.
+pub(crate) fn pause_len(tries: u32) -> Duration {
+    Duration::from_millis(100 << tries.min(5))
 }
 
 fn unreachable(what: &str, error: reqwest::Error) -> Error {

@@ -84,17 +84,23 @@ impl Registry {
             Wanted::Only => "latest".to_owned(),
         };
         let what = format!("read {}", self.0.reference);
-        let answer = self.get(&what, &format!("manifests/{name}"), 0)?;
-        let mut bytes = Vec::new();
-        let mut answer = Some(answer);
-        let body = http::Body::new(what.clone(), |_| {
-            // A document is short: where it breaks off, it is asked for anew.
-            answer.take().ok_or_else(|| {
-                Error::new(ErrorKind::Unavailable, format!("cannot {what}: the answer broke off"))
-            })
-        })?;
-        let read = body.take(DOCUMENT_MAX + 1).read_to_end(&mut bytes);
-        read.map_err(|error| ours(&what, error))?;
+        let mut tries = 0;
+        // A document is short: where it breaks off, it is asked for anew.
+        let bytes = loop {
+            let mut answer = Some(self.get(&what, &format!("manifests/{name}"), 0)?);
+            let broke_off = || {
+                let what = format!("cannot {what}: the answer broke off");
+                Error::new(ErrorKind::Unavailable, what)
+            };
+            let body = http::Body::new(what.clone(), |_| answer.take().ok_or_else(broke_off))?;
+            let mut bytes = Vec::new();
+            match body.take(DOCUMENT_MAX + 1).read_to_end(&mut bytes) {
+                Ok(_) => break bytes,
+                Err(_) if tries < http::RETRIES => http::pause(tries),
+                Err(error) => return Err(ours(&what, error)),
+            }
+            tries += 1;
+        };
         if bytes.len() as u64 > DOCUMENT_MAX {
             let why = format!("its manifest has more than {DOCUMENT_MAX} bytes");
             return Err(Error::new(ErrorKind::Corrupt, format!("cannot {what}: {why}")));
@@ -145,9 +151,20 @@ impl Registry {
         }
         let host = inner.reference.registry();
         let work = async {
-            let auth =
-                inner.library.auth(&inner.reference, &inner.credentials, RegistryOperation::Pull);
-            tokio::time::timeout(LOGIN_MAX, auth).await
+            let mut tries = 0;
+            let trying = async {
+                loop {
+                    let (reference, known) = (&inner.reference, &inner.credentials);
+                    match inner.library.auth(reference, known, RegistryOperation::Pull).await {
+                        Err(OciDistributionError::RequestError(_)) if tries < http::RETRIES => {
+                            tokio::time::sleep(http::pause_len(tries)).await;
+                            tries += 1;
+                        }
+                        answer => return answer,
+                    }
+                }
+            };
+            tokio::time::timeout(LOGIN_MAX, trying).await
         };
         let what = format!("log in to {host}");
         let token = match http::runtime().block_on(work) {
