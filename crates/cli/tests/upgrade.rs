@@ -1,3 +1,5 @@
+//! A new program takes mounts over while they are in use, and finds what older ones have kept.
+//!
 //! Named writes of every released version, with the store they were made on, mount and hold what
 //! was written. A release adds its own to `fixtures/` and to [`RELEASES`]; none is ever taken out.
 //!
@@ -9,7 +11,7 @@
 
 use std::{fs, path::Path, process::Command};
 
-use testkit::{Burgeon, Space};
+use testkit::{Burgeon, PATIENCE, Rng, Space, drop_caches, kill, ublk_expected, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const RELEASES: [&str; 1] = ["0.1.0"];
@@ -46,6 +48,55 @@ fn writes_of_every_release_mount() {
         burgeon.umount(mounted);
         burgeon.ok(&["shutdown"]);
     }
+}
+
+#[test]
+fn a_new_program_takes_a_mount_over_without_unmounting() {
+    let space = Space::new("replaced");
+    let tree = space.make_folder("tree");
+    let files: Vec<_> = (0..4).map(|seed| Rng::new(seed).bytes(600_000)).collect();
+    for (number, content) in files.iter().enumerate() {
+        fs::write(tree.join(number.to_string()), content).unwrap();
+    }
+    let [old, new] = ["old", "new"].map(|name| space.path(name));
+    for program in [&old, &new] {
+        fs::copy(PROGRAM, program).unwrap();
+    }
+    let state = space.path("state");
+    let before = Burgeon::with_state(old.to_str().unwrap(), state.clone());
+    before.build(&tree, "image");
+    let at = space.path("at");
+    let mounted = before.mount("image", &at, &["--write-limit", "256M"]);
+    let read = |number: usize| fs::read(at.join(number.to_string())).unwrap() == files[number];
+    assert!(read(0));
+    let open = fs::File::create(at.join("open")).unwrap();
+
+    let after = Burgeon::with_state(new.to_str().unwrap(), state);
+    let pid = |which: &str| after.status()[which].as_u64().unwrap_or(0) as u32;
+    let runs = |which: &str| fs::read_link(format!("/proc/{}/exe", pid(which))).ok();
+    assert_eq!(runs("server_pid"), Some(old.clone()));
+    fs::remove_file(&old).unwrap();
+    // It cannot run any more; what it made is the other's to clear up.
+    std::mem::forget(before);
+    // As docs/cli.md says: the supervisor first, for another one takes its server over.
+    kill(pid("supervisor_pid"));
+    after.ok(&["doctor", "--repair"]);
+    assert_eq!(runs("supervisor_pid"), Some(new.clone()));
+    assert!(read(1));
+    kill(pid("server_pid"));
+    drop_caches();
+    assert!(read(0) && read(2));
+    assert!(wait_until(PATIENCE, || runs("server_pid") == Some(new.clone())));
+    assert!(read(3));
+    rustix::fs::syncfs(&open).unwrap();
+    drop(open);
+    let mount = after.status()["mounts"][0].clone();
+    let expected = if ublk_expected() { "ublk" } else { "FUSE file + loop" };
+    assert_eq!(
+        (&mount["reads"]["failed_reads"], &mount["transport"]),
+        (&0.into(), &expected.into())
+    );
+    after.umount(mounted);
 }
 
 fn unpack(release: &str, state: &Path) {
