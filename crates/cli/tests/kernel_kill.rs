@@ -1,4 +1,5 @@
-//! kill -9 of the serving process, a hundred times, under load: no read fails, no byte is wrong.
+//! kill -9 of the serving process, a hundred times (fewer in the lab), under load: no read fails,
+//! no byte is wrong.
 //!
 //! How long readers stall is printed and not asserted: it is the time of a `fork`, an `exec` and a
 //! few reads of small files, which on a busy machine is the scheduler's and the disk's time, not
@@ -17,11 +18,11 @@ use std::{
 };
 
 use testkit::{
-    AlignedBlock, Burgeon, Fio, PATIENCE, Pattern, Rng, Space, btrfs_check, kill, wait_until,
+    AlignedBlock, Burgeon, Fio, PATIENCE, Pattern, Rng, Space, btrfs_check, kill, scaled,
+    ublk_expected, wait_until,
 };
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
-const KILLS: u64 = 100;
 const READERS: usize = 3;
 
 struct Load {
@@ -73,7 +74,8 @@ fn a_hundred_kills_under_load_cost_no_error() {
     let space = Space::new("kill");
     let burgeon = Burgeon::new(BURGEON, &space);
     let tree = space.make_folder("tree");
-    let pattern = Pattern { seed, blocks: 1 << 17 };
+    let kills = scaled(100, 15);
+    let pattern = Pattern { seed, blocks: scaled(1 << 17, 1 << 13) };
     pattern.write(&tree.join("pattern")).unwrap();
     burgeon.build(&tree, "pattern");
     std::fs::remove_dir_all(&tree).unwrap();
@@ -117,7 +119,7 @@ fn a_hundred_kills_under_load_cost_no_error() {
         });
         let _stop = StopOnDrop(&load.stop);
         let mut pid = server(&burgeon, None);
-        for number in 0..KILLS {
+        for number in 0..kills {
             thread::sleep(Duration::from_millis(rng.below(150)));
             kill(pid as u32);
             pid = server(&burgeon, Some(pid));
@@ -140,8 +142,10 @@ fn a_hundred_kills_under_load_cost_no_error() {
         load.slowest_us.load(Relaxed) / 1000
     );
     assert_eq!(reads["failed_reads"], 0, "{status}");
-    assert_eq!(status["server_restarts"], KILLS, "one new server a kill: {status}");
-    assert!(reads["replayed"].as_u64().unwrap() > 0, "some requests were taken over: {status}");
+    assert_eq!(status["server_restarts"], kills, "one new server a kill: {status}");
+    // Over ublk it is the kernel that issues them again, and nobody counts.
+    let taken_over = ublk_expected() || reads["replayed"].as_u64().unwrap() > 0;
+    assert!(taken_over, "no kill met a request in flight: {status}");
     btrfs_check(at).unwrap();
     burgeon.umount(mounted);
 }
@@ -167,7 +171,7 @@ fn kills_during_mount_and_umount_leave_nothing_stuck() {
     let keep = burgeon.mount("pattern", &space.path("keep"), &["--read-only"]);
     let mut rng = Rng::new(seed);
     let at = space.make_folder("at");
-    for round in 0..20 {
+    for round in 0..scaled(20, 6) {
         let pid = server(&burgeon, None);
         let killer = thread::spawn({
             let pause = Duration::from_micros(rng.below(120_000));

@@ -5,7 +5,7 @@
 
 use std::process::Command;
 
-use testkit::{Burgeon, Space, Torture, TortureSize, compare};
+use testkit::{Burgeon, Space, Torture, TortureSize, compare, scaled};
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -19,12 +19,13 @@ fn a_tar_gives_the_same_tree_as_its_folder() {
     std::fs::remove_file(tree.join("special/socket")).unwrap();
     std::fs::remove_file(tree.join("special/fifo-again")).unwrap();
     std::fs::remove_dir_all(tree.join("sparse")).unwrap();
-    for (suffix, option) in [
+    let formats = [
         ("tar", "--no-auto-compress"),
-        ("tar.gz", "--gzip"),
         ("tar.zst", "--zstd"),
+        ("tar.gz", "--gzip"),
         ("tar.xz", "--xz"),
-    ] {
+    ];
+    for &(suffix, option) in &formats[..scaled(4, 1)] {
         let archive = space.path(&format!("tree.{suffix}"));
         let mut tar = Command::new("tar");
         tar.args(["--format=pax", "--xattrs", "--acls", "--xattrs-include=*", option]);

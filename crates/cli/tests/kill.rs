@@ -16,7 +16,7 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, kill_process};
-use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, wait_until};
+use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, scaled, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -123,7 +123,7 @@ fn killing_the_server_under_load_costs_no_error() {
         set_up(&space, seed, &["--writes", "w", "--write-limit", "256M"]);
     let loads: Vec<_> =
         (0..3).map(|n| Load::start(at.join("data"), expected.clone(), seed + n)).collect();
-    for round in 0..8 {
+    for round in 0..scaled(8, 3) {
         loads.iter().for_each(|load| load.await_reads(20));
         let server = pid(&burgeon, "server_pid");
         server.into_iter().for_each(kill);
@@ -144,7 +144,7 @@ fn killing_the_server_under_load_costs_no_error() {
     }
     let status = burgeon.status();
     assert_eq!(status["mounts"][0]["reads"]["failed_reads"], 0, "{status:#}");
-    assert!(status["server_restarts"].as_u64().unwrap() >= 8, "{status:#}");
+    assert!(status["server_restarts"].as_u64().unwrap() >= scaled(8, 3), "{status:#}");
     burgeon.umount(mounted);
 }
 
@@ -358,7 +358,7 @@ fn a_supervisor_killed_while_it_mounts_leaves_nothing_that_stays() {
     let Set { burgeon, at, mounted, expected } = set_up(&space, seed, &["--read-only"]);
     let mut rng = Rng::new(seed);
     let other = space.make_folder("other");
-    for round in 0..8 {
+    for round in 0..scaled(8, 3) {
         let command = ["mount", "sample", other.to_str().unwrap(), "--writes", "w"];
         let mut command = burgeon.command(&command);
         let mut child = command.args(["--write-limit", "256M"]).spawn().unwrap();

@@ -37,7 +37,7 @@ pub use debian::debian_root;
 pub use fio::{Fio, FioResult};
 pub use images::{OciLayout, skopeo_copy};
 pub use machine::{
-    LoopDevice, PATIENCE, kill, loop_devices, processes_with, ublk_devices, ublk_expected,
+    LoopDevice, PATIENCE, kill, loop_devices, processes_with, scaled, ublk_devices, ublk_expected,
     wait_until,
 };
 pub use net::{Fault, Link, Proxy, Registry, S3, Shape, WebServer};

@@ -48,6 +48,15 @@ pub fn ublk_expected() -> bool {
     }
 }
 
+/// How often to repeat something, or how large to make it: `here`, or `emulated` on the machines of
+/// the lab, which are many times slower. What is shown must be the same.
+pub fn scaled<T>(here: T, emulated: T) -> T {
+    match std::env::var_os("LAB_KERNEL") {
+        None => here,
+        Some(_) => emulated,
+    }
+}
+
 /// Ids of the processes, other than this one, whose command line holds `needle`.
 pub fn processes_with(needle: &Path) -> Vec<u32> {
     let needle = needle.as_os_str().as_bytes();

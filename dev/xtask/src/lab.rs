@@ -29,6 +29,19 @@ const PROGRAMS: [(&str, &str); 5] = [
 /// out (`test = false`).
 const UBLK_PROGRAMS: [(&str, &str); 3] =
     [("burgeon-frontend", "ublk"), ("burgeon-frontend", "ublk_kill"), ("burgeon", "ublk")];
+/// Those of this machine that mount, once more: over ublk.
+const OVER_UBLK_PROGRAMS: [(&str, &str); 10] = [
+    ("burgeon-frontend", "virtual_area"),
+    ("burgeon", "kernel_tar"),
+    ("burgeon", "kernel_corrupt"),
+    ("burgeon", "kernel_refuse"),
+    ("burgeon", "kernel_hostile"),
+    ("burgeon", "kernel_kill"),
+    ("burgeon", "kill"),
+    ("burgeon", "pressure"),
+    ("burgeon", "upgrade"),
+    ("burgeon", "virtual_area"),
+];
 const UBLK_KERNEL: &str = "6.12";
 
 /// The test of the systemd unit, and the kernel it runs on: the one of today's stable systemd.
@@ -54,14 +67,16 @@ pub(crate) const NEEDS: [&str; 5] = [
 pub(crate) fn runs(root: &Path, cargo: impl Fn() -> Command) -> Result<Vec<(String, Command)>> {
     let programs = build(root, &PROGRAMS, &cargo)?;
     let ublk = build(root, &UBLK_PROGRAMS, &cargo)?;
+    let over_ublk = build(root, &OVER_UBLK_PROGRAMS, &cargo)?;
     let systemd = build(root, &[SYSTEMD], &cargo)?;
     let low_memory = build(root, &[LOW_MEMORY], &cargo)?;
     let mut runs: Vec<_> = KERNELS
         .iter()
         .map(|kernel| (format!("Linux {kernel}"), command(root, kernel, &programs)))
         .collect();
-    let over_ublk = command(root, UBLK_KERNEL, &ublk);
-    runs.push((format!("ublk, on Linux {UBLK_KERNEL}"), over_ublk));
+    runs.push((format!("ublk, on Linux {UBLK_KERNEL}"), command(root, UBLK_KERNEL, &ublk)));
+    let over_ublk = command(root, UBLK_KERNEL, &over_ublk);
+    runs.push((format!("mounts over ublk, on Linux {UBLK_KERNEL}"), over_ublk));
     let mut unit = command(root, SYSTEMD_KERNEL, &systemd);
     unit.env("LAB_INIT", "systemd");
     runs.push((format!("systemd's unit, on Linux {SYSTEMD_KERNEL}"), unit));
@@ -93,7 +108,7 @@ fn build(
 fn command(root: &Path, kernel: &str, programs: &[PathBuf]) -> Command {
     let mut command = Command::new(root.join("dev/lab/run"));
     // Emulation is several times slower than the machine, and the machine may be busy.
-    command.env("LAB_TIMEOUT", "1500").arg(kernel);
+    command.env("LAB_TIMEOUT", "3600").arg(kernel);
     // The guest's disk is a tmpfs: what tests write there has to fit into its memory.
     command.env("LAB_MEMORY_MB", "6144");
     let script = r#"
