@@ -90,6 +90,8 @@ Examples:
 Examples:
   burgeon map /mnt/a/models/llama.bin --from /srv/llama.bin
   burgeon map /mnt/a/models --from /srv/models        a whole tree
+  burgeon map /mnt/a/debian --from debian:12          an image of the store
+  burgeon map /mnt/a/bin --from debian:12:/usr/bin
   burgeon map /mnt/a/pattern.bin --computed block-number --size 3T
   burgeon map --list /mnt/a
 
@@ -112,6 +114,12 @@ It ends with the command's exit code.")]
     Record(Record),
     /// Show or remove what was recorded
     Profile(Profile),
+    /// Fetch files now, and again whenever what is cached was lost
+    #[command(after_help = "\
+Examples:
+  burgeon pin /mnt/a/models/llama.bin
+  burgeon pin --remove /mnt/a/models/llama.bin")]
+    Pin(Pin),
     /// Unmount, and wait until everything is released
     Umount(Umount),
     /// Show what is mounted, how much of it is local, and how fast it is
@@ -270,8 +278,9 @@ pub(crate) struct CreateEmpty {
 pub(crate) struct Map {
     /// Where it will appear: a path in a mount, where nothing is yet; with --list the mount
     pub(crate) target: PathBuf,
-    /// A local file or directory, which has to stay as it is
-    #[arg(long, value_name = "PATH")]
+    /// A local file or directory, which has to stay as it is; or IMAGE[:PATH], an image of the store or
+    /// what is in it
+    #[arg(long, value_name = "PATH|IMAGE[:PATH]")]
     pub(crate) from: Option<PathBuf>,
     /// A file whose bytes are computed: zeros, block-number, or byte-XX with two hexadecimal digits
     #[arg(long, value_name = "NAME", requires = "size")]
@@ -329,6 +338,16 @@ pub(crate) enum ProfileCommand {
         /// The image
         name: String,
     },
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Pin {
+    /// Files and folders in mounts
+    #[arg(required = true)]
+    pub(crate) paths: Vec<PathBuf>,
+    /// Do not keep them any more: what is local stays until the cache is removed
+    #[arg(long)]
+    pub(crate) remove: bool,
 }
 
 #[derive(ClapArgs, Debug)]

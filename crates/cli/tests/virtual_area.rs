@@ -70,6 +70,7 @@ fn what_is_mapped_stays_whatever_dies() {
     let root = source_tree(&space);
     let one = space.path("one.bin");
     fs::write(&one, Rng::new(7).bytes(3_000_001)).unwrap();
+    fs::set_permissions(&one, Permissions::from_mode(0o640)).unwrap();
     let at = space.path("at");
     let mounted = burgeon.mount("sample", &at, &OPTIONS);
     let numbers = at.join("numbers");
@@ -83,6 +84,7 @@ fn what_is_mapped_stays_whatever_dies() {
             assert_eq!(block_number(&numbers, block), block);
         }
         assert_eq!(fs::read(at.join("one")).unwrap(), fs::read(&one).unwrap());
+        assert_eq!(at.join("one").metadata().unwrap().mode(), one.metadata().unwrap().mode());
         check_tree(&root, &at.join("models"));
         let list = burgeon.ok(&["map", "--list", text(&at)]);
         assert!(list.contains("computed block-number") && list.contains("one.bin"), "{list}");
@@ -146,6 +148,153 @@ fn what_cannot_be_mapped_leaves_nothing() {
     fails(&plain.join("new"), &computed, 1, "--virtual");
     burgeon.umount(other);
     burgeon.umount(mounted);
+}
+
+#[test]
+fn a_source_that_shrinks_is_an_error_that_names_it() {
+    let space = Space::new("virtual-shrink");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    build(&space, &burgeon);
+    let (at, source) = (space.path("at"), space.path("shrinking.bin"));
+    fs::write(&source, Rng::new(4).bytes(1 << 20)).unwrap();
+    let mounted = burgeon.mount("sample", &at, &OPTIONS);
+    let mapped = at.join("mapped");
+    burgeon.ok(&["map", text(&mapped), "--from", text(&source)]);
+    File::options().write(true).open(&source).unwrap().set_len(1 << 19).unwrap();
+    assert!(is_eio(&mapped));
+    assert_eq!(mapped.metadata().unwrap().len(), 1 << 20);
+    let status = burgeon.ok(&["status"]);
+    assert!(status.contains("shrinking.bin") && status.contains("1048576 bytes"), "{status}");
+    fs::remove_file(&mapped).unwrap();
+    burgeon.umount(mounted);
+}
+
+/// Fills the file system of `folder` to the last block.
+fn fill(folder: &Path) -> PathBuf {
+    let path = folder.join("filler");
+    let file = File::create(&path).unwrap();
+    let (mut at, mut len) = (0, 1 << 20);
+    while len >= 4096 {
+        match file.write_all_at(&Rng::new(at).bytes(len), at).and_then(|()| file.sync_all()) {
+            Ok(()) => at += len as u64,
+            Err(error) => {
+                assert_eq!(error.kind(), std::io::ErrorKind::StorageFull);
+                len /= 16;
+            }
+        }
+    }
+    path
+}
+
+#[test]
+fn a_full_device_is_no_space_and_leaves_nothing_half_made() {
+    let space = Space::new("virtual-full");
+    let disk = space.small_disk("disk", 420 << 20);
+    let burgeon = Burgeon::with_state(PROGRAM, disk.path().join("state"));
+    build(&space, &burgeon);
+    let root = space.make_folder("models");
+    // Small files are copied, and of the others the ends; these take room in the map.
+    for file in 0..2000 {
+        let len = if file % 2 == 0 { 3000 } else { 5000 };
+        fs::write(root.join(format!("{file}")), Rng::new(file).bytes(len)).unwrap();
+    }
+    let one = source_tree_file(&space, &root);
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &OPTIONS);
+    let (tree, early) = (at.join("tree"), at.join("early"));
+    burgeon.ok(&["map", text(&early), "--from", text(&one)]);
+
+    // The writable device.
+    let filler = fill(&at);
+    burgeon.fails(&["map", text(&tree), "--from", text(&root)], 6, "No space");
+    let mut names: Vec<_> = fs::read_dir(&at).unwrap().map(|e| e.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["data", "early", "filler"]);
+    fs::remove_file(filler).unwrap();
+    rustix::fs::syncfs(File::open(&at).unwrap()).unwrap();
+
+    // The host's disk, where the map lies.
+    let filler = fill(disk.path());
+    burgeon.fails(&["map", text(&tree), "--from", text(&root)], 6, "No space");
+    assert!(!tree.exists());
+    fs::remove_file(filler).unwrap();
+
+    burgeon.ok(&["map", text(&tree), "--from", text(&root)]);
+    for name in ["7", "8", "large"] {
+        assert_eq!(fs::read(tree.join(name)).unwrap(), fs::read(root.join(name)).unwrap());
+    }
+    assert_eq!(fs::read(&early).unwrap(), fs::read(&one).unwrap());
+    burgeon.umount(mounted);
+}
+
+fn source_tree_file(space: &Space, root: &Path) -> PathBuf {
+    let one = space.path("one.bin");
+    for path in [&one, &root.join("large")] {
+        fs::write(path, Rng::new(6).bytes(2_000_001)).unwrap();
+    }
+    one
+}
+
+#[test]
+fn doctor_says_what_is_wrong_with_a_map_and_leaves_it_alone() {
+    let space = Space::new("virtual-doctor");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    build(&space, &burgeon);
+    let other = space.make_folder("other");
+    fs::write(other.join("data"), Rng::new(2).bytes(500_000)).unwrap();
+    burgeon.build(&other, "other");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &OPTIONS);
+    burgeon.ok(&["map", text(&at.join("zeros")), "--computed", "zeros", "--size", "1M"]);
+    burgeon.ok(&["map", text(&at.join("image")), "--from", "other"]);
+    burgeon.umount(mounted);
+    let area = burgeon.state().join("writes/w/area");
+    let doctor = |problem: Option<&str>| {
+        let finished = burgeon.run(&["doctor", "--repair"]);
+        let line = finished.stdout.lines().find(|line| line.contains("mapped into w"));
+        match problem {
+            None => assert!(line.unwrap().contains("whole"), "{finished:#?}"),
+            Some(problem) => {
+                assert_eq!(finished.code, Some(1), "{finished:#?}");
+                assert!(finished.stdout.contains(problem), "{problem}: {finished:#?}");
+            }
+        }
+    };
+    doctor(None);
+    let extents = area.join("extents");
+    let good = fs::read(&extents).unwrap();
+    let mut damaged = good.clone();
+    damaged[64 + 3] ^= 1;
+    for (bytes, problem) in
+        [(damaged.as_slice(), "record 0 of the extent map is damaged"), (&good[..40], "cut short")]
+    {
+        fs::write(&extents, bytes).unwrap();
+        doctor(Some(problem));
+        assert_eq!(fs::read(&extents).unwrap(), bytes, "it is left as it is");
+    }
+    // Killed writers leave the same as a file that was cut off behind its header.
+    fs::write(&extents, &good[..64]).unwrap();
+    let said = burgeon.run(&["doctor"]).stdout;
+    assert!(said.contains("2 mappings have no end"), "{said}");
+    fs::remove_file(&extents).unwrap();
+    doctor(Some("restore"));
+    burgeon.fails(&["mount", "sample", text(&at), "--writes", "w"], 3, "extent map");
+    fs::write(&extents, &good).unwrap();
+    doctor(None);
+
+    // What it takes to read the mapped image.
+    let image = fs::read_dir(area.join("images")).unwrap().flatten().map(|image| image.path());
+    let image = image.filter(|path| path.is_dir()).collect::<Vec<_>>().pop().unwrap();
+    fs::remove_file(image.join("map")).unwrap();
+    doctor(Some("map that image once more"));
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+    let data = at.join("image/data");
+    drop_caches();
+    assert!(is_eio(&data));
+    burgeon.ok(&["map", text(&at.join("again")), "--from", "other"]);
+    assert_eq!(fs::read(&data).unwrap(), fs::read(other.join("data")).unwrap());
+    burgeon.umount(mounted);
+    doctor(None);
 }
 
 #[test]

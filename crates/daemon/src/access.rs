@@ -26,7 +26,18 @@ pub(crate) fn keep(folder: &Path, store: &Location, access: &Access) -> Result<(
     files::publish_json(&folder.join(FILE), &access)
 }
 
-/// What [`keep`] kept.
+/// Adds what of `access` concerns `store` too, unless something is known of stores of its kind: half
+/// of another set would be worse than none.
+pub(crate) fn add(folder: &Path, store: &Location, access: &Access) -> Result<()> {
+    let known = kept(folder)?;
+    let more = access.for_location(store);
+    if more.is_empty() || !known.for_location(store).is_empty() {
+        return Ok(());
+    }
+    files::publish_json(&folder.join(FILE), &known.and(more))
+}
+
+/// What [`keep`] and [`add`] kept.
 pub(crate) fn kept(folder: &Path) -> Result<Access> {
     match files::read_json(&folder.join(FILE)) {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(Access::default()),

@@ -6,6 +6,8 @@
 //! and ublk devices whose daemon and folder are gone.
 //! It never touches `writes/`.
 
+mod area;
+
 use std::{fs, path::Path};
 
 use burgeon_block::{ObjectStore, Result};
@@ -413,7 +415,8 @@ fn kept_writes(state: &StateDir) -> Vec<Finding> {
             return vec![Finding::bad(Level::Problem, "writes", e.to_string(), "mend that first")];
         }
     };
-    names.iter().map(|name| check_writes(state, name)).collect()
+    let of = |name: &String| [Some(check_writes(state, name)), area::examine(state, name)];
+    names.iter().flat_map(of).flatten().collect()
 }
 
 /// Whether everything that the writes were made on is still exactly that.

@@ -34,7 +34,7 @@ use crate::{
 #[expect(clippy::large_enum_variant, reason = "a message at a time, never kept")]
 pub(crate) enum ToServer {
     /// Serve this mount; its descriptors come along. Of one that is served already: see what has
-    /// been mapped meanwhile.
+    /// been mapped and pinned meanwhile.
     Attach(Attach),
     /// Begin or end to record what is read; at the end it lies in the mount's folder, as `reads`.
     Record { id: MountId, on: bool },
@@ -102,6 +102,9 @@ pub(crate) struct Attach {
     /// What to bring first, if anything.
     #[serde(default)]
     pub(crate) profile: Option<ProfileSource>,
+    /// The file that says what is pinned, if anything is.
+    #[serde(default)]
+    pub(crate) pins: PathBuf,
 }
 
 /// Where to look for an image's profile.
@@ -129,6 +132,8 @@ pub(crate) struct MountReport {
     pub(crate) fill: Option<FillStatus>,
     /// How bringing what the profile says goes, if that was asked for.
     pub(crate) profile: Option<ProfileStatus>,
+    /// How far fetching what is pinned is.
+    pub(crate) pinned: Option<FillStatus>,
     /// How the virtual area is, if there is one.
     pub(crate) area: Option<AreaStatus>,
     /// Reads that were refused because of the fetch limit.

@@ -32,6 +32,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     files::{self, Lock},
     id::Fsid,
+    images,
     paths::StateDir,
     protocol::{Failure, MountRequest},
     start::this_program,
@@ -98,20 +99,50 @@ pub(crate) fn prepare(
         make_folder(&folder)?;
         folder.push(format!("virtual-{virtual_bytes}"));
     }
-    let is_ready = || {
-        let ready = files::read_json::<Ready>(&folder.join("ready.json"));
-        // The same image of another store is the same image.
-        ready.is_ok_and(|ready| Ready { store: store.clone(), ..ready } == Ready::now(store))
-    };
-    if !is_ready() {
+    if !is_ready(&folder, store) {
         make_folder(&folder)?;
         // Two mounts of a new image at once prepare it once.
         let _lock = Lock::take(&folder.join("lock"))?;
-        if !is_ready() {
-            run_process(store, access, &digest, &folder, virtual_bytes)?;
+        if !is_ready(&folder, store) {
+            run_process(store, access, &digest, &folder, Wanted::Seed { virtual_bytes })?;
         }
     }
     Ok(Prepared { folder, digest })
+}
+
+/// Whether `folder` holds all of an image, prepared since the machine was started.
+fn is_ready(folder: &Path, store: &Location) -> bool {
+    let ready = files::read_json::<Ready>(&folder.join("ready.json"));
+    // The same image of another store is the same image.
+    ready.is_ok_and(|ready| Ready { store: store.clone(), ..ready } == Ready::now(store))
+}
+
+/// Puts the address map of the image `digest` of `store` into `folder`, durably.
+pub(crate) fn keep_map(
+    state: &StateDir,
+    store: &Location,
+    access: &Access,
+    digest: Digest,
+    folder: &Path,
+) -> Result<()> {
+    let prepared = state.image(&digest);
+    // Its cache will lie there, too.
+    make_folder(&prepared)?;
+    let _lock = Lock::take(&prepared.join("lock"))?;
+    if is_ready(&prepared, store) {
+        return keep_file(&prepared, folder, "map")
+            .and_then(|()| files::sync_parent(&folder.join("map")));
+    }
+    run_process(store, access, &digest, folder, Wanted::Map)
+}
+
+/// What a process prepares.
+#[derive(Clone, Copy)]
+enum Wanted {
+    /// All it takes to mount the image, with a virtual area of so many bytes (0: none).
+    Seed { virtual_bytes: u64 },
+    /// The address map alone, durably.
+    Map,
 }
 
 /// What the named writes of `record` were made on.
@@ -169,14 +200,17 @@ pub(crate) fn record(
 
 /// Keeps what a mount is made of in `folder`, durably, whatever becomes of the image.
 pub(crate) fn keep(base: &Prepared, folder: &Path) -> Result<()> {
-    for file in KEPT {
-        let (from, to) = (base.folder.join(file), folder.join(file));
-        crate::writes::keep(&from, &to)?;
-        File::open(&to)
-            .and_then(|file| file.sync_all())
-            .map_err(|e| Error::io(format!("cannot sync {}", to.display()), e))?;
-    }
+    KEPT.iter().try_for_each(|file| keep_file(&base.folder, folder, file))?;
     files::sync_parent(&folder.join(KEPT[0]))
+}
+
+/// The same for one `file`, but for its name's durability.
+fn keep_file(from: &Path, folder: &Path, file: &str) -> Result<()> {
+    let to = folder.join(file);
+    crate::writes::keep(&from.join(file), &to)?;
+    File::open(&to)
+        .and_then(|file| file.sync_all())
+        .map_err(|e| Error::io(format!("cannot sync {}", to.display()), e))
 }
 
 /// BLAKE3 and length of a file.
@@ -281,6 +315,8 @@ pub fn sweep(
     dry_run: bool,
 ) -> Result<(u64, u64)> {
     let (mut images, mut bytes) = (0, 0);
+    // Of these only the cache is there, which does not say from which store it is.
+    let mapped = images::all(state)?;
     let folders = fs::read_dir(state.images())
         .map_err(|e| Error::io(format!("cannot list {}", state.images().display()), e))?;
     for folder in folders.flatten().map(|entry| entry.path()) {
@@ -288,7 +324,8 @@ pub fn sweep(
         let Ok(digest) = name.parse::<Digest>() else { continue };
         let ready = files::read_json::<Ready>(&folder.join("ready.json"));
         let elsewhere = ready.is_ok_and(|ready| ready.store != *store);
-        if keep.contains(&digest) || elsewhere {
+        if keep.contains(&digest) || mapped.iter().any(|image| image.digest == digest) || elsewhere
+        {
             continue;
         }
         images += 1;
@@ -325,7 +362,7 @@ fn run_process(
     access: &Access,
     digest: &Digest,
     folder: &Path,
-    virtual_bytes: u64,
+    wanted: Wanted,
 ) -> Result<()> {
     let mut command = this_program("__prepare");
     // All of these variables are the request's: half of another set would be worse than none.
@@ -337,7 +374,10 @@ fn run_process(
         .envs(access.variables())
         .arg(digest.to_string())
         .arg(folder)
-        .arg(virtual_bytes.to_string())
+        .arg(match wanted {
+            Wanted::Seed { virtual_bytes } => virtual_bytes.to_string(),
+            Wanted::Map => ONLY_MAP.to_owned(),
+        })
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()
@@ -354,12 +394,14 @@ fn run_process(
     }
 }
 
-/// The whole life of the process `burgeon __prepare STORE DIGEST FOLDER VIRTUAL-BYTES`.
+/// How `__prepare` is asked for [`Wanted::Map`].
+const ONLY_MAP: &str = "map";
+
+/// The whole life of the process `burgeon __prepare STORE DIGEST FOLDER VIRTUAL-BYTES`, or with
+/// `map` in the place of the bytes.
 pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
     let prepared = match arguments {
-        [store, digest, folder, virtual_bytes] => {
-            prepare_here(store, digest, folder.as_ref(), virtual_bytes)
-        }
+        [store, digest, folder, wanted] => prepare_here(store, digest, folder.as_ref(), wanted),
         _ => Err(Error::new(
             ErrorKind::Invalid,
             "__prepare takes a store, a digest, a folder and a size",
@@ -378,13 +420,17 @@ fn prepare_here(
     store: &OsString,
     digest: &OsString,
     folder: &Path,
-    virtual_bytes: &OsString,
+    wanted: &OsString,
 ) -> Result<()> {
     let store = Location::parse(&store.to_string_lossy())?;
-    let virtual_bytes = virtual_bytes.to_string_lossy().parse().map_err(|e| {
+    let digest: Digest = digest.to_string_lossy().parse()?;
+    if wanted == ONLY_MAP {
+        let open = Store::open(&store, &Access::from_env())?;
+        return burgeon_image::prepare_map(&open, &digest, folder, &Limits::default());
+    }
+    let virtual_bytes = wanted.to_string_lossy().parse().map_err(|e| {
         Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
     })?;
-    let digest: Digest = digest.to_string_lossy().parse()?;
     for file in KEPT.iter().chain(&["ready.json"]) {
         files::remove_file(&folder.join(file))?;
     }

@@ -46,6 +46,15 @@ pub enum Request {
         /// In which mount.
         id: MountId,
     },
+    /// Keep these bytes in the cache: fetched now, and again when the cache was lost.
+    Pin {
+        /// Of which mount.
+        id: MountId,
+        /// What the user calls them; what was pinned by this name is replaced.
+        path: String,
+        /// First lazy address and length in bytes; none: let go what was pinned by this name.
+        ranges: Vec<(u64, u64)>,
+    },
     /// Everything about the daemon and its mounts.
     Status,
     /// Wait until the mount is released, at most so long.
@@ -121,6 +130,9 @@ pub struct MapRequest {
     pub origin: String,
     /// At most [`CONTENTS_MAX`].
     pub contents: Vec<MapContent>,
+    /// What the client's environment says about using stores; secret.
+    #[serde(default)]
+    pub access: Access,
 }
 
 /// Contents of one request: with paths of up to 4 KiB each they fit in one message, on average.
@@ -146,13 +158,22 @@ pub enum MapContent {
         /// Its size in bytes.
         size: u64,
     },
+    /// All lazy data of an image.
+    Image {
+        /// Its manifest.
+        digest: DigestText,
+        /// Where its chunks are; `None` is the store in the state directory.
+        store: Option<Location>,
+        /// Bytes of lazy data, to find out whether the daemon sees the same.
+        len: u64,
+    },
 }
 
 impl MapContent {
     /// Bytes of content.
     pub fn len(&self) -> u64 {
         match self {
-            Self::Computed { len, .. } => *len,
+            Self::Computed { len, .. } | Self::Image { len, .. } => *len,
             Self::File { size, .. } => *size,
         }
     }
@@ -236,6 +257,9 @@ pub enum Reply {
     Mapped {
         /// Offset in the virtual area's file, whose descriptor is on this message.
         start: u64,
+        /// What the user should know, in sentences.
+        #[serde(default)]
+        notes: Vec<String>,
     },
     /// Oldest first.
     Mappings {
@@ -393,6 +417,12 @@ pub struct MountStatus {
     pub fill: Option<FillStatus>,
     /// How bringing what the profile says goes, if that was asked for.
     pub profile: Option<ProfileStatus>,
+    /// The paths that are pinned.
+    #[serde(default)]
+    pub pins: Vec<String>,
+    /// How far fetching them is.
+    #[serde(default)]
+    pub pinned: Option<FillStatus>,
     /// Reads and their answers since the mount was made.
     pub reads: ReadStatus,
     /// How the virtual area is, if there is one.

@@ -1,13 +1,14 @@
 //! What this host needs of a store, so that no collector takes it away.
 //!
 //! ```text
-//!   mounts/<id>/needs.json ─┐
-//!   writes/*/record.json ───┴─► roots/<host> in the store      read by whoever collects there
+//!   mounts/<id>/needs.json ──┐
+//!   writes/*/record.json ────┼─► roots/<host> in the store     read by whoever collects there
+//!   */area/images/<digest>/ ─┘
 //! ```
 //!
 //! Invariants: a mount writes its `needs.json` before it asks for its manifest to be kept, and
-//! asks for that before it looks at anything in the store; only a collection of this host makes
-//! the record shorter, and it counts every `needs.json`.
+//! asks for that before it looks at anything in the store; so does `images.rs` for what is mapped.
+//! Only a collection of this host makes the record shorter, and it counts all of these.
 
 use std::{collections::BTreeSet, fs};
 
@@ -19,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     files::{self, Lock},
     id::MountId,
+    images,
     paths::StateDir,
     protocol::DigestText,
     writes,
@@ -42,6 +44,16 @@ pub(crate) fn require(
 ) -> Result<Option<String>> {
     let needs = Needs { store: store.clone(), manifest: (*manifest).into() };
     files::publish_json(&state.mount(id).join("needs.json"), &needs)?;
+    announce(state, store, access, manifest)
+}
+
+/// The same for whatever this host has written down that it needs.
+pub(crate) fn announce(
+    state: &StateDir,
+    store: &Location,
+    access: &Access,
+    manifest: &Digest,
+) -> Result<Option<String>> {
     let store = Store::open(store, access)?;
     let published = match store.check_writable() {
         Ok(()) => {
@@ -150,6 +162,11 @@ fn needed(state: &StateDir, location: &Location, store: &Store) -> Result<BTreeS
             && is_here(&record.store.unwrap_or_else(|| state.store().into()), &record.manifest.0)?
         {
             needed.insert(record.manifest.0);
+        }
+    }
+    for image in images::all(state)? {
+        if is_here(&image.store, &image.digest)? {
+            needed.insert(image.digest);
         }
     }
     Ok(needed)

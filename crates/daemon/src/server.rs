@@ -14,6 +14,7 @@
 //! Until then it stops ublk devices that nobody uses any more itself.
 
 mod background;
+mod volumes;
 
 use std::{
     collections::HashMap,
@@ -22,7 +23,7 @@ use std::{
         fd::OwnedFd,
         unix::net::{UnixListener, UnixStream},
     },
-    path::{Path, PathBuf},
+    path::Path,
     pin::Pin,
     process::ExitCode,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
@@ -30,16 +31,16 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::{BLOCK_SIZE, Counters, Digest, Error, ErrorKind, ObjectId, Result};
-use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets};
+use burgeon_block::{Counters, Error, ErrorKind, Result};
 use burgeon_frontend::{End, ServeOptions, Server, Slots, serve, ublk, ublk::Control};
-use burgeon_image::AddressMap;
-use burgeon_source::{Access, Location, Objects, References, Store};
-use burgeon_volume::{CacheState, DirectFile, Fill, LazyDevice, Limits, VirtualArea, Volume};
+use burgeon_source::References;
+use burgeon_volume::{CacheState, Fill, Limits};
 use tokio::runtime::{Builder, Runtime};
 
-use self::background::{Following, fill_status, profile_status};
-
+use self::{
+    background::{Following, fill_status, pinned_status, profile_status},
+    volumes::{Area, Device, ImageVolume, Origin},
+};
 use crate::{
     access,
     client::socket_path,
@@ -48,6 +49,7 @@ use crate::{
     id::MountId,
     link::{Attach, FromServer, MountReport, ToServer, sort_descriptors},
     paths::StateDir,
+    pins::Pins,
     protocol::{AreaStatus, CacheStatus},
     transport::{self, Transport},
     wire,
@@ -62,14 +64,6 @@ const BLOCKING_THREADS: usize = 8;
 /// How often an orphan looks whether its ublk devices are in use.
 const UNUSED_INTERVAL: Duration = Duration::from_millis(500);
 
-type ImageVolume = Volume<Objects, DirectFile>;
-type Area = VirtualArea<Objects, DirectFile>;
-type Device = LazyDevice<Objects, DirectFile, SharedCounters>;
-
-/// What makes two mounts share a volume: the same map, cache and store, used
-/// with the same credentials.
-type VolumeKey = (PathBuf, Location, Access);
-
 struct Serving {
     state: StateDir,
     /// Held for life: `doctor` sees by it that there is a server.
@@ -78,7 +72,7 @@ struct Serving {
     /// The same for all volumes, who share one bound of memory by them.
     limits: Limits,
     mounts: Mutex<HashMap<MountId, Mount>>,
-    volumes: Mutex<HashMap<VolumeKey, Weak<ImageVolume>>>,
+    volumes: Mutex<HashMap<Origin, Weak<ImageVolume>>>,
     /// The supervisor, while there is one.
     link: Mutex<Option<UnixStream>>,
 }
@@ -93,6 +87,8 @@ struct Mount {
     server: AnyServer,
     following: Following,
     fill: Option<Fill>,
+    /// What is pinned, on its way; `None` until it is known what that is.
+    pinned: Option<Vec<Fill>>,
 }
 
 /// A mount's server; stopped when it is dropped.
@@ -224,12 +220,15 @@ impl Serving {
         let served = lock(&self.mounts).get(&attach.id).map(|mount| Arc::clone(&mount.device));
         if let Some(device) = served {
             // Something has been mapped; or a supervisor that adopted us says what it was told.
-            return device.area().map_or(Ok(()), |area| area.refresh());
+            device.area().map_or(Ok(()), |area| area.refresh())?;
+            return self.fetch_pinned(attach.id, &attach.pins);
         }
         let slots = Arc::new(Slots::from_fd(slots)?);
         let access = access::kept(&self.state.mount(attach.id))?;
-        let volume = self.volume(&attach, &access)?;
-        let device = Arc::new(lazy_device(&attach, &access, &volume, &slots)?);
+        let references = if attach.references { References::Allow } else { References::Refuse };
+        let map = attach.seed.join("map");
+        let volume = self.volume(Origin::of(&attach, &access), &map, references)?;
+        let device = Arc::new(self.lazy_device(&attach, &access, &volume, &slots)?);
         let mut options = ServeOptions::new(self.runtime.handle().clone());
         options.rings = matches!(attach.transport, Transport::Rings { .. });
         let kept = fuse.as_ref().map(OwnedFd::try_clone).transpose();
@@ -255,10 +254,24 @@ impl Serving {
         let transport = attach.transport;
         let (id, serving) = (attach.id, Arc::clone(self));
         let following = Following::Not("loading");
-        let mount =
-            Mount { attach, volume, device, fuse: kept, slots, server, following, fill: None };
+        let mount = Mount {
+            attach,
+            volume,
+            device,
+            fuse: kept,
+            slots,
+            server,
+            following,
+            fill: None,
+            pinned: None,
+        };
+        let pins = mount.attach.pins.clone();
         lock(&self.mounts).insert(id, mount);
         self.bring(id);
+        if let Err(e) = self.fetch_pinned(id, &pins) {
+            // They are a matter of speed; the mount is served.
+            log!("mount {id}: what is pinned is not fetched: {e}");
+        }
         self.runtime.spawn(async move {
             let end = ended.await;
             if let (End::Failed(errno), Transport::Ublk { .. }) = (end, transport) {
@@ -269,6 +282,19 @@ impl Serving {
             // Joining the mount's threads is no work for the runtime.
             tokio::task::spawn_blocking(move || serving.forget(id, &format!("{end:?}")));
         });
+        Ok(())
+    }
+
+    /// Begins to fetch what the file `pins` says, and lets go of what was pinned before. Returns when
+    /// it is known how much that is.
+    fn fetch_pinned(&self, id: MountId, pins: &Path) -> Result<()> {
+        let ranges = Pins::read(pins)?.ranges();
+        let device = lock(&self.mounts).get(&id).map(|mount| Arc::clone(&mount.device));
+        let Some(device) = device else { return Ok(()) };
+        let fills = self.runtime.block_on(device.fill_ranges(&ranges))?;
+        if let Some(mount) = lock(&self.mounts).get_mut(&id) {
+            mount.pinned = Some(fills);
+        }
         Ok(())
     }
 
@@ -293,38 +319,19 @@ impl Serving {
         }
     }
 
-    /// The volume of an image: shared by its mounts.
-    fn volume(&self, attach: &Attach, access: &Access) -> Result<Arc<ImageVolume>> {
-        let key = (attach.cache.clone(), attach.store.clone(), access.clone());
-        let mut volumes = lock(&self.volumes);
-        if let Some(volume) = volumes.get(&key).and_then(Weak::upgrade) {
-            return Ok(volume);
-        }
-        let map = AddressMap::open(&attach.seed.join("map"))?;
-        let references = if attach.references { References::Allow } else { References::Refuse };
-        let reference = map.objects().iter().find(|object| object.as_str().starts_with("file/"));
-        if let (References::Refuse, Some(object)) = (references, reference) {
-            return Err(refused_reference(object));
-        }
-        let objects = Objects::new(Store::open(&attach.store, access)?, references);
-        let cache = DirectFile::open(&attach.cache, map.data_range().len())?;
-        let _runtime = self.runtime.enter();
-        let volume = Volume::new(Arc::new(map), objects, cache, self.limits.clone());
-        volumes.insert(key, Arc::downgrade(&volume));
-        Ok(volume)
-    }
-
     fn report(&self) -> Vec<MountReport> {
         let mounts = lock(&self.mounts);
         let reports = mounts.values().map(|mount| {
             let status = mount.volume.status();
+            let of_area = mount.device.area().and_then(|area| area.status().last_source_error);
             MountReport {
                 id: mount.attach.id,
                 materialised_bytes: status.materialised_bytes,
-                last_source_error: status.last_source_error.clone(),
+                last_source_error: status.last_source_error.clone().or(of_area),
                 cache: cache_status(status),
                 fill: mount.attach.fill.then(|| fill_status(mount)),
                 profile: mount.attach.profile.is_some().then(|| profile_status(mount)),
+                pinned: mount.pinned.as_deref().map(pinned_status),
                 area: mount.device.area().map(|area| area_status(area)),
                 over_limit_reads: mount.device.over_limit_reads(),
             }
@@ -393,48 +400,6 @@ impl Serving {
     }
 }
 
-/// The block device that the kernel sees: this mount's superblocks over the shared volume.
-fn lazy_device(
-    attach: &Attach,
-    access: &Access,
-    volume: &Arc<ImageVolume>,
-    slots: &Arc<Slots>,
-) -> Result<Device> {
-    let path = attach.seed.join("seed.info");
-    let bytes = std::fs::read(&path)
-        .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
-    let info = SeedInfo::from_bytes(&bytes)?;
-    let identity = Identity { fsid: attach.fsid.0 };
-    let mut superblocks = Vec::new();
-    for (mirror, offset) in superblock_offsets(&info, DeviceNo::Data).iter().enumerate() {
-        if let Some(block) = superblock(&info, &identity, DeviceNo::Data, mirror) {
-            const { assert!(burgeon_btrfs::SUPERBLOCK_SIZE as u64 == BLOCK_SIZE) };
-            superblocks.push((*offset, Box::new(block)));
-        }
-    }
-    let counters = SharedCounters(Arc::clone(slots));
-    let mut device =
-        LazyDevice::new(Arc::clone(volume), counters, info.data_device_size(), superblocks)?;
-    if let (Some(folder), Some(range)) = (&attach.area, info.virtual_area) {
-        device = device.with_area(range.start(), area(attach, access, folder)?)?;
-    }
-    Ok(match attach.fetch_limit {
-        Some(bytes) => device.with_fetch_limit(bytes),
-        None => device,
-    })
-}
-
-/// The virtual area of a mount. Its map names what this host's user has mapped, so files of the
-/// host are believed.
-fn area(attach: &Attach, access: &Access, folder: &Path) -> Result<Arc<Area>> {
-    let objects = Objects::new(Store::open(&attach.store, access)?, References::Allow);
-    let no_image = |digest: &Digest| {
-        let message = format!("the image {digest} was mapped by a later version of Burgeon");
-        Err(Error::new(ErrorKind::UnsupportedFormat, message))
-    };
-    VirtualArea::open(folder, objects, Box::new(no_image), Limits::default())
-}
-
 fn area_status(area: &Area) -> AreaStatus {
     let status = area.status();
     AreaStatus {
@@ -465,16 +430,4 @@ fn cache_status(status: burgeon_volume::Status) -> CacheStatus {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// An image that names files of this host is believed only if this host's own store has it.
-fn refused_reference(object: &ObjectId) -> Error {
-    Error::new(
-        ErrorKind::Invalid,
-        format!(
-            "the image refers to the local /{}, which only an image in the state directory's own \
-             store may do: build it there, or build it without --by-reference",
-            object.as_str().trim_start_matches("file/")
-        ),
-    )
 }

@@ -10,15 +10,13 @@ use burgeon_source::Location;
 use crate::{
     files::{self, Lock},
     id::{Fsid, MountId},
+    images::AREA,
     paths::StateDir,
     prepared::{self, Prepared},
     protocol::{MountRequest, SproutRequest, SproutState, WritesRequest, WritesState},
     roots, space,
     writes::{self, Record},
 };
-
-/// The folder of the virtual area's map: beside the sprout, whose files refer to it.
-const AREA: &str = "area";
 
 /// The plan of one mount.
 pub(crate) struct Plan {

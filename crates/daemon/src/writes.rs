@@ -4,7 +4,8 @@
 //!   writes/<name>/
 //!     record.json   what this is; written last, so a folder without one holds nothing of value
 //!     template, seed.info, map, manifest   hard links into images/<digest>/: the exact seed
-//!     area/         the map of the virtual area, if there is one
+//!     area/         the map of the virtual area, if there is one, and what mapped images need
+//!     pins.json     what is pinned, if anything is
 //!     sprout        the writable device, unless the record names a block device
 //! ```
 //!

@@ -31,6 +31,7 @@ compile_error!("Burgeon mounts with Linux system calls; build it for Linux");
 
 pub mod btrfs_mount;
 mod connection;
+pub mod extents;
 mod fuse;
 mod loopdev;
 pub mod reflink;

@@ -30,14 +30,14 @@ mod paths;
 mod prepare;
 mod profile;
 
-pub use burgeon_btrfs::DATA_START;
+pub use burgeon_btrfs::{Body, DATA_START, Inode};
 pub use chunk::{Chunk, Codec, decode_chunk};
 pub use extents::{Content, Extent, ExtentMap, ExtentWriter, Mapping, MappingInfo, Source};
 pub use inspect::MapLine;
 pub use manifest::{ChunkEntry, Limits, Manifest};
 pub use map::AddressMap;
 pub use paths::Paths;
-pub use prepare::prepare;
+pub use prepare::{prepare, prepare_map};
 pub use profile::{
     PROFILE_MAX, Profile, ProfileRead, READS_MAX, list_profiles, load_profile, profile_object,
     publish_profile, remove_profile,

@@ -67,6 +67,17 @@ pub fn prepare(
     Ok(info)
 }
 
+/// Makes only the file `map` of those in `folder`, durably: what it takes to read the image's data.
+pub fn prepare_map(
+    store: &impl ObjectStore,
+    digest: &Digest,
+    folder: &Path,
+    limits: &Limits,
+) -> Result<()> {
+    let manifest = catalog::load(store, digest, limits)?;
+    AddressMap::from_manifest(&manifest)?.write_to(&folder.join("map"))
+}
+
 fn write_template(
     manifest: &Manifest,
     digest: &Digest,

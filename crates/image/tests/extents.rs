@@ -289,6 +289,22 @@ fn a_file_that_is_cut_off_anywhere_is_an_older_map_or_an_error() {
 }
 
 #[test]
+fn verification_finds_damage_and_what_has_no_end() {
+    let (files, _) = sample_bytes();
+    let open = |files: &[Vec<u8>; 2]| ExtentMap::over(logs(files)).unwrap();
+    assert_eq!(open(&files).verify().unwrap(), Vec::<String>::new());
+    for log in [0, 1] {
+        let mut damaged = files.clone();
+        damaged[log][64] ^= 1;
+        assert_eq!(open(&damaged).verify().unwrap_err().kind(), ErrorKind::Corrupt, "{log}");
+    }
+    // The last end is gone.
+    let mut cut = files.clone();
+    cut[0].truncate(files[0].len() - 24);
+    assert_eq!(open(&cut).verify().unwrap(), ["models/llama.bin"]);
+}
+
+#[test]
 fn files_of_two_maps_are_refused() {
     let (one, two) = (created(), created());
     sample(one.path());

@@ -37,6 +37,12 @@ impl Access {
         Self(variables.map(|(name, value)| (name.clone(), value.clone())).collect())
     }
 
+    /// What both know; `other` where they differ.
+    pub fn and(mut self, other: Self) -> Self {
+        self.0.extend(other.0);
+        self
+    }
+
     /// Whether nothing is known: what the machine itself has to offer may be enough.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

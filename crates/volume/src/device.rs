@@ -6,7 +6,7 @@ use burgeon_block::{
 };
 use burgeon_image::extents::FileLog;
 
-use crate::{Recording, Sabotage, Sound, VirtualArea, Volume, read_log::ReadLog};
+use crate::{Fill, Recording, Sabotage, Sound, VirtualArea, Volume, read_log::ReadLog};
 
 /// The lazy device of one mount: the shared volume at its lazy addresses, the mount's virtual area
 /// if it has one, this mount's own superblocks, and zeros everywhere else.
@@ -148,6 +148,33 @@ where
     /// Ends recording.
     pub fn finish_recording(&self) -> Recording {
         self.log.finish()
+    }
+
+    /// Starts to fetch what lies at `ranges` of the device and can be cached: a fill for each image
+    /// that they are of. Computed bytes and local files need none. Must be called within a runtime.
+    pub async fn fill_ranges(&self, ranges: &[ByteRange]) -> Result<Vec<Fill>> {
+        let mut parts = Vec::<(Arc<_>, Vec<ByteRange>)>::new();
+        let mut add = |volume: Arc<Volume<S, F, B>>, range| match parts
+            .iter_mut()
+            .find(|(known, _)| Arc::ptr_eq(known, &volume))
+        {
+            Some((_, ranges)) => ranges.push(range),
+            None => parts.push((volume, vec![range])),
+        };
+        for range in ranges {
+            let mut at = range.start();
+            while at < range.end().min(self.size) {
+                let (kind, piece) = self.part(at, *range);
+                if let Part::Lazy = kind {
+                    add(Arc::clone(&self.volume), piece);
+                } else if let (Part::Virtual, Some(area)) = (kind, &self.area) {
+                    let found = area.area.of_images(area.offsets(piece)).await?;
+                    found.into_iter().for_each(|(volume, range)| add(volume, range));
+                }
+                at = piece.end();
+            }
+        }
+        Ok(parts.iter().map(|(volume, ranges)| volume.fill_ranges(ranges)).collect())
     }
 
     /// The volume behind it.

@@ -1,8 +1,8 @@
-//! Background fill: fetch everything, in address order, whenever no reader waits.
+//! Background fill: fetch everything, or what is pinned, in address order, whenever no reader waits.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
-use burgeon_block::{BlockSource, ErrorKind, LocalFile};
+use burgeon_block::{BlockSource, ByteRange, ErrorKind, LocalFile};
 use tokio::{
     sync::watch,
     task::{JoinHandle, JoinSet},
@@ -30,7 +30,7 @@ pub enum FillState {
 pub struct FillProgress {
     /// What it does.
     pub state: FillState,
-    /// Bytes of the image that can be cached.
+    /// Bytes that are to be in the cache.
     pub total_bytes: u64,
     /// Of these, bytes that are in the cache: found there or fetched.
     pub done_bytes: u64,
@@ -83,7 +83,30 @@ where
     /// `limits.background_flights` chunks at once, and a new one only when no reader waits (or
     /// `limits.fill_yield` has passed). While the source is unavailable it waits and tries again.
     pub fn fill(self: &Arc<Self>) -> Fill {
-        let cacheable = (0..self.map.chunk_count()).filter(|index| !self.is_through(*index));
+        self.fill_chunks(0..self.map.chunk_count())
+    }
+
+    /// The same for the chunks that hold a byte of `ranges`, in any order. Must be called within a
+    /// runtime.
+    pub fn fill_ranges(self: &Arc<Self>, ranges: &[ByteRange]) -> Fill {
+        let data = self.map.data_range();
+        let mut chunks = BTreeSet::new();
+        for range in ranges.iter().filter_map(|range| range.intersect(data)) {
+            let last = range.end().saturating_sub(1);
+            if let (Some(first), Some(last)) =
+                (self.map.chunk_at(range.start()), self.map.chunk_at(last))
+            {
+                chunks.extend(first..=last);
+            }
+        }
+        self.fill_chunks(chunks.into_iter().collect::<Vec<_>>().into_iter())
+    }
+
+    fn fill_chunks(
+        self: &Arc<Self>,
+        chunks: impl Iterator<Item = u32> + Clone + Send + 'static,
+    ) -> Fill {
+        let cacheable = chunks.clone().filter(|index| !self.is_through(*index));
         let total_bytes = cacheable.map(|index| self.map.chunk(index).range.len()).sum();
         let (progress, watcher) = watch::channel(FillProgress {
             state: FillState::Running,
@@ -97,17 +120,21 @@ where
             let state = tokio::select! {
                 biased;
                 _ = stopped.wait_for(|stop| *stop) => FillState::Stopped,
-                state = volume.fill_all(&progress) => state,
+                state = volume.fill_all(chunks, &progress) => state,
             };
             progress.send_modify(|progress| progress.state = state);
         });
         Fill { progress: watcher, stop, task }
     }
 
-    async fn fill_all(self: &Arc<Self>, progress: &watch::Sender<FillProgress>) -> FillState {
+    async fn fill_all(
+        self: &Arc<Self>,
+        wanted: impl Iterator<Item = u32>,
+        progress: &watch::Sender<FillProgress>,
+    ) -> FillState {
         let mut chunks = JoinSet::new();
         let mut all_kept = true;
-        let mut next = (0..self.map.chunk_count()).filter(|index| !self.is_through(*index));
+        let mut next = wanted.filter(|index| !self.is_through(*index));
         loop {
             while chunks.len() < self.limits.background_flights.max(1)
                 && let Some(index) = next.next()

@@ -4,8 +4,11 @@ mod common;
 #[path = "common/counting.rs"]
 mod counting;
 
-use burgeon_block::{BlockDevice, Pages, TryRead};
-use burgeon_volume::LazyDevice;
+use std::sync::Arc;
+
+use burgeon_block::{BlockDevice, Digest, Pages, TryRead};
+use burgeon_image::{Content, ExtentWriter, Mapping, Source};
+use burgeon_volume::{LazyDevice, Limits, VirtualArea};
 use common::{DATA_START, setup};
 
 #[global_allocator]
@@ -45,6 +48,38 @@ fn hits_and_zeros_and_superblocks_allocate_nothing() {
         empty.volume.try_read(empty.blocks(0, 1), &mut pages.bytes_mut()[..4096], &empty.counters);
     assert_eq!(counting::allocations() - before, 0);
     assert_eq!(answer.unwrap(), TryRead::Absent);
+}
+
+#[test]
+fn a_hit_of_a_mapped_image_allocates_nothing() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let setup = setup();
+    let all = setup.volume.map().data_range();
+    let source = Source::Image(Digest::of(b"the image"));
+    let extents = vec![Content { source, offset: 0, len: all.len() }];
+    ExtentWriter::create(setup.dir.path(), 1 << 40).unwrap();
+    let mut writer = ExtentWriter::open(setup.dir.path()).unwrap();
+    writer.map(&Mapping { label: "l".into(), origin: "o".into(), extents }).unwrap();
+    let volume = Arc::clone(&setup.volume);
+    let open = Box::new(move |_: &Digest| Ok(Arc::clone(&volume)));
+    let source = setup.source.clone();
+    let area = VirtualArea::open(setup.dir.path(), source, open, Limits::default()).unwrap();
+    let device =
+        LazyDevice::new(setup.volume.clone(), setup.counters.clone(), 1 << 42, Vec::new()).unwrap();
+    let device = device.with_area(1 << 41, area).unwrap();
+    let mut pages = Pages::zeroed(1 << 16).unwrap();
+    runtime.block_on(async {
+        setup.read(all).await.unwrap();
+        setup.settle().await;
+        device.read(1 << 41, pages.bytes_mut()).await.unwrap();
+    });
+    for offset in [0, 4096, 60 << 12] {
+        let before = counting::allocations();
+        let answer = device.try_read((1 << 41) + offset, pages.bytes_mut());
+        assert_eq!(counting::allocations() - before, 0, "{offset}");
+        assert_eq!(answer.unwrap(), TryRead::Served);
+        assert!(pages.bytes() == &setup.image.bytes[offset as usize..][..1 << 16]);
+    }
 }
 
 #[test]

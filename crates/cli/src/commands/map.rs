@@ -6,13 +6,18 @@
 //! A file is made without a name and gets it last; a tree is made beside its place and moved there.
 //! So whatever fails leaves nothing half-made.
 
+mod image;
+mod local;
 mod tree;
 
 use std::{
-    fs::{self, File, FileTimes, Permissions},
+    fmt::Display,
+    fs::{self, File, Permissions},
+    io,
+    ops::AddAssign,
     os::{
-        fd::{AsRawFd, OwnedFd},
-        unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown},
+        fd::AsRawFd,
+        unix::fs::{OpenOptionsExt, PermissionsExt},
     },
     path::{Path, PathBuf},
     process::ExitCode,
@@ -20,12 +25,13 @@ use std::{
 };
 
 use anyhow::Result;
-use burgeon_block::{ByteRange, Error, ErrorKind};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind};
 use burgeon_daemon::{
     Client, MountId,
     protocol::{MapContent, MapRequest, MappingStatus, MountStatus, Reply, Request},
     reflink::{clone_blocks, make_nodatasum},
 };
+use burgeon_source::Access;
 use rustix::fs::{AtFlags, CWD, OFlags, linkat};
 use serde_json::json;
 
@@ -33,9 +39,9 @@ use super::{Context, need_mount_privilege, umount::mount_of};
 use crate::{args, output};
 
 /// The mount that is mapped into.
-struct Mount {
-    client: Client,
-    id: MountId,
+pub(super) struct Mount {
+    pub(super) client: Client,
+    pub(super) id: MountId,
 }
 
 pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
@@ -46,29 +52,31 @@ pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
     need_mount_privilege("map")?;
     let target = Target::new(&args.target)?;
     let mount = Mount::of(context, &target.folder)?;
-    let mapped = match (&args.from, &args.computed, args.size) {
-        (Some(from), ..) => {
-            let from = fs::canonicalize(from)
-                .map_err(|e| Error::io(format!("cannot map {}", from.display()), e))?;
-            // Asked here, too: the daemon may not see what is mounted in this namespace.
-            burgeon_daemon::refuse_burgeon(&from, "what is to be mapped")?;
-            if from.is_dir() {
-                tree::map(&mount, &target, &from)?
-            } else {
-                file(&mount, &target, &from)?
+    let (mapped, notes) = match (&args.from, &args.computed, args.size) {
+        (Some(from), ..) => match fs::canonicalize(from) {
+            Ok(from) => {
+                // Asked here, too: the daemon may not see what is mounted in this namespace.
+                burgeon_daemon::refuse_burgeon(&from, "what is to be mapped")?;
+                (local::map(&mount, &target, &from)?, Vec::new())
             }
-        }
-        (None, Some(name), Some(size)) => computed(&mount, &target, name, size)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound && from.is_relative() => {
+                image::map(context, &mount, &target, image::Named::find(context, from)?)?
+            }
+            Err(e) => return Err(Error::io(format!("cannot map {}", from.display()), e).into()),
+        },
+        (None, Some(name), Some(size)) => (computed(&mount, &target, name, size)?, Vec::new()),
         _ => anyhow::bail!("say what to map: --from or --computed"),
     };
     let ms = begun.elapsed().as_millis() as u64;
     let Mapped { files, bytes } = mapped;
     if context.json {
-        let document = json!({ "target": target.path, "files": files, "bytes": bytes, "ms": ms });
-        output::print_json(&document)?;
+        output::print_json(&json!({
+            "target": target.path, "files": files, "bytes": bytes, "ms": ms, "notes": notes,
+        }))?;
     } else {
         let size = output::bytes(bytes);
         println!("mapped {} in {ms} ms: {files} files, {size}", target.path.display());
+        notes.iter().for_each(|note| println!("note: {note}"));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -78,6 +86,21 @@ pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
 struct Mapped {
     files: u64,
     bytes: u64,
+}
+
+impl AddAssign for Mapped {
+    fn add_assign(&mut self, more: Self) {
+        self.files += more.files;
+        self.bytes += more.bytes;
+    }
+}
+
+/// Where what was mapped begins in the area's file.
+struct Addresses {
+    start: u64,
+    area: File,
+    /// What the user should know.
+    notes: Vec<String>,
 }
 
 /// A path where nothing is, in a folder that is there.
@@ -112,19 +135,20 @@ fn exists(path: &Path) -> Error {
 
 impl Mount {
     /// The mount that `path` is in.
-    fn of(context: &Context, path: &Path) -> Result<Self> {
+    pub(super) fn of(context: &Context, path: &Path) -> Result<Self> {
         let (client, MountStatus { id, .. }) = mount_of(context, path)?;
         Ok(Self { client, id })
     }
 
-    /// Gives `contents` addresses: where the first begins, and the area's file.
-    fn map(&self, label: &Path, origin: &str, contents: Vec<MapContent>) -> Result<(u64, File)> {
+    /// Gives `contents` addresses, one after another.
+    fn map(&self, label: &Path, origin: &str, contents: Vec<MapContent>) -> Result<Addresses> {
         let (label, origin) = (label.to_string_lossy().into_owned(), origin.to_owned());
-        let request = MapRequest { id: self.id, label, origin, contents };
-        match self.client.call(&Request::Map(request))? {
-            (Reply::Mapped { start }, mut fds) if fds.len() == 1 => {
-                let area: Option<OwnedFd> = fds.pop();
-                Ok((start, area.map(File::from).unwrap_or_else(|| unreachable!("one is there"))))
+        let access = Access::from_env();
+        let request = MapRequest { id: self.id, label, origin, contents, access };
+        let (reply, mut fds) = self.client.call(&Request::Map(request))?;
+        match (reply, fds.pop()) {
+            (Reply::Mapped { start, notes }, Some(area)) => {
+                Ok(Addresses { start, area: area.into(), notes })
             }
             _ => Err(anyhow::anyhow!("the daemon gave an answer to something else")),
         }
@@ -136,66 +160,48 @@ fn computed(mount: &Mount, target: &Target, name: &str, size: u64) -> Result<Map
         let message = "--size 0: a file without content needs no mapping";
         return Err(Error::new(ErrorKind::Invalid, message).into());
     }
-    let file = unnamed(&target.folder)?;
-    make_nodatasum(&file)?;
+    let file = unnamed(&target.folder, true)?;
     let content = MapContent::Computed { name: name.to_owned(), len: size };
-    let (start, area) = mount.map(&target.path, &format!("computed {name}"), vec![content])?;
-    clone(&area, start, &file, size)?;
+    let given = mount.map(&target.path, &format!("computed {name}"), vec![content])?;
+    clone(&given.area, given.start, &file, 0, size.next_multiple_of(BLOCK_SIZE))?;
+    if !size.is_multiple_of(BLOCK_SIZE) {
+        // btrfs reads the last block, and keeps its part that belongs to the file as a local one.
+        let cut = file.set_len(size);
+        cut.map_err(|e| Error::io("cannot cut the last block of a mapped file", e))?;
+    }
     let set = file.set_permissions(Permissions::from_mode(0o644));
     set.map_err(|e| Error::io("cannot set the mode of a mapped file", e))?;
     name_it(&file, &target.path)?;
     Ok(Mapped { files: 1, bytes: size })
 }
 
-fn file(mount: &Mount, target: &Target, from: &Path) -> Result<Mapped> {
-    let failed = |e| Error::io(format!("cannot map {}", from.display()), e);
-    let metadata = fs::metadata(from).map_err(failed)?;
-    if !metadata.is_file() {
-        let message = format!("{} is neither a file nor a directory", from.display());
-        return Err(Error::new(ErrorKind::Invalid, message).into());
-    }
-    let size = metadata.len();
-    let file = unnamed(&target.folder)?;
-    if size > 0 {
-        make_nodatasum(&file)?;
-        let content = MapContent::File { path: from.to_owned(), inode: metadata.ino(), size };
-        let (start, area) = mount.map(&target.path, &from.display().to_string(), vec![content])?;
-        clone(&area, start, &file, size)?;
-    }
-    like(&file, &metadata).map_err(failed)?;
-    name_it(&file, &target.path)?;
-    Ok(Mapped { files: 1, bytes: size })
+fn no_file(shown: impl Display) -> anyhow::Error {
+    let message = format!("cannot map {shown}: it is neither a file nor a directory");
+    Error::new(ErrorKind::Invalid, message).into()
 }
 
-/// A new file of no name, that will be in `folder`.
-fn unnamed(folder: &Path) -> Result<File> {
-    File::options()
+/// A new file of no name, that will be in `folder`, to be cloned to if it is `mapped`.
+fn unnamed(folder: &Path, mapped: bool) -> Result<File> {
+    let failed = |e| Error::io(format!("cannot make a file in {}", folder.display()), e);
+    let file = File::options()
         .read(true)
         .write(true)
         .custom_flags(OFlags::TMPFILE.bits() as i32)
         .mode(0o600)
         .open(folder)
-        .map_err(|e| Error::io(format!("cannot make a file in {}", folder.display()), e).into())
-}
-
-/// Fills `file`, which is empty, with `size` bytes from `start` of the area.
-fn clone(area: &File, start: u64, file: &File, size: u64) -> Result<()> {
-    let blocks = ByteRange::at(start, size).map(ByteRange::to_blocks);
-    let blocks = blocks.ok_or_else(|| Error::new(ErrorKind::Corrupt, "an address beyond all"))?;
-    clone_blocks(area, blocks, file, 0)?;
-    if blocks.len() > size {
-        // btrfs reads the last block, and keeps its part that belongs to the file as a local one.
-        let cut = file.set_len(size);
-        cut.map_err(|e| Error::io("cannot cut the last block of a mapped file", e))?;
+        .map_err(failed)?;
+    tree::forget_acls(&file).map_err(failed)?;
+    if mapped {
+        make_nodatasum(&file)?;
     }
-    Ok(())
+    Ok(file)
 }
 
-/// Gives `file` the owner, mode and modification time of `metadata`.
-fn like(file: &File, metadata: &fs::Metadata) -> std::io::Result<()> {
-    fchown(file, Some(metadata.uid()), Some(metadata.gid()))?;
-    file.set_permissions(Permissions::from_mode(metadata.mode() & 0o7777))?;
-    file.set_times(FileTimes::new().set_modified(metadata.modified()?))
+/// Clones `len` bytes, whole blocks, from `start` of the area to `to` of `file`.
+fn clone(area: &File, start: u64, file: &File, to: u64, len: u64) -> Result<()> {
+    let blocks = ByteRange::at(start, len);
+    let blocks = blocks.ok_or_else(|| Error::new(ErrorKind::Corrupt, "an address beyond all"))?;
+    Ok(clone_blocks(area, blocks, file, to)?)
 }
 
 fn name_it(file: &File, path: &Path) -> Result<()> {

@@ -6,6 +6,7 @@ mod inspect;
 mod map;
 pub(crate) mod mount;
 mod ordinary;
+mod pin;
 mod prefetch;
 mod profile;
 mod record;
@@ -83,6 +84,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         Command::Mount(mount) => mount::mount(&context, mount),
         Command::CreateEmpty(empty) => mount::create_empty(&context, empty),
         Command::Map(map) => map::map(&context, map),
+        Command::Pin(pin) => pin::pin(&context, pin),
         Command::Prefetch(prefetch) => prefetch::prefetch(&context, prefetch),
         Command::Record(record) => record::record(&context, record),
         Command::Profile(profile) => profile::profile(&context, profile.command),

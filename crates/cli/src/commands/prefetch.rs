@@ -71,7 +71,7 @@ pub(super) fn prefetch(context: &Context, args: args::Prefetch) -> Result<ExitCo
 }
 
 /// Collects the files below `path`.
-fn collect(path: &Path, files: &mut Vec<(PathBuf, u64)>) -> Result<()> {
+pub(super) fn collect(path: &Path, files: &mut Vec<(PathBuf, u64)>) -> Result<()> {
     let failed = |e| Error::io(format!("cannot fetch {}", path.display()), e);
     let mut folders = Vec::new();
     let mut look = |path: PathBuf, folders: &mut Vec<PathBuf>| -> Result<()> {

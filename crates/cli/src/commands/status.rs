@@ -6,7 +6,8 @@ use anyhow::Result;
 use burgeon_daemon::{
     Client,
     protocol::{
-        AreaStatus, CacheStatus, Latency, MountStatus, ProfileStatus, ReadStatus, WritesState,
+        AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, ProfileStatus, ReadStatus,
+        WritesState,
     },
 };
 use serde_json::json;
@@ -80,6 +81,9 @@ fn describe(mount: &MountStatus) {
         println!("  profile    {}", describe_profile(profile));
     }
     println!("  transport  {}", mount.transport);
+    if !mount.pins.is_empty() {
+        println!("  pinned     {}", pinned(mount));
+    }
     println!("  writes     {}", writes(&mount.writes));
     if let Some(area) = &mount.area {
         println!("  virtual    {}", virtual_area(area));
@@ -123,6 +127,19 @@ fn describe_profile(profile: &ProfileStatus) -> String {
     match brought {
         0 => text,
         _ => format!("{text}; of {} brought, {} were read", bytes(brought), share(read, brought)),
+    }
+}
+
+fn pinned(mount: &MountStatus) -> String {
+    let paths = match mount.pins.as_slice() {
+        [path] => path.clone(),
+        paths => format!("{} paths", paths.len()),
+    };
+    match &mount.pinned {
+        Some(FillStatus { state, total_bytes, done_bytes, .. }) => {
+            format!("{state}: {} of {} are local, {paths}", bytes(*done_bytes), bytes(*total_bytes))
+        }
+        None => format!("{paths}; it is not known how much of them is local"),
     }
 }
 

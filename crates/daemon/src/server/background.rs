@@ -164,6 +164,25 @@ pub(super) fn fill_status(mount: &Mount) -> FillStatus {
         },
         Fill::progress,
     );
+    progress_status(progress)
+}
+
+/// All fills of what is pinned as one, which is as far as the one that is least far.
+pub(super) fn pinned_status(fills: &[Fill]) -> FillStatus {
+    const ORDER: [FillState; 4] =
+        [FillState::Running, FillState::Stopped, FillState::CacheFull, FillState::Done];
+    let place = |state: FillState| ORDER.iter().position(|known| *known == state);
+    let none =
+        FillProgress { state: FillState::Done, total_bytes: 0, done_bytes: 0, failed_bytes: 0 };
+    progress_status(fills.iter().map(Fill::progress).fold(none, |a, b| FillProgress {
+        state: if place(a.state) <= place(b.state) { a.state } else { b.state },
+        total_bytes: a.total_bytes + b.total_bytes,
+        done_bytes: a.done_bytes + b.done_bytes,
+        failed_bytes: a.failed_bytes + b.failed_bytes,
+    }))
+}
+
+fn progress_status(progress: FillProgress) -> FillStatus {
     let state = match progress.state {
         FillState::Running => "running",
         FillState::Done => "done",

@@ -103,13 +103,17 @@ impl Supervisor {
                 Err(e) => refused(e),
             },
             Request::Map(request) => match self.map(&request) {
-                Ok((start, area)) => {
-                    return wire::send(stream, &Reply::Mapped { start }, &[area.as_fd()]);
+                Ok((start, notes, area)) => {
+                    return wire::send(stream, &Reply::Mapped { start, notes }, &[area.as_fd()]);
                 }
                 Err(e) => refused(e),
             },
             Request::Mappings { id } => match self.mappings(id) {
                 Ok(mappings) => mappings,
+                Err(e) => refused(e),
+            },
+            Request::Pin { id, path, ranges } => match self.pin(id, &path, &ranges) {
+                Ok(()) => Reply::Done,
                 Err(e) => refused(e),
             },
             Request::Placed { id, target } => match self.placed(id, target) {

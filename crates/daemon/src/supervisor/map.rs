@@ -1,8 +1,8 @@
 //! Mapping content into a mounted file system.
 //!
 //! ```text
-//!   Map ─► the map is appended to, durably ─► the server sees it ─► address, the area's file ─► client
-//!                                                                     clones, in its own namespace
+//!   Map ─► images: kept ─► the map is appended to, durably ─► the server sees it
+//!       ─► address, the area's file ─► client, which clones in its own namespace
 //! ```
 //! A client that dies before it clones has used up addresses, and nothing else.
 
@@ -13,17 +13,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
+use burgeon_block::{ByteRange, Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_btrfs::VIRTUAL_FILE;
-use burgeon_frontend::btrfs_mount::{Access, Btrfs};
+use burgeon_frontend::btrfs_mount::{self, Btrfs};
 use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, MappingInfo, Source};
-use burgeon_source::Reference;
+use burgeon_source::{Access, Location, Reference};
 
 use super::{Supervisor, revive::writable_device, table::MountRecord};
 use crate::{
-    chain,
+    access, chain,
     files::Lock,
     id::MountId,
+    images,
+    paths::StateDir,
+    pins::Pins,
     protocol::{CONTENTS_MAX, MapContent, MapRequest, MappingStatus, Reply},
 };
 
@@ -34,8 +37,9 @@ const TOP_LEVEL: u64 = 5;
 const LISTED_MAX: usize = 400;
 
 impl Supervisor {
-    /// Maps what is asked for: where it begins in the area's file, and that file.
-    pub(super) fn map(&self, request: &MapRequest) -> Result<(u64, File)> {
+    /// Maps what is asked for: where it begins in the area's file, what the user should know, and
+    /// that file.
+    pub(super) fn map(&self, request: &MapRequest) -> Result<(u64, Vec<String>, File)> {
         let (record, folder) = self.area(request.id)?;
         if request.contents.len() > CONTENTS_MAX {
             let message = format!("more than {CONTENTS_MAX} files cannot be mapped at once");
@@ -43,9 +47,10 @@ impl Supervisor {
         }
         // Before anything is written: what can fail here leaves nothing.
         let area = open_area(&record)?;
-        let mut sources = Sources::default();
+        let mut sources = Sources::new(&self.state, &folder, request);
         let contents = request.contents.iter();
         let extents = contents.map(|wanted| sources.content(wanted)).collect::<Result<_>>()?;
+        let notes = sources.notes;
         let (label, origin) = (request.label.clone(), request.origin.clone());
         let range = {
             // One writer at a time; others wait for its three syncs.
@@ -54,7 +59,7 @@ impl Supervisor {
         };
         self.table().tell(request.id);
         self.await_serving(request.id)?;
-        Ok((range.start(), area))
+        Ok((range.start(), notes, area))
     }
 
     /// Size of the area, and what is mapped into it.
@@ -67,11 +72,24 @@ impl Supervisor {
         Ok(Reply::Mappings { size: map.size(), mappings, older: older as u64 })
     }
 
+    /// Pins, or lets go, what `path` is.
+    pub(super) fn pin(&self, id: MountId, path: &str, ranges: &[(u64, u64)]) -> Result<()> {
+        let file = {
+            let table = self.table();
+            let entry = table.mounts.get(&id).ok_or_else(|| no_mount(id))?;
+            entry.record.attach.pins.clone()
+        };
+        {
+            let _lock = Lock::take(&file.with_extension("lock"))?;
+            Pins::set(&file, path, ranges)?;
+        }
+        self.table().tell(id);
+        self.await_serving(id)
+    }
+
     fn area(&self, id: MountId) -> Result<(MountRecord, PathBuf)> {
         let table = self.table();
-        let Some(entry) = table.mounts.get(&id) else {
-            return Err(Error::new(ErrorKind::NotFound, format!("there is no mount {id}")));
-        };
+        let entry = table.mounts.get(&id).ok_or_else(|| no_mount(id))?;
         match &entry.record.attach.area {
             Some(folder) => Ok((entry.record.clone(), folder.clone())),
             None => Err(Error::new(
@@ -86,25 +104,37 @@ impl Supervisor {
     }
 }
 
+fn no_mount(id: MountId) -> Error {
+    Error::new(ErrorKind::NotFound, format!("there is no mount {id}"))
+}
+
 /// The file of a mount's virtual area, which is in no mounted tree.
 fn open_area(record: &MountRecord) -> Result<File> {
     let device = writable_device(record).ok_or_else(|| {
         let message = format!("{} is mounted read-only", record.target.display());
         Error::new(ErrorKind::Invalid, message)
     })?;
-    let top = Btrfs::mount(&device, TOP_LEVEL, Access::Writable)?.open_root()?;
+    let top = Btrfs::mount(&device, TOP_LEVEL, btrfs_mount::Access::Writable)?.open_root()?;
     let path = format!("/proc/self/fd/{}/{VIRTUAL_FILE}", top.as_raw_fd());
     File::open(path).map_err(|e| Error::io("cannot open the virtual area", e))
 }
 
 /// Sources, checked. What a file system lies on is looked at once, not for each of its files.
-#[derive(Default)]
-struct Sources {
+struct Sources<'a> {
+    state: &'a StateDir,
+    /// The folder of the area's map.
+    area: &'a Path,
+    request: &'a MapRequest,
     /// Numbers of devices that are not Burgeon's.
     foreign: HashSet<u64>,
+    notes: Vec<String>,
 }
 
-impl Sources {
+impl<'a> Sources<'a> {
+    fn new(state: &'a StateDir, area: &'a Path, request: &'a MapRequest) -> Self {
+        Self { state, area, request, foreign: HashSet::new(), notes: Vec::new() }
+    }
+
     fn content(&mut self, wanted: &MapContent) -> Result<Content> {
         let source = match wanted {
             MapContent::Computed { name, .. } => {
@@ -115,6 +145,9 @@ impl Sources {
                 Source::Computed(object)
             }
             MapContent::File { path, inode, size } => self.file(path, *inode, *size)?,
+            MapContent::Image { digest, store, len } => {
+                self.image(&digest.0, store.as_ref(), *len)?
+            }
         };
         Ok(Content { source, offset: 0, len: wanted.len() })
     }
@@ -140,6 +173,28 @@ impl Sources {
                 identity.size
             ),
         ))
+    }
+}
+
+impl Sources<'_> {
+    fn image(&mut self, digest: &Digest, store: Option<&Location>, len: u64) -> Result<Source> {
+        if let Some(folder) = store.and_then(Location::folder) {
+            chain::refuse_burgeon(folder, "the store")?;
+        }
+        let mut access = self.request.access.clone();
+        if access.is_empty() {
+            // Settings of the service's unit are for clients that have none.
+            access = Access::from_env();
+        }
+        let own = store.cloned().unwrap_or_else(|| self.state.store().into());
+        access::add(&self.state.mount(self.request.id), &own, &access)?;
+        let (data, note) = images::keep(self.state, self.area, store, &access, digest)?;
+        self.notes.extend(note);
+        if data.len() == len {
+            return Ok(Source::Image(*digest));
+        }
+        let message = format!("the image {digest} has {} bytes of data, not {len}", data.len());
+        Err(Error::new(ErrorKind::Invalid, message))
     }
 }
 

@@ -28,12 +28,14 @@ use super::{
 use crate::{
     access, chain, files,
     id::MountId,
+    images,
     link::Attach,
     plumbing, prepared, profile,
     protocol::{MountRequest, Mounted},
     spare,
     sprout::Plan,
     transport::{Channel, Wanted},
+    writes,
 };
 
 /// How long a server may take to say whether it can serve a mount. It reads a map and opens two
@@ -126,6 +128,11 @@ impl Supervisor {
                 area: plan.area.clone(),
                 fetch_limit: request.fetch_limit,
                 profile,
+                pins: match request.writes.name() {
+                    Some(name) => writes::folder(&self.state, name),
+                    None => folder.clone(),
+                }
+                .join("pins.json"),
             },
             fsid: None,
             data_device: None,
@@ -135,6 +142,9 @@ impl Supervisor {
             frozen: false,
         };
         access::keep(&folder, &plan.store, &request.access)?;
+        if let Some(area) = &plan.area {
+            images::keep_access(&self.state, id, area, &request.access)?;
+        }
         files::publish_json(&folder.join("mount.json"), &record)?;
         self.table().add(Entry {
             record,

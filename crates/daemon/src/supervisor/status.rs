@@ -10,6 +10,7 @@ use super::{
 };
 use crate::{
     link::ToServer,
+    pins::Pins,
     protocol::{Latency, MountStatus, ReadStatus, Status},
 };
 
@@ -77,6 +78,8 @@ fn describe(entry: &Entry, table: &Table) -> MountStatus {
         cache: report.map(|report| report.cache.clone()),
         fill: report.and_then(|report| report.fill.clone()),
         profile: report.and_then(|report| report.profile.clone()),
+        pins: Pins::read(&record.attach.pins).map(|pins| pins.paths()).unwrap_or_default(),
+        pinned: report.and_then(|report| report.pinned.clone()),
         reads: read_status(entry.slots.counters()),
         area: report.and_then(|report| report.area.clone()),
         fetch_limit: record.attach.fetch_limit,

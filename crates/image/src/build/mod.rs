@@ -29,6 +29,7 @@ use std::{
 
 use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectStore, Result};
 
+pub use self::xattrs::{Xattrs, of_path as xattrs_of};
 use self::{
     assemble::{Assembled, Assembler},
     meter::Meter,

@@ -3,6 +3,7 @@
 use std::{
     ffi::CStr,
     os::fd::{AsRawFd, BorrowedFd},
+    path::Path,
 };
 
 use rustix::{
@@ -11,7 +12,13 @@ use rustix::{
 };
 
 /// Names and values, sorted by name.
-pub(super) type Xattrs = Vec<(Box<[u8]>, Box<[u8]>)>;
+pub type Xattrs = Vec<(Box<[u8]>, Box<[u8]>)>;
+
+/// Those of a file of any type that belong to the tree, not to the file system that it lies on.
+pub fn of_path(path: &Path) -> std::io::Result<Xattrs> {
+    let xattrs = collect(|buf| llistxattr(path, buf), |name, buf| lgetxattr(path, name, buf));
+    Ok(xattrs?)
+}
 
 /// Whether an xattr belongs to the tree, not to the file system that it lies on.
 pub(super) fn wanted(name: &[u8]) -> bool {

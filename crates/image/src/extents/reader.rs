@@ -132,6 +132,13 @@ impl<L: LogFile> ExtentMap<L> {
         self.view().mappings()
     }
 
+    /// Checks every record, and every entry that one refers to: `Corrupt` says what is damaged first.
+    /// Gives the labels of mappings that lack their end, because their writer was killed, or
+    /// because the end of the file is lost.
+    pub fn verify(&self) -> Result<Vec<String>> {
+        self.view().verify()
+    }
+
     /// The manifests whose images are mapped: they have to be kept.
     pub fn images(&self) -> Result<Vec<Digest>> {
         self.view().images()
@@ -285,6 +292,36 @@ impl View {
         Ok(images)
     }
 
+    fn verify(&self) -> Result<Vec<String>> {
+        let (mut before, mut checked) = (0, None);
+        for index in 0..self.records {
+            let record = self.record(index)?;
+            if record.start() < before {
+                return Err(corrupt(format!("record {index} of the extent map is out of order")));
+            }
+            before = record.start();
+            if record.is_end() {
+                self.mapping(record.offset())?;
+            } else if checked != Some(record.entry_at()) {
+                self.source(record.entry_at())?;
+                checked = Some(record.entry_at());
+            }
+        }
+        Ok(self
+            .unfinished(self.last()?.map_or(HEADER_LEN, |(_, _, end)| end))
+            .map(|m| m.label)
+            .collect())
+    }
+
+    /// Mappings whose entries lie from `begin` on, behind the newest one that has an end.
+    fn unfinished(&self, begin: u64) -> impl Iterator<Item = MappingEntry> {
+        let places = (begin..self.sources.len() as u64).step_by(ENTRY_ALIGN as usize);
+        places.filter_map(|at| match parse_entry(&self.sources, self.id, at) {
+            Ok((Parsed::Mapping(lost), _)) => Some(lost),
+            _ => None,
+        })
+    }
+
     /// The end of what may ever have been given away: mappings whose END is gone count, too.
     /// Blocks and checksums.
     pub(super) fn given_away(&self) -> Result<(u64, u64)> {
@@ -293,11 +330,9 @@ impl View {
             (mapping.first_block.saturating_add(mapping.blocks), mapping.checksums_end)
         });
         let begin = last.map_or(HEADER_LEN, |(_, _, end)| end);
-        for at in (begin..self.sources.len() as u64).step_by(ENTRY_ALIGN as usize) {
-            if let Ok((Parsed::Mapping(lost), _)) = parse_entry(&self.sources, self.id, at) {
-                given.0 = given.0.max(lost.first_block.saturating_add(lost.blocks));
-                given.1 = given.1.max(lost.checksums_end);
-            }
+        for lost in self.unfinished(begin) {
+            given.0 = given.0.max(lost.first_block.saturating_add(lost.blocks));
+            given.1 = given.1.max(lost.checksums_end);
         }
         Ok(given)
     }

@@ -47,6 +47,9 @@ use crate::{
 pub type OpenImage<S, F, B = Sound> =
     Box<dyn Fn(&Digest) -> Result<Arc<Volume<S, F, B>>> + Send + Sync>;
 
+/// Ranges of the lazy addresses of images.
+pub(crate) type Ranges<S, F, B> = Vec<(Arc<Volume<S, F, B>>, ByteRange)>;
+
 type Images<S, F, B> = HashMap<Digest, Arc<Volume<S, F, B>>>;
 
 /// The lazy blocks of one mount to which content is mapped while it runs.
@@ -184,9 +187,14 @@ where
             last_unmapped: last.unmapped,
             changed_reads: self.changed_reads.get(),
             last_changed: last.changed,
-            last_source_error: self.retrying.last(),
+            last_source_error: self.retrying.last().or_else(|| self.error_of_images()),
             flights: self.flights.len(),
         }
+    }
+
+    fn error_of_images(&self) -> Option<String> {
+        let images = self.images.read().unwrap_or_else(PoisonError::into_inner);
+        images.values().find_map(|volume| volume.status().last_source_error)
     }
 
     /// What no reader was charged for.
@@ -252,6 +260,26 @@ where
             at = piece.end();
         }
         Ok(())
+    }
+
+    /// Of `range`, what is of images: their volumes, and the ranges of their lazy addresses. What is
+    /// not mapped, or of something else, is left out.
+    pub(crate) async fn of_images(&self, range: ByteRange) -> Result<Ranges<S, F, B>> {
+        let (mut found, mut at) = (Vec::new(), range.start());
+        while at < range.end() {
+            let extent = match self.map.find(at) {
+                Ok(extent) => extent,
+                Err(error) if error.kind() == ErrorKind::Unmapped => break,
+                Err(error) => return Err(error),
+            };
+            let end = extent.range.end().min(range.end());
+            if let Source::Image(digest) = &*extent.source {
+                let offset = extent.offset.saturating_add(at - extent.range.start());
+                found.push((self.image(digest).await?, lazy_range(offset, end - at)?));
+            }
+            at = end;
+        }
+        Ok(found)
     }
 
     /// The extent at `at`, its part in `range`, and where that begins in the source.

@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{
     Bench,
@@ -99,7 +100,7 @@ fn map_tree(bench: &Bench, files: u64) -> Result<f64> {
     Ok(seconds)
 }
 
-/// Sparse files: what they hold is not read.
+/// Files without holes, which would not be mapped; what they hold is not read.
 fn make_tree(tree: &Path, files: u64) -> std::io::Result<()> {
     fs::create_dir(tree)?;
     for file in 0..files {
@@ -107,7 +108,8 @@ fn make_tree(tree: &Path, files: u64) -> std::io::Result<()> {
         if file % FOLDER == 0 {
             fs::create_dir(&folder)?;
         }
-        File::create_new(folder.join(file.to_string()))?.set_len(FILE_LEN)?;
+        let file = File::create_new(folder.join(file.to_string()))?;
+        fallocate(&file, FallocateFlags::empty(), 0, FILE_LEN)?;
     }
     Ok(())
 }

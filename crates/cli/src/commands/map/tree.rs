@@ -1,57 +1,96 @@
-//! A whole tree: walked first, given addresses in batches, cloned by several threads.
+//! Makes a tree, wherever it comes from: in a folder beside its place, by several threads, and moved
+//! there when it is complete.
+//!
+//! ```text
+//!   folders ─► files, symlinks, nodes (threads) ─► further names ─► folders' attributes, leaves first
+//! ```
 
 use std::{
-    fs::{self, File, FileTimes, Metadata},
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, lchown, symlink},
+    ffi::OsStr,
+    fs::{self, File},
+    os::{
+        fd::AsFd,
+        unix::{
+            ffi::OsStrExt,
+            fs::{DirBuilderExt, OpenOptionsExt, lchown, symlink},
+        },
+    },
     path::{Path, PathBuf},
     sync::{
-        Mutex,
+        Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
     thread,
 };
 
 use anyhow::Result;
-use burgeon_block::{BLOCK_SIZE, Error, ErrorKind};
-use burgeon_daemon::{
-    protocol::{CONTENTS_MAX, MapContent},
-    reflink::{end_nodatasum, make_nodatasum},
+use burgeon_block::{Error, ErrorKind};
+use burgeon_daemon::reflink::{end_nodatasum, make_nodatasum};
+use rustix::{
+    fs::{
+        AtFlags, CWD, FileType, Gid, Mode, RenameFlags, Timespec, Timestamps, Uid, XattrFlags,
+        fchmod, fchown, fremovexattr, fsetxattr, futimens, lsetxattr, mknodat, renameat_with,
+        utimensat,
+    },
+    io::Errno,
 };
-use rustix::fs::{CWD, RenameFlags, renameat_with};
 
-use super::{Mapped, Mount, Target, clone, exists, like};
+use super::{Mapped, Target, exists};
 
-/// Entries of a tree: some 300 bytes of memory each.
-const ENTRIES_MAX: usize = 10_000_000;
-/// Folders in folders: no path of the kernel's 4096 bytes has more.
-const DEPTH_MAX: usize = 2048;
-/// Bytes of paths in one request: a quarter of the longest message, for what JSON adds.
-const PATHS_MAX: usize = 1 << 20;
-/// Threads that clone. They wait for one another in btrfs beyond this.
-const THREADS_MAX: usize = 4;
+/// Entries of a tree: some 200 bytes of memory each.
+pub(super) const ENTRIES_MAX: usize = 10_000_000;
 
-struct Entry {
-    /// Relative to the root.
-    path: PathBuf,
-    metadata: Metadata,
-    /// Where it lies in the area.
-    start: u64,
+pub(super) use burgeon_image::build::Xattrs;
+
+/// A name to be made.
+pub(super) struct Entry {
+    /// Relative to the root, which is the first entry and has an empty one.
+    pub(super) path: PathBuf,
+    pub(super) kind: Kind,
+    /// Type and permissions.
+    pub(super) mode: u32,
+    pub(super) owner: (u32, u32),
+    /// Seconds and nanoseconds.
+    pub(super) modified: (i64, u32),
+    /// Where its origin finds the rest of it.
+    pub(super) key: u64,
 }
 
-pub(super) fn map(mount: &Mount, target: &Target, from: &Path) -> Result<Mapped> {
+/// What an entry is.
+pub(super) enum Kind {
+    Folder,
+    /// Of so many bytes.
+    File(u64),
+    Symlink(PathBuf),
+    /// A device with this number, a fifo or a socket.
+    Node(u64),
+    /// Another name of the entry with this index, which comes before.
+    Link(usize),
+}
+
+/// Where a tree comes from.
+pub(super) trait Origin: Sync {
+    /// Threads that make it.
+    fn threads(&self) -> usize;
+    /// Gives `file`, which is new, the content of `entry`.
+    fn fill(&self, entry: &Entry, file: &File) -> Result<()>;
+    /// The extended attributes of `entry`.
+    fn xattrs(&self, entry: &Entry) -> Result<Xattrs>;
+}
+
+/// Makes `entries`, of which the first is a folder, at `target`.
+pub(super) fn make(target: &Target, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
     // Files are made with their own modes, in a folder that nobody else can enter.
-    rustix::process::umask(rustix::fs::Mode::empty());
-    let mut entries = Vec::new();
-    walk(from, Path::new(""), 0, &mut entries)?;
+    rustix::process::umask(Mode::empty());
     let name = target.path.file_name().unwrap_or_default().to_string_lossy();
     let staging = target.folder.join(format!(".{name}.burgeon-{}", std::process::id()));
     fs::DirBuilder::new().mode(0o700).create(&staging).map_err(|e| {
         Error::io(format!("cannot make a folder in {}", target.folder.display()), e)
     })?;
-    let made = make(mount, target, from, &staging, &mut entries).and_then(|mapped| {
+    let made = make_in(&staging, entries, origin).and_then(|mapped| {
         renameat_with(CWD, &staging, CWD, &target.path, RenameFlags::NOREPLACE).map_err(
             |errno| match errno {
-                rustix::io::Errno::EXIST => exists(&target.path),
+                Errno::EXIST => exists(&target.path),
                 errno => Error::io(format!("cannot name {}", target.path.display()), errno.into()),
             },
         )?;
@@ -64,153 +103,168 @@ pub(super) fn map(mount: &Mount, target: &Target, from: &Path) -> Result<Mapped>
     made
 }
 
-/// Collects what is below `root/path`, folders before what is in them.
-fn walk(root: &Path, path: &Path, depth: usize, entries: &mut Vec<Entry>) -> Result<()> {
-    let full = root.join(path);
-    let failed = |e| Error::io(format!("cannot map {}", full.display()), e);
-    let metadata = fs::symlink_metadata(&full).map_err(failed)?;
-    let kind = metadata.file_type();
-    if !(kind.is_dir() || kind.is_file() || kind.is_symlink()) {
-        let message = format!("{} is no file, folder or symlink", full.display());
-        return Err(Error::new(ErrorKind::Invalid, message).into());
+fn make_in(staging: &Path, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
+    let root = open(staging)?;
+    forget_acls(&root).map_err(cannot_make(staging))?;
+    // What is made in these folders inherits that it has no checksums, to be cloned to.
+    make_nodatasum(&root)?;
+    let folders = || entries.iter().filter(|entry| matches!(entry.kind, Kind::Folder));
+    for folder in folders().skip(1) {
+        let path = staging.join(&folder.path);
+        fs::DirBuilder::new().mode(0o700).create(&path).map_err(cannot_make(&path))?;
     }
-    if entries.len() >= ENTRIES_MAX || depth > DEPTH_MAX {
-        let message = format!("{} has too many files or folders in folders", root.display());
-        return Err(Error::new(ErrorKind::Invalid, message).into());
+    let mapped = make_others(staging, entries, origin)?;
+    for entry in entries {
+        if let Kind::Link(first) = entry.kind
+            && let Some(first) = entries.get(first)
+        {
+            let path = staging.join(&entry.path);
+            fs::hard_link(staging.join(&first.path), &path).map_err(cannot_make(&path))?;
+        }
     }
-    entries.push(Entry { path: path.to_owned(), metadata, start: 0 });
-    if kind.is_dir() {
-        for child in fs::read_dir(&full).map_err(failed)? {
-            walk(root, &path.join(child.map_err(failed)?.file_name()), depth + 1, entries)?;
+    // Last, since making files changes their times.
+    let folders: Vec<_> = folders().collect();
+    for folder in folders.iter().rev() {
+        let path = staging.join(&folder.path);
+        let file = open(&path)?;
+        end_nodatasum(&file)?;
+        dress(&file, folder, origin, &path)?;
+    }
+    Ok(mapped)
+}
+
+/// Makes all but folders and further names.
+fn make_others(staging: &Path, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
+    let next = AtomicUsize::new(0);
+    let failure = Mutex::new(None);
+    let work = || {
+        let mut mapped = Mapped::default();
+        while let Some(entry) = entries.get(next.fetch_add(1, Relaxed)) {
+            match make_one(staging, entry, origin) {
+                Ok(one) => mapped += one,
+                Err(error) => {
+                    next.store(entries.len(), Relaxed);
+                    *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                }
+            }
+        }
+        mapped
+    };
+    let mapped = thread::scope(|scope| {
+        let others: Vec<_> = (1..origin.threads()).map(|_| scope.spawn(work)).collect();
+        let mut mapped = work();
+        for other in others {
+            match other.join() {
+                Ok(more) => mapped += more,
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        mapped
+    });
+    match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None => Ok(mapped),
+    }
+}
+
+fn make_one(staging: &Path, entry: &Entry, origin: &impl Origin) -> Result<Mapped> {
+    let path = staging.join(&entry.path);
+    let failed = cannot_make(&path);
+    match &entry.kind {
+        Kind::Folder | Kind::Link(_) => return Ok(Mapped::default()),
+        Kind::File(size) => {
+            let mut options = File::options();
+            let new = options.write(true).create_new(true).mode(entry.mode & 0o7777);
+            let file = new.open(&path).map_err(failed)?;
+            origin.fill(entry, &file)?;
+            finish(&file, entry, origin, &path)?;
+            return Ok(Mapped { files: 1, bytes: *size });
+        }
+        Kind::Symlink(to) => symlink(to, &path).map_err(&failed)?,
+        Kind::Node(number) => {
+            let (kind, mode) = (FileType::from_raw_mode(entry.mode), Mode::from(entry.mode));
+            mknodat(CWD, &path, kind, mode, *number).map_err(|e| failed(e.into()))?;
+        }
+    }
+    let (uid, gid) = entry.owner;
+    lchown(&path, Some(uid), Some(gid)).map_err(&failed)?;
+    if let Kind::Node(_) = entry.kind {
+        // Only symlinks lack a mode; changing the owner may have changed it.
+        rustix::fs::chmod(&path, Mode::from(entry.mode)).map_err(|e| failed(e.into()))?;
+    }
+    for (name, value) in origin.xattrs(entry)? {
+        lsetxattr(&path, OsStr::from_bytes(&name), &value, XattrFlags::empty())
+            .map_err(|e| no_xattr(&path, &name, e))?;
+    }
+    utimensat(CWD, &path, &times(entry), AtFlags::SYMLINK_NOFOLLOW)
+        .map_err(|e| failed(e.into()))?;
+    Ok(Mapped::default())
+}
+
+/// Gives `file`, which was made with its mode, the other attributes of `entry`.
+fn finish(file: &File, entry: &Entry, origin: &impl Origin, path: &Path) -> Result<()> {
+    // Each change of an inode is a transaction's, and most files need but one.
+    let ours = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    if entry.owner != ours {
+        return dress(file, entry, origin, path);
+    }
+    set_rest(file, entry, origin, path)
+}
+
+/// Gives `file` the attributes of `entry`.
+pub(super) fn dress(file: &File, entry: &Entry, origin: &impl Origin, path: &Path) -> Result<()> {
+    let (uid, gid) = entry.owner;
+    fchown(file, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))
+        .and_then(|()| fchmod(file, Mode::from(entry.mode)))
+        .map_err(|e| cannot_make(path)(e.into()))?;
+    set_rest(file, entry, origin, path)
+}
+
+fn set_rest(file: &File, entry: &Entry, origin: &impl Origin, path: &Path) -> Result<()> {
+    // After the owner and the mode, whose changes change capabilities and ACLs.
+    for (name, value) in origin.xattrs(entry)? {
+        fsetxattr(file, OsStr::from_bytes(&name), &value, XattrFlags::empty())
+            .map_err(|e| no_xattr(path, &name, e))?;
+    }
+    Ok(futimens(file.as_fd(), &times(entry)).map_err(|e| cannot_make(path)(e.into()))?)
+}
+
+fn times(entry: &Entry) -> Timestamps {
+    let (tv_sec, nanoseconds) = entry.modified;
+    let omit = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT };
+    let last_modification = Timespec { tv_sec, tv_nsec: nanoseconds.into() };
+    Timestamps { last_access: omit, last_modification }
+}
+
+/// Takes away the ACLs that the new `file` or folder has inherited, and would hand on.
+pub(super) fn forget_acls(file: &File) -> std::io::Result<()> {
+    for name in ["system.posix_acl_default", "system.posix_acl_access"] {
+        match fremovexattr(file, name) {
+            Ok(()) | Err(Errno::NODATA | Errno::NOTSUP | Errno::ACCESS) => {}
+            Err(errno) => return Err(errno.into()),
         }
     }
     Ok(())
 }
 
-fn make(
-    mount: &Mount,
-    target: &Target,
-    from: &Path,
-    staging: &Path,
-    entries: &mut [Entry],
-) -> Result<Mapped> {
-    let area = give_addresses(mount, target, from, entries)?;
-    // What is made in these folders inherits that it has no checksums, to be cloned to.
-    make_nodatasum(&open(staging)?)?;
-    let folders: Vec<_> = entries.iter().filter(|entry| entry.metadata.is_dir()).collect();
-    for folder in folders.iter().skip(1) {
-        let path = staging.join(&folder.path);
-        fs::DirBuilder::new().mode(0o700).create(&path).map_err(cannot_make(&path))?;
-    }
-    let others: Vec<_> = entries.iter().filter(|entry| !entry.metadata.is_dir()).collect();
-    let next = AtomicUsize::new(0);
-    let failure = Mutex::new(None);
-    let work = || {
-        while let Some(entry) = others.get(next.fetch_add(1, Relaxed)) {
-            if let Err(error) = make_one(area.as_ref(), from, staging, entry) {
-                next.store(others.len(), Relaxed);
-                *failure.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(error);
-            }
-        }
-    };
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
-    thread::scope(|scope| {
-        (1..threads).for_each(|_| {
-            scope.spawn(work);
-        });
-        work();
-    });
-    if let Some(error) = failure.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
-        return Err(error);
-    }
-    // Last, since making files changes their times: from the leaves up.
-    for folder in folders.iter().rev() {
-        let path = staging.join(&folder.path);
-        let folder_file = open(&path)?;
-        end_nodatasum(&folder_file)?;
-        like(&folder_file, &folder.metadata).map_err(cannot_make(&path))?;
-    }
-    let files = others.iter().filter(|entry| entry.metadata.is_file());
-    let bytes = files.clone().map(|entry| entry.metadata.len()).sum();
-    Ok(Mapped { files: files.count() as u64, bytes })
-}
-
-/// Whether a file is mapped, and not copied: less than a block would take one of local data in
-/// any case, for its end.
-fn is_mapped(entry: &Entry) -> bool {
-    entry.metadata.is_file() && entry.metadata.len() >= BLOCK_SIZE
-}
-
-/// Maps all that is to be mapped, in batches; the area's file if there was any.
-fn give_addresses(
-    mount: &Mount,
-    target: &Target,
-    from: &Path,
-    entries: &mut [Entry],
-) -> Result<Option<File>> {
-    let mut area = None;
-    let mut rest: Vec<_> = entries.iter_mut().filter(|entry| is_mapped(entry)).collect();
-    let mut rest = rest.as_mut_slice();
-    while !rest.is_empty() {
-        let mut bytes = 0;
-        let mut fits = |entry: &&mut Entry| {
-            bytes += from.as_os_str().len() + entry.path.as_os_str().len() + 100;
-            bytes <= PATHS_MAX
-        };
-        let count = rest.iter().take(CONTENTS_MAX).take_while(|entry| fits(entry)).count().max(1);
-        let (batch, others) = rest.split_at_mut(count);
-        let contents = batch.iter().map(|entry| MapContent::File {
-            path: from.join(&entry.path),
-            inode: entry.metadata.ino(),
-            size: entry.metadata.len(),
-        });
-        let origin = from.display().to_string();
-        let (mut start, file) = mount.map(&target.path, &origin, contents.collect())?;
-        for entry in batch {
-            entry.start = start;
-            start += entry.metadata.len().next_multiple_of(BLOCK_SIZE);
-        }
-        area = Some(file);
-        rest = others;
-    }
-    Ok(area)
-}
-
-fn make_one(area: Option<&File>, from: &Path, staging: &Path, entry: &Entry) -> Result<()> {
-    let path = staging.join(&entry.path);
-    let failed = cannot_make(&path);
-    let metadata = &entry.metadata;
-    if metadata.is_symlink() {
-        let target = fs::read_link(from.join(&entry.path)).map_err(&failed)?;
-        symlink(target, &path).map_err(&failed)?;
-        lchown(&path, Some(metadata.uid()), Some(metadata.gid())).map_err(&failed)?;
-        return Ok(());
-    }
-    let mode = metadata.mode() & 0o7777;
-    let mut file =
-        File::options().write(true).create_new(true).mode(mode).open(&path).map_err(&failed)?;
-    match area.filter(|_| is_mapped(entry)) {
-        Some(area) => clone(area, entry.start, &file, metadata.len())?,
-        None => {
-            let mut source = File::open(from.join(&entry.path)).map_err(&failed)?;
-            std::io::copy(&mut source, &mut file).map_err(&failed)?;
-        }
-    }
-    // Each change of an inode is a transaction's, and most files need but one.
-    let ours = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-    let finished = match (metadata.uid(), metadata.gid()) == ours {
-        true => {
-            metadata.modified().and_then(|time| file.set_times(FileTimes::new().set_modified(time)))
-        }
-        false => like(&file, metadata),
-    };
-    Ok(finished.map_err(failed)?)
+fn no_xattr(path: &Path, name: &[u8], errno: Errno) -> Error {
+    let name = String::from_utf8_lossy(name);
+    Error::io(format!("cannot set the attribute {name} of {}", path.display()), errno.into())
 }
 
 fn open(folder: &Path) -> Result<File> {
     Ok(File::open(folder).map_err(cannot_make(folder))?)
 }
 
-fn cannot_make(path: &Path) -> impl Fn(std::io::Error) -> Error + '_ {
+pub(super) fn cannot_make(path: &Path) -> impl Fn(std::io::Error) -> Error + '_ {
     move |e| Error::io(format!("cannot make {}", path.display()), e)
+}
+
+/// Refuses a tree of more than [`ENTRIES_MAX`] entries.
+pub(super) fn check_count(entries: &[Entry], shown: impl std::fmt::Display) -> Result<()> {
+    if entries.len() < ENTRIES_MAX {
+        return Ok(());
+    }
+    let message = format!("{shown} has more than {ENTRIES_MAX} files: map its folders one by one");
+    Err(Error::new(ErrorKind::Invalid, message).into())
 }

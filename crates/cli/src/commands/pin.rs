@@ -1,0 +1,119 @@
+//! `burgeon pin`: what files hold is fetched now, kept, and fetched again when the cache was lost.
+//!
+//! ```text
+//!   files ─► their lazy addresses (FIEMAP) ─► daemon: written down, then fetched in the background
+//! ```
+//! Nothing is read through the mount, so what is computed or lies on this host costs nothing.
+
+use std::{
+    fs::File,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    thread,
+    time::Duration,
+};
+
+use anyhow::Result;
+use burgeon_block::{ByteRange, Error, ErrorKind};
+use burgeon_daemon::{
+    extents::addresses,
+    protocol::{FillStatus, Reply, Request},
+};
+use serde_json::json;
+
+use super::{Context, map::Mount, prefetch::collect, umount::ask};
+use crate::{args, output, progress::Progress};
+
+/// How often it is asked how far it is.
+const INTERVAL: Duration = Duration::from_millis(200);
+/// How often in a row the daemon may not know: 30 s.
+const SILENCES_MAX: usize = 150;
+
+pub(super) fn pin(context: &Context, args: args::Pin) -> Result<ExitCode> {
+    let mut mounts: Vec<Mount> = Vec::new();
+    for path in &args.paths {
+        let path = std::path::absolute(path)?;
+        let there = std::fs::canonicalize(&path).ok();
+        // What is gone can still be let go, by its name.
+        let ancestor = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+        let mount = Mount::of(context, there.as_deref().unwrap_or(ancestor))?;
+        let ranges = if args.remove { Vec::new() } else { ranges(&path)? };
+        let path = there.unwrap_or(path).display().to_string();
+        let answer = mount.client.call(&Request::Pin { id: mount.id, path, ranges })?;
+        let (Reply::Done, _) = answer else {
+            anyhow::bail!("the daemon gave an answer to something else");
+        };
+        if mounts.iter().all(|known| known.id != mount.id) {
+            mounts.push(mount);
+        }
+    }
+    let mut total = 0;
+    if !args.remove {
+        for mount in &mounts {
+            total += wait(mount)?;
+        }
+    }
+    if context.json {
+        output::print_json(&json!({ "paths": args.paths, "pinned_bytes": total }))?;
+    } else if !args.remove {
+        println!("pinned: {} are local in all, and stay so", output::bytes(total));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The lazy addresses of all files at and below `path`; what lies side by side is one.
+fn ranges(path: &Path) -> Result<Vec<(u64, u64)>> {
+    let mut files: Vec<(PathBuf, u64)> = Vec::new();
+    collect(path, &mut files)?;
+    let mut ranges = Vec::new();
+    for (file, _) in &files {
+        let failed = |e| Error::io(format!("cannot pin {}", file.display()), e);
+        ranges.extend(addresses(&File::open(file).map_err(failed)?)?);
+    }
+    ranges.sort_by_key(|range| range.start());
+    let mut merged: Vec<ByteRange> = Vec::new();
+    for range in ranges {
+        match merged.last_mut() {
+            Some(last) if last.end() >= range.start() => {
+                *last = ByteRange::new(last.start(), last.end().max(range.end())).unwrap_or(*last);
+            }
+            _ => merged.push(range),
+        }
+    }
+    Ok(merged.iter().map(|range| (range.start(), range.len())).collect())
+}
+
+/// Waits until all that is pinned in the mount is local: how much that is.
+fn wait(mount: &Mount) -> Result<u64> {
+    let progress = Progress::new("pin");
+    let mut silent = 0;
+    let FillStatus { state, total_bytes, done_bytes, .. } = loop {
+        let this = ask(&mount.client)?.mounts.into_iter().find(|status| status.id == mount.id);
+        match this.and_then(|status| status.pinned) {
+            Some(pinned) => {
+                progress.update(pinned.done_bytes, Some(pinned.total_bytes));
+                if pinned.state != "running" {
+                    break pinned;
+                }
+                silent = 0;
+            }
+            // A server is being started, or cannot find out.
+            None if silent < SILENCES_MAX => silent += 1,
+            None => {
+                let message = "the daemon does not say how far it is: see `burgeon status`";
+                return Err(Error::new(ErrorKind::Unavailable, message).into());
+            }
+        }
+        thread::sleep(INTERVAL);
+    };
+    progress.finish();
+    if done_bytes == total_bytes {
+        return Ok(total_bytes);
+    }
+    let message = format!(
+        "{} of {} are local ({state}): `burgeon status` says why; the next mount tries again",
+        output::bytes(done_bytes),
+        output::bytes(total_bytes)
+    );
+    Err(Error::new(ErrorKind::Unavailable, message).into())
+}

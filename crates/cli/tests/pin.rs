@@ -1,0 +1,92 @@
+//! What is pinned is fetched, is known to the next mount, and is fetched again when it was lost.
+//! Needs root.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+use testkit::{Burgeon, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// An image `name` of one file, `data`, and what that holds.
+fn build(space: &Space, burgeon: &Burgeon, name: &str, len: usize) -> Vec<u8> {
+    let tree = space.make_folder(name);
+    let bytes = Rng::new(len as u64).bytes(len);
+    fs::write(tree.join("data"), &bytes).unwrap();
+    burgeon.build(&tree, name);
+    bytes
+}
+
+fn mount(burgeon: &Burgeon) -> Value {
+    burgeon.status()["mounts"][0].clone()
+}
+
+/// Waits until all that is pinned is local; how much that is.
+fn pinned(burgeon: &Burgeon) -> u64 {
+    // A server that has just been started does not know yet.
+    let mut pinned = Value::Null;
+    assert!(wait_until(PATIENCE, || {
+        pinned = mount(burgeon)["pinned"].clone();
+        pinned["state"] == "done"
+    }));
+    assert_eq!(pinned["done_bytes"], pinned["total_bytes"], "{pinned}");
+    pinned["done_bytes"].as_u64().unwrap()
+}
+
+fn caches(burgeon: &Burgeon) -> Vec<PathBuf> {
+    let folders = fs::read_dir(burgeon.state().join("images")).unwrap().flatten();
+    folders.map(|folder| folder.path().join("cache")).filter(|cache| cache.exists()).collect()
+}
+
+#[test]
+fn what_is_pinned_is_local_and_is_fetched_again_when_it_was_lost() {
+    let space = Space::new("pin");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let own = build(&space, &burgeon, "own", 900_000);
+    let other = build(&space, &burgeon, "other", 1_500_000);
+    let at = space.path("at");
+    let options = ["--virtual", "16P", "--writes", "w", "--write-limit", "256M"];
+    let mounted = burgeon.mount("own", &at, &options);
+    burgeon.ok(&["map", text(&at.join("other")), "--from", "other"]);
+    burgeon.ok(&["map", text(&at.join("zeros")), "--computed", "zeros", "--size", "3T"]);
+    fs::write(at.join("local"), &own).unwrap();
+    // What is computed or local costs nothing; a whole tree is pinned at once.
+    burgeon.ok(&["pin", text(&at.join("zeros"))]);
+    assert_eq!(pinned(&burgeon), 0);
+    let said = burgeon.ok(&["pin", text(&at)]);
+    assert!(said.contains("2.29 MiB"), "{said}");
+    let all =
+        (own.len() as u64).next_multiple_of(4096) + (other.len() as u64).next_multiple_of(4096);
+    assert_eq!(pinned(&burgeon), all);
+    kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
+    assert_eq!(pinned(&burgeon), all);
+    burgeon.fails(&["pin", text(&at.join("none"))], 3, "none");
+
+    // The caches are lost; the next mount fetches what is pinned, which then needs no store.
+    burgeon.umount(mounted);
+    caches(&burgeon).iter().for_each(|cache| fs::remove_file(cache).unwrap());
+    let mounted = burgeon.mount("own", &at, &["--writes", "w"]);
+    assert_eq!(pinned(&burgeon), all);
+    let said = burgeon.ok(&["status"]);
+    assert!(said.contains("pinned     done") && said.contains("2 paths"), "{said}");
+    let (store, away) = (burgeon.state().join("store"), space.path("away"));
+    fs::rename(&store, &away).unwrap();
+    drop_caches();
+    assert_eq!(fs::read(at.join("data")).unwrap(), own);
+    assert_eq!(fs::read(at.join("other/data")).unwrap(), other);
+    fs::rename(&away, &store).unwrap();
+
+    burgeon.ok(&["pin", "--remove", text(&at)]);
+    assert_eq!(mount(&burgeon)["pins"].as_array().unwrap().len(), 1);
+    assert_eq!(pinned(&burgeon), 0);
+    burgeon.umount(mounted);
+}

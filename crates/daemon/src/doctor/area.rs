@@ -1,0 +1,61 @@
+//! What is mapped into kept writes: whether its map, and all that it takes to read mapped images, is
+//! whole.
+
+use burgeon_block::Result;
+use burgeon_image::{AddressMap, ExtentMap};
+
+use super::{Finding, Level};
+use crate::{
+    images::{self, AREA},
+    paths::StateDir,
+    writes,
+};
+
+/// Looks at what is mapped into the writes `name`; `None` if nothing can be.
+pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
+    writes::find(state, name).ok().flatten().filter(|record| record.virtual_bytes > 0)?;
+    let area = writes::folder(state, name).join(AREA);
+    let subject = format!("mapped into {name}");
+    let verified = ExtentMap::open(&area).and_then(|map| Ok((map.verify()?, map)));
+    let (unfinished, map) = match verified {
+        Ok(verified) => verified,
+        Err(e) => {
+            let remedy = format!(
+                "restore {} from a backup; until then what it does not tell any more is an I/O error, \
+                 and never another content",
+                area.display()
+            );
+            return Some(Finding::bad(Level::Problem, &subject, e.to_string(), &remedy));
+        }
+    };
+    if let Err(e) = check_images(state, &area, &map) {
+        return Some(Finding::bad(
+            Level::Problem,
+            &subject,
+            e.to_string(),
+            "map that image once more, to any name: this makes what is missing anew; or restore it \
+             from a backup",
+        ));
+    }
+    // One that is under way has no end yet.
+    let mounted = writes::is_mounted(state, name).unwrap_or(true);
+    if let (Some(label), false) = (unfinished.last(), mounted) {
+        return Some(Finding::bad(
+            Level::Warning,
+            &subject,
+            format!("{} mappings have no end, the last is {label}", unfinished.len()),
+            "a `burgeon map` that was killed leaves that, and nothing is to be done; if its files are \
+             there and give I/O errors, the map was cut off: restore it from a backup",
+        ));
+    }
+    Some(Finding::fine(&subject, "the map is whole"))
+}
+
+/// Whether every image that is mapped can be read, as far as this host has to do with it.
+fn check_images(state: &StateDir, area: &std::path::Path, map: &ExtentMap) -> Result<()> {
+    for digest in map.images()? {
+        let image = images::find(state, area, &digest)?;
+        AddressMap::open(&image.map)?.verify()?;
+    }
+    Ok(())
+}

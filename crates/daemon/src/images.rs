@@ -1,0 +1,184 @@
+//! Images that are mapped into a virtual area, and what it takes to read them as long as the area
+//! is there.
+//!
+//! ```text
+//!   area/images/<digest>/   image.json   which store has the chunks: a root of collections
+//!                           map          address ──► chunk, block checksums, as of a mounted image
+//! ```
+//!
+//! Invariants: `image.json` is durable before the store is asked to keep the manifest, the map
+//! before an address of the image is given away; nothing here is removed but with the area. So an
+//! image is readable whatever becomes of its name and of `images/<digest>/`.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
+use burgeon_image::{AddressMap, ExtentMap};
+use burgeon_source::{Access, Location};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    files::{self, Lock},
+    id::MountId,
+    paths::StateDir,
+    prepared, roots,
+};
+
+/// The version of [`Record`] that this program writes and reads.
+const FORMAT: u32 = 1;
+
+/// Images of one area. The server has two descriptors open for each that is read, and may have
+/// 1024 in all if nobody says otherwise.
+const IMAGES_MAX: usize = 256;
+
+/// What `image.json` holds.
+#[derive(Serialize, Deserialize)]
+struct Record {
+    format: u32,
+    /// The store that has the chunks; `None` is the state directory's own.
+    store: Option<Location>,
+}
+
+/// A mapped image.
+pub(crate) struct Image {
+    pub(crate) digest: Digest,
+    /// Where its chunks are.
+    pub(crate) store: Location,
+    /// Its address map.
+    pub(crate) map: PathBuf,
+}
+
+fn folder(area: &Path) -> PathBuf {
+    area.join("images")
+}
+
+/// Keeps what it takes to read the image `digest` with `area`, durably. Returns its lazy data, and
+/// a sentence if its store cannot be told that it is needed.
+pub(crate) fn keep(
+    state: &StateDir,
+    area: &Path,
+    store: Option<&Location>,
+    access: &Access,
+    digest: &Digest,
+) -> Result<(ByteRange, Option<String>)> {
+    let all = folder(area);
+    let own = all.join(digest.to_string());
+    prepared::make_folder(&all)?;
+    // Two clients may map one image at once.
+    let _lock = Lock::take(&all.join("lock"))?;
+    if !own.exists() && list(state, area)?.len() >= IMAGES_MAX {
+        let message = format!("more than {IMAGES_MAX} images cannot be mapped into one mount");
+        return Err(Error::new(ErrorKind::NoSpace, message));
+    }
+    prepared::make_folder(&own)?;
+    files::sync_parent(&all)?;
+    files::sync_parent(&own)?;
+    let record = Record { format: FORMAT, store: store.cloned() };
+    files::publish_json(&own.join("image.json"), &record)?;
+    let store = location(state, record.store);
+    let note = roots::announce(state, &store, access, digest)?;
+    let path = own.join("map");
+    let whole = |map: AddressMap| map.verify().map(|()| map.data_range());
+    let range = match AddressMap::open(&path).and_then(whole) {
+        Ok(range) => range,
+        // There is none yet, or it is damaged.
+        Err(_) => {
+            prepared::keep_map(state, &store, access, *digest, &own)?;
+            AddressMap::open(&path).and_then(whole)?
+        }
+    };
+    Ok((range, note))
+}
+
+/// The image `digest` of `area`.
+pub(crate) fn find(state: &StateDir, area: &Path, digest: &Digest) -> Result<Image> {
+    let own = folder(area).join(digest.to_string());
+    let path = own.join("image.json");
+    let record: Record = files::read_json(&path)?;
+    if record.format != FORMAT {
+        let message = format!("{} has the unknown format {}", path.display(), record.format);
+        return Err(Error::new(ErrorKind::UnsupportedFormat, message));
+    }
+    Ok(Image { digest: *digest, store: location(state, record.store), map: own.join("map") })
+}
+
+/// All images of `area`. An error if what one of them needs cannot be known.
+pub(crate) fn list(state: &StateDir, area: &Path) -> Result<Vec<Image>> {
+    let all = folder(area);
+    let entries = match fs::read_dir(&all) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(|e| Error::io(format!("cannot list {}", all.display()), e))?,
+    };
+    let mut images = Vec::new();
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let Some(digest) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
+        match find(state, area, &digest) {
+            // Its folder is being made, and nothing yet relies on it; or it is being taken away.
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            image => images.push(image?),
+        }
+    }
+    Ok(images)
+}
+
+/// The images that are mapped into anything of this state directory: running mounts and kept
+/// writes, also those that lack their record. What a map names counts whatever lies beside it.
+pub(crate) fn all(state: &StateDir) -> Result<Vec<Image>> {
+    let mut images = Vec::new();
+    for folder in [state.mounts(), state.writes()] {
+        let owners = fs::read_dir(&folder)
+            .map_err(|e| Error::io(format!("cannot list {}", folder.display()), e))?;
+        for owner in owners.flatten() {
+            let area = owner.path().join(AREA);
+            match fs::metadata(&area) {
+                Ok(_) => {}
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+                    ) =>
+                {
+                    continue;
+                }
+                Err(e) => return Err(Error::io(format!("cannot look at {}", area.display()), e)),
+            }
+            let known = list(state, &area)?;
+            let mapped = match ExtentMap::open(&area) {
+                Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                map => map?.images()?,
+            };
+            let lost = mapped.iter().filter(|digest| known.iter().all(|i| i.digest != **digest));
+            images.extend(lost.map(|digest| Image {
+                digest: *digest,
+                store: location(state, None),
+                map: PathBuf::new(),
+            }));
+            images.extend(known);
+        }
+    }
+    Ok(images)
+}
+
+/// The folder of a virtual area's map, beside the sprout, whose files refer to it.
+pub(crate) const AREA: &str = "area";
+
+fn location(state: &StateDir, store: Option<Location>) -> Location {
+    store.unwrap_or_else(|| state.store().into())
+}
+
+/// Lets the server of mount `id` use the stores of the images that are mapped into `area`.
+pub(crate) fn keep_access(
+    state: &StateDir,
+    id: MountId,
+    area: &Path,
+    access: &Access,
+) -> Result<()> {
+    for image in list(state, area)? {
+        crate::access::add(&state.mount(id), &image.store, access)?;
+    }
+    Ok(())
+}

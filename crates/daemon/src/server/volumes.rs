@@ -1,0 +1,146 @@
+//! What a mount's reads are answered from: the volume of its image, its virtual area, and the
+//! volumes of the images that are mapped there.
+//!
+//! ```text
+//!   LazyDevice of a mount ─┬─► volume of its image ◄── other mounts, other areas
+//!                          └─► VirtualArea ─► volume of a mapped image ◄── other mounts, other areas
+//! ```
+//!
+//! Invariant: one volume for all who use the same map, cache and store with the same credentials.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, Weak},
+};
+
+use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, ObjectId, Result};
+use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets};
+use burgeon_frontend::Slots;
+use burgeon_image::AddressMap;
+use burgeon_source::{Access, Location, Objects, References, Store};
+use burgeon_volume::{DirectFile, LazyDevice, VirtualArea, Volume};
+
+use super::{Serving, SharedCounters, lock};
+use crate::{access, id::MountId, images, link::Attach, prepared};
+
+pub(super) type ImageVolume = Volume<Objects, DirectFile>;
+pub(super) type Area = VirtualArea<Objects, DirectFile>;
+pub(super) type Device = LazyDevice<Objects, DirectFile, SharedCounters>;
+
+/// Where an image's data is, and how it is used.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(super) struct Origin {
+    cache: PathBuf,
+    store: Location,
+    access: Access,
+}
+
+impl Origin {
+    /// Of the image that is mounted.
+    pub(super) fn of(attach: &Attach, access: &Access) -> Self {
+        let Attach { cache, store, .. } = attach;
+        Self { cache: cache.clone(), store: store.clone(), access: access.for_location(store) }
+    }
+}
+
+impl Serving {
+    /// The volume of the image whose address map is the file `map`.
+    pub(super) fn volume(
+        &self,
+        origin: Origin,
+        map: &Path,
+        references: References,
+    ) -> Result<Arc<ImageVolume>> {
+        let mut volumes = lock(&self.volumes);
+        if let Some(volume) = volumes.get(&origin).and_then(Weak::upgrade) {
+            return Ok(volume);
+        }
+        let map = AddressMap::open(map)?;
+        let reference = map.objects().iter().find(|object| object.as_str().starts_with("file/"));
+        if let (References::Refuse, Some(object)) = (references, reference) {
+            return Err(refused_reference(object));
+        }
+        let objects = Objects::new(Store::open(&origin.store, &origin.access)?, references);
+        let cache = DirectFile::open(&origin.cache, map.data_range().len())?;
+        let _runtime = self.runtime.enter();
+        let volume = Volume::new(Arc::new(map), objects, cache, self.limits.clone());
+        volumes.insert(origin, Arc::downgrade(&volume));
+        Ok(volume)
+    }
+
+    /// The block device that the kernel sees: this mount's superblocks over the shared volume, and
+    /// its virtual area.
+    pub(super) fn lazy_device(
+        self: &Arc<Self>,
+        attach: &Attach,
+        access: &Access,
+        volume: &Arc<ImageVolume>,
+        slots: &Arc<Slots>,
+    ) -> Result<Device> {
+        let path = attach.seed.join("seed.info");
+        let bytes = std::fs::read(&path)
+            .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
+        let info = SeedInfo::from_bytes(&bytes)?;
+        let identity = Identity { fsid: attach.fsid.0 };
+        let mut superblocks = Vec::new();
+        for (mirror, offset) in superblock_offsets(&info, DeviceNo::Data).iter().enumerate() {
+            if let Some(block) = superblock(&info, &identity, DeviceNo::Data, mirror) {
+                const { assert!(burgeon_btrfs::SUPERBLOCK_SIZE as u64 == BLOCK_SIZE) };
+                superblocks.push((*offset, Box::new(block)));
+            }
+        }
+        let counters = SharedCounters(Arc::clone(slots));
+        let mut device =
+            LazyDevice::new(Arc::clone(volume), counters, info.data_device_size(), superblocks)?;
+        if let (Some(folder), Some(range)) = (&attach.area, info.virtual_area) {
+            device = device.with_area(range.start(), self.area(attach, access, folder)?)?;
+        }
+        Ok(match attach.fetch_limit {
+            Some(bytes) => device.with_fetch_limit(bytes),
+            None => device,
+        })
+    }
+
+    /// The virtual area of a mount. Its map names what this host's user has mapped, so files of
+    /// the host are believed.
+    fn area(
+        self: &Arc<Self>,
+        attach: &Attach,
+        access: &Access,
+        folder: &Path,
+    ) -> Result<Arc<Area>> {
+        let access = access.for_location(&attach.store);
+        let objects = Objects::new(Store::open(&attach.store, &access)?, References::Allow);
+        let (serving, id, area) = (Arc::downgrade(self), attach.id, folder.to_owned());
+        let open = move |digest: &Digest| match serving.upgrade() {
+            Some(serving) => serving.mapped_image(id, &area, digest),
+            None => Err(Error::new(ErrorKind::Unavailable, "the server is ending")),
+        };
+        VirtualArea::open(folder, objects, Box::new(open), self.limits.clone())
+    }
+
+    /// The volume of an image that is mapped into `area` of mount `id`.
+    fn mapped_image(&self, id: MountId, area: &Path, digest: &Digest) -> Result<Arc<ImageVolume>> {
+        let image = images::find(&self.state, area, digest)?;
+        let folder = self.state.image(digest);
+        prepared::make_folder(&folder)?;
+        // Asked now: it may have been mapped with more than what was known when it was mounted.
+        let access = access::kept(&self.state.mount(id))?.for_location(&image.store);
+        let own = image.store.folder() == Some(&*self.state.store());
+        let references = if own { References::Allow } else { References::Refuse };
+        let origin = Origin { cache: folder.join("cache"), store: image.store, access };
+        self.volume(origin, &image.map, references)
+    }
+}
+
+/// An image that names files of this host is believed only if this host's own store has it.
+fn refused_reference(object: &ObjectId) -> Error {
+    Error::new(
+        ErrorKind::Invalid,
+        format!(
+            "the image refers to the local /{}, which only an image in the state directory's own \
+             store may do: build it there, or build it without --by-reference",
+            object.as_str().trim_start_matches("file/")
+        ),
+    )
+}

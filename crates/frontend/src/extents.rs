@@ -1,0 +1,80 @@
+//! Where the bytes of a file lie: btrfs tells their logical addresses, which are those of the lazy
+//! device for what is not local.
+
+use std::{ffi::c_ulong, fs::File};
+
+use burgeon_block::{ByteRange, Result};
+
+use crate::sys::{failed, ioctl_struct};
+
+const FS_IOC_FIEMAP: c_ulong = 0xc020_660b;
+/// Extents asked for at once: 14 KiB.
+const BATCH: usize = 256;
+const LAST: u32 = 0x1;
+/// Nowhere yet, somewhere else, compressed, or in the metadata: UNKNOWN, DELALLOC, ENCODED, INLINE.
+const NOT_ADDRESSED: u32 = 0x2 | 0x4 | 0x8 | 0x200;
+
+/// `struct fiemap_extent`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Extent {
+    logical: u64,
+    physical: u64,
+    length: u64,
+    reserved: [u64; 2],
+    flags: u32,
+    reserved_too: [u32; 3],
+}
+
+/// `struct fiemap` with room for its extents.
+#[repr(C)]
+struct Request {
+    start: u64,
+    length: u64,
+    flags: u32,
+    mapped: u32,
+    count: u32,
+    reserved: u32,
+    extents: [Extent; BATCH],
+}
+
+/// The addresses of the bytes of `file`, as far as they have any, in the order of the file.
+pub fn addresses(file: &File) -> Result<Vec<ByteRange>> {
+    let mut found = Vec::new();
+    let mut start = 0;
+    loop {
+        let mut request = Request {
+            start,
+            length: u64::MAX - start,
+            flags: 0,
+            mapped: 0,
+            count: BATCH as u32,
+            reserved: 0,
+            extents: [Extent::default(); BATCH],
+        };
+        // SAFETY: FS_IOC_FIEMAP reads a `fiemap` and writes at most `count` extents behind it.
+        unsafe { ioctl_struct(file, FS_IOC_FIEMAP, &mut request) }
+            .map_err(|e| failed("cannot tell where the bytes of a file lie", e))?;
+        let extents = &request.extents[..(request.mapped as usize).min(BATCH)];
+        for extent in extents.iter().filter(|extent| extent.flags & NOT_ADDRESSED == 0) {
+            found.extend(ByteRange::at(extent.physical, extent.length));
+        }
+        match extents.last() {
+            Some(last) if last.flags & LAST == 0 && last.length > 0 => {
+                start = last.logical.saturating_add(last.length);
+            }
+            _ => return Ok(found),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{BATCH, Extent, Request};
+
+    #[test]
+    fn the_structures_have_the_kernels_sizes() {
+        assert_eq!(size_of::<Extent>(), 56);
+        assert_eq!(size_of::<Request>(), 32 + BATCH * 56);
+    }
+}
