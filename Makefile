@@ -19,7 +19,7 @@ BUILD_NEEDS := cc=gcc /usr/include/stdio.h=libc6-dev
 TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs fio=fio debootstrap=debootstrap setfattr=attr \
 	setfacl=acl setcap=libcap2-bin losetup=mount unshare=util-linux xz=xz-utils zstd=zstd \
 	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
-	nginx=nginx-light pip3=python3-pip umoci=umoci skopeo=skopeo \
+	nginx=nginx-light umoci=umoci skopeo=skopeo \
 	docker-registry=docker-registry htpasswd=apache2-utils
 BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
 	qemu-storage-daemon=qemu-system-common

@@ -4,8 +4,10 @@
 mod head;
 mod link;
 mod proxy;
+mod s3;
 mod servers;
 
 pub use link::Link;
 pub use proxy::{Fault, Proxy, Shape};
-pub use servers::{Registry, S3, WebServer};
+pub use s3::S3;
+pub use servers::{Registry, WebServer};

@@ -2,7 +2,6 @@
 
 use std::{
     fs,
-    io::{BufReader, Write},
     net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -11,15 +10,12 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use super::head::Head;
-use crate::{space::base, wait_until};
+use crate::wait_until;
 
-/// How long a server may take to listen: Python on a busy machine.
+/// How long a server may take to listen, on a busy machine.
 const START: Duration = Duration::from_secs(60);
 /// How often another port is tried, should somebody take the free one first.
 const TRIES: usize = 5;
-/// The S3 server: `moto`, from PyPI, because Debian 12 has none.
-const MOTO: [&str; 3] = ["moto[s3]==5.1.22", "flask==3.1.2", "flask-cors==6.0.1"];
 
 /// A process that listens.
 struct Server {
@@ -135,72 +131,4 @@ impl Registry {
     pub fn address(&self) -> SocketAddr {
         self.server.address
     }
-}
-
-/// An S3 server with one empty bucket, `bucket`. It keeps everything in memory.
-pub struct S3 {
-    server: Server,
-}
-
-impl S3 {
-    /// Starts it.
-    pub fn start() -> Result<Self> {
-        let modules = moto()?;
-        let server = Server::start("moto", |port| {
-            let mut command = Command::new("python3");
-            command.env("PYTHONPATH", &modules).args(["-m", "moto.server", "-H", "127.0.0.1"]);
-            command.arg("-p").arg(port.to_string());
-            Ok(command)
-        })?;
-        let s3 = Self { server };
-        let put = "PUT /bucket HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\
-                   authorization: AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/aws4_request\r\n\
-                   connection: close\r\n\r\n";
-        let mut stream = TcpStream::connect(s3.address())?;
-        stream.write_all(put.as_bytes())?;
-        let head = Head::read(&mut BufReader::new(stream))?;
-        match head {
-            Some(head) if head.second() == "200" => Ok(s3),
-            head => bail!("the S3 server made no bucket: {head:?}"),
-        }
-    }
-
-    /// Where it listens.
-    pub fn address(&self) -> SocketAddr {
-        self.server.address
-    }
-
-    /// The environment of a program that uses it, by way of `address`.
-    pub fn environment(address: SocketAddr) -> [(&'static str, String); 4] {
-        [
-            ("AWS_ENDPOINT_URL", format!("http://{address}")),
-            ("AWS_ACCESS_KEY_ID", "test-id".to_owned()),
-            ("AWS_SECRET_ACCESS_KEY", "test-secret".to_owned()),
-            ("AWS_REGION", "us-east-1".to_owned()),
-        ]
-    }
-}
-
-/// The folder with the server's modules. The first call installs them from PyPI; they are kept.
-fn moto() -> Result<PathBuf> {
-    let base = base();
-    fs::create_dir_all(&base)?;
-    let lock = fs::File::create(base.join("moto.lock"))?;
-    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive)?;
-    let kept = base.join("moto-5.1");
-    let complete = kept.join("complete");
-    if complete.exists() {
-        return Ok(kept);
-    }
-    let mut install = Command::new("python3");
-    install
-        .args(["-m", "pip", "install", "--quiet", "--upgrade", "--target"])
-        .arg(&kept)
-        .args(MOTO);
-    let output = install.output().context("cannot run python3: install python3-pip")?;
-    if !output.status.success() {
-        bail!("{install:?} failed: {}", String::from_utf8_lossy(&output.stderr));
-    }
-    fs::write(complete, "")?;
-    Ok(kept)
 }
