@@ -20,14 +20,14 @@ const TEST: &str = "ublk::queue::hits::a_queue_answers_hits_from_the_cache";
 const COUNTED: &str = "*answer_hits*";
 /// Where the budget is kept.
 const FILE: &str = "dev/xtask/hit_path.budget";
-/// How much more than the budget may be counted, in percent: another version of the compiler
-/// differs by that much, and so does no change that one would want to hide.
-const TOLERANCE: u64 = 3;
+/// How much more than the budget may be counted, in percent: another version of the compiler, or a
+/// processor for which the C library copies in another way, may differ by that much.
+const TOLERANCE: u64 = 10;
 
 /// What this needs from Debian, as `dev/need` wants it.
 pub(crate) const NEEDS: [&str; 1] = ["valgrind=valgrind"];
 
-#[derive(clap::Args)]
+#[derive(clap::Args, Default)]
 pub(crate) struct Options {
     /// Make what is counted now the budget.
     #[arg(long)]
@@ -111,8 +111,8 @@ mod tests {
 
     #[test]
     fn a_heavier_hit_is_refused_and_a_lighter_one_is_not() {
-        assert!(verdict(1030, 1000).is_ok() && verdict(10, 1000).is_ok());
-        let error = verdict(1031, 1000).unwrap_err().to_string();
+        assert!(verdict(1100, 1000).is_ok() && verdict(10, 1000).is_ok());
+        let error = verdict(1101, 1000).unwrap_err().to_string();
         assert!(error.contains("--renew"), "{error}");
     }
 }
