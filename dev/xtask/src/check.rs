@@ -22,7 +22,7 @@ use anyhow::{Context, Result, bail};
 use crate::{budget, lab};
 
 /// How long each fuzz target runs in a bounded run, in seconds, unless asked otherwise.
-const FUZZ_SECONDS: u32 = 30;
+const FUZZ_SECONDS: u32 = 20;
 
 /// The crate of the fuzz targets.
 const FUZZ: &str = "dev/fuzz";

@@ -29,12 +29,12 @@ const PROGRAMS: [(&str, &str); 5] = [
 /// out (`test = false`).
 const UBLK_PROGRAMS: [(&str, &str); 3] =
     [("burgeon-frontend", "ublk"), ("burgeon-frontend", "ublk_kill"), ("burgeon", "ublk")];
-/// Those of this machine that mount, once more: over ublk.
-const OVER_UBLK_PROGRAMS: [(&str, &str); 10] = [
+/// Those of this machine that mount, once more: over ublk. Not what is refused (`kernel_refuse`),
+/// which is so before there is a transport, and waits for minutes.
+const OVER_UBLK_PROGRAMS: [(&str, &str); 9] = [
     ("burgeon-frontend", "virtual_area"),
     ("burgeon", "kernel_tar"),
     ("burgeon", "kernel_corrupt"),
-    ("burgeon", "kernel_refuse"),
     ("burgeon", "kernel_hostile"),
     ("burgeon", "kernel_kill"),
     ("burgeon", "kill"),
