@@ -8,7 +8,8 @@ use std::sync::{
 use burgeon_block::{ByteRange, RangeSet};
 use burgeon_image::READS_MAX;
 
-/// A recorder of reads. While it is off, a read costs one load.
+/// A recorder of reads. While it is off, a read costs one load. While it is on, each takes a lock and
+/// may allocate, at most for [`READS_MAX`] ranges: what a user who records has asked for.
 #[derive(Default)]
 pub(crate) struct ReadLog {
     on: AtomicBool,
@@ -52,6 +53,10 @@ impl ReadLog {
 
 impl Recording {
     fn add(&mut self, range: ByteRange) {
+        if self.cut_short {
+            // What was seen has a bound, too.
+            return;
+        }
         for new in self.seen.insert(range) {
             if let Some(last) = self.reads.last_mut()
                 && last.end() == new.start()
@@ -64,5 +69,25 @@ impl Recording {
                 self.cut_short = true;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_block::{BLOCK_SIZE, ByteRange};
+
+    use super::{READS_MAX, ReadLog};
+
+    #[test]
+    fn a_recording_ends_where_its_memory_does() {
+        let log = ReadLog::default();
+        log.start();
+        let every_other = |n: u64| ByteRange::at(2 * n * BLOCK_SIZE, BLOCK_SIZE).unwrap();
+        let many = READS_MAX as u64 + 1000;
+        (0..many).for_each(|n| log.note(every_other(n)));
+        let recording = log.finish();
+        assert!(recording.cut_short && recording.reads.len() == READS_MAX);
+        let remembered = |n| recording.seen.clone().insert(every_other(n)).is_empty();
+        assert!(remembered(0) && !remembered(many - 1), "what was seen grows on");
     }
 }
