@@ -16,7 +16,6 @@ use crate::id::{Fsid, MountId};
 /// What a client asks for.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "call", rename_all = "kebab-case")]
-#[expect(clippy::large_enum_variant, reason = "a message at a time, never kept")]
 pub enum Request {
     /// Make a detached mount: answered by [`Reply::Mounted`] and a descriptor.
     Mount(MountRequest),
