@@ -7,12 +7,11 @@ use burgeon_image::{
     build::{self, OnProgress, Options, Report},
     catalog,
 };
+use burgeon_source::{registry::Digest, waiting, web};
 use reqwest::{
     Response, Url,
     header::{ETAG, HeaderMap, IF_RANGE, LAST_MODIFIED},
 };
-
-use crate::{digest::Digest, http};
 
 /// An answer whose body is the archive.
 pub(crate) struct Archive {
@@ -26,26 +25,26 @@ pub(crate) struct Archive {
 impl Archive {
     /// Asks for the archive; its bytes come when they are read.
     pub(crate) fn open(url: &Url) -> Result<Self> {
-        let client = http::client()?;
+        let client = web::client()?;
         let what = format!("read {}", shown(url));
         let mut version: Option<String> = None;
         let (to, doing) = (url.clone(), what.clone());
         let ask = move |offset| -> Result<Response> {
-            let answer = http::send(&doing, || {
-                let request = http::from(http::get(&client, &to), offset);
+            let answer = waiting(web::send(&doing, web::RETRIES, || {
+                let request = web::from(web::get(&client, &to), offset);
                 // The rest of another version would be no rest.
                 match &version {
                     Some(version) if offset > 0 => request.header(IF_RANGE, version),
                     _ => request,
                 }
-            })?;
+            }))?;
             if !answer.status().is_success() {
-                return Err(http::refused(&doing, answer.status()));
+                return Err(web::refused(&doing, answer.status()));
             }
             version = version.take().or_else(|| version_of(answer.headers()));
             Ok(answer)
         };
-        let body = http::Body::new(what, ask)?;
+        let body = web::Body::new(what, ask)?;
         let len = body.answer().and_then(Response::content_length);
         let version = body.answer().and_then(|answer| version_of(answer.headers()));
         Ok(Self { url: url.clone(), body: Box::new(body), len, version })

@@ -6,12 +6,9 @@
 //! ```
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_source::registry::{DOCUMENT_MAX, Digest};
 use serde::{Deserialize, de::DeserializeOwned};
 
-use crate::digest::Digest;
-
-/// Longest index, manifest or configuration, in bytes: what registries accept.
-pub(crate) const DOCUMENT_MAX: u64 = 4 << 20;
 /// Layers of an image: four times what the runtimes of containers can mount.
 const LAYERS_MAX: usize = 512;
 
@@ -239,8 +236,7 @@ mod tests {
     use burgeon_block::ErrorKind;
     use serde_json::{Value, json};
 
-    use super::{Compression, Descriptor, Document, choose, diff_ids};
-    use crate::digest::Digest;
+    use super::{Compression, Descriptor, Digest, Document, choose, diff_ids};
 
     fn descriptor(kind: &str) -> Value {
         json!({ "mediaType": kind, "digest": Digest::of(b"x").to_string(), "size": 1 })

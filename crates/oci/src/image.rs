@@ -21,13 +21,12 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::build::{self, LayerIndex, LayerLimits, Layers, OnProgress, Options, Report};
+use burgeon_source::registry::{Checked, Digest, Digesting, Registry, body_error};
 
 use crate::{
     OnFetch,
-    digest::{Checked, Digest, Digesting},
     document::{Compression, Descriptor, Document, Layer, Manifest, diff_ids, for_this_machine},
     layout::Layout,
-    registry::{Registry, ours},
     source::Wanted,
 };
 
@@ -57,7 +56,10 @@ impl Blobs {
     fn document(&self, wanted: &Wanted) -> Result<(Vec<u8>, Digest)> {
         match self {
             Self::Layout(layout) => layout.document(wanted),
-            Self::Registry(registry) => registry.document(wanted),
+            Self::Registry(registry) => match wanted {
+                Wanted::Digest(digest) => registry.document(Some(digest)),
+                Wanted::Only | Wanted::Tag(_) => registry.document(None),
+            },
         }
     }
 
@@ -91,7 +93,8 @@ impl Blobs {
         let digest = config.digest()?;
         let mut bytes = Vec::new();
         let mut blob = Checked::new(self.blob(&digest)?, digest.clone(), config.document_size()?);
-        blob.read_to_end(&mut bytes).map_err(|error| ours(&format!("read {digest}"), error))?;
+        blob.read_to_end(&mut bytes)
+            .map_err(|error| body_error(&format!("read {digest}"), error))?;
         Ok(bytes)
     }
 
@@ -175,7 +178,8 @@ impl Blobs {
         let mut tee = Tee { inner: blob, spool: spooled, count };
         let index = look(&mut tee, compression, diff_id, headers);
         // What is wrong with the bytes themselves says more than what they do to a decoder.
-        io::copy(&mut tee, &mut io::sink()).map_err(|error| cannot(ours("read it", error)))?;
+        io::copy(&mut tee, &mut io::sink())
+            .map_err(|error| cannot(body_error("read it", error)))?;
         let index = index.map_err(cannot)?;
         let spooled = tee.spool;
         let open: build::OpenLayer = match self {

@@ -8,10 +8,10 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_source::registry::{DOCUMENT_MAX, Digest};
 
 use crate::{
-    digest::Digest,
-    document::{DOCUMENT_MAX, Descriptor, Document},
+    document::{Descriptor, Document},
     source::Wanted,
 };
 

@@ -12,13 +12,9 @@
 //! a registry sends has a bound before it is read.
 
 mod archive;
-mod credentials;
-mod digest;
 mod document;
-mod http;
 mod image;
 mod layout;
-mod registry;
 mod source;
 
 use std::path::Path;
@@ -28,16 +24,18 @@ use burgeon_image::{
     build::{OnProgress, Options, Report},
     catalog,
 };
+use burgeon_source::{
+    Access,
+    registry::{Digest, Registry},
+};
 
 pub use self::source::Source;
 use self::{
     archive::{Archive, has},
-    digest::Digest,
     document::architecture,
     image::Blobs,
     layout::Layout,
-    registry::Registry,
-    source::Kind,
+    source::{Kind, Wanted},
 };
 
 /// Told how many bytes of layers have come, of how many, from any thread.
@@ -45,6 +43,8 @@ pub type OnFetch<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
 /// What a build works with.
 pub struct Work<'a> {
+    /// What it takes to use registries.
+    pub access: &'a Access,
     /// A folder with room for the image's layers, compressed, until it is built.
     pub spool: &'a Path,
     /// How to build.
@@ -72,8 +72,8 @@ pub fn find_or_build(
     }
     let (blobs, wanted) = match &source.0 {
         Kind::Layout { folder, wanted } => (Blobs::Layout(Layout::open(folder)?), wanted),
-        Kind::Registry { reference, wanted, plain } => {
-            (Blobs::Registry(Registry::open(reference, *plain)?), wanted)
+        Kind::Registry(name) => {
+            (Blobs::Registry(Registry::open(name, work.access)?), &Wanted::Only)
         }
         Kind::Archive(url) => return archive_in(store, url, work),
     };
@@ -104,8 +104,8 @@ pub fn build(
     let progress = (work.fetching, work.building);
     let (blobs, wanted) = match &source.0 {
         Kind::Layout { folder, wanted } => (Blobs::Layout(Layout::open(folder)?), wanted),
-        Kind::Registry { reference, wanted, plain } => {
-            (Blobs::Registry(Registry::open(reference, *plain)?), wanted)
+        Kind::Registry(name) => {
+            (Blobs::Registry(Registry::open(name, work.access)?), &Wanted::Only)
         }
         Kind::Archive(url) => {
             return Archive::open(url)?.build(store, name, work.options, work.building);

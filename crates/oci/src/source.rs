@@ -1,10 +1,8 @@
 use std::path::PathBuf;
 
 use burgeon_block::{Error, ErrorKind, Result};
-use oci_client::Reference;
+use burgeon_source::registry::{Digest, Name};
 use reqwest::Url;
-
-use crate::digest::Digest;
 
 /// Where an ordinary image or archive is.
 #[derive(Clone, Debug)]
@@ -15,7 +13,7 @@ pub(crate) enum Kind {
     /// `oci-layout:DIR[:TAG|@DIGEST]`
     Layout { folder: PathBuf, wanted: Wanted },
     /// `oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]`
-    Registry { reference: Reference, wanted: Wanted, plain: bool },
+    Registry(Name),
     /// `https://HOST/PATH`, a tar archive
     Archive(Url),
 }
@@ -34,10 +32,8 @@ impl Source {
     pub fn parse(text: &str) -> Option<Result<Self>> {
         let kind = if let Some(rest) = text.strip_prefix("oci-layout:") {
             layout(rest)
-        } else if let Some(rest) = text.strip_prefix("oci://") {
-            registry(rest, false)
-        } else if let Some(rest) = text.strip_prefix("oci+http://") {
-            registry(rest, true)
+        } else if let Some(name) = Name::parse(text) {
+            name.map(Kind::Registry)
         } else if text.starts_with("https://") || text.starts_with("http://") {
             archive(text)
         } else {
@@ -49,8 +45,8 @@ impl Source {
     /// The image's digest, if the source names it.
     pub(crate) fn pinned(&self) -> Option<&Digest> {
         match &self.0 {
-            Kind::Layout { wanted: Wanted::Digest(digest), .. }
-            | Kind::Registry { wanted: Wanted::Digest(digest), .. } => Some(digest),
+            Kind::Layout { wanted: Wanted::Digest(digest), .. } => Some(digest),
+            Kind::Registry(name) => name.digest(),
             _ => None,
         }
     }
@@ -71,32 +67,6 @@ fn layout(text: &str) -> Result<Kind> {
     Ok(Kind::Layout { folder: folder.into(), wanted })
 }
 
-fn registry(text: &str, plain: bool) -> Result<Kind> {
-    let bad = |why: String| {
-        invalid(format!("oci://{text} names no image: {why}: oci://REGISTRY/REPOSITORY:TAG"))
-    };
-    let host = text.split('/').next().unwrap_or_default();
-    if host.contains('@') && !text.contains('/') || text.contains("//") {
-        return Err(bad("there is no repository".to_owned()));
-    }
-    if host.contains('@') {
-        // Not shown: it could be a password.
-        return Err(invalid("credentials are in no name of an image: use docker login".to_owned()));
-    }
-    if !host.contains(['.', ':']) && host != "localhost" {
-        return Err(bad(format!("{host:?} is no registry, such as docker.io")));
-    }
-    let reference: Reference = text.parse().map_err(|error| bad(format!("{error}")))?;
-    let wanted = match (reference.digest(), reference.tag()) {
-        (Some(digest), _) => Wanted::Digest(digest.parse()?),
-        (None, tag) => Wanted::Tag(tag.unwrap_or("latest").to_owned()),
-    };
-    // What never leaves the machine needs no encryption.
-    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
-    let local = name == "localhost" || name == "[::1]" || name.starts_with("127.");
-    Ok(Kind::Registry { reference, wanted, plain: plain || local })
-}
-
 fn archive(text: &str) -> Result<Kind> {
     let bad = || invalid("the URL of the archive makes no sense: https://HOST/PATH".to_owned());
     let url = Url::parse(text).map_err(|_| bad())?;
@@ -112,8 +82,7 @@ fn invalid(what: String) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::{Kind, Source, Wanted};
-    use crate::digest::Digest;
+    use super::{Digest, Kind, Source, Wanted};
 
     fn kind(text: &str) -> Kind {
         Source::parse(text).unwrap().unwrap().0
@@ -134,18 +103,7 @@ mod tests {
             let Kind::Layout { folder: f, wanted: w } = kind(text) else { panic!("{text}") };
             assert_eq!((f.to_str().unwrap(), w), (folder, wanted), "{text}");
         }
-        for (text, repository, wanted, plain) in [
-            ("oci://r.example/a/b:1", "a/b", Wanted::Tag("1".into()), false),
-            ("oci://docker.io/debian", "library/debian", Wanted::Tag("latest".into()), false),
-            ("oci://localhost:5000/a", "a", Wanted::Tag("latest".into()), true),
-            ("oci+http://r.example/a", "a", Wanted::Tag("latest".into()), true),
-            (&format!("oci://r.example/a:1@{digest}"), "a", Wanted::Digest(digest.clone()), false),
-        ] {
-            let Kind::Registry { reference, wanted: w, plain: p } = kind(text) else {
-                panic!("{text}")
-            };
-            assert_eq!((reference.repository(), w, p), (repository, wanted, plain), "{text}");
-        }
+        assert!(matches!(kind("oci://r.example/a/b:1"), Kind::Registry(_)));
         assert!(matches!(kind("https://h/x.tar"), Kind::Archive(_)));
     }
 

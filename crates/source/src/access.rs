@@ -1,12 +1,20 @@
 use std::{collections::BTreeMap, fmt};
 
+use burgeon_block::Result;
 use object_store::{aws::AmazonS3ConfigKey, azure::AzureConfigKey, gcp::GoogleConfigKey};
 use serde::{Deserialize, Serialize};
 
-use crate::{Location, location::Scheme};
+use crate::{
+    Location,
+    location::Scheme,
+    registry::{self, Name},
+};
+
+/// What Docker takes its `config.json` from, where there is no file.
+const REGISTRIES: &str = "DOCKER_AUTH_CONFIG";
 
 /// What it takes to use a store besides its location: endpoint, region, credentials, taken from
-/// the environment under their usual names (`AWS_…`, `GOOGLE_…`, `AZURE_…`).
+/// the environment under their usual names (`AWS_…`, `GOOGLE_…`, `AZURE_…`, `DOCKER_AUTH_CONFIG`).
 ///
 /// The values are secrets. They leave this type for the library that signs requests, for a file
 /// that only its owner can read, and for a child's environment; `Debug` shows names alone.
@@ -25,7 +33,9 @@ impl Access {
     }
 
     fn from_variables(variables: impl IntoIterator<Item = (String, String)>) -> Self {
-        let known = variables.into_iter().filter(|(name, _)| scheme_of(name).is_some());
+        let known = variables
+            .into_iter()
+            .filter(|(name, _)| name == REGISTRIES || scheme_of(name).is_some());
         Self(known.collect())
     }
 
@@ -35,6 +45,22 @@ impl Access {
         let concerns = |name: &String| scheme_of(name) == Some(url.scheme);
         let variables = self.0.iter().filter(|(name, _)| concerns(name));
         Self(variables.map(|(name, value)| (name.clone(), value.clone())).collect())
+    }
+
+    /// What it takes to use the registry of `name`, and nothing else: what is known, or else what
+    /// Docker, Podman or their helpers keep for this user. Waits for a helper.
+    pub fn for_registry(&self, name: &Name) -> Result<Self> {
+        let Some((user, password)) = registry::find_credentials(name, self)? else {
+            return Ok(Self::default());
+        };
+        let entry = serde_json::json!({ "username": user, "password": password });
+        let config = serde_json::json!({ "auths": { name.registry(): entry } });
+        Ok(Self([(REGISTRIES.to_owned(), config.to_string())].into()))
+    }
+
+    /// What is known of registries: Docker's `config.json`.
+    pub(crate) fn registries(&self) -> Option<&str> {
+        self.0.get(REGISTRIES).map(String::as_str)
     }
 
     /// What both know; `other` where they differ.

@@ -3,6 +3,7 @@
 //! ```text
 //!   packs/ab12…, manifests/…   ──► Store       Directory: a folder; can be published to
 //!                                              Remote: a bucket (as well), a web server (read)
+//!   blobs of an image          ──► Registry    by digest, whole or ranges
 //!   file/srv/disk.img          ──► Reference   a file or block device, read with O_DIRECT
 //!   computed/block-number      ──► Computed    made up on the spot: the floor for measuring
 //! ```
@@ -17,11 +18,16 @@ mod computed;
 mod directory;
 mod location;
 mod reference;
+pub mod registry;
 mod remote;
 mod store;
+pub mod web;
+
+use std::{future::Future, sync::OnceLock};
 
 use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, Result};
 use bytes::Bytes;
+use tokio::runtime::Runtime;
 
 pub use access::Access;
 pub use computed::Computed;
@@ -143,4 +149,20 @@ async fn blocking<T: Send + 'static>(
             Err(Error::with_source(ErrorKind::Unavailable, "a read was abandoned", failed))
         }
     }
+}
+
+/// Where commands wait for the network: one thread, made when first needed. A mount's server
+/// reads chunks on its own runtime; only a profile is fetched here, in a thread of its own.
+fn runtime() -> &'static Runtime {
+    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+    RUNTIME.get_or_init(|| {
+        let builder =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        builder.expect("a thread and an epoll descriptor can be made")
+    })
+}
+
+/// What `work` gives, waiting for it in this thread.
+pub fn waiting<T>(work: impl Future<Output = T>) -> T {
+    runtime().block_on(work)
 }

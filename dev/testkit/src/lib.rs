@@ -40,7 +40,7 @@ pub use machine::{
     LoopDevice, PATIENCE, kill, loop_devices, processes_with, scaled, ublk_devices, ublk_expected,
     wait_until,
 };
-pub use net::{Fault, Link, Proxy, Registry, S3, Shape, WebServer};
+pub use net::{Fault, Link, Proxy, Registry, S3, Shape, TokenGate, WebServer};
 pub use pattern::{AlignedBlock, Pattern};
 pub use rings::FuseRings;
 pub use rng::Rng;

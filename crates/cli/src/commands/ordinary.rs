@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use burgeon_image::build::{self, Options, Report};
 use burgeon_oci::{Source, Work};
+use burgeon_source::Access;
 
 use super::{Context, images};
 use crate::progress::Progress;
@@ -55,7 +56,9 @@ fn work<T>(
     let fetching = |done, total| fetch.update(done, Some(total));
     let building = |now: &build::Progress| made.update(now.bytes, now.bytes_total);
     let spool = context.state.root();
-    let done = what(&Work { spool, options, fetching: &fetching, building: &building });
+    let access = Access::from_env();
+    let done =
+        what(&Work { access: &access, spool, options, fetching: &fetching, building: &building });
     fetch.finish();
     made.finish();
     Ok(done?)

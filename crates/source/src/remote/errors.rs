@@ -32,11 +32,7 @@ pub(super) fn ours(url: &RemoteUrl, what: &str, error: &object_store::Error) -> 
 
 fn by_cause(url: &RemoteUrl, error: &object_store::Error) -> (ErrorKind, String) {
     if let Some(wrong) = cause::<Wrong>(error) {
-        let kind = match wrong {
-            Wrong::Ends | Wrong::Other { .. } => ErrorKind::Corrupt,
-            Wrong::NoRanges | Wrong::NoListing(_) => ErrorKind::Invalid,
-        };
-        return (kind, wrong.to_string());
+        return (wrong.kind(), wrong.to_string());
     }
     let chain = || std::iter::successors(error::Error::source(error), |error| error.source());
     if chain().any(|error| error.to_string().contains(METADATA_SERVICE)) {

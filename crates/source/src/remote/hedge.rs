@@ -21,7 +21,7 @@ const SAVED_MAX: i64 = 4;
 
 /// Asks a second time when an answer is slow, and takes what comes first.
 #[derive(Debug)]
-pub(super) struct Hedge {
+pub(crate) struct Hedge {
     /// How long a request takes, in microseconds: an average in which each new one weighs 1/8.
     /// 0 while nothing is known.
     usual_us: AtomicU64,
@@ -30,12 +30,12 @@ pub(super) struct Hedge {
 }
 
 impl Hedge {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { usual_us: AtomicU64::new(0), saved: AtomicI64::new(REQUESTS_A_HEDGE) }
     }
 
     /// What `ask` gives, or what it gives when asked again. `hedged` is called for that.
-    pub(super) async fn ask<T, F: Future<Output = Result<T>>>(
+    pub(crate) async fn ask<T, F: Future<Output = Result<T>>>(
         &self,
         ask: impl Fn() -> F,
         hedged: impl FnOnce(),

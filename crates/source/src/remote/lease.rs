@@ -22,8 +22,9 @@ use object_store::{ObjectMeta, ObjectStoreExt};
 use tempfile::TempDir;
 use tokio::task::AbortHandle;
 
-use super::{Remote, runtime, waiting};
+use super::Remote;
 use crate::location::RemoteUrl;
+use crate::{runtime, waiting};
 
 /// How long a mark counts after it was put.
 const LEASE: Duration = Duration::from_secs(15 * 60);

@@ -17,11 +17,9 @@ mod lease;
 mod wire;
 
 use std::{
-    fmt, fs,
-    future::Future,
-    io,
+    fmt, fs, io,
     path::Path as FilePath,
-    sync::{Arc, OnceLock, atomic::Ordering::Relaxed},
+    sync::{Arc, atomic::Ordering::Relaxed},
 };
 
 use burgeon_block::{
@@ -32,13 +30,15 @@ use futures_util::{StreamExt, stream::BoxStream};
 use object_store::{
     GetOptions, GetRange, ObjectStore as Client, ObjectStoreExt, PutPayload, path::Path,
 };
-use tokio::{runtime::Runtime, sync::Semaphore};
+use tokio::sync::Semaphore;
 
-use self::{connect::Retries, hedge::Hedge, lease::Leases};
+use self::{connect::Retries, lease::Leases};
 pub use self::{connect::choose_cryptography, wire::Traffic};
+pub(crate) use self::{hedge::Hedge, wire::check_range};
 use crate::{
     Access, check_len,
     location::{RemoteUrl, Scheme},
+    waiting,
 };
 
 /// Requests in flight for reads of one store, hedges apart: twice a volume's flights, so that two
@@ -315,19 +315,4 @@ impl fmt::Debug for Remote {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Remote").field(&self.0.url).finish()
     }
-}
-
-/// Where commands wait for the network: one thread, made when first needed. A mount's server
-/// reads chunks on its own runtime; only a profile is fetched here, in a thread of its own.
-fn runtime() -> &'static Runtime {
-    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
-    RUNTIME.get_or_init(|| {
-        let builder =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        builder.expect("a thread and an epoll descriptor can be made")
-    })
-}
-
-fn waiting<T>(work: impl Future<Output = T>) -> T {
-    runtime().block_on(work)
 }

@@ -13,6 +13,7 @@ use std::{
 };
 
 use async_trait::async_trait;
+use burgeon_block::ErrorKind;
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
 use object_store::{
@@ -46,6 +47,15 @@ pub struct Traffic {
 }
 
 impl Traffic {
+    /// What counts answers with this status.
+    pub(crate) fn refusal(&self, status: u16) -> &AtomicU64 {
+        match status {
+            429 | 503 => &self.throttled,
+            401 | 403 => &self.denied,
+            _ => &self.refused,
+        }
+    }
+
     /// Every figure with its name.
     pub fn figures(&self) -> [(&'static str, u64); 7] {
         [
@@ -62,7 +72,7 @@ impl Traffic {
 
 /// Why an answer did not get through.
 #[derive(Debug)]
-pub(super) enum Wrong {
+pub(crate) enum Wrong {
     /// The server sent the whole object, or says that it cannot do ranges.
     NoRanges,
     /// The object ends before the range does.
@@ -84,6 +94,16 @@ impl fmt::Display for Wrong {
             Self::NoListing(status) => {
                 write!(f, "the server does not list what it has (it answered {status})")
             }
+        }
+    }
+}
+
+impl Wrong {
+    /// What it means for who asked.
+    pub(crate) fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Ends | Self::Other { .. } => ErrorKind::Corrupt,
+            Self::NoRanges | Self::NoListing(_) => ErrorKind::Invalid,
         }
     }
 }
@@ -128,12 +148,7 @@ impl HttpService for Looking {
                 }
             };
         }
-        let counter = match status {
-            429 | 503 => &traffic.throttled,
-            401 | 403 => &traffic.denied,
-            _ => &traffic.refused,
-        };
-        counter.fetch_add(1, Relaxed);
+        traffic.refusal(status).fetch_add(1, Relaxed);
         if asked.is_some() && status == 416 {
             return Err(HttpError::new(HttpErrorKind::Unknown, Wrong::Ends));
         }
@@ -152,7 +167,12 @@ fn asked_range(headers: &HeaderMap) -> Option<Range<u64>> {
     Some(first.parse().ok()?..last.parse::<u64>().ok()?.checked_add(1)?)
 }
 
-fn check_range(status: u16, headers: &HeaderMap, asked: Range<u64>) -> Result<(), Wrong> {
+/// Whether an answer is exactly the range that was `asked` for.
+pub(crate) fn check_range(
+    status: u16,
+    headers: &HeaderMap,
+    asked: Range<u64>,
+) -> Result<(), Wrong> {
     if status != 206 {
         return Err(Wrong::NoRanges);
     }

@@ -6,8 +6,10 @@ mod link;
 mod proxy;
 mod s3;
 mod servers;
+mod token;
 
 pub use link::Link;
 pub use proxy::{Fault, Proxy, Shape};
 pub use s3::S3;
 pub use servers::{Registry, WebServer};
+pub use token::TokenGate;

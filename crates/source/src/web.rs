@@ -1,7 +1,7 @@
 //! Requests over HTTP, and bodies that are read to their end.
 //!
 //! ```text
-//!   get: tries until there is an answer ──► Body: reads it; where it breaks off, asks for the rest
+//!   send: tries until there is an answer ──► Body: reads it; where it breaks off, asks for the rest
 //! ```
 //!
 //! Invariants: every wait and every number of tries has a bound; what an error quotes of a server
@@ -9,7 +9,6 @@
 
 use std::{
     io::{self, Read},
-    sync::OnceLock,
     time::Duration,
 };
 
@@ -19,32 +18,23 @@ use reqwest::{
     header::{CONTENT_RANGE, RANGE},
     redirect::Policy,
 };
-use tokio::runtime::Runtime;
+
+use crate::{choose_cryptography, waiting};
 
 /// How long making a connection may take. A lost SYN is sent again after 1 s and 3 s.
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long an answer may be silent.
 pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(20);
 /// Tries of a request beyond the first: with pauses of 0.1, 0.2, … 3.2 s, about 6 s.
-pub(crate) const RETRIES: u32 = 6;
+pub const RETRIES: u32 = 6;
 /// How often a body may break off: each time costs a request.
 const RESUMES_MAX: u32 = 20;
 /// Redirects of one request.
 const REDIRECTS_MAX: usize = 10;
 
-/// Where commands wait for the network.
-pub(crate) fn runtime() -> &'static Runtime {
-    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
-    RUNTIME.get_or_init(|| {
-        let builder =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        builder.expect("a thread and an epoll descriptor can be made")
-    })
-}
-
 /// A client. Opens no connection yet.
-pub(crate) fn client() -> Result<Client> {
-    burgeon_source::choose_cryptography();
+pub fn client() -> Result<Client> {
+    choose_cryptography();
     let redirects = Policy::custom(|attempt| {
         let leaves_tls = attempt.previous().last().is_some_and(|url| url.scheme() == "https")
             && attempt.url().scheme() != "https";
@@ -65,12 +55,13 @@ pub(crate) fn client() -> Result<Client> {
     })
 }
 
-/// Sends the request that `make` makes, again while the server is not to be reached or wants a
-/// pause. `what` says what is being done, for errors; answers but success are given as they are.
-pub(crate) fn send(what: &str, make: impl Fn() -> RequestBuilder) -> Result<Response> {
+/// Sends the request that `make` makes, again up to `retries` times while the server is not to be
+/// reached or wants a pause. `what` says what is being done, for errors; answers but success are
+/// given as they are.
+pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -> Result<Response> {
     let mut tries = 0;
     loop {
-        let answer = runtime().block_on(async { make().send().await });
+        let answer = make().send().await;
         let again = match &answer {
             Ok(answer) => {
                 answer.status().is_server_error()
@@ -78,25 +69,20 @@ pub(crate) fn send(what: &str, make: impl Fn() -> RequestBuilder) -> Result<Resp
             }
             Err(error) => !error.is_redirect() && !error.is_builder(),
         };
-        if !again || tries == RETRIES {
+        if !again || tries == retries {
             return answer.map_err(|error| unreachable(what, error));
         }
-        pause(tries);
+        pause(tries).await;
         tries += 1;
     }
 }
 
 /// Waits before the next try.
-pub(crate) fn pause(tries: u32) {
-    std::thread::sleep(pause_len(tries));
+pub(crate) async fn pause(tries: u32) {
+    tokio::time::sleep(Duration::from_millis(100 << tries.min(5))).await;
 }
 
-/// How long to wait before the next try.
-pub(crate) fn pause_len(tries: u32) -> Duration {
-    Duration::from_millis(100 << tries.min(5))
-}
-
-fn unreachable(what: &str, error: reqwest::Error) -> Error {
+pub(crate) fn unreachable(what: &str, error: reqwest::Error) -> Error {
     let error = error.without_url();
     // The innermost cause says it best.
     let mut cause: &dyn std::error::Error = &error;
@@ -107,7 +93,7 @@ fn unreachable(what: &str, error: reqwest::Error) -> Error {
 }
 
 /// What an answer that is no success means.
-pub(crate) fn refused(what: &str, status: StatusCode) -> Error {
+pub fn refused(what: &str, status: StatusCode) -> Error {
     let (kind, why) = match status {
         StatusCode::NOT_FOUND => (ErrorKind::NotFound, "there is no such thing".to_owned()),
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => (
@@ -116,6 +102,9 @@ pub(crate) fn refused(what: &str, status: StatusCode) -> Error {
                 "it is refused ({status}): check the name, and log in with docker login or skopeo login"
             ),
         ),
+        StatusCode::RANGE_NOT_SATISFIABLE => {
+            (ErrorKind::Corrupt, "it is shorter than the range asked for: truncated?".to_owned())
+        }
         status if status.is_client_error() && status != StatusCode::TOO_MANY_REQUESTS => {
             (ErrorKind::Invalid, format!("the server answered {status}"))
         }
@@ -125,7 +114,7 @@ pub(crate) fn refused(what: &str, status: StatusCode) -> Error {
 }
 
 /// The body of an answer, read in this thread.
-pub(crate) struct Body<F> {
+pub struct Body<F> {
     what: String,
     /// Asks anew, for what follows so many bytes.
     ask: F,
@@ -139,13 +128,13 @@ pub(crate) struct Body<F> {
 impl<F: FnMut(u64) -> Result<Response>> Body<F> {
     /// The body that `ask(0)` gives; `ask(offset)` is asked where it breaks off. `what` says what
     /// is being done.
-    pub(crate) fn new(what: String, mut ask: F) -> Result<Self> {
+    pub fn new(what: String, mut ask: F) -> Result<Self> {
         let answer = Some(ask(0)?);
         Ok(Self { what, ask, answer, part: Vec::new(), at: 0, offset: 0, resumes: 0 })
     }
 
     /// The first answer.
-    pub(crate) fn answer(&self) -> Option<&Response> {
+    pub fn answer(&self) -> Option<&Response> {
         self.answer.as_ref()
     }
 
@@ -159,7 +148,7 @@ impl<F: FnMut(u64) -> Result<Response>> Body<F> {
                     self.answer.insert(answer)
                 }
             };
-            match runtime().block_on(answer.chunk()) {
+            match waiting(answer.chunk()) {
                 Ok(part) => {
                     let part = part.unwrap_or_default();
                     self.offset += part.len() as u64;
@@ -170,7 +159,7 @@ impl<F: FnMut(u64) -> Result<Response>> Body<F> {
                     return Err(unreachable(&self.what, error));
                 }
                 Err(_) => {
-                    pause(self.resumes);
+                    waiting(pause(self.resumes));
                     self.resumes += 1;
                     self.answer = None;
                 }
@@ -192,7 +181,7 @@ impl<F: FnMut(u64) -> Result<Response>> Read for Body<F> {
 }
 
 /// A request for what follows `offset` bytes.
-pub(crate) fn from(request: RequestBuilder, offset: u64) -> RequestBuilder {
+pub fn from(request: RequestBuilder, offset: u64) -> RequestBuilder {
     match offset {
         0 => request,
         _ => request.header(RANGE, format!("bytes={offset}-")),
@@ -212,6 +201,6 @@ fn check_resumed(what: &str, answer: &Response, offset: u64) -> Result<()> {
 }
 
 /// A GET of `url`.
-pub(crate) fn get(client: &Client, url: &Url) -> RequestBuilder {
+pub fn get(client: &Client, url: &Url) -> RequestBuilder {
     client.request(Method::GET, url.clone())
 }

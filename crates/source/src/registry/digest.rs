@@ -10,12 +10,12 @@ use burgeon_block::{Error, ErrorKind, Result};
 use sha2::{Digest as _, Sha256};
 
 /// A digest as registries write it: `sha256:` and 64 lower-case hexadecimal digits.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub(crate) struct Digest(String);
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Digest(String);
 
 impl Digest {
     /// Of `bytes`.
-    pub(crate) fn of(bytes: &[u8]) -> Self {
+    pub fn of(bytes: &[u8]) -> Self {
         Self::from_hasher(Sha256::new_with_prefix(bytes))
     }
 
@@ -25,7 +25,7 @@ impl Digest {
     }
 
     /// The hexadecimal digits.
-    pub(crate) fn hex(&self) -> &str {
+    pub fn hex(&self) -> &str {
         &self.0[7..]
     }
 }
@@ -53,7 +53,7 @@ impl fmt::Display for Digest {
 
 /// Reads what must be `size` bytes with a digest; anything else ends in `Corrupt`, before the end
 /// is reported.
-pub(crate) struct Checked<R> {
+pub struct Checked<R> {
     inner: R,
     hasher: Sha256,
     digest: Digest,
@@ -62,7 +62,8 @@ pub(crate) struct Checked<R> {
 }
 
 impl<R: Read> Checked<R> {
-    pub(crate) fn new(inner: R, digest: Digest, size: u64) -> Self {
+    /// Reads `inner`, which is to have `size` bytes and this digest.
+    pub fn new(inner: R, digest: Digest, size: u64) -> Self {
         Self { inner, hasher: Sha256::new(), digest, size, read: 0 }
     }
 
@@ -91,18 +92,19 @@ impl<R: Read> Read for Checked<R> {
 }
 
 /// Digests what is read.
-pub(crate) struct Digesting<R> {
+pub struct Digesting<R> {
     inner: R,
     hasher: Sha256,
 }
 
 impl<R: Read> Digesting<R> {
-    pub(crate) fn new(inner: R) -> Self {
+    /// Digests what is read of `inner`.
+    pub fn new(inner: R) -> Self {
         Self { inner, hasher: Sha256::new() }
     }
 
     /// Of all that has been read.
-    pub(crate) fn digest(self) -> Digest {
+    pub fn digest(self) -> Digest {
         Digest::from_hasher(self.hasher)
     }
 }

@@ -1,0 +1,260 @@
+//! Images in a registry, by the OCI distribution protocol.
+//!
+//! ```text
+//!   Name ──► Registry ──► login: credentials ─► token ──► documents, blobs, ranges of blobs
+//!            server:  a range, one try, asked a second time when slow (the volume tries again)
+//!            command: whole blobs and documents, tries for 6 s, goes on where it broke off
+//! ```
+//!
+//! The library gets tokens and knows how images are named. Documents and blobs are asked for here,
+//! because here they have a bound, and a body that breaks off goes on. Invariants: a range is
+//! exactly what was asked for or an error; what is refused is logged in for anew, once a request;
+//! no secret is in a message.
+
+mod credentials;
+mod digest;
+mod login;
+mod name;
+
+use std::{
+    fmt,
+    io::Read,
+    sync::{Arc, atomic::Ordering::Relaxed},
+};
+
+use burgeon_block::{ByteRange, Error, ErrorKind, Result};
+use bytes::{Bytes, BytesMut};
+use reqwest::{
+    Client, Method, RequestBuilder, Response, StatusCode, Url,
+    header::{ACCEPT, RANGE},
+};
+use tokio::sync::Semaphore;
+
+pub(crate) use self::credentials::find as find_credentials;
+use self::login::Logins;
+pub use self::{
+    digest::{Checked, Digest, Digesting},
+    name::Name,
+};
+use crate::{
+    Access, Traffic,
+    remote::{Hedge, REQUESTS_MAX, check_range},
+    waiting, web,
+};
+
+/// Longest index, manifest or configuration, in bytes: what registries accept.
+pub const DOCUMENT_MAX: u64 = 4 << 20;
+
+const MANIFESTS: &str = "application/vnd.oci.image.index.v1+json, \
+    application/vnd.oci.image.manifest.v1+json, \
+    application/vnd.docker.distribution.manifest.list.v2+json, \
+    application/vnd.docker.distribution.manifest.v2+json";
+
+/// A repository. Cheap to clone.
+#[derive(Clone)]
+pub struct Registry(Arc<Inner>);
+
+struct Inner {
+    name: Name,
+    /// With a slash at the end.
+    base: Url,
+    client: Client,
+    logins: Logins,
+    requests: Semaphore,
+    hedge: Hedge,
+    traffic: Traffic,
+}
+
+impl Registry {
+    /// The repository of `name`, to be used with what `access` holds. Nothing is sent yet.
+    pub fn open(name: &Name, access: &Access) -> Result<Self> {
+        Ok(Self(Arc::new(Inner {
+            base: name.base()?,
+            client: web::client()?,
+            logins: Logins::new(name, access)?,
+            name: name.clone(),
+            requests: Semaphore::new(REQUESTS_MAX),
+            hedge: Hedge::new(),
+            traffic: Traffic::default(),
+        })))
+    }
+
+    /// The name that it was opened by.
+    pub fn name(&self) -> &Name {
+        &self.0.name
+    }
+
+    /// What has been asked for as ranges, and what came of it.
+    pub fn traffic(&self) -> &Traffic {
+        &self.0.traffic
+    }
+
+    /// An index or manifest, at most [`DOCUMENT_MAX`] bytes, with its digest: the one with
+    /// `digest`, or the one that the name stands for. Waits in this thread.
+    pub fn document(&self, digest: Option<&Digest>) -> Result<(Vec<u8>, Digest)> {
+        waiting(self.fetch_document(digest, web::RETRIES))
+    }
+
+    /// The document with `digest`, of one try.
+    pub async fn document_now(&self, digest: &Digest) -> Result<Vec<u8>> {
+        Ok(self.fetch_document(Some(digest), 0).await?.0)
+    }
+
+    async fn fetch_document(
+        &self,
+        digest: Option<&Digest>,
+        retries: u32,
+    ) -> Result<(Vec<u8>, Digest)> {
+        let wanted = digest.or(self.0.name.digest());
+        let what = format!("read {}", self.0.name);
+        let path = match wanted {
+            Some(digest) => format!("manifests/{digest}"),
+            None => format!("manifests/{}", self.0.name.tag()),
+        };
+        let mut tries = 0;
+        // A document is short: where it breaks off, it is asked for anew.
+        let bytes = loop {
+            let answer = self.get(&what, &path, retries, |request| request).await?;
+            match gather(answer, DOCUMENT_MAX).await {
+                Ok(bytes) => break bytes,
+                Err(Gathering::TooLong) => {
+                    let why = format!("its manifest has more than {DOCUMENT_MAX} bytes");
+                    return Err(Error::new(ErrorKind::Corrupt, format!("cannot {what}: {why}")));
+                }
+                Err(Gathering::Broken(_)) if tries < retries => web::pause(tries).await,
+                Err(Gathering::Broken(error)) => return Err(web::unreachable(&what, error)),
+            }
+            tries += 1;
+        };
+        let digest = Digest::of(&bytes);
+        match wanted {
+            Some(wanted) if *wanted != digest => {
+                let why = format!("the registry gave {digest} instead");
+                Err(Error::new(ErrorKind::Corrupt, format!("cannot {what}: {why}")))
+            }
+            _ => Ok((bytes.into(), digest)),
+        }
+    }
+
+    /// The bytes of a blob, not yet checked. Waits in the thread that reads.
+    pub fn blob(&self, digest: &Digest) -> Result<impl Read + Send + use<>> {
+        let (this, path) = (self.clone(), format!("blobs/{digest}"));
+        let what = format!("read {path} of {}", self.0.name);
+        web::Body::new(what.clone(), move |offset| {
+            waiting(this.get(&what, &path, web::RETRIES, |request| web::from(request, offset)))
+        })
+    }
+
+    /// The bytes of `range` of a blob, not yet checked: exactly as many, or an error. Of one try,
+    /// which is made a second time when it is slow.
+    pub async fn blob_range(&self, digest: &Digest, range: ByteRange) -> Result<Bytes> {
+        if range.is_empty() {
+            return Ok(Bytes::new());
+        }
+        let _place = self.0.requests.acquire().await.map_err(|_| {
+            Error::new(ErrorKind::Unavailable, format!("{} is being closed", self.0.name))
+        })?;
+        let hedged = || {
+            self.0.traffic.hedges.fetch_add(1, Relaxed);
+        };
+        self.0.hedge.ask(|| self.fetch_range(digest, range), hedged).await
+    }
+
+    async fn fetch_range(&self, digest: &Digest, range: ByteRange) -> Result<Bytes> {
+        let what = format!("read {range} of blob {digest} of {}", self.0.name);
+        let failed = |kind, why: String| Err(Error::new(kind, format!("cannot {what}: {why}")));
+        let asked = range.start()..range.end();
+        let header = format!("bytes={}-{}", asked.start, asked.end - 1);
+        let path = format!("blobs/{digest}");
+        let answer = self.get(&what, &path, 0, |request| request.header(RANGE, &header)).await?;
+        let traffic = &self.0.traffic;
+        if let Err(wrong) = check_range(answer.status().as_u16(), answer.headers(), asked) {
+            traffic.lies.fetch_add(1, Relaxed);
+            return failed(wrong.kind(), wrong.to_string());
+        }
+        match gather(answer, range.len()).await {
+            Ok(bytes) if bytes.len() as u64 == range.len() => Ok(bytes),
+            Ok(bytes) => {
+                traffic.broken.fetch_add(1, Relaxed);
+                let why = format!("the answer broke off after {} bytes", bytes.len());
+                failed(ErrorKind::Unavailable, why)
+            }
+            Err(Gathering::TooLong) => {
+                traffic.lies.fetch_add(1, Relaxed);
+                failed(ErrorKind::Corrupt, "the answer is longer".to_owned())
+            }
+            Err(Gathering::Broken(error)) => {
+                traffic.broken.fetch_add(1, Relaxed);
+                Err(web::unreachable(&what, error))
+            }
+        }
+    }
+
+    /// Asks for `path` of the repository. Logs in where that is missing.
+    async fn get(
+        &self,
+        what: &str,
+        path: &str,
+        retries: u32,
+        change: impl Fn(RequestBuilder) -> RequestBuilder,
+    ) -> Result<Response> {
+        let inner = &*self.0;
+        let bad = |error| Error::with_source(ErrorKind::Invalid, format!("cannot {what}"), error);
+        // Not joined: a digest has a colon, and would be a scheme.
+        let url = Url::parse(&format!("{}{path}", inner.base)).map_err(bad)?;
+        let mut login = inner.logins.now(None, retries).await?;
+        for last in [false, true] {
+            inner.traffic.requests.fetch_add(1, Relaxed);
+            let answer = web::send(what, retries, || {
+                let request = inner.client.request(Method::GET, url.clone());
+                login.apply(change(request.header(ACCEPT, MANIFESTS)))
+            });
+            let answer = answer.await.inspect_err(|_| {
+                inner.traffic.broken.fetch_add(1, Relaxed);
+            })?;
+            let status = answer.status();
+            if status.is_success() {
+                return Ok(answer);
+            }
+            inner.traffic.refusal(status.as_u16()).fetch_add(1, Relaxed);
+            if status != StatusCode::UNAUTHORIZED || last {
+                return Err(web::refused(what, status));
+            }
+            login = inner.logins.now(Some(&login), retries).await?;
+        }
+        Err(web::refused(what, StatusCode::UNAUTHORIZED))
+    }
+}
+
+/// Why there are no bytes.
+enum Gathering {
+    TooLong,
+    Broken(reqwest::Error),
+}
+
+/// The body of `answer`, unless it is longer than `len_max` bytes.
+async fn gather(mut answer: Response, len_max: u64) -> std::result::Result<Bytes, Gathering> {
+    let mut gathered = BytesMut::new();
+    while let Some(part) = answer.chunk().await.map_err(Gathering::Broken)? {
+        if (gathered.len() + part.len()) as u64 > len_max {
+            return Err(Gathering::TooLong);
+        }
+        gathered.extend_from_slice(&part);
+    }
+    Ok(gathered.freeze())
+}
+
+/// Without credentials.
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Registry").field(&self.0.name).finish()
+    }
+}
+
+/// The error that a body ended with.
+pub fn body_error(what: &str, error: std::io::Error) -> Error {
+    match error.downcast::<Error>() {
+        Ok(error) => error,
+        Err(error) => Error::io(format!("cannot {what}"), error),
+    }
+}

@@ -1,0 +1,160 @@
+//! Blobs of a real registry, through a proxy that spoils what it says, and with tokens that expire.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{path::Path, sync::atomic::Ordering::Relaxed};
+
+use burgeon_block::{ByteRange, ErrorKind};
+use burgeon_source::{
+    Access,
+    registry::{Digest, Name, Registry},
+    waiting,
+};
+use testkit::{Fault, OciLayout, Proxy, Rng, TokenGate, skopeo_copy};
+
+const LEN: usize = 300_000;
+/// "user:hunter2" and "user:hunter3" in base 64.
+const PASSWORDS: [&str; 2] = ["dXNlcjpodW50ZXIy", "dXNlcjpodW50ZXIz"];
+
+/// A registry with one blob.
+struct Served {
+    _folder: tempfile::TempDir,
+    server: testkit::Registry,
+    data: Vec<u8>,
+    digest: Digest,
+}
+
+impl Served {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let server = testkit::Registry::start(&folder.path().join("registry"), None).unwrap();
+        let data = Rng::new(7).bytes(LEN);
+        let layout = folder.path().join("layout");
+        push(&layout, &data, &format!("docker://{}/app:1", server.address()));
+        let digest = Digest::of(&data);
+        Self { _folder: folder, server, data, digest }
+    }
+
+    fn check(&self, registry: &Registry, start: usize, len: usize) {
+        let range = ByteRange::at(start as u64, len as u64).unwrap();
+        let read = waiting(registry.blob_range(&self.digest, range)).unwrap();
+        assert!(read == self.data[start..start + len], "{range}");
+    }
+}
+
+fn push(layout: &Path, data: &[u8], to: &str) {
+    let layer = ("application/vnd.oci.image.layer.v1.tar", data.to_vec());
+    OciLayout::by_hand(layout, None, &[layer], |_| ()).unwrap();
+    skopeo_copy(&[], &format!("oci:{}", layout.display()), to).unwrap();
+}
+
+fn open(address: impl std::fmt::Display, access: &Access) -> Registry {
+    let name = Name::parse(&format!("oci://{address}/app:1")).unwrap().unwrap();
+    Registry::open(&name, access).unwrap()
+}
+
+fn access(host: impl std::fmt::Display, password: &str) -> Access {
+    let config = format!(r#"{{"auths": {{"{host}": {{"auth": "{password}"}}}}}}"#);
+    serde_json::from_value(serde_json::json!({ "DOCKER_AUTH_CONFIG": config })).unwrap()
+}
+
+#[test]
+fn a_range_of_a_blob_is_exactly_that_or_an_error() {
+    let served = Served::new();
+    let registry = open(served.server.address(), &Access::default());
+    for (start, len) in [(0, 1), (4095, 8193), (0, LEN), (LEN - 1, 1), (5, 0)] {
+        served.check(&registry, start, len);
+    }
+    let fails = |digest: &Digest, start: usize, len: u64| {
+        let range = ByteRange::at(start as u64, len).unwrap();
+        waiting(registry.blob_range(digest, range)).unwrap_err().kind()
+    };
+    assert_eq!(fails(&served.digest, LEN - 1, 2), ErrorKind::Corrupt);
+    assert_eq!(fails(&served.digest, LEN + 5, 2), ErrorKind::Corrupt);
+    assert_eq!(fails(&Digest::of(b"none"), 0, 1), ErrorKind::NotFound);
+    // Spoilt in every way: bytes that were flipped or exchanged are the reader's to find.
+    let proxy = Proxy::new(served.server.address(), 5).unwrap();
+    let faults: Vec<Fault> = Fault::ALL
+        .into_iter()
+        .filter(|fault| !matches!(fault, Fault::Stall | Fault::FlipBit | Fault::OtherBytes))
+        .collect();
+    let registry = open(proxy.address(), &Access::default());
+    served.check(&registry, 0, 1);
+    proxy.spoil(500, &faults);
+    let (mut good, mut bad) = (0, 0);
+    let mut rng = Rng::new(3);
+    for _ in 0..300 {
+        let start = rng.below(LEN as u64 - 1);
+        let range = ByteRange::at(start, 1 + rng.below(LEN as u64 - start)).unwrap();
+        match waiting(registry.blob_range(&served.digest, range)) {
+            Ok(bytes) => {
+                assert!(bytes == served.data[range.start() as usize..range.end() as usize]);
+                good += 1;
+            }
+            Err(_) => bad += 1,
+        }
+    }
+    assert!(good >= 100 && bad >= 50, "{good} good, {bad} bad");
+    let traffic = registry.traffic();
+    for counter in
+        [&traffic.throttled, &traffic.denied, &traffic.refused, &traffic.broken, &traffic.lies]
+    {
+        assert!(counter.load(Relaxed) > 0, "{:?}", traffic.figures());
+    }
+}
+
+#[test]
+fn a_token_that_expires_is_renewed_and_shared() {
+    let served = Served::new();
+    let gate = TokenGate::new(served.server.address(), PASSWORDS[0], 3).unwrap();
+    let known = access(gate.address(), PASSWORDS[0]);
+    let registry = open(gate.address(), &known);
+    for n in 0..10 {
+        served.check(&registry, n * 1000, 500);
+    }
+    assert_eq!(gate.tokens(), 4, "a token is good for three requests");
+    assert!(gate.scopes().iter().all(|scope| scope.contains("repository:app:pull")));
+    gate.change(PASSWORDS[1]);
+    let range = ByteRange::at(0, 1).unwrap();
+    let error = waiting(registry.blob_range(&served.digest, range)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(
+        error.to_string().contains("log in") && !error.to_string().contains("hunter"),
+        "{error}"
+    );
+    assert!(!format!("{registry:?} {known:?}").contains("dXNl"));
+    // Whoever needs one at the same moment waits for the one login.
+    let gate = TokenGate::new(served.server.address(), PASSWORDS[0], 1000).unwrap();
+    let registry = open(gate.address(), &access(gate.address(), PASSWORDS[0]));
+    let readers: Vec<_> = (0..30)
+        .map(|_| {
+            let (registry, digest) = (registry.clone(), served.digest.clone());
+            std::thread::spawn(move || waiting(registry.blob_range(&digest, range)).unwrap())
+        })
+        .collect();
+    for reader in readers {
+        assert!(reader.join().unwrap() == served.data[..1]);
+    }
+    assert_eq!(gate.tokens(), 1);
+}
+
+#[test]
+fn of_all_that_is_known_only_what_concerns_a_registry_goes_with_a_request() {
+    let config = r#"{"auths": {
+        "r.example": {"auth": "dXNlcjpodW50ZXIy"}, "other.example": {"auth": "dXNlcjpodW50ZXIz"}}}"#;
+    let all: Access = serde_json::from_value(
+        serde_json::json!({ "DOCKER_AUTH_CONFIG": config, "AWS_SECRET_ACCESS_KEY": "hunter4" }),
+    )
+    .unwrap();
+    let name = Name::parse("oci://r.example/app:1").unwrap().unwrap();
+    let access = all.for_registry(&name).unwrap();
+    let sent = serde_json::to_string(&access).unwrap();
+    assert!(sent.contains("hunter2") && !sent.contains("hunter4") && !sent.contains("other"));
+    assert!(!sent.contains("dXNlcjpodW50ZXIz"), "{sent}");
+    // What was sent is understood where it arrives.
+    assert_eq!(access.for_registry(&name).unwrap(), access);
+    let wrong = serde_json::json!({ "DOCKER_AUTH_CONFIG": "hunter5" });
+    let wrong: Access = serde_json::from_value(wrong).unwrap();
+    let error = wrong.for_registry(&name).err();
+    assert!(error.is_none_or(|error| !error.to_string().contains("hunter5")));
+}

@@ -1,0 +1,146 @@
+//! What a registry with tokens wants, in front of one without.
+//!
+//! ```text
+//!   GET /v2/… ──► 401, Bearer realm=…/token      GET /token, user and password ──► a token
+//!   the same with the token ──► the registry     so often, and then it has expired
+//! ```
+
+use std::{
+    io::{self, BufReader, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    thread,
+};
+
+use super::head::Head;
+
+/// The gate. It ends when dropped.
+pub struct TokenGate {
+    address: SocketAddr,
+    state: Arc<Mutex<State>>,
+    ended: Arc<AtomicBool>,
+}
+
+struct State {
+    /// What `Authorization` has to be for a token.
+    password: String,
+    /// Requests that a token is good for.
+    uses: u64,
+    tokens: u64,
+    /// What is left of the last one.
+    left: u64,
+    scopes: Vec<String>,
+}
+
+impl TokenGate {
+    /// A gate before `server`. It wants `basic`, which is `user:password` in base 64, for a
+    /// token, which is good for `uses` requests.
+    pub fn new(server: SocketAddr, basic: &str, uses: u64) -> io::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let address = listener.local_addr()?;
+        let state = Arc::new(Mutex::new(State {
+            password: format!("Basic {basic}"),
+            uses,
+            tokens: 0,
+            left: 0,
+            scopes: Vec::new(),
+        }));
+        let ended = Arc::new(AtomicBool::new(false));
+        let (shared, over) = (Arc::clone(&state), Arc::clone(&ended));
+        thread::spawn(move || {
+            for client in listener.incoming() {
+                if over.load(Relaxed) {
+                    break;
+                }
+                let Ok(client) = client else { continue };
+                let shared = Arc::clone(&shared);
+                // Whatever breaks here, the client sees a broken connection.
+                thread::spawn(move || drop(serve(&client, server, address, &shared)));
+            }
+        });
+        Ok(Self { address, state, ended })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Tokens that were given out.
+    pub fn tokens(&self) -> u64 {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).tokens
+    }
+
+    /// What they were asked for.
+    pub fn scopes(&self) -> Vec<String> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).scopes.clone()
+    }
+
+    /// From now on it wants another password, and no token is good any more.
+    pub fn change(&self, basic: &str) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        (state.password, state.left) = (format!("Basic {basic}"), 0);
+    }
+}
+
+impl Drop for TokenGate {
+    fn drop(&mut self) {
+        self.ended.store(true, Relaxed);
+        // Wakes the thread that accepts.
+        let _ = TcpStream::connect(self.address);
+    }
+}
+
+fn serve(
+    client: &TcpStream,
+    server: SocketAddr,
+    own: SocketAddr,
+    state: &Mutex<State>,
+) -> io::Result<()> {
+    let mut client = client;
+    let mut reader = BufReader::new(client.try_clone()?);
+    let Some(mut request) = Head::read(&mut reader)? else { return Ok(()) };
+    if request.get("expect").is_some() {
+        client.write_all(b"HTTP/1.1 100 Continue\r\n\r\n")?;
+    }
+    let body = request.body(&mut reader, false)?;
+    let said = request.get("authorization").unwrap_or_default();
+    let answer = {
+        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(query) = request.second().strip_prefix("/token") {
+            if said == state.password {
+                (state.tokens, state.left) = (state.tokens + 1, state.uses);
+                state
+                    .scopes
+                    .push(query.replace("%3A", ":").replace("%2F", "/").replace("%2C", ","));
+                let token = format!("{{\"token\": \"number-{}\"}}", state.tokens);
+                Some(("200 OK", String::new(), token))
+            } else {
+                Some(("401 Unauthorized", String::new(), "{}".to_owned()))
+            }
+        } else if said == format!("Bearer number-{}", state.tokens) && state.left > 0 {
+            state.left -= 1;
+            None
+        } else {
+            let realm = format!("realm=\"http://{own}/token\",service=\"test\"");
+            let header = format!("www-authenticate: Bearer {realm}\r\n");
+            Some(("401 Unauthorized", header, "{}".to_owned()))
+        }
+    };
+    if let Some((status, header, text)) = answer {
+        let len = text.len();
+        let head = format!(
+            "HTTP/1.1 {status}\r\n{header}content-length: {len}\r\nconnection: close\r\n\r\n{text}"
+        );
+        return client.write_all(head.as_bytes());
+    }
+    request.headers.retain(|(name, _)| name != "authorization");
+    request.set("connection", "close");
+    let mut upstream = TcpStream::connect(server)?;
+    upstream.write_all(&request.encode())?;
+    upstream.write_all(&body)?;
+    io::copy(&mut upstream, &mut client).map(drop)
+}
