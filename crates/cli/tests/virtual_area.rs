@@ -278,7 +278,6 @@ fn doctor_says_what_is_wrong_with_a_map_and_leaves_it_alone() {
     assert!(said.contains("2 mappings have no end"), "{said}");
     fs::remove_file(&extents).unwrap();
     doctor(Some("restore"));
-    burgeon.fails(&["mount", "sample", text(&at), "--writes", "w"], 3, "extent map");
     fs::write(&extents, &good).unwrap();
     doctor(None);
 
@@ -295,6 +294,99 @@ fn doctor_says_what_is_wrong_with_a_map_and_leaves_it_alone() {
     assert_eq!(fs::read(&data).unwrap(), fs::read(other.join("data")).unwrap());
     burgeon.umount(mounted);
     doctor(None);
+}
+
+#[test]
+fn a_mount_whose_map_is_lost_has_its_tree_and_its_writes() {
+    let space = Space::new("virtual-lost");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    build(&space, &burgeon);
+    let other = space.make_folder("other");
+    fs::write(other.join("data"), Rng::new(2).bytes(500_000)).unwrap();
+    burgeon.build(&other, "other");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &OPTIONS);
+    let (zeros, image, own) = (at.join("zeros"), at.join("image/data"), at.join("own"));
+    burgeon.ok(&["map", text(&zeros), "--computed", "zeros", "--size", "1M"]);
+    burgeon.ok(&["map", text(&at.join("image")), "--from", "other"]);
+    fs::write(&own, "mine").unwrap();
+    burgeon.umount(mounted);
+    let area = burgeon.state().join("writes/w/area");
+    let (extents, sources) = (area.join("extents"), area.join("sources"));
+    let good = fs::read(&extents).unwrap();
+    let changed = |at: usize| {
+        let mut bytes = good.clone();
+        bytes[at] ^= 2;
+        bytes
+    };
+    let away = space.path("area");
+    let damages: [(&str, &dyn Fn()); 5] = [
+        ("cut short", &|| fs::write(&extents, &good[..40]).unwrap()),
+        ("version", &|| fs::write(&extents, changed(8)).unwrap()),
+        ("checksum", &|| fs::write(&extents, changed(40)).unwrap()),
+        ("two different maps", &|| fs::write(&sources, empty_sources(&space)).unwrap()),
+        ("No such file", &|| fs::rename(&area, &away).unwrap()),
+    ];
+    let table = fs::read(&sources).unwrap();
+    let new = ["map", text(&at.join("new")), "--computed", "zeros", "--size", "1M"].map(str::to_owned);
+    let new = new.each_ref().map(String::as_str);
+    for (problem, damage) in damages {
+        damage();
+        let target = text(&at);
+        let said = burgeon.ok(&["mount", "sample", target, "--writes", "w"]);
+        assert!(said.contains("I/O errors") && said.contains(problem), "{said}");
+        let check = |reads: u64| {
+            drop_caches();
+            assert_eq!(fs::read(at.join("data")).unwrap(), Rng::new(1).bytes(1_000_000));
+            assert_eq!(fs::read(&own).unwrap(), b"mine");
+            assert!(is_eio(&zeros) && is_eio(&image), "{problem}");
+            let area = &burgeon.status()["mounts"][0]["area"];
+            assert!(area["problem"].as_str().unwrap().contains(problem), "{area}");
+            assert!(area["lost_reads"].as_u64().unwrap() >= reads, "{area}");
+        };
+        check(2);
+        kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
+        check(2);
+        assert!(burgeon.ok(&["status"]).contains("LOST"));
+        let refused = burgeon.run(&new);
+        assert!(refused.code != Some(0) && refused.stderr.contains("restore"), "{refused:#?}");
+        assert!(burgeon.run(&["map", "--list", target]).stderr.contains(problem));
+        let pin = burgeon.run(&["pin", text(&image)]);
+        assert!(pin.code != Some(0) && pin.stderr.contains(problem), "{pin:#?}");
+        burgeon.ok(&["pin", text(&image), "--remove"]);
+        assert_eq!(burgeon.status()["mounts"][0]["state"], "serving");
+        let doctor = burgeon.run(&["doctor"]);
+        assert_eq!(doctor.code, Some(1), "{doctor:#?}");
+        assert!(doctor.stdout.contains("mapped into w"), "{doctor:#?}");
+        if problem == "No such file" {
+            break;
+        }
+        burgeon.ok(&["umount", target]);
+        fs::write(&extents, &good).unwrap();
+        fs::write(&sources, &table).unwrap();
+    }
+    // What is kept beside a lost map counts, and a map that comes back is used at once.
+    fs::create_dir_all(&area).unwrap();
+    fs::rename(away.join("images"), area.join("images")).unwrap();
+    burgeon.ok(&["rm", "other"]);
+    burgeon.ok(&["gc"]);
+    fs::write(&extents, &good).unwrap();
+    fs::write(&sources, &table).unwrap();
+    burgeon.ok(&new);
+    drop_caches();
+    assert_eq!(fs::read(&zeros).unwrap(), vec![0; 1 << 20]);
+    assert_eq!(fs::read(&image).unwrap(), fs::read(other.join("data")).unwrap());
+    assert!(burgeon.status()["mounts"][0]["area"]["problem"].is_null());
+    let list = burgeon.ok(&["map", "--list", text(&at)]);
+    assert_eq!(list.matches("computed zeros").count(), 2, "{list}");
+    burgeon.ok(&["umount", text(&at)]);
+}
+
+/// The source table of another map.
+fn empty_sources(space: &Space) -> Vec<u8> {
+    let folder = space.make_folder("another");
+    burgeon_image::ExtentWriter::create(&folder, 16 << 50).unwrap();
+    fs::read(folder.join("sources")).unwrap()
 }
 
 #[test]

@@ -148,7 +148,8 @@ pub(crate) fn all(state: &StateDir) -> Result<Vec<Image>> {
             }
             let known = list(state, &area)?;
             let mapped = match ExtentMap::open(&area) {
-                Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                // It is being made, or is lost and may come back: what is kept with it counts.
+                Err(e) if e.kind() == ErrorKind::NotFound => Vec::new(),
                 map => map?.images()?,
             };
             let lost = mapped.iter().filter(|digest| known.iter().all(|i| i.digest != **digest));

@@ -52,8 +52,11 @@ pub(crate) enum FromServer {
     /// The answer to an `Attach`.
     Attached {
         id: MountId,
-        /// Why it cannot be served.
+        /// Why it cannot be served, or what was asked for besides cannot be done.
         error: Option<Failure>,
+        /// Whether it is served all the same.
+        #[serde(default)]
+        served: bool,
     },
     /// The answer to a `Record`.
     Recorded {

@@ -437,6 +437,12 @@ pub struct MountStatus {
 pub struct AreaStatus {
     /// Its length in bytes.
     pub size: u64,
+    /// Why its map cannot be used; then nothing that is mapped can be read.
+    #[serde(default)]
+    pub problem: Option<String>,
+    /// Reads that failed because of that.
+    #[serde(default)]
+    pub lost_reads: u64,
     /// Reads of addresses to which nothing is mapped.
     pub unmapped_reads: u64,
     /// The last of these addresses.

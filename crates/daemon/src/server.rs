@@ -197,7 +197,8 @@ impl Serving {
                     thread::spawn(move || {
                         let id = attach.id;
                         let error = serving.attach(attach, fds).err().map(Into::into);
-                        serving.tell(&FromServer::Attached { id, error });
+                        let served = lock(&serving.mounts).contains_key(&id);
+                        serving.tell(&FromServer::Attached { id, error, served });
                     });
                 }
                 ToServer::Record { id, on } => {
@@ -404,6 +405,8 @@ fn area_status(area: &Area) -> AreaStatus {
     let status = area.status();
     AreaStatus {
         size: status.size,
+        problem: status.problem,
+        lost_reads: status.lost_reads,
         unmapped_reads: status.unmapped_reads,
         last_unmapped: status.last_unmapped,
         changed_reads: status.changed_reads,

@@ -124,7 +124,7 @@ fn device(
         digest if *digest == Digest::of(b"the image") => Ok(Arc::clone(&mapped)),
         digest => Err(Error::new(ErrorKind::NotFound, format!("there is no image {digest}"))),
     });
-    let area = VirtualArea::open(dir.path(), world.clone(), open, limits).unwrap();
+    let area = VirtualArea::open(dir.path(), SIZE, world.clone(), open, limits);
     LazyDevice::new(volume, Arc::clone(counters), AREA_START + SIZE, Vec::new())
         .unwrap()
         .with_area(AREA_START, area)
@@ -281,6 +281,38 @@ async fn a_missing_image_is_an_error_until_it_is_there() {
     let source = Source::Image(Digest::of(b"the image"));
     let at = setup.map(vec![Content { source, offset: 1 << 30, len: 4096 }]);
     assert!(setup.read(at, 4096).await.is_err());
+}
+
+#[tokio::test]
+async fn without_its_map_every_read_is_an_error_until_it_is_back() {
+    let mut setup = setup();
+    let at = setup.map(vec![computed(1 << 20)]);
+    let (here, away) = (setup.dir.path().join("extents"), setup.dir.path().join("away"));
+    std::fs::rename(&here, &away).unwrap();
+    setup.restart();
+    for read in 1..=3 {
+        assert_eq!(setup.kind(at + (read << 12)).await, ErrorKind::Corrupt);
+        let status = setup.area().status();
+        assert_eq!((status.lost_reads, status.records, status.size), (read, 0, SIZE));
+        assert!(status.problem.unwrap().contains("No such file"));
+        setup.area().refresh().unwrap();
+    }
+    let error = setup.device.fill_ranges(&[ByteRange::at(AREA_START, 4096).unwrap()]).await;
+    assert_eq!(error.err().unwrap().kind(), ErrorKind::Corrupt);
+    // The map of an area of another size is not this one's.
+    let other = tempfile::tempdir().unwrap();
+    ExtentWriter::create(other.path(), SIZE / 2).unwrap();
+    let open: OpenImage<World, DirectFile> = Box::new(|_| unreachable!("nothing is mapped"));
+    let area =
+        VirtualArea::open(other.path(), SIZE, setup.world.clone(), open, Limits::default());
+    assert_eq!(area.size(), SIZE);
+    assert!(area.status().problem.unwrap().contains("this area has"));
+    std::fs::rename(&away, &here).unwrap();
+    assert_eq!(setup.kind(at).await, ErrorKind::Corrupt, "until it is looked at again");
+    setup.area().refresh().unwrap();
+    assert_eq!(setup.read(at + 4096, 4096).await.unwrap(), vec![1; 4096]);
+    let status = setup.area().status();
+    assert_eq!((status.problem, status.lost_reads, status.records), (None, 4, 2));
 }
 
 #[tokio::test]

@@ -63,7 +63,7 @@ fn a_hit_of_a_mapped_image_allocates_nothing() {
     let volume = Arc::clone(&setup.volume);
     let open = Box::new(move |_: &Digest| Ok(Arc::clone(&volume)));
     let source = setup.source.clone();
-    let area = VirtualArea::open(setup.dir.path(), source, open, Limits::default()).unwrap();
+    let area = VirtualArea::open(setup.dir.path(), 1 << 40, source, open, Limits::default());
     let device =
         LazyDevice::new(setup.volume.clone(), setup.counters.clone(), 1 << 42, Vec::new()).unwrap();
     let device = device.with_area(1 << 41, area).unwrap();

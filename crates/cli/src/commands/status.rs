@@ -198,6 +198,12 @@ fn describe_errors(mount: &MountStatus) {
 
 fn virtual_area(area: &AreaStatus) -> String {
     let mut text = format!("{} to map into", bytes(area.size));
+    if let Some(problem) = &area.problem {
+        text += &format!(
+            "; LOST, what is mapped is EIO ({} reads so far): {problem}: `burgeon doctor` says what to do",
+            area.lost_reads
+        );
+    }
     if let Some(last) = area.last_unmapped {
         text +=
             &format!("; {} reads where nothing is mapped, the last at {last}", area.unmapped_reads);

@@ -21,8 +21,8 @@ pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
         Ok(verified) => verified,
         Err(e) => {
             let remedy = format!(
-                "restore {} from a backup; until then what it does not tell any more is an I/O error, \
-                 and never another content",
+                "restore {} from a backup that is not older than the last `map`; until then what it \
+                 does not tell any more is an I/O error, and never another content",
                 area.display()
             );
             return Some(Finding::bad(Level::Problem, &subject, e.to_string(), &remedy));

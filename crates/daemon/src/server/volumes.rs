@@ -93,7 +93,8 @@ impl Serving {
         let mut device =
             LazyDevice::new(Arc::clone(volume), counters, info.data_device_size(), superblocks)?;
         if let (Some(folder), Some(range)) = (&attach.area, info.virtual_area) {
-            device = device.with_area(range.start(), self.area(attach, access, folder)?)?;
+            let area = self.area(attach, access, folder, range.len())?;
+            device = device.with_area(range.start(), area)?;
         }
         Ok(match attach.fetch_limit {
             Some(bytes) => device.with_fetch_limit(bytes),
@@ -101,13 +102,14 @@ impl Serving {
         })
     }
 
-    /// The virtual area of a mount. Its map names what this host's user has mapped, so files of
+    /// The virtual area of a mount, of `size` bytes. Its map names what this host's user has mapped, so files of
     /// the host are believed.
     fn area(
         self: &Arc<Self>,
         attach: &Attach,
         access: &Access,
         folder: &Path,
+        size: u64,
     ) -> Result<Arc<Area>> {
         let access = access.for_location(&attach.store);
         let objects = Objects::new(Store::open(&attach.store, &access)?, References::Allow);
@@ -116,7 +118,12 @@ impl Serving {
             Some(serving) => serving.mapped_image(id, &area, digest),
             None => Err(Error::new(ErrorKind::Unavailable, "the server is ending")),
         };
-        VirtualArea::open(folder, objects, Box::new(open), self.limits.clone())
+        let area =
+            VirtualArea::open(folder, size, objects, Box::new(open), self.limits.clone());
+        if let Some(problem) = area.status().problem {
+            log!("mount {id} is served, but nothing that is mapped into it: {problem}");
+        }
+        Ok(area)
     }
 
     /// The volume of an image that is mapped into `area` of mount `id`.

@@ -133,10 +133,11 @@ impl Supervisor {
 
     fn heed(self: &Arc<Self>, message: FromServer, _fds: Vec<OwnedFd>) {
         match message {
-            FromServer::Attached { id, error } => {
+            FromServer::Attached { id, error, served } => {
                 if let Some(entry) = self.table().mounts.get_mut(&id) {
                     entry.serving = match error {
                         None => Serving::Yes,
+                        Some(failure) if served => Serving::Refusing(failure.into()),
                         Some(failure) => {
                             log!("mount {id} cannot be served: {}", failure.what);
                             Serving::No(failure.into())

@@ -46,6 +46,7 @@ impl Supervisor {
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         // Before anything is written: what can fail here leaves nothing.
+        ExtentMap::check(&folder).map_err(|e| lost(&record, &folder, e))?;
         let area = open_area(&record)?;
         let mut sources = Sources::new(&self.state, &folder, request);
         let contents = request.contents.iter();
@@ -55,7 +56,8 @@ impl Supervisor {
         let range = {
             // One writer at a time; others wait for its three syncs.
             let _lock = Lock::take(&folder.join("lock"))?;
-            ExtentWriter::open(&folder)?.map(&Mapping { label, origin, extents })?
+            let writer = ExtentWriter::open(&folder).map_err(|e| lost(&record, &folder, e));
+            writer?.map(&Mapping { label, origin, extents })?
         };
         self.table().tell(request.id);
         self.await_serving(request.id)?;
@@ -64,9 +66,9 @@ impl Supervisor {
 
     /// Size of the area, and what is mapped into it.
     pub(super) fn mappings(&self, id: MountId) -> Result<Reply> {
-        let (_, folder) = self.area(id)?;
-        let map = ExtentMap::open(&folder)?;
-        let mut mappings = map.mappings()?;
+        let (record, folder) = self.area(id)?;
+        let map = ExtentMap::open(&folder).and_then(|map| Ok((map.mappings()?, map)));
+        let (mut mappings, map) = map.map_err(|e| lost(&record, &folder, e))?;
         let older = mappings.len().saturating_sub(LISTED_MAX);
         let mappings = mappings.drain(older..).map(status).collect();
         Ok(Reply::Mappings { size: map.size(), mappings, older: older as u64 })
@@ -106,6 +108,24 @@ impl Supervisor {
 
 fn no_mount(id: MountId) -> Error {
     Error::new(ErrorKind::NotFound, format!("there is no mount {id}"))
+}
+
+/// The error for a map that cannot be used. A new one would give addresses that were given before,
+/// and the files that have them would become others.
+fn lost(record: &MountRecord, folder: &Path, error: Error) -> Error {
+    if !matches!(
+        error.kind(),
+        ErrorKind::NotFound | ErrorKind::Corrupt | ErrorKind::UnsupportedFormat
+    ) {
+        return error;
+    }
+    let what = format!(
+        "it is not known what is mapped into {}, so nothing more can be: restore `extents` and \
+         `sources` in {} from a backup that is not older than the last `map`, then map again",
+        record.target.display(),
+        folder.display()
+    );
+    Error::with_source(error.kind(), what, error)
 }
 
 /// The file of a mount's virtual area, which is in no mounted tree.

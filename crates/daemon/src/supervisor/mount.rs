@@ -165,6 +165,7 @@ impl Supervisor {
         let plumbed = plumbing::plumb(id, &channel, server_pid, &folder, plan)?;
         let transport = channel.transport().name().to_owned();
         drop(channel);
+        plan.notes.extend(self.lost_area(id));
         plan.sprouted(&self.state, plumbed.fsid)?;
         self.note(id, &plumbed)?;
         let mounted = Mounted {
@@ -177,6 +178,13 @@ impl Supervisor {
             notes: plan.notes.clone(),
         };
         Ok((mounted, plumbed.mount))
+    }
+
+    /// A sentence if the mount has a virtual area that cannot be read.
+    fn lost_area(&self, id: MountId) -> Option<String> {
+        self.table().mounts.get(&id)?.record.attach.area.as_ref()?;
+        let problem = self.fresh_table().reports.get(&id)?.area.as_ref()?.problem.clone()?;
+        Some(format!("what is mapped gives I/O errors: {problem}: see `burgeon doctor`"))
     }
 
     /// Waits until the server serves `id`, or says why it cannot.
@@ -196,7 +204,7 @@ impl Supervisor {
         };
         match &entry.serving {
             Serving::Yes => Ok(()),
-            Serving::No(error) => Err(Error::new(error.kind(), error.to_string())),
+            Serving::No(error) | Serving::Refusing(error) => Err(Error::new(error.kind(), error.to_string())),
             Serving::Awaited => Err(Error::new(
                 ErrorKind::Unavailable,
                 format!(

@@ -31,7 +31,7 @@ impl Supervisor {
     }
 
     /// The table after the server's next report, if it comes soon.
-    fn fresh_table(&self) -> std::sync::MutexGuard<'_, Table> {
+    pub(super) fn fresh_table(&self) -> std::sync::MutexGuard<'_, Table> {
         let table = self.table();
         let before = table.report_count;
         if table.mounts.is_empty() || !table.send(&ToServer::Report) {
@@ -53,7 +53,7 @@ fn describe(entry: &Entry, table: &Table) -> MountStatus {
     let report = table.reports.get(&id);
     let state = match (&entry.serving, entry.handed_out) {
         (_, false) => "preparing",
-        (Serving::Yes, _) if table.link.is_some() => "serving",
+        (Serving::Yes | Serving::Refusing(_), _) if table.link.is_some() => "serving",
         (Serving::No(_), _) => "failed",
         _ => "recovering",
     };

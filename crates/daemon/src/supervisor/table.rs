@@ -70,6 +70,8 @@ pub(crate) enum Serving {
     Awaited,
     /// It has.
     Yes,
+    /// It has, but could not do what it was told last.
+    Refusing(Error),
     /// It cannot.
     No(Error),
 }

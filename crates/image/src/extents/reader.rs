@@ -65,14 +65,24 @@ type Placed = (MappingEntry, u64, u64);
 impl ExtentMap {
     /// Opens the map in `folder` that an [`super::ExtentWriter`] made.
     pub fn open(folder: &Path) -> Result<Self> {
-        let named = |error: Error| {
-            let what = format!("cannot use the extent map in {}", folder.display());
-            Error::with_source(error.kind(), what, error)
-        };
-        let logs = ["extents", "sources"].map(|name| FileLog::open(&folder.join(name)));
-        let [extents, sources] = logs;
-        Self::over([extents.map_err(named)?, sources.map_err(named)?]).map_err(named)
+        open_logs(folder).and_then(Self::over).map_err(|error| named(folder, error))
     }
+
+    /// Whether there is a map in `folder` that can be used: looks at its headers alone.
+    pub fn check(folder: &Path) -> Result<()> {
+        let checked = open_logs(folder).and_then(|logs| check_headers(&logs, false));
+        checked.map(|_| ()).map_err(|error| named(folder, error))
+    }
+}
+
+fn open_logs(folder: &Path) -> Result<[FileLog; 2]> {
+    let open = |name| FileLog::open(&folder.join(name));
+    Ok([open("extents")?, open("sources")?])
+}
+
+fn named(folder: &Path, error: Error) -> Error {
+    let what = format!("cannot use the extent map in {}", folder.display());
+    Error::with_source(error.kind(), what, error)
 }
 
 impl<L: LogFile> ExtentMap<L> {

@@ -181,7 +181,10 @@ where
             let mut pages = Pages::zeroed(bytes.len() as u64)
                 .ok_or_else(|| Error::new(ErrorKind::LocalIo, "no memory for a chunk"))?;
             pages.bytes_mut()[..bytes.len()].copy_from_slice(&bytes);
-            this.first_seen.check(&this.sabotage, checksum, pages.bytes())?;
+            // The chunk was found in the map, so there is one.
+            if let Some(mapped) = this.mapped.get() {
+                mapped.first_seen.check(&this.sabotage, checksum, pages.bytes())?;
+            }
             Ok(pages)
         };
         self.cpu.run(compare).await?

@@ -12,10 +12,12 @@
 //! - An address answers with the same bytes or an error, for ever (the simulator; `tests/area.rs`).
 //! - A file that is not the one that was mapped is an error that names it; a block that was read
 //!   once is never answered with other bytes, whatever the file says of itself (`tests/area.rs`).
+//! - Without its map every read is an error, and counted (`tests/area.rs`).
 //! - Computed bytes count as fetched, so that a fetch limit holds for them, too.
 
 mod checksums;
 mod file;
+mod mapped;
 
 use std::{
     collections::HashMap,
@@ -33,7 +35,10 @@ use burgeon_image::{
     extents::{CHECKSUMS_MAX, FileLog, LogFile},
 };
 
-use self::checksums::FirstSeen;
+use self::{
+    checksums::FirstSeen,
+    mapped::{Mapped, MappedSlot},
+};
 use crate::{
     DirectFile, Limits, Sabotage, Sound, Volume,
     fetch::{Tries, check_len},
@@ -56,9 +61,8 @@ type Images<S, F, B> = HashMap<Digest, Arc<Volume<S, F, B>>>;
 ///
 /// `L` is what the map lies in. Each read brings the mount's [`Counters`], as for [`Volume`].
 pub struct VirtualArea<S, F, L = FileLog, B = Sound> {
-    map: ExtentMap<L>,
+    mapped: MappedSlot<F, L>,
     source: S,
-    first_seen: FirstSeen<F>,
     images: RwLock<Images<S, F, B>>,
     open_image: Arc<OpenImage<S, F, B>>,
     limits: Limits,
@@ -84,6 +88,10 @@ struct Last {
 pub struct AreaStatus {
     /// Length in bytes.
     pub size: u64,
+    /// Why the map cannot be used: then nothing that is mapped can be read.
+    pub problem: Option<String>,
+    /// Reads that failed because of that.
+    pub lost_reads: u64,
     /// Extents, and ends of mappings.
     pub records: u64,
     /// Reads of addresses to which nothing is mapped.
@@ -107,18 +115,26 @@ impl<S, F, L, B> std::fmt::Debug for VirtualArea<S, F, L, B> {
 }
 
 impl<S: BlockSource + 'static> VirtualArea<S, DirectFile> {
-    /// Opens the area whose map lies in `folder`; the checksums of mapped files are kept there,
-    /// too. Mapped images are found with `open_image` when they are first read.
+    /// Opens the area of `size` bytes whose map lies in `folder`; the checksums of mapped files are
+    /// kept there, too. Mapped images are found with `open_image` when they are first read. A map
+    /// that cannot be used is no error here: it is one of each read ([`AreaStatus::problem`]).
     pub fn open(
         folder: &Path,
+        size: u64,
         source: S,
         open_image: OpenImage<S, DirectFile>,
         limits: Limits,
-    ) -> Result<Arc<Self>> {
-        let map = ExtentMap::open(folder)?;
-        // Sparse: 8 bytes for a block that was read.
-        let first_seen = DirectFile::open_buffered(&folder.join("checksums"), CHECKSUMS_MAX * 8)?;
-        Ok(Self::with_sabotage(map, source, first_seen, open_image, limits, Sound))
+    ) -> Arc<Self> {
+        let folder = folder.to_owned();
+        let open = move || {
+            let map = ExtentMap::open(&folder)?;
+            // Sparse: 8 bytes for a block that was read.
+            let checksums = folder.join("checksums");
+            let first_seen = DirectFile::open_buffered(&checksums, CHECKSUMS_MAX * 8)?;
+            Ok(Mapped { map, first_seen: FirstSeen::new(first_seen) })
+        };
+        let mapped = MappedSlot::open(size, Box::new(open));
+        Self::over(mapped, source, open_image, limits, Sound)
     }
 }
 
@@ -138,10 +154,20 @@ where
         limits: Limits,
         sabotage: B,
     ) -> Arc<Self> {
+        let mapped = MappedSlot::of(Mapped { map, first_seen: FirstSeen::new(first_seen) });
+        Self::over(mapped, source, open_image, limits, sabotage)
+    }
+
+    fn over(
+        mapped: MappedSlot<F, L>,
+        source: S,
+        open_image: OpenImage<S, F, B>,
+        limits: Limits,
+        sabotage: B,
+    ) -> Arc<Self> {
         Arc::new(Self {
-            map,
+            mapped,
             source,
-            first_seen: FirstSeen::new(first_seen),
             images: RwLock::default(),
             open_image: Arc::new(open_image),
             cpu: Pool::new(limits.cpu_threads),
@@ -159,30 +185,27 @@ where
 
     /// Length in bytes.
     pub fn size(&self) -> u64 {
-        self.map.size()
+        self.mapped.size()
     }
 
-    /// The map.
-    pub fn map(&self) -> &ExtentMap<L> {
-        &self.map
-    }
-
-    /// Sees what was mapped meanwhile.
+    /// Sees what was mapped meanwhile, and a map that can be used again.
     pub fn refresh(&self) -> Result<()> {
-        self.map.refresh()
+        self.mapped.refresh()
     }
 
     /// Makes durable what was first seen of mapped files.
     pub fn sync(&self) -> Result<()> {
-        self.first_seen.sync()
+        self.mapped.get().map_or(Ok(()), |mapped| mapped.first_seen.sync())
     }
 
     /// How the area is.
     pub fn status(&self) -> AreaStatus {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         AreaStatus {
-            size: self.map.size(),
-            records: self.map.records(),
+            size: self.mapped.size(),
+            problem: self.mapped.problem(),
+            lost_reads: self.mapped.lost_reads(),
+            records: self.mapped.get().map_or(0, |mapped| mapped.map.records()),
             unmapped_reads: self.unmapped_reads.get(),
             last_unmapped: last.unmapped,
             changed_reads: self.changed_reads.get(),
@@ -267,7 +290,7 @@ where
     pub(crate) async fn of_images(&self, range: ByteRange) -> Result<Ranges<S, F, B>> {
         let (mut found, mut at) = (Vec::new(), range.start());
         while at < range.end() {
-            let extent = match self.map.find(at) {
+            let extent = match self.mapped.map()?.find(at) {
                 Ok(extent) => extent,
                 Err(error) if error.kind() == ErrorKind::Unmapped => break,
                 Err(error) => return Err(error),
@@ -284,7 +307,7 @@ where
 
     /// The extent at `at`, its part in `range`, and where that begins in the source.
     fn piece(&self, at: u64, range: ByteRange) -> Result<(Extent, ByteRange, u64)> {
-        let extent = self.map.find(at).inspect_err(|error| {
+        let extent = self.mapped.map_for_read()?.find(at).inspect_err(|error| {
             if error.kind() == ErrorKind::Unmapped {
                 self.unmapped_reads.add(1);
                 self.last.lock().unwrap_or_else(PoisonError::into_inner).unmapped = Some(at);
