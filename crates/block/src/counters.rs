@@ -53,6 +53,9 @@ pub struct Counters {
     pub hit_latency: Histogram,
     /// Time of reads that had to wait for a fetch, in nanoseconds.
     pub miss_latency: Histogram,
+    /// Bytes fetched for this mount that none of its readers waited for: for its profile, for what is
+    /// pinned, and to fill.
+    pub background_bytes: Counter,
 }
 
 /// Sub-buckets a power of two: a quantile is exact to 1/8.

@@ -90,3 +90,46 @@ fn what_is_pinned_is_local_and_is_fetched_again_when_it_was_lost() {
     assert_eq!(pinned(&burgeon), 0);
     burgeon.umount(mounted);
 }
+
+#[test]
+fn a_fetch_limit_holds_for_what_no_reader_waits_for() {
+    let space = Space::new("pin-limit");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let own = build(&space, &burgeon, "own", 24 << 20);
+    let at = space.path("at");
+    let data = at.join("data");
+    let limited = ["--writes", "w", "--write-limit", "256M", "--fetch-limit", "1M"];
+    let mounted = burgeon.mount("own", &at, &[&limited[..], &["--fill"]].concat());
+    let stopped = |what: &str, kind: &str, over: bool| {
+        let state = if over { "over-limit" } else { "done" };
+        assert!(wait_until(PATIENCE, || mount(&burgeon)[kind]["state"] == state));
+        assert_eq!(burgeon.ok(&["status"]).contains(what), over);
+        let fetched = mount(&burgeon)["reads"]["background_bytes"].as_u64().unwrap();
+        // Besides what was under way: 24 chunks.
+        assert!(!over || (1 << 20..8 << 20).contains(&fetched), "{fetched}");
+    };
+    stopped("filling has stopped", "fill", true);
+    assert!(burgeon.ok(&["status"]).contains("ALARM"));
+    // It is the mount's limit, whoever serves it.
+    kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
+    stopped("filling has stopped", "fill", true);
+    burgeon.fails(&["pin", text(&data)], 1, "--fetch-limit");
+    stopped("what is pinned is not fetched further", "pinned", true);
+    drop_caches();
+    assert_eq!(fs::read(&data).unwrap_err().raw_os_error(), Some(5));
+    let profile = space.path("profile");
+    burgeon.umount(mounted);
+    caches(&burgeon).iter().for_each(|cache| fs::remove_file(cache).unwrap());
+
+    // Without a limit the same goes to its end.
+    let mounted = burgeon.mount("own", &at, &["--writes", "w"]);
+    stopped("what is pinned is not fetched further", "pinned", false);
+    assert_eq!(pinned(&burgeon), own.len() as u64);
+    burgeon.ok(&["record", text(&at), "--output", text(&profile), "--", "cat", text(&data)]);
+    burgeon.ok(&["pin", "--remove", text(&data)]);
+    burgeon.umount(mounted);
+    caches(&burgeon).iter().for_each(|cache| fs::remove_file(cache).unwrap());
+    let mounted = burgeon.mount("own", &at, &["--profile", text(&profile), "--fetch-limit", "1M"]);
+    stopped("the profile is not followed further", "profile", true);
+    burgeon.umount(mounted);
+}

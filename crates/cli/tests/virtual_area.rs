@@ -328,7 +328,8 @@ fn a_mount_whose_map_is_lost_has_its_tree_and_its_writes() {
         ("No such file", &|| fs::rename(&area, &away).unwrap()),
     ];
     let table = fs::read(&sources).unwrap();
-    let new = ["map", text(&at.join("new")), "--computed", "zeros", "--size", "1M"].map(str::to_owned);
+    let new =
+        ["map", text(&at.join("new")), "--computed", "zeros", "--size", "1M"].map(str::to_owned);
     let new = new.each_ref().map(String::as_str);
     for (problem, damage) in damages {
         damage();

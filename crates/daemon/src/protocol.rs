@@ -472,10 +472,13 @@ pub struct CacheStatus {
     pub waiting_readers: u64,
 }
 
+/// The state of what the mount's fetch limit has stopped.
+pub const OVER_LIMIT: &str = "over-limit";
+
 /// How far fetching everything in the background is.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct FillStatus {
-    /// `running`, `done`, `stopped` or `cache-full`.
+    /// `running`, `done`, `stopped`, `over-limit` or `cache-full`.
     pub state: String,
     /// Bytes that can be cached.
     pub total_bytes: u64,
@@ -488,7 +491,7 @@ pub struct FillStatus {
 /// How bringing what a profile says goes.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct ProfileStatus {
-    /// `loading`, `none` (there is none), `unusable`, `running`, `done` or `stopped`.
+    /// `loading`, `none` (there is none), `unusable`, `running`, `done`, `stopped` or `over-limit`.
     pub state: String,
     /// Why it is unusable.
     pub problem: Option<String>,
@@ -520,6 +523,9 @@ pub struct ReadStatus {
     pub fetches: u64,
     /// Bytes fetched, as stored.
     pub fetched_bytes: u64,
+    /// Bytes fetched for no reader in particular: for the profile, for what is pinned, to fill.
+    #[serde(default)]
+    pub background_bytes: u64,
     /// Latency of hits.
     pub local_latency: Latency,
     /// Latency of misses.

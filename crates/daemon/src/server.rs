@@ -99,6 +99,7 @@ enum AnyServer {
 }
 
 /// The counters in the memory that mounts share with the supervisor.
+#[derive(Clone)]
 struct SharedCounters(Arc<Slots>);
 
 impl Deref for SharedCounters {

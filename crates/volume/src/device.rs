@@ -6,7 +6,10 @@ use burgeon_block::{
 };
 use burgeon_image::extents::FileLog;
 
-use crate::{Fill, Recording, Sabotage, Sound, VirtualArea, Volume, read_log::ReadLog};
+use crate::{
+    Budget, Fill, Follow, Recording, Sabotage, Sound, VirtualArea, Volume, budget::spent,
+    read_log::ReadLog,
+};
 
 /// The lazy device of one mount: the shared volume at its lazy addresses, the mount's virtual area
 /// if it has one, this mount's own superblocks, and zeros everywhere else.
@@ -18,7 +21,7 @@ use crate::{Fill, Recording, Sabotage, Sound, VirtualArea, Volume, read_log::Rea
 ///
 /// A mount may have a limit to what it fetches: beyond it only what is local is answered. A limit
 /// is looked at before a fetch, so what is under way then (at most
-/// [`crate::FLIGHTS_MAX`] chunks and one request of each reader) comes on top.
+/// [`crate::FLIGHTS_MAX`] chunks, one request of a profile and one of each reader) comes on top.
 ///
 /// `C` is where this mount counts: an `Arc<Counters>`, or memory shared with another process.
 /// What is fetched and what was wrong is counted here; hits, misses, failed reads and latencies
@@ -29,7 +32,7 @@ pub struct LazyDevice<S, F, C = Arc<Counters>, B = Sound> {
     size: u64,
     superblocks: Vec<(u64, Box<[u8; BLOCK_SIZE as usize]>)>,
     area: Option<Area<S, F, B>>,
-    fetch_limit: u64,
+    budget: Arc<Budget>,
     over_limit_reads: Counter,
     log: ReadLog,
 }
@@ -53,7 +56,7 @@ where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
     B: Sabotage + Clone,
-    C: Deref<Target = Counters>,
+    C: Deref<Target = Counters> + Clone + Send + Sync + 'static,
 {
     /// A device of `size` bytes with `superblocks` at their offsets. `Invalid` if the size does
     /// not hold the lazy data, or a superblock lies in it, beyond the end, or on no block border.
@@ -78,11 +81,11 @@ where
         }
         Ok(Self {
             volume,
+            budget: Budget::new(counters.clone(), u64::MAX),
             counters,
             size,
             superblocks,
             area: None,
-            fetch_limit: u64::MAX,
             over_limit_reads: Counter::default(),
             log: ReadLog::default(),
         })
@@ -109,10 +112,11 @@ where
         Ok(self)
     }
 
-    /// The same with a limit to what this mount fetches, in bytes as the sources send them, over
-    /// all its life ([`Counters::fetched_bytes`]).
+    /// The same with a limit to what this mount fetches, for readers and for nobody in particular,
+    /// in bytes as the sources send them, over all its life ([`Counters::fetched_bytes`] and
+    /// [`Counters::background_bytes`]).
     pub fn with_fetch_limit(mut self, bytes: u64) -> Self {
-        self.fetch_limit = bytes;
+        self.budget = Budget::new(self.counters.clone(), bytes);
         self
     }
 
@@ -127,15 +131,15 @@ where
     }
 
     fn may_fetch(&self) -> bool {
-        self.counters.fetched_bytes.get() < self.fetch_limit
+        spent(&self.counters) < self.budget.limit()
     }
 
     fn over_limit(&self) -> Error {
         self.over_limit_reads.add(1);
         let message = format!(
             "this mount has fetched {} bytes, and its limit is {}: mount it with a higher --fetch-limit",
-            self.counters.fetched_bytes.get(),
-            self.fetch_limit
+            self.budget.spent(),
+            self.budget.limit()
         );
         Error::new(ErrorKind::OverLimit, message)
     }
@@ -148,6 +152,16 @@ where
     /// Ends recording.
     pub fn finish_recording(&self) -> Recording {
         self.log.finish()
+    }
+
+    /// Starts to fetch all of the image, as far as the limit goes. Must be called within a runtime.
+    pub fn fill(&self) -> Fill {
+        self.volume.fill_for(Arc::clone(&self.budget))
+    }
+
+    /// Starts to bring what a profile says, likewise: [`Volume::follow`].
+    pub fn follow(&self, ranges: impl Iterator<Item = ByteRange>) -> Follow {
+        self.volume.follow(ranges, Some(Arc::clone(&self.budget)))
     }
 
     /// Starts to fetch what lies at `ranges` of the device and can be cached: a fill for each image
@@ -174,7 +188,10 @@ where
                 at = piece.end();
             }
         }
-        Ok(parts.iter().map(|(volume, ranges)| volume.fill_ranges(ranges)).collect())
+        let fill = |(volume, ranges): &(Arc<Volume<S, F, B>>, Vec<_>)| {
+            volume.fill_ranges(ranges, Arc::clone(&self.budget))
+        };
+        Ok(parts.iter().map(fill).collect())
     }
 
     /// The volume behind it.
@@ -264,7 +281,7 @@ where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
     B: Sabotage + Clone,
-    C: Deref<Target = Counters> + Send + Sync + 'static,
+    C: Deref<Target = Counters> + Clone + Send + Sync + 'static,
 {
     fn size(&self) -> u64 {
         self.size

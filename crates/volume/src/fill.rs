@@ -9,7 +9,7 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-use crate::{Sabotage, Volume, volume::Boarding};
+use crate::{Budget, Sabotage, Volume, flights::Background, volume::Boarding};
 
 /// How a fill stands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -20,6 +20,8 @@ pub enum FillState {
     Done,
     /// It was told to stop.
     Stopped,
+    /// The mount's fetch limit does not allow the rest.
+    OverLimit,
     /// The cache did not take everything; see [`crate::Status::cache`]. Start it again when it
     /// does.
     CacheFull,
@@ -83,12 +85,17 @@ where
     /// `limits.background_flights` chunks at once, and a new one only when no reader waits (or
     /// `limits.fill_yield` has passed). While the source is unavailable it waits and tries again.
     pub fn fill(self: &Arc<Self>) -> Fill {
-        self.fill_chunks(0..self.map.chunk_count())
+        self.fill_chunks(0..self.map.chunk_count(), None)
+    }
+
+    /// The same for a mount, as far as its `budget` goes.
+    pub fn fill_for(self: &Arc<Self>, budget: Arc<Budget>) -> Fill {
+        self.fill_chunks(0..self.map.chunk_count(), Some(budget))
     }
 
     /// The same for the chunks that hold a byte of `ranges`, in any order. Must be called within a
     /// runtime.
-    pub fn fill_ranges(self: &Arc<Self>, ranges: &[ByteRange]) -> Fill {
+    pub fn fill_ranges(self: &Arc<Self>, ranges: &[ByteRange], budget: Arc<Budget>) -> Fill {
         let data = self.map.data_range();
         let mut chunks = BTreeSet::new();
         for range in ranges.iter().filter_map(|range| range.intersect(data)) {
@@ -99,12 +106,13 @@ where
                 chunks.extend(first..=last);
             }
         }
-        self.fill_chunks(chunks.into_iter().collect::<Vec<_>>().into_iter())
+        self.fill_chunks(chunks.into_iter().collect::<Vec<_>>().into_iter(), Some(budget))
     }
 
     fn fill_chunks(
         self: &Arc<Self>,
         chunks: impl Iterator<Item = u32> + Clone + Send + 'static,
+        budget: Option<Arc<Budget>>,
     ) -> Fill {
         let cacheable = chunks.clone().filter(|index| !self.is_through(*index));
         let total_bytes = cacheable.map(|index| self.map.chunk(index).range.len()).sum();
@@ -120,7 +128,7 @@ where
             let state = tokio::select! {
                 biased;
                 _ = stopped.wait_for(|stop| *stop) => FillState::Stopped,
-                state = volume.fill_all(chunks, &progress) => state,
+                state = volume.fill_all(chunks, budget, &progress) => state,
             };
             progress.send_modify(|progress| progress.state = state);
         });
@@ -130,16 +138,17 @@ where
     async fn fill_all(
         self: &Arc<Self>,
         wanted: impl Iterator<Item = u32>,
+        budget: Option<Arc<Budget>>,
         progress: &watch::Sender<FillProgress>,
     ) -> FillState {
         let mut chunks = JoinSet::new();
-        let mut all_kept = true;
+        let (mut all_kept, mut refused) = (true, false);
         let mut next = wanted.filter(|index| !self.is_through(*index));
         loop {
             while chunks.len() < self.limits.background_flights.max(1)
                 && let Some(index) = next.next()
             {
-                chunks.spawn(Arc::clone(self).fill_chunk(index));
+                chunks.spawn(Arc::clone(self).fill_chunk(index, budget.clone()));
             }
             let Some(ended) = chunks.join_next().await else { break };
             // A chunk whose task panicked is one that was not kept.
@@ -148,11 +157,16 @@ where
             match filled {
                 Filled::Kept => progress.send_modify(|progress| progress.done_bytes += len),
                 Filled::Failed => progress.send_modify(|progress| progress.failed_bytes += len),
+                Filled::Refused => refused = true,
                 Filled::Lost if !self.cache.may_write() => return FillState::CacheFull,
                 Filled::Lost => all_kept = false,
             }
         }
-        if all_kept { FillState::Done } else { FillState::CacheFull }
+        match (refused, all_kept) {
+            (true, _) => FillState::OverLimit,
+            (false, true) => FillState::Done,
+            (false, false) => FillState::CacheFull,
+        }
     }
 
     /// Waits until no reader waits, but not for ever.
@@ -170,18 +184,28 @@ where
 
     /// Brings one chunk into the cache. While the source is unavailable it waits and tries again.
     /// It holds no seat while it waits for one.
-    async fn fill_chunk(self: Arc<Self>, index: u32) -> (u32, Filled) {
+    async fn fill_chunk(self: Arc<Self>, index: u32, budget: Option<Arc<Budget>>) -> (u32, Filled) {
         let range = self.map.chunk(index).range;
+        let may_fetch = || budget.as_ref().is_none_or(|budget| budget.may_fetch());
         loop {
             if self.cache.has(range) {
                 return (index, Filled::Kept);
             }
+            if !may_fetch() {
+                return (index, Filled::Refused);
+            }
             let seat = self.background_seats.take().await;
             self.stand_back().await;
+            // What was under way meanwhile has been charged before it gave its seat back.
+            if !may_fetch() {
+                continue;
+            }
             if !self.cache.may_write() {
                 return (index, Filled::Lost);
             }
-            let Boarding::Flight(mut waiter) = self.board(index, range, true, seat).await else {
+            let background = seat.map(|seat| Background { _seat: seat, payer: budget.clone() });
+            let boarding = self.board(index, range, true, background).await;
+            let Boarding::Flight(mut waiter) = boarding else {
                 continue;
             };
             let error = match waiter.landed().await {
@@ -207,6 +231,7 @@ where
 /// What became of a chunk.
 enum Filled {
     Kept,
+    Refused,
     Lost,
     Failed,
 }

@@ -21,6 +21,7 @@ use burgeon_block::{Counters, Error, ErrorKind, Pages, Result};
 use tokio::{sync::watch, task::AbortHandle};
 
 use crate::{
+    budget::Budget,
     seats::Seat,
     sync::{AtomicBool, Mutex, MutexGuard, Ordering},
 };
@@ -49,7 +50,13 @@ impl Cost {
 pub(crate) struct Seats {
     pub(crate) _flight: Seat,
     /// For what no reader asked for.
-    pub(crate) background: Option<Seat>,
+    pub(crate) background: Option<Background>,
+}
+
+/// The room of a flight that no reader asked for, and the mount it is for, if it is for one.
+pub(crate) struct Background {
+    pub(crate) _seat: Seat,
+    pub(crate) payer: Option<Arc<Budget>>,
 }
 
 /// The outcome of a flight.
@@ -59,7 +66,7 @@ pub(crate) struct Landed {
     claimed: AtomicBool,
     /// Counts what no reader claims.
     background: Arc<Counters>,
-    _seats: Seats,
+    seats: Seats,
 }
 
 impl Landed {
@@ -69,7 +76,7 @@ impl Landed {
         background: Arc<Counters>,
         seats: Seats,
     ) -> Self {
-        Self { result, cost, claimed: AtomicBool::new(false), background, _seats: seats }
+        Self { result, cost, claimed: AtomicBool::new(false), background, seats }
     }
 
     /// The chunk's bytes, or the error, once for each who asks.
@@ -90,6 +97,10 @@ impl Landed {
 
 impl Drop for Landed {
     fn drop(&mut self) {
+        let payer = self.seats.background.as_ref().and_then(|background| background.payer.as_ref());
+        if let (Some(payer), false) = (payer, self.claimed.load(Ordering::Relaxed)) {
+            payer.charge(self.cost.fetched_bytes);
+        }
         self.claim(&self.background);
     }
 }

@@ -22,9 +22,9 @@ use tokio::{
 };
 
 use crate::{
-    Sabotage, Volume,
+    Budget, Sabotage, Volume,
     brought::Brought,
-    flights::Seats,
+    flights::{Background, Seats},
     fly::Boarded,
     limits::FLIGHTS_MAX,
     pace::{Pace, Sent},
@@ -40,8 +40,10 @@ pub enum FollowState {
     Running,
     /// All of it is here, or came and could not be kept.
     Done,
-    /// It was told to stop, has reached its limit, or the source or the cache takes no more.
+    /// It was told to stop, or the source or the cache takes no more.
     Stopped,
+    /// The mount's fetch limit does not allow the rest.
+    OverLimit,
 }
 
 /// How far it is.
@@ -109,12 +111,11 @@ where
     F: LocalFile + 'static,
     B: Sabotage,
 {
-    /// Starts to bring the chunks of `ranges`, in this order, until it has fetched `fetch_max`
-    /// bytes. Ranges that are no lazy data are passed over.
+    /// Starts to bring the chunks of `ranges`, in this order, as far as the `budget` goes. Ranges that are no lazy data are passed over.
     pub fn follow(
         self: &Arc<Self>,
         ranges: impl Iterator<Item = ByteRange>,
-        fetch_max: u64,
+        budget: Option<Arc<Budget>>,
     ) -> Follow {
         self.brought.get_or_init(|| Brought::new(self.map.data_range()));
         let mut wanted = Wanted { order: VecDeque::new(), left: HashSet::new() };
@@ -139,7 +140,7 @@ where
         });
         let volume = Arc::clone(self);
         let task = tokio::spawn(async move {
-            let state = volume.follow_all(wanted, fetch_max, &progress).await;
+            let state = volume.follow_all(wanted, budget, &progress).await;
             progress.send_modify(|now| now.state = state);
         });
         Follow { progress: watcher, task }
@@ -148,7 +149,7 @@ where
     async fn follow_all(
         self: &Arc<Self>,
         mut wanted: Wanted,
-        fetch_max: u64,
+        budget: Option<Arc<Budget>>,
         progress: &watch::Sender<FollowProgress>,
     ) -> FollowState {
         let mut pace = Pace::new();
@@ -157,9 +158,22 @@ where
         let (landing, mut landed) = mpsc::channel(1);
         let (mut requests, mut bytes, mut failures) = (0, 0, 0);
         let mut state = FollowState::Done;
+        let before = budget.as_ref().map_or(0, |budget| budget.spent());
         loop {
-            let over = fetch_max <= progress.borrow().fetched_bytes + bytes;
-            if over || failures == FAILURES_MAX || !self.cache.may_write() {
+            // What came a moment ago may not have been charged yet.
+            let brought = before.saturating_add(progress.borrow().fetched_bytes);
+            let over = budget
+                .as_ref()
+                .is_some_and(|budget| budget.limit() <= budget.spent().max(brought) + bytes);
+            if over {
+                let done = self.pass_over_local(&mut wanted);
+                progress.send_modify(|now| now.done_bytes += done);
+                if !wanted.order.is_empty() {
+                    state = FollowState::OverLimit;
+                    wanted.order.clear();
+                }
+            }
+            if failures == FAILURES_MAX || !self.cache.may_write() {
                 state = FollowState::Stopped;
                 wanted.order.clear();
             }
@@ -179,7 +193,7 @@ where
                 }
                 continue;
             }
-            let (row, done) = self.board_row(&mut wanted, pace.request()).await;
+            let (row, done) = self.board_row(&mut wanted, pace.request(), budget.as_ref()).await;
             let len = row.iter().map(|boarded| self.map.chunk(boarded.index).stored.len()).sum();
             progress.send_modify(|now| {
                 now.done_bytes += done;
@@ -206,7 +220,13 @@ where
     /// The next chunk that is not here, and what is wanted beside it, up to `len_max` stored
     /// bytes, with flights of their own; and the bytes of all chunks that were taken off the
     /// list. Empty when nothing is left that is neither here nor on its way.
-    async fn board_row(self: &Arc<Self>, wanted: &mut Wanted, len_max: u64) -> (Vec<Boarded>, u64) {
+    async fn board_row(
+        self: &Arc<Self>,
+        wanted: &mut Wanted,
+        len_max: u64,
+        payer: Option<&Arc<Budget>>,
+    ) -> (Vec<Boarded>, u64) {
+        let of_background = |seat| Background { _seat: seat, payer: payer.cloned() };
         let mut done = 0;
         while let Some(first) = wanted.order.front().copied() {
             let here = self.cache.has(self.map.chunk(first).range);
@@ -221,6 +241,7 @@ where
             wanted.order.pop_front();
             wanted.left.remove(&first);
             done += self.map.chunk(first).range.len();
+            let background = background.map(of_background);
             let seats = Seats { _flight: seat, background };
             let Some(boarded) = self.board_absent(first, seats) else { continue };
             let mut row = VecDeque::from([boarded]);
@@ -236,7 +257,8 @@ where
                 }
                 let Some(background) = self.background_seats.try_take() else { break };
                 let Some(seat) = self.seats.try_take() else { break };
-                let seats = Seats { _flight: seat, background: Some(background) };
+                let background = Some(of_background(background));
+                let seats = Seats { _flight: seat, background };
                 let Some(boarded) = self.board_absent(index, seats) else { break };
                 wanted.left.remove(&index);
                 done += self.map.chunk(index).range.len();
@@ -252,6 +274,19 @@ where
             return (row.into(), done);
         }
         (Vec::new(), done)
+    }
+
+    /// Takes what is here off the list: its bytes.
+    fn pass_over_local(&self, wanted: &mut Wanted) -> u64 {
+        let Wanted { order, left } = wanted;
+        let mut done = 0;
+        order.retain(|index| {
+            let chunk = self.map.chunk(*index).range;
+            let absent = left.contains(index) && !self.cache.has(chunk);
+            done += if !absent && left.remove(index) { chunk.len() } else { 0 };
+            absent
+        });
+        done
     }
 
     /// Whether `second`, a chunk that may not be there, lies right behind `first` in its object,

@@ -24,6 +24,7 @@
 
 mod area;
 mod brought;
+mod budget;
 mod cache;
 mod device;
 mod direct;
@@ -44,6 +45,7 @@ mod volume;
 
 pub use area::{AreaStatus, OpenImage, VirtualArea};
 pub use brought::BroughtBytes;
+pub use budget::Budget;
 pub use cache::CacheState;
 pub use device::LazyDevice;
 pub use direct::{Access, DirectFile};

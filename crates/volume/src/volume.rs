@@ -19,7 +19,7 @@ use crate::{
     brought::{Brought, BroughtBytes},
     cache::CacheFile,
     fetch::beyond,
-    flights::{FlightTable, Seats, Waiter},
+    flights::{Background, FlightTable, Seats, Waiter},
     pool::Pool,
     seats::{Seat, SeatPool},
 };
@@ -301,7 +301,8 @@ where
                 continue;
             }
             let Some(seat) = self.background_seats.try_take() else { break };
-            match self.board_now(index, chunk, &mut None, &mut Some(seat)) {
+            let background = Background { _seat: seat, payer: None };
+            match self.board_now(index, chunk, &mut None, &mut Some(background)) {
                 Boarding::Flight(_) => started += 1,
                 Boarding::Local => {}
                 Boarding::Full => break,
@@ -401,7 +402,7 @@ where
         index: u32,
         piece: ByteRange,
         patient: bool,
-        background: Option<Seat>,
+        background: Option<Background>,
     ) -> Boarding {
         let (mut seat, mut background) = (None, background);
         loop {
@@ -418,7 +419,7 @@ where
         index: u32,
         piece: ByteRange,
         seat: &mut Option<Seat>,
-        background: &mut Option<Seat>,
+        background: &mut Option<Background>,
     ) -> Boarding {
         let (flight, mut waiter, seats) = {
             let mut table = self.flights.lock();

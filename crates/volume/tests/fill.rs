@@ -5,7 +5,7 @@ mod common;
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::BLOCK_SIZE;
-use burgeon_volume::{FillState, Limits};
+use burgeon_volume::{Budget, FillState, LazyDevice, Limits};
 use common::{CHUNKS, Fault, setup, setup_with};
 use tokio::time::{Instant, sleep};
 
@@ -104,4 +104,43 @@ async fn it_has_as_much_under_way_as_there_is_room_for() {
     );
     setup.source.open();
     assert_eq!(fill.ended().await.state, FillState::Done);
+}
+
+#[tokio::test]
+async fn it_goes_as_far_as_the_mount_may_fetch() {
+    let setup = setup_with(common::image(8), Limits { background_flights: 1, ..Limits::default() });
+    let stored = setup.image.packs[0].1.len() as u64;
+    let first = CHUNKS[0] * BLOCK_SIZE;
+    // The first chunk, and the one that is taken before the limit is reached.
+    let limit = first + 1;
+    let budget = Budget::new(Arc::clone(&setup.counters), limit);
+    for reads in [2, 2] {
+        let end = setup.volume.fill_for(Arc::clone(&budget)).ended().await;
+        assert_eq!((end.state, end.failed_bytes), (FillState::OverLimit, 0));
+        assert_eq!(end.done_bytes, (CHUNKS[0] + CHUNKS[1]) * BLOCK_SIZE, "what is here counts");
+        assert_eq!(setup.source.reads(), reads);
+    }
+    assert!(!budget.may_fetch());
+    let brought = setup.counters.background_bytes.get();
+    assert!((limit..stored).contains(&brought), "{brought} of {stored}");
+    assert_eq!(setup.counters.fetched_bytes.get(), 0);
+
+    // Readers, pins and fill of one mount have one limit; other mounts have their own.
+    let device = |limit| {
+        let (volume, counters) = (Arc::clone(&setup.volume), Arc::clone(&setup.counters));
+        let device = LazyDevice::new(volume, counters, 1 << 42, Vec::new()).unwrap();
+        device.with_fetch_limit(limit)
+    };
+    let all = setup.volume.map().data_range();
+    let over = device(limit);
+    let mut pinned = over.fill_ranges(&[all]).await.unwrap();
+    assert_eq!(pinned.pop().unwrap().ended().await.state, FillState::OverLimit);
+    assert_eq!(over.fill().ended().await.state, FillState::OverLimit);
+    let mut pages = burgeon_block::Pages::zeroed(BLOCK_SIZE).unwrap();
+    let last = all.end() - BLOCK_SIZE;
+    let refused = burgeon_block::BlockDevice::read(&over, last, pages.bytes_mut()).await;
+    assert_eq!(refused.unwrap_err().kind(), burgeon_block::ErrorKind::OverLimit);
+    assert_eq!(device(stored + 1).fill().ended().await.state, FillState::Done);
+    assert_eq!(setup.counters.background_bytes.get(), stored);
+    assert_eq!(over.fill().ended().await.state, FillState::Done, "nothing is left to fetch");
 }

@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use burgeon_block::{BLOCK_SIZE, ByteRange};
-use burgeon_volume::{FollowState, LazyDevice, Limits};
+use burgeon_volume::{Budget, FollowState, LazyDevice, Limits};
 use common::{CHUNKS, DATA_START, Fault, Setup, setup, setup_with};
 
 fn all(setup: &Setup) -> ByteRange {
@@ -15,7 +15,7 @@ fn all(setup: &Setup) -> ByteRange {
 #[tokio::test]
 async fn what_lies_together_comes_with_one_request() {
     let setup = setup();
-    let follow = setup.volume.follow([all(&setup)].into_iter(), u64::MAX);
+    let follow = setup.volume.follow([all(&setup)].into_iter(), None);
     let end = follow.ended().await;
     assert_eq!(
         (end.state, end.total_bytes, end.done_bytes),
@@ -30,7 +30,7 @@ async fn what_lies_together_comes_with_one_request() {
     setup.read(all(&setup)).await.unwrap();
     assert_eq!(setup.counters.hits.get(), 1);
     // Once more there is nothing to ask for.
-    let again = setup.volume.follow([all(&setup)].into_iter(), u64::MAX).ended().await;
+    let again = setup.volume.follow([all(&setup)].into_iter(), None).ended().await;
     assert_eq!((again.state, again.requests, again.fetched_bytes), (FollowState::Done, 0, 0));
 }
 
@@ -39,7 +39,7 @@ async fn what_nobody_read_is_counted() {
     let setup = setup();
     assert!(setup.volume.brought().is_none());
     let first = setup.blocks(0, 64);
-    setup.volume.follow([first, setup.blocks(65, 1)].into_iter(), u64::MAX).ended().await;
+    setup.volume.follow([first, setup.blocks(65, 1)].into_iter(), None).ended().await;
     let brought = setup.volume.brought().unwrap();
     assert_eq!((brought.brought, brought.read), ((64 + 3) * BLOCK_SIZE, 0));
     setup.read(setup.blocks(3, 2)).await.unwrap();
@@ -55,7 +55,7 @@ async fn a_reader_joins_what_is_on_its_way_and_passes_what_is_not() {
     let setup = setup_with(common::image(3), limits);
     setup.source.close();
     let order = [setup.blocks(0, 1), setup.blocks(68, 1), setup.blocks(149, 1)];
-    let follow = setup.volume.follow(order.into_iter(), u64::MAX);
+    let follow = setup.volume.follow(order.into_iter(), None);
     while setup.volume.status().flights < 1 {
         tokio::task::yield_now().await;
     }
@@ -90,7 +90,7 @@ async fn wrong_and_missing_answers_are_mended_chunk_by_chunk() {
     for fault in [Fault::Unavailable, Fault::Truncated, Fault::WrongByte] {
         let setup = setup();
         setup.source.fail([fault]);
-        let end = setup.volume.follow([all(&setup)].into_iter(), u64::MAX).ended().await;
+        let end = setup.volume.follow([all(&setup)].into_iter(), None).ended().await;
         assert_eq!(end.state, FollowState::Done, "{fault:?}");
         setup.settle().await;
         assert_eq!(setup.volume.materialised_bytes(), all(&setup).len(), "{fault:?}");
@@ -102,17 +102,26 @@ async fn wrong_and_missing_answers_are_mended_chunk_by_chunk() {
 async fn a_source_that_is_away_a_limit_and_nonsense_end_it() {
     let setup = setup_with(common::image(4), Limits { background_flights: 1, ..Limits::default() });
     setup.source.fail_always(Fault::Unavailable);
-    let end = setup.volume.follow([all(&setup)].into_iter(), u64::MAX).ended().await;
+    let end = setup.volume.follow([all(&setup)].into_iter(), None).ended().await;
     assert_eq!((end.state, end.fetched_bytes), (FollowState::Stopped, 0));
     assert!(end.requests < CHUNKS.len() as u64, "{end:?}");
     setup.source.fail_always(None);
-    let end = setup.volume.follow([all(&setup)].into_iter(), 1).ended().await;
-    assert_eq!((end.state, end.requests), (FollowState::Stopped, 1));
+    let budget = Budget::new(Arc::clone(&setup.counters), 1);
+    for requests in [1, 0] {
+        let follow = setup.volume.follow([all(&setup)].into_iter(), Some(Arc::clone(&budget)));
+        let end = follow.ended().await;
+        assert_eq!((end.state, end.requests), (FollowState::OverLimit, requests));
+    }
+    setup.settle().await;
+    assert_eq!(setup.counters.background_bytes.get(), CHUNKS[0] * BLOCK_SIZE);
+    // What is here already needs no budget.
+    let here = setup.volume.follow([setup.blocks(0, 1)].into_iter(), Some(budget)).ended().await;
+    assert_eq!((here.state, here.done_bytes), (FollowState::Done, here.total_bytes));
     let nonsense =
         [0, DATA_START - 4096, u64::MAX - 4096].map(|at| ByteRange::at(at, 4096).unwrap());
-    let end = setup.volume.follow(nonsense.into_iter(), u64::MAX).ended().await;
+    let end = setup.volume.follow(nonsense.into_iter(), None).ended().await;
     assert_eq!((end.state, end.total_bytes), (FollowState::Done, 0));
-    drop(setup.volume.follow([all(&setup)].into_iter(), u64::MAX));
+    drop(setup.volume.follow([all(&setup)].into_iter(), None));
     setup.settle().await;
 }
 

@@ -5,6 +5,8 @@
 
 #![allow(clippy::unwrap_used, unreachable_pub, dead_code)]
 
+#[path = "../src/budget.rs"]
+mod budget;
 #[path = "../src/flights.rs"]
 mod flights;
 #[path = "../src/presence.rs"]

@@ -17,7 +17,7 @@ use anyhow::Result;
 use burgeon_block::{ByteRange, Error, ErrorKind};
 use burgeon_daemon::{
     extents::addresses,
-    protocol::{FillStatus, Reply, Request},
+    protocol::{FillStatus, OVER_LIMIT, Reply, Request},
 };
 use serde_json::json;
 
@@ -87,8 +87,10 @@ fn ranges(path: &Path) -> Result<Vec<(u64, u64)>> {
 fn wait(mount: &Mount) -> Result<u64> {
     let progress = Progress::new("pin");
     let mut silent = 0;
+    let mut limit = 0;
     let FillStatus { state, total_bytes, done_bytes, .. } = loop {
         let this = ask(&mount.client)?.mounts.into_iter().find(|status| status.id == mount.id);
+        limit = this.as_ref().and_then(|status| status.fetch_limit).unwrap_or(limit);
         match this.and_then(|status| status.pinned) {
             Some(pinned) => {
                 progress.update(pinned.done_bytes, Some(pinned.total_bytes));
@@ -109,6 +111,16 @@ fn wait(mount: &Mount) -> Result<u64> {
     progress.finish();
     if done_bytes == total_bytes {
         return Ok(total_bytes);
+    }
+    if state == OVER_LIMIT {
+        let message = format!(
+            "{} of {} are local: the mount may fetch no more than {} (--fetch-limit); mount it with a higher \
+             limit, and the rest comes",
+            output::bytes(done_bytes),
+            output::bytes(total_bytes),
+            output::bytes(limit)
+        );
+        return Err(Error::new(ErrorKind::OverLimit, message).into());
     }
     let message = format!(
         "{} of {} are local ({state}): `burgeon status` says why; the next mount tries again",

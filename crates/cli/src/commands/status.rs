@@ -6,8 +6,8 @@ use anyhow::Result;
 use burgeon_daemon::{
     Client,
     protocol::{
-        AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, ProfileStatus, ReadStatus,
-        WritesState,
+        AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
+        ReadStatus, WritesState,
     },
 };
 use serde_json::json;
@@ -73,6 +73,7 @@ fn describe(mount: &MountStatus) {
         let (done, total) = (bytes(fill.done_bytes), bytes(fill.total_bytes));
         let state = match (fill.state.as_str(), fill.failed_bytes) {
             ("done", 0) => "complete, the store is not needed any more",
+            (OVER_LIMIT, _) => "stopped by the fetch limit",
             (state, _) => state,
         };
         println!("  fill       {state}: {done} of {total}{failed}");
@@ -93,8 +94,12 @@ fn describe(mount: &MountStatus) {
     }
     let ratio =
         reads.hit_ratio.map_or("no reads yet".to_owned(), |r| format!("{} hits", percent(r)));
+    let besides = match reads.background_bytes {
+        0 => String::new(),
+        besides => format!("; {} besides, before they were read", bytes(besides)),
+    };
     println!(
-        "  reads      {} local, {} from the source: {ratio}; {} fetches, {}",
+        "  reads      {} local, {} from the source: {ratio}; {} fetches, {}{besides}",
         reads.hits,
         reads.misses,
         reads.fetches,
@@ -215,13 +220,29 @@ fn virtual_area(area: &AreaStatus) -> String {
 }
 
 fn fetch_limit(limit: u64, mount: &MountStatus) -> String {
-    match mount.over_limit_reads {
-        0 => format!("{} may be fetched", bytes(limit)),
-        reads => format!(
-            "ALARM: {reads} reads were refused, since {} may be fetched: look for what reads everything",
-            bytes(limit)
-        ),
+    let is_over = |state: Option<&String>| state.is_some_and(|state| state == OVER_LIMIT);
+    let mut stopped = Vec::new();
+    if mount.over_limit_reads > 0 {
+        stopped.push(format!("{} reads were refused", mount.over_limit_reads));
     }
+    for (what, state) in [
+        ("the profile is not followed further", mount.profile.as_ref().map(|p| &p.state)),
+        ("what is pinned is not fetched further", mount.pinned.as_ref().map(|p| &p.state)),
+        ("filling has stopped", mount.fill.as_ref().map(|fill| &fill.state)),
+    ] {
+        if is_over(state) {
+            stopped.push(what.to_owned());
+        }
+    }
+    if stopped.is_empty() {
+        return format!("{} may be fetched", bytes(limit));
+    }
+    format!(
+        "ALARM: {}, since {} may be fetched: look for what reads everything, or mount it with a higher \
+         --fetch-limit",
+        stopped.join(", "),
+        bytes(limit)
+    )
 }
 
 fn share(part: u64, whole: u64) -> String {

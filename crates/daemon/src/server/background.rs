@@ -14,7 +14,7 @@ use crate::{
     id::MountId,
     link::ProfileSource,
     profile,
-    protocol::{FillStatus, ProfileStatus},
+    protocol::{FillStatus, OVER_LIMIT, ProfileStatus},
 };
 
 /// How far a mount is with its profile.
@@ -58,8 +58,7 @@ impl Serving {
             let Some(mount) = mounts.get_mut(&id) else { return };
             let (following, ended) = match loaded {
                 Ok(Some(ranges)) => {
-                    let fetch_max = mount.attach.fetch_limit.unwrap_or(u64::MAX);
-                    let follow = mount.volume.follow(ranges.into_iter(), fetch_max);
+                    let follow = mount.device.follow(ranges.into_iter());
                     let ended = follow.ended();
                     (Following::Begun(follow), Some(ended))
                 }
@@ -91,7 +90,7 @@ impl Serving {
         let _runtime = self.runtime.enter();
         let mut mounts = lock(&self.mounts);
         let Some(mount) = mounts.get_mut(&id).filter(|mount| mount.attach.fill) else { return };
-        let fill = mount.volume.fill();
+        let fill = mount.device.fill();
         let ended = fill.ended();
         mount.fill = Some(fill);
         self.runtime.spawn(async move {
@@ -139,6 +138,7 @@ pub(super) fn profile_status(mount: &Mount) -> ProfileStatus {
             FollowState::Running => ("running", None),
             FollowState::Done => ("done", None),
             FollowState::Stopped => ("stopped", None),
+            FollowState::OverLimit => (OVER_LIMIT, None),
         },
     };
     ProfileStatus {
@@ -169,8 +169,8 @@ pub(super) fn fill_status(mount: &Mount) -> FillStatus {
 
 /// All fills of what is pinned as one, which is as far as the one that is least far.
 pub(super) fn pinned_status(fills: &[Fill]) -> FillStatus {
-    const ORDER: [FillState; 4] =
-        [FillState::Running, FillState::Stopped, FillState::CacheFull, FillState::Done];
+    use FillState::{CacheFull, Done, OverLimit, Running, Stopped};
+    const ORDER: [FillState; 5] = [Running, Stopped, OverLimit, CacheFull, Done];
     let place = |state: FillState| ORDER.iter().position(|known| *known == state);
     let none =
         FillProgress { state: FillState::Done, total_bytes: 0, done_bytes: 0, failed_bytes: 0 };
@@ -187,6 +187,7 @@ fn progress_status(progress: FillProgress) -> FillStatus {
         FillState::Running => "running",
         FillState::Done => "done",
         FillState::Stopped => "stopped",
+        FillState::OverLimit => OVER_LIMIT,
         FillState::CacheFull => "cache-full",
     };
     FillStatus {

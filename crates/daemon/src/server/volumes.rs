@@ -118,8 +118,7 @@ impl Serving {
             Some(serving) => serving.mapped_image(id, &area, digest),
             None => Err(Error::new(ErrorKind::Unavailable, "the server is ending")),
         };
-        let area =
-            VirtualArea::open(folder, size, objects, Box::new(open), self.limits.clone());
+        let area = VirtualArea::open(folder, size, objects, Box::new(open), self.limits.clone());
         if let Some(problem) = area.status().problem {
             log!("mount {id} is served, but nothing that is mapped into it: {problem}");
         }

@@ -204,7 +204,9 @@ impl Supervisor {
         };
         match &entry.serving {
             Serving::Yes => Ok(()),
-            Serving::No(error) | Serving::Refusing(error) => Err(Error::new(error.kind(), error.to_string())),
+            Serving::No(error) | Serving::Refusing(error) => {
+                Err(Error::new(error.kind(), error.to_string()))
+            }
             Serving::Awaited => Err(Error::new(
                 ErrorKind::Unavailable,
                 format!(

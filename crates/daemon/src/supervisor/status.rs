@@ -96,6 +96,7 @@ fn read_status(counters: &Counters) -> ReadStatus {
         hit_ratio: (reads > 0).then(|| hits as f64 / reads as f64),
         fetches: counters.fetches.get(),
         fetched_bytes: counters.fetched_bytes.get(),
+        background_bytes: counters.background_bytes.get(),
         local_latency: latency(&counters.hit_latency.snapshot()),
         source_latency: latency(&counters.miss_latency.snapshot()),
         cache_corrupt_blocks: counters.cache_corrupt_blocks.get(),
