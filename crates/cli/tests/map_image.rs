@@ -4,9 +4,10 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    fs::{self, File},
-    os::unix::fs::symlink,
+    fs::{self, File, Permissions},
+    os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
+    process::Command,
 };
 
 use serde_json::Value;
@@ -88,6 +89,77 @@ fn a_mapped_folder_is_the_original() {
     compare(&tree, &at.join("tree")).unwrap().assert_same();
     burgeon.ok(&["umount", text(&at)]);
 }
+
+#[test]
+fn a_default_acl_of_the_folder_is_not_handed_on_to_what_is_mapped() {
+    let space = Space::new("map-acl");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let (tree, at) = (space.make_folder("tree"), space.path("at"));
+    let setfacl = |acl: &str, path: &Path| {
+        let set = Command::new("setfacl").args(["-m", acl]).arg(path).status().unwrap();
+        assert!(set.success());
+    };
+    // With ACLs of their own, and without.
+    for (name, mode) in [("plain", 0o640), ("open", 0o666), ("set", 0o4755), ("own", 0o600)] {
+        fs::write(tree.join(name), Rng::new(mode).bytes(5000)).unwrap();
+        fs::set_permissions(tree.join(name), Permissions::from_mode(mode as u32)).unwrap();
+    }
+    fs::write(tree.join("small"), "below a block").unwrap();
+    symlink("plain", tree.join("link")).unwrap();
+    for folder in ["bare", "own-default", "own-default/below"] {
+        fs::create_dir(tree.join(folder)).unwrap();
+        fs::write(tree.join(folder).join("file"), Rng::new(9).bytes(9000)).unwrap();
+    }
+    setfacl("u:1234:rw,g:56:r", &tree.join("own"));
+    setfacl("d:u:77:rwx", &tree.join("own-default"));
+    burgeon.build(&tree, "app");
+    empty(&burgeon, &at);
+    let shared = at.join("shared");
+    fs::create_dir(&shared).unwrap();
+    setfacl("d:u:4321:rwx,d:g:99:rx,d:o::-", &shared);
+    let same = |from: &Path, made: &Path| {
+        let listed = |path: &Path| {
+            let listed = Command::new("getfacl").args(["-Rnp"]).arg(".").current_dir(path).output();
+            let listed = String::from_utf8(listed.unwrap().stdout).unwrap();
+            // In the order of the folder, which is another's.
+            let mut listed: Vec<_> = listed.split("\n\n").map(str::to_owned).collect();
+            listed.sort();
+            listed
+        };
+        assert_eq!(listed(made), listed(from));
+        compare(from, made).unwrap().assert_same();
+    };
+    for (name, from) in [("of-host", text(&tree)), ("of-image", "app")] {
+        burgeon.ok(&["map", text(&shared.join(name)), "--from", from]);
+        same(&tree, &shared.join(name));
+    }
+    // Files by themselves, in a folder that has inherited the default ACL.
+    let alone = shared.join("alone");
+    fs::create_dir(&alone).unwrap();
+    for name in ["plain", "open", "set", "own", "small"] {
+        for (kind, from) in [("host", tree.join(name)), ("image", format!("app:{name}").into())] {
+            let made = alone.join(format!("{kind}-{name}"));
+            burgeon.ok(&["map", text(&made), "--from", text(&from)]);
+            let facts = |path: &Path| {
+                let acl = Command::new("getfacl").args(["-ncp"]).arg(path).output().unwrap();
+                let mode = path.metadata().unwrap().permissions().mode();
+                (mode, String::from_utf8(acl.stdout).unwrap())
+            };
+            assert_eq!(facts(&made), facts(&tree.join(name)), "{kind} {name}");
+            assert!(facts(&made).1.contains("user::"), "getfacl is there");
+        }
+    }
+    let zeros = shared.join("zeros");
+    burgeon.ok(&["map", text(&zeros), "--computed", "zeros", "--size", "5000"]);
+    assert_eq!(zeros.metadata().unwrap().permissions().mode() & 0o7777, 0o644);
+    assert_eq!(
+        rustix::fs::getxattr(&zeros, "system.posix_acl_access", &mut [0u8; 64]),
+        NO_ATTRIBUTE
+    );
+    burgeon.ok(&["umount", text(&at)]);
+}
+
+const NO_ATTRIBUTE: Result<usize, rustix::io::Errno> = Err(rustix::io::Errno::NODATA);
 
 #[test]
 fn an_image_of_another_store_is_found_there_again() {

@@ -9,7 +9,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use testkit::{Burgeon, Rng, S3, Space, WebServer, compare, kill, wait_until};
+use testkit::{
+    Burgeon, PATIENCE, Rng, S3, Space, WebServer, compare, drop_caches, kill, wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -112,6 +114,81 @@ fn an_image_lives_in_a_bucket() {
         files_with(burgeon.state(), "test-secret").is_empty()
     }));
     assert!(burgeon.ok(&["gc"]).contains("removed 1 manifests and 1 packs"));
+}
+
+/// `burgeon` with what it takes to use a bucket of `s3`.
+fn with_keys(mut burgeon: Burgeon, s3: &S3) -> Burgeon {
+    for (name, value) in S3::environment(s3.address()) {
+        burgeon = burgeon.env(name, value);
+    }
+    burgeon
+}
+
+#[test]
+fn an_image_in_a_bucket_is_mapped_into_a_mount_of_another_store() {
+    let space = Space::new("map-bucket");
+    let tree = tree(&space);
+    let s3 = S3::start().unwrap();
+    let state = space.path("state");
+    let there = with_keys(Burgeon::with_state(PROGRAM, state.clone()), &s3);
+    let there = there.option("--store").option("s3://bucket");
+    there.build(&tree, "sample:1");
+    // Neither the mount nor its daemon knows of the bucket.
+    let plain = Burgeon::with_state(PROGRAM, state);
+    let at = space.make_folder("at");
+    let mount = ["create-empty", at.to_str().unwrap(), "--writes", "w", "--write-limit", "256M"];
+    plain.ok(&mount);
+    let mapped = at.join("mapped");
+    let map = ["map", mapped.to_str().unwrap(), "--from", "sample:1"];
+    plain.fails(&map, 3, "neither a path");
+    there.ok(&map);
+    let same = || {
+        drop_caches();
+        compare(&tree, &mapped).unwrap().assert_same();
+    };
+    same();
+    // What a successor has not read yet, it fetches with the same credentials.
+    let lose_caches = || {
+        let images = fs::read_dir(plain.state().join("images")).unwrap().flatten();
+        let caches = images.map(|image| image.path().join("cache"));
+        caches.for_each(|cache| drop(fs::remove_file(cache)));
+        kill(plain.status()["server_pid"].as_u64().unwrap() as u32);
+    };
+    lose_caches();
+    same();
+    let secrets = || {
+        let state = plain.state();
+        let folders = ["mounts", "images", "run", "writes/w/area"].map(|name| state.join(name));
+        let found = folders.iter().flat_map(|folder| files_with(folder, "test-secret"));
+        found.filter(|path| !path.ends_with("sprout")).collect::<Vec<_>>()
+    };
+    let holders = secrets();
+    assert!(holders.len() == 1 && holders[0].ends_with("access.json"), "{holders:?}");
+    assert_eq!(fs::metadata(&holders[0]).unwrap().permissions().mode() & 0o777, 0o600);
+    // They go with the mount. The next one has none until somebody brings them.
+    plain.ok(&["umount", at.to_str().unwrap()]);
+    assert!(wait_until(PATIENCE, || secrets().is_empty()), "{:?}", secrets());
+    plain.ok(&["shutdown"]);
+    plain.ok(&mount);
+    lose_caches();
+    assert!(secrets().is_empty(), "{:?}", secrets());
+    let again = at.join("again");
+    there.ok(&["map", again.to_str().unwrap(), "--from", "sample:1:small"]);
+    same();
+    // Others than those that the mount has would be of no use to its server.
+    let other = S3::start().unwrap();
+    let elsewhere = with_keys(Burgeon::with_state(PROGRAM, plain.state().into()), &other);
+    let elsewhere = elsewhere.option("--store").option("s3://bucket");
+    elsewhere.build(&tree, "other");
+    let new = at.join("new");
+    elsewhere.fails(&["map", new.to_str().unwrap(), "--from", "other"], 1, "AWS_ENDPOINT_URL");
+    plain.ok(&["umount", at.to_str().unwrap()]);
+    // Those of the mount command count for what is mapped, too.
+    let with_keys = with_keys(Burgeon::with_state(PROGRAM, plain.state().into()), &s3);
+    with_keys.ok(&mount);
+    lose_caches();
+    same();
+    plain.ok(&["umount", at.to_str().unwrap()]);
 }
 
 #[test]

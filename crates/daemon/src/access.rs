@@ -10,7 +10,7 @@
 
 use std::path::Path;
 
-use burgeon_block::{ErrorKind, Result};
+use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::{Access, Location};
 
 use crate::files;
@@ -26,15 +26,23 @@ pub(crate) fn keep(folder: &Path, store: &Location, access: &Access) -> Result<(
     files::publish_json(&folder.join(FILE), &access)
 }
 
-/// Adds what of `access` concerns `store` too, unless something is known of stores of its kind: half
-/// of another set would be worse than none.
+/// Adds what of `access` concerns `store` too. `Invalid` if something else is known of stores of its
+/// kind: a mount has one set for all of them, and half of another would be worse than none.
 pub(crate) fn add(folder: &Path, store: &Location, access: &Access) -> Result<()> {
     let known = kept(folder)?;
-    let more = access.for_location(store);
-    if more.is_empty() || !known.for_location(store).is_empty() {
+    let (own, more) = (known.for_location(store), access.for_location(store));
+    if more.is_empty() || own == more {
         return Ok(());
     }
-    files::publish_json(&folder.join(FILE), &known.and(more))
+    if own.is_empty() {
+        return files::publish_json(&folder.join(FILE), &known.and(more));
+    }
+    let message = format!(
+        "the mount uses stores like {store} with other settings than this command ({}): use the same, \
+         or a mount of its own",
+        own.differing(&more).join(", ")
+    );
+    Err(Error::new(ErrorKind::Invalid, message))
 }
 
 /// What [`keep`] and [`add`] kept.

@@ -69,6 +69,13 @@ impl Access {
         self
     }
 
+    /// The names of what one of both does not know, or knows differently.
+    pub fn differing<'a>(&'a self, other: &'a Self) -> Vec<&'a str> {
+        let names: std::collections::BTreeSet<_> = self.0.keys().chain(other.0.keys()).collect();
+        let differing = names.into_iter().filter(|name| self.0.get(*name) != other.0.get(*name));
+        differing.map(String::as_str).collect()
+    }
+
     /// Whether nothing is known: what the machine itself has to offer may be enough.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

@@ -16,7 +16,7 @@ use burgeon_block::{
 use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, Source};
 use burgeon_volume::{DirectFile, LazyDevice, Limits, OpenImage, VirtualArea, Volume};
 use bytes::Bytes;
-use common::{Image, cache_file, image};
+use common::{Fault, Image, cache_file, image};
 
 const SIZE: u64 = 1 << 50;
 const AREA_START: u64 = 1 << 41;
@@ -284,6 +284,38 @@ async fn a_missing_image_is_an_error_until_it_is_there() {
 }
 
 #[tokio::test]
+async fn an_image_whose_source_failed_is_found_anew_when_something_is_mapped() {
+    let setup = setup();
+    let dir = tempfile::tempdir().unwrap();
+    let source = Source::Image(Digest::of(b"the image"));
+    let extents = vec![Content { source, offset: 0, len: 4096 }];
+    ExtentWriter::create(dir.path(), SIZE).unwrap();
+    let mapping = Mapping { label: "l".into(), origin: "o".into(), extents };
+    ExtentWriter::open(dir.path()).unwrap().map(&mapping).unwrap();
+    let opened = Arc::new(Mutex::new(0));
+    let (counted, cache) = (Arc::clone(&opened), tempfile::tempdir().unwrap());
+    let (map, world) = (Arc::clone(&setup.image.map), setup.world.clone());
+    let open: OpenImage<World, DirectFile> = Box::new(move |_| {
+        let mut opened = counted.lock().unwrap();
+        *opened += 1;
+        let len = map.data_range().len();
+        let cache = DirectFile::open(&cache.path().join(opened.to_string()), len)?;
+        Ok(Volume::new(Arc::clone(&map), world.clone(), cache, Limits::default()))
+    });
+    let area = VirtualArea::open(dir.path(), SIZE, setup.world.clone(), open, Limits::default());
+    let mut pages = Pages::zeroed(4096).unwrap();
+    let block = ByteRange::at(0, 4096).unwrap();
+    setup.world.0.packs.fail_always(Fault::NotFound);
+    area.read(block, pages.bytes_mut(), &setup.counters).await.unwrap_err();
+    setup.world.0.packs.fail_always(None);
+    for count in [2, 2] {
+        area.refresh().unwrap();
+        area.read(block, pages.bytes_mut(), &setup.counters).await.unwrap();
+        assert_eq!(*opened.lock().unwrap(), count);
+    }
+}
+
+#[tokio::test]
 async fn without_its_map_every_read_is_an_error_until_it_is_back() {
     let mut setup = setup();
     let at = setup.map(vec![computed(1 << 20)]);
@@ -303,8 +335,7 @@ async fn without_its_map_every_read_is_an_error_until_it_is_back() {
     let other = tempfile::tempdir().unwrap();
     ExtentWriter::create(other.path(), SIZE / 2).unwrap();
     let open: OpenImage<World, DirectFile> = Box::new(|_| unreachable!("nothing is mapped"));
-    let area =
-        VirtualArea::open(other.path(), SIZE, setup.world.clone(), open, Limits::default());
+    let area = VirtualArea::open(other.path(), SIZE, setup.world.clone(), open, Limits::default());
     assert_eq!(area.size(), SIZE);
     assert!(area.status().problem.unwrap().contains("this area has"));
     std::fs::rename(&away, &here).unwrap();

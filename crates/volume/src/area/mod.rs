@@ -188,8 +188,12 @@ where
         self.mapped.size()
     }
 
-    /// Sees what was mapped meanwhile, and a map that can be used again.
+    /// Sees what was mapped meanwhile, a map that can be used again, and what may be known by now of
+    /// images whose sources have failed.
     pub fn refresh(&self) -> Result<()> {
+        let mut images = self.images.write().unwrap_or_else(PoisonError::into_inner);
+        images.retain(|_, volume| volume.status().last_source_error.is_none());
+        drop(images);
         self.mapped.refresh()
     }
 
