@@ -143,6 +143,8 @@ Examples:
     Demo(Demo),
     /// End the daemon
     Shutdown(Shutdown),
+    /// Put this program in the place of the running daemon's, while everything stays mounted
+    Upgrade,
 }
 
 #[derive(ClapArgs, Debug)]

@@ -122,6 +122,12 @@ fn a_fast_mount_comes_back_after_its_server_its_supervisor_and_both() {
     comes_back(&set, "the death of an adopted server");
 
     let server = pid(&set.burgeon, "server_pid");
+    let said = set.burgeon.ok(&["upgrade"]);
+    assert!(said.contains("--fast"), "{said}");
+    assert_eq!(pid(&set.burgeon, "server_pid"), server, "its death would cost reads");
+    assert!(read_direct(&set.at).unwrap() == set.expected);
+
+    let server = pid(&set.burgeon, "server_pid");
     kill(pid(&set.burgeon, "supervisor_pid"));
     kill(server);
     assert!(wait_until(Duration::from_secs(30), || set.burgeon.processes().is_empty()));

@@ -7,9 +7,11 @@ use std::{
         unix::net::UnixStream,
     },
     path::PathBuf,
+    time::Duration,
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use rustix::process::Pid;
 
 use crate::{
     paths::StateDir,
@@ -77,9 +79,23 @@ impl Client {
 }
 
 impl Client {
+    /// The process that listens: the supervisor.
+    pub(crate) fn supervisor(&self) -> Result<Pid> {
+        rustix::net::sockopt::socket_peercred(&self.stream)
+            .map(|peer| peer.pid)
+            .map_err(|e| Error::io("cannot tell which process the daemon is", e.into()))
+    }
+
     /// Waits until the daemon has ended: its end of the connection closes with it.
     pub fn wait_for_end(self) {
         while let Ok(Some(_)) = wire::receive::<Reply>(&self.stream) {}
+    }
+
+    /// The same, at most `limit`.
+    pub(crate) fn wait_for_end_within(self, limit: Duration) {
+        // It refuses only a limit of zero.
+        let _ = self.stream.set_read_timeout(Some(limit));
+        self.wait_for_end();
     }
 }
 

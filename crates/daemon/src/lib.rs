@@ -44,6 +44,7 @@ mod start;
 mod supervisor;
 mod system;
 mod transport;
+mod upgrade;
 mod wire;
 pub mod writes;
 
@@ -60,3 +61,4 @@ pub use profile::{
 pub use server::serve_forever;
 pub use start::UNIT_PROPERTIES;
 pub use supervisor::supervise;
+pub use upgrade::{Upgraded, upgrade};

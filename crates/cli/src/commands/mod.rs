@@ -14,6 +14,7 @@ mod shutdown;
 mod status;
 mod store;
 pub(crate) mod umount;
+mod upgrade;
 mod writes;
 
 use std::{path::Path, process::ExitCode};
@@ -99,6 +100,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         Command::Doctor(doctor) => doctor::doctor(&context, doctor),
         Command::Demo(demo) => crate::demo::demo(&context, demo),
         Command::Shutdown(shutdown) => shutdown::shutdown(&context, shutdown),
+        Command::Upgrade => upgrade::upgrade(&context),
     }
 }
 

@@ -1,0 +1,116 @@
+//! Putting this program in the place of the one that runs, while mounts are in use.
+//!
+//! ```text
+//!   kill supervisor ─► start one of this program ─► it adopts the server ─► kill server ─► it starts another
+//! ```
+//!
+//! The supervisor first: only a new one starts a new server. Each death costs readers a wait and
+//! nothing else (`crates/cli/tests/kill.rs`); under a `--fast` mount the server's costs errors, so
+//! there it is left alone (`crates/cli/tests/upgrade.rs`).
+
+use std::{
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::{
+    client::Client,
+    paths::StateDir,
+    protocol::{Reply, Request, Status},
+    transport::Transport,
+};
+
+/// How long the old supervisor may take to die, and systemd to start the unit again: a hundred times
+/// its `RestartSec`.
+const RESTART_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a new supervisor may take to adopt the server, or a new server to serve all mounts: a
+/// server that has died is started within half a second.
+const SERVE_TIMEOUT: Duration = Duration::from_secs(60);
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// What [`upgrade`] has come to.
+#[derive(Debug)]
+pub struct Upgraded {
+    /// The daemon as it is now.
+    pub status: Status,
+    /// Whether the serving process was replaced, too. Not if a mount is `--fast`: until that is
+    /// unmounted, the old program serves.
+    pub server_replaced: bool,
+}
+
+/// Replaces the daemon's processes by this program's; `None` if no daemon runs.
+///
+/// Nothing is asked of the old daemon, whose version may speak otherwise. `Unavailable` if the new
+/// one does not come up; then any start of a daemon goes on with it.
+pub fn upgrade(state: &StateDir) -> Result<Option<Upgraded>> {
+    let Some(old) = Client::connect(state)? else { return Ok(None) };
+    kill(old.supervisor()?)?;
+    old.wait_for_end_within(RESTART_TIMEOUT);
+    await_restart(state)?;
+    let before = await_serving(state, None)?;
+    let fast = Transport::Rings { connection: 0 }.name();
+    if before.mounts.iter().any(|mount| mount.transport == fast) {
+        return Ok(Some(Upgraded { status: before, server_replaced: false }));
+    }
+    if let Some(server) = before.server_pid {
+        kill(pid(server)?)?;
+    }
+    let status = await_serving(state, before.server_pid)?;
+    Ok(Some(Upgraded { status, server_replaced: true }))
+}
+
+/// systemd starts a unit again whose main process was killed; elsewhere this does it.
+fn await_restart(state: &StateDir) -> Result<()> {
+    let deadline = Instant::now() + RESTART_TIMEOUT;
+    while Path::new("/run/systemd/system").is_dir() && Instant::now() < deadline {
+        if Client::connect(state)?.is_some() {
+            return Ok(());
+        }
+        thread::sleep(PAUSE);
+    }
+    Client::connect_or_start(state).map(drop)
+}
+
+/// Waits until there is a server other than `old`, and all that can be served is.
+fn await_serving(state: &StateDir, old: Option<u32>) -> Result<Status> {
+    let deadline = Instant::now() + SERVE_TIMEOUT;
+    loop {
+        let status = match Client::connect_or_start(state)?.call(&Request::Status)?.0 {
+            Reply::Status(status) => *status,
+            _ => return Err(unavailable("the daemon gave an answer to something else")),
+        };
+        let is_there = status.server_pid.is_some_and(|server| Some(server) != old);
+        // A mount that failed is not the server's to wait for.
+        let done = |state: &str| matches!(state, "serving" | "failed");
+        if is_there && status.mounts.iter().all(|mount| done(&mount.state)) {
+            return Ok(status);
+        }
+        if Instant::now() > deadline {
+            return Err(unavailable(
+                "the new serving process does not come up: `burgeon status` and `burgeon doctor` \
+                 say more, and readers of data that is not local wait until it does",
+            ));
+        }
+        thread::sleep(PAUSE);
+    }
+}
+
+fn unavailable(what: &str) -> Error {
+    Error::new(ErrorKind::Unavailable, what)
+}
+
+fn pid(number: u32) -> Result<Pid> {
+    let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
+    pid.ok_or_else(|| unavailable("the daemon names no process of its own"))
+}
+
+fn kill(process: Pid) -> Result<()> {
+    match kill_process(process, Signal::KILL) {
+        Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+        Err(e) => Err(Error::io("cannot end the old daemon's process", e.into())),
+    }
+}
