@@ -74,7 +74,7 @@ fn a_hundred_kills_under_load_cost_no_error() {
     let space = Space::new("kill");
     let burgeon = Burgeon::new(BURGEON, &space);
     let tree = space.make_folder("tree");
-    let kills = scaled(100, 15);
+    let kills = scaled(100, 12);
     let pattern = Pattern { seed, blocks: scaled(1 << 17, 1 << 13) };
     pattern.write(&tree.join("pattern")).unwrap();
     burgeon.build(&tree, "pattern");
@@ -92,7 +92,7 @@ fn a_hundred_kills_under_load_cost_no_error() {
     let fio = [
         "--rw=randwrite",
         "--bs=16k",
-        "--size=64m",
+        scaled("--size=64m", "--size=8m"),
         "--ioengine=psync",
         "--direct=1",
         "--verify=crc32c",
@@ -171,7 +171,7 @@ fn kills_during_mount_and_umount_leave_nothing_stuck() {
     let keep = burgeon.mount("pattern", &space.path("keep"), &["--read-only"]);
     let mut rng = Rng::new(seed);
     let at = space.make_folder("at");
-    for round in 0..scaled(20, 6) {
+    for round in 0..scaled(20, 4) {
         let pid = server(&burgeon, None);
         let killer = thread::spawn({
             let pause = Duration::from_micros(rng.below(120_000));

@@ -20,9 +20,13 @@ use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, scaled, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
-/// Length of the file that is read, and of one read.
-const FILE_LEN: u64 = 24 << 20;
+/// Length of one read.
 const READ_LEN: usize = 64 << 10;
+
+/// Length of the file that is read.
+fn file_len() -> u64 {
+    scaled(24 << 20, 6 << 20)
+}
 
 /// A reader that goes around the page cache, so that every read reaches the daemon, and compares
 /// all it gets.
@@ -48,7 +52,7 @@ impl Load {
             let skip = memory.as_ptr().align_offset(4096);
             let buffer = &mut memory[skip..skip + READ_LEN];
             while !stop_here.load(SeqCst) {
-                let at = rng.below(FILE_LEN / READ_LEN as u64) * READ_LEN as u64;
+                let at = rng.below(file_len() / READ_LEN as u64) * READ_LEN as u64;
                 let begun = Instant::now();
                 file.read_exact_at(buffer, at).map_err(|e| format!("at {at}: {e}"))?;
                 slowest.fetch_max(begun.elapsed().as_micros() as u64, SeqCst);
@@ -86,7 +90,7 @@ struct Set {
 
 fn set_up(space: &Space, seed: u64, options: &[&str]) -> Set {
     let tree = space.make_folder("tree");
-    let mut expected = vec![0; FILE_LEN as usize];
+    let mut expected = vec![0; file_len() as usize];
     Rng::new(seed).fill(&mut expected);
     fs::write(tree.join("data"), &expected).unwrap();
     let burgeon = Burgeon::new(PROGRAM, space);

@@ -11,11 +11,11 @@ use std::{os::fd::AsFd, sync::Arc, thread, time::Duration};
 
 use burgeon_frontend::{Connection, LoopDevice, LoopOptions, ServeOptions, Slots, serve};
 use common::{Watchdog, runtime};
+use testkit::scaled;
 use victims::{Misses, READERS, Server, Victim, inherited, kill_under_load, read_ok, wait_for};
 
 const FUSE_FD: i32 = 100;
 const SLOTS_FD: i32 = 101;
-const KILLS: u32 = 100;
 
 fn main() {
     match std::env::args().nth(1).as_deref() {
@@ -90,7 +90,8 @@ fn killed_again_and_again_under_load(seed: u64) {
     drop(file);
     let number = device.number();
     let start = || supervisor.start("serve");
-    let server = kill_under_load(device.path(), &supervisor.slots, seed, KILLS, start, server);
+    let server =
+        kill_under_load(device.path(), &supervisor.slots, seed, scaled(100, 25), start, server);
     let replayed = supervisor.slots.counters().replayed.get();
     println!("{replayed} requests replayed");
     assert!(replayed > 0, "no kill met a request in flight: this shows nothing");

@@ -8,15 +8,16 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::space::base;
+use crate::space::target_folder;
 
 const RELEASE: &str = "bookworm";
 const MIRROR: &str = "http://deb.debian.org/debian";
 
 /// The path of a root file system of Debian 12, minimal variant. The first call makes it with
-/// debootstrap (network, about a minute); later ones, of other test programs too, find it.
+/// debootstrap (network, about a minute); later ones, of other test programs too, find it. In the
+/// lab, which has no network, it is the host's.
 pub fn debian_root() -> Result<PathBuf> {
-    let base = base();
+    let base = target_folder();
     fs::create_dir_all(&base)?;
     // One test program makes it, the others wait.
     let lock = File::create(base.join("debian.lock"))?;

@@ -161,6 +161,11 @@ pub(crate) fn base() -> PathBuf {
     if let Some(folder) = std::env::var_os("BURGEON_TEST_DIR") {
         return folder.into();
     }
+    target_folder()
+}
+
+/// `target/tmp` of the workspace, which keeps what takes long to make. The lab's guests can read it.
+pub(crate) fn target_folder() -> PathBuf {
     // A test program lies in target/<profile>/deps.
     let program = std::env::current_exe().unwrap_or_default();
     let target = program.ancestors().nth(3).unwrap_or(Path::new("/tmp"));

@@ -11,9 +11,10 @@
 
 use std::{
     fs,
-    io::{BufRead, BufReader, Write},
+    io::{BufRead, BufReader},
     path::Path,
     process::{Command, Stdio},
+    thread,
     time::Instant,
 };
 
@@ -136,40 +137,38 @@ impl Steps<'_> {
                 return Ok(());
             }
         };
-        for (name, command) in runs {
-            self.tally(&name, command)?;
+        let (mut even, mut odd) = (Vec::new(), Vec::new());
+        for run in runs {
+            if even.len() == odd.len() { even.push(run) } else { odd.push(run) }
+        }
+        // An emulated guest keeps little more than one processor busy: two run side by side.
+        let lanes = thread::scope(|scope| {
+            [even, odd].map(|lane| scope.spawn(move || run_lane(lane))).map(|lane| lane.join())
+        });
+        for lane in lanes {
+            let Ok(outcomes) = lane else { bail!("a run of the lab was lost") };
+            for outcome in outcomes {
+                self.add(outcome?);
+            }
         }
         Ok(())
     }
 
-    /// Runs a command whose output has a test runner's result lines, passes it on, and adds the
-    /// lines up. A failure without a failed test counts as one.
-    fn tally(&mut self, name: &str, mut command: Command) -> Result<()> {
-        println!("== {name}");
-        let started = Instant::now();
-        let mut child = command
-            .stdout(Stdio::piped())
-            .spawn()
-            .with_context(|| format!("cannot run {}", command.get_program().display()))?;
-        let output = child.stdout.take().context("no output")?;
-        let mut tally = Tally::default();
-        for line in BufReader::new(output).split(b'\n') {
-            let line = String::from_utf8_lossy(&line?).into_owned();
-            println!("{line}");
-            std::io::stdout().flush()?;
-            let (one, failure) = (result_line(&line), failed_test(&line));
-            tally.passed += one.passed;
-            tally.failed += one.failed;
-            self.failed.extend(failure);
-        }
-        let good = child.wait()?.success();
-        println!("== {name}: {} s", started.elapsed().as_secs());
+    fn tally(&mut self, name: &str, command: Command) -> Result<()> {
+        let outcome = watch(name, command, |line| println!("{line}"))?;
+        self.add(outcome);
+        Ok(())
+    }
+
+    fn add(&mut self, outcome: Outcome) {
+        let Outcome { name, good, tally, failed } = outcome;
         self.total.passed += tally.passed;
         self.total.failed += tally.failed;
+        self.failed.extend(failed);
+        // A failure without a failed test counts as one.
         if (!good && tally.failed == 0) || tally == Tally::default() {
-            self.count(name, false);
+            self.count(&name, false);
         }
-        Ok(())
     }
 
     /// Licences, bans and sources; advisories as well where their database can be had.
@@ -249,6 +248,49 @@ impl Steps<'_> {
         }
         Ok(())
     }
+}
+
+/// How a command ended whose output has a test runner's result lines.
+struct Outcome {
+    name: String,
+    good: bool,
+    tally: Tally,
+    failed: Vec<String>,
+}
+
+/// Runs commands one after another, and shows what each has said when it has ended.
+fn run_lane(runs: Vec<(String, Command)>) -> Vec<Result<Outcome>> {
+    let run = |(name, command): (String, Command)| {
+        println!("== {name}: begins");
+        let mut text = String::new();
+        let outcome = watch(&name, command, |line| text.extend([line, "\n"]));
+        print!("{text}");
+        outcome
+    };
+    runs.into_iter().map(run).collect()
+}
+
+/// Runs such a command, shows each line, and adds them up.
+fn watch(name: &str, mut command: Command, mut show: impl FnMut(&str)) -> Result<Outcome> {
+    show(&format!("== {name}"));
+    let started = Instant::now();
+    let mut child = command
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot run {}", command.get_program().display()))?;
+    let output = child.stdout.take().context("no output")?;
+    let (mut tally, mut failed) = (Tally::default(), Vec::new());
+    for line in BufReader::new(output).split(b'\n') {
+        let line = String::from_utf8_lossy(&line?).into_owned();
+        show(&line);
+        let one = result_line(&line);
+        tally.passed += one.passed;
+        tally.failed += one.failed;
+        failed.extend(failed_test(&line));
+    }
+    let good = child.wait()?.success();
+    show(&format!("== {name}: {} s", started.elapsed().as_secs()));
+    Ok(Outcome { name: name.to_owned(), good, tally, failed })
 }
 
 /// libFuzzer's options: bounds that only a bug can reach, however busy the machine is.
@@ -367,7 +409,28 @@ fn leavings() -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Tally, failed_test, result_line};
+    use std::process::Command;
+
+    use super::{Tally, failed_test, result_line, run_lane};
+
+    #[test]
+    fn a_lane_adds_up_what_its_commands_say() {
+        let says = |text: &str, name: &str| {
+            let mut command = Command::new("echo");
+            command.arg(text);
+            (name.to_owned(), command)
+        };
+        let bad = "test b ... FAILED\ntest result: FAILED. 4 passed; 1 failed; 0 ignored";
+        let runs = vec![says("test result: ok. 2 passed; 0 failed", "good"), says(bad, "bad")];
+        let outcomes: Vec<_> = run_lane(runs).into_iter().map(Result::unwrap).collect();
+        assert_eq!(outcomes[0].tally, Tally { passed: 2, failed: 0 });
+        assert_eq!(outcomes[1].tally, Tally { passed: 4, failed: 1 });
+        assert_eq!(
+            (outcomes[1].name.as_str(), &outcomes[1].failed),
+            ("bad", &vec!["b".to_owned()])
+        );
+        assert!(outcomes.iter().all(|outcome| outcome.good), "echo does not fail");
+    }
 
     #[test]
     fn result_lines_add_up() {

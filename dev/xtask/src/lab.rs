@@ -1,6 +1,13 @@
 //! The kernel tests once more, on older kernels: `dev/lab/run` boots each in an emulator.
 //!
-//! The tests' programs are the host's own; the guest sees them in the host's root.
+//! ```text
+//!   6.1    no ublk: mounts go over FUSE and a loop device; an older btrfs reads what we write
+//!   6.12   ublk: whatever mounts here does so over ublk there, and recovery
+//!   6.12   with systemd; with 384 MB of memory
+//! ```
+//!
+//! The tests' programs are the host's own; the guest sees them in the host's root. What Linux 6.12
+//! would do over FUSE is shown by 6.1, by the kernel of the tests themselves, and by `transport`.
 
 use std::{
     path::{Path, PathBuf},
@@ -11,48 +18,86 @@ use anyhow::Result;
 
 use crate::built;
 
-/// The kernels that Burgeon promises to run on, besides the one the tests run on.
-const KERNELS: [&str; 2] = ["6.1", "6.12"];
+/// A test program: its package and its name.
+type Program = (&'static str, &'static str);
 
-/// Test programs that need a kernel, by package and name. What only this machine has the room or
-/// the programs for stays out. Those of the command mount over ublk on 6.12 and over FUSE on 6.1,
-/// and make sure of it.
-const PROGRAMS: [(&str, &str); 5] = [
-    ("burgeon-btrfs", "kernel"),
-    ("burgeon-frontend", "btrfs"),
-    ("burgeon-frontend", "kill"),
-    ("burgeon-frontend", "transport"),
-    ("burgeon", "lifecycle"),
+/// Programs that run in one boot, one after another.
+struct List {
+    name: &'static str,
+    kernel: &'static str,
+    programs: &'static [Program],
+    /// The guest's memory, which is its disk, too.
+    memory_mb: &'static str,
+    /// Whether systemd is its first process, as on a real machine.
+    systemd: bool,
+}
+
+/// What only this machine has the room or the programs for stays out, and what no kernel and no
+/// transport changes. Tests of the command make sure that they mount over ublk, or over FUSE.
+///
+/// Two lists run side by side, the first and the second: every other one is in one lane, and both
+/// lanes take about as long.
+const LISTS: [List; 5] = [
+    List {
+        name: "devices and deaths over ublk, on Linux 6.12",
+        programs: &[
+            // A plain `cargo test` leaves out those that need ublk (`test = false`).
+            ("burgeon-frontend", "ublk"),
+            ("burgeon-frontend", "ublk_kill"),
+            ("burgeon-frontend", "btrfs"),
+            ("burgeon-frontend", "virtual_area"),
+            ("burgeon", "ublk"),
+            ("burgeon", "lifecycle"),
+            ("burgeon", "kill"),
+            ("burgeon", "kernel_kill"),
+            ("burgeon", "pressure"),
+            ("burgeon", "upgrade"),
+            ("burgeon", "virtual_area"),
+        ],
+        ..LIST
+    },
+    List {
+        name: "mounts over ublk, on Linux 6.12",
+        programs: &[
+            ("burgeon-btrfs", "kernel"),
+            ("burgeon-frontend", "transport"),
+            ("burgeon", "kernel_corrupt"),
+            ("burgeon", "kernel_hostile"),
+            ("burgeon", "kernel_tar"),
+        ],
+        ..LIST
+    },
+    List {
+        name: "systemd's unit, on Linux 6.12",
+        programs: &[("burgeon", "systemd")],
+        systemd: true,
+        ..LIST
+    },
+    List {
+        name: "over FUSE, on Linux 6.1",
+        kernel: "6.1",
+        programs: &[
+            ("burgeon-btrfs", "kernel"),
+            ("burgeon-frontend", "btrfs"),
+            ("burgeon-frontend", "kill"),
+            ("burgeon-frontend", "transport"),
+            ("burgeon", "lifecycle"),
+        ],
+        ..LIST
+    },
+    List {
+        name: "384 MB of memory, on Linux 6.12",
+        programs: &[LOW_MEMORY],
+        memory_mb: "384",
+        ..LIST
+    },
 ];
 
-/// Test programs that need ublk, which of these kernels one has. A plain `cargo test` leaves them
-/// out (`test = false`).
-const UBLK_PROGRAMS: [(&str, &str); 3] =
-    [("burgeon-frontend", "ublk"), ("burgeon-frontend", "ublk_kill"), ("burgeon", "ublk")];
-/// Those of this machine that mount, once more: over ublk. Not what is refused (`kernel_refuse`),
-/// which is so before there is a transport, and waits for minutes.
-const OVER_UBLK_PROGRAMS: [(&str, &str); 9] = [
-    ("burgeon-frontend", "virtual_area"),
-    ("burgeon", "kernel_tar"),
-    ("burgeon", "kernel_corrupt"),
-    ("burgeon", "kernel_hostile"),
-    ("burgeon", "kernel_kill"),
-    ("burgeon", "kill"),
-    ("burgeon", "pressure"),
-    ("burgeon", "upgrade"),
-    ("burgeon", "virtual_area"),
-];
-const UBLK_KERNEL: &str = "6.12";
+const LIST: List =
+    List { name: "", kernel: "6.12", programs: &[], memory_mb: "6144", systemd: false };
 
-/// The test of the systemd unit, and the kernel it runs on: the one of today's stable systemd.
-const SYSTEMD: (&str, &str) = ("burgeon", "systemd");
-const SYSTEMD_KERNEL: &str = "6.12";
-
-/// The test of a machine of little memory, and such a machine: what it writes lies on the folder
-/// that it shares with the host, for the guest's own disk is its memory.
-const LOW_MEMORY: (&str, &str) = ("burgeon", "low_memory");
-const LOW_MEMORY_KERNEL: &str = "6.12";
-const LOW_MEMORY_MB: &str = "384";
+/// What it writes lies on the folder that the guest shares with the host.
+const LOW_MEMORY: Program = ("burgeon", "low_memory");
 
 /// What the lab needs from Debian, as `dev/need` wants it.
 pub(crate) const NEEDS: [&str; 5] = [
@@ -65,36 +110,18 @@ pub(crate) const NEEDS: [&str; 5] = [
 
 /// Builds the test programs and returns the runs they make, each with its name.
 pub(crate) fn runs(root: &Path, cargo: impl Fn() -> Command) -> Result<Vec<(String, Command)>> {
-    let programs = build(root, &PROGRAMS, &cargo)?;
-    let ublk = build(root, &UBLK_PROGRAMS, &cargo)?;
-    let over_ublk = build(root, &OVER_UBLK_PROGRAMS, &cargo)?;
-    let systemd = build(root, &[SYSTEMD], &cargo)?;
-    let low_memory = build(root, &[LOW_MEMORY], &cargo)?;
-    let mut runs: Vec<_> = KERNELS
-        .iter()
-        .map(|kernel| (format!("Linux {kernel}"), command(root, kernel, &programs)))
-        .collect();
-    runs.push((format!("ublk, on Linux {UBLK_KERNEL}"), command(root, UBLK_KERNEL, &ublk)));
-    let over_ublk = command(root, UBLK_KERNEL, &over_ublk);
-    runs.push((format!("mounts over ublk, on Linux {UBLK_KERNEL}"), over_ublk));
-    let mut unit = command(root, SYSTEMD_KERNEL, &systemd);
-    unit.env("LAB_INIT", "systemd");
-    runs.push((format!("systemd's unit, on Linux {SYSTEMD_KERNEL}"), unit));
-    let mut small = command(root, LOW_MEMORY_KERNEL, &low_memory);
-    let shared = root.join("target/lab/out");
-    small.env("LAB_MEMORY_MB", LOW_MEMORY_MB).env("LAB_OUT", &shared);
-    small.env("BURGEON_TEST_DIR", shared.join("low-memory"));
-    runs.push((format!("{LOW_MEMORY_MB} MB of memory, on Linux {LOW_MEMORY_KERNEL}"), small));
-    Ok(runs)
+    let all: Vec<Program> = LISTS.iter().flat_map(|list| list.programs).copied().collect();
+    let mut built = build(root, &all, cargo)?.into_iter();
+    let runs = LISTS.iter().map(|list| {
+        let programs: Vec<_> = built.by_ref().take(list.programs.len()).collect();
+        (list.name.to_owned(), command(root, list, &programs))
+    });
+    Ok(runs.collect())
 }
 
 /// Builds the programs as `cargo test` builds them for all crates: choosing crates would choose
 /// other features, and compile what they depend on once more.
-fn build(
-    root: &Path,
-    programs: &[(&str, &str)],
-    cargo: impl Fn() -> Command,
-) -> Result<Vec<PathBuf>> {
+fn build(root: &Path, programs: &[Program], cargo: impl Fn() -> Command) -> Result<Vec<PathBuf>> {
     let mut command = cargo();
     command.args(["test", "--workspace", "--locked", "--no-run", "--message-format=json"]);
     for (_, name) in programs {
@@ -104,20 +131,31 @@ fn build(
     built::executables(command, programs)
 }
 
-/// The command that runs all `programs` on `kernel`, one after another.
-fn command(root: &Path, kernel: &str, programs: &[PathBuf]) -> Command {
+/// The command that runs all `programs` of a list, one after another.
+fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
     let mut command = Command::new(root.join("dev/lab/run"));
     // Emulation is several times slower than the machine, and the machine may be busy.
-    command.env("LAB_TIMEOUT", "3600").arg(kernel);
-    // The guest's disk is a tmpfs: what tests write there has to fit into its memory.
-    command.env("LAB_MEMORY_MB", "6144");
+    command.env("LAB_TIMEOUT", "3600").arg(list.kernel);
+    command.env("LAB_MEMORY_MB", list.memory_mb);
+    if list.systemd {
+        command.env("LAB_INIT", "systemd");
+    }
     let script = r#"
         export BURGEON_TEST_DIR="${BURGEON_TEST_DIR:-/tmp/burgeon-test}"; mkdir -p "$BURGEON_TEST_DIR"
         modprobe -q ublk_drv
-        s=0; for p; do "$p" --test-threads=1 || s=1; done; exit $s"#;
-    // The folder of tests is the guest's own, unless whoever calls this sets another.
+        s=0
+        for p; do
+            t=$SECONDS; "$p" --test-threads=1 || s=1
+            echo "-- $((SECONDS - t)) s: ${p##*/}"
+        done
+        exit $s"#;
+    // The folder of tests is the guest's own, in its memory, unless that is what it lacks.
     command.env("LAB_PASS", "BURGEON_TEST_DIR").env_remove("BURGEON_TEST_DIR");
-    command.args(["sh", "-c", script]);
+    if list.programs.contains(&LOW_MEMORY) {
+        let shared = root.join("target/lab/out");
+        command.env("LAB_OUT", &shared).env("BURGEON_TEST_DIR", shared.join("low-memory"));
+    }
+    command.args(["bash", "-c", script]);
     command.arg("lab").args(programs);
     command
 }
