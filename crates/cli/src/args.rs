@@ -66,6 +66,13 @@ Examples:
   burgeon build --by-reference /dev/vg/data data     read a file, device or folder in place, copy nothing"
     )]
     Build(Build),
+    /// Make the index of an ordinary image, by which it is read lazily without being fetched
+    #[command(after_help = "\
+Examples:
+  burgeon index oci-layout:DIR:TAG                    this host reads the image from there
+  burgeon index oci-layout:DIR:TAG --push             puts the index beside the image, says its digest
+  burgeon mount oci-layout:DIR:TAG /mnt/o --index sha256:…    on any host, by that digest")]
+    Index(Index),
     /// Mount an image; it is usable when this returns
     #[command(after_help = "\
 Examples:
@@ -194,12 +201,25 @@ pub(crate) enum Checksum {
 }
 
 #[derive(ClapArgs, Debug)]
+pub(crate) struct Index {
+    /// The image: oci-layout:DIR[:TAG|@DIGEST]
+    pub(crate) source: String,
+    /// Put the index beside the image, where other hosts find it
+    #[arg(long)]
+    pub(crate) push: bool,
+}
+
+#[derive(ClapArgs, Debug)]
 pub(crate) struct Mount {
     /// The image: a name of the store; an ordinary one, oci://REGISTRY/REPOSITORY[:TAG|@DIGEST] or
     /// oci-layout:DIR[:TAG]; or the URL of an archive
     pub(crate) name: String,
     /// An empty directory
     pub(crate) path: PathBuf,
+    /// Of an ordinary image: fetch what is read instead of all of it, by the index of this digest,
+    /// which lies beside the image (`burgeon index --push`). Whoever made it is believed
+    #[arg(long, value_name = "sha256:…")]
+    pub(crate) index: Option<String>,
     /// Keep writes under this name; mounting with the name again finds them
     #[arg(long, value_name = "NAME")]
     pub(crate) writes: Option<String>,

@@ -102,6 +102,7 @@ impl Stage {
         let args = args::Mount {
             name: "demo".to_owned(),
             path: at.to_owned(),
+            index: None,
             writes: None,
             read_only: false,
             write_limit: Some(WRITE_LIMIT),

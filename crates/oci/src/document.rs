@@ -6,11 +6,16 @@
 //! ```
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_layer::LayerCodec;
 use burgeon_source::registry::{DOCUMENT_MAX, Digest};
 use serde::{Deserialize, de::DeserializeOwned};
+use serde_json::Value;
 
 /// Layers of an image: four times what the runtimes of containers can mount.
 const LAYERS_MAX: usize = 512;
+
+pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 
 /// What an index or a manifest says of something else.
 #[derive(Deserialize, Clone, Debug)]
@@ -45,14 +50,15 @@ impl Descriptor {
 
     /// The size of a document that may be read as one.
     pub(crate) fn document_size(&self) -> Result<u64> {
-        if self.size <= DOCUMENT_MAX {
+        self.size_below(DOCUMENT_MAX)
+    }
+
+    /// The size of a part that may be read as a whole.
+    pub(crate) fn size_below(&self, max: u64) -> Result<u64> {
+        if self.size <= max {
             return Ok(self.size);
         }
-        let what = format!(
-            "{} has {} bytes: such a document has at most {DOCUMENT_MAX}",
-            self.digest, self.size
-        );
-        Err(corrupt(what))
+        Err(corrupt(format!("{} has {} bytes: at most {max} are useful", self.digest, self.size)))
     }
 
     pub(crate) fn tag(&self) -> Option<&str> {
@@ -89,6 +95,17 @@ pub(crate) enum Compression {
     None,
     Gzip,
     Zstd,
+}
+
+impl Compression {
+    /// The same where places in layers are kept.
+    pub(crate) fn codec(self) -> LayerCodec {
+        match self {
+            Self::None => LayerCodec::Plain,
+            Self::Gzip => LayerCodec::Gzip,
+            Self::Zstd => LayerCodec::Zstd,
+        }
+    }
 }
 
 impl Document {
@@ -159,6 +176,42 @@ impl Layer {
         };
         Ok(Self { digest, size: descriptor.size, compression })
     }
+}
+
+/// What kind of document the manifest of an image is.
+pub(crate) fn media_type(manifest: &[u8]) -> String {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Any {
+        media_type: Option<String>,
+    }
+    let any = serde_json::from_slice::<Any>(manifest).ok();
+    any.and_then(|any| any.media_type).unwrap_or_else(|| OCI_MANIFEST.to_owned())
+}
+
+/// An artifact that belongs to an image.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct IndexArtifact {
+    pub(crate) artifact_type: Option<String>,
+    pub(crate) layers: Vec<Descriptor>,
+    pub(crate) subject: Descriptor,
+}
+
+impl IndexArtifact {
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self> {
+        json(bytes, "index")
+    }
+}
+
+/// What an index of the things that refer to an image lists, of whatever kind.
+pub(crate) fn referrers(bytes: &[u8]) -> Result<Vec<Value>> {
+    #[derive(Deserialize)]
+    struct Any {
+        manifests: Vec<Value>,
+    }
+    let any: Any = json(bytes, "list of what refers to it")?;
+    Ok(any.manifests)
 }
 
 /// What each layer of an image unpacks to, if its configuration says so.

@@ -19,13 +19,18 @@ use std::{
     thread,
 };
 
-use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
-use burgeon_image::build::{self, LayerIndex, LayerLimits, Layers, OnProgress, Options, Report};
+use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_image::build::{
+    self, LayerIndex, LayerLimits, Layers, OnProgress, Options, Origin, Report,
+};
+use burgeon_layer::{Recorder, Restarts};
 use burgeon_source::registry::{Checked, Digest, Digesting, Registry, body_error};
 
 use crate::{
-    OnFetch,
-    document::{Compression, Descriptor, Document, Layer, Manifest, diff_ids, for_this_machine},
+    OnFetch, Work,
+    document::{
+        Compression, Descriptor, Document, Layer, Manifest, diff_ids, for_this_machine, media_type,
+    },
     layout::Layout,
     source::Wanted,
 };
@@ -34,6 +39,8 @@ use crate::{
 const LANES_MAX: usize = 4;
 /// zstd's window, at most: 2²⁷ bytes, as `zstd --long` writes it.
 const ZSTD_WINDOW_LOG_MAX: u32 = 27;
+/// Compressed bytes that are read at a time: 256 KiB.
+const BUFFER_LEN: usize = 1 << 18;
 /// Indexes that point at indexes.
 const INDEXES_MAX: usize = 4;
 
@@ -43,22 +50,32 @@ pub(crate) enum Blobs {
     Registry(Registry),
 }
 
+/// Gives the object that the image's data is in, made of where the layers can be begun, where in
+/// them the data lies, and its length.
+pub(crate) type OnDescribed<'a> =
+    &'a (dyn Fn(&[Restarts], &[Origin], u64) -> Result<ObjectId> + Sync);
+
 /// What a name stands for.
 pub(crate) struct Resolved {
     /// Of the image of this machine's platform.
     pub(crate) digest: Digest,
     /// Of the index that it was found by.
     pub(crate) index: Option<Digest>,
-    manifest: Manifest,
+    /// Length of the image's manifest, in bytes.
+    pub(crate) len: u64,
+    /// What kind of document that is.
+    pub(crate) media_type: String,
+    pub(crate) manifest: Manifest,
 }
 
 impl Blobs {
-    fn document(&self, wanted: &Wanted) -> Result<(Vec<u8>, Digest)> {
+    pub(crate) fn document(&self, wanted: &Wanted) -> Result<(Vec<u8>, Digest)> {
         match self {
             Self::Layout(layout) => layout.document(wanted),
             Self::Registry(registry) => match wanted {
                 Wanted::Digest(digest) => registry.document(Some(digest)),
-                Wanted::Only | Wanted::Tag(_) => registry.document(None),
+                Wanted::Tag(tag) => registry.document_tagged(tag),
+                Wanted::Only => registry.document(None),
             },
         }
     }
@@ -70,13 +87,45 @@ impl Blobs {
         }
     }
 
+    /// `Invalid` if nothing can be put there.
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        match self {
+            Self::Layout(_) => Ok(()),
+            Self::Registry(_) => Err(only_layouts()),
+        }
+    }
+
+    /// Puts a blob beside the others.
+    pub(crate) fn put(&self, bytes: &[u8]) -> Result<()> {
+        match self {
+            Self::Layout(layout) => layout.put(bytes),
+            Self::Registry(_) => Err(only_layouts()),
+        }
+    }
+
+    /// Puts a document beside the others, which has no name but its digest.
+    pub(crate) fn put_document(&self, bytes: &[u8], _kind: &str) -> Result<()> {
+        self.put(bytes)
+    }
+
+    /// Puts a document beside the others under a name, which stood for another one before.
+    pub(crate) fn tag(&self, tag: &str, bytes: &[u8], kind: &str) -> Result<()> {
+        match self {
+            Self::Layout(layout) => layout.tag(tag, bytes, kind),
+            Self::Registry(_) => Err(only_layouts()),
+        }
+    }
+
     /// Finds the image that is wanted, for this machine.
     pub(crate) fn resolve(&self, wanted: &Wanted) -> Result<Resolved> {
         let (mut bytes, mut digest) = self.document(wanted)?;
         let mut index = None;
         for _ in 0..INDEXES_MAX {
             match Document::parse(&bytes)? {
-                Document::Manifest(manifest) => return Ok(Resolved { digest, index, manifest }),
+                Document::Manifest(manifest) => {
+                    let (len, media_type) = (bytes.len() as u64, media_type(&bytes));
+                    return Ok(Resolved { digest, index, len, media_type, manifest });
+                }
                 Document::Index(manifests) => {
                     let chosen = for_this_machine(&manifests)?;
                     chosen.document_size()?;
@@ -90,9 +139,13 @@ impl Blobs {
     }
 
     fn config(&self, config: &Descriptor) -> Result<Vec<u8>> {
-        let digest = config.digest()?;
+        self.read(&config.digest()?, config.document_size()?)
+    }
+
+    /// All of a blob of `len` bytes.
+    pub(crate) fn read(&self, digest: &Digest, len: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
-        let mut blob = Checked::new(self.blob(&digest)?, digest.clone(), config.document_size()?);
+        let mut blob = Checked::new(self.blob(digest)?, digest.clone(), len);
         blob.read_to_end(&mut bytes)
             .map_err(|error| body_error(&format!("read {digest}"), error))?;
         Ok(bytes)
@@ -100,7 +153,7 @@ impl Blobs {
 
     /// Builds the image `name` in `store`; `spool` is a folder with room for its layers.
     pub(crate) fn build(
-        self,
+        &self,
         resolved: &Resolved,
         store: &impl ObjectStore,
         name: &str,
@@ -108,25 +161,42 @@ impl Blobs {
         options: &Options,
         (fetching, building): (OnFetch<'_>, OnProgress<'_>),
     ) -> Result<Report> {
-        let manifest = &resolved.manifest;
-        let diff_ids = diff_ids(&self.config(&manifest.config)?, manifest.layers.len())?;
-        let layers = self.fetch(&manifest.layers, &diff_ids, spool, fetching)?;
+        let layers = self.fetch(&resolved.manifest, Reading::Once, spool, fetching)?;
+        let layers = layers.into_iter().map(|(layer, _)| layer).collect();
         build::from_layers(store, name, layers, options, building)
+    }
+
+    /// Publishes a description of the image as `name` in `store`: its data stays in the layers, and
+    /// `object` makes the object of where in them it lies. The rest as [`Self::build`].
+    pub(crate) fn describe(
+        &self,
+        resolved: &Resolved,
+        store: &impl ObjectStore,
+        name: &str,
+        work: &Work<'_>,
+        object: OnDescribed<'_>,
+    ) -> Result<Report> {
+        let layers = self.fetch(&resolved.manifest, Reading::Again, work.spool, work.fetching)?;
+        let (layers, restarts): (Vec<_>, Vec<_>) = layers.into_iter().unzip();
+        let restarts: Vec<Restarts> = restarts.into_iter().flatten().collect();
+        let object = |origins: &[Origin], len| object(&restarts, origins, len);
+        build::describe_layers(store, name, layers, work.options, work.building, &object)
     }
 
     /// Fetches all layers and looks at them.
     fn fetch(
         &self,
-        layers: &[Layer],
-        diff_ids: &[Option<Digest>],
+        manifest: &Manifest,
+        reading: Reading,
         spool: &Path,
         fetching: OnFetch<'_>,
-    ) -> Result<Vec<build::Layer>> {
+    ) -> Result<Vec<(build::Layer, Option<Restarts>)>> {
+        let layers = &manifest.layers;
+        let diff_ids = diff_ids(&self.config(&manifest.config)?, layers.len())?;
         let total = layers.iter().fold(0u64, |sum, layer| sum.saturating_add(layer.size));
         let (next, fetched) = (AtomicUsize::new(0), AtomicU64::new(0));
         let headers = Layers::new(LayerLimits::default());
-        let done: Mutex<Vec<Option<build::Layer>>> =
-            Mutex::new(layers.iter().map(|_| None).collect());
+        let done: Mutex<Vec<Option<_>>> = Mutex::new(layers.iter().map(|_| None).collect());
         let lane = || -> Result<()> {
             loop {
                 let number = next.fetch_add(1, Relaxed);
@@ -134,8 +204,9 @@ impl Blobs {
                 let count = |more| {
                     fetching(fetched.fetch_add(more, Relaxed) + more, total);
                 };
+                let diff_id = diff_ids[number].as_ref();
                 let looked_at =
-                    self.fetch_layer(layer, diff_ids[number].as_ref(), &headers, spool, &count);
+                    self.fetch_layer(layer, (diff_id, reading), &headers, spool, &count);
                 let looked_at = looked_at.inspect_err(|_| {
                     // The others stop where they are done with their layer.
                     next.store(layers.len(), Relaxed);
@@ -159,11 +230,11 @@ impl Blobs {
     fn fetch_layer(
         &self,
         layer: &Layer,
-        diff_id: Option<&Digest>,
+        (diff_id, reading): (Option<&Digest>, Reading),
         headers: &Layers,
         spool: &Path,
         count: &(dyn Fn(u64) + Sync),
-    ) -> Result<build::Layer> {
+    ) -> Result<(build::Layer, Option<Restarts>)> {
         let Layer { digest, size, compression } = layer.clone();
         let cannot = |error: Error| {
             Error::with_source(error.kind(), format!("cannot use the layer {digest}"), error)
@@ -176,11 +247,11 @@ impl Blobs {
             })?),
         };
         let mut tee = Tee { inner: blob, spool: spooled, count };
-        let index = look(&mut tee, compression, diff_id, headers);
+        let index = look(&mut tee, layer, (diff_id, reading), headers);
         // What is wrong with the bytes themselves says more than what they do to a decoder.
         io::copy(&mut tee, &mut io::sink())
             .map_err(|error| cannot(body_error("read it", error)))?;
-        let index = index.map_err(cannot)?;
+        let (index, restarts) = index.map_err(cannot)?;
         let spooled = tee.spool;
         let open: build::OpenLayer = match self {
             Self::Layout(layout) => {
@@ -196,26 +267,47 @@ impl Blobs {
                 decompressed(file, compression)
             }),
         };
-        Ok(build::Layer { index, open })
+        Ok((build::Layer { index, open }, restarts))
     }
+}
+
+/// What is to become of a layer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reading {
+    /// Its data is kept.
+    Once,
+    /// Its data stays where it is: where unpacking can begin is kept.
+    Again,
 }
 
 /// Reads a layer's headers, and checks what it unpacks to.
 fn look(
     blob: &mut (impl Read + Send),
-    compression: Compression,
-    diff_id: Option<&Digest>,
+    layer: &Layer,
+    (diff_id, reading): (Option<&Digest>, Reading),
     headers: &Layers,
-) -> Result<LayerIndex> {
-    let mut archive = Digesting::new(decompressed(blob, compression)?);
-    let index = headers.index(&mut archive)?;
-    let digest = archive.digest();
-    match diff_id {
+) -> Result<(LayerIndex, Option<Restarts>)> {
+    let check = |digest: Digest| match diff_id {
         Some(diff_id) if *diff_id != digest => {
             let what = format!("it unpacks to {digest}, but the image says to {diff_id}");
             Err(Error::new(ErrorKind::Corrupt, what))
         }
-        _ => Ok(index),
+        _ => Ok(()),
+    };
+    match reading {
+        Reading::Once => {
+            let mut archive = Digesting::new(decompressed(blob, layer.compression)?);
+            let index = headers.index(&mut archive)?;
+            check(archive.digest()).map(|()| (index, None))
+        }
+        Reading::Again => {
+            let blob = BufReader::with_capacity(BUFFER_LEN, blob);
+            let mut recorder = Recorder::new(blob, layer.compression.codec())?;
+            let mut archive = Digesting::new(&mut recorder as &mut dyn Read);
+            let index = headers.index(&mut archive)?;
+            check(archive.digest())?;
+            Ok((index, Some(recorder.finish(layer.size)?)))
+        }
     }
 }
 
@@ -223,7 +315,7 @@ fn decompressed<'a>(
     blob: impl Read + Send + 'a,
     compression: Compression,
 ) -> Result<Box<dyn Read + Send + 'a>> {
-    let blob = BufReader::with_capacity(1 << 18, blob);
+    let blob = BufReader::with_capacity(BUFFER_LEN, blob);
     Ok(match compression {
         Compression::None => Box::new(blob),
         Compression::Gzip => Box::new(flate2::bufread::MultiGzDecoder::new(blob)),
@@ -257,6 +349,13 @@ impl<R: Read> Read for Tee<'_, R> {
         (self.count)(len as u64);
         Ok(len)
     }
+}
+
+fn only_layouts() -> Error {
+    invalid(
+        "an index cannot be put into a registry yet: leave --push out, and this host reads the \
+         image lazily; or copy the image into an OCI layout with skopeo, for others",
+    )
 }
 
 fn invalid(what: &str) -> Error {

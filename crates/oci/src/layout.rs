@@ -1,14 +1,15 @@
 //! An image in a folder, by the OCI image layout.
 
 use std::{
-    fs::{File, OpenOptions},
-    io::{self, Read},
-    os::unix::fs::OpenOptionsExt,
+    fs::{File, OpenOptions, Permissions},
+    io::{self, Read, Write},
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::registry::{DOCUMENT_MAX, Digest};
+use serde_json::{Value, json};
 
 use crate::{
     document::{Descriptor, Document},
@@ -63,7 +64,8 @@ impl Layout {
         };
         let found: Vec<&Descriptor> = match tag {
             Some(tag) => all.iter().filter(|one| one.tag() == Some(tag)).collect(),
-            None => all.iter().collect(),
+            // What refers to an image is none.
+            None => all.iter().filter(|one| !one.tag().is_some_and(is_of_referrers)).collect(),
         };
         match found[..] {
             [one] => one.digest(),
@@ -88,9 +90,62 @@ impl Layout {
         open_file(&self.path(digest))
     }
 
+    /// Puts a blob beside the others, whole or not at all.
+    pub(crate) fn put(&self, bytes: &[u8]) -> Result<()> {
+        let path = self.path(&Digest::of(bytes));
+        if path.is_file() {
+            return Ok(());
+        }
+        replace(&path, bytes)
+    }
+
+    /// Puts the document `bytes`, whose media type is `kind`, beside the others under the name
+    /// `tag`, instead of what had it.
+    pub(crate) fn tag(&self, tag: &str, bytes: &[u8], kind: &str) -> Result<()> {
+        self.put(bytes)?;
+        let path = self.folder.join("index.json");
+        let mut before = Vec::new();
+        let file = open_file(&path)?;
+        file.take(DOCUMENT_MAX).read_to_end(&mut before).map_err(|e| cannot_read(&path, e))?;
+        let bad = || {
+            let what = format!("{} is no index of images", path.display());
+            Error::new(ErrorKind::Corrupt, what)
+        };
+        let mut index: Value = serde_json::from_slice(&before).map_err(|_| bad())?;
+        let all = index["manifests"].as_array_mut().ok_or_else(bad)?;
+        all.retain(|one| one["annotations"][NAME] != tag);
+        all.push(json!({
+            "mediaType": kind, "digest": Digest::of(bytes).to_string(), "size": bytes.len(),
+            "annotations": { NAME: tag },
+        }));
+        replace(&path, index.to_string().as_bytes())
+    }
+
     fn path(&self, digest: &Digest) -> PathBuf {
         self.folder.join("blobs/sha256").join(digest.hex())
     }
+}
+
+/// The annotation that is an image's name.
+const NAME: &str = "org.opencontainers.image.ref.name";
+
+/// Whether a name is that of the list of what refers to an image: `sha256-` and its digest.
+fn is_of_referrers(tag: &str) -> bool {
+    let digest = tag.strip_prefix("sha256-").map(|digits| format!("sha256:{digits}"));
+    digest.is_some_and(|digest| digest.parse::<Digest>().is_ok())
+}
+
+/// Makes `path` a file of these bytes, at once.
+fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    let cannot = |error| Error::io(format!("cannot write {}", path.display()), error);
+    let mut file = tempfile::Builder::new()
+        .permissions(Permissions::from_mode(0o644))
+        .tempfile_in(path.parent().unwrap_or(path))
+        .map_err(cannot)?;
+    file.write_all(bytes).map_err(cannot)?;
+    file.as_file().sync_all().map_err(cannot)?;
+    file.persist(path).map_err(|error| cannot(error.error))?;
+    Ok(())
 }
 
 /// Opens a regular file; a pipe would keep us waiting.

@@ -14,6 +14,7 @@
 mod archive;
 mod document;
 mod image;
+mod index;
 mod layout;
 mod source;
 
@@ -24,18 +25,16 @@ use burgeon_image::{
     build::{OnProgress, Options, Report},
     catalog,
 };
-use burgeon_source::{
-    Access,
-    registry::{Digest, Registry},
-};
+use burgeon_source::{Access, registry::Digest};
 
-pub use self::source::Source;
 use self::{
     archive::{Archive, has},
     document::architecture,
-    image::Blobs,
-    layout::Layout,
-    source::{Kind, Wanted},
+    source::Kind,
+};
+pub use self::{
+    index::{Indexed, index},
+    source::Source,
 };
 
 /// Told how many bytes of layers have come, of how many, from any thread.
@@ -55,35 +54,76 @@ pub struct Work<'a> {
     pub building: OnProgress<'a>,
 }
 
-/// Finds the image of `source` in `store`, or builds it there. Returns its name, and what a build
-/// made.
+/// What was found, or made.
+#[derive(Debug)]
+pub struct Found {
+    /// The image's name in the store.
+    pub name: String,
+    /// What a build made, if there was one.
+    pub report: Option<Report>,
+    /// Digests of indexes beside the image that nobody has vouched for.
+    pub unused: Vec<String>,
+    /// What it takes to read its layers, if they are read again.
+    pub access: Access,
+}
+
+/// Finds the image of `source` in `store`, or builds it there; with an `index`, a digest that the
+/// user believes, that index is taken from beside the image instead of its layers.
 ///
 /// A digest that was seen before is found without asking anybody.
 pub fn find_or_build(
     store: &impl ObjectStore,
     source: &Source,
+    index: Option<&str>,
     work: &Work<'_>,
-) -> Result<(String, Option<Report>)> {
-    if let Some(pinned) = source.pinned() {
-        let known = [pinned.to_string(), alias(pinned)].into_iter().find(|name| has(store, name));
-        if let Some(name) = known {
-            return Ok((name, None));
-        }
-    }
-    let (blobs, wanted) = match &source.0 {
-        Kind::Layout { folder, wanted } => (Blobs::Layout(Layout::open(folder)?), wanted),
-        Kind::Registry(name) => {
-            (Blobs::Registry(Registry::open(name, work.access)?), &Wanted::Only)
-        }
-        Kind::Archive(url) => return archive_in(store, url, work),
+) -> Result<Found> {
+    let index = index.map(str::parse::<Digest>).transpose()?;
+    let found = |name, report, unused, lazy: bool| {
+        let access = match (&source.0, lazy) {
+            (Kind::Registry(name), true) => work.access.for_registry(name)?,
+            _ => Access::default(),
+        };
+        Ok(Found { name, report, unused, access })
     };
-    let resolved = blobs.resolve(wanted).map_err(|error| by_digest(source, error))?;
-    let name = resolved.digest.to_string();
-    let report = match has(store, &name) {
-        true => None,
-        false => {
+    let at = source.layers_at()?;
+    if index.is_some() && at.is_none() {
+        return Err(index::none_has());
+    }
+    let refresh = |name: &str| match &at {
+        Some(at) => index::refresh(store, name, at),
+        None => Ok(false),
+    };
+    // What lies here as a whole goes before what can be read lazily.
+    let known = |name: &str| {
+        [name.to_owned(), index::name_of(name)].into_iter().find(|name| has(store, name))
+    };
+    if let Some(pinned) = source.pinned()
+        && let Some(name) = [pinned.to_string(), alias(pinned)].iter().find_map(|name| known(name))
+    {
+        let lazy = refresh(&name)?;
+        return found(name, None, Vec::new(), lazy);
+    }
+    let Some((blobs, wanted)) = source.blobs(work.access)? else {
+        let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
+        let (name, report) = archive_in(store, url, work)?;
+        return found(name, report, Vec::new(), false);
+    };
+    let resolved = blobs.resolve(&wanted).map_err(|error| by_digest(source, error))?;
+    let digest = resolved.digest.to_string();
+    let (name, report, unused, lazy) = match (known(&digest), &index, &at) {
+        (Some(name), ..) => {
+            let lazy = refresh(&name)?;
+            (name, None, Vec::new(), lazy)
+        }
+        (None, Some(index), Some(at)) => {
+            (index::adopt(store, &blobs, &resolved, index, at)?, None, Vec::new(), true)
+        }
+        _ => {
             let progress = (work.fetching, work.building);
-            Some(blobs.build(&resolved, store, &name, work.spool, work.options, progress)?)
+            let report =
+                blobs.build(&resolved, store, &digest, work.spool, work.options, progress)?;
+            let unused = at.map(|_| index::beside(&blobs, &resolved.digest));
+            (digest, Some(report), unused.unwrap_or_default(), false)
         }
     };
     if let Some(index) = &resolved.index
@@ -91,7 +131,7 @@ pub fn find_or_build(
     {
         catalog::publish_alias(store, &catalog::resolve(store, &name)?, &alias(index))?;
     }
-    Ok((name, report))
+    found(name, report, unused, lazy)
 }
 
 /// Builds the image `name` of `source` in `store`, whether or not it is known.
@@ -102,16 +142,11 @@ pub fn build(
     work: &Work<'_>,
 ) -> Result<Report> {
     let progress = (work.fetching, work.building);
-    let (blobs, wanted) = match &source.0 {
-        Kind::Layout { folder, wanted } => (Blobs::Layout(Layout::open(folder)?), wanted),
-        Kind::Registry(name) => {
-            (Blobs::Registry(Registry::open(name, work.access)?), &Wanted::Only)
-        }
-        Kind::Archive(url) => {
-            return Archive::open(url)?.build(store, name, work.options, work.building);
-        }
+    let Some((blobs, wanted)) = source.blobs(work.access)? else {
+        let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
+        return Archive::open(url)?.build(store, name, work.options, work.building);
     };
-    let resolved = blobs.resolve(wanted)?;
+    let resolved = blobs.resolve(&wanted)?;
     blobs.build(&resolved, store, name, work.spool, work.options, progress)
 }
 

@@ -1,8 +1,13 @@
 use std::path::PathBuf;
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_source::registry::{Digest, Name};
+use burgeon_source::{
+    Access,
+    registry::{Digest, Name, Registry},
+};
 use reqwest::Url;
+
+use crate::{image::Blobs, layout::Layout};
 
 /// Where an ordinary image or archive is.
 #[derive(Clone, Debug)]
@@ -40,6 +45,19 @@ impl Source {
             return None;
         };
         Some(kind.map(Self))
+    }
+
+    /// Where its blobs are, and which image of these it is; `None` of an archive.
+    pub(crate) fn blobs(&self, access: &Access) -> Result<Option<(Blobs, Wanted)>> {
+        Ok(match &self.0 {
+            Kind::Layout { folder, wanted } => {
+                Some((Blobs::Layout(Layout::open(folder)?), wanted.clone()))
+            }
+            Kind::Registry(name) => {
+                Some((Blobs::Registry(Registry::open(name, access)?), Wanted::Only))
+            }
+            Kind::Archive(_) => None,
+        })
     }
 
     /// The image's digest, if the source names it.

@@ -39,10 +39,13 @@ impl Access {
         Self(known.collect())
     }
 
-    /// Only what has to do with stores like `location`.
+    /// Only what has to do with stores like `location`; of a folder what is known of registries, which
+    /// may have the layers that its images are read from.
     pub fn for_location(&self, location: &Location) -> Self {
-        let Location::Remote(url) = location else { return Self::default() };
-        let concerns = |name: &String| scheme_of(name) == Some(url.scheme);
+        let concerns = |name: &String| match location {
+            Location::Remote(url) => scheme_of(name) == Some(url.scheme),
+            Location::Folder(_) => name == REGISTRIES,
+        };
         let variables = self.0.iter().filter(|(name, _)| concerns(name));
         Self(variables.map(|(name, value)| (name.clone(), value.clone())).collect())
     }

@@ -6,6 +6,7 @@
 //!   blobs of an image          ──► Registry    by digest, whole or ranges
 //!   file/srv/disk.img          ──► Reference   a file or block device, read with O_DIRECT
 //!   computed/block-number      ──► Computed    made up on the spot: the floor for measuring
+//!   derived/ab12…              ──► Derived     unpacked from the layers of an ordinary image
 //! ```
 //!
 //! A [`Location`] says where a store is, an [`Access`] what it takes to use it; [`Objects`] picks
@@ -15,6 +16,7 @@
 
 mod access;
 mod computed;
+mod derived;
 mod directory;
 mod location;
 mod reference;
@@ -25,12 +27,15 @@ pub mod web;
 
 use std::{future::Future, sync::OnceLock};
 
+use std::sync::Arc;
+
 use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, Result};
 use bytes::Bytes;
 use tokio::runtime::Runtime;
 
 pub use access::Access;
 pub use computed::Computed;
+pub use derived::{LayersAt, derived_object, origin_object};
 pub use directory::Directory;
 pub use location::{Location, RemoteUrl};
 pub use reference::Reference;
@@ -41,8 +46,8 @@ pub use store::Store;
 /// fetching neighbours together, and a limit for what a hostile table can make us allocate.
 pub const READ_MAX: u64 = 64 << 20;
 
-/// Whether objects outside the store (`file/…`) may be opened. A manifest from a store that
-/// others can write to could otherwise name any file of this machine.
+/// Whether objects outside the store (`file/…`, `derived/…`) may be opened. A manifest from a store
+/// that others can write to could otherwise name any file of this machine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum References {
     /// Refuse them.
@@ -57,12 +62,21 @@ pub struct Objects {
     store: Store,
     references: References,
     files: Reference,
+    derived: Arc<derived::Derived>,
 }
 
 impl Objects {
     /// Objects of `store`, and those outside it as `references` says.
     pub fn new(store: impl Into<Store>, references: References) -> Self {
-        Self { store: store.into(), references, files: Reference::new() }
+        let store: Store = store.into();
+        let derived = Arc::new(derived::Derived::new(store.clone(), Access::default()));
+        Self { store, references, files: Reference::new(), derived }
+    }
+
+    /// The same, which reads layers in registries with what `access` holds.
+    pub fn with_access(self, access: &Access) -> Self {
+        let derived = Arc::new(derived::Derived::new(self.store.clone(), access.clone()));
+        Self { derived, ..self }
     }
 
     /// The store.
@@ -76,10 +90,13 @@ impl Objects {
         if name.starts_with("computed/") {
             return Computed.bytes(object, range);
         }
-        if !name.starts_with("file/") {
+        if !is_outside(name) {
             return self.store.read_blocking(object, range);
         }
         self.check_reference(object)?;
+        if name.starts_with("derived/") {
+            return waiting(self.derived.read(object, range));
+        }
         self.files.read_now(object, range)
     }
 
@@ -100,10 +117,13 @@ impl BlockSource for Objects {
         if name.starts_with("computed/") {
             return Computed.read(object, range).await;
         }
-        if !name.starts_with("file/") {
+        if !is_outside(name) {
             return self.store.read(object, range).await;
         }
         self.check_reference(object)?;
+        if name.starts_with("derived/") {
+            return self.derived.read(object, range).await;
+        }
         self.files.read(object, range).await
     }
 
@@ -122,6 +142,11 @@ impl BlockSource for Objects {
         }
         None
     }
+}
+
+/// Whether an object's bytes are outside the store.
+fn is_outside(name: &str) -> bool {
+    name.starts_with("file/") || name.starts_with("derived/")
 }
 
 /// Refuses ranges longer than [`READ_MAX`].

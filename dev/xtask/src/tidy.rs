@@ -52,8 +52,9 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("burgeon-block", &[]),
     ("burgeon-btrfs", &["burgeon-block"]),
     ("burgeon-image", &["burgeon-block", "burgeon-btrfs"]),
-    ("burgeon-source", &["burgeon-block"]),
-    ("burgeon-oci", &["burgeon-source", "burgeon-image", "burgeon-block"]),
+    ("burgeon-layer", &["burgeon-block"]),
+    ("burgeon-source", &["burgeon-layer", "burgeon-block"]),
+    ("burgeon-oci", &["burgeon-source", "burgeon-layer", "burgeon-image", "burgeon-block"]),
     ("burgeon-volume", &["burgeon-block", "burgeon-image"]),
     ("burgeon-frontend", &["burgeon-block"]),
     (

@@ -82,6 +82,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     let context = Context::new(args.global)?;
     match args.command {
         Command::Build(build) => images::build(&context, build),
+        Command::Index(index) => ordinary::index(&context, &index),
         Command::Mount(mount) => mount::mount(&context, mount),
         Command::CreateEmpty(empty) => mount::create_empty(&context, empty),
         Command::Map(map) => map::map(&context, map),

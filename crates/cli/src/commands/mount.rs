@@ -64,6 +64,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
         context,
         args::Mount {
             name: EMPTY_IMAGE.to_owned(),
+            index: None,
             path,
             writes: Some(writes),
             read_only: false,
@@ -97,10 +98,11 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     if let Some(folder) = context.store.as_ref().and_then(Location::folder) {
         burgeon_daemon::refuse_burgeon(folder, "the store")?;
     }
+    let (image, layers) = ordinary::find(context, args.name, args.index.as_deref())?;
     let request = MountRequest {
-        image: ordinary::find(context, args.name)?,
+        image,
         store: context.store.clone(),
-        access: Access::from_env(),
+        access: Access::from_env().and(layers),
         writes,
         fill: args.fill,
         transport: match args.transport {

@@ -6,7 +6,7 @@ use anyhow::Result;
 use burgeon_block::{ByteRange, Digest, ObjectId};
 use burgeon_daemon::{roots, sweep};
 use burgeon_image::catalog::{self, Damage};
-use burgeon_source::{Objects, References, Store};
+use burgeon_source::{Access, Objects, References, Store};
 use serde_json::json;
 
 use super::Context;
@@ -27,7 +27,7 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
         Store::Directory(_) => References::Allow,
         Store::Remote(_) => References::Refuse,
     };
-    let objects = Objects::new(store.clone(), references);
+    let objects = Objects::new(store.clone(), references).with_access(&Access::from_env());
     let read = |object: &ObjectId, range: ByteRange| objects.read_blocking(object, range);
     let show = |done, total| progress.update(done, Some(total));
     let verified = catalog::verify(&store, &digest, &read, &show);

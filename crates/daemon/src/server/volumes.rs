@@ -56,11 +56,15 @@ impl Serving {
             return Ok(volume);
         }
         let map = AddressMap::open(map)?;
-        let reference = map.objects().iter().find(|object| object.as_str().starts_with("file/"));
+        let outside = |object: &&ObjectId| {
+            object.as_str().starts_with("file/") || object.as_str().starts_with("derived/")
+        };
+        let reference = map.objects().iter().find(outside);
         if let (References::Refuse, Some(object)) = (references, reference) {
             return Err(refused_reference(object));
         }
-        let objects = Objects::new(Store::open(&origin.store, &origin.access)?, references);
+        let objects = Objects::new(Store::open(&origin.store, &origin.access)?, references)
+            .with_access(&origin.access);
         let cache = DirectFile::open(&origin.cache, map.data_range().len())?;
         let _runtime = self.runtime.enter();
         let volume = Volume::new(Arc::new(map), objects, cache, self.limits.clone());
@@ -139,8 +143,14 @@ impl Serving {
     }
 }
 
-/// An image that names files of this host is believed only if this host's own store has it.
+/// An image that names files of this host, or layers elsewhere, is believed only if this host's own
+/// store has it.
 fn refused_reference(object: &ObjectId) -> Error {
+    if object.as_str().starts_with("derived/") {
+        let what = "the image's data is in the layers of an ordinary image, which only an image in \
+                    the state directory's own store may refer to: mount the ordinary image";
+        return Error::new(ErrorKind::Invalid, what);
+    }
     Error::new(
         ErrorKind::Invalid,
         format!(

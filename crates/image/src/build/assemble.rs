@@ -13,7 +13,7 @@
 
 use std::collections::{HashMap, hash_map::Entry};
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, Digest, Result};
+use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, Digest, ObjectId, Result};
 use rayon::prelude::*;
 
 use super::{compress::compress, meter::Meter, reuse::Known};
@@ -32,6 +32,21 @@ pub(super) struct Piece {
     pub(super) digest: Digest,
     /// Part of a bigger file: a chunk of its own, so that the file stays together.
     pub(super) of_big_file: bool,
+    /// Where it was read, of layers that are to be read again; zeros between.
+    pub(super) origins: Vec<Origin>,
+}
+
+/// Bytes of a layer, not compressed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Origin {
+    /// Where in the piece, then in the lazy address space, from 0 on.
+    pub at: u64,
+    /// Which layer, the lowest is 0.
+    pub layer: u32,
+    /// Where in the layer.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u32,
 }
 
 /// What an input yields at a time: about `WAVE_LEN` bytes.
@@ -66,6 +81,8 @@ pub(super) struct Extent {
 pub(super) struct Placed {
     pub(super) extents: Vec<Extent>,
     pub(super) inline: Vec<(u32, Box<[u8]>)>,
+    /// Where chunks come from, by chunk; offsets are the chunk's.
+    origins: Vec<(u32, Origin)>,
 }
 
 /// A group is closed from this length on where the content says so: 128 KiB.
@@ -75,6 +92,9 @@ const GROUP_MIN: usize = 128 << 10;
 const GROUP_CUT_MASK: u8 = 7;
 /// The tail of a big file joins a group if it is shorter than this; else it is a chunk.
 const TAIL_MIN: usize = 32 << 10;
+
+/// Of a chunk that is derived, while it is not known where it lies.
+const NOWHERE: ByteRange = ByteRange::at(0, 0).unwrap();
 
 struct RawChunk {
     index: u32,
@@ -89,6 +109,8 @@ enum Stored {
     New(Codec, Vec<u8>),
     /// In a pack of an earlier image: index into [`Known`]'s chunks.
     Known(u32),
+    /// Nowhere: it can be read where it came from.
+    Derived,
 }
 
 struct DoneChunk {
@@ -106,6 +128,7 @@ struct DoneChunk {
 enum Place {
     New(u32),
     Known(u32),
+    Derived,
 }
 
 #[derive(Clone, Copy)]
@@ -123,6 +146,8 @@ pub(super) struct Assembler<'a> {
     pub(super) checksum: ChecksumKind,
     pub(super) known: &'a Known,
     pub(super) meter: &'a Meter<'a>,
+    /// Chunks are described, and stored nowhere: all pieces have origins.
+    pub(super) derived: bool,
 }
 
 /// What the assembler made.
@@ -132,6 +157,8 @@ pub(super) struct Assembled {
     /// Bytes that were compressed into new packs, and those found in earlier ones (both stored).
     pub(super) new_bytes: u64,
     pub(super) known_bytes: u64,
+    /// Where derived chunks come from, by lazy address from 0 on.
+    pub(super) origins: Vec<Origin>,
 }
 
 impl Assembler<'_> {
@@ -175,6 +202,7 @@ impl Assembler<'_> {
         let known = if reusable { self.known.find(&digest, blocks) } else { None };
         let stored = match known {
             Some(index) => Stored::Known(index),
+            None if self.derived => Stored::Derived,
             None => {
                 let (codec, bytes) = compress(data, self.level)?;
                 Stored::New(codec, bytes)
@@ -236,6 +264,9 @@ impl Placer {
                 let alone = len == CHUNK_MAX as usize || (piece.of_big_file && len >= TAIL_MIN);
                 let at = if alone { (self.reserve(), 0) } else { self.join_group(&piece, out) };
                 self.seen.insert(piece.digest, at);
+                let of_chunk =
+                    |origin: &Origin| (at.0, Origin { at: u64::from(at.1) + origin.at, ..*origin });
+                self.placed.origins.extend(piece.origins.iter().map(of_chunk));
                 if alone {
                     let (data, digest) = (piece.data, Some(piece.digest));
                     out.push(RawChunk { index: at.0, data, digest, reusable: !self.first });
@@ -300,6 +331,8 @@ impl Storer<'_> {
                     let known = &self.known.chunks[index as usize];
                     (Place::Known(known.object), known.stored, known.codec)
                 }
+                // Where in the object is known when all chunks are.
+                Stored::Derived => (Place::Derived, NOWHERE, Codec::Raw),
             };
             let (blocks, digest) = (chunk.blocks, chunk.digest);
             let index = chunk.index as usize;
@@ -314,30 +347,46 @@ impl Storer<'_> {
     }
 
     /// Closes the packs and numbers the objects by first use.
-    fn finish(self, checksum: ChecksumKind, placed: Placed) -> Result<Assembled> {
+    fn finish(self, checksum: ChecksumKind, mut placed: Placed) -> Result<Assembled> {
         let new_bytes = self.packs.stored_bytes();
         let packs = self.packs.finish()?;
         let mut known_bytes = 0;
         let mut objects = Vec::new();
         let mut number_of = HashMap::new();
         let mut chunks = Vec::with_capacity(self.chunks.len());
+        let mut starts = Vec::with_capacity(self.chunks.len());
+        let mut next = 0;
         for chunk in self.chunks.into_iter().flatten() {
-            let object = match number_of.entry(chunk.place) {
+            let PlacedChunk { blocks, mut stored, codec, digest, place } = chunk;
+            let mut number = |object: ObjectId| match number_of.entry(place) {
                 Entry::Occupied(number) => *number.get(),
                 Entry::Vacant(entry) => {
-                    objects.push(match chunk.place {
-                        Place::New(index) => packs[index as usize].clone(),
-                        Place::Known(index) => self.known.objects[index as usize].clone(),
-                    });
+                    objects.push(object);
                     *entry.insert(objects.len() as u32 - 1)
                 }
             };
-            if let Place::Known(_) = chunk.place {
-                known_bytes += chunk.stored.len();
-            }
-            let PlacedChunk { blocks, stored, codec, digest, .. } = chunk;
+            let len = u64::from(blocks) * BLOCK_SIZE;
+            let object = match place {
+                Place::New(index) => number(packs[index as usize].clone()),
+                Place::Known(index) => {
+                    known_bytes += stored.len();
+                    number(self.known.objects[index as usize].clone())
+                }
+                // The only object, which lies as the lazy address space does.
+                Place::Derived => {
+                    stored = ByteRange::at(next, len).unwrap_or(NOWHERE);
+                    0
+                }
+            };
+            starts.push(next);
+            next += len;
             chunks.push(ChunkEntry { blocks, object, stored, codec, digest });
         }
+        placed.origins.sort_unstable_by_key(|(chunk, origin)| (*chunk, origin.at));
+        let origins = placed.origins.drain(..);
+        let origins = origins
+            .map(|(chunk, origin)| Origin { at: starts[chunk as usize] + origin.at, ..origin });
+        let origins = origins.collect();
         let manifest = Manifest {
             tree: Default::default(),
             checksum,
@@ -345,6 +394,6 @@ impl Storer<'_> {
             objects,
             block_checksums: self.checksums.concat(),
         };
-        Ok(Assembled { placed, manifest, new_bytes, known_bytes })
+        Ok(Assembled { placed, manifest, new_bytes, known_bytes, origins })
     }
 }

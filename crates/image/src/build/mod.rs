@@ -30,6 +30,14 @@ use std::{
 use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectStore, Result};
 
 pub use self::xattrs::{Xattrs, of_path as xattrs_of};
+pub use self::{
+    assemble::Origin,
+    outside::{Pattern, by_reference, computed},
+    tar::{
+        Layer, LayerIndex, LayerLimits, Layers, OnDescribed, OpenLayer, describe_layers,
+        from_layers, from_tar,
+    },
+};
 use self::{
     assemble::{Assembled, Assembler},
     meter::Meter,
@@ -37,10 +45,6 @@ use self::{
     read::DirectoryInput,
     reuse::Known,
     scan::Scan,
-};
-pub use self::{
-    outside::{Pattern, by_reference, computed},
-    tar::{Layer, LayerIndex, LayerLimits, Layers, OpenLayer, from_layers, from_tar},
 };
 use crate::{
     catalog::{self, ImageRecord},
@@ -170,7 +174,7 @@ pub fn from_directory(
         let first = options.profile.as_ref().map(|profile| scan.find(profile)).unwrap_or_default();
         let mut input = DirectoryInput::new(&scan, &first, &bytes, &entries);
         let Options { level, checksum, .. } = *options;
-        let assembler = Assembler { level, checksum, known: &known, meter: &meter };
+        let assembler = Assembler { level, checksum, known: &known, meter: &meter, derived: false };
         let assembled =
             write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
         let mut changed = input.changed;

@@ -282,7 +282,8 @@ impl<'a> DirectoryInput<'a> {
             data.resize(data.len().next_multiple_of(BLOCK_SIZE as usize), 0);
             let of_big_file = size > u64::from(CHUNK_MAX);
             let digest = Digest::of(&data);
-            wave.pieces.push(Piece { node, file_offset: at, data, digest, of_big_file });
+            let origins = Vec::new();
+            wave.pieces.push(Piece { node, file_offset: at, data, digest, of_big_file, origins });
             at = end;
         }
         Ok(())

@@ -51,8 +51,8 @@ pub struct Collected {
 }
 
 /// Removes from `store` every manifest that neither a name, nor a host's record, nor `needed`
-/// (what this host needs besides its record) keeps, and every pack that no kept manifest refers
-/// to. With `dry_run` these are only counted; what killed builds left goes all the same.
+/// (what this host needs besides its record) keeps, and every pack and derived object that no
+/// kept manifest refers to. With `dry_run` these are only counted; what killed builds left goes all the same.
 ///
 /// Refuses to remove anything if a name's record, a host's record or a kept manifest cannot be
 /// read: what it needs is then unknown. Builds wait meanwhile; while one is at work, only what
@@ -100,6 +100,16 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
         if digest_of(&object, "packs/").is_some() && !packs.contains(&object) {
             collected.bytes += remove_object(store, &object, dry_run)?;
             collected.packs += 1;
+        }
+    }
+    // Tables of derived objects, and where the layers are that they speak of.
+    for folder in ["derived", "origins"] {
+        for object in store.list(folder)? {
+            let digest = digest_of(&object, &format!("{folder}/"));
+            let needed = digest.map(|digest| ObjectId::new(format!("derived/{digest}")));
+            if needed.transpose()?.is_some_and(|needed| !packs.contains(&needed)) {
+                collected.bytes += remove_object(store, &object, dry_run)?;
+            }
         }
     }
     drop(collecting.lease);

@@ -94,6 +94,19 @@ pub(crate) fn publish_name(store: &impl ObjectStore, record: &ImageRecord) -> Re
     store.publish(&name_object(&record.name)?, &line)
 }
 
+/// Publishes the image whose encoded manifest is `bytes`, made elsewhere, as `name`. What it has its
+/// data in has to be there.
+///
+/// Errors: `Corrupt` for a manifest that breaks a rule.
+pub fn publish_image(store: &impl ObjectStore, name: &str, bytes: &[u8]) -> Result<ImageRecord> {
+    let manifest = Manifest::decode(bytes, &Limits::default())?;
+    let digest = Digest::of(bytes);
+    store.publish(&manifest_object(&digest)?, bytes)?;
+    let record = ImageRecord::of(name, digest, &manifest, bytes.len() as u64);
+    publish_name(store, &record)?;
+    Ok(record)
+}
+
 /// Gives the image of `record` the name `name`, too.
 pub fn publish_alias(store: &impl ObjectStore, record: &ImageRecord, name: &str) -> Result<()> {
     publish_name(store, &ImageRecord { name: name.to_owned(), ..record.clone() })

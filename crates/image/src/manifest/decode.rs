@@ -55,6 +55,11 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// The objects that hold the chunks of an encoded manifest; errors as [`Self::decode`].
+    pub fn decode_objects(bytes: &[u8], limits: &Limits) -> Result<Vec<ObjectId>> {
+        Ok(Self::decode_chunks(bytes, limits)?.1)
+    }
+
     /// Only the chunk table and the objects of an encoded manifest: what deduplication and the
     /// collector need to know, without the tree.
     pub(crate) fn decode_chunks(

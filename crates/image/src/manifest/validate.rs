@@ -166,10 +166,11 @@ pub(super) fn chunk_table(
     }
 }
 
-/// An object that holds chunks is a pack of the store or lies outside it; nothing else.
+/// An object that holds chunks is a pack of the store, or lies outside it, or is derived from what
+/// does; nothing else.
 fn check_object(object: &ObjectId) -> Result<()> {
     let fits = match object.as_str().split_once('/') {
-        Some(("packs", digest)) => digest.parse::<Digest>().is_ok(),
+        Some(("packs" | "derived", digest)) => digest.parse::<Digest>().is_ok(),
         Some(("file" | "computed", _)) => true,
         _ => false,
     };

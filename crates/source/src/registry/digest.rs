@@ -24,6 +24,13 @@ impl Digest {
         Self(format!("sha256:{hex}"))
     }
 
+    /// The digest itself.
+    pub fn bytes(&self) -> [u8; 32] {
+        let value = |digit: u8| if digit < b'a' { digit - b'0' } else { digit - b'a' + 10 };
+        let digits = self.hex().as_bytes();
+        std::array::from_fn(|at| value(digits[2 * at]) << 4 | value(digits[2 * at + 1]))
+    }
+
     /// The hexadecimal digits.
     pub fn hex(&self) -> &str {
         &self.0[7..]

@@ -95,6 +95,11 @@ impl Registry {
         waiting(self.fetch_document(digest, web::RETRIES))
     }
 
+    /// The document that has the tag `tag` in this repository, as [`Self::document`].
+    pub fn document_tagged(&self, tag: &str) -> Result<(Vec<u8>, Digest)> {
+        waiting(self.fetch_named(&format!("manifests/{tag}"), None, web::RETRIES))
+    }
+
     /// The document with `digest`, of one try.
     pub async fn document_now(&self, digest: &Digest) -> Result<Vec<u8>> {
         Ok(self.fetch_document(Some(digest), 0).await?.0)
@@ -106,15 +111,24 @@ impl Registry {
         retries: u32,
     ) -> Result<(Vec<u8>, Digest)> {
         let wanted = digest.or(self.0.name.digest());
-        let what = format!("read {}", self.0.name);
         let path = match wanted {
             Some(digest) => format!("manifests/{digest}"),
             None => format!("manifests/{}", self.0.name.tag()),
         };
+        self.fetch_named(&path, wanted, retries).await
+    }
+
+    async fn fetch_named(
+        &self,
+        path: &str,
+        wanted: Option<&Digest>,
+        retries: u32,
+    ) -> Result<(Vec<u8>, Digest)> {
+        let what = format!("read {path} of {}", self.0.name);
         let mut tries = 0;
         // A document is short: where it breaks off, it is asked for anew.
         let bytes = loop {
-            let answer = self.get(&what, &path, retries, |request| request).await?;
+            let answer = self.get(&what, path, retries, |request| request).await?;
             match gather(answer, DOCUMENT_MAX).await {
                 Ok(bytes) => break bytes,
                 Err(Gathering::TooLong) => {

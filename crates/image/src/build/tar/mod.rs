@@ -23,14 +23,16 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ObjectStore, Result};
 use rayon::prelude::*;
 
-pub use self::layers::{Layer, LayerIndex, LayerLimits, Layers, OpenLayer, from_layers};
+pub use self::layers::{
+    Layer, LayerIndex, LayerLimits, Layers, OnDescribed, OpenLayer, describe_layers, from_layers,
+};
 use self::{
     reader::{Entry, Reader, cannot_read},
     tree::ArchiveTree,
 };
 use super::{
     OnProgress, Options, Progress, Report,
-    assemble::{Assembler, Input, Piece, Wave},
+    assemble::{Assembler, Input, Origin, Piece, Wave},
     check_options, manifest_of,
     meter::Meter,
     pool, publish,
@@ -73,7 +75,7 @@ pub fn from_tar(
         let one = OneArchive { archive: Some(archive), tree: ArchiveTree::new() };
         let mut input = TarInput::new(one, &entries);
         let Options { level, checksum, .. } = *options;
-        let assembler = Assembler { level, checksum, known: &known, meter: &meter };
+        let assembler = Assembler { level, checksum, known: &known, meter: &meter, derived: false };
         let assembled =
             write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
         let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
@@ -125,6 +127,20 @@ struct Open {
 
 type Archive = Box<dyn Read + Send>;
 
+/// An archive that knows how much of it was read.
+struct Positioned {
+    archive: Archive,
+    at: u64,
+}
+
+impl Read for Positioned {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let len = self.archive.read(buf)?;
+        self.at += len as u64;
+        Ok(len)
+    }
+}
+
 /// What is read, and what becomes of it.
 trait Archives: Send {
     /// The next archive, once the one before has ended.
@@ -132,6 +148,11 @@ trait Archives: Send {
 
     /// Takes an entry; returns its node if that wants the data that follows.
     fn add(&mut self, entry: Entry) -> Result<Option<u32>>;
+
+    /// The layer that is being read, if it is to be read again where its data is needed.
+    fn traced(&self) -> Option<u32> {
+        None
+    }
 }
 
 /// A single archive, whose entries add up to a tree while they are read.
@@ -154,7 +175,7 @@ impl Archives for OneArchive {
 struct TarInput<'a, A> {
     archives: A,
     /// The archive that is being read.
-    reader: Option<Reader<Archive>>,
+    reader: Option<Reader<Positioned>>,
     open: Option<Open>,
     ended: bool,
     entries: &'a AtomicU64,
@@ -168,7 +189,8 @@ impl<'a, A: Archives> TarInput<'a, A> {
     /// Reads the header of the next entry. Data, if any, is then open.
     fn next_entry(&mut self) -> Result<()> {
         let Some(reader) = &mut self.reader else {
-            self.reader = self.archives.next()?.map(Reader::new);
+            let archive = self.archives.next()?;
+            self.reader = archive.map(|archive| Reader::new(Positioned { archive, at: 0 }));
             self.ended = self.reader.is_none();
             return Ok(());
         };
@@ -198,6 +220,7 @@ impl<'a, A: Archives> TarInput<'a, A> {
     /// or a small file must not be cut in two), up to `CHUNK_MAX` more.
     fn read_data(&mut self, open: &mut Open, limit: u64, wave: &mut Cutter) -> Result<()> {
         let Some(reader) = &mut self.reader else { return Ok(()) };
+        let traced = self.archives.traced();
         let small = open.size <= u64::from(INLINE_MAX);
         while let Some((offset, len)) = open.rest.pop() {
             let window = offset / u64::from(CHUNK_MAX);
@@ -206,7 +229,8 @@ impl<'a, A: Archives> TarInput<'a, A> {
             if small {
                 wave.inline(open, offset, now, reader.data())?;
             } else {
-                wave.piece(open, offset, now, reader.data())?;
+                let origin = traced.map(|layer| (layer, reader.data().at));
+                wave.piece(open, offset, now, origin, reader.data())?;
             }
             if now < len {
                 open.rest.push((offset + now, len - now));
@@ -220,32 +244,53 @@ impl<'a, A: Archives> TarInput<'a, A> {
     }
 }
 
+/// A piece while it is read.
+struct Cut {
+    node: u32,
+    of_big_file: bool,
+    offset: u64,
+    data: Vec<u8>,
+    origins: Vec<Origin>,
+}
+
 /// Cuts data into pieces: whole blocks, up to a chunk.
 #[derive(Default)]
 struct Cutter {
-    /// Node, whether it is a big file, offset, data.
-    pieces: Vec<(u32, bool, u64, Vec<u8>)>,
+    pieces: Vec<Cut>,
     inline: Vec<(u32, Vec<u8>)>,
     bytes: u64,
 }
 
 impl Cutter {
-    /// Reads `len` bytes at `offset` of the file, within one window of `CHUNK_MAX`.
-    fn piece(&mut self, open: &Open, offset: u64, len: u64, from: &mut impl Read) -> Result<()> {
+    /// Reads `len` bytes at `offset` of the file, within one window of `CHUNK_MAX`; `origin` is the
+    /// layer, and where they lie in it.
+    fn piece(
+        &mut self,
+        open: &Open,
+        offset: u64,
+        len: u64,
+        origin: Option<(u32, u64)>,
+        from: &mut impl Read,
+    ) -> Result<()> {
         let start = offset / BLOCK_SIZE * BLOCK_SIZE;
         let same_window = |at: u64| at / u64::from(CHUNK_MAX) == offset / u64::from(CHUNK_MAX);
-        let joins = self.pieces.last().is_some_and(|(node, _, at, data)| {
-            let end = (at + data.len() as u64).next_multiple_of(BLOCK_SIZE);
-            *node == open.node && same_window(*at) && start <= end
+        let joins = self.pieces.last().is_some_and(|last| {
+            let end = (last.offset + last.data.len() as u64).next_multiple_of(BLOCK_SIZE);
+            last.node == open.node && same_window(last.offset) && start <= end
         });
         if !joins {
-            let big = open.size > u64::from(CHUNK_MAX);
+            let of_big_file = open.size > u64::from(CHUNK_MAX);
             let data = Vec::with_capacity(len.next_multiple_of(BLOCK_SIZE) as usize);
-            self.pieces.push((open.node, big, start, data));
+            let (node, offset, origins) = (open.node, start, Vec::new());
+            self.pieces.push(Cut { node, of_big_file, offset, data, origins });
         }
-        let Some((_, _, at, data)) = self.pieces.last_mut() else { return Ok(()) };
-        data.resize((offset - *at) as usize, 0);
-        read_onto(data, len, from)?;
+        let Some(cut) = self.pieces.last_mut() else { return Ok(()) };
+        let at = offset - cut.offset;
+        cut.data.resize(at as usize, 0);
+        read_onto(&mut cut.data, len, from)?;
+        if let Some((layer, offset)) = origin {
+            cut.origins.push(Origin { at, layer, offset, len: len as u32 });
+        }
         self.bytes += len;
         Ok(())
     }
@@ -266,10 +311,11 @@ impl Cutter {
     }
 
     fn finish(self) -> Wave {
-        let digest = |(node, of_big_file, file_offset, mut data): (u32, bool, u64, Vec<u8>)| {
+        let digest = |cut: Cut| {
+            let Cut { node, of_big_file, offset: file_offset, mut data, origins } = cut;
             data.resize(data.len().next_multiple_of(BLOCK_SIZE as usize), 0);
             let digest = Digest::of(&data);
-            Piece { node, file_offset, data, digest, of_big_file }
+            Piece { node, file_offset, data, digest, of_big_file, origins }
         };
         Wave {
             pieces: self.pieces.into_par_iter().map(digest).collect(),

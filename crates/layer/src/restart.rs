@@ -1,0 +1,247 @@
+//! Where the unpacking of a layer can begin again.
+//!
+//! ```text
+//!   tar          anywhere; every `PLAIN_LEN` is taken for a place
+//!   tar+gzip     where a member begins; or a block, with the 32 KiB before it
+//!   tar+zstd     where a frame begins
+//!
+//!   place ──── span ────► place ──── span ────► …        a span is unpacked as a whole
+//! ```
+//!
+//! Invariants: the spans of a layer cover it without gap, and none is longer than `SPAN_MAX`, so
+//! that what one read costs has a bound; what is unpacked is as long as the span, or an error.
+
+use std::io::{self, BufRead, Read};
+
+use burgeon_block::{ByteRange, Error, ErrorKind, Result};
+
+use crate::{
+    gunzip::{Gunzip, Inside},
+    unzstd::Unzstd,
+};
+
+/// Unpacked bytes after which a place within a member of gzip is kept: 2 MiB. A window takes some
+/// 12 KiB in an index then, hardly more than one per cent of what 2 MiB are compressed to.
+const SPAN_LEN: u64 = 2 << 20;
+/// The same where nothing has to be kept beside the place: 512 KiB.
+const SPAN_MIN: u64 = 512 << 10;
+/// Longest span, compressed or unpacked: 32 MiB. What has longer ones cannot be read lazily.
+pub(crate) const SPAN_MAX: u64 = 32 << 20;
+/// Spans of what is not compressed: 512 KiB.
+pub(crate) const PLAIN_LEN: u64 = 512 << 10;
+
+/// How a layer is compressed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum LayerCodec {
+    /// Not at all.
+    Plain = 0,
+    /// gzip, of one or more members.
+    Gzip = 1,
+    /// zstd, of one or more frames.
+    Zstd = 2,
+}
+
+impl LayerCodec {
+    pub(crate) fn from_number(number: u8) -> Option<Self> {
+        [Self::Plain, Self::Gzip, Self::Zstd].into_iter().find(|codec| *codec as u8 == number)
+    }
+}
+
+/// What it takes to begin at a place.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Start {
+    /// Nothing: a frame or a member begins.
+    Fresh,
+    /// Of gzip: what came before.
+    Inside(Inside),
+}
+
+/// A place where unpacking can begin.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Place {
+    pub(crate) compressed: u64,
+    pub(crate) unpacked: u64,
+    pub(crate) start: Start,
+}
+
+/// Places while a layer is read.
+#[derive(Default)]
+pub(crate) struct Recording {
+    places: Vec<Place>,
+}
+
+impl Recording {
+    fn since_last(&self, unpacked: u64) -> u64 {
+        self.places.last().map_or(u64::MAX, |last| unpacked - last.unpacked)
+    }
+
+    /// Whether a place at `unpacked` is worth a window.
+    pub(crate) fn is_due(&self, unpacked: u64) -> bool {
+        self.since_last(unpacked) >= SPAN_LEN
+    }
+
+    pub(crate) fn begin(&mut self, compressed: u64, unpacked: u64, start: Start) {
+        self.places.push(Place { compressed, unpacked, start });
+    }
+
+    /// A place that needs nothing.
+    pub(crate) fn may_begin(&mut self, compressed: u64, unpacked: u64) {
+        if self.since_last(unpacked) >= SPAN_MIN {
+            self.begin(compressed, unpacked, Start::Fresh);
+        }
+    }
+}
+
+/// Unpacks a layer, and keeps where that could begin again.
+pub struct Recorder<R>(Kind<R>);
+
+enum Kind<R> {
+    Plain(R, u64),
+    Gzip(Gunzip<R>),
+    Zstd(Unzstd<R>),
+}
+
+/// Where the unpacking of a layer can begin.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Restarts {
+    pub(crate) codec: LayerCodec,
+    pub(crate) len: u64,
+    pub(crate) unpacked: u64,
+    /// By offset; the first is at 0. None of what is not compressed, or empty.
+    pub(crate) places: Vec<Place>,
+}
+
+impl<R: BufRead> Recorder<R> {
+    /// Unpacks `layer`.
+    pub fn new(layer: R, codec: LayerCodec) -> Result<Self> {
+        let recording = Recording::default();
+        Ok(Self(match codec {
+            LayerCodec::Plain => Kind::Plain(layer, 0),
+            LayerCodec::Gzip => Kind::Gzip(Gunzip::new(layer, Some(recording))),
+            LayerCodec::Zstd => {
+                let unzstd = Unzstd::new(layer, recording);
+                Kind::Zstd(unzstd.map_err(|error| Error::io("cannot start zstd", error))?)
+            }
+        }))
+    }
+
+    /// The places of a layer that has been read to its end, and has `len` bytes.
+    ///
+    /// Errors: `Invalid` for a layer with too few of them.
+    pub fn finish(self, len: u64) -> Result<Restarts> {
+        let (codec, (unpacked, recording)) = match self.0 {
+            Kind::Plain(_, read) => (LayerCodec::Plain, (read, Recording::default())),
+            Kind::Gzip(gunzip) => (LayerCodec::Gzip, gunzip.finish()),
+            Kind::Zstd(unzstd) => (LayerCodec::Zstd, unzstd.finish()),
+        };
+        let restarts = Restarts { codec, len, unpacked, places: recording.places };
+        match restarts.longest() {
+            longest if longest <= SPAN_MAX => Ok(restarts),
+            longest => {
+                let what = format!(
+                    "{longest} bytes of it can be unpacked only as a whole, and no more than \
+                     {SPAN_MAX} are useful: let its publisher compress it with gzip, or with zstd \
+                     in several frames (zstd:chunked)"
+                );
+                Err(Error::new(ErrorKind::Invalid, what))
+            }
+        }
+    }
+}
+
+impl<R: BufRead> Read for Recorder<R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        match &mut self.0 {
+            Kind::Plain(plain, read) => {
+                let len = plain.read(buf)?;
+                *read += len as u64;
+                Ok(len)
+            }
+            Kind::Gzip(gunzip) => gunzip.read(buf),
+            Kind::Zstd(unzstd) => unzstd.read(buf),
+        }
+    }
+}
+
+/// A part of a layer that is unpacked as a whole.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Span {
+    /// Which of the layer's it is.
+    pub index: u32,
+    /// Where in the layer as it is stored.
+    pub compressed: ByteRange,
+    /// Where in what it unpacks to.
+    pub unpacked: ByteRange,
+}
+
+impl Restarts {
+    /// The span that holds `offset` of what the layer unpacks to; `None` beyond its end.
+    pub fn span(&self, offset: u64) -> Option<Span> {
+        if offset >= self.unpacked {
+            return None;
+        }
+        if self.codec == LayerCodec::Plain {
+            let start = offset / PLAIN_LEN * PLAIN_LEN;
+            let range = ByteRange::new(start, (start + PLAIN_LEN).min(self.unpacked))?;
+            let index = u32::try_from(offset / PLAIN_LEN).ok()?;
+            return Some(Span { index, compressed: range, unpacked: range });
+        }
+        let next = self.places.partition_point(|place| place.unpacked <= offset);
+        let index = next.checked_sub(1)?;
+        let from = &self.places[index];
+        let until = self.places.get(next).map(|place| (place.compressed, place.unpacked));
+        let (compressed, unpacked) = until.unwrap_or((self.len, self.unpacked));
+        Some(Span {
+            index: u32::try_from(index).ok()?,
+            compressed: ByteRange::new(from.compressed, compressed)?,
+            unpacked: ByteRange::new(from.unpacked, unpacked)?,
+        })
+    }
+
+    /// Unpacks a span of this layer, of which `bytes` are the compressed ones.
+    ///
+    /// Errors: `Corrupt` for anything else than as many bytes as the span has; no more are made.
+    pub fn unpack(&self, span: &Span, bytes: &[u8]) -> Result<Vec<u8>> {
+        let start = self.places.get(span.index as usize).map(|place| &place.start);
+        unpack(self.codec, start, bytes, span.unpacked.len())
+    }
+
+    /// Length of the longest span, in bytes, compressed or not.
+    pub(crate) fn longest(&self) -> u64 {
+        if self.codec == LayerCodec::Plain {
+            return PLAIN_LEN;
+        }
+        let ends = self.places.iter().skip(1).map(|place| (place.compressed, place.unpacked));
+        let ends = ends.chain([(self.len, self.unpacked)]);
+        let lens = self.places.iter().zip(ends).map(|(place, (compressed, unpacked))| {
+            (compressed - place.compressed).max(unpacked - place.unpacked)
+        });
+        lens.max().unwrap_or(0)
+    }
+}
+
+fn unpack(codec: LayerCodec, start: Option<&Start>, bytes: &[u8], len: u64) -> Result<Vec<u8>> {
+    let corrupt = |error: io::Error| {
+        Error::with_source(ErrorKind::Corrupt, "a part of a layer cannot be unpacked", error)
+    };
+    let unpacked = match (codec, start) {
+        (LayerCodec::Plain, _) => bytes.to_vec(),
+        (LayerCodec::Zstd, _) => zstd::bulk::decompress(bytes, len as usize).map_err(corrupt)?,
+        (LayerCodec::Gzip, Some(Start::Inside(inside))) => {
+            Gunzip::inside(bytes, inside).and_then(|gunzip| read(gunzip, len)).map_err(corrupt)?
+        }
+        (LayerCodec::Gzip, _) => read(Gunzip::new(bytes, None), len).map_err(corrupt)?,
+    };
+    if unpacked.len() as u64 == len {
+        return Ok(unpacked);
+    }
+    let what = format!("a part of a layer has {} bytes instead of {len}", unpacked.len());
+    Err(Error::new(ErrorKind::Corrupt, what))
+}
+
+fn read(reader: impl Read, len: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(len as usize);
+    reader.take(len).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}

@@ -1,0 +1,375 @@
+//! The table of a derived object: what of which layer each of its bytes is.
+//!
+//! ```text
+//!   Header 96 │ one zstd frame: counts │ layers │ places │ stretches │ windows, a frame each
+//! ```
+//!
+//! The bytes are in docs/format.md. Whoever publishes an index writes this, so all of it is
+//! hostile. Invariants of what [`Table::decode`] returns: stretches are in order, do not overlap
+//! and lie within the object and within what their layer unpacks to; places are in order, within
+//! their layer, and no span is longer than `SPAN_MAX`; windows lie in the table.
+
+use burgeon_block::{ByteRange, Error, ErrorKind, Result};
+use zerocopy::{
+    FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned,
+    little_endian::{U32, U64},
+};
+
+use crate::{
+    gunzip::Inside,
+    restart::{LayerCodec, Place, Restarts, SPAN_MAX, Start},
+};
+
+/// Longest table, in bytes: at 12 KiB a window and 2 MiB a span for layers of 40 GiB.
+pub const TABLE_MAX: u64 = 256 << 20;
+/// Longest part of it that is compressed, unpacked: four million files.
+const ROWS_MAX: u64 = 128 << 20;
+/// Layers of an image, as for images that are fetched whole.
+const LAYERS_MAX: u64 = 512;
+
+/// zstd's level for rows.
+const ROWS_LEVEL: i32 = 9;
+
+const MAGIC: [u8; 8] = *b"BURGDERI";
+const VERSION: u32 = 1;
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct Header {
+    magic: [u8; 8],
+    version: U32,
+    header_len: U32,
+    compat: U64,
+    ro_compat: U64,
+    incompat: U64,
+    /// SHA-256 of the manifest of the image that the layers are of.
+    image: [u8; 32],
+    rows_len: U64,
+    rows_stored: U64,
+    reserved: U64,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct Counts {
+    object_len: U64,
+    layers: U64,
+    places: U64,
+    stretches: U64,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct LayerRow {
+    digest: [u8; 32],
+    len: U64,
+    unpacked: U64,
+    places: U64,
+    codec: u8,
+    reserved: [u8; 7],
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct PlaceRow {
+    compressed: U64,
+    unpacked: U64,
+    /// Stored length of the window; 0 for a place that needs none.
+    window: U32,
+    bits: u8,
+    partial: u8,
+    reserved: [u8; 2],
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct StretchRow {
+    /// Zeros between it and the one before.
+    gap: U64,
+    /// Offset in what the layer unpacks to, less the end of the stretch before, wrapping.
+    offset: U64,
+    len: U32,
+    layer: U32,
+}
+
+/// Bytes of a derived object that lie together in a layer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Stretch {
+    /// Where in the object.
+    pub at: u64,
+    /// Where in what the layer unpacks to.
+    pub offset: u64,
+    /// Bytes, at least one.
+    pub len: u32,
+    /// Which layer, the lowest is 0.
+    pub layer: u32,
+}
+
+impl Stretch {
+    /// One past its last byte in the object.
+    pub fn end(&self) -> u64 {
+        self.at + u64::from(self.len)
+    }
+}
+
+/// A layer, and where its unpacking can begin.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TableLayer {
+    /// SHA-256 of the layer as it is stored.
+    pub digest: [u8; 32],
+    /// Its places.
+    pub restarts: Restarts,
+}
+
+impl TableLayer {
+    /// Length of the layer as it is stored, in bytes.
+    pub fn stored_len(&self) -> u64 {
+        self.restarts.len
+    }
+
+    /// How it is compressed.
+    pub fn codec(&self) -> LayerCodec {
+        self.restarts.codec
+    }
+}
+
+/// What each byte of a derived object is: of a layer, or zero.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Table {
+    /// SHA-256 of the manifest of the image that the layers are of.
+    pub image: [u8; 32],
+    /// Length of the object.
+    pub object_len: u64,
+    /// The lowest first.
+    pub layers: Vec<TableLayer>,
+    /// By offset in the object; between them are zeros.
+    pub stretches: Vec<Stretch>,
+}
+
+impl Table {
+    /// The table as bytes. `Invalid` if it is too long to be read again.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let places = self.layers.iter().map(|layer| layer.restarts.places.len() as u64).sum();
+        let counts = Counts {
+            object_len: self.object_len.into(),
+            layers: (self.layers.len() as u64).into(),
+            places: U64::new(places),
+            stretches: (self.stretches.len() as u64).into(),
+        };
+        let mut rows = counts.as_bytes().to_vec();
+        let (mut place_rows, mut windows) = (Vec::new(), Vec::new());
+        for TableLayer { digest, restarts } in &self.layers {
+            let row = LayerRow {
+                digest: *digest,
+                len: restarts.len.into(),
+                unpacked: restarts.unpacked.into(),
+                places: (restarts.places.len() as u64).into(),
+                codec: restarts.codec as u8,
+                reserved: [0; 7],
+            };
+            rows.extend_from_slice(row.as_bytes());
+            for place in &restarts.places {
+                let (bits, partial, window) = match &place.start {
+                    Start::Fresh => (0, 0, &[][..]),
+                    Start::Inside(inside) => (inside.bits, inside.partial, &inside.window[..]),
+                };
+                let row = PlaceRow {
+                    compressed: place.compressed.into(),
+                    unpacked: place.unpacked.into(),
+                    window: (window.len() as u32).into(),
+                    bits,
+                    partial,
+                    reserved: [0; 2],
+                };
+                place_rows.extend_from_slice(row.as_bytes());
+                windows.extend_from_slice(window);
+            }
+        }
+        rows.extend(place_rows);
+        let (mut at, mut offset) = (0, 0u64);
+        for stretch in &self.stretches {
+            let row = StretchRow {
+                gap: (stretch.at - at).into(),
+                offset: stretch.offset.wrapping_sub(offset).into(),
+                len: stretch.len.into(),
+                layer: stretch.layer.into(),
+            };
+            rows.extend_from_slice(row.as_bytes());
+            (at, offset) = (stretch.end(), stretch.offset + u64::from(stretch.len));
+        }
+        let stored = zstd::bulk::compress(&rows, ROWS_LEVEL)
+            .map_err(|error| Error::io("cannot compress a table", error))?;
+        let header = Header {
+            magic: MAGIC,
+            version: VERSION.into(),
+            header_len: (size_of::<Header>() as u32).into(),
+            compat: 0.into(),
+            ro_compat: 0.into(),
+            incompat: 0.into(),
+            image: self.image,
+            rows_len: (rows.len() as u64).into(),
+            rows_stored: (stored.len() as u64).into(),
+            reserved: 0.into(),
+        };
+        let bytes = [header.as_bytes(), &stored, &windows].concat();
+        if rows.len() as u64 > ROWS_MAX || bytes.len() as u64 > TABLE_MAX {
+            let what = "the image has too many files or too large layers for an index";
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        Ok(bytes)
+    }
+
+    /// Reads a table.
+    ///
+    /// Errors: `Corrupt` for bytes that break a rule, `UnsupportedFormat` if they are of a version or
+    /// need a feature unknown here.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        if bytes.len() as u64 > TABLE_MAX {
+            return Err(bad("is too long"));
+        }
+        let (header, rest) = Header::read_from_prefix(bytes).map_err(|_| bad("is cut short"))?;
+        if header.magic != MAGIC {
+            return Err(bad("is none"));
+        }
+        if header.version.get() != VERSION || header.incompat.get() != 0 {
+            let what = "the table of a derived object is of a newer version: use a newer Burgeon";
+            return Err(Error::new(ErrorKind::UnsupportedFormat, what));
+        }
+        let (rows_len, stored) = (header.rows_len.get(), header.rows_stored.get());
+        if rows_len > ROWS_MAX || stored > rest.len() as u64 {
+            return Err(bad("claims to be too long"));
+        }
+        let (stored, windows) = rest.split_at(stored as usize);
+        let rows = zstd::bulk::decompress(stored, rows_len as usize)
+            .map_err(|error| Error::with_source(ErrorKind::Corrupt, CANNOT, error))?;
+        if rows.len() as u64 != rows_len {
+            return Err(bad("is cut short"));
+        }
+        let (counts, rest) = Counts::read_from_prefix(&rows).map_err(|_| bad("is cut short"))?;
+        let (layers, rest) = take::<LayerRow>(rest, counts.layers.get().min(LAYERS_MAX + 1))?;
+        let (places, rest) = take::<PlaceRow>(rest, counts.places.get())?;
+        let (stretches, rest) = take::<StretchRow>(rest, counts.stretches.get())?;
+        if !rest.is_empty() || layers.len() as u64 > LAYERS_MAX {
+            return Err(bad("has another length than it says"));
+        }
+        let layers = read_layers(layers, places, windows)?;
+        let object_len = counts.object_len.get();
+        let stretches = read_stretches(stretches, &layers, object_len)?;
+        Ok(Self { image: header.image, object_len, layers, stretches })
+    }
+
+    /// The stretches that `range` of the object touches.
+    pub fn stretches(&self, range: ByteRange) -> &[Stretch] {
+        let first = self.stretches.partition_point(|stretch| stretch.end() <= range.start());
+        let rest = &self.stretches[first..];
+        &rest[..rest.partition_point(|stretch| stretch.at < range.end())]
+    }
+}
+
+const CANNOT: &str = "the table of a derived object makes no sense";
+
+fn bad(why: &str) -> Error {
+    Error::new(ErrorKind::Corrupt, format!("the table of a derived object {why}"))
+}
+
+/// `count` rows, and what follows them.
+fn take<T: FromBytes + Immutable + KnownLayout + Unaligned>(
+    bytes: &[u8],
+    count: u64,
+) -> Result<(&[T], &[u8])> {
+    let len = usize::try_from(count).ok().and_then(|count| count.checked_mul(size_of::<T>()));
+    let (rows, rest) =
+        len.and_then(|len| bytes.split_at_checked(len)).ok_or_else(|| bad("is cut short"))?;
+    let rows = <[T]>::ref_from_bytes(rows).map_err(|_| bad("is cut short"))?;
+    Ok((rows, rest))
+}
+
+fn read_layers(rows: &[LayerRow], places: &[PlaceRow], windows: &[u8]) -> Result<Vec<TableLayer>> {
+    let (mut places, mut windows) = (places, windows);
+    let mut layers = Vec::with_capacity(rows.len());
+    for row in rows {
+        let codec = LayerCodec::from_number(row.codec)
+            .ok_or_else(|| bad("has a layer that is compressed in an unknown way"))?;
+        let count = usize::try_from(row.places.get()).ok();
+        let (own, rest) = count
+            .and_then(|count| places.split_at_checked(count))
+            .ok_or_else(|| bad("has too few places"))?;
+        places = rest;
+        let (len, unpacked) = (row.len.get(), row.unpacked.get());
+        let mut restarts = Restarts { codec, len, unpacked, places: Vec::new() };
+        for place in own {
+            restarts.places.push(read_place(place, codec, &mut windows)?);
+        }
+        check(&restarts)?;
+        layers.push(TableLayer { digest: row.digest, restarts });
+    }
+    match (places, windows) {
+        ([], []) => Ok(layers),
+        _ => Err(bad("has places of no layer")),
+    }
+}
+
+fn read_place(row: &PlaceRow, codec: LayerCodec, windows: &mut &[u8]) -> Result<Place> {
+    let start = match row.window.get() as usize {
+        0 => Start::Fresh,
+        len => {
+            let (window, rest) =
+                windows.split_at_checked(len).ok_or_else(|| bad("lacks a window"))?;
+            *windows = rest;
+            if row.bits > 7 || codec != LayerCodec::Gzip {
+                return Err(bad("has an impossible place"));
+            }
+            let window = window.to_vec();
+            Start::Inside(Inside { bits: row.bits, partial: row.partial, window })
+        }
+    };
+    Ok(Place { compressed: row.compressed.get(), unpacked: row.unpacked.get(), start })
+}
+
+/// Whether the spans cover the layer, in order, and none is too long.
+fn check(restarts: &Restarts) -> Result<()> {
+    let Restarts { codec, len, unpacked, places } = restarts;
+    let plain = *codec == LayerCodec::Plain;
+    let begins = match places.first() {
+        Some(first) => !plain && (first.compressed, first.unpacked) == (0, 0),
+        None => *unpacked == 0 || plain && len == unpacked,
+    };
+    let ascend = places
+        .windows(2)
+        .all(|pair| pair[0].compressed < pair[1].compressed && pair[0].unpacked < pair[1].unpacked);
+    let last = places.last().map_or((0, 0), |last| (last.compressed, last.unpacked));
+    if !begins || !ascend || last.0 > *len || last.1 > *unpacked {
+        return Err(bad("has places out of order"));
+    }
+    if restarts.longest() > SPAN_MAX {
+        return Err(bad("has places too far from each other"));
+    }
+    Ok(())
+}
+
+fn read_stretches(
+    rows: &[StretchRow],
+    layers: &[TableLayer],
+    object_len: u64,
+) -> Result<Vec<Stretch>> {
+    let (mut end, mut offset) = (0u64, 0u64);
+    let mut stretches = Vec::with_capacity(rows.len());
+    for row in rows {
+        let at = end.checked_add(row.gap.get());
+        offset = offset.wrapping_add(row.offset.get());
+        let (len, layer) = (row.len.get(), row.layer.get());
+        let unpacked = layers.get(layer as usize).map(|layer| layer.restarts.unpacked);
+        let fits = |end: Option<u64>, limit: Option<u64>| {
+            end.filter(|end| limit.is_some_and(|limit| *end <= limit))
+        };
+        let stop = fits(at.and_then(|at| at.checked_add(len.into())), Some(object_len));
+        let stop_in_layer = fits(offset.checked_add(len.into()), unpacked);
+        let (Some(at), Some(stop), Some(stop_in_layer), 1..) = (at, stop, stop_in_layer, len)
+        else {
+            return Err(bad("has an impossible stretch"));
+        };
+        stretches.push(Stretch { at, offset, len, layer });
+        (end, offset) = (stop, stop_in_layer);
+    }
+    Ok(stretches)
+}

@@ -1,0 +1,171 @@
+//! Layers from the middle: the same as from the beginning, or an error, whatever the table says.
+
+#![allow(clippy::unwrap_used)]
+
+use std::io::{Read, Write};
+
+use burgeon_block::ErrorKind;
+use burgeon_layer::{LayerCodec, Recorder, Restarts, Stretch, Table, TableLayer};
+use proptest::prelude::*;
+use testkit::Rng;
+
+/// Bytes that compress as programs do: random ones, repeated at all distances.
+fn content(seed: u64, len: usize) -> Vec<u8> {
+    let mut rng = Rng::new(seed);
+    let mut bytes = rng.bytes(1000);
+    while bytes.len() < len {
+        let run = 1 + rng.below(300) as usize;
+        if rng.below(3) == 0 {
+            bytes.extend(rng.bytes(run));
+        } else {
+            let far = (1 + rng.below(40_000) as usize).min(bytes.len());
+            let from = bytes.len() - far;
+            let until = (from + run).min(bytes.len());
+            bytes.extend_from_within(from..until);
+        }
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+fn gzip(bytes: &[u8], level: u32) -> Vec<u8> {
+    let mut encoder = flate2::GzBuilder::new()
+        .filename("layer.tar")
+        .comment("a comment")
+        .extra(*b"extra")
+        .write(Vec::new(), flate2::Compression::new(level));
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn zstd(bytes: &[u8]) -> Vec<u8> {
+    zstd::bulk::compress(bytes, 3).unwrap()
+}
+
+fn recorded(stored: &[u8], codec: LayerCodec) -> (Vec<u8>, burgeon_block::Result<Restarts>) {
+    let mut recorder = Recorder::new(stored, codec).unwrap();
+    let mut unpacked = Vec::new();
+    recorder.read_to_end(&mut unpacked).unwrap();
+    (unpacked, recorder.finish(stored.len() as u64))
+}
+
+#[test]
+fn spans_are_what_unpacking_the_whole_gives() {
+    let plain = content(40, 9_000_000);
+    let parts = || plain.chunks(700_001);
+    // A frame that is passed over, as those that hold tables of contents.
+    let passed_over = [0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3];
+    let mut layers = vec![(plain.clone(), LayerCodec::Plain)];
+    layers.extend([0, 1, 6, 9].map(|level| (gzip(&plain, level), LayerCodec::Gzip)));
+    layers.push((parts().flat_map(|part| gzip(part, 6)).collect(), LayerCodec::Gzip));
+    layers.push((parts().flat_map(zstd).chain(passed_over).collect(), LayerCodec::Zstd));
+    layers.push((zstd(&plain), LayerCodec::Zstd));
+    for (number, (stored, codec)) in layers.iter().enumerate() {
+        let (whole, restarts) = recorded(stored, *codec);
+        assert!(whole == plain, "{number}");
+        let restarts = restarts.unwrap();
+        let (mut at, mut spans) = (0, 0);
+        while let Some(span) = restarts.span(at) {
+            assert_eq!((span.index, span.unpacked.start()), (spans, at), "{number}");
+            let compressed = span.compressed.start() as usize..span.compressed.end() as usize;
+            let unpacked = restarts.unpack(&span, &stored[compressed]).unwrap();
+            assert!(unpacked == plain[at as usize..span.unpacked.end() as usize], "{number}, {at}");
+            (at, spans) = (span.unpacked.end(), spans + 1);
+        }
+        assert_eq!(at, plain.len() as u64, "{number}");
+        // The last one is a single frame, which is a single span.
+        assert!(if number == 7 { spans == 1 } else { spans >= 4 }, "{number}: {spans}");
+    }
+}
+
+#[test]
+fn a_layer_that_cannot_be_begun_anew_has_no_use_for_an_index() {
+    let large = zstd::bulk::compress(&vec![7; 33 << 20], 1).unwrap();
+    let (_, restarts) = recorded(&large, LayerCodec::Zstd);
+    let error = restarts.unwrap_err();
+    assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("zstd:chunked"));
+    // Cut short is another thing.
+    let cut = [gzip(&content(1, 100_000), 6), zstd(&content(1, 100_000))];
+    for (stored, codec) in cut.iter().zip([LayerCodec::Gzip, LayerCodec::Zstd]) {
+        let mut recorder = Recorder::new(&stored[..stored.len() - 9], codec).unwrap();
+        recorder.read_to_end(&mut Vec::new()).unwrap_err();
+    }
+}
+
+#[test]
+fn an_index_is_small() {
+    let stored = gzip(&content(5, 40_000_000), 6);
+    let (_, restarts) = recorded(&stored, LayerCodec::Gzip);
+    let layer = TableLayer { digest: [1; 32], restarts: restarts.unwrap() };
+    let table = Table { image: [0; 32], object_len: 0, layers: vec![layer], stretches: vec![] };
+    let len = table.encode().unwrap().len();
+    assert!(len < stored.len() / 20, "{len} of {}", stored.len());
+}
+
+/// A table of a small layer, which it comes with.
+fn table() -> (Table, Vec<u8>) {
+    let stored = [gzip(&content(3, 700_000), 6), gzip(&content(4, 2_700_000), 1)].concat();
+    let (_, restarts) = recorded(&stored, LayerCodec::Gzip);
+    let layers = vec![TableLayer { digest: [1; 32], restarts: restarts.unwrap() }];
+    let stretch = |n: u64| Stretch { at: n * 8192, offset: n * 100_000, len: 6000, layer: 0 };
+    let stretches = (0..30).map(stretch).collect();
+    (Table { image: [7; 32], object_len: 300_000, layers, stretches }, stored)
+}
+
+#[test]
+fn tables_round_trip_and_other_versions_are_refused() {
+    let (table, _) = table();
+    let bytes = table.encode().unwrap();
+    assert_eq!(Table::decode(&bytes).unwrap(), table);
+    let kind = |at: usize, byte: u8| {
+        let mut other = bytes.clone();
+        other[at] = byte;
+        Table::decode(&other).unwrap_err().kind()
+    };
+    assert_eq!(kind(0, b'x'), ErrorKind::Corrupt);
+    assert_eq!(kind(8, 2), ErrorKind::UnsupportedFormat);
+    assert_eq!(kind(32, 1), ErrorKind::UnsupportedFormat);
+    for len in [0, 50, 95, 96, 200, bytes.len() - 1] {
+        assert_eq!(Table::decode(&bytes[..len]).unwrap_err().kind(), ErrorKind::Corrupt, "{len}");
+    }
+    let mut far = table.clone();
+    far.stretches[29].offset = 3_395_000;
+    assert!(Table::decode(&far.encode().unwrap()).is_err());
+    let mut beyond = table;
+    beyond.object_len = 230_000;
+    assert!(Table::decode(&beyond.encode().unwrap()).is_err());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// Whatever a table says of layers that are there: as many bytes as asked for, or an error.
+    #[test]
+    fn no_table_does_harm(edits in prop::collection::vec((any::<u16>(), any::<u8>()), 1..6)) {
+        let (table, stored) = table();
+        let sound = table.encode().unwrap();
+        // docs/format.md, "Derived objects".
+        let rows_stored = u64::from_le_bytes(sound[80..88].try_into().unwrap()) as usize;
+        let mut rows = zstd::bulk::decompress(&sound[96..96 + rows_stored], 1 << 20).unwrap();
+        for (at, byte) in edits {
+            let at = usize::from(at) % rows.len();
+            rows[at] = byte;
+        }
+        let packed = zstd(&rows);
+        let mut bytes = sound[..96].to_vec();
+        bytes[80..88].copy_from_slice(&(packed.len() as u64).to_le_bytes());
+        bytes.extend(packed);
+        bytes.extend_from_slice(&sound[96 + rows_stored..]);
+        let Ok(table) = Table::decode(&bytes) else { return Ok(()) };
+        for stretch in &table.stretches {
+            let restarts = &table.layers[stretch.layer as usize].restarts;
+            let span = restarts.span(stretch.offset).expect("stretches lie in their layer");
+            prop_assert!(span.compressed.len() <= 32 << 20 && span.unpacked.len() <= 32 << 20);
+            let (start, end) = (span.compressed.start() as usize, span.compressed.end() as usize);
+            let Some(compressed) = stored.get(start..end) else { continue };
+            if let Ok(unpacked) = restarts.unpack(&span, compressed) {
+                prop_assert_eq!(unpacked.len() as u64, span.unpacked.len());
+            }
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! Indexes of ordinary images: what it takes to read them lazily, in the layers as they are.
+//!
+//! ```text
+//!   index:  layers, read once ──► manifest of ours ──► data in derived/<digest> ──► table: where in
+//!                                                                                   which layer
+//!   push:   both as an artifact ──► beside the image: its subject; found by the tag sha256-<hex>
+//!   mount:  artifact, by the digest that was pinned ──► checked ──► store
+//! ```
+//!
+//! Invariants: of an index that was made elsewhere nothing is believed but by the digest that the
+//! user has given; it is used for the very image, and the very layers, that it was made of.
+
+use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_image::{Limits, Manifest, build::Origin, catalog};
+use burgeon_layer::{Restarts, Stretch, TABLE_MAX, Table, TableLayer};
+use burgeon_source::{LayersAt, derived_object, origin_object, registry::Digest};
+use serde_json::{Value, json};
+
+use crate::{
+    Source, Work,
+    archive::has,
+    document::{Descriptor, IndexArtifact, OCI_INDEX, OCI_MANIFEST, referrers},
+    image::{Blobs, Resolved},
+    source::{Kind, Wanted},
+};
+
+/// What an index is, and its parts: a manifest and a table of ours.
+const ARTIFACT: &str = "application/vnd.burgeon.index.v1";
+const MANIFEST: &str = "application/vnd.burgeon.manifest.v1";
+const TABLE: &str = "application/vnd.burgeon.derived.v1";
+/// The configuration of what needs none: `{}`.
+const EMPTY: &str = "application/vnd.oci.empty.v1+json";
+/// Longest manifest of an index: 512 MiB, 100 bytes for each of four million entries and
+/// as much for checksums of data.
+const MANIFEST_MAX: u64 = 512 << 20;
+/// Indexes of one image that are told of.
+const BESIDE_MAX: usize = 8;
+
+/// An index.
+#[derive(Clone, Debug)]
+pub struct Indexed {
+    /// Its digest, to pin it by.
+    pub digest: String,
+    /// The digest of the image that it is of.
+    pub image: String,
+    /// Bytes of it.
+    pub bytes: u64,
+    /// Bytes of the image's layers, as they are stored.
+    pub image_bytes: u64,
+    /// Whether it lies beside the image now.
+    pub pushed: bool,
+}
+
+/// The name that the index of the image `digest` has in a store.
+pub(crate) fn name_of(digest: &str) -> String {
+    format!("{digest}/index")
+}
+
+/// Makes the index of the image of `source` in `store`, unless it is there; with `push` puts it
+/// beside the image.
+///
+/// Errors: `Invalid` for images of which no index is of use.
+pub fn index(
+    store: &impl ObjectStore,
+    source: &Source,
+    push: bool,
+    work: &Work<'_>,
+) -> Result<Indexed> {
+    let (Some(at), Some((blobs, wanted))) = (source.layers_at()?, source.blobs(work.access)?)
+    else {
+        return Err(none_has());
+    };
+    if push {
+        blobs.check_writable()?;
+    }
+    let resolved = blobs.resolve(&wanted)?;
+    let name = name_of(&resolved.digest.to_string());
+    if !has(store, &name) {
+        make(store, &blobs, &resolved, &name, &at, work)?;
+    }
+    refresh(store, &name, &at)?;
+    let artifact = Artifact::of(store, &name, &resolved)?;
+    if push {
+        artifact.publish(&blobs, &resolved.digest)?;
+    }
+    Ok(Indexed {
+        digest: Digest::of(&artifact.document).to_string(),
+        image: resolved.digest.to_string(),
+        bytes: artifact.blobs.iter().map(|blob| blob.len() as u64).sum(),
+        image_bytes: resolved.manifest.layers.iter().map(|layer| layer.size).sum(),
+        pushed: push,
+    })
+}
+
+fn make(
+    store: &impl ObjectStore,
+    blobs: &Blobs,
+    resolved: &Resolved,
+    name: &str,
+    at: &LayersAt,
+    work: &Work<'_>,
+) -> Result<()> {
+    let object = |restarts: &[Restarts], origins: &[Origin], object_len: u64| {
+        let layers = resolved.manifest.layers.iter().zip(restarts);
+        let layers = layers.map(|(layer, restarts)| TableLayer {
+            digest: layer.digest.bytes(),
+            restarts: restarts.clone(),
+        });
+        let table = Table {
+            image: resolved.digest.bytes(),
+            object_len,
+            layers: layers.collect(),
+            stretches: stretches(origins),
+        };
+        publish_table(store, &table.encode()?, at)
+    };
+    blobs.describe(resolved, store, name, work, &object)?;
+    Ok(())
+}
+
+/// Joins what lies together.
+fn stretches(origins: &[Origin]) -> Vec<Stretch> {
+    let mut stretches: Vec<Stretch> = Vec::with_capacity(origins.len());
+    for Origin { at, layer, offset, len } in origins.iter().copied() {
+        if let Some(last) = stretches.last_mut()
+            && (last.layer, last.at + u64::from(last.len)) == (layer, at)
+            && last.offset + u64::from(last.len) == offset
+            && let Some(sum) = last.len.checked_add(len)
+        {
+            last.len = sum;
+        } else {
+            stretches.push(Stretch { at, offset, len, layer });
+        }
+    }
+    stretches
+}
+
+fn publish_table(store: &impl ObjectStore, table: &[u8], at: &LayersAt) -> Result<ObjectId> {
+    let object = derived_object(table)?;
+    store.publish(&object, table)?;
+    store.publish(&origin_object(&object)?, at.to_text()?.as_bytes())?;
+    Ok(object)
+}
+
+/// The derived object that the image `name` has its data in, if it has.
+fn derived_of(store: &impl ObjectStore, name: &str) -> Result<Option<ObjectId>> {
+    let bytes = catalog::load_bytes(store, &catalog::resolve(store, name)?.digest()?)?;
+    let objects = Manifest::decode_objects(&bytes, &Limits::default())?;
+    Ok(objects.into_iter().find(|object| object.as_str().starts_with("derived/")))
+}
+
+/// From now on the layers of the image `name` are read `at`, if that has its data in layers: tells
+/// whether it has.
+pub(crate) fn refresh(store: &impl ObjectStore, name: &str, at: &LayersAt) -> Result<bool> {
+    if store.list("origins")?.is_empty() {
+        return Ok(false);
+    }
+    let Some(object) = derived_of(store, name)? else { return Ok(false) };
+    let (origin, text) = (origin_object(&object)?, at.to_text()?);
+    let known = store.get(&origin, TABLE_MAX);
+    if !known.is_ok_and(|known| known == text.as_bytes()) {
+        let _lease = store.begin_write()?;
+        store.publish(&origin, text.as_bytes())?;
+    }
+    Ok(true)
+}
+
+/// An index as it is published.
+struct Artifact {
+    /// What has its digest.
+    document: Vec<u8>,
+    /// `{}`, manifest, table.
+    blobs: [Vec<u8>; 3],
+}
+
+impl Artifact {
+    /// Of what `store` has as `name`.
+    fn of(store: &impl ObjectStore, name: &str, resolved: &Resolved) -> Result<Self> {
+        let manifest = catalog::load_bytes(store, &catalog::resolve(store, name)?.digest()?)?;
+        let table = derived_of(store, name)?.ok_or_else(|| {
+            let what = "the image has no data to be read lazily: an index is of no use";
+            Error::new(ErrorKind::Invalid, what)
+        })?;
+        let blobs = [b"{}".to_vec(), manifest.to_vec(), store.get(&table, TABLE_MAX)?.to_vec()];
+        let part = |kind: &str, bytes: &[u8]| {
+            let digest = Digest::of(bytes).to_string();
+            json!({ "mediaType": kind, "digest": digest, "size": bytes.len() })
+        };
+        let document = json!({
+            "schemaVersion": 2,
+            "mediaType": OCI_MANIFEST,
+            "artifactType": ARTIFACT,
+            "config": part(EMPTY, &blobs[0]),
+            "layers": [part(MANIFEST, &blobs[1]), part(TABLE, &blobs[2])],
+            "subject": {
+                "mediaType": resolved.media_type, "digest": resolved.digest.to_string(),
+                "size": resolved.len,
+            },
+        });
+        Ok(Self { document: document.to_string().into_bytes(), blobs })
+    }
+
+    /// Puts it beside the image `image`.
+    fn publish(&self, blobs: &Blobs, image: &Digest) -> Result<()> {
+        self.blobs.iter().try_for_each(|blob| blobs.put(blob))?;
+        blobs.put_document(&self.document, OCI_MANIFEST)?;
+        let mut all = known_referrers(blobs, image)?;
+        let digest = Digest::of(&self.document).to_string();
+        all.retain(|other| other["digest"] != digest.as_str());
+        all.push(json!({
+            "mediaType": OCI_MANIFEST, "artifactType": ARTIFACT, "digest": digest,
+            "size": self.document.len(),
+        }));
+        let document =
+            json!({ "schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": all }).to_string();
+        blobs.tag(&tag_of(image), document.as_bytes(), OCI_INDEX)
+    }
+}
+
+/// The tag that tells what refers to an image, where nobody can be asked for that.
+fn tag_of(image: &Digest) -> String {
+    format!("sha256-{}", image.hex())
+}
+
+/// What refers to `image`, whatever it is.
+fn known_referrers(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
+    match blobs.document(&Wanted::Tag(tag_of(image))) {
+        Ok((bytes, _)) => referrers(&bytes),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error),
+    }
+}
+
+/// The digests of the indexes that lie beside `image`; none where nobody can say.
+pub(crate) fn beside(blobs: &Blobs, image: &Digest) -> Vec<String> {
+    let all = known_referrers(blobs, image).unwrap_or_default();
+    let indexes = all.iter().filter(|one| one["artifactType"] == ARTIFACT);
+    let digests = indexes.filter_map(|one| one["digest"].as_str()?.parse::<Digest>().ok());
+    digests.take(BESIDE_MAX).map(|digest| digest.to_string()).collect()
+}
+
+/// Takes the index `pinned`, which lies beside the image, into `store` under `name`.
+///
+/// Errors: `NotFound` if it is not there, `Corrupt` if it is not what its digest says or of another
+/// image.
+pub(crate) fn adopt(
+    store: &impl ObjectStore,
+    blobs: &Blobs,
+    resolved: &Resolved,
+    pinned: &Digest,
+    at: &LayersAt,
+) -> Result<String> {
+    let doing = |error: Error| {
+        let what = format!("cannot use the index {pinned}");
+        Error::with_source(error.kind(), what, error)
+    };
+    let (document, _) = blobs.document(&Wanted::Digest(pinned.clone())).map_err(doing)?;
+    let artifact = IndexArtifact::parse(&document).map_err(doing)?;
+    let (manifest, table) = read_parts(blobs, resolved, &artifact).map_err(doing)?;
+    let _lease = store.begin_write()?;
+    publish_table(store, &table, at)?;
+    let name = name_of(&resolved.digest.to_string());
+    catalog::publish_image(store, &name, &manifest)?;
+    Ok(name)
+}
+
+/// Manifest and table of an index of the image, if it is one.
+fn read_parts(
+    blobs: &Blobs,
+    resolved: &Resolved,
+    artifact: &IndexArtifact,
+) -> Result<(Vec<u8>, Vec<u8>)> {
+    let corrupt = |what: String| Error::new(ErrorKind::Corrupt, what);
+    let IndexArtifact { artifact_type, layers, subject } = artifact;
+    let kinds: Vec<&str> = layers.iter().map(|part| part.media_type.as_str()).collect();
+    if artifact_type.as_deref() != Some(ARTIFACT) || kinds != [MANIFEST, TABLE] {
+        return Err(corrupt("it is none".to_owned()));
+    }
+    let subject = subject.digest()?;
+    if subject != resolved.digest {
+        return Err(corrupt(format!("it is of {subject}, not of {}", resolved.digest)));
+    }
+    let read = |part: &Descriptor, max| blobs.read(&part.digest()?, part.size_below(max)?);
+    let (manifest, table) = (read(&layers[0], MANIFEST_MAX)?, read(&layers[1], TABLE_MAX)?);
+    let decoded = Table::decode(&table)?;
+    let same = |(of_table, of_image): (&TableLayer, &crate::document::Layer)| {
+        of_table.digest == of_image.digest.bytes()
+            && of_table.stored_len() == of_image.size
+            && of_table.codec() == of_image.compression.codec()
+    };
+    let image_layers = &resolved.manifest.layers;
+    if decoded.image != resolved.digest.bytes()
+        || decoded.layers.len() != image_layers.len()
+        || !decoded.layers.iter().zip(image_layers).all(same)
+    {
+        return Err(corrupt("its table is of other layers".to_owned()));
+    }
+    let objects = Manifest::decode_objects(&manifest, &Limits::default())?;
+    if objects != [derived_object(&table)?] {
+        return Err(corrupt("its manifest has its data elsewhere".to_owned()));
+    }
+    Ok((manifest, table))
+}
+
+impl Source {
+    /// Where the layers are, for those who read them later; `None` where they cannot be read later.
+    pub(crate) fn layers_at(&self) -> Result<Option<LayersAt>> {
+        match &self.0 {
+            Kind::Layout { folder, .. } => {
+                let cannot = |error| Error::io(format!("cannot use {}", folder.display()), error);
+                Ok(Some(LayersAt::Layout(std::path::absolute(folder).map_err(cannot)?)))
+            }
+            Kind::Registry(name) => Ok(Some(LayersAt::Registry(name.clone()))),
+            Kind::Archive(_) => Ok(None),
+        }
+    }
+}
+
+/// Only what can be read later has an index.
+pub(crate) fn none_has() -> Error {
+    let what = "an archive has no index: only images of registries and layouts have one";
+    Error::new(ErrorKind::Invalid, what)
+}

@@ -1,0 +1,61 @@
+//! Unpacked spans, kept for those who want another part of them.
+//!
+//! A chunk is shorter than a span, and neighbours are read together: what one of them has unpacked
+//! is there for the others. Invariants: a span is fetched once, however many want it; what is kept
+//! has a bound, and so has what is unpacked at a time.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burgeon_block::Result;
+use bytes::Bytes;
+use tokio::sync::{OnceCell, Semaphore};
+
+/// Spans that are kept: as many as flights of an image may want.
+const SPANS_MAX: usize = 32;
+/// Bytes of spans that are kept: 32 MiB.
+const BYTES_MAX: u64 = 32 << 20;
+/// Spans that are fetched and unpacked at a time. Each takes at most two of 32 MiB, commonly 3 MiB.
+const WORK_MAX: usize = 8;
+
+/// A layer, and which span of it.
+type Key = (u32, u32);
+type Cell = Arc<OnceCell<Bytes>>;
+
+pub(super) struct Spans {
+    /// What was wanted last is last.
+    kept: Mutex<Vec<(Key, Cell)>>,
+    work: Semaphore,
+}
+
+impl Spans {
+    pub(super) fn new() -> Self {
+        Self { kept: Mutex::default(), work: Semaphore::new(WORK_MAX) }
+    }
+
+    /// The span `key`, which `make` makes if nobody has.
+    pub(super) async fn get(
+        &self,
+        key: Key,
+        make: impl Future<Output = Result<Bytes>>,
+    ) -> Result<Bytes> {
+        let cell = self.cell(key);
+        let bytes = cell.get_or_try_init(|| async {
+            let _working = self.work.acquire().await;
+            make.await
+        });
+        bytes.await.cloned()
+    }
+
+    fn cell(&self, key: Key) -> Cell {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = kept.iter().position(|(other, _)| *other == key);
+        let cell = known.map(|at| kept.remove(at).1).unwrap_or_default();
+        kept.push((key, Arc::clone(&cell)));
+        let len = |cell: &Cell| cell.get().map_or(0, |bytes| bytes.len() as u64);
+        let mut bytes: u64 = kept.iter().map(|(_, cell)| len(cell)).sum();
+        while kept.len() > SPANS_MAX || bytes > BYTES_MAX && kept.len() > 1 {
+            bytes -= len(&kept.remove(0).1);
+        }
+        cell
+    }
+}

@@ -1,0 +1,158 @@
+//! Derived objects: whatever is read of layers from the middle is what unpacking them as a whole
+//! gives, and nobody can make it anything else.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs,
+    io::{Read, Write},
+    path::Path,
+};
+
+use burgeon_block::{ByteRange, ErrorKind, ObjectId, ObjectStore};
+use burgeon_layer::{LayerCodec, Recorder, Restarts, Stretch, Table, TableLayer};
+use burgeon_source::{Directory, LayersAt, Objects, References, derived_object, origin_object};
+use testkit::Rng;
+
+/// Bytes that compress as programs do: random ones, repeated at all distances.
+fn content(seed: u64, len: usize) -> Vec<u8> {
+    let mut rng = Rng::new(seed);
+    let mut bytes = rng.bytes(1000);
+    while bytes.len() < len {
+        let run = 1 + rng.below(300) as usize;
+        if rng.below(3) == 0 {
+            bytes.extend(rng.bytes(run));
+        } else {
+            let far = (1 + rng.below(40_000) as usize).min(bytes.len());
+            let from = bytes.len() - far;
+            let until = (from + run).min(bytes.len());
+            bytes.extend_from_within(from..until);
+        }
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+fn gzip(bytes: &[u8], level: u32) -> Vec<u8> {
+    let mut encoder = flate2::GzBuilder::new()
+        .filename("layer.tar")
+        .comment("a comment")
+        .extra(*b"extra")
+        .write(Vec::new(), flate2::Compression::new(level));
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn recorded(stored: &[u8], codec: LayerCodec) -> (Vec<u8>, burgeon_block::Result<Restarts>) {
+    let mut recorder = Recorder::new(stored, codec).unwrap();
+    let mut unpacked = Vec::new();
+    recorder.read_to_end(&mut unpacked).unwrap();
+    (unpacked, recorder.finish(stored.len() as u64))
+}
+
+/// A layer: what it unpacks to, as it is stored, how.
+type Layer = (Vec<u8>, Vec<u8>, LayerCodec);
+
+fn layers(seed: u64, len: usize) -> Vec<Layer> {
+    let plain = |n| content(seed + n, len);
+    let pieces = |bytes: &[u8], pack: &dyn Fn(&[u8]) -> Vec<u8>| {
+        bytes.chunks(700_001).flat_map(pack).collect::<Vec<u8>>()
+    };
+    let mut layers: Vec<Layer> = vec![(plain(0), plain(0), LayerCodec::Plain)];
+    for level in [0, 1, 6, 9] {
+        layers.push((plain(1), gzip(&plain(1), level), LayerCodec::Gzip));
+    }
+    let members = pieces(&plain(2), &|part| gzip(part, 6));
+    layers.push((plain(2), members, LayerCodec::Gzip));
+    let frames = pieces(&plain(3), &|part| zstd::bulk::compress(part, 3).unwrap());
+    // A frame that is passed over, as those that hold tables of contents.
+    let frames = [&frames[..], &[0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3]].concat();
+    layers.push((plain(3), frames, LayerCodec::Zstd));
+    let one = zstd::bulk::compress(&plain(4), 3).unwrap();
+    layers.push((plain(4), one, LayerCodec::Zstd));
+    layers
+}
+
+/// Puts the layer into the folder of blobs; its number there is all that its digest says.
+fn put(folder: &Path, number: u8, stored: &[u8]) -> [u8; 32] {
+    fs::create_dir_all(folder.join("blobs/sha256")).unwrap();
+    fs::write(folder.join("blobs/sha256").join(format!("{number:02x}").repeat(32)), stored)
+        .unwrap();
+    [number; 32]
+}
+
+fn publish(store: &Directory, folder: &Path, table: &[u8]) -> ObjectId {
+    let object = derived_object(table).unwrap();
+    store.publish(&object, table).unwrap();
+    let origin = LayersAt::Layout(folder.to_owned()).to_text().unwrap();
+    store.publish(&origin_object(&object).unwrap(), origin.as_bytes()).unwrap();
+    object
+}
+
+fn range(start: u64, end: u64) -> ByteRange {
+    ByteRange::new(start, end).unwrap()
+}
+
+#[test]
+fn what_is_read_from_the_middle_is_what_was_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Directory::create(folder.path().join("store")).unwrap();
+    let mut rng = Rng::new(7);
+    let all = layers(40, 9_000_000);
+    let mut table = Table { image: [9; 32], object_len: 0, layers: vec![], stretches: vec![] };
+    // What the object holds: stretches of all layers, in any order, and zeros between.
+    let mut expected = Vec::new();
+    for (number, (unpacked, stored, codec)) in (0u8..).zip(&all) {
+        let (whole, restarts) = recorded(stored, *codec);
+        assert!(whole == *unpacked, "layer {number}");
+        let digest = put(folder.path(), number, stored);
+        table.layers.push(TableLayer { digest, restarts: restarts.unwrap() });
+    }
+    for _ in 0..400 {
+        expected.resize(expected.len() + rng.below(5000) as usize, 0);
+        let layer = rng.below(all.len() as u64) as usize;
+        let unpacked = &all[layer].0;
+        let len = 1 + rng.below(300_000);
+        let offset = rng.below(unpacked.len() as u64 - len);
+        let at = expected.len() as u64;
+        table.stretches.push(Stretch { at, offset, len: len as u32, layer: layer as u32 });
+        expected.extend_from_slice(&unpacked[offset as usize..][..len as usize]);
+    }
+    expected.resize(expected.len() + 99, 0);
+    table.object_len = expected.len() as u64;
+    let bytes = table.encode().unwrap();
+    assert_eq!(Table::decode(&bytes).unwrap(), table);
+    let object = publish(&store, folder.path(), &bytes);
+    let objects = Objects::new(store.clone(), References::Allow);
+    let total = expected.len() as u64;
+    for _ in 0..300 {
+        let start = rng.below(total);
+        let end = (start + rng.below(600_000)).min(total);
+        let read = objects.read_blocking(&object, range(start, end)).unwrap();
+        assert!(read == expected[start as usize..end as usize], "{start}..{end}");
+    }
+    let beyond = objects.read_blocking(&object, range(total - 1, total + 1)).unwrap_err();
+    assert_eq!(beyond.kind(), ErrorKind::Corrupt);
+    // Another host's image may not send us anywhere.
+    let refusing = Objects::new(store.clone(), References::Refuse);
+    let refused = refusing.read_blocking(&object, range(0, 1)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Invalid);
+    // A table that is not what its name says is not used.
+    let mut other = table.clone();
+    other.stretches[0].offset += 1;
+    store.publish(&object, &other.encode().unwrap()).unwrap();
+    let objects = Objects::new(store.clone(), References::Allow);
+    let error = objects.read_blocking(&object, range(0, 1)).unwrap_err();
+    assert!(error.to_string().contains("does not match its digest"), "{error}");
+    // Layers that are not there may come back; those that are others are not believed.
+    let object = publish(&store, folder.path(), &bytes);
+    fs::write(folder.path().join("blobs/sha256").join("01".repeat(32)), vec![0x1f; 10_000_000])
+        .unwrap();
+    fs::remove_file(folder.path().join("blobs/sha256").join("02".repeat(32))).unwrap();
+    let objects = Objects::new(store, References::Allow);
+    for (layer, kind) in [(1, ErrorKind::Corrupt), (2, ErrorKind::Unavailable)] {
+        let stretch = table.stretches.iter().find(|stretch| stretch.layer == layer).unwrap();
+        let error = objects.read_blocking(&object, range(stretch.at, stretch.at + 1)).unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+    }
+}
