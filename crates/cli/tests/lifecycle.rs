@@ -37,6 +37,37 @@ fn mounts(status: &Value) -> &Vec<Value> {
 }
 
 #[test]
+fn a_store_that_only_the_client_sees_is_refused_by_name() {
+    let space = Space::new("late-store");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("data"), Rng::new(3).bytes(300_000)).unwrap();
+    burgeon.build(&tree, "early");
+    let (at, late) = (space.path("at"), space.make_folder("late"));
+    let options = ["--virtual", "1P", "--write-limit", "256M"];
+    let mounted = burgeon.mount("early", &at, &options);
+    // Where mounts are private, as they are here, the daemon keeps the empty folder below.
+    let disk = space.small_disk("late", 16 << 20);
+    let other =
+        Burgeon::with_state(PROGRAM, burgeon.state().into()).option("--store").option(&late);
+    other.build(&tree, "late");
+    let second = space.make_folder("second");
+    let mount = ["mount", "late", second.to_str().unwrap(), "--read-only"];
+    other.fails(&mount, 5, "mounted after the daemon was started");
+    let new = at.join("new");
+    let map = ["map", new.to_str().unwrap(), "--from", "late"];
+    other.fails(&map, 5, "burgeon shutdown");
+    assert!(!new.exists() && fs::read(at.join("data")).is_ok());
+    burgeon.umount(mounted);
+    burgeon.ok(&["shutdown"]);
+    let mounted = other.mount("late", &second, &["--read-only"]);
+    compare(&tree, &second).unwrap().assert_same();
+    other.umount(mounted);
+    burgeon.ok(&["shutdown"]);
+    drop(disk);
+}
+
+#[test]
 fn a_folder_is_mounted_read_and_released() {
     let space = Space::new("thin");
     let tree = sample(&space, 1);

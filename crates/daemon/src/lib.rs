@@ -35,6 +35,7 @@ mod prepared;
 mod profile;
 pub mod protocol;
 pub mod roots;
+mod seen;
 mod server;
 mod signals;
 mod space;
@@ -58,6 +59,7 @@ pub use prepared::{prepare_process, sweep};
 pub use profile::{
     forget_profile, keep_profile, kept_profile, kept_profiles, read_profile, write_profile,
 };
+pub use seen::Seen;
 pub use server::serve_forever;
 pub use start::UNIT_PROPERTIES;
 pub use supervisor::supervise;

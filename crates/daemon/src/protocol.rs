@@ -17,14 +17,14 @@ pub use self::status::{
     AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
     ReadStatus, Status,
 };
-use crate::id::MountId;
+use crate::{id::MountId, seen::Seen};
 
 /// What a client asks for.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "call", rename_all = "kebab-case")]
 pub enum Request {
     /// Make a detached mount: answered by [`Reply::Mounted`] and a descriptor.
-    Mount(MountRequest),
+    Mount(Box<MountRequest>),
     /// The mount has been moved to `target` in the client's namespace.
     Placed {
         /// Which mount.
@@ -83,6 +83,9 @@ pub struct MountRequest {
     pub image: String,
     /// The store; `None` is the one in the state directory.
     pub store: Option<Location>,
+    /// What lies there for the client, if it is a folder.
+    #[serde(default)]
+    pub store_seen: Option<Seen>,
     /// What the client's environment says about using stores; secret.
     #[serde(default)]
     pub access: Access,
@@ -169,6 +172,9 @@ pub enum MapContent {
         digest: DigestText,
         /// Where its chunks are; `None` is the store in the state directory.
         store: Option<Location>,
+        /// What lies there for the client, if it is a folder.
+        #[serde(default)]
+        store_seen: Option<Seen>,
         /// Bytes of lazy data, to find out whether the daemon sees the same.
         len: u64,
     },

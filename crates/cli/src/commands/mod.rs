@@ -21,7 +21,7 @@ use std::{path::Path, process::ExitCode};
 
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
-use burgeon_daemon::StateDir;
+use burgeon_daemon::{Seen, StateDir};
 use burgeon_source::{Access, Location, Store};
 
 use crate::{
@@ -69,6 +69,11 @@ impl Context {
     /// The store; a folder is made if it is not there.
     pub(crate) fn create_store(&self) -> Result<Store> {
         Ok(Store::create(&self.store_location(), &Access::from_env())?)
+    }
+
+    /// What lies at the store's place for this process, if it is a folder.
+    pub(crate) fn store_seen(&self) -> Option<Seen> {
+        Seen::of(self.store_location().folder()?)
     }
 
     /// Where the store is.

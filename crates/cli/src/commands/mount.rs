@@ -102,6 +102,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     let request = MountRequest {
         image,
         store: context.store.clone(),
+        store_seen: context.store_seen(),
         access: Access::from_env().and(layers),
         writes,
         fill: args.fill,
@@ -121,7 +122,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         },
     };
     let client = Client::connect_or_start(&context.state)?;
-    let (reply, mut fds) = client.call(&Request::Mount(request))?;
+    let (reply, mut fds) = client.call(&Request::Mount(Box::new(request)))?;
     let (Reply::Mounted(mounted), Some(mount)) = (reply, fds.pop()) else {
         return Err(anyhow!("the daemon gave an answer to something else"));
     };

@@ -92,7 +92,7 @@ impl Supervisor {
     fn answer(self: &Arc<Self>, stream: &UnixStream, request: Request) -> Result<()> {
         let refused = |e: Error| Reply::Failed(e.into());
         let reply = match request {
-            Request::Mount(request) => match self.mount(request) {
+            Request::Mount(request) => match self.mount(*request) {
                 Ok((mounted, mount)) => {
                     let id = mounted.id;
                     let sent = wire::send(stream, &Reply::Mounted(mounted), &[mount.as_fd()]);

@@ -28,6 +28,7 @@ use crate::{
     paths::StateDir,
     pins::Pins,
     protocol::{CONTENTS_MAX, MapContent, MapRequest, MappingStatus, Reply},
+    seen::Seen,
 };
 
 /// The private subvolume that holds all others.
@@ -165,8 +166,8 @@ impl<'a> Sources<'a> {
                 Source::Computed(object)
             }
             MapContent::File { path, inode, size } => self.file(path, *inode, *size)?,
-            MapContent::Image { digest, store, len } => {
-                self.image(&digest.0, store.as_ref(), *len)?
+            MapContent::Image { digest, store, store_seen, len } => {
+                self.image(&digest.0, store.as_ref(), *store_seen, *len)?
             }
         };
         Ok(Content { source, offset: 0, len: wanted.len() })
@@ -197,7 +198,17 @@ impl<'a> Sources<'a> {
 }
 
 impl Sources<'_> {
-    fn image(&mut self, digest: &Digest, store: Option<&Location>, len: u64) -> Result<Source> {
+    fn image(
+        &mut self,
+        digest: &Digest,
+        store: Option<&Location>,
+        store_seen: Option<Seen>,
+        len: u64,
+    ) -> Result<Source> {
+        let own = store.cloned().unwrap_or_else(|| self.state.store().into());
+        if let (Some(seen), Some(folder)) = (store_seen, own.folder()) {
+            seen.check(folder)?;
+        }
         if let Some(folder) = store.and_then(Location::folder) {
             chain::refuse_burgeon(folder, "the store")?;
         }
@@ -206,7 +217,6 @@ impl Sources<'_> {
             // Settings of the service's unit are for clients that have none.
             access = Access::from_env();
         }
-        let own = store.cloned().unwrap_or_else(|| self.state.store().into());
         access::add(&self.state.mount(self.request.id), &own, &access)?;
         let (data, note) = images::keep(self.state, self.area, store, &access, digest)?;
         self.notes.extend(note);

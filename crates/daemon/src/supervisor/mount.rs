@@ -56,6 +56,9 @@ impl Supervisor {
             request.access = Access::from_env();
         }
         let store = request.store.clone().unwrap_or_else(|| self.state.store().into());
+        if let (Some(seen), Some(folder)) = (request.store_seen, store.folder()) {
+            seen.check(folder)?;
+        }
         if let (Some(_), Some(folder)) = (&request.store, store.folder()) {
             chain::refuse_burgeon(folder, "the store")?;
         }

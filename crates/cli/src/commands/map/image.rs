@@ -134,8 +134,8 @@ pub(super) fn map(
     let len = manifest.data_range().len();
     let (mut data, mut notes) = (None, Vec::new());
     if len > 0 {
-        let store = context.store.clone();
-        let content = MapContent::Image { digest: digest.into(), store, len };
+        let (store, store_seen) = (context.store.clone(), context.store_seen());
+        let content = MapContent::Image { digest: digest.into(), store, store_seen, len };
         let origin = format!("image {shown} ({digest})");
         let given: Addresses = mount.map(&target.path, &origin, vec![content])?;
         notes = given.notes;
