@@ -315,10 +315,10 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 fn what_is_not_what_it_says_is_refused_and_leaves_nothing() {
     let space = Space::new("tampered");
     let burgeon = Burgeon::new(PROGRAM, &space);
-    let tar = fs::read(tar(&space, "one", &["file"], |root| {
+    let file = tar(&space, "one", &["file"], |root| {
         fs::write(root.join("file"), Rng::new(9).bytes(100_000)).unwrap();
-    }));
-    let tar = tar.unwrap();
+    });
+    let tar = fs::read(&file).unwrap();
     let kind = "application/vnd.oci.image.layer.v1.tar";
     let gzip = "application/vnd.oci.image.layer.v1.tar+gzip";
     let other_id = format!("sha256:{}", "0".repeat(64));
@@ -364,7 +364,16 @@ fn what_is_not_what_it_says_is_refused_and_leaves_nothing() {
     by_hand(Some(&[]), kind, &tar, "", none.clone());
     refused(4, "its configuration 0");
     by_hand(None, gzip, &tar, "", none.clone());
-    refused(1, "cannot use the layer");
+    refused(4, "cannot be decompressed");
+    // Of what it says, but damaged before that was said.
+    let zstd = format!("{kind}+zstd");
+    for (program, kind) in [("gzip", gzip), ("zstd", &zstd)] {
+        let mut bytes = Command::new(program).arg("-c").arg(&file).output().unwrap().stdout;
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        by_hand(None, kind, &bytes, "", none.clone());
+        refused(4, "cannot be decompressed");
+    }
     by_hand(None, kind, &tar[..50_000], "", none.clone());
     refused(4, "ends before its end");
     by_hand(None, &format!("{gzip}+encrypted"), &tar, "", none);

@@ -273,10 +273,13 @@ pub(super) fn cannot_read(error: io::Error) -> Error {
         Err(error) => error,
     };
     if error.kind() == io::ErrorKind::UnexpectedEof {
-        corrupt("the archive ends before its end: it is truncated, or no tar archive")
-    } else {
-        Error::io("cannot read the archive", error)
+        return corrupt("the archive ends before its end: it is truncated, or no tar archive");
     }
+    // What is no answer of the operating system is one of a decoder.
+    if error.raw_os_error().is_none() {
+        return corrupt(format!("the archive is damaged, it cannot be decompressed: {error}"));
+    }
+    Error::io("cannot read the archive", error)
 }
 
 /// A path of an archive, for messages.
