@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use testkit::{Burgeon, Rng, Space, drop_caches, kill, ublk_expected};
+use testkit::{Burgeon, Mounted, Rng, Space, drop_caches, kill, ublk_expected};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const EIO: i32 = 5;
@@ -235,18 +235,24 @@ fn source_tree_file(space: &Space, root: &Path) -> PathBuf {
     one
 }
 
+/// A mount of `sample`, into which `zeros` and the image of the folder that is given back are mapped.
+fn map_two(space: &Space, burgeon: &Burgeon, at: &Path) -> (Mounted, PathBuf) {
+    build(space, burgeon);
+    let other = space.make_folder("other");
+    fs::write(other.join("data"), Rng::new(2).bytes(500_000)).unwrap();
+    burgeon.build(&other, "other");
+    let mounted = burgeon.mount("sample", at, &OPTIONS);
+    burgeon.ok(&["map", text(&at.join("zeros")), "--computed", "zeros", "--size", "1M"]);
+    burgeon.ok(&["map", text(&at.join("image")), "--from", "other"]);
+    (mounted, other)
+}
+
 #[test]
 fn doctor_says_what_is_wrong_with_a_map_and_leaves_it_alone() {
     let space = Space::new("virtual-doctor");
     let burgeon = Burgeon::new(PROGRAM, &space);
-    build(&space, &burgeon);
-    let other = space.make_folder("other");
-    fs::write(other.join("data"), Rng::new(2).bytes(500_000)).unwrap();
-    burgeon.build(&other, "other");
     let at = space.path("at");
-    let mounted = burgeon.mount("sample", &at, &OPTIONS);
-    burgeon.ok(&["map", text(&at.join("zeros")), "--computed", "zeros", "--size", "1M"]);
-    burgeon.ok(&["map", text(&at.join("image")), "--from", "other"]);
+    let (mounted, other) = map_two(&space, &burgeon, &at);
     burgeon.umount(mounted);
     let area = burgeon.state().join("writes/w/area");
     let doctor = |problem: Option<&str>| {
@@ -300,15 +306,9 @@ fn doctor_says_what_is_wrong_with_a_map_and_leaves_it_alone() {
 fn a_mount_whose_map_is_lost_has_its_tree_and_its_writes() {
     let space = Space::new("virtual-lost");
     let burgeon = Burgeon::new(PROGRAM, &space);
-    build(&space, &burgeon);
-    let other = space.make_folder("other");
-    fs::write(other.join("data"), Rng::new(2).bytes(500_000)).unwrap();
-    burgeon.build(&other, "other");
     let at = space.path("at");
-    let mounted = burgeon.mount("sample", &at, &OPTIONS);
+    let (mounted, other) = map_two(&space, &burgeon, &at);
     let (zeros, image, own) = (at.join("zeros"), at.join("image/data"), at.join("own"));
-    burgeon.ok(&["map", text(&zeros), "--computed", "zeros", "--size", "1M"]);
-    burgeon.ok(&["map", text(&at.join("image")), "--from", "other"]);
     fs::write(&own, "mine").unwrap();
     burgeon.umount(mounted);
     let area = burgeon.state().join("writes/w/area");

@@ -26,6 +26,20 @@ fn write_synced(path: &Path, bytes: &[u8]) {
     file.sync_all().unwrap();
 }
 
+/// Writes to `path`, so many bytes at a time, until there is no space, and removes it.
+fn fill_and_free(path: &Path, len: usize) {
+    let mut file = File::create(path).unwrap();
+    let chunk = Rng::new(6).bytes(len);
+    let error = loop {
+        if let Err(error) = file.write_all(&chunk).and_then(|()| file.sync_data()) {
+            break error;
+        }
+    };
+    assert_eq!(error.raw_os_error(), Some(28), "{error}");
+    drop(file);
+    fs::remove_file(path).unwrap();
+}
+
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
@@ -122,16 +136,7 @@ fn space_is_reserved_and_a_full_sprout_is_enospc_and_nothing_worse() {
     let reserved = || fs::metadata(&sprout).unwrap().blocks() * 512;
     assert!(reserved() >= 256 << 20, "{} bytes are reserved", reserved());
     write_synced(&at.join("before"), b"synced");
-    let mut file = File::create(at.join("filler")).unwrap();
-    let chunk = Rng::new(6).bytes(1 << 20);
-    let error = loop {
-        if let Err(error) = file.write_all(&chunk).and_then(|()| file.sync_data()) {
-            break error;
-        }
-    };
-    assert_eq!(error.raw_os_error(), Some(28), "{error}");
-    drop(file);
-    fs::remove_file(at.join("filler")).unwrap();
+    fill_and_free(&at.join("filler"), 1 << 20);
     write_synced(&at.join("after"), b"still writable");
     // Freed space stays the sprout's: with discard it would have melted.
     assert!(reserved() >= 256 << 20, "{} bytes are reserved", reserved());
@@ -188,16 +193,7 @@ fn a_full_host_lets_a_thin_sprout_go_on() {
     let hog = disk.path().join("hog");
     let mut hog_file = File::create(&hog).unwrap();
     while hog_file.write_all(&[1; 1 << 20]).is_ok() {}
-    let mut file = File::create(at.join("filler")).unwrap();
-    let chunk = Rng::new(8).bytes(8 << 20);
-    let error = loop {
-        if let Err(error) = file.write_all(&chunk).and_then(|()| file.sync_data()) {
-            break error;
-        }
-    };
-    assert_eq!(error.raw_os_error(), Some(28), "{error}");
-    drop(file);
-    fs::remove_file(at.join("filler")).unwrap();
+    fill_and_free(&at.join("filler"), 8 << 20);
     write_synced(&at.join("after"), b"still writable");
     drop(hog_file);
     fs::remove_file(hog).unwrap();
