@@ -2,7 +2,7 @@
 //! slabs), how fast files are cloned from it by several threads, and random reads of a clone from a small
 //! and a large area. Needs root.
 //!
-//! `cargo run --release -p burgeon-frontend --example virtual_area`
+//! `cargo run --release -p burgeon-frontend --example virtual_area [CLONES [ROUNDS]]`
 
 #![allow(clippy::unwrap_used, reason = "an example")]
 
@@ -35,8 +35,6 @@ use common::{open_direct, runtime};
 use seed::{LazyData, Seed};
 use tempfile::TempDir;
 
-const ROUNDS: usize = 9;
-const CLONES: u64 = 100_000;
 const READS: u64 = 20_000;
 const GIB: u64 = 1 << 30;
 const TIB: u64 = 1 << 40;
@@ -44,20 +42,24 @@ const PIB: u64 = 1 << 50;
 const CHUNK: u64 = 256 * TIB - (128 << 10);
 
 fn main() {
-    println!("mount with a new sprout; the middle of {ROUNDS} rounds, and the least time");
+    let number = |place, default| {
+        std::env::args().nth(place).map_or(default, |text| text.parse().expect("a number"))
+    };
+    let (clones, rounds) = (number(1, 100_000), number(2, 9) as usize);
+    println!("mount with a new sprout; the middle of {rounds} rounds, and the least time");
     println!(
         "{:>12} {:>8} {:>10} {:>10} {:>10} {:>12}",
         "area", "chunks", "least ms", "middle ms", "CPU ms", "slab KiB"
     );
     for bytes in [0, PIB, 16 * PIB, 256 * PIB, 4096 * PIB, 7168 * PIB] {
-        let rounds: Vec<_> =
-            (0..ROUNDS).map(|_| Mounted::new(bytes, CHUNK)).map(Costs::of).collect();
+        let costs: Vec<_> =
+            (0..rounds).map(|_| Mounted::new(bytes, CHUNK)).map(Costs::of).collect();
         let sorted = |value: fn(&Costs) -> i64| {
-            let mut values: Vec<_> = rounds.iter().map(value).collect();
+            let mut values: Vec<_> = costs.iter().map(value).collect();
             values.sort_unstable();
             values
         };
-        let (times, middle) = (sorted(|costs| costs.ms), ROUNDS / 2);
+        let (times, middle) = (sorted(|costs| costs.ms), rounds / 2);
         let (cpu, slab) = (sorted(|costs| costs.cpu_ms), sorted(|costs| costs.slab_kib));
         println!(
             "{:>8} PiB {:>8} {:>10} {:>10} {:>10} {:>12}",
@@ -70,11 +72,11 @@ fn main() {
         );
     }
 
-    println!("\n{CLONES} files of 64 KiB cloned, a second, by threads");
+    println!("\n{clones} files of 64 KiB cloned, a second, by threads");
     println!("{:>12} {:>14} {:>8} {:>8} {:>8}", "area", "extents of", "1", "2", "4");
     let extents = [(64 * TIB, GIB, "1 GiB"), (PIB, 128 * TIB, "128 TiB"), (PIB, CHUNK, "a chunk")];
     for (bytes, extent, name) in extents {
-        let rates = [1, 2, 4].map(|threads| Mounted::new(bytes, extent).clones(threads));
+        let rates = [1, 2, 4].map(|threads| Mounted::new(bytes, extent).clones(clones, threads));
         let [one, two, four] = rates.map(|rate| format!("{rate:.0}"));
         println!("{:>8} TiB {name:>14} {one:>8} {two:>8} {four:>8}", bytes / TIB);
     }
@@ -166,7 +168,7 @@ impl Mounted {
     }
 
     /// Files a second, each thread in a folder of its own.
-    fn clones(&self, threads: u64) -> f64 {
+    fn clones(&self, clones: u64, threads: u64) -> f64 {
         let area = self.area();
         let begun = Instant::now();
         thread::scope(|scope| {
@@ -176,7 +178,7 @@ impl Mounted {
                     let folder = self.path(&format!("thread-{thread}"));
                     fs::create_dir(&folder).unwrap();
                     make_nodatasum(&File::open(&folder).unwrap()).unwrap();
-                    for file in (thread..CLONES).step_by(threads as usize) {
+                    for file in (thread..clones).step_by(threads as usize) {
                         let new = File::create_new(folder.join(file.to_string())).unwrap();
                         let range = ByteRange::at(file << 16, 1 << 16).unwrap();
                         clone_blocks(area, range, &new, 0).unwrap();
@@ -184,7 +186,7 @@ impl Mounted {
                 });
             }
         });
-        CLONES as f64 / begun.elapsed().as_secs_f64()
+        clones as f64 / begun.elapsed().as_secs_f64()
     }
 
     fn random_reads(&self) -> f64 {
