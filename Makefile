@@ -2,6 +2,7 @@
 # make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
 # make bench   the figures of the documents, as ratios to other programs on this machine
 # make bench-start   the same for cold starts of real programs over a slow network
+# make bench-ublk    the same over ublk, in the lab
 #
 # make install put the command and its systemd unit in place (DESTDIR is honoured)
 # make lab     CMD='...' [KERNEL=6.1]: run a command as root on an older kernel, emulated
@@ -26,7 +27,10 @@ BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
 START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=curl zstd=zstd \
 	pgrep=procps losetup=mount /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring
 
-.PHONY: demo test bench bench-start build install lab clean
+LAB_NEEDS := qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
+	busybox=busybox-static cpio=cpio depmod=kmod
+
+.PHONY: demo test bench bench-start bench-ublk build install lab clean
 
 demo: build
 	dev/need $(if $(findstring --debian,$(DEMO)),debootstrap=debootstrap)
@@ -51,14 +55,23 @@ bench-start: build
 	$(SUDO) $(TARGET)/release/xtask bench --burgeon $(TARGET)/release/burgeon --only start \
 		--start-tree $(TARGET)/tmp/start-bookworm $(BENCH)
 
+# The guest sees this machine's programs; its own disk is its memory.
+bench-ublk: build
+	dev/need $(BUILD_NEEDS) $(LAB_NEEDS) fio=fio mkfs.btrfs=btrfs-progs
+	$(CARGO) build --release --locked --package xtask
+	$(CARGO) build --release --locked --package burgeon-frontend --example ublk_zeros
+	$(CARGO) install --quiet --locked --no-default-features --root $(TARGET)/tools rublk
+	LAB_TIMEOUT=3600 LAB_MEMORY_MB=4096 dev/lab/run 6.12 $(abspath $(TARGET))/release/xtask bench \
+		--only ublk,ublk-queues --burgeon $(abspath $(TARGET))/release/burgeon \
+		--rublk $(abspath $(TARGET))/tools/bin/rublk --file-mib 256 --seconds 1 $(BENCH)
+
 install: build
 	$(SUDO) install -D $(TARGET)/release/burgeon $(DESTDIR)/usr/local/bin/burgeon
 	$(SUDO) install -D --mode=644 dist/burgeon.service $(DESTDIR)/etc/systemd/system/burgeon.service
 
 KERNEL ?= 6.12
 lab:
-	dev/need qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
-		busybox=busybox-static cpio=cpio depmod=kmod
+	dev/need $(LAB_NEEDS)
 	dev/lab/run $(KERNEL) sh -c '$(CMD)'
 
 clean:

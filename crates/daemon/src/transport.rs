@@ -19,7 +19,7 @@ use std::{
 use burgeon_block::{Error, Result};
 use burgeon_frontend::{
     Connection, btrfs_mount,
-    ublk::{self, Control},
+    ublk::{self, Control, Shape},
 };
 use serde::{Deserialize, Serialize};
 
@@ -147,7 +147,7 @@ const CONTROL: &str = "/dev/ublk-control";
 
 fn add(id: MountId, size: u64) -> Result<u32> {
     load_driver();
-    Ok(Control::open()?.add(size, OWNER_MAGIC | id.number())?.number)
+    Ok(Control::open()?.add(size, OWNER_MAGIC | id.number(), Shape::default())?.number)
 }
 
 /// The driver has no alias by which opening its device would load it.

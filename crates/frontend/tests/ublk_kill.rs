@@ -16,7 +16,7 @@ use std::{
 
 use burgeon_frontend::{
     End, ServeOptions, Slots,
-    ublk::{self, Control},
+    ublk::{self, Control, Shape},
 };
 use common::{open_direct, runtime};
 use victims::{Misses, SIZE, Server, Victim, inherited, kill_under_load, read_ok, wait_for};
@@ -61,7 +61,7 @@ struct Supervisor {
 
 impl Supervisor {
     fn new() -> Self {
-        let number = Control::open().unwrap().add(SIZE, 7).unwrap().number;
+        let number = Control::open().unwrap().add(SIZE, 7, Shape::default()).unwrap().number;
         Self { number, slots: Slots::create().unwrap() }
     }
 

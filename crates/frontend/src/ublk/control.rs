@@ -40,6 +40,23 @@ const ANY_DEVICE: u32 = u32::MAX;
 /// The most bytes that any command exchanges: a CPU mask of 1024 CPUs.
 const PAYLOAD_LEN: usize = 128;
 
+/// Queues of a device, and requests in flight a queue: what was measured best unless chosen
+/// otherwise (`xtask bench --only ublk-queues`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Shape {
+    /// 1 or more; the kernel makes no more than there are CPUs.
+    pub queues: u16,
+    /// 2 to 4096.
+    pub depth: u16,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        let cpus = thread::available_parallelism().map_or(1, usize::from);
+        Self { queues: cpus.clamp(1, QUEUES_MAX) as u16, depth: QUEUE_DEPTH }
+    }
+}
+
 /// A device as the driver describes it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Device {
@@ -122,15 +139,14 @@ impl Control {
     /// has to be served, then started.
     ///
     /// `NoSpace` if the kernel takes no more devices.
-    pub fn add(&mut self, size: u64, owner: u64) -> Result<Device> {
+    pub fn add(&mut self, size: u64, owner: u64, shape: Shape) -> Result<Device> {
         if !size.is_multiple_of(BLOCK_SIZE) {
             let what = format!("a device of {size} bytes is not whole blocks of 4 KiB");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        let cpus = thread::available_parallelism().map_or(1, usize::from);
         let mut info = DeviceInfo {
-            queues: cpus.clamp(1, QUEUES_MAX) as u16,
-            depth: QUEUE_DEPTH,
+            queues: shape.queues,
+            depth: shape.depth,
             max_io_len: READ_MAX as u32,
             device: ANY_DEVICE,
             flags: NEEDED,
@@ -172,7 +188,8 @@ impl Control {
         let path = block_path(number);
         self.call(START_DEV, number, server_pid.into(), &mut [0u8; 0])
             .map_err(|e| failed(format!("cannot start {}", path.display()), e))?;
-        spare_one_tag(number)?;
+        let depth = self.device(number)?.map_or(QUEUE_DEPTH, |device| device.depth);
+        spare_one_tag(number, depth)?;
         await_node(&path)?;
         Ok(path)
     }
@@ -382,12 +399,10 @@ fn await_node(path: &Path) -> Result<()> {
 /// The driver (6.7 to 6.14) learns of a server's death by the cancelling of such commands. With
 /// every request of a queue in the dead server's hands there would be none, and readers would
 /// wait for ever (`tests/ublk_kill.rs`).
-fn spare_one_tag(number: u32) -> Result<()> {
+fn spare_one_tag(number: u32, depth: u16) -> Result<()> {
     let queue = PathBuf::from(format!("/sys/block/ublkb{number}/queue"));
     // With a scheduler the limit below would be the scheduler's, not the tags'.
-    for (name, value) in
-        [("scheduler", "none".into()), ("nr_requests", (QUEUE_DEPTH - 1).to_string())]
-    {
+    for (name, value) in [("scheduler", "none".into()), ("nr_requests", (depth - 1).to_string())] {
         let path = queue.join(name);
         fs::write(&path, value).map_err(|e| failed(format!("cannot set {}", path.display()), e))?;
     }

@@ -17,7 +17,7 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Result, TryRead};
 use burgeon_frontend::{
     Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots, serve,
-    ublk::{self, Control},
+    ublk::{self, Control, Shape},
 };
 use tokio::{runtime::Runtime, sync::watch};
 
@@ -167,7 +167,7 @@ impl Lazy {
         let in_lab = std::env::var("LAB_KERNEL").is_ok_and(|kernel| kernel != "6.1");
         if in_lab || Path::new("/dev/ublk-control").exists() {
             let mut control = Control::open().unwrap();
-            let number = control.add(size, Self::OWNER).unwrap().number;
+            let number = control.add(size, Self::OWNER, Shape::default()).unwrap().number;
             let server = ublk::serve(number, slots.clone(), device, &options).unwrap();
             let path = control.start(number, std::process::id()).unwrap();
             return Self::Ublk { path, _server: server, _device: Removed(number) };

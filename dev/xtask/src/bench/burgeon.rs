@@ -63,6 +63,14 @@ impl Burgeon {
         Ok(fast)
     }
 
+    /// Mounts over a transport of one's choice.
+    pub(crate) fn mount_over(&self, image: &str, at: &Path, transport: &str) -> Result<()> {
+        fs::create_dir_all(at)?;
+        let at = at.to_string_lossy();
+        self.run(&["mount", image, &at, "--read-only", "--transport", transport])?;
+        Ok(())
+    }
+
     pub(crate) fn umount(&self, at: &Path) -> Result<()> {
         self.run(&["umount", &at.to_string_lossy()])?;
         Ok(())

@@ -7,6 +7,8 @@
 //!   memory  of the daemon's processes with idle mounts
 //!   virtual mounts with a virtual area, and mapping trees into one
 //!   start   cold starts of programs over a network (only if asked for: `make bench-start`)
+//!   ublk    over ublk ÷ RAM disk, FUSE, rublk (only if asked for, in the lab: `make bench-ublk`);
+//!           ublk-queues: numbers of queues and depths
 //! ```
 //!
 //! Absolute figures say as much about the machine as about the program: what counts are ratios
@@ -30,6 +32,7 @@ mod reads;
 mod start;
 mod table;
 mod trees;
+mod ublk;
 mod virtual_area;
 
 use std::{
@@ -63,6 +66,9 @@ pub(crate) struct Options {
     /// Numbers of files of the images that are mounted.
     #[arg(long, value_delimiter = ',', default_values_t = [1000, 100_000, 1_000_000])]
     files: Vec<u64>,
+    /// The program `rublk`, for the part `ublk`; without it devices are not compared.
+    #[arg(long)]
+    rublk: Option<PathBuf>,
     /// The tree that images are built from; default: a Debian root that the tests have made
     /// (target/tmp), else /usr.
     #[arg(long)]
@@ -107,8 +113,13 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
             "memory" => memory::measure(&bench, &mut table),
             "virtual" => virtual_area::measure(&bench, &mut table),
             "start" => start::measure(&bench, &mut table),
+            "ublk" => ublk::measure(&bench, &mut table),
+            "ublk-queues" => ublk::measure_queues(&bench, &mut table),
             other => {
-                anyhow::bail!("no part {other:?}: reads, mounts, build, memory, virtual, start")
+                anyhow::bail!(
+                    "no part {other:?}: reads, mounts, build, memory, virtual, start, ublk, \
+                     ublk-queues"
+                )
             }
         };
         done.with_context(|| format!("measuring {part}"))?;

@@ -21,31 +21,44 @@ use super::{
     table::{Aim, Table},
 };
 
-/// A way to read: its name, fio's options, and the aims against a plain loop.
-struct Way {
-    name: &'static str,
-    options: &'static [&'static str],
-    aim_loop: f64,
+/// A way to read: its name, fio's options, and the aim against a device without a server.
+pub(super) struct Way {
+    pub(super) name: &'static str,
+    pub(super) options: &'static [&'static str],
+    pub(super) aim: f64,
+}
+
+/// What is read: a file, or a part of a device.
+pub(super) struct Target {
+    pub(super) path: PathBuf,
+    /// Where to begin, in bytes, and how many.
+    pub(super) part: Option<(u64, u64)>,
+}
+
+impl From<PathBuf> for Target {
+    fn from(path: PathBuf) -> Self {
+        Self { path, part: None }
+    }
 }
 
 const WAYS: [Way; 4] = [
     Way {
         name: "psync x1",
         options: &["--ioengine=psync", "--direct=1", "--time_based"],
-        aim_loop: 0.7,
+        aim: 0.7,
     },
     Way {
         name: "psync x4",
         options: &["--ioengine=psync", "--direct=1", "--time_based", "--numjobs=4"],
-        aim_loop: 1.0,
+        aim: 1.0,
     },
     Way {
         name: "io_uring depth 64",
         options: &["--ioengine=io_uring", "--direct=1", "--time_based", "--iodepth=64"],
-        aim_loop: 0.9,
+        aim: 0.9,
     },
     // Not time-based: it ends when every block has been read, before any is read from memory.
-    Way { name: "mmap x1", options: &["--ioengine=mmap", "--invalidate=1"], aim_loop: 0.7 },
+    Way { name: "mmap x1", options: &["--ioengine=mmap", "--invalidate=1"], aim: 0.7 },
 ];
 
 /// Of a cached hit against the computed source.
@@ -53,7 +66,7 @@ const AIM_COMPUTED: f64 = 0.9;
 /// Against qemu-storage-daemon.
 const AIM_QEMU: f64 = 2.0;
 
-const FILE: &str = "data";
+pub(super) const FILE: &str = "data";
 
 /// Which target is the mount with `--fast`, if there is one.
 const FAST: usize = 5;
@@ -87,7 +100,8 @@ pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
     if is_fast {
         targets.push(fast.join(FILE));
     }
-    let rates = take_turns(bench, &targets)?;
+    let targets: Vec<_> = targets.into_iter().map(Target::from).collect();
+    let rates = take_turns(bench, &WAYS, &targets)?;
     drop((plain, qemu));
     if is_fast {
         burgeon.umount(&fast)?;
@@ -100,10 +114,14 @@ pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
 }
 
 /// `rates[way][target][round]`: reads a second.
-fn take_turns(bench: &Bench, targets: &[PathBuf]) -> Result<Vec<Vec<Vec<f64>>>> {
-    let mut rates = vec![vec![Vec::new(); targets.len()]; WAYS.len()];
+pub(super) fn take_turns(
+    bench: &Bench,
+    ways: &[Way],
+    targets: &[Target],
+) -> Result<Vec<Vec<Vec<f64>>>> {
+    let mut rates = vec![vec![Vec::new(); targets.len()]; ways.len()];
     for _ in 0..bench.options.rounds {
-        for (way, rates) in WAYS.iter().zip(&mut rates) {
+        for (way, rates) in ways.iter().zip(&mut rates) {
             for (target, rates) in targets.iter().zip(rates) {
                 rates.push(fio(target, way, bench.options.seconds)?);
             }
@@ -112,12 +130,29 @@ fn take_turns(bench: &Bench, targets: &[PathBuf]) -> Result<Vec<Vec<Vec<f64>>>> 
     Ok(rates)
 }
 
+/// One target's rates by another's, a row a way. Round by round: neighbours in time saw the same
+/// machine.
+pub(super) fn ratios(
+    table: &mut Table,
+    what: impl Into<String>,
+    ways: &[Way],
+    rates: &[Vec<Vec<f64>>],
+    (ours, theirs): (usize, usize),
+    aim: impl Fn(&Way) -> Aim,
+) {
+    table.heading(what);
+    for (way, rates) in ways.iter().zip(rates) {
+        let pairs = rates[ours].iter().zip(&rates[theirs]);
+        let pairs: Vec<f64> = pairs.map(|(ours, theirs)| ours / theirs).collect();
+        let (least, most) =
+            pairs.iter().fold((f64::MAX, 0.0f64), |(a, b), r| (a.min(*r), b.max(*r)));
+        let medians = format!("{:.0} ÷ {:.0}", median(&rates[ours]), median(&rates[theirs]));
+        let note = format!("{medians}, rounds from {least:.2} to {most:.2}");
+        table.row(way.name, median(&pairs), "x", aim(way), note);
+    }
+}
+
 fn rows(table: &mut Table, rates: &[Vec<Vec<f64>>]) {
-    // Ratios round by round: neighbours in time saw the same machine.
-    let ratio = |way: usize, ours: usize, peer: usize| {
-        let pairs = rates[way][ours].iter().zip(&rates[way][peer]);
-        median(&pairs.map(|(ours, theirs)| ours / theirs).collect::<Vec<_>>())
-    };
     table.heading("4 KiB random reads of materialised data, a second");
     for (way, rates) in WAYS.iter().zip(rates) {
         let rate = |target: usize| format!("{:.0}", median(&rates[target]));
@@ -137,29 +172,24 @@ fn rows(table: &mut Table, rates: &[Vec<Vec<f64>>]) {
         ("O_DIRECT file source", 2, Some(f64::NAN)),
     ];
     for (name, peer, aim) in peers {
-        table.heading(format!("A cached hit ÷ {name}"));
-        for (index, way) in WAYS.iter().enumerate() {
-            let aim = match aim {
-                Some(aim) if aim.is_nan() => Aim::None,
-                Some(aim) => Aim::AtLeast(aim),
-                None => Aim::AtLeast(way.aim_loop),
-            };
-            table.row(way.name, ratio(index, 0, peer), "x", aim, "");
-        }
+        let what = format!("A cached hit ÷ {name}");
+        ratios(table, what, &WAYS, rates, (0, peer), |way| match aim {
+            Some(aim) if aim.is_nan() => Aim::None,
+            Some(aim) => Aim::AtLeast(aim),
+            None => Aim::AtLeast(way.aim),
+        });
     }
     if rates[0].len() <= FAST {
         table.heading("mount --fast: not allowed by this kernel (`burgeon doctor` says why)");
         return;
     }
     for (name, peer) in [("the default mode", 0), (peers[1].0, 3), (peers[2].0, 4)] {
-        table.heading(format!("A cached hit with --fast ÷ {name}"));
-        for (index, way) in WAYS.iter().enumerate() {
-            table.row(way.name, ratio(index, FAST, peer), "x", Aim::None, "");
-        }
+        let what = format!("A cached hit with --fast ÷ {name}");
+        ratios(table, what, &WAYS, rates, (FAST, peer), |_| Aim::None);
     }
 }
 
-fn fio(file: &Path, way: &Way, seconds: u32) -> Result<f64> {
+fn fio(target: &Target, way: &Way, seconds: u32) -> Result<f64> {
     let fixed = [
         "--name=read",
         "--readonly",
@@ -171,22 +201,24 @@ fn fio(file: &Path, way: &Way, seconds: u32) -> Result<f64> {
         "--output-format=json",
     ];
     let runtime = format!("--runtime={seconds}");
-    let name = format!("--filename={}", file.display());
-    let arguments = [&fixed[..], way.options, &[&runtime, &name]].concat();
-    let text =
-        run("fio", &arguments).with_context(|| format!("{} of {}", way.name, file.display()))?;
+    let file = target.path.display();
+    let name = format!("--filename={file}");
+    let part = target.part.map(|(at, len)| [format!("--offset={at}"), format!("--size={len}")]);
+    let part: Vec<&str> = part.iter().flatten().map(String::as_str).collect();
+    let arguments = [&fixed[..], way.options, &part, &[&runtime, &name]].concat();
+    let text = run("fio", &arguments).with_context(|| format!("{} of {file}", way.name))?;
     let json: Value = serde_json::from_str(text.trim_start_matches(|c| c != '{'))?;
     json["jobs"][0]["read"]["iops"].as_f64().with_context(|| format!("fio said {text}"))
 }
 
 /// Reads everything once, so that it is local.
-fn materialise(file: &Path) -> Result<()> {
+pub(super) fn materialise(file: &Path) -> Result<()> {
     run("dd", &[&format!("if={}", file.display()), "of=/dev/null", "bs=4M", "status=none"])?;
     Ok(())
 }
 
 /// The one regular file of a small tree: a computed image chooses its own name.
-fn only_file(folder: &Path) -> Result<PathBuf> {
+pub(super) fn only_file(folder: &Path) -> Result<PathBuf> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
         if entry.file_type()?.is_file() {
@@ -197,7 +229,7 @@ fn only_file(folder: &Path) -> Result<PathBuf> {
 }
 
 /// `mib` MiB that neither compress nor repeat.
-fn random_file(path: &Path, mib: u64) -> Result<()> {
+pub(super) fn random_file(path: &Path, mib: u64) -> Result<()> {
     let mut file = File::create(path)?;
     let mut state = 1u64;
     let mut buffer = vec![0u8; 1 << 20];
