@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Unpacked bytes after which a place within a member of gzip is kept: 2 MiB. A window takes some
-/// 12 KiB in an index then, hardly more than one per cent of what 2 MiB are compressed to.
+/// 12 KiB in an index then, some two per cent of what 2 MiB are compressed to.
 const SPAN_LEN: u64 = 2 << 20;
 /// The same where nothing has to be kept beside the place: 512 KiB.
 const SPAN_MIN: u64 = 512 << 10;
