@@ -86,6 +86,19 @@ Examples:
   burgeon mount debian:12 /mnt/e --fill               and fetch everything in the background
   burgeon mount debian:12 /mnt/f --virtual 16P        with room to map into while it runs")]
     Mount(Mount),
+    /// Put an image into a registry, to be mounted and pulled from there
+    #[command(after_help = "\
+Examples:
+  burgeon push app:7 oci://registry.example/team/app:7
+  burgeon mount oci://registry.example/team/app:7 /mnt/a")]
+    Push(Push),
+    /// Bring an image to this host: what a mount begins with, or all of it
+    #[command(after_help = "\
+Examples:
+  burgeon pull oci://registry.example/team/app:7             the next mount of it waits for less
+  burgeon pull --eager oci://registry.example/team/app:7     all of it, as app:7 of the local store
+  burgeon pull --eager app:7 --store s3://bucket/images --as app")]
+    Pull(Pull),
     /// Make an empty file system to map into, and mount it
     #[command(after_help = "\
 Examples:
@@ -313,6 +326,27 @@ pub(crate) struct Map {
     /// List what is mapped
     #[arg(long)]
     pub(crate) list: bool,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Push {
+    /// The image in the store
+    pub(crate) name: String,
+    /// Where to: oci://REGISTRY/REPOSITORY:TAG
+    #[arg(value_name = "OCI-URL")]
+    pub(crate) to: String,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Pull {
+    /// oci://REGISTRY/REPOSITORY:TAG, or a name in the store that --store says
+    pub(crate) source: String,
+    /// Bring all data, too, into the state directory's own store
+    #[arg(long)]
+    pub(crate) eager: bool,
+    /// Its name there [default: the name that it has]
+    #[arg(long = "as", value_name = "NAME", requires = "eager")]
+    pub(crate) name: Option<String>,
 }
 
 #[derive(ClapArgs, Debug)]

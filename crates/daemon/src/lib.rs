@@ -55,7 +55,7 @@ pub use client::Client;
 pub use id::{Fsid, MountId};
 pub(crate) use log::log_line;
 pub use paths::StateDir;
-pub use prepared::{prepare_process, sweep};
+pub use prepared::{make_ready, prepare_process, sweep};
 pub use profile::{
     forget_profile, keep_profile, kept_profile, kept_profiles, read_profile, write_profile,
 };

@@ -110,6 +110,11 @@ pub(crate) fn prepare(
     Ok(Prepared { folder, digest })
 }
 
+/// Fetches what it takes to mount the image `name` of `store`, so that the next mount need not.
+pub fn make_ready(state: &StateDir, store: &Location, access: &Access, name: &str) -> Result<()> {
+    prepare(state, store, access, resolve(store, access, name)?, 0).map(drop)
+}
+
 /// Whether `folder` holds all of an image, prepared since the machine was started.
 fn is_ready(folder: &Path, store: &Location) -> bool {
     let ready = files::read_json::<Ready>(&folder.join("ready.json"));

@@ -7,7 +7,7 @@
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_layer::LayerCodec;
-use burgeon_source::registry::{DOCUMENT_MAX, Digest};
+use burgeon_source::registry::{ARTIFACT_TYPE, DOCUMENT_MAX, Digest};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::Value;
 
@@ -72,6 +72,8 @@ pub(crate) enum Document {
     Index(Vec<Descriptor>),
     /// An image.
     Manifest(Manifest),
+    /// An image of ours, which `source` reads.
+    Ours,
 }
 
 /// An image.
@@ -124,6 +126,9 @@ impl Document {
             let what =
                 format!("the image's manifest has version {}: only 2 is known", any.schema_version);
             return Err(unsupported(what));
+        }
+        if any.artifact_type.as_deref() == Some(ARTIFACT_TYPE) {
+            return Ok(Self::Ours);
         }
         match (any.manifests, any.config, any.layers) {
             (Some(manifests), None, None) => Ok(Self::Index(manifests)),

@@ -68,6 +68,21 @@ pub(crate) struct Resolved {
     pub(crate) manifest: Manifest,
 }
 
+/// What is wanted.
+pub(crate) enum Target {
+    Ordinary(Box<Resolved>),
+    /// An image of ours.
+    Ours(Digest),
+}
+
+/// An image of ours is not made of layers.
+pub(crate) fn not_built(digest: &Digest) -> Error {
+    invalid(&format!(
+        "{digest} is an image of Burgeon's, which is not built: `burgeon pull` brings it from a \
+         registry, where `skopeo copy` brings it from a folder"
+    ))
+}
+
 impl Blobs {
     pub(crate) fn document(&self, wanted: &Wanted) -> Result<(Vec<u8>, Digest)> {
         match self {
@@ -116,16 +131,26 @@ impl Blobs {
         }
     }
 
-    /// Finds the image that is wanted, for this machine.
+    /// Finds the ordinary image that is wanted, for this machine.
     pub(crate) fn resolve(&self, wanted: &Wanted) -> Result<Resolved> {
+        match self.find(wanted)? {
+            Target::Ordinary(resolved) => Ok(*resolved),
+            Target::Ours(digest) => Err(not_built(&digest)),
+        }
+    }
+
+    /// Finds the image that is wanted, for this machine.
+    pub(crate) fn find(&self, wanted: &Wanted) -> Result<Target> {
         let (mut bytes, mut digest) = self.document(wanted)?;
         let mut index = None;
         for _ in 0..INDEXES_MAX {
             match Document::parse(&bytes)? {
                 Document::Manifest(manifest) => {
                     let (len, media_type) = (bytes.len() as u64, media_type(&bytes));
-                    return Ok(Resolved { digest, index, len, media_type, manifest });
+                    let resolved = Resolved { digest, index, len, media_type, manifest };
+                    return Ok(Target::Ordinary(Box::new(resolved)));
                 }
+                Document::Ours => return Ok(Target::Ours(digest)),
                 Document::Index(manifests) => {
                     let chosen = for_this_machine(&manifests)?;
                     chosen.document_size()?;

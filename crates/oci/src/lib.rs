@@ -4,6 +4,7 @@
 //!   oci-layout:DIR:TAG  ─► Layout   ┐ index ─► manifest ─► layers, checked ─► merged ┐
 //!   oci://HOST/REPO:TAG ─► Registry ┘                                                ├─► store
 //!   https://HOST/X.tar  ─► Archive   ────────────────────────────────────────────────┘
+//!   an image of ours    ─► push      ─► blobs, manifest: mounted from the registry as it is
 //! ```
 //!
 //! The image of a registry or layout has its digest for a name: what was seen once is found again
@@ -16,6 +17,7 @@ mod document;
 mod image;
 mod index;
 mod layout;
+mod push;
 mod source;
 
 use std::path::Path;
@@ -25,15 +27,20 @@ use burgeon_image::{
     build::{OnProgress, Options, Report},
     catalog,
 };
-use burgeon_source::{Access, registry::Digest};
+use burgeon_source::{
+    Access,
+    registry::{Digest, Name},
+};
 
 use self::{
     archive::{Archive, has},
     document::architecture,
+    image::{Target, not_built},
     source::Kind,
 };
 pub use self::{
     index::{Indexed, index},
+    push::{Pushed, push},
     source::Source,
 };
 
@@ -54,9 +61,18 @@ pub struct Work<'a> {
     pub building: OnProgress<'a>,
 }
 
-/// What was found, or made.
+/// What [`find_or_build`] found.
 #[derive(Debug)]
-pub struct Found {
+pub enum Found {
+    /// An image of the store.
+    Image(Box<FoundImage>),
+    /// One of ours, in a registry: there is nothing to build.
+    Ours(Name),
+}
+
+/// What was found in a store, or made there.
+#[derive(Debug)]
+pub struct FoundImage {
     /// The image's name in the store.
     pub name: String,
     /// What a build made, if there was one.
@@ -83,7 +99,7 @@ pub fn find_or_build(
             (Kind::Registry(name), true) => work.access.for_registry(name)?,
             _ => Access::default(),
         };
-        Ok(Found { name, report, unused, access })
+        Ok(Found::Image(Box::new(FoundImage { name, report, unused, access })))
     };
     let at = source.layers_at()?;
     if index.is_some() && at.is_none() {
@@ -108,7 +124,13 @@ pub fn find_or_build(
         let (name, report) = archive_in(store, url, work)?;
         return found(name, report, Vec::new(), false);
     };
-    let resolved = blobs.resolve(&wanted).map_err(|error| by_digest(source, error))?;
+    let target = blobs.find(&wanted).map_err(|error| by_digest(source, error))?;
+    let resolved = match (target, &source.0) {
+        (Target::Ordinary(resolved), _) => *resolved,
+        (Target::Ours(_), _) if index.is_some() => return Err(index::none_has()),
+        (Target::Ours(digest), Kind::Registry(name)) => return Ok(Found::Ours(name.at(digest))),
+        (Target::Ours(digest), _) => return Err(not_built(&digest)),
+    };
     let digest = resolved.digest.to_string();
     let (name, report, unused, lazy) = match (known(&digest), &index, &at) {
         (Some(name), ..) => {

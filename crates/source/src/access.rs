@@ -44,7 +44,7 @@ impl Access {
     pub fn for_location(&self, location: &Location) -> Self {
         let concerns = |name: &String| match location {
             Location::Remote(url) => scheme_of(name) == Some(url.scheme),
-            Location::Folder(_) => name == REGISTRIES,
+            Location::Folder(_) | Location::Registry(_) => name == REGISTRIES,
         };
         let variables = self.0.iter().filter(|(name, _)| concerns(name));
         Self(variables.map(|(name, value)| (name.clone(), value.clone())).collect())

@@ -3,6 +3,7 @@
 //! ```text
 //!   packs/ab12…, manifests/…   ──► Store       Directory: a folder; can be published to
 //!                                              Remote: a bucket (as well), a web server (read)
+//!                                              Artifact: an image of ours in a registry (read)
 //!   blobs of an image          ──► Registry    by digest, whole or ranges
 //!   file/srv/disk.img          ──► Reference   a file or block device, read with O_DIRECT
 //!   computed/block-number      ──► Computed    made up on the spot: the floor for measuring

@@ -7,6 +7,8 @@ use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use url::Url;
 
+use crate::registry::Name;
+
 /// Where a store is: a folder of this machine, or a URL. Holds no secret, so it may be shown and
 /// written down; as text it is what [`Location::parse`] reads.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -15,6 +17,8 @@ pub enum Location {
     Folder(PathBuf),
     /// A bucket or a web server.
     Remote(RemoteUrl),
+    /// One image in a registry, by its digest.
+    Registry(Box<Name>),
 }
 
 /// The URL of a remote store, checked: nothing in it but scheme, host and path.
@@ -56,6 +60,16 @@ impl Scheme {
 impl Location {
     /// The store that `text` names: a path, relative to the working directory, or a URL.
     pub fn parse(text: &str) -> Result<Self> {
+        if let Some(name) = Name::parse(text) {
+            let name = name?;
+            if name.digest().is_none() {
+                return Err(invalid(format!(
+                    "the store {name} does not say which image it is: `burgeon mount {name}` and \
+                     `burgeon pull {name}` find out, `burgeon push NAME {name}` writes there"
+                )));
+            }
+            return Ok(Self::Registry(Box::new(name)));
+        }
         let Some((scheme, rest)) = text.split_once("://") else {
             // `s3:/bucket` and `https:host` are no folders anybody means.
             let scheme = text.split(':').next().unwrap_or_default();
@@ -79,7 +93,7 @@ impl Location {
     pub fn folder(&self) -> Option<&Path> {
         match self {
             Self::Folder(path) => Some(path),
-            Self::Remote(_) => None,
+            Self::Remote(_) | Self::Registry(_) => None,
         }
     }
 }
@@ -156,6 +170,7 @@ impl fmt::Display for Location {
         match self {
             Self::Folder(path) => write!(f, "{}", path.display()),
             Self::Remote(url) => write!(f, "{url}"),
+            Self::Registry(name) => write!(f, "{name}"),
         }
     }
 }
@@ -172,6 +187,7 @@ impl Serialize for Location {
         match self {
             Self::Folder(path) => path.serialize(serializer),
             Self::Remote(url) => serializer.collect_str(url),
+            Self::Registry(name) => serializer.collect_str(name),
         }
     }
 }

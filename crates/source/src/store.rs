@@ -3,7 +3,7 @@ use std::path::Path;
 use burgeon_block::{BlockSource, ByteRange, Collecting, Lease, ObjectId, ObjectStore, Result};
 use bytes::Bytes;
 
-use crate::{Access, Directory, Location, Remote};
+use crate::{Access, Directory, Location, Remote, registry::Artifact};
 
 /// A store, wherever it is. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -12,6 +12,8 @@ pub enum Store {
     Directory(Directory),
     /// A bucket or a web server.
     Remote(Remote),
+    /// One image in a registry.
+    Artifact(Artifact),
 }
 
 impl Store {
@@ -20,6 +22,7 @@ impl Store {
         match location {
             Location::Folder(path) => Directory::open(path).map(Self::Directory),
             Location::Remote(url) => Remote::open(url, access).map(Self::Remote),
+            Location::Registry(name) => Artifact::open(name, access).map(Self::Artifact),
         }
     }
 
@@ -27,15 +30,16 @@ impl Store {
     pub fn create(location: &Location, access: &Access) -> Result<Self> {
         match location {
             Location::Folder(path) => Directory::create(path).map(Self::Directory),
-            Location::Remote(_) => Self::open(location, access),
+            Location::Remote(_) | Location::Registry(_) => Self::open(location, access),
         }
     }
 
-    /// `Invalid` if nothing can ever be written there, because it is a web server.
+    /// `Invalid` if nothing can ever be written there, because it is a web server or an image.
     pub fn check_writable(&self) -> Result<()> {
         match self {
             Self::Directory(_) => Ok(()),
             Self::Remote(remote) => remote.check_writable(),
+            Self::Artifact(artifact) => Err(artifact.read_only()),
         }
     }
 
@@ -44,6 +48,7 @@ impl Store {
         match self {
             Self::Directory(directory) => directory.read_now(object, range),
             Self::Remote(remote) => remote.read_blocking(object, range),
+            Self::Artifact(artifact) => artifact.read_blocking(object, range),
         }
     }
 }
@@ -59,6 +64,7 @@ impl BlockSource for Store {
         match self {
             Self::Directory(directory) => directory.read(object, range).await,
             Self::Remote(remote) => remote.read(object, range).await,
+            Self::Artifact(artifact) => artifact.read(object, range).await,
         }
     }
 }
@@ -69,6 +75,7 @@ macro_rules! either {
         match $self {
             Store::Directory($store) => $call,
             Store::Remote($store) => $call,
+            Store::Artifact($store) => $call,
         }
     };
 }

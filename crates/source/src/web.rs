@@ -14,7 +14,7 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 use reqwest::{
-    Client, Method, RequestBuilder, Response, StatusCode, Url,
+    Client, ClientBuilder, Method, RequestBuilder, Response, StatusCode, Url,
     header::{CONTENT_RANGE, RANGE},
     redirect::Policy,
 };
@@ -34,6 +34,15 @@ const REDIRECTS_MAX: usize = 10;
 
 /// A client. Opens no connection yet.
 pub fn client() -> Result<Client> {
+    build(Client::builder().read_timeout(SILENCE_MAX))
+}
+
+/// A client that sends much: a request may take `time_max`, and the answer comes late.
+pub(crate) fn uploading_client(time_max: Duration) -> Result<Client> {
+    build(Client::builder().timeout(time_max))
+}
+
+fn build(builder: ClientBuilder) -> Result<Client> {
     choose_cryptography();
     let redirects = Policy::custom(|attempt| {
         let leaves_tls = attempt.previous().last().is_some_and(|url| url.scheme() == "https")
@@ -46,9 +55,8 @@ pub fn client() -> Result<Client> {
             attempt.follow()
         }
     });
-    let builder = Client::builder().connect_timeout(CONNECT_TIMEOUT).read_timeout(SILENCE_MAX);
-    let builder =
-        builder.redirect(redirects).user_agent(concat!("burgeon/", env!("CARGO_PKG_VERSION")));
+    let builder = builder.connect_timeout(CONNECT_TIMEOUT).redirect(redirects);
+    let builder = builder.user_agent(concat!("burgeon/", env!("CARGO_PKG_VERSION")));
     builder.build().map_err(|error| {
         let what = "cannot make connections; are the system's certificates there?";
         Error::with_source(ErrorKind::Unavailable, what, error.without_url())
@@ -65,6 +73,7 @@ pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -
         let again = match &answer {
             Ok(answer) => {
                 answer.status().is_server_error()
+                    && answer.status() != StatusCode::INSUFFICIENT_STORAGE
                     || answer.status() == StatusCode::TOO_MANY_REQUESTS
             }
             Err(error) => !error.is_redirect() && !error.is_builder(),
@@ -100,6 +109,16 @@ pub fn refused(what: &str, status: StatusCode) -> Error {
             ErrorKind::Unavailable,
             format!(
                 "it is refused ({status}): check the name, and log in with docker login or skopeo login"
+            ),
+        ),
+        StatusCode::INSUFFICIENT_STORAGE => {
+            (ErrorKind::NoSpace, format!("the server has no room for it ({status})"))
+        }
+        StatusCode::PAYLOAD_TOO_LARGE => (
+            ErrorKind::NoSpace,
+            format!(
+                "the server takes nothing so large ({status}): its operator sets the limit, for \
+                 example client_max_body_size of nginx"
             ),
         ),
         StatusCode::RANGE_NOT_SATISFIABLE => {

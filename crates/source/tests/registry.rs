@@ -4,10 +4,10 @@
 
 use std::{path::Path, sync::atomic::Ordering::Relaxed};
 
-use burgeon_block::{ByteRange, ErrorKind};
+use burgeon_block::{BlockSource, ByteRange, ErrorKind, ObjectId, ObjectStore};
 use burgeon_source::{
-    Access,
-    registry::{Digest, Name, Registry},
+    Access, Location, Store,
+    registry::{ARTIFACT_TYPE, Blob, Digest, Name, Objects, Registry},
     waiting,
 };
 use testkit::{Fault, OciLayout, Proxy, Rng, TokenGate, skopeo_copy};
@@ -158,4 +158,93 @@ fn of_all_that_is_known_only_what_concerns_a_registry_goes_with_a_request() {
     let wrong: Access = serde_json::from_value(wrong).unwrap();
     let error = wrong.for_registry(&name).err();
     assert!(error.is_none_or(|error| !error.to_string().contains("hunter5")));
+}
+
+fn id(name: &str) -> ObjectId {
+    ObjectId::new(name).unwrap()
+}
+
+#[test]
+fn an_image_of_ours_is_a_store_that_is_only_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = testkit::Registry::start(&folder.path().join("registry"), None).unwrap();
+    let data = Rng::new(7).bytes(LEN);
+    let blobs = [("application/vnd.test", data.clone()), ("application/vnd.test", b"{}".to_vec())];
+    let layout = folder.path().join("layout");
+    OciLayout::by_hand(&layout, None, &blobs, |manifest| {
+        manifest["artifactType"] = ARTIFACT_TYPE.into();
+        for (number, object) in ["packs/aa", "images/x"].into_iter().enumerate() {
+            let annotations = serde_json::json!({ "vnd.burgeon.object": object });
+            manifest["layers"][number]["annotations"] = annotations;
+        }
+    })
+    .unwrap();
+    let at = format!("{}/app", server.address());
+    skopeo_copy(&[], &format!("oci:{}", layout.display()), &format!("docker://{at}:1")).unwrap();
+    let (_, digest) = open(server.address(), &Access::default()).document(None).unwrap();
+    let untold = Location::parse(&format!("oci://{at}:1")).unwrap_err();
+    assert!(untold.to_string().contains("burgeon pull"), "{untold}");
+    let location = Location::parse(&format!("oci://{at}@{digest}")).unwrap();
+    assert_eq!(Location::parse(&location.to_string()).unwrap(), location);
+    let again: Location = serde_json::from_str(&serde_json::to_string(&location).unwrap()).unwrap();
+    let store = Store::open(&again, &Access::default()).unwrap();
+    assert_eq!(store.list("packs").unwrap(), [id("packs/aa")]);
+    assert_eq!(store.list("manifests").unwrap(), []);
+    assert_eq!(store.len(&id("packs/aa")).unwrap(), Some(LEN as u64));
+    assert_eq!(store.len(&id("packs/bb")).unwrap(), None);
+    assert_eq!(store.get(&id("images/x"), 2).unwrap(), b"{}"[..]);
+    assert_eq!(store.get(&id("images/x"), 1).unwrap_err().kind(), ErrorKind::Invalid);
+    assert!(store.get(&id("packs/aa"), LEN as u64).unwrap() == data);
+    let read = |object: &str, start: u64, len| {
+        waiting(store.read(&id(object), ByteRange::at(start, len).unwrap()))
+    };
+    assert!(read("packs/aa", 4000, 9000).unwrap() == data[4000..13_000]);
+    assert_eq!(read("packs/aa", LEN as u64 - 1, 2).unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(read("packs/bb", 0, 1).unwrap_err().kind(), ErrorKind::NotFound);
+    for error in [
+        store.check_writable().unwrap_err(),
+        store.publish(&id("packs/c"), b"c").unwrap_err(),
+        store.publish_file(&id("packs/c"), folder.path()).unwrap_err(),
+        store.remove(&id("packs/aa")).unwrap_err(),
+        store.begin_write().err().unwrap(),
+        store.begin_collect().err().unwrap(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    }
+    // Another document than the digest says is none.
+    let other = Location::parse(&format!("oci://{at}@{}", Digest::of(b"x"))).unwrap();
+    let other = Store::open(&other, &Access::default()).unwrap();
+    assert_eq!(other.list("packs").unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn one_image_has_one_manifest_and_no_longer_one_than_registries_take() {
+    let blob = Blob { digest: Digest::of(b"x"), size: 1 };
+    let names = ["images/x", "packs/b", "packs/a", "manifests/m", "profiles/m"];
+    let manifest = |names: &[&str]| {
+        let mut objects = Objects::default();
+        for name in names {
+            objects.add(id(name), blob.clone()).unwrap();
+        }
+        (objects.encode().unwrap(), objects)
+    };
+    let (bytes, objects) = manifest(&names);
+    let mut reversed = names;
+    reversed.reverse();
+    assert_eq!(manifest(&reversed).0, bytes);
+    assert_eq!(Objects::decode(&bytes).unwrap(), objects);
+    let mut many = objects;
+    assert!(many.add(id("packs/a"), blob.clone()).is_err());
+    assert!(many.add(id("file/etc/passwd"), blob.clone()).is_err());
+    let pack = Blob { size: 32 << 20, ..blob };
+    for number in 0..17_000 {
+        if number == 16_000 {
+            assert!(many.encode().is_ok(), "docs/cli.md says that so many are possible");
+        }
+        many.add(id(&format!("packs/{number:064x}")), pack.clone()).unwrap();
+    }
+    assert_eq!(many.encode().unwrap_err().kind(), ErrorKind::Invalid);
+    let ordinary = br#"{"schemaVersion": 2, "layers": []}"#;
+    assert_eq!(Objects::decode(ordinary).unwrap_err().kind(), ErrorKind::UnsupportedFormat);
+    assert_eq!(Objects::decode(b"[").unwrap_err().kind(), ErrorKind::Corrupt);
 }

@@ -27,7 +27,7 @@ fn runtime() -> Runtime {
 fn remote(location: &str, access: &Access) -> Remote {
     match Store::open(&Location::parse(location).unwrap(), access).unwrap() {
         Store::Remote(remote) => remote,
-        Store::Directory(_) => panic!("{location} is no remote store"),
+        _ => panic!("{location} is no remote store"),
     }
 }
 

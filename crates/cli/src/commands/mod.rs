@@ -9,6 +9,7 @@ mod ordinary;
 mod pin;
 mod prefetch;
 mod profile;
+mod push;
 mod record;
 mod shutdown;
 mod status;
@@ -92,6 +93,8 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         Command::CreateEmpty(empty) => mount::create_empty(&context, empty),
         Command::Map(map) => map::map(&context, map),
         Command::Pin(pin) => pin::pin(&context, pin),
+        Command::Push(push) => push::push(&context, &push),
+        Command::Pull(pull) => push::pull(&context, pull),
         Command::Prefetch(prefetch) => prefetch::prefetch(&context, prefetch),
         Command::Record(record) => record::record(&context, record),
         Command::Profile(profile) => profile::profile(&context, profile.command),

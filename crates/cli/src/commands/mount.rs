@@ -20,7 +20,7 @@ use burgeon_daemon::{
     writes,
 };
 use burgeon_image::catalog;
-use burgeon_source::{Access, Location};
+use burgeon_source::Location;
 use rustix::mount::{MoveMountFlags, move_mount};
 use serde_json::json;
 
@@ -98,12 +98,13 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     if let Some(folder) = context.store.as_ref().and_then(Location::folder) {
         burgeon_daemon::refuse_burgeon(folder, "the store")?;
     }
-    let (image, layers) = ordinary::find(context, args.name, args.index.as_deref())?;
+    let found = ordinary::find(context, args.name, args.index.as_deref())?;
+    let is_own = context.store.is_none() && found.store == context.store_location();
     let request = MountRequest {
-        image,
-        store: context.store.clone(),
+        image: found.name,
+        store: (!is_own).then_some(found.store),
         store_seen: context.store_seen(),
-        access: Access::from_env().and(layers),
+        access: found.access,
         writes,
         fill: args.fill,
         transport: match args.transport {

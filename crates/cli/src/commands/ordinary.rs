@@ -1,4 +1,5 @@
-//! Ordinary images, by `mount` and `build`: made images of the store at first sight.
+//! Images elsewhere, by `mount`, `pull` and `build`: ours are where they are, ordinary ones are made
+//! images of the store at first sight.
 
 use std::{
     process::ExitCode,
@@ -7,24 +8,35 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
-use burgeon_image::build::{self, Options, Report};
-use burgeon_oci::{Source, Work};
-use burgeon_source::Access;
-
+use burgeon_image::{
+    build::{self, Options, Report},
+    catalog,
+};
+use burgeon_oci::{Found, Source, Work};
+use burgeon_source::{Access, Location, Store};
 use serde_json::json;
 
 use super::{Context, images};
 use crate::{args, output, progress::Progress};
 
-/// The name in the store of what `text` says. If that is no name but a source of ordinary images,
-/// the image is found there by its digest, or built.
+/// Where an image is.
+pub(super) struct Place {
+    pub(super) store: Location,
+    /// What it takes to use the store.
+    pub(super) access: Access,
+    /// Its name there.
+    pub(super) name: String,
+}
+
+/// Where the image is that `text` says: a name in the store, or a source of images. An image of
+/// ours is where it is; any other is found in the store by its digest, or built there.
 ///
-/// Returns also what it takes to read its layers, if they are read again. With `index`, the digest of one, the image's index of that digest is used instead of a build.
-pub(super) fn find(
-    context: &Context,
-    text: String,
-    index: Option<&str>,
-) -> Result<(String, Access)> {
+/// With `index`, the digest of one, the image's index of that digest is used instead of a build.
+pub(super) fn find(context: &Context, text: String, index: Option<&str>) -> Result<Place> {
+    let here = |name, layers| {
+        let (store, access) = (context.store_location(), Access::from_env().and(layers));
+        Place { store, access, name }
+    };
     let Some(source) = Source::parse(&text) else {
         if index.is_some() {
             anyhow::bail!(Error::new(
@@ -34,7 +46,7 @@ pub(super) fn find(
                 ),
             ));
         }
-        return Ok((text, Access::default()));
+        return Ok(here(text, Access::default()));
     };
     let (source, store) = (source?, context.create_store()?);
     if index.is_some() {
@@ -45,6 +57,17 @@ pub(super) fn find(
         store.check_writable()?;
         burgeon_oci::find_or_build(&store, &source, index, work)
     })?;
+    let found = match found {
+        Found::Image(found) => found,
+        Found::Ours(artifact) => {
+            let access = Access::from_env().for_registry(&artifact)?;
+            let store = Location::Registry(Box::new(artifact));
+            // It has one name, which is checked when it is read.
+            let names = catalog::list(&Store::open(&store, &access)?)?;
+            let name = names.into_iter().map(|(name, _)| name).next().unwrap_or_default();
+            return Ok(Place { store, access, name });
+        }
+    };
     if let Some(report) = found.report.filter(|_| !context.json) {
         images::describe(&report, begun.elapsed().as_secs_f64());
     }
@@ -54,7 +77,7 @@ pub(super) fn find(
              here vouches for it: --index {digest} would"
         );
     }
-    Ok((found.name, found.access))
+    Ok(here(found.name, found.access))
 }
 
 /// Images that are read from layers elsewhere are believed in the state directory's own store.

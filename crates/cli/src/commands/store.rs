@@ -25,7 +25,7 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
     // Who can write to a remote store must not choose which files of this machine are read.
     let references = match &store {
         Store::Directory(_) => References::Allow,
-        Store::Remote(_) => References::Refuse,
+        Store::Remote(_) | Store::Artifact(_) => References::Refuse,
     };
     let objects = Objects::new(store.clone(), references).with_access(&Access::from_env());
     let read = |object: &ObjectId, range: ByteRange| objects.read_blocking(object, range);

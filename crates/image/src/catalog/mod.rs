@@ -4,6 +4,7 @@
 //! ([`ImageRecord`]). Invariant: a name's manifest and packs were published before it.
 
 mod collect;
+mod copy;
 mod names;
 mod roots;
 mod verify;
@@ -17,6 +18,7 @@ pub(crate) use self::names::check_name;
 use self::names::{escape, unescape};
 pub use self::{
     collect::{Collected, gc, remove},
+    copy::{Copied, copy, in_lanes, name_part, parts, read_part, sizes},
     roots::{HostRoots, forget_host, publish_roots, read_roots},
     verify::{Damage, Read, Verified, verify},
 };

@@ -27,6 +27,7 @@ const LOGIN_MAX: Duration = Duration::from_secs(60);
 
 /// The logins of a repository.
 pub(super) struct Logins {
+    operation: RegistryOperation,
     name: Name,
     access: Access,
     library: Library,
@@ -54,7 +55,7 @@ enum With {
 }
 
 impl Logins {
-    pub(super) fn new(name: &Name, access: &Access) -> Result<Self> {
+    pub(super) fn new(operation: RegistryOperation, name: &Name, access: &Access) -> Result<Self> {
         choose_cryptography();
         let config = ClientConfig {
             protocol: match name.is_plain() {
@@ -68,7 +69,8 @@ impl Logins {
         let library = Library::try_from(config)
             .map_err(|error| failed(&format!("speak to {}", name.registry()), &error))?;
         let (name, access) = (name.clone(), access.clone());
-        Ok(Self { name, access, library, turn: Semaphore::new(1), known: Mutex::new(None) })
+        let (turn, known) = (Semaphore::new(1), Mutex::new(None));
+        Ok(Self { operation, name, access, library, turn, known })
     }
 
     fn known(&self) -> MutexGuard<'_, Option<Login>> {
@@ -127,7 +129,7 @@ impl Logins {
         let mut tries = 0;
         let token = loop {
             let reference = self.name.reference();
-            match self.library.auth(reference, credentials, RegistryOperation::Pull).await {
+            match self.library.auth(reference, credentials, self.operation).await {
                 Err(OciDistributionError::RequestError(_)) if tries < retries => {
                     web::pause(tries).await;
                     tries += 1;

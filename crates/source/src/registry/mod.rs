@@ -4,6 +4,7 @@
 //!   Name ──► Registry ──► login: credentials ─► token ──► documents, blobs, ranges of blobs
 //!            server:  a range, one try, asked a second time when slow (the volume tries again)
 //!            command: whole blobs and documents, tries for 6 s, goes on where it broke off
+//!   Artifact: an image of ours there, as a store      Uploads: blobs and manifests, written
 //! ```
 //!
 //! The library gets tokens and knows how images are named. Documents and blobs are asked for here,
@@ -11,10 +12,12 @@
 //! exactly what was asked for or an error; what is refused is logged in for anew, once a request;
 //! no secret is in a message.
 
+mod artifact;
 mod credentials;
 mod digest;
 mod login;
 mod name;
+mod upload;
 
 use std::{
     fmt,
@@ -24,6 +27,7 @@ use std::{
 
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use bytes::{Bytes, BytesMut};
+use oci_client::RegistryOperation;
 use reqwest::{
     Client, Method, RequestBuilder, Response, StatusCode, Url,
     header::{ACCEPT, RANGE},
@@ -33,8 +37,10 @@ use tokio::sync::Semaphore;
 pub(crate) use self::credentials::find as find_credentials;
 use self::login::Logins;
 pub use self::{
+    artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, MANIFEST_TYPE, Objects},
     digest::{Checked, Digest, Digesting},
     name::Name,
+    upload::Uploads,
 };
 use crate::{
     Access, Traffic,
@@ -68,10 +74,14 @@ struct Inner {
 impl Registry {
     /// The repository of `name`, to be used with what `access` holds. Nothing is sent yet.
     pub fn open(name: &Name, access: &Access) -> Result<Self> {
+        Self::open_to(RegistryOperation::Pull, name, access)
+    }
+
+    fn open_to(operation: RegistryOperation, name: &Name, access: &Access) -> Result<Self> {
         Ok(Self(Arc::new(Inner {
             base: name.base()?,
             client: web::client()?,
-            logins: Logins::new(name, access)?,
+            logins: Logins::new(operation, name, access)?,
             name: name.clone(),
             requests: Semaphore::new(REQUESTS_MAX),
             hedge: Hedge::new(),
@@ -98,11 +108,6 @@ impl Registry {
     /// The document that has the tag `tag` in this repository, as [`Self::document`].
     pub fn document_tagged(&self, tag: &str) -> Result<(Vec<u8>, Digest)> {
         waiting(self.fetch_named(&format!("manifests/{tag}"), None, web::RETRIES))
-    }
-
-    /// The document with `digest`, of one try.
-    pub async fn document_now(&self, digest: &Digest) -> Result<Vec<u8>> {
-        Ok(self.fetch_document(Some(digest), 0).await?.0)
     }
 
     async fn fetch_document(
@@ -204,10 +209,24 @@ impl Registry {
         }
     }
 
-    /// Asks for `path` of the repository. Logs in where that is missing.
+    /// Asks for `path` of the repository.
     async fn get(
         &self,
         what: &str,
+        path: &str,
+        retries: u32,
+        change: impl Fn(RequestBuilder) -> RequestBuilder,
+    ) -> Result<Response> {
+        let change = |request: RequestBuilder| change(request.header(ACCEPT, MANIFESTS));
+        self.ask(what, Method::GET, path, retries, change).await
+    }
+
+    /// The answer to a request for `path` of the repository, which has to be a success. Logs in
+    /// where that is missing.
+    async fn ask(
+        &self,
+        what: &str,
+        method: Method,
         path: &str,
         retries: u32,
         change: impl Fn(RequestBuilder) -> RequestBuilder,
@@ -220,8 +239,7 @@ impl Registry {
         for last in [false, true] {
             inner.traffic.requests.fetch_add(1, Relaxed);
             let answer = web::send(what, retries, || {
-                let request = inner.client.request(Method::GET, url.clone());
-                login.apply(change(request.header(ACCEPT, MANIFESTS)))
+                login.apply(change(inner.client.request(method.clone(), url.clone())))
             });
             let answer = answer.await.inspect_err(|_| {
                 inner.traffic.broken.fetch_add(1, Relaxed);

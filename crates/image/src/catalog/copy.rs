@@ -1,0 +1,162 @@
+//! All objects of one image, to be brought elsewhere.
+//!
+//! Invariants: what is brought was checked against its name; the name comes last, so a copy that
+//! breaks off is no image, and what it brought need not be brought again.
+
+use std::{
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+    },
+    thread,
+};
+
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+use bytes::Bytes;
+
+use super::{ImageRecord, RECORD_MAX, load_bytes, manifest_object, name_object, publish_alias};
+use crate::{
+    Limits, Manifest, PROFILE_MAX, corrupt, invalid, manifest::ENCODED_MAX, pack, profile_object,
+};
+
+/// Objects that are under way at a time: each is in memory as a whole.
+const LANES: usize = 4;
+/// Longest pack that is brought anywhere: they are closed at 32 MiB. So four take 256 MiB.
+const PACK_MAX: u64 = 64 << 20;
+
+/// The objects of the image of `record` but its name: packs, profile, manifest. `Invalid` if its
+/// data is in files of this host.
+pub fn parts(store: &impl ObjectStore, record: &ImageRecord) -> Result<Vec<ObjectId>> {
+    let digest = record.digest()?;
+    let (_, objects) = Manifest::decode_chunks(&load_bytes(store, &digest)?, &Limits::default())?;
+    if let Some(file) = objects.iter().find(|object| object.as_str().starts_with("file/")) {
+        return Err(invalid(format!(
+            "the image {:?} was built with --by-reference: its data is in files of this host, such \
+             as /{}, and goes nowhere else; build it without",
+            record.name,
+            file.as_str().trim_start_matches("file/")
+        )));
+    }
+    let is_elsewhere = |object: &&ObjectId| {
+        !["packs/", "computed/"].iter().any(|folder| object.as_str().starts_with(folder))
+    };
+    if objects.iter().any(|object| is_elsewhere(&object)) {
+        return Err(invalid(format!(
+            "the data of {:?} is in the layers of an ordinary image, from which it is read: give \
+             that image's name where this one is wanted, or `burgeon build` one from it",
+            record.name
+        )));
+    }
+    let mut parts: Vec<ObjectId> =
+        objects.into_iter().filter(|object| object.as_str().starts_with("packs/")).collect();
+    let profile = profile_object(&digest)?;
+    if store.len(&profile)?.is_some() {
+        parts.push(profile);
+    }
+    parts.push(manifest_object(&digest)?);
+    Ok(parts)
+}
+
+/// The object that is the name of the image of `record`.
+pub fn name_part(record: &ImageRecord) -> Result<ObjectId> {
+    name_object(&record.name)
+}
+
+/// All bytes of a part of an image, checked against its name where that is a digest.
+pub fn read_part(store: &impl ObjectStore, object: &ObjectId) -> Result<Bytes> {
+    let (folder, name) = object.as_str().split_once('/').unwrap_or_default();
+    let len_max = match folder {
+        "packs" => PACK_MAX,
+        "manifests" => ENCODED_MAX,
+        "profiles" => PROFILE_MAX,
+        _ => RECORD_MAX,
+    };
+    let bytes = store.get(object, len_max)?;
+    let is_named_by_digest = matches!(folder, "packs" | "manifests");
+    if is_named_by_digest && name.parse::<Digest>()? != Digest::of(&bytes) {
+        return Err(corrupt(format!("{object} does not match its name: damaged, or another one")));
+    }
+    if folder == "packs" {
+        pack::check_header(&bytes)?;
+    }
+    Ok(bytes)
+}
+
+/// What [`copy`] did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Copied {
+    /// Bytes that were brought.
+    pub new_bytes: u64,
+    /// Bytes that were there already.
+    pub there_bytes: u64,
+}
+
+/// Copies the image of `record` from one store to another, where it gets the name `name`.
+/// `progress` is told bytes done and in all. What is there already is not brought again.
+pub fn copy(
+    from: &impl ObjectStore,
+    to: &impl ObjectStore,
+    record: &ImageRecord,
+    name: &str,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<Copied> {
+    name_object(name)?;
+    let _lease = to.begin_write()?;
+    let parts = parts(from, record)?;
+    let (done, there) = (AtomicU64::new(0), AtomicU64::new(0));
+    let sizes = sizes(from, &parts)?;
+    let total: u64 = sizes.iter().sum();
+    // The manifest is the last part: without its packs it would promise what is not there.
+    let (manifest, packs) = parts.split_last().ok_or_else(|| invalid("an image has a manifest"))?;
+    let bring = |object: &ObjectId, size: u64| {
+        let is_there = to.len(object)? == Some(size);
+        if is_there {
+            there.fetch_add(size, Relaxed);
+        } else {
+            to.publish(object, &read_part(from, object)?)?;
+        }
+        progress(done.fetch_add(size, Relaxed) + size, total);
+        Ok(())
+    };
+    in_lanes(packs.len(), |number| bring(&packs[number], sizes[number]))?;
+    bring(manifest, sizes[packs.len()])?;
+    publish_alias(to, record, name)?;
+    let there_bytes = there.into_inner();
+    Ok(Copied { new_bytes: total - there_bytes, there_bytes })
+}
+
+/// How long each of `parts` is.
+pub fn sizes(store: &impl ObjectStore, parts: &[ObjectId]) -> Result<Vec<u64>> {
+    let sizes: Vec<AtomicU64> = parts.iter().map(|_| AtomicU64::new(0)).collect();
+    in_lanes(parts.len(), |number| {
+        let object = &parts[number];
+        let missing = || Error::new(ErrorKind::NotFound, format!("{object} is missing"));
+        sizes[number].store(store.len(object)?.ok_or_else(missing)?, Relaxed);
+        Ok(())
+    })?;
+    Ok(sizes.into_iter().map(AtomicU64::into_inner).collect())
+}
+
+/// Does `work` for each number below `count`, [`LANES`] at a time. After an error nothing new is
+/// begun; the first one is given.
+pub fn in_lanes(count: usize, work: impl Fn(usize) -> Result<()> + Sync) -> Result<()> {
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
+    thread::scope(|scope| {
+        for _ in 0..LANES.min(count) {
+            scope.spawn(|| {
+                loop {
+                    let number = next.fetch_add(1, Relaxed);
+                    if number >= count {
+                        return;
+                    }
+                    if let Err(error) = work(number) {
+                        next.store(count, Relaxed);
+                        failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    }
+                }
+            });
+        }
+    });
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    failed.map_or(Ok(()), Err)
+}

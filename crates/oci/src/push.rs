@@ -1,0 +1,74 @@
+//! An image of ours to a registry.
+//!
+//! Invariant: the manifest comes last, so the tag changes when all is there, and at once; blobs of
+//! a push that broke off are there for the next one.
+
+use std::sync::{
+    Mutex, PoisonError,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
+use burgeon_image::catalog;
+use burgeon_source::{
+    Access,
+    registry::{Blob, Digest, EMPTY, MANIFEST_TYPE, Name, Objects, Uploads},
+};
+use bytes::Bytes;
+
+use crate::OnFetch;
+
+/// What a push did.
+#[derive(Clone, Debug)]
+pub struct Pushed {
+    /// What was pushed, by its digest.
+    pub name: Name,
+    /// Bytes that were sent.
+    pub new_bytes: u64,
+    /// Bytes that the registry had already.
+    pub there_bytes: u64,
+}
+
+/// Pushes the image `image` of `store` to `to`. `progress` is told bytes done and in all.
+pub fn push(
+    store: &impl ObjectStore,
+    image: &str,
+    to: &Name,
+    access: &Access,
+    progress: OnFetch<'_>,
+) -> Result<Pushed> {
+    let record = catalog::resolve(store, image)?;
+    let mut parts = catalog::parts(store, &record)?;
+    parts.push(catalog::name_part(&record)?);
+    let uploads = Uploads::open(to, access)?;
+    let sizes = catalog::sizes(store, &parts)?;
+    let total: u64 = sizes.iter().sum();
+    let (done, sent) = (AtomicU64::new(0), AtomicU64::new(0));
+    let objects = Mutex::new(Objects::default());
+    let bring = |bytes: Bytes| {
+        let (digest, size) = (Digest::of(&bytes), bytes.len() as u64);
+        if !uploads.has(&digest)? {
+            uploads.put(&digest, &bytes)?;
+            sent.fetch_add(size, Relaxed);
+        }
+        Ok(Blob { digest, size })
+    };
+    catalog::in_lanes(parts.len(), |number| {
+        let (object, size) = (&parts[number], sizes[number]);
+        let bytes = catalog::read_part(store, object)?;
+        if bytes.len() as u64 != size {
+            let what = format!("{object} has just been changed: push again");
+            return Err(Error::new(ErrorKind::Unavailable, what));
+        }
+        let blob = bring(bytes)?;
+        progress(done.fetch_add(size, Relaxed) + size, total);
+        objects.lock().unwrap_or_else(PoisonError::into_inner).add(object.clone(), blob)
+    })?;
+    let objects = objects.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let manifest = objects.encode()?;
+    bring(Bytes::from_static(EMPTY))?;
+    let digest = uploads.put_manifest(MANIFEST_TYPE, &manifest)?;
+    let new_bytes = sent.into_inner();
+    let there_bytes = total.saturating_sub(new_bytes);
+    Ok(Pushed { name: to.at(digest), new_bytes, there_bytes })
+}

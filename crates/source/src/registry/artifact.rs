@@ -1,0 +1,272 @@
+//! An image of ours in a registry: a store that is only read.
+//!
+//! ```text
+//!   oci://HOST/REPOSITORY@sha256:…  ──► OCI manifest, of that digest ──► object ─► blob
+//!      read(packs/ab12…, range)     ──► a range of the blob          (unverified, as of any store)
+//!      get(manifests/cd34…)         ──► the whole blob, checked against its digest
+//! ```
+//!
+//! Invariants: the manifest is the one whose digest the name has; each object has one blob, a name
+//! that only objects of a store have, and not a byte more than the manifest says.
+
+use std::{collections::BTreeMap, fmt, io::Read, sync::Arc};
+
+use burgeon_block::{
+    BlockSource, ByteRange, Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result,
+};
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tokio::sync::OnceCell;
+
+use super::{Checked, DOCUMENT_MAX, Digest, Name, Registry, body_error};
+use crate::{Access, check_len, too_short, waiting, web};
+
+/// What an image of ours says that it is.
+pub const ARTIFACT_TYPE: &str = "application/vnd.burgeon.image.v1";
+/// The annotation of a blob that says which object it is.
+const OBJECT: &str = "vnd.burgeon.object";
+/// The media type of OCI manifests.
+pub const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
+/// The media type of a configuration that says nothing.
+const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
+/// The configuration that says nothing.
+pub const EMPTY: &[u8] = b"{}";
+
+/// Where objects of an image can lie, and the media type of each.
+const FOLDERS: [(&str, &str); 4] = [
+    ("images/", "application/vnd.burgeon.name.v1+json"),
+    ("manifests/", "application/vnd.burgeon.manifest.v1"),
+    ("packs/", "application/vnd.burgeon.pack.v1"),
+    ("profiles/", "application/vnd.burgeon.profile.v1"),
+];
+
+/// A blob that is an object.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Blob {
+    /// Of its bytes.
+    pub digest: Digest,
+    /// How many they are.
+    pub size: u64,
+}
+
+/// The objects of an image, and the blobs that they are.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct Objects(BTreeMap<ObjectId, Blob>);
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Descriptor {
+    media_type: String,
+    digest: String,
+    size: u64,
+    #[serde(default)]
+    annotations: BTreeMap<String, String>,
+}
+
+impl Objects {
+    /// Adds `object`. `Invalid` if no image has such an object, or it is there already.
+    pub fn add(&mut self, object: ObjectId, blob: Blob) -> Result<()> {
+        if media_type(&object).is_none() {
+            return Err(Error::new(ErrorKind::Invalid, format!("{object} is no part of an image")));
+        }
+        match self.0.insert(object.clone(), blob) {
+            None => Ok(()),
+            Some(_) => Err(Error::new(ErrorKind::Invalid, format!("{object} is there twice"))),
+        }
+    }
+
+    /// The OCI manifest that says all this: the same for the same objects. `Invalid` if no registry
+    /// would take it for its length.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let blobs = self.0.iter().map(|(object, blob)| Descriptor {
+            media_type: media_type(object).unwrap_or_default().to_owned(),
+            digest: blob.digest.to_string(),
+            size: blob.size,
+            annotations: [(OBJECT.to_owned(), object.to_string())].into(),
+        });
+        let config = Descriptor {
+            media_type: EMPTY_TYPE.to_owned(),
+            digest: Digest::of(EMPTY).to_string(),
+            size: EMPTY.len() as u64,
+            annotations: BTreeMap::new(),
+        };
+        let manifest = json!({
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "artifactType": ARTIFACT_TYPE,
+            "config": config,
+            "layers": blobs.collect::<Vec<_>>(),
+        });
+        let bytes = manifest.to_string().into_bytes();
+        if bytes.len() as u64 <= DOCUMENT_MAX {
+            return Ok(bytes);
+        }
+        let what = format!(
+            "the image has {} objects, whose list is longer than the {DOCUMENT_MAX} bytes that \
+             registries take: keep it in a bucket or folder",
+            self.0.len()
+        );
+        Err(Error::new(ErrorKind::Invalid, what))
+    }
+
+    /// What [`Self::encode`] gave, from whoever may have changed it. `UnsupportedFormat` if it is
+    /// no image of ours.
+    pub fn decode(manifest: &[u8]) -> Result<Self> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "camelCase")]
+        struct Manifest {
+            schema_version: u32,
+            #[serde(default)]
+            artifact_type: String,
+            layers: Vec<Descriptor>,
+        }
+        let corrupt = |why: String| Error::new(ErrorKind::Corrupt, format!("the image {why}"));
+        let manifest: Manifest = serde_json::from_slice(manifest).map_err(|error| {
+            Error::with_source(ErrorKind::Corrupt, "the image's manifest makes no sense", error)
+        })?;
+        if manifest.schema_version != 2 || manifest.artifact_type != ARTIFACT_TYPE {
+            let kind: String = manifest.artifact_type.chars().take(100).collect();
+            let what =
+                format!("this is no image of Burgeon's that this version knows, but {kind:?}");
+            return Err(Error::new(ErrorKind::UnsupportedFormat, what));
+        }
+        let mut objects = Self::default();
+        for blob in manifest.layers {
+            // What a later version adds beside the objects is no concern of this one.
+            let Some(object) = blob.annotations.get(OBJECT) else { continue };
+            let object = ObjectId::new(object.as_str()).and_then(|object| {
+                let blob = Blob { digest: blob.digest.parse()?, size: blob.size };
+                objects.add(object, blob)
+            });
+            object.map_err(|error| corrupt(format!("is not one of ours: {error}")))?;
+        }
+        let names = objects.0.keys().filter(|object| object.as_str().starts_with("images/"));
+        match names.count() {
+            1 => Ok(objects),
+            names => Err(corrupt(format!("has {names} names: one is right"))),
+        }
+    }
+}
+
+fn media_type(object: &ObjectId) -> Option<&'static str> {
+    let is_in = |(folder, _): &&(&str, &str)| {
+        object.as_str().strip_prefix(*folder).is_some_and(|name| !name.contains('/'))
+    };
+    FOLDERS.iter().find(is_in).map(|(_, kind)| *kind)
+}
+
+/// An image of ours in a registry, as a store. Cheap to clone.
+#[derive(Clone)]
+pub struct Artifact(Arc<Inner>);
+
+struct Inner {
+    registry: Registry,
+    digest: Digest,
+    objects: OnceCell<Objects>,
+}
+
+impl Artifact {
+    /// The image `name`, which has to say its digest. Nothing is sent yet.
+    pub(crate) fn open(name: &Name, access: &Access) -> Result<Self> {
+        let digest = name.digest().cloned().ok_or_else(|| {
+            let what = format!("{name} does not say which image it is: {name}@sha256:…");
+            Error::new(ErrorKind::Invalid, what)
+        })?;
+        let registry = Registry::open(name, access)?;
+        Ok(Self(Arc::new(Inner { registry, digest, objects: OnceCell::new() })))
+    }
+
+    /// `Invalid`: what has a digest cannot change.
+    pub(crate) fn read_only(&self) -> Error {
+        let what = format!(
+            "the store {} can only be read: write to another one, and `burgeon push` the image",
+            self.0.registry.name()
+        );
+        Error::new(ErrorKind::Invalid, what)
+    }
+
+    async fn objects(&self, retries: u32) -> Result<&Objects> {
+        let ask = || async {
+            let document = self.0.registry.fetch_document(Some(&self.0.digest), retries).await?;
+            Objects::decode(&document.0)
+        };
+        self.0.objects.get_or_try_init(ask).await
+    }
+
+    async fn blob(&self, object: &ObjectId, retries: u32) -> Result<&Blob> {
+        self.objects(retries).await?.0.get(object).ok_or_else(|| {
+            let what = format!("{object} is not in {}", self.0.registry.name());
+            Error::new(ErrorKind::NotFound, what)
+        })
+    }
+
+    /// What [`BlockSource::read`] gives, waiting in this thread.
+    pub(crate) fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
+        waiting(self.read(object, range))
+    }
+}
+
+impl BlockSource for Artifact {
+    async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
+        check_len(object, range)?;
+        let blob = self.blob(object, 0).await?;
+        if range.end() > blob.size {
+            return Err(too_short(object, range));
+        }
+        self.0.registry.blob_range(&blob.digest, range).await
+    }
+}
+
+impl ObjectStore for Artifact {
+    fn publish_file(&self, _object: &ObjectId, _from: &std::path::Path) -> Result<()> {
+        Err(self.read_only())
+    }
+
+    fn publish(&self, _object: &ObjectId, _bytes: &[u8]) -> Result<()> {
+        Err(self.read_only())
+    }
+
+    fn get(&self, object: &ObjectId, len_max: u64) -> Result<Bytes> {
+        let Blob { digest, size } = waiting(self.blob(object, web::RETRIES))?.clone();
+        let name = self.0.registry.name();
+        if size > len_max {
+            let what =
+                format!("{object} of {name} has {size} bytes, more than the {len_max} allowed");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let mut blob = Checked::new(self.0.registry.blob(&digest)?, digest, size);
+        let mut bytes = Vec::new();
+        blob.read_to_end(&mut bytes)
+            .map_err(|error| body_error(&format!("read {object} of {name}"), error))?;
+        Ok(bytes.into())
+    }
+
+    fn len(&self, object: &ObjectId) -> Result<Option<u64>> {
+        Ok(waiting(self.objects(web::RETRIES))?.0.get(object).map(|blob| blob.size))
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectId>> {
+        let folder = format!("{}/", prefix.trim_end_matches('/'));
+        let all = waiting(self.objects(web::RETRIES))?.0.keys();
+        Ok(all.filter(|object| object.as_str().starts_with(&folder)).cloned().collect())
+    }
+
+    fn remove(&self, _object: &ObjectId) -> Result<()> {
+        Err(self.read_only())
+    }
+
+    fn begin_write(&self) -> Result<Lease> {
+        Err(self.read_only())
+    }
+
+    fn begin_collect(&self) -> Result<Collecting> {
+        Err(self.read_only())
+    }
+}
+
+impl fmt::Debug for Artifact {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Artifact").field(&self.0.registry.name()).finish()
+    }
+}

@@ -1,0 +1,139 @@
+//! Putting blobs and manifests into a registry.
+//!
+//! ```text
+//!   HEAD blobs/<digest> ──► there: done        not there: POST blobs/uploads/ ──► PUT …?digest=
+//! ```
+//!
+//! Invariants: a blob is sent whole, in one request, and the registry checks its digest; what
+//! breaks off begins anew, a bounded number of times; no credentials go to another server.
+
+use std::time::Duration;
+
+use burgeon_block::{Error, ErrorKind, Result};
+use bytes::Bytes;
+use oci_client::RegistryOperation;
+use reqwest::{
+    Client, Method, RequestBuilder, StatusCode, Url,
+    header::{CONTENT_LENGTH, CONTENT_TYPE, LOCATION},
+};
+
+use super::{Digest, Name, Registry};
+use crate::{Access, waiting, web};
+
+/// How long sending one blob may take: four packs of 32 MiB at a time, at 1 Mbit/s in all.
+const UPLOAD_MAX: Duration = Duration::from_secs(1200);
+
+/// A repository that is written to. Cheap to clone.
+#[derive(Clone)]
+pub struct Uploads {
+    registry: Registry,
+    client: Client,
+}
+
+/// How a try ended.
+enum Tried {
+    Done,
+    /// Another try may help.
+    Again(Error),
+}
+
+impl Uploads {
+    /// The repository of `name`, to be written to with what `access` holds. Nothing is sent yet.
+    pub fn open(name: &Name, access: &Access) -> Result<Self> {
+        if name.digest().is_some() {
+            let what = format!("{name} has a digest, which the image decides: give it a tag");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let registry = Registry::open_to(RegistryOperation::Push, name, access)?;
+        Ok(Self { registry, client: web::uploading_client(UPLOAD_MAX)? })
+    }
+
+    /// Whether the blob is there.
+    pub fn has(&self, digest: &Digest) -> Result<bool> {
+        let what = format!("look for blob {digest} of {}", self.registry.name());
+        let path = format!("blobs/{digest}");
+        let plain = |request: RequestBuilder| request;
+        match waiting(self.registry.ask(&what, Method::HEAD, &path, web::RETRIES, plain)) {
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Sends the blob `bytes`, which has `digest`.
+    pub fn put(&self, digest: &Digest, bytes: &Bytes) -> Result<()> {
+        let what = format!("write blob {digest} of {}", self.registry.name());
+        waiting(async {
+            let mut tries = 0;
+            loop {
+                match self.try_put(&what, digest, bytes).await? {
+                    Tried::Done => return Ok(()),
+                    Tried::Again(_) if tries < web::RETRIES => web::pause(tries).await,
+                    Tried::Again(error) => return Err(error),
+                }
+                tries += 1;
+            }
+        })
+    }
+
+    async fn try_put(&self, what: &str, digest: &Digest, bytes: &Bytes) -> Result<Tried> {
+        let begun =
+            self.registry.ask(what, Method::POST, "blobs/uploads/", web::RETRIES, |request| {
+                request.header(CONTENT_LENGTH, 0)
+            });
+        let begun = begun.await?;
+        let place = begun.headers().get(LOCATION).and_then(|place| place.to_str().ok());
+        let place = place.and_then(|place| self.registry.0.base.join(place).ok());
+        let url = place.filter(|url| self.may_go_to(url)).ok_or_else(|| {
+            let why = "the registry does not say where to, or to an unencrypted place";
+            Error::new(ErrorKind::Invalid, format!("cannot {what}: {why}"))
+        })?;
+        let mut url = url;
+        url.query_pairs_mut().append_pair("digest", &digest.to_string());
+        let is_here = url.origin() == self.registry.0.base.origin();
+        let request = self.client.request(Method::PUT, url).body(bytes.clone());
+        let request = request.header(CONTENT_TYPE, "application/octet-stream");
+        let request = if is_here {
+            self.registry.0.logins.now(None, web::RETRIES).await?.apply(request)
+        } else {
+            request
+        };
+        let answer = match request.send().await {
+            Ok(answer) => answer,
+            Err(error) => return Ok(Tried::Again(web::unreachable(what, error))),
+        };
+        let status = answer.status();
+        let passes = status.is_server_error() && status != StatusCode::INSUFFICIENT_STORAGE
+            || matches!(
+                status,
+                StatusCode::TOO_MANY_REQUESTS
+                    | StatusCode::NOT_FOUND
+                    | StatusCode::RANGE_NOT_SATISFIABLE
+                    | StatusCode::UNAUTHORIZED
+            );
+        if status.is_success() {
+            Ok(Tried::Done)
+        } else if passes {
+            // An upload that is forgotten, or a token that has expired meanwhile, too.
+            Ok(Tried::Again(web::refused(what, status)))
+        } else {
+            Err(web::refused(what, status))
+        }
+    }
+
+    fn may_go_to(&self, url: &Url) -> bool {
+        url.scheme() == "https" || url.scheme() == "http" && self.registry.name().is_plain()
+    }
+
+    /// Gives the manifest `bytes` of type `kind` the name's tag. Returns its digest.
+    pub fn put_manifest(&self, kind: &str, bytes: &[u8]) -> Result<Digest> {
+        let name = self.registry.name();
+        let path = format!("manifests/{}", name.tag());
+        let what = format!("write {name}");
+        let put = self.registry.ask(&what, Method::PUT, &path, web::RETRIES, |request| {
+            request.header(CONTENT_TYPE, kind).body(bytes.to_vec())
+        });
+        waiting(put)?;
+        Ok(Digest::of(bytes))
+    }
+}
