@@ -7,7 +7,6 @@ use std::{
         unix::net::UnixStream,
     },
     path::PathBuf,
-    time::Duration,
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -89,13 +88,6 @@ impl Client {
     /// Waits until the daemon has ended: its end of the connection closes with it.
     pub fn wait_for_end(self) {
         while let Ok(Some(_)) = wire::receive::<Reply>(&self.stream) {}
-    }
-
-    /// The same, at most `limit`.
-    pub(crate) fn wait_for_end_within(self, limit: Duration) {
-        // It refuses only a limit of zero.
-        let _ = self.stream.set_read_timeout(Some(limit));
-        self.wait_for_end();
     }
 }
 

@@ -15,7 +15,11 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
 
 use crate::{
     client::Client,
@@ -48,8 +52,7 @@ pub struct Upgraded {
 /// one does not come up; then any start of a daemon goes on with it.
 pub fn upgrade(state: &StateDir) -> Result<Option<Upgraded>> {
     let Some(old) = Client::connect(state)? else { return Ok(None) };
-    kill(old.supervisor()?)?;
-    old.wait_for_end_within(RESTART_TIMEOUT);
+    end(old.supervisor()?)?;
     await_restart(state)?;
     let before = await_serving(state, None)?;
     let fast = Transport::Rings { connection: 0 }.name();
@@ -57,7 +60,7 @@ pub fn upgrade(state: &StateDir) -> Result<Option<Upgraded>> {
         return Ok(Some(Upgraded { status: before, server_replaced: false }));
     }
     if let Some(server) = before.server_pid {
-        kill(pid(server)?)?;
+        end(pid(server)?)?;
     }
     let status = await_serving(state, before.server_pid)?;
     Ok(Some(Upgraded { status, server_replaced: true }))
@@ -108,9 +111,21 @@ fn pid(number: u32) -> Result<Pid> {
     pid.ok_or_else(|| unavailable("the daemon names no process of its own"))
 }
 
-fn kill(process: Pid) -> Result<()> {
-    match kill_process(process, Signal::KILL) {
-        Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
-        Err(e) => Err(Error::io("cannot end the old daemon's process", e.into())),
+/// Kills `process` and waits until it is gone: as long as it has not closed everything, its socket
+/// takes connections that nobody answers.
+fn end(process: Pid) -> Result<()> {
+    let failed = |e: Errno| Error::io("cannot end the old daemon's process", e.into());
+    let process = match pidfd_open(process, PidfdFlags::empty()) {
+        Err(Errno::SRCH) => return Ok(()),
+        process => process.map_err(failed)?,
+    };
+    match pidfd_send_signal(&process, Signal::KILL) {
+        Ok(()) | Err(Errno::SRCH) => {}
+        Err(e) => return Err(failed(e)),
+    }
+    let limit = Timespec { tv_sec: RESTART_TIMEOUT.as_secs() as i64, tv_nsec: 0 };
+    match poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit)) {
+        Ok(0) => Err(unavailable("the old daemon's process does not end")),
+        result => result.map(drop).map_err(failed),
     }
 }
