@@ -17,7 +17,7 @@ use std::{
 
 use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
 use burgeon_image::{AddressMap, ExtentMap};
-use burgeon_source::{Access, Location};
+use burgeon_source::{Access, Location, Store};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -79,7 +79,7 @@ pub(crate) fn keep(
     let record = Record { format: FORMAT, store: store.cloned() };
     files::publish_json(&own.join("image.json"), &record)?;
     let store = location(state, record.store);
-    let note = roots::announce(state, &store, access, digest)?;
+    let note = roots::announce(state, &Store::open(&store, access)?, digest)?;
     let path = own.join("map");
     let whole = |map: AddressMap| map.verify().map(|()| map.data_range());
     let range = match AddressMap::open(&path).and_then(whole) {

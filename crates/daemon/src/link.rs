@@ -1,7 +1,8 @@
 //! What the supervisor and the serving process say to each other, over one stream each way.
 //!
 //! ```text
-//!   supervisor ── Attach + descriptors ────► server     for every mount, again after each restart
+//!   supervisor ── Warm ───────────────────► server     its image is known: what its profile says may come
+//!              ── Attach + descriptors ───►            for every mount, again after each restart
 //!              ◄── Attached ───────────────             it is served (or why not)
 //!              ◄── Ended ──────────────────             the kernel has let go of it
 //!              ── Record ──► ◄── Recorded ─             what is read is taken note of, or no more
@@ -31,11 +32,14 @@ use crate::{
 /// From the supervisor to the server.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "message", rename_all = "kebab-case")]
-#[expect(clippy::large_enum_variant, reason = "a message at a time, never kept")]
 pub(crate) enum ToServer {
     /// Serve this mount; its descriptors come along. Of one that is served already: see what has
     /// been mapped and pinned meanwhile.
     Attach(Attach),
+    /// A mount is being made: bring what its profile says.
+    Warm(Warm),
+    /// It could not be made.
+    Cool { id: MountId },
     /// Begin or end to record what is read; at the end it lies in the mount's folder, as `reads`.
     Record { id: MountId, on: bool },
     /// Say what [`FromServer::Report`] says.
@@ -75,6 +79,19 @@ pub(crate) enum FromServer {
     Serving(Attach),
     /// All of it has been said.
     Adopted,
+}
+
+/// What there is to know of a mount before it is made.
+#[derive(Serialize, Deserialize, Debug)]
+pub(crate) struct Warm {
+    pub(crate) id: MountId,
+    /// The image's address map.
+    pub(crate) map: PathBuf,
+    /// As in [`Attach`], like the others.
+    pub(crate) cache: PathBuf,
+    pub(crate) store: Location,
+    pub(crate) references: bool,
+    pub(crate) profile: ProfileSource,
 }
 
 /// Everything the server needs to know about a mount.

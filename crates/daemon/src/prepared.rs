@@ -17,7 +17,7 @@
 use std::{
     ffi::OsString,
     fs::{self, File},
-    io::Read,
+    io::{BufRead, BufReader, Read},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::{ExitCode, Stdio},
@@ -81,19 +81,22 @@ impl Ready {
 }
 
 /// The manifest that `name` stands for in `store`. `NotFound` says which names there are.
-pub(crate) fn resolve(store: &Location, access: &Access, name: &str) -> Result<Digest> {
-    catalog::resolve(&Store::open(store, access)?, name)?.digest()
+pub(crate) fn resolve(store: &Store, name: &str) -> Result<Digest> {
+    catalog::resolve(store, name)?.digest()
 }
 
 /// Prepares the image `digest` of `store` with a virtual area of `virtual_bytes` (0: none), unless
-/// that has been done.
+/// that has been done. Calls `mapped` with the address map as soon as it is there: data can come
+/// while the rest is being made.
 pub(crate) fn prepare(
     state: &StateDir,
     store: &Location,
     access: &Access,
     digest: Digest,
     virtual_bytes: u64,
+    mapped: impl FnOnce(&Path),
 ) -> Result<Prepared> {
+    let mut mapped = Some(mapped);
     let mut folder = state.image(&digest);
     if virtual_bytes > 0 {
         make_folder(&folder)?;
@@ -104,15 +107,21 @@ pub(crate) fn prepare(
         // Two mounts of a new image at once prepare it once.
         let _lock = Lock::take(&folder.join("lock"))?;
         if !is_ready(&folder, store) {
-            run_process(store, access, &digest, &folder, Wanted::Seed { virtual_bytes })?;
+            let map = folder.join("map");
+            let on_map = || mapped.take().into_iter().for_each(|mapped| mapped(&map));
+            run_process(store, access, &digest, &folder, Wanted::Seed { virtual_bytes }, on_map)?;
         }
+    }
+    if let Some(mapped) = mapped {
+        mapped(&folder.join("map"));
     }
     Ok(Prepared { folder, digest })
 }
 
 /// Fetches what it takes to mount the image `name` of `store`, so that the next mount need not.
 pub fn make_ready(state: &StateDir, store: &Location, access: &Access, name: &str) -> Result<()> {
-    prepare(state, store, access, resolve(store, access, name)?, 0).map(drop)
+    let digest = resolve(&Store::open(store, access)?, name)?;
+    prepare(state, store, access, digest, 0, |_| {}).map(drop)
 }
 
 /// Whether `folder` holds all of an image, prepared since the machine was started.
@@ -138,7 +147,7 @@ pub(crate) fn keep_map(
         return keep_file(&prepared, folder, "map")
             .and_then(|()| files::sync_parent(&folder.join("map")));
     }
-    run_process(store, access, &digest, folder, Wanted::Map)
+    run_process(store, access, &digest, folder, Wanted::Map, || {})
 }
 
 /// What a process prepares.
@@ -368,13 +377,15 @@ fn run_process(
     digest: &Digest,
     folder: &Path,
     wanted: Wanted,
+    on_map: impl FnOnce(),
 ) -> Result<()> {
     let mut command = this_program("__prepare");
     // All of these variables are the request's: half of another set would be worse than none.
     for (name, _) in Access::from_env().variables() {
         command.env_remove(name);
     }
-    let output = command
+    let failed = |e| Error::io("cannot start a process that prepares the image", e);
+    let mut child = command
         .arg(store.to_string())
         .envs(access.variables())
         .arg(digest.to_string())
@@ -384,20 +395,30 @@ fn run_process(
             Wanted::Map => ONLY_MAP.to_owned(),
         })
         .stdin(Stdio::null())
+        .stdout(Stdio::piped())
         .stderr(Stdio::inherit())
-        .output()
-        .map_err(|e| Error::io("cannot start a process that prepares the image", e))?;
-    if output.status.success() {
+        .spawn()
+        .map_err(failed)?;
+    let mut on_map = Some(on_map);
+    let mut failure = None;
+    for line in child.stdout.take().map(BufReader::new).into_iter().flat_map(BufRead::lines) {
+        match line.map_err(failed)? {
+            line if line == MAPPED => on_map.take().into_iter().for_each(|on_map| on_map()),
+            line => failure = serde_json::from_str::<Failure>(&line).ok(),
+        }
+    }
+    let status = child.wait().map_err(failed)?;
+    if status.success() {
         return Ok(());
     }
-    match serde_json::from_slice::<Failure>(&output.stdout) {
-        Ok(failure) => Err(failure.into()),
-        Err(_) => Err(Error::new(
-            ErrorKind::LocalIo,
-            format!("the process that prepares the image ended early: {}", output.status),
-        )),
-    }
+    Err(failure.map(Error::from).unwrap_or_else(|| {
+        let what = format!("the process that prepares the image ended early: {status}");
+        Error::new(ErrorKind::LocalIo, what)
+    }))
 }
+
+/// What `__prepare` prints when the address map is there.
+const MAPPED: &str = "mapped";
 
 /// How `__prepare` is asked for [`Wanted::Map`].
 const ONLY_MAP: &str = "map";
@@ -445,6 +466,7 @@ fn prepare_here(
         folder,
         virtual_bytes,
         &Limits::default(),
+        || println!("{MAPPED}"),
     )?;
     files::publish_json(&folder.join("ready.json"), &Ready::now(&store))
 }

@@ -14,7 +14,7 @@ use std::{collections::BTreeSet, fs};
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::catalog;
-use burgeon_source::{Access, Location, Store};
+use burgeon_source::{Location, Store};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -34,53 +34,52 @@ struct Needs {
 }
 
 /// Makes sure that `store` keeps `manifest` for the mount `id` from now on. Returns a sentence
-/// if that cannot be written down there. `NotFound` if the manifest is gone.
+/// if that cannot be written down there. `NotFound` if the manifest was collected meanwhile.
 pub(crate) fn require(
     state: &StateDir,
-    store: &Location,
-    access: &Access,
+    location: &Location,
+    store: &Store,
     manifest: &Digest,
     id: MountId,
 ) -> Result<Option<String>> {
-    let needs = Needs { store: store.clone(), manifest: (*manifest).into() };
+    let needs = Needs { store: location.clone(), manifest: (*manifest).into() };
     files::publish_json(&state.mount(id).join("needs.json"), &needs)?;
-    announce(state, store, access, manifest)
+    announce(state, store, manifest)
 }
 
 /// The same for whatever this host has written down that it needs.
 pub(crate) fn announce(
     state: &StateDir,
-    store: &Location,
-    access: &Access,
+    store: &Store,
     manifest: &Digest,
 ) -> Result<Option<String>> {
-    let store = Store::open(store, access)?;
-    let published = match store.check_writable() {
-        Ok(()) => {
-            let host = host(state)?;
-            let _lock = lock(state)?;
-            let mut known = recorded(&store, &host)?;
-            if !known.insert(*manifest) {
-                return Ok(None);
-            }
-            publish(&store, &host, &known)
-        }
-        // By its digest: only its registry can take it away.
-        Err(_) if matches!(store, Store::Artifact(_)) => Ok(()),
-        Err(read_only) => Err(read_only),
+    let unknown = |e: Error| {
+        format!(
+            "the store does not know that this host needs the image, so its data may be collected: {e}"
+        )
     };
+    if let Err(read_only) = store.check_writable() {
+        // What is named by its digest in a registry, only the registry can take away.
+        let known = matches!(store, Store::Artifact(_));
+        return Ok((!known).then(|| unknown(read_only)));
+    }
+    let published = {
+        let host = host(state)?;
+        let _lock = lock(state)?;
+        let mut known = recorded(store, &host)?;
+        if !known.insert(*manifest) {
+            return Ok(None);
+        }
+        publish(store, &host, &known)
+    };
+    // Looked at only now: what was there before could have been collected meanwhile.
     if store.len(&catalog::manifest_object(manifest)?)?.is_none() {
         return Err(Error::new(
             ErrorKind::NotFound,
             format!("the manifest {manifest} is not in the store any more: build the image again"),
         ));
     }
-    match published {
-        Ok(()) => Ok(None),
-        Err(e) => Ok(Some(format!(
-            "the store does not know that this host needs the image, so its data may be collected: {e}"
-        ))),
-    }
+    Ok(published.err().map(unknown))
 }
 
 /// Writes down what this host still needs of `store`, and returns it: every mount's and all kept

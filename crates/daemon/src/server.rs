@@ -38,7 +38,7 @@ use burgeon_volume::{CacheState, Fill, Limits};
 use tokio::runtime::{Builder, Runtime};
 
 use self::{
-    background::{Following, fill_status, pinned_status, profile_status},
+    background::{Following, Warmed, fill_status, pinned_status, profile_status},
     volumes::{Area, Device, ImageVolume, Origin},
 };
 use crate::{
@@ -73,6 +73,8 @@ struct Serving {
     limits: Limits,
     mounts: Mutex<HashMap<MountId, Mount>>,
     volumes: Mutex<HashMap<Origin, Weak<ImageVolume>>>,
+    /// Mounts that are being made, and how far they are with their profiles. Locked before `mounts`.
+    warmed: Mutex<HashMap<MountId, Warmed>>,
     /// The supervisor, while there is one.
     link: Mutex<Option<UnixStream>>,
 }
@@ -143,6 +145,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         limits: Limits::default(),
         mounts: Mutex::default(),
         volumes: Mutex::default(),
+        warmed: Mutex::default(),
         link: Mutex::default(),
     });
     let mut stream = UnixStream::from(stdin);
@@ -152,6 +155,7 @@ fn begin(state_dir: &Path) -> Result<()> {
             return Ok(());
         }
         *lock(&serving.link) = None;
+        lock(&serving.warmed).clear();
         if lock(&serving.mounts).is_empty() {
             return Ok(());
         }
@@ -202,6 +206,8 @@ impl Serving {
                         serving.tell(&FromServer::Attached { id, error, served });
                     });
                 }
+                ToServer::Warm(warm) => self.warm(warm),
+                ToServer::Cool { id } => drop(lock(&self.warmed).remove(&id)),
                 ToServer::Record { id, on } => {
                     let (cut_short, error) = match self.record(id, on) {
                         Ok(cut_short) => (cut_short, None),
@@ -255,7 +261,6 @@ impl Serving {
             };
         let transport = attach.transport;
         let (id, serving) = (attach.id, Arc::clone(self));
-        let following = Following::Not("loading");
         let mount = Mount {
             attach,
             volume,
@@ -263,13 +268,12 @@ impl Serving {
             fuse: kept,
             slots,
             server,
-            following,
+            following: Following::Loading,
             fill: None,
             pinned: None,
         };
         let pins = mount.attach.pins.clone();
-        lock(&self.mounts).insert(id, mount);
-        self.bring(id);
+        self.bring(id, mount);
         if let Err(e) = self.fetch_pinned(id, &pins) {
             // They are a matter of speed; the mount is served.
             log!("mount {id}: what is pinned is not fetched: {e}");
@@ -429,6 +433,8 @@ fn cache_status(status: burgeon_volume::Status) -> CacheStatus {
         uncached_chunks: status.uncached_chunks,
         flights: status.flights as u64,
         waiting_readers: status.waiting_readers as u64,
+        ahead_bytes: status.ahead.brought,
+        ahead_read_bytes: status.ahead.read,
     }
 }
 

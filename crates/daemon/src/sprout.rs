@@ -1,11 +1,14 @@
 //! What a mount is made of, decided before anything is made: which seed, under which fsid, and
 //! where writes go.
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
-use burgeon_block::{ByteRange, Error, ErrorKind, Result};
+use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
 use burgeon_image::ExtentWriter;
-use burgeon_source::Location;
+use burgeon_source::{Location, Store};
 
 use crate::{
     files::{self, Lock},
@@ -17,6 +20,9 @@ use crate::{
     roots, space,
     writes::{self, Record},
 };
+
+/// Told of an image and the file of its address map.
+pub(crate) type OnMapped<'a> = &'a dyn Fn(Digest, &Path);
 
 /// The plan of one mount.
 pub(crate) struct Plan {
@@ -51,21 +57,23 @@ pub(crate) struct Sprout {
 }
 
 impl Plan {
-    /// Decides. Takes the writes' name and prepares the image where that has not been done.
+    /// Decides. Takes the writes' name and prepares the image where that has not been done; `mapped`
+    /// is called as soon as its address map is there.
     pub(crate) fn make(
         state: &StateDir,
         request: &MountRequest,
         store: &Location,
         id: MountId,
+        mapped: OnMapped<'_>,
     ) -> Result<Self> {
         match &request.writes {
-            WritesRequest::ReadOnly => Self::on_new_seed(state, request, store, id, None),
+            WritesRequest::ReadOnly => Self::on_new_seed(state, request, store, id, None, mapped),
             WritesRequest::Kept(sprout) => match &sprout.name {
-                Some(name) => Self::named(state, request, store, id, sprout, name),
+                Some(name) => Self::named(state, request, store, id, sprout, name, mapped),
                 None => {
                     let folder = state.mount(id);
                     let sprout = new_sprout(state, sprout, folder.join("sprout"))?;
-                    Self::on_new_seed(state, request, store, id, Some(sprout))
+                    Self::on_new_seed(state, request, store, id, Some(sprout), mapped)
                 }
             },
         }
@@ -77,12 +85,16 @@ impl Plan {
         store: &Location,
         id: MountId,
         sprout: Option<Sprout>,
+        mapped: OnMapped<'_>,
     ) -> Result<Self> {
-        let digest = prepared::resolve(store, &request.access, &request.image)?;
-        let notes =
-            roots::require(state, store, &request.access, &digest, id)?.into_iter().collect();
+        // One for all questions, because a connection costs a round trip.
+        let open = Store::open(store, &request.access)?;
+        let digest = prepared::resolve(&open, &request.image)?;
+        let notes = roots::require(state, store, &open, &digest, id)?.into_iter().collect();
+        let (access, virtual_bytes) = (&request.access, request.virtual_bytes);
+        let mapped = |map: &Path| mapped(digest, map);
         Ok(Self {
-            base: prepared::prepare(state, store, &request.access, digest, request.virtual_bytes)?,
+            base: prepared::prepare(state, store, access, digest, virtual_bytes, mapped)?,
             store: store.clone(),
             seed_fsid: Fsid::random()?,
             area: (request.virtual_bytes > 0).then(|| state.mount(id).join(AREA)),
@@ -99,6 +111,7 @@ impl Plan {
         id: MountId,
         wanted: &SproutRequest,
         name: &str,
+        mapped: OnMapped<'_>,
     ) -> Result<Self> {
         let lock = Some(writes::take(state, name)?);
         if let Some(record) = writes::find(state, name)?.filter(|record| record.sprouted) {
@@ -109,7 +122,7 @@ impl Plan {
         let folder = writes::folder(state, name);
         writes::discard(&folder)?;
         let sprout = new_sprout(state, wanted, folder.join("sprout"))?;
-        let mut plan = Self::on_new_seed(state, request, store, id, Some(sprout))?;
+        let mut plan = Self::on_new_seed(state, request, store, id, Some(sprout), mapped)?;
         let record = prepared::record(&plan.base, plan.seed_fsid, name, request)?;
         if let Some(sprout) = &mut plan.sprout {
             let device = sprout.is_device.then(|| sprout.path.clone());
@@ -157,8 +170,9 @@ impl Plan {
             record.store = request.store.clone();
         }
         let store = record.store.clone().unwrap_or_else(|| state.store().into());
-        notes.extend(roots::require(state, &store, &request.access, &record.manifest.0, id)?);
-        let now = prepared::resolve(&store, &request.access, &request.image);
+        let open = Store::open(&store, &request.access)?;
+        notes.extend(roots::require(state, &store, &open, &record.manifest.0, id)?);
+        let now = prepared::resolve(&open, &request.image);
         if now.is_ok_and(|now| now != record.manifest.0) {
             notes.push(format!(
                 "{} has been built anew since these writes were made; they stay on the image they \

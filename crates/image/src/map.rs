@@ -160,6 +160,11 @@ impl AddressMap {
         write().map_err(|error| Error::io(format!("cannot write {}", path.display()), error))
     }
 
+    /// What its file holds.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// The file it was opened from.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()

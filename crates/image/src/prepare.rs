@@ -38,7 +38,8 @@ impl NodeSink for NodeFile {
 /// | `seed.info` | what [`SeedInfo::from_bytes`] reads |
 /// | `map` | what [`AddressMap::open`] reads |
 ///
-/// With `virtual_bytes` above 0 the seed has a virtual area of that size.
+/// With `virtual_bytes` above 0 the seed has a virtual area of that size. Calls `mapped` when `map` is
+/// there, before the seed, which takes longest.
 ///
 /// Replaces what is there. Not durable, not atomic: the caller marks the folder as complete, for
 /// this boot, or syncs it. Errors: those of [`catalog::load`]; `Invalid` if btrfs cannot hold the
@@ -49,6 +50,7 @@ pub fn prepare(
     folder: &Path,
     virtual_bytes: u64,
     limits: &Limits,
+    mapped: impl FnOnce(),
 ) -> Result<SeedInfo> {
     let bytes = catalog::load_bytes(store, digest)?;
     let manifest = Manifest::decode(&bytes, limits).map_err(|error| {
@@ -61,9 +63,10 @@ pub fn prepare(
     };
     write("manifest", &bytes)?;
     drop(bytes);
+    write("map", AddressMap::from_manifest(&manifest)?.bytes())?;
+    mapped();
     let info = write_template(&manifest, digest, folder.join("seed"), virtual_bytes)?;
     write("seed.info", &info.to_bytes())?;
-    AddressMap::from_manifest(&manifest)?.write_to(&folder.join("map"))?;
     Ok(info)
 }
 

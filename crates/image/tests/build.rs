@@ -424,7 +424,7 @@ fn an_image_is_prepared_for_mounting() {
     let digest = report.image.digest().unwrap();
     let manifest = load(&store, &report);
     let limits = burgeon_image::Limits::default();
-    let info = burgeon_image::prepare(&store, &digest, folder.path(), 0, &limits).unwrap();
+    let info = burgeon_image::prepare(&store, &digest, folder.path(), 0, &limits, || {}).unwrap();
     let written = fs::read(folder.path().join("seed.info")).unwrap();
     assert_eq!(burgeon_btrfs::SeedInfo::from_bytes(&written).unwrap(), info);
     assert_eq!(info.data_end, manifest.data_range().end());

@@ -1,4 +1,4 @@
-//! What a profile has brought and nobody has read yet.
+//! What a profile has brought, or reading ahead, and nobody has read yet.
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counter};
 
@@ -11,7 +11,7 @@ pub(crate) struct Brought {
     bytes: Counter,
 }
 
-/// Bytes that profiles have brought into a volume.
+/// Bytes that have been brought into a volume before anybody read them.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct BroughtBytes {
     /// All of them, uncompressed, whole chunks.

@@ -1,7 +1,7 @@
 //! The tasks of flights: from the source to the readers, and into the cache.
 //!
 //! ```text
-//!   fly            one chunk:  fetch, as often tried as the limits allow ─┐
+//!   fly            one chunk:  fetch, as often tried as the limits allow ─┐ (and begins to read ahead)
 //!   fly_together   a row of chunks that lie one after another: one        ├─► land: readers, cache
 //!                  request ─► cut ─► verify each ─────────────────────────┘
 //!                               └── what is wrong or missing flies on alone
@@ -11,12 +11,23 @@ use std::sync::Arc;
 
 use burgeon_block::{BlockSource, ByteRange, LocalFile, Pages, Result};
 use bytes::Bytes;
+use tokio::time::Instant;
 
 use crate::{
     Bug, Sabotage, Volume,
+    brought::Brought,
     fetch::Tries,
     flights::{Cost, Flight, Landed, Seats},
 };
+
+/// What a row of chunks is brought for, to tell whether it was of use.
+#[derive(Clone, Copy)]
+pub(crate) enum Purpose {
+    /// A profile names them.
+    Profile,
+    /// They lie behind what a reader reads.
+    Ahead,
+}
 
 /// A chunk that has a flight, and room for it.
 pub(crate) struct Boarded {
@@ -36,7 +47,14 @@ where
         let mut cost = Cost::default();
         // What nobody waits for has a seat of the background.
         let own = seats.background.is_none().then(|| self.readers.fetch());
+        if own.is_some() {
+            self.read_ahead(index);
+        }
+        let begun = Instant::now();
         let mut result = self.fetch(index, &mut cost).await;
+        if result.is_ok() && cost.source_errors + cost.source_corrupt_chunks == 0 {
+            self.way.note(cost.fetched_bytes, begun.elapsed());
+        }
         drop(own);
         if self.sabotage.has(Bug::LostWaiter) && result.is_err() {
             std::mem::forget(flight);
@@ -95,7 +113,12 @@ where
     /// Fetches a row of chunks of one object, the stored bytes of each behind those of the one
     /// before, with one request; whether that gave all of it. Returns when it was answered: what
     /// it takes to verify and keep the chunks is behind that, in `landing`.
-    pub(crate) async fn fly_together(self: Arc<Self>, row: Vec<Boarded>, landing: Landing) -> bool {
+    pub(crate) async fn fly_together(
+        self: Arc<Self>,
+        row: Vec<Boarded>,
+        purpose: Purpose,
+        landing: Landing,
+    ) -> bool {
         let stored = |boarded: &Boarded| self.map.chunk(boarded.index).stored;
         let (Some(first), Some(last)) = (row.first(), row.last()) else { return true };
         let chunk = self.map.chunk(first.index);
@@ -116,7 +139,7 @@ where
             let bytes = answer.as_ref().ok().map(|all| all.slice(at..at + stored.len() as usize));
             let (this, landing) = (Arc::clone(&self), landing.clone());
             tokio::spawn(async move {
-                this.arrive(boarded, bytes).await;
+                this.arrive(boarded, purpose, bytes).await;
                 drop(landing);
             });
         }
@@ -124,7 +147,7 @@ where
     }
 
     /// One chunk of a row; it flies on alone if its bytes did not come, or are wrong.
-    async fn arrive(self: Arc<Self>, boarded: Boarded, stored: Option<Bytes>) {
+    async fn arrive(self: Arc<Self>, boarded: Boarded, purpose: Purpose, stored: Option<Bytes>) {
         let Boarded { index, flight, seats } = boarded;
         let range = self.map.chunk(index).range;
         let Some(stored) = stored else { return self.fly(index, flight, seats).await };
@@ -140,10 +163,12 @@ where
                 self.fetch(index, &mut cost).await
             }
         };
-        if result.is_ok()
-            && let Some(brought) = self.brought.get()
-        {
-            brought.note(range);
+        if result.is_ok() {
+            let brought = match purpose {
+                Purpose::Profile => &self.brought,
+                Purpose::Ahead => &self.ahead,
+            };
+            brought.get_or_init(|| Brought::new(self.map.data_range())).note(range);
         }
         self.land(index, flight, seats, result, cost).await;
     }

@@ -25,7 +25,7 @@ use crate::{
     Budget, Sabotage, Volume,
     brought::Brought,
     flights::{Background, Seats},
-    fly::Boarded,
+    fly::{Boarded, Purpose},
     limits::FLIGHTS_MAX,
     pace::{Pace, Sent},
 };
@@ -206,7 +206,7 @@ where
             let sent = pace.sent(len, Instant::now());
             let (volume, answer, landing) = (Arc::clone(self), answer.clone(), landing.clone());
             tokio::spawn(async move {
-                let good = volume.fly_together(row, landing).await;
+                let good = volume.fly_together(row, Purpose::Profile, landing).await;
                 let at = good.then(Instant::now);
                 // Nobody listens any more when following was stopped.
                 let _ = answer.send(Answer { sent, bytes: len, at }).await;
@@ -302,7 +302,7 @@ where
     }
 
     /// A flight of a chunk that is neither here nor on its way.
-    fn board_absent(&self, index: u32, seats: Seats) -> Option<Boarded> {
+    pub(crate) fn board_absent(&self, index: u32, seats: Seats) -> Option<Boarded> {
         let mut table = self.flights.lock();
         if table.join(index.into()).is_some() || self.cache.has(self.map.chunk(index).range) {
             return None;

@@ -7,6 +7,7 @@
 //!            read ─────► flight table ─► one task a chunk:                     or Absent
 //!                          fetch (retry, deadline) ─► decompress ─► digest
 //!                          ─► wake every waiter ─► cache write ─► presence bits
+//!                          + those behind it, as much as a round trip carries
 //!            follow ───► rows of flights, one request each, in the order of a profile
 //!            fill ─────► the same flights, when no reader waits
 //! ```
@@ -22,6 +23,7 @@
 //!   (`tests/interleavings.rs`).
 //! - No lock is held across I/O, and a hit allocates nothing (`tests/no_allocation.rs`).
 
+mod ahead;
 mod area;
 mod brought;
 mod budget;

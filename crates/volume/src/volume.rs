@@ -16,6 +16,7 @@ use tokio::sync::Notify;
 
 use crate::{
     Bug, CacheState, Limits, Sabotage, Sound,
+    ahead::Way,
     brought::{Brought, BroughtBytes},
     cache::CacheFile,
     fetch::beyond,
@@ -47,6 +48,9 @@ pub struct Volume<S, F, B = Sound> {
     pub(crate) retrying: Retrying,
     /// What profiles have brought; made with the first of them.
     pub(crate) brought: OnceLock<Brought>,
+    /// What was read ahead; made with the first of it.
+    pub(crate) ahead: OnceLock<Brought>,
+    pub(crate) way: Way,
     /// By object: read straight through, never cached.
     through: Box<[bool]>,
     any_through: bool,
@@ -71,6 +75,8 @@ pub struct Status {
     pub waiting_readers: usize,
     /// What the source answered last when it did not give good bytes.
     pub last_source_error: Option<String>,
+    /// What was read ahead.
+    pub ahead: BroughtBytes,
 }
 
 /// Reads that wait now, so that background work can stand back.
@@ -196,6 +202,8 @@ where
             readers: Readers::default(),
             retrying: Retrying::default(),
             brought: OnceLock::new(),
+            ahead: OnceLock::new(),
+            way: Way::default(),
             map,
             source,
             limits,
@@ -234,6 +242,7 @@ where
             flights: self.flights.len(),
             waiting_readers: self.readers.waiting(),
             last_source_error: self.retrying.last(),
+            ahead: self.ahead(),
         }
     }
 
@@ -278,14 +287,21 @@ where
     }
 
     fn was_read(&self, range: ByteRange) {
-        if let Some(brought) = self.brought.get() {
-            brought.read(range);
+        for brought in [&self.brought, &self.ahead] {
+            if let Some(brought) = brought.get() {
+                brought.read(range);
+            }
         }
     }
 
     /// Bytes that profiles have brought, if there was one since the volume was opened.
     pub fn brought(&self) -> Option<BroughtBytes> {
         self.brought.get().map(Brought::bytes)
+    }
+
+    /// Bytes that were read ahead since the volume was opened.
+    pub(crate) fn ahead(&self) -> BroughtBytes {
+        self.ahead.get().map(Brought::bytes).unwrap_or_default()
     }
 
     /// Starts to fetch the chunks of `range` that are not here, as far as there are seats for

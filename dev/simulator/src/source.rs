@@ -7,7 +7,7 @@ use std::{
 };
 
 use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, ObjectId, Result};
-use burgeon_image::{AddressMap, decode_chunk};
+use burgeon_image::{AddressMap, Chunk, decode_chunk};
 use bytes::Bytes;
 use testkit::Rng;
 
@@ -30,13 +30,13 @@ pub enum Mood {
 /// What a source did, as the volume's counters must have it.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub(crate) struct SourceLog {
-    /// Right answers that reached the volume.
+    /// Right chunks, or answers of what is read straight through, that reached the volume.
     pub(crate) good: u64,
     /// Bytes of answers of the length asked for.
     pub(crate) bytes: u64,
     /// Errors, wrong lengths and silences.
     pub(crate) errors: u64,
-    /// Wrong bytes of the right length.
+    /// The same with wrong bytes of the right length.
     pub(crate) lies: u64,
     /// Questions for what is read straight through that were dropped unanswered: by a volume that
     /// lost patience, or with a reader that did.
@@ -56,6 +56,7 @@ struct State {
     map: Arc<AddressMap>,
     /// Questions whose last answer was a wrong one.
     wrong: HashSet<(ObjectId, ByteRange)>,
+    /// Chunks.
     under_way: HashSet<ByteRange>,
     log: SourceLog,
 }
@@ -148,17 +149,27 @@ impl State {
         bytes[start..start + len].to_vec()
     }
 
-    /// Whether `answer` is what it should be. A flipped bit may be one that no decoder looks at.
-    fn is_right(&self, object: &ObjectId, question: ByteRange, answer: &[u8]) -> bool {
+    /// The chunks that a question is for.
+    fn chunks(&self, question: ByteRange) -> impl Iterator<Item = Chunk> {
+        let chunks = (0..self.map.chunk_count()).map(|index| self.map.chunk(index));
+        chunks.filter(move |chunk| chunk.object == 0 && question.covers(chunk.stored))
+    }
+
+    /// How much of `answer` is what it should be, and how much is not: in chunks, or all of it
+    /// where it is read straight through. A flipped bit may be one that no decoder looks at.
+    fn judge(&self, object: &ObjectId, question: ByteRange, answer: &[u8]) -> (u64, u64) {
         if object.as_str() == THROUGH {
-            return self.good(object, question).as_deref() == Some(answer);
+            let right = self.good(object, question).as_deref() == Some(answer);
+            return (right.into(), (!right).into());
         }
-        let mut chunks = (0..self.map.chunk_count()).map(|index| self.map.chunk(index));
-        let chunk = chunks.find(|chunk| chunk.object == 0 && chunk.stored == question);
-        chunk.is_some_and(|chunk| {
+        let is_right = |chunk: &Chunk| {
+            let at = (chunk.stored.start() - question.start()) as usize;
+            let stored = &answer[at..][..chunk.stored.len() as usize];
             let mut raw = vec![0; chunk.range.len() as usize];
-            decode_chunk(chunk.codec, answer, &mut raw, &chunk.digest).is_ok()
-        })
+            decode_chunk(chunk.codec, stored, &mut raw, &chunk.digest).is_ok()
+        };
+        let (right, wrong): (Vec<_>, Vec<_>) = self.chunks(question).partition(is_right);
+        (right.len() as u64, wrong.len() as u64)
     }
 
     /// Notes an answer that now reaches the volume.
@@ -167,12 +178,13 @@ impl State {
         match answer {
             Ok(bytes) if right_len => {
                 self.log.bytes += question.len();
-                if self.is_right(object, question, bytes) {
-                    self.log.good += 1;
+                let (right, wrong) = self.judge(object, question, bytes);
+                self.log.good += right;
+                self.log.lies += wrong;
+                if wrong == 0 {
                     self.wrong.remove(&(object.clone(), question));
                     return;
                 }
-                self.log.lies += 1;
             }
             Err(error) if error.kind() == ErrorKind::Unavailable => {
                 self.log.errors += 1;
@@ -196,7 +208,10 @@ impl Drop for Asking<'_> {
     fn drop(&mut self) {
         let mut state = self.source.state();
         if self.shared {
-            state.under_way.remove(&self.question);
+            let chunks: Vec<_> = state.chunks(self.question).map(|chunk| chunk.stored).collect();
+            for chunk in chunks {
+                state.under_way.remove(&chunk);
+            }
         }
         // The volume has lost patience.
         let silences = if self.shared { &mut state.log.errors } else { &mut state.log.dropped };
@@ -209,8 +224,11 @@ impl BlockSource for FaultySource {
         let through = object.as_str() == THROUGH;
         let (answer, delay) = {
             let mut state = self.state();
-            if !through && !state.under_way.insert(range) {
-                state.log.doubled = true;
+            if !through {
+                let chunks: Vec<_> = state.chunks(range).map(|chunk| chunk.stored).collect();
+                for chunk in chunks {
+                    state.log.doubled |= !state.under_way.insert(chunk);
+                }
             }
             let delay = Duration::from_micros(state.rng.below(20_000));
             (state.choose(object, range), delay)

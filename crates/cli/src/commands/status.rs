@@ -165,7 +165,13 @@ fn describe_cache(cache: &CacheStatus) -> String {
         (0, 0) => String::new(),
         (flights, waiting) => format!("; {flights} chunks under way, {waiting} reads wait"),
     };
-    format!("{state}{now}")
+    let ahead = match (cache.ahead_bytes, cache.ahead_read_bytes) {
+        (0, _) => String::new(),
+        (ahead, read) => {
+            format!("; of {} read ahead, {} were of use", bytes(ahead), share(read, ahead))
+        }
+    };
+    format!("{state}{now}{ahead}")
 }
 
 /// Every error that there was, how often, and what to do about it.

@@ -114,6 +114,13 @@ pub struct CacheStatus {
     pub flights: u64,
     /// Reads that wait for a chunk now.
     pub waiting_readers: u64,
+    /// Bytes that came because they lie behind what was read, since the serving process was
+    /// started, uncompressed.
+    #[serde(default)]
+    pub ahead_bytes: u64,
+    /// Of these, bytes that were read since.
+    #[serde(default)]
+    pub ahead_read_bytes: u64,
 }
 
 /// The state of what the mount's fetch limit has stopped.

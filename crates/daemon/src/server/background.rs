@@ -1,75 +1,141 @@
 //! What the server does that no reader waits for: profiles, filling, recording.
 //!
 //! ```text
-//!   attached ─► the profile is looked for, in a thread of its own ─► followed ─► then fill
+//!   being made, its map is there ─┐
+//!   attached, if nothing came before ─┴─► the profile is looked for, in a thread of its own ─► followed
+//!   attached and the profile brought ─► fill
 //! ```
 
 use std::{sync::Arc, thread};
 
-use burgeon_block::{ByteRange, Error, ErrorKind, Result};
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_source::References;
 use burgeon_volume::{Fill, FillProgress, FillState, Follow, FollowState};
 
-use super::{Mount, Serving, lock};
+use super::{
+    Mount, Serving, lock,
+    volumes::{ImageVolume, Origin},
+};
 use crate::{
+    access,
     id::MountId,
-    link::ProfileSource,
+    link::{ProfileSource, Warm},
     profile,
     protocol::{FillStatus, OVER_LIMIT, ProfileStatus},
 };
 
 /// How far a mount is with its profile.
 pub(super) enum Following {
-    /// It has none, or it is being looked for.
-    Not(&'static str),
+    /// It is being looked for.
+    Loading,
+    /// There is none.
+    None,
     /// It cannot be used.
     Unusable(String),
     /// Its data is brought, or has been.
     Begun(Follow),
 }
 
+/// A mount that is being made.
+pub(super) struct Warmed {
+    following: Following,
+    /// Kept open, so that the mount finds what has come.
+    volume: Option<Arc<ImageVolume>>,
+}
+
 impl Serving {
-    /// Brings what nobody has asked for yet: what the mount's profile says, then everything, as far
-    /// as that is wanted. A profile may have to be fetched: that is waited for elsewhere.
-    pub(super) fn bring(self: &Arc<Self>, id: MountId) {
-        let source = {
-            let mounts = lock(&self.mounts);
-            let mount = mounts.get(&id);
-            mount.and_then(|mount| {
-                Some((mount.attach.profile.clone()?, mount.volume.source().store().clone()))
-            })
-        };
-        let Some((source, store)) = source else { return self.fill(id) };
+    /// A mount is being made: what its profile says can come meanwhile.
+    pub(super) fn warm(self: &Arc<Self>, warm: Warm) {
+        let begun = Warmed { following: Following::Loading, volume: None };
+        lock(&self.warmed).insert(warm.id, begun);
         let serving = Arc::clone(self);
         thread::spawn(move || {
-            let loaded = profile::load(&source, &store);
-            serving.follow(id, &source, loaded);
+            let id = warm.id;
+            let references = if warm.references { References::Allow } else { References::Refuse };
+            let volume = access::kept(&serving.state.mount(id)).and_then(|access| {
+                serving.volume(Origin::of_warm(&warm, &access), &warm.map, references)
+            });
+            match volume {
+                Ok(volume) => {
+                    if let Some(warmed) = lock(&serving.warmed).get_mut(&id) {
+                        warmed.volume = Some(Arc::clone(&volume));
+                    }
+                    serving.load(id, &warm.profile, &volume);
+                }
+                Err(e) => serving.settle(id, |_| Following::Unusable(e.to_string())),
+            }
         });
     }
 
-    fn follow(
-        self: &Arc<Self>,
-        id: MountId,
-        source: &ProfileSource,
-        loaded: Result<Option<Vec<ByteRange>>>,
-    ) {
+    /// Serves `mount`, and brings what nobody has asked for yet: what its profile says, then
+    /// everything, as far as that is wanted. A profile may have to be fetched: that is waited for
+    /// elsewhere.
+    pub(super) fn bring(self: &Arc<Self>, id: MountId, mut mount: Mount) {
+        let volume = Arc::clone(&mount.volume);
+        let profile = mount.attach.profile.clone();
+        let begun = {
+            let mut warmed = lock(&self.warmed);
+            let begun = warmed.remove(&id);
+            let is_begun = begun.is_some();
+            mount.following = begun.map(|begun| begun.following).unwrap_or(match profile {
+                Some(_) => Following::Loading,
+                None => Following::None,
+            });
+            lock(&self.mounts).insert(id, mount);
+            is_begun
+        };
+        match profile {
+            Some(source) if !begun => {
+                let serving = Arc::clone(self);
+                thread::spawn(move || serving.load(id, &source, &volume));
+            }
+            _ => self.lead(id),
+        }
+    }
+
+    /// Looks for a profile and begins to follow it, for a mount that is served or being made.
+    fn load(self: &Arc<Self>, id: MountId, source: &ProfileSource, volume: &Arc<ImageVolume>) {
+        let loaded = profile::load(source, volume.source().store());
         let _runtime = self.runtime.enter();
-        let ended = {
+        self.settle(id, |mount| match (loaded, mount) {
+            (Ok(Some(ranges)), Some(mount)) => {
+                Following::Begun(mount.device.follow(ranges.into_iter()))
+            }
+            (Ok(Some(ranges)), None) => Following::Begun(volume.follow(ranges.into_iter(), None)),
+            (Ok(None), _) => Following::None,
+            (Err(e), _) => {
+                log!("mount {id} goes without the profile of {}: {e}", source.image.0);
+                Following::Unusable(e.to_string())
+            }
+        });
+    }
+
+    /// Says how a mount follows its profile, which is served, or not yet.
+    fn settle(self: &Arc<Self>, id: MountId, following: impl FnOnce(Option<&Mount>) -> Following) {
+        {
+            let mut warmed = lock(&self.warmed);
+            if let Some(begun) = warmed.get_mut(&id) {
+                begun.following = following(None);
+                return;
+            }
+            // Where neither is, the mount is gone.
             let mut mounts = lock(&self.mounts);
             let Some(mount) = mounts.get_mut(&id) else { return };
-            let (following, ended) = match loaded {
-                Ok(Some(ranges)) => {
-                    let follow = mount.device.follow(ranges.into_iter());
-                    let ended = follow.ended();
-                    (Following::Begun(follow), Some(ended))
-                }
-                Ok(None) => (Following::Not("none"), None),
-                Err(e) => {
-                    log!("mount {id} goes without the profile of {}: {e}", source.image.0);
-                    (Following::Unusable(e.to_string()), None)
-                }
-            };
-            mount.following = following;
-            ended
+            mount.following = following(Some(mount));
+        }
+        self.lead(id);
+    }
+
+    /// Sees to what comes after the profile of a mount that is served.
+    fn lead(self: &Arc<Self>, id: MountId) {
+        let ended = {
+            let mounts = lock(&self.mounts);
+            match mounts.get(&id).map(|mount| &mount.following) {
+                Some(Following::Begun(follow)) => Some(follow.ended()),
+                // Whoever loads it comes here again.
+                Some(Following::Loading) | None => return,
+                Some(Following::None | Following::Unusable(_)) => None,
+            }
         };
         let Some(ended) = ended else { return self.fill(id) };
         let serving = Arc::clone(self);
@@ -132,7 +198,8 @@ pub(super) fn profile_status(mount: &Mount) -> ProfileStatus {
         _ => None,
     };
     let (state, problem) = match &mount.following {
-        Following::Not(state) => (*state, None),
+        Following::Loading => ("loading", None),
+        Following::None => ("none", None),
         Following::Unusable(problem) => ("unusable", Some(problem.clone())),
         Following::Begun(follow) => match follow.progress().state {
             FollowState::Running => ("running", None),

@@ -9,6 +9,7 @@
 //! Invariant: one volume for all who use the same map, cache and store with the same credentials.
 
 use std::{
+    collections::HashMap,
     path::{Path, PathBuf},
     sync::{Arc, Weak},
 };
@@ -20,8 +21,14 @@ use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
 use burgeon_volume::{DirectFile, LazyDevice, VirtualArea, Volume};
 
-use super::{Serving, SharedCounters, lock};
-use crate::{access, id::MountId, images, link::Attach, prepared};
+use super::{Mount, Serving, SharedCounters, lock};
+use crate::{
+    access,
+    id::MountId,
+    images,
+    link::{Attach, Warm},
+    prepared,
+};
 
 pub(super) type ImageVolume = Volume<Objects, DirectFile>;
 pub(super) type Area = VirtualArea<Objects, DirectFile>;
@@ -39,6 +46,12 @@ impl Origin {
     /// Of the image that is mounted.
     pub(super) fn of(attach: &Attach, access: &Access) -> Self {
         let Attach { cache, store, .. } = attach;
+        Self { cache: cache.clone(), store: store.clone(), access: access.for_location(store) }
+    }
+
+    /// The same, before it is mounted.
+    pub(super) fn of_warm(warm: &Warm, access: &Access) -> Self {
+        let Warm { cache, store, .. } = warm;
         Self { cache: cache.clone(), store: store.clone(), access: access.for_location(store) }
     }
 }
@@ -101,7 +114,10 @@ impl Serving {
             device = device.with_area(range.start(), area)?;
         }
         Ok(match attach.fetch_limit {
-            Some(bytes) => device.with_fetch_limit(bytes),
+            Some(bytes) => {
+                volume.stop_reading_ahead();
+                device.with_fetch_limit(bytes)
+            }
             None => device,
         })
     }
@@ -139,7 +155,12 @@ impl Serving {
         let own = image.store.folder() == Some(&*self.state.store());
         let references = if own { References::Allow } else { References::Refuse };
         let origin = Origin { cache: folder.join("cache"), store: image.store, access };
-        self.volume(origin, &image.map, references)
+        let volume = self.volume(origin, &image.map, references)?;
+        let limited = |mounts: &HashMap<MountId, Mount>| mounts.get(&id)?.attach.fetch_limit;
+        if limited(&lock(&self.mounts)).is_some() {
+            volume.stop_reading_ahead();
+        }
+        Ok(volume)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Makes a mount.
 //!
 //! ```text
-//!   resolve ─► prepare (once an image) ─► reserve the sprout ─► copy the seed under its own fsid
+//!   resolve ─► prepare (once an image); with its map the server begins to follow the profile ─► reserve the sprout ─► copy the seed under its own fsid
 //!     ─► FUSE connection or ublk device, slots ─► the server attaches ─► its block device, loops on
 //!     the seed and the sprout ─► btrfs: seed, sprout added, writable ─► a detached mount of the subvolume
 //! ```
@@ -12,12 +12,12 @@
 use std::{
     fs,
     os::fd::OwnedFd,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{Digest, Error, ErrorKind, Result};
 use burgeon_frontend::Slots;
 use burgeon_source::{Access, Location};
 
@@ -29,7 +29,7 @@ use crate::{
     access, chain, files,
     id::MountId,
     images,
-    link::Attach,
+    link::{Attach, ToServer, Warm},
     plumbing, prepared, profile,
     protocol::{MountRequest, Mounted},
     spare,
@@ -83,7 +83,8 @@ impl Supervisor {
         let folder = self.state.mount(id);
         fs::create_dir(&folder)
             .map_err(|e| Error::io(format!("cannot make {}", folder.display()), e))?;
-        let planned = Plan::make(&self.state, request, store, id);
+        let mapped = |image, map: &Path| self.warm(id, request, store, image, map);
+        let planned = Plan::make(&self.state, request, store, id, &mapped);
         let mut plan = planned.inspect_err(|_| self.abandon(id))?;
         let made = self.make(id, request, &mut plan);
         if made.is_err() {
@@ -91,6 +92,36 @@ impl Supervisor {
             plan.undo(&self.state);
         }
         made
+    }
+
+    /// Lets the server bring the profile's data while the rest of the mount is made. It is a hint:
+    /// what goes wrong with it goes wrong again where it is told.
+    fn warm(
+        &self,
+        id: MountId,
+        request: &MountRequest,
+        store: &Location,
+        image: Digest,
+        map: &Path,
+    ) {
+        if request.fetch_limit.is_some() {
+            // Only what is served has a budget.
+            return;
+        }
+        let folder = self.state.mount(id);
+        let (access, cache) = (&request.access, self.state.image(&image));
+        let ready = access::keep(&folder, store, access)
+            .and_then(|()| prepared::make_folder(&cache))
+            .and_then(|()| profile::source(&self.state, &request.profile, image, &folder));
+        let Ok(Some(profile)) = ready else { return };
+        self.table().send(&ToServer::Warm(Warm {
+            id,
+            map: map.to_owned(),
+            cache: cache.join("cache"),
+            store: store.clone(),
+            references: store.folder() == Some(&*self.state.store()),
+            profile,
+        }));
     }
 
     fn make(

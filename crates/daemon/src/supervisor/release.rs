@@ -20,7 +20,10 @@ use super::{
     Supervisor,
     table::{Entry, MountRecord},
 };
-use crate::{chain, files, id::MountId, paths::StateDir, protocol::WritesState, spare, transport};
+use crate::{
+    chain, files, id::MountId, link::ToServer, paths::StateDir, protocol::WritesState, spare,
+    transport,
+};
 
 /// How long the loops may take to detach after the FUSE file is closed before somebody is told:
 /// they do it within milliseconds.
@@ -93,7 +96,11 @@ impl Supervisor {
 
     /// A mount that could not be made: everything it had has been closed by the caller.
     pub(super) fn abandon(&self, id: MountId) {
-        let entry = self.table().mounts.remove(&id);
+        let entry = {
+            let mut table = self.table();
+            table.send(&ToServer::Cool { id });
+            table.mounts.remove(&id)
+        };
         let (record, lock) = match entry {
             // Closing the last descriptor of /dev/fuse aborts the connection, if it still lives.
             Some(Entry { record, _writes_lock, .. }) => (Some(record), _writes_lock),

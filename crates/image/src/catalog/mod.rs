@@ -128,8 +128,12 @@ pub fn list(store: &impl ObjectStore) -> Result<Vec<(String, Result<ImageRecord>
 /// What `name` stands for. `NotFound` offers names that are like it.
 pub fn resolve(store: &impl ObjectStore, name: &str) -> Result<ImageRecord> {
     let object = name_object(name)?;
-    if store.len(&object)?.is_some() {
-        return read_record(store, &object);
+    // Asked for at once, because over a network each question is a round trip.
+    match read_record(store, &object) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        // A store that is not there yet has no images.
+        Err(_) if store.len(&object)?.is_none() => {}
+        found => return found,
     }
     let objects = match store.list("images") {
         // A web server need not list: then there is nothing to offer.
