@@ -1,7 +1,8 @@
 # make demo    what Burgeon does, on a real tree of this machine (as root or with sudo)
 # make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
 # make bench   the figures of the documents, as ratios to other programs on this machine
-# make bench-start   the same for cold starts of real programs over a slow network
+# make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
+#              ordinary ones beside stargz-snapshotter
 # make bench-ublk    the same over ublk, in the lab
 #
 # make install put the command and its systemd unit in place (DESTDIR is honoured)
@@ -21,11 +22,16 @@ TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs fio=fio debootstrap=debootstrap s
 	setfacl=acl setcap=libcap2-bin losetup=mount unshare=util-linux xz=xz-utils zstd=zstd \
 	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
 	nginx=nginx-light umoci=umoci skopeo=skopeo \
-	docker-registry=docker-registry htpasswd=apache2-utils
+	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl
 BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
 	qemu-storage-daemon=qemu-system-common
+# Of stargz-snapshotter Debian has the libraries, and not its daemon: that is compiled from them.
+GO_LIBRARIES := /usr/share/gocode/src/github.com/containerd
 START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=curl zstd=zstd \
-	pgrep=procps losetup=mount /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring
+	pgrep=procps losetup=mount /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
+	umoci=umoci skopeo=skopeo docker-registry=docker-registry containerd=containerd \
+	ctr-remote=stargz-snapshotter /usr/bin/go=golang-go \
+	$(GO_LIBRARIES)/stargz-snapshotter=golang-github-containerd-stargz-snapshotter-dev
 
 LAB_NEEDS := qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
 	busybox=busybox-static cpio=cpio depmod=kmod
@@ -57,7 +63,8 @@ bench-start: build
 
 # The guest sees this machine's programs; its own disk is its memory.
 bench-ublk: build
-	dev/need $(BUILD_NEEDS) $(LAB_NEEDS) fio=fio mkfs.btrfs=btrfs-progs
+	dev/need $(BUILD_NEEDS) $(LAB_NEEDS) fio=fio mkfs.btrfs=btrfs-progs \
+		/usr/lib/llvm-14/lib/libclang.so=libclang-dev
 	$(CARGO) build --release --locked --package xtask
 	$(CARGO) build --release --locked --package burgeon-frontend --example ublk_zeros
 	$(CARGO) install --quiet --locked --no-default-features --root $(TARGET)/tools rublk

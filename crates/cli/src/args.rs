@@ -40,7 +40,8 @@ pub(crate) struct Args {
 /// Options of every command, before or after its name.
 #[derive(ClapArgs, Debug, Clone)]
 pub(crate) struct Global {
-    /// Where images and their data are [default: a store in the state directory]
+    /// Where images and their data are [default: a store in the state directory]; for build, mount
+    /// and pull also oci://REGISTRY/REPOSITORY, whose tags are the names
     #[arg(long, global = true, value_name = "PATH|URL", env = "BURGEON_STORE")]
     pub(crate) store: Option<String>,
     /// Where this host keeps caches, writes and the daemon's socket
@@ -71,6 +72,7 @@ Examples:
 Examples:
   burgeon index oci-layout:DIR:TAG                    this host reads the image from there
   burgeon index oci-layout:DIR:TAG --push             puts the index beside the image, says its digest
+  burgeon index oci://registry.example/app:7 --push   the same in a registry
   burgeon mount oci-layout:DIR:TAG /mnt/o --index sha256:…    on any host, by that digest")]
     Index(Index),
     /// Mount an image; it is usable when this returns
@@ -215,7 +217,7 @@ pub(crate) enum Checksum {
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Index {
-    /// The image: oci-layout:DIR[:TAG|@DIGEST]
+    /// The image: oci://REGISTRY/REPOSITORY[:TAG|@DIGEST] or oci-layout:DIR[:TAG|@DIGEST]
     pub(crate) source: String,
     /// Put the index beside the image, where other hosts find it
     #[arg(long)]

@@ -7,7 +7,9 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
-    time::Instant,
+    sync::{Arc, Mutex, PoisonError},
+    thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -20,7 +22,7 @@ use rustix::{
 use crate::{
     args,
     commands::{Context, images, mount, need_mount_privilege, umount},
-    output::{bytes, duration_us, percent},
+    output::{self, bytes, duration_us, percent},
 };
 
 /// Where images of a few GiB fit on most machines; `/tmp` is often memory.
@@ -31,17 +33,23 @@ const WRITE_LIMIT: u64 = 1 << 30;
 
 pub(crate) fn demo(context: &Context, args: args::Demo) -> Result<ExitCode> {
     need_mount_privilege("demo")?;
+    if context.json {
+        output::turn_aside();
+    }
     // SAFETY: this process has one thread here, and only its view of mounts changes.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.context("cannot make a mount namespace")?;
     mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::DOWNSTREAM)
         .context("cannot keep mounts to this demonstration")?;
-    let stage = Stage::new()?;
-    let shown = stage.run(&args);
+    let stage = Arc::new(Stage::new()?);
+    let shown = stage.tree(&args).and_then(|tree| {
+        stage.heed_signals()?;
+        stage.run(&tree)
+    });
     let cleaned = stage.clean();
     shown?;
     cleaned?;
     if context.json {
-        crate::output::print_json(&serde_json::json!({ "demo": "done" }))?;
+        output::print_json(&serde_json::json!({ "demo": "done" }))?;
     } else {
         println!(
             "\nEverything is cleaned up. Next: burgeon build DIR NAME; burgeon mount NAME PATH"
@@ -54,6 +62,8 @@ pub(crate) fn demo(context: &Context, args: args::Demo) -> Result<ExitCode> {
 struct Stage {
     folder: PathBuf,
     context: Context,
+    /// Held by who mounts and by who cleans up: while a daemon is started it cannot be ended.
+    turn: Mutex<()>,
 }
 
 impl Stage {
@@ -64,13 +74,32 @@ impl Stage {
             fs::create_dir(folder.join(name))?;
         }
         let state = StateDir::open(&folder.join("state"))?;
-        Ok(Self { folder, context: Context { state, store: None, json: false } })
+        let context = Context { state, store: None, repository: None, json: false };
+        Ok(Self { folder, context, turn: Mutex::default() })
     }
 
-    fn run(&self, args: &args::Demo) -> Result<()> {
-        let tree = if args.debian { self.debootstrap()? } else { args.tree.clone() };
+    fn tree(&self, args: &args::Demo) -> Result<PathBuf> {
+        if args.debian { self.debootstrap() } else { Ok(args.tree.clone()) }
+    }
+
+    /// From now on who interrupts it leaves nothing behind, either.
+    fn heed_signals(self: &Arc<Self>) -> Result<()> {
+        let signals = burgeon_daemon::block_termination().context("cannot block signals")?;
+        let stage = Arc::clone(self);
+        thread::spawn(move || {
+            let Ok(signal) = signals.wait() else { return };
+            // What is being built may put something more into the folder, once.
+            while stage.clean().is_err() && stage.folder.exists() {
+                thread::sleep(Duration::from_millis(100));
+            }
+            std::process::exit(128 + signal);
+        });
+        Ok(())
+    }
+
+    fn run(&self, tree: &Path) -> Result<()> {
         step(&format!("build an image of {}", tree.display()));
-        images::build_tree(&self.context, &tree, "demo")?;
+        images::build_tree(&self.context, tree, "demo")?;
 
         step("mount it");
         let (a, b) = (self.folder.join("a"), self.folder.join("b"));
@@ -115,6 +144,7 @@ impl Stage {
             fetch_limit: None,
             fast: false,
         };
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         mount::place(&self.context, args)?;
         Ok(since(begun))
     }
@@ -155,6 +185,7 @@ impl Stage {
 
     /// Takes everything away, also after a failure half-way.
     fn clean(&self) -> Result<()> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let mut first_error = None;
         for name in ["b", "a"] {
             let path = self.folder.join(name);
@@ -203,7 +234,7 @@ fn run_program(root: &Path) -> Result<()> {
         .output()
         .context("cannot run chroot")?;
     ensure!(output.status.success(), "the program: {}", String::from_utf8_lossy(&output.stderr));
-    print!("{}", String::from_utf8_lossy(&output.stdout));
+    println!("{}", String::from_utf8_lossy(&output.stdout).trim_end());
     println!("in {}, with every page of it fetched just now", since(begun));
     Ok(())
 }

@@ -6,6 +6,8 @@ use std::process::ExitCode;
 use burgeon_block::ErrorKind;
 use serde_json::json;
 
+use crate::output;
+
 /// A privilege is missing: the sentence says which.
 #[derive(Debug)]
 pub(crate) struct NotPermitted(pub(crate) String);
@@ -34,7 +36,7 @@ impl std::error::Error for Busy {}
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     say(error);
     if json {
-        println!("{}", json!({ "error": document(error) }));
+        let _ = output::print_json(&json!({ "error": document(error) }));
     }
     code_of(error)
 }

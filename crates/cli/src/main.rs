@@ -8,12 +8,15 @@
 //!
 //! With `--json`, standard output carries exactly one JSON document, also when the command fails.
 
+// First, because of its macros.
+#[macro_use]
+mod output;
+
 mod args;
 mod commands;
 mod demo;
 mod exit;
 mod holders;
-mod output;
 mod progress;
 
 use std::{ffi::OsStr, path::Path, process::ExitCode};
@@ -46,9 +49,14 @@ fn main() -> ExitCode {
         }
     };
     let json = args.global.json;
-    match commands::run(args) {
-        Ok(code) => code,
-        Err(e) => exit::report(&e, json),
+    let code = commands::run(args).unwrap_or_else(|e| exit::report(&e, json));
+    match output::refused() {
+        Some(e) if code == ExitCode::SUCCESS => {
+            let e = e.into();
+            exit::say(&e);
+            exit::code_of(&e)
+        }
+        _ => code,
     }
 }
 

@@ -1,10 +1,73 @@
 //! Numbers for people, and documents for programs.
+//!
+//! A reader who has seen enough (`| head`) and a disk that is full stop no work: what standard output
+//! refuses is noted, and said when the command ends. So the macros of the standard library, which
+//! panic then, are not used here.
 
+use std::{
+    fmt::Arguments,
+    io::{self, ErrorKind, Write},
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+};
+
+use burgeon_block::Error;
 use serde::Serialize;
+
+/// Prints a line on standard output.
+macro_rules! println {
+    () => { $crate::output::line(format_args!("")) };
+    ($($words:tt)*) => { $crate::output::line(format_args!($($words)*)) };
+}
+
+/// Says a line on standard error, if somebody listens.
+macro_rules! eprintln {
+    ($($words:tt)*) => { $crate::output::say(format_args!($($words)*)) };
+}
+
+/// Whether lines go to standard error.
+static ASIDE: AtomicBool = AtomicBool::new(false);
+
+/// From now on lines go to standard error, because standard output is for the one document.
+pub(crate) fn turn_aside() {
+    ASIDE.store(true, Relaxed);
+}
+
+/// What standard output refused first.
+static REFUSED: OnceLock<io::Error> = OnceLock::new();
+
+/// What `println!` calls.
+pub(crate) fn line(words: Arguments<'_>) {
+    match ASIDE.load(Relaxed) {
+        true => say(words),
+        false => note(writeln!(io::stdout(), "{words}")),
+    }
+}
+
+/// What `eprintln!` calls.
+pub(crate) fn say(words: Arguments<'_>) {
+    let _ = writeln!(io::stderr(), "{words}");
+}
+
+/// Takes note of how writing to standard output went.
+pub(crate) fn note(result: io::Result<()>) {
+    if let Err(error) = result {
+        let _ = REFUSED.set(error);
+    }
+}
+
+/// What standard output refused, unless its reader wanted no more.
+pub(crate) fn refused() -> Option<Error> {
+    let error = REFUSED.get().filter(|error| error.kind() != ErrorKind::BrokenPipe)?;
+    let error = error.raw_os_error().map_or(error.kind().into(), io::Error::from_raw_os_error);
+    Some(Error::io("cannot write to standard output", error))
+}
 
 /// Prints `value` as the command's one JSON document.
 pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
-    println!("{}", serde_json::to_string_pretty(value)?);
+    note(writeln!(io::stdout(), "{}", serde_json::to_string_pretty(value)?));
     Ok(())
 }
 

@@ -2,52 +2,20 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{
-    fs,
-    os::unix::fs::{FileExt, symlink},
-    path::Path,
-    process::Command,
-    time::Duration,
-};
+mod layered;
+
+use std::{fs, os::unix::fs::FileExt, path::Path};
 
 use burgeon_image::{Limits, Manifest};
 use burgeon_layer::Table;
 use burgeon_source::derived_object;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use testkit::{Burgeon, Link, OciLayout, Registry, Rng, Space, compare, skopeo_copy};
+use testkit::{Burgeon, OciLayout, Space, compare, skopeo_copy};
+
+use self::layered::{layered, text};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
-
-/// Bytes that compress to a half.
-fn text(seed: u64, len: usize) -> Vec<u8> {
-    Rng::new(seed).bytes(len).iter().map(|byte| b'a' + (byte & 15)).collect()
-}
-
-/// An image of three layers: small and large files, some of which do not last.
-fn layered(folder: &Path) -> OciLayout {
-    let layout = OciLayout::new(folder).unwrap();
-    let first = |root: &Path| {
-        for n in 0..300 {
-            fs::create_dir_all(root.join(format!("small/{}", n % 7))).unwrap();
-            let len = 100 + 97 * n as usize;
-            fs::write(root.join(format!("small/{}/{n}", n % 7)), text(n, len)).unwrap();
-        }
-        fs::write(root.join("large"), text(1000, 12_000_000)).unwrap();
-        fs::write(root.join("gone"), text(1001, 3_000_000)).unwrap();
-        symlink("large", root.join("link")).unwrap();
-    };
-    layout.change(first).unwrap();
-    let second = |root: &Path| {
-        fs::remove_file(root.join("gone")).unwrap();
-        fs::remove_dir_all(root.join("small/3")).unwrap();
-        fs::write(root.join("small/1/8"), text(1002, 40_000)).unwrap();
-        fs::write(root.join("last"), text(1003, 2_000_000)).unwrap();
-    };
-    layout.change(second).unwrap();
-    layout.change(|root| fs::hard_link(root.join("large"), root.join("again")).unwrap()).unwrap();
-    layout
-}
 
 fn source(folder: &Path) -> String {
     format!("oci-layout:{}:latest", folder.display())
@@ -182,39 +150,6 @@ fn only_what_is_read_is_fetched_and_only_right_bytes_are_given() {
     other.umount(mounted);
 }
 
-#[test]
-fn an_indexed_image_of_a_registry_is_read_from_there() {
-    let space = Space::new("index-registry");
-    let layout = layered(&space.path("layout"));
-    let unpacked = layout.unpack(&space.path("bundle")).unwrap();
-    let passwords = space.path("passwords");
-    let made = Command::new("htpasswd").args(["-Bbn", "user", "hunter2"]).output().unwrap();
-    fs::write(&passwords, made.stdout).unwrap();
-    let registry = Registry::start(&space.path("registry"), Some(&passwords)).unwrap();
-    let link = Link::new(registry.address(), Duration::ZERO, 1 << 30).unwrap();
-    let host = link.address().to_string();
-    let from = format!("oci:{}:latest", layout.folder().display());
-    let to = format!("docker://{}/app:1", registry.address());
-    skopeo_copy(&["--dest-creds=user:hunter2"], &from, &to).unwrap();
-    // As `docker login` writes it ("user:hunter2" in base 64): the server gets it from the command.
-    let docker = space.make_folder("docker");
-    let auths = format!(r#"{{"auths": {{"{host}": {{"auth": "dXNlcjpodW50ZXIy"}}}}}}"#);
-    fs::write(docker.join("config.json"), auths).unwrap();
-    let burgeon = Burgeon::new(PROGRAM, &space).env("DOCKER_CONFIG", &docker);
-    let source = format!("oci://{host}/app:1");
-    let made: Value = serde_json::from_str(&burgeon.ok(&["index", &source, "--json"])).unwrap();
-    let whole = made["image_bytes"].as_u64().unwrap();
-    let before = link.bytes();
-    assert!(before >= whole, "{before} of {whole}");
-    let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
-    let read = |name: &str| fs::read(mounted.path().join(name)).unwrap();
-    assert!(read("last") == fs::read(unpacked.join("last")).unwrap());
-    let fetched = link.bytes() - before;
-    assert!(fetched < whole / 2, "{fetched} of {whole}");
-    compare(&unpacked, mounted.path()).unwrap().assert_same();
-    burgeon.umount(mounted);
-}
-
 /// Writes a blob into a layout; gives its digest.
 fn put(layout: &Path, bytes: &[u8]) -> (String, usize) {
     let digest = format!("sha256:{}", sha256(bytes));
@@ -322,4 +257,33 @@ fn what_a_believed_table_says_wrongly_is_an_error_and_never_other_bytes() {
     let metadata = fs::metadata(mounted.path().join("large")).unwrap();
     assert_eq!(metadata.len(), fs::metadata(unpacked.join("large")).unwrap().len());
     victim.umount(mounted);
+}
+
+#[test]
+fn an_index_is_no_image_to_push_and_all_of_its_image_can_be_pulled() {
+    let space = Space::new("index-pull");
+    let layout = layered(&space.path("layout"));
+    let unpacked = layout.unpack(&space.path("bundle")).unwrap();
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let source = source(layout.folder());
+    let made = push(&burgeon, &source);
+    let name = format!("{}/index", made["image"].as_str().unwrap());
+    let fails = |arguments: &[&str]| {
+        burgeon.fails(arguments, 1, "whose data is in that image's layers");
+    };
+    // Nothing is listening there: that it cannot be pushed is known before.
+    fails(&["push", &name, "oci://127.0.0.1:9/app:1"]);
+    fails(&["pull", "--eager", &name]);
+    // What a mount begins with is all that comes without --eager.
+    let said = burgeon.ok(&["pull", &source]);
+    assert!(said.contains("its data comes when it is read"), "{said}");
+    let said = burgeon.ok(&["pull", "--eager", &source, "--as", "whole"]);
+    assert!(said.contains("whole is complete"), "{said}");
+    // Nothing but this host is needed from now on, under either name.
+    fs::remove_dir_all(layout.folder()).unwrap();
+    for name in ["whole", made["image"].as_str().unwrap()] {
+        let mounted = burgeon.mount(name, &space.path("at"), &["--read-only"]);
+        compare(&unpacked, mounted.path()).unwrap().assert_same();
+        burgeon.umount(mounted);
+    }
 }

@@ -4,11 +4,14 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
+    ffi::OsStr,
     fs,
+    os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     process::Command,
 };
 
+use rustix::mount::MountFlags;
 use testkit::{Burgeon, Mounted, Space, bind_mount};
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -79,7 +82,77 @@ fn a_bad_mount_point() {
     let mounted = at.burgeon.mount("image:1", &space.path("at"), &LIMIT);
     at.refuses(mounted.path(), &LIMIT, UNUSABLE, "mounted there already");
     at.burgeon.umount(mounted);
+    // Of two who mount there at once, one would hide the other's files.
+    let taken = fs::File::open(space.path("at")).unwrap();
+    taken.lock().unwrap();
+    at.refuses(&space.path("at"), &LIMIT, UNUSABLE, "locked it");
+    drop(taken);
     at.still_mounts();
+}
+
+#[test]
+fn limits_of_the_shell_that_starts_the_daemon() {
+    let at = Installation::new("limits");
+    let point = at.space.make_folder("at");
+    let mount = at.burgeon.command(&["mount", "image:1", text(&point), LIMIT[0], LIMIT[1]]);
+    // Blocks of 512 or 1024 bytes: large enough for a log, and for nothing that is mounted.
+    let limited = |limit: &str| {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &format!("ulimit {limit}; exec \"$@\""), "sh"]);
+        shell.arg(mount.get_program()).args(mount.get_args()).output().unwrap()
+    };
+    let output = limited("-f 1000");
+    assert_eq!(output.status.code(), Some(FAILED), "{output:?}");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("File too large"), "{said}");
+    at.burgeon.ok(&["shutdown"]);
+    let output = limited("-S -n 16");
+    assert!(output.status.success(), "{output:?}");
+    at.burgeon.ok(&["umount", text(&point)]);
+}
+
+#[test]
+fn doctor_sees_where_nothing_can_be_mounted() {
+    let at = Installation::new("doctor");
+    let state = at.burgeon.state();
+    let command = at.burgeon.command(&["doctor"]);
+    let inside = |options: &[&str]| {
+        let mut unshare = Command::new("unshare");
+        unshare.args(options).arg(command.get_program()).args(command.get_args());
+        String::from_utf8(unshare.output().unwrap().stdout).unwrap()
+    };
+    let said = inside(&["--user", "--map-root-user"]);
+    assert!(said.contains("warning  privileges: CAP_SYS_ADMIN is that of a user"), "{said}");
+    let read_only = bind_mount(state, state);
+    let flags = MountFlags::BIND | MountFlags::RDONLY;
+    rustix::mount::mount_remount(state, flags, c"").unwrap();
+    let finished = at.burgeon.run(&["doctor"]);
+    drop(read_only);
+    assert_eq!(finished.code, Some(FAILED), "{finished:?}");
+    assert!(finished.stdout.contains("its file system is read-only"), "{finished:?}");
+    at.burgeon.ok(&["doctor"]);
+}
+
+#[test]
+fn paths_that_no_message_can_hold() {
+    let at = Installation::new("no-text");
+    let odd = at.space.folder().join(OsStr::from_bytes(b"odd\xff"));
+    fs::create_dir(&odd).unwrap();
+    let mount = [OsStr::new("mount"), OsStr::new("image:1"), odd.as_os_str()];
+    at.burgeon.fails(&mount, FAILED, "its name is not UTF-8");
+    let other = Burgeon::with_state(BURGEON, odd.join("state"));
+    other.fails(&["list"], FAILED, "the state directory");
+    assert!(!odd.join("state").exists());
+    at.still_mounts();
+}
+
+#[test]
+fn a_place_that_is_no_name_of_an_image() {
+    let at = Installation::new("place");
+    for place in ["oci://registry.example/app:7", "s3://bucket/app", "oci-layout:folder:7"] {
+        at.burgeon.fails(&["build", text(&at.tree), place], FAILED, "burgeon push");
+    }
+    assert_eq!(at.burgeon.ok(&["list"]).lines().count(), 2);
 }
 
 #[test]

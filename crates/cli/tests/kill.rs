@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, scaled, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -188,6 +188,40 @@ fn a_supervisor_dies_and_the_user_unmounts_before_there_is_another() {
     burgeon.ok(&["doctor", "--repair"]);
     burgeon.ok(&["doctor"]);
     assert_eq!(fs::read_dir(burgeon.state().join("mounts")).unwrap().count(), 0);
+}
+
+#[test]
+fn a_supervisor_that_cannot_start_a_thread_ends_and_the_next_one_takes_over() {
+    let space = Space::new("no-threads");
+    let set = set_up(&space, 5, &["--read-only", "--transport", "fuse"]);
+    let (burgeon, at) = (&set.burgeon, set.mounted.path().to_path_buf());
+    let supervisor = pid(burgeon, "supervisor_pid").unwrap();
+    // Without memory for a stack, the thread that would take away what is unmounted cannot begin.
+    let nothing = Rlimit { current: Some(0), maximum: Some(0) };
+    prlimit(Pid::from_raw(supervisor), Resource::As, nothing).unwrap();
+    rustix::mount::unmount(&at, rustix::mount::UnmountFlags::empty()).unwrap();
+    std::mem::forget(set.mounted);
+    assert!(wait_until(PATIENCE, || !burgeon.processes().contains(&(supervisor as u32))));
+    let released = wait_until(PATIENCE, || {
+        burgeon.ok(&["doctor", "--repair"]);
+        fs::read_dir(burgeon.state().join("mounts")).unwrap().count() == 0
+    });
+    assert!(released);
+}
+
+#[test]
+fn a_supervisor_that_does_not_answer_is_named_by_doctor() {
+    let space = Space::new("stopped");
+    let set = set_up(&space, 6, &["--read-only"]);
+    let supervisor = pid(&set.burgeon, "supervisor_pid").unwrap();
+    kill_process(Pid::from_raw(supervisor).unwrap(), Signal::STOP).unwrap();
+    let found = set.burgeon.run(&["doctor"]);
+    kill_process(Pid::from_raw(supervisor).unwrap(), Signal::CONT).unwrap();
+    assert_eq!(found.code, Some(1), "{found:?}");
+    let said = format!("PROBLEM  daemon: process {supervisor} does not answer");
+    assert!(found.stdout.contains(&said), "{found:?}");
+    set.burgeon.ok(&["doctor"]);
+    set.burgeon.umount(set.mounted);
 }
 
 #[test]

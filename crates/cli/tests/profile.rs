@@ -6,10 +6,14 @@
 use std::{
     fs,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use serde_json::Value;
-use testkit::{Burgeon, Fault, PATIENCE, Proxy, Rng, Space, WebServer, compare, wait_until};
+use testkit::{
+    Burgeon, Fault, Link, OciLayout, PATIENCE, Proxy, Registry, Rng, Space, WebServer, compare,
+    skopeo_copy, wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 /// Files of 200,000 bytes: each has a chunk of its own, or shares one with a neighbour.
@@ -92,6 +96,11 @@ fn what_a_command_reads_is_brought_first_at_the_next_mount() {
     assert!(count(&profile, "brought_bytes") < FILES / 2 * FILE_LEN as u64, "{profile}");
     assert!(count(&profile, "requests") <= 3, "{profile}");
     assert_eq!(count(&profile, "read_bytes"), 0);
+    // It began to come before there was a mount.
+    let log = fs::read_to_string(other.state().join("run/daemon.log")).unwrap();
+    let line = |what| log.lines().position(|line| line.contains(what));
+    let (warmed, made) = (line("comes meanwhile").unwrap(), line("mounted sample").unwrap());
+    assert!(warmed < made, "{log}");
     let misses = || other.status()["mounts"][0]["reads"]["misses"].as_u64().unwrap();
     let before = misses();
     assert_eq!(fs::read(at.join("f05")).unwrap(), Rng::new(5).bytes(FILE_LEN));
@@ -113,6 +122,7 @@ fn what_a_command_reads_is_brought_first_at_the_next_mount() {
         }
     }
     other.ok(&["profile", "rm", "sample"]);
+    other.fails(&["profile", "rm", "sample"], 3, "has no profile");
     burgeon.fails(&["profile", "show", "sample"], 3, "has no profile");
 }
 
@@ -163,7 +173,13 @@ fn a_profile_that_cannot_be_used_hinders_nobody() {
     let mounted = burgeon.mount("sample", &at, &[]);
     let file = space.path("recorded");
     let (place, kept) = (at.to_str().unwrap(), file.to_str().unwrap());
-    burgeon.ok(&["record", place, "--output", kept, "--", "cat", &reader(&at, &[9])[1]]);
+    // It goes into the file that was named, through a link of the user's, and into no other.
+    let (link, neighbour) = (space.path("link.profile"), space.path("link.new"));
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    fs::write(&neighbour, "the user's").unwrap();
+    let output = link.to_str().unwrap();
+    burgeon.ok(&["record", place, "--output", output, "--", "cat", &reader(&at, &[9])[1]]);
+    assert!(link.is_symlink() && fs::read_to_string(neighbour).unwrap() == "the user's");
     burgeon.fails(&["profile", "show", "sample"], 3, "has no profile");
     burgeon.umount(mounted);
     // Of another image.
@@ -222,4 +238,98 @@ fn the_source_s_faults_are_borne_while_a_profile_is_followed() {
     compare(&tree, &at).unwrap().assert_same();
     proxy.spoil(0, &[]);
     burgeon.umount(mounted);
+}
+
+#[test]
+fn a_mount_that_is_not_made_after_all_leaves_nothing_open() {
+    let space = Space::new("profile-cool");
+    let tree = tree(&space);
+    let at = space.make_folder("mnt");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "sample");
+    // It fails when its data has begun to come.
+    let mount = ["mount", "sample", at.to_str().unwrap(), "--write-limit", "900T"];
+    burgeon.fails(&mount, 6, "cannot reserve");
+    let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
+    assert!(log.contains("comes meanwhile"), "{log}");
+    let open_caches = || {
+        let folders =
+            burgeon.processes().into_iter().map(|id| fs::read_dir(format!("/proc/{id}/fd")));
+        let files = folders.flatten().flatten().flatten();
+        let paths = files.filter_map(|file| fs::read_link(file.path()).ok());
+        paths.filter(|path| path.ends_with("cache")).count()
+    };
+    assert!(wait_until(PATIENCE, || open_caches() == 0));
+}
+
+#[test]
+fn what_is_read_of_an_ordinary_image_is_brought_from_its_layers() {
+    const LEN: usize = 1 << 20;
+    let space = Space::new("profile-ordinary");
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    let fill = |root: &Path| {
+        for number in 0..FILES {
+            fs::write(root.join(format!("f{number:02}")), Rng::new(number).bytes(LEN)).unwrap();
+        }
+    };
+    layout.change(fill).unwrap();
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let link = Link::new(registry.address(), Duration::ZERO, 1 << 30).unwrap();
+    let from = format!("oci:{}:latest", layout.folder().display());
+    let at = space.path("mnt");
+    // Each format has parts of its own length: what is brought is all that is needed of them.
+    for (format, tag) in [("gzip", "gzip"), ("zstd:chunked", "zstd")] {
+        let to = format!("docker://{}/app:{tag}", registry.address());
+        let copy = format!("oci:{}:{tag}", space.path(tag).display());
+        skopeo_copy(&["--dest-compress-format", format], &from, &copy).unwrap();
+        skopeo_copy(&[], &copy, &to).unwrap();
+        let burgeon = Burgeon::with_state(PROGRAM, space.path(&format!("state-{tag}")));
+        let source = format!("oci://{}/app:{tag}", link.address());
+        let made: Value = serde_json::from_str(&burgeon.ok(&["index", &source, "--json"])).unwrap();
+        let mounted = burgeon.mount(&source, &at, &["--read-only"]);
+        let recorded = record(&burgeon, &at, &[20, 3]);
+        assert_eq!(recorded["not_in_store"], Value::Null, "{recorded}");
+        burgeon.umount(mounted);
+        let name = format!("{}/index", made["image"].as_str().unwrap());
+        let mut shown = paths(&burgeon.ok(&["profile", "show", &name]));
+        shown.dedup();
+        assert_eq!(shown, ["/f20", "/f03"]);
+        // Cold again.
+        let image = recorded["image"].as_str().unwrap();
+        fs::remove_file(burgeon.state().join("images").join(image).join("cache")).unwrap();
+        let before = link.bytes();
+        let mounted = burgeon.mount(&source, &at, &["--read-only"]);
+        let profile = brought(&burgeon);
+        let fetched = link.bytes() - before;
+        // Two files, and what else is in their parts.
+        let most = 12 * LEN as u64;
+        assert!((2 * LEN as u64..most).contains(&fetched), "{tag}: {fetched} for {profile}");
+        let misses = || burgeon.status()["mounts"][0]["reads"]["misses"].as_u64().unwrap();
+        let (link_before, misses_before) = (link.bytes(), misses());
+        for number in [3, 20] {
+            let bytes = fs::read(at.join(format!("f{number:02}"))).unwrap();
+            assert!(bytes == Rng::new(number).bytes(LEN), "{tag}, f{number:02}");
+        }
+        assert_eq!((link.bytes(), misses()), (link_before, misses_before), "all was local");
+        burgeon.umount(mounted);
+    }
+    // A host that has the index and the profile from elsewhere.
+    let publisher = Burgeon::with_state(PROGRAM, space.path("publisher"));
+    let source = format!("oci-layout:{}:latest", layout.folder().display());
+    let made = publisher.ok(&["index", &source, "--push", "--json"]);
+    let made: Value = serde_json::from_str(&made).unwrap();
+    let mounted = publisher.mount(&source, &at, &["--read-only"]);
+    let file = space.path("recorded");
+    let (place, kept) = (at.to_str().unwrap(), file.to_str().unwrap());
+    publisher.ok(&["record", place, "--output", kept, "--", "cat", &reader(&at, &[9])[1]]);
+    publisher.umount(mounted);
+    let other = Burgeon::with_state(PROGRAM, space.path("other"));
+    let index = made["index"].as_str().unwrap();
+    let mounted = other.mount(&source, &at, &["--read-only", "--index", index, "--profile", kept]);
+    assert!(brought(&other)["brought_bytes"].as_u64().unwrap() >= LEN as u64);
+    let misses = || other.status()["mounts"][0]["reads"]["misses"].as_u64().unwrap();
+    let before = misses();
+    assert!(fs::read(at.join("f09")).unwrap() == Rng::new(9).bytes(LEN));
+    assert_eq!(misses(), before, "all of it was local");
+    other.umount(mounted);
 }

@@ -195,7 +195,41 @@ fn what_cannot_be_pushed_says_why() {
     fs::write(&pack, bytes).unwrap();
     push("app", &at, 4, "does not match its name");
     burgeon.fails(&["pull", &at], 3, "no such thing");
-    burgeon.fails(&["build", tree.to_str().unwrap(), "x", "--store", &at], 1, "burgeon push");
+    burgeon.fails(&["list", "--store", &at], 1, "burgeon push");
+}
+
+#[test]
+fn a_repository_stands_in_the_place_of_a_store() {
+    let space = Space::new("push-repository");
+    let tree = small_tree(&space);
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let repository = format!("oci://{}/team/app", registry.address());
+    let maker = Burgeon::with_state(PROGRAM, space.path("maker")).option("--store");
+    let maker = maker.option(&repository);
+    let tree_path = tree.to_str().unwrap();
+    let told = maker.ok(&["build", tree_path, "v1"]);
+    assert!(told.contains("built v1") && told.contains(&format!("pushed v1 to {repository}:v1")));
+    // Once more: its data is there, and what has changed is when it was built.
+    let built = said(&maker, &["build", tree_path, "v1"]);
+    let reference = built["reference"].as_str().unwrap();
+    assert!(reference.starts_with(&format!("{repository}@sha256:")), "{built}");
+    assert_eq!(built["new_bytes"], 0, "{built}");
+    // What is no tag is refused before anything is built.
+    for name in ["app:1", "team/app"] {
+        maker.fails(&["build", tree_path, name], 1, "cannot be a tag");
+    }
+    maker.fails(&["list"], 1, "which image");
+
+    let user = Burgeon::with_state(PROGRAM, space.path("user"));
+    let at = space.path("at");
+    let mounted = user.mount("v1", &at, &["--read-only", "--store", &repository]);
+    compare(&tree, &at).unwrap().assert_same();
+    assert_eq!(user.status()["mounts"][0]["store"], reference);
+    user.umount(mounted);
+    user.ok(&["pull", "v1", "--eager", "--as", "app", "--store", &repository]);
+    user.ok(&["verify", "app"]);
+    let none = ["mount", "v2", at.to_str().unwrap(), "--store", &repository];
+    user.fails(&none, 3, "no such thing");
 }
 
 /// The manifest of the only image in the layout `folder`, and its blobs with their types.

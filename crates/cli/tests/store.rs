@@ -5,6 +5,7 @@
 
 use std::{
     fs,
+    io::Write,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -40,6 +41,31 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
+fn text_of(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+#[test]
+fn output_that_nobody_takes_is_no_panic() {
+    let space = Space::new("output");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree(&space, "tree", 1), "sample");
+    let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    for arguments in [&["list"][..], &["list", "--json"], &["inspect", "sample", "--map"]] {
+        // Whoever reads has seen enough: that is no failure.
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let left = burgeon.command(arguments).stdout(writer).output().unwrap();
+        assert_eq!((left.status.code(), text_of(&left.stderr)), (Some(0), ""), "{arguments:?}");
+        let lost = burgeon.command(arguments).stdout(full()).output().unwrap();
+        assert_eq!(lost.status.code(), Some(6), "{arguments:?}");
+        let said = text_of(&lost.stderr);
+        assert!(said.starts_with("burgeon: cannot write to standard output: "), "{said}");
+    }
+    let unheard = burgeon.command(&["inspect", "other"]).stderr(full()).status().unwrap();
+    assert_eq!(unheard.code(), Some(3));
+}
+
 #[test]
 fn images_are_listed_inspected_and_verified() {
     let space = Space::new("store");
@@ -61,6 +87,25 @@ fn images_are_listed_inspected_and_verified() {
     let error = burgeon.run(&["--json", "inspect", "sample:2"]);
     let document: Value = serde_json::from_str(&error.stdout).unwrap();
     assert_eq!(document["error"]["kind"], "not-found");
+}
+
+#[test]
+fn room_is_made_on_a_full_disk() {
+    let space = Space::new("full-store");
+    let disk = space.small_disk("disk", 64 << 20);
+    let burgeon = Burgeon::with_state(PROGRAM, disk.path().join("state"));
+    burgeon.build(&tree(&space, "tree", 1), "sample");
+    let mut filler = fs::File::create(disk.path().join("filler")).unwrap();
+    let full = loop {
+        if let Err(error) = filler.write_all(&[0; 4096]) {
+            break error;
+        }
+    };
+    assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
+    burgeon.ok(&["rm", "sample"]);
+    let collected = json(&burgeon, &["gc"]);
+    assert!(collected["bytes"].as_u64().unwrap() >= 3_000_000, "{collected:#}");
+    drop(burgeon);
 }
 
 #[test]
@@ -209,6 +254,20 @@ fn a_store_that_goes_away_is_an_error_until_it_is_back() {
     let read = reader.join().unwrap().unwrap();
     assert_eq!(read, fs::read(tree.join("folder/data")).unwrap());
     burgeon.umount(mounted);
+}
+
+#[test]
+fn nothing_is_built_where_the_own_store_was() {
+    let space = Space::new("own-away");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = tree(&space, "tree", 9);
+    burgeon.build(&tree, "sample");
+    let (own, away) = (burgeon.state().join("store"), space.path("away"));
+    fs::rename(&own, &away).unwrap();
+    burgeon.fails(&["list"], 3, "restore it");
+    burgeon.fails(&["build", text(&tree), "sample"], 3, "restore it");
+    fs::rename(&away, &own).unwrap();
+    burgeon.ok(&["verify", "sample"]);
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::{
         unix::net::UnixStream,
     },
     path::PathBuf,
+    time::Duration,
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -78,6 +79,12 @@ impl Client {
 }
 
 impl Client {
+    /// From now on an answer that takes longer is an error.
+    pub(crate) fn wait_at_most(&self, time: Duration) -> Result<()> {
+        let failed = |e| Error::io("cannot set how long to wait for the daemon", e);
+        self.stream.set_read_timeout(Some(time)).map_err(failed)
+    }
+
     /// The process that listens: the supervisor.
     pub(crate) fn supervisor(&self) -> Result<Pid> {
         rustix::net::sockopt::socket_peercred(&self.stream)

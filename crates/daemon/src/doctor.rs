@@ -8,12 +8,18 @@
 
 mod area;
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::Path,
+    time::{Duration, Instant},
+};
 
-use burgeon_block::{ObjectStore, Result};
+use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_frontend::ublk::Control;
 use burgeon_source::Directory;
 use rustix::{
+    fs::{Access, access},
+    io::Errno,
     process::{Resource, getrlimit},
     thread::{CapabilitySet, capabilities},
 };
@@ -39,6 +45,9 @@ const KERNEL_MIN: (u32, u32) = (6, 1);
 
 /// Free space below which a warning is worth it: nothing useful fits.
 const FREE_MIN: u64 = 1 << 30;
+
+/// How long a daemon may take to say how it is.
+const SILENCE_MAX: Duration = Duration::from_secs(10);
 
 /// How bad a finding is.
 #[derive(Serialize, Clone, Copy, PartialEq, Eq, Debug)]
@@ -102,8 +111,10 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
         memory_lock(),
         place(state),
     ]);
-    findings.push(daemon(state));
-    findings.extend(leftovers(state));
+    let runs = ask(state);
+    let left = leftovers(state, &runs);
+    findings.push(daemon(runs));
+    findings.extend(left);
     findings.extend(strays(state));
     findings.extend(store.and_then(builds));
     findings.extend(kept_writes(state));
@@ -119,7 +130,7 @@ pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
     }
     let strays = transport::strays(&mount_ids(state));
     strays.iter().try_for_each(|number| transport::remove_stray(*number))?;
-    if !leftovers(state).iter().any(|finding| finding.repairable) {
+    if !leftovers(state, &ask(state)).iter().any(|finding| finding.repairable) {
         return Ok(store.is_some() || !strays.is_empty());
     }
     Client::connect_or_start(state)?;
@@ -227,15 +238,23 @@ fn rings() -> Finding {
 }
 
 fn privileges() -> Finding {
-    if may_administrate() {
-        return Finding::fine("privileges", "CAP_SYS_ADMIN: may mount");
-    }
+    let lacks = match (may_administrate(), is_first_user_namespace()) {
+        (true, true) => return Finding::fine("privileges", "CAP_SYS_ADMIN: may mount"),
+        (true, false) => "CAP_SYS_ADMIN is that of a user namespace",
+        (false, _) => "CAP_SYS_ADMIN is missing",
+    };
     Finding::bad(
         Level::Warning,
         "privileges",
-        "CAP_SYS_ADMIN is missing: build, inspect and verify work, mount does not",
-        "run `burgeon mount` as root",
+        format!("{lacks}: build, inspect and verify work, mount does not"),
+        "run `burgeon mount` as root of the machine",
     )
+}
+
+/// Whether this is not a container with users of its own: no btrfs can be mounted in there.
+fn is_first_user_namespace() -> bool {
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    map.is_empty() || map.split_whitespace().eq(["0", "0", "4294967295"])
 }
 
 fn memory_lock() -> Finding {
@@ -265,6 +284,14 @@ fn place(state: &StateDir) -> Finding {
             "take another --state-dir",
         );
     }
+    if access(state.root(), Access::WRITE_OK) == Err(Errno::ROFS) {
+        return Finding::bad(
+            Level::Problem,
+            "state directory",
+            format!("{shown}: its file system is read-only"),
+            "mount it writable, or take another --state-dir",
+        );
+    }
     match space::free_space(state.root()) {
         Ok(free) if free < FREE_MIN => Finding::bad(
             Level::Warning,
@@ -282,8 +309,8 @@ fn place(state: &StateDir) -> Finding {
     }
 }
 
-fn daemon(state: &StateDir) -> Finding {
-    match ask(state) {
+fn daemon(runs: Result<bool>) -> Finding {
+    match runs {
         Ok(true) => Finding::fine("daemon", "runs and answers"),
         Ok(false) => Finding::fine("daemon", "does not run; `burgeon mount` starts it"),
         Err(e) => Finding::bad(
@@ -295,17 +322,25 @@ fn daemon(state: &StateDir) -> Finding {
     }
 }
 
-/// Whether a daemon runs and answers: one that is just dying still takes connections.
+/// Whether a daemon runs and answers: one that is just dying still takes connections. An error if it
+/// is silent.
 fn ask(state: &StateDir) -> Result<bool> {
-    match Client::connect(state)? {
-        Some(client) => Ok(client.call(&Request::Status).is_ok()),
-        None => Ok(false),
+    let Some(client) = Client::connect(state)? else { return Ok(false) };
+    client.wait_at_most(SILENCE_MAX)?;
+    let asked = Instant::now();
+    if client.call(&Request::Status).is_ok() {
+        return Ok(true);
     }
+    if asked.elapsed() < SILENCE_MAX {
+        return Ok(false);
+    }
+    let what = format!("process {} does not answer", client.supervisor()?.as_raw_nonzero());
+    Err(Error::new(ErrorKind::Unavailable, what))
 }
 
 /// What is left of a daemon that does not run any more. While one runs, all of this is its own.
-fn leftovers(state: &StateDir) -> Vec<Finding> {
-    if !matches!(ask(state), Ok(false)) {
+fn leftovers(state: &StateDir, runs: &Result<bool>) -> Vec<Finding> {
+    if !matches!(runs, Ok(false)) {
         return Vec::new();
     }
     let mut findings = Vec::new();

@@ -7,12 +7,16 @@
 
 use std::fs;
 
-use rustix::mm::{MlockAllFlags, mlockall};
+use rustix::{
+    mm::{MlockAllFlags, mlockall},
+    process::{Resource, Rlimit, getrlimit, setrlimit},
+};
 
 /// Hardens the calling process; returns what could not be had, in sentences. Nothing here is
 /// worth refusing to serve for.
 pub(crate) fn harden(lock_memory: bool) -> Vec<String> {
     let mut missing = Vec::new();
+    lift_limits();
     if let Err(e) = fs::write("/proc/self/oom_score_adj", "-1000") {
         missing.push(format!(
             "the kernel may kill the daemon when memory is short (oom_score_adj: {e})"
@@ -30,6 +34,26 @@ pub(crate) fn harden(lock_memory: bool) -> Vec<String> {
         }
     }
     missing
+}
+
+/// The limits of the shell that happened to start the daemon are not its own: it may hold as many
+/// descriptors as the kernel lets it, and a file that would become too large is an error.
+fn lift_limits() {
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    // Mounts need two to four descriptors each; with fewer than that there are fewer mounts.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+    // SAFETY: the signal is ignored, so no code of ours runs when it comes.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
+/// A supervisor that has lost one of its threads would be there and leave its work undone: it ends,
+/// and the next one takes everything over.
+pub(crate) fn end_on_panic() {
+    let say = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        say(panic);
+        std::process::abort();
+    }));
 }
 
 /// `linux/prctl.h`, since Linux 5.6.

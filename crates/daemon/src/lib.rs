@@ -56,11 +56,10 @@ pub use id::{Fsid, MountId};
 pub(crate) use log::log_line;
 pub use paths::StateDir;
 pub use prepared::{make_ready, prepare_process, sweep};
-pub use profile::{
-    forget_profile, keep_profile, kept_profile, kept_profiles, read_profile, write_profile,
-};
+pub use profile::{forget_profile, keep_profile, kept_profile, kept_profiles, read_profile};
 pub use seen::Seen;
 pub use server::serve_forever;
+pub use signals::{TerminationSignals, block_termination};
 pub use start::UNIT_PROPERTIES;
 pub use supervisor::supervise;
 pub use upgrade::{Upgraded, upgrade};

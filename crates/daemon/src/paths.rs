@@ -51,6 +51,11 @@ impl StateDir {
 
     /// Opens `path`, making it and its folders where they are missing.
     pub fn open(path: &Path) -> Result<Self> {
+        // Records and messages are JSON.
+        if path.to_str().is_none() {
+            let what = format!("the name of the state directory {} is not UTF-8", path.display());
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
         close(path)?;
         let root = fs::canonicalize(path).map_err(|e| {
             Error::io(format!("cannot open the state directory {}", path.display()), e)

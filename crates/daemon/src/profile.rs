@@ -30,7 +30,7 @@ pub fn read_profile(path: &Path) -> Result<Option<Profile>> {
 }
 
 /// Writes `profile` to the file `path`, whole and durably.
-pub fn write_profile(path: &Path, profile: &Profile) -> Result<()> {
+fn write_profile(path: &Path, profile: &Profile) -> Result<()> {
     files::publish(path, &profile.encode()?)
 }
 

@@ -10,7 +10,7 @@
 //! asks for that before it looks at anything in the store; so does `images.rs` for what is mapped.
 //! Only a collection of this host makes the record shorter, and it counts all of these.
 
-use std::{collections::BTreeSet, fs};
+use std::{collections::BTreeSet, fs, path::PathBuf};
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::catalog;
@@ -86,6 +86,10 @@ pub(crate) fn announce(
 /// writes' manifests.
 pub fn refresh(state: &StateDir, location: &Location, store: &Store) -> Result<Vec<Digest>> {
     store.check_writable()?;
+    // A host without a name has nothing on record; so a full disk does not stop who makes room on it.
+    if known_host(state)?.is_none() && needed(state, location, store)?.is_empty() {
+        return Ok(Vec::new());
+    }
     let host = host(state)?;
     let _lock = lock(state)?;
     let needed = needed(state, location, store)?;
@@ -96,15 +100,12 @@ pub fn refresh(state: &StateDir, location: &Location, store: &Store) -> Result<V
 }
 
 /// A name for this state directory that no other has: the host's, and some random digits.
-pub fn host(state: &StateDir) -> Result<String> {
-    let path = state.root().join("host-id");
-    match files::read_json(&path) {
-        Ok(host) => return Ok(host),
-        Err(e) if e.kind() == ErrorKind::NotFound => {}
-        Err(e) => return Err(e),
+fn host(state: &StateDir) -> Result<String> {
+    if let Some(host) = known_host(state)? {
+        return Ok(host);
     }
     let _lock = lock(state)?;
-    if let Ok(host) = files::read_json(&path) {
+    if let Some(host) = known_host(state)? {
         return Ok(host);
     }
     let name: String = crate::system::host_name()
@@ -113,8 +114,21 @@ pub fn host(state: &StateDir) -> Result<String> {
         .take(32)
         .collect();
     let host = format!("{name}-{}", MountId::random()?);
-    files::publish_json(&path, &host)?;
+    files::publish_json(&host_id(state), &host)?;
     Ok(host)
+}
+
+/// The name, if there is one yet: it is given when something is needed for the first time.
+pub fn known_host(state: &StateDir) -> Result<Option<String>> {
+    match files::read_json(&host_id(state)) {
+        Ok(host) => Ok(Some(host)),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+fn host_id(state: &StateDir) -> PathBuf {
+    state.root().join("host-id")
 }
 
 fn lock(state: &StateDir) -> Result<Lock> {

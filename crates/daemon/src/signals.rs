@@ -3,7 +3,7 @@
 use std::{io, mem::MaybeUninit};
 
 /// Blocks the signals that ask a daemon to end, in this thread and all it starts from now on.
-pub(crate) fn block_termination() -> io::Result<TerminationSignals> {
+pub fn block_termination() -> io::Result<TerminationSignals> {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: `sigemptyset` initialises the set before anything reads it; the other calls get
     // valid pointers to it, and a null pointer where the old mask is not wanted.
@@ -23,11 +23,11 @@ pub(crate) fn block_termination() -> io::Result<TerminationSignals> {
 }
 
 /// The blocked signals.
-pub(crate) struct TerminationSignals(libc::sigset_t);
+pub struct TerminationSignals(libc::sigset_t);
 
 impl TerminationSignals {
     /// Waits for one of them and returns its number.
-    pub(crate) fn wait(&self) -> io::Result<i32> {
+    pub fn wait(&self) -> io::Result<i32> {
         let mut signal = 0;
         // SAFETY: both pointers are valid; the set was initialised by `block_termination`.
         match unsafe { libc::sigwait(&self.0, &mut signal) } {

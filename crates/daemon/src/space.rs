@@ -36,7 +36,10 @@ pub(crate) fn limit(folder: &Path, wanted: Option<u64>) -> Result<u64> {
         if wanted < LIMIT_MIN {
             return Err(Error::new(
                 ErrorKind::Invalid,
-                format!("a write limit of {wanted} bytes is too small: btrfs needs {LIMIT_MIN}"),
+                format!(
+                    "a write limit of {wanted} bytes is too small: btrfs needs {} MiB",
+                    LIMIT_MIN >> 20
+                ),
             ));
         }
         return Ok(wanted / BLOCK_SIZE * BLOCK_SIZE);
@@ -82,7 +85,7 @@ pub(crate) fn create_sprout(path: &Path, limit: u64, thin: bool) -> Result<u64> 
     // Asked first: some file systems call such a file too large instead of themselves too small.
     let free = free_space(path.parent().unwrap_or(path))?;
     if reserved > free {
-        return Err(Error::new(ErrorKind::NoSpace, no_room(reserved, path)));
+        return Err(Error::new(ErrorKind::NoSpace, no_room(reserved, path, thin)));
     }
     reserve(&file, 0, reserved, path)?;
     file.sync_all().map_err(failed)?;
@@ -95,18 +98,17 @@ pub(crate) fn reserve(file: &File, offset: u64, len: u64, path: &Path) -> Result
         match fallocate(file, FallocateFlags::empty(), offset, len) {
             Ok(()) => return Ok(()),
             Err(rustix::io::Errno::INTR) => {}
-            Err(e) => return Err(Error::io(no_room(len, path), e.into())),
+            Err(e) => return Err(Error::io(no_room(len, path, false), e.into())),
         }
     }
 }
 
-fn no_room(len: u64, path: &Path) -> String {
-    format!(
-        "cannot reserve {} MiB for writes in {}: free some space, take a smaller --write-limit, or \
-         overcommit with --thin",
-        len >> 20,
-        path.display()
-    )
+fn no_room(len: u64, path: &Path, thin: bool) -> String {
+    let way_out = match thin {
+        false => "free some space, take a smaller --write-limit, or overcommit with --thin",
+        true => "free some space, or take a --write-limit below that",
+    };
+    format!("cannot reserve {} MiB for writes in {}: {way_out}", len >> 20, path.display())
 }
 
 /// The size of a block device of the user's.

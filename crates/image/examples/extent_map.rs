@@ -11,6 +11,8 @@ use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, Source};
 const CALL: u64 = 5_000_000;
 const LOOKUPS: usize = 2_000_000;
 const ROUNDS: usize = 5;
+/// Words of the memory that lookups are compared with: a gigabyte, too much for every cache.
+const WORDS: u64 = 1 << 27;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let extents = match std::env::args().nth(1) {
@@ -73,6 +75,7 @@ fn run(folder: &std::path::Path, extents: u64) -> Result<(), Box<dyn Error>> {
         println!("looked up: {} ns median, {} ns at p99", quantile(500), quantile(990));
         tails.push(quantile(990));
     }
+    compare(&mut random);
     tails.sort_unstable();
     println!("lookup at p99: {} ns (median of {ROUNDS} rounds)", tails[ROUNDS / 2]);
     let used = resident()?.saturating_sub(before);
@@ -82,6 +85,21 @@ fn run(folder: &std::path::Path, extents: u64) -> Result<(), Box<dyn Error>> {
         used >> 20
     );
     Ok(())
+}
+
+/// What one look at memory takes that nobody has looked at lately: a lookup takes a few of them.
+fn compare(random: &mut u64) {
+    let memory: Vec<u64> = (0..WORDS).collect();
+    let look = |_| {
+        let at = (next(random) % WORDS) as usize;
+        let start = Instant::now();
+        std::hint::black_box(memory[at]);
+        start.elapsed().as_nanos() as u64
+    };
+    let mut times: Vec<u64> = (0..LOOKUPS).map(look).collect();
+    times.sort_unstable();
+    let (median, tail) = (times[LOOKUPS / 2], times[LOOKUPS * 99 / 100]);
+    println!("one look at a gigabyte of memory: {median} ns median, {tail} ns at p99");
 }
 
 /// SplitMix64.

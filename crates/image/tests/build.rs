@@ -424,7 +424,14 @@ fn an_image_is_prepared_for_mounting() {
     let digest = report.image.digest().unwrap();
     let manifest = load(&store, &report);
     let limits = burgeon_image::Limits::default();
-    let info = burgeon_image::prepare(&store, &digest, folder.path(), 0, &limits, || {}).unwrap();
+    let has = |name| folder.path().join(name).exists();
+    let mut told = 0;
+    let on_map = || {
+        assert!(has("map") && !has("seed"), "whoever needs the map alone need not wait");
+        told += 1;
+    };
+    let info = burgeon_image::prepare(&store, &digest, folder.path(), 0, &limits, on_map).unwrap();
+    assert_eq!(told, 1);
     let written = fs::read(folder.path().join("seed.info")).unwrap();
     assert_eq!(burgeon_btrfs::SeedInfo::from_bytes(&written).unwrap(), info);
     assert_eq!(info.data_end, manifest.data_range().end());

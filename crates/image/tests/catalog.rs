@@ -49,7 +49,8 @@ fn what_is_removed_is_collected_and_what_is_shared_stays() {
     let nothing = catalog::gc(&store, &[], false).unwrap();
     assert_eq!((nothing.manifests, nothing.packs, nothing.bytes), (0, 0, 0));
 
-    assert_eq!(catalog::remove(&store, "a", "me").unwrap().digest().unwrap(), a);
+    let removed = catalog::remove(&store, "a", "me").unwrap().unwrap();
+    assert_eq!(removed.digest().unwrap(), a);
     assert_eq!(catalog::remove(&store, "a", "me").unwrap_err().kind(), ErrorKind::NotFound);
     // The packs of a hold the common file, which b refers to; only the manifest goes.
     let planned = catalog::gc(&store, &[], true).unwrap();
@@ -67,6 +68,20 @@ fn what_is_removed_is_collected_and_what_is_shared_stays() {
     assert_eq!((all.manifests, all.packs), (1, 2));
     assert!(all.bytes > 1_900_000);
     assert!(store.list("packs").unwrap().is_empty());
+}
+
+#[test]
+fn a_name_whose_record_is_damaged_can_be_removed() {
+    let (_folder, store, [_, b]) = two();
+    fs::write(store.root().join("images/a"), b"{").unwrap();
+    assert_eq!(catalog::gc(&store, &[], false).unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(catalog::remove(&store, "a", "me").unwrap(), None);
+    assert_eq!(catalog::gc(&store, &[], false).unwrap().manifests, 1);
+    assert!(verify(&store, &b).damage.is_empty());
+    // What a newer Burgeon has written is not damaged.
+    fs::write(store.root().join("images/a"), b"{\"format\":9}").unwrap();
+    let newer = catalog::remove(&store, "a", "me").unwrap_err();
+    assert_eq!(newer.kind(), ErrorKind::UnsupportedFormat);
 }
 
 #[test]

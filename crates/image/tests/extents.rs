@@ -289,6 +289,33 @@ fn a_file_that_is_cut_off_anywhere_is_an_older_map_or_an_error() {
 }
 
 #[test]
+fn a_damaged_record_is_an_error_for_the_addresses_next_to_it_alone() {
+    let folder = created();
+    let mut writer = ExtentWriter::open(folder.path()).unwrap();
+    writer.map(&mapping(vec![computed(8192); 700])).unwrap();
+    drop(writer);
+    let files = NAMES.map(|name| fs::read(folder.path().join(name)).unwrap());
+    let before = content(&ExtentMap::open(folder.path()).unwrap());
+    assert_eq!(before.len(), 700);
+    // Also those by which the others are found; low bits and high ones.
+    for record in [0, 1, 2, 127, 128, 129, 200, 256, 384, 512, 640, 699] {
+        for (byte, bit) in [(0, 1), (0, 4), (1, 1), (7, 128)] {
+            let mut damaged = files.clone();
+            damaged[0][64 + record * 24 + byte] ^= bit;
+            let map = ExtentMap::over(logs(&damaged)).unwrap();
+            for (index, known) in before.iter().enumerate() {
+                let is_next = (index..=index + 1).contains(&record);
+                let found = map.find(known.0.start());
+                match found {
+                    Ok(extent) => assert!(extent.range == known.0 && !is_next, "{record}, {index}"),
+                    Err(error) => assert!(is_next, "{record}, {byte}, {bit}, {index}: {error}"),
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn verification_finds_damage_and_what_has_no_end() {
     let (files, _) = sample_bytes();
     let open = |files: &[Vec<u8>; 2]| ExtentMap::over(logs(files)).unwrap();

@@ -2,41 +2,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::io::{Read, Write};
+use std::io::Read;
 
 use burgeon_block::ErrorKind;
 use burgeon_layer::{LayerCodec, Recorder, Restarts, Stretch, Table, TableLayer};
 use proptest::prelude::*;
-use testkit::Rng;
-
-/// Bytes that compress as programs do: random ones, repeated at all distances.
-fn content(seed: u64, len: usize) -> Vec<u8> {
-    let mut rng = Rng::new(seed);
-    let mut bytes = rng.bytes(1000);
-    while bytes.len() < len {
-        let run = 1 + rng.below(300) as usize;
-        if rng.below(3) == 0 {
-            bytes.extend(rng.bytes(run));
-        } else {
-            let far = (1 + rng.below(40_000) as usize).min(bytes.len());
-            let from = bytes.len() - far;
-            let until = (from + run).min(bytes.len());
-            bytes.extend_from_within(from..until);
-        }
-    }
-    bytes.truncate(len);
-    bytes
-}
-
-fn gzip(bytes: &[u8], level: u32) -> Vec<u8> {
-    let mut encoder = flate2::GzBuilder::new()
-        .filename("layer.tar")
-        .comment("a comment")
-        .extra(*b"extra")
-        .write(Vec::new(), flate2::Compression::new(level));
-    encoder.write_all(bytes).unwrap();
-    encoder.finish().unwrap()
-}
+use testkit::{gzip, like_programs};
 
 fn zstd(bytes: &[u8]) -> Vec<u8> {
     zstd::bulk::compress(bytes, 3).unwrap()
@@ -51,7 +22,7 @@ fn recorded(stored: &[u8], codec: LayerCodec) -> (Vec<u8>, burgeon_block::Result
 
 #[test]
 fn spans_are_what_unpacking_the_whole_gives() {
-    let plain = content(40, 9_000_000);
+    let plain = like_programs(40, 9_000_000);
     let parts = || plain.chunks(700_001);
     // A frame that is passed over, as those that hold tables of contents.
     let passed_over = [0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3];
@@ -85,7 +56,7 @@ fn a_layer_that_cannot_be_begun_anew_has_no_use_for_an_index() {
     let error = restarts.unwrap_err();
     assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("zstd:chunked"));
     // Cut short is another thing.
-    let cut = [gzip(&content(1, 100_000), 6), zstd(&content(1, 100_000))];
+    let cut = [gzip(&like_programs(1, 100_000), 6), zstd(&like_programs(1, 100_000))];
     for (stored, codec) in cut.iter().zip([LayerCodec::Gzip, LayerCodec::Zstd]) {
         let mut recorder = Recorder::new(&stored[..stored.len() - 9], codec).unwrap();
         recorder.read_to_end(&mut Vec::new()).unwrap_err();
@@ -94,7 +65,7 @@ fn a_layer_that_cannot_be_begun_anew_has_no_use_for_an_index() {
 
 #[test]
 fn an_index_is_small() {
-    let stored = gzip(&content(5, 40_000_000), 6);
+    let stored = gzip(&like_programs(5, 40_000_000), 6);
     let (_, restarts) = recorded(&stored, LayerCodec::Gzip);
     let layer = TableLayer { digest: [1; 32], restarts: restarts.unwrap() };
     let table = Table { image: [0; 32], object_len: 0, layers: vec![layer], stretches: vec![] };
@@ -104,7 +75,8 @@ fn an_index_is_small() {
 
 /// A table of a small layer, which it comes with.
 fn table() -> (Table, Vec<u8>) {
-    let stored = [gzip(&content(3, 700_000), 6), gzip(&content(4, 2_700_000), 1)].concat();
+    let stored =
+        [gzip(&like_programs(3, 700_000), 6), gzip(&like_programs(4, 2_700_000), 1)].concat();
     let (_, restarts) = recorded(&stored, LayerCodec::Gzip);
     let layers = vec![TableLayer { digest: [1; 32], restarts: restarts.unwrap() }];
     let stretch = |n: u64| Stretch { at: n * 8192, offset: n * 100_000, len: 6000, layer: 0 };

@@ -7,14 +7,13 @@
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_layer::LayerCodec;
-use burgeon_source::registry::{ARTIFACT_TYPE, DOCUMENT_MAX, Digest};
+use burgeon_source::registry::{ARTIFACT_TYPE, DOCUMENT_MAX, Digest, MANIFEST_TYPE};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::Value;
 
 /// Layers of an image: four times what the runtimes of containers can mount.
 const LAYERS_MAX: usize = 512;
 
-pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 
 /// What an index or a manifest says of something else.
@@ -191,7 +190,7 @@ pub(crate) fn media_type(manifest: &[u8]) -> String {
         media_type: Option<String>,
     }
     let any = serde_json::from_slice::<Any>(manifest).ok();
-    any.and_then(|any| any.media_type).unwrap_or_else(|| OCI_MANIFEST.to_owned())
+    any.and_then(|any| any.media_type).unwrap_or_else(|| MANIFEST_TYPE.to_owned())
 }
 
 /// An artifact that belongs to an image.

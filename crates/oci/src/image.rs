@@ -102,32 +102,11 @@ impl Blobs {
         }
     }
 
-    /// `Invalid` if nothing can be put there.
-    pub(crate) fn check_writable(&self) -> Result<()> {
+    /// What refers to `image` and is of type `kind`, where that can be asked for.
+    pub(crate) fn referrers(&self, image: &Digest, kind: &str) -> Result<Option<Vec<u8>>> {
         match self {
-            Self::Layout(_) => Ok(()),
-            Self::Registry(_) => Err(only_layouts()),
-        }
-    }
-
-    /// Puts a blob beside the others.
-    pub(crate) fn put(&self, bytes: &[u8]) -> Result<()> {
-        match self {
-            Self::Layout(layout) => layout.put(bytes),
-            Self::Registry(_) => Err(only_layouts()),
-        }
-    }
-
-    /// Puts a document beside the others, which has no name but its digest.
-    pub(crate) fn put_document(&self, bytes: &[u8], _kind: &str) -> Result<()> {
-        self.put(bytes)
-    }
-
-    /// Puts a document beside the others under a name, which stood for another one before.
-    pub(crate) fn tag(&self, tag: &str, bytes: &[u8], kind: &str) -> Result<()> {
-        match self {
-            Self::Layout(layout) => layout.tag(tag, bytes, kind),
-            Self::Registry(_) => Err(only_layouts()),
+            Self::Layout(_) => Ok(None),
+            Self::Registry(registry) => registry.referrers(image, kind),
         }
     }
 
@@ -374,13 +353,6 @@ impl<R: Read> Read for Tee<'_, R> {
         (self.count)(len as u64);
         Ok(len)
     }
-}
-
-fn only_layouts() -> Error {
-    invalid(
-        "an index cannot be put into a registry yet: leave --push out, and this host reads the \
-         image lazily; or copy the image into an OCI layout with skopeo, for others",
-    )
 }
 
 fn invalid(what: &str) -> Error {

@@ -3,7 +3,7 @@
 //! ```text
 //!   index:  layers, read once ──► manifest of ours ──► data in derived/<digest> ──► table: where in
 //!                                                                                   which layer
-//!   push:   both as an artifact ──► beside the image: its subject; found by the tag sha256-<hex>
+//!   push:   both as an artifact ──► beside the image, its subject
 //!   mount:  artifact, by the digest that was pinned ──► checked ──► store
 //! ```
 //!
@@ -13,13 +13,18 @@
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
 use burgeon_image::{Limits, Manifest, build::Origin, catalog};
 use burgeon_layer::{Restarts, Stretch, TABLE_MAX, Table, TableLayer};
-use burgeon_source::{LayersAt, derived_object, origin_object, registry::Digest};
-use serde_json::{Value, json};
+use burgeon_source::{
+    LayersAt, derived_object, origin_object,
+    registry::{Digest, EMPTY, EMPTY_TYPE, MANIFEST_TYPE},
+};
+use bytes::Bytes;
+use serde_json::json;
 
 use crate::{
     Source, Work,
     archive::has,
-    document::{Descriptor, IndexArtifact, OCI_INDEX, OCI_MANIFEST, referrers},
+    beside::{self, Artifact, Shelf},
+    document::{Descriptor, IndexArtifact},
     image::{Blobs, Resolved},
     source::{Kind, Wanted},
 };
@@ -28,13 +33,9 @@ use crate::{
 const ARTIFACT: &str = "application/vnd.burgeon.index.v1";
 const MANIFEST: &str = "application/vnd.burgeon.manifest.v1";
 const TABLE: &str = "application/vnd.burgeon.derived.v1";
-/// The configuration of what needs none: `{}`.
-const EMPTY: &str = "application/vnd.oci.empty.v1+json";
 /// Longest manifest of an index: 512 MiB, 100 bytes for each of four million entries and
 /// as much for checksums of data.
 const MANIFEST_MAX: u64 = 512 << 20;
-/// Indexes of one image that are told of.
-const BESIDE_MAX: usize = 8;
 
 /// An index.
 #[derive(Clone, Debug)]
@@ -70,23 +71,22 @@ pub fn index(
     else {
         return Err(none_has());
     };
-    if push {
-        blobs.check_writable()?;
-    }
+    let shelf = push.then(|| Shelf::open(source, work.access)).transpose()?;
     let resolved = blobs.resolve(&wanted)?;
     let name = name_of(&resolved.digest.to_string());
     if !has(store, &name) {
         make(store, &blobs, &resolved, &name, &at, work)?;
     }
     refresh(store, &name, &at)?;
-    let artifact = Artifact::of(store, &name, &resolved)?;
-    if push {
-        artifact.publish(&blobs, &resolved.digest)?;
+    let (document, parts) = artifact(store, &name, &resolved)?;
+    if let Some(shelf) = shelf {
+        let artifact = Artifact { kind: ARTIFACT, document: &document, blobs: &parts };
+        shelf.put(&blobs, &resolved.digest, &artifact)?;
     }
     Ok(Indexed {
-        digest: Digest::of(&artifact.document).to_string(),
+        digest: Digest::of(&document).to_string(),
         image: resolved.digest.to_string(),
-        bytes: artifact.blobs.iter().map(|blob| blob.len() as u64).sum(),
+        bytes: parts.iter().map(|part| part.len() as u64).sum(),
         image_bytes: resolved.manifest.layers.iter().map(|layer| layer.size).sum(),
         pushed: push,
     })
@@ -149,6 +149,11 @@ fn derived_of(store: &impl ObjectStore, name: &str) -> Result<Option<ObjectId>> 
     Ok(objects.into_iter().find(|object| object.as_str().starts_with("derived/")))
 }
 
+/// Whether the image `name` has its data in the layers of an ordinary image.
+pub fn reads_layers(store: &impl ObjectStore, name: &str) -> Result<bool> {
+    Ok(!store.list("origins")?.is_empty() && derived_of(store, name)?.is_some())
+}
+
 /// From now on the layers of the image `name` are read `at`, if that has its data in layers: tells
 /// whether it has.
 pub(crate) fn refresh(store: &impl ObjectStore, name: &str, at: &LayersAt) -> Result<bool> {
@@ -165,78 +170,39 @@ pub(crate) fn refresh(store: &impl ObjectStore, name: &str, at: &LayersAt) -> Re
     Ok(true)
 }
 
-/// An index as it is published.
-struct Artifact {
-    /// What has its digest.
-    document: Vec<u8>,
-    /// `{}`, manifest, table.
-    blobs: [Vec<u8>; 3],
-}
-
-impl Artifact {
-    /// Of what `store` has as `name`.
-    fn of(store: &impl ObjectStore, name: &str, resolved: &Resolved) -> Result<Self> {
-        let manifest = catalog::load_bytes(store, &catalog::resolve(store, name)?.digest()?)?;
-        let table = derived_of(store, name)?.ok_or_else(|| {
-            let what = "the image has no data to be read lazily: an index is of no use";
-            Error::new(ErrorKind::Invalid, what)
-        })?;
-        let blobs = [b"{}".to_vec(), manifest.to_vec(), store.get(&table, TABLE_MAX)?.to_vec()];
-        let part = |kind: &str, bytes: &[u8]| {
-            let digest = Digest::of(bytes).to_string();
-            json!({ "mediaType": kind, "digest": digest, "size": bytes.len() })
-        };
-        let document = json!({
-            "schemaVersion": 2,
-            "mediaType": OCI_MANIFEST,
-            "artifactType": ARTIFACT,
-            "config": part(EMPTY, &blobs[0]),
-            "layers": [part(MANIFEST, &blobs[1]), part(TABLE, &blobs[2])],
-            "subject": {
-                "mediaType": resolved.media_type, "digest": resolved.digest.to_string(),
-                "size": resolved.len,
-            },
-        });
-        Ok(Self { document: document.to_string().into_bytes(), blobs })
-    }
-
-    /// Puts it beside the image `image`.
-    fn publish(&self, blobs: &Blobs, image: &Digest) -> Result<()> {
-        self.blobs.iter().try_for_each(|blob| blobs.put(blob))?;
-        blobs.put_document(&self.document, OCI_MANIFEST)?;
-        let mut all = known_referrers(blobs, image)?;
-        let digest = Digest::of(&self.document).to_string();
-        all.retain(|other| other["digest"] != digest.as_str());
-        all.push(json!({
-            "mediaType": OCI_MANIFEST, "artifactType": ARTIFACT, "digest": digest,
-            "size": self.document.len(),
-        }));
-        let document =
-            json!({ "schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": all }).to_string();
-        blobs.tag(&tag_of(image), document.as_bytes(), OCI_INDEX)
-    }
-}
-
-/// The tag that tells what refers to an image, where nobody can be asked for that.
-fn tag_of(image: &Digest) -> String {
-    format!("sha256-{}", image.hex())
-}
-
-/// What refers to `image`, whatever it is.
-fn known_referrers(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
-    match blobs.document(&Wanted::Tag(tag_of(image))) {
-        Ok((bytes, _)) => referrers(&bytes),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(error),
-    }
+/// The index that `store` has as `name`, as it is published: its document, and `{}`, manifest, table.
+fn artifact(
+    store: &impl ObjectStore,
+    name: &str,
+    resolved: &Resolved,
+) -> Result<(Vec<u8>, [Bytes; 3])> {
+    let manifest = catalog::load_bytes(store, &catalog::resolve(store, name)?.digest()?)?;
+    let table = derived_of(store, name)?.ok_or_else(|| {
+        let what = "the image has no data to be read lazily: an index is of no use";
+        Error::new(ErrorKind::Invalid, what)
+    })?;
+    let parts = [Bytes::from_static(EMPTY), manifest, store.get(&table, TABLE_MAX)?];
+    let part = |kind: &str, bytes: &[u8]| {
+        let digest = Digest::of(bytes).to_string();
+        json!({ "mediaType": kind, "digest": digest, "size": bytes.len() })
+    };
+    let document = json!({
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "artifactType": ARTIFACT,
+        "config": part(EMPTY_TYPE, &parts[0]),
+        "layers": [part(MANIFEST, &parts[1]), part(TABLE, &parts[2])],
+        "subject": {
+            "mediaType": resolved.media_type, "digest": resolved.digest.to_string(),
+            "size": resolved.len,
+        },
+    });
+    Ok((document.to_string().into_bytes(), parts))
 }
 
 /// The digests of the indexes that lie beside `image`; none where nobody can say.
 pub(crate) fn beside(blobs: &Blobs, image: &Digest) -> Vec<String> {
-    let all = known_referrers(blobs, image).unwrap_or_default();
-    let indexes = all.iter().filter(|one| one["artifactType"] == ARTIFACT);
-    let digests = indexes.filter_map(|one| one["digest"].as_str()?.parse::<Digest>().ok());
-    digests.take(BESIDE_MAX).map(|digest| digest.to_string()).collect()
+    beside::find(blobs, image, ARTIFACT).iter().map(Digest::to_string).collect()
 }
 
 /// Takes the index `pinned`, which lies beside the image, into `store` under `name`.

@@ -12,6 +12,7 @@ use burgeon_source::registry::{DOCUMENT_MAX, Digest};
 use serde_json::{Value, json};
 
 use crate::{
+    beside::is_tag_of_list,
     document::{Descriptor, Document},
     source::Wanted,
 };
@@ -65,7 +66,7 @@ impl Layout {
         let found: Vec<&Descriptor> = match tag {
             Some(tag) => all.iter().filter(|one| one.tag() == Some(tag)).collect(),
             // What refers to an image is none.
-            None => all.iter().filter(|one| !one.tag().is_some_and(is_of_referrers)).collect(),
+            None => all.iter().filter(|one| !one.tag().is_some_and(is_tag_of_list)).collect(),
         };
         match found[..] {
             [one] => one.digest(),
@@ -128,12 +129,6 @@ impl Layout {
 
 /// The annotation that is an image's name.
 const NAME: &str = "org.opencontainers.image.ref.name";
-
-/// Whether a name is that of the list of what refers to an image: `sha256-` and its digest.
-fn is_of_referrers(tag: &str) -> bool {
-    let digest = tag.strip_prefix("sha256-").map(|digits| format!("sha256:{digits}"));
-    digest.is_some_and(|digest| digest.parse::<Digest>().is_ok())
-}
 
 /// Makes `path` a file of these bytes, at once.
 fn replace(path: &Path, bytes: &[u8]) -> Result<()> {

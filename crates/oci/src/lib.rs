@@ -13,6 +13,7 @@
 //! a registry sends has a bound before it is read.
 
 mod archive;
+mod beside;
 mod document;
 mod image;
 mod index;
@@ -39,7 +40,7 @@ use self::{
     source::Kind,
 };
 pub use self::{
-    index::{Indexed, index},
+    index::{Indexed, index, reads_layers},
     push::{Pushed, push},
     source::Source,
 };
@@ -59,6 +60,17 @@ pub struct Work<'a> {
     pub fetching: OnFetch<'a>,
     /// Told about the build.
     pub building: OnProgress<'a>,
+}
+
+/// How much of an ordinary image is wanted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Want<'a> {
+    /// What is here, all of it or an index; else all of it.
+    Any,
+    /// What is here; else the index of this digest, which the user believes, from beside the image.
+    Index(&'a str),
+    /// All of it.
+    Whole,
 }
 
 /// What [`find_or_build`] found.
@@ -83,17 +95,19 @@ pub struct FoundImage {
     pub access: Access,
 }
 
-/// Finds the image of `source` in `store`, or builds it there; with an `index`, a digest that the
-/// user believes, that index is taken from beside the image instead of its layers.
+/// Finds the image of `source` in `store`, or makes it there, as far as it is wanted.
 ///
 /// A digest that was seen before is found without asking anybody.
 pub fn find_or_build(
     store: &impl ObjectStore,
     source: &Source,
-    index: Option<&str>,
+    want: Want<'_>,
     work: &Work<'_>,
 ) -> Result<Found> {
-    let index = index.map(str::parse::<Digest>).transpose()?;
+    let index = match want {
+        Want::Index(digest) => Some(digest.parse::<Digest>()?),
+        Want::Any | Want::Whole => None,
+    };
     let found = |name, report, unused, lazy: bool| {
         let access = match (&source.0, lazy) {
             (Kind::Registry(name), true) => work.access.for_registry(name)?,
@@ -111,7 +125,11 @@ pub fn find_or_build(
     };
     // What lies here as a whole goes before what can be read lazily.
     let known = |name: &str| {
-        [name.to_owned(), index::name_of(name)].into_iter().find(|name| has(store, name))
+        let will_do = |name: &String| {
+            has(store, name)
+                && (want != Want::Whole || matches!(reads_layers(store, name), Ok(false)))
+        };
+        [name.to_owned(), index::name_of(name)].into_iter().find(will_do)
     };
     if let Some(pinned) = source.pinned()
         && let Some(name) = [pinned.to_string(), alias(pinned)].iter().find_map(|name| known(name))
@@ -149,7 +167,7 @@ pub fn find_or_build(
         }
     };
     if let Some(index) = &resolved.index
-        && !has(store, &alias(index))
+        && (want == Want::Whole || !has(store, &alias(index)))
     {
         catalog::publish_alias(store, &catalog::resolve(store, &name)?, &alias(index))?;
     }

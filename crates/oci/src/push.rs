@@ -12,7 +12,7 @@ use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::catalog;
 use burgeon_source::{
     Access,
-    registry::{Blob, Digest, EMPTY, MANIFEST_TYPE, Name, Objects, Uploads},
+    registry::{Blob, Digest, EMPTY, MANIFEST_TYPE, Name, Objects, Put, Uploads},
 };
 use bytes::Bytes;
 
@@ -37,6 +37,10 @@ pub fn push(
     access: &Access,
     progress: OnFetch<'_>,
 ) -> Result<Pushed> {
+    if to.digest().is_some() {
+        let what = format!("{to} has a digest, which the image decides: give it a tag");
+        return Err(Error::new(ErrorKind::Invalid, what));
+    }
     let record = catalog::resolve(store, image)?;
     let mut parts = catalog::parts(store, &record)?;
     parts.push(catalog::name_part(&record)?);
@@ -67,7 +71,7 @@ pub fn push(
     let objects = objects.into_inner().unwrap_or_else(PoisonError::into_inner);
     let manifest = objects.encode()?;
     bring(Bytes::from_static(EMPTY))?;
-    let digest = uploads.put_manifest(MANIFEST_TYPE, &manifest)?;
+    let Put { digest, .. } = uploads.put_document(Some(to.tag()), MANIFEST_TYPE, &manifest)?;
     let new_bytes = sent.into_inner();
     let there_bytes = total.saturating_sub(new_bytes);
     Ok(Pushed { name: to.at(digest), new_bytes, there_bytes })

@@ -105,7 +105,9 @@ impl Directory {
     /// A store whose folder is gone (unmounted?) may come back; a single object will not.
     fn cannot_read(&self, path: &Path, error: io::Error) -> Error {
         let what = format!("cannot read {}", path.display());
-        let gone = error.kind() == io::ErrorKind::NotFound && !self.root.join("packs").is_dir();
+        // Images that are read elsewhere have no packs.
+        let is_store = || ["packs", "manifests"].iter().any(|part| self.root.join(part).is_dir());
+        let gone = error.kind() == io::ErrorKind::NotFound && !is_store();
         if gone || error.kind() == io::ErrorKind::StaleNetworkFileHandle {
             let what = format!("{what}: the store {} is not there", self.root.display());
             return Error::with_source(ErrorKind::Unavailable, what, error);

@@ -8,6 +8,7 @@
 //! is short; a redirect never gives up encryption.
 
 use std::{
+    error,
     io::{self, Read},
     time::Duration,
 };
@@ -76,7 +77,7 @@ pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -
                     && answer.status() != StatusCode::INSUFFICIENT_STORAGE
                     || answer.status() == StatusCode::TOO_MANY_REQUESTS
             }
-            Err(error) => !error.is_redirect() && !error.is_builder(),
+            Err(e) => !e.is_redirect() && !e.is_builder() && !is_untrusted(e),
         };
         if !again || tries == retries {
             return answer.map_err(|error| unreachable(what, error));
@@ -92,13 +93,40 @@ pub(crate) async fn pause(tries: u32) {
 }
 
 pub(crate) fn unreachable(what: &str, error: reqwest::Error) -> Error {
-    let error = error.without_url();
-    // The innermost cause says it best.
-    let mut cause: &dyn std::error::Error = &error;
-    while let Some(deeper) = cause.source() {
-        cause = deeper;
+    let why = why_not(&error.without_url());
+    Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}"))
+}
+
+/// Why there is no answer, from the deepest cause, which says it best.
+pub(crate) fn why_not(error: &(dyn error::Error + 'static)) -> String {
+    let why = chain(error).last().unwrap_or(error);
+    if !is_untrusted(error) {
+        return why.to_string();
     }
-    Error::new(ErrorKind::Unavailable, format!("cannot {what}: {cause}"))
+    format!(
+        "its certificate is not trusted ({why}): add the authority that has signed it to the \
+         system's, or name a file with it in SSL_CERT_FILE (the daemon has that from the command that \
+         starts it, or from its unit)"
+    )
+}
+
+/// Whether it is about the server's certificate, which another try would find as it is.
+pub(crate) fn is_untrusted(error: &(dyn error::Error + 'static)) -> bool {
+    let is = |cause: &(dyn error::Error + 'static)| {
+        matches!(cause.downcast_ref(), Some(rustls::Error::InvalidCertificate(_)))
+    };
+    chain(error).any(is)
+}
+
+/// The error and its causes, the deepest last.
+fn chain<'a>(
+    error: &'a (dyn error::Error + 'static),
+) -> impl Iterator<Item = &'a (dyn error::Error + 'static)> {
+    std::iter::successors(Some(error), |error| {
+        // An error of a stream gives for its cause that of what is in it.
+        let inner = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+        inner.map(|inner| inner as &(dyn error::Error + 'static)).or_else(|| error.source())
+    })
 }
 
 /// What an answer that is no success means.
@@ -109,6 +137,12 @@ pub fn refused(what: &str, status: StatusCode) -> Error {
             ErrorKind::Unavailable,
             format!(
                 "it is refused ({status}): check the name, and log in with docker login or skopeo login"
+            ),
+        ),
+        StatusCode::METHOD_NOT_ALLOWED => (
+            ErrorKind::Invalid,
+            format!(
+                "the server takes no writes ({status}): it is a mirror, or closed for maintenance"
             ),
         ),
         StatusCode::INSUFFICIENT_STORAGE => {

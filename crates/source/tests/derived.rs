@@ -3,45 +3,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{
-    fs,
-    io::{Read, Write},
-    path::Path,
-};
+use std::{fs, io::Read, path::Path};
 
 use burgeon_block::{ByteRange, ErrorKind, ObjectId, ObjectStore};
 use burgeon_layer::{LayerCodec, Recorder, Restarts, Stretch, Table, TableLayer};
 use burgeon_source::{Directory, LayersAt, Objects, References, derived_object, origin_object};
-use testkit::Rng;
-
-/// Bytes that compress as programs do: random ones, repeated at all distances.
-fn content(seed: u64, len: usize) -> Vec<u8> {
-    let mut rng = Rng::new(seed);
-    let mut bytes = rng.bytes(1000);
-    while bytes.len() < len {
-        let run = 1 + rng.below(300) as usize;
-        if rng.below(3) == 0 {
-            bytes.extend(rng.bytes(run));
-        } else {
-            let far = (1 + rng.below(40_000) as usize).min(bytes.len());
-            let from = bytes.len() - far;
-            let until = (from + run).min(bytes.len());
-            bytes.extend_from_within(from..until);
-        }
-    }
-    bytes.truncate(len);
-    bytes
-}
-
-fn gzip(bytes: &[u8], level: u32) -> Vec<u8> {
-    let mut encoder = flate2::GzBuilder::new()
-        .filename("layer.tar")
-        .comment("a comment")
-        .extra(*b"extra")
-        .write(Vec::new(), flate2::Compression::new(level));
-    encoder.write_all(bytes).unwrap();
-    encoder.finish().unwrap()
-}
+use testkit::{Rng, gzip, like_programs};
 
 fn recorded(stored: &[u8], codec: LayerCodec) -> (Vec<u8>, burgeon_block::Result<Restarts>) {
     let mut recorder = Recorder::new(stored, codec).unwrap();
@@ -54,7 +21,7 @@ fn recorded(stored: &[u8], codec: LayerCodec) -> (Vec<u8>, burgeon_block::Result
 type Layer = (Vec<u8>, Vec<u8>, LayerCodec);
 
 fn layers(seed: u64, len: usize) -> Vec<Layer> {
-    let plain = |n| content(seed + n, len);
+    let plain = |n| like_programs(seed + n, len);
     let pieces = |bytes: &[u8], pack: &dyn Fn(&[u8]) -> Vec<u8>| {
         bytes.chunks(700_001).flat_map(pack).collect::<Vec<u8>>()
     };

@@ -135,7 +135,10 @@ where
         let start = chunk.stored.start();
         for boarded in row {
             let stored = self.map.chunk(boarded.index).stored;
-            let at = (stored.start() - start) as usize;
+            let mut at = (stored.start() - start) as usize;
+            if self.sabotage.has(Bug::CutRowOneByteOff) {
+                at = at.saturating_sub(1);
+            }
             let bytes = answer.as_ref().ok().map(|all| all.slice(at..at + stored.len() as usize));
             let (this, landing) = (Arc::clone(&self), landing.clone());
             tokio::spawn(async move {
@@ -150,9 +153,15 @@ where
     async fn arrive(self: Arc<Self>, boarded: Boarded, purpose: Purpose, stored: Option<Bytes>) {
         let Boarded { index, flight, seats } = boarded;
         let range = self.map.chunk(index).range;
-        let Some(stored) = stored else { return self.fly(index, flight, seats).await };
+        let Some(stored) = stored else {
+            if self.sabotage.has(Bug::LoseFailedRow) {
+                return std::mem::forget(flight);
+            }
+            return self.fly(index, flight, seats).await;
+        };
         let mut cost = Cost { fetched_bytes: stored.len() as u64, ..Cost::default() };
-        let unpacked = self.unpack(index, stored, false, &mut cost).await;
+        let skip = self.sabotage.has(Bug::SkipRowDigest);
+        let unpacked = self.unpack(index, stored, skip, &mut cost).await;
         let result = match unpacked {
             Ok(pages) => {
                 (cost.fetches, cost.materialised_bytes) = (1, range.len());

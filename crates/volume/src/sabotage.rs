@@ -40,6 +40,12 @@ pub enum Bug {
     NoSpaceForever,
     /// Blocks are written to the cache one block too far.
     WriteOneBlockOff,
+    /// Chunks that came together in one answer are not checked.
+    SkipRowDigest,
+    /// The chunks of a row whose request failed are forgotten.
+    LoseFailedRow,
+    /// The chunks of a row are cut out of the answer one byte too early.
+    CutRowOneByteOff,
     /// A mapped file is read although it is another one now.
     AcceptOtherIdentity,
     /// What was first read of a mapped file is not compared with what is read later.
@@ -50,7 +56,7 @@ pub enum Bug {
 
 impl Bug {
     /// Those of the cache of an image.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 21] = [
         Self::SkipCachedChecksum,
         Self::CheckFirstBlockOnly,
         Self::TrustReopenedCache,
@@ -69,6 +75,9 @@ impl Bug {
         Self::WriteAfterLocalIo,
         Self::NoSpaceForever,
         Self::WriteOneBlockOff,
+        Self::SkipRowDigest,
+        Self::LoseFailedRow,
+        Self::CutRowOneByteOff,
     ];
 
     /// Those of a virtual area.

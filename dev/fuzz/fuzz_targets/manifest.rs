@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use burgeon_block::Digest;
 use burgeon_btrfs::{Options, Uuids, write_seed};
-use burgeon_fuzz::{Nowhere, edited, repair, sample, unpacked};
+use burgeon_fuzz::{Nowhere, damaged, sample, unpacked};
 use burgeon_image::{AddressMap, Limits, Manifest};
 use libfuzzer_sys::fuzz_target;
 
@@ -26,15 +26,7 @@ fn sample_decoded() -> Manifest {
 }
 
 fuzz_target!(|input: &[u8]| {
-    let bytes = match input.split_first() {
-        Some((0, raw)) => {
-            let mut bytes = raw.to_vec();
-            repair(&mut bytes);
-            bytes
-        }
-        Some((_, edits)) => edited(&BASE, edits),
-        None => return,
-    };
+    let Some(bytes) = damaged(&BASE, input) else { return };
     let Ok(manifest) = Manifest::decode(&bytes, &LIMITS) else { return };
     let (again, digest) = manifest.encode(1).expect("what decodes encodes");
     assert_eq!(Digest::of(&again), digest);

@@ -4,7 +4,7 @@
 
 use std::sync::LazyLock;
 
-use burgeon_fuzz::{edited, repair, sample, unpacked};
+use burgeon_fuzz::{damaged, sample, unpacked};
 use burgeon_image::AddressMap;
 use libfuzzer_sys::fuzz_target;
 
@@ -18,15 +18,7 @@ static BASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
 });
 
 fuzz_target!(|input: &[u8]| {
-    let bytes = match input.split_first() {
-        Some((0, raw)) => {
-            let mut bytes = raw.to_vec();
-            repair(&mut bytes);
-            bytes
-        }
-        Some((_, edits)) => edited(&BASE, edits),
-        None => return,
-    };
+    let Some(bytes) = damaged(&BASE, input) else { return };
     let Ok(map) = AddressMap::from_bytes(bytes) else { return };
     let range = map.data_range();
     for address in (range.start()..range.end()).step_by(4096).take(1000) {

@@ -23,8 +23,20 @@ pub fn edits(bytes: &mut [u8], input: &[u8]) {
     }
 }
 
+/// A file of sections with sound checksums: what `input` holds after a zero, else `base` with the
+/// edits that it describes. `None` of no input.
+pub fn damaged(base: &[u8], input: &[u8]) -> Option<Vec<u8>> {
+    let (kind, rest) = input.split_first()?;
+    if *kind != 0 {
+        return Some(edited(base, rest));
+    }
+    let mut bytes = rest.to_vec();
+    repair(&mut bytes);
+    Some(bytes)
+}
+
 /// `base`, a file of sections, with the edits of `input` and sound checksums.
-pub fn edited(base: &[u8], input: &[u8]) -> Vec<u8> {
+fn edited(base: &[u8], input: &[u8]) -> Vec<u8> {
     let mut bytes = base.to_vec();
     edits(&mut bytes, input);
     repair(&mut bytes);
@@ -41,7 +53,7 @@ impl NodeSink for Nowhere {
 }
 
 /// Computes all checksums of a file of sections anew, as far as its table makes sense.
-pub fn repair(bytes: &mut [u8]) {
+fn repair(bytes: &mut [u8]) {
     if bytes.len() < HEADER {
         return;
     }

@@ -99,12 +99,22 @@ impl Run {
 
     async fn operation(&mut self, world: &mut World) -> Result<(), String> {
         match self.rng.below(100) {
-            0..50 => {
+            0..46 => {
                 let range = world.some_range(&mut self.rng);
                 let impatient = self.rng.below(5) == 0;
                 let patience = impatient.then(|| Duration::from_micros(self.rng.below(40_000)));
                 self.note(format_args!("read {range}, patience {patience:?}"));
                 world.read(range, patience);
+            }
+            46..49 => {
+                let ranges = 1 + self.rng.below(5);
+                let ranges = (0..ranges).map(|_| world.some_range(&mut self.rng)).collect();
+                self.note(format_args!("start to follow {ranges:?}"));
+                world.start_to_follow(ranges);
+            }
+            49..50 => {
+                self.note(format_args!("stop following"));
+                world.stop_following();
             }
             50..60 => {
                 let ms = [0, 1, 10, 1000, 20_000][self.rng.below(5) as usize];

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, TryRead};
-use burgeon_volume::{Bug, Fill, FillState, Limits, Volume};
+use burgeon_volume::{Bug, Fill, FillState, Follow, FollowState, Limits, Volume};
 use testkit::Rng;
 use tokio::{
     task::JoinHandle,
@@ -30,6 +30,7 @@ pub(crate) struct World {
     limits: Limits,
     readers: Vec<JoinHandle<Result<(), String>>>,
     fill: Option<Fill>,
+    follow: Option<Follow>,
     bad_at_start: u64,
 }
 
@@ -55,6 +56,7 @@ impl World {
             limits: limits.clone(),
             readers: Vec::new(),
             fill: None,
+            follow: None,
         }
     }
 
@@ -99,6 +101,15 @@ impl World {
         self.fill = None;
     }
 
+    /// Starts to follow a profile of `ranges`, instead of another one.
+    pub(crate) fn start_to_follow(&mut self, ranges: Vec<ByteRange>) {
+        self.follow = Some(self.volume.follow(ranges.into_iter(), None));
+    }
+
+    pub(crate) fn stop_following(&mut self) {
+        self.follow = None;
+    }
+
     pub(crate) fn sync(&self) {
         // A failure is the machine's, and takes nothing that was promised.
         let _ = self.volume.sync();
@@ -115,6 +126,7 @@ impl World {
     /// Waits until nothing is going on, and compares the accounts.
     pub(crate) async fn settle(&mut self) -> Result<(), String> {
         self.stop_fill();
+        self.stop_following();
         self.join().await?;
         let until = Instant::now() + READ_TIME_MAX;
         while self.volume.status().flights > 0 {
@@ -172,6 +184,7 @@ impl World {
         self.settle().await?;
         self.source.set_mood(Mood::Calm);
         sleep(self.limits.no_space_pause_max).await;
+        self.prove_following().await?;
         self.read_all().await?;
         let fill = self.volume.fill();
         let end = timeout(READ_TIME_MAX, fill.ended()).await.map_err(|_| "fill never ends")?;
@@ -194,6 +207,25 @@ impl World {
             return Err(format!("{here} bytes are said to be in the cache, {all} are"));
         }
         self.settle().await
+    }
+
+    /// A profile is followed to its end, beside a reader, and asks for each chunk once.
+    async fn prove_following(&mut self) -> Result<(), String> {
+        let all = self.model.range();
+        let middle = all.start() + all.len() / BLOCK_SIZE / 2 * BLOCK_SIZE;
+        let second = range(middle, all.end() - middle);
+        // In another order than they lie in, and some of it twice.
+        let follow = self.volume.follow([second, all].into_iter(), None);
+        self.read(range(all.start(), BLOCK_SIZE), None);
+        let ended = timeout(READ_TIME_MAX, follow.ended()).await;
+        let end = ended.map_err(|_| "following a profile never ends")?;
+        drop(follow);
+        self.settle().await?;
+        let all_of_it = end.state == FollowState::Done && end.done_bytes == end.total_bytes;
+        if !all_of_it && !self.disk.has_failed() {
+            return Err(format!("nothing hinders, but following ended with {end:?}"));
+        }
+        Ok(())
     }
 
     async fn read_all(&mut self) -> Result<(), String> {

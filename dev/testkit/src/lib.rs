@@ -6,7 +6,7 @@
 //!   compare ── original ≟ copy, entry by entry ◄────────────────────┘      │
 //!   space   ── a private mount namespace a thread, a folder of its own ────┤
 //!   fio, pattern ── load with verification                                 │
-//!   images  ── ordinary container images, of umoci and by hand ─────────────┤
+//!   images, layers ── ordinary container images, of umoci and by hand ──────┤
 //!   btrfs   ── what stock tools and the kernel say about a mount ──────────┤
 //!   net ── real servers on loopback, a proxy that spoils what they say
 //!   Drop    ── unmounts, shuts down, and *fails the test* if anything is left behind
@@ -21,6 +21,7 @@ mod compare;
 mod debian;
 mod fio;
 mod images;
+mod layers;
 mod machine;
 mod net;
 mod pattern;
@@ -36,11 +37,15 @@ pub use compare::{Comparison, compare};
 pub use debian::debian_root;
 pub use fio::{Fio, FioResult};
 pub use images::{OciLayout, skopeo_copy};
+pub use layers::{gzip, like_programs};
 pub use machine::{
     LoopDevice, PATIENCE, kill, loop_devices, processes_with, scaled, ublk_devices, ublk_expected,
     wait_until,
 };
-pub use net::{Fault, Link, Proxy, Registry, S3, Shape, TokenGate, WebServer};
+pub use net::{
+    Certificate, Fault, Link, Proxy, ReferrerLists, Registry, RegistryOptions, S3, Shape,
+    TokenGate, WebServer,
+};
 pub use pattern::{AlignedBlock, Pattern};
 pub use rings::FuseRings;
 pub use rng::Rng;

@@ -11,7 +11,7 @@ use burgeon_image::{
 use burgeon_oci::Source;
 use serde_json::json;
 
-use super::{Context, ordinary, record};
+use super::{Context, ordinary, push, record};
 use crate::{
     args::{self, Checksum, Computed},
     output::{self, bytes},
@@ -19,6 +19,8 @@ use crate::{
 };
 
 pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
+    // What is wrong with its name shows before anything is built.
+    let to = context.in_repository(&args.name)?;
     let profile = args.profile.as_deref().map(|name| record::find(context, name)).transpose()?;
     let options = Options {
         profile,
@@ -45,11 +47,17 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
             "--profile orders what a directory holds: unpack the archive, and build from there";
         return Err(Error::new(ErrorKind::Invalid, what).into());
     }
+    refuse_place(&args.name)?;
     let (report, took) = make(context, &input, &args.name, &options)?;
     let seconds = took.as_secs_f64();
+    if !context.json {
+        describe(&report, seconds);
+    }
+    let pushed = to.as_ref().map(|to| push::send(context, &args.name, to)).transpose()?;
     if context.json {
         output::print_json(&json!({
             "image": report.image,
+            "reference": pushed.map(|(pushed, _)| pushed.name.to_string()),
             "new_bytes": report.new_bytes,
             "reused_bytes": report.reused_bytes,
             "changed": report.changed,
@@ -57,10 +65,22 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
             "acls_left_out": report.acls_left_out,
             "seconds": seconds,
         }))?;
-    } else {
-        describe(&report, seconds);
+    } else if let (Some(to), Some((pushed, seconds))) = (to, pushed) {
+        push::describe(&args.name, &to, &pushed, seconds);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Who writes a place where a name is to be believes that the image goes there.
+fn refuse_place(name: &str) -> Result<()> {
+    if !name.contains("://") && Source::parse(name).is_none() {
+        return Ok(());
+    }
+    let what = format!(
+        "{name} is a place, no name for an image: take a name such as debian:12; --store says where \
+         the image lies, and `burgeon push` puts it into a registry"
+    );
+    Err(Error::new(ErrorKind::Invalid, what).into())
 }
 
 /// What an image is made of.

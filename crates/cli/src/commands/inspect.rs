@@ -22,7 +22,8 @@ pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode
     let digest = record.digest()?;
     let manifest = catalog::load(&store, &digest, &Limits::default())?;
     if args.map {
-        return print_map(&manifest, context.json);
+        output::note(print_map(&manifest, context.json));
+        return Ok(ExitCode::SUCCESS);
     }
     let facts = Facts::of(&manifest);
     if context.json {
@@ -86,7 +87,7 @@ impl Facts {
 }
 
 /// One line for each piece of a file that lies in one chunk.
-fn print_map(manifest: &Manifest, json: bool) -> Result<ExitCode> {
+fn print_map(manifest: &Manifest, json: bool) -> io::Result<()> {
     let addresses = manifest.chunk_addresses();
     let paths = Paths::new(&manifest.tree);
     let mut out = BufWriter::new(io::stdout().lock());
@@ -117,8 +118,7 @@ fn print_map(manifest: &Manifest, json: bool) -> Result<ExitCode> {
     if json {
         writeln!(out, "]}}")?;
     }
-    out.flush()?;
-    Ok(ExitCode::SUCCESS)
+    out.flush()
 }
 
 /// Bytes of a file that lie in one chunk.

@@ -23,7 +23,7 @@ use std::{path::Path, process::ExitCode};
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{Seen, StateDir};
-use burgeon_source::{Access, Location, Store};
+use burgeon_source::{Access, Location, Store, registry::Name};
 
 use crate::{
     args::{Args, Command, Global},
@@ -35,41 +35,66 @@ pub(crate) struct Context {
     pub(crate) state: StateDir,
     /// The store that was named, absolute; `None` is the state directory's own.
     pub(crate) store: Option<Location>,
+    /// The repository that was named in the place of a store: its images are its tags.
+    pub(crate) repository: Option<String>,
     pub(crate) json: bool,
 }
 
 impl Context {
-    fn new(global: Global) -> Result<Self> {
+    /// With `takes_repository`, `--store` may name one.
+    fn new(global: Global, takes_repository: bool) -> Result<Self> {
         let path = match global.state_dir {
             Some(path) => std::path::absolute(&path)
                 .with_context(|| format!("cannot find the state directory {}", path.display()))?,
             None => StateDir::default_path()?,
         };
-        let store = global.store.as_deref().map(Location::parse).transpose()?;
+        let is_repository = |text: &String| {
+            let name = Name::parse(text);
+            takes_repository && name.is_some_and(|n| n.is_ok_and(|n| n.digest().is_none()))
+        };
+        let (repository, store) = match global.store {
+            Some(text) if is_repository(&text) => (Some(text), None),
+            text => (None, text.as_deref().map(Location::parse).transpose()?),
+        };
         let state = StateDir::open(&path).map_err(|e| not_permitted(&path, e))?;
-        Ok(Self { state, store, json: global.json })
+        Ok(Self { state, store, repository, json: global.json })
     }
 
-    /// The store. The state directory's own is made where there is none yet; one that was named
-    /// has to be there.
+    /// The image `name` of the repository, if there is one.
+    pub(crate) fn in_repository(&self, name: &str) -> Result<Option<Name>> {
+        let repository = self.repository.as_ref();
+        Ok(repository.and_then(|repository| Name::tagged(repository, name)).transpose()?)
+    }
+
+    /// The store; one that was named has to be there.
     pub(crate) fn open_store(&self) -> Result<Store> {
-        Ok(match &self.store {
-            Some(location) => Store::open(location, &Access::from_env())?,
-            None if self.state.store().is_dir() => self.create_store()?,
-            None => anyhow::bail!(Error::new(
-                ErrorKind::NotFound,
-                format!(
-                    "the store {} is not there: mount or restore it, or make an empty folder of \
-                     that name to begin anew",
-                    self.state.store().display()
-                ),
-            )),
-        })
+        match &self.store {
+            Some(location) => Ok(Store::open(location, &Access::from_env())?),
+            None => self.own_store(),
+        }
     }
 
-    /// The store; a folder is made if it is not there.
+    /// The store; a folder that was named is made if it is not there.
     pub(crate) fn create_store(&self) -> Result<Store> {
-        Ok(Store::create(&self.store_location(), &Access::from_env())?)
+        match &self.store {
+            Some(location) => Ok(Store::create(location, &Access::from_env())?),
+            None => self.own_store(),
+        }
+    }
+
+    /// The state directory's own store. A new state directory has its folder; where it is missing, it
+    /// may be away, and an empty one in its place would hide it when it comes back.
+    fn own_store(&self) -> Result<Store> {
+        let folder = self.state.store();
+        if folder.is_dir() {
+            return Ok(Store::create(&folder.into(), &Access::from_env())?);
+        }
+        let what = format!(
+            "the store {} is not there: mount or restore it, or make an empty folder of that name to \
+             begin anew",
+            folder.display()
+        );
+        Err(Error::new(ErrorKind::NotFound, what).into())
     }
 
     /// What lies at the store's place for this process, if it is a folder.
@@ -85,7 +110,9 @@ impl Context {
 
 /// Runs the command.
 pub(crate) fn run(args: Args) -> Result<ExitCode> {
-    let context = Context::new(args.global)?;
+    let takes_repository =
+        matches!(args.command, Command::Build(_) | Command::Mount(_) | Command::Pull(_));
+    let context = Context::new(args.global, takes_repository)?;
     match args.command {
         Command::Build(build) => images::build(&context, build),
         Command::Index(index) => ordinary::index(&context, &index),

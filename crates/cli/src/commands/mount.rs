@@ -2,7 +2,7 @@
 //! own mount namespace.
 
 use std::{
-    fs,
+    fs::{self, File},
     os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
     process::ExitCode,
@@ -20,8 +20,13 @@ use burgeon_daemon::{
     writes,
 };
 use burgeon_image::catalog;
+use burgeon_oci::Want;
 use burgeon_source::Location;
-use rustix::mount::{MoveMountFlags, move_mount};
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+    mount::{MoveMountFlags, move_mount},
+};
 use serde_json::json;
 
 use super::{Context, images, need_mount_privilege, ordinary};
@@ -84,7 +89,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
 /// Mounts, without a word.
 pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, PathBuf)> {
     need_mount_privilege("mount")?;
-    let target = check_target(&args.path)?;
+    let (target, _lock) = take_target(&args.path)?;
     let writes = match args.read_only {
         true => WritesRequest::ReadOnly,
         false => WritesRequest::Kept(SproutRequest {
@@ -98,7 +103,8 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     if let Some(folder) = context.store.as_ref().and_then(Location::folder) {
         burgeon_daemon::refuse_burgeon(folder, "the store")?;
     }
-    let found = ordinary::find(context, args.name, args.index.as_deref())?;
+    let want = args.index.as_deref().map_or(Want::Any, Want::Index);
+    let found = ordinary::find(context, args.name, want)?;
     let is_own = context.store.is_none() && found.store == context.store_location();
     let request = MountRequest {
         image: found.name,
@@ -136,8 +142,9 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     Ok((mounted, target))
 }
 
-/// A mount point has to be an empty directory that nothing is mounted on.
-fn check_target(path: &Path) -> Result<PathBuf> {
+/// A mount point has to be an empty directory that nothing is mounted on. It is locked, so that of
+/// two who mount there at once the second does not hide the first's files.
+fn take_target(path: &Path) -> Result<(PathBuf, File)> {
     let shown = path.display();
     let target = fs::canonicalize(path).map_err(|e| {
         let hint = match e.kind() {
@@ -147,11 +154,23 @@ fn check_target(path: &Path) -> Result<PathBuf> {
         Error::io(format!("cannot mount at {shown}{hint}"), e)
     })?;
     let failed = |e| Error::io(format!("cannot look at {shown}"), e);
+    if target.to_str().is_none() {
+        let what = format!("cannot mount at {shown}: its name is not UTF-8");
+        return Err(Error::new(ErrorKind::Invalid, what).into());
+    }
     if !fs::metadata(&target).map_err(failed)?.is_dir() {
         return Err(Error::new(
             ErrorKind::Invalid,
             format!("cannot mount at {shown}: it is not a directory"),
         )
+        .into());
+    }
+    let lock = File::open(&target).map_err(failed)?;
+    // Where it is mounted by now, this has opened that, which is locked by nobody.
+    if flock(&lock, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+        return Err(Busy(format!(
+            "cannot mount at {shown}: somebody has locked it, another `burgeon mount` perhaps"
+        ))
         .into());
     }
     if is_mount_point(&target)? {
@@ -167,7 +186,7 @@ fn check_target(path: &Path) -> Result<PathBuf> {
         )
         .into());
     }
-    Ok(target)
+    Ok((target, lock))
 }
 
 /// Whether something is mounted exactly here.

@@ -12,7 +12,7 @@ use burgeon_image::{
     build::{self, Options, Report},
     catalog,
 };
-use burgeon_oci::{Found, Source, Work};
+use burgeon_oci::{Found, Source, Want, Work};
 use burgeon_source::{Access, Location, Store};
 use serde_json::json;
 
@@ -29,16 +29,20 @@ pub(super) struct Place {
 }
 
 /// Where the image is that `text` says: a name in the store, or a source of images. An image of
-/// ours is where it is; any other is found in the store by its digest, or built there.
-///
-/// With `index`, the digest of one, the image's index of that digest is used instead of a build.
-pub(super) fn find(context: &Context, text: String, index: Option<&str>) -> Result<Place> {
+/// ours is where it is; any other is found in the store by its digest, or made there, as far as it is
+/// wanted.
+pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Place> {
+    let text = match context.in_repository(&text)? {
+        Some(image) => image.to_string(),
+        None => text,
+    };
     let here = |name, layers| {
         let (store, access) = (context.store_location(), Access::from_env().and(layers));
         Place { store, access, name }
     };
+    let pinned = matches!(want, Want::Index(_));
     let Some(source) = Source::parse(&text) else {
-        if index.is_some() {
+        if pinned {
             anyhow::bail!(Error::new(
                 ErrorKind::Invalid,
                 format!(
@@ -49,13 +53,13 @@ pub(super) fn find(context: &Context, text: String, index: Option<&str>) -> Resu
         return Ok(here(text, Access::default()));
     };
     let (source, store) = (source?, context.create_store()?);
-    if index.is_some() {
+    if pinned {
         need_own_store(context)?;
     }
     let begun = Instant::now();
     let found = work(context, &text, &Options::default(), |work| {
         store.check_writable()?;
-        burgeon_oci::find_or_build(&store, &source, index, work)
+        burgeon_oci::find_or_build(&store, &source, want, work)
     })?;
     let found = match found {
         Found::Image(found) => found,

@@ -33,8 +33,12 @@ pub(super) fn pin(context: &Context, args: args::Pin) -> Result<ExitCode> {
     let mut mounts: Vec<Mount> = Vec::new();
     for path in &args.paths {
         let path = std::path::absolute(path)?;
-        let there = std::fs::canonicalize(&path).ok();
-        // What is gone can still be let go, by its name.
+        let there = match std::fs::canonicalize(&path) {
+            Ok(there) => Some(there),
+            // What is gone can still be let go, by its name.
+            Err(_) if args.remove => None,
+            Err(e) => return Err(Error::io(format!("cannot pin {}", path.display()), e).into()),
+        };
         let ancestor = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
         let mount = Mount::of(context, there.as_deref().unwrap_or(ancestor))?;
         let ranges = if args.remove { Vec::new() } else { ranges(&path)? };

@@ -1,9 +1,13 @@
 //! `burgeon profile`: what has been recorded.
 
-use std::{collections::BTreeMap, io::Write, process::ExitCode};
+use std::{
+    collections::BTreeMap,
+    io::{self, BufWriter, Write},
+    process::ExitCode,
+};
 
 use anyhow::Result;
-use burgeon_block::Digest;
+use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_daemon::{forget_profile, kept_profile, kept_profiles};
 use burgeon_image::{Profile, catalog, list_profiles, load_profile, remove_profile};
 use serde_json::json;
@@ -83,13 +87,14 @@ fn show(context: &Context, name: &str) -> Result<ExitCode> {
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "image {}, {} runs, {}", profile.image, profile.runs, bytes(profile.bytes()))?;
-    for read in &profile.reads {
+    println!("image {}, {} runs, {}", profile.image, profile.runs, bytes(profile.bytes()));
+    let mut out = BufWriter::new(io::stdout().lock());
+    output::note(profile.reads.iter().try_for_each(|read| {
         write!(out, "{:>12} {:>10}  ", read.offset, read.len)?;
         out.write_all(path(read.file))?;
-        writeln!(out)?;
-    }
+        writeln!(out)
+    }));
+    output::note(out.flush());
     Ok(ExitCode::SUCCESS)
 }
 
@@ -98,9 +103,13 @@ fn remove(context: &Context, name: &str) -> Result<ExitCode> {
     let image = catalog::resolve(&store, name)?.digest()?;
     let kept = forget_profile(&context.state, &image)?;
     // A store that is only read has none to remove, if this host has kept one.
-    match store.check_writable() {
-        Err(_) if kept => {}
+    let stored = match store.check_writable() {
+        Err(_) if kept => false,
         writable => writable.and_then(|()| remove_profile(&store, &image))?,
+    };
+    if !kept && !stored {
+        let what = format!("the image {name:?} has no profile");
+        return Err(Error::new(ErrorKind::NotFound, what).into());
     }
     if context.json {
         output::print_json(&json!({ "image": name, "digest": image.to_string() }))?;

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_image::catalog;
+use burgeon_oci::{Pushed, Want};
 use burgeon_source::{Access, Store, registry::Name};
 use serde_json::json;
 
@@ -21,31 +22,42 @@ pub(super) fn push(context: &Context, args: &args::Push) -> Result<ExitCode> {
         let what = format!("{to} is no place for an image: oci://REGISTRY/REPOSITORY:TAG");
         Err(Error::new(ErrorKind::Invalid, what))
     })?;
-    let store = context.open_store()?;
-    let access = Access::from_env().for_registry(&to)?;
-    let progress = Progress::new(format!("pushing {name}"));
-    let show = |done, total| progress.update(done, Some(total));
-    let pushed = burgeon_oci::push(&store, name, &to, &access, &show);
-    let seconds = progress.finish().as_secs_f64();
-    let pushed = pushed?;
+    let (pushed, seconds) = send(context, name, &to)?;
     if context.json {
         output::print_json(&json!({
             "image": name, "reference": pushed.name.to_string(),
             "new_bytes": pushed.new_bytes, "there_bytes": pushed.there_bytes, "seconds": seconds,
         }))?;
     } else {
-        let (new, there) = (bytes(pushed.new_bytes), bytes(pushed.there_bytes));
-        println!("pushed {name} to {to} in {seconds:.1} s: {new} sent, {there} were there already");
-        println!("it is {}", pushed.name);
+        describe(name, &to, &pushed, seconds);
     }
     Ok(ExitCode::SUCCESS)
 }
 
+/// Pushes the image `name` of the store; says how many seconds that took.
+pub(super) fn send(context: &Context, name: &str, to: &Name) -> Result<(Pushed, f64)> {
+    let store = context.open_store()?;
+    let access = Access::from_env().for_registry(to)?;
+    let progress = Progress::new(format!("pushing {name}"));
+    let show = |done, total| progress.update(done, Some(total));
+    let pushed = burgeon_oci::push(&store, name, to, &access, &show);
+    let seconds = progress.finish().as_secs_f64();
+    Ok((pushed?, seconds))
+}
+
+pub(super) fn describe(name: &str, to: &Name, pushed: &Pushed, seconds: f64) {
+    let (new, there) = (bytes(pushed.new_bytes), bytes(pushed.there_bytes));
+    println!("pushed {name} to {to} in {seconds:.1} s: {new} sent, {there} were there already");
+    println!("it is {}", pushed.name);
+}
+
 pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
-    let place = ordinary::find(context, args.source, None)?;
+    let want = if args.eager { Want::Whole } else { Want::Any };
+    let place = ordinary::find(context, args.source, want)?;
     let own = context.state.store().into();
-    if place.store == own {
-        // An ordinary image is whole once it is found, and gets its name here.
+    if place.store == own && !burgeon_oci::reads_layers(&context.open_store()?, &place.name)? {
+        // An ordinary image is whole once it is found, unless it is by its index; it gets its name
+        // here.
         return whole(context, &place, args.name);
     }
     if !args.eager {

@@ -145,7 +145,9 @@ fn keep(
     profile: &Profile,
 ) -> Result<Kept> {
     if let Some(path) = output {
-        burgeon_daemon::write_profile(path, profile)?;
+        // As a shell would: what lies there may be a device, or a link of the user's.
+        fs::write(path, profile.encode()?)
+            .map_err(|e| Error::io(format!("cannot write {}", path.display()), e))?;
         return Ok(Kept { place: path.display().to_string(), instead: None });
     }
     let local = kept_profile(&context.state, &profile.image)?;

@@ -76,9 +76,10 @@ fn show_damage(damage: &Damage) {
 pub(super) fn remove(context: &Context, name: &str) -> Result<ExitCode> {
     let store = context.open_store()?;
     store.check_writable()?;
-    let record = catalog::remove(&store, name, &roots::host(&context.state)?)?;
+    let host = roots::known_host(&context.state)?.unwrap_or_default();
+    let record = catalog::remove(&store, name, &host)?;
     if context.json {
-        output::print_json(&json!({ "removed": record }))?;
+        output::print_json(&json!({ "name": name, "removed": record }))?;
     } else {
         println!("removed {name}; `burgeon gc` frees what nothing else needs");
     }

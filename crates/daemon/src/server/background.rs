@@ -46,6 +46,7 @@ pub(super) struct Warmed {
 impl Serving {
     /// A mount is being made: what its profile says can come meanwhile.
     pub(super) fn warm(self: &Arc<Self>, warm: Warm) {
+        log!("mount {} is being made: what its profile says comes meanwhile", warm.id);
         let begun = Warmed { following: Following::Loading, volume: None };
         lock(&self.warmed).insert(warm.id, begun);
         let serving = Arc::clone(self);

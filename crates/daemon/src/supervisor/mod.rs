@@ -92,6 +92,7 @@ fn say(words: &str) {
 }
 
 fn begin(state_dir: &Path) -> Result<()> {
+    harden::end_on_panic();
     // It fails where the process leads a group already, as under systemd; then it is not needed.
     let _ = rustix::process::setsid();
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));

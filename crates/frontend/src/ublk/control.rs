@@ -269,13 +269,6 @@ impl Control {
         Ok(params.sectors << SECTOR_SHIFT)
     }
 
-    /// The CPUs whose requests come to `queue`, a bit each.
-    pub(super) fn affinity(&mut self, number: u32, queue: u16) -> io::Result<[u8; PAYLOAD_LEN]> {
-        let mut mask = [0; PAYLOAD_LEN];
-        self.call(GET_QUEUE_AFFINITY, number, queue.into(), &mut mask)?;
-        Ok(mask)
-    }
-
     /// One command; `payload` goes there and comes back.
     fn call<T>(&mut self, op: u32, device: u32, data: u64, payload: &mut T) -> io::Result<()>
     where

@@ -4,7 +4,7 @@
 //! ```text
 //!   /dev/ublkbN ── blk-mq, a queue for each group of CPUs
 //!      │ descriptors in shared memory, completions of fetch commands
-//!   queue thread, pinned to its CPUs, with its ring     (no lock, nothing shared with other queues)
+//!   queue thread, with its ring                         (no lock, nothing shared with other queues)
 //!      │  try_read ─► Served ─► pwrite the bytes ─► commit and fetch       all of a batch at once
 //!      │     └─► Absent: the tag stays with a task
 //!      ▼
@@ -18,10 +18,14 @@
 //! The device belongs to nobody's process. When its server dies, its requests wait in the kernel,
 //! those in flight among them; whoever calls [`serve`] next takes them over.
 //!
-//! Our own control code and not the crate `libublk`: what is needed of the interface is eleven
+//! Our own control code and not the crate `libublk`: what is needed of the interface is ten
 //! commands and five small structures. `libublk` 0.4 brings an executor of its own into every
 //! queue thread and allocates a future for each tag, its next release changes that executor, and
 //! recovery under a supervisor is not among what it does.
+//!
+//! The threads are not pinned to their queues' CPUs: there a reader that has more to ask for would be
+//! interrupted by each of its own requests, instead of having them served beside it
+//! (`docs/architecture.md` has the figures).
 //!
 //! Invariants (held by `tests/ublk.rs` and `tests/ublk_kill.rs`):
 //! - A tag is in the kernel (fetching), in a thread's hands, or with one task.
@@ -130,14 +134,10 @@ pub fn serve<D: BlockDevice>(
     let mut server = Server { shared: shared.clone(), threads: Vec::new() };
     let (ready, becomes_ready) = mpsc::channel();
     for number_of_queue in 0..description.queues {
-        let cpus = control.affinity(number, number_of_queue).ok();
         let (shared, device, ready) = (shared.clone(), device.clone(), ready.clone());
         let thread = thread::Builder::new()
             .name("ublk-queue".into())
             .spawn(move || {
-                if let Some(cpus) = cpus {
-                    queue::pin(&cpus);
-                }
                 match Queue::new(number_of_queue, description.depth, shared.clone(), device) {
                     Ok(queue) => {
                         let _ = ready.send(Ok(()));

@@ -11,10 +11,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, BlockDevice, Pages, TryRead};
 use io_uring::{IoUring, opcode, squeue, types};
-use rustix::{
-    mm::{MapFlags, ProtFlags, mmap, munmap},
-    thread::{CpuSet, sched_setaffinity},
-};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::IntoBytes;
 
 use super::{Shared, uapi::*};
@@ -313,18 +310,6 @@ impl Drop for Descriptors {
         // SAFETY: mapped by `map` with this length. Unmapping what was mapped does not fail.
         let _ = unsafe { munmap(self.map.as_ptr().cast(), Self::len(self.depth)) };
     }
-}
-
-/// Keeps the calling thread on the CPUs of its queue. In a container some may be forbidden; then
-/// it runs where it may.
-pub(super) fn pin(mask: &[u8]) {
-    let mut cpus = CpuSet::new();
-    for cpu in (0..CpuSet::MAX_CPU)
-        .filter(|cpu| mask.get(cpu / 8).is_some_and(|m| m >> (cpu % 8) & 1 == 1))
-    {
-        cpus.set(cpu);
-    }
-    let _ = sched_setaffinity(None, &cpus);
 }
 
 #[cfg(test)]

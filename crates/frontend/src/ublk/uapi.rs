@@ -88,7 +88,6 @@ const fn control(direction: u32, number: u32) -> u32 {
     encode(direction, number, size_of::<ControlCommand>())
 }
 
-pub(super) const GET_QUEUE_AFFINITY: u32 = control(2, 0x01);
 pub(super) const GET_DEV_INFO: u32 = control(2, 0x02);
 pub(super) const ADD_DEV: u32 = control(3, 0x04);
 pub(super) const START_DEV: u32 = control(3, 0x06);

@@ -9,9 +9,20 @@ use crate::{Limits, Manifest};
 
 /// Removes the name `name`. The image's data goes with the next [`gc`], if nothing else needs
 /// it. Refused (`Invalid`) while another host than `this_host` needs the image and no other name
-/// keeps it.
-pub fn remove(store: &impl ObjectStore, name: &str, this_host: &str) -> Result<ImageRecord> {
-    let record = resolve(store, name)?;
+/// keeps it. `None` is a name whose record was damaged: it kept nothing, and it kept [`gc`] from
+/// removing anything.
+pub fn remove(
+    store: &impl ObjectStore,
+    name: &str,
+    this_host: &str,
+) -> Result<Option<ImageRecord>> {
+    let record = match resolve(store, name) {
+        Err(e) if e.kind() == ErrorKind::Corrupt => {
+            store.remove(&name_object(name)?)?;
+            return Ok(None);
+        }
+        record => record?,
+    };
     let digest = record.digest()?;
     let other_names = list(store)?.into_iter().filter(|(other, _)| other != name);
     let kept = other_names
@@ -30,7 +41,7 @@ pub fn remove(store: &impl ObjectStore, name: &str, this_host: &str) -> Result<I
         }
     }
     store.remove(&name_object(name)?)?;
-    Ok(record)
+    Ok(Some(record))
 }
 
 /// What [`gc`] did.

@@ -42,8 +42,9 @@ pub fn parts(store: &impl ObjectStore, record: &ImageRecord) -> Result<Vec<Objec
     };
     if objects.iter().any(|object| is_elsewhere(&object)) {
         return Err(invalid(format!(
-            "the data of {:?} is in the layers of an ordinary image, from which it is read: give \
-             that image's name where this one is wanted, or `burgeon build` one from it",
+            "{:?} is the index of an ordinary image, whose data is in that image's layers: others \
+             read it from there (`burgeon index --push`), and `burgeon pull --eager` or `burgeon \
+             build` of the image, by its oci://… or oci-layout:… name, fetches all of it",
             record.name
         )));
     }

@@ -155,7 +155,7 @@ pub fn resolve(store: &impl ObjectStore, name: &str) -> Result<ImageRecord> {
 fn read_record(store: &impl ObjectStore, object: &ObjectId) -> Result<ImageRecord> {
     let bytes = store.get(object, RECORD_MAX)?;
     let damaged = |error| {
-        let what = format!("{object} of the store is damaged; build the image again");
+        let what = format!("{object} of the store is damaged; build the image again, or remove it");
         Error::with_source(ErrorKind::Corrupt, what, error)
     };
     #[derive(Deserialize)]

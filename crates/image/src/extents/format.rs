@@ -97,6 +97,9 @@ pub(super) struct Record {
 pub(super) const RECORD_LEN: u64 = size_of::<Record>() as u64;
 
 impl Record {
+    /// Where in a record its start lies.
+    pub(super) const START_AT: usize = std::mem::offset_of!(Self, start);
+
     pub(super) fn extent(id: u64, index: u64, start: u64, offset: u64, entry_at: u64) -> Self {
         Self::new(id, index, start, offset, (entry_at / ENTRY_ALIGN) as u32)
     }

@@ -15,12 +15,11 @@ use super::{
         ENTRY_ALIGN, EXTENTS, HEADER_LEN, LogHeader, MappingEntry, Parsed, RECORD_LEN, Record,
         SOURCES, parse_entry,
     },
+    index::Index,
     unmapped,
 };
 use crate::corrupt;
 
-/// Records between two places of the index in memory: 8 bytes for 128 records.
-const INDEX_STEP: u64 = 128;
 /// Sources that are kept parsed; some 200 bytes each. Beyond them all are forgotten at once.
 const PARSED_MAX: usize = 4096;
 
@@ -55,8 +54,7 @@ pub(super) struct View {
     extents: LogView,
     sources: LogView,
     pub(super) records: u64,
-    /// The start of every [`INDEX_STEP`]th record.
-    index: Vec<u64>,
+    index: Index,
 }
 
 /// A mapping's entry, its place and its end in the table.
@@ -179,6 +177,15 @@ fn record_at(extents: &[u8], index: u64) -> Record {
     }
 }
 
+/// Where record `index` begins: a look of its own, because a lookup takes it a hundred times.
+fn start_at(extents: &[u8], index: u64) -> u64 {
+    let at = (HEADER_LEN + index * RECORD_LEN) as usize + Record::START_AT;
+    match extents[at..].first_chunk() {
+        Some(start) => u64::from_le_bytes(*start),
+        None => unreachable!("a record is longer than its start"),
+    }
+}
+
 impl View {
     /// What is committed now: everything up to the last sound END. `before` saves work.
     pub(super) fn open<L: LogFile>(logs: &[L; 2], id: u64, before: Option<&Self>) -> Result<Self> {
@@ -193,8 +200,10 @@ impl View {
         let sources = logs[1].view(logs[1].size()?)?;
         let extents = logs[0].view(HEADER_LEN + records * RECORD_LEN)?;
         let mut index = before.map(|before| before.index.clone()).unwrap_or_default();
-        let steps = (index.len() as u64 * INDEX_STEP..records).step_by(INDEX_STEP as usize);
-        index.extend(steps.map(|index| record_at(&extents, index).start()));
+        index.extend(records, |record| {
+            let known = record_at(&extents, record);
+            known.is_sound(id, record).then(|| known.start())
+        });
         Ok(Self { id, extents, sources, records, index })
     }
 
@@ -215,21 +224,25 @@ impl View {
     }
 
     /// The record that `offset` lies in, and how far it goes. Believed only between two sound
-    /// records: a damaged one can mislead the search, but not to them.
+    /// records: a damaged one can mislead a search, but not to them.
     fn locate(&self, offset: u64) -> Result<(Record, ByteRange)> {
         let block = offset / BLOCK_SIZE;
-        let group = self.index.partition_point(|start| *start <= block) as u64;
-        let Some(group) = group.checked_sub(1) else { return Err(unmapped(offset)) };
-        let mut low = group * INDEX_STEP;
-        let mut high = (low + INDEX_STEP).min(self.records);
-        while high - low > 1 {
-            let middle = low + (high - low) / 2;
-            if record_at(&self.extents, middle).start() <= block {
-                low = middle;
-            } else {
-                high = middle;
-            }
-        }
+        let start = |record| start_at(&self.extents, record);
+        let Some(low) = self.index.count(block, self.records, start) else {
+            return Err(unmapped(offset));
+        };
+        let found = self.around(low, block).or_else(|_| {
+            // A damaged record was counted in: the sound ones alone.
+            let near = self.index.near(block, self.records);
+            let begins = |low: &u64| self.record(*low).is_ok_and(|r| r.start() <= block);
+            self.around(near.clone().rev().find(begins).unwrap_or(near.start), block)
+        });
+        found?.ok_or_else(|| unmapped(offset))
+    }
+
+    /// The extent of record `low`, if `block` lies in it, and nothing if that is mapped to nothing.
+    /// `Corrupt` if the block is not between this record and the next.
+    fn around(&self, low: u64, block: u64) -> Result<Option<(Record, ByteRange)>> {
         let record = self.record(low)?;
         let next = if low + 1 < self.records { Some(self.record(low + 1)?) } else { None };
         let fits = record.start() <= block && next.is_none_or(|next| next.start() > block);
@@ -238,9 +251,10 @@ impl View {
         }
         match next {
             Some(next) if !record.is_end() => {
-                Ok((record, block_range(record.start(), next.start() - record.start())?))
+                let range = block_range(record.start(), next.start() - record.start())?;
+                Ok(Some((record, range)))
             }
-            _ => Err(unmapped(offset)),
+            _ => Ok(None),
         }
     }
 

@@ -35,9 +35,12 @@ pub fn publish_profile(store: &impl ObjectStore, profile: &Profile) -> Result<()
     store.publish(&profile_object(&profile.image)?, &bytes)
 }
 
-/// Removes the profile of `image`; it is no error if there is none.
-pub fn remove_profile(store: &impl ObjectStore, image: &Digest) -> Result<()> {
-    store.remove(&profile_object(image)?)
+/// Removes the profile of `image`, if there is one; returns whether there was.
+pub fn remove_profile(store: &impl ObjectStore, image: &Digest) -> Result<bool> {
+    let object = profile_object(image)?;
+    let there = store.len(&object)?.is_some();
+    store.remove(&object)?;
+    Ok(there)
 }
 
 /// The images of which `store` has a profile.

@@ -29,7 +29,7 @@ const OBJECT: &str = "vnd.burgeon.object";
 /// The media type of OCI manifests.
 pub const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
 /// The media type of a configuration that says nothing.
-const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
+pub const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
 /// The configuration that says nothing.
 pub const EMPTY: &[u8] = b"{}";
 
@@ -268,5 +268,52 @@ impl ObjectStore for Artifact {
 impl fmt::Debug for Artifact {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Artifact").field(&self.0.registry.name()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_block::{ErrorKind, ObjectId};
+    use testkit::Rng;
+
+    use super::{Blob, Digest, FOLDERS, Objects};
+
+    #[test]
+    fn no_manifest_does_harm() {
+        let mut sound = Objects::default();
+        for (number, (folder, _)) in FOLDERS.iter().enumerate() {
+            let digest = Digest::of(&[number as u8]);
+            let object = ObjectId::new(format!("{folder}{}", digest.hex())).unwrap();
+            sound.add(object, Blob { digest, size: 1000 + number as u64 }).unwrap();
+        }
+        let bytes = sound.encode().unwrap();
+        assert_eq!(Objects::decode(&bytes).unwrap(), sound);
+        let mut taken = 0;
+        for seed in 0..5000 {
+            let mut rng = Rng::new(seed);
+            let mut bytes = bytes.clone();
+            for _ in 0..1 + rng.below(4) {
+                let at = rng.below(bytes.len() as u64) as usize;
+                match rng.below(4) {
+                    0 => bytes[at] ^= 1 << rng.below(8),
+                    1 => bytes[at] = *rng.pick(b"0129\"{}[],:-/."),
+                    2 => bytes.truncate(at.max(1)),
+                    _ => bytes.insert(at, *rng.pick(b"0129\"{}[],:-/.")),
+                }
+            }
+            match Objects::decode(&bytes) {
+                Ok(objects) => {
+                    let again = objects.encode().unwrap();
+                    assert_eq!(Objects::decode(&again).unwrap(), objects, "{seed}");
+                    taken += 1;
+                }
+                Err(error) => {
+                    let expected = [ErrorKind::Corrupt, ErrorKind::UnsupportedFormat];
+                    assert!(expected.contains(&error.kind()), "{seed}: {error}");
+                }
+            }
+        }
+        // What is beside the objects is no concern of this version.
+        assert!((1..2500).contains(&taken), "{taken}");
     }
 }

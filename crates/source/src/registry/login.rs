@@ -130,7 +130,9 @@ impl Logins {
         let token = loop {
             let reference = self.name.reference();
             match self.library.auth(reference, credentials, self.operation).await {
-                Err(OciDistributionError::RequestError(_)) if tries < retries => {
+                Err(OciDistributionError::RequestError(error))
+                    if tries < retries && !web::is_untrusted(&error) =>
+                {
                     web::pause(tries).await;
                     tries += 1;
                 }
@@ -165,13 +167,7 @@ fn failed(what: &str, error: &OciDistributionError) -> Error {
             ErrorKind::Unavailable,
             "user or password are refused: log in with docker login or skopeo login".to_owned(),
         ),
-        OciDistributionError::RequestError(error) => {
-            let mut cause: &dyn std::error::Error = error;
-            while let Some(deeper) = cause.source() {
-                cause = deeper;
-            }
-            (ErrorKind::Unavailable, cause.to_string())
-        }
+        OciDistributionError::RequestError(error) => (ErrorKind::Unavailable, web::why_not(error)),
         error => (ErrorKind::Unavailable, error.to_string().chars().take(200).collect()),
     };
     Error::new(kind, format!("cannot {what}: {why}"))

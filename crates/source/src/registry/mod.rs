@@ -37,10 +37,10 @@ use tokio::sync::Semaphore;
 pub(crate) use self::credentials::find as find_credentials;
 use self::login::Logins;
 pub use self::{
-    artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, MANIFEST_TYPE, Objects},
+    artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, Objects},
     digest::{Checked, Digest, Digesting},
     name::Name,
-    upload::Uploads,
+    upload::{Put, Uploads},
 };
 use crate::{
     Access, Traffic,
@@ -108,6 +108,19 @@ impl Registry {
     /// The document that has the tag `tag` in this repository, as [`Self::document`].
     pub fn document_tagged(&self, tag: &str) -> Result<(Vec<u8>, Digest)> {
         waiting(self.fetch_named(&format!("manifests/{tag}"), None, web::RETRIES))
+    }
+
+    /// What refers to the image `digest` and is of type `kind`, as the registry lists it by itself:
+    /// an index of at most [`DOCUMENT_MAX`] bytes, the first one if the list has several pages. `None`
+    /// where it lists nothing. Whoever answers need not have left others out.
+    pub fn referrers(&self, digest: &Digest, kind: &str) -> Result<Option<Vec<u8>>> {
+        let path = format!("referrers/{digest}?artifactType={kind}");
+        match waiting(self.fetch_named(&path, None, web::RETRIES)) {
+            Ok((bytes, _)) => Ok(Some(bytes)),
+            // It knows nothing of such lists.
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Invalid) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     async fn fetch_document(

@@ -39,6 +39,19 @@ impl Name {
         Self { reference, digest: Some(digest), plain: self.plain }
     }
 
+    /// The image `tag` of the repository that `text` names, if `text` begins as one. `Invalid` if
+    /// it names more than that, or `tag` is none.
+    pub fn tagged(text: &str, tag: &str) -> Option<Result<Self>> {
+        let named = Self::parse(&format!("{}:{tag}", text.trim_end_matches('/')))?;
+        let named = named.ok().filter(|name| name.digest.is_none() && name.tag() == tag);
+        Some(named.ok_or_else(|| {
+            invalid(format!(
+                "{tag:?} cannot be a tag of {text}: a repository has no tag of its own, as in \
+                 oci://REGISTRY/REPOSITORY, and a tag has letters, digits, _, . and -"
+            ))
+        }))
+    }
+
     /// The repository.
     pub fn repository(&self) -> &str {
         self.reference.repository()
@@ -50,7 +63,7 @@ impl Name {
     }
 
     /// The tag, which without a digest says what is meant.
-    pub(crate) fn tag(&self) -> &str {
+    pub fn tag(&self) -> &str {
         self.reference.tag().unwrap_or("latest")
     }
 
@@ -151,5 +164,27 @@ mod tests {
             }
         }
         assert!(Name::parse("s3://x/y").is_none() && Name::parse("a:1").is_none());
+    }
+
+    #[test]
+    fn names_in_a_repository_are_its_tags() {
+        for repository in ["oci://r.example/a/b", "oci://localhost:5000/a/"] {
+            let name = Name::tagged(repository, "v1.2_3").unwrap().unwrap();
+            assert_eq!(name.tag(), "v1.2_3");
+            assert!(repository.contains(name.repository()), "{name}");
+        }
+        let pinned = format!("oci://r.example/a@{}", Digest::of(b"x"));
+        for (repository, tag) in [
+            ("oci://r.example/a:1", "2"),
+            (&pinned, "2"),
+            ("oci://r.example/a", "debian:12"),
+            ("oci://r.example/a", "b/c"),
+            ("oci://r.example/a", ""),
+            ("oci://r.example/a", &format!("1@{}", Digest::of(b"x"))),
+        ] {
+            let error = Name::tagged(repository, tag).unwrap().unwrap_err();
+            assert!(error.to_string().contains("cannot be a tag"), "{repository}, {tag}: {error}");
+        }
+        assert!(Name::tagged("s3://x/y", "1").is_none());
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   HEAD blobs/<digest> ──► there: done        not there: POST blobs/uploads/ ──► PUT …?digest=
+//!   PUT manifests/<tag or digest> ──► OCI-Subject: the registry lists what it refers to
 //! ```
 //!
 //! Invariants: a blob is sent whole, in one request, and the registry checks its digest; what
@@ -22,12 +23,23 @@ use crate::{Access, waiting, web};
 
 /// How long sending one blob may take: four packs of 32 MiB at a time, at 1 Mbit/s in all.
 const UPLOAD_MAX: Duration = Duration::from_secs(1200);
+/// The header of an answer that says of which image an artifact is listed as a referrer.
+const SUBJECT: &str = "oci-subject";
 
 /// A repository that is written to. Cheap to clone.
 #[derive(Clone)]
 pub struct Uploads {
     registry: Registry,
     client: Client,
+}
+
+/// A document that was put.
+#[derive(Clone, Debug)]
+pub struct Put {
+    /// Its digest.
+    pub digest: Digest,
+    /// What the registry lists it beside, by itself.
+    pub subject: Option<Digest>,
 }
 
 /// How a try ended.
@@ -40,10 +52,6 @@ enum Tried {
 impl Uploads {
     /// The repository of `name`, to be written to with what `access` holds. Nothing is sent yet.
     pub fn open(name: &Name, access: &Access) -> Result<Self> {
-        if name.digest().is_some() {
-            let what = format!("{name} has a digest, which the image decides: give it a tag");
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
         let registry = Registry::open_to(RegistryOperation::Push, name, access)?;
         Ok(Self { registry, client: web::uploading_client(UPLOAD_MAX)? })
     }
@@ -125,15 +133,20 @@ impl Uploads {
         url.scheme() == "https" || url.scheme() == "http" && self.registry.name().is_plain()
     }
 
-    /// Gives the manifest `bytes` of type `kind` the name's tag. Returns its digest.
-    pub fn put_manifest(&self, kind: &str, bytes: &[u8]) -> Result<Digest> {
-        let name = self.registry.name();
-        let path = format!("manifests/{}", name.tag());
-        let what = format!("write {name}");
+    /// Puts the manifest or index `bytes` of type `kind` there: under `tag`, or known by its digest
+    /// alone.
+    pub fn put_document(&self, tag: Option<&str>, kind: &str, bytes: &[u8]) -> Result<Put> {
+        let digest = Digest::of(bytes);
+        let path = match tag {
+            Some(tag) => format!("manifests/{tag}"),
+            None => format!("manifests/{digest}"),
+        };
+        let what = format!("write {path} of {}", self.registry.name());
         let put = self.registry.ask(&what, Method::PUT, &path, web::RETRIES, |request| {
             request.header(CONTENT_TYPE, kind).body(bytes.to_vec())
         });
-        waiting(put)?;
-        Ok(Digest::of(bytes))
+        let answer = waiting(put)?;
+        let subject = answer.headers().get(SUBJECT).and_then(|subject| subject.to_str().ok());
+        Ok(Put { digest, subject: subject.and_then(|subject| subject.parse().ok()) })
     }
 }

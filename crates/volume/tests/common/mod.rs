@@ -97,6 +97,8 @@ pub(crate) struct Store {
     pub(crate) reads: AtomicU64,
     /// Each answer takes one permit.
     pub(crate) gate: Semaphore,
+    /// How long each answer takes.
+    pub(crate) latency: Mutex<Duration>,
 }
 
 /// A handle that tests keep a second one of.
@@ -111,7 +113,13 @@ impl Source {
             always: Mutex::default(),
             reads: AtomicU64::new(0),
             gate: Semaphore::new(Semaphore::MAX_PERMITS),
+            latency: Mutex::default(),
         }))
+    }
+
+    /// From now on each answer takes `latency`.
+    pub(crate) fn slow_down(&self, latency: Duration) {
+        *self.0.latency.lock().unwrap() = latency;
     }
 
     pub(crate) fn reads(&self) -> u64 {
@@ -140,6 +148,10 @@ impl BlockSource for Source {
     async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         self.0.reads.fetch_add(1, Ordering::Relaxed);
         self.0.gate.acquire().await.unwrap().forget();
+        let latency = *self.0.latency.lock().unwrap();
+        if !latency.is_zero() {
+            tokio::time::sleep(latency).await;
+        }
         let pack = self.0.packs.iter().find(|(name, _)| name == object);
         let pack = &pack.unwrap_or_else(|| panic!("{object} was never there")).1;
         let mut bytes = pack[range.start() as usize..range.end() as usize].to_vec();

@@ -97,26 +97,47 @@ impl WebServer {
     }
 }
 
-/// A registry of images, `docker-registry`, without encryption.
+/// A registry of images, `docker-registry`.
 pub struct Registry {
     server: Server,
 }
 
+/// What a registry is like.
+#[derive(Clone, Copy, Default)]
+pub struct RegistryOptions<'a> {
+    /// A file as `htpasswd -B` makes it: it wants to be logged in to.
+    pub passwords: Option<&'a Path>,
+    /// It takes no writes.
+    pub read_only: bool,
+    /// Files with a certificate and its key: it encrypts.
+    pub certificate: Option<(&'a Path, &'a Path)>,
+}
+
 impl Registry {
-    /// Starts an empty one that keeps what it has in the new folder `own`. With `passwords`, a
-    /// file as `htpasswd -B` makes it, it wants to be logged in to.
+    /// Starts an empty one that keeps what it has in the new folder `own`, without encryption.
+    /// With `passwords` it wants to be logged in to.
     pub fn start(own: &Path, passwords: Option<&Path>) -> Result<Self> {
+        Self::with(own, RegistryOptions { passwords, ..RegistryOptions::default() })
+    }
+
+    /// Starts one that keeps what it has in the folder `own`.
+    pub fn with(own: &Path, options: RegistryOptions<'_>) -> Result<Self> {
         fs::create_dir_all(own)?;
         let own = own.canonicalize()?;
         let server = Server::start("docker-registry", |port| {
-            let folder = own.display();
-            let auth = passwords.map_or(String::new(), |path| {
+            let (folder, read_only) = (own.display(), options.read_only);
+            let auth = options.passwords.map_or(String::new(), |path| {
                 format!("auth: {{htpasswd: {{realm: test, path: {}}}}}\n", path.display())
+            });
+            let tls = options.certificate.map_or(String::new(), |(certificate, key)| {
+                let (certificate, key) = (certificate.display(), key.display());
+                format!(", tls: {{certificate: {certificate}, key: {key}}}")
             });
             let text = format!(
                 "version: 0.1\nlog: {{level: error}}\n{auth}\
-                 storage: {{filesystem: {{rootdirectory: {folder}}}}}\n\
-                 http: {{addr: \"127.0.0.1:{port}\"}}\n"
+                 storage: {{filesystem: {{rootdirectory: {folder}}}, \
+                 maintenance: {{readonly: {{enabled: {read_only}}}}}}}\n\
+                 http: {{addr: \"127.0.0.1:{port}\"{tls}}}\n"
             );
             let config = own.join("config.yml");
             fs::write(&config, text)?;

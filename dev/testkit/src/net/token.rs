@@ -7,21 +7,16 @@
 
 use std::{
     io::{self, BufReader, Write},
-    net::{SocketAddr, TcpListener, TcpStream},
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
-    thread,
+    net::{SocketAddr, TcpStream},
+    sync::{Arc, Mutex, PoisonError},
 };
 
-use super::head::Head;
+use super::{front::Front, head::Head};
 
 /// The gate. It ends when dropped.
 pub struct TokenGate {
-    address: SocketAddr,
+    front: Front,
     state: Arc<Mutex<State>>,
-    ended: Arc<AtomicBool>,
 }
 
 struct State {
@@ -39,8 +34,6 @@ impl TokenGate {
     /// A gate before `server`. It wants `basic`, which is `user:password` in base 64, for a
     /// token, which is good for `uses` requests.
     pub fn new(server: SocketAddr, basic: &str, uses: u64) -> io::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0")?;
-        let address = listener.local_addr()?;
         let state = Arc::new(Mutex::new(State {
             password: format!("Basic {basic}"),
             uses,
@@ -48,25 +41,14 @@ impl TokenGate {
             left: 0,
             scopes: Vec::new(),
         }));
-        let ended = Arc::new(AtomicBool::new(false));
-        let (shared, over) = (Arc::clone(&state), Arc::clone(&ended));
-        thread::spawn(move || {
-            for client in listener.incoming() {
-                if over.load(Relaxed) {
-                    break;
-                }
-                let Ok(client) = client else { continue };
-                let shared = Arc::clone(&shared);
-                // Whatever breaks here, the client sees a broken connection.
-                thread::spawn(move || drop(serve(&client, server, address, &shared)));
-            }
-        });
-        Ok(Self { address, state, ended })
+        let shared = Arc::clone(&state);
+        let front = Front::start(move |client, own| serve(&client, server, own, &shared))?;
+        Ok(Self { front, state })
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.front.address()
     }
 
     /// Tokens that were given out.
@@ -83,14 +65,6 @@ impl TokenGate {
     pub fn change(&self, basic: &str) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         (state.password, state.left) = (format!("Basic {basic}"), 0);
-    }
-}
-
-impl Drop for TokenGate {
-    fn drop(&mut self) {
-        self.ended.store(true, Relaxed);
-        // Wakes the thread that accepts.
-        let _ = TcpStream::connect(self.address);
     }
 }
 

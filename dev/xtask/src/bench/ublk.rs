@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   ublk         file systems: ours over ublk ÷ btrfs on a RAM disk; ÷ ours over FUSE + loop
-//!                bare devices: computed zeros ÷ rublk's null; a file in place ÷ rublk's loop
+//!                bare devices: computed zeros ÷ rublk's null; what is materialised, and a file in
+//!                place, ÷ rublk's loop
 //!   ublk-queues  a device of zeros: queues and depths, against what mounts have
 //! ```
 //!
@@ -17,6 +18,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
 use super::{
     Bench,
@@ -134,13 +136,15 @@ fn devices(
     let file = file.to_string_lossy();
     for (what, image, theirs) in [
         ("Computed zeros ÷ rublk's null, bare devices", "zeros", vec!["null"]),
+        ("The cache file ÷ rublk's loop, bare devices", "cached", vec!["loop", "--file", &*file]),
         ("A file in place ÷ rublk's loop, bare devices", "file", vec!["loop", "--file", &*file]),
     ] {
         let at = bench.path(&format!("ublk-device-{image}"));
         burgeon.mount_over(image, &at, "ublk")?;
         let status = burgeon.status()?;
         let mounts = status["mounts"].as_array().context("no mounts")?;
-        let mounted = mounts.iter().find(|mount| mount["image"] == image).context("no mount")?;
+        let is_it = |mount: &&Value| mount["target"] == *at.to_string_lossy();
+        let mounted = mounts.iter().find(is_it).context("no mount")?;
         let ours = mounted["device"].as_str().context("no device")?.into();
         let theirs = Rublk::start(rublk, &[&["add"], &theirs[..]].concat())?;
         let size = bench.options.file_mib << 20;

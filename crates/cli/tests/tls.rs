@@ -1,0 +1,70 @@
+//! Registries that encrypt, with a certificate that the system knows nothing of.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{fs, path::Path, process::Command};
+
+use testkit::{Burgeon, Certificate, Registry, RegistryOptions, Rng, Space, bind_mount, compare};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+const HOST: &str = "registry.test";
+
+#[test]
+fn a_registry_is_trusted_by_its_certificate_or_not_at_all() {
+    let space = Space::new("tls");
+    // A name of its own: one of this machine would be spoken to without encryption.
+    let hosts = space.path("hosts");
+    let known = fs::read_to_string("/etc/hosts").unwrap_or_default();
+    fs::write(&hosts, format!("127.0.0.1 {HOST}\n{known}")).unwrap();
+    let _hosts = bind_mount(&hosts, Path::new("/etc/hosts"));
+    let made = Certificate::new(&space.path("certificate"), HOST).unwrap();
+    let passwords = space.path("passwords");
+    let bcrypt = Command::new("htpasswd").args(["-Bbn", "user", "hunter2"]).output().unwrap();
+    fs::write(&passwords, bcrypt.stdout).unwrap();
+    let options = RegistryOptions {
+        passwords: Some(&passwords),
+        certificate: Some((&made.certificate, &made.key)),
+        ..RegistryOptions::default()
+    };
+    let registry = Registry::with(&space.path("registry"), options).unwrap();
+    let port = registry.address().port();
+    // "user:hunter2" in base 64.
+    let auths = format!(r#"{{"auths": {{"{HOST}:{port}": {{"auth": "dXNlcjpodW50ZXIy"}}}}}}"#);
+    let burgeon = |name: &str| {
+        let burgeon = Burgeon::with_state(PROGRAM, space.path(name));
+        burgeon.env("DOCKER_AUTH_CONFIG", &auths)
+    };
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("data"), Rng::new(1).bytes(600_000)).unwrap();
+    let at = format!("oci://{HOST}:{port}/app:1");
+    let target = space.path("at");
+
+    let believing = burgeon("believing").env("SSL_CERT_FILE", &made.authority);
+    believing.build(&tree, "app");
+    believing.ok(&["push", "app", &at]);
+    let mounted = believing.mount(&at, &target, &["--read-only"]);
+    compare(&tree, mounted.path()).unwrap().assert_same();
+    believing.umount(mounted);
+
+    // Who knows nothing of the authority, another one, or one that vouches for another host.
+    let stranger = Certificate::new(&space.path("stranger"), HOST).unwrap();
+    let doubting = burgeon("doubting");
+    let misled = burgeon("misled").env("SSL_CERT_FILE", &stranger.authority);
+    for burgeon in [&doubting, &misled] {
+        burgeon.build(&tree, "app");
+        let target = target.to_str().unwrap();
+        for command in [&["push", "app", &at][..], &["mount", &at, target], &["pull", &at]] {
+            let finished = burgeon.run(command);
+            let says_so = ["certificate is not trusted", "SSL_CERT_FILE"];
+            let all = says_so.iter().all(|said| finished.stderr.contains(said));
+            assert!(finished.code == Some(5) && all, "{command:?}: {finished:#?}");
+        }
+    }
+    fs::write(&hosts, format!("127.0.0.1 {HOST} other.test\n{known}")).unwrap();
+    let other = at.replace(HOST, "other.test");
+    believing.fails(&["pull", &other], 5, "certificate is not trusted");
+    // Not encrypted, because somebody says so: the registry takes no such thing.
+    let plain = at.replace("oci://", "oci+http://");
+    let finished = believing.run(&["pull", &plain]);
+    assert_ne!(finished.code, Some(0), "{finished:?}");
+}

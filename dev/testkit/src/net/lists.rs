@@ -1,0 +1,78 @@
+//! What a registry of OCI 1.1 knows more than Debian's, in front of that: it lists the referrers of
+//! an image by itself.
+//!
+//! ```text
+//!   PUT manifests/…, with a subject ──► the registry ──► its answer, and OCI-Subject
+//!   GET referrers/<digest>?artifactType=…            ──► what was put, with that subject and type
+//! ```
+
+use std::{
+    io::{self, BufReader, Write},
+    net::{SocketAddr, TcpStream},
+    sync::{Mutex, PoisonError},
+};
+
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use super::{front::Front, head::Head};
+
+/// Subject and descriptor of what was put.
+type Known = Mutex<Vec<(String, Value)>>;
+
+/// The front of a registry that lists referrers. It ends when dropped.
+pub struct ReferrerLists(Front);
+
+impl ReferrerLists {
+    /// One before `server`.
+    pub fn new(server: SocketAddr) -> io::Result<Self> {
+        let known = Known::default();
+        Front::start(move |client, _| serve(&client, server, &known)).map(Self)
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.0.address()
+    }
+}
+
+fn serve(mut client: &TcpStream, server: SocketAddr, known: &Known) -> io::Result<()> {
+    let mut reader = BufReader::new(client.try_clone()?);
+    let Some(mut request) = Head::read(&mut reader)? else { return Ok(()) };
+    let body = request.body(&mut reader, false)?;
+    if let Some((_, wanted)) = request.second().split_once("/referrers/") {
+        let (subject, kind) = wanted.split_once("?artifactType=").unwrap_or((wanted, ""));
+        let known = known.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_kind = known.iter().filter(|(of, one)| of == subject && one["artifactType"] == kind);
+        let list: Vec<&Value> = of_kind.map(|(_, one)| one).collect();
+        let text = json!({ "schemaVersion": 2, "manifests": list }).to_string();
+        let head = format!(
+            "HTTP/1.1 200 OK\r\ncontent-type: application/vnd.oci.image.index.v1+json\r\n\
+             content-length: {}\r\nconnection: close\r\n\r\n{text}",
+            text.len()
+        );
+        return client.write_all(head.as_bytes());
+    }
+    request.set("connection", "close");
+    let mut upstream = TcpStream::connect(server)?;
+    upstream.write_all(&request.encode())?;
+    upstream.write_all(&body)?;
+    let is_put = request.method() == "PUT" && request.second().contains("/manifests/");
+    let document: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let Some(subject) = document["subject"]["digest"].as_str().filter(|_| is_put) else {
+        return io::copy(&mut upstream, &mut client).map(drop);
+    };
+    let mut answers = BufReader::new(upstream);
+    let Some(mut answer) = Head::read(&mut answers)? else { return Ok(()) };
+    if answer.second() == "201" {
+        let hex: String = Sha256::digest(&body).iter().map(|byte| format!("{byte:02x}")).collect();
+        let one = json!({
+            "mediaType": document["mediaType"], "artifactType": document["artifactType"],
+            "digest": format!("sha256:{hex}"), "size": body.len(),
+        });
+        answer.set("OCI-Subject", subject);
+        known.lock().unwrap_or_else(PoisonError::into_inner).push((subject.to_owned(), one));
+    }
+    client.write_all(&answer.encode())?;
+    io::copy(&mut answers, &mut client).map(drop)
+}

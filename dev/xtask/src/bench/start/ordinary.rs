@@ -1,0 +1,201 @@
+//! The same tree as ordinary images, in a registry: at first sight, and by their indexes.
+//!
+//! ```text
+//!   tree ──► umoci: gzip ─┬─────────────────────────────────► registry ──► burgeon index --push
+//!                         ├──► skopeo: zstd:chunked ────────►
+//!                         └──► containerd: eStargz ─────────►
+//! ```
+//!
+//! The images are made once, and kept beside the tree. What a format needs at least is what passes
+//! the link when nothing but the profile is fetched: the manifests, the index, and the parts of the
+//! layer that hold what the program reads.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use testkit::{OciLayout, Registry, skopeo_copy};
+
+use super::{
+    Image, Program, Stage, Start, Starts, bound, mib,
+    stargz::{Containerd, Stargz},
+};
+use crate::bench::{
+    burgeon::Burgeon,
+    machine::run,
+    table::{Aim, Table},
+};
+
+/// The image's name in the registry.
+const NAME: &str = "tree";
+
+/// A format of layers, and its tag.
+struct Format {
+    name: &'static str,
+    tag: &'static str,
+    /// What a start with a profile is held against.
+    aim: Aim,
+}
+
+const FORMATS: [Format; 3] = [
+    Format { name: "gzip", tag: "gzip", aim: Aim::None },
+    Format { name: "zstd:chunked", tag: "zstd", aim: Aim::AtMost(1.2) },
+    Format { name: "eStargz", tag: "estargz", aim: Aim::None },
+];
+
+pub(super) struct Ordinary<'a> {
+    stage: &'a Stage<'a>,
+    registry: Registry,
+    /// An installation near to the registry.
+    publisher: Burgeon,
+    /// The digest of each format's index.
+    indexes: Vec<String>,
+    /// Where the layer in gzip is in the registry.
+    layer: String,
+    stargz: Stargz,
+    /// The chain id of the eStargz image.
+    chain: String,
+}
+
+impl<'a> Ordinary<'a> {
+    /// Of the images in the folder `images`, which are made if they are missing.
+    pub(super) fn make(stage: &'a Stage<'a>, images: &Path) -> Result<Self> {
+        if !images.exists() {
+            make_images(stage, images)?;
+        }
+        let served = stage.bench.path("registry");
+        run("cp", &["-r", &images.to_string_lossy(), &served.to_string_lossy()])?;
+        let registry = Registry::start(&served, None)?;
+        let publisher = Burgeon::new(&stage.bench.program, stage.bench.path("start-publisher"));
+        let mut indexes = Vec::new();
+        for format in &FORMATS {
+            let image = format!("oci://{}/{NAME}:{}", registry.address(), format.tag);
+            let made = publisher.run(&["index", &image, "--push", "--json"])?;
+            let made: Value = serde_json::from_str(&made)?;
+            indexes.push(made["index"].as_str().context("no index was made")?.to_owned());
+        }
+        let document = |path: &str| -> Result<Value> {
+            let url = format!("http://{}/v2/{NAME}/{path}", registry.address());
+            let accept = "Accept: application/vnd.oci.image.manifest.v1+json";
+            Ok(serde_json::from_str(&run("curl", &["-sSf", "-H", accept, &url])?)?)
+        };
+        let digest = |value: &Value| value.as_str().map(str::to_owned).context("no digest");
+        let layer = digest(&document("manifests/gzip")?["layers"][0]["digest"])?;
+        let config = digest(&document("manifests/estargz")?["config"]["digest"])?;
+        let chain = digest(&document(&format!("blobs/{config}"))?["rootfs"]["diff_ids"][0])?;
+        let layer = format!("v2/{NAME}/blobs/{layer}");
+        Ok(Self { stage, registry, publisher, indexes, layer, stargz: Stargz::make(stage)?, chain })
+    }
+
+    pub(super) fn measure(&self, program: &Program, table: &mut Table) -> Result<()> {
+        let profiles = (0..FORMATS.len()).map(|format| self.record(program, format));
+        let profiles = profiles.collect::<Result<Vec<_>>>()?;
+        let [mut unpacked, mut first_sight, mut stargz] = [(); 3].map(|()| Starts::default());
+        let mut lazy = FORMATS.map(|_| Starts::default());
+        let mut led = FORMATS.map(|_| Starts::default());
+        for _ in 0..self.stage.bench.options.rounds {
+            let server = self.registry.address();
+            unpacked.0.push(self.stage.unpack(program, server, &self.layer, "gzip -dc")?);
+            first_sight.0.push(self.mount(Some(program), 0, &["--profile", "none"])?.0);
+            for (format, profile) in profiles.iter().enumerate() {
+                lazy[format].0.push(self.indexed(Some(program), format, "none")?.0);
+                led[format].0.push(self.indexed(Some(program), format, profile)?.0);
+            }
+            let link = self.stage.link(server)?;
+            let image = (&*format!("{NAME}:estargz"), &*self.chain);
+            stargz.0.push(self.stargz.start(self.stage, program, &link, image)?);
+        }
+        table.heading(format!("The same of ordinary images: {}", program.name));
+        unpacked.row(table, "gzip, download and unpack");
+        first_sight.row(table, "gzip, at first sight");
+        let ratio = first_sight.seconds() / unpacked.seconds();
+        table.row("gzip, first sight ÷ download and unpack", ratio, "x", Aim::AtMost(1.0), "");
+        for (format, profile) in profiles.iter().enumerate() {
+            let Format { name, aim, .. } = FORMATS[format];
+            let (_, needed) = self.indexed(None, format, profile)?;
+            let note = format!("{:.1} MiB needed", mib(needed));
+            lazy[format].row(table, &format!("{name}, indexed, no profile"));
+            led[format].row(table, &format!("{name}, indexed, profile"));
+            if name == "eStargz" {
+                stargz.row(table, "eStargz, stargz-snapshotter");
+            }
+            table.row(format!("{name}, bound"), bound(needed), "s", Aim::None, note);
+            let ratio = lazy[format].seconds() / unpacked.seconds();
+            let what = format!("{name}, no profile ÷ download and unpack");
+            table.row(what, ratio, "x", Aim::AtMost(0.3), "");
+            let ratio = led[format].seconds() / bound(needed);
+            table.row(format!("{name}, profile ÷ bound"), ratio, "x", aim, "");
+        }
+        Ok(())
+    }
+
+    /// The start from an image of a format with its index, and all that passed the link until its
+    /// profile had been brought.
+    fn indexed(
+        &self,
+        program: Option<&Program>,
+        format: usize,
+        profile: &str,
+    ) -> Result<(Start, u64)> {
+        let options = ["--index", &self.indexes[format], "--profile", profile];
+        self.mount(program, format, &options)
+    }
+
+    fn mount(
+        &self,
+        program: Option<&Program>,
+        format: usize,
+        options: &[&str],
+    ) -> Result<(Start, u64)> {
+        let link = self.stage.link(self.registry.address())?;
+        let name = format!("oci://{}/{NAME}:{}", link.address(), FORMATS[format].tag);
+        let (start, _) = self.stage.mount(program, &link, &Image { store: None, name, options })?;
+        Ok((start, link.bytes()))
+    }
+
+    /// The profile of one start from an indexed image.
+    fn record(&self, program: &Program, format: usize) -> Result<String> {
+        let name = format!("oci://{}/{NAME}:{}", self.registry.address(), FORMATS[format].tag);
+        let recorded = self.stage.record(program, &self.publisher, &name)?;
+        let kept = self.stage.bench.path(&format!("recorded-{}", FORMATS[format].tag));
+        fs::rename(recorded, &kept)?;
+        Ok(kept.to_string_lossy().into_owned())
+    }
+}
+
+/// Makes what a registry has in the new folder `images`.
+fn make_images(stage: &Stage<'_>, images: &Path) -> Result<()> {
+    eprintln!("making images, once");
+    let unfinished = images.with_extension("unfinished");
+    if unfinished.exists() {
+        fs::remove_dir_all(&unfinished)?;
+    }
+    {
+        let registry = Registry::start(&unfinished, None)?;
+        let place = |tag: &str| format!("{}/{NAME}:{tag}", registry.address());
+        let (archive, folder) = (stage.bench.path("tree.tar"), stage.bench.path("layout"));
+        let shown = archive.to_string_lossy();
+        // Not padded: skopeo leaves out padding of what it makes zstd:chunked, and its configuration
+        // says what there was with it.
+        run("tar", &["-C", &stage.tree.to_string_lossy(), "-b1", "-cf", &shown, "."])?;
+        let layout = OciLayout::new(&folder)?;
+        layout.add(&archive)?;
+        fs::remove_file(&archive)?;
+        let from = format!("oci:{}:latest", folder.display());
+        skopeo_copy(&[], &from, &format!("docker://{}", place("gzip")))?;
+        let chunked: PathBuf = stage.bench.path("chunked");
+        let to = format!("oci:{}:latest", chunked.display());
+        skopeo_copy(&["--dest-compress-format", "zstd:chunked"], &from, &to)?;
+        skopeo_copy(&[], &to, &format!("docker://{}", place("zstd")))?;
+        let own = stage.bench.path("converting");
+        Containerd::start(&own, None)?.convert(&place("gzip"), &place("estargz"))?;
+        for folder in [&folder, &chunked, &own] {
+            fs::remove_dir_all(folder)?;
+        }
+    }
+    ensure!(!images.exists(), "{images:?} was made by somebody else meanwhile");
+    Ok(fs::rename(&unfinished, images)?)
+}

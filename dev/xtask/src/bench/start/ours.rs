@@ -1,0 +1,89 @@
+//! Images of ours, in a store behind a web server.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use serde_json::Value;
+use testkit::WebServer;
+
+use super::{Image, Program, Stage, Start, Starts, bound, mib};
+use crate::bench::{
+    burgeon::Burgeon,
+    machine::run,
+    median,
+    table::{Aim, Table},
+};
+
+pub(super) struct Ours<'a> {
+    stage: &'a Stage<'a>,
+    web: WebServer,
+    builder: Burgeon,
+}
+
+impl<'a> Ours<'a> {
+    pub(super) fn make(stage: &'a Stage<'a>) -> Result<Self> {
+        let served = stage.bench.path("served");
+        let state = stage.bench.path("start-builder");
+        let builder = Burgeon::with_store(&stage.bench.program, state, served.join("store"));
+        builder.run(&["build", &stage.tree.to_string_lossy(), "plain"])?;
+        let archive = served.join("tree.tar.zst");
+        let pack = format!("tar -C {:?} -c . | zstd -3 -T0 -q -o {archive:?}", stage.tree);
+        run("sh", &["-c", &pack])?;
+        let web = WebServer::nginx(&served, &stage.bench.path("start-nginx"))?;
+        Ok(Self { stage, web, builder })
+    }
+
+    pub(super) fn measure(&self, program: &Program, table: &mut Table) -> Result<()> {
+        let profile = self.stage.record(program, &self.builder, "plain")?;
+        let ordered = format!("ordered-{}", program.word());
+        let (tree, file) = (self.stage.tree.to_string_lossy(), profile.to_string_lossy());
+        self.builder.run(&["build", &tree, &ordered, "--profile", &file])?;
+        let [mut unpacked, mut lazy, mut led, mut packed] = [(); 4].map(|()| Starts::default());
+        let (mut needed, mut needed_packed, mut warm) = (0, 0, vec![]);
+        for _ in 0..self.stage.bench.options.rounds {
+            let web = self.web.address();
+            unpacked.0.push(self.stage.unpack(program, web, "tree.tar.zst", "zstd -dc")?);
+            lazy.0.push(self.mount(program, "plain", "none")?.0);
+            let (start, bytes) = self.mount(program, "plain", &file)?;
+            (needed, _) = (bytes, led.0.push(start));
+            let (start, bytes) = self.mount(program, &ordered, "auto")?;
+            (needed_packed, _) = (bytes, packed.0.push(start));
+            warm.push(self.stage.warm(program)?);
+        }
+        let (unpack, without) = (unpacked.seconds(), lazy.seconds());
+        let (with, with_packed) = (led.seconds(), packed.seconds());
+        let share = mib(needed) / mib(unpacked.0.last().map_or(1, |start| start.bytes)) * 100.0;
+        table.heading(format!(
+            "Cold start at 20 ms and 200 Mbit/s: {} ({share:.1} % of the image is read)",
+            program.name
+        ));
+        unpacked.row(table, "download and unpack (tar.zst)");
+        lazy.row(table, "lazy, no profile");
+        led.row(table, "lazy, profile");
+        packed.row(table, "lazy, profile, built by it");
+        let text =
+            format!("{:.1} MiB needed; {:.2} s when all is in memory", mib(needed), median(&warm));
+        table.row("bound", bound(needed), "s", Aim::None, text);
+        let text = format!("{:.1} MiB needed", mib(needed_packed));
+        table.row("bound, built by the profile", bound(needed_packed), "s", Aim::None, text);
+        table.row("no profile ÷ download and unpack", without / unpack, "x", Aim::AtMost(0.3), "");
+        table.row("profile ÷ bound", with / bound(needed), "x", Aim::AtMost(1.2), "");
+        let ratio = with_packed / bound(needed_packed);
+        table.row("profile, built by it ÷ bound", ratio, "x", Aim::AtMost(1.2), "");
+        table.row("profile, built by it ÷ no profile", with_packed / without, "x", Aim::None, "");
+        Ok(())
+    }
+
+    /// The start from `image`, and the bytes that it needed at least: the manifest, and the stored
+    /// chunks that the profile names.
+    fn mount(&self, program: &Program, image: &str, profile: &str) -> Result<(Start, u64)> {
+        let link = self.stage.link(self.web.address())?;
+        let store = PathBuf::from(format!("http://{}/store", link.address()));
+        let options = ["--profile", profile];
+        let image = Image { store: Some(store), name: image.to_owned(), options: &options };
+        let (start, fetched) = self.stage.mount(Some(program), &link, &image)?;
+        let shown = self.builder.run(&["inspect", &image.name, "--json"])?;
+        let shown: Value = serde_json::from_str(&shown)?;
+        Ok((start, fetched + shown["image"]["manifest_bytes"].as_u64().unwrap_or(0)))
+    }
+}
