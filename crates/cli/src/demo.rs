@@ -7,7 +7,10 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -22,11 +25,15 @@ use rustix::{
 use crate::{
     args,
     commands::{Context, images, mount, need_mount_privilege, umount},
+    exit,
     output::{self, bytes, duration_us, percent},
 };
 
 /// Where images of a few GiB fit on most machines; `/tmp` is often memory.
 const SCRATCH: &str = "/var/tmp";
+
+/// How long a signal waits for what is in use.
+const CLEANING_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The writes need no more than this in a demonstration.
 const WRITE_LIMIT: u64 = 1 << 30;
@@ -45,6 +52,7 @@ pub(crate) fn demo(context: &Context, args: args::Demo) -> Result<ExitCode> {
         stage.heed_signals()?;
         stage.run(&tree)
     });
+    stage.leave_to_signals();
     let cleaned = stage.clean();
     shown?;
     cleaned?;
@@ -64,6 +72,8 @@ struct Stage {
     context: Context,
     /// Held by who mounts and by who cleans up: while a daemon is started it cannot be ended.
     turn: Mutex<()>,
+    /// A signal came: it decides how this process ends.
+    interrupted: AtomicBool,
 }
 
 impl Stage {
@@ -75,7 +85,7 @@ impl Stage {
         }
         let state = StateDir::open(&folder.join("state"))?;
         let context = Context { state, store: None, repository: None, json: false };
-        Ok(Self { folder, context, turn: Mutex::default() })
+        Ok(Self { folder, context, turn: Mutex::default(), interrupted: AtomicBool::new(false) })
     }
 
     fn tree(&self, args: &args::Demo) -> Result<PathBuf> {
@@ -88,13 +98,28 @@ impl Stage {
         let stage = Arc::clone(self);
         thread::spawn(move || {
             let Ok(signal) = signals.wait() else { return };
+            stage.interrupted.store(true, SeqCst);
             // What is being built may put something more into the folder, once.
-            while stage.clean().is_err() && stage.folder.exists() {
+            let begun = Instant::now();
+            while let Err(e) = stage.clean()
+                && stage.folder.exists()
+            {
+                if begun.elapsed() > CLEANING_TIMEOUT {
+                    exit::say(&e);
+                    break;
+                }
                 thread::sleep(Duration::from_millis(100));
             }
             std::process::exit(128 + signal);
         });
         Ok(())
+    }
+
+    /// Does not return if a signal came: what the demonstration failed with is its doing.
+    fn leave_to_signals(&self) {
+        while self.interrupted.load(SeqCst) {
+            thread::park();
+        }
     }
 
     fn run(&self, tree: &Path) -> Result<()> {
@@ -150,10 +175,9 @@ impl Stage {
     }
 
     fn numbers(&self, at: &Path) -> Result<()> {
-        let Some(client) = Client::connect(&self.context.state)? else {
+        let Some((_, status)) = Client::connect_and_ask(&self.context.state)? else {
             bail!("the daemon is gone")
         };
-        let status = umount::ask(&client)?;
         let Some(mount) = status.mounts.iter().find(|mount| mount.target == at) else {
             bail!("the first mount is gone");
         };

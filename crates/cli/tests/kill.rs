@@ -292,6 +292,40 @@ fn umount_takes_the_folder_away_where_no_daemon_does() {
     }
 }
 
+/// What the kernel has not yet taken apart of a killed supervisor: its lock is held, and its socket
+/// takes connections, which nobody answers.
+#[test]
+fn umount_waits_for_a_supervisor_that_is_dying() {
+    let space = Space::new("kill-dying");
+    let Set { burgeon, at, mounted, .. } = set_up(&space, 14, &["--write-limit", "256M"]);
+    pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
+    let run = burgeon.state().join("run");
+    let lock = File::open(run.join("lock")).unwrap();
+    assert!(wait_until(PATIENCE, || {
+        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_ok()
+    }));
+    let socket = run.join("api.sock");
+    fs::remove_file(&socket).unwrap();
+    let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let dying = thread::spawn({
+        let at = at.clone();
+        move || {
+            drop(listener.accept().unwrap());
+            drop(listener);
+            let mounts = || fs::read_to_string("/proc/self/mountinfo").unwrap();
+            let gone = wait_until(PATIENCE, || !mounts().contains(at.to_str().unwrap()));
+            drop(lock);
+            gone
+        }
+    });
+    let said = burgeon.ok(&["umount", at.to_str().unwrap()]);
+    std::mem::forget(mounted);
+    assert!(dying.join().unwrap());
+    assert!(said.contains("discarded"), "{said}");
+    assert_eq!(fs::read_dir(burgeon.state().join("mounts")).unwrap().count(), 0);
+    assert!(wait_until(PATIENCE, || burgeon.processes().is_empty()));
+}
+
 #[test]
 fn a_live_mount_whose_record_is_damaged_is_left_alone() {
     let space = Space::new("kill-record");

@@ -7,7 +7,8 @@ use std::{
         unix::net::UnixStream,
     },
     path::PathBuf,
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -15,9 +16,15 @@ use rustix::process::Pid;
 
 use crate::{
     paths::StateDir,
-    protocol::{Reply, Request},
+    protocol::{Reply, Request, Status},
     start, wire,
 };
+
+/// How long a daemon that is ending is waited for.
+const ENDING_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How often it is looked whether it is gone.
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// A connection to the daemon of one state directory.
 #[derive(Debug)]
@@ -47,6 +54,30 @@ impl Client {
         }
     }
 
+    /// A daemon that runs, and everything it knows; `None` if there is none. One that is ending, or
+    /// was just killed, takes connections and answers none: it is waited for until it is gone.
+    pub fn connect_and_ask(state: &StateDir) -> Result<Option<(Self, Status)>> {
+        let begun = Instant::now();
+        loop {
+            let Some(client) = Self::connect(state)? else { return Ok(None) };
+            match client.call(&Request::Status) {
+                Ok((Reply::Status(status), _)) => return Ok(Some((client, *status))),
+                Ok(_) => {
+                    return Err(Error::new(
+                        ErrorKind::Corrupt,
+                        "the daemon gave an answer to something else",
+                    ));
+                }
+                Err(e)
+                    if e.kind() == ErrorKind::Unavailable && begun.elapsed() < ENDING_TIMEOUT =>
+                {
+                    thread::sleep(PAUSE);
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
     /// Connects, starting a daemon first where none runs.
     pub fn connect_or_start(state: &StateDir) -> Result<Self> {
         if let Some(client) = Self::connect(state)? {
@@ -66,8 +97,16 @@ impl Client {
 
     /// Asks and waits for the answer. A [`Reply::Failed`] comes back as the error it was.
     pub fn call(&self, request: &Request) -> Result<(Reply, Vec<OwnedFd>)> {
-        wire::send(&self.stream, request, &[])?;
-        match wire::receive(&self.stream)? {
+        // Where the other end is closed, sending fails, too: only then nothing is received.
+        let sent = wire::send(&self.stream, request, &[]);
+        let answer = match sent {
+            Ok(()) => wire::receive(&self.stream)?,
+            Err(e) => match wire::receive::<Reply>(&self.stream) {
+                Ok(None) => None,
+                _ => return Err(e),
+            },
+        };
+        match answer {
             Some((Reply::Failed(failure), _)) => Err(failure.into()),
             Some(answer) => Ok(answer),
             None => Err(Error::new(

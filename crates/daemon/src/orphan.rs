@@ -6,7 +6,8 @@
 //! ```
 //!
 //! Invariant: the folder goes only under the supervisor's own lock, after the kernel has let go
-//! of every device. A supervisor that starts meanwhile has the lock and clears up by itself.
+//! of every device. A supervisor that starts meanwhile has the lock and clears up by itself; a
+//! killed one has it until the kernel has taken its last thread apart.
 
 use std::{
     thread,
@@ -64,14 +65,27 @@ impl Orphan {
                  clear up after it: `burgeon doctor --repair` does, then",
             ));
         }
-        let Some(_lock) = Lock::try_take(&state.lock_file())? else { return Ok(()) };
-        // It may have been revived and released again meanwhile.
+        // Who holds the lock clears up, or is a killed supervisor that the kernel is still taking
+        // apart.
+        let lock = loop {
+            // It may have been revived and released again meanwhile.
+            if !state.mount(id).exists() || is_alive(record) {
+                return Ok(());
+            }
+            match Lock::try_take(&state.lock_file())? {
+                Some(lock) => break lock,
+                None if begun.elapsed() < timeout => thread::sleep(PAUSE),
+                None => return Ok(()),
+            }
+        };
         if !state.mount(id).exists() || is_alive(record) {
             return Ok(());
         }
         forget_loops(&record.loops);
         transport::remove_devices(id);
         spare::keep(state, record);
-        files::remove_folder(&state.mount(id))
+        let removed = files::remove_folder(&state.mount(id));
+        drop(lock);
+        removed
     }
 }

@@ -25,6 +25,12 @@ use crate::{budget, lab};
 /// How long each fuzz target runs in a bounded run, in seconds, unless asked otherwise.
 const FUZZ_SECONDS: u32 = 20;
 
+/// How many lines of what a failed test said are shown again at the end.
+const SAID_LINES: usize = 10;
+
+/// How much of each such line, in characters.
+const SAID_CHARACTERS: usize = 400;
+
 /// The crate of the fuzz targets.
 const FUZZ: &str = "dev/fuzz";
 
@@ -50,8 +56,13 @@ struct Tally {
 /// Runs all steps; an error when any failed.
 pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
     let before = leavings();
-    let mut steps =
-        Steps { root, total: Tally::default(), failed: Vec::new(), left_out: Vec::new() };
+    let mut steps = Steps {
+        root,
+        total: Tally::default(),
+        failed: Vec::new(),
+        said: Vec::new(),
+        left_out: Vec::new(),
+    };
     steps.run("format", cargo(&["fmt", "--all", "--check"]));
     let lints = ["clippy", "--workspace", "--all-targets", "--locked", "--", "--deny=warnings"];
     steps.run("lints", cargo(&lints));
@@ -70,6 +81,8 @@ struct Steps<'a> {
     root: &'a Path,
     total: Tally,
     failed: Vec<String>,
+    /// What failed tests have printed, cut: whoever sees only the end of a log knows why.
+    said: Vec<String>,
     left_out: Vec<String>,
 }
 
@@ -161,7 +174,8 @@ impl Steps<'_> {
     }
 
     fn add(&mut self, outcome: Outcome) {
-        let Outcome { name, good, tally, failed } = outcome;
+        let Outcome { name, good, tally, failed, said } = outcome;
+        self.said.extend(said);
         self.total.passed += tally.passed;
         self.total.failed += tally.failed;
         self.failed.extend(failed);
@@ -239,6 +253,7 @@ impl Steps<'_> {
 
     fn finish(self) -> Result<()> {
         println!();
+        self.said.iter().for_each(|line| println!("{line}"));
         self.left_out.iter().for_each(|step| println!("left out: {step}"));
         self.failed.iter().for_each(|step| println!("failed: {step}"));
         println!("{} passed, {} failed", self.total.passed, self.total.failed);
@@ -256,6 +271,7 @@ struct Outcome {
     good: bool,
     tally: Tally,
     failed: Vec<String>,
+    said: Vec<String>,
 }
 
 /// Runs commands one after another, and shows what each has said when it has ended.
@@ -279,7 +295,7 @@ fn watch(name: &str, mut command: Command, mut show: impl FnMut(&str)) -> Result
         .spawn()
         .with_context(|| format!("cannot run {}", command.get_program().display()))?;
     let output = child.stdout.take().context("no output")?;
-    let (mut tally, mut failed) = (Tally::default(), Vec::new());
+    let (mut tally, mut failed, mut said) = (Tally::default(), Vec::new(), Said::default());
     for line in BufReader::new(output).split(b'\n') {
         let line = String::from_utf8_lossy(&line?).into_owned();
         show(&line);
@@ -287,10 +303,11 @@ fn watch(name: &str, mut command: Command, mut show: impl FnMut(&str)) -> Result
         tally.passed += one.passed;
         tally.failed += one.failed;
         failed.extend(failed_test(&line));
+        said.hear(&line);
     }
     let good = child.wait()?.success();
     show(&format!("== {name}: {} s", started.elapsed().as_secs()));
-    Ok(Outcome { name: name.to_owned(), good, tally, failed })
+    Ok(Outcome { name: name.to_owned(), good, tally, failed, said: said.lines })
 }
 
 /// libFuzzer's options: bounds that only a bug can reach, however busy the machine is.
@@ -377,6 +394,29 @@ fn failed_test(line: &str) -> Option<String> {
     Some(name.to_owned())
 }
 
+/// The first lines of what each failed test has printed: libtest shows them below
+/// `---- NAME stdout ----`, when all tests of a program have ended.
+#[derive(Default)]
+struct Said {
+    lines: Vec<String>,
+    /// Lines that may still come of this test.
+    left: usize,
+}
+
+impl Said {
+    fn hear(&mut self, line: &str) {
+        if line.starts_with("---- ") && line.ends_with(" ----") {
+            self.left = SAID_LINES;
+        } else if line == "failures:" {
+            self.left = 0;
+        }
+        if self.left > 0 && !line.is_empty() {
+            self.left -= 1;
+            self.lines.push(line.chars().take(SAID_CHARACTERS).collect());
+        }
+    }
+}
+
 /// What tests could leave on a machine: loop devices in use, ublk devices, mounts of btrfs and FUSE, and
 /// processes of the command under test.
 fn leavings() -> Vec<String> {
@@ -411,7 +451,7 @@ fn leavings() -> Vec<String> {
 mod tests {
     use std::process::Command;
 
-    use super::{Tally, failed_test, result_line, run_lane};
+    use super::{SAID_CHARACTERS, Said, Tally, failed_test, result_line, run_lane};
 
     #[test]
     fn a_lane_adds_up_what_its_commands_say() {
@@ -430,6 +470,20 @@ mod tests {
             ("bad", &vec!["b".to_owned()])
         );
         assert!(outcomes.iter().all(|outcome| outcome.good), "echo does not fail");
+    }
+
+    #[test]
+    fn what_a_failed_test_said_is_kept_to_its_bound() {
+        let mut said = Said::default();
+        let long = "x".repeat(2 * SAID_CHARACTERS);
+        let text =
+            ["test a ... FAILED", "", "failures:", "", "---- a stdout ----", "", "why", &long];
+        text.iter().for_each(|line| said.hear(line));
+        (0..100).for_each(|_| said.hear("more"));
+        ["failures:", "    a", "test result: FAILED"].iter().for_each(|line| said.hear(line));
+        assert_eq!(said.lines[..2], ["---- a stdout ----", "why"]);
+        assert_eq!(said.lines[2].len(), SAID_CHARACTERS);
+        assert_eq!(said.lines[3..], ["more"; 7]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::{
     Context, need_mount_privilege,
-    umount::{ask, detach, places_of},
+    umount::{detach, places_of},
 };
 use crate::{args, output};
 
@@ -17,14 +17,14 @@ use crate::{args, output};
 const RELEASE_TIMEOUT_MS: u64 = 15_000;
 
 pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCode> {
-    let Some(client) = Client::connect(&context.state)? else {
+    let Some((client, status)) = Client::connect_and_ask(&context.state)? else {
         say(context, "no daemon runs")?;
         return Ok(ExitCode::SUCCESS);
     };
     if args.unmount || args.force {
         need_mount_privilege("shutdown --unmount")?;
         let flags = if args.force { UnmountFlags::DETACH } else { UnmountFlags::empty() };
-        for mount in ask(&client)?.mounts {
+        for mount in status.mounts {
             for place in mount.fsid.map(places_of).unwrap_or_default() {
                 detach(&place, flags)?;
             }

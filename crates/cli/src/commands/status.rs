@@ -12,11 +12,11 @@ use burgeon_daemon::{
 };
 use serde_json::json;
 
-use super::{Context, umount::ask};
+use super::Context;
 use crate::output::{self, bytes, duration_us, percent};
 
 pub(super) fn status(context: &Context) -> Result<ExitCode> {
-    let Some(client) = Client::connect(&context.state)? else {
+    let Some((_, status)) = Client::connect_and_ask(&context.state)? else {
         let lost = burgeon_daemon::doctor::mounts_without_daemon(&context.state);
         if context.json {
             let document = json!({ "running": false, "mounts": [], "mounts_without_daemon": lost });
@@ -28,7 +28,6 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     };
-    let status = ask(&client)?;
     if context.json {
         let mut document = serde_json::to_value(&status)?;
         document["running"] = true.into();

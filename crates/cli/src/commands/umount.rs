@@ -68,16 +68,14 @@ pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> 
 pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
     let target = fs::canonicalize(path)
         .map_err(|e| Error::io(format!("cannot unmount {}", path.display()), e))?;
-    let client = Client::connect(&context.state)?;
     let fsid = mounted_here(&target)?;
     let orphan = fsid.and_then(|fsid| orphan::find(&context.state, fsid));
-    let known = match (&client, fsid) {
-        (Some(client), Some(fsid)) => {
-            let status = ask(client)?;
-            status.mounts.into_iter().find(|mount| mount.fsid == Some(fsid))
-        }
-        _ => None,
-    };
+    let daemon = Client::connect_and_ask(&context.state)?;
+    let no_daemon = daemon.is_none();
+    let known = daemon.zip(fsid).and_then(|((client, status), fsid)| {
+        let mount = status.mounts.into_iter().find(|mount| mount.fsid == Some(fsid))?;
+        Some((client, mount))
+    });
     if known.is_none() && !burgeon_daemon::is_burgeon_mount(&target) {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -92,14 +90,24 @@ pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
     if still_mounted(fsid) {
         return Ok((target, "; the same mount is still in place elsewhere".to_owned()));
     }
-    let writes = match (known, client, orphan) {
-        (Some(mount), Some(client), _) => {
-            let id = mount.id;
-            client.call(&Request::AwaitRelease { id, timeout_ms: RELEASE_TIMEOUT_MS })?;
+    let release = |orphan: &orphan::Orphan| {
+        orphan.release(&context.state, Duration::from_millis(RELEASE_TIMEOUT_MS))
+    };
+    let writes = match (known, orphan) {
+        (Some((client, mount)), orphan) => {
+            let await_release =
+                Request::AwaitRelease { id: mount.id, timeout_ms: RELEASE_TIMEOUT_MS };
+            if let Err(e) = client.call(&await_release) {
+                // It may have ended since it was asked.
+                match orphan.filter(|_| matches!(Client::connect(&context.state), Ok(None))) {
+                    Some(orphan) => release(&orphan)?,
+                    None => return Err(e.into()),
+                }
+            }
             what_became_of(&mount.writes)
         }
-        (None, None, Some(orphan)) => {
-            orphan.release(&context.state, Duration::from_millis(RELEASE_TIMEOUT_MS))?;
+        (None, Some(orphan)) if no_daemon => {
+            release(&orphan)?;
             what_became_of(orphan.writes())
         }
         _ => String::new(),
@@ -122,10 +130,10 @@ pub(crate) fn mount_of(context: &Context, path: &Path) -> Result<(Client, MountS
         let message = format!("{shown} is in no mount of this Burgeon: see `burgeon status`");
         Error::new(ErrorKind::Invalid, message)
     };
-    let client = Client::connect(&context.state)?.ok_or_else(none)?;
+    let (client, status) = Client::connect_and_ask(&context.state)?.ok_or_else(none)?;
     let fsid = btrfs_fsid(path)?.ok_or_else(none)?;
-    let mut mounts = ask(&client)?.mounts.into_iter();
-    let mount = mounts.find(|mount| mount.fsid == Some(fsid)).ok_or_else(none)?;
+    let mount =
+        status.mounts.into_iter().find(|mount| mount.fsid == Some(fsid)).ok_or_else(none)?;
     Ok((client, mount))
 }
 
