@@ -116,6 +116,13 @@ pub(crate) fn write_packs<T>(
 }
 
 impl PackWriter {
+    /// For what is stored nowhere: nothing can be appended.
+    pub(crate) fn none() -> Self {
+        let (publisher, _) = mpsc::sync_channel(0);
+        let (scratch, open, closed) = Default::default();
+        Self { scratch, open, closed, publisher, stored_bytes: 0 }
+    }
+
     /// Appends a chunk's stored bytes. Returns the index of its pack and where in it they lie.
     pub(crate) fn append(&mut self, stored: &[u8]) -> Result<(u32, ByteRange)> {
         if self.open.as_ref().is_some_and(|open| open.len + stored.len() as u64 > PACK_LEN) {

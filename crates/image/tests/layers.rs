@@ -4,12 +4,15 @@
 
 mod common;
 
-use std::io::{Cursor, Read};
+use std::{
+    io::{Cursor, Read},
+    sync::Mutex,
+};
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_image::{
-    Manifest,
-    build::{self, Layer, LayerLimits, Layers},
+    Limits, Manifest,
+    build::{self, Layer, LayerLimits, Layers, Origin},
 };
 
 use common::*;
@@ -68,32 +71,73 @@ fn build_layers(layers: &[Vec<u8>]) -> Result<(tempfile::TempDir, Vec<String>)> 
     let report = build::from_layers(&store, "layers", built, &options(), &|_| ())?;
     let manifest: Manifest = load(&store, &report);
     let data = data(&store, &manifest);
+    Ok((folder, shown(&manifest, &data)))
+}
+
+/// The same tree of a description of the layers, whose data stays in them.
+fn describe_layers(layers: &[Vec<u8>]) -> Result<(Manifest, Vec<u8>)> {
+    let (_folder, store) = store();
+    let all = Layers::new(LayerLimits::default());
+    let described = (0..).zip(layers);
+    let described = described.map(|(number, bytes)| all.describe(&bytes[..], number, &options()));
+    let data = Mutex::default();
+    let object = |origins: &[Origin], len: u64| {
+        let mut bytes = vec![0; len as usize];
+        for Origin { at, layer, offset, len } in origins.iter().copied() {
+            let (to, from, len) = (at as usize, offset as usize, len as usize);
+            bytes[to..to + len].copy_from_slice(&layers[layer as usize][from..from + len]);
+        }
+        assert!(origins.is_sorted_by_key(|origin| origin.at));
+        *data.lock().unwrap() = bytes;
+        ObjectId::new("derived/test")
+    };
+    let described = described.collect::<Result<Vec<_>>>()?;
+    let report = build::describe_layers(&store, "layers", described, &options(), &object)?;
+    let manifest: Manifest = load(&store, &report);
+    manifest.validate(&Limits::default())?;
+    let (data, mut at) = (data.into_inner().unwrap(), 0);
+    for chunk in &manifest.chunks {
+        let len = chunk.len() as usize;
+        assert_eq!(Digest::of(&data[at..at + len]), chunk.digest);
+        at += len;
+    }
+    let checksum = |block| manifest.checksum.of(block).to_le_bytes();
+    let checksums = data.chunks(4096).flat_map(|block| checksum(block)[..4].to_vec());
+    assert!(checksums.eq(manifest.block_checksums.iter().copied()));
+    Ok((manifest, data))
+}
+
+fn shown(manifest: &Manifest, data: &[u8]) -> Vec<String> {
     let shown = paths(&manifest.tree).into_iter().map(|(path, number)| {
         let inode = &manifest.tree.inodes[number as usize];
         let path = String::from_utf8(path).unwrap();
         match inode.mode & 0o170000 {
             0o040000 => format!("{path}/"),
             _ => {
-                let content = content(&manifest, &data, inode);
+                let content = content(manifest, data, inode);
                 format!("{path}={}", String::from_utf8(content).unwrap())
             }
         }
     });
     let mut shown: Vec<_> = shown.filter(|path| !path.is_empty() && path != "/").collect();
     shown.sort();
-    Ok((folder, shown))
+    shown
 }
 
 #[track_caller]
 fn gives(layers: &[&[Vec<u8>]], expected: &[&str]) {
     let layers: Vec<_> = layers.iter().map(|entries| archive(entries)).collect();
     assert_eq!(build_layers(&layers).unwrap().1, expected);
+    let (manifest, data) = describe_layers(&layers).unwrap();
+    assert_eq!(shown(&manifest, &data), expected);
 }
 
 #[track_caller]
 fn refuses(layers: &[&[Vec<u8>]], said: &str) {
     let layers: Vec<_> = layers.iter().map(|entries| archive(entries)).collect();
     let error = build_layers(&layers).map(|(_, shown)| shown).unwrap_err();
+    assert!(error.kind() == ErrorKind::Corrupt && error.to_string().contains(said), "{error}");
+    let error = describe_layers(&layers).map(|_| ()).unwrap_err();
     assert!(error.kind() == ErrorKind::Corrupt && error.to_string().contains(said), "{error}");
 }
 

@@ -1,12 +1,14 @@
 //! From layers in a registry or folder to an image in a store.
 //!
 //! ```text
-//!   manifest ─► LANES_MAX at a time: layer ─► digest ─► spool ─► decompress ─► digest ─► headers
-//!   all of them right ─► spool ─► decompress ─► what has lasted ─► image
+//!   manifest ─► LANES_MAX at a time: layer ─► digest ─► spool ─► decompress ─► digest ─► look
+//!   build:     looks at headers; all of them right ─► spool ─► decompress ─► what has lasted ─► image
+//!   describe:  looks at everything, once; the spool becomes an object, which the image is read from
 //! ```
 //!
-//! Invariants: nothing is built before every layer has shown its digest; a layer that comes over
-//! the network is kept in a file without a name, which goes with this process, however that ends.
+//! Invariants: nothing is published under a name before every layer has shown its digest; what is
+//! only needed for a build lies in a file without a name, which goes with this process, however that
+//! ends.
 
 use std::{
     fs::File,
@@ -19,15 +21,16 @@ use std::{
     thread,
 };
 
-use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
-use burgeon_image::build::{
-    self, LayerIndex, LayerLimits, Layers, OnProgress, Options, Origin, Report,
-};
+use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
+use burgeon_image::build::{self, Description, LayerLimits, Layers, Report};
 use burgeon_layer::{Recorder, Restarts};
-use burgeon_source::registry::{Checked, Digest, Digesting, Registry, body_error};
+use burgeon_source::{
+    Directory, layer_object,
+    registry::{Checked, Digest, Digesting, Registry, body_error},
+};
 
 use crate::{
-    OnFetch, Work,
+    Work,
     document::{
         Compression, Descriptor, Document, Layer, Manifest, diff_ids, for_this_machine, media_type,
     },
@@ -49,11 +52,6 @@ pub(crate) enum Blobs {
     Layout(Layout),
     Registry(Registry),
 }
-
-/// Gives the object that the image's data is in, made of where the layers can be begun, where in
-/// them the data lies, and its length.
-pub(crate) type OnDescribed<'a> =
-    &'a (dyn Fn(&[Restarts], &[Origin], u64) -> Result<ObjectId> + Sync);
 
 /// What a name stands for.
 pub(crate) struct Resolved {
@@ -155,67 +153,105 @@ impl Blobs {
         Ok(bytes)
     }
 
-    /// Builds the image `name` in `store`; `spool` is a folder with room for its layers.
+    /// Builds the image `name` in `store`.
     pub(crate) fn build(
         &self,
         resolved: &Resolved,
         store: &impl ObjectStore,
         name: &str,
-        spool: &Path,
-        options: &Options,
-        (fetching, building): (OnFetch<'_>, OnProgress<'_>),
+        work: &Work<'_>,
     ) -> Result<Report> {
-        let layers = self.fetch(&resolved.manifest, Reading::Once, spool, fetching)?;
-        let layers = layers.into_iter().map(|(layer, _)| layer).collect();
-        build::from_layers(store, name, layers, options, building)
+        let headers = Layers::new(LayerLimits::default());
+        let layers = self.fetch(&resolved.manifest, work, &|coming| {
+            let Layer { digest, size, compression } = coming.layer.clone();
+            let spool = match self {
+                Self::Layout(_) => None,
+                Self::Registry(_) => Some(tempfile::tempfile_in(work.spool).map_err(|error| {
+                    Error::io(format!("cannot make a file in {}", work.spool.display()), error)
+                })?),
+            };
+            let (index, spooled) = self.read_layer(coming, work.own, spool, |blob| {
+                let mut archive = Digesting::new(decompressed(blob, compression)?);
+                let index = headers.index(&mut archive)?;
+                coming.check(archive.digest()).map(|()| index)
+            })?;
+            let open: build::OpenLayer = match (self, spooled) {
+                (Self::Layout(layout), _) => {
+                    let layout = layout.clone();
+                    Box::new(move || {
+                        let blob = Checked::new(layout.blob(&digest)?, digest.clone(), size);
+                        decompressed(blob, compression)
+                    })
+                }
+                (Self::Registry(_), spooled) => Box::new(move || {
+                    let mut file = spooled.ok_or_else(|| invalid("the layer was not kept"))?;
+                    file.rewind().map_err(|error| Error::io("cannot read a layer again", error))?;
+                    decompressed(file, compression)
+                }),
+            };
+            Ok(build::Layer { index, open })
+        })?;
+        build::from_layers(store, name, layers, work.options, work.building)
     }
 
-    /// Publishes a description of the image as `name` in `store`: its data stays in the layers, and
-    /// `object` makes the object of where in them it lies. The rest as [`Self::build`].
+    /// What the image's layers are, and where in them unpacking can begin; an error instead for each
+    /// in which it cannot. They are published as they are where there is somewhere to `keep` them.
     pub(crate) fn describe(
         &self,
         resolved: &Resolved,
-        store: &impl ObjectStore,
-        name: &str,
         work: &Work<'_>,
-        object: OnDescribed<'_>,
-    ) -> Result<Report> {
-        let layers = self.fetch(&resolved.manifest, Reading::Again, work.spool, work.fetching)?;
-        let (layers, restarts): (Vec<_>, Vec<_>) = layers.into_iter().unzip();
-        let restarts: Vec<Restarts> = restarts.into_iter().flatten().collect();
-        let object = |origins: &[Origin], len| object(&restarts, origins, len);
-        build::describe_layers(store, name, layers, work.options, work.building, &object)
+        keep: Option<&Keep<'_>>,
+    ) -> Result<(Vec<Description>, Vec<Result<Restarts>>)> {
+        let layers = Layers::new(LayerLimits::default());
+        let described = self.fetch(&resolved.manifest, work, &|coming| {
+            let Layer { digest, size, compression } = coming.layer;
+            let path = keep.map(|keep| keep.scratch.join(format!("layer-{}", coming.number)));
+            let spool = match &path {
+                Some(path) => Some(File::create_new(path).map_err(|error| {
+                    Error::io(format!("cannot create {}", path.display()), error)
+                })?),
+                None => None,
+            };
+            let (described, _) = self.read_layer(coming, work.own, spool, |blob| {
+                let blob = BufReader::with_capacity(BUFFER_LEN, blob);
+                let mut recorder = Recorder::new(blob, compression.codec())?;
+                let mut archive = Digesting::new(&mut recorder);
+                let description = layers.describe(&mut archive, coming.number, work.options)?;
+                coming.check(archive.digest())?;
+                Ok((description, recorder.finish(*size)))
+            })?;
+            if let (Some(keep), Some(path)) = (keep, path) {
+                keep.own.publish_file(&layer_object(&digest.bytes())?, &path)?;
+            }
+            Ok(described)
+        })?;
+        Ok(described.into_iter().unzip())
     }
 
-    /// Fetches all layers and looks at them.
-    fn fetch(
+    /// Fetches all layers; `take` makes of each what it is wanted for.
+    fn fetch<T: Send>(
         &self,
         manifest: &Manifest,
-        reading: Reading,
-        spool: &Path,
-        fetching: OnFetch<'_>,
-    ) -> Result<Vec<(build::Layer, Option<Restarts>)>> {
+        work: &Work<'_>,
+        take: &(dyn Fn(&Coming<'_>) -> Result<T> + Sync),
+    ) -> Result<Vec<T>> {
         let layers = &manifest.layers;
         let diff_ids = diff_ids(&self.config(&manifest.config)?, layers.len())?;
         let total = layers.iter().fold(0u64, |sum, layer| sum.saturating_add(layer.size));
         let (next, fetched) = (AtomicUsize::new(0), AtomicU64::new(0));
-        let headers = Layers::new(LayerLimits::default());
-        let done: Mutex<Vec<Option<_>>> = Mutex::new(layers.iter().map(|_| None).collect());
+        let done: Mutex<Vec<Option<T>>> = Mutex::new(layers.iter().map(|_| None).collect());
+        let count = |more| (work.fetching)(fetched.fetch_add(more, Relaxed) + more, total);
         let lane = || -> Result<()> {
             loop {
                 let number = next.fetch_add(1, Relaxed);
                 let Some(layer) = layers.get(number) else { return Ok(()) };
-                let count = |more| {
-                    fetching(fetched.fetch_add(more, Relaxed) + more, total);
-                };
                 let diff_id = diff_ids[number].as_ref();
-                let looked_at =
-                    self.fetch_layer(layer, (diff_id, reading), &headers, spool, &count);
-                let looked_at = looked_at.inspect_err(|_| {
+                let coming = Coming { number: number as u32, layer, diff_id, count: &count };
+                let taken = take(&coming).inspect_err(|_| {
                     // The others stop where they are done with their layer.
                     next.store(layers.len(), Relaxed);
                 })?;
-                done.lock().unwrap_or_else(PoisonError::into_inner)[number] = Some(looked_at);
+                done.lock().unwrap_or_else(PoisonError::into_inner)[number] = Some(taken);
             }
         };
         thread::scope(|scope| {
@@ -230,87 +266,75 @@ impl Blobs {
         Ok(done.into_iter().flatten().collect())
     }
 
-    /// Fetches one layer and looks at it.
-    fn fetch_layer(
+    /// Reads one layer to its end: what is held in `own` there, else where it is. What comes goes to
+    /// `spool`, too, which is returned.
+    fn read_layer<T>(
         &self,
-        layer: &Layer,
-        (diff_id, reading): (Option<&Digest>, Reading),
-        headers: &Layers,
-        spool: &Path,
-        count: &(dyn Fn(u64) + Sync),
-    ) -> Result<(build::Layer, Option<Restarts>)> {
-        let Layer { digest, size, compression } = layer.clone();
+        coming: &Coming<'_>,
+        own: Option<&Directory>,
+        spool: Option<File>,
+        look: impl FnOnce(&mut (dyn Read + Send)) -> Result<T>,
+    ) -> Result<(T, Option<File>)> {
+        let Layer { digest, size, .. } = coming.layer;
         let cannot = |error: Error| {
             Error::with_source(error.kind(), format!("cannot use the layer {digest}"), error)
         };
-        let blob = Checked::new(self.blob(&digest).map_err(cannot)?, digest.clone(), size);
-        let spooled = match self {
-            Self::Layout(_) => None,
-            Self::Registry(_) => Some(tempfile::tempfile_in(spool).map_err(|error| {
-                Error::io(format!("cannot make a file in {}", spool.display()), error)
-            })?),
+        let held = held(own, coming.layer)?;
+        let is_held = held.is_some();
+        let blob = match held {
+            Some(file) => Box::new(file),
+            None => self.blob(digest).map_err(cannot)?,
         };
-        let mut tee = Tee { inner: blob, spool: spooled, count };
-        let index = look(&mut tee, layer, (diff_id, reading), headers);
+        let blob = Checked::new(blob, digest.clone(), *size);
+        let mut tee = Tee { inner: blob, spool, count: coming.count };
+        let looked_at = look(&mut tee);
         // What is wrong with the bytes themselves says more than what they do to a decoder.
-        io::copy(&mut tee, &mut io::sink())
-            .map_err(|error| cannot(body_error("read it", error)))?;
-        let (index, restarts) = index.map_err(cannot)?;
-        let spooled = tee.spool;
-        let open: build::OpenLayer = match self {
-            Self::Layout(layout) => {
-                let layout = layout.clone();
-                Box::new(move || {
-                    let blob = Checked::new(layout.blob(&digest)?, digest.clone(), size);
-                    decompressed(blob, compression)
-                })
+        if let Err(error) = io::copy(&mut tee, &mut io::sink()) {
+            let error = cannot(body_error("read it", error));
+            if let Some(own) = own.filter(|_| is_held) {
+                own.remove(&layer_object(&digest.bytes())?)?;
+                let what = "a layer that this host held was damaged, and is removed: try again";
+                return Err(Error::with_source(error.kind(), what, error));
             }
-            Self::Registry(_) => Box::new(move || {
-                let mut file = spooled.ok_or_else(|| invalid("the layer was not kept"))?;
-                file.rewind().map_err(|error| Error::io("cannot read a layer again", error))?;
-                decompressed(file, compression)
-            }),
-        };
-        Ok((build::Layer { index, open }, restarts))
+            return Err(error);
+        }
+        Ok((looked_at.map_err(cannot)?, tee.spool))
     }
 }
 
-/// What is to become of a layer.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Reading {
-    /// Its data is kept.
-    Once,
-    /// Its data stays where it is: where unpacking can begin is kept.
-    Again,
+/// The layer as `own` holds it, if it does.
+fn held(own: Option<&Directory>, layer: &Layer) -> Result<Option<File>> {
+    let Some(own) = own else { return Ok(None) };
+    let path = own.path_of(&layer_object(&layer.digest.bytes())?);
+    let file = File::open(path).ok();
+    Ok(file.filter(|file| file.metadata().is_ok_and(|of| of.len() == layer.size)))
 }
 
-/// Reads a layer's headers, and checks what it unpacks to.
-fn look(
-    blob: &mut (impl Read + Send),
-    layer: &Layer,
-    (diff_id, reading): (Option<&Digest>, Reading),
-    headers: &Layers,
-) -> Result<(LayerIndex, Option<Restarts>)> {
-    let check = |digest: Digest| match diff_id {
-        Some(diff_id) if *diff_id != digest => {
-            let what = format!("it unpacks to {digest}, but the image says to {diff_id}");
-            Err(Error::new(ErrorKind::Corrupt, what))
-        }
-        _ => Ok(()),
-    };
-    match reading {
-        Reading::Once => {
-            let mut archive = Digesting::new(decompressed(blob, layer.compression)?);
-            let index = headers.index(&mut archive)?;
-            check(archive.digest()).map(|()| (index, None))
-        }
-        Reading::Again => {
-            let blob = BufReader::with_capacity(BUFFER_LEN, blob);
-            let mut recorder = Recorder::new(blob, layer.compression.codec())?;
-            let mut archive = Digesting::new(&mut recorder as &mut dyn Read);
-            let index = headers.index(&mut archive)?;
-            check(archive.digest())?;
-            Ok((index, Some(recorder.finish(layer.size)?)))
+/// Where layers are kept as they come.
+pub(crate) struct Keep<'a> {
+    pub(crate) own: &'a Directory,
+    /// A folder of its own, on the same file system.
+    pub(crate) scratch: &'a Path,
+}
+
+/// A layer that is fetched.
+struct Coming<'a> {
+    number: u32,
+    layer: &'a Layer,
+    diff_id: Option<&'a Digest>,
+    /// Told about bytes that have come.
+    count: &'a (dyn Fn(u64) + Sync),
+}
+
+impl Coming<'_> {
+    /// Checks what the layer unpacks to.
+    fn check(&self, digest: Digest) -> Result<()> {
+        match self.diff_id {
+            Some(diff_id) if *diff_id != digest => {
+                let what = format!("it unpacks to {digest}, but the image says to {diff_id}");
+                Err(Error::new(ErrorKind::Corrupt, what))
+            }
+            _ => Ok(()),
         }
     }
 }

@@ -11,10 +11,14 @@
 //! user has given; it is used for the very image, and the very layers, that it was made of.
 
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
-use burgeon_image::{Limits, Manifest, build::Origin, catalog};
-use burgeon_layer::{Restarts, Stretch, TABLE_MAX, Table, TableLayer};
+use burgeon_image::{
+    Limits, Manifest,
+    build::{self, Origin, Progress, Report},
+    catalog,
+};
+use burgeon_layer::{Stretch, TABLE_MAX, Table, TableLayer};
 use burgeon_source::{
-    LayersAt, derived_object, origin_object,
+    Directory, LayersAt, derived_object, held_object, layer_object, origin_object,
     registry::{Digest, EMPTY, EMPTY_TYPE, MANIFEST_TYPE},
 };
 use bytes::Bytes;
@@ -25,7 +29,7 @@ use crate::{
     archive::has,
     beside::{self, Artifact, Shelf},
     document::{Descriptor, IndexArtifact},
-    image::{Blobs, Resolved},
+    image::{Blobs, Keep, Resolved},
     source::{Kind, Wanted},
 };
 
@@ -36,6 +40,9 @@ const TABLE: &str = "application/vnd.burgeon.derived.v1";
 /// Longest manifest of an index: 512 MiB, 100 bytes for each of four million entries and
 /// as much for checksums of data.
 const MANIFEST_MAX: u64 = 512 << 20;
+
+/// Longest list of layers that are held, in bytes: 512 of them, twice over.
+const HELD_MAX: u64 = 64 << 10;
 
 /// An index.
 #[derive(Clone, Debug)]
@@ -75,7 +82,12 @@ pub fn index(
     let resolved = blobs.resolve(&wanted)?;
     let name = name_of(&resolved.digest.to_string());
     if !has(store, &name) {
-        make(store, &blobs, &resolved, &name, &at, work)?;
+        let whole = resolved.digest.to_string();
+        if has(store, &whole) && derived_of(store, &whole)?.is_some() {
+            catalog::publish_alias(store, &catalog::resolve(store, &whole)?, &name)?;
+        } else {
+            make(store, &blobs, &resolved, (&name, &at), work, None)??;
+        }
     }
     refresh(store, &name, &at)?;
     let (document, parts) = artifact(store, &name, &resolved)?;
@@ -92,29 +104,89 @@ pub fn index(
     })
 }
 
+/// Publishes the index of the image as `name`, and its layers with it if there is somewhere to `keep`
+/// them. The inner error is of layers that cannot be read from the middle.
 fn make(
     store: &impl ObjectStore,
     blobs: &Blobs,
     resolved: &Resolved,
-    name: &str,
-    at: &LayersAt,
+    (name, at): (&str, &LayersAt),
     work: &Work<'_>,
-) -> Result<()> {
-    let object = |restarts: &[Restarts], origins: &[Origin], object_len: u64| {
-        let layers = resolved.manifest.layers.iter().zip(restarts);
-        let layers = layers.map(|(layer, restarts)| TableLayer {
-            digest: layer.digest.bytes(),
-            restarts: restarts.clone(),
-        });
+    keep: Option<&Keep<'_>>,
+) -> Result<Result<Report>> {
+    let (descriptions, restarts) = blobs.describe(resolved, work, keep)?;
+    let restarts = match restarts.into_iter().collect::<Result<Vec<_>>>() {
+        Ok(restarts) => restarts,
+        Err(error) => return Ok(Err(error)),
+    };
+    let layers = || resolved.manifest.layers.iter();
+    let object = |origins: &[Origin], object_len: u64| {
         let table = Table {
             image: resolved.digest.bytes(),
             object_len,
-            layers: layers.collect(),
+            layers: layers()
+                .zip(&restarts)
+                .map(|(layer, restarts)| TableLayer {
+                    digest: layer.digest.bytes(),
+                    restarts: restarts.clone(),
+                })
+                .collect(),
             stretches: stretches(origins),
         };
-        publish_table(store, &table.encode()?, at)
+        let object = publish_table(store, &table.encode()?, at)?;
+        if keep.is_some() {
+            let mut list = String::new();
+            for layer in layers() {
+                list.extend([layer_object(&layer.digest.bytes())?.as_str(), "\n"]);
+            }
+            store.publish(&held_object(&object)?, list.as_bytes())?;
+        }
+        Ok(object)
     };
-    blobs.describe(resolved, store, name, work, &object)?;
+    let report = build::describe_layers(store, name, descriptions, work.options, &object)?;
+    (work.building)(&Progress::default());
+    Ok(Ok(report))
+}
+
+/// Takes the image into this host's `own` store by an index that is made while its layers come, and
+/// holds these: it needs nobody else then. Returns its name there, or `None` for an image whose layers
+/// cannot be read from the middle; they are here now, to build it of.
+pub(crate) fn hold(
+    own: &Directory,
+    blobs: &Blobs,
+    resolved: &Resolved,
+    at: &LayersAt,
+    work: &Work<'_>,
+) -> Result<Option<(String, Report)>> {
+    let lease = own.begin_write()?;
+    let name = resolved.digest.to_string();
+    let keep = Keep { own, scratch: lease.scratch() };
+    match make(own, blobs, resolved, (&name, at), work, Some(&keep))? {
+        Ok(report) => {
+            if derived_of(own, &name)?.is_none() {
+                release(own, resolved)?;
+            }
+            Ok(Some((name, report)))
+        }
+        Err(error) if error.kind() == ErrorKind::Invalid => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Removes the layers of the image from `own` that no image there is read from.
+pub(crate) fn release(own: &Directory, resolved: &Resolved) -> Result<()> {
+    let mut needed = Vec::new();
+    for list in own.list("held")? {
+        needed.push(own.get(&list, HELD_MAX)?);
+    }
+    for layer in &resolved.manifest.layers {
+        let object = layer_object(&layer.digest.bytes())?;
+        let line = object.as_str().as_bytes();
+        let needs = |list: &Bytes| list.split(|byte| *byte == b'\n').any(|other| other == line);
+        if !needed.iter().any(needs) {
+            own.remove(&object)?;
+        }
+    }
     Ok(())
 }
 
@@ -149,9 +221,12 @@ fn derived_of(store: &impl ObjectStore, name: &str) -> Result<Option<ObjectId>> 
     Ok(objects.into_iter().find(|object| object.as_str().starts_with("derived/")))
 }
 
-/// Whether the image `name` has its data in the layers of an ordinary image.
-pub fn reads_layers(store: &impl ObjectStore, name: &str) -> Result<bool> {
-    Ok(!store.list("origins")?.is_empty() && derived_of(store, name)?.is_some())
+/// Whether all of the image `name` is in `store`, the host's own: not in layers elsewhere.
+pub fn is_whole(store: &impl ObjectStore, name: &str) -> Result<bool> {
+    match derived_of(store, name)? {
+        Some(object) => Ok(store.len(&held_object(&object)?)?.is_some()),
+        None => Ok(true),
+    }
 }
 
 /// From now on the layers of the image `name` are read `at`, if that has its data in layers: tells

@@ -29,7 +29,7 @@ use burgeon_image::{
     catalog,
 };
 use burgeon_source::{
-    Access,
+    Access, Directory,
     registry::{Digest, Name},
 };
 
@@ -40,7 +40,7 @@ use self::{
     source::Kind,
 };
 pub use self::{
-    index::{Indexed, index, reads_layers},
+    index::{Indexed, index, is_whole},
     push::{Pushed, push},
     source::Source,
 };
@@ -54,6 +54,9 @@ pub struct Work<'a> {
     pub access: &'a Access,
     /// A folder with room for the image's layers, compressed, until it is built.
     pub spool: &'a Path,
+    /// This host's own store, if images are made there: it holds layers as they come, which are read
+    /// by their index then, and are not fetched again.
+    pub own: Option<&'a Directory>,
     /// How to build.
     pub options: &'a Options,
     /// Told about layers that come.
@@ -126,8 +129,7 @@ pub fn find_or_build(
     // What lies here as a whole goes before what can be read lazily.
     let known = |name: &str| {
         let will_do = |name: &String| {
-            has(store, name)
-                && (want != Want::Whole || matches!(reads_layers(store, name), Ok(false)))
+            has(store, name) && (want != Want::Whole || matches!(is_whole(store, name), Ok(true)))
         };
         [name.to_owned(), index::name_of(name)].into_iter().find(will_do)
     };
@@ -159,11 +161,20 @@ pub fn find_or_build(
             (index::adopt(store, &blobs, &resolved, index, at)?, None, Vec::new(), true)
         }
         _ => {
-            let progress = (work.fetching, work.building);
-            let report =
-                blobs.build(&resolved, store, &digest, work.spool, work.options, progress)?;
-            let unused = at.map(|_| index::beside(&blobs, &resolved.digest));
-            (digest, Some(report), unused.unwrap_or_default(), false)
+            let unused = at.as_ref().map(|_| index::beside(&blobs, &resolved.digest));
+            let held = match (work.own, &at) {
+                (Some(own), Some(at)) => index::hold(own, &blobs, &resolved, at, work)?,
+                _ => None,
+            };
+            let (name, report, lazy) = match held {
+                Some((name, report)) => (name, report, true),
+                None => {
+                    let report = blobs.build(&resolved, store, &digest, work)?;
+                    work.own.map_or(Ok(()), |own| index::release(own, &resolved))?;
+                    (digest, report, false)
+                }
+            };
+            (name, Some(report), unused.unwrap_or_default(), lazy)
         }
     };
     if let Some(index) = &resolved.index
@@ -181,13 +192,12 @@ pub fn build(
     name: &str,
     work: &Work<'_>,
 ) -> Result<Report> {
-    let progress = (work.fetching, work.building);
     let Some((blobs, wanted)) = source.blobs(work.access)? else {
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
         return Archive::open(url)?.build(store, name, work.options, work.building);
     };
     let resolved = blobs.resolve(&wanted)?;
-    blobs.build(&resolved, store, name, work.spool, work.options, progress)
+    blobs.build(&resolved, store, name, work)
 }
 
 fn archive_in(

@@ -13,7 +13,7 @@ use burgeon_image::{
     catalog,
 };
 use burgeon_oci::{Found, Source, Want, Work};
-use burgeon_source::{Access, Location, Store};
+use burgeon_source::{Access, Directory, Location, Store};
 use serde_json::json;
 
 use super::{Context, images};
@@ -159,10 +159,19 @@ fn work<T>(
         (Progress::new(format!("fetching {text}")), Progress::new(format!("building {text}")));
     let fetching = |done, total| fetch.update(done, Some(total));
     let building = |now: &build::Progress| made.update(now.bytes, now.bytes_total);
-    let spool = context.state.root();
-    let access = Access::from_env();
-    let done =
-        what(&Work { access: &access, spool, options, fetching: &fetching, building: &building });
+    let (access, spool) = (Access::from_env(), context.state.root());
+    let own = match context.store {
+        None => Some(Directory::open(context.state.store())?),
+        Some(_) => None,
+    };
+    let done = what(&Work {
+        access: &access,
+        spool,
+        own: own.as_ref(),
+        options,
+        fetching: &fetching,
+        building: &building,
+    });
     fetch.finish();
     made.finish();
     Ok(done?)

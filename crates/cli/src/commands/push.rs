@@ -55,7 +55,7 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     let want = if args.eager { Want::Whole } else { Want::Any };
     let place = ordinary::find(context, args.source, want)?;
     let own = context.state.store().into();
-    if place.store == own && !burgeon_oci::reads_layers(&context.open_store()?, &place.name)? {
+    if place.store == own && burgeon_oci::is_whole(&context.open_store()?, &place.name)? {
         // An ordinary image is whole once it is found, unless it is by its index; it gets its name
         // here.
         return whole(context, &place, args.name);

@@ -34,8 +34,8 @@ pub use self::{
     assemble::Origin,
     outside::{Pattern, by_reference, computed},
     tar::{
-        Layer, LayerIndex, LayerLimits, Layers, OnDescribed, OpenLayer, describe_layers,
-        from_layers, from_tar,
+        Description, Layer, LayerIndex, LayerLimits, Layers, OnDescribed, OpenLayer,
+        describe_layers, from_layers, from_tar,
     },
 };
 use self::{
@@ -203,7 +203,10 @@ fn check_options(name: &str, options: &Options) -> Result<()> {
 /// The threads of one build.
 fn pool(options: &Options) -> Result<rayon::ThreadPool> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = options.threads.unwrap_or(cores + 2);
+    pool_of(options.threads.unwrap_or(cores + 2))
+}
+
+fn pool_of(threads: usize) -> Result<rayon::ThreadPool> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     pool.map_err(|error| Error::with_source(ErrorKind::Unavailable, "cannot start threads", error))
 }

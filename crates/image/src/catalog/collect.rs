@@ -61,9 +61,12 @@ pub struct Collected {
     pub missing: Vec<String>,
 }
 
+/// Longest list of layers that are held, in bytes: 512 of them, twice over.
+const HELD_MAX: u64 = 64 << 10;
+
 /// Removes from `store` every manifest that neither a name, nor a host's record, nor `needed`
 /// (what this host needs besides its record) keeps, and every pack and derived object that no
-/// kept manifest refers to. With `dry_run` these are only counted; what killed builds left goes all the same.
+/// kept manifest refers to, with the layers that are held for it. With `dry_run` these are only counted; what killed builds left goes all the same.
 ///
 /// Refuses to remove anything if a name's record, a host's record or a kept manifest cannot be
 /// read: what it needs is then unknown. Builds wait meanwhile; while one is at work, only what
@@ -113,14 +116,25 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
             collected.packs += 1;
         }
     }
-    // Tables of derived objects, and where the layers are that they speak of.
-    for folder in ["derived", "origins"] {
+    // Tables of derived objects, where the layers are that they speak of, and which of them are held.
+    let mut layers = HashSet::new();
+    for folder in ["derived", "origins", "held"] {
         for object in store.list(folder)? {
             let digest = digest_of(&object, &format!("{folder}/"));
             let needed = digest.map(|digest| ObjectId::new(format!("derived/{digest}")));
-            if needed.transpose()?.is_some_and(|needed| !packs.contains(&needed)) {
-                collected.bytes += remove_object(store, &object, dry_run)?;
+            match needed.transpose()?.map(|needed| packs.contains(&needed)) {
+                Some(true) if folder == "held" => {
+                    let list = store.get(&object, HELD_MAX)?;
+                    layers.extend(String::from_utf8_lossy(&list).lines().map(str::to_owned));
+                }
+                Some(false) => collected.bytes += remove_object(store, &object, dry_run)?,
+                _ => {}
             }
+        }
+    }
+    for object in store.list("layers")? {
+        if !layers.contains(object.as_str()) {
+            collected.bytes += remove_object(store, &object, dry_run)?;
         }
     }
     drop(collecting.lease);

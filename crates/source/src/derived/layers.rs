@@ -1,12 +1,17 @@
 //! Where the layers of an ordinary image are, on this host.
 
-use std::{fs::File, os::unix::fs::FileExt, path::PathBuf};
+use std::{
+    fs::File,
+    io,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
 
-use burgeon_block::{ByteRange, Error, ErrorKind, Result};
+use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
 use bytes::Bytes;
 
 use crate::{
-    Access, blocking,
+    Access, Directory, blocking,
     registry::{Name, Registry},
 };
 
@@ -22,10 +27,25 @@ pub enum LayersAt {
     Registry(Name),
 }
 
-/// The same, with what it takes to read there.
-pub(super) enum Blobs {
+/// The same, with what it takes to read there, and what of it is held here.
+pub(super) struct Blobs {
+    /// The host's own store.
+    held: Option<Directory>,
+    place: Place,
+}
+
+enum Place {
     Layout(PathBuf),
     Registry(Registry),
+}
+
+/// The object that a layer is, where it is held as it came, by its SHA-256.
+pub fn layer_object(digest: &[u8; 32]) -> Result<ObjectId> {
+    ObjectId::new(format!("layers/{}", hex(digest)))
+}
+
+fn hex(digest: &[u8; 32]) -> String {
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl LayersAt {
@@ -60,35 +80,48 @@ impl LayersAt {
 }
 
 impl Blobs {
-    /// What is there, to be read with what `access` holds. Nothing is asked yet.
-    pub(super) fn open(at: LayersAt, access: &Access) -> Result<Self> {
-        Ok(match at {
-            LayersAt::Layout(folder) => Self::Layout(folder),
-            LayersAt::Registry(name) => Self::Registry(Registry::open(&name, access)?),
-        })
+    /// What is there, to be read with what `access` holds, and what of it `held` has. Nothing is asked
+    /// yet.
+    pub(super) fn open(at: LayersAt, access: &Access, held: Option<Directory>) -> Result<Self> {
+        let place = match at {
+            LayersAt::Layout(folder) => Place::Layout(folder),
+            LayersAt::Registry(name) => Place::Registry(Registry::open(&name, access)?),
+        };
+        Ok(Self { held, place })
+    }
+
+    /// Bytes of the layer with this SHA-256, as they are held here; `None` if they are not, or no more.
+    pub(super) async fn held(&self, digest: &[u8; 32], range: ByteRange) -> Result<Option<Bytes>> {
+        let Some(held) = &self.held else { return Ok(None) };
+        let path = held.path_of(&layer_object(digest)?);
+        blocking(move || Ok(read(&path, range).ok())).await
     }
 
     /// Bytes of the layer with this SHA-256, as they are stored.
     pub(super) async fn read(&self, digest: &[u8; 32], range: ByteRange) -> Result<Bytes> {
-        let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-        let folder = match self {
-            Self::Registry(registry) => {
-                return registry.blob_range(&format!("sha256:{hex}").parse()?, range).await;
+        let folder = match &self.place {
+            Place::Registry(registry) => {
+                return registry
+                    .blob_range(&format!("sha256:{}", hex(digest)).parse()?, range)
+                    .await;
             }
-            Self::Layout(folder) => folder,
+            Place::Layout(folder) => folder,
         };
-        let path = folder.join("blobs/sha256").join(hex);
+        let path = folder.join("blobs/sha256").join(hex(digest));
         let read = move || {
-            let failed = |error| {
+            read(&path, range).map_err(|error| {
                 let what = format!("cannot read the layer {}", path.display());
                 // Folders come back, as disks and shares do.
                 Error::with_source(ErrorKind::Unavailable, what, error)
-            };
-            let file = File::open(&path).map_err(failed)?;
-            let mut bytes = vec![0; range.len() as usize];
-            file.read_exact_at(&mut bytes, range.start()).map_err(failed)?;
-            Ok(bytes.into())
+            })
         };
         blocking(read).await
     }
+}
+
+fn read(path: &Path, range: ByteRange) -> io::Result<Bytes> {
+    let file = File::open(path)?;
+    let mut bytes = vec![0; range.len() as usize];
+    file.read_exact_at(&mut bytes, range.start())?;
+    Ok(bytes.into())
 }

@@ -4,11 +4,13 @@
 //! ```text
 //!   derived/<digest>, a range ──► its table ──► stretches ──► spans of layers ──► unpacked, cut out
 //!                                    │                            │
-//!                    store: derived/<digest>, origins/<digest> ───┴─► registry or OCI layout
+//!                    store: derived/<digest>, origins/<digest> ───┼─► registry or OCI layout
+//!                           layers/<sha-256> ─────────────────────┘
 //! ```
 //!
 //! The table is an object of the store under its digest. Where the layers are is no part of it, but
-//! of this host: `origins/<digest>`. Invariants: a table is used only if it matches its digest; a
+//! of this host: `origins/<digest>`. Layers that the store holds as they came are read there, and
+//! elsewhere only when that fails; `held/<digest>` lists those that the image needs. Invariants: a table is used only if it matches its digest; a
 //! read makes no more than a few spans at a time, each of at most 32 MiB; what comes back is not
 //! verified here: chunks have digests.
 
@@ -23,7 +25,7 @@ use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use tokio::sync::{Mutex, OnceCell};
 
-pub use self::layers::LayersAt;
+pub use self::layers::{LayersAt, layer_object};
 use self::{
     layers::{Blobs, ORIGIN_MAX},
     spans::Spans,
@@ -42,8 +44,17 @@ pub fn derived_object(table: &[u8]) -> Result<ObjectId> {
 
 /// The object that says where the layers of the derived `object` are.
 pub fn origin_object(object: &ObjectId) -> Result<ObjectId> {
+    beside(object, "origins")
+}
+
+/// The object that lists the layers of the derived `object`, one a line, where all of them are held.
+pub fn held_object(object: &ObjectId) -> Result<ObjectId> {
+    beside(object, "held")
+}
+
+fn beside(object: &ObjectId, folder: &str) -> Result<ObjectId> {
     match object.as_str().strip_prefix("derived/") {
-        Some(digest) => ObjectId::new(format!("origins/{digest}")),
+        Some(digest) => ObjectId::new(format!("{folder}/{digest}")),
         None => Err(Error::new(ErrorKind::Invalid, format!("{object} is derived from nothing"))),
     }
 }
@@ -126,7 +137,11 @@ impl Opened {
         let table = Table::decode(&bytes)?;
         let origin = store.get(&origin_object(object)?, ORIGIN_MAX)?;
         let at = LayersAt::parse(&String::from_utf8_lossy(&origin))?;
-        let layers = Blobs::open(at, access)?;
+        let held = match store {
+            Store::Directory(directory) => Some(directory.clone()),
+            _ => None,
+        };
+        let layers = Blobs::open(at, access, held)?;
         Ok(Self { table, layers, spans: Spans::new() })
     }
 
@@ -135,14 +150,23 @@ impl Opened {
         let this = Arc::clone(&self);
         let make = async move {
             let digest = &this.table.layers[layer as usize].digest;
+            if let Some(bytes) = this.layers.held(digest, span.compressed).await?
+                && let Ok(unpacked) = Arc::clone(&this).unpack(layer, span, bytes).await
+            {
+                return Ok(unpacked);
+            }
             let bytes = this.layers.read(digest, span.compressed).await?;
-            let unpack = move || {
-                let restarts = &this.table.layers[layer as usize].restarts;
-                restarts.unpack(&span, &bytes).map(Bytes::from)
-            };
-            blocking(unpack).await
+            this.unpack(layer, span, bytes).await
         };
         self.spans.get((layer, span.index), make).await
+    }
+
+    async fn unpack(self: Arc<Self>, layer: u32, span: Span, bytes: Bytes) -> Result<Bytes> {
+        let unpack = move || {
+            let restarts = &self.table.layers[layer as usize].restarts;
+            restarts.unpack(&span, &bytes).map(Bytes::from)
+        };
+        blocking(unpack).await
     }
 }
 

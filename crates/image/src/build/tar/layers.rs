@@ -18,16 +18,12 @@ use std::{
     },
 };
 
-use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 
 use super::{
     super::{
-        OnProgress, Options, Progress, Report,
-        assemble::{Assembler, Origin},
-        check_options, manifest_of,
-        meter::Meter,
-        pool, publish,
-        reuse::Known,
+        OnProgress, Options, Progress, Report, assemble::Assembler, check_options, manifest_of,
+        meter::Meter, pool, publish, read::WAVE_LEN, reuse::Known,
     },
     Archive, Archives, Counted, Reader, TarInput,
     merge::{Merge, Place, too_many},
@@ -92,23 +88,32 @@ impl Layers {
     ///
     /// Errors: `Corrupt` for a damaged or hostile archive, `Invalid` where the limits end.
     pub fn index(&self, archive: impl Read) -> Result<LayerIndex> {
-        let mut reader = Reader::new(Bounded { inner: archive, layers: self, read: 0 });
+        let mut reader = Reader::new(self.bounded(archive));
         let mut entries = Vec::new();
         while let Some(mut entry) = reader.next()? {
             reader.skip(entry.stored_len)?;
             // The data is read later, from the archive.
             entry.map = None;
-            let xattrs = entry.xattrs.iter().map(|(name, value)| name.len() + value.len());
-            let names = entry.path.len() + entry.link.len() + xattrs.sum::<usize>();
-            take(&self.names, names as u64, self.limits.names)
-                .ok_or_else(|| over("bytes of names and attributes", self.limits.names))?;
-            take(&self.entries, 1, self.limits.entries)
-                .ok_or_else(|| too_many(self.limits.entries))?;
+            self.count(&entry)?;
             entries.push(entry);
         }
         reader.finish()?;
         let unpacked = reader.data().read;
         Ok(LayerIndex { entries, unpacked })
+    }
+
+    /// The archive, with an error where the limit for all of them ends.
+    pub(super) fn bounded<R: Read>(&self, archive: R) -> Bounded<'_, R> {
+        Bounded { inner: archive, layers: self, read: 0 }
+    }
+
+    /// Counts one more entry; `Invalid` if that is too many, or too long.
+    pub(super) fn count(&self, entry: &Entry) -> Result<()> {
+        let xattrs = entry.xattrs.iter().map(|(name, value)| name.len() + value.len());
+        let names = entry.path.len() + entry.link.len() + xattrs.sum::<usize>();
+        take(&self.names, names as u64, self.limits.names)
+            .ok_or_else(|| over("bytes of names and attributes", self.limits.names))?;
+        take(&self.entries, 1, self.limits.entries).ok_or_else(|| too_many(self.limits.entries))
     }
 }
 
@@ -124,7 +129,7 @@ fn over(what: &str, limit: u64) -> Error {
 }
 
 /// An archive that ends with an error where the limit ends.
-struct Bounded<'a, R> {
+pub(super) struct Bounded<'a, R> {
     inner: R,
     layers: &'a Layers,
     read: u64,
@@ -152,40 +157,10 @@ pub fn from_layers(
     options: &Options,
     progress: OnProgress<'_>,
 ) -> Result<Report> {
-    build(store, name, layers, options, progress, None)
-}
-
-/// Gives the object that a described image's data is in, made of where that lies in the layers:
-/// by address, from 0 to the length that is the second.
-pub type OnDescribed<'a> = &'a (dyn Fn(&[Origin], u64) -> Result<ObjectId> + Sync);
-
-/// Publishes an image of `layers` as [`from_layers`] does, but stores no data: that lies, as it is
-/// in the lazy address space, in the one object that `object` gives, which can be read from the
-/// layers.
-pub fn describe_layers(
-    store: &impl ObjectStore,
-    name: &str,
-    layers: Vec<Layer>,
-    options: &Options,
-    progress: OnProgress<'_>,
-    object: OnDescribed<'_>,
-) -> Result<Report> {
-    build(store, name, layers, options, progress, Some(object))
-}
-
-fn build(
-    store: &impl ObjectStore,
-    name: &str,
-    layers: Vec<Layer>,
-    options: &Options,
-    progress: OnProgress<'_>,
-    object: Option<OnDescribed<'_>>,
-) -> Result<Report> {
     check_options(name, options)?;
     pool(options)?.install(|| {
         let lease = store.begin_write()?;
-        let reuse = options.reuse && object.is_none();
-        let known = if reuse { Known::read(store)? } else { Known::default() };
+        let known = if options.reuse { Known::read(store)? } else { Known::default() };
         let limits = LayerLimits::default();
         let mut merge = Merge::new(limits.entries as usize);
         let (mut text_acls, mut total, mut entries_total) = (0, 0, 0);
@@ -215,19 +190,13 @@ fn build(
             wanted: wanted.into_iter().peekable(),
             next: (0, 0),
             bytes: Arc::clone(&bytes),
-            traced: object.is_some(),
         };
-        let mut input = TarInput::new(wanted, &entries);
+        let mut input = TarInput::new(wanted, WAVE_LEN, &entries);
         let Options { level, checksum, .. } = *options;
-        let derived = object.is_some();
-        let assembler = Assembler { level, checksum, known: &known, meter: &meter, derived };
-        let mut assembled =
+        let assembler = Assembler { level, checksum, known: &known, meter: &meter, derived: false };
+        let assembled =
             write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
         let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
-        if let Some(object) = object.filter(|_| !assembled.manifest.chunks.is_empty()) {
-            let len = assembled.manifest.data_range().len();
-            assembled.manifest.objects = vec![object(&assembled.origins, len)?];
-        }
         let manifest = manifest_of(&nodes, assembled)?;
         let image = publish(store, name, &manifest, level)?;
         Ok(Report { new_bytes, reused_bytes, acls_left_out: text_acls, ..Report::of(image) })
@@ -240,14 +209,10 @@ struct Wanted {
     wanted: Peekable<std::vec::IntoIter<(Place, u32)>>,
     next: Place,
     bytes: Arc<AtomicU64>,
-    /// Whether to keep where the data was read.
-    traced: bool,
 }
 
 impl Archives for Wanted {
-    fn traced(&self) -> Option<u32> {
-        self.traced.then_some(self.next.0)
-    }
+    type Archive = Archive;
 
     fn next(&mut self) -> Result<Option<Archive>> {
         for (number, open) in self.archives.by_ref() {

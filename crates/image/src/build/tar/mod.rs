@@ -3,9 +3,10 @@
 //! The archive is read as a stream, once; what it says becomes nodes at once and its data goes
 //! through the same waves as that of a directory. Invariant: a name cannot leave the tree: `..`,
 //! absolute names and names below anything but a directory are refused. (Several archives, one
-//! above the other: `layers`.)
+//! above the other: `layers`, and `describe`, where their data stays in them.)
 
 mod acl;
+mod describe;
 mod layers;
 mod merge;
 mod reader;
@@ -23,8 +24,9 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ObjectStore, Result};
 use rayon::prelude::*;
 
-pub use self::layers::{
-    Layer, LayerIndex, LayerLimits, Layers, OnDescribed, OpenLayer, describe_layers, from_layers,
+pub use self::{
+    describe::{Description, OnDescribed, describe_layers},
+    layers::{Layer, LayerIndex, LayerLimits, Layers, OpenLayer, from_layers},
 };
 use self::{
     reader::{Entry, Reader, cannot_read},
@@ -73,7 +75,7 @@ pub fn from_tar(
         let meter = Meter::new(&report);
         let archive = decompressed(Counted { inner: archive, bytes: consumed.clone() })?;
         let one = OneArchive { archive: Some(archive), tree: ArchiveTree::new() };
-        let mut input = TarInput::new(one, &entries);
+        let mut input = TarInput::new(one, WAVE_LEN, &entries);
         let Options { level, checksum, .. } = *options;
         let assembler = Assembler { level, checksum, known: &known, meter: &meter, derived: false };
         let assembled =
@@ -128,12 +130,12 @@ struct Open {
 type Archive = Box<dyn Read + Send>;
 
 /// An archive that knows how much of it was read.
-struct Positioned {
-    archive: Archive,
+struct Positioned<R> {
+    archive: R,
     at: u64,
 }
 
-impl Read for Positioned {
+impl<R: Read> Read for Positioned<R> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let len = self.archive.read(buf)?;
         self.at += len as u64;
@@ -143,8 +145,10 @@ impl Read for Positioned {
 
 /// What is read, and what becomes of it.
 trait Archives: Send {
+    type Archive: Read + Send;
+
     /// The next archive, once the one before has ended.
-    fn next(&mut self) -> Result<Option<Archive>>;
+    fn next(&mut self) -> Result<Option<Self::Archive>>;
 
     /// Takes an entry; returns its node if that wants the data that follows.
     fn add(&mut self, entry: Entry) -> Result<Option<u32>>;
@@ -162,6 +166,8 @@ struct OneArchive {
 }
 
 impl Archives for OneArchive {
+    type Archive = Archive;
+
     fn next(&mut self) -> Result<Option<Archive>> {
         Ok(self.archive.take())
     }
@@ -172,18 +178,20 @@ impl Archives for OneArchive {
 }
 
 /// Reads archives wave by wave.
-struct TarInput<'a, A> {
+struct TarInput<'a, A: Archives> {
     archives: A,
     /// The archive that is being read.
-    reader: Option<Reader<Positioned>>,
+    reader: Option<Reader<Positioned<A::Archive>>>,
     open: Option<Open>,
     ended: bool,
+    /// Bytes of a wave, about.
+    wave_len: u64,
     entries: &'a AtomicU64,
 }
 
 impl<'a, A: Archives> TarInput<'a, A> {
-    fn new(archives: A, entries: &'a AtomicU64) -> Self {
-        Self { archives, reader: None, open: None, ended: false, entries }
+    fn new(archives: A, wave_len: u64, entries: &'a AtomicU64) -> Self {
+        Self { archives, reader: None, open: None, ended: false, wave_len, entries }
     }
 
     /// Reads the header of the next entry. Data, if any, is then open.
@@ -339,10 +347,10 @@ impl<A: Archives> Input for TarInput<'_, A> {
             return Ok(None);
         }
         let mut cutter = Cutter::default();
-        while !self.ended && cutter.bytes < WAVE_LEN {
+        while !self.ended && cutter.bytes < self.wave_len {
             match self.open.take() {
                 Some(mut open) => {
-                    self.read_data(&mut open, WAVE_LEN, &mut cutter)?;
+                    self.read_data(&mut open, self.wave_len, &mut cutter)?;
                     if !open.rest.is_empty() {
                         self.open = Some(open);
                     }

@@ -53,6 +53,13 @@ pub(super) struct Entry {
     pub(super) stored_len: u64,
 }
 
+impl Entry {
+    /// Whether it is a file with data of its own.
+    pub(super) fn is_regular(&self) -> bool {
+        matches!(self.kind, b'0' | 0 | b'7' | b'S')
+    }
+}
+
 /// Reads an archive, header by header.
 pub(super) struct Reader<R> {
     input: R,

@@ -133,7 +133,7 @@ impl ArchiveTree {
 pub(super) fn node_of(entry: &Entry) -> Result<Node> {
     let wrong = |why: &str| corrupt(format!("{} in the archive {why}", show(&entry.path)));
     let kind = match entry.kind {
-        b'0' | 0 | b'7' | b'S' => S_IFREG,
+        _ if entry.is_regular() => S_IFREG,
         b'2' => S_IFLNK,
         b'3' => S_IFCHR,
         b'4' => S_IFBLK,

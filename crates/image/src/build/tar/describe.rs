@@ -1,0 +1,217 @@
+//! Descriptions of layers: all that an image is, but for its data, which stays in the layers.
+//!
+//! ```text
+//!   in parallel, while they come:  Layers::describe ── headers, and every chunk's digest and
+//!                                                      checksums, of files that may not last
+//!   then:                          Merge            ── which files last
+//!                                  Whole            ── their chunks, one after another
+//! ```
+//!
+//! A layer is read once, before it is known what layers above it take away: that leaves dead bytes in
+//! chunks whose other bytes have lasted, and nothing else. Memory: headers, bounded by
+//! [`super::LayerLimits`], and some forty bytes a chunk; of data, three waves a layer.
+
+use std::{io::Read, sync::atomic::AtomicU64};
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, ObjectId, ObjectStore, Result};
+
+use super::{
+    super::{
+        Options, Report,
+        assemble::{Assembled, Assembler, Extent, Origin, Placed},
+        check_options, manifest_of,
+        meter::Meter,
+        pool, pool_of, publish,
+        reuse::Known,
+    },
+    Archives, TarInput,
+    layers::{Bounded, LayerLimits, Layers},
+    merge::Merge,
+    reader::Entry,
+};
+use crate::{
+    corrupt,
+    manifest::{ChunkEntry, Manifest},
+    pack::PackWriter,
+};
+
+/// Bytes of a wave, times three for each layer that is read: 8 MiB. It comes over a network.
+const WAVE_LEN: u64 = 8 << 20;
+/// Threads for a layer: one reads, others digest what it has read.
+const THREADS_MAX: usize = 4;
+
+/// What a layer is.
+pub struct Description {
+    entries: Vec<Entry>,
+    /// Its nodes are entries, its layers this one.
+    assembled: Assembled,
+}
+
+impl Layers {
+    /// Reads a layer, decompressed, to its end, as the layer `number` of the image; the lowest is 0.
+    /// Several threads may read one each.
+    ///
+    /// Errors: as those of [`Self::index`].
+    pub fn describe(
+        &self,
+        archive: impl Read + Send,
+        number: u32,
+        options: &Options,
+    ) -> Result<Description> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = options.threads.unwrap_or(cores + 1).min(THREADS_MAX);
+        pool_of(threads)?.install(|| {
+            let archive = Some(self.bounded(archive));
+            let one = OneLayer { layers: self, number, archive, entries: Vec::new() };
+            let read = AtomicU64::new(0);
+            let mut input = TarInput::new(one, WAVE_LEN, &read);
+            let (known, meter) = (Known::default(), Meter::new(&|_, _| ()));
+            let Options { level, checksum, .. } = *options;
+            let assembler =
+                Assembler { level, checksum, known: &known, meter: &meter, derived: true };
+            let assembled = assembler.run(&mut input, PackWriter::none())?;
+            Ok(Description { entries: input.archives.entries, assembled })
+        })
+    }
+}
+
+/// A layer all of whose data is wanted.
+struct OneLayer<'a, R> {
+    layers: &'a Layers,
+    number: u32,
+    archive: Option<Bounded<'a, R>>,
+    entries: Vec<Entry>,
+}
+
+impl<'a, R: Read + Send> Archives for OneLayer<'a, R> {
+    type Archive = Bounded<'a, R>;
+
+    fn next(&mut self) -> Result<Option<Self::Archive>> {
+        Ok(self.archive.take())
+    }
+
+    fn add(&mut self, entry: Entry) -> Result<Option<u32>> {
+        self.layers.count(&entry)?;
+        let number = self.entries.len() as u32;
+        let has_data = entry.is_regular();
+        self.entries.push(entry);
+        Ok(has_data.then_some(number))
+    }
+
+    fn traced(&self) -> Option<u32> {
+        Some(self.number)
+    }
+}
+
+/// Gives the object that a described image's data is in, made of where that lies in the layers:
+/// by address, from 0 to the length that is the second.
+pub type OnDescribed<'a> = &'a (dyn Fn(&[Origin], u64) -> Result<ObjectId> + Sync);
+
+/// Publishes an image of `layers`, the lowest first, in `store` as `name`, but stores no data: that
+/// lies, as it is in the lazy address space, in the one object that `object` gives, which can be read
+/// from the layers.
+///
+/// Errors: `Corrupt` for layers that do not fit together, `Invalid` for a tree that btrfs cannot hold.
+pub fn describe_layers(
+    store: &impl ObjectStore,
+    name: &str,
+    layers: Vec<Description>,
+    options: &Options,
+    object: OnDescribed<'_>,
+) -> Result<Report> {
+    check_options(name, options)?;
+    pool(options)?.install(|| {
+        let _lease = store.begin_write()?;
+        let mut merge = Merge::new(LayerLimits::default().entries as usize);
+        let mut acls_left_out = 0;
+        for (number, layer) in (0..).zip(&layers) {
+            merge.layer(number, &layer.entries)?;
+            acls_left_out += layer.entries.iter().filter(|entry| entry.text_acl).count() as u64;
+        }
+        let (nodes, wanted) = merge.finish();
+        let mut wanted = wanted.into_iter().peekable();
+        let mut whole = Whole::default();
+        for (number, layer) in (0..).zip(layers) {
+            let mut node_of = vec![None; layer.entries.len()];
+            while let Some(((_, entry), node)) = wanted.next_if(|((layer, _), _)| *layer == number)
+            {
+                node_of[entry as usize] = Some(node);
+            }
+            whole.add(layer.assembled, &node_of)?;
+        }
+        let mut assembled = whole.finish(options.checksum);
+        if !assembled.manifest.chunks.is_empty() {
+            let len = assembled.manifest.data_range().len();
+            assembled.manifest.objects = vec![object(&assembled.origins, len)?];
+        }
+        let manifest = manifest_of(&nodes, assembled)?;
+        let image = publish(store, name, &manifest, options.level)?;
+        Ok(Report { acls_left_out, ..Report::of(image) })
+    })
+}
+
+/// What has lasted of layers, one after another.
+#[derive(Default)]
+struct Whole {
+    placed: Placed,
+    chunks: Vec<ChunkEntry>,
+    block_checksums: Vec<u8>,
+    origins: Vec<Origin>,
+    /// Length of the lazy address space so far.
+    end: u64,
+}
+
+impl Whole {
+    /// Adds a layer, of whose entries those last that have a node.
+    fn add(&mut self, layer: Assembled, node_of: &[Option<u32>]) -> Result<()> {
+        let Assembled { placed, manifest, origins, .. } = layer;
+        let node_of = |entry: u32| node_of.get(entry as usize).copied().flatten();
+        let mut lasts = vec![false; manifest.chunks.len()];
+        for extent in &placed.extents {
+            lasts[extent.chunk as usize] |= node_of(extent.node).is_some();
+        }
+        // By chunk of the layer: its number in the image, and its address there less that in the layer.
+        let mut moved = Vec::with_capacity(lasts.len());
+        let (mut at, mut sums, checksum_len) = (0, 0, manifest.checksum.size());
+        let mut origins = origins.into_iter().peekable();
+        for (chunk, lasts) in manifest.chunks.into_iter().zip(lasts) {
+            let (len, sums_len) = (chunk.len(), usize::from(chunk.blocks) * checksum_len);
+            if lasts {
+                moved.push(self.chunks.len() as u32);
+                let stored = ByteRange::at(self.end, len);
+                let stored = stored.ok_or_else(|| corrupt("the layers have too much data"))?;
+                self.chunks.push(ChunkEntry { stored, ..chunk });
+                self.block_checksums.extend(&manifest.block_checksums[sums..sums + sums_len]);
+            } else {
+                moved.push(u32::MAX);
+            }
+            while let Some(origin) = origins.next_if(|origin| origin.at < at + len) {
+                if lasts {
+                    self.origins.push(Origin { at: origin.at - at + self.end, ..origin });
+                }
+            }
+            at += len;
+            sums += sums_len;
+            self.end += if lasts { len } else { 0 };
+        }
+        let lasting = |extent: Extent| {
+            let chunk = moved[extent.chunk as usize];
+            node_of(extent.node).map(|node| Extent { node, chunk, ..extent })
+        };
+        self.placed.extents.extend(placed.extents.into_iter().filter_map(lasting));
+        let inline = placed.inline.into_iter();
+        self.placed.inline.extend(inline.filter_map(|(entry, data)| Some((node_of(entry)?, data))));
+        Ok(())
+    }
+
+    fn finish(self, checksum: ChecksumKind) -> Assembled {
+        debug_assert_eq!(
+            self.block_checksums.len() as u64,
+            self.end / BLOCK_SIZE * checksum.size() as u64
+        );
+        let Self { placed, chunks, block_checksums, origins, .. } = self;
+        let (tree, objects) = Default::default();
+        let manifest = Manifest { tree, checksum, chunks, objects, block_checksums };
+        Assembled { placed, manifest, new_bytes: 0, known_bytes: 0, origins }
+    }
+}
