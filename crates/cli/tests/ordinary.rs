@@ -7,10 +7,11 @@ use std::{
     os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
     process::Command,
+    time::Duration,
 };
 
 use testkit::{
-    Burgeon, Fault, OciLayout, Proxy, Registry, Rng, Space, Torture, TortureSize, WebServer,
+    Burgeon, Fault, Link, OciLayout, Proxy, Registry, Rng, Space, Torture, TortureSize, WebServer,
     compare, skopeo_copy,
 };
 
@@ -174,6 +175,92 @@ fn an_image_of_a_registry_is_fetched_once() {
     burgeon.umount(mounted);
 }
 
+/// What the store holds of layers.
+fn layers(burgeon: &Burgeon) -> Vec<PathBuf> {
+    let folder = burgeon.state().join("store/layers");
+    if folder.exists() { files(&folder) } else { Vec::new() }
+}
+
+#[test]
+fn layers_are_held_as_they_come_for_all_images_that_have_them() {
+    let space = Space::new("held");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let link = Link::new(registry.address(), Duration::ZERO, 1 << 30).unwrap();
+    let at = |tag: &str| format!("oci://{}/app:{tag}", link.address());
+    let base = |root: &Path| {
+        fs::write(root.join("base"), Rng::new(1).bytes(3_000_000)).unwrap();
+        fs::write(root.join("old"), Rng::new(2).bytes(200_000)).unwrap();
+    };
+    layout.change(base).unwrap();
+    let mut unpacked = Vec::new();
+    for tag in ["one", "two"] {
+        let above = |root: &Path| {
+            fs::write(root.join(tag), Rng::new(3).bytes(50_000)).unwrap();
+            fs::remove_file(root.join("old")).unwrap_or_default();
+        };
+        layout.change(above).unwrap();
+        push(layout.folder(), &[], &format!("{}/app:{tag}", registry.address()));
+        unpacked.push(layout.unpack(&space.path(tag)).unwrap());
+    }
+    let mounted = burgeon.mount(&at("one"), &space.path("at"), &["--read-only"]);
+    burgeon.umount(mounted);
+    assert_eq!(layers(&burgeon).len(), 2);
+    let before = link.bytes();
+    let said = burgeon.ok(&["pull", "--eager", &at("two"), "--as", "second"]);
+    assert!(said.contains("second is complete"), "{said}");
+    let came = link.bytes() - before;
+    assert!(came < 1_000_000, "the lowest layer was fetched again: {came} bytes");
+    // Their indexes are made, too: nothing is fetched to put one beside the image.
+    let before = link.bytes();
+    burgeon.ok(&["index", &at("one"), "--push"]);
+    let came = link.bytes() - before;
+    assert!(came < 1_000_000, "the image was fetched again: {came} bytes");
+    drop((link, registry));
+    let names = names(&burgeon);
+    let first = names.iter().find(|name| name.ends_with("/index")).unwrap();
+    for (name, unpacked) in [first.trim_end_matches("/index"), "second"].into_iter().zip(&unpacked)
+    {
+        let mounted = burgeon.mount(name, &space.path("at"), &["--read-only"]);
+        compare(unpacked, mounted.path()).unwrap().assert_same();
+        burgeon.umount(mounted);
+    }
+    // What no image needs goes; what one of them does stays.
+    for name in names.iter().filter(|name| *name != "second") {
+        burgeon.ok(&["rm", name]);
+    }
+    burgeon.ok(&["gc"]);
+    assert_eq!(layers(&burgeon).len(), 3);
+    burgeon.ok(&["verify", "second"]);
+    burgeon.ok(&["rm", "second"]);
+    burgeon.ok(&["gc"]);
+    assert_eq!(layers(&burgeon), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn what_cannot_be_read_from_the_middle_is_built() {
+    let space = Space::new("one-frame");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tar = tar(&space, "large", &["large"], |root| {
+        let bytes = [Rng::new(4).bytes(1_000_000), vec![7; 34_000_000]].concat();
+        fs::write(root.join("large"), bytes).unwrap();
+    });
+    let frame = Command::new("zstd").args(["-q", "-c"]).arg(&tar).output().unwrap().stdout;
+    let layer = ("application/vnd.oci.image.layer.v1.tar+zstd", frame);
+    let folder = space.path("layout");
+    OciLayout::by_hand(&folder, None, &[layer], |_| ()).unwrap();
+    let source = format!("oci-layout:{}", folder.display());
+    burgeon.fails(&["index", &source], 1, "only as a whole");
+    let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
+    let expected = fs::read(space.path("large.tree/large")).unwrap();
+    assert!(fs::read(mounted.path().join("large")).unwrap() == expected);
+    burgeon.umount(mounted);
+    assert_eq!(layers(&burgeon), Vec::<PathBuf>::new());
+    fs::remove_dir_all(&folder).unwrap();
+    burgeon.ok(&["verify", &names(&burgeon)[0]]);
+}
+
 #[test]
 fn an_index_gives_the_image_of_this_machine() {
     let space = Space::new("platforms");
@@ -324,8 +411,10 @@ fn what_is_not_what_it_says_is_refused_and_leaves_nothing() {
     let other_id = format!("sha256:{}", "0".repeat(64));
     let folder = space.path("layout");
     let source = format!("oci-layout:{}", folder.display());
+    let at = space.make_folder("at");
     let refused = |code, said: &str| {
         burgeon.fails(&["build", &source, "x"], code, said);
+        burgeon.fails(&["mount", &source, at.to_str().unwrap()], code, said);
         fs::remove_dir_all(&folder).unwrap();
     };
     // The layer, or the manifest, is another than its digest says.
@@ -380,8 +469,10 @@ fn what_is_not_what_it_says_is_refused_and_leaves_nothing() {
     refused(4, "--decryption-key");
     burgeon.fails(&["build", &source, "x"], 3, "no OCI layout");
     assert!(names(&burgeon).is_empty());
-    let packs = burgeon.state().join("store/packs");
-    assert!(!packs.exists() || files(&packs).is_empty());
+    for folder in ["packs", "layers", "tmp"] {
+        let folder = burgeon.state().join("store").join(folder);
+        assert!(!folder.exists() || files(&folder).is_empty(), "{folder:?}");
+    }
 }
 
 #[test]

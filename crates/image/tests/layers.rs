@@ -15,7 +15,9 @@ use burgeon_image::{
     build::{self, Layer, LayerLimits, Layers, Origin},
 };
 
+use burgeon_btrfs::FileExtent;
 use common::*;
+use testkit::Rng;
 
 /// A tar header and its data.
 fn entry(name: &str, kind: u8, link: &str, data: &[u8]) -> Vec<u8> {
@@ -89,7 +91,7 @@ fn describe_layers(layers: &[Vec<u8>]) -> Result<(Manifest, Vec<u8>)> {
         }
         assert!(origins.is_sorted_by_key(|origin| origin.at));
         *data.lock().unwrap() = bytes;
-        ObjectId::new("derived/test")
+        ObjectId::new(format!("derived/{}", "0".repeat(64)))
     };
     let described = described.collect::<Result<Vec<_>>>()?;
     let report = build::describe_layers(&store, "layers", described, &options(), &object)?;
@@ -263,4 +265,54 @@ fn a_layer_that_is_another_the_second_time_is_no_image() {
     let error = build::from_layers(&store, "x", layers, &options(), &|_| ()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(burgeon_image::catalog::resolve(&store, "x").is_err());
+}
+
+#[test]
+fn a_description_is_of_the_same_tree_whatever_layers_take_away() {
+    for seed in 0..6 {
+        let mut rng = Rng::new(seed);
+        let mut layers = Vec::new();
+        for layer in 0..4 {
+            let mut entries = Vec::new();
+            for _ in 0..rng.below(60) {
+                let name = format!("f{}", rng.below(80));
+                // Inline, in a group, alone, of several chunks; some of them the same.
+                let len = *rng.pick(&[10, 5000, 70_000, 262_144, 600_000]);
+                let len = len + if rng.below(2) == 0 { 0 } else { rng.below(3000) as usize };
+                let data = Rng::new(rng.below(30)).bytes(len);
+                entries.push(match rng.below(4) {
+                    0 if layer > 0 => entry(&format!(".wh.{name}"), b'0', "", b""),
+                    _ => entry(&name, b'0', "", &data),
+                });
+            }
+            layers.push(archive(&entries));
+        }
+        let (manifest, data) = describe_layers(&layers).unwrap();
+        let headers = Layers::new(LayerLimits::default());
+        let built = layers.iter().map(|bytes| {
+            let index = headers.index(&bytes[..]).unwrap();
+            let bytes = bytes.clone();
+            let open = move || -> Result<Box<dyn Read + Send>> { Ok(Box::new(Cursor::new(bytes))) };
+            Layer { index, open: Box::new(open) }
+        });
+        let (_folder, store) = store();
+        let built = built.collect();
+        let report = build::from_layers(&store, "x", built, &options(), &|_| ()).unwrap();
+        let expected: Manifest = load(&store, &report);
+        let expected_data = common::data(&store, &expected);
+        let tree = |manifest: &Manifest, data: &[u8]| {
+            let files = paths(&manifest.tree).into_iter();
+            let content = |number| content(manifest, data, &manifest.tree.inodes[number as usize]);
+            files.skip(1).map(|(path, number)| (path, content(number))).collect::<Vec<_>>()
+        };
+        assert!(tree(&manifest, &data) == tree(&expected, &expected_data), "{seed}");
+        assert!(!tree(&manifest, &data).is_empty());
+        // No chunk is there that no file needs.
+        let starts = manifest.chunk_addresses();
+        for (start, end) in starts.iter().zip(&starts[1..]) {
+            let mut extents = manifest.tree.extents.iter();
+            let needs = |e: &FileExtent| e.address < *end && e.address + e.len > *start;
+            assert!(extents.any(needs), "{seed}");
+        }
+    }
 }

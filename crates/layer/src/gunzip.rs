@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Invariants: memory is two windows, whatever is read; the same bytes and the same place to begin
-//! give the same output, also where a block refers to what was never there (zeros).
+//! give the same output, also where a block refers to what was never there (zeros); what is recorded
+//! matches the checksums of its members.
 
 use std::io::{self, BufRead, Read};
 
@@ -68,6 +69,8 @@ pub(crate) struct Gunzip<R> {
     /// Compressed bytes taken, and bytes unpacked.
     taken: u64,
     made: u64,
+    /// Of what the member has unpacked to, where it was read from its beginning.
+    checksum: crc32fast::Hasher,
     recording: Option<Recording>,
 }
 
@@ -76,8 +79,8 @@ impl<R: BufRead> Gunzip<R> {
     pub(crate) fn new(input: R, recording: Option<Recording>) -> Self {
         let (inflate, buffer) = (Box::default(), vec![0; BUFFER_LEN].into());
         let (at, pending, taken, made) = Default::default();
-        let state = State::Member;
-        Self { input, inflate, buffer, at, pending, state, taken, made, recording }
+        let (state, checksum) = (State::Member, crc32fast::Hasher::new());
+        Self { input, inflate, buffer, at, pending, state, taken, made, checksum, recording }
     }
 
     /// From the middle of a member.
@@ -172,6 +175,10 @@ impl<R: BufRead> Gunzip<R> {
         self.input.consume(used);
         self.taken += used as u64;
         self.made += made as u64;
+        if self.recording.is_some() {
+            // What is made at a time ends at the end of the buffer at the latest.
+            self.checksum.update(&self.buffer[self.at..self.at + made]);
+        }
         self.at = (self.at + made) % BUFFER_LEN;
         // Nobody goes on before these have been read.
         self.pending = made;
@@ -179,8 +186,14 @@ impl<R: BufRead> Gunzip<R> {
             TINFLStatus::NeedsMoreInput | TINFLStatus::HasMoreOutput => Ok(()),
             TINFLStatus::BlockBoundary => self.boundary(),
             TINFLStatus::Done => {
-                // Checksum and length: who reads knows digests of what is unpacked.
-                self.fill(&mut [0; 8])?;
+                let mut tail = [0; 8];
+                self.fill(&mut tail)?;
+                let unpacked = std::mem::take(&mut self.checksum).finalize();
+                // Who reads from the middle knows digests of what is unpacked. The length that
+                // follows says no more than the checksum.
+                if self.recording.is_some() && tail[..4] != unpacked.to_le_bytes() {
+                    return Err(damaged("the gzip stream does not match its checksum"));
+                }
                 self.state = State::Member;
                 Ok(())
             }

@@ -161,7 +161,13 @@ pub(crate) fn hold(
     let lease = own.begin_write()?;
     let name = resolved.digest.to_string();
     let keep = Keep { own, scratch: lease.scratch() };
-    match make(own, blobs, resolved, (&name, at), work, Some(&keep))? {
+    let made = make(own, blobs, resolved, (&name, at), work, Some(&keep)).inspect_err(|error| {
+        // What has come of an image whose registry went away is not fetched again.
+        if error.kind() != ErrorKind::Unavailable {
+            let _ = release(own, resolved);
+        }
+    });
+    match made? {
         Ok(report) => {
             if derived_of(own, &name)?.is_none() {
                 release(own, resolved)?;

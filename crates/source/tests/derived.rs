@@ -7,7 +7,9 @@ use std::{fs, io::Read, path::Path};
 
 use burgeon_block::{ByteRange, ErrorKind, ObjectId, ObjectStore};
 use burgeon_layer::{LayerCodec, Recorder, Restarts, Stretch, Table, TableLayer};
-use burgeon_source::{Directory, LayersAt, Objects, References, derived_object, origin_object};
+use burgeon_source::{
+    Directory, LayersAt, Objects, References, derived_object, layer_object, origin_object,
+};
 use testkit::{Rng, gzip, like_programs};
 
 fn recorded(stored: &[u8], codec: LayerCodec) -> (Vec<u8>, burgeon_block::Result<Restarts>) {
@@ -122,4 +124,37 @@ fn what_is_read_from_the_middle_is_what_was_there() {
         let error = objects.read_blocking(&object, range(stretch.at, stretch.at + 1)).unwrap_err();
         assert_eq!(error.kind(), kind, "{error}");
     }
+}
+
+#[test]
+fn what_is_held_is_read_there_and_elsewhere_only_when_it_is_damaged() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Directory::create(folder.path().join("store")).unwrap();
+    let unpacked = like_programs(5, 5_000_000);
+    let stored = gzip(&unpacked, 6);
+    let (_, restarts) = recorded(&stored, LayerCodec::Gzip);
+    let digest = put(folder.path(), 1, &stored);
+    let table = Table {
+        image: [9; 32],
+        object_len: unpacked.len() as u64,
+        layers: vec![TableLayer { digest, restarts: restarts.unwrap() }],
+        stretches: vec![Stretch { at: 0, offset: 0, len: unpacked.len() as u32, layer: 0 }],
+    };
+    let object = publish(&store, folder.path(), &table.encode().unwrap());
+    let read = || {
+        let objects = Objects::new(store.clone(), References::Allow);
+        objects.read_blocking(&object, range(0, unpacked.len() as u64))
+    };
+    let held = layer_object(&digest).unwrap();
+    let mut damaged = stored.clone();
+    damaged[stored.len() / 2..].fill(0);
+    for (bytes, what) in [(&stored[..], "whole"), (&stored[..1000], "short"), (&damaged, "damaged")]
+    {
+        store.publish(&held, bytes).unwrap();
+        assert!(read().unwrap() == unpacked, "{what}");
+    }
+    fs::remove_dir_all(folder.path().join("blobs")).unwrap();
+    assert_eq!(read().unwrap_err().kind(), ErrorKind::Unavailable);
+    store.publish(&held, &stored).unwrap();
+    assert!(read().unwrap() == unpacked);
 }

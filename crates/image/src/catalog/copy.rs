@@ -43,8 +43,9 @@ pub fn parts(store: &impl ObjectStore, record: &ImageRecord) -> Result<Vec<Objec
     if objects.iter().any(|object| is_elsewhere(&object)) {
         return Err(invalid(format!(
             "{:?} is the index of an ordinary image, whose data is in that image's layers: others \
-             read it from there (`burgeon index --push`), and `burgeon pull --eager` or `burgeon \
-             build` of the image, by its oci://… or oci-layout:… name, fetches all of it",
+             read it from there (`burgeon index --push`); by the image's oci://… or oci-layout:… \
+             name, `burgeon pull --eager` fetches all of it, and `burgeon build` makes one of it that \
+             goes anywhere",
             record.name
         )));
     }
