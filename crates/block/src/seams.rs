@@ -90,6 +90,10 @@ pub trait BlockSource: Send + Sync {
     ) -> Option<Result<()>> {
         None
     }
+
+    /// What [`Self::read`] gave was not what was stored: whoever has it from somewhere else, too, or
+    /// keeps what it has read, gives something else next time.
+    fn refuted(&self, _object: &ObjectId, _range: ByteRange) {}
 }
 
 /// What a store promises one of its writers or its collector, until dropped.

@@ -226,6 +226,21 @@ fn layers_are_held_as_they_come_for_all_images_that_have_them() {
         compare(unpacked, mounted.path()).unwrap().assert_same();
         burgeon.umount(mounted);
     }
+    // A damaged one is read where it came from, as long as it is there.
+    let damaged = Burgeon::with_state(PROGRAM, space.path("damaged"));
+    let source = format!("oci-layout:{}", layout.folder().display());
+    let mounted = damaged.mount(&source, &space.path("at"), &["--read-only"]);
+    for path in layers(&damaged) {
+        let mut bytes = fs::read(&path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(path, bytes).unwrap();
+    }
+    compare(&unpacked[1], mounted.path()).unwrap().assert_same();
+    damaged.umount(mounted);
+    assert!(damaged.run(&["verify", &self::names(&damaged)[0]]).stdout.contains("DAMAGED"));
+    let said = "is removed: try again";
+    damaged.fails(&["build", &source, "again"], 4, said);
     // What no image needs goes; what one of them does stays.
     for name in names.iter().filter(|name| *name != "second") {
         burgeon.ok(&["rm", name]);

@@ -230,9 +230,23 @@ fn derived_of(store: &impl ObjectStore, name: &str) -> Result<Option<ObjectId>> 
 /// Whether all of the image `name` is in `store`, the host's own: not in layers elsewhere.
 pub fn is_whole(store: &impl ObjectStore, name: &str) -> Result<bool> {
     match derived_of(store, name)? {
-        Some(object) => Ok(store.len(&held_object(&object)?)?.is_some()),
+        Some(object) => all_held(store, &held_object(&object)?),
         None => Ok(true),
     }
+}
+
+/// Whether all layers of the list are there, and there is one.
+fn all_held(store: &impl ObjectStore, list: &ObjectId) -> Result<bool> {
+    if store.len(list)?.is_none() {
+        return Ok(false);
+    }
+    let list = store.get(list, HELD_MAX)?;
+    for layer in String::from_utf8_lossy(&list).lines() {
+        if store.len(&ObjectId::new(layer)?)?.is_none() {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// From now on the layers of the image `name` are read `at`, if that has its data in layers: tells

@@ -90,8 +90,10 @@ pub enum Found {
 pub struct FoundImage {
     /// The image's name in the store.
     pub name: String,
-    /// What a build made, if there was one.
+    /// What was made, if it was not there.
     pub report: Option<Report>,
+    /// Whether its data is in its layers, as they came.
+    pub in_layers: bool,
     /// Digests of indexes beside the image that nobody has vouched for.
     pub unused: Vec<String>,
     /// What it takes to read its layers, if they are read again.
@@ -116,7 +118,8 @@ pub fn find_or_build(
             (Kind::Registry(name), true) => work.access.for_registry(name)?,
             _ => Access::default(),
         };
-        Ok(Found::Image(Box::new(FoundImage { name, report, unused, access })))
+        let image = FoundImage { name, report, in_layers: lazy, unused, access };
+        Ok(Found::Image(Box::new(image)))
     };
     let at = source.layers_at()?;
     if index.is_some() && at.is_none() {

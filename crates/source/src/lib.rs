@@ -143,6 +143,10 @@ impl BlockSource for Objects {
         }
         None
     }
+
+    fn refuted(&self, object: &ObjectId, range: ByteRange) {
+        self.derived.refuted(object, range);
+    }
 }
 
 /// Whether an object's bytes are outside the store.

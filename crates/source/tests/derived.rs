@@ -5,7 +5,7 @@
 
 use std::{fs, io::Read, path::Path};
 
-use burgeon_block::{ByteRange, ErrorKind, ObjectId, ObjectStore};
+use burgeon_block::{BlockSource, ByteRange, ErrorKind, ObjectId, ObjectStore};
 use burgeon_layer::{LayerCodec, Recorder, Restarts, Stretch, Table, TableLayer};
 use burgeon_source::{
     Directory, LayersAt, Objects, References, derived_object, layer_object, origin_object,
@@ -153,7 +153,28 @@ fn what_is_held_is_read_there_and_elsewhere_only_when_it_is_damaged() {
         store.publish(&held, bytes).unwrap();
         assert!(read().unwrap() == unpacked, "{what}");
     }
+    // Damage that unpacking does not show, but a digest does.
+    store.publish(&held, &stored).unwrap();
+    let objects = Objects::new(store.clone(), References::Allow);
+    let all = range(0, unpacked.len() as u64);
+    let plain = Table {
+        object_len: 1000,
+        layers: vec![TableLayer {
+            digest: put(folder.path(), 2, &unpacked[..1000]),
+            restarts: recorded(&unpacked[..1000], LayerCodec::Plain).1.unwrap(),
+        }],
+        stretches: vec![Stretch { at: 0, offset: 0, len: 1000, layer: 0 }],
+        ..table
+    };
+    let plain = publish(&store, folder.path(), &plain.encode().unwrap());
+    store.publish(&layer_object(&[2; 32]).unwrap(), &[0; 1000]).unwrap();
+    for expected in [&[0; 1000][..], &unpacked[..1000]] {
+        assert_eq!(objects.read_blocking(&plain, range(0, 1000)).unwrap(), expected);
+        objects.refuted(&plain, range(10, 20));
+    }
     fs::remove_dir_all(folder.path().join("blobs")).unwrap();
+    assert!(objects.read_blocking(&object, all).unwrap() == unpacked);
+    store.publish(&held, &damaged).unwrap();
     assert_eq!(read().unwrap_err().kind(), ErrorKind::Unavailable);
     store.publish(&held, &stored).unwrap();
     assert!(read().unwrap() == unpacked);

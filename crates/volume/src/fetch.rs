@@ -132,6 +132,8 @@ where
         let unpacked = self.cpu.run(move || unpack(&map, index, &chunk, &stored, skip)).await?;
         if unpacked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
             cost.source_corrupt_chunks += 1;
+            let chunk = self.map.chunk(index);
+            self.source.refuted(self.map.object(chunk.object), chunk.stored);
         }
         unpacked
     }
@@ -177,7 +179,10 @@ where
                 data.copy_from_slice(&bytes);
                 padding.fill(0);
                 check_blocks(&self.map, piece.start(), buf)
-                    .inspect_err(|_| cost.source_corrupt_chunks = 1)
+                    .inspect_err(|_| {
+                        cost.source_corrupt_chunks = 1;
+                        self.source.refuted(object, range);
+                    })
                     .inspect(|()| cost.fetches = 1)
             });
             cost.add_to(counters);

@@ -51,7 +51,7 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     let (report, took) = make(context, &input, &args.name, &options)?;
     let seconds = took.as_secs_f64();
     if !context.json {
-        describe(&report, seconds);
+        describe("built", &report, seconds);
     }
     let pushed = to.as_ref().map(|to| push::send(context, &args.name, to)).transpose()?;
     if context.json {
@@ -98,7 +98,7 @@ enum Input {
 pub(crate) fn build_tree(context: &Context, tree: &Path, name: &str) -> Result<()> {
     let input = Input::Tree(tree.to_owned());
     let (report, took) = make(context, &input, name, &Options::default())?;
-    describe(&report, took.as_secs_f64());
+    describe("built", &report, took.as_secs_f64());
     Ok(())
 }
 
@@ -148,10 +148,11 @@ fn make(
     Ok((report?, took))
 }
 
-pub(super) fn describe(report: &Report, seconds: f64) {
+/// Says what was `done`.
+pub(super) fn describe(done: &str, report: &Report, seconds: f64) {
     let image = &report.image;
     println!(
-        "built {} in {seconds:.1} s: {} files, {} of data, stored in {}",
+        "{done} {} in {seconds:.1} s: {} files, {} of data, stored in {}",
         image.name,
         image.inodes,
         bytes(image.file_bytes),

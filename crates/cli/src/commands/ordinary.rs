@@ -73,7 +73,8 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
         }
     };
     if let Some(report) = found.report.filter(|_| !context.json) {
-        images::describe(&report, begun.elapsed().as_secs_f64());
+        let done = if found.in_layers { "fetched" } else { "built" };
+        images::describe(done, &report, begun.elapsed().as_secs_f64());
     }
     for digest in found.unused {
         eprintln!(

@@ -45,11 +45,20 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
         let verdict = if damaged { "DAMAGED" } else { "whole" };
         println!("{name} is {verdict}: {} chunks, {}", verified.chunks, bytes(verified.bytes));
         if damaged {
-            // While they are there, a build believes that their chunks are stored.
-            println!(
-                "restore the damaged objects in {}, or remove them there and build the image again",
-                context.store_location()
-            );
+            let of_layers = |damage: &Damage| damage.object.as_str().starts_with("derived/");
+            if verified.damage.iter().all(of_layers) {
+                println!(
+                    "its data is in the layers of an ordinary image: `burgeon rm {name}`, `burgeon \
+                     gc`, and mount that again, by its oci://… or oci-layout:… name"
+                );
+            } else {
+                // While they are there, a build believes that their chunks are stored.
+                println!(
+                    "restore the damaged objects in {}, or remove them there and build the image \
+                     again",
+                    context.store_location()
+                );
+            }
         }
     }
     Ok(if damaged { ExitCode::from(4) } else { ExitCode::SUCCESS })

@@ -12,23 +12,27 @@
 //! of this host: `origins/<digest>`. Layers that the store holds as they came are read there, and
 //! elsewhere only when that fails; `held/<digest>` lists those that the image needs. Invariants: a table is used only if it matches its digest; a
 //! read makes no more than a few spans at a time, each of at most 32 MiB; what comes back is not
-//! verified here: chunks have digests.
+//! verified here: chunks have digests, and who finds one wrong says so.
 
 mod layers;
 mod spans;
 
-use std::{collections::HashMap, fmt, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use burgeon_block::{ByteRange, Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
 use burgeon_layer::{Span, TABLE_MAX, Table};
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
-use tokio::sync::{Mutex, OnceCell};
+use tokio::sync::OnceCell;
 
 pub use self::layers::{LayersAt, layer_object};
 use self::{
     layers::{Blobs, ORIGIN_MAX},
-    spans::Spans,
+    spans::{Key, Spans},
 };
 use crate::{Access, Store, blocking, check_len};
 
@@ -71,6 +75,8 @@ struct Opened {
     table: Table,
     layers: Blobs,
     spans: Spans,
+    /// Spans that were not what was stored: they are not read from layers that are held.
+    refuted: Mutex<HashSet<Key>>,
 }
 
 impl Derived {
@@ -104,9 +110,20 @@ impl Derived {
         Ok(out.into())
     }
 
+    /// What was read of `range` was wrong: the spans that it is of are read anew, where they came from.
+    pub(crate) fn refuted(&self, object: &ObjectId, range: ByteRange) {
+        let opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(opened) = opened.get(object).and_then(|cell| cell.get()) else { return };
+        let mut refuted = opened.refuted.lock().unwrap_or_else(PoisonError::into_inner);
+        for (layer, span, _) in parts(&opened.table, range) {
+            refuted.insert((layer, span.index));
+            opened.spans.forget((layer, span.index));
+        }
+    }
+
     async fn open(&self, object: &ObjectId) -> Result<Arc<Opened>> {
         let cell = {
-            let mut opened = self.opened.lock().await;
+            let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
             // An image has one such object.
             if opened.len() >= OPENED_MAX && !opened.contains_key(object) {
                 opened.clear();
@@ -142,7 +159,7 @@ impl Opened {
             _ => None,
         };
         let layers = Blobs::open(at, access, held)?;
-        Ok(Self { table, layers, spans: Spans::new() })
+        Ok(Self { table, layers, spans: Spans::new(), refuted: Mutex::default() })
     }
 
     /// The span `span` of a layer.
@@ -150,7 +167,8 @@ impl Opened {
         let this = Arc::clone(&self);
         let make = async move {
             let digest = &this.table.layers[layer as usize].digest;
-            if let Some(bytes) = this.layers.held(digest, span.compressed).await?
+            if !this.is_refuted((layer, span.index))
+                && let Some(bytes) = this.layers.held(digest, span.compressed).await?
                 && let Ok(unpacked) = Arc::clone(&this).unpack(layer, span, bytes).await
             {
                 return Ok(unpacked);
@@ -159,6 +177,10 @@ impl Opened {
             this.unpack(layer, span, bytes).await
         };
         self.spans.get((layer, span.index), make).await
+    }
+
+    fn is_refuted(&self, key: Key) -> bool {
+        self.refuted.lock().unwrap_or_else(PoisonError::into_inner).contains(&key)
     }
 
     async fn unpack(self: Arc<Self>, layer: u32, span: Span, bytes: Bytes) -> Result<Bytes> {

@@ -18,7 +18,7 @@ const BYTES_MAX: u64 = 32 << 20;
 const WORK_MAX: usize = 8;
 
 /// A layer, and which span of it.
-type Key = (u32, u32);
+pub(super) type Key = (u32, u32);
 type Cell = Arc<OnceCell<Bytes>>;
 
 pub(super) struct Spans {
@@ -44,6 +44,12 @@ impl Spans {
             make.await
         });
         bytes.await.cloned()
+    }
+
+    /// Whoever wants the span from now on makes it anew.
+    pub(super) fn forget(&self, key: Key) {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.retain(|(other, _)| *other != key);
     }
 
     fn cell(&self, key: Key) -> Cell {

@@ -8,8 +8,9 @@
 //! ```
 //!
 //! A layer is read once, before it is known what layers above it take away: that leaves dead bytes in
-//! chunks whose other bytes have lasted, and nothing else. Memory: headers, bounded by
-//! [`super::LayerLimits`], and some forty bytes a chunk; of data, three waves a layer.
+//! chunks whose other bytes have lasted, and nothing else. Memory: what a manifest holds of all layers,
+//! files that lie in it included, which is bounded by [`super::LayerLimits`] and a thousandth of the data;
+//! of data, three waves a layer.
 
 use std::{io::Read, sync::atomic::AtomicU64};
 
