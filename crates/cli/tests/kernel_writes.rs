@@ -13,7 +13,7 @@ use std::{
 
 use testkit::{
     Burgeon, Pattern, Rng, Space, Torture, TortureSize, btrfs_check, compare, drop_caches, reflink,
-    snapshot,
+    snapshot, take_room,
 };
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -142,13 +142,13 @@ fn named_writes_are_found_again_and_others_are_not() {
 /// the error.
 fn fill(path: &Path, bytes_max: u64) -> (u64, Option<io::Error>) {
     let mut rng = Rng::new(77);
-    let mut file = File::create(path).unwrap();
+    let file = File::create(path).unwrap();
     let mut written = 0;
     while written < bytes_max {
-        if let Err(error) = file.write_all(&rng.bytes(1 << 20)).and_then(|()| file.sync_data()) {
-            return (written, Some(error));
+        match take_room(&file, written, &rng.bytes(1 << 20)) {
+            Ok(taken) => written += taken,
+            Err(error) => return (written, Some(error)),
         }
-        written += 1 << 20;
     }
     (written, None)
 }

@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use testkit::{Burgeon, Rng, Space};
+use testkit::{Burgeon, Rng, Space, take_room};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const LIMIT: &str = "256M";
@@ -26,17 +26,22 @@ fn write_synced(path: &Path, bytes: &[u8]) {
     file.sync_all().unwrap();
 }
 
-/// Writes to `path`, so many bytes at a time, until there is no space, and removes it.
-fn fill_and_free(path: &Path, len: usize) {
-    let mut file = File::create(path).unwrap();
+/// Goes on writing to `file`, so many bytes at a time, until there is no space.
+fn fill(file: &File, len: usize) {
     let chunk = Rng::new(6).bytes(len);
+    let mut end = file.metadata().unwrap().len();
     let error = loop {
-        if let Err(error) = file.write_all(&chunk).and_then(|()| file.sync_data()) {
-            break error;
+        match take_room(file, end, &chunk) {
+            Ok(taken) => end += taken,
+            Err(error) => break error,
         }
     };
     assert_eq!(error.raw_os_error(), Some(28), "{error}");
-    drop(file);
+}
+
+/// The same with a file at `path`, which is removed then.
+fn fill_and_free(path: &Path, len: usize) {
+    fill(&File::create(path).unwrap(), len);
     fs::remove_file(path).unwrap();
 }
 
@@ -159,11 +164,12 @@ fn a_thin_sprout_grows_before_it_is_full() {
     let reserved = || fs::metadata(&sprout).unwrap().blocks() * 512;
     let before = reserved();
     assert!(before < 4 << 30, "{before} bytes of a thin sprout are reserved at once");
-    let mut file = File::create(at.join("filler")).unwrap();
+    let file = File::create(at.join("filler")).unwrap();
     let chunk = Rng::new(7).bytes(8 << 20);
-    for n in 0..(before >> 23) + 64 {
-        file.write_all(&chunk).and_then(|()| file.sync_data()).unwrap_or_else(|error| {
-            panic!("after {} MiB of at first {} MiB: {error}", n * 8, before >> 20)
+    let mut taken = 0;
+    while taken < before + (512 << 20) {
+        taken += take_room(&file, taken, &chunk).unwrap_or_else(|error| {
+            panic!("after {} MiB of at first {} MiB: {error}", taken >> 20, before >> 20)
         });
     }
     drop(file);
@@ -191,8 +197,8 @@ fn a_full_host_lets_a_thin_sprout_go_on() {
     let mounted = burgeon.mount("sample", &at, &options);
     write_synced(&at.join("before"), b"synced");
     let hog = disk.path().join("hog");
-    let mut hog_file = File::create(&hog).unwrap();
-    while hog_file.write_all(&[1; 1 << 20]).is_ok() {}
+    let hog_file = File::create(&hog).unwrap();
+    fill(&hog_file, 1 << 20);
     fill_and_free(&at.join("filler"), 8 << 20);
     write_synced(&at.join("after"), b"still writable");
     drop(hog_file);
@@ -217,10 +223,8 @@ fn named_writes_are_mounted_again_on_a_disk_without_a_free_byte() {
     let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", LIMIT]);
     write_synced(&at.join("before"), b"synced");
     burgeon.umount(mounted);
-    let mut hog = File::create(disk.path().join("hog")).unwrap();
-    for len in [1 << 20, 4096, 1] {
-        while hog.write_all(&vec![1; len]).is_ok() {}
-    }
+    let hog = File::create(disk.path().join("hog")).unwrap();
+    [1 << 20, 4096, 1].into_iter().for_each(|len| fill(&hog, len));
     assert_eq!(rustix::fs::statvfs(disk.path()).unwrap().f_bavail, 0);
     for round in 0..3 {
         let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
@@ -228,7 +232,7 @@ fn named_writes_are_mounted_again_on_a_disk_without_a_free_byte() {
         write_synced(&at.join(format!("round-{round}")), b"also");
         burgeon.umount(mounted);
         // Whatever has come free meanwhile is somebody else's.
-        while hog.write_all(&[1; 4096]).is_ok() {}
+        fill(&hog, 4096);
         if round == 1 {
             burgeon.ok(&["shutdown"]);
         }
@@ -256,10 +260,8 @@ fn a_cache_that_is_full_is_said_with_what_to_do() {
     let mounted = burgeon.mount("sample", &at, &["--read-only"]);
     let status = burgeon.status();
     assert_eq!(status["mounts"][0]["cache"]["state"], "writing", "{status:#}");
-    let mut hog = File::create(disk.path().join("hog")).unwrap();
-    for len in [1 << 20, 4096] {
-        while hog.write_all(&vec![1; len]).is_ok() {}
-    }
+    let hog = File::create(disk.path().join("hog")).unwrap();
+    [1 << 20, 4096].into_iter().for_each(|len| fill(&hog, len));
     // The cache is none of a reader's business.
     assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(tree.join("data")).unwrap());
     let is_full = || burgeon.status()["mounts"][0]["cache"]["state"] == "full";

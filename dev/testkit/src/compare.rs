@@ -215,15 +215,16 @@ fn xattrs(original: &Path, copy: &Path, path: &Path, found: &mut Comparison) -> 
 }
 
 fn read_xattrs(path: &Path) -> Result<Vec<(OsString, Vec<u8>)>> {
-    let mut list = vec![0; 65_536];
-    let len = llistxattr(path, &mut list).with_context(|| format!("listing xattrs of {path:?}"))?;
+    let listing = || format!("listing xattrs of {path:?}");
+    // With no room to write to the kernel says the length, which is 0 for most files.
+    let mut list = vec![0; llistxattr(path, &mut [0; 0]).with_context(listing)?];
+    llistxattr(path, &mut list).with_context(listing)?;
     let mut xattrs = Vec::new();
-    for name in list[..len].split(|b| *b == 0).filter(|name| !name.is_empty()) {
+    for name in list.split(|b| *b == 0).filter(|name| !name.is_empty()) {
         let name = OsStr::from_bytes(name);
-        let mut value = vec![0; 65_536];
-        let len = lgetxattr(path, name, &mut value)
-            .with_context(|| format!("reading xattr {name:?} of {path:?}"))?;
-        value.truncate(len);
+        let reading = || format!("reading xattr {name:?} of {path:?}");
+        let mut value = vec![0; lgetxattr(path, name, &mut [0; 0]).with_context(reading)?];
+        lgetxattr(path, name, &mut value).with_context(reading)?;
         xattrs.push((name.to_os_string(), value));
     }
     xattrs.sort();
@@ -243,7 +244,8 @@ fn content(
     }
     let a = File::open(original).with_context(|| format!("{original:?}"))?;
     let b = File::open(copy).context("cannot be opened")?;
-    let mut buffers = (vec![0; BUFFER], vec![0; BUFFER]);
+    let buffer = || vec![0; size.min(BUFFER as u64) as usize];
+    let mut buffers = (buffer(), buffer());
     let (mut offset, mut told) = (0, false);
     while offset < size {
         let (data_a, data_b) = (next(&a, offset, size, true)?, next(&b, offset, size, true)?);
@@ -264,7 +266,8 @@ fn content(
         a.read_exact_at(x, start).context("cannot read the original")?;
         b.read_exact_at(y, start).with_context(|| format!("cannot read {len} bytes at {start}"))?;
         found.bytes += end - start;
-        if let Some(at) = x.iter().zip(&*y).position(|(x, y)| x != y) {
+        if x != y {
+            let at = x.iter().zip(&*y).take_while(|(x, y)| x == y).count();
             found.differs(path, format!("content differs at byte {}", start + at as u64));
             return Ok(());
         }

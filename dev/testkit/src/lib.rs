@@ -49,5 +49,5 @@ pub use net::{
 pub use pattern::{AlignedBlock, Pattern};
 pub use rings::FuseRings;
 pub use rng::Rng;
-pub use space::{Mounted, Space, bind_mount, break_disk};
+pub use space::{Mounted, Space, bind_mount, break_disk, take_room};
 pub use torture::{Torture, TortureSize};

@@ -10,17 +10,23 @@
 use std::{
     cell::Cell,
     ffi::CString,
-    fs,
-    os::{fd::AsRawFd, unix::ffi::OsStrExt},
+    fs, io,
+    os::{
+        fd::AsRawFd,
+        unix::{ffi::OsStrExt, fs::FileExt},
+    },
     path::{Path, PathBuf},
     process::{self, Command},
     sync::atomic::{AtomicU64, Ordering},
 };
 
 use rustix::{
+    fs::{FallocateFlags, fallocate},
     mount::{MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_change, unmount},
     thread::{UnshareFlags, unshare_unsafe},
 };
+
+use crate::scaled;
 
 /// A private mount namespace and open files of the calling thread, and a temporary folder.
 ///
@@ -90,6 +96,17 @@ impl Space {
     pub fn mounts(&self) -> Vec<PathBuf> {
         mounts_below(&self.folder)
     }
+}
+
+/// Takes room on a disk by writing `bytes` to `file` at `offset`, durably; gives how much is taken.
+/// On emulated machines it is 16 times as much, if there is so much: allocated, and not written.
+pub fn take_room(file: &fs::File, offset: u64, bytes: &[u8]) -> io::Result<u64> {
+    file.write_all_at(bytes, offset)?;
+    let written = bytes.len() as u64;
+    let (end, more) = (offset + written, scaled(0, 15 * written));
+    let allocated = more > 0 && fallocate(file, FallocateFlags::empty(), end, more).is_ok();
+    file.sync_data()?;
+    Ok(written + if allocated { more } else { 0 })
 }
 
 /// From now on every read and write of the [`Space::disk`] on `at` fails with EIO, except for

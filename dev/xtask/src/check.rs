@@ -12,8 +12,10 @@
 use std::{
     fs,
     io::{BufRead, BufReader},
+    iter,
     path::Path,
     process::{Command, Stdio},
+    sync::Mutex,
     thread,
     time::Instant,
 };
@@ -150,13 +152,11 @@ impl Steps<'_> {
                 return Ok(());
             }
         };
-        let (mut even, mut odd) = (Vec::new(), Vec::new());
-        for run in runs {
-            if even.len() == odd.len() { even.push(run) } else { odd.push(run) }
-        }
         // An emulated guest keeps little more than one processor busy: two run side by side.
+        let runs = Mutex::new(runs.into_iter());
+        let next = || runs.lock().ok()?.next();
         let lanes = thread::scope(|scope| {
-            [even, odd].map(|lane| scope.spawn(move || run_lane(lane))).map(|lane| lane.join())
+            [(); 2].map(|()| scope.spawn(|| run_lane(iter::from_fn(next)))).map(|lane| lane.join())
         });
         for lane in lanes {
             let Ok(outcomes) = lane else { bail!("a run of the lab was lost") };
@@ -275,7 +275,7 @@ struct Outcome {
 }
 
 /// Runs commands one after another, and shows what each has said when it has ended.
-fn run_lane(runs: Vec<(String, Command)>) -> Vec<Result<Outcome>> {
+fn run_lane(runs: impl Iterator<Item = (String, Command)>) -> Vec<Result<Outcome>> {
     let run = |(name, command): (String, Command)| {
         println!("== {name}: begins");
         let mut text = String::new();
@@ -283,7 +283,7 @@ fn run_lane(runs: Vec<(String, Command)>) -> Vec<Result<Outcome>> {
         print!("{text}");
         outcome
     };
-    runs.into_iter().map(run).collect()
+    runs.map(run).collect()
 }
 
 /// Runs such a command, shows each line, and adds them up.
@@ -461,8 +461,8 @@ mod tests {
             (name.to_owned(), command)
         };
         let bad = "test b ... FAILED\ntest result: FAILED. 4 passed; 1 failed; 0 ignored";
-        let runs = vec![says("test result: ok. 2 passed; 0 failed", "good"), says(bad, "bad")];
-        let outcomes: Vec<_> = run_lane(runs).into_iter().map(Result::unwrap).collect();
+        let runs = [says("test result: ok. 2 passed; 0 failed", "good"), says(bad, "bad")];
+        let outcomes: Vec<_> = run_lane(runs.into_iter()).into_iter().map(Result::unwrap).collect();
         assert_eq!(outcomes[0].tally, Tally { passed: 2, failed: 0 });
         assert_eq!(outcomes[1].tally, Tally { passed: 4, failed: 1 });
         assert_eq!(

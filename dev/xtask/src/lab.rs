@@ -35,11 +35,21 @@ struct List {
 /// What only this machine has the room or the programs for stays out, and what no kernel and no
 /// transport changes. Tests of the command make sure that they mount over ublk, or over FUSE.
 ///
-/// Two lists run side by side, the first and the second: every other one is in one lane, and both
-/// lanes take about as long.
-const LISTS: [List; 5] = [
+/// Two of them run side by side; whichever ends first is followed by the next. So the longest come
+/// first.
+const LISTS: [List; 7] = [
     List {
-        name: "devices and deaths over ublk, on Linux 6.12",
+        name: "writes and refusals over ublk, on Linux 6.12",
+        programs: &[
+            ("burgeon", "kernel_equal"),
+            ("burgeon", "kernel_refuse"),
+            ("burgeon", "kernel_writes"),
+            ("burgeon", "writes"),
+        ],
+        ..LIST
+    },
+    List {
+        name: "devices over ublk, on Linux 6.12",
         programs: &[
             // A plain `cargo test` leaves out those that need ublk (`test = false`).
             ("burgeon-frontend", "ublk"),
@@ -47,12 +57,18 @@ const LISTS: [List; 5] = [
             ("burgeon-frontend", "btrfs"),
             ("burgeon-frontend", "virtual_area"),
             ("burgeon", "ublk"),
+            ("burgeon", "virtual_area"),
+        ],
+        ..LIST
+    },
+    List {
+        name: "deaths over ublk, on Linux 6.12",
+        programs: &[
             ("burgeon", "lifecycle"),
             ("burgeon", "kill"),
             ("burgeon", "kernel_kill"),
             ("burgeon", "pressure"),
             ("burgeon", "upgrade"),
-            ("burgeon", "virtual_area"),
         ],
         ..LIST
     },
@@ -68,12 +84,6 @@ const LISTS: [List; 5] = [
         ..LIST
     },
     List {
-        name: "systemd's unit, on Linux 6.12",
-        programs: &[("burgeon", "systemd")],
-        systemd: true,
-        ..LIST
-    },
-    List {
         name: "over FUSE, on Linux 6.1",
         kernel: "6.1",
         programs: &[
@@ -83,6 +93,12 @@ const LISTS: [List; 5] = [
             ("burgeon-frontend", "transport"),
             ("burgeon", "lifecycle"),
         ],
+        ..LIST
+    },
+    List {
+        name: "systemd's unit, on Linux 6.12",
+        programs: &[("burgeon", "systemd")],
+        systemd: true,
         ..LIST
     },
     List {
