@@ -44,6 +44,9 @@ const LANES_MAX: usize = 4;
 const ZSTD_WINDOW_LOG_MAX: u32 = 27;
 /// Compressed bytes that are read at a time: 256 KiB.
 const BUFFER_LEN: usize = 1 << 18;
+/// Bytes after which what is to last is brought to the disk: 16 MiB. While layers come there is time
+/// for that; at the end somebody waits.
+const SYNC_LEN: u64 = 16 << 20;
 /// Indexes that point at indexes.
 const INDEXES_MAX: usize = 4;
 
@@ -170,7 +173,7 @@ impl Blobs {
                     Error::io(format!("cannot make a file in {}", work.spool.display()), error)
                 })?),
             };
-            let (index, spooled) = self.read_layer(coming, work.own, spool, |blob| {
+            let (index, spooled) = self.read_layer(coming, work.own, (spool, false), |blob| {
                 let mut archive = Digesting::new(decompressed(blob, compression)?);
                 let index = headers.index(&mut archive)?;
                 coming.check(archive.digest()).map(|()| index)
@@ -212,7 +215,7 @@ impl Blobs {
                 })?),
                 None => None,
             };
-            let (described, _) = self.read_layer(coming, work.own, spool, |blob| {
+            let (described, _) = self.read_layer(coming, work.own, (spool, true), |blob| {
                 let blob = BufReader::with_capacity(BUFFER_LEN, blob);
                 let mut recorder = Recorder::new(blob, compression.codec())?;
                 let mut archive = Digesting::new(&mut recorder);
@@ -267,12 +270,12 @@ impl Blobs {
     }
 
     /// Reads one layer to its end: what is held in `own` there, else where it is. What comes goes to
-    /// `spool`, too, which is returned.
+    /// `spool`, too, which is returned; it may be said to last.
     fn read_layer<T>(
         &self,
         coming: &Coming<'_>,
         own: Option<&Directory>,
-        spool: Option<File>,
+        (spool, lasts): (Option<File>, bool),
         look: impl FnOnce(&mut (dyn Read + Send)) -> Result<T>,
     ) -> Result<(T, Option<File>)> {
         let Layer { digest, size, .. } = coming.layer;
@@ -286,7 +289,8 @@ impl Blobs {
             None => self.blob(digest).map_err(cannot)?,
         };
         let blob = Checked::new(blob, digest.clone(), *size);
-        let mut tee = Tee { inner: blob, spool, count: coming.count };
+        let (unsynced, count) = (0, coming.count);
+        let mut tee = Tee { inner: blob, spool, unsynced, lasts, count };
         let looked_at = look(&mut tee);
         // What is wrong with the bytes themselves says more than what they do to a decoder.
         if let Err(error) = io::copy(&mut tee, &mut io::sink()) {
@@ -360,6 +364,10 @@ fn decompressed<'a>(
 struct Tee<'a, R> {
     inner: R,
     spool: Option<File>,
+    /// Bytes that the disk may not have yet.
+    unsynced: u64,
+    /// Whether what is kept is to last.
+    lasts: bool,
     count: &'a (dyn Fn(u64) + Sync),
 }
 
@@ -367,12 +375,14 @@ impl<R: Read> Read for Tee<'_, R> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let len = self.inner.read(buf)?;
         if let Some(spool) = &mut self.spool {
-            spool.write_all(&buf[..len]).map_err(|error| {
-                io::Error::other(Error::io(
-                    "cannot keep a layer for a while in the state directory",
-                    error,
-                ))
+            self.unsynced += len as u64;
+            let sync = self.lasts && self.unsynced >= SYNC_LEN;
+            let written = spool.write_all(&buf[..len]);
+            let written = written.and_then(|()| if sync { spool.sync_data() } else { Ok(()) });
+            written.map_err(|error| {
+                io::Error::other(Error::io("cannot keep a layer in the state directory", error))
             })?;
+            self.unsynced = if sync { 0 } else { self.unsynced };
         }
         (self.count)(len as u64);
         Ok(len)

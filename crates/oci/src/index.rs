@@ -13,7 +13,7 @@
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
 use burgeon_image::{
     Limits, Manifest,
-    build::{self, Origin, Progress, Report},
+    build::{self, Origin, Report},
     catalog,
 };
 use burgeon_layer::{Stretch, TABLE_MAX, Table, TableLayer};
@@ -143,9 +143,7 @@ fn make(
         }
         Ok(object)
     };
-    let report = build::describe_layers(store, name, descriptions, work.options, &object)?;
-    (work.building)(&Progress::default());
-    Ok(Ok(report))
+    build::describe_layers(store, name, descriptions, work.options, &object).map(Ok)
 }
 
 /// Takes the image into this host's `own` store by an index that is made while its layers come, and

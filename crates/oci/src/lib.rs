@@ -21,7 +21,7 @@ mod layout;
 mod push;
 mod source;
 
-use std::path::Path;
+use std::{path::Path, thread};
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::{
@@ -29,14 +29,14 @@ use burgeon_image::{
     catalog,
 };
 use burgeon_source::{
-    Access, Directory,
+    Access, Directory, LayersAt,
     registry::{Digest, Name},
 };
 
 use self::{
     archive::{Archive, has},
     document::architecture,
-    image::{Target, not_built},
+    image::{Blobs, Resolved, Target, not_built},
     source::Kind,
 };
 pub use self::{
@@ -164,19 +164,14 @@ pub fn find_or_build(
             (index::adopt(store, &blobs, &resolved, index, at)?, None, Vec::new(), true)
         }
         _ => {
-            let unused = at.as_ref().map(|_| index::beside(&blobs, &resolved.digest));
-            let held = match (work.own, &at) {
-                (Some(own), Some(at)) => index::hold(own, &blobs, &resolved, at, work)?,
-                _ => None,
-            };
-            let (name, report, lazy) = match held {
-                Some((name, report)) => (name, report, true),
-                None => {
-                    let report = blobs.build(&resolved, store, &digest, work)?;
-                    work.own.map_or(Ok(()), |own| index::release(own, &resolved))?;
-                    (digest, report, false)
-                }
-            };
+            // What lies beside the image is only told of: nobody waits for it while layers come.
+            let (made, unused) = thread::scope(|scope| {
+                let beside = || index::beside(&blobs, &resolved.digest);
+                let unused = at.as_ref().map(|_| scope.spawn(beside));
+                let made = hold_or_build(store, &blobs, &resolved, at.as_ref(), work);
+                (made, unused.and_then(|unused| unused.join().ok()))
+            });
+            let (name, report, lazy) = made?;
             (name, Some(report), unused.unwrap_or_default(), lazy)
         }
     };
@@ -186,6 +181,28 @@ pub fn find_or_build(
         catalog::publish_alias(store, &catalog::resolve(store, &name)?, &alias(index))?;
     }
     found(name, report, unused, lazy)
+}
+
+/// Brings all of an image: its layers as they are where that will do, else an image of the store's own
+/// kind. Tells its name, what was made, and whether it is read from its layers.
+fn hold_or_build(
+    store: &impl ObjectStore,
+    blobs: &Blobs,
+    resolved: &Resolved,
+    at: Option<&LayersAt>,
+    work: &Work<'_>,
+) -> Result<(String, Report, bool)> {
+    if let (Some(own), Some(at)) = (work.own, at)
+        && let Some((name, report)) = index::hold(own, blobs, resolved, at, work)?
+    {
+        return Ok((name, report, true));
+    }
+    let digest = resolved.digest.to_string();
+    let report = blobs.build(resolved, store, &digest, work)?;
+    if let Some(own) = work.own {
+        index::release(own, resolved)?;
+    }
+    Ok((digest, report, false))
 }
 
 /// Builds the image `name` of `source` in `store`, whether or not it is known.
