@@ -18,7 +18,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use rustix::{
-    fs::{SeekFrom, lgetxattr, llistxattr, seek},
+    fs::{SeekFrom, lgetxattr, lgetxattr_query, llistxattr, llistxattr_query, seek},
     io::Errno,
 };
 
@@ -216,14 +216,14 @@ fn xattrs(original: &Path, copy: &Path, path: &Path, found: &mut Comparison) -> 
 
 fn read_xattrs(path: &Path) -> Result<Vec<(OsString, Vec<u8>)>> {
     let listing = || format!("listing xattrs of {path:?}");
-    // With no room to write to the kernel says the length, which is 0 for most files.
-    let mut list = vec![0; llistxattr(path, &mut [0; 0]).with_context(listing)?];
+    // For most files there is nothing, which costs no buffer.
+    let mut list = vec![0; llistxattr_query(path).with_context(listing)?];
     llistxattr(path, &mut list).with_context(listing)?;
     let mut xattrs = Vec::new();
     for name in list.split(|b| *b == 0).filter(|name| !name.is_empty()) {
         let name = OsStr::from_bytes(name);
         let reading = || format!("reading xattr {name:?} of {path:?}");
-        let mut value = vec![0; lgetxattr(path, name, &mut [0; 0]).with_context(reading)?];
+        let mut value = vec![0; lgetxattr_query(path, name).with_context(reading)?];
         lgetxattr(path, name, &mut value).with_context(reading)?;
         xattrs.push((name.to_os_string(), value));
     }
