@@ -6,7 +6,8 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    fs,
+    fs::{self, File},
+    io::Write,
     os::unix::fs::PermissionsExt,
     path::Path,
     process::{Command, Output},
@@ -15,6 +16,8 @@ use std::{
 };
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+const INSTALLED: &str = "/usr/local/bin/burgeon";
+const INSTALLED_UNIT: &str = "/etc/systemd/system/burgeon.service";
 const UNIT: &str = include_str!("../../../dist/burgeon.service");
 
 fn output(program: &str, arguments: &[&str]) -> Output {
@@ -59,11 +62,8 @@ fn content(file: u64) -> Vec<u8> {
 
 #[test]
 fn the_unit_keeps_mounts_alive() {
-    let init = fs::read_to_string("/proc/1/comm").unwrap();
-    assert_eq!(init.trim(), "systemd", "this test needs the lab with LAB_INIT=systemd");
     install();
-    fs::create_dir_all("/tmp/tree").unwrap();
-    (0..8).for_each(|n| fs::write(format!("/tmp/tree/{n}"), content(n)).unwrap());
+    tree();
     fs::create_dir_all("/mnt/a").unwrap();
     run("burgeon", &["build", "/tmp/tree", "tree"]);
     // A session that ends takes its processes along, but not the daemon it started.
@@ -110,15 +110,107 @@ fn the_unit_keeps_mounts_alive() {
     assert_eq!(fs::read_to_string("/mnt/a/written").unwrap(), "before");
     assert_eq!(fs::read("/mnt/a/7").unwrap(), content(7));
     run("burgeon", &["umount", "/mnt/a"]);
+
+    // A unit that is just ending is waited for.
+    run("burgeon", &["shutdown"]);
+    run("burgeon", &["mount", "tree", "/mnt/a", "--writes", "w"]);
+    assert_eq!(fs::read_to_string("/mnt/a/written").unwrap(), "before");
+    run("burgeon", &["umount", "/mnt/a"]);
     run("burgeon", &["shutdown"]);
 }
 
+#[test]
+fn an_upgrade_keeps_the_unit_and_its_mounts() {
+    install();
+    tree();
+    run("burgeon", &["build", "/tmp/tree", "tree"]);
+    fs::create_dir_all("/mnt/b").unwrap();
+    run("burgeon", &["mount", "tree", "/mnt/b", "--write-limit", "256M"]);
+    upgrades(&["burgeon"], "burgeon.service", INSTALLED, "/mnt/b");
+    run("burgeon", &["umount", "/mnt/b"]);
+    run("burgeon", &["shutdown"]);
+}
+
+/// Where no unit is installed for the state directory, one was made for the program that mounted.
+#[test]
+fn an_upgrade_keeps_a_unit_that_was_made_for_a_mount() {
+    install();
+    tree();
+    let [program, other] = ["/usr/local/bin/another", "/usr/local/bin/elsewhere"];
+    [program, other].into_iter().for_each(place);
+    fs::create_dir_all("/mnt/c").unwrap();
+    let of_state = |program| [program, "--state-dir", "/tmp/state"];
+    let ours = |arguments: &[&str]| run(program, &[&of_state(program)[1..], arguments].concat());
+    ours(&["build", "/tmp/tree", "tree"]);
+    ours(&["mount", "tree", "/mnt/c", "--write-limit", "256M"]);
+    let units = "list-units --plain --no-legend --state=active burgeon-*.service";
+    let units = run("systemctl", &units.split(' ').collect::<Vec<_>>());
+    let unit = units.split(' ').next().unwrap();
+    // systemd knows the program by its path: another one is not what it starts.
+    let refused = output(other, &[&of_state(other)[1..], &["upgrade"]].concat());
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(!refused.status.success() && said.contains(program), "{said}");
+    assert_eq!(fs::read("/mnt/c/5").unwrap(), content(5));
+    upgrades(&of_state(program), unit, program, "/mnt/c");
+    ours(&["umount", "/mnt/c"]);
+    ours(&["shutdown"]);
+}
+
+/// Puts the program in place anew and upgrades to it, while `at` is in use.
+fn upgrades(command: &[&str], unit: &str, program: &str, at: &str) {
+    let burgeon = |verb: &[&str]| run(command[0], &[&command[1..], verb].concat());
+    let processes = || {
+        let status: serde_json::Value =
+            serde_json::from_str(&burgeon(&["status", "--json"])).unwrap();
+        ["supervisor_pid", "server_pid"].map(|which| status[which].to_string())
+    };
+    let runs = |pid: &String| fs::read_link(format!("/proc/{pid}/exe")).unwrap();
+    let old = processes();
+    assert_eq!(property(unit, "MainPID"), old[0]);
+    assert_eq!(fs::read(format!("{at}/2")).unwrap(), content(2));
+    let mut open = File::create(format!("{at}/open")).unwrap();
+
+    place(program);
+    assert!(old.iter().all(|pid| runs(pid) != Path::new(program)), "it has been replaced");
+    let said = burgeon(&["upgrade"]);
+    assert!(said.contains("mounted: 1"), "{said}");
+    let new = processes();
+    assert!(new.iter().all(|pid| runs(pid) == Path::new(program)), "{old:?} {new:?}");
+    assert_eq!(property(unit, "MainPID"), new[0]);
+    assert_eq!(property(unit, "ActiveState"), "active");
+    drop_caches();
+    assert_eq!(fs::read(format!("{at}/3")).unwrap(), content(3));
+    open.write_all(b"goes on").and_then(|()| open.sync_all()).unwrap();
+    let status: serde_json::Value = serde_json::from_str(&burgeon(&["status", "--json"])).unwrap();
+    assert_eq!(status["mounts"][0]["reads"]["failed_reads"], 0, "{status:#}");
+}
+
+/// What is mounted in the tests.
+fn tree() {
+    fs::create_dir_all("/tmp/tree").unwrap();
+    (0..8).for_each(|n| fs::write(format!("/tmp/tree/{n}"), content(n)).unwrap());
+}
+
+/// Puts the program at `path`, as another file than what is there and may run. At no time is
+/// there none: a unit that is ending runs it, too.
+fn place(path: &str) {
+    let new = format!("{path}.new");
+    fs::copy(PROGRAM, &new).unwrap();
+    fs::set_permissions(&new, fs::Permissions::from_mode(0o755)).unwrap();
+    fs::rename(new, path).unwrap();
+}
+
+/// What `make install` does, once.
 fn install() {
-    fs::copy(PROGRAM, "/usr/local/bin/burgeon").unwrap();
-    fs::set_permissions("/usr/local/bin/burgeon", fs::Permissions::from_mode(0o755)).unwrap();
+    let init = fs::read_to_string("/proc/1/comm").unwrap();
+    assert_eq!(init.trim(), "systemd", "this test needs the lab with LAB_INIT=systemd");
+    place(INSTALLED);
+    if Path::new(INSTALLED_UNIT).exists() {
+        return;
+    }
     // The lab's root is an overlay; state belongs on a plain file system.
     fs::create_dir_all("/var/lib/burgeon").unwrap();
     run("mount", &["-t", "tmpfs", "-o", "size=700m", "tmpfs", "/var/lib/burgeon"]);
-    fs::write("/etc/systemd/system/burgeon.service", UNIT).unwrap();
+    fs::write(INSTALLED_UNIT, UNIT).unwrap();
     run("systemctl", &["daemon-reload"]);
 }

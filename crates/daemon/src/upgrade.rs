@@ -9,6 +9,8 @@
 //! there it is left alone (`crates/cli/tests/upgrade.rs`).
 
 use std::{
+    fs,
+    os::unix::fs::MetadataExt,
     path::Path,
     thread,
     time::{Duration, Instant},
@@ -55,6 +57,7 @@ pub fn upgrade(state: &StateDir) -> Result<Option<Upgraded>> {
     end(old.supervisor()?)?;
     await_restart(state)?;
     let before = await_serving(state, None)?;
+    refuse_another_program(before.supervisor_pid)?;
     let fast = Transport::Rings { connection: 0 }.name();
     if before.mounts.iter().any(|mount| mount.transport == fast) {
         return Ok(Some(Upgraded { status: before, server_replaced: false }));
@@ -76,6 +79,26 @@ fn await_restart(state: &StateDir) -> Result<()> {
         thread::sleep(PAUSE);
     }
     Client::connect_or_start(state).map(drop)
+}
+
+/// systemd starts the program that its unit names, which may be another: nothing is lost by it, but
+/// nothing is upgraded.
+fn refuse_another_program(supervisor: u32) -> Result<()> {
+    let exe = format!("/proc/{supervisor}/exe");
+    let file = |exe: &str| -> Result<(u64, u64)> {
+        let metadata = fs::metadata(exe);
+        let metadata = metadata.map_err(|e| Error::io(format!("cannot look at {exe}"), e))?;
+        Ok((metadata.dev(), metadata.ino()))
+    };
+    if file(&exe)? == file("/proc/self/exe")? {
+        return Ok(());
+    }
+    let started = fs::read_link(&exe).unwrap_or_default();
+    Err(unavailable(format!(
+        "systemd has started {}, and not this program: install it there, and run `burgeon upgrade` \
+         again",
+        started.display()
+    )))
 }
 
 /// Waits until there is a server other than `old`, and all that can be served is.
@@ -102,7 +125,7 @@ fn await_serving(state: &StateDir, old: Option<u32>) -> Result<Status> {
     }
 }
 
-fn unavailable(what: &str) -> Error {
+fn unavailable(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::Unavailable, what)
 }
 
