@@ -56,7 +56,8 @@ fn who_interrupts_it_leaves_nothing() {
         // It may have come to its end first, while this process waited for a processor.
         let ended = said.any(|line| line.contains("Everything is cleaned up"));
         let output = demo.wait_with_output().unwrap();
-        assert_eq!(output.status.code(), Some(if ended { 0 } else { 130 }), "{until}: {output:?}");
+        let code = output.status.code();
+        assert!(code == Some(130) || ended && code == Some(0), "{until}: {output:?}");
         nothing_is_left_of(id);
     }
 }
