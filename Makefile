@@ -72,8 +72,10 @@ bench-ublk: build
 		--only ublk,ublk-queues --burgeon $(abspath $(TARGET))/release/burgeon \
 		--rublk $(abspath $(TARGET))/tools/bin/rublk --file-mib 256 --seconds 1 $(BENCH)
 
+# By rename: a daemon may be started at any moment.
 install: build
-	$(SUDO) install -D $(TARGET)/release/burgeon $(DESTDIR)/usr/local/bin/burgeon
+	$(SUDO) install -D $(TARGET)/release/burgeon $(DESTDIR)/usr/local/bin/.burgeon.new
+	$(SUDO) mv $(DESTDIR)/usr/local/bin/.burgeon.new $(DESTDIR)/usr/local/bin/burgeon
 	$(SUDO) install -D --mode=644 dist/burgeon.service $(DESTDIR)/etc/systemd/system/burgeon.service
 
 KERNEL ?= 6.12

@@ -1,16 +1,18 @@
 //! Any bytes are refused or are an archive that an image can be made of; nothing panics, and no
-//! declared length is believed before there are bytes for it.
+//! declared length is believed before there are bytes for it. Two archives are layers as well, and
+//! what can be built of them can be described.
 
 #![no_main]
 
 use std::{
     fs,
+    io::{Cursor, Read},
     path::Path,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
 use burgeon_block::{Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result};
-use burgeon_image::build::{self, Options};
+use burgeon_image::build::{self, Layer, LayerLimits, Layers, Options, Origin};
 use libfuzzer_sys::fuzz_target;
 
 /// A store that forgets.
@@ -77,7 +79,24 @@ fn seal(archive: &mut [u8]) {
 
 /// Headers of 512 bytes are long for a fuzzer: an input is a row of fields instead.
 fn archive(mut input: &[u8]) -> Vec<u8> {
-    const NAMES: [&[u8]; 8] = [b"a", b"a/b", b"b/", b"../a", b"/a", b"a/", b"./", b"b/c"];
+    const NAMES: [&[u8]; 16] = [
+        b"a",
+        b"a/b",
+        b"b/",
+        b"../a",
+        b"/a",
+        b"a/",
+        b"./",
+        b"b/c",
+        b".wh.a",
+        b"b/.wh.c",
+        b".wh.b",
+        b".wh..wh..opq",
+        b"b/.wh..wh..opq",
+        b".wh..",
+        b"c",
+        b"d",
+    ];
     const KINDS: &[u8] = b"0123456SxgLKVZ";
     let mut archive = Vec::new();
     while let Some((head, rest)) = input.split_first_chunk::<4>() {
@@ -85,14 +104,14 @@ fn archive(mut input: &[u8]) -> Vec<u8> {
         let (data, rest) = rest.split_at(data_len);
         input = rest;
         let mut header = [0; 512];
-        let name = NAMES[usize::from(head[0] & 7)];
+        let name = NAMES[usize::from(head[0] & 15)];
         header[..name.len()].copy_from_slice(name);
         header[100..107].copy_from_slice(b"0000644");
         // Mostly the data's length, sometimes another one.
         let size = if head[0] & 0x80 != 0 { usize::from(head[2]) << 13 } else { data_len };
         header[124..135].copy_from_slice(format!("{size:011o}").as_bytes());
         header[156] = KINDS[usize::from(head[1]) % KINDS.len()];
-        let link = NAMES[usize::from(head[2] & 7)];
+        let link = NAMES[usize::from(head[2] & 15)];
         header[157..157 + link.len()].copy_from_slice(link);
         header[257..265].copy_from_slice(b"ustar\x0000");
         // A field of the header that the data overwrites: numbers and sparse maps.
@@ -110,12 +129,44 @@ fn archive(mut input: &[u8]) -> Vec<u8> {
     archive
 }
 
+/// Builds and describes an image of two layers.
+fn layers(layers: &[Vec<u8>; 2], options: &Options) {
+    let all = || Layers::new(LayerLimits::default());
+    let (indexed, described) = (all(), all());
+    let build = || {
+        let layer = |bytes: &Vec<u8>| {
+            let bytes = bytes.clone();
+            let index = indexed.index(&bytes[..])?;
+            let open = || Ok(Box::new(Cursor::new(bytes)) as Box<dyn Read + Send>);
+            Ok(Layer { index, open: Box::new(open) })
+        };
+        let layers = layers.iter().map(layer).collect::<Result<Vec<_>>>()?;
+        build::from_layers(&Oblivion, "x", layers, options, &|_| ())
+    };
+    let describe = || {
+        let layer =
+            |(number, bytes): (u32, &Vec<u8>)| described.describe(&bytes[..], number, options);
+        let layers = (0..).zip(layers).map(layer).collect::<Result<Vec<_>>>()?;
+        let object = |_: &[Origin], _| ObjectId::new(format!("derived/{}", "0".repeat(64)));
+        build::describe_layers(&Oblivion, "x", layers, options, &object)
+    };
+    match (build(), describe()) {
+        (Ok(built), Ok(described)) => assert_eq!(built.image.inodes, described.image.inodes),
+        (Err(built), Err(described)) => assert_eq!(built.kind(), described.kind()),
+        (built, described) => panic!("{built:?}, but {described:?}"),
+    }
+}
+
 fuzz_target!(|input: &[u8]| {
+    let options = Options { level: 1, threads: Some(1), reuse: false, ..Options::default() };
     let bytes = match input.split_first() {
         Some((0, raw)) => raw.to_vec(),
+        Some((1, rest)) => {
+            let (first, second) = rest.split_at(rest.len() / 2);
+            return layers(&[archive(first), archive(second)], &options);
+        }
         Some((_, rest)) => archive(rest),
         None => return,
     };
-    let options = Options { level: 1, threads: Some(1), reuse: false, ..Options::default() };
-    let _ = build::from_tar(&Oblivion, "x", std::io::Cursor::new(bytes), None, &options, &|_| ());
+    let _ = build::from_tar(&Oblivion, "x", Cursor::new(bytes), None, &options, &|_| ());
 });
