@@ -242,6 +242,8 @@ impl Steps<'_> {
             command.arg(format!("-artifact_prefix={}/", folder.display()));
             // What a killed run leaves goes with the next one, and never fills /tmp.
             command.env("TMPDIR", &temporary);
+            // As libFuzzer's own option, for the end of the process.
+            command.env("ASAN_OPTIONS", "detect_leaks=0");
             let failed = self.failed.len();
             self.run(&format!("fuzz {target}, {seconds} s"), command);
             if self.failed.len() > failed {
