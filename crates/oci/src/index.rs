@@ -10,6 +10,8 @@
 //! Invariants: of an index that was made elsewhere nothing is believed but by the digest that the
 //! user has given; it is used for the very image, and the very layers, that it was made of.
 
+use std::collections::HashSet;
+
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
 use burgeon_image::{
     Limits, Manifest,
@@ -40,9 +42,6 @@ const TABLE: &str = "application/vnd.burgeon.derived.v1";
 /// Longest manifest of an index: 512 MiB, 100 bytes for each of four million entries and
 /// as much for checksums of data.
 const MANIFEST_MAX: u64 = 512 << 20;
-
-/// Longest list of layers that are held, in bytes: 512 of them, twice over.
-const HELD_MAX: u64 = 64 << 10;
 
 /// An index.
 #[derive(Clone, Debug)]
@@ -162,13 +161,13 @@ pub(crate) fn hold(
     let made = make(own, blobs, resolved, (&name, at), work, Some(&keep)).inspect_err(|error| {
         // What has come of an image whose registry went away is not fetched again.
         if error.kind() != ErrorKind::Unavailable {
-            let _ = release(own, resolved);
+            release(own, resolved);
         }
     });
     match made? {
         Ok(report) => {
             if derived_of(own, &name)?.is_none() {
-                release(own, resolved)?;
+                release(own, resolved);
             }
             Ok(Some((name, report)))
         }
@@ -177,21 +176,23 @@ pub(crate) fn hold(
     }
 }
 
-/// Removes the layers of the image from `own` that no image there is read from.
-pub(crate) fn release(own: &Directory, resolved: &Resolved) -> Result<()> {
-    let mut needed = Vec::new();
-    for list in own.list("held")? {
-        needed.push(own.get(&list, HELD_MAX)?);
-    }
-    for layer in &resolved.manifest.layers {
-        let object = layer_object(&layer.digest.bytes())?;
-        let line = object.as_str().as_bytes();
-        let needs = |list: &Bytes| list.split(|byte| *byte == b'\n').any(|other| other == line);
-        if !needed.iter().any(needs) {
-            own.remove(&object)?;
+/// Removes the layers of the image from `own` that no image there is read from; `gc` does where this
+/// fails.
+pub(crate) fn release(own: &Directory, resolved: &Resolved) {
+    let remove = || -> Result<()> {
+        let mut needed = HashSet::new();
+        for list in own.list("held")? {
+            needed.extend(catalog::held_layers(own, &list)?);
         }
-    }
-    Ok(())
+        for layer in &resolved.manifest.layers {
+            let object = layer_object(&layer.digest.bytes())?;
+            if !needed.contains(&object) {
+                own.remove(&object)?;
+            }
+        }
+        Ok(())
+    };
+    let _ = remove();
 }
 
 /// Joins what lies together.
@@ -238,9 +239,8 @@ fn all_held(store: &impl ObjectStore, list: &ObjectId) -> Result<bool> {
     if store.len(list)?.is_none() {
         return Ok(false);
     }
-    let list = store.get(list, HELD_MAX)?;
-    for layer in String::from_utf8_lossy(&list).lines() {
-        if store.len(&ObjectId::new(layer)?)?.is_none() {
+    for layer in catalog::held_layers(store, list)? {
+        if store.len(&layer)?.is_none() {
             return Ok(false);
         }
     }

@@ -200,7 +200,7 @@ fn hold_or_build(
     let digest = resolved.digest.to_string();
     let report = blobs.build(resolved, store, &digest, work)?;
     if let Some(own) = work.own {
-        index::release(own, resolved)?;
+        index::release(own, resolved);
     }
     Ok((digest, report, false))
 }

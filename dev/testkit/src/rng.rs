@@ -27,6 +27,24 @@ impl Rng {
         &choices[self.below(choices.len() as u64) as usize]
     }
 
+    /// `bytes`, and up to four places in them changed, as if somebody meddled with a JSON document.
+    pub fn meddle(&mut self, bytes: &[u8]) -> Vec<u8> {
+        const LETTERS: &[u8] = b"0129\"{}[],:-/.";
+        let mut bytes = bytes.to_vec();
+        for _ in 0..1 + self.below(4) {
+            let at = self.below(bytes.len().max(1) as u64) as usize;
+            match self.below(5) {
+                _ if bytes.is_empty() => {}
+                0 => bytes[at] ^= 1 << self.below(8),
+                1 => bytes[at] = *self.pick(LETTERS),
+                2 => bytes.truncate(at.max(1)),
+                3 => drop(bytes.remove(at)),
+                _ => bytes.insert(at, *self.pick(LETTERS)),
+            }
+        }
+        bytes
+    }
+
     /// Fills `buf` with random bytes.
     pub fn fill(&mut self, buf: &mut [u8]) {
         for part in buf.chunks_mut(8) {

@@ -124,8 +124,7 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
             let needed = digest.map(|digest| ObjectId::new(format!("derived/{digest}")));
             match needed.transpose()?.map(|needed| packs.contains(&needed)) {
                 Some(true) if folder == "held" => {
-                    let list = store.get(&object, HELD_MAX)?;
-                    layers.extend(String::from_utf8_lossy(&list).lines().map(str::to_owned));
+                    layers.extend(held_layers(store, &object)?);
                 }
                 Some(false) => collected.bytes += remove_object(store, &object, dry_run)?,
                 _ => {}
@@ -133,12 +132,22 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
         }
     }
     for object in store.list("layers")? {
-        if !layers.contains(object.as_str()) {
+        if !layers.contains(&object) {
             collected.bytes += remove_object(store, &object, dry_run)?;
         }
     }
     drop(collecting.lease);
     Ok(collected)
+}
+
+/// The layers that `list`, an object of `held/`, says an image is read from.
+pub fn held_layers(store: &impl ObjectStore, list: &ObjectId) -> Result<Vec<ObjectId>> {
+    let text = store.get(list, HELD_MAX)?;
+    let layers: Result<_> = String::from_utf8_lossy(&text).lines().map(ObjectId::new).collect();
+    layers.map_err(|error| {
+        let what = format!("{list} of the store is damaged: remove the image that it is of");
+        Error::with_source(ErrorKind::Corrupt, what, error)
+    })
 }
 
 /// Removes `object`, unless `dry_run`; returns its length.

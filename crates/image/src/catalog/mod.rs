@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 pub(crate) use self::names::check_name;
 use self::names::{escape, unescape};
 pub use self::{
-    collect::{Collected, gc, remove},
+    collect::{Collected, gc, held_layers, remove},
     copy::{Copied, copy, in_lanes, name_part, parts, read_part, sizes},
     roots::{HostRoots, forget_host, publish_roots, read_roots},
     verify::{Damage, Read, Verified, verify},

@@ -291,16 +291,7 @@ mod tests {
         let mut taken = 0;
         for seed in 0..5000 {
             let mut rng = Rng::new(seed);
-            let mut bytes = bytes.clone();
-            for _ in 0..1 + rng.below(4) {
-                let at = rng.below(bytes.len() as u64) as usize;
-                match rng.below(4) {
-                    0 => bytes[at] ^= 1 << rng.below(8),
-                    1 => bytes[at] = *rng.pick(b"0129\"{}[],:-/."),
-                    2 => bytes.truncate(at.max(1)),
-                    _ => bytes.insert(at, *rng.pick(b"0129\"{}[],:-/.")),
-                }
-            }
+            let bytes = rng.meddle(&bytes);
             match Objects::decode(&bytes) {
                 Ok(objects) => {
                     let again = objects.encode().unwrap();
