@@ -15,7 +15,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
+use rustix::{
+    fs::inotify,
+    process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit},
+};
 use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, scaled, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -307,20 +310,27 @@ fn umount_waits_for_a_supervisor_that_is_dying() {
     let socket = run.join("api.sock");
     fs::remove_file(&socket).unwrap();
     let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let opened = inotify::init(inotify::CreateFlags::NONBLOCK).unwrap();
+    inotify::add_watch(&opened, run.join("lock"), inotify::WatchFlags::OPEN).unwrap();
+    let ended = Arc::new(AtomicBool::new(false));
     let dying = thread::spawn({
-        let at = at.clone();
+        let ended = ended.clone();
         move || {
             drop(listener.accept().unwrap());
             drop(listener);
-            let mounts = || fs::read_to_string("/proc/self/mountinfo").unwrap();
-            let gone = wait_until(PATIENCE, || !mounts().contains(at.to_str().unwrap()));
+            // Whoever has tried to take the lock in vain tries again.
+            let (mut tries, mut event) = (0, [0; 64]);
+            wait_until(PATIENCE, || {
+                tries += u32::from(rustix::io::read(&opened, &mut event).is_ok());
+                tries > 1 || ended.load(SeqCst)
+            });
             drop(lock);
-            gone
         }
     });
     let said = burgeon.ok(&["umount", at.to_str().unwrap()]);
+    ended.store(true, SeqCst);
     std::mem::forget(mounted);
-    assert!(dying.join().unwrap());
+    dying.join().unwrap();
     assert!(said.contains("discarded"), "{said}");
     assert_eq!(fs::read_dir(burgeon.state().join("mounts")).unwrap().count(), 0);
     assert!(wait_until(PATIENCE, || burgeon.processes().is_empty()));
