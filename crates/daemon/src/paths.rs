@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   store/                     the local store, unless --store names another
-//!   images/<digest>/           seed, seed.info, map, manifest, cache   made from the store, may be lost
+//!   images/<digest>/           seed, seed.info, map, manifest,         made from the store, may be lost
+//!                              cache, checksums
 //!   profiles/<digest>          what is read first of an image whose store cannot be written to
 //!   writes/<name>/             record.json, seed…, map, manifest, sprout   user data: never removed
 //!                                                                          but by `writes rm`

@@ -7,6 +7,7 @@
 //!                      manifest    the image itself, so that named writes need no store for it
 //!                      ready.json  written last: says that the others are whole
 //!                      cache       the lazy data that has been read
+//!                      checksums   of what is in the cache, if the map has none
 //!                      virtual-<bytes>/   the same but the cache, with a virtual area of that size
 //! ```
 //!

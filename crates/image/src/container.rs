@@ -172,6 +172,7 @@ pub(crate) fn check_words(
 /// A file of sections, its header and section table checked.
 pub(crate) struct Container {
     format: Format,
+    checksum: u64,
     entries: Vec<SectionEntry>,
 }
 
@@ -213,7 +214,12 @@ impl Container {
                 return Err(corrupt(format!("section {} of the {what} is impossible", entry.kind)));
             }
         }
-        Ok(Self { format, entries })
+        Ok(Self { format, checksum: header.checksum.get(), entries })
+    }
+
+    /// The checksum of header and section table, which covers those of all sections.
+    pub(crate) fn checksum(&self) -> u64 {
+        self.checksum
     }
 
     fn entry(&self, kind: u32) -> Result<&SectionEntry> {

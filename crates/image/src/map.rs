@@ -74,6 +74,7 @@ pub struct AddressMap {
     chunks: ByteRange,
     checksums: ByteRange,
     objects: Vec<ObjectId>,
+    unsummed: bool,
     path: Option<PathBuf>,
 }
 
@@ -119,9 +120,19 @@ impl AddressMap {
         let names = container.read(&bytes, OBJECTS, container.raw_len(OBJECTS)?)?;
         let objects = objects::decode(&names, params.objects.get())?;
         let path = path.map(Path::to_owned);
-        let map = Self { bytes, container, checksum, blocks, chunks, checksums, objects, path };
+        let unsummed = false;
+        let mut map =
+            Self { bytes, container, checksum, blocks, chunks, checksums, objects, unsummed, path };
         map.check_chunks()?;
+        let codecs = (0..map.chunk_count()).map(|index| map.entry(index).codec);
+        map.unsummed = codecs.into_iter().any(|codec| codec == Codec::Verified as u8);
         Ok(map)
+    }
+
+    /// Whether nobody knew the checksums of its blocks when it was made: [`Self::block_checksum`]
+    /// means nothing then.
+    pub fn is_unsummed(&self) -> bool {
+        self.unsummed
     }
 
     fn check_chunks(&self) -> Result<()> {
@@ -140,6 +151,11 @@ impl AddressMap {
             next += u64::from(chunk.blocks);
         }
         if next == self.blocks { Ok(()) } else { Err(corrupt("the chunks of the map leave a gap")) }
+    }
+
+    /// Tells this map from any other: a checksum of what it holds.
+    pub fn identity(&self) -> u64 {
+        self.container.checksum()
     }
 
     /// Checks every byte against its checksum, also those that opening leaves alone.

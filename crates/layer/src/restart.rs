@@ -8,6 +8,7 @@
 //!   place ──── span ────► place ──── span ────► …        a span is unpacked as a whole
 //! ```
 //!
+//! A layer with a table of contents has its pieces instead of places ([`crate::pieces`]).
 //! Invariants: the spans of a layer cover it without gap, and none is longer than `SPAN_MAX`, so
 //! that what one read costs has a bound; what is unpacked is as long as the span, or an error.
 
@@ -17,6 +18,7 @@ use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 
 use crate::{
     gunzip::{Gunzip, Inside},
+    pieces::Pieces,
     unzstd::Unzstd,
 };
 
@@ -24,7 +26,7 @@ use crate::{
 /// 12 KiB in an index then, some two per cent of what 2 MiB are compressed to.
 const SPAN_LEN: u64 = 2 << 20;
 /// The same where nothing has to be kept beside the place: 512 KiB.
-const SPAN_MIN: u64 = 512 << 10;
+pub(crate) const SPAN_MIN: u64 = 512 << 10;
 /// Longest span, compressed or unpacked: 32 MiB. What has longer ones cannot be read lazily.
 pub(crate) const SPAN_MAX: u64 = 32 << 20;
 /// Spans of what is not compressed: 512 KiB.
@@ -110,6 +112,8 @@ pub struct Restarts {
     pub(crate) unpacked: u64,
     /// By offset; the first is at 0. None of what is not compressed, or empty.
     pub(crate) places: Vec<Place>,
+    /// Of a layer that is known by its table of contents, instead of places.
+    pub(crate) pieces: Option<Pieces>,
 }
 
 impl<R: BufRead> Recorder<R> {
@@ -135,7 +139,7 @@ impl<R: BufRead> Recorder<R> {
             Kind::Gzip(gunzip) => (LayerCodec::Gzip, gunzip.finish()),
             Kind::Zstd(unzstd) => (LayerCodec::Zstd, unzstd.finish()),
         };
-        let restarts = Restarts { codec, len, unpacked, places: recording.places };
+        let restarts = Restarts { codec, len, unpacked, places: recording.places, pieces: None };
         match restarts.longest() {
             longest if longest <= SPAN_MAX => Ok(restarts),
             longest => {
@@ -181,6 +185,9 @@ impl Restarts {
         if offset >= self.unpacked {
             return None;
         }
+        if let Some(pieces) = &self.pieces {
+            return pieces.span(offset);
+        }
         if self.codec == LayerCodec::Plain {
             let start = offset / PLAIN_LEN * PLAIN_LEN;
             let range = ByteRange::new(start, (start + PLAIN_LEN).min(self.unpacked))?;
@@ -201,8 +208,12 @@ impl Restarts {
 
     /// Unpacks a span of this layer, of which `bytes` are the compressed ones.
     ///
-    /// Errors: `Corrupt` for anything else than as many bytes as the span has; no more are made.
+    /// Errors: `Corrupt` for anything else than as many bytes as the span has, and for pieces that do
+    /// not match their digests; no more are made.
     pub fn unpack(&self, span: &Span, bytes: &[u8]) -> Result<Vec<u8>> {
+        if let Some(pieces) = &self.pieces {
+            return pieces.unpack(self.codec, span, bytes);
+        }
         let start = self.places.get(span.index as usize).map(|place| &place.start);
         unpack(self.codec, start, bytes, span.unpacked.len())
     }
@@ -240,7 +251,7 @@ fn unpack(codec: LayerCodec, start: Option<&Start>, bytes: &[u8], len: u64) -> R
     Err(Error::new(ErrorKind::Corrupt, what))
 }
 
-fn read(reader: impl Read, len: u64) -> io::Result<Vec<u8>> {
+pub(crate) fn read(reader: impl Read, len: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::with_capacity(len as usize);
     reader.take(len).read_to_end(&mut bytes)?;
     Ok(bytes)

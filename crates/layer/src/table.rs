@@ -1,13 +1,13 @@
 //! The table of a derived object: what of which layer each of its bytes is.
 //!
 //! ```text
-//!   Header 96 │ one zstd frame: counts │ layers │ places │ stretches │ windows, a frame each
+//!   Header 96 │ one zstd frame: counts │ layers │ places │ stretches │ pieces │ windows, a frame each
 //! ```
 //!
 //! The bytes are in docs/format.md. Whoever publishes an index writes this, so all of it is
 //! hostile. Invariants of what [`Table::decode`] returns: stretches are in order, do not overlap
 //! and lie within the object and within what their layer unpacks to; places are in order, within
-//! their layer, and no span is longer than `SPAN_MAX`; windows lie in the table.
+//! their layer, and no span is longer than `SPAN_MAX`; so are pieces; windows lie in the table.
 
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use zerocopy::{
@@ -16,6 +16,7 @@ use zerocopy::{
 };
 
 use crate::{
+    Piece,
     gunzip::Inside,
     restart::{LayerCodec, Place, Restarts, SPAN_MAX, Start},
 };
@@ -29,6 +30,9 @@ const LAYERS_MAX: u64 = 512;
 
 /// zstd's level for rows.
 const ROWS_LEVEL: i32 = 9;
+
+/// Part of a layer's codec: it has pieces instead of places.
+const OF_PIECES: u8 = 0x80;
 
 const MAGIC: [u8; 8] = *b"BURGDERI";
 const VERSION: u32 = 1;
@@ -90,6 +94,18 @@ struct StretchRow {
     offset: U64,
     len: U32,
     layer: U32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct PieceRow {
+    /// Where it is stored, less where the piece before is.
+    gap: U64,
+    stored: U32,
+    skip: U32,
+    len: U32,
+    reserved: U32,
+    digest: [u8; 32],
 }
 
 /// Bytes of a derived object that lie together in a layer.
@@ -157,17 +173,31 @@ impl Table {
             stretches: (self.stretches.len() as u64).into(),
         };
         let mut rows = counts.as_bytes().to_vec();
-        let (mut place_rows, mut windows) = (Vec::new(), Vec::new());
+        let (mut place_rows, mut piece_rows, mut windows) = (Vec::new(), Vec::new(), Vec::new());
         for TableLayer { digest, restarts } in &self.layers {
+            let pieces = restarts.pieces.as_ref().map(|pieces| &pieces.pieces[..]);
             let row = LayerRow {
                 digest: *digest,
                 len: restarts.len.into(),
                 unpacked: restarts.unpacked.into(),
-                places: (restarts.places.len() as u64).into(),
-                codec: restarts.codec as u8,
+                places: (pieces.map_or(restarts.places.len(), <[Piece]>::len) as u64).into(),
+                codec: restarts.codec as u8 | pieces.map_or(0, |_| OF_PIECES),
                 reserved: [0; 7],
             };
             rows.extend_from_slice(row.as_bytes());
+            let mut before = 0;
+            for piece in pieces.unwrap_or_default() {
+                let row = PieceRow {
+                    gap: (piece.stored.start() - before).into(),
+                    stored: (piece.stored.len() as u32).into(),
+                    skip: piece.skip.into(),
+                    len: piece.len.into(),
+                    reserved: 0.into(),
+                    digest: piece.digest,
+                };
+                piece_rows.extend_from_slice(row.as_bytes());
+                before = piece.stored.start();
+            }
             for place in &restarts.places {
                 let (bits, partial, window) = match &place.start {
                     Start::Fresh => (0, 0, &[][..]),
@@ -197,6 +227,7 @@ impl Table {
             rows.extend_from_slice(row.as_bytes());
             (at, offset) = (stretch.end(), stretch.offset + u64::from(stretch.len));
         }
+        rows.extend(piece_rows);
         let stored = zstd::bulk::compress(&rows, ROWS_LEVEL)
             .map_err(|error| Error::io("cannot compress a table", error))?;
         let header = Header {
@@ -249,10 +280,13 @@ impl Table {
         let (layers, rest) = take::<LayerRow>(rest, counts.layers.get().min(LAYERS_MAX + 1))?;
         let (places, rest) = take::<PlaceRow>(rest, counts.places.get())?;
         let (stretches, rest) = take::<StretchRow>(rest, counts.stretches.get())?;
+        let piece_count = layers.iter().filter(|layer| layer.codec & OF_PIECES != 0);
+        let piece_count = piece_count.fold(0u64, |sum, row| sum.saturating_add(row.places.get()));
+        let (pieces, rest) = take::<PieceRow>(rest, piece_count)?;
         if !rest.is_empty() || layers.len() as u64 > LAYERS_MAX {
             return Err(bad("has another length than it says"));
         }
-        let layers = read_layers(layers, places, windows)?;
+        let layers = read_layers(layers, places, pieces, windows)?;
         let object_len = counts.object_len.get();
         let stretches = read_stretches(stretches, &layers, object_len)?;
         Ok(Self { image: header.image, object_len, layers, stretches })
@@ -284,29 +318,61 @@ fn take<T: FromBytes + Immutable + KnownLayout + Unaligned>(
     Ok((rows, rest))
 }
 
-fn read_layers(rows: &[LayerRow], places: &[PlaceRow], windows: &[u8]) -> Result<Vec<TableLayer>> {
-    let (mut places, mut windows) = (places, windows);
+fn read_layers(
+    rows: &[LayerRow],
+    places: &[PlaceRow],
+    pieces: &[PieceRow],
+    windows: &[u8],
+) -> Result<Vec<TableLayer>> {
+    let (mut places, mut pieces, mut windows) = (places, pieces, windows);
     let mut layers = Vec::with_capacity(rows.len());
     for row in rows {
-        let codec = LayerCodec::from_number(row.codec)
+        let codec = LayerCodec::from_number(row.codec & !OF_PIECES)
             .ok_or_else(|| bad("has a layer that is compressed in an unknown way"))?;
-        let count = usize::try_from(row.places.get()).ok();
-        let (own, rest) = count
-            .and_then(|count| places.split_at_checked(count))
-            .ok_or_else(|| bad("has too few places"))?;
-        places = rest;
-        let (len, unpacked) = (row.len.get(), row.unpacked.get());
-        let mut restarts = Restarts { codec, len, unpacked, places: Vec::new() };
-        for place in own {
-            restarts.places.push(read_place(place, codec, &mut windows)?);
+        let (len, unpacked, count) = (row.len.get(), row.unpacked.get(), row.places.get());
+        let restarts = if row.codec & OF_PIECES != 0 {
+            let own = split(&mut pieces, count)?;
+            let restarts = Restarts::of_pieces(codec, len, read_pieces(own)?);
+            restarts.map_err(|_| bad("has impossible pieces"))?
+        } else {
+            let own = split(&mut places, count)?;
+            let mut restarts = Restarts { codec, len, unpacked, places: Vec::new(), pieces: None };
+            for place in own {
+                restarts.places.push(read_place(place, codec, &mut windows)?);
+            }
+            check(&restarts)?;
+            restarts
+        };
+        if restarts.unpacked != unpacked {
+            return Err(bad("has pieces of another length than it says"));
         }
-        check(&restarts)?;
         layers.push(TableLayer { digest: row.digest, restarts });
     }
     match (places, windows) {
         ([], []) => Ok(layers),
         _ => Err(bad("has places of no layer")),
     }
+}
+
+/// Takes the first `count` rows.
+fn split<'a, T>(rows: &mut &'a [T], count: u64) -> Result<&'a [T]> {
+    let count = usize::try_from(count).ok();
+    let (own, rest) = count
+        .and_then(|count| rows.split_at_checked(count))
+        .ok_or_else(|| bad("has too few places"))?;
+    *rows = rest;
+    Ok(own)
+}
+
+fn read_pieces(rows: &[PieceRow]) -> Result<Vec<Piece>> {
+    let mut start = 0u64;
+    let mut piece = |row: &PieceRow| {
+        start = start.checked_add(row.gap.get())?;
+        let stored = ByteRange::at(start, row.stored.get().into())?;
+        Some(Piece { stored, skip: row.skip.get(), len: row.len.get(), digest: row.digest })
+    };
+    let pieces = rows.iter().map(|row| piece(row).ok_or_else(|| bad("has impossible pieces")));
+    pieces.collect()
 }
 
 fn read_place(row: &PlaceRow, codec: LayerCodec, windows: &mut &[u8]) -> Result<Place> {
@@ -328,7 +394,7 @@ fn read_place(row: &PlaceRow, codec: LayerCodec, windows: &mut &[u8]) -> Result<
 
 /// Whether the spans cover the layer, in order, and none is too long.
 fn check(restarts: &Restarts) -> Result<()> {
-    let Restarts { codec, len, unpacked, places } = restarts;
+    let Restarts { codec, len, unpacked, places, .. } = restarts;
     let plain = *codec == LayerCodec::Plain;
     let begins = match places.first() {
         Some(first) => !plain && (first.compressed, first.unpacked) == (0, 0),

@@ -5,7 +5,7 @@
 //!                                                └──► layers: digest, size, compression
 //! ```
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use burgeon_layer::LayerCodec;
 use burgeon_source::registry::{ARTIFACT_TYPE, DOCUMENT_MAX, Digest, MANIFEST_TYPE};
 use serde::{Deserialize, de::DeserializeOwned};
@@ -33,6 +33,18 @@ pub(crate) struct Descriptor {
 struct Annotations {
     #[serde(rename = "org.opencontainers.image.ref.name")]
     tag: Option<String>,
+    /// Digest of an eStargz layer's table of contents.
+    #[serde(rename = "containerd.io/snapshot/stargz/toc.digest")]
+    stargz: Option<String>,
+    /// The same of a zstd:chunked layer, compressed, and where it is; by two names each.
+    #[serde(rename = "io.github.containers.zstd-chunked.manifest-checksum")]
+    chunked: Option<String>,
+    #[serde(rename = "io.github.containers.zstd-chunked.manifest-position")]
+    chunked_at: Option<String>,
+    #[serde(rename = "io.containers.zstd-chunked.manifest-checksum")]
+    old_chunked: Option<String>,
+    #[serde(rename = "io.containers.zstd-chunked.manifest-position")]
+    old_chunked_at: Option<String>,
 }
 
 #[derive(Deserialize, Clone, Debug)]
@@ -63,6 +75,22 @@ impl Descriptor {
     pub(crate) fn tag(&self) -> Option<&str> {
         self.annotations.tag.as_deref()
     }
+
+    /// The table of contents of the layer, if it has one by which it can be known.
+    fn contents(&self, compression: Compression) -> Option<Contents> {
+        let Annotations { stargz, chunked, chunked_at, old_chunked, old_chunked_at, .. } =
+            &self.annotations;
+        if compression == Compression::Gzip {
+            return Some(Contents::Stargz { digest: stargz.as_ref()?.parse().ok()? });
+        }
+        let digest = chunked.as_ref().or(old_chunked.as_ref())?.parse().ok()?;
+        let at = chunked_at.as_ref().or(old_chunked_at.as_ref())?;
+        let numbers: Option<Vec<u64>> = at.split(':').map(|part| part.parse().ok()).collect();
+        // Offset, length, length of what it decompresses to, and the kind of table.
+        let [offset, stored, len, 1] = numbers?[..] else { return None };
+        let stored = ByteRange::at(offset, stored)?;
+        (compression == Compression::Zstd).then_some(Contents::Chunked { digest, stored, len })
+    }
 }
 
 /// An index or a manifest.
@@ -88,6 +116,27 @@ pub(crate) struct Layer {
     pub(crate) digest: Digest,
     pub(crate) size: u64,
     pub(crate) compression: Compression,
+    /// Its table of contents.
+    pub(crate) contents: Option<Contents>,
+}
+
+/// The table of contents of a layer, as the image's manifest tells of it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Contents {
+    /// Of eStargz: the layer's end says where it is.
+    Stargz {
+        /// Of the table.
+        digest: Digest,
+    },
+    /// Of zstd:chunked.
+    Chunked {
+        /// Of the table as it is stored.
+        digest: Digest,
+        /// Where that is.
+        stored: ByteRange,
+        /// Bytes that it decompresses to.
+        len: u64,
+    },
 }
 
 /// How an archive is compressed.
@@ -178,7 +227,8 @@ impl Layer {
                 return Err(unsupported(format!("the layer {digest} {why} ({kind:?})")));
             }
         };
-        Ok(Self { digest, size: descriptor.size, compression })
+        let contents = descriptor.contents(compression);
+        Ok(Self { digest, size: descriptor.size, compression, contents })
     }
 }
 

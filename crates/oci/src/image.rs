@@ -4,6 +4,7 @@
 //!   manifest ─► LANES_MAX at a time: layer ─► digest ─► spool ─► decompress ─► digest ─► look
 //!   build:     looks at headers; all of them right ─► spool ─► decompress ─► what has lasted ─► image
 //!   describe:  looks at everything, once; the spool becomes an object, which the image is read from
+//!   list:      looks at a table of contents, and leaves the layer where it is
 //! ```
 //!
 //! Invariants: nothing is published under a name before every layer has shown its digest; what is
@@ -12,7 +13,7 @@
 
 use std::{
     fs::File,
-    io::{self, BufReader, Read, Seek, Write},
+    io::{self, BufReader, Read, Seek, SeekFrom, Write},
     path::Path,
     sync::{
         Mutex, PoisonError,
@@ -30,7 +31,7 @@ use burgeon_source::{
 };
 
 use crate::{
-    Work,
+    Work, contents,
     document::{
         Compression, Descriptor, Document, Layer, Manifest, diff_ids, for_this_machine, media_type,
     },
@@ -97,9 +98,19 @@ impl Blobs {
     }
 
     fn blob(&self, digest: &Digest) -> Result<Box<dyn Read + Send>> {
+        self.blob_from(digest, 0)
+    }
+
+    /// The bytes of a blob from `offset` on, not yet checked.
+    pub(crate) fn blob_from(&self, digest: &Digest, offset: u64) -> Result<Box<dyn Read + Send>> {
         match self {
-            Self::Layout(layout) => Ok(Box::new(layout.blob(digest)?)),
-            Self::Registry(registry) => Ok(Box::new(registry.blob(digest)?)),
+            Self::Layout(layout) => {
+                let mut blob = layout.blob(digest)?;
+                let moved = blob.seek(SeekFrom::Start(offset));
+                moved.map_err(|error| Error::io(format!("cannot read {digest}"), error))?;
+                Ok(Box::new(blob))
+            }
+            Self::Registry(registry) => Ok(Box::new(registry.blob(digest, offset)?)),
         }
     }
 
@@ -166,7 +177,7 @@ impl Blobs {
     ) -> Result<Report> {
         let headers = Layers::new(LayerLimits::default());
         let layers = self.fetch(&resolved.manifest, work, &|coming| {
-            let Layer { digest, size, compression } = coming.layer.clone();
+            let Layer { digest, size, compression, .. } = coming.layer.clone();
             let spool = match self {
                 Self::Layout(_) => None,
                 Self::Registry(_) => Some(tempfile::tempfile_in(work.spool).map_err(|error| {
@@ -199,15 +210,32 @@ impl Blobs {
 
     /// What the image's layers are, and where in them unpacking can begin; an error instead for each
     /// in which it cannot. They are published as they are where there is somewhere to `keep` them.
+    /// With `tables`, those with a table of contents are not read; what keeps that from being used
+    /// goes there.
     pub(crate) fn describe(
         &self,
         resolved: &Resolved,
         work: &Work<'_>,
         keep: Option<&Keep<'_>>,
+        tables: Option<&Tables>,
     ) -> Result<(Vec<Description>, Vec<Result<Restarts>>)> {
         let layers = Layers::new(LayerLimits::default());
         let described = self.fetch(&resolved.manifest, work, &|coming| {
-            let Layer { digest, size, compression } = coming.layer;
+            let Layer { digest, size, compression, contents } = coming.layer;
+            if let (Some(tables), Some(contents)) = (tables, contents) {
+                let listed = contents::read(self, coming.layer, contents).and_then(|table| {
+                    let files = &table.files;
+                    Ok((layers.list(files, coming.number, work.options)?, Ok(table.restarts)))
+                });
+                match listed {
+                    Ok(listed) => {
+                        tables.used.fetch_add(1, Relaxed);
+                        (coming.count)(*size);
+                        return Ok(listed);
+                    }
+                    Err(error) => tables.refused(digest, &error),
+                }
+            }
             let path = keep.map(|keep| keep.scratch.join(format!("layer-{}", coming.number)));
             let spool = match &path {
                 Some(path) => Some(File::create_new(path).map_err(|error| {
@@ -312,6 +340,38 @@ fn held(own: Option<&Directory>, layer: &Layer) -> Result<Option<File>> {
     let path = own.path_of(&layer_object(&layer.digest.bytes())?);
     let file = File::open(path).ok();
     Ok(file.filter(|file| file.metadata().is_ok_and(|of| of.len() == layer.size)))
+}
+
+/// What became of tables of contents.
+#[derive(Default)]
+pub(crate) struct Tables {
+    used: AtomicUsize,
+    refused: Mutex<Vec<String>>,
+}
+
+impl Tables {
+    /// Whether any was used.
+    pub(crate) fn is_used(&self) -> bool {
+        self.used() > 0
+    }
+
+    /// How many were.
+    pub(crate) fn used(&self) -> usize {
+        self.used.load(Relaxed)
+    }
+
+    /// Why others were not.
+    pub(crate) fn into_refused(self) -> Vec<String> {
+        self.refused.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn refused(&self, layer: &Digest, error: &Error) {
+        let why = format!(
+            "the layer {layer} was read as a whole, because its table of contents cannot be used: \
+             {error}"
+        );
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner).push(why);
+    }
 }
 
 /// Where layers are kept as they come.

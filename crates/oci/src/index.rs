@@ -31,7 +31,7 @@ use crate::{
     archive::has,
     beside::{self, Artifact, Shelf},
     document::{Descriptor, IndexArtifact},
-    image::{Blobs, Keep, Resolved},
+    image::{Blobs, Keep, Resolved, Tables},
     source::{Kind, Wanted},
 };
 
@@ -63,6 +63,11 @@ pub(crate) fn name_of(digest: &str) -> String {
     format!("{digest}/index")
 }
 
+/// The name of the image `digest` in a store, where it is known by tables of contents.
+pub(crate) fn listed_name_of(digest: &str) -> String {
+    format!("{digest}/contents")
+}
+
 /// Makes the index of the image of `source` in `store`, unless it is there; with `push` puts it
 /// beside the image.
 ///
@@ -85,7 +90,8 @@ pub fn index(
         if has(store, &whole) && derived_of(store, &whole)?.is_some() {
             catalog::publish_alias(store, &catalog::resolve(store, &whole)?, &name)?;
         } else {
-            make(store, &blobs, &resolved, (&name, &at), work, None)??;
+            let names = Names { name: &name, listed: None };
+            make(store, &blobs, &resolved, (&names, &at), work, None)??;
         }
     }
     refresh(store, &name, &at)?;
@@ -103,17 +109,25 @@ pub fn index(
     })
 }
 
-/// Publishes the index of the image as `name`, and its layers with it if there is somewhere to `keep`
+/// What an image is to be called in a store.
+struct Names<'a> {
+    name: &'a str,
+    /// If tables of contents were used, which they are only where there is a name for it.
+    listed: Option<(&'a str, &'a Tables)>,
+}
+
+/// Publishes the index of the image by its name, and its layers with it if there is somewhere to `keep`
 /// them. The inner error is of layers that cannot be read from the middle.
 fn make(
     store: &impl ObjectStore,
     blobs: &Blobs,
     resolved: &Resolved,
-    (name, at): (&str, &LayersAt),
+    (names, at): (&Names<'_>, &LayersAt),
     work: &Work<'_>,
     keep: Option<&Keep<'_>>,
 ) -> Result<Result<Report>> {
-    let (descriptions, restarts) = blobs.describe(resolved, work, keep)?;
+    let tables = names.listed.map(|(_, tables)| tables);
+    let (descriptions, restarts) = blobs.describe(resolved, work, keep, tables)?;
     let restarts = match restarts.into_iter().collect::<Result<Vec<_>>>() {
         Ok(restarts) => restarts,
         Err(error) => return Ok(Err(error)),
@@ -133,7 +147,8 @@ fn make(
             stretches: stretches(origins),
         };
         let object = publish_table(store, &table.encode()?, at)?;
-        if keep.is_some() {
+        // Of an image all of whose layers have tables none is held.
+        if keep.is_some() && !tables.is_some_and(|tables| tables.used() == restarts.len()) {
             let mut list = String::new();
             for layer in layers() {
                 list.extend([layer_object(&layer.digest.bytes())?.as_str(), "\n"]);
@@ -142,23 +157,31 @@ fn make(
         }
         Ok(object)
     };
+    let name = match names.listed {
+        Some((listed, tables)) if tables.is_used() => listed,
+        _ => names.name,
+    };
     build::describe_layers(store, name, descriptions, work.options, &object).map(Ok)
 }
 
 /// Takes the image into this host's `own` store by an index that is made while its layers come, and
-/// holds these: it needs nobody else then. Returns its name there, or `None` for an image whose layers
-/// cannot be read from the middle; they are here now, to build it of.
+/// holds these: it needs nobody else then. With `tables`, layers that have a table of contents stay where
+/// they are. Returns its name there, or `None` for an image whose layers cannot be read from the middle;
+/// they are here now, to build it of.
 pub(crate) fn hold(
     own: &Directory,
     blobs: &Blobs,
     resolved: &Resolved,
     at: &LayersAt,
     work: &Work<'_>,
+    tables: Option<&Tables>,
 ) -> Result<Option<(String, Report)>> {
     let lease = own.begin_write()?;
     let name = resolved.digest.to_string();
+    let listed = listed_name_of(&name);
+    let names = Names { name: &name, listed: tables.map(|tables| (listed.as_str(), tables)) };
     let keep = Keep { own, scratch: lease.scratch() };
-    let made = make(own, blobs, resolved, (&name, at), work, Some(&keep)).inspect_err(|error| {
+    let made = make(own, blobs, resolved, (&names, at), work, Some(&keep)).inspect_err(|error| {
         // What has come of an image whose registry went away is not fetched again.
         if error.kind() != ErrorKind::Unavailable {
             release(own, resolved);
@@ -166,6 +189,7 @@ pub(crate) fn hold(
     });
     match made? {
         Ok(report) => {
+            let name = report.image.name.clone();
             if derived_of(own, &name)?.is_none() {
                 release(own, resolved);
             }
@@ -232,6 +256,12 @@ pub fn is_whole(store: &impl ObjectStore, name: &str) -> Result<bool> {
         Some(object) => all_held(store, &held_object(&object)?),
         None => Ok(true),
     }
+}
+
+/// Whether the image `name` is known by tables of contents.
+pub(crate) fn is_listed(store: &impl ObjectStore, name: &str) -> Result<bool> {
+    let bytes = catalog::load_bytes(store, &catalog::resolve(store, name)?.digest()?)?;
+    Manifest::decode_is_unsummed(&bytes, &Limits::default())
 }
 
 /// Whether all layers of the list are there, and there is one.
@@ -355,6 +385,9 @@ fn read_parts(
         return Err(corrupt("its table is of other layers".to_owned()));
     }
     let objects = Manifest::decode_objects(&manifest, &Limits::default())?;
+    if Manifest::decode_is_unsummed(&manifest, &Limits::default())? {
+        return Err(corrupt("it has no digests of the image's data".to_owned()));
+    }
     if objects != [derived_object(&table)?] {
         return Err(corrupt("its manifest has its data elsewhere".to_owned()));
     }

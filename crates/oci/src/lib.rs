@@ -14,6 +14,7 @@
 
 mod archive;
 mod beside;
+mod contents;
 mod document;
 mod image;
 mod index;
@@ -36,7 +37,7 @@ use burgeon_source::{
 use self::{
     archive::{Archive, has},
     document::architecture,
-    image::{Blobs, Resolved, Target, not_built},
+    image::{Blobs, Resolved, Tables, Target, not_built},
     source::Kind,
 };
 pub use self::{
@@ -68,7 +69,7 @@ pub struct Work<'a> {
 /// How much of an ordinary image is wanted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Want<'a> {
-    /// What is here, all of it or an index; else all of it.
+    /// What is here, all of it or an index; else what its tables of contents tell; else all of it.
     Any,
     /// What is here; else the index of this digest, which the user believes, from beside the image.
     Index(&'a str),
@@ -92,12 +93,25 @@ pub struct FoundImage {
     pub name: String,
     /// What was made, if it was not there.
     pub report: Option<Report>,
-    /// Whether its data is in its layers, as they came.
-    pub in_layers: bool,
+    /// What was done for that.
+    pub how: How,
     /// Digests of indexes beside the image that nobody has vouched for.
     pub unused: Vec<String>,
+    /// Why tables of contents were not used.
+    pub notes: Vec<String>,
     /// What it takes to read its layers, if they are read again.
     pub access: Access,
+}
+
+/// How an image came into a store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum How {
+    /// It has chunks of its own.
+    Built,
+    /// All of its layers have come, and it is read from them.
+    Fetched,
+    /// It is read from its layers, and tables of contents have told what is in them.
+    Listed,
 }
 
 /// Finds the image of `source` in `store`, or makes it there, as far as it is wanted.
@@ -113,13 +127,13 @@ pub fn find_or_build(
         Want::Index(digest) => Some(digest.parse::<Digest>()?),
         Want::Any | Want::Whole => None,
     };
-    let found = |name, report, unused, lazy: bool| {
+    let found = |made: Made, lazy: bool| {
         let access = match (&source.0, lazy) {
             (Kind::Registry(name), true) => work.access.for_registry(name)?,
             _ => Access::default(),
         };
-        let image = FoundImage { name, report, in_layers: lazy, unused, access };
-        Ok(Found::Image(Box::new(image)))
+        let Made { name, report, how, unused, notes } = made;
+        Ok(Found::Image(Box::new(FoundImage { name, report, how, unused, notes, access })))
     };
     let at = source.layers_at()?;
     if index.is_some() && at.is_none() {
@@ -132,20 +146,26 @@ pub fn find_or_build(
     // What lies here as a whole goes before what can be read lazily.
     let known = |name: &str| {
         let will_do = |name: &String| {
-            has(store, name) && (want != Want::Whole || matches!(is_whole(store, name), Ok(true)))
+            let fits = match want {
+                Want::Any => true,
+                Want::Index(_) => matches!(index::is_listed(store, name), Ok(false)),
+                Want::Whole => matches!(is_whole(store, name), Ok(true)),
+            };
+            fits && has(store, name)
         };
-        [name.to_owned(), index::name_of(name)].into_iter().find(will_do)
+        let names = [name.to_owned(), index::name_of(name), index::listed_name_of(name)];
+        names.into_iter().find(will_do)
     };
     if let Some(pinned) = source.pinned()
         && let Some(name) = [pinned.to_string(), alias(pinned)].iter().find_map(|name| known(name))
     {
         let lazy = refresh(&name)?;
-        return found(name, None, Vec::new(), lazy);
+        return found(Made::known(name), lazy);
     }
     let Some((blobs, wanted)) = source.blobs(work.access)? else {
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
         let (name, report) = archive_in(store, url, work)?;
-        return found(name, report, Vec::new(), false);
+        return found(Made { report, ..Made::known(name) }, false);
     };
     let target = blobs.find(&wanted).map_err(|error| by_digest(source, error))?;
     let resolved = match (target, &source.0) {
@@ -155,54 +175,76 @@ pub fn find_or_build(
         (Target::Ours(digest), _) => return Err(not_built(&digest)),
     };
     let digest = resolved.digest.to_string();
-    let (name, report, unused, lazy) = match (known(&digest), &index, &at) {
+    let (made, lazy) = match (known(&digest), &index, &at) {
         (Some(name), ..) => {
             let lazy = refresh(&name)?;
-            (name, None, Vec::new(), lazy)
+            (Made::known(name), lazy)
         }
         (None, Some(index), Some(at)) => {
-            (index::adopt(store, &blobs, &resolved, index, at)?, None, Vec::new(), true)
+            (Made::known(index::adopt(store, &blobs, &resolved, index, at)?), true)
         }
         _ => {
             // What lies beside the image is only told of: nobody waits for it while layers come.
             let (made, unused) = thread::scope(|scope| {
                 let beside = || index::beside(&blobs, &resolved.digest);
                 let unused = at.as_ref().map(|_| scope.spawn(beside));
-                let made = hold_or_build(store, &blobs, &resolved, at.as_ref(), work);
+                let made = hold_or_build(store, &blobs, &resolved, at.as_ref(), want, work);
                 (made, unused.and_then(|unused| unused.join().ok()))
             });
-            let (name, report, lazy) = made?;
-            (name, Some(report), unused.unwrap_or_default(), lazy)
+            let made = Made { unused: unused.unwrap_or_default(), ..made? };
+            let lazy = made.how != How::Built;
+            (made, lazy)
         }
     };
     if let Some(index) = &resolved.index
         && (want == Want::Whole || !has(store, &alias(index)))
     {
-        catalog::publish_alias(store, &catalog::resolve(store, &name)?, &alias(index))?;
+        catalog::publish_alias(store, &catalog::resolve(store, &made.name)?, &alias(index))?;
     }
-    found(name, report, unused, lazy)
+    found(made, lazy)
 }
 
-/// Brings all of an image: its layers as they are where that will do, else an image of the store's own
-/// kind. Tells its name, what was made, and whether it is read from its layers.
+/// An image of the store.
+struct Made {
+    name: String,
+    report: Option<Report>,
+    how: How,
+    unused: Vec<String>,
+    notes: Vec<String>,
+}
+
+impl Made {
+    /// One that was there.
+    fn known(name: String) -> Self {
+        Self { name, report: None, how: How::Built, unused: Vec::new(), notes: Vec::new() }
+    }
+}
+
+/// Brings an image, as far as it is wanted: what tables of contents tell of its layers, or these as they
+/// are, where that will do, else an image of the store's own kind.
 fn hold_or_build(
     store: &impl ObjectStore,
     blobs: &Blobs,
     resolved: &Resolved,
     at: Option<&LayersAt>,
+    want: Want<'_>,
     work: &Work<'_>,
-) -> Result<(String, Report, bool)> {
+) -> Result<Made> {
+    let tables = Tables::default();
+    let of = |name, report| Made { report: Some(report), ..Made::known(name) };
+    let used = (want != Want::Whole).then_some(&tables);
     if let (Some(own), Some(at)) = (work.own, at)
-        && let Some((name, report)) = index::hold(own, blobs, resolved, at, work)?
+        && let Some((name, report)) = index::hold(own, blobs, resolved, at, work, used)?
     {
-        return Ok((name, report, true));
+        let how = if tables.is_used() { How::Listed } else { How::Fetched };
+        return Ok(Made { how, notes: tables.into_refused(), ..of(name, report) });
     }
     let digest = resolved.digest.to_string();
     let report = blobs.build(resolved, store, &digest, work)?;
     if let Some(own) = work.own {
         index::release(own, resolved);
     }
-    Ok((digest, report, false))
+    Ok(Made { notes: tables.into_refused(), ..of(digest, report) })
 }
 
 /// Builds the image `name` of `source` in `store`, whether or not it is known.

@@ -181,9 +181,15 @@ pub struct Body<F> {
 impl<F: FnMut(u64) -> Result<Response>> Body<F> {
     /// The body that `ask(0)` gives; `ask(offset)` is asked where it breaks off. `what` says what
     /// is being done.
-    pub fn new(what: String, mut ask: F) -> Result<Self> {
-        let answer = Some(ask(0)?);
-        Ok(Self { what, ask, answer, part: Vec::new(), at: 0, offset: 0, resumes: 0 })
+    pub fn new(what: String, ask: F) -> Result<Self> {
+        Self::starting(what, 0, ask)
+    }
+
+    /// The same from `offset` on.
+    pub(crate) fn starting(what: String, offset: u64, mut ask: F) -> Result<Self> {
+        let answer = ask(offset)?;
+        check_resumed(&what, &answer, offset)?;
+        Ok(Self { what, ask, answer: Some(answer), part: Vec::new(), at: 0, offset, resumes: 0 })
     }
 
     /// The first answer.
@@ -248,8 +254,7 @@ fn check_resumed(what: &str, answer: &Response, offset: u64) -> Result<()> {
     if offset == 0 || answer.status() == StatusCode::PARTIAL_CONTENT && goes_on {
         return Ok(());
     }
-    let why =
-        format!("the answer broke off after {offset} bytes, and the server cannot go on there");
+    let why = format!("the server does not give what follows {offset} bytes by itself");
     Err(Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}")))
 }
 

@@ -8,7 +8,8 @@
 //!
 //! There is no log and no header on disk, so no order of writes to keep: whatever a crash leaves
 //! (holes, torn or old blocks, another image's bytes) fails its block's checksum when it is read
-//! and is then a miss. A cache write that fails closes the gate: for good after a failed file, for
+//! and is then a miss. The map has these; of an image that nobody has read they lie in a file beside
+//! the cache, as they were when its blocks came. A cache write that fails closes the gate: for good after a failed file, for
 //! a growing while after a full file system; the volume goes on without writing.
 
 use std::{
@@ -23,7 +24,7 @@ use burgeon_block::{
 use burgeon_image::AddressMap;
 use tokio::time::Instant;
 
-use crate::{Bug, Limits, Sabotage, presence::Presence};
+use crate::{Bug, Limits, Sabotage, presence::Presence, seen::FirstSeen};
 
 /// Whether fetched chunks are kept.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -52,6 +53,8 @@ pub(crate) struct CacheFile<F> {
     file: F,
     data: ByteRange,
     presence: Presence,
+    /// Of an image whose map has no checksums: those of what came.
+    seen: Option<FirstSeen<F>>,
     /// Blocks that were in the file at open; only kept for [`Bug::TrustReopenedCache`].
     reopened: Option<Presence>,
     gate: Mutex<Gate>,
@@ -63,20 +66,24 @@ pub(crate) struct CacheFile<F> {
 }
 
 impl<F: LocalFile> CacheFile<F> {
-    /// Opens the cache of the lazy addresses `data`: every block that is not in a hole may be
-    /// there. A file that cannot be looked through is taken as empty.
+    /// Opens the cache of the lazy addresses of `map`: every block that is not in a hole may be
+    /// there. A file that cannot be looked through is taken as empty. `seen` is the file of checksums,
+    /// where the map has none.
     pub(crate) fn open(
         file: F,
-        data: ByteRange,
+        seen: Option<F>,
+        map: &AddressMap,
         limits: &Limits,
         sabotage: &impl Sabotage,
     ) -> Self {
+        let data = map.data_range();
         let blocks = data.len().div_ceil(BLOCK_SIZE);
         let trust = sabotage.has(Bug::TrustReopenedCache).then(|| Presence::new(blocks));
         let cache = Self {
             file,
             data,
             presence: Presence::new(blocks),
+            seen: seen.map(|seen| FirstSeen::new(seen, map.identity())),
             reopened: trust,
             gate: Mutex::new(Gate::Open),
             pause_min: limits.no_space_pause_min,
@@ -141,6 +148,9 @@ impl<F: LocalFile> CacheFile<F> {
             self.presence.clear(blocks);
             return false;
         }
+        if map.is_unsummed() {
+            return self.was_seen(sabotage, blocks, buf, counters);
+        }
         let kind = map.checksum_kind();
         let mut good = true;
         let mut address = range.start();
@@ -150,15 +160,44 @@ impl<F: LocalFile> CacheFile<F> {
                 || self.trusts(address);
             if !skipped && kind.of(bytes) != map.block_checksum(address) {
                 good = false;
-                counters.cache_corrupt_blocks.add(1);
-                if !sabotage.has(Bug::KeepBadBlock) {
-                    let block = (address - self.data.start()) / BLOCK_SIZE;
-                    self.presence.clear(block..block + 1);
-                }
+                let block = (address - self.data.start()) / BLOCK_SIZE;
+                self.forget(sabotage, block, counters);
             }
             address += BLOCK_SIZE;
         }
         good
+    }
+
+    /// Whether `bytes` are `blocks` as they came.
+    fn was_seen(
+        &self,
+        sabotage: &impl Sabotage,
+        blocks: Range<u64>,
+        bytes: &[u8],
+        counters: &Counters,
+    ) -> bool {
+        let Some(seen) = &self.seen else { return false };
+        if sabotage.has(Bug::SkipCachedChecksum) {
+            return true;
+        }
+        let mut good = true;
+        let compared = seen.holds(blocks.start, bytes, |block| {
+            good = false;
+            self.forget(sabotage, block, counters);
+        });
+        if compared.is_err() {
+            self.read_errors.add(1);
+            self.presence.clear(blocks);
+        }
+        good && compared.is_ok()
+    }
+
+    /// The file holds something else than `block`.
+    fn forget(&self, sabotage: &impl Sabotage, block: u64, counters: &Counters) {
+        counters.cache_corrupt_blocks.add(1);
+        if !sabotage.has(Bug::KeepBadBlock) {
+            self.presence.clear(block..block + 1);
+        }
     }
 
     fn trusts(&self, address: u64) -> bool {
@@ -203,7 +242,11 @@ impl<F: LocalFile> CacheFile<F> {
         if sabotage.has(Bug::WriteOneBlockOff) && range.end() < self.data.end() {
             offset += BLOCK_SIZE;
         }
-        match self.file.write_at(offset, bytes) {
+        let kept = match &self.seen {
+            Some(seen) => seen.keep(blocks.start, bytes),
+            None => Ok(()),
+        };
+        match kept.and_then(|()| self.file.write_at(offset, bytes)) {
             Ok(()) => {
                 self.presence.set(blocks);
                 let mut gate = self.gate();
@@ -250,6 +293,7 @@ impl<F: LocalFile> CacheFile<F> {
 
     /// Makes what was written durable.
     pub(crate) fn sync(&self) -> Result<()> {
+        self.seen.as_ref().map_or(Ok(()), FirstSeen::sync)?;
         self.file.sync()
     }
 }

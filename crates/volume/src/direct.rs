@@ -56,7 +56,7 @@ impl DirectFile {
     }
 
     /// The same through the page cache, for writes that are smaller than a block.
-    pub(crate) fn open_buffered(path: &Path, len: u64) -> Result<Self> {
+    pub fn open_buffered(path: &Path, len: u64) -> Result<Self> {
         let failed = |error| Error::io(format!("cannot open {}", path.display()), error);
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);

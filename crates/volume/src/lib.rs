@@ -42,6 +42,7 @@ mod presence;
 mod read_log;
 mod sabotage;
 mod seats;
+mod seen;
 mod sync;
 mod volume;
 

@@ -166,7 +166,20 @@ where
     /// A volume over `cache`, a file of at least `map.data_range().len()` bytes, which may be new,
     /// left by a crash, or hold anything at all.
     pub fn new(map: Arc<AddressMap>, source: S, cache: F, limits: Limits) -> Arc<Self> {
-        Volume::with_sabotage(map, source, cache, limits, Sound)
+        Volume::with_sabotage(map, source, (cache, None), limits, Sound)
+    }
+
+    /// The same of an image that nobody has read ([`AddressMap::is_unsummed`]): what its blocks are is
+    /// written to `checksums`, 8 bytes each, as they come. Without it nothing of such an image is
+    /// cached.
+    pub fn unsummed(
+        map: Arc<AddressMap>,
+        source: S,
+        cache: F,
+        checksums: F,
+        limits: Limits,
+    ) -> Arc<Self> {
+        Volume::with_sabotage(map, source, (cache, Some(checksums)), limits, Sound)
     }
 }
 
@@ -176,17 +189,17 @@ where
     F: LocalFile + 'static,
     B: Sabotage,
 {
-    /// A volume with a bug, for the simulation.
+    /// A volume with a bug, for the simulation; the second file is that of checksums.
     pub fn with_sabotage(
         map: Arc<AddressMap>,
         source: S,
-        cache: F,
+        (cache, checksums): (F, Option<F>),
         limits: Limits,
         sabotage: B,
     ) -> Arc<Self> {
         let through: Box<[bool]> = map.objects().iter().map(is_through).collect();
         Arc::new(Self {
-            cache: CacheFile::open(cache, map.data_range(), &limits, &sabotage),
+            cache: CacheFile::open(cache, checksums, &map, &limits, &sabotage),
             any_through: through.contains(&true),
             through,
             cpu: Pool::new(limits.cpu_threads),

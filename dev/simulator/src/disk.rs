@@ -7,6 +7,8 @@ use testkit::Rng;
 
 const SECTOR: usize = 512;
 const BLOCK: usize = BLOCK_SIZE as usize;
+/// Bytes for each block of the first file in the second.
+const CHECKSUM: usize = 8;
 
 /// How a life of the machine ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -17,7 +19,8 @@ pub enum Crash {
     Power(u8),
 }
 
-/// One simulated file and everything that can go wrong with it.
+/// Two simulated files, a cache and checksums of its blocks, and everything that can go wrong with
+/// them.
 #[derive(Clone)]
 pub struct Disk(Arc<Mutex<State>>);
 
@@ -35,6 +38,8 @@ struct State {
     off: bool,
     faults: Faults,
     log: DiskLog,
+    /// Length of the first file; the second lies behind it.
+    first_len: usize,
 }
 
 /// What goes wrong while the machine runs.
@@ -63,9 +68,11 @@ pub(crate) struct DiskLog {
 }
 
 impl Disk {
-    /// A file of `len` bytes, all hole.
+    /// A file of `len` bytes, and one of checksums of its blocks, all hole.
     pub fn new(seed: u64, len: u64) -> Self {
-        let (len, blocks) = (len as usize, len as usize / BLOCK);
+        let first_len = len as usize;
+        let len = first_len + (first_len / BLOCK * CHECKSUM).next_multiple_of(BLOCK);
+        let blocks = len / BLOCK;
         Self(Arc::new(Mutex::new(State {
             rng: Rng::new(seed),
             now: vec![0; len],
@@ -76,12 +83,19 @@ impl Disk {
             off: false,
             faults: Faults::default(),
             log: DiskLog::default(),
+            first_len,
         })))
     }
 
-    /// The file, as a process opens it.
+    /// The first file, as a process opens it.
     pub fn file(&self) -> SimFile {
-        SimFile(self.clone())
+        SimFile { disk: self.clone(), base: 0 }
+    }
+
+    /// The second one.
+    pub(crate) fn checksums(&self) -> SimFile {
+        let base = self.state().first_len;
+        SimFile { disk: self.clone(), base }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -135,6 +149,13 @@ impl Disk {
         state.durable[at] ^= bit;
         state.log.rotten_blocks += 1;
         true
+    }
+
+    /// Blocks of the first file that are no holes.
+    pub(crate) fn blocks(&self) -> u64 {
+        let state = self.state();
+        let first = &state.allocated[..state.first_len / BLOCK];
+        first.iter().filter(|allocated| **allocated).count() as u64
     }
 
     /// Blocks that are no holes and differ from `expected`.
@@ -196,28 +217,32 @@ impl State {
     }
 }
 
-/// A [`Disk`] as the volume sees it.
-pub struct SimFile(Disk);
+/// A file of a [`Disk`], as the volume sees it.
+pub struct SimFile {
+    disk: Disk,
+    /// Where it begins.
+    base: usize,
+}
 
 impl LocalFile for SimFile {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let mut state = self.0.state();
+        let mut state = self.disk.state();
         state.on()?;
         let chance = state.faults.read_eio;
         if state.chance(chance) {
             state.log.read_errors += 1;
             return Err(State::fail(ErrorKind::LocalIo, "a sector cannot be read"));
         }
-        buf.copy_from_slice(&state.now[offset as usize..][..buf.len()]);
+        buf.copy_from_slice(&state.now[self.base + offset as usize..][..buf.len()]);
         Ok(())
     }
 
     fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()> {
-        let mut state = self.0.state();
+        let mut state = self.disk.state();
         state.on()?;
         state.log.writes += 1;
         state.log.written_after_eio |= state.log.eio;
-        let offset = offset as usize;
+        let offset = self.base + offset as usize;
         if let Some(left) = state.faults.off_at_write {
             if left == 0 {
                 state.put_some(offset, buf);
@@ -247,25 +272,28 @@ impl LocalFile for SimFile {
     }
 
     fn punch_hole(&self, range: ByteRange) -> Result<()> {
-        let mut state = self.0.state();
+        let mut state = self.disk.state();
         state.on()?;
-        let (start, end) = (range.start() as usize, range.end() as usize);
+        let start = self.base + range.start() as usize;
+        let end = start + range.len() as usize;
         state.now[start..end].fill(0);
         state.allocated[start / BLOCK..end / BLOCK].fill(false);
         Ok(())
     }
 
     fn next_data(&self, offset: u64) -> Result<Option<ByteRange>> {
-        let state = self.0.state();
+        let state = self.disk.state();
         state.on()?;
-        let mut blocks = (offset as usize).div_ceil(BLOCK)..state.allocated.len();
+        // Only of the first file does anybody ask.
+        let len = state.first_len / BLOCK;
+        let mut blocks = (offset as usize).div_ceil(BLOCK)..len;
         let Some(start) = blocks.find(|block| state.allocated[*block]) else { return Ok(None) };
-        let end = blocks.find(|block| !state.allocated[*block]).unwrap_or(state.allocated.len());
+        let end = blocks.find(|block| !state.allocated[*block]).unwrap_or(len);
         Ok(ByteRange::new((start * BLOCK) as u64, (end * BLOCK) as u64))
     }
 
     fn sync(&self) -> Result<()> {
-        let mut state = self.0.state();
+        let mut state = self.disk.state();
         state.on()?;
         let state = &mut *state;
         state.durable.clone_from(&state.now);

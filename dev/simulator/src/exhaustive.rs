@@ -21,13 +21,14 @@ pub struct Exhausted {
 
 /// Reads an image of `chunks` chunks, syncing half-way, while the power fails at write `k`, for
 /// each `k`; then starts again and reads with the power failing at write `j`, for each `j`; then
-/// proves that all is well. Each with several shares of surviving sectors.
+/// proves that all is well; of an image that is `verified` by its source, or by its map. Each with several shares of surviving sectors.
 pub fn crash_at_every_write(
     seed: u64,
     chunks: usize,
+    verified: bool,
     bug: Option<Bug>,
 ) -> Result<Exhausted, String> {
-    let model = Arc::new(Model::new(seed, seed, chunks));
+    let model = Arc::new(Model::new(seed, seed, chunks, verified));
     let scenario = Scenario { model, seed, bug };
     let writes = scenario.writes()?;
     let mut crashes = 0;

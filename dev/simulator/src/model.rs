@@ -14,6 +14,8 @@ pub struct Model {
     pub bytes: Vec<u8>,
     /// Objects and their content.
     pub objects: Vec<(ObjectId, Vec<u8>)>,
+    /// The source verifies what it gives, and the map knows neither digests nor checksums.
+    pub(crate) verified: bool,
 }
 
 /// The object that is read straight through; chunk [`THROUGH_CHUNK`] lies in it.
@@ -22,8 +24,9 @@ const THROUGH_CHUNK: usize = 2;
 
 impl Model {
     /// An image of `chunks` chunks whose lengths depend on `shape` and whose bytes on `content`,
-    /// in a pack named after `content` and a file outside the store.
-    pub fn new(shape: u64, content: u64, chunks: usize) -> Self {
+    /// in a pack named after `content` and a file outside the store. If it is `verified`, its chunks
+    /// are in a derived object instead, of layers that nobody has read.
+    pub fn new(shape: u64, content: u64, chunks: usize, verified: bool) -> Self {
         let (mut lengths, mut rng) = (Rng::new(shape), Rng::new(content));
         let kind = *rng.pick(&[ChecksumKind::Crc32c, ChecksumKind::Xxhash64]);
         let mut bytes = Vec::new();
@@ -32,11 +35,16 @@ impl Model {
         for index in 0..chunks {
             let blocks = *lengths.pick(&[1, 2, 3, 5, 16, 64]) as u8;
             let raw = content_of(&mut rng, blocks);
-            let object = usize::from(index == THROUGH_CHUNK);
-            let compress = object == 0 && rng.below(2) == 0;
+            let object = usize::from(index == THROUGH_CHUNK && !verified);
+            let compress = object == 0 && rng.below(2) == 0 && !verified;
             let (codec, pack) = match compress.then(|| zstd::bulk::compress(&raw, 1)) {
                 Some(Ok(pack)) => (Codec::Zstd, pack),
+                _ if verified && object == 0 => (Codec::Verified, raw.clone()),
                 _ => (Codec::Raw, raw[..stored_len(&raw)].to_vec()),
+            };
+            let digest = match codec {
+                Codec::Verified => Digest::from([0; Digest::LEN]),
+                _ => Digest::of(&raw),
             };
             let start = stored[object].len() as u64;
             entries.push(ChunkEntry {
@@ -44,12 +52,16 @@ impl Model {
                 object: object as u32,
                 stored: range(start, pack.len() as u64),
                 codec,
-                digest: Digest::of(&raw),
+                digest,
             });
             stored[object].extend(pack);
             bytes.extend(raw);
         }
-        let names = [format!("packs/{content}"), THROUGH.to_owned()];
+        let first = match verified {
+            true => format!("derived/{}", Digest::of(&content.to_le_bytes())),
+            false => format!("packs/{content}"),
+        };
+        let names = [first, THROUGH.to_owned()];
         let names = names.map(|name| match ObjectId::new(name) {
             Ok(name) => name,
             Err(error) => unreachable!("{error}"),
@@ -68,7 +80,7 @@ impl Model {
             Ok(map) => Arc::new(map),
             Err(error) => unreachable!("the model's own manifest: {error}"),
         };
-        Self { map, bytes, objects: names.into_iter().zip(stored).collect() }
+        Self { map, bytes, objects: names.into_iter().zip(stored).collect(), verified }
     }
 
     /// Lazy addresses of the image.

@@ -45,7 +45,9 @@ impl Run {
     fn new(seed: u64, bug: Option<Bug>) -> Self {
         let mut rng = Rng::new(seed);
         let (shape, chunks) = (rng.bits(), 3 + rng.below(6) as usize);
-        let models = [(); 2].map(|()| Arc::new(Model::new(shape, rng.bits(), chunks)));
+        let verified = rng.below(4) == 0;
+        let model = |content| Arc::new(Model::new(shape, content, chunks, verified));
+        let models = [(); 2].map(|()| model(rng.bits()));
         let disk = Disk::new(rng.bits(), models[0].range().len());
         let limits = Limits {
             flights_max: *rng.pick(&[1, 2, 4, 32]),

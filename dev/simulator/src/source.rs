@@ -172,6 +172,14 @@ impl State {
         (right.len() as u64, wrong.len() as u64)
     }
 
+    /// Whether a source that verifies what it gives notices that it would lie.
+    fn lies(&self, object: &ObjectId, question: ByteRange, answer: &[u8]) -> bool {
+        let right_len = answer.len() as u64 == question.len();
+        self.map.is_unsummed()
+            && right_len
+            && self.good(object, question).as_deref() != Some(answer)
+    }
+
     /// Notes an answer that now reaches the volume.
     fn deliver(&mut self, object: &ObjectId, question: ByteRange, answer: &Result<Bytes>) {
         let right_len = answer.as_ref().is_ok_and(|bytes| bytes.len() as u64 == question.len());
@@ -259,6 +267,12 @@ impl BlockSource for FaultySource {
                 Ok(good)
             }
             Answer::Stale => Ok(state.stale(object, range)),
+        };
+        let answer = match answer {
+            Ok(bytes) if state.lies(object, range, &bytes) => {
+                Err(Error::new(ErrorKind::Corrupt, "simulated: the source has found it wrong"))
+            }
+            answer => answer,
         };
         let answer = answer.map(Bytes::from);
         state.deliver(object, range, &answer);

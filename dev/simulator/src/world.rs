@@ -45,9 +45,14 @@ impl World {
     ) -> Self {
         let source = FaultySource::new(rng.bits(), model);
         let map = Arc::clone(&model.map);
-        let volume = Volume::with_sabotage(map, source.clone(), disk.file(), limits.clone(), bug);
+        let files = (disk.file(), model.verified.then(|| disk.checksums()));
+        let volume = Volume::with_sabotage(map, source.clone(), files, limits.clone(), bug);
         Self {
-            bad_at_start: disk.bad_blocks(&model.bytes),
+            // A good block may have lost its checksum.
+            bad_at_start: match model.verified {
+                true => disk.blocks(),
+                false => disk.bad_blocks(&model.bytes),
+            },
             model: Arc::clone(model),
             disk: disk.clone(),
             source,

@@ -29,8 +29,11 @@ fn the_same_seed_is_the_same_run() {
 #[test]
 fn the_power_fails_at_every_write() {
     for seed in 0..seeds(4).min(16) {
-        let tried = crash_at_every_write(seed, 5, None).unwrap_or_else(|error| panic!("{error}"));
-        assert!(tried.writes >= 4, "{tried:?}");
-        assert!(tried.crashes > tried.writes * tried.writes, "{tried:?}");
+        for verified in [false, true] {
+            let tried = crash_at_every_write(seed, 5, verified, None);
+            let tried = tried.unwrap_or_else(|error| panic!("{error}"));
+            assert!(tried.writes >= 4, "{tried:?}");
+            assert!(tried.crashes > tried.writes * tried.writes, "{tried:?}");
+        }
     }
 }

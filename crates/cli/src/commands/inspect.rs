@@ -178,6 +178,7 @@ fn pieces<'a>(
                 codec: match entry.codec {
                     burgeon_image::Codec::Raw => "raw",
                     burgeon_image::Codec::Zstd => "zstd",
+                    burgeon_image::Codec::Verified => "verified",
                 },
                 digest: entry.digest,
             });

@@ -12,7 +12,7 @@ use burgeon_image::{
     build::{self, Options, Report},
     catalog,
 };
-use burgeon_oci::{Found, Source, Want, Work};
+use burgeon_oci::{Found, How, Source, Want, Work};
 use burgeon_source::{Access, Directory, Location, Store};
 use serde_json::json;
 
@@ -73,8 +73,15 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
         }
     };
     if let Some(report) = found.report.filter(|_| !context.json) {
-        let done = if found.in_layers { "fetched" } else { "built" };
+        let done = match found.how {
+            How::Built => "built",
+            How::Fetched => "fetched",
+            How::Listed => "listed",
+        };
         images::describe(done, &report, begun.elapsed().as_secs_f64());
+    }
+    for note in found.notes {
+        eprintln!("note: {note}");
     }
     for digest in found.unused {
         eprintln!(

@@ -80,7 +80,16 @@ impl Serving {
             .with_access(&origin.access);
         let cache = DirectFile::open(&origin.cache, map.data_range().len())?;
         let _runtime = self.runtime.enter();
-        let volume = Volume::new(Arc::new(map), objects, cache, self.limits.clone());
+        let (map, limits) = (Arc::new(map), self.limits.clone());
+        let volume = match map.is_unsummed() {
+            false => Volume::new(map, objects, cache, limits),
+            true => {
+                let checksums = origin.cache.with_file_name("checksums");
+                let len = map.data_range().len() / BLOCK_SIZE * 8;
+                let checksums = DirectFile::open_buffered(&checksums, len)?;
+                Volume::unsummed(map, objects, cache, checksums, limits)
+            }
+        };
         volumes.insert(origin, Arc::downgrade(&volume));
         Ok(volume)
     }

@@ -28,13 +28,14 @@ use std::{
 };
 
 use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectStore, Result};
+use burgeon_btrfs::Body;
 
 pub use self::xattrs::{Xattrs, of_path as xattrs_of};
 pub use self::{
     assemble::Origin,
     outside::{Pattern, by_reference, computed},
     tar::{
-        Description, Layer, LayerIndex, LayerLimits, Layers, OnDescribed, OpenLayer,
+        Description, Layer, LayerIndex, LayerLimits, Layers, Listed, OnDescribed, OpenLayer, Part,
         describe_layers, from_layers, from_tar,
     },
 };
@@ -214,6 +215,13 @@ fn pool_of(threads: usize) -> Result<rayon::ThreadPool> {
 fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {
     let Assembled { placed, mut manifest, .. } = assembled;
     manifest.tree = nodes::finish(nodes, placed, &manifest.chunk_addresses())?;
+    if manifest.is_unsummed() {
+        // A block may hold the end of what was read and the beginning of what was not.
+        manifest.block_checksums.fill(0);
+        for inode in &mut manifest.tree.inodes {
+            inode.nodatasum = matches!(inode.body, Body::Extents { .. });
+        }
+    }
     Ok(manifest)
 }
 

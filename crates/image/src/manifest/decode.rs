@@ -60,6 +60,12 @@ impl Manifest {
         Ok(Self::decode_chunks(bytes, limits)?.1)
     }
 
+    /// Whether [`Self::is_unsummed`] is true of an encoded manifest.
+    pub fn decode_is_unsummed(bytes: &[u8], limits: &Limits) -> Result<bool> {
+        let (chunks, _) = Self::decode_chunks(bytes, limits)?;
+        Ok(chunks.iter().any(|chunk| chunk.codec == Codec::Verified))
+    }
+
     /// Only the chunk table and the objects of an encoded manifest: what deduplication and the
     /// collector need to know, without the tree.
     pub(crate) fn decode_chunks(

@@ -83,7 +83,7 @@ pub struct ChunkEntry {
     pub stored: ByteRange,
     /// How they are to be read.
     pub codec: Codec,
-    /// BLAKE3 of the raw bytes.
+    /// BLAKE3 of the raw bytes; zeros for [`Codec::Verified`].
     pub digest: Digest,
 }
 
@@ -119,6 +119,12 @@ impl Manifest {
     pub fn data_range(&self) -> ByteRange {
         let blocks = (self.block_checksums.len() / self.checksum.size()) as u64;
         ByteRange::at(DATA_START, blocks * BLOCK_SIZE).unwrap_or(EMPTY)
+    }
+
+    /// Whether nobody has read all of the data: no file has checksums in btrfs then, and
+    /// [`Self::block_checksums`] are zeros.
+    pub fn is_unsummed(&self) -> bool {
+        self.chunks.iter().any(|chunk| chunk.codec == Codec::Verified)
     }
 
     /// Address of each chunk, and one past the last.

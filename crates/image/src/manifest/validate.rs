@@ -35,9 +35,18 @@ impl Manifest {
             return Err(corrupt("the block checksums are cut short"));
         }
         self.tree_of_names()?;
-        let data = self.data_range();
+        let (data, unsummed) = (self.data_range(), self.is_unsummed());
+        if unsummed && self.block_checksums.iter().any(|byte| *byte != 0) {
+            return Err(corrupt("the manifest has checksums of blocks that nobody has read"));
+        }
         for (number, inode) in self.tree.inodes.iter().enumerate() {
-            check_inode(&self.tree, inode, data).map_err(|why| {
+            let fits = check_inode(&self.tree, inode, data).and_then(|()| {
+                match unsummed && matches!(inode.body, Body::Extents { .. }) && !inode.nodatasum {
+                    true => Err("it claims to have checksums, which nobody knows"),
+                    false => Ok(()),
+                }
+            });
+            fits.map_err(|why| {
                 corrupt(format!("inode {number} ({}): {why}", path_of(&self.tree, number as u32)))
             })?;
         }
@@ -148,12 +157,17 @@ pub(super) fn chunk_table(
     for (index, chunk) in chunks.iter().enumerate() {
         let stored = chunk.stored.len();
         let stored_fits = match chunk.codec {
-            Codec::Raw => stored <= chunk.len() && stored + BLOCK_SIZE > chunk.len(),
+            Codec::Raw | Codec::Verified => {
+                stored <= chunk.len() && stored + BLOCK_SIZE > chunk.len()
+            }
             Codec::Zstd => stored < chunk.len(),
         };
         let blocks_fit = (1..=CHUNK_MAX as u64 / BLOCK_SIZE).contains(&chunk.blocks.into());
         let object_fits = (chunk.object as usize) < objects.len();
-        if !blocks_fit || !object_fits || !stored_fits || stored == 0 {
+        // Only derived objects have tables with digests of their own.
+        let source_fits = chunk.codec != Codec::Verified
+            || object_fits && objects[chunk.object as usize].as_str().starts_with("derived/");
+        if !blocks_fit || !object_fits || !stored_fits || !source_fits || stored == 0 {
             return Err(corrupt(format!("chunk {index} of the manifest is impossible: {chunk:?}")));
         }
         total += u64::from(chunk.blocks);

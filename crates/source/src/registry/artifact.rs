@@ -235,7 +235,7 @@ impl ObjectStore for Artifact {
                 format!("{object} of {name} has {size} bytes, more than the {len_max} allowed");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        let mut blob = Checked::new(self.0.registry.blob(&digest)?, digest, size);
+        let mut blob = Checked::new(self.0.registry.blob(&digest, 0)?, digest, size);
         let mut bytes = Vec::new();
         blob.read_to_end(&mut bytes)
             .map_err(|error| body_error(&format!("read {object} of {name}"), error))?;

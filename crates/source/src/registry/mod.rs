@@ -168,11 +168,13 @@ impl Registry {
         }
     }
 
-    /// The bytes of a blob, not yet checked. Waits in the thread that reads.
-    pub fn blob(&self, digest: &Digest) -> Result<impl Read + Send + use<>> {
+    /// The bytes of a blob from `offset` on, not yet checked. Waits in the thread that reads.
+    ///
+    /// Errors: `Unavailable` also for a registry that gives nothing but the whole of it.
+    pub fn blob(&self, digest: &Digest, offset: u64) -> Result<impl Read + Send + use<>> {
         let (this, path) = (self.clone(), format!("blobs/{digest}"));
         let what = format!("read {path} of {}", self.0.name);
-        web::Body::new(what.clone(), move |offset| {
+        web::Body::starting(what.clone(), offset, move |offset| {
             waiting(this.get(&what, &path, web::RETRIES, |request| web::from(request, offset)))
         })
     }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use burgeon_block::{Counter, Error, ErrorKind, Result};
 use burgeon_image::{ExtentMap, extents::LogFile};
 
-use super::checksums::FirstSeen;
+use crate::seen::FirstSeen;
 
 /// What it takes to answer a read.
 pub(super) struct Mapped<F, L> {

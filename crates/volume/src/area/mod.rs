@@ -15,7 +15,6 @@
 //! - Without its map every read is an error, and counted (`tests/area.rs`).
 //! - Computed bytes count as fetched, so that a fetch limit holds for them, too.
 
-mod checksums;
 mod file;
 mod mapped;
 
@@ -35,16 +34,14 @@ use burgeon_image::{
     extents::{CHECKSUMS_MAX, FileLog, LogFile},
 };
 
-use self::{
-    checksums::FirstSeen,
-    mapped::{Mapped, MappedSlot},
-};
+use self::mapped::{Mapped, MappedSlot};
 use crate::{
     DirectFile, Limits, Sabotage, Sound, Volume,
     fetch::{Tries, check_len},
     flights::{Cost, FlightTable},
     pool::Pool,
     seats::SeatPool,
+    seen::FirstSeen,
     volume::{Retrying, part},
 };
 
@@ -131,7 +128,7 @@ impl<S: BlockSource + 'static> VirtualArea<S, DirectFile> {
             // Sparse: 8 bytes for a block that was read.
             let checksums = folder.join("checksums");
             let first_seen = DirectFile::open_buffered(&checksums, CHECKSUMS_MAX * 8)?;
-            Ok(Mapped { map, first_seen: FirstSeen::new(first_seen) })
+            Ok(Mapped { map, first_seen: FirstSeen::new(first_seen, 0) })
         };
         let mapped = MappedSlot::open(size, Box::new(open));
         Self::over(mapped, source, open_image, limits, Sound)
@@ -154,7 +151,7 @@ where
         limits: Limits,
         sabotage: B,
     ) -> Arc<Self> {
-        let mapped = MappedSlot::of(Mapped { map, first_seen: FirstSeen::new(first_seen) });
+        let mapped = MappedSlot::of(Mapped { map, first_seen: FirstSeen::new(first_seen, 0) });
         Self::over(mapped, source, open_image, limits, sabotage)
     }
 

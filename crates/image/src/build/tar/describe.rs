@@ -3,6 +3,7 @@
 //! ```text
 //!   in parallel, while they come:  Layers::describe ── headers, and every chunk's digest and
 //!                                                      checksums, of files that may not last
+//!   or from a table of contents:   Layers::list     ── the same, but for digests and checksums
 //!   then:                          Merge            ── which files last
 //!                                  Whole            ── their chunks, one after another
 //! ```
@@ -43,9 +44,9 @@ const THREADS_MAX: usize = 4;
 
 /// What a layer is.
 pub struct Description {
-    entries: Vec<Entry>,
+    pub(super) entries: Vec<Entry>,
     /// Its nodes are entries, its layers this one.
-    assembled: Assembled,
+    pub(super) assembled: Assembled,
 }
 
 impl Layers {

@@ -53,10 +53,10 @@ impl Default for LayerLimits {
 /// Reads the headers of an image's layers.
 #[derive(Debug)]
 pub struct Layers {
-    limits: LayerLimits,
+    pub(super) limits: LayerLimits,
     entries: AtomicU64,
     names: AtomicU64,
-    unpacked: AtomicU64,
+    pub(super) unpacked: AtomicU64,
 }
 
 /// What one layer says.
@@ -118,11 +118,11 @@ impl Layers {
 }
 
 /// Adds to what is taken; `None` if that is more than `limit`.
-fn take(taken: &AtomicU64, more: u64, limit: u64) -> Option<()> {
+pub(super) fn take(taken: &AtomicU64, more: u64, limit: u64) -> Option<()> {
     (taken.fetch_add(more, Relaxed).saturating_add(more) <= limit).then_some(())
 }
 
-fn over(what: &str, limit: u64) -> Error {
+pub(super) fn over(what: &str, limit: u64) -> Error {
     let what =
         format!("the layers have more than {limit} {what}: unpack them, and build from the folder");
     Error::new(ErrorKind::Invalid, what)

@@ -3,11 +3,12 @@
 //! The archive is read as a stream, once; what it says becomes nodes at once and its data goes
 //! through the same waves as that of a directory. Invariant: a name cannot leave the tree: `..`,
 //! absolute names and names below anything but a directory are refused. (Several archives, one
-//! above the other: `layers`, and `describe`, where their data stays in them.)
+//! above the other: `layers`, and `describe` and `listed`, where their data stays in them.)
 
 mod acl;
 mod describe;
 mod layers;
+mod listed;
 mod merge;
 mod reader;
 mod records;
@@ -27,6 +28,7 @@ use rayon::prelude::*;
 pub use self::{
     describe::{Description, OnDescribed, describe_layers},
     layers::{Layer, LayerIndex, LayerLimits, Layers, OpenLayer, from_layers},
+    listed::{Listed, Part},
 };
 use self::{
     reader::{Entry, Reader, cannot_read},

@@ -1,0 +1,235 @@
+//! Layers that nobody has read: what a table of contents lists of them.
+//!
+//! ```text
+//!   Listed ── attributes ──► entry, as a header of the archive gives it
+//!          └─ data ────────► extents of chunks; digests and checksums are nobody's yet
+//! ```
+//!
+//! Addresses ascend as the layer's files do, so that what is fetched together lies together.
+//! Invariants: nothing is believed but that parts are where they are said to be; work and memory grow
+//! with the list, whatever lengths it claims.
+
+use std::collections::HashMap;
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Result};
+
+use super::{
+    super::{
+        Options, Xattrs,
+        assemble::{Assembled, Extent, Origin, Placed},
+        xattrs,
+    },
+    describe::Description,
+    layers::{Layers, over, take},
+    reader::{Entry, show},
+};
+use crate::{
+    CHUNK_MAX, Codec, FILE_MAX, corrupt,
+    manifest::{ChunkEntry, Manifest},
+};
+
+/// A file as a table of contents lists it.
+#[derive(Clone, Debug, Default)]
+pub struct Listed {
+    /// Its name in the archive.
+    pub path: Vec<u8>,
+    /// What a symlink or a hard link points at.
+    pub link: Vec<u8>,
+    /// The type, as tar writes it: `b'0'` to `b'6'`.
+    pub kind: u8,
+    /// Permissions.
+    pub mode: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Length in bytes, holes included.
+    pub size: u64,
+    /// Modification time, in seconds since 1970.
+    pub mtime_s: i64,
+    /// Nanoseconds of it.
+    pub mtime_ns: u32,
+    /// Numbers of a device.
+    pub device: (u32, u32),
+    /// Extended attributes; those that belong to no tree are left out.
+    pub xattrs: Xattrs,
+    /// Its data, in order; zeros between.
+    pub parts: Vec<Part>,
+    /// SHA-256 of its content: files that share it share their data.
+    pub digest: Option<[u8; 32]>,
+}
+
+/// Data of a listed file that lies together in its layer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Part {
+    /// Where in the file.
+    pub at: u64,
+    /// Bytes, at least one.
+    pub len: u32,
+    /// Where in what the layer unpacks to.
+    pub offset: u64,
+}
+
+impl Layers {
+    /// The layer `number` of the image, which consists of `files`, in the archive's order.
+    ///
+    /// Errors: `Corrupt` for impossible files, `Invalid` where the limits end.
+    pub fn list(&self, files: &[Listed], number: u32, options: &Options) -> Result<Description> {
+        let mut sketch = Sketch { layer: number, ..Sketch::default() };
+        let mut entries = Vec::with_capacity(files.len());
+        for file in files {
+            let entry = entry_of(file)?;
+            self.count(&entry)?;
+            self.count_data(file)?;
+            if entry.is_regular() {
+                sketch.place(entries.len() as u32, file);
+            }
+            entries.push(entry);
+        }
+        Ok(Description { entries, assembled: sketch.finish(options) })
+    }
+
+    /// Counts the data of a file, which is checked.
+    fn count_data(&self, file: &Listed) -> Result<()> {
+        let mut end = 0;
+        for part in &file.parts {
+            let stop = part.at.checked_add(part.len.into());
+            let fits = part.at >= end && part.len > 0 && stop.is_some_and(|stop| stop <= file.size);
+            let (true, Some(stop)) = (fits, stop) else {
+                return Err(corrupt(format!("the data of {} is out of order", show(&file.path))));
+            };
+            end = stop;
+            take(&self.unpacked, part.len.into(), self.limits.unpacked)
+                .ok_or_else(|| over("bytes, unpacked", self.limits.unpacked))?;
+        }
+        Ok(())
+    }
+}
+
+fn entry_of(file: &Listed) -> Result<Entry> {
+    let known = matches!(file.kind, b'0'..=b'6');
+    if !known || file.size > FILE_MAX || file.mtime_ns >= 1_000_000_000 {
+        return Err(corrupt(format!("{} of the layer is impossible", show(&file.path))));
+    }
+    let mut attributes = file.xattrs.clone();
+    attributes.retain(|(name, _)| xattrs::wanted(name));
+    attributes.sort();
+    attributes.dedup_by(|a, b| a.0 == b.0);
+    Ok(Entry {
+        path: file.path.clone(),
+        link: file.link.clone(),
+        kind: file.kind,
+        mode: file.mode & 0o7777,
+        uid: file.uid,
+        gid: file.gid,
+        size: file.size,
+        mtime_s: file.mtime_s,
+        mtime_ns: file.mtime_ns,
+        major: file.device.0,
+        minor: file.device.1,
+        xattrs: attributes,
+        ..Entry::default()
+    })
+}
+
+/// Where files' data will be.
+#[derive(Default)]
+struct Sketch {
+    layer: u32,
+    /// Length of each chunk.
+    chunks: Vec<u32>,
+    /// Length of all of them.
+    end: u64,
+    /// Whether another short piece may join the last chunk.
+    open: bool,
+    placed: Placed,
+    origins: Vec<Origin>,
+    /// Files that have been placed, by content: their extents.
+    seen: HashMap<([u8; 32], u64), std::ops::Range<usize>>,
+}
+
+impl Sketch {
+    fn place(&mut self, node: u32, file: &Listed) {
+        let content = file.digest.map(|digest| (digest, file.size));
+        if let Some(same) = content.and_then(|content| self.seen.get(&content)) {
+            let extents = &mut self.placed.extents;
+            let same: Vec<_> =
+                extents[same.clone()].iter().map(|of| Extent { node, ..*of }).collect();
+            extents.extend(same);
+            return;
+        }
+        let first = self.placed.extents.len();
+        for Part { at, len, offset } in file.parts.iter().copied() {
+            let (mut at, mut offset, end) = (at, offset, at + u64::from(len));
+            while at < end {
+                let window = at / u64::from(CHUNK_MAX) * u64::from(CHUNK_MAX);
+                let address = self.window(node, file.size, window, first);
+                let len = (end - at).min(window + u64::from(CHUNK_MAX) - at);
+                self.origins.push(Origin {
+                    at: address + (at - window),
+                    layer: self.layer,
+                    offset,
+                    len: len as u32,
+                });
+                (at, offset) = (at + len, offset + len);
+            }
+        }
+        if let Some(content) = content {
+            self.seen.insert(content, first..self.placed.extents.len());
+        }
+    }
+
+    /// Where the bytes of the file from `window` on are, which are placed now if they are not: it is the
+    /// last one that was, or a new one. The file's extents begin with `first`.
+    fn window(&mut self, node: u32, size: u64, window: u64, first: usize) -> u64 {
+        if let Some(last) = self.placed.extents[first..].last()
+            && last.file_offset == window
+        {
+            return self.end - u64::from(last.len);
+        }
+        let len = (size - window).min(u64::from(CHUNK_MAX)).next_multiple_of(BLOCK_SIZE) as u32;
+        let of_big_file = size > u64::from(CHUNK_MAX);
+        let joins = self.open
+            && !(of_big_file && window == 0)
+            && self.chunks.last().is_some_and(|last| last + len <= CHUNK_MAX);
+        if !joins {
+            self.chunks.push(0);
+        }
+        // A big file's pieces are chunks of their own, but for its end.
+        self.open = len < CHUNK_MAX;
+        let chunk = self.chunks.len() as u32 - 1;
+        let offset = self.chunks[chunk as usize];
+        self.chunks[chunk as usize] += len;
+        self.placed.extents.push(Extent { node, file_offset: window, chunk, offset, len });
+        self.end += u64::from(len);
+        self.end - u64::from(len)
+    }
+
+    fn finish(self, options: &Options) -> Assembled {
+        let mut next = 0;
+        let mut chunks = Vec::with_capacity(self.chunks.len());
+        for len in self.chunks {
+            let blocks = (u64::from(len) / BLOCK_SIZE) as u8;
+            // Below 2⁶³: data was counted.
+            let stored = ByteRange::at(next, len.into()).unwrap_or(NOWHERE);
+            let digest = Digest::from([0; Digest::LEN]);
+            chunks.push(ChunkEntry { blocks, object: 0, stored, codec: Codec::Verified, digest });
+            next += u64::from(len);
+        }
+        let checksum = options.checksum;
+        let block_checksums = vec![0; (next / BLOCK_SIZE) as usize * checksum.size()];
+        let (tree, objects) = Default::default();
+        Assembled {
+            placed: self.placed,
+            manifest: Manifest { tree, checksum, chunks, objects, block_checksums },
+            new_bytes: 0,
+            known_bytes: 0,
+            origins: self.origins,
+        }
+    }
+}
+
+const NOWHERE: ByteRange = match ByteRange::at(0, 0) {
+    Some(range) => range,
+    None => unreachable!(),
+};

@@ -1,0 +1,332 @@
+//! Tables of contents: what publishers put into a layer so that nobody has to read it first.
+//!
+//! ```text
+//!   image's manifest ─► annotations of a layer: digest of its table ─► the layer's end ─► table
+//!   table ─┬─ files, their attributes                          ─► Listed
+//!          └─ parts of files: where they are stored, SHA-256   ─► pieces of the layer
+//!
+//!   eStargz         a member of gzip with stargz.index.json; the footer says where   tar+gzip
+//!   zstd:chunked    a frame that is passed over; annotations say where               tar+zstd
+//! ```
+//!
+//! Invariants: a table is believed only by the digest that the image's manifest gives, and that
+//! manifest is pinned by its own; a table that says anything impossible is not used, and its layer is
+//! read as one without. Sources: `docs/estargz.md` of stargz-snapshotter; zstd:chunked is described
+//! in `containers-storage-zstd-chunked(5)`.
+
+use std::{collections::BTreeMap, io::Read};
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use burgeon_block::{ByteRange, Error, ErrorKind, Result};
+use burgeon_image::build::{Listed, Part, Xattrs};
+use burgeon_layer::{LayerCodec, Piece, Restarts};
+use burgeon_source::registry::Digest;
+use chrono::DateTime;
+use serde::Deserialize;
+
+use crate::{
+    document::{Contents, Layer},
+    image::Blobs,
+};
+
+/// Longest table, compressed: 64 MiB.
+const STORED_MAX: u64 = 64 << 20;
+/// Longest table: 128 MiB, half a million files in parts.
+const TABLE_MAX: u64 = 128 << 20;
+/// The end of an eStargz layer, which says where its table is.
+const FOOTER_LEN: u64 = 51;
+/// What the table of an eStargz layer is in that layer: a file.
+const STARGZ_INDEX: &str = "stargz.index.json";
+const TAR_BLOCK: usize = 512;
+
+/// What a layer's table lists.
+pub(crate) struct Table {
+    /// In the archive's order.
+    pub(crate) files: Vec<Listed>,
+    pub(crate) restarts: Restarts,
+}
+
+/// Reads the table of contents of a layer, which is at `contents`.
+///
+/// Errors: for any table that cannot be used.
+pub(crate) fn read(blobs: &Blobs, layer: &Layer, contents: &Contents) -> Result<Table> {
+    let (json, table_start, own) = match contents {
+        Contents::Stargz { digest } => {
+            let found = stargz(blobs, layer)?;
+            check(&found.json, digest)?;
+            let own = (found.stored, found.json.len());
+            (found.json, found.stored.start(), Some((own, digest.bytes())))
+        }
+        Contents::Chunked { digest, stored, len } => {
+            if stored.len() > STORED_MAX || *len > TABLE_MAX || stored.end() > layer.size {
+                return Err(unusable("it is too long, or beyond the layer's end"));
+            }
+            let mut bytes = vec![0; stored.len() as usize];
+            let mut blob = blobs.blob_from(&layer.digest, stored.start())?;
+            blob.read_exact(&mut bytes).map_err(cannot_read)?;
+            check(&bytes, digest)?;
+            let mut json = Vec::new();
+            let decoder = zstd::stream::read::Decoder::new(&bytes[..]).map_err(cannot_read)?;
+            decoder.take(*len + 1).read_to_end(&mut json).map_err(cannot_read)?;
+            (json, stored.start(), None)
+        }
+    };
+    let mut table = Parsed::of(&json)?;
+    if let Some(((stored, len), digest)) = own {
+        // The archive has it as its last file.
+        table.files.push(Listed {
+            path: STARGZ_INDEX.into(),
+            kind: b'0',
+            size: len as u64,
+            ..Listed::default()
+        });
+        let part = (stored.start(), TAR_BLOCK as u64);
+        table.chunks.push(Chunk {
+            file: table.files.len() - 1,
+            at: 0,
+            len: len as u64,
+            part,
+            digest,
+        });
+        table.ends.push(stored.end());
+    }
+    table.ends.push(table_start);
+    table.finish(layer.compression.codec(), layer.size)
+}
+
+fn check(bytes: &[u8], digest: &Digest) -> Result<()> {
+    if Digest::of(bytes) == *digest {
+        return Ok(());
+    }
+    Err(unusable("it does not match the digest that the image gives: forged, or damaged"))
+}
+
+fn unusable(why: &str) -> Error {
+    Error::new(ErrorKind::Corrupt, why)
+}
+
+fn cannot_read(error: std::io::Error) -> Error {
+    Error::with_source(ErrorKind::Corrupt, "it cannot be read", error)
+}
+
+/// The table of an eStargz layer.
+struct Stargz {
+    json: Vec<u8>,
+    stored: ByteRange,
+}
+
+fn stargz(blobs: &Blobs, layer: &Layer) -> Result<Stargz> {
+    // Most tables are shorter than that, so that one request brings both.
+    let guess = (layer.size / 256).clamp(64 << 10, 2 << 20).min(layer.size);
+    let tail_start = layer.size - guess;
+    let mut tail = vec![0; guess as usize];
+    blobs.blob_from(&layer.digest, tail_start)?.read_exact(&mut tail).map_err(cannot_read)?;
+    let footer = tail.len().checked_sub(FOOTER_LEN as usize).map(|start| &tail[start..]);
+    let start = footer.and_then(table_start).filter(|start| *start < layer.size - FOOTER_LEN);
+    let start = start.ok_or_else(|| unusable("its end is not that of an eStargz layer"))?;
+    let stored =
+        ByteRange::new(start, layer.size - FOOTER_LEN).filter(|all| all.len() <= STORED_MAX);
+    let stored = stored.ok_or_else(|| unusable("it is too long"))?;
+    let member = if start >= tail_start {
+        tail.split_off((start - tail_start) as usize)
+    } else {
+        let mut member = vec![0; stored.len() as usize];
+        blobs.blob_from(&layer.digest, start)?.read_exact(&mut member).map_err(cannot_read)?;
+        member
+    };
+    let mut unpacked = flate2::read::GzDecoder::new(&member[..]);
+    let mut header = [0; TAR_BLOCK];
+    unpacked.read_exact(&mut header).map_err(cannot_read)?;
+    let len = std::str::from_utf8(&header[124..135]).ok();
+    let len = len.and_then(|len| u64::from_str_radix(len, 8).ok()).filter(|len| *len <= TABLE_MAX);
+    let named = header.starts_with(STARGZ_INDEX.as_bytes()) && header[STARGZ_INDEX.len()] == 0;
+    let len = len.filter(|_| named).ok_or_else(|| unusable("it is not where the layer says"))?;
+    let mut json = Vec::new();
+    unpacked.take(len).read_to_end(&mut json).map_err(cannot_read)?;
+    Ok(Stargz { json, stored })
+}
+
+/// What a footer says: an empty member of gzip, with an extra field of its own.
+fn table_start(footer: &[u8]) -> Option<u64> {
+    let (head, rest) = footer.split_at_checked(16)?;
+    let (offset, rest) = rest.split_at_checked(16)?;
+    let right =
+        head[..4] == [0x1f, 0x8b, 8, 4] && head[12..14] == *b"SG" && rest.starts_with(b"STARGZ");
+    let offset = std::str::from_utf8(offset).ok().filter(|_| right)?;
+    u64::from_str_radix(offset, 16).ok()
+}
+
+#[derive(Deserialize)]
+struct Document {
+    version: u32,
+    entries: Vec<Entry>,
+}
+
+/// A file, or a further part of the one before.
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "camelCase", default)]
+struct Entry {
+    #[serde(rename = "type")]
+    kind: String,
+    name: String,
+    link_name: String,
+    mode: u32,
+    uid: u32,
+    gid: u32,
+    size: u64,
+    modtime: Option<String>,
+    dev_major: u32,
+    dev_minor: u32,
+    xattrs: Option<BTreeMap<String, String>>,
+    digest: String,
+    offset: u64,
+    end_offset: u64,
+    inner_offset: u64,
+    chunk_size: u64,
+    chunk_offset: u64,
+    chunk_digest: String,
+    chunk_type: String,
+}
+
+/// Data of a file that is stored by itself.
+struct Chunk {
+    file: usize,
+    at: u64,
+    len: u64,
+    /// Where its member begins, and how many bytes of that come before it.
+    part: (u64, u64),
+    digest: [u8; 32],
+}
+
+#[derive(Default)]
+struct Parsed {
+    files: Vec<Listed>,
+    chunks: Vec<Chunk>,
+    /// Where something else begins.
+    ends: Vec<u64>,
+}
+
+impl Parsed {
+    fn of(json: &[u8]) -> Result<Self> {
+        let document: Document = serde_json::from_slice(json)
+            .map_err(|error| Error::with_source(ErrorKind::Corrupt, "it makes no sense", error))?;
+        if document.version != 1 {
+            return Err(unusable("it is of an unknown version"));
+        }
+        let mut parsed = Self::default();
+        for entry in document.entries {
+            if entry.name.contains(char::REPLACEMENT_CHARACTER) {
+                return Err(unusable("a name in it is not what the archive has: it is no UTF-8"));
+            }
+            if entry.kind != "chunk" {
+                parsed.files.push(listed(&entry)?);
+            }
+            let chunk = matches!(entry.kind.as_str(), "reg" | "chunk");
+            let file = parsed
+                .files
+                .last()
+                .filter(|file| file.kind == b'0' && *file.path == *entry.name.as_bytes());
+            match file.map(|file| file.size) {
+                Some(size) if chunk && size > 0 => parsed.chunk(&entry, size)?,
+                None if chunk => return Err(unusable("it has a part of no file")),
+                _ => {}
+            }
+        }
+        Ok(parsed)
+    }
+
+    /// A part of the last file, which has `size` bytes.
+    fn chunk(&mut self, entry: &Entry, size: u64) -> Result<()> {
+        self.ends.extend([entry.offset, entry.end_offset]);
+        let at = entry.chunk_offset;
+        let rest = size.checked_sub(at).ok_or_else(|| unusable("a part in it is of no file"))?;
+        let len = if entry.chunk_size == 0 { rest } else { entry.chunk_size };
+        if entry.chunk_type == "zeros" {
+            return Ok(());
+        }
+        let digest = match entry.chunk_digest.as_str() {
+            "" if len == size => &entry.digest,
+            digest => digest,
+        };
+        self.chunks.push(Chunk {
+            file: self.files.len() - 1,
+            at,
+            len,
+            part: (entry.offset, entry.inner_offset),
+            digest: digest.parse::<Digest>()?.bytes(),
+        });
+        Ok(())
+    }
+
+    fn finish(mut self, codec: LayerCodec, layer_len: u64) -> Result<Table> {
+        let too_long = || unusable("a part in it is longer than 32 MiB");
+        self.ends.sort_unstable();
+        self.chunks.sort_by_key(|chunk| chunk.part);
+        let mut pieces = Vec::with_capacity(self.chunks.len());
+        for Chunk { len, part: (start, skip), digest, .. } in &self.chunks {
+            let next = self.ends.partition_point(|end| end <= start);
+            let end = self.ends.get(next).copied().unwrap_or(layer_len);
+            let stored = ByteRange::new(*start, end).ok_or_else(too_long)?;
+            let len = u32::try_from(*len).map_err(|_| too_long())?;
+            let skip = u32::try_from(*skip).map_err(|_| too_long())?;
+            pieces.push(Piece { stored, skip, len, digest: *digest });
+        }
+        let restarts = Restarts::of_pieces(codec, layer_len, pieces)?;
+        for (index, chunk) in self.chunks.iter().enumerate() {
+            let offset = restarts.piece_start(index).unwrap_or(0);
+            let part = Part { at: chunk.at, len: chunk.len as u32, offset };
+            self.files[chunk.file].parts.push(part);
+        }
+        for file in &mut self.files {
+            file.parts.sort_unstable_by_key(|part| part.at);
+        }
+        Ok(Table { files: self.files, restarts })
+    }
+}
+
+fn listed(entry: &Entry) -> Result<Listed> {
+    let kind = match entry.kind.as_str() {
+        "reg" => b'0',
+        "hardlink" => b'1',
+        "symlink" => b'2',
+        "char" => b'3',
+        "block" => b'4',
+        "dir" => b'5',
+        "fifo" => b'6',
+        other => {
+            let what = format!("it has a file of the unknown type {:.20}", other);
+            return Err(unusable(&what));
+        }
+    };
+    let mut xattrs = Xattrs::new();
+    for (name, value) in entry.xattrs.iter().flatten() {
+        let value = STANDARD.decode(value).map_err(|_| unusable("an attribute makes no sense"))?;
+        xattrs.push((name.as_bytes().into(), value.into()));
+    }
+    let (mtime_s, mtime_ns) = time(entry.modtime.as_deref())?;
+    let whole = if entry.digest.is_empty() { None } else { Some(entry.digest.parse::<Digest>()?) };
+    Ok(Listed {
+        path: entry.name.as_bytes().to_vec(),
+        link: entry.link_name.as_bytes().to_vec(),
+        kind,
+        mode: entry.mode,
+        uid: entry.uid,
+        gid: entry.gid,
+        size: if kind == b'0' { entry.size } else { 0 },
+        mtime_s,
+        mtime_ns,
+        device: (entry.dev_major, entry.dev_minor),
+        xattrs,
+        parts: Vec::new(),
+        digest: whole.filter(|_| kind == b'0').map(|digest| digest.bytes()),
+    })
+}
+
+/// Seconds and nanoseconds since 1970. No time, or the first of all, is how tar writes none.
+fn time(text: Option<&str>) -> Result<(i64, u32)> {
+    let Some(text) = text.filter(|text| !text.is_empty() && !text.starts_with("0001-01-01")) else {
+        return Ok((0, 0));
+    };
+    let time = DateTime::parse_from_rfc3339(text).map_err(|_| unusable("a time makes no sense"))?;
+    Ok((time.timestamp(), time.timestamp_subsec_nanos().min(999_999_999)))
+}
