@@ -12,7 +12,7 @@ use std::{
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_image::{
     Limits, Manifest,
-    build::{self, Layer, LayerLimits, Layers, Origin},
+    build::{self, Layer, LayerLimits, Layers, Listed, Origin, Part},
 };
 
 use burgeon_btrfs::FileExtent;
@@ -315,4 +315,95 @@ fn a_description_is_of_the_same_tree_whatever_layers_take_away() {
             assert!(extents.any(needs), "{seed}");
         }
     }
+}
+
+/// A file of a table of contents, with these parts.
+fn listed(path: &str, size: u64, parts: &[(u64, u32, u64)]) -> Listed {
+    let parts = parts.iter().map(|&(at, len, offset)| Part { at, len, offset }).collect();
+    Listed { path: path.into(), kind: b'0', mode: 0o644, size, parts, ..Listed::default() }
+}
+
+/// The image of a listed layer whose unpacked bytes are `bytes`, below an archive.
+fn list_layers(files: &[Listed], bytes: &[u8], above: &[u8]) -> Result<(Manifest, Vec<u8>)> {
+    let (_folder, store) = store();
+    let all = Layers::new(LayerLimits { unpacked: 40_000_000, ..LayerLimits::default() });
+    let layers = vec![all.list(files, 0, &options())?, all.describe(above, 1, &options())?];
+    let data = Mutex::default();
+    let object = |origins: &[Origin], len: u64| {
+        let mut object = vec![0; len as usize];
+        for Origin { at, layer, offset, len } in origins.iter().copied() {
+            let (to, from, len) = (at as usize, offset as usize, len as usize);
+            object[to..to + len].copy_from_slice(&[bytes, above][layer as usize][from..from + len]);
+        }
+        assert!(origins.is_sorted_by_key(|origin| origin.at));
+        *data.lock().unwrap() = object;
+        ObjectId::new(format!("derived/{}", "0".repeat(64)))
+    };
+    let report = build::describe_layers(&store, "listed", layers, &options(), &object)?;
+    let manifest: Manifest = load(&store, &report);
+    Ok((manifest, data.into_inner().unwrap()))
+}
+
+#[test]
+fn a_listed_layer_is_placed_without_being_read() {
+    let bytes = Rng::new(3).bytes(1_500_000);
+    let same = |path: &str| Listed { digest: Some([1; 32]), ..listed(path, 700, &[(0, 700, 5)]) };
+    let files = [
+        listed("small", 9, &[(0, 9, 100)]),
+        listed("large", 600_000, &[(0, 250_001, 200_000), (250_001, 349_999, 900_000)]),
+        // Holes at the beginning, in the middle and at the end.
+        listed("sparse", 4 << 20, &[(300_000, 5, 1000), ((2 << 20) - 1, 2, 2000)]),
+        listed("hole", 1 << 20, &[]),
+        listed("empty", 0, &[]),
+        same("same"),
+        same("again"),
+        listed("gone", 500_000, &[(0, 500_000, 0)]),
+    ];
+    let above = archive(&[file(".wh.gone", ""), file("above", &"x".repeat(5000))]);
+    let (manifest, data) = list_layers(&files, &bytes, &above).unwrap();
+    assert!(manifest.is_unsummed());
+    let at = |path: &str| paths(&manifest.tree).into_iter().find(|(p, _)| p == path.as_bytes());
+    let inode = |path: &str| &manifest.tree.inodes[at(path).unwrap().1 as usize];
+    for file in &files[..7] {
+        let path = std::str::from_utf8(&file.path).unwrap();
+        let mut expected = vec![0; file.size as usize];
+        for Part { at, len, offset } in file.parts.iter().copied() {
+            let (at, offset, len) = (at as usize, offset as usize, len as usize);
+            expected[at..at + len].copy_from_slice(&bytes[offset..offset + len]);
+        }
+        assert!(content(&manifest, &data, inode(path)) == expected, "{path}");
+    }
+    assert!(content(&manifest, &data, inode("above")) == "x".repeat(5000).into_bytes());
+    assert!(at("gone").is_none());
+    let extents = |path: &str| manifest.tree.extents_of(inode(path)).to_vec();
+    assert_eq!(extents("same"), extents("again"), "one content, one address");
+    assert!(inode("large").nodatasum && inode("above").nodatasum && !inode("empty").nodatasum);
+    // The large file, holes that are none, three of the small ones, and what lies above; not what is gone.
+    assert!(data.len() < 2_000_000, "{}", data.len());
+}
+
+#[test]
+fn impossible_lists_are_refused_at_once() {
+    let none = archive(&[]);
+    let refused = |file: Listed| list_layers(&[file], &[], &none).unwrap_err().kind();
+    for file in [
+        listed("a", 5, &[(0, 6, 0)]),
+        listed("a", 9, &[(4, 2, 0), (5, 1, 0)]),
+        listed("a", 9, &[(4, 0, 0)]),
+        listed("a", u64::MAX, &[]),
+        listed("../a", 0, &[]),
+        Listed { kind: b'x', ..listed("a", 0, &[]) },
+        Listed { mtime_ns: 1_000_000_000, ..listed("a", 0, &[]) },
+        Listed { kind: b'1', link: b"nowhere".to_vec(), ..listed("a", 0, &[]) },
+        Listed { kind: b'2', ..listed("a", 0, &[]) },
+    ] {
+        assert_eq!(refused(file.clone()), ErrorKind::Corrupt, "{file:?}");
+    }
+    // Of what is sparse only the parts count, however long the file is.
+    let (manifest, data) =
+        list_layers(&[listed("a", 1 << 60, &[(1 << 59, 5, 0)])], &[7; 5], &none).unwrap();
+    assert_eq!((data.len(), manifest.chunks.len()), (256 << 10, 1));
+    // More data than an image may have.
+    let parts: Vec<_> = (0..3).map(|n| (n << 24, 1 << 24, 0)).collect();
+    assert_eq!(refused(listed("a", 1 << 30, &parts)), ErrorKind::Invalid);
 }

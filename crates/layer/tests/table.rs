@@ -4,9 +4,10 @@
 
 use std::io::Read;
 
-use burgeon_block::ErrorKind;
-use burgeon_layer::{LayerCodec, Recorder, Restarts, Stretch, Table, TableLayer};
+use burgeon_block::{ByteRange, ErrorKind};
+use burgeon_layer::{LayerCodec, Piece, Recorder, Restarts, Stretch, Table, TableLayer};
 use proptest::prelude::*;
+use sha2::{Digest, Sha256};
 use testkit::{gzip, like_programs};
 
 fn zstd(bytes: &[u8]) -> Vec<u8> {
@@ -78,9 +79,30 @@ fn table() -> (Table, Vec<u8>) {
     let stored =
         [gzip(&like_programs(3, 700_000), 6), gzip(&like_programs(4, 2_700_000), 1)].concat();
     let (_, restarts) = recorded(&stored, LayerCodec::Gzip);
-    let layers = vec![TableLayer { digest: [1; 32], restarts: restarts.unwrap() }];
-    let stretch = |n: u64| Stretch { at: n * 8192, offset: n * 100_000, len: 6000, layer: 0 };
-    let stretches = (0..30).map(stretch).collect();
+    let mut layers = vec![TableLayer { digest: [1; 32], restarts: restarts.unwrap() }];
+    // The same bytes as pieces of a layer that was not read: its first member, and some of its second.
+    let (first, second) = (gzip(&like_programs(3, 700_000), 6), like_programs(4, 2_700_000));
+    let piece = |stored: (usize, usize), skip: usize, bytes: &[u8]| Piece {
+        stored: ByteRange::new(stored.0 as u64, stored.1 as u64).unwrap(),
+        skip: skip as u32,
+        len: bytes.len() as u32,
+        digest: Sha256::digest(bytes).into(),
+    };
+    let (cut, end) = (first.len(), stored.len());
+    let pieces = vec![
+        piece((0, cut), 0, &like_programs(3, 700_000)),
+        piece((cut, end), 9, &second[9..5009]),
+        piece((cut, end), 600_000, &second[600_000..1_300_000]),
+    ];
+    let restarts = Restarts::of_pieces(LayerCodec::Gzip, end as u64, pieces).unwrap();
+    layers.push(TableLayer { digest: [2; 32], restarts });
+    let stretch = |n: u64| Stretch {
+        at: n * 8192,
+        offset: n % 25 * 50_000,
+        len: 6000,
+        layer: (n / 25) as u32,
+    };
+    let stretches = (0..36).map(stretch).collect();
     (Table { image: [7; 32], object_len: 300_000, layers, stretches }, stored)
 }
 
@@ -101,10 +123,10 @@ fn tables_round_trip_and_other_versions_are_refused() {
         assert_eq!(Table::decode(&bytes[..len]).unwrap_err().kind(), ErrorKind::Corrupt, "{len}");
     }
     let mut far = table.clone();
-    far.stretches[29].offset = 3_395_000;
+    far.stretches[35].offset = 1_400_001;
     assert!(Table::decode(&far.encode().unwrap()).is_err());
     let mut beyond = table;
-    beyond.object_len = 230_000;
+    beyond.object_len = 292_000;
     assert!(Table::decode(&beyond.encode().unwrap()).is_err());
 }
 

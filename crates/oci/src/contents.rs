@@ -215,7 +215,8 @@ impl Parsed {
         }
         let mut parsed = Self::default();
         for entry in document.entries {
-            if entry.name.contains(char::REPLACEMENT_CHARACTER) {
+            let texts = [&entry.name, &entry.link_name];
+            if texts.iter().any(|text| text.contains(char::REPLACEMENT_CHARACTER)) {
                 return Err(unusable("a name in it is not what the archive has: it is no UTF-8"));
             }
             if entry.kind != "chunk" {

@@ -5,6 +5,8 @@
 //!                                                └──► layers: digest, size, compression
 //! ```
 
+use std::collections::HashMap;
+
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use burgeon_layer::LayerCodec;
 use burgeon_source::registry::{ARTIFACT_TYPE, DOCUMENT_MAX, Digest, MANIFEST_TYPE};
@@ -25,26 +27,8 @@ pub(crate) struct Descriptor {
     digest: String,
     size: u64,
     #[serde(default)]
-    annotations: Annotations,
+    annotations: HashMap<String, String>,
     platform: Option<Platform>,
-}
-
-#[derive(Deserialize, Clone, Default, Debug)]
-struct Annotations {
-    #[serde(rename = "org.opencontainers.image.ref.name")]
-    tag: Option<String>,
-    /// Digest of an eStargz layer's table of contents.
-    #[serde(rename = "containerd.io/snapshot/stargz/toc.digest")]
-    stargz: Option<String>,
-    /// The same of a zstd:chunked layer, compressed, and where it is; by two names each.
-    #[serde(rename = "io.github.containers.zstd-chunked.manifest-checksum")]
-    chunked: Option<String>,
-    #[serde(rename = "io.github.containers.zstd-chunked.manifest-position")]
-    chunked_at: Option<String>,
-    #[serde(rename = "io.containers.zstd-chunked.manifest-checksum")]
-    old_chunked: Option<String>,
-    #[serde(rename = "io.containers.zstd-chunked.manifest-position")]
-    old_chunked_at: Option<String>,
 }
 
 #[derive(Deserialize, Clone, Debug)]
@@ -73,23 +57,37 @@ impl Descriptor {
     }
 
     pub(crate) fn tag(&self) -> Option<&str> {
-        self.annotations.tag.as_deref()
+        self.annotation("org.opencontainers.image.ref.name")
+    }
+
+    fn annotation(&self, name: &str) -> Option<&str> {
+        self.annotations.get(name).map(String::as_str)
     }
 
     /// The table of contents of the layer, if it has one by which it can be known.
     fn contents(&self, compression: Compression) -> Option<Contents> {
-        let Annotations { stargz, chunked, chunked_at, old_chunked, old_chunked_at, .. } =
-            &self.annotations;
-        if compression == Compression::Gzip {
-            return Some(Contents::Stargz { digest: stargz.as_ref()?.parse().ok()? });
+        match compression {
+            Compression::None => None,
+            Compression::Gzip => {
+                let digest = self.annotation("containerd.io/snapshot/stargz/toc.digest")?;
+                Some(Contents::Stargz { digest: digest.parse().ok()? })
+            }
+            Compression::Zstd => {
+                // Newer programs write the longer names.
+                let value = |name: &str| {
+                    let names = ["io.github.containers", "io.containers"];
+                    let mut names = names.map(|by| format!("{by}.zstd-chunked.{name}")).into_iter();
+                    names.find_map(|name| self.annotation(&name))
+                };
+                let digest = value("manifest-checksum")?.parse().ok()?;
+                let at = value("manifest-position")?.split(':').map(|part| part.parse().ok());
+                // Offset, length, length of what it decompresses to, and the kind of table.
+                let [offset, stored, len, 1] = at.collect::<Option<Vec<u64>>>()?[..] else {
+                    return None;
+                };
+                Some(Contents::Chunked { digest, stored: ByteRange::at(offset, stored)?, len })
+            }
         }
-        let digest = chunked.as_ref().or(old_chunked.as_ref())?.parse().ok()?;
-        let at = chunked_at.as_ref().or(old_chunked_at.as_ref())?;
-        let numbers: Option<Vec<u64>> = at.split(':').map(|part| part.parse().ok()).collect();
-        // Offset, length, length of what it decompresses to, and the kind of table.
-        let [offset, stored, len, 1] = numbers?[..] else { return None };
-        let stored = ByteRange::at(offset, stored)?;
-        (compression == Compression::Zstd).then_some(Contents::Chunked { digest, stored, len })
     }
 }
 

@@ -365,10 +365,10 @@ impl Tables {
         self.refused.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn refused(&self, layer: &Digest, error: &Error) {
+    /// Notes why what is in the layer or image `digest` had to be read.
+    pub(crate) fn refused(&self, digest: &Digest, error: &Error) {
         let why = format!(
-            "the layer {layer} was read as a whole, because its table of contents cannot be used: \
-             {error}"
+            "{digest} was read as a whole, because its table of contents cannot be used: {error}"
         );
         self.refused.lock().unwrap_or_else(PoisonError::into_inner).push(why);
     }

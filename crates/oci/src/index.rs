@@ -148,7 +148,7 @@ fn make(
         };
         let object = publish_table(store, &table.encode()?, at)?;
         // Of an image all of whose layers have tables none is held.
-        if keep.is_some() && !tables.is_some_and(|tables| tables.used() == restarts.len()) {
+        if keep.is_some() && tables.is_none_or(|tables| tables.used() < restarts.len()) {
             let mut list = String::new();
             for layer in layers() {
                 list.extend([layer_object(&layer.digest.bytes())?.as_str(), "\n"]);

@@ -232,12 +232,23 @@ fn hold_or_build(
 ) -> Result<Made> {
     let tables = Tables::default();
     let of = |name, report| Made { report: Some(report), ..Made::known(name) };
-    let used = (want != Want::Whole).then_some(&tables);
-    if let (Some(own), Some(at)) = (work.own, at)
-        && let Some((name, report)) = index::hold(own, blobs, resolved, at, work, used)?
-    {
-        let how = if tables.is_used() { How::Listed } else { How::Fetched };
-        return Ok(Made { how, notes: tables.into_refused(), ..of(name, report) });
+    if let (Some(own), Some(at)) = (work.own, at) {
+        let hold = |tables| index::hold(own, blobs, resolved, at, work, tables);
+        let mut how = How::Fetched;
+        let held = match hold((want != Want::Whole).then_some(&tables)) {
+            // Each table makes sense, but not what they add up to.
+            Err(error) if error.kind() == ErrorKind::Corrupt && tables.is_used() => {
+                tables.refused(&resolved.digest, &error);
+                hold(None)
+            }
+            held => {
+                how = if tables.is_used() { How::Listed } else { how };
+                held
+            }
+        };
+        if let Some((name, report)) = held? {
+            return Ok(Made { how, notes: tables.into_refused(), ..of(name, report) });
+        }
     }
     let digest = resolved.digest.to_string();
     let report = blobs.build(resolved, store, &digest, work)?;

@@ -5,21 +5,26 @@
 
 use std::{fs, path::Path, process::Command};
 
-use burgeon_block::ErrorKind;
+use burgeon_block::{BlockSource, ErrorKind};
 use burgeon_image::{Limits, build::Options, catalog};
-use burgeon_oci::{Found, Source, Want, Work, find_or_build, index, is_whole};
-use burgeon_source::{Access, Directory, registry::Digest};
-use serde_json::Value;
-use testkit::{OciLayout, Rng};
+use burgeon_oci::{Found, How, Source, Want, Work, find_or_build, index, is_whole};
+use burgeon_source::{Access, Directory, Objects, References, Store, registry::Digest, waiting};
+use serde_json::{Value, json};
+use testkit::{Estargz, OciLayout, Rng};
 
 /// Does `what` with what it takes to work.
 fn with_work<T>(spool: &Path, what: impl FnOnce(&Work<'_>) -> T) -> T {
+    with_own(spool, None, what)
+}
+
+/// The same with a store of the host's own.
+fn with_own<T>(spool: &Path, own: Option<&Directory>, what: impl FnOnce(&Work<'_>) -> T) -> T {
     let (access, options) = (Access::default(), Options::default());
     let (fetching, building) = (|_, _| (), |_: &_| ());
     what(&Work {
         access: &access,
         spool,
-        own: None,
+        own,
         options: &options,
         fetching: &fetching,
         building: &building,
@@ -93,4 +98,97 @@ fn no_index_does_harm() {
     }
     // Whitespace and annotations are nobody's concern.
     assert!(refused > 300 && taken > 0, "{refused} refused, {taken} taken");
+}
+
+/// A value that may be anywhere in a table of contents, or nowhere.
+fn any_value(rng: &mut Rng) -> Value {
+    let texts = [
+        "",
+        "a",
+        "../a",
+        "/a",
+        "a/b",
+        ".wh.large",
+        ".wh..wh..opq",
+        "zeros",
+        "2001-01-01T00:00:00Z",
+    ];
+    let kinds = ["reg", "chunk", "dir", "symlink", "hardlink", "char", "block", "fifo", "door"];
+    match rng.below(5) {
+        0 => rng.pick(&texts).to_string().into(),
+        1 => rng.pick(&kinds).to_string().into(),
+        2 => (1u64 << rng.below(64)).into(),
+        3 => rng.below(2000).into(),
+        _ => rng.pick(&[Value::Null, json!([]), json!(-1), json!({}), json!(1.5)]).clone(),
+    }
+}
+
+/// Tables of contents that the image's publisher vouches for: used, or not, or the image is refused;
+/// and no byte is given that has not the digest which they say.
+#[test]
+fn no_table_of_contents_does_harm() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    fs::create_dir_all(path("tree/sub")).unwrap();
+    fs::write(path("tree/large"), testkit::like_programs(1, 300_000)).unwrap();
+    fs::write(path("tree/sub/small"), "small").unwrap();
+    std::os::unix::fs::symlink("large", path("tree/link")).unwrap();
+    let tar = Command::new("tar").arg("-C").arg(path("tree")).args(["-c", "."]).output().unwrap();
+    let kind = "application/vnd.oci.image.layer.v1.tar+gzip";
+    let (mut listed, mut read, mut refused) = (0, 0, 0);
+    for seed in 0..400 {
+        let mut rng = Rng::new(seed);
+        let layer = Estargz::new(&tar.stdout, 100_000, |table| {
+            for _ in 0..rng.below(4) {
+                let entries = table["entries"].as_array_mut().unwrap();
+                let number = rng.below(entries.len() as u64) as usize;
+                let entry = entries[number].as_object_mut().unwrap();
+                let mut keys: Vec<String> = entry.keys().cloned().collect();
+                keys.extend(["innerOffset", "endOffset", "chunkType", "xattrs"].map(String::from));
+                entry.insert(rng.pick(&keys).clone(), any_value(&mut rng));
+                if rng.below(8) == 0 {
+                    let twin = entries[number].clone();
+                    entries.insert(rng.below(entries.len() as u64) as usize, twin);
+                }
+            }
+        });
+        let layer = layer.unwrap();
+        let layout = path(&format!("layout-{seed}"));
+        let annotate = |manifest: &mut Value| {
+            let pin = json!({ "containerd.io/snapshot/stargz/toc.digest": layer.digest });
+            manifest["layers"][0]["annotations"] = pin;
+        };
+        OciLayout::by_hand(&layout, None, &[(kind, layer.blob)], annotate).unwrap();
+        let source = Source::parse(&format!("oci-layout:{}", layout.display())).unwrap().unwrap();
+        let own = Directory::create(path(&format!("own-{seed}"))).unwrap();
+        let found = with_own(folder.path(), Some(&own), |work| {
+            find_or_build(&own, &source, Want::Any, work)
+        });
+        match found {
+            Ok(Found::Image(found)) => {
+                let digest = catalog::resolve(&own, &found.name).unwrap().digest().unwrap();
+                match found.how {
+                    How::Listed => listed += 1,
+                    How::Fetched | How::Built => {
+                        assert!(!found.notes.is_empty(), "{seed}");
+                        read += 1;
+                    }
+                }
+                let objects = Objects::new(Store::Directory(own.clone()), References::Allow);
+                let read = |object: &_, range| waiting(objects.read(object, range));
+                let verified = catalog::verify(&own, &digest, &read, &|_, _| ()).unwrap();
+                assert!(found.how == How::Listed || verified.damage.is_empty(), "{seed}");
+            }
+            Ok(Found::Ours(name)) => panic!("{seed}: {name}"),
+            Err(error) => {
+                assert!(
+                    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Invalid),
+                    "{seed}: {error}"
+                );
+                refused += 1;
+            }
+        }
+        fs::remove_dir_all(&layout).unwrap();
+    }
+    assert!(listed > 100 && read > 100 && refused < 20, "{listed}, {read}, {refused}");
 }

@@ -55,6 +55,8 @@ pub(crate) struct CacheFile<F> {
     presence: Presence,
     /// Of an image whose map has no checksums: those of what came.
     seen: Option<FirstSeen<F>>,
+    /// Nobody could say later what the blocks are: nothing is kept.
+    blind: bool,
     /// Blocks that were in the file at open; only kept for [`Bug::TrustReopenedCache`].
     reopened: Option<Presence>,
     gate: Mutex<Gate>,
@@ -83,6 +85,7 @@ impl<F: LocalFile> CacheFile<F> {
             file,
             data,
             presence: Presence::new(blocks),
+            blind: map.is_unsummed() && seen.is_none(),
             seen: seen.map(|seen| FirstSeen::new(seen, map.identity())),
             reopened: trust,
             gate: Mutex::new(Gate::Open),
@@ -92,7 +95,7 @@ impl<F: LocalFile> CacheFile<F> {
             write_errors: Counter::default(),
             uncached_chunks: Counter::default(),
         };
-        if cache.find_blocks(blocks).is_err() {
+        if !cache.blind && cache.find_blocks(blocks).is_err() {
             cache.read_errors.add(1);
             cache.presence.clear(0..blocks);
         }
@@ -211,6 +214,9 @@ impl<F: LocalFile> CacheFile<F> {
 
     /// Whether a write may be tried now.
     pub(crate) fn may_write(&self) -> bool {
+        if self.blind {
+            return false;
+        }
         match &*self.gate() {
             Gate::Open => true,
             Gate::Paused { until, .. } => Instant::now() >= *until,

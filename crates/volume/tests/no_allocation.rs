@@ -9,15 +9,19 @@ use std::sync::Arc;
 use burgeon_block::{BlockDevice, Digest, Pages, TryRead};
 use burgeon_image::{Content, ExtentWriter, Mapping, Source};
 use burgeon_volume::{LazyDevice, Limits, VirtualArea};
-use common::{DATA_START, setup};
+use common::{DATA_START, Setup, setup, setup_with, unsummed_image};
 
 #[global_allocator]
 static ALLOCATOR: counting::Counting = counting::Counting;
 
 #[test]
 fn hits_and_zeros_and_superblocks_allocate_nothing() {
+    hits_allocate_nothing(setup());
+    hits_allocate_nothing(setup_with(unsummed_image(1), Limits::default()));
+}
+
+fn hits_allocate_nothing(setup: Setup) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let setup = setup();
     let all = setup.volume.map().data_range();
     runtime.block_on(async {
         setup.read(all).await.unwrap();

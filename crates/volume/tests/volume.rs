@@ -6,7 +6,10 @@ use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, LocalFile, TryRead};
 use burgeon_volume::{CacheState, Limits, Room, Volume};
-use common::{CHUNKS, DATA_START, Fault, Setup, image, image_at, open, setup, setup_with};
+use common::{
+    CHUNKS, DATA_START, Fault, Setup, cache_file, image, image_at, open, setup, setup_with,
+    unsummed_image,
+};
 
 fn all(setup: &Setup) -> ByteRange {
     setup.volume.map().data_range()
@@ -319,4 +322,42 @@ fn volumes_and_their_reads_are_send() {
         send(&volume.read(range, &mut buf, counters));
     }
     let _: fn(&Arc<Volume<_, _>>, ByteRange, &Counters) = check;
+}
+
+#[tokio::test]
+async fn an_image_without_checksums_has_those_of_what_came() {
+    let setup = setup_with(unsummed_image(1), Limits::default());
+    setup.read(all(&setup)).await.unwrap();
+    setup.settle().await;
+    let came = setup.source.reads();
+    setup.read(all(&setup)).await.unwrap();
+    // Also after it was opened anew, and whatever became of the cache.
+    let reopen = || open(&setup.dir, &setup.image, &setup.source, Limits::default());
+    let reread = async |volume: &Arc<common::TestVolume>| {
+        common::read(volume, &setup.image, all(&setup), &setup.counters).await.unwrap();
+        while volume.status().flights > 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    reread(&reopen()).await;
+    assert_eq!(setup.source.reads(), came);
+    let file = cache_file(&setup.dir, &setup.image);
+    file.write_at(5 * BLOCK_SIZE, &[1; BLOCK_SIZE as usize]).unwrap();
+    reread(&reopen()).await;
+    assert_eq!(setup.source.reads(), came + 1);
+    assert_eq!(setup.counters.cache_corrupt_blocks.get(), 1);
+    // Of another image's cache nothing is believed, though its checksums came with it.
+    let other = unsummed_image(2);
+    let source = common::Source::of(&other);
+    let swapped = open(&setup.dir, &other, &source, Limits::default());
+    common::read(&swapped, &other, other.map.data_range(), &setup.counters).await.unwrap();
+    assert_eq!(source.reads(), CHUNKS.len() as u64);
+    // Without a file for them nothing is cached, and everything is right.
+    let (map, file) = (Arc::clone(&setup.image.map), cache_file(&setup.dir, &setup.image));
+    let without = Volume::new(map, setup.source.clone(), file, Limits::default());
+    for _ in 0..2 {
+        let before = setup.source.reads();
+        reread(&without).await;
+        assert_eq!(setup.source.reads(), before + CHUNKS.len() as u64);
+    }
 }

@@ -6,7 +6,7 @@
 //!   compare ── original ≟ copy, entry by entry ◄────────────────────┘      │
 //!   space   ── a private mount namespace a thread, a folder of its own ────┤
 //!   fio, pattern ── load with verification                                 │
-//!   images, layers ── ordinary container images, of umoci and by hand ──────┤
+//!   images, layers, estargz ── ordinary container images, of umoci and by hand ┤
 //!   btrfs   ── what stock tools and the kernel say about a mount ──────────┤
 //!   net ── real servers on loopback, a proxy that spoils what they say
 //!   Drop    ── unmounts, shuts down, and *fails the test* if anything is left behind
@@ -19,6 +19,7 @@ mod btrfs;
 mod burgeon;
 mod compare;
 mod debian;
+mod estargz;
 mod fio;
 mod images;
 mod layers;
@@ -35,6 +36,7 @@ pub use btrfs::{btrfs_check, btrfs_devices, drop_caches, reflink, snapshot};
 pub use burgeon::{Burgeon, Finished};
 pub use compare::{Comparison, compare};
 pub use debian::debian_root;
+pub use estargz::Estargz;
 pub use fio::{Fio, FioResult};
 pub use images::{OciLayout, skopeo_copy};
 pub use layers::{gzip, like_programs};

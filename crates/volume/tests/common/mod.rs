@@ -74,6 +74,17 @@ pub(crate) fn image_with(seed: u64, object: &str, damage: impl Fn(&mut Manifest)
     Image { map, bytes, packs: vec![(object, stored)] }
 }
 
+/// An image whose source verifies some of its chunks, so that nobody knows their checksums.
+pub(crate) fn unsummed_image(seed: u64) -> Image {
+    image_with(seed, &format!("derived/{}", "0".repeat(64)), |manifest| {
+        for chunk in manifest.chunks.iter_mut().filter(|chunk| chunk.codec == Codec::Raw) {
+            chunk.codec = Codec::Verified;
+            chunk.digest = Digest::from([0; 32]);
+        }
+        manifest.block_checksums.fill(0);
+    })
+}
+
 pub(crate) fn image(seed: u64) -> Image {
     image_at(seed, "packs/test")
 }
@@ -202,8 +213,13 @@ pub(crate) fn open(
     source: &Source,
     limits: Limits,
 ) -> Arc<TestVolume> {
-    let file = cache_file(dir, image);
-    Volume::new(Arc::clone(&image.map), source.clone(), file, limits)
+    let (map, file) = (Arc::clone(&image.map), cache_file(dir, image));
+    if map.is_unsummed() {
+        let len = image.bytes.len() as u64 / BLOCK_SIZE * 8;
+        let checksums = DirectFile::open_buffered(&dir.path().join("checksums"), len).unwrap();
+        return Volume::unsummed(map, source.clone(), file, checksums, limits);
+    }
+    Volume::new(map, source.clone(), file, limits)
 }
 
 pub(crate) fn cache_file(dir: &tempfile::TempDir, image: &Image) -> DirectFile {

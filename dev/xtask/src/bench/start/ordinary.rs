@@ -38,12 +38,14 @@ struct Format {
     tag: &'static str,
     /// What a start with a profile is held against.
     aim: Aim,
+    /// Whether it has a table of contents, by which it is mounted at first sight.
+    listed: bool,
 }
 
 const FORMATS: [Format; 3] = [
-    Format { name: "gzip", tag: "gzip", aim: Aim::None },
-    Format { name: "zstd:chunked", tag: "zstd", aim: Aim::AtMost(1.2) },
-    Format { name: "eStargz", tag: "estargz", aim: Aim::None },
+    Format { name: "gzip", tag: "gzip", aim: Aim::None, listed: false },
+    Format { name: "zstd:chunked", tag: "zstd", aim: Aim::AtMost(1.2), listed: true },
+    Format { name: "eStargz", tag: "estargz", aim: Aim::None, listed: true },
 ];
 
 pub(super) struct Ordinary<'a> {
@@ -51,6 +53,8 @@ pub(super) struct Ordinary<'a> {
     registry: Registry,
     /// An installation near to the registry.
     publisher: Burgeon,
+    /// Another one, which has no index.
+    reader: Burgeon,
     /// The digest of each format's index.
     indexes: Vec<String>,
     /// Where the layer in gzip is in the registry.
@@ -70,6 +74,7 @@ impl<'a> Ordinary<'a> {
         run("cp", &["-r", &images.to_string_lossy(), &served.to_string_lossy()])?;
         let registry = Registry::start(&served, None)?;
         let publisher = Burgeon::new(&stage.bench.program, stage.bench.path("start-publisher"));
+        let reader = Burgeon::new(&stage.bench.program, stage.bench.path("start-reader"));
         let mut indexes = Vec::new();
         for format in &FORMATS {
             let image = format!("oci://{}/{NAME}:{}", registry.address(), format.tag);
@@ -87,15 +92,21 @@ impl<'a> Ordinary<'a> {
         let config = digest(&document("manifests/estargz")?["config"]["digest"])?;
         let chain = digest(&document(&format!("blobs/{config}"))?["rootfs"]["diff_ids"][0])?;
         let layer = format!("v2/{NAME}/blobs/{layer}");
-        Ok(Self { stage, registry, publisher, indexes, layer, stargz: Stargz::make(stage)?, chain })
+        let stargz = Stargz::make(stage)?;
+        Ok(Self { stage, registry, publisher, reader, indexes, layer, stargz, chain })
     }
 
     pub(super) fn measure(&self, program: &Program, table: &mut Table) -> Result<()> {
-        let profiles = (0..FORMATS.len()).map(|format| self.record(program, format));
+        let record = |by, label| move |format| self.record(program, format, by, label);
+        let profiles = (0..FORMATS.len()).map(record(&self.publisher, "indexed"));
         let profiles = profiles.collect::<Result<Vec<_>>>()?;
+        let of_tables = (0..FORMATS.len()).map(record(&self.reader, "listed"));
+        let of_tables = of_tables.collect::<Result<Vec<_>>>()?;
         let [mut unpacked, mut first_sight, mut stargz] = [(); 3].map(|()| Starts::default());
         let mut lazy = FORMATS.map(|_| Starts::default());
         let mut led = FORMATS.map(|_| Starts::default());
+        // Without an index, by the table of contents; without and with a profile.
+        let mut listed = FORMATS.map(|_| [(); 2].map(|()| Starts::default()));
         for _ in 0..self.stage.bench.options.rounds {
             let server = self.registry.address();
             unpacked.0.push(self.stage.unpack(program, server, &self.layer, "gzip -dc")?);
@@ -103,6 +114,13 @@ impl<'a> Ordinary<'a> {
             for (format, profile) in profiles.iter().enumerate() {
                 lazy[format].0.push(self.indexed(Some(program), format, "none")?.0);
                 led[format].0.push(self.indexed(Some(program), format, profile)?.0);
+                let profiles = ["none", of_tables[format].as_str()];
+                for (starts, profile) in listed[format].iter_mut().zip(profiles) {
+                    if FORMATS[format].listed {
+                        let options = ["--profile", profile];
+                        starts.0.push(self.mount(Some(program), format, &options)?.0);
+                    }
+                }
             }
             let link = self.stage.link(server)?;
             let image = (&*format!("{NAME}:estargz"), &*self.chain);
@@ -114,7 +132,15 @@ impl<'a> Ordinary<'a> {
         let ratio = first_sight.seconds() / unpacked.seconds();
         table.row("gzip, first sight ÷ download and unpack", ratio, "x", Aim::AtMost(1.0), "");
         for (format, profile) in profiles.iter().enumerate() {
-            let Format { name, aim, .. } = FORMATS[format];
+            let Format { name, aim, listed: is_listed, .. } = FORMATS[format];
+            if is_listed {
+                let [alone, led] = &listed[format];
+                alone.row(table, &format!("{name}, at first sight, no profile"));
+                led.row(table, &format!("{name}, at first sight, profile"));
+                let ratio = alone.seconds() / unpacked.seconds();
+                let what = format!("{name}, first sight ÷ download and unpack");
+                table.row(what, ratio, "x", Aim::AtMost(0.3), "");
+            }
             let (_, needed) = self.indexed(None, format, profile)?;
             let note = format!("{:.1} MiB needed", mib(needed));
             lazy[format].row(table, &format!("{name}, indexed, no profile"));
@@ -156,11 +182,17 @@ impl<'a> Ordinary<'a> {
         Ok((start, link.bytes()))
     }
 
-    /// The profile of one start from an indexed image.
-    fn record(&self, program: &Program, format: usize) -> Result<String> {
+    /// The profile of one start from an image of the installation `by`.
+    fn record(
+        &self,
+        program: &Program,
+        format: usize,
+        by: &Burgeon,
+        label: &str,
+    ) -> Result<String> {
         let name = format!("oci://{}/{NAME}:{}", self.registry.address(), FORMATS[format].tag);
-        let recorded = self.stage.record(program, &self.publisher, &name)?;
-        let kept = self.stage.bench.path(&format!("recorded-{}", FORMATS[format].tag));
+        let recorded = self.stage.record(program, by, &name)?;
+        let kept = self.stage.bench.path(&format!("{label}-{}", FORMATS[format].tag));
         fs::rename(recorded, &kept)?;
         Ok(kept.to_string_lossy().into_owned())
     }
