@@ -1,5 +1,7 @@
 //! A hit allocates nothing: the server must answer them when there is no memory to be had.
 
+#![allow(clippy::unwrap_used)] // helpers of tests
+
 mod common;
 #[path = "common/counting.rs"]
 mod counting;
