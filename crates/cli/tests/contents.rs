@@ -267,10 +267,13 @@ fn what_rots_in_the_cache_is_fetched_again() {
     // Gone as a whole, they say nothing, and nothing is believed.
     fs::remove_file(image.join("checksums")).unwrap();
     read();
-    // Whoever cannot fetch has an error then, and no other bytes.
-    let file = fs::File::options().write(true).open(image.join("cache")).unwrap();
-    file.set_len(0).unwrap();
-    fs::rename(space.path("chunked"), space.path("moved")).unwrap();
+    // Where the layer is another one by then there is an error, and no other bytes.
+    fs::File::options().write(true).open(image.join("cache")).unwrap().set_len(0).unwrap();
+    for blob in fs::read_dir(space.path("chunked/blobs/sha256")).unwrap().flatten() {
+        let len = blob.metadata().unwrap().len();
+        let file = fs::File::options().write(true).open(blob.path()).unwrap();
+        file.write_all_at(&vec![0; len as usize / 2], len / 4).unwrap();
+    }
     let name = names(&burgeon).into_iter().find(|name| name.ends_with("/contents")).unwrap();
     let mounted = burgeon.mount(&name, &space.path("at"), &["--read-only"]);
     let error = fs::read(mounted.path().join("large")).unwrap_err();
