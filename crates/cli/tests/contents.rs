@@ -158,6 +158,27 @@ fn lives(space: &Space, source: &str, unpacked: &Path) {
     let [listed] = &names(&burgeon)[..] else { panic!("{:?}", names(&burgeon)) };
     let whole = listed.strip_suffix("/contents").unwrap();
     burgeon.ok(&["verify", listed]);
+    // An index goes before it, and writes that were made on it go on.
+    let writes = ["--writes", "kept", "--write-limit", "256M"];
+    let mounted = burgeon.mount(source, at.as_ref(), &writes);
+    fs::write(mounted.path().join("written"), "kept").unwrap();
+    fs::write(mounted.path().join("large"), "kept").unwrap();
+    burgeon.umount(mounted);
+    burgeon.ok(&["index", source]);
+    let mounted = burgeon.mount(source, at.as_ref(), &["--read-only"]);
+    let said = burgeon.ok(&["status"]);
+    assert!(said.contains(&format!("{whole}/index")) && !said.contains(listed), "{said}");
+    compare(unpacked, mounted.path()).unwrap().assert_same();
+    burgeon.umount(mounted);
+    let mounted = burgeon.mount(source, at.as_ref(), &writes);
+    for name in ["written", "large"] {
+        assert_eq!(fs::read_to_string(mounted.path().join(name)).unwrap(), "kept");
+    }
+    let (is, was) = (mounted.path().join("folder/7"), unpacked.join("folder/7"));
+    assert!(fs::read(is).unwrap() == fs::read(was).unwrap());
+    burgeon.umount(mounted);
+    burgeon.ok(&["writes", "rm", "kept"]);
+    burgeon.ok(&["rm", &format!("{whole}/index")]);
     // All of it is another thing; what is there by then is found first.
     burgeon.ok(&["pull", "--eager", source]);
     assert!(names(&burgeon).iter().any(|name| name == whole), "{:?}", names(&burgeon));
@@ -368,7 +389,7 @@ fn a_table_that_is_forged_or_impossible_is_not_used() {
     mounts(other, Some("does not match the digest"));
     // The publisher vouches for these, but they cannot be.
     type Lie = fn(&mut Value);
-    let lies: [(&str, Lie); 12] = [
+    let lies: [(&str, Lie); 14] = [
         ("unknown version", |table| table["version"] = 2.into()),
         ("makes no sense", |table| table["entries"] = 5.into()),
         ("unknown type", |table| table["entries"][0]["type"] = "door".into()),
@@ -377,7 +398,12 @@ fn a_table_that_is_forged_or_impossible_is_not_used() {
         ("no digest", |table| table["entries"][1]["chunkDigest"] = "md5:1".into()),
         ("32 MiB", |table| table["entries"][0]["offset"] = (1u64 << 40).into()),
         ("longer than 32 MiB", |table| table["entries"][2]["chunkSize"] = (1u64 << 40).into()),
-        ("is out of order", |table| table["entries"][1]["chunkOffset"] = 5.into()),
+        ("out of order", |table| table["entries"][1]["chunkOffset"] = 5.into()),
+        ("lists 200000 bytes", |table| drop(table["entries"].as_array_mut().unwrap().remove(2))),
+        ("is a hard link to", |table| {
+            let link = json!({ "name": "forged", "type": "hardlink", "linkName": "nowhere" });
+            table["entries"].as_array_mut().unwrap().push(link);
+        }),
         ("a time", |table| table["entries"][0]["modtime"] = "yesterday".into()),
         ("attribute", |table| table["entries"][0]["xattrs"] = json!({ "user.a": "%" })),
         ("impossible", |table| table["entries"][0]["size"] = u64::MAX.into()),

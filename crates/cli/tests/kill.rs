@@ -351,8 +351,12 @@ fn a_live_mount_whose_record_is_damaged_is_left_alone() {
     };
     let folder = folders().remove(0);
     fs::write(folder.join("mount.json"), "{").unwrap();
-    let found = burgeon.run(&["doctor"]);
-    assert!(found.code == Some(1) && found.stdout.contains("unmount it"), "{found:#?}");
+    // A server that is dying may still be reached.
+    let is_found = || {
+        let found = burgeon.run(&["doctor"]);
+        found.code == Some(1) && found.stdout.contains("unmount it")
+    };
+    assert!(wait_until(PATIENCE, is_found), "{:#?}", burgeon.run(&["doctor"]));
     // Any start of the daemon clears up after mounts that are gone; this one is not.
     let other = space.path("other");
     let mounted_other = burgeon.mount("sample", &other, &["--read-only"]);

@@ -141,7 +141,7 @@ impl Plan {
         wanted: &SproutRequest,
         record: Record,
     ) -> Result<Self> {
-        if record.image != request.image {
+        if image_of(&record.image) != image_of(&request.image) {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
@@ -302,4 +302,13 @@ fn new_sprout(state: &StateDir, wanted: &SproutRequest, path: PathBuf) -> Result
         is_new: true,
         record: None,
     })
+}
+
+/// The image that a name stands for: an ordinary one has several names, as it is known as a whole, by
+/// an index or by tables of contents, and writes go on with what they were made on.
+fn image_of(name: &str) -> &str {
+    match name.split_once('/') {
+        Some((digest, _)) if digest.starts_with("sha256:") => digest,
+        _ => name,
+    }
 }

@@ -319,7 +319,9 @@ fn a_description_is_of_the_same_tree_whatever_layers_take_away() {
 
 /// A file of a table of contents, with these parts.
 fn listed(path: &str, size: u64, parts: &[(u64, u32, u64)]) -> Listed {
-    let parts = parts.iter().map(|&(at, len, offset)| Part { at, len, offset }).collect();
+    let digest = |offset| *Digest::of(&u64::to_le_bytes(offset)).as_bytes();
+    let part = |&(at, len, offset)| Part { at, len, offset, digest: digest(offset) };
+    let parts = parts.iter().map(part).collect();
     Listed { path: path.into(), kind: b'0', mode: 0o644, size, parts, ..Listed::default() }
 }
 
@@ -347,7 +349,6 @@ fn list_layers(files: &[Listed], bytes: &[u8], above: &[u8]) -> Result<(Manifest
 #[test]
 fn a_listed_layer_is_placed_without_being_read() {
     let bytes = Rng::new(3).bytes(1_500_000);
-    let same = |path: &str| Listed { digest: Some([1; 32]), ..listed(path, 700, &[(0, 700, 5)]) };
     let files = [
         listed("small", 9, &[(0, 9, 100)]),
         listed("large", 600_000, &[(0, 250_001, 200_000), (250_001, 349_999, 900_000)]),
@@ -355,8 +356,9 @@ fn a_listed_layer_is_placed_without_being_read() {
         listed("sparse", 4 << 20, &[(300_000, 5, 1000), ((2 << 20) - 1, 2, 2000)]),
         listed("hole", 1 << 20, &[]),
         listed("empty", 0, &[]),
-        same("same"),
-        same("again"),
+        listed("same", 700, &[(0, 700, 5)]),
+        listed("again", 700, &[(0, 700, 5)]),
+        listed("similar", 701, &[(0, 700, 5)]),
         listed("gone", 500_000, &[(0, 500_000, 0)]),
     ];
     let above = archive(&[file(".wh.gone", ""), file("above", &"x".repeat(5000))]);
@@ -364,10 +366,10 @@ fn a_listed_layer_is_placed_without_being_read() {
     assert!(manifest.is_unsummed());
     let at = |path: &str| paths(&manifest.tree).into_iter().find(|(p, _)| p == path.as_bytes());
     let inode = |path: &str| &manifest.tree.inodes[at(path).unwrap().1 as usize];
-    for file in &files[..7] {
+    for file in &files[..8] {
         let path = std::str::from_utf8(&file.path).unwrap();
         let mut expected = vec![0; file.size as usize];
-        for Part { at, len, offset } in file.parts.iter().copied() {
+        for Part { at, len, offset, .. } in file.parts.iter().copied() {
             let (at, offset, len) = (at as usize, offset as usize, len as usize);
             expected[at..at + len].copy_from_slice(&bytes[offset..offset + len]);
         }
@@ -377,6 +379,7 @@ fn a_listed_layer_is_placed_without_being_read() {
     assert!(at("gone").is_none());
     let extents = |path: &str| manifest.tree.extents_of(inode(path)).to_vec();
     assert_eq!(extents("same"), extents("again"), "one content, one address");
+    assert_ne!(extents("same"), extents("similar"));
     assert!(inode("large").nodatasum && inode("above").nodatasum && !inode("empty").nodatasum);
     // The large file, holes that are none, three of the small ones, and what lies above; not what is gone.
     assert!(data.len() < 2_000_000, "{}", data.len());
@@ -403,7 +406,38 @@ fn impossible_lists_are_refused_at_once() {
     let (manifest, data) =
         list_layers(&[listed("a", 1 << 60, &[(1 << 59, 5, 0)])], &[7; 5], &none).unwrap();
     assert_eq!((data.len(), manifest.chunks.len()), (256 << 10, 1));
-    // More data than an image may have.
+    // More data than an image may have; also of bytes that lie far apart, or of one place.
     let parts: Vec<_> = (0..3).map(|n| (n << 24, 1 << 24, 0)).collect();
     assert_eq!(refused(listed("a", 1 << 30, &parts)), ErrorKind::Invalid);
+    let parts: Vec<_> = (0..200).map(|n| (n << 18, 1, 0)).collect();
+    assert_eq!(refused(listed("a", 1 << 30, &parts)), ErrorKind::Invalid);
+    // Of a list that was refused nothing counts.
+    let all = Layers::new(LayerLimits { entries: 2, ..LayerLimits::default() });
+    let files = ["a", "b", "c"].map(|path| listed(path, 0, &[]));
+    for _ in 0..3 {
+        assert!(all.list(&files, 0, &options()).is_err());
+    }
+    all.list(&files[..2], 0, &options()).unwrap();
+    assert!(all.list(&files[..1], 0, &options()).is_err());
+}
+
+#[test]
+fn a_manifest_without_checksums_claims_none() {
+    let bytes = Rng::new(3).bytes(5000);
+    let none = archive(&[]);
+    let (sound, _) = list_layers(&[listed("a", 5000, &[(0, 5000, 0)])], &bytes, &none).unwrap();
+    sound.validate(&Limits::default()).unwrap();
+    type Lie = fn(&mut Manifest);
+    let lies: [Lie; 4] = [
+        |manifest| manifest.block_checksums[5] = 1,
+        |manifest| manifest.tree.inodes.last_mut().unwrap().nodatasum = false,
+        |manifest| manifest.objects[0] = ObjectId::new("computed/zeros").unwrap(),
+        |manifest| manifest.chunks[0].digest = Digest::of(b"x"),
+    ];
+    for (number, lie) in lies.into_iter().enumerate() {
+        let mut manifest = sound.clone();
+        lie(&mut manifest);
+        let error = manifest.validate(&Limits::default()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{number}: {error}");
+    }
 }

@@ -23,6 +23,9 @@ use crate::{
     restart::{SPAN_MAX, SPAN_MIN, read},
 };
 
+/// Bytes that are unpacked for each byte of a layer's pieces, at most.
+const WORK_MAX: u64 = 4;
+
 /// A part of a layer that a table of contents lists.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Piece {
@@ -52,8 +55,8 @@ impl Restarts {
     /// Errors: `Invalid` for pieces that are none, not in order, outside the layer or too long.
     pub fn of_pieces(codec: LayerCodec, len: u64, pieces: Vec<Piece>) -> Result<Self> {
         let pieces = Pieces::new(len, pieces).ok_or_else(|| {
-            let what =
-                "the pieces of a layer are out of order, outside of it, or longer than 32 MiB";
+            let what = "parts of the layer are out of order, outside of it, longer than 32 MiB, or \
+                        hidden in what is much longer than they are";
             Error::new(ErrorKind::Invalid, what)
         })?;
         let unpacked = pieces.starts.last().copied().unwrap_or(0);
@@ -72,8 +75,8 @@ impl Pieces {
         let mut starts = Vec::with_capacity(pieces.len() + 1);
         let (mut spans, mut at, mut span) = (Vec::new(), 0u64, (0, 0));
         // What it takes to unpack the span so far: pieces may share a member, or lie far inside of one.
-        let mut work = 0;
-        let mut before = (0, 0, 0);
+        let (mut work, mut all_work) = (0, 0u64);
+        let mut before = (0, 0, 0, 0);
         for (index, piece) in (0..).zip(&pieces) {
             let Piece { stored, skip, len: unpacked, .. } = *piece;
             let order = (stored.start(), skip, stored.end());
@@ -83,9 +86,16 @@ impl Pieces {
             if !after || stored.end() > len || unpacked == 0 || longest > SPAN_MAX {
                 return None;
             }
-            before = order;
+            // Of pieces of one member the last is unpacked, and the others with it.
+            let shared = match index > 0 && before.0 == order.0 {
+                true => u64::from(before.1) + before.3,
+                false => 0,
+            };
+            before = (order.0, order.1, order.2, u64::from(unpacked));
             let (span_stored, span_at) = span;
-            work += inside;
+            let more = inside.saturating_sub(shared);
+            work += more;
+            all_work = all_work.saturating_add(more);
             if index == 0
                 || at - span_at >= SPAN_MIN
                 || stored.end() - span_stored > SPAN_MIN
@@ -99,7 +109,9 @@ impl Pieces {
             at = at.checked_add(unpacked.into())?;
         }
         starts.push(at);
-        Some(Self { pieces, starts, spans })
+        // Those who make layers leave little out between pieces.
+        let likely = at.saturating_mul(WORK_MAX).saturating_add(SPAN_MAX);
+        (all_work <= likely).then_some(Self { pieces, starts, spans })
     }
 
     /// The span that holds `offset`, which is below the layer's end.
@@ -164,6 +176,10 @@ fn begin(codec: LayerCodec, member: &[u8], len: u64) -> io::Result<Vec<u8>> {
         LayerCodec::Plain => Ok(member[..member.len().min(len as usize)].to_vec()),
         LayerCodec::Gzip => read(Gunzip::new(member, None), len),
         LayerCodec::Zstd => {
+            // A frame that is the piece needs no window of its own.
+            if let Ok(bytes) = zstd::bulk::decompress(member, len as usize) {
+                return Ok(bytes);
+            }
             let mut bytes = Vec::with_capacity(len as usize);
             zstd::stream::read::Decoder::with_buffer(member)?.take(len).read_to_end(&mut bytes)?;
             Ok(bytes)

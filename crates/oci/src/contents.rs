@@ -14,7 +14,7 @@
 //! read as one without. Sources: `docs/estargz.md` of stargz-snapshotter; zstd:chunked is described
 //! in `containers-storage-zstd-chunked(5)`.
 
-use std::{collections::BTreeMap, io::Read};
+use std::{collections::BTreeMap, fmt, io::Read};
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
@@ -22,7 +22,10 @@ use burgeon_image::build::{Listed, Part, Xattrs};
 use burgeon_layer::{LayerCodec, Piece, Restarts};
 use burgeon_source::registry::Digest;
 use chrono::DateTime;
-use serde::Deserialize;
+use serde::{
+    Deserialize, Deserializer,
+    de::{SeqAccess, Visitor},
+};
 
 use crate::{
     document::{Contents, Layer},
@@ -31,8 +34,11 @@ use crate::{
 
 /// Longest table, compressed: 64 MiB.
 const STORED_MAX: u64 = 64 << 20;
-/// Longest table: 128 MiB, half a million files in parts.
+/// Longest table: 128 MiB, half a million files in parts. (That of eStargz is a part itself, which may
+/// have 32 MiB.)
 const TABLE_MAX: u64 = 128 << 20;
+/// Entries of a table, as of all layers of an image that are read.
+const ENTRIES_MAX: usize = 4 << 20;
 /// The end of an eStargz layer, which says where its table is.
 const FOOTER_LEN: u64 = 51;
 /// What the table of an eStargz layer is in that layer: a file.
@@ -46,51 +52,64 @@ pub(crate) struct Table {
     pub(crate) restarts: Restarts,
 }
 
-/// Reads the table of contents of a layer, which is at `contents`.
+/// A table as it is stored.
+pub(crate) struct Stored {
+    bytes: Vec<u8>,
+    /// Where in the layer.
+    at: ByteRange,
+}
+
+/// Fetches the table of contents of a layer, which is at `contents`.
+///
+/// Errors: for any table that cannot be had.
+pub(crate) fn fetch(blobs: &Blobs, layer: &Layer, contents: &Contents) -> Result<Stored> {
+    let at = match contents {
+        Contents::Stargz { .. } => return stargz(blobs, layer),
+        Contents::Chunked { stored, .. } => *stored,
+    };
+    if at.len() > STORED_MAX || at.end() > layer.size {
+        return Err(unusable("it is too long, or beyond the layer's end"));
+    }
+    let mut bytes = vec![0; at.len() as usize];
+    let mut blob = blobs.blob_from(&layer.digest, at.start())?;
+    blob.read_exact(&mut bytes).map_err(cannot_read)?;
+    Ok(Stored { bytes, at })
+}
+
+/// Reads the table of contents of a layer, which is the one at `contents`. It may take a gigabyte
+/// to do so, for the worst of tables.
 ///
 /// Errors: for any table that cannot be used.
-pub(crate) fn read(blobs: &Blobs, layer: &Layer, contents: &Contents) -> Result<Table> {
-    let (json, table_start, own) = match contents {
+pub(crate) fn read(layer: &Layer, contents: &Contents, stored: &Stored) -> Result<Table> {
+    let Stored { bytes, at } = stored;
+    let json = match contents {
         Contents::Stargz { digest } => {
-            let found = stargz(blobs, layer)?;
-            check(&found.json, digest)?;
-            let own = (found.stored, found.json.len());
-            (found.json, found.stored.start(), Some((own, digest.bytes())))
+            let json = in_archive(bytes)?;
+            check(&json, digest)?;
+            json
         }
-        Contents::Chunked { digest, stored, len } => {
-            if stored.len() > STORED_MAX || *len > TABLE_MAX || stored.end() > layer.size {
-                return Err(unusable("it is too long, or beyond the layer's end"));
+        Contents::Chunked { digest, len, .. } => {
+            check(bytes, digest)?;
+            if *len > TABLE_MAX {
+                return Err(unusable("it is too long"));
             }
-            let mut bytes = vec![0; stored.len() as usize];
-            let mut blob = blobs.blob_from(&layer.digest, stored.start())?;
-            blob.read_exact(&mut bytes).map_err(cannot_read)?;
-            check(&bytes, digest)?;
             let mut json = Vec::new();
             let decoder = zstd::stream::read::Decoder::new(&bytes[..]).map_err(cannot_read)?;
-            decoder.take(*len + 1).read_to_end(&mut json).map_err(cannot_read)?;
-            (json, stored.start(), None)
+            decoder.take(*len).read_to_end(&mut json).map_err(cannot_read)?;
+            json
         }
     };
     let mut table = Parsed::of(&json)?;
-    if let Some(((stored, len), digest)) = own {
+    table.check_covered()?;
+    if let Contents::Stargz { digest } = contents {
         // The archive has it as its last file.
-        table.files.push(Listed {
-            path: STARGZ_INDEX.into(),
-            kind: b'0',
-            size: len as u64,
-            ..Listed::default()
-        });
-        let part = (stored.start(), TAR_BLOCK as u64);
-        table.chunks.push(Chunk {
-            file: table.files.len() - 1,
-            at: 0,
-            len: len as u64,
-            part,
-            digest,
-        });
-        table.ends.push(stored.end());
+        let (path, size) = (STARGZ_INDEX.into(), json.len() as u64);
+        table.files.push(Listed { path, kind: b'0', size, ..Listed::default() });
+        let (file, part) = (table.files.len() - 1, (at.start(), TAR_BLOCK as u64));
+        table.chunks.push(Chunk { file, at: 0, len: size, part, digest: digest.bytes() });
+        table.ends.push(at.end());
     }
-    table.ends.push(table_start);
+    table.ends.push(at.start());
     table.finish(layer.compression.codec(), layer.size)
 }
 
@@ -109,32 +128,33 @@ fn cannot_read(error: std::io::Error) -> Error {
     Error::with_source(ErrorKind::Corrupt, "it cannot be read", error)
 }
 
-/// The table of an eStargz layer.
-struct Stargz {
-    json: Vec<u8>,
-    stored: ByteRange,
-}
-
-fn stargz(blobs: &Blobs, layer: &Layer) -> Result<Stargz> {
+/// The table of an eStargz layer: a member with a file of the archive.
+fn stargz(blobs: &Blobs, layer: &Layer) -> Result<Stored> {
     // Most tables are shorter than that, so that one request brings both.
     let guess = (layer.size / 256).clamp(64 << 10, 2 << 20).min(layer.size);
     let tail_start = layer.size - guess;
     let mut tail = vec![0; guess as usize];
     blobs.blob_from(&layer.digest, tail_start)?.read_exact(&mut tail).map_err(cannot_read)?;
     let footer = tail.len().checked_sub(FOOTER_LEN as usize).map(|start| &tail[start..]);
-    let start = footer.and_then(table_start).filter(|start| *start < layer.size - FOOTER_LEN);
-    let start = start.ok_or_else(|| unusable("its end is not that of an eStargz layer"))?;
-    let stored =
-        ByteRange::new(start, layer.size - FOOTER_LEN).filter(|all| all.len() <= STORED_MAX);
-    let stored = stored.ok_or_else(|| unusable("it is too long"))?;
-    let member = if start >= tail_start {
-        tail.split_off((start - tail_start) as usize)
+    let start = footer.and_then(table_start);
+    let at = start.and_then(|start| ByteRange::new(start, layer.size - FOOTER_LEN));
+    let at = at.ok_or_else(|| unusable("its end is not that of an eStargz layer"))?;
+    if at.len() > STORED_MAX {
+        return Err(unusable("it is too long"));
+    }
+    let bytes = if at.start() >= tail_start {
+        tail.split_off((at.start() - tail_start) as usize)
     } else {
-        let mut member = vec![0; stored.len() as usize];
-        blobs.blob_from(&layer.digest, start)?.read_exact(&mut member).map_err(cannot_read)?;
-        member
+        let mut bytes = vec![0; at.len() as usize];
+        blobs.blob_from(&layer.digest, at.start())?.read_exact(&mut bytes).map_err(cannot_read)?;
+        bytes
     };
-    let mut unpacked = flate2::read::GzDecoder::new(&member[..]);
+    Ok(Stored { bytes, at })
+}
+
+/// The table in a member with a file of an archive.
+fn in_archive(member: &[u8]) -> Result<Vec<u8>> {
+    let mut unpacked = flate2::read::GzDecoder::new(member);
     let mut header = [0; TAR_BLOCK];
     unpacked.read_exact(&mut header).map_err(cannot_read)?;
     let len = std::str::from_utf8(&header[124..135]).ok();
@@ -143,7 +163,7 @@ fn stargz(blobs: &Blobs, layer: &Layer) -> Result<Stargz> {
     let len = len.filter(|_| named).ok_or_else(|| unusable("it is not where the layer says"))?;
     let mut json = Vec::new();
     unpacked.take(len).read_to_end(&mut json).map_err(cannot_read)?;
-    Ok(Stargz { json, stored })
+    Ok(json)
 }
 
 /// What a footer says: an empty member of gzip, with an extra field of its own.
@@ -154,12 +174,6 @@ fn table_start(footer: &[u8]) -> Option<u64> {
         head[..4] == [0x1f, 0x8b, 8, 4] && head[12..14] == *b"SG" && rest.starts_with(b"STARGZ");
     let offset = std::str::from_utf8(offset).ok().filter(|_| right)?;
     u64::from_str_radix(offset, 16).ok()
-}
-
-#[derive(Deserialize)]
-struct Document {
-    version: u32,
-    entries: Vec<Entry>,
 }
 
 /// A file, or a further part of the one before.
@@ -204,44 +218,104 @@ struct Parsed {
     chunks: Vec<Chunk>,
     /// Where something else begins.
     ends: Vec<u64>,
+    /// Bytes of the last file that have been listed, zeros included.
+    covered: u64,
+}
+
+/// A table, read entry by entry: as a whole it could take many times its length.
+#[derive(Deserialize)]
+struct Document {
+    version: u32,
+    entries: Entries,
+}
+
+/// What the entries say, or the first that says anything impossible.
+struct Entries(Result<Parsed>);
+
+impl<'de> Deserialize<'de> for Entries {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(EntriesVisitor)
+    }
+}
+
+struct EntriesVisitor;
+
+impl<'de> Visitor<'de> for EntriesVisitor {
+    type Value = Entries;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("entries")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<Entries, A::Error> {
+        let (mut parsed, mut count) = (Ok(Parsed::default()), 0);
+        while let Some(entry) = entries.next_element::<Entry>()? {
+            count += 1;
+            parsed = parsed.and_then(|parsed| match count <= ENTRIES_MAX {
+                true => parsed.and(&entry),
+                false => Err(unusable("it has too many entries")),
+            });
+        }
+        Ok(Entries(parsed))
+    }
 }
 
 impl Parsed {
     fn of(json: &[u8]) -> Result<Self> {
         let document: Document = serde_json::from_slice(json)
             .map_err(|error| Error::with_source(ErrorKind::Corrupt, "it makes no sense", error))?;
-        if document.version != 1 {
-            return Err(unusable("it is of an unknown version"));
+        match document.version {
+            1 => document.entries.0,
+            _ => Err(unusable("it is of an unknown version")),
         }
-        let mut parsed = Self::default();
-        for entry in document.entries {
-            let texts = [&entry.name, &entry.link_name];
-            if texts.iter().any(|text| text.contains(char::REPLACEMENT_CHARACTER)) {
-                return Err(unusable("a name in it is not what the archive has: it is no UTF-8"));
-            }
-            if entry.kind != "chunk" {
-                parsed.files.push(listed(&entry)?);
-            }
-            let chunk = matches!(entry.kind.as_str(), "reg" | "chunk");
-            let file = parsed
-                .files
-                .last()
-                .filter(|file| file.kind == b'0' && *file.path == *entry.name.as_bytes());
-            match file.map(|file| file.size) {
-                Some(size) if chunk && size > 0 => parsed.chunk(&entry, size)?,
-                None if chunk => return Err(unusable("it has a part of no file")),
-                _ => {}
-            }
+    }
+
+    /// The same with one more entry.
+    fn and(mut self, entry: &Entry) -> Result<Self> {
+        let texts = [&entry.name, &entry.link_name];
+        let attributes = entry.xattrs.iter().flat_map(BTreeMap::keys);
+        let mut texts = texts.into_iter().chain(attributes);
+        if texts.any(|text| text.contains(char::REPLACEMENT_CHARACTER)) {
+            return Err(unusable("a name in it is not what the archive has: it is no UTF-8"));
         }
-        Ok(parsed)
+        if entry.kind != "chunk" {
+            self.check_covered()?;
+            self.files.push(listed(entry)?);
+        }
+        let is_chunk = matches!(entry.kind.as_str(), "reg" | "chunk");
+        let file = self.files.last();
+        let file = file.filter(|file| file.kind == b'0' && *file.path == *entry.name.as_bytes());
+        match file.map(|file| file.size) {
+            Some(size) if is_chunk && size > 0 => self.chunk(entry, size)?,
+            None if is_chunk => return Err(unusable("it has a part of no file")),
+            _ => {}
+        }
+        Ok(self)
+    }
+
+    /// Whether the parts of the last file are all of it.
+    fn check_covered(&mut self) -> Result<()> {
+        let covered = std::mem::take(&mut self.covered);
+        match self.files.last() {
+            Some(file) if file.size != covered => {
+                let path = String::from_utf8_lossy(&file.path);
+                Err(unusable(&format!(
+                    "it lists {covered} bytes of {path}, which has {}",
+                    file.size
+                )))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// A part of the last file, which has `size` bytes.
     fn chunk(&mut self, entry: &Entry, size: u64) -> Result<()> {
         self.ends.extend([entry.offset, entry.end_offset]);
         let at = entry.chunk_offset;
-        let rest = size.checked_sub(at).ok_or_else(|| unusable("a part in it is of no file"))?;
+        let rest = size.checked_sub(at).filter(|_| at == self.covered);
+        let rest = rest.ok_or_else(|| unusable("parts of a file in it are out of order"))?;
         let len = if entry.chunk_size == 0 { rest } else { entry.chunk_size };
+        self.covered = at.saturating_add(len);
         if entry.chunk_type == "zeros" {
             return Ok(());
         }
@@ -260,7 +334,7 @@ impl Parsed {
     }
 
     fn finish(mut self, codec: LayerCodec, layer_len: u64) -> Result<Table> {
-        let too_long = || unusable("a part in it is longer than 32 MiB");
+        let too_long = || unusable("a part in it is longer than 32 MiB, or outside the layer");
         self.ends.sort_unstable();
         self.chunks.sort_by_key(|chunk| chunk.part);
         let mut pieces = Vec::with_capacity(self.chunks.len());
@@ -275,7 +349,8 @@ impl Parsed {
         let restarts = Restarts::of_pieces(codec, layer_len, pieces)?;
         for (index, chunk) in self.chunks.iter().enumerate() {
             let offset = restarts.piece_start(index).unwrap_or(0);
-            let part = Part { at: chunk.at, len: chunk.len as u32, offset };
+            let Chunk { at, len, digest, .. } = *chunk;
+            let part = Part { at, len: len as u32, offset, digest };
             self.files[chunk.file].parts.push(part);
         }
         for file in &mut self.files {
@@ -305,7 +380,6 @@ fn listed(entry: &Entry) -> Result<Listed> {
         xattrs.push((name.as_bytes().into(), value.into()));
     }
     let (mtime_s, mtime_ns) = time(entry.modtime.as_deref())?;
-    let whole = if entry.digest.is_empty() { None } else { Some(entry.digest.parse::<Digest>()?) };
     Ok(Listed {
         path: entry.name.as_bytes().to_vec(),
         link: entry.link_name.as_bytes().to_vec(),
@@ -319,7 +393,6 @@ fn listed(entry: &Entry) -> Result<Listed> {
         device: (entry.dev_major, entry.dev_minor),
         xattrs,
         parts: Vec::new(),
-        digest: whole.filter(|_| kind == b'0').map(|digest| digest.bytes()),
     })
 }
 

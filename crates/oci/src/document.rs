@@ -27,7 +27,7 @@ pub(crate) struct Descriptor {
     digest: String,
     size: u64,
     #[serde(default)]
-    annotations: HashMap<String, String>,
+    annotations: HashMap<String, Value>,
     platform: Option<Platform>,
 }
 
@@ -61,7 +61,7 @@ impl Descriptor {
     }
 
     fn annotation(&self, name: &str) -> Option<&str> {
-        self.annotations.get(name).map(String::as_str)
+        self.annotations.get(name).and_then(Value::as_str)
     }
 
     /// The table of contents of the layer, if it has one by which it can be known.

@@ -7,8 +7,8 @@
 //!   list:      looks at a table of contents, and leaves the layer where it is
 //! ```
 //!
-//! Invariants: nothing is published under a name before every layer has shown its digest; what is
-//! only needed for a build lies in a file without a name, which goes with this process, however that
+//! Invariants: nothing is published under a name before every layer that is read has shown its digest,
+//! and every table of contents its own; what is only needed for a build lies in a file without a name, which goes with this process, however that
 //! ends.
 
 use std::{
@@ -16,8 +16,8 @@ use std::{
     io::{self, BufReader, Read, Seek, SeekFrom, Write},
     path::Path,
     sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     thread,
 };
@@ -223,9 +223,11 @@ impl Blobs {
         let described = self.fetch(&resolved.manifest, work, &|coming| {
             let Layer { digest, size, compression, contents } = coming.layer;
             if let (Some(tables), Some(contents)) = (tables, contents) {
-                let listed = contents::read(self, coming.layer, contents).and_then(|table| {
-                    let files = &table.files;
-                    Ok((layers.list(files, coming.number, work.options)?, Ok(table.restarts)))
+                let listed = contents::fetch(self, coming.layer, contents).and_then(|stored| {
+                    let _one = tables.one_at_a_time();
+                    let table = contents::read(coming.layer, contents, &stored)?;
+                    let listed = layers.list(&table.files, coming.number, work.options)?;
+                    Ok((listed, Ok(table.restarts)))
                 });
                 match listed {
                     Ok(listed) => {
@@ -347,6 +349,10 @@ fn held(own: Option<&Directory>, layer: &Layer) -> Result<Option<File>> {
 pub(crate) struct Tables {
     used: AtomicUsize,
     refused: Mutex<Vec<String>>,
+    /// They do not add up to a tree.
+    unfit: AtomicBool,
+    /// Held by who reads a table: what that may take it may take once.
+    reading: Mutex<()>,
 }
 
 impl Tables {
@@ -360,13 +366,28 @@ impl Tables {
         self.used.load(Relaxed)
     }
 
+    fn one_at_a_time(&self) -> MutexGuard<'_, ()> {
+        self.reading.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that nothing can be made of what they list together, of the image `digest`.
+    pub(crate) fn unfit(&self, digest: &Digest, error: &Error) {
+        self.refused(digest, error);
+        self.unfit.store(true, Relaxed);
+    }
+
+    /// Whether nothing can be made of what they list together.
+    pub(crate) fn is_unfit(&self) -> bool {
+        self.unfit.load(Relaxed)
+    }
+
     /// Why others were not.
     pub(crate) fn into_refused(self) -> Vec<String> {
         self.refused.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes why what is in the layer or image `digest` had to be read.
-    pub(crate) fn refused(&self, digest: &Digest, error: &Error) {
+    fn refused(&self, digest: &Digest, error: &Error) {
         let why = format!(
             "{digest} was read as a whole, because its table of contents cannot be used: {error}"
         );

@@ -161,7 +161,14 @@ fn make(
         Some((listed, tables)) if tables.is_used() => listed,
         _ => names.name,
     };
-    build::describe_layers(store, name, descriptions, work.options, &object).map(Ok)
+    let described = build::describe_layers(store, name, descriptions, work.options, &object);
+    if let (Err(error), Some(tables)) = (&described, tables)
+        && tables.is_used()
+        && matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Invalid)
+    {
+        tables.unfit(&resolved.digest, error);
+    }
+    described.map(Ok)
 }
 
 /// Takes the image into this host's `own` store by an index that is made while its layers come, and

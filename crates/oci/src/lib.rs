@@ -9,8 +9,9 @@
 //!
 //! The image of a registry or layout has its digest for a name: what was seen once is found again
 //! without the registry. Invariants: every byte that gets into an image was in a blob that matches
-//! the digest which the manifest gives, and the manifest that which the image is named by; whatever
-//! a registry sends has a bound before it is read.
+//! the digest which the manifest gives, or matches a digest in a table of contents that the manifest
+//! gives the digest of, and the manifest that which the image is named by; whatever a registry sends
+//! has a bound before it is read.
 
 mod archive;
 mod beside;
@@ -149,7 +150,10 @@ pub fn find_or_build(
             let fits = match want {
                 Want::Any => true,
                 Want::Index(_) => matches!(index::is_listed(store, name), Ok(false)),
-                Want::Whole => matches!(is_whole(store, name), Ok(true)),
+                Want::Whole => {
+                    matches!(index::is_listed(store, name), Ok(false))
+                        && matches!(is_whole(store, name), Ok(true))
+                }
             };
             fits && has(store, name)
         };
@@ -196,8 +200,13 @@ pub fn find_or_build(
             (made, lazy)
         }
     };
+    // What names more of the image than before is renewed.
+    let better = |alias: &str| {
+        matches!(index::is_listed(store, alias), Ok(true))
+            && matches!(index::is_listed(store, &made.name), Ok(false))
+    };
     if let Some(index) = &resolved.index
-        && (want == Want::Whole || !has(store, &alias(index)))
+        && (want == Want::Whole || !has(store, &alias(index)) || better(&alias(index)))
     {
         catalog::publish_alias(store, &catalog::resolve(store, &made.name)?, &alias(index))?;
     }
@@ -237,10 +246,7 @@ fn hold_or_build(
         let mut how = How::Fetched;
         let held = match hold((want != Want::Whole).then_some(&tables)) {
             // Each table makes sense, but not what they add up to.
-            Err(error) if error.kind() == ErrorKind::Corrupt && tables.is_used() => {
-                tables.refused(&resolved.digest, &error);
-                hold(None)
-            }
+            Err(_) if tables.is_unfit() => hold(None),
             held => {
                 how = if tables.is_used() { How::Listed } else { how };
                 held

@@ -123,8 +123,9 @@ fn any_value(rng: &mut Rng) -> Value {
     }
 }
 
-/// Tables of contents that the image's publisher vouches for: used, or not, or the image is refused;
-/// and no byte is given that has not the digest which they say.
+/// Tables of contents that the image's publisher vouches for, and that say anything: used, or not, or
+/// the image is refused, and nothing else happens. (What a table says wrongly of the data:
+/// `--test contents`.)
 #[test]
 fn no_table_of_contents_does_harm() {
     let folder = tempfile::tempdir().unwrap();

@@ -254,7 +254,10 @@ fn check_resumed(what: &str, answer: &Response, offset: u64) -> Result<()> {
     if offset == 0 || answer.status() == StatusCode::PARTIAL_CONTENT && goes_on {
         return Ok(());
     }
-    let why = format!("the server does not give what follows {offset} bytes by itself");
+    let why = format!(
+        "the server does not give what follows {offset} bytes by itself (of an answer that broke off \
+         there, or of what is wanted from there on)"
+    );
     Err(Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}")))
 }
 

@@ -9,8 +9,9 @@
 //! There is no log and no header on disk, so no order of writes to keep: whatever a crash leaves
 //! (holes, torn or old blocks, another image's bytes) fails its block's checksum when it is read
 //! and is then a miss. The map has these; of an image that nobody has read they lie in a file beside
-//! the cache, as they were when its blocks came. A cache write that fails closes the gate: for good after a failed file, for
-//! a growing while after a full file system; the volume goes on without writing.
+//! the cache, as they were when its blocks came. A cache write that fails closes the gate: for good
+//! after a failed file, for a growing while after a full file system; the volume goes on without
+//! writing.
 
 use std::{
     ops::Range,
@@ -184,9 +185,13 @@ impl<F: LocalFile> CacheFile<F> {
             return true;
         }
         let mut good = true;
-        let compared = seen.holds(blocks.start, bytes, |block| {
+        let compared = seen.holds(blocks.start, bytes, |block, differs| {
             good = false;
-            self.forget(sabotage, block, counters);
+            // A crash may have taken the entry alone: nothing is wrong with the file then.
+            match differs {
+                true => self.forget(sabotage, block, counters),
+                false => self.presence.clear(block..block + 1),
+            }
         });
         if compared.is_err() {
             self.read_errors.add(1);

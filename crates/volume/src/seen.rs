@@ -20,7 +20,7 @@ const ENTRY: usize = 8;
 /// Entries that are compared at a time, on the stack.
 const AT_ONCE: usize = 64;
 
-/// Where entry `index` lies, and how long `count` of them are.
+/// What was seen, by the number of a block.
 pub(crate) struct FirstSeen<F> {
     file: F,
     /// Part of every place, so that what was seen of one image says nothing of another.
@@ -71,9 +71,14 @@ impl<F: LocalFile> FirstSeen<F> {
         self.file.write_at(index.saturating_mul(ENTRY as u64), &entries)
     }
 
-    /// Compares `blocks` with what was written down at `index`; tells `bad` of each that differs, or
-    /// was not. Allocates nothing.
-    pub(crate) fn holds(&self, index: u64, blocks: &[u8], mut bad: impl FnMut(u64)) -> Result<()> {
+    /// Compares `blocks` with what was written down at `index`; tells `bad` of each that differs
+    /// (`true`), or was not written down. Allocates nothing.
+    pub(crate) fn holds(
+        &self,
+        index: u64,
+        blocks: &[u8],
+        mut bad: impl FnMut(u64, bool),
+    ) -> Result<()> {
         let mut index = index;
         for blocks in blocks.chunks(AT_ONCE * BLOCK_SIZE as usize) {
             let mut entries = [0; AT_ONCE * ENTRY];
@@ -81,8 +86,9 @@ impl<F: LocalFile> FirstSeen<F> {
             self.file.read_at(index.saturating_mul(ENTRY as u64), entries)?;
             let pairs = entries.chunks_exact(ENTRY).zip(blocks.chunks_exact(BLOCK_SIZE as usize));
             for (entry, block) in pairs {
-                if *entry != seal(index ^ self.salt, ChecksumKind::Crc32c.of(block) as u32) {
-                    bad(index);
+                let place = index ^ self.salt;
+                if *entry != seal(place, ChecksumKind::Crc32c.of(block) as u32) {
+                    bad(index, is_sealed(place, entry));
                 }
                 index += 1;
             }

@@ -56,8 +56,8 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     let place = ordinary::find(context, args.source, want)?;
     let own = context.state.store().into();
     if place.store == own && burgeon_oci::is_whole(&context.open_store()?, &place.name)? {
-        // An ordinary image is whole once it is found, unless it is by its index; it gets its name
-        // here.
+        // An ordinary image is whole once it is found, unless it is by an index or by tables of
+        // contents; it gets its name here.
         return whole(context, &place, args.name);
     }
     if !args.eager {

@@ -216,7 +216,7 @@ fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {
     let Assembled { placed, mut manifest, .. } = assembled;
     manifest.tree = nodes::finish(nodes, placed, &manifest.chunk_addresses())?;
     if manifest.is_unsummed() {
-        // A block may hold the end of what was read and the beginning of what was not.
+        // Map, cache and seed know checksums of all data or of none.
         manifest.block_checksums.fill(0);
         for inode in &mut manifest.tree.inodes {
             inode.nodatasum = matches!(inode.body, Body::Extents { .. });

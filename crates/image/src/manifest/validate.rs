@@ -165,7 +165,9 @@ pub(super) fn chunk_table(
         let object_fits = (chunk.object as usize) < objects.len();
         // Only derived objects have tables with digests of their own.
         let source_fits = chunk.codec != Codec::Verified
-            || object_fits && objects[chunk.object as usize].as_str().starts_with("derived/");
+            || object_fits
+                && objects[chunk.object as usize].as_str().starts_with("derived/")
+                && chunk.digest.as_bytes() == &[0; Digest::LEN];
         if !blocks_fit || !object_fits || !stored_fits || !source_fits || stored == 0 {
             return Err(corrupt(format!("chunk {index} of the manifest is impossible: {chunk:?}")));
         }

@@ -10,9 +10,11 @@
 //!
 //! The table is an object of the store under its digest. Where the layers are is no part of it, but
 //! of this host: `origins/<digest>`. Layers that the store holds as they came are read there, and
-//! elsewhere only when that fails; `held/<digest>` lists those that the image needs. Invariants: a table is used only if it matches its digest; a
-//! read makes no more than a few spans at a time, each of at most 32 MiB; what comes back is not
-//! verified here: chunks have digests, and who finds one wrong says so.
+//! elsewhere only when that fails; `held/<digest>` lists those that the image needs. Invariants: a
+//! table is used only if it matches its digest; a read makes no more than a few spans at a time, each
+//! of at most 32 MiB. What comes back of layers that were read is not verified here: chunks have
+//! digests, and who finds one wrong says so. Of layers that are known by their tables of contents it
+//! is, where it is unpacked: nobody else can.
 
 mod layers;
 mod spans;

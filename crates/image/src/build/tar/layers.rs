@@ -53,10 +53,10 @@ impl Default for LayerLimits {
 /// Reads the headers of an image's layers.
 #[derive(Debug)]
 pub struct Layers {
-    pub(super) limits: LayerLimits,
+    limits: LayerLimits,
     entries: AtomicU64,
     names: AtomicU64,
-    pub(super) unpacked: AtomicU64,
+    unpacked: AtomicU64,
 }
 
 /// What one layer says.
@@ -109,20 +109,58 @@ impl Layers {
 
     /// Counts one more entry; `Invalid` if that is too many, or too long.
     pub(super) fn count(&self, entry: &Entry) -> Result<()> {
+        let mut amount = Amount::default();
+        amount.add(entry);
+        self.take(&amount)
+    }
+
+    /// Counts so much more; nothing of it if that is `Invalid`.
+    pub(super) fn take(&self, amount: &Amount) -> Result<()> {
+        let Amount { entries, names, unpacked } = *amount;
+        let Self { limits, .. } = self;
+        let all = [
+            (&self.names, names, limits.names),
+            (&self.entries, entries, limits.entries),
+            (&self.unpacked, unpacked, limits.unpacked),
+        ];
+        let over_which =
+            all.iter().position(|(taken, more, limit)| take(taken, *more, *limit).is_none());
+        let Some(which) = over_which else { return Ok(()) };
+        for (taken, more, _) in &all[..=which] {
+            taken.fetch_sub(*more, Relaxed);
+        }
+        Err(match which {
+            0 => over("bytes of names and attributes", limits.names),
+            1 => too_many(limits.entries),
+            _ => over("bytes, unpacked", limits.unpacked),
+        })
+    }
+}
+
+/// What a layer takes of the limits.
+#[derive(Default)]
+pub(super) struct Amount {
+    pub(super) entries: u64,
+    names: u64,
+    pub(super) unpacked: u64,
+}
+
+impl Amount {
+    /// One more entry, without its data.
+    pub(super) fn add(&mut self, entry: &Entry) {
         let xattrs = entry.xattrs.iter().map(|(name, value)| name.len() + value.len());
         let names = entry.path.len() + entry.link.len() + xattrs.sum::<usize>();
-        take(&self.names, names as u64, self.limits.names)
-            .ok_or_else(|| over("bytes of names and attributes", self.limits.names))?;
-        take(&self.entries, 1, self.limits.entries).ok_or_else(|| too_many(self.limits.entries))
+        self.names += names as u64;
+        self.entries += 1;
     }
 }
 
 /// Adds to what is taken; `None` if that is more than `limit`.
-pub(super) fn take(taken: &AtomicU64, more: u64, limit: u64) -> Option<()> {
+fn take(taken: &AtomicU64, more: u64, limit: u64) -> Option<()> {
     (taken.fetch_add(more, Relaxed).saturating_add(more) <= limit).then_some(())
 }
 
-pub(super) fn over(what: &str, limit: u64) -> Error {
+fn over(what: &str, limit: u64) -> Error {
     let what =
         format!("the layers have more than {limit} {what}: unpack them, and build from the folder");
     Error::new(ErrorKind::Invalid, what)

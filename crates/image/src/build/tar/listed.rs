@@ -20,7 +20,7 @@ use super::{
         xattrs,
     },
     describe::Description,
-    layers::{Layers, over, take},
+    layers::{Amount, Layers},
     reader::{Entry, show},
 };
 use crate::{
@@ -53,10 +53,8 @@ pub struct Listed {
     pub device: (u32, u32),
     /// Extended attributes; those that belong to no tree are left out.
     pub xattrs: Xattrs,
-    /// Its data, in order; zeros between.
+    /// Its data, in order; zeros between. Files with the same parts share their data.
     pub parts: Vec<Part>,
-    /// SHA-256 of its content: files that share it share their data.
-    pub digest: Option<[u8; 32]>,
 }
 
 /// Data of a listed file that lies together in its layer.
@@ -68,6 +66,8 @@ pub struct Part {
     pub len: u32,
     /// Where in what the layer unpacks to.
     pub offset: u64,
+    /// SHA-256, which is compared when it is read.
+    pub digest: [u8; 32],
 }
 
 impl Layers {
@@ -75,35 +75,44 @@ impl Layers {
     ///
     /// Errors: `Corrupt` for impossible files, `Invalid` where the limits end.
     pub fn list(&self, files: &[Listed], number: u32, options: &Options) -> Result<Description> {
-        let mut sketch = Sketch { layer: number, ..Sketch::default() };
         let mut entries = Vec::with_capacity(files.len());
+        let mut amount = Amount::default();
         for file in files {
             let entry = entry_of(file)?;
-            self.count(&entry)?;
-            self.count_data(file)?;
-            if entry.is_regular() {
-                sketch.place(entries.len() as u32, file);
-            }
+            amount.add(&entry);
+            check_parts(file, &mut amount)?;
             entries.push(entry);
+        }
+        // At once: of a list that is too long nothing counts, for its layer may be read yet.
+        self.take(&amount)?;
+        let mut sketch = Sketch { layer: number, ..Sketch::default() };
+        for (node, (file, entry)) in (0..).zip(files.iter().zip(&entries)) {
+            if entry.is_regular() {
+                sketch.place(node, file);
+            }
         }
         Ok(Description { entries, assembled: sketch.finish(options) })
     }
+}
 
-    /// Counts the data of a file, which is checked.
-    fn count_data(&self, file: &Listed) -> Result<()> {
-        let mut end = 0;
-        for part in &file.parts {
-            let stop = part.at.checked_add(part.len.into());
-            let fits = part.at >= end && part.len > 0 && stop.is_some_and(|stop| stop <= file.size);
-            let (true, Some(stop)) = (fits, stop) else {
-                return Err(corrupt(format!("the data of {} is out of order", show(&file.path))));
-            };
-            end = stop;
-            take(&self.unpacked, part.len.into(), self.limits.unpacked)
-                .ok_or_else(|| over("bytes, unpacked", self.limits.unpacked))?;
-        }
-        Ok(())
+/// Checks the data of a file, and counts it: each part as an entry, and what it touches as whole
+/// pieces, for that is what a manifest tells of it.
+fn check_parts(file: &Listed, amount: &mut Amount) -> Result<()> {
+    let (mut end, mut counted) = (0, 0);
+    for part in &file.parts {
+        let stop = part.at.checked_add(part.len.into());
+        let fits = part.at >= end && part.len > 0 && stop.is_some_and(|stop| stop <= file.size);
+        let (true, Some(stop)) = (fits, stop) else {
+            return Err(corrupt(format!("the data of {} is out of order", show(&file.path))));
+        };
+        let chunk = u64::from(CHUNK_MAX);
+        let from = (part.at / chunk * chunk).max(counted);
+        let until = stop.next_multiple_of(chunk).min(file.size.next_multiple_of(BLOCK_SIZE));
+        amount.entries += 1;
+        amount.unpacked = amount.unpacked.saturating_add(until.saturating_sub(from));
+        (end, counted) = (stop, until);
     }
+    Ok(())
 }
 
 fn entry_of(file: &Listed) -> Result<Entry> {
@@ -132,6 +141,17 @@ fn entry_of(file: &Listed) -> Result<Entry> {
     })
 }
 
+/// What a file holds, by the digests that are compared when it is read.
+fn content(file: &Listed) -> Digest {
+    let mut parts = file.size.to_le_bytes().to_vec();
+    for part in &file.parts {
+        parts.extend(part.at.to_le_bytes());
+        parts.extend(part.len.to_le_bytes());
+        parts.extend(part.digest);
+    }
+    Digest::of(&parts)
+}
+
 /// Where files' data will be.
 #[derive(Default)]
 struct Sketch {
@@ -144,14 +164,14 @@ struct Sketch {
     open: bool,
     placed: Placed,
     origins: Vec<Origin>,
-    /// Files that have been placed, by content: their extents.
-    seen: HashMap<([u8; 32], u64), std::ops::Range<usize>>,
+    /// Files that have been placed, by a digest of their parts: their extents.
+    seen: HashMap<Digest, std::ops::Range<usize>>,
 }
 
 impl Sketch {
     fn place(&mut self, node: u32, file: &Listed) {
-        let content = file.digest.map(|digest| (digest, file.size));
-        if let Some(same) = content.and_then(|content| self.seen.get(&content)) {
+        let content = content(file);
+        if let Some(same) = self.seen.get(&content) {
             let extents = &mut self.placed.extents;
             let same: Vec<_> =
                 extents[same.clone()].iter().map(|of| Extent { node, ..*of }).collect();
@@ -159,7 +179,7 @@ impl Sketch {
             return;
         }
         let first = self.placed.extents.len();
-        for Part { at, len, offset } in file.parts.iter().copied() {
+        for Part { at, len, offset, .. } in file.parts.iter().copied() {
             let (mut at, mut offset, end) = (at, offset, at + u64::from(len));
             while at < end {
                 let window = at / u64::from(CHUNK_MAX) * u64::from(CHUNK_MAX);
@@ -174,9 +194,7 @@ impl Sketch {
                 (at, offset) = (at + len, offset + len);
             }
         }
-        if let Some(content) = content {
-            self.seen.insert(content, first..self.placed.extents.len());
-        }
+        self.seen.insert(content, first..self.placed.extents.len());
     }
 
     /// Where the bytes of the file from `window` on are, which are placed now if they are not: it is the
