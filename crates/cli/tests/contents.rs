@@ -272,8 +272,8 @@ fn what_rots_in_the_cache_is_fetched_again() {
     let images: Vec<_> = images.map(|image| image.path()).filter(|path| path.is_dir()).collect();
     let [image] = &images[..] else { panic!("{images:?}") };
     // A bit in many blocks, then in many of their checksums.
-    for (file, step) in [("cache", 64 << 10), ("checksums", 256)] {
-        let path = image.join(file);
+    for (name, step) in [("cache", 64 << 10), ("checksums", 256)] {
+        let path = image.join(name);
         let file = fs::File::options().read(true).write(true).open(&path).unwrap();
         for at in (100..file.metadata().unwrap().len()).step_by(step) {
             let mut byte = [0];
@@ -282,8 +282,11 @@ fn what_rots_in_the_cache_is_fetched_again() {
         }
         file.sync_all().unwrap();
         let status = read();
+        // A checksum that does not match itself says nothing against the block.
         let corrupt = status.split("\"cache_corrupt_blocks\":").nth(1).unwrap();
-        assert!(!corrupt.starts_with("0,"), "{status}");
+        assert_eq!(corrupt.starts_with("0,"), name == "checksums", "{status}");
+        let fetches = status.split("\"fetches\":").nth(1).unwrap();
+        assert!(!fetches.starts_with("0,"), "{status}");
     }
     // Gone as a whole, they say nothing, and nothing is believed.
     fs::remove_file(image.join("checksums")).unwrap();
@@ -397,7 +400,9 @@ fn a_table_that_is_forged_or_impossible_is_not_used() {
         ("no UTF-8", |table| table["entries"][0]["name"] = "\u{fffd}".into()),
         ("no digest", |table| table["entries"][1]["chunkDigest"] = "md5:1".into()),
         ("32 MiB", |table| table["entries"][0]["offset"] = (1u64 << 40).into()),
-        ("longer than 32 MiB", |table| table["entries"][2]["chunkSize"] = (1u64 << 40).into()),
+        ("of file, which has 300000", |table| {
+            table["entries"][2]["chunkSize"] = (1u64 << 40).into()
+        }),
         ("out of order", |table| table["entries"][1]["chunkOffset"] = 5.into()),
         ("lists 200000 bytes", |table| drop(table["entries"].as_array_mut().unwrap().remove(2))),
         ("is a hard link to", |table| {
@@ -459,4 +464,51 @@ fn data_that_is_not_what_the_table_says_is_an_error() {
     burgeon.umount(mounted);
     let [name] = &names(&burgeon)[..] else { panic!() };
     assert!(burgeon.run(&["verify", name]).stdout.contains("DAMAGED"));
+}
+
+#[test]
+fn the_name_of_an_index_of_platforms_stands_for_the_most_that_is_known() {
+    let space = Space::new("contents-platforms");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let path = space.path("tree.tar");
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("file"), Rng::new(1).bytes(300_000)).unwrap();
+    let mut tar = Command::new("tar");
+    tar.args(["--format=pax", "-cf"]).arg(&path).arg("-C").arg(&tree).arg("file");
+    assert!(tar.status().unwrap().success());
+    let layer = Estargz::new(&fs::read(&path).unwrap(), 1 << 20, |_| ()).unwrap();
+    estargz(&[layer], &space.path("single"));
+    let multi = space.path("multi");
+    let index = fs::read(space.path("single/index.json")).unwrap();
+    OciLayout::index_of(&space.path("single"), &multi, &serde_json::from_slice(&index).unwrap())
+        .unwrap();
+    let names = fs::read(multi.join("index.json")).unwrap();
+    let names: Value = serde_json::from_slice(&names).unwrap();
+    let pinned = names["manifests"][0]["digest"].as_str().unwrap();
+    let by_name = format!("oci-layout:{}", multi.display());
+    let by_digest = format!("{by_name}@{pinned}");
+    let mount = |source: &str| {
+        let mounted = burgeon.mount(source, &space.path("at"), &["--read-only"]);
+        let is = fs::read(mounted.path().join("file")).unwrap();
+        assert!(is == fs::read(tree.join("file")).unwrap());
+        burgeon.umount(mounted);
+    };
+    let digest = |suffix: &str| {
+        let list: Value = serde_json::from_str(&burgeon.ok(&["list", "--json"])).unwrap();
+        let images = list["images"].as_array().unwrap();
+        let mut found = images.iter().filter(|image| {
+            let name = image["name"].as_str().unwrap();
+            if suffix.is_empty() { name.starts_with(pinned) } else { name.ends_with(suffix) }
+        });
+        found.next().unwrap()["manifest"].clone()
+    };
+    mount(&by_digest);
+    assert_eq!(digest(""), digest("/contents"));
+    burgeon.ok(&["index", &by_name]);
+    mount(&by_name);
+    assert_eq!(digest(""), digest("/index"));
+    mount(&by_digest);
+    burgeon.ok(&["pull", "--eager", &by_digest]);
+    assert_ne!(digest(""), digest("/contents"));
+    mount(&by_digest);
 }

@@ -201,8 +201,11 @@ pub fn find_or_build(
         }
     };
     // What names more of the image than before is renewed.
+    let digest_of = |name: &str| catalog::resolve(store, name).and_then(|record| record.digest());
     let better = |alias: &str| {
-        matches!(index::is_listed(store, alias), Ok(true))
+        // Commonly they are the same, which is quickly seen.
+        !matches!((digest_of(alias), digest_of(&made.name)), (Ok(old), Ok(new)) if old == new)
+            && matches!(index::is_listed(store, alias), Ok(true))
             && matches!(index::is_listed(store, &made.name), Ok(false))
     };
     if let Some(index) = &resolved.index
