@@ -21,6 +21,14 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
 const TOC_DIGEST: &str = "containerd.io/snapshot/stargz/toc.digest";
 
+/// An archive of the files `names` in `tree`.
+fn archive(tree: &Path, names: &[&str]) -> Vec<u8> {
+    let mut tar = Command::new("tar");
+    let output = tar.args(["--format=pax", "-c", "-C"]).arg(tree).args(names).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    output.stdout
+}
+
 /// An image of three layers: files of all kinds, some of which do not last. Tables of eStargz have no
 /// parts of a second, and who reads the archive for one here fails at line feeds in attributes: a
 /// `simple` image has neither.
@@ -310,19 +318,15 @@ fn a_layer_without_a_table_is_read_and_the_others_are_not() {
     let space = Space::new("contents-mixed");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let layout = layered(&space.path("layout"), false);
-    let source = chunked(&layout, &space.path("chunked"));
-    // umoci does not know the kind of the layers below, which is its own affair.
+    chunked(&layout, &space.path("chunked"));
     let plain = space.path("above.tar");
     let above = space.make_folder("above");
     fs::write(above.join("above"), Rng::new(9).bytes(400_000)).unwrap();
     fs::write(above.join("small"), "in the manifest").unwrap();
-    let mut tar = Command::new("tar");
-    tar.args(["--format=pax", "-cf"]).arg(&plain).arg("-C").arg(&above).args(["above", "small"]);
-    assert!(tar.status().unwrap().success());
+    fs::write(&plain, archive(&above, &["above", "small"])).unwrap();
     layout.add(&plain).unwrap();
     let unpacked = layout.unpack(&space.path("bundle")).unwrap();
-    let mut manifest = manifest(&space.path("chunked"));
-    let blobs = manifest["layers"].as_array().unwrap().clone();
+    let blobs = manifest(&space.path("chunked"))["layers"].as_array().unwrap().clone();
     let mut layers: Vec<_> = blobs
         .iter()
         .map(|layer| {
@@ -338,8 +342,6 @@ fn a_layer_without_a_table_is_read_and_the_others_are_not() {
     };
     let mixed = space.path("mixed");
     OciLayout::by_hand(&mixed, None, &layers, annotate).unwrap();
-    manifest.take();
-    drop(source);
     let source = format!("oci-layout:{}", mixed.display());
     let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
     compare(&unpacked, mounted.path()).unwrap().assert_same();
@@ -358,11 +360,7 @@ fn a_table_that_is_forged_or_impossible_is_not_used() {
     let tree = space.make_folder("tree");
     fs::write(tree.join("file"), Rng::new(1).bytes(300_000)).unwrap();
     fs::write(tree.join("other"), Rng::new(2).bytes(5000)).unwrap();
-    let path = space.path("tree.tar");
-    let mut tar = Command::new("tar");
-    tar.args(["--format=pax", "-cf"]).arg(&path).arg("-C").arg(&tree).args(["file", "other"]);
-    assert!(tar.status().unwrap().success());
-    let tar = fs::read(&path).unwrap();
+    let tar = archive(&tree, &["file", "other"]);
     let folder = space.path("layout");
     let mut number = 0;
     let mut mounts = |layer: Estargz, said: Option<&str>| {
@@ -433,12 +431,8 @@ fn data_that_is_not_what_the_table_says_is_an_error() {
     let bytes = Rng::new(1).bytes(1_000_000);
     fs::write(tree.join("file"), &bytes).unwrap();
     fs::write(tree.join("other"), "fine").unwrap();
-    let path = space.path("tree.tar");
-    let mut tar = Command::new("tar");
-    tar.args(["--format=pax", "-cf"]).arg(&path).arg("-C").arg(&tree).args(["file", "other"]);
-    assert!(tar.status().unwrap().success());
     // The second of ten parts has another digest, as if the layer were another one there.
-    let layer = Estargz::new(&fs::read(&path).unwrap(), 100_000, |table| {
+    let layer = Estargz::new(&archive(&tree, &["file", "other"]), 100_000, |table| {
         table["entries"][1]["chunkDigest"] = format!("sha256:{}", "0".repeat(64)).into();
     });
     let source = estargz(&[layer.unwrap()], &space.path("layout"));
@@ -470,13 +464,9 @@ fn data_that_is_not_what_the_table_says_is_an_error() {
 fn the_name_of_an_index_of_platforms_stands_for_the_most_that_is_known() {
     let space = Space::new("contents-platforms");
     let burgeon = Burgeon::new(PROGRAM, &space);
-    let path = space.path("tree.tar");
     let tree = space.make_folder("tree");
     fs::write(tree.join("file"), Rng::new(1).bytes(300_000)).unwrap();
-    let mut tar = Command::new("tar");
-    tar.args(["--format=pax", "-cf"]).arg(&path).arg("-C").arg(&tree).arg("file");
-    assert!(tar.status().unwrap().success());
-    let layer = Estargz::new(&fs::read(&path).unwrap(), 1 << 20, |_| ()).unwrap();
+    let layer = Estargz::new(&archive(&tree, &["file"]), 1 << 20, |_| ()).unwrap();
     estargz(&[layer], &space.path("single"));
     let multi = space.path("multi");
     let index = fs::read(space.path("single/index.json")).unwrap();
