@@ -398,7 +398,7 @@ fn a_table_that_is_forged_or_impossible_is_not_used() {
         ("no UTF-8", |table| table["entries"][0]["name"] = "\u{fffd}".into()),
         ("no digest", |table| table["entries"][1]["chunkDigest"] = "md5:1".into()),
         ("32 MiB", |table| table["entries"][0]["offset"] = (1u64 << 40).into()),
-        ("of file, which has 300000", |table| {
+        ("of \"file\", which has 300000", |table| {
             table["entries"][2]["chunkSize"] = (1u64 << 40).into()
         }),
         ("out of order", |table| table["entries"][1]["chunkOffset"] = 5.into()),

@@ -123,9 +123,7 @@ impl AddressMap {
         let unsummed = false;
         let mut map =
             Self { bytes, container, checksum, blocks, chunks, checksums, objects, unsummed, path };
-        map.check_chunks()?;
-        let codecs = (0..map.chunk_count()).map(|index| map.entry(index).codec);
-        map.unsummed = codecs.into_iter().any(|codec| codec == Codec::Verified as u8);
+        map.unsummed = map.check_chunks()?;
         Ok(map)
     }
 
@@ -135,8 +133,9 @@ impl AddressMap {
         self.unsummed
     }
 
-    fn check_chunks(&self) -> Result<()> {
-        let mut next = 0;
+    /// Checks all chunks; tells whether their source verifies any of them.
+    fn check_chunks(&self) -> Result<bool> {
+        let (mut next, mut verified) = (0, false);
         for index in 0..self.chunk_count() {
             let chunk = self.entry(index);
             let fits = chunk.first_block.get() == next
@@ -149,8 +148,12 @@ impl AddressMap {
                 return Err(corrupt(format!("chunk {index} of the map is impossible")));
             }
             next += u64::from(chunk.blocks);
+            verified |= chunk.codec == Codec::Verified as u8;
         }
-        if next == self.blocks { Ok(()) } else { Err(corrupt("the chunks of the map leave a gap")) }
+        match next == self.blocks {
+            true => Ok(verified),
+            false => Err(corrupt("the chunks of the map leave a gap")),
+        }
     }
 
     /// Tells this map from any other: a checksum of what it holds.

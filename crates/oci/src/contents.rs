@@ -298,11 +298,8 @@ impl Parsed {
         let covered = std::mem::take(&mut self.covered);
         match self.files.last() {
             Some(file) if file.size != covered => {
-                let path = String::from_utf8_lossy(&file.path);
-                Err(unusable(&format!(
-                    "it lists {covered} bytes of {path}, which has {}",
-                    file.size
-                )))
+                let (path, size) = (String::from_utf8_lossy(&file.path), file.size);
+                Err(unusable(&format!("it lists {covered} bytes of {path:?}, which has {size}")))
             }
             _ => Ok(()),
         }
@@ -370,8 +367,8 @@ fn listed(entry: &Entry) -> Result<Listed> {
         "dir" => b'5',
         "fifo" => b'6',
         other => {
-            let what = format!("it has a file of the unknown type {:.20}", other);
-            return Err(unusable(&what));
+            let kind: String = other.chars().take(20).collect();
+            return Err(unusable(&format!("it has a file of the unknown type {kind:?}")));
         }
     };
     let mut xattrs = Xattrs::new();

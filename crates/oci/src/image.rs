@@ -7,9 +7,9 @@
 //!   list:      looks at a table of contents, and leaves the layer where it is
 //! ```
 //!
-//! Invariants: nothing is published under a name before every layer that is read has shown its digest,
-//! and every table of contents its own; what is only needed for a build lies in a file without a name, which goes with this process, however that
-//! ends.
+//! Invariants: nothing is published under a name before every layer that is read has shown its
+//! digest, and every table of contents its own; what is only needed for a build lies in a file
+//! without a name, which goes with this process, however that ends.
 
 use std::{
     fs::File,

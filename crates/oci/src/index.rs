@@ -265,8 +265,14 @@ pub fn is_whole(store: &impl ObjectStore, name: &str) -> Result<bool> {
     }
 }
 
-/// Whether the image `name` is known by tables of contents.
+/// Whether the image of a source, by any of its names in `store`, is known by tables of contents.
 pub(crate) fn is_listed(store: &impl ObjectStore, name: &str) -> Result<bool> {
+    match name.split_once('/') {
+        None | Some((_, "index")) => return Ok(false),
+        Some((_, "contents")) => return Ok(true),
+        // Of an index of platforms: whatever was known of the image when it got that name.
+        Some(_) => {}
+    }
     let bytes = catalog::load_bytes(store, &catalog::resolve(store, name)?.digest()?)?;
     Manifest::decode_is_unsummed(&bytes, &Limits::default())
 }

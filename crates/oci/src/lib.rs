@@ -147,15 +147,13 @@ pub fn find_or_build(
     // What lies here as a whole goes before what can be read lazily.
     let known = |name: &str| {
         let will_do = |name: &String| {
-            let fits = match want {
-                Want::Any => true,
-                Want::Index(_) => matches!(index::is_listed(store, name), Ok(false)),
-                Want::Whole => {
-                    matches!(index::is_listed(store, name), Ok(false))
-                        && matches!(is_whole(store, name), Ok(true))
+            let unlisted = || matches!(index::is_listed(store, name), Ok(false));
+            has(store, name)
+                && match want {
+                    Want::Any => true,
+                    Want::Index(_) => unlisted(),
+                    Want::Whole => unlisted() && matches!(is_whole(store, name), Ok(true)),
                 }
-            };
-            fits && has(store, name)
         };
         let names = [name.to_owned(), index::name_of(name), index::listed_name_of(name)];
         names.into_iter().find(will_do)
@@ -246,16 +244,14 @@ fn hold_or_build(
     let of = |name, report| Made { report: Some(report), ..Made::known(name) };
     if let (Some(own), Some(at)) = (work.own, at) {
         let hold = |tables| index::hold(own, blobs, resolved, at, work, tables);
-        let mut how = How::Fetched;
         let held = match hold((want != Want::Whole).then_some(&tables)) {
             // Each table makes sense, but not what they add up to.
             Err(_) if tables.is_unfit() => hold(None),
-            held => {
-                how = if tables.is_used() { How::Listed } else { how };
-                held
-            }
+            held => held,
         };
         if let Some((name, report)) = held? {
+            let listed = tables.is_used() && !tables.is_unfit();
+            let how = if listed { How::Listed } else { How::Fetched };
             return Ok(Made { how, notes: tables.into_refused(), ..of(name, report) });
         }
     }

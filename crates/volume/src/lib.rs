@@ -58,4 +58,5 @@ pub use limits::{FLIGHTS_MAX, Limits};
 pub use read_log::Recording;
 pub use sabotage::{Bug, Sabotage, Sound};
 pub use seats::Room;
+pub use seen::SEEN_LEN;
 pub use volume::{Status, Volume};

@@ -17,6 +17,8 @@ use burgeon_block::{BLOCK_SIZE, ChecksumKind, Error, ErrorKind, LocalFile, Resul
 use crate::{Bug, Sabotage};
 
 const ENTRY: usize = 8;
+/// Length of what is kept of a block, in bytes.
+pub const SEEN_LEN: u64 = ENTRY as u64;
 /// Entries that are compared at a time, on the stack.
 const AT_ONCE: usize = 64;
 

@@ -170,7 +170,7 @@ where
     }
 
     /// The same of an image that nobody has read ([`AddressMap::is_unsummed`]): what its blocks are is
-    /// written to `checksums`, 8 bytes each, as they come. Without it nothing of such an image is
+    /// written to `checksums`, [`crate::SEEN_LEN`] bytes each, as they come. Without it nothing of such an image is
     /// cached.
     pub fn unsummed(
         map: Arc<AddressMap>,

@@ -19,7 +19,7 @@ use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets
 use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
-use burgeon_volume::{DirectFile, LazyDevice, VirtualArea, Volume};
+use burgeon_volume::{DirectFile, LazyDevice, SEEN_LEN, VirtualArea, Volume};
 
 use super::{Mount, Serving, SharedCounters, lock};
 use crate::{
@@ -85,7 +85,7 @@ impl Serving {
             false => Volume::new(map, objects, cache, limits),
             true => {
                 let checksums = origin.cache.with_file_name("checksums");
-                let len = map.data_range().len() / BLOCK_SIZE * 8;
+                let len = map.data_range().len() / BLOCK_SIZE * SEEN_LEN;
                 let checksums = DirectFile::open_buffered(&checksums, len)?;
                 Volume::unsummed(map, objects, cache, checksums, limits)
             }

@@ -94,7 +94,7 @@ const GROUP_CUT_MASK: u8 = 7;
 const TAIL_MIN: usize = 32 << 10;
 
 /// Of a chunk that is derived, while it is not known where it lies.
-const NOWHERE: ByteRange = ByteRange::at(0, 0).unwrap();
+pub(super) const NOWHERE: ByteRange = ByteRange::at(0, 0).unwrap();
 
 struct RawChunk {
     index: u32,

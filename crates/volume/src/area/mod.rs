@@ -41,7 +41,7 @@ use crate::{
     flights::{Cost, FlightTable},
     pool::Pool,
     seats::SeatPool,
-    seen::FirstSeen,
+    seen::{FirstSeen, SEEN_LEN},
     volume::{Retrying, part},
 };
 
@@ -127,7 +127,7 @@ impl<S: BlockSource + 'static> VirtualArea<S, DirectFile> {
             let map = ExtentMap::open(&folder)?;
             // Sparse: 8 bytes for a block that was read.
             let checksums = folder.join("checksums");
-            let first_seen = DirectFile::open_buffered(&checksums, CHECKSUMS_MAX * 8)?;
+            let first_seen = DirectFile::open_buffered(&checksums, CHECKSUMS_MAX * SEEN_LEN)?;
             Ok(Mapped { map, first_seen: FirstSeen::new(first_seen, 0) })
         };
         let mapped = MappedSlot::open(size, Box::new(open));

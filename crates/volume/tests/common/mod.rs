@@ -16,7 +16,7 @@ use burgeon_block::{
 };
 use burgeon_btrfs::Tree;
 use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest};
-use burgeon_volume::{DirectFile, Limits, Volume};
+use burgeon_volume::{DirectFile, Limits, SEEN_LEN, Volume};
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 
@@ -215,7 +215,7 @@ pub(crate) fn open(
 ) -> Arc<TestVolume> {
     let (map, file) = (Arc::clone(&image.map), cache_file(dir, image));
     if map.is_unsummed() {
-        let len = image.bytes.len() as u64 / BLOCK_SIZE * 8;
+        let len = image.bytes.len() as u64 / BLOCK_SIZE * SEEN_LEN;
         let checksums = DirectFile::open_buffered(&dir.path().join("checksums"), len).unwrap();
         return Volume::unsummed(map, source.clone(), file, checksums, limits);
     }

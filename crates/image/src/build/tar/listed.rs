@@ -16,7 +16,7 @@ use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Result};
 use super::{
     super::{
         Options, Xattrs,
-        assemble::{Assembled, Extent, Origin, Placed},
+        assemble::{Assembled, Extent, NOWHERE, Origin, Placed},
         xattrs,
     },
     describe::Description,
@@ -246,8 +246,3 @@ impl Sketch {
         }
     }
 }
-
-const NOWHERE: ByteRange = match ByteRange::at(0, 0) {
-    Some(range) => range,
-    None => unreachable!(),
-};
