@@ -172,8 +172,11 @@ fn lives(space: &Space, source: &str, unpacked: &Path) {
     fs::write(mounted.path().join("written"), "kept").unwrap();
     fs::write(mounted.path().join("large"), "kept").unwrap();
     burgeon.umount(mounted);
-    burgeon.ok(&["index", source]);
-    let mounted = burgeon.mount(source, at.as_ref(), &["--read-only"]);
+    let publisher = Burgeon::with_state(PROGRAM, space.path("publisher"));
+    let made = publisher.ok(&["index", source, "--push", "--json"]);
+    let made: Value = serde_json::from_str(&made).unwrap();
+    let index = made["index"].as_str().unwrap();
+    let mounted = burgeon.mount(source, at.as_ref(), &["--read-only", "--index", index]);
     let said = burgeon.ok(&["status"]);
     assert!(said.contains(&format!("{whole}/index")) && !said.contains(listed), "{said}");
     compare(unpacked, mounted.path()).unwrap().assert_same();
