@@ -50,6 +50,9 @@ const RESIZE: c_ulong = 0x5000_9403;
 const DEV_INFO: c_ulong = 0xd000_941e;
 const FS_INFO: c_ulong = 0x8400_941f;
 
+/// Times that devices are scanned for one mount.
+const SCANS_MAX: u32 = 20;
+
 /// `struct btrfs_ioctl_vol_args`.
 #[repr(C)]
 struct DeviceName {
@@ -110,8 +113,26 @@ impl Btrfs {
         let [first, ..] = devices else {
             return Err(Error::new(ErrorKind::Invalid, "a seed needs a device to mount"));
         };
-        devices.iter().try_for_each(|device| scan(device))?;
-        Self::mount(first, subvolume, Access::ReadOnly)
+        Self::scan_and_mount(devices, first, subvolume, Access::ReadOnly)
+    }
+
+    /// Mounts the file system of `device`, which is one of `devices`. Whoever releases a mount makes
+    /// btrfs forget its loop devices, by numbers that may be ours by now: then they are scanned again.
+    fn scan_and_mount(
+        devices: &[&Path],
+        device: &Path,
+        subvolume: u64,
+        access: Access,
+    ) -> Result<Self> {
+        let mut tries = 0;
+        loop {
+            devices.iter().try_for_each(|device| scan(device))?;
+            tries += 1;
+            match Self::mount(device, subvolume, access) {
+                Err(error) if error.kind() == ErrorKind::NotFound && tries < SCANS_MAX => {}
+                mounted => return mounted,
+            }
+        }
     }
 
     /// Mounts a seed and makes it writable: writes go to `sprout`, an empty device that is
@@ -130,9 +151,7 @@ impl Btrfs {
         subvolume: u64,
         access: Access,
     ) -> Result<Self> {
-        seed.iter().try_for_each(|device| scan(device))?;
-        scan(sprout)?;
-        Self::mount(sprout, subvolume, access)
+        Self::scan_and_mount(&[seed, &[sprout]].concat(), sprout, subvolume, access)
     }
 
     /// Mounts the file system that `device` belongs to; all its devices have been scanned.

@@ -182,6 +182,29 @@ fn a_detached_mount_is_attached_in_another_namespace() {
     devices.dismantle();
 }
 
+/// Whoever releases another mount makes btrfs forget loop devices, by numbers that are ours by then.
+#[test]
+fn what_was_forgotten_meanwhile_is_scanned_again() {
+    let folder = TempDir::new().unwrap();
+    let devices = Devices::of(&Seed::write(folder.path()), folder.path());
+    let seed = devices.seed();
+    for _ in 0..30 {
+        let mounted = std::thread::scope(|scope| {
+            let others = scope.spawn(|| {
+                for _ in 0..5 {
+                    // It is mounted by then.
+                    let _ = seed.iter().try_for_each(|device| forget(device));
+                }
+            });
+            let mounted = Btrfs::mount_seed(&seed, SUBVOLUME);
+            others.join().unwrap();
+            mounted
+        });
+        drop(mounted.unwrap());
+    }
+    devices.dismantle();
+}
+
 #[test]
 fn what_is_missing_is_named() {
     let folder = TempDir::new().unwrap();

@@ -192,7 +192,8 @@ pub(crate) fn await_loops(state: &StateDir, record: &MountRecord, timeout: Durat
 /// btrfs remembers devices it was told of, by number, and the numbers will be used again.
 pub(crate) fn forget_loops(loops: &[PathBuf]) {
     for device in loops {
-        // What it remembers wrongly only costs a warning in the kernel's log.
+        // What it remembers wrongly only costs a warning in the kernel's log; what it forgets of a mount
+        // that is being made, whose number it is by now, that scans again.
         let _ = btrfs_mount::forget(device);
     }
 }
