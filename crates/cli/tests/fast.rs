@@ -7,10 +7,9 @@ use std::{
     fs::{self, File},
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    time::Duration,
 };
 
-use testkit::{Burgeon, FuseRings, Mounted, Rng, Space, wait_until};
+use testkit::{Burgeon, FuseRings, Mounted, PATIENCE, Rng, Space, kill, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -40,16 +39,6 @@ fn set_up(space: &Space) -> Set {
     Set { burgeon, at, mounted, expected, said }
 }
 
-/// Kills a process and waits until it is dead: in a system call, that takes a moment.
-fn kill(pid: u32) {
-    testkit::kill(pid);
-    let dead = || {
-        let state = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        state.is_empty() || state.contains(") Z ")
-    };
-    assert!(wait_until(Duration::from_secs(30), dead), "{pid} does not die");
-}
-
 fn pid(burgeon: &Burgeon, which: &str) -> u32 {
     burgeon.status()[which].as_u64().unwrap().try_into().unwrap()
 }
@@ -65,7 +54,7 @@ fn read_direct(at: &Path) -> std::io::Result<Vec<u8>> {
 
 /// Waits until the file reads right again. Until then there may be EIO, and nothing else.
 fn comes_back(set: &Set, after: &str) {
-    let back = wait_until(Duration::from_secs(60), || match read_direct(&set.at) {
+    let back = wait_until(PATIENCE, || match read_direct(&set.at) {
         Ok(bytes) => {
             assert!(bytes == set.expected, "wrong bytes after {after}");
             true
@@ -83,7 +72,7 @@ fn comes_back(set: &Set, after: &str) {
 fn kill_server(burgeon: &Burgeon) {
     let server = pid(burgeon, "server_pid");
     kill(server);
-    let next = wait_until(Duration::from_secs(60), || {
+    let next = wait_until(PATIENCE, || {
         burgeon.status()["server_pid"].as_u64().is_some_and(|pid| pid != u64::from(server))
     });
     assert!(next, "no new server");
@@ -127,10 +116,7 @@ fn a_fast_mount_comes_back_after_its_server_its_supervisor_and_both() {
     assert_eq!(pid(&set.burgeon, "server_pid"), server, "its death would cost reads");
     assert!(read_direct(&set.at).unwrap() == set.expected);
 
-    let server = pid(&set.burgeon, "server_pid");
-    kill(pid(&set.burgeon, "supervisor_pid"));
-    kill(server);
-    assert!(wait_until(Duration::from_secs(30), || set.burgeon.processes().is_empty()));
+    set.burgeon.kill_daemon();
     assert_eq!(read_direct(&set.at).unwrap_err().raw_os_error(), Some(EIO));
     assert_eq!(fs::read(set.at.join("kept")).unwrap(), b"by the sprout");
     set.burgeon.ok(&["doctor", "--repair"]);

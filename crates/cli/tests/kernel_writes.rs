@@ -242,9 +242,7 @@ fn named_writes_survive_a_daemon_that_is_killed() {
     let mounted = burgeon.mount("tree:1", &at, &named);
     let pattern = Pattern { seed: 3, blocks: 500 };
     pattern.write(&at.join("pattern")).unwrap();
-    for pid in burgeon.processes() {
-        testkit::kill(pid);
-    }
+    burgeon.kill_daemon();
     drop(mounted);
     let repaired = burgeon.run(&["doctor", "--repair"]);
     let mounted = burgeon.mount("tree:1", &at, &named);

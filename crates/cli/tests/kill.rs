@@ -108,14 +108,7 @@ fn pid(burgeon: &Burgeon, which: &str) -> Option<i32> {
 }
 
 fn kill(pid: i32) {
-    let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
-    // The signal is sent at once; a process in the middle of a system call ends a little later.
-    let folder = format!("/proc/{pid}");
-    let dead = || {
-        let state = fs::read_to_string(format!("{folder}/stat")).unwrap_or_default();
-        state.is_empty() || state.contains(") Z ")
-    };
-    assert!(wait_until(PATIENCE, dead), "{pid} does not die");
+    testkit::kill(pid as u32);
 }
 
 fn drop_caches() {
@@ -234,12 +227,7 @@ fn killing_both_costs_errors_or_time_until_the_next_daemon() {
         set_up(&space, 10, &["--writes", "w", "--write-limit", "256M"]);
     fs::write(at.join("kept"), "by the sprout").unwrap();
     let waits = burgeon.status()["mounts"][0]["transport"] == "ublk";
-    // The supervisor first, or it would start another server.
-    let server = pid(&burgeon, "server_pid");
-    pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
-    server.into_iter().for_each(kill);
-    let dead = wait_until(PATIENCE, || burgeon.processes().is_empty());
-    assert!(dead);
+    burgeon.kill_daemon();
     drop_caches();
     // Over ublk the kernel keeps the requests for the next server.
     let path = at.join("data");

@@ -5,7 +5,7 @@
 
 use std::{fs, path::PathBuf};
 
-use testkit::{Burgeon, PATIENCE, Rng, Space, kill, ublk_devices, wait_until};
+use testkit::{Burgeon, PATIENCE, Rng, Space, ublk_devices, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -51,15 +51,6 @@ fn the_limit_for_other_users_is_none_for_mounts() {
     mounted.into_iter().for_each(|mounted| burgeon.umount(mounted));
 }
 
-/// Kills both processes of the daemon, the supervisor first, or it would start another server.
-fn kill_the_daemon(burgeon: &Burgeon) {
-    let status = burgeon.status();
-    for process in ["supervisor_pid", "server_pid"] {
-        kill(status[process].as_u64().unwrap() as u32);
-    }
-    assert!(wait_until(PATIENCE, || burgeon.processes().is_empty()));
-}
-
 #[test]
 fn the_device_of_a_dead_daemon_is_found_and_removed_with_its_folder_or_without() {
     for folder_is_there in [true, false] {
@@ -69,7 +60,7 @@ fn the_device_of_a_dead_daemon_is_found_and_removed_with_its_folder_or_without()
         let mounted = burgeon.mount("sample", &space.path("at"), &["--read-only"]);
         let device = burgeon.status()["mounts"][0]["device"].as_str().unwrap().to_owned();
         assert_ne!(ublk_devices(), before);
-        kill_the_daemon(&burgeon);
+        burgeon.kill_daemon();
         let folders = burgeon.state().join("mounts");
         if !folder_is_there {
             // While it is mounted it is somebody's, whoever has lost its folder.

@@ -95,9 +95,7 @@ fn what_is_mapped_stays_whatever_dies() {
     drop_caches();
     check();
     // All of it dies, and the next daemon serves it again.
-    let status = burgeon.status();
-    kill(status["supervisor_pid"].as_u64().unwrap() as u32);
-    kill(status["server_pid"].as_u64().unwrap() as u32);
+    burgeon.kill_daemon();
     burgeon.ok(&["doctor", "--repair"]);
     drop_caches();
     check();

@@ -333,13 +333,7 @@ fn writes_go_to_a_device_of_the_users() {
 
     // Nobody of ours is alive to say that the device is in use: the kernel does.
     let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
-    let pids = burgeon.processes();
-    assert_eq!(pids.len(), 2, "a supervisor and a server");
-    for pid in pids {
-        let pid = rustix::process::Pid::from_raw(pid as i32).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
-    }
-    assert!(testkit::wait_until(testkit::PATIENCE, || { burgeon.processes().is_empty() }));
+    burgeon.kill_daemon();
     burgeon.fails(&["writes", "rm", "w"], 5, "are mounted on");
     assert_eq!(state_of_writes(&burgeon), "mounted");
     burgeon.umount(mounted);

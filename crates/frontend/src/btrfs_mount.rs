@@ -20,6 +20,7 @@
 //! give reserved space of the sprout back.
 
 use std::{
+    error::Error as _,
     ffi::{OsStr, c_ulong},
     fs::{File, OpenOptions},
     io,
@@ -50,8 +51,9 @@ const RESIZE: c_ulong = 0x5000_9403;
 const DEV_INFO: c_ulong = 0xd000_941e;
 const FS_INFO: c_ulong = 0x8400_941f;
 
-/// Times that devices are scanned for one mount.
-const SCANS_MAX: u32 = 20;
+/// Times that devices are scanned for one mount. A damaged device fails as often, and the kernel's log
+/// says so each time.
+const SCANS_MAX: u32 = 6;
 
 /// `struct btrfs_ioctl_vol_args`.
 #[repr(C)]
@@ -116,8 +118,10 @@ impl Btrfs {
         Self::scan_and_mount(devices, first, subvolume, Access::ReadOnly)
     }
 
-    /// Mounts the file system of `device`, which is one of `devices`. Whoever releases a mount makes
-    /// btrfs forget its loop devices, by numbers that may be ours by now: then they are scanned again.
+    /// Mounts the file system of `device`, which is one of `devices`. Between the scan and the mount,
+    /// and in the middle of it, anybody can make btrfs forget them: all devices that are not mounted
+    /// (`btrfs device scan --forget`), or those of another mount, whose numbers are ours by now. Then
+    /// they are scanned again.
     fn scan_and_mount(
         devices: &[&Path],
         device: &Path,
@@ -129,7 +133,7 @@ impl Btrfs {
             devices.iter().try_for_each(|device| scan(device))?;
             tries += 1;
             match Self::mount(device, subvolume, access) {
-                Err(error) if error.kind() == ErrorKind::NotFound && tries < SCANS_MAX => {}
+                Err(error) if may_be_forgotten(&error) && tries < SCANS_MAX => {}
                 mounted => return mounted,
             }
         }
@@ -255,6 +259,14 @@ impl AsFd for Btrfs {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.mount.as_fd()
     }
+}
+
+/// Whether an error of [`Btrfs::mount`] can be that of a device which btrfs does not know: one of the
+/// seed's (ENOENT), the one with its trees (EIO), or all of them (EINVAL). Damage has the same errors.
+fn may_be_forgotten(error: &Error) -> bool {
+    let cause = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+    let errno = cause.and_then(io::Error::raw_os_error);
+    matches!(errno, Some(libc::ENOENT | libc::EIO | libc::EINVAL))
 }
 
 /// Tells btrfs of a device, so that a later mount finds it.

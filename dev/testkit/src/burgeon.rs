@@ -152,6 +152,17 @@ impl Burgeon {
         processes_with(&self.state)
     }
 
+    /// Kills both processes of the daemon, the supervisor first, or it would start another server.
+    #[track_caller]
+    pub fn kill_daemon(&self) {
+        let status = self.status();
+        for process in ["supervisor_pid", "server_pid"] {
+            let id = status[process].as_u64().and_then(|id| u32::try_from(id).ok());
+            kill(id.unwrap_or_else(|| panic!("no {process} in {status:#}")));
+        }
+        assert!(wait_until(PATIENCE, || self.processes().is_empty()), "{:?}", self.processes());
+    }
+
     /// Loop devices whose file lies in the state directory.
     fn loops(&self) -> Vec<String> {
         let all = loop_devices().into_iter();

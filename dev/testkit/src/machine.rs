@@ -70,14 +70,26 @@ pub fn processes_with(needle: &Path) -> Vec<u32> {
         .collect()
 }
 
-/// Kills process `id` with SIGKILL; it is no error if it has gone.
+/// Kills process `id` with SIGKILL and waits until all its threads are gone, and with them its locks
+/// and sockets; it is no error if it has gone before.
 pub fn kill(id: u32) {
-    let id = i32::try_from(id).ok().and_then(rustix::process::Pid::from_raw);
-    let killed = id.map(|id| rustix::process::kill_process(id, rustix::process::Signal::KILL));
-    assert!(
-        matches!(killed, Some(Ok(()) | Err(rustix::io::Errno::SRCH))),
-        "cannot kill {id:?}: {killed:?}"
-    );
+    use rustix::{
+        event::{PollFd, PollFlags, Timespec, poll},
+        io::Errno,
+        process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+    };
+    let kill = || {
+        let pid = i32::try_from(id).ok().and_then(Pid::from_raw).ok_or(Errno::INVAL)?;
+        let process = pidfd_open(pid, PidfdFlags::empty())?;
+        pidfd_send_signal(&process, Signal::KILL)?;
+        let patience = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+        poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&patience))
+    };
+    match kill() {
+        Ok(0) => panic!("process {id} does not die"),
+        Ok(_) | Err(Errno::SRCH) => {}
+        Err(errno) => panic!("cannot kill process {id}: {errno}"),
+    }
 }
 
 /// How long to wait for what must come: on a busy machine everything takes many times as long,

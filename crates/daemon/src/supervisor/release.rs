@@ -173,8 +173,7 @@ pub(crate) fn await_loops(state: &StateDir, record: &MountRecord, timeout: Durat
         WritesState::ReadOnly => None,
     };
     let is_ours = |device: &PathBuf| {
-        let name = device.file_name().unwrap_or_default();
-        chain::backing_file(&Path::new("/sys/block").join(name))
+        backing_file(device)
             .is_some_and(|file| file.starts_with(&mount) || Some(file.as_path()) == sprout)
     };
     let begun = Instant::now();
@@ -189,11 +188,16 @@ pub(crate) fn await_loops(state: &StateDir, record: &MountRecord, timeout: Durat
     true
 }
 
-/// btrfs remembers devices it was told of, by number, and the numbers will be used again.
+/// btrfs remembers devices it was told of, by number, and the numbers will be used again. One that
+/// is in use again is not ours any more: its new owner's scan replaces what btrfs remembers.
 pub(crate) fn forget_loops(loops: &[PathBuf]) {
-    for device in loops {
-        // What it remembers wrongly only costs a warning in the kernel's log; what it forgets of a mount
-        // that is being made, whose number it is by now, that scans again.
+    for device in loops.iter().filter(|device| backing_file(device).is_none()) {
+        // What it remembers wrongly only costs a warning in the kernel's log. It may be in use by now
+        // after all: a mount that is being made scans its devices again.
         let _ = btrfs_mount::forget(device);
     }
+}
+
+fn backing_file(device: &Path) -> Option<PathBuf> {
+    chain::backing_file(&Path::new("/sys/block").join(device.file_name()?))
 }
