@@ -20,7 +20,6 @@
 //! give reserved space of the sprout back.
 
 use std::{
-    error::Error as _,
     ffi::{OsStr, c_ulong},
     fs::{File, OpenOptions},
     io,
@@ -132,9 +131,9 @@ impl Btrfs {
         loop {
             devices.iter().try_for_each(|device| scan(device))?;
             tries += 1;
-            match Self::mount(device, subvolume, access) {
-                Err(error) if may_be_forgotten(&error) && tries < SCANS_MAX => {}
-                mounted => return mounted,
+            match Self::try_mount(device, subvolume, access) {
+                Err((errno, _)) if may_be_forgotten(errno) && tries < SCANS_MAX => {}
+                mounted => return mounted.map_err(|(_, error)| error),
             }
         }
     }
@@ -162,8 +161,13 @@ impl Btrfs {
     ///
     /// `NotFound` if one of them is missing, `LocalIo` with the kernel's own words otherwise.
     pub fn mount(device: &Path, subvolume: u64, access: Access) -> Result<Self> {
+        Self::try_mount(device, subvolume, access).map_err(|(_, error)| error)
+    }
+
+    fn try_mount(device: &Path, subvolume: u64, access: Access) -> Result<Self, (Errno, Error)> {
         let what = || format!("cannot mount btrfs from {}", device.display());
-        let context = fsopen("btrfs", FsOpenFlags::FSOPEN_CLOEXEC).map_err(no_btrfs)?;
+        let context = fsopen("btrfs", FsOpenFlags::FSOPEN_CLOEXEC);
+        let context = context.map_err(|errno| (errno, no_btrfs(errno)))?;
         let create = || -> Result<OwnedFd, Errno> {
             fsconfig_set_string(&context, "source", device)?;
             fsconfig_set_string(&context, "subvolid", subvolume.to_string())?;
@@ -174,7 +178,7 @@ impl Btrfs {
             fsconfig_create(&context)?;
             fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())
         };
-        let mount = create().map_err(|errno| refused(what(), errno, &context))?;
+        let mount = create().map_err(|errno| (errno, refused(what(), errno, &context)))?;
         Ok(Self { mount })
     }
 
@@ -261,12 +265,10 @@ impl AsFd for Btrfs {
     }
 }
 
-/// Whether an error of [`Btrfs::mount`] can be that of a device which btrfs does not know: one of the
-/// seed's (ENOENT), the one with its trees (EIO), or all of them (EINVAL). Damage has the same errors.
-fn may_be_forgotten(error: &Error) -> bool {
-    let cause = error.source().and_then(|source| source.downcast_ref::<io::Error>());
-    let errno = cause.and_then(io::Error::raw_os_error);
-    matches!(errno, Some(libc::ENOENT | libc::EIO | libc::EINVAL))
+/// Whether a mount may have failed because btrfs did not know a device: ENOENT, and EINVAL before
+/// Linux 6.12; EIO if it is the one with the trees. Damage has the same errors.
+fn may_be_forgotten(errno: Errno) -> bool {
+    matches!(errno, Errno::NOENT | Errno::INVAL | Errno::IO)
 }
 
 /// Tells btrfs of a device, so that a later mount finds it.

@@ -161,7 +161,7 @@ fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
         modprobe -q ublk_drv
         s=0
         for p; do
-            t=$SECONDS; "$p" --test-threads=1 || s=1
+            t=$SECONDS; "$p" --test-threads=1 || { s=1; dmesg | tail -n 60; }
             echo "-- $((SECONDS - t)) s: ${p##*/}"
         done
         exit $s"#;
