@@ -2,7 +2,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{path::Path, sync::atomic::Ordering::Relaxed};
+use std::{
+    io::{BufRead, BufReader, Write},
+    net::TcpListener,
+    path::Path,
+    sync::atomic::Ordering::Relaxed,
+    thread,
+};
 
 use burgeon_block::{BlockSource, ByteRange, ErrorKind, ObjectId, ObjectStore};
 use burgeon_source::{
@@ -137,6 +143,53 @@ fn a_token_that_expires_is_renewed_and_shared() {
         assert!(reader.join().unwrap() == served.data[..1]);
     }
     assert_eq!(gate.tokens(), 1);
+}
+
+/// A login takes as many round trips as the rest of a start.
+#[test]
+fn who_has_no_credentials_asks_without_waiting_for_a_login() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        let mut kept = Vec::new();
+        for client in listener.incoming() {
+            let mut client = client.unwrap();
+            let lines = BufReader::new(client.try_clone().unwrap()).lines().map_while(Result::ok);
+            let head: Vec<_> = lines.take_while(|line| !line.is_empty()).collect();
+            if head.first().is_some_and(|first| first.starts_with("GET /v2/app/blobs/")) {
+                let range = "content-range: bytes 0-2/3\r\ncontent-length: 3";
+                let answer = format!("HTTP/1.1 206 Partial Content\r\n{range}\r\n\r\nabc");
+                client.write_all(answer.as_bytes()).unwrap();
+            }
+            // Whoever asks for anything else waits.
+            kept.push(client);
+        }
+    });
+    let registry = open(address, &Access::default());
+    let whole = ByteRange::at(0, 3).unwrap();
+    let read = waiting(registry.blob_range(&Digest::of(b"abc"), whole)).unwrap();
+    assert_eq!(&read[..], b"abc");
+}
+
+#[test]
+fn who_has_no_credentials_gets_a_token_where_one_is_wanted() {
+    let served = Served::new();
+    for hides in [false, true] {
+        let gate = TokenGate::for_anybody(served.server.address(), 3, hides).unwrap();
+        let registry = open(gate.address(), &Access::default());
+        served.check(&registry, 0, LEN);
+        served.check(&registry, 5, 5000);
+        assert_eq!(gate.tokens(), 1, "hidden: {hides}");
+        assert_eq!(registry.traffic().denied.load(Relaxed), 0, "it was only tried");
+        if !hides {
+            (0..5).for_each(|n| served.check(&registry, n, 500));
+            assert_eq!(gate.tokens(), 3, "a token is good for three requests");
+        }
+        let missing = Digest::of(b"none");
+        let range = ByteRange::at(0, 1).unwrap();
+        let error = waiting(open(gate.address(), &Access::default()).blob_range(&missing, range));
+        assert_eq!(error.unwrap_err().kind(), ErrorKind::NotFound, "hidden: {hides}");
+    }
 }
 
 #[test]

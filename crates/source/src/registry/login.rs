@@ -1,5 +1,9 @@
 //! Logging in: credentials become what requests are sent with.
 //!
+//! Most of what is read without credentials needs no login, and a login takes as many round trips as
+//! a start does in all. So who has none asks without one, and logs in meanwhile in case that is
+//! refused.
+//!
 //! Invariants: one login at a time, whoever else needs one waits for it; credentials that came with
 //! the request come first, those of this process's own environment when the registry refuses them,
 //! because a password may be valid for hours only, and a mount lives longer.
@@ -17,7 +21,7 @@ use oci_client::{
     secrets::RegistryAuth,
 };
 use reqwest::RequestBuilder;
-use tokio::sync::Semaphore;
+use tokio::{sync::Semaphore, task::JoinHandle};
 
 use super::{Name, credentials};
 use crate::{Access, choose_cryptography, web};
@@ -27,14 +31,31 @@ const LOGIN_MAX: Duration = Duration::from_secs(60);
 
 /// The logins of a repository.
 pub(super) struct Logins {
-    operation: RegistryOperation,
-    name: Name,
+    desk: Desk,
     access: Access,
-    library: Library,
     /// Whoever logs in.
     turn: Semaphore,
     /// `None` before the first.
     known: Mutex<Option<Login>>,
+    /// A login without credentials that is under way.
+    ahead: Mutex<Option<Ahead>>,
+}
+
+/// Where one logs in.
+#[derive(Clone)]
+struct Desk {
+    operation: RegistryOperation,
+    name: Name,
+    library: Library,
+}
+
+/// A login under way. It ends when nobody can want it any more.
+struct Ahead(JoinHandle<Result<With>>);
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
 }
 
 /// What requests are sent with.
@@ -50,6 +71,8 @@ pub(super) struct Login {
 #[derive(Clone)]
 enum With {
     Nothing,
+    /// As nothing: whether that will do was not asked.
+    Hope,
     Password(String, String),
     Token(String),
 }
@@ -69,12 +92,25 @@ impl Logins {
         let library = Library::try_from(config)
             .map_err(|error| failed(&format!("speak to {}", name.registry()), &error))?;
         let (name, access) = (name.clone(), access.clone());
-        let (turn, known) = (Semaphore::new(1), Mutex::new(None));
-        Ok(Self { operation, name, access, library, turn, known })
+        let (turn, known, ahead) = (Semaphore::new(1), Mutex::default(), Mutex::default());
+        Ok(Self { desk: Desk { operation, name, library }, access, turn, known, ahead })
     }
 
     fn known(&self) -> MutexGuard<'_, Option<Login>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ahead(&self) -> MutexGuard<'_, Option<Ahead>> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was asked with the hope `login` was given.
+    pub(super) fn fulfilled(&self, login: &Login) {
+        let mut known = self.known();
+        if let Some(known) = known.as_mut().filter(|known| known.number == login.number) {
+            known.with = With::Nothing;
+            *self.ahead() = None;
+        }
     }
 
     /// The last login, or a new one: where there is none yet, or it is `refused`.
@@ -83,7 +119,7 @@ impl Logins {
         if let Some(login) = self.known().clone().filter(good) {
             return Ok(login);
         }
-        let what = format!("log in to {}", self.name.registry());
+        let what = format!("log in to {}", self.desk.name.registry());
         let ended = |_| Error::new(ErrorKind::Unavailable, format!("cannot {what}: it ends"));
         let _turn = self.turn.acquire().await.map_err(ended)?;
         // Somebody else may have done it meanwhile.
@@ -101,31 +137,54 @@ impl Logins {
 
     async fn make(&self, what: &str, refused: Option<&Login>, retries: u32) -> Result<Login> {
         let number = refused.map_or(0, |login| login.number + 1);
-        let given = credentials::given(&self.name, &self.access)?;
+        let given = credentials::given(&self.desk.name, &self.access)?;
         // A password is sent as it is, so that it was refused with the request.
         let is_used_up =
             refused.is_some_and(|login| login.given && matches!(login.with, With::Password(_, _)));
         let mut why = None;
         if let Some(given) = given.filter(|_| !is_used_up) {
-            match self.try_with(what, &given, retries).await {
+            match self.desk.log_in(what, &given, retries).await {
                 Ok(with) => return Ok(Login { number, with, given: true }),
                 Err(error) => why = Some(error),
             }
         }
-        let own = credentials::own(&self.name).await;
+        let own = credentials::own(&self.desk.name).await;
         match (own, why) {
             // Nobody here knows better.
             (Ok(None) | Err(_), Some(why)) => Err(why),
             (Err(error), None) => Err(error),
-            (Ok(own), _) => {
-                let own = own.unwrap_or(RegistryAuth::Anonymous);
-                let with = self.try_with(what, &own, retries).await?;
+            (Ok(Some(own)), _) => {
+                let with = self.desk.log_in(what, &own, retries).await?;
+                Ok(Login { number, with, given: false })
+            }
+            (Ok(None), None) => {
+                let with = self.as_nobody(what, refused.is_some(), retries).await?;
                 Ok(Login { number, with, given: false })
             }
         }
     }
 
-    async fn try_with(&self, what: &str, credentials: &RegistryAuth, retries: u32) -> Result<With> {
+    /// Without credentials.
+    async fn as_nobody(&self, what: &str, is_refused: bool, retries: u32) -> Result<With> {
+        let nobody = RegistryAuth::Anonymous;
+        let ahead = self.ahead().take();
+        if let Some(mut ahead) = ahead.filter(|_| is_refused)
+            && let Ok(made) = (&mut ahead.0).await
+        {
+            return made;
+        }
+        if is_refused || self.desk.operation != RegistryOperation::Pull {
+            return self.desk.log_in(what, &nobody, retries).await;
+        }
+        let (desk, what) = (self.desk.clone(), what.to_owned());
+        let login = async move { desk.log_in(&what, &nobody, retries).await };
+        *self.ahead() = Some(Ahead(tokio::spawn(login)));
+        Ok(With::Hope)
+    }
+}
+
+impl Desk {
+    async fn log_in(&self, what: &str, credentials: &RegistryAuth, retries: u32) -> Result<With> {
         let mut tries = 0;
         let token = loop {
             let reference = self.name.reference();
@@ -150,9 +209,19 @@ impl Logins {
 }
 
 impl Login {
+    /// Whether nobody has said that it will do.
+    pub(super) fn is_hope(&self) -> bool {
+        matches!(self.with, With::Hope)
+    }
+
+    /// Whether it changes nothing.
+    pub(super) fn is_nothing(&self) -> bool {
+        matches!(self.with, With::Nothing)
+    }
+
     pub(super) fn apply(&self, request: RequestBuilder) -> RequestBuilder {
         match &self.with {
-            With::Nothing => request,
+            With::Nothing | With::Hope => request,
             With::Password(user, password) => request.basic_auth(user, Some(password)),
             With::Token(token) => request.bearer_auth(token),
         }

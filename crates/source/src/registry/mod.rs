@@ -251,7 +251,8 @@ impl Registry {
         // Not joined: a digest has a colon, and would be a scheme.
         let url = Url::parse(&format!("{}{path}", inner.base)).map_err(bad)?;
         let mut login = inner.logins.now(None, retries).await?;
-        for last in [false, true] {
+        let mut logins_left = if login.is_hope() { 2 } else { 1 };
+        loop {
             inner.traffic.requests.fetch_add(1, Relaxed);
             let answer = web::send(what, retries, || {
                 login.apply(change(inner.client.request(method.clone(), url.clone())))
@@ -260,16 +261,28 @@ impl Registry {
                 inner.traffic.broken.fetch_add(1, Relaxed);
             })?;
             let status = answer.status();
+            let hoped = login.is_hope();
             if status.is_success() {
+                if hoped {
+                    inner.logins.fulfilled(&login);
+                }
                 return Ok(answer);
             }
-            inner.traffic.refusal(status.as_u16()).fetch_add(1, Relaxed);
-            if status != StatusCode::UNAUTHORIZED || last {
+            // Who is nobody may be told that there is nothing.
+            let hides = matches!(status, StatusCode::FORBIDDEN | StatusCode::NOT_FOUND);
+            let is_refused = status == StatusCode::UNAUTHORIZED;
+            if !hoped {
+                inner.traffic.refusal(status.as_u16()).fetch_add(1, Relaxed);
+            }
+            if logins_left == 0 || !(is_refused || hoped && hides) {
                 return Err(web::refused(what, status));
             }
+            logins_left -= 1;
             login = inner.logins.now(Some(&login), retries).await?;
+            if login.is_nothing() && !is_refused {
+                return Err(web::refused(what, status));
+            }
         }
-        Err(web::refused(what, StatusCode::UNAUTHORIZED))
     }
 }
 

@@ -20,8 +20,10 @@ pub struct TokenGate {
 }
 
 struct State {
-    /// What `Authorization` has to be for a token.
+    /// What `Authorization` has to be for a token; empty where anybody gets one.
     password: String,
+    /// Whether nothing is there for who has no token.
+    hides: bool,
     /// Requests that a token is good for.
     uses: u64,
     tokens: u64,
@@ -34,8 +36,18 @@ impl TokenGate {
     /// A gate before `server`. It wants `basic`, which is `user:password` in base 64, for a
     /// token, which is good for `uses` requests.
     pub fn new(server: SocketAddr, basic: &str, uses: u64) -> io::Result<Self> {
+        Self::start(server, format!("Basic {basic}"), uses, false)
+    }
+
+    /// A gate that gives anybody a token; without one it wants one, or `hides` what is there.
+    pub fn for_anybody(server: SocketAddr, uses: u64, hides: bool) -> io::Result<Self> {
+        Self::start(server, String::new(), uses, hides)
+    }
+
+    fn start(server: SocketAddr, password: String, uses: u64, hides: bool) -> io::Result<Self> {
         let state = Arc::new(Mutex::new(State {
-            password: format!("Basic {basic}"),
+            password,
+            hides,
             uses,
             tokens: 0,
             left: 0,
@@ -98,6 +110,8 @@ fn serve(
         } else if said == format!("Bearer number-{}", state.tokens) && state.left > 0 {
             state.left -= 1;
             None
+        } else if state.hides && request.second() != "/v2/" {
+            Some(("404 Not Found", String::new(), "{}".to_owned()))
         } else {
             let realm = format!("realm=\"http://{own}/token\",service=\"test\"");
             let header = format!("www-authenticate: Bearer {realm}\r\n");
