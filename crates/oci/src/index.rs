@@ -10,7 +10,7 @@
 //! Invariants: of an index that was made elsewhere nothing is believed but by the digest that the
 //! user has given; it is used for the very image, and the very layers, that it was made of.
 
-use std::collections::HashSet;
+use std::{collections::HashSet, thread};
 
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
 use burgeon_image::{
@@ -341,36 +341,49 @@ pub(crate) fn beside(blobs: &Blobs, image: &Digest) -> Vec<String> {
     beside::find(blobs, image, ARTIFACT).iter().map(Digest::to_string).collect()
 }
 
-/// Takes the index `pinned`, which lies beside the image, into `store` under `name`.
-///
-/// Errors: `NotFound` if it is not there, `Corrupt` if it is not what its digest says or of another
-/// image.
-pub(crate) fn adopt(
-    store: &impl ObjectStore,
-    blobs: &Blobs,
-    resolved: &Resolved,
-    pinned: &Digest,
-    at: &LayersAt,
-) -> Result<String> {
-    let doing = |error: Error| {
-        let what = format!("cannot use the index {pinned}");
-        Error::with_source(error.kind(), what, error)
-    };
-    let (document, _) = blobs.document(&Wanted::Digest(pinned.clone())).map_err(doing)?;
-    let artifact = IndexArtifact::parse(&document).map_err(doing)?;
-    let (manifest, table) = read_parts(blobs, resolved, &artifact).map_err(doing)?;
-    let _lease = store.begin_write()?;
-    publish_table(store, &table, at)?;
-    let name = name_of(&resolved.digest.to_string());
-    catalog::publish_image(store, &name, &manifest)?;
-    Ok(name)
+/// An index that the user believes, by its digest, and what it consists of.
+pub(crate) struct Pinned {
+    digest: Digest,
+    artifact: Result<IndexArtifact>,
+}
+
+impl Pinned {
+    /// Asks for the index `digest`.
+    pub(crate) fn fetch(blobs: &Blobs, digest: Digest) -> Self {
+        let document = blobs.document(&Wanted::Digest(digest.clone()));
+        let artifact = document.and_then(|(document, _)| IndexArtifact::parse(&document));
+        Self { digest, artifact }
+    }
+
+    /// Takes the index, which lies beside the image, into `store`; returns its name there.
+    ///
+    /// Errors: `NotFound` if it is not there, `Corrupt` if it is not what its digest says or of
+    /// another image.
+    pub(crate) fn adopt(
+        self,
+        store: &impl ObjectStore,
+        blobs: &Blobs,
+        resolved: &Resolved,
+        at: &LayersAt,
+    ) -> Result<String> {
+        let parts = self.artifact.and_then(|artifact| read_parts(blobs, resolved, artifact));
+        let (manifest, table) = parts.map_err(|error| {
+            let what = format!("cannot use the index {}", self.digest);
+            Error::with_source(error.kind(), what, error)
+        })?;
+        let _lease = store.begin_write()?;
+        publish_table(store, &table, at)?;
+        let name = name_of(&resolved.digest.to_string());
+        catalog::publish_image(store, &name, &manifest)?;
+        Ok(name)
+    }
 }
 
 /// Manifest and table of an index of the image, if it is one.
 fn read_parts(
     blobs: &Blobs,
     resolved: &Resolved,
-    artifact: &IndexArtifact,
+    artifact: IndexArtifact,
 ) -> Result<(Vec<u8>, Vec<u8>)> {
     let corrupt = |what: String| Error::new(ErrorKind::Corrupt, what);
     let IndexArtifact { artifact_type, layers, subject } = artifact;
@@ -383,8 +396,16 @@ fn read_parts(
         return Err(corrupt(format!("it is of {subject}, not of {}", resolved.digest)));
     }
     let read = |part: &Descriptor, max| blobs.read(&part.digest()?, part.size_below(max)?);
-    let (manifest, table) = (read(&layers[0], MANIFEST_MAX)?, read(&layers[1], TABLE_MAX)?);
-    let decoded = Table::decode(&table)?;
+    // Each takes a round trip; the link is the same for both.
+    let (manifest, table) = thread::scope(|scope| {
+        let table = scope.spawn(|| -> Result<_> {
+            let table = read(&layers[1], TABLE_MAX)?;
+            Ok((Table::decode(&table)?, table))
+        });
+        let manifest = read(&layers[0], MANIFEST_MAX);
+        (manifest, table.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
+    let (manifest, (decoded, table)) = (manifest?, table?);
     let same = |(of_table, of_image): (&TableLayer, &crate::document::Layer)| {
         of_table.digest == of_image.digest.bytes()
             && of_table.stored_len() == of_image.size

@@ -23,7 +23,7 @@ mod layout;
 mod push;
 mod source;
 
-use std::{path::Path, thread};
+use std::{panic::resume_unwind, path::Path, thread};
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::{
@@ -169,7 +169,16 @@ pub fn find_or_build(
         let (name, report) = archive_in(store, url, work)?;
         return found(Made { report, ..Made::known(name) }, false);
     };
-    let target = blobs.find(&wanted).map_err(|error| by_digest(source, error))?;
+    // An index that is believed has its digest: it need not wait until the image is known.
+    let (target, pinned) = thread::scope(|scope| {
+        let fetch = |digest: &Digest| index::Pinned::fetch(&blobs, digest.clone());
+        let pinned = index.as_ref().map(|digest| scope.spawn(move || fetch(digest)));
+        let target = blobs.find(&wanted);
+        let pinned =
+            pinned.map(|pinned| pinned.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        (target, pinned)
+    });
+    let target = target.map_err(|error| by_digest(source, error))?;
     let resolved = match (target, &source.0) {
         (Target::Ordinary(resolved), _) => *resolved,
         (Target::Ours(_), _) if index.is_some() => return Err(index::none_has()),
@@ -177,13 +186,13 @@ pub fn find_or_build(
         (Target::Ours(digest), _) => return Err(not_built(&digest)),
     };
     let digest = resolved.digest.to_string();
-    let (made, lazy) = match (known(&digest), &index, &at) {
+    let (made, lazy) = match (known(&digest), pinned, &at) {
         (Some(name), ..) => {
             let lazy = refresh(&name)?;
             (Made::known(name), lazy)
         }
-        (None, Some(index), Some(at)) => {
-            (Made::known(index::adopt(store, &blobs, &resolved, index, at)?), true)
+        (None, Some(pinned), Some(at)) => {
+            (Made::known(pinned.adopt(store, &blobs, &resolved, at)?), true)
         }
         _ => {
             // What lies beside the image is only told of: nobody waits for it while layers come.
