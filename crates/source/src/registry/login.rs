@@ -46,7 +46,6 @@ pub(super) struct Logins {
 struct Desk {
     operation: RegistryOperation,
     name: Name,
-    library: Library,
 }
 
 /// A login under way. It ends when nobody can want it any more.
@@ -78,22 +77,10 @@ enum With {
 }
 
 impl Logins {
-    pub(super) fn new(operation: RegistryOperation, name: &Name, access: &Access) -> Result<Self> {
-        choose_cryptography();
-        let config = ClientConfig {
-            protocol: match name.is_plain() {
-                true => ClientProtocol::Http,
-                false => ClientProtocol::Https,
-            },
-            connect_timeout: Some(web::CONNECT_TIMEOUT),
-            read_timeout: Some(web::SILENCE_MAX),
-            ..ClientConfig::default()
-        };
-        let library = Library::try_from(config)
-            .map_err(|error| failed(&format!("speak to {}", name.registry()), &error))?;
+    pub(super) fn new(operation: RegistryOperation, name: &Name, access: &Access) -> Self {
         let (name, access) = (name.clone(), access.clone());
         let (turn, known, ahead) = (Semaphore::new(1), Mutex::default(), Mutex::default());
-        Ok(Self { desk: Desk { operation, name, library }, access, turn, known, ahead })
+        Self { desk: Desk { operation, name }, access, turn, known, ahead }
     }
 
     fn known(&self) -> MutexGuard<'_, Option<Login>> {
@@ -185,10 +172,22 @@ impl Logins {
 
 impl Desk {
     async fn log_in(&self, what: &str, credentials: &RegistryAuth, retries: u32) -> Result<With> {
+        choose_cryptography();
+        let config = ClientConfig {
+            protocol: match self.name.is_plain() {
+                true => ClientProtocol::Http,
+                false => ClientProtocol::Https,
+            },
+            connect_timeout: Some(web::CONNECT_TIMEOUT),
+            read_timeout: Some(web::SILENCE_MAX),
+            ..ClientConfig::default()
+        };
+        // It reads all of the system's certificates, which nobody waits for who needs no login.
+        let library = Library::try_from(config).map_err(|error| failed(what, &error))?;
         let mut tries = 0;
         let token = loop {
             let reference = self.name.reference();
-            match self.library.auth(reference, credentials, self.operation).await {
+            match library.auth(reference, credentials, self.operation).await {
                 Err(OciDistributionError::RequestError(error))
                     if tries < retries && !web::is_untrusted(&error) =>
                 {

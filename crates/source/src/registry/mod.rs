@@ -81,7 +81,7 @@ impl Registry {
         Ok(Self(Arc::new(Inner {
             base: name.base()?,
             client: web::client()?,
-            logins: Logins::new(operation, name, access)?,
+            logins: Logins::new(operation, name, access),
             name: name.clone(),
             requests: Semaphore::new(REQUESTS_MAX),
             hedge: Hedge::new(),
