@@ -4,7 +4,6 @@
 use std::{
     fs::{self, File},
     os::unix::fs::{DirBuilderExt, MetadataExt},
-    panic::resume_unwind,
     path::{Path, PathBuf},
     process::ExitCode,
     thread,
@@ -106,13 +105,11 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         burgeon_daemon::refuse_burgeon(folder, "the store")?;
     }
     let want = args.index.as_deref().map_or(Want::Any, Want::Index);
-    // The daemon is started while the image is found, which may take round trips.
-    let (found, client) = thread::scope(|scope| {
-        let client = scope.spawn(|| Client::connect_or_start(&context.state));
-        let found = ordinary::find(context, args.name, want);
-        (found, client.join().unwrap_or_else(|panic| resume_unwind(panic)))
-    });
-    let (found, client) = (found?, client?);
+    let found = thread::scope(|scope| {
+        // Finding an image may take round trips, and more. What goes wrong here does so again below.
+        scope.spawn(|| Client::connect_or_start(&context.state).map(drop));
+        ordinary::find(context, args.name, want)
+    })?;
     let is_own = context.store.is_none() && found.store == context.store_location();
     let request = MountRequest {
         image: found.name,
@@ -136,6 +133,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
             path => ProfileRequest::File(std::path::absolute(path)?),
         },
     };
+    let client = Client::connect_or_start(&context.state)?;
     let (reply, mut fds) = client.call(&Request::Mount(Box::new(request)))?;
     let (Reply::Mounted(mounted), Some(mount)) = (reply, fds.pop()) else {
         return Err(anyhow!("the daemon gave an answer to something else"));
