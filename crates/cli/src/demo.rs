@@ -35,6 +35,9 @@ const SCRATCH: &str = "/var/tmp";
 /// How long a signal waits for what is in use.
 const CLEANING_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// How long it waits, when all is gone, for the demonstration to notice.
+const REST_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// The writes need no more than this in a demonstration.
 const WRITE_LIMIT: u64 = 1 << 30;
 
@@ -54,6 +57,7 @@ pub(crate) fn demo(context: &Context, args: args::Demo) -> Result<ExitCode> {
     });
     stage.leave_to_signals();
     let cleaned = stage.clean();
+    stage.leave_to_signals();
     shown?;
     cleaned?;
     if context.json {
@@ -74,6 +78,8 @@ struct Stage {
     turn: Mutex<()>,
     /// A signal came: it decides how this process ends.
     interrupted: AtomicBool,
+    /// The demonstration has come to its end, and puts nothing into the folder any more.
+    rests: AtomicBool,
 }
 
 impl Stage {
@@ -85,7 +91,8 @@ impl Stage {
         }
         let state = StateDir::open(&folder.join("state"))?;
         let context = Context { state, store: None, repository: None, json: false };
-        Ok(Self { folder, context, turn: Mutex::default(), interrupted: AtomicBool::new(false) })
+        let (interrupted, rests) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Self { folder, context, turn: Mutex::default(), interrupted, rests })
     }
 
     fn tree(&self, args: &args::Demo) -> Result<PathBuf> {
@@ -99,16 +106,25 @@ impl Stage {
         thread::spawn(move || {
             let Ok(signal) = signals.wait() else { return };
             stage.interrupted.store(true, SeqCst);
-            // What is being built may put something more into the folder, once.
-            let begun = Instant::now();
-            while let Err(e) = stage.clean()
-                && stage.folder.exists()
-            {
-                if begun.elapsed() > CLEANING_TIMEOUT {
-                    exit::say(&e);
-                    break;
+            let (begun, mut gone) = (Instant::now(), None);
+            loop {
+                // What is being built makes its folders anew, until it fails.
+                let rests = stage.rests.load(SeqCst);
+                match stage.clean() {
+                    Err(e) if stage.folder.exists() => {
+                        if begun.elapsed() > CLEANING_TIMEOUT {
+                            exit::say(&e);
+                            break;
+                        }
+                    }
+                    _ => {
+                        let gone: &Instant = gone.get_or_insert_with(Instant::now);
+                        if rests || gone.elapsed() > REST_TIMEOUT {
+                            break;
+                        }
+                    }
                 }
-                thread::sleep(Duration::from_millis(100));
+                thread::sleep(Duration::from_millis(20));
             }
             std::process::exit(128 + signal);
         });
@@ -118,6 +134,7 @@ impl Stage {
     /// Does not return if a signal came: what the demonstration failed with is its doing.
     fn leave_to_signals(&self) {
         while self.interrupted.load(SeqCst) {
+            self.rests.store(true, SeqCst);
             thread::park();
         }
     }

@@ -25,9 +25,8 @@ use std::{
     thread,
 };
 
-use testkit::{
-    AlignedBlock, Burgeon, PATIENCE, Pattern, Rng, Space, drop_caches, kill, wait_until,
-};
+use rustix::process::{Pid, Signal, kill_process};
+use testkit::{AlignedBlock, Burgeon, PATIENCE, Pattern, Rng, Space, drop_caches, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -133,7 +132,9 @@ fn a_server_killed_in_commits_on_a_full_machine_loses_nothing() {
         reader.goes_on();
         let server = burgeon.status()["server_pid"].as_u64().unwrap();
         rounds.recv_timeout(PATIENCE).expect("the writer hangs or has failed");
-        kill(server as u32);
+        // It is not waited for: the commit goes on meanwhile.
+        let server_pid = Pid::from_raw(server as i32).unwrap();
+        kill_process(server_pid, Signal::KILL).unwrap();
         in_commits += u64::from(committed.load(SeqCst) == round);
         let back = wait_until(PATIENCE, || {
             burgeon.status()["server_pid"].as_u64().is_some_and(|pid| pid != server)
