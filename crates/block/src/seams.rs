@@ -91,6 +91,12 @@ pub trait BlockSource: Send + Sync {
         None
     }
 
+    /// Bytes that [`Self::read`] would have to bring from where the object is, as far as is known: none
+    /// of what is here, or on its way.
+    fn bytes_to_fetch(&self, _object: &ObjectId, range: ByteRange) -> u64 {
+        range.len()
+    }
+
     /// What [`Self::read`] gave was not what was stored: whoever has it from somewhere else, too, or
     /// keeps what it has read, gives something else next time.
     fn refuted(&self, _object: &ObjectId, _range: ByteRange) {}

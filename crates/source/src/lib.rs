@@ -144,6 +144,13 @@ impl BlockSource for Objects {
         None
     }
 
+    fn bytes_to_fetch(&self, object: &ObjectId, range: ByteRange) -> u64 {
+        match object.as_str().starts_with("derived/") {
+            true => self.derived.bytes_to_fetch(object, range),
+            false => range.len(),
+        }
+    }
+
     fn refuted(&self, object: &ObjectId, range: ByteRange) {
         self.derived.refuted(object, range);
     }

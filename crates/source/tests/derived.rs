@@ -145,6 +145,18 @@ fn what_is_held_is_read_there_and_elsewhere_only_when_it_is_damaged() {
         let objects = Objects::new(store.clone(), References::Allow);
         objects.read_blocking(&object, range(0, unpacked.len() as u64))
     };
+    // What is here is not fetched again, and says so.
+    let objects = Objects::new(store.clone(), References::Allow);
+    let first = range(0, 1000);
+    assert_eq!(objects.bytes_to_fetch(&object, first), 1000, "nothing is known of it yet");
+    objects.read_blocking(&object, first).unwrap();
+    assert_eq!(objects.bytes_to_fetch(&object, first), 0);
+    let span = table.layers[0].restarts.span(0).unwrap();
+    let beyond = range(span.unpacked.end() - 1, span.unpacked.end() + 1);
+    let next = table.layers[0].restarts.span(span.unpacked.end()).unwrap();
+    assert_eq!(objects.bytes_to_fetch(&object, beyond), next.compressed.len());
+    objects.refuted(&object, first);
+    assert_eq!(objects.bytes_to_fetch(&object, first), span.compressed.len());
     let held = layer_object(&digest).unwrap();
     let mut damaged = stored.clone();
     damaged[stored.len() / 2..].fill(0);

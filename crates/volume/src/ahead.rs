@@ -131,11 +131,12 @@ where
     async fn bring_ahead(self: Arc<Self>, row: Vec<Boarded>) {
         // The reader's own request goes first.
         tokio::task::yield_now().await;
-        let len = row.iter().map(|boarded| self.map.chunk(boarded.index).stored.len()).sum();
+        let fetched = self.bytes_to_fetch(&row);
         let asked = Instant::now();
         let (landing, _) = mpsc::channel(1);
-        if Arc::clone(&self).fly_together(row, Purpose::Ahead, landing).await {
-            self.way.note(len, asked.elapsed());
+        let answered = Arc::clone(&self).fly_together(row, Purpose::Ahead, landing).await;
+        if answered && fetched > 0 {
+            self.way.note(fetched, asked.elapsed());
         }
     }
 }

@@ -10,6 +10,7 @@
 use std::sync::Arc;
 
 use burgeon_block::{BlockSource, ByteRange, LocalFile, Pages, Result};
+use burgeon_image::Chunk;
 use bytes::Bytes;
 use tokio::time::Instant;
 
@@ -50,9 +51,11 @@ where
         if own.is_some() {
             self.read_ahead(index);
         }
+        let chunk = self.map.chunk(index);
+        let fetched = self.source.bytes_to_fetch(self.map.object(chunk.object), chunk.stored);
         let begun = Instant::now();
         let mut result = self.fetch(index, &mut cost).await;
-        if result.is_ok() && cost.source_errors + cost.source_corrupt_chunks == 0 {
+        if result.is_ok() && fetched > 0 && cost.source_errors + cost.source_corrupt_chunks == 0 {
             self.way.note(cost.fetched_bytes, begun.elapsed());
         }
         drop(own);
@@ -110,6 +113,20 @@ where
         let _ = self.writers.run(write).await;
     }
 
+    /// The first chunk of a row, and where the row is stored; `None` for an empty one.
+    fn stored_row(&self, row: &[Boarded]) -> Option<(Chunk, ByteRange)> {
+        let [first, last] = [row.first()?, row.last()?].map(|it| self.map.chunk(it.index));
+        Some((first, ByteRange::new(first.stored.start(), last.stored.end())?))
+    }
+
+    /// Bytes of a row that the source has to fetch.
+    pub(crate) fn bytes_to_fetch(&self, row: &[Boarded]) -> u64 {
+        let bytes = |(first, range): (Chunk, _)| {
+            self.source.bytes_to_fetch(self.map.object(first.object), range)
+        };
+        self.stored_row(row).map_or(0, bytes)
+    }
+
     /// Fetches a row of chunks of one object, the stored bytes of each behind those of the one
     /// before, with one request; whether that gave all of it. Returns when it was answered: what
     /// it takes to verify and keep the chunks is behind that, in `landing`.
@@ -119,19 +136,13 @@ where
         purpose: Purpose,
         landing: Landing,
     ) -> bool {
-        let stored = |boarded: &Boarded| self.map.chunk(boarded.index).stored;
-        let (Some(first), Some(last)) = (row.first(), row.last()) else { return true };
-        let chunk = self.map.chunk(first.index);
-        let range = ByteRange::new(stored(first).start(), stored(last).end());
+        let Some((chunk, range)) = self.stored_row(&row) else { return true };
         let mut cost = Cost::default();
         let tries = Tries::new(&self.limits, &self.sabotage);
-        let answer = match range {
-            Some(range) => self.ask(&chunk, range, &tries, &mut cost).await.inspect_err(|error| {
-                self.retrying.note(error);
-                self.background.source_errors.add(cost.source_errors);
-            }),
-            None => return false,
-        };
+        let answer = self.ask(&chunk, range, &tries, &mut cost).await.inspect_err(|error| {
+            self.retrying.note(error);
+            self.background.source_errors.add(cost.source_errors);
+        });
         let start = chunk.stored.start();
         for boarded in row {
             let stored = self.map.chunk(boarded.index).stored;

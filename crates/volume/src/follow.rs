@@ -93,8 +93,9 @@ impl Drop for Follow {
 /// What became of a request.
 struct Answer {
     sent: Sent,
-    /// Bytes that were asked for.
+    /// Bytes that were asked for, and those of them that the source had to fetch.
     bytes: u64,
+    fetched: u64,
     /// When they came, if they did.
     at: Option<Instant>,
 }
@@ -156,7 +157,7 @@ where
         let (answer, mut answers) = mpsc::channel::<Answer>(FLIGHTS_MAX);
         // Nothing is ever sent: it closes when everything has landed.
         let (landing, mut landed) = mpsc::channel(1);
-        let (mut requests, mut bytes, mut failures) = (0, 0, 0);
+        let (mut requests, mut bytes, mut fetching, mut failures) = (0, 0, 0, 0);
         let mut state = FollowState::Done;
         let before = budget.as_ref().map_or(0, |budget| budget.spent());
         loop {
@@ -182,10 +183,11 @@ where
             }
             // Half of the way is theirs while readers fetch what has not been brought yet.
             let share = if self.readers.fetching() > 0 { 2 } else { 1 };
-            let full = wanted.order.is_empty() || (requests > 0 && bytes >= pace.window() / share);
+            let full =
+                wanted.order.is_empty() || (requests > 0 && fetching >= pace.window() / share);
             let answered = if full { answers.recv().await } else { answers.try_recv().ok() };
-            if let Some(Answer { sent, bytes: len, at }) = answered {
-                (requests, bytes) = (requests - 1, bytes - len);
+            if let Some(Answer { sent, bytes: len, fetched, at }) = answered {
+                (requests, bytes, fetching) = (requests - 1, bytes - len, fetching - fetched);
                 failures = if at.is_some() { 0 } else { failures + 1 };
                 if let Some(at) = at {
                     pace.answered(&sent, at);
@@ -202,14 +204,15 @@ where
             if row.is_empty() {
                 continue;
             }
-            (requests, bytes) = (requests + 1, bytes + len);
-            let sent = pace.sent(len, Instant::now());
+            let fetched = self.bytes_to_fetch(&row);
+            (requests, bytes, fetching) = (requests + 1, bytes + len, fetching + fetched);
+            let sent = pace.sent(fetched, Instant::now());
             let (volume, answer, landing) = (Arc::clone(self), answer.clone(), landing.clone());
             tokio::spawn(async move {
                 let good = volume.fly_together(row, Purpose::Profile, landing).await;
                 let at = good.then(Instant::now);
                 // Nobody listens any more when following was stopped.
-                let _ = answer.send(Answer { sent, bytes: len, at }).await;
+                let _ = answer.send(Answer { sent, bytes: len, fetched, at }).await;
             });
         }
         drop(landing);

@@ -78,8 +78,11 @@ impl Pace {
         Sent { at: now, delivered: self.delivered, bytes }
     }
 
-    /// It was answered.
+    /// It was answered. What had not to be fetched says nothing about the way.
     pub(crate) fn answered(&mut self, sent: &Sent, now: Instant) {
+        if sent.bytes == 0 {
+            return;
+        }
         let took = now.saturating_duration_since(sent.at).max(Duration::from_micros(1));
         self.delivered += sent.bytes;
         self.latency = self.latency.min(took);
@@ -135,6 +138,23 @@ mod tests {
         }
         let bound = total as f64 / rate + latency.as_secs_f64();
         (pace, (now - start).as_secs_f64() / bound)
+    }
+
+    #[test]
+    fn what_was_there_says_nothing_about_the_way() {
+        let start = Instant::now();
+        let (mut pace, mut other) = (Pace::new(), Pace::new());
+        for round in 0..40 {
+            let at = start + Duration::from_millis(100) * round;
+            for pace in [&mut pace, &mut other] {
+                let sent = pace.sent(pace.request(), at);
+                pace.answered(&sent, at + Duration::from_millis(40));
+            }
+            let near = pace.sent(0, at);
+            pace.answered(&near, at + Duration::from_micros(5));
+        }
+        assert_eq!(pace.latency, Duration::from_millis(40));
+        assert_eq!(pace.window(), other.window());
     }
 
     #[test]

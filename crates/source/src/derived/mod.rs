@@ -112,6 +112,18 @@ impl Derived {
         Ok(out.into())
     }
 
+    /// Bytes of layers that a read of `range` has to fetch: none of spans that are here, or coming.
+    pub(crate) fn bytes_to_fetch(&self, object: &ObjectId, range: ByteRange) -> u64 {
+        let opened = {
+            let opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+            opened.get(object).and_then(|cell| cell.get().cloned())
+        };
+        let Some(opened) = opened else { return range.len() };
+        let spans = parts(&opened.table, range).into_iter();
+        let absent = spans.filter(|(layer, span, _)| !opened.spans.has((*layer, span.index)));
+        absent.map(|(_, span, _)| span.compressed.len()).sum()
+    }
+
     /// What was read of `range` was wrong: the spans that it is of are read anew, where they came from.
     pub(crate) fn refuted(&self, object: &ObjectId, range: ByteRange) {
         let opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);

@@ -46,6 +46,12 @@ impl Spans {
         bytes.await.cloned()
     }
 
+    /// Whether somebody has the span, or makes it.
+    pub(super) fn has(&self, key: Key) -> bool {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.iter().any(|(other, _)| *other == key)
+    }
+
     /// Whoever wants the span from now on makes it anew.
     pub(super) fn forget(&self, key: Key) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);

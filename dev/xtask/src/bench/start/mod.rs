@@ -162,14 +162,9 @@ impl Stage<'_> {
         Ok(store)
     }
 
-    /// The start from a mount on a host that has nothing, or only the mount; when its profile has been
-    /// brought, if any: the bytes that it asked for, as stored.
-    fn mount(
-        &self,
-        program: Option<&Program>,
-        link: &Link,
-        image: &Image<'_>,
-    ) -> Result<(Start, u64)> {
+    /// The start from a mount on a host that has nothing, or only the mount, and what passed the link until
+    /// its profile had been brought, if it has one.
+    fn mount(&self, program: Option<&Program>, link: &Link, image: &Image<'_>) -> Result<Start> {
         let state = self.bench.path("start-state");
         let near = self.new_host(&state)?;
         let burgeon = match &image.store {
@@ -187,7 +182,6 @@ impl Stage<'_> {
         if let Some(program) = program {
             seconds = start(program, &at, begun)?;
         }
-        let start = Start { seconds, mounted, bytes: link.bytes(), requests: link.requests() };
         let profile = || -> Result<Value> {
             let status = burgeon.status()?;
             let mut mounts = status["mounts"].as_array().into_iter().flatten();
@@ -197,10 +191,10 @@ impl Stage<'_> {
         wait_until("the profile", || {
             profile().is_ok_and(|profile| profile.is_null() || profile["state"] == "done")
         })?;
-        let fetched = profile()?["fetched_bytes"].as_u64().unwrap_or(0);
+        let start = Start { seconds, mounted, bytes: link.bytes(), requests: link.requests() };
         burgeon.umount(&at)?;
         near.umount(&self.bench.path("tiny-at"))?;
-        Ok((start, fetched))
+        Ok(start)
     }
 
     /// The profile of one start, from a mount of `image` by an installation that is near to it.

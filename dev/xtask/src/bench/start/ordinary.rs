@@ -110,15 +110,15 @@ impl<'a> Ordinary<'a> {
         for _ in 0..self.stage.bench.options.rounds {
             let server = self.registry.address();
             unpacked.0.push(self.stage.unpack(program, server, &self.layer, "gzip -dc")?);
-            first_sight.0.push(self.mount(Some(program), 0, &["--profile", "none"])?.0);
+            first_sight.0.push(self.mount(Some(program), 0, &["--profile", "none"])?);
             for (format, profile) in profiles.iter().enumerate() {
-                lazy[format].0.push(self.indexed(Some(program), format, "none")?.0);
-                led[format].0.push(self.indexed(Some(program), format, profile)?.0);
+                lazy[format].0.push(self.indexed(Some(program), format, "none")?);
+                led[format].0.push(self.indexed(Some(program), format, profile)?);
                 let profiles = ["none", of_tables[format].as_str()];
                 for (starts, profile) in listed[format].iter_mut().zip(profiles) {
                     if FORMATS[format].listed {
                         let options = ["--profile", profile];
-                        starts.0.push(self.mount(Some(program), format, &options)?.0);
+                        starts.0.push(self.mount(Some(program), format, &options)?);
                     }
                 }
             }
@@ -141,7 +141,7 @@ impl<'a> Ordinary<'a> {
                 let what = format!("{name}, first sight ÷ download and unpack");
                 table.row(what, ratio, "x", Aim::AtMost(0.3), "");
             }
-            let (_, needed) = self.indexed(None, format, profile)?;
+            let needed = self.indexed(None, format, profile)?.bytes;
             let note = format!("{:.1} MiB needed", mib(needed));
             lazy[format].row(table, &format!("{name}, indexed, no profile"));
             led[format].row(table, &format!("{name}, indexed, profile"));
@@ -158,28 +158,16 @@ impl<'a> Ordinary<'a> {
         Ok(())
     }
 
-    /// The start from an image of a format with its index, and all that passed the link until its
-    /// profile had been brought.
-    fn indexed(
-        &self,
-        program: Option<&Program>,
-        format: usize,
-        profile: &str,
-    ) -> Result<(Start, u64)> {
+    /// The start from an image of a format with its index.
+    fn indexed(&self, program: Option<&Program>, format: usize, profile: &str) -> Result<Start> {
         let options = ["--index", &self.indexes[format], "--profile", profile];
         self.mount(program, format, &options)
     }
 
-    fn mount(
-        &self,
-        program: Option<&Program>,
-        format: usize,
-        options: &[&str],
-    ) -> Result<(Start, u64)> {
+    fn mount(&self, program: Option<&Program>, format: usize, options: &[&str]) -> Result<Start> {
         let link = self.stage.link(self.registry.address())?;
         let name = format!("oci://{}/{NAME}:{}", link.address(), FORMATS[format].tag);
-        let (start, _) = self.stage.mount(program, &link, &Image { store: None, name, options })?;
-        Ok((start, link.bytes()))
+        self.stage.mount(program, &link, &Image { store: None, name, options })
     }
 
     /// The profile of one start from an image of the installation `by`.

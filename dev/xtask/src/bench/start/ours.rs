@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use serde_json::Value;
 use testkit::WebServer;
 
 use super::{Image, Program, Stage, Start, Starts, bound, mib};
@@ -39,17 +38,17 @@ impl<'a> Ours<'a> {
         let (tree, file) = (self.stage.tree.to_string_lossy(), profile.to_string_lossy());
         self.builder.run(&["build", &tree, &ordered, "--profile", &file])?;
         let [mut unpacked, mut lazy, mut led, mut packed] = [(); 4].map(|()| Starts::default());
-        let (mut needed, mut needed_packed, mut warm) = (0, 0, vec![]);
+        let mut warm = vec![];
         for _ in 0..self.stage.bench.options.rounds {
             let web = self.web.address();
             unpacked.0.push(self.stage.unpack(program, web, "tree.tar.zst", "zstd -dc")?);
-            lazy.0.push(self.mount(program, "plain", "none")?.0);
-            let (start, bytes) = self.mount(program, "plain", &file)?;
-            (needed, _) = (bytes, led.0.push(start));
-            let (start, bytes) = self.mount(program, &ordered, "auto")?;
-            (needed_packed, _) = (bytes, packed.0.push(start));
+            lazy.0.push(self.mount(Some(program), "plain", "none")?);
+            led.0.push(self.mount(Some(program), "plain", &file)?);
+            packed.0.push(self.mount(Some(program), &ordered, "auto")?);
             warm.push(self.stage.warm(program)?);
         }
+        let needed = self.mount(None, "plain", &file)?.bytes;
+        let needed_packed = self.mount(None, &ordered, "auto")?.bytes;
         let (unpack, without) = (unpacked.seconds(), lazy.seconds());
         let (with, with_packed) = (led.seconds(), packed.seconds());
         let share = mib(needed) / mib(unpacked.0.last().map_or(1, |start| start.bytes)) * 100.0;
@@ -74,16 +73,12 @@ impl<'a> Ours<'a> {
         Ok(())
     }
 
-    /// The start from `image`, and the bytes that it needed at least: the manifest, and the stored
-    /// chunks that the profile names.
-    fn mount(&self, program: &Program, image: &str, profile: &str) -> Result<(Start, u64)> {
+    /// The start from `image`, or the mount alone, until all that the profile names has been brought.
+    fn mount(&self, program: Option<&Program>, image: &str, profile: &str) -> Result<Start> {
         let link = self.stage.link(self.web.address())?;
         let store = PathBuf::from(format!("http://{}/store", link.address()));
         let options = ["--profile", profile];
         let image = Image { store: Some(store), name: image.to_owned(), options: &options };
-        let (start, fetched) = self.stage.mount(Some(program), &link, &image)?;
-        let shown = self.builder.run(&["inspect", &image.name, "--json"])?;
-        let shown: Value = serde_json::from_str(&shown)?;
-        Ok((start, fetched + shown["image"]["manifest_bytes"].as_u64().unwrap_or(0)))
+        self.stage.mount(program, &link, &image)
     }
 }
