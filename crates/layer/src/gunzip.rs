@@ -3,8 +3,14 @@
 //! ```text
 //!   member:  header │ block │ block │ … │ 8 bytes        member …
 //!            ▲              ▲
-//!            nothing needed; some bits of the byte before, and the 32 KiB that came before
+//!            nothing needed; some bits of the byte before, and what of the 32 KiB that came
+//!            before is referred to: a tenth, which is found out when the next 32 KiB have come
 //! ```
+//!
+//! To find it out these are unpacked twice more, with two windows that hold no data but say at each
+//! place, by the pair of their bytes there, which place it is: where the two outputs differ, a byte of
+//! the window went (after M. Knespel and H. Brunst, *Rapidgzip*, HPDC 2023, who count references in a
+//! decoder of their own).
 //!
 //! Invariants: memory is two windows, whatever is read; the same bytes and the same place to begin
 //! give the same output, also where a block refers to what was never there (zeros); what is recorded
@@ -24,8 +30,11 @@ use crate::restart::{Recording, Start};
 
 /// How far back a block may refer.
 const WINDOW_LEN: usize = 32 << 10;
-/// zstd's level for windows: 1 ms for each.
-const WINDOW_LEVEL: i32 = 9;
+/// zstd's level for windows.
+const WINDOW_LEVEL: i32 = 6;
+/// Compressed bytes of which the next window of output is made, at most. It takes more only where empty
+/// blocks are strung together; all of the window is kept then.
+const AFTER_MAX: usize = 4 * WINDOW_LEN;
 /// Output that is kept: a window, and as much again so that it is rarely interrupted.
 const BUFFER_LEN: usize = 2 * WINDOW_LEN;
 /// Longest header of a member: names, comments and extra fields have no bound of their own.
@@ -45,8 +54,19 @@ pub(crate) struct Inside {
     pub(crate) bits: u8,
     /// These bits.
     pub(crate) partial: u8,
-    /// What was unpacked before, at most 32 KiB, as a zstd frame.
+    /// What was unpacked before, at most 32 KiB, as a zstd frame; zeros where nothing refers to.
     pub(crate) window: Vec<u8>,
+}
+
+/// A place that is kept, whose window is not yet.
+struct Unsettled {
+    bits: u8,
+    partial: u8,
+    window: Vec<u8>,
+    /// Where it is in what is unpacked.
+    unpacked: u64,
+    /// The compressed bytes that follow, so far.
+    after: Vec<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -72,28 +92,46 @@ pub(crate) struct Gunzip<R> {
     /// Of what the member has unpacked to, where it was read from its beginning.
     checksum: crc32fast::Hasher,
     recording: Option<Recording>,
+    unsettled: Option<Unsettled>,
 }
 
 impl<R: BufRead> Gunzip<R> {
     /// From the beginning of a member; with `recording`, places to begin again are kept there.
     pub(crate) fn new(input: R, recording: Option<Recording>) -> Self {
         let (inflate, buffer) = (Box::default(), vec![0; BUFFER_LEN].into());
-        let (at, pending, taken, made) = Default::default();
+        let (at, pending, taken, made, unsettled) = Default::default();
         let (state, checksum) = (State::Member, crc32fast::Hasher::new());
-        Self { input, inflate, buffer, at, pending, state, taken, made, checksum, recording }
+        Self {
+            input,
+            inflate,
+            buffer,
+            at,
+            pending,
+            state,
+            taken,
+            made,
+            checksum,
+            recording,
+            unsettled,
+        }
     }
 
     /// From the middle of a member.
     pub(crate) fn inside(input: R, start: &Inside) -> io::Result<Self> {
-        let (num_bits, bit_buf) = (start.bits & 7, start.partial);
+        let window = zstd::bulk::decompress(&start.window, WINDOW_LEN)?;
+        Ok(Self::behind(input, (start.bits, start.partial), &window))
+    }
+
+    /// From a block, of which `bits` of the byte before are the beginning, behind `window`.
+    fn behind(input: R, (bits, partial): (u8, u8), window: &[u8]) -> Self {
+        let (num_bits, bit_buf) = (bits & 7, partial);
         let state = BlockBoundaryState { num_bits, bit_buf, ..BlockBoundaryState::default() };
         let mut gunzip = Self::new(input, None);
         *gunzip.inflate = DecompressorOxide::from_block_boundary_state(&state);
-        let window = zstd::bulk::decompress(&start.window, WINDOW_LEN)?;
-        gunzip.buffer[WINDOW_LEN - window.len()..WINDOW_LEN].copy_from_slice(&window);
+        gunzip.buffer[WINDOW_LEN - window.len()..WINDOW_LEN].copy_from_slice(window);
         gunzip.at = WINDOW_LEN;
         gunzip.state = State::Blocks;
-        Ok(gunzip)
+        gunzip
     }
 
     /// What was recorded, after the end: with the bytes unpacked.
@@ -172,9 +210,18 @@ impl<R: BufRead> Gunzip<R> {
         let flags = TINFL_FLAG_HAS_MORE_INPUT | stop;
         let (status, used, made) =
             decompress(&mut self.inflate, input, &mut self.buffer, self.at, flags);
+        if let Some(unsettled) = &mut self.unsettled {
+            unsettled.after.extend_from_slice(&input[..used]);
+        }
         self.input.consume(used);
         self.taken += used as u64;
         self.made += made as u64;
+        let is_over = status == TINFLStatus::Done;
+        if let Some(unsettled) = self.unsettled.take_if(|it| is_over || it.is_ripe(self.made))
+            && let Some(recording) = &mut self.recording
+        {
+            recording.settle(Start::Inside(unsettled.settle()?));
+        }
         if self.recording.is_some() {
             // What is made at a time ends at the end of the buffer at the latest.
             self.checksum.update(&self.buffer[self.at..self.at + made]);
@@ -211,10 +258,51 @@ impl<R: BufRead> Gunzip<R> {
         let (early, late) = self.buffer.split_at(self.at);
         let mut window = [late, early].concat();
         window.drain(..BUFFER_LEN - WINDOW_LEN);
-        let window = zstd::bulk::compress(&window, WINDOW_LEVEL)?;
-        let inside = Inside { bits: state.num_bits, partial: state.bit_buf, window };
-        recording.begin(self.taken, self.made, Start::Inside(inside));
+        // What begins there is put in when it is known.
+        recording.begin(self.taken, self.made, Start::Fresh);
+        let (bits, partial, unpacked) = (state.num_bits, state.bit_buf, self.made);
+        self.unsettled = Some(Unsettled { bits, partial, window, unpacked, after: Vec::new() });
         Ok(())
+    }
+}
+
+impl Unsettled {
+    /// Whether nothing that follows refers to the window, or too much is needed to see that.
+    fn is_ripe(&self, made: u64) -> bool {
+        made - self.unpacked >= WINDOW_LEN as u64 || self.after.len() > AFTER_MAX
+    }
+
+    fn settle(self) -> io::Result<Inside> {
+        let Self { bits, partial, mut window, .. } = self;
+        if self.after.len() <= AFTER_MAX {
+            // Two windows of which no place has the same pair of bytes as another, nor a byte twice.
+            let first = |place: usize| place as u8;
+            let second = |place: usize| first(place).wrapping_add((place >> 8) as u8 + 1);
+            let unpack = |byte: &dyn Fn(usize) -> u8| {
+                let window: Vec<u8> = (0..WINDOW_LEN).map(byte).collect();
+                // A member that ends has a checksum, which nobody looks at.
+                let after = self.after.chain(&[0; 8][..]);
+                let gunzip = Gunzip::behind(after, (bits, partial), &window);
+                let mut unpacked = Vec::with_capacity(WINDOW_LEN);
+                // It ends in an error where the input does.
+                let _ = gunzip.take(WINDOW_LEN as u64).read_to_end(&mut unpacked);
+                unpacked
+            };
+            let mut is_used = vec![false; WINDOW_LEN];
+            for (first, second) in unpack(&first).into_iter().zip(unpack(&second)) {
+                let page = usize::from(second.wrapping_sub(first).wrapping_sub(1));
+                let place = page << 8 | usize::from(first);
+                if let Some(is_used) = is_used.get_mut(place).filter(|_| first != second) {
+                    *is_used = true;
+                }
+            }
+            for (byte, is_used) in window.iter_mut().zip(&is_used) {
+                *byte = if *is_used { *byte } else { 0 };
+            }
+            let unused = is_used.iter().take_while(|is_used| !**is_used).count();
+            window.drain(..unused);
+        }
+        Ok(Inside { bits, partial, window: zstd::bulk::compress(&window, WINDOW_LEVEL)? })
     }
 }
 

@@ -20,7 +20,7 @@ use sha2::{Digest, Sha256};
 use crate::{
     LayerCodec, Restarts, Span,
     gunzip::Gunzip,
-    restart::{SPAN_MAX, SPAN_MIN, read},
+    restart::{SPAN_LEN, SPAN_MAX, read},
 };
 
 /// Bytes that are unpacked for each byte of a layer's pieces, at most.
@@ -97,8 +97,8 @@ impl Pieces {
             work += more;
             all_work = all_work.saturating_add(more);
             if index == 0
-                || at - span_at >= SPAN_MIN
-                || stored.end() - span_stored > SPAN_MIN
+                || at - span_at >= SPAN_LEN
+                || stored.end() - span_stored > SPAN_LEN
                 || work > SPAN_MAX
             {
                 spans.push(index);

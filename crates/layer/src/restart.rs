@@ -22,11 +22,9 @@ use crate::{
     unzstd::Unzstd,
 };
 
-/// Unpacked bytes after which a place within a member of gzip is kept: 2 MiB. A window takes some
-/// 12 KiB in an index then, some two per cent of what 2 MiB are compressed to.
-const SPAN_LEN: u64 = 2 << 20;
-/// The same where nothing has to be kept beside the place: 512 KiB.
-pub(crate) const SPAN_MIN: u64 = 512 << 10;
+/// Unpacked bytes after which a place is kept: 512 KiB. Within a member of gzip some 2 KiB are kept
+/// beside it, one per cent of what 512 KiB are compressed to.
+pub(crate) const SPAN_LEN: u64 = 512 << 10;
 /// Longest span, compressed or unpacked: 32 MiB. What has longer ones cannot be read lazily.
 pub(crate) const SPAN_MAX: u64 = 32 << 20;
 /// Spans of what is not compressed: 512 KiB.
@@ -78,7 +76,7 @@ impl Recording {
         self.places.last().map_or(u64::MAX, |last| unpacked - last.unpacked)
     }
 
-    /// Whether a place at `unpacked` is worth a window.
+    /// Whether a place at `unpacked` is worth being kept.
     pub(crate) fn is_due(&self, unpacked: u64) -> bool {
         self.since_last(unpacked) >= SPAN_LEN
     }
@@ -87,9 +85,16 @@ impl Recording {
         self.places.push(Place { compressed, unpacked, start });
     }
 
+    /// What it takes to begin at the last place.
+    pub(crate) fn settle(&mut self, start: Start) {
+        if let Some(last) = self.places.last_mut() {
+            last.start = start;
+        }
+    }
+
     /// A place that needs nothing.
     pub(crate) fn may_begin(&mut self, compressed: u64, unpacked: u64) {
-        if self.since_last(unpacked) >= SPAN_MIN {
+        if self.is_due(unpacked) {
             self.begin(compressed, unpacked, Start::Fresh);
         }
     }

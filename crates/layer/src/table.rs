@@ -21,7 +21,7 @@ use crate::{
     restart::{LayerCodec, Place, Restarts, SPAN_MAX, Start},
 };
 
-/// Longest table, in bytes: at 12 KiB a window and 2 MiB a span for layers of 40 GiB.
+/// Longest table, in bytes: at 2 KiB a window and 512 KiB a span for layers of 60 GiB.
 pub const TABLE_MAX: u64 = 256 << 20;
 /// Longest part of it that is compressed, unpacked: four million files.
 const ROWS_MAX: u64 = 128 << 20;

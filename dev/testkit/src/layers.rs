@@ -25,11 +25,25 @@ pub fn like_programs(seed: u64, len: usize) -> Vec<u8> {
 
 /// `bytes` as a member of gzip, with everything that its header may have.
 pub fn gzip(bytes: &[u8], level: u32) -> Vec<u8> {
+    gzip_flushed(&[bytes], level)
+}
+
+/// The same of all `parts`, with a block that begins where each but the first does.
+pub fn gzip_flushed(parts: &[&[u8]], level: u32) -> Vec<u8> {
     let mut encoder = flate2::GzBuilder::new()
         .filename("layer.tar")
         .comment("a comment")
         .extra(*b"extra")
         .write(Vec::new(), flate2::Compression::new(level));
-    let written = encoder.write_all(bytes).and_then(|()| encoder.finish());
+    let mut write = || -> std::io::Result<()> {
+        for (number, part) in parts.iter().enumerate() {
+            if number > 0 {
+                encoder.flush()?;
+            }
+            encoder.write_all(part)?;
+        }
+        Ok(())
+    };
+    let written = write().and_then(|()| encoder.finish());
     written.unwrap_or_else(|error| unreachable!("memory takes everything: {error}"))
 }

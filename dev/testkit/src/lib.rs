@@ -39,7 +39,7 @@ pub use debian::debian_root;
 pub use estargz::Estargz;
 pub use fio::{Fio, FioResult};
 pub use images::{OciLayout, skopeo_copy};
-pub use layers::{gzip, like_programs};
+pub use layers::{gzip, gzip_flushed, like_programs};
 pub use machine::{
     LoopDevice, PATIENCE, kill, loop_devices, processes_with, scaled, ublk_devices, ublk_expected,
     wait_until,

@@ -190,7 +190,8 @@ impl Opened {
             let bytes = this.layers.read(digest, span.compressed).await?;
             this.unpack(layer, span, bytes).await
         };
-        self.spans.get((layer, span.index), make).await
+        let len = span.compressed.len() + span.unpacked.len();
+        self.spans.get((layer, span.index), len, make).await
     }
 
     fn is_refuted(&self, key: Key) -> bool {

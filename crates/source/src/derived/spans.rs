@@ -10,12 +10,13 @@ use burgeon_block::Result;
 use bytes::Bytes;
 use tokio::sync::{OnceCell, Semaphore};
 
-/// Spans that are kept: as many as flights of an image may want.
-const SPANS_MAX: usize = 32;
+/// Spans that are kept: as many as flights of an image may want, each two.
+const SPANS_MAX: usize = 64;
 /// Bytes of spans that are kept: 32 MiB.
 const BYTES_MAX: u64 = 32 << 20;
-/// Spans that are fetched and unpacked at a time. Each takes at most two of 32 MiB, commonly 3 MiB.
-const WORK_MAX: usize = 8;
+/// What is fetched and unpacked at a time, in KiB, both counted: 64 MiB, which is the longest span alone.
+/// Commonly a span has 0.7 MiB, so that the network is not waited for.
+const WORK_MAX: u32 = 64 << 10;
 
 /// A layer, and which span of it.
 pub(super) type Key = (u32, u32);
@@ -29,18 +30,20 @@ pub(super) struct Spans {
 
 impl Spans {
     pub(super) fn new() -> Self {
-        Self { kept: Mutex::default(), work: Semaphore::new(WORK_MAX) }
+        Self { kept: Mutex::default(), work: Semaphore::new(WORK_MAX as usize) }
     }
 
-    /// The span `key`, which `make` makes if nobody has.
+    /// The span `key`, which `make` makes of `len` bytes in all, if nobody has.
     pub(super) async fn get(
         &self,
         key: Key,
+        len: u64,
         make: impl Future<Output = Result<Bytes>>,
     ) -> Result<Bytes> {
         let cell = self.cell(key);
         let bytes = cell.get_or_try_init(|| async {
-            let _working = self.work.acquire().await;
+            let share = len.div_ceil(1 << 10).clamp(1, WORK_MAX.into()) as u32;
+            let _working = self.work.acquire_many(share).await;
             make.await
         });
         bytes.await.cloned()
