@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     Location,
     location::Scheme,
-    registry::{self, Name},
+    registry::{self, DockerCredential, Name},
 };
 
 /// What Docker takes its `config.json` from, where there is no file.
@@ -53,10 +53,15 @@ impl Access {
     /// What it takes to use the registry of `name`, and nothing else: what is known, or else what
     /// Docker, Podman or their helpers keep for this user. Waits for a helper.
     pub fn for_registry(&self, name: &Name) -> Result<Self> {
-        let Some((user, password)) = registry::find_credentials(name, self)? else {
-            return Ok(Self::default());
+        let entry = match registry::find_credentials(name, self)? {
+            None => return Ok(Self::default()),
+            Some(DockerCredential::UsernamePassword(user, password)) => {
+                serde_json::json!({ "username": user, "password": password })
+            }
+            Some(DockerCredential::IdentityToken(token)) => {
+                serde_json::json!({ "identitytoken": token })
+            }
         };
-        let entry = serde_json::json!({ "username": user, "password": password });
         let config = serde_json::json!({ "auths": { name.registry(): entry } });
         Ok(Self([(REGISTRIES.to_owned(), config.to_string())].into()))
     }

@@ -301,3 +301,38 @@ fn one_image_has_one_manifest_and_no_longer_one_than_registries_take() {
     assert_eq!(Objects::decode(ordinary).unwrap_err().kind(), ErrorKind::UnsupportedFormat);
     assert_eq!(Objects::decode(b"[").unwrap_err().kind(), ErrorKind::Corrupt);
 }
+
+#[test]
+fn an_identity_token_is_exchanged_for_tokens() {
+    let served = Served::new();
+    let gate = TokenGate::for_identity(served.server.address(), "hunter-7", 3).unwrap();
+    let known = |identity: &str| -> Access {
+        let auths =
+            serde_json::json!({ gate.address().to_string(): { "identitytoken": identity } });
+        let config = serde_json::json!({ "auths": auths }).to_string();
+        serde_json::from_value(serde_json::json!({ "DOCKER_AUTH_CONFIG": config })).unwrap()
+    };
+    // As it reaches the daemon.
+    let name = Name::parse(&format!("oci://{}/app:1", gate.address())).unwrap().unwrap();
+    let sent = known("hunter-7").for_registry(&name).unwrap();
+    let registry = open(gate.address(), &sent);
+    for n in 0..10 {
+        served.check(&registry, n * 1000, 500);
+    }
+    assert_eq!(gate.tokens(), 4, "a token is good for three requests");
+    assert!(gate.scopes().iter().all(|scope| scope.contains("scope=repository:app:pull&")));
+    let range = ByteRange::at(0, 1).unwrap();
+    let refused = open(gate.address(), &known("hunter-8"));
+    let error = waiting(refused.blob_range(&served.digest, range)).unwrap_err();
+    let shown = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    assert!(shown.contains("identity token is refused") && !shown.contains("hunter"), "{error}");
+    // A registry that wants a user's password.
+    let basic = TokenGate::new(served.server.address(), PASSWORDS[0], 3).unwrap();
+    let config = serde_json::json!({ "auths": {
+        basic.address().to_string(): { "identitytoken": "hunter-7" } } });
+    let config = serde_json::json!({ "DOCKER_AUTH_CONFIG": config.to_string() });
+    let registry = open(basic.address(), &serde_json::from_value(config).unwrap());
+    let error = waiting(registry.blob_range(&served.digest, range)).unwrap_err();
+    assert!(error.to_string().contains("log in again"), "{error}");
+}

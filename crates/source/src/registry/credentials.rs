@@ -1,8 +1,8 @@
-//! Users and passwords of registries, from where other programs keep them: `config.json` of
+//! Users and passwords of registries, and identity tokens, from where other programs keep them: `config.json` of
 //! Docker and its credential helpers, `auth.json` of Podman and Skopeo.
 //!
 //! ```text
-//!   command: DOCKER_AUTH_CONFIG, config.json, helper, auth.json ──► Access: one user, one password
+//!   command: DOCKER_AUTH_CONFIG, config.json, helper, auth.json ──► Access: for one registry
 //!   daemon:  what came with the request; refused, or nothing: the same places, as its own
 //!            environment has them
 //! ```
@@ -10,11 +10,11 @@
 use std::{sync::mpsc, thread, time::Duration};
 
 use burgeon_block::{Error, ErrorKind, Result};
+pub(crate) use docker_credential::DockerCredential;
 use docker_credential::{
-    CredentialRetrievalError as Failed, DockerCredential, get_credential,
-    get_credential_from_reader, get_podman_credential,
+    CredentialRetrievalError as Failed, get_credential, get_credential_from_reader,
+    get_podman_credential,
 };
-use oci_client::secrets::RegistryAuth;
 
 use super::Name;
 use crate::Access;
@@ -25,20 +25,20 @@ const HELPER_MAX: Duration = Duration::from_secs(60);
 type Found = std::result::Result<DockerCredential, Failed>;
 
 /// What `access` holds for the registry of `name`.
-pub(super) fn given(name: &Name, access: &Access) -> Result<Option<RegistryAuth>> {
+pub(super) fn given(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
     let Some(config) = access.registries() else { return Ok(None) };
     let registry = name.registry();
     understood(registry, known(get_credential_from_reader(config.as_bytes(), registry)))
 }
 
 /// What this process's environment has for the registry of `name`.
-pub(super) async fn own(name: &Name) -> Result<Option<RegistryAuth>> {
+pub(super) async fn own(name: &Name) -> Result<Option<DockerCredential>> {
     let name = name.clone();
     crate::blocking(move || look_up(&name)).await
 }
 
 /// What this process's environment has for the registry of `name`; waits for a helper.
-fn look_up(name: &Name) -> Result<Option<RegistryAuth>> {
+fn look_up(name: &Name) -> Result<Option<DockerCredential>> {
     let registry = name.registry();
     let (send, receive) = mpsc::channel();
     let asked = registry.to_owned();
@@ -51,40 +51,22 @@ fn look_up(name: &Name) -> Result<Option<RegistryAuth>> {
     understood(registry, found)
 }
 
-/// User and password for the registry of `name`: what `access` holds, else what this process's
-/// environment has.
-pub(crate) fn find(name: &Name, access: &Access) -> Result<Option<(String, String)>> {
-    let found = match given(name, access)? {
-        None => look_up(name)?,
-        given => given,
-    };
-    Ok(found.and_then(|found| match found {
-        RegistryAuth::Basic(user, password) => Some((user, password)),
-        _ => None,
-    }))
+/// What opens the registry of `name`: what `access` holds, else what this process's environment has.
+pub(crate) fn find(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
+    match given(name, access)? {
+        None => look_up(name),
+        given => Ok(given),
+    }
 }
 
 fn understood(
     registry: &str,
     found: Option<std::result::Result<DockerCredential, String>>,
-) -> Result<Option<RegistryAuth>> {
-    match found {
-        None => Ok(None),
-        Some(Ok(DockerCredential::UsernamePassword(user, password))) => {
-            Ok(Some(RegistryAuth::Basic(user, password)))
-        }
-        Some(Ok(DockerCredential::IdentityToken(_))) => Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "{registry} is logged in to with an identity token, which is not supported: \
-                     log in with a user and a password or access token"
-            ),
-        )),
-        Some(Err(why)) => Err(Error::new(
-            ErrorKind::Invalid,
-            format!("the credentials for {registry} cannot be read: {why}; log in again"),
-        )),
-    }
+) -> Result<Option<DockerCredential>> {
+    found.transpose().map_err(|why| {
+        let what = format!("the credentials for {registry} cannot be read: {why}; log in again");
+        Error::new(ErrorKind::Invalid, what)
+    })
 }
 
 /// Docker's first; `None` if nobody has any.

@@ -23,7 +23,7 @@ use oci_client::{
 use reqwest::RequestBuilder;
 use tokio::{sync::Semaphore, task::JoinHandle};
 
-use super::{Name, credentials};
+use super::{Name, credentials, credentials::DockerCredential, identity};
 use crate::{Access, choose_cryptography, web};
 
 /// How long logging in may take, all of it.
@@ -130,7 +130,7 @@ impl Logins {
             refused.is_some_and(|login| login.given && matches!(login.with, With::Password(_, _)));
         let mut why = None;
         if let Some(given) = given.filter(|_| !is_used_up) {
-            match self.desk.log_in(what, &given, retries).await {
+            match self.desk.log_in(what, Some(given), retries).await {
                 Ok(with) => return Ok(Login { number, with, given: true }),
                 Err(error) => why = Some(error),
             }
@@ -141,7 +141,7 @@ impl Logins {
             (Ok(None) | Err(_), Some(why)) => Err(why),
             (Err(error), None) => Err(error),
             (Ok(Some(own)), _) => {
-                let with = self.desk.log_in(what, &own, retries).await?;
+                let with = self.desk.log_in(what, Some(own), retries).await?;
                 Ok(Login { number, with, given: false })
             }
             (Ok(None), None) => {
@@ -153,7 +153,6 @@ impl Logins {
 
     /// Without credentials.
     async fn as_nobody(&self, what: &str, is_refused: bool, retries: u32) -> Result<With> {
-        let nobody = RegistryAuth::Anonymous;
         let ahead = self.ahead().take();
         if let Some(mut ahead) = ahead.filter(|_| is_refused)
             && let Ok(made) = (&mut ahead.0).await
@@ -161,17 +160,33 @@ impl Logins {
             return made;
         }
         if is_refused || self.desk.operation != RegistryOperation::Pull {
-            return self.desk.log_in(what, &nobody, retries).await;
+            return self.desk.log_in(what, None, retries).await;
         }
         let (desk, what) = (self.desk.clone(), what.to_owned());
-        let login = async move { desk.log_in(&what, &nobody, retries).await };
+        let login = async move { desk.log_in(&what, None, retries).await };
         *self.ahead() = Some(Ahead(tokio::spawn(login)));
         Ok(With::Hope)
     }
 }
 
 impl Desk {
-    async fn log_in(&self, what: &str, credentials: &RegistryAuth, retries: u32) -> Result<With> {
+    async fn log_in(
+        &self,
+        what: &str,
+        credentials: Option<DockerCredential>,
+        retries: u32,
+    ) -> Result<With> {
+        let credentials = match credentials {
+            None => RegistryAuth::Anonymous,
+            Some(DockerCredential::UsernamePassword(user, password)) => {
+                RegistryAuth::Basic(user, password)
+            }
+            Some(DockerCredential::IdentityToken(token)) => {
+                let (name, operation) = (&self.name, self.operation);
+                let token = identity::exchange(what, name, operation, &token, retries).await?;
+                return Ok(token.map_or(With::Nothing, With::Token));
+            }
+        };
         choose_cryptography();
         let config = ClientConfig {
             protocol: match self.name.is_plain() {
@@ -187,7 +202,7 @@ impl Desk {
         let mut tries = 0;
         let token = loop {
             let reference = self.name.reference();
-            match library.auth(reference, credentials, self.operation).await {
+            match library.auth(reference, &credentials, self.operation).await {
                 Err(OciDistributionError::RequestError(error))
                     if tries < retries && !web::is_untrusted(&error) =>
                 {
@@ -199,9 +214,7 @@ impl Desk {
         };
         Ok(match (token, credentials) {
             (Some(token), _) => With::Token(token),
-            (None, RegistryAuth::Basic(user, password)) => {
-                With::Password(user.clone(), password.clone())
-            }
+            (None, RegistryAuth::Basic(user, password)) => With::Password(user, password),
             (None, _) => With::Nothing,
         })
     }

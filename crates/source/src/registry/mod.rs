@@ -15,6 +15,7 @@
 mod artifact;
 mod credentials;
 mod digest;
+mod identity;
 mod login;
 mod name;
 mod upload;
@@ -34,7 +35,7 @@ use reqwest::{
 };
 use tokio::sync::Semaphore;
 
-pub(crate) use self::credentials::find as find_credentials;
+pub(crate) use self::credentials::{DockerCredential, find as find_credentials};
 use self::login::Logins;
 pub use self::{
     artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, Objects},

@@ -3,6 +3,7 @@
 //! ```text
 //!   GET /v2/… ──► 401, Bearer realm=…/token      GET /token, user and password ──► a token
 //!   the same with the token ──► the registry     so often, and then it has expired
+//!                                                POST /token, identity token ──► a token
 //! ```
 
 use std::{
@@ -20,7 +21,8 @@ pub struct TokenGate {
 }
 
 struct State {
-    /// What `Authorization` has to be for a token; empty where anybody gets one.
+    /// What `Authorization` has to be for a token; empty where anybody gets one. Of an identity token,
+    /// `Identity` and that.
     password: String,
     /// Whether nothing is there for who has no token.
     hides: bool,
@@ -37,6 +39,12 @@ impl TokenGate {
     /// token, which is good for `uses` requests.
     pub fn new(server: SocketAddr, basic: &str, uses: u64) -> io::Result<Self> {
         Self::start(server, format!("Basic {basic}"), uses, false)
+    }
+
+    /// A gate before `server` that wants the identity token `identity` for a token, which is good for
+    /// `uses` requests.
+    pub fn for_identity(server: SocketAddr, identity: &str, uses: u64) -> io::Result<Self> {
+        Self::start(server, format!("Identity {identity}"), uses, false)
     }
 
     /// A gate that gives anybody a token; without one it wants one, or `hides` what is there.
@@ -94,10 +102,20 @@ fn serve(
     }
     let body = request.body(&mut reader, false)?;
     let said = request.get("authorization").unwrap_or_default();
+    let form = String::from_utf8_lossy(&body);
     let answer = {
         let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(query) = request.second().strip_prefix("/token") {
-            if said == state.password {
+            let posted = request.method() == "POST";
+            let field = |name: &str| form.split('&').find_map(|pair| pair.strip_prefix(name));
+            let identity = field("refresh_token=").unwrap_or_default();
+            let refreshes = posted && field("grant_type=") == Some("refresh_token");
+            let is_good = match refreshes {
+                true => format!("Identity {identity}") == state.password,
+                false => !posted && said == state.password,
+            };
+            if is_good {
+                let query = if posted { &*form } else { query };
                 (state.tokens, state.left) = (state.tokens + 1, state.uses);
                 state
                     .scopes
