@@ -139,7 +139,10 @@ fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
 /// The digests of the artifacts of type `kind` that lie beside `image`; none where nobody can say.
 pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
     let listed = blobs.referrers(image, kind).and_then(|list| match list {
-        Some(list) => referrers(&list),
+        Some(pages) => {
+            let pages = pages.iter().map(|page| referrers(page));
+            Ok(pages.collect::<Result<Vec<_>>>()?.concat())
+        }
         None => tagged(blobs, image),
     });
     let all = listed.unwrap_or_default();

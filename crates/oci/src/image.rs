@@ -29,6 +29,7 @@ use burgeon_source::{
     Directory, layer_object,
     registry::{Checked, Digest, Digesting, Registry, body_error},
 };
+use bytes::Bytes;
 
 use crate::{
     Work, contents,
@@ -114,8 +115,8 @@ impl Blobs {
         }
     }
 
-    /// What refers to `image` and is of type `kind`, where that can be asked for.
-    pub(crate) fn referrers(&self, image: &Digest, kind: &str) -> Result<Option<Vec<u8>>> {
+    /// What refers to `image` and is of type `kind`, where that can be asked for: the pages of the list.
+    pub(crate) fn referrers(&self, image: &Digest, kind: &str) -> Result<Option<Vec<Bytes>>> {
         match self {
             Self::Layout(_) => Ok(None),
             Self::Registry(registry) => registry.referrers(image, kind),

@@ -31,7 +31,7 @@ use bytes::{Bytes, BytesMut};
 use oci_client::RegistryOperation;
 use reqwest::{
     Client, Method, RequestBuilder, Response, StatusCode, Url,
-    header::{ACCEPT, RANGE},
+    header::{ACCEPT, HeaderMap, LINK, RANGE},
 };
 use tokio::sync::Semaphore;
 
@@ -51,6 +51,9 @@ use crate::{
 
 /// Longest index, manifest or configuration, in bytes: what registries accept.
 pub const DOCUMENT_MAX: u64 = 4 << 20;
+
+/// Pages of a list that are read.
+const PAGES_MAX: usize = 16;
 
 const MANIFESTS: &str = "application/vnd.oci.image.index.v1+json, \
     application/vnd.oci.image.manifest.v1+json, \
@@ -112,16 +115,25 @@ impl Registry {
     }
 
     /// What refers to the image `digest` and is of type `kind`, as the registry lists it by itself:
-    /// an index of at most [`DOCUMENT_MAX`] bytes, the first one if the list has several pages. `None`
+    /// its pages, each an index of at most [`DOCUMENT_MAX`] bytes, and of these the first sixteen. `None`
     /// where it lists nothing. Whoever answers need not have left others out.
-    pub fn referrers(&self, digest: &Digest, kind: &str) -> Result<Option<Vec<u8>>> {
-        let path = format!("referrers/{digest}?artifactType={kind}");
-        match waiting(self.fetch_named(&path, None, web::RETRIES)) {
-            Ok((bytes, _)) => Ok(Some(bytes)),
-            // It knows nothing of such lists.
-            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Invalid) => Ok(None),
-            Err(error) => Err(error),
+    pub fn referrers(&self, digest: &Digest, kind: &str) -> Result<Option<Vec<Bytes>>> {
+        let (mut pages, mut next) =
+            (Vec::new(), Some(format!("referrers/{digest}?artifactType={kind}")));
+        while let Some(path) = next.take().filter(|_| pages.len() < PAGES_MAX) {
+            match waiting(self.fetch_whole(&path, web::RETRIES)) {
+                Ok((bytes, headers)) => {
+                    pages.push(bytes);
+                    next = next_page(&headers, &self.0.base);
+                }
+                // It knows nothing of such lists.
+                Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Invalid) => {
+                    return Ok(None);
+                }
+                Err(error) => return Err(error),
+            }
         }
+        Ok(Some(pages))
     }
 
     async fn fetch_document(
@@ -143,13 +155,28 @@ impl Registry {
         wanted: Option<&Digest>,
         retries: u32,
     ) -> Result<(Vec<u8>, Digest)> {
+        let (bytes, _) = self.fetch_whole(path, retries).await?;
+        let digest = Digest::of(&bytes);
+        match wanted {
+            Some(wanted) if *wanted != digest => {
+                let why = format!("the registry gave {digest} instead");
+                let what = format!("cannot read {path} of {}: {why}", self.0.name);
+                Err(Error::new(ErrorKind::Corrupt, what))
+            }
+            _ => Ok((bytes.into(), digest)),
+        }
+    }
+
+    /// What `path` of the repository is, and what came with it.
+    async fn fetch_whole(&self, path: &str, retries: u32) -> Result<(Bytes, HeaderMap)> {
         let what = format!("read {path} of {}", self.0.name);
         let mut tries = 0;
         // A document is short: where it breaks off, it is asked for anew.
-        let bytes = loop {
+        loop {
             let answer = self.get(&what, path, retries, |request| request).await?;
+            let headers = answer.headers().clone();
             match gather(answer, DOCUMENT_MAX).await {
-                Ok(bytes) => break bytes,
+                Ok(bytes) => return Ok((bytes, headers)),
                 Err(Gathering::TooLong) => {
                     let why = format!("its manifest has more than {DOCUMENT_MAX} bytes");
                     return Err(Error::new(ErrorKind::Corrupt, format!("cannot {what}: {why}")));
@@ -158,14 +185,6 @@ impl Registry {
                 Err(Gathering::Broken(error)) => return Err(web::unreachable(&what, error)),
             }
             tries += 1;
-        };
-        let digest = Digest::of(&bytes);
-        match wanted {
-            Some(wanted) if *wanted != digest => {
-                let why = format!("the registry gave {digest} instead");
-                Err(Error::new(ErrorKind::Corrupt, format!("cannot {what}: {why}")))
-            }
-            _ => Ok((bytes.into(), digest)),
         }
     }
 
@@ -293,6 +312,19 @@ enum Gathering {
     Broken(reqwest::Error),
 }
 
+/// Where the next page of a list is, below `base`: nowhere else do credentials go. (RFC 8288, and the OCI
+/// distribution specification.)
+fn next_page(headers: &HeaderMap, base: &Url) -> Option<String> {
+    let links = headers.get_all(LINK).iter().filter_map(|link| link.to_str().ok());
+    let next = links.flat_map(|links| links.split(',')).find_map(|link| {
+        let (target, parameters) = link.trim().strip_prefix('<')?.split_once('>')?;
+        let is_next = |parameter: &str| matches!(parameter.trim(), "rel=\"next\"" | "rel=next");
+        parameters.split(';').any(is_next).then_some(target)
+    })?;
+    let next = base.join(next).ok()?;
+    Some(next.as_str().strip_prefix(base.as_str())?.to_owned())
+}
+
 /// The body of `answer`, unless it is longer than `len_max` bytes.
 async fn gather(mut answer: Response, len_max: u64) -> std::result::Result<Bytes, Gathering> {
     let mut gathered = BytesMut::new();
@@ -317,5 +349,41 @@ pub fn body_error(what: &str, error: std::io::Error) -> Error {
     match error.downcast::<Error>() {
         Ok(error) => error,
         Err(error) => Error::io(format!("cannot {what}"), error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use reqwest::{
+        Url,
+        header::{HeaderMap, HeaderValue, LINK},
+    };
+
+    use super::next_page;
+
+    #[test]
+    fn a_list_goes_on_in_the_same_repository_and_nowhere_else() {
+        let base = Url::parse("https://r.example/v2/a/b/").unwrap();
+        let next = |link: &str| {
+            let link = HeaderValue::from_str(link).unwrap();
+            next_page(&HeaderMap::from_iter([(LINK, link)]), &base)
+        };
+        let path = "referrers/sha256:00?n=2&last=x".to_owned();
+        for there in [
+            "</v2/a/b/referrers/sha256:00?n=2&last=x>; rel=\"next\"",
+            "<https://r.example/x>; rel=prev, </v2/a/b/referrers/sha256:00?n=2&last=x>;title=a;rel=next",
+        ] {
+            assert_eq!(next(there).as_ref(), Some(&path), "{there}");
+        }
+        for nowhere in [
+            "<https://s.example/v2/a/b/referrers/x>; rel=\"next\"",
+            "<http://r.example/v2/a/b/referrers/x>; rel=\"next\"",
+            "</v2/a/c/referrers/x>; rel=\"next\"",
+            "</v2/a/b/../c/referrers/x>; rel=\"next\"",
+            "</v2/a/b/referrers/x>; rel=\"prev\"",
+            "/v2/a/b/referrers/x; rel=\"next\"",
+        ] {
+            assert_eq!(next(nowhere), None, "{nowhere}");
+        }
     }
 }

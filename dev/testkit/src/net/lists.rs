@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!   PUT manifests/…, with a subject ──► the registry ──► its answer, and OCI-Subject
-//!   GET referrers/<digest>?artifactType=…            ──► what was put, with that subject and type
+//!   GET referrers/<digest>?artifactType=…            ──► nothing, and where the next page is
+//!   GET that, of so many kinds                       ──► what was put, with that subject and type
 //! ```
 
 use std::{
@@ -42,13 +43,22 @@ fn serve(mut client: &TcpStream, server: SocketAddr, known: &Known) -> io::Resul
     let body = request.body(&mut reader, false)?;
     if let Some((_, wanted)) = request.second().split_once("/referrers/") {
         let (subject, kind) = wanted.split_once("?artifactType=").unwrap_or((wanted, ""));
+        // As of one that looks for the type when it has cut the list into pages.
+        let (kind, is_second) = match kind.strip_suffix("&page=2") {
+            Some(kind) => (kind, true),
+            None => (kind, false),
+        };
+        let link = match is_second {
+            true => String::new(),
+            false => format!("link: <{}&page=2>; rel=\"next\"\r\n", request.second()),
+        };
         let known = known.lock().unwrap_or_else(PoisonError::into_inner);
         let of_kind = known.iter().filter(|(of, one)| of == subject && one["artifactType"] == kind);
-        let list: Vec<&Value> = of_kind.map(|(_, one)| one).collect();
+        let list: Vec<&Value> = of_kind.filter(|_| is_second).map(|(_, one)| one).collect();
         let text = json!({ "schemaVersion": 2, "manifests": list }).to_string();
         let head = format!(
             "HTTP/1.1 200 OK\r\ncontent-type: application/vnd.oci.image.index.v1+json\r\n\
-             content-length: {}\r\nconnection: close\r\n\r\n{text}",
+             {link}content-length: {}\r\nconnection: close\r\n\r\n{text}",
             text.len()
         );
         return client.write_all(head.as_bytes());
