@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::{BlockSource, LocalFile};
+use burgeon_block::{BlockSource, ByteRange, LocalFile};
 use tokio::{sync::mpsc, time::Instant};
 
 use crate::{
@@ -106,13 +106,17 @@ where
     pub(crate) fn read_ahead(self: &Arc<Self>, index: u32) {
         let len_max = self.way.window(self.ahead());
         let mut row = Vec::new();
-        let mut len = 0;
         let mut last = self.map.chunk(index);
+        let start = last.stored.end();
         for index in index + 1..self.map.chunk_count() {
             let chunk = self.map.chunk(index);
-            len += chunk.stored.len();
             let beside = chunk.object == last.object && chunk.stored.start() == last.stored.end();
-            if len > len_max || !beside || self.is_through(index) {
+            let Some(range) = ByteRange::new(start, chunk.stored.end()).filter(|_| beside) else {
+                break;
+            };
+            // A source that unpacks may have to fetch much for little.
+            let len = self.source.bytes_to_fetch(self.map.object(chunk.object), range);
+            if len.max(range.len()) > len_max || self.is_through(index) {
                 break;
             }
             let Some(background) = self.background_seats.try_take() else { break };

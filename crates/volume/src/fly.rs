@@ -56,7 +56,7 @@ where
         let begun = Instant::now();
         let mut result = self.fetch(index, &mut cost).await;
         if result.is_ok() && fetched > 0 && cost.source_errors + cost.source_corrupt_chunks == 0 {
-            self.way.note(cost.fetched_bytes, begun.elapsed());
+            self.way.note(fetched, begun.elapsed());
         }
         drop(own);
         if self.sabotage.has(Bug::LostWaiter) && result.is_err() {
