@@ -136,6 +136,9 @@ pub(crate) struct ProfileSource {
     pub(crate) file: PathBuf,
     /// Whether it may lie in the store instead, or nowhere.
     pub(crate) auto: bool,
+    /// What the store had, if it has been asked.
+    #[serde(default)]
+    pub(crate) stored: Option<PathBuf>,
 }
 
 /// What the server knows of a mount beyond its counters.

@@ -16,13 +16,14 @@ use crate::{
     images::AREA,
     paths::StateDir,
     prepared::{self, Prepared},
+    profile::Fetching,
     protocol::{MountRequest, SproutRequest, SproutState, WritesRequest, WritesState},
     roots, space,
     writes::{self, Record},
 };
 
-/// Told of an image and the file of its address map.
-pub(crate) type OnMapped<'a> = &'a dyn Fn(Digest, &Path);
+/// Told of an image, the file of its address map, and its profile that is being fetched.
+pub(crate) type OnMapped<'a> = &'a dyn Fn(Digest, &Path, &Fetching);
 
 /// The plan of one mount.
 pub(crate) struct Plan {
@@ -92,7 +93,8 @@ impl Plan {
         let digest = prepared::resolve(&open, &request.image)?;
         let notes = roots::require(state, store, &open, &digest, id)?.into_iter().collect();
         let (access, virtual_bytes) = (&request.access, request.virtual_bytes);
-        let mapped = |map: &Path| mapped(digest, map);
+        let profile = Fetching::begin(&request.profile, &open, digest);
+        let mapped = |map: &Path| mapped(digest, map, &profile);
         Ok(Self {
             base: prepared::prepare(state, store, access, digest, virtual_bytes, mapped)?,
             store: store.clone(),

@@ -4,15 +4,15 @@
 //!   member:  header │ block │ block │ … │ 8 bytes        member …
 //!            ▲              ▲
 //!            nothing needed; some bits of the byte before, and what of the 32 KiB that came
-//!            before is referred to: a tenth, which is found out when the next 32 KiB have come
+//!            before is referred to: little, which is found out when the next 32 KiB have come
 //! ```
 //!
 //! To find it out these are unpacked twice more, with two windows that hold no data but say at each
 //! place, by the pair of their bytes there, which place it is: where the two outputs differ, a byte of
-//! the window went (after M. Knespel and H. Brunst, *Rapidgzip*, HPDC 2023, who count references in a
-//! decoder of their own).
+//! the window went. (The tool `rapidgzip` leaves out the same of its windows; it has a decoder of its own
+//! that sees every reference.)
 //!
-//! Invariants: memory is two windows, whatever is read; the same bytes and the same place to begin
+//! Invariants: memory is some ten windows, whatever is read; the same bytes and the same place to begin
 //! give the same output, also where a block refers to what was never there (zeros); what is recorded
 //! matches the checksums of its members.
 

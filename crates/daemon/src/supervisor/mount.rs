@@ -30,7 +30,8 @@ use crate::{
     id::MountId,
     images,
     link::{Attach, ToServer, Warm},
-    plumbing, prepared, profile,
+    plumbing, prepared,
+    profile::{self, Fetching},
     protocol::{MountRequest, Mounted},
     spare,
     sprout::Plan,
@@ -83,7 +84,9 @@ impl Supervisor {
         let folder = self.state.mount(id);
         fs::create_dir(&folder)
             .map_err(|e| Error::io(format!("cannot make {}", folder.display()), e))?;
-        let mapped = |image, map: &Path| self.warm(id, request, store, image, map);
+        let mapped = |image, map: &Path, fetching: &Fetching| {
+            self.warm(id, request, store, (image, map), fetching);
+        };
         let planned = Plan::make(&self.state, request, store, id, &mapped);
         let mut plan = planned.inspect_err(|_| self.abandon(id))?;
         let made = self.make(id, request, &mut plan);
@@ -101,8 +104,8 @@ impl Supervisor {
         id: MountId,
         request: &MountRequest,
         store: &Location,
-        image: Digest,
-        map: &Path,
+        (image, map): (Digest, &Path),
+        fetching: &Fetching,
     ) {
         if request.fetch_limit.is_some() {
             // Only what is served has a budget.
@@ -114,6 +117,7 @@ impl Supervisor {
             .and_then(|()| prepared::make_folder(&cache))
             .and_then(|()| profile::source(&self.state, &request.profile, image, &folder));
         let Ok(Some(profile)) = ready else { return };
+        let Ok(profile) = fetching.arrived(profile, &folder) else { return };
         self.table().send(&ToServer::Warm(Warm {
             id,
             map: map.to_owned(),
