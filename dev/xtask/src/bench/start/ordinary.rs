@@ -20,7 +20,7 @@ use serde_json::Value;
 use testkit::{OciLayout, Registry, skopeo_copy};
 
 use super::{
-    Image, Program, Stage, Start, Starts, bound, mib,
+    Image, Program, Stage, Start, Starts, bound, lazy_aim, mib,
     stargz::{Containerd, Stargz},
 };
 use crate::bench::{
@@ -96,7 +96,8 @@ impl<'a> Ordinary<'a> {
         Ok(Self { stage, registry, publisher, reader, indexes, layer, stargz, chain })
     }
 
-    pub(super) fn measure(&self, program: &Program, table: &mut Table) -> Result<()> {
+    /// Of a program that reads `share` of the image.
+    pub(super) fn measure(&self, program: &Program, share: f64, table: &mut Table) -> Result<()> {
         let record = |by, label| move |format| self.record(program, format, by, label);
         let profiles = (0..FORMATS.len()).map(record(&self.publisher, "indexed"));
         let profiles = profiles.collect::<Result<Vec<_>>>()?;
@@ -139,7 +140,7 @@ impl<'a> Ordinary<'a> {
                 led.row(table, &format!("{name}, at first sight, profile"));
                 let ratio = alone.seconds() / unpacked.seconds();
                 let what = format!("{name}, first sight ÷ download and unpack");
-                table.row(what, ratio, "x", Aim::AtMost(0.3), "");
+                table.row(what, ratio, "x", lazy_aim(share), "");
             }
             let needed = self.indexed(None, format, profile)?.bytes;
             let note = format!("{:.1} MiB needed", mib(needed));
@@ -151,7 +152,7 @@ impl<'a> Ordinary<'a> {
             table.row(format!("{name}, bound"), bound(needed), "s", Aim::None, note);
             let ratio = lazy[format].seconds() / unpacked.seconds();
             let what = format!("{name}, no profile ÷ download and unpack");
-            table.row(what, ratio, "x", Aim::AtMost(0.3), "");
+            table.row(what, ratio, "x", lazy_aim(share), "");
             let ratio = led[format].seconds() / bound(needed);
             table.row(format!("{name}, profile ÷ bound"), ratio, "x", aim, "");
         }
