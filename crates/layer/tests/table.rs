@@ -8,7 +8,7 @@ use burgeon_block::{ByteRange, ErrorKind};
 use burgeon_layer::{LayerCodec, Piece, Recorder, Restarts, Stretch, Table, TableLayer};
 use proptest::prelude::*;
 use sha2::{Digest, Sha256};
-use testkit::{gzip, gzip_flushed, like_programs};
+use testkit::{Rng, gzip, gzip_flushed, like_programs};
 
 fn zstd(bytes: &[u8]) -> Vec<u8> {
     zstd::bulk::compress(bytes, 3).unwrap()
@@ -46,19 +46,55 @@ fn spans_are_what_unpacking_the_whole_gives() {
     for (number, (stored, codec)) in layers.iter().enumerate() {
         let (whole, restarts) = recorded(stored, *codec);
         assert!(whole == plain, "{number}");
-        let restarts = restarts.unwrap();
-        let (mut at, mut spans) = (0, 0);
-        while let Some(span) = restarts.span(at) {
-            assert_eq!((span.index, span.unpacked.start()), (spans, at), "{number}");
-            let compressed = span.compressed.start() as usize..span.compressed.end() as usize;
-            let unpacked = restarts.unpack(&span, &stored[compressed]).unwrap();
-            assert!(unpacked == plain[at as usize..span.unpacked.end() as usize], "{number}, {at}");
-            (at, spans) = (span.unpacked.end(), spans + 1);
-        }
-        assert_eq!(at, plain.len() as u64, "{number}");
+        let spans = check_spans(&restarts.unwrap(), stored, &plain, number as u64);
         // The last one is a single frame, which is a single span.
         assert!(if number == 9 { spans == 1 } else { spans >= 4 }, "{number}: {spans}");
     }
+}
+
+/// Blocks, members and references of all lengths, near places and far from them.
+#[test]
+fn spans_of_any_gzip_are_what_unpacking_the_whole_gives() {
+    for seed in 0..24 {
+        let mut rng = Rng::new(seed);
+        let (mut stored, mut plain) = (Vec::new(), Vec::new());
+        for _ in 0..=rng.below(3) {
+            let mut member = like_programs(seed, 1 + rng.below(1_500_000) as usize);
+            // What lies as far back as a block may refer, and a little less and more.
+            for _ in 0..rng.below(40) {
+                let back = [1, 300, 32_000, 32_767, 32_768, 33_000][rng.below(6) as usize];
+                let len = (rng.below(60_000) as usize).min(member.len());
+                let from = (rng.below(member.len() as u64) as usize).min(member.len() - len);
+                for at in from.max(back)..from + len {
+                    member[at] = member[at - back];
+                }
+            }
+            let mut cuts: Vec<_> =
+                (0..rng.below(30)).map(|_| rng.below(member.len() as u64) as usize).collect();
+            cuts.extend([0, member.len()]);
+            cuts.sort_unstable();
+            let parts: Vec<_> = cuts.windows(2).map(|cut| &member[cut[0]..cut[1]]).collect();
+            stored.extend(gzip_flushed(&parts, rng.below(10) as u32));
+            plain.extend(member);
+        }
+        let (whole, restarts) = recorded(&stored, LayerCodec::Gzip);
+        assert!(whole == plain, "{seed}");
+        check_spans(&restarts.unwrap(), &stored, &plain, seed);
+    }
+}
+
+/// Unpacks all spans by themselves; how many there are.
+fn check_spans(restarts: &Restarts, stored: &[u8], plain: &[u8], number: u64) -> u32 {
+    let (mut at, mut spans) = (0, 0);
+    while let Some(span) = restarts.span(at) {
+        assert_eq!((span.index, span.unpacked.start()), (spans, at), "{number}");
+        let compressed = span.compressed.start() as usize..span.compressed.end() as usize;
+        let unpacked = restarts.unpack(&span, &stored[compressed]).unwrap();
+        assert!(unpacked == plain[at as usize..span.unpacked.end() as usize], "{number}, {at}");
+        (at, spans) = (span.unpacked.end(), spans + 1);
+    }
+    assert_eq!(at, plain.len() as u64, "{number}");
+    spans
 }
 
 #[test]
