@@ -14,7 +14,6 @@
 use std::{
     fs::File,
     io::{self, BufReader, Read, Seek, SeekFrom, Write},
-    panic::resume_unwind,
     path::Path,
     sync::{
         Mutex, MutexGuard, PoisonError,
@@ -189,8 +188,7 @@ impl Blobs {
             let (index, spooled) = self.read_layer(coming, work.own, (spool, false), |blob| {
                 let mut archive = Digesting::new(decompressed(blob, compression)?);
                 let index = headers.index(&mut archive)?;
-                coming.unpacks_to(archive.digest());
-                Ok(index)
+                coming.check(archive.digest()).map(|()| index)
             })?;
             let open: build::OpenLayer = match (self, spooled) {
                 (Self::Layout(layout), _) => {
@@ -235,7 +233,7 @@ impl Blobs {
                 match listed {
                     Ok(listed) => {
                         tables.used.fetch_add(1, Relaxed);
-                        (coming.count)(*size).map_err(|error| body_error("list it", error))?;
+                        (coming.count)(*size);
                         return Ok(listed);
                     }
                     Err(error) => tables.refused(digest, &error),
@@ -253,7 +251,7 @@ impl Blobs {
                 let mut recorder = Recorder::new(blob, compression.codec())?;
                 let mut archive = Digesting::new(&mut recorder);
                 let description = layers.describe(&mut archive, coming.number, work.options)?;
-                coming.unpacks_to(archive.digest());
+                coming.check(archive.digest())?;
                 Ok((description, recorder.finish(*size)))
             })?;
             if let (Some(keep), Some(path)) = (keep, path) {
@@ -264,8 +262,7 @@ impl Blobs {
         Ok(described.into_iter().unzip())
     }
 
-    /// Fetches all layers, and meanwhile the configuration, which says what they unpack to; `take` makes
-    /// of each what it is wanted for.
+    /// Fetches all layers; `take` makes of each what it is wanted for.
     fn fetch<T: Send>(
         &self,
         manifest: &Manifest,
@@ -273,62 +270,32 @@ impl Blobs {
         take: &(dyn Fn(&Coming<'_>) -> Result<T> + Sync),
     ) -> Result<Vec<T>> {
         let layers = &manifest.layers;
+        let diff_ids = diff_ids(&self.config(&manifest.config)?, layers.len())?;
         let total = layers.iter().fold(0u64, |sum, layer| sum.saturating_add(layer.size));
         let (next, fetched) = (AtomicUsize::new(0), AtomicU64::new(0));
         let done: Mutex<Vec<Option<T>>> = Mutex::new(layers.iter().map(|_| None).collect());
-        let unpacked: Mutex<Vec<Option<Digest>>> = Mutex::new(vec![None; layers.len()]);
-        let is_useless = AtomicBool::new(false);
-        let count = |more| {
-            (work.fetching)(fetched.fetch_add(more, Relaxed) + more, total);
-            match is_useless.load(Relaxed) {
-                true => Err(io::Error::other(invalid("the image's configuration is of no use"))),
-                false => Ok(()),
-            }
-        };
-        // The others stop where they are done with their layer.
-        let stop = || next.store(layers.len(), Relaxed);
-        let configuration = || {
-            let config = self.config(&manifest.config);
-            config.and_then(|config| diff_ids(&config, layers.len())).inspect_err(|_| {
-                is_useless.store(true, Relaxed);
-                stop();
-            })
-        };
+        let count = |more| (work.fetching)(fetched.fetch_add(more, Relaxed) + more, total);
         let lane = || -> Result<()> {
             loop {
                 let number = next.fetch_add(1, Relaxed);
                 let Some(layer) = layers.get(number) else { return Ok(()) };
-                let unpacked = &unpacked;
-                let coming = Coming { number: number as u32, layer, unpacked, count: &count };
-                let taken = take(&coming).inspect_err(|_| stop())?;
+                let diff_id = diff_ids[number].as_ref();
+                let coming = Coming { number: number as u32, layer, diff_id, count: &count };
+                let taken = take(&coming).inspect_err(|_| {
+                    // The others stop where they are done with their layer.
+                    next.store(layers.len(), Relaxed);
+                })?;
                 done.lock().unwrap_or_else(PoisonError::into_inner)[number] = Some(taken);
             }
         };
-        let (diff_ids, fetched) = thread::scope(|scope| {
-            let config = scope.spawn(configuration);
+        thread::scope(|scope| {
             let lanes: Vec<_> =
                 (0..LANES_MAX.min(layers.len())).map(|_| scope.spawn(lane)).collect();
-            let ends =
-                lanes.into_iter().map(|lane| lane.join().unwrap_or_else(|e| resume_unwind(e)));
-            let fetched = ends.collect::<Vec<_>>().into_iter().collect::<Result<()>>();
-            (config.join().unwrap_or_else(|e| resume_unwind(e)), fetched)
-        });
-        // What is wrong with the configuration says more than that layers were of no use.
-        let diff_ids = diff_ids?;
-        fetched?;
-        let unpacked = unpacked.into_inner().unwrap_or_else(PoisonError::into_inner);
-        for (layer, (unpacked, diff_id)) in layers.iter().zip(unpacked.iter().zip(&diff_ids)) {
-            if let (Some(unpacked), Some(diff_id)) = (unpacked, diff_id)
-                && unpacked != diff_id
-            {
-                let layer = &layer.digest;
-                let what = format!(
-                    "cannot use the layer {layer}: it unpacks to {unpacked}, but the image says to \
-                     {diff_id}"
-                );
-                return Err(Error::new(ErrorKind::Corrupt, what));
-            }
-        }
+            let ends = lanes
+                .into_iter()
+                .map(|lane| lane.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            ends.collect::<Vec<_>>().into_iter().collect::<Result<()>>()
+        })?;
         let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
         Ok(done.into_iter().flatten().collect())
     }
@@ -440,19 +407,21 @@ pub(crate) struct Keep<'a> {
 struct Coming<'a> {
     number: u32,
     layer: &'a Layer,
-    /// What each of the layers unpacks to, as far as that is known.
-    unpacked: &'a Mutex<Vec<Option<Digest>>>,
-    count: Count<'a>,
+    diff_id: Option<&'a Digest>,
+    /// Told about bytes that have come.
+    count: &'a (dyn Fn(u64) + Sync),
 }
 
-/// Told about bytes that have come. An error if nobody can use them.
-type Count<'a> = &'a (dyn Fn(u64) -> io::Result<()> + Sync);
-
 impl Coming<'_> {
-    /// Notes what the layer unpacks to: whether it should is known when the configuration is.
-    fn unpacks_to(&self, digest: Digest) {
-        let mut unpacked = self.unpacked.lock().unwrap_or_else(PoisonError::into_inner);
-        unpacked[self.number as usize] = Some(digest);
+    /// Checks what the layer unpacks to.
+    fn check(&self, digest: Digest) -> Result<()> {
+        match self.diff_id {
+            Some(diff_id) if *diff_id != digest => {
+                let what = format!("it unpacks to {digest}, but the image says to {diff_id}");
+                Err(Error::new(ErrorKind::Corrupt, what))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -481,7 +450,7 @@ struct Tee<'a, R> {
     unsynced: u64,
     /// Whether what is kept is to last.
     lasts: bool,
-    count: Count<'a>,
+    count: &'a (dyn Fn(u64) + Sync),
 }
 
 impl<R: Read> Read for Tee<'_, R> {
@@ -497,7 +466,7 @@ impl<R: Read> Read for Tee<'_, R> {
             })?;
             self.unsynced = if sync { 0 } else { self.unsynced };
         }
-        (self.count)(len as u64)?;
+        (self.count)(len as u64);
         Ok(len)
     }
 }
