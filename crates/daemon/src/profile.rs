@@ -107,8 +107,9 @@ impl Fetching {
         let (send, receive) = mpsc::channel();
         let store = store.clone();
         // What goes wrong is left to the server, which asks again and says so.
-        thread::spawn(move || load_profile(&store, &image).map(|profile| send.send(profile)));
-        Self(Some(receive))
+        let fetch = move || load_profile(&store, &image).map(|profile| send.send(profile));
+        let begun = thread::Builder::new().spawn(fetch);
+        Self(begun.is_ok().then_some(receive))
     }
 
     /// `source`, for which the store need not be asked again if what it has is here by now: that is

@@ -17,7 +17,9 @@ use crate::{
     paths::StateDir,
     prepared::{self, Prepared},
     profile::Fetching,
-    protocol::{MountRequest, SproutRequest, SproutState, WritesRequest, WritesState},
+    protocol::{
+        MountRequest, ProfileRequest, SproutRequest, SproutState, WritesRequest, WritesState,
+    },
     roots, space,
     writes::{self, Record},
 };
@@ -93,7 +95,12 @@ impl Plan {
         let digest = prepared::resolve(&open, &request.image)?;
         let notes = roots::require(state, store, &open, &digest, id)?.into_iter().collect();
         let (access, virtual_bytes) = (&request.access, request.virtual_bytes);
-        let profile = Fetching::begin(&request.profile, &open, digest);
+        // With a limit only what is served is warmed.
+        let wanted = match request.fetch_limit {
+            None => &request.profile,
+            Some(_) => &ProfileRequest::None,
+        };
+        let profile = Fetching::begin(wanted, &open, digest);
         let mapped = |map: &Path| mapped(digest, map, &profile);
         Ok(Self {
             base: prepared::prepare(state, store, access, digest, virtual_bytes, mapped)?,

@@ -140,8 +140,8 @@ fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
 pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
     let listed = blobs.referrers(image, kind).and_then(|list| match list {
         Some(pages) => {
-            let pages = pages.iter().map(|page| referrers(page));
-            Ok(pages.collect::<Result<Vec<_>>>()?.concat())
+            // One that makes no sense does not spoil the others.
+            Ok(pages.iter().filter_map(|page| referrers(page).ok()).flatten().collect())
         }
         None => tagged(blobs, image),
     });

@@ -321,12 +321,13 @@ impl Blobs {
         };
         let blob = Checked::new(blob, digest.clone(), *size);
         let (unsynced, count) = (0, coming.count);
-        let mut tee = Tee { inner: blob, spool, unsynced, lasts, count };
+        let is_bad = false;
+        let mut tee = Tee { inner: blob, is_bad, spool, unsynced, lasts, count };
         let looked_at = look(&mut tee);
         // What is wrong with the bytes themselves says more than what they do to a decoder.
         if let Err(error) = io::copy(&mut tee, &mut io::sink()) {
             let error = cannot(body_error("read it", error));
-            if let Some(own) = own.filter(|_| is_held) {
+            if let Some(own) = own.filter(|_| is_held && tee.is_bad) {
                 own.remove(&layer_object(&digest.bytes())?)?;
                 let what = "a layer that this host held was damaged, and is removed: try again";
                 return Err(Error::with_source(error.kind(), what, error));
@@ -445,6 +446,8 @@ fn decompressed<'a>(
 /// Keeps what is read, and counts it.
 struct Tee<'a, R> {
     inner: R,
+    /// Whether that could not be read, or was not what it should be.
+    is_bad: bool,
     spool: Option<File>,
     /// Bytes that the disk may not have yet.
     unsynced: u64,
@@ -455,7 +458,7 @@ struct Tee<'a, R> {
 
 impl<R: Read> Read for Tee<'_, R> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let len = self.inner.read(buf)?;
+        let len = self.inner.read(buf).inspect_err(|_| self.is_bad = true)?;
         if let Some(spool) = &mut self.spool {
             self.unsynced += len as u64;
             let sync = self.lasts && self.unsynced >= SYNC_LEN;

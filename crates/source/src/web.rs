@@ -38,13 +38,18 @@ pub fn client() -> Result<Client> {
     build(Client::builder().read_timeout(SILENCE_MAX))
 }
 
+/// A client that goes nowhere but where it is sent: for secrets in what it sends.
+pub(crate) fn client_that_stays() -> Result<Client> {
+    let builder = Client::builder().read_timeout(SILENCE_MAX);
+    finish(builder.redirect(Policy::none()))
+}
+
 /// A client that sends much: a request may take `time_max`, and the answer comes late.
 pub(crate) fn uploading_client(time_max: Duration) -> Result<Client> {
     build(Client::builder().timeout(time_max))
 }
 
 fn build(builder: ClientBuilder) -> Result<Client> {
-    choose_cryptography();
     let redirects = Policy::custom(|attempt| {
         let leaves_tls = attempt.previous().last().is_some_and(|url| url.scheme() == "https")
             && attempt.url().scheme() != "https";
@@ -56,7 +61,12 @@ fn build(builder: ClientBuilder) -> Result<Client> {
             attempt.follow()
         }
     });
-    let builder = builder.connect_timeout(CONNECT_TIMEOUT).redirect(redirects);
+    finish(builder.redirect(redirects))
+}
+
+fn finish(builder: ClientBuilder) -> Result<Client> {
+    choose_cryptography();
+    let builder = builder.connect_timeout(CONNECT_TIMEOUT);
     let builder = builder.user_agent(concat!("burgeon/", env!("CARGO_PKG_VERSION")));
     builder.build().map_err(|error| {
         let what = "cannot make connections; are the system's certificates there?";

@@ -336,3 +336,66 @@ fn an_identity_token_is_exchanged_for_tokens() {
     let error = waiting(registry.blob_range(&served.digest, range)).unwrap_err();
     assert!(error.to_string().contains("log in again"), "{error}");
 }
+
+/// Answers each request with what `answer` makes of its first line; none where that is empty.
+fn answering(
+    answer: impl Fn(&str, std::net::SocketAddr) -> String + Send + 'static,
+) -> std::net::SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let mut client = client.unwrap();
+            let lines = BufReader::new(client.try_clone().unwrap()).lines().map_while(Result::ok);
+            let head: Vec<_> = lines.take_while(|line| !line.is_empty()).collect();
+            let Some(first) = head.first() else { continue };
+            let answer = answer(first, address);
+            let _ = client
+                .write_all(format!("HTTP/1.1 {answer}\r\nconnection: close\r\n\r\n").as_bytes());
+        }
+    });
+    address
+}
+
+#[test]
+fn an_identity_token_goes_nowhere_but_to_where_the_registry_sends() {
+    let (told, asked) = std::sync::mpsc::channel();
+    let elsewhere = answering(move |first, _| {
+        told.send(first.to_owned()).unwrap();
+        "200 OK\r\ncontent-length: 0".to_owned()
+    });
+    for status in [301, 302, 307, 308] {
+        let registry = answering(move |first, own| match first.starts_with("POST") {
+            true => format!("{status} Away\r\nlocation: http://{elsewhere}/\r\ncontent-length: 0"),
+            false => {
+                let realm = format!("www-authenticate: Bearer realm=\"http://{own}/token\"");
+                format!("401 Unauthorized\r\n{realm}\r\ncontent-length: 0")
+            }
+        });
+        let auths = serde_json::json!({ registry.to_string(): { "identitytoken": "hunter" } });
+        let config = serde_json::json!({ "auths": auths }).to_string();
+        let config = serde_json::json!({ "DOCKER_AUTH_CONFIG": config });
+        let registry = open(registry, &serde_json::from_value(config).unwrap());
+        let range = ByteRange::at(0, 1).unwrap();
+        let error = waiting(registry.blob_range(&Digest::of(b"x"), range)).unwrap_err();
+        assert!(error.to_string().contains(&status.to_string()), "{error}");
+        assert!(!error.to_string().contains("hunter"), "{error}");
+    }
+    assert!(asked.try_recv().is_err(), "it was sent elsewhere");
+}
+
+#[test]
+fn a_list_whose_next_page_is_broken_is_what_came_of_it() {
+    let page = |link: &str| format!("200 OK\r\nlink: <{link}>; rel=\"next\"\r\ncontent-length: 0");
+    for (next, second) in [("x", "404 Not Found\r\ncontent-length: 0"), ("", "")] {
+        let registry = answering(move |first, _| match first.contains("/referrers/sha256") {
+            // To itself, where there is no second one.
+            true if next.is_empty() => page(first.split(' ').nth(1).unwrap()),
+            true => page("/v2/app/referrers/x"),
+            false => second.to_owned(),
+        });
+        let registry = open(registry, &Access::default());
+        let pages = registry.referrers(&Digest::of(b"x"), "kind").unwrap().unwrap();
+        assert_eq!(pages.len(), 1, "{next}");
+    }
+}

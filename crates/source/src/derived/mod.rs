@@ -119,8 +119,13 @@ impl Derived {
             opened.get(object).and_then(|cell| cell.get().cloned())
         };
         let Some(opened) = opened else { return range.len() };
+        // A span may have bytes of others between its own.
+        let mut counted = HashSet::new();
         let spans = parts(&opened.table, range).into_iter();
-        let absent = spans.filter(|(layer, span, _)| !opened.spans.has((*layer, span.index)));
+        let absent = spans.filter(|(layer, span, _)| {
+            let key = (*layer, span.index);
+            counted.insert(key) && !opened.spans.has(key)
+        });
         absent.map(|(_, span, _)| span.compressed.len()).sum()
     }
 

@@ -46,13 +46,17 @@ impl Spans {
             let _working = self.work.acquire_many(share).await;
             make.await
         });
-        bytes.await.cloned()
+        let bytes = bytes.await.cloned();
+        trim(&mut self.kept.lock().unwrap_or_else(PoisonError::into_inner));
+        bytes
     }
 
     /// Whether somebody has the span, or makes it.
     pub(super) fn has(&self, key: Key) -> bool {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.iter().any(|(other, _)| *other == key)
+        // Whoever makes it holds it, too; of one that failed only what is kept is left.
+        let is_of_use = |cell: &Cell| cell.initialized() || Arc::strong_count(cell) > 1;
+        kept.iter().any(|(other, cell)| *other == key && is_of_use(cell))
     }
 
     /// Whoever wants the span from now on makes it anew.
@@ -66,11 +70,56 @@ impl Spans {
         let known = kept.iter().position(|(other, _)| *other == key);
         let cell = known.map(|at| kept.remove(at).1).unwrap_or_default();
         kept.push((key, Arc::clone(&cell)));
-        let len = |cell: &Cell| cell.get().map_or(0, |bytes| bytes.len() as u64);
-        let mut bytes: u64 = kept.iter().map(|(_, cell)| len(cell)).sum();
-        while kept.len() > SPANS_MAX || bytes > BYTES_MAX && kept.len() > 1 {
-            bytes -= len(&kept.remove(0).1);
-        }
+        trim(&mut kept);
         cell
+    }
+}
+
+/// Lets go of what was wanted longest ago, if there is too much.
+fn trim(kept: &mut Vec<(Key, Cell)>) {
+    let len = |cell: &Cell| cell.get().map_or(0, |bytes| bytes.len() as u64);
+    let mut bytes: u64 = kept.iter().map(|(_, cell)| len(cell)).sum();
+    while bytes > BYTES_MAX && kept.len() > 1 {
+        // Those that are being made have no bytes yet.
+        let oldest = kept.iter().position(|(_, cell)| cell.initialized()).unwrap_or(0);
+        bytes -= len(&kept.remove(oldest).1);
+    }
+    while kept.len() > SPANS_MAX {
+        kept.remove(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_block::{Error, ErrorKind};
+    use bytes::Bytes;
+
+    use super::{BYTES_MAX, Spans};
+    use crate::waiting;
+
+    #[test]
+    fn what_is_kept_has_a_bound_and_what_failed_is_not_here() {
+        let spans = Spans::new();
+        let len = BYTES_MAX as usize / 4;
+        let one = |n: u32| {
+            let spans = &spans;
+            async move {
+                let make = async {
+                    // The others begin before it ends.
+                    tokio::task::yield_now().await;
+                    Ok(Bytes::from(vec![0; len]))
+                };
+                spans.get((0, n), 1, make).await.unwrap();
+            }
+        };
+        waiting(futures_util::future::join_all((0..20).map(one)));
+        let kept = spans.kept.lock().unwrap();
+        let bytes: u64 = kept.iter().map(|(_, cell)| cell.get().unwrap().len() as u64).sum();
+        assert_eq!((kept.len(), bytes), (4, BYTES_MAX));
+        drop(kept);
+        assert!(spans.has((0, 19)) && !spans.has((0, 0)));
+        let fails = async { Err(Error::new(ErrorKind::Unavailable, "away")) };
+        waiting(spans.get((1, 0), 1, fails)).unwrap_err();
+        assert!(!spans.has((1, 0)));
     }
 }

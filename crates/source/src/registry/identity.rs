@@ -6,14 +6,14 @@
 //! ```
 //!
 //! The library that logs in has none of this. Source: *Docker Registry v2 authentication using OAuth2*.
-//! Invariants: the identity token goes to where the registry sends for tokens, encrypted unless nothing of
-//! the registry is; no error has it, or the token, in its text.
+//! Invariants: the identity token goes to where the registry itself sends for tokens, and from there nowhere,
+//! encrypted unless nothing of the registry is; no error has it, or the token, in its text.
 
 use burgeon_block::{Error, ErrorKind, Result};
 use http_auth::{ChallengeRef, parse_challenges};
 use oci_client::RegistryOperation;
 use reqwest::{
-    Url,
+    StatusCode, Url,
     header::{CONTENT_TYPE, WWW_AUTHENTICATE},
 };
 use serde::Deserialize;
@@ -46,13 +46,20 @@ pub(super) async fn exchange(
     retries: u32,
 ) -> Result<Option<String>> {
     let cannot = |kind, why: &str| Error::new(kind, format!("cannot {what}: {why}"));
-    let client = web::client()?;
+    let client = web::client_that_stays()?;
     let root =
         name.base()?.join("/v2/").map_err(|_| cannot(ErrorKind::Invalid, "it has no /v2/"))?;
     let asked = web::send(what, retries, || client.get(root.clone())).await?;
-    let challenge = asked.headers().get(WWW_AUTHENTICATE).map(|header| header.to_str());
-    let Some(challenge) = challenge else { return Ok(None) };
-    let desk = challenge.ok().and_then(|challenge| Desk::read(challenge, name.is_plain()));
+    if asked.status().is_success() {
+        return Ok(None);
+    }
+    if asked.status() != StatusCode::UNAUTHORIZED {
+        let why = format!("asked who is let in, it says {}", asked.status());
+        return Err(cannot(ErrorKind::Unavailable, &why));
+    }
+    let challenges = asked.headers().get_all(WWW_AUTHENTICATE).iter();
+    let mut challenges = challenges.filter_map(|challenge| challenge.to_str().ok());
+    let desk = challenges.find_map(|challenge| Desk::read(challenge, name.is_plain()));
     let desk = desk.ok_or_else(|| {
         let why = "it takes no identity tokens: log in with a user and a password or access token";
         cannot(ErrorKind::Invalid, why)
@@ -79,7 +86,11 @@ pub(super) async fn exchange(
             400 | 401 | 403 => {
                 "the identity token is refused: log in again, with docker login".to_owned()
             }
-            _ => format!("asked for a token, {} says {status}", desk.realm),
+            _ => {
+                let host: String =
+                    desk.realm.host_str().unwrap_or_default().chars().take(100).collect();
+                format!("asked for a token, {host} says {status}")
+            }
         };
         return Err(cannot(ErrorKind::Unavailable, &why));
     }
@@ -88,7 +99,8 @@ pub(super) async fn exchange(
         Gathering::Broken(error) => web::unreachable(what, error),
     })?;
     let answer: Option<Answer> = serde_json::from_slice(&answer).ok();
-    let token = answer.and_then(|answer| answer.access_token.or(answer.token));
+    let tokens = answer.map(|answer| [answer.access_token, answer.token]);
+    let token = tokens.into_iter().flatten().flatten().find(|token| !token.is_empty());
     token.map(Some).ok_or_else(|| cannot(ErrorKind::Corrupt, "it answered with no token"))
 }
 

@@ -124,8 +124,10 @@ impl Registry {
             match waiting(self.fetch_whole(&path, web::RETRIES)) {
                 Ok((bytes, headers)) => {
                     pages.push(bytes);
-                    next = next_page(&headers, &self.0.base);
+                    next = next_page(&headers, &self.0.base).filter(|next| *next != path);
                 }
+                // What there is of the list may do.
+                Err(_) if !pages.is_empty() => break,
                 // It knows nothing of such lists.
                 Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Invalid) => {
                     return Ok(None);
