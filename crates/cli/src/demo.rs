@@ -41,9 +41,9 @@ const REST_TIMEOUT: Duration = Duration::from_secs(1);
 /// The writes need no more than this in a demonstration.
 const WRITE_LIMIT: u64 = 1 << 30;
 
-pub(crate) fn demo(context: &Context, args: args::Demo) -> Result<ExitCode> {
+pub(crate) fn demo(json: bool, args: &args::Demo) -> Result<ExitCode> {
     need_mount_privilege("demo")?;
-    if context.json {
+    if json {
         output::turn_aside();
     }
     // SAFETY: this process has one thread here, and only its view of mounts changes.
@@ -51,7 +51,7 @@ pub(crate) fn demo(context: &Context, args: args::Demo) -> Result<ExitCode> {
     mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::DOWNSTREAM)
         .context("cannot keep mounts to this demonstration")?;
     let stage = Arc::new(Stage::new()?);
-    let shown = stage.tree(&args).and_then(|tree| {
+    let shown = stage.tree(args).and_then(|tree| {
         stage.heed_signals()?;
         stage.run(&tree)
     });
@@ -60,7 +60,7 @@ pub(crate) fn demo(context: &Context, args: args::Demo) -> Result<ExitCode> {
     stage.leave_to_signals();
     shown?;
     cleaned?;
-    if context.json {
+    if json {
         output::print_json(&serde_json::json!({ "demo": "done" }))?;
     } else {
         println!(

@@ -34,13 +34,16 @@ fn nothing_is_left_of(demo: u32) {
 #[test]
 fn with_json_standard_output_is_one_document() {
     let space = Space::new("demo");
-    let demo = begin(&space, &["--json"]);
+    // It needs no other state directory than its own.
+    let state = space.path("state");
+    let demo = begin(&space, &["--json", "--state-dir", &state.to_string_lossy()]);
     let id = demo.id();
     let output = demo.wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let document: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(document["demo"], "done");
     assert!(String::from_utf8(output.stderr).unwrap().contains("reflink"));
+    assert!(!state.exists());
     nothing_is_left_of(id);
 }
 

@@ -112,6 +112,10 @@ impl Context {
 pub(crate) fn run(args: Args) -> Result<ExitCode> {
     let takes_repository =
         matches!(args.command, Command::Build(_) | Command::Mount(_) | Command::Pull(_));
+    // It has a state directory of its own, and makes no other.
+    if let Command::Demo(demo) = args.command {
+        return crate::demo::demo(args.global.json, &demo);
+    }
     let context = Context::new(args.global, takes_repository)?;
     match args.command {
         Command::Build(build) => images::build(&context, build),
@@ -134,7 +138,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         Command::Gc(gc) => store::collect(&context, gc.dry_run),
         Command::Writes(writes) => writes::writes(&context, writes.command),
         Command::Doctor(doctor) => doctor::doctor(&context, doctor),
-        Command::Demo(demo) => crate::demo::demo(&context, demo),
+        Command::Demo(_) => unreachable!("it was run"),
         Command::Shutdown(shutdown) => shutdown::shutdown(&context, shutdown),
         Command::Upgrade => upgrade::upgrade(&context),
     }
