@@ -477,3 +477,51 @@ impl<R: Read> Read for Tee<'_, R> {
 fn invalid(what: &str) -> Error {
     Error::new(ErrorKind::Invalid, what)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, fs::File, io};
+
+    use burgeon_block::ObjectStore;
+    use burgeon_source::{Directory, layer_object, registry::Digest};
+
+    use super::{Blobs, Coming};
+    use crate::{
+        document::{Compression, Layer},
+        layout::Layout,
+    };
+
+    /// Of others' images it may be all there is.
+    #[test]
+    fn a_held_layer_is_removed_when_it_is_damaged_and_for_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("oci-layout"), "{}").unwrap();
+        let blobs = Blobs::Layout(Layout::open(folder.path()).unwrap());
+        let own = Directory::create(folder.path().join("store")).unwrap();
+        let (good, bad) = (vec![1; 100_000], vec![2; 100_000]);
+        let digest = Digest::of(&good);
+        let object = layer_object(&digest.bytes()).unwrap();
+        let size = good.len() as u64;
+        let layer = Layer { digest, size, compression: Compression::None, contents: None };
+        let coming = Coming { number: 0, layer: &layer, diff_id: None, count: &|_| () };
+        let read = |spool: Option<File>| {
+            let look = |blob: &mut (dyn io::Read + Send)| {
+                // What goes wrong with it shows when all of it is read.
+                let _ = io::copy(blob, &mut io::sink());
+                Ok(())
+            };
+            blobs.read_layer(&coming, Some(&own), (spool, false), look).map(drop)
+        };
+        // A file that takes nothing, as on a full disk.
+        let full = || Some(File::options().write(true).open("/dev/full").unwrap());
+        own.publish(&object, &good).unwrap();
+        read(None).unwrap();
+        let error = read(full()).unwrap_err();
+        assert!(!error.to_string().contains("damaged"), "{error}");
+        assert_eq!(own.len(&object).unwrap(), Some(size));
+        own.publish(&object, &bad).unwrap();
+        let error = read(None).unwrap_err();
+        assert!(error.to_string().contains("damaged"), "{error}");
+        assert_eq!(own.len(&object).unwrap(), None);
+    }
+}

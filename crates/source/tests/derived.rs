@@ -100,6 +100,9 @@ fn what_is_read_from_the_middle_is_what_was_there() {
         let read = objects.read_blocking(&object, range(start, end)).unwrap();
         assert!(read == expected[start as usize..end as usize], "{start}..{end}");
     }
+    // A span counts once, however many stretches are of it.
+    let stored: usize = all.iter().map(|(_, stored, _)| stored.len()).sum();
+    assert!(objects.bytes_to_fetch(&object, range(0, total)) <= stored as u64);
     let beyond = objects.read_blocking(&object, range(total - 1, total + 1)).unwrap_err();
     assert_eq!(beyond.kind(), ErrorKind::Corrupt);
     // Another host's image may not send us anywhere.

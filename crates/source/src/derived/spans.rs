@@ -41,13 +41,16 @@ impl Spans {
         make: impl Future<Output = Result<Bytes>>,
     ) -> Result<Bytes> {
         let cell = self.cell(key);
+        let is_new = !cell.initialized();
         let bytes = cell.get_or_try_init(|| async {
             let share = len.div_ceil(1 << 10).clamp(1, WORK_MAX.into()) as u32;
             let _working = self.work.acquire_many(share).await;
             make.await
         });
         let bytes = bytes.await.cloned();
-        trim(&mut self.kept.lock().unwrap_or_else(PoisonError::into_inner));
+        if is_new {
+            trim(&mut self.kept.lock().unwrap_or_else(PoisonError::into_inner));
+        }
         bytes
     }
 

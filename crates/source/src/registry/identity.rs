@@ -26,7 +26,7 @@ use crate::web;
 const ANSWER_MAX: u64 = 64 << 10;
 
 /// What a token is for, and where to ask for it.
-struct Desk {
+struct TokenServer {
     realm: Url,
     service: String,
 }
@@ -59,8 +59,8 @@ pub(super) async fn exchange(
     }
     let challenges = asked.headers().get_all(WWW_AUTHENTICATE).iter();
     let mut challenges = challenges.filter_map(|challenge| challenge.to_str().ok());
-    let desk = challenges.find_map(|challenge| Desk::read(challenge, name.is_plain()));
-    let desk = desk.ok_or_else(|| {
+    let server = challenges.find_map(|challenge| TokenServer::read(challenge, name.is_plain()));
+    let server = server.ok_or_else(|| {
         let why = "it takes no identity tokens: log in with a user and a password or access token";
         cannot(ErrorKind::Invalid, why)
     })?;
@@ -70,13 +70,13 @@ pub(super) async fn exchange(
     };
     let form = form_urlencoded::Serializer::new(String::new())
         .append_pair("grant_type", "refresh_token")
-        .append_pair("service", &desk.service)
+        .append_pair("service", &server.service)
         .append_pair("client_id", "burgeon")
         .append_pair("scope", &format!("repository:{}:{actions}", name.repository()))
         .append_pair("refresh_token", identity)
         .finish();
     let ask = || {
-        let request = client.post(desk.realm.clone()).body(form.clone());
+        let request = client.post(server.realm.clone()).body(form.clone());
         request.header(CONTENT_TYPE, "application/x-www-form-urlencoded")
     };
     let answer = web::send(what, retries, ask).await?;
@@ -88,7 +88,7 @@ pub(super) async fn exchange(
             }
             _ => {
                 let host: String =
-                    desk.realm.host_str().unwrap_or_default().chars().take(100).collect();
+                    server.realm.host_str().unwrap_or_default().chars().take(100).collect();
                 format!("asked for a token, {host} says {status}")
             }
         };
@@ -104,7 +104,7 @@ pub(super) async fn exchange(
     token.map(Some).ok_or_else(|| cannot(ErrorKind::Corrupt, "it answered with no token"))
 }
 
-impl Desk {
+impl TokenServer {
     /// Where a challenge sends for tokens, if it does.
     fn read(challenge: &str, plain: bool) -> Option<Self> {
         let challenges = parse_challenges(challenge).ok()?;
@@ -123,12 +123,13 @@ impl Desk {
 
 #[cfg(test)]
 mod tests {
-    use super::Desk;
+    use super::TokenServer;
 
     #[test]
     fn tokens_are_asked_for_where_the_registry_says_and_never_in_clear_for_others() {
         let read = |challenge: &str, plain| {
-            Desk::read(challenge, plain).map(|desk| (desk.realm.to_string(), desk.service))
+            TokenServer::read(challenge, plain)
+                .map(|server| (server.realm.to_string(), server.service))
         };
         let challenge = r#"Basic realm="x", bearer Realm="https://r.example/token",service="a\"b""#;
         let there = ("https://r.example/token".to_owned(), "a\"b".to_owned());

@@ -314,6 +314,18 @@ enum Gathering {
     Broken(reqwest::Error),
 }
 
+/// The body of `answer`, unless it is longer than `len_max` bytes.
+async fn gather(mut answer: Response, len_max: u64) -> std::result::Result<Bytes, Gathering> {
+    let mut gathered = BytesMut::new();
+    while let Some(part) = answer.chunk().await.map_err(Gathering::Broken)? {
+        if (gathered.len() + part.len()) as u64 > len_max {
+            return Err(Gathering::TooLong);
+        }
+        gathered.extend_from_slice(&part);
+    }
+    Ok(gathered.freeze())
+}
+
 /// Where the next page of a list is, below `base`: nowhere else do credentials go. (RFC 8288, and the OCI
 /// distribution specification.)
 fn next_page(headers: &HeaderMap, base: &Url) -> Option<String> {
@@ -325,18 +337,6 @@ fn next_page(headers: &HeaderMap, base: &Url) -> Option<String> {
     })?;
     let next = base.join(next).ok()?;
     Some(next.as_str().strip_prefix(base.as_str())?.to_owned())
-}
-
-/// The body of `answer`, unless it is longer than `len_max` bytes.
-async fn gather(mut answer: Response, len_max: u64) -> std::result::Result<Bytes, Gathering> {
-    let mut gathered = BytesMut::new();
-    while let Some(part) = answer.chunk().await.map_err(Gathering::Broken)? {
-        if (gathered.len() + part.len()) as u64 > len_max {
-            return Err(Gathering::TooLong);
-        }
-        gathered.extend_from_slice(&part);
-    }
-    Ok(gathered.freeze())
 }
 
 /// Without credentials.

@@ -150,8 +150,8 @@ fn parse(text: &str, plain: bool) -> Result<Name> {
     Ok(Name { plain: is_plain, reference, digest })
 }
 
-// The library reads names, too, by an expression that takes 30 ms and 4 MB to make: a sixth of what a
-// mount takes, in the command and again in the server. Grammar: the OCI distribution specification.
+// The library reads names, too, by an expression that takes tens of milliseconds and megabytes to make, in
+// the command and again in the server. Grammar: the OCI distribution specification.
 
 /// Whether `host` is labels with dots between them, and perhaps a port.
 fn is_host(host: &str) -> bool {
