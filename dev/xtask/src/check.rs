@@ -50,9 +50,9 @@ pub(crate) struct Options {
 }
 
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
-struct Tally {
-    passed: u64,
-    failed: u64,
+pub(crate) struct Tally {
+    pub(crate) passed: u64,
+    pub(crate) failed: u64,
 }
 
 /// Runs all steps; an error when any failed.
@@ -382,7 +382,7 @@ fn triple() -> Result<String> {
 }
 
 /// The numbers of a line `test result: ok. 12 passed; 0 failed; ...`; zeros for other lines.
-fn result_line(line: &str) -> Tally {
+pub(crate) fn result_line(line: &str) -> Tally {
     let Some(rest) = line.strip_prefix("test result: ") else { return Tally::default() };
     let number = |word: &str| {
         let before = rest.split(&[';', '.']).find_map(|part| part.trim().strip_suffix(word));

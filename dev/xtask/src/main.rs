@@ -1,12 +1,14 @@
 //! The project's own tools: `cargo xtask tidy` holds the house rules,
 //! `cargo xtask test` runs everything that has to hold, `cargo xtask bench` prints the figures that
-//! the documents quote; `cargo xtask budget` counts what a hit costs.
+//! the documents quote; `cargo xtask budget` counts what a hit costs;
+//! `cargo xtask proofs` shows that the tests of mended defects fail without the mend.
 
 mod bench;
 mod budget;
 mod built;
 mod check;
 mod lab;
+mod proofs;
 mod tidy;
 
 use std::path::{Path, PathBuf};
@@ -28,6 +30,8 @@ enum Command {
     Bench(bench::Options),
     /// Count the instructions of a hit and hold them against the budget.
     Budget(budget::Options),
+    /// Undo each mended defect in a copy of the tree and demand that its test fails.
+    Proofs(proofs::Options),
     /// Run everything that has to hold; ends with `N passed, N failed`.
     Test(check::Options),
 }
@@ -37,6 +41,7 @@ fn main() -> anyhow::Result<()> {
         Command::Tidy => tidy::run(&root()),
         Command::Bench(options) => bench::run(&root(), &options),
         Command::Budget(options) => budget::run(&root(), &options),
+        Command::Proofs(options) => proofs::run(&root(), &options),
         Command::Test(options) => check::run(&root(), &options),
     }
 }

@@ -5,6 +5,7 @@
 //!   Cargo.lock     ──► crates                   none that is unmaintained or unwanted
 //!   every *.rs     ──► length, words            at most LINES_MAX lines, no unfinished marks
 //!   every text     ──► words                    no path of somebody's machine
+//!   dev/proofs.toml ─► texts to replace         each occurs once in its file
 //! ```
 //!
 //! Invariant: each rule has a test below that shows it failing.
@@ -18,6 +19,8 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
+
+use crate::proofs;
 
 /// The longest source file, in lines.
 const LINES_MAX: usize = 600;
@@ -99,8 +102,9 @@ fn problems(root: &Path) -> Result<Vec<String>> {
     if picture.exists() {
         problems.extend(picture_differs(&fs::read_to_string(picture)?, ARROWS));
     }
+    problems.extend(proofs::problems(root)?);
     problems.extend(banned_crates(&fs::read_to_string(root.join("Cargo.lock"))?));
-    for path in text_files(root)? {
+    for path in files(root)? {
         // Fixtures and the like are not text.
         let Ok(text) = String::from_utf8(fs::read(&path)?) else { continue };
         let name = path.strip_prefix(root).unwrap_or(&path).to_path_buf();
@@ -217,7 +221,7 @@ fn file_problems(name: &Path, text: &str) -> Vec<String> {
 }
 
 /// Every file of the tree but what is built, cached or git's own.
-fn text_files(root: &Path) -> Result<Vec<PathBuf>> {
+pub(crate) fn files(root: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let mut folders = vec![root.to_path_buf()];
     while let Some(folder) = folders.pop() {
