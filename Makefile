@@ -68,9 +68,9 @@ bench-ublk: build
 	$(CARGO) build --release --locked --package xtask
 	$(CARGO) build --release --locked --package burgeon-frontend --example ublk_zeros
 	$(CARGO) install --quiet --locked --no-default-features --root $(TARGET)/tools rublk
-	LAB_TIMEOUT=3600 LAB_MEMORY_MB=4096 dev/lab/run 6.12 $(abspath $(TARGET))/release/xtask bench \
-		--only ublk,ublk-queues --burgeon $(abspath $(TARGET))/release/burgeon \
-		--rublk $(abspath $(TARGET))/tools/bin/rublk --file-mib 256 --seconds 1 $(BENCH)
+	LAB_TIMEOUT=3600 LAB_MEMORY_MB=4096 dev/lab/run 6.12 "$$(realpath $(TARGET))/release/xtask" bench \
+		--only ublk,ublk-queues --burgeon "$$(realpath $(TARGET))/release/burgeon" \
+		--rublk "$$(realpath $(TARGET))/tools/bin/rublk" --file-mib 256 --seconds 1 $(BENCH)
 
 # By rename: a daemon may be started at any moment.
 install: build

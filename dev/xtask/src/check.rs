@@ -22,7 +22,10 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::{budget, lab};
+use crate::{
+    budget, lab,
+    made::{Made, TEST_DIR},
+};
 
 /// How long each fuzz target runs in a bounded run, in seconds, unless asked otherwise.
 const FUZZ_SECONDS: u32 = 20;
@@ -57,9 +60,10 @@ pub(crate) struct Tally {
 
 /// Runs all steps; an error when any failed.
 pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
-    let before = leavings();
+    let made = Made::begin(root)?;
     let mut steps = Steps {
         root,
+        made: &made,
         total: Tally::default(),
         failed: Vec::new(),
         said: Vec::new(),
@@ -73,14 +77,16 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
     steps.lab(options.no_lab)?;
     steps.licences();
     steps.fuzz(options.fuzz_seconds)?;
-    let new: Vec<String> = leavings().into_iter().filter(|l| !before.contains(l)).collect();
-    new.iter().for_each(|left| println!("left behind: {left}"));
-    steps.count("nothing left behind", new.is_empty());
+    let left = made.left();
+    left.iter().for_each(|left| println!("left behind: {left}"));
+    steps.count("nothing left behind", left.is_empty());
+    made.remove();
     steps.finish()
 }
 
 struct Steps<'a> {
     root: &'a Path,
+    made: &'a Made,
     total: Tally,
     failed: Vec<String>,
     /// What failed tests have printed, cut: whoever sees only the end of a log knows why.
@@ -110,6 +116,7 @@ impl Steps<'_> {
     fn tests(&mut self, arguments: &[String]) -> Result<()> {
         let mut command = cargo(&["test", "--workspace", "--locked", "--no-fail-fast"]);
         command.args(arguments).current_dir(self.root);
+        command.env(TEST_DIR, &self.made.folder);
         if !is_root() {
             // Programs that mount need root; cargo itself does not.
             let runner = format!("CARGO_TARGET_{}_RUNNER", triple()?);
@@ -229,10 +236,7 @@ impl Steps<'_> {
             self.count("fuzz targets", false);
         }
         for target in targets.split_whitespace() {
-            let folder = self.root.join("target/fuzz").join(target);
-            if folder.exists() {
-                fs::remove_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
-            }
+            let folder = self.made.folder.join("fuzz").join(target);
             let (corpus, temporary) = (folder.join("corpus"), folder.join("temporary"));
             for folder in [&corpus, &temporary] {
                 fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
@@ -240,7 +244,7 @@ impl Steps<'_> {
             let mut command = fuzz("run");
             command.arg(target).arg(&corpus).arg("--").args(fuzz_options(seconds));
             command.arg(format!("-artifact_prefix={}/", folder.display()));
-            // What a killed run leaves goes with the next one, and never fills /tmp.
+            // Never in /tmp, which may be small.
             command.env("TMPDIR", &temporary);
             // As libFuzzer's own option, for the end of the process.
             command.env("ASAN_OPTIONS", "detect_leaks=0");
@@ -250,6 +254,8 @@ impl Steps<'_> {
                 show_inputs(target, &folder)?;
             }
         }
+        fs::remove_dir_all(self.made.folder.join("fuzz"))
+            .context("cannot remove the fuzzers' folder")?;
         Ok(())
     }
 
@@ -417,36 +423,6 @@ impl Said {
             self.lines.push(line.chars().take(SAID_CHARACTERS).collect());
         }
     }
-}
-
-/// What tests could leave on a machine: loop devices in use, ublk devices, mounts of btrfs and FUSE, and
-/// processes of the command under test.
-fn leavings() -> Vec<String> {
-    let mut found = Vec::new();
-    for device in fs::read_dir("/sys/block").into_iter().flatten().flatten() {
-        if let Ok(file) = fs::read_to_string(device.path().join("loop/backing_file")) {
-            found.push(format!("{} with {}", device.path().display(), file.trim()));
-        }
-    }
-    for device in fs::read_dir("/sys/class/ublk-char").into_iter().flatten().flatten() {
-        found.push(format!("ublk device {}", device.file_name().display()));
-    }
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let of_ours = |line: &&str| {
-        let kind = line.split(' ').nth(2).unwrap_or_default();
-        kind == "btrfs" || kind.starts_with("fuse") && kind != "fusectl"
-    };
-    found.extend(mounts.lines().filter(of_ours).map(str::to_owned));
-    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        let program = line.split(|b| *b == 0).next().unwrap_or_default();
-        // The daemon's processes call themselves `burgeon`, the commands have a path.
-        if program == b"burgeon" || program.ends_with(b"/burgeon") {
-            let shown = String::from_utf8_lossy(&line).replace('\0', " ");
-            found.push(format!("process {} ({shown})", entry.file_name().display()));
-        }
-    }
-    found
 }
 
 #[cfg(test)]

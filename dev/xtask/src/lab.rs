@@ -157,7 +157,7 @@ fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
         command.env("LAB_INIT", "systemd");
     }
     let script = r#"
-        export BURGEON_TEST_DIR="${BURGEON_TEST_DIR:-/tmp/burgeon-test}"; mkdir -p "$BURGEON_TEST_DIR"
+        export BURGEON_TEST_DIR="${BURGEON_TEST_DIR:-$TMPDIR/burgeon-test}"; mkdir -p "$BURGEON_TEST_DIR"
         modprobe -q ublk_drv
         s=0
         for p; do
@@ -169,7 +169,8 @@ fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
     command.env("LAB_PASS", "BURGEON_TEST_DIR").env_remove("BURGEON_TEST_DIR");
     if list.programs.contains(&LOW_MEMORY) {
         let shared = root.join("target/lab/out");
-        command.env("LAB_OUT", &shared).env("BURGEON_TEST_DIR", shared.join("low-memory"));
+        let own = shared.join(format!("low-memory-{}", std::process::id()));
+        command.env("LAB_OUT", &shared).env("BURGEON_TEST_DIR", own);
     }
     command.args(["bash", "-c", script]);
     command.arg("lab").args(programs);

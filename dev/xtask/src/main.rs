@@ -8,6 +8,7 @@ mod budget;
 mod built;
 mod check;
 mod lab;
+mod made;
 mod proofs;
 mod tidy;
 
