@@ -168,7 +168,8 @@ fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
     // The folder of tests is the guest's own, in its memory, unless that is what it lacks.
     command.env("LAB_PASS", "BURGEON_TEST_DIR").env_remove("BURGEON_TEST_DIR");
     if list.programs.contains(&LOW_MEMORY) {
-        let shared = root.join("target/lab/out");
+        // A path with spaces, which the kernel's command line would take apart.
+        let shared = root.join("target/lab/shared with the guest");
         let own = shared.join(format!("low-memory-{}", std::process::id()));
         command.env("LAB_OUT", &shared).env("BURGEON_TEST_DIR", own);
     }
