@@ -4,6 +4,8 @@ use std::{num::NonZeroUsize, path::PathBuf};
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
+use crate::attributes::Attributes;
+
 const EXAMPLES: &str = "\
 Examples:
   burgeon build /srv/debian-12 debian:12       make an image of a directory
@@ -273,6 +275,8 @@ pub(crate) struct Mount {
     /// Refuse to fetch more than this, with I/O errors: against programs that read everything
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) fetch_limit: Option<u64>,
+    #[command(flatten)]
+    pub(crate) attributes: Attributes,
 }
 
 /// As [`burgeon_daemon::protocol::TransportRequest`].

@@ -24,6 +24,7 @@ use rustix::{
 
 use crate::{
     args,
+    attributes::Attributes,
     commands::{Context, images, mount, need_mount_privilege, umount},
     exit,
     output::{self, bytes, duration_us, percent},
@@ -185,6 +186,7 @@ impl Stage {
             virtual_size: None,
             fetch_limit: None,
             fast: false,
+            attributes: Attributes::default(),
         };
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         mount::place(&self.context, args)?;

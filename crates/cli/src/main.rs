@@ -13,6 +13,7 @@
 mod output;
 
 mod args;
+mod attributes;
 mod commands;
 mod demo;
 mod exit;

@@ -16,6 +16,7 @@
 #[macro_use]
 mod log;
 mod access;
+mod built;
 mod cgroup;
 mod chain;
 mod client;
@@ -49,6 +50,7 @@ mod upgrade;
 mod wire;
 pub mod writes;
 
+pub use built::{honoured, remember_built};
 pub use burgeon_frontend::{extents, reflink};
 pub use chain::{btrfs_fsid, is_burgeon_mount, refuse_burgeon};
 pub use client::Client;

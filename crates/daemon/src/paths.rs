@@ -4,6 +4,7 @@
 //!   store/                     the local store, unless --store names another
 //!   images/<digest>/           seed, seed.info, map, manifest,         made from the store, may be lost
 //!                              cache, checksums
+//!   built/<digest>             says that this host built the image from its own files
 //!   profiles/<digest>          what is read first of an image whose store cannot be written to
 //!   writes/<name>/             record.json, seed…, map, manifest, sprout   user data: never removed
 //!                                                                          but by `writes rm`
@@ -67,11 +68,9 @@ impl StateDir {
         if !state.run().is_dir() && !state.writes().is_dir() {
             make_private(&state.store())?;
         }
-        for folder in
-            [state.images(), state.profiles(), state.writes(), state.mounts(), state.run()]
-        {
-            make_private(&folder)?;
-        }
+        let caches = [state.images(), state.profiles()];
+        let records = [state.all_built(), state.writes(), state.mounts(), state.run()];
+        caches.iter().chain(&records).try_for_each(|folder| make_private(folder))?;
         Ok(state)
     }
 
@@ -103,6 +102,16 @@ impl StateDir {
     /// One of them.
     pub fn profile(&self, digest: &Digest) -> PathBuf {
         self.profiles().join(digest.to_string())
+    }
+
+    /// The folder of records of what was built here.
+    pub(crate) fn all_built(&self) -> PathBuf {
+        self.root.join("built")
+    }
+
+    /// One of them.
+    pub(crate) fn built(&self, digest: &Digest) -> PathBuf {
+        self.all_built().join(digest.to_string())
     }
 
     /// The folder of named writes.

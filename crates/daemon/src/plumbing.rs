@@ -21,6 +21,7 @@ use burgeon_frontend::{
 use crate::{
     chain,
     id::{Fsid, MountId},
+    protocol::MountAttributes,
     sprout::Plan,
     supervisor::{Growth, growth},
     transport::Channel,
@@ -48,6 +49,7 @@ pub(crate) fn plumb(
     server_pid: u32,
     folder: &Path,
     plan: &Plan,
+    attributes: MountAttributes,
 ) -> Result<Plumbed> {
     let attach = |file: &File, what: &str, read_only: bool| {
         let name = format!("burgeon {what} {id}");
@@ -91,6 +93,8 @@ pub(crate) fn plumb(
         (Some(sprout), Some(path)) if sprout.thin => Some(growth(&btrfs, path)?),
         _ => None,
     };
+    // Before anybody but this process can reach the mount.
+    btrfs.set_attributes(attributes.flags())?;
     let loops = [data.as_ref(), Some(&metadata), sprout.as_ref()];
     let loops = loops.into_iter().flatten().map(|device| device.path().to_owned()).collect();
     Ok(Plumbed {

@@ -31,6 +31,7 @@ use burgeon_source::{Access, Location, Store};
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    built,
     files::{self, Lock},
     id::Fsid,
     images,
@@ -330,6 +331,9 @@ pub fn sweep(
     dry_run: bool,
 ) -> Result<(u64, u64)> {
     let (mut images, mut bytes) = (0, 0);
+    if !dry_run {
+        built::sweep(state, store, keep)?;
+    }
     // Of these only the cache is there, which does not say from which store it is.
     let mapped = images::all(state)?;
     let folders = fs::read_dir(state.images())

@@ -5,6 +5,7 @@
 //! detached mount as a descriptor; whoever closes it without having moved it into place has
 //! unmounted it.
 
+mod attributes;
 mod status;
 
 use std::path::PathBuf;
@@ -13,9 +14,12 @@ use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_source::{Access, Location};
 use serde::{Deserialize, Serialize};
 
-pub use self::status::{
-    AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
-    ReadStatus, Status,
+pub use self::{
+    attributes::{AccessTimes, AttributesRequest, MountAttributes, OtherAttributes},
+    status::{
+        AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
+        ReadStatus, Status,
+    },
 };
 use crate::{id::MountId, seen::Seen};
 
@@ -112,6 +116,9 @@ pub struct MountRequest {
     /// What to bring first.
     #[serde(default)]
     pub profile: ProfileRequest,
+    /// The attributes of the mount itself.
+    #[serde(default)]
+    pub attributes: AttributesRequest,
 }
 
 /// What to bring first into a mount.
@@ -347,6 +354,8 @@ pub struct Mounted {
     pub metadata_bytes: u64,
     /// Where the writes go.
     pub writes: WritesState,
+    /// The attributes of the mount itself.
+    pub attributes: MountAttributes,
     /// What the user should know, in sentences.
     pub notes: Vec<String>,
 }

@@ -35,13 +35,15 @@ use rustix::{
     fs::CWD,
     io::Errno,
     mount::{
-        FsMountFlags, FsOpenFlags, FsPickFlags, MountAttrFlags, MoveMountFlags, fsconfig_create,
+        FsMountFlags, FsOpenFlags, FsPickFlags, MoveMountFlags, fsconfig_create,
         fsconfig_reconfigure, fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, fspick,
         move_mount,
     },
 };
 
 use crate::sys::{failed, ioctl_struct};
+
+pub use rustix::mount::MountAttrFlags;
 
 const SCAN_DEV: c_ulong = 0x5000_9404;
 const FORGET_DEV: c_ulong = 0x5000_9405;
@@ -251,6 +253,33 @@ impl Btrfs {
     pub fn open_root(&self) -> Result<File> {
         File::open(format!("/proc/self/fd/{}", self.mount.as_raw_fd()))
             .map_err(|e| failed("cannot open the root of a detached mount", e))
+    }
+
+    /// Gives the mount attributes of its own, before anybody can reach it: those of `attributes`, and
+    /// no other. The file system and its other mounts keep theirs.
+    pub fn set_attributes(&self, attributes: MountAttrFlags) -> Result<()> {
+        // How access times are kept is one field of several bits: it is replaced as a whole.
+        let request = libc::mount_attr {
+            attr_set: attributes.bits().into(),
+            attr_clr: MountAttrFlags::MOUNT_ATTR__ATIME.bits().into(),
+            propagation: 0,
+            userns_fd: 0,
+        };
+        // SAFETY: the kernel reads one `mount_attr` of the size that it is told, and an empty path.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_mount_setattr,
+                self.mount.as_raw_fd(),
+                c"".as_ptr(),
+                libc::AT_EMPTY_PATH,
+                &raw const request,
+                size_of_val(&request),
+            )
+        };
+        match result {
+            0 => Ok(()),
+            _ => Err(failed("cannot set the mount's attributes", io::Error::last_os_error())),
+        }
     }
 
     /// The mount's descriptor: keep it, or hand it to who calls [`attach`].

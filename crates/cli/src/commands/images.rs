@@ -145,7 +145,16 @@ fn make(
         }
     };
     let took = progress.finish();
-    Ok((report?, took))
+    let report = report?;
+    if let Some(honours) = report.honours {
+        let (location, digest) = (context.store_location(), report.image.digest()?);
+        let kept = burgeon_daemon::remember_built(&context.state, &location, &digest, honours);
+        if let Err(e) = kept {
+            // The image is there all the same.
+            eprintln!("note: mounts of {name} will be nosuid,nodev: {e}");
+        }
+    }
+    Ok((report, took))
 }
 
 /// Says what was `done`.

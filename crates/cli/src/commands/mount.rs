@@ -15,8 +15,8 @@ use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
     Client,
     protocol::{
-        MountRequest, Mounted, ProfileRequest, Reply, Request, SproutRequest, TransportRequest,
-        WritesRequest, WritesState,
+        AttributesRequest, MountAttributes, MountRequest, Mounted, ProfileRequest, Reply, Request,
+        SproutRequest, TransportRequest, WritesRequest, WritesState,
     },
     writes,
 };
@@ -31,16 +31,17 @@ use rustix::{
 use serde_json::json;
 
 use super::{Context, images, need_mount_privilege, ordinary};
-use crate::{args, exit::Busy, output};
+use crate::{args, attributes::Attributes, exit::Busy, output};
 
 pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
     let begun = Instant::now();
+    let wanted = args.attributes.request()?;
     let (mounted, target) = place(context, args)?;
     let ms = begun.elapsed().as_millis() as u64;
     if context.json {
         output::print_json(&json!({ "mount": mounted, "target": target, "ms": ms }))?;
     } else {
-        describe(&mounted, &target, ms);
+        describe(&mounted, &target, ms, wanted);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -83,6 +84,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
             fast: false,
             virtual_size,
             fetch_limit,
+            attributes: Attributes::default(),
         },
     )
 }
@@ -91,7 +93,11 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
 pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, PathBuf)> {
     need_mount_privilege("mount")?;
     let (target, _lock) = take_target(&args.path)?;
-    let writes = match args.read_only {
+    let mut attributes = args.attributes.request()?;
+    attributes.others.read_only |= args.read_only;
+    let has_own_writes = args.writes.is_some() || args.writes_device.is_some();
+    // Writes that nobody can make need no space.
+    let writes = match args.read_only || attributes.others.read_only && !has_own_writes {
         true => WritesRequest::ReadOnly,
         false => WritesRequest::Kept(SproutRequest {
             name: args.writes,
@@ -132,6 +138,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
             "auto" => ProfileRequest::Auto,
             path => ProfileRequest::File(std::path::absolute(path)?),
         },
+        attributes,
     };
     let client = Client::connect_or_start(&context.state)?;
     let (reply, mut fds) = client.call(&Request::Mount(Box::new(request)))?;
@@ -207,7 +214,7 @@ fn is_mount_point(target: &Path) -> Result<bool> {
     Ok(fs::metadata(target)?.dev() != fs::metadata(above)?.dev())
 }
 
-fn describe(mounted: &Mounted, target: &Path, ms: u64) {
+fn describe(mounted: &Mounted, target: &Path, ms: u64, wanted: AttributesRequest) {
     println!(
         "mounted {} in {ms} ms: {} over {}, {} of metadata",
         target.display(),
@@ -216,9 +223,22 @@ fn describe(mounted: &Mounted, target: &Path, ms: u64) {
         output::bytes(mounted.metadata_bytes)
     );
     println!("{}", describe_writes(&mounted.writes));
+    println!("{}", describe_attributes(&mounted.attributes, wanted));
     for note in &mounted.notes {
         println!("note: {note}");
     }
+}
+
+/// The attributes of the mount, and why it has those that nobody asked for.
+fn describe_attributes(attributes: &MountAttributes, wanted: AttributesRequest) -> String {
+    let by_default = |wanted: Option<bool>, has: bool| wanted.is_none() && !has;
+    if by_default(wanted.suid, attributes.suid) || by_default(wanted.dev, attributes.dev) {
+        return format!(
+            "mounted {attributes}: this host has not built the image from its own files; --suid and \
+             --dev let its programs and devices work"
+        );
+    }
+    format!("mounted {attributes}")
 }
 
 /// Where writes go, as a sentence.

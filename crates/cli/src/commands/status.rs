@@ -84,6 +84,7 @@ fn describe(mount: &MountStatus) {
     if !mount.pins.is_empty() {
         println!("  pinned     {}", pinned(mount));
     }
+    println!("  options    {}", mount.attributes);
     println!("  writes     {}", writes(&mount.writes));
     if let Some(area) = &mount.area {
         println!("  virtual    {}", virtual_area(area));

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
-use super::{DigestText, WritesState};
+use super::{DigestText, MountAttributes, WritesState};
 use crate::id::{Fsid, MountId};
 
 /// The state of everything.
@@ -50,6 +50,8 @@ pub struct MountStatus {
     pub transport: String,
     /// Where the writes go.
     pub writes: WritesState,
+    /// The attributes of the mount itself, as it was made.
+    pub attributes: MountAttributes,
     /// Bytes of data in the image, distinct chunks once.
     pub data_bytes: u64,
     /// Bytes of it that are local, over all mounts of the image.

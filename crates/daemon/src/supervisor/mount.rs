@@ -26,7 +26,7 @@ use super::{
     table::{Entry, MOUNT_FORMAT, MountRecord, Recording, Serving},
 };
 use crate::{
-    access, chain, files,
+    access, built, chain, files,
     id::MountId,
     images,
     link::{Attach, ToServer, Warm},
@@ -148,12 +148,14 @@ impl Supervisor {
         let (channel, note) = Channel::open(wanted, id, seed.info.data_device_size())?;
         plan.notes.extend(note);
         let fuse = channel.kept()?;
+        let attributes = built::attributes(&self.state, &plan.base.digest, request.attributes);
         let record = MountRecord {
             format: MOUNT_FORMAT,
             image: request.image.clone(),
             digest: plan.base.digest.into(),
             target: request.target.clone(),
             writes: plan.state(),
+            attributes,
             attach: Attach {
                 id,
                 seed: plan.base.folder.clone(),
@@ -200,7 +202,7 @@ impl Supervisor {
         });
         self.await_serving(id)?;
         let server_pid = self.table().server_pid.unwrap_or_default();
-        let plumbed = plumbing::plumb(id, &channel, server_pid, &folder, plan)?;
+        let plumbed = plumbing::plumb(id, &channel, server_pid, &folder, plan, attributes)?;
         let transport = channel.transport().name().to_owned();
         drop(channel);
         plan.notes.extend(self.lost_area(id));
@@ -213,6 +215,7 @@ impl Supervisor {
             transport,
             metadata_bytes: seed.metadata_bytes,
             writes: plan.state(),
+            attributes,
             notes: plan.notes.clone(),
         };
         Ok((mounted, plumbed.mount))

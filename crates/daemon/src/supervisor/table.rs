@@ -19,7 +19,7 @@ use crate::{
     files::Lock,
     id::{Fsid, MountId},
     link::{Attach, MountReport, ToServer},
-    protocol::{DigestText, WritesState},
+    protocol::{DigestText, MountAttributes, WritesState},
     wire,
 };
 
@@ -32,6 +32,9 @@ pub(crate) struct MountRecord {
     pub(crate) digest: DigestText,
     pub(crate) target: PathBuf,
     pub(crate) writes: WritesState,
+    /// The attributes of the user's mount, which nobody here touches again.
+    #[serde(default = "MountAttributes::unrestricted")]
+    pub(crate) attributes: MountAttributes,
     /// What the server was told; holds the id and the seed's fsid.
     pub(crate) attach: Attach,
     /// The btrfs that the user sees: the sprout's, or the seed's when read-only.

@@ -65,8 +65,8 @@ pub(super) fn build(
     let Placer { mut manifest, placed, .. } = placer;
     manifest.tree = nodes::finish(&scan.nodes, placed, &manifest.chunk_addresses())?;
     let image = publish(store, name, &manifest, options.level)?;
-    let mounts_left_out = scan.mounts;
-    Ok(Report { changed, mounts_left_out, ..Report::of(image) })
+    let (mounts_left_out, honours) = (scan.mounts, scan.honours);
+    Ok(Report { changed, mounts_left_out, honours, ..Report::of(image) })
 }
 
 /// Decides where pieces go.

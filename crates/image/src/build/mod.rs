@@ -23,12 +23,14 @@ mod tar;
 mod xattrs;
 
 use std::{
+    os::fd::AsFd,
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
 use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectStore, Result};
 use burgeon_btrfs::Body;
+use rustix::fs::StatVfsMountFlags;
 
 pub use self::xattrs::{Xattrs, of_path as xattrs_of};
 pub use self::{
@@ -125,13 +127,44 @@ pub struct Report {
     /// Files of an archive whose ACL, in text, was left out: it names users or groups that have no
     /// number there, or is of another kind.
     pub acls_left_out: u64,
+    /// What this host honours where the image's files were read; `None` if they are not this host's
+    /// own: an archive and layers say themselves who owns a file and what it may do.
+    pub honours: Option<Honours>,
 }
 
 impl Report {
     fn of(image: ImageRecord) -> Self {
         let (new_bytes, reused_bytes, acls_left_out) = (0, 0, 0);
         let (changed, mounts_left_out) = (Vec::new(), Vec::new());
-        Self { image, new_bytes, reused_bytes, changed, mounts_left_out, acls_left_out }
+        let honours = None;
+        Self { image, new_bytes, reused_bytes, changed, mounts_left_out, acls_left_out, honours }
+    }
+}
+
+/// What the mount allows that a tree was read from. Whoever can mount a file system of his own making
+/// here, over FUSE or from a stick, decides what it says of owners and modes, so such mounts are
+/// `nosuid,nodev`; an image of what lies there is worth no more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Honours {
+    /// Programs run with the rights that their files give: set-user-ID, set-group-ID, capabilities.
+    pub suid: bool,
+    /// Device nodes can be opened.
+    pub dev: bool,
+}
+
+impl Honours {
+    /// A tree of nothing but what this host has made itself.
+    pub(crate) const ALL: Self = Self { suid: true, dev: true };
+
+    /// Those of the mount that `file` lies on.
+    pub(crate) fn of(file: impl AsFd) -> Result<Self> {
+        let stat = rustix::fs::fstatvfs(file).map_err(|errno| {
+            Error::io("cannot ask for the attributes of the mount that is read", errno.into())
+        })?;
+        Ok(Self {
+            suid: !stat.f_flag.contains(StatVfsMountFlags::NOSUID),
+            dev: !stat.f_flag.contains(StatVfsMountFlags::NODEV),
+        })
     }
 }
 
@@ -188,8 +221,9 @@ pub fn from_directory(
             let profile = profile.translate(&manifest, image.digest()?);
             store.publish(&profile_object(&profile.image)?, &profile.encode()?)?;
         }
-        let mounts_left_out = scan.mounts;
-        Ok(Report { new_bytes, reused_bytes, changed, mounts_left_out, ..Report::of(image) })
+        let (mounts_left_out, honours) = (scan.mounts, scan.honours);
+        let report = Report { new_bytes, reused_bytes, ..Report::of(image) };
+        Ok(Report { changed, mounts_left_out, honours, ..report })
     })
 }
 

@@ -15,8 +15,8 @@ use burgeon_btrfs::{Body, DATA_START, Dirent, FileExtent, Inode, Tree};
 use rayon::prelude::*;
 
 use super::{
-    OnProgress, Options, Progress, Report, check_options, in_place, nodes::S_IFDIR, nodes::S_IFREG,
-    pool, publish, read::next_data,
+    Honours, OnProgress, Options, Progress, Report, check_options, in_place, nodes::S_IFDIR,
+    nodes::S_IFREG, pool, publish, read::next_data,
 };
 use crate::{
     CHUNK_MAX, Codec, invalid,
@@ -80,7 +80,9 @@ pub fn computed(
     };
     let parts = cut(0, size).collect();
     let file = Inode { mode: S_IFREG | 0o444, size, ..Inode::default() };
-    build(store, name, pattern.object()?, (b"data", file), parts, fill, options, progress)
+    let object = pattern.object()?;
+    let report = build(store, name, object, (b"data", file), parts, fill, options, progress)?;
+    Ok(Report { honours: Some(Honours::ALL), ..report })
 }
 
 /// Builds an image of the file, block device or directory `path`, by reference: the image holds digests and
@@ -128,7 +130,9 @@ pub fn by_reference(
         ..Inode::default()
     };
     let file_name = path.file_name().unwrap_or(path.as_os_str()).as_encoded_bytes();
-    let mut report = build(store, name, object, (file_name, file), parts, fill, options, progress)?;
+    let honours = Some(Honours::of(&opened)?);
+    let report = build(store, name, object, (file_name, file), parts, fill, options, progress)?;
+    let mut report = Report { honours, ..report };
     let after = opened.metadata().map_err(cannot)?;
     if (before.len(), before.mtime(), before.mtime_nsec())
         != (after.len(), after.mtime(), after.mtime_nsec())

@@ -20,6 +20,7 @@ use rustix::{
 };
 
 use super::{
+    Honours,
     nodes::{Node, Numbering, S_IFBLK, S_IFCHR, S_IFLNK, S_IFREG, rdev},
     xattrs,
 };
@@ -36,6 +37,8 @@ pub(super) struct Scan {
     dir_names: HashMap<u32, (u32, u32)>,
     /// Mount points below the root, whose content was left out.
     pub(super) mounts: Vec<PathBuf>,
+    /// What the mount allows that was read; `None` if there may be several.
+    pub(super) honours: Option<Honours>,
     pub(super) bytes: u64,
 }
 
@@ -67,6 +70,7 @@ impl Scan {
         let statx = stat(root.as_fd(), c"", AtFlags::EMPTY_PATH).map_err(cannot)?;
         let mut node = node_of(&statx);
         node.xattrs = xattrs::of_open_file(root.as_fd()).map_err(cannot)?;
+        let honours = (!cross_mounts).then(|| Honours::of(&root)).transpose()?;
         let mut scan = Self {
             root: root.into(),
             root_path: path.to_owned(),
@@ -74,6 +78,7 @@ impl Scan {
             files: Vec::new(),
             dir_names: HashMap::new(),
             mounts: Vec::new(),
+            honours,
             bytes: 0,
         };
         let mount = (!cross_mounts).then_some(statx.stx_mnt_id);
