@@ -458,3 +458,51 @@ fn a_supervisor_killed_while_it_mounts_leaves_nothing_that_stays() {
     burgeon.umount(again);
     burgeon.umount(mounted);
 }
+
+#[test]
+fn a_loop_number_has_discard_when_its_mount_is_gone() {
+    let space = Space::new("loop-number");
+    let set = set_up(&space, 17, &["--write-limit", "256M"]);
+    let number = sprout_number(&set.burgeon);
+    let trimmed = format!("/sys/block/loop{number}/queue/discard_max_bytes");
+    assert_eq!(fs::read_to_string(trimmed).unwrap().trim(), "0");
+    set.burgeon.umount(set.mounted);
+    assert_discards(&space, &number);
+
+    let mounted = set.burgeon.mount("sample", &set.at, &["--write-limit", "256M"]);
+    let number = sprout_number(&set.burgeon);
+    set.burgeon.kill_daemon();
+    rustix::mount::unmount(mounted.path(), rustix::mount::UnmountFlags::empty()).unwrap();
+    std::mem::forget(mounted);
+    set.burgeon.ok(&["doctor", "--repair"]);
+    assert_discards(&space, &number);
+}
+
+/// The number of the loop device below the mount's sprout.
+fn sprout_number(burgeon: &Burgeon) -> String {
+    let sprout = |device: &testkit::LoopDevice| {
+        device.backing.starts_with(burgeon.state()) && device.backing.ends_with("sprout")
+    };
+    let device = testkit::loop_devices().into_iter().find(sprout).unwrap();
+    device.name.strip_prefix("loop").unwrap().to_owned()
+}
+
+/// Attaches a plain loop device of this number, as its next owner would, and discards through it.
+fn assert_discards(space: &Space, number: &str) {
+    let (device, path) = (format!("/dev/loop{number}"), space.path("plain"));
+    let file = File::create(&path).unwrap();
+    file.write_all_at(&[1; 1 << 20], 0).unwrap();
+    file.sync_all().unwrap();
+    let run = |program: &str, arguments: &[&str]| {
+        std::process::Command::new(program).args(arguments).output().unwrap()
+    };
+    // The daemon's last steps, or those of another test, may still go on below the number.
+    let attached = wait_until(PATIENCE, || {
+        run("losetup", &[&device, path.to_str().unwrap()]).status.success()
+    });
+    assert!(attached, "{device} cannot be attached");
+    let discarded = run("blkdiscard", &[&device]);
+    run("losetup", &["--detach", &device]);
+    assert!(discarded.status.success(), "{device} has lost its discard: {discarded:?}");
+    assert_eq!(std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()), 0);
+}

@@ -34,7 +34,7 @@ use crate::{
     prepared,
     protocol::Request,
     space,
-    supervisor::{is_alive, mount_ids, read_record},
+    supervisor::{is_alive, mount_ids, read_record, remove_unused_loops},
     system,
     transport::{self, Transport},
     writes,
@@ -130,6 +130,7 @@ pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
     }
     let strays = transport::strays(&mount_ids(state));
     strays.iter().try_for_each(|number| transport::remove_stray(*number))?;
+    remove_unused_loops();
     if !leftovers(state, &ask(state)).iter().any(|finding| finding.repairable) {
         return Ok(store.is_some() || !strays.is_empty());
     }

@@ -33,6 +33,7 @@ pub mod btrfs_mount;
 mod connection;
 pub mod extents;
 mod fuse;
+mod loop_range;
 mod loopdev;
 pub mod reflink;
 mod server;
@@ -41,6 +42,7 @@ mod sys;
 pub mod ublk;
 
 pub use connection::Connection;
+pub use loop_range::remove_unused as remove_unused_loops;
 pub use loopdev::{LoopDevice, LoopOptions};
 pub use server::{End, ServeOptions, Server, serve};
 pub use slots::Slots;

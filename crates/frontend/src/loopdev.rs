@@ -2,6 +2,9 @@
 //!
 //! Every one detaches itself when its last user is gone (autoclear): this handle, or the file
 //! system mounted on it. So a plain `umount`, or the death of whoever set it up, leaves nothing.
+//!
+//! A device without discard gets a number of its own (`loop_range.rs`), because the kernel keeps
+//! that setting with the number.
 
 use std::{
     ffi::c_ulong,
@@ -19,7 +22,10 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use rustix::fs::{FileType, Mode, makedev, mknodat};
 
-use crate::sys::{failed, ioctl_number, ioctl_struct};
+use crate::{
+    loop_range,
+    sys::{failed, ioctl_number, ioctl_struct},
+};
 
 const LOOP_CLR_FD: c_ulong = 0x4C01;
 const LOOP_GET_STATUS64: c_ulong = 0x4C05;
@@ -87,7 +93,8 @@ pub struct LoopOptions<'a> {
     pub name: &'a str,
     /// Refuse writes. Needed when the file was opened read-only.
     pub read_only: bool,
-    /// Pass discards on to the file. Off for reserved space: each discard would give some back.
+    /// Pass discards on to the file. Off for reserved space: each discard would give some back. The
+    /// mount option `nodiscard` is not enough, because `fstrim` trims mounts all the same.
     pub discard: bool,
 }
 
@@ -104,22 +111,30 @@ impl LoopDevice {
     ///
     /// `LocalIo` when none is free or the privilege is missing; the text says which.
     pub fn attach(file: impl AsFd, options: LoopOptions<'_>) -> Result<Self> {
-        let control =
-            OpenOptions::new().read(true).write(true).open("/dev/loop-control").map_err(no_loop)?;
+        let control = open_control().map_err(no_loop)?;
+        let without_discard = !options.discard && !options.read_only;
         for _ in 0..ATTEMPTS_MAX {
-            let number =
-                ioctl_number(&control, LOOP_CTL_GET_FREE, 0).map_err(|e| none_free(Some(e)))?;
-            let (device, path) = open_node(number, options.read_only)?;
+            let number = match without_discard {
+                true => loop_range::add(&control),
+                false => ioctl_number(&control, LOOP_CTL_GET_FREE, 0),
+            };
+            let number = number.map_err(|e| none_free(Some(e)))?;
+            let (device, path) = match open_node(number, options.read_only) {
+                Ok(opened) => opened,
+                // Another daemon took the unused number for a leftover, and removed it.
+                Err(_) if without_discard && !loop_range::exists(number) => continue,
+                Err(error) => return Err(error),
+            };
             match configure(&device, file.as_fd(), options) {
                 Ok(()) => {
                     let this = Self { device, number, path };
-                    if !options.discard && !options.read_only {
+                    if without_discard {
                         this.turn_off_discard()?;
                     }
                     return Ok(this);
                 }
                 // Somebody else was faster.
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::ENXIO)) => {}
                 Err(error) => {
                     return Err(failed(format!("cannot set up {}", path.display()), error));
                 }
@@ -220,6 +235,11 @@ impl AsFd for LoopDevice {
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.device.as_fd()
     }
+}
+
+/// The control device of all loop devices.
+pub(crate) fn open_control() -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).open("/dev/loop-control")
 }
 
 /// All loop devices in use, ours and others', by number.

@@ -51,7 +51,7 @@ use crate::{
 };
 
 pub(crate) use recover::{is_alive, mount_ids, read_record};
-pub(crate) use release::{await_loops, forget_loops};
+pub(crate) use release::{await_loops, forget_loops, remove_unused_loops};
 use table::Table;
 pub(crate) use table::{Growth, MountRecord};
 pub(crate) use thin::growth;
@@ -118,6 +118,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     let keeper = Arc::clone(&supervisor);
     thread::spawn(move || keeper.keep_server(orphan));
     supervisor.revive_lost();
+    thread::spawn(remove_unused_loops);
     spare::refill(&supervisor.state);
     supervisor.tend_thin();
     let watcher = Arc::clone(&supervisor);

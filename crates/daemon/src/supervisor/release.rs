@@ -188,6 +188,10 @@ pub(crate) fn await_loops(state: &StateDir, record: &MountRecord, timeout: Durat
     true
 }
 
+/// How often the removal of a loop number is tried that another process, such as udev, has open.
+const REMOVALS: u32 = 50;
+const REMOVAL_PAUSE: Duration = Duration::from_millis(20);
+
 /// btrfs remembers devices it was told of, by number, and the numbers will be used again. One that
 /// is in use again is not ours any more: its new owner's scan replaces what btrfs remembers.
 pub(crate) fn forget_loops(loops: &[PathBuf]) {
@@ -195,6 +199,22 @@ pub(crate) fn forget_loops(loops: &[PathBuf]) {
         // What it remembers wrongly only costs a warning in the kernel's log. It may be in use by now
         // after all: a mount that is being made scans its devices again.
         let _ = btrfs_mount::forget(device);
+    }
+    remove_unused_loops();
+}
+
+/// Removes the loop numbers that were made for mounts that are gone, also those of killed daemons:
+/// they have no discard, and nobody else is to get one.
+pub(crate) fn remove_unused_loops() {
+    for _ in 0..REMOVALS {
+        match burgeon_frontend::remove_unused_loops() {
+            Ok(0) => return,
+            Ok(_) => std::thread::sleep(REMOVAL_PAUSE),
+            Err(e) => {
+                log!("a loop number without discard stays: {e}");
+                return;
+            }
+        }
     }
 }
 
