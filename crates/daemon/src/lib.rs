@@ -51,7 +51,7 @@ mod wire;
 pub mod writes;
 
 pub use built::{honoured, remember_built};
-pub use burgeon_frontend::{extents, reflink};
+pub use burgeon_frontend::{btrfs_mount::attach, extents, reflink};
 pub use chain::{btrfs_fsid, is_burgeon_mount, refuse_burgeon};
 pub use client::Client;
 pub use id::{Fsid, MountId};

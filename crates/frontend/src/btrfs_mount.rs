@@ -5,7 +5,7 @@
 //!                                     ├─ add_device(sprout)     the seed sprouts: a new fsid
 //!                                     └─ make_writable
 //!   scan(seeds), scan(sprout) ───► mount(sprout, Writable)      later: the same files again
-//!   attach(mount, path)                                         by whoever owns the namespace
+//!   attach(mount, directory)                                    by whoever owns the namespace
 //!   forget(devices)                                             after the last unmount
 //! ```
 //!
@@ -32,7 +32,6 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 use rustix::{
-    fs::CWD,
     io::Errno,
     mount::{
         FsMountFlags, FsOpenFlags, FsPickFlags, MoveMountFlags, fsconfig_create,
@@ -316,19 +315,21 @@ pub fn forget(device: &Path) -> Result<()> {
     }
 }
 
-/// Puts a detached mount at `target`, a directory, in the caller's mount namespace. From then on
-/// every copy of the descriptor, in whichever process, keeps `umount` from working (EBUSY): close
-/// them all.
-pub fn attach(mount: impl AsFd, target: &Path) -> Result<()> {
-    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
-    move_mount(mount, "", CWD, target, flags).map_err(|errno| {
+/// Puts a detached mount onto `place`, an open directory, in the caller's mount namespace. A path
+/// would be looked up again here, and its owner may have changed what it leads to.
+///
+/// From then on every copy of the mount's descriptor, in whichever process, keeps `umount` from
+/// working (EBUSY): close them all.
+pub fn attach(mount: impl AsFd, place: impl AsFd) -> Result<()> {
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    move_mount(mount, "", place, "", flags).map_err(|errno| {
         let hint = match errno {
-            Errno::NOENT => "; the mount point does not exist: make it first (mkdir)",
-            Errno::NOTDIR => "; the mount point is not a directory",
-            Errno::INVAL => "; the mount was attached before, or comes from a closed namespace",
+            Errno::NOENT => ": the directory was removed meanwhile; make it again (mkdir)",
+            Errno::NOTDIR => ": the mount point is not a directory",
+            Errno::INVAL => ": the mount was attached before, or comes from a closed namespace",
             _ => "",
         };
-        failed(format!("cannot mount at {}{hint}", target.display()), errno)
+        failed(format!("cannot put the mount into place{hint}"), errno)
     })
 }
 

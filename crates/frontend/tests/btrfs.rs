@@ -168,10 +168,13 @@ fn a_detached_mount_is_attached_in_another_namespace() {
         let (target, seed) = (&target, &seed);
         let attached = scope.spawn(move || {
             private_namespace();
-            let missing = attach(&mount, target).unwrap_err();
-            assert!(missing.to_string().contains("mkdir"), "{missing}");
             fs::create_dir(target).unwrap();
-            attach(&mount, target).unwrap();
+            let removed = fs::File::open(target).unwrap();
+            fs::remove_dir(target).unwrap();
+            fs::create_dir(target).unwrap();
+            let missing = attach(&mount, removed).unwrap_err();
+            assert!(missing.to_string().contains("mkdir"), "{missing}");
+            attach(&mount, fs::File::open(target).unwrap()).unwrap();
             drop(mount);
             assert_eq!(fs::read(target.join("lazy")).unwrap(), seed.content());
             rustix::mount::unmount(target, rustix::mount::UnmountFlags::empty()).unwrap();

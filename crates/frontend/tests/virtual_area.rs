@@ -64,7 +64,7 @@ impl Rig {
         let rig = Self::serve(seed, folder);
         let seed = [rig.metadata.path(), rig.data.path()];
         let mount = Btrfs::mount_new_sprout(&seed, rig.sprout.path(), SUBVOLUME).unwrap();
-        attach(&mount, &rig.mnt()).unwrap();
+        attach(&mount, File::open(rig.mnt()).unwrap()).unwrap();
         rig
     }
 
@@ -143,7 +143,7 @@ impl Rig {
         let devices = [rig.metadata.path(), rig.data.path()];
         let sprout = rig.sprout.path();
         let mount = Btrfs::mount_sprout(&devices, sprout, SUBVOLUME, Access::Writable).unwrap();
-        attach(&mount, &rig.mnt()).unwrap();
+        attach(&mount, File::open(rig.mnt()).unwrap()).unwrap();
         rig
     }
 }

@@ -5,6 +5,7 @@ pub(crate) mod images;
 mod inspect;
 mod map;
 pub(crate) mod mount;
+mod mount_point;
 mod ordinary;
 mod pin;
 mod prefetch;

@@ -2,8 +2,8 @@
 //! own mount namespace.
 
 use std::{
-    fs::{self, File},
-    os::unix::fs::{DirBuilderExt, MetadataExt},
+    fs,
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     process::ExitCode,
     thread,
@@ -23,15 +23,10 @@ use burgeon_daemon::{
 use burgeon_image::catalog;
 use burgeon_oci::Want;
 use burgeon_source::Location;
-use rustix::{
-    fs::{FlockOperation, flock},
-    io::Errno,
-    mount::{MoveMountFlags, move_mount},
-};
 use serde_json::json;
 
-use super::{Context, images, need_mount_privilege, ordinary};
-use crate::{args, attributes::Attributes, exit::Busy, output};
+use super::{Context, images, mount_point::MountPoint, need_mount_privilege, ordinary};
+use crate::{args, attributes::Attributes, output};
 
 pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
     let begun = Instant::now();
@@ -92,7 +87,8 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
 /// Mounts, without a word.
 pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, PathBuf)> {
     need_mount_privilege("mount")?;
-    let (target, _lock) = take_target(&args.path)?;
+    let point = MountPoint::take(&args.path)?;
+    let target = point.path()?;
     let mut attributes = args.attributes.request()?;
     attributes.others.read_only |= args.read_only;
     let has_own_writes = args.writes.is_some() || args.writes_device.is_some();
@@ -145,73 +141,10 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     let (Reply::Mounted(mounted), Some(mount)) = (reply, fds.pop()) else {
         return Err(anyhow!("the daemon gave an answer to something else"));
     };
-    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
-    move_mount(&mount, "", rustix::fs::CWD, &target, flags)
-        .map_err(|e| Error::io(format!("cannot mount at {}", target.display()), e.into()))?;
-    drop(mount);
+    let target = point.attach(mount)?;
     // The path is for `status` only, and the mount is in use already.
     let _ = client.call(&Request::Placed { id: mounted.id, target: target.clone() });
     Ok((mounted, target))
-}
-
-/// A mount point has to be an empty directory that nothing is mounted on. It is locked, so that of
-/// two who mount there at once the second does not hide the first's files.
-fn take_target(path: &Path) -> Result<(PathBuf, File)> {
-    let shown = path.display();
-    let target = fs::canonicalize(path).map_err(|e| {
-        let hint = match e.kind() {
-            std::io::ErrorKind::NotFound => ": make it with mkdir",
-            _ => "",
-        };
-        Error::io(format!("cannot mount at {shown}{hint}"), e)
-    })?;
-    let failed = |e| Error::io(format!("cannot look at {shown}"), e);
-    if target.to_str().is_none() {
-        let what = format!("cannot mount at {shown}: its name is not UTF-8");
-        return Err(Error::new(ErrorKind::Invalid, what).into());
-    }
-    if !fs::metadata(&target).map_err(failed)?.is_dir() {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!("cannot mount at {shown}: it is not a directory"),
-        )
-        .into());
-    }
-    let lock = File::open(&target).map_err(failed)?;
-    // Where it is mounted by now, this has opened that, which is locked by nobody.
-    if flock(&lock, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
-        return Err(Busy(format!(
-            "cannot mount at {shown}: somebody has locked it, another `burgeon mount` perhaps"
-        ))
-        .into());
-    }
-    if is_mount_point(&target)? {
-        return Err(Busy(format!(
-            "cannot mount at {shown}: something is mounted there already; unmount it first"
-        ))
-        .into());
-    }
-    if fs::read_dir(&target).map_err(failed)?.next().is_some() {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!("cannot mount at {shown}: it is not empty, and its content would be hidden"),
-        )
-        .into());
-    }
-    Ok((target, lock))
-}
-
-/// Whether something is mounted exactly here.
-fn is_mount_point(target: &Path) -> Result<bool> {
-    use rustix::fs::{AtFlags, StatxAttributes, StatxFlags, statx};
-    let stat = statx(rustix::fs::CWD, target, AtFlags::empty(), StatxFlags::BASIC_STATS)
-        .map_err(|e| Error::io(format!("cannot look at {}", target.display()), e.into()))?;
-    if stat.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT) {
-        return Ok(stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT));
-    }
-    // Linux before 5.8 does not say; another device than the folder above does.
-    let above = target.parent().unwrap_or(target);
-    Ok(fs::metadata(target)?.dev() != fs::metadata(above)?.dev())
 }
 
 fn describe(mounted: &Mounted, target: &Path, ms: u64, wanted: AttributesRequest) {
