@@ -24,6 +24,7 @@ mod fio;
 mod images;
 mod layers;
 mod machine;
+mod measure;
 mod net;
 mod pattern;
 mod rings;
@@ -44,6 +45,7 @@ pub use machine::{
     LoopDevice, PATIENCE, kill, loop_devices, processes_with, scaled, ublk_devices, ublk_expected,
     wait_until,
 };
+pub use measure::{Measured, measure};
 pub use net::{
     Certificate, Fault, Link, Proxy, ReferrerLists, Registry, RegistryOptions, S3, Shape,
     TokenGate, WebServer,

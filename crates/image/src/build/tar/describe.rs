@@ -10,12 +10,17 @@
 //!
 //! A layer is read once, before it is known what layers above it take away: that leaves dead bytes in
 //! chunks whose other bytes have lasted, and nothing else. Memory: what a manifest holds of all layers,
-//! files that lie in it included, which is bounded by [`super::LayerLimits`] and a thousandth of the data;
-//! of data, three waves a layer.
+//! files that lie in it included, which is bounded by [`super::LayerLimits`] and counted on the layers'
+//! [`MemoryMeter`]; of data, three waves a layer.
 
-use std::{io::Read, sync::atomic::AtomicU64};
+use std::{
+    io::Read,
+    sync::{Arc, atomic::AtomicU64},
+};
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, ObjectId, ObjectStore, Result};
+use burgeon_block::{
+    BLOCK_SIZE, ByteRange, ChecksumKind, MemoryMeter, ObjectId, ObjectStore, Result,
+};
 
 use super::{
     super::{
@@ -47,6 +52,7 @@ pub struct Description {
     pub(super) entries: Vec<Entry>,
     /// Its nodes are entries, its layers this one.
     pub(super) assembled: Assembled,
+    pub(super) meter: Arc<MemoryMeter>,
 }
 
 impl Layers {
@@ -66,13 +72,14 @@ impl Layers {
             let archive = Some(self.bounded(archive));
             let one = OneLayer { layers: self, number, archive, entries: Vec::new() };
             let read = AtomicU64::new(0);
-            let mut input = TarInput::new(one, WAVE_LEN, &read);
+            let mut input = TarInput::new(one, self.meter(), WAVE_LEN, &read);
             let (known, meter) = (Known::default(), Meter::new(&|_, _| ()));
             let Options { level, checksum, .. } = *options;
             let assembler =
                 Assembler { level, checksum, known: &known, meter: &meter, derived: true };
             let assembled = assembler.run(&mut input, PackWriter::none())?;
-            Ok(Description { entries: input.archives.entries, assembled })
+            let meter = Arc::clone(self.meter());
+            Ok(Description { entries: input.archives.entries, assembled, meter })
         })
     }
 }
@@ -124,7 +131,8 @@ pub fn describe_layers(
     check_options(name, options)?;
     pool(options)?.install(|| {
         let _lease = store.begin_write()?;
-        let mut merge = Merge::new(LayerLimits::default().entries as usize);
+        let meter = layers.first().map(|layer| Arc::clone(&layer.meter)).unwrap_or_default();
+        let mut merge = Merge::new(LayerLimits::default().entries as usize, meter);
         let mut acls_left_out = 0;
         for (number, layer) in (0..).zip(&layers) {
             merge.layer(number, &layer.entries)?;

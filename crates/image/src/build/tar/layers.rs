@@ -7,7 +7,7 @@
 //! ```
 //!
 //! What a layer puts and a later one takes away is not in the image. Memory: the headers, bounded
-//! by [`LayerLimits`]; never data.
+//! by [`LayerLimits`] and counted on a [`MemoryMeter`]; never data.
 
 use std::{
     io::{self, Read},
@@ -18,20 +18,20 @@ use std::{
     },
 };
 
-use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, MemoryMeter, ObjectStore, Result};
 
 use super::{
     super::{
         OnProgress, Options, Progress, Report, assemble::Assembler, check_options, manifest_of,
-        meter::Meter, pool, publish, read::WAVE_LEN, reuse::Known,
+        meter::Meter, pool, publish, reuse::Known,
     },
-    Archive, Archives, Counted, Reader, TarInput,
+    Archive, Archives, Counted, Reader, TarInput, WAVE_LEN,
     merge::{Merge, Place, too_many},
     reader::Entry,
 };
 use crate::{corrupt, pack::write_packs};
 
-/// What layers may take, all of an image together.
+/// What layers may take, all of an image together; a single archive is one of one layer.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerLimits {
     /// Entries.
@@ -50,10 +50,27 @@ impl Default for LayerLimits {
     }
 }
 
+impl LayerLimits {
+    /// Those of a single archive, whose data passes through and is not read twice: 16 TiB unpacked.
+    pub(super) fn of_archive() -> Self {
+        Self { unpacked: 16 << 40, ..Self::default() }
+    }
+}
+
+/// Memory that an entry takes until there is a manifest, without its names and data.
+const ENTRY_COST: u64 = 352;
+/// Bytes of names that fit in a header.
+const HEADER_NAMES_MAX: u64 = 355;
+/// Memory of an extended attribute, without its bytes.
+const XATTR_COST: u64 = 64;
+/// Memory of the checksum of a block, in three stages.
+pub(super) const BLOCK_COST: u64 = 12;
+
 /// Reads the headers of an image's layers.
 #[derive(Debug)]
 pub struct Layers {
     limits: LayerLimits,
+    meter: Arc<MemoryMeter>,
     entries: AtomicU64,
     names: AtomicU64,
     unpacked: AtomicU64,
@@ -64,6 +81,7 @@ pub struct LayerIndex {
     /// All of them, in order.
     entries: Vec<Entry>,
     unpacked: u64,
+    meter: Arc<MemoryMeter>,
 }
 
 /// A layer to build from.
@@ -80,8 +98,13 @@ pub type OpenLayer = Box<dyn FnOnce() -> Result<Box<dyn Read + Send>> + Send>;
 impl Layers {
     /// For the layers of one image, none of which is read yet.
     pub fn new(limits: LayerLimits) -> Self {
-        let (entries, names, unpacked) = Default::default();
-        Self { limits, entries, names, unpacked }
+        let (meter, entries, names, unpacked) = Default::default();
+        Self { limits, meter, entries, names, unpacked }
+    }
+
+    /// Counts the memory that is taken. Its input must be told as it comes, compressed.
+    pub fn meter(&self) -> &Arc<MemoryMeter> {
+        &self.meter
     }
 
     /// Reads a layer, decompressed, to its end. Several threads may read one each.
@@ -99,7 +122,7 @@ impl Layers {
         }
         reader.finish()?;
         let unpacked = reader.data().read;
-        Ok(LayerIndex { entries, unpacked })
+        Ok(LayerIndex { entries, unpacked, meter: Arc::clone(&self.meter) })
     }
 
     /// The archive, with an error where the limit for all of them ends.
@@ -116,7 +139,7 @@ impl Layers {
 
     /// Counts so much more; nothing of it if that is `Invalid`.
     pub(super) fn take(&self, amount: &Amount) -> Result<()> {
-        let Amount { entries, names, unpacked } = *amount;
+        let Amount { entries, names, unpacked, brought, memory } = *amount;
         let Self { limits, .. } = self;
         let all = [
             (&self.names, names, limits.names),
@@ -125,7 +148,11 @@ impl Layers {
         ];
         let over_which =
             all.iter().position(|(taken, more, limit)| take(taken, *more, *limit).is_none());
-        let Some(which) = over_which else { return Ok(()) };
+        let Some(which) = over_which else {
+            self.meter.entries(entries, brought);
+            self.meter.data(unpacked);
+            return self.meter.take(memory.saturating_add(unpacked / BLOCK_SIZE * BLOCK_COST));
+        };
         for (taken, more, _) in &all[..=which] {
             taken.fetch_sub(*more, Relaxed);
         }
@@ -143,15 +170,24 @@ pub(super) struct Amount {
     pub(super) entries: u64,
     names: u64,
     pub(super) unpacked: u64,
+    /// Bytes of names and attributes that stand there for these entries alone: records for all
+    /// entries that follow cost nothing to repeat.
+    brought: u64,
+    memory: u64,
 }
 
 impl Amount {
     /// One more entry, without its data.
     pub(super) fn add(&mut self, entry: &Entry) {
         let xattrs = entry.xattrs.iter().map(|(name, value)| name.len() + value.len());
-        let names = entry.path.len() + entry.link.len() + xattrs.sum::<usize>();
-        self.names += names as u64;
+        let xattrs = xattrs.sum::<usize>() as u64;
+        let names = (entry.path.len() + entry.link.len()) as u64;
+        self.names += names + xattrs;
+        self.brought += names.min(HEADER_NAMES_MAX) + entry.extended;
         self.entries += 1;
+        // A name and an attribute are there twice: as they are read, and in the tree.
+        let attributes = entry.xattrs.len() as u64 * XATTR_COST;
+        self.memory += ENTRY_COST + 2 * (names + xattrs + attributes);
     }
 }
 
@@ -162,7 +198,7 @@ fn take(taken: &AtomicU64, more: u64, limit: u64) -> Option<()> {
 
 fn over(what: &str, limit: u64) -> Error {
     let what =
-        format!("the layers have more than {limit} {what}: unpack them, and build from the folder");
+        format!("the archive has more than {limit} {what}: unpack it, and build from the folder");
     Error::new(ErrorKind::Invalid, what)
 }
 
@@ -200,7 +236,8 @@ pub fn from_layers(
         let lease = store.begin_write()?;
         let known = if options.reuse { Known::read(store)? } else { Known::default() };
         let limits = LayerLimits::default();
-        let mut merge = Merge::new(limits.entries as usize);
+        let meter = layers.first().map(|layer| Arc::clone(&layer.index.meter)).unwrap_or_default();
+        let mut merge = Merge::new(limits.entries as usize, Arc::clone(&meter));
         let (mut text_acls, mut total, mut entries_total) = (0, 0, 0);
         let mut archives = Vec::with_capacity(layers.len());
         for (number, layer) in (0..).zip(layers) {
@@ -222,16 +259,17 @@ pub fn from_layers(
                 stored_bytes,
             });
         };
-        let meter = Meter::new(&report);
+        let progress = Meter::new(&report);
         let wanted = Wanted {
             archives: archives.into_iter(),
             wanted: wanted.into_iter().peekable(),
             next: (0, 0),
             bytes: Arc::clone(&bytes),
         };
-        let mut input = TarInput::new(wanted, WAVE_LEN, &entries);
+        let mut input = TarInput::new(wanted, &meter, WAVE_LEN, &entries);
         let Options { level, checksum, .. } = *options;
-        let assembler = Assembler { level, checksum, known: &known, meter: &meter, derived: false };
+        let meter = &progress;
+        let assembler = Assembler { level, checksum, known: &known, meter, derived: false };
         let assembled =
             write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
         let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
@@ -257,7 +295,9 @@ impl Archives for Wanted {
             match self.wanted.peek() {
                 Some(((layer, _), _)) if *layer == number => {
                     self.next = (number, 0);
-                    let archive = Counted { inner: open()?, bytes: Arc::clone(&self.bytes) };
+                    let bytes = Arc::clone(&self.bytes);
+                    // Their memory was counted when they came.
+                    let archive = Counted { inner: open()?, bytes, memory: None };
                     return Ok(Some(Box::new(archive)));
                 }
                 Some(((layer, _), _)) if *layer < number => break,

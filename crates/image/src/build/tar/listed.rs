@@ -9,7 +9,7 @@
 //! Invariants: nothing is believed but that parts are where they are said to be; work and memory grow
 //! with the list, whatever lengths it claims.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Result};
 
@@ -91,7 +91,8 @@ impl Layers {
                 sketch.place(node, file);
             }
         }
-        Ok(Description { entries, assembled: sketch.finish(options) })
+        let meter = Arc::clone(self.meter());
+        Ok(Description { entries, assembled: sketch.finish(options), meter })
     }
 }
 
@@ -124,7 +125,10 @@ fn entry_of(file: &Listed) -> Result<Entry> {
     attributes.retain(|(name, _)| xattrs::wanted(name));
     attributes.sort();
     attributes.dedup_by(|a, b| a.0 == b.0);
+    let extended = attributes.iter().map(|(name, value)| name.len() + value.len());
+    let extended = (file.path.len() + file.link.len() + extended.sum::<usize>()) as u64;
     Ok(Entry {
+        extended,
         path: file.path.clone(),
         link: file.link.clone(),
         kind: file.kind,

@@ -9,14 +9,14 @@
 //! leave it; what a layer takes away is never what it puts itself; work and memory for an entry do
 //! not grow with the entries before it.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 
 use super::{
     super::nodes::{Node, S_IFDIR, S_IFLNK, S_IFREG},
     reader::{Entry, show},
-    tree::{node_of, parts, unsafe_name},
+    tree::{FOLDER_COST, PATH_MAX, node_of, safe_parts, unsafe_name},
 };
 use crate::corrupt;
 
@@ -26,8 +26,6 @@ const WHITEOUT: &[u8] = b".wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";
 /// Before names that one old driver wrote for itself.
 const FOREIGN: &[u8] = b".wh..wh.";
-/// Longest path of Linux, in bytes.
-const PATH_MAX: usize = 4095;
 /// Directories above one another, symlinks followed: as many as fit in a path.
 const DEPTH_MAX: usize = PATH_MAX / 2;
 /// Symlinks in one path, as in Linux.
@@ -38,6 +36,7 @@ pub(super) type Place = (u32, u32);
 
 /// The tree that layers add up to.
 pub(super) struct Merge {
+    meter: Arc<MemoryMeter>,
     nodes: Vec<Node>,
     names: Vec<BTreeMap<Box<[u8]>, u32>>,
     /// Where the data of each regular file is.
@@ -47,9 +46,12 @@ pub(super) struct Merge {
 
 impl Merge {
     /// An empty tree, of at most `nodes_max` files of any type, those that do not last included.
-    pub(super) fn new(nodes_max: usize) -> Self {
+    /// What the layers' entries take has been counted; directories without an entry are counted
+    /// on `meter`.
+    pub(super) fn new(nodes_max: usize, meter: Arc<MemoryMeter>) -> Self {
         let root = Node { mode: S_IFDIR | 0o755, ..Node::default() };
-        Self { nodes: vec![root], names: vec![BTreeMap::new()], places: vec![None], nodes_max }
+        let (nodes, names, places) = (vec![root], vec![BTreeMap::new()], vec![None]);
+        Self { meter, nodes, names, places, nodes_max }
     }
 
     /// Puts the next layer, with the number `layer`, above those before.
@@ -161,6 +163,7 @@ impl Merge {
     /// The directory that `path` leads to; made where the layers leave it out.
     fn folder(&mut self, path: &[&[u8]], shown: &[u8]) -> Result<u32> {
         let make = |tree: &mut Self| {
+            tree.meter.take(FOLDER_COST)?;
             tree.push(Node { mode: S_IFDIR | 0o755, ..Node::default() }, None).map(Some)
         };
         let not_there = || {
@@ -239,18 +242,8 @@ impl Merge {
     }
 }
 
-/// The parts of a path that is safe and that Linux can have.
-fn safe_parts(path: &[u8]) -> Result<Vec<&[u8]>> {
-    if path.len() > PATH_MAX {
-        let what = format!("a name of {} bytes is in the layer: Linux has {PATH_MAX}", path.len());
-        return Err(corrupt(what));
-    }
-    parts(path).ok_or_else(|| unsafe_name(path))
-}
-
 pub(super) fn too_many(entries: u64) -> Error {
-    let what = format!(
-        "the layers have more than {entries} files: unpack them, and build from the folder"
-    );
+    let what =
+        format!("the archive has more than {entries} files: unpack it, and build from the folder");
     Error::new(ErrorKind::Invalid, what)
 }

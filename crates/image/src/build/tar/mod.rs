@@ -22,7 +22,7 @@ use std::{
     },
 };
 
-use burgeon_block::{BLOCK_SIZE, Digest, Error, ObjectStore, Result};
+use burgeon_block::{BLOCK_SIZE, Digest, Error, MemoryMeter, ObjectStore, Result};
 use rayon::prelude::*;
 
 pub use self::{
@@ -31,6 +31,7 @@ pub use self::{
     listed::{Listed, Part},
 };
 use self::{
+    layers::{BLOCK_COST, Bounded},
     reader::{Entry, Reader, cannot_read},
     tree::ArchiveTree,
 };
@@ -40,17 +41,25 @@ use super::{
     check_options, manifest_of,
     meter::Meter,
     pool, publish,
-    read::WAVE_LEN,
     reuse::Known,
 };
 use crate::{CHUNK_MAX, INLINE_MAX, pack::write_packs};
+
+/// Bytes of a wave: 16 MiB. Three are in memory, beside a decoder's window of up to 128 MiB.
+const WAVE_LEN: u64 = 16 << 20;
+/// Memory that xz may take: what `xz -9` asks for is 65 MiB.
+const XZ_MEMORY_MAX: u64 = 96 << 20;
+/// Memory of a piece of a file until there is a manifest, without its data.
+const PIECE_COST: u64 = 128;
+/// Memory, besides, of a piece that the map of a sparse file names.
+const MAPPED_COST: u64 = 96;
 
 /// Builds an image of a tar archive (plain, or compressed with gzip, zstd or xz, which is
 /// recognised) and publishes it in `store` as `name`. `len` is the archive's length in bytes, if
 /// known, for progress.
 ///
 /// Errors: `Corrupt` for an archive that is damaged, truncated or hostile, `Invalid` for one
-/// that btrfs cannot hold.
+/// that btrfs cannot hold, or that takes more memory than its size and its entries account for.
 pub fn from_tar(
     store: &impl ObjectStore,
     name: &str,
@@ -74,12 +83,16 @@ pub fn from_tar(
                 stored_bytes,
             });
         };
-        let meter = Meter::new(&report);
-        let archive = decompressed(Counted { inner: archive, bytes: consumed.clone() })?;
-        let one = OneArchive { archive: Some(archive), tree: ArchiveTree::new() };
-        let mut input = TarInput::new(one, WAVE_LEN, &entries);
+        let meter = &Meter::new(&report);
+        let layers = Layers::new(LayerLimits::of_archive());
+        let memory = Some(Arc::clone(layers.meter()));
+        let archive = decompressed(Counted { inner: archive, bytes: consumed.clone(), memory })?;
+        let archive = Some(layers.bounded(archive));
+        let tree = ArchiveTree::new(layers.meter());
+        let one = OneArchive { archive, layers: &layers, tree };
+        let mut input = TarInput::new(one, layers.meter(), WAVE_LEN, &entries);
         let Options { level, checksum, .. } = *options;
-        let assembler = Assembler { level, checksum, known: &known, meter: &meter, derived: false };
+        let assembler = Assembler { level, checksum, known: &known, meter, derived: false };
         let assembled =
             write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
         let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
@@ -90,16 +103,18 @@ pub fn from_tar(
     })
 }
 
-/// Counts what is read.
+/// Counts what is read, also as the input that the memory depends on.
 struct Counted<R> {
     inner: R,
     bytes: Arc<AtomicU64>,
+    memory: Option<Arc<MemoryMeter>>,
 }
 
 impl<R: Read> Read for Counted<R> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let len = self.inner.read(buf)?;
         self.bytes.fetch_add(len as u64, Relaxed);
+        self.memory.iter().for_each(|meter| meter.input(len as u64));
         Ok(len)
     }
 }
@@ -115,7 +130,10 @@ fn decompressed(archive: impl Read + Send + 'static) -> Result<Box<dyn Read + Se
             Box::new(decoder.map_err(|error| Error::io("cannot start zstd", error))?)
         }
         [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => {
-            Box::new(liblzma::bufread::XzDecoder::new_multi_decoder(archive))
+            let flags = liblzma::stream::CONCATENATED;
+            let stream = liblzma::stream::Stream::new_stream_decoder(XZ_MEMORY_MAX, flags)
+                .map_err(|error| Error::io("cannot start xz", error.into()))?;
+            Box::new(liblzma::bufread::XzDecoder::new_stream(archive, stream))
         }
         _ => Box::new(archive),
     })
@@ -162,19 +180,21 @@ trait Archives: Send {
 }
 
 /// A single archive, whose entries add up to a tree while they are read.
-struct OneArchive {
-    archive: Option<Archive>,
-    tree: ArchiveTree,
+struct OneArchive<'a> {
+    archive: Option<Bounded<'a, Archive>>,
+    layers: &'a Layers,
+    tree: ArchiveTree<'a>,
 }
 
-impl Archives for OneArchive {
-    type Archive = Archive;
+impl<'a> Archives for OneArchive<'a> {
+    type Archive = Bounded<'a, Archive>;
 
-    fn next(&mut self) -> Result<Option<Archive>> {
+    fn next(&mut self) -> Result<Option<Self::Archive>> {
         Ok(self.archive.take())
     }
 
     fn add(&mut self, entry: Entry) -> Result<Option<u32>> {
+        self.layers.count(&entry)?;
         self.tree.add(entry)
     }
 }
@@ -182,6 +202,7 @@ impl Archives for OneArchive {
 /// Reads archives wave by wave.
 struct TarInput<'a, A: Archives> {
     archives: A,
+    meter: &'a MemoryMeter,
     /// The archive that is being read.
     reader: Option<Reader<Positioned<A::Archive>>>,
     open: Option<Open>,
@@ -192,8 +213,8 @@ struct TarInput<'a, A: Archives> {
 }
 
 impl<'a, A: Archives> TarInput<'a, A> {
-    fn new(archives: A, wave_len: u64, entries: &'a AtomicU64) -> Self {
-        Self { archives, reader: None, open: None, ended: false, wave_len, entries }
+    fn new(archives: A, meter: &'a MemoryMeter, wave_len: u64, entries: &'a AtomicU64) -> Self {
+        Self { archives, meter, reader: None, open: None, ended: false, wave_len, entries }
     }
 
     /// Reads the header of the next entry. Data, if any, is then open.
@@ -216,6 +237,7 @@ impl<'a, A: Archives> TarInput<'a, A> {
         self.entries.fetch_add(1, Relaxed);
         match node {
             Some(node) => {
+                self.meter.take(map.as_ref().map_or(0, |map| map.len() as u64 * MAPPED_COST))?;
                 let mut rest = map.unwrap_or_else(|| vec![(0, size)]);
                 rest.retain(|(_, len)| *len > 0);
                 rest.reverse();
@@ -228,7 +250,7 @@ impl<'a, A: Archives> TarInput<'a, A> {
 
     /// Reads data of the open file: `limit` bytes or, as only a window's end ends a wave (a block
     /// or a small file must not be cut in two), up to `CHUNK_MAX` more.
-    fn read_data(&mut self, open: &mut Open, limit: u64, wave: &mut Cutter) -> Result<()> {
+    fn read_data(&mut self, open: &mut Open, limit: u64, wave: &mut Cutter<'_>) -> Result<()> {
         let Some(reader) = &mut self.reader else { return Ok(()) };
         let traced = self.archives.traced();
         let small = open.size <= u64::from(INLINE_MAX);
@@ -264,14 +286,19 @@ struct Cut {
 }
 
 /// Cuts data into pieces: whole blocks, up to a chunk.
-#[derive(Default)]
-struct Cutter {
+struct Cutter<'a> {
+    meter: &'a MemoryMeter,
     pieces: Vec<Cut>,
     inline: Vec<(u32, Vec<u8>)>,
+    /// Bytes of whole blocks and of what lies in the manifest, and what each of them takes.
     bytes: u64,
 }
 
-impl Cutter {
+impl<'a> Cutter<'a> {
+    fn new(meter: &'a MemoryMeter) -> Self {
+        Self { meter, pieces: Vec::new(), inline: Vec::new(), bytes: 0 }
+    }
+
     /// Reads `len` bytes at `offset` of the file, within one window of `CHUNK_MAX`; `origin` is the
     /// layer, and where they lie in it.
     fn piece(
@@ -296,18 +323,27 @@ impl Cutter {
         }
         let Some(cut) = self.pieces.last_mut() else { return Ok(()) };
         let at = offset - cut.offset;
+        // Blocks, not bytes: a byte of a sparse file takes the whole block around it.
+        let blocks = |len: u64| len.div_ceil(BLOCK_SIZE);
+        let new = blocks(at + len).saturating_sub(blocks(cut.data.len() as u64));
+        self.meter.data(len);
+        self.meter.take(PIECE_COST + new * BLOCK_COST)?;
+        self.bytes += PIECE_COST + new * BLOCK_SIZE;
         cut.data.resize(at as usize, 0);
         read_onto(&mut cut.data, len, from)?;
         if let Some((layer, offset)) = origin {
             cut.origins.push(Origin { at, layer, offset, len: len as u32 });
         }
-        self.bytes += len;
         Ok(())
     }
 
     /// Reads a part of a small file, whose holes do not count.
     fn inline(&mut self, open: &Open, offset: u64, len: u64, from: &mut impl Read) -> Result<()> {
         if self.inline.last().is_none_or(|(node, _)| *node != open.node) {
+            // It is there as it was read, in the tree, and as a part of the manifest.
+            self.meter.promise(4 * open.size);
+            self.meter.take(3 * open.size)?;
+            self.bytes += PIECE_COST + open.size;
             self.inline.push((open.node, Vec::new()));
         }
         let Some((_, data)) = self.inline.last_mut() else { return Ok(()) };
@@ -316,7 +352,6 @@ impl Cutter {
         if open.rest.is_empty() {
             data.resize(open.size as usize, 0);
         }
-        self.bytes += len;
         Ok(())
     }
 
@@ -348,7 +383,7 @@ impl<A: Archives> Input for TarInput<'_, A> {
         if self.ended {
             return Ok(None);
         }
-        let mut cutter = Cutter::default();
+        let mut cutter = Cutter::new(self.meter);
         while !self.ended && cutter.bytes < self.wave_len {
             match self.open.take() {
                 Some(mut open) => {

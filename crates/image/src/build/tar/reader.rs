@@ -16,7 +16,7 @@ use burgeon_block::{Error, Result};
 use super::{
     super::xattrs,
     acl::{self, Acl},
-    records::{Records, decimal, time},
+    records::{Records, SPARSE_MAX, decimal, time, too_many_pieces},
 };
 use crate::{FILE_MAX, corrupt};
 
@@ -26,8 +26,10 @@ const META_MAX: u64 = 16 << 20;
 /// Longest records in force for all files that follow, together: they are looked at once a file,
 /// so 64 KiB cost no more than 128 times the file's own header.
 const GLOBAL_MAX: usize = 64 << 10;
-/// Longest map of a sparse file, in pieces: 1 GiB of alternating blocks.
-const SPARSE_MAX: usize = 1 << 18;
+/// Longest GNU long name that is read; of a path Linux takes 4 KiB.
+const NAME_MAX: u64 = 64 << 10;
+/// Longest decimal number of 64 bits.
+const DIGITS_MAX: usize = 20;
 
 /// One file of an archive. Its data follows in the stream: `stored_len` bytes.
 #[derive(Debug, Default)]
@@ -46,6 +48,8 @@ pub(super) struct Entry {
     pub(super) major: u32,
     pub(super) minor: u32,
     pub(super) xattrs: xattrs::Xattrs,
+    /// Bytes of the headers that describe this entry alone.
+    pub(super) extended: u64,
     /// Whether it has an ACL in text that cannot be translated.
     pub(super) text_acl: bool,
     /// Data: offset in the file and length, in order; `None` if there are no holes.
@@ -81,26 +85,28 @@ impl<R: Read> Reader<R> {
     /// The next entry; `None` at the end of the archive, which must be marked as such.
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
         let mut records = Records::new(META_MAX as usize);
-        let (mut long_path, mut long_link) = (None, None);
+        let (mut long_path, mut long_link, mut extended) = (None, None, 0);
         self.skip_padding()?;
         loop {
             let Some(header) = self.header()? else { return Ok(None) };
             let size = header.number(124, 12)?;
+            extended += if matches!(header.kind(), b'x' | b'X' | b'L' | b'K') { size } else { 0 };
             match header.kind() {
-                b'x' | b'X' => records.extend(&self.meta(size)?)?,
+                b'x' | b'X' => records.extend(&self.meta(size, META_MAX)?)?,
                 b'g' => {
-                    let bytes = self.meta(size)?;
+                    let bytes = self.meta(size, META_MAX)?;
                     self.global.extend(&bytes)?;
                 }
-                b'L' => long_path = Some(until_nul(&self.meta(size)?).to_vec()),
-                b'K' => long_link = Some(until_nul(&self.meta(size)?).to_vec()),
+                b'L' => long_path = Some(until_nul(&self.meta(size, NAME_MAX)?).to_vec()),
+                b'K' => long_link = Some(until_nul(&self.meta(size, NAME_MAX)?).to_vec()),
                 // A volume's label.
-                b'V' => drop(self.meta(size)?),
+                b'V' => drop(self.meta(size, NAME_MAX)?),
                 b'M' | b'N' => {
                     return Err(corrupt("the archive goes over several volumes: join them first"));
                 }
                 _ => {
                     let mut entry = header.entry(size)?;
+                    entry.extended = extended;
                     let old_map = self.old_sparse(&header, &mut entry)?;
                     entry.path = long_path.unwrap_or(entry.path);
                     entry.link = long_link.unwrap_or(entry.link);
@@ -160,8 +166,8 @@ impl<R: Read> Reader<R> {
     }
 
     /// The data of a header that describes another one.
-    fn meta(&mut self, len: u64) -> Result<Vec<u8>> {
-        if len > META_MAX {
+    fn meta(&mut self, len: u64, len_max: u64) -> Result<Vec<u8>> {
+        if len > len_max {
             return Err(corrupt(format!("the archive has a header of {len} bytes")));
         }
         let mut bytes = vec![0; len as usize];
@@ -195,7 +201,7 @@ impl<R: Read> Reader<R> {
                 return Ok(Some(map));
             }
             if map.len() > SPARSE_MAX {
-                return Err(corrupt("a sparse file of the archive has too many pieces"));
+                return Err(too_many_pieces());
             }
             self.fill(&mut block.0)?;
             (first, count, more) = (0, 21, 504);
@@ -241,26 +247,34 @@ impl<R: Read> Reader<R> {
     /// The map of pax format 1.0: decimal numbers, one a line, in blocks before the data.
     fn map_in_data(&mut self, entry: &mut Entry) -> Result<Vec<(u64, u64)>> {
         let bad = || corrupt("the map of a sparse file of the archive is wrong");
-        let mut text: Vec<u8> = Vec::new();
+        // A number may go on in the next block; what is read of it has at most `DIGITS_MAX` bytes.
+        let mut digits: Vec<u8> = Vec::with_capacity(DIGITS_MAX);
         let mut numbers = Vec::new();
         let mut wanted = 1;
         while numbers.len() < wanted {
             let mut block = [0; BLOCK];
             entry.stored_len = entry.stored_len.checked_sub(BLOCK as u64).ok_or_else(bad)?;
             self.fill(&mut block)?;
-            text.extend_from_slice(&block);
-            while let Some(end) = text.iter().position(|byte| *byte == b'\n') {
-                if numbers.len() == wanted {
-                    break;
+            for byte in block {
+                if byte != b'\n' {
+                    if digits.len() == DIGITS_MAX {
+                        return Err(bad());
+                    }
+                    digits.push(byte);
+                    continue;
                 }
-                let line: Vec<u8> = text.drain(..=end).collect();
-                numbers.push(decimal(&line[..end])?);
+                numbers.push(decimal(&digits)?);
+                digits.clear();
                 if numbers.len() == 1 {
                     let pieces = usize::try_from(numbers[0]).unwrap_or(usize::MAX);
                     if pieces > SPARSE_MAX {
-                        return Err(bad());
+                        return Err(too_many_pieces());
                     }
                     wanted = 1 + 2 * pieces;
+                }
+                if numbers.len() == wanted {
+                    // Padding follows.
+                    break;
                 }
             }
         }
@@ -282,11 +296,26 @@ pub(super) fn cannot_read(error: io::Error) -> Error {
     if error.kind() == io::ErrorKind::UnexpectedEof {
         return corrupt("the archive ends before its end: it is truncated, or no tar archive");
     }
+    if needs_much_memory(&error) {
+        return crate::invalid(
+            "the archive needs more than 128 MiB of memory to be decompressed: compress it anew, \
+             with a window of at most 128 MiB for zstd or 64 MiB for xz",
+        );
+    }
     // What is no answer of the operating system is one of a decoder.
     if error.raw_os_error().is_none() {
         return corrupt(format!("the archive is damaged, it cannot be decompressed: {error}"));
     }
     Error::io("cannot read the archive", error)
+}
+
+/// Whether a decoder has refused a window that is too large.
+fn needs_much_memory(error: &io::Error) -> bool {
+    let inner = error.get_ref();
+    let of_xz = inner.and_then(|error| error.downcast_ref::<liblzma::stream::Error>());
+    // zstd has no type of its own for that.
+    matches!(of_xz, Some(liblzma::stream::Error::MemLimit))
+        || inner.is_some_and(|error| error.to_string().contains("too much memory"))
 }
 
 /// A path of an archive, for messages.

@@ -6,8 +6,13 @@ use burgeon_block::{Error, Result};
 
 use crate::corrupt;
 
+/// Longest map of a sparse file, in pieces: 1 GiB of alternating blocks.
+pub(super) const SPARSE_MAX: usize = 1 << 18;
+/// Keys that count, in one header: Linux lists 64 KiB of a file's attribute names, 7 bytes each.
+const PAIRS_MAX: usize = 10_000;
+
 /// Keys and values, by key; a later one of the same key replaces an earlier one, but for the pairs
-/// of sparse format 0.0, which are kept apart, in order.
+/// of sparse format 0.0, which are kept apart, in order. Keys without a meaning here are dropped.
 pub(super) struct Records {
     pairs: BTreeMap<String, Vec<u8>>,
     sparse: Vec<u64>,
@@ -32,8 +37,19 @@ impl Records {
             let (key, value) = (&record[..equals], &record[equals + 1..]);
             let key = std::str::from_utf8(key).map_err(|_| bad())?;
             if matches!(key, "GNU.sparse.offset" | "GNU.sparse.numbytes") {
+                if self.sparse.len() >= 2 * SPARSE_MAX {
+                    return Err(too_many_pieces());
+                }
                 self.sparse.push(decimal(value)?);
                 continue;
+            }
+            if !has_meaning(key) {
+                continue;
+            }
+            if self.pairs.len() >= PAIRS_MAX && !self.pairs.contains_key(key) {
+                return Err(corrupt(format!(
+                    "a file of the archive has more than {PAIRS_MAX} attributes"
+                )));
             }
             self.pairs.insert(key.to_owned(), value.to_vec());
         }
@@ -52,6 +68,9 @@ impl Records {
     pub(super) fn sparse_map(&self) -> Result<Option<Vec<(u64, u64)>>> {
         let numbers = match self.get("GNU.sparse.map") {
             Some(map) => {
+                if map.iter().filter(|byte| **byte == b',').count() >= 2 * SPARSE_MAX {
+                    return Err(too_many_pieces());
+                }
                 map.split(|byte| *byte == b',').map(decimal).collect::<Result<Vec<_>>>()?
             }
             None if self.sparse.is_empty() => return Ok(None),
@@ -62,6 +81,17 @@ impl Records {
         }
         Ok(Some(numbers.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect()))
     }
+}
+
+/// Whether the key says anything about a file.
+fn has_meaning(key: &str) -> bool {
+    let prefixes = ["SCHILY.acl.", "SCHILY.xattr.", "GNU.sparse."];
+    matches!(key, "path" | "linkpath" | "size" | "uid" | "gid" | "mtime")
+        || prefixes.iter().any(|prefix| key.starts_with(prefix))
+}
+
+pub(super) fn too_many_pieces() -> Error {
+    corrupt(format!("a sparse file of the archive has more than {SPARSE_MAX} pieces"))
 }
 
 /// The first record without length and newline, and what follows it.

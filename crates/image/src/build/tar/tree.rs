@@ -1,6 +1,6 @@
 use std::collections::HashMap;
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 
 use super::{
     super::nodes::{Node, S_IFBLK, S_IFCHR, S_IFDIR, S_IFLNK, S_IFREG, rdev},
@@ -9,10 +9,15 @@ use super::{
 use crate::{XATTR_MAX, corrupt};
 
 const S_IFIFO: u32 = 0o010000;
+/// Longest path of Linux, in bytes.
+pub(super) const PATH_MAX: usize = 4095;
+/// Memory that a directory takes which no entry of the archive accounts for, without its name.
+pub(super) const FOLDER_COST: u64 = 352;
 
 /// The tree that an archive's entries add up to. A later entry of the same name replaces an
 /// earlier one, as when unpacking; a directory stays and takes the later attributes.
-pub(super) struct ArchiveTree {
+pub(super) struct ArchiveTree<'a> {
+    meter: &'a MemoryMeter,
     nodes: Vec<Node>,
     /// Names in each directory: node of the directory and name.
     names: HashMap<(u32, Box<[u8]>), u32>,
@@ -20,15 +25,15 @@ pub(super) struct ArchiveTree {
     pub(super) text_acls: u64,
 }
 
-impl ArchiveTree {
-    pub(super) fn new() -> Self {
+impl<'a> ArchiveTree<'a> {
+    pub(super) fn new(meter: &'a MemoryMeter) -> Self {
         let root = Node { mode: S_IFDIR | 0o755, ..Node::default() };
-        Self { nodes: vec![root], names: HashMap::new(), text_acls: 0 }
+        Self { meter, nodes: vec![root], names: HashMap::new(), text_acls: 0 }
     }
 
     /// Adds an entry; returns its node if it is a regular file, whose data follows.
     pub(super) fn add(&mut self, entry: Entry) -> Result<Option<u32>> {
-        let parts = parts(&entry.path).ok_or_else(|| unsafe_name(&entry.path))?;
+        let parts = safe_parts(&entry.path)?;
         self.text_acls += u64::from(entry.text_acl);
         if entry.kind == b'1' {
             return self.add_link(&entry, &parts).map(|()| None);
@@ -47,7 +52,7 @@ impl ArchiveTree {
                 show(&entry.link)
             ))
         };
-        let target = parts(&entry.link).ok_or_else(wrong)?;
+        let target = safe_parts(&entry.link).map_err(|_| wrong())?;
         let target = target.iter().try_fold(0, |dir, name| {
             self.names.get(&(dir, Box::from(*name))).copied().ok_or_else(wrong)
         })?;
@@ -91,7 +96,7 @@ impl ArchiveTree {
 
     /// The directory and the name that `path` ends in. Directories that the archive leaves out
     /// are made.
-    fn place<'a>(&mut self, path: &[&'a [u8]], shown: &[u8]) -> Result<(u32, &'a [u8])> {
+    fn place<'p>(&mut self, path: &[&'p [u8]], shown: &[u8]) -> Result<(u32, &'p [u8])> {
         let Some((name, parents)) = path.split_last() else {
             return Err(replaces_directory(b"/"));
         };
@@ -107,6 +112,7 @@ impl ArchiveTree {
                     )));
                 }
                 None => {
+                    self.meter.take(FOLDER_COST + 2 * part.len() as u64)?;
                     let number = self.nodes.len() as u32;
                     self.nodes.push(Node { mode: S_IFDIR | 0o755, ..Node::default() });
                     self.names.insert((dir, Box::from(*part)), number);
@@ -177,8 +183,18 @@ fn replaces_directory(path: &[u8]) -> Error {
     corrupt(format!("{} in the archive replaces a directory by something else", show(path)))
 }
 
+/// The parts of a path that is safe and that Linux can have.
+pub(super) fn safe_parts(path: &[u8]) -> Result<Vec<&[u8]>> {
+    if path.len() > PATH_MAX {
+        let what =
+            format!("a name of {} bytes is in the archive: Linux has {PATH_MAX}", path.len());
+        return Err(corrupt(what));
+    }
+    parts(path).ok_or_else(|| unsafe_name(path))
+}
+
 /// The parts of a path of an archive; `None` if it is not safe.
-pub(super) fn parts(path: &[u8]) -> Option<Vec<&[u8]>> {
+fn parts(path: &[u8]) -> Option<Vec<&[u8]>> {
     if path.is_empty() || path.starts_with(b"/") || path.contains(&0) {
         return None;
     }

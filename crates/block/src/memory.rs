@@ -1,0 +1,138 @@
+//! The memory that preparing one image may take, whatever its input claims.
+//!
+//! ```text
+//!   bound = FIXED + min(promised, RATIO × input)  ≤ MAX
+//!
+//!   input      bytes of the archive, manifest or table as they are stored
+//!   promised   what a sound input of that content needs: 512 bytes an entry, 4 × its names, …
+//!   taken      what the readers hold
+//! ```
+//!
+//! Every reader of untrusted input counts on one meter what it holds, before it allocates it.
+//! Invariants: `taken` never exceeds the bound, and content that was compressed to next to nothing
+//! promises next to nothing: 700 KB of zstd cannot claim four million files.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::{Error, ErrorKind, Result};
+
+/// What tables may take of any input: 64 MiB. Data in flight and a decoder's window take the rest
+/// of 256 MiB.
+const FIXED: u64 = 64 << 20;
+/// Bytes of memory that one stored byte can account for. An entry of an archive, which takes about
+/// 400 bytes of memory, is rarely stored in fewer than ten.
+const RATIO: u64 = 64;
+/// The highest bound, whatever the input is: 8 GiB, some 20 million files.
+const MAX: u64 = 8 << 30;
+
+/// Bytes promised for an entry, and for each byte of its names.
+const PER_ENTRY: u64 = 512;
+const PER_NAME_BYTE: u64 = 4;
+/// Bytes of data for which a byte is promised: chunk tables and block checksums.
+const DATA_PER_BYTE: u64 = 256;
+
+/// Counts the memory of one preparation. All of its readers share it.
+#[derive(Debug, Default)]
+pub struct MemoryMeter {
+    input: AtomicU64,
+    promised: AtomicU64,
+    taken: AtomicU64,
+}
+
+impl MemoryMeter {
+    /// Nothing read, nothing taken.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// For an input of `len` bytes as it is stored, all of which is here.
+    pub fn of_input(len: u64) -> Self {
+        let meter = Self::new();
+        meter.input(len);
+        meter
+    }
+
+    /// So many more bytes of the input have come, as they are stored.
+    pub fn input(&self, bytes: u64) {
+        add(&self.input, bytes);
+    }
+
+    /// The content has so many more entries, whose names have so many bytes.
+    pub fn entries(&self, count: u64, name_bytes: u64) {
+        let names = name_bytes.saturating_mul(PER_NAME_BYTE);
+        self.promise(count.saturating_mul(PER_ENTRY).saturating_add(names));
+    }
+
+    /// The content has so many more bytes of data that lie elsewhere than in memory.
+    pub fn data(&self, bytes: u64) {
+        self.promise(bytes / DATA_PER_BYTE);
+    }
+
+    /// The content accounts for so many more bytes of memory.
+    pub fn promise(&self, bytes: u64) {
+        add(&self.promised, bytes);
+    }
+
+    /// Takes so many bytes; `Invalid`, and nothing is taken, beyond the bound.
+    pub fn take(&self, bytes: u64) -> Result<()> {
+        let taken = add(&self.taken, bytes);
+        let bound = self.bound();
+        if taken <= bound {
+            return Ok(());
+        }
+        self.give_back(bytes);
+        let what = format!(
+            "the input needs more than {} MiB of memory, the bound for its size and its number of \
+             entries: if you trust it, unpack it, and build from the folder",
+            bound >> 20
+        );
+        Err(Error::new(ErrorKind::Invalid, what))
+    }
+
+    /// So many bytes that were taken are free again.
+    pub fn give_back(&self, bytes: u64) {
+        self.taken.fetch_sub(bytes, Relaxed);
+    }
+
+    /// The bytes that may be taken now.
+    pub fn bound(&self) -> u64 {
+        let by_input = self.input.load(Relaxed).saturating_mul(RATIO);
+        FIXED.saturating_add(self.promised.load(Relaxed).min(by_input)).min(MAX)
+    }
+}
+
+/// Adds without wrapping; returns the sum.
+fn add(counter: &AtomicU64, more: u64) -> u64 {
+    let sum = |value: u64| Some(value.saturating_add(more));
+    counter.fetch_update(Relaxed, Relaxed, sum).map_or(u64::MAX, |value| value.saturating_add(more))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bound_grows_with_the_content_and_no_faster_than_the_input() {
+        let meter = MemoryMeter::new();
+        meter.take(FIXED).unwrap();
+        assert_eq!(meter.take(1).unwrap_err().kind(), ErrorKind::Invalid);
+        meter.entries(1000, 10_000);
+        assert_eq!(meter.bound(), FIXED, "nothing has come");
+        meter.input(100);
+        assert_eq!(meter.bound(), FIXED + 100 * RATIO);
+        meter.input(1 << 20);
+        assert_eq!(meter.bound(), FIXED + 1000 * 512 + 10_000 * 4);
+        meter.take(512_000).unwrap();
+        meter.take(40_001).unwrap_err();
+        meter.give_back(1);
+        meter.take(40_001).unwrap();
+    }
+
+    #[test]
+    fn no_number_wraps() {
+        let meter = MemoryMeter::of_input(u64::MAX);
+        meter.entries(u64::MAX, u64::MAX);
+        assert_eq!(meter.bound(), MAX);
+        meter.take(u64::MAX).unwrap_err();
+    }
+}
