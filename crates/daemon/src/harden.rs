@@ -12,6 +12,9 @@ use rustix::{
     process::{Resource, Rlimit, getrlimit, setrlimit},
 };
 
+/// Stacks of the threads that prepare an image, for each CPU: 8 MiB.
+const STACK_BYTES: u64 = 8 << 20;
+
 /// Hardens the calling process; returns what could not be had, in sentences. Nothing here is
 /// worth refusing to serve for.
 pub(crate) fn harden(lock_memory: bool) -> Vec<String> {
@@ -44,6 +47,18 @@ fn lift_limits() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     // SAFETY: the signal is ignored, so no code of ours runs when it comes.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
+/// Bounds the memory of the calling process at twice `bytes`, which is what its readers count: a
+/// backstop for memory that they do not count. Only private memory that can be written counts, because
+/// allocators and threads reserve addresses for each CPU; stacks are among it, and are added.
+pub(crate) fn bound_memory(bytes: u64) {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from) as u64;
+    let limit = Some(bytes.saturating_mul(2).saturating_add(cpus.saturating_mul(STACK_BYTES)));
+    let maximum = getrlimit(Resource::Data).maximum;
+    // The administrator's own limit may be lower, and stays.
+    let current = limit.min(maximum.or(limit));
+    let _ = setrlimit(Resource::Data, Rlimit { current, maximum });
 }
 
 /// A supervisor that has lost one of its threads would be there and leave its work undone: it ends,

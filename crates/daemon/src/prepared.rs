@@ -33,6 +33,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     built,
     files::{self, Lock},
+    harden::bound_memory,
     id::Fsid,
     images,
     paths::StateDir,
@@ -417,7 +418,10 @@ fn run_process(
         return Ok(());
     }
     Err(failure.map(Error::from).unwrap_or_else(|| {
-        let what = format!("the process that prepares the image ended early: {status}");
+        let what = format!(
+            "the process that prepares the image ended early ({status}): it was killed, or needed \
+             more memory than an image of that size does; see the log of the daemon"
+        );
         Error::new(ErrorKind::LocalIo, what)
     }))
 }
@@ -455,9 +459,11 @@ fn prepare_here(
 ) -> Result<()> {
     let store = Location::parse(&store.to_string_lossy())?;
     let digest: Digest = digest.to_string_lossy().parse()?;
+    let limits = Limits::default();
+    bound_memory(limits.bytes_max);
     if wanted == ONLY_MAP {
         let open = Store::open(&store, &Access::from_env())?;
-        return burgeon_image::prepare_map(&open, &digest, folder, &Limits::default());
+        return burgeon_image::prepare_map(&open, &digest, folder, &limits, bound_memory);
     }
     let virtual_bytes = wanted.to_string_lossy().parse().map_err(|e| {
         Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
@@ -470,7 +476,8 @@ fn prepare_here(
         &digest,
         folder,
         virtual_bytes,
-        &Limits::default(),
+        &limits,
+        bound_memory,
         || println!("{MAPPED}"),
     )?;
     files::publish_json(&folder.join("ready.json"), &Ready::now(&store))

@@ -42,7 +42,7 @@ impl Image {
         let report = build::from_directory(&store, "image", &tree, &options, &|_| ()).unwrap();
         let digest = report.image.digest().unwrap();
         let limits = burgeon_image::Limits::default();
-        prepare(&store, &digest, &made, 0, &limits, || {}).unwrap();
+        prepare(&store, &digest, &made, 0, &limits, |_| {}, || {}).unwrap();
         let map = Arc::new(AddressMap::open(&made.join("map")).unwrap());
         let web = WebServer::nginx(store.root(), &folder.path().join("nginx")).unwrap();
         let mut image = Self { folder, web, map, data: Vec::new() };

@@ -6,6 +6,7 @@ use std::{
 
 use burgeon_block::{Digest, Error, ObjectStore, Result};
 use burgeon_btrfs::{Identity, NodeSink, NodeSource, Options, SeedInfo, Uuids, check, write_seed};
+use bytes::Bytes;
 
 use crate::{AddressMap, Limits, Manifest, catalog};
 
@@ -38,8 +39,9 @@ impl NodeSink for NodeFile {
 /// | `seed.info` | what [`SeedInfo::from_bytes`] reads |
 /// | `map` | what [`AddressMap::open`] reads |
 ///
-/// With `virtual_bytes` above 0 the seed has a virtual area of that size. Calls `mapped` when `map` is
-/// there, before the seed, which takes longest.
+/// With `virtual_bytes` above 0 the seed has a virtual area of that size. Calls `bounded` with the bytes
+/// of memory that this may take, before it takes them, and `mapped` when `map` is there, before the seed,
+/// which takes longest.
 ///
 /// Replaces what is there. Not durable, not atomic: the caller marks the folder as complete, for
 /// this boot, or syncs it. Errors: those of [`catalog::load`]; `Invalid` if btrfs cannot hold the
@@ -50,12 +52,10 @@ pub fn prepare(
     folder: &Path,
     virtual_bytes: u64,
     limits: &Limits,
+    bounded: impl FnOnce(u64),
     mapped: impl FnOnce(),
 ) -> Result<SeedInfo> {
-    let bytes = catalog::load_bytes(store, digest)?;
-    let manifest = Manifest::decode(&bytes, limits).map_err(|error| {
-        Error::with_source(error.kind(), format!("cannot use the manifest {digest}"), error)
-    })?;
+    let (manifest, bytes) = load(store, digest, limits, bounded)?;
     let write = |name: &str, bytes: &[u8]| {
         let path = folder.join(name);
         fs::write(&path, bytes)
@@ -76,9 +76,28 @@ pub fn prepare_map(
     digest: &Digest,
     folder: &Path,
     limits: &Limits,
+    bounded: impl FnOnce(u64),
 ) -> Result<()> {
-    let manifest = catalog::load(store, digest, limits)?;
+    let (manifest, _) = load(store, digest, limits, bounded)?;
     AddressMap::from_manifest(&manifest)?.write_to(&folder.join("map"))
+}
+
+/// The manifest, and its bytes as the store has them.
+fn load(
+    store: &impl ObjectStore,
+    digest: &Digest,
+    limits: &Limits,
+    bounded: impl FnOnce(u64),
+) -> Result<(Manifest, Bytes)> {
+    let bytes = catalog::load_bytes(store, digest)?;
+    let decode = || -> Result<_> {
+        bounded(Manifest::memory_bound(&bytes, limits)?);
+        Manifest::decode(&bytes, limits)
+    };
+    let manifest = decode().map_err(|error| {
+        Error::with_source(error.kind(), format!("cannot use the manifest {digest}"), error)
+    })?;
+    Ok((manifest, bytes))
 }
 
 fn write_template(

@@ -430,7 +430,8 @@ fn an_image_is_prepared_for_mounting() {
         assert!(has("map") && !has("seed"), "whoever needs the map alone need not wait");
         told += 1;
     };
-    let info = burgeon_image::prepare(&store, &digest, folder.path(), 0, &limits, on_map).unwrap();
+    let info = burgeon_image::prepare(&store, &digest, folder.path(), 0, &limits, |_| {}, on_map);
+    let info = info.unwrap();
     assert_eq!(told, 1);
     let written = fs::read(folder.path().join("seed.info")).unwrap();
     assert_eq!(burgeon_btrfs::SeedInfo::from_bytes(&written).unwrap(), info);

@@ -1,4 +1,4 @@
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 use burgeon_btrfs::{Body, Dirent, FileExtent, Inode, Span, Xattr};
 
 use super::*;
@@ -18,7 +18,7 @@ impl Manifest {
     pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
         let container = Container::parse(FORMAT, bytes)?;
         let params = params(&container, bytes)?;
-        check_sizes(&params, limits)?;
+        check_sizes(&params, bytes, limits)?;
         let checksum = ChecksumKind::from_number(params.checksum_kind.get()).ok_or_else(|| {
             let what = format!("block checksums of kind {} are unknown", params.checksum_kind);
             Error::new(ErrorKind::UnsupportedFormat, what)
@@ -55,6 +55,18 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// Bytes of memory that it may take to prepare the image of an encoded manifest: 256 MiB, 512
+    /// bytes an entry, four times the bytes of names, of attributes and of data in the manifest,
+    /// its tables of data, and the encoded manifest. Errors as [`Self::decode`].
+    pub fn memory_bound(bytes: &[u8], limits: &Limits) -> Result<u64> {
+        let params = params(&Container::parse(FORMAT, bytes)?, bytes)?;
+        check_sizes(&params, bytes, limits)?;
+        let entries = params.inodes.get().max(params.dirents.get());
+        let names = [params.names_len, params.inline_len, params.xattr_bytes_len];
+        let names: u64 = names.iter().map(|len| len.get()).sum();
+        Ok((256 << 20) + 512 * entries + 4 * names + decoded_len(&params) + bytes.len() as u64)
+    }
+
     /// The objects that hold the chunks of an encoded manifest; errors as [`Self::decode`].
     pub fn decode_objects(bytes: &[u8], limits: &Limits) -> Result<Vec<ObjectId>> {
         Ok(Self::decode_chunks(bytes, limits)?.1)
@@ -74,7 +86,7 @@ impl Manifest {
     ) -> Result<(Vec<ChunkEntry>, Vec<ObjectId>)> {
         let container = Container::parse(FORMAT, bytes)?;
         let params = params(&container, bytes)?;
-        check_sizes(&params, limits)?;
+        check_sizes(&params, bytes, limits)?;
         let rows = params.chunks.get();
         let columns = container.read(bytes, CHUNKS, rows * row_len(&CHUNK_WIDTHS))?;
         let digests = container.read(bytes, DIGESTS, rows * Digest::LEN as u64)?;
@@ -91,8 +103,9 @@ fn params(container: &Container, bytes: &[u8]) -> Result<Params> {
     Params::read_from_bytes(&raw).map_err(|_| corrupt("the manifest's parameters are cut short"))
 }
 
-/// Refuses, before anything is allocated, what is absurd or beyond the limits.
-fn check_sizes(params: &Params, limits: &Limits) -> Result<()> {
+/// Refuses, before anything is allocated, what is absurd or beyond the limits, and what no sound
+/// manifest of as few bytes declares.
+fn check_sizes(params: &Params, bytes: &[u8], limits: &Limits) -> Result<()> {
     let counts = [
         params.inodes,
         params.dirents,
@@ -104,6 +117,34 @@ fn check_sizes(params: &Params, limits: &Limits) -> Result<()> {
     if counts.iter().any(|count| count.get() > COUNT_MAX) {
         return Err(corrupt("the manifest declares an absurd number of things"));
     }
+    let total = decoded_len(params);
+    if total > limits.bytes_max {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "the manifest takes {total} bytes decoded, above the limit {}",
+                limits.bytes_max
+            ),
+        ));
+    }
+    let meter = MemoryMeter::of_input(bytes.len() as u64);
+    meter.promise(total);
+    meter.take(total).map_err(|error| {
+        let what = format!("a manifest of {} bytes declares {total} bytes", bytes.len());
+        Error::with_source(error.kind(), what, error)
+    })?;
+    let data_len = params.blocks.get().saturating_mul(BLOCK_SIZE);
+    if data_len > limits.data_max {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("the image holds {data_len} bytes, above the limit {}", limits.data_max),
+        ));
+    }
+    Ok(())
+}
+
+/// Bytes of all that a manifest declares, decoded.
+fn decoded_len(params: &Params) -> u64 {
     let kind = ChecksumKind::from_number(params.checksum_kind.get());
     let checksum_len = kind.map_or(8, ChecksumKind::size) as u64;
     let sizes = [
@@ -120,24 +161,7 @@ fn check_sizes(params: &Params, limits: &Limits) -> Result<()> {
         params.xattr_bytes_len.get(),
         params.objects_len.get(),
     ];
-    let total = sizes.iter().fold(0u64, |sum, size| sum.saturating_add(*size));
-    if total > limits.bytes_max {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "the manifest takes {total} bytes decoded, above the limit {}",
-                limits.bytes_max
-            ),
-        ));
-    }
-    let data_len = params.blocks.get().saturating_mul(BLOCK_SIZE);
-    if data_len > limits.data_max {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!("the image holds {data_len} bytes, above the limit {}", limits.data_max),
-        ));
-    }
-    Ok(())
+    sizes.iter().fold(0u64, |sum, size| sum.saturating_add(*size))
 }
 
 /// Hands out the spans of a part of the blob, one after another.
