@@ -6,6 +6,7 @@ mod common;
 
 use std::{
     fs,
+    io::Read,
     io::Write,
     os::unix::fs::{FileExt, symlink},
     path::Path,
@@ -467,4 +468,20 @@ fn the_archive_to_be_damaged_is_good() {
     assert_eq!(inode(&manifest, "i").size, 9999);
     assert_eq!(inode(&manifest, &"n".repeat(200)).size, 10);
     assert_eq!(inode(&manifest, "d/f").mtime_ns, 345_678_900);
+}
+
+#[test]
+fn an_archive_ends_soon_after_its_end() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    fs::create_dir_all(&root).unwrap();
+    let bytes = archive(&root, &[]);
+    let build = |tail: u64| {
+        let reader = std::io::Cursor::new(bytes.clone()).chain(std::io::repeat(0).take(tail));
+        build::from_tar(&store, "tar", reader, None, &options(), &|_| ())
+    };
+    build(1 << 20).unwrap();
+    let error = build(65 << 20).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    assert!(error.to_string().contains("after its end"), "{error}");
 }

@@ -23,6 +23,8 @@ use crate::{FILE_MAX, corrupt};
 const BLOCK: usize = 512;
 /// Longest pax header or GNU long name: 16 MiB holds every xattr that Linux allows on a file.
 const META_MAX: u64 = 16 << 20;
+/// Bytes that may follow an archive's end: `tar` pads to records of 10 KiB, tapes to a few MiB.
+const TAIL_MAX: u64 = 64 << 20;
 /// Longest records in force for all files that follow, together: they are looked at once a file,
 /// so 64 KiB cost no more than 128 times the file's own header.
 const GLOBAL_MAX: usize = 64 << 10;
@@ -142,7 +144,12 @@ impl<R: Read> Reader<R> {
 
     /// Reads what follows the archive's end: what compressed it may have a checksum there.
     pub(super) fn finish(&mut self) -> Result<()> {
-        io::copy(&mut self.input, &mut io::sink()).map(drop).map_err(cannot_read)
+        let mut tail = (&mut self.input).take(TAIL_MAX + 1);
+        if io::copy(&mut tail, &mut io::sink()).map_err(cannot_read)? <= TAIL_MAX {
+            return Ok(());
+        }
+        let what = format!("the archive goes on for more than {TAIL_MAX} bytes after its end");
+        Err(corrupt(what))
     }
 
     fn skip_padding(&mut self) -> Result<()> {
