@@ -2,21 +2,37 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, path::Path, process::Command};
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    net::TcpListener,
+    path::Path,
+    process::Command,
+    sync::{Mutex, PoisonError, mpsc},
+    thread,
+};
 
 use testkit::{Burgeon, Certificate, Registry, RegistryOptions, Rng, Space, bind_mount, compare};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const HOST: &str = "registry.test";
 
-#[test]
-fn a_registry_is_trusted_by_its_certificate_or_not_at_all() {
-    let space = Space::new("tls");
-    // A name of its own: one of this machine would be spoken to without encryption.
+/// Makes [`HOST`] this machine: one of its own names would be spoken to without encryption.
+fn named_host(space: &Space) -> impl Sized + use<> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let hosts = space.path("hosts");
     let known = fs::read_to_string("/etc/hosts").unwrap_or_default();
     fs::write(&hosts, format!("127.0.0.1 {HOST}\n{known}")).unwrap();
-    let _hosts = bind_mount(&hosts, Path::new("/etc/hosts"));
+    (bind_mount(&hosts, Path::new("/etc/hosts")), turn)
+}
+
+#[test]
+fn a_registry_is_trusted_by_its_certificate_or_not_at_all() {
+    let space = Space::new("tls");
+    let hosts = space.path("hosts");
+    let known = fs::read_to_string("/etc/hosts").unwrap_or_default();
+    let _hosts = named_host(&space);
     let made = Certificate::new(&space.path("certificate"), HOST).unwrap();
     let passwords = space.path("passwords");
     let bcrypt = Command::new("htpasswd").args(["-Bbn", "user", "hunter2"]).output().unwrap();
@@ -67,4 +83,38 @@ fn a_registry_is_trusted_by_its_certificate_or_not_at_all() {
     let plain = at.replace("oci://", "oci+http://");
     let finished = believing.run(&["pull", &plain]);
     assert_ne!(finished.code, Some(0), "{finished:?}");
+}
+
+#[test]
+fn a_password_is_not_sent_to_a_token_realm_without_encryption() {
+    let space = Space::new("realm");
+    let _hosts = named_host(&space);
+    let made = Certificate::new(&space.path("certificate"), HOST).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let realm = format!("http://{}/token", listener.local_addr().unwrap());
+    let (tell, told) = mpsc::channel();
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let lines = BufReader::new(client.unwrap()).lines().map_while(Result::ok);
+            let _ = tell.send(lines.take_while(|line| !line.is_empty()).collect::<Vec<_>>());
+        }
+    });
+    let options = RegistryOptions {
+        realm: Some(&realm),
+        certificate: Some((&made.certificate, &made.key)),
+        ..RegistryOptions::default()
+    };
+    let registry = Registry::with(&space.path("registry"), options).unwrap();
+    let host = format!("{HOST}:{}", registry.address().port());
+    for secret in [r#""auth": "dXNlcjpodW50ZXIy""#, r#""identitytoken": "hunter3""#] {
+        let burgeon = Burgeon::with_state(PROGRAM, space.path("state"))
+            .env("DOCKER_AUTH_CONFIG", format!(r#"{{"auths": {{"{host}": {{{secret}}}}}}}"#))
+            .env("SSL_CERT_FILE", &made.authority);
+        let finished = burgeon.run(&["pull", &format!("oci://{host}/app:1")]);
+        let heads: Vec<_> = told.try_iter().flatten().collect();
+        assert!(heads.is_empty(), "the realm was asked: {heads:?}");
+        assert!(finished.code != Some(0), "{finished:#?}");
+        let says_so = format!("to go to {}, unencrypted", realm.trim_end_matches("/token"));
+        assert!(finished.stderr.contains(&says_so), "{says_so}: {finished:#?}");
+    }
 }

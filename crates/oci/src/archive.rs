@@ -2,7 +2,7 @@
 
 use std::io::Read;
 
-use burgeon_block::{ObjectStore, Result};
+use burgeon_block::{Error, ObjectStore, Result};
 use burgeon_image::{
     build::{self, OnProgress, Options, Report},
     catalog,
@@ -12,6 +12,10 @@ use reqwest::{
     Response, Url,
     header::{ETAG, HeaderMap, IF_RANGE, LAST_MODIFIED},
 };
+
+/// Longest archive of which the server does not say how long it is: one that never ends would fill the
+/// store.
+const UNTOLD_MAX: u64 = 64 << 30;
 
 /// An answer whose body is the archive.
 pub(crate) struct Archive {
@@ -27,26 +31,26 @@ impl Archive {
     pub(crate) fn open(url: &Url) -> Result<Self> {
         let client = web::client()?;
         let what = format!("read {}", shown(url));
-        let mut version: Option<String> = None;
         let (to, doing) = (url.clone(), what.clone());
-        let ask = move |offset| -> Result<Response> {
+        let ask = move |offset, version: Option<&String>| -> Result<Response> {
             let answer = waiting(web::send(&doing, web::RETRIES, || {
                 let request = web::from(web::get(&client, &to), offset);
                 // The rest of another version would be no rest.
-                match &version {
-                    Some(version) if offset > 0 => request.header(IF_RANGE, version),
-                    _ => request,
+                match version {
+                    Some(version) => request.header(IF_RANGE, version),
+                    None => request,
                 }
             }))?;
-            if !answer.status().is_success() {
-                return Err(web::refused(&doing, answer.status()));
+            match answer.status().is_success() {
+                true => Ok(answer),
+                false => Err(web::refused(&doing, answer.status())),
             }
-            version = version.take().or_else(|| version_of(answer.headers()));
-            Ok(answer)
         };
-        let body = web::Body::new(what, ask)?;
-        let len = body.answer().and_then(Response::content_length);
-        let version = body.answer().and_then(|answer| version_of(answer.headers()));
+        let answer = ask(0, None)?;
+        let (len, version) = (answer.content_length(), version_of(answer.headers()));
+        let known = version.clone();
+        let rest = move |offset| ask(offset, known.as_ref());
+        let body = web::Body::new(what, answer, len.unwrap_or(UNTOLD_MAX), rest);
         Ok(Self { url: url.clone(), body: Box::new(body), len, version })
     }
 
@@ -72,7 +76,7 @@ impl Archive {
         let shown = shown(&self.url);
         build::from_tar(store, name, self.body, self.len, options, building).map_err(|error| {
             let what = format!("cannot build from {shown}");
-            burgeon_block::Error::with_source(error.kind(), what, error)
+            Error::with_source(error.kind(), what, error)
         })
     }
 }

@@ -4,7 +4,7 @@
 //!   send: tries until there is an answer ──► Body: reads it; where it breaks off, asks for the rest
 //! ```
 //!
-//! Invariants: every wait and every number of tries has a bound; what an error quotes of a server
+//! Invariants: every wait, every body and every number of tries has a bound; what an error quotes of a server
 //! is short; a redirect never gives up encryption.
 
 use std::{
@@ -14,13 +14,17 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use bytes::Bytes;
 use reqwest::{
     Client, ClientBuilder, Method, RequestBuilder, Response, StatusCode, Url,
     header::{CONTENT_RANGE, RANGE},
     redirect::Policy,
 };
 
-use crate::{choose_cryptography, waiting};
+use crate::{
+    body::{Bounded, Excess, Failed},
+    choose_cryptography, waiting,
+};
 
 /// How long making a connection may take. A lost SYN is sent again after 1 s and 3 s.
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -30,6 +34,9 @@ pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(20);
 pub const RETRIES: u32 = 6;
 /// How often a body may break off: each time costs a request.
 const RESUMES_MAX: u32 = 20;
+/// Parts of a body that may come too slowly: each costs [`crate::body::WINDOW`], and the next request
+/// may reach a quicker server.
+const SLOW_MAX: u32 = 3;
 /// Redirects of one request.
 const REDIRECTS_MAX: usize = 10;
 
@@ -181,71 +188,79 @@ pub struct Body<F> {
     what: String,
     /// Asks anew, for what follows so many bytes.
     ask: F,
-    answer: Option<Response>,
-    part: Vec<u8>,
-    at: usize,
+    answer: Option<Bounded<reqwest::Body>>,
+    part: Bytes,
     offset: u64,
+    len_max: u64,
     resumes: u32,
+    slow: u32,
 }
 
 impl<F: FnMut(u64) -> Result<Response>> Body<F> {
-    /// The body that `ask(0)` gives; `ask(offset)` is asked where it breaks off. `what` says what
-    /// is being done.
-    pub fn new(what: String, ask: F) -> Result<Self> {
-        Self::starting(what, 0, ask)
+    /// The body of `answer`, which is to have at most `len_max` bytes; `ask(offset)` is asked where it
+    /// breaks off. `what` says what is being done.
+    pub fn new(what: String, answer: Response, len_max: u64, ask: F) -> Self {
+        let answer = Some(Bounded::new(answer.into(), len_max));
+        Self { what, ask, answer, part: Bytes::new(), offset: 0, len_max, resumes: 0, slow: 0 }
     }
 
     /// The same from `offset` on.
-    pub(crate) fn starting(what: String, offset: u64, mut ask: F) -> Result<Self> {
-        let answer = ask(offset)?;
-        check_resumed(&what, &answer, offset)?;
-        Ok(Self { what, ask, answer: Some(answer), part: Vec::new(), at: 0, offset, resumes: 0 })
+    pub(crate) fn starting(what: String, offset: u64, len_max: u64, ask: F) -> Result<Self> {
+        let (part, resumes, slow) = (Bytes::new(), 0, 0);
+        let mut body = Self { what, ask, answer: None, part, offset, len_max, resumes, slow };
+        body.resume()?;
+        Ok(body)
     }
 
-    /// The first answer.
-    pub fn answer(&self) -> Option<&Response> {
-        self.answer.as_ref()
+    fn resume(&mut self) -> Result<&mut Bounded<reqwest::Body>> {
+        let answer = (self.ask)(self.offset)?;
+        check_resumed(&self.what, &answer, self.offset)?;
+        let left = self.len_max.saturating_sub(self.offset);
+        Ok(self.answer.insert(Bounded::new(answer.into(), left)))
     }
 
     fn next_part(&mut self) -> Result<()> {
         loop {
-            let answer = match &mut self.answer {
-                Some(answer) => answer,
-                None => {
-                    let answer = (self.ask)(self.offset)?;
-                    check_resumed(&self.what, &answer, self.offset)?;
-                    self.answer.insert(answer)
-                }
+            let answer = match self.answer.take() {
+                Some(answer) => self.answer.insert(answer),
+                None => self.resume()?,
             };
-            match waiting(answer.chunk()) {
+            match waiting(answer.part()) {
                 Ok(part) => {
-                    let part = part.unwrap_or_default();
-                    self.offset += part.len() as u64;
-                    (self.part, self.at) = (part.into(), 0);
+                    self.part = part.unwrap_or_default();
+                    self.offset += self.part.len() as u64;
                     return Ok(());
                 }
-                Err(error) if self.resumes == RESUMES_MAX => {
+                Err(Failed::Excess(Excess::TooSlow)) if self.slow + 1 < SLOW_MAX => self.slow += 1,
+                Err(Failed::Excess(excess)) => {
+                    let excess = match excess {
+                        Excess::TooLong(_) => Excess::TooLong(self.len_max),
+                        slow => slow,
+                    };
+                    let what = format!("cannot {}: {excess}", self.what);
+                    return Err(Error::new(excess.kind(), what));
+                }
+                Err(Failed::Broken(error)) if self.resumes == RESUMES_MAX => {
                     return Err(unreachable(&self.what, error));
                 }
-                Err(_) => {
+                Err(Failed::Broken(_)) => {
                     waiting(pause(self.resumes));
                     self.resumes += 1;
-                    self.answer = None;
                 }
             }
+            self.answer = None;
         }
     }
 }
 
 impl<F: FnMut(u64) -> Result<Response>> Read for Body<F> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        if self.at == self.part.len() {
+        if self.part.is_empty() {
             self.next_part().map_err(io::Error::other)?;
         }
-        let len = buf.len().min(self.part.len() - self.at);
-        buf[..len].copy_from_slice(&self.part[self.at..self.at + len]);
-        self.at += len;
-        Ok(len)
+        let part = self.part.split_to(buf.len().min(self.part.len()));
+        buf[..part.len()].copy_from_slice(&part);
+        Ok(part.len())
     }
 }
 

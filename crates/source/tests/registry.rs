@@ -399,3 +399,32 @@ fn a_list_whose_next_page_is_broken_is_what_came_of_it() {
         assert_eq!(pages.len(), 1, "{next}");
     }
 }
+
+#[test]
+fn an_answer_with_a_token_has_a_length() {
+    let served = answering(|first, own| match first.contains("/token") {
+        true => {
+            // A good one, after a megabyte of nothing.
+            let body = format!("{}{{\"token\": \"good\"}}", " ".repeat(1 << 20));
+            format!("200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+        }
+        false => {
+            let realm = format!("www-authenticate: Bearer realm=\"http://{own}/token\"");
+            format!("401 Unauthorized\r\n{realm}\r\ncontent-length: 0")
+        }
+    });
+    let given = |entry: serde_json::Value| -> Access {
+        let config = serde_json::json!({ "auths": { served.to_string(): entry } }).to_string();
+        serde_json::from_value(serde_json::json!({ "DOCKER_AUTH_CONFIG": config })).unwrap()
+    };
+    for access in [
+        Access::default(),
+        given(serde_json::json!({ "auth": PASSWORDS[0] })),
+        given(serde_json::json!({ "identitytoken": "hunter-7" })),
+    ] {
+        let range = ByteRange::at(0, 1).unwrap();
+        let (registry, digest) = (open(served, &access), Digest::of(b"x"));
+        let error = waiting(registry.blob_range(&digest, range)).unwrap_err();
+        assert!(error.to_string().contains("more than 65536 bytes"), "{access:?}: {error}");
+    }
+}

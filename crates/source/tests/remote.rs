@@ -2,7 +2,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{net::SocketAddr, sync::atomic::Ordering::Relaxed, time::Duration};
+use std::{
+    io::{BufRead, BufReader, Write},
+    net::{SocketAddr, TcpListener},
+    sync::atomic::Ordering::Relaxed,
+    thread,
+    time::Duration,
+};
 
 use burgeon_block::{BlockSource, ByteRange, ErrorKind, ObjectId, ObjectStore};
 use burgeon_source::{Access, Directory, Location, Remote, Store};
@@ -268,4 +274,37 @@ fn no_message_holds_a_secret() {
         assert!(!shown.contains("test-secret"), "{fault:?}: {shown}");
         assert!(error.to_string().contains("s3://bucket/x"), "{fault:?}: {error}");
     }
+}
+
+/// Answers everything with `head` and `body`.
+fn answering(head: &'static str, body: String) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let mut client = client.unwrap();
+            let lines = BufReader::new(client.try_clone().unwrap()).lines().map_while(Result::ok);
+            lines.take_while(|line| !line.is_empty()).for_each(drop);
+            let len = body.len();
+            let head = format!("{head}\r\ncontent-length: {len}\r\nconnection: close\r\n\r\n");
+            let _ = client.write_all(format!("{head}{body}").as_bytes());
+        }
+    });
+    address
+}
+
+#[test]
+fn a_list_has_a_length() {
+    let list = |padding: usize| {
+        let padding = " ".repeat(padding);
+        let server = answering("HTTP/1.1 207 Multi-Status", format!("{padding}<multistatus/>"));
+        let store = remote(&format!("http://{server}/"), &Access::default());
+        store.list("packs").unwrap_err().to_string()
+    };
+    assert!(list(1 << 20).contains("decoding PROPFIND"), "it was read whole");
+    assert!(list(33 << 20).contains("more than 33554432 bytes"));
+    let body = "<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>".to_owned();
+    let server = answering("HTTP/1.1 200 OK", body + &" ".repeat(33 << 20));
+    let error = remote("s3://bucket", &access(server)).list("packs").unwrap_err();
+    assert!(error.to_string().contains("more than 33554432 bytes"), "{error}");
 }

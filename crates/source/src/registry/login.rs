@@ -14,17 +14,15 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use oci_client::{
-    Client as Library, RegistryOperation,
-    client::{ClientConfig, ClientProtocol},
-    errors::OciDistributionError,
-    secrets::RegistryAuth,
-};
 use reqwest::RequestBuilder;
 use tokio::{sync::Semaphore, task::JoinHandle};
 
-use super::{Name, credentials, credentials::DockerCredential, identity};
-use crate::{Access, choose_cryptography, web};
+use super::{
+    Name, credentials,
+    credentials::DockerCredential,
+    token::{Granted, Operation, exchange},
+};
+use crate::Access;
 
 /// How long logging in may take, all of it.
 const LOGIN_MAX: Duration = Duration::from_secs(60);
@@ -44,7 +42,7 @@ pub(super) struct Logins {
 /// Where one logs in.
 #[derive(Clone)]
 struct Desk {
-    operation: RegistryOperation,
+    operation: Operation,
     name: Name,
 }
 
@@ -77,7 +75,7 @@ enum With {
 }
 
 impl Logins {
-    pub(super) fn new(operation: RegistryOperation, name: &Name, access: &Access) -> Self {
+    pub(super) fn new(operation: Operation, name: &Name, access: &Access) -> Self {
         let (name, access) = (name.clone(), access.clone());
         let (turn, known, ahead) = (Semaphore::new(1), Mutex::default(), Mutex::default());
         Self { desk: Desk { operation, name }, access, turn, known, ahead }
@@ -159,7 +157,7 @@ impl Logins {
         {
             return made;
         }
-        if is_refused || self.desk.operation != RegistryOperation::Pull {
+        if is_refused || self.desk.operation != Operation::Pull {
             return self.desk.log_in(what, None, retries).await;
         }
         let (desk, what) = (self.desk.clone(), what.to_owned());
@@ -176,46 +174,11 @@ impl Desk {
         credentials: Option<DockerCredential>,
         retries: u32,
     ) -> Result<With> {
-        let credentials = match credentials {
-            None => RegistryAuth::Anonymous,
-            Some(DockerCredential::UsernamePassword(user, password)) => {
-                RegistryAuth::Basic(user, password)
-            }
-            Some(DockerCredential::IdentityToken(token)) => {
-                let (name, operation) = (&self.name, self.operation);
-                let token = identity::exchange(what, name, operation, &token, retries).await?;
-                return Ok(token.map_or(With::Nothing, With::Token));
-            }
-        };
-        choose_cryptography();
-        let config = ClientConfig {
-            protocol: match self.name.is_plain() {
-                true => ClientProtocol::Http,
-                false => ClientProtocol::Https,
-            },
-            connect_timeout: Some(web::CONNECT_TIMEOUT),
-            read_timeout: Some(web::SILENCE_MAX),
-            ..ClientConfig::default()
-        };
-        // It reads all of the system's certificates, which nobody waits for who needs no login.
-        let library = Library::try_from(config).map_err(|error| failed(what, &error))?;
-        let mut tries = 0;
-        let token = loop {
-            let reference = self.name.reference();
-            match library.auth(reference, &credentials, self.operation).await {
-                Err(OciDistributionError::RequestError(error))
-                    if tries < retries && !web::is_untrusted(&error) =>
-                {
-                    web::pause(tries).await;
-                    tries += 1;
-                }
-                answer => break answer.map_err(|error| failed(what, &error))?,
-            }
-        };
-        Ok(match (token, credentials) {
-            (Some(token), _) => With::Token(token),
-            (None, RegistryAuth::Basic(user, password)) => With::Password(user, password),
-            (None, _) => With::Nothing,
+        let granted = exchange(what, &self.name, self.operation, credentials, retries).await?;
+        Ok(match granted {
+            Granted::Nothing => With::Nothing,
+            Granted::Password(user, password) => With::Password(user, password),
+            Granted::Token(token) => With::Token(token),
         })
     }
 }
@@ -238,18 +201,4 @@ impl Login {
             With::Token(token) => request.bearer_auth(token),
         }
     }
-}
-
-/// The library's error as ours; it may quote the server at length.
-fn failed(what: &str, error: &OciDistributionError) -> Error {
-    let (kind, why) = match error {
-        OciDistributionError::AuthenticationFailure(_)
-        | OciDistributionError::UnauthorizedError { .. } => (
-            ErrorKind::Unavailable,
-            "user or password are refused: log in with docker login or skopeo login".to_owned(),
-        ),
-        OciDistributionError::RequestError(error) => (ErrorKind::Unavailable, web::why_not(error)),
-        error => (ErrorKind::Unavailable, error.to_string().chars().take(200).collect()),
-    };
-    Error::new(kind, format!("cannot {what}: {why}"))
 }

@@ -7,17 +7,15 @@
 //!   Artifact: an image of ours there, as a store      Uploads: blobs and manifests, written
 //! ```
 //!
-//! The library gets tokens and knows how images are named. Documents and blobs are asked for here,
-//! because here they have a bound, and a body that breaks off goes on. Invariants: a range is
-//! exactly what was asked for or an error; what is refused is logged in for anew, once a request;
-//! no secret is in a message.
+//! Invariants: a range is exactly what was asked for or an error; each body has a maximum size and a
+//! minimum rate; a refused request is repeated once after a new login; no secret is in a message.
 
 mod artifact;
 mod credentials;
 mod digest;
-mod identity;
 mod login;
 mod name;
+mod token;
 mod upload;
 
 use std::{
@@ -27,8 +25,7 @@ use std::{
 };
 
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
-use bytes::{Bytes, BytesMut};
-use oci_client::RegistryOperation;
+use bytes::Bytes;
 use reqwest::{
     Client, Method, RequestBuilder, Response, StatusCode, Url,
     header::{ACCEPT, HeaderMap, LINK, RANGE},
@@ -36,21 +33,26 @@ use reqwest::{
 use tokio::sync::Semaphore;
 
 pub(crate) use self::credentials::{DockerCredential, find as find_credentials};
-use self::login::Logins;
 pub use self::{
     artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, Objects},
     digest::{Checked, Digest, Digesting},
     name::Name,
     upload::{Put, Uploads},
 };
+use self::{login::Logins, token::Operation};
 use crate::{
     Access, Traffic,
+    body::{Bounded, Failed},
     remote::{Hedge, REQUESTS_MAX, check_range},
     waiting, web,
 };
 
 /// Longest index, manifest or configuration, in bytes: what registries accept.
 pub const DOCUMENT_MAX: u64 = 4 << 20;
+
+/// Longest blob that is read: larger ones are known to no registry. What a manifest says of a blob is a
+/// closer bound, which [`Checked`] keeps.
+const BLOB_MAX: u64 = 4 << 40;
 
 /// Pages of a list that are read.
 const PAGES_MAX: usize = 16;
@@ -78,10 +80,10 @@ struct Inner {
 impl Registry {
     /// The repository of `name`, to be used with what `access` holds. Nothing is sent yet.
     pub fn open(name: &Name, access: &Access) -> Result<Self> {
-        Self::open_to(RegistryOperation::Pull, name, access)
+        Self::open_to(Operation::Pull, name, access)
     }
 
-    fn open_to(operation: RegistryOperation, name: &Name, access: &Access) -> Result<Self> {
+    fn open_to(operation: Operation, name: &Name, access: &Access) -> Result<Self> {
         Ok(Self(Arc::new(Inner {
             base: name.base()?,
             client: web::client()?,
@@ -179,12 +181,11 @@ impl Registry {
             let headers = answer.headers().clone();
             match gather(answer, DOCUMENT_MAX).await {
                 Ok(bytes) => return Ok((bytes, headers)),
-                Err(Gathering::TooLong) => {
-                    let why = format!("its manifest has more than {DOCUMENT_MAX} bytes");
-                    return Err(Error::new(ErrorKind::Corrupt, format!("cannot {what}: {why}")));
+                Err(Failed::Excess(excess)) => {
+                    return Err(Error::new(excess.kind(), format!("cannot {what}: {excess}")));
                 }
-                Err(Gathering::Broken(_)) if tries < retries => web::pause(tries).await,
-                Err(Gathering::Broken(error)) => return Err(web::unreachable(&what, error)),
+                Err(Failed::Broken(_)) if tries < retries => web::pause(tries).await,
+                Err(Failed::Broken(error)) => return Err(web::unreachable(&what, error)),
             }
             tries += 1;
         }
@@ -196,7 +197,7 @@ impl Registry {
     pub fn blob(&self, digest: &Digest, offset: u64) -> Result<impl Read + Send + use<>> {
         let (this, path) = (self.clone(), format!("blobs/{digest}"));
         let what = format!("read {path} of {}", self.0.name);
-        web::Body::starting(what.clone(), offset, move |offset| {
+        web::Body::starting(what.clone(), offset, BLOB_MAX, move |offset| {
             waiting(this.get(&what, &path, web::RETRIES, |request| web::from(request, offset)))
         })
     }
@@ -235,11 +236,11 @@ impl Registry {
                 let why = format!("the answer broke off after {} bytes", bytes.len());
                 failed(ErrorKind::Unavailable, why)
             }
-            Err(Gathering::TooLong) => {
-                traffic.lies.fetch_add(1, Relaxed);
-                failed(ErrorKind::Corrupt, "the answer is longer".to_owned())
+            Err(Failed::Excess(excess)) => {
+                traffic.excess(excess).fetch_add(1, Relaxed);
+                failed(excess.kind(), excess.to_string())
             }
-            Err(Gathering::Broken(error)) => {
+            Err(Failed::Broken(error)) => {
                 traffic.broken.fetch_add(1, Relaxed);
                 Err(web::unreachable(&what, error))
             }
@@ -308,22 +309,12 @@ impl Registry {
     }
 }
 
-/// Why there are no bytes.
-enum Gathering {
-    TooLong,
-    Broken(reqwest::Error),
-}
-
 /// The body of `answer`, unless it is longer than `len_max` bytes.
-async fn gather(mut answer: Response, len_max: u64) -> std::result::Result<Bytes, Gathering> {
-    let mut gathered = BytesMut::new();
-    while let Some(part) = answer.chunk().await.map_err(Gathering::Broken)? {
-        if (gathered.len() + part.len()) as u64 > len_max {
-            return Err(Gathering::TooLong);
-        }
-        gathered.extend_from_slice(&part);
-    }
-    Ok(gathered.freeze())
+async fn gather(
+    answer: Response,
+    len_max: u64,
+) -> std::result::Result<Bytes, Failed<reqwest::Error>> {
+    Bounded::new(reqwest::Body::from(answer), len_max).gather().await
 }
 
 /// Where the next page of a list is, below `base`: nowhere else do credentials go. (RFC 8288, and the OCI

@@ -1,7 +1,9 @@
-use std::fmt;
+use std::{
+    fmt,
+    net::{Ipv4Addr, Ipv6Addr},
+};
 
 use burgeon_block::{Error, ErrorKind, Result};
-use oci_client::Reference;
 use reqwest::Url;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
@@ -15,7 +17,10 @@ const TAG_MAX: usize = 128;
 /// nothing is encrypted. Holds no secret; as text it is what [`Name::parse`] reads.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Name {
-    reference: Reference,
+    registry: String,
+    repository: String,
+    /// `None` where the digest alone says what is meant.
+    tag: Option<String>,
     digest: Option<Digest>,
     plain: bool,
 }
@@ -37,10 +42,7 @@ impl Name {
 
     /// The very document `digest` of this repository.
     pub fn at(&self, digest: Digest) -> Self {
-        let host = self.reference.registry().to_owned();
-        let repository = self.reference.repository().to_owned();
-        let reference = Reference::with_digest(host, repository, digest.to_string());
-        Self { reference, digest: Some(digest), plain: self.plain }
+        Self { tag: None, digest: Some(digest), ..self.clone() }
     }
 
     /// The image `tag` of the repository that `text` names, if `text` begins as one. `Invalid` if
@@ -58,17 +60,17 @@ impl Name {
 
     /// The repository.
     pub fn repository(&self) -> &str {
-        self.reference.repository()
+        &self.repository
     }
 
     /// The registry, as credentials are kept for it.
     pub fn registry(&self) -> &str {
-        self.reference.registry()
+        &self.registry
     }
 
     /// The tag, which without a digest says what is meant.
     pub fn tag(&self) -> &str {
-        self.reference.tag().unwrap_or("latest")
+        self.tag.as_deref().unwrap_or("latest")
     }
 
     /// Whether nothing is encrypted.
@@ -76,15 +78,19 @@ impl Name {
         self.plain
     }
 
-    pub(super) fn reference(&self) -> &Reference {
-        &self.reference
+    /// Whether the registry is on this machine.
+    pub(super) fn is_local(&self) -> bool {
+        is_local(&self.registry)
     }
 
     /// Where the repository is, with a slash at the end.
     pub(super) fn base(&self) -> Result<Url> {
-        let host = self.reference.resolve_registry();
+        let host = match &*self.registry {
+            "docker.io" => "index.docker.io",
+            registry => registry,
+        };
         let scheme = if self.plain { "http" } else { "https" };
-        let base = format!("{scheme}://{host}/v2/{}/", self.reference.repository());
+        let base = format!("{scheme}://{host}/v2/{}/", self.repository);
         Url::parse(&base).map_err(|error| {
             Error::with_source(ErrorKind::Invalid, format!("{host} is no registry"), error)
         })
@@ -138,24 +144,27 @@ fn parse(text: &str, plain: bool) -> Result<Name> {
     if path.len() > REPOSITORY_MAX {
         return Err(bad(format!("the repository's name is longer than {REPOSITORY_MAX}")));
     }
-    let (host, tag) = (host.to_owned(), tag.map(str::to_owned));
-    let is_plain = plain || is_local(&host);
-    let reference = match (tag, &digest) {
-        (Some(tag), Some(digest)) => {
-            Reference::with_tag_and_digest(host, path, tag, digest.to_string())
-        }
-        (None, Some(digest)) => Reference::with_digest(host, path, digest.to_string()),
-        (tag, None) => Reference::with_tag(host, path, tag.unwrap_or_else(|| "latest".to_owned())),
-    };
-    Ok(Name { plain: is_plain, reference, digest })
+    let latest = digest.is_none().then_some("latest");
+    Ok(Name {
+        plain: plain || is_local(host),
+        registry: host.to_owned(),
+        repository: path,
+        tag: tag.or(latest).map(str::to_owned),
+        digest,
+    })
 }
 
-// The library reads names, too, by an expression that takes tens of milliseconds and megabytes to make, in
-// the command and again in the server. Grammar: the OCI distribution specification.
+// Grammar: the OCI distribution specification. An expression for it would take tens of milliseconds and
+// megabytes to compile, in the command and again in the server.
 
-/// Whether `host` is labels with dots between them, and perhaps a port.
+/// Whether `host` is labels with dots between them or an address, and perhaps a port.
 fn is_host(host: &str) -> bool {
-    let (name, port) = host.split_once(':').unwrap_or((host, "0"));
+    let (name, port) = split_port(host);
+    let port = port.unwrap_or("0");
+    let is_port = !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
+    if name.starts_with('[') {
+        return is_port && bracketed(name).is_some();
+    }
     let is_inner = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     let is_label = |label: &str| {
         label.bytes().all(is_inner)
@@ -163,9 +172,21 @@ fn is_host(host: &str) -> bool {
             && !label.starts_with('-')
             && !label.ends_with('-')
     };
-    name.split('.').all(is_label)
-        && !port.is_empty()
-        && port.bytes().all(|byte| byte.is_ascii_digit())
+    name.split('.').all(is_label) && is_port
+}
+
+/// The host's name or address, and its port.
+fn split_port(host: &str) -> (&str, Option<&str>) {
+    let name_len = host.find(']').map_or(0, |end| end + 1);
+    match host[name_len..].find(':') {
+        Some(colon) => (&host[..name_len + colon], Some(&host[name_len + colon + 1..])),
+        None => (host, None),
+    }
+}
+
+/// The address in `[…]`.
+fn bracketed(name: &str) -> Option<Ipv6Addr> {
+    name.strip_prefix('[')?.strip_suffix(']')?.parse().ok()
 }
 
 fn is_repository(path: &str) -> bool {
@@ -190,17 +211,30 @@ fn is_tag(tag: &str) -> bool {
         && bytes.all(|byte| is_word(byte) || matches!(byte, b'.' | b'-'))
 }
 
-/// What never leaves the machine needs no encryption.
+/// Whether `host`, with its port, is this machine: nothing that leaves no machine needs encryption.
 fn is_local(host: &str) -> bool {
-    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
-    name == "localhost" || name == "[::1]" || name.starts_with("127.")
+    is_loopback(split_port(host).0)
+}
+
+/// Whether `name`, without a port, is `localhost` or an address of the loopback device. A name that only
+/// begins like an address, as `127.example.org`, is somebody's.
+pub(super) fn is_loopback(name: &str) -> bool {
+    name == "localhost"
+        || name.parse().is_ok_and(|address: Ipv4Addr| address.is_loopback())
+        || bracketed(name).is_some_and(|address| address.is_loopback())
 }
 
 impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let plain = self.plain && !is_local(self.reference.registry());
-        f.write_str(if plain { "oci+http://" } else { "oci://" })?;
-        write!(f, "{}", self.reference)
+        f.write_str(if self.plain && !self.is_local() { "oci+http://" } else { "oci://" })?;
+        write!(f, "{}/{}", self.registry, self.repository)?;
+        if let Some(tag) = &self.tag {
+            write!(f, ":{tag}")?;
+        }
+        match &self.digest {
+            Some(digest) => write!(f, "@{digest}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -224,7 +258,9 @@ fn invalid(what: String) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::{Digest, Name, REPOSITORY_MAX, Reference, TAG_MAX};
+    use oci_spec::distribution::Reference;
+
+    use super::{Digest, Name, REPOSITORY_MAX, TAG_MAX};
 
     #[test]
     fn names_are_what_they_say_and_are_read_again() {
@@ -249,7 +285,36 @@ mod tests {
         assert!(Name::parse("s3://x/y").is_none() && Name::parse("a:1").is_none());
     }
 
-    /// Whatever is a name to us is the same one to the library, and the other way round.
+    #[test]
+    fn only_an_address_of_the_loopback_device_is_local() {
+        for (host, local) in [
+            ("localhost", true),
+            ("localhost:5000", true),
+            ("127.0.0.1", true),
+            ("127.255.0.9:5000", true),
+            ("[::1]:5000", true),
+            ("127.evil.example", false),
+            ("127.0.0.1.evil.example", false),
+            ("127.1", false),
+            ("localhost.evil.example", false),
+            ("evil.localhost", false),
+            ("128.0.0.1", false),
+            ("[::2]:5000", false),
+            ("r.example", false),
+        ] {
+            let text = format!("oci://{host}/a");
+            let name = Name::parse(&text).unwrap().unwrap();
+            assert_eq!((name.is_plain(), name.is_local()), (local, local), "{text}");
+            assert_eq!(name.base().unwrap().scheme() == "http", local, "{text}");
+            let again = serde_json::to_value(&name).unwrap();
+            assert_eq!(serde_json::from_value::<Name>(again).unwrap(), name, "{text}");
+        }
+        for none in ["[::1", "::1", "[::1]x", "[x]", "[::1]:", "[::1]:x"] {
+            assert!(Name::parse(&format!("oci://{none}/a")).unwrap().is_err(), "{none}");
+        }
+    }
+
+    /// The library of the OCI reads the same names.
     #[test]
     fn names_are_what_the_library_takes_for_names() {
         const WORDS: [&str; 24] = [
@@ -302,8 +367,10 @@ mod tests {
                 continue;
             }
             let theirs: Option<Reference> = text.parse().ok();
-            let ours = super::parse(&text, false).ok().map(|name| name.reference);
-            assert_eq!(ours, theirs, "{text}");
+            let theirs = theirs.map(|theirs| theirs.to_string());
+            let ours = super::parse(&text, false).ok().map(|name| name.to_string());
+            let ours = ours.as_deref().and_then(|ours| ours.strip_prefix("oci://"));
+            assert_eq!(ours, theirs.as_deref(), "{text}");
             *if ours.is_some() { &mut names } else { &mut others } += 1;
         }
         assert!(names > 5_000 && others > 10_000, "{names}, {others}");

@@ -12,13 +12,12 @@ use std::time::Duration;
 
 use burgeon_block::{Error, ErrorKind, Result};
 use bytes::Bytes;
-use oci_client::RegistryOperation;
 use reqwest::{
     Client, Method, RequestBuilder, StatusCode, Url,
     header::{CONTENT_LENGTH, CONTENT_TYPE, LOCATION},
 };
 
-use super::{Digest, Name, Registry};
+use super::{Digest, Name, Registry, token::Operation};
 use crate::{Access, waiting, web};
 
 /// How long sending one blob may take: four packs of 32 MiB at a time, at 1 Mbit/s in all.
@@ -52,7 +51,7 @@ enum Tried {
 impl Uploads {
     /// The repository of `name`, to be written to with what `access` holds. Nothing is sent yet.
     pub fn open(name: &Name, access: &Access) -> Result<Self> {
-        let registry = Registry::open_to(RegistryOperation::Push, name, access)?;
+        let registry = Registry::open_to(Operation::Push, name, access)?;
         Ok(Self { registry, client: web::uploading_client(UPLOAD_MAX)? })
     }
 

@@ -59,8 +59,14 @@ pub(super) fn client(
             let mut builder = AmazonS3Builder::new().with_client_options(options);
             for (name, value) in variables() {
                 let Ok(key) = name.parse::<AmazonS3ConfigKey>() else { continue };
-                if is_plain_endpoint(&name, &value) {
-                    // Who writes http:// means it.
+                let is_service = matches!(
+                    key,
+                    AmazonS3ConfigKey::Endpoint
+                        | AmazonS3ConfigKey::S3Endpoint
+                        | AmazonS3ConfigKey::StsEndpoint
+                );
+                if is_service && value.starts_with("http://") {
+                    // A metadata service's http:// allows nothing for the store's own requests.
                     let plain = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
                     builder = builder.with_config(plain, "true");
                 }
@@ -82,7 +88,7 @@ pub(super) fn client(
             let mut builder = MicrosoftAzureBuilder::new().with_client_options(options);
             for (name, value) in variables() {
                 let Ok(key) = name.parse::<AzureConfigKey>() else { continue };
-                if is_plain_endpoint(&name, &value) {
+                if key == AzureConfigKey::Endpoint && value.starts_with("http://") {
                     let plain = AzureConfigKey::Client(ClientConfigKey::AllowHttp);
                     builder = builder.with_config(plain, "true");
                 }
@@ -110,10 +116,6 @@ pub(super) fn client(
         drop(e);
         Error::new(ErrorKind::Invalid, format!("the settings for {url} make no sense: {hint}"))
     })
-}
-
-fn is_plain_endpoint(name: &str, value: &str) -> bool {
-    name.contains("endpoint") && value.starts_with("http://")
 }
 
 fn client_options(retries: Retries) -> ClientOptions {

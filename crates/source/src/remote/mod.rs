@@ -250,7 +250,10 @@ impl ObjectStore for Remote {
     fn get(&self, object: &ObjectId, len_max: u64) -> Result<Bytes> {
         waiting(async {
             let path = self.path(object.as_str())?;
-            let answer = self.0.calling.get(&path).await.map_err(self.failed("read", object))?;
+            let mut options = GetOptions::default();
+            options.extensions.insert(wire::LenMax(len_max));
+            let answer = self.0.calling.get_opts(&path, options).await;
+            let answer = answer.map_err(self.failed("read", object))?;
             let len = answer.meta.size;
             if len > len_max {
                 return Err(Error::new(

@@ -1,7 +1,8 @@
 //! What lies between the library and the network: looks at every answer before the library does.
 //!
 //! Invariants: the body of a refusal is read up to [`REFUSAL_MAX`] bytes; an answer to a range
-//! request either says that it is exactly that range or does not get through.
+//! request either says that it is exactly that range or does not get through; the library never sees more
+//! of a body than was asked for, nor one that comes too slowly.
 
 use std::{
     error, fmt,
@@ -15,7 +16,6 @@ use std::{
 use async_trait::async_trait;
 use burgeon_block::ErrorKind;
 use bytes::{Bytes, BytesMut};
-use futures_util::StreamExt;
 use object_store::{
     ClientOptions, HeaderMap,
     client::{
@@ -24,8 +24,18 @@ use object_store::{
     },
 };
 
+use crate::body::{Bounded, Excess, Within};
+
 /// Bytes of a refusal that are looked at: an S3 error document is below 1 KiB.
 const REFUSAL_MAX: usize = 4 << 10;
+
+/// Longest answer that the library reads whole, in bytes: a web server's list of 40,000 packs (1.2 TiB), a
+/// page of a bucket's list (1000 objects), credentials.
+pub(super) const WHOLE_MAX: u64 = 32 << 20;
+
+/// Goes with the request for a whole object: the longest that is wanted.
+#[derive(Clone, Copy)]
+pub(super) struct LenMax(pub(super) u64);
 
 /// What was asked of a store and what came of it. Each try counts.
 #[derive(Default, Debug)]
@@ -56,6 +66,14 @@ impl Traffic {
         }
     }
 
+    /// The counter of bodies that exceed this bound.
+    pub(crate) fn excess(&self, excess: Excess) -> &AtomicU64 {
+        match excess {
+            Excess::TooLong(_) => &self.lies,
+            Excess::TooSlow => &self.broken,
+        }
+    }
+
     /// Every figure with its name.
     pub fn figures(&self) -> [(&'static str, u64); 7] {
         [
@@ -81,6 +99,8 @@ pub(crate) enum Wrong {
     Other { asked: Range<u64>, said: String },
     /// The server cannot list.
     NoListing(u16),
+    /// Its body exceeds a bound.
+    Excess(Excess),
 }
 
 impl fmt::Display for Wrong {
@@ -94,6 +114,7 @@ impl fmt::Display for Wrong {
             Self::NoListing(status) => {
                 write!(f, "the server does not list what it has (it answered {status})")
             }
+            Self::Excess(excess) => excess.fmt(f),
         }
     }
 }
@@ -104,6 +125,7 @@ impl Wrong {
         match self {
             Self::Ends | Self::Other { .. } => ErrorKind::Corrupt,
             Self::NoRanges | Self::NoListing(_) => ErrorKind::Invalid,
+            Self::Excess(excess) => excess.kind(),
         }
     }
 }
@@ -134,19 +156,20 @@ impl HttpService for Looking {
         traffic.requests.fetch_add(1, Relaxed);
         let asked = asked_range(request.headers());
         let lists = request.method().as_str() == "PROPFIND";
+        let whole = request.extensions().get().map_or(WHOLE_MAX, |LenMax(len_max)| *len_max);
+        let len_max = asked.as_ref().map_or(whole, |asked| asked.end.saturating_sub(asked.start));
         let answer = self.inner.execute(request).await.inspect_err(|_| {
             traffic.broken.fetch_add(1, Relaxed);
         })?;
         let status = answer.status().as_u16();
         if answer.status().is_success() {
-            let Some(asked) = asked else { return Ok(answer) };
-            return match check_range(status, answer.headers(), asked) {
-                Ok(()) => Ok(answer),
-                Err(wrong) => {
-                    traffic.lies.fetch_add(1, Relaxed);
-                    Err(HttpError::new(HttpErrorKind::Unknown, wrong))
-                }
-            };
+            if let Some(Err(wrong)) =
+                asked.map(|asked| check_range(status, answer.headers(), asked))
+            {
+                traffic.lies.fetch_add(1, Relaxed);
+                return Err(HttpError::new(HttpErrorKind::Unknown, wrong));
+            }
+            return Ok(bounded(answer, len_max, traffic));
         }
         traffic.refusal(status).fetch_add(1, Relaxed);
         if asked.is_some() && status == 416 {
@@ -158,6 +181,16 @@ impl HttpService for Looking {
         let (parts, body) = answer.into_parts();
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::from(clip(body).await)))
     }
+}
+
+/// The same answer, whose body is within its bounds.
+fn bounded(answer: HttpResponse, len_max: u64, traffic: &Arc<Traffic>) -> HttpResponse {
+    let traffic = Arc::clone(traffic);
+    let excess = move |excess| {
+        traffic.excess(excess).fetch_add(1, Relaxed);
+        HttpError::new(HttpErrorKind::Unknown, Wrong::Excess(excess))
+    };
+    answer.map(|body| HttpResponseBody::new(Within::new(Bounded::new(body, len_max), excess)))
 }
 
 /// The bytes that a request asks for, if it asks for some.
@@ -192,9 +225,9 @@ pub(crate) fn check_range(
 
 /// The beginning of a refusal's body. A body that breaks off is a refusal all the same.
 async fn clip(body: HttpResponseBody) -> Bytes {
-    let mut stream = body.bytes_stream();
+    let mut body = Bounded::new(body, u64::MAX);
     let mut clipped = BytesMut::new();
-    while let Some(Ok(part)) = stream.next().await {
+    while let Ok(Some(part)) = body.part().await {
         let room = REFUSAL_MAX - clipped.len();
         clipped.extend_from_slice(&part[..part.len().min(room)]);
         if clipped.len() == REFUSAL_MAX {

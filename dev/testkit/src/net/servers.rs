@@ -107,6 +107,8 @@ pub struct Registry {
 pub struct RegistryOptions<'a> {
     /// A file as `htpasswd -B` makes it: it wants to be logged in to.
     pub passwords: Option<&'a Path>,
+    /// It wants tokens, from this URL.
+    pub realm: Option<&'a str>,
     /// It takes no writes.
     pub read_only: bool,
     /// Files with a certificate and its key: it encrypts.
@@ -126,9 +128,16 @@ impl Registry {
         let own = own.canonicalize()?;
         let server = Server::start("docker-registry", |port| {
             let (folder, read_only) = (own.display(), options.read_only);
-            let auth = options.passwords.map_or(String::new(), |path| {
+            let mut auth = options.passwords.map_or(String::new(), |path| {
                 format!("auth: {{htpasswd: {{realm: test, path: {}}}}}\n", path.display())
             });
+            if let (Some(realm), Some((certificate, _))) = (options.realm, options.certificate) {
+                let signed_by = certificate.display();
+                auth = format!(
+                    "auth: {{token: {{realm: \"{realm}\", service: test, issuer: test, \
+                     rootcertbundle: {signed_by}}}}}\n"
+                );
+            }
             let tls = options.certificate.map_or(String::new(), |(certificate, key)| {
                 let (certificate, key) = (certificate.display(), key.display());
                 format!(", tls: {{certificate: {certificate}, key: {key}}}")

@@ -1,0 +1,326 @@
+//! Tokens, which registries want instead of a password: the exchange of credentials for one.
+//!
+//! ```text
+//!   GET /v2/ ──► no challenge: nothing is wanted         Basic: the password goes with each request
+//!           └──► 401, Bearer realm=…, service=…
+//!                  nobody, user and password:  GET  realm?service=…&scope=…  ──► a token
+//!                  identity token:             POST realm, as a form         ──► a token
+//! ```
+//!
+//! Sources: *Token Authentication Specification* and *Docker Registry v2 authentication using OAuth2*.
+//! Invariants: credentials go to the registry and to the realm that it names, encrypted unless both
+//! are on this machine or the user named the registry `oci+http://`; an identity token follows no redirect;
+//! an answer has at most [`ANSWER_MAX`] bytes; no error has a secret in its text.
+
+use burgeon_block::{Error, ErrorKind, Result};
+use http_auth::{ChallengeRef, parse_challenges};
+use reqwest::{
+    Client, RequestBuilder, Response, StatusCode, Url,
+    header::{CONTENT_TYPE, HeaderMap, WWW_AUTHENTICATE},
+};
+use serde::Deserialize;
+use url::form_urlencoded;
+
+use super::{Name, credentials::DockerCredential, name::is_loopback};
+use crate::{
+    body::{Bounded, Failed},
+    web,
+};
+
+/// Longest answer with a token, in bytes.
+const ANSWER_MAX: u64 = 64 << 10;
+/// Characters of a server's address that an error shows.
+const SHOWN_MAX: usize = 100;
+
+/// What a token is to allow.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Operation {
+    Pull,
+    Push,
+}
+
+/// What requests are to be sent with.
+pub(super) enum Granted {
+    /// Nothing: the registry wants nothing, or nobody logs in.
+    Nothing,
+    /// User and password.
+    Password(String, String),
+    Token(String),
+}
+
+/// What the registry wants.
+#[derive(PartialEq, Eq, Debug)]
+enum Wanted {
+    Nothing,
+    Password,
+    Token(TokenServer),
+}
+
+/// Where to ask for a token.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct TokenServer {
+    realm: Url,
+    service: String,
+}
+
+#[derive(Deserialize)]
+struct Answer {
+    access_token: Option<String>,
+    token: Option<String>,
+}
+
+/// One login.
+struct Exchange<'a> {
+    /// What is being done, for errors.
+    what: &'a str,
+    name: &'a Name,
+    scope: String,
+    retries: u32,
+}
+
+/// What opens the repository `name` for `operation`, by `credentials`, which may be none.
+pub(super) async fn exchange(
+    what: &str,
+    name: &Name,
+    operation: Operation,
+    credentials: Option<DockerCredential>,
+    retries: u32,
+) -> Result<Granted> {
+    let actions = match operation {
+        Operation::Pull => "pull",
+        Operation::Push => "pull,push",
+    };
+    let scope = format!("repository:{}:{actions}", name.repository());
+    let exchange = Exchange { what, name, scope, retries };
+    let wanted = exchange.wanted().await?;
+    match (wanted, credentials) {
+        (Wanted::Nothing, Some(DockerCredential::UsernamePassword(user, password)))
+        | (Wanted::Password, Some(DockerCredential::UsernamePassword(user, password))) => {
+            Ok(Granted::Password(user, password))
+        }
+        (Wanted::Nothing, _) | (Wanted::Password, None) => Ok(Granted::Nothing),
+        (Wanted::Password, Some(DockerCredential::IdentityToken(_))) => {
+            let why = "it takes no identity tokens: log in again, with a user and a password or access \
+                       token";
+            Err(exchange.cannot(ErrorKind::Invalid, why))
+        }
+        (Wanted::Token(server), credentials) => {
+            exchange.token(&server, credentials).await.map(Granted::Token)
+        }
+    }
+}
+
+impl Exchange<'_> {
+    fn cannot(&self, kind: ErrorKind, why: &str) -> Error {
+        Error::new(kind, format!("cannot {}: {why}", self.what))
+    }
+
+    async fn wanted(&self) -> Result<Wanted> {
+        let root = self.name.base()?.join("/v2/");
+        let root = root.map_err(|_| self.cannot(ErrorKind::Invalid, "it has no /v2/"))?;
+        let client = web::client_that_stays()?;
+        let answer = web::send(self.what, self.retries, || client.get(root.clone())).await?;
+        let wanted = Wanted::read(answer.headers());
+        if wanted == Wanted::Nothing && answer.status().is_server_error() {
+            let why = format!("asked for its ways to log in, it says {}", answer.status());
+            return Err(self.cannot(ErrorKind::Unavailable, &why));
+        }
+        Ok(wanted)
+    }
+
+    async fn token(
+        &self,
+        server: &TokenServer,
+        credentials: Option<DockerCredential>,
+    ) -> Result<String> {
+        let has_secret = credentials.is_some();
+        if has_secret && !server.may_have_secrets(self.name) {
+            let why = format!(
+                "the registry asks for the password to go to {}, unencrypted, and it was not sent: \
+                 tell the registry's operator that its token realm has to be https",
+                server.shown()
+            );
+            return Err(self.cannot(ErrorKind::Invalid, &why));
+        }
+        let answer = match &credentials {
+            Some(DockerCredential::IdentityToken(identity)) => {
+                let client = web::client_that_stays()?;
+                let form = self.form(server, identity);
+                let ask = || self.posted(&client, server, &form);
+                web::send(self.what, self.retries, ask).await?
+            }
+            Some(DockerCredential::UsernamePassword(user, password)) => {
+                let (client, url) = (web::client()?, self.query(server));
+                let ask = || client.get(url.clone()).basic_auth(user, Some(password));
+                web::send(self.what, self.retries, ask).await?
+            }
+            None => {
+                let (client, url) = (web::client()?, self.query(server));
+                web::send(self.what, self.retries, || client.get(url.clone())).await?
+            }
+        };
+        if !answer.status().is_success() {
+            return Err(self.refused(server, answer.status(), credentials.as_ref()));
+        }
+        self.read(answer).await
+    }
+
+    fn query(&self, server: &TokenServer) -> Url {
+        let mut url = server.realm.clone();
+        url.query_pairs_mut().append_pair("scope", &self.scope);
+        if !server.service.is_empty() {
+            url.query_pairs_mut().append_pair("service", &server.service);
+        }
+        url
+    }
+
+    fn form(&self, server: &TokenServer, identity: &str) -> String {
+        form_urlencoded::Serializer::new(String::new())
+            .append_pair("grant_type", "refresh_token")
+            .append_pair("service", &server.service)
+            .append_pair("client_id", "burgeon")
+            .append_pair("scope", &self.scope)
+            .append_pair("refresh_token", identity)
+            .finish()
+    }
+
+    fn posted(&self, client: &Client, server: &TokenServer, form: &str) -> RequestBuilder {
+        let request = client.post(server.realm.clone()).body(form.to_owned());
+        request.header(CONTENT_TYPE, "application/x-www-form-urlencoded")
+    }
+
+    fn refused(
+        &self,
+        server: &TokenServer,
+        status: StatusCode,
+        credentials: Option<&DockerCredential>,
+    ) -> Error {
+        let is_refusal = matches!(status.as_u16(), 400 | 401 | 403);
+        let why = match credentials {
+            Some(DockerCredential::IdentityToken(_)) if is_refusal => {
+                "the identity token is refused: log in again, with docker login".to_owned()
+            }
+            Some(_) if is_refusal => {
+                "user or password are refused: log in with docker login or skopeo login".to_owned()
+            }
+            None if is_refusal => {
+                "it gives no token without a user and a password: log in with docker \
+                                   login or skopeo login"
+                    .to_owned()
+            }
+            _ => format!("asked for a token, {} says {status}", server.shown()),
+        };
+        self.cannot(ErrorKind::Unavailable, &why)
+    }
+
+    async fn read(&self, answer: Response) -> Result<String> {
+        let body = Bounded::new(reqwest::Body::from(answer), ANSWER_MAX);
+        let answer = body.gather().await.map_err(|error| match error {
+            Failed::Excess(excess) => {
+                self.cannot(excess.kind(), &format!("asked for a token, {excess}"))
+            }
+            Failed::Broken(error) => web::unreachable(self.what, error),
+        })?;
+        let answer: Option<Answer> = serde_json::from_slice(&answer).ok();
+        let tokens = answer.map(|answer| [answer.access_token, answer.token]);
+        let token = tokens.into_iter().flatten().flatten().find(|token| !token.is_empty());
+        token.ok_or_else(|| self.cannot(ErrorKind::Corrupt, "it answered with no token"))
+    }
+}
+
+impl Wanted {
+    /// What the challenges of an answer ask for: a token, if any of them does.
+    fn read(headers: &HeaderMap) -> Self {
+        let challenges = headers.get_all(WWW_AUTHENTICATE).iter();
+        let mut wanted = Self::Nothing;
+        for challenge in challenges.filter_map(|challenge| challenge.to_str().ok()) {
+            match TokenServer::read(challenge) {
+                Some(server) => return Self::Token(server),
+                None => wanted = Self::Password,
+            }
+        }
+        wanted
+    }
+}
+
+impl TokenServer {
+    /// Where a challenge sends for tokens, if it does.
+    fn read(challenge: &str) -> Option<Self> {
+        let challenges = parse_challenges(challenge).ok()?;
+        let is_bearer = |it: &&ChallengeRef<'_>| it.scheme.eq_ignore_ascii_case("bearer");
+        let bearer = challenges.iter().find(is_bearer)?;
+        let parameter = |name: &str| {
+            let mut all = bearer.params.iter();
+            all.find(|(key, _)| key.eq_ignore_ascii_case(name))
+                .map(|(_, value)| value.to_unescaped())
+        };
+        let realm = Url::parse(&parameter("realm")?).ok()?;
+        let is_web = matches!(realm.scheme(), "https" | "http");
+        is_web.then(|| Self { realm, service: parameter("service").unwrap_or_default() })
+    }
+
+    /// Whether credentials for the registry `name` may be sent there: encrypted, to this very machine,
+    /// or in clear where the user wants that of this registry.
+    fn may_have_secrets(&self, name: &Name) -> bool {
+        let host = self.realm.host_str().unwrap_or_default();
+        self.realm.scheme() == "https" || name.is_plain() && (is_loopback(host) || !name.is_local())
+    }
+
+    /// Where it is, short enough for an error.
+    fn shown(&self) -> String {
+        self.realm.origin().ascii_serialization().chars().take(SHOWN_MAX).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use reqwest::header::{HeaderMap, HeaderValue, WWW_AUTHENTICATE};
+
+    use super::{Name, TokenServer, Wanted};
+
+    #[test]
+    fn a_registry_says_which_credentials_it_wants() {
+        let read = |challenges: &[&str]| {
+            let mut headers = HeaderMap::new();
+            for challenge in challenges {
+                headers.append(WWW_AUTHENTICATE, HeaderValue::from_str(challenge).unwrap());
+            }
+            Wanted::read(&headers)
+        };
+        let challenge = r#"Basic realm="x", bearer Realm="https://r.example/token",service="a\"b""#;
+        let realm = "https://r.example/token".parse().unwrap();
+        let there = Wanted::Token(TokenServer { realm, service: "a\"b".to_owned() });
+        assert_eq!(read(&[challenge]), there);
+        assert_eq!(read(&["Basic realm=\"x\"", challenge]), there);
+        assert_eq!(read(&[]), Wanted::Nothing);
+        for none in [
+            "Basic realm=\"x\"",
+            "Bearer service=\"x\"",
+            "Bearer",
+            "",
+            r#"Bearer realm="file:///etc/passwd""#,
+        ] {
+            assert_eq!(read(&[none]), Wanted::Password, "{none}");
+        }
+    }
+
+    #[test]
+    fn credentials_go_in_clear_only_where_the_user_or_the_machine_says_so() {
+        for (name, realm, may) in [
+            ("oci://r.example/a", "https://auth.example/token", true),
+            ("oci://r.example/a", "http://r.example/token", false),
+            ("oci://r.example/a", "http://127.0.0.1/token", false),
+            ("oci://127.evil.example/a", "http://127.evil.example/token", false),
+            ("oci+http://r.example/a", "http://auth.example/token", true),
+            ("oci://localhost:5000/a", "http://127.0.0.1:5001/token", true),
+            ("oci://localhost:5000/a", "http://[::1]:5001/token", true),
+            ("oci://127.0.0.1:5000/a", "http://localhost/token", true),
+            ("oci://127.0.0.1:5000/a", "http://auth.example/token", false),
+            ("oci://127.0.0.1:5000/a", "https://auth.example/token", true),
+        ] {
+            let name = Name::parse(name).unwrap().unwrap();
+            let server = TokenServer { realm: realm.parse().unwrap(), service: String::new() };
+            assert_eq!(server.may_have_secrets(&name), may, "{name} {realm}");
+        }
+    }
+}
