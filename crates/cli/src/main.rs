@@ -4,6 +4,7 @@
 //!   args ──► commands::<verb> ──► burgeon-image, burgeon-source      build, list, inspect, verify, …
 //!                             ──► burgeon-daemon's client            mount, umount, status, …
 //!        ──► __supervise, __serve, __prepare: the daemon's own processes, which re-run this program
+//!            __probe: for tests, what those can still do
 //! ```
 //!
 //! With `--json`, standard output carries exactly one JSON document, also when the command fails.
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
             Some("__supervise") => return burgeon_daemon::supervise(path),
             Some("__serve") => return burgeon_daemon::serve_forever(path),
             Some("__prepare") => return burgeon_daemon::prepare_process(rest),
+            Some("__probe") => return probe(rest),
             _ => {}
         }
     }
@@ -58,6 +60,21 @@ fn main() -> ExitCode {
             exit::code_of(&e)
         }
         _ => code,
+    }
+}
+
+/// `burgeon __probe ROLE FOLDER`, for tests: prints what the role can still do, a line each.
+fn probe(arguments: &[std::ffi::OsString]) -> ExitCode {
+    let [role, folder] = arguments else { return ExitCode::from(2) };
+    match burgeon_daemon::roles::probe(&role.to_string_lossy(), folder.as_ref()) {
+        Ok(can) => {
+            can.iter().for_each(|what| println!("{what}"));
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("burgeon: {error}");
+            ExitCode::FAILURE
+        }
     }
 }
 

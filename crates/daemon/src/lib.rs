@@ -35,6 +35,7 @@ mod plumbing;
 mod prepared;
 mod profile;
 pub mod protocol;
+pub mod roles;
 pub mod roots;
 mod seen;
 mod server;

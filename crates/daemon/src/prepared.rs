@@ -38,6 +38,7 @@ use crate::{
     images,
     paths::StateDir,
     protocol::{Failure, MountRequest},
+    roles,
     start::this_program,
     writes::{RECORD_FORMAT, Record},
 };
@@ -435,13 +436,15 @@ const ONLY_MAP: &str = "map";
 /// The whole life of the process `burgeon __prepare STORE DIGEST FOLDER VIRTUAL-BYTES`, or with
 /// `map` in the place of the bytes.
 pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
-    let prepared = match arguments {
+    // The supervisor must not be ended for memory that a manifest of others takes.
+    let accepted = burgeon_sandbox::accept_the_oom_killer();
+    let prepared = accepted.and_then(|()| match arguments {
         [store, digest, folder, wanted] => prepare_here(store, digest, folder.as_ref(), wanted),
         _ => Err(Error::new(
             ErrorKind::Invalid,
             "__prepare takes a store, a digest, a folder and a size",
         )),
-    };
+    });
     match prepared {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
@@ -461,6 +464,9 @@ fn prepare_here(
     let digest: Digest = digest.to_string_lossy().parse()?;
     let limits = Limits::default();
     bound_memory(limits.bytes_max);
+    // It names the boot, which nothing in the sandbox can be asked for.
+    let ready = Ready::now(&store);
+    roles::preparing(&store, folder).enter()?;
     if wanted == ONLY_MAP {
         let open = Store::open(&store, &Access::from_env())?;
         return burgeon_image::prepare_map(&open, &digest, folder, &limits, bound_memory);
@@ -480,5 +486,5 @@ fn prepare_here(
         bound_memory,
         || println!("{MAPPED}"),
     )?;
-    files::publish_json(&folder.join("ready.json"), &Ready::now(&store))
+    files::publish_json(&folder.join("ready.json"), &ready)
 }

@@ -60,6 +60,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("burgeon-oci", &["burgeon-source", "burgeon-layer", "burgeon-image", "burgeon-block"]),
     ("burgeon-volume", &["burgeon-block", "burgeon-image"]),
     ("burgeon-frontend", &["burgeon-block"]),
+    ("burgeon-sandbox", &["burgeon-block"]),
     (
         "burgeon-daemon",
         &[
@@ -69,11 +70,19 @@ const ARROWS: &[(&str, &[&str])] = &[
             "burgeon-source",
             "burgeon-volume",
             "burgeon-frontend",
+            "burgeon-sandbox",
         ],
     ),
     (
         "burgeon",
-        &["burgeon-daemon", "burgeon-oci", "burgeon-block", "burgeon-image", "burgeon-source"],
+        &[
+            "burgeon-daemon",
+            "burgeon-oci",
+            "burgeon-block",
+            "burgeon-image",
+            "burgeon-sandbox",
+            "burgeon-source",
+        ],
     ),
     (
         "simulator",

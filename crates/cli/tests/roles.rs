@@ -1,0 +1,132 @@
+//! What each process can still do once it is in its sandbox, tried by the process itself.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    process::{Child, Command, Stdio},
+};
+
+/// What the process of `role` was allowed of what `__probe` tries.
+fn allowed(role: &str) -> BTreeSet<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_burgeon"))
+        .args(["__probe", role])
+        .arg(folder.path())
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{role}: {:?} {errors}", output.status);
+    String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
+}
+
+/// The same of a sandbox, without the word that says whether the kernel has Landlock.
+fn allowed_in(role: &str) -> BTreeSet<String> {
+    let mut allowed = allowed(role);
+    // Every kernel that the tests know has it.
+    assert!(allowed.remove("landlock"), "{role}: Landlock guards no files");
+    allowed
+}
+
+fn names(names: &[&str]) -> BTreeSet<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+/// A probe that cannot succeed would prove nothing.
+#[test]
+fn everything_that_is_tried_works_outside_a_sandbox() {
+    let all = [
+        "execve",
+        "ptrace",
+        "mount",
+        "connect",
+        "read",
+        "write",
+        "io_uring",
+        "io_uring connect",
+        "io_uring read",
+    ];
+    assert_eq!(allowed("nothing"), names(&all));
+}
+
+#[test]
+fn a_process_that_prepares_an_image_can_do_nothing_else() {
+    assert_eq!(allowed_in("preparing"), names(&[]));
+}
+
+/// It fetches from a bucket, a web server or a registry.
+#[test]
+fn a_process_that_prepares_an_image_of_a_remote_store_has_the_network_alone() {
+    assert_eq!(allowed_in("preparing-remote"), names(&["connect"]));
+}
+
+/// What `/proc/PID/status` of a process says of its sandbox, the same for all of its threads.
+fn status(pid: u32, field: &str) -> String {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let values: BTreeSet<String> = tasks
+        .map(|task| {
+            let text = fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+            let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+            line.unwrap().trim().to_owned()
+        })
+        .collect();
+    assert_eq!(values.len(), 1, "{field} differs from thread to thread: {values:?}");
+    values.into_iter().next().unwrap()
+}
+
+/// Waits until `good`, which depends on another process.
+fn wait_until(what: &str, good: impl FnMut() -> bool) {
+    assert!(testkit::wait_until(testkit::PATIENCE, good), "still not so: {what}");
+}
+
+/// A process that ends with the test.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+const NO_CAPABILITIES: &str = "0000000000000000";
+
+/// The process that the daemon starts, as the daemon starts it, with a manifest that does not come.
+#[test]
+fn the_process_that_prepares_an_image_enters_its_sandbox() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, to) = (folder.path().join("store"), folder.path().join("to"));
+    fs::create_dir_all(store.join("manifests")).unwrap();
+    fs::create_dir(&to).unwrap();
+    let digest = "0".repeat(64);
+    let manifest = store.join("manifests").join(&digest);
+    let made = Command::new("mkfifo").arg(&manifest).status().unwrap();
+    assert!(made.success());
+    // Exempt from the OOM killer, as the supervisor is whose child it is; where that is allowed.
+    let script = "(echo -1000 > /proc/$$/oom_score_adj) 2> /dev/null; exec \"$@\"";
+    let child = Command::new("sh")
+        .args(["-c", script, "sh", env!("CARGO_BIN_EXE_burgeon"), "__prepare"])
+        .args([store.as_os_str(), digest.as_ref(), to.as_os_str(), "0".as_ref()])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut child = Ended(child);
+    let pid = child.0.id();
+    // It sleeps in `openat`, as nobody has the other end.
+    let opens = libc::SYS_openat.to_string();
+    wait_until("it opens the manifest", || {
+        let call = fs::read_to_string(format!("/proc/{pid}/syscall")).unwrap_or_default();
+        call.split(' ').next() == Some(&opens)
+    });
+    assert_eq!(status(pid, "Seccomp"), "2");
+    assert_eq!(status(pid, "NoNewPrivs"), "1");
+    assert_eq!(status(pid, "CapEff"), NO_CAPABILITIES);
+    assert_eq!(status(pid, "CapPrm"), NO_CAPABILITIES);
+    assert_eq!(status(pid, "CapBnd"), NO_CAPABILITIES);
+    let score = fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
+    assert!(!score.starts_with('-'), "{score}");
+    // Whoever opens the other end lets it go on: to an error, for a FIFO holds nothing.
+    drop(fs::File::options().write(true).open(&manifest).unwrap());
+    assert!(!child.0.wait().unwrap().success());
+}

@@ -1,0 +1,207 @@
+//! What a process can no longer do once it has opened what it needs.
+//!
+//! ```text
+//!   open source and output ─► Sandbox::enter ─► parse bytes of strangers
+//!                                │
+//!                                ├─ Landlock        files: only those named (where the kernel has it)
+//!                                ├─ capabilities    none, or the one that a role cannot do without
+//!                                ├─ no_new_privs    an executed file could give nothing back
+//!                                └─ seccomp         no execve, ptrace, mount, io_uring, …
+//! ```
+//!
+//! Root without capabilities still owns every file of uid 0, so capabilities alone protect little:
+//! Landlock is what keeps such a process out of `/etc`. seccomp does not see what io_uring does,
+//! so io_uring goes as a whole wherever nothing depends on it.
+//!
+//! Invariants, held by `tests/roles.rs` of the command:
+//! - A sandbox is entered while the process has one thread. Every part of it is a thread's own and
+//!   is inherited: a thread that was there before would stay outside.
+//! - It is entered whole or not at all. Only Landlock may be missing, on kernels without it.
+//! - Nothing can be taken back.
+
+mod capabilities;
+mod landlock;
+mod probe;
+mod seccomp;
+
+use std::{
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use rustix::thread::CapabilitySet;
+
+use self::landlock::Access;
+pub use self::probe::{Attempt, attempts};
+
+/// What a process needs after it has entered its sandbox; everything else is refused.
+#[derive(Debug)]
+pub struct Sandbox {
+    keeps: CapabilitySet,
+    network: bool,
+    rings: bool,
+    /// Each must be there.
+    files: Vec<(PathBuf, Access)>,
+    /// Each may be missing.
+    system_files: Vec<(PathBuf, Access)>,
+}
+
+/// What a name resolver and a TLS library read. Not `/etc` as a whole: `shadow` lies there, and the
+/// keys below `/etc/ssl/private`.
+const NETWORK_FILES: &[&str] = &[
+    "/etc/ca-certificates",
+    "/etc/gai.conf",
+    "/etc/host.conf",
+    "/etc/hosts",
+    "/etc/ld.so.cache",
+    "/etc/nsswitch.conf",
+    "/etc/pki/ca-trust",
+    "/etc/pki/tls/cert.pem",
+    "/etc/pki/tls/certs",
+    "/etc/resolv.conf",
+    "/etc/services",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+    "/etc/ssl/certs",
+    "/gnu/store",
+    "/lib",
+    "/lib64",
+    "/nix/store",
+    "/usr",
+    "/var/lib/ca-certificates",
+];
+
+/// Variables that name files a TLS library or a cloud's library reads.
+const NETWORK_VARIABLES: &[&str] = &[
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AZURE_FEDERATED_TOKEN_FILE",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "GOOGLE_SERVICE_ACCOUNT",
+    "GOOGLE_SERVICE_ACCOUNT_PATH",
+    "SSL_CERT_DIR",
+    "SSL_CERT_FILE",
+];
+
+/// What the standard library reads to learn how many CPUs this process may use.
+const SYSTEM_FILES: &[&str] = &["/proc/self/cgroup", "/proc/self/mountinfo", "/sys/fs/cgroup"];
+
+impl Sandbox {
+    /// A process that computes: no file, no network, no capability.
+    pub fn computing() -> Self {
+        let mut sandbox = Self {
+            keeps: CapabilitySet::empty(),
+            network: false,
+            rings: false,
+            files: Vec::new(),
+            system_files: Vec::new(),
+        };
+        sandbox.read_if_there(SYSTEM_FILES.iter().map(PathBuf::from));
+        sandbox
+    }
+
+    /// It reads what lies at and below `path`. Of a folder of another user it keeps the capability
+    /// that this takes.
+    pub fn read(mut self, path: &Path) -> Self {
+        self.keep_for(path, CapabilitySet::DAC_READ_SEARCH);
+        self.files.push((path.to_owned(), Access::Read));
+        self
+    }
+
+    /// It reads, writes, makes and removes what lies at and below `path`. In a folder of another
+    /// user it keeps the capability that this takes.
+    pub fn write(mut self, path: &Path) -> Self {
+        self.keep_for(path, CapabilitySet::DAC_OVERRIDE);
+        self.files.push((path.to_owned(), Access::Write));
+        self
+    }
+
+    /// It reads every file of the host, whoever owns it.
+    pub fn read_everything(mut self) -> Self {
+        self.keeps |= CapabilitySet::DAC_READ_SEARCH;
+        self.files.push((PathBuf::from("/"), Access::Read));
+        self
+    }
+
+    /// It opens the device `path`, or the devices in that folder, if it is there.
+    pub fn device(mut self, path: &Path) -> Self {
+        self.system_files.push((path.to_owned(), Access::Device));
+        self
+    }
+
+    /// It connects to servers, by name and with TLS.
+    pub fn network(mut self) -> Self {
+        self.network = true;
+        self.read_if_there(NETWORK_FILES.iter().map(PathBuf::from));
+        let named = NETWORK_VARIABLES.iter().filter_map(std::env::var_os);
+        self.read_if_there(named.map(PathBuf::from).filter(|path| path.is_absolute()));
+        self
+    }
+
+    /// It uses io_uring.
+    pub fn rings(mut self) -> Self {
+        self.rings = true;
+        self
+    }
+
+    /// Gives everything else up, for ever. Says whether Landlock guards the files.
+    ///
+    /// `Invalid` while the process has more than one thread.
+    pub fn enter(self) -> Result<bool> {
+        if thread_count()? != 1 {
+            let what = "a sandbox is entered while the process has one thread";
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        // Opened while that is still allowed.
+        let landlock = landlock::Ruleset::new(self.network)?;
+        if let Some(landlock) = &landlock {
+            for (path, access) in &self.files {
+                landlock.allow(path, *access)?;
+            }
+            for (path, access) in &self.system_files {
+                match landlock.allow(path, *access) {
+                    Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+                    _ => {}
+                }
+            }
+        }
+        capabilities::keep_only(self.keeps)?;
+        rustix::thread::set_no_new_privs(true)
+            .map_err(|e| Error::io("cannot set no_new_privs", e.into()))?;
+        let guarded = landlock.is_some();
+        landlock.map_or(Ok(()), landlock::Ruleset::enter)?;
+        seccomp::enter(self.network, self.rings)?;
+        Ok(guarded)
+    }
+
+    fn read_if_there(&mut self, paths: impl IntoIterator<Item = PathBuf>) {
+        self.system_files.extend(paths.into_iter().map(|path| (path, Access::Read)));
+    }
+
+    /// The owner of a folder needs no capability for it.
+    fn keep_for(&mut self, path: &Path, capability: CapabilitySet) {
+        let own = rustix::process::geteuid().as_raw();
+        if std::fs::metadata(path).is_ok_and(|metadata| metadata.uid() != own) {
+            self.keeps |= capability;
+        }
+    }
+}
+
+/// Makes this process one that the kernel may end when memory is short: it inherits its parent's
+/// exemption, and can be started again.
+pub fn accept_the_oom_killer() -> Result<()> {
+    const SCORE: &str = "/proc/self/oom_score_adj";
+    let failed = |e| Error::io(format!("cannot set {SCORE}"), e);
+    let score = std::fs::read_to_string(SCORE).map_err(failed)?;
+    // Only a score that is higher than before can be set without CAP_SYS_RESOURCE.
+    match score.trim().starts_with('-') {
+        true => std::fs::write(SCORE, "0").map_err(failed),
+        false => Ok(()),
+    }
+}
+
+fn thread_count() -> Result<usize> {
+    let failed = |e| Error::io("cannot count the threads of this process", e);
+    Ok(std::fs::read_dir("/proc/self/task").map_err(failed)?.count())
+}

@@ -1,0 +1,92 @@
+//! Trying on this very process what a sandbox is to prevent.
+//!
+//! Harmless wherever it runs: nothing is changed, and what is opened is closed unread. Each attempt
+//! goes as far as the check for permission and no further.
+
+use std::{
+    ffi::CString,
+    fs::{File, OpenOptions},
+    io,
+    net::{SocketAddr, TcpStream},
+    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    process::{Command, Stdio},
+};
+
+use io_uring::{IoUring, opcode, squeue::Entry, types::Fd};
+
+/// A file that nobody but root may read.
+const SECRET: &str = "/etc/shadow";
+/// Nobody listens there.
+const ADDRESS: ([u8; 4], u16) = ([127, 0, 0, 1], 1);
+
+/// Something to try: its name, and whether it was allowed.
+pub type Attempt = (&'static str, fn() -> bool);
+
+/// What is tried, in this order.
+pub fn attempts() -> &'static [Attempt] {
+    &[
+        ("execve", || {
+            let mut command = Command::new("/proc/self/exe");
+            let command = command.args(["__probe", "nothing"]);
+            command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
+        }),
+        ("ptrace", || {
+            // SAFETY: no process has the number 0, which the kernel says to those who may ask.
+            let attached = unsafe { libc::ptrace(libc::PTRACE_ATTACH, 0, 0, 0) };
+            attached == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH)
+        }),
+        ("mount", || {
+            let name = c"burgeon-probe".as_ptr();
+            // SAFETY: the strings end with a zero. There is no file system of that name, which the
+            // kernel says only to those who may mount.
+            let mounted = unsafe { libc::mount(name, c"/".as_ptr(), name, 0, std::ptr::null()) };
+            mounted == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ENODEV)
+        }),
+        ("connect", || match TcpStream::connect(SocketAddr::from(ADDRESS)) {
+            Ok(_) => true,
+            Err(e) => e.kind() == io::ErrorKind::ConnectionRefused,
+        }),
+        ("read", || File::open(SECRET).is_ok()),
+        ("write", || OpenOptions::new().append(true).open(SECRET).is_ok()),
+        ("io_uring", || IoUring::new(4).is_ok()),
+        ("io_uring connect", || {
+            // SAFETY: a plain system call; what it returns is checked.
+            let socket = unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0) };
+            if socket < 0 {
+                return false;
+            }
+            // SAFETY: the kernel has just made it for us.
+            let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+            let (address, port) = ADDRESS;
+            let address = libc::sockaddr_in {
+                sin_family: libc::AF_INET as u16,
+                sin_port: port.to_be(),
+                sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(address) },
+                sin_zero: [0; 8],
+            };
+            let len = size_of::<libc::sockaddr_in>() as u32;
+            let connect =
+                opcode::Connect::new(Fd(socket.as_raw_fd()), (&raw const address).cast(), len);
+            let done = through_ring(connect.build());
+            done.is_some_and(|result| result == 0 || result == -libc::ECONNREFUSED)
+        }),
+        ("io_uring read", || {
+            let path = CString::new(SECRET).unwrap_or_default();
+            let open = opcode::OpenAt::new(Fd(libc::AT_FDCWD), path.as_ptr());
+            let opened = through_ring(open.flags(libc::O_RDONLY | libc::O_CLOEXEC).build());
+            let Some(file) = opened.filter(|result| *result >= 0) else { return false };
+            // SAFETY: the kernel has just made it for us.
+            drop(unsafe { OwnedFd::from_raw_fd(file) });
+            true
+        }),
+    ]
+}
+
+/// What the kernel answers to `entry`, whose memory outlives this call; `None` without a ring.
+fn through_ring(entry: Entry) -> Option<i32> {
+    let mut ring = IoUring::new(4).ok()?;
+    // SAFETY: the entry's memory lives until the answer is there, which is waited for.
+    unsafe { ring.submission().push(&entry) }.ok()?;
+    ring.submit_and_wait(1).ok()?;
+    ring.completion().next().map(|done| done.result())
+}
