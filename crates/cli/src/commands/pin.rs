@@ -6,7 +6,6 @@
 //! Nothing is read through the mount, so what is computed or lies on this host costs nothing.
 
 use std::{
-    fs::File,
     path::{Path, PathBuf},
     process::ExitCode,
     thread,
@@ -21,7 +20,12 @@ use burgeon_daemon::{
 };
 use serde_json::json;
 
-use super::{Context, map::Mount, prefetch::collect, umount::ask};
+use super::{
+    Context,
+    map::Mount,
+    prefetch::{collect, open_found},
+    umount::ask,
+};
 use crate::{args, output, progress::Progress};
 
 /// How often it is asked how far it is.
@@ -72,7 +76,7 @@ fn ranges(path: &Path) -> Result<Vec<(u64, u64)>> {
     let mut ranges = Vec::new();
     for (file, _) in &files {
         let failed = |e| Error::io(format!("cannot pin {}", file.display()), e);
-        ranges.extend(addresses(&File::open(file).map_err(failed)?)?);
+        ranges.extend(addresses(&open_found(file).map_err(failed)?)?);
     }
     ranges.sort_by_key(|range| range.start());
     let mut merged: Vec<ByteRange> = Vec::new();

@@ -7,7 +7,7 @@
 
 use std::{
     fs::{self, File},
-    os::unix::fs::FileExt,
+    os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{
@@ -20,7 +20,7 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
-use rustix::fs::{Advice, fadvise};
+use rustix::fs::{Advice, OFlags, fadvise};
 use serde_json::json;
 
 use super::Context;
@@ -149,6 +149,13 @@ impl Work {
     }
 }
 
+/// Opens a file that was found. Something else may have its name by now: no symlink is followed there,
+/// and no FIFO is waited for.
+pub(super) fn open_found(path: &Path) -> std::io::Result<File> {
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    File::options().read(true).custom_flags(flags.bits() as i32).open(path)
+}
+
 /// Reads a piece of a file, and lets its pages go: it is the daemon's cache that is filled.
 fn read(
     open: &mut Option<(usize, File)>,
@@ -159,7 +166,7 @@ fn read(
 ) -> std::io::Result<()> {
     let file = match open.take() {
         Some((before, file)) if before == index => file,
-        _ => File::open(path)?,
+        _ => open_found(path)?,
     };
     // A file that became shorter has less to fetch.
     let mut filled = 0;

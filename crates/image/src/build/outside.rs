@@ -4,7 +4,7 @@
 use std::{
     fs::File,
     io,
-    os::unix::fs::{FileExt, FileTypeExt, MetadataExt},
+    os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
     path::Path,
 };
 
@@ -13,6 +13,7 @@ use burgeon_block::{
 };
 use burgeon_btrfs::{Body, DATA_START, Dirent, FileExtent, Inode, Tree};
 use rayon::prelude::*;
+use rustix::fs::OFlags;
 
 use super::{
     Honours, OnProgress, Options, Progress, Report, check_options, in_place, nodes::S_IFDIR,
@@ -103,7 +104,9 @@ pub fn by_reference(
         return pool(options)?.install(|| in_place::build(store, name, &path, options, progress));
     }
     let object = in_place::object_of(&path)?;
-    let opened = File::open(&path).map_err(cannot)?;
+    // A FIFO would be waited for.
+    let flags = OFlags::NONBLOCK.bits() as i32;
+    let opened = File::options().read(true).custom_flags(flags).open(&path).map_err(cannot)?;
     let before = opened.metadata().map_err(cannot)?;
     if !before.is_file() && !before.file_type().is_block_device() {
         let what = format!("{} is no file, block device or directory", path.display());
