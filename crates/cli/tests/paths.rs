@@ -12,7 +12,7 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, kill_process};
-use testkit::{Burgeon, PATIENCE, Space, wait_until};
+use testkit::{Burgeon, OpensOf, PATIENCE, Space, wait_until};
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
 const LIMIT: [&str; 2] = ["--write-limit", "300M"];
@@ -89,4 +89,81 @@ fn a_mount_lands_on_the_directory_that_was_checked() {
     assert!(said.contains(text(&moved.join("at"))), "{said}");
     burgeon.ok(&["umount", text(&moved.join("at"))]);
     burgeon.umount(first);
+}
+
+/// An empty file system to map into.
+fn empty(space: &Space, burgeon: &Burgeon) -> PathBuf {
+    let at = space.make_folder("mapped");
+    burgeon.ok(&["create-empty", text(&at), "--writes", "w", "--write-limit", "300M"]);
+    at
+}
+
+#[test]
+fn a_tree_whose_owner_swaps_a_folder_for_a_symlink_shows_nothing_from_outside() {
+    let space = Space::new("raced-tree");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    let mounted = empty(&space, &burgeon);
+    let (tree, secrets) = (space.make_folder("tree"), space.make_folder("secrets"));
+    fs::write(secrets.join("secret"), "secret").unwrap();
+    let folders = ["one", "two"].map(|name| tree.join(name));
+    for folder in &folders {
+        fs::create_dir(folder).unwrap();
+        fs::write(folder.join("own"), "own").unwrap();
+    }
+    let to = mounted.join("tree");
+    let arguments = ["map", text(&to), "--from", text(&tree)];
+    // Both folders have been looked at when the first of them is opened; then the other is swapped.
+    let opens = OpensOf::directories(&folders);
+    let map = start(&burgeon, &arguments);
+    let first = opens.next();
+    let other = folders.iter().find(|folder| **folder != first.path()).unwrap();
+    let moved = swap(other, &secrets);
+    drop(first);
+    drop(opens);
+    let output = map.wait_with_output().unwrap();
+    let seen: Vec<_> =
+        ["one/secret", "two/secret"].iter().filter(|p| to.join(p).exists()).collect();
+    assert!(seen.is_empty(), "{seen:?} came from outside the tree: {output:?}");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("was changed while it was mapped"), "{output:?}");
+    assert!(!to.exists());
+    // With nobody about, all of it is there.
+    fs::remove_file(other).unwrap();
+    fs::rename(moved, other).unwrap();
+    burgeon.ok(&arguments);
+    for name in ["one/own", "two/own"] {
+        assert_eq!(fs::read_to_string(to.join(name)).unwrap(), "own");
+    }
+    burgeon.ok(&["umount", text(&mounted)]);
+}
+
+#[test]
+fn a_folder_that_is_made_beside_its_place_is_filled_wherever_its_name_leads() {
+    let space = Space::new("raced-target");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    let mounted = empty(&space, &burgeon);
+    let (tree, victim) = (space.make_folder("tree"), space.make_folder("victim"));
+    for number in 0..3000 {
+        fs::write(tree.join(number.to_string()), "small").unwrap();
+    }
+    // Anybody may own the folder that is mapped into, and put something else beside the place.
+    let folder = mounted.join("folder");
+    fs::create_dir(&folder).unwrap();
+    let to = folder.join("here");
+    let mut map = start(&burgeon, &["map", text(&to), "--from", text(&tree)]);
+    let mut hidden = None;
+    while hidden.is_none() && map.try_wait().unwrap().is_none() {
+        hidden = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).next();
+    }
+    let hidden = hidden.expect("the folder is made beside its place");
+    fs::rename(&hidden, folder.join("stolen")).unwrap();
+    symlink(&victim, &hidden).unwrap();
+    let output = map.wait_with_output().unwrap();
+    assert_eq!(fs::read_dir(&victim).unwrap().count(), 0, "files were made elsewhere");
+    assert!(!output.status.success(), "{output:?}");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("in the place of"), "{said}");
+    assert!(hidden.is_symlink(), "what somebody else has put there stays");
+    assert_eq!(fs::read_dir(folder.join("stolen")).unwrap().count(), 0, "half of it stays");
+    burgeon.ok(&["umount", text(&mounted)]);
 }

@@ -11,13 +11,14 @@
 //! known by its metadata device: a loop on `…/mounts/<id>/seed`.
 
 use std::{
-    fs,
+    fs::{self, File},
     os::{fd::AsRawFd, unix::fs::MetadataExt},
     path::{Path, PathBuf},
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::LoopDevice;
+use burgeon_source::beneath::link_to;
 
 use crate::{
     id::{Fsid, MountId},
@@ -29,13 +30,22 @@ const DEPTH_MAX: usize = 16;
 
 /// Refuses `path`, the user's `what`, if it lies on a mount of Burgeon.
 pub fn refuse_burgeon(path: &Path, what: &str) -> Result<()> {
+    refuse(path, path, what)
+}
+
+/// Refuses the open `file` that is `shown` to the user, if it lies on a mount of Burgeon.
+pub fn refuse_burgeon_file(file: &File, shown: &Path, what: &str) -> Result<()> {
+    refuse(&link_to(file), shown, what)
+}
+
+fn refuse(path: &Path, shown: &Path, what: &str) -> Result<()> {
     if reaches_burgeon(path, 0)? {
         return Err(Error::new(
             ErrorKind::Invalid,
             format!(
                 "{what} {} lies on a Burgeon mount, which would have to wait for itself: take a \
                  place on another file system",
-                path.display()
+                shown.display()
             ),
         ));
     }

@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     os::{
-        fd::{AsRawFd, OwnedFd},
+        fd::{AsRawFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
     path::PathBuf,
@@ -97,8 +97,17 @@ impl Client {
 
     /// Asks and waits for the answer. A [`Reply::Failed`] comes back as the error it was.
     pub fn call(&self, request: &Request) -> Result<(Reply, Vec<OwnedFd>)> {
+        self.call_with(request, &[])
+    }
+
+    /// The same, with descriptors.
+    pub fn call_with(
+        &self,
+        request: &Request,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(Reply, Vec<OwnedFd>)> {
         // Where the other end is closed, sending fails, too: only then nothing is received.
-        let sent = wire::send(&self.stream, request, &[]);
+        let sent = wire::send(&self.stream, request, fds);
         let answer = match sent {
             Ok(()) => wire::receive(&self.stream)?,
             Err(e) => match wire::receive::<Reply>(&self.stream) {

@@ -53,7 +53,7 @@ pub mod writes;
 
 pub use built::{honoured, remember_built};
 pub use burgeon_frontend::{btrfs_mount::attach, extents, reflink};
-pub use chain::{btrfs_fsid, is_burgeon_mount, refuse_burgeon};
+pub use chain::{btrfs_fsid, is_burgeon_mount, refuse_burgeon, refuse_burgeon_file};
 pub use client::Client;
 pub use id::{Fsid, MountId};
 pub(crate) use log::log_line;

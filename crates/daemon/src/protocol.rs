@@ -145,6 +145,10 @@ pub struct MapRequest {
     pub origin: String,
     /// At most [`CONTENTS_MAX`].
     pub contents: Vec<MapContent>,
+    /// The absolute path of the directory that the files of [`MapContent::File`] lie in; what the client
+    /// has open there is on this message.
+    #[serde(default)]
+    pub tree: Option<PathBuf>,
     /// What the client's environment says about using stores; secret.
     #[serde(default)]
     pub access: Access,
@@ -166,12 +170,18 @@ pub enum MapContent {
     },
     /// All of a local file that is not empty.
     File {
-        /// Its absolute path.
+        /// Its path in the request's tree; absolute if there is none.
         path: PathBuf,
         /// What the client sees there, to find out whether the daemon sees the same.
         inode: u64,
         /// Its size in bytes.
         size: u64,
+        /// The number of its file system.
+        #[serde(default)]
+        device: Option<u64>,
+        /// When it was last changed: seconds and nanoseconds.
+        #[serde(default)]
+        changed: Option<(i64, i64)>,
     },
     /// All lazy data of an image.
     Image {

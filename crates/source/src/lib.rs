@@ -16,6 +16,7 @@
 //! folder; no object outside the store is opened unless the caller allowed it.
 
 mod access;
+pub mod beneath;
 mod body;
 mod computed;
 mod derived;

@@ -1,7 +1,10 @@
 use std::{
     fs::{File, Metadata},
     io,
-    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{FileExt, FileTypeExt, MetadataExt},
+    },
     path::{Path, PathBuf},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -10,9 +13,12 @@ use burgeon_block::{
     BLOCK_SIZE, BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, Result,
 };
 use bytes::Bytes;
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags};
 
-use crate::{blocking, check_len, too_short};
+use crate::{
+    beneath::{open_again, open_without_symlinks},
+    blocking, check_len, too_short,
+};
 
 /// Two changes of a file within this time may leave one and the same change time: kernels count
 /// it in ticks of at most 10 ms.
@@ -43,13 +49,20 @@ impl Reference {
     }
 
     /// The object of the regular file at the absolute `path`, and what tells its present state
-    /// from every later one. Waits up to 20 ms if the file has just been changed: only then will
-    /// the next change have another time.
+    /// from every later one.
     pub fn identify(path: &Path) -> Result<(ObjectId, FileIdentity)> {
+        let failed = |error| Error::io(format!("cannot look at {}", path.display()), error);
+        let file = open_without_symlinks(path, OFlags::PATH).map_err(failed)?;
+        Self::identify_open(path, &file.into())
+    }
+
+    /// The same of a `file` that was opened, if only to look at it, and lies at `path`. Waits up to
+    /// 20 ms if the file has just been changed: only then will the next change have another time.
+    pub fn identify_open(path: &Path, file: &File) -> Result<(ObjectId, FileIdentity)> {
         let object = Self::object(path)?;
         let look = || {
             let failed = |error| Error::io(format!("cannot look at {}", path.display()), error);
-            let metadata = std::fs::metadata(path).map_err(failed)?;
+            let metadata = file.metadata().map_err(failed)?;
             if metadata.is_file() {
                 return Ok(identity(&metadata));
             }
@@ -68,7 +81,10 @@ impl Reference {
     pub fn read_now(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         let path = path_of(object)?;
         let failed = |error| Error::io(format!("cannot read {}", path.display()), error);
-        self.read_from(&open(&path).map_err(failed)?, object, range)
+        // An image's digests tell what is not what it was, so a folder may have moved meanwhile.
+        let found = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+        let file = found.map_err(io::Error::from).and_then(read_only).map_err(failed)?;
+        self.read_from(&file, object, range)
     }
 
     /// The same with the state of the file that they are of.
@@ -79,7 +95,9 @@ impl Reference {
     ) -> Result<(FileIdentity, Bytes)> {
         let path = path_of(object)?;
         let failed = |error| Error::io(format!("cannot read {}", path.display()), error);
-        let file = open(&path).map_err(failed)?;
+        // Identities can be made up, by a file system of the user's own: no way around by symlinks.
+        let found = open_without_symlinks(&path, OFlags::PATH);
+        let file = found.and_then(read_only).map_err(failed)?;
         let look = || file.metadata().map(|metadata| identity(&metadata)).map_err(failed);
         let before = look()?;
         let bytes = self.read_from(&file, object, range)?;
@@ -147,14 +165,20 @@ fn path_of(object: &ObjectId) -> Result<PathBuf> {
     }
 }
 
-fn open(path: &Path) -> io::Result<File> {
-    let open = |flags: OFlags| {
-        let flags = (flags | OFlags::CLOEXEC | OFlags::NONBLOCK).bits() as i32;
-        File::options().read(true).custom_flags(flags).open(path)
-    };
-    match open(OFlags::DIRECT) {
+/// Opens for reading what was `found`, if it is a file or a block device: opening anything else may
+/// wait, or do something.
+fn read_only(found: OwnedFd) -> io::Result<File> {
+    let found = File::from(found);
+    let kind = found.metadata()?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
+        let what = "it is neither a file nor a block device now";
+        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+    }
+    match open_again(&found, OFlags::DIRECT) {
         // tmpfs before 6.6, and some network file systems, have no direct I/O.
-        Err(error) if error.kind() == io::ErrorKind::InvalidInput => open(OFlags::empty()),
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+            open_again(&found, OFlags::empty())
+        }
         result => result,
     }
 }

@@ -26,6 +26,7 @@ mod layers;
 mod machine;
 mod measure;
 mod net;
+mod opens;
 mod pattern;
 mod rings;
 mod rng;
@@ -50,6 +51,7 @@ pub use net::{
     Certificate, Fault, Link, Proxy, ReferrerLists, Registry, RegistryOptions, S3, Shape,
     TokenGate, WebServer,
 };
+pub use opens::{OpensOf, WaitingOpen};
 pub use pattern::{AlignedBlock, Pattern};
 pub use rings::FuseRings;
 pub use rng::Rng;

@@ -11,14 +11,12 @@ mod local;
 mod tree;
 
 use std::{
+    ffi::OsString,
     fmt::Display,
     fs::{self, File, Permissions},
     io,
     ops::AddAssign,
-    os::{
-        fd::AsRawFd,
-        unix::fs::{OpenOptionsExt, PermissionsExt},
-    },
+    os::{fd::BorrowedFd, unix::fs::PermissionsExt},
     path::{Path, PathBuf},
     process::ExitCode,
     time::Instant,
@@ -31,10 +29,14 @@ use burgeon_daemon::{
     protocol::{MapContent, MapRequest, MappingStatus, MountStatus, Reply, Request},
     reflink::{clone_blocks, make_nodatasum},
 };
-use burgeon_source::Access;
-use rustix::fs::{AtFlags, CWD, OFlags, linkat};
+use burgeon_source::{
+    Access,
+    beneath::{link_to, open_without_symlinks},
+};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, linkat, openat, statat};
 use serde_json::json;
 
+use self::local::Local;
 use super::{Context, need_mount_privilege, umount::mount_of};
 use crate::{args, output};
 
@@ -51,14 +53,10 @@ pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
     }
     need_mount_privilege("map")?;
     let target = Target::new(&args.target)?;
-    let mount = Mount::of(context, &target.folder)?;
+    let mount = Mount::of_folder(context, &target.folder)?;
     let (mapped, notes) = match (&args.from, &args.computed, args.size) {
         (Some(from), ..) => match fs::canonicalize(from) {
-            Ok(from) => {
-                // Asked here, too: the daemon may not see what is mounted in this namespace.
-                burgeon_daemon::refuse_burgeon(&from, "what is to be mapped")?;
-                (local::map(&mount, &target, &from)?, Vec::new())
-            }
+            Ok(from) => (local::map(&mount, &target, Local::open(&from)?)?, Vec::new()),
             Err(e) if e.kind() == io::ErrorKind::NotFound && from.is_relative() => {
                 image::map(context, &mount, &target, image::Named::find(context, from)?)?
             }
@@ -103,10 +101,13 @@ struct Addresses {
     notes: Vec<String>,
 }
 
-/// A path where nothing is, in a folder that is there.
+/// A path where nothing is, in a folder that is there. The folder may be somebody else's: it is opened
+/// once, and everything is made and named in what was opened.
 struct Target {
     path: PathBuf,
-    folder: PathBuf,
+    folder: File,
+    /// The name in it.
+    name: OsString,
 }
 
 impl Target {
@@ -116,14 +117,20 @@ impl Target {
             let message = format!("{} is no place for a file", path.display());
             return Err(Error::new(ErrorKind::Invalid, message).into());
         };
-        let folder = fs::canonicalize(parent).map_err(|e| {
-            Error::io(format!("cannot map to {}: make its folder first", path.display()), e)
-        })?;
-        let path = folder.join(name);
-        if path.symlink_metadata().is_ok() {
-            return Err(exists(&path).into());
+        let failed =
+            |e| Error::io(format!("cannot map to {}: make its folder first", path.display()), e);
+        let folder = fs::canonicalize(parent).map_err(failed)?;
+        let opened = open_without_symlinks(&folder, OFlags::DIRECTORY).map_err(failed)?;
+        let target = Self { path: folder.join(name), folder: opened.into(), name: name.to_owned() };
+        if statat(&target.folder, &target.name, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
+            return Err(exists(&target.path).into());
         }
-        Ok(Self { path, folder })
+        Ok(target)
+    }
+
+    /// The path of something below it, for people.
+    fn shown(&self, path: &Path) -> PathBuf {
+        if path.as_os_str().is_empty() { self.path.clone() } else { self.path.join(path) }
     }
 }
 
@@ -140,12 +147,27 @@ impl Mount {
         Ok(Self { client, id })
     }
 
-    /// Gives `contents` addresses, one after another.
-    fn map(&self, label: &Path, origin: &str, contents: Vec<MapContent>) -> Result<Addresses> {
+    /// The mount that the open `folder` is in.
+    fn of_folder(context: &Context, folder: &File) -> Result<Self> {
+        Self::of(context, &link_to(folder))
+    }
+
+    /// Gives `contents` addresses, one after another. Files of a `tree` lie in it: its path, and what
+    /// is open there.
+    fn map(
+        &self,
+        label: &Path,
+        origin: &str,
+        contents: Vec<MapContent>,
+        tree: Option<(&Path, BorrowedFd<'_>)>,
+    ) -> Result<Addresses> {
         let (label, origin) = (label.to_string_lossy().into_owned(), origin.to_owned());
         let access = Access::from_env();
-        let request = MapRequest { id: self.id, label, origin, contents, access };
-        let (reply, mut fds) = self.client.call(&Request::Map(request))?;
+        let (path, fd) = tree.unzip();
+        let path = path.map(Path::to_owned);
+        let request = MapRequest { id: self.id, label, origin, contents, tree: path, access };
+        let request = Request::Map(request);
+        let (reply, mut fds) = self.client.call_with(&request, fd.as_slice())?;
         match (reply, fds.pop()) {
             (Reply::Mapped { start, notes }, Some(area)) => {
                 Ok(Addresses { start, area: area.into(), notes })
@@ -160,9 +182,9 @@ fn computed(mount: &Mount, target: &Target, name: &str, size: u64) -> Result<Map
         let message = "--size 0: a file without content needs no mapping";
         return Err(Error::new(ErrorKind::Invalid, message).into());
     }
-    let file = unnamed(&target.folder, true)?;
+    let file = unnamed(target, true)?;
     let content = MapContent::Computed { name: name.to_owned(), len: size };
-    let given = mount.map(&target.path, &format!("computed {name}"), vec![content])?;
+    let given = mount.map(&target.path, &format!("computed {name}"), vec![content], None)?;
     clone(&given.area, given.start, &file, 0, size.next_multiple_of(BLOCK_SIZE))?;
     if !size.is_multiple_of(BLOCK_SIZE) {
         // btrfs reads the last block, and keeps its part that belongs to the file as a local one.
@@ -171,7 +193,7 @@ fn computed(mount: &Mount, target: &Target, name: &str, size: u64) -> Result<Map
     }
     let set = file.set_permissions(Permissions::from_mode(0o644));
     set.map_err(|e| Error::io("cannot set the mode of a mapped file", e))?;
-    name_it(&file, &target.path)?;
+    name_it(&file, target)?;
     Ok(Mapped { files: 1, bytes: size })
 }
 
@@ -180,16 +202,12 @@ fn no_file(shown: impl Display) -> anyhow::Error {
     Error::new(ErrorKind::Invalid, message).into()
 }
 
-/// A new file of no name, that will be in `folder`, to be cloned to if it is `mapped`.
-fn unnamed(folder: &Path, mapped: bool) -> Result<File> {
-    let failed = |e| Error::io(format!("cannot make a file in {}", folder.display()), e);
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .custom_flags(OFlags::TMPFILE.bits() as i32)
-        .mode(0o600)
-        .open(folder)
-        .map_err(failed)?;
+/// A new file of no name, that will be at `target`, to be cloned to if it is `mapped`.
+fn unnamed(target: &Target, mapped: bool) -> Result<File> {
+    let failed = |e| Error::io(format!("cannot make {}", target.path.display()), e);
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = openat(&target.folder, ".", flags, Mode::RUSR | Mode::WUSR);
+    let file = File::from(file.map_err(|e| failed(e.into()))?);
     tree::forget_acls(&file).map_err(failed)?;
     if mapped {
         make_nodatasum(&file)?;
@@ -204,11 +222,11 @@ fn clone(area: &File, start: u64, file: &File, to: u64, len: u64) -> Result<()> 
     Ok(clone_blocks(area, blocks, file, to)?)
 }
 
-fn name_it(file: &File, path: &Path) -> Result<()> {
-    let unnamed = format!("/proc/self/fd/{}", file.as_raw_fd());
-    linkat(CWD, unnamed, CWD, path, AtFlags::SYMLINK_FOLLOW).map_err(|errno| match errno {
-        rustix::io::Errno::EXIST => exists(path).into(),
-        errno => Error::io(format!("cannot name {}", path.display()), errno.into()).into(),
+fn name_it(file: &File, target: &Target) -> Result<()> {
+    let (from, flags) = (link_to(file), AtFlags::SYMLINK_FOLLOW);
+    linkat(CWD, from, &target.folder, &target.name, flags).map_err(|errno| match errno {
+        rustix::io::Errno::EXIST => exists(&target.path).into(),
+        errno => Error::io(format!("cannot name {}", target.path.display()), errno.into()).into(),
     })
 }
 

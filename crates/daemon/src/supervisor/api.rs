@@ -2,7 +2,7 @@
 
 use std::{
     os::{
-        fd::AsFd,
+        fd::{AsFd, OwnedFd},
         unix::net::{UnixListener, UnixStream},
     },
     sync::{
@@ -70,8 +70,8 @@ impl Supervisor {
         stream.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
         let mut recorded = None;
         let ended = loop {
-            let request = match wire::receive::<Request>(stream) {
-                Ok(Some((request, _))) => request,
+            let (request, fds) = match wire::receive::<Request>(stream) {
+                Ok(Some(request)) => request,
                 Ok(None) => break Ok(()),
                 Err(e) => break Err(e),
             };
@@ -80,7 +80,7 @@ impl Supervisor {
                 Request::Recorded { .. } => recorded = None,
                 _ => {}
             }
-            if let Err(e) = self.answer(stream, request) {
+            if let Err(e) = self.answer(stream, request, fds) {
                 break Err(e);
             }
         };
@@ -90,7 +90,12 @@ impl Supervisor {
         ended
     }
 
-    fn answer(self: &Arc<Self>, stream: &UnixStream, request: Request) -> Result<()> {
+    fn answer(
+        self: &Arc<Self>,
+        stream: &UnixStream,
+        request: Request,
+        fds: Vec<OwnedFd>,
+    ) -> Result<()> {
         let refused = |e: Error| Reply::Failed(e.into());
         let reply = match request {
             Request::Mount(request) => match self.mount(*request) {
@@ -103,7 +108,7 @@ impl Supervisor {
                 }
                 Err(e) => refused(e),
             },
-            Request::Map(request) => match self.map(&request) {
+            Request::Map(request) => match self.map(&request, fds.into_iter().next()) {
                 Ok((start, notes, area)) => {
                     return wire::send(stream, &Reply::Mapped { start, notes }, &[area.as_fd()]);
                 }

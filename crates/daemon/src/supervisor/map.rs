@@ -4,12 +4,18 @@
 //!   Map ─► images: kept ─► the map is appended to, durably ─► the server sees it
 //!       ─► address, the area's file ─► client, which clones in its own namespace
 //! ```
+//! Files of this host come as names in a directory that the client has open. They are looked up in that
+//! directory, no symlink is followed, and each has to be the file that the client has seen.
 //! A client that dies before it clones has used up addresses, and nothing else.
 
 use std::{
+    borrow::Cow,
     collections::HashSet,
-    fs::File,
-    os::{fd::AsRawFd, unix::fs::MetadataExt},
+    fs::{File, Metadata},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
     path::{Path, PathBuf},
 };
 
@@ -17,7 +23,11 @@ use burgeon_block::{ByteRange, Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_btrfs::VIRTUAL_FILE;
 use burgeon_frontend::btrfs_mount::{self, Btrfs};
 use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, MappingInfo, Source};
-use burgeon_source::{Access, Location, Reference};
+use burgeon_source::{
+    Access, Location, Reference,
+    beneath::{open_beneath, open_without_symlinks},
+};
+use rustix::fs::OFlags;
 
 use super::{Supervisor, revive::writable_device, table::MountRecord};
 use crate::{
@@ -40,7 +50,11 @@ const LISTED_MAX: usize = 400;
 impl Supervisor {
     /// Maps what is asked for: where it begins in the area's file, what the user should know, and
     /// that file.
-    pub(super) fn map(&self, request: &MapRequest) -> Result<(u64, Vec<String>, File)> {
+    pub(super) fn map(
+        &self,
+        request: &MapRequest,
+        tree: Option<OwnedFd>,
+    ) -> Result<(u64, Vec<String>, File)> {
         let (record, folder) = self.area(request.id)?;
         if request.contents.len() > CONTENTS_MAX {
             let message = format!("more than {CONTENTS_MAX} files cannot be mapped at once");
@@ -49,7 +63,8 @@ impl Supervisor {
         // Before anything is written: what can fail here leaves nothing.
         ExtentMap::check(&folder).map_err(|e| lost(&record, &folder, e))?;
         let area = open_area(&record)?;
-        let mut sources = Sources::new(&self.state, &folder, request);
+        let tree = request.tree.as_deref().map(|path| own_tree(path, tree)).transpose()?;
+        let mut sources = Sources::new(&self.state, &folder, request, tree);
         let contents = request.contents.iter();
         let extents = contents.map(|wanted| sources.content(wanted)).collect::<Result<_>>()?;
         let notes = sources.notes;
@@ -146,14 +161,21 @@ struct Sources<'a> {
     /// The folder of the area's map.
     area: &'a Path,
     request: &'a MapRequest,
+    /// The tree that files lie in, as this process sees it.
+    tree: Option<File>,
     /// Numbers of devices that are not Burgeon's.
     foreign: HashSet<u64>,
     notes: Vec<String>,
 }
 
 impl<'a> Sources<'a> {
-    fn new(state: &'a StateDir, area: &'a Path, request: &'a MapRequest) -> Self {
-        Self { state, area, request, foreign: HashSet::new(), notes: Vec::new() }
+    fn new(
+        state: &'a StateDir,
+        area: &'a Path,
+        request: &'a MapRequest,
+        tree: Option<File>,
+    ) -> Self {
+        Self { state, area, request, tree, foreign: HashSet::new(), notes: Vec::new() }
     }
 
     fn content(&mut self, wanted: &MapContent) -> Result<Content> {
@@ -165,7 +187,11 @@ impl<'a> Sources<'a> {
                 burgeon_source::Computed.bytes(&object, nothing)?;
                 Source::Computed(object)
             }
-            MapContent::File { path, inode, size } => self.file(path, *inode, *size)?,
+            MapContent::File { path, inode, size, device, changed } => {
+                let seen =
+                    SeenFile { inode: *inode, size: *size, device: *device, changed: *changed };
+                self.file(path, &seen)?
+            }
             MapContent::Image { digest, store, store_seen, len } => {
                 self.image(&digest.0, store.as_ref(), *store_seen, *len)?
             }
@@ -173,28 +199,73 @@ impl<'a> Sources<'a> {
         Ok(Content { source, offset: 0, len: wanted.len() })
     }
 
-    fn file(&mut self, path: &Path, inode: u64, size: u64) -> Result<Source> {
-        let metadata = std::fs::metadata(path)
-            .map_err(|e| Error::io(format!("the daemon cannot see {}", path.display()), e))?;
+    /// A file by its path in the tree, or by an absolute one. The server will open it by its path:
+    /// it has to be the file that the client has seen, for this process, too.
+    fn file(&mut self, path: &Path, seen: &SeenFile) -> Result<Source> {
+        let (opened, path) = match (&self.tree, &self.request.tree) {
+            (Some(tree), Some(root)) => {
+                (open_beneath(tree, path, OFlags::PATH), Cow::Owned(root.join(path)))
+            }
+            _ => (open_without_symlinks(path, OFlags::PATH), Cow::Borrowed(path)),
+        };
+        let failed = |e| Error::io(format!("the daemon cannot see {}", path.display()), e);
+        let file = File::from(opened.map_err(failed)?);
+        let metadata = file.metadata().map_err(failed)?;
+        if !seen.is(&metadata) {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "{} is another file for the daemon (inode {}, {} bytes): it was changed just now, or \
+                     is on a mount that was made after the daemon was started",
+                    path.display(),
+                    metadata.ino(),
+                    metadata.len()
+                ),
+            ));
+        }
         if !self.foreign.contains(&metadata.dev()) {
-            chain::refuse_burgeon(path, "a file to be mapped")?;
+            chain::refuse_burgeon_file(&file, &path, "a file to be mapped")?;
             self.foreign.insert(metadata.dev());
         }
-        let (object, identity) = Reference::identify(path)?;
-        if (identity.inode, identity.size) == (inode, size) {
-            return Ok(Source::File { object, identity });
-        }
-        Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "{} is another file for the daemon (inode {}, {} bytes): it was changed just now, or is \
-                 on a mount that was made after the daemon was started",
-                path.display(),
-                identity.inode,
-                identity.size
-            ),
-        ))
+        let (object, identity) = Reference::identify_open(&path, &file)?;
+        Ok(Source::File { object, identity })
     }
+}
+
+/// What a client has seen of a file.
+struct SeenFile {
+    inode: u64,
+    size: u64,
+    device: Option<u64>,
+    changed: Option<(i64, i64)>,
+}
+
+impl SeenFile {
+    fn is(&self, now: &Metadata) -> bool {
+        let changed = (now.ctime(), now.ctime_nsec());
+        (self.inode, self.size) == (now.ino(), now.len())
+            && self.device.is_none_or(|device| device == now.dev())
+            && self.changed.is_none_or(|then| then == changed)
+    }
+}
+
+/// Opens the tree at `path`, which is the client's `theirs`: what is mounted in the client's namespace
+/// alone, or lies there by now, is another one.
+fn own_tree(path: &Path, theirs: Option<OwnedFd>) -> Result<File> {
+    let failed = |e| Error::io(format!("the daemon cannot see {}", path.display()), e);
+    let own = open_without_symlinks(path, OFlags::PATH | OFlags::DIRECTORY).map_err(failed)?;
+    let own = File::from(own);
+    let identity = |file: &File| file.metadata().map(|m| (m.dev(), m.ino())).map_err(failed);
+    let theirs = theirs.map(|fd| identity(&fd.into())).transpose()?;
+    if theirs == Some(identity(&own)?) {
+        return Ok(own);
+    }
+    let message = format!(
+        "{} is another directory for the daemon: it was changed just now, or is on a mount that was \
+         made after the daemon was started",
+        path.display()
+    );
+    Err(Error::new(ErrorKind::Invalid, message))
 }
 
 impl Sources<'_> {

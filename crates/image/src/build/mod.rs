@@ -32,7 +32,7 @@ use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectStore, Result};
 use burgeon_btrfs::Body;
 use rustix::fs::StatVfsMountFlags;
 
-pub use self::xattrs::{Xattrs, of_path as xattrs_of};
+pub use self::xattrs::{Xattrs, of_link as xattrs_of};
 pub use self::{
     assemble::Origin,
     outside::{Pattern, by_reference, computed},

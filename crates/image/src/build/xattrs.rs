@@ -7,17 +7,18 @@ use std::{
 };
 
 use rustix::{
-    fs::{fgetxattr, flistxattr, lgetxattr, llistxattr},
+    fs::{fgetxattr, flistxattr, getxattr, lgetxattr, listxattr, llistxattr},
     io::Errno,
 };
 
 /// Names and values, sorted by name.
 pub type Xattrs = Vec<(Box<[u8]>, Box<[u8]>)>;
 
-/// Those of a file of any type that belong to the tree, not to the file system that it lies on.
-pub fn of_path(path: &Path) -> std::io::Result<Xattrs> {
-    let xattrs = collect(|buf| llistxattr(path, buf), |name, buf| lgetxattr(path, name, buf));
-    Ok(xattrs?)
+/// Those of an open file of any type that belong to the tree, not to the file system that it lies
+/// on. `link` is its path below `/proc/self/fd`, as a file that was opened only to be looked at
+/// (`O_PATH`) has no other way to them.
+pub fn of_link(link: &Path) -> std::io::Result<Xattrs> {
+    Ok(collect(|buf| listxattr(link, buf), |name, buf| getxattr(link, name, buf))?)
 }
 
 /// Whether an xattr belongs to the tree, not to the file system that it lies on.

@@ -137,7 +137,7 @@ pub(super) fn map(
         let (store, store_seen) = (context.store.clone(), context.store_seen());
         let content = MapContent::Image { digest: digest.into(), store, store_seen, len };
         let origin = format!("image {shown} ({digest})");
-        let given: Addresses = mount.map(&target.path, &origin, vec![content])?;
+        let given: Addresses = mount.map(&target.path, &origin, vec![content], None)?;
         notes = given.notes;
         data = Some((given.area, given.start));
     }
@@ -145,10 +145,10 @@ pub(super) fn map(
     if is_folder {
         return Ok((tree::make(target, &entries, &image)?, notes));
     }
-    let file = unnamed(&target.folder, true)?;
+    let file = unnamed(target, true)?;
     image.fill(first, &file)?;
     tree::dress(&file, first, &image, &target.path)?;
-    name_it(&file, &target.path)?;
+    name_it(&file, target)?;
     Ok((Mapped { files: 1, bytes: image.inode(first).size }, notes))
 }
 

@@ -1,12 +1,27 @@
 //! From a file or a tree of this host: walked first, given addresses in batches, cloned.
 //!
+//! ```text
+//!   open the tree once ─► names and attributes, folder by folder ─► daemon: the tree's descriptor, names
+//!     ─► clone; what is opened again must be what was found
+//! ```
 //! Whole blocks are cloned; the rest of the last one is read here and written, which is what btrfs
 //! would do when the file is cut there, without going through the daemon.
+//!
+//! Invariant (held by `tests/paths.rs`): nothing outside the tree appears at the target, whatever its
+//! owner does meanwhile. No symlink is followed, and a file is read only while it is the one that was
+//! found: same device, inode, size and change time.
 
 use std::{
     collections::HashMap,
-    fs::{self, File, Metadata},
-    os::unix::fs::{FileExt, MetadataExt},
+    ffi::{CStr, OsStr},
+    fs::{File, Metadata},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::{
+            ffi::OsStrExt,
+            fs::{FileExt, MetadataExt},
+        },
+    },
     path::{Path, PathBuf},
     thread,
 };
@@ -15,8 +30,9 @@ use anyhow::Result;
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind};
 use burgeon_daemon::protocol::{CONTENTS_MAX, MapContent};
 use burgeon_image::build::xattrs_of;
+use burgeon_source::beneath::{link_to, open_again, open_beneath, open_without_symlinks};
 use rustix::{
-    fs::{SeekFrom, seek},
+    fs::{Dir, OFlags, SeekFrom, readlinkat, seek},
     io::Errno,
 };
 
@@ -29,17 +45,27 @@ use super::{
 /// Bytes of paths in one request: a quarter of the longest message, for what JSON adds.
 const PATHS_MAX: usize = 1 << 20;
 
-/// A tree of this host.
-struct Local<'a> {
-    root: &'a Path,
-    sources: Vec<Source>,
+/// To open a directory for its names.
+const LISTED: OFlags = OFlags::DIRECTORY.union(OFlags::NOATIME);
+
+/// A file or a tree of this host.
+pub(super) struct Local {
+    /// The tree, or the directory that the file lies in.
+    root: File,
+    root_path: PathBuf,
+    /// The name of the file in it, if it is no tree.
+    only: Option<PathBuf>,
+    /// What each entry was when it was found, but for further names of a file.
+    found: Vec<Found>,
     /// The area's file, once there is something to clone from it.
     area: Option<File>,
 }
 
-/// A regular file, as it was when it was found.
-struct Source {
+/// What was found under a name.
+struct Found {
+    device: u64,
     inode: u64,
+    is_file: bool,
     size: u64,
     changed: (i64, i64),
     /// Bytes that it takes on its disk.
@@ -48,10 +74,12 @@ struct Source {
     start: u64,
 }
 
-impl Source {
+impl Found {
     fn of(metadata: &Metadata) -> Self {
         Self {
+            device: metadata.dev(),
             inode: metadata.ino(),
+            is_file: metadata.is_file(),
             size: metadata.len(),
             changed: (metadata.ctime(), metadata.ctime_nsec()),
             allocated: metadata.blocks() * 512,
@@ -64,15 +92,16 @@ impl Source {
         self.size / BLOCK_SIZE * BLOCK_SIZE
     }
 
-    fn is_same(&self, other: &Self) -> bool {
-        let facts = |source: &Self| (source.inode, source.size, source.changed);
-        facts(self) == facts(other)
+    fn is_same(&self, now: &Self) -> bool {
+        let same = (self.device, self.inode) == (now.device, now.inode);
+        // A directory changes whenever something in it is made.
+        let unchanged = !self.is_file || (self.size, self.changed) == (now.size, now.changed);
+        same && unchanged && self.is_file == now.is_file
     }
 }
 
-/// Makes `from`, a file or a folder, appear at `target`.
-pub(super) fn map(mount: &Mount, target: &Target, from: &Path) -> Result<Mapped> {
-    let mut local = Local { root: from, sources: Vec::new(), area: None };
+/// Makes `local` appear at `target`.
+pub(super) fn map(mount: &Mount, target: &Target, mut local: Local) -> Result<Mapped> {
     let entries = local.walk()?;
     let [root, ..] = entries.as_slice() else { unreachable!("the root is one") };
     match root.kind {
@@ -81,50 +110,83 @@ pub(super) fn map(mount: &Mount, target: &Target, from: &Path) -> Result<Mapped>
             tree::make(target, &entries, &local)
         }
         Kind::File(size) => {
-            let file = unnamed(&target.folder, size >= BLOCK_SIZE)?;
+            let file = unnamed(target, size >= BLOCK_SIZE)?;
             local.give_addresses(mount, target, &entries)?;
             local.fill(root, &file)?;
             tree::dress(&file, root, &local, &target.path)?;
-            name_it(&file, &target.path)?;
+            name_it(&file, target)?;
             Ok(Mapped { files: 1, bytes: size })
         }
-        _ => Err(no_file(from.display())),
+        _ => Err(no_file(local.full(root).display())),
     }
 }
 
-impl Local<'_> {
+impl Local {
+    /// Opens what lies at `path`, which has been resolved: a symlink in it is somebody's doing.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let failed = |e: std::io::Error| match Errno::from_io_error(&e) {
+            Some(Errno::LOOP) => changed(path),
+            _ => Error::io(format!("cannot map {}", path.display()), e),
+        };
+        let open = |path: &Path| open_without_symlinks(path, OFlags::PATH).map_err(failed);
+        let opened = File::from(open(path)?);
+        let is_folder = opened.metadata().map_err(failed)?.is_dir();
+        let (root, root_path, only) = match (is_folder, path.parent(), path.file_name()) {
+            (false, Some(parent), Some(name)) => {
+                (open(parent)?.into(), parent.to_owned(), Some(PathBuf::from(name)))
+            }
+            _ => (opened, path.to_owned(), None),
+        };
+        let this = Self { root, root_path, only, found: Vec::new(), area: None };
+        let (root, shown) = (&this.root, &this.root_path);
+        // Asked here, too: the daemon may not see what is mounted in this namespace.
+        burgeon_daemon::refuse_burgeon_file(root, shown, "what is to be mapped")?;
+        Ok(this)
+    }
+
     /// All that is at the root and below, folders before what is in them.
     fn walk(&mut self) -> Result<Vec<Entry>> {
-        let failed = |path: &Path, e| Error::io(format!("cannot map {}", path.display()), e);
-        let metadata = fs::symlink_metadata(self.root).map_err(|e| failed(self.root, e))?;
         let (mut entries, mut links) = (Vec::new(), HashMap::new());
-        let is_folder = metadata.is_dir();
-        self.found(PathBuf::new(), &metadata, &mut entries, &mut links)?;
+        let root = self.root.try_clone().map_err(|e| self.cannot_map(Path::new(""), e))?;
+        let first = match &self.only {
+            Some(name) => look(&root, name).map_err(|e| self.cannot_map(Path::new(""), e))?,
+            None => root.try_clone().map_err(|e| self.cannot_map(Path::new(""), e))?,
+        };
+        let is_folder = self.found(PathBuf::new(), &first, &mut entries, &mut links)?;
         let mut folders = Vec::new();
         folders.extend(is_folder.then(PathBuf::new));
         while let Some(folder) = folders.pop() {
-            let full = self.root.join(&folder);
-            for child in fs::read_dir(&full).map_err(|e| failed(&full, e))? {
-                let child = child.map_err(|e| failed(&full, e))?;
-                let metadata = child.metadata().map_err(|e| failed(&child.path(), e))?;
-                let path = folder.join(child.file_name());
-                if metadata.is_dir() {
-                    folders.push(path.clone());
+            let failed = |e| self.cannot_map(&folder, e);
+            let opened = self.open_folder(&folder).map_err(failed)?;
+            let mut names = Vec::new();
+            for name in Dir::read_from(&opened).map_err(|e| failed(e.into()))? {
+                let name = name.map_err(|e| failed(e.into()))?.file_name().to_owned();
+                if !matches!(name.to_bytes(), b"." | b"..") {
+                    names.push(name);
                 }
-                self.found(path, &metadata, &mut entries, &mut links)?;
+            }
+            for name in names {
+                let name = OsStr::from_bytes(name.to_bytes());
+                let path = folder.join(name);
+                let child = look(&opened, name.as_ref()).map_err(|e| self.cannot_map(&path, e))?;
+                if self.found(path.clone(), &child, &mut entries, &mut links)? {
+                    folders.push(path);
+                }
             }
         }
         Ok(entries)
     }
 
+    /// Notes what was `opened` under the name `path`; says whether it is a folder.
     fn found(
         &mut self,
         path: PathBuf,
-        metadata: &Metadata,
+        opened: &File,
         entries: &mut Vec<Entry>,
         links: &mut HashMap<(u64, u64), usize>,
-    ) -> Result<()> {
-        check_count(entries, self.root.display())?;
+    ) -> Result<bool> {
+        check_count(entries, self.root_path.display())?;
+        let metadata = opened.metadata().map_err(|e| self.cannot_map(&path, e))?;
         let file_type = metadata.file_type();
         let first = match metadata.nlink() > 1 && !file_type.is_dir() {
             true => *links.entry((metadata.dev(), metadata.ino())).or_insert(entries.len()),
@@ -137,15 +199,15 @@ impl Local<'_> {
         } else if file_type.is_file() {
             Kind::File(metadata.len())
         } else if file_type.is_symlink() {
-            let full = self.root.join(&path);
-            let failed = |e| Error::io(format!("cannot map {}", full.display()), e);
-            Kind::Symlink(fs::read_link(&full).map_err(failed)?)
+            let to = readlinkat(opened, c"", Vec::new());
+            let to = to.map_err(|e| self.cannot_map(&path, e.into()))?;
+            Kind::Symlink(OsStr::from_bytes(CStr::to_bytes(&to)).into())
         } else {
             Kind::Node(metadata.rdev())
         };
-        let key = self.sources.len() as u64;
-        if let Kind::File(_) = kind {
-            self.sources.push(Source::of(metadata));
+        let key = self.found.len() as u64;
+        if !matches!(kind, Kind::Link(_)) {
+            self.found.push(Found::of(&metadata));
         }
         entries.push(Entry {
             path,
@@ -155,7 +217,25 @@ impl Local<'_> {
             modified: (metadata.mtime(), metadata.mtime_nsec() as u32),
             key,
         });
-        Ok(())
+        Ok(file_type.is_dir())
+    }
+
+    fn open_folder(&self, folder: &Path) -> std::io::Result<OwnedFd> {
+        let name = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        match open_beneath(&self.root, name, LISTED) {
+            // Only the owner, and root, may leave the access time alone.
+            Err(e) if Errno::from_io_error(&e) == Some(Errno::PERM) => {
+                open_beneath(&self.root, name, OFlags::DIRECTORY)
+            }
+            opened => opened,
+        }
+    }
+
+    fn cannot_map(&self, path: &Path, error: std::io::Error) -> Error {
+        match Errno::from_io_error(&error) {
+            Some(Errno::LOOP) => changed(&self.root_path.join(path)),
+            _ => Error::io(format!("cannot map {}", self.root_path.join(path).display()), error),
+        }
     }
 
     /// Maps every file of a block or more, in batches.
@@ -166,18 +246,25 @@ impl Local<'_> {
             let (mut batch, mut contents, mut bytes) = (Vec::new(), Vec::new(), 0);
             while bytes < PATHS_MAX && batch.len() < CONTENTS_MAX {
                 let Some(entry) = files.next() else { break };
-                let path = self.full(entry);
-                bytes += path.as_os_str().len() + 100;
-                let Some(Source { inode, size, .. }) = self.sources.get(entry.key as usize) else {
-                    unreachable!("each file has its source")
+                let path = self.name(entry).to_owned();
+                bytes += path.as_os_str().len() + 150;
+                let Some(found) = self.found.get(entry.key as usize) else {
+                    unreachable!("each file was found")
                 };
-                contents.push(MapContent::File { path, inode: *inode, size: *size });
+                let Found { device, inode, size, changed, .. } = *found;
+                let (device, changed) = (Some(device), Some(changed));
+                contents.push(MapContent::File { path, inode, size, device, changed });
                 batch.push(entry.key as usize);
             }
-            let origin = self.root.display().to_string();
-            let mut given = mount.map(&target.path, &origin, contents)?;
+            let origin = match &self.only {
+                Some(name) => self.root_path.join(name),
+                None => self.root_path.clone(),
+            };
+            let origin = origin.display().to_string();
+            let tree = Some((&*self.root_path, self.root.as_fd()));
+            let mut given = mount.map(&target.path, &origin, contents, tree)?;
             for source in batch {
-                let source = &mut self.sources[source];
+                let source = &mut self.found[source];
                 source.start = given.start;
                 given.start += source.size.next_multiple_of(BLOCK_SIZE);
             }
@@ -186,16 +273,41 @@ impl Local<'_> {
         Ok(())
     }
 
-    /// Where an entry lies on this host.
-    fn full(&self, entry: &Entry) -> PathBuf {
-        if entry.path.as_os_str().is_empty() {
-            return self.root.to_owned();
+    /// The name of an entry in the root.
+    fn name<'a>(&'a self, entry: &'a Entry) -> &'a Path {
+        match (&self.only, entry.path.as_os_str().is_empty()) {
+            (Some(name), true) => name,
+            (None, true) => Path::new("."),
+            (_, false) => &entry.path,
         }
-        self.root.join(&entry.path)
+    }
+
+    /// Where an entry lies on this host, for people.
+    fn full(&self, entry: &Entry) -> PathBuf {
+        match self.name(entry) {
+            name if name == Path::new(".") => self.root_path.clone(),
+            name => self.root_path.join(name),
+        }
+    }
+
+    /// Opens an entry to look at it, if it still is what was found.
+    fn open_found(&self, entry: &Entry) -> Result<File> {
+        let cannot = |e| self.cannot_map(&entry.path, e);
+        let opened = look(&self.root, self.name(entry)).map_err(cannot)?;
+        self.check(entry, &opened)?;
+        Ok(opened)
+    }
+
+    fn check(&self, entry: &Entry, opened: &File) -> Result<()> {
+        let now = opened.metadata().map_err(|e| self.cannot_map(&entry.path, e))?;
+        match self.found[entry.key as usize].is_same(&Found::of(&now)) {
+            true => Ok(()),
+            false => Err(changed(&self.full(entry)).into()),
+        }
     }
 
     /// Clones whole blocks of `source` from `from` to `to`.
-    fn clone(&self, source: &Source, file: &File, from: u64, to: u64) -> Result<()> {
+    fn clone(&self, source: &Found, file: &File, from: u64, to: u64) -> Result<()> {
         match &self.area {
             Some(area) if from < to => clone(area, source.start + from, file, from, to - from),
             _ => Ok(()),
@@ -203,21 +315,22 @@ impl Local<'_> {
     }
 }
 
-impl Origin for Local<'_> {
+impl Origin for Local {
     fn threads(&self) -> usize {
         // They wait for one another in btrfs beyond this.
         thread::available_parallelism().map_or(1, usize::from).min(4)
     }
 
     fn fill(&self, entry: &Entry, file: &File) -> Result<()> {
-        let source = &self.sources[entry.key as usize];
+        let source = &self.found[entry.key as usize];
         let whole = source.whole();
         if source.size == whole && source.allocated >= whole {
             return self.clone(source, file, 0, whole);
         }
         let path = self.full(entry);
         let failed = |e| Error::io(format!("cannot map {}", path.display()), e);
-        let original = File::open(&path).map_err(failed)?;
+        let original = self.open_found(entry)?;
+        let original = open_again(&original, OFlags::NONBLOCK).map_err(failed)?;
         let mut rest = vec![0; (source.size - whole) as usize];
         original.read_exact_at(&mut rest, whole).map_err(failed)?;
         if source.allocated >= source.size {
@@ -233,19 +346,27 @@ impl Origin for Local<'_> {
         } else {
             file.set_len(source.size).map_err(failed)?;
         }
-        let now = original.metadata().map_err(cannot_make(&path))?;
-        if Source::of(&now).is_same(source) {
-            return Ok(());
-        }
-        let message = format!("{} was changed while it was mapped: try again", path.display());
-        Err(Error::new(ErrorKind::Unavailable, message).into())
+        self.check(entry, &original)
     }
 
     fn xattrs(&self, entry: &Entry) -> Result<Xattrs> {
-        let path = self.full(entry);
-        let failed = |e| Error::io(format!("cannot read the attributes of {}", path.display()), e);
-        Ok(xattrs_of(&path).map_err(failed)?)
+        let opened = self.open_found(entry)?;
+        let failed = |e| {
+            let path = self.full(entry);
+            Error::io(format!("cannot read the attributes of {}", path.display()), e)
+        };
+        Ok(xattrs_of(&link_to(&opened)).map_err(failed)?)
     }
+}
+
+/// Opens `name` in `folder` to look at it, whatever it is.
+fn look(folder: impl AsFd, name: &Path) -> std::io::Result<File> {
+    Ok(open_beneath(folder, name, OFlags::PATH | OFlags::NOFOLLOW)?.into())
+}
+
+fn changed(path: &Path) -> Error {
+    let message = format!("{} was changed while it was mapped: try again", path.display());
+    Error::new(ErrorKind::Unavailable, message)
 }
 
 /// Where `file` has data, in whole blocks before `end`.

@@ -4,17 +4,13 @@
 //! ```text
 //!   folders ─► files, symlinks, nodes (threads) ─► further names ─► folders' attributes, leaves first
 //! ```
+//! Invariant (held by `tests/paths.rs`): nothing is made, changed or removed outside that folder, whatever
+//! is put in its place meanwhile.
 
 use std::{
-    ffi::OsStr,
-    fs::{self, File},
-    os::{
-        fd::AsFd,
-        unix::{
-            ffi::OsStrExt,
-            fs::{DirBuilderExt, OpenOptionsExt, lchown, symlink},
-        },
-    },
+    ffi::{OsStr, OsString},
+    fs::File,
+    os::{fd::AsFd, unix::ffi::OsStrExt},
     path::{Path, PathBuf},
     sync::{
         Mutex, PoisonError,
@@ -26,10 +22,12 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::reflink::{end_nodatasum, make_nodatasum};
+use burgeon_source::beneath::{link_to, open_beneath};
 use rustix::{
     fs::{
-        AtFlags, CWD, FileType, Gid, Mode, RenameFlags, Timespec, Timestamps, Uid, XattrFlags,
-        fchmod, fchown, fremovexattr, fsetxattr, futimens, lsetxattr, mknodat, renameat_with,
+        AtFlags, Dir, FileType, Gid, Mode, OFlags, RenameFlags, Timespec, Timestamps, Uid,
+        XattrFlags, chmodat, chownat, fchmod, fchown, fremovexattr, fsetxattr, fstat, futimens,
+        linkat, lsetxattr, mkdirat, mknodat, openat, renameat_with, statat, symlinkat, unlinkat,
         utimensat,
     },
     io::Errno,
@@ -39,6 +37,10 @@ use super::{Mapped, Target, exists};
 
 /// Entries of a tree: some 200 bytes of memory each.
 pub(super) const ENTRIES_MAX: usize = 10_000_000;
+
+/// To open a folder that was just made.
+const FOLDER: OFlags =
+    OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC).union(OFlags::RDONLY);
 
 pub(super) use burgeon_image::build::Xattrs;
 
@@ -82,123 +84,243 @@ pub(super) trait Origin: Sync {
 pub(super) fn make(target: &Target, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
     // Files are made with their own modes, in a folder that nobody else can enter.
     rustix::process::umask(Mode::empty());
-    let name = target.path.file_name().unwrap_or_default().to_string_lossy();
-    let staging = target.folder.join(format!(".{name}.burgeon-{}", std::process::id()));
-    fs::DirBuilder::new().mode(0o700).create(&staging).map_err(|e| {
-        Error::io(format!("cannot make a folder in {}", target.folder.display()), e)
-    })?;
-    let made = make_in(&staging, entries, origin).and_then(|mapped| {
-        renameat_with(CWD, &staging, CWD, &target.path, RenameFlags::NOREPLACE).map_err(
-            |errno| match errno {
-                Errno::EXIST => exists(&target.path),
-                errno => Error::io(format!("cannot name {}", target.path.display()), errno.into()),
-            },
-        )?;
+    let staging = Staging::make(target)?;
+    let made = staging.fill(entries, origin).and_then(|mapped| {
+        staging.put_into_place()?;
         Ok(mapped)
     });
     if made.is_err() {
         // What cannot be removed either is named by the next attempt.
-        let _ = fs::remove_dir_all(&staging);
+        let _ = staging.remove();
     }
     made
 }
 
-fn make_in(staging: &Path, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
-    let root = open(staging)?;
-    forget_acls(&root).map_err(cannot_make(staging))?;
-    // What is made in these folders inherits that it has no checksums, to be cloned to.
-    make_nodatasum(&root)?;
-    let folders = || entries.iter().filter(|entry| matches!(entry.kind, Kind::Folder));
-    for folder in folders().skip(1) {
-        let path = staging.join(&folder.path);
-        fs::DirBuilder::new().mode(0o700).create(&path).map_err(cannot_make(&path))?;
-    }
-    let mapped = make_others(staging, entries, origin)?;
-    for entry in entries {
-        if let Kind::Link(first) = entry.kind
-            && let Some(first) = entries.get(first)
-        {
-            let path = staging.join(&entry.path);
-            fs::hard_link(staging.join(&first.path), &path).map_err(cannot_make(&path))?;
-        }
-    }
-    // Last, since making files changes their times.
-    let folders: Vec<_> = folders().collect();
-    for folder in folders.iter().rev() {
-        let path = staging.join(&folder.path);
-        let file = open(&path)?;
-        end_nodatasum(&file)?;
-        dress(&file, folder, origin, &path)?;
-    }
-    Ok(mapped)
+/// A hidden folder beside the target, which nobody else can enter. Whoever owns the folder around it
+/// can put something else under its name: so everything is made in what was opened.
+struct Staging<'a> {
+    target: &'a Target,
+    name: OsString,
+    root: File,
 }
 
-/// Makes all but folders and further names.
-fn make_others(staging: &Path, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
-    let next = AtomicUsize::new(0);
-    let failure = Mutex::new(None);
-    let work = || {
-        let mut mapped = Mapped::default();
-        while let Some(entry) = entries.get(next.fetch_add(1, Relaxed)) {
-            match make_one(staging, entry, origin) {
-                Ok(one) => mapped += one,
-                Err(error) => {
-                    next.store(entries.len(), Relaxed);
-                    *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+impl<'a> Staging<'a> {
+    fn make(target: &'a Target) -> Result<Self> {
+        let mut name = OsString::from(".");
+        name.push(&target.name);
+        name.push(format!(".burgeon-{}", std::process::id()));
+        let failed = |e: Errno| {
+            let path = target.path.parent().unwrap_or(&target.path);
+            Error::io(format!("cannot make a folder in {}", path.display()), e.into())
+        };
+        mkdirat(&target.folder, &name, Mode::RWXU).map_err(failed)?;
+        let root: File =
+            openat(&target.folder, &name, FOLDER, Mode::empty()).map_err(failed)?.into();
+        let staging = Self { target, name, root };
+        let stat = fstat(&staging.root).map_err(failed)?;
+        if stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_mode & 0o077 == 0 {
+            return Ok(staging);
+        }
+        Err(staging.replaced().into())
+    }
+
+    fn fill(&self, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
+        let shown = |entry: &Entry| self.target.shown(&entry.path);
+        forget_acls(&self.root).map_err(cannot_make(&self.target.path))?;
+        // What is made in these folders inherits that it has no checksums, to be cloned to.
+        make_nodatasum(&self.root)?;
+        let folders = || entries.iter().filter(|entry| matches!(entry.kind, Kind::Folder));
+        for folder in folders().skip(1) {
+            mkdirat(&self.root, &folder.path, Mode::RWXU)
+                .map_err(|e| cannot_make(&shown(folder))(e.into()))?;
+        }
+        let mapped = self.make_others(entries, origin)?;
+        for entry in entries {
+            if let Kind::Link(first) = entry.kind
+                && let Some(first) = entries.get(first)
+            {
+                linkat(&self.root, &first.path, &self.root, &entry.path, AtFlags::empty())
+                    .map_err(|e| cannot_make(&shown(entry))(e.into()))?;
+            }
+        }
+        // Last, since making files changes their times.
+        let folders: Vec<_> = folders().collect();
+        for folder in folders.iter().rev() {
+            let path = shown(folder);
+            let name =
+                if folder.path.as_os_str().is_empty() { Path::new(".") } else { &folder.path };
+            let file =
+                open_beneath(&self.root, name, OFlags::DIRECTORY).map_err(cannot_make(&path))?;
+            let file = File::from(file);
+            end_nodatasum(&file)?;
+            dress(&file, folder, origin, &path)?;
+        }
+        Ok(mapped)
+    }
+
+    /// Gives the tree its name.
+    fn put_into_place(&self) -> Result<()> {
+        let Target { path, folder, name } = self.target;
+        if !self.is_called(&self.name)? {
+            return Err(self.replaced().into());
+        }
+        let rename = |from: &OsStr, to: &OsStr| {
+            renameat_with(folder, from, folder, to, RenameFlags::NOREPLACE)
+        };
+        rename(&self.name, name).map_err(|errno| match errno {
+            Errno::EXIST => exists(path),
+            Errno::NOENT => self.replaced(),
+            errno => Error::io(format!("cannot name {}", path.display()), errno.into()),
+        })?;
+        if self.is_called(name)? {
+            return Ok(());
+        }
+        // Replaced between the two: it gets its name back, or stays where its owner has put it.
+        let _ = rename(name, &self.name);
+        Err(self.replaced().into())
+    }
+
+    /// Whether what was opened is what has this name.
+    fn is_called(&self, name: &OsStr) -> Result<bool> {
+        let cannot = |e: Errno| {
+            let path = self.target.path.with_file_name(name);
+            Error::io(format!("cannot look at {}", path.display()), e.into())
+        };
+        let own = fstat(&self.root).map_err(cannot)?;
+        match statat(&self.target.folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(named) => Ok((named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)),
+            Err(Errno::NOENT) => Ok(false),
+            Err(errno) => Err(cannot(errno).into()),
+        }
+    }
+
+    fn replaced(&self) -> Error {
+        let folder = self.target.path.parent().unwrap_or(&self.target.path);
+        let message = format!(
+            "cannot make {}: somebody has put something else in the place of {} in {}, which others can \
+             write to",
+            self.target.path.display(),
+            self.name.display(),
+            folder.display()
+        );
+        Error::new(ErrorKind::Unavailable, message)
+    }
+
+    /// Removes what was made. If something else has its name, that stays.
+    fn remove(&self) -> std::io::Result<()> {
+        remove_all_in(&self.root)?;
+        Ok(unlinkat(&self.target.folder, &self.name, AtFlags::REMOVEDIR)?)
+    }
+}
+
+/// Removes all that is in `folder`, however deep.
+fn remove_all_in(folder: &File) -> std::io::Result<()> {
+    // Not by recursion: a folder's path may have 2,000 parts.
+    let mut open = vec![(folder.try_clone()?, OsString::new())];
+    while let Some((at, _)) = open.last() {
+        let mut below = None;
+        // From the start each time: names that were removed are gone.
+        let listed = openat(at, ".", FOLDER, Mode::empty())?;
+        for name in Dir::read_from(&listed)? {
+            let name = name?;
+            let name = name.file_name();
+            if matches!(name.to_bytes(), b"." | b"..") {
+                continue;
+            }
+            match unlinkat(at, name, AtFlags::empty()) {
+                Err(Errno::ISDIR) => {
+                    below = Some(OsStr::from_bytes(name.to_bytes()).to_owned());
+                    break;
+                }
+                removed => removed?,
+            }
+        }
+        match below {
+            Some(name) => {
+                let folder = openat(at, &name, FOLDER, Mode::empty())?;
+                open.push((folder.into(), name));
+            }
+            None => {
+                let emptied = open.pop().map(|(_, name)| name);
+                if let (Some((above, _)), Some(name)) = (open.last(), emptied) {
+                    unlinkat(above, &name, AtFlags::REMOVEDIR)?;
                 }
             }
         }
-        mapped
-    };
-    let mapped = thread::scope(|scope| {
-        let others: Vec<_> = (1..origin.threads()).map(|_| scope.spawn(work)).collect();
-        let mut mapped = work();
-        for other in others {
-            match other.join() {
-                Ok(more) => mapped += more,
-                Err(panic) => std::panic::resume_unwind(panic),
-            }
-        }
-        mapped
-    });
-    match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some(error) => Err(error),
-        None => Ok(mapped),
     }
+    Ok(())
 }
 
-fn make_one(staging: &Path, entry: &Entry, origin: &impl Origin) -> Result<Mapped> {
-    let path = staging.join(&entry.path);
-    let failed = cannot_make(&path);
-    match &entry.kind {
-        Kind::Folder | Kind::Link(_) => return Ok(Mapped::default()),
-        Kind::File(size) => {
-            let mut options = File::options();
-            let new = options.write(true).create_new(true).mode(entry.mode & 0o7777);
-            let file = new.open(&path).map_err(failed)?;
-            origin.fill(entry, &file)?;
-            finish(&file, entry, origin, &path)?;
-            return Ok(Mapped { files: 1, bytes: *size });
+impl Staging<'_> {
+    /// Makes all but folders and further names.
+    fn make_others(&self, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
+        let next = AtomicUsize::new(0);
+        let failure = Mutex::new(None);
+        let work = || {
+            let mut mapped = Mapped::default();
+            while let Some(entry) = entries.get(next.fetch_add(1, Relaxed)) {
+                match self.make_one(entry, origin) {
+                    Ok(one) => mapped += one,
+                    Err(error) => {
+                        next.store(entries.len(), Relaxed);
+                        *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                    }
+                }
+            }
+            mapped
+        };
+        let mapped = thread::scope(|scope| {
+            let others: Vec<_> = (1..origin.threads()).map(|_| scope.spawn(work)).collect();
+            let mut mapped = work();
+            for other in others {
+                match other.join() {
+                    Ok(more) => mapped += more,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                }
+            }
+            mapped
+        });
+        match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(error),
+            None => Ok(mapped),
         }
-        Kind::Symlink(to) => symlink(to, &path).map_err(&failed)?,
-        Kind::Node(number) => {
-            let (kind, mode) = (FileType::from_raw_mode(entry.mode), Mode::from(entry.mode));
-            mknodat(CWD, &path, kind, mode, *number).map_err(|e| failed(e.into()))?;
+    }
+
+    fn make_one(&self, entry: &Entry, origin: &impl Origin) -> Result<Mapped> {
+        let (root, name) = (&self.root, &*entry.path);
+        let path = self.target.shown(name);
+        let failed = |errno: Errno| cannot_make(&path)(errno.into());
+        match &entry.kind {
+            Kind::Folder | Kind::Link(_) => return Ok(Mapped::default()),
+            Kind::File(size) => {
+                let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+                let file = openat(root, name, flags, Mode::from(entry.mode)).map_err(failed)?;
+                let file = File::from(file);
+                origin.fill(entry, &file)?;
+                finish(&file, entry, origin, &path)?;
+                return Ok(Mapped { files: 1, bytes: *size });
+            }
+            Kind::Symlink(to) => symlinkat(to, root, name).map_err(failed)?,
+            Kind::Node(number) => {
+                let (kind, mode) = (FileType::from_raw_mode(entry.mode), Mode::from(entry.mode));
+                mknodat(root, name, kind, mode, *number).map_err(failed)?;
+            }
         }
+        let (uid, gid) = (Uid::from_raw(entry.owner.0), Gid::from_raw(entry.owner.1));
+        chownat(root, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;
+        if let Kind::Node(_) = entry.kind {
+            // Only symlinks lack a mode; changing the owner may have changed it.
+            chmodat(root, name, Mode::from(entry.mode), AtFlags::empty()).map_err(failed)?;
+        }
+        // There is no lsetxattrat before Linux 6.13.
+        let link = link_to(root).join(name);
+        for (attribute, value) in origin.xattrs(entry)? {
+            lsetxattr(&link, OsStr::from_bytes(&attribute), &value, XattrFlags::empty())
+                .map_err(|e| no_xattr(&path, &attribute, e))?;
+        }
+        utimensat(root, name, &times(entry), AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;
+        Ok(Mapped::default())
     }
-    let (uid, gid) = entry.owner;
-    lchown(&path, Some(uid), Some(gid)).map_err(&failed)?;
-    if let Kind::Node(_) = entry.kind {
-        // Only symlinks lack a mode; changing the owner may have changed it.
-        rustix::fs::chmod(&path, Mode::from(entry.mode)).map_err(|e| failed(e.into()))?;
-    }
-    for (name, value) in origin.xattrs(entry)? {
-        lsetxattr(&path, OsStr::from_bytes(&name), &value, XattrFlags::empty())
-            .map_err(|e| no_xattr(&path, &name, e))?;
-    }
-    utimensat(CWD, &path, &times(entry), AtFlags::SYMLINK_NOFOLLOW)
-        .map_err(|e| failed(e.into()))?;
-    Ok(Mapped::default())
 }
 
 /// Gives `file`, which was made with its mode, the other attributes of `entry`.
@@ -250,10 +372,6 @@ pub(super) fn forget_acls(file: &File) -> std::io::Result<()> {
 fn no_xattr(path: &Path, name: &[u8], errno: Errno) -> Error {
     let name = String::from_utf8_lossy(name);
     Error::io(format!("cannot set the attribute {name} of {}", path.display()), errno.into())
-}
-
-fn open(folder: &Path) -> Result<File> {
-    Ok(File::open(folder).map_err(cannot_make(folder))?)
 }
 
 pub(super) fn cannot_make(path: &Path) -> impl Fn(std::io::Error) -> Error + '_ {

@@ -1,0 +1,107 @@
+//! Opening what lies in other people's folders.
+//!
+//! Whoever owns a folder can put a symlink, or another folder, in the place of any name in it, at any
+//! time. A process of root that opens a path through such a folder would be led to what only root may
+//! read. So a tree is opened once, and everything in it by its name from there; a path that was
+//! resolved before is opened as it stands, or not at all.
+//!
+//! Invariant: no function here follows a symlink, in any part of a path, or leaves the directory that
+//! it is given.
+
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    fs::{CWD, Mode, OFlags, ResolveFlags, openat2},
+    io::Errno,
+};
+
+/// How often a lookup is tried that met a rename: the kernel says so instead of waiting.
+const TRIES: u32 = 16;
+
+/// Opens `name`, a relative path, in the directory `folder` or below. `ELOOP` if a part of it is a
+/// symlink, unless `flags` say to open the last one itself.
+pub fn open_beneath(folder: impl AsFd, name: &Path, flags: OFlags) -> io::Result<OwnedFd> {
+    let within = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    open(folder, name, flags, within)
+}
+
+/// Opens the absolute `path`. `ELOOP` if a part of it is a symlink.
+pub fn open_without_symlinks(path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
+    if !path.is_absolute() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    open(CWD, path, flags, ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS)
+}
+
+/// The path by which this process reaches what `file` has open, whatever lies at its own path.
+pub fn link_to(file: &impl AsFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_fd().as_raw_fd()))
+}
+
+/// Opens `file`, which was opened to be looked at (`O_PATH`), for reading. Opening a device or a FIFO
+/// does something: look at it first.
+pub fn open_again(file: impl AsFd, flags: OFlags) -> io::Result<File> {
+    let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(link_to(&file), flags, Mode::empty())?.into())
+}
+
+fn open(
+    folder: impl AsFd,
+    name: &Path,
+    flags: OFlags,
+    resolve: ResolveFlags,
+) -> io::Result<OwnedFd> {
+    let flags = flags | OFlags::CLOEXEC;
+    let mut tries = 0;
+    loop {
+        match openat2(&folder, name, flags, Mode::empty(), resolve) {
+            Err(Errno::AGAIN | Errno::INTR) if tries < TRIES => tries += 1,
+            opened => return Ok(opened?),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, io, os::unix::fs::symlink, path::Path};
+
+    use rustix::{fs::OFlags, io::Errno};
+
+    use super::{open_again, open_beneath, open_without_symlinks};
+
+    fn errno(result: io::Result<impl Sized>) -> Option<Errno> {
+        result.err().and_then(|error| Errno::from_io_error(&error))
+    }
+
+    #[test]
+    fn no_symlink_is_followed_and_no_folder_is_left() {
+        let temp = tempfile::tempdir().unwrap();
+        let root = temp.path().canonicalize().unwrap();
+        fs::create_dir_all(root.join("tree/folder")).unwrap();
+        fs::write(root.join("secret"), "secret").unwrap();
+        fs::write(root.join("tree/folder/file"), "file").unwrap();
+        symlink("../secret", root.join("tree/out")).unwrap();
+        symlink("folder", root.join("tree/within")).unwrap();
+        let tree = fs::File::open(root.join("tree")).unwrap();
+        let look = |name: &str| open_beneath(&tree, Path::new(name), OFlags::PATH);
+        let file = look("folder/file").unwrap();
+        assert_eq!(io::read_to_string(open_again(file, OFlags::empty()).unwrap()).unwrap(), "file");
+        for name in ["out", "within", "within/file"] {
+            assert_eq!(errno(look(name)), Some(Errno::LOOP), "{name}");
+        }
+        for name in ["../secret", "/secret", "folder/../../secret"] {
+            assert_eq!(errno(look(name)), Some(Errno::XDEV), "{name}");
+        }
+        let link = Path::new("out");
+        assert!(open_beneath(&tree, link, OFlags::PATH | OFlags::NOFOLLOW).is_ok());
+        let absolute = |name: &str| open_without_symlinks(&root.join(name), OFlags::PATH);
+        assert!(absolute("tree/folder/file").is_ok());
+        assert_eq!(errno(absolute("tree/within/file")), Some(Errno::LOOP));
+        assert!(open_without_symlinks(Path::new("relative"), OFlags::PATH).is_err());
+    }
+}
