@@ -241,16 +241,21 @@ pub(crate) struct Mount {
     #[arg(long, value_name = "NAME")]
     pub(crate) writes: Option<String>,
     /// Allow no writes
-    #[arg(long, conflicts_with_all = ["writes", "write_limit", "thin", "writes_device"])]
+    #[arg(long, conflicts_with_all = ["writes", "write_limit", "thin", "reserve", "writes_device"])]
     pub(crate) read_only: bool,
-    /// Space for writes, reserved at once [default: 10G, or a quarter of what is free]
+    /// The most that writes may take: reserved step by step, ahead of them [default: 10G, or a quarter
+    /// of what is free]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) write_limit: Option<u64>,
-    /// Promise the space for writes without reserving it: writes can fail when the host is full
+    /// Reserve all of the write limit at once: no write fails because the host is full, and one
+    /// `fallocate` can take it all
     #[arg(long)]
+    pub(crate) reserve: bool,
+    /// The default, and of no effect: without --reserve all writes are reserved in steps
+    #[arg(long, hide = true, conflicts_with = "reserve")]
     pub(crate) thin: bool,
     /// Write to this block device instead of a file; what is on it is lost
-    #[arg(long, value_name = "DEVICE", conflicts_with_all = ["write_limit", "thin"])]
+    #[arg(long, value_name = "DEVICE", conflicts_with_all = ["write_limit", "thin", "reserve"])]
     pub(crate) writes_device: Option<PathBuf>,
     /// Fetch everything in the background
     #[arg(long)]
@@ -306,9 +311,12 @@ pub(crate) struct CreateEmpty {
     /// Room to map into [default: 16P; for writes that are there, what they were made with]
     #[arg(long = "virtual", value_name = "SIZE", value_parser = parse_size)]
     pub(crate) virtual_size: Option<u64>,
-    /// Space for writes, reserved at once [default: 10G, or a quarter of what is free]
+    /// The most that writes may take [default: 10G, or a quarter of what is free]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) write_limit: Option<u64>,
+    /// Reserve all of it at once
+    #[arg(long)]
+    pub(crate) reserve: bool,
     /// Refuse to fetch more than this, with I/O errors
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) fetch_limit: Option<u64>,
@@ -572,7 +580,8 @@ mod tests {
     fn contradictions_are_refused() {
         for line in [
             &["burgeon", "mount", "a", "/b", "--read-only", "--writes", "w"][..],
-            &["burgeon", "mount", "a", "/b", "--writes-device", "/dev/x", "--thin"],
+            &["burgeon", "mount", "a", "/b", "--writes-device", "/dev/x", "--reserve"],
+            &["burgeon", "mount", "a", "/b", "--thin", "--reserve"],
             &["burgeon", "doctor", "--dry-run"],
             &["burgeon", "umount"],
             &["burgeon", "mount", "a", "/b", "--read-only", "--virtual", "1P"],

@@ -178,6 +178,7 @@ impl Stage {
             writes: None,
             read_only: false,
             write_limit: Some(WRITE_LIMIT),
+            reserve: false,
             thin: false,
             writes_device: None,
             fill: false,

@@ -199,7 +199,8 @@ fn a_full_host_takes_no_room_from_a_sprout() {
     let disk = space.small_disk("disk", 900 << 20);
     let burgeon = Burgeon::with_state(BURGEON, disk.path().join("state"));
     small_image(&space, &burgeon);
-    let mounted = burgeon.mount("tree:1", &space.path("at"), &["--write-limit", "300M"]);
+    let options = ["--write-limit", "300M", "--reserve"];
+    let mounted = burgeon.mount("tree:1", &space.path("at"), &options);
     let at = mounted.path();
     let kept = keep(at);
     // The host's disk fills up; the sprout's room is its own.
@@ -213,13 +214,12 @@ fn a_full_host_takes_no_room_from_a_sprout() {
 }
 
 #[test]
-fn thin_writes_grow_and_a_full_host_is_enospc_there() {
-    let space = Space::new("thin");
+fn writes_grow_and_a_full_host_is_enospc_there() {
+    let space = Space::new("grow");
     let disk = space.small_disk("disk", 2500 << 20);
     let burgeon = Burgeon::with_state(BURGEON, disk.path().join("state"));
     small_image(&space, &burgeon);
-    let options = ["--thin", "--write-limit", "8G"];
-    let mounted = burgeon.mount("tree:1", &space.path("at"), &options);
+    let mounted = burgeon.mount("tree:1", &space.path("at"), &["--write-limit", "8G"]);
     let at = mounted.path();
     let kept = keep(at);
     let status = burgeon.status()["mounts"][0]["writes"].clone();

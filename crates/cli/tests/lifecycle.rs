@@ -201,7 +201,8 @@ fn what_cannot_be_mounted_says_why() {
     burgeon.fails(&["mount", "sample", &path(&tree)], 1, "not empty");
     burgeon.fails(&["mount", "sampel", &path(&empty)], 3, "sample");
     burgeon.fails(&["mount", "sample", &path(&empty), "--write-limit", "1M"], 1, "too small");
-    burgeon.fails(&["mount", "sample", &path(&empty), "--write-limit", "900T"], 6, "--thin");
+    let too_much = ["mount", "sample", &path(&empty), "--write-limit", "900T", "--reserve"];
+    burgeon.fails(&too_much, 6, "leave --reserve out");
     burgeon.fails(&["umount", &path(&empty)], 1, "nothing is mounted");
     let mounted = burgeon.mount("sample", &empty, &["--read-only"]);
     burgeon.fails(&["mount", "sample", &path(&empty)], 5, "mounted there already");

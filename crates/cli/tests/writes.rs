@@ -9,7 +9,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use testkit::{Burgeon, Rng, Space, take_room};
+use rustix::fs::{FallocateFlags, fallocate};
+use testkit::{Burgeon, Rng, Space, scaled, take_room};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const LIMIT: &str = "256M";
@@ -136,15 +137,20 @@ fn space_is_reserved_and_a_full_sprout_is_enospc_and_nothing_worse() {
     let burgeon = Burgeon::new(PROGRAM, &space);
     burgeon.build(&tree(&space, "tree", 6), "sample");
     let at = space.path("at");
-    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", LIMIT]);
+    let options = ["--writes", "w", "--write-limit", "400M", "--reserve"];
+    let mounted = burgeon.mount("sample", &at, &options);
     let sprout = burgeon.state().join("writes/w/sprout");
     let reserved = || fs::metadata(&sprout).unwrap().blocks() * 512;
-    assert!(reserved() >= 256 << 20, "{} bytes are reserved", reserved());
+    assert!(reserved() >= 400 << 20, "{} bytes are reserved", reserved());
+    // One call can have it.
+    let large = File::create(at.join("large")).unwrap();
+    fallocate(&large, FallocateFlags::empty(), 0, 250 << 20).unwrap();
+    drop(large);
     write_synced(&at.join("before"), b"synced");
     fill_and_free(&at.join("filler"), 1 << 20);
     write_synced(&at.join("after"), b"still writable");
     // Freed space stays the sprout's: with discard it would have melted.
-    assert!(reserved() >= 256 << 20, "{} bytes are reserved", reserved());
+    assert!(reserved() >= 400 << 20, "{} bytes are reserved", reserved());
     burgeon.umount(mounted);
     let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
     assert_eq!(fs::read(at.join("before")).unwrap(), b"synced");
@@ -153,37 +159,86 @@ fn space_is_reserved_and_a_full_sprout_is_enospc_and_nothing_worse() {
 }
 
 #[test]
-fn a_thin_sprout_grows_before_it_is_full() {
-    let space = Space::new("thin-writes");
+fn a_sprout_begins_small_and_grows_before_it_is_full() {
+    let space = Space::new("growing");
     let burgeon = Burgeon::new(PROGRAM, &space);
     burgeon.build(&tree(&space, "tree", 7), "sample");
     let at = space.path("at");
-    let options = ["--writes", "w", "--thin", "--write-limit", "8G"];
-    let mounted = burgeon.mount("sample", &at, &options);
+    let other = burgeon.mount("sample", &space.path("other"), &["--write-limit", "8G"]);
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", "8G"]);
     let sprout = burgeon.state().join("writes/w/sprout");
     let reserved = || fs::metadata(&sprout).unwrap().blocks() * 512;
     let before = reserved();
-    assert!(before < 4 << 30, "{before} bytes of a thin sprout are reserved at once");
-    let file = File::create(at.join("filler")).unwrap();
-    let chunk = Rng::new(7).bytes(8 << 20);
-    let mut taken = 0;
-    while taken < before + (512 << 20) {
-        taken += take_room(&file, taken, &chunk).unwrap_or_else(|error| {
-            panic!("after {} MiB of at first {} MiB: {error}", taken >> 20, before >> 20)
+    assert!((256 << 20..=1100 << 20).contains(&before), "{before} bytes are reserved at first");
+    // A program that writes as quickly as memory takes it.
+    let mut file = File::create(at.join("filler")).unwrap();
+    let chunk = Rng::new(7).bytes(1 << 20);
+    for taken in 0..(before >> 20) + scaled(700, 100) {
+        file.write_all(&chunk).unwrap_or_else(|error| {
+            panic!("after {taken} MiB of at first {} MiB: {error}", before >> 20)
         });
     }
     drop(file);
     assert!(reserved() > before);
-    let status = burgeon.status();
-    let writes = &status["mounts"][0]["writes"];
-    assert_eq!(writes["thin"], true, "{status:#}");
-    assert_eq!(writes["reserved"].as_u64().unwrap(), fs::metadata(&sprout).unwrap().len());
+    // It is written down when the step is done.
+    let mut status = burgeon.status();
+    assert!(testkit::wait_until(testkit::PATIENCE, || {
+        status = burgeon.status();
+        let known = written_by(&status, "w")["reserved"].as_u64();
+        known == Some(fs::metadata(&sprout).unwrap().len())
+    }));
+    let writes = written_by(&status, "w");
+    assert_eq!((&writes["thin"], &writes["limit"]), (&true.into(), &(8u64 << 30).into()));
+    // Nobody has written to the other one.
+    let mounts = status["mounts"].as_array().unwrap();
+    let idle = mounts.iter().find(|mount| mount["writes"]["name"].is_null()).unwrap();
+    let idle = idle["writes"]["reserved"].as_u64().unwrap();
+    assert!((256 << 20..=1 << 30).contains(&idle), "{status:#}");
+    burgeon.umount(mounted);
+    burgeon.umount(other);
+    burgeon.ok(&["writes", "rm", "w"]);
+}
+
+/// What `status` says of the writes `name`.
+fn written_by<'a>(status: &'a serde_json::Value, name: &str) -> &'a serde_json::Value {
+    let mounts = status["mounts"].as_array().unwrap();
+    &mounts.iter().find(|mount| mount["writes"]["name"] == name).unwrap()["writes"]
+}
+
+#[test]
+fn a_step_that_was_not_taken_to_its_end_is_taken_by_the_next_mount() {
+    let space = Space::new("half-grown");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree(&space, "tree", 13), "sample");
+    let at = space.path("at");
+    let available = || {
+        let stat = rustix::fs::statvfs(&at).unwrap();
+        stat.f_bavail * stat.f_frsize
+    };
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", "8G"]);
+    let before = available();
+    // More than there is at once is refused by btrfs, and costs nothing.
+    let large = File::create(at.join("large")).unwrap();
+    let refused = fallocate(&large, FallocateFlags::empty(), 0, 6 << 30).unwrap_err();
+    assert_eq!(refused, rustix::io::Errno::NOSPC);
+    drop(large);
+    write_synced(&at.join("after"), b"still writable");
+    burgeon.umount(mounted);
+    // The file has grown, btrfs does not know: whoever grew it was killed.
+    let file = File::options().write(true).open(burgeon.state().join("writes/w/sprout")).unwrap();
+    let len = file.metadata().unwrap().len();
+    fallocate(&file, FallocateFlags::empty(), len, 512 << 20).unwrap();
+    drop(file);
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
+    let after = available();
+    assert!(after >= before + (400 << 20), "{} MiB, then {}", before >> 20, after >> 20);
+    assert_eq!(fs::read(at.join("after")).unwrap(), b"still writable");
     burgeon.umount(mounted);
     burgeon.ok(&["writes", "rm", "w"]);
 }
 
 #[test]
-fn a_full_host_lets_a_thin_sprout_go_on() {
+fn a_full_host_lets_a_growing_sprout_go_on() {
     let space = Space::new("full-host");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let disk = space.small_disk("disk", 2 << 30);
@@ -193,8 +248,7 @@ fn a_full_host_lets_a_thin_sprout_go_on() {
     };
     burgeon.build(&tree(&space, "tree", 8), "sample");
     let at = space.path("at");
-    let options = ["--writes", "w", "--thin", "--write-limit", "64G"];
-    let mounted = burgeon.mount("sample", &at, &options);
+    let mounted = burgeon.mount("sample", &at, &["--writes", "w", "--write-limit", "64G"]);
     write_synced(&at.join("before"), b"synced");
     let hog = disk.path().join("hog");
     let hog_file = File::create(&hog).unwrap();

@@ -37,7 +37,7 @@ pub(crate) struct Plumbed {
     pub(crate) data_device: PathBuf,
     /// All loop devices of the mount.
     pub(crate) loops: Vec<PathBuf>,
-    /// For thin sprouts.
+    /// For growing sprouts.
     pub(crate) growth: Option<Growth>,
 }
 
@@ -90,7 +90,7 @@ pub(crate) fn plumb(
         Some(path) => Btrfs::mount_sprout(&seed_devices, path, SUBVOLUME, Access::Writable)?,
     };
     let growth = match (&plan.sprout, sprout_path) {
-        (Some(sprout), Some(path)) if sprout.thin => Some(growth(&btrfs, path)?),
+        (Some(sprout), Some(path)) if sprout.thin => Some(growth(&btrfs, path, sprout.reserved)?),
         _ => None,
     };
     // Before anybody but this process can reach the mount.

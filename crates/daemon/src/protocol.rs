@@ -267,7 +267,7 @@ pub struct SproutRequest {
     pub name: Option<String>,
     /// Its size in bytes; `None` takes the default.
     pub limit: Option<u64>,
-    /// Promise the size without reserving it.
+    /// Reserve the size in steps, as it is written to.
     pub thin: bool,
     /// A block device of the user's instead of a file.
     pub device: Option<PathBuf>,
@@ -387,11 +387,11 @@ pub struct SproutState {
     pub name: Option<String>,
     /// The file or device.
     pub path: PathBuf,
-    /// Its size in bytes.
+    /// The size that it may have, in bytes.
     pub limit: u64,
-    /// Bytes of it that are reserved: less than `limit` only when it is thin.
+    /// Bytes of it that are reserved: less than `limit` only when it grows.
     pub reserved: u64,
-    /// Whether more is promised than reserved.
+    /// Whether it grows, as it is written to.
     pub thin: bool,
 }
 

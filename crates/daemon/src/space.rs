@@ -1,10 +1,9 @@
-//! The sprout's file: space that is reserved, never promised.
+//! The sprout's file: all of it is reserved before btrfs sees it.
 //!
 //! A sparse sprout on a full host lost data: writes returned success, then btrfs aborted. So the
 //! file is allocated in full before btrfs sees it, without copy on write where the host is
 //! btrfs itself, and its loop device passes no discard (which would give the reservation back).
-//! A thin sprout is the user's explicit choice to overcommit; it is allocated in steps, ahead
-//! of what btrfs has taken.
+//! A growing sprout is allocated in steps, ahead of what btrfs has taken (`supervisor/thin.rs`).
 
 use std::{
     fs::{File, OpenOptions},
@@ -26,11 +25,16 @@ pub(crate) const LIMIT_DEFAULT_SHARE: u64 = 4;
 /// The smallest sprout: btrfs refuses to work below about 110 MiB.
 pub(crate) const LIMIT_MIN: u64 = 256 << 20;
 
-/// How much a thin sprout is allocated at a time. btrfs takes data space in chunks of at most
-/// 1 GiB, so one step ahead is what one chunk needs.
-pub(crate) const THIN_STEP: u64 = 1 << 30;
+/// What a growing sprout begins with: the free space divided by this…
+const FIRST_SHARE: u64 = 128;
 
-/// What to reserve in the file system of `folder`: `wanted`, or the default.
+/// …but at most this: btrfs takes data space in chunks of at most 1 GiB.
+const FIRST_MAX: u64 = 1 << 30;
+
+/// What growing sprouts leave to the host: Burgeon writes its records there, and so does everybody.
+pub(crate) const HOST_LEFT: u64 = 64 << 20;
+
+/// The size that a sprout in the file system of `folder` may have: `wanted`, or the default.
 pub(crate) fn limit(folder: &Path, wanted: Option<u64>) -> Result<u64> {
     if let Some(wanted) = wanted {
         if wanted < LIMIT_MIN {
@@ -45,19 +49,20 @@ pub(crate) fn limit(folder: &Path, wanted: Option<u64>) -> Result<u64> {
         return Ok(wanted / BLOCK_SIZE * BLOCK_SIZE);
     }
     let free = free_space(folder)?;
-    let limit = LIMIT_DEFAULT_MAX.min(free / LIMIT_DEFAULT_SHARE);
-    if limit < LIMIT_MIN {
+    if free < LIMIT_MIN + HOST_LEFT {
         return Err(Error::new(
             ErrorKind::NoSpace,
             format!(
-                "only {} MiB are free in {}: a quarter of it is no room for writes; free some, name a \
-                 --write-limit of at least {} MiB, or mount --read-only",
+                "only {} MiB are free in {}: writes need {} MiB, and {} MiB are left to the host; \
+                 free some, or mount --read-only",
                 free >> 20,
                 folder.display(),
-                LIMIT_MIN >> 20
+                LIMIT_MIN >> 20,
+                HOST_LEFT >> 20
             ),
         ));
     }
+    let limit = (free / LIMIT_DEFAULT_SHARE).clamp(LIMIT_MIN, LIMIT_DEFAULT_MAX);
     Ok(limit / BLOCK_SIZE * BLOCK_SIZE)
 }
 
@@ -67,6 +72,12 @@ pub(crate) fn free_space(folder: &Path) -> Result<u64> {
     let file = File::open(folder).map_err(failed)?;
     let stat = fstatvfs(&file).map_err(|e| failed(e.into()))?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// What a growing sprout of at most `limit` bytes begins with, where `free` bytes are free.
+fn first_size(free: u64, limit: u64) -> u64 {
+    let first = (free / FIRST_SHARE).clamp(LIMIT_MIN, FIRST_MAX);
+    first.min(limit) / BLOCK_SIZE * BLOCK_SIZE
 }
 
 /// Makes a new sprout of `limit` bytes, or of the first step if `thin`: all of it allocated.
@@ -81,9 +92,9 @@ pub(crate) fn create_sprout(path: &Path, limit: u64, thin: bool) -> Result<u64> 
         .open(path)
         .map_err(failed)?;
     forbid_copy_on_write(&file);
-    let reserved = if thin { limit.min(THIN_STEP) } else { limit };
     // Asked first: some file systems call such a file too large instead of themselves too small.
     let free = free_space(path.parent().unwrap_or(path))?;
+    let reserved = if thin { first_size(free, limit) } else { limit };
     if reserved > free {
         return Err(Error::new(ErrorKind::NoSpace, no_room(reserved, path, thin)));
     }
@@ -98,15 +109,15 @@ pub(crate) fn reserve(file: &File, offset: u64, len: u64, path: &Path) -> Result
         match fallocate(file, FallocateFlags::empty(), offset, len) {
             Ok(()) => return Ok(()),
             Err(rustix::io::Errno::INTR) => {}
-            Err(e) => return Err(Error::io(no_room(len, path, false), e.into())),
+            Err(e) => return Err(Error::io(no_room(len, path, true), e.into())),
         }
     }
 }
 
 fn no_room(len: u64, path: &Path, thin: bool) -> String {
     let way_out = match thin {
-        false => "free some space, take a smaller --write-limit, or overcommit with --thin",
-        true => "free some space, or take a --write-limit below that",
+        false => "free some space, take a smaller --write-limit, or leave --reserve out",
+        true => "free some space, or mount --read-only",
     };
     format!("cannot reserve {} MiB for writes in {}: {way_out}", len >> 20, path.display())
 }
@@ -171,19 +182,28 @@ mod tests {
 
     use burgeon_block::ErrorKind;
 
-    use super::{LIMIT_MIN, THIN_STEP, create_sprout, limit, reserved};
+    use super::{FIRST_MAX, LIMIT_MIN, create_sprout, first_size, limit, reserved};
 
     #[test]
-    fn a_sprout_is_allocated_in_full_and_a_thin_one_in_part() {
+    fn a_sprout_is_allocated_in_full_and_a_growing_one_in_part() {
         let temp = tempfile::tempdir().unwrap();
         let (full, thin) = (temp.path().join("full"), temp.path().join("thin"));
         assert_eq!(create_sprout(&full, LIMIT_MIN, false).unwrap(), LIMIT_MIN);
         let allocated = |path| std::fs::metadata(path).unwrap().blocks() * 512;
         assert!(allocated(&full) >= LIMIT_MIN);
         std::fs::remove_file(&full).unwrap();
-        assert_eq!(create_sprout(&thin, 4 * THIN_STEP, true).unwrap(), THIN_STEP);
-        assert_eq!(reserved(&thin).unwrap(), THIN_STEP);
-        assert!((THIN_STEP..2 * THIN_STEP).contains(&allocated(&thin)));
+        let first = create_sprout(&thin, 8 << 30, true).unwrap();
+        assert!((LIMIT_MIN..=FIRST_MAX).contains(&first), "{first}");
+        assert_eq!(reserved(&thin).unwrap(), first);
+        assert!((first..2 * first).contains(&allocated(&thin)));
+    }
+
+    #[test]
+    fn a_growing_sprout_begins_with_a_small_share_of_the_host() {
+        assert_eq!(first_size(1 << 30, 10 << 30), LIMIT_MIN);
+        assert_eq!(first_size(64 << 30, 10 << 30), 512 << 20);
+        assert_eq!(first_size(1 << 40, 10 << 30), FIRST_MAX);
+        assert_eq!(first_size(1 << 40, 300 << 20), 300 << 20);
     }
 
     #[test]

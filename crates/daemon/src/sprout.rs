@@ -288,10 +288,10 @@ impl Plan {
 fn new_sprout(state: &StateDir, wanted: &SproutRequest, path: PathBuf) -> Result<Sprout> {
     let (path, limit, is_device) = match &wanted.device {
         Some(device) => {
-            if wanted.limit.is_some() || wanted.thin {
+            if wanted.limit.is_some() {
                 return Err(Error::new(
                     ErrorKind::Invalid,
-                    "a --writes-device has its own size: leave --write-limit and --thin away",
+                    "a --writes-device has its own size: leave --write-limit away",
                 ));
             }
             let device = fs::canonicalize(device)
@@ -306,7 +306,7 @@ fn new_sprout(state: &StateDir, wanted: &SproutRequest, path: PathBuf) -> Result
         path,
         is_device,
         limit,
-        thin: wanted.thin,
+        thin: wanted.thin && !is_device,
         reserved: if is_device { limit } else { 0 },
         is_new: true,
         record: None,

@@ -63,9 +63,9 @@ pub struct Record {
     pub map_digest: DigestText,
     /// The user's block device, or `None` for the file `sprout`.
     pub device: Option<PathBuf>,
-    /// Size of the sprout in bytes.
+    /// The size that the sprout may have, in bytes.
     pub limit: u64,
-    /// Whether it is thin.
+    /// Whether it grows up to that.
     pub thin: bool,
     /// False until the sprout has been added to its seed: before that it holds nothing.
     pub sprouted: bool,

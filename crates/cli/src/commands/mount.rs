@@ -58,7 +58,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
         }
         other => drop(other?),
     }
-    let args::CreateEmpty { path, writes, virtual_size, write_limit, fetch_limit } = args;
+    let args::CreateEmpty { path, writes, virtual_size, write_limit, reserve, fetch_limit } = args;
     // Writes that are there have their size; what is wrong with them is the daemon's to say.
     let are_new = matches!(writes::find(&context.state, &writes), Ok(None));
     let virtual_size = virtual_size.or(are_new.then_some(args::VIRTUAL_DEFAULT_BYTES));
@@ -71,6 +71,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
             writes: Some(writes),
             read_only: false,
             write_limit,
+            reserve,
             thin: false,
             writes_device: None,
             fill: false,
@@ -98,7 +99,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         false => WritesRequest::Kept(SproutRequest {
             name: args.writes,
             limit: args.write_limit,
-            thin: args.thin,
+            thin: !args.reserve,
             device: args.writes_device.map(std::path::absolute).transpose()?,
         }),
     };
@@ -180,7 +181,7 @@ fn describe_writes(writes: &WritesState) -> String {
     let room = match sprout.thin {
         false => format!("{} reserved", output::bytes(sprout.limit)),
         true => format!(
-            "{} promised, {} reserved: writes can fail when the host is full",
+            "up to {}, {} reserved so far",
             output::bytes(sprout.limit),
             output::bytes(sprout.reserved)
         ),

@@ -263,12 +263,9 @@ fn writes(writes: &WritesState) -> String {
     };
     let room = match sprout.thin {
         false => format!("{} reserved", bytes(sprout.limit)),
-        true => format!(
-            "{} promised, {} reserved; {} would have to come from the host, which may be full",
-            bytes(sprout.limit),
-            bytes(sprout.reserved),
-            bytes(sprout.limit - sprout.reserved.min(sprout.limit))
-        ),
+        true => {
+            format!("up to {}, {} reserved so far", bytes(sprout.limit), bytes(sprout.reserved))
+        }
     };
     format!("{name}, {room}")
 }

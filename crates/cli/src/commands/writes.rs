@@ -63,7 +63,7 @@ fn row(record: &Record, reserved: u64, state: &str) -> Vec<String> {
         record.name.clone(),
         record.image.clone(),
         bytes(record.limit),
-        if record.thin { format!("{} (thin)", bytes(reserved)) } else { bytes(reserved) },
+        if record.thin { format!("{} so far", bytes(reserved)) } else { bytes(reserved) },
         state.to_owned(),
     ]
 }

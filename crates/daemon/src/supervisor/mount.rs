@@ -198,6 +198,8 @@ impl Supervisor {
             revival: None,
             reviving: false,
             recording: Recording::Off,
+            growing: false,
+            growth_failed: None,
             _writes_lock: plan.lock.take(),
         });
         self.await_serving(id)?;

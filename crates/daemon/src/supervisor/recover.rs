@@ -113,6 +113,8 @@ impl Supervisor {
             revival: None,
             reviving: false,
             recording: Recording::Off,
+            growing: false,
+            growth_failed: None,
             _writes_lock: writes_lock,
         })
     }

@@ -45,14 +45,14 @@ pub(crate) struct MountRecord {
     pub(crate) loops: Vec<PathBuf>,
     /// Bytes of lazy data in the image.
     pub(crate) data_bytes: u64,
-    /// For thin sprouts.
+    /// For growing sprouts.
     pub(crate) growth: Option<Growth>,
     /// A supervisor is about to freeze the file system, or has: whoever finds this thaws it.
     #[serde(default)]
     pub(crate) frozen: bool,
 }
 
-/// What growing a thin sprout takes.
+/// What growing a sprout takes.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub(crate) struct Growth {
     /// The sprout's device…
@@ -118,6 +118,10 @@ pub(crate) struct Entry {
     pub(crate) reviving: bool,
     /// Whether somebody records what is read.
     pub(crate) recording: Recording,
+    /// A thread makes its sprout larger.
+    pub(crate) growing: bool,
+    /// When that could not be done, the last time that it was tried.
+    pub(crate) growth_failed: Option<Instant>,
     /// Held while named writes are mounted.
     pub(crate) _writes_lock: Option<Lock>,
 }
@@ -136,8 +140,10 @@ pub(crate) struct Table {
     pub(crate) end_when_idle: bool,
     /// Clients that wait for a mount to be released.
     pub(crate) release_waiters: usize,
-    /// A thread looks after thin sprouts.
+    /// A thread looks after growing sprouts…
     pub(crate) tending_thin: bool,
+    /// …and is to do so at once.
+    pub(crate) tend_now: bool,
     pub(crate) reports: BTreeMap<MountId, MountReport>,
     /// How many reports came, to wait for the next.
     pub(crate) report_count: u64,

@@ -1,9 +1,8 @@
-//! Thin sprouts: more is promised than reserved, and space is reserved ahead of btrfs.
+//! Growing sprouts: space is reserved ahead of what btrfs uses, up to the limit.
 //!
 //! ```text
-//!   the file, and so the device:  ├── used by btrfs ──┤── at least one step ──┤
-//!                                                                    ▲ grown here, step by step,
-//!                                                                      up to the limit
+//!   the file, and so the device:  ├── used by btrfs ──┤── headroom ──┤╌╌╌╌ up to the limit ╌╌╌╌┤
+//!                                                                    ▲ moved by doubling
 //! ```
 //!
 //! btrfs only ever sees what is reserved: the device grows after the file has. When the host is
@@ -11,39 +10,47 @@
 //! sparse file would let btrfs write where there is nothing, and abort.
 //!
 //! Growing needs a moment's access to the mount, which the daemon does not keep: the same
-//! devices are mounted once more, detached, and let go of again.
+//! devices are mounted once more, detached, and let go of again. That may wait for a disk, so each
+//! step has a thread of its own, and the one that looks at all sprouts never waits for any. When it
+//! looks, and when a sprout grows: `policy`.
+//!
+//! Invariants: one step a sprout at a time; no step takes the last [`HOST_LEFT`] bytes of the host; a
+//! sprout that nobody writes to stays as large as it was made (`crates/cli/tests/writes.rs`).
+
+mod policy;
 
 use std::{
-    fs::{self, File},
+    collections::HashMap,
+    fs::File,
     os::fd::AsRawFd,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, PoisonError},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use burgeon_btrfs::SUBVOLUME;
 use burgeon_frontend::btrfs_mount::{Access, Btrfs};
 
+use self::policy::{Host, INTERVAL_HOST, Usage, Watched};
 use super::{Supervisor, table::Growth};
 use crate::{
     id::{Fsid, MountId},
     protocol::WritesState,
-    space::{self, THIN_STEP},
+    space::{self, HOST_LEFT},
 };
 
-/// How often the use of thin sprouts is looked at. A disk that writes 2 GB/s takes half a second
-/// for a step, and there is always one ahead.
-const INTERVAL: Duration = Duration::from_millis(200);
+/// The smallest step worth taking: below this the host is full.
+const STEP_MIN: u64 = 64 << 20;
 
-/// How long to leave a host alone that had no space: it is looked at again after this.
-const FULL_PAUSE: Duration = Duration::from_secs(5);
+/// How long to leave a host alone that had no space.
+const FULL_PAUSE: Duration = Duration::from_secs(1);
 
 /// `ioctl_loop`: the device takes over its file's new size.
 const LOOP_SET_CAPACITY: libc::c_ulong = 0x4c07;
 
-/// A thin sprout in use.
+/// A growing sprout in use.
 struct Thin {
     id: MountId,
     fsid: Fsid,
@@ -55,89 +62,153 @@ struct Thin {
     seed_bytes: u64,
     limit: u64,
     reserved: u64,
+    /// A thread makes it larger now.
+    growing: bool,
+    /// When that last failed.
+    failed: Option<Instant>,
 }
 
 impl Supervisor {
-    /// Looks after thin sprouts as long as there are any; started with the first of them.
+    /// Looks after growing sprouts as long as there are any; to be called whenever there is a new one.
     pub(super) fn tend_thin(self: &Arc<Self>) {
         {
             let mut table = self.table();
+            table.tend_now = true;
             if std::mem::replace(&mut table.tending_thin, true) {
+                drop(table);
+                self.changed.notify_all();
                 return;
             }
         }
         let supervisor = Arc::clone(self);
         thread::spawn(move || {
-            loop {
-                let thin = supervisor.thin_sprouts();
-                if thin.is_empty() {
-                    supervisor.table().tending_thin = false;
-                    // One may have been added between the look and the word.
-                    if !supervisor.thin_sprouts().is_empty() {
-                        supervisor.tend_thin();
-                    }
-                    return;
-                }
-                let all_well = thin.iter().all(|sprout| supervisor.tend(sprout));
-                thread::sleep(if all_well { INTERVAL } else { FULL_PAUSE });
+            let (mut watched, mut host) = (HashMap::new(), Host::default());
+            while let Some(pause) = supervisor.look_at_thin(&mut watched, &mut host) {
+                let table = supervisor.table();
+                let until = |table: &mut super::table::Table| !std::mem::take(&mut table.tend_now);
+                let waited = supervisor.changed.wait_timeout_while(table, pause, until);
+                drop(waited.unwrap_or_else(PoisonError::into_inner));
             }
         });
     }
 
-    fn thin_sprouts(&self) -> Vec<Thin> {
-        let table = self.table();
-        let mounts = table.mounts.values().filter(|entry| entry.handed_out && !entry.ended);
-        mounts
-            .filter_map(|entry| {
-                let record = &entry.record;
-                let WritesState::Sprout(sprout) = &record.writes else { return None };
-                let growth = record.growth.as_ref()?;
-                Some(Thin {
-                    id: record.attach.id,
-                    fsid: record.fsid?,
-                    path: sprout.path.clone(),
-                    device: growth.device.clone(),
-                    device_id: growth.device_id,
-                    seed_bytes: growth.seed_bytes,
-                    limit: sprout.limit,
-                    reserved: sprout.reserved,
-                })
-            })
-            .collect()
+    /// Looks at the growing sprouts whose time it is; says when to do so again, or `None` if there are
+    /// none.
+    fn look_at_thin(
+        self: &Arc<Self>,
+        watched: &mut HashMap<MountId, Watched>,
+        host: &mut Host,
+    ) -> Option<Duration> {
+        let sprouts = {
+            let mut table = self.table();
+            let sprouts = thin_sprouts(&table);
+            // Under the same lock: who adds one from now on starts the next thread.
+            table.tending_thin = !sprouts.is_empty();
+            sprouts
+        };
+        let (now, host_moves) = (Instant::now(), host.has_moved());
+        watched.retain(|id, _| sprouts.iter().any(|sprout| sprout.id == *id));
+        for sprout in &sprouts {
+            let state = watched.entry(sprout.id).or_insert_with(|| Watched::new(now));
+            if !host_moves && !state.is_due(now) {
+                continue;
+            }
+            let Some(usage) = Usage::of(sprout.fsid) else { continue };
+            let used = usage.allocated.saturating_sub(sprout.seed_bytes);
+            let taken = state.see(now, usage);
+            let rests = sprout.failed.is_some_and(|at| at.elapsed() < FULL_PAUSE);
+            if let Some(to) = state.next_size(sprout.reserved, used, taken, sprout.limit)
+                && !sprout.growing
+                && !rests
+            {
+                self.begin_growing(sprout.id, to);
+            }
+        }
+        watched.values().map(|state| state.pause(now).min(INTERVAL_HOST)).min()
     }
 
-    /// Grows a sprout if it is time to; false if that was not possible.
-    fn tend(&self, thin: &Thin) -> bool {
-        let Some(allocated) = allocated(thin.fsid) else { return true };
-        let used = allocated.saturating_sub(thin.seed_bytes);
-        if thin.reserved >= thin.limit || thin.reserved.saturating_sub(used) >= THIN_STEP {
-            return true;
+    /// Makes a sprout larger in a thread of its own.
+    fn begin_growing(self: &Arc<Self>, id: MountId, to: u64) {
+        let sprout = {
+            let mut table = self.table();
+            let Some(entry) = table.mounts.get_mut(&id) else { return };
+            entry.growing = true;
+            thin_sprout(entry)
+        };
+        let supervisor = Arc::clone(self);
+        thread::spawn(move || {
+            let grown = match &sprout {
+                Some(sprout) => grow(sprout, to),
+                None => Ok(None),
+            };
+            supervisor.grown(id, grown);
+        });
+    }
+
+    /// Writes down how a step went; the sprout's size if it has a new one.
+    fn grown(&self, id: MountId, grown: Result<Option<u64>>) {
+        let (to, error) = match grown {
+            Ok(to) => (to, None),
+            Err(error) => (None, Some(error)),
+        };
+        if let Some(to) = to {
+            let noted = self.update(id, |record| {
+                if let WritesState::Sprout(sprout) = &mut record.writes {
+                    sprout.reserved = to;
+                }
+            });
+            if let Err(e) = noted {
+                // The next supervisor begins where this one began: a step is taken twice, no harm.
+                log!("it cannot be written down how large the sprout of mount {id} is: {e}");
+            }
         }
-        let to = (thin.reserved + THIN_STEP).min(thin.limit);
-        match grow(thin, to) {
-            Ok(()) => {
-                let changed = self.update(thin.id, |record| {
-                    if let WritesState::Sprout(sprout) = &mut record.writes {
-                        sprout.reserved = to;
-                    }
-                });
-                changed.is_ok()
-            }
-            Err(e) => {
-                log!("the thin sprout of mount {} does not grow: {e}", thin.id);
-                false
-            }
+        let mut table = self.table();
+        let Some(entry) = table.mounts.get_mut(&id) else { return };
+        entry.growing = false;
+        let failed_before = entry.growth_failed.is_some();
+        entry.growth_failed = error.is_some().then(Instant::now);
+        drop(table);
+        // A full host may stay so for hours: once is enough.
+        if let Some(e) = error.filter(|_| !failed_before) {
+            log!("the sprout of mount {id} does not grow: {e}");
         }
     }
 }
 
-/// What growing the sprout on `device` takes, found out while its mount was at hand.
-pub(crate) fn growth(mount: &Btrfs, device: &Path) -> Result<Growth> {
+fn thin_sprouts(table: &super::table::Table) -> Vec<Thin> {
+    let mounts = table.mounts.values().filter(|entry| entry.handed_out && !entry.ended);
+    mounts.filter_map(thin_sprout).collect()
+}
+
+fn thin_sprout(entry: &super::table::Entry) -> Option<Thin> {
+    let record = &entry.record;
+    let WritesState::Sprout(sprout) = &record.writes else { return None };
+    let growth = record.growth.as_ref()?;
+    Some(Thin {
+        id: record.attach.id,
+        fsid: record.fsid?,
+        path: sprout.path.clone(),
+        device: growth.device.clone(),
+        device_id: growth.device_id,
+        seed_bytes: growth.seed_bytes,
+        limit: sprout.limit,
+        reserved: sprout.reserved,
+        growing: entry.growing,
+        failed: entry.growth_failed,
+    })
+}
+
+/// What growing the sprout on `device`, of `reserved` bytes, takes, found out while its mount was at
+/// hand. Where a step was not taken to its end, that is done here.
+pub(crate) fn growth(mount: &Btrfs, device: &Path, reserved: u64) -> Result<Growth> {
     let devices = mount.devices()?;
     let sprout = devices.iter().find(|one| one.path == device).ok_or_else(|| {
         let what = format!("btrfs does not list {}", device.display());
         Error::new(ErrorKind::LocalIo, what)
     })?;
+    if sprout.size < reserved {
+        mount.grow_device(sprout.id)?;
+    }
     let seed = devices.iter().filter(|one| one.id != sprout.id);
     Ok(Growth {
         device: device.to_owned(),
@@ -146,20 +217,21 @@ pub(crate) fn growth(mount: &Btrfs, device: &Path) -> Result<Growth> {
     })
 }
 
-/// Bytes of all block groups of a mounted btrfs.
-fn allocated(fsid: Fsid) -> Option<u64> {
-    let folder = Path::new("/sys/fs/btrfs").join(fsid.to_string()).join("allocation");
-    let mut sum = 0;
-    for kind in ["data", "metadata", "system"] {
-        let text = fs::read_to_string(folder.join(kind).join("disk_total")).ok()?;
-        sum += text.trim().parse::<u64>().ok()?;
-    }
-    Some(sum)
-}
-
-/// File first, then the loop device, then btrfs.
-fn grow(thin: &Thin, to: u64) -> Result<()> {
+/// File first, then the loop device, then btrfs. Gives the new size: `wanted`, or what the host has;
+/// `None` if the mount is gone.
+fn grow(thin: &Thin, wanted: u64) -> Result<Option<u64>> {
     let failed = |e| Error::io(format!("cannot grow {}", thin.path.display()), e);
+    let free = space::free_space(thin.path.parent().unwrap_or(&thin.path))?;
+    let step = (wanted - thin.reserved).min(free.saturating_sub(HOST_LEFT));
+    if step < STEP_MIN.min(wanted - thin.reserved) {
+        let what = format!(
+            "the host has {} MiB free, of which {} MiB are left to it: free some space",
+            free >> 20,
+            HOST_LEFT >> 20
+        );
+        return Err(Error::new(ErrorKind::NoSpace, what));
+    }
+    let to = thin.reserved + step / BLOCK_SIZE * BLOCK_SIZE;
     let file = File::options().read(true).write(true).open(&thin.path).map_err(failed)?;
     space::reserve(&file, thin.reserved, to - thin.reserved, &thin.path)?;
     file.sync_all().map_err(failed)?;
@@ -171,7 +243,8 @@ fn grow(thin: &Thin, to: u64) -> Result<()> {
     let mount = Btrfs::mount(&thin.device, SUBVOLUME, Access::Writable)?;
     if Fsid(mount.fsid()?) != thin.fsid {
         // The mount went away meanwhile, and the device is somebody else's now.
-        return Ok(());
+        return Ok(None);
     }
-    mount.grow_device(thin.device_id)
+    mount.grow_device(thin.device_id)?;
+    Ok(Some(to))
 }
