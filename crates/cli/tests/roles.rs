@@ -5,8 +5,11 @@
 use std::{
     collections::BTreeSet,
     fs,
+    path::Path,
     process::{Child, Command, Stdio},
 };
+
+use testkit::{Burgeon, Space};
 
 /// What the process of `role` was allowed of what `__probe` tries.
 fn allowed(role: &str) -> BTreeSet<String> {
@@ -59,6 +62,57 @@ fn a_process_that_prepares_an_image_can_do_nothing_else() {
 #[test]
 fn a_process_that_prepares_an_image_of_a_remote_store_has_the_network_alone() {
     assert_eq!(allowed_in("preparing-remote"), names(&["connect"]));
+}
+
+/// Images refer to files of this host by their paths, so reading them is what a server is for. It
+/// can change none but its own.
+#[test]
+fn a_serving_process_has_the_network_and_reads_files() {
+    assert_eq!(allowed_in("serving"), names(&["connect", "read"]));
+}
+
+/// seccomp does not see what comes through a ring; capabilities and Landlock hold there, too.
+#[test]
+fn a_serving_process_with_rings_can_do_no_more_than_without() {
+    let rings = ["connect", "read", "io_uring", "io_uring connect", "io_uring read"];
+    assert_eq!(allowed_in("serving-rings"), names(&rings));
+}
+
+#[test]
+fn the_serving_process_of_a_mount_is_in_its_sandbox() {
+    let space = Space::new("roles-serving");
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("text"), "text").unwrap();
+    let burgeon = Burgeon::new(env!("CARGO_BIN_EXE_burgeon"), &space);
+    burgeon.build(&tree, "tree");
+    let mounted = burgeon.mount("tree", &space.path("at"), &["--read-only", "--transport", "fuse"]);
+    assert_eq!(fs::read_to_string(mounted.path().join("text")).unwrap(), "text");
+    let server = burgeon.status()["server_pid"].as_u64().unwrap() as u32;
+    assert_eq!(status(server, "NoNewPrivs"), "1");
+    assert_eq!(status(server, "Seccomp"), "2");
+    const READ_SEARCH: u64 = 1 << 2;
+    const IPC_LOCK: u64 = 1 << 14;
+    const SYS_ADMIN: u64 = 1 << 21;
+    let kept = u64::from_str_radix(&status(server, "CapPrm"), 16).unwrap();
+    let limits = fs::read_to_string(format!("/proc/{server}/limits")).unwrap();
+    let locks = limits.lines().find(|line| line.starts_with("Max locked memory")).unwrap();
+    let locks = if locks.contains("unlimited") { 0 } else { IPC_LOCK };
+    let ublk = if Path::new("/dev/ublk-control").exists() { SYS_ADMIN } else { 0 };
+    assert_eq!(kept, READ_SEARCH | locks | ublk, "{kept:x}");
+    burgeon.umount(mounted);
+}
+
+/// The shipped unit, as systemd judges it: 10.0 is a service without any restriction.
+#[test]
+fn the_unit_is_judged_to_be_confined() {
+    let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist/burgeon.service");
+    let output = Command::new("systemd-analyze")
+        .args(["security", "--offline=true", "--no-pager", "--threshold=50"])
+        .arg(unit)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}");
 }
 
 /// What `/proc/PID/status` of a process says of its sandbox, the same for all of its threads.

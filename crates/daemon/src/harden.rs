@@ -39,12 +39,20 @@ pub(crate) fn harden(lock_memory: bool) -> Vec<String> {
     missing
 }
 
+/// Whether memory stays lockable without CAP_IPC_LOCK: with locked memory, a limit would make
+/// allocations fail.
+pub(crate) fn can_lock_without_capability() -> bool {
+    getrlimit(Resource::Memlock).current.is_none()
+}
+
 /// The limits of the shell that happened to start the daemon are not its own: it may hold as many
 /// descriptors as the kernel lets it, and a file that would become too large is an error.
 fn lift_limits() {
     let maximum = getrlimit(Resource::Nofile).maximum;
     // Mounts need two to four descriptors each; with fewer than that there are fewer mounts.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+    // The server locks its memory, and gives up the capability that would ignore this limit.
+    let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
     // SAFETY: the signal is ignored, so no code of ours runs when it comes.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }

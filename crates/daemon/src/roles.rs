@@ -10,9 +10,60 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_sandbox::{Sandbox, attempts};
 use burgeon_source::Location;
 
+use crate::{
+    harden,
+    paths::StateDir,
+    system,
+    transport::{self, Transport},
+};
+
 /// It fetches a manifest from `store`, decodes it, and writes what a mount needs into `folder`.
 pub(crate) fn preparing(store: &Location, folder: &Path) -> Sandbox {
     from_store(Sandbox::computing().write(folder), store)
+}
+
+/// It answers reads of every mount, from caches and profiles in `state`, from stores, and from files
+/// of this host that images refer to by their paths.
+pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
+    let folders = [state.images(), state.profiles(), state.writes(), state.mounts(), state.run()];
+    let sandbox = Sandbox::computing().read_everything().network();
+    let sandbox = folders.iter().fold(sandbox, |sandbox, folder| sandbox.write(folder));
+    let sandbox = match harden::can_lock_without_capability() {
+        true => sandbox,
+        false => sandbox.lock_memory(),
+    };
+    let sandbox = if io.rings { sandbox.rings() } else { sandbox };
+    match io.ublk {
+        true => sandbox.administer_ublk().device(Path::new("/dev")),
+        false => sandbox,
+    }
+}
+
+/// What of the kernel's interfaces a server may be asked to use while it lives.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct ServingIo {
+    /// Whether mounts can go over ublk.
+    pub(crate) ublk: bool,
+    /// Whether mounts can go over io_uring in any way.
+    pub(crate) rings: bool,
+}
+
+impl ServingIo {
+    /// Decided when a server starts: which mounts will come is unknown, but not what this kernel
+    /// offers them.
+    pub(crate) fn of_this_kernel() -> Self {
+        let ublk = transport::has_ublk();
+        Self { ublk, rings: ublk || system::fuse_rings().is_ok() }
+    }
+
+    /// Whether a mount over `transport` can be served.
+    pub(crate) fn serves(self, transport: Transport) -> bool {
+        match transport {
+            Transport::Fuse => true,
+            Transport::Rings { .. } => self.rings,
+            Transport::Ublk { .. } => self.ublk,
+        }
+    }
 }
 
 /// Reads objects of `store`.
@@ -34,6 +85,14 @@ pub fn probe(role: &str, folder: &Path) -> Result<Vec<&'static str>> {
         "nothing" => None,
         "preparing" => Some(preparing(&here, folder)),
         "preparing-remote" => Some(preparing(&remote()?, folder)),
+        "serving" => {
+            let io = ServingIo { ublk: false, rings: false };
+            Some(serving(&StateDir::open(folder)?, io))
+        }
+        "serving-rings" => {
+            let io = ServingIo { ublk: false, rings: true };
+            Some(serving(&StateDir::open(folder)?, io))
+        }
         _ => return Err(Error::new(ErrorKind::Invalid, format!("there is no role {role:?}"))),
     };
     let guarded = match sandbox {

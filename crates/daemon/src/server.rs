@@ -51,6 +51,7 @@ use crate::{
     paths::StateDir,
     pins::Pins,
     protocol::{AreaStatus, CacheStatus},
+    roles::{self, ServingIo},
     transport::{self, Transport},
     wire,
 };
@@ -66,6 +67,7 @@ const UNUSED_INTERVAL: Duration = Duration::from_millis(500);
 
 struct Serving {
     state: StateDir,
+    io: ServingIo,
     /// Held for life: `doctor` sees by it that there is a server.
     _lock: Lock,
     runtime: Runtime,
@@ -129,6 +131,11 @@ fn begin(state_dir: &Path) -> Result<()> {
         log!("{sentence}");
     }
     let failed = |e| Error::io("cannot start the serving process", e);
+    let state = StateDir::open(state_dir)?;
+    let io = ServingIo::of_this_kernel();
+    if !roles::serving(&state, io).enter()? {
+        log!("this kernel has no Landlock: the serving process can write files outside its state");
+    }
     let stdin =
         rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).map_err(|e| failed(e.into()))?;
     let runtime = Builder::new_multi_thread()
@@ -137,8 +144,8 @@ fn begin(state_dir: &Path) -> Result<()> {
         .enable_all()
         .build()
         .map_err(failed)?;
-    let state = StateDir::open(state_dir)?;
     let serving = Arc::new(Serving {
+        io,
         runtime,
         _lock: the_only_server(&state)?,
         state,
@@ -231,6 +238,7 @@ impl Serving {
             device.area().map_or(Ok(()), |area| area.refresh())?;
             return self.fetch_pinned(attach.id, &attach.pins);
         }
+        self.make_way_for(attach.id, attach.transport);
         let slots = Arc::new(Slots::from_fd(slots)?);
         let access = access::kept(&self.state.mount(attach.id))?;
         let references = if attach.references { References::Allow } else { References::Refuse };
@@ -289,6 +297,15 @@ impl Serving {
             tokio::task::spawn_blocking(move || serving.forget(id, &format!("{end:?}")));
         });
         Ok(())
+    }
+
+    /// Ends this process if only its successor can serve `transport`: one that the kernel has come to
+    /// offer since this server gave it up. Readers wait for the successor.
+    fn make_way_for(&self, id: MountId, transport: Transport) {
+        if !self.io.serves(transport) && ServingIo::of_this_kernel().serves(transport) {
+            log!("mount {id} needs what this server has given up: making way for a successor");
+            std::process::exit(1);
+        }
     }
 
     /// Begins to fetch what the file `pins` says, and lets go of what was pinned before. Returns when

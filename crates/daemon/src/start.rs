@@ -145,7 +145,7 @@ fn start_unit(state: &StateDir) -> Result<()> {
 /// The properties of `dist/burgeon.service` that matter; a test holds the two together.
 /// `KillMode=process`: when the supervisor dies, the server must go on serving until the next
 /// supervisor adopts it.
-pub const UNIT_PROPERTIES: [&str; 8] = [
+pub const UNIT_PROPERTIES: [&str; 22] = [
     "Type=notify",
     "NotifyAccess=main",
     "KillMode=process",
@@ -154,6 +154,22 @@ pub const UNIT_PROPERTIES: [&str; 8] = [
     "OOMScoreAdjust=-1000",
     "LimitMEMLOCK=infinity",
     "TimeoutStopSec=30s",
+    "CapabilityBoundingSet=CAP_SYS_ADMIN CAP_DAC_OVERRIDE \
+     CAP_DAC_READ_SEARCH CAP_FOWNER CAP_IPC_LOCK CAP_SYS_MODULE \
+     CAP_SYS_PTRACE CAP_SYS_RESOURCE",
+    "NoNewPrivileges=yes",
+    "PrivateMounts=yes",
+    "ProtectHostname=yes",
+    "ProtectKernelLogs=yes",
+    "LockPersonality=yes",
+    "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK",
+    "RestrictNamespaces=mnt",
+    "RestrictRealtime=yes",
+    "RestrictSUIDSGID=yes",
+    "SystemCallArchitectures=native",
+    "SystemCallErrorNumber=EPERM",
+    "SystemCallFilter=~@clock @cpu-emulation @debug @obsolete @raw-io @reboot @swap",
+    "UMask=0077",
 ];
 
 fn run(name: &str, command: &mut Command) -> Result<()> {

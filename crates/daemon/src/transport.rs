@@ -150,6 +150,11 @@ fn add(id: MountId, size: u64) -> Result<u32> {
     Ok(Control::open()?.add(size, OWNER_MAGIC | id.number(), Shape::default())?.number)
 }
 
+/// Whether this kernel has ublk, or the module that [`load_driver`] will load.
+pub(crate) fn has_ublk() -> bool {
+    Path::new(CONTROL).exists() || module_is_there("ublk_drv")
+}
+
 /// The driver has no alias by which opening its device would load it.
 fn load_driver() {
     static TRIED: Once = Once::new();

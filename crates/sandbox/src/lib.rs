@@ -139,6 +139,18 @@ impl Sandbox {
         self
     }
 
+    /// It locks memory beyond its limit, as a process does whose limit cannot be raised.
+    pub fn lock_memory(mut self) -> Self {
+        self.keeps |= CapabilitySet::IPC_LOCK;
+        self
+    }
+
+    /// It gives commands to the ublk driver, which takes them from administrators alone.
+    pub fn administer_ublk(mut self) -> Self {
+        self.keeps |= CapabilitySet::SYS_ADMIN;
+        self
+    }
+
     /// It uses io_uring.
     pub fn rings(mut self) -> Self {
         self.rings = true;
