@@ -180,6 +180,10 @@ pub(crate) struct Build {
     pub(crate) source: Option<PathBuf>,
     /// The image's name, such as debian:12
     pub(crate) name: String,
+    /// Take the name from the image that has it, if that was pulled or is another host's; a name that was
+    /// built on this host is built anew without this
+    #[arg(long)]
+    pub(crate) replace: bool,
     /// How blocks are checked
     #[arg(long, value_enum, default_value = "crc32c")]
     pub(crate) checksum: Checksum,
@@ -358,9 +362,12 @@ pub(crate) struct Pull {
     /// Bring all data, too, into the state directory's own store
     #[arg(long)]
     pub(crate) eager: bool,
-    /// Its name there [default: the name that it has]
+    /// Its name there [default: the end of the reference, as app:7 of oci://registry.example/team/app:7]
     #[arg(long = "as", value_name = "NAME", requires = "eager")]
     pub(crate) name: Option<String>,
+    /// Take the name from the image that has it
+    #[arg(long, requires = "eager")]
+    pub(crate) replace: bool,
 }
 
 #[derive(ClapArgs, Debug)]

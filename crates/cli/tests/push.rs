@@ -157,7 +157,7 @@ fn credentials_travel_with_a_mount_and_are_looked_up_again() {
     user.fails(&["pull", "--eager", &at], 5, "docker login");
     fs::write(docker.join("config.json"), config(PASSWORDS[1])).unwrap();
     user.ok(&["pull", "--eager", &at]);
-    user.ok(&["verify", "app"]);
+    user.ok(&["verify", "app:1"]);
 }
 
 #[test]
@@ -353,7 +353,7 @@ fn forged_images_are_refused_and_an_index_gives_the_one_of_this_machine() {
         skopeo_copy(&["--all"], &format!("oci:{}", multi.display()), &to).unwrap();
     }
     user.ok(&["pull", "--eager", &format!("oci://{host}/multi:both")]);
-    user.ok(&["verify", "app"]);
+    user.ok(&["verify", "multi:both"]);
     refused(&format!("oci://{host}/multi:other"), 3, "but for linux/s390x");
     let from = format!("oci-layout:{}", layout.display());
     user.fails(&["build", &from, "x"], 1, "burgeon pull");

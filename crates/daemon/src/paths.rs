@@ -6,6 +6,7 @@
 //!                              cache, checksums
 //!   built/<digest>             says that this host built the image from its own files
 //!   profiles/<digest>          what is read first of an image whose store cannot be written to
+//!   provenance/<digest>        what this host knows of an image: not to be believed from its store
 //!   writes/<name>/             record.json, seed…, map, manifest, sprout   user data: never removed
 //!                                                                          but by `writes rm`
 //!   mounts/<id>/               mount.json, seed, sprout                one running mount
@@ -112,6 +113,11 @@ impl StateDir {
     /// One of them.
     pub(crate) fn built(&self, digest: &Digest) -> PathBuf {
         self.all_built().join(digest.to_string())
+    }
+
+    /// What this host knows of images, whoever writes to their stores.
+    pub fn provenance(&self) -> PathBuf {
+        self.root.join("provenance")
     }
 
     /// The folder of named writes.

@@ -84,9 +84,12 @@ impl Ready {
     }
 }
 
-/// The manifest that `name` stands for in `store`. `NotFound` says which names there are.
-pub(crate) fn resolve(store: &Store, name: &str) -> Result<Digest> {
-    catalog::resolve(store, name)?.digest()
+/// The manifest of the image that is wanted from `store`. `NotFound` says which names there are.
+pub(crate) fn resolve(store: &Store, request: &MountRequest) -> Result<Digest> {
+    match request.digest {
+        Some(digest) => Ok(digest.0),
+        None => catalog::resolve(store, &request.image)?.digest(),
+    }
 }
 
 /// Prepares the image `digest` of `store` with a virtual area of `virtual_bytes` (0: none), unless
@@ -122,9 +125,13 @@ pub(crate) fn prepare(
     Ok(Prepared { folder, digest })
 }
 
-/// Fetches what it takes to mount the image `name` of `store`, so that the next mount need not.
-pub fn make_ready(state: &StateDir, store: &Location, access: &Access, name: &str) -> Result<()> {
-    let digest = resolve(&Store::open(store, access)?, name)?;
+/// Fetches what it takes to mount the image `digest` of `store`, so that the next mount need not.
+pub fn make_ready(
+    state: &StateDir,
+    store: &Location,
+    access: &Access,
+    digest: Digest,
+) -> Result<()> {
     prepare(state, store, access, digest, 0, |_| {}).map(drop)
 }
 

@@ -83,8 +83,14 @@ pub enum Request {
 /// A mount that is wanted. Paths are absolute: the daemon's working directory is not the user's.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct MountRequest {
-    /// The image's name in the store.
+    /// The image's name in the store, or the reference of an artifact: kept writes know it by that.
     pub image: String,
+    /// Which image it is, where the client knows: a name in a store is whoever's who can write there.
+    #[serde(default)]
+    pub digest: Option<DigestText>,
+    /// What the user typed: for messages and `status`.
+    #[serde(default)]
+    pub shown: Option<String>,
     /// The store; `None` is the one in the state directory.
     pub store: Option<Location>,
     /// What lies there for the client, if it is a folder.

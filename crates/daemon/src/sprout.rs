@@ -92,7 +92,7 @@ impl Plan {
     ) -> Result<Self> {
         // One for all questions, because a connection costs a round trip.
         let open = Store::open(store, &request.access)?;
-        let digest = prepared::resolve(&open, &request.image)?;
+        let digest = prepared::resolve(&open, request)?;
         let notes = roots::require(state, store, &open, &digest, id)?.into_iter().collect();
         let (access, virtual_bytes) = (&request.access, request.virtual_bytes);
         // With a limit only what is served is warmed.
@@ -150,7 +150,8 @@ impl Plan {
         wanted: &SproutRequest,
         record: Record,
     ) -> Result<Self> {
-        if image_of(&record.image) != image_of(&request.image) {
+        let is_same = request.digest.is_some_and(|digest| digest.0 == record.manifest.0);
+        if !is_same && image_of(&record.image) != image_of(&request.image) {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
@@ -181,7 +182,7 @@ impl Plan {
         let store = record.store.clone().unwrap_or_else(|| state.store().into());
         let open = Store::open(&store, &request.access)?;
         notes.extend(roots::require(state, &store, &open, &record.manifest.0, id)?);
-        let now = prepared::resolve(&open, &request.image);
+        let now = prepared::resolve(&open, request);
         if now.is_ok_and(|now| now != record.manifest.0) {
             notes.push(format!(
                 "{} has been built anew since these writes were made; they stay on the image they \

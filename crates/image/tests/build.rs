@@ -14,9 +14,10 @@ use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
-use burgeon_block::{ByteRange, ErrorKind, ObjectStore};
+use burgeon_block::{ByteRange, Digest, ErrorKind, ObjectId, ObjectStore};
 use burgeon_btrfs::Body;
 use burgeon_image::{INLINE_MAX, build, catalog};
+use burgeon_source::{Objects, References};
 
 use common::*;
 
@@ -317,7 +318,8 @@ fn a_full_store_is_an_error_and_the_images_in_it_stay() {
         let store = burgeon_source::Directory::create(full.join("store")).unwrap();
         let before = from_directory(&store, "before", &root);
         fs::write(root.join("more"), noise(77, 3_000_000)).unwrap();
-        let build = || build::from_directory(&store, "after", &root, &options(), &|_| ());
+        let build =
+            || build::from_directory(&store, "after", &root, &options_with(&store), &|_| ());
         let error = build().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
         assert_eq!(catalog::resolve(&store, "after").unwrap_err().kind(), ErrorKind::NotFound);
@@ -454,4 +456,58 @@ fn a_directory_by_reference_is_the_directory() {
     assert!(there.objects.iter().all(|object| object.as_str().starts_with("file/")));
     let objects = burgeon_source::Objects::new(store.clone(), burgeon_source::References::Allow);
     compare_with(&root, &there, &data_of(&objects, &there));
+}
+
+/// Another host's image, or one that was pulled, may say that a chunk lies where it does not.
+#[test]
+fn chunks_are_reused_from_images_that_this_host_has_made_or_verified() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    fs::create_dir(&root).unwrap();
+    for n in 0..4 {
+        fs::write(root.join(format!("file-{n}")), noise(n, 256 << 10)).unwrap();
+    }
+    let honest = from_directory(&store, "honest", &root);
+    let manifest = load(&store, &honest);
+    let mut lie = manifest.clone();
+    for (index, chunk) in lie.chunks.iter_mut().enumerate() {
+        let other = &manifest.chunks[(index + 1) % manifest.chunks.len()];
+        (chunk.stored, chunk.codec) = (other.stored, other.codec);
+    }
+    let (_other, shared) = common::store();
+    for pack in store.list("packs").unwrap() {
+        shared.publish(&pack, &store.get(&pack, 1 << 30).unwrap()).unwrap();
+    }
+    let (bytes, digest) = lie.encode(3).unwrap();
+    shared.publish(&catalog::manifest_object(&digest).unwrap(), &bytes).unwrap();
+    let objects = Objects::new(shared.clone(), References::Refuse);
+    let read = |object: &ObjectId, range| objects.read_blocking(object, range);
+    let verify = |digest: &Digest| catalog::verify(&shared, digest, &read, &|_, _| ()).unwrap();
+    assert!(!verify(&digest).damage.is_empty());
+
+    let built = from_directory(&shared, "built", &root);
+    assert_eq!(built.reused_bytes, 0);
+    assert_eq!(verify(&built.image.digest().unwrap()).damage, []);
+    // A manifest that is not what its name says is nobody's, whoever has made the one of that name.
+    let made = catalog::manifest_object(&built.image.digest().unwrap()).unwrap();
+    shared.publish(&made, &bytes).unwrap();
+    assert_eq!(from_directory(&shared, "again", &root).reused_bytes, 0);
+
+    // An image of somebody else that was read from end to end is as good as one of this host's.
+    let (_other, third) = common::store();
+    let trusted = honest.image.digest().unwrap();
+    for folder in ["packs", "manifests"] {
+        for object in store.list(folder).unwrap() {
+            third.publish(&object, &store.get(&object, 1 << 30).unwrap()).unwrap();
+        }
+    }
+    assert_eq!(from_directory(&third, "before", &root).reused_bytes, 0);
+    let (_other, fourth) = common::store();
+    for folder in ["packs", "manifests"] {
+        for object in store.list(folder).unwrap() {
+            fourth.publish(&object, &store.get(&object, 1 << 30).unwrap()).unwrap();
+        }
+    }
+    common::provenance(&fourth).update(&trusted, |known| known.verified = true).unwrap();
+    assert_eq!(from_directory(&fourth, "after", &root).new_bytes, 0);
 }

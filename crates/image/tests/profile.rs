@@ -185,7 +185,7 @@ fn a_build_by_a_profile_stores_what_it_names_first_and_together() {
     let lost = profile.files.len() as u32;
     profile.files.push(b"/not/there".to_vec());
     profile.reads.push(ProfileRead { file: lost, ..profile.reads[0] });
-    let options = build::Options { profile: Some(profile), ..options() };
+    let options = build::Options { profile: Some(profile), ..options_with(&store) };
     let built = || build::from_directory(&store, "after", &root, &options, &|_| ()).unwrap();
     let report = built();
     let after = load(&store, &report);

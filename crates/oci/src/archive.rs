@@ -3,10 +3,7 @@
 use std::io::Read;
 
 use burgeon_block::{Error, ObjectStore, Result};
-use burgeon_image::{
-    build::{self, OnProgress, Options, Report},
-    catalog,
-};
+use burgeon_image::build::{self, OnProgress, Options, Report};
 use burgeon_source::{registry::Digest, waiting, web};
 use reqwest::{
     Response, Url,
@@ -93,9 +90,4 @@ fn shown(url: &Url) -> String {
     url.set_query(None);
     url.set_fragment(None);
     url.to_string()
-}
-
-/// Whether `store` has the image `name`.
-pub(crate) fn has(store: &impl ObjectStore, name: &str) -> bool {
-    catalog::resolve(store, name).is_ok()
 }

@@ -16,7 +16,7 @@ use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
 use burgeon_image::{
     Limits, Manifest,
     build::{self, Origin, Report},
-    catalog,
+    catalog::{self, ImageRecord},
 };
 use burgeon_layer::{Stretch, TABLE_MAX, Table, TableLayer};
 use burgeon_source::{
@@ -28,7 +28,6 @@ use serde_json::json;
 
 use crate::{
     Source, Work,
-    archive::has,
     beside::{self, Artifact, Shelf},
     document::{Descriptor, IndexArtifact},
     image::{Blobs, Keep, Resolved, Tables},
@@ -85,17 +84,24 @@ pub fn index(
     let shelf = push.then(|| Shelf::open(source, work.access)).transpose()?;
     let resolved = blobs.resolve(&wanted)?;
     let name = name_of(&resolved.digest.to_string());
-    if !has(store, &name) {
-        let whole = resolved.digest.to_string();
-        if has(store, &whole) && derived_of(store, &whole)?.is_some() {
-            catalog::publish_alias(store, &catalog::resolve(store, &whole)?, &name)?;
-        } else {
-            let names = Names { name: &name, listed: None };
-            make(store, &blobs, &resolved, (&names, &at), work, None)??;
+    let image = match work.vouched(store, &name) {
+        Some(image) => image,
+        None => {
+            let whole = work.vouched(store, &resolved.digest.to_string());
+            let derived = |image: &ImageRecord| matches!(derived_of(store, image), Ok(Some(_)));
+            let image = match whole.filter(derived) {
+                Some(whole) => catalog::publish_alias(store, &whole, &name)?,
+                None => {
+                    let names = Names { name: &name, listed: None };
+                    make(store, &blobs, &resolved, (&names, &at), work, None)??.image
+                }
+            };
+            work.vouch(&image)?;
+            image
         }
-    }
-    refresh(store, &name, &at)?;
-    let (document, parts) = artifact(store, &name, &resolved)?;
+    };
+    refresh(store, &image, &at)?;
+    let (document, parts) = artifact(store, &image, &resolved)?;
     if let Some(shelf) = shelf {
         let artifact = Artifact { kind: ARTIFACT, document: &document, blobs: &parts };
         shelf.put(&blobs, &resolved.digest, &artifact)?;
@@ -173,7 +179,7 @@ fn make(
 
 /// Takes the image into this host's `own` store by an index that is made while its layers come, and
 /// holds these: it needs nobody else then. With `tables`, layers that have a table of contents stay where
-/// they are. Returns its name there, or `None` for an image whose layers cannot be read from the middle;
+/// they are. Returns what was made, or `None` for an image whose layers cannot be read from the middle;
 /// they are here now, to build it of.
 pub(crate) fn hold(
     own: &Directory,
@@ -182,7 +188,7 @@ pub(crate) fn hold(
     at: &LayersAt,
     work: &Work<'_>,
     tables: Option<&Tables>,
-) -> Result<Option<(String, Report)>> {
+) -> Result<Option<Report>> {
     let lease = own.begin_write()?;
     let name = resolved.digest.to_string();
     let listed = listed_name_of(&name);
@@ -196,11 +202,10 @@ pub(crate) fn hold(
     });
     match made? {
         Ok(report) => {
-            let name = report.image.name.clone();
-            if derived_of(own, &name)?.is_none() {
+            if derived_of(own, &report.image)?.is_none() {
                 release(own, resolved);
             }
-            Ok(Some((name, report)))
+            Ok(Some(report))
         }
         Err(error) if error.kind() == ErrorKind::Invalid => Ok(None),
         Err(error) => Err(error),
@@ -250,30 +255,30 @@ fn publish_table(store: &impl ObjectStore, table: &[u8], at: &LayersAt) -> Resul
     Ok(object)
 }
 
-/// The derived object that the image `name` has its data in, if it has.
-fn derived_of(store: &impl ObjectStore, name: &str) -> Result<Option<ObjectId>> {
-    let bytes = catalog::load_bytes(store, &catalog::resolve(store, name)?.digest()?)?;
+/// The derived object that `image` has its data in, if it has.
+fn derived_of(store: &impl ObjectStore, image: &ImageRecord) -> Result<Option<ObjectId>> {
+    let bytes = catalog::load_bytes(store, &image.digest()?)?;
     let objects = Manifest::decode_objects(&bytes, &Limits::default())?;
     Ok(objects.into_iter().find(|object| object.as_str().starts_with("derived/")))
 }
 
-/// Whether all of the image `name` is in `store`, the host's own: not in layers elsewhere.
-pub fn is_whole(store: &impl ObjectStore, name: &str) -> Result<bool> {
-    match derived_of(store, name)? {
+/// Whether all of `image` is in `store`, the host's own: not in layers elsewhere.
+pub fn is_whole(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
+    match derived_of(store, image)? {
         Some(object) => all_held(store, &held_object(&object)?),
         None => Ok(true),
     }
 }
 
 /// Whether the image of a source, by any of its names in `store`, is known by tables of contents.
-pub(crate) fn is_listed(store: &impl ObjectStore, name: &str) -> Result<bool> {
-    match name.split_once('/') {
+pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
+    match image.name.split_once('/') {
         None | Some((_, "index")) => return Ok(false),
         Some((_, "contents")) => return Ok(true),
         // Of an index of platforms: whatever was known of the image when it got that name.
         Some(_) => {}
     }
-    let bytes = catalog::load_bytes(store, &catalog::resolve(store, name)?.digest()?)?;
+    let bytes = catalog::load_bytes(store, &image.digest()?)?;
     Manifest::decode_is_unsummed(&bytes, &Limits::default())
 }
 
@@ -290,13 +295,17 @@ fn all_held(store: &impl ObjectStore, list: &ObjectId) -> Result<bool> {
     Ok(true)
 }
 
-/// From now on the layers of the image `name` are read `at`, if that has its data in layers: tells
-/// whether it has.
-pub(crate) fn refresh(store: &impl ObjectStore, name: &str, at: &LayersAt) -> Result<bool> {
+/// From now on the layers of `image` are read `at`, if that has its data in layers: tells whether it
+/// has.
+pub(crate) fn refresh(
+    store: &impl ObjectStore,
+    image: &ImageRecord,
+    at: &LayersAt,
+) -> Result<bool> {
     if store.list("origins")?.is_empty() {
         return Ok(false);
     }
-    let Some(object) = derived_of(store, name)? else { return Ok(false) };
+    let Some(object) = derived_of(store, image)? else { return Ok(false) };
     let (origin, text) = (origin_object(&object)?, at.to_text()?);
     let known = store.get(&origin, TABLE_MAX);
     if !known.is_ok_and(|known| known == text.as_bytes()) {
@@ -306,14 +315,14 @@ pub(crate) fn refresh(store: &impl ObjectStore, name: &str, at: &LayersAt) -> Re
     Ok(true)
 }
 
-/// The index that `store` has as `name`, as it is published: its document, and `{}`, manifest, table.
+/// The index `image` of `store`, as it is published: its document, and `{}`, manifest, table.
 fn artifact(
     store: &impl ObjectStore,
-    name: &str,
+    image: &ImageRecord,
     resolved: &Resolved,
 ) -> Result<(Vec<u8>, [Bytes; 3])> {
-    let manifest = catalog::load_bytes(store, &catalog::resolve(store, name)?.digest()?)?;
-    let table = derived_of(store, name)?.ok_or_else(|| {
+    let manifest = catalog::load_bytes(store, &image.digest()?)?;
+    let table = derived_of(store, image)?.ok_or_else(|| {
         let what = "the image has no data to be read lazily: an index is of no use";
         Error::new(ErrorKind::Invalid, what)
     })?;
@@ -355,7 +364,7 @@ impl Pinned {
         Self { digest, artifact }
     }
 
-    /// Takes the index, which lies beside the image, into `store`; returns its name there.
+    /// Takes the index, which lies beside the image, into `store`.
     ///
     /// Errors: `NotFound` if it is not there, `Corrupt` if it is not what its digest says or of
     /// another image.
@@ -365,7 +374,7 @@ impl Pinned {
         blobs: &Blobs,
         resolved: &Resolved,
         at: &LayersAt,
-    ) -> Result<String> {
+    ) -> Result<ImageRecord> {
         let parts = self.artifact.and_then(|artifact| read_parts(blobs, resolved, artifact));
         let (manifest, table) = parts.map_err(|error| {
             let what = format!("cannot use the index {}", self.digest);
@@ -374,8 +383,7 @@ impl Pinned {
         let _lease = store.begin_write()?;
         publish_table(store, &table, at)?;
         let name = name_of(&resolved.digest.to_string());
-        catalog::publish_image(store, &name, &manifest)?;
-        Ok(name)
+        catalog::publish_image(store, &name, &manifest)
     }
 }
 

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! The image of a registry or layout has its digest for a name: what was seen once is found again
-//! without the registry. Invariants: every byte that gets into an image was in a blob that matches
+//! without the registry. Others can write to a store, too, so such a name is believed only where this
+//! host's provenance vouches for it. Invariants: every byte that gets into an image was in a blob that matches
 //! the digest which the manifest gives, or matches a digest in a table of contents that the manifest
 //! gives the digest of, and the manifest that which the image is named by; whatever a registry sends
 //! has a bound before it is read.
@@ -28,7 +29,7 @@ use std::{panic::resume_unwind, path::Path, thread};
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::{
     build::{OnProgress, Options, Report},
-    catalog,
+    catalog::{self, ImageRecord},
 };
 use burgeon_source::{
     Access, Directory, LayersAt,
@@ -36,7 +37,7 @@ use burgeon_source::{
 };
 
 use self::{
-    archive::{Archive, has},
+    archive::Archive,
     document::architecture,
     image::{Blobs, Resolved, Tables, Target, not_built},
     source::Kind,
@@ -67,6 +68,20 @@ pub struct Work<'a> {
     pub building: OnProgress<'a>,
 }
 
+impl Work<'_> {
+    /// The image that has the reserved name `name` in `store`, if this host has checked that it is what
+    /// the name says.
+    pub(crate) fn vouched(&self, store: &impl ObjectStore, name: &str) -> Option<ImageRecord> {
+        let provenance = self.options.provenance.as_ref()?;
+        catalog::resolve(store, name).ok().filter(|record| provenance.vouches_for(record))
+    }
+
+    /// Records that `record`, which this process has made or checked, is what its reserved name says.
+    pub(crate) fn vouch(&self, record: &ImageRecord) -> Result<()> {
+        self.options.provenance.as_ref().map_or(Ok(()), |provenance| provenance.vouch(record))
+    }
+}
+
 /// How much of an ordinary image is wanted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Want<'a> {
@@ -90,8 +105,9 @@ pub enum Found {
 /// What was found in a store, or made there.
 #[derive(Debug)]
 pub struct FoundImage {
-    /// The image's name in the store.
-    pub name: String,
+    /// The image, by its name in the store. Only the digest is to be believed from then on: others
+    /// may write to the store.
+    pub image: ImageRecord,
     /// What was made, if it was not there.
     pub report: Option<Report>,
     /// What was done for that.
@@ -133,41 +149,39 @@ pub fn find_or_build(
             (Kind::Registry(name), true) => work.access.for_registry(name)?,
             _ => Access::default(),
         };
-        let Made { name, report, how, unused, notes } = made;
-        Ok(Found::Image(Box::new(FoundImage { name, report, how, unused, notes, access })))
+        let Made { image, report, how, unused, notes } = made;
+        Ok(Found::Image(Box::new(FoundImage { image, report, how, unused, notes, access })))
     };
     let at = source.layers_at()?;
     if index.is_some() && at.is_none() {
         return Err(index::none_has());
     }
-    let refresh = |name: &str| match &at {
-        Some(at) => index::refresh(store, name, at),
+    let refresh = |image: &ImageRecord| match &at {
+        Some(at) => index::refresh(store, image, at),
         None => Ok(false),
     };
     // What lies here as a whole goes before what can be read lazily.
     let known = |name: &str| {
-        let will_do = |name: &String| {
-            let unlisted = || matches!(index::is_listed(store, name), Ok(false));
-            has(store, name)
-                && match want {
-                    Want::Any => true,
-                    Want::Index(_) => unlisted(),
-                    Want::Whole => unlisted() && matches!(is_whole(store, name), Ok(true)),
-                }
+        let will_do = |image: &ImageRecord| {
+            let unlisted = || matches!(index::is_listed(store, image), Ok(false));
+            match want {
+                Want::Any => true,
+                Want::Index(_) => unlisted(),
+                Want::Whole => unlisted() && matches!(is_whole(store, image), Ok(true)),
+            }
         };
         let names = [name.to_owned(), index::name_of(name), index::listed_name_of(name)];
-        names.into_iter().find(will_do)
+        names.iter().filter_map(|name| work.vouched(store, name)).find(will_do)
     };
     if let Some(pinned) = source.pinned()
-        && let Some(name) = [pinned.to_string(), alias(pinned)].iter().find_map(|name| known(name))
+        && let Some(image) = [pinned.to_string(), alias(pinned)].iter().find_map(|name| known(name))
     {
-        let lazy = refresh(&name)?;
-        return found(Made::known(name), lazy);
+        let lazy = refresh(&image)?;
+        return found(Made::known(image), lazy);
     }
     let Some((blobs, wanted)) = source.blobs(work.access)? else {
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
-        let (name, report) = archive_in(store, url, work)?;
-        return found(Made { report, ..Made::known(name) }, false);
+        return found(archive_in(store, url, work)?, false);
     };
     // An index that is believed has its digest: it need not wait until the image is known.
     let (target, pinned) = thread::scope(|scope| {
@@ -187,12 +201,14 @@ pub fn find_or_build(
     };
     let digest = resolved.digest.to_string();
     let (made, lazy) = match (known(&digest), pinned, &at) {
-        (Some(name), ..) => {
-            let lazy = refresh(&name)?;
-            (Made::known(name), lazy)
+        (Some(image), ..) => {
+            let lazy = refresh(&image)?;
+            (Made::known(image), lazy)
         }
         (None, Some(pinned), Some(at)) => {
-            (Made::known(pinned.adopt(store, &blobs, &resolved, at)?), true)
+            let image = pinned.adopt(store, &blobs, &resolved, at)?;
+            work.vouch(&image)?;
+            (Made::known(image), true)
         }
         _ => {
             // What lies beside the image is only told of: nobody waits for it while layers come.
@@ -203,29 +219,30 @@ pub fn find_or_build(
                 (made, unused.and_then(|unused| unused.join().ok()))
             });
             let made = Made { unused: unused.unwrap_or_default(), ..made? };
+            work.vouch(&made.image)?;
             let lazy = made.how != How::Built;
             (made, lazy)
         }
     };
     // What names more of the image than before is renewed.
-    let digest_of = |name: &str| catalog::resolve(store, name).and_then(|record| record.digest());
-    let better = |alias: &str| {
+    let better = |old: &ImageRecord| {
         // Commonly they are the same, which is quickly seen.
-        !matches!((digest_of(alias), digest_of(&made.name)), (Ok(old), Ok(new)) if old == new)
-            && matches!(index::is_listed(store, alias), Ok(true))
-            && matches!(index::is_listed(store, &made.name), Ok(false))
+        !matches!((old.digest(), made.image.digest()), (Ok(old), Ok(new)) if old == new)
+            && matches!(index::is_listed(store, old), Ok(true))
+            && matches!(index::is_listed(store, &made.image), Ok(false))
     };
     if let Some(index) = &resolved.index
-        && (want == Want::Whole || !has(store, &alias(index)) || better(&alias(index)))
+        && (want == Want::Whole
+            || work.vouched(store, &alias(index)).is_none_or(|old| better(&old)))
     {
-        catalog::publish_alias(store, &catalog::resolve(store, &made.name)?, &alias(index))?;
+        work.vouch(&catalog::publish_alias(store, &made.image, &alias(index))?)?;
     }
     found(made, lazy)
 }
 
 /// An image of the store.
 struct Made {
-    name: String,
+    image: ImageRecord,
     report: Option<Report>,
     how: How,
     unused: Vec<String>,
@@ -234,8 +251,12 @@ struct Made {
 
 impl Made {
     /// One that was there.
-    fn known(name: String) -> Self {
-        Self { name, report: None, how: How::Built, unused: Vec::new(), notes: Vec::new() }
+    fn known(image: ImageRecord) -> Self {
+        Self { image, report: None, how: How::Built, unused: Vec::new(), notes: Vec::new() }
+    }
+
+    fn of(report: Report) -> Self {
+        Self { report: Some(report.clone()), ..Self::known(report.image) }
     }
 }
 
@@ -250,7 +271,6 @@ fn hold_or_build(
     work: &Work<'_>,
 ) -> Result<Made> {
     let tables = Tables::default();
-    let of = |name, report| Made { report: Some(report), ..Made::known(name) };
     if let (Some(own), Some(at)) = (work.own, at) {
         let hold = |tables| index::hold(own, blobs, resolved, at, work, tables);
         let held = match hold((want != Want::Whole).then_some(&tables)) {
@@ -258,10 +278,10 @@ fn hold_or_build(
             Err(_) if tables.is_unfit() => hold(None),
             held => held,
         };
-        if let Some((name, report)) = held? {
+        if let Some(report) = held? {
             let listed = tables.is_used() && !tables.is_unfit();
             let how = if listed { How::Listed } else { How::Fetched };
-            return Ok(Made { how, notes: tables.into_refused(), ..of(name, report) });
+            return Ok(Made { how, notes: tables.into_refused(), ..Made::of(report) });
         }
     }
     let digest = resolved.digest.to_string();
@@ -269,7 +289,7 @@ fn hold_or_build(
     if let Some(own) = work.own {
         index::release(own, resolved);
     }
-    Ok(Made { notes: tables.into_refused(), ..of(digest, report) })
+    Ok(Made { notes: tables.into_refused(), ..Made::of(report) })
 }
 
 /// Builds the image `name` of `source` in `store`, whether or not it is known.
@@ -287,19 +307,16 @@ pub fn build(
     blobs.build(&resolved, store, name, work)
 }
 
-fn archive_in(
-    store: &impl ObjectStore,
-    url: &reqwest::Url,
-    work: &Work<'_>,
-) -> Result<(String, Option<Report>)> {
+fn archive_in(store: &impl ObjectStore, url: &reqwest::Url, work: &Work<'_>) -> Result<Made> {
     let archive = Archive::open(url)?;
-    let name = match archive.name() {
-        Some(name) if has(store, &name) => return Ok((name, None)),
-        Some(name) => name,
-        None => archive.unversioned_name(),
-    };
+    let name = archive.name();
+    if let Some(image) = name.as_ref().and_then(|name| work.vouched(store, name)) {
+        return Ok(Made::known(image));
+    }
+    let name = name.unwrap_or_else(|| archive.unversioned_name());
     let report = archive.build(store, &name, work.options, work.building)?;
-    Ok((name, Some(report)))
+    work.vouch(&report.image)?;
+    Ok(Made::of(report))
 }
 
 /// The name that an index has here: what it stands for depends on the machine.

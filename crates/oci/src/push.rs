@@ -9,7 +9,7 @@ use std::sync::{
 };
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
-use burgeon_image::catalog;
+use burgeon_image::catalog::{self, ImageRecord};
 use burgeon_source::{
     Access,
     registry::{Blob, Digest, EMPTY, MANIFEST_TYPE, Name, Objects, Put, Uploads},
@@ -29,10 +29,10 @@ pub struct Pushed {
     pub there_bytes: u64,
 }
 
-/// Pushes the image `image` of `store` to `to`. `progress` is told bytes done and in all.
+/// Pushes `image` of `store` to `to`. `progress` is told bytes done and in all.
 pub fn push(
     store: &impl ObjectStore,
-    image: &str,
+    image: &ImageRecord,
     to: &Name,
     access: &Access,
     progress: OnFetch<'_>,
@@ -41,9 +41,8 @@ pub fn push(
         let what = format!("{to} has a digest, which the image decides: give it a tag");
         return Err(Error::new(ErrorKind::Invalid, what));
     }
-    let record = catalog::resolve(store, image)?;
-    let mut parts = catalog::parts(store, &record)?;
-    parts.push(catalog::name_part(&record)?);
+    let mut parts = catalog::parts(store, image)?;
+    parts.push(catalog::name_part(image)?);
     let uploads = Uploads::open(to, access)?;
     let sizes = catalog::sizes(store, &parts)?;
     let total: u64 = sizes.iter().sum();

@@ -77,9 +77,9 @@ fn no_index_does_harm() {
         });
         match found {
             Ok(Found::Image(found)) => {
-                assert!(!is_whole(&victim, &found.name).unwrap(), "{seed}");
-                let record = catalog::resolve(&victim, &found.name).unwrap();
-                catalog::load(&victim, &record.digest().unwrap(), &Limits::default()).unwrap();
+                assert!(!is_whole(&victim, &found.image).unwrap(), "{seed}");
+                let digest = found.image.digest().unwrap();
+                catalog::load(&victim, &digest, &Limits::default()).unwrap();
                 taken += 1;
             }
             Ok(Found::Ours(name)) => panic!("{seed}: {name}"),
@@ -167,7 +167,7 @@ fn no_table_of_contents_does_harm() {
         });
         match found {
             Ok(Found::Image(found)) => {
-                let digest = catalog::resolve(&own, &found.name).unwrap().digest().unwrap();
+                let digest = found.image.digest().unwrap();
                 match found.how {
                     How::Listed => listed += 1,
                     How::Fetched | How::Built => {

@@ -3,15 +3,15 @@
 use std::{fs::File, path::Path, process::ExitCode};
 
 use anyhow::Result;
-use burgeon_block::{ChecksumKind, Error, ErrorKind};
+use burgeon_block::{ChecksumKind, Digest, Error, ErrorKind};
 use burgeon_image::{
     build::{self, Options, Pattern, Report},
-    catalog,
+    catalog::{self, ImageRecord},
 };
 use burgeon_oci::Source;
 use serde_json::json;
 
-use super::{Context, ordinary, push, record};
+use super::{Context, named, ordinary, push, record};
 use crate::{
     args::{self, Checksum, Computed},
     output::{self, bytes},
@@ -29,7 +29,7 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
             Checksum::Crc32c => ChecksumKind::Crc32c,
             Checksum::Xxhash64 => ChecksumKind::Xxhash64,
         },
-        ..Options::default()
+        ..context.build_options()
     };
     let input = match (args.computed, args.source, args.by_reference) {
         (Some(pattern), _, _) => Input::Computed(pattern, args.size.unwrap_or(0)),
@@ -47,11 +47,16 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
             "--profile orders what a directory holds: unpack the archive, and build from there";
         return Err(Error::new(ErrorKind::Invalid, what).into());
     }
-    refuse_place(&args.name)?;
+    let provenance = context.provenance();
+    // Building a name again is how an image is changed; one that was pulled, or that another host has
+    // put into the store, is not this build's to replace.
+    let built_it = |taken: &Digest| provenance.of(taken).built_as.contains(&args.name);
+    let before = named::check_free(&context.create_store()?, &args.name, args.replace, built_it)?;
     let (report, took) = make(context, &input, &args.name, &options)?;
     let seconds = took.as_secs_f64();
     if !context.json {
         describe("built", &report, seconds);
+        say_replaced(before.as_ref(), &report)?;
     }
     let pushed = to.as_ref().map(|to| push::send(context, &args.name, to)).transpose()?;
     if context.json {
@@ -71,16 +76,18 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Who writes a place where a name is to be believes that the image goes there.
-fn refuse_place(name: &str) -> Result<()> {
-    if !name.contains("://") && Source::parse(name).is_none() {
-        return Ok(());
+/// Says which image had the name before, if it was another one.
+fn say_replaced(before: Option<&ImageRecord>, report: &Report) -> Result<()> {
+    let Some(before) = before else { return Ok(()) };
+    let (before, after) = (before.digest()?, report.image.digest()?);
+    if before != after {
+        println!(
+            "the name stood for the image {} before, which the next `burgeon gc` removes unless \
+             something needs it",
+            &before.to_string()[..named::DIGITS_SHOWN]
+        );
     }
-    let what = format!(
-        "{name} is a place, no name for an image: take a name such as debian:12; --store says where \
-         the image lies, and `burgeon push` puts it into a registry"
-    );
-    Err(Error::new(ErrorKind::Invalid, what).into())
+    Ok(())
 }
 
 /// What an image is made of.
@@ -97,14 +104,18 @@ enum Input {
 /// Builds an image of the directory `tree` with the usual options, and says so.
 pub(crate) fn build_tree(context: &Context, tree: &Path, name: &str) -> Result<()> {
     let input = Input::Tree(tree.to_owned());
-    let (report, took) = make(context, &input, name, &Options::default())?;
+    let (report, took) = make(context, &input, name, &context.build_options())?;
     describe("built", &report, took.as_secs_f64());
     Ok(())
 }
 
 /// The same without a word.
 pub(crate) fn build_quietly(context: &Context, tree: &Path, name: &str) -> Result<()> {
-    make(context, &Input::Tree(tree.to_owned()), name, &Options::default()).map(|_| ())
+    let (report, _) = make(context, &Input::Tree(tree.to_owned()), name, &context.build_options())?;
+    if catalog::is_reserved(name) {
+        context.provenance().vouch(&report.image)?;
+    }
+    Ok(())
 }
 
 fn make(

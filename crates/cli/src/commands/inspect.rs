@@ -10,7 +10,7 @@ use burgeon_block::Digest;
 use burgeon_image::{Limits, Manifest, Paths, catalog};
 use serde_json::json;
 
-use super::Context;
+use super::{Context, named};
 use crate::{
     args,
     output::{self, bytes},
@@ -18,7 +18,7 @@ use crate::{
 
 pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode> {
     let store = context.open_store()?;
-    let record = catalog::resolve(&store, &args.name)?;
+    let record = named::resolve(context, &store, &args.name)?;
     let digest = record.digest()?;
     let manifest = catalog::load(&store, &digest, &Limits::default())?;
     if args.map {

@@ -4,8 +4,10 @@ mod doctor;
 pub(crate) mod images;
 mod inspect;
 mod map;
+mod mistakes;
 pub(crate) mod mount;
 mod mount_point;
+mod named;
 mod ordinary;
 mod pin;
 mod prefetch;
@@ -24,6 +26,7 @@ use std::{path::Path, process::ExitCode};
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{Seen, StateDir};
+use burgeon_image::{build::Options, catalog::Provenance};
 use burgeon_source::{Access, Location, Store, registry::Name};
 
 use crate::{
@@ -96,6 +99,16 @@ impl Context {
             folder.display()
         );
         Err(Error::new(ErrorKind::NotFound, what).into())
+    }
+
+    /// What this host knows of images, as the user of the store.
+    pub(crate) fn provenance(&self) -> Provenance {
+        Provenance::new(self.state.provenance(), self.store_location().to_string())
+    }
+
+    /// The usual options of a build in the store.
+    pub(crate) fn build_options(&self) -> Options {
+        Options { provenance: Some(self.provenance()), ..Options::default() }
     }
 
     /// What lies at the store's place for this process, if it is a folder.

@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::{Result, anyhow};
-use burgeon_block::{Error, ErrorKind};
+use burgeon_block::Error;
 use burgeon_daemon::{
     Client,
     protocol::{
@@ -20,12 +20,12 @@ use burgeon_daemon::{
     },
     writes,
 };
-use burgeon_image::catalog;
+use burgeon_image::catalog::EMPTY_IMAGE;
 use burgeon_oci::Want;
 use burgeon_source::Location;
 use serde_json::json;
 
-use super::{Context, images, mount_point::MountPoint, need_mount_privilege, ordinary};
+use super::{Context, images, mount_point::MountPoint, named, need_mount_privilege, ordinary};
 use crate::{args, attributes::Attributes, output};
 
 pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
@@ -41,14 +41,13 @@ pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The image of a file system without files, made where it is needed.
-const EMPTY_IMAGE: &str = "burgeon-empty";
-
 /// Mounts nothing but a virtual area.
 pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result<ExitCode> {
     need_mount_privilege("create-empty")?;
-    match catalog::resolve(&context.open_store()?, EMPTY_IMAGE) {
-        Err(e) if e.kind() == ErrorKind::NotFound => {
+    match named::trusted(context, &context.open_store()?, EMPTY_IMAGE) {
+        Ok(_) => {}
+        // There is none, or it is somebody else's.
+        Err(_) => {
             let folder = context.state.run().join(format!("empty-{}", std::process::id()));
             let failed = |e| Error::io(format!("cannot make {}", folder.display()), e);
             fs::DirBuilder::new().mode(0o755).create(&folder).map_err(failed)?;
@@ -56,7 +55,6 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
             fs::remove_dir(&folder).map_err(failed)?;
             built?;
         }
-        other => drop(other?),
     }
     let args::CreateEmpty { path, writes, virtual_size, write_limit, reserve, fetch_limit } = args;
     // Writes that are there have their size; what is wrong with them is the daemon's to say.
@@ -115,7 +113,9 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     })?;
     let is_own = context.store.is_none() && found.store == context.store_location();
     let request = MountRequest {
+        digest: found.digest()?.map(Into::into),
         image: found.name,
+        shown: Some(found.shown),
         store: (!is_own).then_some(found.store),
         store_seen: context.store_seen(),
         access: found.access,

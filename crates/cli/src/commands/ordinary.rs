@@ -7,16 +7,16 @@ use std::{
 };
 
 use anyhow::Result;
-use burgeon_block::{Error, ErrorKind};
+use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_image::{
     build::{self, Options, Report},
-    catalog,
+    catalog::{self, ImageRecord},
 };
 use burgeon_oci::{Found, How, Source, Want, Work};
 use burgeon_source::{Access, Directory, Location, Store};
 use serde_json::json;
 
-use super::{Context, images};
+use super::{Context, images, named};
 use crate::{args, output, progress::Progress};
 
 /// Where an image is.
@@ -24,8 +24,26 @@ pub(super) struct Place {
     pub(super) store: Location,
     /// What it takes to use the store.
     pub(super) access: Access,
-    /// Its name there.
+    /// The name that its kept writes know it by: that in the store, or the reference of an artifact.
     pub(super) name: String,
+    /// Which image it is, if that is known: whoever can write to the store cannot change it.
+    pub(super) image: Option<ImageRecord>,
+    /// What the user typed.
+    pub(super) shown: String,
+}
+
+impl Place {
+    /// The image's record, read from the store if need be.
+    pub(super) fn record(&self) -> Result<ImageRecord> {
+        match &self.image {
+            Some(image) => Ok(image.clone()),
+            None => Ok(catalog::resolve(&Store::open(&self.store, &self.access)?, &self.name)?),
+        }
+    }
+
+    pub(super) fn digest(&self) -> Result<Option<Digest>> {
+        Ok(self.image.as_ref().map(ImageRecord::digest).transpose()?)
+    }
 }
 
 /// Where the image is that `text` says: a name in the store, or a source of images. An image of
@@ -36,9 +54,10 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
         Some(image) => image.to_string(),
         None => text,
     };
-    let here = |name, layers| {
+    let shown = named::canonical(&text);
+    let here = |name, image, layers| {
         let (store, access) = (context.store_location(), Access::from_env().and(layers));
-        Place { store, access, name }
+        Place { store, access, name, image, shown: shown.clone() }
     };
     let pinned = matches!(want, Want::Index(_));
     let Some(source) = Source::parse(&text) else {
@@ -50,14 +69,21 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
                 ),
             ));
         }
-        return Ok(here(text, Access::default()));
+        // A record that is far away is read by whoever needs it, which saves a round trip.
+        let is_near = context.store_location().folder().is_some();
+        if !is_near && !catalog::is_reserved(&text) {
+            return Ok(here(text, None, Access::default()));
+        }
+        let image = named::trusted(context, &context.open_store()?, &text)?;
+        let shown = if image.name == text { text } else { shown.clone() };
+        return Ok(Place { shown, ..here(image.name.clone(), Some(image), Access::default()) });
     };
     let (source, store) = (source?, context.create_store()?);
     if pinned {
         need_own_store(context)?;
     }
     let begun = Instant::now();
-    let found = work(context, &text, &Options::default(), |work| {
+    let found = work(context, &text, &context.build_options(), |work| {
         store.check_writable()?;
         burgeon_oci::find_or_build(&store, &source, want, work)
     })?;
@@ -66,10 +92,13 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
         Found::Ours(artifact) => {
             let access = Access::from_env().for_registry(&artifact)?;
             let store = Location::Registry(Box::new(artifact));
-            // It has one name, which is checked when it is read.
-            let names = catalog::list(&Store::open(&store, &access)?)?;
-            let name = names.into_iter().map(|(name, _)| name).next().unwrap_or_default();
-            return Ok(Place { store, access, name });
+            // It has one record, whose name is its author's: what counts is what the user typed.
+            let mut records = catalog::list(&Store::open(&store, &access)?)?;
+            let (_, record) = records.pop().ok_or_else(|| {
+                Error::new(ErrorKind::Corrupt, format!("{text} is an image without a record"))
+            })?;
+            let (image, name) = (Some(record?), shown.clone());
+            return Ok(Place { store, access, name, image, shown });
         }
     };
     if let Some(report) = found.report.filter(|_| !context.json) {
@@ -89,7 +118,10 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
              here vouches for it: --index {digest} would"
         );
     }
-    Ok(here(found.name, found.access))
+    // Only commands that name the image by what was typed miss it.
+    let digest = found.image.digest()?;
+    let _ = context.provenance().refer(&shown, &digest);
+    Ok(here(found.image.name.clone(), Some(found.image), found.access))
 }
 
 /// Images that are read from layers elsewhere are believed in the state directory's own store.
@@ -111,7 +143,7 @@ pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
     };
     need_own_store(context)?;
     let (source, store) = (source?, context.create_store()?);
-    let made = work(context, &args.source, &Options::default(), |work| {
+    let made = work(context, &args.source, &context.build_options(), |work| {
         burgeon_oci::index(&store, &source, args.push, work)
     })?;
     if context.json {

@@ -12,7 +12,7 @@ use burgeon_daemon::{forget_profile, kept_profile, kept_profiles};
 use burgeon_image::{Profile, catalog, list_profiles, load_profile, remove_profile};
 use serde_json::json;
 
-use super::{Context, record};
+use super::{Context, named, record};
 use crate::{
     args::ProfileCommand,
     output::{self, bytes},
@@ -100,7 +100,7 @@ fn show(context: &Context, name: &str) -> Result<ExitCode> {
 
 fn remove(context: &Context, name: &str) -> Result<ExitCode> {
     let store = context.open_store()?;
-    let image = catalog::resolve(&store, name)?.digest()?;
+    let image = named::resolve(context, &store, name)?.digest()?;
     let kept = forget_profile(&context.state, &image)?;
     // A store that is only read has none to remove, if this host has kept one.
     let stored = match store.check_writable() {

@@ -3,13 +3,13 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_block::{Error, ErrorKind};
-use burgeon_image::catalog;
+use burgeon_block::{Digest, Error, ErrorKind};
+use burgeon_image::catalog::{self, ImageRecord, Provenance};
 use burgeon_oci::{Pushed, Want};
 use burgeon_source::{Access, Store, registry::Name};
 use serde_json::json;
 
-use super::{Context, ordinary};
+use super::{Context, named, ordinary};
 use crate::{
     args,
     output::{self, bytes},
@@ -37,10 +37,11 @@ pub(super) fn push(context: &Context, args: &args::Push) -> Result<ExitCode> {
 /// Pushes the image `name` of the store; says how many seconds that took.
 pub(super) fn send(context: &Context, name: &str, to: &Name) -> Result<(Pushed, f64)> {
     let store = context.open_store()?;
+    let record = named::trusted(context, &store, name)?;
     let access = Access::from_env().for_registry(to)?;
     let progress = Progress::new(format!("pushing {name}"));
     let show = |done, total| progress.update(done, Some(total));
-    let pushed = burgeon_oci::push(&store, name, to, &access, &show);
+    let pushed = burgeon_oci::push(&store, &record, to, &access, &show);
     let seconds = progress.finish().as_secs_f64();
     Ok((pushed?, seconds))
 }
@@ -53,31 +54,47 @@ pub(super) fn describe(name: &str, to: &Name, pushed: &Pushed, seconds: f64) {
 
 pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     let want = if args.eager { Want::Whole } else { Want::Any };
-    let place = ordinary::find(context, args.source, want)?;
+    if let Some(name) = &args.name {
+        catalog::check_given_name(name)?;
+    }
+    let place = ordinary::find(context, args.source.clone(), want)?;
     let own = context.state.store().into();
-    if place.store == own && burgeon_oci::is_whole(&context.open_store()?, &place.name)? {
+    let record = place.record()?;
+    if place.store == own && burgeon_oci::is_whole(&context.open_store()?, &record)? {
         // An ordinary image is whole once it is found, unless it is by an index or by tables of
         // contents; it gets its name here.
-        return whole(context, &place, args.name);
+        return whole(context, &place, &record, &args);
     }
+    let shown = &place.shown;
     if !args.eager {
-        burgeon_daemon::make_ready(&context.state, &place.store, &place.access, &place.name)?;
+        let digest = record.digest()?;
+        burgeon_daemon::make_ready(&context.state, &place.store, &place.access, digest)?;
         if context.json {
-            output::print_json(&json!({ "image": place.name, "store": place.store }))?;
+            output::print_json(&json!({ "image": shown, "store": place.store }))?;
         } else {
-            println!("{} is ready to mount; its data comes when it is read", place.name);
+            println!("{shown} is ready to mount; its data comes when it is read");
         }
         return Ok(ExitCode::SUCCESS);
     }
     let from = Store::open(&place.store, &place.access)?;
+    if place.store == own {
+        // It is here, but its data is elsewhere: that is what there is to say.
+        catalog::parts(&from, &record)?;
+    }
     let to = Store::create(&own, &Access::default())?;
-    let record = catalog::resolve(&from, &place.name)?;
-    let name = args.name.unwrap_or(place.name);
+    let name = args.name.clone().map_or_else(|| named::name_of(&args.source), Ok)?;
+    // It is a local name from here on.
+    let provenance = Provenance::new(context.state.provenance(), own.to_string());
+    check_free(&to, &provenance, &name, shown, &record, args.replace)?;
     let progress = Progress::new(format!("pulling {name}"));
     let show = |done, total| progress.update(done, Some(total));
-    let copied = catalog::copy(&from, &to, &record, &name, &show);
+    let copied = catalog::copy(&from, &to, &record, &show);
     let seconds = progress.finish().as_secs_f64();
     let copied = copied?;
+    // Once more: it has taken its time, and somebody else may have taken the name.
+    check_free(&to, &provenance, &name, shown, &record, args.replace)?;
+    catalog::publish_alias(&to, &record, &name)?;
+    provenance.refer(shown, &record.digest()?)?;
     if context.json {
         output::print_json(&json!({
             "image": name, "digest": record.digest()?.to_string(), "complete": true,
@@ -91,14 +108,36 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Says that an image is in this host's own store, where it gets the name `name`, too.
-fn whole(context: &Context, place: &ordinary::Place, name: Option<String>) -> Result<ExitCode> {
+/// Refuses to take `name` from another image than `record`, unless that came by the same reference:
+/// then this is its newer version, which is what the user asks for.
+fn check_free(
+    store: &Store,
+    provenance: &Provenance,
+    name: &str,
+    reference: &str,
+    record: &ImageRecord,
+    replace: bool,
+) -> Result<()> {
+    let digest = record.digest()?;
+    let is_older =
+        |taken: &Digest| *taken == digest || provenance.of(taken).references.contains(reference);
+    named::check_free(store, name, replace, is_older).map(drop)
+}
+
+/// Says that an image is in this host's own store, where it gets the name that was asked for, too.
+fn whole(
+    context: &Context,
+    place: &ordinary::Place,
+    record: &ImageRecord,
+    args: &args::Pull,
+) -> Result<ExitCode> {
     let store = context.open_store()?;
-    let record = catalog::resolve(&store, &place.name)?;
-    if let Some(name) = &name {
-        catalog::publish_alias(&store, &record, name)?;
+    if let Some(name) = &args.name {
+        let provenance = context.provenance();
+        check_free(&store, &provenance, name, &place.shown, record, args.replace)?;
+        catalog::publish_alias(&store, record, name)?;
     }
-    let name = name.unwrap_or_else(|| place.name.clone());
+    let name = args.name.clone().unwrap_or_else(|| place.shown.clone());
     if context.json {
         let digest = record.digest()?.to_string();
         output::print_json(&json!({ "image": name, "digest": digest, "complete": true }))?;

@@ -27,7 +27,7 @@ use burgeon_source::{Access, Store};
 use rustix::fs::{Advice, AtFlags, OFlags, StatxAttributes, StatxFlags, fadvise};
 use serde_json::json;
 
-use super::{Context, umount::mount_of};
+use super::{Context, named, umount::mount_of};
 use crate::{
     args,
     output::{self, bytes},
@@ -217,7 +217,7 @@ pub(super) fn find(context: &Context, name: &str) -> Result<Profile> {
         return profile.with_context(|| format!("{name} has gone away"));
     }
     let store = context.open_store()?;
-    let image = catalog::resolve(&store, name)?.digest()?;
+    let image = named::resolve(context, &store, name)?.digest()?;
     let local = kept_profile(&context.state, &image)?;
     let both = [load_profile(&store, &image)?, local];
     both.into_iter().flatten().reduce(|before, after| before.merge(&after)).ok_or_else(|| {

@@ -3,13 +3,13 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_block::{ByteRange, Digest, ObjectId};
+use burgeon_block::{ByteRange, Digest, ObjectId, ObjectStore};
 use burgeon_daemon::{roots, sweep};
 use burgeon_image::catalog::{self, Damage};
 use burgeon_source::{Access, Objects, References, Store};
 use serde_json::json;
 
-use super::Context;
+use super::{Context, named};
 use crate::{
     output::{self, bytes},
     progress::Progress,
@@ -20,7 +20,7 @@ const FILES_MAX: usize = 100;
 
 pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
     let store = context.open_store()?;
-    let digest = catalog::resolve(&store, name)?.digest()?;
+    let digest = named::resolve(context, &store, name)?.digest()?;
     let progress = Progress::new(format!("verifying {name}"));
     // Who can write to a remote store must not choose which files of this machine are read.
     let references = match &store {
@@ -34,6 +34,11 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
     progress.finish();
     let verified = verified?;
     let damaged = !verified.damage.is_empty();
+    // From now on builds take chunks from it, or do not.
+    context.provenance().update(&digest, |known| {
+        known.verified = !damaged;
+        known.made_here &= !damaged;
+    })?;
     if context.json {
         let damage: Vec<_> = verified.damage.iter().map(damage_json).collect();
         output::print_json(&json!({
@@ -100,6 +105,10 @@ pub(super) fn collect(context: &Context, dry_run: bool) -> Result<ExitCode> {
     let store = context.open_store()?;
     let needed = roots::refresh(&context.state, &location, &store)?;
     let collected = catalog::gc(&store, &needed, dry_run)?;
+    if !dry_run && collected.builds == 0 {
+        let has = |image: &Digest| Ok(store.len(&catalog::manifest_object(image)?)?.is_some());
+        context.provenance().prune(has)?;
+    }
     let mut keep: Vec<Digest> = needed;
     for (_, record) in catalog::list(&store)? {
         keep.push(record?.digest()?);

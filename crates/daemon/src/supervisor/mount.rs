@@ -151,7 +151,7 @@ impl Supervisor {
         let attributes = built::attributes(&self.state, &plan.base.digest, request.attributes);
         let record = MountRecord {
             format: MOUNT_FORMAT,
-            image: request.image.clone(),
+            image: request.shown.clone().unwrap_or_else(|| request.image.clone()),
             digest: plan.base.digest.into(),
             target: request.target.clone(),
             writes: plan.state(),

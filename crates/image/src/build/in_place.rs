@@ -64,7 +64,7 @@ pub(super) fn build(
     changed.dedup();
     let Placer { mut manifest, placed, .. } = placer;
     manifest.tree = nodes::finish(&scan.nodes, placed, &manifest.chunk_addresses())?;
-    let image = publish(store, name, &manifest, options.level)?;
+    let image = publish(store, name, &manifest, options)?;
     let (mounts_left_out, honours) = (scan.mounts, scan.honours);
     Ok(Report { changed, mounts_left_out, honours, ..Report::of(image) })
 }

@@ -8,7 +8,7 @@
 //!
 //! Invariants: nothing is visible before everything it needs is durable (packs, then manifest,
 //! then name); a build that is killed leaves only what the collector removes; the same tree,
-//! options and store give the same manifest, whatever the number of threads.
+//! options, store and provenance give the same manifest, whatever the number of threads.
 
 mod assemble;
 mod compress;
@@ -50,7 +50,7 @@ use self::{
     scan::Scan,
 };
 use crate::{
-    catalog::{self, ImageRecord},
+    catalog::{self, ImageRecord, Provenance},
     invalid,
     manifest::Manifest,
     pack::write_packs,
@@ -66,8 +66,11 @@ pub struct Options {
     pub checksum: ChecksumKind,
     /// Whether to go into what is mounted below the directory.
     pub cross_mounts: bool,
-    /// Whether to refer to chunks that the store already holds.
+    /// Whether to refer to chunks that the store already holds, where `provenance` says that this
+    /// host has stored or verified them.
     pub reuse: bool,
+    /// What this host knows of images; a build adds its own. Without it nothing is reused.
+    pub provenance: Option<Provenance>,
     /// What is to lie together, first and in this order: of an image of this or a similar tree.
     /// Only directories can be stored in another order than their own.
     pub profile: Option<Profile>,
@@ -86,6 +89,7 @@ impl Default for Options {
             checksum: ChecksumKind::Crc32c,
             cross_mounts: false,
             reuse: true,
+            provenance: None,
             profile: None,
             threads: None,
         }
@@ -191,7 +195,7 @@ pub fn from_directory(
     pool(options)?.install(|| {
         let lease = store.begin_write()?;
         let scan = Scan::read(path, options.cross_mounts)?;
-        let known = if options.reuse { Known::read(store)? } else { Known::default() };
+        let known = Known::read(store, options)?;
         let (bytes, entries) = (AtomicU64::new(0), AtomicU64::new(0));
         let data_files = scan.files.len() as u64;
         let others = scan.nodes.len() as u64 - data_files;
@@ -216,7 +220,7 @@ pub fn from_directory(
         changed.dedup();
         let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
         let manifest = manifest_of(&scan.nodes, assembled)?;
-        let image = publish(store, name, &manifest, options.level)?;
+        let image = publish(store, name, &manifest, options)?;
         if let Some(profile) = &options.profile {
             let profile = profile.translate(&manifest, image.digest()?);
             store.publish(&profile_object(&profile.image)?, &profile.encode()?)?;
@@ -264,10 +268,18 @@ fn publish(
     store: &impl ObjectStore,
     name: &str,
     manifest: &Manifest,
-    level: i32,
+    options: &Options,
 ) -> Result<ImageRecord> {
-    let (bytes, digest) = manifest.encode(level)?;
+    let (bytes, digest) = manifest.encode(options.level)?;
     store.publish(&catalog::manifest_object(&digest)?, &bytes)?;
+    if let Some(provenance) = &options.provenance {
+        provenance.update(&digest, |known| {
+            known.made_here = true;
+            if !catalog::is_reserved(name) {
+                known.built_as.insert(name.to_owned());
+            }
+        })?;
+    }
     let record = ImageRecord::of(name, digest, manifest, bytes.len() as u64);
     catalog::publish_name(store, &record)?;
     Ok(record)

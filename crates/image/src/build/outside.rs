@@ -196,7 +196,7 @@ fn build(
             }
         }
         manifest.tree = tree(file_name, file, &parts, &manifest.chunk_addresses())?;
-        let image = publish(store, name, &manifest, options.level)?;
+        let image = publish(store, name, &manifest, options)?;
         let (entries, entries_total, bytes_total) = (2, Some(2), Some(total));
         progress(&Progress { entries, entries_total, bytes, bytes_total, stored_bytes: 0 });
         Ok(Report::of(image))

@@ -2,17 +2,19 @@ use std::collections::HashMap;
 
 use burgeon_block::{ByteRange, Digest, ObjectId, ObjectStore, Result};
 
-use crate::{
-    Codec, Limits,
-    manifest::{ENCODED_MAX, Manifest},
-};
+use super::Options;
+use crate::{Codec, Limits, catalog, manifest::Manifest};
 
 /// Chunks that the store already holds, so that a build need not store them again.
 ///
 /// The index is the manifests: a chunk counts as stored if a manifest of the store says where
-/// and that pack is there and long enough. A manifest that cannot be read is passed over:
-/// reusing less is always right. The writer's lease keeps a collector from removing what is
-/// found here.
+/// and that pack is there and long enough. Invariant: only manifests count whose chunks this host
+/// has stored or verified. Any other may name a chunk that is not where it says, because its author
+/// lied or its store is damaged, and then the new image could not be read. Reading each chunk before
+/// it is reused would do as well, but costs a fetch of each where the store is a bucket.
+///
+/// A manifest that cannot be read is passed over: reusing less is always right. The writer's lease
+/// keeps a collector from removing what is found here.
 #[derive(Default)]
 pub(super) struct Known {
     pub(super) objects: Vec<ObjectId>,
@@ -28,13 +30,22 @@ pub(super) struct KnownChunk {
 }
 
 impl Known {
-    /// Reads all manifests of `store`, in the order of their digests: where two know a chunk,
-    /// the first is taken, so that the same store gives the same image.
-    pub(super) fn read(store: &impl ObjectStore) -> Result<Self> {
+    /// Reads the manifests of `store` that this host trusts, in the order of their digests: where two
+    /// know a chunk, the first is taken, so that the same store gives the same image.
+    pub(super) fn read(store: &impl ObjectStore, options: &Options) -> Result<Self> {
         let mut known = Self::default();
+        let Some(provenance) = options.provenance.as_ref().filter(|_| options.reuse) else {
+            return Ok(known);
+        };
         let mut object_numbers: HashMap<ObjectId, Option<(u32, u64)>> = HashMap::new();
         for name in store.list("manifests")? {
-            let Ok(bytes) = store.get(&name, ENCODED_MAX) else { continue };
+            let digest = name.as_str().strip_prefix("manifests/").and_then(|hex| hex.parse().ok());
+            let Some(digest) = digest.filter(|digest| provenance.of(digest).has_sound_chunks())
+            else {
+                continue;
+            };
+            // Compared with its digest: another host may have written something else there.
+            let Ok(bytes) = catalog::load_bytes(store, &digest) else { continue };
             let Ok((chunks, objects)) = Manifest::decode_chunks(&bytes, &Limits::default()) else {
                 continue;
             };

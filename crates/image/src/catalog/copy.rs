@@ -1,7 +1,7 @@
 //! All objects of one image, to be brought elsewhere.
 //!
-//! Invariants: what is brought was checked against its name; the name comes last, so a copy that
-//! breaks off is no image, and what it brought need not be brought again.
+//! Invariants: what is brought was checked against its name; the caller gives the image its local name
+//! after that, so a copy that breaks off is no image, and what it brought need not be brought again.
 
 use std::{
     sync::{
@@ -14,7 +14,7 @@ use std::{
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
 use bytes::Bytes;
 
-use super::{ImageRecord, RECORD_MAX, load_bytes, manifest_object, name_object, publish_alias};
+use super::{ImageRecord, RECORD_MAX, load_bytes, manifest_object, name_object};
 use crate::{
     Limits, Manifest, PROFILE_MAX, corrupt, invalid, manifest::ENCODED_MAX, pack, profile_object,
 };
@@ -93,16 +93,14 @@ pub struct Copied {
     pub there_bytes: u64,
 }
 
-/// Copies the image of `record` from one store to another, where it gets the name `name`.
-/// `progress` is told bytes done and in all. What is there already is not brought again.
+/// Copies the image of `record` from one store to another, but for its name. `progress` is told bytes
+/// done and in all. What is there already is not brought again.
 pub fn copy(
     from: &impl ObjectStore,
     to: &impl ObjectStore,
     record: &ImageRecord,
-    name: &str,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Copied> {
-    name_object(name)?;
     let _lease = to.begin_write()?;
     let parts = parts(from, record)?;
     let (done, there) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -122,7 +120,6 @@ pub fn copy(
     };
     in_lanes(packs.len(), |number| bring(&packs[number], sizes[number]))?;
     bring(manifest, sizes[packs.len()])?;
-    publish_alias(to, record, name)?;
     let there_bytes = there.into_inner();
     Ok(Copied { new_bytes: total - there_bytes, there_bytes })
 }

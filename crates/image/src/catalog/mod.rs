@@ -6,6 +6,7 @@
 mod collect;
 mod copy;
 mod names;
+mod provenance;
 mod roots;
 mod verify;
 
@@ -15,10 +16,12 @@ use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
 use serde::{Deserialize, Serialize};
 
 pub(crate) use self::names::check_name;
+pub use self::names::{EMPTY_IMAGE, check_given_name, is_reserved};
 use self::names::{escape, unescape};
 pub use self::{
     collect::{Collected, gc, held_layers, remove},
     copy::{Copied, copy, in_lanes, name_part, parts, read_part, sizes},
+    provenance::{ImageProvenance, Provenance},
     roots::{HostRoots, forget_host, publish_roots, read_roots},
     verify::{Damage, Read, Verified, verify},
 };
@@ -109,9 +112,15 @@ pub fn publish_image(store: &impl ObjectStore, name: &str, bytes: &[u8]) -> Resu
     Ok(record)
 }
 
-/// Gives the image of `record` the name `name`, too.
-pub fn publish_alias(store: &impl ObjectStore, record: &ImageRecord, name: &str) -> Result<()> {
-    publish_name(store, &ImageRecord { name: name.to_owned(), ..record.clone() })
+/// Gives the image of `record` the name `name`, too; returns the record of that.
+pub fn publish_alias(
+    store: &impl ObjectStore,
+    record: &ImageRecord,
+    name: &str,
+) -> Result<ImageRecord> {
+    let alias = ImageRecord { name: name.to_owned(), ..record.clone() };
+    publish_name(store, &alias)?;
+    Ok(alias)
 }
 
 /// All images of `store` by name. A name whose record cannot be read is an error of its own.

@@ -22,6 +22,39 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
     )))
 }
 
+/// The name of the image without files that `create-empty` mounts.
+pub const EMPTY_IMAGE: &str = "burgeon-empty";
+
+/// Whether only Burgeon itself gives the name: to an ordinary image or an archive, whose content it
+/// has checked, or to the image without files.
+pub fn is_reserved(name: &str) -> bool {
+    ["sha256:", "sha512:", "url:"].iter().any(|prefix| name.starts_with(prefix))
+        || ["/index", "/contents"].iter().any(|suffix| name.ends_with(suffix))
+        || name == EMPTY_IMAGE
+}
+
+/// Checks a name that a user gives to an image. `Invalid` says what is wrong with it.
+pub fn check_given_name(name: &str) -> Result<()> {
+    check_name(name)?;
+    let why = if is_reserved(name) {
+        "Burgeon gives names that begin with sha256: or url:, or end with /index or /contents, \
+         itself, to what it has checked"
+    } else if name.contains("://") {
+        "it is a place; --store says where the image lies, and `burgeon push` puts it into a registry"
+    } else if name.starts_with('/') {
+        "it is an absolute path"
+    } else if name.split('/').any(|part| matches!(part, "." | "..")) {
+        "it is a relative path"
+    } else if name.split('/').any(str::is_empty) {
+        "a part between slashes is empty"
+    } else {
+        return Ok(());
+    };
+    Err(invalid(format!(
+        "{name:?} cannot be the name of an image: {why}; take one such as debian:12"
+    )))
+}
+
 /// A name as the last part of an object's name: letters, digits, `.`, `_`, `-`, and `%xx` for
 /// every other byte; a leading `.` is escaped, too.
 pub(super) fn escape(name: &str) -> String {
@@ -121,6 +154,32 @@ mod tests {
     fn impossible_names_are_refused() {
         for name in ["", "-x", " a", "a\n", &"x".repeat(81)] {
             assert!(check_name(name).is_err(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn what_burgeon_names_itself_and_paths_are_no_names_to_give() {
+        for (name, why) in [
+            ("sha256:abc", "itself"),
+            ("url:abc", "itself"),
+            ("x/index", "itself"),
+            ("x/contents", "itself"),
+            (super::EMPTY_IMAGE, "itself"),
+            ("oci://r.example/x", "a place"),
+            ("/abs", "absolute path"),
+            ("..", "relative path"),
+            (".", "relative path"),
+            ("../x", "relative path"),
+            ("a/./b", "relative path"),
+            ("a//b", "is empty"),
+            ("a/", "is empty"),
+            ("", "no name"),
+        ] {
+            let error = super::check_given_name(name).unwrap_err().to_string();
+            assert!(error.contains(why), "{name}: {error}");
+        }
+        for name in ["debian:12", "team/app:7", "a..b", ".hidden", "indexed", "sha256"] {
+            super::check_given_name(name).unwrap();
         }
     }
 

@@ -19,8 +19,18 @@ pub fn options() -> build::Options {
     build::Options { level: 1, threads: Some(2), ..build::Options::default() }
 }
 
+/// The options of a host that has used `store` from the start.
+pub fn options_with(store: &Directory) -> build::Options {
+    build::Options { provenance: Some(provenance(store)), ..options() }
+}
+
+/// What that host knows of images.
+pub fn provenance(store: &Directory) -> catalog::Provenance {
+    catalog::Provenance::new(store.root().with_file_name("provenance"), "store")
+}
+
 pub fn from_directory(store: &Directory, name: &str, path: &Path) -> build::Report {
-    build::from_directory(store, name, path, &options(), &|_| ()).unwrap()
+    build::from_directory(store, name, path, &options_with(store), &|_| ()).unwrap()
 }
 
 pub fn load(store: &Directory, report: &build::Report) -> Manifest {

@@ -24,7 +24,7 @@ use super::{
     tree::{self, Entry, Kind, Origin, Xattrs, cannot_make, check_count},
     unnamed,
 };
-use crate::commands::Context;
+use crate::commands::{Context, named};
 
 /// Threads that make files. Most of their time they wait for the last blocks to be fetched, and the
 /// daemon fetches 32 chunks at once.
@@ -48,7 +48,7 @@ impl Named {
         let colons = shown.rmatch_indices(':').map(|(at, _)| at);
         let mut none = None;
         for end in std::iter::once(shown.len()).chain(colons) {
-            match catalog::resolve(&store, &shown[..end]) {
+            match named::trusted(context, &store, &shown[..end]) {
                 Ok(record) => {
                     let path = shown[end..].trim_start_matches(':').trim_matches('/').into();
                     let digest = record.digest()?;
@@ -56,10 +56,13 @@ impl Named {
                     return Ok(Self { digest, manifest, path, shown });
                 }
                 // There is none, or none can have this name.
-                Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Invalid) => {
-                    none.get_or_insert(e);
-                }
-                Err(e) => return Err(e.into()),
+                Err(e) => match e.downcast::<Error>() {
+                    Ok(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Invalid) => {
+                        none.get_or_insert(e);
+                    }
+                    Ok(e) => return Err(e.into()),
+                    Err(e) => return Err(e),
+                },
             }
         }
         let what = format!("cannot map {shown}: it is neither a path of this host nor an image");

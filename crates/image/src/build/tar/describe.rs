@@ -155,7 +155,7 @@ pub fn describe_layers(
             assembled.manifest.objects = vec![object(&assembled.origins, len)?];
         }
         let manifest = manifest_of(&nodes, assembled)?;
-        let image = publish(store, name, &manifest, options.level)?;
+        let image = publish(store, name, &manifest, options)?;
         Ok(Report { acls_left_out, ..Report::of(image) })
     })
 }

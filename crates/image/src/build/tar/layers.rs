@@ -234,7 +234,7 @@ pub fn from_layers(
     check_options(name, options)?;
     pool(options)?.install(|| {
         let lease = store.begin_write()?;
-        let known = if options.reuse { Known::read(store)? } else { Known::default() };
+        let known = Known::read(store, options)?;
         let limits = LayerLimits::default();
         let meter = layers.first().map(|layer| Arc::clone(&layer.index.meter)).unwrap_or_default();
         let mut merge = Merge::new(limits.entries as usize, Arc::clone(&meter));
@@ -274,7 +274,7 @@ pub fn from_layers(
             write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
         let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
         let manifest = manifest_of(&nodes, assembled)?;
-        let image = publish(store, name, &manifest, level)?;
+        let image = publish(store, name, &manifest, options)?;
         Ok(Report { new_bytes, reused_bytes, acls_left_out: text_acls, ..Report::of(image) })
     })
 }

@@ -71,7 +71,7 @@ pub fn from_tar(
     check_options(name, options)?;
     pool(options)?.install(|| {
         let lease = store.begin_write()?;
-        let known = if options.reuse { Known::read(store)? } else { Known::default() };
+        let known = Known::read(store, options)?;
         let consumed = Arc::new(AtomicU64::new(0));
         let entries = AtomicU64::new(0);
         let report = |_, stored_bytes| {
@@ -98,7 +98,7 @@ pub fn from_tar(
         let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
         let acls_left_out = input.archives.tree.text_acls;
         let manifest = manifest_of(&input.archives.tree.into_nodes(), assembled)?;
-        let image = publish(store, name, &manifest, level)?;
+        let image = publish(store, name, &manifest, options)?;
         Ok(Report { new_bytes, reused_bytes, acls_left_out, ..Report::of(image) })
     })
 }

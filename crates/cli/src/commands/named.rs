@@ -1,0 +1,201 @@
+//! From what the user typed to an image of a store, and which names commands may give.
+//!
+//! ```text
+//!   typed ─► a name of the store ─► a reference that was typed before ─► its end, such as python:3.12
+//!         ─► the beginning of a digest, 4 hexadecimal digits at least
+//! ```
+//!
+//! Invariants: what is ambiguous is refused; a reserved name is believed only where this host's
+//! provenance vouches for it; a name that is taken is given to another image only if the user says so.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::Result;
+use burgeon_block::{Digest, Error, ErrorKind, ObjectStore};
+use burgeon_image::catalog::{self, ImageRecord, Provenance, is_reserved};
+use burgeon_source::{Store, registry::Name};
+
+use super::{Context, mistakes};
+
+/// Fewest digits of a digest that are taken for one.
+const DIGITS_MIN: usize = 4;
+/// Digits of a digest that lists and messages show.
+pub(super) const DIGITS_SHOWN: usize = 16;
+
+/// The image that `typed` means, to be read: its content is believed.
+pub(super) fn trusted(context: &Context, store: &Store, typed: &str) -> Result<ImageRecord> {
+    let record = resolve(context, store, typed)?;
+    if !is_reserved(&record.name) || context.provenance().vouches_for(&record) {
+        return Ok(record);
+    }
+    let what = format!(
+        "{} lies in {}, but this host has not checked that it is what its name says: mount it by its \
+         reference (oci://…@{0}), and it is fetched and checked",
+        record.name,
+        context.store_location()
+    );
+    Err(Error::new(ErrorKind::Invalid, what).into())
+}
+
+/// The image that `typed` means: a name, a reference, a tag or the beginning of a digest.
+pub(super) fn resolve(context: &Context, store: &Store, typed: &str) -> Result<ImageRecord> {
+    let none = match catalog::resolve(store, typed) {
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Invalid) => e,
+        found => return Ok(found?),
+    };
+    let Ok(images) = Images::read(store, &context.provenance()) else { return Err(none.into()) };
+    let found = images.find(typed);
+    match found.as_slice() {
+        [] => Err(mistakes::explain(typed, none).into()),
+        [image] => Ok(images.record(image).clone()),
+        several => {
+            let shown: Vec<_> = several.iter().take(8).map(|image| images.title(image)).collect();
+            let what = format!("{typed} may mean {}: say more of it", shown.join(" or "));
+            Err(Error::new(ErrorKind::Invalid, what).into())
+        }
+    }
+}
+
+/// The images of a store by digest, with all their names and references.
+pub(super) struct Images {
+    by_digest: BTreeMap<Digest, Image>,
+}
+
+/// One of them.
+#[derive(Default)]
+pub(super) struct Image {
+    /// Its records, by name: those that users gave first.
+    pub(super) records: Vec<ImageRecord>,
+    /// What users typed to get it.
+    pub(super) references: BTreeSet<String>,
+}
+
+impl Images {
+    /// Records that cannot be read are left out.
+    pub(super) fn read(store: &impl ObjectStore, provenance: &Provenance) -> Result<Self> {
+        let records = catalog::list(store)?.into_iter().filter_map(|(_, record)| record.ok());
+        Ok(Self::of(records, provenance))
+    }
+
+    pub(super) fn of(
+        records: impl IntoIterator<Item = ImageRecord>,
+        provenance: &Provenance,
+    ) -> Self {
+        let mut by_digest: BTreeMap<Digest, Image> = BTreeMap::new();
+        for record in records {
+            let Ok(digest) = record.digest() else { continue };
+            by_digest.entry(digest).or_default().records.push(record);
+        }
+        for (digest, image) in &mut by_digest {
+            image.records.sort_by_key(|record| (is_reserved(&record.name), record.name.clone()));
+            image.references = provenance.of(digest).references;
+        }
+        Self { by_digest }
+    }
+
+    fn record(&self, digest: &Digest) -> &ImageRecord {
+        &self.by_digest[digest].records[0]
+    }
+
+    /// What the user calls it.
+    pub(super) fn title(&self, digest: &Digest) -> String {
+        self.by_digest[digest].title()
+    }
+
+    /// The images that `typed` may mean besides by a name.
+    fn find(&self, typed: &str) -> Vec<Digest> {
+        let reference = canonical(typed);
+        let is_reference = |_: &Digest, image: &Image| image.references.contains(&reference);
+        let is_tag = |_: &Digest, image: &Image| {
+            let end = format!("/{typed}");
+            image.references.iter().any(|reference| reference.ends_with(&end))
+        };
+        let hex = typed.strip_prefix("sha256:").unwrap_or(typed);
+        let is_hex = hex.len() >= DIGITS_MIN && hex.bytes().all(|b| b.is_ascii_hexdigit());
+        let is_digest = |digest: &Digest, image: &Image| {
+            let begins =
+                |name: &str| name.strip_prefix("sha256:").is_some_and(|n| n.starts_with(hex));
+            let by_name = image.records.iter().any(|record| begins(&record.name));
+            is_hex && (by_name || digest.to_string().starts_with(typed))
+        };
+        let all = |is: &dyn Fn(&Digest, &Image) -> bool| -> Vec<Digest> {
+            let found = self.by_digest.iter().filter(|(digest, image)| is(digest, image));
+            found.map(|(digest, _)| *digest).collect()
+        };
+        let ways: [&dyn Fn(&Digest, &Image) -> bool; 3] = [&is_reference, &is_tag, &is_digest];
+        ways.into_iter().map(all).find(|found| !found.is_empty()).unwrap_or_default()
+    }
+}
+
+impl Image {
+    /// What the user calls it: a name that a user gave, else what was typed, else its first name.
+    pub(super) fn title(&self) -> String {
+        let name = &self.records[0].name;
+        match self.references.first() {
+            Some(reference) if is_reserved(name) => reference.clone(),
+            _ => name.clone(),
+        }
+    }
+}
+
+/// A reference as it is kept: that of a registry with its tag, that of a folder with its whole path;
+/// without what may be a secret.
+pub(super) fn canonical(typed: &str) -> String {
+    if let Some(folder) = typed.strip_prefix("oci-layout:") {
+        let absolute = std::path::absolute(folder).ok();
+        let absolute = absolute.and_then(|path| Some(path.to_str()?.to_owned()));
+        return format!("oci-layout:{}", absolute.as_deref().unwrap_or(folder));
+    }
+    if typed.starts_with("http://") || typed.starts_with("https://") {
+        return typed.split(['?', '#']).next().unwrap_or_default().to_owned();
+    }
+    let name = Name::parse(typed).or_else(|| Name::parse(&format!("oci://{typed}")));
+    match name {
+        Some(Ok(name)) => name.to_string(),
+        _ => typed.to_owned(),
+    }
+}
+
+/// The local name that a pull gives if the user says none: the end of the reference that was typed, as
+/// app:7 of oci://registry.example/team/app:7. Never one that the image brings along.
+pub(super) fn name_of(typed: &str) -> Result<String> {
+    let Some(name) = Name::parse(typed) else { return Ok(typed.to_owned()) };
+    let name = name?;
+    let end = name.repository().rsplit('/').next().unwrap_or_default();
+    let (_, tagged) = typed.split_once("://").unwrap_or_default();
+    let tagged = tagged.split('@').next().unwrap_or_default();
+    let has_tag = tagged.rsplit('/').next().is_some_and(|end| end.contains(':'));
+    if name.digest().is_some() && !has_tag {
+        let what =
+            format!("{typed} has no tag to name the image by: say its local name, --as NAME");
+        return Err(Error::new(ErrorKind::Invalid, what).into());
+    }
+    Ok(format!("{end}:{}", name.tag()))
+}
+
+/// Checks that `name` may be given to another image than the one that has it. `may_replace` says whether
+/// that one is the user's to replace without a word. Returns the one that has it.
+pub(super) fn check_free(
+    store: &Store,
+    name: &str,
+    replace: bool,
+    may_replace: impl FnOnce(&Digest) -> bool,
+) -> Result<Option<ImageRecord>> {
+    catalog::check_given_name(name)?;
+    let taken = match catalog::resolve(store, name) {
+        Ok(record) => record,
+        // A name that says nothing is nobody's.
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => return Ok(None),
+        Err(e) => return Err(e.into()),
+    };
+    let digest = taken.digest()?;
+    if replace || may_replace(&digest) {
+        return Ok(Some(taken));
+    }
+    let what = format!(
+        "the name {name:?} stands for another image (digest {}) that was not made by this command on \
+         this host: --replace takes the name from it, or take another name",
+        &digest.to_string()[..DIGITS_SHOWN]
+    );
+    Err(Error::new(ErrorKind::Invalid, what).into())
+}

@@ -1,0 +1,262 @@
+//! Provenance: what this host itself knows of each image.
+//!
+//! ```text
+//!   <state directory>/provenance/<manifest digest>     one JSON document an image
+//!       made_here     this host stored the chunks that the manifest names
+//!       built_as      the names that its builds here have given it
+//!       verified      this host has read every chunk, and found it right
+//!       stands_for    reserved names (sha256:…) whose content this host has checked
+//!       references    what the user typed to get the image
+//! ```
+//!
+//! A store may be a shared folder or a bucket, and an image of it may come from anybody: a name or a
+//! chunk table that lies there proves nothing. This record lies outside of every store.
+//!
+//! Invariants: only this host writes it, after it has checked what the record says; a record that is
+//! missing or damaged says nothing, so losing it costs work and never trust. Manifests are named by
+//! their content, so what was once true of one stays true.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    io::{self, Read, Write},
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    path::PathBuf,
+};
+
+use burgeon_block::{Digest, Error, Result};
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+
+use super::ImageRecord;
+
+const FORMAT: u32 = 1;
+/// Longest record that is read: a thousand references.
+const RECORD_MAX: u64 = 1 << 20;
+/// References of one image that are kept; the oldest in the order of their text goes first.
+const REFERENCES_MAX: usize = 100;
+
+/// The records of this host, as the user of one store.
+#[derive(Clone, Debug)]
+pub struct Provenance {
+    folder: PathBuf,
+    store: String,
+}
+
+/// What this host knows of one image.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct ImageProvenance {
+    format: u32,
+    /// This host has stored the image's chunks, or described them where they are.
+    #[serde(default)]
+    pub made_here: bool,
+    /// Names that this host's builds have given it.
+    #[serde(default)]
+    pub built_as: BTreeSet<String>,
+    /// This host has compared every chunk with its digest.
+    #[serde(default)]
+    pub verified: bool,
+    /// Reserved names that this host has checked the image to be.
+    #[serde(default)]
+    pub stands_for: BTreeSet<String>,
+    /// References that the user typed, whose answer this image was last.
+    #[serde(default)]
+    pub references: BTreeSet<String>,
+    /// Stores that the image was used in.
+    #[serde(default)]
+    stores: BTreeSet<String>,
+}
+
+impl ImageProvenance {
+    /// Whether the chunks are where the manifest says.
+    pub fn has_sound_chunks(&self) -> bool {
+        self.made_here || self.verified
+    }
+}
+
+impl Provenance {
+    /// The records in `folder`, which need not be there yet, for the user of the store `store`.
+    pub fn new(folder: PathBuf, store: impl Into<String>) -> Self {
+        Self { folder, store: store.into() }
+    }
+
+    /// What is known of `manifest`.
+    pub fn of(&self, manifest: &Digest) -> ImageProvenance {
+        let read = || -> Option<ImageProvenance> {
+            let path = self.folder.join(manifest.to_string());
+            let mut text = Vec::new();
+            File::open(path).ok()?.take(RECORD_MAX).read_to_end(&mut text).ok()?;
+            serde_json::from_slice(&text).ok()
+        };
+        read().filter(|known| known.format == FORMAT).unwrap_or_default()
+    }
+
+    /// Whether this host has checked that `record` is what its reserved name says.
+    pub fn vouches_for(&self, record: &ImageRecord) -> bool {
+        let known = record.digest().map(|digest| self.of(&digest));
+        known.is_ok_and(|known| known.stands_for.contains(&record.name))
+    }
+
+    /// Records that `record` is what its reserved name says.
+    pub fn vouch(&self, record: &ImageRecord) -> Result<()> {
+        if self.vouches_for(record) {
+            return Ok(());
+        }
+        self.update(&record.digest()?, |known| {
+            known.stands_for.insert(record.name.clone());
+        })
+    }
+
+    /// Records that `reference` stands for `manifest`, and for no other image.
+    pub fn refer(&self, reference: &str, manifest: &Digest) -> Result<()> {
+        for (other, known) in self.all()? {
+            if other != *manifest && known.references.contains(reference) {
+                self.update(&other, |known| {
+                    known.references.remove(reference);
+                })?;
+            }
+        }
+        if self.of(manifest).references.contains(reference) {
+            return Ok(());
+        }
+        self.update(manifest, |known| {
+            if known.references.len() >= REFERENCES_MAX {
+                known.references.pop_first();
+            }
+            known.references.insert(reference.to_owned());
+        })
+    }
+
+    /// Changes what is known of `manifest`, durably.
+    pub fn update(
+        &self,
+        manifest: &Digest,
+        change: impl FnOnce(&mut ImageProvenance),
+    ) -> Result<()> {
+        let store = self.store.clone();
+        self.write(manifest, |known| {
+            known.stores.insert(store);
+            change(known);
+        })
+    }
+
+    fn write(&self, manifest: &Digest, change: impl FnOnce(&mut ImageProvenance)) -> Result<()> {
+        let path = self.folder.join(manifest.to_string());
+        let failed = |error| Error::io(format!("cannot write {}", path.display()), error);
+        let _lock = self.lock().map_err(failed)?;
+        let mut known = self.of(manifest);
+        known.format = FORMAT;
+        change(&mut known);
+        let mut line = serde_json::to_vec(&known).map_err(|error| failed(error.into()))?;
+        line.push(b'\n');
+        let write = || -> io::Result<()> {
+            // The lock makes this the only writer: what is there was left by one that was killed.
+            let new = self.folder.join("new");
+            match fs::remove_file(&new) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+            let mut file = File::options().write(true).create_new(true).mode(0o600).open(&new)?;
+            file.write_all(&line)?;
+            file.sync_all()?;
+            fs::rename(&new, &path)?;
+            File::open(&self.folder)?.sync_all()
+        };
+        write().map_err(failed)
+    }
+
+    /// Keeps other writers out until it is dropped; makes the folder.
+    fn lock(&self) -> io::Result<File> {
+        match fs::DirBuilder::new().mode(0o700).create(&self.folder) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        let folder = File::open(&self.folder)?;
+        flock(&folder, FlockOperation::LockExclusive)?;
+        Ok(folder)
+    }
+
+    /// All that is known, by manifest.
+    pub fn all(&self) -> Result<Vec<(Digest, ImageProvenance)>> {
+        let entries = match fs::read_dir(&self.folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(|error| {
+                Error::io(format!("cannot list {}", self.folder.display()), error)
+            })?,
+        };
+        let digest = |entry: fs::DirEntry| entry.file_name().to_str()?.parse().ok();
+        let digests = entries.flatten().filter_map(digest);
+        let mut all: Vec<_> = digests.map(|digest| (digest, self.of(&digest))).collect();
+        all.sort_by_key(|(digest, _)| *digest);
+        Ok(all)
+    }
+
+    /// Forgets the images that the store does not have any more, unless they were used in another.
+    pub fn prune(&self, has: impl Fn(&Digest) -> Result<bool>) -> Result<()> {
+        for (manifest, known) in self.all()? {
+            if !known.stores.contains(&self.store) || has(&manifest)? {
+                continue;
+            }
+            if known.stores.len() > 1 {
+                self.write(&manifest, |known| {
+                    known.stores.remove(&self.store);
+                })?;
+                continue;
+            }
+            let path = self.folder.join(manifest.to_string());
+            let failed = |error| Error::io(format!("cannot remove {}", path.display()), error);
+            let _lock = self.lock().map_err(failed)?;
+            fs::remove_file(&path).map_err(failed)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use burgeon_block::Digest;
+
+    use super::{ImageProvenance, Provenance};
+
+    #[test]
+    fn a_damaged_record_says_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let provenance = Provenance::new(folder.path().join("provenance"), "/store");
+        let image = Digest::of(b"image");
+        assert_eq!(provenance.of(&image), ImageProvenance::default());
+        provenance.update(&image, |known| known.made_here = true).unwrap();
+        assert!(provenance.of(&image).has_sound_chunks());
+        let path = folder.path().join("provenance").join(image.to_string());
+        let sound = fs::read(&path).unwrap();
+        for damaged in [&b""[..], &sound[..sound.len() / 2], b"{}", b"\0\0\0"] {
+            fs::write(&path, damaged).unwrap();
+            assert_eq!(provenance.of(&image), ImageProvenance::default());
+        }
+        // The next one who knows something writes it anew, also where a writer was killed.
+        fs::write(folder.path().join("provenance/new"), "x").unwrap();
+        provenance.update(&image, |known| known.verified = true).unwrap();
+        assert!(provenance.of(&image).verified && !provenance.of(&image).made_here);
+    }
+
+    #[test]
+    fn a_reference_stands_for_one_image_and_goes_with_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let provenance = Provenance::new(folder.path().join("provenance"), "/store");
+        let (old, new) = (Digest::of(b"old"), Digest::of(b"new"));
+        provenance.refer("oci://r.example/app:1", &old).unwrap();
+        provenance.refer("oci://r.example/app:1", &new).unwrap();
+        let of = |digest| provenance.of(digest).references.len();
+        assert_eq!((of(&old), of(&new)), (0, 1));
+        // An image of two stores is forgotten with the second one.
+        let other = Provenance::new(folder.path().join("provenance"), "/other");
+        other.update(&new, |_| ()).unwrap();
+        provenance.prune(|_| Ok(false)).unwrap();
+        assert_eq!((provenance.all().unwrap().len(), of(&new)), (1, 1));
+        other.prune(|digest| Ok(*digest == new)).unwrap();
+        assert_eq!(provenance.all().unwrap().len(), 1);
+        other.prune(|_| Ok(false)).unwrap();
+        assert_eq!(provenance.all().unwrap().len(), 0);
+    }
+}
