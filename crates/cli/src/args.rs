@@ -32,6 +32,7 @@ Environment:
 /// cached and writable.
 #[derive(Parser, Debug)]
 #[command(name = "burgeon", version, after_help = EXAMPLES, max_term_width = 100)]
+#[command(arg_required_else_help = true)]
 pub(crate) struct Args {
     #[command(flatten)]
     pub(crate) global: Global,

@@ -85,3 +85,50 @@ fn code(kind: ErrorKind) -> u8 {
         ErrorKind::NoSpace => 6,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use burgeon_block::{Error, ErrorKind};
+
+    use super::{Busy, NotPermitted, classify};
+
+    /// The documentation has each kind in the row of its code, and no others.
+    #[test]
+    fn the_table_of_exit_codes_is_complete() {
+        let kinds = [
+            ErrorKind::Invalid,
+            ErrorKind::NotFound,
+            ErrorKind::Unavailable,
+            ErrorKind::Corrupt,
+            ErrorKind::NoSpace,
+            ErrorKind::UnsupportedFormat,
+            ErrorKind::LocalIo,
+            ErrorKind::Unmapped,
+            ErrorKind::OverLimit,
+        ];
+        let errors = kinds.map(|kind| anyhow::Error::new(Error::new(kind, "what")));
+        let others = [
+            NotPermitted(String::new()).into(),
+            anyhow::Error::new(Busy(String::new())),
+            anyhow::anyhow!("another"),
+        ];
+        let made = errors.iter().chain(&others).map(|error| {
+            let (kind, code) = classify(error);
+            (code, kind.to_owned())
+        });
+        // That of a command line which `clap` refuses.
+        let made: BTreeSet<_> = made.chain([(2, "usage".to_owned())]).collect();
+        let docs = include_str!("../../../docs/cli.md");
+        let table = docs.split("## Exit codes").nth(1).unwrap().split("\n## ").next().unwrap();
+        let mut told = BTreeSet::new();
+        for row in table.lines().filter(|row| row.starts_with("| ")) {
+            let cells: Vec<_> = row.trim_matches('|').split('|').map(str::trim).collect();
+            let Ok(code) = cells[0].parse::<u8>() else { continue };
+            let kinds = cells[2].split(", ").filter(|kind| !kind.is_empty());
+            told.extend(kinds.map(|kind| (code, kind.trim_matches('`').to_owned())));
+        }
+        assert_eq!(told, made);
+    }
+}

@@ -21,7 +21,7 @@ mod exit;
 mod holders;
 mod progress;
 
-use std::{ffi::OsStr, path::Path, process::ExitCode};
+use std::{path::Path, process::ExitCode};
 
 use clap::Parser;
 
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
             _ => {}
         }
     }
-    let args = match args::Args::try_parse_from(plain(&arguments)) {
+    let args = match args::Args::try_parse_from(&arguments) {
         Ok(args) => args,
         Err(e) => {
             if e.use_stderr() && arguments.iter().any(|argument| argument == "--json") {
@@ -76,13 +76,4 @@ fn probe(arguments: &[std::ffi::OsString]) -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-/// What clap is to see; a bare `burgeon` shows its help.
-fn plain(arguments: &[std::ffi::OsString]) -> Vec<std::ffi::OsString> {
-    let mut arguments = arguments.to_vec();
-    if arguments.len() == 1 {
-        arguments.push(OsStr::new("--help").to_owned());
-    }
-    arguments
 }

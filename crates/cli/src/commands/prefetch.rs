@@ -36,6 +36,18 @@ const FILES_MAX: usize = 10_000_000;
 pub(super) fn prefetch(context: &Context, args: args::Prefetch) -> Result<ExitCode> {
     let mut files = Vec::new();
     for path in &args.paths {
+        let found = fs::canonicalize(path)
+            .map_err(|e| Error::io(format!("cannot fetch {}", path.display()), e))?;
+        if !burgeon_daemon::is_burgeon_mount(&found) {
+            let shown = path.display();
+            let what = format!(
+                "cannot fetch {shown}: it is in no mount of Burgeon, or not to be read by this user; \
+                 `burgeon status` lists the mounts"
+            );
+            return Err(Error::new(ErrorKind::Invalid, what).into());
+        }
+    }
+    for path in &args.paths {
         collect(path, &mut files)?;
     }
     let total: u64 = files.iter().map(|(_, len)| len).sum();
