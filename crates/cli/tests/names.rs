@@ -202,3 +202,57 @@ fn a_digest_is_believed_where_this_host_has_checked_it() {
     assert!(fs::read(mounted.path().join("data")).unwrap() == data);
     user.umount(mounted);
 }
+
+#[test]
+fn images_are_spoken_of_by_what_was_typed() {
+    let space = Space::new("names-typed");
+    let (source, digest) = ordinary(&space);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree(&space, "tree", 1), "team/app:7");
+    let at = space.make_folder("at");
+    let typed = format!("{source}:latest");
+    let mounted = burgeon.mount(&typed, &at, &["--read-only"]);
+    assert_eq!(burgeon.status()["mounts"][0]["image"], typed);
+    assert!(burgeon.ok(&["status"]).contains(&digest), "the form that is mounted is told, too");
+    burgeon.umount(mounted);
+    let listed = burgeon.ok(&["list"]);
+    assert!(listed.contains(&typed) && !listed.contains("sha256:"), "{listed}");
+    assert!(listed.contains("team/app:7"), "{listed}");
+    // Its layer is what lies on the disk, and not what that unpacks to.
+    let image = |name: &str| {
+        let all = said(&burgeon, &["list"])["images"].as_array().unwrap().clone();
+        all.into_iter().find(|image| image["name"] == name).unwrap()
+    };
+    let stored = image(&digest)["on_disk_bytes"].as_u64().unwrap();
+    let layers = fs::read_dir(burgeon.state().join("store/layers")).unwrap();
+    let layers: u64 = layers.map(|layer| layer.unwrap().metadata().unwrap().len()).sum();
+    let manifest = image(&digest)["manifest_bytes"].as_u64().unwrap();
+    assert!(layers > 100_000 && stored >= layers + manifest, "{stored}, {layers}");
+    assert!(stored < layers + manifest + 10_000, "{stored}, {layers}");
+    // By the reference, its end, digests and their beginnings.
+    let manifest = image("team/app:7")["manifest"].as_str().unwrap().to_owned();
+    for app in ["team/app:7", &manifest, &manifest[..16], &manifest[..8]] {
+        assert_eq!(said(&burgeon, &["inspect", app])["image"]["name"], "team/app:7", "{app}");
+        burgeon.ok(&["verify", app]);
+    }
+    let hex = digest.strip_prefix("sha256:").unwrap();
+    for ordinary in [&typed, "ordinary:latest", &digest, &digest[..16], &hex[..12]] {
+        assert_eq!(said(&burgeon, &["inspect", ordinary])["image"]["name"], digest, "{ordinary}");
+    }
+    let mounted = burgeon.mount(&hex[..12], &at, &["--read-only"]);
+    burgeon.umount(mounted);
+    burgeon.fails(&["inspect", "ordinary:1"], 3, "there is no image");
+    burgeon.fails(&["inspect", &manifest[..3]], 3, "there is no image");
+    // What goes by one reference stays by another.
+    let other = format!("{source}@{digest}");
+    let mounted = burgeon.mount(&other, &at, &["--read-only"]);
+    burgeon.umount(mounted);
+    burgeon.fails(&["rm", &hex[..12]], 1, &other);
+    burgeon.ok(&["rm", &other]);
+    assert!(burgeon.ok(&["list"]).contains(&typed));
+    burgeon.ok(&["rm", "ordinary:latest"]);
+    burgeon.ok(&["rm", &manifest[..12]]);
+    assert!(burgeon.ok(&["list"]).contains("no images"), "{}", burgeon.ok(&["list"]));
+    burgeon.ok(&["gc"]);
+    assert_eq!(fs::read_dir(burgeon.state().join("provenance")).unwrap().count(), 0);
+}

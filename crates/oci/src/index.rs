@@ -270,6 +270,27 @@ pub fn is_whole(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     }
 }
 
+/// Bytes on the disk of `store` that `image` takes up, as far as nothing shares them: its chunks and
+/// manifest; of one that is read from layers, those that are held, and the table of what is where in
+/// them. What is computed, or read from files in place, takes none.
+pub fn stored_bytes(store: &impl ObjectStore, image: &ImageRecord) -> Result<u64> {
+    let own = image.stored_bytes + image.manifest_bytes;
+    // Only of these it is not known what they take up; the manifest of any other need not be read.
+    if image.stored_bytes > 0 || image.data_bytes == 0 || store.list("derived")?.is_empty() {
+        return Ok(own);
+    }
+    let Ok(Some(object)) = derived_of(store, image) else { return Ok(own) };
+    let list = held_object(&object)?;
+    let mut bytes = own + store.len(&object)?.unwrap_or(0);
+    if store.len(&list)?.is_some() {
+        let layers: HashSet<ObjectId> = catalog::held_layers(store, &list)?.into_iter().collect();
+        for layer in layers {
+            bytes += store.len(&layer)?.unwrap_or(0);
+        }
+    }
+    Ok(bytes)
+}
+
 /// Whether the image of a source, by any of its names in `store`, is known by tables of contents.
 pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     match image.name.split_once('/') {

@@ -43,7 +43,7 @@ use self::{
     source::Kind,
 };
 pub use self::{
-    index::{Indexed, index, is_whole},
+    index::{Indexed, index, is_whole, stored_bytes},
     push::{Pushed, push},
     source::Source,
 };

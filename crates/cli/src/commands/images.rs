@@ -11,7 +11,7 @@ use burgeon_image::{
 use burgeon_oci::Source;
 use serde_json::json;
 
-use super::{Context, named, ordinary, push, record};
+use super::{Context, mistakes, named, ordinary, push, record};
 use crate::{
     args::{self, Checksum, Computed},
     output::{self, bytes},
@@ -19,6 +19,9 @@ use crate::{
 };
 
 pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
+    if let Some(source) = &args.source {
+        refuse_mistakes(source, &args.name)?;
+    }
     // What is wrong with its name shows before anything is built.
     let to = context.in_repository(&args.name)?;
     let profile = args.profile.as_deref().map(|name| record::find(context, name)).transpose()?;
@@ -55,7 +58,8 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     let (report, took) = make(context, &input, &args.name, &options)?;
     let seconds = took.as_secs_f64();
     if !context.json {
-        describe("built", &report, seconds);
+        let stored = burgeon_oci::stored_bytes(&context.open_store()?, &report.image)?;
+        describe("built", &args.name, &report, stored, seconds);
         say_replaced(before.as_ref(), &report)?;
     }
     let pushed = to.as_ref().map(|to| push::send(context, &args.name, to)).transpose()?;
@@ -74,6 +78,21 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
         push::describe(&args.name, &to, &pushed, seconds);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Refuses a source that is not there, in the words to type instead if they can be guessed.
+fn refuse_mistakes(source: &Path, name: &str) -> Result<()> {
+    let text = source.to_string_lossy();
+    if text == "-" || Source::parse(&text).is_some() || source.symlink_metadata().is_ok() {
+        return Ok(());
+    }
+    let is_place = Source::parse(name).is_some() || Path::new(name).exists();
+    if is_place && catalog::check_given_name(&text).is_ok() {
+        return Err(mistakes::swapped("build", name, &text).into());
+    }
+    let Some(meant) = mistakes::meant(&text) else { return Ok(()) };
+    let what = format!("there is nothing to build from at {text}: {meant}");
+    Err(Error::new(ErrorKind::NotFound, what).into())
 }
 
 /// Says which image had the name before, if it was another one.
@@ -105,7 +124,8 @@ enum Input {
 pub(crate) fn build_tree(context: &Context, tree: &Path, name: &str) -> Result<()> {
     let input = Input::Tree(tree.to_owned());
     let (report, took) = make(context, &input, name, &context.build_options())?;
-    describe("built", &report, took.as_secs_f64());
+    let stored = burgeon_oci::stored_bytes(&context.open_store()?, &report.image)?;
+    describe("built", name, &report, stored, took.as_secs_f64());
     Ok(())
 }
 
@@ -169,14 +189,13 @@ fn make(
 }
 
 /// Says what was `done`.
-pub(super) fn describe(done: &str, report: &Report, seconds: f64) {
+pub(super) fn describe(done: &str, shown: &str, report: &Report, stored: u64, seconds: f64) {
     let image = &report.image;
     println!(
-        "{done} {} in {seconds:.1} s: {} files, {} of data, stored in {}",
-        image.name,
+        "{done} {shown} in {seconds:.1} s: {} files, {} of data, stored in {}",
         image.inodes,
         bytes(image.file_bytes),
-        bytes(image.stored_bytes + image.manifest_bytes)
+        bytes(stored)
     );
     if report.reused_bytes > 0 {
         println!("{} of that were there already", bytes(report.reused_bytes));
@@ -197,32 +216,45 @@ pub(super) fn describe(done: &str, report: &Report, seconds: f64) {
 }
 
 pub(super) fn list(context: &Context) -> Result<ExitCode> {
-    let images = catalog::list(&context.open_store()?)?;
-    let mut rows = vec![["NAME", "FILES", "DATA", "STORED", "DIGEST"].map(String::from).to_vec()];
+    let store = context.open_store()?;
+    let all = catalog::list(&store)?;
+    let good = all.iter().filter_map(|(_, record)| record.as_ref().ok().cloned());
+    let images = named::Images::of(good, &context.provenance());
+    let mut rows = Vec::new();
+    for (digest, image) in images.iter() {
+        let Some(record) = image.records.first() else { continue };
+        let stored = burgeon_oci::stored_bytes(&store, record)?;
+        for title in image.titles() {
+            let (files, data) = (record.inodes.to_string(), bytes(record.file_bytes));
+            let digest = digest.to_string()[..named::DIGITS_SHOWN].to_owned();
+            rows.push(vec![title, files, data, bytes(stored), digest]);
+        }
+    }
     let mut documents = Vec::new();
-    let mut damaged = false;
-    for (name, record) in &images {
+    for (name, record) in &all {
         match record {
             Ok(record) => {
-                let digest = record.digest()?.to_string();
-                let stored = record.stored_bytes + record.manifest_bytes;
-                let (files, data) = (record.inodes.to_string(), bytes(record.file_bytes));
-                rows.push(vec![name.clone(), files, data, bytes(stored), digest[..16].to_owned()]);
-                documents.push(serde_json::to_value(record)?);
+                let image = images.get(&record.digest()?);
+                let mut document = serde_json::to_value(record)?;
+                document["references"] = json!(image.map(|image| &image.references));
+                document["on_disk_bytes"] = burgeon_oci::stored_bytes(&store, record)?.into();
+                documents.push(document);
             }
             Err(e) => {
-                damaged = true;
                 rows.push(vec![name.clone(), e.to_string()]);
                 documents.push(json!({ "name": name, "error": e.to_string() }));
             }
         }
     }
+    rows.sort();
+    rows.insert(0, ["NAME", "FILES", "DATA", "STORED", "DIGEST"].map(String::from).to_vec());
     if context.json {
         output::print_json(&json!({ "images": documents }))?;
-    } else if images.is_empty() {
+    } else if all.is_empty() {
         println!("no images in {}; `burgeon build DIR NAME` makes one", context.store_location());
     } else {
         output::table(&rows);
     }
+    let damaged = all.iter().any(|(_, record)| record.is_err());
     Ok(if damaged { ExitCode::from(4) } else { ExitCode::SUCCESS })
 }

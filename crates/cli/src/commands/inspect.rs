@@ -40,7 +40,12 @@ pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
-    println!("name        {}", record.name);
+    let images = named::Images::of([record.clone()], &context.provenance());
+    let title = images.title(&digest);
+    println!("name        {title}");
+    if title != record.name {
+        println!("in store    {}", record.name);
+    }
     println!("digest      {digest}");
     println!(
         "tree        {} files, {} directories, {} symlinks, {} others, {} xattrs",
@@ -56,8 +61,9 @@ pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode
         bytes(record.data_bytes),
         manifest.chunks.len()
     );
-    println!("stored      {} in {} objects", bytes(record.stored_bytes), manifest.objects.len());
-    println!("manifest    {}", bytes(record.manifest_bytes));
+    let stored = burgeon_oci::stored_bytes(&store, &record)?;
+    println!("stored      {} in {} objects", bytes(stored), manifest.objects.len());
+    println!("manifest    {} of that", bytes(record.manifest_bytes));
     println!("checksum    {}", manifest.checksum);
     Ok(ExitCode::SUCCESS)
 }

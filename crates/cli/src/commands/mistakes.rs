@@ -15,6 +15,12 @@ pub(super) fn explain(typed: &str, none: Error) -> Error {
     }
 }
 
+/// The error that the two arguments of `verb` are the other way round.
+pub(super) fn swapped(verb: &str, first: &str, second: &str) -> Error {
+    let what = format!("the arguments are swapped: burgeon {verb} {first} {second}");
+    Error::new(ErrorKind::Invalid, what)
+}
+
 /// What to type instead of the image `typed`.
 pub(super) fn meant(typed: &str) -> Option<String> {
     for other in ["docker://", "docker-daemon:", "registry://", "containers-storage:"] {

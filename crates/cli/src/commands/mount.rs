@@ -25,7 +25,9 @@ use burgeon_oci::Want;
 use burgeon_source::Location;
 use serde_json::json;
 
-use super::{Context, images, mount_point::MountPoint, named, need_mount_privilege, ordinary};
+use super::{
+    Context, images, mistakes, mount_point::MountPoint, named, need_mount_privilege, ordinary,
+};
 use crate::{args, attributes::Attributes, output};
 
 pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
@@ -86,6 +88,9 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
 /// Mounts, without a word.
 pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, PathBuf)> {
     need_mount_privilege("mount")?;
+    if !args.path.exists() && Path::new(&args.name).is_dir() {
+        return Err(mistakes::swapped("mount", &args.path.to_string_lossy(), &args.name).into());
+    }
     let point = MountPoint::take(&args.path)?;
     let target = point.path()?;
     let mut attributes = args.attributes.request()?;
@@ -114,11 +119,11 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     let is_own = context.store.is_none() && found.store == context.store_location();
     let request = MountRequest {
         digest: found.digest()?.map(Into::into),
-        image: found.name,
-        shown: Some(found.shown),
-        store: (!is_own).then_some(found.store),
+        image: found.name.clone(),
+        shown: Some(found.shown.clone()),
+        store: (!is_own).then(|| found.store.clone()),
         store_seen: context.store_seen(),
-        access: found.access,
+        access: found.access.clone(),
         writes,
         fill: args.fill,
         transport: match args.transport {
@@ -138,7 +143,8 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         attributes,
     };
     let client = Client::connect_or_start(&context.state)?;
-    let (reply, mut fds) = client.call(&Request::Mount(Box::new(request)))?;
+    let made = client.call(&Request::Mount(Box::new(request)));
+    let (reply, mut fds) = made.map_err(|e| found.explain(e))?;
     let (Reply::Mounted(mounted), Some(mount)) = (reply, fds.pop()) else {
         return Err(anyhow!("the daemon gave an answer to something else"));
     };

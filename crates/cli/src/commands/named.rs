@@ -93,6 +93,14 @@ impl Images {
         Self { by_digest }
     }
 
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&Digest, &Image)> {
+        self.by_digest.iter()
+    }
+
+    pub(super) fn get(&self, digest: &Digest) -> Option<&Image> {
+        self.by_digest.get(digest)
+    }
+
     fn record(&self, digest: &Digest) -> &ImageRecord {
         &self.by_digest[digest].records[0]
     }
@@ -100,6 +108,20 @@ impl Images {
     /// What the user calls it.
     pub(super) fn title(&self, digest: &Digest) -> String {
         self.by_digest[digest].title()
+    }
+
+    /// The image and what is the same ordinary image in other forms: all of it, an index of it, its
+    /// tables of contents.
+    fn forms(&self, digest: &Digest) -> BTreeSet<Digest> {
+        let original = |record: &ImageRecord| -> Option<String> {
+            let (digest, form) = record.name.split_once('/').unwrap_or((&record.name, ""));
+            let is_form = matches!(form, "" | "index" | "contents") && is_reserved(digest);
+            is_form.then(|| digest.to_owned())
+        };
+        let of = |image: &Image| image.records.iter().filter_map(original).collect::<BTreeSet<_>>();
+        let own = self.by_digest.get(digest).map(of).unwrap_or_default();
+        let same = self.by_digest.iter().filter(|(_, image)| !own.is_disjoint(&of(image)));
+        same.map(|(digest, _)| *digest).chain([*digest]).collect()
     }
 
     /// The images that `typed` may mean besides by a name.
@@ -128,6 +150,15 @@ impl Images {
 }
 
 impl Image {
+    /// Everything that the user calls it: the names that users gave and the references that they typed;
+    /// its first name if there is neither.
+    pub(super) fn titles(&self) -> Vec<String> {
+        let given =
+            self.records.iter().map(|record| &record.name).filter(|name| !is_reserved(name));
+        let titles: Vec<String> = given.chain(&self.references).cloned().collect();
+        if titles.is_empty() { vec![self.title()] } else { titles }
+    }
+
     /// What the user calls it: a name that a user gave, else what was typed, else its first name.
     pub(super) fn title(&self) -> String {
         let name = &self.records[0].name;
@@ -136,6 +167,61 @@ impl Image {
             _ => name.clone(),
         }
     }
+}
+
+/// What goes with an image that is removed.
+pub(super) struct Removal {
+    /// Names of the store.
+    pub(super) names: Vec<String>,
+    /// References that were typed to get images, which these are not known by any more.
+    pub(super) references: Vec<(Digest, String)>,
+}
+
+/// What `typed` is to be removed by: a name by itself; by a reference, the ordinary image in all the forms
+/// in which this host knows it, unless another reference stands for it; by its digest, an image that has
+/// one title only.
+pub(super) fn to_remove(context: &Context, store: &Store, typed: &str) -> Result<Removal> {
+    match catalog::resolve(store, typed) {
+        // A damaged name can be removed, too.
+        Ok(_) => return Ok(Removal { names: vec![typed.to_owned()], references: Vec::new() }),
+        Err(e) if e.kind() == ErrorKind::Corrupt => {
+            return Ok(Removal { names: vec![typed.to_owned()], references: Vec::new() });
+        }
+        Err(_) => {}
+    }
+    let digest = resolve(context, store, typed)?.digest()?;
+    let images = Images::read(store, &context.provenance())?;
+    let missing = || Error::new(ErrorKind::NotFound, format!("{typed} has just been removed"));
+    let image = images.get(&digest).ok_or_else(missing)?;
+    let forms = images.forms(&digest);
+    let reference = canonical(typed);
+    let end = format!("/{typed}");
+    let is_meant = |known: &&String| **known == reference || known.ends_with(&end);
+    let references = forms.iter().flat_map(|digest| {
+        let of = images.get(digest).into_iter().flat_map(|image| &image.references);
+        of.map(|reference| (*digest, reference.clone()))
+    });
+    let references: Vec<(Digest, String)> = references.collect();
+    let reserved = forms.iter().filter_map(|digest| images.get(digest));
+    let reserved = reserved.flat_map(|image| &image.records).map(|record| record.name.clone());
+    let mut names: Vec<String> = reserved.filter(|name| is_reserved(name)).collect();
+    if image.references.iter().any(|known| is_meant(&known)) {
+        let (meant, others): (Vec<_>, Vec<_>) =
+            references.into_iter().partition(|(_, known)| is_meant(&known));
+        if !others.is_empty() {
+            names.clear();
+        }
+        return Ok(Removal { names, references: meant });
+    }
+    let titles = image.titles();
+    if titles.len() > 1 {
+        let what = format!("{typed} is {}: remove it by each of these", titles.join(" and "));
+        return Err(Error::new(ErrorKind::Invalid, what).into());
+    }
+    names.extend(titles.into_iter().filter(|t| image.records.iter().any(|r| r.name == *t)));
+    names.sort();
+    names.dedup();
+    Ok(Removal { names, references })
 }
 
 /// A reference as it is kept: that of a registry with its tag, that of a folder with its whole path;

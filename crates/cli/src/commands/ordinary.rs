@@ -16,7 +16,7 @@ use burgeon_oci::{Found, How, Source, Want, Work};
 use burgeon_source::{Access, Directory, Location, Store};
 use serde_json::json;
 
-use super::{Context, images, named};
+use super::{Context, images, mistakes, named};
 use crate::{args, output, progress::Progress};
 
 /// Where an image is.
@@ -28,16 +28,34 @@ pub(super) struct Place {
     pub(super) name: String,
     /// Which image it is, if that is known: whoever can write to the store cannot change it.
     pub(super) image: Option<ImageRecord>,
+    /// Why it is not known. Kept writes need neither their image's name nor its store.
+    pub(super) missing: Option<anyhow::Error>,
     /// What the user typed.
     pub(super) shown: String,
 }
 
 impl Place {
     /// The image's record, read from the store if need be.
-    pub(super) fn record(&self) -> Result<ImageRecord> {
-        match &self.image {
-            Some(image) => Ok(image.clone()),
-            None => Ok(catalog::resolve(&Store::open(&self.store, &self.access)?, &self.name)?),
+    pub(super) fn record(&mut self) -> Result<ImageRecord> {
+        match (&self.image, self.missing.take()) {
+            (Some(image), _) => Ok(image.clone()),
+            (None, Some(missing)) => Err(missing),
+            (None, None) => self.read_record(),
+        }
+    }
+
+    fn read_record(&self) -> Result<ImageRecord> {
+        let found = catalog::resolve(&Store::open(&self.store, &self.access)?, &self.name);
+        Ok(found.map_err(|e| mistakes::explain(&self.name, e))?)
+    }
+
+    /// `error`, or what the user should know instead where the daemon has not found the image.
+    pub(super) fn explain(self, error: Error) -> anyhow::Error {
+        match self.missing {
+            _ if error.kind() != ErrorKind::NotFound => error.into(),
+            Some(missing) => missing,
+            None if self.image.is_none() => mistakes::explain(&self.name, error).into(),
+            None => error.into(),
         }
     }
 
@@ -57,7 +75,7 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
     let shown = named::canonical(&text);
     let here = |name, image, layers| {
         let (store, access) = (context.store_location(), Access::from_env().and(layers));
-        Place { store, access, name, image, shown: shown.clone() }
+        Place { store, access, name, image, missing: None, shown: shown.clone() }
     };
     let pinned = matches!(want, Want::Index(_));
     let Some(source) = Source::parse(&text) else {
@@ -74,9 +92,14 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
         if !is_near && !catalog::is_reserved(&text) {
             return Ok(here(text, None, Access::default()));
         }
-        let image = named::trusted(context, &context.open_store()?, &text)?;
-        let shown = if image.name == text { text } else { shown.clone() };
-        return Ok(Place { shown, ..here(image.name.clone(), Some(image), Access::default()) });
+        let found = context.open_store().and_then(|store| named::trusted(context, &store, &text));
+        return Ok(match found {
+            Ok(image) => {
+                let shown = if image.name == text { text } else { shown.clone() };
+                Place { shown, ..here(image.name.clone(), Some(image), Access::default()) }
+            }
+            Err(e) => Place { missing: Some(e), ..here(text.clone(), None, Access::default()) },
+        });
     };
     let (source, store) = (source?, context.create_store()?);
     if pinned {
@@ -98,7 +121,7 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
                 Error::new(ErrorKind::Corrupt, format!("{text} is an image without a record"))
             })?;
             let (image, name) = (Some(record?), shown.clone());
-            return Ok(Place { store, access, name, image, shown });
+            return Ok(Place { store, access, name, image, missing: None, shown });
         }
     };
     if let Some(report) = found.report.filter(|_| !context.json) {
@@ -107,7 +130,8 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
             How::Fetched => "fetched",
             How::Listed => "listed",
         };
-        images::describe(done, &report, begun.elapsed().as_secs_f64());
+        let stored = burgeon_oci::stored_bytes(&store, &found.image)?;
+        images::describe(done, &text, &report, stored, begun.elapsed().as_secs_f64());
     }
     for note in found.notes {
         eprintln!("note: {note}");
@@ -138,7 +162,10 @@ pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
     let Some(source) = Source::parse(&args.source) else {
         anyhow::bail!(Error::new(
             ErrorKind::Invalid,
-            format!("{} is no ordinary image: oci://… or oci-layout:…", args.source),
+            match mistakes::meant(&args.source) {
+                Some(meant) => format!("{} is no ordinary image: {meant}", args.source),
+                None => format!("{} is no ordinary image: oci://… or oci-layout:…", args.source),
+            },
         ));
     };
     need_own_store(context)?;

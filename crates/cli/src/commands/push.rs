@@ -9,7 +9,7 @@ use burgeon_oci::{Pushed, Want};
 use burgeon_source::{Access, Store, registry::Name};
 use serde_json::json;
 
-use super::{Context, named, ordinary};
+use super::{Context, mistakes, named, ordinary};
 use crate::{
     args,
     output::{self, bytes},
@@ -18,6 +18,9 @@ use crate::{
 
 pub(super) fn push(context: &Context, args: &args::Push) -> Result<ExitCode> {
     let args::Push { name, to } = args;
+    if Name::parse(to).is_none() && Name::parse(name).is_some() {
+        return Err(mistakes::swapped("push", to, name).into());
+    }
     let to = Name::parse(to).unwrap_or_else(|| {
         let what = format!("{to} is no place for an image: oci://REGISTRY/REPOSITORY:TAG");
         Err(Error::new(ErrorKind::Invalid, what))
@@ -57,7 +60,7 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     if let Some(name) = &args.name {
         catalog::check_given_name(name)?;
     }
-    let place = ordinary::find(context, args.source.clone(), want)?;
+    let mut place = ordinary::find(context, args.source.clone(), want)?;
     let own = context.state.store().into();
     let record = place.record()?;
     if place.store == own && burgeon_oci::is_whole(&context.open_store()?, &record)? {

@@ -53,6 +53,9 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
 fn describe(mount: &MountStatus) {
     let reads = &mount.reads;
     println!("{}  {}  ({}, {})", mount.target.display(), mount.image, mount.id, mount.state);
+    if !mount.name.is_empty() && mount.name != mount.image {
+        println!("  name       {}", mount.name);
+    }
     if let Some(device) = &mount.device {
         println!("  device     {} over {}", device.display(), mount.transport);
     }

@@ -87,15 +87,27 @@ fn show_damage(damage: &Damage) {
     }
 }
 
-pub(super) fn remove(context: &Context, name: &str) -> Result<ExitCode> {
+pub(super) fn remove(context: &Context, typed: &str) -> Result<ExitCode> {
     let store = context.open_store()?;
     store.check_writable()?;
     let host = roots::known_host(&context.state)?.unwrap_or_default();
-    let record = catalog::remove(&store, name, &host)?;
+    let removal = named::to_remove(context, &store, typed)?;
+    let mut removed = None;
+    for name in &removal.names {
+        removed = removed.or(catalog::remove(&store, name, &host)?);
+    }
+    let provenance = context.provenance();
+    for (image, reference) in &removal.references {
+        provenance.update(image, |known| {
+            known.references.remove(reference);
+        })?;
+    }
     if context.json {
-        output::print_json(&json!({ "name": name, "removed": record }))?;
+        output::print_json(&json!({
+            "name": typed, "names": removal.names, "removed": removed,
+        }))?;
     } else {
-        println!("removed {name}; `burgeon gc` frees what nothing else needs");
+        println!("removed {typed}; `burgeon gc` frees what nothing else needs");
     }
     Ok(ExitCode::SUCCESS)
 }

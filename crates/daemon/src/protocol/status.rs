@@ -28,8 +28,12 @@ pub struct Status {
 pub struct MountStatus {
     /// Its identity.
     pub id: MountId,
-    /// The image's name.
+    /// The image, as the user typed it.
     pub image: String,
+    /// Its name in the store, where there are several: `sha256:…` is all of an ordinary image,
+    /// `…/index` and `…/contents` are what it takes to read it lazily.
+    #[serde(default)]
+    pub name: String,
     /// The manifest's digest.
     pub digest: DigestText,
     /// The store that it is of.

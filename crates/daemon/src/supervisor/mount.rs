@@ -152,6 +152,7 @@ impl Supervisor {
         let record = MountRecord {
             format: MOUNT_FORMAT,
             image: request.shown.clone().unwrap_or_else(|| request.image.clone()),
+            name: request.image.clone(),
             digest: plan.base.digest.into(),
             target: request.target.clone(),
             writes: plan.state(),

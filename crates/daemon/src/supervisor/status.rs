@@ -60,6 +60,7 @@ fn describe(entry: &Entry, table: &Table) -> MountStatus {
     MountStatus {
         id,
         image: record.image.clone(),
+        name: record.name.clone(),
         digest: record.digest,
         store: record.attach.store.clone(),
         target: record.target.clone(),

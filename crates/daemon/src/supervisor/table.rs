@@ -28,7 +28,11 @@ use crate::{
 pub(crate) struct MountRecord {
     /// [`MOUNT_FORMAT`].
     pub(crate) format: u32,
+    /// What the user typed.
     pub(crate) image: String,
+    /// The image's name in its store; empty in records of earlier versions.
+    #[serde(default)]
+    pub(crate) name: String,
     pub(crate) digest: DigestText,
     pub(crate) target: PathBuf,
     pub(crate) writes: WritesState,

@@ -52,7 +52,7 @@ pub struct ImageRecord {
     pub file_bytes: u64,
     /// Bytes of lazy data: distinct, padded to blocks, not compressed.
     pub data_bytes: u64,
-    /// Bytes of chunks, compressed, whichever image stored them.
+    /// Bytes of chunks in packs, compressed, whichever image stored them.
     pub stored_bytes: u64,
     /// Bytes of the manifest: what a first mount transfers.
     pub manifest_bytes: u64,
@@ -71,7 +71,7 @@ impl ImageRecord {
             // Holes cost nothing: three files can have more than 2⁶⁴ bytes together.
             file_bytes: sizes.fold(0, u64::saturating_add),
             data_bytes: manifest.data_range().len(),
-            stored_bytes: manifest.chunks.iter().map(|chunk| chunk.stored.len()).sum(),
+            stored_bytes: stored_bytes(manifest),
             manifest_bytes,
         }
     }
@@ -80,6 +80,14 @@ impl ImageRecord {
     pub fn digest(&self) -> Result<Digest> {
         self.manifest.parse()
     }
+}
+
+/// Bytes of the chunks that lie in packs: others are computed, or read where they are.
+fn stored_bytes(manifest: &Manifest) -> u64 {
+    let is_pack = |object: &ObjectId| object.as_str().starts_with("packs/");
+    let is_pack: Vec<bool> = manifest.objects.iter().map(is_pack).collect();
+    let stored = manifest.chunks.iter().filter(|chunk| is_pack[chunk.object as usize]);
+    stored.map(|chunk| chunk.stored.len()).sum()
 }
 
 /// The object that holds the manifest with `digest`.

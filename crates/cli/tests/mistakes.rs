@@ -1,0 +1,109 @@
+//! First mistakes, which are answered by what to type instead, and the exit codes that `docs/cli.md` lists.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{fs, fs::File, os::unix::process::CommandExt, path::PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use serde_json::Value;
+use testkit::{Burgeon, Fault, Proxy, Registry, Space};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+struct Installation {
+    burgeon: Burgeon,
+    space: Space,
+    tree: PathBuf,
+    at: PathBuf,
+}
+
+// Bindings go in the reverse of their order: the daemon ends before its folder is removed.
+
+/// One with the image `app:1`, a tree and a place to mount at.
+fn installation(label: &str) -> Installation {
+    let space = Space::new(label);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let (tree, at) = (space.make_folder("tree"), space.make_folder("at"));
+    fs::write(tree.join("file"), vec![7; 100_000]).unwrap();
+    burgeon.build(&tree, "app:1");
+    Installation { burgeon, space, tree, at }
+}
+
+#[test]
+fn a_first_mistake_is_answered_by_what_to_type() {
+    let Installation { space, tree, at, burgeon } = installation("mistakes");
+    let (tree, at) = (tree.to_str().unwrap(), at.to_str().unwrap());
+    let layout = space.path("layout").display().to_string();
+    for (image, answer) in [
+        ("docker.io/python:3.12", "oci://docker.io/python:3.12"),
+        ("docker://docker.io/python:3.12", "oci://docker.io/python:3.12"),
+        (tree, &*format!("burgeon build {tree} NAME")),
+        ("s3://bucket/images/debian:12", "--store s3://bucket/images"),
+        (&*format!("oci:{layout}:1"), &*format!("oci-layout:{layout}:1")),
+        ("app", "app:1"),
+    ] {
+        burgeon.fails(&["mount", image, at], 3, answer);
+        burgeon.fails(&["pull", image], 3, answer);
+        burgeon.fails(&["inspect", image], 3, answer);
+    }
+    for (line, code, answer) in [
+        (&["mount", tree, "app:1"][..], 1, format!("burgeon mount app:1 {tree}")),
+        (&["build", "new:1", tree], 1, format!("burgeon build {tree} new:1")),
+        (&["build", "docker.io/python:3.12", "p"], 3, "oci://docker.io/python:3.12".to_owned()),
+        (&["build", "oci:x:1", "p"], 3, "oci-layout:x:1".to_owned()),
+        (&["index", "docker.io/python:3.12"], 1, "oci://docker.io/python:3.12".to_owned()),
+        (&["push", "oci://r.example/app:1", "app:1"], 1, "burgeon push app:1 oci://".to_owned()),
+        (&["prefetch", tree], 1, "in no mount of Burgeon".to_owned()),
+    ] {
+        burgeon.fails(line, code, &answer);
+    }
+}
+
+/// Every code of the table, each by the kind that JSON has for it.
+#[test]
+fn failures_end_with_the_documented_code() {
+    let Installation { space, tree, at, burgeon } = installation("codes");
+    let (tree, point) = (tree.to_str().unwrap(), at.to_str().unwrap());
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let proxy = Proxy::new(registry.address(), 2).unwrap();
+    proxy.spoil(1000, &[Fault::Status(507)]);
+    let full = format!("oci://{}/app:1", proxy.address());
+    let locked = space.make_folder("locked");
+    let lock = File::open(&locked).unwrap();
+    flock(&lock, FlockOperation::LockExclusive).unwrap();
+    let store = burgeon.state().join("store");
+    burgeon.build(&space.path("tree"), "strange");
+    let strange = store.join("images/strange");
+    let record = fs::read_to_string(&strange).unwrap();
+    fs::write(&strange, record.replace("\"format\":1", "\"format\":99")).unwrap();
+    fs::write(store.join("images/damaged"), "{}").unwrap();
+    for (line, code, kind) in [
+        (&["list", "--store", tree][..], 0, None),
+        (&["build", tree, ".."], 1, Some("invalid")),
+        (&[], 2, Some("usage")),
+        (&["explode"], 2, Some("usage")),
+        (&["mount", "app:1"], 2, Some("usage")),
+        (&["rm", "none"], 3, Some("not-found")),
+        (&["mount", "none", point], 3, Some("not-found")),
+        (&["inspect", "damaged"], 4, Some("corrupt")),
+        (&["inspect", "strange"], 4, Some("unsupported-format")),
+        (&["pull", "oci://localhost:1/app:1"], 5, Some("unavailable")),
+        (&["mount", "app:1", locked.to_str().unwrap()], 5, Some("busy")),
+        (&["push", "app:1", &full], 6, Some("no-space")),
+    ] {
+        let finished = burgeon.run(&[line, &["--json"]].concat());
+        assert_eq!(finished.code, Some(code), "{line:?}: {finished:#?}");
+        let said: Value = serde_json::from_str(&finished.stdout).unwrap();
+        assert_eq!(said["error"]["kind"].as_str(), kind, "{line:?}: {finished:#?}");
+    }
+    // Without an argument the usage is said on standard error: nothing was done.
+    let bare = std::process::Command::new(PROGRAM).output().unwrap();
+    assert_eq!(bare.status.code(), Some(2));
+    assert!(bare.stdout.is_empty() && String::from_utf8_lossy(&bare.stderr).contains("Usage:"));
+    let mut command = std::process::Command::new(PROGRAM);
+    let state = space.make_folder("nobody");
+    std::os::unix::fs::chown(&state, Some(65534), Some(65534)).unwrap();
+    command.args(["--json", "mount", "app:1", point, "--state-dir"]).arg(&state);
+    let output = command.uid(65534).gid(65534).output().unwrap();
+    assert_eq!(output.status.code(), Some(7), "{output:?}");
+}
