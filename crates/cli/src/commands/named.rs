@@ -56,6 +56,9 @@ pub(super) fn resolve(context: &Context, store: &Store, typed: &str) -> Result<I
     }
 }
 
+/// Whether an image is meant.
+type IsMeant<'a> = &'a dyn Fn(&Digest, &Image) -> bool;
+
 /// The images of a store by digest, with all their names and references.
 pub(super) struct Images {
     by_digest: BTreeMap<Digest, Image>,
@@ -140,11 +143,11 @@ impl Images {
             let by_name = image.records.iter().any(|record| begins(&record.name));
             is_hex && (by_name || digest.to_string().starts_with(typed))
         };
-        let all = |is: &dyn Fn(&Digest, &Image) -> bool| -> Vec<Digest> {
+        let all = |is: IsMeant<'_>| -> Vec<Digest> {
             let found = self.by_digest.iter().filter(|(digest, image)| is(digest, image));
             found.map(|(digest, _)| *digest).collect()
         };
-        let ways: [&dyn Fn(&Digest, &Image) -> bool; 3] = [&is_reference, &is_tag, &is_digest];
+        let ways: [IsMeant<'_>; 3] = [&is_reference, &is_tag, &is_digest];
         ways.into_iter().map(all).find(|found| !found.is_empty()).unwrap_or_default()
     }
 }
