@@ -1,0 +1,54 @@
+//! Quantities on the command line: sizes, rates, numbers of threads.
+
+use std::num::NonZeroUsize;
+
+/// A number of bytes a second.
+pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
+    match parse_size(text)? {
+        0 => Err("nothing would be fetched".to_owned()),
+        rate => Ok(rate),
+    }
+}
+
+/// 1 to 64 threads.
+pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
+    let threads = text.parse().map_err(|_| format!("{text:?} is no number above 0"))?;
+    if threads > THREADS_MAX { Err(format!("at most {THREADS_MAX}")) } else { Ok(threads) }
+}
+
+/// Threads of a prefetch: each holds a buffer of 1 MiB, and the daemon fetches no more at once.
+const THREADS_MAX: NonZeroUsize = NonZeroUsize::new(64).unwrap();
+
+/// A number of bytes, with K, M, G, T, P or E for powers of 1024.
+pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KIB" => 10,
+        "M" | "MIB" => 20,
+        "G" | "GIB" => 30,
+        "T" | "TIB" => 40,
+        "P" | "PIB" => 50,
+        "E" | "EIB" => 60,
+        unit => return Err(format!("{unit:?} is no unit: use K, M, G, T, P or E")),
+    };
+    let number: u64 = digits.parse().map_err(|_| format!("{digits:?} is no number"))?;
+    number.checked_mul(1 << shift).ok_or_else(|| "that is too much".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_size;
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(parse_size("10G"), Ok(10 << 30));
+        assert_eq!(parse_size("4096"), Ok(4096));
+        assert_eq!(parse_size("512MiB"), Ok(512 << 20));
+        assert_eq!(parse_size("4E"), Ok(4 << 60));
+        for bad in ["", "G", "1.5G", "-1", "5X", "99999999999T", "16E"] {
+            assert!(parse_size(bad).is_err(), "{bad}");
+        }
+    }
+}
