@@ -393,3 +393,57 @@ fn a_map_of_version_1_opens_and_is_written_as_it_was_then() {
         assert!(fs::read(fixture.join(name)).unwrap() == *file.0.lock().unwrap(), "{name}");
     }
 }
+
+type Once = Arc<Mutex<Option<Box<dyn FnOnce() + Send>>>>;
+
+/// A file in memory; something happens just before its length is asked for once more.
+struct Overtaken {
+    memory: Memory,
+    first: Once,
+}
+
+impl LogFile for Overtaken {
+    fn size(&self) -> Result<u64> {
+        let first = self.first.lock().unwrap().take();
+        first.into_iter().for_each(|first| first());
+        self.memory.size()
+    }
+
+    fn view(&self, len: u64) -> Result<LogView> {
+        self.memory.view(len)
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.memory.write_at(offset, bytes)
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.memory.sync()
+    }
+}
+
+#[test]
+fn a_view_is_never_followed_by_an_older_one() {
+    let ([extents, sources], _) = sample_bytes();
+    let header = fs::read(created().path().join("extents")).unwrap().len();
+    let first = Once::default();
+    let log = |bytes: &[u8], first: &Once| {
+        let memory = Memory(Arc::new(Mutex::new(bytes.to_vec())));
+        (memory.clone(), Overtaken { memory, first: Arc::clone(first) })
+    };
+    // Nothing is mapped yet.
+    let (appended, extents_log) = log(&extents[..header], &Once::default());
+    let (_, sources_log) = log(&sources, &first);
+    let map = Arc::new(ExtentMap::over([extents_log, sources_log]).unwrap());
+    assert_eq!(map.find(0).unwrap_err().kind(), ErrorKind::Unmapped);
+    // Between the two looks of a refresh something is mapped, and another refresh sees it.
+    let other = Arc::clone(&map);
+    *first.lock().unwrap() = Some(Box::new(move || {
+        *appended.0.lock().unwrap() = extents;
+        other.refresh().unwrap();
+        other.find(0).unwrap();
+    }));
+    map.refresh().unwrap();
+    assert!(first.lock().unwrap().is_none(), "nothing came between");
+    map.find(0).unwrap();
+}

@@ -100,10 +100,14 @@ impl<L: LogFile> ExtentMap<L> {
         Arc::clone(&self.view.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Sees what was appended meanwhile.
+    /// Sees what was appended meanwhile. Whoever does so at the same time may have looked later and be
+    /// done sooner: a view is never followed by an older one.
     pub fn refresh(&self) -> Result<()> {
         let view = View::open(&self.logs, self.id, Some(&self.view()))?;
-        *self.view.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(view);
+        let mut current = self.view.write().unwrap_or_else(PoisonError::into_inner);
+        if view.records >= current.records {
+            *current = Arc::new(view);
+        }
         Ok(())
     }
 
