@@ -8,10 +8,12 @@ use std::{
     fs::{self, OpenOptions},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
 };
 
-use testkit::{AlignedBlock, Burgeon, Comparison, Pattern, Space, compare, drop_caches};
+use testkit::{
+    AlignedBlock, Burgeon, Comparison, PATIENCE, Pattern, Space, compare, drop_caches, wait_until,
+};
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -233,4 +235,111 @@ fn a_rotten_cache_is_a_miss_and_never_data() {
     let (errors, reads) = damage.unreadable();
     assert_eq!(errors, 0);
     assert!(reads["cache_corrupt_blocks"].as_u64() > Some(0), "{reads}");
+}
+
+/// A way to damage a file.
+type Harm = fn(&Path);
+
+/// What it is called, and how it is done.
+const DAMAGES: [(&str, Harm); 4] = [
+    ("flipped", |path| flip_a_bit(path, 64)),
+    ("cut short", |path| {
+        let file = OpenOptions::new().write(true).open(path).unwrap();
+        file.set_len(len(path) / 2).unwrap();
+    }),
+    ("empty", |path| fs::write(path, "").unwrap()),
+    ("missing", |path| fs::remove_file(path).unwrap()),
+];
+
+impl Damage {
+    /// The folder of the image as it was prepared.
+    fn prepared(&self) -> PathBuf {
+        let mut images = fs::read_dir(self.burgeon.state().join("images")).unwrap();
+        images.next().unwrap().unwrap().path()
+    }
+
+    /// Reads the first bytes of a file in a process of its own, which may hang; whether that
+    /// succeeded.
+    fn reads(&self, file: &Path) -> bool {
+        let mut child = Command::new("head")
+            .args(["-c", "1"])
+            .arg(file)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let ended = wait_until(PATIENCE, || child.try_wait().unwrap().is_some());
+        if !ended {
+            // Its reader is released by that, and the test can end.
+            self.burgeon.kill_daemon();
+        }
+        assert!(ended, "a reader of {} hangs", file.display());
+        child.wait().unwrap().success()
+    }
+
+    fn kill_server(&self) {
+        let before = self.burgeon.status()["server_pid"].as_u64().unwrap();
+        testkit::kill(u32::try_from(before).unwrap());
+        let next = wait_until(PATIENCE, || {
+            self.burgeon.status()["server_pid"].as_u64().is_some_and(|pid| pid != before)
+        });
+        assert!(next, "there is no new server");
+    }
+}
+
+#[test]
+fn a_mount_with_damaged_files_gives_errors_can_be_unmounted_and_is_served_again() {
+    let damage = Damage::new("damaged-served");
+    for (round, (file, (kind, harm))) in ["map", "seed.info"].into_iter().zip(DAMAGES).enumerate() {
+        for options in [&["--read-only"][..], &["--writes", "w", "--write-limit", "256M"]] {
+            let at = damage.space.path("at");
+            let mounted = damage.burgeon.mount("image", &at, options);
+            let folder = match options[0] {
+                "--writes" => damage.burgeon.state().join("writes/w"),
+                _ => damage.prepared(),
+            };
+            // Without its store the image cannot be prepared anew.
+            let away = damage.space.path("store-away");
+            fs::rename(&damage.store, &away).unwrap();
+            harm(&folder.join(file));
+            damage.kill_server();
+            drop_caches();
+            let read = damage.reads(&at.join(format!("file-{round}")));
+            assert!(!read, "{file} {kind}, {options:?}: data out of nothing");
+            assert_eq!(damage.burgeon.status()["mounts"][0]["state"], "failed");
+            if round == 1 {
+                damage.burgeon.umount(mounted);
+                fs::rename(&away, &damage.store).unwrap();
+                continue;
+            }
+            fs::rename(&away, &damage.store).unwrap();
+            let back =
+                wait_until(PATIENCE, || damage.burgeon.status()["mounts"][0]["state"] == "serving");
+            assert!(back, "{file} {kind}, {options:?}: {:#}", damage.burgeon.status());
+            drop_caches();
+            compare(&damage.tree, mounted.path()).unwrap().assert_same();
+            damage.burgeon.umount(mounted);
+        }
+    }
+}
+
+#[test]
+fn damaged_files_of_a_prepared_image_are_made_again_by_a_mount() {
+    let damage = Damage::new("damaged-prepared");
+    let at = damage.space.path("at");
+    let named = ["--writes", "w", "--write-limit", "256M"];
+    damage.burgeon.umount(damage.burgeon.mount("image", &at, &named));
+    for (number, (kind, harm)) in DAMAGES.into_iter().enumerate() {
+        let file = ["map", "seed.info"][number % 2];
+        let writes = damage.burgeon.state().join("writes/w");
+        for (folder, options) in [(damage.prepared(), &["--read-only"][..]), (writes, &named[..2])]
+        {
+            harm(&folder.join(file));
+            let mounted = damage.burgeon.mount("image", &at, options);
+            println!("{file} {kind}, {options:?}: mounted");
+            drop_caches();
+            compare(&damage.tree, mounted.path()).unwrap().assert_same();
+            damage.burgeon.umount(mounted);
+        }
+    }
 }

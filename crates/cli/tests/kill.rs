@@ -249,15 +249,36 @@ fn killing_both_costs_errors_or_time_until_the_next_daemon() {
     if let Some(reader) = reader {
         assert!(reader.join().unwrap().unwrap() == *expected, "it waited, for wrong bytes");
     }
-    let back =
-        wait_until(PATIENCE, || fs::read(at.join("data")).is_ok_and(|bytes| bytes == *expected));
-    assert!(back, "{:#}", burgeon.status());
+    drop_caches();
+    let back = fs::read(at.join("data"));
+    assert!(back.is_ok_and(|bytes| bytes == *expected), "it was said to be served again");
     burgeon.ok(&["doctor"]);
     burgeon.umount(mounted);
     let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
     assert_eq!(fs::read(at.join("kept")).unwrap(), b"by the sprout");
     assert!(at.join("written-without-a-server").exists());
     burgeon.umount(mounted);
+}
+
+#[test]
+fn a_repaired_mount_is_served_when_that_is_said() {
+    let space = Space::new("kill-repaired");
+    let writable = ["--write-limit", "256M", "--transport", "fuse"];
+    let Set { burgeon, at, mounted, expected } = set_up(&space, 15, &writable);
+    let others: Vec<_> = (0..4)
+        .map(|n| space.path(&format!("at-{n}")))
+        .map(|at| burgeon.mount("sample", &at, &["--read-only", "--transport", "fuse"]))
+        .collect();
+    burgeon.kill_daemon();
+    drop_caches();
+    let said = burgeon.ok(&["doctor", "--repair"]);
+    let places = others.iter().map(|mounted| mounted.path()).chain([at.as_path()]);
+    for at in places {
+        assert!(said.contains(&format!("repaired  mount {}: start", at.display())), "{said}");
+        let data = fs::read(at.join("data"));
+        assert!(data.is_ok_and(|data| data == *expected), "{} is not served", at.display());
+    }
+    others.into_iter().chain([mounted]).for_each(|mounted| burgeon.umount(mounted));
 }
 
 #[test]

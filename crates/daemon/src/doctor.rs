@@ -11,6 +11,7 @@ mod area;
 use std::{
     fs,
     path::Path,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -32,7 +33,7 @@ use crate::{
     id::MountId,
     paths::StateDir,
     prepared,
-    protocol::Request,
+    protocol::{MountStatus, Reply, Request, Status},
     space,
     supervisor::{is_alive, mount_ids, read_record, remove_unused_loops},
     system,
@@ -48,6 +49,11 @@ const FREE_MIN: u64 = 1 << 30;
 
 /// How long a daemon may take to say how it is.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
+
+/// How long a new daemon may take to serve a mount again that has lost its server, and how often it is
+/// asked.
+const SERVE_MAX: Duration = Duration::from_secs(60);
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// How bad a finding is.
 #[derive(Serialize, Clone, Copy, PartialEq, Eq, Debug)]
@@ -113,6 +119,9 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     ]);
     let runs = ask(state);
     let left = leftovers(state, &runs);
+    if let Ok(Some(status)) = &runs {
+        findings.extend(unserved(status));
+    }
     findings.push(daemon(runs));
     findings.extend(left);
     findings.extend(strays(state));
@@ -121,7 +130,8 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     findings
 }
 
-/// Mends what can be mended; returns whether there was anything to do.
+/// Mends what can be mended; returns whether there was anything to do. Mounts that have lost their
+/// server are waited for; one that is not served then is found by [`examine`].
 pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
     let store = store.filter(|store| stale_builds(store) > 0);
     if let Some(store) = store {
@@ -134,7 +144,15 @@ pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
     if !leftovers(state, &ask(state)).iter().any(|finding| finding.repairable) {
         return Ok(store.is_some() || !strays.is_empty());
     }
-    Client::connect_or_start(state)?;
+    let client = Client::connect_or_start(state)?;
+    let begun = Instant::now();
+    while begun.elapsed() < SERVE_MAX {
+        let Reply::Status(status) = client.call(&Request::Status)?.0 else { break };
+        if !status.mounts.iter().any(|mount| mount.state == "recovering") {
+            break;
+        }
+        thread::sleep(PAUSE);
+    }
     Ok(true)
 }
 
@@ -310,10 +328,10 @@ fn place(state: &StateDir) -> Finding {
     }
 }
 
-fn daemon(runs: Result<bool>) -> Finding {
+fn daemon(runs: Result<Option<Status>>) -> Finding {
     match runs {
-        Ok(true) => Finding::fine("daemon", "runs and answers"),
-        Ok(false) => Finding::fine("daemon", "does not run; `burgeon mount` starts it"),
+        Ok(Some(_)) => Finding::fine("daemon", "runs and answers"),
+        Ok(None) => Finding::fine("daemon", "does not run; `burgeon mount` starts it"),
         Err(e) => Finding::bad(
             Level::Problem,
             "daemon",
@@ -323,25 +341,51 @@ fn daemon(runs: Result<bool>) -> Finding {
     }
 }
 
-/// Whether a daemon runs and answers: one that is just dying still takes connections. An error if it
-/// is silent.
-fn ask(state: &StateDir) -> Result<bool> {
-    let Some(client) = Client::connect(state)? else { return Ok(false) };
+/// What a daemon that runs says, unless it is just dying: then it still takes connections. An error
+/// if it is silent.
+fn ask(state: &StateDir) -> Result<Option<Status>> {
+    let Some(client) = Client::connect(state)? else { return Ok(None) };
     client.wait_at_most(SILENCE_MAX)?;
     let asked = Instant::now();
-    if client.call(&Request::Status).is_ok() {
-        return Ok(true);
+    if let Ok((Reply::Status(status), _)) = client.call(&Request::Status) {
+        return Ok(Some(*status));
     }
     if asked.elapsed() < SILENCE_MAX {
-        return Ok(false);
+        return Ok(None);
     }
     let what = format!("process {} does not answer", client.supervisor()?.as_raw_nonzero());
     Err(Error::new(ErrorKind::Unavailable, what))
 }
 
+/// Mounts that the daemon that runs does not serve.
+fn unserved(status: &Status) -> Vec<Finding> {
+    let finding = |mount: &MountStatus| {
+        let subject = format!("mount {}", mount.target.display());
+        match mount.state.as_str() {
+            "failed" => Some(Finding::bad(
+                Level::Problem,
+                &subject,
+                format!(
+                    "is not served: {}; data that is not in memory gives EIO",
+                    mount.problem.as_deref().unwrap_or("its server has said no more")
+                ),
+                "mend that, and the daemon serves it again by itself; or unmount it, and mount it again",
+            )),
+            "recovering" => Some(Finding::bad(
+                Level::Warning,
+                &subject,
+                "is not served yet: its server is being started",
+                "look again in a moment; the daemon's log says what it waits for",
+            )),
+            _ => None,
+        }
+    };
+    status.mounts.iter().filter_map(finding).collect()
+}
+
 /// What is left of a daemon that does not run any more. While one runs, all of this is its own.
-fn leftovers(state: &StateDir, runs: &Result<bool>) -> Vec<Finding> {
-    if !matches!(runs, Ok(false)) {
+fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<Finding> {
+    if !matches!(runs, Ok(None)) {
         return Vec::new();
     }
     let mut findings = Vec::new();
@@ -463,7 +507,8 @@ fn check_writes(state: &StateDir, name: &str) -> Finding {
             Level::Problem,
             &subject,
             found,
-            "restore the folder from a backup; Burgeon never removes it by itself",
+            "mount them, which makes `seed`, `seed.info` and `map` again from the image; if that fails, \
+             restore the folder from a backup: Burgeon never removes it by itself",
         )
     };
     let record = match writes::find(state, name) {

@@ -45,6 +45,7 @@ mod spare;
 mod sprout;
 mod start;
 mod supervisor;
+mod sync;
 mod system;
 mod transport;
 mod upgrade;

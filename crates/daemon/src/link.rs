@@ -4,6 +4,7 @@
 //!   supervisor ── Warm ───────────────────► server     its image is known: what its profile says may come
 //!              ── Attach + descriptors ───►            for every mount, again after each restart
 //!              ◄── Attached ───────────────             it is served (or why not)
+//!              ── Refresh ► ◄── Refreshed ─             what was mapped and pinned meanwhile is seen
 //!              ◄── Ended ──────────────────             the kernel has let go of it
 //!              ── Record ──► ◄── Recorded ─             what is read is taken note of, or no more
 //!              ── Report ──► ◄── Report ───             numbers that only the server knows
@@ -12,6 +13,11 @@
 //!   orphan   ── Attach + descriptors …, Adopted ────►   to the next supervisor, who connects to
 //!   server                                              `run/adopt.sock`
 //! ```
+//!
+//! `Attach` and `Refresh` carry a number that no other message of this supervisor has, and so does
+//! their answer. A server of an earlier version knows no `Refresh` and answers without a number: it is
+//! told by another `Attach` (`Adopted` says which it is). One that knows them takes an `Attach` of a
+//! mount that is served for a refresh, as supervisors of those versions mean it.
 //!
 //! The descriptors are the slots' and, for a mount over FUSE, before them that of `/dev/fuse`.
 //!
@@ -35,7 +41,18 @@ use crate::{
 pub(crate) enum ToServer {
     /// Serve this mount; its descriptors come along. Of one that is served already: see what has
     /// been mapped and pinned meanwhile.
-    Attach(Attach),
+    Attach {
+        /// None from supervisors of earlier versions.
+        #[serde(default)]
+        number: Option<u64>,
+        /// Whether to answer the mount's reads with `EIO` if it cannot be served.
+        #[serde(default)]
+        refuse: bool,
+        #[serde(flatten)]
+        attach: Attach,
+    },
+    /// See what has been mapped into this mount and pinned in it meanwhile.
+    Refresh { number: u64, id: MountId },
     /// A mount is being made: bring what its profile says.
     Warm(Warm),
     /// It could not be made.
@@ -56,12 +73,20 @@ pub(crate) enum FromServer {
     /// The answer to an `Attach`.
     Attached {
         id: MountId,
+        /// That of the `Attach`; none from servers of earlier versions.
+        #[serde(default)]
+        number: Option<u64>,
         /// Why it cannot be served, or what was asked for besides cannot be done.
         error: Option<Failure>,
         /// Whether it is served all the same.
         #[serde(default)]
         served: bool,
+        /// Whether its reads are answered with `EIO`.
+        #[serde(default)]
+        refused: bool,
     },
+    /// The answer to a `Refresh`.
+    Refreshed { id: MountId, number: u64, error: Option<Failure> },
     /// The answer to a `Record`.
     Recorded {
         id: MountId,
@@ -78,7 +103,11 @@ pub(crate) enum FromServer {
     /// What an orphan serves: to the supervisor that adopts it.
     Serving(Attach),
     /// All of it has been said.
-    Adopted,
+    Adopted {
+        /// Whether the server knows `Refresh`.
+        #[serde(default)]
+        refreshes: bool,
+    },
 }
 
 /// What there is to know of a mount before it is made.
@@ -176,4 +205,73 @@ pub(crate) fn sort_descriptors(
     };
     let slots = fds.next()?;
     fds.next().is_none().then_some((fuse, slots))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::{Attach, FromServer, ToServer};
+
+    /// What a supervisor of version 0.1 sends.
+    fn attach_0_1() -> Value {
+        json!({
+            "message": "attach", "id": "0a1b2c3d", "seed": "/s", "cache": "/c", "store": "/store",
+            "references": true, "fsid": "00000000-0000-0000-0000-000000000001", "fill": false,
+            "transport": { "kind": "ublk", "number": 7 }, "area": null, "fetch_limit": 9,
+            "profile": null, "pins": "/p",
+        })
+    }
+
+    /// The messages of version 0.1, as it reads them.
+    #[derive(serde::Deserialize)]
+    #[serde(tag = "message", rename_all = "kebab-case")]
+    enum Told0_1 {
+        Attach(Attach),
+    }
+    #[derive(serde::Deserialize)]
+    #[serde(tag = "message", rename_all = "kebab-case")]
+    enum Says0_1 {
+        Attached { served: bool },
+        Adopted,
+    }
+
+    #[test]
+    fn messages_of_the_version_before_are_understood() {
+        let told: ToServer = serde_json::from_value(attach_0_1()).unwrap();
+        let ToServer::Attach { number: None, refuse: false, attach } = &told else {
+            panic!("{told:?}");
+        };
+        assert_eq!((attach.fetch_limit, attach.transport.device()), (Some(9), Some(7)));
+        let says = json!({ "message": "attached", "id": "0a1b2c3d", "error": null });
+        let says: FromServer = serde_json::from_value(says).unwrap();
+        assert!(matches!(says, FromServer::Attached { number: None, served: false, .. }));
+        let says: FromServer = serde_json::from_value(json!({ "message": "adopted" })).unwrap();
+        assert!(matches!(says, FromServer::Adopted { refreshes: false }));
+    }
+
+    #[test]
+    fn the_version_before_understands_our_messages() {
+        let ToServer::Attach { attach, .. } = serde_json::from_value(attach_0_1()).unwrap() else {
+            unreachable!()
+        };
+        let told = ToServer::Attach { number: Some(3), refuse: true, attach };
+        let Told0_1::Attach(attach) =
+            serde_json::from_value(serde_json::to_value(&told).unwrap()).unwrap();
+        assert_eq!(attach.fetch_limit, Some(9));
+        let says = [
+            FromServer::Attached {
+                id: attach.id,
+                number: Some(3),
+                error: None,
+                served: true,
+                refused: false,
+            },
+            FromServer::Adopted { refreshes: true },
+        ];
+        let [attached, adopted] =
+            says.map(|says| serde_json::from_value(serde_json::to_value(says).unwrap()).unwrap());
+        assert!(matches!(attached, Says0_1::Attached { served: true }));
+        assert!(matches!(adopted, Says0_1::Adopted));
+    }
 }

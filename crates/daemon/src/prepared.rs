@@ -12,10 +12,14 @@
 //! ```
 //!
 //! Nothing here is synced, because all of it can be made anew: `ready.json` names the boot it was
-//! written in, and after another boot the files are made again. What named writes are made on is
+//! written in and the length of each, and after another boot, or if one has another length, the files
+//! are made again; so they are when a server cannot use them (`mend.rs`). What named writes are made on is
 //! linked into their folder and synced there ([`keep`]).
 
+mod mend;
+
 use std::{
+    collections::BTreeMap,
     ffi::OsString,
     fs::{self, File},
     io::{BufRead, BufReader, Read},
@@ -30,6 +34,7 @@ use burgeon_image::{Limits, catalog};
 use burgeon_source::{Access, Location, Store};
 use serde::{Deserialize, Serialize};
 
+pub(crate) use self::mend::{mend, mend_kept};
 use crate::{
     built,
     files::{self, Lock},
@@ -40,7 +45,7 @@ use crate::{
     protocol::{Failure, MountRequest},
     roles,
     start::this_program,
-    writes::{RECORD_FORMAT, Record},
+    writes::{self, RECORD_FORMAT, Record},
 };
 
 /// Changes whenever these files do: those of another version are made anew.
@@ -70,17 +75,27 @@ struct Ready {
     boot: String,
     /// Where it was prepared from.
     store: Location,
+    /// The lengths of the files; those of earlier versions have none, and are made anew.
+    #[serde(default)]
+    lens: BTreeMap<String, u64>,
 }
 
 impl Ready {
-    fn now(store: &Location) -> Self {
+    /// What is said of the files in `folder` as they are now.
+    fn now(store: &Location, folder: &Path) -> Self {
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         Self {
             format: READY_FORMAT,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             boot: boot.trim().to_owned(),
             store: store.clone(),
+            lens: Self::lens(folder),
         }
+    }
+
+    fn lens(folder: &Path) -> BTreeMap<String, u64> {
+        let len = |file: &str| fs::metadata(folder.join(file)).map(|file| file.len()).ok();
+        KEPT.iter().filter_map(|file| Some(((*file).to_owned(), len(file)?))).collect()
     }
 }
 
@@ -143,8 +158,11 @@ pub fn make_ready(
 /// Whether `folder` holds all of an image, prepared since the machine was started.
 fn is_ready(folder: &Path, store: &Location) -> bool {
     let ready = files::read_json::<Ready>(&folder.join("ready.json"));
+    let now = Ready::now(store, folder);
     // The same image of another store is the same image.
-    ready.is_ok_and(|ready| Ready { store: store.clone(), ..ready } == Ready::now(store))
+    now.lens.len() == KEPT.len()
+        && read_info(folder).is_ok()
+        && ready.is_ok_and(|ready| Ready { store: store.clone(), ..ready } == now)
 }
 
 /// Puts the address map of the image `digest` of `store` into `folder`, durably.
@@ -171,33 +189,35 @@ pub(crate) fn keep_map(
 enum Wanted {
     /// All it takes to mount the image, with a virtual area of so many bytes (0: none).
     Seed { virtual_bytes: u64 },
+    /// The same, unless it is there and usable.
+    Mended { virtual_bytes: u64 },
     /// The address map alone, durably.
     Map,
 }
 
-/// What the named writes of `record` were made on.
-pub(crate) fn kept(folder: &Path, record: &Record) -> Result<Prepared> {
-    for file in KEPT {
-        let path = folder.join(file);
-        let len = fs::metadata(&path)
-            .map_err(|e| {
-                Error::io(format!("the writes {:?} lack {}", record.name, path.display()), e)
-            })?
-            .len();
-        if file == "seed" && len != record.template_len {
-            return Err(Error::new(
-                ErrorKind::Corrupt,
-                format!(
-                    "{} has {len} bytes instead of {}: restore it from a backup, or remove the writes \
-                     with `burgeon writes rm {}`",
-                    path.display(),
-                    record.template_len,
-                    record.name
-                ),
-            ));
-        }
+/// What the named writes of `record` were made on. Files that are missing or cut short are made
+/// again from the image in `store`.
+pub(crate) fn kept(
+    state: &StateDir,
+    store: &Location,
+    access: &Access,
+    record: &Record,
+) -> Result<Prepared> {
+    let folder = writes::folder(state, &record.name);
+    if !is_complete(&folder, record) {
+        mend_kept(state, store, access, record)?;
     }
-    Ok(Prepared { folder: folder.to_owned(), digest: record.manifest.0 })
+    Ok(Prepared { folder, digest: record.manifest.0 })
+}
+
+/// Whether the files in `folder` have the lengths that they were made with, as far as those are
+/// known: what is damaged besides is found by whoever reads it.
+fn is_complete(folder: &Path, record: &Record) -> bool {
+    let len = |file: &str| fs::metadata(folder.join(file)).map_or(0, |file| file.len());
+    len("seed") == record.template_len
+        && (len("map") == record.map_len || (record.map_len == 0 && len("map") > 0))
+        && len("manifest") > 0
+        && read_info(folder).is_ok()
 }
 
 /// The record of new named writes on `base`.
@@ -208,7 +228,7 @@ pub(crate) fn record(
     request: &MountRequest,
 ) -> Result<Record> {
     let (template_digest, template_len) = digest_file(&base.folder.join("seed"))?;
-    let (map_digest, _) = digest_file(&base.folder.join("map"))?;
+    let (map_digest, map_len) = digest_file(&base.folder.join("map"))?;
     Ok(Record {
         format: RECORD_FORMAT,
         name: name.to_owned(),
@@ -219,6 +239,7 @@ pub(crate) fn record(
         template_digest: template_digest.into(),
         template_len,
         map_digest: map_digest.into(),
+        map_len,
         device: None,
         limit: 0,
         thin: false,
@@ -237,7 +258,7 @@ pub(crate) fn keep(base: &Prepared, folder: &Path) -> Result<()> {
 /// The same for one `file`, but for its name's durability.
 fn keep_file(from: &Path, folder: &Path, file: &str) -> Result<()> {
     let to = folder.join(file);
-    crate::writes::keep(&from.join(file), &to)?;
+    writes::keep(&from.join(file), &to)?;
     File::open(&to)
         .and_then(|file| file.sync_all())
         .map_err(|e| Error::io(format!("cannot sync {}", to.display()), e))
@@ -411,6 +432,7 @@ fn run_process(
         .arg(folder)
         .arg(match wanted {
             Wanted::Seed { virtual_bytes } => virtual_bytes.to_string(),
+            Wanted::Mended { virtual_bytes } => format!("{MENDED}{virtual_bytes}"),
             Wanted::Map => ONLY_MAP.to_owned(),
         })
         .stdin(Stdio::null())
@@ -445,8 +467,11 @@ const MAPPED: &str = "mapped";
 /// How `__prepare` is asked for [`Wanted::Map`].
 const ONLY_MAP: &str = "map";
 
+/// What precedes the bytes when `__prepare` is asked for [`Wanted::Mended`].
+const MENDED: &str = "mended-";
+
 /// The whole life of the process `burgeon __prepare STORE DIGEST FOLDER VIRTUAL-BYTES`, or with
-/// `map` in the place of the bytes.
+/// `map` in the place of the bytes, or `mended-` before them.
 pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
     // The supervisor must not be ended for memory that a manifest of others takes.
     let accepted = burgeon_sandbox::accept_the_oom_killer();
@@ -477,13 +502,18 @@ fn prepare_here(
     let limits = Limits::default();
     bound_memory(limits.bytes_max);
     // It names the boot, which nothing in the sandbox can be asked for.
-    let ready = Ready::now(&store);
+    let ready = Ready::now(&store, folder);
     roles::preparing(&store, folder).enter()?;
     if wanted == ONLY_MAP {
         let open = Store::open(&store, &Access::from_env())?;
         return burgeon_image::prepare_map(&open, &digest, folder, &limits, bound_memory);
     }
-    let virtual_bytes = wanted.to_string_lossy().parse().map_err(|e| {
+    let wanted = wanted.to_string_lossy();
+    let mended = wanted.strip_prefix(MENDED);
+    if mended.is_some() && mend::is_usable(folder) {
+        return Ok(());
+    }
+    let virtual_bytes = mended.unwrap_or(&wanted).parse().map_err(|e| {
         Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
     })?;
     for file in KEPT.iter().chain(&["ready.json"]) {
@@ -498,5 +528,6 @@ fn prepare_here(
         bound_memory,
         || println!("{MAPPED}"),
     )?;
+    let ready = Ready { lens: Ready::lens(folder), ..ready };
     files::publish_json(&folder.join("ready.json"), &ready)
 }

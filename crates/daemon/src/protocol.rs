@@ -317,7 +317,7 @@ pub enum Reply {
 }
 
 /// An error on its way to another process.
-#[derive(Serialize, Deserialize, Debug)]
+#[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct Failure {
     /// Its kind, as [`kind_name`] spells it.
     pub kind: String,

@@ -1,9 +1,10 @@
 //! The serving process: answers the kernel's reads of lazy data, for every mount.
 //!
 //! ```text
-//!   supervisor ── Attach + descriptors ──► a thread: open map, cache, store ─► LazyDevice
+//!   supervisor ── Attach + descriptors ──► the mount's task: open map, cache, store ─► LazyDevice
 //!                             └─► frontend::serve or ublk::serve: threads for hits, tasks for misses
-//!   kernel lets go of the FUSE file, or the ublk device is stopped ──► Ended ──► supervisor
+//!   supervisor ── Refresh, Record ───────► the mount's task
+//!   kernel lets go of the FUSE file, or the ublk device is stopped ──► the mount's task: Ended ──► supervisor
 //! ```
 //!
 //! It may be killed at any moment: what it holds is re-creatable, and requests it has taken lie
@@ -14,43 +15,48 @@
 //! Until then it stops ublk devices that nobody uses any more itself.
 
 mod background;
+mod mounts;
+mod refusing;
+mod status;
+mod tasks;
 mod volumes;
 
 use std::{
     collections::HashMap,
     ops::Deref,
     os::{
-        fd::OwnedFd,
+        fd::{AsFd, OwnedFd},
         unix::net::{UnixListener, UnixStream},
     },
+    panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
-    pin::Pin,
     process::ExitCode,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
     thread,
     time::Duration,
 };
 
-use burgeon_block::{Counters, Error, ErrorKind, Result};
-use burgeon_frontend::{End, ServeOptions, Server, Slots, serve, ublk, ublk::Control};
-use burgeon_source::References;
-use burgeon_volume::{CacheState, Fill, Limits};
+use burgeon_block::{Counters, Error, Result};
+use burgeon_frontend::{Slots, ublk::Control};
+use burgeon_volume::Limits;
 use tokio::runtime::{Builder, Runtime};
 
 use self::{
-    background::{Following, Warmed, fill_status, pinned_status, profile_status},
-    volumes::{Area, Device, ImageVolume, Origin},
+    background::Warmed,
+    mounts::{Job, Mount, Refused},
+    tasks::Tasks,
+    volumes::Openings,
 };
 use crate::{
-    access,
     client::socket_path,
     files::{self, Lock},
     harden,
     id::MountId,
-    link::{Attach, FromServer, MountReport, ToServer, sort_descriptors},
+    link::{Attach, FromServer, ToServer},
     paths::StateDir,
-    pins::Pins,
-    protocol::{AreaStatus, CacheStatus},
     roles::{self, ServingIo},
     transport::{self, Transport},
     wire,
@@ -65,6 +71,9 @@ const BLOCKING_THREADS: usize = 8;
 /// How often an orphan looks whether its ublk devices are in use.
 const UNUSED_INTERVAL: Duration = Duration::from_millis(500);
 
+/// How long the tasks of mounts may take to end before a new supervisor is told what is served.
+const TASKS_PATIENCE: Duration = Duration::from_secs(10);
+
 struct Serving {
     state: StateDir,
     io: ServingIo,
@@ -73,33 +82,18 @@ struct Serving {
     runtime: Runtime,
     /// The same for all volumes, who share one bound of memory by them.
     limits: Limits,
+    /// What each mount still has to have done: the only way to change what is served.
+    tasks: Tasks<MountId, Job>,
     mounts: Mutex<HashMap<MountId, Mount>>,
-    volumes: Mutex<HashMap<Origin, Weak<ImageVolume>>>,
+    /// Mounts whose files cannot be used.
+    refused: Mutex<HashMap<MountId, Refused>>,
+    /// Numbers the servers of mounts, so that the end of an earlier one is told from that of its successor.
+    servers: AtomicU64,
+    volumes: Openings,
     /// Mounts that are being made, and how far they are with their profiles. Locked before `mounts`.
     warmed: Mutex<HashMap<MountId, Warmed>>,
     /// The supervisor, while there is one.
     link: Mutex<Option<UnixStream>>,
-}
-
-/// One mount that is served, and all that an heir of the supervisor would need.
-struct Mount {
-    attach: Attach,
-    volume: Arc<ImageVolume>,
-    device: Arc<Device>,
-    fuse: Option<OwnedFd>,
-    slots: Arc<Slots>,
-    server: AnyServer,
-    following: Following,
-    fill: Option<Fill>,
-    /// What is pinned, on its way; `None` until it is known what that is.
-    pinned: Option<Vec<Fill>>,
-}
-
-/// A mount's server; stopped when it is dropped.
-#[expect(dead_code, reason = "held for what dropping them does")]
-enum AnyServer {
-    Fuse(Server),
-    Ublk(ublk::Server),
 }
 
 /// The counters in the memory that mounts share with the supervisor.
@@ -150,8 +144,11 @@ fn begin(state_dir: &Path) -> Result<()> {
         _lock: the_only_server(&state)?,
         state,
         limits: Limits::default(),
+        tasks: Tasks::default(),
         mounts: Mutex::default(),
-        volumes: Mutex::default(),
+        refused: Mutex::default(),
+        servers: AtomicU64::default(),
+        volumes: Openings::default(),
         warmed: Mutex::default(),
         link: Mutex::default(),
     });
@@ -163,7 +160,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         }
         *lock(&serving.link) = None;
         lock(&serving.warmed).clear();
-        if lock(&serving.mounts).is_empty() {
+        if serving.is_idle() {
             return Ok(());
         }
         log!("the supervisor has died; serving on and waiting for the next one");
@@ -203,100 +200,36 @@ impl Serving {
                 }
             };
             match message {
-                ToServer::Attach(attach) => {
-                    let serving = Arc::clone(self);
-                    // Opening files may wait for a disk; other mounts must not.
-                    thread::spawn(move || {
-                        let id = attach.id;
-                        let error = serving.attach(attach, fds).err().map(Into::into);
-                        let served = lock(&serving.mounts).contains_key(&id);
-                        serving.tell(&FromServer::Attached { id, error, served });
-                    });
+                ToServer::Attach { number, refuse, attach } => {
+                    let (id, attach) = (attach.id, Box::new(attach));
+                    self.add(id, Job::Attach { number, refuse, attach, fds });
                 }
+                ToServer::Refresh { number, id } => self.add(id, Job::Refresh { number }),
                 ToServer::Warm(warm) => self.warm(warm),
                 ToServer::Cool { id } => drop(lock(&self.warmed).remove(&id)),
-                ToServer::Record { id, on } => {
-                    let (cut_short, error) = match self.record(id, on) {
-                        Ok(cut_short) => (cut_short, None),
-                        Err(e) => (false, Some(e.into())),
-                    };
-                    self.tell(&FromServer::Recorded { id, on, cut_short, error });
-                }
+                ToServer::Record { id, on } => self.add(id, Job::Record { on }),
                 ToServer::Report => self.tell(&FromServer::Report { mounts: self.report() }),
                 ToServer::Stop => return Ok(Parting::Stop),
             }
         }
     }
 
-    fn attach(self: &Arc<Self>, attach: Attach, fds: Vec<OwnedFd>) -> Result<()> {
-        let Some((fuse, slots)) = sort_descriptors(attach.transport, fds) else {
-            return Err(Error::new(ErrorKind::Invalid, "a mount came without its descriptors"));
-        };
-        let served = lock(&self.mounts).get(&attach.id).map(|mount| Arc::clone(&mount.device));
-        if let Some(device) = served {
-            // Something has been mapped; or a supervisor that adopted us says what it was told.
-            device.area().map_or(Ok(()), |area| area.refresh())?;
-            return self.fetch_pinned(attach.id, &attach.pins);
+    /// Lets the mount's task do `job`. It may wait for a disk, and the caller must not: it has to do
+    /// with other mounts, too.
+    fn add(self: &Arc<Self>, id: MountId, job: Job) {
+        if !self.tasks.add(id, job) {
+            return;
         }
-        self.make_way_for(attach.id, attach.transport);
-        let slots = Arc::new(Slots::from_fd(slots)?);
-        let access = access::kept(&self.state.mount(attach.id))?;
-        let references = if attach.references { References::Allow } else { References::Refuse };
-        let map = attach.seed.join("map");
-        let volume = self.volume(Origin::of(&attach, &access), &map, references)?;
-        let device = Arc::new(self.lazy_device(&attach, &access, &volume, &slots)?);
-        let mut options = ServeOptions::new(self.runtime.handle().clone());
-        options.rings = matches!(attach.transport, Transport::Rings { .. });
-        let kept = fuse.as_ref().map(OwnedFd::try_clone).transpose();
-        let kept = kept.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
-        let (server, ended): (_, Pin<Box<dyn Future<Output = End> + Send>>) =
-            match (fuse, attach.transport) {
-                (None, Transport::Ublk { number }) => {
-                    let served = Arc::clone(&device);
-                    let server = ublk::serve(number, Arc::clone(&slots), served, &options)?;
-                    let ended = server.ended();
-                    (AnyServer::Ublk(server), Box::pin(ended))
+        let serving = Arc::clone(self);
+        thread::spawn(move || {
+            while let Some(job) = serving.tasks.next(id) {
+                // Its panic is a bug here; the mount's next job must not wait for ever behind it.
+                let done = catch_unwind(AssertUnwindSafe(|| serving.perform(id, job)));
+                if done.is_err() {
+                    log!("mount {id}: a job of its task ended in a panic");
                 }
-                (Some(fuse), _) => {
-                    let served = Arc::clone(&device);
-                    let server = serve(fuse, Arc::clone(&slots), served, &options)?;
-                    let ended = server.ended();
-                    (AnyServer::Fuse(server), Box::pin(ended))
-                }
-                (None, Transport::Fuse | Transport::Rings { .. }) => {
-                    return Err(Error::new(ErrorKind::Invalid, "a FUSE mount came without FUSE"));
-                }
-            };
-        let transport = attach.transport;
-        let (id, serving) = (attach.id, Arc::clone(self));
-        let mount = Mount {
-            attach,
-            volume,
-            device,
-            fuse: kept,
-            slots,
-            server,
-            following: Following::Loading,
-            fill: None,
-            pinned: None,
-        };
-        let pins = mount.attach.pins.clone();
-        self.bring(id, mount);
-        if let Err(e) = self.fetch_pinned(id, &pins) {
-            // They are a matter of speed; the mount is served.
-            log!("mount {id}: what is pinned is not fetched: {e}");
-        }
-        self.runtime.spawn(async move {
-            let end = ended.await;
-            if let (End::Failed(errno), Transport::Ublk { .. }) = (end, transport) {
-                // The device lives on, and waits for a server.
-                log!("mount {id} cannot be served on (errno {errno}): making way for a successor");
-                std::process::exit(1);
             }
-            // Joining the mount's threads is no work for the runtime.
-            tokio::task::spawn_blocking(move || serving.forget(id, &format!("{end:?}")));
         });
-        Ok(())
     }
 
     /// Ends this process if only its successor can serve `transport`: one that the kernel has come to
@@ -308,58 +241,14 @@ impl Serving {
         }
     }
 
-    /// Begins to fetch what the file `pins` says, and lets go of what was pinned before. Returns when
-    /// it is known how much that is.
-    fn fetch_pinned(&self, id: MountId, pins: &Path) -> Result<()> {
-        let ranges = Pins::read(pins)?.ranges();
-        let device = lock(&self.mounts).get(&id).map(|mount| Arc::clone(&mount.device));
-        let Some(device) = device else { return Ok(()) };
-        let fills = self.runtime.block_on(device.fill_ranges(&ranges))?;
-        if let Some(mount) = lock(&self.mounts).get_mut(&id) {
-            mount.pinned = Some(fills);
-        }
-        Ok(())
+    /// The number of a mount's next server.
+    fn next_server(&self) -> u64 {
+        self.servers.fetch_add(1, Relaxed)
     }
 
-    /// A mount is over.
-    fn forget(&self, id: MountId, why: &str) {
-        let Some(mount) = lock(&self.mounts).remove(&id) else { return };
-        log!("mount {id} is over: {why}");
-        if let Some(fill) = &mount.fill {
-            fill.stop();
-        }
-        let Mount { server, fuse, volume, device, .. } = mount;
-        drop(server);
-        drop(device);
-        drop(fuse);
-        drop(volume);
-        lock(&self.volumes).retain(|_, volume| volume.strong_count() > 0);
-        self.tell(&FromServer::Ended { id });
-        let orphaned = lock(&self.link).is_none();
-        if orphaned && lock(&self.mounts).is_empty() {
-            let _ = files::remove_file(&self.state.run().join("adopt.sock"));
-            std::process::exit(0);
-        }
-    }
-
-    fn report(&self) -> Vec<MountReport> {
-        let mounts = lock(&self.mounts);
-        let reports = mounts.values().map(|mount| {
-            let status = mount.volume.status();
-            let of_area = mount.device.area().and_then(|area| area.status().last_source_error);
-            MountReport {
-                id: mount.attach.id,
-                materialised_bytes: status.materialised_bytes,
-                last_source_error: status.last_source_error.clone().or(of_area),
-                cache: cache_status(status),
-                fill: mount.attach.fill.then(|| fill_status(mount)),
-                profile: mount.attach.profile.is_some().then(|| profile_status(mount)),
-                pinned: mount.pinned.as_deref().map(pinned_status),
-                area: mount.device.area().map(|area| area_status(area)),
-                over_limit_reads: mount.device.over_limit_reads(),
-            }
-        });
-        reports.collect()
+    /// Whether there is nothing to serve.
+    fn is_idle(&self) -> bool {
+        lock(&self.mounts).is_empty() && lock(&self.refused).is_empty()
     }
 
     /// Tells the supervisor, if there is one; the next one is told everything anyway.
@@ -373,9 +262,8 @@ impl Serving {
     /// mount; false once there is a supervisor again, whose work this is.
     fn stop_unused_devices(&self) -> bool {
         let devices: Vec<_> = {
-            let mounts = lock(&self.mounts);
-            let transports = mounts.values().map(|mount| mount.attach.transport);
-            transports.filter_map(Transport::device).collect()
+            let transports = self.channels(|attach, _, _| Ok(attach.transport));
+            transports.unwrap_or_default().into_iter().filter_map(Transport::device).collect()
         };
         for number in devices.into_iter().filter(|number| transport::is_unused(*number)) {
             if lock(&self.link).is_some() {
@@ -412,46 +300,27 @@ impl Serving {
     }
 
     fn hand_over(&self, stream: &UnixStream) -> Result<()> {
-        use std::os::fd::AsFd;
-        for mount in lock(&self.mounts).values() {
-            let message = FromServer::Serving(mount.attach.clone());
-            let fuse = mount.fuse.as_ref().map(AsFd::as_fd);
-            let fds: Vec<_> = fuse.into_iter().chain([mount.slots.fd()]).collect();
-            wire::send(stream, &message, &fds)?;
+        if !self.tasks.wait_until_idle(TASKS_PATIENCE) {
+            log!("a mount is still being taken on while a new supervisor takes over");
         }
-        wire::send(stream, &FromServer::Adopted, &[])
+        self.channels(|attach, fuse, slots| {
+            let message = FromServer::Serving(attach.clone());
+            let fuse = fuse.as_ref().map(AsFd::as_fd);
+            let fds: Vec<_> = fuse.into_iter().chain([slots.fd()]).collect();
+            wire::send(stream, &message, &fds)
+        })?;
+        wire::send(stream, &FromServer::Adopted { refreshes: true }, &[])
     }
-}
 
-fn area_status(area: &Area) -> AreaStatus {
-    let status = area.status();
-    AreaStatus {
-        size: status.size,
-        problem: status.problem,
-        lost_reads: status.lost_reads,
-        unmapped_reads: status.unmapped_reads,
-        last_unmapped: status.last_unmapped,
-        changed_reads: status.changed_reads,
-        last_changed: status.last_changed,
-    }
-}
-
-fn cache_status(status: burgeon_volume::Status) -> CacheStatus {
-    let (state, reason) = match status.cache {
-        CacheState::Writing => ("writing", None),
-        CacheState::NoSpace { reason } => ("full", Some(reason)),
-        CacheState::Stopped { reason } => ("stopped", Some(reason)),
-    };
-    CacheStatus {
-        state: state.to_owned(),
-        reason,
-        read_errors: status.cache_read_errors,
-        write_errors: status.cache_write_errors,
-        uncached_chunks: status.uncached_chunks,
-        flights: status.flights as u64,
-        waiting_readers: status.waiting_readers as u64,
-        ahead_bytes: status.ahead.brought,
-        ahead_read_bytes: status.ahead.read,
+    /// Looks at how the kernel's reads of each mount come.
+    fn channels<T>(
+        &self,
+        look: impl Fn(&Attach, &Option<OwnedFd>, &Slots) -> Result<T>,
+    ) -> Result<Vec<T>> {
+        let (mounts, refused) = (lock(&self.mounts), lock(&self.refused));
+        let served = mounts.values().map(|mount| look(&mount.attach, &mount.fuse, &mount.slots));
+        let others = refused.values().map(|mount| look(&mount.attach, &mount.fuse, &mount.slots));
+        served.chain(others).collect()
     }
 }
 

@@ -203,7 +203,7 @@ impl Plan {
             None => space::reserved(&path)?,
         };
         Ok(Self {
-            base: prepared::kept(&folder, &record)?,
+            base: prepared::kept(state, &store, &request.access, &record)?,
             store,
             area: (record.virtual_bytes > 0).then(|| folder.join(AREA)),
             seed_fsid: record.seed_fsid,

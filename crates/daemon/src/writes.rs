@@ -61,6 +61,9 @@ pub struct Record {
     pub template_len: u64,
     /// BLAKE3 of the address map.
     pub map_digest: DigestText,
+    /// Length of the address map in bytes; 0 in early records.
+    #[serde(default)]
+    pub map_len: u64,
     /// The user's block device, or `None` for the file `sprout`.
     pub device: Option<PathBuf>,
     /// The size that the sprout may have, in bytes.
@@ -332,6 +335,7 @@ pub(crate) mod tests {
             template_digest: digest,
             template_len: 1 << 27,
             map_digest: digest,
+            map_len: 1,
             device: None,
             limit: 1 << 30,
             thin: false,

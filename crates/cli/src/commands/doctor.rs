@@ -20,17 +20,27 @@ pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> 
         doctor::repair(&context.state, store)?;
         findings = doctor::examine(&context.state, store);
     }
-    let bad = findings.iter().any(|finding| finding.level == Level::Problem);
+    // What is named once more is not as it should be yet.
+    let unmended = |mend: &Finding| {
+        findings
+            .iter()
+            .any(|finding| finding.subject == mend.subject && !matches!(finding.level, Level::Fine))
+    };
+    let (failed, mended): (Vec<_>, Vec<_>) =
+        mends.iter().partition(|mend| !args.dry_run && unmended(mend));
+    let bad = findings.iter().any(|finding| finding.level == Level::Problem)
+        || (args.repair && !failed.is_empty());
     if context.json {
         output::print_json(&json!({
             "findings": findings,
-            "repairs": if args.repair { mends } else { Vec::new() },
+            "repairs": if args.repair { mended } else { Vec::new() },
+            "failed_repairs": if args.repair { failed } else { Vec::new() },
             "dry_run": args.dry_run,
         }))?;
     } else {
         findings.iter().for_each(show);
         if args.repair {
-            show_repairs(&mends, args.dry_run);
+            show_repairs(&mended, &failed, args.dry_run);
         }
     }
     Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
@@ -49,12 +59,14 @@ fn show(finding: &Finding) {
     }
 }
 
-fn show_repairs(mends: &[Finding], dry_run: bool) {
-    if mends.is_empty() {
+fn show_repairs(mended: &[&Finding], failed: &[&Finding], dry_run: bool) {
+    if mended.is_empty() && failed.is_empty() {
         println!("nothing to repair");
     }
     let verb = if dry_run { "would repair" } else { "repaired" };
-    for mend in mends {
+    let verbs = [(verb, mended), ("NOT repaired", failed)];
+    for (verb, mend) in verbs.iter().flat_map(|(verb, of)| of.iter().map(move |mend| (verb, mend)))
+    {
         println!("{verb}  {}: {}", mend.subject, mend.remedy.as_deref().unwrap_or_default());
     }
 }

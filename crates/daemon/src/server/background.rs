@@ -13,7 +13,8 @@ use burgeon_source::References;
 use burgeon_volume::{Fill, FillProgress, FillState, Follow, FollowState};
 
 use super::{
-    Mount, Serving, lock,
+    Serving, lock,
+    mounts::Mount,
     volumes::{ImageVolume, Origin},
 };
 use crate::{

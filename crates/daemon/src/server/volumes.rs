@@ -11,7 +11,7 @@
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},
-    sync::{Arc, Weak},
+    sync::{Arc, Mutex, Weak},
 };
 
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, ObjectId, Result};
@@ -21,7 +21,7 @@ use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
 use burgeon_volume::{DirectFile, LazyDevice, SEEN_LEN, VirtualArea, Volume};
 
-use super::{Mount, Serving, SharedCounters, lock};
+use super::{Serving, SharedCounters, lock, mounts::Mount};
 use crate::{
     access,
     id::MountId,
@@ -56,6 +56,29 @@ impl Origin {
     }
 }
 
+/// Every volume that is open, or being opened: one opening of an origin at a time, and none waits
+/// for that of another.
+#[derive(Default)]
+pub(super) struct Openings(Mutex<HashMap<Origin, Arc<Opening>>>);
+
+/// Locked while the volume is opened.
+type Opening = Mutex<Weak<ImageVolume>>;
+
+impl Openings {
+    fn of(&self, origin: &Origin) -> Arc<Opening> {
+        Arc::clone(lock(&self.0).entry(origin.clone()).or_default())
+    }
+
+    /// Forgets the volumes that nobody uses.
+    pub(super) fn sweep(&self) {
+        // One that somebody else holds is being opened; the others' locks are free.
+        let in_use = |opening: &Arc<Opening>| {
+            Arc::strong_count(opening) > 1 || lock(opening).strong_count() > 0
+        };
+        lock(&self.0).retain(|_, opening| in_use(opening));
+    }
+}
+
 impl Serving {
     /// The volume of the image whose address map is the file `map`.
     pub(super) fn volume(
@@ -64,8 +87,9 @@ impl Serving {
         map: &Path,
         references: References,
     ) -> Result<Arc<ImageVolume>> {
-        let mut volumes = lock(&self.volumes);
-        if let Some(volume) = volumes.get(&origin).and_then(Weak::upgrade) {
+        let opening = self.volumes.of(&origin);
+        let mut opened = lock(&opening);
+        if let Some(volume) = opened.upgrade() {
             return Ok(volume);
         }
         let map = AddressMap::open(map)?;
@@ -90,7 +114,7 @@ impl Serving {
                 Volume::unsummed(map, objects, cache, checksums, limits)
             }
         };
-        volumes.insert(origin, Arc::downgrade(&volume));
+        *opened = Arc::downgrade(&volume);
         Ok(volume)
     }
 

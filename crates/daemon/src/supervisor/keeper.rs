@@ -22,7 +22,7 @@ use burgeon_block::{Error, Result};
 
 use super::{
     Supervisor,
-    table::{Recording, Serving},
+    table::{Attached, Recording},
 };
 use crate::{
     client::socket_path,
@@ -52,17 +52,21 @@ struct Running {
     stream: UnixStream,
     child: Option<Child>,
     pid: Option<u32>,
+    /// Whether it knows `Refresh`.
+    refreshes: bool,
 }
 
 impl Supervisor {
     /// Runs until the supervisor stops. `orphan` is a server that outlived its supervisor.
-    pub(super) fn keep_server(self: &Arc<Self>, orphan: Option<UnixStream>) {
+    pub(super) fn keep_server(self: &Arc<Self>, orphan: Option<Orphan>) {
         let mut orphan = orphan;
         let mut pause = Duration::ZERO;
         loop {
             let begun = Instant::now();
             let running = match orphan.take() {
-                Some(stream) => Ok(Running { pid: peer_pid(&stream), stream, child: None }),
+                Some(Orphan { stream, refreshes }) => {
+                    Ok(Running { pid: peer_pid(&stream), stream, child: None, refreshes })
+                }
                 None => self.spawn(),
             };
             match running {
@@ -96,14 +100,16 @@ impl Supervisor {
             .current_dir("/")
             .spawn()
             .map_err(failed)?;
-        Ok(Running { pid: Some(child.id()), stream: ours, child: Some(child) })
+        // It is this very program.
+        let refreshes = true;
+        Ok(Running { pid: Some(child.id()), stream: ours, child: Some(child), refreshes })
     }
 
     /// Tells the server everything, then takes its messages until it dies.
     fn listen(self: &Arc<Self>, running: Running) {
-        let Running { stream, child, pid } = running;
+        let Running { stream, child, pid, refreshes } = running;
         match stream.try_clone() {
-            Ok(link) => self.table().connect(link, pid),
+            Ok(link) => self.table().connect(link, pid, refreshes),
             Err(e) => log!("cannot talk to the serving process: {e}"),
         }
         loop {
@@ -133,17 +139,17 @@ impl Supervisor {
 
     fn heed(self: &Arc<Self>, message: FromServer, _fds: Vec<OwnedFd>) {
         match message {
-            FromServer::Attached { id, error, served } => {
-                if let Some(entry) = self.table().mounts.get_mut(&id) {
-                    entry.serving = match error {
-                        None => Serving::Yes,
-                        Some(failure) if served => Serving::Refusing(failure.into()),
-                        Some(failure) => {
-                            log!("mount {id} cannot be served: {}", failure.what);
-                            Serving::No(failure.into())
-                        }
-                    };
+            FromServer::Attached { id, number, error, served, refused } => {
+                if let Some(failure) = &error {
+                    log!("mount {id} cannot be served as it was told: {}", failure.what);
                 }
+                let answer = Attached { id, number, error, served, refused };
+                if self.table().attached(answer) {
+                    self.mend_if_needed(id);
+                }
+            }
+            FromServer::Refreshed { id, number, error } => {
+                self.table().refreshed(id, number, error);
             }
             FromServer::Recorded { id, on, cut_short, error } => {
                 if let Some(entry) = self.table().mounts.get_mut(&id) {
@@ -164,7 +170,7 @@ impl Supervisor {
                 table.reports = mounts.into_iter().map(|report| (report.id, report)).collect();
                 table.report_count += 1;
             }
-            FromServer::Serving(_) | FromServer::Adopted => {}
+            FromServer::Serving(_) | FromServer::Adopted { .. } => {}
         }
         self.changed.notify_all();
     }
@@ -177,8 +183,15 @@ pub(super) struct Inherited {
     pub(super) slots: OwnedFd,
 }
 
+/// A server that outlived its supervisor.
+pub(super) struct Orphan {
+    stream: UnixStream,
+    /// Whether it knows `Refresh`.
+    refreshes: bool,
+}
+
 /// Finds a server that outlived its supervisor and takes over what it holds.
-pub(super) fn adopt(state: &crate::StateDir) -> Result<Option<(UnixStream, Vec<Inherited>)>> {
+pub(super) fn adopt(state: &crate::StateDir) -> Result<Option<(Orphan, Vec<Inherited>)>> {
     let Some(stream) = orphan(state)? else { return Ok(None) };
     let mut mounts = Vec::new();
     loop {
@@ -188,7 +201,9 @@ pub(super) fn adopt(state: &crate::StateDir) -> Result<Option<(UnixStream, Vec<I
                     mounts.push(Inherited { attach, fuse, slots });
                 }
             }
-            Some((FromServer::Adopted, _)) => return Ok(Some((stream, mounts))),
+            Some((FromServer::Adopted { refreshes }, _)) => {
+                return Ok(Some((Orphan { stream, refreshes }, mounts)));
+            }
             Some(_) => {}
             // It died in that very moment: there is nothing left to adopt.
             None => return Ok(None),

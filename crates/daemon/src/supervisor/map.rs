@@ -75,8 +75,7 @@ impl Supervisor {
             let writer = ExtentWriter::open(&folder).map_err(|e| lost(&record, &folder, e));
             writer?.map(&Mapping { label, origin, extents })?
         };
-        self.table().tell(request.id);
-        self.await_serving(request.id)?;
+        self.refresh(request.id)?;
         Ok((range.start(), notes, area))
     }
 
@@ -101,8 +100,7 @@ impl Supervisor {
             let _lock = Lock::take(&file.with_extension("lock"))?;
             Pins::set(&file, path, ranges)?;
         }
-        self.table().tell(id);
-        self.await_serving(id)
+        self.refresh(id)
     }
 
     fn area(&self, id: MountId) -> Result<(MountRecord, PathBuf)> {

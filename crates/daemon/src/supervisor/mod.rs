@@ -19,6 +19,7 @@
 mod api;
 mod keeper;
 mod map;
+mod mend;
 mod mount;
 mod record;
 mod recover;

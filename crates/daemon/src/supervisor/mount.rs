@@ -10,6 +10,7 @@
 //! id; the folder is removed last.
 
 use std::{
+    collections::BTreeMap,
     fs,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -30,7 +31,8 @@ use crate::{
     id::MountId,
     images,
     link::{Attach, ToServer, Warm},
-    plumbing, prepared,
+    plumbing,
+    prepared::{self, mend},
     profile::{self, Fetching},
     protocol::{MountRequest, Mounted},
     spare,
@@ -63,24 +65,36 @@ impl Supervisor {
         if let (Some(_), Some(folder)) = (&request.store, store.folder()) {
             chain::refuse_burgeon(folder, "the store")?;
         }
-        let id = MountId::random()?;
+        let mut id = MountId::random()?;
         let begun = Instant::now();
         if request.writes.name().is_some() {
             spare::lend(&self.state);
         }
-        let made = self.mount_as(id, &request, &store);
+        let made = match self.mount_as(id, &request, &store) {
+            // Files that it was to be served from were damaged, and have been made again.
+            Ok(None) => {
+                log!("files of the image {} were damaged, and have been made again", request.image);
+                id = MountId::random()?;
+                self.mount_as(id, &request, &store)
+            }
+            made => made,
+        };
+        let again =
+            || Error::new(ErrorKind::Corrupt, "the image's files are damaged again and again");
+        let made = made.and_then(|made| made.ok_or_else(again));
         spare::refill(&self.state);
         let made = made.map_err(|e| spare::explain(&self.state, e))?;
         log!("mounted {} as {id} in {} ms", request.image, begun.elapsed().as_millis());
         Ok(made)
     }
 
+    /// `None` if it failed because of files that have been made again by now.
     fn mount_as(
         self: &Arc<Self>,
         id: MountId,
         request: &MountRequest,
         store: &Location,
-    ) -> Result<(Mounted, OwnedFd)> {
+    ) -> Result<Option<(Mounted, OwnedFd)>> {
         let folder = self.state.mount(id);
         fs::create_dir(&folder)
             .map_err(|e| Error::io(format!("cannot make {}", folder.display()), e))?;
@@ -91,10 +105,17 @@ impl Supervisor {
         let mut plan = planned.inspect_err(|_| self.abandon(id))?;
         let made = self.make(id, request, &mut plan);
         if made.is_err() {
+            // Which files it was to be served from is known by its record.
+            let record = self.table().mounts.get(&id).map(|entry| entry.record.clone());
+            let is_damage = matches!(&made, Err(e) if e.kind() == ErrorKind::Corrupt);
+            let mended = record.filter(|_| is_damage).map(|record| mend(&self.state, &record));
             self.abandon(id);
             plan.undo(&self.state);
+            if let Some(Ok(true)) = mended {
+                return Ok(None);
+            }
         }
-        made
+        made.map(Some)
     }
 
     /// Lets the server bring the profile's data while the rest of the mount is made. It is a hint:
@@ -192,6 +213,10 @@ impl Supervisor {
             fuse,
             slots: Slots::create()?,
             serving: Serving::Awaited,
+            attach_number: 0,
+            attach_answered: 0,
+            refreshes: BTreeMap::new(),
+            mending: false,
             handed_out: false,
             ended: false,
             lost: false,
@@ -233,6 +258,15 @@ impl Supervisor {
 
     /// Waits until the server serves `id`, or says why it cannot.
     pub(super) fn await_serving(&self, id: MountId) -> Result<()> {
+        self.await_answer(id, false)
+    }
+
+    /// The same, but that it refuses the mount's reads is good enough.
+    pub(super) fn await_taken_on(&self, id: MountId) -> Result<()> {
+        self.await_answer(id, true)
+    }
+
+    fn await_answer(&self, id: MountId, may_refuse: bool) -> Result<()> {
         let waited = self.changed.wait_timeout_while(self.table(), ATTACH_TIMEOUT, |table| {
             table.mounts.get(&id).is_some_and(|entry| matches!(entry.serving, Serving::Awaited))
         });
@@ -248,17 +282,38 @@ impl Supervisor {
         };
         match &entry.serving {
             Serving::Yes => Ok(()),
+            Serving::Refusing(_) if may_refuse => Ok(()),
             Serving::No(error) | Serving::Refusing(error) => {
                 Err(Error::new(error.kind(), error.to_string()))
             }
-            Serving::Awaited => Err(Error::new(
-                ErrorKind::Unavailable,
-                format!(
-                    "the serving process does not come up: see {}",
-                    self.state.log_file().display()
-                ),
-            )),
+            Serving::Awaited => Err(self.silent_server()),
         }
+    }
+
+    /// Lets the server see what has been mapped and pinned in `id` meanwhile, and waits until it has.
+    pub(super) fn refresh(&self, id: MountId) -> Result<()> {
+        let gone = || Error::new(ErrorKind::NotFound, format!("there is no mount {id}"));
+        let number = self.table().refresh(id).ok_or_else(gone)?;
+        let waited = self.changed.wait_timeout_while(self.table(), ATTACH_TIMEOUT, |table| {
+            let entry = table.mounts.get(&id);
+            entry.is_some_and(|entry| matches!(entry.refreshes.get(&number), Some(None)))
+        });
+        let mut table = match waited {
+            Ok((table, _)) => table,
+            Err(poisoned) => poisoned.into_inner().0,
+        };
+        let entry = table.mounts.get_mut(&id).ok_or_else(gone)?;
+        entry.refreshes.remove(&number).flatten().unwrap_or_else(|| Err(self.silent_server()))
+    }
+
+    fn silent_server(&self) -> Error {
+        Error::new(
+            ErrorKind::Unavailable,
+            format!(
+                "the serving process does not come up: see {}",
+                self.state.log_file().display()
+            ),
+        )
     }
 
     /// Writes down what the kernel has called things, so that a later supervisor finds them.

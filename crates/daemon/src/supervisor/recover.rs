@@ -7,13 +7,7 @@
 //! | | … or, over ublk, whose readers wait | the next server takes the device over |
 //! | the machine | folders of mounts that are gone | they are taken away; named writes are elsewhere |
 
-use std::{
-    fs,
-    os::{fd::OwnedFd, unix::net::UnixStream},
-    path::Path,
-    sync::Arc,
-    thread,
-};
+use std::{collections::BTreeMap, fs, os::fd::OwnedFd, path::Path, sync::Arc, thread};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::Slots;
@@ -28,8 +22,8 @@ use crate::{
 
 impl Supervisor {
     /// Takes over from a server that outlived its supervisor; returns the stream to it.
-    pub(super) fn recover(self: &Arc<Self>) -> Result<Option<UnixStream>> {
-        let Some((stream, inherited)) = keeper::adopt(&self.state)? else { return Ok(None) };
+    pub(super) fn recover(self: &Arc<Self>) -> Result<Option<keeper::Orphan>> {
+        let Some((orphan, inherited)) = keeper::adopt(&self.state)? else { return Ok(None) };
         let mut table = self.table();
         for mount in inherited {
             let id = mount.attach.id;
@@ -47,7 +41,7 @@ impl Supervisor {
             }
         }
         log!("took over {} mounts from a server whose supervisor had died", table.mounts.len());
-        Ok(Some(stream))
+        Ok(Some(orphan))
     }
 
     /// Gives every mount that has lost its server a new one, and takes the folders of mounts
@@ -106,6 +100,10 @@ impl Supervisor {
             fuse,
             slots,
             serving: Serving::Awaited,
+            attach_number: 0,
+            attach_answered: 0,
+            refreshes: BTreeMap::new(),
+            mending: false,
             handed_out: true,
             ended: false,
             lost: false,

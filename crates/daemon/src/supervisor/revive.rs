@@ -110,7 +110,7 @@ impl Supervisor {
             (entry.serving, entry.lost) = (Serving::Awaited, true);
             entry.revival = Some(Revival { record: entry.record.clone(), connection });
             let begin = !std::mem::replace(&mut entry.reviving, true);
-            table.tell(id);
+            table.attach(id);
             begin
         };
         self.note_transport(id, transport);
@@ -150,7 +150,7 @@ impl Supervisor {
     /// it is, and is cleared up after once it is unmounted.
     fn finish_revival(&self, id: MountId, revival: Revival) {
         let Revival { record, connection } = revival;
-        let revived = self.await_serving(id).and_then(|()| {
+        let revived = self.await_taken_on(id).and_then(|()| {
             let file = connection.open_file()?;
             self.change_over(&record, &file)
         });

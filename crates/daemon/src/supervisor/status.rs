@@ -53,8 +53,9 @@ fn describe(entry: &Entry, table: &Table) -> MountStatus {
     let report = table.reports.get(&id);
     let state = match (&entry.serving, entry.handed_out) {
         (_, false) => "preparing",
-        (Serving::Yes | Serving::Refusing(_), _) if table.link.is_some() => "serving",
-        (Serving::No(_), _) => "failed",
+        // A mount that has lost its connection has the new one's server before it has the new one.
+        (Serving::Yes, _) if table.link.is_some() && !entry.lost => "serving",
+        (Serving::No(_) | Serving::Refusing(_), _) => "failed",
         _ => "recovering",
     };
     MountStatus {
@@ -67,7 +68,7 @@ fn describe(entry: &Entry, table: &Table) -> MountStatus {
         fsid: record.fsid,
         state: state.to_owned(),
         problem: match &entry.serving {
-            Serving::No(error) => Some(error.to_string()),
+            Serving::No(error) | Serving::Refusing(error) => Some(error.to_string()),
             _ => None,
         },
         last_source_error: report.and_then(|report| report.last_source_error.clone()),

@@ -10,7 +10,7 @@ use std::{
     time::Instant,
 };
 
-use burgeon_block::Error;
+use burgeon_block::{Error, Result};
 use burgeon_frontend::Slots;
 use serde::{Deserialize, Serialize};
 
@@ -19,7 +19,7 @@ use crate::{
     files::Lock,
     id::{Fsid, MountId},
     link::{Attach, MountReport, ToServer},
-    protocol::{DigestText, MountAttributes, WritesState},
+    protocol::{DigestText, Failure, MountAttributes, WritesState},
     wire,
 };
 
@@ -77,9 +77,9 @@ pub(crate) enum Serving {
     Awaited,
     /// It has.
     Yes,
-    /// It has, but could not do what it was told last.
+    /// It cannot, and answers its reads with `EIO`.
     Refusing(Error),
-    /// It cannot.
+    /// It cannot, and its readers wait.
     No(Error),
 }
 
@@ -108,6 +108,14 @@ pub(crate) struct Entry {
     /// Requests in flight and counters, shared with the server.
     pub(crate) slots: Slots,
     pub(crate) serving: Serving,
+    /// The number of its last `Attach`: answers to earlier ones are of servers that are dead.
+    pub(crate) attach_number: u64,
+    /// The number of the last one that was answered.
+    pub(crate) attach_answered: u64,
+    /// Refreshes that somebody waits for, and their results.
+    pub(crate) refreshes: BTreeMap<u64, Option<Result<()>>>,
+    /// A thread makes its files again (`mend.rs`).
+    pub(crate) mending: bool,
     /// False until the mount's descriptor has been handed out.
     pub(crate) handed_out: bool,
     /// The kernel has closed the FUSE file.
@@ -130,12 +138,40 @@ pub(crate) struct Entry {
     pub(crate) _writes_lock: Option<Lock>,
 }
 
+impl Entry {
+    /// A failure means that the server is dead; its successor is told again.
+    fn send_attach(&self, link: &UnixStream) {
+        let message = ToServer::Attach {
+            number: Some(self.attach_number),
+            // A mount that is being made fails instead.
+            refuse: self.handed_out,
+            attach: self.record.attach.clone(),
+        };
+        let fuse = self.fuse.as_ref().map(AsFd::as_fd);
+        let fds: Vec<_> = fuse.into_iter().chain([self.slots.fd()]).collect();
+        let _ = wire::send(link, &message, &fds);
+    }
+}
+
+/// A server's answer to an `Attach`.
+pub(crate) struct Attached {
+    pub(crate) id: MountId,
+    pub(crate) number: Option<u64>,
+    pub(crate) error: Option<Failure>,
+    pub(crate) served: bool,
+    pub(crate) refused: bool,
+}
+
 /// Everything behind the supervisor's one lock.
 #[derive(Default)]
 pub(crate) struct Table {
     pub(crate) mounts: BTreeMap<MountId, Entry>,
     /// Where messages to the server go, while there is one.
     pub(crate) link: Option<UnixStream>,
+    /// Whether that server knows `Refresh`.
+    pub(crate) refreshes: bool,
+    /// How many messages to servers had a number.
+    numbered: u64,
     pub(crate) server_pid: Option<u32>,
     pub(crate) server_restarts: u64,
     /// No new mounts, and no new server.
@@ -159,31 +195,86 @@ impl Table {
     pub(crate) fn add(&mut self, entry: Entry) {
         let id = entry.record.attach.id;
         self.mounts.insert(id, entry);
-        self.tell(id);
+        self.attach(id);
     }
 
-    /// Tells a new server of every mount, then makes it the one that is told.
-    pub(crate) fn connect(&mut self, link: UnixStream, pid: Option<u32>) {
+    /// Tells a new server of every mount, then makes it the one that is told. `refreshes`: whether it
+    /// knows `Refresh`.
+    pub(crate) fn connect(&mut self, link: UnixStream, pid: Option<u32>, refreshes: bool) {
         self.link = Some(link);
         self.server_pid = pid;
+        self.refreshes = refreshes;
         let ids: Vec<_> = self.mounts.keys().copied().collect();
         for id in ids {
             if let Some(entry) = self.mounts.get_mut(&id) {
                 entry.recording = Recording::Off;
             }
-            self.tell(id);
+            self.attach(id);
         }
     }
 
     /// Tells the server of a mount, again if need be.
-    pub(crate) fn tell(&mut self, id: MountId) {
+    pub(crate) fn attach(&mut self, id: MountId) {
         let (Some(link), Some(entry)) = (&self.link, self.mounts.get_mut(&id)) else { return };
-        entry.serving = Serving::Awaited;
-        let message = ToServer::Attach(entry.record.attach.clone());
-        // A failure means that the server is dead; its successor is told again.
-        let fuse = entry.fuse.as_ref().map(AsFd::as_fd);
-        let fds: Vec<_> = fuse.into_iter().chain([entry.slots.fd()]).collect();
-        let _ = wire::send(link, &message, &fds);
+        self.numbered += 1;
+        entry.attach_number = self.numbered;
+        // What it has said of a mount that it cannot serve holds until it says something else.
+        if !matches!(entry.serving, Serving::Refusing(_) | Serving::No(_)) {
+            entry.serving = Serving::Awaited;
+        }
+        entry.send_attach(link);
+    }
+
+    /// Tells the server to see what has been mapped and pinned meanwhile; the number under which its
+    /// answer comes ([`Self::answered`]). Without a server, the next one's answer to its `Attach` is
+    /// taken for it. `None` if there is no such mount.
+    pub(crate) fn refresh(&mut self, id: MountId) -> Option<u64> {
+        let entry = self.mounts.get_mut(&id)?;
+        self.numbered += 1;
+        let number = self.numbered;
+        entry.refreshes.insert(number, None);
+        if let Some(link) = &self.link {
+            match self.refreshes {
+                true => drop(wire::send(link, &ToServer::Refresh { number, id }, &[])),
+                false => entry.send_attach(link),
+            }
+        }
+        Some(number)
+    }
+
+    /// Takes the server's answer to an `Attach`; false if it is of no interest, as one to an earlier
+    /// one.
+    pub(crate) fn attached(&mut self, answer: Attached) -> bool {
+        let Attached { id, number, error, served, refused } = answer;
+        let Some(entry) = self.mounts.get_mut(&id) else { return false };
+        if number.is_some_and(|number| number != entry.attach_number) {
+            return false;
+        }
+        entry.attach_answered = entry.attach_number;
+        // It has read everything anew; a server of an earlier version answers a refresh so, too.
+        let until = number.unwrap_or(u64::MAX);
+        let open = entry.refreshes.range_mut(..until).filter(|(_, result)| result.is_none());
+        for (_, result) in open {
+            *result = Some(match &error {
+                None => Ok(()),
+                Some(failure) => Err(failure.clone().into()),
+            });
+        }
+        entry.serving = match error {
+            None => Serving::Yes,
+            Some(_) if served => Serving::Yes,
+            Some(failure) if refused => Serving::Refusing(failure.into()),
+            Some(failure) => Serving::No(failure.into()),
+        };
+        true
+    }
+
+    /// Takes the server's answer to a `Refresh`.
+    pub(crate) fn refreshed(&mut self, id: MountId, number: u64, error: Option<Failure>) {
+        let entry = self.mounts.get_mut(&id);
+        if let Some(result) = entry.and_then(|entry| entry.refreshes.get_mut(&number)) {
+            *result = Some(error.map_or(Ok(()), |failure| Err(failure.into())));
+        }
     }
 
     /// Sends a message without descriptors; false if there is no server.
@@ -191,3 +282,6 @@ impl Table {
         self.link.as_ref().is_some_and(|link| wire::send(link, message, &[]).is_ok())
     }
 }
+
+#[cfg(test)]
+mod tests;

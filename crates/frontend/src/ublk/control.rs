@@ -261,7 +261,7 @@ impl Control {
     }
 
     /// The device's size in bytes.
-    pub(super) fn size(&mut self, number: u32) -> Result<u64> {
+    pub fn size(&mut self, number: u32) -> Result<u64> {
         let mut params =
             Params { len: size_of::<Params>() as u32, types: PARAM_BASIC, ..Params::default() };
         self.call(GET_PARAMS, number, 0, &mut params)

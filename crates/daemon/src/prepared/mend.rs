@@ -1,0 +1,117 @@
+//! Makes files of a prepared image again that were damaged or lost: all of them follow from the
+//! image.
+//!
+//! ```text
+//!   images/<digest>/…   a process looks at them, and prepares the image once more if need be
+//!   writes/<name>/      the same, then: digests as in the record? ─► linked into the folder
+//! ```
+//!
+//! Files are replaced and never changed, because others may have them mapped.
+
+use std::{fs, path::Path};
+
+use burgeon_block::{Digest, Error, ErrorKind, Result};
+use burgeon_image::AddressMap;
+use burgeon_source::{Access, Location};
+
+use super::{KEPT, Wanted, digest_file, keep_file, make_folder, read_info, run_process};
+use crate::{
+    access,
+    files::{self, Lock},
+    paths::StateDir,
+    supervisor::MountRecord,
+    writes::{self, Record},
+};
+
+/// Makes the files again that the mount of `record` is served from, where they are damaged; whether
+/// there was anything to do. `Corrupt` if the image is not prepared as it was when named writes
+/// were made on it.
+pub(crate) fn mend(state: &StateDir, record: &MountRecord) -> Result<bool> {
+    let attach = &record.attach;
+    let access = access::kept(&state.mount(attach.id))?;
+    if let Ok(name) = attach.seed.strip_prefix(state.writes()) {
+        let Some(record) = writes::find(state, &name.to_string_lossy())? else { return Ok(false) };
+        return mend_kept(state, &attach.store, &access, &record);
+    }
+    let virtual_bytes = attach.seed.file_name().and_then(|name| name.to_str());
+    let virtual_bytes = virtual_bytes.and_then(|name| name.strip_prefix("virtual-"));
+    let virtual_bytes = virtual_bytes.and_then(|bytes| bytes.parse().ok()).unwrap_or(0);
+    mend_prepared(&attach.store, &access, &record.digest.0, &attach.seed, virtual_bytes)
+}
+
+/// The same for what an image was prepared as.
+fn mend_prepared(
+    store: &Location,
+    access: &Access,
+    digest: &Digest,
+    folder: &Path,
+    virtual_bytes: u64,
+) -> Result<bool> {
+    make_folder(folder)?;
+    let _lock = Lock::take(&folder.join("lock"))?;
+    let before = inode(&folder.join("map"));
+    run_process(store, access, digest, folder, Wanted::Mended { virtual_bytes }, || {})?;
+    Ok(before != inode(&folder.join("map")))
+}
+
+/// The same for what named writes were made on.
+pub(crate) fn mend_kept(
+    state: &StateDir,
+    store: &Location,
+    access: &Access,
+    record: &Record,
+) -> Result<bool> {
+    let folder = writes::folder(state, &record.name);
+    if is_kept(&folder, record) {
+        return Ok(false);
+    }
+    let mut image = state.image(&record.manifest.0);
+    make_folder(&image)?;
+    if record.virtual_bytes > 0 {
+        image.push(format!("virtual-{}", record.virtual_bytes));
+    }
+    mend_prepared(store, access, &record.manifest.0, &image, record.virtual_bytes)?;
+    for (file, digest) in [("seed", record.template_digest), ("map", record.map_digest)] {
+        if digest_file(&image.join(file))?.0 != digest.0 {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                format!(
+                    "files in {} are damaged, and this version prepares the image {} otherwise than \
+                     when the writes were made: restore the folder from a backup",
+                    folder.display(),
+                    record.image
+                ),
+            ));
+        }
+    }
+    KEPT.iter().try_for_each(|file| keep_file(&image, &folder, file))?;
+    files::sync_parent(&folder.join("map"))?;
+    Ok(true)
+}
+
+/// Whether all that named writes were made on is as it was.
+fn is_kept(folder: &Path, record: &Record) -> bool {
+    let is = |file: &str, digest: Digest| {
+        digest_file(&folder.join(file)).is_ok_and(|(found, _)| found == digest)
+    };
+    let has_manifest = fs::metadata(folder.join("manifest")).is_ok_and(|file| file.len() > 0);
+    has_manifest
+        && read_info(folder).is_ok()
+        && is("map", record.map_digest.0)
+        && is("seed", record.template_digest.0)
+}
+
+/// Whether an image can be mounted from `folder`, and the mount be served: in a process of its own,
+/// because the map is a file of any length.
+pub(super) fn is_usable(folder: &Path) -> bool {
+    let map = AddressMap::open(&folder.join("map")).and_then(|map| map.verify());
+    let info = map.and_then(|()| read_info(folder));
+    let seed = fs::metadata(folder.join("seed")).map_or(0, |seed| seed.len());
+    let manifest = fs::metadata(folder.join("manifest")).map_or(0, |manifest| manifest.len());
+    manifest > 0 && info.is_ok_and(|info| seed >= info.metadata_nodes().end())
+}
+
+fn inode(file: &Path) -> Option<u64> {
+    use std::os::unix::fs::MetadataExt;
+    fs::metadata(file).ok().map(|metadata| metadata.ino())
+}

@@ -1,0 +1,318 @@
+//! What is done for one mount, by its task.
+//!
+//! ```text
+//!   Attach ─┬─ served already ──────► as Refresh
+//!           ├─ its files are good ──► served; a refusing server of it ends first
+//!           └─ they are not ────────► refusing: every read is EIO at once; the supervisor makes the
+//!                                     files again, and attaches once more
+//!   Refresh ─► what was mapped and pinned meanwhile is seen
+//!   Ended ───► forgotten, unless a later server has taken the mount on
+//! ```
+//!
+//! Invariant: one server at a time has a mount's slots (`tests/interleavings.rs`). Jobs of a mount
+//! never run side by side, so each may look first and act then.
+
+use std::{os::fd::OwnedFd, path::Path, pin::Pin, sync::Arc};
+
+use burgeon_block::{BlockDevice, Error, ErrorKind, Result};
+use burgeon_frontend::{End, ServeOptions, Server, Slots, serve, ublk};
+use burgeon_source::References;
+use burgeon_volume::Fill;
+
+use super::{
+    Serving,
+    background::Following,
+    lock,
+    refusing::Refusing,
+    volumes::{Device, ImageVolume, Origin},
+};
+use crate::{
+    access, files,
+    id::MountId,
+    link::{Attach, FromServer, sort_descriptors},
+    pins::Pins,
+    transport::Transport,
+};
+
+/// What is to be done for a mount.
+pub(super) enum Job {
+    /// Serve it. Of one that is served: see what has been mapped and pinned meanwhile.
+    Attach {
+        number: Option<u64>,
+        /// Whether to answer its reads with `EIO` if it cannot be served.
+        refuse: bool,
+        attach: Box<Attach>,
+        fds: Vec<OwnedFd>,
+    },
+    /// See what has been mapped and pinned meanwhile.
+    Refresh { number: u64 },
+    /// Begin or end to record what is read.
+    Record { on: bool },
+    /// Its server of this number has ended.
+    Ended { server: u64, end: End },
+}
+
+/// One mount that is served, and all that an heir of the supervisor would need.
+pub(super) struct Mount {
+    pub(super) attach: Attach,
+    pub(super) volume: Arc<ImageVolume>,
+    pub(super) device: Arc<Device>,
+    pub(super) fuse: Option<OwnedFd>,
+    pub(super) slots: Arc<Slots>,
+    server: AnyServer,
+    number: u64,
+    pub(super) following: Following,
+    pub(super) fill: Option<Fill>,
+    /// What is pinned, on its way; `None` until it is known what that is.
+    pub(super) pinned: Option<Vec<Fill>>,
+}
+
+/// One mount that cannot be served.
+pub(super) struct Refused {
+    pub(super) attach: Attach,
+    pub(super) fuse: Option<OwnedFd>,
+    pub(super) slots: Arc<Slots>,
+    _server: AnyServer,
+    number: u64,
+}
+
+/// A mount's server; stopped when it is dropped.
+#[expect(dead_code, reason = "held for what dropping them does")]
+enum AnyServer {
+    Fuse(Server),
+    Ublk(ublk::Server),
+}
+
+type Ended = Pin<Box<dyn Future<Output = End> + Send>>;
+
+impl Serving {
+    pub(super) fn perform(self: &Arc<Self>, id: MountId, job: Job) {
+        match job {
+            Job::Attach { number, refuse, attach, fds } => {
+                let error = self.attach(*attach, fds, refuse).err().map(Into::into);
+                let served = lock(&self.mounts).contains_key(&id);
+                let refused = lock(&self.refused).contains_key(&id);
+                self.tell(&FromServer::Attached { id, number, error, served, refused });
+            }
+            Job::Refresh { number } => {
+                let error = self.refresh(id).err().map(Into::into);
+                self.tell(&FromServer::Refreshed { id, number, error });
+            }
+            Job::Record { on } => {
+                let (cut_short, error) = match self.record(id, on) {
+                    Ok(cut_short) => (cut_short, None),
+                    Err(e) => (false, Some(e.into())),
+                };
+                self.tell(&FromServer::Recorded { id, on, cut_short, error });
+            }
+            Job::Ended { server, end } => self.forget(id, server, end),
+        }
+    }
+
+    fn attach(self: &Arc<Self>, attach: Attach, fds: Vec<OwnedFd>, refuse: bool) -> Result<()> {
+        let Some((fuse, slots)) = sort_descriptors(attach.transport, fds) else {
+            return Err(Error::new(ErrorKind::Invalid, "a mount came without its descriptors"));
+        };
+        if lock(&self.mounts).contains_key(&attach.id) {
+            // A supervisor that adopted us says what it was told; one of another version tells so
+            // that something has been mapped.
+            return self.refresh(attach.id);
+        }
+        self.make_way_for(attach.id, attach.transport);
+        let slots = Arc::new(Slots::from_fd(slots)?);
+        match self.device_of(&attach, &slots) {
+            Ok((volume, device)) => self.take_on(attach, fuse, slots, volume, device),
+            Err(e) if refuse => {
+                self.refuse(attach, fuse, slots, &e)?;
+                Err(e)
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Opens the files that a mount is served from.
+    fn device_of(
+        self: &Arc<Self>,
+        attach: &Attach,
+        slots: &Arc<Slots>,
+    ) -> Result<(Arc<ImageVolume>, Arc<Device>)> {
+        let access = access::kept(&self.state.mount(attach.id))?;
+        let references = if attach.references { References::Allow } else { References::Refuse };
+        let map = attach.seed.join("map");
+        let volume = self.volume(Origin::of(attach, &access), &map, references)?;
+        let device = Arc::new(self.lazy_device(attach, &access, &volume, slots)?);
+        Ok((volume, device))
+    }
+
+    fn take_on(
+        self: &Arc<Self>,
+        attach: Attach,
+        fuse: Option<OwnedFd>,
+        slots: Arc<Slots>,
+        volume: Arc<ImageVolume>,
+        device: Arc<Device>,
+    ) -> Result<()> {
+        self.end_refusing(attach.id);
+        let (kept, server, ended) = self.serve(&attach, fuse, &slots, &device)?;
+        let (id, number, pins) = (attach.id, self.next_server(), attach.pins.clone());
+        let mount = Mount {
+            attach,
+            volume,
+            device,
+            fuse: kept,
+            slots,
+            server,
+            number,
+            following: Following::Loading,
+            fill: None,
+            pinned: None,
+        };
+        let transport = mount.attach.transport;
+        self.bring(id, mount);
+        if let Err(e) = self.fetch_pinned(id, &pins) {
+            // They are a matter of speed; the mount is served.
+            log!("mount {id}: what is pinned is not fetched: {e}");
+        }
+        self.watch(id, number, transport, ended);
+        Ok(())
+    }
+
+    /// Answers the mount's reads with `EIO`, if that is not done already.
+    fn refuse(
+        self: &Arc<Self>,
+        attach: Attach,
+        fuse: Option<OwnedFd>,
+        slots: Arc<Slots>,
+        why: &Error,
+    ) -> Result<()> {
+        let id = attach.id;
+        if lock(&self.refused).contains_key(&id) {
+            return Ok(());
+        }
+        log!("mount {id} cannot be served, and its reads are EIO: {why}");
+        let device = Arc::new(Refusing::instead_of(&attach)?);
+        let (fuse, server, ended) = self.serve(&attach, fuse, &slots, &device)?;
+        let (transport, number) = (attach.transport, self.next_server());
+        lock(&self.refused).insert(id, Refused { attach, fuse, slots, _server: server, number });
+        self.watch(id, number, transport, ended);
+        Ok(())
+    }
+
+    /// Stops the server that refuses the mount's reads: what it has not answered is left in the
+    /// slots, or with the driver, for the next one.
+    fn end_refusing(&self, id: MountId) {
+        let refused = lock(&self.refused).remove(&id);
+        // Joins its threads.
+        drop(refused);
+    }
+
+    /// Serves `device`; gives the descriptor that is kept for a supervisor, too.
+    fn serve<D: BlockDevice>(
+        &self,
+        attach: &Attach,
+        fuse: Option<OwnedFd>,
+        slots: &Arc<Slots>,
+        device: &Arc<D>,
+    ) -> Result<(Option<OwnedFd>, AnyServer, Ended)> {
+        let mut options = ServeOptions::new(self.runtime.handle().clone());
+        options.rings = matches!(attach.transport, Transport::Rings { .. });
+        let kept = fuse.as_ref().map(OwnedFd::try_clone).transpose();
+        let kept = kept.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
+        let (slots, device) = (Arc::clone(slots), Arc::clone(device));
+        Ok(match (fuse, attach.transport) {
+            (None, Transport::Ublk { number }) => {
+                let server = ublk::serve(number, slots, device, &options)?;
+                let ended = Box::pin(server.ended());
+                (kept, AnyServer::Ublk(server), ended)
+            }
+            (Some(fuse), _) => {
+                let server = serve(fuse, slots, device, &options)?;
+                let ended = Box::pin(server.ended());
+                (kept, AnyServer::Fuse(server), ended)
+            }
+            (None, Transport::Fuse | Transport::Rings { .. }) => {
+                return Err(Error::new(ErrorKind::Invalid, "a FUSE mount came without FUSE"));
+            }
+        })
+    }
+
+    /// Lets the mount's task know of its server's end.
+    fn watch(self: &Arc<Self>, id: MountId, number: u64, transport: Transport, ended: Ended) {
+        let serving = Arc::clone(self);
+        self.runtime.spawn(async move {
+            let end = ended.await;
+            if let (End::Failed(errno), Transport::Ublk { .. }) = (end, transport) {
+                // The device lives on, and waits for a server.
+                log!("mount {id} cannot be served on (errno {errno}): making way for a successor");
+                std::process::exit(1);
+            }
+            // Stopped by this process: another server has the mount.
+            if end != End::Stopped {
+                // Joining the mount's threads is no work for the runtime.
+                serving.add(id, Job::Ended { server: number, end });
+            }
+        });
+    }
+
+    /// Sees what has been mapped and pinned meanwhile. Of a mount that is refused, a later attach
+    /// will.
+    fn refresh(&self, id: MountId) -> Result<()> {
+        let found = lock(&self.mounts)
+            .get(&id)
+            .map(|mount| (Arc::clone(&mount.device), mount.attach.pins.clone()));
+        let Some((device, pins)) = found else {
+            return Err(Error::new(ErrorKind::Unavailable, format!("mount {id} is not served")));
+        };
+        device.area().map_or(Ok(()), |area| area.refresh())?;
+        self.fetch_pinned(id, &pins)
+    }
+
+    /// Begins to fetch what the file `pins` says, and lets go of what was pinned before. Returns when
+    /// it is known how much that is.
+    fn fetch_pinned(&self, id: MountId, pins: &Path) -> Result<()> {
+        let ranges = Pins::read(pins)?.ranges();
+        let device = lock(&self.mounts).get(&id).map(|mount| Arc::clone(&mount.device));
+        let Some(device) = device else { return Ok(()) };
+        let fills = self.runtime.block_on(device.fill_ranges(&ranges))?;
+        if let Some(mount) = lock(&self.mounts).get_mut(&id) {
+            mount.pinned = Some(fills);
+        }
+        Ok(())
+    }
+
+    /// A server of the mount has ended by itself: the mount is over, unless another has taken it on.
+    fn forget(&self, id: MountId, server: u64, end: End) {
+        let mount = {
+            let mut mounts = lock(&self.mounts);
+            let is_it = mounts.get(&id).is_some_and(|mount| mount.number == server);
+            if is_it { mounts.remove(&id) } else { None }
+        };
+        let refused = {
+            let mut refused = lock(&self.refused);
+            let is_it = refused.get(&id).is_some_and(|mount| mount.number == server);
+            if is_it { refused.remove(&id) } else { None }
+        };
+        if mount.is_none() && refused.is_none() {
+            return;
+        }
+        log!("mount {id} is over: {end:?}");
+        if let Some(mount) = mount {
+            if let Some(fill) = &mount.fill {
+                fill.stop();
+            }
+            let Mount { server, fuse, volume, device, .. } = mount;
+            drop(server);
+            drop(device);
+            drop(fuse);
+            drop(volume);
+        }
+        drop(refused);
+        self.volumes.sweep();
+        self.tell(&FromServer::Ended { id });
+        let orphaned = lock(&self.link).is_none();
+        if orphaned && self.is_idle() {
+            let _ = files::remove_file(&self.state.run().join("adopt.sock"));
+            std::process::exit(0);
+        }
+    }
+}

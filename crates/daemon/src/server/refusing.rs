@@ -1,0 +1,46 @@
+//! A mount whose files cannot be used: every read of its data is `EIO` at once, so that nobody
+//! waits for it and it can be unmounted, until its files have been made again.
+
+use burgeon_block::{BlockDevice, Error, ErrorKind, Result, TryRead};
+use burgeon_frontend::ublk::Control;
+
+use crate::{link::Attach, transport::Transport};
+
+/// A device none of whose blocks can be read.
+pub(super) struct Refusing {
+    size: u64,
+}
+
+/// More than any mount has: a read within the device must be an error, and never its end, which a
+/// loop device takes for zeros.
+const SIZE_MAX: u64 = 1 << 62;
+
+impl Refusing {
+    /// In the place of the device of `attach`.
+    pub(super) fn instead_of(attach: &Attach) -> Result<Self> {
+        let size = match attach.transport {
+            // It has to be what the driver was told.
+            Transport::Ublk { number } => Control::open()?.size(number)?,
+            Transport::Fuse | Transport::Rings { .. } => SIZE_MAX,
+        };
+        Ok(Self { size })
+    }
+}
+
+fn refused() -> Error {
+    Error::new(ErrorKind::Corrupt, "the files that this mount is served from cannot be used")
+}
+
+impl BlockDevice for Refusing {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn try_read(&self, _offset: u64, _buf: &mut [u8]) -> Result<TryRead> {
+        Err(refused())
+    }
+
+    async fn read(&self, _offset: u64, _buf: &mut [u8]) -> Result<()> {
+        Err(refused())
+    }
+}

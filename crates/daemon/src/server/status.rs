@@ -1,0 +1,68 @@
+//! What the server alone knows of its mounts.
+
+use burgeon_volume::CacheState;
+
+use super::{
+    Serving,
+    background::{fill_status, pinned_status, profile_status},
+    lock,
+    volumes::Area,
+};
+use crate::{
+    link::MountReport,
+    protocol::{AreaStatus, CacheStatus},
+};
+
+impl Serving {
+    pub(super) fn report(&self) -> Vec<MountReport> {
+        let mounts = lock(&self.mounts);
+        let reports = mounts.values().map(|mount| {
+            let status = mount.volume.status();
+            let of_area = mount.device.area().and_then(|area| area.status().last_source_error);
+            MountReport {
+                id: mount.attach.id,
+                materialised_bytes: status.materialised_bytes,
+                last_source_error: status.last_source_error.clone().or(of_area),
+                cache: cache_status(status),
+                fill: mount.attach.fill.then(|| fill_status(mount)),
+                profile: mount.attach.profile.is_some().then(|| profile_status(mount)),
+                pinned: mount.pinned.as_deref().map(pinned_status),
+                area: mount.device.area().map(|area| area_status(area)),
+                over_limit_reads: mount.device.over_limit_reads(),
+            }
+        });
+        reports.collect()
+    }
+}
+
+fn area_status(area: &Area) -> AreaStatus {
+    let status = area.status();
+    AreaStatus {
+        size: status.size,
+        problem: status.problem,
+        lost_reads: status.lost_reads,
+        unmapped_reads: status.unmapped_reads,
+        last_unmapped: status.last_unmapped,
+        changed_reads: status.changed_reads,
+        last_changed: status.last_changed,
+    }
+}
+
+fn cache_status(status: burgeon_volume::Status) -> CacheStatus {
+    let (state, reason) = match status.cache {
+        CacheState::Writing => ("writing", None),
+        CacheState::NoSpace { reason } => ("full", Some(reason)),
+        CacheState::Stopped { reason } => ("stopped", Some(reason)),
+    };
+    CacheStatus {
+        state: state.to_owned(),
+        reason,
+        read_errors: status.cache_read_errors,
+        write_errors: status.cache_write_errors,
+        uncached_chunks: status.uncached_chunks,
+        flights: status.flights as u64,
+        waiting_readers: status.waiting_readers as u64,
+        ahead_bytes: status.ahead.brought,
+        ahead_read_bytes: status.ahead.read,
+    }
+}
