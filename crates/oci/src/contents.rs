@@ -14,17 +14,17 @@
 //! read as one without. Sources: `docs/estargz.md` of stargz-snapshotter; zstd:chunked is described
 //! in `containers-storage-zstd-chunked(5)`.
 
-use std::{collections::BTreeMap, fmt, io::Read};
+use std::{fmt, io::Read};
 
 use base64::{Engine, engine::general_purpose::STANDARD};
-use burgeon_block::{ByteRange, Error, ErrorKind, Result};
+use burgeon_block::{ByteRange, Error, ErrorKind, MemoryMeter, Result};
 use burgeon_image::build::{Listed, Part, Xattrs};
 use burgeon_layer::{LayerCodec, Piece, Restarts};
 use burgeon_source::registry::Digest;
 use chrono::DateTime;
 use serde::{
     Deserialize, Deserializer,
-    de::{SeqAccess, Visitor},
+    de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
 
 use crate::{
@@ -39,6 +39,11 @@ const STORED_MAX: u64 = 64 << 20;
 const TABLE_MAX: u64 = 128 << 20;
 /// Entries of a table, as of all layers of an image that are read.
 const ENTRIES_MAX: usize = 4 << 20;
+/// Attributes of one file: Linux lists 64 KiB of their names.
+const ATTRIBUTES_MAX: usize = 10_000;
+/// Memory of an entry until the layer is listed, and of an attribute, without their bytes.
+const ENTRY_COST: u64 = 480;
+const ATTRIBUTE_COST: usize = 64;
 /// The end of an eStargz layer, which says where its table is.
 const FOOTER_LEN: u64 = 51;
 /// What the table of an eStargz layer is in that layer: a file.
@@ -59,6 +64,13 @@ pub(crate) struct Stored {
     at: ByteRange,
 }
 
+impl Stored {
+    /// Its length in bytes.
+    pub(crate) fn len(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+}
+
 /// Fetches the table of contents of a layer, which is at `contents`.
 ///
 /// Errors: for any table that cannot be had.
@@ -76,15 +88,16 @@ pub(crate) fn fetch(blobs: &Blobs, layer: &Layer, contents: &Contents) -> Result
     Ok(Stored { bytes, at })
 }
 
-/// Reads the table of contents of a layer, which is the one at `contents`. It may take a gigabyte
-/// to do so, for the worst of tables.
+/// Reads the table of contents of a layer, which is the one at `contents`.
 ///
-/// Errors: for any table that cannot be used.
+/// Errors: for any table that cannot be used, or that takes more memory than its stored length and
+/// its entries account for.
 pub(crate) fn read(layer: &Layer, contents: &Contents, stored: &Stored) -> Result<Table> {
     let Stored { bytes, at } = stored;
+    let meter = MemoryMeter::of_input(stored.len());
     let json = match contents {
         Contents::Stargz { digest } => {
-            let json = in_archive(bytes)?;
+            let json = in_archive(bytes, &meter)?;
             check(&json, digest)?;
             json
         }
@@ -93,13 +106,14 @@ pub(crate) fn read(layer: &Layer, contents: &Contents, stored: &Stored) -> Resul
             if *len > TABLE_MAX {
                 return Err(unusable("it is too long"));
             }
+            count_json(&meter, *len)?;
             let mut json = Vec::new();
             let decoder = zstd::stream::read::Decoder::new(&bytes[..]).map_err(cannot_read)?;
             decoder.take(*len).read_to_end(&mut json).map_err(cannot_read)?;
             json
         }
     };
-    let mut table = Parsed::of(&json)?;
+    let mut table = Parsed::of(&json, &meter)?;
     table.check_covered()?;
     if let Contents::Stargz { digest } = contents {
         // The archive has it as its last file.
@@ -152,8 +166,14 @@ fn stargz(blobs: &Blobs, layer: &Layer) -> Result<Stored> {
     Ok(Stored { bytes, at })
 }
 
+/// Counts the text of a table, before it is decompressed.
+fn count_json(meter: &MemoryMeter, len: u64) -> Result<()> {
+    meter.promise(len);
+    meter.take(len)
+}
+
 /// The table in a member with a file of an archive.
-fn in_archive(member: &[u8]) -> Result<Vec<u8>> {
+fn in_archive(member: &[u8], meter: &MemoryMeter) -> Result<Vec<u8>> {
     let mut unpacked = flate2::read::GzDecoder::new(member);
     let mut header = [0; TAR_BLOCK];
     unpacked.read_exact(&mut header).map_err(cannot_read)?;
@@ -161,6 +181,7 @@ fn in_archive(member: &[u8]) -> Result<Vec<u8>> {
     let len = len.and_then(|len| u64::from_str_radix(len, 8).ok()).filter(|len| *len <= TABLE_MAX);
     let named = header.starts_with(STARGZ_INDEX.as_bytes()) && header[STARGZ_INDEX.len()] == 0;
     let len = len.filter(|_| named).ok_or_else(|| unusable("it is not where the layer says"))?;
+    count_json(meter, len)?;
     let mut json = Vec::new();
     unpacked.take(len).read_to_end(&mut json).map_err(cannot_read)?;
     Ok(json)
@@ -191,7 +212,7 @@ struct Entry {
     modtime: Option<String>,
     dev_major: u32,
     dev_minor: u32,
-    xattrs: Option<BTreeMap<String, String>>,
+    xattrs: Option<Attributes>,
     digest: String,
     offset: u64,
     end_offset: u64,
@@ -200,6 +221,38 @@ struct Entry {
     chunk_offset: u64,
     chunk_digest: String,
     chunk_type: String,
+}
+
+/// Names and values of attributes, as many as a file of an archive may have.
+#[derive(Default)]
+struct Attributes(Vec<(String, String)>);
+
+impl<'de> Deserialize<'de> for Attributes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(AttributesVisitor)
+    }
+}
+
+struct AttributesVisitor;
+
+impl<'de> Visitor<'de> for AttributesVisitor {
+    type Value = Attributes;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("attributes")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Attributes, A::Error> {
+        let mut all = Vec::new();
+        while let Some(pair) = map.next_entry()? {
+            if all.len() == ATTRIBUTES_MAX {
+                let what = format!("a file has more than {ATTRIBUTES_MAX} attributes");
+                return Err(A::Error::custom(what));
+            }
+            all.push(pair);
+        }
+        Ok(Attributes(all))
+    }
 }
 
 /// Data of a file that is stored by itself.
@@ -222,58 +275,97 @@ struct Parsed {
     covered: u64,
 }
 
-/// A table, read entry by entry: as a whole it could take many times its length.
-#[derive(Deserialize)]
-struct Document {
-    version: u32,
-    entries: Entries,
-}
+/// Reads a table entry by entry: as a whole it could take many times its length.
+#[derive(Clone, Copy)]
+struct TableReader<'a>(&'a MemoryMeter);
 
-/// What the entries say, or the first that says anything impossible.
-struct Entries(Result<Parsed>);
+impl<'de> Visitor<'de> for TableReader<'_> {
+    /// The version, and what the entries say, or the first that says anything impossible.
+    type Value = (Option<u32>, Option<Result<Parsed>>);
 
-impl<'de> Deserialize<'de> for Entries {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_seq(EntriesVisitor)
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a table")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let (mut version, mut entries) = (None, None);
+        while let Some(key) = map.next_key::<String>()? {
+            match key.as_str() {
+                "version" if version.is_none() => version = Some(map.next_value()?),
+                "entries" if entries.is_none() => {
+                    entries = Some(map.next_value_seed(EntriesReader(self.0))?);
+                }
+                "version" | "entries" => return Err(A::Error::custom("it says a thing twice")),
+                _ => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok((version, entries))
     }
 }
 
-struct EntriesVisitor;
+struct EntriesReader<'a>(&'a MemoryMeter);
 
-impl<'de> Visitor<'de> for EntriesVisitor {
-    type Value = Entries;
+impl<'de> DeserializeSeed<'de> for EntriesReader<'_> {
+    type Value = Result<Parsed>;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Self::Value, D::Error> {
+        from.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for EntriesReader<'_> {
+    type Value = Result<Parsed>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("entries")
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<Entries, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
         let (mut parsed, mut count) = (Ok(Parsed::default()), 0);
         while let Some(entry) = entries.next_element::<Entry>()? {
             count += 1;
-            parsed = parsed.and_then(|parsed| match count <= ENTRIES_MAX {
-                true => parsed.and(&entry),
-                false => Err(unusable("it has too many entries")),
+            parsed = parsed.and_then(|parsed| {
+                if count > ENTRIES_MAX {
+                    return Err(unusable("it has too many entries"));
+                }
+                entry.count(self.0)?;
+                parsed.and(&entry)
             });
         }
-        Ok(Entries(parsed))
+        Ok(parsed)
+    }
+}
+
+impl Entry {
+    /// Counts what becomes of the entry.
+    fn count(&self, meter: &MemoryMeter) -> Result<()> {
+        let attributes = self.xattrs.iter().flat_map(|all| &all.0);
+        let attributes: usize =
+            attributes.map(|(name, value)| name.len() + value.len() + ATTRIBUTE_COST).sum();
+        let names = (self.name.len() + self.link_name.len() + attributes) as u64;
+        meter.entries(1, names);
+        meter.take(ENTRY_COST + names)
     }
 }
 
 impl Parsed {
-    fn of(json: &[u8]) -> Result<Self> {
-        let document: Document = serde_json::from_slice(json)
+    fn of(json: &[u8], meter: &MemoryMeter) -> Result<Self> {
+        let mut json = serde_json::Deserializer::from_slice(json);
+        let table = json.deserialize_map(TableReader(meter));
+        let (version, entries) = table
+            .and_then(|table| json.end().map(|()| table))
             .map_err(|error| Error::with_source(ErrorKind::Corrupt, "it makes no sense", error))?;
-        match document.version {
-            1 => document.entries.0,
-            _ => Err(unusable("it is of an unknown version")),
+        match (version, entries) {
+            (Some(1), Some(entries)) => entries,
+            (Some(_), Some(_)) => Err(unusable("it is of an unknown version")),
+            _ => Err(unusable("it has no version or no entries")),
         }
     }
 
     /// The same with one more entry.
     fn and(mut self, entry: &Entry) -> Result<Self> {
         let texts = [&entry.name, &entry.link_name];
-        let attributes = entry.xattrs.iter().flat_map(BTreeMap::keys);
+        let attributes = entry.xattrs.iter().flat_map(|all| &all.0).map(|(name, _)| name);
         let mut texts = texts.into_iter().chain(attributes);
         if texts.any(|text| text.contains(char::REPLACEMENT_CHARACTER)) {
             return Err(unusable("a name in it is not what the archive has: it is no UTF-8"));
@@ -372,7 +464,7 @@ fn listed(entry: &Entry) -> Result<Listed> {
         }
     };
     let mut xattrs = Xattrs::new();
-    for (name, value) in entry.xattrs.iter().flatten() {
+    for (name, value) in entry.xattrs.iter().flat_map(|all| &all.0) {
         let value = STANDARD.decode(value).map_err(|_| unusable("an attribute makes no sense"))?;
         xattrs.push((name.as_bytes().into(), value.into()));
     }

@@ -22,7 +22,7 @@ use std::{
     thread,
 };
 
-use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
+use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectStore, Result};
 use burgeon_image::build::{self, Description, LayerLimits, Layers, Report};
 use burgeon_layer::{Recorder, Restarts};
 use burgeon_source::{
@@ -186,6 +186,7 @@ impl Blobs {
                 })?),
             };
             let (index, spooled) = self.read_layer(coming, work.own, (spool, false), |blob| {
+                let blob = Metered { inner: blob, meter: headers.meter() };
                 let mut archive = Digesting::new(decompressed(blob, compression)?);
                 let index = headers.index(&mut archive)?;
                 coming.check(archive.digest()).map(|()| index)
@@ -227,6 +228,7 @@ impl Blobs {
                 let listed = contents::fetch(self, coming.layer, contents).and_then(|stored| {
                     let _one = tables.one_at_a_time();
                     let table = contents::read(coming.layer, contents, &stored)?;
+                    layers.meter().input(stored.len());
                     let listed = layers.list(&table.files, coming.number, work.options)?;
                     Ok((listed, Ok(table.restarts)))
                 });
@@ -247,6 +249,7 @@ impl Blobs {
                 None => None,
             };
             let (described, _) = self.read_layer(coming, work.own, (spool, true), |blob| {
+                let blob = Metered { inner: blob, meter: layers.meter() };
                 let blob = BufReader::with_capacity(BUFFER_LEN, blob);
                 let mut recorder = Recorder::new(blob, compression.codec())?;
                 let mut archive = Digesting::new(&mut recorder);
@@ -441,6 +444,20 @@ fn decompressed<'a>(
             Box::new(decoder)
         }
     })
+}
+
+/// Counts what is read as the input that the memory of its readers depends on.
+struct Metered<'a, R> {
+    inner: R,
+    meter: &'a MemoryMeter,
+}
+
+impl<R: Read> Read for Metered<'_, R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let len = self.inner.read(buf)?;
+        self.meter.input(len as u64);
+        Ok(len)
+    }
 }
 
 /// Keeps what is read, and counts it.

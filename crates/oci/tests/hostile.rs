@@ -193,3 +193,88 @@ fn no_table_of_contents_does_harm() {
     }
     assert!(listed > 100 && read > 100 && refused < 20, "{listed}, {read}, {refused}");
 }
+
+/// A table of zstd:chunked, in a layer of `tar`: the layer, and what the image's manifest says of it.
+fn chunked(table: &str, tar: &[u8]) -> (Vec<u8>, Value) {
+    let stored = zstd::bulk::compress(table.as_bytes(), 3).unwrap();
+    // A frame that is passed over: its mark, and its length.
+    let mut layer = 0x184d_2a50u32.to_le_bytes().to_vec();
+    layer.extend((stored.len() as u32).to_le_bytes());
+    layer.extend(&stored);
+    layer.extend(zstd::bulk::compress(tar, 3).unwrap());
+    let position = format!("8:{}:{}:1", stored.len(), table.len());
+    let pin = json!({
+        "io.github.containers.zstd-chunked.manifest-checksum": Digest::of(&stored).to_string(),
+        "io.github.containers.zstd-chunked.manifest-position": position,
+    });
+    (layer, pin)
+}
+
+/// Tables of contents, and a layer, that a few bytes make huge: not used, named, below 256 MiB.
+#[test]
+fn no_table_or_layer_takes_much_memory() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    // The process that measures makes none of them.
+    type MakeTable = fn() -> String;
+    let blanks: MakeTable = || format!(r#"{{"version":1,"entries":[]{}}}"#, " ".repeat(120 << 20));
+    let attributes: MakeTable = || {
+        let all = r#""a":"","#.repeat(5 << 20);
+        format!(
+            r#"{{"version":1,"entries":[{{"type":"dir","name":"a","xattrs":{{{all}"b":""}}}}]}}"#
+        )
+    };
+    let entries: MakeTable = || {
+        let entry = r#"{"type":"dir","name":"NAME","mode":493}"#;
+        let all = format!("{entry},").repeat(500_000);
+        format!(r#"{{"version":1,"entries":[{all}{entry}]}}"#)
+    };
+    let tables: [(&str, MakeTable, &str); 4] = [
+        ("blanks", blanks, "MiB"),
+        ("attributes", attributes, "10000 attributes"),
+        ("entries", entries, "MiB"),
+        ("a layer", String::new, "MiB"),
+    ];
+    for (name, table, said) in tables {
+        let layout = folder.path().join(name);
+        let input = || {
+            let kind = "application/vnd.oci.image.layer.v1.tar+zstd";
+            let table = table();
+            let mut header = vec![0; 512];
+            header[..8].copy_from_slice(b"folder/0");
+            header[124] = b'0';
+            header[156] = b'5';
+            let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+            header[148..155].copy_from_slice(format!("{:06o}\0", sum + 8 * 32).as_bytes());
+            let tar = match table.is_empty() {
+                true => header.repeat(1 << 20),
+                false => [header, vec![0; 1024]].concat(),
+            };
+            let (layer, pin) = chunked(&table, &tar);
+            assert!(layer.len() < 100 << 10, "{name}: {}", layer.len());
+            let annotate = |manifest: &mut Value| {
+                if !table.is_empty() {
+                    manifest["layers"][0]["annotations"] = pin;
+                }
+            };
+            OciLayout::by_hand(&layout, None, &[(kind, layer)], annotate).unwrap();
+            layout.clone()
+        };
+        let test = "no_table_or_layer_takes_much_memory";
+        let measured = testkit::measure(test, name, input, |layout| {
+            let source = Source::parse(&format!("oci-layout:{}", layout.display())).unwrap();
+            let own = Directory::create(layout.join("own")).unwrap();
+            let found = with_own(layout, Some(&own), |work| {
+                find_or_build(&own, &source.unwrap(), Want::Any, work)
+            });
+            match found {
+                Ok(Found::Image(found)) => format!("{:?} {:?}", found.how, found.notes),
+                Ok(Found::Ours(name)) => format!("{name}"),
+                Err(error) => error.to_string(),
+            }
+        });
+        let Some(measured) = measured else { continue };
+        println!("{name}: {measured:?}");
+        assert!(measured.said.contains(said), "{name}: {measured:?}");
+        assert!(measured.peak_bytes < 256 << 20, "{name}: {measured:?}");
+    }
+}
