@@ -20,8 +20,8 @@ use crate::{Error, ErrorKind, Result};
 /// of 256 MiB.
 const FIXED: u64 = 64 << 20;
 /// Bytes of memory that one stored byte can account for. An entry of an archive, which takes about
-/// 400 bytes of memory, is rarely stored in fewer than ten.
-const RATIO: u64 = 64;
+/// 400 bytes of memory, is rarely stored in fewer than five.
+const RATIO: u64 = 128;
 /// The highest bound, whatever the input is: 8 GiB, some 20 million files.
 const MAX: u64 = 8 << 30;
 

@@ -45,7 +45,7 @@ pub use info::{SeedInfo, TreeRoot};
 pub use patch::{Identity, Patcher, patch_nodes};
 pub use superblock::{DeviceNo, SUPERBLOCK_SIZE, superblock, superblock_offsets};
 pub use tree::{Body, Dirent, FileExtent, Inode, Span, Tree, Xattr};
-pub use write::{NodeSink, write_seed};
+pub use write::{NodeSink, check_tree, write_seed};
 
 /// Bytes of a metadata node.
 pub const NODE_SIZE: usize = format::NODE_SIZE;

@@ -36,6 +36,14 @@ pub trait NodeSink: Sync {
     fn write(&self, physical: u64, nodes: &[u8]) -> Result<()>;
 }
 
+/// Whether btrfs can hold the names, links and attributes of `tree`: what [`write_seed`] checks of them
+/// before it writes anything.
+///
+/// Errors: `Invalid`, as those of [`write_seed`].
+pub fn check_tree(tree: &Tree) -> Result<()> {
+    Model::new(tree, Options::METADATA_BYTES_MAX).map(drop)
+}
+
 /// Writes the metadata nodes of a seed with `tree` as its subvolume [`SUBVOLUME`], as a
 /// *template*: with an fsid of zeros, which [`crate::patch_nodes`] replaces.
 ///

@@ -485,3 +485,51 @@ fn an_archive_ends_soon_after_its_end() {
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(error.to_string().contains("after its end"), "{error}");
 }
+
+/// btrfs keeps names of one hash in one item of 16 KiB.
+#[test]
+fn names_of_one_hash_that_no_item_holds_are_refused_by_the_build() {
+    let (_folder, store) = store();
+    let hash = |name: &[u8]| burgeon_block::ChecksumKind::Crc32c.of(name) as u32;
+    // CRC-32C is affine: of two names of one length the difference of hashes is that of the bytes.
+    let zero = hash(&[0; 40]);
+    let bit = |n: usize| {
+        let mut name = [0; 40];
+        name[n / 8] = 1 << (n % 8);
+        hash(&name) ^ zero
+    };
+    // Changes of the first 36 bytes that keep all 32 bits: Gauss over the low four bits of each byte.
+    let mut rows: Vec<(u32, [u8; 40])> = Vec::new();
+    let mut kernel: Vec<[u8; 40]> = Vec::new();
+    for n in (0..36 * 8).filter(|n| n % 8 < 4) {
+        let (mut sum, mut change) = (bit(n), [0u8; 40]);
+        change[n / 8] = 1 << (n % 8);
+        for (other, by) in &rows {
+            if sum ^ other < sum {
+                sum ^= other;
+                change.iter_mut().zip(by).for_each(|(to, by)| *to ^= by);
+            }
+        }
+        match sum {
+            0 => kernel.push(change),
+            _ => {
+                rows.push((sum, change));
+                rows.sort_by_key(|row| std::cmp::Reverse(row.0));
+            }
+        }
+    }
+    let name = |n: usize| {
+        let mut name = [b'p'; 40];
+        let changes = kernel.iter().take(16).enumerate().filter(|(bit, _)| n >> bit & 1 == 1);
+        for (_, change) in changes {
+            name.iter_mut().zip(change).for_each(|(to, by)| *to ^= by);
+        }
+        name
+    };
+    let file = |n: usize| header(&name(n), b'0', 0, b"");
+    assert!((1..300).all(|n| hash(&name(n)) == hash(&name(0)) && name(n) != name(n - 1)));
+    from_tar(&store, ended(&(0..200).map(file).collect::<Vec<_>>())).unwrap();
+    let error = from_tar(&store, ended(&(0..300).map(file).collect::<Vec<_>>())).unwrap_err();
+    let text = format!("{error} {error:?}");
+    assert!(error.kind() == ErrorKind::Invalid && text.contains("one hash"), "{text}");
+}

@@ -29,7 +29,7 @@ use std::{
 };
 
 use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectStore, Result};
-use burgeon_btrfs::Body;
+use burgeon_btrfs::{Body, check_tree};
 use rustix::fs::StatVfsMountFlags;
 
 pub use self::xattrs::{Xattrs, of_link as xattrs_of};
@@ -253,6 +253,7 @@ fn pool_of(threads: usize) -> Result<rayon::ThreadPool> {
 fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {
     let Assembled { placed, mut manifest, .. } = assembled;
     manifest.tree = nodes::finish(nodes, placed, &manifest.chunk_addresses())?;
+    check_fits(&manifest)?;
     if manifest.is_unsummed() {
         // Map, cache and seed know checksums of all data or of none.
         manifest.block_checksums.fill(0);
@@ -261,6 +262,15 @@ fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {
         }
     }
     Ok(manifest)
+}
+
+/// Refuses, before the image has a name, a tree that no mount could show.
+fn check_fits(manifest: &Manifest) -> Result<()> {
+    check_tree(&manifest.tree).map_err(|error| {
+        let what = "btrfs cannot hold this tree, so it could not be mounted (where names have one \
+                    hash, CRC-32C, rename some of them)";
+        Error::with_source(ErrorKind::Invalid, what, error)
+    })
 }
 
 /// Publishes the manifest, then the name.
