@@ -10,9 +10,10 @@ use std::{
     time::Duration,
 };
 
+use rustix::process::{Pid, Signal, kill_process};
 use testkit::{
-    Burgeon, Fault, Link, OciLayout, Proxy, Registry, Rng, Space, Torture, TortureSize, WebServer,
-    compare, skopeo_copy,
+    Burgeon, Fault, Link, OciLayout, PATIENCE, Proxy, Registry, Rng, Space, Torture, TortureSize,
+    WebServer, compare, skopeo_copy, wait_until,
 };
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -251,6 +252,56 @@ fn layers_are_held_as_they_come_for_all_images_that_have_them() {
     burgeon.ok(&["rm", "second"]);
     burgeon.ok(&["gc"]);
     assert_eq!(layers(&burgeon), Vec::<PathBuf>::new());
+}
+
+/// Bytes of the one layer that is coming.
+fn came(burgeon: &Burgeon) -> u64 {
+    let tmp = fs::read_dir(burgeon.state().join("store/tmp")).into_iter().flatten().flatten();
+    let parts = tmp.filter(|entry| entry.file_name().to_string_lossy().starts_with("partial-"));
+    parts.filter_map(|part| part.metadata().ok()).map(|part| part.len()).max().unwrap_or(0)
+}
+
+#[test]
+fn an_interrupted_first_mount_goes_on_where_it_was() {
+    let space = Space::new("interrupted");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    let base = |root: &Path| fs::write(root.join("base"), Rng::new(1).bytes(500_000)).unwrap();
+    layout.change(base).unwrap();
+    let large = |root: &Path| fs::write(root.join("large"), Rng::new(2).bytes(30 << 20)).unwrap();
+    layout.change(large).unwrap();
+    let unpacked = layout.unpack(&space.path("bundle")).unwrap();
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    push(layout.folder(), &[], &format!("{}/app:1", registry.address()));
+    let link = Link::new(registry.address(), Duration::ZERO, 8 << 20).unwrap();
+    let source = format!("oci://{}/app:1", link.address());
+    let at = space.make_folder("at");
+    let arguments = ["mount", &source, at.to_str().unwrap(), "--read-only"];
+    for (point, signal) in
+        [(1 << 20, Signal::KILL), (12 << 20, Signal::INT), (24 << 20, Signal::KILL)]
+    {
+        let mut mount = burgeon.command(&arguments).spawn().unwrap();
+        assert!(wait_until(PATIENCE, || came(&burgeon) >= point), "{point}: {}", came(&burgeon));
+        kill_process(Pid::from_child(&mount), signal).unwrap();
+        assert!(!mount.wait().unwrap().success(), "{point}");
+    }
+    // The mount that ends takes what is left of the layers, and what was lost on the way.
+    let mounted = burgeon.mount(&source, &at, &["--read-only"]);
+    compare(&unpacked, mounted.path()).unwrap().assert_same();
+    burgeon.umount(mounted);
+    let bytes = link.bytes() >> 20;
+    assert!(bytes < 31 + 20, "layers were fetched again: {bytes} MiB of 31");
+    // Nothing is left for the collector.
+    assert_eq!(fs::read_dir(burgeon.state().join("store/tmp")).unwrap().count(), 0);
+    let store = burgeon.state().join("store");
+    let all = || {
+        let mut all = files(&store);
+        all.sort();
+        all
+    };
+    let before = all();
+    burgeon.ok(&["gc"]);
+    assert_eq!(all(), before);
 }
 
 #[test]

@@ -13,7 +13,7 @@
 
 use std::{
     fs::File,
-    io::{self, BufReader, Read, Seek, SeekFrom, Write},
+    io::{self, BufReader, Read, Seek, SeekFrom},
     path::Path,
     sync::{
         Mutex, MutexGuard, PoisonError,
@@ -22,7 +22,7 @@ use std::{
     thread,
 };
 
-use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectStore, Result};
+use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::build::{self, Description, LayerLimits, Layers, Report};
 use burgeon_layer::{Recorder, Restarts};
 use burgeon_source::{
@@ -38,6 +38,7 @@ use crate::{
     },
     layout::Layout,
     source::Wanted,
+    spool::{Metered, Spool, Tee, given_up},
 };
 
 /// Layers that are fetched at a time: each may take 128 MiB to decompress.
@@ -46,9 +47,6 @@ const LANES_MAX: usize = 4;
 const ZSTD_WINDOW_LOG_MAX: u32 = 27;
 /// Compressed bytes that are read at a time: 256 KiB.
 const BUFFER_LEN: usize = 1 << 18;
-/// Bytes after which what is to last is brought to the disk: 16 MiB. While layers come there is time
-/// for that; at the end somebody waits.
-const SYNC_LEN: u64 = 16 << 20;
 /// Indexes that point at indexes.
 const INDEXES_MAX: usize = 4;
 
@@ -185,7 +183,8 @@ impl Blobs {
                     Error::io(format!("cannot make a file in {}", work.spool.display()), error)
                 })?),
             };
-            let (index, spooled) = self.read_layer(coming, work.own, (spool, false), |blob| {
+            let spool = spool.map(Spool::of);
+            let (index, spooled) = self.read_layer(coming, work.own, spool, |blob| {
                 let blob = Metered { inner: blob, meter: headers.meter() };
                 let mut archive = Digesting::new(decompressed(blob, compression)?);
                 let index = headers.index(&mut archive)?;
@@ -241,14 +240,18 @@ impl Blobs {
                     Err(error) => tables.refused(digest, &error),
                 }
             }
-            let path = keep.map(|keep| keep.scratch.join(format!("layer-{}", coming.number)));
-            let spool = match &path {
-                Some(path) => Some(File::create_new(path).map_err(|error| {
-                    Error::io(format!("cannot create {}", path.display()), error)
-                })?),
+            let object = layer_object(&digest.bytes())?;
+            let partial = match keep {
+                Some(keep) => keep.own.partial(&object, *size)?,
                 None => None,
             };
-            let (described, _) = self.read_layer(coming, work.own, (spool, true), |blob| {
+            // While another process goes on with the layer, this one keeps it for itself.
+            let path = keep.map(|keep| match &partial {
+                Some(partial) => partial.path().to_owned(),
+                None => keep.scratch.join(format!("layer-{}", coming.number)),
+            });
+            let spool = path.as_deref().map(|path| Spool::lasting(path, partial.as_ref()));
+            let described = self.read_layer(coming, work.own, spool.transpose()?, |blob| {
                 let blob = Metered { inner: blob, meter: layers.meter() };
                 let blob = BufReader::with_capacity(BUFFER_LEN, blob);
                 let mut recorder = Recorder::new(blob, compression.codec())?;
@@ -256,9 +259,10 @@ impl Blobs {
                 let description = layers.describe(&mut archive, coming.number, work.options)?;
                 coming.check(archive.digest())?;
                 Ok((description, recorder.finish(*size)))
-            })?;
+            });
+            let (described, _) = described.map_err(|error| given_up(partial, error))?;
             if let (Some(keep), Some(path)) = (keep, path) {
-                keep.own.publish_file(&layer_object(&digest.bytes())?, &path)?;
+                keep.own.publish_file(&object, &path)?;
             }
             Ok(described)
         })?;
@@ -303,13 +307,27 @@ impl Blobs {
         Ok(done.into_iter().flatten().collect())
     }
 
-    /// Reads one layer to its end: what is held in `own` there, else where it is. What comes goes to
-    /// `spool`, too, which is returned; it may be said to last.
+    /// A layer's bytes: first what `spool` has of them.
+    fn rest(&self, layer: &Layer, spool: Option<&Spool<'_>>) -> Result<Box<dyn Read + Send>> {
+        let Some(Spool { path, len: len @ 1.., .. }) = spool else {
+            return self.blob(&layer.digest);
+        };
+        let first = File::open(path)
+            .map_err(|error| Error::io(format!("cannot open {}", path.display()), error))?;
+        let first = first.take(*len);
+        if *len == layer.size {
+            return Ok(Box::new(first));
+        }
+        Ok(Box::new(first.chain(self.blob_from(&layer.digest, *len)?)))
+    }
+
+    /// Reads one layer to its end: what is held in `own` there, else what `spool` has of it, and the rest
+    /// where it is. What comes goes to `spool`, too, whose file is returned.
     fn read_layer<T>(
         &self,
         coming: &Coming<'_>,
         own: Option<&Directory>,
-        (spool, lasts): (Option<File>, bool),
+        mut spool: Option<Spool<'_>>,
         look: impl FnOnce(&mut (dyn Read + Send)) -> Result<T>,
     ) -> Result<(T, Option<File>)> {
         let Layer { digest, size, .. } = coming.layer;
@@ -320,12 +338,14 @@ impl Blobs {
         let is_held = held.is_some();
         let blob = match held {
             Some(file) => Box::new(file),
-            None => self.blob(digest).map_err(cannot)?,
+            None => self.rest(coming.layer, spool.as_ref()).map_err(cannot)?,
         };
+        if is_held && let Some(spool) = &mut spool {
+            // What was checked is what is held: it is kept from its beginning.
+            spool.empty()?;
+        }
         let blob = Checked::new(blob, digest.clone(), *size);
-        let (unsynced, count) = (0, coming.count);
-        let is_bad = false;
-        let mut tee = Tee { inner: blob, is_bad, spool, unsynced, lasts, count };
+        let mut tee = Tee::new(blob, spool, coming.count);
         let looked_at = look(&mut tee);
         // What is wrong with the bytes themselves says more than what they do to a decoder.
         if let Err(error) = io::copy(&mut tee, &mut io::sink()) {
@@ -446,51 +466,6 @@ fn decompressed<'a>(
     })
 }
 
-/// Counts what is read as the input that the memory of its readers depends on.
-struct Metered<'a, R> {
-    inner: R,
-    meter: &'a MemoryMeter,
-}
-
-impl<R: Read> Read for Metered<'_, R> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let len = self.inner.read(buf)?;
-        self.meter.input(len as u64);
-        Ok(len)
-    }
-}
-
-/// Keeps what is read, and counts it.
-struct Tee<'a, R> {
-    inner: R,
-    /// Whether that could not be read, or was not what it should be.
-    is_bad: bool,
-    spool: Option<File>,
-    /// Bytes that the disk may not have yet.
-    unsynced: u64,
-    /// Whether what is kept is to last.
-    lasts: bool,
-    count: &'a (dyn Fn(u64) + Sync),
-}
-
-impl<R: Read> Read for Tee<'_, R> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let len = self.inner.read(buf).inspect_err(|_| self.is_bad = true)?;
-        if let Some(spool) = &mut self.spool {
-            self.unsynced += len as u64;
-            let sync = self.lasts && self.unsynced >= SYNC_LEN;
-            let written = spool.write_all(&buf[..len]);
-            let written = written.and_then(|()| if sync { spool.sync_data() } else { Ok(()) });
-            written.map_err(|error| {
-                io::Error::other(Error::io("cannot keep a layer in the state directory", error))
-            })?;
-            self.unsynced = if sync { 0 } else { self.unsynced };
-        }
-        (self.count)(len as u64);
-        Ok(len)
-    }
-}
-
 fn invalid(what: &str) -> Error {
     Error::new(ErrorKind::Invalid, what)
 }
@@ -502,7 +477,7 @@ mod tests {
     use burgeon_block::ObjectStore;
     use burgeon_source::{Directory, layer_object, registry::Digest};
 
-    use super::{Blobs, Coming};
+    use super::{Blobs, Coming, Spool};
     use crate::{
         document::{Compression, Layer},
         layout::Layout,
@@ -527,7 +502,7 @@ mod tests {
                 let _ = io::copy(blob, &mut io::sink());
                 Ok(())
             };
-            blobs.read_layer(&coming, Some(&own), (spool, false), look).map(drop)
+            blobs.read_layer(&coming, Some(&own), spool.map(Spool::of), look).map(drop)
         };
         // A file that takes nothing, as on a full disk.
         let full = || Some(File::options().write(true).open("/dev/full").unwrap());

@@ -23,6 +23,7 @@ mod index;
 mod layout;
 mod push;
 mod source;
+mod spool;
 
 use std::{panic::resume_unwind, path::Path, thread};
 

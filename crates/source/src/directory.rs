@@ -20,6 +20,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
+    time::Duration,
 };
 
 use burgeon_block::{
@@ -29,6 +30,9 @@ use bytes::Bytes;
 use rustix::fs::FlockOperation;
 
 use crate::{blocking, check_len, too_short};
+
+/// How long the beginning of an object waits for the process that goes on with it: a week.
+const PARTIAL_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// A folder of objects. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -120,7 +124,7 @@ impl Directory {
     }
 
     fn temporary(&self) -> Result<PathBuf> {
-        let tmp = self.root.join("tmp");
+        let tmp = self.tmp();
         fs::create_dir_all(&tmp).map_err(doing("make", &tmp))?;
         let boot = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
         let number = NEXT.fetch_add(1, Relaxed);
@@ -128,8 +132,28 @@ impl Directory {
         Ok(tmp.join(format!("{process}-{number}-{:x}{:08x}", boot.tv_sec, boot.tv_nsec)))
     }
 
+    /// Where writers have what is not published yet.
+    pub(crate) fn tmp(&self) -> PathBuf {
+        self.root.join("tmp")
+    }
+
+    /// Removes what killed writers have left, so that it need not wait for the collector; what they had
+    /// of an object that comes again stays for a week. Best effort.
+    fn sweep(&self) {
+        let Ok(_alone) = self.lock(FlockOperation::NonBlockingLockExclusive) else { return };
+        let is_old = |file: &fs::Metadata| {
+            file.modified().is_ok_and(|at| at.elapsed().is_ok_and(|age| age > PARTIAL_AGE))
+        };
+        for entry in entries(&self.tmp()).unwrap_or_default() {
+            let partial = entry.file_name().as_encoded_bytes().starts_with(b"partial-");
+            if !partial || entry.metadata().is_ok_and(|file| is_old(&file)) {
+                let _ = remove_stale(&entry.path());
+            }
+        }
+    }
+
     /// Takes the store's lock; waits while another holds it.
-    fn lock(&self, operation: FlockOperation) -> Result<File> {
+    pub(crate) fn lock(&self, operation: FlockOperation) -> Result<File> {
         let path = self.root.join("lock");
         lock_file(&path, operation).map_err(doing("lock", &path))
     }
@@ -247,6 +271,7 @@ impl ObjectStore for Directory {
     }
 
     fn begin_write(&self) -> Result<Lease> {
+        self.sweep();
         let _shared = self.lock(FlockOperation::LockShared)?;
         let scratch = self.temporary()?;
         fs::create_dir(&scratch).map_err(doing("make", &scratch))?;
@@ -257,12 +282,13 @@ impl ObjectStore for Directory {
 
     fn begin_collect(&self) -> Result<Collecting> {
         let held = self.lock(FlockOperation::LockExclusive)?;
-        let tmp = self.root.join("tmp");
+        let tmp = self.tmp();
         let (mut writers, mut stale_bytes) = (0, 0);
         for entry in entries(&tmp)? {
             match remove_stale(&entry.path()).map_err(doing("remove", &entry.path()))? {
                 Some(bytes) => stale_bytes += bytes,
-                None => writers += 1,
+                // Whoever has a part of an object is a writer with a folder.
+                None => writers += usize::from(entry.path().is_dir()),
             }
         }
         Ok(Collecting { lease: Lease::new(tmp, Box::new(held)), writers, stale_bytes })
@@ -308,13 +334,14 @@ fn remove_stale(path: &Path) -> io::Result<Option<u64>> {
 /// lock: no writer begins meanwhile.
 fn stale(path: &Path) -> io::Result<Option<u64>> {
     let metadata = fs::symlink_metadata(path)?;
-    if !metadata.is_dir() {
-        return Ok(Some(metadata.len()));
-    }
-    match lock_file(&path.join("lock"), FlockOperation::NonBlockingLockExclusive) {
+    let lock = if metadata.is_dir() { path.join("lock") } else { path.to_owned() };
+    match lock_file(&lock, FlockOperation::NonBlockingLockExclusive) {
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
         Err(error) => return Err(error),
+    }
+    if !metadata.is_dir() {
+        return Ok(Some(metadata.len()));
     }
     let mut bytes = 0;
     for entry in fs::read_dir(path)? {
@@ -338,7 +365,7 @@ fn sync_dir(folder: &Path) -> Result<()> {
 }
 
 /// Turns an I/O error into ours: "cannot `verb` `path`".
-fn doing<'a>(verb: &'a str, path: &'a Path) -> impl Fn(io::Error) -> Error + 'a {
+pub(crate) fn doing<'a>(verb: &'a str, path: &'a Path) -> impl Fn(io::Error) -> Error + 'a {
     move |error| Error::io(format!("cannot {verb} {}", path.display()), error)
 }
 

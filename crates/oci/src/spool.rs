@@ -1,0 +1,129 @@
+//! Where layers are kept while they come, and what an interrupted process leaves of them.
+//!
+//! ```text
+//!   what is left of the layer ──► Tee ──► whoever looks at it        the whole layer, checked
+//!   the rest, from the registry ─►  └───► Spool                      the rest alone: it is appended
+//! ```
+//!
+//! Invariant: bytes that were left are read again, and checked with the others, before the layer is
+//! published.
+
+use std::{
+    fs::File,
+    io::{self, Read, Seek, Write},
+    path::Path,
+};
+
+use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
+use burgeon_source::Partial;
+
+/// Bytes after which what is to last is brought to the disk: 16 MiB. While layers come there is time
+/// for that; at the end somebody waits.
+const SYNC_LEN: u64 = 16 << 20;
+
+/// Where a layer is kept while it comes.
+pub(crate) struct Spool<'a> {
+    file: File,
+    pub(crate) path: &'a Path,
+    /// What is there: the layer's beginning, so many bytes of it.
+    pub(crate) len: u64,
+    /// Whether what is kept is to last.
+    lasts: bool,
+}
+
+impl<'a> Spool<'a> {
+    /// A file that goes with this process.
+    pub(crate) fn of(file: File) -> Self {
+        Self { file, path: Path::new(""), len: 0, lasts: false }
+    }
+
+    /// The file `path`, which `partial` is if it is given.
+    pub(crate) fn lasting(path: &'a Path, partial: Option<&Partial>) -> Result<Self> {
+        let file = match partial {
+            Some(partial) => partial.file().try_clone(),
+            None => File::create_new(path),
+        };
+        let file =
+            file.map_err(|error| Error::io(format!("cannot create {}", path.display()), error))?;
+        Ok(Self { file, path, len: partial.map_or(0, Partial::len), lasts: true })
+    }
+
+    /// Begins it anew.
+    pub(crate) fn empty(&mut self) -> Result<()> {
+        self.len = 0;
+        let emptied = self.file.set_len(0).and_then(|()| self.file.rewind());
+        emptied.map_err(|error| Error::io(format!("cannot empty {}", self.path.display()), error))
+    }
+}
+
+/// What a layer's beginning is worth after `error`: whoever tries again goes on with it if it was only
+/// the way to the rest that failed.
+pub(crate) fn given_up(partial: Option<Partial>, error: Error) -> Error {
+    let Some(partial) = partial.filter(|_| error.kind() != ErrorKind::Unavailable) else {
+        return error;
+    };
+    let had = !partial.is_empty();
+    partial.remove();
+    if !had || error.kind() != ErrorKind::Corrupt {
+        return error;
+    }
+    let what = "what an interrupted mount had left of a layer was used, and is removed: try again";
+    Error::with_source(error.kind(), what, error)
+}
+
+/// Counts what is read as the input that the memory of its readers depends on.
+pub(crate) struct Metered<'a, R> {
+    pub(crate) inner: R,
+    pub(crate) meter: &'a MemoryMeter,
+}
+
+impl<R: Read> Read for Metered<'_, R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let len = self.inner.read(buf)?;
+        self.meter.input(len as u64);
+        Ok(len)
+    }
+}
+
+/// Keeps what is read, and counts it.
+pub(crate) struct Tee<'a, R> {
+    inner: R,
+    /// Whether that could not be read, or was not what it should be.
+    pub(crate) is_bad: bool,
+    pub(crate) spool: Option<File>,
+    /// Bytes to come that are there already.
+    skip: u64,
+    /// Bytes that the disk may not have yet.
+    unsynced: u64,
+    /// Whether what is kept is to last.
+    lasts: bool,
+    count: &'a (dyn Fn(u64) + Sync),
+}
+
+impl<'a, R> Tee<'a, R> {
+    pub(crate) fn new(inner: R, spool: Option<Spool<'_>>, count: &'a (dyn Fn(u64) + Sync)) -> Self {
+        let (skip, lasts) = spool.as_ref().map_or((0, false), |spool| (spool.len, spool.lasts));
+        let (is_bad, unsynced, spool) = (false, 0, spool.map(|spool| spool.file));
+        Self { inner, is_bad, spool, skip, unsynced, lasts, count }
+    }
+}
+
+impl<R: Read> Read for Tee<'_, R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let len = self.inner.read(buf).inspect_err(|_| self.is_bad = true)?;
+        if let Some(spool) = &mut self.spool {
+            let skipped = self.skip.min(len as u64) as usize;
+            self.skip -= skipped as u64;
+            self.unsynced += (len - skipped) as u64;
+            let sync = self.lasts && self.unsynced >= SYNC_LEN;
+            let written = spool.write_all(&buf[skipped..len]);
+            let written = written.and_then(|()| if sync { spool.sync_data() } else { Ok(()) });
+            written.map_err(|error| {
+                io::Error::other(Error::io("cannot keep a layer in the state directory", error))
+            })?;
+            self.unsynced = if sync { 0 } else { self.unsynced };
+        }
+        (self.count)(len as u64);
+        Ok(len)
+    }
+}
