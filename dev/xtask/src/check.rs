@@ -319,13 +319,17 @@ fn watch(name: &str, mut command: Command, mut show: impl FnMut(&str)) -> Result
 }
 
 /// libFuzzer's options: bounds that only a bug can reach, however busy the machine is.
-fn fuzz_options(seconds: u32) -> [String; 7] {
+fn fuzz_options(seconds: u32) -> [String; 8] {
     [
         format!("-max_total_time={seconds}"),
         "-seed=1".into(),
-        // Of one input, in seconds: a thousand times what the slowest takes on a quiet machine.
-        "-timeout=300".into(),
-        "-rss_limit_mb=4096".into(),
+        // Of one input: a bomb is refused within 5 s; sanitizers and a busy machine take ten times that.
+        "-timeout=60".into(),
+        // Readers are bounded at 256 MiB for inputs of this length. The sanitizer takes as much again, and
+        // keeps 256 MiB of freed memory.
+        "-rss_limit_mb=1024".into(),
+        // Of one allocation: a window of zstd.
+        "-malloc_limit_mb=192".into(),
         // Threads that are ending still hold memory; safe Rust has better ways to find leaks.
         "-detect_leaks=0".into(),
         // Inputs are lists of edits: many at once from the start.
