@@ -148,6 +148,35 @@ fn a_name_does_not_make_an_image_one_of_this_host() {
 }
 
 #[test]
+fn what_is_mapped_into_a_mount_of_this_host_has_no_powers_that_its_source_lacks() {
+    let space = Space::new("mapped");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let (tree, at) = (space.path("tree"), space.path("at"));
+    make_tree(&tree);
+    burgeon.build(&tree, "own");
+    burgeon.build(&tar(&tree, space.path("tree.tar")), "tar");
+    let stick = space.small_disk("stick", 16 << 20);
+    make_tree(stick.path());
+    mount_remount(stick.path(), MountFlags::NOSUID | MountFlags::NODEV, c"").unwrap();
+
+    let mounted = mount(&burgeon, "own", &at, &["--virtual", "1P"]);
+    let map = |name: &str, from: &str| {
+        let said = burgeon.ok(&["map", text(&at.join(name)), "--from", from]);
+        (powers(&at.join(name)), said)
+    };
+    assert_eq!(map("own", "own").0, [true; 3]);
+    assert_eq!(map("tree", text(&tree)).0, [true; 3]);
+    let (powers_of_tar, said) = map("tar", "tar");
+    assert_eq!(powers_of_tar, [false; 3]);
+    assert!(said.contains("1 programs") && said.contains("1 devices"), "{said}");
+    assert_eq!(map("stick", text(stick.path())).0, [false; 3]);
+    burgeon.ok(&["map", text(&at.join("one")), "--from", "tar:/id"]);
+    assert_eq!(fs::metadata(at.join("one")).unwrap().permissions().mode() & 0o7777, 0o755);
+    burgeon.umount(mounted);
+    drop(stick);
+}
+
+#[test]
 fn attributes_are_the_kernels_and_outlive_the_daemon() {
     let space = Space::new("options");
     let burgeon = Burgeon::new(PROGRAM, &space);

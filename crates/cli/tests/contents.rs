@@ -43,6 +43,7 @@ fn layered(folder: &Path, simple: bool) -> OciLayout {
     };
     let first = |root: &Path| {
         Torture::make(&root.join("tree"), 33, TortureSize::Small).unwrap();
+        Torture::forget_privileged_attributes(&root.join("tree")).unwrap();
         // No table has names or targets that are no UTF-8, and no layer holes or sockets.
         for name in ["names", "collisions", "sparse"] {
             fs::remove_dir_all(root.join("tree").join(name)).unwrap();

@@ -34,6 +34,7 @@ fn layered(space: &Space) -> OciLayout {
     let layout = OciLayout::new(&space.path("layout")).unwrap();
     let first = |root: &Path| {
         Torture::make(&root.join("tree"), 31, TortureSize::Small).unwrap();
+        Torture::forget_privileged_attributes(&root.join("tree")).unwrap();
         // Holes and sockets are in no layer, and umoci reads the former as zeros.
         fs::remove_dir_all(root.join("tree/sparse")).unwrap();
         fs::remove_file(root.join("tree/special/socket")).unwrap();

@@ -54,6 +54,7 @@ pub mod writes;
 
 pub use built::{honoured, remember_built};
 pub use burgeon_frontend::{btrfs_mount::attach, extents, reflink};
+pub use burgeon_image::build::Honours;
 pub use chain::{btrfs_fsid, is_burgeon_mount, refuse_burgeon, refuse_burgeon_file};
 pub use client::Client;
 pub use id::{Fsid, MountId};

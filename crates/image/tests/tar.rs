@@ -341,6 +341,21 @@ fn sizes_at_the_end_of_what_numbers_hold_are_refused() {
 }
 
 #[test]
+fn of_privileged_attributes_an_archive_gives_capabilities_alone() {
+    let (_folder, store) = store();
+    let refused = ["trusted.overlay.redirect", "trusted.any", "security.selinux", "security.ima"];
+    let taken = ["security.capability", "user.a"];
+    let records: Vec<_> =
+        refused.iter().chain(&taken).map(|name| format!("SCHILY.xattr.{name}=v")).collect();
+    let records: Vec<_> = records.iter().map(String::as_str).collect();
+    let all = ended(&[pax(&records), header(b"a", b'0', 0, b"")]);
+    let manifest = from_tar(&store, all).unwrap();
+    let xattrs = manifest.tree.xattrs_of(inode(&manifest, "a")).iter();
+    let names: Vec<_> = xattrs.map(|xattr| manifest.tree.bytes(xattr.name)).collect();
+    assert_eq!(names, taken.map(str::as_bytes));
+}
+
+#[test]
 fn many_records_take_no_long_time() {
     let (_folder, store) = store();
     // Near the longest header: looking at each before adding one would take hours.

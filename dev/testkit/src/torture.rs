@@ -25,7 +25,7 @@ use std::{
 use anyhow::{Context, Result};
 use rustix::{
     fs::{AtFlags, CWD, FileType, Gid, Mode, Timespec, Timestamps, Uid},
-    fs::{XattrFlags, chownat, lsetxattr, mknodat, utimensat},
+    fs::{XattrFlags, chownat, lremovexattr, lsetxattr, mknodat, utimensat},
 };
 
 use crate::Rng;
@@ -63,6 +63,14 @@ impl Torture {
         let rng = Rng::new(seed);
         let mut torture = Self { root: root.to_path_buf(), rng, size, folders: Vec::new() };
         torture.all().with_context(|| format!("making the torture tree of seed {seed}"))
+    }
+
+    /// Takes away of such a tree what an archive of it does not bring: attributes of root's.
+    pub fn forget_privileged_attributes(root: &Path) -> Result<()> {
+        let folder = root.join("attrs");
+        lremovexattr(folder.join("xattrs"), "trusted.burgeon")?;
+        lremovexattr(folder.join("xattr-symlink"), "trusted.on-a-link")?;
+        Ok(())
     }
 
     fn all(&mut self) -> Result<()> {

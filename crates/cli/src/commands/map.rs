@@ -6,6 +6,7 @@
 //! A file is made without a name and gets it last; a tree is made beside its place and moved there.
 //! So whatever fails leaves nothing half-made.
 
+mod disarm;
 mod image;
 mod local;
 mod tree;
@@ -25,8 +26,8 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind};
 use burgeon_daemon::{
-    Client, MountId,
-    protocol::{MapContent, MapRequest, MappingStatus, MountStatus, Reply, Request},
+    Client, Honours, MountId,
+    protocol::{MapContent, MapRequest, MappingStatus, Reply, Request},
     reflink::{clone_blocks, make_nodatasum},
 };
 use burgeon_source::{
@@ -44,6 +45,8 @@ use crate::{args, output};
 pub(super) struct Mount {
     pub(super) client: Client,
     pub(super) id: MountId,
+    /// What works in it.
+    honours: Honours,
 }
 
 pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
@@ -56,7 +59,7 @@ pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
     let mount = Mount::of_folder(context, &target.folder)?;
     let (mapped, notes) = match (&args.from, &args.computed, args.size) {
         (Some(from), ..) => match fs::canonicalize(from) {
-            Ok(from) => (local::map(&mount, &target, Local::open(&from)?)?, Vec::new()),
+            Ok(from) => local::map(&mount, &target, Local::open(&from)?)?,
             Err(e) if e.kind() == io::ErrorKind::NotFound && from.is_relative() => {
                 image::map(context, &mount, &target, image::Named::find(context, from)?)?
             }
@@ -143,8 +146,9 @@ fn exists(path: &Path) -> Error {
 impl Mount {
     /// The mount that `path` is in.
     pub(super) fn of(context: &Context, path: &Path) -> Result<Self> {
-        let (client, MountStatus { id, .. }) = mount_of(context, path)?;
-        Ok(Self { client, id })
+        let (client, status) = mount_of(context, path)?;
+        let honours = disarm::honours_of(context, &status);
+        Ok(Self { client, id: status.id, honours })
     }
 
     /// The mount that the open `folder` is in.

@@ -161,7 +161,7 @@ impl Honours {
     pub(crate) const ALL: Self = Self { suid: true, dev: true };
 
     /// Those of the mount that `file` lies on.
-    pub(crate) fn of(file: impl AsFd) -> Result<Self> {
+    pub fn of(file: impl AsFd) -> Result<Self> {
         let stat = rustix::fs::fstatvfs(file).map_err(|errno| {
             Error::io("cannot ask for the attributes of the mount that is read", errno.into())
         })?;

@@ -29,6 +29,14 @@ pub(super) fn wanted(name: &[u8]) -> bool {
         || name == b"system.posix_acl_default"
 }
 
+/// Whether a file has this xattr because an archive says so. Of the namespaces that the kernel keeps for
+/// itself and for root, only file capabilities are taken, which a `nosuid` mount ignores: the others are
+/// labels and records of the host that they come from (SELinux, IMA), or tell overlayfs where to look.
+pub(super) fn wanted_of_archive(name: &[u8]) -> bool {
+    let is_privileged = name.starts_with(b"security.") || name.starts_with(b"trusted.");
+    wanted(name) && (!is_privileged || name == b"security.capability")
+}
+
 /// Those of an open file.
 pub(super) fn of_open_file(file: BorrowedFd<'_>) -> rustix::io::Result<Xattrs> {
     collect(|buf| flistxattr(file, buf), |name, buf| fgetxattr(file, name, buf))

@@ -15,12 +15,14 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
-use burgeon_daemon::protocol::MapContent;
+use burgeon_daemon::{honoured, protocol::MapContent};
 use burgeon_image::{Body, DATA_START, Limits, Manifest, catalog};
 use rustix::fs::{FileType, makedev};
 
 use super::{
-    Addresses, Mapped, Mount, Target, clone, name_it, no_file,
+    Addresses, Mapped, Mount, Target, clone,
+    disarm::{Disarm, Disarmed},
+    name_it, no_file,
     tree::{self, Entry, Kind, Origin, Xattrs, cannot_make, check_count},
     unnamed,
 };
@@ -127,7 +129,9 @@ pub(super) fn map(
     let children = Children::new(&named.manifest);
     let root = named.inode(&children)?;
     let Named { digest, manifest, shown, .. } = named;
-    let entries = entries(&manifest, &children, root, &shown)?;
+    let mut entries = entries(&manifest, &children, root, &shown)?;
+    let disarm = Disarm::new(honoured(&context.state, &digest), mount.honours);
+    let disarmed = disarm.apply(&mut entries);
     let [first, ..] = entries.as_slice() else { unreachable!("the root is one") };
     let is_folder = match first.kind {
         Kind::Folder => true,
@@ -144,13 +148,15 @@ pub(super) fn map(
         notes = given.notes;
         data = Some((given.area, given.start));
     }
+    notes.extend(disarmed);
     let image = Image { manifest, data };
+    let origin = Disarmed(&image, disarm);
     if is_folder {
-        return Ok((tree::make(target, &entries, &image)?, notes));
+        return Ok((tree::make(target, &entries, &origin)?, notes));
     }
     let file = unnamed(target, true)?;
     image.fill(first, &file)?;
-    tree::dress(&file, first, &image, &target.path)?;
+    tree::dress(&file, first, &origin, &target.path)?;
     name_it(&file, target)?;
     Ok((Mapped { files: 1, bytes: image.inode(first).size }, notes))
 }

@@ -28,7 +28,10 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind};
-use burgeon_daemon::protocol::{CONTENTS_MAX, MapContent};
+use burgeon_daemon::{
+    Honours,
+    protocol::{CONTENTS_MAX, MapContent},
+};
 use burgeon_image::build::xattrs_of;
 use burgeon_source::beneath::{link_to, open_again, open_beneath, open_without_symlinks};
 use rustix::{
@@ -37,7 +40,9 @@ use rustix::{
 };
 
 use super::{
-    Mapped, Mount, Target, clone, name_it, no_file,
+    Mapped, Mount, Target, clone,
+    disarm::{Disarm, Disarmed},
+    name_it, no_file,
     tree::{self, Entry, Kind, Origin, Xattrs, cannot_make, check_count},
     unnamed,
 };
@@ -101,21 +106,27 @@ impl Found {
 }
 
 /// Makes `local` appear at `target`.
-pub(super) fn map(mount: &Mount, target: &Target, mut local: Local) -> Result<Mapped> {
-    let entries = local.walk()?;
+pub(super) fn map(
+    mount: &Mount,
+    target: &Target,
+    mut local: Local,
+) -> Result<(Mapped, Vec<String>)> {
+    let mut entries = local.walk()?;
+    let disarm = Disarm::new(Honours::of(&local.root)?, mount.honours);
+    let notes = disarm.apply(&mut entries).into_iter().collect();
     let [root, ..] = entries.as_slice() else { unreachable!("the root is one") };
     match root.kind {
         Kind::Folder => {
             local.give_addresses(mount, target, &entries)?;
-            tree::make(target, &entries, &local)
+            Ok((tree::make(target, &entries, &Disarmed(&local, disarm))?, notes))
         }
         Kind::File(size) => {
             let file = unnamed(target, size >= BLOCK_SIZE)?;
             local.give_addresses(mount, target, &entries)?;
             local.fill(root, &file)?;
-            tree::dress(&file, root, &local, &target.path)?;
+            tree::dress(&file, root, &Disarmed(&local, disarm), &target.path)?;
             name_it(&file, target)?;
-            Ok(Mapped { files: 1, bytes: size })
+            Ok((Mapped { files: 1, bytes: size }, notes))
         }
         _ => Err(no_file(local.full(root).display())),
     }

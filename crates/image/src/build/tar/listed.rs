@@ -122,7 +122,7 @@ fn entry_of(file: &Listed) -> Result<Entry> {
         return Err(corrupt(format!("{} of the layer is impossible", show(&file.path))));
     }
     let mut attributes = file.xattrs.clone();
-    attributes.retain(|(name, _)| xattrs::wanted(name));
+    attributes.retain(|(name, _)| xattrs::wanted_of_archive(name));
     attributes.sort();
     attributes.dedup_by(|a, b| a.0 == b.0);
     let extended = attributes.iter().map(|(name, value)| name.len() + value.len());

@@ -452,7 +452,7 @@ fn apply(records: &Records, entry: &mut Entry) -> Result<()> {
             _ if key.starts_with("SCHILY.acl.") => entry.text_acl = true,
             _ => {
                 let name = key.strip_prefix("SCHILY.xattr.").map(str::as_bytes);
-                if let Some(name) = name.filter(|name| xattrs::wanted(name)) {
+                if let Some(name) = name.filter(|name| xattrs::wanted_of_archive(name)) {
                     entry.xattrs.push((name.into(), value.into()));
                 }
             }

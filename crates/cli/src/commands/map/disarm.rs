@@ -1,0 +1,93 @@
+//! What this host does not honour of a source is not honoured in a mount because it was mapped there.
+//!
+//! ```text
+//!   an image that was not built here, a tree on a nosuid,nodev mount
+//!       │ into a mount whose programs and devices work (now, or by default the next time)
+//!       └─► no set-user-ID, no set-group-ID, no capabilities; devices for root alone
+//! ```
+
+use std::fs::File;
+
+use anyhow::Result;
+use burgeon_daemon::{Honours, honoured, protocol::MountStatus};
+use rustix::fs::FileType;
+
+use super::tree::{Entry, Kind, Origin, Xattrs};
+use crate::commands::Context;
+
+/// What is taken away of a source.
+#[derive(Clone, Copy)]
+pub(super) struct Disarm {
+    suid: bool,
+    dev: bool,
+}
+
+impl Disarm {
+    /// For a source of which this host honours so much, and a mount that honours so much.
+    pub(super) fn new(source: Honours, mount: Honours) -> Self {
+        Self { suid: mount.suid && !source.suid, dev: mount.dev && !source.dev }
+    }
+
+    /// Changes `entries`; a sentence if that takes something from one of them.
+    pub(super) fn apply(self, entries: &mut [Entry]) -> Option<String> {
+        let (mut programs, mut devices) = (0u64, 0u64);
+        for entry in entries {
+            if self.takes_device(entry) {
+                (entry.mode, entry.owner) = (entry.mode & !0o7777, (0, 0));
+                devices += 1;
+            } else if self.suid && matches!(entry.kind, Kind::File(_)) && entry.mode & 0o6000 != 0 {
+                entry.mode &= !0o6000;
+                programs += 1;
+            }
+        }
+        (programs + devices > 0).then(|| {
+            format!(
+                "{programs} programs have lost their set-user-ID and set-group-ID bits, and {devices} \
+                 devices are for root alone: this host has not built what was mapped from its own \
+                 files; chmod gives them back"
+            )
+        })
+    }
+
+    /// The attributes of `entry` that are left.
+    fn xattrs(self, entry: &Entry, mut xattrs: Xattrs) -> Xattrs {
+        if self.takes_device(entry) {
+            // An ACL would open it again.
+            xattrs.clear();
+        } else if self.suid {
+            xattrs.retain(|(name, _)| **name != *b"security.capability");
+        }
+        xattrs
+    }
+
+    fn takes_device(self, entry: &Entry) -> bool {
+        let kind = FileType::from_raw_mode(entry.mode);
+        let is_device = matches!(kind, FileType::CharacterDevice | FileType::BlockDevice);
+        // 0,0 is no device, but what overlayfs puts in the place of a removed name.
+        self.dev && is_device && matches!(entry.kind, Kind::Node(number) if number != 0)
+    }
+}
+
+/// What the mount honours now, or will the next time that it is mounted.
+pub(super) fn honours_of(context: &Context, status: &MountStatus) -> Honours {
+    let by_default = honoured(&context.state, &status.digest.0);
+    let now = &status.attributes;
+    Honours { suid: now.suid || by_default.suid, dev: now.dev || by_default.dev }
+}
+
+/// An origin without what is taken away of it.
+pub(super) struct Disarmed<'a, O>(pub(super) &'a O, pub(super) Disarm);
+
+impl<O: Origin> Origin for Disarmed<'_, O> {
+    fn threads(&self) -> usize {
+        self.0.threads()
+    }
+
+    fn fill(&self, entry: &Entry, file: &File) -> Result<()> {
+        self.0.fill(entry, file)
+    }
+
+    fn xattrs(&self, entry: &Entry) -> Result<Xattrs> {
+        Ok(self.1.xattrs(entry, self.0.xattrs(entry)?))
+    }
+}
