@@ -25,7 +25,16 @@ pub(crate) fn preparing(store: &Location, folder: &Path) -> Sandbox {
 /// It answers reads of every mount, from caches and profiles in `state`, from stores, and from files
 /// of this host that images refer to by their paths.
 pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
-    let folders = [state.images(), state.profiles(), state.writes(), state.mounts(), state.run()];
+    // The directory, because users remove folders in it, and others take their place; and each folder,
+    // because it may be a link to another disk.
+    let folders = [
+        state.root().to_owned(),
+        state.images(),
+        state.profiles(),
+        state.writes(),
+        state.mounts(),
+        state.run(),
+    ];
     let sandbox = Sandbox::computing().read_everything().network();
     let sandbox = folders.iter().fold(sandbox, |sandbox, folder| sandbox.write(folder));
     let sandbox = match harden::can_lock_without_capability() {
