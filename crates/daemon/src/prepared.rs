@@ -504,6 +504,7 @@ fn prepare_here(
     // It names the boot, which nothing in the sandbox can be asked for.
     let ready = Ready::now(&store, folder);
     roles::preparing(&store, folder).enter()?;
+    roles::do_without_helpers();
     if wanted == ONLY_MAP {
         let open = Store::open(&store, &Access::from_env())?;
         return burgeon_image::prepare_map(&open, &digest, folder, &limits, bound_memory);

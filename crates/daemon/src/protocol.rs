@@ -29,6 +29,14 @@ use crate::{id::MountId, seen::Seen};
 pub enum Request {
     /// Make a detached mount: answered by [`Reply::Mounted`] and a descriptor.
     Mount(Box<MountRequest>),
+    /// Run a credential helper for the server, which may execute nothing: answered by
+    /// [`Reply::HelperSaid`].
+    AskHelper {
+        /// The helper's name, without `docker-credential-`.
+        helper: String,
+        /// The registry that it is asked about.
+        registry: String,
+    },
     /// The mount has been moved to `target` in the client's namespace.
     Placed {
         /// Which mount.
@@ -287,6 +295,8 @@ pub enum Reply {
     Done,
     /// The mount is ready, its descriptor is on this message.
     Mounted(Mounted),
+    /// What a credential helper printed, or why it did not.
+    HelperSaid(Result<String, String>),
     /// The contents lie one after another from `start` on, in bytes, each from a block border.
     Mapped {
         /// Offset in the virtual area's file, whose descriptor is on this message.

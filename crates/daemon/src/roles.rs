@@ -8,7 +8,10 @@ use std::path::Path;
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_sandbox::{Sandbox, attempts};
-use burgeon_source::Location;
+use burgeon_source::{
+    Location,
+    registry::{NOT_FOUND, ask_helpers_by},
+};
 
 use crate::{
     harden,
@@ -20,6 +23,11 @@ use crate::{
 /// It fetches a manifest from `store`, decodes it, and writes what a mount needs into `folder`.
 pub(crate) fn preparing(store: &Location, folder: &Path) -> Sandbox {
     from_store(Sandbox::computing().write(folder), store)
+}
+
+/// In a sandbox nothing can be executed: this process has the credentials that it was given.
+pub(crate) fn do_without_helpers() {
+    ask_helpers_by(Box::new(|_, _| Ok(NOT_FOUND.to_owned())));
 }
 
 /// It answers reads of every mount, from caches and profiles in `state`, from stores, and from files

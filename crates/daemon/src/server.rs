@@ -39,8 +39,9 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::{Counters, Error, Result};
+use burgeon_block::{Counters, Error, ErrorKind, Result};
 use burgeon_frontend::{Slots, ublk::Control};
+use burgeon_source::registry::Said;
 use burgeon_volume::Limits;
 use tokio::runtime::{Builder, Runtime};
 
@@ -51,12 +52,13 @@ use self::{
     volumes::Openings,
 };
 use crate::{
-    client::socket_path,
+    client::{Client, socket_path},
     files::{self, Lock},
     harden,
     id::MountId,
     link::{Attach, FromServer, ToServer},
     paths::StateDir,
+    protocol::{Reply, Request},
     roles::{self, ServingIo},
     transport::{self, Transport},
     wire,
@@ -130,6 +132,10 @@ fn begin(state_dir: &Path) -> Result<()> {
     if !roles::serving(&state, io).enter()? {
         log!("this kernel has no Landlock: the serving process can write files outside its state");
     }
+    let asked = state.clone();
+    burgeon_source::registry::ask_helpers_by(Box::new(move |helper, registry| {
+        ask_supervisor(&asked, helper, registry).unwrap_or_else(|e| Err(e.to_string()))
+    }));
     let stdin =
         rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).map_err(|e| failed(e.into()))?;
     let runtime = Builder::new_multi_thread()
@@ -171,6 +177,19 @@ fn begin(state_dir: &Path) -> Result<()> {
             }
         });
         stream = serving.await_adoption()?;
+    }
+}
+
+/// Lets the supervisor run a credential helper, because this process may execute nothing.
+fn ask_supervisor(state: &StateDir, helper: &str, registry: &str) -> Result<Said> {
+    let unavailable = |what: &str| Error::new(ErrorKind::Unavailable, what);
+    let Some(supervisor) = Client::connect(state)? else {
+        return Err(unavailable("no daemon is there to run a credential helper"));
+    };
+    let (helper, registry) = (helper.to_owned(), registry.to_owned());
+    match supervisor.call(&Request::AskHelper { helper, registry })? {
+        (Reply::HelperSaid(said), _) => Ok(said),
+        _ => Err(unavailable("the daemon gave an answer to something else")),
     }
 }
 

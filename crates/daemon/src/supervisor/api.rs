@@ -136,6 +136,9 @@ impl Supervisor {
                 }
                 Err(e) => refused(e),
             },
+            Request::AskHelper { helper, registry } => {
+                Reply::HelperSaid(burgeon_source::registry::ask_helper(&helper, &registry))
+            }
             Request::Status => Reply::Status(Box::new(self.status())),
             Request::AwaitRelease { id, timeout_ms } => {
                 match self.await_release(id, Duration::from_millis(timeout_ms)) {

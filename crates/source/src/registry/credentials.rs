@@ -7,28 +7,32 @@
 //!            environment has them
 //! ```
 
-use std::{sync::mpsc, thread, time::Duration};
+use std::{
+    env,
+    fs::File,
+    io::Read,
+    path::{Path, PathBuf},
+};
 
 use burgeon_block::{Error, ErrorKind, Result};
 pub(crate) use docker_credential::DockerCredential;
-use docker_credential::{
-    CredentialRetrievalError as Failed, get_credential, get_credential_from_reader,
-    get_podman_credential,
-};
+use docker_credential::{CredentialRetrievalError as Failed, get_credential_from_reader};
+use serde_json::{Map, Value};
 
-use super::Name;
+use super::{Name, helper};
 use crate::Access;
 
-/// How long a credential helper may take: it may ask somebody.
-const HELPER_MAX: Duration = Duration::from_secs(60);
+/// The longest configuration that is read, in bytes.
+const CONFIG_MAX: u64 = 1 << 20;
 
-type Found = std::result::Result<DockerCredential, Failed>;
+/// `None` where there are no credentials, which is no failure.
+type Found = std::result::Result<Option<DockerCredential>, String>;
 
 /// What `access` holds for the registry of `name`.
 pub(super) fn given(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
     let Some(config) = access.registries() else { return Ok(None) };
     let registry = name.registry();
-    understood(registry, known(get_credential_from_reader(config.as_bytes(), registry)))
+    understood(registry, configured(config.as_bytes(), registry))
 }
 
 /// What this process's environment has for the registry of `name`.
@@ -40,15 +44,7 @@ pub(super) async fn own(name: &Name) -> Result<Option<DockerCredential>> {
 /// What this process's environment has for the registry of `name`; waits for a helper.
 fn look_up(name: &Name) -> Result<Option<DockerCredential>> {
     let registry = name.registry();
-    let (send, receive) = mpsc::channel();
-    let asked = registry.to_owned();
-    thread::spawn(move || send.send(search(&asked)));
-    let found = receive.recv_timeout(HELPER_MAX).map_err(|_| {
-        let seconds = HELPER_MAX.as_secs();
-        let why = format!("the credential helper does not answer within {seconds} s");
-        Error::new(ErrorKind::Unavailable, format!("cannot log in to {registry}: {why}"))
-    })?;
-    understood(registry, found)
+    understood(registry, search(registry))
 }
 
 /// What opens the registry of `name`: what `access` holds, else what this process's environment has.
@@ -59,34 +55,85 @@ pub(crate) fn find(name: &Name, access: &Access) -> Result<Option<DockerCredenti
     }
 }
 
-fn understood(
-    registry: &str,
-    found: Option<std::result::Result<DockerCredential, String>>,
-) -> Result<Option<DockerCredential>> {
-    found.transpose().map_err(|why| {
+fn understood(registry: &str, found: Found) -> Result<Option<DockerCredential>> {
+    found.map_err(|why| {
         let what = format!("the credentials for {registry} cannot be read: {why}; log in again");
         Error::new(ErrorKind::Invalid, what)
     })
 }
 
-/// Docker's first; `None` if nobody has any.
-fn search(registry: &str) -> Option<std::result::Result<DockerCredential, String>> {
-    [get_credential, get_podman_credential].into_iter().find_map(|get| known(get(registry)))
+/// Docker's first.
+fn search(registry: &str) -> Found {
+    for path in [docker_config(), podman_config()].into_iter().flatten() {
+        let Ok(file) = File::open(path) else { continue };
+        let mut config = Vec::new();
+        if file.take(CONFIG_MAX).read_to_end(&mut config).is_err() {
+            continue;
+        }
+        if let Some(found) = configured(&config, registry)? {
+            return Ok(Some(found));
+        }
+    }
+    Ok(None)
 }
 
-/// `None` where there are no credentials, which is no failure.
-fn known(found: Found) -> Option<std::result::Result<DockerCredential, String>> {
-    match found {
-        Ok(credential) => Some(Ok(credential)),
-        Err(Failed::ConfigNotFound | Failed::ConfigReadError | Failed::NoCredentialConfigured) => {
-            None
-        }
-        // It says that there is none for this registry.
-        Err(Failed::HelperFailure { stdout, .. }) if stdout.contains("credentials not found") => {
-            None
-        }
-        // What it has printed could be a secret.
-        Err(Failed::HelperFailure { helper, .. }) => Some(Err(format!("{helper} failed"))),
-        Err(error) => Some(Err(error.to_string())),
+fn docker_folder() -> Option<PathBuf> {
+    let home = || Some(Path::new(&env::var_os("HOME")?).join(".docker"));
+    env::var_os("DOCKER_CONFIG").map(PathBuf::from).or_else(home)
+}
+
+fn docker_config() -> Option<PathBuf> {
+    Some(docker_folder()?.join("config.json"))
+}
+
+/// Where `podman login` and `skopeo login` write.
+fn podman_config() -> Option<PathBuf> {
+    if let Some(path) = env::var_os("REGISTRY_AUTH_FILE") {
+        return Some(path.into());
+    }
+    let runtime = Path::new(&env::var_os("XDG_RUNTIME_DIR")?).join("containers/auth.json");
+    if runtime.is_file() {
+        Some(runtime)
+    } else {
+        Some(docker_folder()?.join("containers/auth.json"))
+    }
+}
+
+/// What `config` says of `registry`: the helper for this registry, then what lies in `config` itself,
+/// then the helper for all others. The library is given no helper: it would run it without bounds.
+fn configured(config: &[u8], registry: &str) -> Found {
+    let Ok(mut config) = serde_json::from_slice::<Map<String, Value>>(config) else {
+        return Ok(None);
+    };
+    let helpers = config.remove("credHelpers").unwrap_or_default();
+    let store = config.remove("credsStore").unwrap_or_default();
+    if let Some(name) = helpers[registry].as_str().filter(|name| !name.is_empty()) {
+        return helper::credentials(name, registry);
+    }
+    let plain = Value::Object(config).to_string();
+    match get_credential_from_reader(plain.as_bytes(), registry) {
+        Ok(credential) => return Ok(Some(credential)),
+        Err(Failed::NoCredentialConfigured | Failed::ConfigReadError) => {}
+        Err(error) => return Err(error.to_string()),
+    }
+    match store.as_str().filter(|name| !name.is_empty()) {
+        Some(name) => helper::credentials(name, registry),
+        None => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{DockerCredential, configured};
+
+    #[test]
+    fn what_lies_in_a_configuration_is_found_and_helpers_have_plain_names() {
+        let config =
+            br#"{"auths": {"r.example": {"auth": "dXNlcjpodW50ZXIy"}}, "credsStore": "a/b"}"#;
+        let found = configured(config, "r.example").unwrap();
+        let expected = DockerCredential::UsernamePassword("user".into(), "hunter2".into());
+        assert_eq!(found, Some(expected));
+        assert!(configured(config, "other.example").unwrap_err().contains("no name"));
+        assert_eq!(configured(b"{}", "r.example"), Ok(None));
     }
 }

@@ -13,6 +13,7 @@
 mod artifact;
 mod credentials;
 mod digest;
+mod helper;
 mod login;
 mod name;
 mod token;
@@ -33,6 +34,7 @@ use reqwest::{
 use tokio::sync::Semaphore;
 
 pub(crate) use self::credentials::{DockerCredential, find as find_credentials};
+pub use self::helper::{Ask, NOT_FOUND, Said, ask_helper, ask_helpers_by};
 pub use self::{
     artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, Objects},
     digest::{Checked, Digest, Digesting},

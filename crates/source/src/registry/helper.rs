@@ -1,0 +1,170 @@
+//! Credential helpers: programs of others that know a user's password, run as Docker runs them.
+//!
+//! ```text
+//!   registry ──► stdin  docker-credential-NAME get  stdout ──► {"Username", "Secret"}
+//! ```
+//!
+//! Invariants: a helper has [`TIME_MAX`] and is killed with all it has started; [`SAID_MAX`] of what
+//! it prints is read; of this process's environment it has `PATH` and `HOME` alone, so that it sees
+//! no secret of other stores; what it prints is never shown, because it may be one.
+
+use std::{
+    io::{Read, Write},
+    os::unix::process::CommandExt,
+    process::{Child, Command, Stdio},
+    sync::{OnceLock, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde::Deserialize;
+
+use super::DockerCredential;
+
+/// How long a helper may take: it may ask a server, or somebody.
+const TIME_MAX: Duration = Duration::from_secs(30);
+/// The longest answer, in bytes; a token of a cloud has a few thousand.
+const SAID_MAX: u64 = 64 << 10;
+/// How often a helper that has closed its output is looked at until it ends.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// What a helper printed, or why it did not.
+pub type Said = Result<String, String>;
+
+/// Asks the helper of this name for the credentials of a registry.
+pub type Ask = Box<dyn Fn(&str, &str) -> Said + Send + Sync>;
+
+static ASK: OnceLock<Ask> = OnceLock::new();
+
+/// Lets `ask` ask helpers from now on, in a process that may execute none. The first call counts.
+pub fn ask_helpers_by(ask: Ask) {
+    let _ = ASK.set(ask);
+}
+
+/// What a helper says that has nothing for a registry.
+pub const NOT_FOUND: &str = "credentials not found in native keychain";
+
+/// The credentials that `helper` has for `registry`; `None` if it says that it has none.
+pub(super) fn credentials(
+    helper: &str,
+    registry: &str,
+) -> Result<Option<DockerCredential>, String> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "PascalCase")]
+    struct Answer {
+        username: String,
+        secret: String,
+    }
+    let said = match ASK.get() {
+        Some(ask) => ask(helper, registry)?,
+        None => ask_helper(helper, registry)?,
+    };
+    if said.contains("credentials not found") {
+        return Ok(None);
+    }
+    let answer: Answer = serde_json::from_str(&said)
+        .map_err(|_| format!("docker-credential-{helper} gives no user and password"))?;
+    Ok(Some(match answer.username.as_str() {
+        "<token>" => DockerCredential::IdentityToken(answer.secret),
+        _ => DockerCredential::UsernamePassword(answer.username, answer.secret),
+    }))
+}
+
+/// Runs a helper and returns what it printed, an error of its own included.
+pub fn ask_helper(helper: &str, registry: &str) -> Said {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    if helper.is_empty() || !helper.chars().all(plain) {
+        return Err(format!("{helper:?} is no name of a credential helper"));
+    }
+    let name = format!("docker-credential-{helper}");
+    let kept =
+        ["PATH", "HOME"].into_iter().filter_map(|name| Some((name, std::env::var_os(name)?)));
+    let mut command = Command::new(&name);
+    command.arg("get").env_clear().envs(kept);
+    run(command, &name, registry, TIME_MAX)
+}
+
+/// Runs `command`, which is called `name`, for at most `time_max`.
+fn run(mut command: Command, name: &str, registry: &str, time_max: Duration) -> Said {
+    let child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .process_group(0)
+        .spawn();
+    let mut child = Killed(child.map_err(|e| format!("{name} cannot be run: {e}"))?);
+    if let Some(mut stdin) = child.0.stdin.take() {
+        // One that reads nothing may know without.
+        let _ = stdin.write_all(registry.as_bytes());
+    }
+    let deadline = Instant::now() + time_max;
+    let late = || format!("{name} does not answer within {} s", time_max.as_secs());
+    let (send, receive) = mpsc::channel();
+    if let Some(stdout) = child.0.stdout.take() {
+        // It ends with the helper, which is killed below.
+        thread::spawn(move || {
+            let mut said = String::new();
+            let read = stdout.take(SAID_MAX + 1).read_to_string(&mut said);
+            send.send(read.map(|_| said))
+        });
+    }
+    let said = receive.recv_timeout(time_max).map_err(|_| late())?;
+    let said = said.map_err(|e| format!("what {name} prints cannot be read: {e}"))?;
+    if said.len() as u64 > SAID_MAX {
+        return Err(format!("{name} prints more than {SAID_MAX} bytes"));
+    }
+    loop {
+        match child.0.try_wait() {
+            Ok(Some(status)) if status.success() || said.contains("credentials not found") => {
+                return Ok(said);
+            }
+            Ok(Some(status)) => return Err(format!("{name} failed: {status}")),
+            Ok(None) if Instant::now() < deadline => thread::sleep(PAUSE),
+            Ok(None) => return Err(late()),
+            Err(e) => return Err(format!("{name} cannot be waited for: {e}")),
+        }
+    }
+}
+
+/// A process that leads a group; both end with this value.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        if let Ok(None) = self.0.try_wait() {
+            if let Some(group) = rustix::process::Pid::from_raw(self.0.id() as i32) {
+                let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+            }
+            let _ = self.0.wait();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{process::Command, time::Duration};
+
+    use super::{ask_helper, run};
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn a_helper_that_says_nothing_too_much_or_nothing_useful_is_ended() {
+        let within = Duration::from_secs(60);
+        assert_eq!(run(shell("cat"), "cat", "r.example", within).unwrap(), "r.example");
+        let error = run(shell("sleep 1000"), "sleep", "x", Duration::from_millis(1)).unwrap_err();
+        assert!(error.contains("does not answer"), "{error}");
+        let error = run(shell("exec >&-; sleep 1000"), "sleep", "x", Duration::from_secs(1));
+        assert!(error.unwrap_err().contains("does not answer"));
+        let error = run(shell("yes"), "yes", "x", within).unwrap_err();
+        assert!(error.contains("more than 65536 bytes"), "{error}");
+        assert!(
+            run(shell("echo secret; exit 1"), "x", "x", within).unwrap_err().contains("failed")
+        );
+        assert!(ask_helper("../../bin/sh", "x").unwrap_err().contains("no name"));
+    }
+}
