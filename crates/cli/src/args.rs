@@ -436,6 +436,9 @@ pub(crate) struct Umount {
     /// Where it is mounted
     #[arg(required = true)]
     pub(crate) paths: Vec<PathBuf>,
+    /// Take the mount away even if it is in use; it is released when nobody uses it any more
+    #[arg(long, short)]
+    pub(crate) lazy: bool,
 }
 
 #[derive(ClapArgs, Debug)]

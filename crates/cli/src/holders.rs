@@ -1,12 +1,19 @@
-//! Who uses a file system: the answer to "target is busy".
+//! What uses a file system: the answer to "target is busy", and to a mount that stays after its umount.
+//!
+//! ```text
+//!   /proc/*/mountinfo                                 ─► mounts of it in other namespaces
+//!   /proc/*/{cwd,root,exe,map_files/*,task/*/fd/*}    ─► processes that have something of it open
+//! ```
 
 use std::{
+    collections::BTreeMap,
+    ffi::OsString,
     fs,
-    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
-use burgeon_daemon::mountinfo;
+use burgeon_daemon::{Fsid, mountinfo};
+use rustix::fs::statvfs;
 
 /// Most holders that are named.
 const NAMED_MAX: usize = 5;
@@ -14,16 +21,69 @@ const NAMED_MAX: usize = 5;
 /// Says, as a sentence, what keeps `target` from being unmounted, as far as this process may see.
 pub(crate) fn describe(target: &Path) -> String {
     let mut holders = mounted_below(target);
-    if let Ok(metadata) = fs::metadata(target) {
-        holders.extend(processes(metadata.dev()));
+    if let Some(number) = Number::of(target) {
+        holders.extend(processes(number));
     }
     if holders.is_empty() {
         return "something that this user cannot see uses it".to_owned();
     }
+    format!("in use by {}", list(holders))
+}
+
+/// What still uses the btrfs `fsid`, which is mounted nowhere in this namespace; `None` if nothing that
+/// this process may see does.
+pub(crate) fn of(fsid: Fsid) -> Option<String> {
+    let mut holders: Vec<_> = elsewhere(fsid).iter().map(ToString::to_string).collect();
+    holders.extend(processes(Number::from(fsid)));
+    (!holders.is_empty()).then(|| list(holders))
+}
+
+fn list(mut holders: Vec<String>) -> String {
     let more = holders.len().saturating_sub(NAMED_MAX);
     holders.truncate(NAMED_MAX);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    format!("in use by {}{more}", holders.join(", "))
+    format!("{}{more}", holders.join(", "))
+}
+
+/// A mount in another mount namespace.
+pub(crate) struct Elsewhere {
+    /// Where, as the processes there see it.
+    pub(crate) target: PathBuf,
+    process: u32,
+    name: String,
+}
+
+impl std::fmt::Display for Elsewhere {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { target, process, name } = self;
+        write!(f, "the mount {} in the namespace of {name} (process {process})", target.display())
+    }
+}
+
+/// The mounts of the btrfs `fsid` in other mount namespaces, each named by its first process.
+pub(crate) fn elsewhere(fsid: Fsid) -> Vec<Elsewhere> {
+    let devices = fs::read_dir(format!("/sys/fs/btrfs/{fsid}/devices"));
+    let devices: Vec<_> =
+        devices.into_iter().flatten().flatten().map(|device| device.file_name()).collect();
+    let own = fs::read_link("/proc/thread-self/ns/mnt").unwrap_or_default();
+    let mut namespaces: BTreeMap<OsString, u32> = BTreeMap::new();
+    for process in process_ids() {
+        let Ok(namespace) = fs::read_link(format!("/proc/{process}/ns/mnt")) else { continue };
+        if namespace != own {
+            namespaces.entry(namespace.into()).or_insert(process);
+        }
+    }
+    let mounts = namespaces.into_values().flat_map(|process| {
+        let mounts = mountinfo::read(Path::new(&format!("/proc/{process}/mountinfo")));
+        mounts.unwrap_or_default().into_iter().map(move |mount| (process, mount))
+    });
+    let of_it = mounts.filter(|(_, mount)| {
+        mount.fs_type == "btrfs"
+            && mount.source.file_name().is_some_and(|name| devices.iter().any(|d| d == name))
+    });
+    of_it
+        .map(|(process, mount)| Elsewhere { target: mount.target, process, name: name_of(process) })
+        .collect()
 }
 
 fn mounted_below(target: &Path) -> Vec<String> {
@@ -35,24 +95,55 @@ fn mounted_below(target: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Processes with a file, a mapping or a folder of the file system `device`.
-fn processes(device: u64) -> Vec<String> {
+/// A part of what `statvfs` says of all files of a file system: for btrfs, the same in every subvolume,
+/// and known from its fsid.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Number(u32);
+
+impl Number {
+    fn of(path: &Path) -> Option<Self> {
+        statvfs(path).ok().map(|stat| Self(stat.f_fsid as u32))
+    }
+}
+
+impl From<Fsid> for Number {
+    fn from(fsid: Fsid) -> Self {
+        let word = |at: usize| {
+            let bytes = fsid.0.iter().skip(at).take(4);
+            bytes.fold(0, |word: u32, byte| word << 8 | u32::from(*byte))
+        };
+        // As `btrfs_statfs` makes it; the other half has the subvolume in it.
+        Self(word(0) ^ word(8))
+    }
+}
+
+fn process_ids() -> Vec<u32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let mut ids: Vec<_> =
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    ids.sort_unstable();
+    ids
+}
+
+fn name_of(process: u32) -> String {
+    let name = fs::read_to_string(format!("/proc/{process}/comm")).unwrap_or_default();
+    name.trim_end().to_owned()
+}
+
+/// Processes with a file, a mapping or a folder of the file system.
+fn processes(number: Number) -> Vec<String> {
     let own = std::process::id();
-    entries
-        .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
-        .filter(|pid| *pid != own)
-        .filter_map(|pid| {
-            let folder = PathBuf::from(format!("/proc/{pid}"));
-            let how = how_it_holds(&folder, device)?;
-            let name = fs::read_to_string(folder.join("comm")).unwrap_or_default();
-            Some(format!("{} (process {pid}, {how})", name.trim_end()))
+    let others = process_ids().into_iter().filter(|id| *id != own);
+    others
+        .filter_map(|id| {
+            let how = how_it_holds(&PathBuf::from(format!("/proc/{id}")), number)?;
+            Some(format!("{} (process {id}, {how})", name_of(id)))
         })
         .collect()
 }
 
-fn how_it_holds(process: &Path, device: u64) -> Option<&'static str> {
-    let on_it = |path: &Path| fs::metadata(path).is_ok_and(|metadata| metadata.dev() == device);
+fn how_it_holds(process: &Path, number: Number) -> Option<&'static str> {
+    let on_it = |path: &Path| Number::of(path) == Some(number);
     let any_in = |folder: &Path| {
         let files = fs::read_dir(folder).into_iter().flatten().flatten();
         files.map(|file| file.path()).any(|path| on_it(&path))
@@ -76,7 +167,7 @@ fn how_it_holds(process: &Path, device: u64) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::MetadataExt;
+    use super::{Number, processes};
 
     #[test]
     fn a_process_in_a_folder_is_named() {
@@ -86,8 +177,7 @@ mod tests {
             .current_dir(temp.path())
             .spawn()
             .unwrap();
-        let device = temp.path().metadata().unwrap().dev();
-        let all = super::processes(device);
+        let all = processes(Number::of(temp.path()).unwrap());
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(all.iter().any(|one| one.contains(&format!("process {},", child.id()))), "{all:?}");

@@ -2,9 +2,17 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    io::Read,
+    path::Path,
+    process::{Child, Command, Stdio},
+};
 
-use rustix::mount::{UnmountFlags, unmount};
+use rustix::{
+    mount::{UnmountFlags, unmount},
+    process::{Pid, Signal, kill_process},
+};
 use serde_json::Value;
 use testkit::{Burgeon, PATIENCE, Rng, Space, compare, ublk_expected, wait_until};
 
@@ -324,4 +332,94 @@ fn one_mount_that_cannot_be_unmounted_keeps_no_other_from_it() {
     assert!(said.code == Some(3) && said.stdout.contains(b), "{said:#?}");
     mounted.into_iter().for_each(std::mem::forget);
     assert!(mounts(&burgeon.status()).is_empty());
+}
+
+/// A process with a copy of this thread's mounts, from when it was started.
+struct OtherNamespace(Child);
+
+impl OtherNamespace {
+    fn new() -> Self {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--propagation", "private", "sh", "-c", "echo; exec sleep 600"]);
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = [0];
+        child.stdout.as_mut().unwrap().read_exact(&mut line).unwrap();
+        Self(child)
+    }
+}
+
+impl Drop for OtherNamespace {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_mount_that_something_still_holds_is_known_and_its_holder_named() {
+    let space = Space::new("held");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&sample(&space, 1), "image:1");
+    let options = ["--write-limit", LIMIT];
+    let mounted = burgeon.mount("image:1", &space.path("at"), &options);
+    let at = space.path("at");
+    let path = at.to_str().unwrap();
+    let other = OtherNamespace::new();
+    let holder = format!("in the namespace of sleep (process {})", other.0.id());
+    burgeon.fails(&["umount", path], 5, &holder);
+    burgeon.fails(&["shutdown"], 5, &holder);
+    burgeon.fails(&["shutdown", "--unmount"], 5, &holder);
+    let said = burgeon.ok(&["doctor"]);
+    assert!(said.contains(&holder), "{said}");
+    drop(other);
+    let released = || burgeon.status()["mounts"].as_array().is_some_and(Vec::is_empty);
+    assert!(wait_until(PATIENCE, released));
+    assert!(!burgeon.ok(&["doctor"]).contains("held by"));
+    // In use here: it goes away at once, and is released when nobody uses it.
+    std::mem::forget(mounted);
+    let mounted = burgeon.mount("image:1", &space.path("at"), &options);
+    let file = fs::File::open(mounted.path().join("big")).unwrap();
+    let own = format!("(process {}, an open file)", std::process::id());
+    burgeon.fails(&["umount", path], 5, "burgeon umount --lazy");
+    let said = burgeon.ok(&["umount", "--lazy", path]);
+    assert!(said.contains(&own) && said.contains("it is released when they let go"), "{said}");
+    std::mem::forget(mounted);
+    assert_eq!(fs::read_dir(space.path("at")).unwrap().count(), 0);
+    burgeon.fails(&["shutdown"], 5, &own);
+    drop(file);
+    assert!(wait_until(PATIENCE, released));
+    burgeon.ok(&["shutdown"]);
+}
+
+#[test]
+fn of_two_who_unmount_the_same_place_the_second_is_told_so() {
+    let space = Space::new("twice");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&sample(&space, 1), "image:1");
+    let mounted = burgeon.mount("image:1", &space.path("at"), &["--write-limit", LIMIT]);
+    let supervisor = burgeon.status()["supervisor_pid"].as_i64().unwrap();
+    let supervisor = Pid::from_raw(i32::try_from(supervisor).unwrap()).unwrap();
+    // Both have seen the mount by the time they ask the supervisor, which answers when it goes on.
+    kill_process(supervisor, Signal::STOP).unwrap();
+    let start = || {
+        let mut command = burgeon.command(&["umount", mounted.path().to_str().unwrap()]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let both = [start(), start()];
+    let asks = |child: &Child| {
+        let files = fs::read_dir(format!("/proc/{}/fd", child.id())).unwrap().flatten();
+        let mut targets = files.filter_map(|file| fs::read_link(file.path()).ok());
+        targets.any(|target| target.to_string_lossy().starts_with("socket:"))
+    };
+    let ask = wait_until(PATIENCE, || both.iter().all(asks));
+    kill_process(supervisor, Signal::CONT).unwrap();
+    assert!(ask, "they do not connect");
+    let outputs = both.map(|child| child.wait_with_output().unwrap());
+    std::mem::forget(mounted);
+    let done = outputs.iter().filter(|output| output.status.success()).count();
+    assert_eq!(done, 1, "{outputs:?}");
+    let second = outputs.iter().find(|output| !output.status.success()).unwrap();
+    let said = String::from_utf8_lossy(&second.stderr);
+    assert!(said.contains("nothing is mounted at"), "{said}");
+    assert_eq!(second.status.code(), Some(1), "{said}");
 }

@@ -1,13 +1,20 @@
 //! `burgeon doctor`.
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Duration};
 
 use anyhow::Result;
-use burgeon_daemon::doctor::{self, Finding, Level};
+use burgeon_daemon::{
+    Client,
+    doctor::{self, Finding, Level},
+    protocol::{Reply, Request, Status},
+};
 use serde_json::json;
 
-use super::{Context, need_mount_privilege};
-use crate::{args, output};
+use super::{Context, need_mount_privilege, umount::places_of};
+use crate::{args, holders, output};
+
+/// How long the daemon may take to answer: that it does not is told elsewhere.
+const ANSWER_MAX: Duration = Duration::from_secs(3);
 
 pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> {
     let location = context.store_location();
@@ -28,6 +35,7 @@ pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> 
     };
     let (failed, mended): (Vec<_>, Vec<_>) =
         mends.iter().partition(|mend| !args.dry_run && unmended(mend));
+    findings.extend(held(context));
     let bad = findings.iter().any(|finding| finding.level == Level::Problem)
         || (args.repair && !failed.is_empty());
     if context.json {
@@ -44,6 +52,43 @@ pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> 
         }
     }
     Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Mounts that are in place nowhere in this namespace, and what holds them.
+fn held(context: &Context) -> Vec<Finding> {
+    let Some(status) = ask_soon(context) else { return Vec::new() };
+    let placed = status.mounts.iter().filter(|mount| mount.state != "preparing");
+    let held = placed.filter_map(|mount| {
+        let fsid = mount.fsid.filter(|fsid| places_of(*fsid).is_empty())?;
+        let holders = holders::of(fsid)?;
+        // A container that mounts something in itself is nothing to be told about.
+        let as_asked = holders::elsewhere(fsid).iter().any(|other| other.target == mount.target);
+        let (level, remedy) = match as_asked {
+            true => (Level::Fine, None),
+            false => (
+                Level::Warning,
+                Some("it is released when they let go: end them, or unmount it there".to_owned()),
+            ),
+        };
+        Some(Finding {
+            subject: format!("mount {}", mount.target.display()),
+            level,
+            found: format!("is not mounted here, but held by {holders}"),
+            remedy,
+            repairable: false,
+        })
+    });
+    held.collect()
+}
+
+/// What the daemon says, if it answers.
+fn ask_soon(context: &Context) -> Option<Status> {
+    let client = Client::connect(&context.state).ok()??;
+    client.wait_at_most(ANSWER_MAX).ok()?;
+    match client.call(&Request::Status).ok()?.0 {
+        Reply::Status(status) => Some(*status),
+        _ => None,
+    }
 }
 
 fn show(finding: &Finding) {

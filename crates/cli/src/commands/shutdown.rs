@@ -3,24 +3,29 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_daemon::{Client, protocol::Request};
+use burgeon_block::ErrorKind;
+use burgeon_daemon::{
+    Client,
+    protocol::{MountStatus, Request},
+};
 use rustix::mount::UnmountFlags;
 use serde_json::json;
 
 use super::{
     Context, need_mount_privilege,
-    umount::{detach, places_of},
+    umount::{await_release, detach, places_of},
 };
-use crate::{args, output};
+use crate::{args, exit::Busy, holders, output};
 
-/// How long each mount may take to be released after its umount.
-const RELEASE_TIMEOUT_MS: u64 = 15_000;
+/// How long each mount may take to be released after a forced umount.
+const FORCED_TIMEOUT_MS: u64 = 15_000;
 
 pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCode> {
     let Some((client, status)) = Client::connect_and_ask(&context.state)? else {
         say(context, "no daemon runs")?;
         return Ok(ExitCode::SUCCESS);
     };
+    let held = held(&status.mounts);
     if args.unmount || args.force {
         need_mount_privilege("shutdown --unmount")?;
         let flags = if args.force { UnmountFlags::DETACH } else { UnmountFlags::empty() };
@@ -28,17 +33,34 @@ pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCo
             for place in mount.fsid.map(places_of).unwrap_or_default() {
                 detach(&place, flags)?;
             }
-            let released = client
-                .call(&Request::AwaitRelease { id: mount.id, timeout_ms: RELEASE_TIMEOUT_MS });
-            if !args.force {
-                released?;
+            let release = |timeout_ms| {
+                client.call(&Request::AwaitRelease { id: mount.id, timeout_ms }).map(drop)
+            };
+            match args.force {
+                true => drop(release(FORCED_TIMEOUT_MS)),
+                false => await_release(&mount.target, mount.fsid, false, release)?,
             }
         }
     }
-    client.call(&Request::Shutdown { force: args.force })?;
+    client.call(&Request::Shutdown { force: args.force }).map_err(|e| match held {
+        Some(held) if e.kind() == ErrorKind::Unavailable => Busy(held).into(),
+        _ => anyhow::Error::from(e),
+    })?;
     client.wait_for_end();
     say(context, "the daemon has ended")?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What holds the first mount that is mounted nowhere here any more: nobody could unmount it.
+fn held(mounts: &[MountStatus]) -> Option<String> {
+    mounts.iter().find_map(|mount| {
+        let fsid = mount.fsid.filter(|fsid| places_of(*fsid).is_empty())?;
+        let (shown, holders) = (mount.target.display(), holders::of(fsid)?);
+        Some(format!(
+            "{shown} is not mounted here, but held by {holders}: end them first, or use `burgeon shutdown \
+             --force`, and they get I/O errors"
+        ))
+    })
 }
 
 fn say(context: &Context, words: &str) -> Result<()> {

@@ -2,6 +2,14 @@
 //! everything is released. (A plain `umount` releases everything, too; it just does not wait.)
 //!
 //! Where no daemon runs that could take the mount's folder away, this does it.
+//!
+//! ```text
+//!   umount ─► released? ─ at once ─► done
+//!                │ not at once
+//!                ▼
+//!             holders (other namespaces, processes)? ─ some ─► they are named, and nobody waits
+//!                └ none: the kernel is writing back ─► that is said, and waited for
+//! ```
 
 use std::{
     fs,
@@ -16,7 +24,10 @@ use burgeon_daemon::{
     Client, btrfs_fsid, mountinfo, orphan,
     protocol::{MountStatus, Reply, Request, Status, WritesState},
 };
-use rustix::mount::{UnmountFlags, unmount};
+use rustix::{
+    io::Errno,
+    mount::{UnmountFlags, unmount},
+};
 use serde_json::json;
 
 use super::{Context, need_mount_privilege};
@@ -29,12 +40,15 @@ use crate::{
 /// How long the kernel may take to let go of everything after the last umount.
 const RELEASE_TIMEOUT_MS: u64 = 15_000;
 
+/// How long before somebody is looked for who holds it.
+const AT_ONCE_MS: u64 = 500;
+
 pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> {
     need_mount_privilege("umount")?;
     let (mut done, mut failed) = (Vec::new(), Vec::new());
     // One that is in use is no reason to leave the others mounted.
     for path in &args.paths {
-        match one(context, path) {
+        match one_of(context, path, args.lazy) {
             Ok((target, writes)) => {
                 if !context.json {
                     println!("unmounted {}{writes}", target.display());
@@ -66,6 +80,11 @@ pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> 
 
 /// Unmounts `path`; returns where it was and what happened to its writes.
 pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
+    one_of(context, path, false)
+}
+
+/// The same; a `lazy` one takes the mount away at once, and is done when nobody holds it any more.
+fn one_of(context: &Context, path: &Path, lazy: bool) -> Result<(PathBuf, String)> {
     let target = fs::canonicalize(path)
         .map_err(|e| Error::io(format!("cannot unmount {}", path.display()), e))?;
     let fsid = mounted_here(&target)?;
@@ -77,6 +96,8 @@ pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
         Some((client, mount))
     });
     if known.is_none() && !burgeon_daemon::is_burgeon_mount(&target) {
+        // Somebody else may have unmounted it just now.
+        mounted_here(&target)?;
         return Err(Error::new(
             ErrorKind::Invalid,
             format!(
@@ -86,33 +107,63 @@ pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
         )
         .into());
     }
-    detach(&target, UnmountFlags::empty())?;
+    detach(&target, if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() })?;
     if still_mounted(fsid) {
         return Ok((target, "; the same mount is still in place elsewhere".to_owned()));
     }
-    let release = |orphan: &orphan::Orphan| {
-        orphan.release(&context.state, Duration::from_millis(RELEASE_TIMEOUT_MS))
-    };
-    let writes = match (known, orphan) {
+    let (writes, released) = match (known, orphan) {
         (Some((client, mount)), orphan) => {
-            let await_release =
-                Request::AwaitRelease { id: mount.id, timeout_ms: RELEASE_TIMEOUT_MS };
-            if let Err(e) = client.call(&await_release) {
-                // It may have ended since it was asked.
-                match orphan.filter(|_| matches!(Client::connect(&context.state), Ok(None))) {
-                    Some(orphan) => release(&orphan)?,
-                    None => return Err(e.into()),
+            let release = |timeout_ms| {
+                match client.call(&Request::AwaitRelease { id: mount.id, timeout_ms }) {
+                    Ok(_) => Ok(()),
+                    // It may have ended since it was asked.
+                    Err(e) => match (&orphan, Client::connect(&context.state)) {
+                        (Some(orphan), Ok(None)) => {
+                            orphan.release(&context.state, Duration::from_millis(timeout_ms))
+                        }
+                        _ => Err(e),
+                    },
                 }
-            }
-            what_became_of(&mount.writes)
+            };
+            (what_became_of(&mount.writes), await_release(&target, fsid, lazy, release))
         }
         (None, Some(orphan)) if no_daemon => {
-            release(&orphan)?;
-            what_became_of(orphan.writes())
+            let release = |ms| orphan.release(&context.state, Duration::from_millis(ms));
+            (what_became_of(orphan.writes()), await_release(&target, fsid, lazy, release))
         }
-        _ => String::new(),
+        _ => (String::new(), Ok(())),
     };
-    Ok((target, writes))
+    match released {
+        Err(held) if lazy && held.is::<Busy>() => Ok((target, format!("{writes}; {held:#}"))),
+        Err(e) => Err(e),
+        Ok(()) => Ok((target, writes)),
+    }
+}
+
+/// Waits, by `release` with a number of milliseconds, until what was unmounted at `target` is released;
+/// says at once what holds it.
+pub(crate) fn await_release(
+    target: &Path,
+    fsid: Option<burgeon_daemon::Fsid>,
+    lazy: bool,
+    release: impl Fn(u64) -> burgeon_block::Result<()>,
+) -> Result<()> {
+    let shown = target.display();
+    match release(AT_ONCE_MS) {
+        Err(e) if e.kind() == ErrorKind::Unavailable => {}
+        released => return Ok(released?),
+    }
+    if let Some(holders) = fsid.and_then(holders::of) {
+        let then = if lazy { "" } else { "; `burgeon umount --lazy` would not call that an error" };
+        return Err(Busy(format!(
+            "{shown} is unmounted here, but still held by {holders}: it is released when they let go{then}"
+        ))
+        .into());
+    }
+    eprintln!(
+        "burgeon: {shown} is unmounted, and the kernel is still writing to its devices: waiting"
+    );
+    Ok(release(RELEASE_TIMEOUT_MS)?)
 }
 
 /// Asks a running daemon for everything.
@@ -139,13 +190,17 @@ pub(crate) fn mount_of(context: &Context, path: &Path) -> Result<(Client, MountS
 
 /// Unmounts, or says who is in the way.
 pub(crate) fn detach(target: &Path, flags: UnmountFlags) -> Result<()> {
+    let shown = target.display();
     match unmount(target, flags | UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(()),
-        Err(rustix::io::Errno::BUSY) => {
-            Err(Busy(format!("cannot unmount {}: {}", target.display(), holders::describe(target)))
-                .into())
-        }
-        Err(e) => Err(Error::io(format!("cannot unmount {}", target.display()), e.into()).into()),
+        Err(Errno::BUSY) => Err(Busy(format!(
+            "cannot unmount {shown}: {}; `burgeon umount --lazy` takes the mount away now, and releases it \
+             when they let go",
+            holders::describe(target)
+        ))
+        .into()),
+        Err(Errno::INVAL) if !is_mounted(target) => Err(nothing_mounted(target)),
+        Err(e) => Err(Error::io(format!("cannot unmount {shown}"), e.into()).into()),
     }
 }
 
@@ -168,15 +223,21 @@ fn still_mounted(fsid: Option<burgeon_daemon::Fsid>) -> bool {
 
 /// The btrfs that is mounted exactly at `target`.
 fn mounted_here(target: &Path) -> Result<Option<burgeon_daemon::Fsid>> {
-    let mounts = mountinfo::read(Path::new("/proc/thread-self/mountinfo"))?;
-    if !mounts.iter().any(|mount| mount.target == target) {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!("nothing is mounted at {}", target.display()),
-        )
-        .into());
+    if !is_mounted(target) {
+        return Err(nothing_mounted(target));
     }
     Ok(btrfs_fsid(target)?)
+}
+
+fn is_mounted(target: &Path) -> bool {
+    let mounts = mountinfo::read(Path::new("/proc/thread-self/mountinfo")).unwrap_or_default();
+    mounts.iter().any(|mount| mount.target == target)
+}
+
+fn nothing_mounted(target: &Path) -> anyhow::Error {
+    let shown = target.display();
+    let message = format!("nothing is mounted at {shown}: it may have been unmounted just now");
+    Error::new(ErrorKind::Invalid, message).into()
 }
 
 fn what_became_of(writes: &WritesState) -> String {
