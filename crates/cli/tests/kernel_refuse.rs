@@ -239,11 +239,17 @@ fn another_users_state_directory() {
     let state = folder.path().join("state");
     fs::create_dir(&state).unwrap();
     fs::set_permissions(&state, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
-    for state in [state.clone(), state.join("deeper"), folder.path().join("new")] {
+    let new = folder.path().join("new");
+    for (state, verb) in [
+        (&state, &["list", "--json"][..]),
+        (&state.join("deeper"), &["list", "--json"]),
+        (&new, &["build", "/etc", "x"]),
+    ] {
         let output = Command::new("setpriv")
             .args(["--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"])
             .arg(&program)
-            .args(["list", "--json", "--state-dir", text(&state)])
+            .args(verb)
+            .args(["--state-dir", text(state)])
             .output()
             .unwrap();
         let said = String::from_utf8_lossy(&output.stderr);

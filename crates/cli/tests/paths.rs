@@ -5,13 +5,26 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    fs,
-    os::unix::fs::{MetadataExt, symlink},
+    fs::{self, Permissions},
+    os::{
+        fd::AsRawFd,
+        unix::{
+            fs::{MetadataExt, PermissionsExt, symlink},
+            net::UnixStream,
+        },
+    },
     path::{Path, PathBuf},
     process::{Child, Stdio},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::{
+    fs::{CWD, Mode},
+    net::{
+        AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen,
+        socket_with,
+    },
+    process::{Pid, Signal, Uid, kill_process},
+};
 use testkit::{Burgeon, OpensOf, PATIENCE, Space, wait_until};
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -166,4 +179,129 @@ fn a_folder_that_is_made_beside_its_place_is_filled_wherever_its_name_leads() {
     assert!(hidden.is_symlink(), "what somebody else has put there stays");
     assert_eq!(fs::read_dir(folder.join("stolen")).unwrap().count(), 0, "half of it stays");
     burgeon.ok(&["umount", text(&mounted)]);
+}
+
+#[test]
+fn a_socket_of_another_user_gets_no_request() {
+    let space = Space::new("foreign-socket");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    small_image(&space, &burgeon);
+    burgeon.ok(&["list"]);
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+    let socket = socket.unwrap();
+    let path = burgeon.state().join("run/api.sock");
+    // The path may be longer than an address.
+    let run = fs::File::open(burgeon.state().join("run")).unwrap();
+    let short = format!("/proc/thread-self/fd/{}/api.sock", run.as_raw_fd());
+    bind(&socket, &SocketAddrUnix::new(short).unwrap()).unwrap();
+    // Who has called `listen` is who is connected to. Only this thread becomes somebody else.
+    let (root, nobody) = (Uid::ROOT, Uid::from_raw(65534));
+    rustix::thread::set_thread_res_uid(root, nobody, root).unwrap();
+    let listened = listen(&socket, 16);
+    rustix::thread::set_thread_res_uid(root, root, root).unwrap();
+    listened.unwrap();
+    let at = space.make_folder("at");
+    let below = at.join("x");
+    let map = ["map", text(&below), "--from", "/etc"];
+    for arguments in [&["status"][..], &["mount", "image:1", text(&at)], &map, &["shutdown"]] {
+        burgeon.fails(arguments, 1, "a process of another user (uid 65534) listens on");
+    }
+    let client = accept_with(&socket, SocketFlags::CLOEXEC).unwrap();
+    let mut received = Vec::new();
+    std::io::Read::read_to_end(&mut UnixStream::from(client), &mut received).unwrap();
+    assert!(received.is_empty(), "{}", String::from_utf8_lossy(&received));
+    drop(socket);
+    fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn a_state_directory_is_ones_own_and_a_directory() {
+    let space = Space::new("state-directory");
+    let foreign = space.make_folder("foreign");
+    fs::set_permissions(&foreign, Permissions::from_mode(0o700)).unwrap();
+    std::os::unix::fs::chown(&foreign, Some(65534), Some(65534)).unwrap();
+    let foreign = Burgeon::with_state(BURGEON, foreign);
+    for arguments in [&["list"][..], &["status"], &["build", "/etc", "x"]] {
+        foreign.fails(arguments, 1, "belongs to another user (uid 65534)");
+    }
+    assert_eq!(fs::read_dir(foreign.state()).unwrap().count(), 0);
+    let file = space.path("file");
+    fs::write(&file, "").unwrap();
+    for path in [file.clone(), file.join("below")] {
+        let wrong = Burgeon::with_state(BURGEON, path);
+        for arguments in [&["list"][..], &["status"], &["build", "/etc", "x"]] {
+            let said = wrong.run(arguments).stderr;
+            assert!(said.contains(&format!("{} is not a directory", file.display())), "{said}");
+            assert!(!said.contains("CAP_"), "{said}");
+        }
+    }
+}
+
+#[test]
+fn a_mistyped_state_directory_is_not_made() {
+    let space = Space::new("mistyped");
+    let typo = Burgeon::new(BURGEON, &space);
+    let at = space.make_folder("at");
+    assert!(typo.ok(&["status"]).contains("there is no state directory"));
+    typo.fails(&["list"], 3, "there is no state directory");
+    typo.fails(&["inspect", "image:1"], 3, "there is no state directory");
+    typo.ok(&["shutdown"]);
+    for arguments in [
+        &["doctor"][..],
+        &["writes", "list"],
+        &["verify", "image:1"],
+        &["rm", "image:1"],
+        &["gc"],
+        &["umount", text(&at)],
+        &["map", "--list", text(&at)],
+        &["pin", text(&at)],
+        &["upgrade"],
+    ] {
+        let finished = typo.run(arguments);
+        assert!(!typo.state().exists(), "{arguments:?} made the folder: {finished:?}");
+    }
+    // One that is there, and is another's folder, gets nothing put into it either.
+    let other = space.make_folder("state");
+    fs::set_permissions(&other, Permissions::from_mode(0o700)).unwrap();
+    typo.ok(&["status"]);
+    assert_eq!(fs::read_dir(&other).unwrap().count(), 0);
+}
+
+#[test]
+fn a_cache_that_is_no_file_is_made_anew() {
+    let space = Space::new("no-cache");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("file"), "content ".repeat(10_000)).unwrap();
+    burgeon.build(&tree, "image:1");
+    let mounted = burgeon.mount("image:1", &space.path("at"), &LIMIT);
+    burgeon.umount(mounted);
+    burgeon.ok(&["shutdown"]);
+    let image = fs::read_dir(burgeon.state().join("images")).unwrap().next().unwrap();
+    let cache = image.unwrap().path().join("cache");
+    let make_fifo = || {
+        let kind = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(CWD, &cache, kind, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    };
+    let outside = space.path("outside");
+    fs::write(&outside, "mine").unwrap();
+    let makers: [&dyn Fn(); 3] =
+        [&make_fifo, &|| fs::create_dir(&cache).unwrap(), &|| symlink(&outside, &cache).unwrap()];
+    for make in makers {
+        fs::remove_file(&cache).unwrap();
+        make();
+        let mounted = burgeon.mount("image:1", &space.path("at"), &LIMIT);
+        assert!(fs::read_to_string(mounted.path().join("file")).unwrap().starts_with("content"));
+        burgeon.umount(mounted);
+        burgeon.ok(&["shutdown"]);
+        assert!(cache.symlink_metadata().unwrap().is_file());
+    }
+    assert_eq!(fs::read_to_string(&outside).unwrap(), "mine");
+    fs::remove_file(&cache).unwrap();
+    fs::create_dir_all(cache.join("something")).unwrap();
+    let at = space.path("at");
+    burgeon.fails(&["mount", "image:1", text(&at), LIMIT[0], LIMIT[1]], 1, "is no file: remove it");
+    fs::remove_dir_all(&cache).unwrap();
+    let mounted = burgeon.mount("image:1", &at, &LIMIT);
+    burgeon.umount(mounted);
 }

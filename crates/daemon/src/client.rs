@@ -2,9 +2,10 @@
 
 use std::{
     fs::File,
+    io,
     os::{
-        fd::{AsRawFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
+        fd::{BorrowedFd, OwnedFd},
+        unix::{fs::OpenOptionsExt, net::UnixStream},
     },
     path::PathBuf,
     thread,
@@ -12,7 +13,8 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use rustix::process::Pid;
+use burgeon_source::beneath::link_to;
+use rustix::{fs::OFlags, process::Pid};
 
 use crate::{
     paths::StateDir,
@@ -35,22 +37,11 @@ pub struct Client {
 impl Client {
     /// Connects to a daemon that runs; `None` if there is none.
     pub fn connect(state: &StateDir) -> Result<Option<Self>> {
-        let (_folder, path) = socket_path(state, "api.sock")?;
-        match UnixStream::connect(&path) {
+        match connect_to(state, "api.sock") {
             Ok(stream) => Ok(Some(Self { stream })),
             // No socket, or one that a dead daemon left.
-            Err(e)
-                if matches!(
-                    e.kind(),
-                    std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused
-                ) =>
-            {
-                Ok(None)
-            }
-            Err(e) => Err(Error::io(
-                format!("cannot connect to the daemon of {}", state.root().display()),
-                e,
-            )),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
         }
     }
 
@@ -128,7 +119,7 @@ impl Client {
 
 impl Client {
     /// From now on an answer that takes longer is an error.
-    pub(crate) fn wait_at_most(&self, time: Duration) -> Result<()> {
+    pub fn wait_at_most(&self, time: Duration) -> Result<()> {
         let failed = |e| Error::io("cannot set how long to wait for the daemon", e);
         self.stream.set_read_timeout(Some(time)).map_err(failed)
     }
@@ -146,12 +137,38 @@ impl Client {
     }
 }
 
+/// Connects to the socket `name` in the `run/` folder; `NotFound` if nobody listens there. Credentials
+/// and descriptors are sent through it: whoever listens has to be this user, or root.
+pub(crate) fn connect_to(state: &StateDir, name: &str) -> Result<UnixStream> {
+    let (_folder, path) = socket_path(state, name)?;
+    let stream = UnixStream::connect(&path).map_err(|e| {
+        let what = format!("cannot connect to the daemon of {}", state.root().display());
+        match e.kind() {
+            io::ErrorKind::ConnectionRefused => Error::new(ErrorKind::NotFound, what),
+            _ => Error::io(what, e),
+        }
+    })?;
+    let peer = rustix::net::sockopt::socket_peercred(&stream)
+        .map_err(|e| Error::io("cannot tell who the daemon is", e.into()))?;
+    if peer.uid.is_root() || peer.uid == rustix::process::geteuid() {
+        return Ok(stream);
+    }
+    let what = format!(
+        "a process of another user (uid {}) listens on {}: nothing was sent to it; end it, and remove the \
+         socket",
+        peer.uid.as_raw(),
+        state.run().join(name).display()
+    );
+    Err(Error::new(ErrorKind::Invalid, what))
+}
+
 /// A path to a socket in the `run/` folder that is short enough for any state directory: it
 /// leads through a descriptor of the folder, which must be kept open while it is used.
 pub(crate) fn socket_path(state: &StateDir, name: &str) -> Result<(File, PathBuf)> {
     let run = state.run();
-    let folder =
-        File::open(&run).map_err(|e| Error::io(format!("cannot open {}", run.display()), e))?;
-    let path = PathBuf::from(format!("/proc/self/fd/{}/{name}", folder.as_raw_fd()));
+    let flags = (OFlags::DIRECTORY | OFlags::NOFOLLOW).bits() as i32;
+    let folder = File::options().read(true).custom_flags(flags).open(&run);
+    let folder = folder.map_err(|e| Error::io(format!("cannot open {}", run.display()), e))?;
+    let path = link_to(&folder).join(name);
     Ok((folder, path))
 }

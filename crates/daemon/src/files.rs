@@ -2,29 +2,61 @@
 
 use std::{
     fs::{self, File, OpenOptions},
-    io::{Read, Write},
+    io::{self, Read, Write},
     os::unix::fs::OpenOptionsExt,
     path::Path,
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use rustix::fs::{FlockOperation, flock};
+use rustix::{
+    fs::{FlockOperation, OFlags, flock},
+    io::Errno,
+};
 use serde::{Serialize, de::DeserializeOwned};
 
 /// Longest record that is read back, in bytes; records are a few hundred.
 const RECORD_LEN_MAX: u64 = 1 << 20;
 
+/// Opens the file `path` of the state directory with `options`. No symlink is followed there, and
+/// nothing but a file is opened: a FIFO would be waited for.
+pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    let odd = || io::Error::new(io::ErrorKind::InvalidData, "it is no regular file: remove it");
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
+    let opened = options.custom_flags(flags).open(path).map_err(|error| {
+        match Errno::from_io_error(&error) {
+            // A symlink; a FIFO or a socket; a directory.
+            Some(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => odd(),
+            _ => error,
+        }
+    })?;
+    if opened.metadata()?.is_file() { Ok(opened) } else { Err(odd()) }
+}
+
+/// Makes way for the file `path`, which can be made anew: what else lies there is removed, but not a
+/// directory that holds something.
+pub(crate) fn make_way(path: &Path) -> Result<()> {
+    let Ok(metadata) = path.symlink_metadata() else { return Ok(()) };
+    if metadata.is_file() {
+        return Ok(());
+    }
+    let removed = match metadata.is_dir() {
+        true => fs::remove_dir(path),
+        false => fs::remove_file(path),
+    };
+    let shown = path.display();
+    log!("{shown} was no regular file, and is made anew");
+    removed.map_err(|e| {
+        Error::io(format!("{shown} is no file: remove it, it is made anew by the next mount"), e)
+    })
+}
+
 /// Publishes `bytes` as `path`: a reader sees the old file or the new one, also after power loss.
 pub(crate) fn publish(path: &Path, bytes: &[u8]) -> Result<()> {
     let failed = |e| Error::io(format!("cannot write {}", path.display()), e);
     let temp = path.with_extension("new");
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&temp)
-        .map_err(failed)?;
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    let mut file = open(&temp, &mut options).map_err(failed)?;
     file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
     fs::rename(&temp, path).map_err(failed)?;
     sync_parent(path)
@@ -43,7 +75,7 @@ pub(crate) fn publish_json(path: &Path, record: &impl Serialize) -> Result<()> {
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
     let mut bytes = Vec::new();
-    File::open(path)
+    open(path, OpenOptions::new().read(true))
         .and_then(|file| file.take(RECORD_LEN_MAX).read_to_end(&mut bytes))
         .map_err(failed)?;
     serde_json::from_slice(&bytes).map_err(|e| {
@@ -113,12 +145,9 @@ impl Lock {
 }
 
 fn open_lock(path: &Path) -> Result<File> {
-    OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(path)
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(false).mode(0o600);
+    open(path, &mut options)
         .map_err(|e| Error::io(format!("cannot open the lock {}", path.display()), e))
 }
 
@@ -126,7 +155,35 @@ fn open_lock(path: &Path) -> Result<File> {
 mod tests {
     use burgeon_block::ErrorKind;
 
-    use super::{Lock, publish, publish_json, read_json};
+    use super::{Lock, make_way, publish, publish_json, read_json};
+
+    #[test]
+    fn a_symlink_or_a_fifo_is_no_file_of_the_state_directory() {
+        let temp = tempfile::tempdir().unwrap();
+        let (elsewhere, path) = (temp.path().join("elsewhere"), temp.path().join("record.json"));
+        publish_json(&elsewhere, &7u32).unwrap();
+        std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
+        let error = read_json::<u32>(&path).unwrap_err();
+        assert!(format!("{error:?}").contains("no regular file"), "{error:?}");
+        assert!(Lock::try_take(&path).is_err());
+        std::os::unix::fs::symlink(&elsewhere, path.with_extension("new")).unwrap();
+        assert!(publish_json(&path, &8u32).is_err());
+        assert_eq!(read_json::<u32>(&elsewhere).unwrap(), 7);
+        let fifo = temp.path().join("fifo");
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        let kind = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, &fifo, kind, mode, 0).unwrap();
+        assert!(Lock::try_take(&fifo).is_err());
+        assert!(read_json::<u32>(&fifo).is_err());
+        for path in [&fifo, &path, &temp.path().join("missing")] {
+            make_way(path).unwrap();
+            assert!(path.symlink_metadata().is_err());
+        }
+        make_way(&elsewhere).unwrap();
+        assert_eq!(read_json::<u32>(&elsewhere).unwrap(), 7);
+        std::fs::create_dir_all(path.join("full")).unwrap();
+        assert!(make_way(&path).unwrap_err().to_string().contains("remove it"));
+    }
 
     #[test]
     fn a_lock_excludes_until_dropped() {

@@ -13,15 +13,19 @@
 //!   run/                       lock, api.sock, adopt.sock, daemon.log  gone with the daemon
 //! ```
 //!
-//! Only its owner can enter the directory: it holds the content of everybody's files.
+//! Only its owner can enter the directory: it holds the content of everybody's files. A directory that
+//! belongs to another user is refused, and no file in it is opened through a symlink.
 
 use std::{
-    env, fs,
-    os::unix::fs::{DirBuilderExt, PermissionsExt},
+    env,
+    fs::{self, File},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
 use burgeon_block::{Digest, Error, ErrorKind, Result};
+use burgeon_source::beneath::link_to;
+use rustix::fs::OFlags;
 
 use crate::id::MountId;
 
@@ -54,16 +58,15 @@ impl StateDir {
 
     /// Opens `path`, making it and its folders where they are missing.
     pub fn open(path: &Path) -> Result<Self> {
-        // Records and messages are JSON.
-        if path.to_str().is_none() {
-            let what = format!("the name of the state directory {} is not UTF-8", path.display());
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
-        close(path)?;
-        let root = fs::canonicalize(path).map_err(|e| {
-            Error::io(format!("cannot open the state directory {}", path.display()), e)
-        })?;
-        let state = Self { root };
+        let root = match own_directory(path)? {
+            Some(directory) => directory,
+            None => {
+                make_private(path)?;
+                own_directory(path)?.ok_or_else(|| gone(path))?
+            }
+        };
+        close(path, &root)?;
+        let state = Self::at(path, &root)?;
         // Only a new state directory gets a store. Where one is missing it may be away, on a disk
         // that is not mounted now: an empty one in its place would hide it when it comes back.
         if !state.run().is_dir() && !state.writes().is_dir() {
@@ -71,8 +74,30 @@ impl StateDir {
         }
         let caches = [state.images(), state.profiles()];
         let records = [state.all_built(), state.writes(), state.mounts(), state.run()];
-        caches.iter().chain(&records).try_for_each(|folder| make_private(folder))?;
+        for folder in caches.iter().chain(&records) {
+            make_private(folder)?;
+            own_directory(folder)?;
+        }
         Ok(state)
+    }
+
+    /// Opens `path` only to look at what is there: makes nothing, and nothing needs to be there.
+    pub fn find(path: &Path) -> Result<Self> {
+        match own_directory(path)? {
+            Some(directory) => Self::at(path, &directory),
+            None => Ok(Self { root: path.to_owned() }),
+        }
+    }
+
+    fn at(path: &Path, directory: &File) -> Result<Self> {
+        let failed =
+            |e| Error::io(format!("cannot open the state directory {}", path.display()), e);
+        Ok(Self { root: fs::read_link(link_to(directory)).map_err(failed)? })
+    }
+
+    /// Whether there is such a directory.
+    pub fn exists(&self) -> bool {
+        self.root.is_dir()
     }
 
     /// The directory itself, absolute.
@@ -172,13 +197,52 @@ fn make_private(path: &Path) -> Result<()> {
     }
 }
 
-/// Makes the state directory, or closes one that was made by hand, say by
-/// `mkdir /var/lib/burgeon`. A directory that holds something else stays as it is:
-/// `--state-dir /tmp` must not lock everybody out of `/tmp`.
-fn close(path: &Path) -> Result<()> {
-    make_private(path)?;
+/// Opens the directory `path` of this user; `None` if there is none. Another user could put anything
+/// into a directory of theirs while it is used.
+fn own_directory(path: &Path) -> Result<Option<File>> {
+    let shown = path.display();
+    // Records and messages are JSON.
+    if path.to_str().is_none() {
+        let what = format!("the name of the state directory {shown} is not UTF-8");
+        return Err(Error::new(ErrorKind::Invalid, what));
+    }
+    let flags = (OFlags::DIRECTORY | OFlags::NONBLOCK).bits() as i32;
+    let directory = match File::options().read(true).custom_flags(flags).open(path) {
+        Ok(directory) => directory,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) if e.kind() == std::io::ErrorKind::NotADirectory => {
+            let part = path.ancestors().find(|part| part.symlink_metadata().is_ok());
+            let part = part.unwrap_or(path).display();
+            let what = format!(
+                "cannot use the state directory {shown}: {part} is not a directory; name a directory with \
+                 --state-dir"
+            );
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        Err(e) => return Err(Error::io(format!("cannot open the state directory {shown}"), e)),
+    };
+    let failed = |e| Error::io(format!("cannot look at the state directory {shown}"), e);
+    let owner = directory.metadata().map_err(failed)?.uid();
+    if owner == rustix::process::geteuid().as_raw() {
+        return Ok(Some(directory));
+    }
+    let what = format!(
+        "cannot use the state directory {shown}: it belongs to another user (uid {owner}), who can change \
+         what is in it; run burgeon as that user, or name a directory of your own with --state-dir"
+    );
+    Err(Error::new(ErrorKind::Invalid, what))
+}
+
+fn gone(path: &Path) -> Error {
+    let what = format!("the state directory {} was removed just now", path.display());
+    Error::new(ErrorKind::Unavailable, what)
+}
+
+/// Closes a state directory that was made by hand, say by `mkdir /var/lib/burgeon`. A directory that
+/// holds something else stays as it is: `--state-dir /tmp` must not lock everybody out of `/tmp`.
+fn close(path: &Path, directory: &File) -> Result<()> {
     let failed = |e| Error::io(format!("cannot use the state directory {}", path.display()), e);
-    let mode = fs::metadata(path).map_err(failed)?.permissions().mode();
+    let mode = directory.metadata().map_err(failed)?.permissions().mode();
     if mode & 0o077 == 0 {
         return Ok(());
     }
@@ -195,7 +259,7 @@ fn close(path: &Path) -> Result<()> {
             ),
         ));
     }
-    fs::set_permissions(path, fs::Permissions::from_mode(0o700)).map_err(failed)
+    directory.set_permissions(fs::Permissions::from_mode(0o700)).map_err(failed)
 }
 
 #[cfg(test)]

@@ -301,7 +301,7 @@ pub(crate) fn personalise(base: &Prepared, fsid: Fsid, to: &Path) -> Result<Seed
     let failed = |e| Error::io(format!("cannot make {}", to.display()), e);
     // A spare of the same writes lies there already: it is written over, in its own blocks.
     let mut options = File::options();
-    let file = options.read(true).write(true).create(true).truncate(false).open(to);
+    let file = files::open(to, options.read(true).write(true).create(true).truncate(false));
     let file = file.map_err(failed)?;
     crate::space::forbid_copy_on_write(&file);
     file.set_len(info.metadata_device_size()).map_err(failed)?;

@@ -18,7 +18,9 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind};
 
-use crate::{paths::StateDir, protocol::WritesState, space, supervisor::MountRecord, writes};
+use crate::{
+    files, paths::StateDir, protocol::WritesState, space, supervisor::MountRecord, writes,
+};
 
 /// A mount makes a folder, two records (each twice, for a moment), a cache file and perhaps the
 /// cache's folder: eight blocks. With blocks of 64 KiB that is 512 KiB; twice that is room for
@@ -32,14 +34,15 @@ const BALLAST_MIN: u64 = 32 << 10;
 pub(crate) fn lend(state: &StateDir) {
     if space::free_space(state.root()).is_ok_and(|free| free < BALLAST) {
         // Failing is no worse than having none.
-        let _ = File::options().write(true).truncate(true).open(ballast(state));
+        let _ = files::open(&ballast(state), File::options().write(true).truncate(true));
     }
 }
 
 /// Takes as much ballast as there is room for.
 pub(crate) fn refill(state: &StateDir) {
     let path = ballast(state);
-    let file = File::options().write(true).create(true).truncate(false).mode(0o600).open(&path);
+    let mut options = File::options();
+    let file = files::open(&path, options.write(true).create(true).truncate(false).mode(0o600));
     let Ok(file) = file else { return };
     let has = file.metadata().map_or(0, |metadata| metadata.len());
     let mut len = BALLAST;

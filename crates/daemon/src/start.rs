@@ -17,7 +17,11 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 
-use crate::{files::Lock, paths::StateDir, protocol::Failure};
+use crate::{
+    files::{self, Lock},
+    paths::StateDir,
+    protocol::Failure,
+};
 
 /// What the supervisor prints when its API answers.
 pub(crate) const READY: &str = "ready";
@@ -44,11 +48,9 @@ pub(crate) fn start(state: &StateDir) -> Result<()> {
 
 fn start_process(state: &StateDir, tries: u32) -> Result<()> {
     keep_log_short(state)?;
-    let log = OpenOptions::new()
-        .append(true)
-        .create(true)
-        .mode(0o600)
-        .open(state.log_file())
+    let mut options = OpenOptions::new();
+    options.append(true).create(true).mode(0o600);
+    let log = files::open(&state.log_file(), &mut options)
         .map_err(|e| Error::io(format!("cannot open {}", state.log_file().display()), e))?;
     let failed = |e| Error::io("cannot start the daemon", e);
     let mut child = this_program("__supervise")
@@ -90,7 +92,7 @@ pub(crate) fn this_program(verb: &str) -> Command {
 /// Begins a new log when the old one is long; the one before is kept.
 fn keep_log_short(state: &StateDir) -> Result<()> {
     let log = state.log_file();
-    if std::fs::metadata(&log).is_ok_and(|metadata| metadata.len() > LOG_LEN_MAX) {
+    if std::fs::symlink_metadata(&log).is_ok_and(|metadata| metadata.len() > LOG_LEN_MAX) {
         std::fs::rename(&log, log.with_extension("log.old"))
             .map_err(|e| Error::io(format!("cannot rename {}", log.display()), e))?;
     }

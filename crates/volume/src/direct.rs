@@ -12,6 +12,9 @@ use rustix::{
     io::{Errno, retry_on_intr},
 };
 
+/// No symlink is followed, and a FIFO is not waited for.
+const CAREFUL: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK);
+
 /// How a [`DirectFile`] reaches its bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Access {
@@ -60,7 +63,7 @@ impl DirectFile {
         let failed = |error| Error::io(format!("cannot open {}", path.display()), error);
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let file = options.open(path).map_err(failed)?;
+        let file = options.custom_flags(CAREFUL.bits() as i32).open(path).map_err(failed)?;
         file.set_len(len).map_err(failed)?;
         let access = Access::Buffered { reason: "its writes are small".to_owned() };
         Ok(Self { file, path: path.to_owned(), len, access })
@@ -113,12 +116,14 @@ impl DirectFile {
 fn open(path: &Path) -> io::Result<(File, Access)> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false).mode(0o600);
-    let direct = options.clone().custom_flags(OFlags::DIRECT.bits() as i32).open(path);
+    let flags = |flags: OFlags| (flags | CAREFUL).bits() as i32;
+    let direct = options.clone().custom_flags(flags(OFlags::DIRECT)).open(path);
     let refusal = match direct.and_then(|file| probe(&file).map(|()| file)) {
         Ok(file) => return Ok((file, Access::Direct)),
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => error,
         Err(error) => return Err(error),
     };
+    options.custom_flags(flags(OFlags::empty()));
     Ok((options.open(path)?, Access::Buffered { reason: refusal.to_string() }))
 }
 

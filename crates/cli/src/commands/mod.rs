@@ -45,8 +45,10 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// With `takes_repository`, `--store` may name one.
-    fn new(global: Global, takes_repository: bool) -> Result<Self> {
+    /// With `takes_repository`, `--store` may name one. A state directory that was named is made only by
+    /// commands that put something into it: elsewhere, its name may be mistyped.
+    fn new(global: Global, takes_repository: bool, only_looks: bool) -> Result<Self> {
+        let is_named = global.state_dir.is_some();
         let path = match global.state_dir {
             Some(path) => std::path::absolute(&path)
                 .with_context(|| format!("cannot find the state directory {}", path.display()))?,
@@ -60,7 +62,11 @@ impl Context {
             Some(text) if is_repository(&text) => (Some(text), None),
             text => (None, text.as_deref().map(Location::parse).transpose()?),
         };
-        let state = StateDir::open(&path).map_err(|e| not_permitted(&path, e))?;
+        let state = match only_looks && is_named && !path.join("run").is_dir() {
+            true => StateDir::find(&path),
+            false => StateDir::open(&path),
+        };
+        let state = state.map_err(|e| not_permitted(&path, e))?;
         Ok(Self { state, store, repository, json: global.json })
     }
 
@@ -92,6 +98,14 @@ impl Context {
         let folder = self.state.store();
         if folder.is_dir() {
             return Ok(Store::create(&folder.into(), &Access::from_env())?);
+        }
+        if !self.state.exists() {
+            let what = format!(
+                "there is no state directory {}: is it another one (--state-dir)? `burgeon build` and \
+                 `burgeon mount` make it",
+                self.state.root().display()
+            );
+            return Err(Error::new(ErrorKind::NotFound, what).into());
         }
         let what = format!(
             "the store {} is not there: mount or restore it, or make an empty folder of that name to \
@@ -130,7 +144,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     if let Command::Demo(demo) = args.command {
         return crate::demo::demo(args.global.json, &demo);
     }
-    let context = Context::new(args.global, takes_repository)?;
+    let context = Context::new(args.global, takes_repository, only_looks(&args.command))?;
     match args.command {
         Command::Build(build) => images::build(&context, build),
         Command::Index(index) => ordinary::index(&context, &index),
@@ -158,12 +172,27 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     }
 }
 
+/// Whether a command works with what is there, and needs no new state directory.
+fn only_looks(command: &Command) -> bool {
+    match command {
+        Command::Build(_)
+        | Command::Index(_)
+        | Command::Mount(_)
+        | Command::CreateEmpty(_)
+        | Command::Pull(_)
+        | Command::Demo(_) => false,
+        Command::Doctor(doctor) => !doctor.repair,
+        _ => true,
+    }
+}
+
 /// Says which privilege is missing where a state directory is somebody else's.
 fn not_permitted(path: &Path, error: Error) -> anyhow::Error {
     use rustix::fs::{Access, access};
     let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     let denied = access(there, Access::WRITE_OK | Access::EXEC_OK);
-    if denied != Err(rustix::io::Errno::ACCESS) {
+    // Nobody may enter a file.
+    if denied != Err(rustix::io::Errno::ACCESS) || !there.is_dir() {
         return error.into();
     }
     let what = format!(

@@ -21,6 +21,11 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
         if context.json {
             let document = json!({ "running": false, "mounts": [], "mounts_without_daemon": lost });
             output::print_json(&document)?;
+        } else if !context.state.exists() {
+            let root = context.state.root().display();
+            println!(
+                "there is no state directory {root}, so no daemon runs, and nothing is mounted"
+            );
         } else if lost > 0 {
             println!("no daemon runs, but {lost} mounts are there: `burgeon doctor --repair`");
         } else {

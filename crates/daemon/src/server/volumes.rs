@@ -23,7 +23,7 @@ use burgeon_volume::{DirectFile, LazyDevice, SEEN_LEN, VirtualArea, Volume};
 
 use super::{Serving, SharedCounters, lock, mounts::Mount};
 use crate::{
-    access,
+    access, files,
     id::MountId,
     images,
     link::{Attach, Warm},
@@ -102,6 +102,7 @@ impl Serving {
         }
         let objects = Objects::new(Store::open(&origin.store, &origin.access)?, references)
             .with_access(&origin.access);
+        files::make_way(&origin.cache)?;
         let cache = DirectFile::open(&origin.cache, map.data_range().len())?;
         let _runtime = self.runtime.enter();
         let (map, limits) = (Arc::new(map), self.limits.clone());
@@ -109,6 +110,7 @@ impl Serving {
             false => Volume::new(map, objects, cache, limits),
             true => {
                 let checksums = origin.cache.with_file_name("checksums");
+                files::make_way(&checksums)?;
                 let len = map.data_range().len() / BLOCK_SIZE * SEEN_LEN;
                 let checksums = DirectFile::open_buffered(&checksums, len)?;
                 Volume::unsummed(map, objects, cache, checksums, limits)

@@ -25,7 +25,7 @@ use super::{
     table::{Attached, Recording},
 };
 use crate::{
-    client::socket_path,
+    client::connect_to,
     files::Lock,
     link::{Attach, FromServer, sort_descriptors},
     start::this_program,
@@ -214,10 +214,9 @@ pub(super) fn adopt(state: &crate::StateDir) -> Result<Option<(Orphan, Vec<Inher
 /// The stream to a server without a supervisor. One that has not noticed its supervisor's death
 /// yet will listen in a moment; to take its mounts for lost would be wrong.
 fn orphan(state: &crate::StateDir) -> Result<Option<UnixStream>> {
-    let (_folder, path) = socket_path(state, "adopt.sock")?;
     let begun = Instant::now();
     loop {
-        if let Ok(stream) = UnixStream::connect(&path) {
+        if let Ok(stream) = connect_to(state, "adopt.sock") {
             return Ok(Some(stream));
         }
         // A server holds this as long as it lives.
