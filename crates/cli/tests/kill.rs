@@ -282,6 +282,28 @@ fn a_repaired_mount_is_served_when_that_is_said() {
 }
 
 #[test]
+fn mounting_the_same_again_brings_back_what_a_killed_daemon_has_left() {
+    let space = Space::new("bring-back");
+    let Set { burgeon, at, mounted, expected } =
+        set_up(&space, 12, &["--writes", "w", "--write-limit", "256M"]);
+    fs::write(at.join("kept"), "by the sprout").unwrap();
+    let open = fs::File::open(at.join("kept")).unwrap();
+    burgeon.kill_daemon();
+    drop_caches();
+    let path = at.to_str().unwrap();
+    // Something else is refused, and the answer says what brings it back.
+    burgeon.fails(&["mount", "sample", path], 5, "has lost its daemon; mount the same again");
+    burgeon.fails(&["mount", "other", path, "--writes", "w"], 5, "\"w\" is mounted there");
+    let said = burgeon.ok(&["mount", "sample", path, "--writes", "w"]);
+    assert!(said.contains("brought back"), "{said}");
+    assert!(fs::read(at.join("data")).unwrap() == expected[..]);
+    assert_eq!(burgeon.status()["mounts"][0]["state"], "serving");
+    assert_eq!(std::io::read_to_string(open).unwrap(), "by the sprout");
+    burgeon.fails(&["mount", "sample", path, "--writes", "w"], 5, "mounted there already");
+    burgeon.umount(mounted);
+}
+
+#[test]
 fn umount_takes_the_folder_away_where_no_daemon_does() {
     let space = Space::new("kill-umount");
     for (with_server, writes) in [(false, &["--writes", "w"][..]), (true, &[])] {

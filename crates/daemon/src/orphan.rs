@@ -42,6 +42,11 @@ pub fn find(state: &StateDir, fsid: Fsid) -> Option<Orphan> {
 }
 
 impl Orphan {
+    /// The image that was asked for.
+    pub fn image(&self) -> &str {
+        &self.record.image
+    }
+
     /// Where its writes went.
     pub fn writes(&self) -> &WritesState {
         &self.record.writes

@@ -1,5 +1,6 @@
 //! One module a verb, or a family of verbs.
 
+mod bring_back;
 mod doctor;
 pub(crate) mod images;
 mod inspect;

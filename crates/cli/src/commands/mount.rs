@@ -26,13 +26,29 @@ use burgeon_source::Location;
 use serde_json::json;
 
 use super::{
-    Context, images, mistakes, mount_point::MountPoint, named, need_mount_privilege, ordinary,
+    Context, bring_back::bring_back, images, mistakes, mount_point::MountPoint, named,
+    need_mount_privilege, ordinary,
 };
 use crate::{args, attributes::Attributes, output};
 
 pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
     let begun = Instant::now();
+    need_mount_privilege("mount")?;
     let wanted = args.attributes.request()?;
+    if let Some((status, target)) = bring_back(context, &args)? {
+        let ms = begun.elapsed().as_millis() as u64;
+        if context.json {
+            let again =
+                json!({ "mount": status, "target": target, "ms": ms, "brought_back": true });
+            output::print_json(&again)?;
+        } else {
+            let (shown, transport) = (target.display(), &status.transport);
+            println!(
+                "brought back {shown} in {ms} ms: it was in place, and is served again over {transport}"
+            );
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
     let (mounted, target) = place(context, args)?;
     let ms = begun.elapsed().as_millis() as u64;
     if context.json {
