@@ -63,7 +63,9 @@ impl Context {
             Some(text) if is_repository(&text) => (Some(text), None),
             text => (None, text.as_deref().map(Location::parse).transpose()?),
         };
-        let state = match only_looks && is_named && !path.join("run").is_dir() {
+        // Of a backup, maybe only these two have been restored.
+        let is_one = ["run", "writes", "store"].iter().any(|name| path.join(name).is_dir());
+        let state = match only_looks && is_named && !is_one {
             true => StateDir::find(&path),
             false => StateDir::open(&path),
         };
