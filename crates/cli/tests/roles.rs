@@ -64,6 +64,39 @@ fn a_process_that_prepares_an_image_of_a_remote_store_has_the_network_alone() {
     assert_eq!(allowed_in("preparing-remote"), names(&["connect"]));
 }
 
+#[test]
+fn a_command_that_reads_an_archive_can_do_nothing_else() {
+    assert_eq!(allowed_in("reading"), names(&[]));
+    assert_eq!(allowed_in("reading-remote"), names(&["connect"]));
+}
+
+/// The command as a user types it, with an archive that does not come.
+#[test]
+fn a_command_that_reads_an_archive_enters_its_sandbox() {
+    let folder = tempfile::tempdir().unwrap();
+    let child = Command::new(env!("CARGO_BIN_EXE_burgeon"))
+        .args(["build", "-", "app", "--state-dir"])
+        .arg(folder.path().join("state"))
+        .stdin(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let child = Ended(child);
+    let pid = child.0.id();
+    let reads = format!("{} 0x0 ", libc::SYS_read);
+    let sleeps_in_read = || {
+        let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+        tasks.flatten().any(|task| {
+            let call = fs::read_to_string(task.path().join("syscall")).unwrap_or_default();
+            call.starts_with(&reads)
+        })
+    };
+    wait_until("it reads the archive", sleeps_in_read);
+    assert_eq!(status(pid, "Seccomp"), "2");
+    assert_eq!(status(pid, "NoNewPrivs"), "1");
+    assert_eq!(status(pid, "CapPrm"), NO_CAPABILITIES);
+}
+
 /// Images refer to files of this host by their paths, so reading them is what a server is for. It
 /// can change none but its own.
 #[test]

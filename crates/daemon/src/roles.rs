@@ -30,6 +30,17 @@ pub(crate) fn do_without_helpers() {
     ask_helpers_by(Box::new(|_, _| Ok(NOT_FOUND.to_owned())));
 }
 
+/// A command reads an archive from a descriptor that is open, from `layout` or from the network, and
+/// makes an image of it in the folder `store`; what it notes about that lies in `state`.
+pub fn reading(state: &StateDir, store: &Path, layout: Option<&Path>, network: bool) -> Sandbox {
+    let sandbox = Sandbox::computing().write(state.root()).write(store);
+    let sandbox = if network { sandbox.network() } else { sandbox };
+    match layout {
+        Some(folder) => sandbox.read(folder),
+        None => sandbox,
+    }
+}
+
 /// It answers reads of every mount, from caches and profiles in `state`, from stores, and from files
 /// of this host that images refer to by their paths.
 pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
@@ -102,6 +113,8 @@ pub fn probe(role: &str, folder: &Path) -> Result<Vec<&'static str>> {
         "nothing" => None,
         "preparing" => Some(preparing(&here, folder)),
         "preparing-remote" => Some(preparing(&remote()?, folder)),
+        "reading" => Some(reading(&StateDir::open(folder)?, folder, Some(folder), false)),
+        "reading-remote" => Some(reading(&StateDir::open(folder)?, folder, None, true)),
         "serving" => {
             let io = ServingIo { ublk: false, rings: false };
             Some(serving(&StateDir::open(folder)?, io))

@@ -47,6 +47,19 @@ impl Source {
         Some(kind.map(Self))
     }
 
+    /// The folder that it is read from, of a layout.
+    pub fn folder(&self) -> Option<&std::path::Path> {
+        match &self.0 {
+            Kind::Layout { folder, .. } => Some(folder),
+            Kind::Registry(_) | Kind::Archive(_) => None,
+        }
+    }
+
+    /// Whether it is an archive behind a web server.
+    pub fn is_archive(&self) -> bool {
+        matches!(self.0, Kind::Archive(_))
+    }
+
     /// Where its blobs are, and which image of these it is; `None` of an archive.
     pub(crate) fn blobs(&self, access: &Access) -> Result<Option<(Blobs, Wanted)>> {
         Ok(match &self.0 {

@@ -4,6 +4,7 @@ use std::{fs::File, path::Path, process::ExitCode};
 
 use anyhow::Result;
 use burgeon_block::{ChecksumKind, Digest, Error, ErrorKind};
+use burgeon_daemon::roles;
 use burgeon_image::{
     build::{self, Options, Pattern, Report},
     catalog::{self, ImageRecord},
@@ -55,6 +56,11 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     // put into the store, is not this build's to replace.
     let built_it = |taken: &Digest| provenance.of(taken).built_as.contains(&args.name);
     let before = named::check_free(&context.create_store()?, &args.name, args.replace, built_it)?;
+    let input = input.open()?;
+    // A push comes after the build, and takes what a sandbox has not.
+    if to.is_none() {
+        confine(context, &input)?;
+    }
     let (report, took) = make(context, &input, &args.name, &options)?;
     let seconds = took.as_secs_f64();
     if !context.json {
@@ -113,11 +119,47 @@ fn say_replaced(before: Option<&ImageRecord>, report: &Report) -> Result<()> {
 enum Input {
     Tree(std::path::PathBuf),
     Archive(std::path::PathBuf),
+    /// The same, open.
+    Opened(std::path::PathBuf, File),
     Stdin,
     Reference(std::path::PathBuf),
     /// An ordinary image or archive, elsewhere.
     Ordinary(String),
     Computed(Computed, u64),
+}
+
+impl Input {
+    /// Opens an archive, while this process can.
+    fn open(self) -> Result<Self> {
+        let Self::Archive(path) = self else { return Ok(self) };
+        let file = File::open(&path)
+            .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
+        Ok(Self::Opened(path, file))
+    }
+}
+
+/// Gives up, for the rest of this process, what reading an archive of others does not take. Not for
+/// images of registries, whose credential helpers are programs to execute, nor for remote stores.
+fn confine(context: &Context, input: &Input) -> Result<()> {
+    let location = context.store_location();
+    let Some(store) = location.folder() else { return Ok(()) };
+    let sandbox = match input {
+        Input::Opened(..) | Input::Stdin => roles::reading(&context.state, store, None, false),
+        Input::Ordinary(text) => match Source::parse(text) {
+            Some(Ok(source)) if source.is_archive() => {
+                roles::reading(&context.state, store, None, true)
+            }
+            Some(Ok(source)) if source.folder().is_some() => {
+                // A folder that is missing is named by whoever reads it.
+                let layout = source.folder().filter(|folder| folder.exists());
+                roles::reading(&context.state, store, layout, false)
+            }
+            _ => return Ok(()),
+        },
+        _ => return Ok(()),
+    };
+    sandbox.enter()?;
+    Ok(())
 }
 
 /// Builds an image of the directory `tree` with the usual options, and says so.
@@ -150,16 +192,19 @@ fn make(
     let show = |now: &build::Progress| progress.update(now.bytes, now.bytes_total);
     let report = match input {
         Input::Tree(path) => build::from_directory(&store, name, path, options, &show),
-        Input::Archive(path) => match File::open(path) {
-            Ok(file) => {
-                let len = file.metadata().map(|metadata| metadata.len()).ok();
-                build::from_tar(&store, name, file, len, options, &show).map_err(|e| {
-                    let what = format!("cannot build from {}", path.display());
-                    Error::with_source(e.kind(), what, e)
-                })
-            }
-            Err(e) => Err(Error::io(format!("cannot read {}", path.display()), e)),
-        },
+        Input::Archive(path) => Err(Error::new(
+            ErrorKind::Invalid,
+            format!("the archive {} is to be opened first", path.display()),
+        )),
+        Input::Opened(path, file) => {
+            let what = || format!("cannot build from {}", path.display());
+            let len = file.metadata().map(|metadata| metadata.len()).ok();
+            let file = file.try_clone().map_err(|e| Error::io(what(), e));
+            file.and_then(|file| {
+                build::from_tar(&store, name, file, len, options, &show)
+                    .map_err(|e| Error::with_source(e.kind(), what(), e))
+            })
+        }
         Input::Stdin => build::from_tar(&store, name, std::io::stdin(), None, options, &show),
         Input::Ordinary(text) => {
             progress.finish();
