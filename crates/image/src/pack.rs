@@ -22,6 +22,7 @@ use zerocopy::{
 };
 
 use crate::{
+    catalog::Added,
     container::{Format, VERSION, check_words},
     corrupt,
 };
@@ -92,16 +93,25 @@ impl OpenPack {
 }
 
 /// Calls `work` with a writer whose unfinished packs lie in the folder `scratch`. When this
-/// returns `Ok`, all packs are in `store`, durably.
+/// returns `Ok`, all packs are in `store`, durably; those that were not there before are in `added`
+/// in any case.
 pub(crate) fn write_packs<T>(
     store: &impl ObjectStore,
     scratch: &Path,
+    added: &Added,
     work: impl FnOnce(PackWriter) -> Result<T>,
 ) -> Result<T> {
     thread::scope(|scope| {
         let (publisher, queue) = mpsc::sync_channel::<(ObjectId, PathBuf)>(QUEUE_LEN);
         let published = scope.spawn(move || {
-            queue.iter().try_for_each(|(object, path)| store.publish_file(&object, &path))
+            queue.iter().try_for_each(|(object, path)| {
+                let is_new = store.len(&object)?.is_none();
+                store.publish_file(&object, &path)?;
+                if is_new {
+                    added.push(object);
+                }
+                Ok(())
+            })
         });
         let scratch = scratch.to_owned();
         let (open, closed) = (None, Vec::new());

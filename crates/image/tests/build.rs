@@ -14,7 +14,9 @@ use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
-use burgeon_block::{ByteRange, Digest, ErrorKind, ObjectId, ObjectStore};
+use burgeon_block::{
+    ByteRange, Collecting, Digest, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result,
+};
 use burgeon_btrfs::Body;
 use burgeon_image::{INLINE_MAX, build, catalog};
 use burgeon_source::{Objects, References};
@@ -510,4 +512,70 @@ fn chunks_are_reused_from_images_that_this_host_has_made_or_verified() {
     }
     common::provenance(&fourth).update(&trusted, |known| known.verified = true).unwrap();
     assert_eq!(from_directory(&fourth, "after", &root).new_bytes, 0);
+}
+
+/// A store that takes packs and then is full.
+struct Full<'a>(&'a burgeon_source::Directory);
+
+impl ObjectStore for Full<'_> {
+    fn publish_file(&self, object: &ObjectId, from: &Path) -> Result<()> {
+        self.0.publish_file(object, from)
+    }
+
+    fn publish(&self, _: &ObjectId, _: &[u8]) -> Result<()> {
+        Err(Error::new(ErrorKind::LocalIo, "no space left on device"))
+    }
+
+    fn get(&self, object: &ObjectId, len_max: u64) -> Result<bytes::Bytes> {
+        self.0.get(object, len_max)
+    }
+
+    fn len(&self, object: &ObjectId) -> Result<Option<u64>> {
+        self.0.len(object)
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectId>> {
+        self.0.list(prefix)
+    }
+
+    fn remove(&self, object: &ObjectId) -> Result<()> {
+        self.0.remove(object)
+    }
+
+    fn begin_write(&self) -> Result<Lease> {
+        self.0.begin_write()
+    }
+
+    fn begin_collect(&self) -> Result<Collecting> {
+        self.0.begin_collect()
+    }
+}
+
+#[test]
+fn a_build_that_fails_leaves_no_pack_or_says_so() {
+    let (folder, store) = store();
+    let root = folder.path().join("tree");
+    plant(&root);
+    let packs = || store.list("packs").unwrap();
+    let fails = || {
+        let options = build::Options { reuse: false, ..options() };
+        let built = build::from_directory(&Full(&store), "new", &root, &options, &|_| ());
+        built.unwrap_err().to_string()
+    };
+    let said = fails();
+    assert!(said.contains("no space left") && !said.contains("gc"), "{said}");
+    assert_eq!(packs(), []);
+    // Beside another build they stay.
+    let other = store.begin_write().unwrap();
+    let said = fails();
+    assert!(said.contains("no space left") && said.contains("until `burgeon gc`"), "{said}");
+    assert!(!packs().is_empty());
+    drop(other);
+    catalog::gc(&store, &[], false).unwrap();
+    assert_eq!(packs(), []);
+    // What an image has was there before.
+    from_directory(&store, "old", &root);
+    let before = packs();
+    fails();
+    assert_eq!(packs(), before);
 }

@@ -50,7 +50,7 @@ use self::{
     scan::Scan,
 };
 use crate::{
-    catalog::{self, ImageRecord, Provenance},
+    catalog::{self, Added, ImageRecord, Provenance, discard},
     invalid,
     manifest::Manifest,
     pack::write_packs,
@@ -193,41 +193,44 @@ pub fn from_directory(
         return Err(invalid(format!("{} is not a directory", path.display())));
     }
     pool(options)?.install(|| {
-        let lease = store.begin_write()?;
-        let scan = Scan::read(path, options.cross_mounts)?;
-        let known = Known::read(store, options)?;
-        let (bytes, entries) = (AtomicU64::new(0), AtomicU64::new(0));
-        let data_files = scan.files.len() as u64;
-        let others = scan.nodes.len() as u64 - data_files;
-        let report = |pending, stored_bytes| {
-            progress(&Progress {
-                entries: others + entries.load(Relaxed),
-                entries_total: Some(others + data_files),
-                bytes: bytes.load(Relaxed).saturating_sub(pending),
-                bytes_total: Some(scan.bytes),
-                stored_bytes,
-            });
-        };
-        let meter = Meter::new(&report);
-        let first = options.profile.as_ref().map(|profile| scan.find(profile)).unwrap_or_default();
-        let mut input = DirectoryInput::new(&scan, &first, &bytes, &entries);
-        let Options { level, checksum, .. } = *options;
-        let assembler = Assembler { level, checksum, known: &known, meter: &meter, derived: false };
-        let assembled =
-            write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
-        let mut changed = input.changed;
-        changed.sort();
-        changed.dedup();
-        let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
-        let manifest = manifest_of(&scan.nodes, assembled)?;
-        let image = publish(store, name, &manifest, options)?;
-        if let Some(profile) = &options.profile {
-            let profile = profile.translate(&manifest, image.digest()?);
-            store.publish(&profile_object(&profile.image)?, &profile.encode()?)?;
-        }
-        let (mounts_left_out, honours) = (scan.mounts, scan.honours);
-        let report = Report { new_bytes, reused_bytes, ..Report::of(image) };
-        Ok(Report { changed, mounts_left_out, honours, ..report })
+        writing(store, |scratch, added| {
+            let scan = Scan::read(path, options.cross_mounts)?;
+            let known = Known::read(store, options)?;
+            let (bytes, entries) = (AtomicU64::new(0), AtomicU64::new(0));
+            let data_files = scan.files.len() as u64;
+            let others = scan.nodes.len() as u64 - data_files;
+            let report = |pending, stored_bytes| {
+                progress(&Progress {
+                    entries: others + entries.load(Relaxed),
+                    entries_total: Some(others + data_files),
+                    bytes: bytes.load(Relaxed).saturating_sub(pending),
+                    bytes_total: Some(scan.bytes),
+                    stored_bytes,
+                });
+            };
+            let meter = Meter::new(&report);
+            let first =
+                options.profile.as_ref().map(|profile| scan.find(profile)).unwrap_or_default();
+            let mut input = DirectoryInput::new(&scan, &first, &bytes, &entries);
+            let Options { level, checksum, .. } = *options;
+            let assembler =
+                Assembler { level, checksum, known: &known, meter: &meter, derived: false };
+            let assembled =
+                write_packs(store, scratch, added, |packs| assembler.run(&mut input, packs))?;
+            let mut changed = input.changed;
+            changed.sort();
+            changed.dedup();
+            let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
+            let manifest = manifest_of(&scan.nodes, assembled)?;
+            let image = publish(store, name, &manifest, options)?;
+            if let Some(profile) = &options.profile {
+                let profile = profile.translate(&manifest, image.digest()?);
+                store.publish(&profile_object(&profile.image)?, &profile.encode()?)?;
+            }
+            let (mounts_left_out, honours) = (scan.mounts, scan.honours);
+            let report = Report { new_bytes, reused_bytes, ..Report::of(image) };
+            Ok(Report { changed, mounts_left_out, honours, ..report })
+        })
     })
 }
 
@@ -271,6 +274,19 @@ fn check_fits(manifest: &Manifest) -> Result<()> {
                     hash, CRC-32C, rename some of them)";
         Error::with_source(ErrorKind::Invalid, what, error)
     })
+}
+
+/// Builds as a writer of `store`, with a folder of its own. If that fails, the packs that were added are
+/// removed, or the error says that they stay.
+fn writing<T>(
+    store: &impl ObjectStore,
+    build: impl FnOnce(&Path, &Added) -> Result<T>,
+) -> Result<T> {
+    let lease = store.begin_write()?;
+    let added = Added::default();
+    let built = build(lease.scratch(), &added);
+    drop(lease);
+    built.map_err(|error| discard(store, added, error))
 }
 
 /// Publishes the manifest, then the name.

@@ -5,6 +5,7 @@
 
 mod collect;
 mod copy;
+mod discard;
 mod names;
 mod provenance;
 mod roots;
@@ -15,7 +16,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use self::names::check_name;
 pub use self::names::{EMPTY_IMAGE, check_given_name, is_reserved};
 use self::names::{escape, unescape};
 pub use self::{
@@ -24,6 +24,10 @@ pub use self::{
     provenance::{ImageProvenance, Provenance},
     roots::{HostRoots, forget_host, publish_roots, read_roots},
     verify::{Damage, Read, Verified, verify},
+};
+pub(crate) use self::{
+    discard::{Added, discard},
+    names::check_name,
 };
 use crate::{
     Limits, corrupt,

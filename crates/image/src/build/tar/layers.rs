@@ -23,7 +23,7 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, MemoryMeter, ObjectStore, Resu
 use super::{
     super::{
         OnProgress, Options, Progress, Report, assemble::Assembler, check_options, manifest_of,
-        meter::Meter, pool, publish, reuse::Known,
+        meter::Meter, pool, publish, reuse::Known, writing,
     },
     Archive, Archives, Counted, Reader, TarInput, WAVE_LEN,
     merge::{Merge, Place, too_many},
@@ -233,49 +233,51 @@ pub fn from_layers(
 ) -> Result<Report> {
     check_options(name, options)?;
     pool(options)?.install(|| {
-        let lease = store.begin_write()?;
-        let known = Known::read(store, options)?;
-        let limits = LayerLimits::default();
-        let meter = layers.first().map(|layer| Arc::clone(&layer.index.meter)).unwrap_or_default();
-        let mut merge = Merge::new(limits.entries as usize, Arc::clone(&meter));
-        let (mut text_acls, mut total, mut entries_total) = (0, 0, 0);
-        let mut archives = Vec::with_capacity(layers.len());
-        for (number, layer) in (0..).zip(layers) {
-            let entries = layer.index.entries;
-            merge.layer(number, &entries)?;
-            text_acls += entries.iter().filter(|entry| entry.text_acl).count() as u64;
-            entries_total += entries.len() as u64;
-            total += layer.index.unpacked;
-            archives.push((number, layer.open));
-        }
-        let (nodes, wanted) = merge.finish();
-        let (bytes, entries) = (Arc::new(AtomicU64::new(0)), AtomicU64::new(0));
-        let report = |_, stored_bytes| {
-            progress(&Progress {
-                entries: entries.load(Relaxed),
-                entries_total: Some(entries_total),
-                bytes: bytes.load(Relaxed),
-                bytes_total: Some(total),
-                stored_bytes,
-            });
-        };
-        let progress = Meter::new(&report);
-        let wanted = Wanted {
-            archives: archives.into_iter(),
-            wanted: wanted.into_iter().peekable(),
-            next: (0, 0),
-            bytes: Arc::clone(&bytes),
-        };
-        let mut input = TarInput::new(wanted, &meter, WAVE_LEN, &entries);
-        let Options { level, checksum, .. } = *options;
-        let meter = &progress;
-        let assembler = Assembler { level, checksum, known: &known, meter, derived: false };
-        let assembled =
-            write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
-        let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
-        let manifest = manifest_of(&nodes, assembled)?;
-        let image = publish(store, name, &manifest, options)?;
-        Ok(Report { new_bytes, reused_bytes, acls_left_out: text_acls, ..Report::of(image) })
+        writing(store, |scratch, added| {
+            let known = Known::read(store, options)?;
+            let limits = LayerLimits::default();
+            let meter =
+                layers.first().map(|layer| Arc::clone(&layer.index.meter)).unwrap_or_default();
+            let mut merge = Merge::new(limits.entries as usize, Arc::clone(&meter));
+            let (mut text_acls, mut total, mut entries_total) = (0, 0, 0);
+            let mut archives = Vec::with_capacity(layers.len());
+            for (number, layer) in (0..).zip(layers) {
+                let entries = layer.index.entries;
+                merge.layer(number, &entries)?;
+                text_acls += entries.iter().filter(|entry| entry.text_acl).count() as u64;
+                entries_total += entries.len() as u64;
+                total += layer.index.unpacked;
+                archives.push((number, layer.open));
+            }
+            let (nodes, wanted) = merge.finish();
+            let (bytes, entries) = (Arc::new(AtomicU64::new(0)), AtomicU64::new(0));
+            let report = |_, stored_bytes| {
+                progress(&Progress {
+                    entries: entries.load(Relaxed),
+                    entries_total: Some(entries_total),
+                    bytes: bytes.load(Relaxed),
+                    bytes_total: Some(total),
+                    stored_bytes,
+                });
+            };
+            let progress = Meter::new(&report);
+            let wanted = Wanted {
+                archives: archives.into_iter(),
+                wanted: wanted.into_iter().peekable(),
+                next: (0, 0),
+                bytes: Arc::clone(&bytes),
+            };
+            let mut input = TarInput::new(wanted, &meter, WAVE_LEN, &entries);
+            let Options { level, checksum, .. } = *options;
+            let meter = &progress;
+            let assembler = Assembler { level, checksum, known: &known, meter, derived: false };
+            let assembled =
+                write_packs(store, scratch, added, |packs| assembler.run(&mut input, packs))?;
+            let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
+            let manifest = manifest_of(&nodes, assembled)?;
+            let image = publish(store, name, &manifest, options)?;
+            Ok(Report { new_bytes, reused_bytes, acls_left_out: text_acls, ..Report::of(image) })
+        })
     })
 }
 

@@ -42,6 +42,7 @@ use super::{
     meter::Meter,
     pool, publish,
     reuse::Known,
+    writing,
 };
 use crate::{CHUNK_MAX, INLINE_MAX, pack::write_packs};
 
@@ -70,36 +71,38 @@ pub fn from_tar(
 ) -> Result<Report> {
     check_options(name, options)?;
     pool(options)?.install(|| {
-        let lease = store.begin_write()?;
-        let known = Known::read(store, options)?;
-        let consumed = Arc::new(AtomicU64::new(0));
-        let entries = AtomicU64::new(0);
-        let report = |_, stored_bytes| {
-            progress(&Progress {
-                entries: entries.load(Relaxed),
-                entries_total: None,
-                bytes: consumed.load(Relaxed),
-                bytes_total: len,
-                stored_bytes,
-            });
-        };
-        let meter = &Meter::new(&report);
-        let layers = Layers::new(LayerLimits::of_archive());
-        let memory = Some(Arc::clone(layers.meter()));
-        let archive = decompressed(Counted { inner: archive, bytes: consumed.clone(), memory })?;
-        let archive = Some(layers.bounded(archive));
-        let tree = ArchiveTree::new(layers.meter());
-        let one = OneArchive { archive, layers: &layers, tree };
-        let mut input = TarInput::new(one, layers.meter(), WAVE_LEN, &entries);
-        let Options { level, checksum, .. } = *options;
-        let assembler = Assembler { level, checksum, known: &known, meter, derived: false };
-        let assembled =
-            write_packs(store, lease.scratch(), |packs| assembler.run(&mut input, packs))?;
-        let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
-        let acls_left_out = input.archives.tree.text_acls;
-        let manifest = manifest_of(&input.archives.tree.into_nodes(), assembled)?;
-        let image = publish(store, name, &manifest, options)?;
-        Ok(Report { new_bytes, reused_bytes, acls_left_out, ..Report::of(image) })
+        writing(store, |scratch, added| {
+            let known = Known::read(store, options)?;
+            let consumed = Arc::new(AtomicU64::new(0));
+            let entries = AtomicU64::new(0);
+            let report = |_, stored_bytes| {
+                progress(&Progress {
+                    entries: entries.load(Relaxed),
+                    entries_total: None,
+                    bytes: consumed.load(Relaxed),
+                    bytes_total: len,
+                    stored_bytes,
+                });
+            };
+            let meter = &Meter::new(&report);
+            let layers = Layers::new(LayerLimits::of_archive());
+            let memory = Some(Arc::clone(layers.meter()));
+            let archive =
+                decompressed(Counted { inner: archive, bytes: consumed.clone(), memory })?;
+            let archive = Some(layers.bounded(archive));
+            let tree = ArchiveTree::new(layers.meter());
+            let one = OneArchive { archive, layers: &layers, tree };
+            let mut input = TarInput::new(one, layers.meter(), WAVE_LEN, &entries);
+            let Options { level, checksum, .. } = *options;
+            let assembler = Assembler { level, checksum, known: &known, meter, derived: false };
+            let assembled =
+                write_packs(store, scratch, added, |packs| assembler.run(&mut input, packs))?;
+            let (new_bytes, reused_bytes) = (assembled.new_bytes, assembled.known_bytes);
+            let acls_left_out = input.archives.tree.text_acls;
+            let manifest = manifest_of(&input.archives.tree.into_nodes(), assembled)?;
+            let image = publish(store, name, &manifest, options)?;
+            Ok(Report { new_bytes, reused_bytes, acls_left_out, ..Report::of(image) })
+        })
     })
 }
 
