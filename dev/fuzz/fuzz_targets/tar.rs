@@ -4,78 +4,12 @@
 
 #![no_main]
 
-use std::{
-    fs,
-    io::{Cursor, Read},
-    path::Path,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
-};
+use std::io::{Cursor, Read};
 
-use burgeon_block::{Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result};
+use burgeon_block::{ObjectId, Result};
+use burgeon_fuzz::{Oblivion, options, seal};
 use burgeon_image::build::{self, Layer, LayerLimits, Layers, Options, Origin};
 use libfuzzer_sys::fuzz_target;
-
-/// A store that forgets.
-struct Oblivion;
-
-/// Removes a scratch folder.
-struct Scratch(std::path::PathBuf);
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        fs::remove_dir_all(&self.0).expect("a temporary folder");
-    }
-}
-
-static NEXT: AtomicU64 = AtomicU64::new(0);
-
-impl ObjectStore for Oblivion {
-    fn publish_file(&self, _: &ObjectId, from: &Path) -> Result<()> {
-        fs::remove_file(from).map_err(|error| Error::io("a temporary file", error))
-    }
-
-    fn publish(&self, _: &ObjectId, _: &[u8]) -> Result<()> {
-        Ok(())
-    }
-
-    fn get(&self, object: &ObjectId, _: u64) -> Result<bytes::Bytes> {
-        Err(Error::new(ErrorKind::NotFound, object.as_str()))
-    }
-
-    fn len(&self, _: &ObjectId) -> Result<Option<u64>> {
-        Ok(None)
-    }
-
-    fn list(&self, _: &str) -> Result<Vec<ObjectId>> {
-        Ok(Vec::new())
-    }
-
-    fn remove(&self, _: &ObjectId) -> Result<()> {
-        Ok(())
-    }
-
-    fn begin_write(&self) -> Result<Lease> {
-        let name = format!("fuzz-tar-{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed));
-        let folder = std::env::temp_dir().join(name);
-        fs::create_dir(&folder).map_err(|error| Error::io("a temporary folder", error))?;
-        Ok(Lease::new(folder.clone(), Box::new(Scratch(folder))))
-    }
-
-    fn begin_collect(&self) -> Result<Collecting> {
-        Err(Error::new(ErrorKind::Invalid, "nothing is collected here"))
-    }
-}
-
-/// Gives every block that could be a header the checksum it needs.
-fn seal(archive: &mut [u8]) {
-    for header in archive.as_chunks_mut::<512>().0 {
-        if header[257..262] == *b"ustar" {
-            header[148..156].fill(b' ');
-            let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
-            header[148..155].copy_from_slice(format!("{sum:06o}\0").as_bytes());
-        }
-    }
-}
 
 /// Headers of 512 bytes are long for a fuzzer: an input is a row of fields instead.
 fn archive(mut input: &[u8]) -> Vec<u8> {
@@ -158,7 +92,7 @@ fn layers(layers: &[Vec<u8>; 2], options: &Options) {
 }
 
 fuzz_target!(|input: &[u8]| {
-    let options = Options { level: 1, threads: Some(1), reuse: false, ..Options::default() };
+    let options = options();
     let bytes = match input.split_first() {
         Some((0, raw)) => raw.to_vec(),
         Some((1, rest)) => {
@@ -168,5 +102,5 @@ fuzz_target!(|input: &[u8]| {
         Some((_, rest)) => archive(rest),
         None => return,
     };
-    let _ = build::from_tar(&Oblivion, "x", Cursor::new(bytes), None, &options, &|_| ());
+    burgeon_fuzz::build(bytes);
 });

@@ -4,6 +4,9 @@
 //! list of edits to a sound file whose sections are not compressed; after the edits all checksums
 //! are computed anew, as an attacker would.
 
+mod archives;
+
+pub use archives::{Oblivion, build, options, seal, sealed};
 use burgeon_block::{ByteRange, ChecksumKind, Digest, ObjectId};
 use burgeon_btrfs::{Body, DATA_START, Dirent, FileExtent, Inode, NodeSink, Tree, Xattr};
 use burgeon_image::{ChunkEntry, Codec, Manifest};
