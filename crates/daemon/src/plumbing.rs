@@ -1,5 +1,9 @@
 //! From files to a mounted btrfs: block devices, the seed's two, the sprout's.
 //!
+//! ```text
+//!   supervisor: plumb ── Parts ──► helper: assemble ── Plumbed and the mount ──► supervisor
+//! ```
+//!
 //! Every loop detaches itself with its last user, and after this the only user is btrfs: when
 //! the last mount goes, they go, whoever unmounts it and whoever is still alive. A ublk device
 //! stays, and the supervisor removes it (`supervisor/watch.rs`).
@@ -13,14 +17,17 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_btrfs::SUBVOLUME;
 use burgeon_frontend::{
-    LoopDevice, LoopOptions,
+    Connection, LoopDevice, LoopOptions,
     btrfs_mount::{Access, Btrfs},
     ublk::Control,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::{
     chain,
+    helper::{self, Outcome, Task},
     id::{Fsid, MountId},
+    paths::StateDir,
     protocol::MountAttributes,
     sprout::Plan,
     supervisor::{Growth, growth},
@@ -28,10 +35,31 @@ use crate::{
     writes::{self, Record},
 };
 
+/// What a mount is made of, for the process that makes it.
+#[derive(Serialize, Deserialize, Debug)]
+pub(crate) struct Parts {
+    id: MountId,
+    /// The ublk device that a server serves already, and that server's process; `None` over FUSE.
+    ublk: Option<(u32, u32)>,
+    /// The seed's metadata.
+    seed: PathBuf,
+    sprout: Option<SproutPart>,
+    attributes: MountAttributes,
+}
+
+/// Where writes go.
+#[derive(Serialize, Deserialize, Debug)]
+struct SproutPart {
+    path: PathBuf,
+    is_device: bool,
+    is_new: bool,
+    thin: bool,
+    reserved: u64,
+}
+
 /// What the kernel has been given, and what it gave.
+#[derive(Serialize, Deserialize, Debug)]
 pub(crate) struct Plumbed {
-    /// The detached mount.
-    pub(crate) mount: OwnedFd,
     /// The file system that the user sees.
     pub(crate) fsid: Fsid,
     pub(crate) data_device: PathBuf,
@@ -42,68 +70,93 @@ pub(crate) struct Plumbed {
 }
 
 /// Mounts what `plan` says: the lazy data behind `channel`, which the process `server_pid` must
-/// serve already, and the seed's metadata in `folder`.
+/// serve already, and the seed's metadata in the mount's folder. Returns the detached mount, too.
 pub(crate) fn plumb(
+    state: &StateDir,
     id: MountId,
     channel: &Channel,
     server_pid: u32,
-    folder: &Path,
     plan: &Plan,
     attributes: MountAttributes,
-) -> Result<Plumbed> {
+) -> Result<(Plumbed, OwnedFd)> {
+    if let Some(sprout) = &plan.sprout {
+        if let Some(record) = sprout.record.as_ref().filter(|_| !sprout.is_new) {
+            writes::check_sprout(record, &sprout.path)?;
+            refuse_copy(record)?;
+        }
+        if !sprout.is_device {
+            refuse_second_use(&sprout.path)?;
+        }
+    }
+    let parts = Parts {
+        id,
+        ublk: channel.transport().device().map(|number| (number, server_pid)),
+        seed: state.mount(id).join("seed"),
+        sprout: plan.sprout.as_ref().map(|sprout| SproutPart {
+            path: sprout.path.clone(),
+            is_device: sprout.is_device,
+            is_new: sprout.is_new,
+            thin: sprout.thin,
+            reserved: sprout.reserved,
+        }),
+        attributes,
+    };
+    let fuse: Vec<_> = channel.fuse_mount().into_iter().collect();
+    let (outcome, fds) = helper::run(state, &Task::Plumb(parts), &fuse, || channel.abort())?;
+    match (outcome, fds.into_iter().next()) {
+        (Outcome::Plumbed(plumbed), Some(mount)) => Ok((plumbed, mount)),
+        _ => Err(Error::new(ErrorKind::LocalIo, "the process that mounts gave no mount")),
+    }
+}
+
+/// Makes the block devices of `parts` and mounts them, in a helper's process: each step may wait
+/// for the server. Over FUSE, `fuse` is the mount of the FUSE file.
+pub(crate) fn assemble(parts: &Parts, fuse: Option<OwnedFd>) -> Result<(Plumbed, OwnedFd)> {
     let attach = |file: &File, what: &str, read_only: bool| {
-        let name = format!("burgeon {what} {id}");
+        let name = format!("burgeon {what} {}", parts.id);
         LoopDevice::attach(file, LoopOptions { name: &name, read_only, discard: false })
     };
-    let (data, data_path) = match channel {
-        Channel::Fuse(connection, _) => {
-            let data = attach(&connection.open_file()?, "data", true)?;
+    let (data, data_device) = match (parts.ublk, fuse) {
+        (Some((number, server_pid)), _) => (None, Control::open()?.start(number, server_pid)?),
+        (None, Some(fuse)) => {
+            let data = attach(&Connection::open_file_of(&fuse)?, "data", true)?;
             let path = data.path().to_owned();
             (Some(data), path)
         }
-        Channel::Ublk(number) => (None, Control::open()?.start(*number, server_pid)?),
+        (None, None) => {
+            let what = "neither a ublk device nor a FUSE file came along";
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
     };
-    let metadata = attach(&open(&folder.join("seed"), false)?, "metadata", true)?;
-    let seed_devices = [metadata.path(), data_path.as_path()];
-    if let Some(sprout) = plan.sprout.as_ref().filter(|sprout| !sprout.is_new)
-        && let Some(record) = &sprout.record
-    {
-        writes::check_sprout(record, &sprout.path)?;
-        refuse_copy(record)?;
-    }
-    let sprout = match &plan.sprout {
+    let metadata = attach(&open(&parts.seed, false)?, "metadata", true)?;
+    let seed_devices = [metadata.path(), data_device.as_path()];
+    let sprout = match &parts.sprout {
         Some(sprout) if !sprout.is_device => {
-            refuse_second_use(&sprout.path)?;
             Some(attach(&open(&sprout.path, true)?, "sprout", false)?)
         }
         _ => None,
     };
-    let sprout_path = match (&sprout, &plan.sprout) {
+    let sprout_path = match (&sprout, &parts.sprout) {
         (Some(device), _) => Some(device.path()),
         (None, Some(sprout)) => Some(sprout.path.as_path()),
         (None, None) => None,
     };
-    let is_new = plan.sprout.as_ref().is_some_and(|sprout| sprout.is_new);
+    let is_new = parts.sprout.as_ref().is_some_and(|sprout| sprout.is_new);
     let btrfs = match sprout_path {
         None => Btrfs::mount_seed(&seed_devices, SUBVOLUME)?,
         Some(path) if is_new => Btrfs::mount_new_sprout(&seed_devices, path, SUBVOLUME)?,
         Some(path) => Btrfs::mount_sprout(&seed_devices, path, SUBVOLUME, Access::Writable)?,
     };
-    let growth = match (&plan.sprout, sprout_path) {
+    let growth = match (&parts.sprout, sprout_path) {
         (Some(sprout), Some(path)) if sprout.thin => Some(growth(&btrfs, path, sprout.reserved)?),
         _ => None,
     };
     // Before anybody but this process can reach the mount.
-    btrfs.set_attributes(attributes.flags())?;
+    btrfs.set_attributes(parts.attributes.flags())?;
     let loops = [data.as_ref(), Some(&metadata), sprout.as_ref()];
     let loops = loops.into_iter().flatten().map(|device| device.path().to_owned()).collect();
-    Ok(Plumbed {
-        fsid: Fsid(btrfs.fsid()?),
-        growth,
-        mount: btrfs.into_fd(),
-        data_device: data_path,
-        loops,
-    })
+    let fsid = Fsid(btrfs.fsid()?);
+    Ok((Plumbed { fsid, data_device, loops, growth }, btrfs.into_fd()))
 }
 
 /// A copy of writes that are mounted is the same file system to the kernel, which has it once.

@@ -10,7 +10,7 @@
 //! A ublk device carries the id of its mount, so that whose it is can be told without any file.
 
 use std::{
-    os::fd::OwnedFd,
+    os::fd::{BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     process::Command,
     sync::Once,
@@ -107,6 +107,25 @@ impl Channel {
         match self {
             Self::Fuse(_, transport) => *transport,
             Self::Ublk(number) => Transport::Ublk { number: *number },
+        }
+    }
+
+    /// The detached mount of the FUSE file, if there is one.
+    pub(crate) fn fuse_mount(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Fuse(connection, _) => Some(connection.mount()),
+            Self::Ublk(_) => None,
+        }
+    }
+
+    /// Ends a transport whose server does not answer: what waits for it fails.
+    pub(crate) fn abort(&self) {
+        let aborted = match self {
+            Self::Fuse(connection, _) => connection.number().and_then(Connection::abort),
+            Self::Ublk(number) => Control::open().and_then(|mut control| control.stop(*number)),
+        };
+        if let Err(e) = aborted {
+            log!("what waits for the serving process may hang: {e}");
         }
     }
 

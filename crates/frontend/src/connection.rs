@@ -90,13 +90,26 @@ impl Connection {
         self.device.as_fd()
     }
 
-    /// Opens the file for a loop device. Waits for the server, so it must be running, and in
-    /// another thread or process; from then on the file keeps the file system alive.
+    /// The detached mount, for [`Connection::open_file_of`] in another process.
+    pub fn mount(&self) -> BorrowedFd<'_> {
+        self.mount.as_fd()
+    }
+
+    /// As [`Connection::open_file_of`].
     pub fn open_file(&self) -> Result<File> {
+        Self::open_file_of(&self.mount)
+    }
+
+    /// Opens the file for a loop device; from then on the file keeps the file system alive.
+    ///
+    /// Waits for the server, so it must be running, in another thread or process. The wait cannot
+    /// be interrupted once the server has read the request, and does not end while a process holds
+    /// [`Connection::device`]. So the process that calls this must not be the one that holds it.
+    pub fn open_file_of(mount: impl AsFd) -> Result<File> {
         let what = "cannot open the FUSE file; is its server running?";
         let file = OpenOptions::new()
             .read(true)
-            .open(format!("/proc/self/fd/{}", self.mount.as_raw_fd()))
+            .open(format!("/proc/self/fd/{}", mount.as_fd().as_raw_fd()))
             .map_err(|e| failed(what, e))?;
         // On 6.12 a loop on a FUSE file whose size nobody had asked for has size 0.
         let len = file.metadata().map_err(|e| failed(what, e))?.len();

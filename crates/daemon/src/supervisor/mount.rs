@@ -230,7 +230,8 @@ impl Supervisor {
         });
         self.await_serving(id)?;
         let server_pid = self.table().server_pid.unwrap_or_default();
-        let plumbed = plumbing::plumb(id, &channel, server_pid, &folder, plan, attributes)?;
+        let (plumbed, mount) =
+            plumbing::plumb(&self.state, id, &channel, server_pid, plan, attributes)?;
         let transport = channel.transport().name().to_owned();
         drop(channel);
         plan.notes.extend(self.lost_area(id));
@@ -246,7 +247,7 @@ impl Supervisor {
             attributes,
             notes: plan.notes.clone(),
         };
-        Ok((mounted, plumbed.mount))
+        Ok((mounted, mount))
     }
 
     /// A sentence if the mount has a virtual area that cannot be read.

@@ -12,23 +12,14 @@
 //! nothing dirty. From 6.19 on the kernel would shut the file system down; there it is left as
 //! it is, and a umount and mount bring it back.
 //!
-//! A supervisor that dies between freeze and thaw has written down that it was about to: the next
-//! one thaws (`crates/cli/tests/kill.rs`).
+//! A helper's process does it (`exchange.rs`), because a kill must not interrupt a thaw. Should the
+//! helper be killed, too, it is written down that it was about to freeze, and the next supervisor
+//! thaws (`crates/cli/tests/kill.rs`).
 
-use std::{
-    fs::File,
-    os::fd::{AsRawFd, OwnedFd},
-    path::{Path, PathBuf},
-    sync::Arc,
-    thread,
-};
+use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_btrfs::SUBVOLUME;
-use burgeon_frontend::{
-    Connection, Slots,
-    btrfs_mount::{Access, Btrfs},
-};
+use burgeon_frontend::{Connection, Slots};
 
 use super::{
     LOST_INTERVAL, Supervisor,
@@ -36,6 +27,8 @@ use super::{
     table::{Entry, MountRecord, Serving},
 };
 use crate::{
+    exchange::Exchange,
+    helper::{self, Task},
     id::MountId,
     protocol::WritesState,
     system,
@@ -44,13 +37,6 @@ use crate::{
 
 /// The first kernel that may shut a file system down when its device changes over.
 const KERNEL_SHUTS_DOWN: (u32, u32) = (6, 19);
-
-/// `ioctl_loop`: the read-only loop's backing file becomes another one of the same size.
-const LOOP_CHANGE_FD: libc::c_ulong = 0x4c06;
-
-/// `linux/fs.h`: `_IOWR('X', 119, int)` and `_IOWR('X', 120, int)`.
-const FIFREEZE: libc::c_ulong = 0xc004_5877;
-const FITHAW: libc::c_ulong = 0xc004_5878;
 
 /// How a mount comes back.
 pub(crate) struct Revival {
@@ -151,8 +137,8 @@ impl Supervisor {
     fn finish_revival(&self, id: MountId, revival: Revival) {
         let Revival { record, connection } = revival;
         let revived = self.await_taken_on(id).and_then(|()| {
-            let file = connection.open_file()?;
-            self.change_over(&record, &file)
+            // A helper that an earlier supervisor has left may have to finish first.
+            self.change_over(&record, &connection)
         });
         if let Some(entry) = self.table().mounts.get_mut(&id) {
             // Its server has died, too: what became of this one does not matter.
@@ -172,7 +158,9 @@ impl Supervisor {
             }
         }
         drop(connection);
-        self.thaw(&record);
+        if record.frozen {
+            self.thaw(&record);
+        }
         while is_alive(&record) {
             thread::sleep(LOST_INTERVAL);
             if self.table().mounts.get(&id).is_some_and(|entry| entry.revival.is_some()) {
@@ -187,36 +175,48 @@ impl Supervisor {
 }
 
 impl Supervisor {
-    fn change_over(&self, record: &MountRecord, file: &File) -> Result<()> {
+    fn change_over(&self, record: &MountRecord, connection: &Connection) -> Result<()> {
         refuse_shutdown()?;
-        let Some(device) = &record.data_device else { return Ok(()) };
-        let failed = |e| Error::io(format!("cannot change the file of {}", device.display()), e);
-        let loop_device = File::open(device).map_err(failed)?;
-        let Some(sprout) = writable_device(record) else {
-            return number_ioctl(&loop_device, LOOP_CHANGE_FD, file.as_raw_fd()).map_err(failed);
+        let Some(exchange) = self.exchange(record) else { return Ok(()) };
+        let (id, is_writable) = (record.attach.id, exchange.sprout.is_some());
+        // Written down first: should the helper be killed, too, the next supervisor has to thaw. On
+        // a full disk it cannot be; serving the mount again is worth more.
+        if is_writable {
+            self.note_frozen(id, true);
+        }
+        let abort = || {
+            if let Err(e) = connection.number().and_then(Connection::abort) {
+                log!("what waits for mount {id} may hang: {e}");
+            }
         };
-        let id = record.attach.id;
-        // Written down first: should this process die now, its successor has to thaw. On a full
-        // disk it cannot be; serving the mount again is worth more.
-        self.note_frozen(id, true);
-        let frozen = Frozen::new(&sprout)?;
-        let changed = number_ioctl(&loop_device, LOOP_CHANGE_FD, file.as_raw_fd());
-        drop(frozen);
-        self.note_frozen(id, false);
-        changed.map_err(failed)
+        let fuse = [connection.mount()];
+        let changed = helper::run(&self.state, &Task::Exchange(exchange), &fuse, abort);
+        match changed {
+            Ok(_) if is_writable => self.note_frozen(id, false),
+            Err(_) if is_writable => self.thaw(record),
+            _ => {}
+        }
+        changed.map(drop)
     }
 
-    /// Thaws what a supervisor has left frozen that died here.
+    /// Thaws what may have been left frozen.
     pub(super) fn thaw(&self, record: &MountRecord) {
-        let Some(device) = writable_device(record).filter(|_| record.frozen) else { return };
-        let root =
-            Btrfs::mount(&device, SUBVOLUME, Access::Writable).and_then(|mount| mount.open_root());
-        match root.map(Frozen) {
-            // Dropped, it thaws; if it was not frozen yet, that changes nothing.
-            Ok(frozen) => drop(frozen),
+        let Some(exchange) = self.exchange(record).filter(|exchange| exchange.sprout.is_some())
+        else {
+            return;
+        };
+        match helper::run(&self.state, &Task::Thaw(exchange), &[], || {}) {
+            Ok(_) => self.note_frozen(record.attach.id, false),
             Err(e) => log!("mount {} may stay frozen: {e}", record.attach.id),
         }
-        self.note_frozen(record.attach.id, false);
+    }
+
+    fn exchange(&self, record: &MountRecord) -> Option<Exchange> {
+        Some(Exchange {
+            data_device: record.data_device.clone()?,
+            sprout: writable_device(record),
+            lock: self.state.mount(record.attach.id).join("exchange.lock"),
+        })
     }
 
     fn note_frozen(&self, id: MountId, frozen: bool) {
@@ -254,39 +254,4 @@ pub(super) fn writable_device(record: &MountRecord) -> Option<PathBuf> {
         return Some(sprout.path.clone());
     }
     record.loops.last().cloned()
-}
-
-/// A file system that takes no writes, and has none outstanding, as long as this lives.
-struct Frozen(File);
-
-impl Frozen {
-    /// Freezes the file system on `device`, reached by mounting it once more.
-    fn new(device: &Path) -> Result<Self> {
-        let root = Btrfs::mount(device, SUBVOLUME, Access::Writable)?.open_root()?;
-        match number_ioctl(&root, FIFREEZE, 0) {
-            Ok(()) => Ok(Self(root)),
-            // Somebody who died here had frozen it.
-            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(Self(root)),
-            Err(e) => Err(Error::io("cannot freeze the file system", e)),
-        }
-    }
-}
-
-impl Drop for Frozen {
-    fn drop(&mut self) {
-        match number_ioctl(&self.0, FITHAW, 0) {
-            // It was not frozen.
-            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
-            Err(e) => log!("a file system stays frozen: {e}"),
-            Ok(()) => {}
-        }
-    }
-}
-
-fn number_ioctl(file: &File, request: libc::c_ulong, number: i32) -> std::io::Result<()> {
-    // SAFETY: the requests that this is called with take a number and touch no memory of ours.
-    match unsafe { libc::ioctl(file.as_raw_fd(), request as _, number) } {
-        0 => Ok(()),
-        _ => Err(std::io::Error::last_os_error()),
-    }
 }

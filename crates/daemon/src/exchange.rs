@@ -1,0 +1,106 @@
+//! Another FUSE file below the loop device of a mounted file system, in a helper's process.
+//!
+//! ```text
+//!   lock ─► freeze ─► LOOP_CHANGE_FD ─► thaw            one at a time for each mount
+//! ```
+//!
+//! Why it is frozen is said in `supervisor/revive.rs`, why it is a process of its own in
+//! `helper.rs`.
+//!
+//! Invariant: the lock is held from before the freeze until after the thaw. So a later supervisor
+//! that finds "frozen" written down thaws after the helper of an earlier one, never in the middle.
+
+use std::{
+    fs::File,
+    os::fd::{AsRawFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{Error, Result};
+use burgeon_btrfs::SUBVOLUME;
+use burgeon_frontend::{
+    Connection,
+    btrfs_mount::{Access, Btrfs},
+};
+use serde::{Deserialize, Serialize};
+
+use crate::files::Lock;
+
+/// `ioctl_loop`: the read-only loop's backing file becomes another one of the same size.
+const LOOP_CHANGE_FD: libc::c_ulong = 0x4c06;
+
+/// `linux/fs.h`: `_IOWR('X', 119, int)` and `_IOWR('X', 120, int)`.
+const FIFREEZE: libc::c_ulong = 0xc004_5877;
+const FITHAW: libc::c_ulong = 0xc004_5878;
+
+/// The mount that is meant.
+#[derive(Serialize, Deserialize, Debug)]
+pub(crate) struct Exchange {
+    /// The loop device with the lazy data.
+    pub(crate) data_device: PathBuf,
+    /// The device of the sprout, if the mount is writable.
+    pub(crate) sprout: Option<PathBuf>,
+    /// A file in the mount's folder.
+    pub(crate) lock: PathBuf,
+}
+
+/// Puts the FUSE file of the mount `fuse` below the loop device.
+pub(crate) fn change_over(exchange: &Exchange, fuse: &OwnedFd) -> Result<()> {
+    let device = &exchange.data_device;
+    let failed = |e| Error::io(format!("cannot change the file of {}", device.display()), e);
+    let _lock = Lock::take(&exchange.lock)?;
+    let file = Connection::open_file_of(fuse)?;
+    let loop_device = File::open(device).map_err(failed)?;
+    let frozen = match &exchange.sprout {
+        Some(sprout) => Some(Frozen::new(sprout)?),
+        None => None,
+    };
+    let changed = number_ioctl(&loop_device, LOOP_CHANGE_FD, file.as_raw_fd());
+    drop(frozen);
+    changed.map_err(failed)
+}
+
+/// Thaws what an exchange has left frozen that was killed.
+pub(crate) fn thaw(exchange: &Exchange) -> Result<()> {
+    let Some(sprout) = &exchange.sprout else { return Ok(()) };
+    let _lock = Lock::take(&exchange.lock)?;
+    let root = Btrfs::mount(sprout, SUBVOLUME, Access::Writable)?.open_root()?;
+    // Dropped, it thaws; if it was not frozen, that changes nothing.
+    drop(Frozen(root));
+    Ok(())
+}
+
+/// A file system that takes no writes, and has none outstanding, as long as this lives.
+struct Frozen(File);
+
+impl Frozen {
+    /// Freezes the file system on `device`, reached by mounting it once more.
+    fn new(device: &Path) -> Result<Self> {
+        let root = Btrfs::mount(device, SUBVOLUME, Access::Writable)?.open_root()?;
+        match number_ioctl(&root, FIFREEZE, 0) {
+            Ok(()) => Ok(Self(root)),
+            // A helper that was killed had frozen it.
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(Self(root)),
+            Err(e) => Err(Error::io("cannot freeze the file system", e)),
+        }
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        match number_ioctl(&self.0, FITHAW, 0) {
+            // It was not frozen.
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
+            Err(e) => log!("a file system stays frozen: {e}"),
+            Ok(()) => {}
+        }
+    }
+}
+
+fn number_ioctl(file: &File, request: libc::c_ulong, number: i32) -> std::io::Result<()> {
+    // SAFETY: the requests that this is called with take a number and touch no memory of ours.
+    match unsafe { libc::ioctl(file.as_raw_fd(), request as _, number) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
