@@ -649,9 +649,10 @@ fn assert_discards(space: &Space, number: &str) {
     let run = |program: &str, arguments: &[&str]| {
         std::process::Command::new(program).args(arguments).output().unwrap()
     };
-    // The daemon's last steps, or those of another test, may still go on below the number.
+    // Another test's mount may have the number meanwhile: it is ours when it did not exist.
+    let is_gone = || !Path::new(&format!("/sys/block/loop{number}")).exists();
     let attached = wait_until(PATIENCE, || {
-        run("losetup", &[&device, path.to_str().unwrap()]).status.success()
+        is_gone() && run("losetup", &[&device, path.to_str().unwrap()]).status.success()
     });
     assert!(attached, "{device} cannot be attached");
     let discarded = run("blkdiscard", &[&device]);
