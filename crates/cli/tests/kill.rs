@@ -4,7 +4,6 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    collections::BTreeSet,
     fs::{self, File},
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
@@ -17,9 +16,8 @@ use std::{
 };
 
 use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
     fs::inotify,
-    process::{Pid, PidfdFlags, Resource, Rlimit, Signal, kill_process, pidfd_open, prlimit},
+    process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit},
 };
 use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, scaled, wait_until};
 
@@ -229,7 +227,10 @@ fn killing_both_costs_errors_or_time_until_the_next_daemon() {
         set_up(&space, 10, &["--writes", "w", "--write-limit", "256M"]);
     fs::write(at.join("kept"), "by the sprout").unwrap();
     let waits = burgeon.status()["mounts"][0]["transport"] == "ublk";
+    // All of it has been fetched, and is in the page cache.
+    assert!(fs::read(at.join("data")).unwrap() == *expected);
     burgeon.kill_daemon();
+    assert!(fs::read(at.join("data")).unwrap() == *expected);
     drop_caches();
     // Over ublk the kernel keeps the requests for the next server.
     let path = at.join("data");
@@ -406,172 +407,6 @@ fn a_live_mount_whose_record_is_damaged_is_left_alone() {
     burgeon.umount(mounted);
 }
 
-/// A library to preload. `AT_THAW` names who dies where a file system is about to be thawed: the
-/// process that does it, or the supervisor, for which it waits. The first server that has read the
-/// question for the FUSE file's attributes removes the file `AT_ATTRIBUTES`, and does not answer.
-const FAULTS: &str = r#"
-#define _GNU_SOURCE
-#include <fcntl.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/syscall.h>
-#include <sys/uio.h>
-#include <unistd.h>
-static int is_helper(void) {
-    char line[4096] = {0};
-    int fd = open("/proc/self/cmdline", O_RDONLY);
-    long len = read(fd, line, sizeof line - 1);
-    close(fd);
-    return len > 0 && memmem(line, len, "__help", 6) != NULL;
-}
-int ioctl(int fd, unsigned long request, ...) {
-    va_list list;
-    va_start(list, request);
-    void *argument = va_arg(list, void *);
-    va_end(list);
-    const char *who = getenv("AT_THAW");
-    if ((unsigned int)request == 0xc0045878u && who) {
-        pid_t parent = getppid();
-        if (!strcmp(who, "itself") || !is_helper()) kill(getpid(), SIGKILL);
-        kill(parent, SIGKILL);
-        while (getppid() == parent) usleep(1000);
-    }
-    return syscall(SYS_ioctl, fd, request, argument);
-}
-ssize_t readv(int fd, const struct iovec *parts, int count) {
-    long len = syscall(SYS_readv, fd, parts, count);
-    const char *file = getenv("AT_ATTRIBUTES");
-    if (len >= 40 && file && ((unsigned int *)parts[0].iov_base)[1] == 3 && !unlink(file))
-        for (;;) pause();
-    return len;
-}
-"#;
-
-/// Makes the library of [`FAULTS`].
-fn faults(space: &Space) -> PathBuf {
-    let (source, library) = (space.path("faults.c"), space.path("faults.so"));
-    fs::write(&source, FAULTS).unwrap();
-    let compiled = std::process::Command::new("cc")
-        .args(["-shared", "-fPIC", "-o"])
-        .args([&library, &source])
-        .status();
-    assert!(compiled.unwrap().success());
-    library
-}
-
-/// Whether the record of a mount says that its file system may be frozen.
-fn is_frozen(burgeon: &Burgeon) -> bool {
-    let folders = fs::read_dir(burgeon.state().join("mounts")).unwrap();
-    let mut records = folders.map(|entry| entry.unwrap().path().join("mount.json"));
-    records.any(|path| {
-        let text = fs::read_to_string(path).unwrap_or_default();
-        text.contains("\"frozen\": true")
-    })
-}
-
-/// Writes to the file system in a thread, and thaws it if the writer does not come back.
-fn assert_writable(at: &Path, name: &str) {
-    let path = at.join(name);
-    let writer = thread::spawn(move || write_synced(&path));
-    let thawed = wait_until(PATIENCE, || writer.is_finished());
-    if !thawed {
-        let _ = std::process::Command::new("fsfreeze").arg("--unfreeze").arg(at).status();
-    }
-    assert!(thawed, "the file system stayed frozen");
-    writer.join().unwrap();
-}
-
-#[test]
-fn a_file_system_that_a_killed_helper_left_frozen_is_thawed() {
-    let space = Space::new("kill-frozen");
-    let Set { burgeon, at, mounted, expected } =
-        set_up(&space, 14, &["--writes", "w", "--write-limit", "256M", "--transport", "fuse"]);
-    let library = faults(&space);
-    burgeon.kill_daemon();
-    // The next daemon serves the mount again; its helpers die before they have thawed.
-    let mut repair = burgeon.command(&["doctor", "--repair"]);
-    repair.env("LD_PRELOAD", &library).env("AT_THAW", "itself").output().unwrap();
-    let log = burgeon.state().join("run/daemon.log");
-    let left = || fs::read_to_string(&log).unwrap_or_default().contains("may stay frozen");
-    assert!(wait_until(PATIENCE, left) && is_frozen(&burgeon));
-    burgeon.kill_daemon();
-    burgeon.ok(&["doctor", "--repair"]);
-    assert_writable(&at, "written-while-frozen");
-    assert!(wait_until(PATIENCE, || !is_frozen(&burgeon)));
-    drop_caches();
-    assert!(fs::read(at.join("data")).unwrap() == *expected);
-    burgeon.umount(mounted);
-}
-
-/// A kill in the middle of a thaw makes btrfs force the file system read-only.
-#[test]
-fn a_killed_supervisor_does_not_interrupt_a_thaw() {
-    let space = Space::new("kill-thaw");
-    let Set { burgeon, at, mounted, expected } =
-        set_up(&space, 15, &["--writes", "w", "--write-limit", "256M", "--transport", "fuse"]);
-    let library = faults(&space);
-    burgeon.kill_daemon();
-    let mut repair = burgeon.command(&["doctor", "--repair"]);
-    repair.env("LD_PRELOAD", &library).env("AT_THAW", "the supervisor").output().unwrap();
-    // It dies where its helper is about to thaw, and there is no other that could.
-    assert!(wait_until(PATIENCE, || is_frozen(&burgeon) && burgeon.processes().len() <= 1));
-    assert_writable(&at, "written-without-a-supervisor");
-    burgeon.ok(&["doctor", "--repair"]);
-    assert!(wait_until(PATIENCE, || !is_frozen(&burgeon)));
-    drop_caches();
-    assert!(fs::read(at.join("data")).unwrap() == *expected);
-    burgeon.umount(mounted);
-}
-
-/// A supervisor that waits for its own server in the kernel could not be killed: it holds the
-/// descriptor that keeps the wait alive.
-#[test]
-fn a_supervisor_can_be_killed_while_its_server_does_not_answer() {
-    let space = Space::new("kill-silent");
-    let tree = space.make_folder("tree");
-    fs::write(tree.join("data"), "data").unwrap();
-    let burgeon = Burgeon::new(PROGRAM, &space);
-    burgeon.build(&tree, "sample");
-    let (at, library, silent) = (space.make_folder("at"), faults(&space), space.path("silent"));
-    fs::write(&silent, "").unwrap();
-    let control = space.make_folder("fusectl");
-    rustix::mount::mount("none", &control, "fusectl", rustix::mount::MountFlags::empty(), None)
-        .unwrap();
-    let connections = || -> BTreeSet<PathBuf> {
-        fs::read_dir(&control).unwrap().map(|entry| entry.unwrap().path()).collect()
-    };
-    let before = connections();
-    let mut mount = burgeon.command(&["mount", "sample", at.to_str().unwrap(), "--read-only"]);
-    mount.args(["--transport", "fuse"]).env("LD_PRELOAD", &library).env("AT_ATTRIBUTES", &silent);
-    let mut mount = mount.spawn().unwrap();
-    assert!(wait_until(PATIENCE, || !silent.exists()), "no server was asked");
-    let status = burgeon.status();
-    let killed = ["supervisor_pid", "server_pid"].map(|process| {
-        let pid = Pid::from_raw(status[process].as_i64().unwrap() as i32).unwrap();
-        let process = pidfd_open(pid, PidfdFlags::empty()).unwrap();
-        kill_process(pid, Signal::KILL).unwrap();
-        process
-    });
-    // Readable when the last thread is gone, and not before.
-    let patience = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
-    let gone = killed.iter().all(|process| {
-        poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&patience)).unwrap() == 1
-    });
-    if !gone {
-        for connection in connections().difference(&before) {
-            let _ = fs::write(connection.join("abort"), "1");
-        }
-    }
-    rustix::mount::unmount(&control, rustix::mount::UnmountFlags::DETACH).unwrap();
-    assert!(gone, "a thread of it waits for its server, unkillably");
-    assert!(!mount.wait().unwrap().success());
-    let mounted = burgeon.mount("sample", &at, &["--read-only"]);
-    assert_eq!(fs::read(at.join("data")).unwrap(), b"data");
-    burgeon.umount(mounted);
-}
-
 fn write_synced(path: &Path) {
     let file = File::create(path).unwrap();
     file.write_all_at(b"x", 0).unwrap();
@@ -610,53 +445,4 @@ fn a_supervisor_killed_while_it_mounts_leaves_nothing_that_stays() {
     let again = burgeon.mount("sample", &other, &["--writes", "w", "--write-limit", "256M"]);
     burgeon.umount(again);
     burgeon.umount(mounted);
-}
-
-#[test]
-fn a_loop_number_has_discard_when_its_mount_is_gone() {
-    let space = Space::new("loop-number");
-    let set = set_up(&space, 17, &["--write-limit", "256M"]);
-    let number = sprout_number(&set.burgeon);
-    let trimmed = format!("/sys/block/loop{number}/queue/discard_max_bytes");
-    assert_eq!(fs::read_to_string(trimmed).unwrap().trim(), "0");
-    set.burgeon.umount(set.mounted);
-    assert_discards(&space, &number);
-
-    let mounted = set.burgeon.mount("sample", &set.at, &["--write-limit", "256M"]);
-    let number = sprout_number(&set.burgeon);
-    set.burgeon.kill_daemon();
-    rustix::mount::unmount(mounted.path(), rustix::mount::UnmountFlags::empty()).unwrap();
-    std::mem::forget(mounted);
-    set.burgeon.ok(&["doctor", "--repair"]);
-    assert_discards(&space, &number);
-}
-
-/// The number of the loop device below the mount's sprout.
-fn sprout_number(burgeon: &Burgeon) -> String {
-    let sprout = |device: &testkit::LoopDevice| {
-        device.backing.starts_with(burgeon.state()) && device.backing.ends_with("sprout")
-    };
-    let device = testkit::loop_devices().into_iter().find(sprout).unwrap();
-    device.name.strip_prefix("loop").unwrap().to_owned()
-}
-
-/// Attaches a plain loop device of this number, as its next owner would, and discards through it.
-fn assert_discards(space: &Space, number: &str) {
-    let (device, path) = (format!("/dev/loop{number}"), space.path("plain"));
-    let file = File::create(&path).unwrap();
-    file.write_all_at(&[1; 1 << 20], 0).unwrap();
-    file.sync_all().unwrap();
-    let run = |program: &str, arguments: &[&str]| {
-        std::process::Command::new(program).args(arguments).output().unwrap()
-    };
-    // Another test's mount may have the number meanwhile: it is ours when it did not exist.
-    let is_gone = || !Path::new(&format!("/sys/block/loop{number}")).exists();
-    let attached = wait_until(PATIENCE, || {
-        is_gone() && run("losetup", &[&device, path.to_str().unwrap()]).status.success()
-    });
-    assert!(attached, "{device} cannot be attached");
-    let discarded = run("blkdiscard", &[&device]);
-    run("losetup", &["--detach", &device]);
-    assert!(discarded.status.success(), "{device} has lost its discard: {discarded:?}");
-    assert_eq!(std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()), 0);
 }
