@@ -122,8 +122,7 @@ impl Exchange<'_> {
         let answer = web::send(self.what, self.retries, || client.get(root.clone())).await?;
         let wanted = Wanted::read(answer.headers());
         if wanted == Wanted::Nothing && answer.status().is_server_error() {
-            let why = format!("asked for its ways to log in, it says {}", answer.status());
-            return Err(self.cannot(ErrorKind::Unavailable, &why));
+            return Err(web::refused(self.what, answer.status()));
         }
         Ok(wanted)
     }
