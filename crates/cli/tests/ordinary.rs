@@ -386,7 +386,7 @@ fn credentials_come_from_where_other_programs_keep_them() {
     let source = format!("oci://{host}/app:1");
     let empty = space.make_folder("empty");
     let burgeon = Burgeon::new(PROGRAM, &space).env("DOCKER_CONFIG", &empty).env("HOME", &empty);
-    burgeon.fails(&["build", &source, "app"], 5, "docker login");
+    burgeon.fails(&["build", &source, "app"], 5, "wants a login for it, and there is none");
     // As `docker login` and `skopeo login` write them ("user:hunter2" in base 64).
     let auths = format!(r#"{{"auths": {{"{host}": {{"auth": "dXNlcjpodW50ZXIy"}}}}}}"#);
     let docker = space.make_folder("docker");
@@ -414,7 +414,24 @@ fn credentials_come_from_where_other_programs_keep_them() {
     let wrong = auths.replace("dXNlcjpodW50ZXIy", "dXNlcjpodW50ZXIz");
     fs::write(docker.join("config.json"), wrong).unwrap();
     let burgeon = burgeon.env("DOCKER_CONFIG", &docker);
-    burgeon.fails(&["build", &source, "again"], 5, "docker login");
+    burgeon.fails(
+        &["build", &source, "again"],
+        5,
+        "refuses the user or the password: docker login",
+    );
+    // What is wrong with the files of others is told where a login is needed, and nowhere else.
+    let open = Registry::start(&space.path("open"), None).unwrap();
+    push(layout.folder(), &[], &format!("{}/app:1", open.address()));
+    let public = format!("oci://{}/app:1", open.address());
+    let config = docker.join("config.json");
+    for (text, said) in [
+        (r#"{"auths": {"r.example": "#, format!("{}: the file is damaged (line 1", config.display())),
+        (r#"{"credsStore": "not-there"}"#, "docker-credential-not-there cannot be run".to_owned()),
+    ] {
+        fs::write(&config, text).unwrap();
+        burgeon.fails(&["build", &source, "again"], 1, &said);
+        burgeon.ok(&["build", &public, "public"]);
+    }
 }
 
 #[test]

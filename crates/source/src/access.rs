@@ -51,9 +51,10 @@ impl Access {
     }
 
     /// What it takes to use the registry of `name`, and nothing else: what is known, or else what
-    /// Docker, Podman or their helpers keep for this user. Waits for a helper.
+    /// Docker, Podman or their helpers keep for this user. Waits for a helper. What keeps credentials
+    /// from being found is told where a login fails for the lack of them.
     pub fn for_registry(&self, name: &Name) -> Result<Self> {
-        let entry = match registry::find_credentials(name, self)? {
+        let entry = match registry::find_credentials(name, self).unwrap_or_default() {
             None => return Ok(Self::default()),
             Some(DockerCredential::UsernamePassword(user, password)) => {
                 serde_json::json!({ "username": user, "password": password })

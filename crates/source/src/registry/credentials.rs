@@ -6,6 +6,8 @@
 //!   daemon:  what came with the request; refused, or nothing: the same places, as its own
 //!            environment has them
 //! ```
+//! A file that is damaged and a helper that is missing are no reason to fail where no login is needed:
+//! who asks for credentials hears of them, and decides.
 
 use std::{
     env,
@@ -57,24 +59,31 @@ pub(crate) fn find(name: &Name, access: &Access) -> Result<Option<DockerCredenti
 
 fn understood(registry: &str, found: Found) -> Result<Option<DockerCredential>> {
     found.map_err(|why| {
-        let what = format!("the credentials for {registry} cannot be read: {why}; log in again");
+        let what = format!(
+            "cannot get the credentials for {registry}: {why}; mend that, or log in again with docker login"
+        );
         Error::new(ErrorKind::Invalid, what)
     })
 }
 
-/// Docker's first.
+/// Docker's first. What is wrong with one file counts if no other has any.
 fn search(registry: &str) -> Found {
+    let mut wrong = None;
     for path in [docker_config(), podman_config()].into_iter().flatten() {
-        let Ok(file) = File::open(path) else { continue };
+        let Ok(file) = File::open(&path) else { continue };
         let mut config = Vec::new();
         if file.take(CONFIG_MAX).read_to_end(&mut config).is_err() {
             continue;
         }
-        if let Some(found) = configured(&config, registry)? {
-            return Ok(Some(found));
+        match configured(&config, registry) {
+            Ok(Some(found)) => return Ok(Some(found)),
+            Ok(None) => {}
+            Err(why) => {
+                wrong.get_or_insert(format!("{}: {why}", path.display()));
+            }
         }
     }
-    Ok(None)
+    wrong.map_or(Ok(None), Err)
 }
 
 fn docker_folder() -> Option<PathBuf> {
@@ -102,9 +111,11 @@ fn podman_config() -> Option<PathBuf> {
 /// What `config` says of `registry`: the helper for this registry, then what lies in `config` itself,
 /// then the helper for all others. The library is given no helper: it would run it without bounds.
 fn configured(config: &[u8], registry: &str) -> Found {
-    let Ok(mut config) = serde_json::from_slice::<Map<String, Value>>(config) else {
-        return Ok(None);
+    // Not what is there: it could be a secret.
+    let damaged = |error: serde_json::Error| {
+        format!("the file is damaged (line {}, column {})", error.line(), error.column())
     };
+    let mut config: Map<String, Value> = serde_json::from_slice(config).map_err(damaged)?;
     let helpers = config.remove("credHelpers").unwrap_or_default();
     let store = config.remove("credsStore").unwrap_or_default();
     if let Some(name) = helpers[registry].as_str().filter(|name| !name.is_empty()) {
@@ -135,5 +146,8 @@ mod tests {
         assert_eq!(found, Some(expected));
         assert!(configured(config, "other.example").unwrap_err().contains("no name"));
         assert_eq!(configured(b"{}", "r.example"), Ok(None));
+        let why = configured(br#"{"auths": {"r.example": {"auth": "hunter2" "#, "r.example");
+        let why = why.unwrap_err();
+        assert!(why.contains("damaged (line 1") && !why.contains("hunter2"), "{why}");
     }
 }

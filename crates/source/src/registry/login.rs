@@ -14,7 +14,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use reqwest::RequestBuilder;
+use reqwest::{RequestBuilder, StatusCode};
 use tokio::{sync::Semaphore, task::JoinHandle};
 
 use super::{
@@ -22,7 +22,7 @@ use super::{
     credentials::DockerCredential,
     token::{Granted, Operation, exchange},
 };
-use crate::Access;
+use crate::{Access, web};
 
 /// How long logging in may take, all of it.
 const LOGIN_MAX: Duration = Duration::from_secs(60);
@@ -63,6 +63,8 @@ pub(super) struct Login {
     with: With,
     /// Whether it was made with what came with the request.
     given: bool,
+    /// Whether it was made with anybody's credentials.
+    is_named: bool,
 }
 
 #[derive(Clone)]
@@ -122,29 +124,37 @@ impl Logins {
 
     async fn make(&self, what: &str, refused: Option<&Login>, retries: u32) -> Result<Login> {
         let number = refused.map_or(0, |login| login.number + 1);
-        let given = credentials::given(&self.desk.name, &self.access)?;
+        // What is wrong with the files of others matters if a login is needed, and none is found.
+        let (given, mut wrong) = match credentials::given(&self.desk.name, &self.access) {
+            Ok(given) => (given, None),
+            Err(error) => (None, Some(error)),
+        };
         // A password is sent as it is, so that it was refused with the request.
         let is_used_up =
             refused.is_some_and(|login| login.given && matches!(login.with, With::Password(_, _)));
         let mut why = None;
         if let Some(given) = given.filter(|_| !is_used_up) {
             match self.desk.log_in(what, Some(given), retries).await {
-                Ok(with) => return Ok(Login { number, with, given: true }),
+                Ok(with) => return Ok(Login { number, with, given: true, is_named: true }),
                 Err(error) => why = Some(error),
             }
         }
-        let own = credentials::own(&self.desk.name).await;
-        match (own, why) {
-            // Nobody here knows better.
-            (Ok(None) | Err(_), Some(why)) => Err(why),
-            (Err(error), None) => Err(error),
-            (Ok(Some(own)), _) => {
+        let own = credentials::own(&self.desk.name).await.unwrap_or_else(|error| {
+            wrong.get_or_insert(error);
+            None
+        });
+        let needs_login = refused.is_some() || self.desk.operation != Operation::Pull;
+        match (own, why, wrong) {
+            (Some(own), ..) => {
                 let with = self.desk.log_in(what, Some(own), retries).await?;
-                Ok(Login { number, with, given: false })
+                Ok(Login { number, with, given: false, is_named: true })
             }
-            (Ok(None), None) => {
+            // Nobody here knows better.
+            (None, Some(why), _) => Err(why),
+            (None, None, Some(wrong)) if needs_login => Err(wrong),
+            (None, None, _) => {
                 let with = self.as_nobody(what, refused.is_some(), retries).await?;
-                Ok(Login { number, with, given: false })
+                Ok(Login { number, with, given: false, is_named: false })
             }
         }
     }
@@ -192,6 +202,25 @@ impl Login {
     /// Whether it changes nothing.
     pub(super) fn is_nothing(&self) -> bool {
         matches!(self.with, With::Nothing)
+    }
+
+    /// What it means that a request with this login got the answer `status`.
+    pub(super) fn refused(&self, what: &str, registry: &str, status: StatusCode) -> Error {
+        let why = match (status, self.is_named) {
+            (StatusCode::UNAUTHORIZED, true) => {
+                format!("{registry} refuses the user or the password: docker login {registry}")
+            }
+            (StatusCode::FORBIDDEN, true) => format!(
+                "{registry} does not allow it to this user (403): check the name, or docker login \
+                 {registry} as another user"
+            ),
+            (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, false) => format!(
+                "{registry} wants a login for it, and there is none in DOCKER_AUTH_CONFIG, config.json and \
+                 auth.json: check the name, and docker login {registry} or skopeo login {registry}"
+            ),
+            _ => return web::refused(what, status),
+        };
+        Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}"))
     }
 
     pub(super) fn apply(&self, request: RequestBuilder) -> RequestBuilder {

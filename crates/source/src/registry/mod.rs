@@ -299,13 +299,14 @@ impl Registry {
             if !hoped {
                 inner.traffic.refusal(status.as_u16()).fetch_add(1, Relaxed);
             }
+            let registry = inner.name.registry();
             if logins_left == 0 || !(is_refused || hoped && hides) {
-                return Err(web::refused(what, status));
+                return Err(login.refused(what, registry, status));
             }
             logins_left -= 1;
             login = inner.logins.now(Some(&login), retries).await?;
             if login.is_nothing() && !is_refused {
-                return Err(web::refused(what, status));
+                return Err(login.refused(what, registry, status));
             }
         }
     }
