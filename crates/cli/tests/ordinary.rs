@@ -425,7 +425,10 @@ fn credentials_come_from_where_other_programs_keep_them() {
     let public = format!("oci://{}/app:1", open.address());
     let config = docker.join("config.json");
     for (text, said) in [
-        (r#"{"auths": {"r.example": "#, format!("{}: the file is damaged (line 1", config.display())),
+        (
+            r#"{"auths": {"r.example": "#,
+            format!("{}: the file is damaged (line 1", config.display()),
+        ),
         (r#"{"credsStore": "not-there"}"#, "docker-credential-not-there cannot be run".to_owned()),
     ] {
         fs::write(&config, text).unwrap();

@@ -73,6 +73,7 @@ fn what_a_command_reads_is_brought_first_at_the_next_mount() {
     compare(&tree, &at).unwrap().assert_same();
     let recorded = record(&burgeon, &at, &[17, 3]);
     assert_eq!((&recorded["files"], &recorded["cut_short"]), (&2.into(), &false.into()));
+    assert_eq!(profile_of(&burgeon)["state"], "recorded");
     let shown = burgeon.ok(&["profile", "show", "sample"]);
     assert_eq!(paths(&shown), ["/f17", "/f03"]);
     // Later runs are merged in, and theirs comes first.

@@ -257,7 +257,14 @@ fn publish_table(store: &impl ObjectStore, table: &[u8], at: &LayersAt) -> Resul
 
 /// The derived object that `image` has its data in, if it has.
 fn derived_of(store: &impl ObjectStore, image: &ImageRecord) -> Result<Option<ObjectId>> {
-    let bytes = catalog::load_bytes(store, &image.digest()?)?;
+    derived_in(store, &image.digest()?)
+}
+
+fn derived_in(
+    store: &impl ObjectStore,
+    manifest: &burgeon_block::Digest,
+) -> Result<Option<ObjectId>> {
+    let bytes = catalog::load_bytes(store, manifest)?;
     let objects = Manifest::decode_objects(&bytes, &Limits::default())?;
     Ok(objects.into_iter().find(|object| object.as_str().starts_with("derived/")))
 }
@@ -301,6 +308,25 @@ pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result
     }
     let bytes = catalog::load_bytes(store, &image.digest()?)?;
     Manifest::decode_is_unsummed(&bytes, &Limits::default())
+}
+
+/// Bytes of the data of the image with the manifest `digest` that lie in `store`, the host's own, in
+/// layers that are held: reading them fetches nothing. Zero of an image that is not read from layers.
+pub fn held_bytes(store: &impl ObjectStore, digest: &burgeon_block::Digest) -> Result<u64> {
+    let Some(object) = derived_in(store, digest)? else { return Ok(0) };
+    let list = held_object(&object)?;
+    if store.len(&list)?.is_none() {
+        return Ok(0);
+    }
+    let table = Table::decode(&store.get(&object, TABLE_MAX)?)?;
+    let is_held = |layer: &TableLayer| Ok(store.len(&layer_object(&layer.digest)?)?.is_some());
+    let held = table.layers.iter().map(is_held).collect::<Result<Vec<bool>>>()?;
+    if held.iter().all(|held| *held) {
+        // The zeros between stretches come from nowhere.
+        return Ok(table.object_len);
+    }
+    let stretches = table.stretches.iter().filter(|it| held.get(it.layer as usize) == Some(&true));
+    Ok(stretches.map(|stretch| u64::from(stretch.len)).sum())
 }
 
 /// Whether all layers of the list are there, and there is one.

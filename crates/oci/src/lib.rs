@@ -44,7 +44,7 @@ use self::{
     source::Kind,
 };
 pub use self::{
-    index::{Indexed, index, is_whole, stored_bytes},
+    index::{Indexed, held_bytes, index, is_whole, stored_bytes},
     push::{Pushed, push},
     source::Source,
 };

@@ -55,7 +55,9 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     // Building a name again is how an image is changed; one that was pulled, or that another host has
     // put into the store, is not this build's to replace.
     let built_it = |taken: &Digest| provenance.of(taken).built_as.contains(&args.name);
-    let before = named::check_free(&context.create_store()?, &args.name, args.replace, built_it)?;
+    let store = context.create_store()?;
+    store.check_writable()?;
+    let before = named::check_free(&store, &args.name, args.replace, built_it)?;
     let input = input.open()?;
     // A push comes after the build, and takes what a sandbox has not.
     if to.is_none() {

@@ -1,7 +1,6 @@
 //! `burgeon profile`: what has been recorded.
 
 use std::{
-    collections::BTreeMap,
     io::{self, BufWriter, Write},
     process::ExitCode,
 };
@@ -9,7 +8,7 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_daemon::{forget_profile, kept_profile, kept_profiles};
-use burgeon_image::{Profile, catalog, list_profiles, load_profile, remove_profile};
+use burgeon_image::{Profile, list_profiles, load_profile, remove_profile};
 use serde_json::json;
 
 use super::{Context, named, record};
@@ -28,16 +27,11 @@ pub(super) fn profile(context: &Context, command: ProfileCommand) -> Result<Exit
 
 fn list(context: &Context) -> Result<ExitCode> {
     let store = context.open_store()?;
-    let mut names: BTreeMap<Digest, Vec<String>> = BTreeMap::new();
-    for (name, record) in catalog::list(&store)? {
-        if let Ok(digest) = record.and_then(|record| record.digest()) {
-            names.entry(digest).or_default().push(name);
-        }
-    }
+    let images = named::Images::read(&store, &context.provenance())?;
     let mut rows = vec![["IMAGE", "FILES", "DATA", "RUNS", "WHERE"].map(String::from).to_vec()];
     let mut documents = Vec::new();
     let mut add = |place: &str, image: Digest, profile: Result<Option<Profile>>| {
-        let known = names.get(&image).map(|names| names.join(", "));
+        let known = images.get(&image).map(|image| image.titles().join(", "));
         let known = known.unwrap_or_else(|| image.to_string()[..16].to_owned());
         match profile {
             Ok(Some(profile)) => {

@@ -1,22 +1,25 @@
 //! `burgeon status`.
 
-use std::process::ExitCode;
+use std::{collections::HashMap, process::ExitCode};
 
 use anyhow::Result;
+use burgeon_block::Digest;
 use burgeon_daemon::{
-    Client,
+    Client, kept_profile,
     protocol::{
         AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
         ReadStatus, WritesState,
     },
 };
+use burgeon_image::load_profile;
+use burgeon_source::Directory;
 use serde_json::json;
 
 use super::Context;
 use crate::output::{self, bytes, duration_us, percent};
 
 pub(super) fn status(context: &Context) -> Result<ExitCode> {
-    let Some((_, status)) = Client::connect_and_ask(&context.state)? else {
+    let Some((_, mut status)) = Client::connect_and_ask(&context.state)? else {
         let lost = burgeon_daemon::doctor::mounts_without_daemon(&context.state);
         if context.json {
             let document = json!({ "running": false, "mounts": [], "mounts_without_daemon": lost });
@@ -33,6 +36,10 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     };
+    let mut held = HashMap::new();
+    for mount in &mut status.mounts {
+        complete(context, mount, &mut held);
+    }
     if context.json {
         let mut document = serde_json::to_value(&status)?;
         document["running"] = true.into();
@@ -53,6 +60,31 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
         describe(mount);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Adds what the daemon does not look for: data in layers that the store holds is local, too, and a
+/// profile may have been recorded since the image was mounted. What cannot be known is left out.
+fn complete(context: &Context, mount: &mut MountStatus, held: &mut HashMap<Digest, u64>) {
+    let image = mount.digest.0;
+    let store = match mount.store.folder() {
+        Some(folder) => Directory::open(folder).ok(),
+        None => None,
+    };
+    if let (Some(local), Some(store)) = (mount.materialised_bytes, &store)
+        && local < mount.data_bytes
+        && mount.store == context.state.store().into()
+    {
+        let of_layers = || burgeon_oci::held_bytes(store, &image).unwrap_or_default();
+        let of_layers = *held.entry(image).or_insert_with(of_layers);
+        mount.materialised_bytes = Some(local.max(of_layers).min(mount.data_bytes));
+    }
+    if let Some(profile) = mount.profile.as_mut().filter(|profile| profile.state == "none") {
+        let stored = || load_profile(store.as_ref()?, &image).ok()?;
+        let kept = || kept_profile(&context.state, &image).ok()?;
+        if stored().or_else(kept).is_some() {
+            profile.state = "recorded".to_owned();
+        }
+    }
 }
 
 fn describe(mount: &MountStatus) {
@@ -126,7 +158,14 @@ fn describe(mount: &MountStatus) {
 
 fn describe_profile(profile: &ProfileStatus) -> String {
     let text = match (profile.state.as_str(), &profile.problem) {
-        ("none", _) => return "none for this image; `burgeon record` makes one".to_owned(),
+        ("none", _) => {
+            return "none for this image when it was mounted; `burgeon record` makes one"
+                .to_owned();
+        }
+        ("recorded", _) => {
+            return "recorded since this was mounted; the next mount of the image follows it"
+                .to_owned();
+        }
         (state, Some(problem)) => return format!("{state}: {problem}"),
         (state, None) => format!(
             "{state}: {} of {}; {} fetched in {} requests",

@@ -148,7 +148,7 @@ pub struct FillStatus {
 /// How bringing what a profile says goes.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct ProfileStatus {
-    /// `loading`, `none` (there is none), `unusable`, `running`, `done`, `stopped` or `over-limit`.
+    /// `loading`, `none` (there was none), `recorded` (since then), `unusable`, `running`, `done`, `stopped` or `over-limit`.
     pub state: String,
     /// Why it is unusable.
     pub problem: Option<String>,
