@@ -39,7 +39,7 @@ pub fn check_given_name(name: &str) -> Result<()> {
     let why = if is_reserved(name) {
         "Burgeon gives names that begin with sha256: or url:, or end with /index or /contents, \
          itself, to what it has checked"
-    } else if name.contains("://") {
+    } else if name.contains("://") || name.starts_with("oci-layout:") {
         "it is a place; --store says where the image lies, and `burgeon push` puts it into a registry"
     } else if name.starts_with('/') {
         "it is an absolute path"
@@ -166,6 +166,7 @@ mod tests {
             ("x/contents", "itself"),
             (super::EMPTY_IMAGE, "itself"),
             ("oci://r.example/x", "a place"),
+            ("oci-layout:folder:7", "a place"),
             ("/abs", "absolute path"),
             ("..", "relative path"),
             (".", "relative path"),
