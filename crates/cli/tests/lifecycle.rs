@@ -423,3 +423,51 @@ fn of_two_who_unmount_the_same_place_the_second_is_told_so() {
     assert!(said.contains("nothing is mounted at"), "{said}");
     assert_eq!(second.status.code(), Some(1), "{said}");
 }
+
+/// A number of kibibytes, or of threads, that the kernel tells of a process.
+fn told(pid: u64, file: &str, field: &str) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+    line.trim_start_matches(':').split_whitespace().next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn idle_mounts_take_a_thread_each_and_little_memory() {
+    const MOUNTS: u64 = 12;
+    let space = Space::new("idle");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&sample(&space, 5), "sample");
+    let mount = |number: u64| {
+        let at = space.path(&format!("at-{number}"));
+        let mounted = burgeon.mount("sample", &at, &["--read-only", "--transport", "fuse"]);
+        // From two threads at once, so that more than one is worth having.
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                let path = mounted.path().join("big");
+                scope.spawn(move || {
+                    for _ in 0..4 {
+                        testkit::drop_caches();
+                        assert_eq!(fs::read(&path).unwrap().len(), 3_000_000);
+                    }
+                });
+            }
+        });
+        mounted
+    };
+    let mut mounted = vec![mount(0)];
+    let server = || burgeon.status()["server_pid"].as_u64().unwrap();
+    let cpus = std::thread::available_parallelism().unwrap().get() as u64;
+    let is_idle = |mounts| {
+        let threads = || told(server(), "status", "Threads");
+        let few = wait_until(PATIENCE, || threads() <= mounts + 2 * cpus);
+        assert!(few, "{} threads of {mounts} idle mounts", threads());
+    };
+    let memory = || told(server(), "smaps_rollup", "Pss");
+    is_idle(1);
+    let before = memory();
+    mounted.extend((1..MOUNTS).map(mount));
+    is_idle(MOUNTS);
+    let each = memory().saturating_sub(before) / (MOUNTS - 1);
+    assert!(each <= 256, "an idle mount takes {each} KiB");
+    mounted.into_iter().for_each(|mounted| burgeon.umount(mounted));
+}

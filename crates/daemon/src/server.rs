@@ -40,7 +40,7 @@ use std::{
 };
 
 use burgeon_block::{Counters, Error, ErrorKind, Result};
-use burgeon_frontend::{Slots, ublk::Control};
+use burgeon_frontend::{ServeOptions, Slots, ublk::Control};
 use burgeon_source::registry::Said;
 use burgeon_volume::Limits;
 use tokio::runtime::{Builder, Runtime};
@@ -92,6 +92,8 @@ struct Serving {
     /// Numbers the servers of mounts, so that the end of an earlier one is told from that of its successor.
     servers: AtomicU64,
     volumes: Openings,
+    /// How mounts are served: they share the threads that help them.
+    options: ServeOptions,
     /// Mounts that are being made, and how far they are with their profiles. Locked before `mounts`.
     warmed: Mutex<HashMap<MountId, Warmed>>,
     /// The supervisor, while there is one.
@@ -146,6 +148,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         .map_err(failed)?;
     let serving = Arc::new(Serving {
         io,
+        options: ServeOptions::new(runtime.handle().clone()),
         runtime,
         _lock: the_only_server(&state)?,
         state,

@@ -44,5 +44,5 @@ pub mod ublk;
 pub use connection::Connection;
 pub use loop_range::remove_unused as remove_unused_loops;
 pub use loopdev::{LoopDevice, LoopOptions};
-pub use server::{End, ServeOptions, Server, serve};
+pub use server::{End, Helpers, ServeOptions, Server, serve};
 pub use slots::Slots;

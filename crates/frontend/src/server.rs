@@ -1,7 +1,7 @@
 //! Answers the kernel's requests to one FUSE file from a [`BlockDevice`].
 //!
 //! ```text
-//!            ┌──────────── reader thread ────────────┐
+//!            ┌──────────── reader thread ────────────┐   one; more while requests come (`readers.rs`)
 //!   readv ──►│ slot ─► try_read ─► Served ─► writev   │   no allocation, no lock
 //!            │              └────► Absent ─┐          │
 //!            └────────────────────────────┼──────────┘
@@ -23,6 +23,7 @@
 
 mod control;
 mod queue;
+mod readers;
 mod rings;
 mod stop;
 
@@ -30,7 +31,7 @@ use std::{
     io,
     os::fd::{AsRawFd, OwnedFd},
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
+    sync::{Arc, Weak},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -38,8 +39,11 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Pages, Result, TryRead};
 use tokio::{runtime::Handle, sync::Semaphore};
 
-pub use self::control::End;
-use self::control::{Control, Parked};
+pub use self::{control::End, readers::Helpers};
+use self::{
+    control::{Control, Parked},
+    readers::{IDLE, Readers, Watch},
+};
 use crate::{
     fuse::{Operation, READ_BUFFER_MIN, READ_MAX, Request},
     slots::{REQUEST_LEN, SLOT_COUNT, Slots},
@@ -57,8 +61,11 @@ const READ_FAILURES_MAX: u32 = 1000;
 pub struct ServeOptions {
     /// Where misses run.
     pub runtime: Handle,
-    /// Reader threads: each serves one hit at a time and has a buffer of 256 KiB.
+    /// Reader threads while requests come: each serves one hit at a time and has a buffer of 256 KiB.
+    /// An idle file has one, without a buffer.
     pub threads: usize,
+    /// Where all of them but one come from: clones share them.
+    pub helpers: Helpers,
     /// Memory that misses may take at once, in bytes; at least 256 KiB.
     pub miss_bytes_max: usize,
     /// Serve over io_uring: the connection must have been made for it, and no successor can go on
@@ -67,16 +74,21 @@ pub struct ServeOptions {
 }
 
 impl ServeOptions {
-    /// Two threads a CPU, between 2 and 8, and 32 MiB for misses.
+    /// Two threads a CPU, between 2 and 8; two helpers a CPU for all clones of this; 32 MiB for
+    /// misses.
     pub fn new(runtime: Handle) -> Self {
         let cpus = thread::available_parallelism().map_or(1, usize::from);
-        Self { runtime, threads: (2 * cpus).clamp(2, 8), miss_bytes_max: 32 << 20, rings: false }
+        let helpers = Helpers::new(2 * cpus);
+        let threads = (2 * cpus).clamp(2, 8);
+        Self { runtime, threads, helpers, miss_bytes_max: 32 << 20, rings: false }
     }
 }
 
 /// A running server of one file. Dropping it stops it without waiting for misses.
 pub struct Server {
     control: Arc<Control>,
+    readers: Arc<Readers>,
+    /// Over rings: theirs.
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -96,29 +108,29 @@ pub fn serve<D: BlockDevice>(
     }
     stop::make_reads_interruptible().map_err(|e| failed("cannot install a signal handler", e))?;
     let control = Arc::new(Control::new(fuse, slots));
+    // Over rings, one thread is enough for the little that does not come that way.
+    let threads = if options.rings { 1 } else { options.threads };
+    let threads = threads.clamp(1, SLOT_COUNT as usize / 2);
+    let readers = Arc::new(Readers::new(options.helpers.clone(), threads));
     let worker = Arc::new(Worker {
         control: control.clone(),
+        readers: readers.clone(),
         device,
         runtime: options.runtime.clone(),
         miss_blocks: Semaphore::new(options.miss_bytes_max.max(READ_MAX) / BLOCK_SIZE as usize),
     });
-    let mut server = Server { control, threads: Vec::new() };
-    // Over rings, one thread is enough for the little that does not come that way.
-    let threads = if options.rings { 1 } else { options.threads };
-    for _ in 0..threads.clamp(1, SLOT_COUNT as usize / 2) {
-        let buffer = Pages::zeroed(READ_MAX as u64)
-            .ok_or_else(|| failed("no memory for a reader's buffer", rustix::io::Errno::NOMEM))?;
-        let worker = worker.clone();
-        let thread = thread::Builder::new()
-            .name("fuse-reader".into())
-            .spawn(move || worker.run(buffer))
-            .map_err(|e| failed("cannot start a reader thread", e))?;
-        server.threads.push(thread);
-    }
+    let mut server = Server { control, readers, threads: Vec::new() };
+    let first = worker.clone();
+    let first = start_thread(move || first.run(Role::First));
+    server.readers.add_first(first.map_err(|e| failed("cannot start a reader thread", e))?);
     if options.rings {
         server.threads.extend(rings::start(&worker)?);
     }
     Ok(server)
+}
+
+fn start_thread(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    thread::Builder::new().name("fuse-reader".into()).spawn(run)
 }
 
 impl Server {
@@ -137,6 +149,7 @@ impl Server {
 
     fn halt(&mut self, drain: Duration) {
         self.control.request_stop();
+        self.readers.end();
         for thread in self.threads.drain(..) {
             stop::interrupt_until_finished(&thread);
             // A panic outside the device's code would be a bug here; its slot is replayed.
@@ -155,6 +168,7 @@ impl Drop for Server {
 /// What all threads and tasks of a server share.
 struct Worker<D> {
     control: Arc<Control>,
+    readers: Arc<Readers>,
     device: Arc<D>,
     runtime: Handle,
     miss_blocks: Semaphore,
@@ -177,12 +191,41 @@ struct BlockRead {
     replayed: bool,
 }
 
+/// Which reader thread it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// The one that stays.
+    First,
+    Helper,
+}
+
+/// What a reader thread has to itself.
+struct Reader {
+    role: Role,
+    /// `None` until its first read, and while the mount is idle.
+    buffer: Option<Pages>,
+    /// Of a helper: it has had a request.
+    has_worked: bool,
+}
+
+/// A helper leaves, whatever ends it.
+struct Leaving(Option<Arc<Readers>>);
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|readers| readers.leave());
+    }
+}
+
 impl<D: BlockDevice> Worker<D> {
     /// A reader thread's life.
-    fn run(self: Arc<Self>, mut buffer: Pages) {
+    fn run(self: Arc<Self>, role: Role) {
+        let _leaving = Leaving((role == Role::Helper).then(|| self.readers.clone()));
         stop::accept_interrupts();
+        let mut reader = Reader { role, buffer: None, has_worked: false };
         while let Some(slot) = self.control.next_replay() {
-            if self.replay(slot, &mut buffer) == Handled::Answered {
+            self.call_for_help(&mut reader);
+            if self.replay(slot, &mut reader) == Handled::Answered {
                 self.control.free(slot);
             }
         }
@@ -190,20 +233,28 @@ impl<D: BlockDevice> Worker<D> {
         let mut held = None;
         let mut failures = 0;
         while let Some(slot) = held.take().or_else(|| self.control.take_free()) {
-            if self.control.is_stopping() {
+            if self.control.is_stopping() || (role == Role::Helper && self.readers.is_shed()) {
                 self.control.free(slot);
                 break;
             }
             match self.read_request(slot, &mut scratch) {
                 Ok(()) => {
                     failures = 0;
-                    if self.handle(slot, &mut buffer, false) == Handled::Answered {
+                    self.call_for_help(&mut reader);
+                    if self.handle(slot, &mut reader, false) == Handled::Answered {
                         held = Some(slot);
                     }
                     continue;
                 }
-                // Interrupted; or whoever asked went away while the kernel handed it out.
-                Err(libc::EINTR | libc::EAGAIN | libc::ENOENT) => {}
+                Err(libc::EINTR) => {
+                    if self.rests(&mut reader) {
+                        self.control.slots.clear(slot);
+                        self.control.free(slot);
+                        break;
+                    }
+                }
+                // Whoever asked went away while the kernel handed it out.
+                Err(libc::EAGAIN | libc::ENOENT) => {}
                 Err(libc::ENODEV | libc::ECONNABORTED) => self.control.end(End::Unmounted),
                 Err(errno) if failures == READ_FAILURES_MAX => self.control.end(End::Failed(errno)),
                 Err(_) => {
@@ -214,6 +265,43 @@ impl<D: BlockDevice> Worker<D> {
             self.control.slots.clear(slot);
             held = Some(slot);
         }
+        reader.buffer.into_iter().for_each(|buffer| self.readers.helpers.keep_buffer(buffer));
+    }
+
+    /// Lets another helper come, if there is work for one.
+    fn call_for_help(self: &Arc<Self>, reader: &mut Reader) {
+        if reader.role == Role::Helper && !reader.has_worked {
+            reader.has_worked = true;
+            self.readers.helper_works();
+        } else if self.readers.calls() {
+            let helper = self.clone();
+            let start = || start_thread(move || helper.run(Role::Helper));
+            self.readers.call(|| self.control.is_stopping(), start);
+        }
+    }
+
+    /// The thread's read was interrupted: lets its buffer go if the mount is idle. True if the thread
+    /// is to end.
+    fn rests(&self, reader: &mut Reader) -> bool {
+        if reader.role == Role::Helper {
+            return self.readers.lets_go();
+        }
+        if reader.buffer.is_some() && self.readers.first_rests() {
+            let buffer = reader.buffer.take();
+            buffer.into_iter().for_each(|buffer| self.readers.helpers.keep_buffer(buffer));
+        }
+        false
+    }
+
+    /// Gets the buffer that a reader thread has while requests come.
+    #[cold]
+    fn take_buffer(self: &Arc<Self>, role: Role) -> Option<Pages> {
+        let buffer = self.readers.helpers.buffer()?;
+        if role == Role::First && self.readers.stir() {
+            // Without hold of anything: serving ends without waiting for this.
+            self.runtime.spawn(watch(Arc::downgrade(self)));
+        }
+        Some(buffer)
     }
 
     /// Lets the kernel put the next request into `slot`; waits for one. The error is an errno.
@@ -234,10 +322,10 @@ impl<D: BlockDevice> Worker<D> {
         Ok(())
     }
 
-    fn replay(self: &Arc<Self>, slot: u32, buffer: &mut Pages) -> Handled {
+    fn replay(self: &Arc<Self>, slot: u32, reader: &mut Reader) -> Handled {
         let control = &self.control;
         if control.slots.begin_replay(slot) < REPLAYS_MAX {
-            return self.handle(slot, buffer, true);
+            return self.handle(slot, reader, true);
         }
         if let Some(request) = Request::parse(&control.slots.request(slot)) {
             control.fail(request.unique, libc::EIO);
@@ -247,7 +335,7 @@ impl<D: BlockDevice> Worker<D> {
     }
 
     /// Answers the request in `slot`, now or with a task.
-    fn handle(self: &Arc<Self>, slot: u32, buffer: &mut Pages, replayed: bool) -> Handled {
+    fn handle(self: &Arc<Self>, slot: u32, reader: &mut Reader, replayed: bool) -> Handled {
         let control = &self.control;
         let begun = Instant::now();
         let Some(request) = Request::parse(&control.slots.request(slot)) else {
@@ -259,7 +347,7 @@ impl<D: BlockDevice> Worker<D> {
             Operation::Read { offset, len } => match self.block_read(offset, len) {
                 Ok(len) => {
                     let read = BlockRead { unique, offset, len, begun, replayed };
-                    return self.read(slot, read, buffer);
+                    return self.read(slot, read, reader);
                 }
                 Err(errno) => control.reply_error(unique, errno),
             },
@@ -281,8 +369,16 @@ impl<D: BlockDevice> Worker<D> {
         Ok(u64::from(len).min(self.device.size().saturating_sub(offset)) as usize)
     }
 
-    fn read(self: &Arc<Self>, slot: u32, read: BlockRead, buffer: &mut Pages) -> Handled {
+    fn read(self: &Arc<Self>, slot: u32, read: BlockRead, reader: &mut Reader) -> Handled {
         let control = &self.control;
+        if reader.buffer.is_none() {
+            reader.buffer = self.take_buffer(reader.role);
+        }
+        let Some(buffer) = &mut reader.buffer else {
+            control.fail(read.unique, libc::ENOMEM);
+            control.slots.clear(slot);
+            return Handled::Answered;
+        };
         let bytes = &mut buffer.bytes_mut()[..read.len];
         match self.try_now(read, bytes) {
             Ok(TryRead::Served) => control.reply(read.unique, bytes),
@@ -345,5 +441,16 @@ impl<D: BlockDevice> Worker<D> {
         let bytes = &mut buffer.bytes_mut()[..read.len];
         self.device.read(read.offset, bytes).await.map_err(|error| error.errno())?;
         Ok(buffer)
+    }
+}
+
+/// Looks again and again whether anybody reads, until nobody does.
+async fn watch<D: BlockDevice>(worker: Weak<Worker<D>>) {
+    loop {
+        tokio::time::sleep(IDLE).await;
+        let Some(worker) = worker.upgrade() else { return };
+        if worker.readers.look(worker.control.slots.counters()) == Watch::End {
+            return;
+        }
     }
 }

@@ -15,7 +15,7 @@
 use std::{os::fd::OwnedFd, path::Path, pin::Pin, sync::Arc};
 
 use burgeon_block::{BlockDevice, Error, ErrorKind, Result};
-use burgeon_frontend::{End, ServeOptions, Server, Slots, serve, ublk};
+use burgeon_frontend::{End, Server, Slots, serve, ublk};
 use burgeon_source::References;
 use burgeon_volume::Fill;
 
@@ -214,7 +214,7 @@ impl Serving {
         slots: &Arc<Slots>,
         device: &Arc<D>,
     ) -> Result<(Option<OwnedFd>, AnyServer, Ended)> {
-        let mut options = ServeOptions::new(self.runtime.handle().clone());
+        let mut options = self.options.clone();
         options.rings = matches!(attach.transport, Transport::Rings { .. });
         let kept = fuse.as_ref().map(OwnedFd::try_clone).transpose();
         let kept = kept.map_err(|e| Error::io("cannot keep the FUSE device", e))?;
