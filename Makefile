@@ -1,5 +1,6 @@
 # make demo    what Burgeon does, on a real tree of this machine (as root or with sudo)
 # make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
+# make soak    an hour of random deaths, damage, full disks and failing sources (SOAK='--minutes 5 --seed 1')
 # make bench   the figures of the documents, as ratios to other programs on this machine
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              ordinary ones beside stargz-snapshotter
@@ -36,7 +37,7 @@ START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=cur
 LAB_NEEDS := qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
 	busybox=busybox-static cpio=cpio depmod=kmod
 
-.PHONY: demo test bench bench-start bench-ublk build install lab clean
+.PHONY: demo test soak bench bench-start bench-ublk build install lab clean
 
 demo: build
 	dev/need $(if $(findstring --debian,$(DEMO)),debootstrap=debootstrap)
@@ -49,6 +50,10 @@ build:
 test:
 	dev/need $(TEST_NEEDS)
 	$(CARGO) run --quiet --locked --package xtask -- test
+
+soak:
+	dev/need $(TEST_NEEDS)
+	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- torment $(or $(SOAK),--minutes 60)
 
 bench: build
 	dev/need $(BENCH_NEEDS)

@@ -11,6 +11,7 @@ mod lab;
 mod made;
 mod proofs;
 mod tidy;
+mod torment;
 
 use std::path::{Path, PathBuf};
 
@@ -33,6 +34,8 @@ enum Command {
     Budget(budget::Options),
     /// Undo each mended defect in a copy of the tree and demand that its test fails.
     Proofs(proofs::Options),
+    /// Kill, damage, fill and spoil at random for some minutes, and compare every byte.
+    Torment(torment::Options),
     /// Run everything that has to hold; ends with `N passed, N failed`.
     Test(check::Options),
 }
@@ -43,6 +46,7 @@ fn main() -> anyhow::Result<()> {
         Command::Bench(options) => bench::run(&root(), &options),
         Command::Budget(options) => budget::run(&root(), &options),
         Command::Proofs(options) => proofs::run(&root(), &options),
+        Command::Torment(options) => torment::run(&root(), &options),
         Command::Test(options) => check::run(&root(), &options),
     }
 }

@@ -67,13 +67,13 @@ impl WebServer {
         let server = Server::start("nginx", |port| {
             let (files, own) = (files.display(), shown.display());
             let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
-                .map(|kind| format!("{kind}_temp_path {own}/{kind};\n"))
+                .map(|kind| format!("{kind}_temp_path \"{own}/{kind}\";\n"))
                 .concat();
             // One process, with the rights of the test: the folder is the test's own.
             let text = format!(
-                "daemon off; master_process off; pid {own}/pid; error_log {own}/error.log;\n\
+                "daemon off; master_process off; pid \"{own}/pid\"; error_log \"{own}/error.log\";\n\
                  events {{}}\n\
-                 http {{ access_log off; {temporary} server {{ listen 127.0.0.1:{port}; root {files}; }} }}\n"
+                 http {{ access_log off; {temporary} server {{ listen 127.0.0.1:{port}; root \"{files}\"; }} }}\n"
             );
             let config = shown.join("nginx.conf");
             fs::write(&config, text)?;
@@ -129,22 +129,23 @@ impl Registry {
         let server = Server::start("docker-registry", |port| {
             let (folder, read_only) = (own.display(), options.read_only);
             let mut auth = options.passwords.map_or(String::new(), |path| {
-                format!("auth: {{htpasswd: {{realm: test, path: {}}}}}\n", path.display())
+                format!("auth: {{htpasswd: {{realm: test, path: \"{}\"}}}}
+", path.display())
             });
             if let (Some(realm), Some((certificate, _))) = (options.realm, options.certificate) {
                 let signed_by = certificate.display();
                 auth = format!(
                     "auth: {{token: {{realm: \"{realm}\", service: test, issuer: test, \
-                     rootcertbundle: {signed_by}}}}}\n"
+                     rootcertbundle: \"{signed_by}\"}}}}\n"
                 );
             }
             let tls = options.certificate.map_or(String::new(), |(certificate, key)| {
                 let (certificate, key) = (certificate.display(), key.display());
-                format!(", tls: {{certificate: {certificate}, key: {key}}}")
+                format!(", tls: {{certificate: \"{certificate}\", key: \"{key}\"}}")
             });
             let text = format!(
                 "version: 0.1\nlog: {{level: error}}\n{auth}\
-                 storage: {{filesystem: {{rootdirectory: {folder}}}, \
+                 storage: {{filesystem: {{rootdirectory: \"{folder}\"}}, \
                  maintenance: {{readonly: {{enabled: {read_only}}}}}}}\n\
                  http: {{addr: \"127.0.0.1:{port}\"{tls}}}\n"
             );
