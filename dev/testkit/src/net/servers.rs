@@ -129,8 +129,11 @@ impl Registry {
         let server = Server::start("docker-registry", |port| {
             let (folder, read_only) = (own.display(), options.read_only);
             let mut auth = options.passwords.map_or(String::new(), |path| {
-                format!("auth: {{htpasswd: {{realm: test, path: \"{}\"}}}}
-", path.display())
+                format!(
+                    "auth: {{htpasswd: {{realm: test, path: \"{}\"}}}}
+",
+                    path.display()
+                )
             });
             if let (Some(realm), Some((certificate, _))) = (options.realm, options.certificate) {
                 let signed_by = certificate.display();
