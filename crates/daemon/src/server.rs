@@ -152,7 +152,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         runtime,
         _lock: the_only_server(&state)?,
         state,
-        limits: Limits::default(),
+        limits: Limits { report: Some(|line| log!("{line}")), ..Limits::default() },
         tasks: Tasks::default(),
         mounts: Mutex::default(),
         refused: Mutex::default(),

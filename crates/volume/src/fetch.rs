@@ -20,16 +20,19 @@ pub(crate) struct Tries {
     refetches: u32,
     tries: u32,
     try_timeout: Duration,
+    /// Whether the deadline ended them.
+    pub(crate) timed_out: bool,
 }
 
 impl Tries {
-    pub(crate) fn new(limits: &Limits, sabotage: &impl Sabotage) -> Self {
+    pub(crate) fn new(limits: &Limits, sabotage: &impl Sabotage, deadline: Instant) -> Self {
         Self {
-            deadline: Instant::now() + limits.deadline,
+            deadline,
             pause: limits.backoff_min,
             pause_max: limits.backoff_max,
             refetches: if sabotage.has(Bug::NoRefetch) { 0 } else { limits.refetches },
             tries: 1,
+            timed_out: false,
             try_timeout: if sabotage.has(Bug::NoTimeout) {
                 Duration::MAX
             } else {
@@ -45,6 +48,9 @@ impl Tries {
         cost: &mut Cost,
     ) -> Result<T> {
         let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Error::new(ErrorKind::Unavailable, "there is no time left to ask"));
+        }
         let patience = match self.try_timeout {
             Duration::MAX => Duration::MAX,
             try_timeout => try_timeout.min(left),
@@ -66,6 +72,7 @@ impl Tries {
                 self.pause = (self.pause * 2).min(self.pause_max);
                 return Ok(());
             }
+            self.timed_out = true;
         } else if self.refetches > 0 {
             self.refetches -= 1;
             return Ok(());
@@ -86,12 +93,17 @@ where
     F: LocalFile + 'static,
     B: Sabotage,
 {
-    /// The verified bytes of a chunk, as often tried as the limits allow. What it took is added
-    /// to `cost`.
-    pub(crate) async fn fetch(&self, index: u32, cost: &mut Cost) -> Result<Pages> {
+    /// The verified bytes of a chunk, as often tried as the limits allow, until `deadline`. What it took
+    /// is added to `cost`.
+    pub(crate) async fn fetch(
+        &self,
+        index: u32,
+        deadline: Instant,
+        cost: &mut Cost,
+    ) -> Result<Pages> {
         let chunk = self.map.chunk(index);
         let object = self.map.object(chunk.object);
-        let mut tries = Tries::new(&self.limits, &self.sabotage);
+        let mut tries = Tries::new(&self.limits, &self.sabotage, deadline);
         loop {
             let error = match self.fetch_once(index, &chunk, &tries, cost).await {
                 Ok(pages) => {
@@ -103,7 +115,9 @@ where
             };
             self.retrying.note(&error);
             let what = format!("chunk {index} ({} of {object})", chunk.stored);
-            tries.after(error, what).await?;
+            let again = tries.after(error, what).await;
+            again
+                .inspect_err(|error| self.retrying.gave_up(index.into(), error, tries.timed_out))?;
         }
     }
 
@@ -135,6 +149,9 @@ where
             let chunk = self.map.chunk(index);
             self.source.refuted(self.map.object(chunk.object), chunk.stored);
         }
+        if unpacked.is_ok() {
+            self.retrying.good();
+        }
         unpacked
     }
 
@@ -162,6 +179,7 @@ where
         index: u32,
         piece: ByteRange,
         buf: &mut [u8],
+        arrived: Instant,
         counters: &Counters,
     ) -> Result<()> {
         let chunk = self.map.chunk(index);
@@ -170,7 +188,9 @@ where
             buf.fill(0);
             return check_blocks(&self.map, piece.start(), buf);
         };
-        let mut tries = Tries::new(&self.limits, &self.sabotage);
+        self.retrying.check(index.into())?;
+        let deadline = self.retrying.deadline(arrived);
+        let mut tries = Tries::new(&self.limits, &self.sabotage, deadline);
         loop {
             let mut cost = Cost::default();
             let answer = self.ask(&chunk, range, &tries, &mut cost).await;
@@ -186,9 +206,14 @@ where
                     .inspect(|()| cost.fetches = 1)
             });
             cost.add_to(counters);
-            let Err(error) = answer else { return Ok(()) };
+            let Err(error) = answer else {
+                self.retrying.good();
+                return Ok(());
+            };
             self.retrying.note(&error);
-            tries.after(error, format!("{range} of {object}")).await?;
+            let again = tries.after(error, format!("{range} of {object}")).await;
+            again
+                .inspect_err(|error| self.retrying.gave_up(index.into(), error, tries.timed_out))?;
         }
     }
 

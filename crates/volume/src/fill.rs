@@ -204,9 +204,14 @@ where
                 return (index, Filled::Lost);
             }
             let background = seat.map(|seat| Background { _seat: seat, payer: budget.clone() });
-            let boarding = self.board(index, range, true, background).await;
-            let Boarding::Flight(mut waiter) = boarding else {
-                continue;
+            let boarding = self.board_for_fill(index, range, background).await;
+            let mut waiter = match boarding {
+                Ok(Boarding::Flight(waiter)) => waiter,
+                Ok(Boarding::Local | Boarding::Full) => continue,
+                Err(_) => {
+                    sleep(self.limits.deadline).await;
+                    continue;
+                }
             };
             let error = match waiter.landed().await {
                 Ok(landed) => landed.bytes().err(),

@@ -44,7 +44,13 @@ where
     B: Sabotage,
 {
     /// A flight from take-off to the cache: readers are answered as soon as the bytes are good.
-    pub(crate) async fn fly(self: Arc<Self>, index: u32, flight: Flight, seats: Seats) {
+    pub(crate) async fn fly(
+        self: Arc<Self>,
+        index: u32,
+        flight: Flight,
+        seats: Seats,
+        deadline: Instant,
+    ) {
         let mut cost = Cost::default();
         // What nobody waits for has a seat of the background.
         let own = seats.background.is_none().then(|| self.readers.fetch());
@@ -54,7 +60,7 @@ where
         let chunk = self.map.chunk(index);
         let fetched = self.source.bytes_to_fetch(self.map.object(chunk.object), chunk.stored);
         let begun = Instant::now();
-        let mut result = self.fetch(index, &mut cost).await;
+        let mut result = self.fetch(index, deadline, &mut cost).await;
         if result.is_ok() && fetched > 0 && cost.source_errors + cost.source_corrupt_chunks == 0 {
             self.way.note(fetched, begun.elapsed());
         }
@@ -138,7 +144,8 @@ where
     ) -> bool {
         let Some((chunk, range)) = self.stored_row(&row) else { return true };
         let mut cost = Cost::default();
-        let tries = Tries::new(&self.limits, &self.sabotage);
+        let deadline = self.retrying.deadline(Instant::now());
+        let tries = Tries::new(&self.limits, &self.sabotage, deadline);
         let answer = self.ask(&chunk, range, &tries, &mut cost).await.inspect_err(|error| {
             self.retrying.note(error);
             self.background.source_errors.add(cost.source_errors);
@@ -153,7 +160,7 @@ where
             let bytes = answer.as_ref().ok().map(|all| all.slice(at..at + stored.len() as usize));
             let (this, landing) = (Arc::clone(&self), landing.clone());
             tokio::spawn(async move {
-                this.arrive(boarded, purpose, bytes).await;
+                this.arrive(boarded, purpose, bytes, deadline).await;
                 drop(landing);
             });
         }
@@ -161,14 +168,20 @@ where
     }
 
     /// One chunk of a row; it flies on alone if its bytes did not come, or are wrong.
-    async fn arrive(self: Arc<Self>, boarded: Boarded, purpose: Purpose, stored: Option<Bytes>) {
+    async fn arrive(
+        self: Arc<Self>,
+        boarded: Boarded,
+        purpose: Purpose,
+        stored: Option<Bytes>,
+        deadline: Instant,
+    ) {
         let Boarded { index, flight, seats } = boarded;
         let range = self.map.chunk(index).range;
         let Some(stored) = stored else {
             if self.sabotage.has(Bug::LoseFailedRow) {
                 return std::mem::forget(flight);
             }
-            return self.fly(index, flight, seats).await;
+            return self.fly(index, flight, seats, deadline).await;
         };
         let mut cost = Cost { fetched_bytes: stored.len() as u64, ..Cost::default() };
         let skip = self.sabotage.has(Bug::SkipRowDigest);
@@ -180,7 +193,7 @@ where
             }
             Err(error) => {
                 self.retrying.note(&error);
-                self.fetch(index, &mut cost).await
+                self.fetch(index, deadline, &mut cost).await
             }
         };
         if result.is_ok() {

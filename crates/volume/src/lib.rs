@@ -36,6 +36,7 @@ mod flights;
 mod fly;
 mod follow;
 mod limits;
+mod outage;
 mod pace;
 mod pool;
 mod presence;

@@ -32,7 +32,7 @@ const WRITE_THREADS: usize = 4;
 /// that a busy volume fills, too: one chunk (256 KiB) a second.
 const FILL_YIELD: Duration = Duration::from_secs(1);
 
-/// How long a fetch goes on trying an unavailable source before its readers get `EIO`. Below the
+/// How long a read waits for an unavailable source, its wait for a permit included, before it is `EIO`. Below the
 /// 120 s after which Linux logs a hung task, above a store's restart.
 const DEADLINE: Duration = Duration::from_secs(30);
 
@@ -44,6 +44,10 @@ const TRY_TIMEOUT: Duration = Duration::from_secs(10);
 /// 2 s: about 19 tries in 30 s.
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
+
+/// How long a chunk that was given up is `EIO` at once: the kernel asks a second time for a page whose
+/// read-ahead failed, within milliseconds.
+const GIVEN_UP_FOR: Duration = Duration::from_secs(1);
 
 /// Tries beyond the first when the answer is wrong rather than missing.
 const REFETCHES: u32 = 1;
@@ -72,7 +76,7 @@ pub struct Limits {
     pub write_threads: usize,
     /// Longest that fill stands back for readers before it takes one chunk.
     pub fill_yield: Duration,
-    /// Longest that a fetch tries before it fails.
+    /// Longest that a read waits without an answer of the source before it fails.
     pub deadline: Duration,
     /// Longest that one try may take.
     pub try_timeout: Duration,
@@ -80,6 +84,10 @@ pub struct Limits {
     pub backoff_min: Duration,
     /// Longest pause between tries.
     pub backoff_max: Duration,
+    /// How long a chunk that was given up fails at once.
+    pub given_up_for: Duration,
+    /// Told about failures of the source, a few lines a minute.
+    pub report: Option<fn(&str)>,
     /// Further tries when the source answers wrongly.
     pub refetches: u32,
     /// First pause of cache writes when there is no space.
@@ -103,6 +111,8 @@ impl Default for Limits {
             try_timeout: TRY_TIMEOUT,
             backoff_min: BACKOFF_MIN,
             backoff_max: BACKOFF_MAX,
+            given_up_for: GIVEN_UP_FOR,
+            report: None,
             refetches: REFETCHES,
             no_space_pause_min: NO_SPACE_PAUSE_MIN,
             no_space_pause_max: NO_SPACE_PAUSE_MAX,

@@ -3,16 +3,19 @@
 use std::{
     collections::VecDeque,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, LocalFile, ObjectId, Result, TryRead,
+    BLOCK_SIZE, BlockSource, ByteRange, Counters, LocalFile, ObjectId, Result, TryRead,
 };
 use burgeon_image::{AddressMap, Codec};
-use tokio::sync::Notify;
+use tokio::{
+    sync::Notify,
+    time::{Instant, timeout_at},
+};
 
 use crate::{
     Bug, CacheState, Limits, Sabotage, Sound,
@@ -21,6 +24,7 @@ use crate::{
     cache::CacheFile,
     fetch::beyond,
     flights::{Background, FlightTable, Seats, Waiter},
+    outage::Outage,
     pool::Pool,
     seats::{Seat, SeatPool},
 };
@@ -45,7 +49,7 @@ pub struct Volume<S, F, B = Sound> {
     pub(crate) fill_turn: tokio::sync::Mutex<()>,
     pub(crate) background: Arc<Counters>,
     pub(crate) readers: Readers,
-    pub(crate) retrying: Retrying,
+    pub(crate) retrying: Outage,
     /// What profiles have brought; made with the first of them.
     pub(crate) brought: OnceLock<Brought>,
     /// What was read ahead; made with the first of it.
@@ -129,20 +133,6 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// The last thing that went wrong at the source.
-#[derive(Default)]
-pub(crate) struct Retrying(Mutex<Option<String>>);
-
-impl Retrying {
-    pub(crate) fn last(&self) -> Option<String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    pub(crate) fn note(&self, error: &Error) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
-    }
-}
-
 /// Where a piece of a read comes from.
 pub(crate) enum Boarding {
     /// From the cache, as it looks.
@@ -213,7 +203,7 @@ where
             fill_turn: tokio::sync::Mutex::default(),
             background: Arc::default(),
             readers: Readers::default(),
-            retrying: Retrying::default(),
+            retrying: Outage::new(&limits),
             brought: OnceLock::new(),
             ahead: OnceLock::new(),
             way: Way::default(),
@@ -283,8 +273,8 @@ where
         Ok(TryRead::Absent)
     }
 
-    /// Answers from wherever the bytes are. Waits for the source at most `limits.deadline` (and
-    /// for a seat, when `limits.flights_max` chunks are under way). `Corrupt` when the source
+    /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of the source, a
+    /// seat included when `limits.flights_max` chunks are under way. `Corrupt` when the source
     /// insists on wrong bytes, `Unavailable` when it gave none. May be dropped at any await.
     pub async fn read(
         self: &Arc<Self>,
@@ -331,10 +321,11 @@ where
             }
             let Some(seat) = self.background_seats.try_take() else { break };
             let background = Background { _seat: seat, payer: None };
-            match self.board_now(index, chunk, &mut None, &mut Some(background)) {
-                Boarding::Flight(_) => started += 1,
-                Boarding::Local => {}
-                Boarding::Full => break,
+            let deadline = self.retrying.deadline(Instant::now());
+            match self.board_now(index, chunk, &mut None, &mut Some(background), deadline) {
+                Ok(Boarding::Flight(_)) => started += 1,
+                Ok(Boarding::Local) | Err(_) => {}
+                Ok(Boarding::Full) => break,
             }
         }
         started
@@ -383,6 +374,7 @@ where
         counters: &Counters,
     ) -> Result<()> {
         let mut flying: VecDeque<(u32, ByteRange, Waiter)> = VecDeque::new();
+        let arrived = Instant::now();
         let mut at = range.start();
         while at < range.end() || !flying.is_empty() {
             let mut full = flying.len() >= self.limits.flights_per_read.max(1);
@@ -391,7 +383,7 @@ where
                 let out = part(buf, range, piece);
                 if self.is_through(index) {
                     if !self.read_through_now(index, piece, out) {
-                        self.read_through(index, piece, out, counters).await?;
+                        self.read_through(index, piece, out, arrived, counters).await?;
                     }
                     at = piece.end();
                     continue;
@@ -400,7 +392,7 @@ where
                     at = piece.end();
                     continue;
                 }
-                match self.board(index, piece, flying.is_empty(), None).await {
+                match self.board(index, piece, flying.is_empty(), arrived).await? {
                     Boarding::Local => continue,
                     Boarding::Flight(waiter) => {
                         flying.push_back((index, piece, waiter));
@@ -424,22 +416,45 @@ where
         Ok(())
     }
 
-    /// Joins or starts the flight of a chunk of which `piece` is wanted. Without `patient` it is
-    /// [`Boarding::Full`] when there is no seat.
-    pub(crate) async fn board(
+    /// Joins or starts the flight of a chunk of which `piece` is wanted, for a reader that came at
+    /// `arrived`. Without `patient` it is [`Boarding::Full`] when there is no seat.
+    async fn board(
         self: &Arc<Self>,
         index: u32,
         piece: ByteRange,
         patient: bool,
+        arrived: Instant,
+    ) -> Result<Boarding> {
+        let mut seat = None;
+        loop {
+            let deadline = self.retrying.deadline(arrived);
+            match self.board_now(index, piece, &mut seat, &mut None, deadline)? {
+                Boarding::Full if patient => {}
+                boarding => return Ok(boarding),
+            }
+            seat = match timeout_at(deadline, self.seats.take()).await {
+                Ok(seat) => seat,
+                // Others have got good bytes meanwhile.
+                Err(_) if self.retrying.deadline(arrived) > deadline => continue,
+                Err(_) => return Err(self.retrying.no_room()),
+            };
+        }
+    }
+
+    /// The same for background work, which waits for a seat without end.
+    pub(crate) async fn board_for_fill(
+        self: &Arc<Self>,
+        index: u32,
+        piece: ByteRange,
         background: Option<Background>,
-    ) -> Boarding {
+    ) -> Result<Boarding> {
         let (mut seat, mut background) = (None, background);
         loop {
-            match self.board_now(index, piece, &mut seat, &mut background) {
-                Boarding::Full if patient => {}
-                boarding => return boarding,
+            let deadline = self.retrying.deadline(Instant::now());
+            match self.board_now(index, piece, &mut seat, &mut background, deadline)? {
+                Boarding::Full => seat = self.seats.take().await,
+                boarding => return Ok(boarding),
             }
-            seat = self.seats.take().await;
         }
     }
 
@@ -449,28 +464,32 @@ where
         piece: ByteRange,
         seat: &mut Option<Seat>,
         background: &mut Option<Background>,
-    ) -> Boarding {
+        deadline: Instant,
+    ) -> Result<Boarding> {
         let (flight, mut waiter, seats) = {
             let mut table = self.flights.lock();
             if !self.sabotage.has(Bug::TwoFlights) {
                 if let Some(waiter) = table.join(index.into()) {
-                    return Boarding::Flight(waiter);
+                    return Ok(Boarding::Flight(waiter));
                 }
                 if self.cache.has(piece) && !self.sabotage.has(Bug::KeepBadBlock) {
-                    return Boarding::Local;
+                    return Ok(Boarding::Local);
                 }
             }
+            if background.is_none() {
+                self.retrying.check(index.into())?;
+            }
             let Some(seat) = seat.take().or_else(|| self.seats.try_take()) else {
-                return Boarding::Full;
+                return Ok(Boarding::Full);
             };
             let (flight, waiter) = table.insert(index.into());
             (flight, waiter, Seats { _flight: seat, background: background.take() })
         };
-        let task = tokio::spawn(Arc::clone(self).fly(index, flight, seats));
+        let task = tokio::spawn(Arc::clone(self).fly(index, flight, seats, deadline));
         if self.sabotage.has(Bug::DroppedReaderKillsFlight) {
             waiter.kills = Some(task.abort_handle());
         }
-        Boarding::Flight(waiter)
+        Ok(Boarding::Flight(waiter))
     }
 }
 

@@ -2,7 +2,10 @@
 
 mod common;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, LocalFile, TryRead};
 use burgeon_volume::{CacheState, Limits, Room, Volume};
@@ -144,18 +147,74 @@ async fn an_unavailable_source_is_tried_until_the_deadline() {
     setup.read(setup.blocks(0, 1)).await.unwrap();
     assert_eq!(setup.counters.source_errors.get(), 7);
 
+    let limits = Limits::default();
     for fault in [Fault::Unavailable, Fault::Stall] {
         setup.source.fail_always(fault);
         let start = tokio::time::Instant::now();
-        let error = setup.read(setup.blocks(64, 1)).await.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Unavailable);
-        let limits = Limits::default();
+        // The kernel asks again for a page whose read-ahead failed.
+        for _ in 0..3 {
+            let error = setup.read(setup.blocks(64, 1)).await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unavailable);
+        }
         assert!(start.elapsed() <= limits.deadline, "{:?}", start.elapsed());
         assert!(start.elapsed() >= limits.deadline - limits.try_timeout, "{:?}", start.elapsed());
+        tokio::time::sleep(limits.given_up_for).await;
     }
     assert!(setup.volume.status().last_source_error.is_some());
     setup.source.fail_always(None);
     setup.read(setup.blocks(64, 1)).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_read_that_waits_for_a_seat_has_the_same_deadline() {
+    let limits = Limits { flights_max: 1, ..Limits::default() };
+    let setup = setup_with(image(9), limits.clone());
+    setup.source.fail_always(Fault::Stall);
+    let start = tokio::time::Instant::now();
+    let read = |block| setup.read(setup.blocks(block, 1));
+    let (first, second, third) = tokio::join!(read(0), read(64), read(68));
+    for error in [first, second, third].map(Result::unwrap_err) {
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    }
+    assert!(start.elapsed() <= limits.deadline, "{:?}", start.elapsed());
+    // A source that is slow, but answers, is waited for longer.
+    setup.source.fail_always(None);
+    setup.source.slow_down(limits.try_timeout * 9 / 10);
+    tokio::time::sleep(limits.given_up_for).await;
+    let mut readers = tokio::task::JoinSet::new();
+    for chunk in 0..CHUNKS.len() {
+        let range = setup.blocks(CHUNKS[..chunk].iter().sum(), 1);
+        let (volume, counters) = (Arc::clone(&setup.volume), Arc::clone(&setup.counters));
+        readers.spawn(async move { volume.read(range, &mut [0; 4096], &counters).await });
+    }
+    let start = tokio::time::Instant::now();
+    while let Some(read) = readers.join_next().await {
+        read.unwrap().unwrap();
+    }
+    assert!(start.elapsed() > limits.deadline, "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn failures_of_the_source_are_reported_a_few_times_a_minute() {
+    static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    let report: fn(&str) = |line| LINES.lock().unwrap().push(line.to_owned());
+    let setup = setup_with(image(9), Limits { report: Some(report), ..Limits::default() });
+    setup.source.fail_always(Fault::Unavailable);
+    setup.read(setup.blocks(64, 1)).await.unwrap_err();
+    setup.source.fail_always(None);
+    setup.read(setup.blocks(0, 1)).await.unwrap();
+    let lines = std::mem::take(&mut *LINES.lock().unwrap());
+    let said = ["trying again: the store is away", "readers get an I/O error", "answers again"];
+    assert_eq!(lines.len(), said.len(), "{lines:?}");
+    assert!(lines.iter().zip(said).all(|(line, said)| line.contains(said)), "{lines:?}");
+    setup.source.fail_always(Fault::NotFound);
+    for _ in 0..50 {
+        setup.read(setup.blocks(68, 1)).await.unwrap_err();
+        tokio::time::sleep(Duration::from_secs(6)).await;
+    }
+    let lines = std::mem::take(&mut *LINES.lock().unwrap());
+    assert!((5..=18).contains(&lines.len()), "{lines:?}");
+    assert!(lines.iter().any(|line| line.contains("lines like this before")), "{lines:?}");
 }
 
 #[tokio::test]

@@ -175,6 +175,8 @@ impl Run {
         // Who began under a hostile source may still fail: let them end first.
         if matches!(world.source.mood(), Mood::Hostile | Mood::Dead) {
             world.settle().await?;
+            // What was given up fails at once for a while.
+            sleep(Limits::default().given_up_for).await;
         }
         self.note(format_args!("the source: {mood:?}"));
         world.source.set_mood(mood);

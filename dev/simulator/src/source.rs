@@ -209,6 +209,7 @@ struct Asking<'a> {
     source: &'a FaultySource,
     question: ByteRange,
     shared: bool,
+    /// Whether no answer has come yet.
     silent: bool,
 }
 
@@ -241,12 +242,12 @@ impl BlockSource for FaultySource {
             let delay = Duration::from_micros(state.rng.below(20_000));
             (state.choose(object, range), delay)
         };
-        let mut asking = Asking { source: self, question: range, shared: !through, silent: false };
+        let mut asking = Asking { source: self, question: range, shared: !through, silent: true };
         tokio::time::sleep(delay).await;
         if matches!(answer, Answer::Silence) {
-            asking.silent = true;
             std::future::pending::<()>().await;
         }
+        asking.silent = false;
         let mut state = self.state();
         let missing = || Error::new(ErrorKind::NotFound, format!("no {range} in {object}"));
         let mut good = state.good(object, range).ok_or_else(missing)?;

@@ -8,6 +8,7 @@ use burgeon_block::{
 };
 use burgeon_image::{Extent, Source, extents::LogFile};
 use bytes::Bytes;
+use tokio::time::{Instant, timeout_at};
 
 use super::{VirtualArea, source_range};
 use crate::{
@@ -77,13 +78,13 @@ where
     ) -> Result<()> {
         let range = source_range(offset, out.len() as u64)?;
         let mut flying: VecDeque<(ByteRange, ByteRange, Waiter)> = VecDeque::new();
-        let mut at = offset;
+        let (mut at, arrived) = (offset, Instant::now());
         while at < range.end() || !flying.is_empty() {
             if at < range.end() && flying.len() < self.limits.flights_per_read.max(1) {
                 let chunk = FileChunk::new(extent, at)?;
                 let blocks = chunk.range.to_blocks();
                 let piece = ByteRange::new(at, range.end().min(blocks.end())).unwrap_or(range);
-                if let Some(waiter) = self.board(chunk, flying.is_empty()).await {
+                if let Some(waiter) = self.board(chunk, flying.is_empty(), arrived).await? {
                     flying.push_back((blocks, piece, waiter));
                     at = piece.end();
                     continue;
@@ -100,40 +101,63 @@ where
         Ok(())
     }
 
-    /// Joins or starts the flight of `chunk`. `None` if there is no seat and it is not `patient`.
-    async fn board(self: &Arc<Self>, chunk: FileChunk, patient: bool) -> Option<Waiter> {
+    /// Joins or starts the flight of `chunk` for a reader that came at `arrived`. `None` if there is no
+    /// seat and it is not `patient`.
+    async fn board(
+        self: &Arc<Self>,
+        chunk: FileChunk,
+        patient: bool,
+        arrived: Instant,
+    ) -> Result<Option<Waiter>> {
         let mut seat = None;
         loop {
+            let deadline = self.retrying.deadline(arrived);
             {
                 let mut table = self.flights.lock();
                 if let Some(waiter) = table.join(chunk.checksum) {
-                    return Some(waiter);
+                    return Ok(Some(waiter));
                 }
+                self.retrying.check(chunk.checksum)?;
                 if let Some(seat) = seat.take().or_else(|| self.seats.try_take()) {
                     let (flight, waiter) = table.insert(chunk.checksum);
                     let seats = Seats { _flight: seat, background: None };
                     drop(table);
-                    tokio::spawn(Arc::clone(self).fly(flight, seats, chunk));
-                    return Some(waiter);
+                    tokio::spawn(Arc::clone(self).fly(flight, seats, chunk, deadline));
+                    return Ok(Some(waiter));
                 }
             }
             if !patient {
-                return None;
+                return Ok(None);
             }
-            seat = self.seats.take().await;
+            seat = match timeout_at(deadline, self.seats.take()).await {
+                Ok(seat) => seat,
+                Err(_) if self.retrying.deadline(arrived) > deadline => continue,
+                Err(_) => return Err(self.retrying.no_room()),
+            };
         }
     }
 
-    async fn fly(self: Arc<Self>, flight: Flight, seats: Seats, chunk: FileChunk) {
+    async fn fly(
+        self: Arc<Self>,
+        flight: Flight,
+        seats: Seats,
+        chunk: FileChunk,
+        deadline: Instant,
+    ) {
         let mut cost = Cost::default();
-        let result = self.fetch(&chunk, &mut cost).await;
+        let result = self.fetch(&chunk, deadline, &mut cost).await;
         flight.land(Arc::new(Landed::new(result, cost, Arc::clone(&self.background), seats)));
     }
 
     /// The bytes of a chunk, as they were when they were first read.
-    async fn fetch(self: &Arc<Self>, chunk: &FileChunk, cost: &mut Cost) -> Result<Pages> {
+    async fn fetch(
+        self: &Arc<Self>,
+        chunk: &FileChunk,
+        deadline: Instant,
+        cost: &mut Cost,
+    ) -> Result<Pages> {
         let (object, identity) = file_of(&chunk.source)?;
-        let mut tries = Tries::new(&self.limits, &self.sabotage);
+        let mut tries = Tries::new(&self.limits, &self.sabotage, deadline);
         loop {
             let answer = async {
                 let (now, bytes) = self.source.read_identified(object, chunk.range).await?;
@@ -145,6 +169,7 @@ where
                     match self.compare(chunk, identity, &now, bytes).await {
                         Ok(pages) => {
                             cost.fetches += 1;
+                            self.retrying.good();
                             return Ok(pages);
                         }
                         // Our own disk's failure is no reason to ask the source again.
@@ -158,7 +183,10 @@ where
                 Err(error) => error,
             };
             self.retrying.note(&error);
-            tries.after(error, format!("{} of {object}", chunk.range)).await?;
+            let again = tries.after(error, format!("{} of {object}", chunk.range)).await;
+            again.inspect_err(|error| {
+                self.retrying.gave_up(chunk.checksum, error, tries.timed_out)
+            })?;
         }
     }
 

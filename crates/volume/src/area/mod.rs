@@ -34,15 +34,18 @@ use burgeon_image::{
     extents::{CHECKSUMS_MAX, FileLog, LogFile},
 };
 
+use tokio::time::Instant;
+
 use self::mapped::{Mapped, MappedSlot};
 use crate::{
     DirectFile, Limits, Sabotage, Sound, Volume,
     fetch::{Tries, check_len},
     flights::{Cost, FlightTable},
+    outage::Outage,
     pool::Pool,
     seats::SeatPool,
     seen::{FirstSeen, SEEN_LEN},
-    volume::{Retrying, part},
+    volume::part,
 };
 
 /// Finds the volume of the image with this manifest; it may wait for a disk.
@@ -68,7 +71,7 @@ pub struct VirtualArea<S, F, L = FileLog, B = Sound> {
     flights: FlightTable,
     seats: SeatPool,
     background: Arc<Counters>,
-    retrying: Retrying,
+    retrying: Outage,
     unmapped_reads: Counter,
     changed_reads: Counter,
     last: Mutex<Last>,
@@ -171,7 +174,7 @@ where
             flights: FlightTable::default(),
             seats: SeatPool::new(limits.flights_max, limits.room.flights.clone()),
             background: Arc::default(),
-            retrying: Retrying::default(),
+            retrying: Outage::new(&limits),
             unmapped_reads: Counter::default(),
             changed_reads: Counter::default(),
             last: Mutex::default(),
@@ -351,7 +354,8 @@ where
             return Ok(());
         }
         let range = source_range(offset, out.len() as u64)?;
-        let mut tries = Tries::new(&self.limits, &self.sabotage);
+        let deadline = self.retrying.deadline(Instant::now());
+        let mut tries = Tries::new(&self.limits, &self.sabotage, deadline);
         loop {
             let mut cost = Cost::default();
             let answer = async {

@@ -1,0 +1,169 @@
+//! A source that fails: the log of it, and the bounds of the time that readers wait for it.
+//!
+//! ```text
+//!   a try fails        ──► note:    `status`, and one line of the log for each outage
+//!   a fetch is given up ──► gave_up: a line, and for a moment the same chunk is EIO at once
+//!   good bytes         ──► good:    a line; whoever waits for a permit has the whole deadline again
+//! ```
+//!
+//! The kernel asks a second time for a page whose read-ahead failed. Without the memory of chunks that
+//! were given up, such a read takes two deadlines. Invariants: at most [`LINES_MAX`] lines a
+//! [`LINES_WINDOW`] and volume; at most [`GIVEN_UP_MAX`] chunks are remembered.
+
+use std::{
+    collections::HashMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use tokio::time::Instant;
+
+use crate::Limits;
+
+/// Lines of the log in a [`LINES_WINDOW`]: a failure, its consequence, and its end.
+const LINES_MAX: u32 = 3;
+const LINES_WINDOW: Duration = Duration::from_secs(60);
+
+/// Chunks that are remembered as given up: more than can be fetched at once in a second.
+const GIVEN_UP_MAX: usize = 1024;
+
+/// What is known of a source's failures.
+pub(crate) struct Outage {
+    deadline: Duration,
+    given_up_for: Duration,
+    report: Option<fn(&str)>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// What went wrong last.
+    last: Option<String>,
+    last_good: Option<Instant>,
+    /// Since when tries fail, and how many have.
+    since: Option<Instant>,
+    failed: u64,
+    /// By chunk: when it was given up.
+    given_up: HashMap<u64, Instant>,
+    window: Option<Instant>,
+    lines: u32,
+    untold: u64,
+}
+
+impl Outage {
+    pub(crate) fn new(limits: &Limits) -> Self {
+        let Limits { deadline, given_up_for, report, .. } = *limits;
+        Self { deadline, given_up_for, report, state: Mutex::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The last thing that went wrong.
+    pub(crate) fn last(&self) -> Option<String> {
+        self.state().last.clone()
+    }
+
+    /// A try has failed.
+    pub(crate) fn note(&self, error: &Error) {
+        let text = error.to_string();
+        let line = {
+            let mut state = self.state();
+            let first = state.since.is_none();
+            state.since.get_or_insert_with(Instant::now);
+            state.failed += 1;
+            state.last = Some(text.clone());
+            first.then(|| state.line(format!("the source fails, trying again: {text}"))).flatten()
+        };
+        self.tell(line);
+    }
+
+    /// Chunk `key` is given up, because of `error`: its readers get that. If it `timed_out`, the next ones
+    /// need not wait as long at once.
+    pub(crate) fn gave_up(&self, key: u64, error: &Error, timed_out: bool) {
+        let line = {
+            let mut state = self.state();
+            if timed_out {
+                let (now, for_how_long) = (Instant::now(), self.given_up_for);
+                if state.given_up.len() >= GIVEN_UP_MAX {
+                    state.given_up.retain(|_, when| now < *when + for_how_long);
+                }
+                if state.given_up.len() < GIVEN_UP_MAX {
+                    state.given_up.insert(key, now);
+                }
+            }
+            state.line(format!("readers get an I/O error: {error}"))
+        };
+        self.tell(line);
+    }
+
+    /// Good bytes have come.
+    pub(crate) fn good(&self) {
+        let line = {
+            let mut state = self.state();
+            state.last_good = Some(Instant::now());
+            state.given_up.clear();
+            let failed = std::mem::take(&mut state.failed);
+            state.since.take().and_then(|since| {
+                let seconds = since.elapsed().as_secs_f64();
+                state.line(format!(
+                    "the source answers again, after {failed} failed requests in {seconds:.1} s"
+                ))
+            })
+        };
+        self.tell(line);
+    }
+
+    /// An error if chunk `key` was given up a moment ago.
+    pub(crate) fn check(&self, key: u64) -> Result<()> {
+        let state = self.state();
+        let when = state.given_up.get(&key).filter(|when| when.elapsed() < self.given_up_for);
+        when.map_or(Ok(()), |_| {
+            let why = state.last.as_deref().unwrap_or_default();
+            let what = format!("a chunk was given up a moment ago: {why}");
+            Err(Error::new(ErrorKind::Unavailable, what))
+        })
+    }
+
+    /// When a reader gives up that came at `arrived`: the deadline after that, or after the source
+    /// gave good bytes last.
+    pub(crate) fn deadline(&self, arrived: Instant) -> Instant {
+        self.state().last_good.map_or(arrived, |good| good.max(arrived)) + self.deadline
+    }
+
+    /// The error of a reader for which there was no room until its deadline.
+    pub(crate) fn no_room(&self) -> Error {
+        let seconds = self.deadline.as_secs_f64();
+        let why = self.last().unwrap_or_else(|| "the source is slow".to_owned());
+        let what = format!("other reads took all places for {seconds:.0} s: {why}");
+        Error::new(ErrorKind::Unavailable, what)
+    }
+
+    fn tell(&self, line: Option<String>) {
+        if let (Some(report), Some(line)) = (self.report, line) {
+            report(&line);
+        }
+    }
+}
+
+impl State {
+    /// The line, unless there were too many.
+    fn line(&mut self, mut line: String) -> Option<String> {
+        let now = Instant::now();
+        if self.window.is_none_or(|begun| now >= begun + LINES_WINDOW) {
+            (self.window, self.lines) = (Some(now), 0);
+        }
+        if self.lines == LINES_MAX {
+            self.untold += 1;
+            return None;
+        }
+        self.lines += 1;
+        match std::mem::take(&mut self.untold) {
+            0 => {}
+            untold => line.push_str(&format!(" (and {untold} lines like this before)")),
+        }
+        Some(line)
+    }
+}
