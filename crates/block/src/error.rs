@@ -61,6 +61,18 @@ impl Error {
         Self::with_source(kind, what, source)
     }
 
+    /// The cause of type `T`, however deep it lies.
+    pub fn cause<T: error::Error + 'static>(&self) -> Option<&T> {
+        let mut error = self;
+        loop {
+            let source = error.source.as_deref()?;
+            match source.downcast_ref::<T>() {
+                Some(cause) => return Some(cause),
+                None => error = source.downcast_ref::<Self>()?,
+            }
+        }
+    }
+
     /// What the caller can do about it.
     pub fn kind(&self) -> ErrorKind {
         self.kind
@@ -100,6 +112,16 @@ impl error::Error for Error {}
 #[cfg(test)]
 mod tests {
     use super::{Error, ErrorKind};
+
+    #[test]
+    fn a_cause_is_found_however_deep_it_lies() {
+        let deep = Error::io("cannot read", std::io::Error::other("x"));
+        let outer =
+            Error::with_source(ErrorKind::Invalid, "a", Error::new(ErrorKind::Invalid, "b"));
+        assert!(outer.cause::<std::io::Error>().is_none());
+        let outer = Error::with_source(ErrorKind::Invalid, "a", deep);
+        assert!(outer.cause::<std::io::Error>().is_some());
+    }
 
     #[test]
     fn a_full_disk_is_no_space_and_says_where() {

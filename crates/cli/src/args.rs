@@ -6,6 +6,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
 use crate::{
     attributes::Attributes,
+    pull,
     quantities::{parse_rate, parse_size, parse_threads},
 };
 
@@ -245,6 +246,9 @@ pub(crate) struct Mount {
     /// which lies beside the image (`burgeon index --push`). Whoever made it is believed
     #[arg(long, value_name = "sha256:…")]
     pub(crate) index: Option<String>,
+    /// Of an image in a registry: when the registry is asked which one a tag stands for now
+    #[arg(long, value_enum, value_name = "POLICY", default_value_t)]
+    pub(crate) pull: pull::Pull,
     /// Keep writes under this name; mounting with the name again finds them
     #[arg(long, value_name = "NAME")]
     pub(crate) writes: Option<String>,

@@ -28,6 +28,7 @@ use crate::{
     commands::{Context, images, mount, need_mount_privilege, umount},
     exit,
     output::{self, bytes, duration_us, percent},
+    pull::Pull,
 };
 
 /// Where images of a few GiB fit on most machines; `/tmp` is often memory.
@@ -175,6 +176,7 @@ impl Stage {
             name: "demo".to_owned(),
             path: at.to_owned(),
             index: None,
+            pull: Pull::default(),
             writes: None,
             read_only: false,
             write_limit: Some(WRITE_LIMIT),

@@ -20,6 +20,7 @@ mod demo;
 mod exit;
 mod holders;
 mod progress;
+mod pull;
 mod quantities;
 
 use std::{path::Path, process::ExitCode};

@@ -105,6 +105,11 @@ impl StateDir {
         &self.root
     }
 
+    /// What tags of registries stood for when somebody asked last.
+    pub fn tags(&self) -> PathBuf {
+        self.root.join("tags")
+    }
+
     /// The default store.
     pub fn store(&self) -> PathBuf {
         self.root.join("store")

@@ -85,7 +85,7 @@ fn version_of(headers: &HeaderMap) -> Option<String> {
 }
 
 /// A URL without what could be a secret.
-fn shown(url: &Url) -> String {
+pub(crate) fn shown(url: &Url) -> String {
     let mut url = url.clone();
     url.set_query(None);
     url.set_fragment(None);

@@ -20,6 +20,7 @@ use std::{
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     thread,
+    time::Duration,
 };
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
@@ -127,6 +128,15 @@ impl Blobs {
             Target::Ordinary(resolved) => Ok(*resolved),
             Target::Ours(digest) => Err(not_built(&digest)),
         }
+    }
+
+    /// The same, if that is known within `limit`.
+    pub(crate) fn find_within(&self, limit: Duration, wanted: &Wanted) -> Result<Target> {
+        let Self::Registry(registry) = self else { return self.find(wanted) };
+        registry.answer_within(Some(limit));
+        let found = self.find(wanted);
+        registry.answer_within(None);
+        found
     }
 
     /// Finds the image that is wanted, for this machine.

@@ -24,6 +24,7 @@ mod layout;
 mod push;
 mod source;
 mod spool;
+mod tags;
 
 use std::{panic::resume_unwind, path::Path, thread};
 
@@ -47,6 +48,7 @@ pub use self::{
     index::{Indexed, held_bytes, index, is_whole, stored_bytes},
     push::{Pushed, push},
     source::Source,
+    tags::{Pull, Tags},
 };
 
 /// Told how many bytes of layers have come, of how many, from any thread.
@@ -61,6 +63,8 @@ pub struct Work<'a> {
     /// This host's own store, if images are made there: it holds layers as they come, which are read
     /// by their index then, and are not fetched again.
     pub own: Option<&'a Directory>,
+    /// What tags stood for, and whether to ask for what they stand for now.
+    pub tags: Tags<'a>,
     /// How to build.
     pub options: &'a Options,
     /// Told about layers that come.
@@ -180,6 +184,23 @@ pub fn find_or_build(
         let lazy = refresh(&image)?;
         return found(Made::known(image), lazy);
     }
+    // What the tag stood for, if that is here.
+    let recalled = source.tagged().and_then(|name| work.tags.recall(name)).and_then(|record| {
+        let digest: Digest = record.digest().parse().ok()?;
+        let names = [digest.to_string(), alias(&digest)];
+        let name = names.iter().find_map(|name| known(name))?;
+        Some((record, name))
+    });
+    match (work.tags.pull, &recalled) {
+        (Pull::Never | Pull::Missing, Some((_, name))) => {
+            let lazy = refresh(name)?;
+            return found(Made::known(name.clone()), lazy);
+        }
+        (Pull::Never, None) if !matches!(source.0, Kind::Layout { .. }) => {
+            return Err(tags::never(&source.to_string()));
+        }
+        _ => {}
+    }
     let Some((blobs, wanted)) = source.blobs(work.access)? else {
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
         return found(archive_in(store, url, work)?, false);
@@ -188,18 +209,33 @@ pub fn find_or_build(
     let (target, pinned) = thread::scope(|scope| {
         let fetch = |digest: &Digest| index::Pinned::fetch(&blobs, digest.clone());
         let pinned = index.as_ref().map(|digest| scope.spawn(move || fetch(digest)));
-        let target = blobs.find(&wanted);
+        let target = match work.tags.pull {
+            Pull::Newer if recalled.is_some() => blobs.find_within(tags::PATIENCE, &wanted),
+            _ => blobs.find(&wanted),
+        };
         let pinned =
             pinned.map(|pinned| pinned.join().unwrap_or_else(|panic| resume_unwind(panic)));
         (target, pinned)
     });
-    let target = target.map_err(|error| by_digest(source, error))?;
+    let target = match (target, recalled) {
+        (Err(error), Some((record, name)))
+            if work.tags.pull == Pull::Newer && tags::is_no_answer(&error) =>
+        {
+            let lazy = refresh(&name)?;
+            let notes = vec![record.note(&error)];
+            return found(Made { notes, ..Made::known(name) }, lazy);
+        }
+        (target, _) => target.map_err(|error| by_digest(source, error))?,
+    };
     let resolved = match (target, &source.0) {
         (Target::Ordinary(resolved), _) => *resolved,
         (Target::Ours(_), _) if index.is_some() => return Err(index::none_has()),
         (Target::Ours(digest), Kind::Registry(name)) => return Ok(Found::Ours(name.at(digest))),
         (Target::Ours(digest), _) => return Err(not_built(&digest)),
     };
+    if let Some(name) = source.tagged() {
+        work.tags.remember(name, resolved.index.as_ref().unwrap_or(&resolved.digest))?;
+    }
     let digest = resolved.digest.to_string();
     let (made, lazy) = match (known(&digest), pinned, &at) {
         (Some(image), ..) => {

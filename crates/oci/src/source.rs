@@ -1,4 +1,4 @@
-use std::path::PathBuf;
+use std::{fmt, path::PathBuf};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::{
@@ -30,6 +30,17 @@ pub(crate) enum Wanted {
     Only,
     Tag(String),
     Digest(Digest),
+}
+
+/// Without what could be a secret.
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Kind::Layout { folder, .. } => write!(f, "oci-layout:{}", folder.display()),
+            Kind::Registry(name) => name.fmt(f),
+            Kind::Archive(url) => f.write_str(&crate::archive::shown(url)),
+        }
+    }
 }
 
 impl Source {

@@ -7,7 +7,7 @@ use std::{fs, path::Path, process::Command};
 
 use burgeon_block::{BlockSource, ErrorKind};
 use burgeon_image::{Limits, build::Options, catalog};
-use burgeon_oci::{Found, How, Source, Want, Work, find_or_build, index, is_whole};
+use burgeon_oci::{Found, How, Pull, Source, Tags, Want, Work, find_or_build, index, is_whole};
 use burgeon_source::{Access, Directory, Objects, References, Store, registry::Digest, waiting};
 use serde_json::{Value, json};
 use testkit::{Estargz, OciLayout, Rng};
@@ -21,8 +21,10 @@ fn with_work<T>(spool: &Path, what: impl FnOnce(&Work<'_>) -> T) -> T {
 fn with_own<T>(spool: &Path, own: Option<&Directory>, what: impl FnOnce(&Work<'_>) -> T) -> T {
     let (access, options) = (Access::default(), Options::default());
     let (fetching, building) = (|_, _| (), |_: &_| ());
+    let tags = Tags { folder: &spool.join("tags"), pull: Pull::Newer };
     what(&Work {
         access: &access,
+        tags,
         spool,
         own,
         options: &options,

@@ -8,7 +8,7 @@
 //! is short; a redirect never gives up encryption.
 
 use std::{
-    error,
+    error, fmt,
     io::{self, Read},
     time::Duration,
 };
@@ -146,16 +146,32 @@ fn chain<'a>(
     })
 }
 
+/// Why a server lets nobody in: an answer, unlike silence or an error of the server's own.
+#[derive(Debug)]
+pub struct Refusal(pub(crate) String);
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl error::Error for Refusal {}
+
 /// What an answer that is no success means.
 pub fn refused(what: &str, status: StatusCode) -> Error {
     let (kind, why) = match status {
         StatusCode::NOT_FOUND => (ErrorKind::NotFound, "there is no such thing".to_owned()),
-        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => (
-            ErrorKind::Unavailable,
-            format!(
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+            let why = format!(
                 "it is refused ({status}): check the name, and log in with docker login or skopeo login"
-            ),
-        ),
+            );
+            return Error::with_source(
+                ErrorKind::Unavailable,
+                format!("cannot {what}"),
+                Refusal(why),
+            );
+        }
         StatusCode::METHOD_NOT_ALLOWED => (
             ErrorKind::Invalid,
             format!(

@@ -428,3 +428,14 @@ fn an_answer_with_a_token_has_a_length() {
         assert!(error.to_string().contains("more than 65536 bytes"), "{access:?}: {error}");
     }
 }
+
+#[test]
+fn a_document_comes_within_the_time_that_it_may_take() {
+    // Takes connections, and says nothing.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let registry = open(listener.local_addr().unwrap(), &Access::default());
+    registry.answer_within(Some(std::time::Duration::from_millis(50)));
+    let error = registry.document(None).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("no answer in time"), "{error}");
+}

@@ -29,7 +29,7 @@ use super::{
     Context, bring_back::bring_back, images, mistakes, mount_point::MountPoint, named,
     need_mount_privilege, ordinary,
 };
-use crate::{args, attributes::Attributes, output};
+use crate::{args, attributes::Attributes, output, pull::Pull};
 
 pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
     let begun = Instant::now();
@@ -83,6 +83,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
         args::Mount {
             name: EMPTY_IMAGE.to_owned(),
             index: None,
+            pull: Pull::default(),
             path,
             writes: Some(writes),
             read_only: false,
@@ -130,7 +131,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     let found = thread::scope(|scope| {
         // Finding an image may take round trips, and more. What goes wrong here does so again below.
         scope.spawn(|| Client::connect_or_start(&context.state).map(drop));
-        ordinary::find(context, args.name, want)
+        ordinary::find(context, args.name, want, args.pull.into())
     })?;
     let is_own = context.store.is_none() && found.store == context.store_location();
     let request = MountRequest {

@@ -12,7 +12,7 @@ use burgeon_image::{
     build::{self, Options, Report},
     catalog::{self, ImageRecord},
 };
-use burgeon_oci::{Found, How, Source, Want, Work};
+use burgeon_oci::{Found, How, Pull, Source, Tags, Want, Work};
 use burgeon_source::{Access, Directory, Location, Store};
 use serde_json::json;
 
@@ -67,7 +67,7 @@ impl Place {
 /// Where the image is that `text` says: a name in the store, or a source of images. An image of
 /// ours is where it is; any other is found in the store by its digest, or made there, as far as it is
 /// wanted.
-pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Place> {
+pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) -> Result<Place> {
     let text = match context.in_repository(&text)? {
         Some(image) => image.to_string(),
         None => text,
@@ -106,7 +106,7 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>) -> Result<Pl
         need_own_store(context)?;
     }
     let begun = Instant::now();
-    let found = work(context, &text, &context.build_options(), |work| {
+    let found = work(context, &text, pull, &context.build_options(), |work| {
         store.check_writable()?;
         burgeon_oci::find_or_build(&store, &source, want, work)
     })?;
@@ -170,7 +170,7 @@ pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
     };
     need_own_store(context)?;
     let (source, store) = (source?, context.create_store()?);
-    let made = work(context, &args.source, &context.build_options(), |work| {
+    let made = work(context, &args.source, Pull::Always, &context.build_options(), |work| {
         burgeon_oci::index(&store, &source, args.push, work)
     })?;
     if context.json {
@@ -210,8 +210,9 @@ pub(super) fn build(
     let (source, store) = (source?, context.create_store()?);
     store.check_writable()?;
     let begun = Instant::now();
-    let report =
-        work(context, text, options, |work| burgeon_oci::build(&store, &source, name, work));
+    let report = work(context, text, Pull::Always, options, |work| {
+        burgeon_oci::build(&store, &source, name, work)
+    });
     Ok((report?, begun.elapsed()))
 }
 
@@ -219,6 +220,7 @@ pub(super) fn build(
 fn work<T>(
     context: &Context,
     text: &str,
+    pull: Pull,
     options: &Options,
     what: impl FnOnce(&Work<'_>) -> burgeon_block::Result<T>,
 ) -> Result<T> {
@@ -233,6 +235,7 @@ fn work<T>(
     };
     let done = what(&Work {
         access: &access,
+        tags: Tags { folder: &context.state.tags(), pull },
         spool,
         own: own.as_ref(),
         options,

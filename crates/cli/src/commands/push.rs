@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_image::catalog::{self, ImageRecord, Provenance};
-use burgeon_oci::{Pushed, Want};
+use burgeon_oci::{Pull, Pushed, Want};
 use burgeon_source::{Access, Store, registry::Name};
 use serde_json::json;
 
@@ -60,7 +60,7 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     if let Some(name) = &args.name {
         catalog::check_given_name(name)?;
     }
-    let mut place = ordinary::find(context, args.source.clone(), want)?;
+    let mut place = ordinary::find(context, args.source.clone(), want, Pull::Always)?;
     let own = context.state.store().into();
     let record = place.record()?;
     if place.store == own && burgeon_oci::is_whole(&context.open_store()?, &record)? {

@@ -22,7 +22,8 @@ mod upload;
 use std::{
     fmt,
     io::Read,
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering::Relaxed},
+    time::Duration,
 };
 
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
@@ -31,7 +32,10 @@ use reqwest::{
     Client, Method, RequestBuilder, Response, StatusCode, Url,
     header::{ACCEPT, HeaderMap, LINK, RANGE},
 };
-use tokio::sync::Semaphore;
+use tokio::{
+    sync::Semaphore,
+    time::{Instant, timeout_at},
+};
 
 pub(crate) use self::credentials::{DockerCredential, find as find_credentials};
 pub use self::helper::{Ask, NOT_FOUND, Said, ask_helper, ask_helpers_by};
@@ -77,6 +81,8 @@ struct Inner {
     requests: Semaphore,
     hedge: Hedge,
     traffic: Traffic,
+    /// Until when documents may come.
+    answer_by: Mutex<Option<Instant>>,
 }
 
 impl Registry {
@@ -94,6 +100,7 @@ impl Registry {
             requests: Semaphore::new(REQUESTS_MAX),
             hedge: Hedge::new(),
             traffic: Traffic::default(),
+            answer_by: Mutex::default(),
         })))
     }
 
@@ -105,6 +112,13 @@ impl Registry {
     /// What has been asked for as ranges, and what came of it.
     pub fn traffic(&self) -> &Traffic {
         &self.0.traffic
+    }
+
+    /// From now on documents have to come within `limit` in all, however often they are asked for;
+    /// `None` is no limit but that of the tries.
+    pub fn answer_within(&self, limit: Option<Duration>) {
+        let by = limit.map(|limit| Instant::now() + limit);
+        *self.0.answer_by.lock().unwrap_or_else(PoisonError::into_inner) = by;
     }
 
     /// An index or manifest, at most [`DOCUMENT_MAX`] bytes, with its digest: the one with
@@ -161,7 +175,14 @@ impl Registry {
         wanted: Option<&Digest>,
         retries: u32,
     ) -> Result<(Vec<u8>, Digest)> {
-        let (bytes, _) = self.fetch_whole(path, retries).await?;
+        let by = *self.0.answer_by.lock().unwrap_or_else(PoisonError::into_inner);
+        let (bytes, _) = match by {
+            None => self.fetch_whole(path, retries).await?,
+            Some(by) => timeout_at(by, self.fetch_whole(path, retries)).await.map_err(|_| {
+                let what = format!("cannot read {path} of {}: no answer in time", self.0.name);
+                Error::new(ErrorKind::Unavailable, what)
+            })??,
+        };
         let digest = Digest::of(&bytes);
         match wanted {
             Some(wanted) if *wanted != digest => {

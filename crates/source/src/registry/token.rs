@@ -195,21 +195,26 @@ impl Exchange<'_> {
         credentials: Option<&DockerCredential>,
     ) -> Error {
         let is_refusal = matches!(status.as_u16(), 400 | 401 | 403);
-        let why = match credentials {
+        let refusal = |why: &str| {
+            let what = format!("cannot {}", self.what);
+            Error::with_source(ErrorKind::Unavailable, what, web::Refusal(why.to_owned()))
+        };
+        match credentials {
             Some(DockerCredential::IdentityToken(_)) if is_refusal => {
-                "the identity token is refused: log in again, with docker login".to_owned()
+                refusal("the identity token is refused: log in again, with docker login")
             }
             Some(_) if is_refusal => {
-                "user or password are refused: log in with docker login or skopeo login".to_owned()
+                refusal("user or password are refused: log in with docker login or skopeo login")
             }
-            None if is_refusal => {
-                "it gives no token without a user and a password: log in with docker \
-                                   login or skopeo login"
-                    .to_owned()
+            None if is_refusal => refusal(
+                "it gives no token without a user and a password: log in with docker login or \
+                 skopeo login",
+            ),
+            _ => {
+                let why = format!("asked for a token, {} says {status}", server.shown());
+                self.cannot(ErrorKind::Unavailable, &why)
             }
-            _ => format!("asked for a token, {} says {status}", server.shown()),
-        };
-        self.cannot(ErrorKind::Unavailable, &why)
+        }
     }
 
     async fn read(&self, answer: Response) -> Result<String> {
