@@ -1,4 +1,5 @@
-//! Registries that encrypt, with a certificate that the system knows nothing of.
+//! Registries as servers: with a certificate that the system knows nothing of, with a token realm that is not
+//! encrypted, and without an answer.
 
 #![allow(clippy::unwrap_used)]
 
@@ -12,7 +13,10 @@ use std::{
     thread,
 };
 
-use testkit::{Burgeon, Certificate, Registry, RegistryOptions, Rng, Space, bind_mount, compare};
+use testkit::{
+    Burgeon, Certificate, Fault, OciLayout, Proxy, Registry, RegistryOptions, Rng, Space,
+    bind_mount, compare, skopeo_copy,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const HOST: &str = "registry.test";
@@ -117,4 +121,60 @@ fn a_password_is_not_sent_to_a_token_realm_without_encryption() {
         let says_so = format!("to go to {}, unencrypted", realm.trim_end_matches("/token"));
         assert!(finished.stderr.contains(&says_so), "{says_so}: {finished:#?}");
     }
+}
+
+#[test]
+fn without_an_answer_of_the_registry_the_image_that_is_here_will_do() {
+    let space = Space::new("pull");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let proxy = Proxy::new(registry.address(), 1).unwrap();
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    let publish = |text: &str| {
+        layout.change(|root| fs::write(root.join("text"), text).unwrap()).unwrap();
+        let from = format!("oci:{}:latest", layout.folder().display());
+        let to = format!("docker://{}/app:1", registry.address());
+        skopeo_copy(&["--dest-tls-verify=false"], &from, &to).unwrap();
+    };
+    let (source, at) = (format!("oci://{}/app:1", proxy.address()), space.make_folder("at"));
+    let target = at.to_str().unwrap();
+    let mount = |policy: &str| {
+        ["mount", &source, target, "--read-only", "--pull", policy].map(str::to_owned)
+    };
+    let is = |policy: &str, text: &str| {
+        let finished = burgeon.run(&mount(policy));
+        assert_eq!(finished.code, Some(0), "{policy}: {finished:#?}");
+        assert_eq!(fs::read_to_string(at.join("text")).unwrap(), text, "{policy}");
+        burgeon.ok(&["umount", target]);
+        finished.stderr
+    };
+    let fails = |policy: &str, code| {
+        let finished = burgeon.run(&mount(policy));
+        assert_eq!(finished.code, Some(code), "{policy}: {finished:#?}");
+    };
+    publish("old");
+    fails("never", 3);
+    assert_eq!(proxy.requests(), 0);
+    assert_eq!(is("missing", "old"), "");
+    publish("new");
+    for unanswered in [Fault::Status(503), Fault::Reset] {
+        proxy.spoil(1000, &[unanswered]);
+        let note = is("newer", "old");
+        assert!(
+            note.contains("the image that is here: sha256:") && note.contains(" ago"),
+            "{note}"
+        );
+    }
+    fails("always", 5);
+    for (answer, code) in [(401, 5), (403, 5), (404, 3)] {
+        proxy.spoil(1000, &[Fault::Status(answer)]);
+        fails("newer", code);
+    }
+    let asked = proxy.requests();
+    is("missing", "old");
+    is("never", "old");
+    assert_eq!(proxy.requests(), asked);
+    proxy.spoil(0, &[]);
+    assert_eq!(is("newer", "new"), "");
+    assert_eq!(is("never", "new"), "");
 }
