@@ -220,7 +220,7 @@ impl Login {
             ),
             _ => return web::refused(what, status),
         };
-        Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}"))
+        Error::with_source(ErrorKind::Unavailable, format!("cannot {what}"), web::Refusal(why))
     }
 
     pub(super) fn apply(&self, request: RequestBuilder) -> RequestBuilder {
