@@ -146,8 +146,10 @@ fn start_unit(state: &StateDir) -> Result<()> {
 
 /// The properties of `dist/burgeon.service` that matter; a test holds the two together.
 /// `KillMode=process`: when the supervisor dies, the server must go on serving until the next
-/// supervisor adopts it.
-pub const UNIT_PROPERTIES: [&str; 22] = [
+/// supervisor adopts it. `StartLimitIntervalSec=0`: systemd restarts the supervisor however often it
+/// dies; by default, five deaths in 10 s fail the unit for good.
+pub const UNIT_PROPERTIES: [&str; 23] = [
+    "StartLimitIntervalSec=0",
     "Type=notify",
     "NotifyAccess=main",
     "KillMode=process",
@@ -211,6 +213,17 @@ mod tests {
         let lines: Vec<_> = unit.lines().map(str::trim).collect();
         for property in UNIT_PROPERTIES {
             assert!(lines.contains(&property), "dist/burgeon.service lacks {property}");
+        }
+        // systemd ignores it, with a warning, in any other section.
+        let (head, _) = unit.split_once("[Service]").unwrap();
+        assert!(head.lines().any(|line| line == "StartLimitIntervalSec=0"), "not in [Unit]");
+        let installed_only = ["Description", "ExecStart", "ExecStop", "WantedBy"];
+        for line in lines {
+            let Some((name, _)) = line.split_once('=').filter(|_| !line.starts_with('#')) else {
+                continue;
+            };
+            let is_shared = UNIT_PROPERTIES.contains(&line) || installed_only.contains(&name);
+            assert!(is_shared, "the transient unit lacks {line}");
         }
     }
 }
