@@ -343,3 +343,74 @@ fn damaged_files_of_a_prepared_image_are_made_again_by_a_mount() {
         }
     }
 }
+
+/// Where btrfs has its superblock on each device.
+const SUPERBLOCK: u64 = 64 << 10;
+
+/// What btrfs does after an error of its own, here a superblock that somebody else has written while the
+/// file system was frozen.
+fn force_read_only(at: &Path, sprout: &Path) {
+    let freeze = |option: &str| Command::new("fsfreeze").arg(option).arg(at).status().unwrap();
+    assert!(freeze("--freeze").success());
+    flip_a_bit(sprout, SUPERBLOCK + 0x200);
+    fs::File::open(sprout).unwrap().sync_all().unwrap();
+    freeze("--unfreeze");
+    flip_a_bit(sprout, SUPERBLOCK + 0x200);
+}
+
+#[test]
+fn a_mount_that_btrfs_has_forced_read_only_is_named_left_alone_and_mounted_again() {
+    let damage = Damage::new("forced");
+    let at = damage.space.path("at");
+    let options = ["--writes", "w", "--write-limit", "8G", "--transport", "fuse"];
+    let mounted = damage.burgeon.mount("image", &at, &options);
+    let write = |name: &str| {
+        let file = fs::File::create(at.join(name))?;
+        file.write_all_at(b"synced", 0)?;
+        file.sync_all()
+    };
+    write("before").unwrap();
+    assert_eq!(damage.burgeon.status()["mounts"][0]["forced_read_only"], false);
+    force_read_only(&at, &damage.burgeon.state().join("writes/w/sprout"));
+    assert_eq!(write("after").unwrap_err().kind(), std::io::ErrorKind::ReadOnlyFilesystem);
+    let assert_named = || {
+        assert_eq!(damage.burgeon.status()["mounts"][0]["forced_read_only"], true);
+        let said = damage.burgeon.ok(&["status"]);
+        assert!(said.contains("READ-ONLY") && said.contains("mount it again"), "{said}");
+        let found = damage.burgeon.run(&["doctor"]);
+        assert_eq!(found.code, Some(1), "{found:#?}");
+        let said = found.stdout;
+        assert!(said.contains("forced the file system read-only"), "{said}");
+        assert!(said.contains("what was synced before is kept"), "{said}");
+    };
+    assert_named();
+
+    // The next daemon serves its reads, and would make its sprout larger at once.
+    damage.burgeon.kill_daemon();
+    let mut folders = fs::read_dir(damage.burgeon.state().join("mounts")).unwrap();
+    let record = folders.next().unwrap().unwrap().path().join("mount.json");
+    let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
+    json["writes"]["reserved"] = (64 << 20).into();
+    fs::write(&record, json.to_string()).unwrap();
+    damage.burgeon.run(&["doctor", "--repair"]);
+    let log = || fs::read_to_string(damage.burgeon.state().join("run/daemon.log")).unwrap();
+    let ended = || log().matches("is not grown any more").count();
+    assert!(wait_until(PATIENCE, || ended() > 0), "{}", log());
+    let serves = || damage.burgeon.status()["mounts"][0]["state"] == "serving";
+    assert!(wait_until(PATIENCE, serves), "{:#}\n{}", damage.burgeon.status(), log());
+    drop_caches();
+    for seed in 0..FILES {
+        let name = format!("file-{seed}");
+        let expected = fs::read(damage.tree.join(&name)).unwrap();
+        assert!(fs::read(at.join(&name)).unwrap() == expected, "{name}");
+    }
+    assert_named();
+    assert_eq!(ended(), 1, "{}", log());
+
+    damage.burgeon.umount(mounted);
+    let mounted = damage.burgeon.mount("image", &at, &["--writes", "w"]);
+    assert_eq!(fs::read(at.join("before")).unwrap(), b"synced");
+    write("again").unwrap();
+    assert_eq!(damage.burgeon.status()["mounts"][0]["forced_read_only"], false);
+    damage.burgeon.umount(mounted);
+}

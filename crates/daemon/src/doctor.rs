@@ -34,7 +34,7 @@ use crate::{
     paths::StateDir,
     prepared,
     protocol::{MountStatus, Reply, Request, Status},
-    space,
+    read_only, space,
     supervisor::{is_alive, mount_ids, read_record, remove_unused_loops},
     system,
     transport::{self, Transport},
@@ -117,10 +117,12 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
         memory_lock(),
         place(state),
     ]);
-    let runs = ask(state);
+    let mut runs = ask(state);
     let left = leftovers(state, &runs);
-    if let Ok(Some(status)) = &runs {
+    if let Ok(Some(status)) = &mut runs {
         findings.extend(unserved(status));
+        read_only::note(status);
+        findings.extend(status.mounts.iter().filter_map(forced_read_only));
     }
     findings.push(daemon(runs));
     findings.extend(left);
@@ -381,6 +383,12 @@ fn unserved(status: &Status) -> Vec<Finding> {
         }
     };
     status.mounts.iter().filter_map(finding).collect()
+}
+
+fn forced_read_only(mount: &MountStatus) -> Option<Finding> {
+    let (found, remedy) = mount.read_only_problem()?;
+    let subject = format!("mount {}", mount.target.display());
+    Some(Finding::bad(Level::Problem, &subject, found, remedy))
 }
 
 /// What is left of a daemon that does not run any more. While one runs, all of this is its own.

@@ -64,19 +64,28 @@ pub(crate) fn change_over(exchange: &Exchange, fuse: &OwnedFd) -> Result<()> {
 pub(crate) fn thaw(exchange: &Exchange) -> Result<()> {
     let Some(sprout) = &exchange.sprout else { return Ok(()) };
     let _lock = Lock::take(&exchange.lock)?;
-    let root = Btrfs::mount(sprout, SUBVOLUME, Access::Writable)?.open_root()?;
+    let root = open_root(sprout)?;
     // Dropped, it thaws; if it was not frozen, that changes nothing.
     drop(Frozen(root));
     Ok(())
+}
+
+/// The root of the file system on `device`, reached by mounting it once more. One that btrfs has forced
+/// read-only cannot be mounted writable, and is to be readable all the same.
+fn open_root(device: &Path) -> Result<File> {
+    let mounted = Btrfs::mount(device, SUBVOLUME, Access::Writable);
+    let mounted =
+        mounted.or_else(|e| Btrfs::mount(device, SUBVOLUME, Access::ReadOnly).map_err(|_| e));
+    mounted?.open_root()
 }
 
 /// A file system that takes no writes, and has none outstanding, as long as this lives.
 struct Frozen(File);
 
 impl Frozen {
-    /// Freezes the file system on `device`, reached by mounting it once more.
+    /// Freezes the file system on `device`.
     fn new(device: &Path) -> Result<Self> {
-        let root = Btrfs::mount(device, SUBVOLUME, Access::Writable)?.open_root()?;
+        let root = open_root(device)?;
         match number_ioctl(&root, FIFREEZE, 0) {
             Ok(()) => Ok(Self(root)),
             // A helper that was killed had frozen it.

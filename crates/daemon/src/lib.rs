@@ -37,6 +37,7 @@ mod plumbing;
 mod prepared;
 mod profile;
 pub mod protocol;
+pub mod read_only;
 pub mod roles;
 pub mod roots;
 mod seen;

@@ -32,6 +32,7 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 use rustix::{
+    fs::{StatVfsMountFlags, fstatvfs},
     io::Errno,
     mount::{
         FsMountFlags, FsOpenFlags, FsPickFlags, MoveMountFlags, fsconfig_create,
@@ -212,6 +213,14 @@ impl Btrfs {
     /// The id of the file system that is mounted. A sprout has another than its seed.
     pub fn fsid(&self) -> Result<[u8; 16]> {
         Ok(fs_info(&self.open_root()?)?.fsid)
+    }
+
+    /// Whether the whole file system is read-only, and not just a mount of it. One that is mounted
+    /// elsewhere stays as it is if it is mounted once more with [`Access::ReadOnly`].
+    pub fn is_read_only(&self) -> Result<bool> {
+        let stat = fstatvfs(self.open_root()?);
+        let stat = stat.map_err(|e| failed("cannot ask btrfs whether it is read-only", e))?;
+        Ok(stat.f_flag.contains(StatVfsMountFlags::RDONLY))
     }
 
     /// The devices of the file system, the missing ones left out.

@@ -36,6 +36,7 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     };
+    burgeon_daemon::read_only::note(&mut status);
     let mut held = HashMap::new();
     for mount in &mut status.mounts {
         complete(context, mount, &mut held);
@@ -98,6 +99,9 @@ fn describe(mount: &MountStatus) {
     }
     if let Some(problem) = &mount.problem {
         println!("  problem    {problem}");
+    }
+    if let Some((found, remedy)) = mount.read_only_problem() {
+        println!("  READ-ONLY  {found}: {remedy}");
     }
     let local = match mount.materialised_bytes {
         Some(local) => format!("{} local ({})", bytes(local), share(local, mount.data_bytes)),

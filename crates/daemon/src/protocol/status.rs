@@ -54,6 +54,10 @@ pub struct MountStatus {
     pub transport: String,
     /// Where the writes go.
     pub writes: WritesState,
+    /// btrfs has made the file system read-only, though the mount was made writable. The daemon leaves
+    /// that to its client, whose mount namespace has the mount ([`crate::read_only`]).
+    #[serde(default)]
+    pub forced_read_only: bool,
     /// The attributes of the mount itself, as it was made.
     pub attributes: MountAttributes,
     /// Bytes of data in the image, distinct chunks once.

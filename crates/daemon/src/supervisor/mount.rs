@@ -226,6 +226,7 @@ impl Supervisor {
             recording: Recording::Off,
             growing: false,
             growth_failed: None,
+            growth_ended: false,
             _writes_lock: plan.lock.take(),
         });
         self.await_serving(id)?;

@@ -113,6 +113,7 @@ impl Supervisor {
             recording: Recording::Off,
             growing: false,
             growth_failed: None,
+            growth_ended: false,
             _writes_lock: writes_lock,
         })
     }

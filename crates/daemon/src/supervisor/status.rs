@@ -75,6 +75,7 @@ fn describe(entry: &Entry, table: &Table) -> MountStatus {
         device: record.data_device.clone(),
         transport: record.attach.transport.name().to_owned(),
         writes: record.writes.clone(),
+        forced_read_only: false,
         attributes: record.attributes,
         data_bytes: record.data_bytes,
         materialised_bytes: report.map(|report| report.materialised_bytes),

@@ -134,6 +134,8 @@ pub(crate) struct Entry {
     pub(crate) growing: bool,
     /// When that could not be done, the last time that it was tried.
     pub(crate) growth_failed: Option<Instant>,
+    /// Its file system is read-only: it is not tried again.
+    pub(crate) growth_ended: bool,
     /// Held while named writes are mounted.
     pub(crate) _writes_lock: Option<Lock>,
 }

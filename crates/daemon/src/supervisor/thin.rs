@@ -15,7 +15,8 @@
 //! looks, and when a sprout grows: `policy`.
 //!
 //! Invariants: one step a sprout at a time; no step takes the last [`HOST_LEFT`] bytes of the host; a
-//! sprout that nobody writes to stays as large as it was made (`crates/cli/tests/writes.rs`).
+//! sprout that nobody writes to stays as large as it was made (`crates/cli/tests/writes.rs`); a file
+//! system that is read-only is left alone from then on, because each attempt would try to make it writable.
 
 mod policy;
 
@@ -139,19 +140,15 @@ impl Supervisor {
         thread::spawn(move || {
             let grown = match &sprout {
                 Some(sprout) => grow(sprout, to),
-                None => Ok(None),
+                None => Ok(Step::Gone),
             };
             supervisor.grown(id, grown);
         });
     }
 
     /// Writes down how a step went; the sprout's size if it has a new one.
-    fn grown(&self, id: MountId, grown: Result<Option<u64>>) {
-        let (to, error) = match grown {
-            Ok(to) => (to, None),
-            Err(error) => (None, Some(error)),
-        };
-        if let Some(to) = to {
+    fn grown(&self, id: MountId, grown: Result<Step>) {
+        if let Ok(Step::Taken(to)) = grown {
             let noted = self.update(id, |record| {
                 if let WritesState::Sprout(sprout) = &mut record.writes {
                     sprout.reserved = to;
@@ -166,17 +163,27 @@ impl Supervisor {
         let Some(entry) = table.mounts.get_mut(&id) else { return };
         entry.growing = false;
         let failed_before = entry.growth_failed.is_some();
-        entry.growth_failed = error.is_some().then(Instant::now);
+        entry.growth_failed = grown.is_err().then(Instant::now);
+        entry.growth_ended = matches!(grown, Ok(Step::ReadOnly));
         drop(table);
+        if let Ok(Step::ReadOnly) = grown {
+            log!(
+                "the file system of mount {id} is read-only, so its sprout is not grown any more: \
+                 `burgeon doctor` says what to do"
+            );
+        }
         // A full host may stay so for hours: once is enough.
-        if let Some(e) = error.filter(|_| !failed_before) {
+        if let Some(e) = grown.err().filter(|_| !failed_before) {
             log!("the sprout of mount {id} does not grow: {e}");
         }
     }
 }
 
 fn thin_sprouts(table: &super::table::Table) -> Vec<Thin> {
-    let mounts = table.mounts.values().filter(|entry| entry.handed_out && !entry.ended);
+    let mounts = table
+        .mounts
+        .values()
+        .filter(|entry| entry.handed_out && !entry.ended && !entry.growth_ended);
     mounts.filter_map(thin_sprout).collect()
 }
 
@@ -217,9 +224,23 @@ pub(crate) fn growth(mount: &Btrfs, device: &Path, reserved: u64) -> Result<Grow
     })
 }
 
-/// File first, then the loop device, then btrfs. Gives the new size: `wanted`, or what the host has;
-/// `None` if the mount is gone.
-fn grow(thin: &Thin, wanted: u64) -> Result<Option<u64>> {
+/// How a step went.
+enum Step {
+    /// The sprout has this size now.
+    Taken(u64),
+    /// The mount is gone.
+    Gone,
+    /// The file system is read-only.
+    ReadOnly,
+}
+
+/// File first, then the loop device, then btrfs. The new size is `wanted`, or what the host has.
+fn grow(thin: &Thin, wanted: u64) -> Result<Step> {
+    // Never asked for by mounting it writable: that would undo a `mount -o remount,ro` of the user's, and
+    // is refused, with a line in the kernel log, if btrfs has forced it.
+    if Btrfs::mount(&thin.device, SUBVOLUME, Access::ReadOnly)?.is_read_only()? {
+        return Ok(Step::ReadOnly);
+    }
     let failed = |e| Error::io(format!("cannot grow {}", thin.path.display()), e);
     let free = space::free_space(thin.path.parent().unwrap_or(&thin.path))?;
     let step = (wanted - thin.reserved).min(free.saturating_sub(HOST_LEFT));
@@ -243,8 +264,8 @@ fn grow(thin: &Thin, wanted: u64) -> Result<Option<u64>> {
     let mount = Btrfs::mount(&thin.device, SUBVOLUME, Access::Writable)?;
     if Fsid(mount.fsid()?) != thin.fsid {
         // The mount went away meanwhile, and the device is somebody else's now.
-        return Ok(None);
+        return Ok(Step::Gone);
     }
     mount.grow_device(thin.device_id)?;
-    Ok(Some(to))
+    Ok(Step::Taken(to))
 }

@@ -36,6 +36,7 @@ fn entry() -> Entry {
         recording: Recording::Off,
         growing: false,
         growth_failed: None,
+        growth_ended: false,
         _writes_lock: None,
     }
 }

@@ -1,0 +1,92 @@
+//! Mounts whose file system btrfs has forced read-only.
+//!
+//! ```text
+//!   /proc/self/mountinfo:  … /mnt/a rw,nosuid … - btrfs /dev/loop7 ro,nodiscard,…
+//!                                   the mount                      the file system
+//! ```
+//!
+//! Burgeon makes the file system of every writable mount writable. btrfs makes it read-only after an error
+//! of its own, for as long as it is mounted: it refuses `mount -o remount,rw`.
+//!
+//! Invariants: nothing is mounted to find this out; the caller's namespace is looked at first, the
+//! others only for mounts that it does not have.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    ffi::OsString,
+    fs,
+    path::Path,
+};
+
+use crate::{
+    id::Fsid,
+    mountinfo,
+    protocol::{MountStatus, Status, WritesState},
+};
+
+/// Whether the file system on a device, such as `loop7`, is read-only.
+type ReadOnly = HashMap<OsString, bool>;
+
+/// Notes in `status` which mounts were forced read-only, as seen by the calling process.
+pub fn note(status: &mut Status) {
+    let own = file_systems(Path::new("/proc/thread-self/mountinfo"));
+    let mut elsewhere = None;
+    for mount in &mut status.mounts {
+        let (WritesState::Sprout(_), Some(fsid)) = (&mount.writes, mount.fsid) else { continue };
+        let found = is_read_only(&own, fsid)
+            .or_else(|| is_read_only(elsewhere.get_or_insert_with(in_other_namespaces), fsid));
+        mount.forced_read_only = found.unwrap_or(false);
+    }
+}
+
+impl MountStatus {
+    /// What is wrong with a mount that was forced read-only, and what to do about it.
+    pub fn read_only_problem(&self) -> Option<(String, &'static str)> {
+        let WritesState::Sprout(sprout) = &self.writes else { return None };
+        if !self.forced_read_only {
+            return None;
+        }
+        let found = "btrfs has forced the file system read-only after an error, which the kernel log names \
+                     (`dmesg | grep -i btrfs`); nothing can be written, reads go on";
+        let remedy = match sprout.name {
+            Some(_) => {
+                "unmount it and mount it again with the same --writes: what was synced before is kept"
+            }
+            None => {
+                "copy what is needed, as its writes are discarded at umount; then unmount it and mount it again"
+            }
+        };
+        Some((found.to_owned(), remedy))
+    }
+}
+
+fn is_read_only(file_systems: &ReadOnly, fsid: Fsid) -> Option<bool> {
+    let devices = fs::read_dir(format!("/sys/fs/btrfs/{fsid}/devices")).ok()?;
+    let names = devices.flatten().map(|device| device.file_name());
+    let states: Vec<_> = names.filter_map(|name| file_systems.get(&name)).collect();
+    (!states.is_empty()).then(|| states.into_iter().all(|read_only| *read_only))
+}
+
+/// Each btrfs of the mount namespace, by the name of the device that mountinfo shows.
+fn file_systems(path: &Path) -> ReadOnly {
+    let mounts = mountinfo::read(path).unwrap_or_default();
+    let btrfs = mounts.into_iter().filter(|mount| mount.fs_type == "btrfs");
+    btrfs
+        .filter_map(|mount| {
+            // `/dev/mapper/x` is known to btrfs as `dm-0`.
+            let device = fs::canonicalize(&mount.source).unwrap_or(mount.source);
+            let read_only = mount.super_options.split(',').next() == Some("ro");
+            Some((device.file_name()?.to_owned(), read_only))
+        })
+        .collect()
+}
+
+fn in_other_namespaces() -> ReadOnly {
+    let mut first_of = BTreeMap::new();
+    for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        if let Ok(namespace) = fs::read_link(process.path().join("ns/mnt")) {
+            first_of.entry(namespace).or_insert_with(|| process.path().join("mountinfo"));
+        }
+    }
+    first_of.values().flat_map(|path| file_systems(path)).collect()
+}
