@@ -355,6 +355,33 @@ impl Drop for OtherNamespace {
     }
 }
 
+/// Mounts are private here, so the daemon's namespace does not follow an umount.
+#[test]
+fn a_bound_namespace_is_not_held_by_the_daemon() {
+    let space = Space::new("bound");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&sample(&space, 1), "image:1");
+    let bound = space.path("network");
+    fs::write(&bound, "").unwrap();
+    // What `ip netns add` does.
+    let mut command = Command::new("unshare");
+    command.arg(format!("--net={}", bound.display())).arg("true");
+    assert!(command.status().unwrap().success());
+    let options = ["--write-limit", LIMIT];
+    let mounted = burgeon.mount("image:1", &space.path("at"), &options);
+    let is_held = |process: &str| {
+        let mounts = fs::read_to_string(format!("/proc/{process}/mountinfo")).unwrap();
+        mounts.contains(bound.to_str().unwrap())
+    };
+    assert!(is_held("thread-self"));
+    let status = burgeon.status();
+    for process in ["supervisor_pid", "server_pid"] {
+        assert!(!is_held(&status[process].to_string()), "by the {process}");
+    }
+    burgeon.umount(mounted);
+    rustix::mount::unmount(&bound, rustix::mount::UnmountFlags::empty()).unwrap();
+}
+
 #[test]
 fn a_mount_that_something_still_holds_is_known_and_its_holder_named() {
     let space = Space::new("held");

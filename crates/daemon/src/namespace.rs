@@ -3,7 +3,14 @@
 //! What users mount and unmount on the host reaches it (so that a store on a file system mounted
 //! later is found), but nothing that the daemon does reaches the host. Mounts of Burgeon that
 //! were copied into the new namespace would pin their file systems after the user's umount, so
-//! they are let go of here at once; the user's own mount stays.
+//! they are let go of here at once; the user's own mount stays. So are namespaces that are bound to a
+//! path (`ip netns`, container engines), which would live on after they were removed: nobody opens a file
+//! in those.
+//!
+//! Where mounts are private, every other file system that was mounted when the daemon was started stays
+//! mounted here after its umount on the host. Images by reference and mapped files may lie on any of
+//! them, and are opened by path when they are read; a copy that was unmounted would not come back when
+//! the host mounts the file system again.
 
 use std::path::Path;
 
@@ -29,7 +36,8 @@ pub(crate) fn enter_private() -> Result<()> {
     mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::DOWNSTREAM)
         .map_err(failed)?;
     for mount in mountinfo::read(Path::new("/proc/self/mountinfo"))? {
-        if mount.fs_type == "btrfs" && chain::is_burgeon_device(&mount.source) {
+        let is_namespace = mount.fs_type == "nsfs";
+        if is_namespace || mount.fs_type == "btrfs" && chain::is_burgeon_device(&mount.source) {
             let _ = unmount(&mount.target, UnmountFlags::DETACH);
         }
     }
