@@ -6,6 +6,8 @@
 
 use std::{
     fs::{self, Permissions},
+    io::Read,
+    net::Shutdown,
     os::{
         fd::AsRawFd,
         unix::{
@@ -15,6 +17,8 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Child, Stdio},
+    sync::Arc,
+    thread,
 };
 
 use rustix::{
@@ -200,15 +204,26 @@ fn a_socket_of_another_user_gets_no_request() {
     let listened = listen(&socket, 16);
     rustix::thread::set_thread_res_uid(root, root, root).unwrap();
     listened.unwrap();
+    let socket = Arc::new(socket);
+    let listener = Arc::clone(&socket);
+    // Hangs up on everybody, so that a client that has sent its request does not wait for ever.
+    let received = thread::spawn(move || {
+        let mut received = Vec::new();
+        while let Ok(client) = accept_with(&listener, SocketFlags::CLOEXEC) {
+            let mut client = UnixStream::from(client);
+            client.shutdown(Shutdown::Write).unwrap();
+            client.read_to_end(&mut received).unwrap();
+        }
+        received
+    });
     let at = space.make_folder("at");
     let below = at.join("x");
     let map = ["map", text(&below), "--from", "/etc"];
     for arguments in [&["status"][..], &["mount", "image:1", text(&at)], &map, &["shutdown"]] {
         burgeon.fails(arguments, 1, "a process of another user (uid 65534) listens on");
     }
-    let client = accept_with(&socket, SocketFlags::CLOEXEC).unwrap();
-    let mut received = Vec::new();
-    std::io::Read::read_to_end(&mut UnixStream::from(client), &mut received).unwrap();
+    rustix::net::shutdown(&socket, rustix::net::Shutdown::Both).unwrap();
+    let received = received.join().unwrap();
     assert!(received.is_empty(), "{}", String::from_utf8_lossy(&received));
     drop(socket);
     fs::remove_file(path).unwrap();
