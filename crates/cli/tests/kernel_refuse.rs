@@ -343,7 +343,7 @@ fn a_full_state_directory() {
     burgeon.fails(
         &["mount", "image:1", text(&point), "--write-limit", "300M"],
         NO_SPACE,
-        "--write-limit",
+        "cannot reserve 256 MiB for writes",
     );
     // Nothing left at all.
     let hog = disk.path().join("hog");
