@@ -166,11 +166,9 @@ fn an_image_of_a_registry_is_fetched_once() {
     assert!((1..=3).contains(&(proxy.requests() - before)), "{}", proxy.requests() - before);
     // Nobody is there any more: a name says nothing then, a digest everything.
     drop((proxy, registry));
-    burgeon.fails(
-        &["mount", &source, space.make_folder("at").to_str().unwrap()],
-        5,
-        "by its digest",
-    );
+    let at = space.make_folder("at");
+    let ask = ["mount", &source, at.to_str().unwrap(), "--pull", "always"];
+    burgeon.fails(&ask, 5, "by its digest");
     let pinned = format!("{source}@{digest}");
     let mounted = burgeon.mount(&pinned, &space.path("at"), &["--read-only"]);
     compare(&unpacked, mounted.path()).unwrap().assert_same();
@@ -281,7 +279,11 @@ fn an_interrupted_first_mount_goes_on_where_it_was() {
     for (point, signal) in
         [(1 << 20, Signal::KILL), (12 << 20, Signal::INT), (24 << 20, Signal::KILL)]
     {
-        let mut mount = burgeon.command(&arguments).spawn().unwrap();
+        // A test that runs in the background of a shell ignores SIGINT, and so would the command.
+        let plain = burgeon.command(&arguments);
+        let mut mount = Command::new("env");
+        mount.arg("--default-signal=INT").arg(plain.get_program()).args(plain.get_args());
+        let mut mount = mount.spawn().unwrap();
         assert!(wait_until(PATIENCE, || came(&burgeon) >= point), "{point}: {}", came(&burgeon));
         kill_process(Pid::from_child(&mount), signal).unwrap();
         assert!(!mount.wait().unwrap().success(), "{point}");

@@ -249,7 +249,7 @@ fn a_mount_that_is_not_made_after_all_leaves_nothing_open() {
     let burgeon = Burgeon::new(PROGRAM, &space);
     burgeon.build(&tree, "sample");
     // It fails when its data has begun to come.
-    let mount = ["mount", "sample", at.to_str().unwrap(), "--write-limit", "900T"];
+    let mount = ["mount", "sample", at.to_str().unwrap(), "--write-limit", "900T", "--reserve"];
     burgeon.fails(&mount, 6, "cannot reserve");
     let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
     assert!(log.contains("comes meanwhile"), "{log}");

@@ -70,7 +70,7 @@ fn output_that_nobody_takes_is_no_panic() {
 fn images_are_listed_inspected_and_verified() {
     let space = Space::new("store");
     let burgeon = Burgeon::new(PROGRAM, &space);
-    assert_eq!(json(&burgeon, &["list"])["images"].as_array().unwrap().len(), 0);
+    burgeon.fails(&["list"], 3, "there is no state directory");
     burgeon.build(&tree(&space, "tree", 1), "sample:1");
     let list = json(&burgeon, &["list"]);
     assert_eq!(list["images"][0]["name"], "sample:1");

@@ -34,11 +34,13 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
     progress.finish();
     let verified = verified?;
     let damaged = !verified.damage.is_empty();
-    // From now on builds take chunks from it, or do not.
-    context.provenance().update(&digest, |known| {
-        known.verified = !damaged;
-        known.made_here &= !damaged;
-    })?;
+    // From now on builds take chunks from it, or do not. A state directory is not made for that.
+    if context.state.root().exists() {
+        context.provenance().update(&digest, |known| {
+            known.verified = !damaged;
+            known.made_here &= !damaged;
+        })?;
+    }
     if context.json {
         let damage: Vec<_> = verified.damage.iter().map(damage_json).collect();
         output::print_json(&json!({

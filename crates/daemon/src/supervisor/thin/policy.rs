@@ -209,7 +209,8 @@ mod tests {
         assert_eq!(watched.see(at(0), usage(100, 0)), 0);
         assert_eq!(watched.see(at(500), usage(300, 0)), 200 * MIB);
         assert_eq!(watched.see(at(900), usage(300, 250)), 250 * MIB);
-        assert_eq!(watched.see(at(1600), usage(350, 250)), 50 * MIB);
+        // From the last look before that second on: rather too much than too little.
+        assert_eq!(watched.see(at(1600), usage(350, 250)), 250 * MIB);
         // A line of a log.
         assert_eq!(watched.see(at(4000), usage(350, 252)), 2 * MIB);
         assert_eq!(watched.pause(at(4000)), INTERVAL_MOVING);
