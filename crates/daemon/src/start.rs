@@ -148,10 +148,11 @@ fn start_unit(state: &StateDir) -> Result<()> {
 /// `KillMode=process`: when the supervisor dies, the server must go on serving until the next
 /// supervisor adopts it. `StartLimitIntervalSec=0`: systemd restarts the supervisor however often it
 /// dies; by default, five deaths in 10 s fail the unit for good.
-pub const UNIT_PROPERTIES: [&str; 23] = [
+pub const UNIT_PROPERTIES: [&str; 21] = [
     "StartLimitIntervalSec=0",
     "Type=notify",
     "NotifyAccess=main",
+    "ExecStartPre=-+modprobe --quiet ublk_drv",
     "KillMode=process",
     "Restart=on-failure",
     "RestartSec=100ms",
@@ -159,12 +160,8 @@ pub const UNIT_PROPERTIES: [&str; 23] = [
     "LimitMEMLOCK=infinity",
     "TimeoutStopSec=30s",
     "CapabilityBoundingSet=CAP_SYS_ADMIN CAP_DAC_OVERRIDE \
-     CAP_DAC_READ_SEARCH CAP_FOWNER CAP_IPC_LOCK CAP_SYS_MODULE \
-     CAP_SYS_PTRACE CAP_SYS_RESOURCE",
+     CAP_DAC_READ_SEARCH CAP_FOWNER CAP_SYS_RESOURCE",
     "NoNewPrivileges=yes",
-    "PrivateMounts=yes",
-    "ProtectHostname=yes",
-    "ProtectKernelLogs=yes",
     "LockPersonality=yes",
     "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK",
     "RestrictNamespaces=mnt",
@@ -172,7 +169,7 @@ pub const UNIT_PROPERTIES: [&str; 23] = [
     "RestrictSUIDSGID=yes",
     "SystemCallArchitectures=native",
     "SystemCallErrorNumber=EPERM",
-    "SystemCallFilter=~@clock @cpu-emulation @debug @obsolete @raw-io @reboot @swap",
+    "SystemCallFilter=~@clock @cpu-emulation @debug @module @obsolete @raw-io @reboot @swap",
     "UMask=0077",
 ];
 
