@@ -159,7 +159,8 @@ fn recovers(at: &Path, kept: &[u8], error: Option<io::Error>) {
     assert_eq!(error.raw_os_error(), Some(28), "ENOSPC: {error}");
     assert!(fs::read(at.join("kept")).unwrap() == kept, "what was fsynced survives");
     fs::remove_file(at.join("filler")).unwrap();
-    sync_folder(at);
+    // btrfs gives removed blocks out again after its next commit, and not always in time by itself.
+    rustix::fs::syncfs(File::open(at).unwrap()).unwrap();
     keep_as(at, "after", kept);
     drop_caches();
     assert!(fs::read(at.join("after")).unwrap() == kept, "writing goes on");
