@@ -20,6 +20,7 @@
 //! Invariants:
 //! - A helper never holds `/dev/fuse` or the state directory's lock. When the supervisor dies and
 //!   nobody else holds the connection, the helper's calls fail and it ends.
+//! - A helper that makes a mount dies with its supervisor; one that freezes or thaws does not.
 //! - No call of the supervisor waits for a helper longer than its bound.
 
 use std::{
@@ -160,6 +161,9 @@ pub fn help() -> ExitCode {
     };
     let stream = UnixStream::from(stream);
     let Ok(Some((task, fds))) = wire::receive::<Task>(&stream) else { return ExitCode::FAILURE };
+    if matches!(task, Task::Plumb(_)) && !dies_with_its_parent(&stream) {
+        return ExitCode::FAILURE;
+    }
     let (outcome, fd) = match perform(task, fds) {
         Ok(done) => done,
         Err(e) => (Outcome::Failed(e.into()), None),
@@ -170,6 +174,24 @@ pub fn help() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) => ExitCode::FAILURE,
     }
+}
+
+/// From now on this process is killed with the thread of the supervisor that waits for it; false if
+/// that is dead already.
+///
+/// The next supervisor removes what a mount that was never made has left. It would wait for ever for
+/// a ublk device in whose start this process waits for a server that was told to stop.
+fn dies_with_its_parent(stream: &UnixStream) -> bool {
+    use rustix::{
+        net::{RecvFlags, recv},
+        process::{Signal, set_parent_process_death_signal},
+    };
+    if set_parent_process_death_signal(Some(Signal::KILL)).is_err() {
+        return false;
+    }
+    // Its end of the stream is closed if it died before.
+    let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    !matches!(recv(stream, &mut [0; 1], peek), Ok((0, _)))
 }
 
 fn perform(task: Task, fds: Vec<OwnedFd>) -> Result<(Outcome, Option<OwnedFd>)> {
