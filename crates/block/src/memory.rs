@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::{Error, ErrorKind, Result};
 
-/// What tables may take of any input: 64 MiB. Data in flight and a decoder's window take the rest
+/// Memory for the tables of any input: 64 MiB. Data in flight and a decoder's window take the rest
 /// of 256 MiB.
 const FIXED: u64 = 64 << 20;
 /// Bytes of memory that one stored byte can account for. An entry of an archive, which takes about

@@ -36,7 +36,7 @@ pub trait NodeSink: Sync {
     fn write(&self, physical: u64, nodes: &[u8]) -> Result<()>;
 }
 
-/// Whether btrfs can hold the names, links and attributes of `tree`: what [`write_seed`] checks of them
+/// Checks that btrfs can hold the names, links and attributes of `tree`, as [`write_seed`] does
 /// before it writes anything.
 ///
 /// Errors: `Invalid`, as those of [`write_seed`].

@@ -52,7 +52,7 @@ enum Attribute {
 }
 
 impl Attributes {
-    /// What is wanted, in the order of the command line.
+    /// The attributes asked for; of two opposites the last one on the command line holds.
     pub(crate) fn request(&self) -> Result<AttributesRequest> {
         let mut request = AttributesRequest::default();
         let others = &mut request.others;

@@ -23,10 +23,10 @@ use burgeon_daemon::{
 use super::Context;
 use crate::{args, exit::Busy};
 
-/// How long a mount may take to be served again.
+/// The longest wait until a mount is served again.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How often it is asked for.
+/// The pause between two looks at its state.
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// Brings the mount back that is asked for, if it is in place and has lost its daemon; `None` if nothing

@@ -13,7 +13,7 @@ use serde_json::json;
 use super::{Context, need_mount_privilege, umount::places_of};
 use crate::{args, holders, output};
 
-/// How long the daemon may take to answer: that it does not is told elsewhere.
+/// The longest wait for the daemon's answer; another check reports a daemon that does not answer.
 const ANSWER_MAX: Duration = Duration::from_secs(3);
 
 pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> {
@@ -27,7 +27,7 @@ pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> 
         doctor::repair(&context.state, store)?;
         findings = doctor::examine(&context.state, store);
     }
-    // What is named once more is not as it should be yet.
+    // A finding that is listed again was not repaired.
     let unmended = |mend: &Finding| {
         findings
             .iter()
@@ -81,7 +81,7 @@ fn held(context: &Context) -> Vec<Finding> {
     held.collect()
 }
 
-/// What the daemon says, if it answers.
+/// The daemon's status, if it answers.
 fn ask_soon(context: &Context) -> Option<Status> {
     let client = Client::connect(&context.state).ok()??;
     client.wait_at_most(ANSWER_MAX).ok()?;

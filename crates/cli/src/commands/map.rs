@@ -45,7 +45,7 @@ use crate::{args, output};
 pub(super) struct Mount {
     pub(super) client: Client,
     pub(super) id: MountId,
-    /// What works in it.
+    /// The rights that it honours.
     honours: Honours,
 }
 

@@ -1,4 +1,4 @@
-//! What this host does not honour of a source is not honoured in a mount because it was mapped there.
+//! Mapping a foreign source gives it no rights: set-user-ID bits, capabilities and devices are taken away.
 //!
 //! ```text
 //!   an image that was not built here, a tree on a nosuid,nodev mount
@@ -15,7 +15,7 @@ use rustix::fs::FileType;
 use super::tree::{Entry, Kind, Origin, Xattrs};
 use crate::commands::Context;
 
-/// What is taken away of a source.
+/// The rights that a source loses when it is mapped.
 #[derive(Clone, Copy)]
 pub(super) struct Disarm {
     suid: bool,
@@ -68,7 +68,7 @@ impl Disarm {
     }
 }
 
-/// What the mount honours now, or will the next time that it is mounted.
+/// The rights that the mount honours now, or will honour at its next mount.
 pub(super) fn honours_of(context: &Context, status: &MountStatus) -> Honours {
     let by_default = honoured(&context.state, &status.digest.0);
     let now = &status.attributes;
