@@ -27,18 +27,15 @@ use rustix::{
 use serde::Serialize;
 
 use crate::{
-    chain,
-    client::Client,
-    files,
-    id::MountId,
-    paths::StateDir,
-    prepared,
-    protocol::{MountStatus, Reply, Request, Status},
-    read_only, space,
+    host::{chain, system},
+    ipc::{
+        client::Client,
+        protocol::{MountStatus, Reply, Request, Status},
+    },
+    read_only,
+    state::{files, id::MountId, paths::StateDir, prepared, space, writes},
     supervisor::{is_alive, mount_ids, read_record, remove_unused_loops},
-    system,
     transport::{self, Transport},
-    writes,
 };
 
 /// The oldest kernel that everything here was measured on.
@@ -550,7 +547,7 @@ fn check_writes(state: &StateDir, name: &str) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::{Level, examine, repair};
-    use crate::{
+    use crate::state::{
         paths::StateDir,
         writes::{self, Record, tests::record},
     };

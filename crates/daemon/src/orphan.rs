@@ -17,11 +17,13 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
-    files::{self, Lock},
-    id::Fsid,
-    paths::StateDir,
-    protocol::WritesState,
-    spare,
+    ipc::protocol::WritesState,
+    state::{
+        files::{self, Lock},
+        id::Fsid,
+        paths::StateDir,
+        spare,
+    },
     supervisor::{MountRecord, await_loops, forget_loops, is_alive, mount_ids, read_record},
     transport,
 };

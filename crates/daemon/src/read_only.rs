@@ -19,9 +19,9 @@ use std::{
 };
 
 use crate::{
-    id::Fsid,
-    mountinfo,
-    protocol::{MountStatus, Status, WritesState},
+    host::mountinfo,
+    ipc::protocol::{MountStatus, Status, WritesState},
+    state::id::Fsid,
 };
 
 /// Whether the file system on a device, such as `loop7`, is read-only.

@@ -14,9 +14,8 @@ use burgeon_source::{
 };
 
 use crate::{
-    harden,
-    paths::StateDir,
-    system,
+    host::{harden, system},
+    state::paths::StateDir,
     transport::{self, Transport},
 };
 

@@ -52,16 +52,20 @@ use self::{
     volumes::Openings,
 };
 use crate::{
-    client::{Client, socket_path},
-    files::{self, Lock},
-    harden,
-    id::MountId,
-    link::{Attach, FromServer, ToServer},
-    paths::StateDir,
-    protocol::{Reply, Request},
+    host::harden,
+    ipc::{
+        client::{Client, socket_path},
+        link::{Attach, FromServer, ToServer},
+        protocol::{Reply, Request},
+        wire,
+    },
     roles::{self, ServingIo},
+    state::{
+        files::{self, Lock},
+        id::MountId,
+        paths::StateDir,
+    },
     transport::{self, Transport},
-    wire,
 };
 
 /// Threads of the runtime that fetches. Fetching is waiting; two also keep a quick store busy.

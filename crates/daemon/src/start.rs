@@ -18,9 +18,11 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
-    files::{self, Lock},
-    paths::StateDir,
-    protocol::Failure,
+    ipc::protocol::Failure,
+    state::{
+        files::{self, Lock},
+        paths::StateDir,
+    },
 };
 
 /// What the supervisor prints when its API answers.
@@ -106,7 +108,7 @@ fn wait_for_the_other(mut child: std::process::Child, state: &StateDir, tries: u
     let _ = child.wait();
     let rounds = if tries > 0 { 100 } else { 0 };
     for _ in 0..rounds {
-        if crate::client::Client::connect(state)?.is_some() {
+        if crate::ipc::client::Client::connect(state)?.is_some() {
             return Ok(());
         }
         if Lock::try_take(&state.lock_file())?.is_some() {

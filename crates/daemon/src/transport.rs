@@ -23,7 +23,9 @@ use burgeon_frontend::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{doctor::module_is_there, id::MountId, protocol::TransportRequest, system};
+use crate::{
+    doctor::module_is_there, host::system, ipc::protocol::TransportRequest, state::id::MountId,
+};
 
 /// The upper half of what a ublk device of ours carries; the lower one is the mount's id.
 const OWNER_MAGIC: u64 = 0x4275_7267 << 32;

@@ -24,9 +24,11 @@ use rustix::{
 };
 
 use crate::{
-    client::Client,
-    paths::StateDir,
-    protocol::{Reply, Request, Status},
+    ipc::{
+        client::Client,
+        protocol::{Reply, Request, Status},
+    },
+    state::paths::StateDir,
     transport::Transport,
 };
 

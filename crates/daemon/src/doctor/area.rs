@@ -5,7 +5,7 @@ use burgeon_block::Result;
 use burgeon_image::{AddressMap, ExtentMap};
 
 use super::{Finding, Level};
-use crate::{
+use crate::state::{
     images::{self, AREA},
     paths::StateDir,
     writes,

@@ -18,11 +18,11 @@ use super::{
     volumes::{ImageVolume, Origin},
 };
 use crate::{
-    access,
-    id::MountId,
-    link::{ProfileSource, Warm},
-    profile,
-    protocol::{FillStatus, OVER_LIMIT, ProfileStatus},
+    ipc::{
+        link::{ProfileSource, Warm},
+        protocol::{FillStatus, OVER_LIMIT, ProfileStatus},
+    },
+    state::{access, id::MountId, profile},
 };
 
 /// How far a mount is with its profile.

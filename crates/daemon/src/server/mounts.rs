@@ -27,10 +27,8 @@ use super::{
     volumes::{Device, ImageVolume, Origin},
 };
 use crate::{
-    access, files,
-    id::MountId,
-    link::{Attach, FromServer, sort_descriptors},
-    pins::Pins,
+    ipc::link::{Attach, FromServer, sort_descriptors},
+    state::{access, files, id::MountId, pins::Pins},
     transport::Transport,
 };
 

@@ -4,7 +4,7 @@
 use burgeon_block::{BlockDevice, Error, ErrorKind, Result, TryRead};
 use burgeon_frontend::ublk::Control;
 
-use crate::{link::Attach, transport::Transport};
+use crate::{ipc::link::Attach, transport::Transport};
 
 /// A device none of whose blocks can be read.
 pub(super) struct Refusing {

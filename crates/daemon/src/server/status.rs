@@ -8,7 +8,7 @@ use super::{
     lock,
     volumes::Area,
 };
-use crate::{
+use crate::ipc::{
     link::MountReport,
     protocol::{AreaStatus, CacheStatus},
 };

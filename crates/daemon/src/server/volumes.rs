@@ -23,11 +23,8 @@ use burgeon_volume::{DirectFile, LazyDevice, SEEN_LEN, VirtualArea, Volume};
 
 use super::{Serving, SharedCounters, lock, mounts::Mount};
 use crate::{
-    access, files,
-    id::MountId,
-    images,
-    link::{Attach, Warm},
-    prepared,
+    ipc::link::{Attach, Warm},
+    state::{access, files, id::MountId, images, prepared},
 };
 
 pub(super) type ImageVolume = Volume<Objects, DirectFile>;

@@ -16,7 +16,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 
 use super::Supervisor;
-use crate::{
+use crate::ipc::{
     protocol::{Reply, Request},
     wire,
 };

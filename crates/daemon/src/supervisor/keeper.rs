@@ -25,11 +25,13 @@ use super::{
     table::{Attached, Recording},
 };
 use crate::{
-    client::connect_to,
-    files::Lock,
-    link::{Attach, FromServer, sort_descriptors},
+    ipc::{
+        client::connect_to,
+        link::{Attach, FromServer, sort_descriptors},
+        wire,
+    },
     start::this_program,
-    wire,
+    state::files::Lock,
 };
 
 /// A server that lived so long was healthy: the next one is started at once.

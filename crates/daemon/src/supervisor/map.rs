@@ -31,14 +31,9 @@ use rustix::fs::OFlags;
 
 use super::{Supervisor, revive::writable_device, table::MountRecord};
 use crate::{
-    access, chain,
-    files::Lock,
-    id::MountId,
-    images,
-    paths::StateDir,
-    pins::Pins,
-    protocol::{CONTENTS_MAX, MapContent, MapRequest, MappingStatus, Reply},
-    seen::Seen,
+    host::chain,
+    ipc::protocol::{CONTENTS_MAX, MapContent, MapRequest, MappingStatus, Reply},
+    state::{access, files::Lock, id::MountId, images, paths::StateDir, pins::Pins, seen::Seen},
 };
 
 /// The private subvolume that holds all others.

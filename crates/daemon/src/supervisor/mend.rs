@@ -15,7 +15,7 @@ use super::{
     Supervisor,
     table::{MountRecord, Serving},
 };
-use crate::{id::MountId, prepared};
+use crate::state::{id::MountId, prepared};
 
 /// The pause after the first try; it doubles up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_millis(100);

@@ -17,10 +17,13 @@
 //! - Nothing it needs after a crash is only in its memory (`mounts/<id>/mount.json`).
 
 mod api;
+pub(crate) mod exchange;
+pub(crate) mod helper;
 mod keeper;
 mod map;
 mod mend;
 mod mount;
+pub(crate) mod plumbing;
 mod record;
 mod recover;
 mod release;
@@ -41,14 +44,15 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
-    cgroup::OwnCgroup,
-    chain,
-    client::socket_path,
-    files::{self, Lock},
-    harden, namespace,
-    paths::StateDir,
-    protocol::Failure,
-    signals, spare, start, transport,
+    host::{cgroup::OwnCgroup, chain, harden, namespace, signals},
+    ipc::{client::socket_path, protocol::Failure},
+    start,
+    state::{
+        files::{self, Lock},
+        paths::StateDir,
+        spare,
+    },
+    transport,
 };
 
 pub(crate) use recover::{is_alive, mount_ids, read_record};
@@ -182,7 +186,7 @@ impl Supervisor {
 
     /// Ends the process. The server is told first; what it holds is all re-creatable.
     fn end(&self) -> ! {
-        self.table().send(&crate::link::ToServer::Stop);
+        self.table().send(&crate::ipc::link::ToServer::Stop);
         for name in ["api.sock", "adopt.sock"] {
             let _ = files::remove_file(&self.state.run().join(name));
         }

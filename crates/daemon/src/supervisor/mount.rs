@@ -27,18 +27,23 @@ use super::{
     table::{Entry, MOUNT_FORMAT, MountRecord, Recording, Serving},
 };
 use crate::{
-    access, built, chain, files,
-    id::MountId,
-    images,
-    link::{Attach, ToServer, Warm},
-    plumbing,
-    prepared::{self, mend},
-    profile::{self, Fetching},
-    protocol::{MountRequest, Mounted},
-    spare,
-    sprout::Plan,
+    host::chain,
+    ipc::{
+        link::{Attach, ToServer, Warm},
+        protocol::{MountRequest, Mounted},
+    },
+    state::{
+        access, built, files,
+        id::MountId,
+        images,
+        prepared::{self, mend},
+        profile::{self, Fetching},
+        spare,
+        sprout::Plan,
+        writes,
+    },
+    supervisor::plumbing,
     transport::{Channel, Wanted},
-    writes,
 };
 
 /// How long a server may take to say whether it can serve a mount. It reads a map and opens two

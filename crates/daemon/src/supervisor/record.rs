@@ -11,7 +11,7 @@ use std::{fs::File, time::Duration};
 use burgeon_block::{Error, ErrorKind, Result};
 
 use super::{Supervisor, table::Recording};
-use crate::{id::MountId, link::ToServer};
+use crate::{ipc::link::ToServer, state::id::MountId};
 
 /// How long the server may take to begin or end: it writes one file.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
@@ -34,7 +34,7 @@ impl Supervisor {
         let path = self.state.mount(id).join("reads");
         let file = File::open(&path);
         let file = file.map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
-        crate::files::remove_file(&path)?;
+        crate::state::files::remove_file(&path)?;
         Ok((cut_short, file))
     }
 

@@ -17,7 +17,10 @@ use super::{
     table::{Entry, MOUNT_FORMAT, MountRecord, Recording, Serving},
 };
 use crate::{
-    chain, files, id::MountId, paths::StateDir, protocol::WritesState, spare, transport, writes,
+    host::chain,
+    ipc::protocol::WritesState,
+    state::{files, id::MountId, paths::StateDir, spare, writes},
+    transport,
 };
 
 impl Supervisor {

@@ -21,7 +21,9 @@ use super::{
     table::{Entry, MountRecord},
 };
 use crate::{
-    chain, files, id::MountId, link::ToServer, paths::StateDir, protocol::WritesState, spare,
+    host::chain,
+    ipc::{link::ToServer, protocol::WritesState},
+    state::{files, id::MountId, paths::StateDir, spare},
     transport,
 };
 

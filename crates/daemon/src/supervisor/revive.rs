@@ -27,11 +27,13 @@ use super::{
     table::{Entry, MountRecord, Serving},
 };
 use crate::{
-    exchange::Exchange,
-    helper::{self, Task},
-    id::MountId,
-    protocol::WritesState,
-    system,
+    host::system,
+    ipc::protocol::WritesState,
+    state::id::MountId,
+    supervisor::{
+        exchange::Exchange,
+        helper::{self, Task},
+    },
     transport::{self, Transport},
 };
 

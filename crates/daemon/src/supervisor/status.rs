@@ -9,9 +9,11 @@ use super::{
     table::{Entry, Serving, Table},
 };
 use crate::{
-    link::ToServer,
-    pins::Pins,
-    protocol::{Latency, MountStatus, ReadStatus, Status},
+    ipc::{
+        link::ToServer,
+        protocol::{Latency, MountStatus, ReadStatus, Status},
+    },
+    state::pins::Pins,
 };
 
 /// How long the server may take to say what only it knows. Without it the status is still true,

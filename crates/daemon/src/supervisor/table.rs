@@ -16,11 +16,15 @@ use serde::{Deserialize, Serialize};
 
 use super::revive::Revival;
 use crate::{
-    files::Lock,
-    id::{Fsid, MountId},
-    link::{Attach, MountReport, ToServer},
-    protocol::{DigestText, Failure, MountAttributes, WritesState},
-    wire,
+    ipc::{
+        link::{Attach, MountReport, ToServer},
+        protocol::{DigestText, Failure, MountAttributes, WritesState},
+        wire,
+    },
+    state::{
+        files::Lock,
+        id::{Fsid, MountId},
+    },
 };
 
 /// What is written to `mounts/<id>/mount.json`, so that a crash leaves nothing unexplained.

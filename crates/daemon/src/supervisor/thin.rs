@@ -37,9 +37,11 @@ use burgeon_frontend::btrfs_mount::{Access, Btrfs};
 use self::policy::{Host, INTERVAL_HOST, Usage, Watched};
 use super::{Supervisor, table::Growth};
 use crate::{
-    id::{Fsid, MountId},
-    protocol::WritesState,
-    space::{self, HOST_LEFT},
+    ipc::protocol::WritesState,
+    state::{
+        id::{Fsid, MountId},
+        space::{self, HOST_LEFT},
+    },
 };
 
 /// The smallest step worth taking: below this the host is full.

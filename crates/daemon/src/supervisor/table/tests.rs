@@ -5,7 +5,10 @@ use burgeon_frontend::Slots;
 use serde_json::json;
 
 use super::{Attached, Entry, MountRecord, Recording, Serving, Table};
-use crate::{id::MountId, link::ToServer, wire};
+use crate::{
+    ipc::{link::ToServer, wire},
+    state::id::MountId,
+};
 
 fn entry() -> Entry {
     let record = json!({

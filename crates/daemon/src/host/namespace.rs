@@ -20,7 +20,7 @@ use rustix::{
     thread::{UnshareFlags, unshare_unsafe},
 };
 
-use crate::{chain, mountinfo};
+use crate::host::{chain, mountinfo};
 
 /// Moves the calling process into a mount namespace of its own. Only while it has one thread.
 pub(crate) fn enter_private() -> Result<()> {

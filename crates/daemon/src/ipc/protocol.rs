@@ -21,7 +21,7 @@ pub use self::{
         ReadStatus, Status,
     },
 };
-use crate::{id::MountId, seen::Seen};
+use crate::state::{id::MountId, seen::Seen};
 
 /// What a client asks for.
 #[derive(Serialize, Deserialize, Debug)]

@@ -16,11 +16,13 @@ use burgeon_source::{Access, Location};
 
 use super::{KEPT, Wanted, digest_file, keep_file, make_folder, read_info, run_process};
 use crate::{
-    access,
-    files::{self, Lock},
-    paths::StateDir,
+    state::{
+        access,
+        files::{self, Lock},
+        paths::StateDir,
+        writes::{self, Record},
+    },
     supervisor::MountRecord,
-    writes::{self, Record},
 };
 
 /// Makes the files again that the mount of `record` is served from, where they are damaged; whether

@@ -30,8 +30,8 @@ use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    id::{Fsid, MountId},
-    protocol::{AreaStatus, CacheStatus, DigestText, Failure, FillStatus, ProfileStatus},
+    ipc::protocol::{AreaStatus, CacheStatus, DigestText, Failure, FillStatus, ProfileStatus},
+    state::id::{Fsid, MountId},
     transport::Transport,
 };
 

@@ -18,12 +18,14 @@ use burgeon_source::{Location, Store};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    files::{self, Lock},
-    id::MountId,
-    images,
-    paths::StateDir,
-    protocol::DigestText,
-    writes,
+    ipc::protocol::DigestText,
+    state::{
+        files::{self, Lock},
+        id::MountId,
+        images,
+        paths::StateDir,
+        writes,
+    },
 };
 
 /// What one mount needs.
@@ -108,7 +110,7 @@ fn host(state: &StateDir) -> Result<String> {
     if let Some(host) = known_host(state)? {
         return Ok(host);
     }
-    let name: String = crate::system::host_name()
+    let name: String = crate::host::system::host_name()
         .chars()
         .filter(|c| c.is_ascii_alphanumeric() || *c == '-')
         .take(32)
@@ -194,7 +196,10 @@ mod tests {
     use burgeon_source::{Directory, Location};
 
     use super::{Needs, refresh};
-    use crate::{files, id::MountId, paths::StateDir, protocol::DigestText};
+    use crate::{
+        ipc::protocol::DigestText,
+        state::{files, id::MountId, paths::StateDir},
+    };
 
     #[test]
     fn a_store_under_another_path_keeps_what_is_needed() {

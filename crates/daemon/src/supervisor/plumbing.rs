@@ -24,15 +24,19 @@ use burgeon_frontend::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    chain,
-    helper::{self, Outcome, Task},
-    id::{Fsid, MountId},
-    paths::StateDir,
-    protocol::MountAttributes,
-    sprout::Plan,
-    supervisor::{Growth, growth},
+    host::chain,
+    ipc::protocol::MountAttributes,
+    state::{
+        id::{Fsid, MountId},
+        paths::StateDir,
+        sprout::Plan,
+        writes::{self, Record},
+    },
+    supervisor::{
+        Growth, growth,
+        helper::{self, Outcome, Task},
+    },
     transport::Channel,
-    writes::{self, Record},
 };
 
 /// What a mount is made of, for the process that makes it.

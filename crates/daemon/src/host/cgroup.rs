@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use crate::mountinfo;
+use crate::host::mountinfo;
 
 /// How often to try to remove a cgroup, and the pause between: two seconds in all.
 const LEAVE_TRIES: u32 = 200;

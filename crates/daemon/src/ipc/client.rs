@@ -17,9 +17,12 @@ use burgeon_source::beneath::link_to;
 use rustix::{fs::OFlags, process::Pid};
 
 use crate::{
-    paths::StateDir,
-    protocol::{Reply, Request, Status},
-    start, wire,
+    ipc::{
+        protocol::{Reply, Request, Status},
+        wire,
+    },
+    start,
+    state::paths::StateDir,
 };
 
 /// How long a daemon that is ending is waited for.

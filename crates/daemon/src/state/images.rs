@@ -20,7 +20,7 @@ use burgeon_image::{AddressMap, ExtentMap};
 use burgeon_source::{Access, Location, Store};
 use serde::{Deserialize, Serialize};
 
-use crate::{
+use crate::state::{
     files::{self, Lock},
     id::MountId,
     paths::StateDir,
@@ -179,7 +179,7 @@ pub(crate) fn keep_access(
     access: &Access,
 ) -> Result<()> {
     for image in list(state, area)? {
-        crate::access::add(&state.mount(id), &image.store, access)?;
+        crate::state::access::add(&state.mount(id), &image.store, access)?;
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use std::path::Path;
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::{Access, Location};
 
-use crate::files;
+use crate::state::files;
 
 const FILE: &str = "access.json";
 

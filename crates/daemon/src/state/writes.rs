@@ -26,12 +26,14 @@ use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    chain,
-    files::{self, Lock},
-    id::Fsid,
-    paths::StateDir,
-    protocol::DigestText,
-    space,
+    host::chain,
+    ipc::protocol::DigestText,
+    state::{
+        files::{self, Lock},
+        id::Fsid,
+        paths::StateDir,
+        space,
+    },
 };
 
 /// The version of [`Record`] that this program writes and reads.
@@ -321,7 +323,10 @@ pub(crate) mod tests {
         RECORD_FORMAT, Record, check_name, check_sprout, find, folder, lock, names, publish,
         refuse_device_in_use, refuse_lost_record, remove,
     };
-    use crate::{id::Fsid, paths::StateDir, protocol::DigestText};
+    use crate::{
+        ipc::protocol::DigestText,
+        state::{id::Fsid, paths::StateDir},
+    };
 
     pub(crate) fn record(name: &str) -> Record {
         let digest = DigestText(Digest::of(b"x"));

@@ -24,7 +24,7 @@ use burgeon_frontend::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::files::Lock;
+use crate::state::files::Lock;
 
 /// `ioctl_loop`: the read-only loop's backing file becomes another one of the same size.
 const LOOP_CHANGE_FD: libc::c_ulong = 0x4c06;

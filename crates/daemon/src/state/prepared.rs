@@ -36,16 +36,18 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use self::mend::{mend, mend_kept};
 use crate::{
-    built,
-    files::{self, Lock},
-    harden::bound_memory,
-    id::Fsid,
-    images,
-    paths::StateDir,
-    protocol::{Failure, MountRequest},
+    host::harden::bound_memory,
+    ipc::protocol::{Failure, MountRequest},
     roles,
     start::this_program,
-    writes::{self, RECORD_FORMAT, Record},
+    state::{
+        built,
+        files::{self, Lock},
+        id::Fsid,
+        images,
+        paths::StateDir,
+        writes::{self, RECORD_FORMAT, Record},
+    },
 };
 
 /// Changes whenever these files do: those of another version are made anew.
@@ -303,7 +305,7 @@ pub(crate) fn personalise(base: &Prepared, fsid: Fsid, to: &Path) -> Result<Seed
     let mut options = File::options();
     let file = files::open(to, options.read(true).write(true).create(true).truncate(false));
     let file = file.map_err(failed)?;
-    crate::space::forbid_copy_on_write(&file);
+    crate::state::space::forbid_copy_on_write(&file);
     file.set_len(info.metadata_device_size()).map_err(failed)?;
     let patcher = Patcher::new(&info, &identity);
     for nodes in [info.chunk_nodes(), info.metadata_nodes()] {

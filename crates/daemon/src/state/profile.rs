@@ -13,7 +13,10 @@ use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
 use burgeon_image::{PROFILE_MAX, Profile, load_profile};
 use burgeon_source::Store;
 
-use crate::{files, link::ProfileSource, paths::StateDir, protocol::ProfileRequest};
+use crate::{
+    ipc::{link::ProfileSource, protocol::ProfileRequest},
+    state::{files, paths::StateDir},
+};
 
 /// The profile that lies in the file `path`, if it is there.
 pub fn read_profile(path: &Path) -> Result<Option<Profile>> {
@@ -154,7 +157,7 @@ mod tests {
     use burgeon_source::{Directory, Store};
 
     use super::{Fetching, load, source};
-    use crate::{paths::StateDir, protocol::ProfileRequest};
+    use crate::{ipc::protocol::ProfileRequest, state::paths::StateDir};
 
     /// What `fetching` leads to, without the store.
     fn arrives(fetching: &Fetching, state: &StateDir, image: Digest) -> Option<Vec<ByteRange>> {

@@ -22,9 +22,8 @@ use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    files,
-    paths::StateDir,
-    protocol::{AttributesRequest, MountAttributes},
+    ipc::protocol::{AttributesRequest, MountAttributes},
+    state::{files, paths::StateDir},
 };
 
 /// The version of [`Record`] that this program writes and reads.
@@ -107,7 +106,7 @@ mod tests {
     use burgeon_image::build::Honours;
 
     use super::{attributes, honoured, remember_built, sweep};
-    use crate::{paths::StateDir, protocol::AttributesRequest};
+    use crate::{ipc::protocol::AttributesRequest, state::paths::StateDir};
 
     const NOTHING: Honours = Honours { suid: false, dev: false };
 

@@ -12,7 +12,7 @@ use std::path::Path;
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::files;
+use crate::state::files;
 
 /// The version of [`Pins`] that this program writes and reads.
 const FORMAT: u32 = 1;

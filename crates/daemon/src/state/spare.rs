@@ -19,7 +19,9 @@ use std::{
 use burgeon_block::{Error, ErrorKind};
 
 use crate::{
-    files, paths::StateDir, protocol::WritesState, space, supervisor::MountRecord, writes,
+    ipc::protocol::WritesState,
+    state::{files, paths::StateDir, space, writes},
+    supervisor::MountRecord,
 };
 
 /// A mount makes a folder, two records (each twice, for a moment), a cache file and perhaps the
@@ -92,7 +94,7 @@ pub(crate) fn explain(state: &StateDir, error: Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::{BALLAST, ballast, refill};
-    use crate::paths::StateDir;
+    use crate::state::paths::StateDir;
 
     #[test]
     fn the_ballast_is_reserved_once() {

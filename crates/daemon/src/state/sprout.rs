@@ -11,17 +11,19 @@ use burgeon_image::ExtentWriter;
 use burgeon_source::{Location, Store};
 
 use crate::{
-    files::{self, Lock},
-    id::{Fsid, MountId},
-    images::AREA,
-    paths::StateDir,
-    prepared::{self, Prepared},
-    profile::Fetching,
-    protocol::{
+    ipc::protocol::{
         MountRequest, ProfileRequest, SproutRequest, SproutState, WritesRequest, WritesState,
     },
-    roots, space,
-    writes::{self, Record},
+    state::{
+        files::{self, Lock},
+        id::{Fsid, MountId},
+        images::AREA,
+        paths::StateDir,
+        prepared::{self, Prepared},
+        profile::Fetching,
+        roots, space,
+        writes::{self, Record},
+    },
 };
 
 /// Told of an image, the file of its address map, and its profile that is being fetched.

@@ -21,8 +21,8 @@ use burgeon_frontend::LoopDevice;
 use burgeon_source::beneath::link_to;
 
 use crate::{
-    id::{Fsid, MountId},
-    mountinfo,
+    host::mountinfo,
+    state::id::{Fsid, MountId},
 };
 
 /// Deepest nesting that is followed. A chain that is deeper is refused, too.

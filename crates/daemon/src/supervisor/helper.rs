@@ -37,13 +37,14 @@ use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    exchange::{self, Exchange},
-    paths::StateDir,
-    plumbing::{self, Parts, Plumbed},
-    protocol::Failure,
-    signals,
+    host::signals,
+    ipc::{protocol::Failure, wire},
     start::this_program,
-    wire,
+    state::paths::StateDir,
+    supervisor::{
+        exchange::{self, Exchange},
+        plumbing::{self, Parts, Plumbed},
+    },
 };
 
 /// How long a helper may take. A mount takes milliseconds, and a freeze as long as the writes that

@@ -1,0 +1,11 @@
+//! What processes of Burgeon say to each other, and how it travels.
+//!
+//! ```text
+//!   command ── client ══ api.sock (protocol) ══► supervisor ══ socketpair (link) ══► server
+//!                    both carry JSON behind its length, and descriptors (wire)
+//! ```
+
+pub(crate) mod client;
+pub(crate) mod link;
+pub mod protocol;
+pub(crate) mod wire;

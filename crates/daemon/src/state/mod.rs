@@ -1,0 +1,22 @@
+//! What lies in the state directory: records, locks, prepared images, writes, pins, roots.
+//!
+//! `paths` draws the directory.
+//!
+//! Invariants: a record is published whole and is durable before the call returns (`files`); every
+//! process takes the lock that a record names before it changes it.
+
+pub(crate) mod access;
+pub(crate) mod built;
+pub(crate) mod files;
+pub(crate) mod id;
+pub(crate) mod images;
+pub(crate) mod paths;
+pub(crate) mod pins;
+pub(crate) mod prepared;
+pub(crate) mod profile;
+pub mod roots;
+pub(crate) mod seen;
+pub(crate) mod space;
+pub(crate) mod spare;
+pub(crate) mod sprout;
+pub mod writes;
