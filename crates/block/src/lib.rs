@@ -3,6 +3,7 @@
 //!
 //! ```text
 //!   frontend ──► BlockDevice    what the kernel reads: try_read (a hit, no wait) or read (a miss)
+//!            ──► WritableDevice what it writes, erases and flushes
 //!   volume   ──► BlockSource    where bytes come from: an object and a range of it
 //!            ──► LocalFile      the cache's file; tests crash and corrupt it
 //!   image    ──► ObjectStore    a source that can be published to
@@ -13,6 +14,7 @@
 
 mod checksum;
 mod counters;
+mod device;
 mod digest;
 mod error;
 mod memory;
@@ -23,16 +25,14 @@ mod seams;
 
 pub use checksum::ChecksumKind;
 pub use counters::{Counter, Counters, Histogram, HistogramSnapshot};
+pub use device::{BlockDevice, Erase, FileRange, Now, Shape, Verdict, WritableDevice, WriteCache};
 pub use digest::Digest;
 pub use error::{Error, ErrorKind, Result};
 pub use memory::MemoryMeter;
 pub use pages::Pages;
 pub use range::ByteRange;
 pub use range_set::RangeSet;
-pub use seams::{
-    BlockDevice, BlockSource, Collecting, FileIdentity, Lease, LocalFile, ObjectId, ObjectStore,
-    TryRead,
-};
+pub use seams::{BlockSource, Collecting, FileIdentity, Lease, LocalFile, ObjectId, ObjectStore};
 
 /// A block: the unit of checksums, of caching and of addresses. 4 KiB, as btrfs's sector.
 pub const BLOCK_SIZE: u64 = 4096;

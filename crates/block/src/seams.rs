@@ -168,26 +168,6 @@ pub trait LocalFile: Send + Sync {
     fn sync(&self) -> Result<()>;
 }
 
-/// The answer of [`BlockDevice::try_read`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum TryRead {
-    /// The buffer holds verified bytes.
-    Served,
-    /// Something has to be fetched: call [`BlockDevice::read`]. The buffer's content is undefined.
-    Absent,
-}
-
-/// A read-only block device as a frontend shows it to the kernel. Offsets and lengths are whole
-/// blocks; buffers are aligned to 4 KiB.
-pub trait BlockDevice: Send + Sync + 'static {
-    /// Size in bytes, constant.
-    fn size(&self) -> u64;
-    /// Answers from what is local, without waiting for a source and without allocating.
-    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<TryRead>;
-    /// Answers from wherever the bytes are; bounded by the source's deadline.
-    fn read(&self, offset: u64, buf: &mut [u8]) -> impl Future<Output = Result<()>> + Send;
-}
-
 #[cfg(test)]
 mod tests {
     use super::ObjectId;

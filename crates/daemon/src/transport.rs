@@ -16,10 +16,10 @@ use std::{
     sync::Once,
 };
 
-use burgeon_block::{Error, Result};
+use burgeon_block::{Error, Result, Shape};
 use burgeon_frontend::{
     Connection, btrfs_mount,
-    ublk::{self, Control, Shape},
+    ublk::{self, Control, Queues},
 };
 use serde::{Deserialize, Serialize};
 
@@ -168,7 +168,9 @@ const CONTROL: &str = "/dev/ublk-control";
 
 fn add(id: MountId, size: u64) -> Result<u32> {
     load_driver();
-    Ok(Control::open()?.add(size, OWNER_MAGIC | id.number(), Shape::default())?.number)
+    Ok(Control::open()?
+        .add(&Shape::read_only(size), OWNER_MAGIC | id.number(), Queues::default())?
+        .number)
 }
 
 /// Whether this kernel has ublk, or the module that [`load_driver`] will load.

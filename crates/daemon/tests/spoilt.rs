@@ -5,7 +5,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, TryRead};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, Now};
 use burgeon_image::{AddressMap, build, prepare};
 use burgeon_source::{Access, Directory, Location, Objects, References, Store};
 use burgeon_volume::{DirectFile, Limits, Volume};
@@ -91,7 +91,7 @@ fn read(
 ) -> burgeon_block::Result<Vec<u8>> {
     let range = ByteRange::at(address, BLOCK_SIZE).unwrap();
     let mut block = AlignedBlock::default();
-    if volume.try_read(range, &mut block.0, counters)? == TryRead::Absent {
+    if volume.try_read(range, &mut block.0, counters)? == Now::Absent {
         runtime.block_on(volume.read(range, &mut block.0, counters))?;
     }
     Ok(block.0.to_vec())
@@ -180,7 +180,7 @@ fn a_store_that_is_down_does_not_hold_up_what_is_local() {
         let range = ByteRange::at(first, BLOCK_SIZE).unwrap();
         let mut block = AlignedBlock::default();
         let served = volume.try_read(range, &mut block.0, &counters).unwrap();
-        assert_eq!((served, &block.0[..]), (TryRead::Served, image.expected(first)));
+        assert_eq!((served, &block.0[..]), (Now::Served, image.expected(first)));
         stuck.join().unwrap()
     });
     let error = stuck.unwrap_err();

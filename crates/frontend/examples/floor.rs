@@ -11,23 +11,23 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Result, TryRead};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Now, Result, Shape};
 use burgeon_frontend::{Connection, LoopDevice, LoopOptions, ServeOptions, Slots, serve};
 
 /// Blocks that hold their own number: all that a read costs is the way to the device.
 struct Numbers;
 
 impl BlockDevice for Numbers {
-    fn size(&self) -> u64 {
-        1 << 40
+    fn shape(&self) -> Shape {
+        Shape::read_only(1 << 40)
     }
 
-    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<TryRead> {
+    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {
         for (index, block) in (0..).zip(buf.chunks_exact_mut(BLOCK_SIZE as usize)) {
             let number = (offset / BLOCK_SIZE + index).to_le_bytes();
             block.as_chunks_mut().0.fill(number);
         }
-        Ok(TryRead::Served)
+        Ok(Now::Served)
     }
 
     async fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {

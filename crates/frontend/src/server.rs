@@ -36,7 +36,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Pages, Result, TryRead};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Now, Pages, Result};
 use tokio::{runtime::Handle, sync::Semaphore};
 
 pub use self::{control::End, readers::Helpers};
@@ -381,8 +381,8 @@ impl<D: BlockDevice> Worker<D> {
         };
         let bytes = &mut buffer.bytes_mut()[..read.len];
         match self.try_now(read, bytes) {
-            Ok(TryRead::Served) => control.reply(read.unique, bytes),
-            Ok(TryRead::Absent) => {
+            Ok(Now::Served) => control.reply(read.unique, bytes),
+            Ok(Now::Absent | Now::Local(_)) => {
                 self.runtime.spawn(self.clone().miss(control.park(slot, read.unique), read));
                 return Handled::Parked;
             }
@@ -394,10 +394,10 @@ impl<D: BlockDevice> Worker<D> {
 
     /// Tries to fill `bytes` from what is local. A hit is counted here, before the reply, so that
     /// whoever has read sees it counted.
-    fn try_now(&self, read: BlockRead, bytes: &mut [u8]) -> Result<TryRead, i32> {
+    fn try_now(&self, read: BlockRead, bytes: &mut [u8]) -> Result<Now, i32> {
         let tried = catch_unwind(AssertUnwindSafe(|| self.device.try_read(read.offset, bytes)));
         let tried = tried.map_err(|_panic| libc::EIO)?.map_err(|error| error.errno())?;
-        if tried == TryRead::Served {
+        if tried == Now::Served {
             let counters = self.control.slots.counters();
             counters.hits.add(1);
             counters.hit_bytes.add(read.len as u64);

@@ -7,10 +7,10 @@ mod common;
 
 use std::{fs::File, io, os::unix::fs::FileExt, path::PathBuf, sync::Arc, thread};
 
-use burgeon_block::{BLOCK_SIZE, Pages};
+use burgeon_block::{BLOCK_SIZE, Pages, Shape};
 use burgeon_frontend::{
     End, ServeOptions, Slots,
-    ublk::{self, Control, Shape},
+    ublk::{self, Control, Queues},
 };
 use common::{Computed, block_ok, open_direct, runtime};
 use tokio::runtime::Runtime;
@@ -33,7 +33,7 @@ impl Served {
         let (runtime, slots) = (runtime(), Arc::new(Slots::create().unwrap()));
         let device = Arc::new(Computed::hits(size));
         let mut control = Control::open().unwrap();
-        let number = control.add(size, OWNER, Shape::default()).unwrap().number;
+        let number = control.add(&Shape::read_only(size), OWNER, Queues::default()).unwrap().number;
         let options = ServeOptions::new(runtime.handle().clone());
         let server = ublk::serve(number, slots.clone(), device.clone(), &options).unwrap();
         let path = control.start(number, std::process::id()).unwrap();
@@ -162,7 +162,7 @@ fn a_server_that_leaves_leaves_its_requests_to_the_next() {
 #[test]
 fn a_device_is_known_until_it_is_removed() {
     let mut control = Control::open().unwrap();
-    let added = control.add(SIZE, OWNER, Shape::default()).unwrap();
+    let added = control.add(&Shape::read_only(SIZE), OWNER, Queues::default()).unwrap();
     assert!(ublk::numbers().contains(&added.number));
     assert_eq!(control.device(added.number).unwrap(), Some(added));
     assert_eq!((added.owner, added.started), (OWNER, false));
@@ -175,7 +175,7 @@ fn a_device_is_known_until_it_is_removed() {
 #[test]
 fn a_device_of_another_size_is_not_served() {
     let mut control = Control::open().unwrap();
-    let added = control.add(SIZE, OWNER, Shape::default()).unwrap();
+    let added = control.add(&Shape::read_only(SIZE), OWNER, Queues::default()).unwrap();
     let (runtime, slots) = (runtime(), Arc::new(Slots::create().unwrap()));
     let options = ServeOptions::new(runtime.handle().clone());
     let other = Arc::new(Computed::hits(SIZE / 2));

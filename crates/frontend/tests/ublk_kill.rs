@@ -14,9 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use burgeon_block::Shape;
 use burgeon_frontend::{
     End, ServeOptions, Slots,
-    ublk::{self, Control, Shape},
+    ublk::{self, Control, Queues},
 };
 use common::{open_direct, runtime};
 use victims::{Misses, SIZE, Server, Victim, inherited, kill_under_load, read_ok, wait_for};
@@ -61,7 +62,11 @@ struct Supervisor {
 
 impl Supervisor {
     fn new() -> Self {
-        let number = Control::open().unwrap().add(SIZE, 7, Shape::default()).unwrap().number;
+        let number = Control::open()
+            .unwrap()
+            .add(&Shape::read_only(SIZE), 7, Queues::default())
+            .unwrap()
+            .number;
         Self { number, slots: Slots::create().unwrap() }
     }
 

@@ -15,7 +15,7 @@ use std::{
     time::Instant,
 };
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, Error, LocalFile, Pages, Result, TryRead};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, Error, LocalFile, Now, Pages, Result};
 use burgeon_volume::{Limits, Volume};
 use common::{Image, Source, cache_file, image};
 
@@ -79,7 +79,7 @@ fn measure<F: LocalFile + 'static>(
         let index = (place >> 33) % (data.len() / BLOCK_SIZE);
         let range = ByteRange::at(data.start() + index * BLOCK_SIZE, BLOCK_SIZE).ok_or("range")?;
         let answer = volume.try_read(range, block.bytes_mut(), &counters)?;
-        served += u64::from(answer == TryRead::Served);
+        served += u64::from(answer == Now::Served);
     }
     let ns = start.elapsed().as_nanos() as f64 / reads as f64;
     let allocations = counting::allocations() - before;

@@ -2,7 +2,7 @@ use std::{ops::Deref, sync::Arc};
 
 use burgeon_block::{
     BLOCK_SIZE, BlockDevice, BlockSource, ByteRange, Counter, Counters, Error, ErrorKind,
-    LocalFile, Result, TryRead,
+    LocalFile, Now, Result, Shape,
 };
 use burgeon_image::extents::FileLog;
 
@@ -256,14 +256,14 @@ where
             }
             (Part::Superblock(index), _) => {
                 out.copy_from_slice(&self.superblocks[*index].1[..]);
-                TryRead::Served
+                Now::Served
             }
             (Part::Zeros | Part::Virtual, _) => {
                 out.fill(0);
-                TryRead::Served
+                Now::Served
             }
         };
-        Ok(served == TryRead::Served)
+        Ok(served == Now::Served)
     }
 }
 
@@ -283,22 +283,22 @@ where
     B: Sabotage + Clone,
     C: Deref<Target = Counters> + Clone + Send + Sync + 'static,
 {
-    fn size(&self) -> u64 {
-        self.size
+    fn shape(&self) -> Shape {
+        Shape::read_only(self.size)
     }
 
-    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<TryRead> {
+    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {
         let range = self.check(offset, buf)?;
         let mut at = offset;
         while at < range.end() {
             let (kind, piece) = self.part(at, range);
             let out = &mut buf[(at - offset) as usize..][..piece.len() as usize];
             if !self.fill_now(&kind, piece, out)? {
-                return Ok(TryRead::Absent);
+                return Ok(Now::Absent);
             }
             at = piece.end();
         }
-        Ok(TryRead::Served)
+        Ok(Now::Served)
     }
 
     async fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockSource, ByteRange, Counters, LocalFile, ObjectId, Result, TryRead,
+    BLOCK_SIZE, BlockSource, ByteRange, Counters, LocalFile, Now, ObjectId, Result,
 };
 use burgeon_image::{AddressMap, Codec};
 use tokio::{
@@ -254,23 +254,18 @@ where
         self.cache.sync()
     }
 
-    /// Answers from what is local: verified bytes, or [`TryRead::Absent`]. No allocation, no wait
+    /// Answers from what is local: verified bytes, or [`Now::Absent`]. No allocation, no wait
     /// but for the cache file. `range` is whole blocks of [`AddressMap::data_range`], `buf` as
     /// long as it and aligned to 4 KiB; anything else is `Invalid`.
-    pub fn try_read(
-        &self,
-        range: ByteRange,
-        buf: &mut [u8],
-        counters: &Counters,
-    ) -> Result<TryRead> {
+    pub fn try_read(&self, range: ByteRange, buf: &mut [u8], counters: &Counters) -> Result<Now> {
         self.check(range, buf)?;
         if self.cache.read(&self.map, &self.sabotage, range, buf, counters)
             || (self.any_through && self.try_through(range, buf))
         {
             self.was_read(range);
-            return Ok(TryRead::Served);
+            return Ok(Now::Served);
         }
-        Ok(TryRead::Absent)
+        Ok(Now::Absent)
     }
 
     /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of the source, a

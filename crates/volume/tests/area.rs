@@ -11,7 +11,7 @@ use std::{
 
 use burgeon_block::{
     BLOCK_SIZE, BlockDevice, BlockSource, ByteRange, Counters, Digest, Error, ErrorKind,
-    FileIdentity, ObjectId, Pages, Result, TryRead,
+    FileIdentity, Now, ObjectId, Pages, Result,
 };
 use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, Source};
 use burgeon_volume::{DirectFile, LazyDevice, Limits, OpenImage, VirtualArea, Volume};
@@ -148,7 +148,7 @@ impl Setup {
         let mut pages = Pages::zeroed(len).unwrap();
         let buf = pages.bytes_mut();
         buf.fill(0xee);
-        if self.device.try_read(AREA_START + offset, buf)? == TryRead::Absent {
+        if self.device.try_read(AREA_START + offset, buf)? == Now::Absent {
             self.device.read(AREA_START + offset, buf).await?;
         }
         Ok(buf.to_vec())
@@ -193,9 +193,9 @@ async fn every_kind_of_content_reads_as_what_it_is() {
         tokio::task::yield_now().await;
     }
     let mut pages = Pages::zeroed(BLOCK_SIZE).unwrap();
-    assert_eq!(setup.device.try_read(data.start(), pages.bytes_mut()).unwrap(), TryRead::Served);
+    assert_eq!(setup.device.try_read(data.start(), pages.bytes_mut()).unwrap(), Now::Served);
     assert!(pages.bytes() == &setup.image.bytes[..4096]);
-    assert_eq!(setup.device.try_read(1 << 30, pages.bytes_mut()).unwrap(), TryRead::Served);
+    assert_eq!(setup.device.try_read(1 << 30, pages.bytes_mut()).unwrap(), Now::Served);
     assert!(pages.bytes().iter().all(|byte| *byte == 0));
 
     setup.restart();

@@ -4,7 +4,7 @@ mod common;
 
 use std::sync::Arc;
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Counters, ErrorKind, Pages, TryRead};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Counters, ErrorKind, Now, Pages};
 use burgeon_volume::LazyDevice;
 use common::{DATA_START, setup};
 
@@ -48,7 +48,7 @@ async fn every_byte_is_what_its_address_says() {
             let mut pages = Pages::zeroed(blocks * BLOCK_SIZE).unwrap();
             let buf = pages.bytes_mut();
             buf.fill(0xee);
-            if device.try_read(start, buf).unwrap() == TryRead::Absent {
+            if device.try_read(start, buf).unwrap() == Now::Absent {
                 device.read(start, buf).await.unwrap();
                 setup.settle().await;
             }

@@ -8,7 +8,7 @@ mod counting;
 
 use std::sync::Arc;
 
-use burgeon_block::{BlockDevice, Digest, Pages, TryRead};
+use burgeon_block::{BlockDevice, Digest, Now, Pages};
 use burgeon_image::{Content, ExtentWriter, Mapping, Source};
 use burgeon_volume::{LazyDevice, Limits, VirtualArea};
 use common::{DATA_START, Setup, setup, setup_with, unsummed_image};
@@ -38,7 +38,7 @@ fn hits_allocate_nothing(setup: Setup) {
         let before = counting::allocations();
         let answer = device.try_read(offset, &mut pages.bytes_mut()[..len]);
         assert_eq!(counting::allocations() - before, 0, "{len} bytes at {offset}");
-        assert_eq!(answer.unwrap(), TryRead::Served);
+        assert_eq!(answer.unwrap(), Now::Served);
     };
     for _ in 0..100 {
         read(DATA_START, 4096);
@@ -53,7 +53,7 @@ fn hits_allocate_nothing(setup: Setup) {
     let answer =
         empty.volume.try_read(empty.blocks(0, 1), &mut pages.bytes_mut()[..4096], &empty.counters);
     assert_eq!(counting::allocations() - before, 0);
-    assert_eq!(answer.unwrap(), TryRead::Absent);
+    assert_eq!(answer.unwrap(), Now::Absent);
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn a_hit_of_a_mapped_image_allocates_nothing() {
         let before = counting::allocations();
         let answer = device.try_read((1 << 41) + offset, pages.bytes_mut());
         assert_eq!(counting::allocations() - before, 0, "{offset}");
-        assert_eq!(answer.unwrap(), TryRead::Served);
+        assert_eq!(answer.unwrap(), Now::Served);
         assert!(pages.bytes() == &setup.image.bytes[offset as usize..][..1 << 16]);
     }
 }

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, LocalFile, TryRead};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, LocalFile, Now};
 use burgeon_volume::{CacheState, Limits, Room, Volume};
 use common::{
     CHUNKS, DATA_START, Fault, Setup, cache_file, image, image_at, open, setup, setup_with,
@@ -231,7 +231,7 @@ async fn rotten_lost_and_foreign_blocks_are_misses() {
 
     let mut buf = burgeon_block::Pages::zeroed(2 * BLOCK_SIZE).unwrap();
     let answer = setup.volume.try_read(setup.blocks(8, 2), buf.bytes_mut(), &setup.counters);
-    assert_eq!(answer.unwrap(), TryRead::Absent);
+    assert_eq!(answer.unwrap(), Now::Absent);
     assert_eq!(setup.volume.materialised_bytes(), all(&setup).len() - BLOCK_SIZE);
     setup.read(all(&setup)).await.unwrap();
     setup.settle().await;

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, TryRead};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, Now};
 use burgeon_volume::{Bug, Fill, FillState, Follow, FollowState, Limits, Volume};
 use testkit::Rng;
 use tokio::{
@@ -251,8 +251,8 @@ impl World {
             }
             let mut buf = vec![0; range.len() as usize];
             match self.volume.try_read(range, &mut buf, &self.counters) {
-                Ok(TryRead::Served) if buf == self.model.expected(range) => {}
-                Ok(TryRead::Served) => return Err(format!("wrong bytes for {range}")),
+                Ok(Now::Served) if buf == self.model.expected(range) => {}
+                Ok(Now::Served) => return Err(format!("wrong bytes for {range}")),
                 other => return Err(format!("{range} was filled, but: {other:?}")),
             }
         }
@@ -274,8 +274,8 @@ impl Reader {
     async fn read(&self, range: ByteRange) -> Result<(), String> {
         let mut buf = vec![0xee; range.len() as usize];
         let answer = match self.volume.try_read(range, &mut buf, &self.counters) {
-            Ok(TryRead::Served) => Ok(()),
-            Ok(TryRead::Absent) => {
+            Ok(Now::Served) => Ok(()),
+            Ok(Now::Absent | Now::Local(_)) => {
                 let read = self.volume.read(range, &mut buf, &self.counters);
                 let late = |_| format!("the read of {range} has no end");
                 timeout(READ_TIME_MAX, read).await.map_err(late)?

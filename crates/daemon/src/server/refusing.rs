@@ -1,7 +1,7 @@
 //! A mount whose files cannot be used: every read of its data is `EIO` at once, so that nobody
 //! waits for it and it can be unmounted, until its files have been made again.
 
-use burgeon_block::{BlockDevice, Error, ErrorKind, Result, TryRead};
+use burgeon_block::{BlockDevice, Error, ErrorKind, Now, Result, Shape};
 use burgeon_frontend::ublk::Control;
 
 use crate::{ipc::link::Attach, transport::Transport};
@@ -32,11 +32,11 @@ fn refused() -> Error {
 }
 
 impl BlockDevice for Refusing {
-    fn size(&self) -> u64 {
-        self.size
+    fn shape(&self) -> Shape {
+        Shape::read_only(self.size)
     }
 
-    fn try_read(&self, _offset: u64, _buf: &mut [u8]) -> Result<TryRead> {
+    fn try_read(&self, _offset: u64, _buf: &mut [u8]) -> Result<Now> {
         Err(refused())
     }
 

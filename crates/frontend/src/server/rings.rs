@@ -27,7 +27,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use burgeon_block::{BlockDevice, Result, TryRead};
+use burgeon_block::{BlockDevice, Now, Result};
 use rustix::event::{EventfdFlags, eventfd};
 use zerocopy::IntoBytes;
 
@@ -231,8 +231,8 @@ impl<D: BlockDevice> Worker<D> {
                 Ok(len) => {
                     let read = BlockRead { unique, offset, len, begun, replayed: false };
                     match self.try_now(read, &mut entry.payload()[..len]) {
-                        Ok(TryRead::Served) => Ok(len),
-                        Ok(TryRead::Absent) => {
+                        Ok(Now::Served) => Ok(len),
+                        Ok(Now::Absent | Now::Local(_)) => {
                             let parked = Parked {
                                 control: self.control.clone(),
                                 done: done.clone(),

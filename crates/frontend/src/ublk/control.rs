@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
+use burgeon_block::{Error, ErrorKind, Result, Shape, WriteCache};
 use io_uring::{IoUring, cqueue, opcode::UringCmd80, squeue, types};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
@@ -22,6 +22,8 @@ use crate::{fuse::READ_MAX, sys::failed};
 /// Requests in flight a queue, one of them never used (see [`spare_one_tag`]): room for one reader
 /// of depth 64 on one CPU. Each costs 24 bytes of descriptor and an entry in the ring.
 const QUEUE_DEPTH: u16 = 64;
+/// The longest discard or write of zeros, in bytes.
+const ERASE_MAX: u64 = 1 << 30;
 /// Each queue is a thread with a buffer of 256 KiB; more do not make one reader faster.
 const QUEUES_MAX: usize = 4;
 /// How long a command may take. Starting a device reads its first blocks, perhaps from a source.
@@ -43,17 +45,17 @@ const PAYLOAD_LEN: usize = 128;
 /// Queues of a device, and requests in flight a queue: what was measured best unless chosen
 /// otherwise (`xtask bench --only ublk-queues`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Shape {
+pub struct Queues {
     /// 1 or more; the kernel makes no more than there are CPUs.
-    pub queues: u16,
+    pub count: u16,
     /// 2 to 4096.
     pub depth: u16,
 }
 
-impl Default for Shape {
+impl Default for Queues {
     fn default() -> Self {
         let cpus = thread::available_parallelism().map_or(1, usize::from);
-        Self { queues: cpus.clamp(1, QUEUES_MAX) as u16, depth: QUEUE_DEPTH }
+        Self { count: cpus.clamp(1, QUEUES_MAX) as u16, depth: QUEUE_DEPTH }
     }
 }
 
@@ -135,18 +137,14 @@ impl Control {
         Ok(control)
     }
 
-    /// Adds a read-only device of `size` bytes with blocks of 4 KiB; `owner` is kept with it. It
-    /// has to be served, then started.
+    /// Adds a device of this shape; `owner` is kept with it. It has to be served, then started.
     ///
-    /// `NoSpace` if the kernel takes no more devices.
-    pub fn add(&mut self, size: u64, owner: u64, shape: Shape) -> Result<Device> {
-        if !size.is_multiple_of(BLOCK_SIZE) {
-            let what = format!("a device of {size} bytes is not whole blocks of 4 KiB");
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
+    /// `NoSpace` if the kernel takes no more devices; `Invalid` if it makes none of this shape.
+    pub fn add(&mut self, shape: &Shape, owner: u64, queues: Queues) -> Result<Device> {
+        shape.check()?;
         let mut info = DeviceInfo {
-            queues: shape.queues,
-            depth: shape.depth,
+            queues: queues.count,
+            depth: queues.depth,
             max_io_len: READ_MAX as u32,
             device: ANY_DEVICE,
             flags: NEEDED,
@@ -155,18 +153,7 @@ impl Control {
         };
         self.call(ADD_DEV, ANY_DEVICE, 0, &mut info).map_err(cannot_add)?;
         let device = Device::from(&info);
-        let mut params = Params {
-            len: size_of::<Params>() as u32,
-            types: PARAM_BASIC,
-            attributes: ATTRIBUTE_READ_ONLY,
-            logical_block_shift: 12,
-            physical_block_shift: 12,
-            io_opt_shift: 12,
-            io_min_shift: 12,
-            max_sectors: (READ_MAX >> SECTOR_SHIFT) as u32,
-            sectors: size >> SECTOR_SHIFT,
-            ..Params::default()
-        };
+        let mut params = params(shape);
         let set = match info.flags & NEEDED == NEEDED {
             true => self.call(SET_PARAMS, device.number, 0, &mut params).map(drop),
             false => Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP)),
@@ -334,6 +321,35 @@ impl Control {
     }
 }
 
+/// What the driver is told of a device.
+fn params(shape: &Shape) -> Params {
+    let mut params = Params {
+        len: size_of::<Params>() as u32,
+        types: PARAM_BASIC,
+        attributes: match shape.cache {
+            WriteCache::ReadOnly => ATTRIBUTE_READ_ONLY,
+            WriteCache::Through => 0,
+            WriteCache::Volatile => ATTRIBUTE_VOLATILE_CACHE | ATTRIBUTE_FUA,
+        },
+        logical_block_shift: shape.logical_block.ilog2() as u8,
+        physical_block_shift: shape.physical_block.ilog2() as u8,
+        io_opt_shift: shape.optimal_io.ilog2() as u8,
+        io_min_shift: shape.physical_block.ilog2() as u8,
+        max_sectors: (READ_MAX >> SECTOR_SHIFT) as u32,
+        sectors: shape.size >> SECTOR_SHIFT,
+        ..Params::default()
+    };
+    if shape.cache != WriteCache::ReadOnly && shape.discard_granularity > 0 {
+        params.types |= PARAM_DISCARD;
+        params.discard_granularity = shape.discard_granularity;
+        // An erasure carries no bytes, so only the driver's arithmetic limits it.
+        params.discard_max_sectors = (ERASE_MAX >> SECTOR_SHIFT) as u32;
+        params.write_zeroes_max_sectors = (ERASE_MAX >> SECTOR_SHIFT) as u32;
+        params.discard_max_segments = 1;
+    }
+    params
+}
+
 impl From<&DeviceInfo> for Device {
     fn from(info: &DeviceInfo) -> Self {
         Self {
@@ -404,7 +420,29 @@ fn spare_one_tag(number: u32, depth: u16) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::{cannot_add, crashes};
+    use burgeon_block::{Shape, WriteCache};
+
+    use super::{cannot_add, crashes, params};
+    use crate::ublk::uapi::{ATTRIBUTE_FUA, ATTRIBUTE_READ_ONLY, ATTRIBUTE_VOLATILE_CACHE};
+
+    #[test]
+    fn the_driver_is_told_the_shape() {
+        let shape = Shape::read_only(1 << 30);
+        let told = params(&shape);
+        assert_eq!((told.attributes, told.types), (ATTRIBUTE_READ_ONLY, 1));
+        assert_eq!((told.logical_block_shift, told.sectors), (12, 1 << 21));
+        let shape = Shape {
+            logical_block: 512,
+            optimal_io: 65_536,
+            discard_granularity: 4096,
+            cache: WriteCache::Volatile,
+            ..shape
+        };
+        let told = params(&shape);
+        assert_eq!(told.attributes, ATTRIBUTE_VOLATILE_CACHE | ATTRIBUTE_FUA);
+        assert_eq!((told.types, told.discard_granularity), (3, 4096));
+        assert_eq!((told.logical_block_shift, told.io_opt_shift), (9, 16));
+    }
 
     #[test]
     fn known_bad_kernels_are_known_by_name() {

@@ -56,7 +56,7 @@ use tokio::{
     sync::{Semaphore, watch},
 };
 
-pub use self::control::{Control, Device, Shape, block_path, numbers};
+pub use self::control::{Control, Device, Queues, block_path, numbers};
 use self::{mailbox::Mailbox, queue::Queue};
 use crate::{
     fuse::READ_MAX,

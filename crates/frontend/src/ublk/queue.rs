@@ -9,7 +9,7 @@ use std::{
     time::Instant,
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Pages, TryRead};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Now, Pages};
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::IntoBytes;
@@ -150,14 +150,14 @@ impl<D: BlockDevice> Queue<D> {
         let tried = catch_unwind(AssertUnwindSafe(|| device.try_read(read.offset, bytes)));
         let counters = self.shared.slots.counters();
         let error = match tried {
-            Ok(Ok(TryRead::Served)) => {
+            Ok(Ok(Now::Served)) => {
                 // Counted before the reply, so that whoever has read sees it counted.
                 counters.hits.add(1);
                 counters.hit_bytes.add(read.len as u64);
                 counters.hit_latency.record(read.begun.elapsed().as_nanos() as u64);
                 return Some(self.shared.put(self.number, read.tag, bytes));
             }
-            Ok(Ok(TryRead::Absent)) => {
+            Ok(Ok(Now::Absent | Now::Local(_))) => {
                 self.parked += 1;
                 let parked = Parked::new(self.shared.clone(), self.number, read.tag);
                 let device = self.device.clone();

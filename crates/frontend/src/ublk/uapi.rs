@@ -36,7 +36,7 @@ pub(super) struct DeviceInfo {
     pub(super) reserved: [u64; 2],
 }
 
-/// `struct ublk_params` with its basic part only.
+/// `struct ublk_params` with the parts of basics and of discards.
 #[derive(FromBytes, IntoBytes, Immutable, Default, Clone, Debug)]
 #[repr(C)]
 pub(super) struct Params {
@@ -51,6 +51,14 @@ pub(super) struct Params {
     pub(super) chunk_sectors: u32,
     pub(super) sectors: u64,
     pub(super) virt_boundary_mask: u64,
+    pub(super) discard_alignment: u32,
+    pub(super) discard_granularity: u32,
+    pub(super) discard_max_sectors: u32,
+    pub(super) write_zeroes_max_sectors: u32,
+    pub(super) discard_max_segments: u16,
+    pub(super) discard_reserved: u16,
+    /// The first field of the part on device numbers, which is not ours to set.
+    pub(super) char_major: u32,
 }
 
 /// `struct ublksrv_io_desc`: a request, in memory that the driver shares with the server.
@@ -75,7 +83,7 @@ pub(super) struct IoCommand {
 
 const _: () = assert!(size_of::<ControlCommand>() == 32);
 const _: () = assert!(size_of::<DeviceInfo>() == 64);
-const _: () = assert!(size_of::<Params>() == 40);
+const _: () = assert!(size_of::<Params>() == 64);
 const _: () = assert!(size_of::<Descriptor>() == 24);
 const _: () = assert!(size_of::<IoCommand>() == 16);
 
@@ -110,7 +118,10 @@ pub(super) const FLAG_IOCTL_ENCODE: u64 = 1 << 6;
 pub(super) const FLAG_USER_COPY: u64 = 1 << 7;
 
 pub(super) const PARAM_BASIC: u32 = 1;
+pub(super) const PARAM_DISCARD: u32 = 2;
 pub(super) const ATTRIBUTE_READ_ONLY: u32 = 1;
+pub(super) const ATTRIBUTE_VOLATILE_CACHE: u32 = 1 << 2;
+pub(super) const ATTRIBUTE_FUA: u32 = 1 << 3;
 
 /// Not started yet, or stopped.
 pub(super) const STATE_DEAD: u16 = 0;

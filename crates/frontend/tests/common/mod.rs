@@ -14,10 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Result, TryRead};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Now, Result, Shape};
 use burgeon_frontend::{
     Connection, LoopDevice, LoopOptions, ServeOptions, Server, Slots, serve,
-    ublk::{self, Control, Shape},
+    ublk::{self, Control, Queues},
 };
 use tokio::{runtime::Runtime, sync::watch};
 
@@ -103,15 +103,15 @@ impl Computed {
 }
 
 impl BlockDevice for Computed {
-    fn size(&self) -> u64 {
-        self.size
+    fn shape(&self) -> Shape {
+        Shape::read_only(self.size)
     }
 
-    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<TryRead> {
+    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {
         if self.absent.load(SeqCst) {
-            return Ok(TryRead::Absent);
+            return Ok(Now::Absent);
         }
-        self.answer(offset, buf).map(|()| TryRead::Served)
+        self.answer(offset, buf).map(|()| Now::Served)
     }
 
     async fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
@@ -163,11 +163,12 @@ impl Lazy {
 
     pub(crate) fn serve<D: BlockDevice>(device: D, slots: &Arc<Slots>, runtime: &Runtime) -> Self {
         let options = ServeOptions::new(runtime.handle().clone());
-        let (size, device) = (device.size(), Arc::new(device));
+        let device = Arc::new(device);
         let in_lab = std::env::var("LAB_KERNEL").is_ok_and(|kernel| kernel != "6.1");
         if in_lab || Path::new("/dev/ublk-control").exists() {
             let mut control = Control::open().unwrap();
-            let number = control.add(size, Self::OWNER, Shape::default()).unwrap().number;
+            let number =
+                control.add(&device.shape(), Self::OWNER, Queues::default()).unwrap().number;
             let server = ublk::serve(number, slots.clone(), device, &options).unwrap();
             let path = control.start(number, std::process::id()).unwrap();
             return Self::Ublk { path, _server: server, _device: Removed(number) };

@@ -13,7 +13,7 @@ use std::{
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockDevice, ByteRange, ChecksumKind, Digest, Error, ErrorKind, Result, TryRead,
+    BLOCK_SIZE, BlockDevice, ByteRange, ChecksumKind, Digest, Error, ErrorKind, Now, Result, Shape,
 };
 use burgeon_btrfs::{
     Body, DATA_START, DeviceNo, Dirent, FileExtent, Identity, Inode, NodeSink, Options, SeedInfo,
@@ -134,18 +134,18 @@ impl LazyData {
 }
 
 impl BlockDevice for LazyData {
-    fn size(&self) -> u64 {
-        self.size
+    fn shape(&self) -> Shape {
+        Shape::read_only(self.size)
     }
 
-    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<TryRead> {
+    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {
         let blocks = ByteRange::at(offset, buf.len() as u64).unwrap();
         if self.virtual_area.is_some_and(|area| area.intersect(blocks).is_some()) {
             let count = blocks.len() / BLOCK_SIZE;
             let left = self.limit.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(count));
             left.map_err(|_| Error::new(ErrorKind::Unavailable, "beyond the limit"))?;
             fill(offset, buf);
-            return Ok(TryRead::Served);
+            return Ok(Now::Served);
         }
         for (index, block) in buf.chunks_exact_mut(BLOCK_SIZE as usize).enumerate() {
             let offset = offset + index as u64 * BLOCK_SIZE;
@@ -158,7 +158,7 @@ impl BlockDevice for LazyData {
             }
         }
         // Both ways of answering are used.
-        Ok(if (offset / BLOCK_SIZE).is_multiple_of(3) { TryRead::Absent } else { TryRead::Served })
+        Ok(if (offset / BLOCK_SIZE).is_multiple_of(3) { Now::Absent } else { Now::Served })
     }
 
     async fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {

@@ -26,7 +26,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Pages, Result, TryRead};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Now, Pages, Result, Shape};
 use burgeon_frontend::Slots;
 
 use crate::common::{block_ok, fill, open_direct};
@@ -65,16 +65,16 @@ impl Victim {
 }
 
 impl BlockDevice for Victim {
-    fn size(&self) -> u64 {
-        SIZE
+    fn shape(&self) -> Shape {
+        Shape::read_only(SIZE)
     }
 
-    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<TryRead> {
+    fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {
         if self.waits(offset) || random(offset).is_multiple_of(3) {
-            return Ok(TryRead::Absent);
+            return Ok(Now::Absent);
         }
         fill(offset, buf);
-        Ok(TryRead::Served)
+        Ok(Now::Served)
     }
 
     async fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {

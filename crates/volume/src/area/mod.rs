@@ -25,8 +25,8 @@ use std::{
 };
 
 use burgeon_block::{
-    BlockSource, ByteRange, Counter, Counters, Digest, Error, ErrorKind, LocalFile, ObjectId,
-    Result, TryRead,
+    BlockSource, ByteRange, Counter, Counters, Digest, Error, ErrorKind, LocalFile, Now, ObjectId,
+    Result,
 };
 use burgeon_image::DATA_START;
 use burgeon_image::{
@@ -237,7 +237,7 @@ where
         buf: &mut [u8],
         counters: &Counters,
         may_fetch: bool,
-    ) -> Result<TryRead> {
+    ) -> Result<Now> {
         let mut at = range.start();
         while at < range.end() {
             let (extent, piece, offset) = self.piece(at, range)?;
@@ -249,7 +249,7 @@ where
                 Source::Image(digest) => match self.image_now(digest) {
                     Some(volume) => {
                         let lazy = lazy_range(offset, piece.len())?;
-                        volume.try_read(lazy, out, counters)? == TryRead::Served
+                        volume.try_read(lazy, out, counters)? == Now::Served
                     }
                     None => false,
                 },
@@ -257,11 +257,11 @@ where
                 Source::File { .. } => false,
             };
             if !served {
-                return Ok(TryRead::Absent);
+                return Ok(Now::Absent);
             }
             at = piece.end();
         }
-        Ok(TryRead::Served)
+        Ok(Now::Served)
     }
 
     /// Answers from wherever the bytes are. Waits for a source at most `limits.deadline`, and for

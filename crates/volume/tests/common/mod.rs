@@ -12,7 +12,7 @@ use std::{
 
 use burgeon_block::{
     BLOCK_SIZE, BlockSource, ByteRange, ChecksumKind, Counters, Digest, Error, ErrorKind,
-    LocalFile, ObjectId, Result, TryRead,
+    LocalFile, Now, ObjectId, Result,
 };
 use burgeon_btrfs::Tree;
 use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest};
@@ -259,7 +259,7 @@ pub(crate) async fn read<F: LocalFile + 'static>(
 ) -> Result<()> {
     let mut pages = burgeon_block::Pages::zeroed(range.len()).unwrap();
     let buf = pages.bytes_mut();
-    if volume.try_read(range, buf, counters)? == TryRead::Served {
+    if volume.try_read(range, buf, counters)? == Now::Served {
         counters.hits.add(1);
     } else {
         volume.read(range, buf, counters).await.inspect_err(|_| counters.failed_reads.add(1))?;
