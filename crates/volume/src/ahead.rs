@@ -21,7 +21,7 @@ use burgeon_block::{BlockSource, ByteRange, LocalFile};
 use tokio::{sync::mpsc, time::Instant};
 
 use crate::{
-    Sabotage, Volume,
+    Volume,
     brought::BroughtBytes,
     flights::{Background, Seats},
     fly::{Boarded, Purpose},
@@ -90,11 +90,10 @@ impl Way {
     }
 }
 
-impl<S, F, B> Volume<S, F, B>
+impl<S, F> Volume<S, F>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
-    B: Sabotage,
 {
     /// From now on only what is read, or asked for otherwise, is fetched: for mounts that have a
     /// limit.

@@ -25,7 +25,7 @@ use burgeon_block::{
 use burgeon_image::AddressMap;
 use tokio::time::Instant;
 
-use crate::{Bug, Limits, Sabotage, presence::Presence, seen::FirstSeen};
+use crate::{Limits, presence::Presence, seen::FirstSeen};
 
 /// Whether fetched chunks are kept.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -58,8 +58,6 @@ pub(crate) struct CacheFile<F> {
     seen: Option<FirstSeen<F>>,
     /// Nobody could say later what the blocks are: nothing is kept.
     blind: bool,
-    /// Blocks that were in the file at open; only kept for [`Bug::TrustReopenedCache`].
-    reopened: Option<Presence>,
     gate: Mutex<Gate>,
     pause_min: Duration,
     pause_max: Duration,
@@ -72,23 +70,15 @@ impl<F: LocalFile> CacheFile<F> {
     /// Opens the cache of the lazy addresses of `map`: every block that is not in a hole may be
     /// there. A file that cannot be looked through is taken as empty. `seen` is the file of checksums,
     /// where the map has none.
-    pub(crate) fn open(
-        file: F,
-        seen: Option<F>,
-        map: &AddressMap,
-        limits: &Limits,
-        sabotage: &impl Sabotage,
-    ) -> Self {
+    pub(crate) fn open(file: F, seen: Option<F>, map: &AddressMap, limits: &Limits) -> Self {
         let data = map.data_range();
         let blocks = data.len().div_ceil(BLOCK_SIZE);
-        let trust = sabotage.has(Bug::TrustReopenedCache).then(|| Presence::new(blocks));
         let cache = Self {
             file,
             data,
             presence: Presence::new(blocks),
             blind: map.is_unsummed() && seen.is_none(),
             seen: seen.map(|seen| FirstSeen::new(seen, map.identity())),
-            reopened: trust,
             gate: Mutex::new(Gate::Open),
             pause_min: limits.no_space_pause_min,
             pause_max: limits.no_space_pause_max,
@@ -109,9 +99,6 @@ impl<F: LocalFile> CacheFile<F> {
             let end = found.end().div_ceil(BLOCK_SIZE).min(blocks);
             let start = (found.start() / BLOCK_SIZE).min(end);
             self.presence.set(start..end);
-            if let Some(reopened) = &self.reopened {
-                reopened.set(start..end);
-            }
             // A file that names the same range again must not hold us here.
             next = found.end().max(next + 1);
         }
@@ -138,7 +125,6 @@ impl<F: LocalFile> CacheFile<F> {
     pub(crate) fn read(
         &self,
         map: &AddressMap,
-        sabotage: &impl Sabotage,
         range: ByteRange,
         buf: &mut [u8],
         counters: &Counters,
@@ -153,19 +139,16 @@ impl<F: LocalFile> CacheFile<F> {
             return false;
         }
         if map.is_unsummed() {
-            return self.was_seen(sabotage, blocks, buf, counters);
+            return self.was_seen(blocks, buf, counters);
         }
         let kind = map.checksum_kind();
         let mut good = true;
         let mut address = range.start();
         for bytes in buf.chunks_exact(BLOCK_SIZE as usize) {
-            let skipped = sabotage.has(Bug::SkipCachedChecksum)
-                || (sabotage.has(Bug::CheckFirstBlockOnly) && address != range.start())
-                || self.trusts(address);
-            if !skipped && kind.of(bytes) != map.block_checksum(address) {
+            if kind.of(bytes) != map.block_checksum(address) {
                 good = false;
                 let block = (address - self.data.start()) / BLOCK_SIZE;
-                self.forget(sabotage, block, counters);
+                self.forget(block, counters);
             }
             address += BLOCK_SIZE;
         }
@@ -173,23 +156,14 @@ impl<F: LocalFile> CacheFile<F> {
     }
 
     /// Whether `bytes` are `blocks` as they came.
-    fn was_seen(
-        &self,
-        sabotage: &impl Sabotage,
-        blocks: Range<u64>,
-        bytes: &[u8],
-        counters: &Counters,
-    ) -> bool {
+    fn was_seen(&self, blocks: Range<u64>, bytes: &[u8], counters: &Counters) -> bool {
         let Some(seen) = &self.seen else { return false };
-        if sabotage.has(Bug::SkipCachedChecksum) {
-            return true;
-        }
         let mut good = true;
         let compared = seen.holds(blocks.start, bytes, |block, differs| {
             good = false;
             // A crash may have taken the entry alone: nothing is wrong with the file then.
             match differs {
-                true => self.forget(sabotage, block, counters),
+                true => self.forget(block, counters),
                 false => self.presence.clear(block..block + 1),
             }
         });
@@ -201,16 +175,9 @@ impl<F: LocalFile> CacheFile<F> {
     }
 
     /// The file holds something else than `block`.
-    fn forget(&self, sabotage: &impl Sabotage, block: u64, counters: &Counters) {
+    fn forget(&self, block: u64, counters: &Counters) {
         counters.cache_corrupt_blocks.add(1);
-        if !sabotage.has(Bug::KeepBadBlock) {
-            self.presence.clear(block..block + 1);
-        }
-    }
-
-    fn trusts(&self, address: u64) -> bool {
-        let block = (address - self.data.start()) / BLOCK_SIZE;
-        self.reopened.as_ref().is_some_and(|reopened| reopened.all(block..block + 1))
+        self.presence.clear(block..block + 1);
     }
 
     fn gate(&self) -> MutexGuard<'_, Gate> {
@@ -239,20 +206,9 @@ impl<F: LocalFile> CacheFile<F> {
     }
 
     /// Writes the verified bytes of `range` and then says that they are there.
-    pub(crate) fn write(
-        &self,
-        sabotage: &impl Sabotage,
-        range: ByteRange,
-        bytes: &[u8],
-    ) -> Result<()> {
+    pub(crate) fn write(&self, range: ByteRange, bytes: &[u8]) -> Result<()> {
         let blocks = self.blocks(range);
-        let mut offset = range.start() - self.data.start();
-        if sabotage.has(Bug::PresenceBeforeWrite) {
-            self.presence.set(blocks.clone());
-        }
-        if sabotage.has(Bug::WriteOneBlockOff) && range.end() < self.data.end() {
-            offset += BLOCK_SIZE;
-        }
+        let offset = range.start() - self.data.start();
         let kept = match &self.seen {
             Some(seen) => seen.keep(blocks.start, bytes),
             None => Ok(()),
@@ -267,27 +223,18 @@ impl<F: LocalFile> CacheFile<F> {
                 Ok(())
             }
             Err(error) => {
-                if sabotage.has(Bug::PresenceAfterFailedWrite) {
-                    self.presence.set(blocks);
-                }
-                self.close(sabotage, &error);
+                self.close(&error);
                 Err(error)
             }
         }
     }
 
     /// Closes the gate as `error` asks for.
-    fn close(&self, sabotage: &impl Sabotage, error: &Error) {
+    fn close(&self, error: &Error) {
         self.write_errors.add(1);
         let reason = error.to_string();
         let mut gate = self.gate();
         if error.kind() != ErrorKind::NoSpace {
-            if !sabotage.has(Bug::WriteAfterLocalIo) {
-                *gate = Gate::Stopped { reason };
-            }
-            return;
-        }
-        if sabotage.has(Bug::NoSpaceForever) {
             *gate = Gate::Stopped { reason };
             return;
         }

@@ -7,8 +7,7 @@ use burgeon_block::{
 use burgeon_image::extents::FileLog;
 
 use crate::{
-    Budget, Fill, Follow, Recording, Sabotage, Sound, VirtualArea, Volume, budget::spent,
-    read_log::ReadLog,
+    Budget, Fill, Follow, Recording, VirtualArea, Volume, budget::spent, read_log::ReadLog,
 };
 
 /// The lazy device of one mount: the shared volume at its lazy addresses, the mount's virtual area
@@ -26,21 +25,21 @@ use crate::{
 /// `C` is where this mount counts: an `Arc<Counters>`, or memory shared with another process.
 /// What is fetched and what was wrong is counted here; hits, misses, failed reads and latencies
 /// are for the frontend, which sees whole requests.
-pub struct LazyDevice<S, F, C = Arc<Counters>, B = Sound> {
-    volume: Arc<Volume<S, F, B>>,
+pub struct LazyDevice<S, F, C = Arc<Counters>> {
+    volume: Arc<Volume<S, F>>,
     counters: C,
     size: u64,
     superblocks: Vec<(u64, Box<[u8; BLOCK_SIZE as usize]>)>,
-    area: Option<Area<S, F, B>>,
+    area: Option<Area<S, F>>,
     budget: Arc<Budget>,
     over_limit_reads: Counter,
     log: ReadLog,
 }
 
 /// A virtual area and where it lies.
-struct Area<S, F, B> {
+struct Area<S, F> {
     range: ByteRange,
-    area: Arc<VirtualArea<S, F, FileLog, B>>,
+    area: Arc<VirtualArea<S, F, FileLog>>,
 }
 
 /// What lies at an address of the device.
@@ -51,17 +50,16 @@ enum Part {
     Zeros,
 }
 
-impl<S, F, C, B> LazyDevice<S, F, C, B>
+impl<S, F, C> LazyDevice<S, F, C>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
-    B: Sabotage + Clone,
     C: Deref<Target = Counters> + Clone + Send + Sync + 'static,
 {
     /// A device of `size` bytes with `superblocks` at their offsets. `Invalid` if the size does
     /// not hold the lazy data, or a superblock lies in it, beyond the end, or on no block border.
     pub fn new(
-        volume: Arc<Volume<S, F, B>>,
+        volume: Arc<Volume<S, F>>,
         counters: C,
         size: u64,
         superblocks: Vec<(u64, Box<[u8; BLOCK_SIZE as usize]>)>,
@@ -92,11 +90,7 @@ where
     }
 
     /// The same with `area` from `start` on. `Invalid` if it does not fit there.
-    pub fn with_area(
-        mut self,
-        start: u64,
-        area: Arc<VirtualArea<S, F, FileLog, B>>,
-    ) -> Result<Self> {
+    pub fn with_area(mut self, start: u64, area: Arc<VirtualArea<S, F, FileLog>>) -> Result<Self> {
         let data = self.volume.map().data_range();
         let free = |range: &ByteRange| {
             range.end() <= self.size
@@ -126,7 +120,7 @@ where
     }
 
     /// The virtual area.
-    pub fn area(&self) -> Option<&Arc<VirtualArea<S, F, FileLog, B>>> {
+    pub fn area(&self) -> Option<&Arc<VirtualArea<S, F, FileLog>>> {
         self.area.as_ref().map(|area| &area.area)
     }
 
@@ -168,7 +162,7 @@ where
     /// that they are of. Computed bytes and local files need none. Must be called within a runtime.
     pub async fn fill_ranges(&self, ranges: &[ByteRange]) -> Result<Vec<Fill>> {
         let mut parts = Vec::<(Arc<_>, Vec<ByteRange>)>::new();
-        let mut add = |volume: Arc<Volume<S, F, B>>, range| match parts
+        let mut add = |volume: Arc<Volume<S, F>>, range| match parts
             .iter_mut()
             .find(|(known, _)| Arc::ptr_eq(known, &volume))
         {
@@ -188,14 +182,14 @@ where
                 at = piece.end();
             }
         }
-        let fill = |(volume, ranges): &(Arc<Volume<S, F, B>>, Vec<_>)| {
+        let fill = |(volume, ranges): &(Arc<Volume<S, F>>, Vec<_>)| {
             volume.fill_ranges(ranges, Arc::clone(&self.budget))
         };
         Ok(parts.iter().map(fill).collect())
     }
 
     /// The volume behind it.
-    pub fn volume(&self) -> &Arc<Volume<S, F, B>> {
+    pub fn volume(&self) -> &Arc<Volume<S, F>> {
         &self.volume
     }
 
@@ -267,7 +261,7 @@ where
     }
 }
 
-impl<S, F, B> Area<S, F, B> {
+impl<S, F> Area<S, F> {
     /// Where `piece` of the device lies in the area.
     fn offsets(&self, piece: ByteRange) -> ByteRange {
         let start = piece.start() - self.range.start();
@@ -276,11 +270,10 @@ impl<S, F, B> Area<S, F, B> {
     }
 }
 
-impl<S, F, C, B> BlockDevice for LazyDevice<S, F, C, B>
+impl<S, F, C> BlockDevice for LazyDevice<S, F, C>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
-    B: Sabotage + Clone,
     C: Deref<Target = Counters> + Clone + Send + Sync + 'static,
 {
     fn shape(&self) -> Shape {

@@ -10,7 +10,7 @@ use burgeon_image::{AddressMap, Chunk, decode_chunk};
 use bytes::Bytes;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::{Bug, Limits, Sabotage, Volume, flights::Cost};
+use crate::{Limits, Volume, flights::Cost};
 
 /// When to try again and when to give up.
 pub(crate) struct Tries {
@@ -25,19 +25,15 @@ pub(crate) struct Tries {
 }
 
 impl Tries {
-    pub(crate) fn new(limits: &Limits, sabotage: &impl Sabotage, deadline: Instant) -> Self {
+    pub(crate) fn new(limits: &Limits, deadline: Instant) -> Self {
         Self {
             deadline,
             pause: limits.backoff_min,
             pause_max: limits.backoff_max,
-            refetches: if sabotage.has(Bug::NoRefetch) { 0 } else { limits.refetches },
+            refetches: limits.refetches,
             tries: 1,
             timed_out: false,
-            try_timeout: if sabotage.has(Bug::NoTimeout) {
-                Duration::MAX
-            } else {
-                limits.try_timeout
-            },
+            try_timeout: limits.try_timeout,
         }
     }
 
@@ -51,10 +47,7 @@ impl Tries {
         if left.is_zero() {
             return Err(Error::new(ErrorKind::Unavailable, "there is no time left to ask"));
         }
-        let patience = match self.try_timeout {
-            Duration::MAX => Duration::MAX,
-            try_timeout => try_timeout.min(left),
-        };
+        let patience = self.try_timeout.min(left);
         let answer = timeout(patience, answer).await.unwrap_or_else(|_| {
             let message = format!("no answer within {:.1} s", patience.as_secs_f64());
             Err(Error::new(ErrorKind::Unavailable, message))
@@ -87,11 +80,10 @@ impl Tries {
     }
 }
 
-impl<S, F, B> Volume<S, F, B>
+impl<S, F> Volume<S, F>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
-    B: Sabotage,
 {
     /// The verified bytes of a chunk, as often tried as the limits allow, until `deadline`. What it took
     /// is added to `cost`.
@@ -103,7 +95,7 @@ where
     ) -> Result<Pages> {
         let chunk = self.map.chunk(index);
         let object = self.map.object(chunk.object);
-        let mut tries = Tries::new(&self.limits, &self.sabotage, deadline);
+        let mut tries = Tries::new(&self.limits, deadline);
         loop {
             let error = match self.fetch_once(index, &chunk, &tries, cost).await {
                 Ok(pages) => {
@@ -129,21 +121,13 @@ where
         cost: &mut Cost,
     ) -> Result<Pages> {
         let stored = self.ask(chunk, chunk.stored, tries, cost).await?;
-        let skip = self.sabotage.has(Bug::ServeAfterDigestMismatch) && tries.tries > 1;
-        self.unpack(index, stored, skip, cost).await
+        self.unpack(index, stored, cost).await
     }
 
-    /// The verified bytes of a chunk of which `stored` came, unless a bug is to `skip` that.
-    pub(crate) async fn unpack(
-        &self,
-        index: u32,
-        stored: Bytes,
-        skip: bool,
-        cost: &mut Cost,
-    ) -> Result<Pages> {
+    /// The verified bytes of a chunk of which `stored` came.
+    pub(crate) async fn unpack(&self, index: u32, stored: Bytes, cost: &mut Cost) -> Result<Pages> {
         let (map, chunk) = (Arc::clone(&self.map), self.map.chunk(index));
-        let skip = skip || self.sabotage.has(Bug::SkipDigest);
-        let unpacked = self.cpu.run(move || unpack(&map, index, &chunk, &stored, skip)).await?;
+        let unpacked = self.cpu.run(move || unpack(&map, index, &chunk, &stored)).await?;
         if unpacked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
             cost.source_corrupt_chunks += 1;
             let chunk = self.map.chunk(index);
@@ -190,7 +174,7 @@ where
         };
         self.retrying.check(index.into())?;
         let deadline = self.retrying.deadline(arrived);
-        let mut tries = Tries::new(&self.limits, &self.sabotage, deadline);
+        let mut tries = Tries::new(&self.limits, deadline);
         loop {
             let mut cost = Cost::default();
             let answer = self.ask(&chunk, range, &tries, &mut cost).await;
@@ -250,16 +234,12 @@ pub(crate) fn beyond(range: ByteRange) -> Error {
 }
 
 /// Decompresses and verifies a chunk. Runs on the CPU pool.
-fn unpack(map: &AddressMap, index: u32, chunk: &Chunk, stored: &[u8], skip: bool) -> Result<Pages> {
+fn unpack(map: &AddressMap, index: u32, chunk: &Chunk, stored: &[u8]) -> Result<Pages> {
     // The output can never be longer than the map says: the buffer is its bound.
     let mut pages = Pages::zeroed(chunk.range.len())
         .ok_or_else(|| Error::new(ErrorKind::LocalIo, "no memory for a chunk"))?;
     let out = pages.bytes_mut();
-    let decoded = decode_chunk(chunk.codec, stored, out, &chunk.digest);
-    if skip {
-        return Ok(pages);
-    }
-    decoded.map_err(|error| {
+    decode_chunk(chunk.codec, stored, out, &chunk.digest).map_err(|error| {
         let object = map.object(chunk.object);
         Error::with_source(error.kind(), format!("chunk {index} from {object}"), error)
     })?;

@@ -9,7 +9,7 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-use crate::{Budget, Sabotage, Volume, flights::Background, volume::Boarding};
+use crate::{Budget, Volume, flights::Background, volume::Boarding};
 
 /// How a fill stands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -75,11 +75,10 @@ impl Drop for Fill {
     }
 }
 
-impl<S, F, B> Volume<S, F, B>
+impl<S, F> Volume<S, F>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
-    B: Sabotage,
 {
     /// Starts to fetch everything that is not in the cache, with at most
     /// `limits.background_flights` chunks at once, and a new one only when no reader waits (or

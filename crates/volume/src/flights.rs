@@ -18,7 +18,7 @@ use std::{
 };
 
 use burgeon_block::{Counters, Error, ErrorKind, Pages, Result};
-use tokio::{sync::watch, task::AbortHandle};
+use tokio::sync::watch;
 
 use crate::{
     budget::Budget,
@@ -145,7 +145,7 @@ pub(crate) struct LockedTable<'a> {
 impl LockedTable<'_> {
     /// Waits with the others, if `chunk` is on its way.
     pub(crate) fn join(&self, chunk: u64) -> Option<Waiter> {
-        self.flights.get(&chunk).map(|entry| Waiter { entry: entry.clone(), kills: None })
+        self.flights.get(&chunk).map(|entry| Waiter { entry: entry.clone() })
     }
 
     /// Opens a flight for `chunk`; what the task keeps and what its starter waits on.
@@ -154,7 +154,7 @@ impl LockedTable<'_> {
         let entry = Entry { outcome, over };
         self.flights.insert(chunk, entry.clone());
         let flight = Flight { table: self.table.clone(), chunk, landing, _ending: ending };
-        (flight, Waiter { entry, kills: None })
+        (flight, Waiter { entry })
     }
 }
 
@@ -175,20 +175,13 @@ impl Flight {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        let mut flights = self.table.guard();
-        // With `Bug::TwoFlights` the entry may be another's.
-        let own = self.landing.subscribe();
-        if flights.get(&self.chunk).is_some_and(|entry| entry.outcome.same_channel(&own)) {
-            flights.remove(&self.chunk);
-        }
+        self.table.guard().remove(&self.chunk);
     }
 }
 
 /// A reader's end of a flight. Dropping it changes nothing for the others.
 pub(crate) struct Waiter {
     entry: Entry,
-    /// Only for `Bug::DroppedReaderKillsFlight`.
-    pub(crate) kills: Option<AbortHandle>,
 }
 
 impl Waiter {
@@ -203,17 +196,9 @@ impl Waiter {
 
     /// Waits until the flight is over, its cache write included, without holding its bytes.
     pub(crate) async fn settled(self) {
-        let mut over = self.entry.over.clone();
-        drop(self);
+        let mut over = self.entry.over;
+        drop(self.entry.outcome);
         // Nothing is ever sent: this ends when the flight is dropped.
         while over.changed().await.is_ok() {}
-    }
-}
-
-impl Drop for Waiter {
-    fn drop(&mut self) {
-        if let Some(flight) = &self.kills {
-            flight.abort();
-        }
     }
 }

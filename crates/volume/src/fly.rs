@@ -15,7 +15,7 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use crate::{
-    Bug, Sabotage, Volume,
+    Volume,
     brought::Brought,
     fetch::Tries,
     flights::{Cost, Flight, Landed, Seats},
@@ -37,11 +37,10 @@ pub(crate) struct Boarded {
     pub(crate) seats: Seats,
 }
 
-impl<S, F, B> Volume<S, F, B>
+impl<S, F> Volume<S, F>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
-    B: Sabotage,
 {
     /// A flight from take-off to the cache: readers are answered as soon as the bytes are good.
     pub(crate) async fn fly(
@@ -60,22 +59,11 @@ where
         let chunk = self.map.chunk(index);
         let fetched = self.source.bytes_to_fetch(self.map.object(chunk.object), chunk.stored);
         let begun = Instant::now();
-        let mut result = self.fetch(index, deadline, &mut cost).await;
+        let result = self.fetch(index, deadline, &mut cost).await;
         if result.is_ok() && fetched > 0 && cost.source_errors + cost.source_corrupt_chunks == 0 {
             self.way.note(fetched, begun.elapsed());
         }
         drop(own);
-        if self.sabotage.has(Bug::LostWaiter) && result.is_err() {
-            std::mem::forget(flight);
-            return;
-        }
-        if self.sabotage.has(Bug::CacheErrorFailsRead)
-            && let Ok(pages) = &result
-            && let Err(error) =
-                self.cache.write(&self.sabotage, self.map.chunk(index).range, pages.bytes())
-        {
-            result = Err(error);
-        }
         self.land(index, flight, seats, result, cost).await;
     }
 
@@ -91,9 +79,6 @@ where
         let good = result.is_ok();
         let landed = Arc::new(Landed::new(result, cost, Arc::clone(&self.background), seats));
         flight.land(Arc::clone(&landed));
-        if self.sabotage.has(Bug::LeakSeat) && !good {
-            std::mem::forget(Arc::clone(&landed));
-        }
         if good {
             self.keep(index, landed).await;
         }
@@ -109,8 +94,7 @@ where
         let this = Arc::clone(self);
         let write = move || {
             let range = this.map.chunk(index).range;
-            let written =
-                landed.bytes().and_then(|bytes| this.cache.write(&this.sabotage, range, bytes));
+            let written = landed.bytes().and_then(|bytes| this.cache.write(range, bytes));
             if written.is_err() {
                 this.cache.uncached_chunks.add(1);
             }
@@ -145,7 +129,7 @@ where
         let Some((chunk, range)) = self.stored_row(&row) else { return true };
         let mut cost = Cost::default();
         let deadline = self.retrying.deadline(Instant::now());
-        let tries = Tries::new(&self.limits, &self.sabotage, deadline);
+        let tries = Tries::new(&self.limits, deadline);
         let answer = self.ask(&chunk, range, &tries, &mut cost).await.inspect_err(|error| {
             self.retrying.note(error);
             self.background.source_errors.add(cost.source_errors);
@@ -153,10 +137,7 @@ where
         let start = chunk.stored.start();
         for boarded in row {
             let stored = self.map.chunk(boarded.index).stored;
-            let mut at = (stored.start() - start) as usize;
-            if self.sabotage.has(Bug::CutRowOneByteOff) {
-                at = at.saturating_sub(1);
-            }
+            let at = (stored.start() - start) as usize;
             let bytes = answer.as_ref().ok().map(|all| all.slice(at..at + stored.len() as usize));
             let (this, landing) = (Arc::clone(&self), landing.clone());
             tokio::spawn(async move {
@@ -178,15 +159,10 @@ where
         let Boarded { index, flight, seats } = boarded;
         let range = self.map.chunk(index).range;
         let Some(stored) = stored else {
-            if self.sabotage.has(Bug::LoseFailedRow) {
-                return std::mem::forget(flight);
-            }
             return self.fly(index, flight, seats, deadline).await;
         };
         let mut cost = Cost { fetched_bytes: stored.len() as u64, ..Cost::default() };
-        let skip = self.sabotage.has(Bug::SkipRowDigest);
-        let unpacked = self.unpack(index, stored, skip, &mut cost).await;
-        let result = match unpacked {
+        let result = match self.unpack(index, stored, &mut cost).await {
             Ok(pages) => {
                 (cost.fetches, cost.materialised_bytes) = (1, range.len());
                 Ok(pages)

@@ -22,7 +22,7 @@ use tokio::{
 };
 
 use crate::{
-    Budget, Sabotage, Volume,
+    Budget, Volume,
     brought::Brought,
     flights::{Background, Seats},
     fly::{Boarded, Purpose},
@@ -106,11 +106,10 @@ struct Wanted {
     left: HashSet<u32>,
 }
 
-impl<S, F, B> Volume<S, F, B>
+impl<S, F> Volume<S, F>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
-    B: Sabotage,
 {
     /// Starts to bring the chunks of `ranges`, in this order, as far as the `budget` goes. Ranges that are no lazy data are passed over.
     pub fn follow(

@@ -14,8 +14,6 @@
 
 use burgeon_block::{BLOCK_SIZE, ChecksumKind, Error, ErrorKind, LocalFile, Result};
 
-use crate::{Bug, Sabotage};
-
 const ENTRY: usize = 8;
 /// Length of what is kept of a block, in bytes.
 pub const SEEN_LEN: u64 = ENTRY as u64;
@@ -37,7 +35,7 @@ impl<F: LocalFile> FirstSeen<F> {
 
     /// Compares `blocks` with what was first seen at `index`; what is new is written down before
     /// this returns. `Corrupt` if a block differs, `LocalIo` if it cannot be compared or kept.
-    pub(crate) fn check(&self, sabotage: &impl Sabotage, index: u64, blocks: &[u8]) -> Result<()> {
+    pub(crate) fn check(&self, index: u64, blocks: &[u8]) -> Result<()> {
         let mut entries = vec![0; blocks.len() / BLOCK_SIZE as usize * ENTRY];
         let at = index.saturating_mul(ENTRY as u64);
         self.file.read_at(at, &mut entries).map_err(local)?;
@@ -47,13 +45,13 @@ impl<F: LocalFile> FirstSeen<F> {
             let index = index ^ self.salt;
             let right = seal(index, ChecksumKind::Crc32c.of(block) as u32);
             if is_sealed(index, entry) {
-                if *entry != right && !sabotage.has(Bug::SkipFirstSeen) {
+                if *entry != right {
                     return Err(Error::new(
                         ErrorKind::Corrupt,
                         "its bytes are not those that were read at first",
                     ));
                 }
-            } else if !new || !sabotage.has(Bug::KeepFirstChecksumOnly) {
+            } else {
                 entry.copy_from_slice(&right);
                 new = true;
             }

@@ -18,7 +18,7 @@ use tokio::{
 };
 
 use crate::{
-    Bug, CacheState, Limits, Sabotage, Sound,
+    CacheState, Limits,
     ahead::Way,
     brought::{Brought, BroughtBytes},
     cache::CacheFile,
@@ -35,12 +35,11 @@ use crate::{
 /// reader asked for (fill, prefetch, flights all of whose readers went away) is counted in
 /// [`Volume::background`]. Here is counted what is fetched and what was wrong; hits, misses,
 /// failed reads and latencies are counted by the frontend, which sees whole requests.
-pub struct Volume<S, F, B = Sound> {
+pub struct Volume<S, F> {
     pub(crate) map: Arc<AddressMap>,
     pub(crate) source: S,
     pub(crate) cache: CacheFile<F>,
     pub(crate) limits: Limits,
-    pub(crate) sabotage: B,
     pub(crate) cpu: Pool,
     pub(crate) writers: Pool,
     pub(crate) flights: FlightTable,
@@ -156,7 +155,7 @@ where
     /// A volume over `cache`, a file of at least `map.data_range().len()` bytes, which may be new,
     /// left by a crash, or hold anything at all.
     pub fn new(map: Arc<AddressMap>, source: S, cache: F, limits: Limits) -> Arc<Self> {
-        Volume::with_sabotage(map, source, (cache, None), limits, Sound)
+        Self::over(map, source, (cache, None), limits)
     }
 
     /// The same of an image that nobody has read ([`AddressMap::is_unsummed`]): what its blocks are is
@@ -169,27 +168,18 @@ where
         checksums: F,
         limits: Limits,
     ) -> Arc<Self> {
-        Volume::with_sabotage(map, source, (cache, Some(checksums)), limits, Sound)
+        Self::over(map, source, (cache, Some(checksums)), limits)
     }
-}
 
-impl<S, F, B> Volume<S, F, B>
-where
-    S: BlockSource + 'static,
-    F: LocalFile + 'static,
-    B: Sabotage,
-{
-    /// A volume with a bug, for the simulation; the second file is that of checksums.
-    pub fn with_sabotage(
+    fn over(
         map: Arc<AddressMap>,
         source: S,
         (cache, checksums): (F, Option<F>),
         limits: Limits,
-        sabotage: B,
     ) -> Arc<Self> {
         let through: Box<[bool]> = map.objects().iter().map(is_through).collect();
         Arc::new(Self {
-            cache: CacheFile::open(cache, checksums, &map, &limits, &sabotage),
+            cache: CacheFile::open(cache, checksums, &map, &limits),
             any_through: through.contains(&true),
             through,
             cpu: Pool::new(limits.cpu_threads),
@@ -210,7 +200,6 @@ where
             map,
             source,
             limits,
-            sabotage,
         })
     }
 
@@ -259,7 +248,7 @@ where
     /// long as it and aligned to 4 KiB; anything else is `Invalid`.
     pub fn try_read(&self, range: ByteRange, buf: &mut [u8], counters: &Counters) -> Result<Now> {
         self.check(range, buf)?;
-        if self.cache.read(&self.map, &self.sabotage, range, buf, counters)
+        if self.cache.read(&self.map, range, buf, counters)
             || (self.any_through && self.try_through(range, buf))
         {
             self.was_read(range);
@@ -383,7 +372,7 @@ where
                     at = piece.end();
                     continue;
                 }
-                if self.cache.read(&self.map, &self.sabotage, piece, out, counters) {
+                if self.cache.read(&self.map, piece, out, counters) {
                     at = piece.end();
                     continue;
                 }
@@ -461,15 +450,13 @@ where
         background: &mut Option<Background>,
         deadline: Instant,
     ) -> Result<Boarding> {
-        let (flight, mut waiter, seats) = {
+        let (flight, waiter, seats) = {
             let mut table = self.flights.lock();
-            if !self.sabotage.has(Bug::TwoFlights) {
-                if let Some(waiter) = table.join(index.into()) {
-                    return Ok(Boarding::Flight(waiter));
-                }
-                if self.cache.has(piece) && !self.sabotage.has(Bug::KeepBadBlock) {
-                    return Ok(Boarding::Local);
-                }
+            if let Some(waiter) = table.join(index.into()) {
+                return Ok(Boarding::Flight(waiter));
+            }
+            if self.cache.has(piece) {
+                return Ok(Boarding::Local);
             }
             if background.is_none() {
                 self.retrying.check(index.into())?;
@@ -480,10 +467,7 @@ where
             let (flight, waiter) = table.insert(index.into());
             (flight, waiter, Seats { _flight: seat, background: background.take() })
         };
-        let task = tokio::spawn(Arc::clone(self).fly(index, flight, seats, deadline));
-        if self.sabotage.has(Bug::DroppedReaderKillsFlight) {
-            waiter.kills = Some(task.abort_handle());
-        }
+        tokio::spawn(Arc::clone(self).fly(index, flight, seats, deadline));
         Ok(Boarding::Flight(waiter))
     }
 }

@@ -15,7 +15,7 @@ use burgeon_block::{
     Result,
 };
 use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, Source};
-use burgeon_volume::{Bug, Limits, VirtualArea};
+use burgeon_volume::{Limits, VirtualArea};
 use bytes::Bytes;
 use testkit::Rng;
 
@@ -78,22 +78,21 @@ impl BlockSource for OneFile {
     }
 }
 
-type SimArea = VirtualArea<OneFile, SimFile, SimLog, Option<Bug>>;
+type SimArea = VirtualArea<OneFile, SimFile, SimLog>;
 
 /// Lives of a machine that reads a mapped file, by seed. How many reads there were.
-pub fn simulate_mapped_file(seed: u64, bug: Option<Bug>) -> Result<u64, String> {
+pub fn simulate_mapped_file(seed: u64) -> Result<u64, String> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
         .build()
         .map_err(|error| format!("no runtime: {error}"))?;
-    let mut run = Run::new(seed, bug).map_err(|error| format!("seed {seed}: {error}"))?;
+    let mut run = Run::new(seed).map_err(|error| format!("seed {seed}: {error}"))?;
     runtime.block_on(run.all()).map_err(|error| format!("seed {seed}: {error}"))
 }
 
 struct Run {
     rng: Rng,
-    bug: Option<Bug>,
     file: OneFile,
     bytes: Vec<u8>,
     logs: [SimLog; 2],
@@ -104,7 +103,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(seed: u64, bug: Option<Bug>) -> Result<Self> {
+    fn new(seed: u64) -> Result<Self> {
         let mut rng = Rng::new(seed);
         let len = 1 + rng.below(300_000) as usize;
         let bytes = rng.bytes(len);
@@ -118,7 +117,7 @@ impl Run {
         let file = OneFile(Arc::new(Mutex::new((Mood::Honest, identity, bytes.clone()))));
         let disk = Disk::new(rng.bits(), BLOCK_SIZE);
         let (seen, durable) = Default::default();
-        Ok(Self { rng, bug, file, bytes, logs, disk, seen, durable })
+        Ok(Self { rng, file, bytes, logs, disk, seen, durable })
     }
 
     fn boot(&self) -> Result<Arc<SimArea>, String> {
@@ -126,7 +125,7 @@ impl Run {
         let limits = Limits { cpu_threads: 0, write_threads: 0, ..Limits::default() };
         let no_image = |_: &_| Err(Error::new(ErrorKind::NotFound, "there are no images"));
         let (file, disk) = (self.file.clone(), self.disk.file());
-        Ok(VirtualArea::with_sabotage(map, file, disk, Box::new(no_image), limits, self.bug))
+        Ok(VirtualArea::over_files(map, file, disk, Box::new(no_image), limits))
     }
 
     async fn all(&mut self) -> Result<u64, String> {

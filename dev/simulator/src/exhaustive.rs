@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use burgeon_volume::{Bug, Limits};
+use burgeon_volume::Limits;
 use testkit::Rng;
 
 use crate::{Crash, Disk, Model, disk::Faults, world::World};
@@ -23,14 +23,9 @@ pub struct Exhausted {
 /// each `k`; then starts again and reads with the power failing at write `j`, for each `j`; then
 /// proves that all is well. The image is `verified` by its source, or by its map. Each with several
 /// shares of surviving sectors.
-pub fn crash_at_every_write(
-    seed: u64,
-    chunks: usize,
-    verified: bool,
-    bug: Option<Bug>,
-) -> Result<Exhausted, String> {
+pub fn crash_at_every_write(seed: u64, chunks: usize, verified: bool) -> Result<Exhausted, String> {
     let model = Arc::new(Model::new(seed, seed, chunks, verified));
-    let scenario = Scenario { model, seed, bug };
+    let scenario = Scenario { model, seed };
     let writes = scenario.writes()?;
     let mut crashes = 0;
     for first in 0..writes {
@@ -48,7 +43,6 @@ pub fn crash_at_every_write(
 struct Scenario {
     model: Arc<Model>,
     seed: u64,
-    bug: Option<Bug>,
 }
 
 impl Scenario {
@@ -83,7 +77,7 @@ impl Scenario {
         runtime.block_on(async {
             let limits = Limits { cpu_threads: 0, write_threads: 0, ..Limits::default() };
             let mut rng = Rng::new(self.seed);
-            let mut world = World::boot(&self.model, disk, &limits, self.bug, &mut rng);
+            let mut world = World::boot(&self.model, disk, &limits, &mut rng);
             disk.set_faults(Faults { off_at_write, ..Faults::default() });
             let map = &self.model.map;
             for index in 0..map.chunk_count() {

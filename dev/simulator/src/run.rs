@@ -2,7 +2,7 @@
 
 use std::{fmt::Write, sync::Arc, time::Duration};
 
-use burgeon_volume::{Bug, Limits};
+use burgeon_volume::Limits;
 use testkit::Rng;
 use tokio::time::sleep;
 
@@ -21,10 +21,10 @@ pub struct Report {
     pub swaps: u64,
 }
 
-/// Runs the simulation of `seed` with a volume that has `bug`. The error says what promise was
+/// Runs the simulation of `seed`. The error says what promise was
 /// broken and by which operations.
-pub fn simulate(seed: u64, bug: Option<Bug>) -> Result<Report, String> {
-    let mut run = Run::new(seed, bug);
+pub fn simulate(seed: u64) -> Result<Report, String> {
+    let mut run = Run::new(seed);
     run.all()
         .map(|()| run.report)
         .map_err(|error| format!("seed {seed}: {error}\nafter these operations:\n{}", run.trace))
@@ -32,7 +32,6 @@ pub fn simulate(seed: u64, bug: Option<Bug>) -> Result<Report, String> {
 
 struct Run {
     rng: Rng,
-    bug: Option<Bug>,
     models: [Arc<Model>; 2],
     which: usize,
     disk: Disk,
@@ -42,7 +41,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(seed: u64, bug: Option<Bug>) -> Self {
+    fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let (shape, chunks) = (rng.bits(), 3 + rng.below(6) as usize);
         let verified = rng.below(4) == 0;
@@ -58,7 +57,7 @@ impl Run {
             ..Limits::default()
         };
         let (report, trace) = (Report::default(), String::new());
-        Self { rng, bug, models, which: 0, disk, limits, report, trace }
+        Self { rng, models, which: 0, disk, limits, report, trace }
     }
 
     fn note(&mut self, what: std::fmt::Arguments<'_>) {
@@ -83,7 +82,7 @@ impl Run {
             .map_err(|error| format!("no runtime: {error}"))?;
         runtime.block_on(async {
             let (model, disk) = (&self.models[self.which], &self.disk);
-            let mut world = World::boot(model, disk, &self.limits, self.bug, &mut self.rng);
+            let mut world = World::boot(model, disk, &self.limits, &mut self.rng);
             for _ in 0..self.rng.below(40) {
                 self.report.operations += 1;
                 self.operation(&mut world).await?;

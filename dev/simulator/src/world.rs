@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, Now};
-use burgeon_volume::{Bug, Fill, FillState, Follow, FollowState, Limits, Volume};
+use burgeon_volume::{Fill, FillState, Follow, FollowState, Limits, Volume};
 use testkit::Rng;
 use tokio::{
     task::JoinHandle,
@@ -12,7 +12,7 @@ use tokio::{
 
 use crate::{Disk, FaultySource, Model, Mood, SimFile, disk::Faults, model::range};
 
-pub(crate) type SimVolume = Volume<FaultySource, SimFile, Option<Bug>>;
+pub(crate) type SimVolume = Volume<FaultySource, SimFile>;
 
 /// No read takes longer: a dozen readers, one seat, 30 seconds each, and room.
 const READ_TIME_MAX: Duration = Duration::from_secs(3600);
@@ -36,17 +36,14 @@ pub(crate) struct World {
 
 impl World {
     /// Starts the machine: `model`'s image over whatever `disk` holds.
-    pub(crate) fn boot(
-        model: &Arc<Model>,
-        disk: &Disk,
-        limits: &Limits,
-        bug: Option<Bug>,
-        rng: &mut Rng,
-    ) -> Self {
+    pub(crate) fn boot(model: &Arc<Model>, disk: &Disk, limits: &Limits, rng: &mut Rng) -> Self {
         let source = FaultySource::new(rng.bits(), model);
         let map = Arc::clone(&model.map);
-        let files = (disk.file(), model.verified.then(|| disk.checksums()));
-        let volume = Volume::with_sabotage(map, source.clone(), files, limits.clone(), bug);
+        let (cache, limits) = (disk.file(), limits.clone());
+        let volume = match model.verified {
+            false => Volume::new(map, source.clone(), cache, limits.clone()),
+            true => Volume::unsummed(map, source.clone(), cache, disk.checksums(), limits.clone()),
+        };
         Self {
             // A good block may have lost its checksum.
             bad_at_start: match model.verified {
@@ -58,7 +55,7 @@ impl World {
             source,
             volume,
             counters: Arc::default(),
-            limits: limits.clone(),
+            limits,
             readers: Vec::new(),
             fill: None,
             follow: None,

@@ -9,7 +9,7 @@ const SEEDS: u64 = 2000;
 fn no_seed_breaks_the_promise() {
     let mut sum = Report::default();
     for seed in 0..seeds(SEEDS) {
-        let report = simulate(seed, None).unwrap_or_else(|error| panic!("{error}"));
+        let report = simulate(seed).unwrap_or_else(|error| panic!("{error}"));
         sum.operations += report.operations;
         sum.power_failures += report.power_failures;
         sum.kills += report.kills;
@@ -22,7 +22,7 @@ fn no_seed_breaks_the_promise() {
 #[test]
 fn the_same_seed_is_the_same_run() {
     for seed in 0..20 {
-        assert_eq!(simulate(seed, None), simulate(seed, None), "seed {seed}");
+        assert_eq!(simulate(seed), simulate(seed), "seed {seed}");
     }
 }
 
@@ -30,7 +30,7 @@ fn the_same_seed_is_the_same_run() {
 fn the_power_fails_at_every_write() {
     for seed in 0..seeds(4).min(16) {
         for verified in [false, true] {
-            let tried = crash_at_every_write(seed, 5, verified, None);
+            let tried = crash_at_every_write(seed, 5, verified);
             let tried = tried.unwrap_or_else(|error| panic!("{error}"));
             assert!(tried.writes >= 4, "{tried:?}");
             assert!(tried.crashes > tried.writes * tried.writes, "{tried:?}");

@@ -84,6 +84,11 @@ const ARROWS: &[(&str, &[&str])] = &[
             "burgeon-source",
         ],
     ),
+    ("buggy-volume", &["burgeon-block", "burgeon-image"]),
+    (
+        "buggy-simulator",
+        &["burgeon-block", "burgeon-btrfs", "burgeon-image", "buggy-volume", "testkit"],
+    ),
     (
         "simulator",
         &["burgeon-block", "burgeon-btrfs", "burgeon-image", "burgeon-volume", "testkit"],

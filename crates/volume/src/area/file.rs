@@ -12,7 +12,6 @@ use tokio::time::{Instant, timeout_at};
 
 use super::{VirtualArea, source_range};
 use crate::{
-    Bug, Sabotage,
     fetch::{Tries, check_len},
     flights::{Cost, Flight, Landed, Seats, Waiter},
     volume::part,
@@ -60,12 +59,11 @@ fn file_of(source: &Source) -> Result<(&ObjectId, &FileIdentity)> {
     }
 }
 
-impl<S, F, L, B> VirtualArea<S, F, L, B>
+impl<S, F, L> VirtualArea<S, F, L>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
     L: LogFile + 'static,
-    B: Sabotage + Clone,
 {
     /// Fills `out` from `offset` of a file on. Keeps up to `flights_per_read` chunks under way and
     /// waits for a seat only while it holds none.
@@ -157,7 +155,7 @@ where
         cost: &mut Cost,
     ) -> Result<Pages> {
         let (object, identity) = file_of(&chunk.source)?;
-        let mut tries = Tries::new(&self.limits, &self.sabotage, deadline);
+        let mut tries = Tries::new(&self.limits, deadline);
         loop {
             let answer = async {
                 let (now, bytes) = self.source.read_identified(object, chunk.range).await?;
@@ -197,7 +195,7 @@ where
         now: &FileIdentity,
         bytes: Bytes,
     ) -> Result<Pages> {
-        if then != now && !self.sabotage.has(Bug::AcceptOtherIdentity) {
+        if then != now {
             let why = difference(then, now);
             return Err(Error::new(
                 ErrorKind::Corrupt,
@@ -211,7 +209,7 @@ where
             pages.bytes_mut()[..bytes.len()].copy_from_slice(&bytes);
             // The chunk was found in the map, so there is one.
             if let Some(mapped) = this.mapped.get() {
-                mapped.first_seen.check(&this.sabotage, checksum, pages.bytes())?;
+                mapped.first_seen.check(checksum, pages.bytes())?;
             }
             Ok(pages)
         };

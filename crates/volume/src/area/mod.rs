@@ -38,7 +38,7 @@ use tokio::time::Instant;
 
 use self::mapped::{Mapped, MappedSlot};
 use crate::{
-    DirectFile, Limits, Sabotage, Sound, Volume,
+    DirectFile, Limits, Volume,
     fetch::{Tries, check_len},
     flights::{Cost, FlightTable},
     outage::Outage,
@@ -49,24 +49,22 @@ use crate::{
 };
 
 /// Finds the volume of the image with this manifest; it may wait for a disk.
-pub type OpenImage<S, F, B = Sound> =
-    Box<dyn Fn(&Digest) -> Result<Arc<Volume<S, F, B>>> + Send + Sync>;
+pub type OpenImage<S, F> = Box<dyn Fn(&Digest) -> Result<Arc<Volume<S, F>>> + Send + Sync>;
 
 /// Ranges of the lazy addresses of images.
-pub(crate) type Ranges<S, F, B> = Vec<(Arc<Volume<S, F, B>>, ByteRange)>;
+pub(crate) type Ranges<S, F> = Vec<(Arc<Volume<S, F>>, ByteRange)>;
 
-type Images<S, F, B> = HashMap<Digest, Arc<Volume<S, F, B>>>;
+type Images<S, F> = HashMap<Digest, Arc<Volume<S, F>>>;
 
 /// The lazy blocks of one mount to which content is mapped while it runs.
 ///
 /// `L` is what the map lies in. Each read brings the mount's [`Counters`], as for [`Volume`].
-pub struct VirtualArea<S, F, L = FileLog, B = Sound> {
+pub struct VirtualArea<S, F, L = FileLog> {
     mapped: MappedSlot<F, L>,
     source: S,
-    images: RwLock<Images<S, F, B>>,
-    open_image: Arc<OpenImage<S, F, B>>,
+    images: RwLock<Images<S, F>>,
+    open_image: Arc<OpenImage<S, F>>,
     limits: Limits,
-    sabotage: B,
     cpu: Pool,
     flights: FlightTable,
     seats: SeatPool,
@@ -108,7 +106,7 @@ pub struct AreaStatus {
     pub flights: usize,
 }
 
-impl<S, F, L, B> std::fmt::Debug for VirtualArea<S, F, L, B> {
+impl<S, F, L> std::fmt::Debug for VirtualArea<S, F, L> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("VirtualArea").finish_non_exhaustive()
     }
@@ -134,36 +132,33 @@ impl<S: BlockSource + 'static> VirtualArea<S, DirectFile> {
             Ok(Mapped { map, first_seen: FirstSeen::new(first_seen, 0) })
         };
         let mapped = MappedSlot::open(size, Box::new(open));
-        Self::over(mapped, source, open_image, limits, Sound)
+        Self::over(mapped, source, open_image, limits)
     }
 }
 
-impl<S, F, L, B> VirtualArea<S, F, L, B>
+impl<S, F, L> VirtualArea<S, F, L>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
     L: LogFile + 'static,
-    B: Sabotage + Clone,
 {
-    /// The same over any files, with a bug, for the simulation.
-    pub fn with_sabotage(
+    /// The same over any files, for the simulation.
+    pub fn over_files(
         map: ExtentMap<L>,
         source: S,
         first_seen: F,
-        open_image: OpenImage<S, F, B>,
+        open_image: OpenImage<S, F>,
         limits: Limits,
-        sabotage: B,
     ) -> Arc<Self> {
         let mapped = MappedSlot::of(Mapped { map, first_seen: FirstSeen::new(first_seen, 0) });
-        Self::over(mapped, source, open_image, limits, sabotage)
+        Self::over(mapped, source, open_image, limits)
     }
 
     fn over(
         mapped: MappedSlot<F, L>,
         source: S,
-        open_image: OpenImage<S, F, B>,
+        open_image: OpenImage<S, F>,
         limits: Limits,
-        sabotage: B,
     ) -> Arc<Self> {
         Arc::new(Self {
             mapped,
@@ -179,7 +174,6 @@ where
             changed_reads: Counter::default(),
             last: Mutex::default(),
             limits,
-            sabotage,
         })
     }
 
@@ -291,7 +285,7 @@ where
 
     /// Of `range`, what is of images: their volumes, and the ranges of their lazy addresses. What is
     /// not mapped, or of something else, is left out.
-    pub(crate) async fn of_images(&self, range: ByteRange) -> Result<Ranges<S, F, B>> {
+    pub(crate) async fn of_images(&self, range: ByteRange) -> Result<Ranges<S, F>> {
         let (mut found, mut at) = (Vec::new(), range.start());
         while at < range.end() {
             let extent = match self.mapped.map()?.find(at) {
@@ -355,7 +349,7 @@ where
         }
         let range = source_range(offset, out.len() as u64)?;
         let deadline = self.retrying.deadline(Instant::now());
-        let mut tries = Tries::new(&self.limits, &self.sabotage, deadline);
+        let mut tries = Tries::new(&self.limits, deadline);
         loop {
             let mut cost = Cost::default();
             let answer = async {
@@ -380,11 +374,11 @@ where
         }
     }
 
-    fn image_now(&self, digest: &Digest) -> Option<Arc<Volume<S, F, B>>> {
+    fn image_now(&self, digest: &Digest) -> Option<Arc<Volume<S, F>>> {
         self.images.read().unwrap_or_else(PoisonError::into_inner).get(digest).cloned()
     }
 
-    async fn image(&self, digest: &Digest) -> Result<Arc<Volume<S, F, B>>> {
+    async fn image(&self, digest: &Digest) -> Result<Arc<Volume<S, F>>> {
         if let Some(volume) = self.image_now(digest) {
             return Ok(volume);
         }
