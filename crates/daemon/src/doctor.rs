@@ -27,15 +27,25 @@ use rustix::{
 use serde::Serialize;
 
 use crate::{
-    host::{chain, system},
+    host::{
+        chain,
+        system::{self, module_is_there},
+    },
+    id::MountId,
     ipc::{
         client::Client,
         protocol::{MountStatus, Reply, Request, Status},
     },
     read_only,
-    state::{files, id::MountId, paths::StateDir, prepared, space, writes},
-    supervisor::{is_alive, mount_ids, read_record, remove_unused_loops},
-    transport::{self, Transport},
+    state::{
+        files,
+        paths::StateDir,
+        prepared,
+        record::{Transport, mount_ids, read_record},
+        space, writes,
+    },
+    supervisor::{is_alive, remove_unused_loops},
+    transport,
 };
 
 /// The oldest kernel that everything here was measured on.
@@ -184,14 +194,6 @@ fn file_system(subject: &str, name: &str) -> Finding {
         "not known to the kernel",
         "take a kernel that has it, as those of the distributions do",
     )
-}
-
-/// Whether the kernel has the module `name`, loaded or not.
-pub(crate) fn module_is_there(name: &str) -> bool {
-    let path = format!("/lib/modules/{}/modules.dep", system::kernel_release());
-    let modules = fs::read_to_string(path).unwrap_or_default();
-    let file = format!("/{name}.ko");
-    modules.lines().any(|line| line.split(':').next().is_some_and(|module| module.contains(&file)))
 }
 
 /// What the kernel lacks for the faster transport.

@@ -10,12 +10,13 @@
 //! The rooms; `tests/rooms.rs` holds the arrows:
 //!
 //! ```text
-//!   doctor, orphan, start, upgrade      what a command does without, or to, the daemon
-//!   supervisor         server           the two processes
-//!            ╲         ╱
-//!                ipc                    messages between processes, and how they travel
-//!               state                   what lies in the state directory, each with its own format
-//!               host                    what this machine is and has
+//!   doctor, orphan, upgrade, read_only      what commands do to the daemon, or without it
+//!   supervisor              server          the two processes that live long
+//!   prepare, start            │             the process that prepares an image; starting the daemon
+//!   roles, transport ◄────────┘             what a process gives up; how the kernel reaches data
+//!   ipc                                     messages between processes, and how they travel
+//!   state                                   what lies in the state directory, in its own formats
+//!   host, id                                what this machine is and has; identities
 //! ```
 //!
 //! Invariants, and the tests that hold them (`crates/cli/tests`):
@@ -28,8 +29,10 @@
 mod log;
 pub mod doctor;
 mod host;
+mod id;
 mod ipc;
 pub mod orphan;
+mod prepare;
 pub mod read_only;
 pub mod roles;
 mod server;
@@ -47,15 +50,16 @@ pub use host::{
     mountinfo,
     signals::{TerminationSignals, block_termination},
 };
+pub use id::{Fsid, MountId};
 pub use ipc::{client::Client, protocol};
 pub(crate) use log::log_line;
+pub use prepare::{make_ready, prepare_process};
 pub use server::serve_forever;
 pub use start::UNIT_PROPERTIES;
 pub use state::{
     built::{honoured, remember_built},
-    id::{Fsid, MountId},
+    gc::sweep,
     paths::StateDir,
-    prepared::{make_ready, prepare_process, sweep},
     profile::{forget_profile, keep_profile, kept_profile, kept_profiles, read_profile},
     roots,
     seen::Seen,

@@ -17,14 +17,14 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
-    ipc::protocol::WritesState,
+    id::Fsid,
     state::{
         files::{self, Lock},
-        id::Fsid,
         paths::StateDir,
+        record::{MountRecord, WritesState, mount_ids, read_record},
         spare,
     },
-    supervisor::{MountRecord, await_loops, forget_loops, is_alive, mount_ids, read_record},
+    supervisor::{await_loops, forget_loops, is_alive},
     transport,
 };
 

@@ -20,8 +20,9 @@ use std::{
 
 use crate::{
     host::mountinfo,
-    ipc::protocol::{MountStatus, Status, WritesState},
-    state::id::Fsid,
+    id::Fsid,
+    ipc::protocol::{MountStatus, Status},
+    state::record::WritesState,
 };
 
 /// Whether the file system on a device, such as `loop7`, is read-only.

@@ -15,8 +15,8 @@ use burgeon_source::{
 
 use crate::{
     host::{harden, system},
-    state::paths::StateDir,
-    transport::{self, Transport},
+    state::{paths::StateDir, record::Transport},
+    transport,
 };
 
 /// It fetches a manifest from `store`, decodes it, and writes what a mount needs into `folder`.

@@ -53,19 +53,20 @@ use self::{
 };
 use crate::{
     host::harden,
+    id::MountId,
     ipc::{
         client::{Client, socket_path},
-        link::{Attach, FromServer, ToServer},
+        link::{FromServer, ToServer},
         protocol::{Reply, Request},
         wire,
     },
     roles::{self, ServingIo},
     state::{
         files::{self, Lock},
-        id::MountId,
         paths::StateDir,
+        record::{Attach, Transport},
     },
-    transport::{self, Transport},
+    transport,
 };
 
 /// Threads of the runtime that fetches. Fetching is waiting; two also keep a quick store busy.

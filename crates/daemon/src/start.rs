@@ -10,7 +10,7 @@
 use std::{
     fs::OpenOptions,
     io::Read,
-    os::unix::{fs::OpenOptionsExt, process::CommandExt},
+    os::unix::fs::OpenOptionsExt,
     path::Path,
     process::{Command, Stdio},
 };
@@ -18,7 +18,8 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
-    ipc::protocol::Failure,
+    host::program::this_program,
+    ipc::{client::Client, protocol::Failure},
     state::{
         files::{self, Lock},
         paths::StateDir,
@@ -46,6 +47,25 @@ pub(crate) fn start(state: &StateDir) -> Result<()> {
         return start_unit(state);
     }
     start_process(state, START_TRIES)
+}
+
+impl Client {
+    /// Connects, starting a daemon first where none runs.
+    pub fn connect_or_start(state: &StateDir) -> Result<Self> {
+        if let Some(client) = Self::connect(state)? {
+            return Ok(client);
+        }
+        start(state)?;
+        Self::connect(state)?.ok_or_else(|| {
+            Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "the daemon was started and is gone again: see {} or `journalctl -u burgeon`",
+                    state.log_file().display()
+                ),
+            )
+        })
+    }
 }
 
 fn start_process(state: &StateDir, tries: u32) -> Result<()> {
@@ -83,14 +103,6 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
     }
 }
 
-/// This very program, also when its file has been replaced, to run as `verb`. It shows as
-/// `burgeon` in lists of processes.
-pub(crate) fn this_program(verb: &str) -> Command {
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("burgeon").arg(verb);
-    command
-}
-
 /// Begins a new log when the old one is long; the one before is kept.
 fn keep_log_short(state: &StateDir) -> Result<()> {
     let log = state.log_file();
@@ -108,7 +120,7 @@ fn wait_for_the_other(mut child: std::process::Child, state: &StateDir, tries: u
     let _ = child.wait();
     let rounds = if tries > 0 { 100 } else { 0 };
     for _ in 0..rounds {
-        if crate::ipc::client::Client::connect(state)?.is_some() {
+        if Client::connect(state)?.is_some() {
             return Ok(());
         }
         if Lock::try_take(&state.lock_file())?.is_some() {

@@ -21,49 +21,16 @@ use burgeon_frontend::{
     Connection, btrfs_mount,
     ublk::{self, Control, Queues},
 };
-use serde::{Deserialize, Serialize};
 
 use crate::{
-    doctor::module_is_there, host::system, ipc::protocol::TransportRequest, state::id::MountId,
+    host::system::{self, module_is_there},
+    id::MountId,
+    ipc::protocol::TransportRequest,
+    state::record::Transport,
 };
 
 /// The upper half of what a ublk device of ours carries; the lower one is the mount's id.
 const OWNER_MAGIC: u64 = 0x4275_7267 << 32;
-
-/// What a mount has; `mount.json` of versions before ublk has none.
-#[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[serde(tag = "kind", rename_all = "kebab-case")]
-pub(crate) enum Transport {
-    #[default]
-    Fuse,
-    Rings {
-        /// The number of the FUSE connection, by which it is aborted.
-        connection: u32,
-    },
-    Ublk {
-        /// `N` of `/dev/ublkbN`.
-        number: u32,
-    },
-}
-
-impl Transport {
-    /// The number of its ublk device, if it has one.
-    pub(crate) fn device(self) -> Option<u32> {
-        match self {
-            Self::Ublk { number } => Some(number),
-            Self::Fuse | Self::Rings { .. } => None,
-        }
-    }
-
-    /// For people.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Fuse => "FUSE file + loop",
-            Self::Rings { .. } => "FUSE file over io_uring + loop",
-            Self::Ublk { .. } => "ublk",
-        }
-    }
-}
 
 /// What the user wants.
 #[derive(Clone, Copy)]

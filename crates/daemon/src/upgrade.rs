@@ -28,8 +28,7 @@ use crate::{
         client::Client,
         protocol::{Reply, Request, Status},
     },
-    state::paths::StateDir,
-    transport::Transport,
+    state::{paths::StateDir, record::Transport},
 };
 
 /// How long the old supervisor may take to die, and systemd to start the unit again: a hundred times

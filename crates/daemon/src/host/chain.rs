@@ -22,7 +22,7 @@ use burgeon_source::beneath::link_to;
 
 use crate::{
     host::mountinfo,
-    state::id::{Fsid, MountId},
+    id::{Fsid, MountId},
 };
 
 /// Deepest nesting that is followed. A chain that is deeper is refused, too.

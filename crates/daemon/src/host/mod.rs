@@ -7,5 +7,6 @@ pub(crate) mod chain;
 pub(crate) mod harden;
 pub mod mountinfo;
 pub(crate) mod namespace;
+pub(crate) mod program;
 pub(crate) mod signals;
 pub(crate) mod system;

@@ -44,6 +44,14 @@ fn parse(release: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
+/// Whether the kernel has the module `name`, loaded or not.
+pub(crate) fn module_is_there(name: &str) -> bool {
+    let path = format!("/lib/modules/{}/modules.dep", kernel_release());
+    let modules = std::fs::read_to_string(path).unwrap_or_default();
+    let file = format!("/{name}.ko");
+    modules.lines().any(|line| line.split(':').next().is_some_and(|module| module.contains(&file)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::{judge_rings, parse};

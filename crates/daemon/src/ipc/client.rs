@@ -21,7 +21,6 @@ use crate::{
         protocol::{Reply, Request, Status},
         wire,
     },
-    start,
     state::paths::StateDir,
 };
 
@@ -70,23 +69,6 @@ impl Client {
                 Err(e) => return Err(e),
             }
         }
-    }
-
-    /// Connects, starting a daemon first where none runs.
-    pub fn connect_or_start(state: &StateDir) -> Result<Self> {
-        if let Some(client) = Self::connect(state)? {
-            return Ok(client);
-        }
-        start::start(state)?;
-        Self::connect(state)?.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Unavailable,
-                format!(
-                    "the daemon was started and is gone again: see {} or `journalctl -u burgeon`",
-                    state.log_file().display()
-                ),
-            )
-        })
     }
 
     /// Asks and waits for the answer. A [`Reply::Failed`] comes back as the error it was.

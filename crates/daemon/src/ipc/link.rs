@@ -30,9 +30,9 @@ use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    ipc::protocol::{AreaStatus, CacheStatus, DigestText, Failure, FillStatus, ProfileStatus},
-    state::id::{Fsid, MountId},
-    transport::Transport,
+    id::MountId,
+    ipc::protocol::{AreaStatus, CacheStatus, Failure, FillStatus, ProfileStatus},
+    state::record::{Attach, ProfileSource, Transport},
 };
 
 /// From the supervisor to the server.
@@ -121,53 +121,6 @@ pub(crate) struct Warm {
     pub(crate) store: Location,
     pub(crate) references: bool,
     pub(crate) profile: ProfileSource,
-}
-
-/// Everything the server needs to know about a mount.
-#[derive(Serialize, Deserialize, Debug, Clone)]
-pub(crate) struct Attach {
-    pub(crate) id: MountId,
-    /// The folder with `map` and `seed.info`: of the prepared image or of the named writes.
-    pub(crate) seed: PathBuf,
-    /// The cache file, shared by all mounts of the image.
-    pub(crate) cache: PathBuf,
-    /// Where the chunks are.
-    pub(crate) store: Location,
-    /// Whether objects outside the store may be opened.
-    pub(crate) references: bool,
-    /// The fsid of the mount's seed.
-    pub(crate) fsid: Fsid,
-    /// Whether to fetch everything in the background.
-    pub(crate) fill: bool,
-    /// How the kernel's reads come.
-    #[serde(default)]
-    pub(crate) transport: Transport,
-    /// The folder with the map of the virtual area, if there is one.
-    #[serde(default)]
-    pub(crate) area: Option<PathBuf>,
-    /// The most that may be fetched for this mount, in bytes.
-    #[serde(default)]
-    pub(crate) fetch_limit: Option<u64>,
-    /// What to bring first, if anything.
-    #[serde(default)]
-    pub(crate) profile: Option<ProfileSource>,
-    /// The file that says what is pinned, if anything is.
-    #[serde(default)]
-    pub(crate) pins: PathBuf,
-}
-
-/// Where to look for an image's profile.
-#[derive(Serialize, Deserialize, Debug, Clone)]
-pub(crate) struct ProfileSource {
-    /// The image.
-    pub(crate) image: DigestText,
-    /// A local file.
-    pub(crate) file: PathBuf,
-    /// Whether it may lie in the store instead, or nowhere.
-    pub(crate) auto: bool,
-    /// What the store had, if it has been asked.
-    #[serde(default)]
-    pub(crate) stored: Option<PathBuf>,
 }
 
 /// What the server knows of a mount beyond its counters.

@@ -5,23 +5,26 @@
 //! detached mount as a descriptor; whoever closes it without having moved it into place has
 //! unmounted it.
 
-mod attributes;
 mod status;
 
 use std::path::PathBuf;
 
-use burgeon_block::{Digest, Error, ErrorKind};
+use burgeon_block::{Error, ErrorKind};
 use burgeon_source::{Access, Location};
 use serde::{Deserialize, Serialize};
 
-pub use self::{
-    attributes::{AccessTimes, AttributesRequest, MountAttributes, OtherAttributes},
-    status::{
-        AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
-        ReadStatus, Status,
+pub use self::status::{
+    AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
+    ReadStatus, Status,
+};
+pub use crate::{
+    id::DigestText,
+    state::{
+        attributes::{AccessTimes, AttributesRequest, MountAttributes, OtherAttributes},
+        record::{SproutState, WritesState},
     },
 };
-use crate::state::{id::MountId, seen::Seen};
+use crate::{id::MountId, state::seen::Seen};
 
 /// What a client asks for.
 #[derive(Serialize, Deserialize, Debug)]
@@ -384,56 +387,6 @@ pub struct Mounted {
     pub attributes: MountAttributes,
     /// What the user should know, in sentences.
     pub notes: Vec<String>,
-}
-
-/// Where the writes of a mount go.
-#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
-#[serde(tag = "kind", rename_all = "kebab-case")]
-pub enum WritesState {
-    /// There are none.
-    ReadOnly,
-    /// To a sprout.
-    Sprout(SproutState),
-}
-
-/// A sprout in use.
-#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
-pub struct SproutState {
-    /// Its name, or `None` if it is discarded at umount.
-    pub name: Option<String>,
-    /// The file or device.
-    pub path: PathBuf,
-    /// The size that it may have, in bytes.
-    pub limit: u64,
-    /// Bytes of it that are reserved: less than `limit` only when it grows.
-    pub reserved: u64,
-    /// Whether it grows, as it is written to.
-    pub thin: bool,
-}
-
-/// A digest as text in JSON.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct DigestText(pub Digest);
-
-impl From<Digest> for DigestText {
-    fn from(digest: Digest) -> Self {
-        Self(digest)
-    }
-}
-
-impl TryFrom<String> for DigestText {
-    type Error = Error;
-
-    fn try_from(text: String) -> Result<Self, Error> {
-        text.parse().map(Self)
-    }
-}
-
-impl From<DigestText> for String {
-    fn from(digest: DigestText) -> Self {
-        digest.0.to_string()
-    }
 }
 
 #[cfg(test)]

@@ -18,11 +18,12 @@ use super::{
     volumes::{ImageVolume, Origin},
 };
 use crate::{
+    id::MountId,
     ipc::{
-        link::{ProfileSource, Warm},
+        link::Warm,
         protocol::{FillStatus, OVER_LIMIT, ProfileStatus},
     },
-    state::{access, id::MountId, profile},
+    state::{access, profile, record::ProfileSource},
 };
 
 /// How far a mount is with its profile.

@@ -27,9 +27,13 @@ use super::{
     volumes::{Device, ImageVolume, Origin},
 };
 use crate::{
-    ipc::link::{Attach, FromServer, sort_descriptors},
-    state::{access, files, id::MountId, pins::Pins},
-    transport::Transport,
+    id::MountId,
+    ipc::link::{FromServer, sort_descriptors},
+    state::{
+        access, files,
+        pins::Pins,
+        record::{Attach, Transport},
+    },
 };
 
 /// What is to be done for a mount.

@@ -4,7 +4,7 @@
 use burgeon_block::{BlockDevice, Error, ErrorKind, Now, Result, Shape};
 use burgeon_frontend::ublk::Control;
 
-use crate::{ipc::link::Attach, transport::Transport};
+use crate::state::record::{Attach, Transport};
 
 /// A device none of whose blocks can be read.
 pub(super) struct Refusing {

@@ -23,8 +23,9 @@ use burgeon_volume::{DirectFile, LazyDevice, SEEN_LEN, VirtualArea, Volume};
 
 use super::{Serving, SharedCounters, lock, mounts::Mount};
 use crate::{
-    ipc::link::{Attach, Warm},
-    state::{access, files, id::MountId, images, prepared},
+    id::MountId,
+    ipc::link::Warm,
+    state::{access, files, images, record::Attach},
 };
 
 pub(super) type ImageVolume = Volume<Objects, DirectFile>;
@@ -181,7 +182,7 @@ impl Serving {
     fn mapped_image(&self, id: MountId, area: &Path, digest: &Digest) -> Result<Arc<ImageVolume>> {
         let image = images::find(&self.state, area, digest)?;
         let folder = self.state.image(digest);
-        prepared::make_folder(&folder)?;
+        files::make_folder(&folder)?;
         // Asked now: it may have been mapped with more than what was known when it was mounted.
         let access = access::kept(&self.state.mount(id))?.for_location(&image.store);
         let own = image.store.folder() == Some(&*self.state.store());

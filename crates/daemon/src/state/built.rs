@@ -21,9 +21,10 @@ use burgeon_image::build::Honours;
 use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    ipc::protocol::{AttributesRequest, MountAttributes},
-    state::{files, paths::StateDir},
+use crate::state::{
+    attributes::{AttributesRequest, MountAttributes},
+    files,
+    paths::StateDir,
 };
 
 /// The version of [`Record`] that this program writes and reads.
@@ -106,7 +107,7 @@ mod tests {
     use burgeon_image::build::Honours;
 
     use super::{attributes, honoured, remember_built, sweep};
-    use crate::{ipc::protocol::AttributesRequest, state::paths::StateDir};
+    use crate::state::{attributes::AttributesRequest, paths::StateDir};
 
     const NOTHING: Honours = Honours { suid: false, dev: false };
 

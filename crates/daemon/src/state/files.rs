@@ -151,6 +151,16 @@ fn open_lock(path: &Path) -> Result<File> {
         .map_err(|e| Error::io(format!("cannot open the lock {}", path.display()), e))
 }
 
+/// Makes a private folder where there is none.
+pub(crate) fn make_folder(path: &Path) -> Result<()> {
+    match fs::create_dir(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => {
+            Err(Error::io(format!("cannot make {}", path.display()), e))
+        }
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use burgeon_block::ErrorKind;

@@ -15,16 +15,18 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
-use burgeon_image::{AddressMap, ExtentMap};
-use burgeon_source::{Access, Location, Store};
+use burgeon_block::{Digest, Error, ErrorKind, Result};
+use burgeon_image::ExtentMap;
+use burgeon_source::{Access, Location};
 use serde::{Deserialize, Serialize};
 
-use crate::state::{
-    files::{self, Lock},
+use crate::{
     id::MountId,
-    paths::StateDir,
-    prepared, roots,
+    state::{
+        access,
+        files::{self, Lock},
+        paths::StateDir,
+    },
 };
 
 /// The version of [`Record`] that this program writes and reads.
@@ -55,42 +57,37 @@ fn folder(area: &Path) -> PathBuf {
     area.join("images")
 }
 
-/// Keeps what it takes to read the image `digest` with `area`, durably. Returns its lazy data, and
-/// a sentence if its store cannot be told that it is needed.
-pub(crate) fn keep(
+/// The folder of an image that is being mapped.
+pub(crate) struct Added {
+    pub(crate) folder: PathBuf,
+    /// Where the image's chunks are.
+    pub(crate) store: Location,
+    /// Two clients may map one image at once.
+    _lock: Lock,
+}
+
+/// Records durably that the image `digest` of `store` is mapped into `area`. Its address map comes next, and
+/// is the caller's to make.
+pub(crate) fn add(
     state: &StateDir,
     area: &Path,
     store: Option<&Location>,
-    access: &Access,
     digest: &Digest,
-) -> Result<(ByteRange, Option<String>)> {
+) -> Result<Added> {
     let all = folder(area);
     let own = all.join(digest.to_string());
-    prepared::make_folder(&all)?;
-    // Two clients may map one image at once.
-    let _lock = Lock::take(&all.join("lock"))?;
+    files::make_folder(&all)?;
+    let lock = Lock::take(&all.join("lock"))?;
     if !own.exists() && list(state, area)?.len() >= IMAGES_MAX {
         let message = format!("more than {IMAGES_MAX} images cannot be mapped into one mount");
         return Err(Error::new(ErrorKind::NoSpace, message));
     }
-    prepared::make_folder(&own)?;
+    files::make_folder(&own)?;
     files::sync_parent(&all)?;
     files::sync_parent(&own)?;
     let record = Record { format: FORMAT, store: store.cloned() };
     files::publish_json(&own.join("image.json"), &record)?;
-    let store = location(state, record.store);
-    let note = roots::announce(state, &Store::open(&store, access)?, digest)?;
-    let path = own.join("map");
-    let whole = |map: AddressMap| map.verify().map(|()| map.data_range());
-    let range = match AddressMap::open(&path).and_then(whole) {
-        Ok(range) => range,
-        // There is none yet, or it is damaged.
-        Err(_) => {
-            prepared::keep_map(state, &store, access, *digest, &own)?;
-            AddressMap::open(&path).and_then(whole)?
-        }
-    };
-    Ok((range, note))
+    Ok(Added { folder: own, store: location(state, record.store), _lock: lock })
 }
 
 /// The image `digest` of `area`.
@@ -179,7 +176,7 @@ pub(crate) fn keep_access(
     access: &Access,
 ) -> Result<()> {
     for image in list(state, area)? {
-        crate::state::access::add(&state.mount(id), &image.store, access)?;
+        access::add(&state.mount(id), &image.store, access)?;
     }
     Ok(())
 }

@@ -6,17 +6,18 @@
 //! process takes the lock that a record names before it changes it.
 
 pub(crate) mod access;
+pub(crate) mod attributes;
 pub(crate) mod built;
 pub(crate) mod files;
-pub(crate) mod id;
+pub(crate) mod gc;
 pub(crate) mod images;
 pub(crate) mod paths;
 pub(crate) mod pins;
 pub(crate) mod prepared;
 pub(crate) mod profile;
+pub(crate) mod record;
 pub mod roots;
 pub(crate) mod seen;
 pub(crate) mod space;
 pub(crate) mod spare;
-pub(crate) mod sprout;
 pub mod writes;

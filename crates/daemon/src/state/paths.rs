@@ -27,7 +27,7 @@ use burgeon_block::{Digest, Error, ErrorKind, Result};
 use burgeon_source::beneath::link_to;
 use rustix::fs::OFlags;
 
-use crate::state::id::MountId;
+use crate::id::MountId;
 
 /// A state directory and the places in it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -18,10 +18,9 @@ use burgeon_source::{Location, Store};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    ipc::protocol::DigestText,
+    id::{DigestText, MountId},
     state::{
         files::{self, Lock},
-        id::MountId,
         images,
         paths::StateDir,
         writes,
@@ -197,8 +196,8 @@ mod tests {
 
     use super::{Needs, refresh};
     use crate::{
-        ipc::protocol::DigestText,
-        state::{files, id::MountId, paths::StateDir},
+        id::{DigestText, MountId},
+        state::{files, paths::StateDir},
     };
 
     #[test]

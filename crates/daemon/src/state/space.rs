@@ -14,7 +14,7 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use rustix::fs::{FallocateFlags, IFlags, fallocate, fstatvfs, ioctl_getflags, ioctl_setflags};
 
-use crate::state::id::Fsid;
+use crate::id::Fsid;
 
 /// The default for `--write-limit`: at most this…
 pub(crate) const LIMIT_DEFAULT_MAX: u64 = 10 << 30;

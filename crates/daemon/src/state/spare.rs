@@ -18,10 +18,11 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind};
 
-use crate::{
-    ipc::protocol::WritesState,
-    state::{files, paths::StateDir, space, writes},
-    supervisor::MountRecord,
+use crate::state::{
+    files,
+    paths::StateDir,
+    record::{MountRecord, WritesState},
+    space, writes,
 };
 
 /// A mount makes a folder, two records (each twice, for a moment), a cache file and perhaps the

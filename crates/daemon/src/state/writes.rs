@@ -27,10 +27,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     host::chain,
-    ipc::protocol::DigestText,
+    id::{DigestText, Fsid},
     state::{
         files::{self, Lock},
-        id::Fsid,
         paths::StateDir,
         space,
     },
@@ -324,8 +323,8 @@ pub(crate) mod tests {
         refuse_device_in_use, refuse_lost_record, remove,
     };
     use crate::{
-        ipc::protocol::DigestText,
-        state::{id::Fsid, paths::StateDir},
+        id::{DigestText, Fsid},
+        state::paths::StateDir,
     };
 
     pub(crate) fn record(name: &str) -> Record {

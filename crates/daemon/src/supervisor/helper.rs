@@ -37,9 +37,8 @@ use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    host::signals,
+    host::{program::this_program, signals},
     ipc::{protocol::Failure, wire},
-    start::this_program,
     state::paths::StateDir,
     supervisor::{
         exchange::{self, Exchange},

@@ -22,18 +22,23 @@ use std::{
 use burgeon_block::{ByteRange, Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_btrfs::VIRTUAL_FILE;
 use burgeon_frontend::btrfs_mount::{self, Btrfs};
-use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, MappingInfo, Source};
+use burgeon_image::{AddressMap, Content, ExtentMap, ExtentWriter, Mapping, MappingInfo, Source};
 use burgeon_source::{
-    Access, Location, Reference,
+    Access, Location, Reference, Store,
     beneath::{open_beneath, open_without_symlinks},
 };
 use rustix::fs::OFlags;
 
-use super::{Supervisor, revive::writable_device, table::MountRecord};
+use super::{Supervisor, revive::writable_device};
 use crate::{
     host::chain,
+    id::MountId,
     ipc::protocol::{CONTENTS_MAX, MapContent, MapRequest, MappingStatus, Reply},
-    state::{access, files::Lock, id::MountId, images, paths::StateDir, pins::Pins, seen::Seen},
+    prepare,
+    state::{
+        access, files::Lock, images, paths::StateDir, pins::Pins, record::MountRecord, roots,
+        seen::Seen,
+    },
 };
 
 /// The private subvolume that holds all others.
@@ -282,7 +287,7 @@ impl Sources<'_> {
             access = Access::from_env();
         }
         access::add(&self.state.mount(self.request.id), &own, &access)?;
-        let (data, note) = images::keep(self.state, self.area, store, &access, digest)?;
+        let (data, note) = keep_image(self.state, self.area, store, &access, digest)?;
         self.notes.extend(note);
         if data.len() == len {
             return Ok(Source::Image(*digest));
@@ -295,4 +300,28 @@ impl Sources<'_> {
 fn status(info: MappingInfo) -> MappingStatus {
     let MappingInfo { label, origin, range, len, extents } = info;
     MappingStatus { label, origin, start: range.start(), len, extents }
+}
+
+/// Keeps what it takes to read the image `digest` with `area`, durably. Returns its lazy data, and
+/// a sentence if its store cannot be told that it is needed.
+fn keep_image(
+    state: &StateDir,
+    area: &Path,
+    store: Option<&Location>,
+    access: &Access,
+    digest: &Digest,
+) -> Result<(ByteRange, Option<String>)> {
+    let image = images::add(state, area, store, digest)?;
+    let note = roots::announce(state, &Store::open(&image.store, access)?, digest)?;
+    let path = image.folder.join("map");
+    let whole = |map: AddressMap| map.verify().map(|()| map.data_range());
+    let range = match AddressMap::open(&path).and_then(whole) {
+        Ok(range) => range,
+        // There is none yet, or it is damaged.
+        Err(_) => {
+            prepare::keep_map(state, &image.store, access, *digest, &image.folder)?;
+            AddressMap::open(&path).and_then(whole)?
+        }
+    };
+    Ok((range, note))
 }

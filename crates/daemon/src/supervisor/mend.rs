@@ -11,11 +11,8 @@
 
 use std::{sync::Arc, thread, time::Duration};
 
-use super::{
-    Supervisor,
-    table::{MountRecord, Serving},
-};
-use crate::state::{id::MountId, prepared};
+use super::{Supervisor, table::Serving};
+use crate::{id::MountId, prepare, state::record::MountRecord};
 
 /// The pause after the first try; it doubles up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_millis(100);
@@ -44,7 +41,7 @@ impl Supervisor {
     fn mend(&self, id: MountId) {
         let (mut pause, mut said) = (PAUSE_MIN, String::new());
         while let Some(record) = self.to_mend(id) {
-            match prepared::mend(&self.state, &record) {
+            match prepare::mend(&self.state, &record) {
                 Ok(true) => log!(
                     "mount {id}: the files it is served from were damaged, and have been made again"
                 ),

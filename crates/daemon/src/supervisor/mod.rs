@@ -23,7 +23,9 @@ mod keeper;
 mod map;
 mod mend;
 mod mount;
+mod plan;
 pub(crate) mod plumbing;
+mod profile;
 mod record;
 mod recover;
 mod release;
@@ -55,10 +57,9 @@ use crate::{
     transport,
 };
 
-pub(crate) use recover::{is_alive, mount_ids, read_record};
+pub(crate) use recover::is_alive;
 pub(crate) use release::{await_loops, forget_loops, remove_unused_loops};
 use table::Table;
-pub(crate) use table::{Growth, MountRecord};
 pub(crate) use thin::growth;
 
 /// How often a mount that cannot be served again is looked at, to clear up once it is unmounted.

@@ -24,25 +24,28 @@ use burgeon_source::{Access, Location};
 
 use super::{
     Supervisor,
-    table::{Entry, MOUNT_FORMAT, MountRecord, Recording, Serving},
+    table::{Entry, Recording, Serving},
 };
 use crate::{
     host::chain,
+    id::MountId,
     ipc::{
-        link::{Attach, ToServer, Warm},
+        link::{ToServer, Warm},
         protocol::{MountRequest, Mounted},
     },
+    prepare::mend,
     state::{
-        access, built, files,
-        id::MountId,
-        images,
-        prepared::{self, mend},
-        profile::{self, Fetching},
-        spare,
-        sprout::Plan,
-        writes,
+        access, built,
+        files::{self, make_folder},
+        images, prepared,
+        record::{Attach, MOUNT_FORMAT, MountRecord},
+        spare, writes,
     },
-    supervisor::plumbing,
+    supervisor::{
+        plan::Plan,
+        plumbing,
+        profile::{self, Fetching},
+    },
     transport::{Channel, Wanted},
 };
 
@@ -140,7 +143,7 @@ impl Supervisor {
         let folder = self.state.mount(id);
         let (access, cache) = (&request.access, self.state.image(&image));
         let ready = access::keep(&folder, store, access)
-            .and_then(|()| prepared::make_folder(&cache))
+            .and_then(|()| make_folder(&cache))
             .and_then(|()| profile::source(&self.state, &request.profile, image, &folder));
         let Ok(Some(profile)) = ready else { return };
         let Ok(profile) = fetching.arrived(profile, &folder) else { return };
@@ -163,7 +166,7 @@ impl Supervisor {
         let folder = self.state.mount(id);
         let base = &plan.base;
         let cache = self.state.image(&base.digest);
-        prepared::make_folder(&cache)?;
+        make_folder(&cache)?;
         let profile = profile::source(&self.state, &request.profile, base.digest, &folder)?;
         plan.reserve(&self.state)?;
         if let Some(name) = request.writes.name() {

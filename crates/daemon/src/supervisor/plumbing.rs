@@ -25,16 +25,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     host::chain,
-    ipc::protocol::MountAttributes,
+    id::{Fsid, MountId},
     state::{
-        id::{Fsid, MountId},
+        attributes::MountAttributes,
         paths::StateDir,
-        sprout::Plan,
+        record::Growth,
         writes::{self, Record},
     },
     supervisor::{
-        Growth, growth,
+        growth,
         helper::{self, Outcome, Task},
+        plan::Plan,
     },
     transport::Channel,
 };

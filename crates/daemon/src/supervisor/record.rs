@@ -11,7 +11,7 @@ use std::{fs::File, time::Duration};
 use burgeon_block::{Error, ErrorKind, Result};
 
 use super::{Supervisor, table::Recording};
-use crate::{ipc::link::ToServer, state::id::MountId};
+use crate::{id::MountId, ipc::link::ToServer};
 
 /// How long the server may take to begin or end: it writes one file.
 const ANSWER_MAX: Duration = Duration::from_secs(60);

@@ -7,19 +7,24 @@
 //! | | … or, over ublk, whose readers wait | the next server takes the device over |
 //! | the machine | folders of mounts that are gone | they are taken away; named writes are elsewhere |
 
-use std::{collections::BTreeMap, fs, os::fd::OwnedFd, path::Path, sync::Arc, thread};
+use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc, thread};
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{ErrorKind, Result};
 use burgeon_frontend::Slots;
 
 use super::{
     LOST_INTERVAL, Supervisor, keeper,
-    table::{Entry, MOUNT_FORMAT, MountRecord, Recording, Serving},
+    table::{Entry, Recording, Serving},
 };
 use crate::{
     host::chain,
-    ipc::protocol::WritesState,
-    state::{files, id::MountId, paths::StateDir, spare, writes},
+    id::MountId,
+    state::{
+        files,
+        paths::StateDir,
+        record::{MountRecord, WritesState, mount_ids, read_record},
+        spare, writes,
+    },
     transport,
 };
 
@@ -131,24 +136,6 @@ fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
     if let Err(e) = files::remove_folder(&state.mount(id)) {
         log!("cannot clear up after mount {id}: {e}");
     }
-}
-
-/// The mounts that have a folder.
-pub(crate) fn mount_ids(state: &StateDir) -> Vec<MountId> {
-    let entries = fs::read_dir(state.mounts()).into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
-}
-
-/// The record of a mount; `UnsupportedFormat` if a later version made it.
-pub(crate) fn read_record(state: &StateDir, id: MountId) -> Result<MountRecord> {
-    let record: MountRecord = files::read_json(&state.mount(id).join("mount.json"))?;
-    if record.format == MOUNT_FORMAT {
-        return Ok(record);
-    }
-    Err(Error::new(
-        ErrorKind::UnsupportedFormat,
-        format!("mount {id} was made by another version of Burgeon (format {})", record.format),
-    ))
 }
 
 /// Whether the kernel still has the file system of a mount, on the data device that the record

@@ -16,14 +16,17 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::btrfs_mount;
 
-use super::{
-    Supervisor,
-    table::{Entry, MountRecord},
-};
+use super::{Supervisor, table::Entry};
 use crate::{
     host::chain,
-    ipc::{link::ToServer, protocol::WritesState},
-    state::{files, id::MountId, paths::StateDir, spare},
+    id::MountId,
+    ipc::link::ToServer,
+    state::{
+        files,
+        paths::StateDir,
+        record::{MountRecord, WritesState},
+        spare,
+    },
     transport,
 };
 

@@ -24,17 +24,17 @@ use burgeon_frontend::{Connection, Slots};
 use super::{
     LOST_INTERVAL, Supervisor,
     recover::is_alive,
-    table::{Entry, MountRecord, Serving},
+    table::{Entry, Serving},
 };
 use crate::{
     host::system,
-    ipc::protocol::WritesState,
-    state::id::MountId,
+    id::MountId,
+    state::record::{MountRecord, Transport, WritesState},
     supervisor::{
         exchange::Exchange,
         helper::{self, Task},
     },
-    transport::{self, Transport},
+    transport,
 };
 
 /// The first kernel that may shut a file system down when its device changes over.

@@ -6,73 +6,22 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
     },
-    path::PathBuf,
     time::Instant,
 };
 
 use burgeon_block::{Error, Result};
 use burgeon_frontend::Slots;
-use serde::{Deserialize, Serialize};
 
 use super::revive::Revival;
 use crate::{
+    id::MountId,
     ipc::{
-        link::{Attach, MountReport, ToServer},
-        protocol::{DigestText, Failure, MountAttributes, WritesState},
+        link::{MountReport, ToServer},
+        protocol::Failure,
         wire,
     },
-    state::{
-        files::Lock,
-        id::{Fsid, MountId},
-    },
+    state::{files::Lock, record::MountRecord},
 };
-
-/// What is written to `mounts/<id>/mount.json`, so that a crash leaves nothing unexplained.
-#[derive(Serialize, Deserialize, Debug, Clone)]
-pub(crate) struct MountRecord {
-    /// [`MOUNT_FORMAT`].
-    pub(crate) format: u32,
-    /// What the user typed.
-    pub(crate) image: String,
-    /// The image's name in its store; empty in records of earlier versions.
-    #[serde(default)]
-    pub(crate) name: String,
-    pub(crate) digest: DigestText,
-    pub(crate) target: PathBuf,
-    pub(crate) writes: WritesState,
-    /// The attributes of the user's mount, which nobody here touches again.
-    #[serde(default = "MountAttributes::unrestricted")]
-    pub(crate) attributes: MountAttributes,
-    /// What the server was told; holds the id and the seed's fsid.
-    pub(crate) attach: Attach,
-    /// The btrfs that the user sees: the sprout's, or the seed's when read-only.
-    pub(crate) fsid: Option<Fsid>,
-    /// The block device with the lazy data.
-    pub(crate) data_device: Option<PathBuf>,
-    /// All block devices of the mount that are loops, the writable one last.
-    pub(crate) loops: Vec<PathBuf>,
-    /// Bytes of lazy data in the image.
-    pub(crate) data_bytes: u64,
-    /// For growing sprouts.
-    pub(crate) growth: Option<Growth>,
-    /// A supervisor is about to freeze the file system, or has: whoever finds this thaws it.
-    #[serde(default)]
-    pub(crate) frozen: bool,
-}
-
-/// What growing a sprout takes.
-#[derive(Serialize, Deserialize, Debug, Clone)]
-pub(crate) struct Growth {
-    /// The sprout's device…
-    pub(crate) device: PathBuf,
-    /// …and its number in the file system.
-    pub(crate) device_id: u64,
-    /// Bytes of block groups that lie on the seed.
-    pub(crate) seed_bytes: u64,
-}
-
-/// The version of [`MountRecord`].
-pub(crate) const MOUNT_FORMAT: u32 = 1;
 
 /// Whether the server has taken a mount on.
 #[derive(Debug)]

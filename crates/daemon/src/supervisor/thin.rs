@@ -35,11 +35,11 @@ use burgeon_btrfs::SUBVOLUME;
 use burgeon_frontend::btrfs_mount::{Access, Btrfs};
 
 use self::policy::{Host, INTERVAL_HOST, Usage, Watched};
-use super::{Supervisor, table::Growth};
+use super::Supervisor;
 use crate::{
-    ipc::protocol::WritesState,
+    id::{Fsid, MountId},
     state::{
-        id::{Fsid, MountId},
+        record::{Growth, WritesState},
         space::{self, HOST_LEFT},
     },
 };

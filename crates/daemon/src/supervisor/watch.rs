@@ -17,7 +17,7 @@ use std::{
 use burgeon_frontend::ublk::Control;
 
 use super::{Supervisor, recover::is_alive};
-use crate::{state::id::MountId, transport};
+use crate::{id::MountId, transport};
 
 /// How often mounts are looked at while nobody waits for one: two calls of `stat` a mount.
 const INTERVAL: Duration = Duration::from_secs(1);

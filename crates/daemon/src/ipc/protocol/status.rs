@@ -6,7 +6,7 @@ use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use super::{DigestText, MountAttributes, WritesState};
-use crate::state::id::{Fsid, MountId};
+use crate::id::{Fsid, MountId};
 
 /// The state of everything.
 #[derive(Serialize, Deserialize, Debug)]

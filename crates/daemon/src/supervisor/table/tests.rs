@@ -6,8 +6,8 @@ use serde_json::json;
 
 use super::{Attached, Entry, MountRecord, Recording, Serving, Table};
 use crate::{
+    id::MountId,
     ipc::{link::ToServer, wire},
-    state::id::MountId,
 };
 
 fn entry() -> Entry {

@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::state::id::Fsid;
+use crate::id::Fsid;
 
 /// How often a sprout is looked at while it is written to…
 const INTERVAL_MOVING: Duration = Duration::from_millis(25);

@@ -14,15 +14,14 @@ use burgeon_block::{Digest, Error, ErrorKind, Result};
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location};
 
-use super::{KEPT, Wanted, digest_file, keep_file, make_folder, read_info, run_process};
-use crate::{
-    state::{
-        access,
-        files::{self, Lock},
-        paths::StateDir,
-        writes::{self, Record},
-    },
-    supervisor::MountRecord,
+use super::process::{Wanted, run_process};
+use crate::state::{
+    access,
+    files::{self, Lock, make_folder},
+    paths::StateDir,
+    prepared::{KEPT, digest_file, keep_file, read_info},
+    record::MountRecord,
+    writes::{self, Record},
 };
 
 /// Makes the files again that the mount of `record` is served from, where they are damaged; whether

@@ -1,4 +1,4 @@
-//! What a mount is made of, decided before anything is made: which seed, under which fsid, and
+//! The plan of a mount: what it is made of, decided before anything is made: which seed, under which fsid, and
 //! where writes go.
 
 use std::{
@@ -7,23 +7,23 @@ use std::{
 };
 
 use burgeon_block::{ByteRange, Digest, Error, ErrorKind, Result};
-use burgeon_image::ExtentWriter;
+use burgeon_image::{ExtentWriter, catalog};
 use burgeon_source::{Location, Store};
 
 use crate::{
-    ipc::protocol::{
-        MountRequest, ProfileRequest, SproutRequest, SproutState, WritesRequest, WritesState,
-    },
+    id::{Fsid, MountId},
+    ipc::protocol::{MountRequest, ProfileRequest, SproutRequest, WritesRequest},
+    prepare,
     state::{
         files::{self, Lock},
-        id::{Fsid, MountId},
         images::AREA,
         paths::StateDir,
-        prepared::{self, Prepared},
-        profile::Fetching,
+        prepared::{self, Prepared, digest_file},
+        record::{SproutState, WritesState},
         roots, space,
-        writes::{self, Record},
+        writes::{self, RECORD_FORMAT, Record},
     },
+    supervisor::profile::Fetching,
 };
 
 /// Told of an image, the file of its address map, and its profile that is being fetched.
@@ -94,7 +94,7 @@ impl Plan {
     ) -> Result<Self> {
         // One for all questions, because a connection costs a round trip.
         let open = Store::open(store, &request.access)?;
-        let digest = prepared::resolve(&open, request)?;
+        let digest = resolve(&open, request)?;
         let notes = roots::require(state, store, &open, &digest, id)?.into_iter().collect();
         let (access, virtual_bytes) = (&request.access, request.virtual_bytes);
         // With a limit only what is served is warmed.
@@ -105,7 +105,7 @@ impl Plan {
         let profile = Fetching::begin(wanted, &open, digest);
         let mapped = |map: &Path| mapped(digest, map, &profile);
         Ok(Self {
-            base: prepared::prepare(state, store, access, digest, virtual_bytes, mapped)?,
+            base: prepare::prepare(state, store, access, digest, virtual_bytes, mapped)?,
             store: store.clone(),
             seed_fsid: Fsid::random()?,
             area: (request.virtual_bytes > 0).then(|| state.mount(id).join(AREA)),
@@ -134,7 +134,7 @@ impl Plan {
         writes::discard(&folder)?;
         let sprout = new_sprout(state, wanted, folder.join("sprout"))?;
         let mut plan = Self::on_new_seed(state, request, store, id, Some(sprout), mapped)?;
-        let record = prepared::record(&plan.base, plan.seed_fsid, name, request)?;
+        let record = record(&plan.base, plan.seed_fsid, name, request)?;
         if let Some(sprout) = &mut plan.sprout {
             let device = sprout.is_device.then(|| sprout.path.clone());
             sprout.record =
@@ -184,7 +184,7 @@ impl Plan {
         let store = record.store.clone().unwrap_or_else(|| state.store().into());
         let open = Store::open(&store, &request.access)?;
         notes.extend(roots::require(state, &store, &open, &record.manifest.0, id)?);
-        let now = prepared::resolve(&open, request);
+        let now = resolve(&open, request);
         if now.is_ok_and(|now| now != record.manifest.0) {
             notes.push(format!(
                 "{} has been built anew since these writes were made; they stay on the image they \
@@ -205,7 +205,7 @@ impl Plan {
             None => space::reserved(&path)?,
         };
         Ok(Self {
-            base: prepared::kept(state, &store, &request.access, &record)?,
+            base: prepare::kept(state, &store, &request.access, &record)?,
             store,
             area: (record.virtual_bytes > 0).then(|| folder.join(AREA)),
             seed_fsid: record.seed_fsid,
@@ -230,7 +230,7 @@ impl Plan {
         };
         if let Some(record) = &sprout.record {
             let folder = writes::folder(state, &record.name);
-            prepared::make_folder(&folder)?;
+            files::make_folder(&folder)?;
             prepared::keep(&self.base, &folder)?;
             // From now on the mount itself is made from what is kept.
             self.base.folder = folder;
@@ -239,7 +239,7 @@ impl Plan {
             sprout.reserved = space::create_sprout(&sprout.path, sprout.limit, sprout.thin)?;
         }
         if let Some(area) = &self.area {
-            prepared::make_folder(area)?;
+            files::make_folder(area)?;
             let info = prepared::read_info(&self.base.folder)?;
             ExtentWriter::create(area, info.virtual_area.map_or(0, ByteRange::len))?;
             files::sync_parent(area)?;
@@ -286,6 +286,43 @@ impl Plan {
             }),
         }
     }
+}
+
+/// The manifest of the image that is wanted from `store`. `NotFound` says which names there are.
+fn resolve(store: &Store, request: &MountRequest) -> Result<Digest> {
+    match request.digest {
+        Some(digest) => Ok(digest.0),
+        // Whoever can write to the store can give it there; a client that knows it says the digest.
+        None if catalog::is_reserved(&request.image) => {
+            let what = format!("this host knows no image {:?} that it has checked", request.image);
+            Err(Error::new(ErrorKind::NotFound, what))
+        }
+        None => catalog::resolve(store, &request.image)?.digest(),
+    }
+}
+
+/// The record of new named writes on `base`.
+fn record(base: &Prepared, seed_fsid: Fsid, name: &str, request: &MountRequest) -> Result<Record> {
+    let (template_digest, template_len) = digest_file(&base.folder.join("seed"))?;
+    let (map_digest, map_len) = digest_file(&base.folder.join("map"))?;
+    Ok(Record {
+        format: RECORD_FORMAT,
+        name: name.to_owned(),
+        image: request.image.clone(),
+        manifest: base.digest.into(),
+        store: request.store.clone(),
+        seed_fsid,
+        template_digest: template_digest.into(),
+        template_len,
+        map_digest: map_digest.into(),
+        map_len,
+        device: None,
+        limit: 0,
+        thin: false,
+        sprouted: false,
+        sprout_fsid: None,
+        virtual_bytes: request.virtual_bytes,
+    })
 }
 
 fn new_sprout(state: &StateDir, wanted: &SproutRequest, path: PathBuf) -> Result<Sprout> {

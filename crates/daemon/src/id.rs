@@ -1,8 +1,9 @@
-//! Random identities: of mounts (short, for people) and of file systems (fsids).
+//! Identities: of mounts (random, short, for people), of file systems (fsids), and of content (digests, as text in
+//! records and messages).
 
 use std::{fmt, str::FromStr};
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{Digest, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 /// The identity of one running mount: 32 random bits, written as eight hexadecimal digits.
@@ -120,6 +121,31 @@ fn hex_bytes<const N: usize>(text: &str) -> Option<[u8; N]> {
         *byte = u8::from_str_radix(text.get(2 * index..2 * index + 2)?, 16).ok()?;
     }
     Some(bytes)
+}
+
+/// A digest as text in JSON.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct DigestText(pub Digest);
+
+impl From<Digest> for DigestText {
+    fn from(digest: Digest) -> Self {
+        Self(digest)
+    }
+}
+
+impl TryFrom<String> for DigestText {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self, Error> {
+        text.parse().map(Self)
+    }
+}
+
+impl From<DigestText> for String {
+    fn from(digest: DigestText) -> Self {
+        digest.0.to_string()
+    }
 }
 
 #[cfg(test)]

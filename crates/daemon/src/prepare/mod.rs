@@ -1,0 +1,106 @@
+//! Prepares images for mounting, in processes of their own.
+//!
+//! ```text
+//!   mount, map, pull ──► prepare ──► lock images/<digest>/lock ──► ready.json as it should be? done
+//!                                         │ no
+//!                                         ▼
+//!                        burgeon __prepare (process): sandbox, then manifest ──► seed, map, ready.json
+//! ```
+//!
+//! Invariants: an image is prepared once however many want it at once; what a manifest of others holds is
+//! parsed in the child alone, in a sandbox and in bounded memory.
+
+mod mend;
+mod process;
+
+use std::path::Path;
+
+use burgeon_block::{Digest, Result};
+use burgeon_source::{Access, Location};
+
+pub(crate) use self::mend::{mend, mend_kept};
+pub use self::process::prepare_process;
+use self::process::{Wanted, run_process};
+use crate::state::{
+    files::{self, Lock, make_folder},
+    paths::StateDir,
+    prepared::{Prepared, is_complete, is_ready, keep_file},
+    writes::{self, Record},
+};
+
+/// Prepares the image `digest` of `store` with a virtual area of `virtual_bytes` (0: none), unless
+/// that has been done. Calls `mapped` with the address map as soon as it is there: data can come
+/// while the rest is being made.
+pub(crate) fn prepare(
+    state: &StateDir,
+    store: &Location,
+    access: &Access,
+    digest: Digest,
+    virtual_bytes: u64,
+    mapped: impl FnOnce(&Path),
+) -> Result<Prepared> {
+    let mut mapped = Some(mapped);
+    let mut folder = state.image(&digest);
+    if virtual_bytes > 0 {
+        make_folder(&folder)?;
+        folder.push(format!("virtual-{virtual_bytes}"));
+    }
+    if !is_ready(&folder, store) {
+        make_folder(&folder)?;
+        // Two mounts of a new image at once prepare it once.
+        let _lock = Lock::take(&folder.join("lock"))?;
+        if !is_ready(&folder, store) {
+            let map = folder.join("map");
+            let on_map = || mapped.take().into_iter().for_each(|mapped| mapped(&map));
+            run_process(store, access, &digest, &folder, Wanted::Seed { virtual_bytes }, on_map)?;
+        }
+    }
+    if let Some(mapped) = mapped {
+        mapped(&folder.join("map"));
+    }
+    Ok(Prepared { folder, digest })
+}
+
+/// Fetches what it takes to mount the image `digest` of `store`, so that the next mount need not.
+pub fn make_ready(
+    state: &StateDir,
+    store: &Location,
+    access: &Access,
+    digest: Digest,
+) -> Result<()> {
+    prepare(state, store, access, digest, 0, |_| {}).map(drop)
+}
+
+/// Puts the address map of the image `digest` of `store` into `folder`, durably.
+pub(crate) fn keep_map(
+    state: &StateDir,
+    store: &Location,
+    access: &Access,
+    digest: Digest,
+    folder: &Path,
+) -> Result<()> {
+    let prepared = state.image(&digest);
+    // Its cache will lie there, too.
+    make_folder(&prepared)?;
+    let _lock = Lock::take(&prepared.join("lock"))?;
+    if is_ready(&prepared, store) {
+        return keep_file(&prepared, folder, "map")
+            .and_then(|()| files::sync_parent(&folder.join("map")));
+    }
+    run_process(store, access, &digest, folder, Wanted::Map, || {})
+}
+
+/// What the named writes of `record` were made on. Files that are missing or cut short are made
+/// again from the image in `store`.
+pub(crate) fn kept(
+    state: &StateDir,
+    store: &Location,
+    access: &Access,
+    record: &Record,
+) -> Result<Prepared> {
+    let folder = writes::folder(state, &record.name);
+    if !is_complete(&folder, record) {
+        mend_kept(state, store, access, record)?;
+    }
+    Ok(Prepared { folder, digest: record.manifest.0 })
+}

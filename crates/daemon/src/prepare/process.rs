@@ -1,0 +1,158 @@
+//! The process that prepares an image: how it is started, and its whole life.
+
+use std::{
+    ffi::OsString,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{ExitCode, Stdio},
+};
+
+use burgeon_block::{Digest, Error, ErrorKind, Result};
+use burgeon_image::Limits;
+use burgeon_source::{Access, Location, Store};
+
+use super::mend;
+use crate::{
+    host::{harden::bound_memory, program::this_program},
+    ipc::protocol::Failure,
+    roles,
+    state::{
+        files,
+        prepared::{KEPT, Ready},
+    },
+};
+
+/// What a process prepares.
+#[derive(Clone, Copy)]
+pub(super) enum Wanted {
+    /// All it takes to mount the image, with a virtual area of so many bytes (0: none).
+    Seed { virtual_bytes: u64 },
+    /// The same, unless it is there and usable.
+    Mended { virtual_bytes: u64 },
+    /// The address map alone, durably.
+    Map,
+}
+
+/// Prepares in a process of its own: describing a million files takes memory, which must not
+/// stay with the supervisor.
+pub(super) fn run_process(
+    store: &Location,
+    access: &Access,
+    digest: &Digest,
+    folder: &Path,
+    wanted: Wanted,
+    on_map: impl FnOnce(),
+) -> Result<()> {
+    let mut command = this_program("__prepare");
+    // All of these variables are the request's: half of another set would be worse than none.
+    for (name, _) in Access::from_env().variables() {
+        command.env_remove(name);
+    }
+    let failed = |e| Error::io("cannot start a process that prepares the image", e);
+    let mut child = command
+        .arg(store.to_string())
+        .envs(access.variables())
+        .arg(digest.to_string())
+        .arg(folder)
+        .arg(match wanted {
+            Wanted::Seed { virtual_bytes } => virtual_bytes.to_string(),
+            Wanted::Mended { virtual_bytes } => format!("{MENDED}{virtual_bytes}"),
+            Wanted::Map => ONLY_MAP.to_owned(),
+        })
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::inherit())
+        .spawn()
+        .map_err(failed)?;
+    let mut on_map = Some(on_map);
+    let mut failure = None;
+    for line in child.stdout.take().map(BufReader::new).into_iter().flat_map(BufRead::lines) {
+        match line.map_err(failed)? {
+            line if line == MAPPED => on_map.take().into_iter().for_each(|on_map| on_map()),
+            line => failure = serde_json::from_str::<Failure>(&line).ok(),
+        }
+    }
+    let status = child.wait().map_err(failed)?;
+    if status.success() {
+        return Ok(());
+    }
+    Err(failure.map(Error::from).unwrap_or_else(|| {
+        let what = format!(
+            "the process that prepares the image ended early ({status}): it was killed, or needed \
+             more memory than an image of that size does; see the log of the daemon"
+        );
+        Error::new(ErrorKind::LocalIo, what)
+    }))
+}
+
+/// What `__prepare` prints when the address map is there.
+const MAPPED: &str = "mapped";
+
+/// How `__prepare` is asked for [`Wanted::Map`].
+const ONLY_MAP: &str = "map";
+
+/// What precedes the bytes when `__prepare` is asked for [`Wanted::Mended`].
+const MENDED: &str = "mended-";
+
+/// The whole life of the process `burgeon __prepare STORE DIGEST FOLDER VIRTUAL-BYTES`, or with
+/// `map` in the place of the bytes, or `mended-` before them.
+pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
+    // The supervisor must not be ended for memory that a manifest of others takes.
+    let accepted = burgeon_sandbox::accept_the_oom_killer();
+    let prepared = accepted.and_then(|()| match arguments {
+        [store, digest, folder, wanted] => prepare_here(store, digest, folder.as_ref(), wanted),
+        _ => Err(Error::new(
+            ErrorKind::Invalid,
+            "__prepare takes a store, a digest, a folder and a size",
+        )),
+    });
+    match prepared {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            println!("{}", serde_json::to_string(&Failure::from(e)).unwrap_or_default());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn prepare_here(
+    store: &OsString,
+    digest: &OsString,
+    folder: &Path,
+    wanted: &OsString,
+) -> Result<()> {
+    let store = Location::parse(&store.to_string_lossy())?;
+    let digest: Digest = digest.to_string_lossy().parse()?;
+    let limits = Limits::default();
+    bound_memory(limits.bytes_max);
+    // It names the boot, which nothing in the sandbox can be asked for.
+    let ready = Ready::now(&store, folder);
+    roles::preparing(&store, folder).enter()?;
+    roles::do_without_helpers();
+    if wanted == ONLY_MAP {
+        let open = Store::open(&store, &Access::from_env())?;
+        return burgeon_image::prepare_map(&open, &digest, folder, &limits, bound_memory);
+    }
+    let wanted = wanted.to_string_lossy();
+    let mended = wanted.strip_prefix(MENDED);
+    if mended.is_some() && mend::is_usable(folder) {
+        return Ok(());
+    }
+    let virtual_bytes = mended.unwrap_or(&wanted).parse().map_err(|e| {
+        Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
+    })?;
+    for file in KEPT.iter().chain(&["ready.json"]) {
+        files::remove_file(&folder.join(file))?;
+    }
+    burgeon_image::prepare(
+        &Store::open(&store, &Access::from_env())?,
+        &digest,
+        folder,
+        virtual_bytes,
+        &limits,
+        bound_memory,
+        || println!("{MAPPED}"),
+    )?;
+    let ready = ready.with_files(folder);
+    files::publish_json(&folder.join("ready.json"), &ready)
+}

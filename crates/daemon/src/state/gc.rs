@@ -1,0 +1,51 @@
+//! Garbage collection of the state directory: what was prepared of images that nobody needs any more.
+
+use std::{fs, path::Path};
+
+use burgeon_block::{Digest, Error, Result};
+use burgeon_source::Location;
+
+use crate::state::{built, files, images, paths::StateDir, prepared::Ready};
+
+/// Removes what has been prepared from `store` and is not in `keep`: what no image there is, no
+/// mount uses, and no writes were made on. Returns how many images' worth that was, and its
+/// bytes.
+pub fn sweep(
+    state: &StateDir,
+    store: &Location,
+    keep: &[Digest],
+    dry_run: bool,
+) -> Result<(u64, u64)> {
+    let (mut images, mut bytes) = (0, 0);
+    if !dry_run {
+        built::sweep(state, store, keep)?;
+    }
+    // Of these only the cache is there, which does not say from which store it is.
+    let mapped = images::all(state)?;
+    let folders = fs::read_dir(state.images())
+        .map_err(|e| Error::io(format!("cannot list {}", state.images().display()), e))?;
+    for folder in folders.flatten().map(|entry| entry.path()) {
+        let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let Ok(digest) = name.parse::<Digest>() else { continue };
+        let ready = files::read_json::<Ready>(&folder.join("ready.json"));
+        let elsewhere = ready.is_ok_and(|ready| ready.store != *store);
+        if keep.contains(&digest) || mapped.iter().any(|image| image.digest == digest) || elsewhere
+        {
+            continue;
+        }
+        images += 1;
+        bytes += allocated(&folder);
+        if !dry_run {
+            files::remove_folder(&folder)?;
+            files::remove_file(&state.profile(&digest))?;
+        }
+    }
+    Ok((images, bytes))
+}
+
+/// Bytes that the files of a folder take.
+fn allocated(folder: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let files = fs::read_dir(folder).into_iter().flatten().flatten();
+    files.filter_map(|file| file.metadata().ok()).map(|metadata| metadata.blocks() * 512).sum()
+}

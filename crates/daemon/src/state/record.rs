@@ -1,0 +1,193 @@
+//! The record of a mount: what it is made of, who serves it from what, and where its writes go.
+//!
+//! ```text
+//!   mounts/<id>/mount.json   MountRecord ─┬─ Attach        all that a server needs to serve it
+//!                                         ├─ WritesState   its sprout
+//!                                         └─ Growth        what growing the sprout takes
+//! ```
+//!
+//! Invariant: fields are only added, with a default, so that a record of an earlier version is read;
+//! [`MOUNT_FORMAT`] changes when that is not possible.
+
+use std::{fs, path::PathBuf};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_source::Location;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    id::{DigestText, Fsid, MountId},
+    state::{attributes::MountAttributes, files, paths::StateDir},
+};
+
+/// What is written to `mounts/<id>/mount.json`, so that a crash leaves nothing unexplained.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub(crate) struct MountRecord {
+    /// [`MOUNT_FORMAT`].
+    pub(crate) format: u32,
+    /// What the user typed.
+    pub(crate) image: String,
+    /// The image's name in its store; empty in records of earlier versions.
+    #[serde(default)]
+    pub(crate) name: String,
+    pub(crate) digest: DigestText,
+    pub(crate) target: PathBuf,
+    pub(crate) writes: WritesState,
+    /// The attributes of the user's mount, which nobody here touches again.
+    #[serde(default = "MountAttributes::unrestricted")]
+    pub(crate) attributes: MountAttributes,
+    /// What the server was told; holds the id and the seed's fsid.
+    pub(crate) attach: Attach,
+    /// The btrfs that the user sees: the sprout's, or the seed's when read-only.
+    pub(crate) fsid: Option<Fsid>,
+    /// The block device with the lazy data.
+    pub(crate) data_device: Option<PathBuf>,
+    /// All block devices of the mount that are loops, the writable one last.
+    pub(crate) loops: Vec<PathBuf>,
+    /// Bytes of lazy data in the image.
+    pub(crate) data_bytes: u64,
+    /// For growing sprouts.
+    pub(crate) growth: Option<Growth>,
+    /// A supervisor is about to freeze the file system, or has: whoever finds this thaws it.
+    #[serde(default)]
+    pub(crate) frozen: bool,
+}
+
+/// What growing a sprout takes.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub(crate) struct Growth {
+    /// The sprout's device…
+    pub(crate) device: PathBuf,
+    /// …and its number in the file system.
+    pub(crate) device_id: u64,
+    /// Bytes of block groups that lie on the seed.
+    pub(crate) seed_bytes: u64,
+}
+
+/// The version of [`MountRecord`].
+pub(crate) const MOUNT_FORMAT: u32 = 1;
+
+/// Everything the server needs to know about a mount.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub(crate) struct Attach {
+    pub(crate) id: MountId,
+    /// The folder with `map` and `seed.info`: of the prepared image or of the named writes.
+    pub(crate) seed: PathBuf,
+    /// The cache file, shared by all mounts of the image.
+    pub(crate) cache: PathBuf,
+    /// Where the chunks are.
+    pub(crate) store: Location,
+    /// Whether objects outside the store may be opened.
+    pub(crate) references: bool,
+    /// The fsid of the mount's seed.
+    pub(crate) fsid: Fsid,
+    /// Whether to fetch everything in the background.
+    pub(crate) fill: bool,
+    /// How the kernel's reads come.
+    #[serde(default)]
+    pub(crate) transport: Transport,
+    /// The folder with the map of the virtual area, if there is one.
+    #[serde(default)]
+    pub(crate) area: Option<PathBuf>,
+    /// The most that may be fetched for this mount, in bytes.
+    #[serde(default)]
+    pub(crate) fetch_limit: Option<u64>,
+    /// What to bring first, if anything.
+    #[serde(default)]
+    pub(crate) profile: Option<ProfileSource>,
+    /// The file that says what is pinned, if anything is.
+    #[serde(default)]
+    pub(crate) pins: PathBuf,
+}
+
+/// Where to look for an image's profile.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub(crate) struct ProfileSource {
+    /// The image.
+    pub(crate) image: DigestText,
+    /// A local file.
+    pub(crate) file: PathBuf,
+    /// Whether it may lie in the store instead, or nowhere.
+    pub(crate) auto: bool,
+    /// What the store had, if it has been asked.
+    #[serde(default)]
+    pub(crate) stored: Option<PathBuf>,
+}
+
+/// What a mount has; `mount.json` of versions before ublk has none.
+#[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub(crate) enum Transport {
+    #[default]
+    Fuse,
+    Rings {
+        /// The number of the FUSE connection, by which it is aborted.
+        connection: u32,
+    },
+    Ublk {
+        /// `N` of `/dev/ublkbN`.
+        number: u32,
+    },
+}
+
+impl Transport {
+    /// The number of its ublk device, if it has one.
+    pub(crate) fn device(self) -> Option<u32> {
+        match self {
+            Self::Ublk { number } => Some(number),
+            Self::Fuse | Self::Rings { .. } => None,
+        }
+    }
+
+    /// For people.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Fuse => "FUSE file + loop",
+            Self::Rings { .. } => "FUSE file over io_uring + loop",
+            Self::Ublk { .. } => "ublk",
+        }
+    }
+}
+
+/// Where the writes of a mount go.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum WritesState {
+    /// There are none.
+    ReadOnly,
+    /// To a sprout.
+    Sprout(SproutState),
+}
+
+/// A sprout in use.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+pub struct SproutState {
+    /// Its name, or `None` if it is discarded at umount.
+    pub name: Option<String>,
+    /// The file or device.
+    pub path: PathBuf,
+    /// The size that it may have, in bytes.
+    pub limit: u64,
+    /// Bytes of it that are reserved: less than `limit` only when it grows.
+    pub reserved: u64,
+    /// Whether it grows, as it is written to.
+    pub thin: bool,
+}
+
+/// The mounts that have a folder.
+pub(crate) fn mount_ids(state: &StateDir) -> Vec<MountId> {
+    let entries = fs::read_dir(state.mounts()).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// The record of a mount; `UnsupportedFormat` if a later version made it.
+pub(crate) fn read_record(state: &StateDir, id: MountId) -> Result<MountRecord> {
+    let record: MountRecord = files::read_json(&state.mount(id).join("mount.json"))?;
+    if record.format == MOUNT_FORMAT {
+        return Ok(record);
+    }
+    Err(Error::new(
+        ErrorKind::UnsupportedFormat,
+        format!("mount {id} was made by another version of Burgeon (format {})", record.format),
+    ))
+}
