@@ -31,7 +31,7 @@ use crate::{
         link::{FromServer, sort_descriptors},
         wire,
     },
-    state::{files::Lock, record::Attach},
+    state::{files::Lock, paths::StateDir, record::Attach},
 };
 
 /// A server that lived so long was healthy: the next one is started at once.
@@ -193,7 +193,7 @@ pub(super) struct Orphan {
 }
 
 /// Finds a server that outlived its supervisor and takes over what it holds.
-pub(super) fn adopt(state: &crate::state::paths::StateDir) -> Result<Option<(Orphan, Vec<Inherited>)>> {
+pub(super) fn adopt(state: &StateDir) -> Result<Option<(Orphan, Vec<Inherited>)>> {
     let Some(stream) = orphan(state)? else { return Ok(None) };
     let mut mounts = Vec::new();
     loop {
@@ -215,7 +215,7 @@ pub(super) fn adopt(state: &crate::state::paths::StateDir) -> Result<Option<(Orp
 
 /// The stream to a server without a supervisor. One that has not noticed its supervisor's death
 /// yet will listen in a moment; to take its mounts for lost would be wrong.
-fn orphan(state: &crate::state::paths::StateDir) -> Result<Option<UnixStream>> {
+fn orphan(state: &StateDir) -> Result<Option<UnixStream>> {
     let begun = Instant::now();
     loop {
         if let Ok(stream) = connect_to(state, "adopt.sock") {
