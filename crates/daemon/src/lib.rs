@@ -44,7 +44,7 @@ mod transport;
 mod upgrade;
 
 pub use burgeon_frontend::{btrfs_mount::attach, extents, reflink};
-pub use burgeon_image::build::Honours;
+pub use burgeon_image::builder::Honours;
 pub use host::{
     chain::{btrfs_fsid, is_burgeon_mount, refuse_burgeon, refuse_burgeon_file},
     mountinfo,

@@ -6,7 +6,7 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, Now};
-use burgeon_image::{AddressMap, build, prepare};
+use burgeon_image::{AddressMap, builder, prepare};
 use burgeon_source::{Access, Directory, Location, Objects, References, Store};
 use burgeon_volume::{DirectFile, Limits, Volume};
 use testkit::{AlignedBlock, Fault, Proxy, Rng, WebServer};
@@ -38,8 +38,8 @@ impl Image {
         std::fs::write(tree.join("noise"), Rng::new(1).bytes(2_000_000)).unwrap();
         std::fs::write(tree.join("text"), text).unwrap();
         let store = Directory::create(folder.path().join("store")).unwrap();
-        let options = build::Options { level: 1, ..build::Options::default() };
-        let report = build::from_directory(&store, "image", &tree, &options, &|_| ()).unwrap();
+        let options = builder::Options { level: 1, ..builder::Options::default() };
+        let report = builder::from_directory(&store, "image", &tree, &options, &|_| ()).unwrap();
         let digest = report.image.digest().unwrap();
         let limits = burgeon_image::Limits::default();
         prepare(&store, &digest, &made, 0, &limits, |_| {}, || {}).unwrap();

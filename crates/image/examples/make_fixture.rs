@@ -5,7 +5,7 @@
 use std::{error::Error, fs, path::PathBuf};
 
 use burgeon_block::ChecksumKind;
-use burgeon_image::{AddressMap, Limits, build, catalog};
+use burgeon_image::{AddressMap, Limits, builder, catalog};
 use burgeon_source::Directory;
 
 /// A header of a ustar archive, with its data.
@@ -67,9 +67,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let store = Directory::create(folder.join("store"))?;
     for (name, checksum) in [("crc32c", ChecksumKind::Crc32c), ("xxhash64", ChecksumKind::Xxhash64)]
     {
-        let options = build::Options { checksum, ..build::Options::default() };
+        let options = builder::Options { checksum, ..builder::Options::default() };
         let archive = std::io::Cursor::new(archive());
-        let report = build::from_tar(&store, name, archive, None, &options, &|_| ())?;
+        let report = builder::from_tar(&store, name, archive, None, &options, &|_| ())?;
         let digest = report.image.digest()?;
         println!("{name} {digest}");
         let manifest = catalog::load(&store, &digest, &Limits::default())?;

@@ -13,7 +13,7 @@
 //! nothing behind it checks again; names appear after everything they need. The formats are in
 //! `docs/format.md`.
 
-pub mod build;
+pub mod builder;
 pub mod catalog;
 mod chunk;
 mod columns;

@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use burgeon_image::build;
+use burgeon_image::builder;
 use common::*;
 use testkit::measure;
 
@@ -52,7 +52,7 @@ fn bombs_are_refused() {
         let refused = measure("bombs_are_refused", name, input, |path| {
             let (_folder, store) = store();
             let archive = File::open(path).unwrap();
-            match build::from_tar(&store, "bomb", archive, None, &options(), &|_| ()) {
+            match builder::from_tar(&store, "bomb", archive, None, &options(), &|_| ()) {
                 Ok(report) => format!("made an image of {} files", report.image.inodes),
                 Err(error) => error.to_string(),
             }

@@ -18,7 +18,7 @@ use burgeon_block::{
     ByteRange, Collecting, Digest, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result,
 };
 use burgeon_btrfs::Body;
-use burgeon_image::{INLINE_MAX, build, catalog};
+use burgeon_image::{INLINE_MAX, builder, catalog};
 use burgeon_source::{Objects, References};
 
 use common::*;
@@ -52,7 +52,7 @@ fn plant(root: &Path) {
     .unwrap();
 }
 
-fn compare(store: &burgeon_source::Directory, root: &Path, report: &build::Report) {
+fn compare(store: &burgeon_source::Directory, root: &Path, report: &builder::Report) {
     let manifest = load(store, report);
     let data = data(store, &manifest);
     compare_with(root, &manifest, &data);
@@ -128,8 +128,8 @@ fn the_same_tree_gives_the_same_image_whatever_the_threads() {
     let first = from_directory(&store, "one", &root).image.digest().unwrap();
     for threads in [1, 3, 8] {
         let (_other, fresh) = common::store();
-        let options = build::Options { threads: Some(threads), ..options() };
-        let report = build::from_directory(&fresh, "x", &root, &options, &|_| ()).unwrap();
+        let options = builder::Options { threads: Some(threads), ..options() };
+        let report = builder::from_directory(&fresh, "x", &root, &options, &|_| ()).unwrap();
         assert_eq!(report.image.digest().unwrap(), first, "{threads} threads");
     }
     // Also in the same store, where every chunk is found.
@@ -165,22 +165,22 @@ fn files_that_change_while_they_are_read_are_reported() {
     fs::write(root.join("log"), noise(2, 10_000)).unwrap();
     let done = AtomicBool::new(false);
     // The first report of progress comes between scanning and reading.
-    let progress = |_: &build::Progress| {
+    let progress = |_: &builder::Progress| {
         if !done.swap(true, Relaxed) {
             fs::write(root.join("log"), noise(3, 5_000)).unwrap();
         }
     };
-    let report = build::from_directory(&store, "x", &root, &options(), &progress).unwrap();
+    let report = builder::from_directory(&store, "x", &root, &options(), &progress).unwrap();
     assert_eq!(report.changed, [root.join("log")]);
     load(&store, &report);
     // Names that come and go change their directory.
     let done = AtomicBool::new(false);
-    let progress = |_: &build::Progress| {
+    let progress = |_: &builder::Progress| {
         if !done.swap(true, Relaxed) {
             fs::write(root.join("new"), b"new").unwrap();
         }
     };
-    let report = build::from_directory(&store, "x", &root, &options(), &progress).unwrap();
+    let report = builder::from_directory(&store, "x", &root, &options(), &progress).unwrap();
     assert_eq!(report.changed, std::slice::from_ref(&root));
 }
 
@@ -263,7 +263,7 @@ fn files_that_may_not_be_read_are_listed() {
         let nobody = rustix::thread::Uid::from_raw(65534);
         rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
         let store = burgeon_source::Directory::create(mine.join("store")).unwrap();
-        let error = build::from_directory(&store, "x", &root, &options(), &|_| ()).unwrap_err();
+        let error = builder::from_directory(&store, "x", &root, &options(), &|_| ()).unwrap_err();
         let error = error.to_string();
         for path in ["a/file-1:", "a/file-2047:", "a/b:", "3 files", "run as root"] {
             assert!(error.contains(path), "{path} in {error}");
@@ -302,8 +302,8 @@ fn what_is_mounted_below_is_left_out_and_reported() {
         let report = from_directory(&store, "x", &root);
         assert_eq!(report.mounts_left_out, [root.join("mnt")]);
         assert_eq!(paths(&load(&store, &report).tree).len(), 2);
-        let options = build::Options { cross_mounts: true, ..options() };
-        let report = build::from_directory(&store, "x", &root, &options, &|_| ()).unwrap();
+        let options = builder::Options { cross_mounts: true, ..options() };
+        let report = builder::from_directory(&store, "x", &root, &options, &|_| ()).unwrap();
         assert!(report.mounts_left_out.is_empty());
         compare(&store, &root, &report);
     });
@@ -321,7 +321,7 @@ fn a_full_store_is_an_error_and_the_images_in_it_stay() {
         let before = from_directory(&store, "before", &root);
         fs::write(root.join("more"), noise(77, 3_000_000)).unwrap();
         let build =
-            || build::from_directory(&store, "after", &root, &options_with(&store), &|_| ());
+            || builder::from_directory(&store, "after", &root, &options_with(&store), &|_| ());
         let error = build().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
         assert_eq!(catalog::resolve(&store, "after").unwrap_err().kind(), ErrorKind::NotFound);
@@ -339,13 +339,13 @@ fn progress_reaches_its_totals() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     plant(&root);
-    let last = std::sync::Mutex::new(build::Progress::default());
+    let last = std::sync::Mutex::new(builder::Progress::default());
     let calls = AtomicU64::new(0);
-    let progress = |progress: &build::Progress| {
+    let progress = |progress: &builder::Progress| {
         calls.fetch_add(1, Relaxed);
         *last.lock().unwrap() = *progress;
     };
-    let report = build::from_directory(&store, "x", &root, &options(), &progress).unwrap();
+    let report = builder::from_directory(&store, "x", &root, &options(), &progress).unwrap();
     let last = last.into_inner().unwrap();
     assert!(calls.into_inner() >= 2);
     assert_eq!(Some(last.bytes), last.bytes_total);
@@ -376,13 +376,13 @@ fn what_cannot_be_an_image_is_refused_and_leaves_nothing() {
     let (folder, store) = store();
     let file = folder.path().join("file");
     fs::write(&file, b"x").unwrap();
-    let build = |name: &str, path: &Path, options: &build::Options| {
-        build::from_directory(&store, name, path, options, &|_| ()).unwrap_err().kind()
+    let build = |name: &str, path: &Path, options: &builder::Options| {
+        builder::from_directory(&store, name, path, options, &|_| ()).unwrap_err().kind()
     };
     assert_eq!(build("x", &file, &options()), ErrorKind::Invalid);
     assert_eq!(build("x", &folder.path().join("none"), &options()), ErrorKind::NotFound);
     assert_eq!(build("-x", folder.path(), &options()), ErrorKind::Invalid);
-    let level = build::Options { level: 23, ..options() };
+    let level = builder::Options { level: 23, ..options() };
     assert_eq!(build("x", folder.path(), &level), ErrorKind::Invalid);
     assert!(store.list("images").unwrap().is_empty());
     assert!(store.list("tmp").unwrap().is_empty());
@@ -394,7 +394,7 @@ fn bytes_that_stay_outside_are_referred_to() {
     let path = folder.path().join("disk.img");
     let disk = fs::File::create(&path).unwrap();
     disk.write_all_at(&noise(1, 700_001), 1 << 20).unwrap();
-    let report = build::by_reference(&store, "disk", &path, &options(), &|_| ()).unwrap();
+    let report = builder::by_reference(&store, "disk", &path, &options(), &|_| ()).unwrap();
     let manifest = load(&store, &report);
     assert!(store.list("packs").unwrap().is_empty());
     assert_eq!(
@@ -410,9 +410,11 @@ fn bytes_that_stay_outside_are_referred_to() {
     assert_eq!(manifest.data_range().len(), 700_001u64.next_multiple_of(4096));
 
     let objects = burgeon_source::Objects::new(store.clone(), burgeon_source::References::Refuse);
-    for pattern in [build::Pattern::Byte(0), build::Pattern::Byte(7), build::Pattern::BlockNumber] {
+    for pattern in
+        [builder::Pattern::Byte(0), builder::Pattern::Byte(7), builder::Pattern::BlockNumber]
+    {
         let size = 600 << 10;
-        let report = build::computed(&store, "c", pattern, size, &options(), &|_| ()).unwrap();
+        let report = builder::computed(&store, "c", pattern, size, &options(), &|_| ()).unwrap();
         let manifest = load(&store, &report);
         assert_eq!(inode(&manifest, "data").size, size);
         assert_eq!(data_of(&objects, &manifest).len(), 600 << 10);
@@ -452,7 +454,7 @@ fn a_directory_by_reference_is_the_directory() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     plant(&root);
-    let report = build::by_reference(&store, "there", &root, &options(), &|_| ()).unwrap();
+    let report = builder::by_reference(&store, "there", &root, &options(), &|_| ()).unwrap();
     assert_eq!((report.new_bytes, report.changed.len()), (0, 0));
     let there = load(&store, &report);
     assert!(there.objects.iter().all(|object| object.as_str().starts_with("file/")));
@@ -558,8 +560,8 @@ fn a_build_that_fails_leaves_no_pack_or_says_so() {
     plant(&root);
     let packs = || store.list("packs").unwrap();
     let fails = || {
-        let options = build::Options { reuse: false, ..options() };
-        let built = build::from_directory(&Full(&store), "new", &root, &options, &|_| ());
+        let options = builder::Options { reuse: false, ..options() };
+        let built = builder::from_directory(&Full(&store), "new", &root, &options, &|_| ());
         built.unwrap_err().to_string()
     };
     let said = fails();

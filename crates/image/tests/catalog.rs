@@ -14,7 +14,7 @@ use std::{
 };
 
 use burgeon_block::{Digest, ErrorKind, ObjectId, ObjectStore};
-use burgeon_image::{build, catalog};
+use burgeon_image::{builder, catalog};
 use burgeon_source::{Directory, Objects, References};
 
 use common::*;
@@ -246,11 +246,11 @@ impl Read for Endless {
 fn a_build_that_is_cut_short_leaves_nothing() {
     if let Some(path) = std::env::var_os("BURGEON_TEST_STORE") {
         let store = Directory::create(PathBuf::from(path)).unwrap();
-        build::from_tar(&store, "endless", Endless(0), None, &options(), &|_| ()).unwrap();
+        builder::from_tar(&store, "endless", Endless(0), None, &options(), &|_| ()).unwrap();
     }
     let (_folder, store) = store();
     let cut = Endless(0).take(3 << 20);
-    let error = build::from_tar(&store, "cut", cut, None, &options(), &|_| ()).unwrap_err();
+    let error = builder::from_tar(&store, "cut", cut, None, &options(), &|_| ()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     assert!(store.list("images").unwrap().is_empty() && store.list("tmp").unwrap().is_empty());
 }

@@ -12,7 +12,7 @@ use std::{
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_image::{
     Limits, Manifest,
-    build::{self, Layer, LayerLimits, Layers, Listed, Origin, Part},
+    builder::{self, Layer, LayerLimits, Layers, Listed, Origin, Part},
 };
 
 use burgeon_btrfs::FileExtent;
@@ -70,7 +70,7 @@ fn build_layers(layers: &[Vec<u8>]) -> Result<(tempfile::TempDir, Vec<String>)> 
         let open = move || -> Result<Box<dyn Read + Send>> { Ok(Box::new(Cursor::new(bytes))) };
         built.push(Layer { index, open: Box::new(open) });
     }
-    let report = build::from_layers(&store, "layers", built, &options(), &|_| ())?;
+    let report = builder::from_layers(&store, "layers", built, &options(), &|_| ())?;
     let manifest: Manifest = load(&store, &report);
     let data = data(&store, &manifest);
     Ok((folder, shown(&manifest, &data)))
@@ -94,7 +94,7 @@ fn describe_layers(layers: &[Vec<u8>]) -> Result<(Manifest, Vec<u8>)> {
         ObjectId::new(format!("derived/{}", "0".repeat(64)))
     };
     let described = described.collect::<Result<Vec<_>>>()?;
-    let report = build::describe_layers(&store, "layers", described, &options(), &object)?;
+    let report = builder::describe_layers(&store, "layers", described, &options(), &object)?;
     let manifest: Manifest = load(&store, &report);
     manifest.validate(&Limits::default())?;
     let (data, mut at) = (data.into_inner().unwrap(), 0);
@@ -262,7 +262,7 @@ fn a_layer_that_is_another_the_second_time_is_no_image() {
     let other = archive(&[file("a", "1")]);
     let open = move || -> Result<Box<dyn Read + Send>> { Ok(Box::new(Cursor::new(other))) };
     let layers = vec![Layer { index, open: Box::new(open) }];
-    let error = build::from_layers(&store, "x", layers, &options(), &|_| ()).unwrap_err();
+    let error = builder::from_layers(&store, "x", layers, &options(), &|_| ()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(burgeon_image::catalog::resolve(&store, "x").is_err());
 }
@@ -297,7 +297,7 @@ fn a_description_is_of_the_same_tree_whatever_layers_take_away() {
         });
         let (_folder, store) = store();
         let built = built.collect();
-        let report = build::from_layers(&store, "x", built, &options(), &|_| ()).unwrap();
+        let report = builder::from_layers(&store, "x", built, &options(), &|_| ()).unwrap();
         let expected: Manifest = load(&store, &report);
         let expected_data = common::data(&store, &expected);
         let tree = |manifest: &Manifest, data: &[u8]| {
@@ -341,7 +341,7 @@ fn list_layers(files: &[Listed], bytes: &[u8], above: &[u8]) -> Result<(Manifest
         *data.lock().unwrap() = object;
         ObjectId::new(format!("derived/{}", "0".repeat(64)))
     };
-    let report = build::describe_layers(&store, "listed", layers, &options(), &object)?;
+    let report = builder::describe_layers(&store, "listed", layers, &options(), &object)?;
     let manifest: Manifest = load(&store, &report);
     Ok((manifest, data.into_inner().unwrap()))
 }

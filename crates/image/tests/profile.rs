@@ -8,7 +8,7 @@ use std::{fs, path::Path};
 
 use burgeon_block::{ByteRange, ErrorKind, ObjectStore};
 use burgeon_image::{
-    DATA_START, Manifest, Profile, ProfileRead, build, catalog, list_profiles, load_profile,
+    DATA_START, Manifest, Profile, ProfileRead, builder, catalog, list_profiles, load_profile,
     profile_object, publish_profile, remove_profile,
 };
 
@@ -185,8 +185,8 @@ fn a_build_by_a_profile_stores_what_it_names_first_and_together() {
     let lost = profile.files.len() as u32;
     profile.files.push(b"/not/there".to_vec());
     profile.reads.push(ProfileRead { file: lost, ..profile.reads[0] });
-    let options = build::Options { profile: Some(profile), ..options_with(&store) };
-    let built = || build::from_directory(&store, "after", &root, &options, &|_| ()).unwrap();
+    let options = builder::Options { profile: Some(profile), ..options_with(&store) };
+    let built = || builder::from_directory(&store, "after", &root, &options, &|_| ()).unwrap();
     let report = built();
     let after = load(&store, &report);
     let starts: Vec<u64> = [("lib/c", 0), ("lib/a", 0), ("lib/big", 512 << 10), ("lib/big", 0)]

@@ -15,7 +15,7 @@ use std::{
 
 use burgeon_block::{ErrorKind, ObjectStore, Result};
 use burgeon_btrfs::Body;
-use burgeon_image::{Manifest, build};
+use burgeon_image::{Manifest, builder};
 use burgeon_source::Directory;
 
 use common::*;
@@ -65,7 +65,7 @@ fn archive(root: &Path, options: &[&str]) -> Vec<u8> {
 
 fn from_tar(store: &Directory, bytes: Vec<u8>) -> Result<Manifest> {
     let reader = std::io::Cursor::new(bytes);
-    let report = build::from_tar(store, "tar", reader, None, &options(), &|_| ())?;
+    let report = builder::from_tar(store, "tar", reader, None, &options(), &|_| ())?;
     Ok(load(store, &report))
 }
 
@@ -121,7 +121,7 @@ fn access_lists_in_text_are_those_of_the_directory() {
     let bytes = archive(&root, &["--format=pax", "--acls"]);
     assert!(bytes.windows(17).any(|part| part == b"SCHILY.acl.access"));
     let reader = std::io::Cursor::new(bytes.clone());
-    let report = build::from_tar(&store, "tar", reader, None, &options(), &|_| ()).unwrap();
+    let report = builder::from_tar(&store, "tar", reader, None, &options(), &|_| ()).unwrap();
     assert_eq!(report.acls_left_out, 0);
     let expected = described(&store, &directory, false, true);
     assert_eq!(directory.tree.xattrs.len(), 3, "two access lists and a default one");
@@ -131,7 +131,7 @@ fn access_lists_in_text_are_those_of_the_directory() {
     let mut named = bytes;
     named[at..at + 10].copy_from_slice(b"user:abcde");
     let reader = std::io::Cursor::new(named);
-    let report = build::from_tar(&store, "tar", reader, None, &options(), &|_| ()).unwrap();
+    let report = builder::from_tar(&store, "tar", reader, None, &options(), &|_| ()).unwrap();
     assert_eq!(report.acls_left_out, 1);
 }
 
@@ -493,7 +493,7 @@ fn an_archive_ends_soon_after_its_end() {
     let bytes = archive(&root, &[]);
     let build = |tail: u64| {
         let reader = std::io::Cursor::new(bytes.clone()).chain(std::io::repeat(0).take(tail));
-        build::from_tar(&store, "tar", reader, None, &options(), &|_| ())
+        builder::from_tar(&store, "tar", reader, None, &options(), &|_| ())
     };
     build(1 << 20).unwrap();
     let error = build(65 << 20).unwrap_err();

@@ -3,7 +3,7 @@
 use std::io::Read;
 
 use burgeon_block::{Error, ObjectStore, Result};
-use burgeon_image::build::{self, OnProgress, Options, Report};
+use burgeon_image::builder::{self, OnProgress, Options, Report};
 use burgeon_source::{registry::Digest, waiting, web};
 use reqwest::{
     Response, Url,
@@ -71,7 +71,7 @@ impl Archive {
         building: OnProgress<'_>,
     ) -> Result<Report> {
         let shown = shown(&self.url);
-        build::from_tar(store, name, self.body, self.len, options, building).map_err(|error| {
+        builder::from_tar(store, name, self.body, self.len, options, building).map_err(|error| {
             let what = format!("cannot build from {shown}");
             Error::with_source(error.kind(), what, error)
         })

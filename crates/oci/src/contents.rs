@@ -18,7 +18,7 @@ use std::{fmt, io::Read};
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use burgeon_block::{ByteRange, Error, ErrorKind, MemoryMeter, Result};
-use burgeon_image::build::{Listed, Part, Xattrs};
+use burgeon_image::builder::{Listed, Part, Xattrs};
 use burgeon_layer::{LayerCodec, Piece, Restarts};
 use burgeon_source::registry::Digest;
 use chrono::DateTime;

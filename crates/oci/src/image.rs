@@ -24,7 +24,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
-use burgeon_image::build::{self, Description, LayerLimits, Layers, Report};
+use burgeon_image::builder::{self, Description, LayerLimits, Layers, Report};
 use burgeon_layer::{Recorder, Restarts};
 use burgeon_source::{
     Directory, layer_object,
@@ -200,7 +200,7 @@ impl Blobs {
                 let index = headers.index(&mut archive)?;
                 coming.check(archive.digest()).map(|()| index)
             })?;
-            let open: build::OpenLayer = match (self, spooled) {
+            let open: builder::OpenLayer = match (self, spooled) {
                 (Self::Layout(layout), _) => {
                     let layout = layout.clone();
                     Box::new(move || {
@@ -214,9 +214,9 @@ impl Blobs {
                     decompressed(file, compression)
                 }),
             };
-            Ok(build::Layer { index, open })
+            Ok(builder::Layer { index, open })
         })?;
-        build::from_layers(store, name, layers, work.options, work.building)
+        builder::from_layers(store, name, layers, work.options, work.building)
     }
 
     /// What the image's layers are, and where in them unpacking can begin; an error instead for each

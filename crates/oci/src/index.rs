@@ -15,7 +15,7 @@ use std::{collections::HashSet, thread};
 use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
 use burgeon_image::{
     Limits, Manifest,
-    build::{self, Origin, Report},
+    builder::{self, Origin, Report},
     catalog::{self, ImageRecord},
 };
 use burgeon_layer::{Stretch, TABLE_MAX, Table, TableLayer};
@@ -167,7 +167,7 @@ fn make(
         Some((listed, tables)) if tables.is_used() => listed,
         _ => names.name,
     };
-    let described = build::describe_layers(store, name, descriptions, work.options, &object);
+    let described = builder::describe_layers(store, name, descriptions, work.options, &object);
     if let (Err(error), Some(tables)) = (&described, tables)
         && tables.is_used()
         && matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Invalid)

@@ -30,7 +30,7 @@ use std::{panic::resume_unwind, path::Path, thread};
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::{
-    build::{OnProgress, Options, Report},
+    builder::{OnProgress, Options, Report},
     catalog::{self, ImageRecord},
 };
 use burgeon_source::{

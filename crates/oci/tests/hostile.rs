@@ -6,7 +6,7 @@
 use std::{fs, path::Path, process::Command};
 
 use burgeon_block::{BlockSource, ErrorKind};
-use burgeon_image::{Limits, build::Options, catalog};
+use burgeon_image::{Limits, builder::Options, catalog};
 use burgeon_oci::{Found, How, Pull, Source, Tags, Want, Work, find_or_build, index, is_whole};
 use burgeon_source::{Access, Directory, Objects, References, Store, registry::Digest, waiting};
 use serde_json::{Value, json};

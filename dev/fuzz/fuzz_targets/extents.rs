@@ -92,11 +92,8 @@ fn checksum(place: u64, bytes: &[u8]) -> [u8; 4] {
 
 fn mapping() -> Mapping {
     let object = ObjectId::new("computed/zeros").expect("a name");
-    let content = |n: u64| Content {
-        source: Source::Computed(object.clone()),
-        offset: n * 4096,
-        len: n + 1,
-    };
+    let content =
+        |n: u64| Content { source: Source::Computed(object.clone()), offset: n * 4096, len: n + 1 };
     Mapping { label: "a".into(), origin: "b".into(), extents: (0..5).map(content).collect() }
 }
 

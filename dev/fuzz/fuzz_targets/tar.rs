@@ -8,7 +8,7 @@ use std::io::{Cursor, Read};
 
 use burgeon_block::{ObjectId, Result};
 use burgeon_fuzz::{Oblivion, options, seal};
-use burgeon_image::build::{self, Layer, LayerLimits, Layers, Options, Origin};
+use burgeon_image::builder::{self, Layer, LayerLimits, Layers, Options, Origin};
 use libfuzzer_sys::fuzz_target;
 
 /// Headers of 512 bytes are long for a fuzzer: an input is a row of fields instead.
@@ -75,14 +75,14 @@ fn layers(layers: &[Vec<u8>; 2], options: &Options) {
             Ok(Layer { index, open: Box::new(open) })
         };
         let layers = layers.iter().map(layer).collect::<Result<Vec<_>>>()?;
-        build::from_layers(&Oblivion, "x", layers, options, &|_| ())
+        builder::from_layers(&Oblivion, "x", layers, options, &|_| ())
     };
     let describe = || {
         let layer =
             |(number, bytes): (u32, &Vec<u8>)| described.describe(&bytes[..], number, options);
         let layers = (0..).zip(layers).map(layer).collect::<Result<Vec<_>>>()?;
         let object = |_: &[Origin], _| ObjectId::new(format!("derived/{}", "0".repeat(64)));
-        build::describe_layers(&Oblivion, "x", layers, options, &object)
+        builder::describe_layers(&Oblivion, "x", layers, options, &object)
     };
     match (build(), describe()) {
         (Ok(built), Ok(described)) => assert_eq!(built.image.inodes, described.image.inodes),

@@ -8,7 +8,7 @@ use std::{
 };
 
 use burgeon_block::{Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result};
-use burgeon_image::build::{self, Options};
+use burgeon_image::builder::{self, Options};
 
 /// How the targets build: with one thread, so that an input does the same each time.
 pub fn options() -> Options {
@@ -17,7 +17,7 @@ pub fn options() -> Options {
 
 /// Builds an image of an archive, or does not.
 pub fn build(archive: Vec<u8>) {
-    let _ = build::from_tar(&Oblivion, "x", Cursor::new(archive), None, &options(), &|_| ());
+    let _ = builder::from_tar(&Oblivion, "x", Cursor::new(archive), None, &options(), &|_| ());
 }
 
 /// `archive` with the checksums that its headers need.

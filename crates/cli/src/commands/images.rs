@@ -6,7 +6,7 @@ use anyhow::Result;
 use burgeon_block::{ChecksumKind, Digest, Error, ErrorKind};
 use burgeon_daemon::roles;
 use burgeon_image::{
-    build::{self, Options, Pattern, Report},
+    builder::{self, Options, Pattern, Report},
     catalog::{self, ImageRecord},
 };
 use burgeon_oci::Source;
@@ -191,9 +191,9 @@ fn make(
     let store = context.create_store()?;
     store.check_writable()?;
     let progress = Progress::new(format!("building {name}"));
-    let show = |now: &build::Progress| progress.update(now.bytes, now.bytes_total);
+    let show = |now: &builder::Progress| progress.update(now.bytes, now.bytes_total);
     let report = match input {
-        Input::Tree(path) => build::from_directory(&store, name, path, options, &show),
+        Input::Tree(path) => builder::from_directory(&store, name, path, options, &show),
         Input::Archive(path) => Err(Error::new(
             ErrorKind::Invalid,
             format!("the archive {} is to be opened first", path.display()),
@@ -203,23 +203,23 @@ fn make(
             let len = file.metadata().map(|metadata| metadata.len()).ok();
             let file = file.try_clone().map_err(|e| Error::io(what(), e));
             file.and_then(|file| {
-                build::from_tar(&store, name, file, len, options, &show)
+                builder::from_tar(&store, name, file, len, options, &show)
                     .map_err(|e| Error::with_source(e.kind(), what(), e))
             })
         }
-        Input::Stdin => build::from_tar(&store, name, std::io::stdin(), None, options, &show),
+        Input::Stdin => builder::from_tar(&store, name, std::io::stdin(), None, options, &show),
         Input::Ordinary(text) => {
             progress.finish();
             return ordinary::build(context, text, name, options);
         }
-        Input::Reference(path) => build::by_reference(&store, name, path, options, &show),
+        Input::Reference(path) => builder::by_reference(&store, name, path, options, &show),
         Input::Computed(pattern, size) => {
             let pattern = match pattern {
                 Computed::Zeros => Pattern::Byte(0),
                 Computed::Byte => Pattern::Byte(0x5a),
                 Computed::BlockNumber => Pattern::BlockNumber,
             };
-            build::computed(&store, name, pattern, *size, options, &show)
+            builder::computed(&store, name, pattern, *size, options, &show)
         }
     };
     let took = progress.finish();

@@ -27,7 +27,7 @@ use std::{path::Path, process::ExitCode};
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{Seen, StateDir};
-use burgeon_image::{build::Options, catalog::Provenance};
+use burgeon_image::{builder::Options, catalog::Provenance};
 use burgeon_source::{Access, Location, Store, registry::Name};
 
 use crate::{

@@ -9,7 +9,7 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_image::{
-    build::{self, Options, Report},
+    builder::{self, Options, Report},
     catalog::{self, ImageRecord},
 };
 use burgeon_oci::{Found, How, Pull, Source, Tags, Want, Work};
@@ -227,7 +227,7 @@ fn work<T>(
     let (fetch, made) =
         (Progress::new(format!("fetching {text}")), Progress::new(format!("building {text}")));
     let fetching = |done, total| fetch.update(done, Some(total));
-    let building = |now: &build::Progress| made.update(now.bytes, now.bytes_total);
+    let building = |now: &builder::Progress| made.update(now.bytes, now.bytes_total);
     let (access, spool) = (Access::from_env(), context.state.root());
     let own = match context.store {
         None => Some(Directory::open(context.state.store())?),

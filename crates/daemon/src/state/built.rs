@@ -17,7 +17,7 @@
 use std::path::Path;
 
 use burgeon_block::{Digest, Error, ErrorKind, Result};
-use burgeon_image::build::Honours;
+use burgeon_image::builder::Honours;
 use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
@@ -104,7 +104,7 @@ fn read(path: &Path) -> Result<Record> {
 #[cfg(test)]
 mod tests {
     use burgeon_block::Digest;
-    use burgeon_image::build::Honours;
+    use burgeon_image::builder::Honours;
 
     use super::{attributes, honoured, remember_built, sweep};
     use crate::state::{attributes::AttributesRequest, paths::StateDir};

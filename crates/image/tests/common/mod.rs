@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, path::Path};
 
 use burgeon_block::{BlockSource, ByteRange, ObjectId};
 use burgeon_btrfs::{Body, Inode, Tree};
-use burgeon_image::{Limits, Manifest, build, catalog, decode_chunk};
+use burgeon_image::{Limits, Manifest, builder, catalog, decode_chunk};
 use burgeon_source::Directory;
 
 pub fn store() -> (tempfile::TempDir, Directory) {
@@ -15,13 +15,13 @@ pub fn store() -> (tempfile::TempDir, Directory) {
     (folder, store)
 }
 
-pub fn options() -> build::Options {
-    build::Options { level: 1, threads: Some(2), ..build::Options::default() }
+pub fn options() -> builder::Options {
+    builder::Options { level: 1, threads: Some(2), ..builder::Options::default() }
 }
 
 /// The options of a host that has used `store` from the start.
-pub fn options_with(store: &Directory) -> build::Options {
-    build::Options { provenance: Some(provenance(store)), ..options() }
+pub fn options_with(store: &Directory) -> builder::Options {
+    builder::Options { provenance: Some(provenance(store)), ..options() }
 }
 
 /// What that host knows of images.
@@ -29,11 +29,11 @@ pub fn provenance(store: &Directory) -> catalog::Provenance {
     catalog::Provenance::new(store.root().with_file_name("provenance"), "store")
 }
 
-pub fn from_directory(store: &Directory, name: &str, path: &Path) -> build::Report {
-    build::from_directory(store, name, path, &options_with(store), &|_| ()).unwrap()
+pub fn from_directory(store: &Directory, name: &str, path: &Path) -> builder::Report {
+    builder::from_directory(store, name, path, &options_with(store), &|_| ()).unwrap()
 }
 
-pub fn load(store: &Directory, report: &build::Report) -> Manifest {
+pub fn load(store: &Directory, report: &builder::Report) -> Manifest {
     catalog::load(store, &report.image.digest().unwrap(), &Limits::default()).unwrap()
 }
 

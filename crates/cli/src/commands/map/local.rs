@@ -32,7 +32,7 @@ use burgeon_daemon::{
     Honours,
     protocol::{CONTENTS_MAX, MapContent},
 };
-use burgeon_image::build::xattrs_of;
+use burgeon_image::builder::xattrs_of;
 use burgeon_source::beneath::{link_to, open_again, open_beneath, open_without_symlinks};
 use rustix::{
     fs::{Dir, OFlags, SeekFrom, readlinkat, seek},

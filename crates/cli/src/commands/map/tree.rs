@@ -42,7 +42,7 @@ pub(super) const ENTRIES_MAX: usize = 10_000_000;
 const FOLDER: OFlags =
     OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC).union(OFlags::RDONLY);
 
-pub(super) use burgeon_image::build::Xattrs;
+pub(super) use burgeon_image::builder::Xattrs;
 
 /// A name to be made.
 pub(super) struct Entry {
