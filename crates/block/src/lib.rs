@@ -18,6 +18,7 @@ mod device;
 mod digest;
 mod error;
 mod memory;
+mod object;
 mod pages;
 mod range;
 mod range_set;
@@ -29,10 +30,11 @@ pub use device::{BlockDevice, Erase, FileRange, Now, Shape, Verdict, WritableDev
 pub use digest::Digest;
 pub use error::{Error, ErrorKind, Result};
 pub use memory::MemoryMeter;
+pub use object::{ObjectId, ObjectKind};
 pub use pages::Pages;
 pub use range::ByteRange;
 pub use range_set::RangeSet;
-pub use seams::{BlockSource, Collecting, FileIdentity, Lease, LocalFile, ObjectId, ObjectStore};
+pub use seams::{BlockSource, Collecting, FileIdentity, Lease, LocalFile, ObjectStore};
 
 /// A block: the unit of checksums, of caching and of addresses. 4 KiB, as btrfs's sector.
 pub const BLOCK_SIZE: u64 = 4096;

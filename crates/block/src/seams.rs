@@ -1,46 +1,11 @@
 use std::{
-    fmt,
     future::Future,
     path::{Path, PathBuf},
 };
 
 use bytes::Bytes;
 
-use crate::{ByteRange, Error, ErrorKind, Result};
-
-/// The name of an object in a store, such as `packs/ab12…`: relative, `/`-separated.
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct ObjectId(String);
-
-impl ObjectId {
-    /// Longest name, in bytes.
-    pub const LEN_MAX: usize = 1024;
-
-    /// Checks that the name cannot leave its store: no empty, `.` or `..` part, no leading `/`,
-    /// no NUL, at most [`Self::LEN_MAX`] bytes.
-    pub fn new(name: impl Into<String>) -> Result<Self> {
-        let name = name.into();
-        let safe = name.len() <= Self::LEN_MAX
-            && !name.contains('\0')
-            && name.split('/').all(|part| !matches!(part, "" | "." | ".."));
-        if safe {
-            Ok(Self(name))
-        } else {
-            Err(Error::new(ErrorKind::Invalid, format!("{name:?} is not an object name")))
-        }
-    }
-
-    /// The name.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Display for ObjectId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
+use crate::{ByteRange, Error, ErrorKind, ObjectId, Result};
 
 /// What tells one state of a local file from another without reading it. The device number is not
 /// part of it: it may change when the machine starts again, while a file that is another one has
@@ -166,18 +131,4 @@ pub trait LocalFile: Send + Sync {
     fn next_data(&self, offset: u64) -> Result<Option<ByteRange>>;
     /// Makes everything written before durable.
     fn sync(&self) -> Result<()>;
-}
-
-#[cfg(test)]
-mod tests {
-    use super::ObjectId;
-
-    #[test]
-    fn object_names_cannot_leave_their_store() {
-        for bad in ["", "/etc/passwd", "..", "a/../b", "a//b", "a/", "./a", "a\0b"] {
-            assert!(ObjectId::new(bad).is_err(), "{bad:?}");
-        }
-        assert!(ObjectId::new("a".repeat(1025)).is_err());
-        assert!(ObjectId::new("packs/00ff").is_ok());
-    }
 }

@@ -15,7 +15,9 @@ use std::{
     thread,
 };
 
-use burgeon_block::{ByteRange, Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_block::{
+    ByteRange, Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result,
+};
 use zerocopy::{
     FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned,
     little_endian::{U32, U64},
@@ -59,7 +61,7 @@ pub(crate) fn check_header(bytes: &[u8]) -> Result<()> {
 
 /// The object that holds the pack with `digest`.
 pub(crate) fn object(digest: &Digest) -> Result<ObjectId> {
-    ObjectId::new(format!("packs/{digest}"))
+    ObjectKind::Pack.object(digest)
 }
 
 /// Packs that may wait to be published: what is written meanwhile is bounded by the disk alone.

@@ -12,7 +12,7 @@
 
 use std::{collections::HashSet, thread};
 
-use burgeon_block::{Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_block::{Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use burgeon_image::{
     Limits, Manifest,
     builder::{self, Origin, Report},
@@ -266,7 +266,7 @@ fn derived_in(
 ) -> Result<Option<ObjectId>> {
     let bytes = catalog::load_bytes(store, manifest)?;
     let objects = Manifest::decode_objects(&bytes, &Limits::default())?;
-    Ok(objects.into_iter().find(|object| object.as_str().starts_with("derived/")))
+    Ok(objects.into_iter().find(|object| object.is(ObjectKind::Derived)))
 }
 
 /// Whether all of `image` is in `store`, the host's own: not in layers elsewhere.

@@ -1,4 +1,6 @@
-use burgeon_block::{BLOCK_SIZE, BlockSource, ByteRange, Error, ErrorKind, ObjectId, Result};
+use burgeon_block::{
+    BLOCK_SIZE, BlockSource, ByteRange, Error, ErrorKind, ObjectId, ObjectKind, Result,
+};
 use bytes::Bytes;
 
 use crate::check_len;
@@ -23,7 +25,7 @@ impl Pattern {
                 ),
             )
         };
-        match object.as_str().strip_prefix("computed/").ok_or_else(unknown)? {
+        match object.below(ObjectKind::Computed).ok_or_else(unknown)? {
             "zeros" => Ok(Self::Byte(0)),
             "block-number" => Ok(Self::BlockNumber),
             name => {

@@ -33,7 +33,9 @@ use std::{future::Future, sync::OnceLock};
 
 use std::sync::Arc;
 
-use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, Result};
+use burgeon_block::{
+    BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, ObjectKind, Result,
+};
 use bytes::Bytes;
 use tokio::runtime::Runtime;
 
@@ -91,45 +93,35 @@ impl Objects {
 
     /// What [`BlockSource::read`] gives, waiting in this thread.
     pub fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
-        let name = object.as_str();
-        if name.starts_with("computed/") {
-            return Computed.bytes(object, range);
-        }
-        if !is_outside(name) {
-            return self.store.read_blocking(object, range);
-        }
         self.check_reference(object)?;
-        if name.starts_with("derived/") {
-            return waiting(self.derived.read(object, range));
+        match object.kind() {
+            Some(ObjectKind::Computed) => Computed.bytes(object, range),
+            Some(ObjectKind::Derived) => waiting(self.derived.read(object, range)),
+            Some(ObjectKind::File) => self.files.read_now(object, range),
+            _ => self.store.read_blocking(object, range),
         }
-        self.files.read_now(object, range)
     }
 
     fn check_reference(&self, object: &ObjectId) -> Result<()> {
         match self.references {
-            References::Allow => Ok(()),
-            References::Refuse => Err(Error::new(
+            References::Refuse if object.is_outside_store() => Err(Error::new(
                 ErrorKind::Invalid,
                 format!("the image refers to {object}, outside its store, which is not allowed"),
             )),
+            _ => Ok(()),
         }
     }
 }
 
 impl BlockSource for Objects {
     async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
-        let name = object.as_str();
-        if name.starts_with("computed/") {
-            return Computed.read(object, range).await;
-        }
-        if !is_outside(name) {
-            return self.store.read(object, range).await;
-        }
         self.check_reference(object)?;
-        if name.starts_with("derived/") {
-            return self.derived.read(object, range).await;
+        match object.kind() {
+            Some(ObjectKind::Computed) => Computed.read(object, range).await,
+            Some(ObjectKind::Derived) => self.derived.read(object, range).await,
+            Some(ObjectKind::File) => self.files.read(object, range).await,
+            _ => self.store.read(object, range).await,
         }
-        self.files.read(object, range).await
     }
 
     async fn read_identified(
@@ -142,14 +134,14 @@ impl BlockSource for Objects {
     }
 
     fn read_now(&self, object: &ObjectId, range: ByteRange, buf: &mut [u8]) -> Option<Result<()>> {
-        if object.as_str().starts_with("computed/") {
-            return Computed.read_now(object, range, buf);
+        match object.is(ObjectKind::Computed) {
+            true => Computed.read_now(object, range, buf),
+            false => None,
         }
-        None
     }
 
     fn bytes_to_fetch(&self, object: &ObjectId, range: ByteRange) -> u64 {
-        match object.as_str().starts_with("derived/") {
+        match object.is(ObjectKind::Derived) {
             true => self.derived.bytes_to_fetch(object, range),
             false => range.len(),
         }
@@ -158,11 +150,6 @@ impl BlockSource for Objects {
     fn refuted(&self, object: &ObjectId, range: ByteRange) {
         self.derived.refuted(object, range);
     }
-}
-
-/// Whether an object's bytes are outside the store.
-fn is_outside(name: &str) -> bool {
-    name.starts_with("file/") || name.starts_with("derived/")
 }
 
 /// Refuses ranges longer than [`READ_MAX`].

@@ -10,7 +10,8 @@ use std::{
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, Result,
+    BLOCK_SIZE, BlockSource, ByteRange, Error, ErrorKind, FileIdentity, ObjectId, ObjectKind,
+    Result,
 };
 use bytes::Bytes;
 use rustix::fs::{Mode, OFlags};
@@ -40,7 +41,7 @@ impl Reference {
     pub fn object(path: &Path) -> Result<ObjectId> {
         let relative = path.to_str().and_then(|path| path.strip_prefix('/'));
         match relative {
-            Some(relative) => ObjectId::new(format!("file/{relative}")),
+            Some(relative) => ObjectKind::File.object(relative),
             None => Err(Error::new(
                 ErrorKind::Invalid,
                 format!("{} is not an absolute path in UTF-8", path.display()),
@@ -159,7 +160,7 @@ fn is_fresh(identity: &FileIdentity) -> bool {
 }
 
 fn path_of(object: &ObjectId) -> Result<PathBuf> {
-    match object.as_str().strip_prefix("file/") {
+    match object.below(ObjectKind::File) {
         Some(relative) => Ok(Path::new("/").join(relative)),
         None => Err(Error::new(ErrorKind::NotFound, format!("{object} does not name a file"))),
     }

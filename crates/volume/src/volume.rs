@@ -9,7 +9,7 @@ use std::{
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockSource, ByteRange, Counters, LocalFile, Now, ObjectId, Result,
+    BLOCK_SIZE, BlockSource, ByteRange, Counters, LocalFile, Now, ObjectId, ObjectKind, Result,
 };
 use burgeon_image::{AddressMap, Codec};
 use tokio::{
@@ -144,7 +144,7 @@ pub(crate) enum Boarding {
 
 /// Objects outside the store, which are local already or cost nothing to make anew.
 fn is_through(object: &ObjectId) -> bool {
-    object.as_str().starts_with("file/") || object.as_str().starts_with("computed/")
+    matches!(object.kind(), Some(ObjectKind::File | ObjectKind::Computed))
 }
 
 impl<S, F> Volume<S, F>

@@ -4,6 +4,7 @@
 //!   cargo metadata ──► arrows between crates    only those of docs/architecture.md
 //!   Cargo.lock     ──► crates                   none that is unmaintained or unwanted
 //!   every *.rs     ──► length, words            at most LINES_MAX lines, no unfinished marks
+//!   crates/*/src   ──► names of objects       their kind is read in block/src/object.rs only
 //!   every text     ──► words                    no path of somebody's machine
 //!   dev/proofs.toml ─► texts to replace         each occurs once in its file
 //! ```
@@ -44,6 +45,27 @@ const BANNED_IN_SOURCE: &[&str] = &[
     concat!("#[", "ignore"),
     concat!("dbg", "!("),
     concat!("FIX", "ME"),
+];
+
+/// What reads or writes the kind of an object in its name, followed by a folder. The kind decides
+/// what an image may refer to, so it is parsed in one place: `ObjectId::kind`, `ObjectKind::object`.
+const KIND_BY_HAND: &[&str] =
+    &["starts_with(\"", "strip_prefix(\"", "trim_start_matches(\"", "ObjectId::new(format!(\""];
+
+/// The folders of `ObjectKind`.
+const KINDS: &[&str] = &[
+    "packs",
+    "manifests",
+    "images",
+    "profiles",
+    "roots",
+    "leases",
+    "derived",
+    "origins",
+    "held",
+    "layers",
+    "file",
+    "computed",
 ];
 
 /// Paths of one machine, which must not appear in any text.
@@ -231,7 +253,31 @@ fn file_problems(name: &Path, text: &str) -> Vec<String> {
             problems.push(format!("{shown}:{}: {word:?} must not stand here", index + 1));
         }
     }
+    problems.extend(kinds_by_hand(name, text));
     problems
+}
+
+/// Lines of a crate that tell what an object is by its name. Tests may write names out.
+fn kinds_by_hand(name: &Path, text: &str) -> Vec<String> {
+    let mut parts = name.components().map(|part| part.as_os_str());
+    if parts.next() != Some("crates".as_ref()) || parts.nth(1) != Some("src".as_ref()) {
+        return Vec::new();
+    }
+    let product = text.split("#[cfg(test)]").next().unwrap_or_default();
+    let by_hand = |line: &&str| {
+        let after = KIND_BY_HAND.iter().filter_map(|call| Some(line.split_once(call)?.1));
+        let folders = after.filter_map(|rest| Some(rest.split_once('/')?.0));
+        folders.into_iter().any(|folder| KINDS.contains(&folder))
+    };
+    let lines = product.lines().enumerate().filter(|(_, line)| by_hand(line));
+    let problem = |(index, _)| {
+        format!(
+            "{}:{}: ask ObjectId for its kind, or make it with ObjectKind",
+            name.display(),
+            index + 1
+        )
+    };
+    lines.map(problem).collect()
 }
 
 /// Every file of the tree but what is built, cached or git's own.
@@ -317,5 +363,20 @@ mod tests {
         assert_eq!(file_problems(source, concat!("to", "do!()")).len(), 1);
         assert_eq!(file_problems(source, concat!("#[ig", "nore = \"slow\"]")).len(), 1);
         assert_eq!(file_problems(Path::new("a.md"), concat!("see /wo", "rk/x")).len(), 1);
+    }
+
+    #[test]
+    fn a_kind_that_is_read_by_hand_is_found() {
+        let found = |name: &str, line: &str| file_problems(Path::new(name), line).len();
+        let product = "crates/x/src/a.rs";
+        assert_eq!(found(product, "if name.starts_with(\"file/\") {"), 1);
+        assert_eq!(found(product, "ObjectId::new(format!(\"packs/{digest}\"))"), 1);
+        assert_eq!(found(product, "name.strip_prefix(\"derived/\")\nx.strip_prefix(\"held/\")"), 2);
+        assert_eq!(
+            found(product, "path.starts_with(\"sys/file/\"); format!(\"manifests/{tag}\")"),
+            0
+        );
+        assert_eq!(found(product, "#[cfg(test)]\nobject.starts_with(\"file/\")"), 0);
+        assert_eq!(found("crates/x/tests/a.rs", "object.starts_with(\"file/\")"), 0);
     }
 }

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_block::{ByteRange, Digest, ObjectId, ObjectStore};
+use burgeon_block::{ByteRange, Digest, ObjectId, ObjectKind, ObjectStore};
 use burgeon_daemon::{roots, sweep};
 use burgeon_image::catalog::{self, Damage};
 use burgeon_source::{Access, Objects, References, Store};
@@ -52,7 +52,7 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
         let verdict = if damaged { "DAMAGED" } else { "whole" };
         println!("{name} is {verdict}: {} chunks, {}", verified.chunks, bytes(verified.bytes));
         if damaged {
-            let of_layers = |damage: &Damage| damage.object.as_str().starts_with("derived/");
+            let of_layers = |damage: &Damage| damage.object.is(ObjectKind::Derived);
             if verified.damage.iter().all(of_layers) {
                 println!(
                     "its data is in the layers of an ordinary image: `burgeon rm {name}`, `burgeon \

@@ -14,7 +14,7 @@ use std::{
     sync::{Arc, Mutex, Weak},
 };
 
-use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, ObjectId, Result};
+use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, ObjectId, ObjectKind, Result};
 use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets};
 use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
@@ -91,10 +91,7 @@ impl Serving {
             return Ok(volume);
         }
         let map = AddressMap::open(map)?;
-        let outside = |object: &&ObjectId| {
-            object.as_str().starts_with("file/") || object.as_str().starts_with("derived/")
-        };
-        let reference = map.objects().iter().find(outside);
+        let reference = map.objects().iter().find(|object| object.is_outside_store());
         if let (References::Refuse, Some(object)) = (references, reference) {
             return Err(refused_reference(object));
         }
@@ -200,17 +197,16 @@ impl Serving {
 /// An image that names files of this host, or layers elsewhere, is believed only if this host's own
 /// store has it.
 fn refused_reference(object: &ObjectId) -> Error {
-    if object.as_str().starts_with("derived/") {
+    let Some(file) = object.below(ObjectKind::File) else {
         let what = "the image's data is in the layers of an ordinary image, which only an image in \
                     the state directory's own store may refer to: mount the ordinary image";
         return Error::new(ErrorKind::Invalid, what);
-    }
+    };
     Error::new(
         ErrorKind::Invalid,
         format!(
-            "the image refers to the local /{}, which only an image in the state directory's own \
-             store may do: build it there, or build it without --by-reference",
-            object.as_str().trim_start_matches("file/")
+            "the image refers to the local /{file}, which only an image in the state directory's own \
+             store may do: build it there, or build it without --by-reference"
         ),
     )
 }

@@ -19,7 +19,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burgeon_block::{ByteRange, Digest, Error, ErrorKind, ObjectId, Result};
+use burgeon_block::{ByteRange, Digest, Error, ErrorKind, ObjectKind, Result};
 use burgeon_btrfs::VIRTUAL_FILE;
 use burgeon_frontend::btrfs_mount::{self, Btrfs};
 use burgeon_image::{AddressMap, Content, ExtentMap, ExtentWriter, Mapping, MappingInfo, Source};
@@ -179,7 +179,7 @@ impl<'a> Sources<'a> {
     fn content(&mut self, wanted: &MapContent) -> Result<Content> {
         let source = match wanted {
             MapContent::Computed { name, .. } => {
-                let object = ObjectId::new(format!("computed/{name}"))?;
+                let object = ObjectKind::Computed.object(name)?;
                 // Whatever is no such computation is refused now, not when it is read.
                 let nothing = ByteRange::at(0, 0).unwrap_or_else(|| unreachable!("0 fits"));
                 burgeon_source::Computed.bytes(&object, nothing)?;

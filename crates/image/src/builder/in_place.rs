@@ -14,7 +14,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, ObjectId, ObjectStore, Result};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, ObjectId, ObjectKind, ObjectStore, Result};
 use burgeon_btrfs::Tree;
 use rayon::prelude::*;
 
@@ -151,7 +151,7 @@ impl<'a> Placer<'a> {
 /// The object that stands for the file at the absolute `path`.
 pub(super) fn object_of(path: &Path) -> Result<ObjectId> {
     match path.to_str().and_then(|path| path.strip_prefix('/')) {
-        Some(relative) => ObjectId::new(format!("file/{relative}")),
+        Some(relative) => ObjectKind::File.object(relative),
         None => Err(invalid(format!("{} is not UTF-8: rename it", path.display()))),
     }
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, ByteRange, ChecksumKind, Digest, Error, ObjectId, ObjectStore, Result,
+    BLOCK_SIZE, ByteRange, ChecksumKind, Digest, Error, ObjectId, ObjectKind, ObjectStore, Result,
 };
 use burgeon_btrfs::{Body, DATA_START, Dirent, FileExtent, Inode, Tree};
 use rayon::prelude::*;
@@ -35,10 +35,10 @@ pub enum Pattern {
 
 impl Pattern {
     fn object(self) -> Result<ObjectId> {
-        ObjectId::new(match self {
-            Self::Byte(0) => "computed/zeros".to_owned(),
-            Self::Byte(byte) => format!("computed/byte-{byte:02x}"),
-            Self::BlockNumber => "computed/block-number".to_owned(),
+        ObjectKind::Computed.object(match self {
+            Self::Byte(0) => "zeros".to_owned(),
+            Self::Byte(byte) => format!("byte-{byte:02x}"),
+            Self::BlockNumber => "block-number".to_owned(),
         })
     }
 

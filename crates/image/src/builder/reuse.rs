@@ -1,6 +1,6 @@
 use std::collections::HashMap;
 
-use burgeon_block::{ByteRange, Digest, ObjectId, ObjectStore, Result};
+use burgeon_block::{ByteRange, Digest, ObjectId, ObjectKind, ObjectStore, Result};
 
 use super::Options;
 use crate::{Codec, Limits, catalog, manifest::Manifest};
@@ -39,7 +39,7 @@ impl Known {
         };
         let mut object_numbers: HashMap<ObjectId, Option<(u32, u64)>> = HashMap::new();
         for name in store.list("manifests")? {
-            let digest = name.as_str().strip_prefix("manifests/").and_then(|hex| hex.parse().ok());
+            let digest = name.digest(ObjectKind::Manifest);
             let Some(digest) = digest.filter(|digest| provenance.of(digest).has_sound_chunks())
             else {
                 continue;
@@ -55,7 +55,7 @@ impl Known {
                     numbers.push(*number);
                     continue;
                 }
-                let usable = object.as_str().starts_with("packs/");
+                let usable = object.is(ObjectKind::Pack);
                 let len = if usable { store.len(&object)? } else { None };
                 let number = len.map(|len| {
                     known.objects.push(object.clone());

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 
 use super::{ImageRecord, list, load_bytes, name_object, read_roots, resolve};
 use crate::{Limits, Manifest};
@@ -100,30 +100,29 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
     // Manifests first: should this be interrupted, no manifest lacks a pack. What is not named
     // by a digest is none of ours.
     for object in store.list("manifests")? {
-        if digest_of(&object, "manifests/").is_some_and(|digest| !manifests.contains(&digest)) {
+        if object.digest(ObjectKind::Manifest).is_some_and(|digest| !manifests.contains(&digest)) {
             collected.bytes += remove_object(store, &object, dry_run)?;
             collected.manifests += 1;
         }
     }
     for object in store.list("profiles")? {
-        if digest_of(&object, "profiles/").is_some_and(|digest| !manifests.contains(&digest)) {
+        if object.digest(ObjectKind::Profile).is_some_and(|digest| !manifests.contains(&digest)) {
             collected.bytes += remove_object(store, &object, dry_run)?;
         }
     }
     for object in store.list("packs")? {
-        if digest_of(&object, "packs/").is_some() && !packs.contains(&object) {
+        if object.digest(ObjectKind::Pack).is_some() && !packs.contains(&object) {
             collected.bytes += remove_object(store, &object, dry_run)?;
             collected.packs += 1;
         }
     }
     // Tables of derived objects, where the layers are that they speak of, and which of them are held.
     let mut layers = HashSet::new();
-    for folder in ["derived", "origins", "held"] {
-        for object in store.list(folder)? {
-            let digest = digest_of(&object, &format!("{folder}/"));
-            let needed = digest.map(|digest| ObjectId::new(format!("derived/{digest}")));
+    for kind in [ObjectKind::Derived, ObjectKind::Origins, ObjectKind::Held] {
+        for object in store.list(kind.folder())? {
+            let needed = object.digest(kind).map(|digest| ObjectKind::Derived.object(digest));
             match needed.transpose()?.map(|needed| packs.contains(&needed)) {
-                Some(true) if folder == "held" => {
+                Some(true) if kind == ObjectKind::Held => {
                     layers.extend(held_layers(store, &object)?);
                 }
                 Some(false) => collected.bytes += remove_object(store, &object, dry_run)?,
@@ -179,8 +178,4 @@ fn roots(store: &impl ObjectStore, needed: &[Digest]) -> Result<Vec<(String, Dig
 fn unknown_needs(who: &str, error: Error) -> Error {
     let what = format!("nothing is removed, because it cannot be known what {who} needs");
     Error::with_source(error.kind(), what, error)
-}
-
-fn digest_of(object: &ObjectId, prefix: &str) -> Option<Digest> {
-    object.as_str().strip_prefix(prefix)?.parse().ok()
 }

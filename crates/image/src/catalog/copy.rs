@@ -11,7 +11,7 @@ use std::{
     thread,
 };
 
-use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use bytes::Bytes;
 
 use super::{ImageRecord, RECORD_MAX, load_bytes, manifest_object, name_object};
@@ -29,18 +29,14 @@ const PACK_MAX: u64 = 64 << 20;
 pub fn parts(store: &impl ObjectStore, record: &ImageRecord) -> Result<Vec<ObjectId>> {
     let digest = record.digest()?;
     let (_, objects) = Manifest::decode_chunks(&load_bytes(store, &digest)?, &Limits::default())?;
-    if let Some(file) = objects.iter().find(|object| object.as_str().starts_with("file/")) {
+    if let Some(file) = objects.iter().find_map(|object| object.below(ObjectKind::File)) {
         return Err(invalid(format!(
             "the image {:?} was built with --by-reference: its data is in files of this host, such \
-             as /{}, and goes nowhere else; build it without",
-            record.name,
-            file.as_str().trim_start_matches("file/")
+             as /{file}, and goes nowhere else; build it without",
+            record.name
         )));
     }
-    let is_elsewhere = |object: &&ObjectId| {
-        !["packs/", "computed/"].iter().any(|folder| object.as_str().starts_with(folder))
-    };
-    if objects.iter().any(|object| is_elsewhere(&object)) {
+    if objects.iter().any(ObjectId::is_outside_store) {
         return Err(invalid(format!(
             "{:?} is the index of an ordinary image, whose data is in that image's layers: others \
              read it from there (`burgeon index --push`); by the image's oci://… or oci-layout:… \
@@ -50,7 +46,7 @@ pub fn parts(store: &impl ObjectStore, record: &ImageRecord) -> Result<Vec<Objec
         )));
     }
     let mut parts: Vec<ObjectId> =
-        objects.into_iter().filter(|object| object.as_str().starts_with("packs/")).collect();
+        objects.into_iter().filter(|object| object.is(ObjectKind::Pack)).collect();
     let profile = profile_object(&digest)?;
     if store.len(&profile)?.is_some() {
         parts.push(profile);
@@ -66,19 +62,18 @@ pub fn name_part(record: &ImageRecord) -> Result<ObjectId> {
 
 /// All bytes of a part of an image, checked against its name where that is a digest.
 pub fn read_part(store: &impl ObjectStore, object: &ObjectId) -> Result<Bytes> {
-    let (folder, name) = object.as_str().split_once('/').unwrap_or_default();
-    let len_max = match folder {
-        "packs" => PACK_MAX,
-        "manifests" => ENCODED_MAX,
-        "profiles" => PROFILE_MAX,
-        _ => RECORD_MAX,
+    let (len_max, name) = match object.kind() {
+        Some(ObjectKind::Pack) => (PACK_MAX, object.below(ObjectKind::Pack)),
+        Some(ObjectKind::Manifest) => (ENCODED_MAX, object.below(ObjectKind::Manifest)),
+        Some(ObjectKind::Profile) => (PROFILE_MAX, None),
+        _ => (RECORD_MAX, None),
     };
     let bytes = store.get(object, len_max)?;
-    let is_named_by_digest = matches!(folder, "packs" | "manifests");
-    if is_named_by_digest && name.parse::<Digest>()? != Digest::of(&bytes) {
+    let digest = name.map(str::parse::<Digest>).transpose()?;
+    if digest.is_some_and(|digest| digest != Digest::of(&bytes)) {
         return Err(corrupt(format!("{object} does not match its name: damaged, or another one")));
     }
-    if folder == "packs" {
+    if object.is(ObjectKind::Pack) {
         pack::check_header(&bytes)?;
     }
     Ok(bytes)

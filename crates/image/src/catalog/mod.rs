@@ -13,7 +13,7 @@ mod verify;
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use serde::{Deserialize, Serialize};
 
 pub use self::names::{EMPTY_IMAGE, check_given_name, is_reserved};
@@ -88,7 +88,7 @@ impl ImageRecord {
 
 /// Bytes of the chunks that lie in packs: others are computed, or read where they are.
 fn stored_bytes(manifest: &Manifest) -> u64 {
-    let is_pack = |object: &ObjectId| object.as_str().starts_with("packs/");
+    let is_pack = |object: &ObjectId| object.is(ObjectKind::Pack);
     let is_pack: Vec<bool> = manifest.objects.iter().map(is_pack).collect();
     let stored = manifest.chunks.iter().filter(|chunk| is_pack[chunk.object as usize]);
     stored.map(|chunk| chunk.stored.len()).sum()
@@ -96,12 +96,12 @@ fn stored_bytes(manifest: &Manifest) -> u64 {
 
 /// The object that holds the manifest with `digest`.
 pub fn manifest_object(digest: &Digest) -> Result<ObjectId> {
-    ObjectId::new(format!("manifests/{digest}"))
+    ObjectKind::Manifest.object(digest)
 }
 
 fn name_object(name: &str) -> Result<ObjectId> {
     check_name(name)?;
-    ObjectId::new(format!("images/{}", escape(name)))
+    ObjectKind::Name.object(escape(name))
 }
 
 pub(crate) fn publish_name(store: &impl ObjectStore, record: &ImageRecord) -> Result<()> {
@@ -139,7 +139,7 @@ pub fn publish_alias(
 pub fn list(store: &impl ObjectStore) -> Result<Vec<(String, Result<ImageRecord>)>> {
     let objects = store.list("images")?;
     let named = objects.iter().filter_map(|object| {
-        let name = unescape(object.as_str().strip_prefix("images/")?)?;
+        let name = unescape(object.below(ObjectKind::Name)?)?;
         let record = read_record(store, object);
         Some((name, record))
     });
@@ -164,8 +164,7 @@ pub fn resolve(store: &impl ObjectStore, name: &str) -> Result<ImageRecord> {
         }
         objects => objects?,
     };
-    let names =
-        objects.iter().filter_map(|object| unescape(object.as_str().strip_prefix("images/")?));
+    let names = objects.iter().filter_map(|object| unescape(object.below(ObjectKind::Name)?));
     let names: Vec<String> = names.collect();
     Err(Error::new(
         ErrorKind::NotFound,

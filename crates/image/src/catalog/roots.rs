@@ -7,7 +7,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -39,7 +39,7 @@ impl HostRoots {
 
 fn object(host: &str) -> Result<ObjectId> {
     check_name(host)?;
-    ObjectId::new(format!("roots/{}", escape(host)))
+    ObjectKind::Roots.object(escape(host))
 }
 
 /// Publishes that `host` needs the manifests `digests` of `store`, and nothing else; replaces its
@@ -75,7 +75,7 @@ pub fn forget_host(store: &impl ObjectStore, host: &str) -> Result<()> {
 pub fn read_roots(store: &impl ObjectStore) -> Result<Vec<HostRoots>> {
     let mut records = Vec::new();
     for object in store.list("roots")? {
-        let name = object.as_str().strip_prefix("roots/").and_then(unescape);
+        let name = object.below(ObjectKind::Roots).and_then(unescape);
         let unreadable = |kind, why: String| {
             let what = format!(
                 "nothing can be removed from the store: {object}, which says what a host needs, {why}; \

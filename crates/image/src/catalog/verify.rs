@@ -6,7 +6,7 @@ use std::{
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, ByteRange, Digest, Error, ErrorKind, ObjectId, ObjectStore, Result,
+    BLOCK_SIZE, ByteRange, Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result,
 };
 use bytes::Bytes;
 use rayon::prelude::*;
@@ -100,7 +100,7 @@ fn check_chunk(manifest: &Manifest, index: usize, address: u64, read: Read<'_>) 
 
 /// Checks all bytes of a pack against its name.
 fn check_pack(store: &impl ObjectStore, object: &ObjectId) -> Result<()> {
-    let Some(name) = object.as_str().strip_prefix("packs/") else { return Ok(()) };
+    let Some(name) = object.below(ObjectKind::Pack) else { return Ok(()) };
     let bytes = store.get(object, pack::LEN_MAX)?;
     pack::check_header(&bytes)?;
     if Digest::of(&bytes) == name.parse()? {

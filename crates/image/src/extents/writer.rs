@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, ObjectId, Result};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, ObjectId, ObjectKind, Result};
 use rustix::rand::{GetRandomFlags, getrandom};
 use zerocopy::IntoBytes as _;
 
@@ -281,13 +281,13 @@ fn check_content(content: &Content) -> Result<()> {
         );
         return Err(invalid(what));
     };
-    let named = |object: &ObjectId, prefix: &str| match object.as_str().starts_with(prefix) {
+    let named = |object: &ObjectId, kind: ObjectKind| match object.is(kind) {
         true => Ok(()),
-        false => Err(invalid(format!("{object} is not below {prefix}"))),
+        false => Err(invalid(format!("{object} is not below {}/", kind.folder()))),
     };
     let whole = end.is_multiple_of(BLOCK_SIZE);
     match source {
-        Source::Computed(object) => named(object, "computed/"),
+        Source::Computed(object) => named(object, ObjectKind::Computed),
         Source::File { object, identity } if end > identity.size => Err(invalid(format!(
             "{object} has {} bytes, too few for {end} to be mapped",
             identity.size
@@ -295,7 +295,7 @@ fn check_content(content: &Content) -> Result<()> {
         Source::File { object, identity } if !whole && end < identity.size => Err(invalid(
             format!("{object} can be cut at multiples of {BLOCK_SIZE} only, not at {end}"),
         )),
-        Source::File { object, .. } => named(object, "file/"),
+        Source::File { object, .. } => named(object, ObjectKind::File),
         Source::Image(digest) if !whole => {
             Err(invalid(format!("image {digest} has whole blocks only, not {len} bytes")))
         }

@@ -7,7 +7,7 @@
 
 use std::collections::HashSet;
 
-use burgeon_block::Result;
+use burgeon_block::{ObjectKind, Result};
 use burgeon_btrfs::{Body, FileExtent, Inode};
 
 use super::*;
@@ -166,7 +166,7 @@ pub(super) fn chunk_table(
         // Only derived objects have tables with digests of their own.
         let source_fits = chunk.codec != Codec::Verified
             || object_fits
-                && objects[chunk.object as usize].as_str().starts_with("derived/")
+                && objects[chunk.object as usize].is(ObjectKind::Derived)
                 && chunk.digest.as_bytes() == &[0; Digest::LEN];
         if !blocks_fit || !object_fits || !stored_fits || !source_fits || stored == 0 {
             return Err(corrupt(format!("chunk {index} of the manifest is impossible: {chunk:?}")));
@@ -184,9 +184,9 @@ pub(super) fn chunk_table(
 /// An object that holds chunks is a pack of the store, or lies outside it, or is derived from what
 /// does; nothing else.
 fn check_object(object: &ObjectId) -> Result<()> {
-    let fits = match object.as_str().split_once('/') {
-        Some(("packs" | "derived", digest)) => digest.parse::<Digest>().is_ok(),
-        Some(("file" | "computed", _)) => true,
+    let fits = match object.kind() {
+        Some(kind @ (ObjectKind::Pack | ObjectKind::Derived)) => object.digest(kind).is_some(),
+        Some(ObjectKind::File | ObjectKind::Computed) => true,
         _ => false,
     };
     if fits { Ok(()) } else { Err(corrupt(format!("{object} cannot hold chunks"))) }

@@ -1,13 +1,13 @@
 //! Where profiles lie: `profiles/<digest of the image's manifest>`, beside the image.
 
-use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 
 use super::{PROFILE_MAX, Profile};
 use crate::corrupt;
 
 /// The object that holds the profile of `image`.
 pub fn profile_object(image: &Digest) -> Result<ObjectId> {
-    ObjectId::new(format!("profiles/{image}"))
+    ObjectKind::Profile.object(image)
 }
 
 /// The profile of `image`, if `store` has one.
@@ -46,8 +46,5 @@ pub fn remove_profile(store: &impl ObjectStore, image: &Digest) -> Result<bool> 
 /// The images of which `store` has a profile.
 pub fn list_profiles(store: &impl ObjectStore) -> Result<Vec<Digest>> {
     let objects = store.list("profiles")?;
-    let digests = objects.iter().filter_map(|object| {
-        object.as_str().strip_prefix("profiles/").and_then(|digest| digest.parse().ok())
-    });
-    Ok(digests.collect())
+    Ok(objects.iter().filter_map(|object| object.digest(ObjectKind::Profile)).collect())
 }

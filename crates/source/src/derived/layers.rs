@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
+use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, ObjectKind, Result};
 use bytes::Bytes;
 
 use crate::{
@@ -41,7 +41,7 @@ enum Place {
 
 /// The object that a layer is, where it is held as it came, by its SHA-256.
 pub fn layer_object(digest: &[u8; 32]) -> Result<ObjectId> {
-    ObjectId::new(format!("layers/{}", hex(digest)))
+    ObjectKind::Layer.object(hex(digest))
 }
 
 fn hex(digest: &[u8; 32]) -> String {

@@ -25,7 +25,9 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use burgeon_block::{ByteRange, Digest, Error, ErrorKind, ObjectId, ObjectStore, Result};
+use burgeon_block::{
+    ByteRange, Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result,
+};
 use burgeon_layer::{Span, TABLE_MAX, Table};
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -45,22 +47,22 @@ const SPANS_AT_ONCE: usize = 4;
 
 /// The object of the table `bytes`, whose name is the name of the derived object.
 pub fn derived_object(table: &[u8]) -> Result<ObjectId> {
-    ObjectId::new(format!("derived/{}", Digest::of(table)))
+    ObjectKind::Derived.object(Digest::of(table))
 }
 
 /// The object that says where the layers of the derived `object` are.
 pub fn origin_object(object: &ObjectId) -> Result<ObjectId> {
-    beside(object, "origins")
+    beside(object, ObjectKind::Origins)
 }
 
 /// The object that lists the layers of the derived `object`, one a line, where all of them are held.
 pub fn held_object(object: &ObjectId) -> Result<ObjectId> {
-    beside(object, "held")
+    beside(object, ObjectKind::Held)
 }
 
-fn beside(object: &ObjectId, folder: &str) -> Result<ObjectId> {
-    match object.as_str().strip_prefix("derived/") {
-        Some(digest) => ObjectId::new(format!("{folder}/{digest}")),
+fn beside(object: &ObjectId, kind: ObjectKind) -> Result<ObjectId> {
+    match object.below(ObjectKind::Derived) {
+        Some(digest) => kind.object(digest),
         None => Err(Error::new(ErrorKind::Invalid, format!("{object} is derived from nothing"))),
     }
 }

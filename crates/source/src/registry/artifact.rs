@@ -12,7 +12,8 @@
 use std::{collections::BTreeMap, fmt, io::Read, sync::Arc};
 
 use burgeon_block::{
-    BlockSource, ByteRange, Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result,
+    BlockSource, ByteRange, Collecting, Error, ErrorKind, Lease, ObjectId, ObjectKind, ObjectStore,
+    Result,
 };
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -33,12 +34,12 @@ pub const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
 /// The configuration that says nothing.
 pub const EMPTY: &[u8] = b"{}";
 
-/// Where objects of an image can lie, and the media type of each.
-const FOLDERS: [(&str, &str); 4] = [
-    ("images/", "application/vnd.burgeon.name.v1+json"),
-    ("manifests/", "application/vnd.burgeon.manifest.v1"),
-    ("packs/", "application/vnd.burgeon.pack.v1"),
-    ("profiles/", "application/vnd.burgeon.profile.v1"),
+/// What objects of an image can be, and the media type of each.
+const MEDIA_TYPES: [(ObjectKind, &str); 4] = [
+    (ObjectKind::Name, "application/vnd.burgeon.name.v1+json"),
+    (ObjectKind::Manifest, "application/vnd.burgeon.manifest.v1"),
+    (ObjectKind::Pack, "application/vnd.burgeon.pack.v1"),
+    (ObjectKind::Profile, "application/vnd.burgeon.profile.v1"),
 ];
 
 /// A blob that is an object.
@@ -141,7 +142,7 @@ impl Objects {
             });
             object.map_err(|error| corrupt(format!("is not one of ours: {error}")))?;
         }
-        let names = objects.0.keys().filter(|object| object.as_str().starts_with("images/"));
+        let names = objects.0.keys().filter(|object| object.is(ObjectKind::Name));
         match names.count() {
             1 => Ok(objects),
             names => Err(corrupt(format!("has {names} names: one is right"))),
@@ -150,10 +151,10 @@ impl Objects {
 }
 
 fn media_type(object: &ObjectId) -> Option<&'static str> {
-    let is_in = |(folder, _): &&(&str, &str)| {
-        object.as_str().strip_prefix(*folder).is_some_and(|name| !name.contains('/'))
+    let is_one = |(kind, _): &&(ObjectKind, &str)| {
+        object.below(*kind).is_some_and(|name| !name.contains('/'))
     };
-    FOLDERS.iter().find(is_in).map(|(_, kind)| *kind)
+    MEDIA_TYPES.iter().find(is_one).map(|(_, media_type)| *media_type)
 }
 
 /// An image of ours in a registry, as a store. Cheap to clone.
@@ -273,17 +274,17 @@ impl fmt::Debug for Artifact {
 
 #[cfg(test)]
 mod tests {
-    use burgeon_block::{ErrorKind, ObjectId};
+    use burgeon_block::ErrorKind;
     use testkit::Rng;
 
-    use super::{Blob, Digest, FOLDERS, Objects};
+    use super::{Blob, Digest, MEDIA_TYPES, Objects};
 
     #[test]
     fn no_manifest_does_harm() {
         let mut sound = Objects::default();
-        for (number, (folder, _)) in FOLDERS.iter().enumerate() {
+        for (number, (kind, _)) in MEDIA_TYPES.iter().enumerate() {
             let digest = Digest::of(&[number as u8]);
-            let object = ObjectId::new(format!("{folder}{}", digest.hex())).unwrap();
+            let object = kind.object(digest.hex()).unwrap();
             sound.add(object, Blob { digest, size: 1000 + number as u64 }).unwrap();
         }
         let bytes = sound.encode().unwrap();

@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_block::{Collecting, Error, ErrorKind, Lease, ObjectId, Result};
+use burgeon_block::{Collecting, Error, ErrorKind, Lease, ObjectId, ObjectKind, Result};
 use bytes::Bytes;
 use futures_util::StreamExt;
 use object_store::{ObjectMeta, ObjectStoreExt};
@@ -104,7 +104,7 @@ impl Mark {
         })?;
         // The folder's random name is the mark's, with the process for whoever looks at it.
         let id = scratch.path().file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let object = ObjectId::new(format!("leases/{kind}-{}-{id}", std::process::id()))?;
+        let object = ObjectKind::Lease.object(format!("{kind}-{}-{id}", std::process::id()))?;
         let renewed = Arc::new(Renewed(Mutex::new(Instant::now())));
         waiting(store.put(&object, Bytes::new()))?;
         store.0.leases.add(&renewed);
