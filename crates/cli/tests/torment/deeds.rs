@@ -61,6 +61,7 @@ impl Deed {
     /// Does it, brings things in order again as a user would, and waits until every reader has read something.
     pub(crate) fn perform(self, world: &mut World, rng: &mut Rng) {
         world.ledger.count(&format!("times {self:?}"));
+        world.ledger.event(format!("{self:?} began"));
         thread::sleep(Duration::from_millis(rng.below(150)));
         match self {
             Self::KillServer => kill_process(world, "server_pid"),
@@ -82,12 +83,27 @@ impl Deed {
                 world.ok(&["upgrade"]);
             }
         }
+        world.ledger.event(format!("{self:?} done, awaiting reads"));
         world.await_reads(&format!("{self:?}"));
+        world.ledger.event(format!("{self:?} ended"));
     }
+}
+
+/// Errors have a reason from now on.
+fn excuse(world: &World) {
+    world.ledger.event("excuse began".into());
+    world.places.iter().for_each(|place| place.excuse());
+}
+
+/// They have none any more.
+fn end_excuse(world: &World) {
+    world.places.iter().for_each(|place| place.end_excuse(&world.ledger));
+    world.ledger.event("excuse ended".into());
 }
 
 fn kill_process(world: &World, which: &str) {
     if let Some(id) = world.process(which) {
+        world.ledger.event(format!("{which} {id} killed"));
         kill(id);
     }
 }
@@ -95,12 +111,13 @@ fn kill_process(world: &World, which: &str) {
 /// Errors are excused from the second death until the mounts are served again.
 fn kill_both(world: &World, rng: &mut Rng) {
     let ids = [world.process("supervisor_pid"), world.process("server_pid")];
-    world.places.iter().for_each(|place| place.excuse());
+    excuse(world);
+    world.ledger.event(format!("supervisor and server {ids:?} killed"));
     ids.into_iter().flatten().for_each(kill);
     thread::sleep(Duration::from_millis(rng.below(200)));
     if world.ok(&["doctor", "--repair"]) {
         // It says so when the mounts are served again: from here on there is no excuse.
-        world.places.iter().for_each(|place| place.end_excuse(&world.ledger));
+        end_excuse(world);
     }
 }
 
@@ -122,6 +139,7 @@ fn kill_command(world: &World, rng: &mut Rng) {
     let mut command = world.burgeon.command(chosen);
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     thread::sleep(Duration::from_millis(rng.below(120)));
+    world.ledger.event(format!("command {chosen:?} killed"));
     let _ = child.kill();
     let _ = child.wait();
     world.ledger.count("killed commands");
@@ -165,14 +183,15 @@ fn damage_image(world: &World, rng: &mut Rng) {
         return;
     }
     let path = rng.pick(&folders).join(rng.pick(&PREPARED));
-    world.places.iter().for_each(|place| place.excuse());
+    excuse(world);
+    world.ledger.event(format!("{} damaged", path.display()));
     damage(&path, rng);
     kill_process(world, "server_pid");
     world.process("server_pid");
     for place in &world.places {
         world.remount(place);
     }
-    world.places.iter().for_each(|place| place.end_excuse(&world.ledger));
+    end_excuse(world);
 }
 
 /// Changes, cuts, empties or removes the file `path`.
@@ -207,17 +226,19 @@ fn fill_disk(world: &World, rng: &mut Rng) {
 
 /// The source answers wrongly or not at all, and what was local is gone.
 fn spoil_source(world: &World, rng: &mut Rng) {
-    world.places.iter().for_each(|place| place.excuse());
+    excuse(world);
     let faults =
         [Fault::Reset, Fault::Truncate, Fault::Status(503), Fault::FlipBit, Fault::OtherBytes];
     let share = if rng.below(2) == 0 { 300 } else { 1000 };
+    world.ledger.event(format!("source spoilt, {share} of 1000"));
     world.proxy.spoil(share, &faults);
     damage_cache(world, rng);
     thread::sleep(Duration::from_millis(rng.below(1000)));
     world.proxy.spoil(0, &[]);
+    world.ledger.event("source good again".into());
     // Each reader that was waiting has its answer.
     world.await_reads("a source that failed");
-    world.places.iter().for_each(|place| place.end_excuse(&world.ledger));
+    end_excuse(world);
 }
 
 /// The folders of prepared images.

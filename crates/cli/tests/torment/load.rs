@@ -79,7 +79,9 @@ fn read(ledger: &Ledger, place: &Place, seed: u64) {
                 thread::sleep(Duration::from_millis(20));
             }
             Err(error) => {
-                ledger.violation(format!("block {block} of {}: {error:#}", path.display()))
+                let waited_ms = (ledger.now_us() - began_us) / 1000;
+                let path = path.display();
+                ledger.violation(format!("block {block} of {path}: {error} after {waited_ms} ms"));
             }
         }
     }
@@ -151,7 +153,10 @@ fn write(ledger: &Ledger, place: &Place, seed: u64) {
             if place.is_excused(began_us) {
                 ledger.count("excused write errors");
             } else {
-                ledger.violation(format!("writing block {block} of {}: {error}", path.display()));
+                let waited_ms = (ledger.now_us() - began_us) / 1000;
+                let path = path.display();
+                let what = format!("writing block {block} of {path}: {error} after {waited_ms} ms");
+                ledger.violation(what);
             }
         }
         thread::sleep(Duration::from_millis(2));

@@ -69,6 +69,7 @@ fn nothing_wrong_is_read_whatever_dies() {
     let violations = world.ledger.violations();
     let waiting =
         if stuck > 0 { format!("; {stuck} threads of the load hang") } else { String::new() };
-    assert!(violations.is_empty() && stuck == 0, "seed {seed}: {violations:#?}{waiting}");
+    let found = violations.join("\n");
+    assert!(violations.is_empty() && stuck == 0, "seed {seed}: {found}{waiting}");
     world.end();
 }

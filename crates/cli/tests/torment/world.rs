@@ -2,7 +2,7 @@
 //! ledger of all that happened.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     fs,
     path::{Path, PathBuf},
     process::Stdio,
@@ -22,6 +22,12 @@ pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 /// The disk of the state directory.
 const DISK: u64 = 2 << 30;
 
+/// Events that a violation names: about three deeds.
+const EVENTS_MAX: usize = 12;
+
+/// Lines of the daemon's log that a violation shows.
+const LOG_LINES: usize = 5;
+
 /// The deeds whose errors are nobody's fault are over by now.
 #[derive(Default)]
 pub(crate) struct Excuse {
@@ -36,6 +42,10 @@ pub(crate) struct Ledger {
     stopped: AtomicBool,
     violations: Mutex<Vec<String>>,
     counts: Mutex<BTreeMap<String, u64>>,
+    /// What was done, and when in microseconds: the newest [`EVENTS_MAX`].
+    events: Mutex<VecDeque<(u64, String)>>,
+    /// What the daemon said, for the words of a violation.
+    log: PathBuf,
     /// Longest wait of a read without an excuse.
     slowest_us: AtomicU64,
 }
@@ -45,10 +55,42 @@ impl Ledger {
         self.begun.elapsed().as_micros() as u64
     }
 
+    /// Ends the run. The words hold what is needed to explain it without another run.
     pub(crate) fn violation(&self, words: String) {
-        say(&format!("torment: violation after {} ms: {words}", self.now_us() / 1000));
-        lock(&self.violations).push(words);
+        let mut words = format!("after {} ms: {words}", self.now_us() / 1000);
+        let mut violations = lock(&self.violations);
+        // Those that follow have the same reason.
+        if violations.is_empty() {
+            words.push_str(&self.circumstances());
+        }
+        say(&format!("torment: violation {words}"));
+        violations.push(words);
+        drop(violations);
         self.stop();
+    }
+
+    /// Something is done that may explain an error.
+    pub(crate) fn event(&self, words: String) {
+        let mut events = lock(&self.events);
+        if events.len() == EVENTS_MAX {
+            events.pop_front();
+        }
+        events.push_back((self.now_us(), words));
+    }
+
+    /// What was done last, and what the daemon said last.
+    fn circumstances(&self) -> String {
+        let now = self.now_us();
+        let events = lock(&self.events);
+        let last: Vec<_> = events
+            .iter()
+            .rev()
+            .map(|(at, words)| format!("{words} {} ms ago", (now - at) / 1000))
+            .collect();
+        let log = fs::read_to_string(&self.log).unwrap_or_default();
+        let mut said: Vec<_> = log.lines().rev().take(LOG_LINES).collect();
+        said.reverse();
+        format!("\n  before: {}\n  the daemon said:\n    {}", last.join(", "), said.join("\n    "))
     }
 
     pub(crate) fn count(&self, what: &str) {
@@ -177,6 +219,8 @@ impl World {
             stopped: AtomicBool::new(false),
             violations: Mutex::default(),
             counts: Mutex::default(),
+            events: Mutex::default(),
+            log: burgeon.state().join("run/daemon.log"),
             slowest_us: AtomicU64::new(0),
         });
         let world = Self { ledger, places, burgeon, proxy, _web: web, disk, space };
@@ -240,6 +284,7 @@ impl World {
         let mut gate = place.gate.write().unwrap_or_else(PoisonError::into_inner);
         *gate += 1;
         let at = place.at.display().to_string();
+        self.ledger.event(format!("{at} mounted anew"));
         let mut arguments = vec!["mount", place.image, &at];
         arguments.extend(place.options);
         self.ok(&["umount", &at]) && self.ok(&arguments)
