@@ -1,0 +1,126 @@
+//! What crashes and killed commands have left: mounts without a daemon, folders of mounts that are gone,
+//! ublk devices, and builds.
+
+use std::{fs, path::Path};
+
+use burgeon_block::Result;
+use burgeon_source::Directory;
+
+use super::{Finding, Level};
+use crate::{
+    host::chain,
+    id::MountId,
+    ipc::protocol::Status,
+    state::{
+        files,
+        paths::StateDir,
+        record::{Transport, mount_ids, read_record},
+    },
+    supervisor::is_alive,
+    transport,
+};
+
+/// What is left of a daemon that does not run any more. While one runs, all of this is its own.
+pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<Finding> {
+    if !matches!(runs, Ok(None)) {
+        return Vec::new();
+    }
+    let mut findings = Vec::new();
+    if orphan_serves(state) {
+        findings.push(Finding::repairable(
+            "supervisor",
+            "was killed; its server goes on serving",
+            "start a supervisor, which takes over; nothing is interrupted",
+        ));
+        return findings;
+    }
+    for id in mount_ids(state) {
+        let record = read_record(state, id);
+        findings.push(match record {
+            Ok(record) if is_alive(&record) => Finding::repairable(
+                &format!("mount {}", record.target.display()),
+                match record.attach.transport {
+                    Transport::Fuse | Transport::Rings { .. } => {
+                        "has lost its server: data that is not local gives EIO"
+                    }
+                    Transport::Ublk { .. } => "has lost its server: readers of data wait for it",
+                },
+                "start the daemon, which serves it again",
+            ),
+            _ => match chain::loop_below(&state.mount(id)) {
+                Some(device) => lost_record(id, &device),
+                None => Finding::repairable(
+                    &format!("folder of mount {id}"),
+                    match transport::devices_of(id).first() {
+                        None => "belongs to a mount that is gone".to_owned(),
+                        Some(device) => {
+                            format!("belongs to a mount that is gone; so does /dev/ublkb{device}")
+                        }
+                    },
+                    "remove it: named writes are kept elsewhere",
+                ),
+            },
+        });
+    }
+    findings
+}
+
+/// ublk devices that have lost their daemon, its folder, and their last user.
+pub(super) fn strays(state: &StateDir) -> Vec<Finding> {
+    let finding = |number| {
+        Finding::repairable(
+            &format!("/dev/ublkb{number}"),
+            "belongs to a daemon that is dead, and nobody uses it",
+            "remove it",
+        )
+    };
+    transport::strays(&mount_ids(state)).into_iter().map(finding).collect()
+}
+
+/// How many mounts the kernel still has while no daemon runs.
+pub fn mounts_without_daemon(state: &StateDir) -> usize {
+    let alive = |id: &MountId| match read_record(state, *id) {
+        Ok(record) => is_alive(&record),
+        Err(_) => chain::loop_below(&state.mount(*id)).is_some(),
+    };
+    mount_ids(state).iter().filter(|id| alive(id)).count()
+}
+
+fn lost_record(id: MountId, device: &str) -> Finding {
+    Finding::bad(
+        Level::Problem,
+        &format!("mount {id}"),
+        format!("is in use on {device}, but its record mount.json cannot be read"),
+        "unmount it: data that is not local gives EIO, and nothing but a new mount mends that",
+    )
+}
+
+/// What killed builds have left in the store: bytes.
+pub(super) fn stale_builds(store: &Path) -> u64 {
+    // A store that cannot be looked at is the matter of the commands that use it.
+    Directory::open(store).and_then(|store| store.stale_bytes()).unwrap_or(0)
+}
+
+pub(super) fn builds(store: &Path) -> Option<Finding> {
+    let stale = stale_builds(store);
+    (stale > 0).then(|| Finding {
+        repairable: true,
+        ..Finding::bad(
+            Level::Warning,
+            "killed builds",
+            format!("left {} KiB in {}", stale.div_ceil(1 << 10), store.join("tmp").display()),
+            "remove them (so does `burgeon gc`)",
+        )
+    })
+}
+
+fn orphan_serves(state: &StateDir) -> bool {
+    // Only looked at: connecting would make the server believe in a new supervisor.
+    let path = state.run().join("adopt.sock");
+    let listening = fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    // The server bound it through a descriptor of the folder, so only the name's end is known;
+    // whether somebody listens is told by the lock that the server holds.
+    path.exists()
+        && listening.contains("adopt.sock")
+        && files::Lock::try_take(&state.run().join("server.lock")).is_ok_and(|lock| lock.is_none())
+}

@@ -1,0 +1,208 @@
+//! What Burgeon needs of this machine: kernel, file systems, devices, privileges, and space for its state.
+
+use std::fs;
+
+use burgeon_frontend::ublk::Control;
+use rustix::{
+    fs::{Access, access},
+    io::Errno,
+    process::{Resource, getrlimit},
+    thread::{CapabilitySet, capabilities},
+};
+
+use super::{Finding, Level};
+use crate::{
+    host::{
+        chain,
+        system::{self, module_is_there},
+    },
+    state::{paths::StateDir, space},
+};
+
+/// The oldest kernel that everything here was measured on.
+const KERNEL_MIN: (u32, u32) = (6, 1);
+
+/// Free space below which a warning is worth it: nothing useful fits.
+const FREE_MIN: u64 = 1 << 30;
+
+/// Looks at all of it.
+pub(super) fn examine(state: &StateDir) -> Vec<Finding> {
+    vec![
+        kernel(),
+        file_system("btrfs", "btrfs"),
+        file_system("FUSE", "fuse"),
+        device("/dev/fuse", "modprobe fuse, or give the container the device 10:229"),
+        device("/dev/loop-control", "modprobe loop, or give the container the device 10:237"),
+        device("/dev/btrfs-control", "modprobe btrfs, or give the container the device 10:234"),
+        loops(),
+        ublk(),
+        rings(),
+        privileges(),
+        memory_lock(),
+        place(state),
+    ]
+}
+
+fn kernel() -> Finding {
+    let release = system::kernel_release();
+    match system::kernel_version() {
+        Some(version) if version >= KERNEL_MIN => {
+            Finding::fine("kernel", format!("Linux {release}"))
+        }
+        _ => Finding::bad(
+            Level::Problem,
+            "kernel",
+            format!("Linux {release}"),
+            "Burgeon needs Linux 6.1 or later",
+        ),
+    }
+}
+
+fn file_system(subject: &str, name: &str) -> Finding {
+    let known = fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    if known.lines().any(|line| line.split_whitespace().last() == Some(name)) {
+        return Finding::fine(subject, "known to the kernel");
+    }
+    if module_is_there(name) {
+        return Finding::fine(subject, "a module of the kernel, loaded when it is needed");
+    }
+    Finding::bad(
+        Level::Problem,
+        subject,
+        "not known to the kernel",
+        "take a kernel that has it, as those of the distributions do",
+    )
+}
+
+/// What the kernel lacks for the faster transport.
+fn ublk() -> Finding {
+    let there = fs::metadata("/dev/ublk-control").is_ok();
+    if !there && module_is_there("ublk_drv") {
+        return Finding::fine("ublk", "a module of the kernel, loaded by the first mount");
+    }
+    if there && !may_administrate() {
+        return Finding::fine("ublk", "known to the kernel");
+    }
+    match Control::open() {
+        Ok(_) => Finding::fine("ublk", "mounts use it"),
+        Err(e) => Finding::bad(
+            Level::Warning,
+            "ublk",
+            format!("{e}; mounts go over FUSE and a loop device, which is slower"),
+            "take a kernel with CONFIG_BLK_DEV_UBLK, 6.5 or later, where speed matters",
+        ),
+    }
+}
+
+fn may_administrate() -> bool {
+    capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
+}
+
+fn device(path: &str, remedy: &str) -> Finding {
+    match fs::metadata(path) {
+        Ok(_) => Finding::fine(path, "is there"),
+        Err(e) => Finding::bad(Level::Problem, path, e.to_string(), remedy),
+    }
+}
+
+fn loops() -> Finding {
+    let used = fs::read_dir("/sys/block").into_iter().flatten().flatten();
+    let used = used.filter(|entry| entry.path().join("loop").exists()).count();
+    let most = fs::read_to_string("/sys/module/loop/parameters/max_loop")
+        .ok()
+        .and_then(|text| text.trim().parse::<usize>().ok())
+        .unwrap_or(0);
+    // Newer kernels make devices on demand, whatever this number says, unless it was set.
+    let found = format!("{used} in use, max_loop={most}");
+    let on_demand = fs::metadata("/dev/loop-control").is_ok();
+    if on_demand || used + 3 <= most {
+        return Finding::fine("loop devices", found);
+    }
+    Finding::bad(
+        Level::Problem,
+        "loop devices",
+        found,
+        "detach some (`losetup -a` lists them), or boot with a greater max_loop",
+    )
+}
+
+/// Not having it is no defect: `mount --fast` then falls back, and says so.
+fn rings() -> Finding {
+    let found = match system::fuse_rings() {
+        Ok(()) => "the kernel allows it: `burgeon mount --fast` uses it".to_owned(),
+        Err(reason) => format!("not for `burgeon mount --fast`: {reason}"),
+    };
+    Finding::fine("FUSE over io_uring", found)
+}
+
+fn privileges() -> Finding {
+    let lacks = match (may_administrate(), is_first_user_namespace()) {
+        (true, true) => return Finding::fine("privileges", "CAP_SYS_ADMIN: may mount"),
+        (true, false) => "CAP_SYS_ADMIN is that of a user namespace",
+        (false, _) => "CAP_SYS_ADMIN is missing",
+    };
+    Finding::bad(
+        Level::Warning,
+        "privileges",
+        format!("{lacks}: build, inspect and verify work, mount does not"),
+        "run `burgeon mount` as root of the machine",
+    )
+}
+
+/// Whether this is not a container with users of its own: no btrfs can be mounted in there.
+fn is_first_user_namespace() -> bool {
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    map.is_empty() || map.split_whitespace().eq(["0", "0", "4294967295"])
+}
+
+fn memory_lock() -> Finding {
+    let limit = getrlimit(Resource::Memlock).current;
+    let sets = capabilities(None).map(|sets| sets.effective).unwrap_or(CapabilitySet::empty());
+    if limit.is_none() || sets.contains(CapabilitySet::IPC_LOCK) {
+        return Finding::fine("locked memory", "no limit");
+    }
+    Finding::bad(
+        Level::Warning,
+        "locked memory",
+        format!(
+            "at most {} KiB: the server can stall when memory is short",
+            limit.unwrap_or(0) >> 10
+        ),
+        "raise the limit (ulimit -l unlimited, or LimitMEMLOCK= of the unit)",
+    )
+}
+
+fn place(state: &StateDir) -> Finding {
+    let shown = state.root().display();
+    if let Err(e) = chain::refuse_burgeon(state.root(), "the state directory") {
+        return Finding::bad(
+            Level::Problem,
+            "state directory",
+            e.to_string(),
+            "take another --state-dir",
+        );
+    }
+    if access(state.root(), Access::WRITE_OK) == Err(Errno::ROFS) {
+        return Finding::bad(
+            Level::Problem,
+            "state directory",
+            format!("{shown}: its file system is read-only"),
+            "mount it writable, or take another --state-dir",
+        );
+    }
+    match space::free_space(state.root()) {
+        Ok(free) if free < FREE_MIN => Finding::bad(
+            Level::Warning,
+            "state directory",
+            format!("{shown}: only {} MiB free", free >> 20),
+            "free some space; `burgeon gc` and `burgeon writes list` show what Burgeon keeps",
+        ),
+        Ok(free) => Finding::fine("state directory", format!("{shown}: {} GiB free", free >> 30)),
+        Err(e) => Finding::bad(
+            Level::Problem,
+            "state directory",
+            e.to_string(),
+            "take another --state-dir",
+        ),
+    }
+}

@@ -1,0 +1,58 @@
+//! Whether everything that named writes were made on is still exactly that.
+
+use std::path::Path;
+
+use super::{Finding, Level, area};
+use crate::state::{paths::StateDir, prepared, writes};
+
+/// Looks at all named writes.
+pub(super) fn examine(state: &StateDir) -> Vec<Finding> {
+    let names = match writes::names(state) {
+        Ok(names) => names,
+        Err(e) => {
+            return vec![Finding::bad(Level::Problem, "writes", e.to_string(), "mend that first")];
+        }
+    };
+    let of = |name: &String| [Some(check(state, name)), area::examine(state, name)];
+    names.iter().flat_map(of).flatten().collect()
+}
+
+/// Whether everything that the writes were made on is still exactly that.
+fn check(state: &StateDir, name: &str) -> Finding {
+    let subject = format!("writes {name}");
+    let problem = |found: String| {
+        Finding::bad(
+            Level::Problem,
+            &subject,
+            found,
+            "mount them, which makes `seed`, `seed.info` and `map` again from the image; if that fails, \
+             restore the folder from a backup: Burgeon never removes it by itself",
+        )
+    };
+    let record = match writes::find(state, name) {
+        Ok(Some(record)) => record,
+        Ok(None) => return Finding::fine(&subject, "removed meanwhile"),
+        Err(e) => return problem(e.to_string()),
+    };
+    if !record.sprouted {
+        // Its mount was killed before it handed anything out; the next one may have been, too,
+        // while it took the rest away.
+        return Finding::fine(&subject, "nothing is in them: the next mount makes them anew");
+    }
+    let folder = writes::folder(state, name);
+    for (file, digest) in [("seed", record.template_digest), ("map", record.map_digest)] {
+        match prepared::digest_file(&folder.join(file)) {
+            Ok((found, _)) if found == digest.0 => {}
+            Ok(_) => return problem(format!("{} is damaged", folder.join(file).display())),
+            Err(e) => return problem(e.to_string()),
+        }
+    }
+    let sprout = record.device.clone().unwrap_or_else(|| folder.join("sprout"));
+    if !Path::new(&sprout).exists() {
+        return problem(format!("{} is missing", sprout.display()));
+    }
+    if let Err(e) = writes::check_sprout(&record, &sprout) {
+        return problem(e.to_string());
+    }
+    Finding::fine(&subject, format!("whole, on {}", record.image))
+}
