@@ -1,8 +1,12 @@
-use std::{collections::BTreeMap, os::unix::net::UnixStream};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    os::unix::net::UnixStream,
+};
 
 use burgeon_block::{Error, ErrorKind};
 use burgeon_frontend::Slots;
 use serde_json::json;
+use testkit::Rng;
 
 use super::{Attached, Entry, MountRecord, Recording, Serving, Table};
 use crate::{
@@ -10,13 +14,13 @@ use crate::{
     ipc::{link::ToServer, wire},
 };
 
-fn entry() -> Entry {
+fn entry(id: MountId) -> Entry {
     let record = json!({
         "format": 1, "image": "image", "digest": "00".repeat(32), "target": "/at",
         "writes": { "kind": "read-only" }, "fsid": null, "data_device": null, "loops": [],
         "data_bytes": 0, "growth": null,
         "attach": {
-            "id": "0a1b2c3d", "seed": "/s", "cache": "/c", "store": "/store", "references": true,
+            "id": id.to_string(), "seed": "/s", "cache": "/c", "store": "/store", "references": true,
             "fsid": "00000000-0000-0000-0000-000000000001", "fill": false,
             "transport": { "kind": "ublk", "number": 7 },
         },
@@ -48,9 +52,8 @@ fn entry() -> Entry {
 fn set_up(refreshes: bool) -> (Table, UnixStream, MountId) {
     let mut table = Table::default();
     let (link, server) = UnixStream::pair().unwrap();
-    let entry = entry();
-    let id = entry.record.attach.id;
-    table.mounts.insert(id, entry);
+    let id = "0a1b2c3d".parse().unwrap();
+    table.mounts.insert(id, entry(id));
     table.connect(link, None, refreshes);
     (table, server, id)
 }
@@ -122,4 +125,99 @@ fn a_server_of_the_version_before_is_told_by_another_attach() {
     table.attached(answer(id, None, Some("the map"), true));
     assert!(matches!(table.mounts[&id].refreshes[&refresh], Some(Err(_))));
     assert!(matches!(table.mounts[&id].serving, Serving::Yes));
+}
+
+/// A server that answers what it was told in order, whenever the test lets it, and dies when the test
+/// wants it to: what it was told by then is lost.
+struct FakeServer {
+    stream: UnixStream,
+    told: VecDeque<(MountId, Told)>,
+}
+
+enum Told {
+    Attach(Option<u64>),
+    Refresh(u64),
+}
+
+impl FakeServer {
+    /// A server of the table, in place of the one before.
+    fn start(table: &mut Table) -> Self {
+        let (link, stream) = UnixStream::pair().unwrap();
+        stream.set_nonblocking(true).unwrap();
+        table.connect(link, None, true);
+        Self { stream, told: VecDeque::new() }
+    }
+
+    /// Takes what it was told, but does not answer.
+    fn listen(&mut self) {
+        while let Ok(Some((message, _))) = wire::receive::<ToServer>(&self.stream) {
+            self.told.push_back(match message {
+                ToServer::Attach { number, attach, .. } => (attach.id, Told::Attach(number)),
+                ToServer::Refresh { number, id } => (id, Told::Refresh(number)),
+                other => panic!("{other:?}"),
+            });
+        }
+    }
+
+    /// Answers the first of what it was told; whether there was anything.
+    fn answer(&mut self, table: &mut Table, error: Option<&str>) -> bool {
+        self.listen();
+        let Some((id, told)) = self.told.pop_front() else { return false };
+        match told {
+            Told::Attach(number) => {
+                let mount = table.mounts.get(&id);
+                let is_last = mount.is_some_and(|mount| number == Some(mount.attach_number));
+                assert_eq!(table.attached(answer(id, number, error, false)), is_last);
+            }
+            Told::Refresh(number) => {
+                let error = error.map(|what| Error::new(ErrorKind::Corrupt, what).into());
+                table.refreshed(id, number, error);
+            }
+        }
+        true
+    }
+}
+
+#[test]
+fn whatever_a_server_does_a_table_comes_to_rest() {
+    for seed in 0..100 {
+        let mut rng = Rng::new(seed);
+        let mut table = Table::default();
+        let mut server = FakeServer::start(&mut table);
+        let ids: Vec<MountId> = (1..=4).map(|n| format!("{n:08x}").parse().unwrap()).collect();
+        let mut asked = Vec::new();
+        for _ in 0..60 {
+            let id = *rng.pick(&ids);
+            let is_here = table.mounts.contains_key(&id);
+            match rng.below(12) {
+                0..=2 if !is_here => table.add(entry(id)),
+                0 if is_here => drop(table.mounts.remove(&id)),
+                1..=2 => table.attach(id),
+                3..=5 => asked.extend(table.refresh(id).map(|number| (id, number))),
+                6 => server = FakeServer::start(&mut table),
+                7 => drop(server.answer(&mut table, Some("no map"))),
+                _ => drop(server.answer(&mut table, None)),
+            }
+            for mount in table.mounts.values() {
+                assert!(mount.attach_answered <= mount.attach_number, "seed {seed}");
+            }
+        }
+        while server.answer(&mut table, None) {}
+        let awaited =
+            table.mounts.values().filter(|mount| matches!(mount.serving, Serving::Awaited));
+        assert_eq!(awaited.count(), 0, "seed {seed}");
+        // What was refused is served as soon as the server can.
+        ids.iter().for_each(|id| table.attach(*id));
+        while server.answer(&mut table, None) {}
+        for (id, mount) in &table.mounts {
+            assert!(matches!(mount.serving, Serving::Yes), "seed {seed}: {id} is not served");
+            assert_eq!(mount.attach_answered, mount.attach_number, "seed {seed}: {id}");
+        }
+        for (id, number) in asked {
+            // A mount that went and came again has forgotten who asked before.
+            let Some(mount) = table.mounts.get(&id) else { continue };
+            let result = mount.refreshes.get(&number);
+            assert!(!matches!(result, Some(None)), "seed {seed}: {number} of {id} waits for ever");
+        }
+    }
 }
