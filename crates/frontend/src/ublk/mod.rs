@@ -25,7 +25,7 @@
 //!
 //! The threads are not pinned to their queues' CPUs: there a reader that has more to ask for would be
 //! interrupted by each of its own requests, instead of having them served beside it
-//! (`docs/architecture.md` has the figures).
+//! (`docs/performance.md` has the figures).
 //!
 //! Invariants (held by `tests/ublk.rs` and `tests/ublk_kill.rs`):
 //! - A tag is in the kernel (fetching), in a thread's hands, or with one task.
