@@ -135,8 +135,8 @@ pub(crate) struct Place {
     /// The load holds it for reading during each operation, whoever unmounts for writing. Counts mounts.
     pub(crate) gate: RwLock<u64>,
     pub(crate) excuse: Excuse,
-    /// Reads that were right.
-    pub(crate) good: AtomicU64,
+    /// When the newest read that was right began, in microseconds of the ledger's clock.
+    pub(crate) newest_good_us: AtomicU64,
 }
 
 impl Place {
@@ -200,7 +200,7 @@ impl World {
                 writable,
                 gate: RwLock::new(0),
                 excuse: Excuse::default(),
-                good: AtomicU64::new(0),
+                newest_good_us: AtomicU64::new(0),
             })
         };
         let places = vec![
@@ -305,17 +305,17 @@ impl World {
         id
     }
 
-    /// Waits until every reader has read something right since now.
+    /// Waits until something right was read from each place by a read that began from now on. One that
+    /// began before may be an answer of a server that has died since, and says nothing of the next one:
+    /// if the supervisor were killed now, both would be dead, which costs errors.
     pub(crate) fn await_reads(&self, after: &str) {
-        let done: Vec<_> = self.places.iter().map(|place| place.good.load(SeqCst)).collect();
-        // The first of them may have begun before.
-        let again = |(place, before): (&Arc<Place>, &u64)| place.good.load(SeqCst) >= before + 2;
-        let served = wait_until(PATIENCE, || {
-            self.places.iter().zip(&done).all(again) || self.ledger.is_stopped()
-        });
+        let since_us = self.ledger.now_us();
+        let is_served = |place: &Arc<Place>| place.newest_good_us.load(SeqCst) > since_us;
+        let served =
+            wait_until(PATIENCE, || self.places.iter().all(is_served) || self.ledger.is_stopped());
         if !served {
-            let mut waiting = self.places.iter().zip(&done).filter(|pair| !again(*pair));
-            let name = waiting.next().map(|(place, _)| place.at.display().to_string());
+            let waiting = self.places.iter().find(|place| !is_served(place));
+            let name = waiting.map(|place| place.at.display().to_string());
             let status = self.run(&["status"]).map(|f| f.stdout + &f.stderr);
             self.ledger.violation(format!("after {after}, {name:?} reads nothing: {status:#?}"));
         }

@@ -21,7 +21,7 @@ use std::{
 };
 
 use super::head::Head;
-use crate::Rng;
+use crate::{PATIENCE, Rng, wait_until};
 
 /// How long a stalled answer is held: longer than any client of the tests waits, and a bound for
 /// the thread that holds it.
@@ -100,6 +100,17 @@ struct State {
     per_mille: u64,
     counts: BTreeMap<Fault, u64>,
     requests: u64,
+    /// Answers that are being spoilt.
+    spoiling: u64,
+}
+
+/// One answer that is being spoilt.
+struct Spoiling<'a>(&'a Mutex<State>);
+
+impl Drop for Spoiling<'_> {
+    fn drop(&mut self) {
+        lock(self.0).spoiling -= 1;
+    }
 }
 
 /// A running proxy. It ends when dropped.
@@ -121,6 +132,7 @@ impl Proxy {
             per_mille: 0,
             counts: BTreeMap::new(),
             requests: 0,
+            spoiling: 0,
         }));
         let ended = Arc::new(AtomicBool::new(false));
         let (shared, over) = (Arc::clone(&state), Arc::clone(&ended));
@@ -148,6 +160,12 @@ impl Proxy {
         let mut state = lock(&self.state);
         state.per_mille = per_mille;
         state.faults = faults.to_vec();
+    }
+
+    /// Waits until no answer is being spoilt any more: [`Proxy::spoil`] does not change those whose
+    /// requests came before. False if that takes too long.
+    pub fn settle(&self) -> bool {
+        wait_until(PATIENCE, || lock(&self.state).spoiling == 0)
     }
 
     /// From now on the way is like this.
@@ -208,9 +226,12 @@ fn serve(
         Fault::Redirect => request.method() == "GET" && !request.second().contains('?'),
         _ => true,
     });
-    if let Some(fault) = fault {
-        *lock(state).counts.entry(fault).or_default() += 1;
-    }
+    let _spoiling = fault.map(|fault| {
+        let mut counted = lock(state);
+        *counted.counts.entry(fault).or_default() += 1;
+        counted.spoiling += 1;
+        Spoiling(state)
+    });
     if is_redirected {
         request.first = request.first.replace("?again", "");
     }
