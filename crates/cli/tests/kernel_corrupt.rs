@@ -12,7 +12,8 @@ use std::{
 };
 
 use testkit::{
-    AlignedBlock, Burgeon, Comparison, PATIENCE, Pattern, Space, compare, drop_caches, wait_until,
+    AlignedBlock, Burgeon, Comparison, PATIENCE, Pattern, Space, compare, drop_caches, scaled,
+    wait_until,
 };
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -360,11 +361,6 @@ fn force_read_only(at: &Path, sprout: &Path) {
 
 #[test]
 fn a_mount_that_btrfs_has_forced_read_only_is_named_left_alone_and_mounted_again() {
-    if std::env::var_os("LAB_KERNEL").is_some() {
-        // Emulated, a step of growth is still under way when btrfs is forced read-only, and the end of
-        // growth is logged by both supervisors: the test counts on one.
-        return;
-    }
     let damage = Damage::new("forced");
     let at = damage.space.path("at");
     let options = ["--writes", "w", "--write-limit", "8G", "--transport", "fuse"];
@@ -410,7 +406,9 @@ fn a_mount_that_btrfs_has_forced_read_only_is_named_left_alone_and_mounted_again
         assert!(fs::read(at.join(&name)).unwrap() == expected, "{name}");
     }
     assert_named();
-    assert_eq!(ended(), 1, "{}", log());
+    // Emulated, a step of growth may still be under way when btrfs is forced read-only: both supervisors
+    // log the end of growth then.
+    assert!((1..=scaled(1, 2)).contains(&ended()), "{}", log());
 
     damage.burgeon.umount(mounted);
     let mounted = damage.burgeon.mount("image", &at, &["--writes", "w"]);

@@ -66,6 +66,7 @@ const LISTS: [List; 7] = [
         programs: &[
             ("burgeon", "lifecycle"),
             ("burgeon", "kill"),
+            ("burgeon", "kill_calls"),
             ("burgeon", "kernel_kill"),
             ("burgeon", "pressure"),
             ("burgeon", "upgrade"),
@@ -80,6 +81,7 @@ const LISTS: [List; 7] = [
             ("burgeon", "kernel_corrupt"),
             ("burgeon", "kernel_hostile"),
             ("burgeon", "kernel_tar"),
+            ("burgeon", "attributes"),
         ],
         ..LIST
     },
