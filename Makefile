@@ -1,4 +1,5 @@
 # make demo    what Burgeon does, on a real tree of this machine (as root or with sudo)
+# make check   format, lints, unit, property and simulation tests: minutes, and no root
 # make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
 # make soak    an hour of random deaths, damage, full disks and failing sources (SOAK='--minutes 5 --seed 1')
 # make bench   the figures of the documents, as ratios to other programs on this machine
@@ -37,7 +38,7 @@ START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=cur
 LAB_NEEDS := qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
 	busybox=busybox-static cpio=cpio depmod=kmod
 
-.PHONY: demo test soak bench bench-start bench-ublk build install lab clean
+.PHONY: demo check test soak bench bench-start bench-ublk build install lab clean
 
 demo: build
 	dev/need $(if $(findstring --debian,$(DEMO)),debootstrap=debootstrap)
@@ -46,6 +47,10 @@ demo: build
 build:
 	dev/need $(BUILD_NEEDS)
 	$(CARGO) build --release --locked --package burgeon
+
+check:
+	dev/need $(BUILD_NEEDS)
+	$(CARGO) run --quiet --locked --package xtask -- check
 
 test:
 	dev/need $(TEST_NEEDS)

@@ -10,14 +10,12 @@
 //! left out; it counts neither way.
 
 use std::{
-    fs,
-    io::{BufRead, BufReader},
-    iter,
+    fs, iter,
     path::Path,
     process::{Command, Stdio},
     sync::Mutex,
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
@@ -25,16 +23,51 @@ use anyhow::{Context, Result, bail};
 use crate::{
     budget, lab,
     made::{Made, TEST_DIR},
+    outcome::{Errors, Outcome, Tally, watch},
 };
 
 /// How long each fuzz target runs in a bounded run, in seconds, unless asked otherwise.
 const FUZZ_SECONDS: u32 = 20;
 
-/// How many lines of what a failed test said are shown again at the end.
-const SAID_LINES: usize = 10;
+/// How many of the slowest test programs are named at the end.
+const SLOWEST: usize = 20;
 
-/// How much of each such line, in characters.
-const SAID_CHARACTERS: usize = 400;
+/// Test programs that need neither root nor a mount, apart from those with the name of one that does.
+const QUICK: [&str; 27] = [
+    // btrfs
+    "hostile",
+    "patch",
+    "roundtrip",
+    // daemon
+    "interleavings",
+    "rooms",
+    "spoilt",
+    // image
+    "bombs",
+    "catalog",
+    "extents",
+    "fixtures",
+    "layers",
+    "manifest",
+    "tar",
+    // layer, source
+    "table",
+    "derived",
+    "registry",
+    // volume
+    "ahead",
+    "area",
+    "device",
+    "failing_cache",
+    "fill",
+    "follow",
+    "no_allocation",
+    "volume",
+    // simulator
+    "checksums",
+    "metadata",
+    "records",
+];
 
 /// The crate of the fuzz targets.
 const FUZZ: &str = "dev/fuzz";
@@ -52,26 +85,11 @@ pub(crate) struct Options {
     arguments: Vec<String>,
 }
 
-#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
-pub(crate) struct Tally {
-    pub(crate) passed: u64,
-    pub(crate) failed: u64,
-}
-
 /// Runs all steps; an error when any failed.
 pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
     let made = Made::begin(root)?;
-    let mut steps = Steps {
-        root,
-        made: &made,
-        total: Tally::default(),
-        failed: Vec::new(),
-        said: Vec::new(),
-        left_out: Vec::new(),
-    };
-    steps.run("format", cargo(&["fmt", "--all", "--check"]));
-    let lints = ["clippy", "--workspace", "--all-targets", "--locked", "--", "--deny=warnings"];
-    steps.run("lints", cargo(&lints));
+    let mut steps = Steps::new(root, &made);
+    steps.lints();
     steps.tests(&options.arguments)?;
     steps.budget();
     steps.lab(options.no_lab)?;
@@ -84,9 +102,26 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
     steps.finish()
 }
 
+/// Runs what needs neither root nor a mount; an error when any failed.
+pub(crate) fn run_quick(root: &Path) -> Result<()> {
+    let made = Made::begin(root)?;
+    let mut steps = Steps::new(root, &made);
+    steps.lints();
+    let mut arguments = vec!["--lib".to_owned(), "--bins".to_owned()];
+    arguments.extend(QUICK.iter().flat_map(|name| ["--test".to_owned(), (*name).to_owned()]));
+    steps.tests(&arguments)?;
+    made.remove();
+    steps.finish()
+}
+
 struct Steps<'a> {
     root: &'a Path,
     made: &'a Made,
+    begun: Instant,
+    /// How long each step took.
+    took: Vec<(String, Duration)>,
+    /// How long each test program ran.
+    ran: Vec<(String, Duration)>,
     total: Tally,
     failed: Vec<String>,
     /// What failed tests have printed, cut: whoever sees only the end of a log knows why.
@@ -94,13 +129,39 @@ struct Steps<'a> {
     left_out: Vec<String>,
 }
 
-impl Steps<'_> {
+impl<'a> Steps<'a> {
+    fn new(root: &'a Path, made: &'a Made) -> Self {
+        Self {
+            root,
+            made,
+            begun: Instant::now(),
+            took: Vec::new(),
+            ran: Vec::new(),
+            total: Tally::default(),
+            failed: Vec::new(),
+            said: Vec::new(),
+            left_out: Vec::new(),
+        }
+    }
+
     fn run(&mut self, name: &str, mut command: Command) {
         println!("== {name}");
         let started = Instant::now();
         let good = command.current_dir(self.root).status().is_ok_and(|status| status.success());
-        println!("== {name}: {} s", started.elapsed().as_secs());
+        self.took(name, started);
         self.count(name, good);
+    }
+
+    fn took(&mut self, name: &str, started: Instant) {
+        let took = started.elapsed();
+        println!("== {name}: {} s", took.as_secs());
+        self.took.push((name.to_owned(), took));
+    }
+
+    fn lints(&mut self) {
+        self.run("format", cargo(&["fmt", "--all", "--check"]));
+        let lints = ["clippy", "--workspace", "--all-targets", "--locked", "--", "--deny=warnings"];
+        self.run("lints", cargo(&lints));
     }
 
     fn count(&mut self, name: &str, good: bool) {
@@ -136,7 +197,7 @@ impl Steps<'_> {
         if let Err(error) = &counted {
             println!("{error:#}");
         }
-        println!("== {name}: {} s", started.elapsed().as_secs());
+        self.took(name, started);
         self.count(name, counted.is_ok());
     }
 
@@ -159,6 +220,7 @@ impl Steps<'_> {
                 return Ok(());
             }
         };
+        let started = Instant::now();
         // An emulated guest keeps little more than one processor busy: two run side by side.
         let runs = Mutex::new(runs.into_iter());
         let next = || runs.lock().ok()?.next();
@@ -171,18 +233,23 @@ impl Steps<'_> {
                 self.add(outcome?);
             }
         }
+        self.took("older kernels, two side by side", started);
         Ok(())
     }
 
     fn tally(&mut self, name: &str, command: Command) -> Result<()> {
-        let outcome = watch(name, command, |line| println!("{line}"))?;
+        let started = Instant::now();
+        let outcome = watch(name, command, Errors::Along, |line| println!("{line}"))?;
         self.add(outcome);
+        self.took(name, started);
         Ok(())
     }
 
     fn add(&mut self, outcome: Outcome) {
-        let Outcome { name, good, tally, failed, said } = outcome;
+        let Outcome { name, good, tally, failed, said, ran } = outcome;
         self.said.extend(said);
+        self.ran
+            .extend(ran.into_iter().map(|(program, took)| (format!("{program} ({name})"), took)));
         self.total.passed += tally.passed;
         self.total.failed += tally.failed;
         self.failed.extend(failed);
@@ -259,7 +326,30 @@ impl Steps<'_> {
         Ok(())
     }
 
-    fn finish(self) -> Result<()> {
+    /// Prints where the time went: the parts in their order, and the slowest test programs.
+    fn show_times(&mut self) {
+        println!();
+        // Short ones of one kind are one line.
+        let mut parts: Vec<(&str, Duration)> = Vec::new();
+        for (name, took) in &self.took {
+            let kind = if name.starts_with("fuzz ") { "fuzzers" } else { name };
+            match parts.last_mut() {
+                Some((last, sum)) if *last == kind => *sum += *took,
+                _ => parts.push((kind, *took)),
+            }
+        }
+        parts.push(("everything", self.begun.elapsed()));
+        for (name, took) in parts {
+            println!("{:6.1} min  {name}", took.as_secs_f64() / 60.0);
+        }
+        self.ran.sort_by_key(|(_, took)| std::cmp::Reverse(*took));
+        for (program, took) in self.ran.iter().take(SLOWEST) {
+            println!("{:6} s    {program}", took.as_secs());
+        }
+    }
+
+    fn finish(mut self) -> Result<()> {
+        self.show_times();
         println!();
         self.said.iter().for_each(|line| println!("{line}"));
         self.left_out.iter().for_each(|step| println!("left out: {step}"));
@@ -273,49 +363,16 @@ impl Steps<'_> {
     }
 }
 
-/// How a command ended whose output has a test runner's result lines.
-struct Outcome {
-    name: String,
-    good: bool,
-    tally: Tally,
-    failed: Vec<String>,
-    said: Vec<String>,
-}
-
 /// Runs commands one after another, and shows what each has said when it has ended.
 fn run_lane(runs: impl Iterator<Item = (String, Command)>) -> Vec<Result<Outcome>> {
     let run = |(name, command): (String, Command)| {
         println!("== {name}: begins");
         let mut text = String::new();
-        let outcome = watch(&name, command, |line| text.extend([line, "\n"]));
+        let outcome = watch(&name, command, Errors::Apart, |line| text.extend([line, "\n"]));
         print!("{text}");
         outcome
     };
     runs.map(run).collect()
-}
-
-/// Runs such a command, shows each line, and adds them up.
-fn watch(name: &str, mut command: Command, mut show: impl FnMut(&str)) -> Result<Outcome> {
-    show(&format!("== {name}"));
-    let started = Instant::now();
-    let mut child = command
-        .stdout(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("cannot run {}", command.get_program().display()))?;
-    let output = child.stdout.take().context("no output")?;
-    let (mut tally, mut failed, mut said) = (Tally::default(), Vec::new(), Said::default());
-    for line in BufReader::new(output).split(b'\n') {
-        let line = String::from_utf8_lossy(&line?).into_owned();
-        show(&line);
-        let one = result_line(&line);
-        tally.passed += one.passed;
-        tally.failed += one.failed;
-        failed.extend(failed_test(&line));
-        said.hear(&line);
-    }
-    let good = child.wait()?.success();
-    show(&format!("== {name}: {} s", started.elapsed().as_secs()));
-    Ok(Outcome { name: name.to_owned(), good, tally, failed, said: said.lines })
 }
 
 /// libFuzzer's options: bounds that only a bug can reach, however busy the machine is.
@@ -391,49 +448,11 @@ fn triple() -> Result<String> {
     Ok(host.to_uppercase().replace('-', "_"))
 }
 
-/// The numbers of a line `test result: ok. 12 passed; 0 failed; ...`; zeros for other lines.
-pub(crate) fn result_line(line: &str) -> Tally {
-    let Some(rest) = line.strip_prefix("test result: ") else { return Tally::default() };
-    let number = |word: &str| {
-        let before = rest.split(&[';', '.']).find_map(|part| part.trim().strip_suffix(word));
-        before.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
-    };
-    Tally { passed: number("passed"), failed: number("failed") }
-}
-
-fn failed_test(line: &str) -> Option<String> {
-    let name = line.strip_prefix("test ")?.strip_suffix(" ... FAILED")?;
-    Some(name.to_owned())
-}
-
-/// The first lines of what each failed test has printed: libtest shows them below
-/// `---- NAME stdout ----`, when all tests of a program have ended.
-#[derive(Default)]
-struct Said {
-    lines: Vec<String>,
-    /// Lines that may still come of this test.
-    left: usize,
-}
-
-impl Said {
-    fn hear(&mut self, line: &str) {
-        if line.starts_with("---- ") && line.ends_with(" ----") {
-            self.left = SAID_LINES;
-        } else if line == "failures:" {
-            self.left = 0;
-        }
-        if self.left > 0 && !line.is_empty() {
-            self.left -= 1;
-            self.lines.push(line.chars().take(SAID_CHARACTERS).collect());
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::process::Command;
 
-    use super::{SAID_CHARACTERS, Said, Tally, failed_test, result_line, run_lane};
+    use super::{Tally, run_lane};
 
     #[test]
     fn a_lane_adds_up_what_its_commands_say() {
@@ -452,28 +471,5 @@ mod tests {
             ("bad", &vec!["b".to_owned()])
         );
         assert!(outcomes.iter().all(|outcome| outcome.good), "echo does not fail");
-    }
-
-    #[test]
-    fn what_a_failed_test_said_is_kept_to_its_bound() {
-        let mut said = Said::default();
-        let long = "x".repeat(2 * SAID_CHARACTERS);
-        let text =
-            ["test a ... FAILED", "", "failures:", "", "---- a stdout ----", "", "why", &long];
-        text.iter().for_each(|line| said.hear(line));
-        (0..100).for_each(|_| said.hear("more"));
-        ["failures:", "    a", "test result: FAILED"].iter().for_each(|line| said.hear(line));
-        assert_eq!(said.lines[..2], ["---- a stdout ----", "why"]);
-        assert_eq!(said.lines[2].len(), SAID_CHARACTERS);
-        assert_eq!(said.lines[3..], ["more"; 7]);
-    }
-
-    #[test]
-    fn result_lines_add_up() {
-        let line = "test result: FAILED. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.02s";
-        assert_eq!(result_line(line), Tally { passed: 12, failed: 3 });
-        assert_eq!(result_line("test x ... ok"), Tally::default());
-        assert_eq!(failed_test("test a::b ... FAILED").as_deref(), Some("a::b"));
-        assert_eq!(failed_test("test a::b ... ok"), None);
     }
 }

@@ -9,6 +9,7 @@ mod built;
 mod check;
 mod lab;
 mod made;
+mod outcome;
 mod proofs;
 mod tidy;
 mod torment;
@@ -36,6 +37,8 @@ enum Command {
     Proofs(proofs::Options),
     /// Kill, damage, fill and spoil at random for some minutes, and compare every byte.
     Torment(torment::Options),
+    /// Run format, lints, unit, property and simulation tests; ends with `N passed, N failed`.
+    Check,
     /// Run everything that has to hold; ends with `N passed, N failed`.
     Test(check::Options),
 }
@@ -47,6 +50,7 @@ fn main() -> anyhow::Result<()> {
         Command::Budget(options) => budget::run(&root(), &options),
         Command::Proofs(options) => proofs::run(&root(), &options),
         Command::Torment(options) => torment::run(&root(), &options),
+        Command::Check => check::run_quick(&root()),
         Command::Test(options) => check::run(&root(), &options),
     }
 }

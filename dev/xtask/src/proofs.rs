@@ -177,7 +177,7 @@ fn test(tree: &Path, arguments: &[String]) -> Result<Verdict> {
     }
     let output = cargo(&[])?;
     let text = String::from_utf8_lossy(&output.stdout);
-    let passed = text.lines().map(|line| crate::check::result_line(line).passed).sum();
+    let passed = text.lines().map(|line| crate::outcome::result_line(line).passed).sum();
     Ok(if output.status.success() { Verdict::Green(passed) } else { Verdict::Red })
 }
 

@@ -1,0 +1,193 @@
+//! The output of a test runner: result lines added up, the words of failed tests, and times.
+
+use std::{
+    io::{self, BufRead, BufReader},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+
+/// How many lines of what a failed test said are shown again at the end.
+const SAID_LINES: usize = 10;
+
+/// How much of each such line, in characters.
+const SAID_CHARACTERS: usize = 400;
+
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
+pub(crate) struct Tally {
+    pub(crate) passed: u64,
+    pub(crate) failed: u64,
+}
+
+/// How a command ended whose output has a test runner's result lines.
+pub(crate) struct Outcome {
+    pub(crate) name: String,
+    pub(crate) good: bool,
+    pub(crate) tally: Tally,
+    pub(crate) failed: Vec<String>,
+    pub(crate) said: Vec<String>,
+    /// How long each test program ran.
+    pub(crate) ran: Vec<(String, Duration)>,
+}
+
+/// The standard error of a command.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Errors {
+    /// Passed on past the watcher.
+    Apart,
+    /// Read with its output: cargo names each program there before it runs.
+    Along,
+}
+
+/// Runs such a command, shows each line, and adds them up.
+pub(crate) fn watch(
+    name: &str,
+    mut command: Command,
+    errors: Errors,
+    mut show: impl FnMut(&str),
+) -> Result<Outcome> {
+    show(&format!("== {name}"));
+    let started = Instant::now();
+    let (output, input) = io::pipe().context("cannot make a pipe")?;
+    if errors == Errors::Along {
+        command.stderr(input.try_clone()?);
+    }
+    command.stdout(input);
+    let mut child = command
+        .spawn()
+        .with_context(|| format!("cannot run {}", command.get_program().display()))?;
+    // Its ends of the pipe are the command's alone from here on.
+    drop(command);
+    let (mut tally, mut failed, mut said) = (Tally::default(), Vec::new(), Said::default());
+    let mut ran = Ran::default();
+    for line in BufReader::new(output).split(b'\n') {
+        let line = String::from_utf8_lossy(&line?).into_owned();
+        show(&line);
+        let one = result_line(&line);
+        tally.passed += one.passed;
+        tally.failed += one.failed;
+        failed.extend(failed_test(&line));
+        said.hear(&line);
+        ran.hear(&line);
+    }
+    let good = child.wait()?.success();
+    show(&format!("== {name}: {} s", started.elapsed().as_secs()));
+    let (said, ran) = (said.lines, ran.programs);
+    Ok(Outcome { name: name.to_owned(), good, tally, failed, said, ran })
+}
+
+/// The numbers of a line `test result: ok. 12 passed; 0 failed; ...`; zeros for other lines.
+pub(crate) fn result_line(line: &str) -> Tally {
+    let Some(rest) = line.strip_prefix("test result: ") else { return Tally::default() };
+    let number = |word: &str| {
+        let before = rest.split(&[';', '.']).find_map(|part| part.trim().strip_suffix(word));
+        before.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
+    };
+    Tally { passed: number("passed"), failed: number("failed") }
+}
+
+fn failed_test(line: &str) -> Option<String> {
+    let name = line.strip_prefix("test ")?.strip_suffix(" ... FAILED")?;
+    Some(name.to_owned())
+}
+
+/// How long each test program ran, by the lines of cargo and libtest, or those of the lab.
+#[derive(Default)]
+struct Ran {
+    program: Option<String>,
+    programs: Vec<(String, Duration)>,
+}
+
+impl Ran {
+    fn hear(&mut self, line: &str) {
+        let words: Vec<_> = line.split_whitespace().collect();
+        match words[..] {
+            ["Running", source, _] => self.program = Some(source.to_owned()),
+            ["Running", "unittests", source, program] => {
+                self.program = Some(format!("{source} {program}"));
+            }
+            ["test", "result:", .., "finished", "in", seconds] => {
+                let seconds = seconds.strip_suffix('s').and_then(|number| number.parse().ok());
+                if let (Some(program), Some(seconds)) = (self.program.take(), seconds) {
+                    self.programs.push((program, Duration::from_secs_f64(seconds)));
+                }
+            }
+            // What the lab's guest prints.
+            ["--", seconds, "s:", program] => {
+                let seconds = seconds.parse().map_or(Duration::ZERO, Duration::from_secs);
+                self.programs.push((program.to_owned(), seconds));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The first lines of what each failed test has printed: libtest shows them below
+/// `---- NAME stdout ----`, when all tests of a program have ended.
+#[derive(Default)]
+struct Said {
+    lines: Vec<String>,
+    /// Lines that may still come of this test.
+    left: usize,
+}
+
+impl Said {
+    fn hear(&mut self, line: &str) {
+        if line.starts_with("---- ") && line.ends_with(" ----") {
+            self.left = SAID_LINES;
+        } else if line == "failures:" {
+            self.left = 0;
+        }
+        if self.left > 0 && !line.is_empty() {
+            self.left -= 1;
+            self.lines.push(line.chars().take(SAID_CHARACTERS).collect());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Ran, SAID_CHARACTERS, Said, Tally, failed_test, result_line};
+
+    #[test]
+    fn what_a_failed_test_said_is_kept_to_its_bound() {
+        let mut said = Said::default();
+        let long = "x".repeat(2 * SAID_CHARACTERS);
+        let text =
+            ["test a ... FAILED", "", "failures:", "", "---- a stdout ----", "", "why", &long];
+        text.iter().for_each(|line| said.hear(line));
+        (0..100).for_each(|_| said.hear("more"));
+        ["failures:", "    a", "test result: FAILED"].iter().for_each(|line| said.hear(line));
+        assert_eq!(said.lines[..2], ["---- a stdout ----", "why"]);
+        assert_eq!(said.lines[2].len(), SAID_CHARACTERS);
+        assert_eq!(said.lines[3..], ["more"; 7]);
+    }
+
+    #[test]
+    fn each_program_has_its_time() {
+        let mut ran = Ran::default();
+        let lines = [
+            "     Running tests/kill.rs (target/debug/deps/kill-0123)",
+            "test result: ok. 2 passed; 0 failed; 0 ignored; finished in 35.09s",
+            "     Running unittests src/lib.rs (target/debug/deps/oci-4567)",
+            "test result: ok. 2 passed; 0 failed; 0 ignored; finished in 0.50s",
+            "test result: ok. 2 passed; 0 failed; 0 ignored; finished in 9.00s",
+            "-- 12 s: lifecycle-89ab",
+        ];
+        lines.iter().for_each(|line| ran.hear(line));
+        let programs: Vec<_> =
+            ran.programs.iter().map(|(name, took)| (name.as_str(), took.as_millis())).collect();
+        let unit = "src/lib.rs (target/debug/deps/oci-4567)";
+        assert_eq!(programs, [("tests/kill.rs", 35_090), (unit, 500), ("lifecycle-89ab", 12_000)]);
+    }
+
+    #[test]
+    fn result_lines_add_up() {
+        let line = "test result: FAILED. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.02s";
+        assert_eq!(result_line(line), Tally { passed: 12, failed: 3 });
+        assert_eq!(result_line("test x ... ok"), Tally::default());
+        assert_eq!(failed_test("test a::b ... FAILED").as_deref(), Some("a::b"));
+        assert_eq!(failed_test("test a::b ... ok"), None);
+    }
+}
