@@ -38,89 +38,85 @@ const fn mapped_file(
 pub const BUGS: &[Bug] = &[
     image(
         "SkipCachedChecksum",
-        "cached blocks are served without their checksum being looked at",
-        &[
-            (
-                "cache.rs",
-                "if kind.of(bytes) != map.block_checksum(address) {",
-                "if !BUG && kind.of(bytes) != map.block_checksum(address) {",
-            ),
-            (
-                "cache.rs",
-                "let Some(seen) = &self.seen else { return false };",
-                "let Some(seen) = &self.seen else { return false };
-                if BUG { return true; }",
-            ),
-        ],
+        "resident blocks are served without their checksum being looked at",
+        &[(
+            "verify.rs",
+            "        let mut good = true;",
+            "        if BUG { return Ok(true); }
+            let mut good = true;",
+        )],
     ),
     image(
         "CheckFirstBlockOnly",
-        "only the first block of a cached read is checked",
+        "only the first block of a resident read is checked",
         &[(
-            "cache.rs",
-            "for bytes in buf.chunks_exact(BLOCK_SIZE as usize) {",
-            "for bytes in buf.chunks_exact(BLOCK_SIZE as usize) {
-                if BUG && address != range.start() { break; }",
+            "verify.rs",
+            "let mut index = offset / BLOCK_SIZE;",
+            "let bytes = if BUG { &bytes[..BLOCK_SIZE as usize] } else { bytes };
+            let mut index = offset / BLOCK_SIZE;",
         )],
     ),
     image(
         "TrustReopenedCache",
         "blocks found in the cache file at open are believed",
         &[
-            ("cache.rs", "    gate: Mutex<Gate>,", "    gate: Mutex<Gate>, reopened: Presence,"),
+            ("residency/mod.rs", "    gate: Gate,", "    gate: Gate, pub(crate) found: Presence,"),
             (
-                "cache.rs",
-                "            gate: Mutex::new(Gate::Open),",
-                "            gate: Mutex::new(Gate::Open), reopened: Presence::new(blocks),",
+                "residency/mod.rs",
+                "            gate: Gate::new(limits),",
+                "            gate: Gate::new(limits), found: Presence::new(len.div_ceil(BLOCK_SIZE)),",
             ),
             (
-                "cache.rs",
+                "residency/mod.rs",
                 "self.presence.set(start..end);",
-                "self.presence.set(start..end); self.reopened.set(start..end);",
+                "self.presence.set(start..end); self.found.set(start..end);",
             ),
             (
-                "cache.rs",
-                "        let kind = map.checksum_kind();",
-                "        if BUG && self.reopened.all(blocks) { return true; }
-                let kind = map.checksum_kind();",
+                "volume.rs",
+                "        let verified = self.checksums.verify(",
+                "        let first = self.offset(range) / BLOCK_SIZE;
+                if BUG && self.residency.found.all(first..first + range.len() / BLOCK_SIZE) {
+                    return true;
+                }
+                let verified = self.checksums.verify(",
             ),
         ],
     ),
     image(
         "KeepBadBlock",
-        "a bad cached block keeps its presence bit",
-        &[
-            (
-                "cache.rs",
-                "counters.cache_corrupt_blocks.add(1);",
-                "counters.cache_corrupt_blocks.add(1); if BUG { return; }",
-            ),
-            ("volume.rs", "if self.cache.has(piece) {", "if self.cache.has(piece) && !BUG {"),
-        ],
+        "a bad resident block keeps its presence bit",
+        &[(
+            "residency/mod.rs",
+            "self.presence.clear(index..index + 1);",
+            "if !BUG { self.presence.clear(index..index + 1); }",
+        )],
     ),
     image(
         "PresenceBeforeWrite",
         "presence bits are set before the bytes are written",
         &[(
-            "cache.rs",
-            "let kept = match &self.seen {",
-            "if BUG { self.presence.set(blocks.clone()); } let kept = match &self.seen {",
+            "residency/mod.rs",
+            "        match self.file.write_at(offset, bytes) {",
+            "        if BUG { self.presence.set(blocks(offset, bytes.len() as u64)); }
+            let to = offset;
+            match self.file.write_at(to, bytes) {",
         )],
     ),
     image(
         "PresenceAfterFailedWrite",
         "presence bits are set although the write failed",
         &[(
-            "cache.rs",
-            "self.close(&error);",
-            "if BUG { self.presence.set(blocks); } self.close(&error);",
+            "residency/mod.rs",
+            "                self.failed(&error);",
+            "                if BUG { self.presence.set(blocks(offset, bytes.len() as u64)); }
+                self.failed(&error);",
         )],
     ),
     image(
         "SkipDigest",
         "fetched chunks are not checked at all",
         &[(
-            "fetch.rs",
+            "fetch/chunk.rs",
             "    decode_chunk(chunk.codec, stored, out, &chunk.digest).map_err(",
             "    let decoded = decode_chunk(chunk.codec, stored, out, &chunk.digest);
             if BUG { return Ok(pages); }
@@ -130,83 +126,118 @@ pub const BUGS: &[Bug] = &[
     image(
         "ServeAfterDigestMismatch",
         "a chunk whose digest is wrong twice is served",
-        &[(
-            "fetch.rs",
-            "self.unpack(index, stored, cost).await",
-            "if BUG && tries.tries > 1 {
-                let mut pages = Pages::zeroed(chunk.range.len()).unwrap();
-                let _ = decode_chunk(chunk.codec, &stored, pages.bytes_mut(), &chunk.digest);
-                return Ok(pages);
-            }
-            self.unpack(index, stored, cost).await",
-        )],
+        &[
+            ("fetch/chunk.rs", "    chunk: Chunk,\n}", "    chunk: Chunk, answers: u32,\n}"),
+            (
+                "fetch/chunk.rs",
+                "chunk: volume.map.chunk(index) }",
+                "chunk: volume.map.chunk(index), answers: 0 }",
+            ),
+            (
+                "fetch/chunk.rs",
+                "        let unpacked = self.volume.cpu.run(",
+                "        self.answers += 1;
+                if BUG && self.answers > 1 {
+                    let mut pages = Pages::zeroed(chunk.range.len()).unwrap();
+                    let _ = decode_chunk(chunk.codec, &stored, pages.bytes_mut(), &chunk.digest);
+                    return Ok(pages);
+                }
+                let unpacked = self.volume.cpu.run(",
+            ),
+        ],
     ),
     image(
         "NoRefetch",
         "a wrong answer is not asked for again",
         &[(
-            "fetch.rs",
+            "fetch/retry.rs",
             "refetches: limits.refetches,",
             "refetches: if BUG { 0 } else { limits.refetches },",
         )],
     ),
     image(
-        "TwoFlights",
+        "TwoFetches",
         "every reader fetches for itself",
         &[(
-            "volume.rs",
-            "if let Some(waiter) = table.join(index.into()) {",
-            "if let Some(waiter) = table.join(index.into()).filter(|_| !BUG) {",
+            "fetch/mod.rs",
+            "if let Some(waiter) = table.join(key) {",
+            "if let Some(waiter) = table.join(key).filter(|_| !BUG) {",
         )],
     ),
     image(
         "LostWaiter",
         "a failed fetch does not wake those who wait for it",
         &[(
-            "fly.rs",
-            "        drop(own);",
-            "        drop(own); if BUG && result.is_err() { return std::mem::forget(flight); }",
+            "fetch/chunk.rs",
+            "        drop(of_a_reader);",
+            "        drop(of_a_reader);
+            if BUG && result.is_err() { return std::mem::forget(in_flight); }",
         )],
     ),
     image(
-        "LeakSeat",
+        "LeakPermit",
         "the bytes and the permit of a failed fetch are never given back",
         &[(
-            "fly.rs",
-            "        if good {",
-            "        if BUG && !good { std::mem::forget(Arc::clone(&landed)); }
-            if good {",
+            "fetch/chunk.rs",
+            "        let kept = good &&",
+            "        if BUG && !good { std::mem::forget(Arc::clone(&fetched)); }
+            let kept = good &&",
         )],
     ),
     image(
-        "DroppedReaderKillsFlight",
-        "the fetch ends when the reader who started it goes away",
+        "DroppedReaderEndsFetch",
+        "the fetch ends when a reader that waits for it goes away",
         &[
             (
-                "flights.rs",
+                "fetch/in_flight.rs",
                 "pub(crate) struct Waiter {",
-                "pub(crate) struct Kills(pub(crate) Option<tokio::task::AbortHandle>);
-                impl Drop for Kills {
-                    fn drop(&mut self) { if let Some(task) = &self.0 { task.abort(); } }
+                "struct EndsFetch(Arc<tokio::sync::Notify>);
+                impl Drop for EndsFetch {
+                    fn drop(&mut self) { self.0.notify_one(); }
                 }
-                pub(crate) struct Waiter { pub(crate) kills: Kills,",
+                pub(crate) struct Waiter { ends: EndsFetch,",
             ),
             (
-                "flights.rs",
-                "Waiter { entry: entry.clone() }",
-                "Waiter { entry: entry.clone(), kills: Kills(None) }",
+                "fetch/in_flight.rs",
+                "struct Entry {",
+                "struct Entry { gone: Arc<tokio::sync::Notify>,",
             ),
             (
-                "flights.rs",
-                "(flight, Waiter { entry })",
-                "(flight, Waiter { entry, kills: Kills(None) })",
+                "fetch/in_flight.rs",
+                "Waiter { entry: entry.clone() })",
+                "Waiter { ends: EndsFetch(entry.gone.clone()), entry: entry.clone() })",
             ),
-            ("volume.rs", "let (flight, waiter, seats) = {", "let (flight, mut waiter, seats) = {"),
             (
-                "volume.rs",
-                "tokio::spawn(Arc::clone(self).fly(index, flight, seats, deadline));",
-                "let task = tokio::spawn(Arc::clone(self).fly(index, flight, seats, deadline));
-                if BUG { waiter.kills.0 = Some(task.abort_handle()); }",
+                "fetch/in_flight.rs",
+                "let entry = Entry { outcome, end };",
+                "let gone = Arc::new(tokio::sync::Notify::new());
+                let entry = Entry { outcome, end, gone: gone.clone() };",
+            ),
+            (
+                "fetch/in_flight.rs",
+                "(InFlight { table: self.table.clone(), key, publish, ended }, Waiter { entry })",
+                "(InFlight { table: self.table.clone(), key, publish, ended, gone: gone.clone() },
+                    Waiter { entry, ends: EndsFetch(gone) })",
+            ),
+            (
+                "fetch/in_flight.rs",
+                "    ended: watch::Sender<bool>,\n}",
+                "    ended: watch::Sender<bool>, pub(crate) gone: Arc<tokio::sync::Notify>,\n}",
+            ),
+            (
+                "fetch/in_flight.rs",
+                "let Entry { outcome, mut end } = self.entry;",
+                "let Entry { outcome, mut end, .. } = self.entry;",
+            ),
+            (
+                "fetch/chunk.rs",
+                "let result = self.fetch(index, deadline, &mut cost).await;\n        drop",
+                "let gone = in_flight.gone.clone();
+                let result = tokio::select! {
+                    biased;
+                    () = gone.notified(), if BUG => return,
+                    result = self.fetch(index, deadline, &mut cost) => result,
+                };\n        drop",
             ),
         ],
     ),
@@ -214,35 +245,32 @@ pub const BUGS: &[Bug] = &[
         "NoTimeout",
         "a source is waited for without end",
         &[(
-            "fetch.rs",
-            "let patience = self.try_timeout.min(left);",
-            "let patience = if BUG { Duration::MAX } else { self.try_timeout.min(left) };",
+            "fetch/retry.rs",
+            "let patience = self.limits.try_timeout.min(left);",
+            "let patience = if BUG { Duration::MAX } else { self.limits.try_timeout.min(left) };",
         )],
     ),
     image(
         "CacheErrorFailsRead",
         "a failed cache write is the reader's error",
         &[(
-            "fly.rs",
-            "let result = self.fetch(index, deadline, &mut cost).await;
-        if result.is_ok() && fetched > 0",
-            "let mut result = self.fetch(index, deadline, &mut cost).await;
-            if BUG && let Ok(pages) = &result
-                && let Err(error) = self.cache.write(self.map.chunk(index).range, pages.bytes())
-            {
+            "fetch/chunk.rs",
+            "        let good = result.is_ok();",
+            "        let mut result = result;
+            if BUG && let Ok(pages) = &result && let Err(error) = self.admit(index, pages.bytes()) {
                 result = Err(error);
             }
-            if result.is_ok() && fetched > 0",
+            let good = result.is_ok();",
         )],
     ),
     image(
         "WriteAfterLocalIo",
         "cache writes go on after the file has failed",
         &[(
-            "cache.rs",
-            "            *gate = Gate::Stopped { reason };
+            "residency/gate.rs",
+            "            *state = State::Stopped { reason };
             return;",
-            "            if !BUG { *gate = Gate::Stopped { reason }; }
+            "            if !BUG { *state = State::Stopped { reason }; }
             return;",
         )],
     ),
@@ -250,7 +278,7 @@ pub const BUGS: &[Bug] = &[
         "NoSpaceForever",
         "cache writes never start again after the file system was full",
         &[(
-            "cache.rs",
+            "residency/gate.rs",
             "if error.kind() != ErrorKind::NoSpace {",
             "if error.kind() != ErrorKind::NoSpace || BUG {",
         )],
@@ -259,47 +287,46 @@ pub const BUGS: &[Bug] = &[
         "WriteOneBlockOff",
         "blocks are written to the cache one block too far",
         &[(
-            "cache.rs",
-            "        match kept.and_then(",
-            "        let offset = match BUG && range.end() < self.data.end() {
-                true => offset + BLOCK_SIZE,
-                false => offset,
-            };
-            match kept.and_then(",
+            "fetch/chunk.rs",
+            "        self.residency.admit(offset, bytes)",
+            "        let last = offset + bytes.len() as u64 == self.map.data_range().len();
+            self.residency.admit(offset + if BUG && !last { 4096 } else { 0 }, bytes)",
         )],
     ),
     image(
         "SkipRowDigest",
         "chunks that came together in one answer are not checked",
         &[(
-            "fly.rs",
-            "let result = match self.unpack(index, stored, &mut cost).await {",
-            "let unpacked = if BUG {
-                let (chunk, mut pages) = (self.map.chunk(index), Pages::zeroed(range.len()).unwrap());
+            "fetch/row.rs",
+            "let result = match self.engine.verify(&mut question, stored, &mut cost).await {",
+            "let verified = if BUG {
+                let chunk = self.map.chunk(index);
+                let mut pages = burgeon_block::Pages::zeroed(chunk.range.len()).unwrap();
                 let out = pages.bytes_mut();
                 let _ = burgeon_image::decode_chunk(chunk.codec, &stored, out, &chunk.digest);
+                cost.fetches += 1;
                 Ok(pages)
             } else {
-                self.unpack(index, stored, &mut cost).await
+                self.engine.verify(&mut question, stored, &mut cost).await
             };
-            let result = match unpacked {",
+            let result = match verified {",
         )],
     ),
     image(
         "LoseFailedRow",
         "the chunks of a row whose request failed are forgotten",
         &[(
-            "fly.rs",
-            "return self.fly(index, flight, seats, deadline).await;",
-            "if BUG { return std::mem::forget(flight); }
-            return self.fly(index, flight, seats, deadline).await;",
+            "fetch/row.rs",
+            "return self.fetch_task(index, begun).await;",
+            "if BUG { return std::mem::forget(begun); }
+            return self.fetch_task(index, begun).await;",
         )],
     ),
     image(
         "CutRowOneByteOff",
         "the chunks of a row are cut out of the answer one byte too early",
         &[(
-            "fly.rs",
+            "fetch/row.rs",
             "let at = (stored.start() - start) as usize;",
             "let at = ((stored.start() - start) as usize).saturating_sub(usize::from(BUG));",
         )],
@@ -312,13 +339,13 @@ pub const BUGS: &[Bug] = &[
     mapped_file(
         "SkipFirstSeen",
         "the first bytes read of a mapped file are not compared with later ones",
-        &[("seen.rs", "if *entry != right {", "if *entry != right && !BUG {")],
+        &[("recorded.rs", "if *entry != right {", "if *entry != right && !BUG {")],
     ),
     mapped_file(
         "KeepFirstChecksumOnly",
         "of a mapped file's chunk only the first block's checksum is kept",
         &[(
-            "seen.rs",
+            "recorded.rs",
             "            } else {
                 entry.copy_from_slice(&right);",
             "            } else if !new || !BUG {

@@ -172,7 +172,7 @@ fn a_store_that_is_down_does_not_hold_up_what_is_local() {
     let counters = Counters::default();
     let (first, last) = (image.blocks().next().unwrap(), image.blocks().last().unwrap());
     assert_eq!(read(&runtime, &volume, first, &counters).unwrap(), image.expected(first));
-    assert!(testkit::wait_until(Duration::from_secs(20), || volume.status().flights == 0));
+    assert!(testkit::wait_until(Duration::from_secs(20), || volume.status().in_flight == 0));
     // Connections stay open and silent: worse than refused ones.
     proxy.spoil(1000, &[Fault::Stall]);
     let stuck = std::thread::scope(|scope| {

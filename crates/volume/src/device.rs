@@ -7,7 +7,7 @@ use burgeon_block::{
 use burgeon_image::extents::FileLog;
 
 use crate::{
-    Budget, Fill, Follow, Recording, VirtualArea, Volume, budget::spent, read_log::ReadLog,
+    Budget, Fill, ProfilePrefetch, Recording, VirtualArea, Volume, budget::spent, read_log::ReadLog,
 };
 
 /// The lazy device of one mount: the shared volume at its lazy addresses, the mount's virtual area
@@ -20,7 +20,7 @@ use crate::{
 ///
 /// A mount may have a limit to what it fetches: beyond it only what is local is answered. A limit
 /// is looked at before a fetch, so what is under way then (at most
-/// [`crate::FLIGHTS_MAX`] chunks, one request of a profile and one of each reader) comes on top.
+/// [`crate::FETCHES_MAX`] chunks, one request of a profile and one of each reader) comes on top.
 ///
 /// `C` is where this mount counts: an `Arc<Counters>`, or memory shared with another process.
 /// What is fetched and what was wrong is counted here; hits, misses, failed reads and latencies
@@ -153,9 +153,9 @@ where
         self.volume.fill_for(Arc::clone(&self.budget))
     }
 
-    /// Starts to bring what a profile says, likewise: [`Volume::follow`].
-    pub fn follow(&self, ranges: impl Iterator<Item = ByteRange>) -> Follow {
-        self.volume.follow(ranges, Some(Arc::clone(&self.budget)))
+    /// Starts to fetch the ranges of a profile, likewise: [`Volume::prefetch_profile`].
+    pub fn prefetch_profile(&self, ranges: impl Iterator<Item = ByteRange>) -> ProfilePrefetch {
+        self.volume.prefetch_profile(ranges, Some(Arc::clone(&self.budget)))
     }
 
     /// Starts to fetch what lies at `ranges` of the device and can be cached: a fill for each image

@@ -1,61 +1,52 @@
 //! The data path: where lazy bytes are located, fetched, verified, cached and served.
 //!
 //! ```text
-//!   LazyDevice ── superblocks of one mount, zeros between, and the lazy data of ──┐
-//!                                                                                ▼
-//!   Volume   try_read ─► CacheFile: presence bits ─► read ─► block checksums ─► Served
-//!            read ─────► flight table ─► one task a chunk:                     or Absent
-//!                          fetch (retry, deadline) ─► decompress ─► digest
-//!                          ─► wake every waiter ─► cache write ─► presence bits
-//!                          + those behind it, as much as a round trip carries
-//!            follow ───► rows of flights, one request each, in the order of a profile
-//!            fill ─────► the same flights, when no reader waits
+//!   device.rs   LazyDevice: superblocks of one mount, zeros, mapped content (area/), and lazy data of
+//!      ▼
+//!   volume.rs   Volume: one image, for all its mounts
+//!      ├── residency/   which bytes are local, and where: one sparse file
+//!      ├── verify.rs    what each block must be: checksums of the map, or recorded ones
+//!      ├── fetch/       how the others come: single-flight, permits, retries, deadlines, the path
+//!      └── background/  what is fetched unasked: profile prefetch, read-ahead, fill
+//!
+//!   a miss      try_read ─► Absent; read ─► join or start ─► fetch task ─► ask ─► source
+//!               ─► verify ─► publish ─► the reader copies        (docs/architecture.md walks it)
 //! ```
 //!
 //! Invariants, and the tests that hold them:
-//! - Nothing unverified is served: fetched bytes match their chunk's digest, cached bytes their
+//! - Nothing unverified is served: fetched bytes match their chunk's digest, resident bytes their
 //!   block's checksum, on every read (`tests/volume.rs`, and the simulator).
-//! - One flight a chunk; every waiter shares its result; a dropped reader kills nobody's flight.
+//! - One fetch a chunk; every waiter shares its result; a dropped reader ends nobody's fetch.
 //! - A reader never waits for a cache write, and a failing cache never fails a read.
 //! - The presence bits are a hint: they are set after the write, and a lost, torn, rotten or
 //!   foreign block behind a set bit is a miss.
-//! - The flight table and the presence bits agree in every order of their steps
+//! - The single-flight table and the presence bits agree in every order of their steps
 //!   (`tests/interleavings.rs`).
 //! - No lock is held across I/O, and a hit allocates nothing (`tests/no_allocation.rs`).
 
-mod ahead;
 mod area;
-mod brought;
+mod background;
 mod budget;
-mod cache;
 mod device;
-mod direct;
 mod fetch;
-mod fill;
-mod flights;
-mod fly;
-mod follow;
 mod limits;
-mod outage;
-mod pace;
 mod pool;
-mod presence;
 mod read_log;
-mod seats;
-mod seen;
+mod recorded;
+mod residency;
 mod sync;
+mod verify;
 mod volume;
 
 pub use area::{AreaStatus, OpenImage, VirtualArea};
-pub use brought::BroughtBytes;
+pub use background::{
+    Fill, FillProgress, FillState, PrefetchedBytes, ProfilePrefetch, ProfileProgress, ProfileState,
+};
 pub use budget::Budget;
-pub use cache::CacheState;
 pub use device::LazyDevice;
-pub use direct::{Access, DirectFile};
-pub use fill::{Fill, FillProgress, FillState};
-pub use follow::{Follow, FollowProgress, FollowState};
-pub use limits::{FLIGHTS_MAX, Limits};
+pub use fetch::permits::SharedPermits;
+pub use limits::{FETCHES_MAX, Limits};
 pub use read_log::Recording;
-pub use seats::Room;
-pub use seen::SEEN_LEN;
+pub use recorded::RECORDED_CHECKSUM_LEN;
+pub use residency::{Access, CacheState, DirectFile};
 pub use volume::{Status, Volume};

@@ -2,28 +2,28 @@
 
 use std::time::Duration;
 
-use crate::Room;
+use crate::SharedPermits;
 
 /// Chunks of one volume being fetched, decompressed, served or written to the cache at once. Each
 /// holds at most 256 KiB as stored and 256 KiB raw: 32 × 512 KiB = 16 MiB. It is enough for the
 /// network: 32 × 256 KiB in flight at 50 ms a round trip is 160 MiB/s.
-pub const FLIGHTS_MAX: usize = 32;
+pub const FETCHES_MAX: usize = 32;
 
 /// The same over all volumes of a process: 64 × 512 KiB = 32 MiB, however many images are busy.
-/// Twice [`FLIGHTS_MAX`], so that one image whose store is away leaves room for all others.
-const ROOM_FLIGHTS: usize = 2 * FLIGHTS_MAX;
+/// Twice [`FETCHES_MAX`], so that one image whose store is away leaves room for all others.
+const SHARED_FETCHES: usize = 2 * FETCHES_MAX;
 
-/// Flights of these that fill, profiles and prefetch may hold: as in each volume.
-const ROOM_BACKGROUND: usize = ROOM_FLIGHTS / 4 * 3;
+/// Of these, permits for background work: as in each volume.
+const SHARED_BACKGROUND: usize = SHARED_FETCHES / 4 * 3;
 
 /// Chunks one read waits for at once. The kernel's largest request (256 pages, 1 MiB) touches five
-/// chunks; four at a time leave seven more such readers room in [`FLIGHTS_MAX`].
-const FLIGHTS_PER_READ: usize = 4;
+/// chunks; four at a time leave permits for seven more such readers in [`FETCHES_MAX`].
+const FETCHES_PER_READ: usize = 4;
 
-/// Flights that fill, profiles and prefetch may hold: three quarters of [`FLIGHTS_MAX`]. That is 6
-/// MiB of data in flight, 120 MiB/s at 50 ms a round trip, and leaves two readers room at once;
-/// while readers wait, nothing new is begun, so that soon all of it is theirs.
-const BACKGROUND_FLIGHTS: usize = FLIGHTS_MAX / 4 * 3;
+/// Permits for background work: three quarters of [`FETCHES_MAX`]. That is 6 MiB of data in flight,
+/// 120 MiB/s at 50 ms a round trip, and leaves permits for two readers at once; while readers wait,
+/// fill begins nothing new.
+const BACKGROUND_FETCHES: usize = FETCHES_MAX / 4 * 3;
 
 /// Threads that write the cache file. Direct writes of 256 KiB: four keep an SSD busy.
 const WRITE_THREADS: usize = 4;
@@ -60,15 +60,15 @@ const NO_SPACE_PAUSE_MAX: Duration = Duration::from_secs(60);
 /// The bounds a volume works within; `Limits::default()` is what a daemon uses.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// What the volumes of the process share. Clones of these limits share it, too; each
-    /// `Limits::default()` has its own.
-    pub room: Room,
+    /// The permits of the process. Clones of these limits share them, too; each `Limits::default()` has
+    /// its own.
+    pub shared: SharedPermits,
     /// Chunks of the volume held in memory at once.
-    pub flights_max: usize,
+    pub fetches_max: usize,
     /// Of these, chunks one read waits for at once.
-    pub flights_per_read: usize,
-    /// Of these, chunks that fill, profiles and prefetch hold.
-    pub background_flights: usize,
+    pub fetches_per_read: usize,
+    /// Of these, chunks that background work holds.
+    pub background_fetches: usize,
     /// Threads that verify and decompress; 0 does it on the fetching task, in a fixed order, for
     /// simulations.
     pub cpu_threads: usize,
@@ -99,10 +99,10 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            room: Room::new(ROOM_FLIGHTS, ROOM_BACKGROUND),
-            flights_max: FLIGHTS_MAX,
-            flights_per_read: FLIGHTS_PER_READ,
-            background_flights: BACKGROUND_FLIGHTS,
+            shared: SharedPermits::new(SHARED_FETCHES, SHARED_BACKGROUND),
+            fetches_max: FETCHES_MAX,
+            fetches_per_read: FETCHES_PER_READ,
+            background_fetches: BACKGROUND_FETCHES,
             // Decompression is pure CPU work: one thread a CPU.
             cpu_threads: std::thread::available_parallelism().map_or(2, usize::from),
             write_threads: WRITE_THREADS,

@@ -1,5 +1,5 @@
-//! What the flight table and the presence bits share memory with. `tests/interleavings.rs`
-//! compiles them over shuttle's versions of these, which try other orders.
+//! The primitives by which the single-flight table and the presence bits share memory.
+//! `tests/interleavings.rs` compiles both over shuttle's versions of these, which try other orders.
 
 pub(crate) use std::sync::{
     Mutex, MutexGuard,

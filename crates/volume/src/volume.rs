@@ -1,59 +1,64 @@
 //! The volume of one image: answers reads of its lazy address space, for all its mounts.
+//!
+//! ```text
+//!   try_read ──► find ──► read ──► verify ──► Served        (hit: nothing else is asked)
+//!                  └ no ─► Absent
+//!   read ──► each piece of a chunk: join or start ──┬─► resident: read, verify; wrong: fetch
+//!            (in order, a few fetches at once)      └─► in flight: wait for its bytes ──► copy
+//! ```
+//!
+//! It joins the parts: `residency/` (which bytes are local), `verify.rs` (what they must be), `fetch/`
+//! (how the others come) and `background/` (what is fetched unasked). Invariant: residency is asked once
+//! outside the single-flight table's lock, by `try_read`, and once inside it.
 
 use std::{
     collections::VecDeque,
-    sync::{
-        Arc, OnceLock,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, OnceLock},
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockSource, ByteRange, Counters, LocalFile, Now, ObjectId, ObjectKind, Result,
+    BLOCK_SIZE, BlockSource, ByteRange, Counter, Counters, Error, ErrorKind, LocalFile, Now,
+    ObjectId, ObjectKind, Result,
 };
 use burgeon_image::{AddressMap, Codec};
-use tokio::{
-    sync::Notify,
-    time::{Instant, timeout_at},
-};
+use tokio::time::Instant;
 
 use crate::{
-    CacheState, Limits,
-    ahead::Way,
-    brought::{Brought, BroughtBytes},
-    cache::CacheFile,
-    fetch::beyond,
-    flights::{Background, FlightTable, Seats, Waiter},
-    outage::Outage,
+    CacheState, Limits, PrefetchedBytes,
+    background::{
+        ReadAhead, Readers,
+        prefetched::{Prefetched, Purpose},
+    },
+    fetch::{FetchEngine, Joined, in_flight::Waiter},
     pool::Pool,
-    seats::{Seat, SeatPool},
+    residency::{Place, Residency},
+    verify::{Checksums, Mismatch},
 };
 
 /// The lazy data of one image: a map, a source of bytes and a cache file.
 ///
-/// Mounts of one image share one volume; each brings its own [`Counters`] to every read. What no
-/// reader asked for (fill, prefetch, flights all of whose readers went away) is counted in
-/// [`Volume::background`]. Here is counted what is fetched and what was wrong; hits, misses,
-/// failed reads and latencies are counted by the frontend, which sees whole requests.
+/// Mounts of one image share one volume; each brings its own [`Counters`] to every read. Fetches
+/// that no reader asked for or waited for are counted in [`Volume::background`]. A volume counts
+/// fetches and wrong bytes; hits, misses, failed reads and latencies are counted by the frontend,
+/// which sees whole requests.
 pub struct Volume<S, F> {
     pub(crate) map: Arc<AddressMap>,
+    /// The first lazy address.
+    start: u64,
     pub(crate) source: S,
-    pub(crate) cache: CacheFile<F>,
+    pub(crate) residency: Residency<F>,
+    pub(crate) checksums: Checksums<F>,
+    pub(crate) engine: FetchEngine,
     pub(crate) limits: Limits,
     pub(crate) cpu: Pool,
     pub(crate) writers: Pool,
-    pub(crate) flights: FlightTable,
-    pub(crate) seats: SeatPool,
-    pub(crate) background_seats: SeatPool,
-    pub(crate) fill_turn: tokio::sync::Mutex<()>,
-    pub(crate) background: Arc<Counters>,
     pub(crate) readers: Readers,
-    pub(crate) retrying: Outage,
-    /// What profiles have brought; made with the first of them.
-    pub(crate) brought: OnceLock<Brought>,
-    /// What was read ahead; made with the first of it.
-    pub(crate) ahead: OnceLock<Brought>,
-    pub(crate) way: Way,
+    pub(crate) fill_turn: tokio::sync::Mutex<()>,
+    /// Made with the first profile prefetch, and with the first read-ahead.
+    profile_prefetched: OnceLock<Prefetched>,
+    read_ahead: OnceLock<Prefetched>,
+    pub(crate) ahead: ReadAhead,
+    pub(crate) uncached_chunks: Counter,
     /// By object: read straight through, never cached.
     through: Box<[bool]>,
     any_through: bool,
@@ -62,7 +67,7 @@ pub struct Volume<S, F> {
 /// A look at a volume's health, for `status`.
 #[derive(Clone, Debug)]
 pub struct Status {
-    /// Bytes in the cache, as far as is known; each is still verified when read.
+    /// Resident bytes, as far as is known; each is still verified when read.
     pub materialised_bytes: u64,
     /// Whether fetched chunks are kept.
     pub cache: CacheState,
@@ -72,77 +77,17 @@ pub struct Status {
     pub cache_write_errors: u64,
     /// Chunks that were served and not kept.
     pub uncached_chunks: u64,
-    /// Chunks being fetched, or written to the cache, now.
-    pub flights: usize,
+    /// Fetches in flight now, their cache writes included.
+    pub in_flight: usize,
     /// Reads that wait for a chunk now.
     pub waiting_readers: usize,
-    /// What the source answered last when it did not give good bytes.
+    /// The last failure of the source.
     pub last_source_error: Option<String>,
-    /// What was read ahead.
-    pub ahead: BroughtBytes,
+    /// Bytes that were read ahead.
+    pub read_ahead: PrefetchedBytes,
 }
 
-/// Reads that wait now, so that background work can stand back.
-#[derive(Default)]
-pub(crate) struct Readers {
-    waiting: AtomicUsize,
-    pub(crate) gone: Notify,
-    /// Chunks that readers fetch by themselves.
-    fetching: AtomicUsize,
-}
-
-impl Readers {
-    fn arrive(&self) -> Waiting<'_> {
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-        Waiting(self)
-    }
-
-    pub(crate) fn waiting(&self) -> usize {
-        self.waiting.load(Ordering::Relaxed)
-    }
-
-    /// A chunk is fetched because a reader wants it.
-    pub(crate) fn fetch(&self) -> Fetching<'_> {
-        self.fetching.fetch_add(1, Ordering::Relaxed);
-        Fetching(self)
-    }
-
-    pub(crate) fn fetching(&self) -> usize {
-        self.fetching.load(Ordering::Relaxed)
-    }
-}
-
-/// One fetch of a reader's own.
-pub(crate) struct Fetching<'a>(&'a Readers);
-
-impl Drop for Fetching<'_> {
-    fn drop(&mut self) {
-        self.0.fetching.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// One waiting reader; dropped also when the read is cancelled.
-struct Waiting<'a>(&'a Readers);
-
-impl Drop for Waiting<'_> {
-    fn drop(&mut self) {
-        if self.0.waiting.fetch_sub(1, Ordering::Relaxed) == 1 {
-            self.0.gone.notify_waiters();
-        }
-    }
-}
-
-/// Where a piece of a read comes from.
-pub(crate) enum Boarding {
-    /// From the cache, as it looks.
-    Local,
-    /// From a flight.
-    Flight(Waiter),
-    /// There is no seat now.
-    Full,
-}
-
-/// Objects outside the store, which are local already or cost nothing to make anew.
+/// Objects outside the store, which are local already or cost nothing to compute again.
 fn is_through(object: &ObjectId) -> bool {
     matches!(object.kind(), Some(ObjectKind::File | ObjectKind::Computed))
 }
@@ -158,10 +103,10 @@ where
         Self::over(map, source, (cache, None), limits)
     }
 
-    /// The same of an image that nobody has read ([`AddressMap::is_unsummed`]): what its blocks are is
-    /// written to `checksums`, [`crate::SEEN_LEN`] bytes each, as they come. Without it nothing of such an image is
-    /// cached.
-    pub fn unsummed(
+    /// The same of an image without checksums ([`AddressMap::is_unsummed`]): those of its blocks are
+    /// recorded in `checksums` when the blocks are fetched, [`crate::RECORDED_CHECKSUM_LEN`] bytes
+    /// each. [`Self::new`] caches nothing of such an image.
+    pub fn without_checksums(
         map: Arc<AddressMap>,
         source: S,
         cache: F,
@@ -178,25 +123,26 @@ where
         limits: Limits,
     ) -> Arc<Self> {
         let through: Box<[bool]> = map.objects().iter().map(is_through).collect();
+        let (data, checksums) = (map.data_range(), Checksums::new(&map, checksums));
+        let residency = match checksums {
+            Checksums::Nowhere => Residency::closed(cache, data.len(), &limits),
+            _ => Residency::open(cache, data.len(), &limits),
+        };
         Arc::new(Self {
-            cache: CacheFile::open(cache, checksums, &map, &limits),
+            start: data.start(),
+            residency,
+            checksums,
+            engine: FetchEngine::new(&limits),
             any_through: through.contains(&true),
             through,
             cpu: Pool::new(limits.cpu_threads),
             writers: Pool::new(limits.write_threads),
-            flights: FlightTable::default(),
-            seats: SeatPool::new(limits.flights_max, limits.room.flights.clone()),
-            background_seats: SeatPool::new(
-                limits.background_flights,
-                limits.room.background.clone(),
-            ),
-            fill_turn: tokio::sync::Mutex::default(),
-            background: Arc::default(),
             readers: Readers::default(),
-            retrying: Outage::new(&limits),
-            brought: OnceLock::new(),
-            ahead: OnceLock::new(),
-            way: Way::default(),
+            fill_turn: tokio::sync::Mutex::default(),
+            profile_prefetched: OnceLock::new(),
+            read_ahead: OnceLock::new(),
+            ahead: ReadAhead::default(),
+            uncached_chunks: Counter::default(),
             map,
             source,
             limits,
@@ -213,34 +159,35 @@ where
         &self.source
     }
 
-    /// What was done for no reader in particular.
+    /// The account of fetches that no reader waited for.
     pub fn background(&self) -> &Counters {
-        &self.background
+        &self.engine.unclaimed
     }
 
-    /// Bytes of lazy data in the cache. Each block is still verified when it is read.
+    /// Resident bytes of lazy data. Each block is still verified when it is read.
     pub fn materialised_bytes(&self) -> u64 {
-        self.cache.present_bytes()
+        self.residency.resident_bytes()
     }
 
-    /// How the volume is.
+    /// The volume's health.
     pub fn status(&self) -> Status {
         Status {
             materialised_bytes: self.materialised_bytes(),
-            cache: self.cache.state(),
-            cache_read_errors: self.cache.read_errors.get(),
-            cache_write_errors: self.cache.write_errors.get(),
-            uncached_chunks: self.cache.uncached_chunks.get(),
-            flights: self.flights.len(),
+            cache: self.residency.state(),
+            cache_read_errors: self.residency.read_errors.get(),
+            cache_write_errors: self.residency.write_errors.get(),
+            uncached_chunks: self.uncached_chunks.get(),
+            in_flight: self.engine.in_flight(),
             waiting_readers: self.readers.waiting(),
-            last_source_error: self.retrying.last(),
-            ahead: self.ahead(),
+            last_source_error: self.engine.outage.last(),
+            read_ahead: self.read_ahead_bytes(),
         }
     }
 
-    /// Makes the cache durable. Nothing depends on it: what is lost is fetched again.
+    /// Makes the cache durable. Nothing depends on it: lost blocks are fetched again.
     pub fn sync(&self) -> Result<()> {
-        self.cache.sync()
+        self.checksums.sync()?;
+        self.residency.sync()
     }
 
     /// Answers from what is local: verified bytes, or [`Now::Absent`]. No allocation, no wait
@@ -248,18 +195,20 @@ where
     /// long as it and aligned to 4 KiB; anything else is `Invalid`.
     pub fn try_read(&self, range: ByteRange, buf: &mut [u8], counters: &Counters) -> Result<Now> {
         self.check(range, buf)?;
-        if self.cache.read(&self.map, range, buf, counters)
-            || (self.any_through && self.try_through(range, buf))
-        {
+        let resident = match self.find(range) {
+            Some(place) => self.read_place(place, range, buf, counters),
+            None => false,
+        };
+        if resident || (self.any_through && self.try_through(range, buf)) {
             self.was_read(range);
             return Ok(Now::Served);
         }
         Ok(Now::Absent)
     }
 
-    /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of the source, a
-    /// seat included when `limits.flights_max` chunks are under way. `Corrupt` when the source
-    /// insists on wrong bytes, `Unavailable` when it gave none. May be dropped at any await.
+    /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of the source,
+    /// its wait for a permit included. `Corrupt` when the source insists on wrong bytes,
+    /// `Unavailable` when it gave none. May be dropped at any await.
     pub async fn read(
         self: &Arc<Self>,
         range: ByteRange,
@@ -274,25 +223,33 @@ where
     }
 
     fn was_read(&self, range: ByteRange) {
-        for brought in [&self.brought, &self.ahead] {
-            if let Some(brought) = brought.get() {
-                brought.read(range);
+        for prefetched in [&self.profile_prefetched, &self.read_ahead] {
+            if let Some(prefetched) = prefetched.get() {
+                prefetched.read(range);
             }
         }
     }
 
-    /// Bytes that profiles have brought, if there was one since the volume was opened.
-    pub fn brought(&self) -> Option<BroughtBytes> {
-        self.brought.get().map(Brought::bytes)
+    pub(crate) fn prefetched(&self, purpose: Purpose) -> &Prefetched {
+        let prefetched = match purpose {
+            Purpose::Profile => &self.profile_prefetched,
+            Purpose::ReadAhead => &self.read_ahead,
+        };
+        prefetched.get_or_init(|| Prefetched::new(self.map.data_range()))
+    }
+
+    /// Bytes that profiles have prefetched, if there was one since the volume was opened.
+    pub fn profile_prefetched(&self) -> Option<PrefetchedBytes> {
+        self.profile_prefetched.get().map(Prefetched::bytes)
     }
 
     /// Bytes that were read ahead since the volume was opened.
-    pub(crate) fn ahead(&self) -> BroughtBytes {
-        self.ahead.get().map(Brought::bytes).unwrap_or_default()
+    pub(crate) fn read_ahead_bytes(&self) -> PrefetchedBytes {
+        self.read_ahead.get().map(Prefetched::bytes).unwrap_or_default()
     }
 
-    /// Starts to fetch the chunks of `range` that are not here, as far as there are seats for
-    /// background work, and returns how many it started. A hint: what does not fit is dropped.
+    /// Starts to fetch the chunks of `range` that are neither resident nor in flight, as far as there
+    /// are permits for background work, and returns how many it started. A hint: the rest is dropped.
     pub fn prefetch(self: &Arc<Self>, range: ByteRange) -> usize {
         let mut started = 0;
         let mut next = range.start();
@@ -300,16 +257,13 @@ where
             let Some(index) = self.map.chunk_at(next) else { break };
             let chunk = self.map.chunk(index).range;
             next = chunk.end();
-            if self.is_through(index) || self.cache.has(chunk) {
+            if self.is_through(index) || self.find(chunk).is_some() {
                 continue;
             }
-            let Some(seat) = self.background_seats.try_take() else { break };
-            let background = Background { _seat: seat, payer: None };
-            let deadline = self.retrying.deadline(Instant::now());
-            match self.board_now(index, chunk, &mut None, &mut Some(background), deadline) {
-                Ok(Boarding::Flight(_)) => started += 1,
-                Ok(Boarding::Local) | Err(_) => {}
-                Ok(Boarding::Full) => break,
+            let Some(permits) = self.engine.try_background_permits(None) else { break };
+            if let Some(begun) = self.begin_new(index, permits) {
+                self.start(index, begun);
+                started += 1;
             }
         }
         started
@@ -323,9 +277,43 @@ where
     }
 
     pub(crate) fn is_through(&self, index: u32) -> bool {
-        // What is stored compressed cannot be read in part.
+        // A chunk that is stored compressed cannot be read in part.
         let chunk = self.map.chunk(index);
         self.any_through && chunk.codec == Codec::Raw && self.through[chunk.object as usize]
+    }
+
+    /// Where `range` begins in the image's data.
+    pub(crate) fn offset(&self, range: ByteRange) -> u64 {
+        range.start() - self.start
+    }
+
+    /// The place of `range`, if all of it may be resident.
+    pub(crate) fn find(&self, range: ByteRange) -> Option<Place> {
+        self.residency.find(self.offset(range), range.len())
+    }
+
+    /// Fills `buf` with the bytes of `range`, which were found at `place`; `false` if they cannot be read or
+    /// are wrong, and then they are not found again.
+    fn read_place(
+        &self,
+        place: Place,
+        range: ByteRange,
+        buf: &mut [u8],
+        counters: &Counters,
+    ) -> bool {
+        if !self.residency.read(place, buf) {
+            return false;
+        }
+        let verified = self.checksums.verify(self.offset(range), buf, |block, why| {
+            if why == Mismatch::Wrong {
+                counters.cache_corrupt_blocks.add(1);
+            }
+            self.residency.doubt(block);
+        });
+        verified.unwrap_or_else(|_| {
+            self.residency.lost(place);
+            false
+        })
     }
 
     /// The part of `range` from `at` on that lies in one chunk.
@@ -349,20 +337,21 @@ where
         true
     }
 
-    /// Keeps up to `flights_per_read` chunks under way and copies them out in order. It waits for
-    /// a seat only while it holds none, so readers cannot starve each other.
+    /// Keeps up to `fetches_per_read` fetches in flight and copies their bytes out in order. It waits
+    /// for a permit only while it waits for no fetch, so readers cannot starve each other.
     async fn read_pieces(
         self: &Arc<Self>,
         range: ByteRange,
         buf: &mut [u8],
         counters: &Counters,
     ) -> Result<()> {
-        let mut flying: VecDeque<(u32, ByteRange, Waiter)> = VecDeque::new();
+        let mut pending = Pending::default();
         let arrived = Instant::now();
         let mut at = range.start();
-        while at < range.end() || !flying.is_empty() {
-            let mut full = flying.len() >= self.limits.flights_per_read.max(1);
-            if at < range.end() && !full {
+        // The resident bytes of the piece at `at` were wrong: it is fetched whatever is resident.
+        let mut wrong = false;
+        loop {
+            if at < range.end() && pending.len() < self.limits.fetches_per_read.max(1) {
                 let (index, piece) = self.piece(at, range)?;
                 let out = part(buf, range, piece);
                 if self.is_through(index) {
@@ -372,103 +361,61 @@ where
                     at = piece.end();
                     continue;
                 }
-                if self.cache.read(&self.map, piece, out, counters) {
-                    at = piece.end();
-                    continue;
-                }
-                match self.board(index, piece, flying.is_empty(), arrived).await? {
-                    Boarding::Local => continue,
-                    Boarding::Flight(waiter) => {
-                        flying.push_back((index, piece, waiter));
-                        at = piece.end();
+                let patient = pending.is_empty();
+                match self.join_or_start(index, piece, arrived, patient, wrong).await? {
+                    Joined::Resident(place) => {
+                        wrong = !self.read_place(place, piece, out, counters);
+                        at = if wrong { at } else { piece.end() };
+                        continue;
                     }
-                    Boarding::Full => full = true,
+                    Joined::InFlight(waiter) => {
+                        pending.push(self.map.chunk(index).range, piece, waiter);
+                        (at, wrong) = (piece.end(), false);
+                        continue;
+                    }
+                    Joined::NoPermit => {}
                 }
             }
-            if !full && at < range.end() {
-                continue;
-            }
-            if let Some((index, piece, mut waiter)) = flying.pop_front() {
-                let landed = waiter.landed().await?;
-                landed.claim(counters);
-                let chunk = self.map.chunk(index).range;
-                let skip = (piece.start() - chunk.start()) as usize;
-                let bytes = &landed.bytes()?[skip..][..piece.len() as usize];
-                part(buf, range, piece).copy_from_slice(bytes);
-            }
-        }
-        Ok(())
-    }
-
-    /// Joins or starts the flight of a chunk of which `piece` is wanted, for a reader that came at
-    /// `arrived`. Without `patient` it is [`Boarding::Full`] when there is no seat.
-    async fn board(
-        self: &Arc<Self>,
-        index: u32,
-        piece: ByteRange,
-        patient: bool,
-        arrived: Instant,
-    ) -> Result<Boarding> {
-        let mut seat = None;
-        loop {
-            let deadline = self.retrying.deadline(arrived);
-            match self.board_now(index, piece, &mut seat, &mut None, deadline)? {
-                Boarding::Full if patient => {}
-                boarding => return Ok(boarding),
-            }
-            seat = match timeout_at(deadline, self.seats.take()).await {
-                Ok(seat) => seat,
-                // Others have got good bytes meanwhile.
-                Err(_) if self.retrying.deadline(arrived) > deadline => continue,
-                Err(_) => return Err(self.retrying.no_room()),
-            };
-        }
-    }
-
-    /// The same for background work, which waits for a seat without end.
-    pub(crate) async fn board_for_fill(
-        self: &Arc<Self>,
-        index: u32,
-        piece: ByteRange,
-        background: Option<Background>,
-    ) -> Result<Boarding> {
-        let (mut seat, mut background) = (None, background);
-        loop {
-            let deadline = self.retrying.deadline(Instant::now());
-            match self.board_now(index, piece, &mut seat, &mut background, deadline)? {
-                Boarding::Full => seat = self.seats.take().await,
-                boarding => return Ok(boarding),
+            if !pending.copy_next(range, buf, counters).await? {
+                return Ok(());
             }
         }
     }
+}
 
-    fn board_now(
-        self: &Arc<Self>,
-        index: u32,
-        piece: ByteRange,
-        seat: &mut Option<Seat>,
-        background: &mut Option<Background>,
-        deadline: Instant,
-    ) -> Result<Boarding> {
-        let (flight, waiter, seats) = {
-            let mut table = self.flights.lock();
-            if let Some(waiter) = table.join(index.into()) {
-                return Ok(Boarding::Flight(waiter));
-            }
-            if self.cache.has(piece) {
-                return Ok(Boarding::Local);
-            }
-            if background.is_none() {
-                self.retrying.check(index.into())?;
-            }
-            let Some(seat) = seat.take().or_else(|| self.seats.try_take()) else {
-                return Ok(Boarding::Full);
-            };
-            let (flight, waiter) = table.insert(index.into());
-            (flight, waiter, Seats { _flight: seat, background: background.take() })
-        };
-        tokio::spawn(Arc::clone(self).fly(index, flight, seats, deadline));
-        Ok(Boarding::Flight(waiter))
+/// The fetches that one read waits for, in the order of its bytes.
+#[derive(Default)]
+pub(crate) struct Pending(VecDeque<(ByteRange, ByteRange, Waiter)>);
+
+impl Pending {
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Waits for the fetch of `whole`, of which `piece` is wanted.
+    pub(crate) fn push(&mut self, whole: ByteRange, piece: ByteRange, waiter: Waiter) {
+        self.0.push_back((whole, piece, waiter));
+    }
+
+    /// Waits for the first of them, and copies its piece into `buf`, which holds `range`; `false` if
+    /// there is none.
+    pub(crate) async fn copy_next(
+        &mut self,
+        range: ByteRange,
+        buf: &mut [u8],
+        counters: &Counters,
+    ) -> Result<bool> {
+        let Some((whole, piece, mut waiter)) = self.0.pop_front() else { return Ok(false) };
+        let fetched = waiter.fetched().await?;
+        fetched.claim(counters);
+        let skip = (piece.start() - whole.start()) as usize;
+        let bytes = &fetched.bytes()?[skip..][..piece.len() as usize];
+        part(buf, range, piece).copy_from_slice(bytes);
+        Ok(true)
     }
 }
 
@@ -476,4 +423,8 @@ where
 pub(crate) fn part(buf: &mut [u8], range: ByteRange, piece: ByteRange) -> &mut [u8] {
     let skip = (piece.start() - range.start()) as usize;
     &mut buf[skip..][..piece.len() as usize]
+}
+
+fn beyond(range: ByteRange) -> Error {
+    Error::new(ErrorKind::Invalid, format!("{range} are not lazy data of this image"))
 }

@@ -189,7 +189,7 @@ async fn every_kind_of_content_reads_as_what_it_is() {
     assert!(odd[4096..] == setup.image.bytes[..8192]);
 
     // Below the area the device is what it was, and what was read as mapped is in its cache.
-    while setup.device.volume().status().flights > 0 {
+    while setup.device.volume().status().in_flight > 0 {
         tokio::task::yield_now().await;
     }
     let mut pages = Pages::zeroed(BLOCK_SIZE).unwrap();
@@ -363,7 +363,7 @@ async fn beyond_its_fetch_limit_a_mount_answers_what_is_local_and_no_more() {
     let device = device(&setup.dir, &setup.image, &setup.world, &setup.counters);
     setup.device = device.with_fetch_limit(limit);
     setup.read(image_at, 4096).await.unwrap();
-    while setup.device.volume().status().flights > 0 {
+    while setup.device.volume().status().in_flight > 0 {
         tokio::task::yield_now().await;
     }
     let mut read = 0;

@@ -33,7 +33,7 @@ fn setup() -> Setup {
 impl Setup {
     async fn read(&self, range: ByteRange) {
         common::read(&self.volume, &self.image, range, &self.counters).await.unwrap();
-        while self.volume.status().flights > 0 {
+        while self.volume.status().in_flight > 0 {
             tokio::task::yield_now().await;
         }
     }

@@ -40,9 +40,9 @@ async fn it_stands_back_for_readers_but_not_for_ever() {
     let fill = setup.volume.fill();
     let fill_yield = Limits::default().fill_yield;
     sleep(fill_yield / 2).await;
-    assert_eq!(setup.volume.status().flights, 1, "only the reader's");
+    assert_eq!(setup.volume.status().in_flight, 1, "only the reader's");
     sleep(fill_yield).await;
-    assert_eq!(setup.volume.status().flights, 2, "one chunk after a second");
+    assert_eq!(setup.volume.status().in_flight, 2, "one chunk after a second");
     setup.source.open();
     reader.await.unwrap().unwrap();
     let start = Instant::now();
@@ -52,11 +52,11 @@ async fn it_stands_back_for_readers_but_not_for_ever() {
 
 #[tokio::test(start_paused = true)]
 async fn it_stops_when_told_and_when_dropped() {
-    let setup = setup_with(common::image(6), Limits { background_flights: 2, ..Limits::default() });
+    let setup = setup_with(common::image(6), Limits { background_fetches: 2, ..Limits::default() });
     setup.source.close();
     let fill = setup.volume.fill();
     sleep(Duration::from_millis(1)).await;
-    assert_eq!(setup.volume.status().flights, 2, "no more than allowed");
+    assert_eq!(setup.volume.status().in_flight, 2, "no more than allowed");
     fill.stop();
     assert_eq!(fill.ended().await.state, FillState::Stopped);
     drop(fill);
@@ -64,7 +64,7 @@ async fn it_stops_when_told_and_when_dropped() {
     sleep(Duration::from_secs(1)).await;
     setup.source.open();
     setup.settle().await;
-    assert_eq!(setup.source.reads(), 2, "those under way land, no others start");
+    assert_eq!(setup.source.reads(), 2, "those in flight end, no others start");
     assert_eq!(setup.volume.fill().ended().await.state, FillState::Done);
 }
 
@@ -78,7 +78,7 @@ async fn it_outlives_an_outage_and_passes_by_a_bad_chunk() {
     assert_eq!(setup.volume.materialised_bytes(), 0);
     setup.source.fail_always(None);
     setup.source.fail([Fault::WrongByte; 2]);
-    let limits = Limits { background_flights: 1, ..Limits::default() };
+    let limits = Limits { background_fetches: 1, ..Limits::default() };
     let end = fill.ended().await;
     assert_eq!(end.state, FillState::Done);
     assert_eq!(end.done_bytes + end.failed_bytes, end.total_bytes);
@@ -98,7 +98,7 @@ async fn it_has_as_much_under_way_as_there_is_room_for() {
     let fill = setup.volume.fill();
     sleep(Duration::from_millis(1)).await;
     assert_eq!(
-        setup.volume.status().flights,
+        setup.volume.status().in_flight,
         CHUNKS.len(),
         "one after another takes a round trip each"
     );
@@ -108,7 +108,7 @@ async fn it_has_as_much_under_way_as_there_is_room_for() {
 
 #[tokio::test]
 async fn it_goes_as_far_as_the_mount_may_fetch() {
-    let setup = setup_with(common::image(8), Limits { background_flights: 1, ..Limits::default() });
+    let setup = setup_with(common::image(8), Limits { background_fetches: 1, ..Limits::default() });
     let stored = setup.image.packs[0].1.len() as u64;
     let first = CHUNKS[0] * BLOCK_SIZE;
     // The first chunk, and the one that is taken before the limit is reached.
@@ -121,8 +121,8 @@ async fn it_goes_as_far_as_the_mount_may_fetch() {
         assert_eq!(setup.source.reads(), reads);
     }
     assert!(!budget.may_fetch());
-    let brought = setup.counters.background_bytes.get();
-    assert!((limit..stored).contains(&brought), "{brought} of {stored}");
+    let fetched = setup.counters.background_bytes.get();
+    assert!((limit..stored).contains(&fetched), "{fetched} of {stored}");
     assert_eq!(setup.counters.fetched_bytes.get(), 0);
 
     // Readers, pins and fill of one mount have one limit; other mounts have their own.

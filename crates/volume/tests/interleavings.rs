@@ -1,4 +1,4 @@
-//! The flight table and the presence bits in many orders of their steps, tried by shuttle.
+//! The single-flight table and the presence bits in many orders of their steps, tried by shuttle.
 //!
 //! The two modules are compiled here once more, over shuttle's locks and atomics. What tokio's
 //! channels do inside counts as one step.
@@ -7,12 +7,12 @@
 
 #[path = "../src/budget.rs"]
 mod budget;
-#[path = "../src/flights.rs"]
-mod flights;
-#[path = "../src/presence.rs"]
+#[path = "../src/fetch/in_flight.rs"]
+mod in_flight;
+#[path = "../src/fetch/permits.rs"]
+mod permits;
+#[path = "../src/residency/presence.rs"]
 mod presence;
-#[path = "../src/seats.rs"]
-mod seats;
 
 /// What the modules find in place of the crate's own.
 mod sync {
@@ -25,9 +25,9 @@ mod sync {
 use std::sync::Arc;
 
 use burgeon_block::{Counters, Error, ErrorKind, Pages};
-use flights::{Cost, Flight, FlightTable, Landed, Seats, Waiter};
+use in_flight::{Cost, Fetched, InFlight, InFlightTable, Waiter};
+use permits::{PermitPool, Permits, SharedPermits};
 use presence::Presence;
-use seats::{Room, SeatPool};
 use shuttle::{
     future,
     sync::{Mutex, atomic::AtomicU64, atomic::Ordering::SeqCst},
@@ -40,15 +40,15 @@ const CHUNK: u64 = 7;
 
 /// The part of a volume that decides who fetches, with counters in place of sources and files.
 struct Cell {
-    table: FlightTable,
+    table: InFlightTable,
     presence: Presence,
     /// What the cache file holds.
     file: AtomicU64,
     fetches: AtomicU64,
-    under_way: AtomicU64,
-    room: Room,
-    seats: SeatPool,
-    background: Arc<Counters>,
+    at_once: AtomicU64,
+    shared: SharedPermits,
+    permits: PermitPool,
+    unclaimed: Arc<Counters>,
     how: How,
 }
 
@@ -57,28 +57,28 @@ enum How {
     Well,
     /// The first fetch fails.
     FailFirst,
-    /// An injected bug: the flight leaves the table before the presence bits are set.
+    /// An injected bug: the fetch leaves the table before the presence bits are set.
     LeaveEarly,
 }
 
 impl Cell {
     fn new(how: How) -> Arc<Self> {
-        let room = Room::new(8, 1);
+        let shared = SharedPermits::new(8, 1);
         Arc::new(Self {
-            table: FlightTable::default(),
+            table: InFlightTable::default(),
             presence: Presence::new(64),
             file: AtomicU64::new(0),
             fetches: AtomicU64::new(0),
-            under_way: AtomicU64::new(0),
-            seats: SeatPool::new(8, room.flights.clone()),
-            room,
-            background: Arc::default(),
+            at_once: AtomicU64::new(0),
+            permits: PermitPool::new(8, shared.fetches.clone()),
+            shared,
+            unclaimed: Arc::default(),
             how,
         })
     }
 
-    fn board(self: &Arc<Self>) -> Option<Waiter> {
-        let (flight, waiter) = {
+    fn join_or_start(self: &Arc<Self>) -> Option<Waiter> {
+        let (in_flight, waiter) = {
             let mut table = self.table.lock();
             if let Some(waiter) = table.join(CHUNK) {
                 return Some(waiter);
@@ -88,14 +88,13 @@ impl Cell {
             }
             table.insert(CHUNK)
         };
-        let seat = self.seats.try_take().unwrap();
-        let seats = Seats { _flight: seat, background: None };
-        future::spawn(Arc::clone(self).fly(flight, seats));
+        let permits = Permits::new(self.permits.try_take().unwrap(), None);
+        future::spawn(Arc::clone(self).fetch_task(in_flight, permits));
         Some(waiter)
     }
 
-    async fn fly(self: Arc<Self>, flight: Flight, seats: Seats) {
-        assert_eq!(self.under_way.fetch_add(1, SeqCst), 0, "two flights of one chunk");
+    async fn fetch_task(self: Arc<Self>, in_flight: InFlight, permits: Permits) {
+        assert_eq!(self.at_once.fetch_add(1, SeqCst), 0, "two fetches of one chunk");
         future::yield_now().await;
         let first = self.fetches.fetch_add(1, SeqCst) == 0;
         let result = if first && self.how == How::FailFirst {
@@ -105,16 +104,18 @@ impl Cell {
         };
         let good = result.is_ok();
         let cost = Cost { fetches: 1, ..Cost::default() };
-        let landed = Landed::new(result, cost, Arc::clone(&self.background), seats);
-        flight.land(Arc::new(landed));
-        self.under_way.fetch_sub(1, SeqCst);
-        let flight = (self.how != How::LeaveEarly).then_some(flight);
+        let fetched = Fetched::new(result, cost, Arc::clone(&self.unclaimed), permits);
+        in_flight.publish(Arc::new(fetched));
+        self.at_once.fetch_sub(1, SeqCst);
+        let in_flight = (self.how != How::LeaveEarly).then_some(in_flight);
         if good {
             future::yield_now().await;
             self.file.store(1, SeqCst);
             self.presence.set(0..64);
         }
-        drop(flight);
+        if let Some(in_flight) = in_flight {
+            in_flight.end(good);
+        }
     }
 
     /// Reads until it has the bytes; counts its misses.
@@ -124,10 +125,10 @@ impl Cell {
                 assert_eq!(self.file.load(SeqCst), 1, "present before it is written");
                 return;
             }
-            let Some(mut waiter) = self.board() else { continue };
-            let landed = waiter.landed().await.unwrap();
-            landed.claim(&counters);
-            if landed.bytes().is_ok() {
+            let Some(mut waiter) = self.join_or_start() else { continue };
+            let fetched = waiter.fetched().await.unwrap();
+            fetched.claim(&counters);
+            if fetched.bytes().is_ok() {
                 return;
             }
         }
@@ -140,34 +141,34 @@ fn readers(how: How) {
     let readers: Vec<_> =
         (0..3).map(|_| future::spawn(Arc::clone(&cell).read(Arc::clone(&counters)))).collect();
     // One more takes a look and goes away.
-    drop(cell.board());
+    drop(cell.join_or_start());
     future::block_on(async {
         for reader in readers {
             reader.await.unwrap();
         }
-        // Every seat is free again, in the end; or shuttle runs out of steps.
-        while cell.table.len() > 0 || cell.room.flights.available_permits() < 8 {
+        // Every permit is free again, in the end; or shuttle runs out of steps.
+        while cell.table.len() > 0 || cell.shared.fetches.available_permits() < 8 {
             future::yield_now().await;
         }
     });
     let fetches = cell.fetches.load(SeqCst);
     assert_eq!(fetches, 1 + u64::from(how == How::FailFirst), "fetched once it could be");
     assert!(cell.presence.all(0..64));
-    assert_eq!(counters.fetches.get() + cell.background.fetches.get(), fetches, "counted once");
+    assert_eq!(counters.fetches.get() + cell.unclaimed.fetches.get(), fetches, "counted once");
 }
 
 #[test]
-fn one_flight_for_all_who_wait() {
+fn one_fetch_for_all_waiters() {
     shuttle::check_random(|| readers(How::Well), ORDERS);
 }
 
 #[test]
-fn a_failed_flight_lets_the_next_one_start() {
+fn a_failed_fetch_lets_the_next_one_start() {
     shuttle::check_random(|| readers(How::FailFirst), ORDERS);
 }
 
 #[test]
-fn a_flight_that_leaves_too_early_is_found() {
+fn a_fetch_that_leaves_the_table_too_early_is_found() {
     let tried = std::panic::catch_unwind(|| {
         shuttle::check_random(|| readers(How::LeaveEarly), ORDERS);
     });
@@ -175,17 +176,31 @@ fn a_flight_that_leaves_too_early_is_found() {
 }
 
 #[test]
-fn a_flight_that_is_dropped_leaves_nobody_waiting() {
+fn a_dropped_fetch_leaves_nobody_waiting() {
     let check = || {
-        let table = FlightTable::default();
-        let (flight, mut first) = table.lock().insert(CHUNK);
+        let table = InFlightTable::default();
+        let (in_flight, mut first) = table.lock().insert(CHUNK);
         let mut second = table.lock().join(CHUNK).unwrap();
-        let dies = thread::spawn(move || drop(flight));
-        let waits = thread::spawn(move || future::block_on(second.landed()).is_err());
-        assert!(future::block_on(first.landed()).is_err());
+        let dies = thread::spawn(move || drop(in_flight));
+        let waits = thread::spawn(move || future::block_on(second.fetched()).is_err());
+        assert!(future::block_on(first.fetched()).is_err());
         assert!(waits.join().unwrap());
         dies.join().unwrap();
         assert_eq!(table.len(), 0);
+    };
+    shuttle::check_random(check, ORDERS);
+}
+
+#[test]
+fn a_waiter_for_the_end_learns_whether_the_chunk_was_kept() {
+    let check = || {
+        for kept in [true, false] {
+            let table = InFlightTable::default();
+            let (in_flight, waiter) = table.lock().insert(CHUNK);
+            let ends = thread::spawn(move || in_flight.end(kept));
+            assert_eq!(future::block_on(waiter.ended()), kept);
+            ends.join().unwrap();
+        }
     };
     shuttle::check_random(check, ORDERS);
 }

@@ -49,7 +49,7 @@ fn a_full_disk_slows_reads_down_and_no_more() {
         let all = image.map.data_range();
         let read = async || {
             common::read(&volume, &image, all, &counters).await.unwrap();
-            while volume.status().flights > 0 {
+            while volume.status().in_flight > 0 {
                 tokio::task::yield_now().await;
             }
         };

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use burgeon_block::{BlockDevice, Digest, Now, Pages};
 use burgeon_image::{Content, ExtentWriter, Mapping, Source};
 use burgeon_volume::{LazyDevice, Limits, VirtualArea};
-use common::{DATA_START, Setup, setup, setup_with, unsummed_image};
+use common::{DATA_START, Setup, image_without_checksums, setup, setup_with};
 
 #[global_allocator]
 static ALLOCATOR: counting::Counting = counting::Counting;
@@ -19,7 +19,7 @@ static ALLOCATOR: counting::Counting = counting::Counting;
 #[test]
 fn hits_and_zeros_and_superblocks_allocate_nothing() {
     hits_allocate_nothing(setup());
-    hits_allocate_nothing(setup_with(unsummed_image(1), Limits::default()));
+    hits_allocate_nothing(setup_with(image_without_checksums(1), Limits::default()));
 }
 
 fn hits_allocate_nothing(setup: Setup) {

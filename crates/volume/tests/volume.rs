@@ -8,10 +8,10 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, LocalFile, Now};
-use burgeon_volume::{CacheState, Limits, Room, Volume};
+use burgeon_volume::{CacheState, Limits, SharedPermits, Volume};
 use common::{
-    CHUNKS, DATA_START, Fault, Setup, cache_file, image, image_at, open, setup, setup_with,
-    unsummed_image,
+    CHUNKS, DATA_START, Fault, Setup, cache_file, image, image_at, image_without_checksums, open,
+    setup, setup_with,
 };
 
 fn all(setup: &Setup) -> ByteRange {
@@ -57,7 +57,7 @@ async fn ranges_outside_the_data_or_off_the_blocks_are_invalid() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_flight_whose_result_all_waiters_share() {
+async fn all_waiters_share_the_result_of_one_fetch() {
     let setup = setup();
     setup.source.close();
     let mut readers = Vec::new();
@@ -73,8 +73,8 @@ async fn one_flight_whose_result_all_waiters_share() {
     }
     tokio::time::sleep(Duration::from_millis(1)).await;
     assert_eq!(setup.volume.status().waiting_readers, 20);
-    assert_eq!(setup.volume.status().flights, 1);
-    // The reader that started the flight goes away; the others do not notice.
+    assert_eq!(setup.volume.status().in_flight, 1);
+    // The reader that started the fetch goes away; the others do not notice.
     readers.remove(0).abort();
     setup.source.open();
     for reader in readers {
@@ -86,7 +86,7 @@ async fn one_flight_whose_result_all_waiters_share() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_flight_without_readers_lands_in_the_cache_and_is_counted_apart() {
+async fn a_fetch_without_readers_is_kept_and_counted_apart() {
     let setup = setup();
     setup.source.close();
     let (volume, counters) = (Arc::clone(&setup.volume), Arc::clone(&setup.counters));
@@ -166,8 +166,8 @@ async fn an_unavailable_source_is_tried_until_the_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_read_that_waits_for_a_seat_has_the_same_deadline() {
-    let limits = Limits { flights_max: 1, ..Limits::default() };
+async fn a_read_that_waits_for_a_permit_has_the_same_deadline() {
+    let limits = Limits { fetches_max: 1, ..Limits::default() };
     let setup = setup_with(image(9), limits.clone());
     setup.source.fail_always(Fault::Stall);
     let start = tokio::time::Instant::now();
@@ -277,14 +277,14 @@ async fn objects_outside_the_store_are_read_straight_through() {
 }
 
 #[tokio::test]
-async fn a_flight_that_panics_is_an_error_to_those_who_wait() {
+async fn a_fetch_task_that_panics_is_an_error_to_its_waiters() {
     let setup = setup();
     setup.source.fail([Fault::Panic]);
     let (a, b) = tokio::join!(setup.read(setup.blocks(0, 1)), setup.read(setup.blocks(5, 1)));
     for error in [a.unwrap_err(), b.unwrap_err()] {
         assert_eq!(error.kind(), ErrorKind::Unavailable);
     }
-    assert_eq!(setup.volume.status().flights, 0);
+    assert_eq!(setup.volume.status().in_flight, 0);
     setup.read(setup.blocks(0, 1)).await.unwrap();
 }
 
@@ -315,9 +315,9 @@ async fn a_chunk_that_unpacks_to_more_than_it_should_is_refused() {
 #[tokio::test]
 async fn the_smallest_limits_still_make_progress() {
     let limits = Limits {
-        flights_max: 1,
-        flights_per_read: 1,
-        background_flights: 1,
+        fetches_max: 1,
+        fetches_per_read: 1,
+        background_fetches: 1,
         cpu_threads: 1,
         write_threads: 1,
         ..Limits::default()
@@ -336,7 +336,7 @@ async fn the_smallest_limits_still_make_progress() {
 
 #[tokio::test]
 async fn busy_volumes_share_one_bound() {
-    let limits = Limits { room: Room::new(3, 1), ..Limits::default() };
+    let limits = Limits { shared: SharedPermits::new(3, 1), ..Limits::default() };
     let (a, b) = (setup_with(image(5), limits.clone()), setup_with(image(6), limits));
     let under_way = || a.source.reads() + b.source.reads();
     [&a, &b].into_iter().for_each(|setup| setup.source.close());
@@ -347,7 +347,7 @@ async fn busy_volumes_share_one_bound() {
         for _ in 0..1000 {
             tokio::task::yield_now().await;
         }
-        assert_eq!(under_way(), 3, "each volume took seats as if it were alone");
+        assert_eq!(under_way(), 3, "each volume took permits as if it were alone");
         [&a, &b].into_iter().for_each(|setup| setup.source.open());
     };
     let (one, two, ()) = tokio::join!(a.read(all(&a)), b.read(all(&b)), watch);
@@ -358,7 +358,7 @@ async fn busy_volumes_share_one_bound() {
 
 #[tokio::test]
 async fn prefetch_starts_what_there_is_room_for() {
-    let limits = Limits { background_flights: 4, ..Limits::default() };
+    let limits = Limits { background_fetches: 4, ..Limits::default() };
     let setup = setup_with(image(1), limits);
     setup.source.close();
     assert_eq!(setup.volume.prefetch(all(&setup)), 4);
@@ -385,7 +385,7 @@ fn volumes_and_their_reads_are_send() {
 
 #[tokio::test]
 async fn an_image_without_checksums_has_those_of_what_came() {
-    let setup = setup_with(unsummed_image(1), Limits::default());
+    let setup = setup_with(image_without_checksums(1), Limits::default());
     setup.read(all(&setup)).await.unwrap();
     setup.settle().await;
     let came = setup.source.reads();
@@ -394,7 +394,7 @@ async fn an_image_without_checksums_has_those_of_what_came() {
     let reopen = || open(&setup.dir, &setup.image, &setup.source, Limits::default());
     let reread = async |volume: &Arc<common::TestVolume>| {
         common::read(volume, &setup.image, all(&setup), &setup.counters).await.unwrap();
-        while volume.status().flights > 0 {
+        while volume.status().in_flight > 0 {
             tokio::task::yield_now().await;
         }
     };
@@ -406,7 +406,7 @@ async fn an_image_without_checksums_has_those_of_what_came() {
     assert_eq!(setup.source.reads(), came + 1);
     assert_eq!(setup.counters.cache_corrupt_blocks.get(), 1);
     // Of another image's cache nothing is believed, though its checksums came with it.
-    let other = unsummed_image(2);
+    let other = image_without_checksums(2);
     let source = common::Source::of(&other);
     let swapped = open(&setup.dir, &other, &source, Limits::default());
     common::read(&swapped, &other, other.map.data_range(), &setup.counters).await.unwrap();

@@ -2,7 +2,7 @@
 //! clock that jumps, and a model that knows every byte.
 //!
 //! ```text
-//!               operations by seed: read, drop a reader, prefetch, follow, fill, rot, fill the disk,
+//!               operations by seed: read, drop a reader, prefetch, profile, fill, rot, fill the disk,
 //!               break the source, sync, kill, cut the power, swap the image, …
 //!                                              │
 //!   Oracle (every expected byte) ──compare── Volume ──► FaultySource   counts what it did wrong

@@ -49,9 +49,9 @@ impl Run {
         let models = [(); 2].map(|()| model(rng.bits()));
         let disk = Disk::new(rng.bits(), models[0].range().len());
         let limits = Limits {
-            flights_max: *rng.pick(&[1, 2, 4, 32]),
-            flights_per_read: *rng.pick(&[1, 2, 4]),
-            background_flights: *rng.pick(&[1, 2, 4]),
+            fetches_max: *rng.pick(&[1, 2, 4, 32]),
+            fetches_per_read: *rng.pick(&[1, 2, 4]),
+            background_fetches: *rng.pick(&[1, 2, 4]),
             cpu_threads: 0,
             write_threads: 0,
             ..Limits::default()
@@ -110,12 +110,12 @@ impl Run {
             46..49 => {
                 let ranges = 1 + self.rng.below(5);
                 let ranges = (0..ranges).map(|_| world.some_range(&mut self.rng)).collect();
-                self.note(format_args!("start to follow {ranges:?}"));
-                world.start_to_follow(ranges);
+                self.note(format_args!("start to prefetch the profile {ranges:?}"));
+                world.start_profile(ranges);
             }
             49..50 => {
-                self.note(format_args!("stop following"));
-                world.stop_following();
+                self.note(format_args!("stop the profile prefetch"));
+                world.stop_profile();
             }
             50..60 => {
                 let ms = [0, 1, 10, 1000, 20_000][self.rng.below(5) as usize];

@@ -112,7 +112,7 @@ impl State {
             (Mood::Calm, _) => Answer::Good,
             (Mood::Dead, _) => Answer::Error(ErrorKind::Unavailable),
             (Mood::Flaky, 0..20) => Answer::Error(ErrorKind::Unavailable),
-            // Readers of one range of a file share no flight: a second wrong answer to one of
+            // Readers of one range of a file share no fetch: a second wrong answer to one of
             // them could be the second to the same.
             (Mood::Flaky, 20..50)
                 if !through && !self.wrong.contains(&(object.clone(), question)) =>

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, Now};
-use burgeon_volume::{Fill, FillState, Follow, FollowState, Limits, Volume};
+use burgeon_volume::{Fill, FillState, Limits, ProfilePrefetch, ProfileState, Volume};
 use testkit::Rng;
 use tokio::{
     task::JoinHandle,
@@ -14,7 +14,7 @@ use crate::{Disk, FaultySource, Model, Mood, SimFile, disk::Faults, model::range
 
 pub(crate) type SimVolume = Volume<FaultySource, SimFile>;
 
-/// No read takes longer: a dozen readers, one seat, 30 seconds each, and room.
+/// No read takes longer: a dozen readers, one permit, 30 seconds each, and some more.
 const READ_TIME_MAX: Duration = Duration::from_secs(3600);
 
 /// Blocks of the longest read.
@@ -30,7 +30,7 @@ pub(crate) struct World {
     limits: Limits,
     readers: Vec<JoinHandle<Result<(), String>>>,
     fill: Option<Fill>,
-    follow: Option<Follow>,
+    profile: Option<ProfilePrefetch>,
     bad_at_start: u64,
 }
 
@@ -42,7 +42,13 @@ impl World {
         let (cache, limits) = (disk.file(), limits.clone());
         let volume = match model.verified {
             false => Volume::new(map, source.clone(), cache, limits.clone()),
-            true => Volume::unsummed(map, source.clone(), cache, disk.checksums(), limits.clone()),
+            true => Volume::without_checksums(
+                map,
+                source.clone(),
+                cache,
+                disk.checksums(),
+                limits.clone(),
+            ),
         };
         Self {
             // A good block may have lost its checksum.
@@ -58,7 +64,7 @@ impl World {
             limits,
             readers: Vec::new(),
             fill: None,
-            follow: None,
+            profile: None,
         }
     }
 
@@ -103,13 +109,13 @@ impl World {
         self.fill = None;
     }
 
-    /// Starts to follow a profile of `ranges`, instead of another one.
-    pub(crate) fn start_to_follow(&mut self, ranges: Vec<ByteRange>) {
-        self.follow = Some(self.volume.follow(ranges.into_iter(), None));
+    /// Starts to prefetch a profile of `ranges`, instead of another one.
+    pub(crate) fn start_profile(&mut self, ranges: Vec<ByteRange>) {
+        self.profile = Some(self.volume.prefetch_profile(ranges.into_iter(), None));
     }
 
-    pub(crate) fn stop_following(&mut self) {
-        self.follow = None;
+    pub(crate) fn stop_profile(&mut self) {
+        self.profile = None;
     }
 
     pub(crate) fn sync(&self) {
@@ -128,15 +134,15 @@ impl World {
     /// Waits until nothing is going on, and compares the accounts.
     pub(crate) async fn settle(&mut self) -> Result<(), String> {
         self.stop_fill();
-        self.stop_following();
+        self.stop_profile();
         self.join().await?;
         let until = Instant::now() + READ_TIME_MAX;
-        while self.volume.status().flights > 0 {
+        while self.volume.status().in_flight > 0 {
             if timeout_at(until, sleep(Duration::from_millis(10))).await.is_err() {
-                return Err("a flight never ends".into());
+                return Err("a fetch never ends".into());
             }
         }
-        // A task removes its flight just before it ends, and its account is closed by its end.
+        // A task leaves the table just before it ends, and its account is closed by its end.
         sleep(Duration::from_millis(1)).await;
         if self.disk.is_off() { Ok(()) } else { self.compare_accounts() }
     }
@@ -186,7 +192,7 @@ impl World {
         self.settle().await?;
         self.source.set_mood(Mood::Calm);
         sleep(self.limits.no_space_pause_max).await;
-        self.prove_following().await?;
+        self.prove_profile().await?;
         self.read_all().await?;
         let fill = self.volume.fill();
         let end = timeout(READ_TIME_MAX, fill.ended()).await.map_err(|_| "fill never ends")?;
@@ -211,21 +217,21 @@ impl World {
         self.settle().await
     }
 
-    /// A profile is followed to its end, beside a reader, and asks for each chunk once.
-    async fn prove_following(&mut self) -> Result<(), String> {
+    /// A profile is prefetched to its end, beside a reader, and each chunk is asked for once.
+    async fn prove_profile(&mut self) -> Result<(), String> {
         let all = self.model.range();
         let middle = all.start() + all.len() / BLOCK_SIZE / 2 * BLOCK_SIZE;
         let second = range(middle, all.end() - middle);
         // In another order than they lie in, and some of it twice.
-        let follow = self.volume.follow([second, all].into_iter(), None);
+        let prefetch = self.volume.prefetch_profile([second, all].into_iter(), None);
         self.read(range(all.start(), BLOCK_SIZE), None);
-        let ended = timeout(READ_TIME_MAX, follow.ended()).await;
-        let end = ended.map_err(|_| "following a profile never ends")?;
-        drop(follow);
+        let ended = timeout(READ_TIME_MAX, prefetch.ended()).await;
+        let end = ended.map_err(|_| "a profile prefetch never ends")?;
+        drop(prefetch);
         self.settle().await?;
-        let all_of_it = end.state == FollowState::Done && end.done_bytes == end.total_bytes;
+        let all_of_it = end.state == ProfileState::Done && end.done_bytes == end.total_bytes;
         if !all_of_it && !self.disk.has_failed() {
-            return Err(format!("nothing hinders, but following ended with {end:?}"));
+            return Err(format!("nothing hinders, but the profile prefetch ended with {end:?}"));
         }
         Ok(())
     }

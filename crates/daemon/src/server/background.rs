@@ -10,7 +10,7 @@ use std::{sync::Arc, thread};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::References;
-use burgeon_volume::{Fill, FillProgress, FillState, Follow, FollowState};
+use burgeon_volume::{Fill, FillProgress, FillState, ProfilePrefetch, ProfileState};
 
 use super::{
     Serving, lock,
@@ -35,7 +35,7 @@ pub(super) enum Following {
     /// It cannot be used.
     Unusable(String),
     /// Its data is brought, or has been.
-    Begun(Follow),
+    Begun(ProfilePrefetch),
 }
 
 /// A mount that is being made.
@@ -102,9 +102,11 @@ impl Serving {
         let _runtime = self.runtime.enter();
         self.settle(id, |mount| match (loaded, mount) {
             (Ok(Some(ranges)), Some(mount)) => {
-                Following::Begun(mount.device.follow(ranges.into_iter()))
+                Following::Begun(mount.device.prefetch_profile(ranges.into_iter()))
             }
-            (Ok(Some(ranges)), None) => Following::Begun(volume.follow(ranges.into_iter(), None)),
+            (Ok(Some(ranges)), None) => {
+                Following::Begun(volume.prefetch_profile(ranges.into_iter(), None))
+            }
             (Ok(None), _) => Following::None,
             (Err(e), _) => {
                 log!("mount {id} goes without the profile of {}: {e}", source.image.0);
@@ -195,7 +197,7 @@ impl Serving {
 }
 
 pub(super) fn profile_status(mount: &Mount) -> ProfileStatus {
-    let brought = mount.volume.brought().unwrap_or_default();
+    let prefetched = mount.volume.profile_prefetched().unwrap_or_default();
     let progress = match &mount.following {
         Following::Begun(follow) => Some(follow.progress()),
         _ => None,
@@ -205,10 +207,10 @@ pub(super) fn profile_status(mount: &Mount) -> ProfileStatus {
         Following::None => ("none", None),
         Following::Unusable(problem) => ("unusable", Some(problem.clone())),
         Following::Begun(follow) => match follow.progress().state {
-            FollowState::Running => ("running", None),
-            FollowState::Done => ("done", None),
-            FollowState::Stopped => ("stopped", None),
-            FollowState::OverLimit => (OVER_LIMIT, None),
+            ProfileState::Running => ("running", None),
+            ProfileState::Done => ("done", None),
+            ProfileState::Stopped => ("stopped", None),
+            ProfileState::OverLimit => (OVER_LIMIT, None),
         },
     };
     ProfileStatus {
@@ -218,8 +220,8 @@ pub(super) fn profile_status(mount: &Mount) -> ProfileStatus {
         done_bytes: progress.map_or(0, |now| now.done_bytes),
         fetched_bytes: progress.map_or(0, |now| now.fetched_bytes),
         requests: progress.map_or(0, |now| now.requests),
-        brought_bytes: brought.brought,
-        read_bytes: brought.read,
+        brought_bytes: prefetched.prefetched,
+        read_bytes: prefetched.read,
     }
 }
 

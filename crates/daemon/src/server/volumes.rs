@@ -19,7 +19,7 @@ use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets
 use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
-use burgeon_volume::{DirectFile, LazyDevice, SEEN_LEN, VirtualArea, Volume};
+use burgeon_volume::{DirectFile, LazyDevice, RECORDED_CHECKSUM_LEN, VirtualArea, Volume};
 
 use super::{Serving, SharedCounters, lock, mounts::Mount};
 use crate::{
@@ -106,9 +106,9 @@ impl Serving {
             true => {
                 let checksums = origin.cache.with_file_name("checksums");
                 files::make_way(&checksums)?;
-                let len = map.data_range().len() / BLOCK_SIZE * SEEN_LEN;
+                let len = map.data_range().len() / BLOCK_SIZE * RECORDED_CHECKSUM_LEN;
                 let checksums = DirectFile::open_buffered(&checksums, len)?;
-                Volume::unsummed(map, objects, cache, checksums, limits)
+                Volume::without_checksums(map, objects, cache, checksums, limits)
             }
         };
         *opened = Arc::downgrade(&volume);

@@ -1,6 +1,14 @@
 //! Mapped local files: read in place, as long as they are what they were.
+//!
+//! ```text
+//!   chunk of a file ──► join or start ──► read, with its identity ──► the mapped one? ──► the recorded
+//!                                                                     checksums? ──► every waiter
+//! ```
+//!
+//! Nothing is cached: the kernel's page cache has the bytes. The tests are in `tests/area.rs`, and the
+//! simulator's bugs `AcceptOtherIdentity`, `SkipFirstSeen` and `KeepFirstChecksumOnly` are found here.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{convert::Infallible, sync::Arc};
 
 use burgeon_block::{
     BLOCK_SIZE, BlockSource, ByteRange, Counters, Error, ErrorKind, FileIdentity, LocalFile,
@@ -8,13 +16,16 @@ use burgeon_block::{
 };
 use burgeon_image::{Extent, Source, extents::LogFile};
 use bytes::Bytes;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 
 use super::{VirtualArea, source_range};
 use crate::{
-    fetch::{Tries, check_len},
-    flights::{Cost, Flight, Landed, Seats, Waiter},
-    volume::part,
+    fetch::{
+        Begun, Joined, check_len,
+        in_flight::{Cost, Fetched},
+        retry::Question,
+    },
+    volume::Pending,
 };
 
 /// Blocks of a file that are read, compared and served as one: 64 KiB. A local disk gives them in
@@ -65,8 +76,8 @@ where
     F: LocalFile + 'static,
     L: LogFile + 'static,
 {
-    /// Fills `out` from `offset` of a file on. Keeps up to `flights_per_read` chunks under way and
-    /// waits for a seat only while it holds none.
+    /// Fills `out` from `offset` of a file on. Keeps up to `fetches_per_read` fetches in flight and
+    /// waits for a permit only while it waits for no fetch.
     pub(super) async fn read_file(
         self: &Arc<Self>,
         extent: &Extent,
@@ -75,126 +86,63 @@ where
         counters: &Counters,
     ) -> Result<()> {
         let range = source_range(offset, out.len() as u64)?;
-        let mut flying: VecDeque<(ByteRange, ByteRange, Waiter)> = VecDeque::new();
+        let mut pending = Pending::default();
         let (mut at, arrived) = (offset, Instant::now());
-        while at < range.end() || !flying.is_empty() {
-            if at < range.end() && flying.len() < self.limits.flights_per_read.max(1) {
+        loop {
+            if at < range.end() && pending.len() < self.limits.fetches_per_read.max(1) {
                 let chunk = FileChunk::new(extent, at)?;
                 let blocks = chunk.range.to_blocks();
                 let piece = ByteRange::new(at, range.end().min(blocks.end())).unwrap_or(range);
-                if let Some(waiter) = self.board(chunk, flying.is_empty(), arrived).await? {
-                    flying.push_back((blocks, piece, waiter));
-                    at = piece.end();
-                    continue;
-                }
-            }
-            if let Some((blocks, piece, mut waiter)) = flying.pop_front() {
-                let landed = waiter.landed().await?;
-                landed.claim(counters);
-                let skip = (piece.start() - blocks.start()) as usize;
-                let bytes = &landed.bytes()?[skip..][..piece.len() as usize];
-                part(out, range, piece).copy_from_slice(bytes);
-            }
-        }
-        Ok(())
-    }
-
-    /// Joins or starts the flight of `chunk` for a reader that came at `arrived`. `None` if there is no
-    /// seat and it is not `patient`.
-    async fn board(
-        self: &Arc<Self>,
-        chunk: FileChunk,
-        patient: bool,
-        arrived: Instant,
-    ) -> Result<Option<Waiter>> {
-        let mut seat = None;
-        loop {
-            let deadline = self.retrying.deadline(arrived);
-            {
-                let mut table = self.flights.lock();
-                if let Some(waiter) = table.join(chunk.checksum) {
-                    return Ok(Some(waiter));
-                }
-                self.retrying.check(chunk.checksum)?;
-                if let Some(seat) = seat.take().or_else(|| self.seats.try_take()) {
-                    let (flight, waiter) = table.insert(chunk.checksum);
-                    let seats = Seats { _flight: seat, background: None };
-                    drop(table);
-                    tokio::spawn(Arc::clone(self).fly(flight, seats, chunk, deadline));
-                    return Ok(Some(waiter));
-                }
-            }
-            if !patient {
-                return Ok(None);
-            }
-            seat = match timeout_at(deadline, self.seats.take()).await {
-                Ok(seat) => seat,
-                Err(_) if self.retrying.deadline(arrived) > deadline => continue,
-                Err(_) => return Err(self.retrying.no_room()),
-            };
-        }
-    }
-
-    async fn fly(
-        self: Arc<Self>,
-        flight: Flight,
-        seats: Seats,
-        chunk: FileChunk,
-        deadline: Instant,
-    ) {
-        let mut cost = Cost::default();
-        let result = self.fetch(&chunk, deadline, &mut cost).await;
-        flight.land(Arc::new(Landed::new(result, cost, Arc::clone(&self.background), seats)));
-    }
-
-    /// The bytes of a chunk, as they were when they were first read.
-    async fn fetch(
-        self: &Arc<Self>,
-        chunk: &FileChunk,
-        deadline: Instant,
-        cost: &mut Cost,
-    ) -> Result<Pages> {
-        let (object, identity) = file_of(&chunk.source)?;
-        let mut tries = Tries::new(&self.limits, deadline);
-        loop {
-            let answer = async {
-                let (now, bytes) = self.source.read_identified(object, chunk.range).await?;
-                check_len(object, chunk.range, &bytes).map(|()| (now, bytes))
-            };
-            let error = match tries.wait_for(answer, cost).await {
-                Ok((now, bytes)) => {
-                    cost.fetched_bytes += chunk.range.len();
-                    match self.compare(chunk, identity, &now, bytes).await {
-                        Ok(pages) => {
-                            cost.fetches += 1;
-                            self.retrying.good();
-                            return Ok(pages);
-                        }
-                        // Our own disk's failure is no reason to ask the source again.
-                        Err(error) if error.kind() == ErrorKind::LocalIo => return Err(error),
-                        Err(error) => {
-                            cost.source_corrupt_chunks += 1;
-                            self.note_changed(object, &error)
-                        }
+                match self.join_or_start(&Arc::new(chunk), arrived, pending.is_empty()).await? {
+                    Joined::InFlight(waiter) => {
+                        pending.push(blocks, piece, waiter);
+                        at = piece.end();
+                        continue;
                     }
+                    Joined::NoPermit => {}
                 }
-                Err(error) => error,
-            };
-            self.retrying.note(&error);
-            let again = tries.after(error, format!("{} of {object}", chunk.range)).await;
-            again.inspect_err(|error| {
-                self.retrying.gave_up(chunk.checksum, error, tries.timed_out)
-            })?;
+            }
+            if !pending.copy_next(range, out, counters).await? {
+                return Ok(());
+            }
         }
     }
 
+    async fn join_or_start(
+        self: &Arc<Self>,
+        chunk: &Arc<FileChunk>,
+        arrived: Instant,
+        patient: bool,
+    ) -> Result<Joined<Infallible>> {
+        let start = |begun| {
+            tokio::spawn(Arc::clone(self).fetch_task(begun, Arc::clone(chunk)));
+        };
+        let (key, resident) = (chunk.checksum, || None);
+        if patient {
+            return self.engine.join_or_start_patiently(key, arrived, resident, start).await;
+        }
+        let deadline = self.engine.outage.deadline(arrived);
+        self.engine.join_or_start(key, None, deadline, resident, start)
+    }
+
+    async fn fetch_task(self: Arc<Self>, begun: Begun, chunk: Arc<FileChunk>) {
+        let Begun { in_flight, permits, deadline } = begun;
+        let mut cost = Cost::default();
+        let mut question = FileQuestion { area: &self, chunk: &chunk };
+        let result = self.engine.ask(&mut question, deadline, &mut cost).await;
+        let unclaimed = Arc::clone(&self.engine.unclaimed);
+        in_flight.publish(Arc::new(Fetched::new(result, cost, unclaimed, permits)));
+        in_flight.end(false);
+    }
+
+    /// `bytes`, read from the file with the identity `now`, if they are the mapped ones.
     async fn compare(
         self: &Arc<Self>,
         chunk: &FileChunk,
-        then: &FileIdentity,
         now: &FileIdentity,
         bytes: Bytes,
     ) -> Result<Pages> {
+        let (_, then) = file_of(&chunk.source)?;
         if then != now {
             let why = difference(then, now);
             return Err(Error::new(
@@ -209,7 +157,7 @@ where
             pages.bytes_mut()[..bytes.len()].copy_from_slice(&bytes);
             // The chunk was found in the map, so there is one.
             if let Some(mapped) = this.mapped.get() {
-                mapped.first_seen.check(checksum, pages.bytes())?;
+                mapped.recorded.hold_to_first(checksum, pages.bytes())?;
             }
             Ok(pages)
         };
@@ -222,6 +170,50 @@ where
         let mut last = self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         last.changed = Some(named.to_string());
         named
+    }
+}
+
+/// The question for a chunk of a mapped file.
+struct FileQuestion<'a, S, F, L> {
+    area: &'a Arc<VirtualArea<S, F, L>>,
+    chunk: &'a FileChunk,
+}
+
+impl<S, F, L> Question for FileQuestion<'_, S, F, L>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+    L: LogFile + 'static,
+{
+    type Answer = (FileIdentity, Bytes);
+    type Verified = Pages;
+
+    fn key(&self) -> Option<u64> {
+        Some(self.chunk.checksum)
+    }
+
+    fn name(&self) -> String {
+        let object = file_of(&self.chunk.source).map(|(object, _)| object.to_string());
+        format!("{} of {}", self.chunk.range, object.unwrap_or_default())
+    }
+
+    fn len_asked(&self) -> u64 {
+        self.chunk.range.len()
+    }
+
+    async fn ask(&mut self) -> Result<(FileIdentity, Bytes)> {
+        let (object, _) = file_of(&self.chunk.source)?;
+        let (now, bytes) = self.area.source.read_identified(object, self.chunk.range).await?;
+        check_len(object, self.chunk.range, &bytes).map(|()| (now, bytes))
+    }
+
+    async fn verify(&mut self, (now, bytes): (FileIdentity, Bytes)) -> Result<Pages> {
+        let (object, _) = file_of(&self.chunk.source)?;
+        let compared = self.area.compare(self.chunk, &now, bytes).await;
+        compared.map_err(|error| match error.kind() {
+            ErrorKind::Corrupt => self.area.note_changed(object, &error),
+            _ => error,
+        })
     }
 }
 

@@ -1,4 +1,4 @@
-//! The map of an area, and what was first seen of mapped files. Both lie on a disk and may be lost:
+//! The map of an area, and the recorded checksums of mapped files. Both lie on a disk and may be lost:
 //! then every read is an error, until they can be used.
 //!
 //! Invariant: what was opened once stays, so a lookup waits for nobody.
@@ -8,12 +8,12 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use burgeon_block::{Counter, Error, ErrorKind, Result};
 use burgeon_image::{ExtentMap, extents::LogFile};
 
-use crate::seen::FirstSeen;
+use crate::recorded::RecordedChecksums;
 
-/// What it takes to answer a read.
+/// Both files, open.
 pub(super) struct Mapped<F, L> {
     pub(super) map: ExtentMap<L>,
-    pub(super) first_seen: FirstSeen<F>,
+    pub(super) recorded: RecordedChecksums<F>,
 }
 
 type Open<F, L> = Box<dyn Fn() -> Result<Mapped<F, L>> + Send + Sync>;

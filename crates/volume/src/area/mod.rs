@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   offset ─► extent map ─┬─ computed ─► the source, at once
-//!                         ├─ image ────► that image's Volume: its cache, digests, checksums, flights
-//!                         ├─ file ─────► one flight a chunk: read, same identity? ─► same checksums
+//!                         ├─ image ────► that image's Volume: its residency, checksums and fetches
+//!                         ├─ file ─────► one fetch a chunk: read, same identity? ─► same checksums
 //!                         │              as at first? ─► every waiter
 //!                         └─ nothing ──► Unmapped: EIO, counted
 //! ```
@@ -34,17 +34,15 @@ use burgeon_image::{
     extents::{CHECKSUMS_MAX, FileLog, LogFile},
 };
 
+use bytes::Bytes;
 use tokio::time::Instant;
 
 use self::mapped::{Mapped, MappedSlot};
 use crate::{
     DirectFile, Limits, Volume,
-    fetch::{Tries, check_len},
-    flights::{Cost, FlightTable},
-    outage::Outage,
+    fetch::{FetchEngine, in_flight::Bill, read_object, retry::Question},
     pool::Pool,
-    seats::SeatPool,
-    seen::{FirstSeen, SEEN_LEN},
+    recorded::{RECORDED_CHECKSUM_LEN, RecordedChecksums},
     volume::part,
 };
 
@@ -66,10 +64,7 @@ pub struct VirtualArea<S, F, L = FileLog> {
     open_image: Arc<OpenImage<S, F>>,
     limits: Limits,
     cpu: Pool,
-    flights: FlightTable,
-    seats: SeatPool,
-    background: Arc<Counters>,
-    retrying: Outage,
+    engine: FetchEngine,
     unmapped_reads: Counter,
     changed_reads: Counter,
     last: Mutex<Last>,
@@ -100,10 +95,10 @@ pub struct AreaStatus {
     pub changed_reads: u64,
     /// The last of these, with the file's name.
     pub last_changed: Option<String>,
-    /// What the source answered last when it did not give good bytes.
+    /// The last failure of the source.
     pub last_source_error: Option<String>,
-    /// Chunks of files under way now.
-    pub flights: usize,
+    /// Fetches of chunks of files in flight now.
+    pub in_flight: usize,
 }
 
 impl<S, F, L> std::fmt::Debug for VirtualArea<S, F, L> {
@@ -128,8 +123,9 @@ impl<S: BlockSource + 'static> VirtualArea<S, DirectFile> {
             let map = ExtentMap::open(&folder)?;
             // Sparse: 8 bytes for a block that was read.
             let checksums = folder.join("checksums");
-            let first_seen = DirectFile::open_buffered(&checksums, CHECKSUMS_MAX * SEEN_LEN)?;
-            Ok(Mapped { map, first_seen: FirstSeen::new(first_seen, 0) })
+            let recorded =
+                DirectFile::open_buffered(&checksums, CHECKSUMS_MAX * RECORDED_CHECKSUM_LEN)?;
+            Ok(Mapped { map, recorded: RecordedChecksums::new(recorded, 0) })
         };
         let mapped = MappedSlot::open(size, Box::new(open));
         Self::over(mapped, source, open_image, limits)
@@ -146,11 +142,11 @@ where
     pub fn over_files(
         map: ExtentMap<L>,
         source: S,
-        first_seen: F,
+        recorded: F,
         open_image: OpenImage<S, F>,
         limits: Limits,
     ) -> Arc<Self> {
-        let mapped = MappedSlot::of(Mapped { map, first_seen: FirstSeen::new(first_seen, 0) });
+        let mapped = MappedSlot::of(Mapped { map, recorded: RecordedChecksums::new(recorded, 0) });
         Self::over(mapped, source, open_image, limits)
     }
 
@@ -166,10 +162,7 @@ where
             images: RwLock::default(),
             open_image: Arc::new(open_image),
             cpu: Pool::new(limits.cpu_threads),
-            flights: FlightTable::default(),
-            seats: SeatPool::new(limits.flights_max, limits.room.flights.clone()),
-            background: Arc::default(),
-            retrying: Outage::new(&limits),
+            engine: FetchEngine::new(&limits),
             unmapped_reads: Counter::default(),
             changed_reads: Counter::default(),
             last: Mutex::default(),
@@ -191,9 +184,9 @@ where
         self.mapped.refresh()
     }
 
-    /// Makes durable what was first seen of mapped files.
+    /// Makes the recorded checksums of mapped files durable.
     pub fn sync(&self) -> Result<()> {
-        self.mapped.get().map_or(Ok(()), |mapped| mapped.first_seen.sync())
+        self.mapped.get().map_or(Ok(()), |mapped| mapped.recorded.sync())
     }
 
     /// How the area is.
@@ -208,8 +201,8 @@ where
             last_unmapped: last.unmapped,
             changed_reads: self.changed_reads.get(),
             last_changed: last.changed,
-            last_source_error: self.retrying.last().or_else(|| self.error_of_images()),
-            flights: self.flights.len(),
+            last_source_error: self.engine.outage.last().or_else(|| self.error_of_images()),
+            in_flight: self.engine.in_flight(),
         }
     }
 
@@ -218,9 +211,9 @@ where
         images.values().find_map(|volume| volume.status().last_source_error)
     }
 
-    /// What no reader was charged for.
+    /// The account of fetches that no reader waited for.
     pub fn background(&self) -> &Counters {
-        &self.background
+        &self.engine.unclaimed
     }
 
     /// Answers from what is local. `range` is whole blocks of the area; without `may_fetch` bytes
@@ -258,8 +251,8 @@ where
         Ok(Now::Served)
     }
 
-    /// Answers from wherever the bytes are. Waits for a source at most `limits.deadline`, and for
-    /// a seat. May be dropped at any await.
+    /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of a source, its
+    /// wait for a permit included. May be dropped at any await.
     pub async fn read(
         self: &Arc<Self>,
         range: ByteRange,
@@ -348,30 +341,11 @@ where
             return Ok(());
         }
         let range = source_range(offset, out.len() as u64)?;
-        let deadline = self.retrying.deadline(Instant::now());
-        let mut tries = Tries::new(&self.limits, deadline);
-        loop {
-            let mut cost = Cost::default();
-            let answer = async {
-                let bytes = self.source.read(object, range).await?;
-                check_len(object, range, &bytes).map(|()| bytes)
-            };
-            let answer = tries.wait_for(answer, &mut cost).await;
-            if answer.is_ok() {
-                (cost.fetches, cost.fetched_bytes) = (1, range.len());
-            }
-            cost.add_to(counters);
-            match answer {
-                Ok(bytes) => {
-                    out.copy_from_slice(&bytes);
-                    return Ok(());
-                }
-                Err(error) => {
-                    self.retrying.note(&error);
-                    tries.after(error, format!("{range} of {object}")).await?;
-                }
-            }
-        }
+        let deadline = self.engine.outage.deadline(Instant::now());
+        let mut question = Computed { source: &self.source, object, range };
+        let mut bill = Bill::to(counters);
+        out.copy_from_slice(&self.engine.ask(&mut question, deadline, bill.cost()).await?);
+        Ok(())
     }
 
     fn image_now(&self, digest: &Digest) -> Option<Arc<Volume<S, F>>> {
@@ -386,11 +360,43 @@ where
         let volume = self.cpu.run(move || open(&wanted)).await?.map_err(|error| {
             let what = format!("image {digest}, which is mapped, cannot be used");
             let error = Error::with_source(ErrorKind::Unavailable, what, error);
-            self.retrying.note(&error);
+            self.engine.outage.note(&error);
             error
         })?;
         let mut images = self.images.write().unwrap_or_else(PoisonError::into_inner);
         Ok(Arc::clone(images.entry(*digest).or_insert(volume)))
+    }
+}
+
+/// The question for computed bytes, which only their name vouches for.
+struct Computed<'a, S> {
+    source: &'a S,
+    object: &'a ObjectId,
+    range: ByteRange,
+}
+
+impl<S: BlockSource> Question for Computed<'_, S> {
+    type Answer = Bytes;
+    type Verified = Bytes;
+
+    fn key(&self) -> Option<u64> {
+        None
+    }
+
+    fn name(&self) -> String {
+        format!("{} of {}", self.range, self.object)
+    }
+
+    fn len_asked(&self) -> u64 {
+        self.range.len()
+    }
+
+    async fn ask(&mut self) -> Result<Bytes> {
+        read_object(self.source, self.object, self.range).await
+    }
+
+    async fn verify(&mut self, bytes: Bytes) -> Result<Bytes> {
+        Ok(bytes)
     }
 }
 

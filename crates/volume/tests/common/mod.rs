@@ -16,7 +16,7 @@ use burgeon_block::{
 };
 use burgeon_btrfs::Tree;
 use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest};
-use burgeon_volume::{DirectFile, Limits, SEEN_LEN, Volume};
+use burgeon_volume::{DirectFile, Limits, RECORDED_CHECKSUM_LEN, Volume};
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 
@@ -75,7 +75,7 @@ pub(crate) fn image_with(seed: u64, object: &str, damage: impl Fn(&mut Manifest)
 }
 
 /// An image whose source verifies some of its chunks, so that nobody knows their checksums.
-pub(crate) fn unsummed_image(seed: u64) -> Image {
+pub(crate) fn image_without_checksums(seed: u64) -> Image {
     image_with(seed, &format!("derived/{}", "0".repeat(64)), |manifest| {
         for chunk in manifest.chunks.iter_mut().filter(|chunk| chunk.codec == Codec::Raw) {
             chunk.codec = Codec::Verified;
@@ -215,9 +215,9 @@ pub(crate) fn open(
 ) -> Arc<TestVolume> {
     let (map, file) = (Arc::clone(&image.map), cache_file(dir, image));
     if map.is_unsummed() {
-        let len = image.bytes.len() as u64 / BLOCK_SIZE * SEEN_LEN;
+        let len = image.bytes.len() as u64 / BLOCK_SIZE * RECORDED_CHECKSUM_LEN;
         let checksums = DirectFile::open_buffered(&dir.path().join("checksums"), len).unwrap();
-        return Volume::unsummed(map, source.clone(), file, checksums, limits);
+        return Volume::without_checksums(map, source.clone(), file, checksums, limits);
     }
     Volume::new(map, source.clone(), file, limits)
 }
@@ -242,9 +242,9 @@ impl Setup {
         read(&self.volume, &self.image, range, &self.counters).await
     }
 
-    /// Waits until no flight is under way, cache writes included.
+    /// Waits until no fetch is in flight, cache writes included.
     pub(crate) async fn settle(&self) {
-        while self.volume.status().flights > 0 {
+        while self.volume.status().in_flight > 0 {
             tokio::task::yield_now().await;
         }
     }

@@ -1,14 +1,14 @@
-//! A source that fails: the log of it, and the bounds of the time that readers wait for it.
+//! Outages of a source: what the log says of them, and how long readers wait for their end.
 //!
 //! ```text
 //!   a try fails        ──► note:    `status`, and one line of the log for each outage
 //!   a fetch is given up ──► gave_up: a line, and for a moment the same chunk is EIO at once
-//!   good bytes         ──► good:    a line; whoever waits for a permit has the whole deadline again
+//!   good bytes         ──► good:    a line; readers that wait for a permit have the whole deadline again
 //! ```
 //!
 //! The kernel asks a second time for a page whose read-ahead failed. Without the memory of chunks that
 //! were given up, such a read takes two deadlines. Invariants: at most [`LINES_MAX`] lines a
-//! [`LINES_WINDOW`] and volume; at most [`GIVEN_UP_MAX`] chunks are remembered.
+//! [`LINES_WINDOW`] and volume; at most [`GIVEN_UP_MAX`] chunks are remembered (`tests/volume.rs`).
 
 use std::{
     collections::HashMap,
@@ -28,7 +28,7 @@ const LINES_WINDOW: Duration = Duration::from_secs(60);
 /// Chunks that are remembered as given up: more than can be fetched at once in a second.
 const GIVEN_UP_MAX: usize = 1024;
 
-/// What is known of a source's failures.
+/// The failures of a source.
 pub(crate) struct Outage {
     deadline: Duration,
     given_up_for: Duration,
@@ -38,10 +38,10 @@ pub(crate) struct Outage {
 
 #[derive(Default)]
 struct State {
-    /// What went wrong last.
+    /// The last failure.
     last: Option<String>,
     last_good: Option<Instant>,
-    /// Since when tries fail, and how many have.
+    /// Since when tries have failed, and how many.
     since: Option<Instant>,
     failed: u64,
     /// By chunk: when it was given up.
@@ -61,7 +61,7 @@ impl Outage {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The last thing that went wrong.
+    /// The last failure.
     pub(crate) fn last(&self) -> Option<String> {
         self.state().last.clone()
     }
@@ -80,12 +80,12 @@ impl Outage {
         self.tell(line);
     }
 
-    /// Chunk `key` is given up, because of `error`: its readers get that. If it `timed_out`, the next ones
-    /// need not wait as long at once.
-    pub(crate) fn gave_up(&self, key: u64, error: &Error, timed_out: bool) {
+    /// The fetch of `key` is given up because of `error`, which its readers get. If it `timed_out`, the
+    /// next readers get an error at once, for a moment.
+    pub(crate) fn gave_up(&self, key: Option<u64>, error: &Error, timed_out: bool) {
         let line = {
             let mut state = self.state();
-            if timed_out {
+            if let Some(key) = key.filter(|_| timed_out) {
                 let (now, for_how_long) = (Instant::now(), self.given_up_for);
                 if state.given_up.len() >= GIVEN_UP_MAX {
                     state.given_up.retain(|_, when| now < *when + for_how_long);
@@ -116,7 +116,7 @@ impl Outage {
         self.tell(line);
     }
 
-    /// An error if chunk `key` was given up a moment ago.
+    /// An error if the fetch of `key` was given up a moment ago.
     pub(crate) fn check(&self, key: u64) -> Result<()> {
         let state = self.state();
         let when = state.given_up.get(&key).filter(|when| when.elapsed() < self.given_up_for);
@@ -127,14 +127,14 @@ impl Outage {
         })
     }
 
-    /// When a reader gives up that came at `arrived`: the deadline after that, or after the source
-    /// gave good bytes last.
+    /// The deadline of a reader that came at `arrived`: counted from then, or from the last good bytes
+    /// of the source.
     pub(crate) fn deadline(&self, arrived: Instant) -> Instant {
         self.state().last_good.map_or(arrived, |good| good.max(arrived)) + self.deadline
     }
 
-    /// The error of a reader for which there was no room until its deadline.
-    pub(crate) fn no_room(&self) -> Error {
+    /// The error of a reader that got no permit until its deadline.
+    pub(crate) fn no_permit(&self) -> Error {
         let seconds = self.deadline.as_secs_f64();
         let why = self.last().unwrap_or_else(|| "the source is slow".to_owned());
         let what = format!("other reads took all places for {seconds:.0} s: {why}");

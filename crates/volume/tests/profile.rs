@@ -1,11 +1,11 @@
-//! Following a profile: in order, in few requests, behind readers; what it brought and who read it.
+//! Profile prefetch: in order, in few requests, behind readers; and how much of it was read.
 
 mod common;
 
 use std::sync::Arc;
 
 use burgeon_block::{BLOCK_SIZE, ByteRange};
-use burgeon_volume::{Budget, FollowState, LazyDevice, Limits};
+use burgeon_volume::{Budget, LazyDevice, Limits, ProfileState};
 use common::{CHUNKS, DATA_START, Fault, Setup, setup, setup_with};
 
 fn all(setup: &Setup) -> ByteRange {
@@ -15,11 +15,11 @@ fn all(setup: &Setup) -> ByteRange {
 #[tokio::test]
 async fn what_lies_together_comes_with_one_request() {
     let setup = setup();
-    let follow = setup.volume.follow([all(&setup)].into_iter(), None);
-    let end = follow.ended().await;
+    let prefetch = setup.volume.prefetch_profile([all(&setup)].into_iter(), None);
+    let end = prefetch.ended().await;
     assert_eq!(
         (end.state, end.total_bytes, end.done_bytes),
-        (FollowState::Done, all(&setup).len(), all(&setup).len(),)
+        (ProfileState::Done, all(&setup).len(), all(&setup).len(),)
     );
     // The first chunk fills a request, the others fit in one.
     assert_eq!(end.requests, 2);
@@ -30,33 +30,33 @@ async fn what_lies_together_comes_with_one_request() {
     setup.read(all(&setup)).await.unwrap();
     assert_eq!(setup.counters.hits.get(), 1);
     // Once more there is nothing to ask for.
-    let again = setup.volume.follow([all(&setup)].into_iter(), None).ended().await;
-    assert_eq!((again.state, again.requests, again.fetched_bytes), (FollowState::Done, 0, 0));
+    let again = setup.volume.prefetch_profile([all(&setup)].into_iter(), None).ended().await;
+    assert_eq!((again.state, again.requests, again.fetched_bytes), (ProfileState::Done, 0, 0));
 }
 
 #[tokio::test]
 async fn what_nobody_read_is_counted() {
     let setup = setup();
-    assert!(setup.volume.brought().is_none());
+    assert!(setup.volume.profile_prefetched().is_none());
     let first = setup.blocks(0, 64);
-    setup.volume.follow([first, setup.blocks(65, 1)].into_iter(), None).ended().await;
-    let brought = setup.volume.brought().unwrap();
-    assert_eq!((brought.brought, brought.read), ((64 + 3) * BLOCK_SIZE, 0));
+    setup.volume.prefetch_profile([first, setup.blocks(65, 1)].into_iter(), None).ended().await;
+    let prefetched = setup.volume.profile_prefetched().unwrap();
+    assert_eq!((prefetched.prefetched, prefetched.read), ((64 + 3) * BLOCK_SIZE, 0));
     setup.read(setup.blocks(3, 2)).await.unwrap();
     setup.read(setup.blocks(4, 2)).await.unwrap();
     // A chunk that the profile did not bring is nobody's useless prefetch.
     setup.read(setup.blocks(64, 1)).await.unwrap();
-    assert_eq!(setup.volume.brought().unwrap().read, 3 * BLOCK_SIZE);
+    assert_eq!(setup.volume.profile_prefetched().unwrap().read, 3 * BLOCK_SIZE);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_reader_joins_what_is_on_its_way_and_passes_what_is_not() {
-    let limits = Limits { background_flights: 1, ..Limits::default() };
+    let limits = Limits { background_fetches: 1, ..Limits::default() };
     let setup = setup_with(common::image(3), limits);
     setup.source.close();
     let order = [setup.blocks(0, 1), setup.blocks(68, 1), setup.blocks(149, 1)];
-    let follow = setup.volume.follow(order.into_iter(), None);
-    while setup.volume.status().flights < 1 {
+    let prefetch = setup.volume.prefetch_profile(order.into_iter(), None);
+    while setup.volume.status().in_flight < 1 {
         tokio::task::yield_now().await;
     }
     let readers: Vec<_> = [setup.blocks(5, 1), setup.blocks(132, 1)]
@@ -69,7 +69,7 @@ async fn a_reader_joins_what_is_on_its_way_and_passes_what_is_not() {
             })
         })
         .collect();
-    while setup.volume.status().flights < 2 {
+    while setup.volume.status().in_flight < 2 {
         tokio::task::yield_now().await;
     }
     assert_eq!(
@@ -81,8 +81,8 @@ async fn a_reader_joins_what_is_on_its_way_and_passes_what_is_not() {
     for (reader, block) in readers.into_iter().zip([5, 132]) {
         assert_eq!(reader.await.unwrap().unwrap(), setup.expected(setup.blocks(block, 1)));
     }
-    assert_eq!(follow.ended().await.state, FollowState::Done);
-    assert_eq!(setup.volume.brought().unwrap().read, BLOCK_SIZE);
+    assert_eq!(prefetch.ended().await.state, ProfileState::Done);
+    assert_eq!(setup.volume.profile_prefetched().unwrap().read, BLOCK_SIZE);
 }
 
 #[tokio::test(start_paused = true)]
@@ -90,8 +90,8 @@ async fn wrong_and_missing_answers_are_mended_chunk_by_chunk() {
     for fault in [Fault::Unavailable, Fault::Truncated, Fault::WrongByte] {
         let setup = setup();
         setup.source.fail([fault]);
-        let end = setup.volume.follow([all(&setup)].into_iter(), None).ended().await;
-        assert_eq!(end.state, FollowState::Done, "{fault:?}");
+        let end = setup.volume.prefetch_profile([all(&setup)].into_iter(), None).ended().await;
+        assert_eq!(end.state, ProfileState::Done, "{fault:?}");
         setup.settle().await;
         assert_eq!(setup.volume.materialised_bytes(), all(&setup).len(), "{fault:?}");
         setup.read(all(&setup)).await.unwrap();
@@ -100,28 +100,30 @@ async fn wrong_and_missing_answers_are_mended_chunk_by_chunk() {
 
 #[tokio::test(start_paused = true)]
 async fn a_source_that_is_away_a_limit_and_nonsense_end_it() {
-    let setup = setup_with(common::image(4), Limits { background_flights: 1, ..Limits::default() });
+    let setup = setup_with(common::image(4), Limits { background_fetches: 1, ..Limits::default() });
     setup.source.fail_always(Fault::Unavailable);
-    let end = setup.volume.follow([all(&setup)].into_iter(), None).ended().await;
-    assert_eq!((end.state, end.fetched_bytes), (FollowState::Stopped, 0));
+    let end = setup.volume.prefetch_profile([all(&setup)].into_iter(), None).ended().await;
+    assert_eq!((end.state, end.fetched_bytes), (ProfileState::Stopped, 0));
     assert!(end.requests < CHUNKS.len() as u64, "{end:?}");
     setup.source.fail_always(None);
     let budget = Budget::new(Arc::clone(&setup.counters), 1);
     for requests in [1, 0] {
-        let follow = setup.volume.follow([all(&setup)].into_iter(), Some(Arc::clone(&budget)));
-        let end = follow.ended().await;
-        assert_eq!((end.state, end.requests), (FollowState::OverLimit, requests));
+        let prefetch =
+            setup.volume.prefetch_profile([all(&setup)].into_iter(), Some(Arc::clone(&budget)));
+        let end = prefetch.ended().await;
+        assert_eq!((end.state, end.requests), (ProfileState::OverLimit, requests));
     }
     setup.settle().await;
     assert_eq!(setup.counters.background_bytes.get(), CHUNKS[0] * BLOCK_SIZE);
     // What is here already needs no budget.
-    let here = setup.volume.follow([setup.blocks(0, 1)].into_iter(), Some(budget)).ended().await;
-    assert_eq!((here.state, here.done_bytes), (FollowState::Done, here.total_bytes));
+    let here =
+        setup.volume.prefetch_profile([setup.blocks(0, 1)].into_iter(), Some(budget)).ended().await;
+    assert_eq!((here.state, here.done_bytes), (ProfileState::Done, here.total_bytes));
     let nonsense =
         [0, DATA_START - 4096, u64::MAX - 4096].map(|at| ByteRange::at(at, 4096).unwrap());
-    let end = setup.volume.follow(nonsense.into_iter(), None).ended().await;
-    assert_eq!((end.state, end.total_bytes), (FollowState::Done, 0));
-    drop(setup.volume.follow([all(&setup)].into_iter(), None));
+    let end = setup.volume.prefetch_profile(nonsense.into_iter(), None).ended().await;
+    assert_eq!((end.state, end.total_bytes), (ProfileState::Done, 0));
+    drop(setup.volume.prefetch_profile([all(&setup)].into_iter(), None));
     setup.settle().await;
 }
 

@@ -1,50 +1,54 @@
-//! What was first seen of data whose checksums nobody knew: one a block, kept in a sparse file.
+//! Recorded checksums: those of data whose checksums nobody knew before it was read.
 //!
 //! ```text
-//!   8 bytes a block:  CRC-32C of the block │ CRC-32C of (place, the first four)      zeros: not seen yet
-//!                                                        └── of an image: its identity, too
+//!   8 bytes a block:  CRC-32C of the block │ CRC-32C of (place, the first four)      zeros: not recorded
+//!                                                        └── of an image: and its identity
 //! ```
 //!
-//! Of mapped files the first look decides what the bytes are, from then on ([`FirstSeen::check`]).
-//! Of images that nobody has read their source decides, each time; what is kept here is only to tell
-//! whether the cache still holds it ([`FirstSeen::keep`], [`FirstSeen::holds`]).
+//! Of mapped files the first read decides what the bytes are, from then on
+//! ([`RecordedChecksums::hold_to_first`]). Of images without checksums the source decides at each fetch;
+//! a record only tells whether the cache still holds the fetched bytes ([`RecordedChecksums::record`],
+//! [`RecordedChecksums::compare`]).
 //!
-//! An entry that does not match itself counts as not seen: a torn or rotten one can make nothing
-//! unreadable. Entries of a chunk are written by its flight alone, so there is no race for one.
+//! Invariants: an entry that does not match itself counts as not recorded, so a torn or rotten entry makes
+//! nothing unreadable (`tests::an_entry_is_valid_in_its_place_only`). Entries of a chunk are written by
+//! its fetch task alone, so two writers never race for one.
 
 use burgeon_block::{BLOCK_SIZE, ChecksumKind, Error, ErrorKind, LocalFile, Result};
 
+use crate::verify::Mismatch;
+
 const ENTRY: usize = 8;
-/// Length of what is kept of a block, in bytes.
-pub const SEEN_LEN: u64 = ENTRY as u64;
+/// Length of the record of one block, in bytes.
+pub const RECORDED_CHECKSUM_LEN: u64 = ENTRY as u64;
 /// Entries that are compared at a time, on the stack.
 const AT_ONCE: usize = 64;
 
-/// What was seen, by the number of a block.
-pub(crate) struct FirstSeen<F> {
+/// Recorded checksums by the index of a block, in a sparse file.
+pub(crate) struct RecordedChecksums<F> {
     file: F,
-    /// Part of every place, so that what was seen of one image says nothing of another.
+    /// Part of every place, so that the records of one image are void for another.
     salt: u64,
 }
 
-impl<F: LocalFile> FirstSeen<F> {
-    /// Of data that `salt` tells from other data.
+impl<F: LocalFile> RecordedChecksums<F> {
+    /// The records in `file` of data that `salt` distinguishes from other data.
     pub(crate) fn new(file: F, salt: u64) -> Self {
         Self { file, salt }
     }
 
-    /// Compares `blocks` with what was first seen at `index`; what is new is written down before
-    /// this returns. `Corrupt` if a block differs, `LocalIo` if it cannot be compared or kept.
-    pub(crate) fn check(&self, index: u64, blocks: &[u8]) -> Result<()> {
+    /// Compares `blocks` with the first ones that were read at `index`; records new ones before it
+    /// returns. `Corrupt` if a block differs, `LocalIo` if it cannot be compared or recorded.
+    pub(crate) fn hold_to_first(&self, index: u64, blocks: &[u8]) -> Result<()> {
         let mut entries = vec![0; blocks.len() / BLOCK_SIZE as usize * ENTRY];
         let at = index.saturating_mul(ENTRY as u64);
         self.file.read_at(at, &mut entries).map_err(local)?;
         let mut new = false;
         let pairs = entries.chunks_exact_mut(ENTRY).zip(blocks.chunks_exact(BLOCK_SIZE as usize));
         for (index, (entry, block)) in (index..).zip(pairs) {
-            let index = index ^ self.salt;
-            let right = seal(index, ChecksumKind::Crc32c.of(block) as u32);
-            if is_sealed(index, entry) {
+            let place = index ^ self.salt;
+            let right = seal(place, ChecksumKind::Crc32c.of(block) as u32);
+            if is_sealed(place, entry) {
                 if *entry != right {
                     return Err(Error::new(
                         ErrorKind::Corrupt,
@@ -59,8 +63,8 @@ impl<F: LocalFile> FirstSeen<F> {
         if new { self.file.write_at(at, &entries).map_err(local) } else { Ok(()) }
     }
 
-    /// Writes down what `blocks` are, whatever was there at `index`.
-    pub(crate) fn keep(&self, index: u64, blocks: &[u8]) -> Result<()> {
+    /// Records the checksums of `blocks`, whatever was recorded at `index` before.
+    pub(crate) fn record(&self, index: u64, blocks: &[u8]) -> Result<()> {
         let blocks = blocks.chunks_exact(BLOCK_SIZE as usize);
         let entries: Vec<u8> = (index..)
             .zip(blocks)
@@ -71,13 +75,13 @@ impl<F: LocalFile> FirstSeen<F> {
         self.file.write_at(index.saturating_mul(ENTRY as u64), &entries)
     }
 
-    /// Compares `blocks` with what was written down at `index`; tells `bad` of each that differs
-    /// (`true`), or was not written down. Allocates nothing.
-    pub(crate) fn holds(
+    /// Compares `blocks` with their records at `index`; calls `not_good` for each that differs or has
+    /// none. Allocates nothing.
+    pub(crate) fn compare(
         &self,
         index: u64,
         blocks: &[u8],
-        mut bad: impl FnMut(u64, bool),
+        mut not_good: impl FnMut(u64, Mismatch),
     ) -> Result<()> {
         let mut index = index;
         for blocks in blocks.chunks(AT_ONCE * BLOCK_SIZE as usize) {
@@ -88,7 +92,13 @@ impl<F: LocalFile> FirstSeen<F> {
             for (entry, block) in pairs {
                 let place = index ^ self.salt;
                 if *entry != seal(place, ChecksumKind::Crc32c.of(block) as u32) {
-                    bad(index, is_sealed(place, entry));
+                    not_good(
+                        index,
+                        match is_sealed(place, entry) {
+                            true => Mismatch::Wrong,
+                            false => Mismatch::NotRecorded,
+                        },
+                    );
                 }
                 index += 1;
             }
@@ -128,11 +138,11 @@ mod tests {
     use super::{is_sealed, seal};
 
     #[test]
-    fn an_entry_is_believed_in_its_place_alone() {
+    fn an_entry_is_valid_in_its_place_only() {
         let entry = seal(7, 0x1234_5678);
         assert!(is_sealed(7, &entry) && !is_sealed(8, &entry));
         for index in 0..100 {
-            assert!(!is_sealed(index, &[0; 8]), "zeros are nothing, at {index}");
+            assert!(!is_sealed(index, &[0; 8]), "zeros are no entry, at {index}");
         }
         for bit in 0..64 {
             let mut rotten = entry;

@@ -1,4 +1,4 @@
-//! One bit a block: whether its bytes may be in the cache file.
+//! One bit a block: whether its bytes may be resident.
 
 use std::ops::Range;
 

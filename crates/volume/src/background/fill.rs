@@ -1,4 +1,12 @@
-//! Background fill: fetch everything, or what is pinned, in address order, whenever no reader waits.
+//! Fill: fetches everything, or the pinned ranges, in address order, whenever no reader waits.
+//!
+//! ```text
+//!   chunk ──► resident? ──► a background permit ──► no reader waits (or 1 s) ──► join or start ──► kept?
+//!               ▲                                                                  │ unavailable
+//!               └───────────────────── after a deadline ───────────────────────────┘
+//! ```
+//!
+//! The tests are in `tests/fill.rs`.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -9,9 +17,12 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-use crate::{Budget, Volume, flights::Background, volume::Boarding};
+use crate::{
+    Budget, Volume,
+    fetch::{Joined, permits::BackgroundPermit},
+};
 
-/// How a fill stands.
+/// The state of a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FillState {
     /// It fetches, or stands back for readers, or waits for the source to come back.
@@ -27,20 +38,20 @@ pub enum FillState {
     CacheFull,
 }
 
-/// How far a fill is.
+/// The progress of a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FillProgress {
-    /// What it does.
+    /// Its state.
     pub state: FillState,
     /// Bytes that are to be in the cache.
     pub total_bytes: u64,
     /// Of these, bytes that are in the cache: found there or fetched.
     pub done_bytes: u64,
-    /// Of these, bytes of chunks that the source would not give right; reading them fails, too.
+    /// Of these, bytes of chunks of which the source gave wrong bytes; reading them fails, too.
     pub failed_bytes: u64,
 }
 
-/// A running fill. Dropping it stops it; chunks under way still land.
+/// A running fill. Dropping it stops it; fetches in flight still end.
 pub struct Fill {
     progress: watch::Receiver<FillProgress>,
     stop: watch::Sender<bool>,
@@ -48,7 +59,7 @@ pub struct Fill {
 }
 
 impl Fill {
-    /// How far it is.
+    /// Its progress.
     pub fn progress(&self) -> FillProgress {
         *self.progress.borrow()
     }
@@ -58,11 +69,11 @@ impl Fill {
         self.stop.send_replace(true);
     }
 
-    /// Waits until it has ended. An error inside means that the task is gone: what it said last
-    /// stands.
+    /// Waits until it has ended.
     pub fn ended(&self) -> impl Future<Output = FillProgress> + Send + 'static {
         let mut progress = self.progress.clone();
         async move {
+            // An error means that the task is gone: its last progress stands.
             let _ = progress.wait_for(|now| now.state != FillState::Running).await;
             *progress.borrow()
         }
@@ -81,7 +92,7 @@ where
     F: LocalFile + 'static,
 {
     /// Starts to fetch everything that is not in the cache, with at most
-    /// `limits.background_flights` chunks at once, and a new one only when no reader waits (or
+    /// `limits.background_fetches` chunks at once, and a new one only when no reader waits (or
     /// `limits.fill_yield` has passed). While the source is unavailable it waits and tries again.
     pub fn fill(self: &Arc<Self>) -> Fill {
         self.fill_chunks(0..self.map.chunk_count(), None)
@@ -144,7 +155,7 @@ where
         let (mut all_kept, mut refused) = (true, false);
         let mut next = wanted.filter(|index| !self.is_through(*index));
         loop {
-            while chunks.len() < self.limits.background_flights.max(1)
+            while chunks.len() < self.limits.background_fetches.max(1)
                 && let Some(index) = next.next()
             {
                 chunks.spawn(Arc::clone(self).fill_chunk(index, budget.clone()));
@@ -157,7 +168,7 @@ where
                 Filled::Kept => progress.send_modify(|progress| progress.done_bytes += len),
                 Filled::Failed => progress.send_modify(|progress| progress.failed_bytes += len),
                 Filled::Refused => refused = true,
-                Filled::Lost if !self.cache.may_write() => return FillState::CacheFull,
+                Filled::Lost if !self.residency.may_admit() => return FillState::CacheFull,
                 Filled::Lost => all_kept = false,
             }
         }
@@ -168,58 +179,53 @@ where
         }
     }
 
-    /// Waits until no reader waits, but not for ever.
+    /// Waits until no reader waits, for `limits.fill_yield` at most.
     async fn stand_back(&self) {
-        // One after another: each that loses patience is one chunk.
+        // One after another, so that one chunk is fetched for each time that this takes too long.
         let _turn = self.fill_turn.lock().await;
         let until = Instant::now() + self.limits.fill_yield;
         loop {
-            let gone = self.readers.gone.notified();
+            let gone = self.readers.none_waits.notified();
             if self.readers.waiting() == 0 || timeout_at(until, gone).await.is_err() {
                 return;
             }
         }
     }
 
-    /// Brings one chunk into the cache. While the source is unavailable it waits and tries again.
-    /// It holds no seat while it waits for one.
+    /// Makes one chunk resident. While the source is unavailable it waits and tries again, and holds no
+    /// permit meanwhile.
     async fn fill_chunk(self: Arc<Self>, index: u32, budget: Option<Arc<Budget>>) -> (u32, Filled) {
         let range = self.map.chunk(index).range;
         let may_fetch = || budget.as_ref().is_none_or(|budget| budget.may_fetch());
         loop {
-            if self.cache.has(range) {
+            if self.find(range).is_some() {
                 return (index, Filled::Kept);
             }
             if !may_fetch() {
                 return (index, Filled::Refused);
             }
-            let seat = self.background_seats.take().await;
+            let permit = self.engine.background_permits.take().await;
             self.stand_back().await;
-            // What was under way meanwhile has been charged before it gave its seat back.
+            // Fetches that ended meanwhile were charged before they gave their permits back.
             if !may_fetch() {
                 continue;
             }
-            if !self.cache.may_write() {
+            if !self.residency.may_admit() {
                 return (index, Filled::Lost);
             }
-            let background = seat.map(|seat| Background { _seat: seat, payer: budget.clone() });
-            let boarding = self.board_for_fill(index, range, background).await;
-            let mut waiter = match boarding {
-                Ok(Boarding::Flight(waiter)) => waiter,
-                Ok(Boarding::Local | Boarding::Full) => continue,
-                Err(_) => {
-                    sleep(self.limits.deadline).await;
-                    continue;
-                }
+            let permit = permit.map(|permit| BackgroundPermit::new(permit, budget.clone()));
+            let mut waiter = match self.join_or_start_in_background(index, permit).await {
+                Joined::InFlight(waiter) => waiter,
+                Joined::Resident(_) => return (index, Filled::Kept),
+                Joined::NoPermit => continue,
             };
-            let error = match waiter.landed().await {
-                Ok(landed) => landed.bytes().err(),
+            let error = match waiter.fetched().await {
+                Ok(fetched) => fetched.bytes().err(),
                 Err(error) => Some(error),
             };
             match error {
                 None => {
-                    waiter.settled().await;
-                    let kept = self.cache.has(range);
+                    let kept = waiter.ended().await;
                     return (index, if kept { Filled::Kept } else { Filled::Lost });
                 }
                 Some(error) if error.kind() == ErrorKind::Unavailable => {
@@ -232,10 +238,14 @@ where
     }
 }
 
-/// What became of a chunk.
+/// The end of one chunk's fill.
 enum Filled {
+    /// It is resident.
     Kept,
+    /// The budget does not allow its fetch.
     Refused,
+    /// It was fetched, or could be, but not kept.
     Lost,
+    /// The source gave no right bytes.
     Failed,
 }

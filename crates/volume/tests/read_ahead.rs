@@ -1,4 +1,4 @@
-//! Reading ahead: a reader of a far source finds the next chunk there, and nobody else pays for it.
+//! Read-ahead: a reader of a far source finds the next chunk resident, and nobody else pays for it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,7 +7,7 @@ mod common;
 use std::time::Duration;
 
 use burgeon_block::BLOCK_SIZE;
-use burgeon_volume::BroughtBytes;
+use burgeon_volume::PrefetchedBytes;
 use common::{CHUNKS, Setup, setup};
 
 const FAR: Duration = Duration::from_millis(20);
@@ -31,12 +31,12 @@ async fn of_a_far_source_the_next_chunk_comes_along() {
     read_first(&setup, KNOWN + 1).await;
     assert_eq!(setup.source.reads(), CHUNKS.len() as u64);
     let len = CHUNKS[KNOWN + 1] * BLOCK_SIZE;
-    assert_eq!(setup.volume.status().ahead, BroughtBytes { brought: len, read: 0 });
+    assert_eq!(setup.volume.status().read_ahead, PrefetchedBytes { prefetched: len, read: 0 });
     let misses = setup.counters.misses.get();
     read_first(&setup, CHUNKS.len()).await;
     assert_eq!(setup.source.reads(), CHUNKS.len() as u64);
     assert_eq!(setup.counters.misses.get(), misses, "it is a hit");
-    assert!(setup.volume.status().ahead.read > 0);
+    assert!(setup.volume.status().read_ahead.read > 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -49,6 +49,6 @@ async fn nothing_comes_along_where_that_does_not_help_or_is_not_wanted() {
     for setup in [near, limited] {
         read_first(&setup, KNOWN + 1).await;
         assert_eq!(setup.source.reads(), KNOWN as u64 + 1);
-        assert_eq!(setup.volume.status().ahead, BroughtBytes::default());
+        assert_eq!(setup.volume.status().read_ahead, PrefetchedBytes::default());
     }
 }

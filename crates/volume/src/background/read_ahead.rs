@@ -1,0 +1,161 @@
+//! Read-ahead: a reader's fetch takes a round trip, and the chunks behind it can come in the same time.
+//!
+//! ```text
+//!   reader's chunk      ── request ──────► ◄── bytes ──
+//!   those behind it         ── request ──────► ◄══ as much as the path carries in one round trip ══
+//! ```
+//!
+//! A second request, so that the reader does not wait for it. Its size is twice rate × latency of the path
+//! as it is known so far; from below, that ends near what the path carries while a reader's own request is
+//! in flight. Where a round trip is short nothing is read ahead, and where little of it is ever read,
+//! less (`tests`). Invariant: it takes background permits, and only those that are free.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use burgeon_block::{BlockSource, ByteRange, LocalFile};
+use tokio::sync::mpsc;
+
+use super::prefetched::{PrefetchedBytes, Purpose};
+use crate::{
+    Volume,
+    fetch::{path::Estimate, row::RowChunk},
+};
+
+/// Below this, waiting for one chunk after another costs less than bytes that nobody wants.
+const LATENCY_MIN: Duration = Duration::from_millis(8);
+/// Bytes read ahead at a time, at most: four of the largest chunks, so that several readers find
+/// permits.
+const WINDOW_MAX: u64 = 1 << 20;
+/// Bytes that are taken for useful before anything is known.
+const TRUSTED: u64 = 4 << 20;
+
+/// Whether anything is read ahead.
+#[derive(Default)]
+pub(crate) struct ReadAhead {
+    stopped: AtomicBool,
+}
+
+/// Bytes to read ahead over `path`, when of the `so_far` prefetched ones so many were read.
+fn window(path: &Estimate, so_far: PrefetchedBytes) -> u64 {
+    let Some(latency) = path.recent_latency.filter(|latency| *latency >= LATENCY_MIN) else {
+        return 0;
+    };
+    let window = ((2.0 * path.rate * latency.as_secs_f64()) as u64).min(WINDOW_MAX);
+    let useful = (so_far.read + TRUSTED) as f64 / (so_far.prefetched + TRUSTED) as f64;
+    match useful {
+        0.5.. => window,
+        0.25.. => window / 2,
+        0.1.. => window / 4,
+        _ => 0,
+    }
+}
+
+impl<S, F> Volume<S, F>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+{
+    /// From now on nothing is fetched but for reads, and for what is asked for otherwise: for mounts
+    /// that have a limit.
+    pub fn stop_reading_ahead(&self) {
+        self.ahead.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// A reader is about to fetch the chunk `index`: begins to fetch those behind it.
+    pub(crate) fn read_ahead(self: &Arc<Self>, index: u32) {
+        if self.ahead.stopped.load(Ordering::Relaxed) {
+            return;
+        }
+        let len_max = window(&self.engine.path.now(), self.read_ahead_bytes());
+        let mut row = Vec::new();
+        let mut last = self.map.chunk(index);
+        let start = last.stored.end();
+        for index in index + 1..self.map.chunk_count() {
+            let chunk = self.map.chunk(index);
+            let beside = chunk.object == last.object && chunk.stored.start() == last.stored.end();
+            let Some(range) = ByteRange::new(start, chunk.stored.end()).filter(|_| beside) else {
+                break;
+            };
+            // A source that unpacks may have to fetch much for little.
+            let len = self.source.bytes_to_fetch(self.map.object(chunk.object), range);
+            if len.max(range.len()) > len_max || self.is_through(index) {
+                break;
+            }
+            let Some(permits) = self.engine.try_background_permits(None) else { break };
+            let Some(begun) = self.begin_new(index, permits) else { break };
+            row.push(RowChunk { index, begun });
+            last = chunk;
+        }
+        if !row.is_empty() {
+            tokio::spawn(Arc::clone(self).fetch_ahead(row));
+        }
+    }
+
+    async fn fetch_ahead(self: Arc<Self>, row: Vec<RowChunk>) {
+        // The reader's own request goes first.
+        tokio::task::yield_now().await;
+        let (ending, _) = mpsc::channel(1);
+        self.fetch_row(row, Purpose::ReadAhead, ending).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::time::Instant;
+
+    use super::{PrefetchedBytes, WINDOW_MAX, window};
+    use crate::fetch::path::PathEstimate;
+
+    /// The windows of a reader whose requests go over a path of `rate` bytes a second.
+    fn windows(rate: f64, latency: Duration, so_far: PrefetchedBytes) -> Vec<u64> {
+        let (path, mut now) = (PathEstimate::default(), Instant::now());
+        let mut request = |bytes: u64| {
+            let sent = path.sent(bytes, now);
+            now += latency + Duration::from_secs_f64(bytes as f64 / rate);
+            path.answered(&sent, now);
+        };
+        let read = |_| {
+            request(100_000);
+            let window = window(&path.now(), so_far);
+            if window > 0 {
+                request(window);
+            }
+            window
+        };
+        (0..40).map(read).collect()
+    }
+
+    #[test]
+    fn it_is_what_the_path_carries_while_the_reader_waits() {
+        for (mbit, ms) in [(200, 20), (100, 50), (10, 100), (50, 10)] {
+            let (rate, latency) = (f64::from(mbit) * 125_000.0, Duration::from_millis(ms));
+            let windows = windows(rate, latency, PrefetchedBytes::default());
+            assert_eq!(windows[..3], [0, 0, 0], "the path is not known yet");
+            let meanwhile = (rate * latency.as_secs_f64()) as u64 + 100_000;
+            let last = windows[39];
+            let near = meanwhile / 2..=meanwhile * 2;
+            assert!(near.contains(&last), "{mbit}, {ms}, {meanwhile}: {windows:?}");
+        }
+    }
+
+    #[test]
+    fn it_is_nothing_where_it_does_not_help() {
+        let near = windows(1e9, Duration::from_millis(1), PrefetchedBytes::default());
+        assert!(near.iter().all(|window| *window == 0), "{near:?}");
+        let far = |read| {
+            let so_far = PrefetchedBytes { prefetched: 1 << 30, read };
+            windows(1e9, Duration::from_millis(50), so_far)[39]
+        };
+        assert_eq!(far(1 << 30), WINDOW_MAX);
+        assert!((1..WINDOW_MAX / 2).contains(&far(300 << 20)), "a third is read");
+        assert_eq!(far(0), 0, "nobody reads it");
+    }
+}

@@ -1,0 +1,117 @@
+//! Permits bound the chunks in memory: a fetch takes one of its volume and one of its process.
+//!
+//! ```text
+//!   volume A: 32 ─┐
+//!   volume B: 32 ─┼─► the process: 64      taken in this order, given back together
+//!   volume C: 32 ─┘
+//! ```
+//!
+//! The process's permits bound its memory, however many images are busy; the volume's keep one
+//! image whose store is away from taking all of them. Invariant: whoever waits for a permit of the
+//! process holds one of a volume and no other, and a fetch that has both needs no further permit to
+//! end. So permits always come free (`tests/interleavings.rs`).
+
+use std::sync::Arc;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::budget::Budget;
+
+/// The permits that the volumes of one process share.
+#[derive(Clone, Debug)]
+pub struct SharedPermits {
+    pub(crate) fetches: Arc<Semaphore>,
+    pub(crate) background: Arc<Semaphore>,
+}
+
+impl SharedPermits {
+    /// Permits for `fetches` chunks in memory at once, `background` of them for background work.
+    pub fn new(fetches: usize, background: usize) -> Self {
+        let permits = |count: usize| Arc::new(Semaphore::new(count.max(1)));
+        Self { fetches: permits(fetches), background: permits(background) }
+    }
+}
+
+/// The permits that one volume may take.
+#[derive(Debug)]
+pub(crate) struct PermitPool {
+    own: Arc<Semaphore>,
+    shared: Arc<Semaphore>,
+}
+
+/// One permit, given back when dropped.
+#[derive(Debug)]
+pub(crate) struct Permit {
+    _own: OwnedSemaphorePermit,
+    _shared: OwnedSemaphorePermit,
+}
+
+impl PermitPool {
+    pub(crate) fn new(own: usize, shared: Arc<Semaphore>) -> Self {
+        Self { own: Arc::new(Semaphore::new(own.max(1))), shared }
+    }
+
+    /// A permit, after a wait for it. `None` never comes: the semaphores are never closed.
+    pub(crate) async fn take(&self) -> Option<Permit> {
+        let own = Arc::clone(&self.own).acquire_owned().await.ok()?;
+        let shared = Arc::clone(&self.shared).acquire_owned().await.ok()?;
+        Some(Permit { _own: own, _shared: shared })
+    }
+
+    /// A permit, if there is one now.
+    pub(crate) fn try_take(&self) -> Option<Permit> {
+        let own = Arc::clone(&self.own).try_acquire_owned().ok()?;
+        let shared = Arc::clone(&self.shared).try_acquire_owned().ok()?;
+        Some(Permit { _own: own, _shared: shared })
+    }
+}
+
+/// The permits of one fetch.
+pub(crate) struct Permits {
+    _fetch: Permit,
+    background: Option<BackgroundPermit>,
+}
+
+/// The permit of a fetch that no reader asked for, and the mount that pays for it, if one does.
+pub(crate) struct BackgroundPermit {
+    _permit: Permit,
+    payer: Option<Arc<Budget>>,
+}
+
+impl BackgroundPermit {
+    pub(crate) fn new(permit: Permit, payer: Option<Arc<Budget>>) -> Self {
+        Self { _permit: permit, payer }
+    }
+}
+
+impl Permits {
+    pub(crate) fn new(fetch: Permit, background: Option<BackgroundPermit>) -> Self {
+        Self { _fetch: fetch, background }
+    }
+
+    /// Whether no reader asked for the fetch.
+    pub(crate) fn is_background(&self) -> bool {
+        self.background.is_some()
+    }
+
+    pub(crate) fn payer(&self) -> Option<&Arc<Budget>> {
+        self.background.as_ref().and_then(|background| background.payer.as_ref())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PermitPool, SharedPermits};
+
+    #[test]
+    fn a_volume_takes_its_own_share_and_the_process_bounds_all() {
+        let shared = SharedPermits::new(3, 1);
+        let [a, b] = [(); 2].map(|()| PermitPool::new(2, shared.fetches.clone()));
+        let of_a: Vec<_> = (0..3).filter_map(|_| a.try_take()).collect();
+        assert_eq!(of_a.len(), 2, "its own share");
+        let of_b: Vec<_> = (0..3).filter_map(|_| b.try_take()).collect();
+        assert_eq!(of_b.len(), 1, "the rest of the process's");
+        drop(of_a);
+        assert!(b.try_take().is_some());
+    }
+}

@@ -1,0 +1,281 @@
+//! The retry policy, for every question to a source.
+//!
+//! ```text
+//!   try ──► answer ──► verified ──► done
+//!    ▲        │          └── LocalIo: this host fails, given up at once
+//!    │        │          └── wrong:   asked once more (`Limits::refetches`), then given up
+//!    └────────┴── unavailable: again after 0.05, 0.1, … 2 s, until the deadline
+//! ```
+//!
+//! Invariant: a try ends after `Limits::try_timeout` and all of them at the deadline (the simulator's
+//! bug `NoTimeout`; `tests`).
+
+use std::time::Duration;
+
+use burgeon_block::{Error, ErrorKind, Result};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::{FetchEngine, in_flight::Cost};
+use crate::Limits;
+
+/// A question to a source, and how its answer is verified.
+pub(crate) trait Question: Send {
+    /// What the source gives: as many bytes as were asked for.
+    type Answer: Send;
+    /// The answer after its verification.
+    type Verified: Send;
+
+    /// The key for which a give-up is remembered.
+    fn key(&self) -> Option<u64>;
+
+    /// What is asked for, to name it in an error.
+    fn name(&self) -> String;
+
+    /// Bytes that are asked for.
+    fn len_asked(&self) -> u64;
+
+    /// Of these, bytes that the source has to fetch over the path that [`super::path`] estimates.
+    fn bytes_to_fetch(&self) -> u64 {
+        0
+    }
+
+    /// Asks the source once. Dropped when it takes too long.
+    fn ask(&mut self) -> impl Future<Output = Result<Self::Answer>> + Send;
+
+    /// `Corrupt` if the source is to blame, `LocalIo` if this host is.
+    fn verify(
+        &mut self,
+        answer: Self::Answer,
+    ) -> impl Future<Output = Result<Self::Verified>> + Send;
+}
+
+impl FetchEngine {
+    /// The verified answer to `question`, which is asked as often as the policy allows, until
+    /// `deadline`. What that takes is added to `cost`.
+    pub(crate) async fn ask<Q: Question>(
+        &self,
+        question: &mut Q,
+        deadline: Instant,
+        cost: &mut Cost,
+    ) -> Result<Q::Verified> {
+        let mut tries = Tries::new(&self.limits, deadline);
+        loop {
+            let (len, to_fetch) = (question.len_asked(), question.bytes_to_fetch());
+            let error = match self.once(len, to_fetch, deadline, question.ask(), cost).await {
+                Ok(answer) => match self.verify(question, answer, cost).await {
+                    Ok(verified) => return Ok(verified),
+                    Err(error) if error.kind() == ErrorKind::LocalIo => {
+                        self.outage.gave_up(question.key(), &error, false);
+                        return Err(error);
+                    }
+                    Err(error) => error,
+                },
+                Err(error) => error,
+            };
+            self.outage.note(&error);
+            let again = tries.after(error, question.name()).await;
+            again.inspect_err(|error| {
+                self.outage.gave_up(question.key(), error, tries.timed_out);
+            })?;
+        }
+    }
+
+    /// One try: the answer of `asking` for `len` bytes, `to_fetch` of which have to be fetched.
+    /// `Unavailable` if it takes too long.
+    pub(crate) async fn once<T>(
+        &self,
+        len: u64,
+        to_fetch: u64,
+        deadline: Instant,
+        asking: impl Future<Output = Result<T>>,
+        cost: &mut Cost,
+    ) -> Result<T> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Error::new(ErrorKind::Unavailable, "there is no time left to ask"));
+        }
+        let patience = self.limits.try_timeout.min(left);
+        let sent = self.path.sent(to_fetch, Instant::now());
+        let answer = timeout(patience, asking).await.unwrap_or_else(|_| {
+            let message = format!("no answer within {:.1} s", patience.as_secs_f64());
+            Err(Error::new(ErrorKind::Unavailable, message))
+        });
+        match &answer {
+            Ok(_) => {
+                self.path.answered(&sent, Instant::now());
+                cost.fetched_bytes += len;
+            }
+            Err(_) => cost.source_errors += 1,
+        }
+        answer
+    }
+
+    /// Verifies an answer, and counts it.
+    pub(crate) async fn verify<Q: Question>(
+        &self,
+        question: &mut Q,
+        answer: Q::Answer,
+        cost: &mut Cost,
+    ) -> Result<Q::Verified> {
+        let verified = question.verify(answer).await;
+        match &verified {
+            Ok(_) => {
+                cost.fetches += 1;
+                self.outage.good();
+            }
+            Err(error) if error.kind() == ErrorKind::Corrupt => cost.source_corrupt_chunks += 1,
+            Err(_) => {}
+        }
+        verified
+    }
+}
+
+/// The tries of one question.
+struct Tries {
+    deadline: Instant,
+    pause: Duration,
+    pause_max: Duration,
+    refetches: u32,
+    tries: u32,
+    /// Whether the deadline has ended them.
+    timed_out: bool,
+}
+
+impl Tries {
+    fn new(limits: &Limits, deadline: Instant) -> Self {
+        Self {
+            deadline,
+            pause: limits.backoff_min,
+            pause_max: limits.backoff_max,
+            refetches: limits.refetches,
+            tries: 1,
+            timed_out: false,
+        }
+    }
+
+    /// Waits until the next try is due, or returns `error` as the last word.
+    async fn after(&mut self, error: Error, name: String) -> Result<()> {
+        self.tries += 1;
+        if error.kind() == ErrorKind::Unavailable {
+            if Instant::now() + self.pause < self.deadline {
+                sleep(self.pause).await;
+                self.pause = (self.pause * 2).min(self.pause_max);
+                return Ok(());
+            }
+            self.timed_out = true;
+        } else if self.refetches > 0 {
+            self.refetches -= 1;
+            return Ok(());
+        }
+        // Readers of a device understand EIO: a missing pack is no ENOENT to them.
+        let kind = match error.kind() {
+            kind @ (ErrorKind::Corrupt | ErrorKind::LocalIo) => kind,
+            _ => ErrorKind::Unavailable,
+        };
+        let message = format!("cannot fetch {name}, given up after {} tries", self.tries - 1);
+        Err(Error::with_source(kind, message, error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::VecDeque, future::pending};
+
+    use burgeon_block::{Error, ErrorKind, Result};
+    use tokio::time::Instant;
+
+    use super::{Cost, FetchEngine, Question};
+    use crate::Limits;
+
+    /// How a try ends.
+    #[derive(Clone, Copy)]
+    enum End {
+        Good,
+        Fails(ErrorKind),
+        Wrong(ErrorKind),
+        Silence,
+    }
+
+    /// A source that answers as told, and then always as told last.
+    struct Told(VecDeque<End>);
+
+    impl Question for Told {
+        type Answer = End;
+        type Verified = ();
+
+        fn key(&self) -> Option<u64> {
+            Some(7)
+        }
+
+        fn name(&self) -> String {
+            "what was told".to_owned()
+        }
+
+        fn len_asked(&self) -> u64 {
+            100
+        }
+
+        async fn ask(&mut self) -> Result<End> {
+            let last = self.0.back().copied().unwrap();
+            match if self.0.len() > 1 { self.0.pop_front().unwrap() } else { last } {
+                End::Fails(kind) => Err(Error::new(kind, "told to fail")),
+                End::Silence => pending().await,
+                end => Ok(end),
+            }
+        }
+
+        async fn verify(&mut self, answer: End) -> Result<()> {
+            match answer {
+                End::Wrong(kind) => Err(Error::new(kind, "told to be wrong")),
+                _ => Ok(()),
+            }
+        }
+    }
+
+    async fn ask(ends: &[End]) -> (Result<()>, Cost, FetchEngine) {
+        let limits = Limits::default();
+        let engine = FetchEngine::new(&limits);
+        let mut cost = Cost::default();
+        let deadline = Instant::now() + limits.deadline;
+        let mut told = Told(ends.iter().copied().collect());
+        let answer = engine.ask(&mut told, deadline, &mut cost).await;
+        (answer, cost, engine)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_wrong_answer_is_asked_for_once_more() {
+        let wrong = End::Wrong(ErrorKind::Corrupt);
+        let (answer, cost, _) = ask(&[wrong, End::Good]).await;
+        answer.unwrap();
+        assert_eq!((cost.fetches, cost.fetched_bytes, cost.source_corrupt_chunks), (1, 200, 1));
+        let (answer, cost, engine) = ask(&[wrong]).await;
+        assert_eq!(answer.unwrap_err().kind(), ErrorKind::Corrupt);
+        assert_eq!((cost.fetches, cost.source_corrupt_chunks), (0, 2));
+        engine.outage.check(7).expect("a wrong answer is no outage");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_source_that_is_away_is_asked_until_the_deadline() {
+        for end in [End::Fails(ErrorKind::Unavailable), End::Silence] {
+            let (start, limits) = (Instant::now(), Limits::default());
+            let (answer, cost, engine) = ask(&[end]).await;
+            assert_eq!(answer.unwrap_err().kind(), ErrorKind::Unavailable);
+            assert!(start.elapsed() <= limits.deadline);
+            assert!(start.elapsed() + limits.try_timeout >= limits.deadline);
+            assert!(cost.source_errors >= 3, "{cost:?}");
+            engine.outage.check(7).expect_err("it is not asked for again at once");
+        }
+        let (answer, cost, _) = ask(&[End::Fails(ErrorKind::Unavailable), End::Good]).await;
+        answer.unwrap();
+        assert_eq!((cost.fetches, cost.source_errors), (1, 1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_this_host_fails_at_is_not_asked_for_again() {
+        let (answer, cost, _) = ask(&[End::Wrong(ErrorKind::LocalIo), End::Good]).await;
+        assert_eq!(answer.unwrap_err().kind(), ErrorKind::LocalIo);
+        assert_eq!((cost.fetched_bytes, cost.source_corrupt_chunks), (100, 0));
+        let (answer, _, _) = ask(&[End::Fails(ErrorKind::NotFound), End::Good]).await;
+        answer.unwrap();
+    }
+}

@@ -1,0 +1,112 @@
+//! A row: chunks whose stored bytes lie one after another in an object, fetched with one request.
+//!
+//! ```text
+//!   fetch_row ──► one try ──► cut ──► each chunk: verify ──► finish (chunk.rs)
+//!                  │ failed            │ wrong
+//!                  └───────────────────┴──► the chunk is fetched alone, with all tries
+//! ```
+//!
+//! Background work alone fetches rows. Invariant: every chunk of a row ends as any other fetch does,
+//! whatever becomes of the row (the simulator's bugs `LoseFailedRow`, `SkipRowDigest`, `CutRowOneByteOff`).
+
+use std::sync::Arc;
+
+use burgeon_block::{BlockSource, ByteRange, LocalFile};
+use burgeon_image::Chunk;
+use bytes::Bytes;
+use tokio::{sync::mpsc, time::Instant};
+
+use super::{Begun, chunk::ChunkQuestion, in_flight::Cost, read_object};
+use crate::{Volume, background::prefetched::Purpose};
+
+/// A chunk of a row, whose fetch has begun.
+pub(crate) struct RowChunk {
+    pub(crate) index: u32,
+    pub(crate) begun: Begun,
+}
+
+/// Held by chunks that are not kept yet, or known not to be; nothing is ever sent.
+pub(crate) type Ending = mpsc::Sender<()>;
+
+impl<S, F> Volume<S, F>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+{
+    /// The first chunk of a row, and where the row is stored; `None` for an empty one.
+    fn stored_row(&self, row: &[RowChunk]) -> Option<(Chunk, ByteRange)> {
+        let [first, last] = [row.first()?, row.last()?].map(|it| self.map.chunk(it.index));
+        Some((first, ByteRange::new(first.stored.start(), last.stored.end())?))
+    }
+
+    /// Bytes of a row that the source has to fetch.
+    pub(crate) fn bytes_to_fetch(&self, row: &[RowChunk]) -> u64 {
+        self.stored_row(row).map_or(0, |(first, range)| {
+            self.source.bytes_to_fetch(self.map.object(first.object), range)
+        })
+    }
+
+    /// Fetches a row, and says whether its request gave all of it. Returns when that was answered;
+    /// `ending` is held until its chunks were verified and kept.
+    pub(crate) async fn fetch_row(
+        self: Arc<Self>,
+        row: Vec<RowChunk>,
+        purpose: Purpose,
+        ending: Ending,
+    ) -> bool {
+        let Some((chunk, range)) = self.stored_row(&row) else { return true };
+        let to_fetch = self.bytes_to_fetch(&row);
+        let deadline = self.engine.outage.deadline(Instant::now());
+        let asking = read_object(&self.source, self.map.object(chunk.object), range);
+        let mut cost = Cost::default();
+        let answer = self.engine.once(range.len(), to_fetch, deadline, asking, &mut cost).await;
+        let answer = answer.inspect_err(|error| {
+            self.engine.outage.note(error);
+            self.engine.unclaimed.source_errors.add(cost.source_errors);
+        });
+        let start = chunk.stored.start();
+        for RowChunk { index, begun } in row {
+            let stored = self.map.chunk(index).stored;
+            let at = (stored.start() - start) as usize;
+            let bytes = answer.as_ref().ok().map(|all| all.slice(at..at + stored.len() as usize));
+            // A chunk that is fetched alone has no more time than the row had.
+            let begun = Begun { deadline, ..begun };
+            let (this, ending) = (Arc::clone(&self), ending.clone());
+            tokio::spawn(async move {
+                this.row_chunk(index, begun, purpose, bytes).await;
+                drop(ending);
+            });
+        }
+        answer.is_ok()
+    }
+
+    /// One chunk of a row, of which `stored` has come.
+    async fn row_chunk(
+        self: Arc<Self>,
+        index: u32,
+        begun: Begun,
+        purpose: Purpose,
+        stored: Option<Bytes>,
+    ) {
+        let Some(stored) = stored else {
+            return self.fetch_task(index, begun).await;
+        };
+        let Begun { in_flight, permits, deadline } = begun;
+        let mut cost = Cost { fetched_bytes: stored.len() as u64, ..Cost::default() };
+        let mut question = ChunkQuestion::new(&*self, index);
+        let result = match self.engine.verify(&mut question, stored, &mut cost).await {
+            Ok(pages) => {
+                cost.materialised_bytes = pages.bytes().len() as u64;
+                Ok(pages)
+            }
+            Err(error) => {
+                self.engine.outage.note(&error);
+                self.fetch(index, deadline, &mut cost).await
+            }
+        };
+        if result.is_ok() {
+            self.prefetched(purpose).note(self.map.chunk(index).range);
+        }
+        self.finish(index, in_flight, permits, result, cost).await;
+    }
+}

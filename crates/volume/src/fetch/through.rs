@@ -1,0 +1,103 @@
+//! Reads that are never cached: of objects that are local already, or cost nothing to compute again.
+//!
+//! Each read asks the source for its own bytes, under the same retry policy, and verifies them by the
+//! checksums of the map. Chunks that are stored compressed cannot be read in part; they are fetched
+//! and cached as any other.
+
+use std::sync::Arc;
+
+use burgeon_block::{BlockSource, ByteRange, Counters, ErrorKind, LocalFile, ObjectId, Result};
+use burgeon_image::Chunk;
+use bytes::Bytes;
+use tokio::time::Instant;
+
+use super::{in_flight::Bill, read_object, retry::Question};
+use crate::{Volume, verify::check_blocks};
+
+impl<S, F> Volume<S, F>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+{
+    /// Reads `piece` of a chunk straight into `buf`.
+    pub(crate) async fn read_through(
+        self: &Arc<Self>,
+        index: u32,
+        piece: ByteRange,
+        buf: &mut [u8],
+        arrived: Instant,
+        counters: &Counters,
+    ) -> Result<()> {
+        let chunk = self.map.chunk(index);
+        let Some(range) = stored_piece(&chunk, piece) else {
+            buf.fill(0);
+            return check_blocks(&self.map, piece.start(), buf);
+        };
+        self.engine.outage.check(index.into())?;
+        let deadline = self.engine.outage.deadline(arrived);
+        let object = self.map.object(chunk.object);
+        let mut question = Piece { volume: self, index, piece, object, range, buf };
+        let mut bill = Bill::to(counters);
+        self.engine.ask(&mut question, deadline, bill.cost()).await
+    }
+
+    /// The same for sources that answer without waiting; `false` if this one does not, or if its bytes
+    /// are wrong.
+    pub(crate) fn read_through_now(&self, index: u32, piece: ByteRange, buf: &mut [u8]) -> bool {
+        let chunk = self.map.chunk(index);
+        let Some(range) = stored_piece(&chunk, piece) else { return false };
+        let (data, padding) = buf.split_at_mut(range.len() as usize);
+        padding.fill(0);
+        let answer = self.source.read_now(self.map.object(chunk.object), range, data);
+        matches!(answer, Some(Ok(()))) && check_blocks(&self.map, piece.start(), buf).is_ok()
+    }
+}
+
+/// Where the bytes of `piece` of a chunk stored raw lie in its object; shorter than `piece` where
+/// the padding of the last block is not stored, `None` where nothing is.
+fn stored_piece(chunk: &Chunk, piece: ByteRange) -> Option<ByteRange> {
+    let start = chunk.stored.start() + (piece.start() - chunk.range.start());
+    ByteRange::at(start, piece.len())?.intersect(chunk.stored)
+}
+
+/// The question for a piece of a chunk, and the buffer for it.
+struct Piece<'a, S, F> {
+    volume: &'a Volume<S, F>,
+    index: u32,
+    piece: ByteRange,
+    object: &'a ObjectId,
+    range: ByteRange,
+    buf: &'a mut [u8],
+}
+
+impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for Piece<'_, S, F> {
+    type Answer = Bytes;
+    type Verified = ();
+
+    fn key(&self) -> Option<u64> {
+        Some(self.index.into())
+    }
+
+    fn name(&self) -> String {
+        format!("{} of {}", self.range, self.object)
+    }
+
+    fn len_asked(&self) -> u64 {
+        self.range.len()
+    }
+
+    async fn ask(&mut self) -> Result<Bytes> {
+        read_object(&self.volume.source, self.object, self.range).await
+    }
+
+    async fn verify(&mut self, bytes: Bytes) -> Result<()> {
+        let (data, padding) = self.buf.split_at_mut(bytes.len());
+        data.copy_from_slice(&bytes);
+        padding.fill(0);
+        let checked = check_blocks(&self.volume.map, self.piece.start(), self.buf);
+        if checked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
+            self.volume.source.refuted(self.object, self.range);
+        }
+        checked
+    }
+}
