@@ -1,11 +1,11 @@
-//! What a mount may fetch, whoever asks for it: its readers, its profile, what is pinned, fill.
+//! The fetch limit of a mount: for its readers, its profile, its pins and its fill together.
 
 use std::{ops::Deref, sync::Arc};
 
 use burgeon_block::Counters;
 
-/// The bytes that one mount may fetch. A limit is looked at before each fetch, so what is under
-/// way then comes on top.
+/// The bytes that one mount may fetch. The limit is checked before each fetch, so fetches in flight
+/// come on top.
 pub struct Budget {
     counters: Box<dyn Deref<Target = Counters> + Send + Sync>,
     limit: u64,
@@ -33,7 +33,7 @@ impl Budget {
         spent(&self.counters)
     }
 
-    /// Counts what no reader was charged for.
+    /// Charges bytes of a fetch that no reader was charged for.
     pub(crate) fn charge(&self, bytes: u64) {
         self.counters.background_bytes.add(bytes);
     }

@@ -18,13 +18,13 @@ use crate::{
 ///          superblock  superblock  superblock   lazy data             zeros         mapped content
 /// ```
 ///
-/// A mount may have a limit to what it fetches: beyond it only what is local is answered. A limit
-/// is looked at before a fetch, so what is under way then (at most
-/// [`crate::FETCHES_MAX`] chunks, one request of a profile and one of each reader) comes on top.
+/// A mount may have a fetch limit: beyond it only local bytes are served. The limit is checked before
+/// a fetch, so fetches in flight come on top: at most [`crate::FETCHES_MAX`] chunks, one request of a
+/// profile and one of each reader.
 ///
-/// `C` is where this mount counts: an `Arc<Counters>`, or memory shared with another process.
-/// What is fetched and what was wrong is counted here; hits, misses, failed reads and latencies
-/// are for the frontend, which sees whole requests.
+/// `C` holds this mount's counters: an `Arc<Counters>`, or memory shared with another process. The
+/// device counts fetches and wrong bytes; the frontend, which sees whole requests, counts hits, misses,
+/// failed reads and latencies.
 pub struct LazyDevice<S, F, C = Arc<Counters>> {
     volume: Arc<Volume<S, F>>,
     counters: C,
@@ -42,7 +42,7 @@ struct Area<S, F> {
     area: Arc<VirtualArea<S, F, FileLog>>,
 }
 
-/// What lies at an address of the device.
+/// The kind of content at an address of the device.
 enum Part {
     Lazy,
     Virtual,
@@ -106,8 +106,8 @@ where
         Ok(self)
     }
 
-    /// The same with a limit to what this mount fetches, for readers and for nobody in particular,
-    /// in bytes as the sources send them, over all its life ([`Counters::fetched_bytes`] and
+    /// The same with a limit to the bytes that this mount fetches, for readers and in the background,
+    /// as the sources send them, over all its life ([`Counters::fetched_bytes`] and
     /// [`Counters::background_bytes`]).
     pub fn with_fetch_limit(mut self, bytes: u64) -> Self {
         self.budget = Budget::new(self.counters.clone(), bytes);
@@ -158,8 +158,8 @@ where
         self.volume.prefetch_profile(ranges, Some(Arc::clone(&self.budget)))
     }
 
-    /// Starts to fetch what lies at `ranges` of the device and can be cached: a fill for each image
-    /// that they are of. Computed bytes and local files need none. Must be called within a runtime.
+    /// Starts to fetch the cacheable content at `ranges` of the device: a fill for each image that has
+    /// some of it. Computed bytes and local files need none. Must be called within a runtime.
     pub async fn fill_ranges(&self, ranges: &[ByteRange]) -> Result<Vec<Fill>> {
         let mut parts = Vec::<(Arc<_>, Vec<ByteRange>)>::new();
         let mut add = |volume: Arc<Volume<S, F>>, range| match parts
@@ -193,7 +193,7 @@ where
         &self.volume
     }
 
-    /// What this mount has counted.
+    /// This mount's counters.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -207,7 +207,7 @@ where
             })
     }
 
-    /// What lies at `at`, and how far that goes within `range`.
+    /// The kind of content at `at`, and the part of `range` that it fills.
     fn part(&self, at: u64, range: ByteRange) -> (Part, ByteRange) {
         let data = self.volume.map().data_range();
         let mut end = range.end();
@@ -237,7 +237,7 @@ where
         (kind, ByteRange::new(at, end).unwrap_or(range))
     }
 
-    /// Fills `out`, which holds `piece`, with what is here; `false` if it has to be fetched.
+    /// Fills `out`, which holds `piece`, from local bytes; `false` if it has to be fetched.
     fn fill_now(&self, kind: &Part, piece: ByteRange, out: &mut [u8]) -> Result<bool> {
         let served = match (kind, &self.area) {
             (Part::Lazy, _) => {

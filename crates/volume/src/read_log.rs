@@ -1,4 +1,4 @@
-//! What a mount reads, in order of first use, while somebody records it.
+//! The reads of a mount, in order of first use, while a user records them.
 
 use std::sync::{
     Mutex, MutexGuard, PoisonError,
@@ -9,21 +9,21 @@ use burgeon_block::{ByteRange, RangeSet};
 use burgeon_image::READS_MAX;
 
 /// A recorder of reads. While it is off, a read costs one load. While it is on, each takes a lock and
-/// may allocate, at most for [`READS_MAX`] ranges: what a user who records has asked for.
+/// may allocate, at most for [`READS_MAX`] ranges: the user has asked for that.
 #[derive(Default)]
 pub(crate) struct ReadLog {
     on: AtomicBool,
     recording: Mutex<Recording>,
 }
 
-/// What was read while it was recorded.
+/// The reads of a recording.
 #[derive(Default, Debug)]
 pub struct Recording {
     /// Lazy addresses in order of first use; none is there twice.
     pub reads: Vec<ByteRange>,
     /// Whether there was more than [`READS_MAX`] ranges.
     pub cut_short: bool,
-    seen: RangeSet,
+    known: RangeSet,
 }
 
 impl ReadLog {
@@ -37,7 +37,7 @@ impl ReadLog {
         self.on.store(true, Relaxed);
     }
 
-    /// Ends, and gives what was read.
+    /// Ends, and returns the reads.
     pub(crate) fn finish(&self) -> Recording {
         self.on.store(false, Relaxed);
         std::mem::take(&mut *self.recording())
@@ -54,10 +54,10 @@ impl ReadLog {
 impl Recording {
     fn add(&mut self, range: ByteRange) {
         if self.cut_short {
-            // What was seen has a bound, too.
+            // The set of known ranges is bounded, too.
             return;
         }
-        for new in self.seen.insert(range) {
+        for new in self.known.insert(range) {
             if let Some(last) = self.reads.last_mut()
                 && last.end() == new.start()
                 && let Some(longer) = ByteRange::new(last.start(), new.end())
@@ -87,7 +87,7 @@ mod tests {
         (0..many).for_each(|n| log.note(every_other(n)));
         let recording = log.finish();
         assert!(recording.cut_short && recording.reads.len() == READS_MAX);
-        let remembered = |n| recording.seen.clone().insert(every_other(n)).is_empty();
-        assert!(remembered(0) && !remembered(many - 1), "what was seen grows on");
+        let remembered = |n| recording.known.clone().insert(every_other(n)).is_empty();
+        assert!(remembered(0) && !remembered(many - 1), "the set grows on");
     }
 }

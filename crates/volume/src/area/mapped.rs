@@ -1,7 +1,7 @@
 //! The map of an area, and the recorded checksums of mapped files. Both lie on a disk and may be lost:
 //! then every read is an error, until they can be used.
 //!
-//! Invariant: what was opened once stays, so a lookup waits for nobody.
+//! Invariant: opened files stay open, so a lookup waits for nobody (`tests/area.rs`).
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -18,7 +18,7 @@ pub(super) struct Mapped<F, L> {
 
 type Open<F, L> = Box<dyn Fn() -> Result<Mapped<F, L>> + Send + Sync>;
 
-/// The same, as soon as it can be used.
+/// Both files, as soon as they can be used.
 pub(super) struct MappedSlot<F, L> {
     size: u64,
     mapped: OnceLock<Mapped<F, L>>,
@@ -29,7 +29,7 @@ pub(super) struct MappedSlot<F, L> {
 }
 
 impl<F, L: LogFile> MappedSlot<F, L> {
-    /// Of an area of `size` bytes; what cannot be opened now is tried again by [`Self::refresh`].
+    /// The files of an area of `size` bytes; if they cannot be opened now, [`Self::refresh`] tries again.
     pub(super) fn open(size: u64, open: Open<F, L>) -> Self {
         let slot = Self {
             size,
@@ -42,7 +42,7 @@ impl<F, L: LogFile> MappedSlot<F, L> {
         slot
     }
 
-    /// Of what is open.
+    /// Files that are open.
     pub(super) fn of(mapped: Mapped<F, L>) -> Self {
         Self {
             size: mapped.map.size(),
@@ -94,7 +94,7 @@ impl<F, L: LogFile> MappedSlot<F, L> {
     pub(super) fn map(&self) -> Result<&ExtentMap<L>> {
         self.mapped.get().map(|mapped| &mapped.map).ok_or_else(|| {
             let why = self.problem().unwrap_or_default();
-            Error::new(ErrorKind::Corrupt, format!("nothing that is mapped can be read: {why}"))
+            Error::new(ErrorKind::Corrupt, format!("mapped content cannot be read: {why}"))
         })
     }
 
@@ -103,7 +103,7 @@ impl<F, L: LogFile> MappedSlot<F, L> {
         self.map().inspect_err(|_| self.lost_reads.add(1))
     }
 
-    /// Sees what was mapped meanwhile, and a map that can be used again.
+    /// Sees new mappings, and a map that can be used again.
     pub(super) fn refresh(&self) -> Result<()> {
         if self.mapped.get().is_none() {
             self.try_open();

@@ -56,7 +56,7 @@ type Images<S, F> = HashMap<Digest, Arc<Volume<S, F>>>;
 
 /// The lazy blocks of one mount to which content is mapped while it runs.
 ///
-/// `L` is what the map lies in. Each read brings the mount's [`Counters`], as for [`Volume`].
+/// `L` is the file type of the map. Each read brings the mount's [`Counters`], as for [`Volume`].
 pub struct VirtualArea<S, F, L = FileLog> {
     mapped: MappedSlot<F, L>,
     source: S,
@@ -175,8 +175,8 @@ where
         self.mapped.size()
     }
 
-    /// Sees what was mapped meanwhile, a map that can be used again, and what may be known by now of
-    /// images whose sources have failed.
+    /// Sees new mappings, and a map that can be used again; forgets images whose sources have failed, so
+    /// that they are looked for anew.
     pub fn refresh(&self) -> Result<()> {
         let mut images = self.images.write().unwrap_or_else(PoisonError::into_inner);
         images.retain(|_, volume| volume.status().last_source_error.is_none());
@@ -189,7 +189,7 @@ where
         self.mapped.get().map_or(Ok(()), |mapped| mapped.recorded.sync())
     }
 
-    /// How the area is.
+    /// The area's health.
     pub fn status(&self) -> AreaStatus {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         AreaStatus {
@@ -276,8 +276,8 @@ where
         Ok(())
     }
 
-    /// Of `range`, what is of images: their volumes, and the ranges of their lazy addresses. What is
-    /// not mapped, or of something else, is left out.
+    /// The parts of `range` that are content of images: their volumes, and the ranges of their lazy
+    /// addresses. Other content and unmapped addresses are left out.
     pub(crate) async fn of_images(&self, range: ByteRange) -> Result<Ranges<S, F>> {
         let (mut found, mut at) = (Vec::new(), range.start());
         while at < range.end() {
