@@ -109,6 +109,11 @@ impl<F: LocalFile> RecordedChecksums<F> {
     pub(crate) fn sync(&self) -> Result<()> {
         self.file.sync()
     }
+
+    #[cfg(test)]
+    pub(crate) fn file(&self) -> &F {
+        &self.file
+    }
 }
 
 fn local(error: Error) -> Error {

@@ -115,3 +115,85 @@ pub(crate) fn check_blocks(map: &AddressMap, start: u64, bytes: &[u8]) -> Result
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, atomic::Ordering::Relaxed};
+
+    use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, Digest, ObjectId};
+    use burgeon_btrfs::Tree;
+    use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest};
+
+    use super::{Checksums, Mismatch, check_blocks};
+    use crate::{recorded::RecordedChecksums, residency::memory::Memory};
+
+    const BLOCKS: usize = 4;
+    const BLOCK: usize = BLOCK_SIZE as usize;
+
+    /// The bytes of four blocks, each of which differs from the others.
+    fn bytes() -> Vec<u8> {
+        (0..BLOCKS).flat_map(|block| vec![block as u8 + 1; BLOCK]).collect()
+    }
+
+    fn map() -> Arc<AddressMap> {
+        let (bytes, kind) = (bytes(), ChecksumKind::Crc32c);
+        let sums = bytes.chunks(BLOCK).flat_map(|block| (kind.of(block) as u32).to_le_bytes());
+        let chunk = ChunkEntry {
+            blocks: BLOCKS as u8,
+            object: 0,
+            stored: ByteRange::at(0, bytes.len() as u64).unwrap(),
+            codec: Codec::Raw,
+            digest: Digest::of(&bytes),
+        };
+        let manifest = Manifest {
+            tree: Tree::default(),
+            checksum: kind,
+            chunks: vec![chunk],
+            objects: vec![ObjectId::new("packs/test").unwrap()],
+            block_checksums: sums.collect(),
+        };
+        Arc::new(AddressMap::from_manifest(&manifest).unwrap())
+    }
+
+    /// The blocks that are not good, when `bytes` are taken for those from `first` on.
+    fn not_good(checksums: &Checksums<Memory>, first: u64, bytes: &[u8]) -> Vec<(u64, Mismatch)> {
+        let mut found = Vec::new();
+        let good = checksums
+            .verify(first * BLOCK_SIZE, bytes, |block, why| found.push((block, why)))
+            .unwrap();
+        assert_eq!(good, found.is_empty());
+        found
+    }
+
+    #[test]
+    fn each_block_is_held_to_its_own_checksum_of_the_map() {
+        let (map, mut bytes) = (map(), bytes());
+        let checksums = Checksums::<Memory>::new(&map, None);
+        assert_eq!(not_good(&checksums, 0, &bytes), []);
+        assert_eq!(not_good(&checksums, 2, &bytes[2 * BLOCK..]), []);
+        assert_eq!(not_good(&checksums, 1, &bytes[..BLOCK]), [(1, Mismatch::Wrong)]);
+        bytes[3 * BLOCK + 9] ^= 1;
+        assert_eq!(not_good(&checksums, 1, &bytes[BLOCK..]), [(3, Mismatch::Wrong)]);
+        assert!(check_blocks(&map, map.data_range().start(), &bytes).is_err());
+    }
+
+    #[test]
+    fn recorded_checksums_tell_wrong_blocks_from_unknown_ones() {
+        let file = RecordedChecksums::new(Memory::new(8 * BLOCKS as u64), 77);
+        let (checksums, mut bytes) = (Checksums::Recorded(file), bytes());
+        checksums.record(BLOCK_SIZE, &bytes[BLOCK..3 * BLOCK]).unwrap();
+        bytes[2 * BLOCK] ^= 1;
+        let expected =
+            [(0, Mismatch::NotRecorded), (2, Mismatch::Wrong), (3, Mismatch::NotRecorded)];
+        assert_eq!(not_good(&checksums, 0, &bytes), expected);
+        let Checksums::Recorded(recorded) = &checksums else { panic!() };
+        recorded.file().fails.store(true, Relaxed);
+        assert!(checksums.verify(0, &bytes, |_, _| {}).is_err(), "it cannot be said");
+    }
+
+    #[test]
+    fn without_any_checksum_nothing_is_good() {
+        let checksums = Checksums::<Memory>::Nowhere;
+        assert!(!checksums.verify(0, &bytes(), |_, _| {}).unwrap());
+    }
+}

@@ -232,3 +232,123 @@ pub(crate) fn check_len(object: &ObjectId, range: ByteRange, bytes: &Bytes) -> R
     let message = format!("{object} gave {} bytes for {range}", bytes.len());
     Err(Error::new(ErrorKind::Corrupt, message))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use burgeon_block::{Error, ErrorKind, Pages};
+    use tokio::time::Instant;
+
+    use super::{
+        Begun, FetchEngine, Joined,
+        in_flight::{Cost, Fetched},
+    };
+    use crate::{Limits, SharedPermits};
+
+    /// An engine with permits for `fetches` fetches, and the fetches that it has begun.
+    struct Setup {
+        engine: FetchEngine,
+        begun: Mutex<Vec<Begun>>,
+        limits: Limits,
+    }
+
+    impl Setup {
+        fn new(fetches: usize) -> Self {
+            let shared = SharedPermits::new(fetches, fetches);
+            let limits = Limits { shared, ..Limits::default() };
+            Self { engine: FetchEngine::new(&limits), begun: Mutex::default(), limits }
+        }
+
+        fn start(&self, begun: Begun) {
+            self.begun.lock().unwrap().push(begun);
+        }
+
+        fn begun(&self) -> usize {
+            self.begun.lock().unwrap().len()
+        }
+
+        fn now(&self, key: u64, resident: Option<u8>) -> burgeon_block::Result<Joined<u8>> {
+            let deadline = self.engine.outage.deadline(Instant::now());
+            let start = |begun| self.start(begun);
+            self.engine.join_or_start(key, None, deadline, || resident, start)
+        }
+
+        async fn patiently(&self, key: u64) -> burgeon_block::Result<Joined<u8>> {
+            let start = |begun| self.start(begun);
+            self.engine.join_or_start_patiently(key, Instant::now(), || None, start).await
+        }
+
+        /// Ends the fetch that was begun last.
+        fn end(&self) {
+            let Begun { in_flight, permits, .. } = self.begun.lock().unwrap().pop().unwrap();
+            let unclaimed = self.engine.unclaimed.clone();
+            let pages = Ok(Pages::zeroed(4096).unwrap());
+            let fetched = Fetched::new(pages, Cost::default(), unclaimed, permits);
+            in_flight.publish(fetched.into());
+            in_flight.end(true);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_second_wish_joins_the_first_and_resident_bytes_start_nothing() {
+        let setup = Setup::new(4);
+        assert!(matches!(setup.now(1, Some(9)), Ok(Joined::Resident(9))));
+        let Ok(Joined::InFlight(mut first)) = setup.now(1, None) else { panic!("not started") };
+        // In flight comes before resident: its bytes are newer.
+        let Ok(Joined::InFlight(mut second)) = setup.now(1, Some(9)) else { panic!("not joined") };
+        assert_eq!((setup.begun(), setup.engine.in_flight()), (1, 1));
+        setup.end();
+        for waiter in [&mut first, &mut second] {
+            assert_eq!(waiter.fetched().await.unwrap().bytes().unwrap().len(), 4096);
+        }
+        assert!(first.ended().await);
+        assert_eq!(setup.engine.in_flight(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn without_a_permit_a_patient_reader_waits_and_another_does_not() {
+        let setup = Setup::new(1);
+        let Ok(Joined::InFlight(_)) = setup.now(1, None) else { panic!("not started") };
+        assert!(matches!(setup.now(2, None), Ok(Joined::NoPermit)));
+        let start = Instant::now();
+        let error = setup.patiently(2).await.err().expect("there is no permit");
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert_eq!(start.elapsed(), setup.limits.deadline);
+        let ends = async {
+            tokio::time::sleep(setup.limits.deadline / 2).await;
+            setup.end();
+        };
+        let (joined, ()) = tokio::join!(setup.patiently(2), ends);
+        assert!(matches!(joined, Ok(Joined::InFlight(_))));
+        assert_eq!(setup.begun(), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn after_a_give_up_readers_are_refused_for_a_moment_and_background_work_is_not() {
+        let setup = Setup::new(4);
+        let away = Error::new(ErrorKind::Unavailable, "away");
+        setup.engine.outage.gave_up(Some(1), &away, true);
+        assert_eq!(setup.now(1, None).err().map(|error| error.kind()), Some(away.kind()));
+        assert!(matches!(setup.now(2, None), Ok(Joined::InFlight(_))));
+        let permits = setup.engine.try_background_permits(None).unwrap();
+        let begun = setup.engine.begin_new(1, permits, || None::<u8>);
+        assert!(begun.is_some(), "background work may ask");
+        drop(begun);
+        tokio::time::sleep(setup.limits.given_up_for).await;
+        assert!(matches!(setup.now(1, None), Ok(Joined::InFlight(_))));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn background_work_joins_without_a_permit_and_leaves_some_to_readers() {
+        let setup = Setup::new(1);
+        let Ok(Joined::InFlight(_)) = setup.now(1, None) else { panic!("not started") };
+        let start = |begun| setup.start(begun);
+        let background = &setup.engine;
+        let joined = background.join_or_start_in_background(1, None, || None::<u8>, start).await;
+        assert!(matches!(joined, Joined::InFlight(_)));
+        assert_eq!(setup.begun(), 1);
+        assert!(background.try_background_permits(None).is_none());
+        assert!(background.background_permits.try_take().is_some(), "it was given back");
+    }
+}

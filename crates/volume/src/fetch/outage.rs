@@ -167,3 +167,48 @@ impl State {
         Some(line)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burgeon_block::{Error, ErrorKind};
+    use tokio::time::{Instant, sleep};
+
+    use super::{GIVEN_UP_MAX, Outage};
+    use crate::Limits;
+
+    fn away() -> Error {
+        Error::new(ErrorKind::Unavailable, "away")
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_deadline_moves_with_good_bytes_only() {
+        let limits = Limits::default();
+        let outage = Outage::new(&limits);
+        let arrived = Instant::now();
+        sleep(limits.deadline / 2).await;
+        outage.note(&away());
+        assert_eq!(outage.deadline(arrived), arrived + limits.deadline);
+        outage.good();
+        assert_eq!(outage.deadline(arrived), Instant::now() + limits.deadline);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn give_ups_are_bounded_and_forgotten_with_good_bytes() {
+        let limits = Limits::default();
+        let outage = Outage::new(&limits);
+        for key in 0..2 * GIVEN_UP_MAX as u64 {
+            outage.gave_up(Some(key), &away(), true);
+        }
+        assert_eq!(outage.state().given_up.len(), GIVEN_UP_MAX);
+        outage.check(0).unwrap_err();
+        sleep(limits.given_up_for).await;
+        outage.check(0).unwrap();
+        outage.gave_up(Some(3), &away(), true);
+        assert_eq!(outage.state().given_up.len(), 1, "old ones make room");
+        outage.good();
+        outage.check(3).unwrap();
+        outage.gave_up(Some(4), &away(), false);
+        outage.gave_up(None, &away(), true);
+        outage.check(4).unwrap();
+    }
+}

@@ -21,6 +21,8 @@
 
 mod direct;
 mod gate;
+#[cfg(test)]
+pub(crate) mod memory;
 pub(crate) mod presence;
 
 use std::ops::Range;
@@ -169,72 +171,21 @@ fn blocks(offset: u64, len: u64) -> Range<u64> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{
-        Mutex,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    };
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-    use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, LocalFile, Result};
+    use burgeon_block::{BLOCK_SIZE, ByteRange, Result};
 
-    use super::Residency;
+    use super::{Residency, memory::Memory};
     use crate::Limits;
 
     const LEN: u64 = 16 * BLOCK_SIZE;
-
-    /// A file in memory that can be told to fail.
-    struct Memory {
-        bytes: Mutex<Vec<u8>>,
-        data: Vec<ByteRange>,
-        fails: AtomicBool,
-    }
-
-    impl Memory {
-        fn new() -> Self {
-            let bytes = Mutex::new(vec![0; LEN as usize]);
-            Self { bytes, data: Vec::new(), fails: AtomicBool::new(false) }
-        }
-
-        fn on(&self) -> Result<()> {
-            match self.fails.load(Relaxed) {
-                true => Err(Error::new(ErrorKind::LocalIo, "told to fail")),
-                false => Ok(()),
-            }
-        }
-    }
-
-    impl LocalFile for Memory {
-        fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-            self.on()?;
-            buf.copy_from_slice(&self.bytes.lock().unwrap()[offset as usize..][..buf.len()]);
-            Ok(())
-        }
-
-        fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()> {
-            self.on()?;
-            self.bytes.lock().unwrap()[offset as usize..][..buf.len()].copy_from_slice(buf);
-            Ok(())
-        }
-
-        fn punch_hole(&self, _: ByteRange) -> Result<()> {
-            Ok(())
-        }
-
-        fn next_data(&self, offset: u64) -> Result<Option<ByteRange>> {
-            self.on()?;
-            Ok(self.data.iter().find(|range| range.end() > offset).copied())
-        }
-
-        fn sync(&self) -> Result<()> {
-            Ok(())
-        }
-    }
 
     fn range(first: u64, blocks: u64) -> ByteRange {
         ByteRange::at(first * BLOCK_SIZE, blocks * BLOCK_SIZE).unwrap()
     }
 
     fn residency() -> Residency<Memory> {
-        Residency::open(Memory::new(), LEN, &Limits::default())
+        Residency::open(Memory::new(LEN), LEN, &Limits::default())
     }
 
     impl Residency<Memory> {
@@ -292,12 +243,12 @@ mod tests {
 
     #[test]
     fn a_file_that_is_opened_again_is_found_where_it_has_no_holes() {
-        let mut file = Memory::new();
+        let mut file = Memory::new(LEN);
         file.data = vec![range(1, 2), range(5, 1)];
         let residency = Residency::open(file, LEN, &Limits::default());
         assert_eq!(residency.resident_bytes(), 3 * BLOCK_SIZE);
         assert!(residency.found(1, 2) && residency.found(5, 1));
-        let mut file = Memory::new();
+        let mut file = Memory::new(LEN);
         file.fails = AtomicBool::new(true);
         let residency = Residency::open(file, LEN, &Limits::default());
         assert_eq!((residency.resident_bytes(), residency.read_errors.get()), (0, 1));
@@ -305,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_closed_residency_keeps_nothing() {
-        let mut file = Memory::new();
+        let mut file = Memory::new(LEN);
         file.data = vec![range(0, 16)];
         let residency = Residency::closed(file, LEN, &Limits::default());
         assert!(!residency.found(0, 1) && !residency.may_admit());
