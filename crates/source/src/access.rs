@@ -54,8 +54,28 @@ impl Access {
     /// Docker, Podman or their helpers keep for this user. Waits for a helper. What keeps credentials
     /// from being found is told where a login fails for the lack of them.
     pub fn for_registry(&self, name: &Name) -> Result<Self> {
-        let entry = match registry::find_credentials(name, self).unwrap_or_default() {
-            None => return Ok(Self::default()),
+        Ok(Self::to_open(name, registry::find_credentials(name, self).unwrap_or_default()))
+    }
+
+    /// Of what is known, what it takes to use the registry of `name`.
+    pub fn given_for_registry(&self, name: &Name) -> Self {
+        Self::to_open(name, registry::given_credentials(name, self).unwrap_or_default())
+    }
+
+    /// What Docker, Podman or their helpers keep for this user, to use the registry of `name`, and
+    /// nothing else. Waits for a helper. Without any, an error says what is wrong with those that are
+    /// known, or with the files of others.
+    pub fn kept_for_registry(&self, name: &Name) -> Result<Self> {
+        match registry::look_up_credentials(name)? {
+            None => registry::given_credentials(name, self).map(|_| Self::default()),
+            kept => Ok(Self::to_open(name, kept)),
+        }
+    }
+
+    /// A login at one registry.
+    fn to_open(name: &Name, credentials: Option<DockerCredential>) -> Self {
+        let entry = match credentials {
+            None => return Self::default(),
             Some(DockerCredential::UsernamePassword(user, password)) => {
                 serde_json::json!({ "username": user, "password": password })
             }
@@ -64,7 +84,7 @@ impl Access {
             }
         };
         let config = serde_json::json!({ "auths": { name.registry(): entry } });
-        Ok(Self([(REGISTRIES.to_owned(), config.to_string())].into()))
+        Self([(REGISTRIES.to_owned(), config.to_string())].into())
     }
 
     /// What is known of registries: Docker's `config.json`.

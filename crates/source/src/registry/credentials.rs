@@ -5,6 +5,7 @@
 //!   command: DOCKER_AUTH_CONFIG, config.json, helper, auth.json ──► Access: for one registry
 //!   daemon:  what came with the request; refused, or nothing: the same places, as its own
 //!            environment has them
+//!   process in a sandbox: what came with the request; then what another process answers
 //! ```
 //! A file that is damaged and a helper that is missing are no reason to fail where no login is needed:
 //! who asks for credentials hears of them, and decides.
@@ -14,6 +15,7 @@ use std::{
     fs::File,
     io::Read,
     path::{Path, PathBuf},
+    sync::OnceLock,
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -30,8 +32,19 @@ const CONFIG_MAX: u64 = 1 << 20;
 /// `None` where there are no credentials, which is no failure.
 type Found = std::result::Result<Option<DockerCredential>, String>;
 
+/// Asks another process what opens a registry: settings that hold nothing else.
+pub type AskForCredentials = Box<dyn Fn(&Name) -> Result<Access> + Send + Sync>;
+
+static ASK: OnceLock<AskForCredentials> = OnceLock::new();
+
+/// Lets `ask` find credentials from now on, in a process that can open none of the files that hold
+/// them. The first call counts.
+pub fn ask_for_credentials_by(ask: AskForCredentials) {
+    let _ = ASK.set(ask);
+}
+
 /// What `access` holds for the registry of `name`.
-pub(super) fn given(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
+pub(crate) fn given(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
     let Some(config) = access.registries() else { return Ok(None) };
     let registry = name.registry();
     understood(registry, configured(config.as_bytes(), registry))
@@ -44,7 +57,10 @@ pub(super) async fn own(name: &Name) -> Result<Option<DockerCredential>> {
 }
 
 /// What this process's environment has for the registry of `name`; waits for a helper.
-fn look_up(name: &Name) -> Result<Option<DockerCredential>> {
+pub(crate) fn look_up(name: &Name) -> Result<Option<DockerCredential>> {
+    if let Some(ask) = ASK.get() {
+        return given(name, &ask(name)?);
+    }
     let registry = name.registry();
     understood(registry, search(registry))
 }
