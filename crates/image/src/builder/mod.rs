@@ -31,6 +31,7 @@ use std::{
 use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectStore, Result};
 use burgeon_btrfs::{Body, check_tree};
 use rustix::fs::StatVfsMountFlags;
+use serde::{Deserialize, Serialize};
 
 pub use self::xattrs::{Xattrs, of_link as xattrs_of};
 pub use self::{
@@ -115,7 +116,7 @@ pub struct Progress {
 pub type OnProgress<'a> = &'a (dyn Fn(&Progress) + Sync);
 
 /// What a build made.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
     /// The image, as the store names it now.
     pub image: ImageRecord,
@@ -148,7 +149,7 @@ impl Report {
 /// What the mount allows that a tree was read from. Whoever can mount a file system of his own making
 /// here, over FUSE or from a stick, decides what it says of owners and modes, so such mounts are
 /// `nosuid,nodev`; an image of what lies there is worth no more.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Honours {
     /// Programs run with the rights that their files give: set-user-ID, set-group-ID, capabilities.
     pub suid: bool,

@@ -17,11 +17,12 @@
 //! their content, so what was once true of one stays true.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs::{self, File},
     io::{self, Read, Write},
     os::unix::fs::{DirBuilderExt, OpenOptionsExt},
     path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use burgeon_block::{Digest, Error, Result};
@@ -41,6 +42,8 @@ const REFERENCES_MAX: usize = 100;
 pub struct Provenance {
     folder: PathBuf,
     store: String,
+    /// What a process in a sandbox would have written.
+    notes: Option<Arc<Mutex<BTreeMap<Digest, ImageProvenance>>>>,
 }
 
 /// What this host knows of one image.
@@ -77,11 +80,43 @@ impl ImageProvenance {
 impl Provenance {
     /// The records in `folder`, which need not be there yet, for the user of the store `store`.
     pub fn new(folder: PathBuf, store: impl Into<String>) -> Self {
-        Self { folder, store: store.into() }
+        Self { folder, store: store.into(), notes: None }
+    }
+
+    /// The same records for a process that may not write them: it keeps what it would have written,
+    /// for another one to [`Self::adopt`].
+    pub fn noting(self) -> Self {
+        Self { notes: Some(Arc::default()), ..self }
+    }
+
+    /// What would have been written of `manifest`.
+    pub fn noted(&self, manifest: &Digest) -> Option<ImageProvenance> {
+        let notes = self.notes.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
+        notes.get(manifest).cloned()
+    }
+
+    /// Writes what a process in a sandbox has `noted` of `manifest`, which it has made: that it was made
+    /// here, the name `built_as` and reserved names that `may_be` allows. All else that it says is
+    /// ignored.
+    pub fn adopt(
+        &self,
+        manifest: &Digest,
+        noted: ImageProvenance,
+        built_as: Option<&str>,
+        may_be: impl Fn(&str) -> bool,
+    ) -> Result<()> {
+        self.update(manifest, |known| {
+            known.made_here |= noted.made_here;
+            known.built_as.extend(noted.built_as.into_iter().filter(|n| built_as == Some(n)));
+            known.stands_for.extend(noted.stands_for.into_iter().filter(|name| may_be(name)));
+        })
     }
 
     /// What is known of `manifest`.
     pub fn of(&self, manifest: &Digest) -> ImageProvenance {
+        if let Some(noted) = self.noted(manifest) {
+            return noted;
+        }
         let read = || -> Option<ImageProvenance> {
             let path = self.folder.join(manifest.to_string());
             let mut text = Vec::new();
@@ -133,6 +168,12 @@ impl Provenance {
         manifest: &Digest,
         change: impl FnOnce(&mut ImageProvenance),
     ) -> Result<()> {
+        if let Some(notes) = &self.notes {
+            let mut known = self.of(manifest);
+            change(&mut known);
+            notes.lock().unwrap_or_else(PoisonError::into_inner).insert(*manifest, known);
+            return Ok(());
+        }
         let store = self.store.clone();
         self.write(manifest, |known| {
             known.stores.insert(store);
@@ -238,6 +279,31 @@ mod tests {
         fs::write(folder.path().join("provenance/new"), "x").unwrap();
         provenance.update(&image, |known| known.verified = true).unwrap();
         assert!(provenance.of(&image).verified && !provenance.of(&image).made_here);
+    }
+
+    /// It may be under an attacker's control by then.
+    #[test]
+    fn a_process_in_a_sandbox_writes_nothing_and_vouches_only_for_what_it_was_asked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let provenance = Provenance::new(folder.path().join("provenance"), "/store");
+        let noting = provenance.clone().noting();
+        let image = Digest::of(b"image");
+        let note = |known: &mut ImageProvenance| {
+            known.made_here = true;
+            known.verified = true;
+            known.built_as.extend(["app".to_owned(), "other".to_owned()]);
+            known.stands_for.extend(["sha256:app".to_owned(), "sha256:other".to_owned()]);
+            known.references.insert("oci://r.example/other:1".to_owned());
+        };
+        noting.update(&image, note).unwrap();
+        assert!(noting.of(&image).made_here, "what was noted is known there");
+        assert_eq!(provenance.all().unwrap().len(), 0);
+        let noted = noting.noted(&image).unwrap();
+        provenance.adopt(&image, noted, Some("app"), |name| name == "sha256:app").unwrap();
+        let known = provenance.of(&image);
+        assert!(known.made_here && !known.verified && known.references.is_empty());
+        assert_eq!(Vec::from_iter(known.built_as), ["app"]);
+        assert_eq!(Vec::from_iter(known.stands_for), ["sha256:app"]);
     }
 
     #[test]
