@@ -29,7 +29,7 @@ pub use counters::{Counter, Counters, Histogram, HistogramSnapshot};
 pub use device::{BlockDevice, Erase, FileRange, Now, Shape, Verdict, WritableDevice, WriteCache};
 pub use digest::Digest;
 pub use error::{Error, ErrorKind, Result};
-pub use memory::MemoryMeter;
+pub use memory::{MemoryMeter, watch_bound};
 pub use object::{ObjectId, ObjectKind};
 pub use pages::Pages;
 pub use range::ByteRange;

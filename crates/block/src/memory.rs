@@ -12,7 +12,10 @@
 //! Invariants: `taken` never exceeds the bound, and content that was compressed to next to nothing
 //! promises next to nothing: 700 KB of zstd cannot claim four million files.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{
+    OnceLock,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use crate::{Error, ErrorKind, Result};
 
@@ -30,6 +33,31 @@ const PER_ENTRY: u64 = 512;
 const PER_NAME_BYTE: u64 = 4;
 /// Bytes of data for which a byte is promised: chunk tables and block checksums.
 const DATA_PER_BYTE: u64 = 256;
+
+/// Data in flight and a decoder's window, in bytes, besides what is counted: 192 MiB.
+const UNCOUNTED: u64 = 192 << 20;
+
+/// Told the bytes that a preparation may take in all.
+static WATCH: OnceLock<fn(u64)> = OnceLock::new();
+/// The highest bound that was told.
+static TOLD: AtomicU64 = AtomicU64::new(0);
+
+/// Tells `watch` how much memory a preparation may take in all, now and whenever that has grown by a
+/// sixteenth. The first call in a process counts.
+pub fn watch_bound(watch: fn(u64)) {
+    let _ = WATCH.set(watch);
+    tell(FIXED);
+}
+
+fn tell(bound: u64) {
+    let Some(watch) = WATCH.get() else { return };
+    let bound = bound.saturating_add(UNCOUNTED);
+    let told = TOLD.load(Relaxed);
+    // The meter counts for each entry of an archive; the limit is set now and then.
+    if bound > told + told / 16 && TOLD.fetch_max(bound, Relaxed) < bound {
+        watch(TOLD.load(Relaxed));
+    }
+}
 
 /// Counts the memory of one preparation. All of its readers share it.
 #[derive(Debug, Default)]
@@ -55,6 +83,7 @@ impl MemoryMeter {
     /// So many more bytes of the input have come, as they are stored.
     pub fn input(&self, bytes: u64) {
         add(&self.input, bytes);
+        tell(self.bound());
     }
 
     /// The content has so many more entries, whose names have so many bytes.
@@ -71,6 +100,7 @@ impl MemoryMeter {
     /// The content accounts for so many more bytes of memory.
     pub fn promise(&self, bytes: u64) {
         add(&self.promised, bytes);
+        tell(self.bound());
     }
 
     /// Takes so many bytes; `Invalid`, and nothing is taken, beyond the bound.

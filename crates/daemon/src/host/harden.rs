@@ -69,6 +69,12 @@ pub(crate) fn bound_memory(bytes: u64) {
     let _ = setrlimit(Resource::Data, Rlimit { current, maximum });
 }
 
+/// The same for a process that reads archives, layers and documents, as its readers find out what they
+/// hold.
+pub(crate) fn bound_memory_of_readers() {
+    burgeon_block::watch_bound(bound_memory);
+}
+
 /// A supervisor that has lost one of its threads would be there and leave its work undone: it ends,
 /// and the next one takes everything over.
 pub(crate) fn end_on_panic() {
