@@ -5,6 +5,7 @@
 use std::{
     collections::BTreeSet,
     fs,
+    net::{TcpListener, TcpStream},
     path::Path,
     process::{Child, Command, Stdio},
 };
@@ -65,36 +66,142 @@ fn a_process_that_prepares_an_image_of_a_remote_store_has_the_network_alone() {
 }
 
 #[test]
-fn a_command_that_reads_an_archive_can_do_nothing_else() {
+fn a_process_that_reads_for_a_command_can_do_nothing_else() {
     assert_eq!(allowed_in("reading"), names(&[]));
     assert_eq!(allowed_in("reading-remote"), names(&["connect"]));
 }
 
 /// The command as a user types it, with an archive that does not come.
 #[test]
-fn a_command_that_reads_an_archive_enters_its_sandbox() {
+fn a_command_that_reads_an_archive_does_so_in_a_sandbox() {
     let folder = tempfile::tempdir().unwrap();
-    let child = Command::new(env!("CARGO_BIN_EXE_burgeon"))
-        .args(["build", "-", "app", "--state-dir"])
-        .arg(folder.path().join("state"))
-        .stdin(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let child = Ended(child);
-    let pid = child.0.id();
-    let reads = format!("{} 0x0 ", libc::SYS_read);
-    let sleeps_in_read = || {
-        let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let state = folder.path().join("state");
+    let command = start(&["build", "-", "app"], &state);
+    let child = Reader::of(&command);
+    wait_until("it reads the archive", || child.is_in(libc::SYS_read));
+    child.assert_confined(&[]);
+    // Twice the 256 MiB that any archive may take, and stacks.
+    let limit = child.limit_of_data();
+    assert!((512 << 20..1 << 30).contains(&limit), "{limit}");
+}
+
+/// A registry or web server that accepts and says nothing.
+#[test]
+fn what_comes_from_elsewhere_is_read_in_a_sandbox() {
+    let folder = tempfile::tempdir().unwrap();
+    let (image, archive) = ("oci://ADDRESS/app:1", "http://ADDRESS/x.tar");
+    let store = folder.path().join("store");
+    let store = store.to_str().unwrap();
+    for (number, arguments) in [
+        &["build", image, "app"][..],
+        &["build", archive, "app"],
+        &["build", archive, "app", "--store", store],
+        &["build", archive, "app", "--store", "oci://ADDRESS/pushed"],
+        &["pull", image],
+        &["pull", "--eager", archive],
+        &["index", image],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        // One for each, so that it is this command that connects.
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = silent.local_addr().unwrap().to_string();
+        let named: Vec<_> = arguments.iter().map(|it| it.replace("ADDRESS", &address)).collect();
+        let named: Vec<_> = named.iter().map(String::as_str).collect();
+        let command = start(&named, &folder.path().join(format!("state-{number}")));
+        let _connection = accept(&silent);
+        let child = Reader::of(&command);
+        // It has connected, so it is in its sandbox.
+        child.assert_confined(arguments);
+        assert!(child.limit_of_data() < 1 << 30, "{arguments:?}");
+    }
+}
+
+/// An archive is built in a bucket by a process that has its settings, and those of nothing else.
+#[test]
+fn a_process_that_reads_is_given_the_settings_of_its_store_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = silent.local_addr().unwrap();
+    let archive = format!("http://{address}/x.tar");
+    let mut command = command(&["build", &archive, "app"], &folder.path().join("state"));
+    let secrets = [("DOCKER_AUTH_CONFIG", "{}"), ("AWS_SECRET_ACCESS_KEY", "hunter2")];
+    let command = Ended(command.envs(secrets).spawn().unwrap());
+    let _connection = accept(&silent);
+    let child = Reader::of(&command);
+    let has = fs::read(format!("/proc/{}/environ", child.pid)).unwrap();
+    let has = String::from_utf8_lossy(&has);
+    for (name, _) in secrets {
+        assert!(!has.contains(name), "{name}");
+    }
+}
+
+/// Somebody connects, unless there was an error.
+fn accept(listener: &TcpListener) -> TcpStream {
+    listener.set_nonblocking(true).unwrap();
+    let mut connection = None;
+    wait_until("it connects", || {
+        connection = listener.accept().ok();
+        connection.is_some()
+    });
+    connection.unwrap().0
+}
+
+fn command(arguments: &[&str], state: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_burgeon"));
+    command.args(arguments).arg("--state-dir").arg(state).stdin(Stdio::piped());
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    command
+}
+
+/// Starts the command as a user types it.
+fn start(arguments: &[&str], state: &Path) -> Ended {
+    Ended(command(arguments, state).spawn().unwrap())
+}
+
+/// The process that reads for a command, and ends with it.
+struct Reader {
+    pid: u32,
+}
+
+impl Reader {
+    fn of(command: &Ended) -> Self {
+        let parent = command.0.id();
+        let mut found = None;
+        wait_until("it has a process that reads", || {
+            let tasks = fs::read_dir(format!("/proc/{parent}/task")).unwrap();
+            let children = tasks
+                .flatten()
+                .map(|task| fs::read_to_string(task.path().join("children")).unwrap_or_default());
+            found = children.flat_map(|text| text.trim().parse().ok()).next();
+            found.is_some()
+        });
+        Self { pid: found.unwrap() }
+    }
+
+    /// Whether a thread of it sleeps in this system call.
+    fn is_in(&self, call: libc::c_long) -> bool {
+        let call = call.to_string();
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid)).unwrap();
         tasks.flatten().any(|task| {
-            let call = fs::read_to_string(task.path().join("syscall")).unwrap_or_default();
-            call.starts_with(&reads)
+            let now = fs::read_to_string(task.path().join("syscall")).unwrap_or_default();
+            now.split(' ').next() == Some(&call)
         })
-    };
-    wait_until("it reads the archive", sleeps_in_read);
-    assert_eq!(status(pid, "Seccomp"), "2");
-    assert_eq!(status(pid, "NoNewPrivs"), "1");
-    assert_eq!(status(pid, "CapPrm"), NO_CAPABILITIES);
+    }
+
+    fn assert_confined(&self, arguments: &[&str]) {
+        assert_eq!(status(self.pid, "Seccomp"), "2", "{arguments:?}");
+        assert_eq!(status(self.pid, "NoNewPrivs"), "1", "{arguments:?}");
+        assert_eq!(status(self.pid, "CapPrm"), NO_CAPABILITIES, "{arguments:?}");
+    }
+
+    /// RLIMIT_DATA.
+    fn limit_of_data(&self) -> u64 {
+        let limits = fs::read_to_string(format!("/proc/{}/limits", self.pid)).unwrap();
+        let line = limits.lines().find_map(|line| line.strip_prefix("Max data size")).unwrap();
+        line.split_whitespace().next().unwrap().parse().unwrap_or(u64::MAX)
+    }
 }
 
 /// Images refer to files of this host by their paths, so reading them is what a server is for. It

@@ -12,7 +12,7 @@
 //! ```text
 //!   doctor, orphan, upgrade, read_only      what commands do to the daemon, or without it
 //!   supervisor              server          the two processes that live long
-//!   prepare, start            │             the process that prepares an image; starting the daemon
+//!   prepare, reader, start    │             processes that prepare and read; starting the daemon
 //!   roles, transport ◄────────┘             what a process gives up; how the kernel reaches data
 //!   ipc                                     messages between processes, and how they travel
 //!   state                                   what lies in the state directory, in its own formats
@@ -34,6 +34,7 @@ mod ipc;
 pub mod orphan;
 mod prepare;
 pub mod read_only;
+mod reader;
 pub mod roles;
 mod server;
 mod start;
@@ -54,6 +55,8 @@ pub use id::{Fsid, MountId};
 pub use ipc::{client::Client, protocol};
 pub(crate) use log::log_line;
 pub use prepare::{make_ready, prepare_process};
+pub use reader::{read_elsewhere, read_process};
+pub use roles::Reach;
 pub use server::serve_forever;
 pub use start::UNIT_PROPERTIES;
 pub use state::{

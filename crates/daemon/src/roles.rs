@@ -1,17 +1,17 @@
 //! What each process of ours gives up before it parses what others made.
 //!
 //! `docs/architecture.md` has the same as a table ("What each process may do"). The supervisor, and
-//! the commands themselves, keep what the user gave them: they mount, and they parse records of
-//! this host alone.
+//! the commands themselves, keep what the user gave them: they mount, and execute credential helpers.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_sandbox::{Sandbox, attempts};
 use burgeon_source::{
     Location,
-    registry::{NOT_FOUND, ask_helpers_by},
+    registry::{NOT_FOUND, Name, ask_helpers_by},
 };
+use serde::{Deserialize, Serialize};
 
 use crate::{
     host::{harden, system},
@@ -29,14 +29,58 @@ pub(crate) fn do_without_helpers() {
     ask_helpers_by(Box::new(|_, _| Ok(NOT_FOUND.to_owned())));
 }
 
-/// A command reads an archive from a descriptor that is open, from `layout` or from the network, and
-/// makes an image of it in the folder `store`; what it notes about that lies in `state`.
-pub fn reading(state: &StateDir, store: &Path, layout: Option<&Path>, network: bool) -> Sandbox {
-    let sandbox = Sandbox::computing().write(state.root()).write(store);
-    let sandbox = if network { sandbox.network() } else { sandbox };
-    match layout {
-        Some(folder) => sandbox.read(folder),
-        None => sandbox,
+/// What a child of a command may use.
+#[derive(Serialize, Deserialize, Clone, Debug)]
+pub struct Reach {
+    /// The folder of what this host knows of images, and of tags; both are read.
+    pub records: Vec<PathBuf>,
+    /// A folder for what is read twice.
+    pub scratch: PathBuf,
+    /// The store that images are made in.
+    pub store: Location,
+    /// A folder that is read.
+    pub layout: Option<PathBuf>,
+    /// Something is put into that folder.
+    pub writes_layout: bool,
+    /// The source is elsewhere.
+    pub is_remote: bool,
+    /// The registry that it may log in to.
+    pub registry: Option<Name>,
+}
+
+impl Reach {
+    /// The sandbox of a process that reads an archive from a descriptor that is open, a layout, a
+    /// registry or the web, and makes an image of it. Folders that are to be written to must be there.
+    pub(crate) fn sandbox(&self) -> Sandbox {
+        let sandbox = self
+            .records
+            .iter()
+            .fold(Sandbox::computing(), |sandbox, folder| sandbox.read_if_there([folder.clone()]));
+        let sandbox = sandbox.write(&self.scratch);
+        let sandbox = match (self.store.folder(), self.is_remote) {
+            (Some(folder), false) => sandbox.write(folder),
+            (Some(folder), true) => sandbox.write(folder).network(),
+            (None, _) => with_credentials_of(sandbox.network(), &self.store),
+        };
+        // A folder that is missing is named by whoever reads it.
+        match self.layout.as_deref().filter(|folder| folder.exists()) {
+            Some(folder) if self.writes_layout => sandbox.write(folder),
+            Some(folder) => sandbox.read(folder),
+            None => sandbox,
+        }
+    }
+
+    /// What the tests look at: everything in `folder`.
+    pub(crate) fn within(folder: &Path, is_remote: bool) -> Self {
+        Self {
+            records: Vec::new(),
+            scratch: folder.to_owned(),
+            store: folder.to_owned().into(),
+            layout: (!is_remote).then(|| folder.to_owned()),
+            writes_layout: false,
+            is_remote,
+            registry: None,
+        }
     }
 }
 
@@ -97,7 +141,16 @@ impl ServingIo {
 fn from_store(sandbox: Sandbox, store: &Location) -> Sandbox {
     match store.folder() {
         Some(path) => sandbox.read(path),
-        None => sandbox.network(),
+        None => with_credentials_of(sandbox.network(), store),
+    }
+}
+
+/// What the library reads that gives access to `store`, where no variable names it.
+fn with_credentials_of(sandbox: Sandbox, store: &Location) -> Sandbox {
+    const GOOGLE: &str = ".config/gcloud/application_default_credentials.json";
+    match std::env::home_dir().filter(|_| store.to_string().starts_with("gs:")) {
+        Some(home) => sandbox.read_if_there([home.join(GOOGLE)]),
+        None => sandbox,
     }
 }
 
@@ -112,8 +165,8 @@ pub fn probe(role: &str, folder: &Path) -> Result<Vec<&'static str>> {
         "nothing" => None,
         "preparing" => Some(preparing(&here, folder)),
         "preparing-remote" => Some(preparing(&remote()?, folder)),
-        "reading" => Some(reading(&StateDir::open(folder)?, folder, Some(folder), false)),
-        "reading-remote" => Some(reading(&StateDir::open(folder)?, folder, None, true)),
+        "reading" => Some(Reach::within(folder, false).sandbox()),
+        "reading-remote" => Some(Reach::within(folder, true).sandbox()),
         "serving" => {
             let io = ServingIo { ublk: false, rings: false };
             Some(serving(&StateDir::open(folder)?, io))

@@ -11,7 +11,7 @@ use std::{
 
 /// The rooms from the bottom up, and the crate's items that each may name. A room may always name itself,
 /// and `log`, which knows nothing.
-const ROOMS: [(&str, &[&str]); 13] = [
+const ROOMS: [(&str, &[&str]); 14] = [
     ("id", &[]),
     ("sync", &[]),
     ("host", &["id"]),
@@ -20,6 +20,7 @@ const ROOMS: [(&str, &[&str]); 13] = [
     ("transport", &["id", "host", "state", "ipc"]),
     ("roles", &["host", "state", "transport"]),
     ("prepare", &["id", "host", "state", "ipc", "roles"]),
+    ("reader", &["host", "ipc", "roles"]),
     ("start", &["id", "host", "state", "ipc"]),
     ("server", &["id", "sync", "host", "state", "ipc", "transport", "roles"]),
     ("supervisor", &["id", "host", "state", "ipc", "transport", "roles", "prepare", "start"]),

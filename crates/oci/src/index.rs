@@ -24,6 +24,7 @@ use burgeon_source::{
     registry::{Digest, EMPTY, EMPTY_TYPE, MANIFEST_TYPE},
 };
 use bytes::Bytes;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::{
@@ -43,12 +44,14 @@ const TABLE: &str = "application/vnd.burgeon.derived.v1";
 const MANIFEST_MAX: u64 = 512 << 20;
 
 /// An index.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Indexed {
     /// Its digest, to pin it by.
     pub digest: String,
     /// The digest of the image that it is of.
     pub image: String,
+    /// The image that it makes, in the store.
+    pub record: ImageRecord,
     /// Bytes of it.
     pub bytes: u64,
     /// Bytes of the image's layers, as they are stored.
@@ -109,6 +112,7 @@ pub fn index(
     Ok(Indexed {
         digest: Digest::of(&document).to_string(),
         image: resolved.digest.to_string(),
+        record: image,
         bytes: parts.iter().map(|part| part.len() as u64).sum(),
         image_bytes: resolved.manifest.layers.iter().map(|layer| layer.size).sum(),
         pushed: push,

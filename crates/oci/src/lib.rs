@@ -7,6 +7,9 @@
 //!   an image of ours    ─► push      ─► blobs, manifest: mounted from the registry as it is
 //! ```
 //!
+//! Nothing here looks into a file that holds credentials, and what it makes of an image is noted and
+//! returned rather than written into the state directory: a process in a sandbox can do it.
+//!
 //! The image of a registry or layout has its digest for a name: what was seen once is found again
 //! without the registry. Others can write to a store, too, so such a name is believed only where this
 //! host's provenance vouches for it. Invariants: every byte that gets into an image was in a blob that matches
@@ -37,6 +40,7 @@ use burgeon_source::{
     Access, Directory, LayersAt,
     registry::{Digest, Name},
 };
+use serde::{Deserialize, Serialize};
 
 use self::{
     archive::Archive,
@@ -99,7 +103,7 @@ pub enum Want<'a> {
 }
 
 /// What [`find_or_build`] found.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub enum Found {
     /// An image of the store.
     Image(Box<FoundImage>),
@@ -108,7 +112,7 @@ pub enum Found {
 }
 
 /// What was found in a store, or made there.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct FoundImage {
     /// The image, by its name in the store. Only the digest is to be believed from then on: others
     /// may write to the store.
@@ -121,12 +125,14 @@ pub struct FoundImage {
     pub unused: Vec<String>,
     /// Why tables of contents were not used.
     pub notes: Vec<String>,
-    /// What it takes to read its layers, if they are read again.
-    pub access: Access,
+    /// Whether its layers are read again, where they are.
+    pub is_lazy: bool,
+    /// What a registry has just said that the source's tag stands for, to be remembered.
+    pub tag_digest: Option<String>,
 }
 
 /// How an image came into a store.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum How {
     /// It has chunks of its own.
     Built,
@@ -134,6 +140,88 @@ pub enum How {
     Fetched,
     /// It is read from its layers, and tables of contents have told what is in them.
     Listed,
+}
+
+/// Finds the image of `source` in `store`, as far as it is wanted, where nobody need be asked: its digest
+/// was seen before, or what its tag stood for will do.
+pub fn find_here(
+    store: &impl ObjectStore,
+    source: &Source,
+    want: Want<'_>,
+    work: &Work<'_>,
+) -> Result<Option<FoundImage>> {
+    let here = Here::new(store, source, want, work)?;
+    if let Some(pinned) = source.pinned()
+        && let Some(image) =
+            [pinned.to_string(), alias(pinned)].iter().find_map(|name| here.known(name))
+    {
+        return here.found(Made::known(image)).map(Some);
+    }
+    match (work.tags.pull, here.recalled()) {
+        (Pull::Never | Pull::Missing, Some((_, image))) => here.found(Made::known(image)).map(Some),
+        (Pull::Never, None) if !matches!(source.0, Kind::Layout { .. }) => {
+            Err(tags::never(&source.to_string()))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// What this host has of the image of a source.
+struct Here<'a, S> {
+    store: &'a S,
+    source: &'a Source,
+    want: Want<'a>,
+    work: &'a Work<'a>,
+    /// The index that is wanted.
+    index: Option<Digest>,
+    at: Option<LayersAt>,
+}
+
+impl<'a, S: ObjectStore> Here<'a, S> {
+    fn new(store: &'a S, source: &'a Source, want: Want<'a>, work: &'a Work<'a>) -> Result<Self> {
+        let index = match want {
+            Want::Index(digest) => Some(digest.parse::<Digest>()?),
+            Want::Any | Want::Whole => None,
+        };
+        let at = source.layers_at()?;
+        if index.is_some() && at.is_none() {
+            return Err(index::none_has());
+        }
+        Ok(Self { store, source, want, work, index, at })
+    }
+
+    /// The image of this name that will do. What lies here as a whole goes before what can be read
+    /// lazily.
+    fn known(&self, name: &str) -> Option<ImageRecord> {
+        let will_do = |image: &ImageRecord| {
+            let unlisted = || matches!(index::is_listed(self.store, image), Ok(false));
+            match self.want {
+                Want::Any => true,
+                Want::Index(_) => unlisted(),
+                Want::Whole => unlisted() && matches!(is_whole(self.store, image), Ok(true)),
+            }
+        };
+        let names = [name.to_owned(), index::name_of(name), index::listed_name_of(name)];
+        names.iter().filter_map(|name| self.work.vouched(self.store, name)).find(will_do)
+    }
+
+    /// What the tag stood for, if that is here.
+    fn recalled(&self) -> Option<(tags::Record, ImageRecord)> {
+        let record = self.work.tags.recall(self.source.tagged()?)?;
+        let digest: Digest = record.digest().parse().ok()?;
+        let names = [digest.to_string(), alias(&digest)];
+        let image = names.iter().find_map(|name| self.known(name))?;
+        Some((record, image))
+    }
+
+    /// An image that was here.
+    fn found(&self, made: Made) -> Result<FoundImage> {
+        let is_lazy = match &self.at {
+            Some(at) => index::refresh(self.store, &made.image, at)?,
+            None => false,
+        };
+        Ok(made.found(is_lazy))
+    }
 }
 
 /// Finds the image of `source` in `store`, or makes it there, as far as it is wanted.
@@ -145,66 +233,17 @@ pub fn find_or_build(
     want: Want<'_>,
     work: &Work<'_>,
 ) -> Result<Found> {
-    let index = match want {
-        Want::Index(digest) => Some(digest.parse::<Digest>()?),
-        Want::Any | Want::Whole => None,
-    };
-    let found = |made: Made, lazy: bool| {
-        let access = match (&source.0, lazy) {
-            (Kind::Registry(name), true) => work.access.for_registry(name)?,
-            _ => Access::default(),
-        };
-        let Made { image, report, how, unused, notes } = made;
-        Ok(Found::Image(Box::new(FoundImage { image, report, how, unused, notes, access })))
-    };
-    let at = source.layers_at()?;
-    if index.is_some() && at.is_none() {
-        return Err(index::none_has());
+    if let Some(found) = find_here(store, source, want, work)? {
+        return Ok(Found::Image(Box::new(found)));
     }
-    let refresh = |image: &ImageRecord| match &at {
-        Some(at) => index::refresh(store, image, at),
-        None => Ok(false),
-    };
-    // What lies here as a whole goes before what can be read lazily.
-    let known = |name: &str| {
-        let will_do = |image: &ImageRecord| {
-            let unlisted = || matches!(index::is_listed(store, image), Ok(false));
-            match want {
-                Want::Any => true,
-                Want::Index(_) => unlisted(),
-                Want::Whole => unlisted() && matches!(is_whole(store, image), Ok(true)),
-            }
-        };
-        let names = [name.to_owned(), index::name_of(name), index::listed_name_of(name)];
-        names.iter().filter_map(|name| work.vouched(store, name)).find(will_do)
-    };
-    if let Some(pinned) = source.pinned()
-        && let Some(image) = [pinned.to_string(), alias(pinned)].iter().find_map(|name| known(name))
-    {
-        let lazy = refresh(&image)?;
-        return found(Made::known(image), lazy);
-    }
-    // What the tag stood for, if that is here.
-    let recalled = source.tagged().and_then(|name| work.tags.recall(name)).and_then(|record| {
-        let digest: Digest = record.digest().parse().ok()?;
-        let names = [digest.to_string(), alias(&digest)];
-        let name = names.iter().find_map(|name| known(name))?;
-        Some((record, name))
-    });
-    match (work.tags.pull, &recalled) {
-        (Pull::Never | Pull::Missing, Some((_, name))) => {
-            let lazy = refresh(name)?;
-            return found(Made::known(name.clone()), lazy);
-        }
-        (Pull::Never, None) if !matches!(source.0, Kind::Layout { .. }) => {
-            return Err(tags::never(&source.to_string()));
-        }
-        _ => {}
-    }
+    let here = Here::new(store, source, want, work)?;
+    let (index, at) = (&here.index, &here.at);
+    let image = |found: FoundImage| Ok(Found::Image(Box::new(found)));
     let Some((blobs, wanted)) = source.blobs(work.access)? else {
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
-        return found(archive_in(store, url, work)?, false);
+        return image(archive_in(store, url, work)?.found(false));
     };
+    let recalled = here.recalled();
     // An index that is believed has its digest: it need not wait until the image is known.
     let (target, pinned) = thread::scope(|scope| {
         let fetch = |digest: &Digest| index::Pinned::fetch(&blobs, digest.clone());
@@ -221,9 +260,8 @@ pub fn find_or_build(
         (Err(error), Some((record, name)))
             if work.tags.pull == Pull::Newer && tags::is_no_answer(&error) =>
         {
-            let lazy = refresh(&name)?;
             let notes = vec![record.note(&error)];
-            return found(Made { notes, ..Made::known(name) }, lazy);
+            return image(here.found(Made { notes, ..Made::known(name) })?);
         }
         (target, _) => target.map_err(|error| by_digest(source, error))?,
     };
@@ -233,19 +271,13 @@ pub fn find_or_build(
         (Target::Ours(digest), Kind::Registry(name)) => return Ok(Found::Ours(name.at(digest))),
         (Target::Ours(digest), _) => return Err(not_built(&digest)),
     };
-    if let Some(name) = source.tagged() {
-        work.tags.remember(name, resolved.index.as_ref().unwrap_or(&resolved.digest))?;
-    }
     let digest = resolved.digest.to_string();
-    let (made, lazy) = match (known(&digest), pinned, &at) {
-        (Some(image), ..) => {
-            let lazy = refresh(&image)?;
-            (Made::known(image), lazy)
-        }
+    let found = match (here.known(&digest), pinned, at) {
+        (Some(image), ..) => here.found(Made::known(image))?,
         (None, Some(pinned), Some(at)) => {
             let image = pinned.adopt(store, &blobs, &resolved, at)?;
             work.vouch(&image)?;
-            (Made::known(image), true)
+            Made::known(image).found(true)
         }
         _ => {
             // What lies beside the image is only told of: nobody waits for it while layers come.
@@ -257,24 +289,26 @@ pub fn find_or_build(
             });
             let made = Made { unused: unused.unwrap_or_default(), ..made? };
             work.vouch(&made.image)?;
-            let lazy = made.how != How::Built;
-            (made, lazy)
+            let is_lazy = made.how != How::Built;
+            made.found(is_lazy)
         }
     };
     // What names more of the image than before is renewed.
     let better = |old: &ImageRecord| {
         // Commonly they are the same, which is quickly seen.
-        !matches!((old.digest(), made.image.digest()), (Ok(old), Ok(new)) if old == new)
+        !matches!((old.digest(), found.image.digest()), (Ok(old), Ok(new)) if old == new)
             && matches!(index::is_listed(store, old), Ok(true))
-            && matches!(index::is_listed(store, &made.image), Ok(false))
+            && matches!(index::is_listed(store, &found.image), Ok(false))
     };
     if let Some(index) = &resolved.index
         && (want == Want::Whole
             || work.vouched(store, &alias(index)).is_none_or(|old| better(&old)))
     {
-        work.vouch(&catalog::publish_alias(store, &made.image, &alias(index))?)?;
+        work.vouch(&catalog::publish_alias(store, &found.image, &alias(index))?)?;
     }
-    found(made, lazy)
+    let answered = resolved.index.as_ref().unwrap_or(&resolved.digest);
+    let tag_digest = source.tagged().map(|_| answered.to_string());
+    image(FoundImage { tag_digest, ..found })
 }
 
 /// An image of the store.
@@ -294,6 +328,11 @@ impl Made {
 
     fn of(report: Report) -> Self {
         Self { report: Some(report.clone()), ..Self::known(report.image) }
+    }
+
+    fn found(self, is_lazy: bool) -> FoundImage {
+        let Self { image, report, how, unused, notes } = self;
+        FoundImage { image, report, how, unused, notes, is_lazy, tag_digest: None }
     }
 }
 

@@ -71,6 +71,25 @@ impl Source {
         matches!(self.0, Kind::Archive(_))
     }
 
+    /// Its name in a registry, if it is there.
+    pub fn registry_name(&self) -> Option<&Name> {
+        match &self.0 {
+            Kind::Registry(name) => Some(name),
+            Kind::Layout { .. } | Kind::Archive(_) => None,
+        }
+    }
+
+    /// Whether an image of it can have the reserved name `name`.
+    pub fn may_be_named(&self, name: &str) -> bool {
+        match &self.0 {
+            Kind::Archive(_) => name.starts_with("url:"),
+            // With a form behind it, or the architecture.
+            Kind::Layout { .. } | Kind::Registry(_) => {
+                name.split('/').next().is_some_and(|digest| digest.parse::<Digest>().is_ok())
+            }
+        }
+    }
+
     /// Where its blobs are, and which image of these it is; `None` of an archive.
     pub(crate) fn blobs(&self, access: &Access) -> Result<Option<(Blobs, Wanted)>> {
         Ok(match &self.0 {

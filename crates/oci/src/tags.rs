@@ -34,7 +34,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 const RECORD_MAX: u64 = 4096;
 
 /// When a registry is asked for what a tag stands for.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub enum Pull {
     /// Each time; without an answer, what is here will do.
     #[default]
@@ -91,8 +91,15 @@ impl Tags<'_> {
             .then_some(record)
     }
 
-    /// Remembers that it stands for `digest` now.
-    pub(crate) fn remember(&self, name: &Name, digest: &Digest) -> Result<()> {
+    /// Remembers that the tag of `source` stands for `digest` now; nothing where it has none.
+    pub fn remember_of(&self, source: &Source, digest: &str) -> Result<()> {
+        match source.tagged() {
+            Some(name) => self.remember(name, &digest.parse()?),
+            None => Ok(()),
+        }
+    }
+
+    fn remember(&self, name: &Name, digest: &Digest) -> Result<()> {
         let failed = |error| {
             Error::io(
                 format!("cannot keep what {name} stands for in {}", self.folder.display()),

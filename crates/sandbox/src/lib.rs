@@ -90,15 +90,14 @@ const SYSTEM_FILES: &[&str] = &["/proc/self/cgroup", "/proc/self/mountinfo", "/s
 impl Sandbox {
     /// A process that computes: no file, no network, no capability.
     pub fn computing() -> Self {
-        let mut sandbox = Self {
+        let sandbox = Self {
             keeps: CapabilitySet::empty(),
             network: false,
             rings: false,
             files: Vec::new(),
             system_files: Vec::new(),
         };
-        sandbox.read_if_there(SYSTEM_FILES.iter().map(PathBuf::from));
-        sandbox
+        sandbox.read_if_there(SYSTEM_FILES.iter().map(PathBuf::from))
     }
 
     /// It reads what lies at and below `path`. Of a folder of another user it keeps the capability
@@ -133,9 +132,14 @@ impl Sandbox {
     /// It connects to servers, by name and with TLS.
     pub fn network(mut self) -> Self {
         self.network = true;
-        self.read_if_there(NETWORK_FILES.iter().map(PathBuf::from));
         let named = NETWORK_VARIABLES.iter().filter_map(std::env::var_os);
-        self.read_if_there(named.map(PathBuf::from).filter(|path| path.is_absolute()));
+        let named = named.map(PathBuf::from).filter(|path| path.is_absolute());
+        self.read_if_there(NETWORK_FILES.iter().map(PathBuf::from)).read_if_there(named)
+    }
+
+    /// It reads what lies at and below these paths, as far as they are there, with the rights of its user.
+    pub fn read_if_there(mut self, paths: impl IntoIterator<Item = PathBuf>) -> Self {
+        self.system_files.extend(paths.into_iter().map(|path| (path, Access::Read)));
         self
     }
 
@@ -185,10 +189,6 @@ impl Sandbox {
         landlock.map_or(Ok(()), landlock::Ruleset::enter)?;
         seccomp::enter(self.network, self.rings)?;
         Ok(guarded)
-    }
-
-    fn read_if_there(&mut self, paths: impl IntoIterator<Item = PathBuf>) {
-        self.system_files.extend(paths.into_iter().map(|path| (path, Access::Read)));
     }
 
     /// The owner of a folder needs no capability for it.

@@ -97,14 +97,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     (
         "burgeon",
-        &[
-            "burgeon-daemon",
-            "burgeon-oci",
-            "burgeon-block",
-            "burgeon-image",
-            "burgeon-sandbox",
-            "burgeon-source",
-        ],
+        &["burgeon-daemon", "burgeon-oci", "burgeon-block", "burgeon-image", "burgeon-source"],
     ),
     ("buggy-volume", &["burgeon-block", "burgeon-image"]),
     (

@@ -4,7 +4,6 @@ use std::{fs::File, path::Path, process::ExitCode};
 
 use anyhow::Result;
 use burgeon_block::{ChecksumKind, Digest, Error, ErrorKind};
-use burgeon_daemon::roles;
 use burgeon_image::{
     builder::{self, Options, Pattern, Report},
     catalog::{self, ImageRecord},
@@ -12,7 +11,7 @@ use burgeon_image::{
 use burgeon_oci::Source;
 use serde_json::json;
 
-use super::{Context, mistakes, named, ordinary, push, record};
+use super::{Context, mistakes, named, push, reading, record};
 use crate::{
     args::{self, Checksum, Computed},
     output::{self, bytes},
@@ -59,10 +58,6 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     store.check_writable()?;
     let before = named::check_free(&store, &args.name, args.replace, built_it)?;
     let input = input.open()?;
-    // A push comes after the build, and takes what a sandbox has not.
-    if to.is_none() {
-        confine(context, &input)?;
-    }
     let (report, took) = make(context, &input, &args.name, &options)?;
     let seconds = took.as_secs_f64();
     if !context.json {
@@ -140,30 +135,6 @@ impl Input {
     }
 }
 
-/// Gives up, for the rest of this process, what reading an archive of others does not take. Not for
-/// images of registries, whose credential helpers are programs to execute, nor for remote stores.
-fn confine(context: &Context, input: &Input) -> Result<()> {
-    let location = context.store_location();
-    let Some(store) = location.folder() else { return Ok(()) };
-    let sandbox = match input {
-        Input::Opened(..) | Input::Stdin => roles::reading(&context.state, store, None, false),
-        Input::Ordinary(text) => match Source::parse(text) {
-            Some(Ok(source)) if source.is_archive() => {
-                roles::reading(&context.state, store, None, true)
-            }
-            Some(Ok(source)) if source.folder().is_some() => {
-                // A folder that is missing is named by whoever reads it.
-                let layout = source.folder().filter(|folder| folder.exists());
-                roles::reading(&context.state, store, layout, false)
-            }
-            _ => return Ok(()),
-        },
-        _ => return Ok(()),
-    };
-    sandbox.enter()?;
-    Ok(())
-}
-
 /// Builds an image of the directory `tree` with the usual options, and says so.
 pub(crate) fn build_tree(context: &Context, tree: &Path, name: &str) -> Result<()> {
     let input = Input::Tree(tree.to_owned());
@@ -199,18 +170,19 @@ fn make(
             format!("the archive {} is to be opened first", path.display()),
         )),
         Input::Opened(path, file) => {
-            let what = || format!("cannot build from {}", path.display());
             let len = file.metadata().map(|metadata| metadata.len()).ok();
-            let file = file.try_clone().map_err(|e| Error::io(what(), e));
-            file.and_then(|file| {
-                builder::from_tar(&store, name, file, len, options, &show)
-                    .map_err(|e| Error::with_source(e.kind(), what(), e))
-            })
+            progress.finish();
+            let archive = (file, Some(path.as_path()), len);
+            return Ok(reading::build_archive(context, archive, name, options)?);
         }
-        Input::Stdin => builder::from_tar(&store, name, std::io::stdin(), None, options, &show),
+        Input::Stdin => {
+            progress.finish();
+            let archive = (std::io::stdin(), None, None);
+            return Ok(reading::build_archive(context, archive, name, options)?);
+        }
         Input::Ordinary(text) => {
             progress.finish();
-            return ordinary::build(context, text, name, options);
+            return Ok(reading::build(context, text, name, options)?);
         }
         Input::Reference(path) => builder::by_reference(&store, name, path, options, &show),
         Input::Computed(pattern, size) => {

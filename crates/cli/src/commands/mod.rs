@@ -14,6 +14,7 @@ mod pin;
 mod prefetch;
 mod profile;
 mod push;
+pub(crate) mod reading;
 mod record;
 mod shutdown;
 mod status;

@@ -1,22 +1,19 @@
 //! Images elsewhere, by `mount`, `pull` and `build`: ours are where they are, ordinary ones are made
 //! images of the store at first sight.
 
-use std::{
-    process::ExitCode,
-    time::{Duration, Instant},
-};
+use std::{process::ExitCode, time::Instant};
 
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_image::{
-    builder::{self, Options, Report},
+    builder::{self, Options},
     catalog::{self, ImageRecord},
 };
 use burgeon_oci::{Found, How, Pull, Source, Tags, Want, Work};
 use burgeon_source::{Access, Directory, Location, Store};
 use serde_json::json;
 
-use super::{Context, images, mistakes, named};
+use super::{Context, images, mistakes, named, reading};
 use crate::{args, output, progress::Progress};
 
 /// Where an image is.
@@ -106,10 +103,15 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
         need_own_store(context)?;
     }
     let begun = Instant::now();
-    let found = work(context, &text, pull, &context.build_options(), |work| {
-        store.check_writable()?;
-        burgeon_oci::find_or_build(&store, &source, want, work)
+    store.check_writable()?;
+    let options = context.build_options();
+    let held = with_work(context, &text, pull, &options, &Access::default(), |work| {
+        burgeon_oci::find_here(&store, &source, want, work)
     })?;
+    let found = match held {
+        Some(found) => Found::Image(Box::new(found)),
+        None => reading::find(context, &text, &source, want, pull)?,
+    };
     let found = match found {
         Found::Image(found) => found,
         Found::Ours(artifact) => {
@@ -145,7 +147,11 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
     // Only commands that name the image by what was typed miss it.
     let digest = found.image.digest()?;
     let _ = context.provenance().refer(&shown, &digest);
-    Ok(here(found.image.name.clone(), Some(found.image), found.access))
+    let layers = match source.registry_name().filter(|_| found.is_lazy) {
+        Some(name) => Access::from_env().for_registry(name)?,
+        None => Access::default(),
+    };
+    Ok(here(found.image.name.clone(), Some(found.image), layers))
 }
 
 /// Images that are read from layers elsewhere are believed in the state directory's own store.
@@ -169,10 +175,8 @@ pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
         ));
     };
     need_own_store(context)?;
-    let (source, store) = (source?, context.create_store()?);
-    let made = work(context, &args.source, Pull::Always, &context.build_options(), |work| {
-        burgeon_oci::index(&store, &source, args.push, work)
-    })?;
+    context.create_store()?;
+    let made = reading::index(context, &args.source, &source?, args.push)?;
     if context.json {
         output::print_json(&json!({
             "index": made.digest, "image": made.image, "bytes": made.bytes,
@@ -199,44 +203,27 @@ pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Builds the image `name` of the source `text`; says how long it took.
-pub(super) fn build(
-    context: &Context,
-    text: &str,
-    name: &str,
-    options: &Options,
-) -> Result<(Report, Duration)> {
-    let Some(source) = Source::parse(text) else { anyhow::bail!("{text} is no source of images") };
-    let (source, store) = (source?, context.create_store()?);
-    store.check_writable()?;
-    let begun = Instant::now();
-    let report = work(context, text, Pull::Always, options, |work| {
-        burgeon_oci::build(&store, &source, name, work)
-    });
-    Ok((report?, begun.elapsed()))
-}
-
 /// Does `what` with something to show how far it is.
-fn work<T>(
+pub(super) fn with_work<T>(
     context: &Context,
     text: &str,
     pull: Pull,
     options: &Options,
+    access: &Access,
     what: impl FnOnce(&Work<'_>) -> burgeon_block::Result<T>,
-) -> Result<T> {
+) -> burgeon_block::Result<T> {
     let (fetch, made) =
         (Progress::new(format!("fetching {text}")), Progress::new(format!("building {text}")));
     let fetching = |done, total| fetch.update(done, Some(total));
     let building = |now: &builder::Progress| made.update(now.bytes, now.bytes_total);
-    let (access, spool) = (Access::from_env(), context.state.root());
     let own = match context.store {
         None => Some(Directory::open(context.state.store())?),
         Some(_) => None,
     };
     let done = what(&Work {
-        access: &access,
+        access,
         tags: Tags { folder: &context.state.tags(), pull },
-        spool,
+        spool: &context.state.scratch()?,
         own: own.as_ref(),
         options,
         fetching: &fetching,
@@ -244,5 +231,5 @@ fn work<T>(
     });
     fetch.finish();
     made.finish();
-    Ok(done?)
+    done
 }

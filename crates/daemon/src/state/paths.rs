@@ -7,6 +7,7 @@
 //!   built/<digest>             says that this host built the image from its own files
 //!   profiles/<digest>          what is read first of an image whose store cannot be written to
 //!   provenance/<digest>        what this host knows of an image: not to be believed from its store
+//!   scratch/                   what a build reads twice; nothing lies there between
 //!   writes/<name>/             record.json, seed…, map, manifest, sprout   user data: never removed
 //!                                                                          but by `writes rm`
 //!   mounts/<id>/               mount.json, seed, sprout                one running mount
@@ -89,6 +90,11 @@ impl StateDir {
         }
     }
 
+    /// The directory that another process has opened and looked at, for one that may read only parts of it.
+    pub fn looked_at(root: PathBuf) -> Self {
+        Self { root }
+    }
+
     fn at(path: &Path, directory: &File) -> Result<Self> {
         let failed =
             |e| Error::io(format!("cannot open the state directory {}", path.display()), e);
@@ -148,6 +154,14 @@ impl StateDir {
     /// What this host knows of images, whoever writes to their stores.
     pub fn provenance(&self) -> PathBuf {
         self.root.join("provenance")
+    }
+
+    /// The folder of what a build reads twice, made where it is missing.
+    pub fn scratch(&self) -> Result<PathBuf> {
+        let folder = self.root.join("scratch");
+        make_private(&folder)?;
+        own_directory(&folder)?;
+        Ok(folder)
     }
 
     /// The folder of named writes.

@@ -37,7 +37,10 @@ use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    host::{program::this_program, signals},
+    host::{
+        program::{dies_with_its_parent, this_program},
+        signals,
+    },
     ipc::{protocol::Failure, wire},
     state::paths::StateDir,
     supervisor::{
@@ -161,6 +164,8 @@ pub fn help() -> ExitCode {
     };
     let stream = UnixStream::from(stream);
     let Ok(Some((task, fds))) = wire::receive::<Task>(&stream) else { return ExitCode::FAILURE };
+    // The next supervisor removes what a mount that was never made has left. It would wait for ever for
+    // a ublk device in whose start this process waits for a server that was told to stop.
     if matches!(task, Task::Plumb(_)) && !dies_with_its_parent(&stream) {
         return ExitCode::FAILURE;
     }
@@ -174,24 +179,6 @@ pub fn help() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) => ExitCode::FAILURE,
     }
-}
-
-/// From now on this process is killed with the thread of the supervisor that waits for it; false if
-/// that is dead already.
-///
-/// The next supervisor removes what a mount that was never made has left. It would wait for ever for
-/// a ublk device in whose start this process waits for a server that was told to stop.
-fn dies_with_its_parent(stream: &UnixStream) -> bool {
-    use rustix::{
-        net::{RecvFlags, recv},
-        process::{Signal, set_parent_process_death_signal},
-    };
-    if set_parent_process_death_signal(Some(Signal::KILL)).is_err() {
-        return false;
-    }
-    // Its end of the stream is closed if it died before.
-    let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-    !matches!(recv(stream, &mut [0; 1], peek), Ok((0, _)))
 }
 
 fn perform(task: Task, fds: Vec<OwnedFd>) -> Result<(Outcome, Option<OwnedFd>)> {

@@ -1,0 +1,285 @@
+//! What commands have read by a child process in a sandbox, and what that child does.
+//!
+//! ```text
+//!   command: find, index, build ─► Job ──► burgeon __read: perform ─► Made ─┐
+//!            records: what is known of the image, what the tag stood for ◄──┘
+//! ```
+//!
+//! Invariant: what the child says is about the image that it was asked for, and is written down by the
+//! command as far as it is that: a child that a hostile image controls vouches for no other image, and
+//! remembers no other tag.
+
+use std::{
+    ffi::OsString,
+    fs::File,
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use burgeon_block::{ChecksumKind, Error, ErrorKind, Result};
+use burgeon_daemon::{Reach, StateDir, read_elsewhere, read_process};
+use burgeon_image::{
+    builder::{self, Options, Report},
+    catalog::{ImageProvenance, ImageRecord},
+};
+use burgeon_oci::{Found, Indexed, Pull, Source, Tags, Want};
+use burgeon_source::{Access, Location, Store};
+use serde::{Deserialize, Serialize};
+
+use super::{Context, ordinary};
+use crate::progress::Progress;
+
+/// What a child is to do.
+#[derive(Serialize, Deserialize)]
+struct Job {
+    state: PathBuf,
+    /// `None` is the state directory's own.
+    store: Option<Location>,
+    level: i32,
+    xxhash64: bool,
+    task: Task,
+}
+
+#[derive(Serialize, Deserialize)]
+enum Task {
+    Find {
+        text: String,
+        index: Option<String>,
+        is_whole: bool,
+        pull: Pull,
+    },
+    Index {
+        text: String,
+        push: bool,
+    },
+    /// Of an ordinary image.
+    Build {
+        text: String,
+        name: String,
+    },
+    /// Of the archive that comes along, which has this path and length, if it has.
+    BuildArchive {
+        path: Option<PathBuf>,
+        len: Option<u64>,
+        name: String,
+    },
+}
+
+/// What a child has done, and what it would have written of the image.
+#[derive(Serialize, Deserialize)]
+struct Made {
+    done: Done,
+    noted: Option<ImageProvenance>,
+}
+
+#[derive(Serialize, Deserialize)]
+enum Done {
+    Found(Found),
+    Indexed(Indexed),
+    Built(Box<Report>),
+}
+
+/// Finds or makes the image of `source`, which the user calls `text`.
+pub(super) fn find(
+    context: &Context,
+    text: &str,
+    source: &Source,
+    want: Want<'_>,
+    pull: Pull,
+) -> Result<Found> {
+    let index = match want {
+        Want::Index(digest) => Some(digest.to_owned()),
+        Want::Any | Want::Whole => None,
+    };
+    let task = Task::Find { text: text.to_owned(), index, is_whole: want == Want::Whole, pull };
+    let made = have_done(context, Some(source), &context.build_options(), task, None)?;
+    let Done::Found(found) = made.done else { return Err(something_else()) };
+    match (&found, source.registry_name()) {
+        (Found::Image(image), _) => {
+            remember(context, Some(source), &image.image, made.noted, None)?;
+            if let Some(digest) = &image.tag_digest {
+                let tags = Tags { folder: &context.state.tags(), pull: Pull::default() };
+                tags.remember_of(source, digest)?;
+            }
+            Ok(found)
+        }
+        (Found::Ours(name), Some(asked))
+            if name.digest().is_some_and(|digest| *name == asked.at(digest.clone())) =>
+        {
+            Ok(found)
+        }
+        _ => Err(something_else()),
+    }
+}
+
+/// Makes the index of the image of `source`.
+pub(super) fn index(context: &Context, text: &str, source: &Source, push: bool) -> Result<Indexed> {
+    let task = Task::Index { text: text.to_owned(), push };
+    let made = have_done(context, Some(source), &context.build_options(), task, None)?;
+    let Done::Indexed(indexed) = made.done else { return Err(something_else()) };
+    remember(context, Some(source), &indexed.record, made.noted, None)?;
+    Ok(indexed)
+}
+
+/// Builds the image `name` of the source `text`; says how long it took.
+pub(super) fn build(
+    context: &Context,
+    text: &str,
+    name: &str,
+    options: &Options,
+) -> Result<(Report, Duration)> {
+    let source = Source::parse(text).unwrap_or_else(|| Err(something_else()))?;
+    let task = Task::Build { text: text.to_owned(), name: name.to_owned() };
+    build_by(context, Some(&source), name, options, task, None)
+}
+
+/// Builds the image `name` of an archive that is open, which lies at `path` and has the length `len`
+/// where that is known.
+pub(super) fn build_archive(
+    context: &Context,
+    (archive, path, len): (impl AsFd, Option<&Path>, Option<u64>),
+    name: &str,
+    options: &Options,
+) -> Result<(Report, Duration)> {
+    let path = path.map(Path::to_owned);
+    let task = Task::BuildArchive { path, len, name: name.to_owned() };
+    build_by(context, None, name, options, task, Some(&archive))
+}
+
+fn build_by(
+    context: &Context,
+    source: Option<&Source>,
+    name: &str,
+    options: &Options,
+    task: Task,
+    archive: Option<&dyn AsFd>,
+) -> Result<(Report, Duration)> {
+    let begun = Instant::now();
+    let made = have_done(context, source, options, task, archive)?;
+    let Done::Built(report) = made.done else { return Err(something_else()) };
+    remember(context, source, &report.image, made.noted, Some(name))?;
+    // Of files that are not this host's own.
+    Ok((Report { honours: None, ..*report }, begun.elapsed()))
+}
+
+fn have_done(
+    context: &Context,
+    source: Option<&Source>,
+    options: &Options,
+    task: Task,
+    archive: Option<&dyn AsFd>,
+) -> Result<Made> {
+    let absolute = |folder| {
+        std::path::absolute(folder)
+            .map_err(|e| Error::io(format!("cannot find {}", Path::display(folder)), e))
+    };
+    let layout = source.and_then(Source::folder).map(absolute).transpose()?;
+    let reach = Reach {
+        records: vec![context.state.provenance(), context.state.tags()],
+        scratch: context.state.scratch()?,
+        store: context.store_location(),
+        is_remote: source.is_some() && layout.is_none(),
+        layout,
+        writes_layout: matches!(task, Task::Index { push: true, .. }),
+        registry: source.and_then(Source::registry_name).cloned(),
+    };
+    let job = Job {
+        state: context.state.root().to_owned(),
+        store: context.store.clone(),
+        level: options.level,
+        xxhash64: options.checksum == ChecksumKind::Xxhash64,
+        task,
+    };
+    read_elsewhere(reach, job, archive.map(AsFd::as_fd))
+}
+
+/// Writes down what the child has noted of the image that it made.
+fn remember(
+    context: &Context,
+    source: Option<&Source>,
+    image: &ImageRecord,
+    noted: Option<ImageProvenance>,
+    built_as: Option<&str>,
+) -> Result<()> {
+    let Some(noted) = noted else { return Ok(()) };
+    let may_be = |name: &str| source.is_some_and(|source| source.may_be_named(name));
+    context.provenance().adopt(&image.digest()?, noted, built_as, may_be)
+}
+
+fn something_else() -> Error {
+    Error::new(ErrorKind::LocalIo, "the process that reads the image has done something else")
+}
+
+/// The whole life of the process `burgeon __read`.
+pub(crate) fn process(arguments: &[OsString]) -> ExitCode {
+    read_process(arguments, perform)
+}
+
+fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
+    let context = Context {
+        state: StateDir::looked_at(job.state),
+        store: job.store,
+        repository: None,
+        json: false,
+    };
+    let provenance = context.provenance().noting();
+    let options = Options {
+        level: job.level,
+        checksum: if job.xxhash64 { ChecksumKind::Xxhash64 } else { ChecksumKind::Crc32c },
+        provenance: Some(provenance.clone()),
+        ..Options::default()
+    };
+    let store = Store::create(&context.store_location(), access)?;
+    let parse = |text: &str| Source::parse(text).unwrap_or_else(|| Err(something_else()));
+    let done = match job.task {
+        Task::Find { text, index, is_whole, pull } => {
+            let want = match &index {
+                Some(digest) => Want::Index(digest),
+                None if is_whole => Want::Whole,
+                None => Want::Any,
+            };
+            let source = parse(&text)?;
+            Done::Found(ordinary::with_work(&context, &text, pull, &options, access, |work| {
+                burgeon_oci::find_or_build(&store, &source, want, work)
+            })?)
+        }
+        Task::Index { text, push } => {
+            let (source, pull) = (parse(&text)?, Pull::Always);
+            Done::Indexed(ordinary::with_work(&context, &text, pull, &options, access, |work| {
+                burgeon_oci::index(&store, &source, push, work)
+            })?)
+        }
+        Task::Build { text, name } => {
+            let (source, pull) = (parse(&text)?, Pull::Always);
+            let built = ordinary::with_work(&context, &text, pull, &options, access, |work| {
+                burgeon_oci::build(&store, &source, &name, work)
+            });
+            Done::Built(Box::new(built?))
+        }
+        Task::BuildArchive { path, len, name } => {
+            let archive = archive.ok_or_else(something_else)?;
+            let progress = Progress::new(format!("building {name}"));
+            let show = |now: &builder::Progress| progress.update(now.bytes, now.bytes_total);
+            let built = builder::from_tar(&store, &name, archive, len, &options, &show);
+            progress.finish();
+            Done::Built(Box::new(built.map_err(|e| match path {
+                Some(path) => {
+                    let what = format!("cannot build from {}", path.display());
+                    Error::with_source(e.kind(), what, e)
+                }
+                None => e,
+            })?))
+        }
+    };
+    let image = match &done {
+        Done::Found(Found::Image(found)) => Some(&found.image),
+        Done::Found(Found::Ours(_)) => None,
+        Done::Indexed(indexed) => Some(&indexed.record),
+        Done::Built(report) => Some(&report.image),
+    };
+    let digest = image.map(ImageRecord::digest).transpose()?;
+    let noted = digest.and_then(|digest| provenance.noted(&digest));
+    Ok(Made { done, noted })
+}

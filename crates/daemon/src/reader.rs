@@ -1,0 +1,184 @@
+//! A command's child process that reads what others made: archives, layers, documents of registries.
+//!
+//! ```text
+//!   burgeon build, index, mount, pull ── job, an open archive ──────► burgeon __read: sandbox, job
+//!        ▲   ◄── the login for a registry, please ──────────────────────┤
+//!        │   ─── that of the one registry that the user named ─────────►│
+//!        └────── what was found or made, or why nothing was ────────────┘
+//! ```
+//!
+//! The command mounts, executes credential helpers and has the user's files; the child has the store,
+//! and the network if the job takes it (`roles::Reach`).
+//!
+//! Invariants, held by `tests/roles.rs` of the command:
+//! - The child is in its sandbox before it opens a store or reads a byte of an archive.
+//! - It gets the settings of the one store, and the login for the one registry, that the job needs. Its
+//!   environment has no others.
+//! - It dies with the command.
+
+use std::{
+    ffi::OsString,
+    fs::File,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    process::{Child, ExitCode, Stdio},
+    sync::{Mutex, PoisonError},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_source::{
+    Access, Location,
+    registry::{Name, ask_for_credentials_by},
+};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::{
+    host::{
+        harden,
+        program::{dies_with_its_parent, this_program},
+    },
+    ipc::{protocol::Failure, wire},
+    roles::{self, Reach},
+};
+
+#[derive(Serialize, Deserialize)]
+struct Begin<J> {
+    reach: Reach,
+    /// The login that the command's environment has by value.
+    login: Access,
+    job: J,
+}
+
+/// What the child says.
+#[derive(Serialize, Deserialize)]
+enum Said<T> {
+    Login(Name),
+    Done(T),
+    Failed(Failure),
+}
+
+/// Has `job` done by a child that can reach no more than `reach` says. `archive` comes along.
+pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
+    reach: Reach,
+    job: J,
+    archive: Option<BorrowedFd<'_>>,
+) -> Result<T> {
+    let failed = |e| Error::io("cannot start a process that reads the image", e);
+    let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+    let mut command = this_program("__read");
+    let known = Access::from_env();
+    // What opens other stores and registries is nothing for a process that reads what strangers made.
+    for (name, _) in known.variables() {
+        command.env_remove(name);
+    }
+    let of_store = match reach.store {
+        Location::Remote(_) => known.for_location(&reach.store),
+        Location::Folder(_) | Location::Registry(_) => Access::default(),
+    };
+    let child = command
+        .envs(of_store.variables())
+        .stdin(Stdio::from(OwnedFd::from(theirs)))
+        .stdout(Stdio::null())
+        .spawn()
+        .map_err(failed)?;
+    let mut child = Ended(child);
+    let registry = reach.registry.clone();
+    let login = registry.as_ref().map(|name| known.given_for_registry(name));
+    let begin = Begin { reach, login: login.unwrap_or_default(), job };
+    wire::send(&ours, &begin, &archive.into_iter().collect::<Vec<_>>())?;
+    loop {
+        match wire::receive::<Said<T>>(&ours)? {
+            Some((Said::Done(done), _)) => return Ok(done),
+            Some((Said::Failed(failure), _)) => return Err(failure.into()),
+            Some((Said::Login(asked), _)) => {
+                let login = log_in(&known, registry.as_ref(), &asked).map_err(Failure::from);
+                wire::send(&ours, &login, &[])?;
+            }
+            None => {
+                let status = child.0.wait().map_err(failed)?;
+                let what = format!(
+                    "the process that reads the image ended early ({status}): it was killed, or needed \
+                     more memory than an image of that size does"
+                );
+                return Err(Error::new(ErrorKind::LocalIo, what));
+            }
+        }
+    }
+}
+
+/// What this user has for the registry `asked`, if that is the one that the user named.
+fn log_in(known: &Access, named: Option<&Name>, asked: &Name) -> Result<Access> {
+    match named.filter(|named| named.registry() == asked.registry()) {
+        Some(named) => known.kept_for_registry(named),
+        None => Err(Error::new(
+            ErrorKind::Invalid,
+            format!("no login for {} is needed here", asked.registry()),
+        )),
+    }
+}
+
+/// A child that ends with this value.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        // It may have gone on after its answer, or be stuck.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The whole life of the process `burgeon __read`: `perform` does the job, with the archive that came
+/// along.
+pub fn read_process<J: DeserializeOwned, T: Serialize>(
+    arguments: &[OsString],
+    perform: impl FnOnce(J, &Access, Option<File>) -> Result<T>,
+) -> ExitCode {
+    let stream = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
+    let (Ok(stream), []) = (stream, arguments) else { return ExitCode::from(2) };
+    let Ok(Some((begin, fds))) = wire::receive::<Begin<J>>(&stream) else {
+        return ExitCode::FAILURE;
+    };
+    if !dies_with_its_parent(&stream) {
+        return ExitCode::FAILURE;
+    }
+    let archive = fds.into_iter().next().map(File::from);
+    let done = confine(&begin.reach, &stream).and_then(|()| {
+        let access = Access::from_env().and(begin.login);
+        perform(begin.job, &access, archive)
+    });
+    let (said, code) = match done {
+        Ok(done) => (Said::Done(done), ExitCode::SUCCESS),
+        Err(e) => (Said::Failed(e.into()), ExitCode::FAILURE),
+    };
+    match wire::send(&stream, &said, &[]) {
+        Ok(()) => code,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+/// Gives up what the job does not take.
+fn confine(reach: &Reach, stream: &UnixStream) -> Result<()> {
+    burgeon_sandbox::accept_the_oom_killer()?;
+    harden::bound_memory_of_readers();
+    reach.sandbox().enter()?;
+    roles::do_without_helpers();
+    let stream = stream
+        .try_clone()
+        .map_err(|e| Error::io("cannot talk to the command that this process reads for", e))?;
+    let stream = Mutex::new(stream);
+    ask_for_credentials_by(Box::new(move |name| {
+        let stream = stream.lock().unwrap_or_else(PoisonError::into_inner);
+        wire::send(&stream, &Said::<()>::Login(name.clone()), &[])?;
+        match wire::receive::<std::result::Result<Access, Failure>>(&stream)? {
+            Some((login, _)) => Ok(login?),
+            None => Err(Error::new(
+                ErrorKind::Unavailable,
+                "the command that this is read for has ended",
+            )),
+        }
+    }));
+    Ok(())
+}
