@@ -4,10 +4,10 @@
 //!   device.rs   LazyDevice: superblocks of one mount, zeros, mapped content (area/), and lazy data of
 //!      ▼
 //!   volume.rs   Volume: one image, for all its mounts
-//!      ├── residency/   which bytes are local, and where: one sparse file
-//!      ├── verify.rs    what each block must be: checksums of the map, or recorded ones
-//!      ├── fetch/       how the others come: single-flight, permits, retries, deadlines, the path
-//!      └── background/  what is fetched unasked: profile prefetch, read-ahead, fill
+//!      ├── residency/   local bytes, and their places: one sparse file
+//!      ├── verify.rs    checksums of blocks: those of the map, or recorded ones
+//!      ├── fetch/       all other bytes: single-flight, permits, retries, deadlines, the path
+//!      └── background/  fetches that no reader asked for: profile prefetch, read-ahead, fill
 //!
 //!   a miss      try_read ─► Absent; read ─► join or start ─► fetch task ─► ask ─► source
 //!               ─► verify ─► publish ─► the reader copies        (docs/architecture.md walks it)

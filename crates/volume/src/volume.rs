@@ -7,8 +7,8 @@
 //!            (in order, a few fetches at once)      └─► in flight: wait for its bytes ──► copy
 //! ```
 //!
-//! It joins the parts: `residency/` (which bytes are local), `verify.rs` (what they must be), `fetch/`
-//! (how the others come) and `background/` (what is fetched unasked). Invariant: residency is asked once
+//! It joins the parts: `residency/` (local bytes), `verify.rs` (their checksums), `fetch/` (all other
+//! bytes) and `background/` (fetches that no reader asked for). Invariant: residency is asked once
 //! outside the single-flight table's lock, by `try_read`, and once inside it.
 
 use std::{

@@ -109,7 +109,7 @@ fn setup() -> Setup {
     Setup { dir, image, world, writer, device, counters }
 }
 
-/// What a server does when it starts.
+/// The start of a server.
 fn device(
     dir: &tempfile::TempDir,
     image: &Image,
@@ -262,7 +262,7 @@ async fn other_bytes_under_the_same_identity_are_refused_also_by_the_next_server
     }
     let before = setup.area().status().last_changed;
     assert_eq!(before, None, "the last server's");
-    // What was not read before is learned now.
+    // Blocks that were never read are recorded now.
     assert!(setup.read(at, 4096).await.unwrap() == bytes[..4096]);
     bytes[block] ^= 1;
     setup.world.put("a", was, &bytes);

@@ -10,7 +10,7 @@ use common::{CHUNKS, Fault, setup, setup_with};
 use tokio::time::{Instant, sleep};
 
 #[tokio::test]
-async fn it_brings_everything_and_says_so() {
+async fn a_fill_makes_everything_resident_and_reports_it() {
     let setup = setup();
     setup.read(setup.blocks(64, 1)).await.unwrap();
     let all = setup.volume.map().data_range();
@@ -27,7 +27,7 @@ async fn it_brings_everything_and_says_so() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_stands_back_for_readers_but_not_for_ever() {
+async fn a_fill_stands_back_for_readers_for_a_second() {
     let setup = setup();
     setup.source.close();
     let (volume, counters) = (Arc::clone(&setup.volume), Arc::clone(&setup.counters));
@@ -51,7 +51,7 @@ async fn it_stands_back_for_readers_but_not_for_ever() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_stops_when_told_and_when_dropped() {
+async fn a_fill_ends_at_stop_and_at_drop() {
     let setup = setup_with(common::image(6), Limits { background_fetches: 2, ..Limits::default() });
     setup.source.close();
     let fill = setup.volume.fill();
@@ -69,7 +69,7 @@ async fn it_stops_when_told_and_when_dropped() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_outlives_an_outage_and_passes_by_a_bad_chunk() {
+async fn a_fill_outlives_an_outage_and_skips_a_bad_chunk() {
     let setup = setup();
     setup.source.fail_always(Fault::Unavailable);
     let fill = setup.volume.fill();
@@ -92,7 +92,7 @@ async fn it_outlives_an_outage_and_passes_by_a_bad_chunk() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_has_as_much_under_way_as_there_is_room_for() {
+async fn a_fill_uses_every_background_permit() {
     let setup = setup();
     setup.source.close();
     let fill = setup.volume.fill();
@@ -107,7 +107,7 @@ async fn it_has_as_much_under_way_as_there_is_room_for() {
 }
 
 #[tokio::test]
-async fn it_goes_as_far_as_the_mount_may_fetch() {
+async fn a_fill_ends_at_the_fetch_limit() {
     let setup = setup_with(common::image(8), Limits { background_fetches: 1, ..Limits::default() });
     let stored = setup.image.packs[0].1.len() as u64;
     let first = CHUNKS[0] * BLOCK_SIZE;

@@ -1,7 +1,7 @@
 //! The single-flight table and the presence bits in many orders of their steps, tried by shuttle.
 //!
-//! The two modules are compiled here once more, over shuttle's locks and atomics. What tokio's
-//! channels do inside counts as one step.
+//! The modules are compiled here once more, over shuttle's locks and atomics. An operation of tokio's
+//! channels counts as one step.
 
 #![allow(clippy::unwrap_used, unreachable_pub, dead_code)]
 
@@ -14,7 +14,7 @@ mod permits;
 #[path = "../src/residency/presence.rs"]
 mod presence;
 
-/// What the modules find in place of the crate's own.
+/// The modules find this in place of the crate's own.
 mod sync {
     pub(crate) use shuttle::sync::{
         Mutex, MutexGuard,
@@ -42,7 +42,7 @@ const CHUNK: u64 = 7;
 struct Cell {
     table: InFlightTable,
     presence: Presence,
-    /// What the cache file holds.
+    /// The content of the cache file.
     file: AtomicU64,
     fetches: AtomicU64,
     at_once: AtomicU64,

@@ -47,7 +47,7 @@ fn hits_allocate_nothing(setup: Setup) {
         read(DATA_START - 8192, 1 << 14);
     }
 
-    // What is not there is found out without an allocation, too.
+    // A miss allocates nothing before it is one.
     let empty = common::setup();
     let before = counting::allocations();
     let answer =

@@ -13,7 +13,7 @@ fn all(setup: &Setup) -> ByteRange {
 }
 
 #[tokio::test]
-async fn what_lies_together_comes_with_one_request() {
+async fn adjacent_chunks_come_with_one_request() {
     let setup = setup();
     let prefetch = setup.volume.prefetch_profile([all(&setup)].into_iter(), None);
     let end = prefetch.ended().await;
@@ -35,7 +35,7 @@ async fn what_lies_together_comes_with_one_request() {
 }
 
 #[tokio::test]
-async fn what_nobody_read_is_counted() {
+async fn unread_prefetched_bytes_are_counted() {
     let setup = setup();
     assert!(setup.volume.profile_prefetched().is_none());
     let first = setup.blocks(0, 64);
@@ -115,7 +115,7 @@ async fn a_source_that_is_away_a_limit_and_nonsense_end_it() {
     }
     setup.settle().await;
     assert_eq!(setup.counters.background_bytes.get(), CHUNKS[0] * BLOCK_SIZE);
-    // What is here already needs no budget.
+    // Resident chunks need no budget.
     let here =
         setup.volume.prefetch_profile([setup.blocks(0, 1)].into_iter(), Some(budget)).ended().await;
     assert_eq!((here.state, here.done_bytes), (ProfileState::Done, here.total_bytes));

@@ -1,4 +1,4 @@
-//! Mapped local files: read in place, as long as they are what they were.
+//! Mapped local files: read in place, as long as they are unchanged.
 //!
 //! ```text
 //!   chunk of a file ──► join or start ──► read, with its identity ──► the mapped one? ──► the recorded

@@ -11,7 +11,7 @@
 //! Invariants, and the tests that hold them:
 //! - An address answers with the same bytes or an error, for ever (the simulator; `tests/area.rs`).
 //! - A file that is not the one that was mapped is an error that names it; a block that was read
-//!   once is never answered with other bytes, whatever the file says of itself (`tests/area.rs`).
+//!   once is never answered with other bytes, whatever its attributes claim (`tests/area.rs`).
 //! - Without its map every read is an error, and counted (`tests/area.rs`).
 //! - Computed bytes count as fetched, so that a fetch limit holds for them, too.
 

@@ -1,4 +1,5 @@
-//! Profile prefetch: fetches what the start of a program will read, in that order, before it is read.
+//! Profile prefetch: fetches the chunks that the start of a program will read, in that order, before it
+//! reads them.
 //!
 //! ```text
 //!   chunks in order ─► rows: the next one, and others of the profile that lie beside it in its

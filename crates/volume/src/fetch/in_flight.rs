@@ -24,7 +24,7 @@ use tokio::sync::watch;
 use super::permits::Permits;
 use crate::sync::{AtomicBool, Mutex, MutexGuard, Ordering};
 
-/// What a fetch has cost, for the account that pays for it.
+/// The cost of a fetch, for the account that pays for it.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Cost {
     pub(crate) fetches: u64,
@@ -119,7 +119,7 @@ pub(crate) struct InFlightTable(Arc<Mutex<Entries>>);
 
 type Entries = HashMap<u64, Entry>;
 
-/// What a fetch shows to those who join it.
+/// The receiving ends of a fetch, for its waiters.
 #[derive(Clone)]
 struct Entry {
     outcome: watch::Receiver<Outcome>,

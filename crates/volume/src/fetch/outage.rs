@@ -1,4 +1,4 @@
-//! Outages of a source: what the log says of them, and how long readers wait for their end.
+//! Outages of a source: their lines in the log, and the time that readers wait for their end.
 //!
 //! ```text
 //!   a try fails        ──► note:    `status`, and one line of the log for each outage

@@ -24,10 +24,10 @@ use tokio::time::Instant;
 const RECENT: usize = 16;
 /// Answers before the recent latency is known: the quickest of several is not that of a busy machine.
 const KNOWN: usize = 4;
-/// What is left of the best rate after each answer.
+/// The best rate fades to this share of itself with each answer.
 const FADE: f64 = 0.99;
 
-/// What is known of a path.
+/// The estimate of one path.
 #[derive(Default)]
 pub(crate) struct PathEstimate(Mutex<Known>);
 

@@ -20,7 +20,7 @@ use crate::Limits;
 
 /// A question to a source, and how its answer is verified.
 pub(crate) trait Question: Send {
-    /// What the source gives: as many bytes as were asked for.
+    /// The source's answer: as many bytes as were asked for.
     type Answer: Send;
     /// The answer after its verification.
     type Verified: Send;
@@ -28,7 +28,7 @@ pub(crate) trait Question: Send {
     /// The key for which a give-up is remembered.
     fn key(&self) -> Option<u64>;
 
-    /// What is asked for, to name it in an error.
+    /// The bytes that are asked for, named for an error.
     fn name(&self) -> String;
 
     /// Bytes that are asked for.

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Background work alone fetches rows. Invariant: every chunk of a row ends as any other fetch does,
-//! whatever becomes of the row (the simulator's bugs `LoseFailedRow`, `SkipRowDigest`, `CutRowOneByteOff`).
+//! however the request for the row ends (the simulator's bugs `LoseFailedRow`, `SkipRowDigest`, `CutRowOneByteOff`).
 
 use std::sync::Arc;
 

@@ -22,7 +22,7 @@ pub enum Access {
     Direct,
     /// Through the page cache, because the file system refuses direct I/O.
     Buffered {
-        /// What it said.
+        /// Its error.
         reason: String,
     },
 }

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Ranges are offsets from the start of the image's data. This module knows neither addresses nor
-//! checksums nor who reads. There is no log and no header on disk, so no order of writes to keep:
+//! checksums nor readers. There is no log and no header on disk, so no order of writes to keep:
 //! after a crash every block that is not in a hole may be resident, and its verification decides.
 //!
 //! Invariants, and the tests that hold them:
@@ -16,7 +16,7 @@
 //!   simulator, `tests/interleavings.rs`).
 //! - A place that cannot be read, or whose bytes were doubted, is not found again until it is
 //!   admitted again (`tests::a_doubted_block_is_not_found_until_it_is_admitted_again`).
-//! - A failing file costs no reader more than a miss; see [`gate`] for what becomes of its writes.
+//! - A failing file costs no reader more than a miss; see [`gate`] for its writes.
 //! - [`Residency::find`] and [`Residency::read`] take no lock and allocate nothing.
 
 mod direct;

@@ -1,4 +1,4 @@
-//! An allocator that counts what this thread asks of it.
+//! An allocator that counts the requests of this thread.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},

@@ -89,7 +89,7 @@ pub(crate) fn image(seed: u64) -> Image {
     image_at(seed, "packs/test")
 }
 
-/// What the source does instead of answering rightly.
+/// A fault of the source, in place of a right answer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fault {
     Unavailable,
