@@ -183,11 +183,11 @@ impl Extents {
         for (index, extent) in self.all.iter().enumerate() {
             let nodatasum = |r: &Reference| model.inode(r.inode as usize).nodatasum;
             let references = self.references(index);
-            let unsummed = references.iter().filter(|r| nodatasum(r)).count();
-            if unsummed == references.len() {
+            let without_checksums = references.iter().filter(|r| nodatasum(r)).count();
+            if without_checksums == references.len() {
                 continue;
             }
-            if unsummed > 0 {
+            if without_checksums > 0 {
                 return Err(invalid(format!(
                     "the blocks at {} belong to a file with checksums and to one without",
                     extent.start

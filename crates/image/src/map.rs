@@ -74,7 +74,7 @@ pub struct AddressMap {
     chunks: ByteRange,
     checksums: ByteRange,
     objects: Vec<ObjectId>,
-    unsummed: bool,
+    lacks_checksums: bool,
     path: Option<PathBuf>,
 }
 
@@ -120,17 +120,26 @@ impl AddressMap {
         let names = container.read(&bytes, OBJECTS, container.raw_len(OBJECTS)?)?;
         let objects = objects::decode(&names, params.objects.get())?;
         let path = path.map(Path::to_owned);
-        let unsummed = false;
-        let mut map =
-            Self { bytes, container, checksum, blocks, chunks, checksums, objects, unsummed, path };
-        map.unsummed = map.check_chunks()?;
+        let lacks_checksums = false;
+        let mut map = Self {
+            bytes,
+            container,
+            checksum,
+            blocks,
+            chunks,
+            checksums,
+            objects,
+            lacks_checksums,
+            path,
+        };
+        map.lacks_checksums = map.check_chunks()?;
         Ok(map)
     }
 
     /// Whether nobody knew the checksums of its blocks when it was made: [`Self::block_checksum`]
     /// means nothing then.
-    pub fn is_unsummed(&self) -> bool {
-        self.unsummed
+    pub fn lacks_checksums(&self) -> bool {
+        self.lacks_checksums
     }
 
     /// Checks all chunks; tells whether their source verifies any of them.

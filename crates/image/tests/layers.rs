@@ -363,7 +363,7 @@ fn a_listed_layer_is_placed_without_being_read() {
     ];
     let above = archive(&[file(".wh.gone", ""), file("above", &"x".repeat(5000))]);
     let (manifest, data) = list_layers(&files, &bytes, &above).unwrap();
-    assert!(manifest.is_unsummed());
+    assert!(manifest.lacks_checksums());
     let at = |path: &str| paths(&manifest.tree).into_iter().find(|(p, _)| p == path.as_bytes());
     let inode = |path: &str| &manifest.tree.inodes[at(path).unwrap().1 as usize];
     for file in &files[..8] {

@@ -311,7 +311,7 @@ pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result
         Some(_) => {}
     }
     let bytes = catalog::load_bytes(store, &image.digest()?)?;
-    Manifest::decode_is_unsummed(&bytes, &Limits::default())
+    Manifest::decode_lacks_checksums(&bytes, &Limits::default())
 }
 
 /// Bytes of the data of the image with the manifest `digest` that lie in `store`, the host's own, in
@@ -478,7 +478,7 @@ fn read_parts(
         return Err(corrupt("its table is of other layers".to_owned()));
     }
     let objects = Manifest::decode_objects(&manifest, &Limits::default())?;
-    if Manifest::decode_is_unsummed(&manifest, &Limits::default())? {
+    if Manifest::decode_lacks_checksums(&manifest, &Limits::default())? {
         return Err(corrupt("it has no digests of the image's data".to_owned()));
     }
     if objects != [derived_object(&table)?] {

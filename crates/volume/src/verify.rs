@@ -44,7 +44,7 @@ pub(crate) enum Checksums<F> {
 impl<F: LocalFile> Checksums<F> {
     /// Those of the image of `map`; `file` is for recorded ones.
     pub(crate) fn new(map: &Arc<AddressMap>, file: Option<F>) -> Self {
-        match (map.is_unsummed(), file) {
+        match (map.lacks_checksums(), file) {
             (false, _) => Self::OfMap { map: Arc::clone(map), start: map.data_range().start() },
             (true, Some(file)) => Self::Recorded(RecordedChecksums::new(file, map.identity())),
             (true, None) => Self::Nowhere,

@@ -103,7 +103,7 @@ where
         Self::over(map, source, (cache, None), limits)
     }
 
-    /// The same of an image without checksums ([`AddressMap::is_unsummed`]): those of its blocks are
+    /// The same of an image without checksums ([`AddressMap::lacks_checksums`]): those of its blocks are
     /// recorded in `checksums` when the blocks are fetched, [`crate::RECORDED_CHECKSUM_LEN`] bytes
     /// each. [`Self::new`] caches nothing of such an image.
     pub fn without_checksums(

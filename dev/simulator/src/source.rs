@@ -175,7 +175,7 @@ impl State {
     /// Whether a source that verifies what it gives notices that it would lie.
     fn lies(&self, object: &ObjectId, question: ByteRange, answer: &[u8]) -> bool {
         let right_len = answer.len() as u64 == question.len();
-        self.map.is_unsummed()
+        self.map.lacks_checksums()
             && right_len
             && self.good(object, question).as_deref() != Some(answer)
     }

@@ -101,7 +101,7 @@ impl Serving {
         let cache = DirectFile::open(&origin.cache, map.data_range().len())?;
         let _runtime = self.runtime.enter();
         let (map, limits) = (Arc::new(map), self.limits.clone());
-        let volume = match map.is_unsummed() {
+        let volume = match map.lacks_checksums() {
             false => Volume::new(map, objects, cache, limits),
             true => {
                 let checksums = origin.cache.with_file_name("checksums");

@@ -258,7 +258,7 @@ fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {
     let Assembled { placed, mut manifest, .. } = assembled;
     manifest.tree = nodes::finish(nodes, placed, &manifest.chunk_addresses())?;
     check_fits(&manifest)?;
-    if manifest.is_unsummed() {
+    if manifest.lacks_checksums() {
         // Map, cache and seed know checksums of all data or of none.
         manifest.block_checksums.fill(0);
         for inode in &mut manifest.tree.inodes {

@@ -72,8 +72,8 @@ impl Manifest {
         Ok(Self::decode_chunks(bytes, limits)?.1)
     }
 
-    /// Whether [`Self::is_unsummed`] is true of an encoded manifest.
-    pub fn decode_is_unsummed(bytes: &[u8], limits: &Limits) -> Result<bool> {
+    /// Whether [`Self::lacks_checksums`] is true of an encoded manifest.
+    pub fn decode_lacks_checksums(bytes: &[u8], limits: &Limits) -> Result<bool> {
         let (chunks, _) = Self::decode_chunks(bytes, limits)?;
         Ok(chunks.iter().any(|chunk| chunk.codec == Codec::Verified))
     }

@@ -123,7 +123,7 @@ impl Manifest {
 
     /// Whether nobody has read all of the data: no file has checksums in btrfs then, and
     /// [`Self::block_checksums`] are zeros.
-    pub fn is_unsummed(&self) -> bool {
+    pub fn lacks_checksums(&self) -> bool {
         self.chunks.iter().any(|chunk| chunk.codec == Codec::Verified)
     }
 

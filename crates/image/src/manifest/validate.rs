@@ -35,12 +35,13 @@ impl Manifest {
             return Err(corrupt("the block checksums are cut short"));
         }
         self.tree_of_names()?;
-        let (data, unsummed) = (self.data_range(), self.is_unsummed());
-        if unsummed && self.block_checksums.iter().any(|byte| *byte != 0) {
+        let (data, lacks_checksums) = (self.data_range(), self.lacks_checksums());
+        if lacks_checksums && self.block_checksums.iter().any(|byte| *byte != 0) {
             return Err(corrupt("the manifest has checksums of blocks that nobody has read"));
         }
         for (number, inode) in self.tree.inodes.iter().enumerate() {
-            let claims = unsummed && matches!(inode.body, Body::Extents { .. }) && !inode.nodatasum;
+            let claims =
+                lacks_checksums && matches!(inode.body, Body::Extents { .. }) && !inode.nodatasum;
             let fits = match check_inode(&self.tree, inode, data) {
                 Ok(()) if claims => Err("it claims to have checksums, which nobody knows"),
                 fits => fits,

@@ -199,7 +199,7 @@ fn unpack(map: &AddressMap, index: u32, chunk: &Chunk, stored: &[u8]) -> Result<
         let object = map.object(chunk.object);
         Error::with_source(error.kind(), format!("chunk {index} from {object}"), error)
     })?;
-    if map.is_unsummed() {
+    if map.lacks_checksums() {
         return Ok(pages);
     }
     // The digest says that these are the bytes: if a checksum differs, it is the map's.

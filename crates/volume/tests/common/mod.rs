@@ -214,7 +214,7 @@ pub(crate) fn open(
     limits: Limits,
 ) -> Arc<TestVolume> {
     let (map, file) = (Arc::clone(&image.map), cache_file(dir, image));
-    if map.is_unsummed() {
+    if map.lacks_checksums() {
         let len = image.bytes.len() as u64 / BLOCK_SIZE * RECORDED_CHECKSUM_LEN;
         let checksums = DirectFile::open_buffered(&dir.path().join("checksums"), len).unwrap();
         return Volume::without_checksums(map, source.clone(), file, checksums, limits);
