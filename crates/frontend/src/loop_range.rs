@@ -1,12 +1,13 @@
-//! Loop numbers for devices without discard: made for one mount, and removed after it.
+//! Loop numbers for devices that are written to: made for one device, and removed after it.
 //!
 //! ```text
 //!   /dev/loop0 … loop7        LOOP_CTL_GET_FREE hands the lowest unused number to anybody
-//!   /dev/loop16384 …          add ─► attach, discard off ─► detached by its last user ─► remove_unused
+//!   /dev/loop16384 …          add ─► attach, discard off, or on ─► detached by its last user ─► remove_unused
 //! ```
 //!
 //! From Linux 6.9 on, 0 in `queue/discard_max_bytes` outlives the detach and cannot be raised again:
-//! the next owner of the number would have no discard. Only removing the number cures it.
+//! the next owner of the number would have no discard. Only removing the number cures it. So a device
+//! that is to have discard gets a new number, too: an old one may have lost it.
 //!
 //! Invariants:
 //! - Discard is turned off only below numbers of this range, which others get from the kernel only

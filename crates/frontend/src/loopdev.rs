@@ -3,8 +3,8 @@
 //! Every one detaches itself when its last user is gone (autoclear): this handle, or the file
 //! system mounted on it. So a plain `umount`, or the death of whoever set it up, leaves nothing.
 //!
-//! A device without discard gets a number of its own (`loop_range.rs`), because the kernel keeps
-//! that setting with the number.
+//! A device that is written to gets a number of its own (`loop_range.rs`), because the kernel keeps
+//! with the number whether it has discard.
 
 use std::{
     ffi::c_ulong,
@@ -112,9 +112,9 @@ impl LoopDevice {
     /// `LocalIo` when none is free or the privilege is missing; the text says which.
     pub fn attach(file: impl AsFd, options: LoopOptions<'_>) -> Result<Self> {
         let control = open_control().map_err(no_loop)?;
-        let without_discard = !options.discard && !options.read_only;
+        let of_its_own = !options.read_only;
         for _ in 0..ATTEMPTS_MAX {
-            let number = match without_discard {
+            let number = match of_its_own {
                 true => loop_range::add(&control),
                 false => ioctl_number(&control, LOOP_CTL_GET_FREE, 0),
             };
@@ -122,13 +122,13 @@ impl LoopDevice {
             let (device, path) = match open_node(number, options.read_only) {
                 Ok(opened) => opened,
                 // Another daemon took the unused number for a leftover, and removed it.
-                Err(_) if without_discard && !loop_range::exists(number) => continue,
+                Err(_) if of_its_own && !loop_range::exists(number) => continue,
                 Err(error) => return Err(error),
             };
             match configure(&device, file.as_fd(), options) {
                 Ok(()) => {
                     let this = Self { device, number, path };
-                    if without_discard {
+                    if of_its_own && !options.discard {
                         this.turn_off_discard()?;
                     }
                     return Ok(this);
