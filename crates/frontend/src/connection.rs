@@ -26,7 +26,10 @@ use rustix::{
     },
 };
 
-use crate::{fuse, sys::failed};
+use crate::{
+    fuse::{self, Wanted},
+    sys::failed,
+};
 
 /// The two ends of one FUSE file system: the descriptor that a server answers on, and the
 /// detached mount that holds the file.
@@ -34,6 +37,7 @@ pub struct Connection {
     device: OwnedFd,
     mount: OwnedFd,
     rings: bool,
+    writable: bool,
 }
 
 impl Connection {
@@ -42,16 +46,28 @@ impl Connection {
     ///
     /// Errors name what is missing: `/dev/fuse`, FUSE in the kernel, or CAP_SYS_ADMIN.
     pub fn new(name: &str) -> Result<Self> {
-        Self::open(name, false)
+        Self::open(name, Wanted::default())
     }
 
     /// As [`Connection::new`], with requests over io_uring where the kernel offers that;
     /// [`Connection::has_rings`] says whether it did.
     pub fn with_rings(name: &str) -> Result<Self> {
-        Self::open(name, true)
+        Self::open(name, Wanted { rings: true, writes: false })
     }
 
-    fn open(name: &str, rings: bool) -> Result<Self> {
+    /// As [`Connection::new`], for a file that is written to, with [`serve_writable`].
+    ///
+    /// [`serve_writable`]: crate::serve_writable
+    pub fn writable(name: &str) -> Result<Self> {
+        Self::open(name, Wanted { rings: false, writes: true })
+    }
+
+    /// As [`Connection::writable`], with requests over io_uring where the kernel offers that.
+    pub fn writable_with_rings(name: &str) -> Result<Self> {
+        Self::open(name, Wanted { rings: true, writes: true })
+    }
+
+    fn open(name: &str, wanted: Wanted) -> Result<Self> {
         let device = open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(|errno| cannot_open(errno.into()))?;
         let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC)
@@ -74,8 +90,8 @@ impl Connection {
             | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         let mount = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
             .map_err(|e| failed("cannot mount a FUSE file system", e))?;
-        let rings = greet(&device, rings)?;
-        Ok(Self { device, mount, rings })
+        let rings = greet(&device, wanted)?;
+        Ok(Self { device, mount, rings, writable: wanted.writes })
     }
 
     /// Whether requests come over io_uring: then it must be served with
@@ -95,9 +111,9 @@ impl Connection {
         self.mount.as_fd()
     }
 
-    /// As [`Connection::open_file_of`].
+    /// As [`Connection::open_file_of`]; for writing, too, if the connection is writable.
     pub fn open_file(&self) -> Result<File> {
-        Self::open_file_of(&self.mount)
+        open_file(self.mount.as_fd(), self.writable)
     }
 
     /// Opens the file for a loop device; from then on the file keeps the file system alive.
@@ -106,17 +122,7 @@ impl Connection {
     /// be interrupted once the server has read the request, and does not end while a process holds
     /// [`Connection::device`]. So the process that calls this must not be the one that holds it.
     pub fn open_file_of(mount: impl AsFd) -> Result<File> {
-        let what = "cannot open the FUSE file; is its server running?";
-        let file = OpenOptions::new()
-            .read(true)
-            .open(format!("/proc/self/fd/{}", mount.as_fd().as_raw_fd()))
-            .map_err(|e| failed(what, e))?;
-        // On 6.12 a loop on a FUSE file whose size nobody had asked for has size 0.
-        let len = file.metadata().map_err(|e| failed(what, e))?.len();
-        if len == 0 {
-            return Err(Error::new(ErrorKind::Invalid, "the FUSE file is empty: nothing to mount"));
-        }
-        Ok(file)
+        open_file(mount.as_fd(), false)
     }
 
     /// The kernel's number of this connection, for [`Connection::abort`].
@@ -152,6 +158,21 @@ impl Connection {
     }
 }
 
+fn open_file(mount: BorrowedFd<'_>, writable: bool) -> Result<File> {
+    let what = "cannot open the FUSE file; is its server running?";
+    let file = OpenOptions::new()
+        .read(true)
+        .write(writable)
+        .open(format!("/proc/self/fd/{}", mount.as_raw_fd()))
+        .map_err(|e| failed(what, e))?;
+    // On 6.12 a loop on a FUSE file whose size nobody had asked for has size 0.
+    let len = file.metadata().map_err(|e| failed(what, e))?.len();
+    if len == 0 {
+        return Err(Error::new(ErrorKind::Invalid, "the FUSE file is empty: nothing to mount"));
+    }
+    Ok(file)
+}
+
 fn cannot_open(cause: io::Error) -> Error {
     let what = match cause.raw_os_error() {
         Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) => {
@@ -165,12 +186,12 @@ fn cannot_open(cause: io::Error) -> Error {
 
 /// Answers INIT, and says whether requests come over io_uring. It is there as soon as the file
 /// system is made, so this does not wait.
-fn greet(device: &OwnedFd, rings: bool) -> Result<bool> {
+fn greet(device: &OwnedFd, wanted: Wanted) -> Result<bool> {
     let mut request = [0; fuse::READ_BUFFER_MIN];
     let what = "cannot agree with the kernel on the FUSE protocol";
     let len = rustix::io::retry_on_intr(|| rustix::io::read(device, &mut request))
         .map_err(|e| failed(what, e))?;
-    match fuse::answer_init(&request[..len], rings) {
+    match fuse::answer_init(&request[..len], wanted) {
         fuse::Init::Reply { bytes, rings } => {
             rustix::io::write(device, &bytes).map_err(|e| failed(what, e))?;
             Ok(rings)

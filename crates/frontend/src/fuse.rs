@@ -1,5 +1,5 @@
-//! The FUSE protocol (`linux/fuse.h`, 7.31 and later) as far as a read-only file system that is
-//! one regular file needs it. Pure: bytes in, bytes out.
+//! The FUSE protocol (`linux/fuse.h`, 7.31 and later) as far as a file system that is one regular
+//! file needs it. Pure: bytes in, bytes out.
 //!
 //! ```text
 //!   request   InHeader 40 B │ arguments of the opcode
@@ -8,25 +8,32 @@
 //!
 //! Numbers are in the machine's byte order, as the kernel's.
 
-use burgeon_block::BLOCK_SIZE;
+use burgeon_block::{BLOCK_SIZE, Erase, Shape, WriteCache};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-/// The longest read asked for, in bytes: one chunk. The loop's bigger reads are cut to this.
-pub(crate) const READ_MAX: usize = 256 << 10;
+use crate::engine::{LEN_MAX, Request as DeviceRequest};
+
 /// A read buffer may not be shorter, or `/dev/fuse` refuses (the kernel's FUSE_MIN_READ_BUFFER).
 pub(crate) const READ_BUFFER_MIN: usize = 8192;
 /// Bytes of a request that tell all: its header and the longest arguments that matter here.
 pub(crate) const RING_REQUEST_LEN: usize = size_of::<InHeader>() + size_of::<ReadIn>();
-/// Reads that the kernel has in flight at once. A loop device queues 128 requests.
+/// Requests that the kernel has in flight at once. A loop device queues 128.
 const BACKGROUND_MAX: u16 = 256;
+/// The same for a file that is written to: what its writes bring takes at most 32 MiB at once.
+const BACKGROUND_WRITABLE_MAX: u16 = 128;
+/// The code of a notification that makes the kernel send unanswered requests again (Linux 6.9).
+const NOTIFY_RESEND: i32 = 7;
 
 const FLAG_ASYNC_READ: u64 = 1 << 0;
 /// Several direct reads of one file at once: without it a loop at depth 64 is four times slower.
 const FLAG_ASYNC_DIO: u64 = 1 << 15;
+/// Writes of more than a page.
+const FLAG_BIG_WRITES: u64 = 1 << 5;
 const FLAG_MAX_PAGES: u64 = 1 << 22;
 const FLAG_INIT_EXT: u64 = 1 << 30;
 /// Requests over io_uring; offered where the module parameter `enable_uring` is set.
 const FLAG_OVER_IO_URING: u64 = 1 << 41;
+const FLAG_HAS_RESEND: u64 = 1 << 39;
 const FOPEN_DIRECT_IO: u32 = 1 << 0;
 /// Closing the file asks nothing: it works while no server runs.
 const FOPEN_NOFLUSH: u32 = 1 << 5;
@@ -57,6 +64,31 @@ struct ReadIn {
     read_flags: u32,
     lock_owner: u64,
     flags: u32,
+    padding: u32,
+}
+
+/// What lies between the beginning of a WRITE and its bytes.
+pub(crate) const WRITE_HEAD_LEN: usize = size_of::<InHeader>() + size_of::<WriteIn>();
+
+#[derive(FromBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct WriteIn {
+    file: u64,
+    offset: u64,
+    size: u32,
+    write_flags: u32,
+    lock_owner: u64,
+    flags: u32,
+    padding: u32,
+}
+
+#[derive(FromBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct FallocateIn {
+    file: u64,
+    offset: u64,
+    length: u64,
+    mode: u32,
     padding: u32,
 }
 
@@ -138,14 +170,15 @@ struct StatFsOut {
     spare: [u32; 6],
 }
 
-/// Mode of the one file: regular, readable. The mount option `rootmode` has to agree.
+/// Mode of the one file: regular, readable. The mount option `rootmode` has to agree in its kind.
 pub(crate) const FILE_MODE: u32 = libc::S_IFREG | 0o444;
+const WRITABLE_MODE: u32 = libc::S_IFREG | 0o644;
 
 /// What a request wants.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Operation {
-    /// Bytes of the file.
-    Read { offset: u64, len: u32 },
+    /// The device's bytes, to be read or changed.
+    Device(DeviceRequest),
     /// Size and mode of the file.
     Attributes,
     /// A handle; it is always 0.
@@ -156,7 +189,7 @@ pub(crate) enum Operation {
     Agree,
     /// Nothing at all: this kind of request has no reply.
     Silence,
-    /// Something that a read-only file has not: this errno.
+    /// Something that the file has not: this errno.
     Refuse(i32),
 }
 
@@ -175,22 +208,53 @@ impl Request {
         let operation = match header.opcode {
             15 => {
                 let (read, _) = ReadIn::read_from_prefix(arguments).ok()?;
-                Operation::Read { offset: read.offset, len: read.size }
+                Operation::Device(DeviceRequest::Read { at: read.offset, len: read.size as usize })
+            }
+            16 => {
+                let (write, _) = WriteIn::read_from_prefix(arguments).ok()?;
+                let fua = write.flags & libc::O_DSYNC as u32 != 0;
+                let len = write.size as usize;
+                Operation::Device(DeviceRequest::Write { at: write.offset, len, fua })
+            }
+            20 => Operation::Device(DeviceRequest::Flush),
+            43 => {
+                let (range, _) = FallocateIn::read_from_prefix(arguments).ok()?;
+                match erasure(range.mode) {
+                    Some(how) => Operation::Device(DeviceRequest::Erase {
+                        at: range.offset,
+                        len: range.length,
+                        how,
+                    }),
+                    None => Operation::Refuse(libc::EOPNOTSUPP),
+                }
             }
             3 => Operation::Attributes,
             14 => Operation::Open,
             17 => Operation::StatFs,
-            // RELEASE, FSYNC, FLUSH, ACCESS, DESTROY
-            18 | 20 | 25 | 34 | 38 => Operation::Agree,
+            // RELEASE, FLUSH, ACCESS, DESTROY
+            18 | 25 | 34 | 38 => Operation::Agree,
             // FORGET, BATCH_FORGET
             2 | 42 => Operation::Silence,
-            // SETATTR, WRITE, SETXATTR, REMOVEXATTR, FALLOCATE, COPY_FILE_RANGE
-            4 | 16 | 21 | 24 | 43 | 47 => Operation::Refuse(libc::EROFS),
+            // SETATTR, SETXATTR, REMOVEXATTR, COPY_FILE_RANGE
+            4 | 21 | 24 | 47 => Operation::Refuse(libc::EROFS),
             // Among the rest is INTERRUPT: ENOSYS tells the kernel to send no more of them. A
             // reader who is killed gets away at once all the same.
             _ => Operation::Refuse(libc::ENOSYS),
         };
         Some(Self { unique: header.unique, operation })
+    }
+}
+
+/// What a mode of FALLOCATE erases; `None` for what allocates. A loop device punches both to discard
+/// and to write zeros, so what is punched has to read as zeros.
+fn erasure(mode: u32) -> Option<Erase> {
+    const KEEP_SIZE: u32 = libc::FALLOC_FL_KEEP_SIZE as u32;
+    const PUNCH: u32 = libc::FALLOC_FL_PUNCH_HOLE as u32;
+    const ZERO: u32 = libc::FALLOC_FL_ZERO_RANGE as u32;
+    match mode & !KEEP_SIZE {
+        PUNCH => Some(Erase::Zeroes { unmap: true }),
+        ZERO => Some(Erase::Zeroes { unmap: false }),
+        _ => None,
     }
 }
 
@@ -213,8 +277,23 @@ impl OutHeader {
     }
 }
 
-/// The payload of a small reply about a file of `size` bytes. Empty for the rest.
-pub(crate) fn small_payload(operation: Operation, size: u64, out: &mut [u8; 104]) -> &[u8] {
+/// The message that makes the kernel send all requests again that are read and not answered.
+pub(crate) fn resend() -> OutHeader {
+    OutHeader { len: size_of::<OutHeader>() as u32, error: NOTIFY_RESEND, unique: 0 }
+}
+
+/// The payload of the reply to a write of `len` bytes.
+pub(crate) fn written(len: usize) -> [u8; 8] {
+    (len as u64 & u64::from(u32::MAX)).to_ne_bytes()
+}
+
+/// The payload of a small reply about the file of a device. Empty for the rest.
+pub(crate) fn small_payload<'a>(
+    operation: Operation,
+    shape: &Shape,
+    out: &'a mut [u8; 104],
+) -> &'a [u8] {
+    let size = shape.size;
     match operation {
         Operation::Attributes => put(
             out,
@@ -223,7 +302,7 @@ pub(crate) fn small_payload(operation: Operation, size: u64, out: &mut [u8; 104]
                 inode: 1,
                 size,
                 sectors: size / 512,
-                mode: FILE_MODE,
+                mode: if shape.cache == WriteCache::ReadOnly { FILE_MODE } else { WRITABLE_MODE },
                 links: 1,
                 block_size: BLOCK_SIZE as u32,
                 ..AttrOut::new_zeroed()
@@ -262,20 +341,32 @@ pub(crate) enum Init {
     Unusable,
 }
 
-/// The answer to INIT: direct, parallel reads of up to [`READ_MAX`] bytes; over io_uring if
-/// `rings` are wanted and offered.
-pub(crate) fn answer_init(request: &[u8], rings: bool) -> Init {
+/// What a connection is to be able to do.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(crate) struct Wanted {
+    /// Requests over io_uring, if the kernel offers that.
+    pub(crate) rings: bool,
+    /// Writes.
+    pub(crate) writes: bool,
+}
+
+/// The answer to INIT: direct, parallel reads and writes of up to [`LEN_MAX`] bytes.
+pub(crate) fn answer_init(request: &[u8], for_what: Wanted) -> Init {
     let Ok((header, arguments)) = InHeader::read_from_prefix(request) else {
         return Init::Unusable;
     };
     let Ok((init, _)) = InitIn::read_from_prefix(arguments) else { return Init::Unusable };
-    let wanted = FLAG_ASYNC_READ | FLAG_ASYNC_DIO | FLAG_MAX_PAGES;
+    let writes = if for_what.writes { FLAG_BIG_WRITES } else { 0 };
+    let wanted = FLAG_ASYNC_READ | FLAG_ASYNC_DIO | FLAG_MAX_PAGES | writes;
     if header.opcode != 26 || init.major != 7 || u64::from(init.flags) & wanted != wanted {
         return Init::Unusable;
     }
     let offered = u64::from(init.flags2) << 32;
-    let rings = rings && init.flags_are_extended() && offered & FLAG_OVER_IO_URING != 0;
+    let offered = if init.flags_are_extended() { offered } else { 0 };
+    let rings = for_what.rings && offered & FLAG_OVER_IO_URING != 0;
     let more = if rings { FLAG_OVER_IO_URING } else { 0 };
+    let more = more | if for_what.writes { offered & FLAG_HAS_RESEND } else { 0 };
+    let background = if for_what.writes { BACKGROUND_WRITABLE_MAX } else { BACKGROUND_MAX };
     let flags = wanted | more | (u64::from(init.flags) & FLAG_INIT_EXT);
     let payload = InitOut {
         major: 7,
@@ -283,11 +374,11 @@ pub(crate) fn answer_init(request: &[u8], rings: bool) -> Init {
         readahead_max: init.readahead_max,
         flags: flags as u32,
         flags2: (flags >> 32) as u32,
-        background_max: BACKGROUND_MAX,
-        congestion: BACKGROUND_MAX / 4 * 3,
-        write_max: BLOCK_SIZE as u32,
+        background_max: background,
+        congestion: background / 4 * 3,
+        write_max: if for_what.writes { LEN_MAX as u32 } else { BLOCK_SIZE as u32 },
         time_granularity_ns: 1,
-        pages_max: (READ_MAX / BLOCK_SIZE as usize) as u16,
+        pages_max: (LEN_MAX / BLOCK_SIZE as usize) as u16,
         ..InitOut::new_zeroed()
     };
     let mut bytes = [0; 80];
@@ -300,6 +391,8 @@ pub(crate) fn answer_init(request: &[u8], rings: bool) -> Init {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const RINGS: Wanted = Wanted { rings: true, writes: false };
 
     fn request(opcode: u32, arguments: &[u8]) -> Vec<u8> {
         let header = InHeader {
@@ -314,7 +407,8 @@ mod tests {
     #[test]
     fn structures_have_the_kernels_sizes() {
         assert_eq!(size_of::<InHeader>(), 40);
-        assert_eq!(size_of::<ReadIn>(), 40);
+        assert_eq!((size_of::<ReadIn>(), size_of::<WriteIn>()), (40, 40));
+        assert_eq!(size_of::<FallocateIn>(), 32);
         assert_eq!(size_of::<OutHeader>(), 16);
         assert_eq!(size_of::<InitOut>(), 64);
         assert_eq!(size_of::<AttrOut>(), 104);
@@ -327,15 +421,41 @@ mod tests {
         let mut arguments = [0; 40];
         arguments[8..16].copy_from_slice(&(1u64 << 40).to_ne_bytes());
         arguments[16..20].copy_from_slice(&4096u32.to_ne_bytes());
-        let read = Operation::Read { offset: 1 << 40, len: 4096 };
+        let read = Operation::Device(DeviceRequest::Read { at: 1 << 40, len: 4096 });
         let bytes = request(15, &arguments);
         assert_eq!(Request::parse(&bytes), Some(Request { unique: 7, operation: read }));
         assert_eq!(Request::parse(&bytes[..79]), None);
     }
 
     #[test]
-    fn writes_are_refused_and_unknown_requests_named_so() {
-        for (opcode, errno) in [(16, libc::EROFS), (4, libc::EROFS), (36, libc::ENOSYS)] {
+    fn changes_are_understood() {
+        let parsed = |opcode, arguments: &[u64]| {
+            let bytes: Vec<_> = arguments.iter().flat_map(|word| word.to_ne_bytes()).collect();
+            Request::parse(&request(opcode, &bytes)).map(|request| request.operation)
+        };
+        let write = |fua| Operation::Device(DeviceRequest::Write { at: 8192, len: 4096, fua });
+        assert_eq!(parsed(16, &[0, 8192, 4096, 0, 0]), Some(write(false)));
+        assert_eq!(parsed(16, &[0, 8192, 4096, 0, libc::O_DSYNC as u64]), Some(write(true)));
+        assert_eq!(parsed(16, &[0, 8192, 4096]), None);
+        assert_eq!(parsed(20, &[0, 0]), Some(Operation::Device(DeviceRequest::Flush)));
+        let erase = |unmap| {
+            let how = Erase::Zeroes { unmap };
+            Operation::Device(DeviceRequest::Erase { at: 4096, len: 1 << 30, how })
+        };
+        for (mode, operation) in [
+            (0x3, erase(true)),
+            (0x11, erase(false)),
+            (0x0, Operation::Refuse(libc::EOPNOTSUPP)),
+            (0x8, Operation::Refuse(libc::EOPNOTSUPP)),
+        ] {
+            assert_eq!(parsed(43, &[0, 4096, 1 << 30, mode]), Some(operation), "{mode:#x}");
+        }
+        assert_eq!(written(4096), [4096u32.to_ne_bytes(), [0; 4]].concat()[..]);
+    }
+
+    #[test]
+    fn other_changes_are_refused_and_unknown_requests_named_so() {
+        for (opcode, errno) in [(4, libc::EROFS), (36, libc::ENOSYS)] {
             let parsed = Request::parse(&request(opcode, &[])).unwrap();
             assert_eq!(parsed.operation, Operation::Refuse(errno));
         }
@@ -350,13 +470,14 @@ mod tests {
         };
         let all = FLAG_ASYNC_READ | FLAG_ASYNC_DIO | FLAG_MAX_PAGES | FLAG_INIT_EXT;
         let Init::Reply { bytes, rings: false } =
-            answer_init(&request(26, &arguments(7, all)), true)
+            answer_init(&request(26, &arguments(7, all)), RINGS)
         else {
             panic!("refused a good INIT");
         };
         assert_eq!(bytes[..4], 80u32.to_ne_bytes());
         assert_eq!(bytes[8..16], 7u64.to_ne_bytes());
-        let unusable = |bytes: &[u8]| assert_eq!(answer_init(bytes, false), Init::Unusable);
+        let unusable =
+            |bytes: &[u8]| assert_eq!(answer_init(bytes, Wanted::default()), Init::Unusable);
         unusable(&request(26, &arguments(8, all)));
         unusable(&request(26, &arguments(7, all & !FLAG_ASYNC_DIO)));
         unusable(&request(15, &arguments(7, all)));
@@ -369,6 +490,7 @@ mod tests {
         let taken = |flags: u64, wanted: bool| {
             let words = [7, 45, 131_072, flags as u32, (flags >> 32) as u32];
             let request = request(26, &words.map(u32::to_ne_bytes).concat());
+            let wanted = Wanted { rings: wanted, writes: false };
             let Init::Reply { bytes, rings } = answer_init(&request, wanted) else {
                 panic!("refused a good INIT");
             };

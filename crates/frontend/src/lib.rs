@@ -4,24 +4,21 @@
 //! ```text
 //!   btrfs (btrfs_mount: scan, mount, sprout, all on detached mounts)
 //!     │ bio
-//!   /dev/loopN (loopdev: direct I/O, 4 KiB blocks)
-//!     │ read
-//!   one huge file: a FUSE file system that is one regular file and lies at no path (Connection)
-//!     │ /dev/fuse                                   held by the supervisor, survives the server
-//!   Server: reader threads ──► request slots (Slots: shared memory, survives the server, too)
-//!     │        try_read: a hit is answered at once
-//!     └──────► read: a miss becomes a task, its request stays in its slot until answered
-//! ```
-//!
-//! Where the kernel has ublk, [`ublk`] takes the place of all that is between btrfs and the device:
-//!
-//! ```text
-//!   btrfs ── bio ── /dev/ublkbN ── io_uring ── ublk::Server: a thread a queue
+//!   /dev/loopN (loopdev: direct I/O, 4 KiB blocks)             /dev/ublkbN, where the kernel has it
+//!     │ read, write, fsync, fallocate                            │
+//!   one huge file: a FUSE file system that is one regular        │ io_uring
+//!   file and lies at no path (Connection)                        │
+//!     │ /dev/fuse, or io_uring                                   │
+//!   Server: reader threads, request slots; or rings            ublk::Server: a thread a queue
+//!     └───────────────────────────────┬──────────────────────────┘
+//!                                  engine: hit, miss, local file, write; counts, cancels, replies
+//!                                     └─► BlockDevice, WritableDevice
 //! ```
 //!
 //! Invariants:
-//! - A request that the kernel has handed out lies in a slot until it is answered; whoever serves
-//!   the slots next answers it. So killing the server costs no I/O error (`tests/kill.rs`; ublk: `tests/ublk_kill.rs`).
+//! - A request over `/dev/fuse` that the kernel has handed out lies in a slot until it is answered,
+//!   and the next server of the slots answers it. So killing the server costs no I/O error
+//!   (`tests/kill.rs`; ublk, where the kernel keeps the requests: `tests/ublk_kill.rs`).
 //! - The serving process holds no descriptor of its own FUSE file, loop device or mount.
 //! - Nothing is left behind: loop devices detach themselves with their last user, and the FUSE
 //!   file system goes with the last descriptor of its file (`tests/transport.rs`).
@@ -31,6 +28,7 @@ compile_error!("Burgeon mounts with Linux system calls; build it for Linux");
 
 pub mod btrfs_mount;
 mod connection;
+mod engine;
 pub mod extents;
 mod fuse;
 mod loop_range;
@@ -42,7 +40,8 @@ mod sys;
 pub mod ublk;
 
 pub use connection::Connection;
+pub use engine::End;
 pub use loop_range::remove_unused as remove_unused_loops;
 pub use loopdev::{LoopDevice, LoopOptions};
-pub use server::{End, Helpers, ServeOptions, Server, serve};
+pub use server::{Helpers, ServeOptions, Server, serve, serve_writable};
 pub use slots::Slots;

@@ -1,22 +1,25 @@
-//! Answers the kernel's requests to one FUSE file from a [`BlockDevice`].
+//! FUSE over `/dev/fuse`: the transport that hands requests of one FUSE file to the engine.
 //!
 //! ```text
 //!            ┌──────────── reader thread ────────────┐   one; more while requests come (`readers.rs`)
-//!   readv ──►│ slot ─► try_read ─► Served ─► writev   │   no allocation, no lock
-//!            │              └────► Absent ─┐          │
-//!            └────────────────────────────┼──────────┘
-//!                the slot goes along      ▼      the thread takes a free slot and goes on
-//!                     tokio task: wait for memory ─► read().await ─► writev ─► slot is free
+//!   readv ──►│ slot ─► Engine::serve ─► answered ─► writev, the slot is empty
+//!            │               └────────► parked ─┐     │
+//!            └──────────────────────────────────┼─────┘
+//!                  the slot goes along          ▼      the thread takes a free slot and goes on
+//!                                  engine's task ─► writev ─► slot is free
 //!
 //!   a successor first answers what it finds in the slots, the same two ways
 //! ```
 //!
 //! Where the connection has them, requests come over rings instead (`rings.rs`).
 //!
-//! Limits: a request needs a slot ([`SLOT_COUNT`]); a miss needs room for its bytes
-//! ([`ServeOptions::miss_bytes_max`]). Who finds none waits; nothing is refused.
+//! A slot holds the head of a request. The bytes of a WRITE do not fit, so a server that is killed
+//! loses them: its successor has the kernel send all unanswered requests again (Linux 6.9), and
+//! where it cannot, such a write fails with EIO.
 //!
-//! Invariants (held by `tests/kill.rs`, `tests/transport.rs`, `tests/hit_path.rs`):
+//! Limits: a request needs a slot ([`SLOT_COUNT`]), and waits for one.
+//!
+//! Invariants (held by `tests/kill.rs`, `tests/transport.rs`, `tests/writes.rs`):
 //! - A slot is owned by one thread or task, or is on the free list.
 //! - A slot is cleared after its reply, never before.
 //! - Stopping, or a runtime that goes away, leaves unanswered requests in their slots.
@@ -29,23 +32,26 @@ mod stop;
 
 use std::{
     io,
-    os::fd::{AsRawFd, OwnedFd},
-    panic::{AssertUnwindSafe, catch_unwind},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
     sync::{Arc, Weak},
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Now, Pages, Result};
-use tokio::{runtime::Handle, sync::Semaphore};
+use burgeon_block::{BlockDevice, Pages, Result, WritableDevice};
+use tokio::runtime::Handle;
 
-pub use self::{control::End, readers::Helpers};
+pub use self::readers::Helpers;
 use self::{
     control::{Control, Parked},
     readers::{IDLE, Readers, Watch},
 };
 use crate::{
-    fuse::{Operation, READ_BUFFER_MIN, READ_MAX, Request},
+    engine::{
+        self, Access, Arrival, Call, End, Engine, Handled, LEN_MAX, Life, Load, Loading, ReadOnly,
+        Writable,
+    },
+    fuse::{Operation, READ_BUFFER_MIN, Request, WRITE_HEAD_LEN},
     slots::{REQUEST_LEN, SLOT_COUNT, Slots},
     sys::failed,
 };
@@ -92,22 +98,44 @@ pub struct Server {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// Serves `device` on `fuse`, after answering what a predecessor left in `slots`. Returns at once.
+/// Serves `device` on `fuse`, after answering what a predecessor left in `slots`. Changes are
+/// refused with EROFS. Returns at once.
 ///
 /// The predecessor's process must be gone (waited for): slots have one owner. `Invalid` if the
-/// device's size is not a whole number of blocks.
+/// device's shape makes no sense.
 pub fn serve<D: BlockDevice>(
     fuse: OwnedFd,
     slots: Arc<Slots>,
     device: Arc<D>,
     options: &ServeOptions,
 ) -> Result<Server> {
-    if !device.size().is_multiple_of(BLOCK_SIZE) {
-        let what = format!("a device of {} bytes is not whole blocks of 4 KiB", device.size());
-        return Err(Error::new(ErrorKind::Invalid, what));
-    }
+    start::<D, ReadOnly>(fuse, slots, device, options)
+}
+
+/// As [`serve`], for a device that is written to. The connection must be made for it
+/// ([`Connection::writable`](crate::Connection::writable)).
+pub fn serve_writable<D: WritableDevice>(
+    fuse: OwnedFd,
+    slots: Arc<Slots>,
+    device: Arc<D>,
+    options: &ServeOptions,
+) -> Result<Server> {
+    start::<D, Writable>(fuse, slots, device, options)
+}
+
+fn start<D: BlockDevice, A: Access<D>>(
+    fuse: OwnedFd,
+    slots: Arc<Slots>,
+    device: Arc<D>,
+    options: &ServeOptions,
+) -> Result<Server> {
+    let (runtime, memory_max) = (options.runtime.clone(), options.miss_bytes_max);
+    let engine = Engine::<D, A>::new(device, slots.clone(), runtime, memory_max)?;
     stop::make_reads_interruptible().map_err(|e| failed("cannot install a signal handler", e))?;
-    let control = Arc::new(Control::new(fuse, slots));
+    if A::WRITABLE {
+        control::have_requests_sent_again(&fuse, &slots);
+    }
+    let control = Arc::new(Control::new(fuse, slots, engine.life().clone()));
     // Over rings, one thread is enough for the little that does not come that way.
     let threads = if options.rings { 1 } else { options.threads };
     let threads = threads.clamp(1, SLOT_COUNT as usize / 2);
@@ -115,9 +143,7 @@ pub fn serve<D: BlockDevice>(
     let worker = Arc::new(Worker {
         control: control.clone(),
         readers: readers.clone(),
-        device,
-        runtime: options.runtime.clone(),
-        miss_blocks: Semaphore::new(options.miss_bytes_max.max(READ_MAX) / BLOCK_SIZE as usize),
+        engine: Arc::new(engine),
     });
     let mut server = Server { control, readers, threads: Vec::new() };
     let first = worker.clone();
@@ -136,7 +162,7 @@ fn start_thread(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()
 impl Server {
     /// Waits until serving is over, for whichever reason.
     pub fn ended(&self) -> impl Future<Output = End> + Send + 'static {
-        self.control.ended()
+        self.life().ended()
     }
 
     /// Stops reading requests, waits up to `drain` for the misses in work and returns how many
@@ -147,6 +173,10 @@ impl Server {
         self.control.slots.unanswered()
     }
 
+    fn life(&self) -> &Life {
+        &self.control.life
+    }
+
     fn halt(&mut self, drain: Duration) {
         self.control.request_stop();
         self.readers.end();
@@ -155,7 +185,7 @@ impl Server {
             // A panic outside the device's code would be a bug here; its slot is replayed.
             let _ = thread.join();
         }
-        self.control.drain(drain);
+        self.life().drain(drain);
     }
 }
 
@@ -165,30 +195,11 @@ impl Drop for Server {
     }
 }
 
-/// What all threads and tasks of a server share.
-struct Worker<D> {
+/// What all threads of a server share.
+struct Worker<D, A> {
     control: Arc<Control>,
     readers: Arc<Readers>,
-    device: Arc<D>,
-    runtime: Handle,
-    miss_blocks: Semaphore,
-}
-
-/// Whether the slot came back with the answer, or went along with a task.
-#[derive(PartialEq, Eq)]
-enum Handled {
-    Answered,
-    Parked,
-}
-
-/// A read of whole blocks within the device.
-#[derive(Clone, Copy)]
-struct BlockRead {
-    unique: u64,
-    offset: u64,
-    len: usize,
-    begun: Instant,
-    replayed: bool,
+    engine: Arc<Engine<D, A>>,
 }
 
 /// Which reader thread it is.
@@ -204,6 +215,8 @@ struct Reader {
     role: Role,
     /// `None` until its first read, and while the mount is idle.
     buffer: Option<Pages>,
+    /// Where the kernel writes what of a request does not fit into its slot.
+    tail: Vec<u8>,
     /// Of a helper: it has had a request.
     has_worked: bool,
 }
@@ -217,19 +230,19 @@ impl Drop for Leaving {
     }
 }
 
-impl<D: BlockDevice> Worker<D> {
+impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
     /// A reader thread's life.
     fn run(self: Arc<Self>, role: Role) {
         let _leaving = Leaving((role == Role::Helper).then(|| self.readers.clone()));
         stop::accept_interrupts();
-        let mut reader = Reader { role, buffer: None, has_worked: false };
+        let tail = READ_BUFFER_MIN + if A::WRITABLE { LEN_MAX } else { 0 };
+        let mut reader = Reader { role, buffer: None, tail: vec![0; tail], has_worked: false };
         while let Some(slot) = self.control.next_replay() {
             self.call_for_help(&mut reader);
             if self.replay(slot, &mut reader) == Handled::Answered {
                 self.control.free(slot);
             }
         }
-        let mut scratch = [0; READ_BUFFER_MIN];
         let mut held = None;
         let mut failures = 0;
         while let Some(slot) = held.take().or_else(|| self.control.take_free()) {
@@ -237,11 +250,11 @@ impl<D: BlockDevice> Worker<D> {
                 self.control.free(slot);
                 break;
             }
-            match self.read_request(slot, &mut scratch) {
+            match self.read_request(slot, &mut reader.tail) {
                 Ok(()) => {
                     failures = 0;
                     self.call_for_help(&mut reader);
-                    if self.handle(slot, &mut reader, false) == Handled::Answered {
+                    if self.handle(slot, &mut reader, Arrival::now()) == Handled::Answered {
                         held = Some(slot);
                     }
                     continue;
@@ -253,7 +266,7 @@ impl<D: BlockDevice> Worker<D> {
                         break;
                     }
                 }
-                // Whoever asked went away while the kernel handed it out.
+                // The asker went away while the kernel handed the request out.
                 Err(libc::EAGAIN | libc::ENOENT) => {}
                 Err(libc::ENODEV | libc::ECONNABORTED) => self.control.end(End::Unmounted),
                 Err(errno) if failures == READ_FAILURES_MAX => self.control.end(End::Failed(errno)),
@@ -299,21 +312,22 @@ impl<D: BlockDevice> Worker<D> {
         let buffer = self.readers.helpers.buffer()?;
         if role == Role::First && self.readers.stir() {
             // Without hold of anything: serving ends without waiting for this.
-            self.runtime.spawn(watch(Arc::downgrade(self)));
+            self.engine.runtime().spawn(watch(Arc::downgrade(self)));
         }
         Some(buffer)
     }
 
-    /// Lets the kernel put the next request into `slot`; waits for one. The error is an errno.
-    fn read_request(&self, slot: u32, scratch: &mut [u8]) -> Result<(), i32> {
+    /// Lets the kernel put the next request into `slot` and its tail; waits for one. The error is
+    /// an errno.
+    fn read_request(&self, slot: u32, tail: &mut [u8]) -> Result<(), i32> {
         let parts = [
             libc::iovec {
                 iov_base: self.control.slots.request_pointer(slot).cast(),
                 iov_len: REQUEST_LEN,
             },
-            libc::iovec { iov_base: scratch.as_mut_ptr().cast(), iov_len: scratch.len() },
+            libc::iovec { iov_base: tail.as_mut_ptr().cast(), iov_len: tail.len() },
         ];
-        // SAFETY: both parts are valid for their lengths; this thread owns the slot and `scratch`.
+        // SAFETY: both parts are valid for their lengths; this thread owns the slot and `tail`.
         // Raw pointers, because other threads look at the slot's length meanwhile.
         let len = unsafe { libc::readv(self.control.fuse.as_raw_fd(), parts.as_ptr(), 2) };
         if len < 0 {
@@ -324,132 +338,110 @@ impl<D: BlockDevice> Worker<D> {
 
     fn replay(self: &Arc<Self>, slot: u32, reader: &mut Reader) -> Handled {
         let control = &self.control;
-        if control.slots.begin_replay(slot) < REPLAYS_MAX {
-            return self.handle(slot, reader, true);
+        let tried = control.slots.begin_replay(slot);
+        let Some(request) = Request::parse(&control.slots.request(slot)) else {
+            control.slots.clear(slot);
+            return Handled::Answered;
+        };
+        let write = matches!(request.operation, Operation::Device(engine::Request::Write { .. }));
+        // The bytes of a write went with the server that had read them.
+        if tried < REPLAYS_MAX && !(A::WRITABLE && write) {
+            return self.handle(slot, reader, Arrival::replayed());
         }
-        if let Some(request) = Request::parse(&control.slots.request(slot)) {
-            control.fail(request.unique, libc::EIO);
-        }
+        self.engine.counters().failed_reads.add(u64::from(!write));
+        control.reply_error(request.unique, libc::EIO);
         control.slots.clear(slot);
         Handled::Answered
     }
 
     /// Answers the request in `slot`, now or with a task.
-    fn handle(self: &Arc<Self>, slot: u32, reader: &mut Reader, replayed: bool) -> Handled {
+    fn handle(self: &Arc<Self>, slot: u32, reader: &mut Reader, arrival: Arrival) -> Handled {
         let control = &self.control;
-        let begun = Instant::now();
         let Some(request) = Request::parse(&control.slots.request(slot)) else {
             control.slots.clear(slot);
             return Handled::Answered;
         };
         let unique = request.unique;
         match request.operation {
-            Operation::Read { offset, len } => match self.block_read(offset, len) {
-                Ok(len) => {
-                    let read = BlockRead { unique, offset, len, begun, replayed };
-                    return self.read(slot, read, reader);
-                }
-                Err(errno) => control.reply_error(unique, errno),
-            },
+            Operation::Device(request) => {
+                let request = request.cut_to(self.engine.shape().size);
+                let call = ReaderCall { worker: self, reader, slot, unique, payload: None };
+                return self.engine.serve(request, arrival, call);
+            }
             Operation::Refuse(errno) => control.reply_error(unique, errno),
             Operation::Silence => {}
-            operation => control.reply_small(unique, operation, self.device.size()),
+            operation => control.reply_small(unique, operation, self.engine.shape()),
         }
         control.slots.clear(slot);
         Handled::Answered
     }
+}
 
-    /// The bytes to answer a read with: fewer than asked for at the end. The loop's reads are
-    /// whole blocks; others are refused.
-    fn block_read(&self, offset: u64, len: u32) -> Result<usize, i32> {
-        let whole = offset.is_multiple_of(BLOCK_SIZE) && u64::from(len) % BLOCK_SIZE == 0;
-        if !whole || len as usize > READ_MAX {
-            return Err(libc::EINVAL);
+/// A request in a reader thread's hands.
+struct ReaderCall<'a, D, A> {
+    worker: &'a Arc<Worker<D, A>>,
+    reader: &'a mut Reader,
+    slot: u32,
+    unique: u64,
+    /// The bytes of a write.
+    payload: Option<Pages>,
+}
+
+impl<D: BlockDevice, A: Access<D>> Call for ReaderCall<'_, D, A> {
+    type Parked = Parked;
+
+    #[inline]
+    fn buffer(&mut self, len: usize) -> Result<&mut [u8], i32> {
+        if self.reader.buffer.is_none() {
+            self.reader.buffer = self.worker.take_buffer(self.reader.role);
         }
-        Ok(u64::from(len).min(self.device.size().saturating_sub(offset)) as usize)
+        let buffer = self.reader.buffer.as_mut().ok_or(libc::ENOMEM)?;
+        Ok(&mut buffer.bytes_mut()[..len])
     }
 
-    fn read(self: &Arc<Self>, slot: u32, read: BlockRead, reader: &mut Reader) -> Handled {
-        let control = &self.control;
-        if reader.buffer.is_none() {
-            reader.buffer = self.take_buffer(reader.role);
-        }
-        let Some(buffer) = &mut reader.buffer else {
-            control.fail(read.unique, libc::ENOMEM);
-            control.slots.clear(slot);
-            return Handled::Answered;
+    /// At once: the other threads go on meanwhile.
+    fn load(mut self, load: Load, file: BorrowedFd<'_>) -> Loading<Self> {
+        let read = match self.buffer(load.read_len()) {
+            Ok(buffer) => load.read_now(file, buffer),
+            Err(errno) => Err(io::Error::from_raw_os_error(errno)),
         };
-        let bytes = &mut buffer.bytes_mut()[..read.len];
-        match self.try_now(read, bytes) {
-            Ok(Now::Served) => control.reply(read.unique, bytes),
-            Ok(Now::Absent | Now::Local(_)) => {
-                self.runtime.spawn(self.clone().miss(control.park(slot, read.unique), read));
-                return Handled::Parked;
-            }
-            Err(errno) => control.fail(read.unique, errno),
+        Loading::Here(self, read)
+    }
+
+    /// The thread reads its next request into the same memory.
+    fn keep_payload(&mut self, len: usize) -> Result<(), i32> {
+        let mut pages = Pages::zeroed(len as u64).ok_or(libc::ENOMEM)?;
+        let head = self.worker.control.slots.request(self.slot);
+        let in_slot = &head[WRITE_HEAD_LEN..];
+        let (first, rest) = pages.bytes_mut()[..len].split_at_mut(len.min(in_slot.len()));
+        first.copy_from_slice(&in_slot[..first.len()]);
+        rest.copy_from_slice(&self.reader.tail[..rest.len()]);
+        self.payload = Some(pages);
+        Ok(())
+    }
+
+    #[inline]
+    fn reply(self, answer: Result<usize, i32>) {
+        let control = &self.worker.control;
+        match (answer, &self.reader.buffer) {
+            (Ok(len), Some(buffer)) => control.reply(self.unique, &buffer.bytes()[..len]),
+            (Ok(_), None) => control.reply(self.unique, &[]),
+            (Err(errno), _) => control.reply_error(self.unique, errno),
         }
-        control.slots.clear(slot);
-        Handled::Answered
+        control.slots.clear(self.slot);
     }
 
-    /// Tries to fill `bytes` from what is local. A hit is counted here, before the reply, so that
-    /// whoever has read sees it counted.
-    fn try_now(&self, read: BlockRead, bytes: &mut [u8]) -> Result<Now, i32> {
-        let tried = catch_unwind(AssertUnwindSafe(|| self.device.try_read(read.offset, bytes)));
-        let tried = tried.map_err(|_panic| libc::EIO)?.map_err(|error| error.errno())?;
-        if tried == Now::Served {
-            let counters = self.control.slots.counters();
-            counters.hits.add(1);
-            counters.hit_bytes.add(read.len as u64);
-            counters.hit_latency.record(read.begun.elapsed().as_nanos() as u64);
-            counters.replayed.add(u64::from(read.replayed));
-        }
-        Ok(tried)
-    }
-
-    fn count_miss(&self, read: BlockRead) {
-        let counters = self.control.slots.counters();
-        counters.misses.add(1);
-        counters.miss_bytes.add(read.len as u64);
-        counters.miss_latency.record(read.begun.elapsed().as_nanos() as u64);
-        counters.replayed.add(u64::from(read.replayed));
-    }
-
-    /// The task of a read that has to wait. When it is dropped or cancelled, `parked` leaves the
-    /// request to a successor.
-    async fn miss(self: Arc<Self>, parked: Parked, read: BlockRead) {
-        let result = tokio::select! {
-            biased;
-            () = self.control.cancelled() => return,
-            result = self.fetch(read) => result,
-        };
-        match result {
-            Ok(buffer) => {
-                self.count_miss(read);
-                self.control.reply(read.unique, &buffer.bytes()[..read.len]);
-            }
-            Err(errno) => self.control.fail(read.unique, errno),
-        }
-        parked.answered();
-    }
-
-    async fn fetch(&self, read: BlockRead) -> Result<Pages, i32> {
-        let blocks = read.len.div_ceil(BLOCK_SIZE as usize) as u32;
-        // Held until the reply is built; an error would mean a closed semaphore: none is.
-        let _room = self.miss_blocks.acquire_many(blocks).await.map_err(|_| libc::EIO)?;
-        let mut buffer = Pages::zeroed(read.len as u64).ok_or(libc::ENOMEM)?;
-        let bytes = &mut buffer.bytes_mut()[..read.len];
-        self.device.read(read.offset, bytes).await.map_err(|error| error.errno())?;
-        Ok(buffer)
+    fn park(self) -> Parked {
+        Parked::new(self.worker.control.clone(), self.slot, self.unique, self.payload)
     }
 }
 
 /// Looks again and again whether anybody reads, until nobody does.
-async fn watch<D: BlockDevice>(worker: Weak<Worker<D>>) {
+async fn watch<D: BlockDevice, A: Access<D>>(worker: Weak<Worker<D, A>>) {
     loop {
         tokio::time::sleep(IDLE).await;
         let Some(worker) = worker.upgrade() else { return };
-        if worker.readers.look(worker.control.slots.counters()) == Watch::End {
+        if worker.readers.look(worker.engine.counters()) == Watch::End {
             return;
         }
     }

@@ -3,16 +3,21 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "common/changes.rs"]
+mod changes;
 mod common;
+mod scratch;
 
 use std::{fs::File, io, os::unix::fs::FileExt, path::PathBuf, sync::Arc, thread};
 
-use burgeon_block::{BLOCK_SIZE, Pages, Shape};
+use burgeon_block::{BLOCK_SIZE, BlockDevice, Pages, Shape};
 use burgeon_frontend::{
     End, ServeOptions, Slots,
     ublk::{self, Control, Queues},
 };
-use common::{Computed, block_ok, open_direct, runtime};
+use changes::change_at_random;
+use common::{Computed, Removed, block_ok, open_direct, runtime};
+use scratch::Scratch;
 use tokio::runtime::Runtime;
 
 const SIZE: u64 = 1 << 40;
@@ -188,4 +193,23 @@ fn a_device_of_another_size_is_not_served() {
 fn a_buffered_reader_gets_the_same_bytes() {
     let served = Served::new(SIZE);
     read(&File::open(&served.path).unwrap(), 321, 9).unwrap();
+}
+
+#[test]
+fn a_device_is_written_to() {
+    let (runtime, slots) = (runtime(), Arc::new(Slots::create().unwrap()));
+    let truth = tempfile::tempfile().unwrap();
+    truth.set_len(16 << 20).unwrap();
+    let device = Arc::new(Scratch::new(truth));
+    let mut control = Control::open().unwrap();
+    let number = control.add(&device.shape(), OWNER, Queues::default()).unwrap().number;
+    let removed = Removed(number);
+    let options = ServeOptions::new(runtime.handle().clone());
+    let server = ublk::serve_writable(number, slots.clone(), device.clone(), &options).unwrap();
+    let path = control.start(number, std::process::id()).unwrap();
+    change_at_random(&path, &device, 0x5eed, true);
+    let counters = slots.counters();
+    assert!(counters.hits.get() > 0 && counters.misses.get() > 0);
+    assert_eq!(counters.failed_reads.get(), 0);
+    drop((server, removed));
 }

@@ -93,6 +93,7 @@ const LISTS: [List; 7] = [
             ("burgeon-frontend", "btrfs"),
             ("burgeon-frontend", "kill"),
             ("burgeon-frontend", "transport"),
+            ("burgeon-frontend", "writes"),
             ("burgeon", "lifecycle"),
         ],
         ..LIST

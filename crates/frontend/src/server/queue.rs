@@ -1,7 +1,7 @@
 //! One queue of FUSE-over-io_uring: its memory, its ring, and the two commands it takes.
 //!
 //! ```text
-//!   entry n:  ┌ 4 KiB: header ────────────────────────────────────┐┌ READ_MAX: payload ┐
+//!   entry n:  ┌ 4 KiB: header ────────────────────────────────────┐┌ LEN_MAX: payload ┐
 //!             │ in/out 128 │ arguments 128 │ commit id, length 32 ││ bytes of a read   │
 //!             └───────────────────────────────────────────────────┘└───────────────────┘
 //!
@@ -23,7 +23,10 @@ use std::{
 use io_uring::{IoUring, cqueue, opcode, squeue::Entry128, types::Fixed};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use crate::fuse::{READ_MAX, RING_REQUEST_LEN};
+use crate::{
+    engine::{LEN_MAX, Load},
+    fuse::RING_REQUEST_LEN,
+};
 
 const REGISTER: u32 = 1;
 const COMMIT_AND_FETCH: u32 = 2;
@@ -34,10 +37,12 @@ const COMMIT_ID_OFFSET: usize = 256 + 8;
 const PAYLOAD_LEN_OFFSET: usize = 256 + 16;
 
 const PAYLOAD_OFFSET: usize = 4096;
-const ENTRY_LEN: usize = PAYLOAD_OFFSET + READ_MAX;
+const ENTRY_LEN: usize = PAYLOAD_OFFSET + LEN_MAX;
 
-/// What a submission that is no entry's says of itself.
+/// `user_data` of the wait for a wake-up. That of an entry's command is its index; a read of a local
+/// file into it has this bit, too.
 const WAKE: u64 = u64::MAX;
+const LOAD: u64 = 1 << 32;
 
 /// The memory of a queue's entries. Pages that no request has touched take no memory.
 struct Memory {
@@ -104,12 +109,12 @@ impl Entry {
         request
     }
 
-    /// Where the answer's bytes go: [`READ_MAX`] of them, aligned to 4 KiB.
+    /// Where the answer's bytes go: [`LEN_MAX`] of them, aligned to 4 KiB.
     pub(super) fn payload(&mut self) -> &mut [u8] {
         let start = self.part(PAYLOAD_OFFSET..ENTRY_LEN);
         // SAFETY: within the mapping and initialised (zeros at first); nobody else accesses it
         // while this entry is borrowed.
-        unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), READ_MAX) }
+        unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), LEN_MAX) }
     }
 
     /// Puts the answer's header, and the length of the payload that belongs to it, in place.
@@ -127,6 +132,8 @@ pub(super) enum Event {
     Lost,
     /// [`Queue::await_wake`] has come true.
     Woken,
+    /// [`Queue::load`] has ended.
+    Loaded(Entry, Load, io::Result<usize>),
 }
 
 /// One CPU's ring. It belongs to the thread that made it.
@@ -135,6 +142,9 @@ pub(super) struct Queue {
     memory: Arc<Memory>,
     id: u16,
     entries: u32,
+    /// By entry: what is being read into it from a local file.
+    loads: Vec<Option<Load>>,
+    loading: usize,
 }
 
 impl Queue {
@@ -148,7 +158,8 @@ impl Queue {
             .setup_defer_taskrun()
             .build((entries + 1).next_power_of_two())?;
         ring.submitter().register_files(&[fuse.as_raw_fd()])?;
-        let mut queue = Self { ring, memory: Arc::new(Memory::new(entries)?), id, entries };
+        let (memory, loads) = (Arc::new(Memory::new(entries)?), vec![None; entries as usize]);
+        let mut queue = Self { ring, memory, id, entries, loads, loading: 0 };
         let parts: Vec<_> = (0..entries).map(|index| queue.parts(index)).collect();
         for (index, parts) in (0..).zip(&parts) {
             queue.push(queue.register(index, parts))?;
@@ -176,8 +187,50 @@ impl Queue {
             (index, 0) if index < u64::from(self.entries) => {
                 Event::Request(Entry { memory: Arc::clone(&self.memory), index: index as u32 })
             }
+            (load, result) if load & LOAD != 0 => {
+                let index = load as u32;
+                let Some(load) = self.loads.get_mut(index as usize).and_then(Option::take) else {
+                    return Some(Event::Lost);
+                };
+                self.loading -= 1;
+                let entry = Entry { memory: Arc::clone(&self.memory), index };
+                let read = usize::try_from(result);
+                let read = read.map_err(|_| io::Error::from_raw_os_error(-result));
+                Event::Loaded(entry, load, read)
+            }
             _ => Event::Lost,
         })
+    }
+
+    /// Reads `load`'s place of `file` into the entry, with the next [`Queue::wait`]. The file must
+    /// stay open until this has ended.
+    pub(super) fn load(&mut self, mut entry: Entry, load: Load, file: BorrowedFd<'_>) {
+        let index = entry.index;
+        let place = load.range().start();
+        let piece = &mut entry.payload()[load.part()];
+        let (start, len) = (piece.as_mut_ptr(), piece.len() as u32);
+        let read = opcode::Read::new(io_uring::types::Fd(file.as_raw_fd()), start, len);
+        let read = read.offset(place).build().user_data(LOAD | u64::from(index));
+        // An entry is in one place at a time, so there is room for this as for its commit.
+        if self.push(read.into()).is_ok() {
+            self.loads[index as usize] = Some(load);
+            self.loading += 1;
+        }
+    }
+
+    /// Waits until no read of a local file is in work: the kernel writes into the entries no more.
+    fn settle(&mut self) {
+        while self.loading > 0 {
+            match self.wait() {
+                Ok(()) => while self.next().is_some() {},
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => {
+                    // It cannot be waited for: the memory is given up instead.
+                    std::mem::forget(Arc::clone(&self.memory));
+                    return;
+                }
+            }
+        }
     }
 
     /// Gives an answered entry back to the kernel, with the next [`Queue::wait`].
@@ -195,8 +248,9 @@ impl Queue {
     }
 
     fn push(&mut self, entry: Entry128) -> io::Result<()> {
-        // SAFETY: what the entries point at (entry memory, an eventfd) lives as long as the ring;
-        // the parts of a registration live until it is submitted.
+        // SAFETY: what the entries point at (entry memory, an eventfd) lives as long as the ring, and
+        // the memory until no read into it is in work (`settle`); the parts of a registration live
+        // until it is submitted.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         // There is room for every entry at once.
         pushed.map_err(|_| io::ErrorKind::OutOfMemory.into())
@@ -208,7 +262,7 @@ impl Queue {
             iov_base: entry.part(start..start + len).as_ptr().cast(),
             iov_len: len,
         };
-        [part(0, HEADER_LEN), part(PAYLOAD_OFFSET, READ_MAX)]
+        [part(0, HEADER_LEN), part(PAYLOAD_OFFSET, LEN_MAX)]
     }
 
     fn register(&self, index: u32, parts: &[libc::iovec; 2]) -> Entry128 {
@@ -234,10 +288,16 @@ impl Queue {
     }
 }
 
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.settle();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::{COMMIT_ID_OFFSET, Entry, Memory, PAYLOAD_LEN_OFFSET};
-    use crate::fuse::READ_MAX;
+    use crate::engine::LEN_MAX;
 
     #[test]
     fn entries_lie_apart_and_have_the_kernels_layout() {
@@ -249,7 +309,7 @@ mod tests {
         entries[0].payload().fill(9);
         assert_eq!(entries[1].request()[..40], [1; 40]);
         assert_eq!(entries[1].request()[40..], [2; 40]);
-        assert_eq!(entries[1].payload().len(), READ_MAX);
+        assert_eq!(entries[1].payload().len(), LEN_MAX);
         assert_eq!(entries[1].payload().as_ptr() as usize % 4096, 0);
         assert!(entries[1].payload().iter().all(|byte| *byte == 0));
         entries[1].answer([3; 16], 4096);

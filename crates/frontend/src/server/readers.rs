@@ -30,7 +30,7 @@ use std::{
 use burgeon_block::{Counters, Pages};
 
 use super::stop;
-use crate::fuse::READ_MAX;
+use crate::engine::LEN_MAX;
 
 /// A mount without a read for so long, and at most twice as long, is idle.
 pub(super) const IDLE: Duration = Duration::from_secs(1);
@@ -76,7 +76,7 @@ impl Helpers {
     /// A buffer for one request at a time; `None` when there is no memory.
     pub(super) fn buffer(&self) -> Option<Pages> {
         let spare = self.spare().pop();
-        spare.or_else(|| Pages::zeroed(READ_MAX as u64))
+        spare.or_else(|| Pages::zeroed(LEN_MAX as u64))
     }
 
     pub(super) fn keep_buffer(&self, buffer: Pages) {

@@ -1,13 +1,15 @@
-//! Serving over io_uring: a thread and a queue for each CPU, each pinned to its CPU, so that a
+//! FUSE over io_uring: a thread and a queue for each CPU, each pinned to its CPU, so that a
 //! request is answered where it was asked and wakes nobody on another CPU.
 //!
 //! ```text
 //!                ┌──────────────── ring thread of CPU n ────────────────┐
-//!   completion ─►│ try_read into the entry ─► Served ─► commit          │   no allocation, no lock
-//!                │                     └────► Absent ─┐     ▲           │
-//!                └────────────────────────────────────┼─────┼───────────┘
-//!                         the entry goes along        ▼     │ eventfd: come and take it
-//!                         tokio task: read().await into the entry ─► done list
+//!   completion ─►│ Engine::serve into the entry ─► answered ─► commit   │   no allocation, no lock
+//!                │     ▲ resume      ├─► a local file, by the ring ──┐  │
+//!                │     └─────────────┼───────────────────────────────┘  │
+//!                │                   └─► parked ─┐          ▲           │
+//!                └───────────────────────────────┼──────────┼───────────┘
+//!                         the entry goes along   ▼          │ eventfd: come and take it
+//!                                 engine's task, in the entry ─► done list
 //! ```
 //!
 //! What rings do not carry (FORGET, INTERRUPT), and everything before the last ring is there,
@@ -22,23 +24,24 @@
 
 use std::{
     fs, io, mem,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, PoisonError, mpsc},
     thread::{self, JoinHandle},
 };
 
-use burgeon_block::{BlockDevice, Now, Result};
+use burgeon_block::{BlockDevice, Result};
 use rustix::event::{EventfdFlags, eventfd};
 use zerocopy::IntoBytes;
 
 use super::{
-    BlockRead, End, Worker,
+    Worker,
     control::Control,
     queue::{Entry, Event, Queue},
     stop,
 };
 use crate::{
-    fuse::{Operation, OutHeader, READ_MAX, Request, small_payload},
+    engine::{self, Access, Answer, Arrival, Call, End, LEN_MAX, Load, Loading},
+    fuse::{self, Operation, OutHeader, Request, small_payload},
     sys::failed,
 };
 
@@ -78,7 +81,70 @@ impl Done {
     }
 }
 
-/// The entry of a miss. Dropped without an answer (its task was cancelled, or panicked), the read
+/// A ring thread's queue, and what its answers need.
+struct Ring {
+    queue: Queue,
+    done: Arc<Done>,
+    control: Arc<Control>,
+    /// The first commit that failed.
+    outcome: io::Result<()>,
+}
+
+impl Ring {
+    fn commit(&mut self, entry: Entry) {
+        if let Err(error) = self.queue.commit(entry) {
+            self.outcome = Err(error);
+        }
+    }
+
+    /// Commits what tasks have answered.
+    fn commit_done(&mut self) -> io::Result<()> {
+        self.done.reset();
+        self.queue.await_wake(self.done.event.as_fd())?;
+        while let Some(entry) = self.done.pop() {
+            self.queue.commit(entry)?;
+        }
+        Ok(())
+    }
+}
+
+/// A request in a ring thread's hands.
+struct RingCall<'a> {
+    ring: &'a mut Ring,
+    entry: Entry,
+    unique: u64,
+}
+
+impl Call for RingCall<'_> {
+    type Parked = Parked;
+
+    #[inline]
+    fn buffer(&mut self, len: usize) -> Result<&mut [u8], i32> {
+        Ok(&mut self.entry.payload()[..len])
+    }
+
+    fn load(self, load: Load, file: BorrowedFd<'_>) -> Loading<Self> {
+        self.ring.queue.load(self.entry, load, file);
+        Loading::Later
+    }
+
+    #[inline]
+    fn reply(mut self, answer: Result<usize, i32>) {
+        answer_in(&mut self.entry, self.unique, answer);
+        self.ring.commit(self.entry);
+    }
+
+    fn park(self) -> Parked {
+        Parked {
+            control: self.ring.control.clone(),
+            done: self.ring.done.clone(),
+            entry: Some(self.entry),
+            unique: self.unique,
+        }
+    }
+}
+
+/// An entry in the hands of a task. Dropped without an answer (its task was cancelled), the request
 /// fails: there is no successor that could answer it.
 struct Parked {
     control: Arc<Control>,
@@ -88,33 +154,53 @@ struct Parked {
 }
 
 impl Parked {
-    fn payload(&mut self, len: usize) -> &mut [u8] {
-        match &mut self.entry {
-            Some(entry) => &mut entry.payload()[..len],
-            None => &mut [],
-        }
-    }
-
-    fn answer(mut self, result: Result<usize, i32>) {
-        self.finish(result);
-    }
-
     fn finish(&mut self, result: Result<usize, i32>) {
         if let Some(mut entry) = self.entry.take() {
-            self.control.slots.counters().failed_reads.add(u64::from(result.is_err()));
-            answer(&mut entry, self.unique, result);
+            answer_in(&mut entry, self.unique, result);
             self.done.push(entry);
         }
     }
 }
 
+impl engine::Parked for Parked {
+    fn memory(&mut self, len: usize) -> Option<&mut [u8]> {
+        self.entry.as_mut().map(|entry| &mut entry.payload()[..len])
+    }
+
+    fn copy_payload(&mut self, _into: &mut [u8]) -> Result<(), i32> {
+        // A write's bytes lie in its entry.
+        Err(libc::EIO)
+    }
+
+    fn answer(mut self, answer: Answer<'_>) {
+        let mut put = |bytes: &[u8]| {
+            if let Some(entry) = &mut self.entry {
+                entry.payload()[..bytes.len()].copy_from_slice(bytes);
+            }
+            Ok(bytes.len())
+        };
+        let result = match answer {
+            Answer::Own(len) => Ok(len),
+            Answer::Bytes(bytes) => put(bytes),
+            Answer::Written(len) => put(&fuse::written(len)),
+            Answer::Done => Ok(0),
+            Answer::Failed(errno) => Err(errno),
+        };
+        self.finish(result);
+    }
+}
+
 impl Drop for Parked {
     fn drop(&mut self) {
+        if self.entry.is_some() {
+            self.control.slots.counters().failed_reads.add(1);
+        }
         self.finish(Err(libc::EIO));
     }
 }
 
-fn answer(entry: &mut Entry, unique: u64, result: Result<usize, i32>) {
+/// Puts an answer into an entry: so many bytes of its payload, or an errno.
+fn answer_in(entry: &mut Entry, unique: u64, result: Result<usize, i32>) {
     let (header, len) = match result {
         Ok(len) => (OutHeader::answer(unique, len), len),
         Err(errno) => (OutHeader::error(unique, errno), 0),
@@ -125,11 +211,12 @@ fn answer(entry: &mut Entry, unique: u64, result: Result<usize, i32>) {
 }
 
 /// Starts a ring thread for each possible CPU, and returns when the kernel has all rings.
-pub(super) fn start<D: BlockDevice>(worker: &Arc<Worker<D>>) -> Result<Vec<JoinHandle<()>>> {
+pub(super) fn start<D: BlockDevice, A: Access<D>>(
+    worker: &Arc<Worker<D, A>>,
+) -> Result<Vec<JoinHandle<()>>> {
     let what = "cannot serve over io_uring; mount without --fast";
     let cpus = possible_cpus().map_err(|e| failed(what, e))?;
-    let entries =
-        (MEMORY_MAX / READ_MAX / usize::from(cpus)).clamp(ENTRIES_MIN, ENTRIES_MAX) as u32;
+    let entries = (MEMORY_MAX / LEN_MAX / usize::from(cpus)).clamp(ENTRIES_MIN, ENTRIES_MAX) as u32;
     let (ready, results) = mpsc::channel();
     let mut threads = Vec::new();
     for cpu in 0..cpus {
@@ -147,7 +234,8 @@ pub(super) fn start<D: BlockDevice>(worker: &Arc<Worker<D>>) -> Result<Vec<JoinH
                 Ok((queue, done)) => {
                     let _ = ready.send(Ok(()));
                     drop(ready);
-                    worker.run_ring(queue, &done, entries);
+                    let control = worker.control.clone();
+                    worker.run_ring(Ring { queue, done, control, outcome: Ok(()) }, entries);
                 }
                 Err(error) => {
                     let _ = ready.send(Err(error));
@@ -174,30 +262,27 @@ pub(super) fn start<D: BlockDevice>(worker: &Arc<Worker<D>>) -> Result<Vec<JoinH
     }
 }
 
-impl<D: BlockDevice> Worker<D> {
+impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
     /// A ring thread's life.
-    fn run_ring(self: Arc<Self>, mut queue: Queue, done: &Arc<Done>, entries: u32) {
+    fn run_ring(self: Arc<Self>, mut ring: Ring, entries: u32) {
         let mut lost = 0;
         while lost < entries && !self.control.is_stopping() {
-            match queue.wait() {
+            match ring.queue.wait() {
                 Ok(()) => {}
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => continue,
                 Err(error) => return self.fail_ring(&error),
             }
-            while let Some(event) = queue.next() {
-                let result = match event {
-                    Event::Request(entry) => match self.handle_entry(entry, done) {
-                        Some(answered) => queue.commit(answered),
-                        None => Ok(()),
-                    },
-                    Event::Woken => self.commit_done(&mut queue, done),
-                    Event::Lost => {
-                        lost += 1;
-                        Ok(())
+            while let Some(event) = ring.queue.next() {
+                match event {
+                    Event::Request(entry) => self.handle_entry(entry, &mut ring),
+                    Event::Loaded(entry, load, result) => {
+                        self.resume(entry, load, result, &mut ring)
                     }
-                };
-                if let Err(error) = result {
-                    return self.fail_ring(&error);
+                    Event::Woken => ring.outcome = ring.commit_done(),
+                    Event::Lost => lost += 1,
+                }
+                if let Err(error) = &ring.outcome {
+                    return self.fail_ring(error);
                 }
             }
         }
@@ -207,75 +292,39 @@ impl<D: BlockDevice> Worker<D> {
         self.control.end(End::Failed(error.raw_os_error().unwrap_or(libc::EIO)));
     }
 
-    fn commit_done(&self, queue: &mut Queue, done: &Arc<Done>) -> io::Result<()> {
-        done.reset();
-        queue.await_wake(done.event.as_fd())?;
-        while let Some(entry) = done.pop() {
-            queue.commit(entry)?;
-        }
-        Ok(())
-    }
-
-    /// Answers a request; `None` if its entry went along with a task.
-    fn handle_entry(self: &Arc<Self>, mut entry: Entry, done: &Arc<Done>) -> Option<Entry> {
-        let begun = std::time::Instant::now();
+    /// Answers a request, now or with a task.
+    fn handle_entry(&self, mut entry: Entry, ring: &mut Ring) {
+        let arrival = Arrival::now();
         let Some(request) = Request::parse(&entry.request()) else {
             // The kernel makes no such request. Without its number there is no right answer, and
             // the wrong one is an error at its reader.
-            answer(&mut entry, 0, Err(libc::EIO));
-            return Some(entry);
+            answer_in(&mut entry, 0, Err(libc::EIO));
+            return ring.commit(entry);
         };
         let unique = request.unique;
         let result = match request.operation {
-            Operation::Read { offset, len } => match self.block_read(offset, len) {
-                Ok(len) => {
-                    let read = BlockRead { unique, offset, len, begun, replayed: false };
-                    match self.try_now(read, &mut entry.payload()[..len]) {
-                        Ok(Now::Served) => Ok(len),
-                        Ok(Now::Absent | Now::Local(_)) => {
-                            let parked = Parked {
-                                control: self.control.clone(),
-                                done: done.clone(),
-                                entry: Some(entry),
-                                unique,
-                            };
-                            self.runtime.spawn(self.clone().miss_of_ring(parked, read));
-                            return None;
-                        }
-                        Err(errno) => {
-                            self.control.slots.counters().failed_reads.add(1);
-                            Err(errno)
-                        }
-                    }
-                }
-                Err(errno) => Err(errno),
-            },
+            Operation::Device(request) => {
+                let request = request.cut_to(self.engine.shape().size);
+                self.engine.serve(request, arrival, RingCall { ring, entry, unique });
+                return;
+            }
             Operation::Refuse(errno) => Err(errno),
             operation => {
                 let mut small = [0; 104];
-                let bytes = small_payload(operation, self.device.size(), &mut small);
+                let bytes = small_payload(operation, self.engine.shape(), &mut small);
                 entry.payload()[..bytes.len()].copy_from_slice(bytes);
                 Ok(bytes.len())
             }
         };
-        answer(&mut entry, unique, result);
-        Some(entry)
+        answer_in(&mut entry, unique, result);
+        ring.commit(entry);
     }
 
-    /// The task of a read that has to wait.
-    async fn miss_of_ring(self: Arc<Self>, mut parked: Parked, read: BlockRead) {
-        let result = tokio::select! {
-            biased;
-            () = self.control.cancelled() => return,
-            result = self.device.read(read.offset, parked.payload(read.len)) => result,
-        };
-        match result {
-            Ok(()) => {
-                self.count_miss(read);
-                parked.answer(Ok(read.len));
-            }
-            Err(error) => parked.answer(Err(error.errno())),
-        }
+    /// Goes on with a read whose piece of a local file is in its entry.
+    fn resume(&self, entry: Entry, load: Load, result: io::Result<usize>, ring: &mut Ring) {
+        let Some(request) = Request::parse(&entry.request()) else { return };
+        let call = RingCall { ring, entry, unique: request.unique };
+        self.engine.resume(load, result, call);
     }
 }
 

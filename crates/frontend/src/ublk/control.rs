@@ -17,7 +17,7 @@ use io_uring::{IoUring, cqueue, opcode::UringCmd80, squeue, types};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::uapi::*;
-use crate::{fuse::READ_MAX, sys::failed};
+use crate::{engine::LEN_MAX, sys::failed};
 
 /// Requests in flight a queue, one of them never used (see [`spare_one_tag`]): room for one reader
 /// of depth 64 on one CPU. Each costs 24 bytes of descriptor and an entry in the ring.
@@ -145,7 +145,7 @@ impl Control {
         let mut info = DeviceInfo {
             queues: queues.count,
             depth: queues.depth,
-            max_io_len: READ_MAX as u32,
+            max_io_len: LEN_MAX as u32,
             device: ANY_DEVICE,
             flags: NEEDED,
             owner,
@@ -335,7 +335,7 @@ fn params(shape: &Shape) -> Params {
         physical_block_shift: shape.physical_block.ilog2() as u8,
         io_opt_shift: shape.optimal_io.ilog2() as u8,
         io_min_shift: shape.physical_block.ilog2() as u8,
-        max_sectors: (READ_MAX >> SECTOR_SHIFT) as u32,
+        max_sectors: (LEN_MAX >> SECTOR_SHIFT) as u32,
         sectors: shape.size >> SECTOR_SHIFT,
         ..Params::default()
     };

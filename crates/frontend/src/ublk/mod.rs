@@ -1,19 +1,21 @@
-//! A [`BlockDevice`] as `/dev/ublkbN`: requests come and go over io_uring, without a file system
-//! or a loop device between.
+//! ublk: the transport that shows a device as `/dev/ublkbN`. Requests come and go over io_uring,
+//! without a file system or a loop device between.
 //!
 //! ```text
 //!   /dev/ublkbN ── blk-mq, a queue for each group of CPUs
 //!      │ descriptors in shared memory, completions of fetch commands
 //!   queue thread, with its ring                         (no lock, nothing shared with other queues)
-//!      │  try_read ─► Served ─► pwrite the bytes ─► commit and fetch       all of a batch at once
-//!      │     └─► Absent: the tag stays with a task
-//!      ▼
-//!   tokio task: wait for memory ─► read().await ─► pwrite the bytes ─► mailbox ─► the thread commits
+//!      │  Engine::serve ─► answered ─► pwrite the bytes ─► commit and fetch   all of a batch at once
+//!      │     ▲ resume └──► a local file, by the ring ─┐
+//!      │     └────────────────────────────────────────┘
+//!      ▼ parked: the tag stays with a task
+//!   engine's task ─► pwrite the bytes ─► mailbox ─► the thread commits
 //! ```
 //!
 //! The bytes are checked in the server's own buffer and only then copied into the request
 //! (`UBLK_F_USER_COPY`): with the driver's zero copy nobody could check them before they are
-//! used. That also means one buffer a queue instead of one a tag.
+//! used. That also means one buffer a queue instead of one a tag, and one more for each read of a
+//! local file that is in work, at most eight.
 //!
 //! The device belongs to nobody's process. When its server dies, its requests wait in the kernel,
 //! those in flight among them; whoever calls [`serve`] next takes them over.
@@ -43,30 +45,23 @@ use std::{
     io,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+        atomic::{AtomicUsize, Ordering::SeqCst},
         mpsc,
     },
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Error, ErrorKind, Result};
-use tokio::{
-    runtime::Handle,
-    sync::{Semaphore, watch},
-};
+use burgeon_block::{BlockDevice, Error, ErrorKind, Result, WritableDevice};
 
 pub use self::control::{Control, Device, Queues, block_path, numbers};
 use self::{mailbox::Mailbox, queue::Queue};
 use crate::{
-    fuse::READ_MAX,
-    server::{End, ServeOptions},
+    engine::{Access, End, Engine, Life, ReadOnly, Writable},
+    server::ServeOptions,
     slots::Slots,
     sys::failed,
 };
-
-/// How long cancelled tasks may take to notice.
-const CANCEL_MAX: Duration = Duration::from_secs(10);
 
 /// A running server of one device. Dropping it leaves the device to a successor.
 pub struct Server {
@@ -78,25 +73,37 @@ pub struct Server {
 struct Shared {
     /// `/dev/ublkcN`: the bytes of requests go through it.
     file: File,
-    slots: Arc<Slots>,
-    mailboxes: Vec<Arc<Mailbox>>,
-    runtime: Handle,
-    miss_blocks: Semaphore,
-    stopping: AtomicBool,
+    mailboxes: Vec<Mailbox>,
     /// Queues whose thread runs.
     running: AtomicUsize,
-    /// Requests with tasks.
-    parked: AtomicUsize,
-    cancel: watch::Sender<bool>,
-    end: watch::Sender<Option<End>>,
+    life: Arc<Life>,
 }
 
 /// Serves `device` as the ublk device `number`, and counts in `slots`. A device that was added is
 /// then to be started ([`Control::start`]); one whose server has died goes on by itself.
 ///
 /// Returns when all queues are served. Waits, at most half a minute, for the end of a server that
-/// is just dying. `Invalid` if the sizes differ.
+/// is just dying. `Invalid` if the sizes differ. Changes are refused with EROFS.
 pub fn serve<D: BlockDevice>(
+    number: u32,
+    slots: Arc<Slots>,
+    device: Arc<D>,
+    options: &ServeOptions,
+) -> Result<Server> {
+    start::<D, ReadOnly>(number, slots, device, options)
+}
+
+/// As [`serve`], for a device that is written to, and was added with such a shape.
+pub fn serve_writable<D: WritableDevice>(
+    number: u32,
+    slots: Arc<Slots>,
+    device: Arc<D>,
+    options: &ServeOptions,
+) -> Result<Server> {
+    start::<D, Writable>(number, slots, device, options)
+}
+
+fn start<D: BlockDevice, A: Access<D>>(
     number: u32,
     slots: Arc<Slots>,
     device: Arc<D>,
@@ -117,28 +124,24 @@ pub fn serve<D: BlockDevice>(
     if description.started {
         control.begin_recovery(number)?;
     }
-    let mailboxes = (0..description.queues).map(|_| Mailbox::new(description.depth).map(Arc::new));
+    let (runtime, memory_max) = (options.runtime.clone(), options.miss_bytes_max);
+    let engine = Arc::new(Engine::<D, A>::new(device, slots, runtime, memory_max)?);
+    let mailboxes = (0..description.queues).map(|_| Mailbox::new(description.depth));
     let mailboxes = mailboxes.collect::<io::Result<Vec<_>>>();
     let shared = Arc::new(Shared {
         file: open(number)?,
-        slots,
         mailboxes: mailboxes.map_err(|e| failed("cannot make an eventfd", e))?,
-        runtime: options.runtime.clone(),
-        miss_blocks: Semaphore::new(options.miss_bytes_max.max(READ_MAX) / BLOCK_SIZE as usize),
-        stopping: AtomicBool::new(false),
         running: AtomicUsize::new(usize::from(description.queues)),
-        parked: AtomicUsize::new(0),
-        cancel: watch::Sender::new(false),
-        end: watch::Sender::new(None),
+        life: engine.life().clone(),
     });
     let mut server = Server { shared: shared.clone(), threads: Vec::new() };
     let (ready, becomes_ready) = mpsc::channel();
     for number_of_queue in 0..description.queues {
-        let (shared, device, ready) = (shared.clone(), device.clone(), ready.clone());
+        let (shared, engine, ready) = (shared.clone(), engine.clone(), ready.clone());
         let thread = thread::Builder::new()
             .name("ublk-queue".into())
             .spawn(move || {
-                match Queue::new(number_of_queue, description.depth, shared.clone(), device) {
+                match Queue::new(number_of_queue, description.depth, shared.clone(), engine) {
                     Ok(queue) => {
                         let _ = ready.send(Ok(()));
                         drop(ready);
@@ -175,58 +178,31 @@ impl Server {
     /// Waits until serving is over, for whichever reason: [`End::Unmounted`] when the device was
     /// stopped.
     pub fn ended(&self) -> impl Future<Output = End> + Send + 'static {
-        let mut end = self.shared.end.subscribe();
-        async move {
-            match end.wait_for(Option::is_some).await {
-                Ok(end) => end.unwrap_or(End::Stopped),
-                Err(_) => End::Stopped,
-            }
-        }
+        self.shared.life.ended()
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.shared.end(End::Stopped);
-        self.shared.stopping.store(true, SeqCst);
-        self.shared.mailboxes.iter().for_each(|mailbox| mailbox.ring());
-        self.shared.cancel.send_replace(true);
+        let life = &self.shared.life;
+        life.end(End::Stopped);
+        life.stop();
+        self.shared.mailboxes.iter().for_each(Mailbox::ring);
+        life.cancel();
         for thread in self.threads.drain(..) {
             // A panic outside the device's code would be a bug here; its requests are reissued.
             let _ = thread.join();
         }
-        let deadline = Instant::now() + CANCEL_MAX;
-        while self.shared.parked.load(SeqCst) > 0 && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(1));
-        }
+        life.drain(Duration::ZERO);
     }
 }
 
 impl Shared {
-    fn is_stopping(&self) -> bool {
-        self.stopping.load(SeqCst)
-    }
-
-    /// Serving is over; the first reason counts.
-    fn end(&self, end: End) {
-        self.end.send_if_modified(|now| {
-            let first = now.is_none();
-            now.get_or_insert(end);
-            first
-        });
-    }
-
     /// A queue's thread leaves: with the last one serving is over, and when one fails.
     fn queue_ended(&self, end: End) {
         let last = self.running.fetch_sub(1, SeqCst) == 1;
         if last || matches!(end, End::Failed(_)) {
-            self.end(end);
+            self.life.end(end);
         }
-    }
-
-    /// Resolves when tasks are to leave their requests to a successor.
-    async fn cancelled(&self) {
-        // The sender lives in `self`, so this is no error.
-        let _ = self.cancel.subscribe().wait_for(|cancelled| *cancelled).await;
     }
 }

@@ -1,30 +1,52 @@
-//! One queue: its ring, its descriptors, its thread's life, and the tasks of its misses.
+//! One queue: its ring, its descriptors, its thread's life, and the answers of its tasks.
 
 use std::{
-    io,
-    os::{fd::AsRawFd, unix::fs::FileExt},
-    panic::{AssertUnwindSafe, catch_unwind},
+    io, mem,
+    os::{
+        fd::{AsRawFd, BorrowedFd},
+        unix::fs::FileExt,
+    },
     ptr::{self, NonNull},
-    sync::{Arc, atomic::Ordering::SeqCst},
-    time::Instant,
+    sync::Arc,
 };
 
-use burgeon_block::{BLOCK_SIZE, BlockDevice, Now, Pages};
+use burgeon_block::{BlockDevice, Erase, Pages};
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::IntoBytes;
 
 use super::{Shared, uapi::*};
-use crate::{fuse::READ_MAX, server::End};
+use crate::engine::{
+    self, Access, Answer, Arrival, Call, End, Engine, LEN_MAX, Load, Loading, Request,
+};
 
-/// `user_data` of the read that waits for the mailbox; others are tags.
+/// `user_data` of the read that waits for the mailbox. That of a tag's command is the tag; a read of
+/// a local file for it has this bit, too.
 const WAKE: u64 = u64::MAX;
+const LOAD: u64 = 1 << 32;
 
-pub(super) struct Queue<D> {
+/// Buffers of a queue beside the thread's: reads of local files that are in work at once. With all
+/// of them in use, the thread reads the next place itself.
+const LOADS_MAX: usize = 8;
+
+pub(super) struct Queue<D, A> {
+    // Dropped first: it waits for the kernel to let go of the ring's buffers.
+    ring: Ring,
+    engine: Arc<Engine<D, A>>,
+}
+
+/// All of a queue that does not depend on its device.
+struct Ring {
     number: u16,
     ring: IoUring,
     descriptors: Descriptors,
+    /// Where hits are answered from.
     buffer: Pages,
+    /// More of them, for reads of local files; at most [`LOADS_MAX`] with those in use.
+    spare: Vec<Pages>,
+    /// By tag: what is being read from a local file, and where to.
+    loads: Vec<Option<(Load, Pages)>>,
+    loading: usize,
     /// Where the read of the mailbox's eventfd puts its count.
     wakes: Box<u64>,
     /// Tags whose fetch command is in the kernel.
@@ -32,26 +54,96 @@ pub(super) struct Queue<D> {
     /// Tags that tasks have.
     parked: u16,
     shared: Arc<Shared>,
-    device: Arc<D>,
 }
 
-/// A read of whole blocks within the device.
-#[derive(Clone, Copy)]
-struct BlockRead {
-    tag: u16,
-    offset: u64,
-    len: usize,
-    begun: Instant,
+/// What a queue's ring says.
+enum Event {
+    Woken,
+    Request(u16),
+    /// The device is being stopped: the tag is not fetched with again.
+    Gone,
+    Loaded(u16, io::Result<usize>),
+    Failed(i32),
 }
 
-impl<D: BlockDevice> Queue<D> {
+impl<D: BlockDevice, A: Access<D>> Queue<D, A> {
     /// Sets everything up and fetches with all tags. On the thread that is to run it.
     pub(super) fn new(
         number: u16,
         depth: u16,
         shared: Arc<Shared>,
-        device: Arc<D>,
+        engine: Arc<Engine<D, A>>,
     ) -> io::Result<Self> {
+        Ok(Self { ring: Ring::new(number, depth, shared)?, engine })
+    }
+
+    /// The thread's life: until the device is stopped, or the server is told to leave.
+    pub(super) fn run(mut self) -> End {
+        loop {
+            match self.ring.wait() {
+                Ok(()) => {}
+                Err(e) => return End::Failed(e.raw_os_error().unwrap_or(libc::EIO)),
+            }
+            while let Some(event) = self.ring.next() {
+                match event {
+                    Event::Woken => self.ring.commit_answered(),
+                    Event::Request(tag) => self.handle(tag),
+                    Event::Gone => {}
+                    Event::Loaded(tag, result) => self.resume(tag, result),
+                    Event::Failed(errno) => return End::Failed(errno),
+                }
+            }
+            if self.ring.shared.life.is_stopping() {
+                return End::Stopped;
+            }
+            if self.ring.fetching == 0 && self.ring.parked == 0 && self.ring.loading == 0 {
+                return End::Unmounted;
+            }
+        }
+    }
+
+    /// Answers the request of `tag`, now or with a task.
+    fn handle(&mut self, tag: u16) {
+        let arrival = Arrival::now();
+        match request(self.ring.descriptors.get(tag)) {
+            Ok(request) => {
+                let call = TagCall { ring: &mut self.ring, tag, own: None };
+                self.engine.serve(request, arrival, call);
+            }
+            Err(errno) => self.ring.push_command(COMMIT_AND_FETCH_REQ, tag, -errno),
+        }
+    }
+
+    /// Goes on with a read whose piece of a local file is in its buffer.
+    fn resume(&mut self, tag: u16, result: io::Result<usize>) {
+        if let Some((load, pages)) = self.ring.loads[usize::from(tag)].take() {
+            let call = TagCall { ring: &mut self.ring, tag, own: Some(pages) };
+            self.engine.resume(load, result, call);
+        }
+    }
+}
+
+/// What a descriptor asks for. The error is an errno.
+#[inline]
+fn request(descriptor: Descriptor) -> Result<Request, i32> {
+    let bytes = u64::from(descriptor.sectors) << SECTOR_SHIFT;
+    let at = descriptor.start_sector.checked_mul(1 << SECTOR_SHIFT).ok_or(libc::EINVAL)?;
+    let (flags, len) = (descriptor.op_flags, bytes as usize);
+    Ok(match flags & OP_MASK {
+        OP_READ => Request::Read { at, len },
+        OP_WRITE => Request::Write { at, len, fua: flags & OP_FUA != 0 },
+        OP_FLUSH => Request::Flush,
+        OP_DISCARD => Request::Erase { at, len: bytes, how: Erase::Discard },
+        OP_WRITE_ZEROES => {
+            let how = Erase::Zeroes { unmap: flags & OP_NO_UNMAP == 0 };
+            Request::Erase { at, len: bytes, how }
+        }
+        _ => return Err(libc::EOPNOTSUPP),
+    })
+}
+
+impl Ring {
+    fn new(number: u16, depth: u16, shared: Arc<Shared>) -> io::Result<Self> {
         // Room for every tag's command and the mailbox's read, so that pushing never fails.
         let entries = (u32::from(depth) + 1).next_power_of_two();
         let ring = IoUring::builder()
@@ -59,12 +151,20 @@ impl<D: BlockDevice> Queue<D> {
             .setup_coop_taskrun()
             .setup_defer_taskrun()
             .build(entries)?;
-        let buffer = Pages::zeroed(READ_MAX as u64).ok_or(io::ErrorKind::OutOfMemory)?;
-        let descriptors = Descriptors::map(&shared.file, number, depth)?;
-        let wakes = Box::new(0);
-        let (fetching, parked) = (0, 0);
-        let mut queue =
-            Self { number, ring, descriptors, buffer, wakes, fetching, parked, shared, device };
+        let buffer = Pages::zeroed(LEN_MAX as u64).ok_or(io::ErrorKind::OutOfMemory)?;
+        let mut queue = Self {
+            number,
+            ring,
+            descriptors: Descriptors::map(&shared.file, number, depth)?,
+            buffer,
+            spare: Vec::with_capacity(LOADS_MAX),
+            loads: (0..depth).map(|_| None).collect(),
+            loading: 0,
+            wakes: Box::new(0),
+            fetching: 0,
+            parked: 0,
+            shared,
+        };
         queue.listen();
         for tag in 0..depth {
             queue.push_command(FETCH_REQ, tag, 0);
@@ -73,40 +173,40 @@ impl<D: BlockDevice> Queue<D> {
         Ok(queue)
     }
 
-    /// The thread's life: until the device is stopped, or the server is told to leave.
-    pub(super) fn run(mut self) -> End {
-        loop {
-            match self.ring.submit_and_wait(1) {
-                Ok(_) => {}
-                Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY)) => {}
-                Err(e) => return End::Failed(e.raw_os_error().unwrap_or(libc::EIO)),
-            }
-            loop {
-                let next = self.ring.completion().next();
-                let Some(done) = next else { break };
-                if done.user_data() == WAKE {
-                    self.heed_mailbox();
-                    continue;
-                }
-                self.fetching -= 1;
-                match -done.result() {
-                    0 => self.handle(done.user_data() as u16),
-                    // The device is being stopped: the tag is not fetched with again.
-                    libc::ENODEV => {}
-                    errno => return End::Failed(errno),
-                }
-            }
-            if self.shared.is_stopping() {
-                return End::Stopped;
-            }
-            if self.fetching == 0 && self.parked == 0 {
-                return End::Unmounted;
-            }
+    /// Sends what is committed, and waits until there is an event.
+    fn wait(&mut self) -> io::Result<()> {
+        match self.ring.submit_and_wait(1) {
+            Ok(_) => Ok(()),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY)) => Ok(()),
+            Err(e) => Err(e),
         }
     }
 
+    /// The next event, if there is one.
+    #[inline]
+    fn next(&mut self) -> Option<Event> {
+        let done = self.ring.completion().next()?;
+        let (data, result) = (done.user_data(), done.result());
+        if data == WAKE {
+            return Some(Event::Woken);
+        }
+        let tag = data as u16;
+        if data & LOAD != 0 {
+            self.loading -= 1;
+            let read = usize::try_from(result);
+            let read = read.map_err(|_| io::Error::from_raw_os_error(-result));
+            return Some(Event::Loaded(tag, read));
+        }
+        self.fetching -= 1;
+        Some(match -result {
+            0 => Event::Request(tag),
+            libc::ENODEV => Event::Gone,
+            errno => Event::Failed(errno),
+        })
+    }
+
     /// Commits what tasks have answered.
-    fn heed_mailbox(&mut self) {
+    fn commit_answered(&mut self) {
         let shared = self.shared.clone();
         shared.mailboxes[usize::from(self.number)].take(|tag, result| {
             self.parked -= 1;
@@ -115,60 +215,32 @@ impl<D: BlockDevice> Queue<D> {
         self.listen();
     }
 
-    /// Answers the request of `tag`, now or with a task.
-    fn handle(&mut self, tag: u16) {
-        let begun = Instant::now();
-        let result = match self.block_read(self.descriptors.get(tag)) {
-            Err(errno) => -errno,
-            Ok((offset, len)) => match self.read(BlockRead { tag, offset, len, begun }) {
-                Some(result) => result,
-                None => return,
-            },
-        };
-        self.push_command(COMMIT_AND_FETCH_REQ, tag, result);
+    /// A buffer for a read of a local file, unless [`LOADS_MAX`] are in use.
+    fn spare_buffer(&mut self) -> Option<Pages> {
+        match self.spare.pop() {
+            Some(pages) => Some(pages),
+            None if self.loading < LOADS_MAX => Pages::zeroed(LEN_MAX as u64),
+            None => None,
+        }
     }
 
-    /// Offset and length of a read in bytes; anything else is refused.
-    fn block_read(&self, request: Descriptor) -> Result<(u64, usize), i32> {
-        if request.op_flags & OP_MASK != OP_READ {
-            return Err(libc::EOPNOTSUPP);
+    /// Takes the buffer of an answered or parked request, if it is not the thread's.
+    #[inline]
+    fn give_back(&mut self, own: Option<Pages>) {
+        if let Some(pages) = own {
+            self.spare.push(pages);
         }
-        let len = u64::from(request.sectors) << SECTOR_SHIFT;
-        let offset = request.start_sector.checked_mul(1 << SECTOR_SHIFT).ok_or(libc::EINVAL)?;
-        let within = offset.checked_add(len).is_some_and(|end| end <= self.device.size());
-        let whole = offset.is_multiple_of(BLOCK_SIZE) && len.is_multiple_of(BLOCK_SIZE);
-        if !within || !whole || len > READ_MAX as u64 {
-            return Err(libc::EINVAL);
-        }
-        Ok((offset, len as usize))
     }
 
-    /// The result of a read, or `None` if a task has it now.
-    fn read(&mut self, read: BlockRead) -> Option<i32> {
-        let bytes = &mut self.buffer.bytes_mut()[..read.len];
-        let device = &self.device;
-        let tried = catch_unwind(AssertUnwindSafe(|| device.try_read(read.offset, bytes)));
-        let counters = self.shared.slots.counters();
-        let error = match tried {
-            Ok(Ok(Now::Served)) => {
-                // Counted before the reply, so that whoever has read sees it counted.
-                counters.hits.add(1);
-                counters.hit_bytes.add(read.len as u64);
-                counters.hit_latency.record(read.begun.elapsed().as_nanos() as u64);
-                return Some(self.shared.put(self.number, read.tag, bytes));
-            }
-            Ok(Ok(Now::Absent | Now::Local(_))) => {
-                self.parked += 1;
-                let parked = Parked::new(self.shared.clone(), self.number, read.tag);
-                let device = self.device.clone();
-                self.shared.runtime.spawn(miss(parked, device, read));
-                return None;
-            }
-            Ok(Err(error)) => error.errno(),
-            Err(_panic) => libc::EIO,
-        };
-        counters.failed_reads.add(1);
-        Some(-error)
+    /// Reads a place of a local file into `pages`, with the next [`Ring::wait`].
+    fn load(&mut self, tag: u16, load: Load, file: BorrowedFd<'_>, mut pages: Pages) {
+        let piece = &mut pages.bytes_mut()[load.part()];
+        let (start, len) = (piece.as_mut_ptr(), piece.len() as u32);
+        let read = opcode::Read::new(types::Fd(file.as_raw_fd()), start, len);
+        let read = read.offset(load.range().start()).build().user_data(LOAD | u64::from(tag));
+        self.loads[usize::from(tag)] = Some((load, pages));
+        self.loading += 1;
+        self.push(read);
     }
 
     fn push_command(&mut self, op: u32, tag: u16, result: i32) {
@@ -190,9 +262,82 @@ impl<D: BlockDevice> Queue<D> {
 
     fn push(&mut self, entry: squeue::Entry) {
         // SAFETY: commands refer to no memory, and the mailbox's read to `wakes`, which outlives
-        // the ring: its drop order is that of the fields.
+        // the ring: its drop order is that of the fields. A read of a local file refers to a buffer
+        // in `loads`, which stays there until the read has ended (`drop`), and to a file that the
+        // device keeps open; the queue has the device.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         assert!(pushed.is_ok(), "the ring has room for all tags");
+    }
+}
+
+impl Drop for Ring {
+    /// Waits until no read of a local file is in work: the kernel writes into the buffers no more.
+    fn drop(&mut self) {
+        while self.loading > 0 {
+            match self.wait() {
+                Ok(()) => while self.next().is_some() {},
+                // It cannot be waited for: the memory is given up instead.
+                Err(_) => return mem::forget(mem::take(&mut self.loads)),
+            }
+        }
+    }
+}
+
+/// A request in a queue thread's hands.
+struct TagCall<'a> {
+    ring: &'a mut Ring,
+    tag: u16,
+    /// Its buffer, where it is not the thread's.
+    own: Option<Pages>,
+}
+
+impl Call for TagCall<'_> {
+    type Parked = Parked;
+
+    #[inline]
+    fn buffer(&mut self, len: usize) -> Result<&mut [u8], i32> {
+        let pages = self.own.as_mut().unwrap_or(&mut self.ring.buffer);
+        Ok(&mut pages.bytes_mut()[..len])
+    }
+
+    fn load(mut self, load: Load, file: BorrowedFd<'_>) -> Loading<Self> {
+        let (tag, own) = (self.tag, self.own.take());
+        // The thread's buffer holds what was loaded before, and is needed for the next request.
+        let pages = own.or_else(|| {
+            let spare = self.ring.spare_buffer()?;
+            Some(mem::replace(&mut self.ring.buffer, spare))
+        });
+        match pages {
+            Some(pages) => {
+                self.ring.load(tag, load, file, pages);
+                Loading::Later
+            }
+            None => {
+                let result = load.read_now(file, self.ring.buffer.bytes_mut());
+                Loading::Here(self, result)
+            }
+        }
+    }
+
+    #[inline]
+    fn reply(self, answer: Result<usize, i32>) {
+        let Self { ring, tag, own } = self;
+        let result = match answer {
+            Ok(len) => {
+                let pages = own.as_ref().unwrap_or(&ring.buffer);
+                ring.shared.put(ring.number, tag, &pages.bytes()[..len])
+            }
+            Err(errno) => -errno,
+        };
+        ring.give_back(own);
+        ring.push_command(COMMIT_AND_FETCH_REQ, tag, result);
+    }
+
+    fn park(self) -> Parked {
+        let Self { ring, tag, own } = self;
+        ring.give_back(own);
+        ring.parked += 1;
+        Parked { shared: ring.shared.clone(), queue: ring.number, tag }
     }
 }
 
@@ -207,66 +352,31 @@ impl Shared {
     }
 }
 
-/// A request that belongs to a task. Dropped without an answer it stays for a successor; unless
-/// the task panicked, for then a successor would, too: it gets EIO.
+/// A request that belongs to a task. Dropped without an answer it stays for a successor. While it
+/// lives, the descriptor of `/dev/ublkcN` does.
 struct Parked {
     shared: Arc<Shared>,
     queue: u16,
     tag: u16,
 }
 
-impl Parked {
-    fn new(shared: Arc<Shared>, queue: u16, tag: u16) -> Self {
-        shared.parked.fetch_add(1, SeqCst);
-        Self { shared, queue, tag }
+impl engine::Parked for Parked {
+    fn copy_payload(&mut self, into: &mut [u8]) -> Result<(), i32> {
+        let copied = self.shared.file.read_exact_at(into, data_offset(self.queue, self.tag));
+        copied.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO))
     }
 
-    fn answer(&self, result: i32) {
-        if result < 0 {
-            self.shared.slots.counters().failed_reads.add(1);
-        }
+    fn answer(self, answer: Answer<'_>) {
+        let result = match answer {
+            Answer::Bytes(bytes) => self.shared.put(self.queue, self.tag, bytes),
+            Answer::Written(len) => len as i32,
+            Answer::Done => 0,
+            Answer::Failed(errno) => -errno,
+            // A request has no memory of its own here.
+            Answer::Own(_) => -libc::EIO,
+        };
         self.shared.mailboxes[usize::from(self.queue)].post(self.tag, result);
     }
-}
-
-impl Drop for Parked {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.answer(-libc::EIO);
-        }
-        self.shared.parked.fetch_sub(1, SeqCst);
-    }
-}
-
-/// The task of a read that has to wait.
-async fn miss<D: BlockDevice>(parked: Parked, device: Arc<D>, read: BlockRead) {
-    let shared = &parked.shared;
-    let result = tokio::select! {
-        biased;
-        () = shared.cancelled() => return,
-        result = fetch(shared, &*device, read) => result,
-    };
-    let result = match result {
-        Ok(buffer) => {
-            let counters = shared.slots.counters();
-            counters.misses.add(1);
-            counters.miss_bytes.add(read.len as u64);
-            counters.miss_latency.record(read.begun.elapsed().as_nanos() as u64);
-            shared.put(parked.queue, read.tag, &buffer.bytes()[..read.len])
-        }
-        Err(errno) => -errno,
-    };
-    parked.answer(result);
-}
-
-async fn fetch<D: BlockDevice>(shared: &Shared, device: &D, read: BlockRead) -> Result<Pages, i32> {
-    let blocks = read.len.div_ceil(BLOCK_SIZE as usize) as u32;
-    // Held until the reply is built; an error would mean a closed semaphore: none is.
-    let _room = shared.miss_blocks.acquire_many(blocks).await.map_err(|_| libc::EIO)?;
-    let mut buffer = Pages::zeroed(read.len as u64).ok_or(libc::ENOMEM)?;
-    let bytes = &mut buffer.bytes_mut()[..read.len];
-    device.read(read.offset, bytes).await.map_err(|error| error.errno())?;
-    Ok(buffer)
 }
 
 /// The requests of a queue, by tag, in memory that the driver writes.

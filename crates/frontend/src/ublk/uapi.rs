@@ -129,7 +129,15 @@ pub(super) const STATE_DEAD: u16 = 0;
 pub(super) const STATE_QUIESCED: u16 = 2;
 
 pub(super) const OP_READ: u32 = 0;
+pub(super) const OP_WRITE: u32 = 1;
+pub(super) const OP_FLUSH: u32 = 2;
+pub(super) const OP_DISCARD: u32 = 3;
+pub(super) const OP_WRITE_ZEROES: u32 = 5;
 pub(super) const OP_MASK: u32 = 0xff;
+/// The write is durable when it is answered.
+pub(super) const OP_FUA: u32 = 1 << 13;
+/// Zeros are written without giving space back.
+pub(super) const OP_NO_UNMAP: u32 = 1 << 15;
 pub(super) const SECTOR_SHIFT: u32 = 9;
 
 /// Where in `/dev/ublkcN` a queue's descriptors are to be mapped.

@@ -203,7 +203,7 @@ impl Lazy {
 }
 
 /// A ublk device that is removed when this is dropped.
-pub(crate) struct Removed(u32);
+pub(crate) struct Removed(pub(crate) u32);
 
 impl Drop for Removed {
     fn drop(&mut self) {

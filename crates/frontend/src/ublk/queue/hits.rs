@@ -10,21 +10,17 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{
-    fs::File,
-    sync::atomic::{AtomicBool, AtomicUsize},
-};
+use std::{fs::File, sync::atomic::AtomicUsize};
 
-use burgeon_block::{BlockSource, ByteRange, ChecksumKind, Digest, ObjectId};
+use burgeon_block::{BLOCK_SIZE, BlockSource, ByteRange, ChecksumKind, Digest, ObjectId};
 use burgeon_btrfs::Tree;
 use burgeon_image::{AddressMap, ChunkEntry, Codec, DATA_START, Manifest};
 use burgeon_volume::{DirectFile, LazyDevice, Limits, Volume};
 use bytes::Bytes;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use tokio::sync::{Semaphore, watch};
 
 use super::{super::mailbox::Mailbox, *};
-use crate::slots::Slots;
+use crate::{engine::ReadOnly, slots::Slots};
 
 /// Requests that are answered.
 const HITS: u64 = 100_000;
@@ -73,20 +69,20 @@ fn manifest(content: &[u8]) -> Manifest {
 
 /// All that is counted: everything between a request in shared memory and its commit.
 #[inline(never)]
-fn answer_hits<D: BlockDevice>(queue: &mut Queue<D>, hits: u64) {
+fn answer_hits<D: BlockDevice>(queue: &mut Queue<D, ReadOnly>, hits: u64) {
     for hit in 0..hits {
         let tag = hit % u64::from(BATCH);
         queue.handle(tag as u16);
         if tag == u64::from(BATCH) - 1 {
-            turn_over(queue);
+            turn_over(&mut queue.ring);
         }
     }
 }
 
 /// Gives all commands to the kernel, which refuses them, for the file is no device.
-fn turn_over<D>(queue: &mut Queue<D>) {
-    queue.ring.submit().unwrap();
-    queue.fetching -= queue.ring.completion().count() as u16;
+fn turn_over(ring: &mut Ring) {
+    ring.ring.submit().unwrap();
+    ring.fetching -= ring.ring.completion().count() as u16;
 }
 
 /// Asks for a block, as the driver does.
@@ -118,20 +114,15 @@ fn a_queue_answers_hits_from_the_cache() {
         request(&file, tag, DATA_START + place * BLOCK_SIZE);
     }
     let slots = Arc::new(Slots::create().unwrap());
+    let engine = Engine::new(Arc::new(device), slots.clone(), runtime.handle().clone(), 0).unwrap();
     let shared = Arc::new(Shared {
         file,
-        slots: slots.clone(),
-        mailboxes: vec![Arc::new(Mailbox::new(BATCH).unwrap())],
-        runtime: runtime.handle().clone(),
-        miss_blocks: Semaphore::new(0),
-        stopping: AtomicBool::new(false),
+        mailboxes: vec![Mailbox::new(BATCH).unwrap()],
         running: AtomicUsize::new(1),
-        parked: AtomicUsize::new(0),
-        cancel: watch::Sender::new(false),
-        end: watch::Sender::new(None),
+        life: engine.life().clone(),
     });
-    let mut queue = Queue::new(0, BATCH, shared.clone(), Arc::new(device)).unwrap();
-    turn_over(&mut queue);
+    let mut queue = Queue::new(0, BATCH, shared.clone(), Arc::new(engine)).unwrap();
+    turn_over(&mut queue.ring);
     answer_hits(&mut queue, HITS);
     assert_eq!(slots.counters().hits.get(), HITS);
     println!("{HITS} hits");

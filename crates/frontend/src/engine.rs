@@ -1,0 +1,584 @@
+//! The request engine: the one place where a request of the kernel is served from a device.
+//!
+//! ```text
+//!   transport's thread                                     task on the runtime
+//!   Call ──► serve ── try_read ─┬─ Served ─► count ─► Call::reply
+//!              ▲                ├─ Local ──► Call::load: the place of a file, into the buffer
+//!              │                │               │ read at once, or by the transport's ring
+//!              └── the rest ◄── verify ◄────────┘ (Engine::resume)
+//!                               └─ Absent ─► Call::park ─► Parked ─► device.read ─► count ─┐
+//!              write, erase, flush ────────► Call::park ─► Parked ─► device.write, …       │
+//!                                                            Parked::answer ◄──────────────┘
+//! ```
+//!
+//! A transport moves requests and bytes between the kernel and the engine: FUSE over `/dev/fuse`
+//! (`server.rs`), FUSE over io_uring (`server/rings.rs`), ublk (`ublk/queue.rs`). It parses a
+//! request, says where the answer's bytes go, and sends the answer. The engine decides all else:
+//! bounds, hit or miss, memory for misses, counters, errors, panics of the device, and what happens
+//! at the end of serving ([`Life`]).
+//!
+//! Limits: a miss waits for room for its bytes ([`ServeOptions::miss_bytes_max`](crate::ServeOptions)),
+//! unless its request has memory of its own. Nothing is refused for lack of room.
+//!
+//! Invariants (held by `engine/tests.rs`):
+//! - A request is answered once, or left to its transport unanswered: [`Call`] and [`Parked`] are
+//!   consumed by their answers.
+//! - A hit neither locks nor allocates, and is counted before its answer (`tests/hit_path.rs`).
+//! - Bytes of a local file are answered only after [`BlockDevice::verify`] has called them good.
+//! - A request that was cancelled, or whose runtime is gone, is left to its transport. One whose
+//!   device panics gets EIO.
+//! - The last task has let go of its request before [`Life::drain`] returns.
+
+mod access;
+mod life;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    io,
+    marker::PhantomData,
+    ops::Range,
+    os::fd::BorrowedFd,
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::pin,
+    sync::Arc,
+    task::Poll,
+    time::Instant,
+};
+
+use burgeon_block::{
+    BLOCK_SIZE, BlockDevice, ByteRange, Counters, Erase, Error, ErrorKind, FileRange, Now, Pages,
+    Result, Shape, Verdict, WriteCache,
+};
+use tokio::{
+    runtime::Handle,
+    sync::{Semaphore, SemaphorePermit},
+};
+
+pub use self::life::End;
+use self::life::InWork;
+pub(crate) use self::{
+    access::{Access, ReadOnly, Writable},
+    life::Life,
+};
+use crate::slots::Slots;
+
+/// The longest request that carries bytes: one chunk.
+pub(crate) const LEN_MAX: usize = 256 << 10;
+
+/// So often in a row a device may take back what it said of a local file, before the request is
+/// treated as a miss.
+const DOUBTS_MAX: u8 = 3;
+
+/// What the kernel wants of the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Request {
+    Read { at: u64, len: usize },
+    Write { at: u64, len: usize, fua: bool },
+    Erase { at: u64, len: u64, how: Erase },
+    Flush,
+}
+
+impl Request {
+    /// The same, where a read that goes beyond the device's end stops there.
+    #[inline]
+    pub(crate) fn cut_to(self, size: u64) -> Self {
+        match self {
+            Self::Read { at, len } => {
+                Self::Read { at, len: (len as u64).min(size.saturating_sub(at)) as usize }
+            }
+            change => change,
+        }
+    }
+}
+
+/// When and how a request came.
+#[derive(Clone, Copy)]
+pub(crate) struct Arrival {
+    begun: Instant,
+    /// A server before this one had it in hand.
+    replayed: bool,
+}
+
+impl Arrival {
+    pub(crate) fn now() -> Self {
+        Self { begun: Instant::now(), replayed: false }
+    }
+
+    pub(crate) fn replayed() -> Self {
+        Self { replayed: true, ..Self::now() }
+    }
+}
+
+/// A request in the hands of a transport's thread.
+pub(crate) trait Call: Sized {
+    /// The same request in the hands of a task.
+    type Parked: Parked;
+
+    /// Where a read's bytes go: `len` bytes, aligned to 4 KiB. The same ones each time. The error
+    /// is an errno.
+    fn buffer(&mut self, len: usize) -> Result<&mut [u8], i32>;
+
+    /// Reads `load`'s place of `file` into [`Load::part`] of the buffer: at once, or later, and
+    /// then the transport calls [`Engine::resume`].
+    fn load(self, load: Load, file: BorrowedFd<'_>) -> Loading<Self>;
+
+    /// Keeps the payload of a write, `len` bytes, for [`Self::park`], where the thread's next request
+    /// overwrites it. The error is an errno.
+    fn keep_payload(&mut self, _len: usize) -> Result<(), i32> {
+        Ok(())
+    }
+
+    /// Sends the answer: the first bytes of the buffer, or an errno.
+    fn reply(self, answer: Result<usize, i32>);
+
+    /// Hands the request to a task.
+    fn park(self) -> Self::Parked;
+}
+
+/// A request in the hands of a task. Dropped without an answer it is left to the transport, which
+/// keeps it for a successor where it can.
+pub(crate) trait Parked: Send + 'static {
+    /// The request's own memory, if it has some: a write's payload, or where a read's bytes go.
+    fn memory(&mut self, _len: usize) -> Option<&mut [u8]> {
+        None
+    }
+
+    /// Copies a write's payload; asked only of requests without memory of their own. The error is an
+    /// errno.
+    fn copy_payload(&mut self, into: &mut [u8]) -> Result<(), i32>;
+
+    /// Sends the answer.
+    fn answer(self, answer: Answer<'_>);
+}
+
+/// The answer of a task.
+pub(crate) enum Answer<'a> {
+    /// A read's bytes.
+    Bytes(&'a [u8]),
+    /// So many bytes in the request's own memory.
+    Own(usize),
+    /// So many bytes are written.
+    Written(usize),
+    /// Erased, or flushed.
+    Done,
+    /// An errno.
+    Failed(i32),
+}
+
+/// Whose a request is after [`Engine::serve`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Handled {
+    /// It is answered.
+    Answered,
+    /// A task, or the transport's ring, has it.
+    Parked,
+}
+
+/// A read in work.
+#[derive(Clone, Copy)]
+pub(crate) struct Read {
+    at: u64,
+    len: usize,
+    /// Bytes at its beginning that are in the buffer, and verified.
+    done: usize,
+    /// How often in a row the device has taken back what it said.
+    doubts: u8,
+    arrival: Arrival,
+}
+
+/// A piece of a read that a transport is to read from a local file.
+#[derive(Clone, Copy)]
+pub(crate) struct Load {
+    read: Read,
+    from: FileRange,
+}
+
+impl Load {
+    /// Where in the file.
+    pub(crate) fn range(&self) -> ByteRange {
+        self.from.range
+    }
+
+    /// Which part of the buffer it fills.
+    pub(crate) fn part(&self) -> Range<usize> {
+        self.read.done..self.read.done + self.from.range.len() as usize
+    }
+
+    /// Reads the place into `buffer`, which is the whole read's; waits for the disk.
+    pub(crate) fn read_now(&self, file: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
+        let (piece, mut read) = (&mut buffer[self.part()], 0);
+        while read < piece.len() {
+            let at = self.from.range.start() + read as u64;
+            match rustix::io::retry_on_intr(|| rustix::io::pread(file, &mut piece[read..], at))? {
+                0 => break,
+                len => read += len,
+            }
+        }
+        Ok(read)
+    }
+
+    /// Length of the whole read, for [`Call::buffer`].
+    pub(crate) fn read_len(&self) -> usize {
+        self.read.len
+    }
+}
+
+/// What became of a [`Load`].
+pub(crate) enum Loading<C> {
+    /// So many bytes were read.
+    Here(C, io::Result<usize>),
+    /// The transport has the request.
+    Later,
+}
+
+/// What a read needs next.
+enum Next {
+    Ask(Read),
+    Hit(Read),
+    Park(Read),
+    Fail(i32),
+}
+
+/// Serves one device for all threads of a transport. `A` says whether it can be written to.
+pub(crate) struct Engine<D, A> {
+    device: Arc<D>,
+    shape: Shape,
+    slots: Arc<Slots>,
+    runtime: Handle,
+    /// Room for the bytes of misses and writes, in blocks.
+    room: Semaphore,
+    life: Arc<Life>,
+    access: PhantomData<fn() -> A>,
+}
+
+impl<D: BlockDevice, A: Access<D>> Engine<D, A> {
+    /// Tasks run on `runtime`, and their memory is at most `memory_max` bytes, or one request's.
+    /// `Invalid` if the device's shape is none, or a read-only one to be written to.
+    pub(crate) fn new(
+        device: Arc<D>,
+        slots: Arc<Slots>,
+        runtime: Handle,
+        memory_max: usize,
+    ) -> Result<Self> {
+        let shape = device.shape();
+        shape.check()?;
+        if A::WRITABLE && shape.cache == WriteCache::ReadOnly {
+            return Err(Error::new(ErrorKind::Invalid, "cannot write to a read-only device"));
+        }
+        let room = memory_max.max(LEN_MAX) / BLOCK_SIZE as usize;
+        Ok(Self {
+            device,
+            shape,
+            slots,
+            runtime,
+            room: Semaphore::new(room),
+            life: Arc::default(),
+            access: PhantomData,
+        })
+    }
+
+    pub(crate) fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    pub(crate) fn life(&self) -> &Arc<Life> {
+        &self.life
+    }
+
+    pub(crate) fn runtime(&self) -> &Handle {
+        &self.runtime
+    }
+
+    pub(crate) fn counters(&self) -> &Counters {
+        self.slots.counters()
+    }
+
+    /// Answers a request, now or with a task.
+    #[inline]
+    pub(crate) fn serve<C: Call>(
+        self: &Arc<Self>,
+        request: Request,
+        arrival: Arrival,
+        call: C,
+    ) -> Handled {
+        match request {
+            Request::Read { at, len } if self.takes(at, len as u64) && len <= LEN_MAX => {
+                self.begin_read(Read { at, len, done: 0, doubts: 0, arrival }, call)
+            }
+            Request::Read { .. } => {
+                call.reply(Err(libc::EINVAL));
+                Handled::Answered
+            }
+            change => self.begin_change(change, call),
+        }
+    }
+
+    /// Goes on with a read whose piece of a local file the transport has read.
+    pub(crate) fn resume<C: Call>(
+        self: &Arc<Self>,
+        load: Load,
+        result: io::Result<usize>,
+        mut call: C,
+    ) -> Handled {
+        match self.judge(load, result, &mut call) {
+            Next::Ask(read) => self.begin_read(read, call),
+            Next::Hit(read) => self.hit(&read, call),
+            Next::Park(read) => self.miss(read, call),
+            Next::Fail(errno) => self.fail(errno, call),
+        }
+    }
+
+    /// Whether a request is whole blocks within the device.
+    #[inline]
+    fn takes(&self, at: u64, len: u64) -> bool {
+        let blocks = u64::from(self.shape.logical_block) - 1;
+        (at | len) & blocks == 0 && at.checked_add(len).is_some_and(|end| end <= self.shape.size)
+    }
+
+    #[inline]
+    fn begin_read<C: Call>(self: &Arc<Self>, read: Read, mut call: C) -> Handled {
+        match self.try_read(&read, &mut call) {
+            Ok(Now::Served) => self.hit(&read, call),
+            answer => self.go_on(answer, read, call),
+        }
+    }
+
+    #[inline]
+    fn try_read<C: Call>(&self, read: &Read, call: &mut C) -> Result<Now, i32> {
+        let rest = &mut call.buffer(read.len)?[read.done..];
+        let at = read.at + read.done as u64;
+        let tried = catch_unwind(AssertUnwindSafe(|| self.device.try_read(at, rest)));
+        tried.map_err(|_panic| libc::EIO)?.map_err(|error| error.errno())
+    }
+
+    /// Goes on after the device's answer, until the read is answered or handed on.
+    #[inline(never)]
+    fn go_on<C: Call>(
+        self: &Arc<Self>,
+        mut answer: Result<Now, i32>,
+        mut read: Read,
+        mut call: C,
+    ) -> Handled {
+        loop {
+            let load = match answer {
+                Ok(Now::Served) => return self.hit(&read, call),
+                Ok(Now::Absent) => return self.miss(read, call),
+                Ok(Now::Local(from)) => Load { read, from },
+                Err(errno) => return self.fail(errno, call),
+            };
+            let Some(file) = self.file_of(&load) else { return self.miss(read, call) };
+            let result;
+            match call.load(load, file) {
+                Loading::Here(back, loaded) => (call, result) = (back, loaded),
+                Loading::Later => return Handled::Parked,
+            }
+            match self.judge(load, result, &mut call) {
+                Next::Ask(rest) => read = rest,
+                Next::Hit(read) => return self.hit(&read, call),
+                Next::Park(read) => return self.miss(read, call),
+                Next::Fail(errno) => return self.fail(errno, call),
+            }
+            answer = self.try_read(&read, &mut call);
+        }
+    }
+
+    /// The file of a load that makes sense, and has not been taken back too often.
+    fn file_of(&self, load: &Load) -> Option<BorrowedFd<'_>> {
+        let (len, rest) = (load.from.range.len(), load.read.len - load.read.done);
+        let whole = len > 0 && len.is_multiple_of(self.shape.logical_block.into());
+        let fits = whole && len <= rest as u64 && load.read.doubts <= DOUBTS_MAX;
+        if fits { self.device.local_file(load.from.file) } else { None }
+    }
+
+    /// What is to be done after a piece was read from a local file.
+    fn judge<C: Call>(&self, load: Load, result: io::Result<usize>, call: &mut C) -> Next {
+        let (Load { mut read, from }, into) = (load, load.part());
+        if result.ok() != Some(into.len()) {
+            // `read` meets the same file, and knows what to do without it.
+            return Next::Park(read);
+        }
+        let bytes = match call.buffer(read.len) {
+            Ok(buffer) => &buffer[into.clone()],
+            Err(errno) => return Next::Fail(errno),
+        };
+        let at = read.at + into.start as u64;
+        match catch_unwind(AssertUnwindSafe(|| self.device.verify(at, bytes, from))) {
+            Ok(Verdict::Good) => (read.done, read.doubts) = (into.end, 0),
+            Ok(Verdict::AskAgain) => read.doubts += 1,
+            Err(_panic) => return Next::Fail(libc::EIO),
+        }
+        if read.done == read.len { Next::Hit(read) } else { Next::Ask(read) }
+    }
+
+    /// Counted before the answer, so that a reader that has its bytes sees them counted.
+    #[inline]
+    fn hit<C: Call>(&self, read: &Read, call: C) -> Handled {
+        let counters = self.counters();
+        counters.hits.add(1);
+        counters.hit_bytes.add(read.len as u64);
+        counters.hit_latency.record(read.arrival.begun.elapsed().as_nanos() as u64);
+        if read.arrival.replayed {
+            counters.replayed.add(1);
+        }
+        call.reply(Ok(read.len));
+        Handled::Answered
+    }
+
+    #[cold]
+    fn fail<C: Call>(&self, errno: i32, call: C) -> Handled {
+        self.counters().failed_reads.add(1);
+        call.reply(Err(errno));
+        Handled::Answered
+    }
+
+    #[inline(never)]
+    fn miss<C: Call>(self: &Arc<Self>, read: Read, call: C) -> Handled {
+        let task = Task { parked: Some(call.park()), _in_work: self.life.enter() };
+        self.runtime.spawn(self.clone().read_later(read, task));
+        Handled::Parked
+    }
+
+    #[inline(never)]
+    fn begin_change<C: Call>(self: &Arc<Self>, request: Request, mut call: C) -> Handled {
+        let checked = match request {
+            // Nothing was written, so nothing is left to flush.
+            Request::Flush if !A::WRITABLE => Err(0),
+            _ if !A::WRITABLE => Err(libc::EROFS),
+            Request::Write { at, len, .. } if self.takes(at, len as u64) && len <= LEN_MAX => {
+                call.keep_payload(len)
+            }
+            Request::Erase { at, len, .. } if self.takes(at, len) => Ok(()),
+            Request::Flush => Ok(()),
+            _ => Err(libc::EINVAL),
+        };
+        match checked {
+            Ok(()) => {
+                let task = Task { parked: Some(call.park()), _in_work: self.life.enter() };
+                self.runtime.spawn(self.clone().change_later(request, task));
+                return Handled::Parked;
+            }
+            Err(0) => call.reply(Ok(0)),
+            Err(errno) => call.reply(Err(errno)),
+        }
+        Handled::Answered
+    }
+
+    /// The task of a miss.
+    async fn read_later<P: Parked>(self: Arc<Self>, read: Read, mut task: Task<P>) {
+        let Some(parked) = &mut task.parked else { return };
+        let result = tokio::select! {
+            biased;
+            () = self.life.cancelled() => return,
+            result = caught(self.fetch(&read, parked)) => result,
+        };
+        let counters = self.counters();
+        if result.is_ok() {
+            counters.misses.add(1);
+            counters.miss_bytes.add(read.len as u64);
+            counters.miss_latency.record(read.arrival.begun.elapsed().as_nanos() as u64);
+            counters.replayed.add(u64::from(read.arrival.replayed));
+        } else {
+            counters.failed_reads.add(1);
+        }
+        task.answer(match &result {
+            Ok(Some(memory)) => Answer::Bytes(&memory.pages.bytes()[..read.len]),
+            Ok(None) => Answer::Own(read.len),
+            Err(errno) => Answer::Failed(*errno),
+        });
+    }
+
+    /// Reads into the request's own memory, or into some that is held until the answer is sent.
+    async fn fetch<P: Parked>(
+        &self,
+        read: &Read,
+        parked: &mut P,
+    ) -> Result<Option<Memory<'_>>, i32> {
+        if let Some(bytes) = parked.memory(read.len) {
+            self.device.read(read.at, bytes).await.map_err(|error| error.errno())?;
+            return Ok(None);
+        }
+        let mut memory = self.memory(read.len).await?;
+        let bytes = &mut memory.pages.bytes_mut()[..read.len];
+        self.device.read(read.at, bytes).await.map_err(|error| error.errno())?;
+        Ok(Some(memory))
+    }
+
+    /// The task of a write, an erasure or a flush.
+    async fn change_later<P: Parked>(self: Arc<Self>, request: Request, mut task: Task<P>) {
+        let Some(parked) = &mut task.parked else { return };
+        let result = tokio::select! {
+            biased;
+            () = self.life.cancelled() => return,
+            result = caught(self.change(request, parked)) => result,
+        };
+        task.answer(match (result, request) {
+            (Ok(()), Request::Write { len, .. }) => Answer::Written(len),
+            (Ok(()), _) => Answer::Done,
+            (Err(errno), _) => Answer::Failed(errno),
+        });
+    }
+
+    async fn change<P: Parked>(&self, request: Request, parked: &mut P) -> Result<(), i32> {
+        let device = &*self.device;
+        let changed = match request {
+            Request::Write { at, len, fua } => match parked.memory(len) {
+                Some(bytes) => A::write(device, at, bytes, fua).await,
+                None => {
+                    let mut memory = self.memory(len).await?;
+                    let bytes = &mut memory.pages.bytes_mut()[..len];
+                    parked.copy_payload(bytes)?;
+                    A::write(device, at, bytes, fua).await
+                }
+            },
+            Request::Erase { at, len, how } => {
+                let range = ByteRange::at(at, len).ok_or(libc::EINVAL)?;
+                A::erase(device, range, how).await
+            }
+            Request::Flush => A::flush(device).await,
+            Request::Read { .. } => return Err(libc::EINVAL),
+        };
+        changed.map_err(|error| error.errno())
+    }
+
+    /// Memory for `len` bytes; waits for room.
+    async fn memory(&self, len: usize) -> Result<Memory<'_>, i32> {
+        let blocks = len.div_ceil(BLOCK_SIZE as usize) as u32;
+        // An error would mean a closed semaphore: none is.
+        let room = self.room.acquire_many(blocks).await.map_err(|_| libc::EIO)?;
+        let pages = Pages::zeroed(len as u64).ok_or(libc::ENOMEM)?;
+        Ok(Memory { pages, _room: room })
+    }
+}
+
+/// Memory of a miss or a write, and its part of the room.
+struct Memory<'a> {
+    pages: Pages,
+    _room: SemaphorePermit<'a>,
+}
+
+/// A task's request. The fields are dropped in this order, so the request is let go of before the
+/// task is no longer counted.
+struct Task<P> {
+    parked: Option<P>,
+    _in_work: InWork,
+}
+
+impl<P: Parked> Task<P> {
+    fn answer(&mut self, answer: Answer<'_>) {
+        if let Some(parked) = self.parked.take() {
+            parked.answer(answer);
+        }
+    }
+}
+
+/// Runs `future`; a panic in it is EIO.
+async fn caught<T>(future: impl Future<Output = Result<T, i32>>) -> Result<T, i32> {
+    let mut future = pin!(future);
+    std::future::poll_fn(|context| {
+        let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
+        // It is not polled again after a panic, because this is ready then.
+        polled.unwrap_or(Poll::Ready(Err(libc::EIO)))
+    })
+    .await
+}
