@@ -8,7 +8,7 @@
 //!                  the slot goes along          ▼      the thread takes a free slot and goes on
 //!                                  engine's task ─► writev ─► slot is free
 //!
-//!   a successor first answers what it finds in the slots, the same two ways
+//!   a successor first answers the requests in the slots, the same two ways
 //! ```
 //!
 //! Where the connection has them, requests come over rings instead (`rings.rs`).
@@ -17,7 +17,7 @@
 //! loses them: its successor has the kernel send all unanswered requests again (Linux 6.9), and
 //! where it cannot, such a write fails with EIO.
 //!
-//! Limits: a request needs a slot ([`SLOT_COUNT`]), and waits for one.
+//! Limits: a request needs a slot, and waits for one ([`SLOT_COUNT`]).
 //!
 //! Invariants (held by `tests/kill.rs`, `tests/transport.rs`, `tests/writes.rs`):
 //! - A slot is owned by one thread or task, or is on the free list.
@@ -56,8 +56,8 @@ use crate::{
     sys::failed,
 };
 
-/// After so many servers died with the same request in hand, it gets EIO: it may be what kills
-/// them. High enough for any row of unrelated deaths in the time a fetch takes.
+/// A request that so many servers in a row had when they died gets EIO, because it may be the cause.
+/// The number is high enough for unrelated deaths during one fetch.
 const REPLAYS_MAX: u32 = 32;
 /// Reads of `/dev/fuse` that may fail in a row for no known reason, 1 ms apart.
 const READ_FAILURES_MAX: u32 = 1000;
@@ -70,7 +70,7 @@ pub struct ServeOptions {
     /// Reader threads while requests come: each serves one hit at a time and has a buffer of 256 KiB.
     /// An idle file has one, without a buffer.
     pub threads: usize,
-    /// Where all of them but one come from: clones share them.
+    /// The source of all threads but one: clones share it.
     pub helpers: Helpers,
     /// Memory that misses may take at once, in bytes; at least 256 KiB.
     pub miss_bytes_max: usize,
@@ -98,8 +98,8 @@ pub struct Server {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// Serves `device` on `fuse`, after answering what a predecessor left in `slots`. Changes are
-/// refused with EROFS. Returns at once.
+/// Serves `device` on `fuse`, after answering the requests that a predecessor left in `slots`.
+/// Changes are refused with EROFS. Returns at once.
 ///
 /// The predecessor's process must be gone (waited for): slots have one owner. `Invalid` if the
 /// device's shape makes no sense.
@@ -195,7 +195,7 @@ impl Drop for Server {
     }
 }
 
-/// What all threads of a server share.
+/// The state that all threads of a server share.
 struct Worker<D, A> {
     control: Arc<Control>,
     readers: Arc<Readers>,
@@ -205,23 +205,23 @@ struct Worker<D, A> {
 /// Which reader thread it is.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// The one that stays.
+    /// The permanent one.
     First,
     Helper,
 }
 
-/// What a reader thread has to itself.
+/// The state of one reader thread.
 struct Reader {
     role: Role,
     /// `None` until its first read, and while the mount is idle.
     buffer: Option<Pages>,
-    /// Where the kernel writes what of a request does not fit into its slot.
+    /// Where the kernel writes the part of a request that does not fit into its slot.
     tail: Vec<u8>,
     /// Of a helper: it has had a request.
     has_worked: bool,
 }
 
-/// A helper leaves, whatever ends it.
+/// Counts a helper out, for whatever reason it ends.
 struct Leaving(Option<Arc<Readers>>);
 
 impl Drop for Leaving {
@@ -238,7 +238,7 @@ impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
         let tail = READ_BUFFER_MIN + if A::WRITABLE { LEN_MAX } else { 0 };
         let mut reader = Reader { role, buffer: None, tail: vec![0; tail], has_worked: false };
         while let Some(slot) = self.control.next_replay() {
-            self.call_for_help(&mut reader);
+            self.start_helper_if_wanted(&mut reader);
             if self.replay(slot, &mut reader) == Handled::Answered {
                 self.control.free(slot);
             }
@@ -246,21 +246,21 @@ impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
         let mut held = None;
         let mut failures = 0;
         while let Some(slot) = held.take().or_else(|| self.control.take_free()) {
-            if self.control.is_stopping() || (role == Role::Helper && self.readers.is_shed()) {
+            if self.control.is_stopping() || (role == Role::Helper && self.readers.is_surplus()) {
                 self.control.free(slot);
                 break;
             }
             match self.read_request(slot, &mut reader.tail) {
                 Ok(()) => {
                     failures = 0;
-                    self.call_for_help(&mut reader);
+                    self.start_helper_if_wanted(&mut reader);
                     if self.handle(slot, &mut reader, Arrival::now()) == Handled::Answered {
                         held = Some(slot);
                     }
                     continue;
                 }
                 Err(libc::EINTR) => {
-                    if self.rests(&mut reader) {
+                    if self.ends_when_interrupted(&mut reader) {
                         self.control.slots.clear(slot);
                         self.control.free(slot);
                         break;
@@ -281,25 +281,25 @@ impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
         reader.buffer.into_iter().for_each(|buffer| self.readers.helpers.keep_buffer(buffer));
     }
 
-    /// Lets another helper come, if there is work for one.
-    fn call_for_help(self: &Arc<Self>, reader: &mut Reader) {
+    /// Starts another helper, if there is work for one.
+    fn start_helper_if_wanted(self: &Arc<Self>, reader: &mut Reader) {
         if reader.role == Role::Helper && !reader.has_worked {
             reader.has_worked = true;
             self.readers.helper_works();
-        } else if self.readers.calls() {
+        } else if self.readers.take_wish() {
             let helper = self.clone();
             let start = || start_thread(move || helper.run(Role::Helper));
-            self.readers.call(|| self.control.is_stopping(), start);
+            self.readers.start_helper(|| self.control.is_stopping(), start);
         }
     }
 
-    /// The thread's read was interrupted: lets its buffer go if the mount is idle. True if the thread
-    /// is to end.
-    fn rests(&self, reader: &mut Reader) -> bool {
+    /// The thread's read was interrupted: frees its buffer if the mount is idle. True if the thread is
+    /// to end.
+    fn ends_when_interrupted(&self, reader: &mut Reader) -> bool {
         if reader.role == Role::Helper {
-            return self.readers.lets_go();
+            return self.readers.ends_helper();
         }
-        if reader.buffer.is_some() && self.readers.first_rests() {
+        if reader.buffer.is_some() && self.readers.deactivate() {
             let buffer = reader.buffer.take();
             buffer.into_iter().for_each(|buffer| self.readers.helpers.keep_buffer(buffer));
         }
@@ -310,8 +310,8 @@ impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
     #[cold]
     fn take_buffer(self: &Arc<Self>, role: Role) -> Option<Pages> {
         let buffer = self.readers.helpers.buffer()?;
-        if role == Role::First && self.readers.stir() {
-            // Without hold of anything: serving ends without waiting for this.
+        if role == Role::First && self.readers.activate() {
+            // It holds nothing of the server, so serving ends without waiting for it.
             self.engine.runtime().spawn(watch(Arc::downgrade(self)));
         }
         Some(buffer)
@@ -377,7 +377,7 @@ impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
     }
 }
 
-/// A request in a reader thread's hands.
+/// A request that a reader thread owns.
 struct ReaderCall<'a, D, A> {
     worker: &'a Arc<Worker<D, A>>,
     reader: &'a mut Reader,
@@ -436,12 +436,12 @@ impl<D: BlockDevice, A: Access<D>> Call for ReaderCall<'_, D, A> {
     }
 }
 
-/// Looks again and again whether anybody reads, until nobody does.
+/// Checks every [`IDLE`] whether there are reads, until there are none.
 async fn watch<D: BlockDevice, A: Access<D>>(worker: Weak<Worker<D, A>>) {
     loop {
         tokio::time::sleep(IDLE).await;
         let Some(worker) = worker.upgrade() else { return };
-        if worker.readers.look(worker.engine.counters()) == Watch::End {
+        if worker.readers.check(worker.engine.counters()) == Watch::End {
             return;
         }
     }

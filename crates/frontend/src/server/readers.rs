@@ -1,19 +1,20 @@
-//! The threads that read requests: one of each mount that stays, and helpers while requests come.
+//! The threads that read requests: one permanent thread a mount, and helper threads while requests
+//! come.
 //!
 //! ```text
-//!   idle ── a request ─► the first thread takes a buffer ── another ─► it calls a helper
-//!    ▲                                                                 │ which at its first request
-//!    │                                                                 ▼ has the next one called …
-//!    └── no read for IDLE: interrupted; helpers leave, the first gives its buffer back
+//!   idle ── a request ─► the first thread takes a buffer ── another ─► it starts a helper, and each
+//!    ▲                                                                 helper, at its first request,
+//!    │                                                                 the next one
+//!    └── no read for IDLE: all are interrupted; helpers end, the first thread frees its buffer
 //! ```
 //!
-//! An idle mount has one thread in the kernel's read of `/dev/fuse`, and no buffer. A busy one has all of
-//! its threads there, as if they had always been: a hit costs nothing more, and neither do two at
-//! once. Interrupting a read loses no request (`stop.rs`).
+//! An idle mount has one thread in the kernel's read of `/dev/fuse`, and no buffer. In a busy mount all
+//! threads wait there, so starting them on demand costs a hit nothing. Interrupting a read loses no
+//! request (`stop.rs`).
 //!
 //! Invariants (held by `tests/transport.rs`):
 //! - The helpers of all mounts that share a [`Helpers`] are never more than it has.
-//! - A thread is signalled only while its handle is in the list, and it takes that out before it ends.
+//! - A thread is signalled only while its handle is in the list; it removes the handle before it ends.
 
 use std::{
     sync::{
@@ -32,25 +33,25 @@ use burgeon_block::{Counters, Pages};
 use super::stop;
 use crate::engine::LEN_MAX;
 
-/// A mount without a read for so long, and at most twice as long, is idle.
+/// A mount is idle after this time without a read, at the latest after twice the time.
 pub(super) const IDLE: Duration = Duration::from_secs(1);
 
-/// Buffers that are kept for mounts that begin to be read from. The others are freed.
+/// Buffers that are kept for the next mount that becomes active; more are freed.
 const SPARE_BUFFERS: usize = 2;
 
-/// Reader threads that mounts share, beyond the one that each has. A clone is the same.
+/// The helper threads that all mounts share. Clones share them, too.
 #[derive(Clone)]
 pub struct Helpers(Arc<Shared>);
 
 struct Shared {
     left: AtomicUsize,
-    /// Somebody wanted one when there was none left.
+    /// A mount asked for one when none was left.
     wanted: AtomicBool,
     spare: Mutex<Vec<Pages>>,
 }
 
 impl Helpers {
-    /// At most `most` at once.
+    /// At most `most` threads at once.
     pub fn new(most: usize) -> Self {
         let spare = Mutex::new(Vec::with_capacity(SPARE_BUFFERS));
         let (left, wanted) = (AtomicUsize::new(most), AtomicBool::new(false));
@@ -92,12 +93,12 @@ pub(super) struct Readers {
     pub(super) helpers: Helpers,
     /// Helpers of this mount at once.
     most: usize,
-    /// Whoever gets the next request calls a helper first.
-    calling: AtomicBool,
-    /// Nobody reads: helpers leave, and the first gives its buffer back.
-    calm: AtomicBool,
-    /// Helpers that are to leave to another mount.
-    shed: AtomicUsize,
+    /// The thread that gets the next request starts a helper first.
+    helper_wanted: AtomicBool,
+    /// There are no reads: helpers end, and the first thread frees its buffer.
+    idle: AtomicBool,
+    /// Helpers that another mount needs more.
+    surplus: AtomicUsize,
     state: Mutex<State>,
 }
 
@@ -106,14 +107,14 @@ struct State {
     threads: Vec<JoinHandle<()>>,
     helping: usize,
     /// The first thread has its buffer.
-    stirred: bool,
-    /// Somebody looks whether the mount is idle.
+    first_active: bool,
+    /// A task checks whether the mount is idle.
     watched: bool,
-    /// Reads that had been answered when it was looked last.
+    /// Reads that had been answered at the last check.
     answered: u64,
 }
 
-/// What is to come after a look at the mount.
+/// Whether the task that checks a mount goes on.
 #[derive(PartialEq, Eq)]
 pub(super) enum Watch {
     On,
@@ -126,9 +127,9 @@ impl Readers {
         Self {
             helpers,
             most: most - 1,
-            calling: AtomicBool::new(false),
-            calm: AtomicBool::new(false),
-            shed: AtomicUsize::new(0),
+            helper_wanted: AtomicBool::new(false),
+            idle: AtomicBool::new(false),
+            surplus: AtomicUsize::new(0),
             state: Mutex::default(),
         }
     }
@@ -138,37 +139,37 @@ impl Readers {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds the thread that stays.
+    /// Adds the permanent thread.
     pub(super) fn add_first(&self, thread: JoinHandle<()>) {
         self.state().threads.push(thread);
     }
 
     /// The first thread has taken its buffer: the next request is worth a helper. True if the caller
-    /// has to see to it that [`Self::look`] is called every [`IDLE`].
+    /// has to start a task that calls [`Self::check`] every [`IDLE`].
     #[must_use]
-    pub(super) fn stir(&self) -> bool {
-        self.calm.store(false, Relaxed);
-        self.calling.store(self.most > 0, Relaxed);
+    pub(super) fn activate(&self) -> bool {
+        self.idle.store(false, Relaxed);
+        self.helper_wanted.store(self.most > 0, Relaxed);
         let mut state = self.state();
-        state.stirred = true;
+        state.first_active = true;
         !std::mem::replace(&mut state.watched, true)
     }
 
-    /// Whether the caller, which has a request, is to call a helper. One look at memory that is
+    /// Whether the caller, which has a request, is to start a helper. One load of memory that is
     /// hardly ever written to.
-    pub(super) fn calls(&self) -> bool {
-        self.calling.load(Relaxed) && self.calling.swap(false, Relaxed)
+    pub(super) fn take_wish(&self) -> bool {
+        self.helper_wanted.load(Relaxed) && self.helper_wanted.swap(false, Relaxed)
     }
 
-    /// Calls a helper, if there may be one more: `start` starts its thread. Without a thread, or
-    /// memory for one, the others go on alone.
-    pub(super) fn call(
+    /// Starts a helper, if there may be one more: `start` starts its thread. If that fails, the
+    /// other threads go on alone.
+    pub(super) fn start_helper(
         &self,
         is_stopping: impl Fn() -> bool,
         start: impl FnOnce() -> std::io::Result<JoinHandle<()>>,
     ) {
         let mut state = self.state();
-        // Under the lock, so that whoever stops finds all threads in the list.
+        // Under the lock, so that `end` finds all threads in the list.
         if is_stopping() || state.helping >= self.most || !self.helpers.take() {
             return;
         }
@@ -181,65 +182,66 @@ impl Readers {
         }
     }
 
-    /// A helper has got its first request: there is work for another.
+    /// A helper has got its first request: there is work for one more.
     pub(super) fn helper_works(&self) {
-        self.calling.store(true, Relaxed);
+        self.helper_wanted.store(true, Relaxed);
     }
 
-    /// Whether a helper is to leave.
-    pub(super) fn lets_go(&self) -> bool {
-        self.calm.load(Relaxed) || self.is_shed()
+    /// Whether a helper that was interrupted is to end.
+    pub(super) fn ends_helper(&self) -> bool {
+        self.idle.load(Relaxed) || self.is_surplus()
     }
 
-    /// The same in the middle of work: only for another mount.
-    pub(super) fn is_shed(&self) -> bool {
-        self.shed.load(Relaxed) > 0
-            && self.shed.fetch_update(AcqRel, Acquire, |shed| shed.checked_sub(1)).is_ok()
+    /// Whether a busy helper is to end, because another mount needs one more.
+    pub(super) fn is_surplus(&self) -> bool {
+        self.surplus.load(Relaxed) > 0
+            && self.surplus.fetch_update(AcqRel, Acquire, |count| count.checked_sub(1)).is_ok()
     }
 
-    /// A helper leaves; it owns no slot any more.
+    /// A helper ends; it owns no slot any more.
     pub(super) fn leave(&self) {
         let me = thread::current().id();
         let mut state = self.state();
         state.helping -= 1;
-        // Not there if somebody waits for its end.
+        // `end` has taken it out if it waits for this thread.
         state.threads.retain(|thread| thread.thread().id() != me);
         drop(state);
         self.helpers.give_back();
     }
 
-    /// The first thread was interrupted: whether it is to give its buffer back.
-    pub(super) fn first_rests(&self) -> bool {
-        let rests = self.calm.load(Relaxed);
-        if rests {
-            self.calling.store(false, Relaxed);
-            self.state().stirred = false;
+    /// The first thread was interrupted: whether it is to free its buffer.
+    pub(super) fn deactivate(&self) -> bool {
+        let idle = self.idle.load(Relaxed);
+        if idle {
+            self.helper_wanted.store(false, Relaxed);
+            self.state().first_active = false;
         }
-        rests
+        idle
     }
 
-    /// Looks whether the mount is read from, and lets its threads go if it is not. A signal that came
-    /// before its thread's read had begun was in vain: the next look sends another.
-    pub(super) fn look(&self, counters: &Counters) -> Watch {
+    /// Checks whether the mount was read from since the last check, and interrupts its threads if it
+    /// was not. A signal before the thread's read has begun has no effect: the next check sends
+    /// another.
+    pub(super) fn check(&self, counters: &Counters) -> Watch {
         let answered = counters.hits.get() + counters.misses.get() + counters.failed_reads.get();
         let mut state = self.state();
         let is_idle = std::mem::replace(&mut state.answered, answered) == answered;
-        self.calm.store(is_idle, Relaxed);
+        self.idle.store(is_idle, Relaxed);
         if is_idle {
             state.threads.iter().for_each(stop::interrupt);
         } else if state.helping < self.most {
-            // There may be helpers left again.
-            self.calling.store(true, Relaxed);
+            // Another mount may have given helpers back.
+            self.helper_wanted.store(true, Relaxed);
         }
         if !is_idle && state.helping > 1 && self.helpers.0.wanted.swap(false, Relaxed) {
-            self.shed.store(1, Relaxed);
+            self.surplus.store(1, Relaxed);
         }
-        let ends = is_idle && state.helping == 0 && !state.stirred;
+        let ends = is_idle && state.helping == 0 && !state.first_active;
         state.watched = !ends;
         if ends { Watch::End } else { Watch::On }
     }
 
-    /// Ends all threads, which must be leaving, and waits for them.
+    /// Ends all threads, which must have been told to stop, and waits for them.
     pub(super) fn end(&self) {
         let threads = std::mem::take(&mut self.state().threads);
         for thread in threads {
