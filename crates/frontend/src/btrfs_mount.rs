@@ -5,7 +5,7 @@
 //!                                     ├─ add_device(sprout)     the seed sprouts: a new fsid
 //!                                     └─ make_writable
 //!   scan(seeds), scan(sprout) ───► mount(sprout, Writable)      later: the same files again
-//!   attach(mount, directory)                                    by whoever owns the namespace
+//!   attach(mount, directory)                                    by a process of that namespace
 //!   forget(devices)                                             after the last unmount
 //! ```
 //!
@@ -14,7 +14,7 @@
 //! `device=` makes 6.1 and 6.12 mount read-only without a word.
 //!
 //! Mounts are detached: they lie at no path and are gone with their last descriptor, until
-//! [`attach`] puts one into the mount namespace of whoever calls it.
+//! [`attach`] puts one into the mount namespace of its caller.
 //!
 //! Invariants (held by `tests/btrfs.rs`): no external program; no mount discards, for that would
 //! give reserved space of the sprout back.
@@ -290,7 +290,7 @@ impl Btrfs {
         }
     }
 
-    /// The mount's descriptor: keep it, or hand it to who calls [`attach`].
+    /// The mount's descriptor: keep it, or hand it to the caller of [`attach`].
     pub fn into_fd(self) -> OwnedFd {
         self.mount
     }

@@ -8,7 +8,7 @@
 //!
 //! The loop's descriptor of the file keeps the file system alive when the mount's is closed; when
 //! the loop lets go, the file system goes and the server's reads end. So nothing stale can be left
-//! in any namespace, whoever dies.
+//! in any namespace, whichever process dies.
 
 use std::{
     fs::{File, OpenOptions},
@@ -81,7 +81,7 @@ impl Connection {
         set("rootmode", &format!("{:o}", fuse::FILE_MODE))?;
         set("user_id", "0")?;
         set("group_id", "0")?;
-        // Whoever sets up the loop may run with another group than 0.
+        // The process that sets up the loop may run with another group than 0.
         fsconfig_set_flag(&context, "allow_other")
             .map_err(|e| failed("FUSE refuses the option allow_other", e))?;
         fsconfig_create(&context).map_err(|e| failed("cannot make a FUSE file system", e))?;
@@ -165,7 +165,7 @@ fn open_file(mount: BorrowedFd<'_>, writable: bool) -> Result<File> {
         .write(writable)
         .open(format!("/proc/self/fd/{}", mount.as_raw_fd()))
         .map_err(|e| failed(what, e))?;
-    // On 6.12 a loop on a FUSE file whose size nobody had asked for has size 0.
+    // On 6.12 a loop on a FUSE file has size 0 unless the file's size was asked for before.
     let len = file.metadata().map_err(|e| failed(what, e))?.len();
     if len == 0 {
         return Err(Error::new(ErrorKind::Invalid, "the FUSE file is empty: nothing to mount"));

@@ -66,11 +66,10 @@ use crate::slots::Slots;
 /// The longest request that carries bytes: one chunk.
 pub(crate) const LEN_MAX: usize = 256 << 10;
 
-/// So often in a row a device may take back what it said of a local file, before the request is
-/// treated as a miss.
+/// After so many verdicts [`Verdict::AskAgain`] in a row the request is treated as a miss.
 const DOUBTS_MAX: u8 = 3;
 
-/// What the kernel wants of the device.
+/// A request of the kernel to the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Request {
     Read { at: u64, len: usize },
@@ -92,7 +91,7 @@ impl Request {
     }
 }
 
-/// When and how a request came.
+/// The time of a request's arrival, and its past.
 #[derive(Clone, Copy)]
 pub(crate) struct Arrival {
     begun: Instant,
@@ -110,9 +109,9 @@ impl Arrival {
     }
 }
 
-/// A request in the hands of a transport's thread.
+/// A request that a transport's thread owns.
 pub(crate) trait Call: Sized {
-    /// The same request in the hands of a task.
+    /// The same request, owned by a task.
     type Parked: Parked;
 
     /// Where a read's bytes go: `len` bytes, aligned to 4 KiB. The same ones each time. The error
@@ -136,7 +135,7 @@ pub(crate) trait Call: Sized {
     fn park(self) -> Self::Parked;
 }
 
-/// A request in the hands of a task. Dropped without an answer it is left to the transport, which
+/// A request that a task owns. Dropped without an answer it is left to the transport, which
 /// keeps it for a successor where it can.
 pub(crate) trait Parked: Send + 'static {
     /// The request's own memory, if it has some: a write's payload, or where a read's bytes go.
@@ -166,7 +165,7 @@ pub(crate) enum Answer<'a> {
     Failed(i32),
 }
 
-/// Whose a request is after [`Engine::serve`].
+/// The owner of a request after [`Engine::serve`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Handled {
     /// It is answered.
@@ -182,7 +181,7 @@ pub(crate) struct Read {
     len: usize,
     /// Bytes at its beginning that are in the buffer, and verified.
     done: usize,
-    /// How often in a row the device has taken back what it said.
+    /// Verdicts [`Verdict::AskAgain`] in a row.
     doubts: u8,
     arrival: Arrival,
 }
@@ -224,7 +223,7 @@ impl Load {
     }
 }
 
-/// What became of a [`Load`].
+/// The state of a [`Load`] that was handed to a transport.
 pub(crate) enum Loading<C> {
     /// So many bytes were read.
     Here(C, io::Result<usize>),
@@ -232,7 +231,7 @@ pub(crate) enum Loading<C> {
     Later,
 }
 
-/// What a read needs next.
+/// The next step of a read.
 enum Next {
     Ask(Read),
     Hit(Read),
@@ -383,7 +382,7 @@ impl<D: BlockDevice, A: Access<D>> Engine<D, A> {
         }
     }
 
-    /// The file of a load that makes sense, and has not been taken back too often.
+    /// The file of a load that fits the read; `None` also after too many doubts.
     fn file_of(&self, load: &Load) -> Option<BorrowedFd<'_>> {
         let (len, rest) = (load.from.range.len(), load.read.len - load.read.done);
         let whole = len > 0 && len.is_multiple_of(self.shape.logical_block.into());
@@ -391,7 +390,7 @@ impl<D: BlockDevice, A: Access<D>> Engine<D, A> {
         if fits { self.device.local_file(load.from.file) } else { None }
     }
 
-    /// What is to be done after a piece was read from a local file.
+    /// The next step after a piece was read from a local file.
     fn judge<C: Call>(&self, load: Load, result: io::Result<usize>, call: &mut C) -> Next {
         let (Load { mut read, from }, into) = (load, load.part());
         if result.ok() != Some(into.len()) {

@@ -67,7 +67,7 @@ struct ReadIn {
     padding: u32,
 }
 
-/// What lies between the beginning of a WRITE and its bytes.
+/// Length of a WRITE before its payload.
 pub(crate) const WRITE_HEAD_LEN: usize = size_of::<InHeader>() + size_of::<WriteIn>();
 
 #[derive(FromBytes, Immutable, KnownLayout)]
@@ -174,7 +174,7 @@ struct StatFsOut {
 pub(crate) const FILE_MODE: u32 = libc::S_IFREG | 0o444;
 const WRITABLE_MODE: u32 = libc::S_IFREG | 0o644;
 
-/// What a request wants.
+/// The operation of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Operation {
     /// The device's bytes, to be read or changed.
@@ -238,15 +238,15 @@ impl Request {
             // SETATTR, SETXATTR, REMOVEXATTR, COPY_FILE_RANGE
             4 | 21 | 24 | 47 => Operation::Refuse(libc::EROFS),
             // Among the rest is INTERRUPT: ENOSYS tells the kernel to send no more of them. A
-            // reader who is killed gets away at once all the same.
+            // reader that is killed need not wait for the answer in any case.
             _ => Operation::Refuse(libc::ENOSYS),
         };
         Some(Self { unique: header.unique, operation })
     }
 }
 
-/// What a mode of FALLOCATE erases; `None` for what allocates. A loop device punches both to discard
-/// and to write zeros, so what is punched has to read as zeros.
+/// The erasure of a FALLOCATE with this mode; `None` if it allocates. A loop device punches holes both
+/// to discard and to write zeros, so a punched range has to read as zeros.
 fn erasure(mode: u32) -> Option<Erase> {
     const KEEP_SIZE: u32 = libc::FALLOC_FL_KEEP_SIZE as u32;
     const PUNCH: u32 = libc::FALLOC_FL_PUNCH_HOLE as u32;
@@ -332,7 +332,7 @@ fn put<T: IntoBytes + Immutable>(out: &mut [u8; 104], value: T) -> &[u8] {
     &out[..bytes.len()]
 }
 
-/// What the kernel's first request, INIT, says; and whether it can be served.
+/// The outcome of INIT, the kernel's first request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Init {
     /// Send this reply; whether requests will then come over io_uring.
@@ -341,7 +341,7 @@ pub(crate) enum Init {
     Unusable,
 }
 
-/// What a connection is to be able to do.
+/// The abilities that a connection is made for.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub(crate) struct Wanted {
     /// Requests over io_uring, if the kernel offers that.

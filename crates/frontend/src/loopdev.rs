@@ -1,7 +1,7 @@
 //! Loop devices by ioctl: direct I/O, 4 KiB blocks.
 //!
 //! Every one detaches itself when its last user is gone (autoclear): this handle, or the file
-//! system mounted on it. So a plain `umount`, or the death of whoever set it up, leaves nothing.
+//! system mounted on it. So a plain `umount`, or the death of the process that set it up, leaves nothing.
 //!
 //! A device that is written to gets a number of its own (`loop_range.rs`), because the kernel keeps
 //! with the number whether it has discard.
@@ -133,7 +133,7 @@ impl LoopDevice {
                     }
                     return Ok(this);
                 }
-                // Somebody else was faster.
+                // Another process was faster.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::ENXIO)) => {}
                 Err(error) => {
                     return Err(failed(format!("cannot set up {}", path.display()), error));
@@ -174,8 +174,8 @@ impl LoopDevice {
         Ok(())
     }
 
-    /// Detaches and waits up to `limit` until the file is let go. `Invalid` if somebody still
-    /// uses the device then; it goes with its last user.
+    /// Detaches and waits up to `limit` until the file is let go. `Invalid` if the device is still
+    /// used then; it goes with its last user.
     pub fn detach(self, limit: Duration) -> Result<()> {
         let what = format!("cannot detach {}", self.path.display());
         match ioctl_number(&self.device, LOOP_CLR_FD, 0) {

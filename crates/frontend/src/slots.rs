@@ -1,5 +1,5 @@
 //! Memory that outlives the serving process: the mount's counters, and the requests that the
-//! kernel has handed out and nobody has answered yet.
+//! kernel has handed out and no server has answered yet.
 //!
 //! ```text
 //!   memfd, sealed to its size; mapped by the supervisor and by each server in turn
@@ -60,8 +60,8 @@ const SLOTS_OFFSET: usize = COUNTERS_OFFSET + size_of::<Counters>().next_multipl
 const MAP_LEN: usize = SLOTS_OFFSET + SLOT_COUNT as usize * SLOT_LEN;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// What the first bytes say; a server of another version than its predecessor sees here whether
-/// it can take over.
+/// The first bytes. A server of another version than its predecessor sees here whether it can take
+/// over.
 #[derive(FromBytes, IntoBytes, Immutable, PartialEq, Eq)]
 #[repr(C)]
 struct Header {
@@ -88,7 +88,7 @@ pub struct Slots {
 }
 
 // SAFETY: the mapping belongs to this value alone and lives as long as it does. Header and slot
-// heads are written by whoever owns the slot, counters are atomics.
+// heads are written by the slot's owner, counters are atomics.
 unsafe impl Send for Slots {}
 // SAFETY: as above; a slot's index is handed to one thread at a time by the server's free list.
 unsafe impl Sync for Slots {}
@@ -150,10 +150,10 @@ impl Slots {
         self.memory.as_fd()
     }
 
-    /// What the mount has counted since it was made, over all its servers.
+    /// The mount's counters since it was made, over all its servers.
     pub fn counters(&self) -> &Counters {
         // SAFETY: the mapping is long enough, aligned, lives as long as `self`, and `Counters` is
-        // atomics that are valid whatever they hold.
+        // atomics, for which every bit pattern is valid.
         unsafe { self.map.byte_add(COUNTERS_OFFSET).cast().as_ref() }
     }
 
@@ -182,7 +182,8 @@ impl Slots {
         self.request_len(slot).store(0, Release);
     }
 
-    /// Drops all requests: their connection is gone. Nobody may serve the slots meanwhile.
+    /// Drops all requests: their connection is gone, or the kernel sends them again. No server may use
+    /// the slots meanwhile.
     pub fn forget_requests(&self) {
         (0..SLOT_COUNT).for_each(|slot| self.clear(slot));
     }

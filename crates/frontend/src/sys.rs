@@ -1,4 +1,4 @@
-//! What several modules need from the system: ioctls, and errors that say what is missing.
+//! Helpers of several modules: ioctls, and errors that name a missing privilege.
 
 use std::{
     ffi::{c_int, c_ulong},

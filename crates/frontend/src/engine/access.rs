@@ -1,11 +1,11 @@
-//! Whether a device is written to: decided where it is served, so that a read-only one has no code
-//! for it.
+//! Whether a device is written to. A type decides it where the device is served, so the engine of a
+//! read-only device has no code for changes.
 
 use burgeon_block::{
     BlockDevice, ByteRange, Erase, Error, ErrorKind, Result, WritableDevice, WriteCache,
 };
 
-/// What an engine does to its device beside reading.
+/// The changes that an engine can make to its device.
 pub(crate) trait Access<D>: Send + Sync + 'static {
     const WRITABLE: bool;
 
@@ -21,7 +21,7 @@ pub(crate) trait Access<D>: Send + Sync + 'static {
     fn flush(device: &D) -> impl Future<Output = Result<()>> + Send;
 }
 
-/// Nothing: changes are refused with EROFS before they come here.
+/// No changes: the engine refuses them with EROFS.
 pub(crate) enum ReadOnly {}
 
 fn refused() -> Error {
@@ -44,7 +44,7 @@ impl<D: BlockDevice> Access<D> for ReadOnly {
     }
 }
 
-/// Everything that a [`WritableDevice`] can do.
+/// All changes of a [`WritableDevice`].
 pub(crate) enum Writable {}
 
 impl<D: WritableDevice> Access<D> for Writable {

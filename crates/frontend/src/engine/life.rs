@@ -1,4 +1,4 @@
-//! The end of serving, and what is still in work then.
+//! The end of serving, and the tasks that are still in work then.
 //!
 //! ```text
 //!   serving ── stop ──► threads leave, tasks go on ── drain's limit ──► cancelled: tasks leave
@@ -30,7 +30,7 @@ pub enum End {
     Failed(i32),
 }
 
-/// What the threads and tasks of a server know of its end.
+/// The end of a server, as its threads and tasks see it.
 #[derive(Default)]
 pub(crate) struct Life {
     stopping: AtomicBool,

@@ -27,7 +27,7 @@ use super::*;
 const SIZE: u64 = 1 << 20;
 const BLOCK: usize = BLOCK_SIZE as usize;
 
-/// What the device says to one `try_read`.
+/// An answer of the device to `try_read`.
 #[derive(Clone, Copy)]
 enum Say {
     Served,
@@ -37,7 +37,7 @@ enum Say {
     Panic,
 }
 
-/// A device that says what it was told to, and holds bytes in memory and in a file.
+/// A device that gives scripted answers, and holds bytes in memory and in a file.
 struct Fake {
     shape: Shape,
     script: Mutex<VecDeque<Say>>,
@@ -154,7 +154,7 @@ impl WritableDevice for Fake {
     }
 }
 
-/// What became of a request.
+/// The end of a request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Sent {
     Bytes(Vec<u8>),
@@ -414,7 +414,7 @@ fn the_rest_of_a_read_is_asked_for_by_itself() {
     let at = |block: u64, count: usize| (block * BLOCK_SIZE, count * BLOCK);
     assert_eq!(*rig.device.asked.lock().unwrap(), [at(1, 4), at(2, 3), at(4, 1)]);
     assert_eq!(rig.counted(), [1, 16384, 0, 0, 0]);
-    // What is missing makes all of it a miss.
+    // One missing block makes all of the read a miss.
     let rig = Rig::<ReadOnly>::new(Fake::saying([local(1, 1), Say::Absent]));
     assert_eq!(rig.read(1, 2), Handled::Parked);
     assert_eq!(rig.sent(), blocks(1, 2));
@@ -498,7 +498,7 @@ fn writes_erasures_and_flushes_reach_the_device() {
     let rig = Rig::<Writable>::new(Fake { shape, ..Fake::new() });
     assert_eq!(rig.serve(Request::Flush), Handled::Parked);
     assert_eq!(rig.sent(), Sent::Done);
-    // What was written is durable already.
+    // The writes are durable already.
     assert!(rig.device.changes.lock().unwrap().is_empty());
 }
 

@@ -1,5 +1,5 @@
-//! What the reader threads of one FUSE file share: the descriptor, the slots and their owners, and
-//! how replies are sent.
+//! The state that the reader threads of one FUSE file share: the descriptor, the slots and their
+//! owners; and the replies.
 
 use std::{
     io::IoSlice,
@@ -16,7 +16,7 @@ use crate::{
     slots::{SLOT_COUNT, Slots},
 };
 
-/// The part of a server that does not depend on its device: descriptor, slots, who owns which.
+/// The part of a server that does not depend on its device: descriptor, slots, their owners.
 pub(super) struct Control {
     pub(super) fuse: OwnedFd,
     pub(super) slots: Arc<Slots>,
@@ -26,7 +26,7 @@ pub(super) struct Control {
     changed: Condvar,
 }
 
-/// Which slots nobody owns. All its vectors have their final capacity from the start.
+/// The slots without an owner. Both vectors have their final capacity from the start.
 struct Owners {
     replay: Vec<u32>,
     free: Vec<u32>,
@@ -89,7 +89,7 @@ impl Control {
     pub(super) fn end(&self, end: End) {
         self.life.end(end);
         {
-            // Under the lock, so that nobody looks at the flag just before and waits just after.
+            // Under the lock, so that no thread reads the flag just before and waits just after.
             let _owners = self.owners();
             self.life.stop();
         }
@@ -112,8 +112,8 @@ impl Control {
         self.reply(unique, small_payload(operation, shape, &mut [0; 104]));
     }
 
-    /// A reply is taken whole or refused, and refused only if nobody waits for it any more: the
-    /// asker was killed, the connection is gone, or a predecessor answered.
+    /// The kernel takes a reply whole or refuses it, and refuses it only if no reader waits any more:
+    /// it was killed, the connection is gone, or a predecessor answered.
     fn send(&self, parts: &[IoSlice<'_>]) {
         let _ = rustix::io::retry_on_intr(|| rustix::io::writev(&self.fuse, parts));
     }

@@ -90,8 +90,8 @@ impl Entry {
     }
 
     fn get<const N: usize>(&self, offset: usize) -> [u8; N] {
-        // SAFETY: within the entry; bytes are valid whatever they hold, and only this owner and
-        // nobody else accesses them now.
+        // SAFETY: within the entry; every bit pattern is valid, and only this owner accesses
+        // the bytes now.
         unsafe { self.part(offset..offset + N).cast::<[u8; N]>().read_unaligned() }
     }
 
@@ -112,8 +112,8 @@ impl Entry {
     /// Where the answer's bytes go: [`LEN_MAX`] of them, aligned to 4 KiB.
     pub(super) fn payload(&mut self) -> &mut [u8] {
         let start = self.part(PAYLOAD_OFFSET..ENTRY_LEN);
-        // SAFETY: within the mapping and initialised (zeros at first); nobody else accesses it
-        // while this entry is borrowed.
+        // SAFETY: within the mapping and initialised (zeros at first); only this borrow of the
+        // entry accesses it.
         unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), LEN_MAX) }
     }
 
@@ -124,13 +124,13 @@ impl Entry {
     }
 }
 
-/// What a queue has to say.
+/// An event of a queue.
 pub(super) enum Event {
     /// A request.
     Request(Entry),
-    /// An entry is lost: the connection has ended, or the kernel did not like the commit.
+    /// An entry is lost: the connection has ended, or the kernel refused the commit.
     Lost,
-    /// [`Queue::await_wake`] has come true.
+    /// The eventfd of [`Queue::await_wake`] was written to.
     Woken,
     /// [`Queue::load`] has ended.
     Loaded(Entry, Load, io::Result<usize>),
@@ -166,7 +166,7 @@ impl Queue {
         }
         // The kernel reads `parts` in this call.
         queue.ring.submit()?;
-        // What could not be registered has completed already, with the reason.
+        // An entry that could not be registered has completed already, with the reason.
         let refusal = queue.ring.completion().next();
         match refusal {
             Some(refusal) => Err(io::Error::from_raw_os_error(-refusal.result())),

@@ -1,5 +1,5 @@
 //! FUSE over io_uring: a thread and a queue for each CPU, each pinned to its CPU, so that a
-//! request is answered where it was asked and wakes nobody on another CPU.
+//! request is answered on its reader's CPU and wakes no thread of another.
 //!
 //! ```text
 //!                ┌──────────────── ring thread of CPU n ────────────────┐
@@ -8,15 +8,15 @@
 //!                │     └─────────────┼───────────────────────────────┘  │
 //!                │                   └─► parked ─┐          ▲           │
 //!                └───────────────────────────────┼──────────┼───────────┘
-//!                         the entry goes along   ▼          │ eventfd: come and take it
+//!                         the entry goes along   ▼          │ eventfd: a wake-up
 //!                                 engine's task, in the entry ─► done list
 //! ```
 //!
-//! What rings do not carry (FORGET, INTERRUPT), and everything before the last ring is there,
-//! comes over `/dev/fuse` to an ordinary reader thread.
+//! Requests that rings do not carry (FORGET, INTERRUPT), and all requests before the last ring is
+//! registered, come over `/dev/fuse` to an ordinary reader thread.
 //!
-//! Nothing of this survives the process: a request that a killed server had in hand is with the
-//! kernel, which tells nobody, so its readers get EIO when the connection is aborted.
+//! No request survives the process: the kernel keeps the requests of a killed server's rings, but
+//! hands them to no other server, so their readers get EIO when the connection is aborted.
 //!
 //! Invariants (held by `tests/rings.rs`):
 //! - An entry is with the kernel, a thread, a task, or on the done list.

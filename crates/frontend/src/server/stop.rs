@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-/// Ignored unless handled, so a stray one does no harm.
+/// Ignored unless handled, so an unexpected one does no harm.
 const SIGNAL: i32 = libc::SIGURG;
 
 extern "C" fn ignore(_signal: i32) {}
@@ -30,7 +30,7 @@ pub(super) fn make_reads_interruptible() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Unblocks the signal for the calling thread, whatever mask it inherited.
+/// Unblocks the signal for the calling thread, which may have inherited a mask with it.
 pub(super) fn accept_interrupts() {
     // SAFETY: a `sigset_t` on the stack, initialised by `sigemptyset`; only this thread's mask
     // changes. With these arguments none of the calls fails.

@@ -64,7 +64,7 @@ impl Default for Queues {
 pub struct Device {
     /// `N` of `/dev/ublkbN`.
     pub number: u32,
-    /// What its maker gave to [`Control::add`].
+    /// The word that its maker gave to [`Control::add`].
     pub owner: u64,
     /// Whether it was started and not stopped; true also while no server serves it.
     pub started: bool,
@@ -181,7 +181,7 @@ impl Control {
         Ok(path)
     }
 
-    /// What the driver says of a device; `None` if there is none, or it is not root's.
+    /// The driver's description of a device; `None` if there is none, or it is not root's.
     pub fn device(&mut self, number: u32) -> Result<Option<Device>> {
         let mut info = DeviceInfo::default();
         // Not GET_DEV_INFO2: that wants a path to compare, for the devices of users.
@@ -321,7 +321,7 @@ impl Control {
     }
 }
 
-/// What the driver is told of a device.
+/// The driver's parameters of a device.
 fn params(shape: &Shape) -> Params {
     let mut params = Params {
         len: size_of::<Params>() as u32,

@@ -40,7 +40,7 @@ impl Mailbox {
     pub(super) fn post(&self, tag: u16, result: i32) {
         let tag = usize::from(tag);
         self.results[tag].store(result, Relaxed);
-        // Whoever set the first bit since the thread looked last has woken it, or is about to.
+        // The task that sets the first bit after the thread has looked wakes the thread.
         if self.answered[tag / 64].fetch_or(1 << (tag % 64), Release) == 0 {
             self.ring();
         }
@@ -64,7 +64,7 @@ impl Mailbox {
         }
     }
 
-    /// What a ring reads 8 bytes of to be woken.
+    /// The descriptor of which a ring reads 8 bytes to be woken.
     pub(super) fn fd(&self) -> RawFd {
         self.wake.as_raw_fd()
     }

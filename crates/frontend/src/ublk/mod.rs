@@ -13,12 +13,12 @@
 //! ```
 //!
 //! The bytes are checked in the server's own buffer and only then copied into the request
-//! (`UBLK_F_USER_COPY`): with the driver's zero copy nobody could check them before they are
+//! (`UBLK_F_USER_COPY`): with the driver's zero copy they could not be checked before they are
 //! used. That also means one buffer a queue instead of one a tag, and one more for each read of a
 //! local file that is in work, at most eight.
 //!
-//! The device belongs to nobody's process. When its server dies, its requests wait in the kernel,
-//! those in flight among them; whoever calls [`serve`] next takes them over.
+//! The device belongs to no process. When its server dies, its requests wait in the kernel, those in
+//! flight among them; the next call of [`serve`] takes them over.
 //!
 //! Our own control code and not the crate `libublk`: what is needed of the interface is ten
 //! commands and five small structures. `libublk` 0.4 brings an executor of its own into every
@@ -69,7 +69,7 @@ pub struct Server {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// What the threads and tasks of all queues share: nothing here is locked to answer a hit.
+/// The state that the threads and tasks of all queues share: a hit locks nothing of it.
 struct Shared {
     /// `/dev/ublkcN`: the bytes of requests go through it.
     file: File,

@@ -35,7 +35,7 @@ pub(super) struct Queue<D, A> {
     engine: Arc<Engine<D, A>>,
 }
 
-/// All of a queue that does not depend on its device.
+/// The part of a queue that does not depend on its device.
 struct Ring {
     number: u16,
     ring: IoUring,
@@ -56,7 +56,7 @@ struct Ring {
     shared: Arc<Shared>,
 }
 
-/// What a queue's ring says.
+/// An event of a queue's ring.
 enum Event {
     Woken,
     Request(u16),
@@ -123,7 +123,7 @@ impl<D: BlockDevice, A: Access<D>> Queue<D, A> {
     }
 }
 
-/// What a descriptor asks for. The error is an errno.
+/// The request of a descriptor. The error is an errno.
 #[inline]
 fn request(descriptor: Descriptor) -> Result<Request, i32> {
     let bytes = u64::from(descriptor.sectors) << SECTOR_SHIFT;
@@ -283,7 +283,7 @@ impl Drop for Ring {
     }
 }
 
-/// A request in a queue thread's hands.
+/// A request that a queue's thread owns.
 struct TagCall<'a> {
     ring: &'a mut Ring,
     tag: u16,
@@ -400,7 +400,7 @@ impl Descriptors {
         Ok(Self { map, depth })
     }
 
-    /// What the driver wants mapped: whole pages.
+    /// The length that the driver wants mapped: whole pages.
     fn len(depth: u16) -> usize {
         let len = usize::from(depth) * size_of::<Descriptor>();
         len.next_multiple_of(rustix::param::page_size())

@@ -29,7 +29,7 @@ pub(super) struct DeviceInfo {
     pub(super) server_pid: i32,
     pub(super) padding1: u32,
     pub(super) flags: u64,
-    /// The driver keeps these 64 bits for whoever made the device.
+    /// The driver keeps these 64 bits for the maker of the device.
     pub(super) owner: u64,
     pub(super) uid: u32,
     pub(super) gid: u32,

@@ -1,4 +1,4 @@
-//! What our part of a hit costs, in instructions: one queue over plain memory instead of a
+//! The cost of our part of a hit, in instructions: one queue over plain memory instead of a
 //! driver, and a device all of whose data is in its cache.
 //!
 //! ```text
@@ -106,7 +106,7 @@ fn a_queue_answers_hits_from_the_cache() {
     let counters = Arc::default();
     let device = LazyDevice::new(volume, counters, 2 * DATA_START, Vec::new()).unwrap();
 
-    // What the driver is to a queue: its descriptors, and a place for bytes.
+    // In place of the driver: a queue's descriptors, and a place for bytes.
     let file: File = memfd_create("hits", MemfdFlags::CLOEXEC).unwrap().into();
     ftruncate(&file, data_offset(1, 0)).unwrap();
     let places: Vec<_> = (0..u64::from(BATCH)).map(|n| n * 37 % (CHUNKS * 64)).collect();
