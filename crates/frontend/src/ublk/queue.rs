@@ -127,16 +127,17 @@ impl<D: BlockDevice, A: Access<D>> Queue<D, A> {
 #[inline]
 fn request(descriptor: Descriptor) -> Result<Request, i32> {
     let bytes = u64::from(descriptor.sectors) << SECTOR_SHIFT;
-    let at = descriptor.start_sector.checked_mul(1 << SECTOR_SHIFT).ok_or(libc::EINVAL)?;
+    let at = descriptor.start_sector.checked_mul(1 << SECTOR_SHIFT).ok_or(libc::EINVAL);
     let (flags, len) = (descriptor.op_flags, bytes as usize);
     Ok(match flags & OP_MASK {
-        OP_READ => Request::Read { at, len },
-        OP_WRITE => Request::Write { at, len, fua: flags & OP_FUA != 0 },
+        OP_READ => Request::Read { at: at?, len },
+        OP_WRITE => Request::Write { at: at?, len, fua: flags & OP_FUA != 0 },
+        // It has no place: the driver passes on a sector of all ones.
         OP_FLUSH => Request::Flush,
-        OP_DISCARD => Request::Erase { at, len: bytes, how: Erase::Discard },
+        OP_DISCARD => Request::Erase { at: at?, len: bytes, how: Erase::Discard },
         OP_WRITE_ZEROES => {
             let how = Erase::Zeroes { unmap: flags & OP_NO_UNMAP == 0 };
-            Request::Erase { at, len: bytes, how }
+            Request::Erase { at: at?, len: bytes, how }
         }
         _ => return Err(libc::EOPNOTSUPP),
     })
@@ -424,3 +425,29 @@ impl Drop for Descriptors {
 
 #[cfg(test)]
 mod hits;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_are_understood() {
+        let parsed = |op_flags, sectors, start_sector| {
+            request(Descriptor { op_flags, sectors, start_sector, address: 0 })
+        };
+        let (at, len) = (8 << 9, 4096);
+        assert_eq!(parsed(OP_READ, 8, 8), Ok(Request::Read { at, len }));
+        assert_eq!(parsed(OP_READ, 8, u64::MAX), Err(libc::EINVAL));
+        assert_eq!(parsed(OP_WRITE, 8, 8), Ok(Request::Write { at, len, fua: false }));
+        assert_eq!(parsed(OP_WRITE | OP_FUA, 8, 8), Ok(Request::Write { at, len, fua: true }));
+        assert_eq!(parsed(OP_FLUSH, 0, u64::MAX), Ok(Request::Flush));
+        for (op, how) in [
+            (OP_DISCARD, Erase::Discard),
+            (OP_WRITE_ZEROES, Erase::Zeroes { unmap: true }),
+            (OP_WRITE_ZEROES | OP_NO_UNMAP, Erase::Zeroes { unmap: false }),
+        ] {
+            assert_eq!(parsed(op, 8, 8), Ok(Request::Erase { at, len: 4096, how }));
+        }
+        assert_eq!(parsed(9, 8, 8), Err(libc::EOPNOTSUPP));
+    }
+}
