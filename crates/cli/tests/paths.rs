@@ -320,3 +320,96 @@ fn a_cache_that_is_no_file_is_made_anew() {
     let mounted = burgeon.mount("image:1", &at, &LIMIT);
     burgeon.umount(mounted);
 }
+
+/// `path` becomes a symlink to a copy of it elsewhere.
+fn lead_astray(space: &Space, path: &Path) -> PathBuf {
+    let elsewhere = space.path("elsewhere");
+    fs::create_dir_all(&elsewhere).unwrap();
+    let elsewhere = elsewhere.join(path.file_name().unwrap());
+    fs::rename(path, &elsewhere).unwrap();
+    symlink(&elsewhere, path).unwrap();
+    elsewhere
+}
+
+#[test]
+fn no_file_of_a_mount_is_read_through_a_symlink() {
+    let space = Space::new("astray");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    small_image(&space, &burgeon);
+    let at = space.make_folder("at");
+    let mount = ["mount", "image:1", text(&at), "--writes", "w", LIMIT[0], LIMIT[1]];
+    let options = ["--virtual", "1G", "--transport", "fuse"];
+    burgeon.ok(&[&mount[..], &options].concat());
+    let source = space.path("source");
+    fs::write(&source, "mapped ".repeat(5000)).unwrap();
+    burgeon.ok(&["map", text(&at.join("mapped")), "--from", text(&source)]);
+    burgeon.ok(&["umount", text(&at)]);
+    burgeon.ok(&["shutdown"]);
+    let writes = burgeon.state().join("writes/w");
+    // A sprout is nobody's to make again.
+    let sprout = writes.join("sprout");
+    let elsewhere = lead_astray(&space, &sprout);
+    burgeon.fails(&mount, 1, "a part of its path is a symlink");
+    fs::rename(elsewhere, &sprout).unwrap();
+    // What is mapped cannot be read, and all else can.
+    for name in ["extents", "sources"] {
+        let path = writes.join("area").join(name);
+        let elsewhere = lead_astray(&space, &path);
+        burgeon.ok(&mount);
+        assert_eq!(fs::read_to_string(at.join("file")).unwrap(), "content");
+        assert!(fs::read(at.join("mapped")).is_err(), "{name} was read");
+        burgeon.ok(&["umount", text(&at)]);
+        burgeon.ok(&["shutdown"]);
+        fs::rename(elsewhere, &path).unwrap();
+    }
+    // What the image gives anew is made anew.
+    for name in ["seed", "seed.info", "map", "manifest"] {
+        let path = writes.join(name);
+        let before = fs::read(lead_astray(&space, &path)).unwrap();
+        let mounted = burgeon.run(&mount);
+        if mounted.code == Some(0) {
+            assert!(path.symlink_metadata().unwrap().is_file(), "{name} is still a symlink");
+            assert_eq!(fs::read_to_string(at.join("mapped")).unwrap(), "mapped ".repeat(5000));
+            burgeon.ok(&["umount", text(&at)]);
+        } else {
+            assert!(mounted.stderr.contains("is a symlink"), "{name}: {mounted:#?}");
+        }
+        burgeon.ok(&["shutdown"]);
+        let elsewhere = space.path("elsewhere").join(name);
+        assert_eq!(fs::read(&elsewhere).unwrap(), before, "{name} was written elsewhere");
+        fs::rename(elsewhere, &path).unwrap();
+    }
+    // The same for a folder.
+    let images = burgeon.state().join("images");
+    lead_astray(&space, &images);
+    let mounted = burgeon.run(&["mount", "image:1", text(&at), "--read-only"]);
+    assert!(mounted.code == Some(1) && mounted.stderr.contains("is a symlink"), "{mounted:#?}");
+    fs::remove_file(&images).unwrap();
+    burgeon.ok(&["mount", "image:1", text(&at), "--read-only"]);
+    burgeon.ok(&["umount", text(&at)]);
+}
+
+/// Of a backup, the writes and the store are enough.
+#[test]
+fn a_restored_backup_is_a_state_directory() {
+    let space = Space::new("restored");
+    let first = Burgeon::with_state(BURGEON, space.path("first"));
+    small_image(&space, &first);
+    let at = space.make_folder("at");
+    first.ok(&["mount", "image:1", text(&at), "--writes", "w", LIMIT[0], LIMIT[1]]);
+    fs::write(at.join("mine"), "written").unwrap();
+    first.ok(&["umount", text(&at)]);
+    first.ok(&["shutdown"]);
+    let backup = space.make_folder("backup");
+    for name in ["writes", "store"] {
+        fs::rename(first.state().join(name), backup.join(name)).unwrap();
+    }
+    let restored = Burgeon::with_state(BURGEON, backup);
+    // Commands that only look do not take it for a mistyped name.
+    assert!(restored.ok(&["writes", "list"]).contains('w'));
+    assert!(restored.ok(&["list"]).contains("image:1"));
+    restored.ok(&["mount", "image:1", text(&at), "--writes", "w"]);
+    assert_eq!(fs::read_to_string(at.join("mine")).unwrap(), "written");
+    restored.ok(&["umount", text(&at)]);
+    assert!(restored.state().join("run").is_dir());
+}

@@ -63,7 +63,11 @@ pub use state::{
     built::{honoured, remember_built},
     gc::sweep,
     paths::StateDir,
-    profile::{forget_profile, keep_profile, kept_profile, kept_profiles, read_profile},
+    prepared::is_prepared,
+    profile::{
+        forget_profile, keep_profile, kept_profile, kept_profiles, note_recorded, read_profile,
+        was_recorded,
+    },
     roots,
     seen::Seen,
     writes,

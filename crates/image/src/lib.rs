@@ -24,7 +24,7 @@ mod manifest;
 mod map;
 mod mapped;
 mod objects;
-
+mod own_file;
 mod pack;
 mod paths;
 mod prepare;
@@ -36,6 +36,7 @@ pub use extents::{Content, Extent, ExtentMap, ExtentWriter, Mapping, MappingInfo
 pub use inspect::MapLine;
 pub use manifest::{ChunkEntry, Limits, Manifest};
 pub use map::AddressMap;
+pub use own_file::open_own;
 pub use paths::Paths;
 pub use prepare::{prepare, prepare_map};
 pub use profile::{

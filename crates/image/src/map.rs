@@ -17,6 +17,7 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, ChecksumKind, Digest, Error, ObjectId, Result};
 use burgeon_btrfs::DATA_START;
+use rustix::fs::OFlags;
 use zerocopy::{
     FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned,
     little_endian::{U16, U32, U64},
@@ -29,7 +30,7 @@ use crate::{
     corrupt,
     manifest::Manifest,
     mapped::Mapped,
-    objects,
+    objects, open_own,
 };
 
 const FORMAT: Format = Format { magic: *b"BURGAMAP", what: "address map" };
@@ -179,7 +180,9 @@ impl AddressMap {
     pub fn write_to(&self, path: &Path) -> Result<()> {
         let tmp = path.with_extension("tmp");
         let write = || {
-            let mut file = File::create(&tmp)?;
+            let mut options = File::options();
+            options.write(true).create(true).truncate(true);
+            let mut file = open_own(&tmp, &mut options, OFlags::empty())?;
             file.write_all(&self.bytes)?;
             file.sync_all()?;
             std::fs::rename(&tmp, path)?;

@@ -1,7 +1,18 @@
-use std::{fs::File, io, ops::Deref, path::Path, ptr::NonNull};
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    ops::Deref,
+    path::Path,
+    ptr::NonNull,
+};
 
 use burgeon_block::{Error, Result};
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::{
+    fs::OFlags,
+    mm::{MapFlags, ProtFlags},
+};
+
+use crate::open_own;
 
 /// The bytes of a file: in memory, or mapped, so that only the pages in use take memory.
 pub(crate) enum Mapped {
@@ -19,7 +30,8 @@ impl Mapped {
     /// one that is cut short behind our back kills the process (SIGBUS), as a broken disk would.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let failed = |error| Error::io(format!("cannot open {}", path.display()), error);
-        let file = File::open(path).map_err(failed)?;
+        let file = open_own(path, OpenOptions::new().read(true), OFlags::empty());
+        let file = file.map_err(failed)?;
         let len = file.metadata().map_err(failed)?.len() as usize;
         Self::of(&file, len).map_err(failed)
     }

@@ -8,7 +8,9 @@ use burgeon_block::{Digest, Error, ObjectStore, Result};
 use burgeon_btrfs::{Identity, NodeSink, NodeSource, Options, SeedInfo, Uuids, check, write_seed};
 use bytes::Bytes;
 
-use crate::{AddressMap, Limits, Manifest, catalog};
+use rustix::fs::OFlags;
+
+use crate::{AddressMap, Limits, Manifest, catalog, open_own};
 
 /// Nodes at their addresses in a sparse file.
 struct NodeFile {
@@ -106,12 +108,9 @@ fn write_template(
     path: PathBuf,
     virtual_bytes: u64,
 ) -> Result<SeedInfo> {
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(&path)
+    let mut options = File::options();
+    options.read(true).write(true).create(true).truncate(true);
+    let file = open_own(&path, &mut options, OFlags::empty())
         .map_err(|error| Error::io(format!("cannot create {}", path.display()), error))?;
     let options = Options {
         checksum: manifest.checksum,

@@ -19,7 +19,7 @@ use crate::state::{
     access,
     files::{self, Lock, make_folder},
     paths::StateDir,
-    prepared::{KEPT, digest_file, keep_file, read_info},
+    prepared::{KEPT, digest_file, keep_file, len_of, read_info},
     record::MountRecord,
     writes::{self, Record},
 };
@@ -95,8 +95,7 @@ fn is_kept(folder: &Path, record: &Record) -> bool {
     let is = |file: &str, digest: Digest| {
         digest_file(&folder.join(file)).is_ok_and(|(found, _)| found == digest)
     };
-    let has_manifest = fs::metadata(folder.join("manifest")).is_ok_and(|file| file.len() > 0);
-    has_manifest
+    len_of(&folder.join("manifest")) > 0
         && read_info(folder).is_ok()
         && is("map", record.map_digest.0)
         && is("seed", record.template_digest.0)
@@ -107,8 +106,7 @@ fn is_kept(folder: &Path, record: &Record) -> bool {
 pub(super) fn is_usable(folder: &Path) -> bool {
     let map = AddressMap::open(&folder.join("map")).and_then(|map| map.verify());
     let info = map.and_then(|()| read_info(folder));
-    let seed = fs::metadata(folder.join("seed")).map_or(0, |seed| seed.len());
-    let manifest = fs::metadata(folder.join("manifest")).map_or(0, |manifest| manifest.len());
+    let (seed, manifest) = (len_of(&folder.join("seed")), len_of(&folder.join("manifest")));
     manifest > 0 && info.is_ok_and(|info| seed >= info.metadata_nodes().end())
 }
 

@@ -15,7 +15,7 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, ObjectId, ObjectKind, Result};
-use burgeon_btrfs::{DeviceNo, Identity, SeedInfo, superblock, superblock_offsets};
+use burgeon_btrfs::{DeviceNo, Identity, superblock, superblock_offsets};
 use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
@@ -25,7 +25,7 @@ use super::{Serving, SharedCounters, lock, mounts::Mount};
 use crate::{
     id::MountId,
     ipc::link::Warm,
-    state::{access, files, images, record::Attach},
+    state::{access, files, images, prepared::read_info, record::Attach},
 };
 
 pub(super) type ImageVolume = Volume<Objects, DirectFile>;
@@ -124,10 +124,7 @@ impl Serving {
         volume: &Arc<ImageVolume>,
         slots: &Arc<Slots>,
     ) -> Result<Device> {
-        let path = attach.seed.join("seed.info");
-        let bytes = std::fs::read(&path)
-            .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
-        let info = SeedInfo::from_bytes(&bytes)?;
+        let info = read_info(&attach.seed)?;
         let identity = Identity { fsid: attach.fsid.0 };
         let mut superblocks = Vec::new();
         for (mirror, offset) in superblock_offsets(&info, DeviceNo::Data).iter().enumerate() {

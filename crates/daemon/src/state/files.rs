@@ -1,4 +1,5 @@
-//! Small files that must be whole: published atomically, durable before the call returns.
+//! Small files that must be whole: published atomically, durable before the call returns. No symlink is
+//! followed to any of them.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -8,6 +9,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_image::open_own;
 use rustix::{
     fs::{FlockOperation, OFlags, flock},
     io::Errno,
@@ -17,12 +19,14 @@ use serde::{Serialize, de::DeserializeOwned};
 /// Longest record that is read back, in bytes; records are a few hundred.
 const RECORD_LEN_MAX: u64 = 1 << 20;
 
-/// Opens the file `path` of the state directory with `options`. No symlink is followed there, and
-/// nothing but a file is opened: a FIFO would be waited for.
+/// Opens the file `path` of the state directory with `options`. No symlink is followed in any part of
+/// the path, and nothing but a file is opened: a FIFO would be waited for.
 pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
-    let odd = || io::Error::new(io::ErrorKind::InvalidData, "it is no regular file: remove it");
-    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
-    let opened = options.custom_flags(flags).open(path).map_err(|error| {
+    let odd = || {
+        let what = "it is no regular file, or a part of its path is a symlink: remove that";
+        io::Error::new(io::ErrorKind::InvalidData, what)
+    };
+    let opened = open_own(path, options, OFlags::NONBLOCK).map_err(|error| {
         match Errno::from_io_error(&error) {
             // A symlink; a FIFO or a socket; a directory.
             Some(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => odd(),
@@ -30,6 +34,15 @@ pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
         }
     })?;
     if opened.metadata()?.is_file() { Ok(opened) } else { Err(odd()) }
+}
+
+/// All of the file `path` of the state directory.
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let read = open(path, OpenOptions::new().read(true));
+    read.and_then(|mut file| file.read_to_end(&mut bytes))
+        .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
+    Ok(bytes)
 }
 
 /// Makes way for the file `path`, which can be made anew: what else lies there is removed, but not a
@@ -165,7 +178,7 @@ pub(crate) fn make_folder(path: &Path) -> Result<()> {
 mod tests {
     use burgeon_block::ErrorKind;
 
-    use super::{Lock, make_way, publish, publish_json, read_json};
+    use super::{Lock, make_way, publish, publish_json, read, read_json};
 
     #[test]
     fn a_symlink_or_a_fifo_is_no_file_of_the_state_directory() {
@@ -179,6 +192,14 @@ mod tests {
         std::os::unix::fs::symlink(&elsewhere, path.with_extension("new")).unwrap();
         assert!(publish_json(&path, &8u32).is_err());
         assert_eq!(read_json::<u32>(&elsewhere).unwrap(), 7);
+        // Neither is one behind a symlink.
+        std::fs::create_dir(temp.path().join("folder")).unwrap();
+        publish_json(&temp.path().join("folder/record.json"), &9u32).unwrap();
+        std::os::unix::fs::symlink("folder", temp.path().join("linked")).unwrap();
+        let linked = temp.path().join("linked/record.json");
+        assert!(read_json::<u32>(&linked).is_err() && read(&linked).is_err());
+        assert!(publish_json(&linked, &10u32).is_err());
+        assert_eq!(read_json::<u32>(&temp.path().join("folder/record.json")).unwrap(), 9);
         let fifo = temp.path().join("fifo");
         let mode = rustix::fs::Mode::from_raw_mode(0o600);
         let kind = rustix::fs::FileType::Fifo;

@@ -32,7 +32,9 @@ use serde::{Deserialize, Serialize};
 use crate::{
     id::Fsid,
     state::{
-        files, space,
+        files,
+        paths::StateDir,
+        space,
         writes::{self, Record},
     },
 };
@@ -88,9 +90,14 @@ impl Ready {
     }
 
     fn lens(folder: &Path) -> BTreeMap<String, u64> {
-        let len = |file: &str| fs::metadata(folder.join(file)).map(|file| file.len()).ok();
+        let len = |file: &str| folder.join(file).symlink_metadata().map(|file| file.len()).ok();
         KEPT.iter().filter_map(|file| Some(((*file).to_owned(), len(file)?))).collect()
     }
+}
+
+/// Whether the image `digest` of `store` can be mounted without asking its store.
+pub fn is_prepared(state: &StateDir, store: &Location, digest: &Digest) -> bool {
+    is_ready(&state.image(digest), store)
 }
 
 /// Whether `folder` holds all of an image, prepared since the machine was started.
@@ -106,11 +113,17 @@ pub(crate) fn is_ready(folder: &Path, store: &Location) -> bool {
 /// Whether the files in `folder` have the lengths that they were made with, as far as those are
 /// known: what is damaged besides is found by whoever reads it.
 pub(crate) fn is_complete(folder: &Path, record: &Record) -> bool {
-    let len = |file: &str| fs::metadata(folder.join(file)).map_or(0, |file| file.len());
+    let len = |file: &str| len_of(&folder.join(file));
     len("seed") == record.template_len
         && (len("map") == record.map_len || (record.map_len == 0 && len("map") > 0))
         && len("manifest") > 0
         && read_info(folder).is_ok()
+}
+
+/// The length of the file `path`; 0 if that is anything but a file, or missing.
+pub(crate) fn len_of(path: &Path) -> u64 {
+    let metadata = path.symlink_metadata().ok();
+    metadata.filter(fs::Metadata::is_file).map_or(0, |metadata| metadata.len())
 }
 
 /// Keeps what a mount is made of in `folder`, durably, whatever becomes of the image.
@@ -123,7 +136,7 @@ pub(crate) fn keep(base: &Prepared, folder: &Path) -> Result<()> {
 pub(crate) fn keep_file(from: &Path, folder: &Path, file: &str) -> Result<()> {
     let to = folder.join(file);
     writes::keep(&from.join(file), &to)?;
-    File::open(&to)
+    files::open(&to, File::options().read(true))
         .and_then(|file| file.sync_all())
         .map_err(|e| Error::io(format!("cannot sync {}", to.display()), e))
 }
@@ -131,7 +144,7 @@ pub(crate) fn keep_file(from: &Path, folder: &Path, file: &str) -> Result<()> {
 /// BLAKE3 and length of a file.
 pub(crate) fn digest_file(path: &Path) -> Result<(Digest, u64)> {
     let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
-    let mut file = File::open(path).map_err(failed)?;
+    let mut file = files::open(path, File::options().read(true)).map_err(failed)?;
     let mut hasher = blake3::Hasher::new();
     let mut buffer = vec![0; COPY_LEN as usize];
     let mut total = 0;
@@ -160,7 +173,7 @@ pub(crate) fn personalise(base: &Prepared, fsid: Fsid, to: &Path) -> Result<Seed
     let info = read_info(&base.folder)?;
     let identity = Identity { fsid: fsid.0 };
     let template = base.folder.join("seed");
-    let from = File::open(&template)
+    let from = files::open(&template, File::options().read(true))
         .map_err(|e| Error::io(format!("cannot open {}", template.display()), e))?;
     let failed = |e| Error::io(format!("cannot make {}", to.display()), e);
     // A spare of the same writes lies there already: it is written over, in its own blocks.
@@ -186,10 +199,7 @@ pub(crate) fn personalise(base: &Prepared, fsid: Fsid, to: &Path) -> Result<Seed
 
 /// The description of the seed in `folder`.
 pub(crate) fn read_info(folder: &Path) -> Result<SeedInfo> {
-    let path = folder.join("seed.info");
-    let bytes =
-        fs::read(&path).map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
-    SeedInfo::from_bytes(&bytes)
+    SeedInfo::from_bytes(&files::read(&folder.join("seed.info"))?)
 }
 
 fn copy_nodes(patcher: &Patcher, nodes: ByteRange, from: &File, to: &File) -> Result<()> {

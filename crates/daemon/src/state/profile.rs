@@ -1,17 +1,28 @@
 //! Profiles of images on this host: where they lie when the store is only read.
 
-use std::{fs::File, io::Read, path::Path};
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::Path,
+};
 
 use burgeon_block::{ByteRange, Digest, Error, Result};
 use burgeon_image::{PROFILE_MAX, Profile, load_profile};
 use burgeon_source::Store;
 
-use crate::state::{files, paths::StateDir, record::ProfileSource};
+use crate::{
+    id::MountId,
+    state::{files, paths::StateDir, record::ProfileSource},
+};
 
 /// The profile that lies in the file `path`, if it is there.
 pub fn read_profile(path: &Path) -> Result<Option<Profile>> {
+    read_opened(path, File::open(path))
+}
+
+fn read_opened(path: &Path, opened: io::Result<File>) -> Result<Option<Profile>> {
     let failed = |e| Error::io(format!("cannot read the profile {}", path.display()), e);
-    let file = match File::open(path) {
+    let file = match opened {
         Ok(file) => file,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(failed(e)),
@@ -36,7 +47,26 @@ pub fn keep_profile(state: &StateDir, profile: &Profile) -> Result<()> {
 
 /// What [`keep_profile`] kept of `image`.
 pub fn kept_profile(state: &StateDir, image: &Digest) -> Result<Option<Profile>> {
-    read_profile(&state.profile(image))
+    let path = state.profile(image);
+    read_opened(&path, files::open(&path, File::options().read(true)))
+}
+
+/// The file in a mount's folder that says that a profile of its image was recorded since.
+const RECORDED: &str = "recorded";
+
+/// Notes whether the image of mount `id` has got a profile since it was mounted. The image's store is asked
+/// by the next mount, and may be far away; whoever wants to know it before looks here.
+pub fn note_recorded(state: &StateDir, id: MountId, is_there: bool) -> Result<()> {
+    let path = state.mount(id).join(RECORDED);
+    match is_there {
+        true => files::publish(&path, b""),
+        false => files::remove_file(&path),
+    }
+}
+
+/// Whether [`note_recorded`] has noted that of mount `id`.
+pub fn was_recorded(state: &StateDir, id: MountId) -> bool {
+    state.mount(id).join(RECORDED).is_file()
 }
 
 /// The images of which this host keeps a profile.

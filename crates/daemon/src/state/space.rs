@@ -14,7 +14,7 @@ use std::{
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use rustix::fs::{FallocateFlags, IFlags, fallocate, fstatvfs, ioctl_getflags, ioctl_setflags};
 
-use crate::id::Fsid;
+use crate::{id::Fsid, state::files};
 
 /// The default for `--write-limit`: at most this…
 pub(crate) const LIMIT_DEFAULT_MAX: u64 = 10 << 30;
@@ -84,13 +84,9 @@ fn first_size(free: u64, limit: u64) -> u64 {
 /// Returns the bytes that are reserved.
 pub(crate) fn create_sprout(path: &Path, limit: u64, thin: bool) -> Result<u64> {
     let failed = |e| Error::io(format!("cannot make the sprout {}", path.display()), e);
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
-        .map_err(failed)?;
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create_new(true).mode(0o600);
+    let file = files::open(path, &mut options).map_err(failed)?;
     forbid_copy_on_write(&file);
     // Asked first: some file systems call such a file too large instead of themselves too small.
     let free = free_space(path.parent().unwrap_or(path))?;
@@ -171,7 +167,8 @@ pub(crate) fn forbid_copy_on_write(file: &File) {
 
 /// Bytes that are reserved for the sprout at `path`: all of its file.
 pub(crate) fn reserved(path: &Path) -> Result<u64> {
-    let metadata = std::fs::metadata(path)
+    let metadata = path
+        .symlink_metadata()
         .map_err(|e| Error::io(format!("cannot look at {}", path.display()), e))?;
     Ok(metadata.len())
 }

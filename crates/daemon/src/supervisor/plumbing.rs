@@ -28,6 +28,7 @@ use crate::{
     id::{Fsid, MountId},
     state::{
         attributes::MountAttributes,
+        files,
         paths::StateDir,
         record::Growth,
         writes::{self, Record},
@@ -193,9 +194,6 @@ fn refuse_second_use(file: &Path) -> Result<()> {
 }
 
 fn open(path: &Path, writable: bool) -> Result<File> {
-    File::options()
-        .read(true)
-        .write(writable)
-        .open(path)
+    files::open(path, File::options().read(true).write(writable))
         .map_err(|e| Error::io(format!("cannot open {}", path.display()), e))
 }

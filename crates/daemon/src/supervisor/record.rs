@@ -32,7 +32,7 @@ impl Supervisor {
             other => return Err(failed(other)),
         };
         let path = self.state.mount(id).join("reads");
-        let file = File::open(&path);
+        let file = crate::state::files::open(&path, File::options().read(true));
         let file = file.map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
         crate::state::files::remove_file(&path)?;
         Ok((cut_short, file))

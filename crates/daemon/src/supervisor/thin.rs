@@ -39,6 +39,7 @@ use super::Supervisor;
 use crate::{
     id::{Fsid, MountId},
     state::{
+        files,
         record::{Growth, WritesState},
         space::{self, HOST_LEFT},
     },
@@ -255,7 +256,7 @@ fn grow(thin: &Thin, wanted: u64) -> Result<Step> {
         return Err(Error::new(ErrorKind::NoSpace, what));
     }
     let to = thin.reserved + step / BLOCK_SIZE * BLOCK_SIZE;
-    let file = File::options().read(true).write(true).open(&thin.path).map_err(failed)?;
+    let file = files::open(&thin.path, File::options().read(true).write(true)).map_err(failed)?;
     space::reserve(&file, thin.reserved, to - thin.reserved, &thin.path)?;
     file.sync_all().map_err(failed)?;
     let device = File::open(&thin.device).map_err(failed)?;

@@ -26,10 +26,11 @@ use std::{
 };
 
 use burgeon_block::{Digest, Error, Result};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use serde::{Deserialize, Serialize};
 
 use super::ImageRecord;
+use crate::open_own;
 
 const FORMAT: u32 = 1;
 /// Longest record that is read: a thousand references.
@@ -120,7 +121,8 @@ impl Provenance {
         let read = || -> Option<ImageProvenance> {
             let path = self.folder.join(manifest.to_string());
             let mut text = Vec::new();
-            File::open(path).ok()?.take(RECORD_MAX).read_to_end(&mut text).ok()?;
+            let file = open_own(&path, File::options().read(true), OFlags::NONBLOCK).ok()?;
+            file.take(RECORD_MAX).read_to_end(&mut text).ok()?;
             serde_json::from_slice(&text).ok()
         };
         read().filter(|known| known.format == FORMAT).unwrap_or_default()

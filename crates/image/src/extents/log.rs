@@ -9,9 +9,9 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 
-use crate::mapped::Mapped;
+use crate::{mapped::Mapped, open_own};
 
 /// An append-only file. Writes, and its length, are volatile and unordered until `sync`.
 pub trait LogFile: Send + Sync {
@@ -69,7 +69,8 @@ impl FileLog {
         let tmp = path.with_extension("tmp");
         let write = || {
             let mut options = OpenOptions::new();
-            let file = options.write(true).create(true).truncate(true).mode(0o600).open(&tmp)?;
+            options.write(true).create(true).truncate(true).mode(0o600);
+            let file = open_own(&tmp, &mut options, OFlags::empty())?;
             file.write_all_at(content, 0)?;
             file.sync_all()?;
             std::fs::rename(&tmp, path)?;
@@ -78,9 +79,8 @@ impl FileLog {
         write().map_err(|error| Error::io(format!("cannot make {}", path.display()), error))
     }
 
-    fn with(path: &Path, options: &OpenOptions) -> Result<Self> {
-        let file = options
-            .open(path)
+    fn with(path: &Path, options: &mut OpenOptions) -> Result<Self> {
+        let file = open_own(path, options, OFlags::empty())
             .map_err(|error| Error::io(format!("cannot open {}", path.display()), error))?;
         Ok(Self { file, path: path.to_owned() })
     }

@@ -7,6 +7,7 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, LocalFile, Pages, Result};
+use burgeon_image::open_own;
 use rustix::{
     fs::{FallocateFlags, OFlags, SeekFrom, fallocate, fdatasync, seek},
     io::{Errno, retry_on_intr},
@@ -63,7 +64,7 @@ impl DirectFile {
         let failed = |error| Error::io(format!("cannot open {}", path.display()), error);
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let file = options.custom_flags(CAREFUL.bits() as i32).open(path).map_err(failed)?;
+        let file = open_own(path, &mut options, CAREFUL).map_err(failed)?;
         file.set_len(len).map_err(failed)?;
         let access = Access::Buffered { reason: "its writes are small".to_owned() };
         Ok(Self { file, path: path.to_owned(), len, access })
@@ -116,15 +117,13 @@ impl DirectFile {
 fn open(path: &Path) -> io::Result<(File, Access)> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false).mode(0o600);
-    let flags = |flags: OFlags| (flags | CAREFUL).bits() as i32;
-    let direct = options.clone().custom_flags(flags(OFlags::DIRECT)).open(path);
+    let direct = open_own(path, &mut options, CAREFUL | OFlags::DIRECT);
     let refusal = match direct.and_then(|file| probe(&file).map(|()| file)) {
         Ok(file) => return Ok((file, Access::Direct)),
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => error,
         Err(error) => return Err(error),
     };
-    options.custom_flags(flags(OFlags::empty()));
-    Ok((options.open(path)?, Access::Buffered { reason: refusal.to_string() }))
+    Ok((open_own(path, &mut options, CAREFUL)?, Access::Buffered { reason: refusal.to_string() }))
 }
 
 /// Some file systems take the flag and refuse the first read.

@@ -1,0 +1,77 @@
+//! Opening files of a folder that is Burgeon's own, such as the state directory.
+//!
+//! Invariant: no symlink is followed, in any part of the path. One in it was put there by somebody else,
+//! or by a restored backup, and leads to files that the owner of the folder never meant.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::OpenOptionsExt,
+    },
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    fs::{CWD, Mode, OFlags, ResolveFlags, openat2},
+    io::Errno,
+};
+
+/// How often a lookup is tried that met a rename: the kernel says so instead of waiting.
+const TRIES: u32 = 16;
+
+/// Opens `path` with `options` and `flags`. `ELOOP` if it is a symlink; the same or `ENOTDIR` if a folder
+/// above it is one.
+pub fn open_own(path: &Path, options: &mut OpenOptions, flags: OFlags) -> io::Result<File> {
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+    let folder = open_folder(path.parent().unwrap_or(Path::new("")))?;
+    // The options of the standard library are for paths alone.
+    let beneath = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(name);
+    options.custom_flags((flags | OFlags::NOFOLLOW).bits() as i32).open(beneath)
+}
+
+fn open_folder(path: &Path) -> io::Result<OwnedFd> {
+    let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let mut tries = 0;
+    loop {
+        match openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS) {
+            Err(Errno::AGAIN | Errno::INTR) if tries < TRIES => tries += 1,
+            opened => return Ok(opened?),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, io, os::unix::fs::symlink};
+
+    use rustix::fs::OFlags;
+
+    use super::open_own;
+
+    #[test]
+    fn no_symlink_is_followed_in_any_part_of_a_path() {
+        let temp = tempfile::tempdir().unwrap();
+        let root = temp.path().canonicalize().unwrap();
+        fs::create_dir(root.join("folder")).unwrap();
+        fs::write(root.join("folder/file"), "content").unwrap();
+        symlink("file", root.join("folder/link")).unwrap();
+        symlink("folder", root.join("linked")).unwrap();
+        let open = |name: &str| {
+            let mut options = fs::OpenOptions::new();
+            open_own(&root.join(name), options.read(true), OFlags::empty())
+        };
+        assert_eq!(io::read_to_string(open("folder/file").unwrap()).unwrap(), "content");
+        for name in ["folder/link", "linked/file", "linked/link"] {
+            assert!(open(name).is_err(), "{name}");
+        }
+        assert_eq!(open("folder/none").unwrap_err().kind(), io::ErrorKind::NotFound);
+        let mut options = fs::OpenOptions::new();
+        options.write(true).create(true);
+        assert!(open_own(&root.join("linked/new"), &mut options, OFlags::empty()).is_err());
+        open_own(&root.join("folder/new"), &mut options, OFlags::empty()).unwrap();
+        assert!(root.join("folder/new").is_file());
+    }
+}
