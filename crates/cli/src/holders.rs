@@ -2,18 +2,27 @@
 //!
 //! ```text
 //!   /proc/*/mountinfo                                 ─► mounts of it in other namespaces
+//!   nsfs in these (`unshare --mount=FILE`)            ─► in namespaces that no process is in
 //!   /proc/*/{cwd,root,exe,map_files/*,task/*/fd/*}    ─► processes that have something of it open
 //! ```
 
 use std::{
-    collections::BTreeMap,
-    ffi::OsString,
+    collections::BTreeSet,
     fs,
+    os::fd::AsFd,
     path::{Path, PathBuf},
+    sync::mpsc,
+    thread,
 };
 
-use burgeon_daemon::{Fsid, mountinfo};
-use rustix::fs::statvfs;
+use burgeon_daemon::{
+    Fsid,
+    mountinfo::{self, MountInfo},
+};
+use rustix::{
+    fs::statvfs,
+    thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe},
+};
 
 /// Most holders that are named.
 const NAMED_MAX: usize = 5;
@@ -49,41 +58,99 @@ fn list(mut holders: Vec<String>) -> String {
 pub(crate) struct Elsewhere {
     /// Where, as the processes there see it.
     pub(crate) target: PathBuf,
-    process: u32,
-    name: String,
+    namespace: String,
 }
 
 impl std::fmt::Display for Elsewhere {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { target, process, name } = self;
-        write!(f, "the mount {} in the namespace of {name} (process {process})", target.display())
+        write!(f, "the mount {} in {}", self.target.display(), self.namespace)
     }
 }
 
-/// The mounts of the btrfs `fsid` in other mount namespaces, each named by its first process.
+/// The mounts of the btrfs `fsid` in other mount namespaces. A namespace is named by its first process,
+/// or, without one, by the file that it is bound to.
 pub(crate) fn elsewhere(fsid: Fsid) -> Vec<Elsewhere> {
     let devices = fs::read_dir(format!("/sys/fs/btrfs/{fsid}/devices"));
     let devices: Vec<_> =
         devices.into_iter().flatten().flatten().map(|device| device.file_name()).collect();
-    let own = fs::read_link("/proc/thread-self/ns/mnt").unwrap_or_default();
-    let mut namespaces: BTreeMap<OsString, u32> = BTreeMap::new();
-    for process in process_ids() {
-        let Ok(namespace) = fs::read_link(format!("/proc/{process}/ns/mnt")) else { continue };
-        if namespace != own {
-            namespaces.entry(namespace.into()).or_insert(process);
-        }
-    }
-    let mounts = namespaces.into_values().flat_map(|process| {
-        let mounts = mountinfo::read(Path::new(&format!("/proc/{process}/mountinfo")));
-        mounts.unwrap_or_default().into_iter().map(move |mount| (process, mount))
-    });
-    let of_it = mounts.filter(|(_, mount)| {
+    let is_of_it = |mount: &MountInfo| {
         mount.fs_type == "btrfs"
             && mount.source.file_name().is_some_and(|name| devices.iter().any(|d| d == name))
+    };
+    let mut found = Vec::new();
+    for (namespace, mounts) in other_namespaces() {
+        let of_it = mounts.into_iter().filter(is_of_it);
+        found.extend(
+            of_it.map(|mount| Elsewhere { target: mount.target, namespace: namespace.clone() }),
+        );
+    }
+    found
+}
+
+/// The mount namespaces besides this one, as users know them, with their mounts.
+fn other_namespaces() -> Vec<(String, Vec<MountInfo>)> {
+    let name = |link: &str| fs::read_link(link).unwrap_or_default();
+    let mut seen: BTreeSet<PathBuf> = [name("/proc/thread-self/ns/mnt")].into();
+    let own = mountinfo::read(Path::new("/proc/thread-self/mountinfo")).unwrap_or_default();
+    let mut bound = bound_in(Path::new("/"), &own);
+    let mut found = Vec::new();
+    for process in process_ids() {
+        let namespace = name(&format!("/proc/{process}/ns/mnt"));
+        if namespace.as_os_str().is_empty() || !seen.insert(namespace) {
+            continue;
+        }
+        let mounts = mountinfo::read(Path::new(&format!("/proc/{process}/mountinfo")));
+        let mounts = mounts.unwrap_or_default();
+        bound.extend(bound_in(Path::new(&format!("/proc/{process}/root")), &mounts));
+        let shown = format!("the namespace of {} (process {process})", name_of(process));
+        found.push((shown, mounts));
+    }
+    for (namespace, file, shown) in bound {
+        if !seen.contains(&namespace)
+            && let Some(mounts) = mounts_in(&file)
+        {
+            seen.insert(namespace);
+            let shown = format!("the namespace that is bound to {}", shown.display());
+            found.push((shown, mounts));
+        }
+    }
+    found
+}
+
+/// The mount namespaces that files among `mounts` keep alive: each one's name, the file by way of `root`,
+/// and the file as the processes there see it.
+fn bound_in(root: &Path, mounts: &[MountInfo]) -> Vec<(PathBuf, PathBuf, PathBuf)> {
+    let bound = mounts.iter().filter(|mount| {
+        mount.fs_type == "nsfs" && mount.root.to_str().is_some_and(|root| root.starts_with("mnt:["))
     });
-    of_it
-        .map(|(process, mount)| Elsewhere { target: mount.target, process, name: name_of(process) })
-        .collect()
+    let entry = |mount: &MountInfo| {
+        let within = mount.target.strip_prefix("/").unwrap_or(&mount.target);
+        (mount.root.clone(), root.join(within), mount.target.clone())
+    };
+    bound.map(entry).collect()
+}
+
+/// The mounts of the namespace that `file` is; `None` if this process may not look into it.
+fn mounts_in(file: &Path) -> Option<Vec<MountInfo>> {
+    let namespace = fs::File::open(file).ok()?;
+    let ((tell, entered), (end, ended)) = (mpsc::channel(), mpsc::channel::<()>());
+    let enter = move || -> Option<()> {
+        // SAFETY: this thread alone gets a current directory of its own, and ends with the look.
+        unsafe { unshare_unsafe(UnshareFlags::FS) }.ok()?;
+        move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Mount)).ok()?;
+        tell.send(rustix::thread::gettid()).ok()?;
+        // There may be no procfs here: the thread outside reads, and hangs up.
+        let _ = ended.recv();
+        Some(())
+    };
+    thread::scope(|scope| {
+        scope.spawn(enter);
+        let thread = entered.recv().ok()?;
+        let path = format!("/proc/self/task/{}/mountinfo", thread.as_raw_nonzero());
+        let mounts = mountinfo::read(Path::new(&path));
+        drop(end);
+        mounts.ok()
+    })
 }
 
 fn mounted_below(target: &Path) -> Vec<String> {

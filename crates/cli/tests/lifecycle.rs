@@ -402,6 +402,22 @@ fn a_mount_that_something_still_holds_is_known_and_its_holder_named() {
     let released = || burgeon.status()["mounts"].as_array().is_some_and(Vec::is_empty);
     assert!(wait_until(PATIENCE, released));
     assert!(!burgeon.ok(&["doctor"]).contains("held by"));
+    // A namespace that no process is in, kept alive by a file as `unshare --mount=FILE` does it.
+    std::mem::forget(mounted);
+    let bound = space.path("bound");
+    fs::write(&bound, "").unwrap();
+    let mounted = burgeon.mount("image:1", &space.path("at"), &options);
+    // Linux 6.18 numbers namespaces for each CPU, and binds none to a file of one with a higher number.
+    let bind = |_| {
+        let other = OtherNamespace::new();
+        rustix::mount::mount_bind(format!("/proc/{}/ns/mnt", other.0.id()), &bound).ok()
+    };
+    assert!((0..200).find_map(bind).is_some(), "no namespace can be bound to {bound:?}");
+    let holder = format!("the mount {path} in the namespace that is bound to {}", bound.display());
+    burgeon.fails(&["umount", path], 5, &holder);
+    burgeon.fails(&["shutdown"], 5, &holder);
+    unmount(&bound, UnmountFlags::empty()).unwrap();
+    assert!(wait_until(PATIENCE, released));
     // In use here: it goes away at once, and is released when nobody uses it.
     std::mem::forget(mounted);
     let mounted = burgeon.mount("image:1", &space.path("at"), &options);

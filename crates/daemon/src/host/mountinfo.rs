@@ -16,6 +16,8 @@ pub struct MountInfo {
     pub id: u64,
     /// `st_dev` of the superblock, major and minor.
     pub device: (u32, u32),
+    /// What of the file system is mounted: a path, or of `nsfs` such as `mnt:[4026532281]`.
+    pub root: PathBuf,
     /// Where it is mounted.
     pub target: PathBuf,
     /// Such as `btrfs`.
@@ -39,12 +41,13 @@ fn parse_line(line: &[u8]) -> Option<MountInfo> {
     let _parent = fields.next()?;
     let (major, minor) =
         text(fields.next()?)?.split_once(':').map(|(a, b)| (a.to_owned(), b.to_owned()))?;
-    let _root = fields.next()?;
+    let root = path(fields.next()?);
     let target = path(fields.next()?);
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     Some(MountInfo {
         id,
         device: (major.parse().ok()?, minor.parse().ok()?),
+        root,
         target,
         fs_type: text(rest.next()?)?,
         source: path(rest.next()?),
