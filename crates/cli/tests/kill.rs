@@ -19,7 +19,7 @@ use rustix::{
     fs::inotify,
     process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit},
 };
-use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, scaled, wait_until};
+use testkit::{Burgeon, Mounted, OciLayout, PATIENCE, Rng, Space, scaled, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -304,6 +304,32 @@ fn mounting_the_same_again_brings_back_what_a_killed_daemon_has_left() {
     assert_eq!(std::io::read_to_string(open).unwrap(), "by the sprout");
     burgeon.fails(&["mount", "sample", path, "--writes", "w"], 5, "mounted there already");
     burgeon.umount(mounted);
+}
+
+/// An image is the same by whatever it is called: what counts is the image that a name stands for.
+#[test]
+fn an_image_is_brought_back_by_each_of_its_names() {
+    let space = Space::new("bring-back-names");
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    layout.change(|root| fs::write(root.join("text"), "of the image").unwrap()).unwrap();
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let at = space.make_folder("at");
+    let path = at.to_str().unwrap();
+    let folder = layout.folder().display().to_string();
+    let typed = format!("oci-layout:{folder}:latest");
+    burgeon.ok(&["mount", &typed, path, "--read-only"]);
+    let name = burgeon.status()["mounts"][0]["name"].as_str().unwrap().to_owned();
+    let digest = name.split('/').next().unwrap().strip_prefix("sha256:").unwrap();
+    burgeon.build(&space.make_folder("empty"), "empty");
+    for other in [format!("oci-layout:{folder}@sha256:{digest}"), digest[..12].to_owned()] {
+        burgeon.kill_daemon();
+        burgeon.fails(&["mount", "empty", path, "--read-only"], 5, "has lost its daemon");
+        let said = burgeon.ok(&["mount", &other, path, "--read-only"]);
+        assert!(said.contains("brought back"), "{other}: {said}");
+    }
+    drop_caches();
+    assert_eq!(fs::read_to_string(at.join("text")).unwrap(), "of the image");
+    burgeon.ok(&["umount", path]);
 }
 
 #[test]

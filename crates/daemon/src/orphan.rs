@@ -14,7 +14,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{Digest, Error, ErrorKind, Result};
+use burgeon_source::Location;
 
 use crate::{
     id::Fsid,
@@ -47,6 +48,21 @@ impl Orphan {
     /// The image that was asked for.
     pub fn image(&self) -> &str {
         &self.record.image
+    }
+
+    /// The image's name in its store.
+    pub fn name(&self) -> &str {
+        &self.record.name
+    }
+
+    /// The digest of the image's manifest.
+    pub fn digest(&self) -> Digest {
+        self.record.digest.0
+    }
+
+    /// The image's store.
+    pub fn store(&self) -> &Location {
+        &self.record.attach.store
     }
 
     /// Where its writes went.

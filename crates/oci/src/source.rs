@@ -104,7 +104,7 @@ impl Source {
     }
 
     /// The image's digest, if the source names it.
-    pub(crate) fn pinned(&self) -> Option<&Digest> {
+    pub fn pinned(&self) -> Option<&Digest> {
         match &self.0 {
             Kind::Layout { wanted: Wanted::Digest(digest), .. } => Some(digest),
             Kind::Registry(name) => name.digest(),

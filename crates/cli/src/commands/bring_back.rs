@@ -19,8 +19,9 @@ use burgeon_daemon::{
     Client, Fsid, btrfs_fsid, orphan,
     protocol::{MountStatus, WritesState},
 };
+use burgeon_oci::Source;
 
-use super::Context;
+use super::{Context, named};
 use crate::{args, exit::Busy};
 
 /// The longest wait until a mount is served again.
@@ -42,7 +43,7 @@ pub(super) fn bring_back(
         WritesState::Sprout(sprout) => sprout.name.as_deref(),
         WritesState::ReadOnly => None,
     };
-    if lost.image() != args.name || writes != args.writes.as_deref() {
+    if !is_same_image(context, &args.name, &lost) || writes != args.writes.as_deref() {
         let writes = writes.map(|name| format!(" with the writes {name:?}")).unwrap_or_default();
         return Err(Busy(format!(
             "cannot mount at {shown}: {}{writes} is mounted there, and has lost its daemon; mount the same \
@@ -71,6 +72,29 @@ pub(super) fn bring_back(
             }
         }
     }
+}
+
+/// Whether `typed` means the image of the mount: it is what was typed then, in whatever spelling, or this
+/// host knows it for the same image. Nobody else is asked: what was mounted may be all that is left.
+fn is_same_image(context: &Context, typed: &str, lost: &orphan::Orphan) -> bool {
+    let in_repository = context.in_repository(typed).ok().flatten();
+    let typed = &in_repository.map_or_else(|| typed.to_owned(), |image| image.to_string());
+    let source = Source::parse(typed).and_then(Result::ok);
+    let is_there = source.is_some() || context.store_location() == *lost.store();
+    if is_there && named::canonical(typed) == named::canonical(lost.image()) {
+        return true;
+    }
+    let form = lost.name().split('/').next();
+    if let Some(pinned) = source.as_ref().and_then(Source::pinned)
+        && form == Some(&*pinned.to_string())
+    {
+        return true;
+    }
+    if context.store_location().folder().is_none() {
+        return false;
+    }
+    let known = context.open_store().and_then(|store| named::resolve(context, &store, typed));
+    known.is_ok_and(|known| known.digest().is_ok_and(|digest| digest == lost.digest()))
 }
 
 /// The mount of this state directory that is in place exactly at `target`, if no daemon runs.
