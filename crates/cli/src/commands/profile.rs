@@ -105,6 +105,7 @@ fn remove(context: &Context, name: &str) -> Result<ExitCode> {
         let what = format!("the image {name:?} has no profile");
         return Err(Error::new(ErrorKind::NotFound, what).into());
     }
+    record::note(context, &image, false)?;
     if context.json {
         output::print_json(&json!({ "image": name, "digest": image.to_string() }))?;
     } else {

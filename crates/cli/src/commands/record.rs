@@ -19,7 +19,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use burgeon_block::{ByteRange, Digest, Error, ErrorKind};
 use burgeon_daemon::{
-    keep_profile, kept_profile,
+    Client, keep_profile, kept_profile, note_recorded,
     protocol::{MountStatus, Reply, Request},
 };
 use burgeon_image::{Limits, Manifest, Profile, READS_MAX, catalog, load_profile, publish_profile};
@@ -52,8 +52,22 @@ pub(super) fn record(context: &Context, args: args::Record) -> Result<ExitCode> 
     let reads = fds.pop().context("the daemon sent nothing of what was read")?;
     let profile = Profile::of(&manifest, image, &addresses(File::from(reads))?);
     let kept = keep(context, &store, &mount, args.output.as_deref(), &profile)?;
+    if args.output.is_none() {
+        note(context, &image, true)?;
+    }
     report(context, &profile, &kept, cut_short, status)?;
     Ok(exit_code(status))
+}
+
+/// Tells `status` whether `image`, as it is mounted now, has a profile that those mounts do not follow.
+pub(super) fn note(context: &Context, image: &Digest, is_there: bool) -> Result<()> {
+    let status = Client::connect_and_ask(&context.state)?.map(|(_, status)| status);
+    let mounts = status.into_iter().flat_map(|status| status.mounts);
+    for mount in mounts.filter(|mount| mount.digest.0 == *image) {
+        // It may be gone by now.
+        let _ = note_recorded(&context.state, mount.id, is_there);
+    }
+    Ok(())
 }
 
 /// The manifest of a mounted image: this host has it, as a rule.

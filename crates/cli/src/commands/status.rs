@@ -10,6 +10,7 @@ use burgeon_daemon::{
         AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
         ReadStatus, WritesState,
     },
+    was_recorded,
 };
 use burgeon_image::load_profile;
 use burgeon_source::Directory;
@@ -82,7 +83,8 @@ fn complete(context: &Context, mount: &mut MountStatus, held: &mut HashMap<Diges
     if let Some(profile) = mount.profile.as_mut().filter(|profile| profile.state == "none") {
         let stored = || load_profile(store.as_ref()?, &image).ok()?;
         let kept = || kept_profile(&context.state, &image).ok()?;
-        if stored().or_else(kept).is_some() {
+        let noted = was_recorded(&context.state, mount.id);
+        if noted || stored().or_else(kept).is_some() {
             profile.state = "recorded".to_owned();
         }
     }
