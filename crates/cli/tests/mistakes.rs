@@ -46,6 +46,15 @@ fn a_first_mistake_is_answered_by_what_to_type() {
         burgeon.fails(&["pull", image], 3, answer);
         burgeon.fails(&["inspect", image], 3, answer);
     }
+    // A path of the current directory, as it is typed.
+    let typed = burgeon.command(&["mount", "./tree", at]).current_dir(space.folder()).output();
+    let typed = typed.unwrap();
+    assert_eq!(typed.status.code(), Some(3));
+    assert_eq!(
+        String::from_utf8_lossy(&typed.stderr),
+        "burgeon: there is no image \"./tree\": it is a directory: make an image of it first, `burgeon \
+         build ./tree NAME`\n"
+    );
     for (line, code, answer) in [
         (&["mount", tree, "app:1"][..], 1, format!("burgeon mount app:1 {tree}")),
         (&["build", "new:1", tree], 1, format!("burgeon build {tree} new:1")),

@@ -305,3 +305,28 @@ fn references_to_local_files_are_for_the_own_store_only() {
     burgeon.umount(mounted);
     burgeon.ok(&["shutdown"]);
 }
+
+#[test]
+fn a_build_that_fills_its_disk_leaves_nothing_of_it() {
+    let space = Space::new("full-build");
+    let disk = space.disk(&space.path("disk"), 64 << 20);
+    let burgeon = Burgeon::with_state(PROGRAM, disk.path().join("state"));
+    let small = space.make_folder("small");
+    fs::write(small.join("data"), Rng::new(1).bytes(1_000_000)).unwrap();
+    burgeon.build(&small, "small");
+    let large = space.make_folder("large");
+    for n in 0..5 {
+        fs::write(large.join(format!("data-{n}")), Rng::new(2 + n).bytes(20_000_000)).unwrap();
+    }
+    let free = || rustix::fs::statvfs(disk.path()).unwrap().f_bfree;
+    let before = free();
+    let failed = burgeon.run(&["build", large.to_str().unwrap(), "large"]);
+    assert_eq!(failed.code, Some(6), "{failed:#?}");
+    // Either nothing is left, or it is said what removes it.
+    let packs = || fs::read_dir(burgeon.state().join("store/packs")).unwrap().count();
+    assert_eq!(packs(), 1, "{failed:#?}");
+    assert!(!failed.stderr.contains("gc"), "{failed:#?}");
+    assert!(before - free() < 1024, "{} blocks are lost: {failed:#?}", before - free());
+    burgeon.ok(&["verify", "small"]);
+    burgeon.build(&small, "again");
+}
