@@ -246,7 +246,7 @@ pub(crate) struct Mount {
     /// which lies beside the image (`burgeon index --push`). Whoever made it is believed
     #[arg(long, value_name = "sha256:…")]
     pub(crate) index: Option<String>,
-    /// Of an image in a registry: when the registry is asked which one a tag stands for now
+    /// Of an image in a registry or a remote store, or an archive: when is asked which one it is now
     #[arg(long, value_enum, value_name = "POLICY", default_value_t)]
     pub(crate) pull: pull::Pull,
     /// Keep writes under this name; mounting with the name again finds them

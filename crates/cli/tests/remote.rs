@@ -10,7 +10,8 @@ use std::{
 };
 
 use testkit::{
-    Burgeon, PATIENCE, Rng, S3, Space, WebServer, compare, drop_caches, kill, wait_until,
+    Burgeon, Fault, PATIENCE, Proxy, Registry, Rng, S3, Space, WebServer, compare, drop_caches,
+    kill, wait_until,
 };
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -91,6 +92,13 @@ fn an_image_lives_in_a_bucket() {
     burgeon.fails(&["inspect", "sample:2"], 3, "did you mean sample:1?");
     // Without a sprout there is no large file to look for secrets in.
     let mounted = burgeon.mount("sample:1", &space.path("mnt"), &["--read-only"]);
+    let profile = || burgeon.status()["mounts"][0]["profile"]["state"].clone();
+    assert!(wait_until(PATIENCE, || profile() == "none"));
+    let text = mounted.path().join("folder/text");
+    burgeon.ok(&["record", mounted.path().to_str().unwrap(), "--", "cat", text.to_str().unwrap()]);
+    assert_eq!(profile(), "recorded");
+    burgeon.ok(&["profile", "rm", "sample:1"]);
+    assert_eq!(profile(), "none");
     // Half of it by one server, the rest by its successor, who needs the credentials, too.
     assert_eq!(fs::read(mounted.path().join("small")).unwrap(), b"small");
     let server = burgeon.status()["server_pid"].as_u64().unwrap();
@@ -230,4 +238,85 @@ fn wrong_credentials_and_typos_say_what_to_do() {
     let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let url = format!("http://{nobody}/x");
     burgeon.fails(&["verify", "sample", "--store", &url], 5, "no connection");
+}
+
+#[test]
+fn without_an_answer_of_the_store_the_image_that_is_here_will_do() {
+    let space = Space::new("away");
+    let tree = tree(&space);
+    let s3 = S3::start().unwrap();
+    let proxy = Proxy::new(s3.address(), 1).unwrap();
+    let mut burgeon = Burgeon::new(PROGRAM, &space).option("--store").option("s3://bucket");
+    for (name, value) in S3::environment(proxy.address()) {
+        burgeon = burgeon.env(name, value);
+    }
+    burgeon.build(&tree, "sample:1");
+    let at = space.make_folder("at");
+    let path = at.to_str().unwrap();
+    let mount =
+        |policy: &str| burgeon.run(&["mount", "sample:1", path, "--read-only", "--pull", policy]);
+    let works = |policy: &str| {
+        let finished = mount(policy);
+        assert_eq!(finished.code, Some(0), "{policy}: {finished:#?}");
+        compare(&tree, &at).unwrap().assert_same();
+        burgeon.ok(&["umount", path]);
+        finished.stderr
+    };
+    assert_eq!(mount("never").code, Some(3));
+    assert_eq!(works("newer"), "");
+    let digest = burgeon.ok(&["inspect", "sample:1", "--json"]);
+    let digest: serde_json::Value = serde_json::from_str(&digest).unwrap();
+    let digest = digest["image"]["manifest"].as_str().unwrap();
+    for unanswered in [Fault::Status(503), Fault::Reset] {
+        proxy.spoil(1000, &[unanswered]);
+        let note = works("newer");
+        let said = ["using the image that is here: ", digest, " ago"];
+        assert!(said.iter().all(|said| note.contains(said)), "{note}");
+    }
+    assert_eq!(works("never"), "");
+    assert_eq!(mount("always").code, Some(5));
+    // A refusal is an answer.
+    proxy.spoil(1000, &[Fault::Status(403)]);
+    assert_eq!(mount("newer").code, Some(5));
+    proxy.spoil(0, &[]);
+    fs::write(tree.join("more"), "more").unwrap();
+    burgeon.build(&tree, "sample:1");
+    assert_eq!(works("newer"), "");
+    // What is known of a name goes with the image.
+    let known = || fs::read_dir(burgeon.state().join("tags")).unwrap().count();
+    burgeon.ok(&["gc"]);
+    assert_eq!(known(), 1);
+    burgeon.ok(&["rm", "sample:1"]);
+    burgeon.ok(&["gc"]);
+    assert_eq!(known(), 0);
+}
+
+/// The kernel reads a page a second time when its read-ahead has failed. A reader waits for one deadline
+/// all the same: what the log has of it is one read that was given up.
+#[test]
+fn a_read_waits_for_one_deadline_when_the_registry_stops_answering() {
+    let space = Space::new("silent");
+    let tree = space.make_folder("tree");
+    // All of it is one chunk.
+    let content = Rng::new(3).bytes(200_000);
+    fs::write(tree.join("data"), &content).unwrap();
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let proxy = Proxy::new(registry.address(), 1).unwrap();
+    let at = format!("oci://{}/app:1", proxy.address());
+    let maker = Burgeon::with_state(PROGRAM, space.path("maker"));
+    maker.build(&tree, "app");
+    maker.ok(&["push", "app", &at]);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let mounted = burgeon.mount(&at, &space.path("mnt"), &["--read-only", "--profile", "none"]);
+    proxy.spoil(1000, &[Fault::Stall]);
+    let error = fs::read(mounted.path().join("data")).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(5), "{error}");
+    let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
+    let lines = |what: &str| log.lines().filter(|line| line.contains(what)).count();
+    assert_eq!(lines("readers get an I/O error"), 1, "{log}");
+    assert_eq!(lines("the source fails, trying again"), 1, "{log}");
+    proxy.spoil(0, &[]);
+    let read = || fs::read(mounted.path().join("data")).is_ok_and(|read| read == content);
+    assert!(wait_until(PATIENCE, read));
+    burgeon.umount(mounted);
 }

@@ -177,4 +177,12 @@ fn without_an_answer_of_the_registry_the_image_that_is_here_will_do() {
     proxy.spoil(0, &[]);
     assert_eq!(is("newer", "new"), "");
     assert_eq!(is("never", "new"), "");
+    // What is known of a tag goes with the image.
+    let tags = || fs::read_dir(burgeon.state().join("tags")).unwrap().count();
+    burgeon.ok(&["gc"]);
+    assert_eq!(tags(), 1);
+    burgeon.ok(&["rm", &source]);
+    burgeon.ok(&["gc"]);
+    assert_eq!(tags(), 0);
+    fails("never", 3);
 }

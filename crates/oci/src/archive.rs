@@ -1,36 +1,47 @@
 //! A tar archive behind a web server.
 
-use std::io::Read;
+use std::{
+    fs::File,
+    io::{self, Read, Seek, Write},
+    time::Duration,
+};
 
 use burgeon_block::{Error, ObjectStore, Result};
 use burgeon_image::builder::{self, OnProgress, Options, Report};
-use burgeon_source::{registry::Digest, waiting, web};
+use burgeon_source::{Directory, Partial, layer_object, registry::Digest, waiting, web};
 use reqwest::{
-    Response, Url,
+    Response, StatusCode, Url,
     header::{ETAG, HeaderMap, IF_RANGE, LAST_MODIFIED},
 };
+
+use crate::spool::given_up;
 
 /// Longest archive of which the server does not say how long it is: one that never ends would fill the
 /// store.
 const UNTOLD_MAX: u64 = 64 << 30;
 
+/// Asks for what follows so many bytes of the archive.
+type Ask = Box<dyn FnMut(u64) -> Result<Response> + Send>;
+
 /// An answer whose body is the archive.
 pub(crate) struct Archive {
     url: Url,
-    body: Box<dyn Read + Send>,
+    answer: Response,
+    ask: Ask,
     len: Option<u64>,
     /// What the server knows the archive's version by.
     version: Option<String>,
 }
 
 impl Archive {
-    /// Asks for the archive; its bytes come when they are read.
-    pub(crate) fn open(url: &Url) -> Result<Self> {
+    /// Asks for the archive; its bytes come when they are read. With a `limit`, the server has to answer
+    /// within that.
+    pub(crate) fn open(url: &Url, limit: Option<Duration>) -> Result<Self> {
         let client = web::client()?;
-        let what = format!("read {}", shown(url));
-        let (to, doing) = (url.clone(), what.clone());
-        let ask = move |offset, version: Option<&String>| -> Result<Response> {
-            let answer = waiting(web::send(&doing, web::RETRIES, || {
+        let doing = format!("read {}", shown(url));
+        let to = url.clone();
+        let send = move |offset, version: Option<&String>, limit: Option<Duration>| {
+            let answer = waiting(web::send_within(limit, &doing, web::RETRIES, || {
                 let request = web::from(web::get(&client, &to), offset);
                 // The rest of another version would be no rest.
                 match version {
@@ -43,12 +54,11 @@ impl Archive {
                 false => Err(web::refused(&doing, answer.status())),
             }
         };
-        let answer = ask(0, None)?;
+        let answer = send(0, None, limit)?;
         let (len, version) = (answer.content_length(), version_of(answer.headers()));
         let known = version.clone();
-        let rest = move |offset| ask(offset, known.as_ref());
-        let body = web::Body::new(what, answer, len.unwrap_or(UNTOLD_MAX), rest);
-        Ok(Self { url: url.clone(), body: Box::new(body), len, version })
+        let ask = Box::new(move |offset| send(offset, known.as_ref(), None));
+        Ok(Self { url: url.clone(), answer, ask, len, version })
     }
 
     /// The name that the image of this very version has; `None` where the server does not say
@@ -63,18 +73,98 @@ impl Archive {
         format!("url:{}", Digest::of(self.url.as_str().as_bytes()).hex())
     }
 
+    /// Builds the image `name` of the archive. With `own`, what comes is kept there until the image is
+    /// built, and what an interrupted build has left is not fetched again.
     pub(crate) fn build(
         self,
         store: &impl ObjectStore,
         name: &str,
-        options: &Options,
+        (options, own): (&Options, Option<&Directory>),
         building: OnProgress<'_>,
     ) -> Result<Report> {
-        let shown = shown(&self.url);
-        builder::from_tar(store, name, self.body, self.len, options, building).map_err(|error| {
-            let what = format!("cannot build from {shown}");
-            Error::with_source(error.kind(), what, error)
-        })
+        let what = format!("cannot build from {}", shown(&self.url));
+        let (len, partial) = (self.len, own.and_then(|own| self.partial(own)));
+        let build = |body| builder::from_tar(store, name, body, len, options, building);
+        let built = self.body(partial.as_ref()).and_then(build);
+        match (built, partial) {
+            (Ok(report), partial) => {
+                partial.into_iter().for_each(Partial::remove);
+                Ok(report)
+            }
+            (Err(error), partial) => {
+                let error = given_up(partial, error);
+                Err(Error::with_source(error.kind(), what, error))
+            }
+        }
+    }
+
+    /// The beginning of this very version, to go on with. None of one whose version or length is not known,
+    /// or that another process fetches.
+    fn partial(&self, own: &Directory) -> Option<Partial> {
+        let (name, len) = (self.name()?, self.len?);
+        let object = layer_object(&Digest::of(name.as_bytes()).bytes()).ok()?;
+        own.partial(&object, len.saturating_sub(1)).ok()?
+    }
+
+    /// All of the archive.
+    fn body(self, partial: Option<&Partial>) -> Result<Box<dyn Read + Send>> {
+        let Self { url, answer, mut ask, len, .. } = self;
+        let (what, len_max) = (format!("read {}", shown(&url)), len.unwrap_or(UNTOLD_MAX));
+        let Some(partial) = partial else {
+            return Ok(Box::new(web::Body::new(what, answer, len_max, ask)));
+        };
+        let cannot = |error| Error::io(format!("cannot use {}", partial.path().display()), error);
+        let mut file = partial.file().try_clone().map_err(cannot)?;
+        let mut left = partial.len();
+        let goes_on = |answer: &Response| answer.status() == StatusCode::PARTIAL_CONTENT;
+        let rest: Box<dyn Read + Send> = match left {
+            0 => Box::new(web::Body::new(what, answer, len_max, ask)),
+            _ => match ask(left)? {
+                rest if goes_on(&rest) => {
+                    Box::new(web::Body::after(what, left, rest, len_max, ask)?)
+                }
+                // It gives no ranges.
+                all => {
+                    file.set_len(0).map_err(cannot)?;
+                    left = 0;
+                    Box::new(web::Body::new(what, all, len_max, ask))
+                }
+            },
+        };
+        file.rewind().map_err(cannot)?;
+        Ok(Box::new(Kept { file: Some(file), left, rest }))
+    }
+}
+
+/// What an interrupted process has left of an archive, then the rest, which is kept as it comes.
+struct Kept {
+    /// Read first, then appended to.
+    file: Option<File>,
+    /// Bytes of it that are still to be read.
+    left: u64,
+    rest: Box<dyn Read + Send>,
+}
+
+impl Read for Kept {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        if let Some(file) = self.file.as_mut().filter(|_| self.left > 0) {
+            let len = usize::try_from(self.left).unwrap_or(usize::MAX).min(buf.len());
+            let len = file.read(&mut buf[..len])?;
+            if len == 0 && !buf.is_empty() {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            self.left -= len as u64;
+            return Ok(len);
+        }
+        let len = self.rest.read(buf)?;
+        if let Some(file) = &mut self.file
+            && file.write_all(&buf[..len]).is_err()
+        {
+            // The disk may be full, and the image may fit all the same.
+            let _ = file.set_len(0);
+            self.file = None;
+        }
+        Ok(len)
     }
 }
 

@@ -52,7 +52,7 @@ pub use self::{
     index::{Indexed, held_bytes, index, is_whole, stored_bytes},
     push::{Pushed, push},
     source::Source,
-    tags::{Pull, Tags},
+    tags::{PATIENCE, Pull, Record, Tags, is_no_answer, never},
 };
 
 /// Told how many bytes of layers have come, of how many, from any thread.
@@ -127,7 +127,8 @@ pub struct FoundImage {
     pub notes: Vec<String>,
     /// Whether its layers are read again, where they are.
     pub is_lazy: bool,
-    /// What a registry has just said that the source's tag stands for, to be remembered.
+    /// What a registry has just said that the source's tag stands for, or a server that its archive is, to
+    /// be remembered.
     pub tag_digest: Option<String>,
 }
 
@@ -160,7 +161,7 @@ pub fn find_here(
     match (work.tags.pull, here.recalled()) {
         (Pull::Never | Pull::Missing, Some((_, image))) => here.found(Made::known(image)).map(Some),
         (Pull::Never, None) if !matches!(source.0, Kind::Layout { .. }) => {
-            Err(tags::never(&source.to_string()))
+            Err(never(&source.to_string()))
         }
         _ => Ok(None),
     }
@@ -205,8 +206,13 @@ impl<'a, S: ObjectStore> Here<'a, S> {
         names.iter().filter_map(|name| self.work.vouched(self.store, name)).find(will_do)
     }
 
-    /// What the tag stood for, if that is here.
-    fn recalled(&self) -> Option<(tags::Record, ImageRecord)> {
+    /// What the tag stood for, or the archive was, if that is here.
+    fn recalled(&self) -> Option<(Record, ImageRecord)> {
+        if let Kind::Archive(url) = &self.source.0 {
+            let record = self.work.tags.recall_archive(url)?;
+            let image = self.work.vouched(self.store, record.image()?)?;
+            return (image.digest().ok() == record.manifest()).then_some((record, image));
+        }
         let record = self.work.tags.recall(self.source.tagged()?)?;
         let digest: Digest = record.digest().parse().ok()?;
         let names = [digest.to_string(), alias(&digest)];
@@ -241,7 +247,7 @@ pub fn find_or_build(
     let image = |found: FoundImage| Ok(Found::Image(Box::new(found)));
     let Some((blobs, wanted)) = source.blobs(work.access)? else {
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
-        return image(archive_in(store, url, work)?.found(false));
+        return image(archive_in(&here, url)?);
     };
     let recalled = here.recalled();
     // An index that is believed has its digest: it need not wait until the image is known.
@@ -249,7 +255,7 @@ pub fn find_or_build(
         let fetch = |digest: &Digest| index::Pinned::fetch(&blobs, digest.clone());
         let pinned = index.as_ref().map(|digest| scope.spawn(move || fetch(digest)));
         let target = match work.tags.pull {
-            Pull::Newer if recalled.is_some() => blobs.find_within(tags::PATIENCE, &wanted),
+            Pull::Newer if recalled.is_some() => blobs.find_within(PATIENCE, &wanted),
             _ => blobs.find(&wanted),
         };
         let pinned =
@@ -258,7 +264,7 @@ pub fn find_or_build(
     });
     let target = match (target, recalled) {
         (Err(error), Some((record, name)))
-            if work.tags.pull == Pull::Newer && tags::is_no_answer(&error) =>
+            if work.tags.pull == Pull::Newer && is_no_answer(&error) =>
         {
             let notes = vec![record.note(&error)];
             return image(here.found(Made { notes, ..Made::known(name) })?);
@@ -377,22 +383,37 @@ pub fn build(
 ) -> Result<Report> {
     let Some((blobs, wanted)) = source.blobs(work.access)? else {
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
-        return Archive::open(url)?.build(store, name, work.options, work.building);
+        return Archive::open(url, None)?.build(store, name, (work.options, None), work.building);
     };
     let resolved = blobs.resolve(&wanted)?;
     blobs.build(&resolved, store, name, work)
 }
 
-fn archive_in(store: &impl ObjectStore, url: &reqwest::Url, work: &Work<'_>) -> Result<Made> {
-    let archive = Archive::open(url)?;
+/// The image of the archive at `url`: the version that the server has now, or without an answer the one
+/// that is here.
+fn archive_in(here: &Here<'_, impl ObjectStore>, url: &reqwest::Url) -> Result<FoundImage> {
+    let (store, work) = (here.store, here.work);
+    let recalled = here.recalled().filter(|_| work.tags.pull == Pull::Newer);
+    let limit = recalled.is_some().then_some(PATIENCE);
+    let archive = match (Archive::open(url, limit), recalled) {
+        (Err(error), Some((record, image))) if is_no_answer(&error) => {
+            let notes = vec![record.note(&error)];
+            return Ok(Made { notes, ..Made::known(image) }.found(false));
+        }
+        (archive, _) => archive?,
+    };
     let name = archive.name();
-    if let Some(image) = name.as_ref().and_then(|name| work.vouched(store, name)) {
-        return Ok(Made::known(image));
-    }
-    let name = name.unwrap_or_else(|| archive.unversioned_name());
-    let report = archive.build(store, &name, work.options, work.building)?;
-    work.vouch(&report.image)?;
-    Ok(Made::of(report))
+    let made = match name.as_ref().and_then(|name| work.vouched(store, name)) {
+        Some(image) => Made::known(image),
+        None => {
+            let name = name.unwrap_or_else(|| archive.unversioned_name());
+            let report = archive.build(store, &name, (work.options, work.own), work.building)?;
+            work.vouch(&report.image)?;
+            Made::of(report)
+        }
+    };
+    let tag_digest = Some(made.image.digest()?.to_string());
+    Ok(FoundImage { tag_digest, ..made.found(false) })
 }
 
 /// The name that an index has here: what it stands for depends on the machine.

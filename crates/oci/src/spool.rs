@@ -67,7 +67,7 @@ pub(crate) fn given_up(partial: Option<Partial>, error: Error) -> Error {
     if !had || error.kind() != ErrorKind::Corrupt {
         return error;
     }
-    let what = "what an interrupted mount had left of a layer was used, and is removed: try again";
+    let what = "what an interrupted mount had left was used, and is removed: try again";
     Error::with_source(error.kind(), what, error)
 }
 

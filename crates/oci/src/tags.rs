@@ -1,4 +1,4 @@
-//! When a registry is asked for what a tag stands for, and what this host knows of that.
+//! When a registry or a store is asked for what a name stands for, and what this host knows of that.
 //!
 //! ```text
 //!   --pull always    ask                      ──► an answer, or an error
@@ -7,29 +7,36 @@
 //!   --pull never     the image of the record  ──► else an error
 //! ```
 //!
-//! A record says which digest a registry gave for a tag, and when. It is this host's own, and nothing of
-//! a registry or an image gets into it but that digest. Invariants: a refusal (401, 403, 404) is an answer;
-//! a record that makes no sense is none.
+//! A record says which image a name stood for, and when: a tag of a registry, the URL of an archive, or a name
+//! in a remote store. It is this host's own, and nothing of a registry or an image gets into it but a
+//! digest. Invariants: a refusal (401, 403, 404) is an answer; a record that makes no sense is none.
 
 use std::{
     fs,
     io::{Read, Write},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_image::{catalog::ImageRecord, open_own};
 use burgeon_source::{
     registry::{Digest, Name},
     web::Refusal,
 };
+use reqwest::Url;
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
-use crate::source::{Kind, Source};
+use crate::{
+    FoundImage,
+    archive::shown,
+    source::{Kind, Source},
+};
 
 /// How long a registry may take to say what a tag stands for, where an image is here that would do.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+pub const PATIENCE: Duration = Duration::from_secs(10);
 /// Longest record, in bytes.
 const RECORD_MAX: u64 = 4096;
 
@@ -56,13 +63,17 @@ pub struct Tags<'a> {
     pub pull: Pull,
 }
 
-/// What a tag stood for.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct Record {
+/// What a name stood for.
+#[derive(Serialize, Deserialize, Debug)]
+pub struct Record {
     name: String,
+    /// Of an image in a registry, as registries have it; else of a manifest of ours.
     digest: String,
     /// Seconds since 1970.
     asked: u64,
+    /// The image's name in the store, where that cannot be told from the digest.
+    #[serde(default)]
+    image: Option<String>,
 }
 
 impl Source {
@@ -76,38 +87,91 @@ impl Source {
 }
 
 impl Tags<'_> {
-    fn path(&self, name: &Name) -> PathBuf {
-        self.folder.join(Digest::of(name.to_string().as_bytes()).hex())
+    fn path(&self, key: &str) -> PathBuf {
+        self.folder.join(Digest::of(key.as_bytes()).hex())
     }
 
     /// What the tag stood for when a registry was asked last.
     pub(crate) fn recall(&self, name: &Name) -> Option<Record> {
-        let mut options = fs::OpenOptions::new();
-        let file = options.read(true).custom_flags(libc_nofollow()).open(self.path(name)).ok()?;
-        let mut bytes = Vec::new();
-        file.take(RECORD_MAX).read_to_end(&mut bytes).ok()?;
-        let record: Record = serde_json::from_slice(&bytes).ok()?;
-        (record.name == name.to_string() && record.digest.parse::<Digest>().is_ok())
-            .then_some(record)
+        let name = name.to_string();
+        read(&self.path(&name)).filter(|record| record.name == name)
     }
 
-    /// Remembers that the tag of `source` stands for `digest` now; nothing where it has none.
-    pub fn remember_of(&self, source: &Source, digest: &str) -> Result<()> {
-        match source.tagged() {
-            Some(name) => self.remember(name, &digest.parse()?),
-            None => Ok(()),
+    /// The image that the archive at `url` was.
+    pub(crate) fn recall_archive(&self, url: &Url) -> Option<Record> {
+        let record = read(&self.path(url.as_str()))?;
+        (record.name == shown(url) && record.image.is_some()).then_some(record)
+    }
+
+    /// What `image` stood for in the remote store `store`.
+    pub fn recall_in(&self, store: &str, image: &str) -> Option<Record> {
+        let (key, name) = in_store(store, image);
+        read(&self.path(&key)).filter(|record| record.name == name)
+    }
+
+    /// Removes the records that are of no use any more: `is_here` says whether an image of that digest, or
+    /// of that reserved name, is on this host.
+    pub fn prune(&self, is_here: impl Fn(&str) -> bool) -> Result<()> {
+        let failed = |error| Error::io(format!("cannot list {}", self.folder.display()), error);
+        let entries = match fs::read_dir(self.folder) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            entries => entries.map_err(failed)?,
+        };
+        for path in entries.flatten().map(|entry| entry.path()) {
+            if read(&path).is_some_and(|record| is_here(record.known_by())) {
+                continue;
+            }
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(Error::io(format!("cannot remove {}", path.display()), error));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Remembers what the tag of `source` stands for now, or what its archive is, if that was just said.
+    pub fn remember_of(&self, source: &Source, found: &FoundImage) -> Result<()> {
+        let Some(digest) = &found.tag_digest else { return Ok(()) };
+        match (&source.0, source.tagged()) {
+            (Kind::Archive(url), _) => self.remember_archive(url, &found.image),
+            (_, Some(name)) => self.remember(name, &digest.parse()?),
+            (_, None) => Ok(()),
         }
     }
 
+    /// Remembers that it stands for `digest` now.
     fn remember(&self, name: &Name, digest: &Digest) -> Result<()> {
+        let name = name.to_string();
+        self.write(&name, Record { digest: digest.to_string(), ..Record::now(&name) })
+    }
+
+    /// Remembers that the archive at `url` is the image `record` now.
+    fn remember_archive(&self, url: &Url, record: &ImageRecord) -> Result<()> {
+        let (digest, image) = (record.digest()?.to_string(), Some(record.name.clone()));
+        self.write(url.as_str(), Record { digest, image, ..Record::now(&shown(url)) })
+    }
+
+    /// Remembers that `image` of the remote store `store` has the manifest `digest` now.
+    pub fn remember_in(
+        &self,
+        store: &str,
+        image: &str,
+        digest: &burgeon_block::Digest,
+    ) -> Result<()> {
+        let (key, name) = in_store(store, image);
+        self.write(&key, Record { digest: digest.to_string(), ..Record::now(&name) })
+    }
+
+    fn write(&self, key: &str, record: Record) -> Result<()> {
+        let name = &record.name;
         let failed = |error| {
             Error::io(
                 format!("cannot keep what {name} stands for in {}", self.folder.display()),
                 error,
             )
         };
-        let asked = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        let record = Record { name: name.to_string(), digest: digest.to_string(), asked };
         let text = serde_json::to_vec(&record).map_err(|error| failed(error.into()))?;
         match fs::DirBuilder::new().mode(0o700).create(self.folder) {
             Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
@@ -117,37 +181,69 @@ impl Tags<'_> {
         }
         let mut file = tempfile::NamedTempFile::new_in(self.folder).map_err(failed)?;
         file.write_all(&text).map_err(failed)?;
-        file.persist(self.path(name)).map_err(|error| failed(error.error))?;
+        file.persist(self.path(key)).map_err(|error| failed(error.error))?;
         Ok(())
     }
 }
 
-fn libc_nofollow() -> i32 {
-    rustix::fs::OFlags::NOFOLLOW.bits() as i32
+/// The record in the file `path`, if it makes sense.
+fn read(path: &Path) -> Option<Record> {
+    let mut options = fs::OpenOptions::new();
+    let file = open_own(path, options.read(true), OFlags::NONBLOCK).ok()?;
+    let mut bytes = Vec::new();
+    file.take(RECORD_MAX).read_to_end(&mut bytes).ok()?;
+    let record: Record = serde_json::from_slice(&bytes).ok()?;
+    let is_digest = record.digest.parse::<Digest>().is_ok() || record.manifest().is_some();
+    is_digest.then_some(record)
+}
+
+/// Tells a name of a remote store from all others, and what it is called.
+fn in_store(store: &str, image: &str) -> (String, String) {
+    (format!("{store}\n{image}"), format!("{image} of {store}"))
 }
 
 impl Record {
+    /// One of the image `name`, which was asked for just now.
+    fn now(name: &str) -> Self {
+        let asked = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        Self { name: name.to_owned(), digest: String::new(), asked, image: None }
+    }
+
     pub(crate) fn digest(&self) -> &str {
         &self.digest
     }
 
+    /// The manifest, of an archive or an image in a store.
+    pub fn manifest(&self) -> Option<burgeon_block::Digest> {
+        self.digest.parse().ok()
+    }
+
+    /// The name in this host's store.
+    pub(crate) fn image(&self) -> Option<&str> {
+        self.image.as_deref()
+    }
+
+    fn known_by(&self) -> &str {
+        self.image.as_deref().unwrap_or(&self.digest)
+    }
+
     /// What a user is told whose image is this, because of `why`.
-    pub(crate) fn note(&self, why: &Error) -> String {
+    pub fn note(&self, why: &Error) -> String {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        let Self { name, digest, asked } = self;
+        let Self { name, digest, asked, .. } = self;
         let age = age(now.saturating_sub(*asked));
         format!("{why}; using the image that is here: {digest}, which {name} was {age} ago")
     }
 }
 
-/// The error where a registry is not to be asked, and nothing is here.
-pub(crate) fn never(what: &str) -> Error {
-    let what = format!("{what} is not on this host, and --pull never asks no registry for it");
+/// The error where nobody is to be asked, and nothing is here.
+pub fn never(what: &str) -> Error {
+    let what = format!("{what} is not on this host, and --pull never asks nobody for it");
     Error::new(ErrorKind::NotFound, what)
 }
 
-/// Whether a registry that gave this error may have another answer later.
-pub(crate) fn is_no_answer(error: &Error) -> bool {
+/// Whether a registry or store that gave this error may have another answer later.
+pub fn is_no_answer(error: &Error) -> bool {
     error.kind() == ErrorKind::Unavailable && error.cause::<Refusal>().is_none()
 }
 
@@ -178,10 +274,24 @@ mod tests {
             tags.remember(&one, &digest).unwrap();
             assert_eq!(tags.recall(&one).unwrap().digest(), digest.to_string());
         }
-        std::fs::copy(tags.path(&one), tags.path(&other)).unwrap();
+        std::fs::copy(tags.path(&one.to_string()), tags.path(&other.to_string())).unwrap();
         assert!(tags.recall(&other).is_none(), "it is of another name");
-        std::fs::write(tags.path(&one), "{}").unwrap();
+        // What nobody needs goes, damaged ones too.
+        tags.prune(|digest| digest == Digest::of(b"y").to_string()).unwrap();
+        assert!(tags.recall(&one).is_some());
+        tags.remember(&other, &Digest::of(b"x")).unwrap();
+        std::fs::write(tags.path(&one.to_string()), "{}").unwrap();
         assert!(tags.recall(&one).is_none());
+        tags.prune(|digest| digest == Digest::of(b"x").to_string()).unwrap();
+        assert!(tags.recall(&other).is_some() && !tags.path(&one.to_string()).exists());
+        let (manifest, store) = (burgeon_block::Digest::of(b"z"), "s3://bucket/images");
+        tags.remember_in(store, "debian:12", &manifest).unwrap();
+        tags.prune(|known| known == manifest.to_string()).unwrap();
+        let known = tags.recall_in(store, "debian:12").unwrap();
+        assert_eq!(known.manifest(), Some(manifest));
+        assert!(tags.recall_in(store, "debian:13").is_none());
+        tags.prune(|_| false).unwrap();
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
         assert_eq!([59, 600, 7300, 200_000].map(age), ["59 s", "10 min", "2 h", "2 days"]);
     }
 }

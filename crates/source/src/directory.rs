@@ -12,6 +12,7 @@
 //! collector, which a live writer's flock keeps off. Held by the tests below.
 
 use std::{
+    collections::HashSet,
     fs::{self, File},
     io::{self, Write},
     os::unix::fs::{FileExt, MetadataExt},
@@ -31,7 +32,8 @@ use rustix::fs::FlockOperation;
 
 use crate::{blocking, check_len, too_short};
 
-/// How long the beginning of an object waits for the process that goes on with it: a week.
+/// How long the beginning of an object, or a layer that no image has, waits for the process that goes on
+/// with it: a week.
 const PARTIAL_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// A folder of objects. Cheap to clone.
@@ -138,18 +140,39 @@ impl Directory {
     }
 
     /// Removes what killed writers have left, so that it need not wait for the collector; what they had
-    /// of an object that comes again stays for a week. Best effort.
-    fn sweep(&self) {
+    /// of an object that comes again, and whole layers of images that were not completed, stay for a week.
+    /// Best effort.
+    pub fn sweep(&self) {
         let Ok(_alone) = self.lock(FlockOperation::NonBlockingLockExclusive) else { return };
-        let is_old = |file: &fs::Metadata| {
-            file.modified().is_ok_and(|at| at.elapsed().is_ok_and(|age| age > PARTIAL_AGE))
-        };
+        let mut is_written = false;
         for entry in entries(&self.tmp()).unwrap_or_default() {
             let partial = entry.file_name().as_encoded_bytes().starts_with(b"partial-");
             if !partial || entry.metadata().is_ok_and(|file| is_old(&file)) {
-                let _ = remove_stale(&entry.path());
+                is_written |= !matches!(remove_stale(&entry.path()), Ok(Some(_)));
             }
         }
+        // A writer may use a layer that is here, and say so only when all of them are.
+        if !is_written {
+            let _ = self.sweep_layers();
+        }
+    }
+
+    /// Removes old layers that no image is read from. An error, and none is removed, if that cannot be
+    /// known.
+    fn sweep_layers(&self) -> Result<()> {
+        let of = |object: &ObjectId| fs::metadata(self.path_of(object));
+        let mut old = self.list("layers")?;
+        old.retain(|layer| of(layer).is_ok_and(|file| is_old(&file)));
+        if old.is_empty() {
+            return Ok(());
+        }
+        let mut held = HashSet::new();
+        for list in self.list("held")? {
+            let path = self.path_of(&list);
+            let text = fs::read_to_string(&path).map_err(doing("read", &path))?;
+            held.extend(text.lines().map(str::to_owned));
+        }
+        old.iter().filter(|layer| !held.contains(layer.as_str())).try_for_each(|l| self.remove(l))
     }
 
     /// Takes the store's lock; waits while another holds it.
@@ -308,6 +331,11 @@ impl Drop for Scratch {
     }
 }
 
+/// Whether nobody has written to the file for [`PARTIAL_AGE`].
+fn is_old(file: &fs::Metadata) -> bool {
+    file.modified().is_ok_and(|at| at.elapsed().is_ok_and(|age| age > PARTIAL_AGE))
+}
+
 /// What lies in the folder `tmp`, which may be missing.
 fn entries(tmp: &Path) -> Result<Vec<fs::DirEntry>> {
     match fs::read_dir(tmp) {
@@ -423,6 +451,31 @@ mod tests {
         assert_eq!(store.get(&id("packs/x"), 4).unwrap(), b"data"[..]);
         drop(lease);
         assert_eq!(fs::read_dir(store.root().join("tmp")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn old_layers_that_no_image_has_go_without_a_collector() {
+        let (_folder, store) = store();
+        for name in ["layers/held", "layers/old", "layers/new"] {
+            store.publish(&id(name), b"layer").unwrap();
+        }
+        store.publish(&id("held/image"), b"layers/held\n").unwrap();
+        let long_ago = std::time::SystemTime::now() - 2 * PARTIAL_AGE;
+        for name in ["layers/held", "layers/old"] {
+            let file = File::options().write(true).open(store.path_of(&id(name))).unwrap();
+            file.set_modified(long_ago).unwrap();
+        }
+        // Not while somebody writes: who reads a layer says so at the end.
+        let writer = store.begin_write().unwrap();
+        store.publish(&id("layers/late"), b"layer").unwrap();
+        assert!(!store.path_of(&id("layers/old")).exists(), "before it began, nobody wrote");
+        let late = store.path_of(&id("layers/late"));
+        File::options().write(true).open(&late).unwrap().set_modified(long_ago).unwrap();
+        drop(store.begin_write().unwrap());
+        assert!(late.exists());
+        drop(writer);
+        store.sweep();
+        assert_eq!(store.list("layers").unwrap(), [id("layers/held"), id("layers/new")]);
     }
 
     #[test]

@@ -104,6 +104,21 @@ pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -
     }
 }
 
+/// The same; `Unavailable` if that takes longer than `limit`.
+pub async fn send_within(
+    limit: Option<Duration>,
+    what: &str,
+    retries: u32,
+    make: impl Fn() -> RequestBuilder,
+) -> Result<Response> {
+    let sent = send(what, retries, make);
+    let Some(limit) = limit else { return sent.await };
+    tokio::time::timeout(limit, sent).await.unwrap_or_else(|_| {
+        let what = format!("cannot {what}: no answer within {} s", limit.as_secs());
+        Err(Error::new(ErrorKind::Unavailable, what))
+    })
+}
+
 /// Waits before the next try.
 pub(crate) async fn pause(tries: u32) {
     tokio::time::sleep(Duration::from_millis(100 << tries.min(5))).await;
@@ -146,7 +161,7 @@ fn chain<'a>(
     })
 }
 
-/// Why a server lets nobody in: an answer, unlike silence or an error of the server's own.
+/// Why a registry or store lets nobody in: an answer, unlike silence or an error of the server's own.
 #[derive(Debug)]
 pub struct Refusal(pub(crate) String);
 
@@ -226,6 +241,19 @@ impl<F: FnMut(u64) -> Result<Response>> Body<F> {
         let mut body = Self { what, ask, answer: None, part, offset, len_max, resumes, slow };
         body.resume()?;
         Ok(body)
+    }
+
+    /// The same of `answer`, which gives what follows `offset` bytes.
+    pub fn after(
+        what: String,
+        offset: u64,
+        answer: Response,
+        len_max: u64,
+        ask: F,
+    ) -> Result<Self> {
+        check_resumed(&what, &answer, offset)?;
+        let left = len_max.saturating_sub(offset);
+        Ok(Self { offset, len_max, ..Self::new(what, answer, left, ask) })
     }
 
     fn resume(&mut self) -> Result<&mut Bounded<reqwest::Body>> {

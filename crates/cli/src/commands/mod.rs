@@ -2,6 +2,7 @@
 
 mod bring_back;
 mod doctor;
+mod far;
 pub(crate) mod images;
 mod inspect;
 mod map;

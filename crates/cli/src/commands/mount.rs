@@ -26,7 +26,7 @@ use burgeon_source::Location;
 use serde_json::json;
 
 use super::{
-    Context, bring_back::bring_back, images, mistakes, mount_point::MountPoint, named,
+    Context, bring_back::bring_back, far, images, mistakes, mount_point::MountPoint, named,
     need_mount_privilege, ordinary,
 };
 use crate::{args, attributes::Attributes, output, pull::Pull};
@@ -140,6 +140,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         shown: Some(found.shown.clone()),
         store: (!is_own).then(|| found.store.clone()),
         store_seen: context.store_seen(),
+        store_away: found.store_away,
         access: found.access.clone(),
         writes,
         fill: args.fill,
@@ -159,12 +160,17 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         },
         attributes,
     };
+    let asked =
+        (found.store == context.store_location() && !found.store_away).then(|| found.name.clone());
     let client = Client::connect_or_start(&context.state)?;
     let made = client.call(&Request::Mount(Box::new(request)));
     let (reply, mut fds) = made.map_err(|e| found.explain(e))?;
     let (Reply::Mounted(mounted), Some(mount)) = (reply, fds.pop()) else {
         return Err(anyhow!("the daemon gave an answer to something else"));
     };
+    if let Some(name) = asked {
+        far::remember(context, &name, &mounted.digest.0);
+    }
     let target = point.attach(mount)?;
     // The path is for `status` only, and the mount is in use already.
     let _ = client.call(&Request::Placed { id: mounted.id, target: target.clone() });

@@ -13,7 +13,7 @@ use burgeon_oci::{Found, How, Pull, Source, Tags, Want, Work};
 use burgeon_source::{Access, Directory, Location, Store};
 use serde_json::json;
 
-use super::{Context, images, mistakes, named, reading};
+use super::{Context, far, images, mistakes, named, reading};
 use crate::{args, output, progress::Progress};
 
 /// Where an image is.
@@ -25,6 +25,10 @@ pub(super) struct Place {
     pub(super) name: String,
     /// Which image it is, if that is known: whoever can write to the store cannot change it.
     pub(super) image: Option<ImageRecord>,
+    /// Its digest, if that is all that is known.
+    digest: Option<Digest>,
+    /// The store does not answer, or is not to be asked.
+    pub(super) store_away: bool,
     /// Why it is not known. Kept writes need neither their image's name nor its store.
     pub(super) missing: Option<anyhow::Error>,
     /// What the user typed.
@@ -57,7 +61,8 @@ impl Place {
     }
 
     pub(super) fn digest(&self) -> Result<Option<Digest>> {
-        Ok(self.image.as_ref().map(ImageRecord::digest).transpose()?)
+        let of_record = self.image.as_ref().map(ImageRecord::digest).transpose()?;
+        Ok(of_record.or(self.digest))
     }
 }
 
@@ -72,7 +77,8 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
     let shown = named::canonical(&text);
     let here = |name, image, layers| {
         let (store, access) = (context.store_location(), Access::from_env().and(layers));
-        Place { store, access, name, image, missing: None, shown: shown.clone() }
+        let (shown, digest, store_away) = (shown.clone(), None, false);
+        Place { store, access, name, image, digest, store_away, missing: None, shown }
     };
     let pinned = matches!(want, Want::Index(_));
     let Some(source) = Source::parse(&text) else {
@@ -87,7 +93,8 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
         // A record that is far away is read by whoever needs it, which saves a round trip.
         let is_near = context.store_location().folder().is_some();
         if !is_near && !catalog::is_reserved(&text) {
-            return Ok(here(text, None, Access::default()));
+            let (digest, store_away) = far::find(context, &text, pull)?;
+            return Ok(Place { digest, store_away, ..here(text, None, Access::default()) });
         }
         let found = context.open_store().and_then(|store| named::trusted(context, &store, &text));
         return Ok(match found {
@@ -123,7 +130,8 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
                 Error::new(ErrorKind::Corrupt, format!("{text} is an image without a record"))
             })?;
             let (image, name) = (Some(record?), shown.clone());
-            return Ok(Place { store, access, name, image, missing: None, shown });
+            let (digest, store_away, missing) = (None, false, None);
+            return Ok(Place { store, access, name, image, digest, store_away, missing, shown });
         }
     };
     if let Some(report) = found.report.filter(|_| !context.json) {

@@ -99,10 +99,8 @@ pub(super) fn find(
     match (&found, source.registry_name()) {
         (Found::Image(image), _) => {
             remember(context, Some(source), &image.image, made.noted, None)?;
-            if let Some(digest) = &image.tag_digest {
-                let tags = Tags { folder: &context.state.tags(), pull: Pull::default() };
-                tags.remember_of(source, digest)?;
-            }
+            let tags = Tags { folder: &context.state.tags(), pull: Pull::default() };
+            tags.remember_of(source, image)?;
             Ok(found)
         }
         (Found::Ours(name), Some(asked))

@@ -1,11 +1,12 @@
 //! `verify`, `rm`, `gc`: looking after a store.
 
-use std::process::ExitCode;
+use std::{collections::HashSet, process::ExitCode};
 
 use anyhow::Result;
 use burgeon_block::{ByteRange, Digest, ObjectId, ObjectKind, ObjectStore};
 use burgeon_daemon::{roots, sweep};
 use burgeon_image::catalog::{self, Damage};
+use burgeon_oci::{Pull, Tags};
 use burgeon_source::{Access, Objects, References, Store};
 use serde_json::json;
 
@@ -128,6 +129,9 @@ pub(super) fn collect(context: &Context, dry_run: bool) -> Result<ExitCode> {
         keep.push(record?.digest()?);
     }
     let (prepared, prepared_bytes) = sweep(&context.state, &location, &keep, dry_run)?;
+    if !dry_run {
+        prune_tags(context)?;
+    }
     if context.json {
         output::print_json(&json!({
             "dry_run": dry_run, "manifests": collected.manifests, "packs": collected.packs,
@@ -153,4 +157,16 @@ pub(super) fn collect(context: &Context, dry_run: bool) -> Result<ExitCode> {
         println!("warning: the manifest of {who} is missing; `burgeon verify` says more");
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Removes what this host knows of tags, and of names in stores, whose images it has no more.
+fn prune_tags(context: &Context) -> Result<()> {
+    let known = context.provenance().all()?;
+    let names = known.iter().flat_map(|(_, known)| &known.stands_for);
+    // An image has several reserved names, as `sha256:…/index`.
+    let here: HashSet<&str> = names.filter_map(|name| name.split('/').next()).collect();
+    let (folder, pull) = (context.state.tags(), Pull::default());
+    let is_prepared = |manifest: Digest| context.state.image(&manifest).is_dir();
+    let is_here = |known: &str| here.contains(known) || known.parse().is_ok_and(is_prepared);
+    Ok(Tags { folder: &folder, pull }.prune(is_here)?)
 }

@@ -107,6 +107,9 @@ pub struct MountRequest {
     /// What lies there for the client, if it is a folder.
     #[serde(default)]
     pub store_seen: Option<Seen>,
+    /// The store does not answer, or is not to be asked: what this host has of the image is to do.
+    #[serde(default)]
+    pub store_away: bool,
     /// What the client's environment says about using stores; secret.
     #[serde(default)]
     pub access: Access,

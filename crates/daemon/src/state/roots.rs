@@ -35,17 +35,27 @@ struct Needs {
 }
 
 /// Makes sure that `store` keeps `manifest` for the mount `id` from now on. Returns a sentence
-/// if that cannot be written down there. `NotFound` if the manifest was collected meanwhile.
+/// if that cannot be written down there; nobody is told of it if `store` is `None`. `NotFound` if the
+/// manifest was collected meanwhile.
 pub(crate) fn require(
     state: &StateDir,
     location: &Location,
-    store: &Store,
+    store: Option<&Store>,
     manifest: &Digest,
     id: MountId,
 ) -> Result<Option<String>> {
     let needs = Needs { store: location.clone(), manifest: (*manifest).into() };
     files::publish_json(&state.mount(id).join("needs.json"), &needs)?;
+    let Some(store) = store else {
+        return Ok(Some(unknown("it was not asked")));
+    };
     announce(state, store, manifest)
+}
+
+fn unknown(why: impl std::fmt::Display) -> String {
+    format!(
+        "the store does not know that this host needs the image, so its data may be collected: {why}"
+    )
 }
 
 /// The same for whatever this host has written down that it needs.
@@ -54,11 +64,6 @@ pub(crate) fn announce(
     store: &Store,
     manifest: &Digest,
 ) -> Result<Option<String>> {
-    let unknown = |e: Error| {
-        format!(
-            "the store does not know that this host needs the image, so its data may be collected: {e}"
-        )
-    };
     if let Err(read_only) = store.check_writable() {
         // What is named by its digest in a registry, only the registry can take away.
         let known = matches!(store, Store::Artifact(_));

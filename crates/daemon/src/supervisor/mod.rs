@@ -44,6 +44,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_source::Directory;
 
 use crate::{
     host::{cgroup::OwnCgroup, chain, harden, namespace, signals},
@@ -124,7 +125,12 @@ fn begin(state_dir: &Path) -> Result<()> {
     let keeper = Arc::clone(&supervisor);
     thread::spawn(move || keeper.keep_server(orphan));
     supervisor.revive_lost();
-    thread::spawn(remove_unused_loops);
+    let own = supervisor.state.store();
+    thread::spawn(move || {
+        remove_unused_loops();
+        // What is left of images that nobody mounts again.
+        Directory::open(own).iter().for_each(Directory::sweep);
+    });
     spare::refill(&supervisor.state);
     supervisor.tend_thin();
     let watcher = Arc::clone(&supervisor);

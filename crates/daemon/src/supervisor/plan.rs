@@ -95,12 +95,13 @@ impl Plan {
         // One for all questions, because a connection costs a round trip.
         let open = Store::open(store, &request.access)?;
         let digest = resolve(&open, request)?;
-        let notes = roots::require(state, store, &open, &digest, id)?.into_iter().collect();
+        let tell = (!request.store_away).then_some(&open);
+        let notes = roots::require(state, store, tell, &digest, id)?.into_iter().collect();
         let (access, virtual_bytes) = (&request.access, request.virtual_bytes);
         // With a limit only what is served is warmed.
         let wanted = match request.fetch_limit {
-            None => &request.profile,
-            Some(_) => &ProfileRequest::None,
+            None if !request.store_away => &request.profile,
+            _ => &ProfileRequest::None,
         };
         let profile = Fetching::begin(wanted, &open, digest);
         let mapped = |map: &Path| mapped(digest, map, &profile);
@@ -183,9 +184,10 @@ impl Plan {
         }
         let store = record.store.clone().unwrap_or_else(|| state.store().into());
         let open = Store::open(&store, &request.access)?;
-        notes.extend(roots::require(state, &store, &open, &record.manifest.0, id)?);
-        let now = resolve(&open, request);
-        if now.is_ok_and(|now| now != record.manifest.0) {
+        let tell = (!request.store_away).then_some(&open);
+        notes.extend(roots::require(state, &store, tell, &record.manifest.0, id)?);
+        let now = tell.map(|open| resolve(open, request));
+        if now.is_some_and(|now| now.is_ok_and(|now| now != record.manifest.0)) {
             notes.push(format!(
                 "{} has been built anew since these writes were made; they stay on the image they \
                  were made on",

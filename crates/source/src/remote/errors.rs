@@ -4,7 +4,10 @@ use burgeon_block::{Error, ErrorKind};
 use object_store::client::{HttpError, HttpErrorKind};
 
 use super::wire::Wrong;
-use crate::location::{RemoteUrl, Scheme};
+use crate::{
+    location::{RemoteUrl, Scheme},
+    web::Refusal,
+};
 
 /// Where a virtual machine is asked for credentials when the environment has none.
 const METADATA_SERVICE: &str = "169.254.169.254";
@@ -20,7 +23,11 @@ pub(super) fn ours(url: &RemoteUrl, what: &str, error: &object_store::Error) -> 
         Theirs::PermissionDenied { .. } | Theirs::Unauthenticated { .. } => {
             let why = status(error).unwrap_or_else(|| "access is denied".to_owned());
             // Credentials can be renewed, so trying again can help.
-            (ErrorKind::Unavailable, format!("{why}: {}", check(url)))
+            return Error::with_source(
+                ErrorKind::Unavailable,
+                format!("cannot {what} of {url}"),
+                Refusal(format!("{why}: {}", check(url))),
+            );
         }
         Theirs::NotSupported { .. } | Theirs::NotImplemented { .. } => {
             (ErrorKind::Invalid, "the server cannot do that".to_owned())
