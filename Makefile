@@ -1,7 +1,8 @@
 # make demo    what Burgeon does, on a real tree of this machine (as root or with sudo)
 # make check   format, lints, unit, property and simulation tests: minutes, and no root
 # make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
-# make soak    an hour of random deaths, damage, full disks and failing sources (SOAK='--minutes 5 --seed 1')
+# make soak    an hour of random deaths, damage, full disks and failing sources (SOAK='--minutes 5 --seed 1'),
+#              and twenty mounts into each of which 4 GiB are written as quickly as they go (ROUNDS=20)
 # make bench   the figures of the documents, as ratios to other programs on this machine
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              ordinary ones beside stargz-snapshotter
@@ -59,6 +60,8 @@ test:
 soak:
 	dev/need $(TEST_NEEDS)
 	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- torment $(or $(SOAK),--minutes 60)
+	$(SUDO) ROUNDS=$(or $(ROUNDS),20) $(CARGO) test --release --locked --package burgeon --test writes -- \
+		--ignored --exact twenty_default_mounts_take_four_gigabytes_each
 
 bench: build
 	dev/need $(BENCH_NEEDS)

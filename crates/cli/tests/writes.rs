@@ -7,6 +7,7 @@ use std::{
     io::Write,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    process::Command,
 };
 
 use rustix::fs::{FallocateFlags, fallocate};
@@ -429,5 +430,30 @@ impl Attached {
 impl Drop for Attached {
     fn drop(&mut self) {
         let _ = std::process::Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+/// As quickly as memory takes it, into a mount with default options, again and again: a sprout grows ahead
+/// of what is written, and never beyond its limit.
+#[test]
+#[ignore = "it writes 80 GiB: `make soak`"]
+fn twenty_default_mounts_take_four_gigabytes_each() {
+    let space = Space::new("twenty");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree(&space, "tree", 14), "sample");
+    let rounds = std::env::var("ROUNDS").ok().and_then(|rounds| rounds.parse().ok());
+    for round in 0..rounds.unwrap_or(20) {
+        let mounted = burgeon.mount("sample", &space.path("at"), &[]);
+        let written = Command::new("dd")
+            .args(["if=/dev/zero", "bs=1M", "count=4096", "conv=fsync"])
+            .arg(format!("of={}", mounted.path().join("large").display()))
+            .output()
+            .unwrap();
+        assert!(written.status.success(), "round {round}: {written:?}");
+        let status = burgeon.status();
+        let writes = &status["mounts"][0]["writes"];
+        let (reserved, limit) = (writes["reserved"].as_u64(), writes["limit"].as_u64());
+        assert!(reserved <= limit && reserved >= Some(4 << 30), "round {round}: {status:#}");
+        burgeon.umount(mounted);
     }
 }
