@@ -61,7 +61,7 @@ soak:
 	dev/need $(TEST_NEEDS)
 	$(SUDO) $(CARGO) run --quiet --locked --package xtask -- torment $(or $(SOAK),--minutes 60)
 	$(SUDO) ROUNDS=$(or $(ROUNDS),20) $(CARGO) test --release --locked --package burgeon --test writes -- \
-		--ignored --exact twenty_default_mounts_take_four_gigabytes_each
+		--exact default_mounts_take_four_gigabytes_each
 
 bench: build
 	dev/need $(BENCH_NEEDS)

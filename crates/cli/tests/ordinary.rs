@@ -13,7 +13,7 @@ use std::{
 use rustix::process::{Pid, Signal, kill_process};
 use testkit::{
     Burgeon, Fault, Link, OciLayout, PATIENCE, Proxy, Registry, Rng, Space, Torture, TortureSize,
-    WebServer, compare, skopeo_copy, wait_until,
+    compare, skopeo_copy, wait_until,
 };
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -308,35 +308,6 @@ fn an_interrupted_first_mount_goes_on_where_it_was() {
 }
 
 #[test]
-fn an_interrupted_mount_of_an_archive_goes_on_where_it_was() {
-    let space = Space::new("interrupted-archive");
-    let burgeon = Burgeon::new(PROGRAM, &space);
-    let files = space.make_folder("files");
-    let tree = space.make_folder("tree");
-    fs::write(tree.join("large"), Rng::new(2).bytes(30 << 20)).unwrap();
-    let mut tar = Command::new("tar");
-    tar.args(["--format=pax", "-cf"]).arg(files.join("root.tar")).arg("-C").arg(&tree).arg(".");
-    assert!(tar.status().unwrap().success());
-    let web = WebServer::nginx(&files, &space.path("nginx")).unwrap();
-    let link = Link::new(web.address(), Duration::ZERO, 8 << 20).unwrap();
-    let source = format!("http://{}/root.tar", link.address());
-    let at = space.make_folder("at");
-    let arguments = ["mount", &source, at.to_str().unwrap(), "--read-only"];
-    for point in [8 << 20, 20 << 20] {
-        let mut mount = burgeon.command(&arguments).spawn().unwrap();
-        assert!(wait_until(PATIENCE, || came(&burgeon) >= point), "{point}: {}", came(&burgeon));
-        mount.kill().unwrap();
-        assert!(!mount.wait().unwrap().success(), "{point}");
-    }
-    let mounted = burgeon.mount(&source, &at, &["--read-only"]);
-    compare(&tree, mounted.path()).unwrap().assert_same();
-    burgeon.umount(mounted);
-    let bytes = link.bytes() >> 20;
-    assert!(bytes < 31 + 20, "the archive was fetched again: {bytes} MiB of 31");
-    assert_eq!(fs::read_dir(burgeon.state().join("store/tmp")).unwrap().count(), 0);
-}
-
-#[test]
 fn what_cannot_be_read_from_the_middle_is_built() {
     let space = Space::new("one-frame");
     let burgeon = Burgeon::new(PROGRAM, &space);
@@ -466,64 +437,6 @@ fn credentials_come_from_where_other_programs_keep_them() {
         burgeon.fails(&["build", &source, "again"], 1, &said);
         burgeon.ok(&["build", &public, "public"]);
     }
-}
-
-#[test]
-fn an_archive_behind_a_web_server_is_fetched_once() {
-    let space = Space::new("web-archive");
-    let burgeon = Burgeon::new(PROGRAM, &space);
-    let files = space.make_folder("files");
-    let tree = space.path("tree");
-    fs::create_dir(&tree).unwrap();
-    fs::write(tree.join("data"), Rng::new(7).bytes(3_000_000)).unwrap();
-    let pack = || {
-        let mut tar = Command::new("tar");
-        tar.args(["--format=pax", "--gzip", "-cf"]).arg(files.join("root.tar.gz"));
-        assert!(tar.arg("-C").arg(&tree).arg(".").status().unwrap().success());
-    };
-    pack();
-    let web = WebServer::nginx(&files, &space.path("nginx")).unwrap();
-    let proxy = Proxy::new(web.address(), 3).unwrap();
-    proxy.spoil(300, &[Fault::Truncate, Fault::Status(503)]);
-    let source = format!("http://{}/root.tar.gz", proxy.address());
-    let check = || {
-        let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
-        compare(&tree, mounted.path()).unwrap().assert_same();
-        burgeon.umount(mounted);
-    };
-    check();
-    proxy.spoil(0, &[]);
-    check();
-    assert_eq!(names(&burgeon).len(), 1);
-    // Another version is another image.
-    fs::write(tree.join("more"), "more").unwrap();
-    pack();
-    check();
-    assert_eq!(names(&burgeon).len(), 2);
-    // A server that does not answer has one that will do; 404 is an answer.
-    let at = space.make_folder("at");
-    let path = at.to_str().unwrap();
-    let mount = |policy: &str| {
-        let finished = burgeon.run(&["mount", &source, path, "--read-only", "--pull", policy]);
-        if finished.code == Some(0) {
-            compare(&tree, &at).unwrap().assert_same();
-            burgeon.ok(&["umount", path]);
-        }
-        (finished.code, finished.stderr)
-    };
-    proxy.spoil(1000, &[Fault::Status(503)]);
-    let (code, note) = mount("newer");
-    assert!(code == Some(0) && note.contains("using the image that is here: "), "{note}");
-    assert_eq!(mount("always").0, Some(5));
-    proxy.spoil(1000, &[Fault::Status(404)]);
-    assert_eq!(mount("newer").0, Some(3));
-    let asked = proxy.requests();
-    assert_eq!(mount("missing"), (Some(0), String::new()));
-    assert_eq!(mount("never"), (Some(0), String::new()));
-    assert_eq!(proxy.requests(), asked);
-    proxy.spoil(0, &[]);
-    let missing = format!("http://{}/none.tar", proxy.address());
-    burgeon.fails(&["build", &missing, "x"], 3, "no such thing");
 }
 
 /// Every file below `folder`.
