@@ -119,7 +119,7 @@ pub const BUGS: &[Bug] = &[
             "fetch/chunk.rs",
             "    decode_chunk(chunk.codec, stored, out, &chunk.digest).map_err(",
             "    let decoded = decode_chunk(chunk.codec, stored, out, &chunk.digest);
-            if BUG { return Ok(pages); }
+            if BUG { return Ok(Unpacked { pages, is_map_right: true }); }
             decoded.map_err(",
         )],
     ),

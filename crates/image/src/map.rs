@@ -6,8 +6,8 @@
 //!
 //! A local file, mapped, so that an idle mount costs no memory. Invariants: chunks fill the
 //! lazy address space without a gap; everything but CHECKSUMS is verified when the file is
-//! opened. CHECKSUMS need not be: a wrong one makes a good block look bad (EIO), never a bad one
-//! look good, and the kernel has its own copy; [`AddressMap::verify`] checks them, too.
+//! opened. CHECKSUMS need not be: a wrong one makes a good block look bad (it is fetched again), never
+//! a bad one look good, and the kernel has its own copy; [`AddressMap::verify`] checks them, too.
 
 use std::{
     fs::File,

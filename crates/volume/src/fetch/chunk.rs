@@ -185,12 +185,23 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for ChunkQuestio
             let object = self.volume.map.object(self.chunk.object);
             self.volume.source.refuted(object, self.chunk.stored);
         }
-        unpacked
+        let Unpacked { pages, is_map_right } = unpacked?;
+        if !is_map_right {
+            self.volume.engine.outage.map_is_damaged();
+        }
+        Ok(pages)
     }
 }
 
+/// A chunk whose digest is right.
+struct Unpacked {
+    pages: Pages,
+    /// Whether the map's checksums of its blocks are right, too.
+    is_map_right: bool,
+}
+
 /// Decompresses and verifies a chunk. Runs on the CPU pool.
-fn unpack(map: &AddressMap, index: u32, chunk: &Chunk, stored: &[u8]) -> Result<Pages> {
+fn unpack(map: &AddressMap, index: u32, chunk: &Chunk, stored: &[u8]) -> Result<Unpacked> {
     // The output can never be longer than the map says: the buffer is its bound.
     let mut pages = Pages::zeroed(chunk.range.len())
         .ok_or_else(|| Error::new(ErrorKind::LocalIo, "no memory for a chunk"))?;
@@ -199,12 +210,8 @@ fn unpack(map: &AddressMap, index: u32, chunk: &Chunk, stored: &[u8]) -> Result<
         let object = map.object(chunk.object);
         Error::with_source(error.kind(), format!("chunk {index} from {object}"), error)
     })?;
-    if map.lacks_checksums() {
-        return Ok(pages);
-    }
-    // The digest says that these are the bytes: if a checksum differs, it is the map's.
-    check_blocks(map, chunk.range.start(), out).map_err(|error| {
-        Error::with_source(ErrorKind::LocalIo, "the image's map file is damaged", error)
-    })?;
-    Ok(pages)
+    // The digest says that these are the bytes: a checksum that differs is the map's, which opening does
+    // not verify.
+    let is_map_right = map.lacks_checksums() || check_blocks(map, chunk.range.start(), out).is_ok();
+    Ok(Unpacked { pages, is_map_right })
 }

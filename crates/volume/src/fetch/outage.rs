@@ -46,6 +46,7 @@ struct State {
     failed: u64,
     /// By chunk: when it was given up.
     given_up: HashMap<u64, Instant>,
+    is_map_damaged: bool,
     window: Option<Instant>,
     lines: u32,
     untold: u64,
@@ -112,6 +113,18 @@ impl Outage {
                     "the source answers again, after {failed} failed requests in {seconds:.1} s"
                 ))
             })
+        };
+        self.tell(line);
+    }
+
+    /// The map has a wrong checksum for a block whose chunk has the right digest. Told once.
+    pub(crate) fn map_is_damaged(&self) {
+        let line = {
+            let mut state = self.state();
+            let first = !std::mem::replace(&mut state.is_map_damaged, true);
+            let what = "the image's map file is damaged: some blocks are fetched at every read; \
+                        unmount the image and remove the map, and the next mount makes it again";
+            first.then(|| state.line(what.to_owned())).flatten()
         };
         self.tell(line);
     }
