@@ -30,7 +30,7 @@ Exit codes:
   7  a privilege is missing
 
 Environment:
-  BURGEON_STATE_DIR, BURGEON_STORE    as --state-dir and --store";
+  BURGEON_STATE_DIR, BURGEON_STORE, BURGEON_LOG    as --state-dir, --store and --log-level";
 
 /// Mount a file tree lazily: all names at once, each block when it is first read, verified,
 /// cached and writable.
@@ -55,6 +55,10 @@ pub(crate) struct Global {
     /// [default: /var/lib/burgeon, or ~/.local/state/burgeon without root]
     #[arg(long, global = true, value_name = "DIR", env = "BURGEON_STATE_DIR")]
     pub(crate) state_dir: Option<PathBuf>,
+    /// Log the events of this command on standard error, and of a daemon that it starts: error, warn,
+    /// info, debug or off [default: info, of the daemon only]
+    #[arg(long, global = true, value_name = "LEVEL", env = burgeon_daemon::log::VARIABLE)]
+    pub(crate) log_level: Option<burgeon_daemon::log::LevelFilter>,
     /// Answer with one JSON document
     #[arg(long, global = true)]
     pub(crate) json: bool,

@@ -34,6 +34,7 @@ fn main() -> ExitCode {
             // Lists of processes would show `exe`: that is how these are run. It matters to no one
             // but whoever reads such a list.
             let _ = rustix::thread::set_name(c"burgeon");
+            burgeon_daemon::log::begin();
         }
         let path = rest.first().map(Path::new).unwrap_or(Path::new(""));
         match verb.to_str() {
@@ -55,6 +56,9 @@ fn main() -> ExitCode {
             e.exit()
         }
     };
+    if let Some(level) = args.global.log_level {
+        burgeon_daemon::log::begin_at(level);
+    }
     let json = args.global.json;
     let code = commands::run(args).unwrap_or_else(|e| exit::report(&e, json));
     match output::refused() {

@@ -100,7 +100,7 @@ fn what_a_command_reads_is_brought_first_at_the_next_mount() {
     // It began to come before there was a mount.
     let log = fs::read_to_string(other.state().join("run/daemon.log")).unwrap();
     let line = |what| log.lines().position(|line| line.contains(what));
-    let (warmed, made) = (line("comes meanwhile").unwrap(), line("mounted sample").unwrap());
+    let (warmed, made) = (line("comes meanwhile").unwrap(), line("info: mounted").unwrap());
     assert!(warmed < made, "{log}");
     let misses = || other.status()["mounts"][0]["reads"]["misses"].as_u64().unwrap();
     let before = misses();

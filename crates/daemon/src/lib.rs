@@ -16,7 +16,7 @@
 //!   roles, transport ◄────────┘             what a process gives up; how the kernel reaches data
 //!   ipc                                     messages between processes, and how they travel
 //!   state                                   what lies in the state directory, in its own formats
-//!   host, id                                what this machine is and has; identities
+//!   host, id, log                           what this machine is and has; identities; events
 //! ```
 //!
 //! Invariants, and the tests that hold them (`crates/cli/tests`):
@@ -25,12 +25,11 @@
 //! - A plain `umount` releases everything (`lifecycle.rs`).
 //! - Named writes are removed by `writes rm` and by nothing else (`writes.rs`).
 
-#[macro_use]
-mod log;
 pub mod doctor;
 mod host;
 mod id;
 mod ipc;
+pub mod log;
 pub mod orphan;
 mod prepare;
 pub mod read_only;
@@ -53,7 +52,6 @@ pub use host::{
 };
 pub use id::{Fsid, MountId};
 pub use ipc::{client::Client, protocol};
-pub(crate) use log::log_line;
 pub use prepare::{make_ready, prepare_process};
 pub use reader::{read_elsewhere, read_process};
 pub use roles::Reach;

@@ -123,7 +123,7 @@ pub fn serve_forever(state_dir: &Path) -> ExitCode {
     match begin(state_dir) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            log!("the serving process cannot go on: {e}");
+            tracing::error!(error = %e, "the server cannot go on");
             ExitCode::FAILURE
         }
     }
@@ -131,13 +131,13 @@ pub fn serve_forever(state_dir: &Path) -> ExitCode {
 
 fn begin(state_dir: &Path) -> Result<()> {
     for sentence in harden::harden(true) {
-        log!("{sentence}");
+        tracing::warn!("{sentence}");
     }
     let failed = |e| Error::io("cannot start the serving process", e);
     let state = StateDir::open(state_dir)?;
     let io = ServingIo::of_this_kernel();
     if !roles::serving(&state, io).enter()? {
-        log!("this kernel has no Landlock: the serving process can write files outside its state");
+        tracing::warn!("this kernel has no Landlock: the server can write files outside its state");
     }
     let asked = state.clone();
     burgeon_source::registry::ask_helpers_by(Box::new(move |helper, registry| {
@@ -157,7 +157,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         runtime,
         _lock: the_only_server(&state)?,
         state,
-        limits: Limits { report: Some(|line| log!("{line}")), ..Limits::default() },
+        limits: Limits::default(),
         tasks: Tasks::default(),
         mounts: Mutex::default(),
         refused: Mutex::default(),
@@ -177,7 +177,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         if serving.is_idle() {
             return Ok(());
         }
-        log!("the supervisor has died; serving on and waiting for the next one");
+        tracing::warn!("the supervisor has died: serving on, and waiting for the next one");
         let orphan = Arc::downgrade(&serving);
         thread::spawn(move || {
             while orphan.upgrade().is_some_and(|serving| serving.stop_unused_devices()) {
@@ -222,7 +222,7 @@ impl Serving {
                 Ok(Some(received)) => received,
                 Ok(None) => return Ok(Parting::Orphaned),
                 Err(e) => {
-                    log!("the supervisor is not understood: {e}");
+                    tracing::error!(error = %e, "cannot understand the supervisor");
                     return Ok(Parting::Orphaned);
                 }
             };
@@ -253,7 +253,7 @@ impl Serving {
                 // Its panic is a bug here; the mount's next job must not wait for ever behind it.
                 let done = catch_unwind(AssertUnwindSafe(|| serving.perform(id, job)));
                 if done.is_err() {
-                    log!("mount {id}: a job of its task ended in a panic");
+                    tracing::error!(mount = %id, "a job of the mount's task ended in a panic");
                 }
             }
         });
@@ -263,7 +263,7 @@ impl Serving {
     /// offer since this server gave it up. Readers wait for the successor.
     fn make_way_for(&self, id: MountId, transport: Transport) {
         if !self.io.serves(transport) && ServingIo::of_this_kernel().serves(transport) {
-            log!("mount {id} needs what this server has given up: making way for a successor");
+            tracing::warn!(mount = %id, "the mount needs what this server has given up: making way for a successor");
             std::process::exit(1);
         }
     }
@@ -297,7 +297,7 @@ impl Serving {
                 return false;
             }
             if let Err(e) = Control::open().and_then(|mut control| control.stop(number)) {
-                log!("an unused device stays: {e}");
+                tracing::warn!(error = %e, "an unused device stays");
             }
         }
         lock(&self.link).is_none()
@@ -321,14 +321,14 @@ impl Serving {
                     files::remove_file(&path)?;
                     return Ok(stream);
                 }
-                Err(e) => log!("a new supervisor could not take over: {e}"),
+                Err(e) => tracing::error!(error = %e, "a new supervisor could not take over"),
             }
         }
     }
 
     fn hand_over(&self, stream: &UnixStream) -> Result<()> {
         if !self.tasks.wait_until_idle(TASKS_PATIENCE) {
-            log!("a mount is still being taken on while a new supervisor takes over");
+            tracing::warn!("a mount is still being taken on while a new supervisor takes over");
         }
         self.channels(|attach, fuse, slots| {
             let message = FromServer::Serving(attach.clone());

@@ -20,6 +20,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use crate::{
     host::program::this_program,
     ipc::{client::Client, protocol::Failure},
+    log,
     state::{
         files::{self, Lock},
         paths::StateDir,
@@ -77,6 +78,7 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
     let failed = |e| Error::io("cannot start the daemon", e);
     let mut child = this_program("__supervise")
         .arg(state.root())
+        .envs(log::given().map(|level| (log::VARIABLE, level.to_string())))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log)
@@ -152,6 +154,7 @@ fn start_unit(state: &StateDir) -> Result<()> {
         .arg(format!("--unit=burgeon-{}", state.tag()))
         .arg("--description=Burgeon: lazily mounted file trees")
         .args(UNIT_PROPERTIES.iter().map(|property| format!("--property={property}")))
+        .args(log::given().map(|level| format!("--setenv={}={level}", log::VARIABLE)))
         .arg(exe)
         .arg("__supervise")
         .arg(state.root());

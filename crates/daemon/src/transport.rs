@@ -63,7 +63,7 @@ impl Channel {
                 // That a kernel has no ublk is no news; that it refuses a device is.
                 Err(_) if !Path::new(CONTROL).exists() => fuse(),
                 Err(e) => {
-                    log!("mount {id} takes FUSE: {e}");
+                    tracing::warn!(mount = %id, error = %e, "cannot use ublk: taking FUSE");
                     let (channel, note) = fuse()?;
                     let fast = note.map(|note| format!("; {note}")).unwrap_or_default();
                     Ok((channel, Some(format!("it goes over FUSE, not ublk: {e}{fast}"))))
@@ -94,7 +94,7 @@ impl Channel {
             Self::Ublk(number) => Control::open().and_then(|mut control| control.stop(*number)),
         };
         if let Err(e) = aborted {
-            log!("what waits for the serving process may hang: {e}");
+            tracing::error!(error = %e, "processes that wait for the server may hang");
         }
     }
 
@@ -164,7 +164,7 @@ pub(crate) fn remove_devices(id: MountId) {
         // What it remembers wrongly only costs a warning in the kernel's log.
         let _ = btrfs_mount::forget(&ublk::block_path(number));
         if let Err(e) = Control::open().and_then(|mut control| control.remove(number)) {
-            log!("mount {id} leaves something behind: {e}");
+            tracing::warn!(mount = %id, error = %e, "the mount leaves a device behind");
         }
     }
 }

@@ -99,6 +99,8 @@ pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -
         if !again || tries == retries {
             return answer.map_err(|error| unreachable(what, error));
         }
+        let error = answer.map_or_else(|e| why_not(&e.without_url()), |a| a.status().to_string());
+        tracing::debug!(error, tries = tries + 1, "cannot {what}: asking again");
         pause(tries).await;
         tries += 1;
     }

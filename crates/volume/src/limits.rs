@@ -1,6 +1,6 @@
 //! Every bound of the data path, each a named constant with its arithmetic.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use crate::SharedPermits;
 
@@ -86,8 +86,8 @@ pub struct Limits {
     pub backoff_max: Duration,
     /// How long a chunk that was given up fails at once.
     pub given_up_for: Duration,
-    /// Told about failures of the source, a few lines a minute.
-    pub report: Option<fn(&str)>,
+    /// The image's name in events of the log.
+    pub image: Arc<str>,
     /// Further tries when the source answers wrongly.
     pub refetches: u32,
     /// First pause of cache writes when there is no space.
@@ -112,7 +112,7 @@ impl Default for Limits {
             backoff_min: BACKOFF_MIN,
             backoff_max: BACKOFF_MAX,
             given_up_for: GIVEN_UP_FOR,
-            report: None,
+            image: "".into(),
             refetches: REFETCHES,
             no_space_pause_min: NO_SPACE_PAUSE_MIN,
             no_space_pause_max: NO_SPACE_PAUSE_MAX,

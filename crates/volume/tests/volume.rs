@@ -2,10 +2,7 @@
 
 mod common;
 
-use std::{
-    sync::{Arc, Mutex},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, LocalFile, Now};
 use burgeon_volume::{CacheState, Limits, SharedPermits, Volume};
@@ -196,25 +193,35 @@ async fn a_read_that_waits_for_a_permit_has_the_same_deadline() {
 
 #[tokio::test(start_paused = true)]
 async fn failures_of_the_source_are_reported_a_few_times_a_minute() {
-    static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
-    let report: fn(&str) = |line| LINES.lock().unwrap().push(line.to_owned());
-    let setup = setup_with(image(9), Limits { report: Some(report), ..Limits::default() });
+    let events = testkit::Events::gather();
+    let setup = setup_with(image(9), Limits { image: "image-9".into(), ..Limits::default() });
     setup.source.fail_always(Fault::Unavailable);
     setup.read(setup.blocks(64, 1)).await.unwrap_err();
     setup.source.fail_always(None);
     setup.read(setup.blocks(0, 1)).await.unwrap();
-    let lines = std::mem::take(&mut *LINES.lock().unwrap());
-    let said = ["trying again: the store is away", "readers get an I/O error", "answers again"];
+    let lines = events.take();
+    let said = [
+        "WARN the source fails: trying again image=\"image-9\" error=\"the store is away",
+        "ERROR readers get an I/O error image=\"image-9\" error=cannot fetch chunk",
+        "INFO the source answers again image=\"image-9\" failed=",
+    ];
     assert_eq!(lines.len(), said.len(), "{lines:?}");
-    assert!(lines.iter().zip(said).all(|(line, said)| line.contains(said)), "{lines:?}");
+    assert!(lines.iter().zip(said).all(|(line, said)| line.starts_with(said)), "{lines:?}");
+    setup.source.fail([Fault::WrongByte]);
+    tokio::time::sleep(Duration::from_secs(61)).await;
+    setup.read(setup.blocks(65, 1)).await.unwrap();
+    let lines = events.take();
+    let wrong = lines.iter().filter(|line| line.starts_with("ERROR the source gave wrong bytes"));
+    let told: Vec<_> = wrong.collect();
+    assert!(told.len() == 1 && told[0].contains(" object=packs/test range=bytes "), "{lines:?}");
     setup.source.fail_always(Fault::NotFound);
     for _ in 0..50 {
         setup.read(setup.blocks(68, 1)).await.unwrap_err();
         tokio::time::sleep(Duration::from_secs(6)).await;
     }
-    let lines = std::mem::take(&mut *LINES.lock().unwrap());
+    let lines = events.take();
     assert!((5..=18).contains(&lines.len()), "{lines:?}");
-    assert!(lines.iter().any(|line| line.contains("lines like this before")), "{lines:?}");
+    assert!(lines.iter().any(|line| line.contains(" untold=")), "{lines:?}");
 }
 
 #[tokio::test]

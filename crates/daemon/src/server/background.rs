@@ -48,7 +48,7 @@ pub(super) struct Warmed {
 impl Serving {
     /// A mount is being made: what its profile says can come meanwhile.
     pub(super) fn warm(self: &Arc<Self>, warm: Warm) {
-        log!("mount {} is being made: what its profile says comes meanwhile", warm.id);
+        tracing::info!(mount = %warm.id, "the profile comes meanwhile: the mount is being made");
         let begun = Warmed { following: Following::Loading, volume: None };
         lock(&self.warmed).insert(warm.id, begun);
         let serving = Arc::clone(self);
@@ -109,7 +109,7 @@ impl Serving {
             }
             (Ok(None), _) => Following::None,
             (Err(e), _) => {
-                log!("mount {id} goes without the profile of {}: {e}", source.image.0);
+                tracing::warn!(mount = %id, image = %source.image.0, error = %e, "cannot use the profile");
                 Following::Unusable(e.to_string())
             }
         });
@@ -146,11 +146,12 @@ impl Serving {
         let serving = Arc::clone(self);
         self.runtime.spawn(async move {
             let end = ended.await;
-            log!(
-                "mount {id} has brought its profile ({:?}): {} bytes in {} requests",
-                end.state,
-                end.fetched_bytes,
-                end.requests
+            tracing::info!(
+                mount = %id,
+                state = ?end.state,
+                bytes = end.fetched_bytes,
+                requests = end.requests,
+                "the profile has been fetched"
             );
             serving.fill(id);
         });
@@ -169,9 +170,9 @@ impl Serving {
             let (done, total) = (end.done_bytes, end.total_bytes);
             match end.state {
                 FillState::Done if done == total => {
-                    log!("mount {id} is complete: all of its {total} bytes are local");
+                    tracing::info!(mount = %id, bytes = total, "the mount is complete: all of its bytes are local");
                 }
-                state => log!("mount {id} has {done} of {total} bytes local: filling is {state:?}"),
+                state => tracing::info!(mount = %id, ?state, bytes = done, total, "filling ended"),
             }
         });
     }

@@ -173,7 +173,7 @@ impl Serving {
         self.bring(id, mount);
         if let Err(e) = self.fetch_pinned(id, &pins) {
             // They are a matter of speed; the mount is served.
-            log!("mount {id}: what is pinned is not fetched: {e}");
+            tracing::warn!(mount = %id, error = %e, "cannot fetch pinned files");
         }
         self.watch(id, number, transport, ended);
         Ok(())
@@ -191,7 +191,7 @@ impl Serving {
         if lock(&self.refused).contains_key(&id) {
             return Ok(());
         }
-        log!("mount {id} cannot be served, and its reads are EIO: {why}");
+        tracing::error!(mount = %id, error = %why, "cannot serve the mount: its reads are EIO");
         let device = Arc::new(Refusing::instead_of(&attach)?);
         let (fuse, server, ended) = self.serve(&attach, fuse, &slots, &device)?;
         let (transport, number) = (attach.transport, self.next_server());
@@ -245,7 +245,7 @@ impl Serving {
             let end = ended.await;
             if let (End::Failed(errno), Transport::Ublk { .. }) = (end, transport) {
                 // The device lives on, and waits for a server.
-                log!("mount {id} cannot be served on (errno {errno}): making way for a successor");
+                tracing::error!(mount = %id, errno, "cannot serve the mount any longer: making way for a successor");
                 std::process::exit(1);
             }
             // Stopped by this process: another server has the mount.
@@ -297,7 +297,7 @@ impl Serving {
         if mount.is_none() && refused.is_none() {
             return;
         }
-        log!("mount {id} is over: {end:?}");
+        tracing::info!(mount = %id, ?end, "the mount is over");
         if let Some(mount) = mount {
             if let Some(fill) = &mount.fill {
                 fill.stop();

@@ -19,7 +19,7 @@ use burgeon_btrfs::{DeviceNo, Identity, superblock, superblock_offsets};
 use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
-use burgeon_volume::{DirectFile, LazyDevice, RECORDED_CHECKSUM_LEN, VirtualArea, Volume};
+use burgeon_volume::{DirectFile, LazyDevice, Limits, RECORDED_CHECKSUM_LEN, VirtualArea, Volume};
 
 use super::{Serving, SharedCounters, lock, mounts::Mount};
 use crate::{
@@ -100,7 +100,10 @@ impl Serving {
         files::make_way(&origin.cache)?;
         let cache = DirectFile::open(&origin.cache, map.data_range().len())?;
         let _runtime = self.runtime.enter();
-        let (map, limits) = (Arc::new(map), self.limits.clone());
+        // The folder of a prepared image has its digest for a name.
+        let folder = origin.cache.parent().and_then(Path::file_name).unwrap_or_default();
+        let image = folder.to_string_lossy().into();
+        let (map, limits) = (Arc::new(map), Limits { image, ..self.limits.clone() });
         let volume = match map.lacks_checksums() {
             false => Volume::new(map, objects, cache, limits),
             true => {
@@ -167,7 +170,7 @@ impl Serving {
         };
         let area = VirtualArea::open(folder, size, objects, Box::new(open), self.limits.clone());
         if let Some(problem) = area.status().problem {
-            log!("mount {id} is served, but nothing that is mapped into it: {problem}");
+            tracing::error!(mount = %id, error = %problem, "cannot serve content that is mapped into the mount");
         }
         Ok(area)
     }

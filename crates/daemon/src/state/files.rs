@@ -57,7 +57,7 @@ pub(crate) fn make_way(path: &Path) -> Result<()> {
         false => fs::remove_file(path),
     };
     let shown = path.display();
-    log!("{shown} was no regular file, and is made anew");
+    tracing::warn!(file = %shown, "was no regular file, and is made anew");
     removed.map_err(|e| {
         Error::io(format!("{shown} is no file: remove it, it is made anew by the next mount"), e)
     })

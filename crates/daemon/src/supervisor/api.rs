@@ -39,7 +39,7 @@ impl Supervisor {
             let stream = match socket.accept() {
                 Ok((stream, _)) => stream,
                 Err(e) => {
-                    log!("cannot take a client: {e}");
+                    tracing::error!(error = %e, "cannot take a client");
                     // Out of descriptors, most likely: a pause is better than a busy loop.
                     thread::sleep(Duration::from_millis(100));
                     continue;
@@ -52,7 +52,7 @@ impl Supervisor {
             let (supervisor, clients_here) = (Arc::clone(self), Arc::clone(&clients));
             let spawned = thread::Builder::new().stack_size(STACK).spawn(move || {
                 if let Err(e) = supervisor.converse(&stream) {
-                    log!("a client was cut off: {e}");
+                    tracing::warn!(error = %e, "a client was cut off");
                 }
                 clients_here.fetch_sub(1, SeqCst);
             });

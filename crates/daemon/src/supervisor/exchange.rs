@@ -100,7 +100,7 @@ impl Drop for Frozen {
         match number_ioctl(&self.0, FITHAW, 0) {
             // It was not frozen.
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
-            Err(e) => log!("a file system stays frozen: {e}"),
+            Err(e) => tracing::error!(error = %e, "a file system stays frozen"),
             Ok(()) => {}
         }
     }

@@ -145,7 +145,7 @@ fn reap(mut child: Child, answered: bool) {
         if let Ok(status) = child.wait()
             && !status.success()
         {
-            log!("a process that mounts ended: {status}");
+            tracing::warn!(%status, "a helper ended");
         }
     };
     match answered {

@@ -73,7 +73,7 @@ impl Supervisor {
             };
             match running {
                 Ok(running) => self.listen(running),
-                Err(e) => log!("cannot start the serving process: {e}"),
+                Err(e) => tracing::error!(error = %e, "cannot start the server"),
             }
             if self.table().stopping {
                 return;
@@ -112,14 +112,14 @@ impl Supervisor {
         let Running { stream, child, pid, refreshes } = running;
         match stream.try_clone() {
             Ok(link) => self.table().connect(link, pid, refreshes),
-            Err(e) => log!("cannot talk to the serving process: {e}"),
+            Err(e) => tracing::error!(error = %e, "cannot talk to the server"),
         }
         loop {
             match wire::receive::<FromServer>(&stream) {
                 Ok(Some((message, fds))) => self.heed(message, fds),
                 Ok(None) => break,
                 Err(e) => {
-                    log!("the serving process is not understood: {e}");
+                    tracing::error!(error = %e, "cannot understand the server");
                     break;
                 }
             }
@@ -133,8 +133,8 @@ impl Supervisor {
         drop(stream);
         if let Some(mut child) = child {
             match child.wait() {
-                Ok(status) => log!("the serving process ended: {status}"),
-                Err(e) => log!("the serving process cannot be waited for: {e}"),
+                Ok(status) => tracing::warn!(%status, "the server ended"),
+                Err(e) => tracing::warn!(error = %e, "cannot wait for the server"),
             }
         }
     }
@@ -143,7 +143,7 @@ impl Supervisor {
         match message {
             FromServer::Attached { id, number, error, served, refused } => {
                 if let Some(failure) = &error {
-                    log!("mount {id} cannot be served as it was told: {}", failure.what);
+                    tracing::error!(mount = %id, error = %failure.what, "the server cannot serve the mount as told");
                 }
                 let answer = Attached { id, number, error, served, refused };
                 if self.table().attached(answer) {
@@ -226,7 +226,7 @@ fn orphan(state: &StateDir) -> Result<Option<UnixStream>> {
             return Ok(None);
         }
         if begun.elapsed() > ORPHAN_PATIENCE {
-            log!("a server is alive that takes no new supervisor");
+            tracing::error!("a server is alive that takes no new supervisor");
             return Ok(None);
         }
         thread::sleep(ORPHAN_PAUSE);

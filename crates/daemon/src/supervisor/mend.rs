@@ -42,14 +42,15 @@ impl Supervisor {
         let (mut pause, mut said) = (PAUSE_MIN, String::new());
         while let Some(record) = self.to_mend(id) {
             match prepare::mend(&self.state, &record) {
-                Ok(true) => log!(
-                    "mount {id}: the files it is served from were damaged, and have been made again"
+                Ok(true) => tracing::warn!(
+                    mount = %id,
+                    "the files that it is served from were damaged, and have been made again"
                 ),
                 Ok(false) => {}
                 Err(e) if e.to_string() == said => {}
                 Err(e) => {
                     said = e.to_string();
-                    log!("mount {id}: the files it is served from cannot be made again: {said}");
+                    tracing::error!(mount = %id, error = %said, "cannot make the files again that it is served from");
                 }
             }
             self.attach_again(id);
@@ -72,7 +73,7 @@ impl Supervisor {
         let entry = table.mounts.get_mut(&id)?;
         entry.mending = matches!(entry.serving, Serving::Refusing(_) | Serving::No(_));
         if !entry.mending {
-            log!("mount {id} is served again");
+            tracing::info!(mount = %id, "served again");
         }
         entry.mending.then(|| entry.record.clone())
     }

@@ -86,7 +86,7 @@ pub fn supervise(state_dir: &Path) -> ExitCode {
             ExitCode::FAILURE
         }
         Err(e) => {
-            log!("the daemon cannot start: {e}");
+            tracing::error!(error = %e, "the daemon cannot start");
             say(&serde_json::to_string(&Failure::from(e)).unwrap_or_default());
             ExitCode::FAILURE
         }
@@ -111,7 +111,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     namespace::enter_private()?;
     missing.extend(harden::harden(false));
     for sentence in missing {
-        log!("{sentence}");
+        tracing::warn!("{sentence}");
     }
     let socket = bind(&state)?;
     let supervisor = Arc::new(Supervisor {
@@ -137,7 +137,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     thread::spawn(move || watcher.watch_devices());
     let terminator = Arc::clone(&supervisor);
     thread::spawn(move || terminator.heed_signals(&signals));
-    log!("the daemon of {} is ready", supervisor.state.root().display());
+    tracing::info!(state = %supervisor.state.root().display(), "the daemon is ready");
     say(start::READY);
     close_stdout();
     start::notify_systemd();
@@ -165,7 +165,7 @@ impl Supervisor {
     fn heed_signals(&self, signals: &signals::TerminationSignals) {
         while let Ok(signal) = signals.wait() {
             let mounts = self.table().mounts.len();
-            log!("signal {signal}: ending, {mounts} mounts are left");
+            tracing::info!(signal, mounts, "ending by a signal");
             if self.try_stop(false).is_ok() {
                 self.end();
             }
@@ -210,7 +210,7 @@ impl Supervisor {
         // What ends here by force must not leave readers waiting for a server: they get EIO.
         left.into_iter().for_each(transport::remove_devices);
         self.cgroup.leave();
-        log!("the daemon has ended");
+        tracing::info!("the daemon has ended");
         std::process::exit(0);
     }
 }

@@ -81,7 +81,7 @@ impl Supervisor {
         let made = match self.mount_as(id, &request, &store) {
             // Files that it was to be served from were damaged, and have been made again.
             Ok(None) => {
-                log!("files of the image {} were damaged, and have been made again", request.image);
+                tracing::warn!(image = %request.image, "prepared files were damaged, and have been made again");
                 id = MountId::random()?;
                 self.mount_as(id, &request, &store)
             }
@@ -92,7 +92,7 @@ impl Supervisor {
         let made = made.and_then(|made| made.ok_or_else(again));
         spare::refill(&self.state);
         let made = made.map_err(|e| spare::explain(&self.state, e))?;
-        log!("mounted {} as {id} in {} ms", request.image, begun.elapsed().as_millis());
+        tracing::info!(mount = %id, image = %request.image, ms = begun.elapsed().as_millis(), "mounted");
         Ok(made)
     }
 

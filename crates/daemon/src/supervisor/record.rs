@@ -41,7 +41,7 @@ impl Supervisor {
     /// Ends recording for a client that is gone.
     pub(super) fn stop_recording(&self, id: MountId) {
         if self.finish_recording(id).is_ok() {
-            log!("recording of {id} has ended with its client");
+            tracing::info!(mount = %id, "recording has ended with its client");
         }
     }
 

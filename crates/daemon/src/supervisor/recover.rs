@@ -45,10 +45,12 @@ impl Supervisor {
                     }
                     table.mounts.insert(id, Entry { serving: Serving::Yes, ..entry });
                 }
-                Err(e) => log!("mount {id} is served on, but is not known any more: {e}"),
+                Err(e) => {
+                    tracing::error!(mount = %id, error = %e, "a mount is served on, but is not known any more")
+                }
             }
         }
-        log!("took over {} mounts from a server whose supervisor had died", table.mounts.len());
+        tracing::info!(mounts = table.mounts.len(), "took over from a supervisor that had died");
         Ok(Some(orphan))
     }
 
@@ -63,19 +65,25 @@ impl Supervisor {
                 Ok(record) if is_alive(&record) && record.attach.transport.device().is_some() => {
                     match Slots::create().and_then(|slots| self.entry(record, None, slots)) {
                         Ok(entry) => self.table().add(entry),
-                        Err(e) => log!("mount {id} has lost its server for good: {e}"),
+                        Err(e) => {
+                            tracing::error!(mount = %id, error = %e, "the mount has lost its server for good")
+                        }
                     }
                 }
                 Ok(record) if is_alive(&record) => match self.begin_revival(record) {
                     Ok(()) => self.spawn_reviver(id),
-                    Err(e) => log!("mount {id} has lost its server for good: {e}"),
+                    Err(e) => {
+                        tracing::error!(mount = %id, error = %e, "the mount has lost its server for good")
+                    }
                 },
-                Err(e) if e.kind() == ErrorKind::UnsupportedFormat => log!("{e}"),
+                Err(e) if e.kind() == ErrorKind::UnsupportedFormat => {
+                    tracing::error!(mount = %id, error = %e, "cannot read the record")
+                }
                 record => match chain::loop_below(&self.state.mount(id)) {
                     None => clear_up(&self.state, id, record.ok()),
                     // Without its record nobody can serve it again, but it is somebody's mount.
                     Some(device) => {
-                        log!("mount {id} is in use on {device}, but its record cannot be read");
+                        tracing::error!(mount = %id, %device, "the mount is in use, but its record cannot be read");
                         let state = self.state.clone();
                         thread::spawn(move || {
                             while chain::loop_below(&state.mount(id)).is_some() {
@@ -134,7 +142,7 @@ fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
         spare::keep(state, &record);
     }
     if let Err(e) = files::remove_folder(&state.mount(id)) {
-        log!("cannot clear up after mount {id}: {e}");
+        tracing::warn!(mount = %id, error = %e, "cannot clear up after a mount");
     }
 }
 

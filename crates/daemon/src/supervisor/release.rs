@@ -57,19 +57,19 @@ impl Supervisor {
         // Until they are gone, however long that takes, the writes are in use and their name is
         // taken: this thread has nothing else to do.
         if !await_loops(&self.state, &record, LOOPS_PATIENCE) {
-            log!("a loop device of mount {id} does not go away; until it does, it is not released");
+            tracing::warn!(mount = %id, "a loop device does not go away: the mount is released when it does");
             await_loops(&self.state, &record, Duration::MAX);
         }
         forget_loops(&record.loops);
         transport::remove_devices(id);
         spare::keep(&self.state, &record);
         if let Err(e) = files::remove_folder(&self.state.mount(id)) {
-            log!("mount {id} is released, but: {e}");
+            tracing::warn!(mount = %id, error = %e, "cannot remove all files of a mount that is released");
         }
         spare::refill(&self.state);
         let entry = self.table().mounts.remove(&id);
         if let Some(entry) = &entry {
-            log!("released {}", describe(entry));
+            tracing::info!(mount = %id, "released {}", describe(entry));
         }
         // Gives the writes' name and the descriptors back before anybody who waits is woken.
         drop(entry);
@@ -119,13 +119,13 @@ impl Supervisor {
                 spare::keep(&state, record);
             }
             if let Err(e) = files::remove_folder(&state.mount(id)) {
-                log!("a mount that could not be made left something behind: {e}");
+                tracing::warn!(mount = %id, error = %e, "a mount that could not be made left something behind");
             }
             drop(lock);
         };
         if let Some(record) = record {
             if !await_loops(&self.state, &record, LOOPS_PATIENCE) {
-                log!("a loop device of mount {id}, which could not be made, does not go away");
+                tracing::warn!(mount = %id, "a loop device of a mount that could not be made does not go away");
                 let state = self.state.clone();
                 std::thread::spawn(move || {
                     await_loops(&state, &record, Duration::MAX);
@@ -216,7 +216,7 @@ pub(crate) fn remove_unused_loops() {
             Ok(0) => return,
             Ok(_) => std::thread::sleep(REMOVAL_PAUSE),
             Err(e) => {
-                log!("a loop number without discard stays: {e}");
+                tracing::warn!(error = %e, "a loop number without discard stays");
                 return;
             }
         }

@@ -70,10 +70,10 @@ impl Supervisor {
             let Transport::Rings { connection } = record.attach.transport else { continue };
             let id = record.attach.id;
             if let Err(e) = Connection::abort(connection) {
-                log!("the readers of mount {id} may hang: {e}");
+                tracing::error!(mount = %id, error = %e, "readers may hang");
             }
             if let Err(e) = self.reconnect(record) {
-                log!("mount {id} has lost its server for good: {e}");
+                tracing::error!(mount = %id, error = %e, "the mount has lost its server for good");
                 if let Some(entry) = self.table().mounts.get_mut(&id) {
                     entry.serving = Serving::No(e);
                 }
@@ -111,7 +111,7 @@ impl Supervisor {
     fn note_transport(&self, id: MountId, transport: Transport) {
         // On a full disk it cannot be; serving the mount again is worth more.
         if let Err(e) = self.update(id, |record| record.attach.transport = transport) {
-            log!("it cannot be written down how mount {id} is served: {e}");
+            tracing::warn!(mount = %id, error = %e, "cannot write down how the mount is served");
         }
     }
 
@@ -149,12 +149,12 @@ impl Supervisor {
             }
             match revived {
                 Ok(()) => {
-                    log!("mount {id} is served again");
+                    tracing::info!(mount = %id, "served again");
                     entry.lost = false;
                     return;
                 }
                 Err(e) => {
-                    log!("mount {id} has lost its server for good: {e}");
+                    tracing::error!(mount = %id, error = %e, "the mount has lost its server for good");
                     entry.serving = Serving::No(e);
                 }
             }
@@ -188,7 +188,7 @@ impl Supervisor {
         }
         let abort = || {
             if let Err(e) = connection.number().and_then(Connection::abort) {
-                log!("what waits for mount {id} may hang: {e}");
+                tracing::error!(mount = %id, error = %e, "processes that wait for the mount may hang");
             }
         };
         let fuse = [connection.mount()];
@@ -209,7 +209,9 @@ impl Supervisor {
         };
         match helper::run(&self.state, &Task::Thaw(exchange), &[], || {}) {
             Ok(_) => self.note_frozen(record.attach.id, false),
-            Err(e) => log!("mount {} may stay frozen: {e}", record.attach.id),
+            Err(e) => {
+                tracing::error!(mount = %record.attach.id, error = %e, "the file system may stay frozen")
+            }
         }
     }
 
@@ -223,7 +225,7 @@ impl Supervisor {
 
     fn note_frozen(&self, id: MountId, frozen: bool) {
         if let Err(e) = self.update(id, |record| record.frozen = frozen) {
-            log!("it cannot be written down whether mount {id} is frozen: {e}");
+            tracing::warn!(mount = %id, error = %e, "cannot write down whether the file system is frozen");
         }
     }
 }

@@ -159,7 +159,7 @@ impl Supervisor {
             });
             if let Err(e) = noted {
                 // The next supervisor begins where this one began: a step is taken twice, no harm.
-                log!("it cannot be written down how large the sprout of mount {id} is: {e}");
+                tracing::warn!(mount = %id, error = %e, "cannot write down the size of the sprout");
             }
         }
         let mut table = self.table();
@@ -170,14 +170,15 @@ impl Supervisor {
         entry.growth_ended = matches!(grown, Ok(Step::ReadOnly));
         drop(table);
         if let Ok(Step::ReadOnly) = grown {
-            log!(
-                "the file system of mount {id} is read-only, so its sprout is not grown any more: \
-                 `burgeon doctor` says what to do"
+            tracing::error!(
+                mount = %id,
+                "the file system is read-only, so its sprout is not grown any more: `burgeon doctor` \
+                 says what to do"
             );
         }
         // A full host may stay so for hours: once is enough.
         if let Some(e) = grown.err().filter(|_| !failed_before) {
-            log!("the sprout of mount {id} does not grow: {e}");
+            tracing::warn!(mount = %id, error = %e, "the sprout does not grow");
         }
     }
 }

@@ -70,7 +70,7 @@ impl Supervisor {
 
     fn stop_device(self: &Arc<Self>, id: MountId, number: u32) {
         if let Err(e) = Control::open().and_then(|mut control| control.stop(number)) {
-            log!("the device of mount {id} stays: {e}");
+            tracing::warn!(mount = %id, error = %e, "cannot remove the device");
             // It is tried again; not at once.
             thread::sleep(INTERVAL);
             return;

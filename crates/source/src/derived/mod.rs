@@ -190,9 +190,15 @@ impl Opened {
             let digest = &this.table.layers[layer as usize].digest;
             if !this.is_refuted((layer, span.index))
                 && let Some(bytes) = this.layers.held(digest, span.compressed).await?
-                && let Ok(unpacked) = Arc::clone(&this).unpack(layer, span, bytes).await
             {
-                return Ok(unpacked);
+                match Arc::clone(&this).unpack(layer, span, bytes).await {
+                    Ok(unpacked) => return Ok(unpacked),
+                    Err(error) => {
+                        let (object, range) = (layer_object(digest)?, span.compressed);
+                        let what = "a stored layer is damaged: reading it where it came from";
+                        tracing::error!(%object, %range, %error, "{what}");
+                    }
+                }
             }
             let bytes = this.layers.read(digest, span.compressed).await?;
             this.unpack(layer, span, bytes).await

@@ -197,6 +197,10 @@ where
         format!("{} of {}", self.chunk.range, object.unwrap_or_default())
     }
 
+    fn asked(&self) -> Option<(&ObjectId, ByteRange)> {
+        Some((file_of(&self.chunk.source).ok()?.0, self.chunk.range))
+    }
+
     fn len_asked(&self) -> u64 {
         self.chunk.range.len()
     }

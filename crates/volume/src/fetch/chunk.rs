@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, LocalFile, Pages, Result};
+use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, LocalFile, ObjectId, Pages, Result};
 use burgeon_image::{AddressMap, Chunk, decode_chunk};
 use bytes::Bytes;
 use tokio::time::Instant;
@@ -162,6 +162,10 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for ChunkQuestio
     fn name(&self) -> String {
         let object = self.volume.map.object(self.chunk.object);
         format!("chunk {} ({} of {object})", self.index, self.chunk.stored)
+    }
+
+    fn asked(&self) -> Option<(&ObjectId, ByteRange)> {
+        Some((self.volume.map.object(self.chunk.object), self.chunk.stored))
     }
 
     fn len_asked(&self) -> u64 {

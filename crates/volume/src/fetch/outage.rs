@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   a try fails        ──► note:    `status`, and one line of the log for each outage
+//!   bytes are wrong    ──► wrong:   a line
 //!   a fetch is given up ──► gave_up: a line, and for a moment the same chunk is EIO at once
 //!   good bytes         ──► good:    a line; readers that wait for a permit have the whole deadline again
 //! ```
@@ -12,12 +13,13 @@
 
 use std::{
     collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
 use tokio::time::Instant;
+use tracing::field::display;
 
 use crate::Limits;
 
@@ -32,9 +34,12 @@ const GIVEN_UP_MAX: usize = 1024;
 pub(crate) struct Outage {
     deadline: Duration,
     given_up_for: Duration,
-    report: Option<fn(&str)>,
+    image: Arc<str>,
     state: Mutex<State>,
 }
+
+/// The number of lines that were left out before one, if there were any.
+type Untold = Option<u64>;
 
 #[derive(Default)]
 struct State {
@@ -54,8 +59,9 @@ struct State {
 
 impl Outage {
     pub(crate) fn new(limits: &Limits) -> Self {
-        let Limits { deadline, given_up_for, report, .. } = *limits;
-        Self { deadline, given_up_for, report, state: Mutex::default() }
+        let Limits { deadline, given_up_for, .. } = *limits;
+        let (image, state) = (Arc::clone(&limits.image), Mutex::default());
+        Self { deadline, given_up_for, image, state }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -70,21 +76,34 @@ impl Outage {
     /// A try has failed.
     pub(crate) fn note(&self, error: &Error) {
         let text = error.to_string();
-        let line = {
+        let untold = {
             let mut state = self.state();
             let first = state.since.is_none();
             state.since.get_or_insert_with(Instant::now);
             state.failed += 1;
             state.last = Some(text.clone());
-            first.then(|| state.line(format!("the source fails, trying again: {text}"))).flatten()
+            first.then(|| state.line()).flatten()
         };
-        self.tell(line);
+        if let Some(untold) = untold {
+            let image = &*self.image;
+            tracing::warn!(image, error = text, untold, "the source fails: trying again");
+        }
+    }
+
+    /// The bytes that came of a range of an object are not those that were stored.
+    pub(crate) fn wrong(&self, asked: Option<(&ObjectId, ByteRange)>, error: &Error) {
+        let untold = self.state().line();
+        if let Some(untold) = untold {
+            let (image, object) = (&*self.image, asked.map(|(object, _)| display(object)));
+            let range = asked.map(|(_, range)| display(range));
+            tracing::error!(image, object, range, %error, untold, "the source gave wrong bytes");
+        }
     }
 
     /// The fetch of `key` is given up because of `error`, which its readers get. If it `timed_out`, the
     /// next readers get an error at once, for a moment.
     pub(crate) fn gave_up(&self, key: Option<u64>, error: &Error, timed_out: bool) {
-        let line = {
+        let untold = {
             let mut state = self.state();
             if let Some(key) = key.filter(|_| timed_out) {
                 let (now, for_how_long) = (Instant::now(), self.given_up_for);
@@ -95,26 +114,27 @@ impl Outage {
                     state.given_up.insert(key, now);
                 }
             }
-            state.line(format!("readers get an I/O error: {error}"))
+            state.line()
         };
-        self.tell(line);
+        if let Some(untold) = untold {
+            tracing::error!(image = &*self.image, %error, untold, "readers get an I/O error");
+        }
     }
 
     /// Good bytes have come.
     pub(crate) fn good(&self) {
-        let line = {
+        let ended = {
             let mut state = self.state();
             state.last_good = Some(Instant::now());
             state.given_up.clear();
             let failed = std::mem::take(&mut state.failed);
             state.since.take().and_then(|since| {
-                let seconds = since.elapsed().as_secs_f64();
-                state.line(format!(
-                    "the source answers again, after {failed} failed requests in {seconds:.1} s"
-                ))
+                state.line().map(|untold| (failed, since.elapsed().as_millis(), untold))
             })
         };
-        self.tell(line);
+        if let Some((failed, ms, untold)) = ended {
+            tracing::info!(image = &*self.image, failed, ms, untold, "the source answers again");
+        }
     }
 
     /// The map has a wrong checksum for a block whose chunk has the right digest. Told once.
@@ -153,17 +173,11 @@ impl Outage {
         let what = format!("other reads took all places for {seconds:.0} s: {why}");
         Error::new(ErrorKind::Unavailable, what)
     }
-
-    fn tell(&self, line: Option<String>) {
-        if let (Some(report), Some(line)) = (self.report, line) {
-            report(&line);
-        }
-    }
 }
 
 impl State {
-    /// The line, unless there were too many.
-    fn line(&mut self, mut line: String) -> Option<String> {
+    /// Whether there may be a line now, and the number of those before it that there were not.
+    fn line(&mut self) -> Option<Untold> {
         let now = Instant::now();
         if self.window.is_none_or(|begun| now >= begun + LINES_WINDOW) {
             (self.window, self.lines) = (Some(now), 0);
@@ -173,11 +187,7 @@ impl State {
             return None;
         }
         self.lines += 1;
-        match std::mem::take(&mut self.untold) {
-            0 => {}
-            untold => line.push_str(&format!(" (and {untold} lines like this before)")),
-        }
-        Some(line)
+        Some(Some(std::mem::take(&mut self.untold)).filter(|untold| *untold > 0))
     }
 }
 

@@ -12,7 +12,7 @@
 
 use std::time::Duration;
 
-use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, Result};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{FetchEngine, in_flight::Cost};
@@ -30,6 +30,11 @@ pub(crate) trait Question: Send {
 
     /// The bytes that are asked for, named for an error.
     fn name(&self) -> String;
+
+    /// What is asked for, if it is a range of one object, for the log.
+    fn asked(&self) -> Option<(&ObjectId, ByteRange)> {
+        None
+    }
 
     /// Bytes that are asked for.
     fn len_asked(&self) -> u64;
@@ -123,7 +128,10 @@ impl FetchEngine {
                 cost.fetches += 1;
                 self.outage.good();
             }
-            Err(error) if error.kind() == ErrorKind::Corrupt => cost.source_corrupt_chunks += 1,
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                cost.source_corrupt_chunks += 1;
+                self.outage.wrong(question.asked(), error);
+            }
             Err(_) => {}
         }
         verified

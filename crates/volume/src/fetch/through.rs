@@ -82,6 +82,10 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for Piece<'_, S,
         format!("{} of {}", self.range, self.object)
     }
 
+    fn asked(&self) -> Option<(&ObjectId, ByteRange)> {
+        Some((self.object, self.range))
+    }
+
     fn len_asked(&self) -> u64 {
         self.range.len()
     }

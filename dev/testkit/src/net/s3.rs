@@ -2,6 +2,10 @@
 //! with signatures (AWS Signature Version 4) that are checked. Debian 12 has no S3 server.
 //!
 //! Objects lie in memory. A listing comes in pages, and shows what was written before it.
+//!
+//! The crates `s3s` and `s3s-fs` do not pay: their current release (0.17) needs Rust 1.96 while this
+//! workspace builds with 1.88, releases for 1.88 are alphas, and `s3s-fs` calls itself experimental. A store
+//! in memory and pages of a few keys would be code of ours behind them, too.
 
 use std::{
     collections::BTreeMap,
@@ -13,9 +17,10 @@ use std::{
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     thread,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::SystemTime,
 };
 
+use chrono::{DateTime, Utc};
 use sha2::{Digest, Sha256};
 
 use super::head::Head;
@@ -188,7 +193,7 @@ impl<'a> Request<'a> {
             body = body[start..end].into();
         }
         answer.set("etag", etag(&object.bytes));
-        answer.set("last-modified", Time::of(object.modified).http());
+        answer.set("last-modified", http_date(object.modified));
         (answer, body)
     }
 
@@ -216,7 +221,7 @@ impl<'a> Request<'a> {
         let page = &rest[..rest.len().min(PAGE)];
         let mut body = String::from("<ListBucketResult>");
         for (key, object) in page {
-            let (time, size) = (Time::of(object.modified).iso(), object.bytes.len());
+            let (time, size) = (iso(object.modified), object.bytes.len());
             let tag = escaped(&etag(&object.bytes));
             body += &format!(
                 "<Contents><Key>{}</Key><LastModified>{time}</LastModified><ETag>{tag}</ETag>\
@@ -332,62 +337,31 @@ fn unescaped(text: &str) -> String {
     text.replace("&apos;", "'").replace("&amp;", "&")
 }
 
-/// A moment, UTC.
-struct Time {
-    days: u64,
-    date: (u64, u64, u64),
-    clock: (u64, u64, u64),
-    millis: u32,
+/// A moment as in listings.
+fn iso(time: SystemTime) -> String {
+    DateTime::<Utc>::from(time).format("%Y-%m-%dT%H:%M:%S%.3fZ").to_string()
 }
 
-impl Time {
-    fn of(time: SystemTime) -> Self {
-        let since: Duration = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-        let (days, second) = (since.as_secs() / 86400, since.as_secs() % 86400);
-        // Howard Hinnant's `civil_from_days`, for days after 1970: years begin in March.
-        let shifted = days + 719_468;
-        let (era, day) = (shifted / 146_097, shifted % 146_097);
-        let year = (day - day / 1460 + day / 36524 - day / 146_096) / 365;
-        let day = day - (365 * year + year / 4 - year / 100);
-        let march = (5 * day + 2) / 153;
-        let day = day - (153 * march + 2) / 5 + 1;
-        let month = if march < 10 { march + 3 } else { march - 9 };
-        let year = era * 400 + year + u64::from(month <= 2);
-        let clock = (second / 3600, second / 60 % 60, second % 60);
-        Self { days, date: (year, month, day), clock, millis: since.subsec_millis() }
-    }
-
-    fn iso(&self) -> String {
-        let ((year, month, day), (hour, minute, second)) = (self.date, self.clock);
-        let millis = self.millis;
-        format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{millis:03}Z")
-    }
-
-    fn http(&self) -> String {
-        const DAYS: [&str; 7] = ["Thu", "Fri", "Sat", "Sun", "Mon", "Tue", "Wed"];
-        const MONTHS: [&str; 12] =
-            ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
-        let ((year, month, day), (hour, minute, second)) = (self.date, self.clock);
-        let (weekday, month) = (DAYS[(self.days % 7) as usize], MONTHS[month as usize - 1]);
-        format!("{weekday}, {day:02} {month} {year:04} {hour:02}:{minute:02}:{second:02} GMT")
-    }
+/// A moment as in headers.
+fn http_date(time: SystemTime) -> String {
+    DateTime::<Utc>::from(time).format("%a, %d %b %Y %H:%M:%S GMT").to_string()
 }
 
 #[cfg(test)]
 mod tests {
     use std::time::{Duration, UNIX_EPOCH};
 
-    use super::{Time, decoded, encoded, hex, hmac, range_of};
+    use super::{decoded, encoded, hex, hmac, http_date, iso, range_of};
 
     #[test]
     fn times_are_written_as_others_do() {
-        for (seconds, iso, http) in [
+        for (seconds, date, http) in [
             (0, "1970-01-01T00:00:00.000Z", "Thu, 01 Jan 1970 00:00:00 GMT"),
             (951_782_400, "2000-02-29T00:00:00.000Z", "Tue, 29 Feb 2000 00:00:00 GMT"),
             (1_795_301_999, "2026-11-21T22:59:59.000Z", "Sat, 21 Nov 2026 22:59:59 GMT"),
         ] {
-            let time = Time::of(UNIX_EPOCH + Duration::from_secs(seconds));
-            assert_eq!((time.iso().as_str(), time.http().as_str()), (iso, http));
+            let time = UNIX_EPOCH + Duration::from_secs(seconds);
+            assert_eq!((&*iso(time), &*http_date(time)), (date, http));
         }
     }
 

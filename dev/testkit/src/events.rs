@@ -1,0 +1,75 @@
+//! Events that code under test makes, gathered in this thread.
+
+use std::{
+    fmt::{Debug, Write},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use tracing::{
+    Event, Metadata, Subscriber,
+    field::{Field, Visit},
+    span::{Attributes, Id, Record},
+    subscriber::DefaultGuard,
+};
+
+/// Gathers the events of this thread until it is dropped.
+pub struct Events {
+    lines: Arc<Mutex<Vec<String>>>,
+    _guard: DefaultGuard,
+}
+
+impl Events {
+    /// Begins to gather.
+    pub fn gather() -> Self {
+        let lines = Arc::<Mutex<Vec<String>>>::default();
+        let guard = tracing::subscriber::set_default(Gatherer(Arc::clone(&lines)));
+        Self { lines, _guard: guard }
+    }
+
+    /// What came since the last call: `WARN message field=value …`, one an event.
+    pub fn take(&self) -> Vec<String> {
+        std::mem::take(&mut self.lines.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+struct Gatherer(Arc<Mutex<Vec<String>>>);
+
+impl Subscriber for Gatherer {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_event()
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut words = Words::default();
+        event.record(&mut words);
+        let line = format!("{} {}{}", event.metadata().level(), words.message, words.fields);
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[derive(Default)]
+struct Words {
+    message: String,
+    fields: String,
+}
+
+impl Visit for Words {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        match field.name() {
+            "message" => self.message = format!("{value:?}"),
+            name => _ = write!(self.fields, " {name}={value:?}"),
+        }
+    }
+}
