@@ -1,7 +1,8 @@
 //! The bugs that the simulator must find: texts of `crates/volume/src` and what replaces them.
 //!
-//! Each text occurs exactly once in its file, or `build.rs` says which one does not. [`SWITCH`] stands for
-//! the question whether the bug is on; while it is off, the copy must behave as the original does.
+//! Each text occurs exactly once in its file, or `build.rs` says which one does not. [`SWITCH`]
+//! stands for the question whether the bug is on; while it is off, the copy must behave as the
+//! original does.
 
 /// What a replacement has in place of "this bug is on".
 pub const SWITCH: &str = "BUG";

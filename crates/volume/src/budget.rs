@@ -4,8 +4,8 @@ use std::{ops::Deref, sync::Arc};
 
 use burgeon_block::Counters;
 
-/// The bytes that one mount may fetch. The limit is checked before each fetch, so fetches in flight
-/// come on top.
+/// The bytes that one mount may fetch. The limit is checked before each fetch, so fetches in
+/// flight come on top.
 pub struct Budget {
     counters: Box<dyn Deref<Target = Counters> + Send + Sync>,
     limit: u64,

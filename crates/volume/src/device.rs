@@ -18,13 +18,13 @@ use crate::{
 ///          superblock  superblock  superblock   lazy data             zeros         mapped content
 /// ```
 ///
-/// A mount may have a fetch limit: beyond it only local bytes are served. The limit is checked before
-/// a fetch, so fetches in flight come on top: at most [`crate::FETCHES_MAX`] chunks, one request of a
-/// profile and one of each reader.
+/// A mount may have a fetch limit: beyond it only local bytes are served. The limit is checked
+/// before a fetch, so fetches in flight come on top: at most [`crate::FETCHES_MAX`] chunks, one
+/// request of a profile and one of each reader.
 ///
-/// `C` holds this mount's counters: an `Arc<Counters>`, or memory shared with another process. The
-/// device counts fetches and wrong bytes; the frontend, which sees whole requests, counts hits, misses,
-/// failed reads and latencies.
+/// `C` holds this mount's counters: an `Arc<Counters>`, or memory shared with another process.
+/// The device counts fetches and wrong bytes; the frontend, which sees whole requests, counts
+/// hits, misses, failed reads and latencies.
 pub struct LazyDevice<S, F, C = Arc<Counters>> {
     volume: Arc<Volume<S, F>>,
     counters: C,
@@ -106,8 +106,8 @@ where
         Ok(self)
     }
 
-    /// The same with a limit to the bytes that this mount fetches, for readers and in the background,
-    /// as the sources send them, over all its life ([`Counters::fetched_bytes`] and
+    /// The same with a limit to the bytes that this mount fetches, for readers and in the
+    /// background, as the sources send them, over all its life ([`Counters::fetched_bytes`] and
     /// [`Counters::background_bytes`]).
     pub fn with_fetch_limit(mut self, bytes: u64) -> Self {
         self.budget = Budget::new(self.counters.clone(), bytes);
@@ -148,7 +148,8 @@ where
         self.log.finish()
     }
 
-    /// Starts to fetch all of the image, as far as the limit goes. Must be called within a runtime.
+    /// Starts to fetch all of the image, as far as the limit goes. Must be called within a
+    /// runtime.
     pub fn fill(&self) -> Fill {
         self.volume.fill_for(Arc::clone(&self.budget))
     }
@@ -158,8 +159,9 @@ where
         self.volume.prefetch_profile(ranges, Some(Arc::clone(&self.budget)))
     }
 
-    /// Starts to fetch the cacheable content at `ranges` of the device: a fill for each image that has
-    /// some of it. Computed bytes and local files need none. Must be called within a runtime.
+    /// Starts to fetch the cacheable content at `ranges` of the device: a fill for each image
+    /// that has some of it. Computed bytes and local files need none. Must be called within a
+    /// runtime.
     pub async fn fill_ranges(&self, ranges: &[ByteRange]) -> Result<Vec<Fill>> {
         let mut parts = Vec::<(Arc<_>, Vec<ByteRange>)>::new();
         let mut add = |volume: Arc<Volume<S, F>>, range| match parts

@@ -20,9 +20,9 @@ const SHARED_BACKGROUND: usize = SHARED_FETCHES / 4 * 3;
 /// chunks; four at a time leave permits for seven more such readers in [`FETCHES_MAX`].
 const FETCHES_PER_READ: usize = 4;
 
-/// Permits for background work: three quarters of [`FETCHES_MAX`]. That is 6 MiB of data in flight,
-/// 120 MiB/s at 50 ms a round trip, and leaves permits for two readers at once; while readers wait,
-/// fill begins nothing new.
+/// Permits for background work: three quarters of [`FETCHES_MAX`]. That is 6 MiB of data in
+/// flight, 120 MiB/s at 50 ms a round trip, and leaves permits for two readers at once; while
+/// readers wait, fill begins nothing new.
 const BACKGROUND_FETCHES: usize = FETCHES_MAX / 4 * 3;
 
 /// Threads that write the cache file. Direct writes of 256 KiB: four keep an SSD busy.
@@ -32,8 +32,8 @@ const WRITE_THREADS: usize = 4;
 /// that a busy volume fills, too: one chunk (256 KiB) a second.
 const FILL_YIELD: Duration = Duration::from_secs(1);
 
-/// How long a read waits for an unavailable source, its wait for a permit included, before it is `EIO`. Below the
-/// 120 s after which Linux logs a hung task, above a store's restart.
+/// How long a read waits for an unavailable source, its wait for a permit included, before it is
+/// `EIO`. Below the 120 s after which Linux logs a hung task, above a store's restart.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// How long one try may take: a third of the deadline, so that a stalled connection is given up
@@ -45,8 +45,8 @@ const TRY_TIMEOUT: Duration = Duration::from_secs(10);
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
 
-/// How long a chunk that was given up is `EIO` at once: the kernel asks a second time for a page whose
-/// read-ahead failed, within milliseconds.
+/// How long a chunk that was given up is `EIO` at once: the kernel asks a second time for a page
+/// whose read-ahead failed, within milliseconds.
 const GIVEN_UP_FOR: Duration = Duration::from_secs(1);
 
 /// Tries beyond the first when the answer is wrong rather than missing.
@@ -60,8 +60,8 @@ const NO_SPACE_PAUSE_MAX: Duration = Duration::from_secs(60);
 /// The bounds a volume works within; `Limits::default()` is what a daemon uses.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// The permits of the process. Clones of these limits share them, too; each `Limits::default()` has
-    /// its own.
+    /// The permits of the process. Clones of these limits share them, too; each
+    /// `Limits::default()` has its own.
     pub shared: SharedPermits,
     /// Chunks of the volume held in memory at once.
     pub fetches_max: usize,

@@ -8,8 +8,8 @@ use std::sync::{
 use burgeon_block::{ByteRange, RangeSet};
 use burgeon_image::READS_MAX;
 
-/// A recorder of reads. While it is off, a read costs one load. While it is on, each takes a lock and
-/// may allocate, at most for [`READS_MAX`] ranges: the user has asked for that.
+/// A recorder of reads. While it is off, a read costs one load. While it is on, each takes a lock
+/// and may allocate, at most for [`READS_MAX`] ranges: the user has asked for that.
 #[derive(Default)]
 pub(crate) struct ReadLog {
     on: AtomicBool,

@@ -6,13 +6,13 @@
 //! ```
 //!
 //! Of mapped files the first read decides what the bytes are, from then on
-//! ([`RecordedChecksums::hold_to_first`]). Of images without checksums the source decides at each fetch;
-//! a record only tells whether the cache still holds the fetched bytes ([`RecordedChecksums::record`],
-//! [`RecordedChecksums::compare`]).
+//! ([`RecordedChecksums::hold_to_first`]). Of images without checksums the source decides at each
+//! fetch; a record only tells whether the cache still holds the fetched bytes
+//! ([`RecordedChecksums::record`], [`RecordedChecksums::compare`]).
 //!
-//! Invariants: an entry that does not match itself counts as not recorded, so a torn or rotten entry makes
-//! nothing unreadable (`tests::an_entry_is_valid_in_its_place_only`). Entries of a chunk are written by
-//! its fetch task alone, so two writers never race for one.
+//! Invariants: an entry that does not match itself counts as not recorded, so a torn or rotten
+//! entry makes nothing unreadable (`tests::an_entry_is_valid_in_its_place_only`). Entries of a
+//! chunk are written by its fetch task alone, so two writers never race for one.
 
 use burgeon_block::{BLOCK_SIZE, ChecksumKind, Error, ErrorKind, LocalFile, Result};
 
@@ -75,8 +75,8 @@ impl<F: LocalFile> RecordedChecksums<F> {
         self.file.write_at(index.saturating_mul(ENTRY as u64), &entries)
     }
 
-    /// Compares `blocks` with their records at `index`; calls `not_good` for each that differs or has
-    /// none. Allocates nothing.
+    /// Compares `blocks` with their records at `index`; calls `not_good` for each that differs or
+    /// has none. Allocates nothing.
     pub(crate) fn compare(
         &self,
         index: u64,

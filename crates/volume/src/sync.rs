@@ -1,5 +1,6 @@
 //! The primitives by which the single-flight table and the presence bits share memory.
-//! `tests/interleavings.rs` compiles both over shuttle's versions of these, which try other orders.
+//! `tests/interleavings.rs` compiles both over shuttle's versions of these, which try other
+//! orders.
 
 pub(crate) use std::sync::{
     Mutex, MutexGuard,

@@ -51,8 +51,8 @@ impl<F: LocalFile> Checksums<F> {
         }
     }
 
-    /// Whether `bytes` are the blocks from `offset` of the data on. Calls `not_good` for each block that
-    /// is not, with its index. An error if that cannot be said.
+    /// Whether `bytes` are the blocks from `offset` of the data on. Calls `not_good` for each
+    /// block that is not, with its index. An error if that cannot be said.
     #[inline]
     pub(crate) fn verify(
         &self,
@@ -84,8 +84,8 @@ impl<F: LocalFile> Checksums<F> {
         Ok(good)
     }
 
-    /// Records the checksums of the fetched blocks from `offset` on, where they have to be, before the
-    /// blocks are kept.
+    /// Records the checksums of the fetched blocks from `offset` on, where they have to be,
+    /// before the blocks are kept.
     pub(crate) fn record(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         match self {
             Self::Recorded(recorded) => recorded.record(offset / BLOCK_SIZE, bytes),

@@ -7,9 +7,9 @@
 //!            (in order, a few fetches at once)      └─► in flight: wait for its bytes ──► copy
 //! ```
 //!
-//! It joins the parts: `residency/` (local bytes), `verify.rs` (their checksums), `fetch/` (all other
-//! bytes) and `background/` (fetches that no reader asked for). Invariant: residency is asked once
-//! outside the single-flight table's lock, by `try_read`, and once inside it.
+//! It joins the parts: `residency/` (local bytes), `verify.rs` (their checksums), `fetch/` (all
+//! other bytes) and `background/` (fetches that no reader asked for). Invariant: residency is
+//! asked once outside the single-flight table's lock, by `try_read`, and once inside it.
 
 use std::{
     collections::VecDeque,
@@ -103,9 +103,10 @@ where
         Self::over(map, source, (cache, None), limits)
     }
 
-    /// The same of an image without checksums ([`AddressMap::lacks_checksums`]): those of its blocks are
-    /// recorded in `checksums` when the blocks are fetched, [`crate::RECORDED_CHECKSUM_LEN`] bytes
-    /// each. [`Self::new`] caches nothing of such an image.
+    /// The same of an image without checksums ([`AddressMap::lacks_checksums`]): those of its
+    /// blocks are recorded in `checksums` when the blocks are fetched,
+    /// [`crate::RECORDED_CHECKSUM_LEN`] bytes each. [`Self::new`] caches nothing of such an
+    /// image.
     pub fn without_checksums(
         map: Arc<AddressMap>,
         source: S,
@@ -206,8 +207,8 @@ where
         Ok(Now::Absent)
     }
 
-    /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of the source,
-    /// its wait for a permit included. `Corrupt` when the source insists on wrong bytes,
+    /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of the
+    /// source, its wait for a permit included. `Corrupt` when the source insists on wrong bytes,
     /// `Unavailable` when it gave none. May be dropped at any await.
     pub async fn read(
         self: &Arc<Self>,
@@ -248,8 +249,9 @@ where
         self.read_ahead.get().map(Prefetched::bytes).unwrap_or_default()
     }
 
-    /// Starts to fetch the chunks of `range` that are neither resident nor in flight, as far as there
-    /// are permits for background work, and returns how many it started. A hint: the rest is dropped.
+    /// Starts to fetch the chunks of `range` that are neither resident nor in flight, as far as
+    /// there are permits for background work, and returns how many it started. A hint: the rest
+    /// is dropped.
     pub fn prefetch(self: &Arc<Self>, range: ByteRange) -> usize {
         let mut started = 0;
         let mut next = range.start();
@@ -292,8 +294,8 @@ where
         self.residency.find(self.offset(range), range.len())
     }
 
-    /// Fills `buf` with the bytes of `range`, which were found at `place`; `false` if they cannot be read or
-    /// are wrong, and then they are not found again.
+    /// Fills `buf` with the bytes of `range`, which were found at `place`; `false` if they cannot
+    /// be read or are wrong, and then they are not found again.
     fn read_place(
         &self,
         place: Place,
@@ -337,8 +339,8 @@ where
         true
     }
 
-    /// Keeps up to `fetches_per_read` fetches in flight and copies their bytes out in order. It waits
-    /// for a permit only while it waits for no fetch, so readers cannot starve each other.
+    /// Keeps up to `fetches_per_read` fetches in flight and copies their bytes out in order. It
+    /// waits for a permit only while it waits for no fetch, so readers cannot starve each other.
     async fn read_pieces(
         self: &Arc<Self>,
         range: ByteRange,
@@ -401,8 +403,8 @@ impl Pending {
         self.0.push_back((whole, piece, waiter));
     }
 
-    /// Waits for the first of them, and copies its piece into `buf`, which holds `range`; `false` if
-    /// there is none.
+    /// Waits for the first of them, and copies its piece into `buf`, which holds `range`; `false`
+    /// if there is none.
     pub(crate) async fn copy_next(
         &mut self,
         range: ByteRange,

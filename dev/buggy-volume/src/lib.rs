@@ -5,8 +5,8 @@
 //!                                                              └── bugs::is_on("…")
 //! ```
 //!
-//! The production crate has no place for bugs; this copy exists so that the simulator can show that
-//! it finds each of them. All bugs share one build.
+//! The production crate has no place for bugs; this copy exists so that the simulator can show
+//! that it finds each of them. All bugs share one build.
 
 // The copy follows the lints of the original, and the bugs need not.
 #![allow(warnings, clippy::all)]

@@ -21,8 +21,8 @@ pub struct Exhausted {
 
 /// Reads an image of `chunks` chunks, syncing half-way, while the power fails at write `k`, for
 /// each `k`; then starts again and reads with the power failing at write `j`, for each `j`; then
-/// proves that all is well. The image is `verified` by its source, or by its map. Each with several
-/// shares of surviving sectors.
+/// proves that all is well. The image is `verified` by its source, or by its map. Each with
+/// several shares of surviving sectors.
 pub fn crash_at_every_write(seed: u64, chunks: usize, verified: bool) -> Result<Exhausted, String> {
     let model = Arc::new(Model::new(seed, seed, chunks, verified));
     let scenario = Scenario { model, seed };

@@ -19,9 +19,9 @@
 //! gives reason; within a bounded time; when the faults stop, everything can be filled and is then
 //! served without the source; and the counters say exactly what happened.
 //!
-//! A simulator that finds nothing proves nothing: `dev/buggy-simulator` compiles it over a copy of the
-//! volume that has bugs and asserts that each is found. One seed is one run: the same seed, the
-//! same run.
+//! A simulator that finds nothing proves nothing: `dev/buggy-simulator` compiles it over a copy
+//! of the volume that has bugs and asserts that each is found. One seed is one run: the same
+//! seed, the same run.
 
 mod area;
 mod disk;

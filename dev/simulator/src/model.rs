@@ -24,8 +24,8 @@ const THROUGH_CHUNK: usize = 2;
 
 impl Model {
     /// An image of `chunks` chunks whose lengths depend on `shape` and whose bytes on `content`,
-    /// in a pack named after `content` and a file outside the store. If it is `verified`, its chunks
-    /// are in a derived object instead, of layers that nobody has read.
+    /// in a pack named after `content` and a file outside the store. If it is `verified`, its
+    /// chunks are in a derived object instead, of layers that nobody has read.
     pub fn new(shape: u64, content: u64, chunks: usize, verified: bool) -> Self {
         let (mut lengths, mut rng) = (Rng::new(shape), Rng::new(content));
         let kind = *rng.pick(&[ChecksumKind::Crc32c, ChecksumKind::Xxhash64]);

@@ -5,8 +5,9 @@
 //!                                                                     checksums? ──► every waiter
 //! ```
 //!
-//! Nothing is cached: the kernel's page cache has the bytes. The tests are in `tests/area.rs`, and the
-//! simulator's bugs `AcceptOtherIdentity`, `SkipFirstSeen` and `KeepFirstChecksumOnly` are found here.
+//! Nothing is cached: the kernel's page cache has the bytes. The tests are in `tests/area.rs`,
+//! and the simulator's bugs `AcceptOtherIdentity`, `SkipFirstSeen` and `KeepFirstChecksumOnly`
+//! are found here.
 
 use std::{convert::Infallible, sync::Arc};
 
@@ -76,8 +77,8 @@ where
     F: LocalFile + 'static,
     L: LogFile + 'static,
 {
-    /// Fills `out` from `offset` of a file on. Keeps up to `fetches_per_read` fetches in flight and
-    /// waits for a permit only while it waits for no fetch.
+    /// Fills `out` from `offset` of a file on. Keeps up to `fetches_per_read` fetches in flight
+    /// and waits for a permit only while it waits for no fetch.
     pub(super) async fn read_file(
         self: &Arc<Self>,
         extent: &Extent,

@@ -1,5 +1,5 @@
-//! The map of an area, and the recorded checksums of mapped files. Both lie on a disk and may be lost:
-//! then every read is an error, until they can be used.
+//! The map of an area, and the recorded checksums of mapped files. Both lie on a disk and may be
+//! lost: then every read is an error, until they can be used.
 //!
 //! Invariant: opened files stay open, so a lookup waits for nobody (`tests/area.rs`).
 
@@ -29,7 +29,8 @@ pub(super) struct MappedSlot<F, L> {
 }
 
 impl<F, L: LogFile> MappedSlot<F, L> {
-    /// The files of an area of `size` bytes; if they cannot be opened now, [`Self::refresh`] tries again.
+    /// The files of an area of `size` bytes; if they cannot be opened now, [`Self::refresh`]
+    /// tries again.
     pub(super) fn open(size: u64, open: Open<F, L>) -> Self {
         let slot = Self {
             size,

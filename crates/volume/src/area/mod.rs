@@ -9,7 +9,8 @@
 //! ```
 //!
 //! Invariants, and the tests that hold them:
-//! - An address answers with the same bytes or an error, for ever (the simulator; `tests/area.rs`).
+//! - An address answers with the same bytes or an error, for ever (the simulator;
+//!   `tests/area.rs`).
 //! - A file that is not the one that was mapped is an error that names it; a block that was read
 //!   once is never answered with other bytes, whatever its attributes claim (`tests/area.rs`).
 //! - Without its map every read is an error, and counted (`tests/area.rs`).
@@ -108,9 +109,10 @@ impl<S, F, L> std::fmt::Debug for VirtualArea<S, F, L> {
 }
 
 impl<S: BlockSource + 'static> VirtualArea<S, DirectFile> {
-    /// Opens the area of `size` bytes whose map lies in `folder`; the checksums of mapped files are
-    /// kept there, too. Mapped images are found with `open_image` when they are first read. A map
-    /// that cannot be used is no error here: it is one of each read ([`AreaStatus::problem`]).
+    /// Opens the area of `size` bytes whose map lies in `folder`; the checksums of mapped files
+    /// are kept there, too. Mapped images are found with `open_image` when they are first read. A
+    /// map that cannot be used is no error here: it is one of each read
+    /// ([`AreaStatus::problem`]).
     pub fn open(
         folder: &Path,
         size: u64,
@@ -175,8 +177,8 @@ where
         self.mapped.size()
     }
 
-    /// Sees new mappings, and a map that can be used again; forgets images whose sources have failed, so
-    /// that they are looked for anew.
+    /// Sees new mappings, and a map that can be used again; forgets images whose sources have
+    /// failed, so that they are looked for anew.
     pub fn refresh(&self) -> Result<()> {
         let mut images = self.images.write().unwrap_or_else(PoisonError::into_inner);
         images.retain(|_, volume| volume.status().last_source_error.is_none());
@@ -251,8 +253,8 @@ where
         Ok(Now::Served)
     }
 
-    /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of a source, its
-    /// wait for a permit included. May be dropped at any await.
+    /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of a
+    /// source, its wait for a permit included. May be dropped at any await.
     pub async fn read(
         self: &Arc<Self>,
         range: ByteRange,
@@ -276,8 +278,8 @@ where
         Ok(())
     }
 
-    /// The parts of `range` that are content of images: their volumes, and the ranges of their lazy
-    /// addresses. Other content and unmapped addresses are left out.
+    /// The parts of `range` that are content of images: their volumes, and the ranges of their
+    /// lazy addresses. Other content and unmapped addresses are left out.
     pub(crate) async fn of_images(&self, range: ByteRange) -> Result<Ranges<S, F>> {
         let (mut found, mut at) = (Vec::new(), range.start());
         while at < range.end() {

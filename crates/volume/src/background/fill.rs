@@ -192,8 +192,8 @@ where
         }
     }
 
-    /// Makes one chunk resident. While the source is unavailable it waits and tries again, and holds no
-    /// permit meanwhile.
+    /// Makes one chunk resident. While the source is unavailable it waits and tries again, and
+    /// holds no permit meanwhile.
     async fn fill_chunk(self: Arc<Self>, index: u32, budget: Option<Arc<Budget>>) -> (u32, Filled) {
         let range = self.map.chunk(index).range;
         let may_fetch = || budget.as_ref().is_none_or(|budget| budget.may_fetch());

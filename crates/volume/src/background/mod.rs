@@ -7,9 +7,9 @@
 //!   fill.rs         everything ───────────► chunks ┘ begins nothing while readers wait, for 1 s
 //! ```
 //!
-//! Invariants: background work takes background permits, which leave some for readers, and read-ahead waits
-//! for none (`tests/profile.rs`, `tests/fill.rs`, `tests/read_ahead.rs`). All of it is a hint: a fetch that fails
-//! here is left to the readers.
+//! Invariants: background work takes background permits, which leave some for readers, and
+//! read-ahead waits for none (`tests/profile.rs`, `tests/fill.rs`, `tests/read_ahead.rs`). All of
+//! it is a hint: a fetch that fails here is left to the readers.
 
 mod fill;
 pub(crate) mod prefetched;

@@ -1,14 +1,14 @@
-//! Profile prefetch: fetches the chunks that the start of a program will read, in that order, before it
-//! reads them.
+//! Profile prefetch: fetches the chunks that the start of a program will read, in that order,
+//! before it reads them.
 //!
 //! ```text
 //!   chunks in order ─► rows: the next one, and others of the profile that lie beside it in its
 //!                      object ─► as many requests as the path takes (request_window.rs)
 //! ```
 //!
-//! While readers fetch, half as much is in flight: it is what they will read next. Fill begins after the
-//! profile. A source that is away ends the prefetch, and the chunks are left to the readers. The tests are
-//! in `tests/profile.rs`.
+//! While readers fetch, half as much is in flight: it is what they will read next. Fill begins
+//! after the profile. A source that is away ends the prefetch, and the chunks are left to the
+//! readers. The tests are in `tests/profile.rs`.
 
 use std::{
     collections::{HashSet, VecDeque},
@@ -113,8 +113,8 @@ where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
 {
-    /// Starts to fetch the chunks of `ranges`, in this order, as far as the `budget` goes. Ranges that are
-    /// no lazy data are passed over.
+    /// Starts to fetch the chunks of `ranges`, in this order, as far as the `budget` goes. Ranges
+    /// that are no lazy data are passed over.
     pub fn prefetch_profile(
         self: &Arc<Self>,
         ranges: impl Iterator<Item = ByteRange>,
@@ -220,9 +220,9 @@ where
         state
     }
 
-    /// Begins the fetch of the next chunk that is neither resident nor in flight, and of wanted ones beside
-    /// it, up to `len_max` stored bytes; and the bytes of all chunks that were taken off the list. The
-    /// row is empty when nothing is left to fetch.
+    /// Begins the fetch of the next chunk that is neither resident nor in flight, and of wanted
+    /// ones beside it, up to `len_max` stored bytes; and the bytes of all chunks that were taken
+    /// off the list. The row is empty when nothing is left to fetch.
     async fn next_row(
         self: &Arc<Self>,
         wanted: &mut Wanted,

@@ -1,14 +1,16 @@
-//! Read-ahead: a reader's fetch takes a round trip, and the chunks behind it can come in the same time.
+//! Read-ahead: a reader's fetch takes a round trip, and the chunks behind it can come in the same
+//! time.
 //!
 //! ```text
 //!   reader's chunk      ── request ──────► ◄── bytes ──
 //!   those behind it         ── request ──────► ◄══ as much as the path carries in one round trip ══
 //! ```
 //!
-//! A second request, so that the reader does not wait for it. Its size is twice rate × latency of the path
-//! as it is known so far; from below, that ends near what the path carries while a reader's own request is
-//! in flight. Where a round trip is short nothing is read ahead, and where little of it is ever read,
-//! less (`tests`). Invariant: it takes background permits, and only those that are free.
+//! A second request, so that the reader does not wait for it. Its size is twice rate × latency of
+//! the path as it is known so far; from below, that ends near what the path carries while a
+//! reader's own request is in flight. Where a round trip is short nothing is read ahead, and
+//! where little of it is ever read, less (`tests`). Invariant: it takes background permits, and
+//! only those that are free.
 
 use std::{
     sync::{
@@ -61,8 +63,8 @@ where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
 {
-    /// From now on nothing is fetched but for reads, and for what is asked for otherwise: for mounts
-    /// that have a limit.
+    /// From now on nothing is fetched but for reads, and for what is asked for otherwise: for
+    /// mounts that have a limit.
     pub fn stop_reading_ahead(&self) {
         self.ahead.stopped.store(true, Ordering::Relaxed);
     }

@@ -82,8 +82,8 @@ mod tests {
     use super::{RequestWindow, WINDOW_MAX, WINDOW_MIN};
     use crate::fetch::path::PathEstimate;
 
-    /// Fetches `total` bytes over a path of `rate` bytes a second and `latency`: the window at the end,
-    /// and how much longer it took than the path needs.
+    /// Fetches `total` bytes over a path of `rate` bytes a second and `latency`: the window at
+    /// the end, and how much longer it took than the path needs.
     fn fetch(total: u64, rate: f64, latency: Duration) -> (RequestWindow, f64) {
         let start = Instant::now();
         let (path, mut window) = (PathEstimate::default(), RequestWindow::new());

@@ -6,8 +6,8 @@
 //!       └─────────────────────────────────── keep: checksums, residency ◄┘──► end
 //! ```
 //!
-//! Invariants: readers never wait for the cache write; the fetch ends after the presence bits are set,
-//! so nobody fetches the chunk in between (the simulator, `tests/failing_cache.rs`).
+//! Invariants: readers never wait for the cache write; the fetch ends after the presence bits are
+//! set, so nobody fetches the chunk in between (the simulator, `tests/failing_cache.rs`).
 
 use std::sync::Arc;
 
@@ -30,17 +30,18 @@ where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
 {
-    /// Joins or starts the fetch of a chunk of which `piece` is wanted, for a reader. With a time of
-    /// arrival it waits for a permit. With `whatever`, resident bytes do not count: they were wrong.
+    /// Joins or starts the fetch of a chunk of which `piece` is wanted, for a reader. With a time
+    /// of arrival it waits for a permit. With `whatever`, resident bytes do not count: they were
+    /// wrong.
     pub(crate) async fn join_or_start(
         self: &Arc<Self>,
         index: u32,
         piece: ByteRange,
         arrived: Instant,
         patient: bool,
-        whatever: bool,
+        wrong: bool,
     ) -> Result<Joined<Place>> {
-        let resident = || self.find(piece).filter(|_| !whatever);
+        let resident = || self.find(piece).filter(|_| !wrong);
         let start = |begun| self.start(index, begun);
         let key = index.into();
         if patient {

@@ -8,10 +8,11 @@
 //!                                 │ drop: leave the table, then the waiters see the end
 //! ```
 //!
-//! A fetch stays in the table until its chunk is resident (or is known not to become so). So whoever
-//! finds neither an in-flight fetch nor resident bytes under the table's lock is the first. A task
-//! that panics or is cancelled drops its [`InFlight`], too: its waiters get an error, not silence.
-//! The tests are in `tests/interleavings.rs`: they try many orders of the steps.
+//! A fetch stays in the table until its chunk is resident (or is known not to become so). So
+//! whoever finds neither an in-flight fetch nor resident bytes under the table's lock is the
+//! first. A task that panics or is cancelled drops its [`InFlight`], too: its waiters get an
+//! error, not silence. The tests are in `tests/interleavings.rs`: they try many orders of the
+//! steps.
 
 use std::{
     collections::HashMap,
@@ -123,12 +124,14 @@ type Entries = HashMap<u64, Entry>;
 #[derive(Clone)]
 struct Entry {
     outcome: watch::Receiver<Outcome>,
-    /// Whether the chunk was kept; closes when the fetch has ended. It holds no bytes, unlike `outcome`.
+    /// Whether the chunk was kept; closes when the fetch has ended. It holds no bytes, unlike
+    /// `outcome`.
     end: watch::Receiver<bool>,
 }
 
 impl InFlightTable {
-    /// The table, for a look and perhaps a [`LockedTable::insert`]; never held across an await or I/O.
+    /// The table, for a look and perhaps a [`LockedTable::insert`]; never held across an await or
+    /// I/O.
     pub(crate) fn lock(&self) -> LockedTable<'_> {
         LockedTable { table: self, entries: self.guard() }
     }
@@ -204,8 +207,8 @@ impl Waiter {
         })
     }
 
-    /// Waits until the fetch has ended, its cache write included, without holding its bytes; whether
-    /// the chunk was kept.
+    /// Waits until the fetch has ended, its cache write included, without holding its bytes;
+    /// whether the chunk was kept.
     pub(crate) async fn ended(self) -> bool {
         let Entry { outcome, mut end } = self.entry;
         drop(outcome);

@@ -10,8 +10,8 @@
 //!         └── wrong: once more; unavailable: again until the deadline
 //! ```
 //!
-//! A [`FetchEngine`] serves one key space: the chunks of an image ([`chunk`], [`row`]), or those of
-//! the mapped files of a mount (`area/file.rs`). Bytes that are never cached have no key to
+//! A [`FetchEngine`] serves one key space: the chunks of an image ([`chunk`], [`row`]), or those
+//! of the mapped files of a mount (`area/file.rs`). Bytes that are never cached have no key to
 //! share, and come through the same [`FetchEngine::ask`] ([`through`]).
 //!
 //! Invariants, and the tests that hold them:
@@ -19,10 +19,10 @@
 //!   ends no fetch (`tests/interleavings.rs`, the simulator's bugs `TwoFetches`, `LostWaiter`).
 //! - Residency is asked once under the table's lock, so a chunk that has just been kept is not
 //!   fetched again (`tests/interleavings.rs`).
-//! - A reader waits until the deadline of [`outage::Outage`] at most, its wait for a permit included
-//!   (`tests/volume.rs`).
-//! - Every question to a source goes through [`FetchEngine::ask`] or [`FetchEngine::once`]: one retry
-//!   policy, one estimate of the path.
+//! - A reader waits until the deadline of [`outage::Outage`] at most, its wait for a permit
+//!   included (`tests/volume.rs`).
+//! - Every question to a source goes through [`FetchEngine::ask`] or [`FetchEngine::once`]: one
+//!   retry policy, one estimate of the path.
 
 pub(crate) mod chunk;
 pub(crate) mod in_flight;
@@ -99,8 +99,8 @@ impl FetchEngine {
         self.in_flight.len()
     }
 
-    /// Joins the fetch of `key`, finds its bytes with `resident`, or starts a fetch with `start`, which
-    /// takes `permit` if there is one. For a reader: refused for a while after a give-up.
+    /// Joins the fetch of `key`, finds its bytes with `resident`, or starts a fetch with `start`,
+    /// which takes `permit` if there is one. For a reader: refused for a while after a give-up.
     pub(crate) fn join_or_start<P>(
         &self,
         key: u64,
@@ -140,8 +140,8 @@ impl FetchEngine {
         }
     }
 
-    /// The same for background work: a new fetch takes `background`, and waits for its other permit
-    /// without end.
+    /// The same for background work: a new fetch takes `background`, and waits for its other
+    /// permit without end.
     pub(crate) async fn join_or_start_in_background<P>(
         &self,
         key: u64,

@@ -7,9 +7,10 @@
 //!   good bytes         ──► good:    a line; readers that wait for a permit have the whole deadline again
 //! ```
 //!
-//! The kernel asks a second time for a page whose read-ahead failed. Without the memory of chunks that
-//! were given up, such a read takes two deadlines. Invariants: at most [`LINES_MAX`] lines a
-//! [`LINES_WINDOW`] and volume; at most [`GIVEN_UP_MAX`] chunks are remembered (`tests/volume.rs`).
+//! The kernel asks a second time for a page whose read-ahead failed. Without the memory of chunks
+//! that were given up, such a read takes two deadlines. Invariants: at most [`LINES_MAX`] lines a
+//! [`LINES_WINDOW`] and volume; at most [`GIVEN_UP_MAX`] chunks are remembered
+//! (`tests/volume.rs`).
 
 use std::{
     collections::HashMap,
@@ -100,8 +101,8 @@ impl Outage {
         }
     }
 
-    /// The fetch of `key` is given up because of `error`, which its readers get. If it `timed_out`, the
-    /// next readers get an error at once, for a moment.
+    /// The fetch of `key` is given up because of `error`, which its readers get. If it
+    /// `timed_out`, the next readers get an error at once, for a moment.
     pub(crate) fn gave_up(&self, key: Option<u64>, error: &Error, timed_out: bool) {
         let untold = {
             let mut state = self.state();
@@ -160,8 +161,8 @@ impl Outage {
         })
     }
 
-    /// The deadline of a reader that came at `arrived`: counted from then, or from the last good bytes
-    /// of the source.
+    /// The deadline of a reader that came at `arrived`: counted from then, or from the last good
+    /// bytes of the source.
     pub(crate) fn deadline(&self, arrived: Instant) -> Instant {
         self.state().last_good.map_or(arrived, |good| good.max(arrived)) + self.deadline
     }

@@ -7,9 +7,9 @@
 //! ```
 //!
 //! Background work derives its windows from it (`background/request_window.rs`,
-//! `background/read_ahead.rs`). Delivered bytes of all requests count, so requests that share the path
-//! do not look slow to each other. Invariants: bytes that the source had at hand say nothing about
-//! the path (`tests::bytes_at_hand_say_nothing`); a rate that was reached once fades
+//! `background/read_ahead.rs`). Delivered bytes of all requests count, so requests that share the
+//! path do not look slow to each other. Invariants: bytes that the source had at hand say nothing
+//! about the path (`tests::bytes_at_hand_say_nothing`); a rate that was reached once fades
 //! (`tests::an_old_rate_fades`).
 
 use std::{
@@ -22,7 +22,8 @@ use tokio::time::Instant;
 
 /// Answers that the recent latency is taken from.
 const RECENT: usize = 16;
-/// Answers before the recent latency is known: the quickest of several is not that of a busy machine.
+/// Answers before the recent latency is known: the quickest of several is not that of a busy
+/// machine.
 const KNOWN: usize = 4;
 /// The best rate fades to this share of itself with each answer.
 const FADE: f64 = 0.99;

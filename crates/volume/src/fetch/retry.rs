@@ -7,8 +7,8 @@
 //!    └────────┴── unavailable: again after 0.05, 0.1, … 2 s, until the deadline
 //! ```
 //!
-//! Invariant: a try ends after `Limits::try_timeout` and all of them at the deadline (the simulator's
-//! bug `NoTimeout`; `tests`).
+//! Invariant: a try ends after `Limits::try_timeout` and all of them at the deadline (the
+//! simulator's bug `NoTimeout`; `tests`).
 
 use std::time::Duration;
 

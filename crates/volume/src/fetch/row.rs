@@ -6,8 +6,9 @@
 //!                  └───────────────────┴──► the chunk is fetched alone, with all tries
 //! ```
 //!
-//! Background work alone fetches rows. Invariant: every chunk of a row ends as any other fetch does,
-//! however the request for the row ends (the simulator's bugs `LoseFailedRow`, `SkipRowDigest`, `CutRowOneByteOff`).
+//! Background work alone fetches rows. Invariant: every chunk of a row ends as any other fetch
+//! does, however the request for the row ends (the simulator's bugs `LoseFailedRow`,
+//! `SkipRowDigest`, `CutRowOneByteOff`).
 
 use std::sync::Arc;
 

@@ -1,8 +1,9 @@
-//! Reads that are never cached: of objects that are local already, or cost nothing to compute again.
+//! Reads that are never cached: of objects that are local already, or cost nothing to compute
+//! again.
 //!
-//! Each read asks the source for its own bytes, under the same retry policy, and verifies them by the
-//! checksums of the map. Chunks that are stored compressed cannot be read in part; they are fetched
-//! and cached as any other.
+//! Each read asks the source for its own bytes, under the same retry policy, and verifies them by
+//! the checksums of the map. Chunks that are stored compressed cannot be read in part; they are
+//! fetched and cached as any other.
 
 use std::sync::Arc;
 
@@ -41,8 +42,8 @@ where
         self.engine.ask(&mut question, deadline, bill.cost()).await
     }
 
-    /// The same for sources that answer without waiting; `false` if this one does not, or if its bytes
-    /// are wrong.
+    /// The same for sources that answer without waiting; `false` if this one does not, or if its
+    /// bytes are wrong.
     pub(crate) fn read_through_now(&self, index: u32, piece: ByteRange, buf: &mut [u8]) -> bool {
         let chunk = self.map.chunk(index);
         let Some(range) = stored_piece(&chunk, piece) else { return false };

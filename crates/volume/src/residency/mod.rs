@@ -1,4 +1,5 @@
-//! Residency: which bytes of an image lie on this host, and where. Today they lie in one sparse file.
+//! Residency: which bytes of an image lie on this host, and where. Today they lie in one sparse
+//! file.
 //!
 //! ```text
 //!   range ──► find ──► Place ──► read ──► bytes, not verified ──► the caller verifies them
@@ -12,8 +13,8 @@
 //! after a crash every block that is not in a hole may be resident, and its verification decides.
 //!
 //! Invariants, and the tests that hold them:
-//! - A presence bit is set after the write, never before it (`tests::a_failed_write_is_not_found`, the
-//!   simulator, `tests/interleavings.rs`).
+//! - A presence bit is set after the write, never before it
+//!   (`tests::a_failed_write_is_not_found`, the simulator, `tests/interleavings.rs`).
 //! - A place that cannot be read, or whose bytes were doubted, is not found again until it is
 //!   admitted again (`tests::a_doubted_block_is_not_found_until_it_is_admitted_again`).
 //! - A failing file costs no reader more than a miss; see [`gate`] for its writes.
@@ -55,8 +56,8 @@ pub(crate) struct Residency<F> {
 }
 
 impl<F: LocalFile> Residency<F> {
-    /// The residency of `len` bytes in `file`: every block that is not in a hole may be resident. A
-    /// file that cannot be searched for holes is taken as empty.
+    /// The residency of `len` bytes in `file`: every block that is not in a hole may be resident.
+    /// A file that cannot be searched for holes is taken as empty.
     pub(crate) fn open(file: F, len: u64, limits: &Limits) -> Self {
         let residency = Self::new(file, len, limits, false);
         let blocks = len.div_ceil(BLOCK_SIZE);
