@@ -295,10 +295,10 @@ pub const BUGS: &[Bug] = &[
         )],
     ),
     image(
-        "SkipRowDigest",
+        "SkipRunDigest",
         "chunks that came together in one answer are not checked",
         &[(
-            "fetch/row.rs",
+            "fetch/run.rs",
             "let result = match self.engine.verify(&mut question, stored, &mut cost).await {",
             "let verified = if BUG {
                 let chunk = self.map.chunk(index);
@@ -314,20 +314,20 @@ pub const BUGS: &[Bug] = &[
         )],
     ),
     image(
-        "LoseFailedRow",
-        "the chunks of a row whose request failed are forgotten",
+        "LoseFailedRun",
+        "the chunks of a run whose request failed are forgotten",
         &[(
-            "fetch/row.rs",
+            "fetch/run.rs",
             "return self.fetch_task(index, begun).await;",
             "if BUG { return std::mem::forget(begun); }
             return self.fetch_task(index, begun).await;",
         )],
     ),
     image(
-        "CutRowOneByteOff",
-        "the chunks of a row are cut out of the answer one byte too early",
+        "CutRunOneByteOff",
+        "the chunks of a run are cut out of the answer one byte too early",
         &[(
-            "fetch/row.rs",
+            "fetch/run.rs",
             "let at = (stored.start() - start) as usize;",
             "let at = ((stored.start() - start) as usize).saturating_sub(usize::from(BUG));",
         )],

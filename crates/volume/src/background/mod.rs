@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   reader ─────────────────────────────► its own permits: background work never takes them
-//!   profile.rs      a profile, in order ──► rows ──┐ half as much in flight while readers fetch
-//!   read_ahead.rs   behind a reader ──────► rows ──┼─► background permits
+//!   profile.rs      a profile, in order ──► runs ──┐ half as much in flight while readers fetch
+//!   read_ahead.rs   behind a reader ──────► runs ──┼─► background permits
 //!   fill.rs         everything ───────────► chunks ┘ begins nothing while readers wait, for 1 s
 //! ```
 //!

@@ -6,7 +6,7 @@ use burgeon_block::{BLOCK_SIZE, ByteRange, Counter};
 
 use crate::residency::presence::Presence;
 
-/// Why a row is fetched, to tell whether that was of use.
+/// Why a run is fetched, to tell whether that was of use.
 #[derive(Clone, Copy)]
 pub(crate) enum Purpose {
     /// A profile names its chunks.

@@ -2,7 +2,7 @@
 //! before it reads them.
 //!
 //! ```text
-//!   chunks in order ─► rows: the next one, and others of the profile that lie beside it in its
+//!   chunks in order ─► runs: the next one, and others of the profile that lie beside it in its
 //!                      object ─► as many requests as the path takes (request_window.rs)
 //! ```
 //!
@@ -28,12 +28,12 @@ use crate::{
     fetch::{
         path::Sent,
         permits::{BackgroundPermit, Permits},
-        row::RowChunk,
+        run::RunChunk,
     },
     limits::FETCHES_MAX,
 };
 
-/// So many requests in a row without an answer, and the source is away.
+/// So many requests one after another without an answer, and the source is away.
 const FAILURES_MAX: u32 = 4;
 
 /// The state of a profile prefetch.
@@ -196,21 +196,21 @@ where
                 }
                 continue;
             }
-            let (row, done) = self.next_row(&mut wanted, window.request(), budget.as_ref()).await;
-            let len = row.iter().map(|chunk| self.map.chunk(chunk.index).stored.len()).sum();
+            let (run, done) = self.next_run(&mut wanted, window.request(), budget.as_ref()).await;
+            let len = run.iter().map(|chunk| self.map.chunk(chunk.index).stored.len()).sum();
             progress.send_modify(|now| {
                 now.done_bytes += done;
-                now.requests += u64::from(!row.is_empty());
+                now.requests += u64::from(!run.is_empty());
             });
-            if row.is_empty() {
+            if run.is_empty() {
                 continue;
             }
-            let of_these = self.bytes_to_fetch(&row);
+            let of_these = self.bytes_to_fetch(&run);
             (requests, bytes, to_fetch) = (requests + 1, bytes + len, to_fetch + of_these);
             let sent = self.engine.path.sent(of_these, Instant::now());
             let (volume, answer, ending) = (Arc::clone(self), answer.clone(), ending.clone());
             tokio::spawn(async move {
-                let good = volume.fetch_row(row, Purpose::Profile, ending).await;
+                let good = volume.fetch_run(run, Purpose::Profile, ending).await;
                 // Nobody listens any more after the prefetch was stopped.
                 let _ = answer.send(Answer { sent, bytes: len, to_fetch: of_these, good }).await;
             });
@@ -222,13 +222,13 @@ where
 
     /// Begins the fetch of the next chunk that is neither resident nor in flight, and of wanted
     /// ones beside it, up to `len_max` stored bytes; and the bytes of all chunks that were taken
-    /// off the list. The row is empty when nothing is left to fetch.
-    async fn next_row(
+    /// off the list. The run is empty when nothing is left to fetch.
+    async fn next_run(
         self: &Arc<Self>,
         wanted: &mut Wanted,
         len_max: u64,
         payer: Option<&Arc<Budget>>,
-    ) -> (Vec<RowChunk>, u64) {
+    ) -> (Vec<RunChunk>, u64) {
         let mut done = 0;
         while let Some(first) = wanted.order.front().copied() {
             let range = self.map.chunk(first).range;
@@ -245,24 +245,24 @@ where
             let background = background.map(|permit| BackgroundPermit::new(permit, payer.cloned()));
             let permits = Permits::new(fetch, background);
             let Some(begun) = self.begin_new(first, permits) else { continue };
-            let (row, more) =
-                self.extend_row(RowChunk { index: first, begun }, wanted, len_max, payer);
-            return (row, done + more);
+            let (run, more) =
+                self.extend_run(RunChunk { index: first, begun }, wanted, len_max, payer);
+            return (run, done + more);
         }
         (Vec::new(), done)
     }
 
-    /// A row that begins with one chunk, and the bytes of those that were added to it.
-    fn extend_row(
+    /// A run that begins with one chunk, and the bytes of those that were added to it.
+    fn extend_run(
         &self,
-        first: RowChunk,
+        first: RunChunk,
         wanted: &mut Wanted,
         len_max: u64,
         payer: Option<&Arc<Budget>>,
-    ) -> (Vec<RowChunk>, u64) {
+    ) -> (Vec<RunChunk>, u64) {
         let (mut low, mut high) = (first.index, first.index);
         let mut len = self.map.chunk(first.index).stored.len();
-        let (mut row, mut done) = (VecDeque::from([first]), 0);
+        let (mut run, mut done) = (VecDeque::from([first]), 0);
         loop {
             let next = high.checked_add(1).filter(|next| self.adjoins(high, *next, wanted));
             let before = low.checked_sub(1).filter(|before| self.adjoins(*before, low, wanted));
@@ -278,13 +278,13 @@ where
             len += chunk.stored.len();
             if index > high {
                 high = index;
-                row.push_back(RowChunk { index, begun });
+                run.push_back(RunChunk { index, begun });
             } else {
                 low = index;
-                row.push_front(RowChunk { index, begun });
+                run.push_front(RunChunk { index, begun });
             }
         }
-        (row.into(), done)
+        (run.into(), done)
     }
 
     /// Takes resident chunks off the list: their bytes.

@@ -26,7 +26,7 @@ use tokio::sync::mpsc;
 use super::prefetched::{PrefetchedBytes, Purpose};
 use crate::{
     Volume,
-    fetch::{path::Estimate, row::RowChunk},
+    fetch::{path::Estimate, run::RunChunk},
 };
 
 /// Below this, waiting for one chunk after another costs less than bytes that nobody wants.
@@ -75,7 +75,7 @@ where
             return;
         }
         let len_max = window(&self.engine.path.now(), self.read_ahead_bytes());
-        let mut row = Vec::new();
+        let mut run = Vec::new();
         let mut last = self.map.chunk(index);
         let start = last.stored.end();
         for index in index + 1..self.map.chunk_count() {
@@ -91,19 +91,19 @@ where
             }
             let Some(permits) = self.engine.try_background_permits(None) else { break };
             let Some(begun) = self.begin_new(index, permits) else { break };
-            row.push(RowChunk { index, begun });
+            run.push(RunChunk { index, begun });
             last = chunk;
         }
-        if !row.is_empty() {
-            tokio::spawn(Arc::clone(self).fetch_ahead(row));
+        if !run.is_empty() {
+            tokio::spawn(Arc::clone(self).fetch_ahead(run));
         }
     }
 
-    async fn fetch_ahead(self: Arc<Self>, row: Vec<RowChunk>) {
+    async fn fetch_ahead(self: Arc<Self>, run: Vec<RunChunk>) {
         // The reader's own request goes first.
         tokio::task::yield_now().await;
         let (ending, _) = mpsc::channel(1);
-        self.fetch_row(row, Purpose::ReadAhead, ending).await;
+        self.fetch_run(run, Purpose::ReadAhead, ending).await;
     }
 }
 

@@ -10,7 +10,7 @@
 //!         └── wrong: once more; unavailable: again until the deadline
 //! ```
 //!
-//! A [`FetchEngine`] serves one key space: the chunks of an image ([`chunk`], [`row`]), or those
+//! A [`FetchEngine`] serves one key space: the chunks of an image ([`chunk`], [`run`]), or those
 //! of the mapped files of a mount (`area/file.rs`). Bytes that are never cached have no key to
 //! share, and come through the same [`FetchEngine::ask`] ([`through`]).
 //!
@@ -30,7 +30,7 @@ pub(crate) mod outage;
 pub(crate) mod path;
 pub(crate) mod permits;
 pub(crate) mod retry;
-pub(crate) mod row;
+pub(crate) mod run;
 mod through;
 
 use std::{convert::Infallible, sync::Arc};

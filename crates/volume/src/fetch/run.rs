@@ -1,14 +1,14 @@
-//! A row: chunks whose stored bytes lie one after another in an object, fetched with one request.
+//! A run: chunks whose stored bytes lie one after another in an object, fetched with one request.
 //!
 //! ```text
-//!   fetch_row ──► one try ──► cut ──► each chunk: verify ──► finish (chunk.rs)
+//!   fetch_run ──► one try ──► cut ──► each chunk: verify ──► finish (chunk.rs)
 //!                  │ failed            │ wrong
 //!                  └───────────────────┴──► the chunk is fetched alone, with all tries
 //! ```
 //!
-//! Background work alone fetches rows. Invariant: every chunk of a row ends as any other fetch
-//! does, however the request for the row ends (the simulator's bugs `LoseFailedRow`,
-//! `SkipRowDigest`, `CutRowOneByteOff`).
+//! Background work alone fetches runs. Invariant: every chunk of a run ends as any other fetch
+//! does, however the request for the run ends (the simulator's bugs `LoseFailedRun`,
+//! `SkipRunDigest`, `CutRunOneByteOff`).
 
 use std::sync::Arc;
 
@@ -20,8 +20,8 @@ use tokio::{sync::mpsc, time::Instant};
 use super::{Begun, chunk::ChunkQuestion, in_flight::Cost, read_object};
 use crate::{Volume, background::prefetched::Purpose};
 
-/// A chunk of a row, whose fetch has begun.
-pub(crate) struct RowChunk {
+/// A chunk of a run, whose fetch has begun.
+pub(crate) struct RunChunk {
     pub(crate) index: u32,
     pub(crate) begun: Begun,
 }
@@ -34,29 +34,29 @@ where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
 {
-    /// The first chunk of a row, and where the row is stored; `None` for an empty one.
-    fn stored_row(&self, row: &[RowChunk]) -> Option<(Chunk, ByteRange)> {
-        let [first, last] = [row.first()?, row.last()?].map(|it| self.map.chunk(it.index));
+    /// The first chunk of a run, and where the run is stored; `None` for an empty one.
+    fn stored_run(&self, run: &[RunChunk]) -> Option<(Chunk, ByteRange)> {
+        let [first, last] = [run.first()?, run.last()?].map(|it| self.map.chunk(it.index));
         Some((first, ByteRange::new(first.stored.start(), last.stored.end())?))
     }
 
-    /// Bytes of a row that the source has to fetch.
-    pub(crate) fn bytes_to_fetch(&self, row: &[RowChunk]) -> u64 {
-        self.stored_row(row).map_or(0, |(first, range)| {
+    /// Bytes of a run that the source has to fetch.
+    pub(crate) fn bytes_to_fetch(&self, run: &[RunChunk]) -> u64 {
+        self.stored_run(run).map_or(0, |(first, range)| {
             self.source.bytes_to_fetch(self.map.object(first.object), range)
         })
     }
 
-    /// Fetches a row, and says whether its request gave all of it. Returns when that was answered;
+    /// Fetches a run, and says whether its request gave all of it. Returns when that was answered;
     /// `ending` is held until its chunks were verified and kept.
-    pub(crate) async fn fetch_row(
+    pub(crate) async fn fetch_run(
         self: Arc<Self>,
-        row: Vec<RowChunk>,
+        run: Vec<RunChunk>,
         purpose: Purpose,
         ending: Ending,
     ) -> bool {
-        let Some((chunk, range)) = self.stored_row(&row) else { return true };
-        let to_fetch = self.bytes_to_fetch(&row);
+        let Some((chunk, range)) = self.stored_run(&run) else { return true };
+        let to_fetch = self.bytes_to_fetch(&run);
         let deadline = self.engine.outage.deadline(Instant::now());
         let asking = read_object(&self.source, self.map.object(chunk.object), range);
         let mut cost = Cost::default();
@@ -66,23 +66,23 @@ where
             self.engine.unclaimed.source_errors.add(cost.source_errors);
         });
         let start = chunk.stored.start();
-        for RowChunk { index, begun } in row {
+        for RunChunk { index, begun } in run {
             let stored = self.map.chunk(index).stored;
             let at = (stored.start() - start) as usize;
             let bytes = answer.as_ref().ok().map(|all| all.slice(at..at + stored.len() as usize));
-            // A chunk that is fetched alone has no more time than the row had.
+            // A chunk that is fetched alone has no more time than the run had.
             let begun = Begun { deadline, ..begun };
             let (this, ending) = (Arc::clone(&self), ending.clone());
             tokio::spawn(async move {
-                this.row_chunk(index, begun, purpose, bytes).await;
+                this.run_chunk(index, begun, purpose, bytes).await;
                 drop(ending);
             });
         }
         answer.is_ok()
     }
 
-    /// One chunk of a row, of which `stored` has come.
-    async fn row_chunk(
+    /// One chunk of a run, of which `stored` has come.
+    async fn run_chunk(
         self: Arc<Self>,
         index: u32,
         begun: Begun,
