@@ -25,7 +25,7 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::builder::{self, Description, LayerLimits, Layers, Report};
-use burgeon_layer::{Recorder, Restarts};
+use burgeon_layer::{LayerCodec, Recorder, Restarts};
 use burgeon_source::{
     Directory, layer_object,
     registry::{Checked, Digest, Digesting, Registry, body_error},
@@ -42,10 +42,8 @@ use crate::{
     spool::{Metered, Spool, Tee, given_up},
 };
 
-/// Layers that are fetched at a time: each may take 128 MiB to decompress.
+/// Layers that are fetched at a time: together they take 160 MiB to decompress (`layer/src/unzstd.rs`).
 const LANES_MAX: usize = 4;
-/// zstd's window, at most: 2²⁷ bytes, as `zstd --long` writes it.
-const ZSTD_WINDOW_LOG_MAX: u32 = 27;
 /// Compressed bytes that are read at a time: 256 KiB.
 const BUFFER_LEN: usize = 1 << 18;
 /// Indexes that point at indexes.
@@ -467,12 +465,8 @@ fn decompressed<'a>(
     Ok(match compression {
         Compression::None => Box::new(blob),
         Compression::Gzip => Box::new(flate2::bufread::MultiGzDecoder::new(blob)),
-        Compression::Zstd => {
-            let cannot = |error| Error::io("cannot start zstd", error);
-            let mut decoder = zstd::stream::read::Decoder::with_buffer(blob).map_err(cannot)?;
-            decoder.window_log_max(ZSTD_WINDOW_LOG_MAX).map_err(cannot)?;
-            Box::new(decoder)
-        }
+        // It bounds the windows of all layers together.
+        Compression::Zstd => Box::new(Recorder::new(blob, LayerCodec::Zstd)?),
     })
 }
 
