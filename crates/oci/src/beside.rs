@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use crate::{
     Source,
-    document::{OCI_INDEX, referrers},
+    document::{OCI_INDEX, referrers, referrers_of},
     image::Blobs,
     index::none_has,
     layout::Layout,
@@ -138,14 +138,19 @@ fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
 
 /// The digests of the artifacts of type `kind` that lie beside `image`; none where nobody can say.
 pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
-    let listed = blobs.referrers(image, kind).and_then(|list| match list {
-        Some(pages) => {
-            // One that makes no sense does not spoil the others.
-            Ok(pages.iter().filter_map(|page| referrers(page).ok()).flatten().collect())
-        }
-        None => tagged(blobs, image),
-    });
-    let all = listed.unwrap_or_default();
-    let of_kind = all.iter().filter(|one| one["artifactType"] == kind);
-    of_kind.filter_map(|one| one["digest"].as_str()?.parse().ok()).take(TOLD_MAX).collect()
+    match blobs.referrers(image, kind) {
+        Ok(Some(pages)) => told(pages.iter().map(|page| &page[..]), kind),
+        Ok(None) => match blobs.document(&Wanted::Tag(tag_of(image))) {
+            Ok((list, _)) => told([&list[..]], kind),
+            Err(_) => Vec::new(),
+        },
+        Err(_) => Vec::new(),
+    }
+}
+
+/// The digests of the artifacts of type `kind` on the pages of a list.
+pub(crate) fn told<'a>(pages: impl IntoIterator<Item = &'a [u8]>, kind: &str) -> Vec<Digest> {
+    // One that makes no sense does not spoil the others.
+    let of = |page| referrers_of(page, kind, TOLD_MAX).unwrap_or_default();
+    pages.into_iter().flat_map(of).take(TOLD_MAX).collect()
 }

@@ -5,12 +5,17 @@
 //!                                                └──► layers: digest, size, compression
 //! ```
 
-use std::collections::HashMap;
+use std::{collections::HashMap, fmt};
 
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use burgeon_layer::LayerCodec;
 use burgeon_source::registry::{ARTIFACT_TYPE, DOCUMENT_MAX, Digest, MANIFEST_TYPE};
-use serde::{Deserialize, de::DeserializeOwned};
+use serde::{
+    Deserialize, Deserializer,
+    de::{
+        DeserializeOwned, DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor,
+    },
+};
 use serde_json::Value;
 
 /// Layers of an image: four times what the runtimes of containers can mount.
@@ -264,6 +269,59 @@ pub(crate) fn referrers(bytes: &[u8]) -> Result<Vec<Value>> {
     }
     let any: Any = json(bytes, "list of what refers to it")?;
     Ok(any.manifests)
+}
+
+/// The digests of at most `max` things of the type `kind` that such an index lists. Entries are read one
+/// by one: as a whole, a list takes many times its length.
+pub(crate) fn referrers_of(bytes: &[u8], kind: &str, max: usize) -> Result<Vec<Digest>> {
+    let mut json = serde_json::Deserializer::from_slice(bytes);
+    json.deserialize_map(ListReader { kind, max }).map_err(|error| {
+        let what = "the image's list of what refers to it makes no sense";
+        Error::with_source(ErrorKind::Corrupt, what, error)
+    })
+}
+
+#[derive(Clone, Copy)]
+struct ListReader<'a> {
+    kind: &'a str,
+    max: usize,
+}
+
+impl<'de> Visitor<'de> for ListReader<'_> {
+    type Value = Vec<Digest>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of manifests")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut found = None;
+        while let Some(key) = map.next_key::<String>()? {
+            match key.as_str() {
+                "manifests" => found = Some(map.next_value_seed(self)?),
+                _ => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        found.ok_or_else(|| A::Error::missing_field("manifests"))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
+        let mut found = Vec::new();
+        while let Some(entry) = entries.next_element::<Value>()? {
+            let digest = Some(&entry).filter(|entry| entry["artifactType"] == self.kind);
+            let digest = digest.and_then(|entry| entry["digest"].as_str()?.parse().ok());
+            found.extend(digest.filter(|_| found.len() < self.max));
+        }
+        Ok(found)
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for ListReader<'_> {
+    type Value = Vec<Digest>;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Self::Value, D::Error> {
+        from.deserialize_seq(self)
+    }
 }
 
 /// What each layer of an image unpacks to, if its configuration says so.
