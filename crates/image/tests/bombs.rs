@@ -14,7 +14,9 @@ use std::{
     time::Duration,
 };
 
-use burgeon_image::builder;
+use burgeon_block::ChecksumKind;
+use burgeon_btrfs::{Inode, Tree};
+use burgeon_image::{Limits, Manifest, builder};
 use common::*;
 use testkit::measure;
 
@@ -63,6 +65,80 @@ fn bombs_are_refused() {
         assert!(refused.peak_bytes < MEMORY_MAX, "{name}: {refused:?}");
         assert!(refused.cpu < CPU_MAX, "{name}: {refused:?}");
     }
+}
+
+/// Manifests that declare 5 GiB of small files, and as much as their length allows: these are made of
+/// frames of zeros, which take no room.
+#[test]
+fn manifests_are_refused() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for (name, frames, said) in
+        [("5 GiB", 5 << 10, "declares 5368"), ("what is allowed", 60, "belong to nothing")]
+    {
+        let input = || {
+            let path = folder.path().join("manifest");
+            fs::write(&path, manifest(frames)).unwrap();
+            path
+        };
+        let refused = measure("manifests_are_refused", name, input, |path| {
+            let bytes = fs::read(path).unwrap();
+            Manifest::decode(&bytes, &Limits::default()).unwrap_err().to_string()
+        });
+        let Some(refused) = refused else { continue };
+        println!("{name}: {refused:?}");
+        assert!(refused.said.contains(said), "{name}: {refused:?}");
+        assert!(refused.peak_bytes < MEMORY_MAX, "{name}: {refused:?}");
+        assert!(refused.cpu < CPU_MAX, "{name}: {refused:?}");
+    }
+}
+
+/// A manifest of an empty folder whose section of small files is so many MiB of zeros.
+/// `docs/format.md`, "Files of sections".
+fn manifest(mib: usize) -> Vec<u8> {
+    const HEADER: usize = 64;
+    const ENTRY: usize = 48;
+    const PARAMS: u32 = 1;
+    const INLINE: u32 = 5;
+    let inodes = vec![Inode { mode: 0o040755, ..Inode::default() }];
+    let empty = Manifest {
+        tree: Tree { inodes, ..Tree::default() },
+        checksum: ChecksumKind::Crc32c,
+        chunks: Vec::new(),
+        objects: Vec::new(),
+        block_checksums: Vec::new(),
+    };
+    let (sound, _) = empty.encode(1).unwrap();
+    let u32_at = |at: usize| u32::from_le_bytes(sound[at..at + 4].try_into().unwrap());
+    let u64_at = |at: usize| u64::from_le_bytes(sound[at..at + 8].try_into().unwrap()) as usize;
+    let sections = u32_at(12) as usize;
+    let mut bytes = sound[..HEADER + ENTRY * sections].to_vec();
+    let frame = zstd::bulk::compress(&vec![0; 1 << 20], 3).unwrap();
+    for entry in (HEADER..HEADER + ENTRY * sections).step_by(ENTRY) {
+        let (start, len) = (u64_at(entry + 8), u64_at(entry + 16));
+        let mut stored = sound[start..start + len].to_vec();
+        match u32_at(entry) {
+            PARAMS => stored[24..32].copy_from_slice(&((mib as u64) << 20).to_le_bytes()),
+            INLINE => {
+                let lens = (frame.len() as u32).to_le_bytes().repeat(mib);
+                stored = [lens, frame.repeat(mib)].concat();
+                bytes[entry + 4..entry + 8].copy_from_slice(&1u32.to_le_bytes());
+                bytes[entry + 24..entry + 32].copy_from_slice(&((mib as u64) << 20).to_le_bytes());
+            }
+            _ => {}
+        }
+        let at = bytes.len() as u64;
+        bytes[entry + 8..entry + 16].copy_from_slice(&at.to_le_bytes());
+        bytes[entry + 16..entry + 24].copy_from_slice(&(stored.len() as u64).to_le_bytes());
+        let sum = ChecksumKind::Xxhash64.of(&stored);
+        bytes[entry + 32..entry + 40].copy_from_slice(&sum.to_le_bytes());
+        bytes.extend(stored);
+    }
+    let len = bytes.len() as u64;
+    bytes[40..48].copy_from_slice(&len.to_le_bytes());
+    bytes[HEADER - 8..HEADER].fill(0);
+    let sum = ChecksumKind::Xxhash64.of(&bytes[..HEADER + ENTRY * sections]);
+    bytes[HEADER - 8..HEADER].copy_from_slice(&sum.to_le_bytes());
+    bytes
 }
 
 /// A tar header.

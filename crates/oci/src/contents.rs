@@ -65,6 +65,10 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
+    pub(crate) fn new(bytes: Vec<u8>, at: ByteRange) -> Self {
+        Self { bytes, at }
+    }
+
     /// Its length in bytes.
     pub(crate) fn len(&self) -> u64 {
         self.bytes.len() as u64
@@ -134,7 +138,7 @@ fn check(bytes: &[u8], digest: &Digest) -> Result<()> {
     Err(unusable("it does not match the digest that the image gives: forged, or damaged"))
 }
 
-fn unusable(why: &str) -> Error {
+pub(crate) fn unusable(why: &str) -> Error {
     Error::new(ErrorKind::Corrupt, why)
 }
 

@@ -21,6 +21,8 @@ mod archive;
 mod beside;
 mod contents;
 mod document;
+#[doc(hidden)]
+pub mod fuzz;
 mod image;
 mod index;
 mod layout;

@@ -3,7 +3,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, path::Path, process::Command};
+use std::{
+    fs,
+    io::{Read, Write},
+    path::Path,
+    process::Command,
+};
 
 use burgeon_block::{BlockSource, ErrorKind};
 use burgeon_image::{Limits, builder::Options, catalog};
@@ -279,4 +284,105 @@ fn no_table_or_layer_takes_much_memory() {
         assert!(measured.said.contains(said), "{name}: {measured:?}");
         assert!(measured.peak_bytes < 256 << 20, "{name}: {measured:?}");
     }
+}
+
+/// Four layers that come at a time, each of which asks for a window of 128 MiB and fills it.
+#[test]
+fn wide_windows_are_not_filled_at_a_time() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let layout = folder.path().join("layout");
+    let input = || {
+        let kind = "application/vnd.oci.image.layer.v1.tar+zstd";
+        let layers = [0u8, 1, 2, 3].map(|number| {
+            let len: u64 = 130 << 20;
+            let mut header = vec![0; 512];
+            header[..2].copy_from_slice(&[b'f', b'0' + number]);
+            header[124..135].copy_from_slice(format!("{len:011o}").as_bytes());
+            header[156] = b'0';
+            let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+            header[148..155].copy_from_slice(format!("{:06o}\0", sum + 8 * 32).as_bytes());
+            let mut zstd = zstd::stream::Encoder::new(Vec::new(), 1).unwrap();
+            zstd.window_log(27).unwrap();
+            zstd.write_all(&header).unwrap();
+            // All of it refers to the window.
+            let end = std::io::repeat(0).take(1024);
+            let mut rest = std::io::repeat(b'x').take(len).chain(end);
+            std::io::copy(&mut rest, &mut zstd).unwrap();
+            (kind, zstd.finish().unwrap())
+        });
+        OciLayout::by_hand(&layout, None, &layers, |_| ()).unwrap();
+        layout.clone()
+    };
+    let test = "wide_windows_are_not_filled_at_a_time";
+    let measured = testkit::measure(test, "windows", input, |layout| {
+        let source = Source::parse(&format!("oci-layout:{}", layout.display())).unwrap();
+        let own = Directory::create(layout.join("own")).unwrap();
+        let found = with_own(layout, Some(&own), |work| {
+            find_or_build(&own, &source.unwrap(), Want::Any, work)
+        });
+        match found {
+            Ok(Found::Image(found)) => format!("{:?}", found.how),
+            Ok(Found::Ours(name)) => format!("{name}"),
+            Err(error) => error.to_string(),
+        }
+    });
+    let Some(measured) = measured else { return };
+    println!("{measured:?}");
+    assert!(measured.said.contains("Built"), "{measured:?}");
+    assert!(measured.peak_bytes < 256 << 20, "{measured:?}");
+}
+
+/// Documents of 4 MiB that hold as many things as fit.
+#[test]
+fn no_document_takes_much_memory() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let of = |open: &str, one: &str, close: &str| {
+        let count = ((4 << 20) - open.len() - close.len()) / one.len();
+        [open, &one.repeat(count), close].concat()
+    };
+    let entries = of(r#"{"schemaVersion":2,"manifests":["#, r#"{"digest":"","size":0},"#, "0]}");
+    let pairs: String = (0..350_000).map(|n| format!(r#""{n:x}":[],"#)).collect();
+    for (name, text) in [
+        ("nothings", of(r#"{"manifests":["#, "[],", "0]}")),
+        ("entries", entries),
+        (
+            "annotations",
+            format!(
+                r#"{{"schemaVersion":2,"manifests":[{{"digest":"","size":0,"annotations":{{{pairs}"x":0}}}}]}}"#
+            ),
+        ),
+        ("layers", of(r#"{"rootfs":{"diff_ids":["#, r#""","#, "\"\"]}}")),
+    ] {
+        assert!(text.len() <= 4 << 20, "{name}: {}", text.len());
+        let input = || {
+            let path = folder.path().join(name);
+            fs::write(&path, &text).unwrap();
+            path
+        };
+        let measured = testkit::measure("no_document_takes_much_memory", name, input, |path| {
+            burgeon_oci::fuzz::documents(&fs::read(path).unwrap()).to_string()
+        });
+        let Some(measured) = measured else { continue };
+        println!("{name}: {measured:?}");
+        assert!(measured.peak_bytes < 256 << 20, "{name}: {measured:?}");
+    }
+}
+
+/// A registry may answer with sixteen pages of what refers to an image.
+#[test]
+fn pages_of_referrers_do_not_add_up() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let input = || {
+        let path = folder.path().join("page");
+        fs::write(&path, format!(r#"{{"manifests":[{}0]}}"#, "[],".repeat(1_390_000))).unwrap();
+        path
+    };
+    let test = "pages_of_referrers_do_not_add_up";
+    let measured = testkit::measure(test, "pages", input, |path| {
+        let page = fs::read(path).unwrap();
+        burgeon_oci::fuzz::referrers_in(&vec![page; 16]).to_string()
+    });
+    let Some(measured) = measured else { return };
+    println!("{measured:?}");
+    assert!(measured.said == "0" && measured.peak_bytes < 256 << 20, "{measured:?}");
 }

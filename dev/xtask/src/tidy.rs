@@ -7,6 +7,7 @@
 //!   crates/*/src   ──► names of objects       their kind is read in block/src/object.rs only
 //!   every text     ──► words                    no path of somebody's machine
 //!   dev/proofs.toml ─► texts to replace         each occurs once in its file
+//!   dev/fuzz        ─► readers of FUZZED        each has a target, which is run
 //! ```
 //!
 //! Invariant: each rule has a test below that shows it failing.
@@ -112,6 +113,22 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("xtask", &["testkit"]),
 ];
 
+/// What reads bytes of strangers: the target of dev/fuzz, and the call in it that reads them.
+const FUZZED: &[(&str, &str)] = &[
+    ("chunk", "decode_chunk("),
+    ("compressed", "build("),
+    ("contents", "contents("),
+    ("derived", "Table::decode("),
+    ("documents", "documents("),
+    ("extents", "ExtentMap::"),
+    ("manifest", "Manifest::decode("),
+    ("map", "AddressMap::from_bytes("),
+    ("profile", "Profile::decode("),
+    ("seed_info", "SeedInfo::from_bytes("),
+    ("sparse", "GNU.sparse.map"),
+    ("tar", "describe_layers("),
+];
+
 /// Checks everything and lists what is wrong.
 pub(crate) fn run(root: &Path) -> Result<()> {
     let problems = problems(root)?;
@@ -132,6 +149,11 @@ fn problems(root: &Path) -> Result<Vec<String>> {
         problems.extend(picture_differs(&fs::read_to_string(picture)?, ARROWS));
     }
     problems.extend(proofs::problems(root)?);
+    let fuzz = root.join("dev/fuzz");
+    let list = fs::read_to_string(fuzz.join("Cargo.toml"))?;
+    problems.extend(unfuzzed(&list, |target| {
+        fs::read_to_string(fuzz.join(format!("fuzz_targets/{target}.rs"))).unwrap_or_default()
+    }));
     problems.extend(banned_crates(&fs::read_to_string(root.join("Cargo.lock"))?));
     for path in files(root)? {
         // Fixtures and the like are not text.
@@ -225,6 +247,18 @@ fn drawn_arrows(line: &str, name: &str) -> Option<BTreeSet<String>> {
     Some(words.map(str::to_owned).collect())
 }
 
+/// The readers that no target of the fuzz crate with the manifest `list` reads.
+fn unfuzzed(list: &str, text: impl Fn(&str) -> String) -> Vec<String> {
+    let is_missing = |(target, call): &&(&str, &str)| {
+        let is_run = list.contains(&format!("\nname = \"{target}\"\n"));
+        !is_run || !text(target).contains(call)
+    };
+    let missing = FUZZED.iter().filter(is_missing);
+    missing
+        .map(|(target, call)| format!("dev/fuzz: the target {target} does not read by {call:?}"))
+        .collect()
+}
+
 fn banned_crates(lock: &str) -> Vec<String> {
     let named = |name: &&&str| lock.contains(&format!("\nname = \"{name}\"\n"));
     let banned = BANNED_CRATES.iter().filter(named);
@@ -301,6 +335,19 @@ mod tests {
     use serde_json::json;
 
     use super::{ARROWS, banned_crates, crate_arrows, file_problems, picture_differs, problems};
+
+    #[test]
+    fn a_reader_without_a_fuzz_target_is_named() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz");
+        let list = std::fs::read_to_string(root.join("Cargo.toml")).unwrap();
+        let text = |target: &str| {
+            std::fs::read_to_string(root.join(format!("fuzz_targets/{target}.rs"))).unwrap()
+        };
+        assert_eq!(super::unfuzzed(&list, text), [""; 0]);
+        let named = super::unfuzzed(&list.replace("\"contents\"", "\"other\""), text);
+        assert_eq!(named.len(), 1, "{named:?}");
+        assert_eq!(super::unfuzzed(&list, |_| String::new()).len(), super::FUZZED.len());
+    }
 
     #[test]
     fn this_workspace_is_tidy() {

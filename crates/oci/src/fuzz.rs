@@ -1,0 +1,68 @@
+//! The readers of this crate that parse what strangers made, for fuzz targets and tests of bombs.
+//!
+//! Nothing else uses them: what they return says only whether anything could be read.
+
+use burgeon_block::{ByteRange, Result};
+use burgeon_image::builder::Listed;
+use burgeon_source::registry::Digest;
+
+use crate::{
+    beside,
+    contents::{self, Stored},
+    document::{
+        Compression, Contents, Document, IndexArtifact, Layer, diff_ids, for_this_machine,
+        media_type, referrers, referrers_of,
+    },
+};
+
+/// Where a layer has its table, and how long the layer is.
+const TABLE_AT: u64 = 1 << 30;
+const LAYER_LEN: u64 = 1 << 31;
+
+/// Reads `bytes` as each of the documents of an image: index, manifest, configuration, list of referrers,
+/// index of ours. Counts what could be read.
+pub fn documents(bytes: &[u8]) -> usize {
+    let document = Document::parse(bytes).map(|document| {
+        if let Document::Index(all) = &document
+            && let Ok(one) = for_this_machine(all)
+        {
+            let _ = (one.digest(), one.document_size());
+        }
+    });
+    let artifact = IndexArtifact::parse(bytes).map(|artifact| drop(artifact.subject.digest()));
+    let listed = referrers(bytes).map(drop);
+    let told = referrers_of(bytes, "application/vnd.burgeon.index.v1", 8).map(drop);
+    let config = diff_ids(bytes, 1).map(drop);
+    media_type(bytes);
+    [document, artifact, listed, told, config].iter().filter(|read| read.is_ok()).count()
+}
+
+/// How many artifacts of ours the pages of a list of referrers name.
+pub fn referrers_in(pages: &[Vec<u8>]) -> usize {
+    beside::told(pages.iter().map(Vec::as_slice), "application/vnd.burgeon.index.v1").len()
+}
+
+/// Which table of contents it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TableKind {
+    /// Of eStargz: a member of gzip with an archive, in which the table of these bytes lies.
+    Stargz,
+    /// Of zstd:chunked: a frame of zstd, which unpacks to a table of these bytes.
+    Chunked,
+}
+
+/// Reads the table of contents `stored`, whose text is `json` if it is sound.
+pub fn contents(kind: TableKind, stored: Vec<u8>, json: &[u8]) -> Result<Vec<Listed>> {
+    let at = ByteRange::at(TABLE_AT, stored.len() as u64)
+        .ok_or_else(|| contents::unusable("it is too long"))?;
+    let (contents, compression) = match kind {
+        TableKind::Stargz => (Contents::Stargz { digest: Digest::of(json) }, Compression::Gzip),
+        TableKind::Chunked => {
+            let (digest, len) = (Digest::of(&stored), json.len() as u64);
+            (Contents::Chunked { digest, stored: at, len }, Compression::Zstd)
+        }
+    };
+    let (digest, size) = (Digest::of(b"layer"), LAYER_LEN);
+    let layer = Layer { digest, size, compression, contents: None };
+    contents::read(&layer, &contents, &Stored::new(stored, at)).map(|table| table.files)
+}
