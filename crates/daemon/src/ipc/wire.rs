@@ -43,36 +43,67 @@ pub(crate) fn send(
     let Some(length) = length else {
         return Err(Error::new(ErrorKind::Invalid, "a message is longer than the protocol allows"));
     };
-    let failed = |e| Error::io("cannot send to the other process of Burgeon", e);
-    let head = length.to_le_bytes();
+    send_bytes(stream, &length.to_le_bytes(), fds)?;
+    stream.write_all(&body).map_err(cannot_send)
+}
+
+/// Sends `bytes`, a few, with `fds` on the first of them.
+pub(crate) fn send_bytes(
+    mut stream: &UnixStream,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(Error::new(ErrorKind::Invalid, "too many descriptors on one message"));
     }
     let sent = loop {
-        match sendmsg(stream, &[IoSlice::new(&head)], &mut control, SendFlags::NOSIGNAL) {
+        match sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL) {
             Err(rustix::io::Errno::INTR) => {}
-            other => break other.map_err(|e| failed(e.into()))?,
+            other => break other.map_err(|e| cannot_send(e.into()))?,
         }
     };
-    stream.write_all(&head[sent..]).and_then(|()| stream.write_all(&body)).map_err(failed)
+    stream.write_all(&bytes[sent..]).map_err(cannot_send)
+}
+
+fn cannot_send(error: std::io::Error) -> Error {
+    Error::io("cannot send to the other process of Burgeon", error)
 }
 
 /// Receives a message and its descriptors; `None` when the other side has closed.
 pub(crate) fn receive<T: DeserializeOwned>(
     mut stream: &UnixStream,
 ) -> Result<Option<(T, Vec<OwnedFd>)>> {
-    let failed = |e| Error::io("cannot receive from the other process of Burgeon", e);
-    let mut head = [0; 4];
+    let Some((head, fds)) = receive_bytes(stream)? else { return Ok(None) };
+    let length = u32::from_le_bytes(head) as usize;
+    if length > MESSAGE_MAX {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("a message of {length} bytes is longer than the protocol allows"),
+        ));
+    }
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).map_err(cannot_receive)?;
+    let message = serde_json::from_slice(&body).map_err(|e| {
+        Error::with_source(ErrorKind::Invalid, "a message does not follow the protocol", e)
+    })?;
+    Ok(Some((message, fds)))
+}
+
+/// Receives `N` bytes and the descriptors that came with them; `None` when the other side has closed.
+pub(crate) fn receive_bytes<const N: usize>(
+    mut stream: &UnixStream,
+) -> Result<Option<([u8; N], Vec<OwnedFd>)>> {
+    let mut bytes = [0; N];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let received = loop {
-        let mut slices = [IoSliceMut::new(&mut head)];
+        let mut slices = [IoSliceMut::new(&mut bytes)];
         match recvmsg(stream, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
             Err(rustix::io::Errno::INTR) => {}
             Err(rustix::io::Errno::CONNRESET) => return Ok(None),
-            other => break other.map_err(|e| failed(e.into()))?.bytes,
+            other => break other.map_err(|e| cannot_receive(e.into()))?.bytes,
         }
     };
     if received == 0 {
@@ -84,20 +115,12 @@ pub(crate) fn receive<T: DeserializeOwned>(
             fds.extend(rights);
         }
     }
-    stream.read_exact(&mut head[received..]).map_err(failed)?;
-    let length = u32::from_le_bytes(head) as usize;
-    if length > MESSAGE_MAX {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!("a message of {length} bytes is longer than the protocol allows"),
-        ));
-    }
-    let mut body = vec![0; length];
-    stream.read_exact(&mut body).map_err(failed)?;
-    let message = serde_json::from_slice(&body).map_err(|e| {
-        Error::with_source(ErrorKind::Invalid, "a message does not follow the protocol", e)
-    })?;
-    Ok(Some((message, fds)))
+    stream.read_exact(&mut bytes[received..]).map_err(cannot_receive)?;
+    Ok(Some((bytes, fds)))
+}
+
+fn cannot_receive(error: std::io::Error) -> Error {
+    Error::io("cannot receive from the other process of Burgeon", error)
 }
 
 #[cfg(test)]
