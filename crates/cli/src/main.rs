@@ -3,7 +3,7 @@
 //! ```text
 //!   args ──► commands::<verb> ──► burgeon-image, burgeon-source      build, list, inspect, verify, …
 //!                             ──► burgeon-daemon's client            mount, umount, status, …
-//!        ──► __supervise, __serve, __help, __prepare, __read: its processes, which re-run this program
+//!        ──► __supervise, __serve, __hold, __help, __prepare, __read: its processes, which re-run this program
 //!            __probe: for tests, what those can still do
 //! ```
 //!
@@ -40,6 +40,7 @@ fn main() -> ExitCode {
         match verb.to_str() {
             Some("__supervise") => return burgeon_daemon::supervise(path),
             Some("__serve") => return burgeon_daemon::serve_forever(path),
+            Some("__hold") => return burgeon_daemon::hold(),
             Some("__help") => return burgeon_daemon::help(),
             Some("__prepare") => return burgeon_daemon::prepare_process(rest),
             Some("__read") => return commands::reading::process(rest),

@@ -221,7 +221,7 @@ fn a_supervisor_that_does_not_answer_is_named_by_doctor() {
 }
 
 #[test]
-fn killing_both_costs_errors_or_time_until_the_next_daemon() {
+fn killing_everything_costs_errors_or_time_until_the_next_daemon() {
     let space = Space::new("kill-both");
     let Set { burgeon, at, mounted, expected } =
         set_up(&space, 10, &["--writes", "w", "--write-limit", "256M"]);
@@ -340,7 +340,10 @@ fn umount_takes_the_folder_away_where_no_daemon_does() {
         let Set { burgeon, at, mounted, .. } = set_up(&space, 12, &options);
         let server = pid(&burgeon, "server_pid").filter(|_| with_server);
         pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
-        server.into_iter().for_each(kill);
+        if let Some(server) = server {
+            kill(server);
+            burgeon.holder().into_iter().for_each(testkit::kill);
+        }
         let folders = || fs::read_dir(burgeon.state().join("mounts")).unwrap().count();
         assert_eq!(folders(), 1);
         let said = burgeon.ok(&["umount", at.to_str().unwrap()]);
@@ -402,9 +405,7 @@ fn a_live_mount_whose_record_is_damaged_is_left_alone() {
     let Set { burgeon, at, mounted, .. } =
         set_up(&space, 13, &["--writes", "w", "--write-limit", "256M"]);
     write_synced(&at.join("kept"));
-    let server = pid(&burgeon, "server_pid");
-    pid(&burgeon, "supervisor_pid").into_iter().for_each(kill);
-    server.into_iter().for_each(kill);
+    burgeon.kill_daemon();
     let folders = || {
         let entries = fs::read_dir(burgeon.state().join("mounts")).unwrap();
         entries.map(|entry| entry.unwrap().path()).collect::<Vec<_>>()

@@ -204,6 +204,11 @@ impl Reader {
     }
 }
 
+#[test]
+fn a_process_that_holds_descriptors_can_do_nothing_else() {
+    assert_eq!(allowed_in("holding"), names(&[]));
+}
+
 /// Images refer to files of this host by their paths, so reading them is what a server is for. It
 /// can change none but its own.
 #[test]

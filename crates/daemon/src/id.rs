@@ -17,6 +17,11 @@ impl MountId {
         Ok(Self(u32::from_le_bytes(random_bytes()?)))
     }
 
+    /// The identity whose bits are `number`.
+    pub(crate) fn from_number(number: u32) -> Self {
+        Self(number)
+    }
+
     /// Its 32 bits.
     pub(crate) fn number(self) -> u64 {
         self.0.into()

@@ -12,6 +12,7 @@
 //! ```text
 //!   doctor, orphan, upgrade, read_only      what commands do to the daemon, or without it
 //!   supervisor              server          the two processes that live long
+//!   holder                    │             who outlives both: systemd's store, or a process
 //!   prepare, reader, start    │             processes that prepare and read; starting the daemon
 //!   roles, transport ◄────────┘             what a process gives up; how the kernel reaches data
 //!   ipc                                     messages between processes, and how they travel
@@ -21,11 +22,13 @@
 //!
 //! Invariants, and the tests that hold them (`crates/cli/tests`):
 //! - Killing the server costs no I/O error; killing the supervisor costs nothing at all; killing
-//!   both costs EIO on data that is not local until the next supervisor (`kill.rs`).
+//!   both makes readers wait for the next supervisor (`kill_held.rs`); killing the holder, too, costs
+//!   EIO on data that is not in memory until then (`kill.rs`).
 //! - A plain `umount` releases everything (`lifecycle.rs`).
 //! - Named writes are removed by `writes rm` and by nothing else (`writes.rs`).
 
 pub mod doctor;
+pub mod holder;
 mod host;
 mod id;
 mod ipc;
@@ -45,6 +48,7 @@ mod upgrade;
 
 pub use burgeon_frontend::{btrfs_mount::attach, extents, reflink};
 pub use burgeon_image::builder::Honours;
+pub use holder::hold;
 pub use host::{
     chain::{btrfs_fsid, is_burgeon_mount, refuse_burgeon, refuse_burgeon_file},
     mountinfo,

@@ -110,6 +110,11 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
     }
 }
 
+/// It holds descriptors, and copies messages of a fixed length.
+pub(crate) fn holding() -> Sandbox {
+    Sandbox::computing()
+}
+
 /// What of the kernel's interfaces a server may be asked to use while it lives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ServingIo {
@@ -167,6 +172,7 @@ pub fn probe(role: &str, folder: &Path) -> Result<Vec<&'static str>> {
         "preparing-remote" => Some(preparing(&remote()?, folder)),
         "reading" => Some(Reach::within(folder, false).sandbox()),
         "reading-remote" => Some(Reach::within(folder, true).sandbox()),
+        "holding" => Some(holding()),
         "serving" => {
             let io = ServingIo { ublk: false, rings: false };
             Some(serving(&StateDir::open(folder)?, io))

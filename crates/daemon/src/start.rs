@@ -164,13 +164,16 @@ fn start_unit(state: &StateDir) -> Result<()> {
 /// The properties of `dist/burgeon.service` that matter; a test holds the two together.
 /// `KillMode=process`: when the supervisor dies, the server must go on serving until the next
 /// supervisor adopts it. `StartLimitIntervalSec=0`: systemd restarts the supervisor however often it
-/// dies; by default, five deaths in 10 s fail the unit for good.
-pub const UNIT_PROPERTIES: [&str; 21] = [
+/// dies; by default, five deaths in 10 s fail the unit for good. `FileDescriptorStoreMax`: two
+/// for each mount that is held ([`crate::holder`]). A unit that is stopped loses what systemd holds for it
+/// (`FileDescriptorStorePreserve=restart`, the default), because that is how one gives a mount up.
+pub const UNIT_PROPERTIES: [&str; 22] = [
     "StartLimitIntervalSec=0",
     "Type=notify",
     "NotifyAccess=main",
     "ExecStartPre=-+modprobe --quiet ublk_drv",
     "KillMode=process",
+    "FileDescriptorStoreMax=4096",
     "Restart=on-failure",
     "RestartSec=100ms",
     "OOMScoreAdjust=-1000",
@@ -204,17 +207,24 @@ fn run(name: &str, command: &mut Command) -> Result<()> {
 
 /// Tells systemd that the daemon is ready, where systemd asked to be told.
 pub(crate) fn notify_systemd() {
-    let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    if let Some(socket) = notification_socket() {
+        // systemd times the start out by itself if it does not hear from us.
+        let _ = socket.send(b"READY=1");
+    }
+}
+
+/// A socket to systemd's notifications for the unit that this process is of; `None` if it is of none.
+pub(crate) fn notification_socket() -> Option<std::os::unix::net::UnixDatagram> {
+    let address = std::env::var_os("NOTIFY_SOCKET")?;
     use std::os::{linux::net::SocketAddrExt, unix::ffi::OsStrExt};
     let name = address.as_bytes();
     let address = match name.strip_prefix(b"@") {
         Some(abstract_name) => std::os::unix::net::SocketAddr::from_abstract_name(abstract_name),
         None => std::os::unix::net::SocketAddr::from_pathname(Path::new(&address)),
     };
-    if let (Ok(address), Ok(socket)) = (address, std::os::unix::net::UnixDatagram::unbound()) {
-        // systemd times the start out by itself if it does not hear from us.
-        let _ = socket.send_to_addr(b"READY=1", &address);
-    }
+    let socket = std::os::unix::net::UnixDatagram::unbound().ok()?;
+    socket.connect_addr(&address.ok()?).ok()?;
+    Some(socket)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use std::{
 
 /// The rooms from the bottom up, and the crate's items that each may name. A room may always name itself,
 /// and `log`, which knows nothing.
-const ROOMS: [(&str, &[&str]); 14] = [
+const ROOMS: [(&str, &[&str]); 15] = [
     ("id", &[]),
     ("sync", &[]),
     ("host", &["id"]),
@@ -23,12 +23,27 @@ const ROOMS: [(&str, &[&str]); 14] = [
     ("reader", &["host", "ipc", "roles"]),
     ("start", &["id", "host", "state", "ipc"]),
     ("server", &["id", "sync", "host", "state", "ipc", "transport", "roles"]),
-    ("supervisor", &["id", "host", "state", "ipc", "transport", "roles", "prepare", "start"]),
+    ("holder", &["id", "host", "state", "ipc", "roles", "start"]),
+    (
+        "supervisor",
+        &["id", "host", "state", "ipc", "transport", "roles", "prepare", "start", "holder"],
+    ),
     ("read_only", &["id", "host", "state", "ipc"]),
     (
         // What commands do to the daemon, or without it.
         "",
-        &["id", "host", "state", "ipc", "transport", "roles", "start", "supervisor", "read_only"],
+        &[
+            "id",
+            "host",
+            "state",
+            "ipc",
+            "transport",
+            "roles",
+            "start",
+            "holder",
+            "supervisor",
+            "read_only",
+        ],
     ),
 ];
 

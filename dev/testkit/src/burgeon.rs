@@ -152,15 +152,31 @@ impl Burgeon {
         processes_with(&self.state)
     }
 
-    /// Kills both processes of the daemon, the supervisor first, or it would start another server.
+    /// Kills every process of the daemon; nobody is left whom readers could wait for.
     #[track_caller]
     pub fn kill_daemon(&self) {
+        self.kill_both();
+        self.holder().into_iter().for_each(kill);
+        assert!(wait_until(PATIENCE, || self.processes().is_empty()), "{:?}", self.processes());
+    }
+
+    /// The process that holds descriptors, if there is one.
+    pub fn holder(&self) -> Option<u32> {
+        let holds = |id: &u32| {
+            let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+            line.split(|byte| *byte == 0).any(|word| word == b"__hold")
+        };
+        self.processes().into_iter().find(holds)
+    }
+
+    /// Kills supervisor and server, the supervisor first, or it would start another server.
+    #[track_caller]
+    pub fn kill_both(&self) {
         let status = self.status();
         for process in ["supervisor_pid", "server_pid"] {
             let id = status[process].as_u64().and_then(|id| u32::try_from(id).ok());
             kill(id.unwrap_or_else(|| panic!("no {process} in {status:#}")));
         }
-        assert!(wait_until(PATIENCE, || self.processes().is_empty()), "{:?}", self.processes());
     }
 
     /// Loop devices whose file lies in the state directory.

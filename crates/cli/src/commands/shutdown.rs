@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use burgeon_block::ErrorKind;
 use burgeon_daemon::{
-    Client,
+    Client, holder,
     protocol::{MountStatus, Request},
 };
 use rustix::mount::UnmountFlags;
@@ -13,7 +13,7 @@ use serde_json::json;
 
 use super::{
     Context, need_mount_privilege,
-    umount::{await_release, detach, places_of},
+    umount::{await_release, daemon_of_waiting, detach, places_of},
 };
 use crate::{args, exit::Busy, holders, output};
 
@@ -21,8 +21,20 @@ use crate::{args, exit::Busy, holders, output};
 const FORCED_TIMEOUT_MS: u64 = 15_000;
 
 pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCode> {
-    let Some((client, status)) = Client::connect_and_ask(&context.state)? else {
-        say(context, "no daemon runs")?;
+    let daemon = match args.unmount || args.force {
+        // It unmounts, and releases what is left.
+        true => daemon_of_waiting(context)?,
+        false => Client::connect_and_ask(&context.state)?,
+    };
+    let Some((client, status)) = daemon else {
+        let said = match holder::waiting(&context.state).is_empty() {
+            true => "no daemon runs",
+            false => {
+                "no daemon runs, and readers of mounts wait for one: `burgeon doctor --repair` starts it, \
+                 `burgeon shutdown --force` gives them up"
+            }
+        };
+        say(context, said)?;
         return Ok(ExitCode::SUCCESS);
     };
     let held = held(&status.mounts);

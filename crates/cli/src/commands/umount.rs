@@ -1,7 +1,8 @@
 //! `burgeon umount`: a plain umount that says what it means for the writes, and waits until
 //! everything is released. (A plain `umount` releases everything, too; it just does not wait.)
 //!
-//! Where no daemon runs that could take the mount's folder away, this does it.
+//! Where no daemon runs that could take the mount's folder away, this does it; where readers wait for a
+//! daemon, it starts one.
 //!
 //! ```text
 //!   umount ─► released? ─ at once ─► done
@@ -21,7 +22,7 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
-    Client, btrfs_fsid, mountinfo, orphan,
+    Client, btrfs_fsid, holder, mountinfo, orphan,
     protocol::{MountStatus, Reply, Request, Status, WritesState},
 };
 use rustix::{
@@ -89,7 +90,10 @@ fn one_of(context: &Context, path: &Path, lazy: bool) -> Result<(PathBuf, String
         .map_err(|e| Error::io(format!("cannot unmount {}", path.display()), e))?;
     let fsid = mounted_here(&target)?;
     let orphan = fsid.and_then(|fsid| orphan::find(&context.state, fsid));
-    let daemon = Client::connect_and_ask(&context.state)?;
+    let daemon = match &orphan {
+        Some(_) => daemon_of_waiting(context)?,
+        None => Client::connect_and_ask(&context.state)?,
+    };
     let no_daemon = daemon.is_none();
     let known = daemon.zip(fsid).and_then(|((client, status), fsid)| {
         let mount = status.mounts.into_iter().find(|mount| mount.fsid == Some(fsid))?;
@@ -164,6 +168,23 @@ pub(crate) fn await_release(
         "burgeon: {shown} is unmounted, and the kernel is still writing to its devices: waiting"
     );
     Ok(release(RELEASE_TIMEOUT_MS)?)
+}
+
+/// The daemon. Where there is none, and readers wait for one, it is started: a umount might have to
+/// wait for what they have asked for. Should that fail, the readers get I/O errors.
+pub(crate) fn daemon_of_waiting(context: &Context) -> Result<Option<(Client, Status)>> {
+    let found = Client::connect_and_ask(&context.state)?;
+    if found.is_some() || holder::waiting(&context.state).is_empty() {
+        return Ok(found);
+    }
+    match Client::connect_or_start(&context.state) {
+        Ok(_) => Ok(Client::connect_and_ask(&context.state)?),
+        Err(e) => {
+            eprintln!("burgeon: readers get I/O errors, because no daemon can be started: {e}");
+            holder::give_up(&context.state)?;
+            Ok(None)
+        }
+    }
 }
 
 /// Asks a running daemon for everything.

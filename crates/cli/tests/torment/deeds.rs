@@ -20,6 +20,7 @@ pub(crate) enum Deed {
     KillServer,
     KillSupervisor,
     KillBoth,
+    KillAll,
     KillCommand,
     DamageCache,
     DamageImage,
@@ -30,10 +31,11 @@ pub(crate) enum Deed {
 }
 
 /// How often each is done, in relation to the others.
-const WEIGHTS: [(Deed, u64); 10] = [
+const WEIGHTS: [(Deed, u64); 11] = [
     (Deed::KillServer, 24),
     (Deed::KillSupervisor, 14),
     (Deed::KillBoth, 14),
+    (Deed::KillAll, 5),
     (Deed::KillCommand, 16),
     (Deed::DamageCache, 10),
     (Deed::DamageImage, 4),
@@ -70,6 +72,7 @@ impl Deed {
                 world.ok(&["doctor", "--repair"]);
             }
             Self::KillBoth => kill_both(world, rng),
+            Self::KillAll => kill_all(world, rng),
             Self::KillCommand => kill_command(world, rng),
             Self::DamageCache => damage_cache(world, rng),
             Self::DamageImage => damage_image(world, rng),
@@ -108,12 +111,22 @@ fn kill_process(world: &World, which: &str) {
     }
 }
 
-/// Errors are excused from the second death until the mounts are served again.
+/// No reader gets an error: what they wait by is held.
 fn kill_both(world: &World, rng: &mut Rng) {
     let ids = [world.process("supervisor_pid"), world.process("server_pid")];
-    excuse(world);
     world.ledger.event(format!("supervisor and server {ids:?} killed"));
     ids.into_iter().flatten().for_each(kill);
+    thread::sleep(Duration::from_millis(rng.below(200)));
+    world.ok(&["doctor", "--repair"]);
+}
+
+/// Errors are excused from the first death until the mounts are served again.
+fn kill_all(world: &World, rng: &mut Rng) {
+    let ids = [world.process("supervisor_pid"), world.process("server_pid")];
+    let holder = world.burgeon.holder();
+    excuse(world);
+    world.ledger.event(format!("supervisor, server {ids:?} and holder {holder:?} killed"));
+    ids.into_iter().flatten().chain(holder).for_each(kill);
     thread::sleep(Duration::from_millis(rng.below(200)));
     if world.ok(&["doctor", "--repair"]) {
         // It says so when the mounts are served again: from here on there is no excuse.

@@ -8,6 +8,7 @@ use burgeon_source::Directory;
 
 use super::{Finding, Level};
 use crate::{
+    holder,
     host::chain,
     id::MountId,
     ipc::protocol::Status,
@@ -34,12 +35,16 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
         ));
         return findings;
     }
+    let waiting = holder::waiting(state);
     for id in mount_ids(state) {
         let record = read_record(state, id);
         findings.push(match record {
             Ok(record) if is_alive(&record) => Finding::repairable(
                 &format!("mount {}", record.target.display()),
                 match record.attach.transport {
+                    Transport::Fuse if waiting.contains(&id) => {
+                        "has lost its server: readers of data wait for it"
+                    }
                     Transport::Fuse | Transport::Rings { .. } => {
                         "has lost its server: data that is not local gives EIO"
                     }

@@ -11,6 +11,9 @@
 //! mounted here after its umount on the host. Images by reference and mapped files may lie on any of
 //! them, and are opened by path when they are read; a copy that was unmounted would not come back when
 //! the host mounts the file system again.
+//!
+//! The process that holds descriptors (`holder/`) outlives the daemon and opens nothing, so it has a
+//! namespace without any of that.
 
 use std::path::Path;
 
@@ -24,6 +27,34 @@ use crate::host::{chain, mountinfo};
 
 /// Moves the calling process into a mount namespace of its own. Only while it has one thread.
 pub(crate) fn enter_private() -> Result<()> {
+    enter(MountPropagationFlags::DOWNSTREAM)?;
+    for mount in mountinfo::read(Path::new("/proc/self/mountinfo"))? {
+        let is_namespace = mount.fs_type == "nsfs";
+        if is_namespace || mount.fs_type == "btrfs" && chain::is_burgeon_device(&mount.source) {
+            let _ = unmount(&mount.target, UnmountFlags::DETACH);
+        }
+    }
+    Ok(())
+}
+
+/// Moves the calling process into a mount namespace with the root file system and `/proc` alone. Only
+/// while it has one thread.
+pub(crate) fn enter_bare() -> Result<()> {
+    enter(MountPropagationFlags::PRIVATE)?;
+    let mounts = mountinfo::read(Path::new("/proc/self/mountinfo"))?;
+    // The last one of a place hides the others.
+    for mount in mounts.iter().rev().filter(|mount| !is_bare(&mount.target)) {
+        let _ = unmount(&mount.target, UnmountFlags::DETACH);
+    }
+    Ok(())
+}
+
+fn is_bare(place: &Path) -> bool {
+    place == Path::new("/") || place == Path::new("/proc")
+}
+
+/// Enters a new namespace; no change of its mounts reaches another one.
+fn enter(propagation: MountPropagationFlags) -> Result<()> {
     let failed = |e: rustix::io::Errno| {
         Error::io(
             "cannot make a mount namespace of the daemon's own (CAP_SYS_ADMIN is needed)",
@@ -33,13 +64,5 @@ pub(crate) fn enter_private() -> Result<()> {
     // SAFETY: with one thread and no CLONE_FILES, unsharing cannot take a descriptor from under
     // anybody; only the view of mounts changes.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(failed)?;
-    mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::DOWNSTREAM)
-        .map_err(failed)?;
-    for mount in mountinfo::read(Path::new("/proc/self/mountinfo"))? {
-        let is_namespace = mount.fs_type == "nsfs";
-        if is_namespace || mount.fs_type == "btrfs" && chain::is_burgeon_device(&mount.source) {
-            let _ = unmount(&mount.target, UnmountFlags::DETACH);
-        }
-    }
-    Ok(())
+    mount_change("/", MountPropagationFlags::REC | propagation).map_err(failed)
 }

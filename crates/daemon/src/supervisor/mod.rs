@@ -7,10 +7,12 @@
 //!   watch: removes ublk devices after their last user
 //!      │ told to each server in turn
 //!   keeper ──► server (a child, or an orphan that was adopted)
+//!   hold ──► what readers wait by is held once more, by systemd or a process
 //! ```
 //!
 //! Invariants:
 //! - One supervisor a state directory: it holds `run/lock` as long as it lives.
+//! - It takes over what is held for it (`hold.rs`) before it starts a server.
 //! - It serves nothing itself, so its threads may wait for the kernel, which waits for the server.
 //! - It keeps no reference to a mount once its descriptor has been handed out: a plain `umount`
 //!   releases everything.
@@ -19,6 +21,7 @@
 mod api;
 pub(crate) mod exchange;
 pub(crate) mod helper;
+mod hold;
 mod keeper;
 mod map;
 mod mend;
@@ -47,6 +50,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::Directory;
 
 use crate::{
+    holder,
     host::{cgroup::OwnCgroup, chain, harden, namespace, signals},
     ipc::{client::socket_path, protocol::Failure},
     start,
@@ -58,6 +62,7 @@ use crate::{
     transport,
 };
 
+use hold::Holder;
 pub(crate) use recover::is_alive;
 pub(crate) use release::{await_loops, forget_loops, remove_unused_loops};
 use table::Table;
@@ -73,6 +78,7 @@ pub(crate) struct Supervisor {
     /// Notified whenever something in the table has changed.
     changed: Condvar,
     cgroup: OwnCgroup,
+    holder: Holder,
     _lock: Lock,
 }
 
@@ -99,6 +105,8 @@ fn say(words: &str) {
 }
 
 fn begin(state_dir: &Path) -> Result<()> {
+    // First: it says by their numbers which descriptors are meant.
+    let inherited = holder::inherited();
     harden::end_on_panic();
     // It fails where the process leads a group already, as under systemd; then it is not needed.
     let _ = rustix::process::setsid();
@@ -114,17 +122,21 @@ fn begin(state_dir: &Path) -> Result<()> {
         tracing::warn!("{sentence}");
     }
     let socket = bind(&state)?;
+    let (holder, held) = Holder::find(&state, inherited);
     let supervisor = Arc::new(Supervisor {
         state,
         table: Mutex::default(),
         changed: Condvar::new(),
         cgroup,
+        holder,
         _lock: lock,
     });
     let orphan = supervisor.recover()?;
+    supervisor.take_over(held);
     let keeper = Arc::clone(&supervisor);
     thread::spawn(move || keeper.keep_server(orphan));
     supervisor.revive_lost();
+    supervisor.hold_the_rest();
     let own = supervisor.state.store();
     thread::spawn(move || {
         remove_unused_loops();
@@ -194,7 +206,7 @@ impl Supervisor {
     /// Ends the process. The server is told first; what it holds is all re-creatable.
     fn end(&self) -> ! {
         self.table().send(&crate::ipc::link::ToServer::Stop);
-        for name in ["api.sock", "adopt.sock"] {
+        for name in ["api.sock", "adopt.sock", "hold.sock"] {
             let _ = files::remove_file(&self.state.run().join(name));
         }
         // Wait for the server, so that "shut down" means that no process is left.
@@ -209,6 +221,7 @@ impl Supervisor {
         };
         // What ends here by force must not leave readers waiting for a server: they get EIO.
         left.into_iter().for_each(transport::remove_devices);
+        self.holder.end();
         self.cgroup.leave();
         tracing::info!("the daemon has ended");
         std::process::exit(0);

@@ -177,6 +177,9 @@ impl Supervisor {
         let (channel, note) = Channel::open(wanted, id, seed.info.data_device_size())?;
         plan.notes.extend(note);
         let fuse = channel.kept()?;
+        if fuse.is_some() {
+            self.prepare_to_hold();
+        }
         let attributes = built::attributes(&self.state, &plan.base.digest, request.attributes);
         let record = MountRecord {
             format: MOUNT_FORMAT,
@@ -235,6 +238,7 @@ impl Supervisor {
             growing: false,
             growth_failed: None,
             growth_ended: false,
+            held: false,
             _writes_lock: plan.lock.take(),
         });
         self.await_serving(id)?;
@@ -246,6 +250,8 @@ impl Supervisor {
         plan.notes.extend(self.lost_area(id));
         plan.sprouted(&self.state, plumbed.fsid)?;
         self.note(id, &plumbed)?;
+        // Not before: until here, a helper waits by it.
+        self.hold(id);
         let mounted = Mounted {
             id,
             digest: plan.base.digest.into(),

@@ -3,8 +3,9 @@
 //! | who was killed | what is left | what happens here |
 //! |---|---|---|
 //! | the supervisor | a server that goes on serving | it is adopted with all it holds: nobody notices |
-//! | both, or power kept and the daemon lost | mounts whose lazy data gives EIO | each gets a new FUSE file (`revive.rs`) |
-//! | | … or, over ublk, whose readers wait | the next server takes the device over |
+//! | both | mounts whose readers wait, and what they wait by, held | the next server answers them (`hold.rs`) |
+//! | | … over ublk | the next server takes the device over |
+//! | both and the holder; both under a `--fast` mount | mounts whose lazy data gives EIO | each gets a new FUSE file (`revive.rs`) |
 //! | the machine | folders of mounts that are gone | they are taken away; named writes are elsewhere |
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc, thread};
@@ -130,6 +131,7 @@ impl Supervisor {
             growing: false,
             growth_failed: None,
             growth_ended: false,
+            held: false,
             _writes_lock: writes_lock,
         })
     }

@@ -54,6 +54,7 @@ impl Supervisor {
             }
             entry.record.clone()
         };
+        self.let_go(id);
         // Until they are gone, however long that takes, the writes are in use and their name is
         // taken: this thread has nothing else to do.
         if !await_loops(&self.state, &record, LOOPS_PATIENCE) {
@@ -101,6 +102,7 @@ impl Supervisor {
 
     /// A mount that could not be made: everything it had has been closed by the caller.
     pub(super) fn abandon(&self, id: MountId) {
+        self.let_go(id);
         let entry = {
             let mut table = self.table();
             table.send(&ToServer::Cool { id });

@@ -136,12 +136,15 @@ impl Supervisor {
 
     /// Puts the new FUSE file below the mount's loop device. If that fails, the mount stays as
     /// it is, and is cleared up after once it is unmounted.
-    fn finish_revival(&self, id: MountId, revival: Revival) {
+    fn finish_revival(self: &Arc<Self>, id: MountId, revival: Revival) {
         let Revival { record, connection } = revival;
         let revived = self.await_taken_on(id).and_then(|()| {
             // A helper that an earlier supervisor has left may have to finish first.
             self.change_over(&record, &connection)
         });
+        if revived.is_ok() {
+            self.hold(id);
+        }
         if let Some(entry) = self.table().mounts.get_mut(&id) {
             // Its server has died, too: what became of this one does not matter.
             if entry.revival.is_some() {

@@ -89,6 +89,8 @@ pub(crate) struct Entry {
     pub(crate) growth_failed: Option<Instant>,
     /// Its file system is read-only: it is not tried again.
     pub(crate) growth_ended: bool,
+    /// What its readers wait by is held once more (`hold.rs`), or is to be.
+    pub(crate) held: bool,
     /// Held while named writes are mounted.
     pub(crate) _writes_lock: Option<Lock>,
 }

@@ -44,6 +44,7 @@ fn entry(id: MountId) -> Entry {
         growing: false,
         growth_failed: None,
         growth_ended: false,
+        held: false,
         _writes_lock: None,
     }
 }

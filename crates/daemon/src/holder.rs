@@ -1,0 +1,293 @@
+//! A third holder of what readers wait by, so that they go on waiting when supervisor and server
+//! are killed together.
+//!
+//! ```text
+//!   supervisor ── Hold + /dev/fuse, slots ──► systemd's descriptor store, or a process of ours
+//!   both are killed: the kernel keeps the requests, because /dev/fuse is still open
+//!   next supervisor ◄── every Hold again ──┘  then it starts a server, which answers them
+//! ```
+//!
+//! systemd's store (`store.rs`) is used where a unit has one; elsewhere the supervisor starts the
+//! process `burgeon __hold` (`process.rs`). Held is what an ordinary mount over FUSE has. The kernel
+//! itself keeps the requests of a ublk device, and nobody can keep those of a `--fast` mount.
+//!
+//! Invariants (`crates/cli/tests/kill_held.rs`):
+//! - A mount is held only once it is made: a helper that makes it waits for its FUSE file, and must be
+//!   able to die with the supervisor (`helper.rs`).
+//! - Descriptors are taken over before a server is started, and let go of when the mount is over.
+//! - The process reads messages of [`MESSAGE_LEN`] bytes and nothing else.
+
+mod process;
+mod store;
+
+use std::{
+    net::Shutdown,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::{UnixListener, UnixStream},
+    },
+    process::{Child, Stdio},
+    time::Duration,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+pub use self::process::hold;
+pub(crate) use self::store::{Store, inherited};
+use crate::{
+    host::program::this_program,
+    id::MountId,
+    ipc::{
+        client::{connect_to, socket_path},
+        wire,
+    },
+    state::{
+        files::{self, Lock},
+        paths::StateDir,
+    },
+};
+
+/// Mounts that are held at most, with two descriptors each; `FileDescriptorStoreMax=` of the unit is
+/// twice this. Those beyond are served as well, and give `EIO` while both processes are dead.
+pub(crate) const HELD_MAX: usize = 2048;
+
+/// The name of the process's socket in `run/`.
+const SOCKET: &str = "hold.sock";
+
+/// How long the process may take to answer. It does nothing but wait for messages.
+const ANSWER_MAX: Duration = Duration::from_secs(5);
+
+const MESSAGE_LEN: usize = 8;
+
+/// What is said to the process, and by it: a number, and the mount it is about.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Message {
+    /// Hold what comes along. From the process: this is held; it comes along if that was asked for.
+    Hold(MountId),
+    /// Hold it no longer.
+    LetGo(MountId),
+    /// Hold nothing any more.
+    LetAllGo,
+    /// Give copies of everything: a `Hold` for each mount, then `Done`.
+    List,
+    /// The same without descriptors.
+    Name,
+    /// From the process: it is done.
+    Done,
+    /// From the process: it cannot be done.
+    Refused,
+}
+
+impl Message {
+    fn encode(self) -> [u8; MESSAGE_LEN] {
+        let (kind, id) = match self {
+            Self::Hold(id) => (1, id.number()),
+            Self::LetGo(id) => (2, id.number()),
+            Self::LetAllGo => (3, 0),
+            Self::List => (4, 0),
+            Self::Name => (5, 0),
+            Self::Done => (6, 0),
+            Self::Refused => (7, 0),
+        };
+        (kind << 32 | id).to_le_bytes()
+    }
+
+    fn decode(bytes: [u8; MESSAGE_LEN]) -> Option<Self> {
+        let number = u64::from_le_bytes(bytes);
+        let id = MountId::from_number(number as u32);
+        Some(match number >> 32 {
+            1 => Self::Hold(id),
+            2 => Self::LetGo(id),
+            3 => Self::LetAllGo,
+            4 => Self::List,
+            5 => Self::Name,
+            6 => Self::Done,
+            7 => Self::Refused,
+            _ => return None,
+        })
+    }
+}
+
+/// What is held of a mount.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pub(crate) id: MountId,
+    pub(crate) fuse: OwnedFd,
+    pub(crate) slots: OwnedFd,
+}
+
+impl Held {
+    /// Whether the kernel has let go of the FUSE file, or somebody has aborted its connection.
+    pub(crate) fn is_over(&self) -> bool {
+        let mut end = [PollFd::new(&self.fuse, PollFlags::empty())];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut end, Some(&now)).is_ok() && end[0].revents().contains(PollFlags::ERR)
+    }
+
+    fn new(id: MountId, fds: Vec<OwnedFd>) -> Option<Self> {
+        let [fuse, slots] = <[OwnedFd; 2]>::try_from(fds).ok()?;
+        Some(Self { id, fuse, slots })
+    }
+}
+
+/// A connection to the process that holds.
+#[derive(Debug)]
+pub(crate) struct Line(UnixStream);
+
+impl Line {
+    /// Connects to the process of an earlier supervisor; `None` if there is none.
+    pub(crate) fn connect(state: &StateDir) -> Result<Option<Self>> {
+        match connect_to(state, SOCKET) {
+            Ok(stream) => Self::new(stream).map(Some),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Starts a process. Only for who has the state directory's lock.
+    pub(crate) fn start(state: &StateDir) -> Result<(Self, Child)> {
+        let failed = |e| Error::io("cannot start the process that holds descriptors", e);
+        let (_folder, path) = socket_path(state, SOCKET)?;
+        files::remove_file(&path)?;
+        let listener = UnixListener::bind(&path).map_err(failed)?;
+        // It may be asked before it runs: messages wait in the socket.
+        let stream = UnixStream::connect(&path).map_err(failed)?;
+        let child = this_program("__hold")
+            .arg(state.root())
+            .stdin(Stdio::from(OwnedFd::from(listener)))
+            .stdout(Stdio::null())
+            .current_dir("/")
+            .spawn()
+            .map_err(failed)?;
+        Ok((Self::new(stream)?, child))
+    }
+
+    fn new(stream: UnixStream) -> Result<Self> {
+        let failed = |e| Error::io("cannot set up the socket to who holds descriptors", e);
+        stream.set_read_timeout(Some(ANSWER_MAX)).map_err(failed)?;
+        stream.set_write_timeout(Some(ANSWER_MAX)).map_err(failed)?;
+        Ok(Self(stream))
+    }
+
+    /// The same connection, for who waits for its end.
+    pub(crate) fn try_clone(&self) -> Result<Self> {
+        let failed = |e| Error::io("cannot watch who holds descriptors", e);
+        self.0.try_clone().map(Self).map_err(failed)
+    }
+
+    /// Waits until the process has ended, or the connection.
+    pub(crate) fn wait_for_end(&self) {
+        let mut end = [PollFd::new(&self.0, PollFlags::RDHUP)];
+        while matches!(poll(&mut end, None), Err(rustix::io::Errno::INTR)) {}
+    }
+
+    /// Has a mount's descriptors held, instead of those that are held of it.
+    pub(crate) fn hold(&self, id: MountId, fuse: impl AsFd, slots: impl AsFd) -> Result<()> {
+        self.ask(Message::Hold(id), &[fuse.as_fd(), slots.as_fd()])
+    }
+
+    /// Has a mount's descriptors closed.
+    pub(crate) fn let_go(&self, id: MountId) -> Result<()> {
+        self.ask(Message::LetGo(id), &[])
+    }
+
+    /// Has all descriptors closed.
+    pub(crate) fn let_all_go(&self) -> Result<()> {
+        self.ask(Message::LetAllGo, &[])
+    }
+
+    /// Everything that is held.
+    pub(crate) fn list(&self) -> Result<Vec<Held>> {
+        let answers = self.ask_for_all(Message::List)?;
+        Ok(answers.into_iter().filter_map(|(id, fds)| Held::new(id, fds)).collect())
+    }
+
+    /// The mounts that are held.
+    fn names(&self) -> Result<Vec<MountId>> {
+        Ok(self.ask_for_all(Message::Name)?.into_iter().map(|(id, _)| id).collect())
+    }
+
+    /// Ends the connection, and waits until the process has ended, if it holds nothing.
+    pub(crate) fn end(self) {
+        let _ = self.0.shutdown(Shutdown::Write);
+        let _ = self.receive();
+    }
+
+    /// One that does not answer is done with: who waits for its end is to replace it.
+    fn ask(&self, message: Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let sent = wire::send_bytes(&self.0, &message.encode(), fds);
+        let answer = sent.and_then(|()| self.receive());
+        match answer.inspect_err(|_| drop(self.0.shutdown(Shutdown::Both)))?.0 {
+            Message::Done => Ok(()),
+            _ => Err(Error::new(ErrorKind::Unavailable, "no more descriptors are held")),
+        }
+    }
+
+    fn ask_for_all(&self, message: Message) -> Result<Vec<(MountId, Vec<OwnedFd>)>> {
+        wire::send_bytes(&self.0, &message.encode(), &[])?;
+        let mut all = Vec::new();
+        while let (Message::Hold(id), fds) = self.receive()? {
+            all.push((id, fds));
+        }
+        Ok(all)
+    }
+
+    fn receive(&self) -> Result<(Message, Vec<OwnedFd>)> {
+        let gone =
+            || Error::new(ErrorKind::Unavailable, "the process that holds descriptors has ended");
+        let (bytes, fds) = wire::receive_bytes(&self.0)?.ok_or_else(gone)?;
+        let odd = || Error::new(ErrorKind::Invalid, "who holds descriptors is not understood");
+        Ok((Message::decode(bytes).ok_or_else(odd)?, fds))
+    }
+}
+
+/// The mounts whose readers wait for the next daemon: their descriptors are held, and no server
+/// lives. systemd's store is not asked, because systemd itself starts the next daemon.
+pub fn waiting(state: &StateDir) -> Vec<MountId> {
+    let no_server = Lock::try_take(&state.run().join("server.lock"));
+    if !no_server.is_ok_and(|lock| lock.is_some()) {
+        return Vec::new();
+    }
+    let line = Line::connect(state).ok().flatten();
+    line.and_then(|line| line.names().ok()).unwrap_or_default()
+}
+
+/// Lets readers that wait for the next daemon fail with `EIO`.
+pub fn give_up(state: &StateDir) -> Result<()> {
+    match Line::connect(state)? {
+        Some(line) => line.let_all_go(),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{HELD_MAX, Message};
+    use crate::{id::MountId, start::UNIT_PROPERTIES};
+
+    #[test]
+    fn the_unit_has_room_for_what_is_held() {
+        let room = format!("FileDescriptorStoreMax={}", 2 * HELD_MAX);
+        assert!(UNIT_PROPERTIES.contains(&room.as_str()), "{room}");
+    }
+
+    #[test]
+    fn messages_round_trip_and_others_are_refused() {
+        let id = MountId::from_number(0xfedc_ba98);
+        let all = [
+            Message::Hold(id),
+            Message::LetGo(id),
+            Message::LetAllGo,
+            Message::List,
+            Message::Name,
+            Message::Done,
+            Message::Refused,
+        ];
+        for message in all {
+            assert_eq!(Message::decode(message.encode()), Some(message));
+        }
+        assert_eq!(Message::decode([0; 8]), None);
+        assert_eq!(Message::decode([0xff; 8]), None);
+    }
+}

@@ -1,0 +1,182 @@
+//! systemd's descriptor store: `FDSTORE=1` to its notification socket, and the descriptors come
+//! back to the next main process of the unit from number 3 on (`sd_listen_fds(3)`).
+//!
+//! `FDPOLL=0`, because the kernel would wake systemd for each request of a mount whose `/dev/fuse`
+//! it polls.
+
+use std::{
+    env,
+    io::IoSlice,
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
+        unix::net::UnixDatagram,
+    },
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::{FileType, fstat},
+    io::{FdFlags, fcntl_setfd},
+    net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
+    pipe::{PipeFlags, pipe_with},
+};
+
+use super::Held;
+use crate::{id::MountId, start::notification_socket};
+
+/// The first descriptor that systemd passes.
+const FIRST: i32 = 3;
+
+/// What the names of ours begin with; the mount's id follows.
+const PREFIX: &str = "burgeon-";
+
+/// How long systemd may take to do what it was told.
+const BARRIER_MAX: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
+
+/// The store of this process's unit.
+#[derive(Debug)]
+pub(crate) struct Store(UnixDatagram);
+
+impl Store {
+    /// `None` where systemd does not run this process, or keeps nothing for its unit: one that was
+    /// installed before the unit had `FileDescriptorStoreMax=`.
+    pub(crate) fn find() -> Option<Self> {
+        let store = Self(notification_socket()?);
+        match store.keeps() {
+            Ok(true) => Some(store),
+            Ok(false) => {
+                tracing::warn!(
+                    "systemd keeps no descriptors for this unit (FileDescriptorStoreMax=): a process of \
+                     ours does; install the unit of this version"
+                );
+                None
+            }
+            Err(e) => {
+                tracing::warn!(error = %e, "systemd's descriptor store cannot be used");
+                None
+            }
+        }
+    }
+
+    /// Has a mount's descriptors held, and returns when they are: a process that was killed before
+    /// systemd has read its message is no main process any more.
+    pub(crate) fn hold(&self, id: MountId, fuse: impl AsFd, slots: impl AsFd) -> Result<()> {
+        self.send(&add(&id.to_string()), &[fuse.as_fd(), slots.as_fd()])?;
+        self.barrier()
+    }
+
+    pub(crate) fn let_go(&self, id: MountId) -> Result<()> {
+        self.send(&remove(&id.to_string()), &[])
+    }
+
+    /// Whether systemd keeps what it is given: it closes what it has no room for.
+    fn keeps(&self) -> Result<bool> {
+        let (ours, theirs) = pipe()?;
+        self.send(&add("probe"), &[theirs.as_fd()])?;
+        drop(theirs);
+        self.barrier()?;
+        let kept = !is_closed(&ours, Timespec { tv_sec: 0, tv_nsec: 0 })?;
+        self.send(&remove("probe"), &[])?;
+        Ok(kept)
+    }
+
+    /// Waits until systemd has read all that was sent before.
+    fn barrier(&self) -> Result<()> {
+        let (ours, theirs) = pipe()?;
+        self.send("BARRIER=1", &[theirs.as_fd()])?;
+        drop(theirs);
+        match is_closed(&ours, BARRIER_MAX)? {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::Unavailable, "systemd does not answer")),
+        }
+    }
+
+    fn send(&self, text: &str, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(fds));
+        }
+        let parts = [IoSlice::new(text.as_bytes())];
+        let sent = rustix::io::retry_on_intr(|| {
+            sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL)
+        });
+        sent.map(drop).map_err(|e| Error::io("cannot send to systemd", e.into()))
+    }
+}
+
+fn add(name: &str) -> String {
+    format!("FDSTORE=1\nFDPOLL=0\nFDNAME={PREFIX}{name}")
+}
+
+fn remove(name: &str) -> String {
+    format!("FDSTOREREMOVE=1\nFDNAME={PREFIX}{name}")
+}
+
+fn pipe() -> Result<(OwnedFd, OwnedFd)> {
+    pipe_with(PipeFlags::CLOEXEC).map_err(|e| Error::io("cannot make a pipe", e.into()))
+}
+
+/// Whether all others have closed the pipe's other end, or do so before `limit`.
+fn is_closed(ours: &OwnedFd, limit: Timespec) -> Result<bool> {
+    let mut end = [PollFd::new(ours, PollFlags::IN)];
+    rustix::io::retry_on_intr(|| poll(&mut end, Some(&limit)))
+        .map_err(|e| Error::io("cannot wait for systemd", e.into()))?;
+    Ok(end[0].revents().contains(PollFlags::HUP))
+}
+
+/// What systemd has kept for this process. To be called once, before anything else opens or closes
+/// descriptors, and starts processes: they would inherit these.
+pub(crate) fn inherited() -> Vec<Held> {
+    let number = |name: &str| env::var(name).ok()?.parse::<u32>().ok();
+    if number("LISTEN_PID") != Some(std::process::id()) {
+        return Vec::new();
+    }
+    let names = env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let names: Vec<_> = names.split(':').collect();
+    let count = number("LISTEN_FDS").unwrap_or_default() as i32;
+    let fds = (0..count).filter_map(|index| {
+        // SAFETY: systemd has opened these for this process, and nobody has used them yet.
+        let fd = unsafe { OwnedFd::from_raw_fd(FIRST + index) };
+        fcntl_setfd(&fd, FdFlags::CLOEXEC).ok()?;
+        let id = names.get(index as usize)?.strip_prefix(PREFIX)?.parse::<MountId>().ok()?;
+        Some((id, fd))
+    });
+    pair(fds.collect())
+}
+
+/// Puts the two descriptors of each mount together; their order says nothing.
+fn pair(fds: Vec<(MountId, OwnedFd)>) -> Vec<Held> {
+    let is_device = |fd: &OwnedFd| {
+        fstat(fd)
+            .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice)
+    };
+    let (devices, mut others): (Vec<_>, Vec<_>) =
+        fds.into_iter().partition(|(_, fd)| is_device(fd));
+    let pairs = devices.into_iter().filter_map(|(id, fuse)| {
+        let at = others.iter().position(|(other, _)| *other == id)?;
+        Some(Held { id, fuse, slots: others.swap_remove(at).1 })
+    });
+    pairs.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::pair;
+    use crate::id::MountId;
+
+    #[test]
+    fn descriptors_are_told_apart_in_any_order() {
+        let device = || File::open("/dev/null").unwrap().into();
+        let memory = || tempfile::tempfile().unwrap().into();
+        let [a, b, c] = [1, 2, 3].map(MountId::from_number);
+        let fds = vec![(a, memory()), (b, device()), (c, device()), (a, device()), (b, memory())];
+        let mut ids: Vec<_> = pair(fds).into_iter().map(|held| held.id).collect();
+        ids.sort();
+        assert_eq!(ids, [a, b]);
+    }
+}

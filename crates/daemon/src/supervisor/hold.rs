@@ -1,0 +1,248 @@
+//! Has what readers wait by held by somebody who outlives this process and the server.
+//!
+//! ```text
+//!   mount is made ─► hold ──────────────┐
+//!   mount is over ─► let go ────────────┼─► Holder: systemd's store, or the process (`holder.rs`)
+//!   that process has died ─► another, ──┘
+//!                            hold all again
+//! ```
+//!
+//! Mounts work as well without: what cannot be held is said in the log.
+
+use std::{
+    os::fd::OwnedFd,
+    process::Child,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_frontend::Slots;
+
+use super::{Supervisor, recover::is_alive, table::Entry};
+use crate::{
+    holder::{Held, Line, Store},
+    id::MountId,
+    state::{
+        paths::StateDir,
+        record::{Transport, read_record},
+    },
+};
+
+/// The pause before another process is started in the place of one that has died.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Who holds for this supervisor.
+pub(super) struct Holder {
+    /// systemd, where it does; nobody else is asked then.
+    store: Option<Store>,
+    process: Mutex<Option<Process>>,
+}
+
+struct Process {
+    line: Line,
+    /// `None` if an earlier supervisor has started it.
+    child: Option<Child>,
+}
+
+impl Holder {
+    /// Who holds here, and what was held for an earlier supervisor; `inherited` is from systemd.
+    pub(super) fn find(state: &StateDir, inherited: Vec<Held>) -> (Self, Vec<Held>) {
+        let mut held = inherited;
+        let line = match Line::connect(state) {
+            Ok(line) => line,
+            Err(e) => {
+                tracing::warn!(error = %e, "the process that holds descriptors cannot be reached");
+                None
+            }
+        };
+        let line = line.filter(|line| match line.list() {
+            Ok(all) => {
+                held.extend(all);
+                true
+            }
+            Err(e) => {
+                tracing::warn!(error = %e, "the process that holds descriptors does not give them");
+                false
+            }
+        });
+        let process = line.map(|line| Process { line, child: None });
+        (Self { store: Store::find(), process: Mutex::new(process) }, held)
+    }
+
+    fn process(&self) -> MutexGuard<'_, Option<Process>> {
+        self.process.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn hold(&self, id: MountId, fuse: OwnedFd, slots: OwnedFd) -> Result<()> {
+        if let Some(store) = &self.store {
+            return store.hold(id, fuse, slots);
+        }
+        let process = self.process();
+        let absent = || Error::new(ErrorKind::Unavailable, "the process that holds is not there");
+        let line = &process.as_ref().ok_or_else(absent)?.line;
+        line.hold(id, fuse, slots)
+    }
+
+    fn let_go(&self, id: MountId) -> Result<()> {
+        let in_store = self.store.as_ref().map_or(Ok(()), |store| store.let_go(id));
+        let process = self.process();
+        let in_process = process.as_ref().map_or(Ok(()), |process| process.line.let_go(id));
+        in_store.and(in_process)
+    }
+
+    /// Lets everything go, and waits for the process to end. What systemd holds goes when the unit has
+    /// stopped.
+    pub(super) fn end(&self) {
+        let Some(Process { line, child }) = self.process().take() else { return };
+        if let Err(e) = line.let_all_go() {
+            tracing::warn!(error = %e, "descriptors of mounts stay held");
+        }
+        line.end();
+        if let Some(mut child) = child {
+            let _ = child.kill().and_then(|()| child.wait());
+        }
+    }
+}
+
+impl Supervisor {
+    /// Goes on with the mounts that were held while nobody served them. An adopted server has some of
+    /// them already.
+    pub(super) fn take_over(self: &Arc<Self>, held: Vec<Held>) {
+        let mut count = 0;
+        for one in held {
+            let id = one.id;
+            if let Some(entry) = self.table().mounts.get_mut(&id) {
+                entry.held = self.holder.store.is_none();
+                continue;
+            }
+            match self.held_entry(one) {
+                Ok(entry) => {
+                    if entry.record.frozen {
+                        let (supervisor, record) = (Arc::clone(self), entry.record.clone());
+                        thread::spawn(move || supervisor.thaw(&record));
+                    }
+                    self.table().add(entry);
+                    count += 1;
+                }
+                Err(e) => {
+                    tracing::warn!(mount = %id, error = %e, "the held descriptors are of no use");
+                    let _ = self.holder.let_go(id);
+                }
+            }
+        }
+        if count > 0 {
+            tracing::info!(count, "took over mounts whose readers wait for a server");
+        }
+        if self.holder.process().is_some() {
+            self.watch_holder();
+        }
+    }
+
+    fn held_entry(&self, held: Held) -> Result<Entry> {
+        let record = read_record(&self.state, held.id)?;
+        if held.is_over() || !is_alive(&record) || record.attach.transport != Transport::Fuse {
+            return Err(Error::new(ErrorKind::NotFound, "the mount or its connection is gone"));
+        }
+        let entry = self.entry(record, Some(held.fuse), Slots::from_fd(held.slots)?)?;
+        Ok(Entry { held: self.holder.store.is_none(), ..entry })
+    }
+
+    /// Has all mounts held that are not yet: those of a server that was adopted, say. What systemd has
+    /// already it keeps once.
+    pub(super) fn hold_the_rest(self: &Arc<Self>) {
+        let ids: Vec<_> = {
+            let table = self.table();
+            let rest = table.mounts.values();
+            let rest = rest.filter(|entry| entry.handed_out && !entry.lost && !entry.held);
+            rest.filter(|entry| entry.fuse.is_some()).map(|entry| entry.record.attach.id).collect()
+        };
+        ids.into_iter().for_each(|id| self.hold(id));
+        if self.holder.store.is_some() {
+            // The process was an earlier supervisor's.
+            self.holder.end();
+        }
+    }
+
+    /// Starts the process that holds, unless it runs or systemd holds: a mount that is being made then
+    /// need not wait for it.
+    pub(super) fn prepare_to_hold(self: &Arc<Self>) {
+        {
+            let mut process = self.holder.process();
+            if self.holder.store.is_some() || process.is_some() {
+                return;
+            }
+            match Line::start(&self.state) {
+                Ok((line, child)) => *process = Some(Process { line, child: Some(child) }),
+                Err(e) => {
+                    tracing::warn!(error = %e, "readers will not wait when both processes are killed");
+                    return;
+                }
+            }
+        }
+        self.watch_holder();
+    }
+
+    /// Has held what the readers of `id` wait by, if it is a mount of which that can be.
+    pub(super) fn hold(self: &Arc<Self>, id: MountId) {
+        let copies = {
+            let mut table = self.table();
+            let Some(entry) = table.mounts.get_mut(&id) else { return };
+            let Some(fuse) = &entry.fuse else { return };
+            if entry.record.attach.transport != Transport::Fuse {
+                return;
+            }
+            entry.held = true;
+            fuse.try_clone().and_then(|fuse| Ok((fuse, entry.slots.fd().try_clone_to_owned()?)))
+        };
+        self.prepare_to_hold();
+        let copies = copies.map_err(|e| Error::io("cannot copy a descriptor", e));
+        if let Err(e) = copies.and_then(|(fuse, slots)| self.holder.hold(id, fuse, slots)) {
+            tracing::warn!(mount = %id, error = %e, "readers will not wait when both processes are killed");
+        }
+    }
+
+    /// The mount is over.
+    pub(super) fn let_go(&self, id: MountId) {
+        let held = {
+            let mut table = self.table();
+            let entry = table.mounts.get_mut(&id);
+            entry.is_some_and(|entry| std::mem::take(&mut entry.held))
+        };
+        if held && let Err(e) = self.holder.let_go(id) {
+            tracing::warn!(mount = %id, error = %e, "descriptors stay held");
+        }
+    }
+
+    /// Has all mounts held by the process, in a thread that replaces it when it dies.
+    fn watch_holder(self: &Arc<Self>) {
+        let supervisor = Arc::clone(self);
+        thread::spawn(move || {
+            supervisor.hold_again();
+            let process = supervisor.holder.process();
+            let line = process.as_ref().and_then(|process| process.line.try_clone().ok());
+            drop(process);
+            let Some(line) = line else { return };
+            line.wait_for_end();
+            let dead = supervisor.holder.process().take();
+            let Some(dead) = dead.filter(|_| !supervisor.table().stopping) else { return };
+            tracing::warn!("the process that holds descriptors has ended: starting another");
+            if let Some(mut child) = dead.child {
+                // One that does not answer lives still.
+                let _ = child.kill().and_then(|()| child.wait());
+            }
+            thread::sleep(PAUSE);
+            supervisor.prepare_to_hold();
+        });
+    }
+
+    fn hold_again(self: &Arc<Self>) {
+        let held: Vec<_> = {
+            let table = self.table();
+            let held = table.mounts.iter().filter(|(_, entry)| entry.held);
+            held.map(|(id, _)| *id).collect()
+        };
+        held.into_iter().for_each(|id| self.hold(id));
+    }
+}
