@@ -55,7 +55,8 @@ fn write_synced(path: &Path) {
 
 /// A library to preload. `AT_THAW` names who dies where a file system is about to be thawed: the
 /// process that does it, or the supervisor, for which it waits. With
-/// `AT_ATTRIBUTES`, a server that has read the question for the FUSE file's attributes does not answer.
+/// `AT_ATTRIBUTES`, a server that has read the question for the FUSE file's attributes does not answer;
+/// nor one that was asked for data while the file `AT_READS` is there.
 const FAULTS: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -89,8 +90,9 @@ int ioctl(int fd, unsigned long request, ...) {
 }
 ssize_t readv(int fd, const struct iovec *parts, int count) {
     long len = syscall(SYS_readv, fd, parts, count);
-    int silent = getenv("AT_ATTRIBUTES") != NULL;
-    if (len >= 40 && silent && ((unsigned int *)parts[0].iov_base)[1] == 3)
+    unsigned int asked = len >= 40 ? ((unsigned int *)parts[0].iov_base)[1] : 0;
+    const char *reads = getenv("AT_READS");
+    if ((asked == 3 && getenv("AT_ATTRIBUTES")) || (asked == 15 && reads && !access(reads, F_OK)))
         for (;;) pause();
     return len;
 }
@@ -182,40 +184,110 @@ fn a_supervisor_can_be_killed_while_its_server_does_not_answer() {
     let burgeon = Burgeon::new(PROGRAM, &space);
     burgeon.build(&tree, "sample");
     let (at, library) = (space.make_folder("at"), faults(&space));
-    let control = space.make_folder("fusectl");
-    rustix::mount::mount("none", &control, "fusectl", rustix::mount::MountFlags::empty(), None)
-        .unwrap();
-    let connections = || -> BTreeSet<PathBuf> {
-        fs::read_dir(&control).unwrap().map(|entry| entry.unwrap().path()).collect()
-    };
-    let before = connections();
+    let connections = Connections::new(&space);
     let mut mount = burgeon.command(&["mount", "sample", at.to_str().unwrap(), "--read-only"]);
     mount.args(["--transport", "fuse"]).env("LD_PRELOAD", &library).env("AT_ATTRIBUTES", "silent");
     let mut mount = mount.spawn().unwrap();
     let waits = || burgeon.processes().into_iter().any(waits_for_a_server);
     assert!(wait_until(PATIENCE, waits), "no server was asked");
-    let status = burgeon.status();
-    let killed = ["supervisor_pid", "server_pid"].map(|process| {
-        let pid = Pid::from_raw(status[process].as_i64().unwrap() as i32).unwrap();
-        let process = pidfd_open(pid, PidfdFlags::empty()).unwrap();
-        kill_process(pid, Signal::KILL).unwrap();
-        process
-    });
-    // Readable when the last thread is gone, and not before.
-    let patience = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
-    let gone = killed.iter().all(|process| {
-        poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&patience)).unwrap() == 1
-    });
-    if !gone {
-        for connection in connections().difference(&before) {
-            let _ = fs::write(connection.join("abort"), "1");
-        }
-    }
-    rustix::mount::unmount(&control, rustix::mount::UnmountFlags::DETACH).unwrap();
-    assert!(gone, "a thread of it waits for its server, unkillably");
+    assert!(connections.can_be_killed(&burgeon), "a thread of it waits for its server, unkillably");
     assert!(!mount.wait().unwrap().success());
     let mounted = burgeon.mount("sample", &at, &["--read-only"]);
     assert_eq!(fs::read(at.join("data")).unwrap(), b"data");
+    burgeon.umount(mounted);
+}
+
+/// The kernel's list of FUSE connections, to end those of a test that fails.
+struct Connections {
+    control: PathBuf,
+    before: BTreeSet<PathBuf>,
+}
+
+impl Connections {
+    fn new(space: &Space) -> Self {
+        let control = space.make_folder("fusectl");
+        let flags = rustix::mount::MountFlags::empty();
+        rustix::mount::mount("none", &control, "fusectl", flags, None).unwrap();
+        let before = Self::list(&control);
+        Self { control, before }
+    }
+
+    fn list(control: &Path) -> BTreeSet<PathBuf> {
+        fs::read_dir(control).unwrap().map(|entry| entry.unwrap().path()).collect()
+    }
+
+    /// Kills supervisor and server; whether both are gone then. If not, connections made since are
+    /// aborted.
+    fn can_be_killed(&self, burgeon: &Burgeon) -> bool {
+        let status = burgeon.status();
+        let killed = ["supervisor_pid", "server_pid"].map(|process| {
+            let pid = Pid::from_raw(status[process].as_i64().unwrap() as i32).unwrap();
+            let process = pidfd_open(pid, PidfdFlags::empty()).unwrap();
+            kill_process(pid, Signal::KILL).unwrap();
+            process
+        });
+        // Readable when the last thread is gone, and not before.
+        let patience = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+        let gone = killed.iter().all(|process| {
+            poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&patience)).unwrap() == 1
+        });
+        if !gone {
+            for connection in Self::list(&self.control).difference(&self.before) {
+                let _ = fs::write(connection.join("abort"), "1");
+            }
+        }
+        gone
+    }
+}
+
+impl Drop for Connections {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&self.control, rustix::mount::UnmountFlags::DETACH);
+    }
+}
+
+/// How many threads of the daemon's processes wait in the kernel so that no signal wakes them.
+fn unwakeable(burgeon: &Burgeon) -> usize {
+    let tasks = |id| fs::read_dir(format!("/proc/{id}/task")).into_iter().flatten().flatten();
+    let tasks = burgeon.processes().into_iter().flat_map(tasks);
+    let states = tasks.filter_map(|task| fs::read_to_string(task.path().join("stat")).ok());
+    states.filter(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" D"))).count()
+}
+
+/// Whoever mounts a btrfs has a lock of the kernel while its superblocks are read, which here come from
+/// a server. A supervisor that waited for that lock could not be killed, and it has the descriptor
+/// that keeps the other one waiting.
+#[test]
+fn a_supervisor_can_be_killed_while_a_mount_waits_for_its_server() {
+    let space = Space::new("kill-lock");
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("data"), "data").unwrap();
+    let silent = space.path("silent");
+    let burgeon =
+        Burgeon::new(PROGRAM, &space).env("LD_PRELOAD", faults(&space)).env("AT_READS", &silent);
+    burgeon.build(&tree, "sample");
+    let (at, other) = (space.path("at"), space.make_folder("other"));
+    let options = ["--writes", "w", "--write-limit", "256M", "--virtual", "1T"];
+    let mounted = burgeon.mount("sample", &at, &[&options[..], &["--transport", "fuse"]].concat());
+    let connections = Connections::new(&space);
+    File::create(&silent).unwrap();
+    let mut mount = burgeon.command(&["mount", "sample", other.to_str().unwrap(), "--read-only"]);
+    let mut mount = mount.args(["--transport", "fuse"]).spawn().unwrap();
+    let waiting = |count| wait_until(PATIENCE, || unwakeable(&burgeon) >= count);
+    assert!(waiting(1), "it does not wait for its server");
+    // What mapping takes is reached by mounting the file system once more.
+    let new = at.join("new");
+    let map = ["map", new.to_str().unwrap(), "--computed", "zeros", "--size", "5000"];
+    let mut mapping = burgeon.command(&map).spawn().unwrap();
+    assert!(waiting(2), "nobody waits for the other mount");
+    assert!(connections.can_be_killed(&burgeon), "a thread of it waits for a mount, unkillably");
+    assert!(!mount.wait().unwrap().success() && !mapping.wait().unwrap().success());
+
+    fs::remove_file(&silent).unwrap();
+    burgeon.ok(&["doctor", "--repair"]);
+    assert_eq!(fs::read(at.join("data")).unwrap(), b"data");
+    burgeon.ok(&map);
+    assert_eq!(fs::read(&new).unwrap(), vec![0; 5000]);
     burgeon.umount(mounted);
 }
 

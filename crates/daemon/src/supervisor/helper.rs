@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   supervisor ── Task, descriptors ──────► burgeon __help STATE-DIR: open the FUSE file, attach
-//!        ▲                                       │ loops, mount, freeze, change over, thaw
+//!        ▲                                       │ loops, mount, freeze, change over, thaw, grow
 //!        └─────── Outcome, descriptors ──────────┘
 //!   no answer in time: the FUSE connection is aborted; its calls fail, and the helper ends
 //! ```
@@ -11,6 +11,13 @@
 //! A thread that waits for a FUSE server in the kernel cannot be killed, and its process keeps every
 //! descriptor until the wait is over. If that were the supervisor, whose `/dev/fuse` descriptor keeps
 //! the connection alive, the wait would never end.
+//!
+//! Whoever mounts a btrfs, scans for one, or makes btrfs forget a device waits for one lock of the
+//! kernel (`uuid_mutex`), and whoever mounts has it while the superblocks of its devices are read. Those
+//! of a mount that is being made come from its server. So all of that is done here, also for mounts
+//! that have nothing to do with that server. What the supervisor itself asks of loop devices
+//! (`LOOP_GET_STATUS64`) the kernel answers from the FUSE file's attributes, which it knows for ever
+//! (`crates/cli/tests/kill_calls.rs` holds both).
 //!
 //! A kill must not interrupt a thaw either: btrfs reads the superblock again in it, takes a read
 //! that was interrupted for a changed superblock ("got modified unexpectedly"), and forces the file
@@ -28,6 +35,7 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
+    path::PathBuf,
     process::{Child, ExitCode, Stdio},
     thread,
     time::Duration,
@@ -41,12 +49,17 @@ use crate::{
         program::{dies_with_its_parent, this_program},
         signals,
     },
+    id::MountId,
     ipc::{protocol::Failure, wire},
     state::paths::StateDir,
     supervisor::{
         exchange::{self, Exchange},
+        grow::{self, Grow, Step},
+        map,
         plumbing::{self, Parts, Plumbed},
+        release,
     },
+    transport,
 };
 
 /// How long a helper may take. A mount takes milliseconds, and a freeze as long as the writes that
@@ -67,6 +80,12 @@ pub(crate) enum Task {
     Exchange(Exchange),
     /// Thaw what an exchange has left frozen.
     Thaw(Exchange),
+    /// Make a sprout larger.
+    Grow(Grow),
+    /// Open the file of the virtual area of the writable file system on `device`; it comes back.
+    OpenArea { device: PathBuf },
+    /// Let btrfs forget the loop devices of a mount that is gone, and remove its ublk device.
+    Forget { id: MountId, loops: Vec<PathBuf> },
 }
 
 /// What became of it.
@@ -75,6 +94,10 @@ pub(crate) enum Task {
 pub(crate) enum Outcome {
     /// The mount's descriptor comes along.
     Plumbed(Plumbed),
+    Grown {
+        step: Step,
+    },
+    /// What was to be opened comes along.
     Done,
     Failed(Failure),
 }
@@ -195,6 +218,13 @@ fn perform(task: Task, fds: Vec<OwnedFd>) -> Result<(Outcome, Option<OwnedFd>)> 
         }
         Task::Thaw(exchange) => {
             exchange::thaw(&exchange)?;
+            Ok((Outcome::Done, None))
+        }
+        Task::Grow(task) => Ok((Outcome::Grown { step: grow::grow(&task)? }, None)),
+        Task::OpenArea { device } => Ok((Outcome::Done, Some(map::open_area(&device)?.into()))),
+        Task::Forget { id, loops } => {
+            release::forget_loops(&loops);
+            transport::remove_devices(id);
             Ok((Outcome::Done, None))
         }
     }

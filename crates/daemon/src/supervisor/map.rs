@@ -29,7 +29,11 @@ use burgeon_source::{
 };
 use rustix::fs::OFlags;
 
-use super::{Supervisor, revive::writable_device};
+use super::{
+    Supervisor,
+    helper::{self, Task},
+    revive::writable_device,
+};
 use crate::{
     host::chain,
     id::MountId,
@@ -62,7 +66,7 @@ impl Supervisor {
         }
         // Before anything is written: what can fail here leaves nothing.
         ExtentMap::check(&folder).map_err(|e| lost(&record, &folder, e))?;
-        let area = open_area(&record)?;
+        let area = self.area_of(&record)?;
         let tree = request.tree.as_deref().map(|path| own_tree(path, tree)).transpose()?;
         let mut sources = Sources::new(&self.state, &folder, request, tree);
         let contents = request.contents.iter();
@@ -101,6 +105,17 @@ impl Supervisor {
             Pins::set(&file, path, ranges)?;
         }
         self.refresh(id)
+    }
+
+    /// The file of a mount's virtual area, which is in no mounted tree.
+    fn area_of(&self, record: &MountRecord) -> Result<File> {
+        let device = writable_device(record).ok_or_else(|| {
+            let message = format!("{} is mounted read-only", record.target.display());
+            Error::new(ErrorKind::Invalid, message)
+        })?;
+        let (_, fds) = helper::run(&self.state, &Task::OpenArea { device }, &[], || {})?;
+        let none = || Error::new(ErrorKind::LocalIo, "the virtual area did not come along");
+        Ok(fds.into_iter().next().ok_or_else(none)?.into())
     }
 
     fn area(&self, id: MountId) -> Result<(MountRecord, PathBuf)> {
@@ -142,13 +157,9 @@ fn lost(record: &MountRecord, folder: &Path, error: Error) -> Error {
     Error::with_source(error.kind(), what, error)
 }
 
-/// The file of a mount's virtual area, which is in no mounted tree.
-fn open_area(record: &MountRecord) -> Result<File> {
-    let device = writable_device(record).ok_or_else(|| {
-        let message = format!("{} is mounted read-only", record.target.display());
-        Error::new(ErrorKind::Invalid, message)
-    })?;
-    let top = Btrfs::mount(&device, TOP_LEVEL, btrfs_mount::Access::Writable)?.open_root()?;
+/// Opens the file of the virtual area of the file system on `device`, in a helper's process.
+pub(super) fn open_area(device: &Path) -> Result<File> {
+    let top = Btrfs::mount(device, TOP_LEVEL, btrfs_mount::Access::Writable)?.open_root()?;
     let path = format!("/proc/self/fd/{}/{VIRTUAL_FILE}", top.as_raw_fd());
     File::open(path).map_err(|e| Error::io("cannot open the virtual area", e))
 }

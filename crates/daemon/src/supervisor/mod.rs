@@ -20,6 +20,7 @@
 
 mod api;
 pub(crate) mod exchange;
+mod grow;
 pub(crate) mod helper;
 mod hold;
 mod keeper;

@@ -15,6 +15,7 @@ use burgeon_frontend::Slots;
 
 use super::{
     LOST_INTERVAL, Supervisor, keeper,
+    release::forget,
     table::{Entry, Recording, Serving},
 };
 use crate::{
@@ -26,7 +27,6 @@ use crate::{
         record::{MountRecord, WritesState, mount_ids, read_record},
         spare, writes,
     },
-    transport,
 };
 
 impl Supervisor {
@@ -139,7 +139,7 @@ impl Supervisor {
 
 /// Takes the folder of a mount away that is gone.
 fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
-    transport::remove_devices(id);
+    forget(state, id, &[]);
     if let Some(record) = record {
         spare::keep(state, &record);
     }

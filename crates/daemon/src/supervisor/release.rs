@@ -16,7 +16,11 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::btrfs_mount;
 
-use super::{Supervisor, table::Entry};
+use super::{
+    Supervisor,
+    helper::{self, Task},
+    table::Entry,
+};
 use crate::{
     host::chain,
     id::MountId,
@@ -27,7 +31,6 @@ use crate::{
         record::{MountRecord, WritesState},
         spare,
     },
-    transport,
 };
 
 /// How long the loops may take to detach after the FUSE file is closed before somebody is told:
@@ -61,8 +64,7 @@ impl Supervisor {
             tracing::warn!(mount = %id, "a loop device does not go away: the mount is released when it does");
             await_loops(&self.state, &record, Duration::MAX);
         }
-        forget_loops(&record.loops);
-        transport::remove_devices(id);
+        forget(&self.state, id, &record.loops);
         spare::keep(&self.state, &record);
         if let Err(e) = files::remove_folder(&self.state.mount(id)) {
             tracing::warn!(mount = %id, error = %e, "cannot remove all files of a mount that is released");
@@ -116,7 +118,8 @@ impl Supervisor {
         let state = self.state.clone();
         let kept = record.clone();
         let clear_up = move || {
-            transport::remove_devices(id);
+            let loops = kept.as_ref().map(|record| &record.loops[..]);
+            forget(&state, id, loops.unwrap_or_default());
             if let Some(record) = &kept {
                 spare::keep(&state, record);
             }
@@ -135,7 +138,6 @@ impl Supervisor {
                 });
                 return;
             }
-            forget_loops(&record.loops);
         }
         clear_up();
         self.changed.notify_all();
@@ -198,6 +200,14 @@ pub(crate) fn await_loops(state: &StateDir, record: &MountRecord, timeout: Durat
 /// How often the removal of a loop number is tried that another process, such as udev, has open.
 const REMOVALS: u32 = 50;
 const REMOVAL_PAUSE: Duration = Duration::from_millis(20);
+
+/// Lets a helper forget the block devices of a mount that is gone: that may wait for other mounts.
+pub(super) fn forget(state: &StateDir, id: MountId, loops: &[PathBuf]) {
+    let task = Task::Forget { id, loops: loops.to_vec() };
+    if let Err(e) = helper::run(state, &task, &[], || {}) {
+        tracing::warn!(mount = %id, error = %e, "block devices of the mount may be left");
+    }
+}
 
 /// btrfs remembers devices it was told of, by number, and the numbers will be used again. One that
 /// is in use again is not ours any more: its new owner's scan replaces what btrfs remembers.

@@ -10,11 +10,11 @@
 //! sparse file would let btrfs write where there is nothing, and abort.
 //!
 //! Growing needs a moment's access to the mount, which the daemon does not keep: the same
-//! devices are mounted once more, detached, and let go of again. That may wait for a disk, so each
-//! step has a thread of its own, and the one that looks at all sprouts never waits for any. When it
-//! looks, and when a sprout grows: `policy`.
+//! devices are mounted once more, detached, and let go of again. That may wait, so a helper does it
+//! (`grow.rs`), a thread of its own waits for that, and the one that looks at all sprouts never waits
+//! for any. When it looks, and when a sprout grows: `policy`.
 //!
-//! Invariants: one step a sprout at a time; no step takes the last [`HOST_LEFT`] bytes of the host; a
+//! Invariants: one step a sprout at a time; no step takes the last [`HOST_LEFT`](crate::state::space::HOST_LEFT) bytes of the host; a
 //! sprout that nobody writes to stays as large as it was made (`crates/cli/tests/writes.rs`); a file
 //! system that is read-only is left alone from then on, because each attempt would try to make it writable.
 
@@ -22,37 +22,28 @@ mod policy;
 
 use std::{
     collections::HashMap,
-    fs::File,
-    os::fd::AsRawFd,
     path::{Path, PathBuf},
     sync::{Arc, PoisonError},
     thread,
     time::{Duration, Instant},
 };
 
-use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
-use burgeon_btrfs::SUBVOLUME;
-use burgeon_frontend::btrfs_mount::{Access, Btrfs};
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_frontend::btrfs_mount::Btrfs;
 
 use self::policy::{Host, INTERVAL_HOST, Usage, Watched};
-use super::Supervisor;
+use super::{
+    Supervisor,
+    grow::{Grow, Step},
+    helper::{self, Outcome, Task},
+};
 use crate::{
     id::{Fsid, MountId},
-    state::{
-        files,
-        record::{Growth, WritesState},
-        space::{self, HOST_LEFT},
-    },
+    state::record::{Growth, WritesState},
 };
-
-/// The smallest step worth taking: below this the host is full.
-const STEP_MIN: u64 = 64 << 20;
 
 /// How long to leave a host alone that had no space.
 const FULL_PAUSE: Duration = Duration::from_secs(1);
-
-/// `ioctl_loop`: the device takes over its file's new size.
-const LOOP_SET_CAPACITY: libc::c_ulong = 0x4c07;
 
 /// A growing sprout in use.
 struct Thin {
@@ -141,12 +132,21 @@ impl Supervisor {
         };
         let supervisor = Arc::clone(self);
         thread::spawn(move || {
-            let grown = match &sprout {
-                Some(sprout) => grow(sprout, to),
+            let grown = match sprout {
+                Some(sprout) => supervisor.grow(sprout, to),
                 None => Ok(Step::Gone),
             };
             supervisor.grown(id, grown);
         });
+    }
+
+    fn grow(&self, sprout: Thin, wanted: u64) -> Result<Step> {
+        let Thin { fsid, path, device, device_id, reserved, .. } = sprout;
+        let task = Task::Grow(Grow { fsid, path, device, device_id, reserved, wanted });
+        match helper::run(&self.state, &task, &[], || {})?.0 {
+            Outcome::Grown { step } => Ok(step),
+            _ => Err(Error::new(ErrorKind::LocalIo, "the process that grows did something else")),
+        }
     }
 
     /// Writes down how a step went; the sprout's size if it has a new one.
@@ -226,50 +226,4 @@ pub(crate) fn growth(mount: &Btrfs, device: &Path, reserved: u64) -> Result<Grow
         device_id: sprout.id,
         seed_bytes: seed.map(|one| one.allocated).sum(),
     })
-}
-
-/// How a step went.
-enum Step {
-    /// The sprout has this size now.
-    Taken(u64),
-    /// The mount is gone.
-    Gone,
-    /// The file system is read-only.
-    ReadOnly,
-}
-
-/// File first, then the loop device, then btrfs. The new size is `wanted`, or what the host has.
-fn grow(thin: &Thin, wanted: u64) -> Result<Step> {
-    // Never asked for by mounting it writable: that would undo a `mount -o remount,ro` of the user's, and
-    // is refused, with a line in the kernel log, if btrfs has forced it.
-    if Btrfs::mount(&thin.device, SUBVOLUME, Access::ReadOnly)?.is_read_only()? {
-        return Ok(Step::ReadOnly);
-    }
-    let failed = |e| Error::io(format!("cannot grow {}", thin.path.display()), e);
-    let free = space::free_space(thin.path.parent().unwrap_or(&thin.path))?;
-    let step = (wanted - thin.reserved).min(free.saturating_sub(HOST_LEFT));
-    if step < STEP_MIN.min(wanted - thin.reserved) {
-        let what = format!(
-            "the host has {} MiB free, of which {} MiB are left to it: free some space",
-            free >> 20,
-            HOST_LEFT >> 20
-        );
-        return Err(Error::new(ErrorKind::NoSpace, what));
-    }
-    let to = thin.reserved + step / BLOCK_SIZE * BLOCK_SIZE;
-    let file = files::open(&thin.path, File::options().read(true).write(true)).map_err(failed)?;
-    space::reserve(&file, thin.reserved, to - thin.reserved, &thin.path)?;
-    file.sync_all().map_err(failed)?;
-    let device = File::open(&thin.device).map_err(failed)?;
-    // SAFETY: LOOP_SET_CAPACITY takes a number that it ignores.
-    if unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_CAPACITY as _, 0) } != 0 {
-        return Err(failed(std::io::Error::last_os_error()));
-    }
-    let mount = Btrfs::mount(&thin.device, SUBVOLUME, Access::Writable)?;
-    if Fsid(mount.fsid()?) != thin.fsid {
-        // The mount went away meanwhile, and the device is somebody else's now.
-        return Ok(Step::Gone);
-    }
-    mount.grow_device(thin.device_id)?;
-    Ok(Step::Taken(to))
 }

@@ -1,0 +1,103 @@
+//! One step of growing a sprout, in a helper's process: to reach the file system it is mounted once
+//! more, and that waits for whoever mounts any btrfs just now (`helper.rs`).
+//!
+//! ```text
+//!   fallocate ─► fsync ─► LOOP_SET_CAPACITY ─► mount once more ─► btrfs takes the device's new size
+//! ```
+//!
+//! A step that ended anywhere can be taken again from the beginning.
+
+use std::{
+    fs::File,
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
+use burgeon_btrfs::SUBVOLUME;
+use burgeon_frontend::btrfs_mount::{Access, Btrfs};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    id::Fsid,
+    state::{
+        files,
+        space::{self, HOST_LEFT},
+    },
+};
+
+/// The smallest step worth taking: below this the host is full.
+const STEP_MIN: u64 = 64 << 20;
+
+/// `ioctl_loop`: the device takes over its file's new size.
+const LOOP_SET_CAPACITY: libc::c_ulong = 0x4c07;
+
+/// What a step takes.
+#[derive(Serialize, Deserialize, Debug)]
+pub(crate) struct Grow {
+    pub(crate) fsid: Fsid,
+    /// The sprout's file…
+    pub(crate) path: PathBuf,
+    /// …its loop device…
+    pub(crate) device: PathBuf,
+    /// …and that device's number in the file system.
+    pub(crate) device_id: u64,
+    /// The size that it has.
+    pub(crate) reserved: u64,
+    /// The size that it is to have, or what the host has room for.
+    pub(crate) wanted: u64,
+}
+
+/// How a step went.
+#[derive(Serialize, Deserialize, Debug)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Step {
+    /// The sprout has this size now.
+    Taken(u64),
+    /// The mount is gone.
+    Gone,
+    /// The file system is read-only.
+    ReadOnly,
+}
+
+/// File first, then the loop device, then btrfs.
+pub(crate) fn grow(grow: &Grow) -> Result<Step> {
+    let Grow { fsid, path, device, device_id, reserved, wanted } = grow;
+    // Never asked for by mounting it writable: that would undo a `mount -o remount,ro` of the user's, and
+    // is refused, with a line in the kernel log, if btrfs has forced it.
+    if Btrfs::mount(device, SUBVOLUME, Access::ReadOnly)?.is_read_only()? {
+        return Ok(Step::ReadOnly);
+    }
+    let failed = |e| Error::io(format!("cannot grow {}", path.display()), e);
+    let free = space::free_space(path.parent().unwrap_or(path))?;
+    let step = (wanted - reserved).min(free.saturating_sub(HOST_LEFT));
+    if step < STEP_MIN.min(wanted - reserved) {
+        let what = format!(
+            "the host has {} MiB free, of which {} MiB are left to it: free some space",
+            free >> 20,
+            HOST_LEFT >> 20
+        );
+        return Err(Error::new(ErrorKind::NoSpace, what));
+    }
+    let to = reserved + step / BLOCK_SIZE * BLOCK_SIZE;
+    let file = files::open(path, File::options().read(true).write(true)).map_err(failed)?;
+    space::reserve(&file, *reserved, to - reserved, path)?;
+    file.sync_all().map_err(failed)?;
+    take_new_size(device).map_err(failed)?;
+    let mount = Btrfs::mount(device, SUBVOLUME, Access::Writable)?;
+    if Fsid(mount.fsid()?) != *fsid {
+        // The mount went away meanwhile, and the device is somebody else's now.
+        return Ok(Step::Gone);
+    }
+    mount.grow_device(*device_id)?;
+    Ok(Step::Taken(to))
+}
+
+fn take_new_size(device: &Path) -> std::io::Result<()> {
+    let device = File::open(device)?;
+    // SAFETY: LOOP_SET_CAPACITY takes a number that it ignores.
+    match unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_CAPACITY as _, 0) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
