@@ -140,14 +140,14 @@ impl Outage {
 
     /// The map has a wrong checksum for a block whose chunk has the right digest. Told once.
     pub(crate) fn map_is_damaged(&self) {
-        let line = {
-            let mut state = self.state();
-            let first = !std::mem::replace(&mut state.is_map_damaged, true);
-            let what = "the image's map file is damaged: some blocks are fetched at every read; \
-                        unmount the image and remove the map, and the next mount makes it again";
-            first.then(|| state.line(what.to_owned())).flatten()
-        };
-        self.tell(line);
+        let first = !std::mem::replace(&mut self.state().is_map_damaged, true);
+        if first {
+            tracing::error!(
+                image = &*self.image,
+                "the image's map file is damaged: some blocks are fetched at every read; unmount the \
+                 image and remove the map, and the next mount makes it again"
+            );
+        }
     }
 
     /// An error if the fetch of `key` was given up a moment ago.
