@@ -28,6 +28,9 @@ const WIDTHS: [usize; 5] = [4, 8, 8, 4, 1];
 pub const PROFILE_MAX: u64 = 32 << 20;
 /// Bytes of all paths together: a quarter of a million of 64 bytes.
 const PATHS_MAX: u64 = 16 << 20;
+/// Paths: a profile has one for each range at most, and ranges that age may leave theirs behind. In memory
+/// a path takes 56 bytes and more, however short it is.
+const FILES_MAX: u64 = 4 * READS_MAX as u64;
 /// Longest path, in bytes.
 const PATH_MAX: usize = 4096;
 /// Longest range, in bytes: it is 32 bits of blocks.
@@ -57,7 +60,7 @@ impl Profile {
             paths.extend_from_slice(&(path.len() as u16).to_le_bytes());
             paths.extend_from_slice(path);
         }
-        if paths.len() as u64 > PATHS_MAX {
+        if paths.len() as u64 > PATHS_MAX || self.files.len() as u64 > FILES_MAX {
             return Err(too_long());
         }
         let params = Params {
@@ -93,7 +96,7 @@ impl Profile {
             .map_err(|_| corrupt("the profile's parameters are cut short"))?;
         let (files, paths_len) = (params.files.get(), params.paths_len.get());
         let rows = params.reads.get();
-        if rows > READS_MAX as u64 || paths_len > PATHS_MAX || files > paths_len {
+        if rows > READS_MAX as u64 || paths_len > PATHS_MAX || files > FILES_MAX {
             return Err(corrupt("the profile claims to be too large"));
         }
         let files = paths(&container.read(bytes, FILES, paths_len)?, files as usize)?;
@@ -147,4 +150,32 @@ fn paths(mut bytes: &[u8], count: usize) -> Result<Vec<Vec<u8>>> {
 
 fn too_long() -> Error {
     Error::new(ErrorKind::Invalid, "the profile's paths are too long")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 16 MiB of them would take 400 MiB.
+    #[test]
+    fn short_paths_are_counted_before_they_are_read() {
+        let profile = |files: u64| {
+            let paths = [1, 0, b'/'].repeat(files as usize);
+            let params = Params {
+                image: [0; Digest::LEN],
+                runs: 1.into(),
+                reserved: 0.into(),
+                files: files.into(),
+                paths_len: (paths.len() as u64).into(),
+                reads: 0.into(),
+            };
+            let section = |kind, raw| Section { kind, raw, level: Some(1) };
+            let params = Section { kind: PARAMS, raw: params.as_bytes().to_vec(), level: None };
+            let sections = vec![params, section(FILES, paths), section(READS, Vec::new())];
+            container::encode(FORMAT, sections).unwrap()
+        };
+        assert!(Profile::decode(&profile(1000)).is_ok());
+        let refused = Profile::decode(&profile(FILES_MAX + 1)).unwrap_err();
+        assert!(refused.to_string().contains("too large"), "{refused}");
+    }
 }
