@@ -56,7 +56,7 @@ use crate::{
     id::MountId,
     ipc::{
         client::{Client, socket_path},
-        link::{FromServer, ToServer},
+        link::{FromServer, ToServer, VERSION},
         protocol::{Reply, Request},
         wire,
     },
@@ -227,7 +227,8 @@ impl Serving {
                 }
             };
             match message {
-                ToServer::Attach { number, refuse, attach } => {
+                ToServer::Attach { version, number, refuse, attach } => {
+                    tracing::debug!(mount = %attach.id, version, own = VERSION, "told to serve");
                     let (id, attach) = (attach.id, Box::new(attach));
                     self.add(id, Job::Attach { number, refuse, attach, fds });
                 }
@@ -237,6 +238,7 @@ impl Serving {
                 ToServer::Record { id, on } => self.add(id, Job::Record { on }),
                 ToServer::Report => self.tell(&FromServer::Report { mounts: self.report() }),
                 ToServer::Stop => return Ok(Parting::Stop),
+                ToServer::Unknown => tracing::warn!("ignoring a message of a later supervisor"),
             }
         }
     }
@@ -336,7 +338,7 @@ impl Serving {
             let fds: Vec<_> = fuse.into_iter().chain([slots.fd()]).collect();
             wire::send(stream, &message, &fds)
         })?;
-        wire::send(stream, &FromServer::Adopted { refreshes: true }, &[])
+        wire::send(stream, &FromServer::Adopted { refreshes: true, version: VERSION }, &[])
     }
 
     /// Looks at how the kernel's reads of each mount come.

@@ -22,6 +22,11 @@
 //! A slot holds the head of a request only. Everything that is ever answered differently for what
 //! follows the first 80 bytes is refused by its opcode alone, so the rest goes to scratch memory.
 //!
+//! Layouts: an upgrade hands the memory of the earlier version to a server of this one, so a server
+//! serves all layouts of version 1. They differ in `counters_len` only: counters are added at their
+//! end, within the 8192 bytes up to the slots, and are zero where the earlier version had none. If
+//! they no longer fit there, that is version 2, beside which version 1 has to be served.
+//!
 //! Invariants (held by the tests below and `tests/kill.rs`):
 //! - `length != 0` exactly while the slot's request may be unanswered.
 //! - All pages are present and writable from the start: the kernel's copy into them cannot fail
@@ -60,6 +65,10 @@ const SLOTS_OFFSET: usize = COUNTERS_OFFSET + size_of::<Counters>().next_multipl
 const MAP_LEN: usize = SLOTS_OFFSET + SLOT_COUNT as usize * SLOT_LEN;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
+/// Bytes of the counters in the first layout, which had no `background_bytes`.
+const COUNTERS_LEN_MIN: u32 = 8032;
+const _: () = assert!(SLOTS_OFFSET == 12288, "the counters of version 1 end before its slots");
+
 /// The first bytes. A server of another version than its predecessor sees here whether it can take
 /// over.
 #[derive(FromBytes, IntoBytes, Immutable, PartialEq, Eq)]
@@ -79,6 +88,15 @@ const HEADER: Header = Header {
     slot_len: SLOT_LEN as u32,
     slot_count: SLOT_COUNT,
 };
+
+impl Header {
+    /// Whether this version serves slots with this header.
+    fn is_served(&self) -> bool {
+        let counters = COUNTERS_LEN_MIN..=(SLOTS_OFFSET - COUNTERS_OFFSET) as u32;
+        counters.contains(&self.counters_len)
+            && *self == Self { counters_len: self.counters_len, ..HEADER }
+    }
+}
 
 /// The shared memory of one mount. Give its descriptor to each new server; both sides may read
 /// the counters at any time.
@@ -114,15 +132,16 @@ impl Slots {
     }
 
     /// The slots behind a descriptor that [`Slots::create`] made, perhaps in another process and
-    /// by another version: `UnsupportedFormat` if the layout is not this one's.
+    /// by another version: `UnsupportedFormat` if this one does not serve its layout.
     pub fn from_fd(memory: OwnedFd) -> Result<Self> {
         let what = "cannot take over the shared memory of a mount";
         let len = fstat(&memory).map_err(|e| failed(what, e))?.st_size;
         let sealed = fcntl_get_seals(&memory).is_ok_and(|seals| seals.contains(SEALS));
         let mut header = [0; size_of::<Header>()];
         let read = rustix::io::pread(&memory, &mut header, 0).map_err(|e| failed(what, e))?;
-        let same = read == header.len() && Header::read_from_bytes(&header) == Ok(HEADER);
-        if !sealed || len != MAP_LEN as i64 || !same {
+        let served = read == header.len()
+            && Header::read_from_bytes(&header).is_ok_and(|header| header.is_served());
+        if !sealed || len != MAP_LEN as i64 || !served {
             return Err(Error::new(
                 ErrorKind::UnsupportedFormat,
                 "the requests in flight were left by another version of Burgeon, whose table of \
@@ -270,12 +289,37 @@ mod tests {
         assert_eq!((second.unanswered(), second.counters().hits.get()), (0, 3));
     }
 
+    /// The header that the first version wrote.
+    const RECORDED: [u8; 24] = *b"burgslot\x01\0\0\0\x60\x1f\0\0\x00\x01\0\0\x00\x02\0\0";
+
+    #[test]
+    fn slots_of_the_layout_before_are_served() {
+        let before = Slots::create().unwrap();
+        rustix::io::pwrite(before.fd(), &RECORDED, 0).unwrap();
+        // A hit, and a request that nobody has answered.
+        rustix::io::pwrite(before.fd(), &1u64.to_ne_bytes(), 4096).unwrap();
+        rustix::io::pwrite(before.fd(), &80u32.to_ne_bytes(), 12288 + 7 * 256 + 64).unwrap();
+        let slots = Slots::from_fd(before.fd().try_clone_to_owned().unwrap()).unwrap();
+        let counters = slots.counters();
+        assert_eq!((counters.hits.get(), counters.background_bytes.get()), (1, 0));
+        assert!(slots.is_unanswered(7) && slots.unanswered() == 1);
+        counters.background_bytes.add(5);
+        assert_eq!((slots.unanswered(), before.counters().background_bytes.get()), (1, 5));
+    }
+
     #[test]
     fn another_version_is_refused() {
-        let slots = Slots::create().unwrap();
-        rustix::io::pwrite(slots.fd(), &2u32.to_ne_bytes(), 8).unwrap();
-        let error = Slots::from_fd(slots.fd().try_clone_to_owned().unwrap()).err().unwrap();
-        assert_eq!(error.kind(), ErrorKind::UnsupportedFormat);
+        let refused = |at: u64, word: u32| {
+            let slots = Slots::create().unwrap();
+            rustix::io::pwrite(slots.fd(), &word.to_ne_bytes(), at).unwrap();
+            let error = Slots::from_fd(slots.fd().try_clone_to_owned().unwrap()).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::UnsupportedFormat, "{at} {word}");
+        };
+        refused(8, 2);
+        refused(12, COUNTERS_LEN_MIN - 8);
+        refused(12, 8192 + 8);
+        refused(16, 512);
+        refused(20, 1024);
         let file: OwnedFd = tempfile::tempfile().unwrap().into();
         assert!(Slots::from_fd(file).is_err());
     }

@@ -35,6 +35,15 @@ use crate::{
     state::record::{Attach, ProfileSource, Transport},
 };
 
+/// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. An
+/// upgrade replaces the supervisor first, so each version understands the messages of the one before
+/// and ignores those that only later ones have.
+pub(crate) const VERSION: u32 = 2;
+
+fn first_version() -> u32 {
+    1
+}
+
 /// From the supervisor to the server.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "message", rename_all = "kebab-case")]
@@ -42,6 +51,9 @@ pub(crate) enum ToServer {
     /// Serve this mount; its descriptors come along. Of one that is served already: see what has
     /// been mapped and pinned meanwhile.
     Attach {
+        /// Of the supervisor's messages.
+        #[serde(default = "first_version")]
+        version: u32,
         /// None from supervisors of earlier versions.
         #[serde(default)]
         number: Option<u64>,
@@ -63,6 +75,9 @@ pub(crate) enum ToServer {
     Report,
     /// End.
     Stop,
+    /// A message of a later version.
+    #[serde(other)]
+    Unknown,
 }
 
 /// From the server to the supervisor.
@@ -107,7 +122,13 @@ pub(crate) enum FromServer {
         /// Whether the server knows `Refresh`.
         #[serde(default)]
         refreshes: bool,
+        /// Of the server's messages.
+        #[serde(default = "first_version")]
+        version: u32,
     },
+    /// A message of a later version.
+    #[serde(other)]
+    Unknown,
 }
 
 /// What there is to know of a mount before it is made.
@@ -164,7 +185,7 @@ pub(crate) fn sort_descriptors(
 mod tests {
     use serde_json::{Value, json};
 
-    use super::{Attach, FromServer, ToServer};
+    use super::{Attach, FromServer, ToServer, VERSION};
 
     /// What a supervisor of version 0.1 sends.
     fn attach_0_1() -> Value {
@@ -192,7 +213,7 @@ mod tests {
     #[test]
     fn messages_of_the_version_before_are_understood() {
         let told: ToServer = serde_json::from_value(attach_0_1()).unwrap();
-        let ToServer::Attach { number: None, refuse: false, attach } = &told else {
+        let ToServer::Attach { version: 1, number: None, refuse: false, attach } = &told else {
             panic!("{told:?}");
         };
         assert_eq!((attach.fetch_limit, attach.transport.device()), (Some(9), Some(7)));
@@ -200,7 +221,34 @@ mod tests {
         let says: FromServer = serde_json::from_value(says).unwrap();
         assert!(matches!(says, FromServer::Attached { number: None, served: false, .. }));
         let says: FromServer = serde_json::from_value(json!({ "message": "adopted" })).unwrap();
-        assert!(matches!(says, FromServer::Adopted { refreshes: false }));
+        assert!(matches!(says, FromServer::Adopted { refreshes: false, version: 1 }));
+    }
+
+    /// A message of each kind, as version 2 writes it, behind the end that takes it.
+    const RECORDED: &str = include_str!("link-2.txt");
+
+    #[test]
+    fn recorded_messages_are_understood() {
+        let (mut told, mut says) = (0, 0);
+        for (end, message) in RECORDED.lines().map(|line| line.split_once(' ').unwrap()) {
+            if end == "server" {
+                let message = serde_json::from_str(message).unwrap();
+                assert!(!matches!(message, ToServer::Unknown), "{message:?}");
+                told += 1;
+            } else {
+                let message = serde_json::from_str(message).unwrap();
+                assert!(!matches!(message, FromServer::Unknown), "{message:?}");
+                says += 1;
+            }
+        }
+        assert_eq!((told, says), (7, 7));
+    }
+
+    #[test]
+    fn messages_of_later_versions_are_no_errors() {
+        let later = r#"{"message":"levitate","id":"0a1b2c3d","height":[3]}"#;
+        assert!(matches!(serde_json::from_str(later).unwrap(), ToServer::Unknown));
+        assert!(matches!(serde_json::from_str(later).unwrap(), FromServer::Unknown));
     }
 
     #[test]
@@ -208,7 +256,7 @@ mod tests {
         let ToServer::Attach { attach, .. } = serde_json::from_value(attach_0_1()).unwrap() else {
             unreachable!()
         };
-        let told = ToServer::Attach { number: Some(3), refuse: true, attach };
+        let told = ToServer::Attach { version: VERSION, number: Some(3), refuse: true, attach };
         let Told0_1::Attach(attach) =
             serde_json::from_value(serde_json::to_value(&told).unwrap()).unwrap();
         assert_eq!(attach.fetch_limit, Some(9));
@@ -220,7 +268,7 @@ mod tests {
                 served: true,
                 refused: false,
             },
-            FromServer::Adopted { refreshes: true },
+            FromServer::Adopted { refreshes: true, version: VERSION },
         ];
         let [attached, adopted] =
             says.map(|says| serde_json::from_value(serde_json::to_value(says).unwrap()).unwrap());

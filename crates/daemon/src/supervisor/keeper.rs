@@ -28,7 +28,7 @@ use crate::{
     host::program::this_program,
     ipc::{
         client::connect_to,
-        link::{FromServer, sort_descriptors},
+        link::{FromServer, VERSION, sort_descriptors},
         wire,
     },
     state::{files::Lock, paths::StateDir, record::Attach},
@@ -173,6 +173,7 @@ impl Supervisor {
                 table.report_count += 1;
             }
             FromServer::Serving(_) | FromServer::Adopted { .. } => {}
+            FromServer::Unknown => tracing::warn!("ignoring a message of a later server"),
         }
         self.changed.notify_all();
     }
@@ -203,7 +204,8 @@ pub(super) fn adopt(state: &StateDir) -> Result<Option<(Orphan, Vec<Inherited>)>
                     mounts.push(Inherited { attach, fuse, slots });
                 }
             }
-            Some((FromServer::Adopted { refreshes }, _)) => {
+            Some((FromServer::Adopted { refreshes, version }, _)) => {
+                tracing::debug!(version, own = VERSION, "adopted a server");
                 return Ok(Some((Orphan { stream, refreshes }, mounts)));
             }
             Some(_) => {}

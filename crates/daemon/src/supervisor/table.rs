@@ -16,7 +16,7 @@ use super::revive::Revival;
 use crate::{
     id::MountId,
     ipc::{
-        link::{MountReport, ToServer},
+        link::{MountReport, ToServer, VERSION},
         protocol::Failure,
         wire,
     },
@@ -99,6 +99,7 @@ impl Entry {
     /// A failure means that the server is dead; its successor is told again.
     fn send_attach(&self, link: &UnixStream) {
         let message = ToServer::Attach {
+            version: VERSION,
             number: Some(self.attach_number),
             // A mount that is being made fails instead.
             refuse: self.handed_out,
