@@ -10,15 +10,15 @@
 //! (`tests::only_what_names_the_folder_is_found`).
 
 use std::{
-    ffi::OsStr,
     fs,
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
-    process,
+    process::{self, Command},
 };
 
 use anyhow::{Context, Result};
-use testkit::loop_devices;
+use rustix::process::{Pid, Signal, kill_process};
+use testkit::{LoopDevice, PATIENCE, loop_devices, wait_until};
 
 /// The variable that tells tests where to put their folders.
 pub(crate) const TEST_DIR: &str = "BURGEON_TEST_DIR";
@@ -50,34 +50,55 @@ impl Made {
                 || loops.iter().any(|l| source.strip_prefix("/dev/") == Some(&l.name))
         };
         left.extend(mounts.lines().filter(ours).map(|line| format!("mount {line}")));
-        left.extend(self.processes());
+        let processes = self.processes();
+        left.extend(processes.iter().map(|(id, line)| format!("process {id} ({line})")));
         let files = fs::read_dir(&self.folder).into_iter().flatten().flatten();
         left.extend(files.map(|file| format!("file {}", file.path().display())));
         left
     }
 
     /// Processes, other than this one, whose command line or environment names the folder.
-    fn processes(&self) -> Vec<String> {
+    fn processes(&self) -> Vec<(u32, String)> {
         let needle = self.folder.as_os_str().as_bytes();
         let names = |file: PathBuf| {
             let bytes = fs::read(file).unwrap_or_default();
             bytes.windows(needle.len()).any(|window| window == needle).then_some(())
         };
-        let own = process::id().to_string();
         let mut found = Vec::new();
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-            let id = entry.file_name();
-            if !id.as_bytes().iter().all(u8::is_ascii_digit) || id == OsStr::new(&own) {
+            let name = entry.file_name();
+            let Some(id) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
+            if id == process::id() {
                 continue;
             }
             let folder = entry.path();
             if names(folder.join("cmdline")).or_else(|| names(folder.join("environ"))).is_some() {
                 let line = fs::read(folder.join("cmdline")).unwrap_or_default();
                 let line = String::from_utf8_lossy(&line).replace('\0', " ");
-                found.push(format!("process {} ({line})", id.display()));
+                found.push((id, line));
             }
         }
         found
+    }
+
+    /// Ends the processes that are left, and removes loop devices and files.
+    pub(crate) fn end(&self) {
+        let gone = || {
+            let processes = self.processes();
+            for (id, _) in &processes {
+                let id = i32::try_from(*id).ok().and_then(Pid::from_raw);
+                let _ = id.map(|id| kill_process(id, Signal::KILL));
+            }
+            processes.is_empty()
+        };
+        // Tests mount in namespaces of their own, which end with them; loop devices may stay.
+        wait_until(PATIENCE, gone);
+        let ours = |device: &LoopDevice| device.backing.starts_with(&self.folder);
+        for device in loop_devices().into_iter().filter(ours) {
+            let path = Path::new("/dev").join(device.name);
+            let _ = Command::new("losetup").arg("--detach").arg(path).output();
+        }
+        self.remove();
     }
 
     /// Removes the folder and whatever is in it.
@@ -93,7 +114,10 @@ fn escaped(path: &Path) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, process::Command};
+    use std::{
+        fs,
+        process::{Command, Stdio},
+    };
 
     use testkit::{PATIENCE, Space, wait_until};
 
@@ -114,5 +138,17 @@ mod tests {
         assert!(left.1.is_empty(), "{left:?}");
         fs::remove_file(mine.folder.join("file")).unwrap();
         assert!(wait_until(PATIENCE, || mine.left().is_empty()), "{:?}", mine.left());
+    }
+
+    #[test]
+    fn what_is_left_is_ended_and_removed() {
+        let space = Space::new("made-end");
+        let made = Made { folder: space.make_folder("run") };
+        let mut cat = Command::new("cat");
+        let mut child = cat.env("X", &made.folder).stdin(Stdio::piped()).spawn().unwrap();
+        fs::write(made.folder.join("file"), "").unwrap();
+        made.end();
+        assert!(!made.folder.exists());
+        assert!(!child.wait().unwrap().success());
     }
 }
