@@ -12,12 +12,19 @@ use std::{
     time::Duration,
 };
 
+use rustix::process::{Resource, Rlimit, setrlimit};
+
 /// Names the part of a test that is to be done by this process.
 const PART: &str = "BURGEON_TEST_PART";
 /// Where the input of that part is.
 const INPUT: &str = "BURGEON_TEST_INPUT";
 /// Before each thing that the process tells.
 const MARK: &str = "measured:";
+
+/// Most memory, in bytes, and processor time, in seconds, that the process gets: more than any test
+/// allows, and little enough that work without a bound of its own harms nobody else.
+const DATA_MAX: u64 = 2 << 30;
+const CPU_MAX: u64 = 120;
 
 /// What a process said, and took.
 #[derive(Clone, Debug)]
@@ -31,7 +38,8 @@ pub struct Measured {
 }
 
 /// Does `work`, which the test `test` calls `part`, on what `input` has made here, in a process of its
-/// own, and measures that. `None` in such a process.
+/// own, and measures that. `None` in such a process. Panics when that takes 2 GiB or two minutes of
+/// processor time.
 pub fn measure(
     test: &str,
     part: &str,
@@ -40,6 +48,8 @@ pub fn measure(
 ) -> Option<Measured> {
     if let Ok(wanted) = std::env::var(PART) {
         if wanted == part {
+            limit(Resource::Data, DATA_MAX);
+            limit(Resource::Cpu, CPU_MAX);
             let input = std::env::var_os(INPUT).expect("whoever names the part names its input");
             let said = work(input.as_ref()).replace('\n', " ");
             println!("\n{MARK}{said}\n{MARK}{}\n{MARK}{}", peak_kib(), cpu_ms());
@@ -62,6 +72,11 @@ pub fn measure(
         peak_bytes: number(peak) << 10,
         cpu: Duration::from_millis(number(cpu)),
     })
+}
+
+fn limit(resource: Resource, most: u64) {
+    let most = Some(most);
+    setrlimit(resource, Rlimit { current: most, maximum: most }).expect("a limit may be lowered");
 }
 
 fn peak_kib() -> u64 {
