@@ -232,7 +232,7 @@ fn no_table_or_layer_takes_much_memory() {
     };
     let entries: MakeTable = || {
         let entry = r#"{"type":"dir","name":"NAME","mode":493}"#;
-        let all = format!("{entry},").repeat(500_000);
+        let all = format!("{entry},").repeat(1_000_000);
         format!(r#"{{"version":1,"entries":[{all}{entry}]}}"#)
     };
     let tables: [(&str, MakeTable, &str); 4] = [
