@@ -28,7 +28,7 @@ const BLOCK: usize = 512;
 type Bomb = (&'static str, fn(&Path), u64, &'static str);
 
 const BOMBS: [Bomb; 11] = [
-    ("a sparse map that is one number", long_number, 20 << 10, "map of a sparse file"),
+    ("a sparse map that is one number", long_number, 64 << 10, "map of a sparse file"),
     ("a map of one-byte pieces", one_byte_pieces, 20 << 20, "more than"),
     ("pieces of a layer in one block", pieces_in_blocks, 40 << 20, "more than"),
     ("records of sparse pieces", sparse_records, 128 << 10, "more than 262144 pieces"),
@@ -182,13 +182,6 @@ fn pair(key: &str, value: impl ToString) -> (String, String) {
     (key.to_owned(), value.to_string())
 }
 
-fn gzip(path: &Path, bytes: &[u8]) {
-    let mut gzip =
-        flate2::write::GzEncoder::new(File::create(path).unwrap(), flate2::Compression::best());
-    gzip.write_all(bytes).unwrap();
-    gzip.finish().unwrap();
-}
-
 /// `first`, and then `again` so many times: zstd's frames may follow one another.
 fn zstd_again(path: &Path, first: &[u8], again: &[u8], times: usize) {
     let mut file = BufWriter::new(File::create(path).unwrap());
@@ -209,8 +202,10 @@ fn sparse(size: u64, stored_len: u64) -> Vec<u8> {
 }
 
 fn long_number(path: &Path) {
-    let len = 16 << 20;
-    gzip(path, &[sparse(1 << 20, len as u64), vec![b'0'; len]].concat());
+    // More than the memory that the reader may take, if it keeps the digits.
+    let (digits, times) = (vec![b'0'; 16 << 20], 20);
+    let len = (digits.len() * times) as u64;
+    zstd_again(path, &sparse(1 << 20, len), &digits, times);
 }
 
 /// Files whose map names bytes that are each `stride` from the one before.
