@@ -36,7 +36,8 @@ impl BlockDevice for Numbers {
 }
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build()?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build()?;
     let mut options = ServeOptions::new(runtime.handle().clone());
     if let Some(threads) = std::env::args().nth(1) {
         options.threads = threads.parse()?;
