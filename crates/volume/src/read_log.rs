@@ -44,10 +44,16 @@ impl ReadLog {
     }
 
     /// Takes note of a read, whether it could be answered or not.
+    #[inline]
     pub(crate) fn note(&self, range: ByteRange) {
         if self.on.load(Relaxed) {
-            self.recording().add(range);
+            self.add(range);
         }
+    }
+
+    #[cold]
+    fn add(&self, range: ByteRange) {
+        self.recording().add(range);
     }
 }
 

@@ -296,6 +296,7 @@ where
 
     /// Fills `buf` with the bytes of `range`, which were found at `place`; `false` if they cannot
     /// be read or are wrong, and then they are not found again.
+    #[inline(always)]
     fn read_place(
         &self,
         place: Place,

@@ -23,7 +23,15 @@ impl Presence {
     }
 
     /// Whether every block of `blocks` is present.
+    #[inline]
     pub(crate) fn all(&self, blocks: Range<u64>) -> bool {
+        // A hit of a few blocks has its bits in one word.
+        let len = blocks.end.saturating_sub(blocks.start);
+        let (word, first) = (blocks.start / BITS, blocks.start % BITS);
+        if len > 0 && first + len <= BITS {
+            let mask = (u64::MAX >> (BITS - len)) << first;
+            return self.words[word as usize].load(Ordering::Acquire) & mask == mask;
+        }
         parts(blocks).all(|(word, mask)| self.words[word].load(Ordering::Acquire) & mask == mask)
     }
 
