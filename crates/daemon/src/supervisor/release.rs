@@ -128,16 +128,16 @@ impl Supervisor {
             }
             drop(lock);
         };
-        if let Some(record) = record {
-            if !await_loops(&self.state, &record, LOOPS_PATIENCE) {
-                tracing::warn!(mount = %id, "a loop device of a mount that could not be made does not go away");
-                let state = self.state.clone();
-                std::thread::spawn(move || {
-                    await_loops(&state, &record, Duration::MAX);
-                    clear_up();
-                });
-                return;
-            }
+        if let Some(record) = record
+            && !await_loops(&self.state, &record, LOOPS_PATIENCE)
+        {
+            tracing::warn!(mount = %id, "a loop device of a mount that could not be made does not go away");
+            let state = self.state.clone();
+            std::thread::spawn(move || {
+                await_loops(&state, &record, Duration::MAX);
+                clear_up();
+            });
+            return;
         }
         clear_up();
         self.changed.notify_all();
