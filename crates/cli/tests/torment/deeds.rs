@@ -204,7 +204,26 @@ fn damage_image(world: &World, rng: &mut Rng) {
     for place in &world.places {
         world.remount(place);
     }
+    replace_kept(world);
     end_excuse(world);
+}
+
+/// Does what `doctor` says of files of kept writes that are damaged where a mount does not look: they
+/// are links to those of the prepared image.
+fn replace_kept(world: &World) {
+    let said = world.run(&["doctor"]).map(|doctor| doctor.stdout).unwrap_or_default();
+    let damaged = said.lines().filter_map(|line| {
+        let (_, found) = line.strip_prefix("PROBLEM  writes ")?.split_once(": ")?;
+        found.strip_suffix(" is damaged").map(PathBuf::from)
+    });
+    let damaged: Vec<_> = damaged.collect();
+    if damaged.is_empty() {
+        return;
+    }
+    world.ledger.count("repaired kept writes");
+    for place in world.places.iter().filter(|place| place.options.contains(&"--writes")) {
+        world.remount_after(place, || damaged.iter().for_each(|path| drop(fs::remove_file(path))));
+    }
 }
 
 /// Changes, cuts, empties or removes the file `path`.

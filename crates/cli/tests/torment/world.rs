@@ -281,13 +281,20 @@ impl World {
 
     /// Unmounts and mounts again, with its load held off.
     pub(crate) fn remount(&self, place: &Place) -> bool {
+        self.remount_after(place, || ())
+    }
+
+    /// The same, with something done in between.
+    pub(crate) fn remount_after(&self, place: &Place, between: impl FnOnce()) -> bool {
         let mut gate = place.gate.write().unwrap_or_else(PoisonError::into_inner);
         *gate += 1;
         let at = place.at.display().to_string();
         self.ledger.event(format!("{at} mounted anew"));
         let mut arguments = vec!["mount", place.image, &at];
         arguments.extend(place.options);
-        self.ok(&["umount", &at]) && self.ok(&arguments)
+        let unmounted = self.ok(&["umount", &at]);
+        between();
+        unmounted && self.ok(&arguments)
     }
 
     /// A process of the daemon, by its name in `status`, once there is one.

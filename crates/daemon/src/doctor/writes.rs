@@ -25,8 +25,8 @@ fn check(state: &StateDir, name: &str) -> Finding {
             Level::Problem,
             &subject,
             found,
-            "mount them, which makes `seed`, `seed.info` and `map` again from the image; if that fails, \
-             restore the folder from a backup: Burgeon never removes it by itself",
+            "unmount them, remove `seed`, `seed.info` and `map`, and mount them, which makes these again from \
+             the image; if that fails, restore the folder from a backup: Burgeon never removes it by itself",
         )
     };
     let record = match writes::find(state, name) {
