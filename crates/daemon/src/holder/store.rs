@@ -164,10 +164,70 @@ fn pair(fds: Vec<(MountId, OwnedFd)>) -> Vec<Held> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
+    use std::{
+        fs::File,
+        io::IoSliceMut,
+        mem::MaybeUninit,
+        os::{fd::OwnedFd, unix::net::UnixDatagram},
+        thread,
+    };
 
-    use super::pair;
+    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+    use super::{Store, pair};
     use crate::id::MountId;
+
+    /// Does what systemd does with a unit that may keep `most` descriptors, until the other end is
+    /// closed; what was kept then.
+    fn play_systemd(socket: &UnixDatagram, most: usize) -> Vec<(String, OwnedFd)> {
+        let mut kept = Vec::new();
+        loop {
+            let (mut text, mut space) =
+                ([0; 256], [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))]);
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut parts = [IoSliceMut::new(&mut text)];
+            let received = recvmsg(socket, &mut parts, &mut control, RecvFlags::empty()).unwrap();
+            let rights = control.drain().filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(rights) => Some(rights),
+                _ => None,
+            });
+            let fds: Vec<_> = rights.flatten().collect();
+            let text = String::from_utf8(text[..received.bytes].to_vec()).unwrap();
+            let lines: Vec<_> = text.lines().collect();
+            let name = lines.iter().find_map(|line| line.strip_prefix("FDNAME="));
+            match (lines[0], name) {
+                ("FDSTORE=1", Some(name)) => {
+                    assert!(lines.contains(&"FDPOLL=0"), "systemd would be woken for each request");
+                    let room = most - kept.len();
+                    kept.extend(fds.into_iter().take(room).map(|fd| (name.to_owned(), fd)));
+                }
+                ("FDSTOREREMOVE=1", Some(name)) => kept.retain(|(other, _)| other != name),
+                // It closes the descriptor: that is the answer.
+                ("BARRIER=1", None) => drop(fds),
+                ("STOPPING=1", None) => return kept,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn systemd_keeps_what_it_has_room_for_until_it_is_to_let_go() {
+        for (most, keeps) in [(0, false), (4, true)] {
+            let (ours, theirs) = UnixDatagram::pair().unwrap();
+            let systemd = thread::spawn(move || play_systemd(&theirs, most));
+            let store = Store(ours);
+            assert_eq!(store.keeps().unwrap(), keeps);
+            let [a, b] = [1, 2].map(MountId::from_number);
+            let file = tempfile::tempfile().unwrap();
+            store.hold(a, &file, &file).unwrap();
+            store.hold(b, &file, &file).unwrap();
+            store.let_go(a).unwrap();
+            store.send("STOPPING=1", &[]).unwrap();
+            let names: Vec<_> = systemd.join().unwrap().into_iter().map(|(name, _)| name).collect();
+            let expected = if keeps { vec![format!("burgeon-{b}"); 2] } else { Vec::new() };
+            assert_eq!(names, expected);
+        }
+    }
 
     #[test]
     fn descriptors_are_told_apart_in_any_order() {
