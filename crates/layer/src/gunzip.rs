@@ -1,20 +1,21 @@
-//! gzip that is read from where a block begins.
+//! A gzip decoder that can start at a block boundary.
 //!
 //! ```text
 //!   member:  header │ block │ block │ … │ 8 bytes        member …
 //!            ▲              ▲
-//!            nothing needed; some bits of the byte before, and what of the 32 KiB that came
-//!            before is referred to: little, which is found out when the next 32 KiB have come
+//!            needs nothing; needs some bits of the byte before, and the bytes of the
+//!                           preceding 32 KiB (the window) that later blocks refer to
 //! ```
 //!
-//! To find it out these are unpacked twice more, with two windows that hold no data but say at each
-//! place, by the pair of their bytes there, which place it is: where the two outputs differ, a byte of
-//! the window went. (The tool `rapidgzip` leaves out the same of its windows; it has a decoder of its own
-//! that sees every reference.)
+//! Few bytes of a window are referred to; the others are stored as zeros. To find the used ones,
+//! the 32 KiB after the boundary are unpacked twice more, behind two artificial windows. At each
+//! offset, the bytes of these two windows differ, and the pair identifies the offset: where the
+//! outputs differ, they show which byte of the window was copied. (`rapidgzip` zeroes the same
+//! bytes; its own decoder sees every reference.)
 //!
-//! Invariants: memory is some ten windows, whatever is read; the same bytes and the same place to begin
-//! give the same output, also where a block refers to what was never there (zeros); what is recorded
-//! matches the checksums of its members.
+//! Invariants: memory is about ten windows, whatever the input; the same input and starting place
+//! give the same output, even if a block refers to data before the beginning (zeros); recorded
+//! places belong to members whose checksums matched.
 
 use std::io::{self, BufRead, Read};
 
@@ -32,71 +33,71 @@ use crate::restart::{Recording, Start};
 const WINDOW_LEN: usize = 32 << 10;
 /// zstd's level for windows.
 const WINDOW_LEVEL: i32 = 6;
-/// Compressed bytes of which the next window of output is made, at most. It takes more only where empty
-/// blocks are strung together; all of the window is kept then.
+/// Most compressed bytes that are buffered for the 32 KiB after a place. Only long runs of empty
+/// blocks need more; the whole window is kept then.
 const AFTER_MAX: usize = 4 * WINDOW_LEN;
-/// Output that is kept: a window, and as much again so that it is rarely interrupted.
+/// Length of the output buffer: a window, and as much again so that calls of the decoder are long.
 const BUFFER_LEN: usize = 2 * WINDOW_LEN;
-/// Longest header of a member: names, comments and extra fields have no bound of their own.
+/// Longest name or comment in the header of a member; the format sets no limit.
 const HEADER_MAX: usize = 1 << 20;
 
-/// Bits of a header that say what follows in it.
+/// Flags of a member's header: the optional fields that follow.
 const HEADER_CRC: u8 = 2;
 const EXTRA: u8 = 4;
 const NAME: u8 = 8;
 const COMMENT: u8 = 16;
 const RESERVED: u8 = 0xe0;
 
-/// Where a block begins that is not the first of its member.
+/// The state needed to start at a block inside a member.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Inside {
-    /// Bits of the byte before that belong to the block: 0 to 7.
+    /// Number of bits of the preceding byte that belong to the block: 0 to 7.
     pub(crate) bits: u8,
-    /// These bits.
+    /// Those bits.
     pub(crate) partial: u8,
-    /// What was unpacked before, at most 32 KiB, as a zstd frame; zeros where nothing refers to.
+    /// The preceding output, at most 32 KiB, as a zstd frame; bytes without a reference are zero.
     pub(crate) window: Vec<u8>,
 }
 
-/// A place that is kept, whose window is not yet.
+/// A recorded place whose window is not final yet.
 struct Unsettled {
     bits: u8,
     partial: u8,
     window: Vec<u8>,
-    /// Where it is in what is unpacked.
+    /// Offset in the unpacked layer.
     unpacked: u64,
-    /// The compressed bytes that follow, so far.
+    /// The compressed bytes after the place, so far.
     after: Vec<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// A member begins, or nothing follows.
+    /// Before a member, or at the end of the input.
     Member,
     Blocks,
     Ended,
 }
 
-/// Unpacks members, one after another.
+/// A decoder for a sequence of members.
 pub(crate) struct Gunzip<R> {
     input: R,
     inflate: Box<DecompressorOxide>,
     buffer: Box<[u8]>,
-    /// Where in `buffer` the next output goes; `pending` bytes before that nobody has read yet.
+    /// Offset in `buffer` of the next output. The `pending` bytes before it are not yet read.
     at: usize,
     pending: usize,
     state: State,
-    /// Compressed bytes taken, and bytes unpacked.
+    /// Compressed bytes consumed, and bytes unpacked.
     taken: u64,
     made: u64,
-    /// Of what the member has unpacked to, where it was read from its beginning.
+    /// CRC of the member's output; used only while recording.
     checksum: crc32fast::Hasher,
     recording: Option<Recording>,
     unsettled: Option<Unsettled>,
 }
 
 impl<R: BufRead> Gunzip<R> {
-    /// From the beginning of a member; with `recording`, places to begin again are kept there.
+    /// Starts at the beginning of a member. Places are added to `recording`, if given.
     pub(crate) fn new(input: R, recording: Option<Recording>) -> Self {
         let (inflate, buffer) = (Box::default(), vec![0; BUFFER_LEN].into());
         let (at, pending, taken, made, unsettled) = Default::default();
@@ -116,13 +117,14 @@ impl<R: BufRead> Gunzip<R> {
         }
     }
 
-    /// From the middle of a member.
+    /// Starts inside a member.
     pub(crate) fn inside(input: R, start: &Inside) -> io::Result<Self> {
         let window = zstd::bulk::decompress(&start.window, WINDOW_LEN)?;
         Ok(Self::behind(input, (start.bits, start.partial), &window))
     }
 
-    /// From a block, of which `bits` of the byte before are the beginning, behind `window`.
+    /// Starts after `window`, at a block whose first `bits` bits, from the preceding byte, are
+    /// `partial`.
     fn behind(input: R, (bits, partial): (u8, u8), window: &[u8]) -> Self {
         let (num_bits, bit_buf) = (bits & 7, partial);
         let state = BlockBoundaryState { num_bits, bit_buf, ..BlockBoundaryState::default() };
@@ -134,7 +136,7 @@ impl<R: BufRead> Gunzip<R> {
         gunzip
     }
 
-    /// What was recorded, after the end: with the bytes unpacked.
+    /// The length of the output and the recorded places; valid at the end of the input.
     pub(crate) fn finish(self) -> (u64, Recording) {
         (self.made, self.recording.unwrap_or_default())
     }
@@ -147,7 +149,7 @@ impl<R: BufRead> Gunzip<R> {
         }
     }
 
-    /// Begins a member, if there is another.
+    /// Reads the header of the next member, if there is one.
     fn member(&mut self) -> io::Result<()> {
         if self.input.fill_buf()?.is_empty() {
             self.state = State::Ended;
@@ -176,14 +178,14 @@ impl<R: BufRead> Gunzip<R> {
             self.fill(&mut [0; 2])?;
         }
         self.inflate.init();
-        // What an earlier member left is nothing that this one may refer to.
+        // A member must not refer to the output of an earlier one.
         self.buffer.fill(0);
         self.at = 0;
         self.state = State::Blocks;
         Ok(())
     }
 
-    /// Passes over a text that ends with NUL.
+    /// Skips a NUL-terminated string.
     fn text(&mut self) -> io::Result<()> {
         for _ in 0..HEADER_MAX {
             let mut byte = [0];
@@ -223,11 +225,11 @@ impl<R: BufRead> Gunzip<R> {
             recording.settle(Start::Inside(unsettled.settle()?));
         }
         if self.recording.is_some() {
-            // What is made at a time ends at the end of the buffer at the latest.
+            // The output of one call never wraps around the end of the buffer.
             self.checksum.update(&self.buffer[self.at..self.at + made]);
         }
         self.at = (self.at + made) % BUFFER_LEN;
-        // Nobody goes on before these have been read.
+        // `read` drains these before the next step.
         self.pending = made;
         match status {
             TINFLStatus::NeedsMoreInput | TINFLStatus::HasMoreOutput => Ok(()),
@@ -236,8 +238,8 @@ impl<R: BufRead> Gunzip<R> {
                 let mut tail = [0; 8];
                 self.fill(&mut tail)?;
                 let unpacked = std::mem::take(&mut self.checksum).finalize();
-                // Who reads from the middle knows digests of what is unpacked. The length that
-                // follows says no more than the checksum.
+                // A reader that starts inside a member checks digests of the output instead. The
+                // length that follows adds nothing to the checksum.
                 if self.recording.is_some() && tail[..4] != unpacked.to_le_bytes() {
                     return Err(damaged("the gzip stream does not match its checksum"));
                 }
@@ -248,7 +250,7 @@ impl<R: BufRead> Gunzip<R> {
         }
     }
 
-    /// Keeps the place between two blocks, if it is far enough from the one before.
+    /// Records the boundary between two blocks, if it is far enough from the previous place.
     fn boundary(&mut self) -> io::Result<()> {
         let Some(recording) = &mut self.recording else { return Ok(()) };
         let Some(state) = self.inflate.block_boundary_state() else { return Ok(()) };
@@ -258,7 +260,7 @@ impl<R: BufRead> Gunzip<R> {
         let (early, late) = self.buffer.split_at(self.at);
         let mut window = [late, early].concat();
         window.drain(..BUFFER_LEN - WINDOW_LEN);
-        // What begins there is put in when it is known.
+        // `settle` replaces the start once the window is final.
         recording.begin(self.taken, self.made, Start::Fresh);
         let (bits, partial, unpacked) = (state.num_bits, state.bit_buf, self.made);
         self.unsettled = Some(Unsettled { bits, partial, window, unpacked, after: Vec::new() });
@@ -267,7 +269,7 @@ impl<R: BufRead> Gunzip<R> {
 }
 
 impl Unsettled {
-    /// Whether nothing that follows refers to the window, or too much is needed to see that.
+    /// Whether no later block can refer to the window, or `after` has become too long.
     fn is_ripe(&self, made: u64) -> bool {
         made - self.unpacked >= WINDOW_LEN as u64 || self.after.len() > AFTER_MAX
     }
@@ -275,16 +277,16 @@ impl Unsettled {
     fn settle(self) -> io::Result<Inside> {
         let Self { bits, partial, mut window, .. } = self;
         if self.after.len() <= AFTER_MAX {
-            // Two windows of which no place has the same pair of bytes as another, nor a byte twice.
+            // Two windows: the pair of bytes at each offset is unique, and its two bytes differ.
             let first = |place: usize| place as u8;
             let second = |place: usize| first(place).wrapping_add((place >> 8) as u8 + 1);
             let unpack = |byte: &dyn Fn(usize) -> u8| {
                 let window: Vec<u8> = (0..WINDOW_LEN).map(byte).collect();
-                // A member that ends has a checksum, which nobody looks at.
+                // Stands for the trailer of the member, which is not checked here.
                 let after = self.after.chain(&[0; 8][..]);
                 let gunzip = Gunzip::behind(after, (bits, partial), &window);
                 let mut unpacked = Vec::with_capacity(WINDOW_LEN);
-                // It ends in an error where the input does.
+                // Running out of input is expected here.
                 let _ = gunzip.take(WINDOW_LEN as u64).read_to_end(&mut unpacked);
                 unpacked
             };
@@ -315,7 +317,7 @@ impl<R: BufRead> Read for Gunzip<R> {
             self.step()?;
         }
         let len = buf.len().min(self.pending);
-        // They lie before `at`, and did not go beyond the end of the buffer.
+        // The pending bytes end at `at`, and never wrap.
         let end = if self.at == 0 { BUFFER_LEN } else { self.at };
         let from = end - self.pending;
         buf[..len].copy_from_slice(&self.buffer[from..from + len]);

@@ -1,16 +1,16 @@
-//! Layers of ordinary images, read from the middle.
+//! Random access to the layers of OCI images.
 //!
 //! ```text
-//!   once:   layer ──► Recorder ──► what it unpacks to
+//!   once:   layer ──► Recorder ──► unpacked bytes
 //!                        └──► Restarts: places where unpacking can begin ──┐
-//!                             Stretch: where in which layer data lies ─────┴──► Table ──► bytes
-//!   or:     table of contents ──► Piece: what is unpacked by itself, and its SHA-256 ──► Restarts
-//!   later:  bytes ──► Table ──► stretches of a range ──► Span ──► unpack(compressed bytes of it)
+//!                             Stretch: location of data in a layer ────────┴──► Table ──► bytes
+//!   or:     table of contents ──► Piece: unit of unpacking, with its SHA-256 ──► Restarts
+//!   later:  bytes ──► Table ──► stretches of a range ──► Span ──► unpack(its compressed bytes)
 //! ```
 //!
-//! Pure: nothing is opened here, and nobody is asked. Whoever publishes an index writes the table,
-//! so what [`Table::decode`] reads is hostile, and so are layers. Invariants: a span unpacks to as
-//! many bytes as it says, or to none; what that takes has a bound, whatever the bytes are.
+//! The crate performs no I/O. The publisher of an index writes the table, so the input of
+//! [`Table::decode`] is hostile, and so are layers. Invariants: a span unpacks to exactly its
+//! stated length, or to an error; its time and memory are bounded, whatever the bytes are.
 
 mod gunzip;
 mod pieces;

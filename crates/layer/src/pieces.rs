@@ -1,16 +1,16 @@
-//! Layers by their tables of contents: pieces that are unpacked, and checked, by themselves.
+//! Layers described by a table of contents (TOC): pieces that are unpacked and checked one by one.
 //!
 //! ```text
 //!   stored:    │ header │ piece 0 │ header │ piece 1 │ piece 2 │ …     each in a member or frame
 //!   unpacked:  piece 0 │ piece 1 │ piece 2 │ …                         headers are left out
-//!              └── span 0 ──────┘ └── span 1 …                          about 512 KiB, for one request
+//!              └── span 0 ──────┘ └── span 1 …                         about 512 KiB, one request
 //! ```
 //!
-//! Nobody has read such a layer: its *unpacked* bytes are those of its pieces alone, one behind the
-//! other. Invariants: pieces are in order of where they are stored; no span is longer than
-//! `SPAN_MAX`, stored or unpacked; what is unpacked matches the SHA-256 that the table of contents
-//! has for it, or is an error. Formats: eStargz (`docs/estargz.md` of stargz-snapshotter) and
-//! zstd:chunked (`containers-storage-zstd-chunked(5)`).
+//! Such a layer is never read as a whole: its *unpacked* bytes are those of its pieces alone,
+//! concatenated. Invariants: pieces are sorted by stored offset; no span is longer than
+//! `SPAN_MAX`, stored or unpacked; an unpacked piece matches its SHA-256 in the TOC, or is an
+//! error. Formats: eStargz (`docs/estargz.md` of stargz-snapshotter) and zstd:chunked
+//! (`containers-storage-zstd-chunked(5)`).
 
 use std::io::{self, Read};
 
@@ -23,19 +23,19 @@ use crate::{
     restart::{SPAN_LEN, SPAN_MAX, read},
 };
 
-/// Bytes that are unpacked for each byte of a layer's pieces, at most.
+/// Most bytes that are unpacked for each byte of a layer's pieces.
 const WORK_MAX: u64 = 4;
 
-/// A part of a layer that a table of contents lists.
+/// A part of a layer listed in a table of contents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Piece {
-    /// Where it is stored: a member or a frame begins there.
+    /// Its stored range, which begins with a member or a frame.
     pub stored: ByteRange,
-    /// Bytes that are unpacked before it.
+    /// Unpacked bytes of that member or frame before the piece.
     pub skip: u32,
     /// Its length, unpacked, in bytes; at least 1.
     pub len: u32,
-    /// SHA-256 of these.
+    /// SHA-256 of the unpacked piece.
     pub digest: [u8; 32],
 }
 
@@ -43,16 +43,16 @@ pub struct Piece {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Pieces {
     pub(crate) pieces: Vec<Piece>,
-    /// Of each piece, where it is in what the layer unpacks to; one more for the end.
+    /// Start of each piece in the unpacked layer, and the end of the last piece.
     starts: Vec<u64>,
-    /// Of each span, which piece is its first.
+    /// Index of the first piece of each span.
     spans: Vec<u32>,
 }
 
 impl Restarts {
-    /// Of a layer of `len` bytes that consists of `pieces`, in the order of where they are stored.
+    /// The pieces of a layer of `len` bytes, which must be sorted by stored offset.
     ///
-    /// Errors: `Invalid` for pieces that are none, not in order, outside the layer or too long.
+    /// Errors: `Invalid` for pieces that are empty, out of order, outside the layer or too long.
     pub fn of_pieces(codec: LayerCodec, len: u64, pieces: Vec<Piece>) -> Result<Self> {
         let pieces = Pieces::new(len, pieces).ok_or_else(|| {
             let what = "parts of the layer are out of order, outside of it, longer than 32 MiB, or \
@@ -63,7 +63,7 @@ impl Restarts {
         Ok(Self { codec, len, unpacked, places: Vec::new(), pieces: Some(pieces) })
     }
 
-    /// Where the piece `index` is in what the layer unpacks to; `None` if there is none.
+    /// Offset of the piece `index` in the unpacked layer; `None` if there is no such piece.
     pub fn piece_start(&self, index: usize) -> Option<u64> {
         let pieces = self.pieces.as_ref()?;
         pieces.starts[..pieces.pieces.len()].get(index).copied()
@@ -74,7 +74,7 @@ impl Pieces {
     fn new(len: u64, pieces: Vec<Piece>) -> Option<Self> {
         let mut starts = Vec::with_capacity(pieces.len() + 1);
         let (mut spans, mut at, mut span) = (Vec::new(), 0u64, (0, 0));
-        // What it takes to unpack the span so far: pieces may share a member, or lie far inside of one.
+        // Bytes to unpack for this span and for all: pieces may share a member, or lie deep in one.
         let (mut work, mut all_work) = (0, 0u64);
         let mut before = (0, 0, 0, 0);
         for (index, piece) in (0..).zip(&pieces) {
@@ -86,7 +86,7 @@ impl Pieces {
             if !after || stored.end() > len || unpacked == 0 || longest > SPAN_MAX {
                 return None;
             }
-            // Of pieces of one member the last is unpacked, and the others with it.
+            // Pieces of one member are unpacked together, up to the end of the last.
             let shared = match index > 0 && before.0 == order.0 {
                 true => u64::from(before.1) + before.3,
                 false => 0,
@@ -109,12 +109,12 @@ impl Pieces {
             at = at.checked_add(unpacked.into())?;
         }
         starts.push(at);
-        // Those who make layers leave little out between pieces.
+        // Real layers have little data between pieces.
         let likely = at.saturating_mul(WORK_MAX).saturating_add(SPAN_MAX);
         (all_work <= likely).then_some(Self { pieces, starts, spans })
     }
 
-    /// The span that holds `offset`, which is below the layer's end.
+    /// The span that contains `offset`, which is below the layer's end.
     pub(crate) fn span(&self, offset: u64) -> Option<Span> {
         let next = self.spans.partition_point(|first| self.starts[*first as usize] <= offset);
         let index = u32::try_from(next.checked_sub(1)?).ok()?;
@@ -133,16 +133,16 @@ impl Pieces {
         first(index as usize)..first(index as usize + 1)
     }
 
-    /// Unpacks the pieces of a span, of which `bytes` are stored.
+    /// Unpacks the pieces of a span from its stored `bytes`.
     pub(crate) fn unpack(&self, codec: LayerCodec, span: &Span, bytes: &[u8]) -> Result<Vec<u8>> {
         let corrupt = |what: String| Error::new(ErrorKind::Corrupt, what);
         let mut out = Vec::with_capacity(span.unpacked.len() as usize);
         let pieces = &self.pieces[self.of_span(span.index)];
-        // Several may lie in one member.
+        // Several pieces may lie in one member.
         for together in pieces.chunk_by(|a, b| a.stored.start() == b.stored.start()) {
             let (mut stored, mut len) = (together[0].stored, 0);
             for piece in together {
-                // The ends ascend.
+                // The ends ascend, so the last is the farthest.
                 stored = piece.stored;
                 len = len.max(u64::from(piece.skip) + u64::from(piece.len));
             }
@@ -170,13 +170,13 @@ impl Pieces {
     }
 }
 
-/// The first `len` bytes that `member` unpacks to, or fewer.
+/// At most the first `len` unpacked bytes of `member`.
 fn begin(codec: LayerCodec, member: &[u8], len: u64) -> io::Result<Vec<u8>> {
     match codec {
         LayerCodec::Plain => Ok(member[..member.len().min(len as usize)].to_vec()),
         LayerCodec::Gzip => read(Gunzip::new(member, None), len),
         LayerCodec::Zstd => {
-            // A frame that is the piece needs no window of its own.
+            // Bulk decompression needs no window, and suffices if the piece ends the frame.
             if let Ok(bytes) = zstd::bulk::decompress(member, len as usize) {
                 return Ok(bytes);
             }
@@ -196,7 +196,7 @@ mod tests {
     use super::Piece;
     use crate::{LayerCodec, Restarts};
 
-    /// A layer of members, each a header of 3 bytes and its pieces.
+    /// A layer of members, each with a header of 3 bytes and its pieces.
     fn layer(codec: LayerCodec, members: &[&[&[u8]]]) -> (Vec<u8>, Vec<Piece>) {
         let (mut stored, mut pieces) = (b"what comes before".to_vec(), Vec::new());
         for parts in members {
@@ -241,7 +241,7 @@ mod tests {
                     let mut bad = stored[range.clone()].to_vec();
                     bad[at - range.start] ^= 1;
                     match restarts.unpack(&span, &bad) {
-                        // Of a header, or of padding.
+                        // The change was in a header or in padding.
                         Ok(same) => assert!(same == unpacked, "{codec:?} at {at}"),
                         Err(error) => {
                             assert_eq!(error.kind(), ErrorKind::Corrupt);

@@ -1,16 +1,16 @@
-//! Where the unpacking of a layer can begin again.
+//! Places in a layer where unpacking can start.
 //!
 //! ```text
-//!   tar          anywhere; every `PLAIN_LEN` is taken for a place
-//!   tar+gzip     where a member begins; or a block, with the 32 KiB before it
-//!   tar+zstd     where a frame begins
+//!   tar          anywhere; one place every `PLAIN_LEN` bytes
+//!   tar+gzip     start of a member, or of a block with the 32 KiB before it
+//!   tar+zstd     start of a frame
 //!
 //!   place ──── span ────► place ──── span ────► …        a span is unpacked as a whole
 //! ```
 //!
-//! A layer with a table of contents has its pieces instead of places ([`crate::pieces`]).
-//! Invariants: the spans of a layer cover it without gap, and none is longer than `SPAN_MAX`, so
-//! that what one read costs has a bound; what is unpacked is as long as the span, or an error.
+//! A layer with a table of contents has pieces instead of places ([`crate::pieces`]). Invariants:
+//! the spans of a layer cover it without gaps, and none is longer than `SPAN_MAX`, which bounds
+//! the cost of one read; a span unpacks to exactly its stated length, or to an error.
 
 use std::io::{self, BufRead, Read};
 
@@ -22,19 +22,19 @@ use crate::{
     unzstd::Unzstd,
 };
 
-/// Unpacked bytes after which a place is kept: 512 KiB. Within a member of gzip some 2 KiB are kept
-/// beside it, one per cent of what 512 KiB are compressed to.
+/// Least distance between two places, unpacked: 512 KiB. A place inside a gzip member takes about
+/// 2 KiB, one per cent of the compressed span.
 pub(crate) const SPAN_LEN: u64 = 512 << 10;
-/// Longest span, compressed or unpacked: 32 MiB. What has longer ones cannot be read lazily.
+/// Longest span, compressed or unpacked: 32 MiB. A layer with a longer one cannot be read lazily.
 pub(crate) const SPAN_MAX: u64 = 32 << 20;
-/// Spans of what is not compressed: 512 KiB.
+/// Length of a span of an uncompressed layer: 512 KiB.
 pub(crate) const PLAIN_LEN: u64 = 512 << 10;
 
 /// How a layer is compressed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum LayerCodec {
-    /// Not at all.
+    /// Uncompressed.
     Plain = 0,
     /// gzip, of one or more members.
     Gzip = 1,
@@ -48,16 +48,16 @@ impl LayerCodec {
     }
 }
 
-/// What it takes to begin at a place.
+/// The decoder state needed to start at a place.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Start {
-    /// Nothing: a frame or a member begins.
+    /// None: a frame or a member begins.
     Fresh,
-    /// Of gzip: what came before.
+    /// Of a block inside a gzip member.
     Inside(Inside),
 }
 
-/// A place where unpacking can begin.
+/// A place where unpacking can start, by its offsets in the stored and in the unpacked layer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Place {
     pub(crate) compressed: u64,
@@ -65,7 +65,7 @@ pub(crate) struct Place {
     pub(crate) start: Start,
 }
 
-/// Places while a layer is read.
+/// The places found so far while a layer is read.
 #[derive(Default)]
 pub(crate) struct Recording {
     places: Vec<Place>,
@@ -76,7 +76,7 @@ impl Recording {
         self.places.last().map_or(u64::MAX, |last| unpacked - last.unpacked)
     }
 
-    /// Whether a place at `unpacked` is worth being kept.
+    /// Whether a place at offset `unpacked` is far enough from the previous one.
     pub(crate) fn is_due(&self, unpacked: u64) -> bool {
         self.since_last(unpacked) >= SPAN_LEN
     }
@@ -85,14 +85,14 @@ impl Recording {
         self.places.push(Place { compressed, unpacked, start });
     }
 
-    /// What it takes to begin at the last place.
+    /// Sets the decoder state of the last place.
     pub(crate) fn settle(&mut self, start: Start) {
         if let Some(last) = self.places.last_mut() {
             last.start = start;
         }
     }
 
-    /// A place that needs nothing.
+    /// Records a place that needs no decoder state, if one is due.
     pub(crate) fn may_begin(&mut self, compressed: u64, unpacked: u64) {
         if self.is_due(unpacked) {
             self.begin(compressed, unpacked, Start::Fresh);
@@ -100,7 +100,7 @@ impl Recording {
     }
 }
 
-/// Unpacks a layer, and keeps where that could begin again.
+/// Unpacks a layer and records the places where unpacking can start.
 pub struct Recorder<R>(Kind<R>);
 
 enum Kind<R> {
@@ -109,15 +109,15 @@ enum Kind<R> {
     Zstd(Unzstd<R>),
 }
 
-/// Where the unpacking of a layer can begin.
+/// The places of a layer where unpacking can start, or its pieces.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Restarts {
     pub(crate) codec: LayerCodec,
     pub(crate) len: u64,
     pub(crate) unpacked: u64,
-    /// By offset; the first is at 0. None of what is not compressed, or empty.
+    /// Sorted by offset; the first is at 0. Empty for an uncompressed or empty layer.
     pub(crate) places: Vec<Place>,
-    /// Of a layer that is known by its table of contents, instead of places.
+    /// Used instead of places if the layer is described by its table of contents.
     pub(crate) pieces: Option<Pieces>,
 }
 
@@ -135,9 +135,9 @@ impl<R: BufRead> Recorder<R> {
         }))
     }
 
-    /// The places of a layer that has been read to its end, and has `len` bytes.
+    /// The places of a layer of `len` bytes, after it has been read to its end.
     ///
-    /// Errors: `Invalid` for a layer with too few of them.
+    /// Errors: `Invalid` if two places are more than `SPAN_MAX` apart.
     pub fn finish(self, len: u64) -> Result<Restarts> {
         let (codec, (unpacked, recording)) = match self.0 {
             Kind::Plain(_, read) => (LayerCodec::Plain, (read, Recording::default())),
@@ -176,16 +176,16 @@ impl<R: BufRead> Read for Recorder<R> {
 /// A part of a layer that is unpacked as a whole.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Span {
-    /// Which of the layer's it is.
+    /// Number of the span in the layer.
     pub index: u32,
-    /// Where in the layer as it is stored.
+    /// Range in the stored layer.
     pub compressed: ByteRange,
-    /// Where in what it unpacks to.
+    /// Range in the unpacked layer.
     pub unpacked: ByteRange,
 }
 
 impl Restarts {
-    /// The span that holds `offset` of what the layer unpacks to; `None` beyond its end.
+    /// The span that contains `offset` of the unpacked layer; `None` beyond its end.
     pub fn span(&self, offset: u64) -> Option<Span> {
         if offset >= self.unpacked {
             return None;
@@ -211,10 +211,10 @@ impl Restarts {
         })
     }
 
-    /// Unpacks a span of this layer, of which `bytes` are the compressed ones.
+    /// Unpacks a span of this layer from its compressed `bytes`.
     ///
-    /// Errors: `Corrupt` for anything else than as many bytes as the span has, and for pieces that do
-    /// not match their digests; no more are made.
+    /// Errors: `Corrupt` if the output has another length than the span (no more than that is
+    /// produced), or if a piece does not match its digest.
     pub fn unpack(&self, span: &Span, bytes: &[u8]) -> Result<Vec<u8>> {
         if let Some(pieces) = &self.pieces {
             return pieces.unpack(self.codec, span, bytes);
@@ -223,7 +223,7 @@ impl Restarts {
         unpack(self.codec, start, bytes, span.unpacked.len())
     }
 
-    /// Length of the longest span, in bytes, compressed or not.
+    /// Length of the longest span in bytes, compressed or unpacked.
     pub(crate) fn longest(&self) -> u64 {
         if self.codec == LayerCodec::Plain {
             return PLAIN_LEN;

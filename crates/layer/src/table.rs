@@ -1,13 +1,13 @@
-//! The table of a derived object: what of which layer each of its bytes is.
+//! The table of a derived object: it maps each byte of the object to a byte of a layer.
 //!
 //! ```text
 //!   Header 96 │ one zstd frame: counts │ layers │ places │ stretches │ pieces │ windows, a frame each
 //! ```
 //!
-//! The bytes are in docs/format.md. Whoever publishes an index writes this, so all of it is
-//! hostile. Invariants of what [`Table::decode`] returns: stretches are in order, do not overlap
-//! and lie within the object and within what their layer unpacks to; places are in order, within
-//! their layer, and no span is longer than `SPAN_MAX`; so are pieces; windows lie in the table.
+//! docs/format.md describes the bytes. The publisher of an index writes the table, so all of it is
+//! hostile. Invariants of a table returned by [`Table::decode`]: stretches are in order, do not
+//! overlap, and lie within the object and within their unpacked layer; places and pieces are in
+//! order and within their layer, and no span is longer than `SPAN_MAX`; windows lie in the table.
 
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use zerocopy::{
@@ -21,17 +21,17 @@ use crate::{
     restart::{LayerCodec, Place, Restarts, SPAN_MAX, Start},
 };
 
-/// Longest table, in bytes: at 2 KiB a window and 512 KiB a span for layers of 60 GiB.
+/// Longest table, in bytes: enough for 60 GiB of layers, at 2 KiB a window and 512 KiB a span.
 pub const TABLE_MAX: u64 = 256 << 20;
-/// Longest part of it that is compressed, unpacked: four million files.
+/// Most bytes that the compressed rows may unpack to: four million files.
 const ROWS_MAX: u64 = 128 << 20;
-/// Layers of an image, as for images that are fetched whole.
+/// Most layers of an image; images that are fetched whole have the same limit.
 const LAYERS_MAX: u64 = 512;
 
-/// zstd's level for rows.
+/// zstd level for rows.
 const ROWS_LEVEL: i32 = 9;
 
-/// Part of a layer's codec: it has pieces instead of places.
+/// Flag in the codec of a layer: it has pieces instead of places.
 const OF_PIECES: u8 = 0x80;
 
 const MAGIC: [u8; 8] = *b"BURGDERI";
@@ -46,7 +46,7 @@ struct Header {
     compat: U64,
     ro_compat: U64,
     incompat: U64,
-    /// SHA-256 of the manifest of the image that the layers are of.
+    /// SHA-256 of the manifest of the image that the layers belong to.
     image: [u8; 32],
     rows_len: U64,
     rows_stored: U64,
@@ -78,7 +78,7 @@ struct LayerRow {
 struct PlaceRow {
     compressed: U64,
     unpacked: U64,
-    /// Stored length of the window; 0 for a place that needs none.
+    /// Stored length of the window; 0 if the place needs none.
     window: U32,
     bits: u8,
     partial: u8,
@@ -88,9 +88,9 @@ struct PlaceRow {
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
 struct StretchRow {
-    /// Zeros between it and the one before.
+    /// Length of the zeros between the previous stretch and this one.
     gap: U64,
-    /// Offset in what the layer unpacks to, less the end of the stretch before, wrapping.
+    /// Offset in the unpacked layer minus the end of the previous stretch there, wrapping.
     offset: U64,
     len: U32,
     layer: U32,
@@ -99,7 +99,7 @@ struct StretchRow {
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
 struct PieceRow {
-    /// Where it is stored, less where the piece before is.
+    /// Stored offset minus that of the previous piece.
     gap: U64,
     stored: U32,
     skip: U32,
@@ -108,62 +108,62 @@ struct PieceRow {
     digest: [u8; 32],
 }
 
-/// Bytes of a derived object that lie together in a layer.
+/// Bytes of a derived object that are contiguous in a layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stretch {
-    /// Where in the object.
+    /// Offset in the object.
     pub at: u64,
-    /// Where in what the layer unpacks to.
+    /// Offset in the unpacked layer.
     pub offset: u64,
-    /// Bytes, at least one.
+    /// Length in bytes, at least 1.
     pub len: u32,
-    /// Which layer, the lowest is 0.
+    /// Number of the layer; the lowest is 0.
     pub layer: u32,
 }
 
 impl Stretch {
-    /// One past its last byte in the object.
+    /// End in the object, exclusive.
     pub fn end(&self) -> u64 {
         self.at + u64::from(self.len)
     }
 }
 
-/// A layer, and where its unpacking can begin.
+/// A layer and the places where unpacking can start.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TableLayer {
-    /// SHA-256 of the layer as it is stored.
+    /// SHA-256 of the stored layer.
     pub digest: [u8; 32],
-    /// Its places.
+    /// Its places or pieces.
     pub restarts: Restarts,
 }
 
 impl TableLayer {
-    /// Length of the layer as it is stored, in bytes.
+    /// Length of the stored layer in bytes.
     pub fn stored_len(&self) -> u64 {
         self.restarts.len
     }
 
-    /// How it is compressed.
+    /// Compression of the stored layer.
     pub fn codec(&self) -> LayerCodec {
         self.restarts.codec
     }
 }
 
-/// What each byte of a derived object is: of a layer, or zero.
+/// Maps each byte of a derived object to a byte of a layer, or to zero.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Table {
-    /// SHA-256 of the manifest of the image that the layers are of.
+    /// SHA-256 of the manifest of the image that the layers belong to.
     pub image: [u8; 32],
     /// Length of the object.
     pub object_len: u64,
-    /// The lowest first.
+    /// Lowest layer first.
     pub layers: Vec<TableLayer>,
-    /// By offset in the object; between them are zeros.
+    /// Sorted by offset in the object, with zeros between them.
     pub stretches: Vec<Stretch>,
 }
 
 impl Table {
-    /// The table as bytes. `Invalid` if it is too long to be read again.
+    /// Encodes the table. Errors: `Invalid` if it is longer than `decode` accepts.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let places = self.layers.iter().map(|layer| layer.restarts.places.len() as u64).sum();
         let counts = Counts {
@@ -292,7 +292,7 @@ impl Table {
         Ok(Self { image: header.image, object_len, layers, stretches })
     }
 
-    /// The stretches that `range` of the object touches.
+    /// The stretches that overlap `range` of the object.
     pub fn stretches(&self, range: ByteRange) -> &[Stretch] {
         let first = self.stretches.partition_point(|stretch| stretch.end() <= range.start());
         let rest = &self.stretches[first..];
@@ -306,7 +306,7 @@ fn bad(why: &str) -> Error {
     Error::new(ErrorKind::Corrupt, format!("the table of a derived object {why}"))
 }
 
-/// `count` rows, and what follows them.
+/// Splits off `count` rows; returns them and the remaining bytes.
 fn take<T: FromBytes + Immutable + KnownLayout + Unaligned>(
     bytes: &[u8],
     count: u64,
@@ -354,7 +354,7 @@ fn read_layers(
     }
 }
 
-/// Takes the first `count` rows.
+/// Removes the first `count` rows from `rows`.
 fn split<'a, T>(rows: &mut &'a [T], count: u64) -> Result<&'a [T]> {
     let count = usize::try_from(count).ok();
     let (own, rest) = count
@@ -392,7 +392,7 @@ fn read_place(row: &PlaceRow, codec: LayerCodec, windows: &mut &[u8]) -> Result<
     Ok(Place { compressed: row.compressed.get(), unpacked: row.unpacked.get(), start })
 }
 
-/// Whether the spans cover the layer, in order, and none is too long.
+/// Checks that the spans cover the layer in order and that none is too long.
 fn check(restarts: &Restarts) -> Result<()> {
     let Restarts { codec, len, unpacked, places, .. } = restarts;
     let plain = *codec == LayerCodec::Plain;

@@ -1,7 +1,7 @@
-//! zstd of several frames, each of which can be unpacked by itself.
+//! A decoder for zstd streams of several frames, each of which can be unpacked alone.
 //!
-//! Invariant: of all that this process unpacks at a time, one layer has a window above [`WIDE`], which
-//! may be 128 MiB. The others wait for it at the frame that asks for such a window.
+//! Invariant: at most one layer at a time in this process has a window larger than [`WIDE`], which
+//! may be 128 MiB. The others wait for it before a frame that needs such a window.
 
 use std::{
     io::{self, BufRead, Read},
@@ -12,25 +12,25 @@ use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
 use crate::restart::Recording;
 
-/// zstd's window, at most: 2²⁷ bytes, as `zstd --long` writes it.
+/// Largest window: 2²⁷ bytes, as `zstd --long` writes it.
 const WINDOW_LOG_MAX: u32 = 27;
-/// A window that any layer may have beside others: 8 MiB, that of zstd's level 19.
+/// Largest window that all layers may have at the same time: 8 MiB, that of zstd level 19.
 const WIDE: u64 = 8 << 20;
-/// What begins a frame with data.
+/// Magic number of a frame with data.
 const MAGIC: u32 = 0xfd2f_b528;
 
-/// Unpacks frames, one after another, and keeps where they begin.
+/// Unpacks a sequence of frames and records where they begin.
 pub(crate) struct Unzstd<R> {
     input: R,
     decoder: Decoder<'static>,
-    /// The beginning of a frame that the decoder has not seen.
+    /// The beginning of a frame, not yet passed to the decoder.
     head: Vec<u8>,
-    /// Within a frame.
+    /// Whether the decoder is within a frame.
     inside: bool,
     taken: u64,
     made: u64,
     recording: Recording,
-    /// A decoder keeps the memory of its widest window.
+    /// Kept to the end, because the decoder keeps the memory of its largest window.
     turn: Option<Turn>,
 }
 
@@ -42,12 +42,12 @@ impl<R: BufRead> Unzstd<R> {
         Ok(Self { input, decoder, head, inside, taken, made, recording, turn })
     }
 
-    /// What was recorded, after the end: with the bytes unpacked.
+    /// The length of the output and the recorded places; valid at the end of the input.
     pub(crate) fn finish(self) -> (u64, Recording) {
         (self.made, self.recording)
     }
 
-    /// Begins a frame; false where there is none.
+    /// Reads the head of the next frame; false at the end of the input.
     fn begin(&mut self) -> io::Result<bool> {
         let window = loop {
             if let Some(window) = window_len(&self.head) {
@@ -98,8 +98,8 @@ impl<R: BufRead> Read for Unzstd<R> {
     }
 }
 
-/// Bytes of the window of a frame that begins with `head` (RFC 8878, 3.1.1.1); `None` while that is too
-/// little to tell. Zero of what is passed over, and of what is no frame.
+/// Window size in bytes of a frame that begins with `head` (RFC 8878, 3.1.1.1); `None` if `head`
+/// is too short. Zero for a skippable frame and for data that is no frame.
 fn window_len(head: &[u8]) -> Option<u64> {
     let (magic, rest) = head.split_first_chunk::<4>()?;
     if u32::from_le_bytes(*magic) != MAGIC {
@@ -111,7 +111,7 @@ fn window_len(head: &[u8]) -> Option<u64> {
         let base = 1u64 << (10 + (window >> 3));
         return Some(base + base / 8 * u64::from(window & 7));
     }
-    // All of its content is the window.
+    // Single segment: the window is as large as the content.
     let dictionary = [0, 1, 2, 4][usize::from(flags & 3)];
     let len = [1, 2, 4, 8][usize::from(flags >> 6)];
     let mut content = [0; 8];
@@ -119,7 +119,7 @@ fn window_len(head: &[u8]) -> Option<u64> {
     Some(u64::from_le_bytes(content))
 }
 
-/// The one wide window.
+/// Permission to have the one wide window.
 struct Turn;
 
 static TAKEN: Mutex<bool> = Mutex::new(false);

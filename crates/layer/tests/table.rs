@@ -1,4 +1,5 @@
-//! Layers from the middle: the same as from the beginning, or an error, whatever the table says.
+//! A layer read from the middle gives the same bytes as from the beginning, or an error, whatever
+//! the table says.
 
 #![allow(clippy::unwrap_used)]
 
@@ -25,16 +26,16 @@ fn recorded(stored: &[u8], codec: LayerCodec) -> (Vec<u8>, burgeon_block::Result
 fn spans_are_what_unpacking_the_whole_gives() {
     let plain = like_programs(40, 9_000_000);
     let parts = || plain.chunks(700_001);
-    // A frame that is passed over, as those that hold tables of contents.
+    // A skippable frame, such as those that hold tables of contents.
     let passed_over = [0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3];
     let mut layers = vec![(plain.clone(), LayerCodec::Plain)];
     layers.extend([0, 1, 6, 9].map(|level| (gzip(&plain, level), LayerCodec::Gzip)));
     layers.push((parts().flat_map(|part| gzip(part, 6)).collect(), LayerCodec::Gzip));
-    // Members with a place shortly before their end, which refers to what is before the place.
+    // Members with a place shortly before their end; the rest refers to data before the place.
     let ends = plain.chunks(600_000).map(|part| part.split_at(part.len() - 9_000));
     let ends = ends.flat_map(|(long, end)| gzip_flushed(&[long, end], 9));
     layers.push((ends.collect(), LayerCodec::Gzip));
-    // A place with many empty blocks behind it.
+    // A place followed by many empty blocks.
     let (long, end) = plain.split_at(600_000);
     let mut strung = vec![&[][..]; 40_000];
     (strung[0], strung[39_999]) = (long, end);
@@ -52,7 +53,7 @@ fn spans_are_what_unpacking_the_whole_gives() {
     }
 }
 
-/// Blocks, members and references of all lengths, near places and far from them.
+/// Blocks, members and references of many lengths, near places and far from them.
 #[test]
 fn spans_of_any_gzip_are_what_unpacking_the_whole_gives() {
     for seed in 0..24 {
@@ -60,7 +61,7 @@ fn spans_of_any_gzip_are_what_unpacking_the_whole_gives() {
         let (mut stored, mut plain) = (Vec::new(), Vec::new());
         for _ in 0..=rng.below(3) {
             let mut member = like_programs(seed, 1 + rng.below(1_500_000) as usize);
-            // What lies as far back as a block may refer, and a little less and more.
+            // Repeats at about the largest distance that a block may refer to.
             for _ in 0..rng.below(40) {
                 let back = [1, 300, 32_000, 32_767, 32_768, 33_000][rng.below(6) as usize];
                 let len = (rng.below(60_000) as usize).min(member.len());
@@ -83,7 +84,7 @@ fn spans_of_any_gzip_are_what_unpacking_the_whole_gives() {
     }
 }
 
-/// Unpacks all spans by themselves; how many there are.
+/// Unpacks and checks each span alone; returns their number.
 fn check_spans(restarts: &Restarts, stored: &[u8], plain: &[u8], number: u64) -> u32 {
     let (mut at, mut spans) = (0, 0);
     while let Some(span) = restarts.span(at) {
@@ -103,7 +104,7 @@ fn a_layer_that_cannot_be_begun_anew_has_no_use_for_an_index() {
     let (_, restarts) = recorded(&large, LayerCodec::Zstd);
     let error = restarts.unwrap_err();
     assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("zstd:chunked"));
-    // Cut short is another thing.
+    // A truncated layer is a read error instead.
     let cut = [gzip(&like_programs(1, 100_000), 6), zstd(&like_programs(1, 100_000))];
     for (stored, codec) in cut.iter().zip([LayerCodec::Gzip, LayerCodec::Zstd]) {
         let mut recorder = Recorder::new(&stored[..stored.len() - 9], codec).unwrap();
@@ -121,13 +122,13 @@ fn an_index_is_small() {
     assert!(len < stored.len() / 30, "{len} of {}", stored.len());
 }
 
-/// A table of a small layer, which it comes with.
+/// A table of two descriptions of one small layer, and the stored layer.
 fn table() -> (Table, Vec<u8>) {
     let stored =
         [gzip(&like_programs(3, 700_000), 6), gzip(&like_programs(4, 2_700_000), 1)].concat();
     let (_, restarts) = recorded(&stored, LayerCodec::Gzip);
     let mut layers = vec![TableLayer { digest: [1; 32], restarts: restarts.unwrap() }];
-    // The same bytes as pieces of a layer that was not read: its first member, and some of its second.
+    // The same bytes as pieces: the first member, and parts of the second.
     let (first, second) = (gzip(&like_programs(3, 700_000), 6), like_programs(4, 2_700_000));
     let piece = |stored: (usize, usize), skip: usize, bytes: &[u8]| Piece {
         stored: ByteRange::new(stored.0 as u64, stored.1 as u64).unwrap(),
@@ -180,7 +181,7 @@ fn tables_round_trip_and_other_versions_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
-    /// Whatever a table says of layers that are there: as many bytes as asked for, or an error.
+    /// With any table, a span of an existing layer unpacks to its stated length, or to an error.
     #[test]
     fn no_table_does_harm(edits in prop::collection::vec((any::<u16>(), any::<u8>()), 1..6)) {
         let (table, stored) = table();
