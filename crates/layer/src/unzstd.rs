@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn the_window_is_what_the_frame_says() {
+    fn the_window_length_is_read_from_the_frame() {
         let frame = compressed(&[7; 100], 27, false);
         assert_eq!(window_len(&frame), Some(1 << 27));
         for len in [200, 300, 70_000] {
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_of_any_window_are_unpacked_whatever_comes_at_a_time() {
+    fn frames_of_any_window_are_unpacked_from_any_buffer() {
         let mut raw = Vec::new();
         let mut stored = Vec::new();
         for (number, log) in [(1, 27), (2, 10), (3, 24), (4, 27)] {

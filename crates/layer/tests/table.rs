@@ -23,7 +23,7 @@ fn recorded(stored: &[u8], codec: LayerCodec) -> (Vec<u8>, burgeon_block::Result
 }
 
 #[test]
-fn spans_are_what_unpacking_the_whole_gives() {
+fn spans_equal_the_unpacked_layer() {
     let plain = like_programs(40, 9_000_000);
     let parts = || plain.chunks(700_001);
     // A skippable frame, such as those that hold tables of contents.
@@ -55,7 +55,7 @@ fn spans_are_what_unpacking_the_whole_gives() {
 
 /// Blocks, members and references of many lengths, near places and far from them.
 #[test]
-fn spans_of_any_gzip_are_what_unpacking_the_whole_gives() {
+fn spans_of_random_gzip_equal_the_unpacked_layer() {
     for seed in 0..24 {
         let mut rng = Rng::new(seed);
         let (mut stored, mut plain) = (Vec::new(), Vec::new());
@@ -99,7 +99,7 @@ fn check_spans(restarts: &Restarts, stored: &[u8], plain: &[u8], number: u64) ->
 }
 
 #[test]
-fn a_layer_that_cannot_be_begun_anew_has_no_use_for_an_index() {
+fn a_layer_without_places_is_refused() {
     let large = zstd::bulk::compress(&vec![7; 33 << 20], 1).unwrap();
     let (_, restarts) = recorded(&large, LayerCodec::Zstd);
     let error = restarts.unwrap_err();

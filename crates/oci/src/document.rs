@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn known_layers_are_taken_and_others_named() {
+    fn known_layer_types_are_accepted_and_others_named() {
         let layers =
             ["", "+gzip", "+zstd"].map(|end| descriptor(&format!("{LAYER}{end}"))).to_vec();
         let bytes = manifest(CONFIG, layers).to_string();
@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_image_is_refused() {
+    fn other_documents_are_refused() {
         let many = vec![descriptor(LAYER); 513];
         let mut both = manifest(CONFIG, vec![]);
         both["manifests"] = json!([]);
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn the_platform_is_this_machines() {
+    fn the_image_for_this_machine_is_chosen() {
         let entry = |architecture: &str, os: &str, variant: Option<&str>| {
             let mut entry = descriptor("");
             entry["platform"] =

@@ -489,7 +489,7 @@ mod tests {
 
     /// Of others' images it may be all there is.
     #[test]
-    fn a_held_layer_is_removed_when_it_is_damaged_and_for_nothing_else() {
+    fn a_stored_layer_is_removed_only_if_it_is_damaged() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("oci-layout"), "{}").unwrap();
         let blobs = Blobs::Layout(Layout::open(folder.path()).unwrap());

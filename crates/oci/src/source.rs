@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_are_told_from_names() {
+    fn sources_are_distinguished_from_names() {
         for name in ["debian:12", "/srv/x", "oci:x", "a/b", "s3://x"] {
             assert!(Source::parse(name).is_none(), "{name}");
         }

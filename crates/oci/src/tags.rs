@@ -263,7 +263,7 @@ mod tests {
     use super::{Pull, Tags, age};
 
     #[test]
-    fn a_record_is_of_one_name_and_makes_sense() {
+    fn records_that_are_damaged_or_of_other_names_are_ignored() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path().join("tags");
         let tags = Tags { folder: &folder, pull: Pull::Newer };
