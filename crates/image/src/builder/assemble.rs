@@ -8,8 +8,8 @@
 //!   short (joins the open group)
 //! ```
 //!
-//! Invariants: what is placed where depends on the pieces and their order alone, not on timing;
-//! memory is bounded by three waves; every byte is read from the input once.
+//! Invariants: placement depends only on the pieces and their order, never on timing; memory is
+//! bounded by three waves; every input byte is read once.
 
 use std::collections::{HashMap, hash_map::Entry};
 
@@ -23,7 +23,7 @@ use crate::{
     pack::PackWriter,
 };
 
-/// A part of a file's data, at most [`CHUNK_MAX`] bytes, from a multiple of a block on.
+/// A part of a file's data: at most [`CHUNK_MAX`] bytes, starting at a block boundary.
 pub(super) struct Piece {
     pub(super) node: u32,
     pub(super) file_offset: u64,
@@ -32,34 +32,34 @@ pub(super) struct Piece {
     pub(super) digest: Digest,
     /// Part of a bigger file: a chunk of its own, so that the file stays together.
     pub(super) of_big_file: bool,
-    /// Where it was read, of layers that are to be read again; zeros between.
+    /// Position of the bytes in layers that will be read again; gaps are zeros.
     pub(super) origins: Vec<Origin>,
 }
 
-/// Bytes of a layer, not compressed.
+/// A run of bytes of an uncompressed layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Origin {
-    /// Where in the piece, then in the lazy address space, from 0 on.
+    /// Offset in the piece; later, in the lazy address space, from 0.
     pub at: u64,
-    /// Which layer, the lowest is 0.
+    /// Number of the layer; the lowest is 0.
     pub layer: u32,
-    /// Where in the layer.
+    /// Offset in the layer.
     pub offset: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u32,
 }
 
-/// What an input yields at a time: about `WAVE_LEN` bytes.
+/// One batch of an input: about `WAVE_LEN` bytes.
 #[derive(Default)]
 pub(super) struct Wave {
     pub(super) pieces: Vec<Piece>,
-    /// Nodes whose data lies in the manifest.
+    /// Nodes with their data, which is stored in the manifest.
     pub(super) inline: Vec<(u32, Box<[u8]>)>,
-    /// A profile wants these pieces together: they are stored anew, in chunks of their own.
+    /// A profile wants these pieces together: they are stored again, in chunks of their own.
     pub(super) comes_first: bool,
 }
 
-/// Where pieces come from.
+/// A source of pieces.
 pub(super) trait Input: Send {
     /// The next wave; `None` at the end.
     fn next(&mut self) -> Result<Option<Wave>>;
@@ -71,45 +71,45 @@ pub(super) struct Extent {
     pub(super) node: u32,
     pub(super) file_offset: u64,
     pub(super) chunk: u32,
-    /// In the chunk.
+    /// Offset in the chunk.
     pub(super) offset: u32,
     pub(super) len: u32,
 }
 
-/// Where files' bytes went.
+/// Positions of the files' bytes.
 #[derive(Default)]
 pub(super) struct Placed {
     pub(super) extents: Vec<Extent>,
     pub(super) inline: Vec<(u32, Box<[u8]>)>,
-    /// Where chunks come from, by chunk; offsets are the chunk's.
+    /// Origins with the number of their chunk; offsets are relative to the chunk.
     origins: Vec<(u32, Origin)>,
 }
 
-/// A group is closed from this length on where the content says so: 128 KiB.
+/// From this length on, a group is closed where the content says so: 128 KiB.
 const GROUP_MIN: usize = 128 << 10;
-/// … which one piece in eight does. Cuts that depend on content alone let images that share a
-/// run of files share its chunks, whatever comes before.
+/// … which happens after one piece in eight. Because cuts depend on content alone, images that
+/// contain the same run of files share its chunks, whatever precedes the run.
 const GROUP_CUT_MASK: u8 = 7;
-/// The tail of a big file joins a group if it is shorter than this; else it is a chunk.
+/// The tail of a big file joins a group if it is shorter than this; otherwise it is a chunk.
 const TAIL_MIN: usize = 32 << 10;
 
-/// Of a chunk that is derived, while it is not known where it lies.
+/// Placeholder for the range of a derived chunk until it is known.
 pub(super) const NOWHERE: ByteRange = ByteRange::at(0, 0).unwrap();
 
 struct RawChunk {
     index: u32,
     data: Vec<u8>,
     digest: Option<Digest>,
-    /// Whether it may lie in an earlier pack.
+    /// It may be in an earlier pack.
     reusable: bool,
 }
 
-/// Where a chunk is stored.
+/// How a chunk is stored.
 enum Stored {
     New(Codec, Vec<u8>),
     /// In a pack of an earlier image: index into [`Known`]'s chunks.
     Known(u32),
-    /// Nowhere: it can be read where it came from.
+    /// Not stored: it can be read from its origin.
     Derived,
 }
 
@@ -119,11 +119,11 @@ struct DoneChunk {
     digest: Digest,
     checksums: Vec<u8>,
     stored: Stored,
-    /// Whether it may lie in an earlier pack, or with such as may.
+    /// It may be in an earlier pack, or share a pack with chunks that may.
     reusable: bool,
 }
 
-/// An object while it is not known how many there will be.
+/// An object, before the number of objects is known.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Place {
     New(u32),
@@ -140,29 +140,29 @@ struct PlacedChunk {
     digest: Digest,
 }
 
-/// Makes chunks of pieces.
+/// Turns pieces into chunks.
 pub(super) struct Assembler<'a> {
     pub(super) level: i32,
     pub(super) checksum: ChecksumKind,
     pub(super) known: &'a Known,
     pub(super) meter: &'a Meter<'a>,
-    /// Chunks are described, and stored nowhere: all pieces have origins.
+    /// Chunks are described but not stored: all pieces have origins.
     pub(super) derived: bool,
 }
 
-/// What the assembler made.
+/// The result of the assembler.
 pub(super) struct Assembled {
     pub(super) placed: Placed,
     pub(super) manifest: Manifest,
-    /// Bytes that were compressed into new packs, and those found in earlier ones (both stored).
+    /// Bytes compressed into new packs, and bytes found in earlier ones (both as stored).
     pub(super) new_bytes: u64,
     pub(super) known_bytes: u64,
-    /// Where derived chunks come from, by lazy address from 0 on.
+    /// Origins of derived chunks, by lazy address from 0.
     pub(super) origins: Vec<Origin>,
 }
 
 impl Assembler<'_> {
-    /// Takes everything that `input` yields.
+    /// Consumes `input` to its end.
     pub(super) fn run(&self, input: &mut impl Input, packs: PackWriter) -> Result<Assembled> {
         let mut placer = Placer::default();
         let mut storer =
@@ -188,7 +188,7 @@ impl Assembler<'_> {
         raw.into_par_iter().with_max_len(1).map(|chunk| self.process(chunk)).collect()
     }
 
-    /// One pass over a chunk's bytes while they are in the processor's cache.
+    /// Processes a chunk in one pass, while its bytes are in the processor's cache.
     fn process(&self, chunk: RawChunk) -> Result<DoneChunk> {
         let RawChunk { index, data, digest, reusable } = chunk;
         let digest = digest.unwrap_or_else(|| Digest::of(&data));
@@ -213,7 +213,7 @@ impl Assembler<'_> {
     }
 }
 
-/// Decides where pieces go.
+/// Assigns pieces to chunks.
 #[derive(Default)]
 struct Placer {
     /// Pieces of this image: chunk and offset.
@@ -223,12 +223,12 @@ struct Placer {
     chunks: u32,
     group: Vec<u8>,
     group_index: u32,
-    /// The pieces at hand come first.
+    /// The current pieces are those that the profile puts first.
     first: bool,
 }
 
 impl Placer {
-    /// Takes the next wave; returns the chunks that it completes.
+    /// Takes the next wave and returns the chunks that it completes.
     fn next_wave(&mut self, input: &mut impl Input, ended: &mut bool) -> Result<Vec<RawChunk>> {
         let mut out = Vec::new();
         if *ended {
@@ -278,7 +278,7 @@ impl Placer {
         self.placed.extents.push(Extent { node, file_offset, chunk, offset, len: len as u32 });
     }
 
-    /// Appends a short piece to the open group, closing it first where it is to be cut.
+    /// Appends a short piece to the open group, which is closed first if it must be cut here.
     fn join_group(&mut self, piece: &Piece, out: &mut Vec<RawChunk>) -> (u32, u32) {
         let long_enough = self.group.len() >= GROUP_MIN;
         if long_enough && piece.digest.as_bytes()[0] & GROUP_CUT_MASK == 0
@@ -304,13 +304,13 @@ impl Placer {
     }
 }
 
-/// Puts what is done into packs and tables.
+/// Writes finished chunks to packs and tables.
 struct Storer<'a> {
     known: &'a Known,
     packs: PackWriter,
     chunks: Vec<Option<PlacedChunk>>,
     checksums: Vec<Vec<u8>>,
-    /// The chunk before comes first.
+    /// The previous chunk is one that the profile puts first.
     apart: bool,
 }
 
@@ -318,7 +318,8 @@ impl Storer<'_> {
     /// Appends chunks to packs, in order.
     fn store(&mut self, done: Vec<DoneChunk>) -> Result<()> {
         for chunk in done {
-            // What comes first has packs of its own: the same again, however the rest is stored.
+            // Chunks that come first get packs of their own, which are the same however the rest
+            // is stored.
             if std::mem::replace(&mut self.apart, !chunk.reusable) && chunk.reusable {
                 self.packs.close()?;
             }
@@ -331,7 +332,7 @@ impl Storer<'_> {
                     let known = &self.known.chunks[index as usize];
                     (Place::Known(known.object), known.stored, known.codec)
                 }
-                // Where in the object is known when all chunks are.
+                // The position in the object is known after the last chunk.
                 Stored::Derived => (Place::Derived, NOWHERE, Codec::Raw),
             };
             let (blocks, digest) = (chunk.blocks, chunk.digest);
@@ -372,7 +373,7 @@ impl Storer<'_> {
                     known_bytes += stored.len();
                     number(self.known.objects[index as usize].clone())
                 }
-                // The only object, which lies as the lazy address space does.
+                // The only object; its layout is that of the lazy address space.
                 Place::Derived => {
                     stored = ByteRange::at(next, len).unwrap_or(NOWHERE);
                     0

@@ -11,13 +11,13 @@ use crate::{CHUNK_MAX, Codec};
 const WINDOW_LOG: u32 = CHUNK_MAX.ilog2();
 
 /// Parameters of levels 1 to 12: chain log, hash log, search log, shortest match, target length,
-/// strategy. From level 13 on, where size is what is asked for, they are zstd's own.
+/// strategy. Levels from 13 on, which aim at size, use zstd's own.
 ///
 /// Levels 5 to 12 are zstd's for inputs above 256 KiB, with tables no larger than a chunk can
-/// fill: what zstd takes for shorter inputs costs up to a third more time for one or two per
-/// cent of size. Levels 1 to 4 have tables that stay in a processor's second-level cache. With
-/// level 3 a chunk of 256 KiB takes no more bytes than two blocks of 128 KiB with zstd's level 3,
-/// and four fifths of the time.
+/// fill: zstd's parameters for shorter inputs cost up to a third more time for one or two per
+/// cent of size. The tables of levels 1 to 4 fit in a processor's second-level cache. At level 3,
+/// a chunk of 256 KiB takes no more bytes than two blocks of 128 KiB at zstd's level 3, and four
+/// fifths of the time.
 #[rustfmt::skip]
 const LEVELS: [(u32, u32, u32, u32, u32, Strategy); 12] = [
     (13, 14, 1, 6,  0, Strategy::ZSTD_fast),
@@ -76,7 +76,8 @@ thread_local! {
     static COMPRESSOR: RefCell<Option<Compressor>> = const { RefCell::new(None) };
 }
 
-/// Compresses a chunk with this thread's context; leaves it as it is where that does not help.
+/// Compresses a chunk with this thread's context; leaves it uncompressed if that saves too
+/// little.
 pub(super) fn compress(data: Vec<u8>, level: i32) -> Result<(Codec, Vec<u8>)> {
     let compressed = COMPRESSOR.with_borrow_mut(|slot| -> io::Result<_> {
         if slot.as_ref().is_none_or(|compressor| compressor.level != level) {
@@ -84,7 +85,7 @@ pub(super) fn compress(data: Vec<u8>, level: i32) -> Result<(Codec, Vec<u8>)> {
         }
         let Some(compressor) = slot else { unreachable!("it was made just now") };
         let compressed = compressor.compress(&data)?;
-        // Less than one part in 64 saved is not worth decompressing.
+        // A saving of less than 1/64 is not worth the decompression.
         let worth_it = compressed.len() < data.len() - data.len() / 64;
         Ok(worth_it.then(|| compressed.to_vec()))
     });

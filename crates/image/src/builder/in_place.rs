@@ -5,8 +5,8 @@
 //!                  └─ small files ──► the manifest
 //! ```
 //!
-//! A chunk is a part of one file, never of several: they do not lie together. The same content
-//! twice is one chunk, read from where it was found first.
+//! A chunk is a part of one file, never of several, since files are not contiguous. Identical
+//! content becomes one chunk, read from the first file that contains it.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -30,7 +30,7 @@ use crate::{
     manifest::{ChunkEntry, Manifest},
 };
 
-/// Builds the image; `path` is absolute. Within the threads of a build.
+/// Builds the image. `path` must be absolute. Runs inside the build's thread pool.
 pub(super) fn build(
     store: &impl ObjectStore,
     name: &str,
@@ -69,10 +69,10 @@ pub(super) fn build(
     Ok(Report { changed, mounts_left_out, honours, ..Report::of(image) })
 }
 
-/// Decides where pieces go.
+/// Assigns pieces to chunks.
 struct Placer<'a> {
     scan: &'a Scan,
-    /// Place in `scan.files` of each node that has data.
+    /// Index in `scan.files` of each node that has data.
     file_of: HashMap<u32, usize>,
     /// Number of each file's object.
     object_of: HashMap<u32, u32>,
@@ -125,7 +125,7 @@ impl<'a> Placer<'a> {
         Ok(())
     }
 
-    /// A new chunk: `len` bytes from `offset` of the file, those beyond its end being zeros.
+    /// A new chunk: `len` bytes from `offset` of the file; bytes beyond its end are zeros.
     fn chunk(&mut self, node: u32, offset: u64, len: u64, digest: Digest) -> Result<u32> {
         let object = self.object(node)?;
         let rest = self.scan.nodes[node as usize].size.saturating_sub(offset);
@@ -148,7 +148,7 @@ impl<'a> Placer<'a> {
     }
 }
 
-/// The object that stands for the file at the absolute `path`.
+/// The object for the file at the absolute `path`.
 pub(super) fn object_of(path: &Path) -> Result<ObjectId> {
     match path.to_str().and_then(|path| path.strip_prefix('/')) {
         Some(relative) => ObjectKind::File.object(relative),

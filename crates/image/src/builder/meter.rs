@@ -6,11 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Reports are this far apart.
+/// Time between two reports.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// Counts what is done and reports it, not too often. The report is told the raw bytes that wait
-/// to be compressed and the bytes stored.
+/// Counts work and reports it at limited frequency. The callback receives the raw bytes waiting
+/// for compression and the bytes stored.
 pub(super) struct Meter<'a> {
     pending: AtomicU64,
     stored: AtomicU64,
@@ -19,25 +19,25 @@ pub(super) struct Meter<'a> {
 }
 
 impl<'a> Meter<'a> {
-    /// A meter that has reported the beginning.
+    /// Creates a meter and reports the beginning.
     pub(super) fn new(report: &'a (dyn Fn(u64, u64) + Sync)) -> Self {
         report(0, 0);
         let (pending, stored) = (AtomicU64::new(0), AtomicU64::new(0));
         Self { pending, stored, last: Mutex::new(Instant::now()), report }
     }
 
-    /// `bytes` more wait to be compressed.
+    /// Adds `bytes` to those waiting for compression.
     pub(super) fn pending(&self, bytes: u64) {
         self.pending.fetch_add(bytes, Relaxed);
     }
 
-    /// `bytes` of those wait no longer.
+    /// Subtracts `bytes` from those waiting for compression.
     pub(super) fn done(&self, bytes: u64) {
         self.pending.fetch_sub(bytes, Relaxed);
         self.tick();
     }
 
-    /// Packs hold `bytes`.
+    /// Packs now hold `bytes`.
     pub(super) fn stored(&self, bytes: u64) {
         self.stored.store(bytes, Relaxed);
         self.tick();
@@ -49,7 +49,7 @@ impl<'a> Meter<'a> {
     }
 
     fn tick(&self) {
-        // Whoever finds it locked need not report: somebody else does.
+        // If the lock is held, another thread is reporting.
         let Ok(mut last) = self.last.try_lock() else { return };
         if last.elapsed() >= INTERVAL {
             *last = Instant::now();

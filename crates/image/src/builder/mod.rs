@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Invariants: nothing is visible before everything it needs is durable (packs, then manifest,
-//! then name); a build that is killed leaves only what the collector removes; the same tree,
-//! options, store and provenance give the same manifest, whatever the number of threads.
+//! then name); a killed build leaves only files that the collector removes; the same tree,
+//! options, store and provenance give the same manifest with any number of threads.
 
 mod assemble;
 mod compress;
@@ -58,25 +58,25 @@ use crate::{
     profile::{Profile, profile_object},
 };
 
-/// How to build.
+/// Options of a build.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// zstd level, 1 to 22.
     pub level: i32,
-    /// Kind of the block checksums, which are those of the mounted btrfs.
+    /// Kind of block checksum, also that of the mounted btrfs.
     pub checksum: ChecksumKind,
-    /// Whether to go into what is mounted below the directory.
+    /// Descend into file systems mounted below the directory.
     pub cross_mounts: bool,
-    /// Whether to refer to chunks that the store already holds, where `provenance` says that this
-    /// host has stored or verified them.
+    /// Reuse chunks that the store already holds, if `provenance` says that this host has stored
+    /// or verified them.
     pub reuse: bool,
-    /// What this host knows of images; a build adds its own. Without it nothing is reused.
+    /// This host's records about images; a build adds its own. Without them nothing is reused.
     pub provenance: Option<Provenance>,
-    /// What is to lie together, first and in this order: of an image of this or a similar tree.
-    /// Only directories can be stored in another order than their own.
+    /// Reads to be stored together, first and in this order: the profile of an image of this or a
+    /// similar tree. Only directories can be stored in an order other than their own.
     pub profile: Option<Profile>,
-    /// Threads for reading, digesting and compressing; `None` for one a processor, and two more
-    /// that wait for disks.
+    /// Threads for reading, digesting and compressing; `None` means one per processor and two
+    /// more that wait for disks.
     pub threads: Option<usize>,
 }
 
@@ -97,25 +97,26 @@ impl Default for Options {
     }
 }
 
-/// How far a build is.
+/// Progress of a build.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Progress {
     /// Files done, of any type.
     pub entries: u64,
-    /// Files in all, once known.
+    /// Total number of files, once known.
     pub entries_total: Option<u64>,
-    /// Bytes of files read and compressed, holes included; of an archive, its own bytes read.
+    /// Bytes of files read and compressed, holes included; for an archive, bytes of the archive
+    /// read.
     pub bytes: u64,
-    /// Bytes in all, once known.
+    /// Total number of bytes, once known.
     pub bytes_total: Option<u64>,
     /// Bytes stored in packs, compressed.
     pub stored_bytes: u64,
 }
 
-/// Told about progress, at most ten times a second and at the end, from any thread.
+/// Receives progress, at most ten times a second and at the end, from any thread.
 pub type OnProgress<'a> = &'a (dyn Fn(&Progress) + Sync);
 
-/// What a build made.
+/// The result of a build.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
     /// The image, as the store names it now.
@@ -124,16 +125,16 @@ pub struct Report {
     pub new_bytes: u64,
     /// Bytes of chunks that earlier images had stored, compressed.
     pub reused_bytes: u64,
-    /// Files that changed while they were read, and directories that names came to or went from:
-    /// the image may hold a mixture of before and after.
+    /// Files that changed while they were read, and directories whose entries changed: the image
+    /// may hold a mixture of both states.
     pub changed: Vec<PathBuf>,
-    /// Mount points below the directory, whose content was left out.
+    /// Mount points below the directory; their contents were left out.
     pub mounts_left_out: Vec<PathBuf>,
-    /// Files of an archive whose ACL, in text, was left out: it names users or groups that have no
-    /// number there, or is of another kind.
+    /// Files of an archive whose textual ACL was left out, because it names users or groups
+    /// without a number on this host or is of another kind.
     pub acls_left_out: u64,
-    /// What this host honours where the image's files were read; `None` if they are not this host's
-    /// own: an archive and layers say themselves who owns a file and what it may do.
+    /// Rights that this host grants to the files at the place they were read from; `None` for an
+    /// archive or layers, which state owners and rights themselves.
     pub honours: Option<Honours>,
 }
 
@@ -146,22 +147,23 @@ impl Report {
     }
 }
 
-/// What the mount allows that a tree was read from. Whoever can mount a file system of his own making
-/// here, over FUSE or from a stick, decides what it says of owners and modes, so such mounts are
-/// `nosuid,nodev`; an image of what lies there is worth no more.
+/// Rights that the mount of the source tree allows. A user who mounts a file system of their own
+/// (over FUSE, or from a removable disk) controls its owners and modes; such mounts are therefore
+/// `nosuid,nodev`, and an image of their contents gets the same restriction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Honours {
-    /// Programs run with the rights that their files give: set-user-ID, set-group-ID, capabilities.
+    /// Programs run with the rights that their files grant: set-user-ID, set-group-ID,
+    /// capabilities.
     pub suid: bool,
     /// Device nodes can be opened.
     pub dev: bool,
 }
 
 impl Honours {
-    /// A tree of nothing but what this host has made itself.
+    /// For a tree that consists only of files made by this host.
     pub(crate) const ALL: Self = Self { suid: true, dev: true };
 
-    /// Those of the mount that `file` lies on.
+    /// The rights of the mount that contains `file`.
     pub fn of(file: impl AsFd) -> Result<Self> {
         let stat = rustix::fs::fstatvfs(file).map_err(|errno| {
             Error::io("cannot ask for the attributes of the mount that is read", errno.into())
@@ -173,10 +175,10 @@ impl Honours {
     }
 }
 
-/// Builds an image of the directory `path` and publishes it in `store` as `name`, replacing what
-/// had that name.
+/// Builds an image of the directory `path` and publishes it in `store` as `name`, replacing the
+/// image of that name.
 ///
-/// Errors: `Invalid` for a bad name, for a path that is no directory, and for a tree that
+/// Errors: `Invalid` for a bad name, for a path that is not a directory, and for a tree that
 /// btrfs cannot hold; a list of the files that this process may not read; errors of the store.
 pub fn from_directory(
     store: &impl ObjectStore,
@@ -243,7 +245,7 @@ fn check_options(name: &str, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The threads of one build.
+/// The thread pool of one build.
 fn pool(options: &Options) -> Result<rayon::ThreadPool> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     pool_of(options.threads.unwrap_or(cores + 2))
@@ -259,7 +261,7 @@ fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {
     manifest.tree = nodes::finish(nodes, placed, &manifest.chunk_addresses())?;
     check_fits(&manifest)?;
     if manifest.lacks_checksums() {
-        // Map, cache and seed know checksums of all data or of none.
+        // Map, cache and seed have checksums for all data or for none.
         manifest.block_checksums.fill(0);
         for inode in &mut manifest.tree.inodes {
             inode.nodatasum = matches!(inode.body, Body::Extents { .. });
@@ -268,7 +270,7 @@ fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// Refuses, before the image has a name, a tree that no mount could show.
+/// Refuses a tree that no mount could show, before the image has a name.
 fn check_fits(manifest: &Manifest) -> Result<()> {
     check_tree(&manifest.tree).map_err(|error| {
         let what = "btrfs cannot hold this tree, so it could not be mounted (where names have one \
@@ -277,8 +279,8 @@ fn check_fits(manifest: &Manifest) -> Result<()> {
     })
 }
 
-/// Builds as a writer of `store`, with a folder of its own. If that fails, the packs that were added are
-/// removed, or the error says that they stay.
+/// Builds as a writer of `store`, with a scratch folder. If the build fails, the packs it added
+/// are removed, or the error says that they remain.
 fn writing<T>(
     store: &impl ObjectStore,
     build: impl FnOnce(&Path, &Added) -> Result<T>,

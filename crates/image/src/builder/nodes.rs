@@ -44,22 +44,22 @@ impl Node {
     }
 }
 
-/// A device number as btrfs stores it.
+/// A device number in btrfs's encoding.
 pub(super) fn rdev(major: u32, minor: u32) -> u64 {
     u64::from(major) << 20 | u64::from(minor)
 }
 
 /// Inode numbers: a directory's entries one after another, by name, then its subdirectories, so
-/// that what is listed together lies together.
+/// that files listed together are adjacent.
 pub(super) struct Numbering {
     /// Node of each inode.
     pub(super) order: Vec<u32>,
-    /// Directory (inode), child (inode), and the child's place in its node's list.
+    /// Directory (inode), child (inode), and the child's index in its node's list.
     dirents: Vec<(u32, u32, u32)>,
 }
 
 impl Numbering {
-    /// Numbers what is reachable from node 0.
+    /// Numbers the nodes that are reachable from node 0.
     pub(super) fn of(nodes: &[Node]) -> Self {
         let mut number_of = vec![u32::MAX; nodes.len()];
         let mut numbering = Self { order: vec![0], dirents: Vec::with_capacity(nodes.len()) };
@@ -90,8 +90,8 @@ impl Numbering {
     }
 }
 
-/// Makes the tree of `nodes`; `placed` says where the files' bytes are, `addresses` where each
-/// chunk lies.
+/// Makes the tree of `nodes`; `placed` holds the positions of the files' bytes, `addresses` the
+/// address of each chunk.
 pub(super) fn finish(nodes: &[Node], mut placed: Placed, addresses: &[u64]) -> Result<Tree> {
     let numbering = Numbering::of(nodes);
     placed.extents.sort_by_key(|extent| (extent.node, extent.file_offset));
@@ -158,7 +158,8 @@ fn body(
     }
 }
 
-/// Appends `extent`, or lengthens the file's last one if it goes on there in file and address.
+/// Appends `extent`, or extends the file's last one if both file offset and address are
+/// contiguous.
 fn push_extent(extents: &mut Vec<FileExtent>, first: u32, extent: &Extent, addresses: &[u64]) {
     let address = addresses.get(extent.chunk as usize).copied().unwrap_or(DATA_START);
     let address = address + u64::from(extent.offset);

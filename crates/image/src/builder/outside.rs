@@ -1,5 +1,5 @@
-//! Images of one file whose bytes stay where they are: a file or block device of this machine,
-//! or bytes that are computed. (Of a directory: `in_place`.)
+//! Images of one file whose bytes are not stored: a file or block device of this machine, or
+//! computed bytes. (For a directory, see `in_place`.)
 
 use std::{
     fs::File,
@@ -27,7 +27,7 @@ use crate::{
 /// Bytes that can be computed; `burgeon_source` computes them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pattern {
-    /// Every byte is this.
+    /// Every byte has this value.
     Byte(u8),
     /// Each block of 4 KiB is its own number, as little-endian `u64`s.
     BlockNumber,
@@ -59,9 +59,9 @@ impl Pattern {
 /// Parts of a file that hold data: offset, and length without padding.
 type Parts = Vec<(u64, u64)>;
 
-/// Builds an image of one file, `data`, of `size` bytes (a multiple of 4 KiB), that are computed
-/// when they are read: the floor for measuring everything but the data. Takes 4 bytes of
-/// checksum a block, and the time to compute them.
+/// Builds an image of one file, `data`, of `size` bytes (a multiple of 4 KiB) that are computed
+/// when they are read: the baseline for measuring everything but the data. Takes 4 bytes of
+/// checksum per block, and the time to compute the checksums.
 pub fn computed(
     store: &impl ObjectStore,
     name: &str,
@@ -86,10 +86,10 @@ pub fn computed(
     Ok(Report { honours: Some(Honours::ALL), ..report })
 }
 
-/// Builds an image of the file, block device or directory `path`, by reference: the image holds digests and
-/// checksums, the bytes are read from `path` when they are needed. They must not change as long
-/// as the image is used; blocks that do are errors, never wrong data. Only a machine where
-/// `path` is the same file can mount the image.
+/// Builds an image of the file, block device or directory `path`, by reference: the image holds
+/// digests and checksums; the bytes are read from `path` on demand. They must not change as long
+/// as the image is used; changed blocks are errors, never wrong data. Only a machine where `path`
+/// is the same file can mount the image.
 pub fn by_reference(
     store: &impl ObjectStore,
     name: &str,
@@ -104,7 +104,7 @@ pub fn by_reference(
         return pool(options)?.install(|| in_place::build(store, name, &path, options, progress));
     }
     let object = in_place::object_of(&path)?;
-    // A FIFO would be waited for.
+    // Opening a FIFO would block.
     let flags = OFlags::NONBLOCK.bits() as i32;
     let opened = File::options().read(true).custom_flags(flags).open(&path).map_err(cannot)?;
     let before = opened.metadata().map_err(cannot)?;
@@ -112,7 +112,7 @@ pub fn by_reference(
         let what = format!("{} is no file, block device or directory", path.display());
         return Err(invalid(what));
     }
-    // The size of a block device is where its end is.
+    // The size of a block device is its end position.
     let size = rustix::fs::seek(&opened, rustix::fs::SeekFrom::End(0));
     let size = size.map_err(|error| cannot(error.into()))?;
     let sparse = before.is_file() && before.blocks().saturating_mul(512) < size;

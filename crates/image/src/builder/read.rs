@@ -19,14 +19,14 @@ use super::{
 };
 use crate::{CHUNK_MAX, INLINE_MAX};
 
-/// Bytes read by one task: enough files that opening their directory does not count.
+/// Bytes read by one task: enough files that opening their directory costs little.
 const UNIT_LEN: u64 = 1 << 20;
-/// Pieces into which big files are cut.
+/// Length of the pieces that big files are cut into.
 const PIECE: u64 = CHUNK_MAX as u64;
-/// Bytes of a wave: times three is the memory that a build takes, besides the tree.
+/// Bytes of a wave. A build takes three times this memory, plus the tree.
 pub(super) const WAVE_LEN: u64 = 32 << 20;
 
-/// What one task reads: files `first..end`, or `len` bytes from `start` of a big one.
+/// The work of one task: files `first..end`, or `len` bytes from `start` of a big file.
 #[derive(Clone, Copy)]
 struct Unit {
     first: usize,
@@ -35,7 +35,7 @@ struct Unit {
     len: u64,
 }
 
-/// What one task has read.
+/// The result of one task.
 #[derive(Default)]
 struct UnitRead {
     wave: Wave,
@@ -43,29 +43,29 @@ struct UnitRead {
     problems: Vec<(PathBuf, Error)>,
 }
 
-/// Reads the files of a scan, several at a time, each byte once: first what is said to come first,
-/// in pieces of [`CHUNK_MAX`], then the rest in the scan's order.
+/// Reads the files of a scan in parallel, each byte once: first the reads of the profile, in
+/// pieces of [`CHUNK_MAX`], then the rest in the scan's order.
 pub(super) struct DirectoryInput<'a> {
     scan: &'a Scan,
-    /// What comes first, and how much of it has been read.
+    /// Reads of the profile, and the number of them done.
     first: Vec<Unit>,
     first_read: usize,
-    /// Pieces of files, by number of the file and of the piece, that come first.
+    /// Pieces that come first, by file number and piece number.
     taken: BTreeSet<(usize, u64)>,
-    /// The next file, and where to go on in it; opened if it is a big one with holes.
+    /// The next file, and the offset to continue at; kept open if it is a big one with holes.
     next: usize,
     offset: u64,
     opened: Option<File>,
     /// Counts bytes as they are read.
     bytes: &'a AtomicU64,
     entries: &'a AtomicU64,
-    /// Files whose size or time changed while they were read, and directories of such whose
-    /// names did; several times, where several tasks saw it.
+    /// Files whose size or time changed while they were read, and directories whose entries
+    /// changed; several times if several tasks saw the change.
     pub(super) changed: Vec<PathBuf>,
 }
 
 impl<'a> DirectoryInput<'a> {
-    /// `first` are files by number, and where in them.
+    /// `first` holds file numbers and ranges in them.
     pub(super) fn new(
         scan: &'a Scan,
         first: &[(usize, ByteRange)],
@@ -96,12 +96,12 @@ impl<'a> DirectoryInput<'a> {
         }
     }
 
-    /// Whether a part of `file` comes first, so that the rest of it is read piece by piece.
+    /// True if a part of `file` comes first, so that the rest of it is read piece by piece.
     fn is_taken(&self, file: usize) -> bool {
         self.taken.range((file, 0)..(file + 1, 0)).next().is_some()
     }
 
-    /// The next units of what comes first.
+    /// The next units of the profile's reads.
     fn plan_first(&mut self) -> Vec<Unit> {
         let mut total = 0;
         let rest = self.first[self.first_read..].iter();
@@ -120,7 +120,7 @@ impl<'a> DirectoryInput<'a> {
         self.scan.nodes[self.scan.files[file].node as usize].size
     }
 
-    /// Cuts the next wave into units: it depends on sizes alone.
+    /// Cuts the next wave into units; depends on sizes alone.
     fn plan(&mut self) -> Vec<Unit> {
         let mut units = Vec::new();
         let mut total = 0;
@@ -152,15 +152,15 @@ impl<'a> DirectoryInput<'a> {
         units
     }
 
-    /// The next part of a big file, start and length. Holes are skipped here: a file may be
-    /// almost nothing else.
+    /// The next part of a big file, start and length. Holes are skipped here, because a file may
+    /// consist almost entirely of holes.
     fn plan_big(&mut self, number: usize) -> Option<(u64, u64)> {
         let file = &self.scan.files[number];
         let size = self.size(number);
         let (mut start, mut stop) = (self.offset, size);
         if file.sparse {
             if self.opened.is_none() {
-                // Whatever goes wrong here goes wrong again, and is reported, when it is read.
+                // An error here occurs again, and is reported, when the file is read.
                 let dir = self.scan.open_dir(self.scan.dir_of(file));
                 self.opened = dir.ok().and_then(|dir| self.scan.open_file(&dir, file).ok());
             }
@@ -176,9 +176,9 @@ impl<'a> DirectoryInput<'a> {
                 Some(Err(_)) | None => {}
             }
         }
-        // Cuts are at multiples of UNIT_LEN, so that chunks are, too.
+        // Cuts are at multiples of UNIT_LEN, and so at multiples of the chunk length.
         let mut end = ((start / UNIT_LEN + 1) * UNIT_LEN).min(stop);
-        // What came first is passed over: its bytes have been counted.
+        // Skips the pieces that came first: their bytes have been counted.
         let taken = self.taken.range((number, start / PIECE)..(number + 1, 0)).next();
         if let Some((_, piece)) = taken.copied() {
             end = end.min((piece * PIECE).max(start));
@@ -213,7 +213,7 @@ impl<'a> DirectoryInput<'a> {
         read
     }
 
-    /// Opens the directory of `file`, and looks whether names came or went since the scan.
+    /// Opens the directory of `file`, and checks whether its entries changed since the scan.
     fn open_dir(&self, file: &ScannedFile, read: &mut UnitRead) -> Result<File> {
         let number = self.scan.dir_of(file);
         let opened = self.scan.open_dir(number)?;
@@ -265,7 +265,7 @@ impl<'a> DirectoryInput<'a> {
         Ok(())
     }
 
-    /// Reads a stretch of data, cut at multiples of `CHUNK_MAX` of the file.
+    /// Reads a run of data, cut at multiples of `CHUNK_MAX` of the file.
     fn read_pieces(
         &self,
         opened: &File,
@@ -312,7 +312,7 @@ impl Input for DirectoryInput<'_> {
     }
 }
 
-/// The next stretch of data in `at..end`, rounded outwards to blocks (but not beyond `end`).
+/// The next run of data in `at..end`, rounded outwards to blocks (but not beyond `end`).
 pub(super) fn next_data(
     file: &File,
     sparse: bool,
@@ -329,7 +329,7 @@ pub(super) fn next_data(
         Ok(start) if start >= end => return Ok(None),
         Ok(start) => start,
         Err(Errno::NXIO) => return Ok(None),
-        // A file system that cannot tell: all of it is data.
+        // The file system cannot report holes: all of it is data.
         Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(Some((at, end))),
         Err(error) => return Err(error.into()),
     };
@@ -338,9 +338,10 @@ pub(super) fn next_data(
     Ok(Some((start, stop.next_multiple_of(BLOCK_SIZE).min(end))))
 }
 
-/// Reads `len` bytes; what a file that has become shorter lacks is zeros (and reported).
+/// Reads `len` bytes. If the file has become shorter, the rest is zeros (and the change is
+/// reported).
 fn read_range(file: &File, start: u64, len: u64) -> io::Result<Vec<u8>> {
-    // Room for the padding, so that it needs no second allocation.
+    // Room for the padding avoids a second allocation.
     let mut data: Vec<u8> = Vec::with_capacity(len.next_multiple_of(BLOCK_SIZE) as usize);
     while (data.len() as u64) < len {
         let at = start + data.len() as u64;
@@ -350,7 +351,7 @@ fn read_range(file: &File, start: u64, len: u64) -> io::Result<Vec<u8>> {
             Err(error) => return Err(error.into()),
         }
     }
-    // There may have been room for more, or the file may have become shorter.
+    // The capacity may exceed `len`, or the file may have become shorter.
     data.resize(len as usize, 0);
     Ok(data)
 }

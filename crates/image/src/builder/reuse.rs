@@ -5,16 +5,16 @@ use burgeon_block::{ByteRange, Digest, ObjectId, ObjectKind, ObjectStore, Result
 use super::Options;
 use crate::{Codec, Limits, catalog, manifest::Manifest};
 
-/// Chunks that the store already holds, so that a build need not store them again.
+/// Chunks that the store already holds and a build need not store again.
 ///
-/// The index is the manifests: a chunk counts as stored if a manifest of the store says where
-/// and that pack is there and long enough. Invariant: only manifests count whose chunks this host
-/// has stored or verified. Any other may name a chunk that is not where it says, because its author
-/// lied or its store is damaged, and then the new image could not be read. Reading each chunk before
-/// it is reused would do as well, but costs a fetch of each where the store is a bucket.
+/// The index is the manifests: a chunk counts as stored if a manifest of the store locates it in
+/// a pack that exists and is long enough. Invariant: only manifests count whose chunks this host
+/// has stored or verified. Any other manifest may be wrong about a chunk's position, because its
+/// author lied or its store is damaged, and the new image would be unreadable. Reading each chunk
+/// before reusing it would also be safe, but costs a fetch per chunk if the store is a bucket.
 ///
-/// A manifest that cannot be read is passed over: reusing less is always right. The writer's lease
-/// keeps a collector from removing what is found here.
+/// A manifest that cannot be read is skipped: reusing less is always safe. The writer's lease
+/// keeps a collector from removing the chunks found here.
 #[derive(Default)]
 pub(super) struct Known {
     pub(super) objects: Vec<ObjectId>,
@@ -30,8 +30,8 @@ pub(super) struct KnownChunk {
 }
 
 impl Known {
-    /// Reads the manifests of `store` that this host trusts, in the order of their digests: where two
-    /// know a chunk, the first is taken, so that the same store gives the same image.
+    /// Reads the manifests of `store` that this host trusts, in the order of their digests. If
+    /// two contain a chunk, the first wins, so that the same store gives the same image.
     pub(super) fn read(store: &impl ObjectStore, options: &Options) -> Result<Self> {
         let mut known = Self::default();
         let Some(provenance) = options.provenance.as_ref().filter(|_| options.reuse) else {

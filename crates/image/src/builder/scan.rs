@@ -1,7 +1,7 @@
 //! Reads the names and attributes of a directory tree.
 //!
-//! Level by level, all directories of a level in parallel; every directory is opened below the
-//! root without following symlinks, so a tree that changes meanwhile cannot lead elsewhere.
+//! Level by level, all directories of a level in parallel. Every directory is opened below the
+//! root without following symlinks, so a concurrent change to the tree cannot lead outside it.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -31,13 +31,13 @@ pub(super) struct Scan {
     pub(super) root: File,
     pub(super) root_path: PathBuf,
     pub(super) nodes: Vec<Node>,
-    /// Regular files that have data, in the order in which they are to be stored.
+    /// Regular files that have data, in the order in which they will be stored.
     pub(super) files: Vec<ScannedFile>,
-    /// Directory and place in it of each directory's name; of the root, nothing.
+    /// For each directory, its parent and its index there; the root has no entry.
     dir_names: HashMap<u32, (u32, u32)>,
-    /// Mount points below the root, whose content was left out.
+    /// Mount points below the root; their contents were left out.
     pub(super) mounts: Vec<PathBuf>,
-    /// What the mount allows that was read; `None` if there may be several.
+    /// Rights that the source's mount allows; `None` if several mounts may be involved.
     pub(super) honours: Option<Honours>,
     pub(super) bytes: u64,
 }
@@ -48,14 +48,14 @@ pub(super) struct ScannedFile {
     pub(super) node: u32,
     dir: u32,
     place: u32,
-    /// Whether it may have holes.
+    /// It may have holes.
     pub(super) sparse: bool,
 }
 
-/// What one directory holds.
+/// The contents of one directory.
 struct Listing {
     entries: Vec<(Box<[u8]>, Node, Statx)>,
-    /// Files that this process may not read, and other things that cannot be stored.
+    /// Files that this process may not read, and entries that cannot be stored.
     problems: Vec<(Box<[u8]>, Error)>,
     mounts: Vec<Box<[u8]>>,
 }
@@ -130,7 +130,7 @@ impl Scan {
             let number = self.nodes.len() as u32;
             if is_dir {
                 self.dir_names.insert(number, (dir, place));
-                // The content of a mount point is not of this tree.
+                // The contents of a mount point are not part of this tree.
                 if !listing.mounts.contains(&name) {
                     level.push(number);
                 }
@@ -146,7 +146,7 @@ impl Scan {
         self.nodes[dir as usize].children = children;
     }
 
-    /// Lists files in the order of their inodes: those of one directory lie together.
+    /// Orders files by inode number, so that those of one directory are adjacent.
     fn order_files(&mut self, sparse: &HashSet<u32>) {
         let mut seen = vec![false; self.nodes.len()];
         let mut files = Vec::new();
@@ -165,8 +165,8 @@ impl Scan {
         self.files = files;
     }
 
-    /// What `profile` names, as far as it is in this tree: number of the file, and where in it, in
-    /// the profile's order.
+    /// The ranges of `profile` that exist in this tree: file number and range, in the profile's
+    /// order.
     pub(super) fn find(&self, profile: &Profile) -> Vec<(usize, ByteRange)> {
         let number_of: HashMap<u32, usize> =
             self.files.iter().enumerate().map(|(number, file)| (file.node, number)).collect();
@@ -199,13 +199,13 @@ impl Scan {
         names.sort();
         let mut listing =
             Listing { entries: Vec::with_capacity(names.len()), problems: vec![], mounts: vec![] };
-        // A directory may have a million names: not one after another.
+        // A directory may have a million entries: process them in parallel.
         let entries: Vec<_> =
             names.par_iter().with_min_len(64).map(|name| entry(&opened, name)).collect();
         for (name, entry) in names.iter().zip(entries) {
             let bytes: Box<[u8]> = name.as_bytes().into();
             match entry {
-                // It was removed since it was listed: as if we had come later.
+                // Removed since it was listed: treated as if it had never been there.
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
                 Err(error) => listing.problems.push((bytes, error)),
                 Ok((node, statx)) => {
@@ -219,8 +219,8 @@ impl Scan {
         Ok(listing)
     }
 
-    /// Opens a directory of the tree, name by name from the root where the path is too long for
-    /// one call.
+    /// Opens a directory of the tree, component by component from the root if the path is too
+    /// long for one call.
     pub(super) fn open_dir(&self, dir: u32) -> Result<File> {
         let cannot = |error: Errno| Error::io("cannot open it", error.into());
         let mut names = Vec::new();
@@ -238,10 +238,10 @@ impl Scan {
         Ok(opened.into())
     }
 
-    /// Opens a file for reading, in its directory `dir` (which [`Self::open_dir`] opened).
+    /// Opens a file for reading, in its directory `dir` (opened by [`Self::open_dir`]).
     pub(super) fn open_file(&self, dir: &File, file: &ScannedFile) -> io::Result<File> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        // Reading for an image is no reason to change access times, where that can be avoided.
+        // Avoids changing access times where possible.
         let quiet =
             rustix::fs::openat(dir, self.name(file), flags | OFlags::NOATIME, Mode::empty());
         let opened = match quiet {
@@ -270,7 +270,7 @@ impl Scan {
         let mut names = Vec::new();
         let mut at = dir;
         while let Some((parent, place)) = self.dir_names.get(&at) {
-            // While a directory is being added its names are not there yet.
+            // A directory's entries are not in the tree while it is being added.
             let child = self.nodes[*parent as usize].children.get(*place as usize);
             names.push(child.map_or(&b"?"[..], |(name, _)| name));
             at = *parent;
@@ -309,7 +309,7 @@ fn stat(
     name: &std::ffi::CStr,
     flags: AtFlags,
 ) -> rustix::io::Result<Statx> {
-    // STATX_MNT_ID (since Linux 5.8) tells a mount point from a btrfs subvolume.
+    // STATX_MNT_ID (since Linux 5.8) distinguishes a mount point from a btrfs subvolume.
     const MNT_ID: StatxFlags = StatxFlags::MNT_ID;
     rustix::fs::statx(dir, name, flags, StatxFlags::BASIC_STATS | MNT_ID)
 }
@@ -332,7 +332,7 @@ fn node_of(statx: &Statx) -> Node {
     node
 }
 
-/// Turns what could not be read into one error that lists the first of them.
+/// Combines the errors into one that lists the first of them.
 pub(super) fn refuse(problems: &[(PathBuf, Error)]) -> Result<()> {
     let Some((_, first)) = problems.first() else { return Ok(()) };
     const SHOWN: usize = 20;

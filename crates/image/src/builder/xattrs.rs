@@ -14,14 +14,14 @@ use rustix::{
 /// Names and values, sorted by name.
 pub type Xattrs = Vec<(Box<[u8]>, Box<[u8]>)>;
 
-/// Those of an open file of any type that belong to the tree, not to the file system that it lies
-/// on. `link` is its path below `/proc/self/fd`, as a file that was opened only to be looked at
-/// (`O_PATH`) has no other way to them.
+/// The attributes of an open file of any type that belong to the tree, not to the file system it
+/// is on. `link` is its path below `/proc/self/fd`, the only access to the attributes of a file
+/// opened with `O_PATH`.
 pub fn of_link(link: &Path) -> std::io::Result<Xattrs> {
     Ok(collect(|buf| listxattr(link, buf), |name, buf| getxattr(link, name, buf))?)
 }
 
-/// Whether an xattr belongs to the tree, not to the file system that it lies on.
+/// True if an xattr belongs to the tree, not to the file system it is on.
 pub(super) fn wanted(name: &[u8]) -> bool {
     let prefixes: [&[u8]; 3] = [b"user.", b"security.", b"trusted."];
     prefixes.iter().any(|prefix| name.starts_with(prefix) && name.len() > prefix.len())
@@ -29,22 +29,23 @@ pub(super) fn wanted(name: &[u8]) -> bool {
         || name == b"system.posix_acl_default"
 }
 
-/// Whether a file has this xattr because an archive says so. Of the namespaces that the kernel keeps for
-/// itself and for root, only file capabilities are taken, which a `nosuid` mount ignores: the others are
-/// labels and records of the host that they come from (SELinux, IMA), or tell overlayfs where to look.
+/// True if an xattr is taken from an archive. Of the namespaces reserved for the kernel and root,
+/// only file capabilities are accepted, which a `nosuid` mount ignores: the others are labels and
+/// records of the originating host (SELinux, IMA) or control overlayfs.
 pub(super) fn wanted_of_archive(name: &[u8]) -> bool {
     let is_privileged = name.starts_with(b"security.") || name.starts_with(b"trusted.");
     wanted(name) && (!is_privileged || name == b"security.capability")
 }
 
-/// Those of an open file.
+/// The attributes of an open file.
 pub(super) fn of_open_file(file: BorrowedFd<'_>) -> rustix::io::Result<Xattrs> {
     collect(|buf| flistxattr(file, buf), |name, buf| fgetxattr(file, name, buf))
 }
 
-/// Those of `name` in the open directory `dir`.
+/// The attributes of `name` in the open directory `dir`.
 pub(super) fn of_entry(dir: BorrowedFd<'_>, name: &CStr) -> rustix::io::Result<Xattrs> {
-    // There is no llistxattrat; this path means the directory that we hold, however long its own.
+    // There is no llistxattrat; this path refers to the open directory, however long its own path
+    // is.
     let mut path = format!("/proc/self/fd/{}/", dir.as_raw_fd()).into_bytes();
     path.extend_from_slice(name.to_bytes());
     let path = path.as_slice();
@@ -55,7 +56,7 @@ fn collect(
     list: impl Fn(&mut [u8]) -> rustix::io::Result<usize>,
     get: impl Fn(&CStr, &mut [u8]) -> rustix::io::Result<usize>,
 ) -> rustix::io::Result<Xattrs> {
-    // Most files have none or few: one call then.
+    // Most files have no or few attributes: one call suffices.
     let names = match whole(1024, &list) {
         Err(Errno::NOTSUP) => return Ok(Vec::new()),
         names => names?,
@@ -77,7 +78,7 @@ fn collect(
     Ok(xattrs)
 }
 
-/// Calls `get` with a buffer that is long enough.
+/// Calls `get` with a buffer that is large enough.
 fn whole(
     len: usize,
     get: impl Fn(&mut [u8]) -> rustix::io::Result<usize>,
