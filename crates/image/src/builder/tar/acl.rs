@@ -1,4 +1,4 @@
-//! ACLs that an archive holds as text, as the xattrs that Linux keeps them in.
+//! Converts textual ACLs in archives to the xattrs that Linux stores ACLs in.
 //!
 //! ```text
 //!   SCHILY.acl.access, SCHILY.acl.default:   user::rw-,user:lisa:rwx:502,group::r--,mask::rwx,…
@@ -7,10 +7,10 @@
 //!                                            little-endian, in the order of tags and ids
 //! ```
 //!
-//! A user or group is known by number: the text's own, or a name that is one. What another
-//! machine calls by name alone is nobody here, and giving rights to nobody in particular is worse
-//! than giving none: such a list is left out, and counted. So is one that is not exactly of this
-//! form.
+//! Users and groups are identified by number: the number in the text, or a name that is itself a
+//! number. A name from another machine means nothing on this host, and granting rights to the
+//! wrong user is worse than granting none: such a list is left out and counted, as is any list
+//! that is not exactly of this form.
 
 /// Tags of entries, `linux/posix_acl.h`.
 const USER_OBJ: u16 = 0x01;
@@ -20,7 +20,7 @@ const GROUP: u16 = 0x08;
 const MASK: u16 = 0x10;
 const OTHER: u16 = 0x20;
 
-/// The id of an entry that names nobody.
+/// The id of entries without a user or group.
 const NOBODY: u32 = u32::MAX;
 
 /// `POSIX_ACL_XATTR_VERSION`.
@@ -29,17 +29,17 @@ const VERSION: u32 = 2;
 /// A list in Linux's form.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Acl {
-    /// What the mode says already: no xattr is kept for it.
+    /// Fully expressed by the mode bits: no xattr is stored.
     Minimal,
     /// The xattr's value.
     Value(Vec<u8>),
 }
 
-/// Translates a list; `None` if it cannot be.
+/// Translates a list; `None` if that is impossible.
 pub(super) fn translate(text: &[u8]) -> Option<Acl> {
     let text = std::str::from_utf8(text).ok()?;
     let entries = text.split([',', '\n']).map(|entry| {
-        // GNU tar may say what a right is worth under the mask.
+        // GNU tar may append the effective rights under the mask.
         entry.split('#').next().unwrap_or_default().trim()
     });
     let entries = entries.filter(|entry| !entry.is_empty());

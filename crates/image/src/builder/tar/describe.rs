@@ -1,4 +1,4 @@
-//! Descriptions of layers: all that an image is, but for its data, which stays in the layers.
+//! Descriptions of layers: images whose data stays in the layers.
 //!
 //! ```text
 //!   in parallel, while they come:  Layers::describe ── headers, and every chunk's digest and
@@ -8,10 +8,10 @@
 //!                                  Whole            ── their chunks, one after another
 //! ```
 //!
-//! A layer is read once, before it is known what layers above it take away: that leaves dead bytes in
-//! chunks whose other bytes have lasted, and nothing else. Memory: what a manifest holds of all layers,
-//! files that lie in it included, which is bounded by [`super::LayerLimits`] and counted on the layers'
-//! [`MemoryMeter`]; of data, three waves a layer.
+//! A layer is read once, before the layers above it are known. Chunks may therefore contain dead
+//! bytes next to live ones; wholly dead chunks are dropped. Memory: the manifest data of all
+//! layers, inlined files included, which is bounded by [`super::LayerLimits`] and counted on the
+//! layers' [`MemoryMeter`]; and three waves of data per layer.
 
 use std::{
     io::Read,
@@ -42,24 +42,25 @@ use crate::{
     pack::PackWriter,
 };
 
-/// Bytes of a wave, times three for each layer that is read: 8 MiB. It comes over a network.
+/// Bytes of a wave: 8 MiB, since layers come over a network. Each layer being read takes three
+/// waves.
 const WAVE_LEN: u64 = 8 << 20;
-/// Threads for a layer: one reads, others digest what it has read.
+/// Threads per layer: one reads, the others digest.
 const THREADS_MAX: usize = 4;
 
-/// What a layer is.
+/// The description of one layer.
 pub struct Description {
     pub(super) entries: Vec<Entry>,
-    /// Its nodes are entries, its layers this one.
+    /// Its nodes are the layer's entries; its origins name this layer only.
     pub(super) assembled: Assembled,
     pub(super) meter: Arc<MemoryMeter>,
 }
 
 impl Layers {
-    /// Reads a layer, decompressed, to its end, as the layer `number` of the image; the lowest is 0.
-    /// Several threads may read one each.
+    /// Reads the decompressed layer `number` of the image (the lowest is 0) to its end. Several
+    /// threads may read one layer each.
     ///
-    /// Errors: as those of [`Self::index`].
+    /// Errors: those of [`Self::index`].
     pub fn describe(
         &self,
         archive: impl Read + Send,
@@ -84,7 +85,7 @@ impl Layers {
     }
 }
 
-/// A layer all of whose data is wanted.
+/// A layer of which all data is wanted.
 struct OneLayer<'a, R> {
     layers: &'a Layers,
     number: u32,
@@ -112,15 +113,16 @@ impl<'a, R: Read + Send> Archives for OneLayer<'a, R> {
     }
 }
 
-/// Gives the object that a described image's data is in, made of where that lies in the layers:
-/// by address, from 0 to the length that is the second.
+/// Returns the object that holds a described image's data. The arguments are the origins in the
+/// layers, by address from 0, and the length of the data.
 pub type OnDescribed<'a> = &'a (dyn Fn(&[Origin], u64) -> Result<ObjectId> + Sync);
 
-/// Publishes an image of `layers`, the lowest first, in `store` as `name`, but stores no data: that
-/// lies, as it is in the lazy address space, in the one object that `object` gives, which can be read
-/// from the layers.
+/// Publishes an image of `layers`, the lowest first, in `store` as `name`, without storing data:
+/// the data is in the one object that `object` returns, which has the layout of the lazy address
+/// space and can be read from the layers.
 ///
-/// Errors: `Corrupt` for layers that do not fit together, `Invalid` for a tree that btrfs cannot hold.
+/// Errors: `Corrupt` for layers that do not fit together, `Invalid` for a tree that btrfs cannot
+/// hold.
 pub fn describe_layers(
     store: &impl ObjectStore,
     name: &str,
@@ -160,7 +162,7 @@ pub fn describe_layers(
     })
 }
 
-/// What has lasted of layers, one after another.
+/// The live data of all layers, one after another.
 #[derive(Default)]
 struct Whole {
     placed: Placed,
@@ -172,7 +174,7 @@ struct Whole {
 }
 
 impl Whole {
-    /// Adds a layer, of whose entries those last that have a node.
+    /// Adds a layer; an entry is live if it has a node.
     fn add(&mut self, layer: Assembled, node_of: &[Option<u32>]) -> Result<()> {
         let Assembled { placed, manifest, origins, .. } = layer;
         let node_of = |entry: u32| node_of.get(entry as usize).copied().flatten();
@@ -180,7 +182,7 @@ impl Whole {
         for extent in &placed.extents {
             lasts[extent.chunk as usize] |= node_of(extent.node).is_some();
         }
-        // By chunk of the layer: its number in the image, and its address there less that in the layer.
+        // Number in the image of each chunk of the layer.
         let mut moved = Vec::with_capacity(lasts.len());
         let (mut at, mut sums, checksum_len) = (0, 0, manifest.checksum.size());
         let mut origins = origins.into_iter().peekable();

@@ -1,4 +1,4 @@
-//! Images of layers: archives, each of which says what is different from those below it.
+//! Images of layers: archives, each of which states its differences from the layers below it.
 //!
 //! ```text
 //!   once, in parallel:  Layers::index ── every header of a layer, its data passed over
@@ -6,8 +6,8 @@
 //!   once more:          Wanted        ── the data of these alone, as of any archive
 //! ```
 //!
-//! What a layer puts and a later one takes away is not in the image. Memory: the headers, bounded
-//! by [`LayerLimits`] and counted on a [`MemoryMeter`]; never data.
+//! A file that a later layer removes is not in the image. Memory: the headers, bounded by
+//! [`LayerLimits`] and counted on a [`MemoryMeter`]; never data.
 
 use std::{
     io::{self, Read},
@@ -31,33 +31,33 @@ use super::{
 };
 use crate::{corrupt, pack::write_packs};
 
-/// What layers may take, all of an image together; a single archive is one of one layer.
+/// Limits for all layers of an image together; a single archive counts as one layer.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerLimits {
     /// Entries.
     pub entries: u64,
     /// Bytes of names, link targets and attributes.
     pub names: u64,
-    /// Bytes of the archives, not compressed.
+    /// Bytes of the archives, uncompressed.
     pub unpacked: u64,
 }
 
 impl Default for LayerLimits {
-    /// 4 Mi entries (at 300 bytes each 1.2 GiB of memory, more than any image is known to have),
-    /// 512 MiB of names, 256 GiB unpacked.
+    /// 4 Mi entries (at 300 bytes each 1.2 GiB of memory, more than any known image), 512 MiB of
+    /// names, 256 GiB unpacked.
     fn default() -> Self {
         Self { entries: 4 << 20, names: 512 << 20, unpacked: 256 << 30 }
     }
 }
 
 impl LayerLimits {
-    /// Those of a single archive, whose data passes through and is not read twice: 16 TiB unpacked.
+    /// Limits of a single archive, whose data is streamed and not read twice: 16 TiB unpacked.
     pub(super) fn of_archive() -> Self {
         Self { unpacked: 16 << 40, ..Self::default() }
     }
 }
 
-/// Memory that an entry takes until there is a manifest, without its names and data.
+/// Memory that an entry takes until the manifest exists, without its names and data.
 const ENTRY_COST: u64 = 352;
 /// Bytes of names that fit in a header.
 const HEADER_NAMES_MAX: u64 = 355;
@@ -76,9 +76,9 @@ pub struct Layers {
     unpacked: AtomicU64,
 }
 
-/// What one layer says.
+/// The entries of one layer.
 pub struct LayerIndex {
-    /// All of them, in order.
+    /// All entries, in order.
     entries: Vec<Entry>,
     unpacked: u64,
     meter: Arc<MemoryMeter>,
@@ -86,9 +86,9 @@ pub struct LayerIndex {
 
 /// A layer to build from.
 pub struct Layer {
-    /// What it says.
+    /// Its entries.
     pub index: LayerIndex,
-    /// Opens the very archive that the index is of, decompressed.
+    /// Opens the same archive that was indexed, decompressed.
     pub open: OpenLayer,
 }
 
@@ -96,20 +96,20 @@ pub struct Layer {
 pub type OpenLayer = Box<dyn FnOnce() -> Result<Box<dyn Read + Send>> + Send>;
 
 impl Layers {
-    /// For the layers of one image, none of which is read yet.
+    /// For the layers of one image, before any is read.
     pub fn new(limits: LayerLimits) -> Self {
         let (meter, entries, names, unpacked) = Default::default();
         Self { limits, meter, entries, names, unpacked }
     }
 
-    /// Counts the memory that is taken. Its input must be told as it comes, compressed.
+    /// Counts the memory taken. The caller must report the compressed input to it as it arrives.
     pub fn meter(&self) -> &Arc<MemoryMeter> {
         &self.meter
     }
 
-    /// Reads a layer, decompressed, to its end. Several threads may read one each.
+    /// Reads a decompressed layer to its end. Several threads may read one layer each.
     ///
-    /// Errors: `Corrupt` for a damaged or hostile archive, `Invalid` where the limits end.
+    /// Errors: `Corrupt` for a damaged or hostile archive, `Invalid` beyond a limit.
     pub fn index(&self, archive: impl Read) -> Result<LayerIndex> {
         let mut reader = Reader::new(self.bounded(archive));
         let mut entries = Vec::new();
@@ -125,19 +125,19 @@ impl Layers {
         Ok(LayerIndex { entries, unpacked, meter: Arc::clone(&self.meter) })
     }
 
-    /// The archive, with an error where the limit for all of them ends.
+    /// The archive, with an error where the limit for all layers is reached.
     pub(super) fn bounded<R: Read>(&self, archive: R) -> Bounded<'_, R> {
         Bounded { inner: archive, layers: self, read: 0 }
     }
 
-    /// Counts one more entry; `Invalid` if that is too many, or too long.
+    /// Counts one more entry; `Invalid` if there are too many or they are too long.
     pub(super) fn count(&self, entry: &Entry) -> Result<()> {
         let mut amount = Amount::default();
         amount.add(entry);
         self.take(&amount)
     }
 
-    /// Counts so much more; nothing of it if that is `Invalid`.
+    /// Adds `amount`; adds nothing of it if that is `Invalid`.
     pub(super) fn take(&self, amount: &Amount) -> Result<()> {
         let Amount { entries, names, unpacked, brought, memory } = *amount;
         let Self { limits, .. } = self;
@@ -164,20 +164,20 @@ impl Layers {
     }
 }
 
-/// What a layer takes of the limits.
+/// The part of the limits that a layer uses.
 #[derive(Default)]
 pub(super) struct Amount {
     pub(super) entries: u64,
     names: u64,
     pub(super) unpacked: u64,
-    /// Bytes of names and attributes that stand there for these entries alone: records for all
-    /// entries that follow cost nothing to repeat.
+    /// Bytes of names and attributes in the headers of these entries alone: a record that applies
+    /// to all following entries costs nothing to repeat.
     brought: u64,
     memory: u64,
 }
 
 impl Amount {
-    /// One more entry, without its data.
+    /// Adds one entry, without its data.
     pub(super) fn add(&mut self, entry: &Entry) {
         let xattrs = entry.xattrs.iter().map(|(name, value)| name.len() + value.len());
         let xattrs = xattrs.sum::<usize>() as u64;
@@ -185,13 +185,13 @@ impl Amount {
         self.names += names + xattrs;
         self.brought += names.min(HEADER_NAMES_MAX) + entry.extended;
         self.entries += 1;
-        // A name and an attribute are there twice: as they are read, and in the tree.
+        // Names and attributes are in memory twice: as read, and in the tree.
         let attributes = entry.xattrs.len() as u64 * XATTR_COST;
         self.memory += ENTRY_COST + 2 * (names + xattrs + attributes);
     }
 }
 
-/// Adds to what is taken; `None` if that is more than `limit`.
+/// Adds to `taken`; `None` beyond `limit`.
 fn take(taken: &AtomicU64, more: u64, limit: u64) -> Option<()> {
     (taken.fetch_add(more, Relaxed).saturating_add(more) <= limit).then_some(())
 }
@@ -202,7 +202,7 @@ fn over(what: &str, limit: u64) -> Error {
     Error::new(ErrorKind::Invalid, what)
 }
 
-/// An archive that ends with an error where the limit ends.
+/// An archive that fails with an error at the limit.
 pub(super) struct Bounded<'a, R> {
     inner: R,
     layers: &'a Layers,
@@ -222,8 +222,8 @@ impl<R: Read> Read for Bounded<'_, R> {
 
 /// Builds an image of `layers`, the lowest first, and publishes it in `store` as `name`.
 ///
-/// Errors: `Corrupt` for layers that do not fit together or are not what their index says,
-/// `Invalid` for a tree that btrfs cannot hold; those of opening and reading the layers.
+/// Errors: `Corrupt` for layers that do not fit together or differ from their index, `Invalid`
+/// for a tree that btrfs cannot hold; those of opening and reading the layers.
 pub fn from_layers(
     store: &impl ObjectStore,
     name: &str,
@@ -281,7 +281,7 @@ pub fn from_layers(
     })
 }
 
-/// The layers, read for the files that have lasted.
+/// Reads the layers again, for the data of the live files.
 struct Wanted {
     archives: std::vec::IntoIter<(u32, OpenLayer)>,
     wanted: Peekable<std::vec::IntoIter<(Place, u32)>>,
@@ -298,7 +298,7 @@ impl Archives for Wanted {
                 Some(((layer, _), _)) if *layer == number => {
                     self.next = (number, 0);
                     let bytes = Arc::clone(&self.bytes);
-                    // Their memory was counted when they came.
+                    // Their memory was counted when they were indexed.
                     let archive = Counted { inner: open()?, bytes, memory: None };
                     return Ok(Some(Box::new(archive)));
                 }

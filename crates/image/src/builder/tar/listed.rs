@@ -1,13 +1,13 @@
-//! Layers that nobody has read: what a table of contents lists of them.
+//! Layers described by their table of contents (TOC), without reading them.
 //!
 //! ```text
 //!   Listed ── attributes ──► entry, as a header of the archive gives it
 //!          └─ data ────────► extents of chunks; digests and checksums are nobody's yet
 //! ```
 //!
-//! Addresses ascend as the layer's files do, so that what is fetched together lies together.
-//! Invariants: nothing is believed but that parts are where they are said to be; work and memory grow
-//! with the list, whatever lengths it claims.
+//! Addresses ascend in the order of the layer's files, so that data fetched together is adjacent.
+//! Invariants: the list is trusted only for the position of parts; work and memory grow with the
+//! list, whatever lengths it claims.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -28,14 +28,14 @@ use crate::{
     manifest::{ChunkEntry, Manifest},
 };
 
-/// A file as a table of contents lists it.
+/// A file as listed in a table of contents.
 #[derive(Clone, Debug, Default)]
 pub struct Listed {
-    /// Its name in the archive.
+    /// Path in the archive.
     pub path: Vec<u8>,
-    /// What a symlink or a hard link points at.
+    /// Target of a symlink or hard link.
     pub link: Vec<u8>,
-    /// The type, as tar writes it: `b'0'` to `b'6'`.
+    /// Type flag of tar: `b'0'` to `b'6'`.
     pub kind: u8,
     /// Permissions.
     pub mode: u32,
@@ -47,33 +47,33 @@ pub struct Listed {
     pub size: u64,
     /// Modification time, in seconds since 1970.
     pub mtime_s: i64,
-    /// Nanoseconds of it.
+    /// Its nanoseconds.
     pub mtime_ns: u32,
-    /// Numbers of a device.
+    /// Major and minor number of a device.
     pub device: (u32, u32),
-    /// Extended attributes; those that belong to no tree are left out.
+    /// Extended attributes; those that do not belong to a tree are left out.
     pub xattrs: Xattrs,
-    /// Its data, in order; zeros between. Files with the same parts share their data.
+    /// Its data, in order; gaps are zeros. Files with identical parts share their data.
     pub parts: Vec<Part>,
 }
 
-/// Data of a listed file that lies together in its layer.
+/// A contiguous part of a file's data in its layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Part {
-    /// Where in the file.
+    /// Offset in the file.
     pub at: u64,
-    /// Bytes, at least one.
+    /// Length in bytes, at least one.
     pub len: u32,
-    /// Where in what the layer unpacks to.
+    /// Offset in the unpacked layer.
     pub offset: u64,
-    /// SHA-256, which is compared when it is read.
+    /// SHA-256, compared when the part is read.
     pub digest: [u8; 32],
 }
 
 impl Layers {
-    /// The layer `number` of the image, which consists of `files`, in the archive's order.
+    /// Describes layer `number` of the image, which consists of `files` in the archive's order.
     ///
-    /// Errors: `Corrupt` for impossible files, `Invalid` where the limits end.
+    /// Errors: `Corrupt` for impossible files, `Invalid` beyond a limit.
     pub fn list(&self, files: &[Listed], number: u32, options: &Options) -> Result<Description> {
         let mut entries = Vec::with_capacity(files.len());
         let mut amount = Amount::default();
@@ -83,7 +83,8 @@ impl Layers {
             check_parts(file, &mut amount)?;
             entries.push(entry);
         }
-        // At once: of a list that is too long nothing counts, for its layer may be read yet.
+        // All at once: a list that is too long must count nothing, since its layer may still be
+        // read.
         self.take(&amount)?;
         let mut sketch = Sketch { layer: number, ..Sketch::default() };
         for (node, (file, entry)) in (0..).zip(files.iter().zip(&entries)) {
@@ -96,8 +97,8 @@ impl Layers {
     }
 }
 
-/// Checks the data of a file, and counts it: each part as an entry, and what it touches as whole
-/// pieces, for that is what a manifest tells of it.
+/// Checks and counts the data of a file: each part as an entry, and all pieces that it touches as
+/// whole pieces, because a manifest describes whole pieces.
 fn check_parts(file: &Listed, amount: &mut Amount) -> Result<()> {
     let (mut end, mut counted) = (0, 0);
     for part in &file.parts {
@@ -145,7 +146,7 @@ fn entry_of(file: &Listed) -> Result<Entry> {
     })
 }
 
-/// What a file holds, by the digests that are compared when it is read.
+/// Identifies a file's content by the digests that are compared when it is read.
 fn content(file: &Listed) -> Digest {
     let mut parts = file.size.to_le_bytes().to_vec();
     for part in &file.parts {
@@ -156,19 +157,19 @@ fn content(file: &Listed) -> Digest {
     Digest::of(&parts)
 }
 
-/// Where files' data will be.
+/// The planned positions of files' data.
 #[derive(Default)]
 struct Sketch {
     layer: u32,
     /// Length of each chunk.
     chunks: Vec<u32>,
-    /// Length of all of them.
+    /// Total length of the chunks.
     end: u64,
-    /// Whether another short piece may join the last chunk.
+    /// Another short piece may join the last chunk.
     open: bool,
     placed: Placed,
     origins: Vec<Origin>,
-    /// Files that have been placed, by a digest of their parts: their extents.
+    /// Extents of the files placed so far, by a digest of their parts.
     seen: HashMap<Digest, std::ops::Range<usize>>,
 }
 
@@ -201,8 +202,8 @@ impl Sketch {
         self.seen.insert(content, first..self.placed.extents.len());
     }
 
-    /// Where the bytes of the file from `window` on are, which are placed now if they are not: it is the
-    /// last one that was, or a new one. The file's extents begin with `first`.
+    /// Address of the file's bytes from `window` on. Places them if they are not placed yet: the
+    /// window is the last one placed or a new one. The file's extents begin with `first`.
     fn window(&mut self, node: u32, size: u64, window: u64, first: usize) -> u64 {
         if let Some(last) = self.placed.extents[first..].last()
             && last.file_offset == window
@@ -217,7 +218,7 @@ impl Sketch {
         if !joins {
             self.chunks.push(0);
         }
-        // A big file's pieces are chunks of their own, but for its end.
+        // Each piece of a big file is a chunk of its own, except its tail.
         self.open = len < CHUNK_MAX;
         let chunk = self.chunks.len() as u32 - 1;
         let offset = self.chunks[chunk as usize];
@@ -232,7 +233,7 @@ impl Sketch {
         let mut chunks = Vec::with_capacity(self.chunks.len());
         for len in self.chunks {
             let blocks = (u64::from(len) / BLOCK_SIZE) as u8;
-            // Below 2⁶³: data was counted.
+            // Below 2⁶³: the data was counted.
             let stored = ByteRange::at(next, len.into()).unwrap_or(NOWHERE);
             let digest = Digest::from([0; Digest::LEN]);
             chunks.push(ChunkEntry { blocks, object: 0, stored, codec: Codec::Verified, digest });

@@ -1,4 +1,4 @@
-//! Layers, one above the other, become one tree, as the OCI image specification says.
+//! Merges layers into one tree, as the OCI image specification defines.
 //!
 //! ```text
 //!   a layer:  first  .wh.NAME, .wh..wh..opq    take away what the layers below have put there
@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Invariants: a path is resolved within the tree, symlinks of lower layers included, and cannot
-//! leave it; what a layer takes away is never what it puts itself; work and memory for an entry do
-//! not grow with the entries before it.
+//! leave it; a whiteout never removes an entry of its own layer; work and memory per entry do not
+//! grow with the number of entries before it.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -20,33 +20,33 @@ use super::{
 };
 use crate::corrupt;
 
-/// Before a name: it is not there any more.
+/// Prefix of a removed name.
 const WHITEOUT: &[u8] = b".wh.";
-/// A directory that begins anew.
+/// Marks a directory that hides its contents in lower layers.
 const OPAQUE: &[u8] = b".wh..wh..opq";
-/// Before names that one old driver wrote for itself.
+/// Prefix of names that an old storage driver used internally.
 const FOREIGN: &[u8] = b".wh..wh.";
-/// Directories above one another, symlinks followed: as many as fit in a path.
+/// Deepest nesting of directories, symlinks followed: as many as fit in a path.
 const DEPTH_MAX: usize = PATH_MAX / 2;
 /// Symlinks in one path, as in Linux.
 const LINKS_MAX: u32 = 40;
 
-/// Where a file's data is: layer, and entry of it.
+/// Source of a file's data: layer, and entry in it.
 pub(super) type Place = (u32, u32);
 
-/// The tree that layers add up to.
+/// The merged tree.
 pub(super) struct Merge {
     meter: Arc<MemoryMeter>,
     nodes: Vec<Node>,
     names: Vec<BTreeMap<Box<[u8]>, u32>>,
-    /// Where the data of each regular file is.
+    /// Source of each regular file's data.
     places: Vec<Option<Place>>,
     nodes_max: usize,
 }
 
 impl Merge {
-    /// An empty tree, of at most `nodes_max` files of any type, those that do not last included.
-    /// What the layers' entries take has been counted; directories without an entry are counted
+    /// Creates an empty tree of at most `nodes_max` files of any type, removed ones included. The
+    /// memory of the layers' entries has been counted; directories without an entry are counted
     /// on `meter`.
     pub(super) fn new(nodes_max: usize, meter: Arc<MemoryMeter>) -> Self {
         let root = Node { mode: S_IFDIR | 0o755, ..Node::default() };
@@ -54,7 +54,7 @@ impl Merge {
         Self { meter, nodes, names, places, nodes_max }
     }
 
-    /// Puts the next layer, with the number `layer`, above those before.
+    /// Puts layer number `layer` above the previous ones.
     pub(super) fn layer(&mut self, layer: u32, entries: &[Entry]) -> Result<()> {
         for entry in entries {
             self.whiteout(entry)?;
@@ -65,7 +65,7 @@ impl Merge {
         Ok(())
     }
 
-    /// What the layer takes away.
+    /// Applies a whiteout of the layer.
     fn whiteout(&mut self, entry: &Entry) -> Result<()> {
         let path = safe_parts(&entry.path)?;
         let Some((name, parents)) = path.split_last() else { return Ok(()) };
@@ -155,12 +155,12 @@ impl Merge {
         Ok(self.nodes.len() as u32 - 1)
     }
 
-    /// The directory that `path` leads to, if it is there.
+    /// The directory at `path`, if it exists.
     fn find(&mut self, path: &[&[u8]]) -> Result<Option<u32>> {
         self.walk(path, |_| Ok(None))
     }
 
-    /// The directory that `path` leads to; made where the layers leave it out.
+    /// The directory at `path`; created if the layers omit it.
     fn folder(&mut self, path: &[&[u8]], shown: &[u8]) -> Result<u32> {
         let make = |tree: &mut Self| {
             tree.meter.take(FOLDER_COST)?;
@@ -175,8 +175,8 @@ impl Merge {
         self.walk(path, make)?.ok_or_else(not_there)
     }
 
-    /// Follows `path` from the root; `missing` makes a directory that is not there, or gives up.
-    /// `None` also where something on the way is no directory.
+    /// Follows `path` from the root. `missing` creates a missing directory or gives up. Also
+    /// `None` if a component of the path is not a directory.
     fn walk(
         &mut self,
         path: &[&[u8]],
@@ -187,7 +187,7 @@ impl Merge {
         let mut links = 0;
         while let (Some(part), Some(dir)) = (rest.pop(), way.last().copied()) {
             if *part == *b".." {
-                // Above the root there is the root.
+                // The parent of the root is the root.
                 way.truncate((way.len() - 1).max(1));
                 continue;
             }
@@ -221,8 +221,8 @@ impl Merge {
         Ok(way.last().copied())
     }
 
-    /// The nodes, each directory's names sorted, and where the data of each file that has lasted
-    /// is, in the order in which it is read.
+    /// The nodes, each directory's names sorted, and the sources of the remaining files' data, in
+    /// reading order.
     pub(super) fn finish(mut self) -> (Vec<Node>, Vec<(Place, u32)>) {
         let mut lasting = vec![false; self.nodes.len()];
         let mut wanted = Vec::new();

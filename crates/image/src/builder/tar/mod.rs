@@ -1,9 +1,9 @@
 //! Images of tar archives.
 //!
-//! The archive is read as a stream, once; what it says becomes nodes at once and its data goes
-//! through the same waves as that of a directory. Invariant: a name cannot leave the tree: `..`,
-//! absolute names and names below anything but a directory are refused. (Several archives, one
-//! above the other: `layers`, and `describe` and `listed`, where their data stays in them.)
+//! The archive is read once, as a stream: headers become nodes at once, and data passes through
+//! the same waves as that of a directory. Invariant: a name cannot leave the tree: `..`, absolute
+//! names and names below anything but a directory are refused. (For several layers see `layers`;
+//! for layers that keep their data, `describe` and `listed`.)
 
 mod acl;
 mod describe;
@@ -46,21 +46,21 @@ use super::{
 };
 use crate::{CHUNK_MAX, INLINE_MAX, pack::write_packs};
 
-/// Bytes of a wave: 16 MiB. Three are in memory, beside a decoder's window of up to 128 MiB.
+/// Bytes of a wave: 16 MiB. Three are in memory, besides a decoder's window of up to 128 MiB.
 const WAVE_LEN: u64 = 16 << 20;
-/// Memory that xz may take: what `xz -9` asks for is 65 MiB.
+/// Memory limit for xz: `xz -9` needs 65 MiB.
 const XZ_MEMORY_MAX: u64 = 96 << 20;
-/// Memory of a piece of a file until there is a manifest, without its data.
+/// Memory of a piece of a file until the manifest exists, without its data.
 const PIECE_COST: u64 = 128;
-/// Memory, besides, of a piece that the map of a sparse file names.
+/// Additional memory of a piece listed in a sparse file's map.
 const MAPPED_COST: u64 = 96;
 
 /// Builds an image of a tar archive (plain, or compressed with gzip, zstd or xz, which is
-/// recognised) and publishes it in `store` as `name`. `len` is the archive's length in bytes, if
+/// detected) and publishes it in `store` as `name`. `len` is the archive's length in bytes, if
 /// known, for progress.
 ///
-/// Errors: `Corrupt` for an archive that is damaged, truncated or hostile, `Invalid` for one
-/// that btrfs cannot hold, or that takes more memory than its size and its entries account for.
+/// Errors: `Corrupt` for an archive that is damaged, truncated or hostile; `Invalid` for one that
+/// btrfs cannot hold, or that takes more memory than its size and entries justify.
 pub fn from_tar(
     store: &impl ObjectStore,
     name: &str,
@@ -106,7 +106,7 @@ pub fn from_tar(
     })
 }
 
-/// Counts what is read, also as the input that the memory depends on.
+/// Counts bytes read, also as input for the memory limit.
 struct Counted<R> {
     inner: R,
     bytes: Arc<AtomicU64>,
@@ -122,7 +122,7 @@ impl<R: Read> Read for Counted<R> {
     }
 }
 
-/// The archive itself, by what it begins with.
+/// The decompressed archive; the format is detected from the first bytes.
 fn decompressed(archive: impl Read + Send + 'static) -> Result<Box<dyn Read + Send>> {
     let mut archive = BufReader::with_capacity(1 << 20, archive);
     let start = archive.fill_buf().map_err(cannot_read)?;
@@ -146,13 +146,13 @@ fn decompressed(archive: impl Read + Send + 'static) -> Result<Box<dyn Read + Se
 struct Open {
     node: u32,
     size: u64,
-    /// What is still to be read: offset and length, in reverse order.
+    /// Remaining data: offset and length, in reverse order.
     rest: Vec<(u64, u64)>,
 }
 
 type Archive = Box<dyn Read + Send>;
 
-/// An archive that knows how much of it was read.
+/// An archive with its read position.
 struct Positioned<R> {
     archive: R,
     at: u64,
@@ -166,23 +166,23 @@ impl<R: Read> Read for Positioned<R> {
     }
 }
 
-/// What is read, and what becomes of it.
+/// The archives to read, and the handling of their entries.
 trait Archives: Send {
     type Archive: Read + Send;
 
-    /// The next archive, once the one before has ended.
+    /// The next archive, once the previous one has ended.
     fn next(&mut self) -> Result<Option<Self::Archive>>;
 
-    /// Takes an entry; returns its node if that wants the data that follows.
+    /// Takes an entry; returns its node if the data that follows is wanted.
     fn add(&mut self, entry: Entry) -> Result<Option<u32>>;
 
-    /// The layer that is being read, if it is to be read again where its data is needed.
+    /// The number of the current layer, if its data will be read again on demand.
     fn traced(&self) -> Option<u32> {
         None
     }
 }
 
-/// A single archive, whose entries add up to a tree while they are read.
+/// A single archive, whose entries are added to a tree as they are read.
 struct OneArchive<'a> {
     archive: Option<Bounded<'a, Archive>>,
     layers: &'a Layers,
@@ -206,11 +206,11 @@ impl<'a> Archives for OneArchive<'a> {
 struct TarInput<'a, A: Archives> {
     archives: A,
     meter: &'a MemoryMeter,
-    /// The archive that is being read.
+    /// The current archive.
     reader: Option<Reader<Positioned<A::Archive>>>,
     open: Option<Open>,
     ended: bool,
-    /// Bytes of a wave, about.
+    /// Approximate bytes of a wave.
     wave_len: u64,
     entries: &'a AtomicU64,
 }
@@ -220,7 +220,7 @@ impl<'a, A: Archives> TarInput<'a, A> {
         Self { archives, meter, reader: None, open: None, ended: false, wave_len, entries }
     }
 
-    /// Reads the header of the next entry. Data, if any, is then open.
+    /// Reads the header of the next entry and opens its data, if any.
     fn next_entry(&mut self) -> Result<()> {
         let Some(reader) = &mut self.reader else {
             let archive = self.archives.next()?;
@@ -251,8 +251,8 @@ impl<'a, A: Archives> TarInput<'a, A> {
         }
     }
 
-    /// Reads data of the open file: `limit` bytes or, as only a window's end ends a wave (a block
-    /// or a small file must not be cut in two), up to `CHUNK_MAX` more.
+    /// Reads data of the open file: `limit` bytes, and up to `CHUNK_MAX` more, because a wave
+    /// ends only at the end of a window (a block or a small file must not be split).
     fn read_data(&mut self, open: &mut Open, limit: u64, wave: &mut Cutter<'_>) -> Result<()> {
         let Some(reader) = &mut self.reader else { return Ok(()) };
         let traced = self.archives.traced();
@@ -279,7 +279,7 @@ impl<'a, A: Archives> TarInput<'a, A> {
     }
 }
 
-/// A piece while it is read.
+/// A piece that is being read.
 struct Cut {
     node: u32,
     of_big_file: bool,
@@ -293,7 +293,7 @@ struct Cutter<'a> {
     meter: &'a MemoryMeter,
     pieces: Vec<Cut>,
     inline: Vec<(u32, Vec<u8>)>,
-    /// Bytes of whole blocks and of what lies in the manifest, and what each of them takes.
+    /// Bytes of whole blocks and of inlined data, plus the cost of each piece and inlined file.
     bytes: u64,
 }
 
@@ -302,8 +302,8 @@ impl<'a> Cutter<'a> {
         Self { meter, pieces: Vec::new(), inline: Vec::new(), bytes: 0 }
     }
 
-    /// Reads `len` bytes at `offset` of the file, within one window of `CHUNK_MAX`; `origin` is the
-    /// layer, and where they lie in it.
+    /// Reads `len` bytes at `offset` of the file, within one window of `CHUNK_MAX`; `origin` is
+    /// the layer and the offset in it.
     fn piece(
         &mut self,
         open: &Open,
@@ -326,7 +326,7 @@ impl<'a> Cutter<'a> {
         }
         let Some(cut) = self.pieces.last_mut() else { return Ok(()) };
         let at = offset - cut.offset;
-        // Blocks, not bytes: a byte of a sparse file takes the whole block around it.
+        // Blocks, not bytes: one byte of a sparse file takes the whole block around it.
         let blocks = |len: u64| len.div_ceil(BLOCK_SIZE);
         let new = blocks(at + len).saturating_sub(blocks(cut.data.len() as u64));
         self.meter.data(len);
@@ -343,7 +343,7 @@ impl<'a> Cutter<'a> {
     /// Reads a part of a small file, whose holes do not count.
     fn inline(&mut self, open: &Open, offset: u64, len: u64, from: &mut impl Read) -> Result<()> {
         if self.inline.last().is_none_or(|(node, _)| *node != open.node) {
-            // It is there as it was read, in the tree, and as a part of the manifest.
+            // The data is in memory as read, in the tree, and as a part of the manifest.
             self.meter.promise(4 * open.size);
             self.meter.take(3 * open.size)?;
             self.bytes += PIECE_COST + open.size;

@@ -6,8 +6,8 @@
 //!   sparse files: GNU 'S' (map in the header), pax 0.0 and 0.1 (map in records), 1.0 (in the data)
 //! ```
 //!
-//! Every length that an archive declares is bounded before anything is allocated for it, and what
-//! one header costs does not grow with the headers before it.
+//! Every declared length is bounded before memory is allocated for it, and the cost of a header
+//! does not grow with the headers before it.
 
 use std::io::{self, Read};
 
@@ -21,19 +21,19 @@ use super::{
 use crate::{FILE_MAX, corrupt};
 
 const BLOCK: usize = 512;
-/// Longest pax header or GNU long name: 16 MiB holds every xattr that Linux allows on a file.
+/// Longest pax header or GNU long name: 16 MiB holds all xattrs that Linux allows on a file.
 const META_MAX: u64 = 16 << 20;
 /// Bytes that may follow an archive's end: `tar` pads to records of 10 KiB, tapes to a few MiB.
 const TAIL_MAX: u64 = 64 << 20;
-/// Longest records in force for all files that follow, together: they are looked at once a file,
-/// so 64 KiB cost no more than 128 times the file's own header.
+/// Largest total of global records, which are examined once per file: 64 KiB cost at most 128
+/// times the file's own header.
 const GLOBAL_MAX: usize = 64 << 10;
-/// Longest GNU long name that is read; of a path Linux takes 4 KiB.
+/// Longest GNU long name accepted; a path in Linux has at most 4 KiB.
 const NAME_MAX: u64 = 64 << 10;
 /// Longest decimal number of 64 bits.
 const DIGITS_MAX: usize = 20;
 
-/// One file of an archive. Its data follows in the stream: `stored_len` bytes.
+/// A file of an archive. Its data follows in the stream: `stored_len` bytes.
 #[derive(Debug, Default)]
 pub(super) struct Entry {
     pub(super) path: Vec<u8>,
@@ -52,7 +52,7 @@ pub(super) struct Entry {
     pub(super) xattrs: xattrs::Xattrs,
     /// Bytes of the headers that describe this entry alone.
     pub(super) extended: u64,
-    /// Whether it has an ACL in text that cannot be translated.
+    /// It has a textual ACL that cannot be translated.
     pub(super) text_acl: bool,
     /// Data: offset in the file and length, in order; `None` if there are no holes.
     pub(super) map: Option<Vec<(u64, u64)>>,
@@ -60,7 +60,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// Whether it is a file with data of its own.
+    /// True for a regular file, which has data of its own.
     pub(super) fn is_regular(&self) -> bool {
         matches!(self.kind, b'0' | 0 | b'7' | b'S')
     }
@@ -69,7 +69,7 @@ impl Entry {
 /// Reads an archive, header by header.
 pub(super) struct Reader<R> {
     input: R,
-    /// Padding after the data of the entry before.
+    /// Padding after the data of the previous entry.
     padding: usize,
     global: Records,
 }
@@ -79,12 +79,12 @@ impl<R: Read> Reader<R> {
         Self { input, padding: 0, global: Records::new(GLOBAL_MAX) }
     }
 
-    /// The stream, for an entry's data: exactly `stored_len` bytes must be read from it.
+    /// The stream, for an entry's data: the caller must read exactly `stored_len` bytes.
     pub(super) fn data(&mut self) -> &mut R {
         &mut self.input
     }
 
-    /// The next entry; `None` at the end of the archive, which must be marked as such.
+    /// The next entry; `None` at the end-of-archive mark, which must be present.
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
         let mut records = Records::new(META_MAX as usize);
         let (mut long_path, mut long_link, mut extended) = (None, None, 0);
@@ -101,7 +101,7 @@ impl<R: Read> Reader<R> {
                 }
                 b'L' => long_path = Some(until_nul(&self.meta(size, NAME_MAX)?).to_vec()),
                 b'K' => long_link = Some(until_nul(&self.meta(size, NAME_MAX)?).to_vec()),
-                // A volume's label.
+                // A volume label.
                 b'V' => drop(self.meta(size, NAME_MAX)?),
                 b'M' | b'N' => {
                     return Err(corrupt("the archive goes over several volumes: join them first"));
@@ -112,7 +112,7 @@ impl<R: Read> Reader<R> {
                     let old_map = self.old_sparse(&header, &mut entry)?;
                     entry.path = long_path.unwrap_or(entry.path);
                     entry.link = long_link.unwrap_or(entry.link);
-                    // The header's own name may be a part of the name, and end there.
+                    // The header's own name may be a truncated form of the full name.
                     let named = records.get("path").or(self.global.get("path"));
                     let named_as_dir = named.unwrap_or(&entry.path).ends_with(b"/");
                     if matches!(entry.kind, b'0' | 0) && named_as_dir {
@@ -132,7 +132,7 @@ impl<R: Read> Reader<R> {
         }
     }
 
-    /// Passes over an entry's data.
+    /// Skips an entry's data.
     pub(super) fn skip(&mut self, stored_len: u64) -> Result<()> {
         let mut data = (&mut self.input).take(stored_len);
         let skipped = io::copy(&mut data, &mut io::sink()).map_err(cannot_read)?;
@@ -142,7 +142,7 @@ impl<R: Read> Reader<R> {
         Ok(())
     }
 
-    /// Reads what follows the archive's end: what compressed it may have a checksum there.
+    /// Reads the bytes after the archive's end: a decoder may have to check a checksum there.
     pub(super) fn finish(&mut self) -> Result<()> {
         let mut tail = (&mut self.input).take(TAIL_MAX + 1);
         if io::copy(&mut tail, &mut io::sink()).map_err(cannot_read)? <= TAIL_MAX {
@@ -172,7 +172,7 @@ impl<R: Read> Reader<R> {
         Ok(Some(header))
     }
 
-    /// The data of a header that describes another one.
+    /// The data of a header that describes the next one.
     fn meta(&mut self, len: u64, len_max: u64) -> Result<Vec<u8>> {
         if len > len_max {
             return Err(corrupt(format!("the archive has a header of {len} bytes")));
@@ -184,7 +184,7 @@ impl<R: Read> Reader<R> {
         Ok(bytes)
     }
 
-    /// The map of GNU's old sparse format, which goes on in blocks after the header.
+    /// The map of GNU's old sparse format, which continues in blocks after the header.
     fn old_sparse(
         &mut self,
         header: &Header,
@@ -215,7 +215,7 @@ impl<R: Read> Reader<R> {
         }
     }
 
-    /// Finds the map of a sparse file, in whichever format, and checks it.
+    /// Finds and checks the map of a sparse file, in any format.
     fn sparse(
         &mut self,
         records: &Records,
@@ -251,10 +251,10 @@ impl<R: Read> Reader<R> {
         Ok(())
     }
 
-    /// The map of pax format 1.0: decimal numbers, one a line, in blocks before the data.
+    /// The map of pax format 1.0: decimal numbers, one per line, in blocks before the data.
     fn map_in_data(&mut self, entry: &mut Entry) -> Result<Vec<(u64, u64)>> {
         let bad = || corrupt("the map of a sparse file of the archive is wrong");
-        // A number may go on in the next block; what is read of it has at most `DIGITS_MAX` bytes.
+        // A number may continue in the next block; at most `DIGITS_MAX` bytes of it are kept.
         let mut digits: Vec<u8> = Vec::with_capacity(DIGITS_MAX);
         let mut numbers = Vec::new();
         let mut wanted = 1;
@@ -280,7 +280,7 @@ impl<R: Read> Reader<R> {
                     wanted = 1 + 2 * pieces;
                 }
                 if numbers.len() == wanted {
-                    // Padding follows.
+                    // The rest of the block is padding.
                     break;
                 }
             }
@@ -295,7 +295,7 @@ fn padding(len: u64) -> usize {
 }
 
 pub(super) fn cannot_read(error: io::Error) -> Error {
-    // Who gives the archive may know better what is wrong with it.
+    // The archive's source may have a more precise error.
     let error = match error.downcast::<Error>() {
         Ok(known) => return known,
         Err(error) => error,
@@ -309,18 +309,18 @@ pub(super) fn cannot_read(error: io::Error) -> Error {
              with a window of at most 128 MiB for zstd or 64 MiB for xz",
         );
     }
-    // What is no answer of the operating system is one of a decoder.
+    // An error without an OS error number comes from a decoder.
     if error.raw_os_error().is_none() {
         return corrupt(format!("the archive is damaged, it cannot be decompressed: {error}"));
     }
     Error::io("cannot read the archive", error)
 }
 
-/// Whether a decoder has refused a window that is too large.
+/// True if a decoder refused a window that is too large.
 fn needs_much_memory(error: &io::Error) -> bool {
     let inner = error.get_ref();
     let of_xz = inner.and_then(|error| error.downcast_ref::<liblzma::stream::Error>());
-    // zstd has no type of its own for that.
+    // zstd has no error type for that.
     matches!(of_xz, Some(liblzma::stream::Error::MemLimit))
         || inner.is_some_and(|error| error.to_string().contains("too much memory"))
 }
@@ -351,7 +351,7 @@ impl Header {
         let bad = || corrupt("a number in a header of the archive makes no sense");
         let field = &self.0[at..at + len];
         if field[0] & 0x80 != 0 {
-            // The first byte holds the mark, and the lowest bits of it belong to the number.
+            // The first byte holds the mark; its lowest bits belong to the number.
             let mut value = u64::from(field[0] & 0x7f);
             for byte in &field[1..] {
                 if value >> 56 != 0 {
@@ -368,7 +368,7 @@ impl Header {
         })
     }
 
-    /// The time, which may lie before 1970 in binary.
+    /// The time, which may be before 1970 in binary.
     fn mtime(&self) -> Result<i64> {
         let field = &self.0[136..148];
         if field[0] == 0xff {
@@ -380,7 +380,7 @@ impl Header {
 
     fn entry(&self, size: u64) -> Result<Entry> {
         let mut path = until_nul(&self.0[..100]).to_vec();
-        // ustar has a prefix; GNU uses those bytes otherwise.
+        // ustar has a prefix; GNU uses these bytes otherwise.
         let ustar = self.0[257..263] == *b"ustar\0";
         let prefix = until_nul(&self.0[345..500]);
         if ustar && !prefix.is_empty() {
@@ -413,7 +413,7 @@ fn until_nul(bytes: &[u8]) -> &[u8] {
     bytes.split(|byte| *byte == 0).next().unwrap_or_default()
 }
 
-/// Takes an ACL over, unless an xattr record has said it more exactly.
+/// Takes an ACL, unless an xattr record has stated it more exactly.
 fn text_acl(entry: &mut Entry, name: &[u8], text: &[u8]) {
     let fits = name != b"system.posix_acl_default" || matches!(entry.kind, b'5' | b'D');
     match acl::translate(text).filter(|_| fits) {
@@ -427,7 +427,7 @@ fn text_acl(entry: &mut Entry, name: &[u8], text: &[u8]) {
     }
 }
 
-/// What pax records say goes before what the header says.
+/// Applies pax records, which override the header.
 fn apply(records: &Records, entry: &mut Entry) -> Result<()> {
     let id = |value: &[u8]| {
         u32::try_from(decimal(value)?)
@@ -448,7 +448,7 @@ fn apply(records: &Records, entry: &mut Entry) -> Result<()> {
             "mtime" => (entry.mtime_s, entry.mtime_ns) = time(value)?,
             "SCHILY.acl.access" => text_acl(entry, b"system.posix_acl_access", value),
             "SCHILY.acl.default" => text_acl(entry, b"system.posix_acl_default", value),
-            // Of another kind of file system, such as NFS.
+            // An ACL of another kind of file system, such as NFS.
             _ if key.starts_with("SCHILY.acl.") => entry.text_acl = true,
             _ => {
                 let name = key.strip_prefix("SCHILY.xattr.").map(str::as_bytes);
@@ -458,7 +458,7 @@ fn apply(records: &Records, entry: &mut Entry) -> Result<()> {
             }
         }
     }
-    // Of two with one name the later one counts.
+    // If two have the same name, the later one counts.
     entry.xattrs.reverse();
     entry.xattrs.sort_by(|a, b| a.0.cmp(&b.0));
     entry.xattrs.dedup_by(|a, b| a.0 == b.0);

@@ -1,4 +1,4 @@
-//! Pax records: `LENGTH KEY=VALUE\n`, the length counting itself.
+//! Pax records: `LENGTH KEY=VALUE\n`; the length includes itself.
 
 use std::collections::BTreeMap;
 
@@ -8,20 +8,20 @@ use crate::corrupt;
 
 /// Longest map of a sparse file, in pieces: 1 GiB of alternating blocks.
 pub(super) const SPARSE_MAX: usize = 1 << 18;
-/// Keys that count, in one header: Linux lists 64 KiB of a file's attribute names, 7 bytes each.
+/// Keys accepted in one header: Linux lists 64 KiB of a file's attribute names, 7 bytes each.
 const PAIRS_MAX: usize = 10_000;
 
-/// Keys and values, by key; a later one of the same key replaces an earlier one, but for the pairs
-/// of sparse format 0.0, which are kept apart, in order. Keys without a meaning here are dropped.
+/// Keys and values, by key. A later value of a key replaces an earlier one, except for the pairs
+/// of sparse format 0.0, which are kept separately, in order. Unknown keys are dropped.
 pub(super) struct Records {
     pairs: BTreeMap<String, Vec<u8>>,
     sparse: Vec<u64>,
-    /// Bytes that may still come, whatever they replace.
+    /// Bytes that may still be added, counting replaced ones.
     room: usize,
 }
 
 impl Records {
-    /// None yet; all that will be added may have `len_max` bytes.
+    /// No records; at most `len_max` bytes may be added in total.
     pub(super) fn new(len_max: usize) -> Self {
         Self { pairs: BTreeMap::new(), sparse: Vec::new(), room: len_max }
     }
@@ -83,7 +83,7 @@ impl Records {
     }
 }
 
-/// Whether the key says anything about a file.
+/// True if the key describes a file.
 fn has_meaning(key: &str) -> bool {
     let prefixes = ["SCHILY.acl.", "SCHILY.xattr.", "GNU.sparse."];
     matches!(key, "path" | "linkpath" | "size" | "uid" | "gid" | "mtime")
@@ -94,7 +94,7 @@ pub(super) fn too_many_pieces() -> Error {
     corrupt(format!("a sparse file of the archive has more than {SPARSE_MAX} pieces"))
 }
 
-/// The first record without length and newline, and what follows it.
+/// The first record without length and newline, and the bytes after it.
 fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let space = bytes.iter().take(20).position(|byte| *byte == b' ')?;
     let len = usize::try_from(decimal(&bytes[..space]).ok()?).ok()?;
@@ -107,14 +107,14 @@ fn bad() -> Error {
     corrupt("an extended header of the archive makes no sense")
 }
 
-/// A decimal number without sign.
+/// An unsigned decimal number.
 pub(super) fn decimal(text: &[u8]) -> Result<u64> {
     let digits = !text.is_empty() && text.iter().all(u8::is_ascii_digit);
     let number = std::str::from_utf8(text).ok().filter(|_| digits);
     number.and_then(|number| number.parse().ok()).ok_or_else(bad)
 }
 
-/// A time in decimal seconds, with or without a sign and a fraction, as whole seconds and
+/// A time in decimal seconds, optionally signed and with a fraction, as whole seconds and
 /// nanoseconds (which count forward, also before 1970).
 pub(super) fn time(text: &[u8]) -> Result<(i64, u32)> {
     let (negative, text) = match text.strip_prefix(b"-") {

@@ -9,19 +9,19 @@ use super::{
 use crate::{XATTR_MAX, corrupt};
 
 const S_IFIFO: u32 = 0o010000;
-/// Longest path of Linux, in bytes.
+/// Longest path in Linux, in bytes.
 pub(super) const PATH_MAX: usize = 4095;
-/// Memory that a directory takes which no entry of the archive accounts for, without its name.
+/// Memory of a directory without an entry in the archive, without its name.
 pub(super) const FOLDER_COST: u64 = 352;
 
-/// The tree that an archive's entries add up to. A later entry of the same name replaces an
-/// earlier one, as when unpacking; a directory stays and takes the later attributes.
+/// The tree of an archive's entries. A later entry replaces an earlier one of the same name, as
+/// in unpacking; a directory keeps its contents and takes the later attributes.
 pub(super) struct ArchiveTree<'a> {
     meter: &'a MemoryMeter,
     nodes: Vec<Node>,
-    /// Names in each directory: node of the directory and name.
+    /// Names in each directory, by the directory's node and the name.
     names: HashMap<(u32, Box<[u8]>), u32>,
-    /// Files with an ACL in text, which was left out.
+    /// Files whose textual ACL was left out.
     pub(super) text_acls: u64,
 }
 
@@ -94,8 +94,8 @@ impl<'a> ArchiveTree<'a> {
         Ok(number)
     }
 
-    /// The directory and the name that `path` ends in. Directories that the archive leaves out
-    /// are made.
+    /// The parent directory and the last name of `path`. Creates directories that the archive
+    /// omits.
     fn place<'p>(&mut self, path: &[&'p [u8]], shown: &[u8]) -> Result<(u32, &'p [u8])> {
         let Some((name, parents)) = path.split_last() else {
             return Err(replaces_directory(b"/"));
@@ -135,7 +135,7 @@ impl<'a> ArchiveTree<'a> {
     }
 }
 
-/// The node of an entry that is no hard link.
+/// The node of an entry that is not a hard link.
 pub(super) fn node_of(entry: &Entry) -> Result<Node> {
     let wrong = |why: &str| corrupt(format!("{} in the archive {why}", show(&entry.path)));
     let kind = match entry.kind {
@@ -183,7 +183,7 @@ fn replaces_directory(path: &[u8]) -> Error {
     corrupt(format!("{} in the archive replaces a directory by something else", show(path)))
 }
 
-/// The parts of a path that is safe and that Linux can have.
+/// The components of a path that is safe and valid in Linux.
 pub(super) fn safe_parts(path: &[u8]) -> Result<Vec<&[u8]>> {
     if path.len() > PATH_MAX {
         let what =
@@ -193,7 +193,7 @@ pub(super) fn safe_parts(path: &[u8]) -> Result<Vec<&[u8]>> {
     parts(path).ok_or_else(|| unsafe_name(path))
 }
 
-/// The parts of a path of an archive; `None` if it is not safe.
+/// The components of a path of an archive; `None` if it is not safe.
 fn parts(path: &[u8]) -> Option<Vec<&[u8]>> {
     if path.is_empty() || path.starts_with(b"/") || path.contains(&0) {
         return None;
