@@ -6,12 +6,12 @@ use crate::{CHUNK_MAX, corrupt};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(u8)]
 pub enum Codec {
-    /// As it is; zeros that only pad the last block may be missing.
+    /// Uncompressed; zeros that pad the last block may be missing.
     Raw = 0,
     /// One zstd frame.
     Zstd = 1,
-    /// As it is, in an object whose own table has digests of all its bytes, and which gives no others:
-    /// a derived one, of layers that were never read.
+    /// Uncompressed, in an object that verifies all its bytes by a table of its own: a derived
+    /// object, made of layers that were never read.
     Verified = 2,
 }
 
@@ -26,23 +26,23 @@ impl Codec {
     }
 }
 
-/// A chunk: a piece of the lazy address space, and where its bytes are stored.
+/// A chunk: a part of the lazy address space, and the location of its stored bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Chunk {
     /// Lazy addresses, whole blocks, at most [`CHUNK_MAX`] bytes.
     pub range: ByteRange,
     /// Index of the object that holds it ([`crate::AddressMap::object`]).
     pub object: u32,
-    /// Bytes of the object.
+    /// Range in the object.
     pub stored: ByteRange,
-    /// How they are to be read.
+    /// Encoding of the stored bytes.
     pub codec: Codec,
     /// BLAKE3 of the raw bytes (all `range.len()` of them); zeros for [`Codec::Verified`].
     pub digest: Digest,
 }
 
-/// Turns the stored bytes of a chunk into its raw bytes in `raw`, whose length is the chunk's
-/// (`range.len()`), and checks them against `digest`, unless whoever gave them has checked them
+/// Decodes the stored bytes of a chunk into `raw`, whose length is the chunk's (`range.len()`),
+/// and checks the result against `digest`, unless their source has verified them
 /// ([`Codec::Verified`]). Any difference is `Corrupt`. Never writes or allocates more than `raw`.
 pub fn decode_chunk(codec: Codec, stored: &[u8], raw: &mut [u8], digest: &Digest) -> Result<()> {
     if raw.len() > CHUNK_MAX as usize {

@@ -1,4 +1,4 @@
-//! Files of sections: the outer form of manifests and maps.
+//! Files of sections: the container format of manifests and maps.
 //!
 //! ```text
 //!   Header 64 │ SectionEntry 48 × n │ section │ section │ …            all numbers little-endian
@@ -6,10 +6,10 @@
 //!               each frame holds FRAME_LEN raw bytes, the last one the rest
 //! ```
 //!
-//! Invariants: header and section table are covered by one checksum, each section's stored bytes
-//! by its own; nothing is allocated for a section before its declared length has passed the
-//! limit. Frames are compressed and decompressed in parallel; their bounds do not depend on how
-//! many threads there are, so the same sections give the same bytes.
+//! Invariants: one checksum covers header and section table, and each section's stored bytes have
+//! their own; nothing is allocated for a section before its declared length has passed the limit.
+//! Frames are compressed and decompressed in parallel; their bounds do not depend on the number
+//! of threads, so the same sections give the same bytes.
 
 use burgeon_block::{ByteRange, ChecksumKind, Error, ErrorKind, Result};
 use rayon::prelude::*;
@@ -22,7 +22,7 @@ use crate::corrupt;
 
 /// Raw bytes in a frame of a compressed section: 1 MiB.
 pub(crate) const FRAME_LEN: usize = 1 << 20;
-/// Sections in a file at most; more is no file of ours.
+/// Sections in a file at most; a file with more is refused.
 const SECTIONS_MAX: u32 = 256;
 /// The version this code writes and reads.
 pub(crate) const VERSION: u32 = 1;
@@ -60,7 +60,7 @@ const ENTRY_LEN: usize = size_of::<SectionEntry>();
 const ENCODING_RAW: u32 = 0;
 const ENCODING_ZSTD: u32 = 1;
 
-/// What a file of sections is: for its magic and for messages.
+/// The magic of a kind of file, and its name in messages.
 #[derive(Clone, Copy)]
 pub(crate) struct Format {
     pub(crate) magic: [u8; 8],
@@ -139,7 +139,7 @@ fn compress(raw: &[u8], level: i32) -> Result<Vec<u8>> {
     Ok(stored)
 }
 
-/// Checks the words that every format begins with; what is unknown is refused, not guessed at.
+/// Checks the words at the beginning of every format; unknown versions and features are refused.
 pub(crate) fn check_words(
     format: Format,
     magic: [u8; 8],
@@ -169,7 +169,7 @@ pub(crate) fn check_words(
     Ok(())
 }
 
-/// A file of sections, its header and section table checked.
+/// A file of sections whose header and section table were checked.
 pub(crate) struct Container {
     format: Format,
     checksum: u64,
@@ -177,7 +177,7 @@ pub(crate) struct Container {
 }
 
 impl Container {
-    /// Checks `bytes`, the whole file. The sections' content is checked when they are read.
+    /// Checks `bytes`, the whole file. The sections' contents are checked when they are read.
     pub(crate) fn parse(format: Format, bytes: &[u8]) -> Result<Self> {
         let what = format.what;
         let truncated = || corrupt(format!("the {what} is truncated: {} bytes", bytes.len()));
@@ -217,7 +217,7 @@ impl Container {
         Ok(Self { format, checksum: header.checksum.get(), entries })
     }
 
-    /// The checksum of header and section table, which covers those of all sections.
+    /// The checksum of header and section table, which also covers the checksums of all sections.
     pub(crate) fn checksum(&self) -> u64 {
         self.checksum
     }
@@ -232,7 +232,7 @@ impl Container {
         Ok(self.entry(kind)?.raw_len.get())
     }
 
-    /// Where the uncompressed section `kind` lies in the file. Its checksum is not checked.
+    /// Range of the uncompressed section `kind` in the file. Its checksum is not checked.
     pub(crate) fn raw_range(&self, kind: u32) -> Result<ByteRange> {
         let entry = self.entry(kind)?;
         let range = ByteRange::at(entry.offset.get(), entry.stored_len.get());
@@ -264,7 +264,7 @@ impl Container {
         }
     }
 
-    /// The raw bytes of section `kind`, which must be exactly `raw_len`.
+    /// The raw bytes of section `kind`, which must have length `raw_len`.
     pub(crate) fn read(&self, bytes: &[u8], kind: u32, raw_len: u64) -> Result<Vec<u8>> {
         let entry = self.entry(kind)?;
         let bad = |why: &str| corrupt(format!("section {kind} of the {} {why}", self.format.what));

@@ -1,4 +1,4 @@
-//! Removing names, and what no name and no host needs any more.
+//! Removing names, and objects that no name and no host needs any more.
 
 use std::collections::HashSet;
 
@@ -7,10 +7,10 @@ use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore,
 use super::{ImageRecord, list, load_bytes, name_object, read_roots, resolve};
 use crate::{Limits, Manifest};
 
-/// Removes the name `name`. The image's data goes with the next [`gc`], if nothing else needs
-/// it. Refused (`Invalid`) while another host than `this_host` needs the image and no other name
-/// keeps it. `None` is a name whose record was damaged: it kept nothing, and it kept [`gc`] from
-/// removing anything.
+/// Removes the name `name`. The next [`gc`] removes the image's data if nothing else needs it.
+/// Refused (`Invalid`) while a host other than `this_host` needs the image and no other name
+/// keeps it. Returns `None` if the name's record was damaged: such a record keeps no image, but
+/// blocks every removal by [`gc`].
 pub fn remove(
     store: &impl ObjectStore,
     name: &str,
@@ -44,33 +44,34 @@ pub fn remove(
     Ok(Some(record))
 }
 
-/// What [`gc`] did.
+/// The result of [`gc`].
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Collected {
     /// Manifests that nothing needed.
     pub manifests: u64,
-    /// Packs that no manifest left needed.
+    /// Packs that no remaining manifest needed.
     pub packs: u64,
-    /// Bytes of both, and of the profiles of images that are gone.
+    /// Bytes of both, and of the profiles of removed images.
     pub bytes: u64,
-    /// Bytes that killed builds had left.
+    /// Leftover bytes of killed builds.
     pub stale_bytes: u64,
-    /// Builds at work. If any, only what killed builds had left was removed.
+    /// Running builds. If there are any, only leftovers of killed builds were removed.
     pub builds: usize,
-    /// Images and hosts whose manifest is missing: `verify` says more.
+    /// Images and hosts whose manifest is missing; `verify` reports details.
     pub missing: Vec<String>,
 }
 
-/// Longest list of layers that are held, in bytes: 512 of them, twice over.
+/// Longest list of stored layers, in bytes: 512 of them, twice over.
 const HELD_MAX: u64 = 64 << 10;
 
-/// Removes from `store` every manifest that neither a name, nor a host's record, nor `needed`
-/// (what this host needs besides its record) keeps, and every pack and derived object that no
-/// kept manifest refers to, with the layers that are held for it. With `dry_run` these are only counted; what killed builds left goes all the same.
+/// Removes from `store` every manifest that is kept neither by a name, nor by a host's record,
+/// nor by `needed` (the needs of this host that are not in its record), and every pack and
+/// derived object that no kept manifest refers to, with its stored layers. With `dry_run` these
+/// are only counted; leftovers of killed builds are removed even then.
 ///
-/// Refuses to remove anything if a name's record, a host's record or a kept manifest cannot be
-/// read: what it needs is then unknown. Builds wait meanwhile; while one is at work, only what
-/// killed builds left is removed.
+/// Removes nothing if a name's record, a host's record or a kept manifest cannot be read, because
+/// its needs are then unknown. Builds wait meanwhile; while one is running, only leftovers of
+/// killed builds are removed.
 pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<Collected> {
     let collecting = store.begin_collect()?;
     let mut collected = Collected {
@@ -97,8 +98,8 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
             Err(error) => return Err(unknown_needs(&who, error)),
         }
     }
-    // Manifests first: should this be interrupted, no manifest lacks a pack. What is not named
-    // by a digest is none of ours.
+    // Manifests first: after an interruption, no manifest lacks a pack. Objects that are not
+    // named by a digest are not Burgeon's.
     for object in store.list("manifests")? {
         if object.digest(ObjectKind::Manifest).is_some_and(|digest| !manifests.contains(&digest)) {
             collected.bytes += remove_object(store, &object, dry_run)?;
@@ -116,7 +117,7 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
             collected.packs += 1;
         }
     }
-    // Tables of derived objects, where the layers are that they speak of, and which of them are held.
+    // Tables of derived objects, the origins of their layers, and lists of stored layers.
     let mut layers = HashSet::new();
     for kind in [ObjectKind::Derived, ObjectKind::Origins, ObjectKind::Held] {
         for object in store.list(kind.folder())? {
@@ -139,7 +140,7 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
     Ok(collected)
 }
 
-/// The layers that `list`, an object of `held/`, says an image is read from.
+/// The stored layers that an image is read from, according to `list`, an object of `held/`.
 pub fn held_layers(store: &impl ObjectStore, list: &ObjectId) -> Result<Vec<ObjectId>> {
     let text = store.get(list, HELD_MAX)?;
     let layers: Result<_> = String::from_utf8_lossy(&text).lines().map(ObjectId::new).collect();
@@ -158,7 +159,7 @@ fn remove_object(store: &impl ObjectStore, object: &ObjectId, dry_run: bool) -> 
     Ok(len)
 }
 
-/// Every digest that is needed, and by whom.
+/// Every needed digest, and the name or host that needs it.
 fn roots(store: &impl ObjectStore, needed: &[Digest]) -> Result<Vec<(String, Digest)>> {
     let mut roots = Vec::new();
     for (name, record) in list(store)? {

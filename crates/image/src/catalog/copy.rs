@@ -1,7 +1,8 @@
-//! All objects of one image, to be brought elsewhere.
+//! Copying all objects of one image.
 //!
-//! Invariants: what is brought was checked against its name; the caller gives the image its local name
-//! after that, so a copy that breaks off is no image, and what it brought need not be brought again.
+//! Invariants: every copied object was checked against its name; the caller gives the image its
+//! local name afterwards. An interrupted copy is therefore not an image, and copied objects need
+//! not be copied again.
 
 use std::{
     sync::{
@@ -19,13 +20,13 @@ use crate::{
     Limits, Manifest, PROFILE_MAX, corrupt, invalid, manifest::ENCODED_MAX, pack, profile_object,
 };
 
-/// Objects that are under way at a time: each is in memory as a whole.
+/// Objects in transfer at a time: each is in memory as a whole.
 const LANES: usize = 4;
-/// Longest pack that is brought anywhere: they are closed at 32 MiB. So four take 256 MiB.
+/// Longest pack that is copied: packs are closed at 32 MiB. Four take 256 MiB.
 const PACK_MAX: u64 = 64 << 20;
 
-/// The objects of the image of `record` but its name: packs, profile, manifest. `Invalid` if its
-/// data is in files of this host.
+/// The objects of the image of `record` except its name: packs, profile, manifest. `Invalid` if
+/// its data is in files of this host.
 pub fn parts(store: &impl ObjectStore, record: &ImageRecord) -> Result<Vec<ObjectId>> {
     let digest = record.digest()?;
     let (_, objects) = Manifest::decode_chunks(&load_bytes(store, &digest)?, &Limits::default())?;
@@ -60,7 +61,7 @@ pub fn name_part(record: &ImageRecord) -> Result<ObjectId> {
     name_object(&record.name)
 }
 
-/// All bytes of a part of an image, checked against its name where that is a digest.
+/// All bytes of a part of an image, checked against its name if that is a digest.
 pub fn read_part(store: &impl ObjectStore, object: &ObjectId) -> Result<Bytes> {
     let (len_max, name) = match object.kind() {
         Some(ObjectKind::Pack) => (PACK_MAX, object.below(ObjectKind::Pack)),
@@ -79,17 +80,17 @@ pub fn read_part(store: &impl ObjectStore, object: &ObjectId) -> Result<Bytes> {
     Ok(bytes)
 }
 
-/// What [`copy`] did.
+/// The result of [`copy`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Copied {
-    /// Bytes that were brought.
+    /// Bytes that were copied.
     pub new_bytes: u64,
-    /// Bytes that were there already.
+    /// Bytes that the target already had.
     pub there_bytes: u64,
 }
 
-/// Copies the image of `record` from one store to another, but for its name. `progress` is told bytes
-/// done and in all. What is there already is not brought again.
+/// Copies the image of `record` from one store to another, except its name. `progress` receives
+/// the bytes done and the total. Objects that the target has are not copied again.
 pub fn copy(
     from: &impl ObjectStore,
     to: &impl ObjectStore,
@@ -101,7 +102,7 @@ pub fn copy(
     let (done, there) = (AtomicU64::new(0), AtomicU64::new(0));
     let sizes = sizes(from, &parts)?;
     let total: u64 = sizes.iter().sum();
-    // The manifest is the last part: without its packs it would promise what is not there.
+    // The manifest is last: without its packs it would refer to missing objects.
     let (manifest, packs) = parts.split_last().ok_or_else(|| invalid("an image has a manifest"))?;
     let bring = |object: &ObjectId, size: u64| {
         let is_there = to.len(object)? == Some(size);
@@ -119,7 +120,7 @@ pub fn copy(
     Ok(Copied { new_bytes: total - there_bytes, there_bytes })
 }
 
-/// How long each of `parts` is.
+/// The length of each of `parts`.
 pub fn sizes(store: &impl ObjectStore, parts: &[ObjectId]) -> Result<Vec<u64>> {
     let sizes: Vec<AtomicU64> = parts.iter().map(|_| AtomicU64::new(0)).collect();
     in_lanes(parts.len(), |number| {
@@ -131,8 +132,8 @@ pub fn sizes(store: &impl ObjectStore, parts: &[ObjectId]) -> Result<Vec<u64>> {
     Ok(sizes.into_iter().map(AtomicU64::into_inner).collect())
 }
 
-/// Does `work` for each number below `count`, [`LANES`] at a time. After an error nothing new is
-/// begun; the first one is given.
+/// Calls `work` for each number below `count`, [`LANES`] at a time. After an error no new call
+/// begins; the first error is returned.
 pub fn in_lanes(count: usize, work: impl Fn(usize) -> Result<()> + Sync) -> Result<()> {
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
     thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! What a build that has failed leaves.
+//! Cleans up after a failed build.
 
 use std::{collections::HashSet, sync::Mutex, sync::PoisonError};
 
@@ -23,8 +23,8 @@ impl Added {
     }
 }
 
-/// Removes what a build has `added` to `store`, which has failed with `error`, and whose lease is given
-/// back. Returns that error, which says so if something stays.
+/// Removes the packs that a failed build has `added` to `store`; its lease must have been
+/// released. Returns `error`, extended if a pack remains.
 pub(crate) fn discard(store: &impl ObjectStore, added: Added, error: Error) -> Error {
     let packs = added.into_packs();
     if packs.is_empty() {
@@ -39,7 +39,8 @@ pub(crate) fn discard(store: &impl ObjectStore, added: Added, error: Error) -> E
     Error::with_source(error.kind(), what, error)
 }
 
-/// Removes `packs`, except those that a manifest refers to: another build may have made the same since.
+/// Removes `packs`, except those that a manifest refers to: another build may have made the same
+/// ones meanwhile.
 fn remove(store: &impl ObjectStore, packs: &[ObjectId]) -> Result<()> {
     let collecting = store.begin_collect()?;
     if collecting.writers > 0 {

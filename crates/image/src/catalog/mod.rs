@@ -1,7 +1,7 @@
-//! The images of a store: their names, and what the names stand for.
+//! The images of a store: their names and records.
 //!
-//! A name is an object `images/<name>`, its odd characters escaped, that holds a line of JSON
-//! ([`ImageRecord`]). Invariant: a name's manifest and packs were published before it.
+//! A name is an object `images/<name>`, with special characters escaped, that holds a line of
+//! JSON ([`ImageRecord`]). Invariant: a name's manifest and packs were published before it.
 
 mod collect;
 mod copy;
@@ -39,7 +39,7 @@ const RECORD_FORMAT: u32 = 1;
 /// Longest record of a name, in bytes.
 const RECORD_MAX: u64 = 64 << 10;
 
-/// What a name stands for, and figures to show.
+/// The record of a name: its image, and figures for display.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ImageRecord {
     /// Version of this record.
@@ -48,7 +48,7 @@ pub struct ImageRecord {
     pub name: String,
     /// The image: digest of its manifest, in hexadecimal.
     manifest: String,
-    /// When the name was given, seconds since 1970.
+    /// Time the name was given, in seconds since 1970.
     pub created_s: u64,
     /// Files of any type, hard links counted once.
     pub inodes: u64,
@@ -56,9 +56,9 @@ pub struct ImageRecord {
     pub file_bytes: u64,
     /// Bytes of lazy data: distinct, padded to blocks, not compressed.
     pub data_bytes: u64,
-    /// Bytes of chunks in packs, compressed, whichever image stored them.
+    /// Bytes of chunks in packs, compressed, including chunks stored by other images.
     pub stored_bytes: u64,
-    /// Bytes of the manifest: what a first mount transfers.
+    /// Bytes of the manifest, which a first mount transfers.
     pub manifest_bytes: u64,
 }
 
@@ -86,7 +86,7 @@ impl ImageRecord {
     }
 }
 
-/// Bytes of the chunks that lie in packs: others are computed, or read where they are.
+/// Bytes of the chunks in packs; other chunks are computed, or read from their origin.
 fn stored_bytes(manifest: &Manifest) -> u64 {
     let is_pack = |object: &ObjectId| object.is(ObjectKind::Pack);
     let is_pack: Vec<bool> = manifest.objects.iter().map(is_pack).collect();
@@ -111,8 +111,8 @@ pub(crate) fn publish_name(store: &impl ObjectStore, record: &ImageRecord) -> Re
     store.publish(&name_object(&record.name)?, &line)
 }
 
-/// Publishes the image whose encoded manifest is `bytes`, made elsewhere, as `name`. What it has its
-/// data in has to be there.
+/// Publishes as `name` the image whose encoded manifest `bytes` was made elsewhere. The objects
+/// with its data must exist.
 ///
 /// Errors: `Corrupt` for a manifest that breaks a rule.
 pub fn publish_image(store: &impl ObjectStore, name: &str, bytes: &[u8]) -> Result<ImageRecord> {
@@ -124,7 +124,7 @@ pub fn publish_image(store: &impl ObjectStore, name: &str, bytes: &[u8]) -> Resu
     Ok(record)
 }
 
-/// Gives the image of `record` the name `name`, too; returns the record of that.
+/// Gives the image of `record` the additional name `name`; returns its record.
 pub fn publish_alias(
     store: &impl ObjectStore,
     record: &ImageRecord,
@@ -135,7 +135,7 @@ pub fn publish_alias(
     Ok(alias)
 }
 
-/// All images of `store` by name. A name whose record cannot be read is an error of its own.
+/// All images of `store` by name. A name with an unreadable record has an error instead.
 pub fn list(store: &impl ObjectStore) -> Result<Vec<(String, Result<ImageRecord>)>> {
     let objects = store.list("images")?;
     let named = objects.iter().filter_map(|object| {
@@ -146,18 +146,18 @@ pub fn list(store: &impl ObjectStore) -> Result<Vec<(String, Result<ImageRecord>
     Ok(named.collect())
 }
 
-/// What `name` stands for. `NotFound` offers names that are like it.
+/// The record of `name`. `NotFound` suggests similar names.
 pub fn resolve(store: &impl ObjectStore, name: &str) -> Result<ImageRecord> {
     let object = name_object(name)?;
-    // Asked for at once, because over a network each question is a round trip.
+    // Read without a prior check, because each request over a network is a round trip.
     match read_record(store, &object) {
         Err(error) if error.kind() == ErrorKind::NotFound => {}
-        // A store that is not there yet has no images.
+        // A store that does not exist yet has no images.
         Err(_) if store.len(&object)?.is_none() => {}
         found => return found,
     }
     let objects = match store.list("images") {
-        // A web server need not list: then there is nothing to offer.
+        // A web server need not support listing: then there is nothing to suggest.
         Err(error) if error.kind() == ErrorKind::Invalid => {
             let what = format!("there is no image {name:?}, and which there are is unknown");
             return Err(Error::with_source(ErrorKind::NotFound, what, error));

@@ -4,7 +4,7 @@ use burgeon_block::Result;
 
 use crate::invalid;
 
-/// Longest name, in bytes: escaped it must fit in a file name.
+/// Longest name, in bytes; the escaped form must fit in a file name.
 const NAME_MAX: usize = 80;
 
 /// Checks that `name` can name an image: 1 to 80 bytes, no control characters, no blank at
@@ -25,15 +25,15 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
 /// The name of the image without files that `create-empty` mounts.
 pub const EMPTY_IMAGE: &str = "burgeon-empty";
 
-/// Whether only Burgeon itself gives the name: to an ordinary image or an archive, whose content it
-/// has checked, or to the image without files.
+/// True for names that only Burgeon gives: to an OCI image or an archive, whose content it has
+/// checked, or to the image without files.
 pub fn is_reserved(name: &str) -> bool {
     ["sha256:", "sha512:", "url:"].iter().any(|prefix| name.starts_with(prefix))
         || ["/index", "/contents"].iter().any(|suffix| name.ends_with(suffix))
         || name == EMPTY_IMAGE
 }
 
-/// Checks a name that a user gives to an image. `Invalid` says what is wrong with it.
+/// Checks a name that a user gives to an image. `Invalid` states the problem.
 pub fn check_given_name(name: &str) -> Result<()> {
     check_name(name)?;
     let why = if is_reserved(name) {
@@ -55,8 +55,8 @@ pub fn check_given_name(name: &str) -> Result<()> {
     )))
 }
 
-/// A name as the last part of an object's name: letters, digits, `.`, `_`, `-`, and `%xx` for
-/// every other byte; a leading `.` is escaped, too.
+/// A name as the last component of an object's name: letters, digits, `.`, `_`, `-`, and `%xx`
+/// for every other byte; a leading `.` is escaped, too.
 pub(super) fn escape(name: &str) -> String {
     let mut escaped = String::new();
     for (index, byte) in name.bytes().enumerate() {
@@ -70,7 +70,7 @@ pub(super) fn escape(name: &str) -> String {
     escaped
 }
 
-/// Reverses [`escape`]; `None` for what it does not make.
+/// Reverses [`escape`]; `None` for strings that [`escape`] never returns.
 pub(super) fn unescape(escaped: &str) -> Option<String> {
     let mut bytes = Vec::new();
     let mut rest = escaped.as_bytes();
@@ -88,7 +88,7 @@ pub(super) fn unescape(escaped: &str) -> Option<String> {
     (escape(&name) == escaped).then_some(name)
 }
 
-/// What to say after "there is no image …": names like it, or the way to make one.
+/// The text after "there is no image …": similar names, or how to make an image.
 pub(super) fn suggest(wanted: &str, names: &[String]) -> String {
     if names.is_empty() {
         return "; the store holds none: make one with burgeon build PATH NAME".to_owned();
@@ -118,7 +118,7 @@ pub(super) fn suggest(wanted: &str, names: &[String]) -> String {
     format!("; there are {}", shown.join(", "))
 }
 
-/// Edits that turn one into the other.
+/// Edit distance.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();

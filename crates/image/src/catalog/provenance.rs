@@ -1,4 +1,4 @@
-//! Provenance: what this host itself knows of each image.
+//! Provenance: this host's own records about each image.
 //!
 //! ```text
 //!   <state directory>/provenance/<manifest digest>     one JSON document an image
@@ -9,12 +9,12 @@
 //!       references    what the user typed to get the image
 //! ```
 //!
-//! A store may be a shared folder or a bucket, and an image of it may come from anybody: a name or a
-//! chunk table that lies there proves nothing. This record lies outside of every store.
+//! A store may be a shared folder or a bucket, and anybody may have put an image there: a name or
+//! a chunk table in it proves nothing. These records lie outside every store.
 //!
-//! Invariants: only this host writes it, after it has checked what the record says; a record that is
-//! missing or damaged says nothing, so losing it costs work and never trust. Manifests are named by
-//! their content, so what was once true of one stays true.
+//! Invariants: only this host writes the records, after checking the facts; a missing or damaged
+//! record states nothing, so its loss costs work and never trust. Manifests are named by their
+//! content, so a fact about a manifest remains true.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -35,19 +35,19 @@ use crate::open_own;
 const FORMAT: u32 = 1;
 /// Longest record that is read: a thousand references.
 const RECORD_MAX: u64 = 1 << 20;
-/// References of one image that are kept; the oldest in the order of their text goes first.
+/// References kept per image; the first in text order is dropped.
 const REFERENCES_MAX: usize = 100;
 
-/// The records of this host, as the user of one store.
+/// The records of this host, for one store.
 #[derive(Clone, Debug)]
 pub struct Provenance {
     folder: PathBuf,
     store: String,
-    /// What a process in a sandbox would have written.
+    /// Changes noted by a sandboxed process instead of written.
     notes: Option<Arc<Mutex<BTreeMap<Digest, ImageProvenance>>>>,
 }
 
-/// What this host knows of one image.
+/// The record about one image.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct ImageProvenance {
     format: u32,
@@ -60,45 +60,45 @@ pub struct ImageProvenance {
     /// This host has compared every chunk with its digest.
     #[serde(default)]
     pub verified: bool,
-    /// Reserved names that this host has checked the image to be.
+    /// Reserved names that this host has verified for the image.
     #[serde(default)]
     pub stands_for: BTreeSet<String>,
-    /// References that the user typed, whose answer this image was last.
+    /// References typed by the user that last resolved to this image.
     #[serde(default)]
     pub references: BTreeSet<String>,
-    /// Stores that the image was used in.
+    /// Stores in which the image was used.
     #[serde(default)]
     stores: BTreeSet<String>,
 }
 
 impl ImageProvenance {
-    /// Whether the chunks are where the manifest says.
+    /// True if the chunks are where the manifest says.
     pub fn has_sound_chunks(&self) -> bool {
         self.made_here || self.verified
     }
 }
 
 impl Provenance {
-    /// The records in `folder`, which need not be there yet, for the user of the store `store`.
+    /// The records in `folder`, which need not exist yet, for the store `store`.
     pub fn new(folder: PathBuf, store: impl Into<String>) -> Self {
         Self { folder, store: store.into(), notes: None }
     }
 
-    /// The same records for a process that may not write them: it keeps what it would have written,
-    /// for another one to [`Self::adopt`].
+    /// The same records for a process that may not write them: it notes its changes, and another
+    /// process applies them with [`Self::adopt`].
     pub fn noting(self) -> Self {
         Self { notes: Some(Arc::default()), ..self }
     }
 
-    /// What would have been written of `manifest`.
+    /// The changes noted for `manifest`.
     pub fn noted(&self, manifest: &Digest) -> Option<ImageProvenance> {
         let notes = self.notes.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
         notes.get(manifest).cloned()
     }
 
-    /// Writes what a process in a sandbox has `noted` of `manifest`, which it has made: that it was made
-    /// here, the name `built_as` and reserved names that `may_be` allows. All else that it says is
-    /// ignored.
+    /// Writes the changes that a sandboxed process has `noted` about the image `manifest`, which
+    /// it built: that it was made here, the name `built_as`, and the reserved names that `may_be`
+    /// allows. All else in `noted` is ignored.
     pub fn adopt(
         &self,
         manifest: &Digest,
@@ -113,7 +113,7 @@ impl Provenance {
         })
     }
 
-    /// What is known of `manifest`.
+    /// The record about `manifest`.
     pub fn of(&self, manifest: &Digest) -> ImageProvenance {
         if let Some(noted) = self.noted(manifest) {
             return noted;
@@ -128,13 +128,13 @@ impl Provenance {
         read().filter(|known| known.format == FORMAT).unwrap_or_default()
     }
 
-    /// Whether this host has checked that `record` is what its reserved name says.
+    /// True if this host has checked that `record` is the image of its reserved name.
     pub fn vouches_for(&self, record: &ImageRecord) -> bool {
         let known = record.digest().map(|digest| self.of(&digest));
         known.is_ok_and(|known| known.stands_for.contains(&record.name))
     }
 
-    /// Records that `record` is what its reserved name says.
+    /// Records that `record` is the image of its reserved name.
     pub fn vouch(&self, record: &ImageRecord) -> Result<()> {
         if self.vouches_for(record) {
             return Ok(());
@@ -144,7 +144,7 @@ impl Provenance {
         })
     }
 
-    /// Records that `reference` stands for `manifest`, and for no other image.
+    /// Records that `reference` resolves to `manifest`, and to no other image.
     pub fn refer(&self, reference: &str, manifest: &Digest) -> Result<()> {
         for (other, known) in self.all()? {
             if other != *manifest && known.references.contains(reference) {
@@ -164,7 +164,7 @@ impl Provenance {
         })
     }
 
-    /// Changes what is known of `manifest`, durably.
+    /// Changes the record about `manifest`, durably.
     pub fn update(
         &self,
         manifest: &Digest,
@@ -193,7 +193,8 @@ impl Provenance {
         let mut line = serde_json::to_vec(&known).map_err(|error| failed(error.into()))?;
         line.push(b'\n');
         let write = || -> io::Result<()> {
-            // The lock makes this the only writer: what is there was left by one that was killed.
+            // The lock makes this the only writer: an existing file is the leftover of a killed
+            // one.
             let new = self.folder.join("new");
             match fs::remove_file(&new) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -208,7 +209,7 @@ impl Provenance {
         write().map_err(failed)
     }
 
-    /// Keeps other writers out until it is dropped; makes the folder.
+    /// Locks out other writers until the result is dropped; creates the folder.
     fn lock(&self) -> io::Result<File> {
         match fs::DirBuilder::new().mode(0o700).create(&self.folder) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -219,7 +220,7 @@ impl Provenance {
         Ok(folder)
     }
 
-    /// All that is known, by manifest.
+    /// All records, by manifest.
     pub fn all(&self) -> Result<Vec<(Digest, ImageProvenance)>> {
         let entries = match fs::read_dir(&self.folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -234,7 +235,8 @@ impl Provenance {
         Ok(all)
     }
 
-    /// Forgets the images that the store does not have any more, unless they were used in another.
+    /// Removes the records of images that the store no longer has, unless they were used in
+    /// another.
     pub fn prune(&self, has: impl Fn(&Digest) -> Result<bool>) -> Result<()> {
         for (manifest, known) in self.all()? {
             if !known.stores.contains(&self.store) || has(&manifest)? {
@@ -277,13 +279,13 @@ mod tests {
             fs::write(&path, damaged).unwrap();
             assert_eq!(provenance.of(&image), ImageProvenance::default());
         }
-        // The next one who knows something writes it anew, also where a writer was killed.
+        // The next writer replaces it, even after an earlier writer was killed.
         fs::write(folder.path().join("provenance/new"), "x").unwrap();
         provenance.update(&image, |known| known.verified = true).unwrap();
         assert!(provenance.of(&image).verified && !provenance.of(&image).made_here);
     }
 
-    /// It may be under an attacker's control by then.
+    /// The process may be under an attacker's control by then.
     #[test]
     fn a_process_in_a_sandbox_writes_nothing_and_vouches_only_for_what_it_was_asked_for() {
         let folder = tempfile::tempdir().unwrap();

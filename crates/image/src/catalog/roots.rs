@@ -1,9 +1,9 @@
-//! Root records: what each host that uses a store needs of it.
+//! Root records: the manifests that each host needs of a store.
 //!
-//! An object `roots/<host>` lists the manifests that the host's writes, seeds and mounts stand
+//! An object `roots/<host>` lists the manifests that the host's writes, seeds and mounts depend
 //! on. Invariant: a host publishes its record before it relies on a manifest, under a writer's
-//! lease, and looks for the manifest after that; so a collector, which no writer's lease
-//! overlaps, has either read the record or removed the manifest before the host looked.
+//! lease, and looks for the manifest afterwards. A collector never overlaps a writer's lease, so
+//! it has either read the record or removed the manifest before the host looked.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -19,13 +19,13 @@ const FORMAT: u32 = 1;
 /// Longest record: a hundred thousand manifests.
 const RECORD_MAX: u64 = 8 << 20;
 
-/// What one host needs of a store.
+/// The needs of one host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct HostRoots {
     format: u32,
     /// The host's id, such as its machine id.
     pub host: String,
-    /// When the record was written, seconds since 1970.
+    /// Time the record was written, in seconds since 1970.
     pub written_s: u64,
     manifests: Vec<String>,
 }
@@ -42,8 +42,8 @@ fn object(host: &str) -> Result<ObjectId> {
     ObjectKind::Roots.object(escape(host))
 }
 
-/// Publishes that `host` needs the manifests `digests` of `store`, and nothing else; replaces its
-/// record. `NotFound` if one of them is not there: it was removed before this host said so.
+/// Publishes that `host` needs exactly the manifests `digests` of `store`; replaces its record.
+/// `NotFound` if one of them does not exist: it was removed before the record was published.
 pub fn publish_roots(store: &impl ObjectStore, host: &str, digests: &[Digest]) -> Result<()> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let mut manifests: Vec<String> = digests.iter().map(Digest::to_string).collect();
@@ -70,7 +70,7 @@ pub fn forget_host(store: &impl ObjectStore, host: &str) -> Result<()> {
     store.remove(&object(host)?)
 }
 
-/// All hosts' records. An unreadable one is an error: what that host needs is unknown, so
+/// The records of all hosts. An unreadable one is an error: that host's needs are unknown, so
 /// nothing may be removed.
 pub fn read_roots(store: &impl ObjectStore) -> Result<Vec<HostRoots>> {
     let mut records = Vec::new();

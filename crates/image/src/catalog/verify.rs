@@ -1,4 +1,4 @@
-//! Reading everything an image needs, and saying what is damaged.
+//! Reads all objects of an image and reports damage.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,36 +14,36 @@ use rayon::prelude::*;
 use super::load;
 use crate::{Limits, Manifest, Paths, corrupt, decode_chunk, pack};
 
-/// An object of the store, or outside it, that is damaged or missing.
+/// A damaged or missing object, in the store or outside it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Damage {
     /// The object.
     pub object: ObjectId,
-    /// What is wrong with it; of several things the first.
+    /// The problem; the first if there are several.
     pub what: String,
-    /// Chunks of the image that cannot be read.
+    /// Number of unreadable chunks of the image.
     pub chunks: u64,
-    /// Paths in the image of the files that these chunks are part of, sorted.
+    /// Paths in the image of the files that contain these chunks, sorted.
     pub files: Vec<Vec<u8>>,
 }
 
-/// What [`verify`] found.
+/// The result of [`verify`].
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Verified {
     /// Chunks read.
     pub chunks: u64,
     /// Bytes read, as stored.
     pub bytes: u64,
-    /// What is damaged; empty if the image is whole.
+    /// The damage; empty if the image is intact.
     pub damage: Vec<Damage>,
 }
 
-/// Reads bytes of an object: of the store, or outside it.
+/// Reads bytes of an object, in the store or outside it.
 pub type Read<'a> = &'a (dyn Fn(&ObjectId, ByteRange) -> Result<Bytes> + Sync);
 
 /// Reads all of the image `digest`: its manifest, every chunk, and every block against its
-/// checksum. `progress` is told stored bytes read and in all. Errors: only those that keep it
-/// from looking; a damaged manifest is one, for nothing else is known then.
+/// checksum. `progress` receives the stored bytes read and the total. Errors: only those that
+/// prevent verification; a damaged manifest is one, because the chunks are then unknown.
 pub fn verify(
     store: &impl ObjectStore,
     digest: &Digest,
@@ -63,7 +63,8 @@ pub fn verify(
             result.err().map(|error| (index as u32, error))
         })
         .collect();
-    // Of packs also what no chunk of this image covers, unless a chunk has told already.
+    // Of packs, also checks bytes outside this image's chunks, unless a chunk was already
+    // damaged.
     let told: BTreeSet<u32> =
         bad.iter().map(|(chunk, _)| manifest.chunks[*chunk as usize].object).collect();
     let whole = |object: &u32| {
@@ -110,7 +111,7 @@ fn check_pack(store: &impl ObjectStore, object: &ObjectId) -> Result<()> {
     }
 }
 
-/// Gathers what was found, object by object.
+/// Groups the problems by object.
 fn damage(
     manifest: &Manifest,
     addresses: &[u64],
@@ -147,7 +148,7 @@ fn files_of(manifest: &Manifest, addresses: &[u64], chunks: &[u32]) -> Vec<Vec<u
     for dirent in &manifest.tree.dirents {
         let inode = &manifest.tree.inodes[dirent.inode as usize];
         let hit = manifest.tree.extents_of(inode).iter().any(|extent| {
-            // The first damaged chunk that ends behind the extent's start.
+            // The first damaged chunk that ends after the extent's start.
             let index = ends.partition_point(|end| *end <= extent.address);
             starts.get(index).is_some_and(|start| *start < extent.address + extent.len)
         });
