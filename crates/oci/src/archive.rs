@@ -16,26 +16,24 @@ use reqwest::{
 
 use crate::spool::given_up;
 
-/// Longest archive of which the server does not say how long it is: one that never ends would fill the
-/// store.
+/// Longest archive without a content length: an endless one would fill the store.
 const UNTOLD_MAX: u64 = 64 << 30;
 
-/// Asks for what follows so many bytes of the archive.
+/// Requests the archive from an offset on.
 type Ask = Box<dyn FnMut(u64) -> Result<Response> + Send>;
 
-/// An answer whose body is the archive.
+/// An HTTP response whose body is the archive.
 pub(crate) struct Archive {
     url: Url,
     answer: Response,
     ask: Ask,
     len: Option<u64>,
-    /// What the server knows the archive's version by.
+    /// ETag or date of the version.
     version: Option<String>,
 }
 
 impl Archive {
-    /// Asks for the archive; its bytes come when they are read. With a `limit`, the server has to answer
-    /// within that.
+    /// Requests the archive; the body is read later. `limit` is the time until the response begins.
     pub(crate) fn open(url: &Url, limit: Option<Duration>) -> Result<Self> {
         let client = web::client()?;
         let doing = format!("read {}", shown(url));
@@ -43,7 +41,7 @@ impl Archive {
         let send = move |offset, version: Option<&String>, limit: Option<Duration>| {
             let answer = waiting(web::send_within(limit, &doing, web::RETRIES, || {
                 let request = web::from(web::get(&client, &to), offset);
-                // The rest of another version would be no rest.
+                // Without this the rest could come from another version.
                 match version {
                     Some(version) => request.header(IF_RANGE, version),
                     None => request,
@@ -61,20 +59,19 @@ impl Archive {
         Ok(Self { url: url.clone(), answer, ask, len, version })
     }
 
-    /// The name that the image of this very version has; `None` where the server does not say
-    /// which version it is.
+    /// The image name for this version of the archive; `None` if the server gives no version.
     pub(crate) fn name(&self) -> Option<String> {
         let text = format!("{}\n{}\n{:?}", self.url, self.version.as_ref()?, self.len);
         Some(format!("url:{}", Digest::of(text.as_bytes()).hex()))
     }
 
-    /// The name of an archive without a version.
+    /// The image name for an archive without a version.
     pub(crate) fn unversioned_name(&self) -> String {
         format!("url:{}", Digest::of(self.url.as_str().as_bytes()).hex())
     }
 
-    /// Builds the image `name` of the archive. With `own`, what comes is kept there until the image is
-    /// built, and what an interrupted build has left is not fetched again.
+    /// Builds the image `name` of the archive. With `own`, fetched bytes are kept there until the
+    /// image is built, so that the next build after an interrupted one does not fetch them again.
     pub(crate) fn build(
         self,
         store: &impl ObjectStore,
@@ -98,15 +95,15 @@ impl Archive {
         }
     }
 
-    /// The beginning of this very version, to go on with. None of one whose version or length is not known,
-    /// or that another process fetches.
+    /// The file with the fetched beginning of this version. `None` if the version or length is
+    /// unknown, or another process is fetching it.
     fn partial(&self, own: &Directory) -> Option<Partial> {
         let (name, len) = (self.name()?, self.len?);
         let object = layer_object(&Digest::of(name.as_bytes()).bytes()).ok()?;
         own.partial(&object, len.saturating_sub(1)).ok()?
     }
 
-    /// All of the archive.
+    /// The whole archive: the beginning from `partial`, then the rest from the server.
     fn body(self, partial: Option<&Partial>) -> Result<Box<dyn Read + Send>> {
         let Self { url, answer, mut ask, len, .. } = self;
         let (what, len_max) = (format!("read {}", shown(&url)), len.unwrap_or(UNTOLD_MAX));
@@ -123,7 +120,7 @@ impl Archive {
                 rest if goes_on(&rest) => {
                     Box::new(web::Body::after(what, left, rest, len_max, ask)?)
                 }
-                // It gives no ranges.
+                // The server does not support ranges, or has another version.
                 all => {
                     file.set_len(0).map_err(cannot)?;
                     left = 0;
@@ -136,11 +133,11 @@ impl Archive {
     }
 }
 
-/// What an interrupted process has left of an archive, then the rest, which is kept as it comes.
+/// Reads the kept beginning of an archive, then the rest, which it appends to the file.
 struct Kept {
     /// Read first, then appended to.
     file: Option<File>,
-    /// Bytes of it that are still to be read.
+    /// Bytes of the file that are still to be read.
     left: u64,
     rest: Box<dyn Read + Send>,
 }
@@ -160,7 +157,7 @@ impl Read for Kept {
         if let Some(file) = &mut self.file
             && file.write_all(&buf[..len]).is_err()
         {
-            // The disk may be full, and the image may fit all the same.
+            // The disk may be full; the image may still fit.
             let _ = file.set_len(0);
             self.file = None;
         }
@@ -168,13 +165,13 @@ impl Read for Kept {
     }
 }
 
-/// A strong validator.
+/// The version of a response: a strong ETag, or the date of the last change.
 fn version_of(headers: &HeaderMap) -> Option<String> {
     let text = |name| headers.get(name)?.to_str().ok().map(str::to_owned);
     text(ETAG).filter(|tag| !tag.starts_with("W/")).or_else(|| text(LAST_MODIFIED))
 }
 
-/// A URL without what could be a secret.
+/// A URL without query and fragment, which may hold secrets.
 pub(crate) fn shown(url: &Url) -> String {
     let mut url = url.clone();
     url.set_query(None);

@@ -1,14 +1,14 @@
-//! What lies beside an image: artifacts that have it for their subject.
+//! Referrers of an image: artifacts that have it as their subject.
 //!
 //! ```text
-//!   put:   blobs ──► artifact, by its digest ──► OCI-Subject: the registry lists it by itself
-//!                                            └─► none: the list under the tag sha256-<hex>, and one more
-//!   find:  referrers/<digest> ──► no such thing: the list under the tag sha256-<hex>
+//!   put:   blobs ──► artifact, by its digest ──► OCI-Subject header: the registry lists it
+//!                                            └─► no header: add to the list tagged sha256-<hex>
+//!   find:  referrers/<digest> ──► not supported: the list tagged sha256-<hex>
 //! ```
 //!
-//! Invariants: an artifact is there before the list that names it; whatever else is on the list
-//! stays, and what is no list is not replaced. Of two who change a list in the same moment one may
-//! be missing from it: its artifact is there, and known by its digest.
+//! Invariants: an artifact is written before the list that names it; other entries of the list are
+//! kept, and a document that is no list is not replaced. If two clients change a list at the same
+//! time, one entry may get lost; its artifact can still be used by digest.
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::{
@@ -27,28 +27,28 @@ use crate::{
     source::{Kind, Wanted},
 };
 
-/// Artifacts of one image that are told of.
+/// Most referrers of one image that are reported.
 const TOLD_MAX: usize = 8;
 
-/// A place where artifacts are put beside images.
+/// A writable place for referrers.
 pub(crate) enum Shelf {
     Layout(Layout),
     Registry(Uploads),
 }
 
-/// An artifact that is to lie beside an image.
+/// A referrer to be written.
 pub(crate) struct Artifact<'a> {
-    /// What it is.
+    /// Its artifact type.
     pub(crate) kind: &'a str,
-    /// An OCI manifest, with its subject.
+    /// An OCI manifest with a subject.
     pub(crate) document: &'a [u8],
-    /// What the manifest names.
+    /// The blobs that the manifest names.
     pub(crate) blobs: &'a [Bytes],
 }
 
 impl Shelf {
-    /// The place where the image of `source` is. A registry is asked whether it can be written to,
-    /// by writing the configuration that says nothing.
+    /// Opens the layout or repository of `source`. Write access to a registry is tested by
+    /// uploading the empty configuration.
     pub(crate) fn open(source: &Source, access: &Access) -> Result<Self> {
         match &source.0 {
             Kind::Layout { folder, .. } => Ok(Self::Layout(Layout::open(folder)?)),
@@ -62,7 +62,7 @@ impl Shelf {
         }
     }
 
-    /// Puts `artifact` beside `image`, which is one of `blobs`.
+    /// Writes `artifact` as a referrer of `image`, which is one of `blobs`.
     pub(crate) fn put(&self, blobs: &Blobs, image: &Digest, artifact: &Artifact<'_>) -> Result<()> {
         self.try_put(blobs, image, artifact).map_err(cannot)
     }
@@ -100,7 +100,7 @@ impl Shelf {
         }
     }
 
-    /// Puts a document, under a tag if it has one; says what it is listed beside from now on.
+    /// Writes a document, under `tag` if given; returns the subject if the registry lists it there.
     fn put_document(&self, tag: Option<&str>, kind: &str, bytes: &[u8]) -> Result<Option<Digest>> {
         match (self, tag) {
             (Self::Layout(layout), None) => layout.put(bytes).map(|()| None),
@@ -116,18 +116,18 @@ fn cannot(error: Error) -> Error {
     Error::with_source(error.kind(), what, error)
 }
 
-/// The tag of the list of what refers to an image, where nobody can be asked for that.
+/// The tag of the list of referrers, for registries without the referrers API.
 fn tag_of(image: &Digest) -> String {
     format!("sha256-{}", image.hex())
 }
 
-/// Whether a tag is that of such a list.
+/// Whether `tag` is that of a list of referrers.
 pub(crate) fn is_tag_of_list(tag: &str) -> bool {
     let digest = tag.strip_prefix("sha256-").map(|digits| format!("sha256:{digits}"));
     digest.is_some_and(|digest| digest.parse::<Digest>().is_ok())
 }
 
-/// What refers to `image` by the list that has a tag, whatever it is.
+/// The entries of the tagged list of referrers of `image`, of any type.
 fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
     match blobs.document(&Wanted::Tag(tag_of(image))) {
         Ok((bytes, _)) => referrers(&bytes),
@@ -136,7 +136,7 @@ fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
     }
 }
 
-/// The digests of the artifacts of type `kind` that lie beside `image`; none where nobody can say.
+/// The digests of the referrers of `image` of type `kind`; empty if they cannot be listed.
 pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
     match blobs.referrers(image, kind) {
         Ok(Some(pages)) => told(pages.iter().map(|page| &page[..]), kind),
@@ -148,9 +148,9 @@ pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
     }
 }
 
-/// The digests of the artifacts of type `kind` on the pages of a list.
+/// The digests of the referrers of type `kind` on the pages of a list.
 pub(crate) fn told<'a>(pages: impl IntoIterator<Item = &'a [u8]>, kind: &str) -> Vec<Digest> {
-    // One that makes no sense does not spoil the others.
+    // An invalid page does not spoil the others.
     let of = |page| referrers_of(page, kind, TOLD_MAX).unwrap_or_default();
     pages.into_iter().flat_map(of).take(TOLD_MAX).collect()
 }

@@ -1,6 +1,4 @@
-//! The readers of this crate that parse what strangers made, for fuzz targets and tests of bombs.
-//!
-//! Nothing else uses them: what they return says only whether anything could be read.
+//! The parsers of hostile input in this crate, exposed to fuzz targets and memory tests only.
 
 use burgeon_block::{ByteRange, Result};
 use burgeon_image::builder::Listed;
@@ -15,12 +13,12 @@ use crate::{
     },
 };
 
-/// Where a layer has its table, and how long the layer is.
+/// Offset of the table in the layer, and length of the layer.
 const TABLE_AT: u64 = 1 << 30;
 const LAYER_LEN: u64 = 1 << 31;
 
-/// Reads `bytes` as each of the documents of an image: index, manifest, configuration, list of referrers,
-/// index of ours. Counts what could be read.
+/// Parses `bytes` as each document of an image: index, manifest, configuration, list of referrers,
+/// Burgeon index. Returns how many succeeded.
 pub fn documents(bytes: &[u8]) -> usize {
     let document = Document::parse(bytes).map(|document| {
         if let Document::Index(all) = &document
@@ -37,21 +35,21 @@ pub fn documents(bytes: &[u8]) -> usize {
     [document, artifact, listed, told, config].iter().filter(|read| read.is_ok()).count()
 }
 
-/// How many artifacts of ours the pages of a list of referrers name.
+/// Number of Burgeon indexes on the pages of a list of referrers.
 pub fn referrers_in(pages: &[Vec<u8>]) -> usize {
     beside::told(pages.iter().map(Vec::as_slice), "application/vnd.burgeon.index.v1").len()
 }
 
-/// Which table of contents it is.
+/// Format of a table of contents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TableKind {
-    /// Of eStargz: a member of gzip with an archive, in which the table of these bytes lies.
+    /// eStargz: a gzip member with an archive that contains the table.
     Stargz,
-    /// Of zstd:chunked: a frame of zstd, which unpacks to a table of these bytes.
+    /// zstd:chunked: a zstd frame that unpacks to the table.
     Chunked,
 }
 
-/// Reads the table of contents `stored`, whose text is `json` if it is sound.
+/// Parses the table of contents `stored`, which unpacks to `json` if it is valid.
 pub fn contents(kind: TableKind, stored: Vec<u8>, json: &[u8]) -> Result<Vec<Listed>> {
     let at = ByteRange::at(TABLE_AT, stored.len() as u64)
         .ok_or_else(|| contents::unusable("it is too long"))?;

@@ -1,4 +1,4 @@
-//! An image in a folder, by the OCI image layout.
+//! Images in a folder in the OCI image layout.
 
 use std::{
     fs::{File, OpenOptions, Permissions},
@@ -17,7 +17,7 @@ use crate::{
     source::Wanted,
 };
 
-/// A folder with images.
+/// A folder in the OCI image layout.
 #[derive(Clone)]
 pub(crate) struct Layout {
     folder: PathBuf,
@@ -34,7 +34,7 @@ impl Layout {
         Err(Error::new(ErrorKind::NotFound, what))
     }
 
-    /// An index or manifest, with its digest.
+    /// Reads an index or manifest and checks its digest.
     pub(crate) fn document(&self, wanted: &Wanted) -> Result<(Vec<u8>, Digest)> {
         let digest = match wanted {
             Wanted::Digest(digest) => digest.clone(),
@@ -53,7 +53,7 @@ impl Layout {
         Ok((bytes, digest))
     }
 
-    /// What `index.json` names so, or the only thing it names.
+    /// The digest of the entry `tag` in `index.json`, or of its only entry.
     fn tagged(&self, tag: Option<&str>) -> Result<Digest> {
         let path = self.folder.join("index.json");
         let mut bytes = Vec::new();
@@ -65,12 +65,12 @@ impl Layout {
         };
         let found: Vec<&Descriptor> = match tag {
             Some(tag) => all.iter().filter(|one| one.tag() == Some(tag)).collect(),
-            // What refers to an image is none.
+            // Lists of referrers are no images.
             None => all.iter().filter(|one| !one.tag().is_some_and(is_tag_of_list)).collect(),
         };
         match found[..] {
             [one] => one.digest(),
-            // Several platforms, by way of one name or none.
+            // Several entries with this tag: one for each platform.
             [_, _, ..] if tag.is_some() => crate::document::for_this_machine(&all)?.digest(),
             _ => {
                 let tags: Vec<_> = all.iter().filter_map(Descriptor::tag).take(20).collect();
@@ -86,12 +86,12 @@ impl Layout {
         }
     }
 
-    /// The bytes of a blob, not yet checked.
+    /// Opens a blob; its bytes are not checked.
     pub(crate) fn blob(&self, digest: &Digest) -> Result<File> {
         open_file(&self.path(digest))
     }
 
-    /// Puts a blob beside the others, whole or not at all.
+    /// Writes a blob atomically.
     pub(crate) fn put(&self, bytes: &[u8]) -> Result<()> {
         let path = self.path(&Digest::of(bytes));
         if path.is_file() {
@@ -100,8 +100,7 @@ impl Layout {
         replace(&path, bytes)
     }
 
-    /// Puts the document `bytes`, whose media type is `kind`, beside the others under the name
-    /// `tag`, instead of what had it.
+    /// Writes the document `bytes` of media type `kind`, and moves the tag `tag` to it.
     pub(crate) fn tag(&self, tag: &str, bytes: &[u8], kind: &str) -> Result<()> {
         self.put(bytes)?;
         let path = self.folder.join("index.json");
@@ -127,10 +126,10 @@ impl Layout {
     }
 }
 
-/// The annotation that is an image's name.
+/// The annotation that holds an image's tag.
 const NAME: &str = "org.opencontainers.image.ref.name";
 
-/// Makes `path` a file of these bytes, at once.
+/// Atomically replaces the file `path`.
 fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let cannot = |error| Error::io(format!("cannot write {}", path.display()), error);
     let mut file = tempfile::Builder::new()
@@ -143,7 +142,7 @@ fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Opens a regular file; a pipe would keep us waiting.
+/// Opens a regular file, without blocking on a pipe.
 fn open_file(path: &Path) -> Result<File> {
     let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path);

@@ -1,21 +1,21 @@
-//! Ordinary images and archives, as others publish them, become images of a store.
+//! Converts OCI images and tar archives into images of a store.
 //!
 //! ```text
 //!   oci-layout:DIR:TAG  ─► Layout   ┐ index ─► manifest ─► layers, checked ─► merged ┐
 //!   oci://HOST/REPO:TAG ─► Registry ┘                                                ├─► store
 //!   https://HOST/X.tar  ─► Archive   ────────────────────────────────────────────────┘
-//!   an image of ours    ─► push      ─► blobs, manifest: mounted from the registry as it is
+//!   a Burgeon image     ─► push      ─► blobs, manifest: mounted from the registry as it is
 //! ```
 //!
-//! Nothing here looks into a file that holds credentials, and what it makes of an image is noted and
-//! returned rather than written into the state directory: a process in a sandbox can do it.
+//! The crate runs in a sandboxed process: it reads no credential files, and it returns its results
+//! instead of writing them into the state directory.
 //!
-//! The image of a registry or layout has its digest for a name: what was seen once is found again
-//! without the registry. Others can write to a store, too, so such a name is believed only where this
-//! host's provenance vouches for it. Invariants: every byte that gets into an image was in a blob that matches
-//! the digest which the manifest gives, or matches a digest in a table of contents that the manifest
-//! gives the digest of, and the manifest that which the image is named by; whatever a registry sends
-//! has a bound before it is read.
+//! An image of a registry or layout is named by its digest in the store, so it is found again
+//! without the registry. Others can write to a store, so such a name is trusted only if this
+//! host's provenance vouches for it. Invariants: every byte of an image comes from a blob that
+//! matches its digest in the manifest, or matches a digest in a table of contents that matches its
+//! own digest in the manifest; the manifest matches the image's digest; all input from a registry
+//! is bounded before it is read.
 
 mod archive;
 mod beside;
@@ -57,96 +57,96 @@ pub use self::{
     tags::{PATIENCE, Pull, Record, Tags, is_no_answer, never},
 };
 
-/// Told how many bytes of layers have come, of how many, from any thread.
+/// Progress callback, called from any thread: bytes of layers fetched, and bytes in total.
 pub type OnFetch<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// What a build works with.
+/// The environment of a build.
 pub struct Work<'a> {
-    /// What it takes to use registries.
+    /// Access to registries.
     pub access: &'a Access,
-    /// A folder with room for the image's layers, compressed, until it is built.
+    /// A folder with room for the compressed layers of the image during the build.
     pub spool: &'a Path,
-    /// This host's own store, if images are made there: it holds layers as they come, which are read
-    /// by their index then, and are not fetched again.
+    /// This host's own store, if images are made there. It keeps the fetched layers; images read
+    /// them through an index, and they are not fetched again.
     pub own: Option<&'a Directory>,
-    /// What tags stood for, and whether to ask for what they stand for now.
+    /// The records of tags, and when to resolve tags again.
     pub tags: Tags<'a>,
-    /// How to build.
+    /// Options of the build.
     pub options: &'a Options,
-    /// Told about layers that come.
+    /// Progress of fetching layers.
     pub fetching: OnFetch<'a>,
-    /// Told about the build.
+    /// Progress of the build.
     pub building: OnProgress<'a>,
 }
 
 impl Work<'_> {
-    /// The image that has the reserved name `name` in `store`, if this host has checked that it is what
-    /// the name says.
+    /// The image with the reserved name `name` in `store`, if this host vouches for it.
     pub(crate) fn vouched(&self, store: &impl ObjectStore, name: &str) -> Option<ImageRecord> {
         let provenance = self.options.provenance.as_ref()?;
         catalog::resolve(store, name).ok().filter(|record| provenance.vouches_for(record))
     }
 
-    /// Records that `record`, which this process has made or checked, is what its reserved name says.
+    /// Vouches for `record`, which this process has made or checked, under its reserved name.
     pub(crate) fn vouch(&self, record: &ImageRecord) -> Result<()> {
         self.options.provenance.as_ref().map_or(Ok(()), |provenance| provenance.vouch(record))
     }
 }
 
-/// How much of an ordinary image is wanted.
+/// The required form of an OCI image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Want<'a> {
-    /// What is here, all of it or an index; else what its tables of contents tell; else all of it.
+    /// The image or its index if it is in the store; else one described by its tables of contents;
+    /// else all of the image.
     Any,
-    /// What is here; else the index of this digest, which the user believes, from beside the image.
+    /// The image or its index if it is in the store; else the index with this digest, which the
+    /// user trusts, from the referrers of the image.
     Index(&'a str),
-    /// All of it.
+    /// All of the image.
     Whole,
 }
 
-/// What [`find_or_build`] found.
+/// Result of [`find_or_build`].
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Found {
-    /// An image of the store.
+    /// An image in the store.
     Image(Box<FoundImage>),
-    /// One of ours, in a registry: there is nothing to build.
+    /// A Burgeon image in a registry: it needs no build.
     Ours(Name),
 }
 
-/// What was found in a store, or made there.
+/// An image that was found in a store, or made there.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct FoundImage {
-    /// The image, by its name in the store. Only the digest is to be believed from then on: others
-    /// may write to the store.
+    /// The image, by its name in the store. Callers must use only its digest: others may write to
+    /// the store.
     pub image: ImageRecord,
-    /// What was made, if it was not there.
+    /// Report of the build, if the image was not in the store.
     pub report: Option<Report>,
-    /// What was done for that.
+    /// How it was made.
     pub how: How,
-    /// Digests of indexes beside the image that nobody has vouched for.
+    /// Digests of indexes among the image's referrers that are not trusted, so not used.
     pub unused: Vec<String>,
-    /// Why tables of contents were not used.
+    /// Notes for the user, such as why a table of contents was not used.
     pub notes: Vec<String>,
-    /// Whether its layers are read again, where they are.
+    /// Whether the image is read from its layers.
     pub is_lazy: bool,
-    /// What a registry has just said that the source's tag stands for, or a server that its archive is, to
-    /// be remembered.
+    /// The digest that the source's tag or archive has just resolved to, for the records.
     pub tag_digest: Option<String>,
 }
 
-/// How an image came into a store.
+/// How an image was made in a store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum How {
-    /// It has chunks of its own.
+    /// It was built, with chunks of its own.
     Built,
-    /// All of its layers have come, and it is read from them.
+    /// All of its layers were fetched, and it is read from them.
     Fetched,
-    /// It is read from its layers, and tables of contents have told what is in them.
+    /// It is read from its layers, which tables of contents describe.
     Listed,
 }
 
-/// Finds the image of `source` in `store`, as far as it is wanted, where nobody need be asked: its digest
-/// was seen before, or what its tag stood for will do.
+/// Finds the image of `source` in `store` in the required form, without network access: by its
+/// digest, or by the recorded digest of its tag if `--pull` permits.
 pub fn find_here(
     store: &impl ObjectStore,
     source: &Source,
@@ -169,13 +169,13 @@ pub fn find_here(
     }
 }
 
-/// What this host has of the image of a source.
+/// Lookups of the image of a source on this host.
 struct Here<'a, S> {
     store: &'a S,
     source: &'a Source,
     want: Want<'a>,
     work: &'a Work<'a>,
-    /// The index that is wanted.
+    /// The digest of the required index.
     index: Option<Digest>,
     at: Option<LayersAt>,
 }
@@ -193,8 +193,7 @@ impl<'a, S: ObjectStore> Here<'a, S> {
         Ok(Self { store, source, want, work, index, at })
     }
 
-    /// The image of this name that will do. What lies here as a whole goes before what can be read
-    /// lazily.
+    /// The image of this name in the required form. A whole image is preferred to a lazy one.
     fn known(&self, name: &str) -> Option<ImageRecord> {
         let will_do = |image: &ImageRecord| {
             let unlisted = || matches!(index::is_listed(self.store, image), Ok(false));
@@ -208,7 +207,7 @@ impl<'a, S: ObjectStore> Here<'a, S> {
         names.iter().filter_map(|name| self.work.vouched(self.store, name)).find(will_do)
     }
 
-    /// What the tag stood for, or the archive was, if that is here.
+    /// The record of the tag or archive, and its image, if that is in the store.
     fn recalled(&self) -> Option<(Record, ImageRecord)> {
         if let Kind::Archive(url) = &self.source.0 {
             let record = self.work.tags.recall_archive(url)?;
@@ -222,7 +221,7 @@ impl<'a, S: ObjectStore> Here<'a, S> {
         Some((record, image))
     }
 
-    /// An image that was here.
+    /// The result for an image that was in the store.
     fn found(&self, made: Made) -> Result<FoundImage> {
         let is_lazy = match &self.at {
             Some(at) => index::refresh(self.store, &made.image, at)?,
@@ -232,9 +231,9 @@ impl<'a, S: ObjectStore> Here<'a, S> {
     }
 }
 
-/// Finds the image of `source` in `store`, or makes it there, as far as it is wanted.
+/// Finds the image of `source` in `store` in the required form, or makes it there.
 ///
-/// A digest that was seen before is found without asking anybody.
+/// A digest that is in the store is found without network access.
 pub fn find_or_build(
     store: &impl ObjectStore,
     source: &Source,
@@ -252,7 +251,7 @@ pub fn find_or_build(
         return image(archive_in(&here, url)?);
     };
     let recalled = here.recalled();
-    // An index that is believed has its digest: it need not wait until the image is known.
+    // The index is fetched by its own digest, so in parallel with resolving the image.
     let (target, pinned) = thread::scope(|scope| {
         let fetch = |digest: &Digest| index::Pinned::fetch(&blobs, digest.clone());
         let pinned = index.as_ref().map(|digest| scope.spawn(move || fetch(digest)));
@@ -288,7 +287,7 @@ pub fn find_or_build(
             Made::known(image).found(true)
         }
         _ => {
-            // What lies beside the image is only told of: nobody waits for it while layers come.
+            // Referrers are only reported, so they are listed while layers are fetched.
             let (made, unused) = thread::scope(|scope| {
                 let beside = || index::beside(&blobs, &resolved.digest);
                 let unused = at.as_ref().map(|_| scope.spawn(beside));
@@ -301,9 +300,9 @@ pub fn find_or_build(
             made.found(is_lazy)
         }
     };
-    // What names more of the image than before is renewed.
+    // The alias is renewed if the new image has checksums and the old one has none.
     let better = |old: &ImageRecord| {
-        // Commonly they are the same, which is quickly seen.
+        // The digests are usually the same, which is cheap to see.
         !matches!((old.digest(), found.image.digest()), (Ok(old), Ok(new)) if old == new)
             && matches!(index::is_listed(store, old), Ok(true))
             && matches!(index::is_listed(store, &found.image), Ok(false))
@@ -319,7 +318,7 @@ pub fn find_or_build(
     image(FoundImage { tag_digest, ..found })
 }
 
-/// An image of the store.
+/// An image in the store.
 struct Made {
     image: ImageRecord,
     report: Option<Report>,
@@ -329,7 +328,7 @@ struct Made {
 }
 
 impl Made {
-    /// One that was there.
+    /// An image that was in the store.
     fn known(image: ImageRecord) -> Self {
         Self { image, report: None, how: How::Built, unused: Vec::new(), notes: Vec::new() }
     }
@@ -344,8 +343,8 @@ impl Made {
     }
 }
 
-/// Brings an image, as far as it is wanted: what tables of contents tell of its layers, or these as they
-/// are, where that will do, else an image of the store's own kind.
+/// Makes the image in the required form: read from its layers, with or without fetching them, if
+/// possible; else built.
 fn hold_or_build(
     store: &impl ObjectStore,
     blobs: &Blobs,
@@ -358,7 +357,7 @@ fn hold_or_build(
     if let (Some(own), Some(at)) = (work.own, at) {
         let hold = |tables| index::hold(own, blobs, resolved, at, work, tables);
         let held = match hold((want != Want::Whole).then_some(&tables)) {
-            // Each table makes sense, but not what they add up to.
+            // Each table is valid, but together they describe no valid tree.
             Err(_) if tables.is_unfit() => hold(None),
             held => held,
         };
@@ -376,7 +375,7 @@ fn hold_or_build(
     Ok(Made { notes: tables.into_refused(), ..Made::of(report) })
 }
 
-/// Builds the image `name` of `source` in `store`, whether or not it is known.
+/// Builds the image `name` of `source` in `store`, even if it is there.
 pub fn build(
     store: &impl ObjectStore,
     source: &Source,
@@ -391,8 +390,8 @@ pub fn build(
     blobs.build(&resolved, store, name, work)
 }
 
-/// The image of the archive at `url`: the version that the server has now, or without an answer the one
-/// that is here.
+/// The image of the archive at `url`: the current version, or the recorded one if the server does
+/// not answer.
 fn archive_in(here: &Here<'_, impl ObjectStore>, url: &reqwest::Url) -> Result<FoundImage> {
     let (store, work) = (here.store, here.work);
     let recalled = here.recalled().filter(|_| work.tags.pull == Pull::Newer);
@@ -418,12 +417,12 @@ fn archive_in(here: &Here<'_, impl ObjectStore>, url: &reqwest::Url) -> Result<F
     Ok(FoundImage { tag_digest, ..made.found(false) })
 }
 
-/// The name that an index has here: what it stands for depends on the machine.
+/// The store's name for an image index; it includes the architecture of the chosen image.
 fn alias(index: &Digest) -> String {
     format!("{index}/{}", architecture())
 }
 
-/// Says what works without the registry.
+/// Adds to an error how to name the image without the registry.
 fn by_digest(source: &Source, error: Error) -> Error {
     if error.kind() != ErrorKind::Unavailable || source.pinned().is_some() {
         return error;

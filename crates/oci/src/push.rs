@@ -1,7 +1,7 @@
-//! An image of ours to a registry.
+//! Pushes a Burgeon image to a registry.
 //!
-//! Invariant: the manifest comes last, so the tag changes when all is there, and at once; blobs of
-//! a push that broke off are there for the next one.
+//! Invariant: the manifest is written last, so the tag changes atomically and only when all blobs
+//! are there. The next push reuses the blobs of an interrupted one.
 
 use std::sync::{
     Mutex, PoisonError,
@@ -18,18 +18,18 @@ use bytes::Bytes;
 
 use crate::OnFetch;
 
-/// What a push did.
+/// Result of a push.
 #[derive(Clone, Debug)]
 pub struct Pushed {
-    /// What was pushed, by its digest.
+    /// The pushed image, by digest.
     pub name: Name,
-    /// Bytes that were sent.
+    /// Bytes sent.
     pub new_bytes: u64,
-    /// Bytes that the registry had already.
+    /// Bytes that the registry already had.
     pub there_bytes: u64,
 }
 
-/// Pushes `image` of `store` to `to`. `progress` is told bytes done and in all.
+/// Pushes `image` of `store` to `to`. `progress` gets the bytes done and in total.
 pub fn push(
     store: &impl ObjectStore,
     image: &ImageRecord,

@@ -9,7 +9,7 @@ use reqwest::Url;
 
 use crate::{image::Blobs, layout::Layout};
 
-/// Where an ordinary image or archive is.
+/// The location of an OCI image or archive.
 #[derive(Clone, Debug)]
 pub struct Source(pub(crate) Kind);
 
@@ -19,20 +19,20 @@ pub(crate) enum Kind {
     Layout { folder: PathBuf, wanted: Wanted },
     /// `oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]`
     Registry(Name),
-    /// `https://HOST/PATH`, a tar archive
+    /// `https://HOST/PATH` of a tar archive
     Archive(Url),
 }
 
-/// Which of the images there.
+/// The image to select at a location.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Wanted {
-    /// The only one there is.
+    /// The only image there.
     Only,
     Tag(String),
     Digest(Digest),
 }
 
-/// Without what could be a secret.
+/// Omits all that could be a secret.
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
@@ -44,7 +44,7 @@ impl fmt::Display for Source {
 }
 
 impl Source {
-    /// The source that `text` names; `None` if it does not begin as one.
+    /// Parses `text`; `None` if it has none of the prefixes of a source.
     pub fn parse(text: &str) -> Option<Result<Self>> {
         let kind = if let Some(rest) = text.strip_prefix("oci-layout:") {
             layout(rest)
@@ -58,7 +58,7 @@ impl Source {
         Some(kind.map(Self))
     }
 
-    /// The folder that it is read from, of a layout.
+    /// The folder of a layout.
     pub fn folder(&self) -> Option<&std::path::Path> {
         match &self.0 {
             Kind::Layout { folder, .. } => Some(folder),
@@ -66,12 +66,12 @@ impl Source {
         }
     }
 
-    /// Whether it is an archive behind a web server.
+    /// Whether this is a tar archive on a web server.
     pub fn is_archive(&self) -> bool {
         matches!(self.0, Kind::Archive(_))
     }
 
-    /// Its name in a registry, if it is there.
+    /// The name in a registry, if the source is one.
     pub fn registry_name(&self) -> Option<&Name> {
         match &self.0 {
             Kind::Registry(name) => Some(name),
@@ -79,18 +79,18 @@ impl Source {
         }
     }
 
-    /// Whether an image of it can have the reserved name `name`.
+    /// Whether an image of this source can have the reserved name `name`.
     pub fn may_be_named(&self, name: &str) -> bool {
         match &self.0 {
             Kind::Archive(_) => name.starts_with("url:"),
-            // With a form behind it, or the architecture.
+            // The digest may be followed by the form of the image or the architecture.
             Kind::Layout { .. } | Kind::Registry(_) => {
                 name.split('/').next().is_some_and(|digest| digest.parse::<Digest>().is_ok())
             }
         }
     }
 
-    /// Where its blobs are, and which image of these it is; `None` of an archive.
+    /// Opens the blobs of the source, and returns the image to select; `None` for an archive.
     pub(crate) fn blobs(&self, access: &Access) -> Result<Option<(Blobs, Wanted)>> {
         Ok(match &self.0 {
             Kind::Layout { folder, wanted } => {
@@ -103,7 +103,7 @@ impl Source {
         })
     }
 
-    /// The image's digest, if the source names it.
+    /// The digest in the source, if it has one.
     pub fn pinned(&self) -> Option<&Digest> {
         match &self.0 {
             Kind::Layout { wanted: Wanted::Digest(digest), .. } => Some(digest),

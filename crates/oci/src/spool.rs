@@ -1,12 +1,12 @@
-//! Where layers are kept while they come, and what an interrupted process leaves of them.
+//! Files that keep layers while they are fetched, also across interrupted processes.
 //!
 //! ```text
-//!   what is left of the layer ──► Tee ──► whoever looks at it        the whole layer, checked
-//!   the rest, from the registry ─►  └───► Spool                      the rest alone: it is appended
+//!   kept beginning of the layer ─┬─► Tee ─┬─► reader        the whole layer, checked
+//!   the rest, from the registry ─┘        └─► Spool         the rest alone: it is appended
 //! ```
 //!
-//! Invariant: bytes that were left are read again, and checked with the others, before the layer is
-//! published.
+//! Invariant: bytes kept by an earlier process are read again and checked with the rest before the
+//! layer is published.
 
 use std::{
     fs::File,
@@ -17,27 +17,27 @@ use std::{
 use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 use burgeon_source::Partial;
 
-/// Bytes after which what is to last is brought to the disk: 16 MiB. While layers come there is time
-/// for that; at the end somebody waits.
+/// A durable spool is synced every 16 MiB: during the fetch this costs no time, at the end it
+/// would.
 const SYNC_LEN: u64 = 16 << 20;
 
-/// Where a layer is kept while it comes.
+/// A file that keeps a layer while it is fetched.
 pub(crate) struct Spool<'a> {
     file: File,
     pub(crate) path: &'a Path,
-    /// What is there: the layer's beginning, so many bytes of it.
+    /// Length of the kept beginning of the layer.
     pub(crate) len: u64,
-    /// Whether what is kept is to last.
+    /// Whether the file must survive this process.
     lasts: bool,
 }
 
 impl<'a> Spool<'a> {
-    /// A file that goes with this process.
+    /// A temporary file.
     pub(crate) fn of(file: File) -> Self {
         Self { file, path: Path::new(""), len: 0, lasts: false }
     }
 
-    /// The file `path`, which `partial` is if it is given.
+    /// The file of `partial`, whose path is `path`, or a new file there.
     pub(crate) fn lasting(path: &'a Path, partial: Option<&Partial>) -> Result<Self> {
         let file = match partial {
             Some(partial) => partial.file().try_clone(),
@@ -48,7 +48,7 @@ impl<'a> Spool<'a> {
         Ok(Self { file, path, len: partial.map_or(0, Partial::len), lasts: true })
     }
 
-    /// Begins it anew.
+    /// Empties the file.
     pub(crate) fn empty(&mut self) -> Result<()> {
         self.len = 0;
         let emptied = self.file.set_len(0).and_then(|()| self.file.rewind());
@@ -56,8 +56,8 @@ impl<'a> Spool<'a> {
     }
 }
 
-/// What a layer's beginning is worth after `error`: whoever tries again goes on with it if it was only
-/// the way to the rest that failed.
+/// Keeps the beginning of a layer for the next try if `error` is a failed fetch, else removes it.
+/// Returns the error to report.
 pub(crate) fn given_up(partial: Option<Partial>, error: Error) -> Error {
     let Some(partial) = partial.filter(|_| error.kind() != ErrorKind::Unavailable) else {
         return error;
@@ -71,7 +71,7 @@ pub(crate) fn given_up(partial: Option<Partial>, error: Error) -> Error {
     Error::with_source(error.kind(), what, error)
 }
 
-/// Counts what is read as the input that the memory of its readers depends on.
+/// Counts the bytes read as input for the memory limits of `meter`.
 pub(crate) struct Metered<'a, R> {
     pub(crate) inner: R,
     pub(crate) meter: &'a MemoryMeter,
@@ -85,17 +85,17 @@ impl<R: Read> Read for Metered<'_, R> {
     }
 }
 
-/// Keeps what is read, and counts it.
+/// Copies the bytes read to a spool and counts them.
 pub(crate) struct Tee<'a, R> {
     inner: R,
-    /// Whether that could not be read, or was not what it should be.
+    /// Whether `inner` failed, in reading or in checking.
     pub(crate) is_bad: bool,
     pub(crate) spool: Option<File>,
-    /// Bytes to come that are there already.
+    /// Bytes still to be read that the spool already has.
     skip: u64,
-    /// Bytes that the disk may not have yet.
+    /// Bytes written since the last sync.
     unsynced: u64,
-    /// Whether what is kept is to last.
+    /// Whether the file must survive this process.
     lasts: bool,
     count: &'a (dyn Fn(u64) + Sync),
 }
