@@ -1,4 +1,4 @@
-//! An image of ours in a registry: a store that is only read.
+//! A Burgeon image in a registry, as a read-only store.
 //!
 //! ```text
 //!   oci://HOST/REPOSITORY@sha256:…  ──► OCI manifest, of that digest ──► object ─► blob
@@ -6,8 +6,8 @@
 //!      get(manifests/cd34…)         ──► the whole blob, checked against its digest
 //! ```
 //!
-//! Invariants: the manifest is the one whose digest the name has; each object has one blob, a name
-//! that only objects of a store have, and not a byte more than the manifest says.
+//! Invariants: the manifest has the digest in the name; each object has one blob, a valid object
+//! name, and not a byte more than the manifest states.
 
 use std::{collections::BTreeMap, fmt, io::Read, sync::Arc};
 
@@ -23,18 +23,18 @@ use tokio::sync::OnceCell;
 use super::{Checked, DOCUMENT_MAX, Digest, Name, Registry, body_error};
 use crate::{Access, check_len, too_short, waiting, web};
 
-/// What an image of ours says that it is.
+/// The artifact type of a Burgeon image.
 pub const ARTIFACT_TYPE: &str = "application/vnd.burgeon.image.v1";
-/// The annotation of a blob that says which object it is.
+/// The annotation of a blob that names its object.
 const OBJECT: &str = "vnd.burgeon.object";
 /// The media type of OCI manifests.
 pub const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
-/// The media type of a configuration that says nothing.
+/// The media type of the empty configuration.
 pub const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
-/// The configuration that says nothing.
+/// The empty configuration.
 pub const EMPTY: &[u8] = b"{}";
 
-/// What objects of an image can be, and the media type of each.
+/// The kinds of objects in an image, with their media types.
 const MEDIA_TYPES: [(ObjectKind, &str); 4] = [
     (ObjectKind::Name, "application/vnd.burgeon.name.v1+json"),
     (ObjectKind::Manifest, "application/vnd.burgeon.manifest.v1"),
@@ -42,16 +42,16 @@ const MEDIA_TYPES: [(ObjectKind, &str); 4] = [
     (ObjectKind::Profile, "application/vnd.burgeon.profile.v1"),
 ];
 
-/// A blob that is an object.
+/// The blob of an object.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Blob {
-    /// Of its bytes.
+    /// Digest of its bytes.
     pub digest: Digest,
-    /// How many they are.
+    /// Length in bytes.
     pub size: u64,
 }
 
-/// The objects of an image, and the blobs that they are.
+/// The objects of an image, each with its blob.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Objects(BTreeMap<ObjectId, Blob>);
 
@@ -66,7 +66,7 @@ struct Descriptor {
 }
 
 impl Objects {
-    /// Adds `object`. `Invalid` if no image has such an object, or it is there already.
+    /// Adds `object`. `Invalid` if images have no such kind of object, or it is already there.
     pub fn add(&mut self, object: ObjectId, blob: Blob) -> Result<()> {
         if media_type(&object).is_none() {
             return Err(Error::new(ErrorKind::Invalid, format!("{object} is no part of an image")));
@@ -77,8 +77,8 @@ impl Objects {
         }
     }
 
-    /// The OCI manifest that says all this: the same for the same objects. `Invalid` if no registry
-    /// would take it for its length.
+    /// Encodes the OCI manifest; equal objects give equal bytes. `Invalid` if it is longer than
+    /// registries accept.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let blobs = self.0.iter().map(|(object, blob)| Descriptor {
             media_type: media_type(object).unwrap_or_default().to_owned(),
@@ -111,8 +111,8 @@ impl Objects {
         Err(Error::new(ErrorKind::Invalid, what))
     }
 
-    /// What [`Self::encode`] gave, from whoever may have changed it. `UnsupportedFormat` if it is
-    /// no image of ours.
+    /// Decodes a manifest from an untrusted source. `UnsupportedFormat` if it is not a Burgeon
+    /// image.
     pub fn decode(manifest: &[u8]) -> Result<Self> {
         #[derive(Deserialize)]
         #[serde(rename_all = "camelCase")]
@@ -134,7 +134,7 @@ impl Objects {
         }
         let mut objects = Self::default();
         for blob in manifest.layers {
-            // What a later version adds beside the objects is no concern of this one.
+            // Later versions may add blobs that are not objects; this one ignores them.
             let Some(object) = blob.annotations.get(OBJECT) else { continue };
             let object = ObjectId::new(object.as_str()).and_then(|object| {
                 let blob = Blob { digest: blob.digest.parse()?, size: blob.size };
@@ -157,7 +157,7 @@ fn media_type(object: &ObjectId) -> Option<&'static str> {
     MEDIA_TYPES.iter().find(is_one).map(|(_, media_type)| *media_type)
 }
 
-/// An image of ours in a registry, as a store. Cheap to clone.
+/// A Burgeon image in a registry, as a store. Cheap to clone.
 #[derive(Clone)]
 pub struct Artifact(Arc<Inner>);
 
@@ -168,7 +168,7 @@ struct Inner {
 }
 
 impl Artifact {
-    /// The image `name`, which has to say its digest. Nothing is sent yet.
+    /// Opens the image `name`, which must include a digest. Sends nothing.
     pub(crate) fn open(name: &Name, access: &Access) -> Result<Self> {
         let digest = name.digest().cloned().ok_or_else(|| {
             let what = format!("{name} does not say which image it is: {name}@sha256:…");
@@ -178,7 +178,7 @@ impl Artifact {
         Ok(Self(Arc::new(Inner { registry, digest, objects: OnceCell::new() })))
     }
 
-    /// `Invalid`: what has a digest cannot change.
+    /// `Invalid`: content named by its digest cannot change.
     pub(crate) fn read_only(&self) -> Error {
         let what = format!(
             "the store {} can only be read: write to another one, and `burgeon push` the image",
@@ -202,7 +202,7 @@ impl Artifact {
         })
     }
 
-    /// What [`BlockSource::read`] gives, waiting in this thread.
+    /// [`BlockSource::read`], blocking this thread.
     pub(crate) fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         waiting(self.read(object, range))
     }
@@ -280,7 +280,7 @@ mod tests {
     use super::{Blob, Digest, MEDIA_TYPES, Objects};
 
     #[test]
-    fn no_manifest_does_harm() {
+    fn damaged_manifests_fail_cleanly_or_round_trip() {
         let mut sound = Objects::default();
         for (number, (kind, _)) in MEDIA_TYPES.iter().enumerate() {
             let digest = Digest::of(&[number as u8]);
@@ -305,7 +305,7 @@ mod tests {
                 }
             }
         }
-        // What is beside the objects is no concern of this version.
+        // Damage outside the objects goes unnoticed.
         assert!((1..2500).contains(&taken), "{taken}");
     }
 }

@@ -1,14 +1,14 @@
-//! Users and passwords of registries, and identity tokens, from where other programs keep them: `config.json` of
-//! Docker and its credential helpers, `auth.json` of Podman and Skopeo.
+//! Users, passwords and identity tokens for registries, read from the files of other programs:
+//! Docker's `config.json` and its credential helpers, `auth.json` of Podman and Skopeo.
 //!
 //! ```text
 //!   command: DOCKER_AUTH_CONFIG, config.json, helper, auth.json ──► Access: for one registry
-//!   daemon:  what came with the request; refused, or nothing: the same places, as its own
-//!            environment has them
-//!   process in a sandbox: what came with the request; then what another process answers
+//!   daemon:  credentials of the request; if refused or absent, the same places as the command,
+//!            from its own environment
+//!   sandboxed process: credentials of the request; then those that another process returns
 //! ```
-//! A file that is damaged and a helper that is missing are no reason to fail where no login is needed:
-//! who asks for credentials hears of them, and decides.
+//! A damaged file or a missing helper is no failure if no login is needed: the caller gets the
+//! error and decides.
 
 use std::{
     env,
@@ -26,37 +26,37 @@ use serde_json::{Map, Value};
 use super::{Name, helper};
 use crate::Access;
 
-/// The longest configuration that is read, in bytes.
+/// Longest configuration that is read, in bytes.
 const CONFIG_MAX: u64 = 1 << 20;
 
-/// `None` where there are no credentials, which is no failure.
+/// `None` if there are no credentials, which is not an error.
 type Found = std::result::Result<Option<DockerCredential>, String>;
 
-/// Asks another process what opens a registry: settings that hold nothing else.
+/// Asks another process for the credentials of a registry; the result holds nothing else.
 pub type AskForCredentials = Box<dyn Fn(&Name) -> Result<Access> + Send + Sync>;
 
 static ASK: OnceLock<AskForCredentials> = OnceLock::new();
 
-/// Lets `ask` find credentials from now on, in a process that can open none of the files that hold
-/// them. The first call counts.
+/// Makes `ask` find the credentials from now on, in a process that cannot open the files that hold
+/// them. Only the first call has an effect.
 pub fn ask_for_credentials_by(ask: AskForCredentials) {
     let _ = ASK.set(ask);
 }
 
-/// What `access` holds for the registry of `name`.
+/// The credentials in `access` for the registry of `name`.
 pub(crate) fn given(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
     let Some(config) = access.registries() else { return Ok(None) };
     let registry = name.registry();
     understood(registry, configured(config.as_bytes(), registry))
 }
 
-/// What this process's environment has for the registry of `name`.
+/// The credentials in this process's environment for the registry of `name`.
 pub(super) async fn own(name: &Name) -> Result<Option<DockerCredential>> {
     let name = name.clone();
     crate::blocking(move || look_up(&name)).await
 }
 
-/// What this process's environment has for the registry of `name`; waits for a helper.
+/// The credentials in this process's environment for the registry of `name`. Blocks on a helper.
 pub(crate) fn look_up(name: &Name) -> Result<Option<DockerCredential>> {
     if let Some(ask) = ASK.get() {
         return given(name, &ask(name)?);
@@ -65,7 +65,8 @@ pub(crate) fn look_up(name: &Name) -> Result<Option<DockerCredential>> {
     understood(registry, search(registry))
 }
 
-/// What opens the registry of `name`: what `access` holds, else what this process's environment has.
+/// The credentials for the registry of `name`: from `access`, else from this process's
+/// environment.
 pub(crate) fn find(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
     match given(name, access)? {
         None => look_up(name),
@@ -82,7 +83,7 @@ fn understood(registry: &str, found: Found) -> Result<Option<DockerCredential>> 
     })
 }
 
-/// Docker's first. What is wrong with one file counts if no other has any.
+/// Searches Docker's file first. Reports an error in one file only if neither has credentials.
 fn search(registry: &str) -> Found {
     let mut wrong = None;
     for path in [docker_config(), podman_config()].into_iter().flatten() {
@@ -111,7 +112,7 @@ fn docker_config() -> Option<PathBuf> {
     Some(docker_folder()?.join("config.json"))
 }
 
-/// Where `podman login` and `skopeo login` write.
+/// The file that `podman login` and `skopeo login` write.
 fn podman_config() -> Option<PathBuf> {
     if let Some(path) = env::var_os("REGISTRY_AUTH_FILE") {
         return Some(path.into());
@@ -124,10 +125,11 @@ fn podman_config() -> Option<PathBuf> {
     }
 }
 
-/// What `config` says of `registry`: the helper for this registry, then what lies in `config` itself,
-/// then the helper for all others. The library is given no helper: it would run it without bounds.
+/// The credentials in `config` for `registry`: from the helper for this registry, then from
+/// `config` itself, then from the helper for all others. The library is given no helper: it would
+/// run it without bounds.
 fn configured(config: &[u8], registry: &str) -> Found {
-    // Not what is there: it could be a secret.
+    // Quotes nothing of the file: it could be a secret.
     let damaged = |error: serde_json::Error| {
         format!("the file is damaged (line {}, column {})", error.line(), error.column())
     };
@@ -154,7 +156,7 @@ mod tests {
     use super::{DockerCredential, configured};
 
     #[test]
-    fn what_lies_in_a_configuration_is_found_and_helpers_have_plain_names() {
+    fn configured_credentials_are_found_and_helper_names_are_checked() {
         let config =
             br#"{"auths": {"r.example": {"auth": "dXNlcjpodW50ZXIy"}}, "credsStore": "a/b"}"#;
         let found = configured(config, "r.example").unwrap();

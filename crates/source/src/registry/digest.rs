@@ -14,7 +14,7 @@ use sha2::{Digest as _, Sha256};
 pub struct Digest(String);
 
 impl Digest {
-    /// Of `bytes`.
+    /// Hashes `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         Self::from_hasher(Sha256::new_with_prefix(bytes))
     }
@@ -24,7 +24,7 @@ impl Digest {
         Self(format!("sha256:{hex}"))
     }
 
-    /// The digest itself.
+    /// The digest in binary.
     pub fn bytes(&self) -> [u8; 32] {
         let value = |digit: u8| if digit < b'a' { digit - b'0' } else { digit - b'a' + 10 };
         let digits = self.hex().as_bytes();
@@ -58,8 +58,8 @@ impl fmt::Display for Digest {
     }
 }
 
-/// Reads what must be `size` bytes with a digest; anything else ends in `Corrupt`, before the end
-/// is reported.
+/// Reads `size` bytes with a known digest; different content is reported as `Corrupt` before the
+/// end.
 pub struct Checked<R> {
     inner: R,
     hasher: Sha256,
@@ -69,7 +69,7 @@ pub struct Checked<R> {
 }
 
 impl<R: Read> Checked<R> {
-    /// Reads `inner`, which is to have `size` bytes and this digest.
+    /// Expects `size` bytes with `digest` from `inner`.
     pub fn new(inner: R, digest: Digest, size: u64) -> Self {
         Self { inner, hasher: Sha256::new(), digest, size, read: 0 }
     }
@@ -98,19 +98,19 @@ impl<R: Read> Read for Checked<R> {
     }
 }
 
-/// Digests what is read.
+/// Computes the digest of the bytes read.
 pub struct Digesting<R> {
     inner: R,
     hasher: Sha256,
 }
 
 impl<R: Read> Digesting<R> {
-    /// Digests what is read of `inner`.
+    /// Reads from `inner`.
     pub fn new(inner: R) -> Self {
         Self { inner, hasher: Sha256::new() }
     }
 
-    /// Of all that has been read.
+    /// The digest of all bytes read.
     pub fn digest(self) -> Digest {
         Digest::from_hasher(self.hasher)
     }
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_very_bytes_end_well() {
+    fn only_the_expected_bytes_pass() {
         let read = |bytes: &'static [u8], size| {
             let mut checked = Checked::new(bytes, Digest::of(b"abc"), size);
             io::copy(&mut checked, &mut io::sink()).map_err(|e| e.to_string())
@@ -151,7 +151,7 @@ mod tests {
         assert!(read(b"abd", 3).unwrap_err().contains("does not match its digest"));
         assert!(read(b"ab", 3).unwrap_err().contains("has not the 3 bytes"));
         assert!(read(b"abcd", 3).unwrap_err().contains("has not the 3 bytes"));
-        // However much follows, no more is read than is needed to know.
+        // An endless body is refused as soon as it is too long.
         let mut endless = Checked::new(io::repeat(b'a'), Digest::of(b"abc"), 3);
         assert!(endless.read(&mut [0; 100]).is_err());
     }

@@ -1,12 +1,12 @@
-//! Credential helpers: programs of others that know a user's password, run as Docker runs them.
+//! Credential helpers: external programs that return a user's password, run as Docker runs them.
 //!
 //! ```text
 //!   registry ──► stdin  docker-credential-NAME get  stdout ──► {"Username", "Secret"}
 //! ```
 //!
-//! Invariants: a helper has [`TIME_MAX`] and is killed with all it has started; [`SAID_MAX`] of what
-//! it prints is read; of this process's environment it has `PATH` and `HOME` alone, so that it sees
-//! no secret of other stores; what it prints is never shown, because it may be one.
+//! Invariants: a helper that takes longer than [`TIME_MAX`] is killed with its process group; at
+//! most [`SAID_MAX`] of its output is read; it inherits only `PATH` and `HOME`, so it sees no
+//! secret of other stores; its output is never shown, because it may be a secret.
 
 use std::{
     io::{Read, Write},
@@ -21,14 +21,14 @@ use serde::Deserialize;
 
 use super::DockerCredential;
 
-/// How long a helper may take: it may ask a server, or somebody.
+/// Longest time a helper may take: it may query a server, or prompt the user.
 const TIME_MAX: Duration = Duration::from_secs(30);
-/// The longest answer, in bytes; a token of a cloud has a few thousand.
+/// Longest answer, in bytes; a cloud's token has a few thousand.
 const SAID_MAX: u64 = 64 << 10;
-/// How often a helper that has closed its output is looked at until it ends.
+/// Polling interval for the exit of a helper that has closed its output.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// What a helper printed, or why it did not.
+/// The output of a helper, or why there is none.
 pub type Said = Result<String, String>;
 
 /// Asks the helper of this name for the credentials of a registry.
@@ -36,15 +36,16 @@ pub type Ask = Box<dyn Fn(&str, &str) -> Said + Send + Sync>;
 
 static ASK: OnceLock<Ask> = OnceLock::new();
 
-/// Lets `ask` ask helpers from now on, in a process that may execute none. The first call counts.
+/// Makes `ask` call the helpers from now on, in a process that may not execute programs. Only the
+/// first call has an effect.
 pub fn ask_helpers_by(ask: Ask) {
     let _ = ASK.set(ask);
 }
 
-/// What a helper says that has nothing for a registry.
+/// The message of a helper that has no credentials for a registry.
 pub const NOT_FOUND: &str = "credentials not found in native keychain";
 
-/// The credentials that `helper` has for `registry`; `None` if it says that it has none.
+/// Asks `helper` for the credentials of `registry`; `None` if it has none.
 pub(super) fn credentials(
     helper: &str,
     registry: &str,
@@ -70,7 +71,7 @@ pub(super) fn credentials(
     }))
 }
 
-/// Runs a helper and returns what it printed, an error of its own included.
+/// Runs a helper and returns its output, its own error messages included.
 pub fn ask_helper(helper: &str, registry: &str) -> Said {
     let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     if helper.is_empty() || !helper.chars().all(plain) {
@@ -84,7 +85,7 @@ pub fn ask_helper(helper: &str, registry: &str) -> Said {
     run(command, &name, registry, TIME_MAX)
 }
 
-/// Runs `command`, which is called `name`, for at most `time_max`.
+/// Runs `command`, called `name`, for at most `time_max`.
 fn run(mut command: Command, name: &str, registry: &str, time_max: Duration) -> Said {
     let child = command
         .stdin(Stdio::piped())
@@ -94,14 +95,14 @@ fn run(mut command: Command, name: &str, registry: &str, time_max: Duration) -> 
         .spawn();
     let mut child = Killed(child.map_err(|e| format!("{name} cannot be run: {e}"))?);
     if let Some(mut stdin) = child.0.stdin.take() {
-        // One that reads nothing may know without.
+        // A helper may answer without reading its input.
         let _ = stdin.write_all(registry.as_bytes());
     }
     let deadline = Instant::now() + time_max;
     let late = || format!("{name} does not answer within {} s", time_max.as_secs());
     let (send, receive) = mpsc::channel();
     if let Some(stdout) = child.0.stdout.take() {
-        // It ends with the helper, which is killed below.
+        // The thread ends with the helper, which is killed below.
         thread::spawn(move || {
             let mut said = String::new();
             let read = stdout.take(SAID_MAX + 1).read_to_string(&mut said);
@@ -126,7 +127,7 @@ fn run(mut command: Command, name: &str, registry: &str, time_max: Duration) -> 
     }
 }
 
-/// A process that leads a group; both end with this value.
+/// The leader of a process group; dropping this kills the group.
 struct Killed(Child);
 
 impl Drop for Killed {

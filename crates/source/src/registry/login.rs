@@ -1,12 +1,12 @@
-//! Logging in: credentials become what requests are sent with.
+//! Logging in: turns credentials into the authorization of requests.
 //!
-//! Most of what is read without credentials needs no login, and a login takes as many round trips as
-//! a start does in all. So who has none asks without one, and logs in meanwhile in case that is
-//! refused.
+//! Most anonymous reads need no login, and a login takes as many round trips as the rest of a
+//! start. So a client without credentials sends its first request unauthenticated, and meanwhile
+//! logs in anonymously in case that request is refused.
 //!
-//! Invariants: one login at a time, whoever else needs one waits for it; credentials that came with
-//! the request come first, those of this process's own environment when the registry refuses them,
-//! because a password may be valid for hours only, and a mount lives longer.
+//! Invariants: at most one login at a time, and others that need one wait for it; credentials that
+//! came with the request are tried first, those of this process's environment when the registry
+//! refuses them, because a password may be valid for hours only, and a mount lives longer.
 
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
@@ -24,29 +24,29 @@ use super::{
 };
 use crate::{Access, web};
 
-/// How long logging in may take, all of it.
+/// Longest time for a login in all.
 const LOGIN_MAX: Duration = Duration::from_secs(60);
 
-/// The logins of a repository.
+/// The logins to a repository.
 pub(super) struct Logins {
     desk: Desk,
     access: Access,
-    /// Whoever logs in.
+    /// Held during a login.
     turn: Semaphore,
-    /// `None` before the first.
+    /// The last login; `None` before the first.
     known: Mutex<Option<Login>>,
-    /// A login without credentials that is under way.
+    /// An anonymous login in progress.
     ahead: Mutex<Option<Ahead>>,
 }
 
-/// Where one logs in.
+/// The repository and operation to log in for.
 #[derive(Clone)]
 struct Desk {
     operation: Operation,
     name: Name,
 }
 
-/// A login under way. It ends when nobody can want it any more.
+/// A login in progress; dropping it cancels it.
 struct Ahead(JoinHandle<Result<With>>);
 
 impl Drop for Ahead {
@@ -55,22 +55,22 @@ impl Drop for Ahead {
     }
 }
 
-/// What requests are sent with.
+/// The authorization that requests are sent with.
 #[derive(Clone)]
 pub(super) struct Login {
-    /// Counts the logins.
+    /// Sequence number.
     number: u64,
     with: With,
-    /// Whether it was made with what came with the request.
+    /// Whether its credentials came with the request.
     given: bool,
-    /// Whether it was made with anybody's credentials.
+    /// Whether it was made with any credentials.
     is_named: bool,
 }
 
 #[derive(Clone)]
 enum With {
     Nothing,
-    /// As nothing: whether that will do was not asked.
+    /// Adds nothing either; the registry has not yet confirmed that this suffices.
     Hope,
     Password(String, String),
     Token(String),
@@ -91,7 +91,7 @@ impl Logins {
         self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What was asked with the hope `login` was given.
+    /// Notes that a request with the tentative `login` succeeded.
     pub(super) fn fulfilled(&self, login: &Login) {
         let mut known = self.known();
         if let Some(known) = known.as_mut().filter(|known| known.number == login.number) {
@@ -100,7 +100,7 @@ impl Logins {
         }
     }
 
-    /// The last login, or a new one: where there is none yet, or it is `refused`.
+    /// Returns the last login, or makes a new one if there is none or it is `refused`.
     pub(super) async fn now(&self, refused: Option<&Login>, retries: u32) -> Result<Login> {
         let good = |login: &Login| refused.is_none_or(|refused| refused.number != login.number);
         if let Some(login) = self.known().clone().filter(good) {
@@ -109,7 +109,7 @@ impl Logins {
         let what = format!("log in to {}", self.desk.name.registry());
         let ended = |_| Error::new(ErrorKind::Unavailable, format!("cannot {what}: it ends"));
         let _turn = self.turn.acquire().await.map_err(ended)?;
-        // Somebody else may have done it meanwhile.
+        // Another task may have logged in meanwhile.
         if let Some(login) = self.known().clone().filter(good) {
             return Ok(login);
         }
@@ -124,12 +124,13 @@ impl Logins {
 
     async fn make(&self, what: &str, refused: Option<&Login>, retries: u32) -> Result<Login> {
         let number = refused.map_or(0, |login| login.number + 1);
-        // What is wrong with the files of others matters if a login is needed, and none is found.
+        // An error in a credential file matters only if a login is needed and no credentials are
+        // found.
         let (given, mut wrong) = match credentials::given(&self.desk.name, &self.access) {
             Ok(given) => (given, None),
             Err(error) => (None, Some(error)),
         };
-        // A password is sent as it is, so that it was refused with the request.
+        // A password is sent with each request, so the refused request has tried it.
         let is_used_up =
             refused.is_some_and(|login| login.given && matches!(login.with, With::Password(_, _)));
         let mut why = None;
@@ -149,7 +150,7 @@ impl Logins {
                 let with = self.desk.log_in(what, Some(own), retries).await?;
                 Ok(Login { number, with, given: false, is_named: true })
             }
-            // Nobody here knows better.
+            // No other credentials: report why the given ones failed.
             (None, Some(why), _) => Err(why),
             (None, None, Some(wrong)) if needs_login => Err(wrong),
             (None, None, _) => {
@@ -159,7 +160,7 @@ impl Logins {
         }
     }
 
-    /// Without credentials.
+    /// Logs in without credentials.
     async fn as_nobody(&self, what: &str, is_refused: bool, retries: u32) -> Result<With> {
         let ahead = self.ahead().take();
         if let Some(mut ahead) = ahead.filter(|_| is_refused)
@@ -194,17 +195,17 @@ impl Desk {
 }
 
 impl Login {
-    /// Whether nobody has said that it will do.
+    /// Whether the registry has not confirmed it yet.
     pub(super) fn is_hope(&self) -> bool {
         matches!(self.with, With::Hope)
     }
 
-    /// Whether it changes nothing.
+    /// Whether it is confirmed that requests need nothing added.
     pub(super) fn is_nothing(&self) -> bool {
         matches!(self.with, With::Nothing)
     }
 
-    /// What it means that a request with this login got the answer `status`.
+    /// The error for an answer `status` to a request with this login.
     pub(super) fn refused(&self, what: &str, registry: &str, status: StatusCode) -> Error {
         let why = match (status, self.is_named) {
             (StatusCode::UNAUTHORIZED, true) => {

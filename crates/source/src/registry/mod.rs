@@ -1,14 +1,15 @@
-//! Images in a registry, by the OCI distribution protocol.
+//! Reads and writes images in a registry over the OCI distribution protocol.
 //!
 //! ```text
 //!   Name ──► Registry ──► login: credentials ─► token ──► documents, blobs, ranges of blobs
-//!            server:  a range, one try, asked a second time when slow (the volume tries again)
-//!            command: whole blobs and documents, tries for 6 s, goes on where it broke off
-//!   Artifact: an image of ours there, as a store      Uploads: blobs and manifests, written
+//!            server:  ranges: one try each, hedged when slow (the volume retries)
+//!            command: whole blobs and documents: retries for 6 s, resumes broken bodies
+//!   Artifact: a Burgeon image there, as a store      Uploads: writes blobs and manifests
 //! ```
 //!
-//! Invariants: a range is exactly what was asked for or an error; each body has a maximum size and a
-//! minimum rate; a refused request is repeated once after a new login; no secret is in a message.
+//! Invariants: a range read returns exactly the requested range or an error; every body has a
+//! maximum size and a minimum rate; a refused request is repeated once after a new login; no
+//! message contains a secret.
 
 mod artifact;
 mod credentials;
@@ -57,14 +58,14 @@ use crate::{
     waiting, web,
 };
 
-/// Longest index, manifest or configuration, in bytes: what registries accept.
+/// Longest index, manifest or configuration, in bytes. Registries accept no longer ones.
 pub const DOCUMENT_MAX: u64 = 4 << 20;
 
-/// Longest blob that is read: larger ones are known to no registry. What a manifest says of a blob is a
-/// closer bound, which [`Checked`] keeps.
+/// Longest blob that is read, in bytes; no registry is known to hold a longer one. [`Checked`]
+/// enforces the tighter bound: the size in the manifest.
 const BLOB_MAX: u64 = 4 << 40;
 
-/// Pages of a list that are read.
+/// Most pages of a list that are read.
 const PAGES_MAX: usize = 16;
 
 const MANIFESTS: &str = "application/vnd.oci.image.index.v1+json, \
@@ -78,19 +79,19 @@ pub struct Registry(Arc<Inner>);
 
 struct Inner {
     name: Name,
-    /// With a slash at the end.
+    /// Ends with a slash.
     base: Url,
     client: Client,
     logins: Logins,
     requests: Semaphore,
     hedge: Hedge,
     traffic: Traffic,
-    /// Until when documents may come.
+    /// Deadline for documents.
     answer_by: Mutex<Option<Instant>>,
 }
 
 impl Registry {
-    /// The repository of `name`, to be used with what `access` holds. Nothing is sent yet.
+    /// Opens the repository of `name` with the credentials in `access`. Sends nothing.
     pub fn open(name: &Name, access: &Access) -> Result<Self> {
         Self::open_to(Operation::Pull, name, access)
     }
@@ -108,37 +109,38 @@ impl Registry {
         })))
     }
 
-    /// The name that it was opened by.
+    /// The name it was opened with.
     pub fn name(&self) -> &Name {
         &self.0.name
     }
 
-    /// What has been asked for as ranges, and what came of it.
+    /// Counters of the requests sent and their results.
     pub fn traffic(&self) -> &Traffic {
         &self.0.traffic
     }
 
-    /// From now on documents have to come within `limit` in all, however often they are asked for;
-    /// `None` is no limit but that of the tries.
+    /// Limits the total time for all documents, retries included, to `limit` from now. With
+    /// `None`, only the number of retries limits it.
     pub fn answer_within(&self, limit: Option<Duration>) {
         let by = limit.map(|limit| Instant::now() + limit);
         *self.0.answer_by.lock().unwrap_or_else(PoisonError::into_inner) = by;
     }
 
-    /// An index or manifest, at most [`DOCUMENT_MAX`] bytes, with its digest: the one with
-    /// `digest`, or the one that the name stands for. Waits in this thread.
+    /// Fetches an index or manifest of at most [`DOCUMENT_MAX`] bytes and returns it with its
+    /// digest: the one with `digest`, or else the one that the name refers to. Blocks this thread.
     pub fn document(&self, digest: Option<&Digest>) -> Result<(Vec<u8>, Digest)> {
         waiting(self.fetch_document(digest, web::RETRIES))
     }
 
-    /// The document that has the tag `tag` in this repository, as [`Self::document`].
+    /// Fetches the document tagged `tag` in this repository, as [`Self::document`] does.
     pub fn document_tagged(&self, tag: &str) -> Result<(Vec<u8>, Digest)> {
         waiting(self.fetch_named(&format!("manifests/{tag}"), None, web::RETRIES))
     }
 
-    /// What refers to the image `digest` and is of type `kind`, as the registry lists it by itself:
-    /// its pages, each an index of at most [`DOCUMENT_MAX`] bytes, and of these the first sixteen. `None`
-    /// where it lists nothing. Whoever answers need not have left others out.
+    /// Lists the referrers of the image `digest` with artifact type `kind` through the registry's
+    /// referrers API: at most sixteen pages, each an index of at most [`DOCUMENT_MAX`] bytes.
+    /// `None` if the registry has no such list. The list may include other types: not every
+    /// registry filters.
     pub fn referrers(&self, digest: &Digest, kind: &str) -> Result<Option<Vec<Bytes>>> {
         let (mut pages, mut next) =
             (Vec::new(), Some(format!("referrers/{digest}?artifactType={kind}")));
@@ -148,9 +150,9 @@ impl Registry {
                     pages.push(bytes);
                     next = next_page(&headers, &self.0.base).filter(|next| *next != path);
                 }
-                // What there is of the list may do.
+                // A partial list may suffice.
                 Err(_) if !pages.is_empty() => break,
-                // It knows nothing of such lists.
+                // The registry has no referrers API.
                 Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Invalid) => {
                     return Ok(None);
                 }
@@ -198,11 +200,11 @@ impl Registry {
         }
     }
 
-    /// What `path` of the repository is, and what came with it.
+    /// Fetches `path` of the repository, with the headers of the answer.
     async fn fetch_whole(&self, path: &str, retries: u32) -> Result<(Bytes, HeaderMap)> {
         let what = format!("read {path} of {}", self.0.name);
         let mut tries = 0;
-        // A document is short: where it breaks off, it is asked for anew.
+        // Documents are short: one that breaks off is fetched again from its beginning.
         loop {
             let answer = self.get(&what, path, retries, |request| request).await?;
             let headers = answer.headers().clone();
@@ -218,9 +220,9 @@ impl Registry {
         }
     }
 
-    /// The bytes of a blob from `offset` on, not yet checked. Waits in the thread that reads.
+    /// Streams a blob from `offset` on, unverified. Blocks the thread that reads.
     ///
-    /// Errors: `Unavailable` also for a registry that gives nothing but the whole of it.
+    /// Errors: `Unavailable` also if the registry answers only with the whole blob.
     pub fn blob(&self, digest: &Digest, offset: u64) -> Result<impl Read + Send + use<>> {
         let (this, path) = (self.clone(), format!("blobs/{digest}"));
         let what = format!("read {path} of {}", self.0.name);
@@ -229,8 +231,8 @@ impl Registry {
         })
     }
 
-    /// The bytes of `range` of a blob, not yet checked: exactly as many, or an error. Of one try,
-    /// which is made a second time when it is slow.
+    /// Fetches `range` of a blob, unverified: exactly that many bytes, or an error. Tries once,
+    /// and hedges the request when it is slow.
     pub async fn blob_range(&self, digest: &Digest, range: ByteRange) -> Result<Bytes> {
         if range.is_empty() {
             return Ok(Bytes::new());
@@ -274,7 +276,7 @@ impl Registry {
         }
     }
 
-    /// Asks for `path` of the repository.
+    /// Sends a GET for `path` of the repository.
     async fn get(
         &self,
         what: &str,
@@ -286,8 +288,8 @@ impl Registry {
         self.ask(what, Method::GET, path, retries, change).await
     }
 
-    /// The answer to a request for `path` of the repository, which has to be a success. Logs in
-    /// where that is missing.
+    /// Sends a request for `path` of the repository and returns the answer if it is a success.
+    /// Logs in if needed.
     async fn ask(
         &self,
         what: &str,
@@ -298,7 +300,7 @@ impl Registry {
     ) -> Result<Response> {
         let inner = &*self.0;
         let bad = |error| Error::with_source(ErrorKind::Invalid, format!("cannot {what}"), error);
-        // Not joined: a digest has a colon, and would be a scheme.
+        // Not `Url::join`: it would take the part of a digest before the colon for a scheme.
         let url = Url::parse(&format!("{}{path}", inner.base)).map_err(bad)?;
         let mut login = inner.logins.now(None, retries).await?;
         let mut logins_left = if login.is_hope() { 2 } else { 1 };
@@ -318,7 +320,7 @@ impl Registry {
                 }
                 return Ok(answer);
             }
-            // Who is nobody may be told that there is nothing.
+            // A registry may answer anonymous requests for a private repository with 403 or 404.
             let hides = matches!(status, StatusCode::FORBIDDEN | StatusCode::NOT_FOUND);
             let is_refused = status == StatusCode::UNAUTHORIZED;
             if !hoped {
@@ -337,7 +339,7 @@ impl Registry {
     }
 }
 
-/// The body of `answer`, unless it is longer than `len_max` bytes.
+/// The body of `answer`; an error if it is longer than `len_max` bytes.
 async fn gather(
     answer: Response,
     len_max: u64,
@@ -345,8 +347,8 @@ async fn gather(
     Bounded::new(reqwest::Body::from(answer), len_max).gather().await
 }
 
-/// Where the next page of a list is, below `base`: nowhere else do credentials go. (RFC 8288, and the OCI
-/// distribution specification.)
+/// Path of the next page of a list, relative to `base`; `None` for any other place, because
+/// credentials go nowhere else. (RFC 8288 and the OCI distribution specification.)
 fn next_page(headers: &HeaderMap, base: &Url) -> Option<String> {
     let links = headers.get_all(LINK).iter().filter_map(|link| link.to_str().ok());
     let next = links.flat_map(|links| links.split(',')).find_map(|link| {
@@ -358,14 +360,14 @@ fn next_page(headers: &HeaderMap, base: &Url) -> Option<String> {
     Some(next.as_str().strip_prefix(base.as_str())?.to_owned())
 }
 
-/// Without credentials.
+/// Shows no credentials.
 impl fmt::Debug for Registry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Registry").field(&self.0.name).finish()
     }
 }
 
-/// The error that a body ended with.
+/// Converts the I/O error that ended a body.
 pub fn body_error(what: &str, error: std::io::Error) -> Error {
     match error.downcast::<Error>() {
         Ok(error) => error,
@@ -383,7 +385,7 @@ mod tests {
     use super::next_page;
 
     #[test]
-    fn a_list_goes_on_in_the_same_repository_and_nowhere_else() {
+    fn next_page_stays_in_the_same_repository() {
         let base = Url::parse("https://r.example/v2/a/b/").unwrap();
         let next = |link: &str| {
             let link = HeaderValue::from_str(link).unwrap();

@@ -9,24 +9,24 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::Digest;
 
-/// Longest name of a repository, and of a tag, in bytes.
+/// Longest repository name and longest tag, in bytes.
 const REPOSITORY_MAX: usize = 255;
 const TAG_MAX: usize = 128;
 
-/// An image in a registry: `oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]`, or `oci+http://…` where
-/// nothing is encrypted. Holds no secret; as text it is what [`Name::parse`] reads.
+/// An image in a registry: `oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]`, or `oci+http://…` for an
+/// unencrypted connection. Holds no secret; its text form is what [`Name::parse`] reads.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Name {
     registry: String,
     repository: String,
-    /// `None` where the digest alone says what is meant.
+    /// `None` if only the digest identifies the image.
     tag: Option<String>,
     digest: Option<Digest>,
     plain: bool,
 }
 
 impl Name {
-    /// The name that `text` is; `None` if it does not begin as one.
+    /// Parses `text`; `None` if it has neither scheme.
     pub fn parse(text: &str) -> Option<Result<Self>> {
         if let Some(rest) = text.strip_prefix("oci://") {
             Some(parse(rest, false))
@@ -35,18 +35,18 @@ impl Name {
         }
     }
 
-    /// The digest, where it is part of the name.
+    /// The digest, if the name has one.
     pub fn digest(&self) -> Option<&Digest> {
         self.digest.as_ref()
     }
 
-    /// The very document `digest` of this repository.
+    /// The document `digest` in this repository.
     pub fn at(&self, digest: Digest) -> Self {
         Self { tag: None, digest: Some(digest), ..self.clone() }
     }
 
-    /// The image `tag` of the repository that `text` names, if `text` begins as one. `Invalid` if
-    /// it names more than that, or `tag` is none.
+    /// The image `tag` in the repository `text`; `None` if `text` has neither scheme. `Invalid` if
+    /// `text` is more than a repository, or `tag` is not a valid tag.
     pub fn tagged(text: &str, tag: &str) -> Option<Result<Self>> {
         let named = Self::parse(&format!("{}:{tag}", text.trim_end_matches('/')))?;
         let named = named.ok().filter(|name| name.digest.is_none() && name.tag() == tag);
@@ -63,17 +63,17 @@ impl Name {
         &self.repository
     }
 
-    /// The registry, as credentials are kept for it.
+    /// The registry, as credential stores key it.
     pub fn registry(&self) -> &str {
         &self.registry
     }
 
-    /// The tag, which without a digest says what is meant.
+    /// The tag, which identifies the image if there is no digest.
     pub fn tag(&self) -> &str {
         self.tag.as_deref().unwrap_or("latest")
     }
 
-    /// Whether nothing is encrypted.
+    /// Whether the connection is unencrypted.
     pub fn is_plain(&self) -> bool {
         self.plain
     }
@@ -83,7 +83,7 @@ impl Name {
         is_local(&self.registry)
     }
 
-    /// Where the repository is, with a slash at the end.
+    /// The repository's URL, with a trailing slash.
     pub(super) fn base(&self) -> Result<Url> {
         let host = match &*self.registry {
             "docker.io" => "index.docker.io",
@@ -106,7 +106,7 @@ fn parse(text: &str, plain: bool) -> Result<Name> {
         return Err(bad("there is no repository".to_owned()));
     }
     if host.contains('@') {
-        // Not shown: it could be a password.
+        // Not quoted: it could be a password.
         return Err(invalid("credentials are in no name of an image: use docker login".to_owned()));
     }
     if !host.contains(['.', ':']) && host != "localhost" {
@@ -135,7 +135,7 @@ fn parse(text: &str, plain: bool) -> Result<Name> {
     if let Some(tag) = tag.filter(|tag| !is_tag(tag)) {
         return Err(bad(format!("{tag:?} is no tag, which has letters, digits, _, . and -")));
     }
-    // As whoever uses Docker Hub leaves out.
+    // Short names on Docker Hub omit `library/`.
     let (host, path) = match host {
         "docker.io" | "index.docker.io" if path.contains('/') => ("docker.io", path.to_owned()),
         "docker.io" | "index.docker.io" => ("docker.io", format!("library/{path}")),
@@ -154,10 +154,10 @@ fn parse(text: &str, plain: bool) -> Result<Name> {
     })
 }
 
-// Grammar: the OCI distribution specification. An expression for it would take tens of milliseconds and
-// megabytes to compile, in the command and again in the server.
+// Grammar: the OCI distribution specification. A regular expression for it would take tens of
+// milliseconds and megabytes to compile, in the command and again in the server.
 
-/// Whether `host` is labels with dots between them or an address, and perhaps a port.
+/// Whether `host` is an address or labels separated by dots, with an optional port.
 fn is_host(host: &str) -> bool {
     let (name, port) = split_port(host);
     let port = port.unwrap_or("0");
@@ -175,7 +175,7 @@ fn is_host(host: &str) -> bool {
     name.split('.').all(is_label) && is_port
 }
 
-/// The host's name or address, and its port.
+/// Splits `host` into its name or address and its port.
 fn split_port(host: &str) -> (&str, Option<&str>) {
     let name_len = host.find(']').map_or(0, |end| end + 1);
     match host[name_len..].find(':') {
@@ -184,7 +184,7 @@ fn split_port(host: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// The address in `[…]`.
+/// The IPv6 address in `[…]`.
 fn bracketed(name: &str) -> Option<Ipv6Addr> {
     name.strip_prefix('[')?.strip_suffix(']')?.parse().ok()
 }
@@ -211,13 +211,13 @@ fn is_tag(tag: &str) -> bool {
         && bytes.all(|byte| is_word(byte) || matches!(byte, b'.' | b'-'))
 }
 
-/// Whether `host`, with its port, is this machine: nothing that leaves no machine needs encryption.
+/// Whether `host`, with its port, is this machine: traffic that stays on it needs no encryption.
 fn is_local(host: &str) -> bool {
     is_loopback(split_port(host).0)
 }
 
-/// Whether `name`, without a port, is `localhost` or an address of the loopback device. A name that only
-/// begins like an address, as `127.example.org`, is somebody's.
+/// Whether `name`, without a port, is `localhost` or a loopback address. A name that only begins
+/// like an address, such as `127.example.org`, is not.
 pub(super) fn is_loopback(name: &str) -> bool {
     name == "localhost"
         || name.parse().is_ok_and(|address: Ipv4Addr| address.is_loopback())
@@ -263,7 +263,7 @@ mod tests {
     use super::{Digest, Name, REPOSITORY_MAX, TAG_MAX};
 
     #[test]
-    fn names_are_what_they_say_and_are_read_again() {
+    fn names_parse_and_round_trip() {
         let digest = Digest::of(b"x");
         for (text, repository, tag, pinned, plain) in [
             ("oci://r.example/a/b:1", "a/b", "1", None, false),
@@ -314,9 +314,9 @@ mod tests {
         }
     }
 
-    /// The library of the OCI reads the same names.
+    /// Compares this parser with the one of `oci-spec`.
     #[test]
-    fn names_are_what_the_library_takes_for_names() {
+    fn names_parse_as_in_oci_spec() {
         const WORDS: [&str; 24] = [
             "a",
             "B",
@@ -356,8 +356,8 @@ mod tests {
             if rng.below(4) == 0 {
                 text.extend(["@", &digest]);
             }
-            // What has no host is no name to us, nor what the library takes for one after all, as r_x.example;
-            // nor are tags in other scripts.
+            // This parser refuses more than the library: names without a host, hosts such as
+            // r_x.example, and tags in other scripts.
             let host = text.split('/').next().unwrap_or_default();
             let has_host = text.contains('/')
                 && (host.contains(['.', ':']) || host == "localhost")
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn names_in_a_repository_are_its_tags() {
+    fn tagged_accepts_only_a_repository_and_a_tag() {
         for repository in ["oci://r.example/a/b", "oci://localhost:5000/a/"] {
             let name = Name::tagged(repository, "v1.2_3").unwrap().unwrap();
             assert_eq!(name.tag(), "v1.2_3");

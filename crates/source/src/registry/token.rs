@@ -1,16 +1,17 @@
-//! Tokens, which registries want instead of a password: the exchange of credentials for one.
+//! Exchanges credentials for the token that a registry wants instead of a password.
 //!
 //! ```text
-//!   GET /v2/ ──► no challenge: nothing is wanted         Basic: the password goes with each request
+//!   GET /v2/ ──► no challenge: no login needed     Basic: the password goes with each request
 //!           └──► 401, Bearer realm=…, service=…
-//!                  nobody, user and password:  GET  realm?service=…&scope=…  ──► a token
-//!                  identity token:             POST realm, as a form         ──► a token
+//!                  anonymous, user and password:  GET  realm?service=…&scope=…  ──► a token
+//!                  identity token:                POST realm, as a form         ──► a token
 //! ```
 //!
-//! Sources: *Token Authentication Specification* and *Docker Registry v2 authentication using OAuth2*.
-//! Invariants: credentials go to the registry and to the realm that it names, encrypted unless both
-//! are on this machine or the user named the registry `oci+http://`; an identity token follows no redirect;
-//! an answer has at most [`ANSWER_MAX`] bytes; no error has a secret in its text.
+//! Sources: *Token Authentication Specification* and *Docker Registry v2 authentication using
+//! OAuth2*. Invariants: credentials go only to the registry and to the realm that it names,
+//! encrypted unless both are on this machine or the user named the registry `oci+http://`; an
+//! identity token follows no redirect; an answer has at most [`ANSWER_MAX`] bytes; no error text
+//! contains a secret.
 
 use burgeon_block::{Error, ErrorKind, Result};
 use http_auth::{ChallengeRef, parse_challenges};
@@ -29,26 +30,26 @@ use crate::{
 
 /// Longest answer with a token, in bytes.
 const ANSWER_MAX: u64 = 64 << 10;
-/// Characters of a server's address that an error shows.
+/// Most characters of a server's address in an error.
 const SHOWN_MAX: usize = 100;
 
-/// What a token is to allow.
+/// The access that a token grants.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Operation {
     Pull,
     Push,
 }
 
-/// What requests are to be sent with.
+/// The authorization to send with requests.
 pub(super) enum Granted {
-    /// Nothing: the registry wants nothing, or nobody logs in.
+    /// None: the registry asks for none, or there are no credentials.
     Nothing,
     /// User and password.
     Password(String, String),
     Token(String),
 }
 
-/// What the registry wants.
+/// The authorization that a registry asks for.
 #[derive(PartialEq, Eq, Debug)]
 enum Wanted {
     Nothing,
@@ -56,7 +57,7 @@ enum Wanted {
     Token(TokenServer),
 }
 
-/// Where to ask for a token.
+/// The server that issues tokens.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct TokenServer {
     realm: Url,
@@ -71,14 +72,15 @@ struct Answer {
 
 /// One login.
 struct Exchange<'a> {
-    /// What is being done, for errors.
+    /// The operation, for errors.
     what: &'a str,
     name: &'a Name,
     scope: String,
     retries: u32,
 }
 
-/// What opens the repository `name` for `operation`, by `credentials`, which may be none.
+/// Obtains the authorization for `operation` on the repository `name`, anonymously without
+/// `credentials`.
 pub(super) async fn exchange(
     what: &str,
     name: &Name,
@@ -233,7 +235,7 @@ impl Exchange<'_> {
 }
 
 impl Wanted {
-    /// What the challenges of an answer ask for: a token, if any of them does.
+    /// Reads the challenges of an answer. A token takes precedence over a password.
     fn read(headers: &HeaderMap) -> Self {
         let challenges = headers.get_all(WWW_AUTHENTICATE).iter();
         let mut wanted = Self::Nothing;
@@ -248,7 +250,7 @@ impl Wanted {
 }
 
 impl TokenServer {
-    /// Where a challenge sends for tokens, if it does.
+    /// The token server that a challenge names, if any.
     fn read(challenge: &str) -> Option<Self> {
         let challenges = parse_challenges(challenge).ok()?;
         let is_bearer = |it: &&ChallengeRef<'_>| it.scheme.eq_ignore_ascii_case("bearer");
@@ -263,14 +265,14 @@ impl TokenServer {
         is_web.then(|| Self { realm, service: parameter("service").unwrap_or_default() })
     }
 
-    /// Whether credentials for the registry `name` may be sent there: encrypted, to this very machine,
-    /// or in clear where the user wants that of this registry.
+    /// Whether credentials for the registry `name` may be sent there: encrypted, to this machine,
+    /// or in clear if the user allows that for this registry.
     fn may_have_secrets(&self, name: &Name) -> bool {
         let host = self.realm.host_str().unwrap_or_default();
         self.realm.scheme() == "https" || name.is_plain() && (is_loopback(host) || !name.is_local())
     }
 
-    /// Where it is, short enough for an error.
+    /// Its origin, short enough for an error.
     fn shown(&self) -> String {
         self.realm.origin().ascii_serialization().chars().take(SHOWN_MAX).collect()
     }
@@ -283,7 +285,7 @@ mod tests {
     use super::{Name, TokenServer, Wanted};
 
     #[test]
-    fn a_registry_says_which_credentials_it_wants() {
+    fn challenges_name_the_wanted_authorization() {
         let read = |challenges: &[&str]| {
             let mut headers = HeaderMap::new();
             for challenge in challenges {
@@ -309,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_go_in_clear_only_where_the_user_or_the_machine_says_so() {
+    fn credentials_go_in_clear_only_on_loopback_or_by_choice() {
         for (name, realm, may) in [
             ("oci://r.example/a", "https://auth.example/token", true),
             ("oci://r.example/a", "http://r.example/token", false),

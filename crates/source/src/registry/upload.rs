@@ -1,12 +1,12 @@
-//! Putting blobs and manifests into a registry.
+//! Writes blobs and manifests to a registry.
 //!
 //! ```text
-//!   HEAD blobs/<digest> ──► there: done        not there: POST blobs/uploads/ ──► PUT …?digest=
-//!   PUT manifests/<tag or digest> ──► OCI-Subject: the registry lists what it refers to
+//!   HEAD blobs/<digest> ──► exists: done        missing: POST blobs/uploads/ ──► PUT …?digest=
+//!   PUT manifests/<tag or digest> ──► OCI-Subject: the registry lists it as a referrer
 //! ```
 //!
-//! Invariants: a blob is sent whole, in one request, and the registry checks its digest; what
-//! breaks off begins anew, a bounded number of times; no credentials go to another server.
+//! Invariants: a blob is sent whole, in one request, and the registry checks its digest; an upload
+//! that breaks off starts over, a bounded number of times; credentials go to no other server.
 
 use std::time::Duration;
 
@@ -20,28 +20,28 @@ use reqwest::{
 use super::{Digest, Name, Registry, token::Operation};
 use crate::{Access, waiting, web};
 
-/// How long sending one blob may take: four packs of 32 MiB at a time, at 1 Mbit/s in all.
+/// Longest time for sending one blob: four packs of 32 MiB at a time, at 1 Mbit/s in all.
 const UPLOAD_MAX: Duration = Duration::from_secs(1200);
-/// The header of an answer that says of which image an artifact is listed as a referrer.
+/// Answer header: the digest of the image that lists the artifact as a referrer.
 const SUBJECT: &str = "oci-subject";
 
-/// A repository that is written to. Cheap to clone.
+/// A repository open for writing. Cheap to clone.
 #[derive(Clone)]
 pub struct Uploads {
     registry: Registry,
     client: Client,
 }
 
-/// A document that was put.
+/// A document that was written.
 #[derive(Clone, Debug)]
 pub struct Put {
     /// Its digest.
     pub digest: Digest,
-    /// What the registry lists it beside, by itself.
+    /// The image for which the registry itself lists it as a referrer.
     pub subject: Option<Digest>,
 }
 
-/// How a try ended.
+/// The result of a try.
 enum Tried {
     Done,
     /// Another try may help.
@@ -49,13 +49,13 @@ enum Tried {
 }
 
 impl Uploads {
-    /// The repository of `name`, to be written to with what `access` holds. Nothing is sent yet.
+    /// Opens the repository of `name` for writing with the credentials in `access`. Sends nothing.
     pub fn open(name: &Name, access: &Access) -> Result<Self> {
         let registry = Registry::open_to(Operation::Push, name, access)?;
         Ok(Self { registry, client: web::uploading_client(UPLOAD_MAX)? })
     }
 
-    /// Whether the blob is there.
+    /// Whether the repository has the blob.
     pub fn has(&self, digest: &Digest) -> Result<bool> {
         let what = format!("look for blob {digest} of {}", self.registry.name());
         let path = format!("blobs/{digest}");
@@ -67,7 +67,7 @@ impl Uploads {
         }
     }
 
-    /// Sends the blob `bytes`, which has `digest`.
+    /// Uploads the blob `bytes`, which has `digest`.
     pub fn put(&self, digest: &Digest, bytes: &Bytes) -> Result<()> {
         let what = format!("write blob {digest} of {}", self.registry.name());
         waiting(async {
@@ -121,7 +121,7 @@ impl Uploads {
         if status.is_success() {
             Ok(Tried::Done)
         } else if passes {
-            // An upload that is forgotten, or a token that has expired meanwhile, too.
+            // Includes an upload that the registry forgot, and a token that has expired meanwhile.
             Ok(Tried::Again(web::refused(what, status)))
         } else {
             Err(web::refused(what, status))
@@ -132,8 +132,8 @@ impl Uploads {
         url.scheme() == "https" || url.scheme() == "http" && self.registry.name().is_plain()
     }
 
-    /// Puts the manifest or index `bytes` of type `kind` there: under `tag`, or known by its digest
-    /// alone.
+    /// Writes the manifest or index `bytes` of type `kind`, under `tag` or, without one, under its
+    /// digest alone.
     pub fn put_document(&self, tag: Option<&str>, kind: &str, bytes: &[u8]) -> Result<Put> {
         let digest = Digest::of(bytes);
         let path = match tag {
