@@ -1,4 +1,4 @@
-//! Looks at the machine and at what crashes have left, and says what to do about each.
+//! Examines the machine and the leftovers of crashes, and suggests a remedy for each finding.
 //!
 //! ```text
 //!   examine ─┬─ machine     kernel, devices, privileges, space
@@ -6,11 +6,10 @@
 //!            └─ writes      named writes; area: what is mapped into them
 //! ```
 //!
-//! Repair is what any start of the daemon does anyway (see `supervisor/recover.rs`): it adopts a
-//! server that lost its supervisor, serves mounts again that lost their server, and takes away
-//! the folders of mounts that are gone. Besides, it removes what killed builds left in the store,
-//! and ublk devices whose daemon and folder are gone.
-//! It never touches `writes/`.
+//! Repair does the same as any start of the daemon (see `supervisor/recover.rs`): it adopts a
+//! server that lost its supervisor, reconnects mounts that lost their server, and removes the
+//! folders of mounts that have ended. It also removes the leftovers of killed builds in the store,
+//! and ublk devices without a daemon and folder. It never touches `writes/`.
 
 mod area;
 mod leftovers;
@@ -40,38 +39,38 @@ use crate::{
     transport,
 };
 
-/// How long a daemon may take to say how it is.
+/// Time limit for a daemon to report its status.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
 
-/// How long a new daemon may take to serve a mount again that has lost its server, and how often it is
-/// asked.
+/// Time limit for a new daemon to serve a mount again that has lost its server, and the interval of
+/// checks.
 const SERVE_MAX: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Serialize, Clone, Copy, PartialEq, Eq, Debug)]
 #[serde(rename_all = "kebab-case")]
 pub enum Level {
-    /// As it should be.
+    /// No problem.
     Fine,
-    /// Works, and could be better.
+    /// Works, but could be better.
     Warning,
     /// Something does not work.
     Problem,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Serialize, Clone, Debug)]
 pub struct Finding {
-    /// What was looked at, in a word or two.
+    /// The subject of the check, in a word or two.
     pub subject: String,
-    /// How bad it is.
+    /// Severity.
     pub level: Level,
-    /// What was found.
+    /// The state found.
     pub found: String,
-    /// What to do about it.
+    /// The suggested remedy.
     pub remedy: Option<String>,
-    /// Whether `--repair` does that.
+    /// True if `--repair` does that.
     pub repairable: bool,
 }
 
@@ -95,8 +94,8 @@ impl Finding {
     }
 }
 
-/// Looks at everything: this machine, the state directory, and what builds left in `store`, if
-/// that is a folder. (In a bucket they leave nothing but a mark, which ends by itself.)
+/// Runs all checks: this machine, the state directory, and leftovers of builds in `store`, if that
+/// is a folder. (In a bucket builds leave nothing but a mark, which expires.)
 pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     let mut findings = machine::examine(state);
     let mut runs = ask(state);
@@ -114,12 +113,12 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     findings
 }
 
-/// Mends what can be mended; returns whether there was anything to do. Mounts that have lost their
-/// server are waited for; one that is not served then is found by [`examine`].
+/// Repairs what can be repaired; false if there was nothing to do. Waits for mounts that have lost
+/// their server; [`examine`] reports those that are not served then.
 pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
     let store = store.filter(|store| stale_builds(store) > 0);
     if let Some(store) = store {
-        // Removes what has no living writer before it gives the lease out.
+        // Removes the leftovers of dead writers before it returns the lease.
         drop(Directory::open(store)?.begin_collect()?);
     }
     let strays = transport::strays(&mount_ids(state));
@@ -153,8 +152,8 @@ fn daemon(runs: Result<Option<Status>>) -> Finding {
     }
 }
 
-/// What a daemon that runs says, unless it is just dying: then it still takes connections. An error
-/// if it is silent.
+/// The status of a running daemon, or `None`, also for one that is ending but still takes
+/// connections. An error if it does not answer.
 fn ask(state: &StateDir) -> Result<Option<Status>> {
     let Some(client) = Client::connect(state)? else { return Ok(None) };
     client.wait_at_most(SILENCE_MAX)?;
@@ -169,7 +168,7 @@ fn ask(state: &StateDir) -> Result<Option<Status>> {
     Err(Error::new(ErrorKind::Unavailable, what))
 }
 
-/// Mounts that the daemon that runs does not serve.
+/// Mounts that the running daemon does not serve.
 fn unserved(status: &Status) -> Vec<Finding> {
     let finding = |mount: &MountStatus| {
         let subject = format!("mount {}", mount.target.display());

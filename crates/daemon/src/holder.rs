@@ -1,5 +1,5 @@
-//! A third holder of what readers wait by, so that they go on waiting when supervisor and server
-//! are killed together.
+//! A third process that holds the descriptors on which readers depend, so that they go on waiting
+//! when supervisor and server are killed together.
 //!
 //! ```text
 //!   supervisor ── Hold + /dev/fuse, slots ──► systemd's descriptor store, or a process of ours
@@ -7,14 +7,14 @@
 //!   next supervisor ◄── every Hold again ──┘  then it starts a server, which answers them
 //! ```
 //!
-//! systemd's store (`store.rs`) is used where a unit has one; elsewhere the supervisor starts the
-//! process `burgeon __hold` (`process.rs`). Held is what an ordinary mount over FUSE has. The kernel
-//! itself keeps the requests of a ublk device, and nobody can keep those of a `--fast` mount.
+//! systemd's store (`store.rs`) is used if the unit has one; otherwise the supervisor starts the
+//! process `burgeon __hold` (`process.rs`). Only regular mounts over FUSE are held. The kernel
+//! itself keeps the requests of a ublk device, and those of a `--fast` mount cannot be kept.
 //!
 //! Invariants (`crates/cli/tests/kill_held.rs`):
-//! - A mount is held only once it is made: a helper that makes it waits for its FUSE file, and must be
-//!   able to die with the supervisor (`helper.rs`).
-//! - Descriptors are taken over before a server is started, and let go of when the mount is over.
+//! - A mount is held only once it is made: the helper that makes it waits for its FUSE file, and
+//!   must be able to die with the supervisor (`helper.rs`).
+//! - Descriptors are taken over before a server is started, and released when the mount is over.
 //! - The process reads messages of [`MESSAGE_LEN`] bytes and nothing else.
 
 mod process;
@@ -48,34 +48,35 @@ use crate::{
     },
 };
 
-/// Mounts that are held at most, with two descriptors each; `FileDescriptorStoreMax=` of the unit is
-/// twice this. Those beyond are served as well, and give `EIO` while both processes are dead.
+/// Limit of held mounts, with two descriptors each; `FileDescriptorStoreMax=` of the unit is twice
+/// this. Mounts beyond it are served as well, and give `EIO` while both processes are dead.
 pub(crate) const HELD_MAX: usize = 2048;
 
 /// The name of the process's socket in `run/`.
 const SOCKET: &str = "hold.sock";
 
-/// How long the process may take to answer. It does nothing but wait for messages.
+/// Time limit for the process's answer. It does nothing but wait for messages.
 const ANSWER_MAX: Duration = Duration::from_secs(5);
 
 const MESSAGE_LEN: usize = 8;
 
-/// What is said to the process, and by it: a number, and the mount it is about.
+/// A message to the process or from it: a number, and the mount it is about.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Message {
-    /// Hold what comes along. From the process: this is held; it comes along if that was asked for.
+    /// Hold the descriptors sent along. From the process: this mount is held; its descriptors are
+    /// sent along if requested.
     Hold(MountId),
-    /// Hold it no longer.
+    /// Release a mount.
     LetGo(MountId),
-    /// Hold nothing any more.
+    /// Release all mounts.
     LetAllGo,
-    /// Give copies of everything: a `Hold` for each mount, then `Done`.
+    /// List all mounts with copies of their descriptors: a `Hold` for each mount, then `Done`.
     List,
     /// The same without descriptors.
     Name,
-    /// From the process: it is done.
+    /// From the process: success.
     Done,
-    /// From the process: it cannot be done.
+    /// From the process: failure.
     Refused,
 }
 
@@ -109,7 +110,7 @@ impl Message {
     }
 }
 
-/// What is held of a mount.
+/// The held descriptors of a mount.
 #[derive(Debug)]
 pub(crate) struct Held {
     pub(crate) id: MountId,
@@ -118,7 +119,7 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Whether the kernel has let go of the FUSE file, or somebody has aborted its connection.
+    /// True if the kernel has released the FUSE file, or the connection was aborted.
     pub(crate) fn is_over(&self) -> bool {
         let mut end = [PollFd::new(&self.fuse, PollFlags::empty())];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -131,12 +132,12 @@ impl Held {
     }
 }
 
-/// A connection to the process that holds.
+/// A connection to the holder process.
 #[derive(Debug)]
 pub(crate) struct Line(UnixStream);
 
 impl Line {
-    /// Connects to the process of an earlier supervisor; `None` if there is none.
+    /// Connects to an earlier supervisor's process; `None` if there is none.
     pub(crate) fn connect(state: &StateDir) -> Result<Option<Self>> {
         match connect_to(state, SOCKET) {
             Ok(stream) => Self::new(stream).map(Some),
@@ -145,7 +146,7 @@ impl Line {
         }
     }
 
-    /// Starts a process. Only for who has the state directory's lock.
+    /// Starts a process. The caller must have the state directory's lock.
     pub(crate) fn start(state: &StateDir) -> Result<(Self, Child)> {
         let failed = |e| Error::io("cannot start the process that holds descriptors", e);
         let (_folder, path) = socket_path(state, SOCKET)?;
@@ -170,51 +171,52 @@ impl Line {
         Ok(Self(stream))
     }
 
-    /// The same connection, for who waits for its end.
+    /// Duplicates the connection, to wait for its end.
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let failed = |e| Error::io("cannot watch who holds descriptors", e);
         self.0.try_clone().map(Self).map_err(failed)
     }
 
-    /// Waits until the process has ended, or the connection.
+    /// Waits for the end of the process or of the connection.
     pub(crate) fn wait_for_end(&self) {
         let mut end = [PollFd::new(&self.0, PollFlags::RDHUP)];
         while matches!(poll(&mut end, None), Err(rustix::io::Errno::INTR)) {}
     }
 
-    /// Has a mount's descriptors held, instead of those that are held of it.
+    /// Holds a mount's descriptors, in place of those held so far.
     pub(crate) fn hold(&self, id: MountId, fuse: impl AsFd, slots: impl AsFd) -> Result<()> {
         self.ask(Message::Hold(id), &[fuse.as_fd(), slots.as_fd()])
     }
 
-    /// Has a mount's descriptors closed.
+    /// Closes a mount's descriptors.
     pub(crate) fn let_go(&self, id: MountId) -> Result<()> {
         self.ask(Message::LetGo(id), &[])
     }
 
-    /// Has all descriptors closed.
+    /// Closes all descriptors.
     pub(crate) fn let_all_go(&self) -> Result<()> {
         self.ask(Message::LetAllGo, &[])
     }
 
-    /// Everything that is held.
+    /// Everything that the process holds.
     pub(crate) fn list(&self) -> Result<Vec<Held>> {
         let answers = self.ask_for_all(Message::List)?;
         Ok(answers.into_iter().filter_map(|(id, fds)| Held::new(id, fds)).collect())
     }
 
-    /// The mounts that are held.
+    /// The held mounts.
     fn names(&self) -> Result<Vec<MountId>> {
         Ok(self.ask_for_all(Message::Name)?.into_iter().map(|(id, _)| id).collect())
     }
 
-    /// Ends the connection, and waits until the process has ended, if it holds nothing.
+    /// Ends the connection, and waits for the process to end, if it holds nothing.
     pub(crate) fn end(self) {
         let _ = self.0.shutdown(Shutdown::Write);
         let _ = self.receive();
     }
 
-    /// One that does not answer is done with: who waits for its end is to replace it.
+    /// Sends `message`. If the process does not answer, closes the connection: the thread that
+    /// waits for its end then replaces the process.
     fn ask(&self, message: Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
         let sent = wire::send_bytes(&self.0, &message.encode(), fds);
         let answer = sent.and_then(|()| self.receive());
@@ -253,7 +255,7 @@ pub fn waiting(state: &StateDir) -> Vec<MountId> {
     line.and_then(|line| line.names().ok()).unwrap_or_default()
 }
 
-/// Lets readers that wait for the next daemon fail with `EIO`.
+/// Makes readers that wait for the next daemon fail with `EIO`.
 pub fn give_up(state: &StateDir) -> Result<()> {
     match Line::connect(state)? {
         Some(line) => line.let_all_go(),

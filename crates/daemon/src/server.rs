@@ -1,4 +1,4 @@
-//! The serving process: answers the kernel's reads of lazy data, for every mount.
+//! The server: answers the kernel's reads of lazy data, for every mount.
 //!
 //! ```text
 //!   supervisor ── Attach + descriptors ──► the mount's task: open map, cache, store ─► LazyDevice
@@ -7,12 +7,12 @@
 //!   kernel lets go of the FUSE file, or the ublk device is stopped ──► the mount's task: Ended ──► supervisor
 //! ```
 //!
-//! It may be killed at any moment: what it holds is re-creatable, and requests it has taken lie
-//! in shared memory or with the kernel. It holds no descriptor of its own FUSE files, loop devices or mounts, so
-//! nothing it does can wait for itself.
+//! It may be killed at any moment: its state can be recreated, and requests it has taken lie in
+//! shared memory or with the kernel. It holds no descriptor of its own FUSE files, loop devices or
+//! mounts, so it can never wait for itself.
 //!
-//! When its supervisor dies it goes on serving and waits for the next one (`run/adopt.sock`).
-//! Until then it stops ublk devices that nobody uses any more itself.
+//! When its supervisor dies it goes on serving and waits for the next one (`run/adopt.sock`). Until
+//! then it stops unused ublk devices itself.
 
 mod background;
 mod mounts;
@@ -69,37 +69,37 @@ use crate::{
     transport,
 };
 
-/// Threads of the runtime that fetches. Fetching is waiting; two also keep a quick store busy.
+/// Threads of the fetch runtime. Fetching is waiting; two also keep a fast store busy.
 const RUNTIME_THREADS: usize = 2;
 
-/// Threads that may wait for a disk at once, on behalf of fetches from a local store.
+/// Threads that may wait for a disk at once, for fetches from a local store.
 const BLOCKING_THREADS: usize = 8;
 
-/// How often an orphan looks whether its ublk devices are in use.
+/// Interval at which an orphan looks for unused ublk devices.
 const UNUSED_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How long the tasks of mounts may take to end before a new supervisor is told what is served.
+/// Time limit for the tasks of mounts to end before a new supervisor is told of the served mounts.
 const TASKS_PATIENCE: Duration = Duration::from_secs(10);
 
 struct Serving {
     state: StateDir,
     io: ServingIo,
-    /// Held for life: `doctor` sees by it that there is a server.
+    /// Held for life: it tells `doctor` that there is a server.
     _lock: Lock,
     runtime: Runtime,
-    /// The same for all volumes, who share one bound of memory by them.
+    /// Shared by all volumes, and with it one memory limit.
     limits: Limits,
-    /// What each mount still has to have done: the only way to change what is served.
+    /// The pending jobs of each mount: the only way to change what is served.
     tasks: Tasks<MountId, Job>,
     mounts: Mutex<HashMap<MountId, Mount>>,
     /// Mounts whose files cannot be used.
     refused: Mutex<HashMap<MountId, Refused>>,
-    /// Numbers the servers of mounts, so that the end of an earlier one is told from that of its successor.
+    /// Numbers the servers of mounts, to tell the end of an earlier one from that of its successor.
     servers: AtomicU64,
     volumes: Openings,
-    /// How mounts are served: they share the threads that help them.
+    /// Options for serving; all mounts share the helper threads.
     options: ServeOptions,
-    /// Mounts that are being made, and how far they are with their profiles. Locked before `mounts`.
+    /// Mounts that are being made, and the progress of their profiles. Locked before `mounts`.
     warmed: Mutex<HashMap<MountId, Warmed>>,
     /// The supervisor, while there is one.
     link: Mutex<Option<UnixStream>>,
@@ -117,7 +117,7 @@ impl Deref for SharedCounters {
     }
 }
 
-/// Serves until told to stop. This is the whole life of the process `burgeon __serve STATE-DIR`,
+/// Serves until told to stop. This is the main function of the process `burgeon __serve STATE-DIR`,
 /// whose standard input is the stream to its supervisor.
 pub fn serve_forever(state_dir: &Path) -> ExitCode {
     match begin(state_dir) {
@@ -201,13 +201,13 @@ fn ask_supervisor(state: &StateDir, helper: &str, registry: &str) -> Result<Said
     }
 }
 
-/// The requests in the slots have one owner, so the server before must be gone; it is, or will be
-/// in a moment.
+/// Takes the server's lock: the requests in the slots have one owner. The previous server is dead,
+/// or about to end.
 fn the_only_server(state: &StateDir) -> Result<Lock> {
     Lock::take(&state.run().join("server.lock"))
 }
 
-/// How the conversation with a supervisor came to its end.
+/// Reason for the end of the connection to a supervisor.
 #[derive(PartialEq, Eq)]
 enum Parting {
     Stop,
@@ -215,7 +215,7 @@ enum Parting {
 }
 
 impl Serving {
-    /// Does what the supervisor says until it stops talking.
+    /// Handles the supervisor's messages until the stream ends.
     fn obey(self: &Arc<Self>, stream: &UnixStream) -> Result<Parting> {
         loop {
             let (message, fds) = match wire::receive::<ToServer>(stream) {
@@ -243,8 +243,8 @@ impl Serving {
         }
     }
 
-    /// Lets the mount's task do `job`. It may wait for a disk, and the caller must not: it has to do
-    /// with other mounts, too.
+    /// Adds `job` to the mount's task. The caller handles other mounts, too, and must not wait for
+    /// a disk.
     fn add(self: &Arc<Self>, id: MountId, job: Job) {
         if !self.tasks.add(id, job) {
             return;
@@ -252,7 +252,7 @@ impl Serving {
         let serving = Arc::clone(self);
         thread::spawn(move || {
             while let Some(job) = serving.tasks.next(id) {
-                // Its panic is a bug here; the mount's next job must not wait for ever behind it.
+                // A panic is a bug here; it must not block the mount's next job for ever.
                 let done = catch_unwind(AssertUnwindSafe(|| serving.perform(id, job)));
                 if done.is_err() {
                     tracing::error!(mount = %id, "a job of the mount's task ended in a panic");
@@ -261,8 +261,8 @@ impl Serving {
         });
     }
 
-    /// Ends this process if only its successor can serve `transport`: one that the kernel has come to
-    /// offer since this server gave it up. Readers wait for the successor.
+    /// Ends this process if only its successor can serve `transport`: the kernel offers it again
+    /// since this server gave it up. Readers wait for the successor.
     fn make_way_for(&self, id: MountId, transport: Transport) {
         if !self.io.serves(transport) && ServingIo::of_this_kernel().serves(transport) {
             tracing::warn!(mount = %id, "the mount needs what this server has given up: making way for a successor");
@@ -275,7 +275,7 @@ impl Serving {
         self.servers.fetch_add(1, Relaxed)
     }
 
-    /// Whether there is nothing to serve.
+    /// True if there is nothing to serve.
     fn is_idle(&self) -> bool {
         lock(&self.mounts).is_empty() && lock(&self.refused).is_empty()
     }
@@ -287,8 +287,8 @@ impl Serving {
         }
     }
 
-    /// Stops the ublk devices that no file system is on, so that an orphan ends with its last
-    /// mount; false once there is a supervisor again, whose work this is.
+    /// Stops the ublk devices without a file system, so that an orphan ends with its last mount;
+    /// false once there is a supervisor again, whose job this is.
     fn stop_unused_devices(&self) -> bool {
         let devices: Vec<_> = {
             let transports = self.channels(|attach, _, _| Ok(attach.transport));
@@ -305,7 +305,7 @@ impl Serving {
         lock(&self.link).is_none()
     }
 
-    /// Waits for a new supervisor and gives it all it needs to be one.
+    /// Waits for a new supervisor and hands its state over.
     fn await_adoption(&self) -> Result<UnixStream> {
         let (_folder, path) = socket_path(&self.state, "adopt.sock")?;
         files::remove_file(&path)?;
@@ -341,7 +341,7 @@ impl Serving {
         wire::send(stream, &FromServer::Adopted { refreshes: true, version: VERSION }, &[])
     }
 
-    /// Looks at how the kernel's reads of each mount come.
+    /// Calls `look` on each mount, served or refused.
     fn channels<T>(
         &self,
         look: impl Fn(&Attach, &Option<OwnedFd>, &Slots) -> Result<T>,

@@ -1,5 +1,4 @@
-//! What is mapped into kept writes: whether its map, and all that it takes to read mapped images, is
-//! whole.
+//! Checks the virtual area of kept writes: its map, and the files needed to read mapped images.
 
 use burgeon_block::Result;
 use burgeon_image::{AddressMap, ExtentMap};
@@ -11,7 +10,7 @@ use crate::state::{
     writes,
 };
 
-/// Looks at what is mapped into the writes `name`; `None` if nothing can be.
+/// Checks the area of the writes `name`; `None` if they have none.
 pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
     writes::find(state, name).ok().flatten().filter(|record| record.virtual_bytes > 0)?;
     let area = writes::folder(state, name).join(AREA);
@@ -37,7 +36,7 @@ pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
              from a backup",
         ));
     }
-    // One that is under way has no end yet.
+    // An unfinished mapping has no end yet.
     let mounted = writes::is_mounted(state, name).unwrap_or(true);
     if let (Some(label), false) = (unfinished.last(), mounted) {
         return Some(Finding::bad(
@@ -51,7 +50,7 @@ pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
     Some(Finding::fine(&subject, "the map is whole"))
 }
 
-/// Whether every image that is mapped can be read, as far as this host has to do with it.
+/// Checks that every mapped image can be read, as far as this host's files are concerned.
 fn check_images(state: &StateDir, area: &std::path::Path, map: &ExtentMap) -> Result<()> {
     for digest in map.images()? {
         let image = images::find(state, area, &digest)?;

@@ -1,5 +1,5 @@
-//! What crashes and killed commands have left: mounts without a daemon, folders of mounts that are gone,
-//! ublk devices, and builds.
+//! Finds the leftovers of crashes and killed commands: mounts without a daemon, folders of mounts
+//! that have ended, ublk devices, and builds.
 
 use std::{fs, path::Path};
 
@@ -21,7 +21,7 @@ use crate::{
     transport,
 };
 
-/// What is left of a daemon that does not run any more. While one runs, all of this is its own.
+/// The leftovers of a dead daemon. While a daemon runs, all of this is in use.
 pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<Finding> {
     if !matches!(runs, Ok(None)) {
         return Vec::new();
@@ -70,7 +70,7 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
     findings
 }
 
-/// ublk devices that have lost their daemon, its folder, and their last user.
+/// ublk devices without a daemon, its folder, and users.
 pub(super) fn strays(state: &StateDir) -> Vec<Finding> {
     let finding = |number| {
         Finding::repairable(
@@ -82,7 +82,7 @@ pub(super) fn strays(state: &StateDir) -> Vec<Finding> {
     transport::strays(&mount_ids(state)).into_iter().map(finding).collect()
 }
 
-/// How many mounts the kernel still has while no daemon runs.
+/// The number of mounts that the kernel still has while no daemon runs.
 pub fn mounts_without_daemon(state: &StateDir) -> usize {
     let alive = |id: &MountId| match read_record(state, *id) {
         Ok(record) => is_alive(&record),
@@ -100,9 +100,9 @@ fn lost_record(id: MountId, device: &str) -> Finding {
     )
 }
 
-/// What killed builds have left in the store: bytes.
+/// Bytes that killed builds have left in the store.
 pub(super) fn stale_builds(store: &Path) -> u64 {
-    // A store that cannot be looked at is the matter of the commands that use it.
+    // An unreadable store is reported by the commands that use it.
     Directory::open(store).and_then(|store| store.stale_bytes()).unwrap_or(0)
 }
 
@@ -120,11 +120,11 @@ pub(super) fn builds(store: &Path) -> Option<Finding> {
 }
 
 fn orphan_serves(state: &StateDir) -> bool {
-    // Only looked at: connecting would make the server believe in a new supervisor.
+    // Never connect: the server would take this for a new supervisor.
     let path = state.run().join("adopt.sock");
     let listening = fs::read_to_string("/proc/net/unix").unwrap_or_default();
-    // The server bound it through a descriptor of the folder, so only the name's end is known;
-    // whether somebody listens is told by the lock that the server holds.
+    // The server bound it through a descriptor of the folder, so only the end of the name is known;
+    // the server's lock tells if a server listens.
     path.exists()
         && listening.contains("adopt.sock")
         && files::Lock::try_take(&state.run().join("server.lock")).is_ok_and(|lock| lock.is_none())

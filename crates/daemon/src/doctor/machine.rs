@@ -1,4 +1,4 @@
-//! What Burgeon needs of this machine: kernel, file systems, devices, privileges, and space for its state.
+//! Checks the requirements on this machine: kernel, file systems, devices, privileges, and space.
 
 use std::fs;
 
@@ -22,10 +22,10 @@ use crate::{
 /// The oldest kernel that everything here was measured on.
 const KERNEL_MIN: (u32, u32) = (6, 1);
 
-/// Free space below which a warning is worth it: nothing useful fits.
+/// Free bytes below which a warning is due: nothing useful fits.
 const FREE_MIN: u64 = 1 << 30;
 
-/// Looks at all of it.
+/// Runs all checks.
 pub(super) fn examine(state: &StateDir) -> Vec<Finding> {
     vec![
         kernel(),
@@ -74,7 +74,7 @@ fn file_system(subject: &str, name: &str) -> Finding {
     )
 }
 
-/// What the kernel lacks for the faster transport.
+/// Checks the kernel features that the faster transport needs.
 fn ublk() -> Finding {
     let there = fs::metadata("/dev/ublk-control").is_ok();
     if !there && module_is_there("ublk_drv") {
@@ -112,7 +112,7 @@ fn loops() -> Finding {
         .ok()
         .and_then(|text| text.trim().parse::<usize>().ok())
         .unwrap_or(0);
-    // Newer kernels make devices on demand, whatever this number says, unless it was set.
+    // Newer kernels make devices on demand, independent of this number unless it was set.
     let found = format!("{used} in use, max_loop={most}");
     let on_demand = fs::metadata("/dev/loop-control").is_ok();
     if on_demand || used + 3 <= most {
@@ -126,7 +126,7 @@ fn loops() -> Finding {
     )
 }
 
-/// Not having it is no defect: `mount --fast` then falls back, and says so.
+/// Its absence is no defect: `mount --fast` then falls back, and says so.
 fn rings() -> Finding {
     let found = match system::fuse_rings() {
         Ok(()) => "the kernel allows it: `burgeon mount --fast` uses it".to_owned(),
@@ -149,7 +149,7 @@ fn privileges() -> Finding {
     )
 }
 
-/// Whether this is not a container with users of its own: no btrfs can be mounted in there.
+/// False in a container with a user namespace of its own: no btrfs can be mounted there.
 fn is_first_user_namespace() -> bool {
     let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     map.is_empty() || map.split_whitespace().eq(["0", "0", "4294967295"])

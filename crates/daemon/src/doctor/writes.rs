@@ -1,11 +1,11 @@
-//! Whether everything that named writes were made on is still exactly that.
+//! Checks that the files on which named writes are based are unchanged.
 
 use std::path::Path;
 
 use super::{Finding, Level, area};
 use crate::state::{paths::StateDir, prepared, writes};
 
-/// Looks at all named writes.
+/// Checks all named writes.
 pub(super) fn examine(state: &StateDir) -> Vec<Finding> {
     let names = match writes::names(state) {
         Ok(names) => names,
@@ -17,7 +17,7 @@ pub(super) fn examine(state: &StateDir) -> Vec<Finding> {
     names.iter().flat_map(of).flatten().collect()
 }
 
-/// Whether everything that the writes were made on is still exactly that.
+/// Checks the files on which the writes `name` are based.
 fn check(state: &StateDir, name: &str) -> Finding {
     let subject = format!("writes {name}");
     let problem = |found: String| {
@@ -35,8 +35,8 @@ fn check(state: &StateDir, name: &str) -> Finding {
         Err(e) => return problem(e.to_string()),
     };
     if !record.sprouted {
-        // Its mount was killed before it handed anything out; the next one may have been, too,
-        // while it took the rest away.
+        // Its mount was killed before it handed anything out; the next mount may also have been
+        // killed while it removed the rest.
         return Finding::fine(&subject, "nothing is in them: the next mount makes them anew");
     }
     let folder = writes::folder(state, name);

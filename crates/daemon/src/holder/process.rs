@@ -1,4 +1,4 @@
-//! The process that holds descriptors where there is no systemd.
+//! The process that holds descriptors on a host without systemd.
 //!
 //! ```text
 //!   burgeon __hold STATE-DIR, its standard input a listening socket
@@ -7,12 +7,12 @@
 //!     ends when it holds nothing and nobody is connected, or GIVE_UP_AFTER without a supervisor
 //! ```
 //!
-//! A umount, or the end of a mount namespace, waits for blocks that were asked for, and so does
-//! whoever then looks at all file systems (`sync`). Nobody starts a supervisor by himself where there
-//! is no systemd, so that wait has a bound.
+//! An umount, or the end of a mount namespace, waits for requested blocks, and so does any process
+//! that then visits all file systems (`sync`). Without systemd no supervisor is started
+//! automatically, so that wait has a bound.
 //!
-//! It looks at `/dev/fuse` descriptors only while no supervisor is there: the kernel would wake
-//! whoever polls one for each request of the mount.
+//! It polls `/dev/fuse` descriptors only while there is no supervisor: the kernel wakes a poller
+//! for each request of the mount.
 
 use std::{
     collections::BTreeMap,
@@ -30,19 +30,19 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::{HELD_MAX, Held, Message};
 use crate::{host::namespace, id::MountId, ipc::wire, roles};
 
-/// How often it is looked for mounts that are over, while no supervisor is there to say so.
+/// Interval of looking for ended mounts while there is no supervisor to report them.
 const INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// How long readers wait for a supervisor; then they get `EIO`.
+/// Readers wait this long for a supervisor; then they get `EIO`.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(600);
 
-/// How long a client may take to send or to take in a message: they are all of this program.
+/// Time limit for a client to send or receive a message: all clients are this program.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Clients at once: a supervisor, and commands that look.
+/// Concurrent clients: a supervisor, and commands that look.
 const CLIENTS_MAX: usize = 16;
 
-/// The whole life of the process `burgeon __hold STATE-DIR`.
+/// The main function of the process `burgeon __hold STATE-DIR`.
 pub fn hold() -> ExitCode {
     match begin() {
         Ok(()) => ExitCode::SUCCESS,
@@ -55,10 +55,10 @@ pub fn hold() -> ExitCode {
 
 fn begin() -> Result<()> {
     let failed = |e: rustix::io::Errno| Error::io("cannot hold descriptors", e.into());
-    // What ends the supervisor's session or terminal does not end this.
+    // The end of the supervisor's session or terminal must not end this process.
     let _ = rustix::process::setsid();
     let listener = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).map_err(failed)?;
-    // A namespace that it shared with the daemon would keep the daemon's mounts in use.
+    // A namespace shared with the daemon would keep the daemon's mounts in use.
     if let Err(e) = namespace::enter_bare() {
         tracing::warn!(error = %e, "the holder shares the namespace of the daemon");
     }
@@ -70,7 +70,7 @@ type AllHeld = BTreeMap<MountId, Held>;
 
 struct Client {
     stream: UnixStream,
-    /// It has had something held, or asked for all of it.
+    /// It has sent a `Hold` or a `List`.
     is_supervisor: bool,
 }
 
@@ -127,7 +127,7 @@ fn is_welcome(client: &UnixStream) -> bool {
         && client.set_write_timeout(Some(PATIENCE)).is_ok()
 }
 
-/// Answers one message; false if the client is done with.
+/// Answers one message; false ends the connection.
 fn answer(client: &mut Client, held: &mut AllHeld) -> bool {
     let stream = &client.stream;
     let Ok(Some((bytes, fds))) = wire::receive_bytes(stream) else { return false };
@@ -179,7 +179,7 @@ mod tests {
             line.hold(id, &file, &file).unwrap();
         }
         drop(line);
-        // Of an earlier supervisor's, the next one takes what it knows and lets go of the rest.
+        // The next supervisor takes the mounts it knows and releases the rest.
         let line = Line::connect(&state).unwrap().unwrap();
         line.let_go(first).unwrap();
         let held = line.list().unwrap();
@@ -206,7 +206,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let id = MountId::from_number(1);
         line.hold(id, &file, &file).unwrap();
-        // As long as there is one, it is held; a command that looks is none.
+        // While a supervisor is connected, mounts stay held; a command that looks does not count.
         let command = Line::connect(&state).unwrap().unwrap();
         assert_eq!(command.names().unwrap(), [id]);
         drop(line);

@@ -1,5 +1,5 @@
-//! systemd's descriptor store: `FDSTORE=1` to its notification socket, and the descriptors come
-//! back to the next main process of the unit from number 3 on (`sd_listen_fds(3)`).
+//! systemd's descriptor store: `FDSTORE=1` to its notification socket; the descriptors are passed
+//! to the next main process of the unit from number 3 on (`sd_listen_fds(3)`).
 //!
 //! `FDPOLL=0`, because the kernel would wake systemd for each request of a mount whose `/dev/fuse`
 //! it polls.
@@ -29,10 +29,10 @@ use crate::{id::MountId, start::notification_socket};
 /// The first descriptor that systemd passes.
 const FIRST: i32 = 3;
 
-/// What the names of ours begin with; the mount's id follows.
+/// Prefix of our descriptors' names; the mount's id follows.
 const PREFIX: &str = "burgeon-";
 
-/// How long systemd may take to do what it was told.
+/// Time limit for systemd to process its messages.
 const BARRIER_MAX: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 
 /// The store of this process's unit.
@@ -40,8 +40,8 @@ const BARRIER_MAX: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 pub(crate) struct Store(UnixDatagram);
 
 impl Store {
-    /// `None` where systemd does not run this process, or keeps nothing for its unit: one that was
-    /// installed before the unit had `FileDescriptorStoreMax=`.
+    /// `None` without systemd, or if it stores nothing for the unit: one that was installed before
+    /// the unit had `FileDescriptorStoreMax=`.
     pub(crate) fn find() -> Option<Self> {
         let store = Self(notification_socket()?);
         match store.keeps() {
@@ -60,8 +60,8 @@ impl Store {
         }
     }
 
-    /// Has a mount's descriptors held, and returns when they are: a process that was killed before
-    /// systemd has read its message is no main process any more.
+    /// Stores a mount's descriptors, and returns when systemd has them: it ignores a message of a
+    /// process that was killed before systemd has read it.
     pub(crate) fn hold(&self, id: MountId, fuse: impl AsFd, slots: impl AsFd) -> Result<()> {
         self.send(&add(&id.to_string()), &[fuse.as_fd(), slots.as_fd()])?;
         self.barrier()
@@ -71,7 +71,7 @@ impl Store {
         self.send(&remove(&id.to_string()), &[])
     }
 
-    /// Whether systemd keeps what it is given: it closes what it has no room for.
+    /// True if systemd keeps new descriptors: it closes those it has no room for.
     fn keeps(&self) -> Result<bool> {
         let (ours, theirs) = pipe()?;
         self.send(&add("probe"), &[theirs.as_fd()])?;
@@ -82,7 +82,7 @@ impl Store {
         Ok(kept)
     }
 
-    /// Waits until systemd has read all that was sent before.
+    /// Waits until systemd has read all earlier messages.
     fn barrier(&self) -> Result<()> {
         let (ours, theirs) = pipe()?;
         self.send("BARRIER=1", &[theirs.as_fd()])?;
@@ -119,7 +119,7 @@ fn pipe() -> Result<(OwnedFd, OwnedFd)> {
     pipe_with(PipeFlags::CLOEXEC).map_err(|e| Error::io("cannot make a pipe", e.into()))
 }
 
-/// Whether all others have closed the pipe's other end, or do so before `limit`.
+/// True if all others have closed the pipe's other end, or do so before `limit`.
 fn is_closed(ours: &OwnedFd, limit: Timespec) -> Result<bool> {
     let mut end = [PollFd::new(ours, PollFlags::IN)];
     rustix::io::retry_on_intr(|| poll(&mut end, Some(&limit)))
@@ -127,8 +127,8 @@ fn is_closed(ours: &OwnedFd, limit: Timespec) -> Result<bool> {
     Ok(end[0].revents().contains(PollFlags::HUP))
 }
 
-/// What systemd has kept for this process. To be called once, before anything else opens or closes
-/// descriptors, and starts processes: they would inherit these.
+/// The descriptors that systemd has kept for this process. Call this once, before anything else
+/// opens or closes descriptors or starts processes, which would inherit these.
 pub(crate) fn inherited() -> Vec<Held> {
     let number = |name: &str| env::var(name).ok()?.parse::<u32>().ok();
     if number("LISTEN_PID") != Some(std::process::id()) {
@@ -138,7 +138,7 @@ pub(crate) fn inherited() -> Vec<Held> {
     let names: Vec<_> = names.split(':').collect();
     let count = number("LISTEN_FDS").unwrap_or_default() as i32;
     let fds = (0..count).filter_map(|index| {
-        // SAFETY: systemd has opened these for this process, and nobody has used them yet.
+        // SAFETY: systemd has opened these for this process, and nothing has used them yet.
         let fd = unsafe { OwnedFd::from_raw_fd(FIRST + index) };
         fcntl_setfd(&fd, FdFlags::CLOEXEC).ok()?;
         let id = names.get(index as usize)?.strip_prefix(PREFIX)?.parse::<MountId>().ok()?;
@@ -147,7 +147,7 @@ pub(crate) fn inherited() -> Vec<Held> {
     pair(fds.collect())
 }
 
-/// Puts the two descriptors of each mount together; their order says nothing.
+/// Pairs the two descriptors of each mount; they may arrive in any order.
 fn pair(fds: Vec<(MountId, OwnedFd)>) -> Vec<Held> {
     let is_device = |fd: &OwnedFd| {
         fstat(fd)
@@ -177,8 +177,8 @@ mod tests {
     use super::{Store, pair};
     use crate::id::MountId;
 
-    /// Does what systemd does with a unit that may keep `most` descriptors, until the other end is
-    /// closed; what was kept then.
+    /// Imitates systemd for a unit that may keep `most` descriptors, until the other end is closed;
+    /// returns the descriptors kept then.
     fn play_systemd(socket: &UnixDatagram, most: usize) -> Vec<(String, OwnedFd)> {
         let mut kept = Vec::new();
         loop {
@@ -202,7 +202,7 @@ mod tests {
                     kept.extend(fds.into_iter().take(room).map(|fd| (name.to_owned(), fd)));
                 }
                 ("FDSTOREREMOVE=1", Some(name)) => kept.retain(|(other, _)| other != name),
-                // It closes the descriptor: that is the answer.
+                // systemd's answer is to close the descriptor.
                 ("BARRIER=1", None) => drop(fds),
                 ("STOPPING=1", None) => return kept,
                 other => panic!("{other:?}"),

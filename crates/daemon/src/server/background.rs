@@ -1,9 +1,9 @@
-//! What the server does that no reader waits for: profiles, filling, recording.
+//! Background work of the server, which no reader waits for: profiles, filling, recording.
 //!
 //! ```text
-//!   being made, its map is there ─┐
-//!   attached, if nothing came before ─┴─► the profile is looked for, in a thread of its own ─► followed
-//!   attached and the profile brought ─► fill
+//!   map of a mount in progress is ready ─┐
+//!   attached, if not warmed before ──────┴─► load the profile in a thread of its own ─► prefetch
+//!   attached and the profile prefetched ─► fill
 //! ```
 
 use std::{sync::Arc, thread};
@@ -26,27 +26,27 @@ use crate::{
     state::{access, profile, record::ProfileSource},
 };
 
-/// How far a mount is with its profile.
+/// Progress of a mount's profile prefetch.
 pub(super) enum Following {
-    /// It is being looked for.
+    /// The profile is being loaded.
     Loading,
     /// There is none.
     None,
-    /// It cannot be used.
+    /// The profile cannot be used.
     Unusable(String),
-    /// Its data is brought, or has been.
+    /// Its data is being prefetched, or has been.
     Begun(ProfilePrefetch),
 }
 
-/// A mount that is being made.
+/// A mount that is being made and prefetches already.
 pub(super) struct Warmed {
     following: Following,
-    /// Kept open, so that the mount finds what has come.
+    /// Kept open, so that the mount finds the prefetched data.
     volume: Option<Arc<ImageVolume>>,
 }
 
 impl Serving {
-    /// A mount is being made: what its profile says can come meanwhile.
+    /// Starts the profile prefetch of a mount that is being made.
     pub(super) fn warm(self: &Arc<Self>, warm: Warm) {
         tracing::info!(mount = %warm.id, "the profile comes meanwhile: the mount is being made");
         let begun = Warmed { following: Following::Loading, volume: None };
@@ -70,9 +70,8 @@ impl Serving {
         });
     }
 
-    /// Serves `mount`, and brings what nobody has asked for yet: what its profile says, then
-    /// everything, as far as that is wanted. A profile may have to be fetched: that is waited for
-    /// elsewhere.
+    /// Serves `mount`, and fetches in the background: first the profile's data, then the rest, as
+    /// far as requested. A thread of its own loads the profile, because that may be a fetch.
     pub(super) fn bring(self: &Arc<Self>, id: MountId, mut mount: Mount) {
         let volume = Arc::clone(&mount.volume);
         let profile = mount.attach.profile.clone();
@@ -96,7 +95,7 @@ impl Serving {
         }
     }
 
-    /// Looks for a profile and begins to follow it, for a mount that is served or being made.
+    /// Loads a profile and starts its prefetch, for a mount that is served or being made.
     fn load(self: &Arc<Self>, id: MountId, source: &ProfileSource, volume: &Arc<ImageVolume>) {
         let loaded = profile::load(source, volume.source().store());
         let _runtime = self.runtime.enter();
@@ -115,7 +114,7 @@ impl Serving {
         });
     }
 
-    /// Says how a mount follows its profile, which is served, or not yet.
+    /// Sets the prefetch state of a mount that is served or being made.
     fn settle(self: &Arc<Self>, id: MountId, following: impl FnOnce(Option<&Mount>) -> Following) {
         {
             let mut warmed = lock(&self.warmed);
@@ -123,7 +122,7 @@ impl Serving {
                 begun.following = following(None);
                 return;
             }
-            // Where neither is, the mount is gone.
+            // If it is neither, the mount has ended.
             let mut mounts = lock(&self.mounts);
             let Some(mount) = mounts.get_mut(&id) else { return };
             mount.following = following(Some(mount));
@@ -131,13 +130,13 @@ impl Serving {
         self.lead(id);
     }
 
-    /// Sees to what comes after the profile of a mount that is served.
+    /// Starts the work that follows the profile prefetch of a served mount.
     fn lead(self: &Arc<Self>, id: MountId) {
         let ended = {
             let mounts = lock(&self.mounts);
             match mounts.get(&id).map(|mount| &mount.following) {
                 Some(Following::Begun(follow)) => Some(follow.ended()),
-                // Whoever loads it comes here again.
+                // The loading thread calls this again.
                 Some(Following::Loading) | None => return,
                 Some(Following::None | Following::Unusable(_)) => None,
             }
@@ -157,7 +156,7 @@ impl Serving {
         });
     }
 
-    /// Begins to fetch everything, if that is wanted.
+    /// Starts to fetch everything, if requested.
     fn fill(&self, id: MountId) {
         let _runtime = self.runtime.enter();
         let mut mounts = lock(&self.mounts);
@@ -177,7 +176,7 @@ impl Serving {
         });
     }
 
-    /// Begins or ends to record what is read.
+    /// Starts or stops recording reads.
     pub(super) fn record(&self, id: MountId, on: bool) -> Result<bool> {
         let device = lock(&self.mounts).get(&id).map(|mount| Arc::clone(&mount.device));
         let device = device.ok_or_else(|| {
@@ -226,7 +225,7 @@ pub(super) fn profile_status(mount: &Mount) -> ProfileStatus {
     }
 }
 
-/// Before it has begun, everything is still to be done.
+/// Before a fill has started, everything is still to be done.
 pub(super) fn fill_status(mount: &Mount) -> FillStatus {
     let progress = mount.fill.as_ref().map_or(
         FillProgress {
@@ -240,7 +239,7 @@ pub(super) fn fill_status(mount: &Mount) -> FillStatus {
     progress_status(progress)
 }
 
-/// All fills of what is pinned as one, which is as far as the one that is least far.
+/// Combines the fills of all pins into one status; the least advanced fill counts.
 pub(super) fn pinned_status(fills: &[Fill]) -> FillStatus {
     use FillState::{CacheFull, Done, OverLimit, Running, Stopped};
     const ORDER: [FillState; 5] = [Running, Stopped, OverLimit, CacheFull, Done];

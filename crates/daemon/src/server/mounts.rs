@@ -1,16 +1,16 @@
-//! What is done for one mount, by its task.
+//! The jobs of one mount, run by its task.
 //!
 //! ```text
 //!   Attach ─┬─ served already ──────► as Refresh
 //!           ├─ its files are good ──► served; a refusing server of it ends first
 //!           └─ they are not ────────► refusing: every read is EIO at once; the supervisor makes the
 //!                                     files again, and attaches once more
-//!   Refresh ─► what was mapped and pinned meanwhile is seen
-//!   Ended ───► forgotten, unless a later server has taken the mount on
+//!   Refresh ─► new mappings and pins are seen
+//!   Ended ───► forgotten, unless a later server has taken the mount over
 //! ```
 //!
 //! Invariant: one server at a time has a mount's slots (`tests/interleavings.rs`). Jobs of a mount
-//! never run side by side, so each may look first and act then.
+//! never run concurrently, so each may check first and act then.
 
 use std::{os::fd::OwnedFd, path::Path, pin::Pin, sync::Arc};
 
@@ -36,25 +36,25 @@ use crate::{
     },
 };
 
-/// What is to be done for a mount.
+/// A job of a mount.
 pub(super) enum Job {
-    /// Serve it. Of one that is served: see what has been mapped and pinned meanwhile.
+    /// Serve it. If it is served already: see new mappings and pins.
     Attach {
         number: Option<u64>,
-        /// Whether to answer its reads with `EIO` if it cannot be served.
+        /// Answer its reads with `EIO` if it cannot be served.
         refuse: bool,
         attach: Box<Attach>,
         fds: Vec<OwnedFd>,
     },
-    /// See what has been mapped and pinned meanwhile.
+    /// See new mappings and pins.
     Refresh { number: u64 },
-    /// Begin or end to record what is read.
+    /// Start or stop recording reads.
     Record { on: bool },
-    /// Its server of this number has ended.
+    /// The mount's server of this number has ended.
     Ended { server: u64, end: End },
 }
 
-/// One mount that is served, and all that an heir of the supervisor would need.
+/// A served mount, with everything that a new supervisor would need.
 pub(super) struct Mount {
     pub(super) attach: Attach,
     pub(super) volume: Arc<ImageVolume>,
@@ -65,11 +65,11 @@ pub(super) struct Mount {
     number: u64,
     pub(super) following: Following,
     pub(super) fill: Option<Fill>,
-    /// What is pinned, on its way; `None` until it is known what that is.
+    /// Fetches of the pinned data; `None` until the pins are known.
     pub(super) pinned: Option<Vec<Fill>>,
 }
 
-/// One mount that cannot be served.
+/// A mount that cannot be served.
 pub(super) struct Refused {
     pub(super) attach: Attach,
     pub(super) fuse: Option<OwnedFd>,
@@ -116,8 +116,8 @@ impl Serving {
             return Err(Error::new(ErrorKind::Invalid, "a mount came without its descriptors"));
         };
         if lock(&self.mounts).contains_key(&attach.id) {
-            // A supervisor that adopted us says what it was told; one of another version tells so
-            // that something has been mapped.
+            // An adopting supervisor reports its state; one of another version announces a new
+            // mapping this way.
             return self.refresh(attach.id);
         }
         self.make_way_for(attach.id, attach.transport);
@@ -172,14 +172,14 @@ impl Serving {
         let transport = mount.attach.transport;
         self.bring(id, mount);
         if let Err(e) = self.fetch_pinned(id, &pins) {
-            // They are a matter of speed; the mount is served.
+            // Pins only affect speed; the mount is served.
             tracing::warn!(mount = %id, error = %e, "cannot fetch pinned files");
         }
         self.watch(id, number, transport, ended);
         Ok(())
     }
 
-    /// Answers the mount's reads with `EIO`, if that is not done already.
+    /// Answers the mount's reads with `EIO`, unless it does so already.
     fn refuse(
         self: &Arc<Self>,
         attach: Attach,
@@ -200,7 +200,7 @@ impl Serving {
         Ok(())
     }
 
-    /// Stops the server that refuses the mount's reads: what it has not answered is left in the
+    /// Stops the server that refuses the mount's reads: requests it has not answered stay in the
     /// slots, or with the driver, for the next one.
     fn end_refusing(&self, id: MountId) {
         let refused = lock(&self.refused).remove(&id);
@@ -208,7 +208,7 @@ impl Serving {
         drop(refused);
     }
 
-    /// Serves `device`; gives the descriptor that is kept for a supervisor, too.
+    /// Serves `device`; also returns the descriptor that is kept for a supervisor.
     fn serve<D: BlockDevice>(
         &self,
         attach: &Attach,
@@ -238,26 +238,25 @@ impl Serving {
         })
     }
 
-    /// Lets the mount's task know of its server's end.
+    /// Reports the end of its server to the mount's task.
     fn watch(self: &Arc<Self>, id: MountId, number: u64, transport: Transport, ended: Ended) {
         let serving = Arc::clone(self);
         self.runtime.spawn(async move {
             let end = ended.await;
             if let (End::Failed(errno), Transport::Ublk { .. }) = (end, transport) {
-                // The device lives on, and waits for a server.
+                // The device stays, and waits for a server.
                 tracing::error!(mount = %id, errno, "cannot serve the mount any longer: making way for a successor");
                 std::process::exit(1);
             }
             // Stopped by this process: another server has the mount.
             if end != End::Stopped {
-                // Joining the mount's threads is no work for the runtime.
+                // Joining the mount's threads would block the runtime.
                 serving.add(id, Job::Ended { server: number, end });
             }
         });
     }
 
-    /// Sees what has been mapped and pinned meanwhile. Of a mount that is refused, a later attach
-    /// will.
+    /// Sees new mappings and pins. For a refused mount this is left to a later attach.
     fn refresh(&self, id: MountId) -> Result<()> {
         let found = lock(&self.mounts)
             .get(&id)
@@ -269,8 +268,8 @@ impl Serving {
         self.fetch_pinned(id, &pins)
     }
 
-    /// Begins to fetch what the file `pins` says, and lets go of what was pinned before. Returns when
-    /// it is known how much that is.
+    /// Starts to fetch the pins in the file `pins`, and drops the earlier pins. Returns when the
+    /// amount is known.
     fn fetch_pinned(&self, id: MountId, pins: &Path) -> Result<()> {
         let ranges = Pins::read(pins)?.ranges();
         let device = lock(&self.mounts).get(&id).map(|mount| Arc::clone(&mount.device));
@@ -282,7 +281,8 @@ impl Serving {
         Ok(())
     }
 
-    /// A server of the mount has ended by itself: the mount is over, unless another has taken it on.
+    /// A server of the mount has ended by itself: the mount is over, unless another has taken it
+    /// over.
     fn forget(&self, id: MountId, server: u64, end: End) {
         let mount = {
             let mut mounts = lock(&self.mounts);

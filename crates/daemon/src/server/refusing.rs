@@ -1,4 +1,4 @@
-//! A mount whose files cannot be used: every read of its data is `EIO` at once, so that nobody
+//! A mount whose files cannot be used: every read of its data is `EIO` at once, so that no process
 //! waits for it and it can be unmounted, until its files have been made again.
 
 use burgeon_block::{BlockDevice, Error, ErrorKind, Now, Result, Shape};
@@ -6,20 +6,20 @@ use burgeon_frontend::ublk::Control;
 
 use crate::state::record::{Attach, Transport};
 
-/// A device none of whose blocks can be read.
+/// A device without a single readable block.
 pub(super) struct Refusing {
     size: u64,
 }
 
-/// More than any mount has: a read within the device must be an error, and never its end, which a
+/// Larger than any mount: a read within the device must be an error, and never its end, which a
 /// loop device takes for zeros.
 const SIZE_MAX: u64 = 1 << 62;
 
 impl Refusing {
-    /// In the place of the device of `attach`.
+    /// Replaces the device of `attach`.
     pub(super) fn instead_of(attach: &Attach) -> Result<Self> {
         let size = match attach.transport {
-            // It has to be what the driver was told.
+            // Must be the size that the driver was told.
             Transport::Ublk { number } => Control::open()?.size(number)?,
             Transport::Fuse | Transport::Rings { .. } => SIZE_MAX,
         };

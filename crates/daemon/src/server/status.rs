@@ -1,4 +1,4 @@
-//! What the server alone knows of its mounts.
+//! The part of a mount's status that only the server knows.
 
 use burgeon_volume::CacheState;
 

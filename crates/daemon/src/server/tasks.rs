@@ -1,5 +1,5 @@
-//! One task a mount: jobs of one mount run one after the other, those of different mounts side by
-//! side.
+//! One task per mount: jobs of one mount run one after the other, those of different mounts
+//! concurrently.
 //!
 //! ```text
 //!   add(mount, job) ─► the mount has no task ──► the caller runs one ─► next ─► job … ─► None: it ends
@@ -11,7 +11,7 @@
 //! - Jobs of a mount run in the order in which they were added, and none is lost.
 //!
 //! A task is a thread that ends with its queue, so an idle mount has none. The queue needs no bound
-//! of its own: the supervisor adds a job for a client that waits for it, and has a bound for those.
+//! of its own: the supervisor adds a job on behalf of a waiting client, and bounds its clients.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -25,7 +25,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 /// The queues of all mounts that have a task.
 pub(super) struct Tasks<K, J> {
     queues: Mutex<HashMap<K, VecDeque<J>>>,
-    /// A task has ended.
+    /// Notified when a task has ended.
     ended: Condvar,
 }
 
@@ -36,7 +36,7 @@ impl<K, J> Default for Tasks<K, J> {
 }
 
 impl<K: Copy + Eq + Hash, J> Tasks<K, J> {
-    /// Adds a job. True if the mount has no task: then the caller has to run one, which takes its
+    /// Adds a job. True if the mount has no task: then the caller must run one, which takes its
     /// jobs from [`Self::next`] until there is none.
     #[must_use]
     pub(super) fn add(&self, mount: K, job: J) -> bool {
@@ -46,7 +46,7 @@ impl<K: Copy + Eq + Hash, J> Tasks<K, J> {
         !has_task
     }
 
-    /// The next job of the mount's task; `None`, and the task is to end, if there is none.
+    /// The next job of the mount's task; `None` ends the task.
     pub(super) fn next(&self, mount: K) -> Option<J> {
         let mut queues = self.queues();
         let next = queues.get_mut(&mount).and_then(VecDeque::pop_front);

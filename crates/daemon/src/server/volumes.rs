@@ -1,12 +1,12 @@
-//! What a mount's reads are answered from: the volume of its image, its virtual area, and the
-//! volumes of the images that are mapped there.
+//! The data sources of a mount's reads: the volume of its image, its virtual area, and the volumes
+//! of the images that are mapped there.
 //!
 //! ```text
 //!   LazyDevice of a mount ─┬─► volume of its image ◄── other mounts, other areas
 //!                          └─► VirtualArea ─► volume of a mapped image ◄── other mounts, other areas
 //! ```
 //!
-//! Invariant: one volume for all who use the same map, cache and store with the same credentials.
+//! Invariant: one volume for all users of the same map, cache and store with the same credentials.
 
 use std::{
     collections::HashMap,
@@ -32,7 +32,7 @@ pub(super) type ImageVolume = Volume<Objects, DirectFile>;
 pub(super) type Area = VirtualArea<Objects, DirectFile>;
 pub(super) type Device = LazyDevice<Objects, DirectFile, SharedCounters>;
 
-/// Where an image's data is, and how it is used.
+/// The location of an image's data and the parameters of its use.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(super) struct Origin {
     cache: PathBuf,
@@ -41,21 +41,21 @@ pub(super) struct Origin {
 }
 
 impl Origin {
-    /// Of the image that is mounted.
+    /// Of the mounted image.
     pub(super) fn of(attach: &Attach, access: &Access) -> Self {
         let Attach { cache, store, .. } = attach;
         Self { cache: cache.clone(), store: store.clone(), access: access.for_location(store) }
     }
 
-    /// The same, before it is mounted.
+    /// Of an image that is not mounted yet.
     pub(super) fn of_warm(warm: &Warm, access: &Access) -> Self {
         let Warm { cache, store, .. } = warm;
         Self { cache: cache.clone(), store: store.clone(), access: access.for_location(store) }
     }
 }
 
-/// Every volume that is open, or being opened: one opening of an origin at a time, and none waits
-/// for that of another.
+/// Every volume that is open, or being opened. An origin is opened once at a time, and never waits
+/// for the opening of another.
 #[derive(Default)]
 pub(super) struct Openings(Mutex<HashMap<Origin, Arc<Opening>>>);
 
@@ -67,9 +67,9 @@ impl Openings {
         Arc::clone(lock(&self.0).entry(origin.clone()).or_default())
     }
 
-    /// Forgets the volumes that nobody uses.
+    /// Drops the volumes without users.
     pub(super) fn sweep(&self) {
-        // One that somebody else holds is being opened; the others' locks are free.
+        // A volume held by another thread is being opened; the others' locks are free.
         let in_use = |opening: &Arc<Opening>| {
             Arc::strong_count(opening) > 1 || lock(opening).strong_count() > 0
         };
@@ -78,7 +78,7 @@ impl Openings {
 }
 
 impl Serving {
-    /// The volume of the image whose address map is the file `map`.
+    /// Returns the volume of the image whose address map is the file `map`.
     pub(super) fn volume(
         &self,
         origin: Origin,
@@ -100,7 +100,7 @@ impl Serving {
         files::make_way(&origin.cache)?;
         let cache = DirectFile::open(&origin.cache, map.data_range().len())?;
         let _runtime = self.runtime.enter();
-        // The folder of a prepared image has its digest for a name.
+        // The folder of a prepared image is named by its digest.
         let folder = origin.cache.parent().and_then(Path::file_name).unwrap_or_default();
         let image = folder.to_string_lossy().into();
         let (map, limits) = (Arc::new(map), Limits { image, ..self.limits.clone() });
@@ -152,8 +152,8 @@ impl Serving {
         })
     }
 
-    /// The virtual area of a mount, of `size` bytes. Its map names what this host's user has mapped, so files of
-    /// the host are believed.
+    /// Opens the virtual area of a mount, of `size` bytes. A user of this host has mapped its
+    /// contents, so files of the host are trusted.
     fn area(
         self: &Arc<Self>,
         attach: &Attach,
@@ -175,12 +175,12 @@ impl Serving {
         Ok(area)
     }
 
-    /// The volume of an image that is mapped into `area` of mount `id`.
+    /// Returns the volume of an image that is mapped into `area` of mount `id`.
     fn mapped_image(&self, id: MountId, area: &Path, digest: &Digest) -> Result<Arc<ImageVolume>> {
         let image = images::find(&self.state, area, digest)?;
         let folder = self.state.image(digest);
         files::make_folder(&folder)?;
-        // Asked now: it may have been mapped with more than what was known when it was mounted.
+        // Read now: since the mount, images with further credentials may have been mapped.
         let access = access::kept(&self.state.mount(id))?.for_location(&image.store);
         let own = image.store.folder() == Some(&*self.state.store());
         let references = if own { References::Allow } else { References::Refuse };
@@ -194,7 +194,7 @@ impl Serving {
     }
 }
 
-/// An image that names files of this host, or layers elsewhere, is believed only if this host's own
+/// An image that names files of this host, or layers elsewhere, is trusted only if this host's own
 /// store has it.
 fn refused_reference(object: &ObjectId) -> Error {
     let Some(file) = object.below(ObjectKind::File) else {

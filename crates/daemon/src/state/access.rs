@@ -1,4 +1,4 @@
-//! What it takes to use a mount's store, for every server that will ever serve the mount.
+//! The credentials for a mount's store, kept for every server that will serve the mount.
 //!
 //! ```text
 //!   mounts/<id>/access.json    variables of the environment, secrets among them: mode 0600 in
@@ -17,7 +17,7 @@ use crate::state::files;
 
 const FILE: &str = "access.json";
 
-/// Keeps what of `access` concerns `store` in the mount's `folder`.
+/// Keeps the part of `access` that concerns `store` in the mount's `folder`.
 pub(crate) fn keep(folder: &Path, store: &Location, access: &Access) -> Result<()> {
     let access = access.for_location(store);
     if access.is_empty() {
@@ -26,8 +26,9 @@ pub(crate) fn keep(folder: &Path, store: &Location, access: &Access) -> Result<(
     files::publish_json(&folder.join(FILE), &access)
 }
 
-/// Adds what of `access` concerns `store` too. `Invalid` if something else is known of stores of its
-/// kind: a mount has one set for all of them, and half of another would be worse than none.
+/// Adds the part of `access` that concerns `store`. `Invalid` if different credentials are kept for
+/// stores of this kind: a mount has one set for all of them, and a mixture would be worse than
+/// none.
 pub(crate) fn add(folder: &Path, store: &Location, access: &Access) -> Result<()> {
     let known = kept(folder)?;
     let (own, more) = (known.for_location(store), access.for_location(store));
@@ -45,7 +46,7 @@ pub(crate) fn add(folder: &Path, store: &Location, access: &Access) -> Result<()
     Err(Error::new(ErrorKind::Invalid, message))
 }
 
-/// What [`keep`] and [`add`] kept.
+/// The credentials kept by [`keep`] and [`add`].
 pub(crate) fn kept(folder: &Path) -> Result<Access> {
     match files::read_json(&folder.join(FILE)) {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(Access::default()),

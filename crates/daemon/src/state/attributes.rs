@@ -1,25 +1,25 @@
-//! The attributes of a mount itself, as `mount -o` names them.
+//! The attributes of a mount, as `mount -o` names them.
 
 use std::fmt;
 
 use burgeon_frontend::btrfs_mount::MountAttrFlags;
 use serde::{Deserialize, Serialize};
 
-/// The attributes that are wanted. The default is the kernel's, except that the daemon decides on what
-/// is `None`, by where the image comes from.
+/// The requested attributes. The default is the kernel's; the daemon decides on a `None` by the
+/// origin of the image.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[serde(default)]
 pub struct AttributesRequest {
-    /// Whether programs run with the rights that their files give.
+    /// Honour set-user-ID and set-group-ID bits and file capabilities.
     pub suid: Option<bool>,
-    /// Whether device nodes can be opened.
+    /// Allow device nodes to be opened.
     pub dev: Option<bool>,
-    /// The others.
+    /// The other attributes.
     #[serde(flatten)]
     pub others: OtherAttributes,
 }
 
-/// The attributes that do not depend on where an image comes from.
+/// The attributes that do not depend on the origin of an image.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[serde(default)]
 pub struct OtherAttributes {
@@ -29,17 +29,17 @@ pub struct OtherAttributes {
     pub noexec: bool,
     /// Symbolic links are not followed.
     pub nosymfollow: bool,
-    /// When access times are written.
+    /// Updates of access times.
     pub atime: AccessTimes,
     /// Access times of directories are not written.
     pub nodiratime: bool,
 }
 
-/// When access times are written.
+/// Updates of access times.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[serde(rename_all = "kebab-case")]
 pub enum AccessTimes {
-    /// Where they are older than the modification, or than a day.
+    /// Updated if older than the modification time, or than a day.
     #[default]
     Relatime,
     /// Never.
@@ -51,22 +51,22 @@ pub enum AccessTimes {
 /// The attributes of a mount.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MountAttributes {
-    /// Whether programs run with the rights that their files give.
+    /// Honour set-user-ID and set-group-ID bits and file capabilities.
     pub suid: bool,
-    /// Whether device nodes can be opened.
+    /// Allow device nodes to be opened.
     pub dev: bool,
-    /// The others.
+    /// The other attributes.
     #[serde(flatten)]
     pub others: OtherAttributes,
 }
 
 impl MountAttributes {
-    /// What mounts had before there was a choice.
+    /// The attributes of mounts made by versions without this choice.
     pub(crate) fn unrestricted() -> Self {
         Self { suid: true, dev: true, others: OtherAttributes::default() }
     }
 
-    /// As the kernel wants them.
+    /// As flags for the kernel.
     pub(crate) fn flags(&self) -> MountAttrFlags {
         let Self { suid, dev, others } = *self;
         let mut flags = match others.atime {

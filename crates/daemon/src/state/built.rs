@@ -1,18 +1,18 @@
-//! The images that this host has built from its own files, and what their mounts may therefore do.
+//! The images that this host has built from its own files, and the rights that their mounts get.
 //!
 //! ```text
-//!   build DIRECTORY ──► built/<digest>   what the mount honoured that the directory lies on
+//!   build DIRECTORY ──► built/<digest>   the attributes that the directory's own mount honours
 //!   mount ──► resolve ──► digest ──► found there: as recorded; not found: nosuid,nodev
 //! ```
 //!
-//! An image says of each file who owns it and with whose rights it runs. Of a directory of this host the
-//! kernel has vouched for that; of an archive, a layer or an image of another host nobody has. The
-//! record is this host's, in its state directory, and about a digest: neither a manifest nor a name
-//! can claim to be built here, and an image that comes back from a registry with the digest of one
-//! that was built here is that very image.
+//! An image gives each file an owner and perhaps a set-user-ID bit. For a directory of this host
+//! the kernel has enforced these; for an archive, a layer or an image of another host nothing has.
+//! The record lies in this host's state directory and names a digest: neither a manifest nor a name
+//! can claim to be built here, and an image from a registry with a recorded digest is the image
+//! that was built here.
 //!
-//! Invariants (`crates/cli/tests/attributes.rs`): no record means `nosuid,nodev`; a record is made
-//! by a build, and by nothing else; one that cannot be read counts as none.
+//! Invariants (`crates/cli/tests/attributes.rs`): no record means `nosuid,nodev`; only a build
+//! makes a record; an unreadable record counts as none.
 
 use std::path::Path;
 
@@ -30,17 +30,17 @@ use crate::state::{
 /// The version of [`Record`] that this program writes and reads.
 const FORMAT: u32 = 1;
 
-/// What `built/<digest>` holds.
+/// Contents of `built/<digest>`.
 #[derive(Serialize, Deserialize)]
 struct Record {
     format: u32,
     suid: bool,
     dev: bool,
-    /// Where the image was put: the record is of use as long as it is there.
+    /// The store of the image: the record is useful as long as the image is there.
     store: Location,
 }
 
-/// Remembers that this host has built the image `digest` from its own files.
+/// Records that this host has built the image `digest` from its own files.
 pub fn remember_built(
     state: &StateDir,
     store: &Location,
@@ -52,11 +52,11 @@ pub fn remember_built(
     files::publish_json(&state.built(digest), &record)
 }
 
-/// What mounts of the image `digest` honour if nobody says otherwise.
+/// The default attributes for mounts of the image `digest`.
 pub fn honoured(state: &StateDir, digest: &Digest) -> Honours {
     match read(&state.built(digest)) {
         Ok(Record { suid, dev, .. }) => Honours { suid, dev },
-        // None, or none that can be read.
+        // No record, or an unreadable one.
         Err(_) => Honours { suid: false, dev: false },
     }
 }
@@ -75,7 +75,7 @@ pub(crate) fn attributes(
     }
 }
 
-/// Forgets what was built into `store` and is not in `keep`.
+/// Removes the records of images that were built into `store` and are not in `keep`.
 pub(crate) fn sweep(state: &StateDir, store: &Location, keep: &[Digest]) -> Result<()> {
     let folder = state.all_built();
     let entries = std::fs::read_dir(&folder)

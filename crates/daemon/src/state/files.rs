@@ -1,4 +1,4 @@
-//! Small files that must be whole: published atomically, durable before the call returns. No symlink is
+//! Small files that are published atomically, and durably before the call returns. No symlink is
 //! followed to any of them.
 
 use std::{
@@ -16,11 +16,11 @@ use rustix::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 
-/// Longest record that is read back, in bytes; records are a few hundred.
+/// Longest record that is read, in bytes; records take a few hundred.
 const RECORD_LEN_MAX: u64 = 1 << 20;
 
-/// Opens the file `path` of the state directory with `options`. No symlink is followed in any part of
-/// the path, and nothing but a file is opened: a FIFO would be waited for.
+/// Opens the file `path` of the state directory with `options`. No symlink is followed in any part
+/// of the path, and only a regular file is opened: opening a FIFO would block.
 pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let odd = || {
         let what = "it is no regular file, or a part of its path is a symlink: remove that";
@@ -36,7 +36,7 @@ pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     if opened.metadata()?.is_file() { Ok(opened) } else { Err(odd()) }
 }
 
-/// All of the file `path` of the state directory.
+/// Reads the file `path` of the state directory.
 pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let read = open(path, OpenOptions::new().read(true));
@@ -45,8 +45,8 @@ pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Makes way for the file `path`, which can be made anew: what else lies there is removed, but not a
-/// directory that holds something.
+/// Removes anything but a file at `path`, so that the file can be made anew; a non-empty directory
+/// stays.
 pub(crate) fn make_way(path: &Path) -> Result<()> {
     let Ok(metadata) = path.symlink_metadata() else { return Ok(()) };
     if metadata.is_file() {
@@ -83,8 +83,7 @@ pub(crate) fn publish_json(path: &Path, record: &impl Serialize) -> Result<()> {
     publish(path, &bytes)
 }
 
-/// Reads a record back. `NotFound` when there is none; `Corrupt` when it is not what
-/// [`publish_json`] wrote.
+/// Reads a record. `NotFound` if there is none; `Corrupt` if it is not what [`publish_json`] wrote.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
     let mut bytes = Vec::new();
@@ -104,7 +103,7 @@ pub(crate) fn sync_parent(path: &Path) -> Result<()> {
         .map_err(|e| Error::io(format!("cannot sync {}", parent.display()), e))
 }
 
-/// Removes a file; it is no error if it is not there.
+/// Removes a file; a missing file is no error.
 pub(crate) fn remove_file(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
@@ -114,7 +113,7 @@ pub(crate) fn remove_file(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes a folder and all in it; it is no error if it is not there.
+/// Removes a folder and its contents; a missing folder is no error.
 pub(crate) fn remove_folder(path: &Path) -> Result<()> {
     match fs::remove_dir_all(path) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
@@ -124,8 +123,8 @@ pub(crate) fn remove_folder(path: &Path) -> Result<()> {
     }
 }
 
-/// A lock that lives as long as this value and never longer than its process: a stale lock file
-/// is no lock.
+/// A lock that is held until this value is dropped or its process ends: a leftover lock file does
+/// not lock.
 #[derive(Debug)]
 pub struct Lock {
     _file: File,
@@ -142,7 +141,7 @@ impl Lock {
         }
     }
 
-    /// Takes the lock `path`, waiting for whoever has it.
+    /// Takes the lock `path`, and waits for its current holder.
     pub fn take(path: &Path) -> Result<Self> {
         let file = open_lock(path)?;
         loop {
@@ -164,7 +163,7 @@ fn open_lock(path: &Path) -> Result<File> {
         .map_err(|e| Error::io(format!("cannot open the lock {}", path.display()), e))
 }
 
-/// Makes a private folder where there is none.
+/// Makes a private folder if it is missing.
 pub(crate) fn make_folder(path: &Path) -> Result<()> {
     match fs::create_dir(path) {
         Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => {
@@ -192,7 +191,7 @@ mod tests {
         std::os::unix::fs::symlink(&elsewhere, path.with_extension("new")).unwrap();
         assert!(publish_json(&path, &8u32).is_err());
         assert_eq!(read_json::<u32>(&elsewhere).unwrap(), 7);
-        // Neither is one behind a symlink.
+        // A file behind a symlinked folder is refused, too.
         std::fs::create_dir(temp.path().join("folder")).unwrap();
         publish_json(&temp.path().join("folder/record.json"), &9u32).unwrap();
         std::os::unix::fs::symlink("folder", temp.path().join("linked")).unwrap();

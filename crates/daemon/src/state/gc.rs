@@ -1,4 +1,4 @@
-//! Garbage collection of the state directory: what was prepared of images that nobody needs any more.
+//! Garbage collection of the state directory: removes prepared images that are no longer needed.
 
 use std::{fs, path::Path};
 
@@ -7,9 +7,8 @@ use burgeon_source::Location;
 
 use crate::state::{built, files, images, paths::StateDir, prepared::Ready};
 
-/// Removes what has been prepared from `store` and is not in `keep`: what no image there is, no
-/// mount uses, and no writes were made on. Returns how many images' worth that was, and its
-/// bytes.
+/// Removes the images prepared from `store` that are not in `keep`, used by a mount, or the base of
+/// kept writes. Returns their number and their bytes.
 pub fn sweep(
     state: &StateDir,
     store: &Location,
@@ -20,7 +19,7 @@ pub fn sweep(
     if !dry_run {
         built::sweep(state, store, keep)?;
     }
-    // Of these only the cache is there, which does not say from which store it is.
+    // Mapped images have only a cache here, which does not name its store.
     let mapped = images::all(state)?;
     let folders = fs::read_dir(state.images())
         .map_err(|e| Error::io(format!("cannot list {}", state.images().display()), e))?;
@@ -43,7 +42,7 @@ pub fn sweep(
     Ok((images, bytes))
 }
 
-/// Bytes that the files of a folder take.
+/// Bytes allocated to the files of a folder.
 fn allocated(folder: &Path) -> u64 {
     use std::os::unix::fs::MetadataExt;
     let files = fs::read_dir(folder).into_iter().flatten().flatten();

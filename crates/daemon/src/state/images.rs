@@ -1,14 +1,14 @@
-//! Images that are mapped into a virtual area, and what it takes to read them as long as the area
-//! is there.
+//! Images that are mapped into a virtual area, and the files needed to read them as long as the
+//! area exists.
 //!
 //! ```text
 //!   area/images/<digest>/   image.json   which store has the chunks: a root of collections
 //!                           map          address ──► chunk, block checksums, as of a mounted image
 //! ```
 //!
-//! Invariants: `image.json` is durable before the store is asked to keep the manifest, the map
-//! before an address of the image is given away; nothing here is removed but with the area. So an
-//! image is readable whatever becomes of its name and of `images/<digest>/`.
+//! Invariants: `image.json` is durable before the store is asked to keep the manifest, and the map
+//! before an address of the image is assigned; nothing here is removed before the area. So an image
+//! stays readable after its name and `images/<digest>/` are gone.
 
 use std::{
     fs, io,
@@ -32,22 +32,22 @@ use crate::{
 /// The version of [`Record`] that this program writes and reads.
 const FORMAT: u32 = 1;
 
-/// Images of one area. The server has two descriptors open for each that is read, and may have
-/// 1024 in all if nobody says otherwise.
+/// Images of one area. The server keeps two descriptors open for each one that is read, and has
+/// 1024 by default.
 const IMAGES_MAX: usize = 256;
 
-/// What `image.json` holds.
+/// Contents of `image.json`.
 #[derive(Serialize, Deserialize)]
 struct Record {
     format: u32,
-    /// The store that has the chunks; `None` is the state directory's own.
+    /// The store with the chunks; `None` is the state directory's own.
     store: Option<Location>,
 }
 
 /// A mapped image.
 pub(crate) struct Image {
     pub(crate) digest: Digest,
-    /// Where its chunks are.
+    /// The store with its chunks.
     pub(crate) store: Location,
     /// Its address map.
     pub(crate) map: PathBuf,
@@ -60,14 +60,14 @@ fn folder(area: &Path) -> PathBuf {
 /// The folder of an image that is being mapped.
 pub(crate) struct Added {
     pub(crate) folder: PathBuf,
-    /// Where the image's chunks are.
+    /// The store with the image's chunks.
     pub(crate) store: Location,
-    /// Two clients may map one image at once.
+    /// Two clients may map one image concurrently.
     _lock: Lock,
 }
 
-/// Records durably that the image `digest` of `store` is mapped into `area`. Its address map comes next, and
-/// is the caller's to make.
+/// Records durably that the image `digest` of `store` is mapped into `area`. The caller then makes
+/// its address map.
 pub(crate) fn add(
     state: &StateDir,
     area: &Path,
@@ -102,7 +102,7 @@ pub(crate) fn find(state: &StateDir, area: &Path, digest: &Digest) -> Result<Ima
     Ok(Image { digest: *digest, store: location(state, record.store), map: own.join("map") })
 }
 
-/// All images of `area`. An error if what one of them needs cannot be known.
+/// All images of `area`. An error if the needs of one of them cannot be determined.
 pub(crate) fn list(state: &StateDir, area: &Path) -> Result<Vec<Image>> {
     let all = folder(area);
     let entries = match fs::read_dir(&all) {
@@ -114,7 +114,7 @@ pub(crate) fn list(state: &StateDir, area: &Path) -> Result<Vec<Image>> {
         let name = entry.file_name();
         let Some(digest) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
         match find(state, area, &digest) {
-            // Its folder is being made, and nothing yet relies on it; or it is being taken away.
+            // Its folder is being made or removed, and nothing relies on it.
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             image => images.push(image?),
         }
@@ -122,8 +122,8 @@ pub(crate) fn list(state: &StateDir, area: &Path) -> Result<Vec<Image>> {
     Ok(images)
 }
 
-/// The images that are mapped into anything of this state directory: running mounts and kept
-/// writes, also those that lack their record. What a map names counts whatever lies beside it.
+/// The images mapped into any area of this state directory: running mounts and kept writes, also
+/// those without their record. An image named by a map counts, whatever other files are there.
 pub(crate) fn all(state: &StateDir) -> Result<Vec<Image>> {
     let mut images = Vec::new();
     for folder in [state.mounts(), state.writes()] {
@@ -145,7 +145,7 @@ pub(crate) fn all(state: &StateDir) -> Result<Vec<Image>> {
             }
             let known = list(state, &area)?;
             let mapped = match ExtentMap::open(&area) {
-                // It is being made, or is lost and may come back: what is kept with it counts.
+                // It is being made, or was lost and may be restored: the images kept with it count.
                 Err(e) if e.kind() == ErrorKind::NotFound => Vec::new(),
                 map => map?.images()?,
             };
@@ -161,14 +161,14 @@ pub(crate) fn all(state: &StateDir) -> Result<Vec<Image>> {
     Ok(images)
 }
 
-/// The folder of a virtual area's map, beside the sprout, whose files refer to it.
+/// The folder of a virtual area's map, next to the sprout, whose files refer to it.
 pub(crate) const AREA: &str = "area";
 
 fn location(state: &StateDir, store: Option<Location>) -> Location {
     store.unwrap_or_else(|| state.store().into())
 }
 
-/// Lets the server of mount `id` use the stores of the images that are mapped into `area`.
+/// Gives the server of mount `id` access to the stores of the images that are mapped into `area`.
 pub(crate) fn keep_access(
     state: &StateDir,
     id: MountId,

@@ -1,4 +1,4 @@
-//! What lies in the state directory: records, locks, prepared images, writes, pins, roots.
+//! The contents of the state directory: records, locks, prepared images, writes, pins, roots.
 //!
 //! `paths` draws the directory.
 //!

@@ -1,21 +1,22 @@
-//! Where everything lies in the state directory.
+//! The layout of the state directory.
 //!
 //! ```text
 //!   store/                     the local store, unless --store names another
 //!   images/<digest>/           seed, seed.info, map, manifest,         made from the store, may be lost
 //!                              cache, checksums
-//!   built/<digest>             says that this host built the image from its own files
-//!   profiles/<digest>          what is read first of an image whose store cannot be written to
-//!   provenance/<digest>        what this host knows of an image: not to be believed from its store
-//!   scratch/                   what a build reads twice; nothing lies there between
-//!   writes/<name>/             record.json, seed…, map, manifest, sprout   user data: never removed
-//!                                                                          but by `writes rm`
+//!   built/<digest>             record that this host built the image from its own files
+//!   profiles/<digest>          profile of an image whose store is read-only
+//!   provenance/<digest>        facts about an image that its store is not trusted for
+//!   scratch/                   temporary copies of data that a build reads twice
+//!   writes/<name>/             record.json, seed…, map, manifest, sprout   user data: removed only
+//!                                                                          by `writes rm`
 //!   mounts/<id>/               mount.json, seed, sprout                one running mount
 //!   run/                       lock, api.sock, adopt.sock, daemon.log  gone with the daemon
 //! ```
 //!
-//! Only its owner can enter the directory: it holds the content of everybody's files. A directory that
-//! belongs to another user is refused, and no file in it is opened through a symlink.
+//! Only its owner can enter the directory, because it holds the contents of all users' files. A
+//! directory that belongs to another user is refused, and no file in it is opened through a
+//! symlink.
 
 use std::{
     env,
@@ -30,15 +31,15 @@ use rustix::fs::OFlags;
 
 use crate::id::MountId;
 
-/// A state directory and the places in it.
+/// A state directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateDir {
     root: PathBuf,
 }
 
 impl StateDir {
-    /// Where the state is when nobody says: `/var/lib/burgeon` for root, else
-    /// `$XDG_STATE_HOME/burgeon` or `~/.local/state/burgeon`.
+    /// The default state directory: `/var/lib/burgeon` for root, else `$XDG_STATE_HOME/burgeon` or
+    /// `~/.local/state/burgeon`.
     pub fn default_path() -> Result<PathBuf> {
         if rustix::process::geteuid().is_root() {
             return Ok(PathBuf::from("/var/lib/burgeon"));
@@ -57,7 +58,7 @@ impl StateDir {
         }
     }
 
-    /// Opens `path`, making it and its folders where they are missing.
+    /// Opens `path`; makes it and its folders if they are missing.
     pub fn open(path: &Path) -> Result<Self> {
         let root = match own_directory(path)? {
             Some(directory) => directory,
@@ -68,8 +69,8 @@ impl StateDir {
         };
         close(path, &root)?;
         let state = Self::at(path, &root)?;
-        // Only a new state directory gets a store. Where one is missing it may be away, on a disk
-        // that is not mounted now: an empty one in its place would hide it when it comes back.
+        // Only a new state directory gets a store. A missing store may be on a disk that is not
+        // mounted now: an empty one in its place would hide it when it comes back.
         if !state.run().is_dir() && !state.writes().is_dir() {
             make_private(&state.store())?;
         }
@@ -82,7 +83,7 @@ impl StateDir {
         Ok(state)
     }
 
-    /// Opens `path` only to look at what is there: makes nothing, and nothing needs to be there.
+    /// Opens `path` for reading only: makes nothing, and nothing needs to exist.
     pub fn find(path: &Path) -> Result<Self> {
         match own_directory(path)? {
             Some(directory) => Self::at(path, &directory),
@@ -90,7 +91,8 @@ impl StateDir {
         }
     }
 
-    /// The directory that another process has opened and looked at, for one that may read only parts of it.
+    /// A directory that another process has opened and checked, for a process that may read only
+    /// parts of it.
     pub fn looked_at(root: PathBuf) -> Self {
         Self { root }
     }
@@ -101,17 +103,17 @@ impl StateDir {
         Ok(Self { root: fs::read_link(link_to(directory)).map_err(failed)? })
     }
 
-    /// Whether there is such a directory.
+    /// True if the directory exists.
     pub fn exists(&self) -> bool {
         self.root.is_dir()
     }
 
-    /// The directory itself, absolute.
+    /// The absolute path of the directory.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// What tags of registries stood for when somebody asked last.
+    /// Cache of resolved registry tags.
     pub fn tags(&self) -> PathBuf {
         self.root.join("tags")
     }
@@ -131,32 +133,32 @@ impl StateDir {
         self.images().join(digest.to_string())
     }
 
-    /// The folder of profiles that their images' stores do not take.
+    /// The folder of profiles whose images' stores are read-only.
     pub fn profiles(&self) -> PathBuf {
         self.root.join("profiles")
     }
 
-    /// One of them.
+    /// One profile.
     pub fn profile(&self, digest: &Digest) -> PathBuf {
         self.profiles().join(digest.to_string())
     }
 
-    /// The folder of records of what was built here.
+    /// The folder of records of images built here.
     pub(crate) fn all_built(&self) -> PathBuf {
         self.root.join("built")
     }
 
-    /// One of them.
+    /// One such record.
     pub(crate) fn built(&self, digest: &Digest) -> PathBuf {
         self.all_built().join(digest.to_string())
     }
 
-    /// What this host knows of images, whoever writes to their stores.
+    /// Facts about images that do not depend on the writers of their stores.
     pub fn provenance(&self) -> PathBuf {
         self.root.join("provenance")
     }
 
-    /// The folder of what a build reads twice, made where it is missing.
+    /// The folder for temporary copies of a build; made if it is missing.
     pub fn scratch(&self) -> Result<PathBuf> {
         let folder = self.root.join("scratch");
         make_private(&folder)?;
@@ -184,24 +186,25 @@ impl StateDir {
         self.root.join("run")
     }
 
-    /// The lock that the supervisor holds as long as it lives.
+    /// The lock that the supervisor holds for life.
     pub fn lock_file(&self) -> PathBuf {
         self.run().join("lock")
     }
 
-    /// Where a daemon that is not a systemd unit logs to.
+    /// The log file of a daemon that is not a systemd unit.
     pub fn log_file(&self) -> PathBuf {
         self.run().join("daemon.log")
     }
 
-    /// A short name for this directory, the same on every start: names cgroups and units.
+    /// A short name for this directory, the same on every start; used in names of cgroups and
+    /// units.
     pub fn tag(&self) -> String {
         use std::os::unix::ffi::OsStrExt;
         Digest::of(self.root.as_os_str().as_bytes()).to_string()[..8].to_owned()
     }
 }
 
-/// Makes a directory and its parents; the last one is for its owner alone.
+/// Makes a directory and its parents; only the owner can enter the last one.
 fn make_private(path: &Path) -> Result<()> {
     let failed = |e| Error::io(format!("cannot make the directory {}", path.display()), e);
     if path.is_dir() {
@@ -216,8 +219,8 @@ fn make_private(path: &Path) -> Result<()> {
     }
 }
 
-/// Opens the directory `path` of this user; `None` if there is none. Another user could put anything
-/// into a directory of theirs while it is used.
+/// Opens the directory `path` of this user; `None` if there is none. Refuses those of other users,
+/// who could change the contents while the directory is in use.
 fn own_directory(path: &Path) -> Result<Option<File>> {
     let shown = path.display();
     // Records and messages are JSON.
@@ -257,15 +260,16 @@ fn gone(path: &Path) -> Error {
     Error::new(ErrorKind::Unavailable, what)
 }
 
-/// Closes a state directory that was made by hand, say by `mkdir /var/lib/burgeon`. A directory that
-/// holds something else stays as it is: `--state-dir /tmp` must not lock everybody out of `/tmp`.
+/// Makes a state directory private that was made by hand, say by `mkdir /var/lib/burgeon`. A
+/// directory with foreign contents is left alone: `--state-dir /tmp` must not lock all users out of
+/// `/tmp`.
 fn close(path: &Path, directory: &File) -> Result<()> {
     let failed = |e| Error::io(format!("cannot use the state directory {}", path.display()), e);
     let mode = directory.metadata().map_err(failed)?.permissions().mode();
     if mode & 0o077 == 0 {
         return Ok(());
     }
-    // Of a backup, maybe only these two have been restored.
+    // A restored backup may have only these two.
     let is_ours = path.join("writes").is_dir() && path.join("store").is_dir();
     let mut entries = fs::read_dir(path).map_err(failed)?.flatten();
     if !is_ours && entries.any(|entry| entry.file_name() != "lost+found") {
@@ -319,7 +323,7 @@ mod tests {
         assert!(error.to_string().contains("--state-dir"), "{error}");
         assert_eq!(mode(&like_tmp), 0o1777);
         assert_eq!(fs::read_dir(&like_tmp).unwrap().count(), 1);
-        // One of ours that somebody has opened is closed again.
+        // A state directory with open permissions is made private again.
         let ours = temp.path().join("ours");
         StateDir::open(&ours).unwrap();
         fs::set_permissions(&ours, fs::Permissions::from_mode(0o755)).unwrap();

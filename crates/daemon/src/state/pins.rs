@@ -1,11 +1,12 @@
-//! What is pinned in a mount: what is to be in the cache, and is fetched again when the cache was lost.
+//! The pins of a mount: data to be kept in the cache, and fetched again if the cache was lost.
 //!
 //! ```text
 //!   writes/<name>/pins.json, or mounts/<id>/pins.json      paths, and the lazy addresses of their bytes
 //! ```
 //!
-//! An address means the same bytes for ever, so a pin is of what the files held when they were
-//! pinned, wherever they are now. Nothing is evicted from the cache, so nothing else needs to know.
+//! An address means the same bytes for ever, so a pin covers the contents that the files had when
+//! they were pinned, wherever these are now. The cache evicts nothing, so nothing else needs to
+//! know pins.
 
 use std::path::Path;
 
@@ -17,8 +18,8 @@ use crate::state::files;
 /// The version of [`Pins`] that this program writes and reads.
 const FORMAT: u32 = 1;
 
-/// Paths, of at most 4 KiB each, and ranges of all of them together, at most 80 bytes each: 800 KiB of
-/// JSON, and 1 MiB is read back.
+/// Limits: paths of at most 4 KiB each, and ranges of at most 80 bytes each in total, which is 800
+/// KiB of JSON; up to 1 MiB is read.
 const PATHS_MAX: usize = 100;
 const PATH_LEN_MAX: usize = 4096;
 const RANGES_MAX: usize = 5000;
@@ -30,7 +31,7 @@ pub(crate) struct Pins {
     pins: Vec<Pin>,
 }
 
-/// One path that was pinned.
+/// One pinned path.
 #[derive(Serialize, Deserialize)]
 struct Pin {
     path: String,
@@ -39,7 +40,7 @@ struct Pin {
 }
 
 impl Pins {
-    /// What is pinned according to the file `path`, which need not be there.
+    /// Reads the pins in the file `path`, which may be missing.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         match files::read_json::<Self>(path) {
             Ok(pins) if pins.format == FORMAT => Ok(pins),
@@ -54,8 +55,8 @@ impl Pins {
         }
     }
 
-    /// Pins `ranges`, which the user calls `path`, in the file `file`, durably; replaces what was
-    /// pinned by this path. Without ranges the path is not pinned any more.
+    /// Durably pins `ranges` under the user's name `path` in the file `file`, in place of its
+    /// earlier ranges. Without ranges the path is unpinned.
     pub(crate) fn set(file: &Path, path: &str, ranges: &[(u64, u64)]) -> Result<()> {
         let mut all = Self::read(file)?;
         all.pins.retain(|pin| pin.path != path);

@@ -1,4 +1,4 @@
-//! What an image is turned into before it can be mounted, once an image and host.
+//! Prepared images: the files made from an image, once per host, before it can be mounted.
 //!
 //! ```text
 //!   images/<digest>/   seed        the template: metadata nodes under an fsid of zeros
@@ -11,9 +11,9 @@
 //!                      virtual-<bytes>/   the same but the cache, with a virtual area of that size
 //! ```
 //!
-//! Nothing here is synced, because all of it can be made anew: `ready.json` names the boot it was
-//! written in and the length of each, and after another boot, or if one has another length, the files
-//! are made again; so they are when a server cannot use them (`prepare/mend.rs`). What named writes are made on is
+//! Nothing here is synced, because all of it can be made anew: `ready.json` records the boot and
+//! the length of each file. The files are made again after another boot, if a length differs, or if
+//! a server cannot use them (`prepare/mend.rs`). The files that named writes are based on are
 //! linked into their folder and synced there ([`keep`]).
 
 use std::{
@@ -39,10 +39,10 @@ use crate::{
     },
 };
 
-/// Changes whenever these files do: those of another version are made anew.
+/// Changes with the format of these files: other versions' files are made anew.
 const READY_FORMAT: u32 = 1;
 
-/// Nodes are copied so many bytes at a time: it fits a CPU's second-level cache.
+/// Bytes of nodes copied at a time: fits a CPU's second-level cache.
 const COPY_LEN: u64 = 1 << 20;
 
 /// Threads that copy. Copying is bound by memory, not by CPUs.
@@ -51,7 +51,7 @@ const COPY_THREADS: u64 = 2;
 /// The files that are kept with named writes.
 pub(crate) const KEPT: [&str; 4] = ["seed", "seed.info", "map", "manifest"];
 
-/// A folder from which an image can be mounted.
+/// A folder with a mountable image.
 #[derive(Debug, Clone)]
 pub(crate) struct Prepared {
     pub(crate) folder: PathBuf,
@@ -64,15 +64,15 @@ pub(crate) struct Ready {
     format: u32,
     version: String,
     boot: String,
-    /// Where it was prepared from.
+    /// The store it was prepared from.
     pub(crate) store: Location,
-    /// The lengths of the files; those of earlier versions have none, and are made anew.
+    /// The lengths of the files; earlier versions recorded none, and their files are made anew.
     #[serde(default)]
     lens: BTreeMap<String, u64>,
 }
 
 impl Ready {
-    /// What is said of the files in `folder` as they are now.
+    /// The record of the files in `folder` as they are now.
     pub(crate) fn now(store: &Location, folder: &Path) -> Self {
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         Self {
@@ -84,7 +84,7 @@ impl Ready {
         }
     }
 
-    /// The same of the files as they are now.
+    /// The same record with the present lengths of the files.
     pub(crate) fn with_files(self, folder: &Path) -> Self {
         Self { lens: Self::lens(folder), ..self }
     }
@@ -95,23 +95,23 @@ impl Ready {
     }
 }
 
-/// Whether the image `digest` of `store` can be mounted without asking its store.
+/// True if the image `digest` of `store` can be mounted without asking its store.
 pub fn is_prepared(state: &StateDir, store: &Location, digest: &Digest) -> bool {
     is_ready(&state.image(digest), store)
 }
 
-/// Whether `folder` holds all of an image, prepared since the machine was started.
+/// True if `folder` holds a whole image, prepared since the machine was started.
 pub(crate) fn is_ready(folder: &Path, store: &Location) -> bool {
     let ready = files::read_json::<Ready>(&folder.join("ready.json"));
     let now = Ready::now(store, folder);
-    // The same image of another store is the same image.
+    // The store does not matter: the digest is the same.
     now.lens.len() == KEPT.len()
         && read_info(folder).is_ok()
         && ready.is_ok_and(|ready| Ready { store: store.clone(), ..ready } == now)
 }
 
-/// Whether the files in `folder` have the lengths that they were made with, as far as those are
-/// known: what is damaged besides is found by whoever reads it.
+/// True if the files in `folder` have their recorded lengths, as far as recorded. Other damage is
+/// found when the files are read.
 pub(crate) fn is_complete(folder: &Path, record: &Record) -> bool {
     let len = |file: &str| len_of(&folder.join(file));
     len("seed") == record.template_len
@@ -120,19 +120,19 @@ pub(crate) fn is_complete(folder: &Path, record: &Record) -> bool {
         && read_info(folder).is_ok()
 }
 
-/// The length of the file `path`; 0 if that is anything but a file, or missing.
+/// The length of the file `path`; 0 if it is missing or not a regular file.
 pub(crate) fn len_of(path: &Path) -> u64 {
     let metadata = path.symlink_metadata().ok();
     metadata.filter(fs::Metadata::is_file).map_or(0, |metadata| metadata.len())
 }
 
-/// Keeps what a mount is made of in `folder`, durably, whatever becomes of the image.
+/// Keeps the files that a mount is based on in `folder`, durably and independent of the image.
 pub(crate) fn keep(base: &Prepared, folder: &Path) -> Result<()> {
     KEPT.iter().try_for_each(|file| keep_file(&base.folder, folder, file))?;
     files::sync_parent(&folder.join(KEPT[0]))
 }
 
-/// The same for one `file`, but for its name's durability.
+/// Keeps one `file`, without making its name durable.
 pub(crate) fn keep_file(from: &Path, folder: &Path, file: &str) -> Result<()> {
     let to = folder.join(file);
     writes::keep(&from.join(file), &to)?;
@@ -158,17 +158,17 @@ pub(crate) fn digest_file(path: &Path) -> Result<(Digest, u64)> {
     }
 }
 
-/// What a copy of the seed for one mount is.
+/// Properties of a mount's copy of the seed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Seed {
-    /// What superblocks and patching needed.
+    /// Information from which superblocks and patches were made.
     pub(crate) info: SeedInfo,
     /// Bytes of metadata nodes.
     pub(crate) metadata_bytes: u64,
 }
 
-/// Makes `to`, a copy of the seed of `base` under the fsid `fsid`: at memory speed, and without
-/// mending a node that has rotted.
+/// Makes `to`, a copy of the seed of `base` under the fsid `fsid`, at memory speed. A corrupted
+/// node stays corrupted.
 pub(crate) fn personalise(base: &Prepared, fsid: Fsid, to: &Path) -> Result<Seed> {
     let info = read_info(&base.folder)?;
     let identity = Identity { fsid: fsid.0 };
@@ -176,7 +176,7 @@ pub(crate) fn personalise(base: &Prepared, fsid: Fsid, to: &Path) -> Result<Seed
     let from = files::open(&template, File::options().read(true))
         .map_err(|e| Error::io(format!("cannot open {}", template.display()), e))?;
     let failed = |e| Error::io(format!("cannot make {}", to.display()), e);
-    // A spare of the same writes lies there already: it is written over, in its own blocks.
+    // A recycled seed of the same writes is there already: it is overwritten in its own blocks.
     let mut options = File::options();
     let file = files::open(to, options.read(true).write(true).create(true).truncate(false));
     let file = file.map_err(failed)?;

@@ -1,4 +1,4 @@
-//! Profiles of images on this host: where they lie when the store is only read.
+//! Profiles of images that are kept on this host, because the store is read-only.
 
 use std::{
     fs::File,
@@ -15,7 +15,7 @@ use crate::{
     state::{files, paths::StateDir, record::ProfileSource},
 };
 
-/// The profile that lies in the file `path`, if it is there.
+/// Reads the profile in the file `path`, if it exists.
 pub fn read_profile(path: &Path) -> Result<Option<Profile>> {
     read_opened(path, File::open(path))
 }
@@ -35,27 +35,27 @@ fn read_opened(path: &Path, opened: io::Result<File>) -> Result<Option<Profile>>
     Ok(Some(profile))
 }
 
-/// Writes `profile` to the file `path`, whole and durably.
+/// Writes `profile` to the file `path`, atomically and durably.
 pub(crate) fn write_profile(path: &Path, profile: &Profile) -> Result<()> {
     files::publish(path, &profile.encode()?)
 }
 
-/// Keeps `profile` on this host, because its image's store cannot be written to.
+/// Keeps `profile` on this host, because its image's store is read-only.
 pub fn keep_profile(state: &StateDir, profile: &Profile) -> Result<()> {
     write_profile(&state.profile(&profile.image), profile)
 }
 
-/// What [`keep_profile`] kept of `image`.
+/// The profile of `image` kept by [`keep_profile`].
 pub fn kept_profile(state: &StateDir, image: &Digest) -> Result<Option<Profile>> {
     let path = state.profile(image);
     read_opened(&path, files::open(&path, File::options().read(true)))
 }
 
-/// The file in a mount's folder that says that a profile of its image was recorded since.
+/// A file in a mount's folder: a profile of its image was recorded since the mount.
 const RECORDED: &str = "recorded";
 
-/// Notes whether the image of mount `id` has got a profile since it was mounted. The image's store is asked
-/// by the next mount, and may be far away; whoever wants to know it before looks here.
+/// Notes that the image of mount `id` has got a profile since the mount, or has none again. Only
+/// the next mount asks the image's store, which may be far away; other readers look here.
 pub fn note_recorded(state: &StateDir, id: MountId, is_there: bool) -> Result<()> {
     let path = state.mount(id).join(RECORDED);
     match is_there {
@@ -64,18 +64,18 @@ pub fn note_recorded(state: &StateDir, id: MountId, is_there: bool) -> Result<()
     }
 }
 
-/// Whether [`note_recorded`] has noted that of mount `id`.
+/// The note made by [`note_recorded`] for mount `id`.
 pub fn was_recorded(state: &StateDir, id: MountId) -> bool {
     state.mount(id).join(RECORDED).is_file()
 }
 
-/// The images of which this host keeps a profile.
+/// The images whose profiles are kept on this host.
 pub fn kept_profiles(state: &StateDir) -> Vec<Digest> {
     let entries = std::fs::read_dir(state.profiles()).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Removes what [`keep_profile`] kept of `image`; whether there was anything.
+/// Removes the profile of `image` kept by [`keep_profile`]; false if there was none.
 pub fn forget_profile(state: &StateDir, image: &Digest) -> Result<bool> {
     let path = state.profile(image);
     let there = path.exists();
@@ -83,8 +83,8 @@ pub fn forget_profile(state: &StateDir, image: &Digest) -> Result<bool> {
     Ok(there)
 }
 
-/// What `source` leads to, as lazy addresses in the order in which they are to be brought: what
-/// this host has recorded, then what the store has. `None` where there is neither.
+/// Loads the profile of `source` as lazy addresses in prefetch order: the one recorded on this
+/// host, or else the store's. `None` if there is neither.
 pub(crate) fn load(source: &ProfileSource, store: &Store) -> Result<Option<Vec<ByteRange>>> {
     let image = source.image.0;
     let kept = read_profile(&source.file)?.filter(|profile| profile.image == image);

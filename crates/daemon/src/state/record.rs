@@ -1,4 +1,4 @@
-//! The record of a mount: what it is made of, who serves it from what, and where its writes go.
+//! The record of a mount: its parts, its server's parameters, and the place of its writes.
 //!
 //! ```text
 //!   mounts/<id>/mount.json   MountRecord ─┬─ Attach        all that a server needs to serve it
@@ -6,8 +6,8 @@
 //!                                         └─ Growth        what growing the sprout takes
 //! ```
 //!
-//! Invariant: fields are only added, with a default, so that a record of an earlier version is read;
-//! [`MOUNT_FORMAT`] changes when that is not possible.
+//! Invariant: fields are only added, with a default, so that records of earlier versions stay
+//! readable; [`MOUNT_FORMAT`] changes when that is not possible.
 
 use std::{fs, path::PathBuf};
 
@@ -20,12 +20,12 @@ use crate::{
     state::{attributes::MountAttributes, files, paths::StateDir},
 };
 
-/// What is written to `mounts/<id>/mount.json`, so that a crash leaves nothing unexplained.
+/// Contents of `mounts/<id>/mount.json`, from which a crash is recovered.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub(crate) struct MountRecord {
     /// [`MOUNT_FORMAT`].
     pub(crate) format: u32,
-    /// What the user typed.
+    /// The image as the user typed it.
     pub(crate) image: String,
     /// The image's name in its store; empty in records of earlier versions.
     #[serde(default)]
@@ -33,10 +33,10 @@ pub(crate) struct MountRecord {
     pub(crate) digest: DigestText,
     pub(crate) target: PathBuf,
     pub(crate) writes: WritesState,
-    /// The attributes of the user's mount, which nobody here touches again.
+    /// The attributes of the user's mount; they are never changed here.
     #[serde(default = "MountAttributes::unrestricted")]
     pub(crate) attributes: MountAttributes,
-    /// What the server was told; holds the id and the seed's fsid.
+    /// The parameters sent to the server; includes the id and the seed's fsid.
     pub(crate) attach: Attach,
     /// The btrfs that the user sees: the sprout's, or the seed's when read-only.
     pub(crate) fsid: Option<Fsid>,
@@ -46,19 +46,19 @@ pub(crate) struct MountRecord {
     pub(crate) loops: Vec<PathBuf>,
     /// Bytes of lazy data in the image.
     pub(crate) data_bytes: u64,
-    /// For growing sprouts.
+    /// Parameters of a growing sprout.
     pub(crate) growth: Option<Growth>,
-    /// A supervisor is about to freeze the file system, or has: whoever finds this thaws it.
+    /// A supervisor is about to freeze the file system, or has frozen it: its successor thaws it.
     #[serde(default)]
     pub(crate) frozen: bool,
 }
 
-/// What growing a sprout takes.
+/// Parameters for growing a sprout.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub(crate) struct Growth {
-    /// The sprout's device…
+    /// The sprout's device.
     pub(crate) device: PathBuf,
-    /// …and its number in the file system.
+    /// The device's number in the file system.
     pub(crate) device_id: u64,
     /// Bytes of block groups that lie on the seed.
     pub(crate) seed_bytes: u64,
@@ -75,53 +75,53 @@ pub(crate) struct Attach {
     pub(crate) seed: PathBuf,
     /// The cache file, shared by all mounts of the image.
     pub(crate) cache: PathBuf,
-    /// Where the chunks are.
+    /// The store with the chunks.
     pub(crate) store: Location,
-    /// Whether objects outside the store may be opened.
+    /// Objects outside the store may be opened.
     pub(crate) references: bool,
     /// The fsid of the mount's seed.
     pub(crate) fsid: Fsid,
-    /// Whether to fetch everything in the background.
+    /// Fetch everything in the background.
     pub(crate) fill: bool,
-    /// How the kernel's reads come.
+    /// The transport of the kernel's reads.
     #[serde(default)]
     pub(crate) transport: Transport,
     /// The folder with the map of the virtual area, if there is one.
     #[serde(default)]
     pub(crate) area: Option<PathBuf>,
-    /// The most that may be fetched for this mount, in bytes.
+    /// Fetch limit of this mount, in bytes.
     #[serde(default)]
     pub(crate) fetch_limit: Option<u64>,
-    /// What to bring first, if anything.
+    /// The profile to prefetch first, if any.
     #[serde(default)]
     pub(crate) profile: Option<ProfileSource>,
-    /// The file that says what is pinned, if anything is.
+    /// The file with the pins, if any.
     #[serde(default)]
     pub(crate) pins: PathBuf,
 }
 
-/// Where to look for an image's profile.
+/// The places to look for an image's profile.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub(crate) struct ProfileSource {
     /// The image.
     pub(crate) image: DigestText,
     /// A local file.
     pub(crate) file: PathBuf,
-    /// Whether it may lie in the store instead, or nowhere.
+    /// Look in the store, too; no profile at all is no error.
     pub(crate) auto: bool,
-    /// What the store had, if it has been asked.
+    /// The store's profile, if it has been fetched.
     #[serde(default)]
     pub(crate) stored: Option<PathBuf>,
 }
 
-/// What a mount has; `mount.json` of versions before ublk has none.
+/// The transport of a mount; `mount.json` of versions before ublk has none.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub(crate) enum Transport {
     #[default]
     Fuse,
     Rings {
-        /// The number of the FUSE connection, by which it is aborted.
+        /// The number of the FUSE connection, used to abort it.
         connection: u32,
     },
     Ublk {
@@ -139,7 +139,7 @@ impl Transport {
         }
     }
 
-    /// For people.
+    /// The name shown to users.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Fuse => "FUSE file + loop",
@@ -149,13 +149,13 @@ impl Transport {
     }
 }
 
-/// Where the writes of a mount go.
+/// The place of a mount's writes.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum WritesState {
-    /// There are none.
+    /// No writes.
     ReadOnly,
-    /// To a sprout.
+    /// A sprout.
     Sprout(SproutState),
 }
 
@@ -166,11 +166,11 @@ pub struct SproutState {
     pub name: Option<String>,
     /// The file or device.
     pub path: PathBuf,
-    /// The size that it may have, in bytes.
+    /// Largest size, in bytes.
     pub limit: u64,
-    /// Bytes of it that are reserved: less than `limit` only when it grows.
+    /// Reserved bytes: less than `limit` only if it grows.
     pub reserved: u64,
-    /// Whether it grows, as it is written to.
+    /// It grows while it is written to.
     pub thin: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What this host needs of a store, so that no collector takes it away.
+//! This host's references into a store, which protect objects from every collector.
 //!
 //! ```text
 //!   mounts/<id>/needs.json ──┐
@@ -6,9 +6,9 @@
 //!   */area/images/<digest>/ ─┘
 //! ```
 //!
-//! Invariants: a mount writes its `needs.json` before it asks for its manifest to be kept, and
-//! asks for that before it looks at anything in the store; so does `images.rs` for what is mapped.
-//! Only a collection of this host makes the record shorter, and it counts all of these.
+//! Invariants: a mount writes its `needs.json` before it asks for its manifest to be kept, and asks
+//! for that before it reads anything from the store; so does `images.rs` for mapped images. Only a
+//! collection of this host shortens the record, and it counts all of these.
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
@@ -27,16 +27,16 @@ use crate::{
     },
 };
 
-/// What one mount needs.
+/// The references of one mount.
 #[derive(Serialize, Deserialize)]
 struct Needs {
     store: Location,
     manifest: DigestText,
 }
 
-/// Makes sure that `store` keeps `manifest` for the mount `id` from now on. Returns a sentence
-/// if that cannot be written down there; nobody is told of it if `store` is `None`. `NotFound` if the
-/// manifest was collected meanwhile.
+/// Makes `store` keep `manifest` for the mount `id` from now on. Returns a note for the user if the
+/// store cannot record that; nothing is recorded if `store` is `None`. `NotFound` if the manifest
+/// was collected meanwhile.
 pub(crate) fn require(
     state: &StateDir,
     location: &Location,
@@ -58,14 +58,14 @@ fn unknown(why: impl std::fmt::Display) -> String {
     )
 }
 
-/// The same for whatever this host has written down that it needs.
+/// Makes `store` keep `manifest` for any need that this host has recorded already.
 pub(crate) fn announce(
     state: &StateDir,
     store: &Store,
     manifest: &Digest,
 ) -> Result<Option<String>> {
     if let Err(read_only) = store.check_writable() {
-        // What is named by its digest in a registry, only the registry can take away.
+        // An object that a registry names by its digest can only be removed by the registry.
         let known = matches!(store, Store::Artifact(_));
         return Ok((!known).then(|| unknown(read_only)));
     }
@@ -78,7 +78,7 @@ pub(crate) fn announce(
         }
         publish(store, &host, &known)
     };
-    // Looked at only now: what was there before could have been collected meanwhile.
+    // Checked after the reference is recorded: the manifest could have been collected before.
     if store.len(&catalog::manifest_object(manifest)?)?.is_none() {
         return Err(Error::new(
             ErrorKind::NotFound,
@@ -88,11 +88,12 @@ pub(crate) fn announce(
     Ok(published.err().map(unknown))
 }
 
-/// Writes down what this host still needs of `store`, and returns it: every mount's and all kept
-/// writes' manifests.
+/// Records the references of this host into `store`, and returns them: the manifests of every mount
+/// and of all kept writes.
 pub fn refresh(state: &StateDir, location: &Location, store: &Store) -> Result<Vec<Digest>> {
     store.check_writable()?;
-    // A host without a name has nothing on record; so a full disk does not stop who makes room on it.
+    // A host without a name has no references on record; so a full disk does not prevent a
+    // collection.
     if known_host(state)?.is_none() && needed(state, location, store)?.is_empty() {
         return Ok(Vec::new());
     }
@@ -105,7 +106,7 @@ pub fn refresh(state: &StateDir, location: &Location, store: &Store) -> Result<V
     Ok(needed.into_iter().collect())
 }
 
-/// A name for this state directory that no other has: the host's, and some random digits.
+/// A unique name for this state directory: the host's name and some random digits.
 fn host(state: &StateDir) -> Result<String> {
     if let Some(host) = known_host(state)? {
         return Ok(host);
@@ -124,7 +125,7 @@ fn host(state: &StateDir) -> Result<String> {
     Ok(host)
 }
 
-/// The name, if there is one yet: it is given when something is needed for the first time.
+/// The name, if there is one yet: it is assigned with the first reference.
 pub fn known_host(state: &StateDir) -> Result<Option<String>> {
     match files::read_json(&host_id(state)) {
         Ok(host) => Ok(Some(host)),
@@ -141,14 +142,14 @@ fn lock(state: &StateDir) -> Result<Lock> {
     Lock::take(&state.root().join("roots.lock"))
 }
 
-/// What the store has on record for `host`.
+/// The references that the store has on record for `host`.
 fn recorded(store: &Store, host: &str) -> Result<BTreeSet<Digest>> {
     let records = catalog::read_roots(store)?;
     let own = records.iter().find(|record| record.host == host);
     Ok(own.map(|record| record.digests()).transpose()?.unwrap_or_default().into_iter().collect())
 }
 
-/// Publishes; a manifest that is missing is no news here, for its owner will find out.
+/// Publishes the references. A missing manifest is ignored here: its user will report it.
 fn publish(store: &Store, host: &str, needed: &BTreeSet<Digest>) -> Result<()> {
     let needed: Vec<_> = needed.iter().copied().collect();
     match catalog::publish_roots(store, host, &needed) {
@@ -157,8 +158,8 @@ fn publish(store: &Store, host: &str, needed: &BTreeSet<Digest>) -> Result<()> {
     }
 }
 
-/// One store has many paths (links, mounts), so what counts besides the path is whether the
-/// manifest is there: by another name of the store, nothing may get lost.
+/// The references into `store`. A store can have several paths (links, mounts), so a reference
+/// counts if the path matches or the manifest is there: under another path, nothing may get lost.
 fn needed(state: &StateDir, location: &Location, store: &Store) -> Result<BTreeSet<Digest>> {
     let mut needed = BTreeSet::new();
     let is_here = |other: &Location, manifest: &Digest| -> Result<bool> {
@@ -172,13 +173,13 @@ fn needed(state: &StateDir, location: &Location, store: &Store) -> Result<BTreeS
                     needed.insert(needs.manifest.0);
                 }
             }
-            // A folder that is being made, or taken away.
+            // A folder that is being made or removed.
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) => return Err(e),
         }
     }
     for name in writes::names(state)? {
-        // Writes that cannot be understood need something that is not known: keep everything.
+        // Writes with an unreadable record have unknown needs: keep everything.
         if let Some(record) = writes::find(state, &name)?
             && is_here(&record.store.unwrap_or_else(|| state.store().into()), &record.manifest.0)?
         {

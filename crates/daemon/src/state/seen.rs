@@ -1,14 +1,15 @@
-//! Whether the daemon sees the folder that its client means.
+//! Directory identity: checks that the daemon sees the same folder as its client.
 //!
-//! The daemon has a mount namespace of its own. What is mounted after it was started reaches it only
-//! where mounts are shared; else it sees what lies below, and would wait for a store that never comes.
+//! The daemon has a mount namespace of its own. A later mount is visible there only if mounts are
+//! shared; otherwise the daemon sees the folder below it, and would wait for a store that never
+//! appears.
 
 use std::{fs, os::unix::fs::MetadataExt, path::Path};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-/// A folder, as its file system knows it in every namespace.
+/// A folder's identity in its file system, the same in every namespace.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Seen {
     device: u64,
@@ -16,13 +17,13 @@ pub struct Seen {
 }
 
 impl Seen {
-    /// What lies at `folder` for this process; `None` if nothing can be seen there.
+    /// The identity of `folder` as this process sees it; `None` if it sees nothing there.
     pub fn of(folder: &Path) -> Option<Self> {
         let metadata = fs::metadata(folder).ok()?;
         Some(Self { device: metadata.dev(), inode: metadata.ino() })
     }
 
-    /// `Unavailable` if something else, or nothing, lies at `folder` for this process.
+    /// `Unavailable` if this process sees another folder, or none, at `folder`.
     pub(crate) fn check(self, folder: &Path) -> Result<()> {
         if Self::of(folder) == Some(self) {
             return Ok(());

@@ -1,9 +1,9 @@
-//! The sprout's file: all of it is reserved before btrfs sees it.
+//! The sprout's file, reserved before btrfs sees it.
 //!
 //! A sparse sprout on a full host lost data: writes returned success, then btrfs aborted. So the
-//! file is allocated in full before btrfs sees it, without copy on write where the host is
-//! btrfs itself, and its loop device passes no discard (which would give the reservation back).
-//! A growing sprout is allocated in steps, ahead of what btrfs has taken (`supervisor/thin.rs`).
+//! file is allocated in full before btrfs sees it, without copy on write if the host's file system
+//! is btrfs itself, and its loop device passes no discard (which would release the reservation). A
+//! growing sprout is allocated in steps, ahead of btrfs's usage (`supervisor/thin.rs`).
 
 use std::{
     fs::{File, OpenOptions},
@@ -16,25 +16,25 @@ use rustix::fs::{FallocateFlags, IFlags, fallocate, fstatvfs, ioctl_getflags, io
 
 use crate::{id::Fsid, state::files};
 
-/// The default for `--write-limit`: at most this…
+/// Upper limit of the default for `--write-limit`, in bytes.
 pub(crate) const LIMIT_DEFAULT_MAX: u64 = 10 << 30;
 
-/// …and at most the free space divided by this.
+/// That default is at most the free space divided by this.
 pub(crate) const LIMIT_DEFAULT_SHARE: u64 = 4;
 
 /// The smallest sprout: btrfs refuses to work below about 110 MiB.
 pub(crate) const LIMIT_MIN: u64 = 256 << 20;
 
-/// What a growing sprout begins with: the free space divided by this…
+/// Initial size of a growing sprout: the free space divided by this.
 const FIRST_SHARE: u64 = 128;
 
-/// …but at most this: btrfs takes data space in chunks of at most 1 GiB.
+/// Upper limit of the initial size: btrfs allocates data space in chunks of at most 1 GiB.
 const FIRST_MAX: u64 = 1 << 30;
 
-/// What growing sprouts leave to the host: Burgeon writes its records there, and so does everybody.
+/// Bytes that growing sprouts leave free on the host, for Burgeon's records and other programs.
 pub(crate) const HOST_LEFT: u64 = 64 << 20;
 
-/// The size that a sprout in the file system of `folder` may have: `wanted`, or the default.
+/// Size limit of a sprout in the file system of `folder`: `wanted`, or the default.
 pub(crate) fn limit(folder: &Path, wanted: Option<u64>) -> Result<u64> {
     if let Some(wanted) = wanted {
         if wanted < LIMIT_MIN {
@@ -74,21 +74,21 @@ pub(crate) fn free_space(folder: &Path) -> Result<u64> {
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// What a growing sprout of at most `limit` bytes begins with, where `free` bytes are free.
+/// Initial size of a growing sprout of at most `limit` bytes, given `free` bytes.
 fn first_size(free: u64, limit: u64) -> u64 {
     let first = (free / FIRST_SHARE).clamp(LIMIT_MIN, FIRST_MAX);
     first.min(limit) / BLOCK_SIZE * BLOCK_SIZE
 }
 
-/// Makes a new sprout of `limit` bytes, or of the first step if `thin`: all of it allocated.
-/// Returns the bytes that are reserved.
+/// Makes a new sprout of `limit` bytes, or of the first step if `thin`, fully allocated. Returns
+/// the reserved bytes.
 pub(crate) fn create_sprout(path: &Path, limit: u64, thin: bool) -> Result<u64> {
     let failed = |e| Error::io(format!("cannot make the sprout {}", path.display()), e);
     let mut options = OpenOptions::new();
     options.read(true).write(true).create_new(true).mode(0o600);
     let file = files::open(path, &mut options).map_err(failed)?;
     forbid_copy_on_write(&file);
-    // Asked first: some file systems call such a file too large instead of themselves too small.
+    // Checked first: on a full disk some file systems report that the file is too large.
     let free = free_space(path.parent().unwrap_or(path))?;
     let reserved = if thin { first_size(free, limit) } else { limit };
     if reserved > free {
@@ -118,7 +118,7 @@ fn no_room(len: u64, path: &Path, thin: bool) -> String {
     format!("cannot reserve {} MiB for writes in {}: {way_out}", len >> 20, path.display())
 }
 
-/// The size of a block device of the user's.
+/// The size of a user's block device.
 pub(crate) fn device_size(path: &Path) -> Result<u64> {
     let failed = |e| Error::io(format!("cannot use {} for writes", path.display()), e);
     let file = File::open(path).map_err(failed)?;
@@ -139,9 +139,9 @@ pub(crate) fn device_size(path: &Path) -> Result<u64> {
     Ok(size)
 }
 
-/// The fsid of the btrfs that a device or file holds, by its first superblock; `None` if none.
+/// The fsid of the btrfs on a device or file, from its first superblock; `None` if there is none.
 pub(crate) fn btrfs_on(path: &Path) -> Result<Option<Fsid>> {
-    /// Where the superblock lies, and in it the fsid and the magic.
+    /// Offset of the superblock, and the positions of fsid and magic in it.
     const SUPERBLOCK: u64 = 64 << 10;
     const FSID: usize = 0x20;
     const MAGIC: usize = 0x40;
@@ -157,15 +157,15 @@ pub(crate) fn btrfs_on(path: &Path) -> Result<Option<Fsid>> {
     Ok((block[MAGIC..] == *b"_BHRfS_M").then_some(Fsid(fsid)))
 }
 
-/// On a btrfs host a rewritten block of a copy-on-write file needs new space, and so the
-/// reservation would be none. Elsewhere the flag is unknown and not needed.
+/// On btrfs a rewritten block of a copy-on-write file needs new space, which would void the
+/// reservation. Other file systems do not know the flag and do not need it.
 pub(crate) fn forbid_copy_on_write(file: &File) {
     if let Ok(flags) = ioctl_getflags(file) {
         let _ = ioctl_setflags(file, flags | IFlags::NOCOW);
     }
 }
 
-/// Bytes that are reserved for the sprout at `path`: all of its file.
+/// Bytes reserved for the sprout at `path`: the length of its file.
 pub(crate) fn reserved(path: &Path) -> Result<u64> {
     let metadata = path
         .symlink_metadata()

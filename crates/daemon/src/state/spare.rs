@@ -1,15 +1,15 @@
-//! Named writes can be mounted again on a full disk: what a mount takes is kept in reserve.
+//! Recycled seeds: named writes can be mounted again on a full disk, because the space is reserved.
 //!
 //! ```text
 //!   umount:  mounts/<id>/seed ── rename ──► writes/<name>/spare     the seed's copy, megabytes
-//!   mount:   writes/<name>/spare ── rename ──► mounts/<id>/seed     written over in place
+//!   mount:   writes/<name>/spare ── rename ──► mounts/<id>/seed     overwritten in place
 //!
-//!   run/ballast   BALLAST bytes, given up while such a mount is made: folders and records
+//!   run/ballast   BALLAST bytes, released while such a mount is made: folders and records
 //! ```
 //!
-//! What lies in a spare is not believed: every byte of it that btrfs reads is written anew, under
-//! the same addresses. Invariant: nothing here is needed; what is missing is space that the disk
-//! has to have.
+//! The contents of a recycled seed are not trusted: every byte of it that btrfs reads is written
+//! anew, at the same addresses. Invariant: nothing here is needed; a missing file only costs disk
+//! space.
 
 use std::{
     fs::{self, File},
@@ -26,22 +26,22 @@ use crate::state::{
 };
 
 /// A mount makes a folder, two records (each twice, for a moment), a cache file and perhaps the
-/// cache's folder: eight blocks. With blocks of 64 KiB that is 512 KiB; twice that is room for
-/// those that a full disk lends and does not give back.
+/// cache's folder: eight blocks. With blocks of 64 KiB that is 512 KiB; the double leaves room for
+/// blocks that a full disk does not give back.
 const BALLAST: u64 = 1 << 20;
 
-/// The smallest ballast that is worth having: eight blocks of 4 KiB.
+/// The smallest useful ballast: eight blocks of 4 KiB.
 const BALLAST_MIN: u64 = 32 << 10;
 
-/// Gives the ballast up if there is not as much free without it.
+/// Releases the ballast unless there is as much free space without it.
 pub(crate) fn lend(state: &StateDir) {
     if space::free_space(state.root()).is_ok_and(|free| free < BALLAST) {
-        // Failing is no worse than having none.
+        // A failure is the same as no ballast.
         let _ = files::open(&ballast(state), File::options().write(true).truncate(true));
     }
 }
 
-/// Takes as much ballast as there is room for.
+/// Reserves as much ballast as there is room for.
 pub(crate) fn refill(state: &StateDir) {
     let path = ballast(state);
     let mut options = File::options();
@@ -61,12 +61,12 @@ fn ballast(state: &StateDir) -> std::path::PathBuf {
     state.run().join("ballast")
 }
 
-/// Puts the spare of the writes `name` where the seed of a mount will be made, if there is one.
+/// Moves the recycled seed of the writes `name`, if there is one, to the place of a mount's seed.
 pub(crate) fn take(state: &StateDir, name: &str, seed: &std::path::Path) {
     let _ = fs::rename(writes::folder(state, name).join("spare"), seed);
 }
 
-/// Keeps the seed of a mount that is over as the spare of its writes.
+/// Keeps the seed of an ended mount as the recycled seed of its writes.
 pub(crate) fn keep(state: &StateDir, record: &MountRecord) {
     let WritesState::Sprout(sprout) = &record.writes else { return };
     let Some(name) = &sprout.name else { return };
@@ -77,7 +77,7 @@ pub(crate) fn keep(state: &StateDir, record: &MountRecord) {
     }
 }
 
-/// Says what to do, where a mount failed because the state directory is full.
+/// Adds advice to the error of a mount that failed because the state directory is full.
 pub(crate) fn explain(state: &StateDir, error: Error) -> Error {
     let is_full = error.kind() == ErrorKind::NoSpace
         && space::free_space(state.root()).is_ok_and(|free| free < BALLAST);

@@ -1,20 +1,20 @@
-//! Named writes: user data, and all that is needed to mount it again.
+//! Named writes: user data, and the files needed to mount it again.
 //!
 //! ```text
 //!   writes/<name>/
-//!     record.json   what this is; written last, so a folder without one holds nothing of value
+//!     record.json   the record; written last, so a folder without one has nothing of value
 //!     template, seed.info, map, manifest   hard links into images/<digest>/: the exact seed
-//!     area/         the map of the virtual area, if there is one, and what mapped images need
-//!     pins.json     what is pinned, if anything is
+//!     area/         the map of the virtual area, if there is one, and files of mapped images
+//!     pins.json     the pins, if any
 //!     sprout        the writable device, unless the record names a block device
 //! ```
 //!
-//! A sprout holds pointers into its seed, so the seed's exact bytes (template and fsid), the
+//! A sprout refers to blocks of its seed, so the seed's exact bytes (template and fsid), the
 //! address map and the chunks it names live as long as the sprout. Hard links keep them when the
 //! image is removed, collected or built anew under its name.
 //!
-//! Invariants: a record is published only when everything it speaks of is durable; one mount at
-//! a time holds the lock `writes/<name>.lock`; nothing here is removed but by [`remove`].
+//! Invariants: a record is published only when all files it refers to are durable; one mount at a
+//! time holds the lock `writes/<name>.lock`; only [`remove`] removes anything here.
 
 use std::{
     fs,
@@ -41,20 +41,20 @@ pub const RECORD_FORMAT: u32 = 1;
 /// Longest name, in bytes.
 pub const NAME_LEN_MAX: usize = 128;
 
-/// What a writes folder holds.
+/// The record of named writes.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 pub struct Record {
     /// [`RECORD_FORMAT`].
     pub format: u32,
     /// The name.
     pub name: String,
-    /// The image's name when the writes were begun.
+    /// The image's name when the writes were created.
     pub image: String,
     /// The manifest they are based on.
     pub manifest: DigestText,
-    /// The store that has the chunks; `None` is the state directory's own.
+    /// The store with the chunks; `None` is the state directory's own.
     pub store: Option<Location>,
-    /// The fsid of the seed they were made on.
+    /// The fsid of the seed they are based on.
     pub seed_fsid: Fsid,
     /// BLAKE3 of the seed's template.
     pub template_digest: DigestText,
@@ -67,13 +67,13 @@ pub struct Record {
     pub map_len: u64,
     /// The user's block device, or `None` for the file `sprout`.
     pub device: Option<PathBuf>,
-    /// The size that the sprout may have, in bytes.
+    /// Largest size of the sprout, in bytes.
     pub limit: u64,
-    /// Whether it grows up to that.
+    /// The sprout grows up to that.
     pub thin: bool,
-    /// False until the sprout has been added to its seed: before that it holds nothing.
+    /// False until the sprout has been added to its seed: before that it has no data.
     pub sprouted: bool,
-    /// The sprout's own fsid, by which it is known among devices; `None` in early records.
+    /// The sprout's own fsid, which identifies its device; `None` in early records.
     #[serde(default)]
     pub sprout_fsid: Option<Fsid>,
     /// Bytes of the virtual area; 0 for none, as in early records.
@@ -81,7 +81,7 @@ pub struct Record {
     pub virtual_bytes: u64,
 }
 
-/// Checks a name: what `writes list` shows and a folder can be called.
+/// Checks a name: it must be printable and a valid folder name.
 pub fn check_name(name: &str) -> Result<()> {
     let good = !name.is_empty()
         && name.len() <= NAME_LEN_MAX
@@ -106,7 +106,7 @@ pub fn folder(state: &StateDir, name: &str) -> PathBuf {
     state.writes().join(name)
 }
 
-/// Takes `name` for one mount; `Unavailable` while another has it.
+/// Locks `name` for one mount; `Unavailable` while another has it.
 pub fn lock(state: &StateDir, name: &str) -> Result<Lock> {
     check_name(name)?;
     let path = state.writes().join(format!("{name}.lock"));
@@ -120,8 +120,7 @@ pub fn lock(state: &StateDir, name: &str) -> Result<Lock> {
     })
 }
 
-/// The same for writes that must not be mounted yet: a lock dies with its process, a mount lives
-/// on.
+/// Locks `name`, and checks that it is not mounted: a lock ends with its process, a mount does not.
 pub(crate) fn take(state: &StateDir, name: &str) -> Result<Lock> {
     let lock = lock(state, name)?;
     match held_on(state, name) {
@@ -151,19 +150,19 @@ pub fn find(state: &StateDir, name: &str) -> Result<Option<Record>> {
             ),
         )),
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-        // The format may have been raised in a way that this version cannot even parse.
+        // A raised format may not even parse in this version.
         Err(e) => Err(e),
     }
 }
 
-/// Publishes a record, replacing the one before.
+/// Publishes a record in place of the previous one.
 pub fn publish(state: &StateDir, record: &Record) -> Result<()> {
     let folder = folder(state, &record.name);
     files::sync_parent(&folder)?;
     files::publish_json(&folder.join("record.json"), record)
 }
 
-/// All names, sorted; also those whose record cannot be read.
+/// All names, sorted; includes those with an unreadable record.
 pub fn names(state: &StateDir) -> Result<Vec<String>> {
     let failed = |e| Error::io(format!("cannot list {}", state.writes().display()), e);
     let mut names = Vec::new();
@@ -180,9 +179,9 @@ pub fn names(state: &StateDir) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Removes `name` and all data in it. Refused while it is mounted. The sprout goes first: after a
-/// crash the record is still there to be removed again, and a sprout that has no record is one
-/// whose record was lost ([`refuse_lost_record`]).
+/// Removes `name` and all its data. Refused while it is mounted. The sprout is removed first: after
+/// a crash the record is still there and can be removed again, so a sprout without a record always
+/// means a lost record ([`refuse_lost_record`]).
 pub fn remove(state: &StateDir, name: &str) -> Result<()> {
     check_name(name)?;
     let folder = folder(state, name);
@@ -193,24 +192,23 @@ pub fn remove(state: &StateDir, name: &str) -> Result<()> {
     discard(&folder)
 }
 
-/// The device on which the kernel has the sprout of `name` now, whoever mounted it and whoever
-/// is still alive.
+/// The device on which the kernel has the sprout of `name` now, independent of any daemon.
 fn held_on(state: &StateDir, name: &str) -> Option<String> {
-    // A record that cannot be read names no device; the sprout's own file says enough then.
+    // An unreadable record names no device; the sprout's own file is sufficient then.
     let own = find(state, name).ok().flatten().and_then(|record| record.device);
     let own = own.filter(|device| is_held(device)).map(|device| device.display().to_string());
     own.or_else(|| chain::loop_on(&folder(state, name).join("sprout")))
 }
 
-/// Whether something has mounted, or else claimed, the block device.
+/// True if the block device is mounted or otherwise claimed.
 fn is_held(device: &Path) -> bool {
     use std::os::unix::fs::OpenOptionsExt;
-    // On a block device without O_CREAT, O_EXCL asks for it alone: EBUSY while a mount has it.
+    // On a block device O_EXCL without O_CREAT asks for exclusive use: EBUSY while it is mounted.
     let alone = fs::File::options().read(true).custom_flags(libc::O_EXCL).open(device);
     alone.is_err_and(|error| error.kind() == std::io::ErrorKind::ResourceBusy)
 }
 
-/// Removes a folder and the sprout in it, if it is there, in an order that a crash may interrupt.
+/// Removes a folder and its sprout, if any, in an order that is safe against a crash.
 pub(crate) fn discard(folder: &Path) -> Result<()> {
     if !folder.exists() {
         return Ok(());
@@ -222,8 +220,7 @@ pub(crate) fn discard(folder: &Path) -> Result<()> {
     files::remove_folder(folder)
 }
 
-/// Refuses to begin `name` anew where somebody's data lies without a record, as after a restore
-/// that was not complete.
+/// Refuses to create `name` over data without a record, as after an incomplete restore.
 pub(crate) fn refuse_lost_record(state: &StateDir, name: &str) -> Result<()> {
     let folder = folder(state, name);
     let sprout = folder.join("sprout");
@@ -243,14 +240,14 @@ pub(crate) fn refuse_lost_record(state: &StateDir, name: &str) -> Result<()> {
     ))
 }
 
-/// Whether a mount uses `name` now, or is being made.
+/// True if a mount uses `name` now, or is being made.
 pub fn is_mounted(state: &StateDir, name: &str) -> Result<bool> {
     check_name(name)?;
     let lock = Lock::try_take(&state.writes().join(format!("{name}.lock")))?;
     Ok(lock.is_none() || held_on(state, name).is_some())
 }
 
-/// Refuses a block device that holds kept writes: a new sprout on it would be their end.
+/// Refuses a block device with kept writes: a new sprout would destroy them.
 pub(crate) fn refuse_device_in_use(state: &StateDir, device: &Path) -> Result<()> {
     let fsid = space::btrfs_on(device)?;
     for name in names(state)? {
@@ -270,7 +267,7 @@ pub(crate) fn refuse_device_in_use(state: &StateDir, device: &Path) -> Result<()
     Ok(())
 }
 
-/// Refuses a sprout that is another than the record's: block devices change their names.
+/// Refuses a sprout other than the record's: block devices change their names.
 pub(crate) fn check_sprout(record: &Record, sprout: &Path) -> Result<()> {
     let Some(expected) = record.sprout_fsid else { return Ok(()) };
     let found = space::btrfs_on(sprout)?;
@@ -289,7 +286,7 @@ pub(crate) fn check_sprout(record: &Record, sprout: &Path) -> Result<()> {
     ))
 }
 
-/// Bytes that the sprout of `record` takes on the host.
+/// Bytes that the sprout of `record` uses on the host.
 pub fn reserved(state: &StateDir, record: &Record) -> u64 {
     match record.device {
         Some(_) => 0,
@@ -297,7 +294,7 @@ pub fn reserved(state: &StateDir, record: &Record) -> u64 {
     }
 }
 
-/// The error for writes that do not exist; it says which do.
+/// The error for writes that do not exist; it lists those that do.
 pub fn not_found(state: &StateDir, name: &str) -> Error {
     let known = names(state).unwrap_or_default();
     let hint = match known.is_empty() {
@@ -401,7 +398,7 @@ pub(crate) mod tests {
             let error = refuse_device_in_use(&state, held).unwrap_err();
             assert!(error.to_string().contains("writes rm b"), "{error}");
         }
-        // The devices have changed their names: what is on the old one is somebody else's.
+        // The devices have swapped their names: the old one has other contents.
         assert_eq!(check_sprout(&record, &a).unwrap_err().kind(), ErrorKind::Corrupt);
         check_sprout(&record, &b).unwrap();
         let empty = temp.path().join("empty");
@@ -416,7 +413,7 @@ pub(crate) mod tests {
         let state = StateDir::open(&temp.path().join("state")).unwrap();
         let folder = folder(&state, "b");
         std::fs::create_dir(&folder).unwrap();
-        // Reserved, and nothing more: a mount that was killed.
+        // Reserved but unused: a mount was killed.
         std::fs::write(folder.join("sprout"), vec![0; 70_000]).unwrap();
         refuse_lost_record(&state, "b").unwrap();
         device(&folder.join("sprout"), Fsid::random().unwrap());

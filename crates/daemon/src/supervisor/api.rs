@@ -1,4 +1,4 @@
-//! Answers the API socket: one thread a client, a bounded number of them.
+//! Serves the API socket: one thread per client, at most [`CLIENTS_MAX`] of them.
 
 use std::{
     os::{
@@ -21,18 +21,19 @@ use crate::ipc::{
     wire,
 };
 
-/// Clients at once. Each is a command that waits for one answer.
+/// Concurrent clients. Each is a command that waits for one answer.
 const CLIENTS_MAX: usize = 64;
 
-/// How long a client may take to take in a message.
+/// Write timeout towards a client.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The stack of a client's thread. Messages lie on the heap, but a mount may ask a registry: the checks
-/// of a certificate took more than 256 KiB in a build without optimisation. Only touched pages are memory.
+/// Stack size of a client's thread. Messages lie on the heap, but a mount may contact a registry:
+/// verifying a certificate took more than 256 KiB in an unoptimised build. Only touched pages use
+/// memory.
 const STACK: usize = 1 << 20;
 
 impl Supervisor {
-    /// Takes clients for ever.
+    /// Accepts clients for ever.
     pub(super) fn accept(self: &Arc<Self>, socket: &UnixListener) -> ! {
         let clients = Arc::new(AtomicUsize::new(0));
         loop {
@@ -40,7 +41,7 @@ impl Supervisor {
                 Ok((stream, _)) => stream,
                 Err(e) => {
                     tracing::error!(error = %e, "cannot take a client");
-                    // Out of descriptors, most likely: a pause is better than a busy loop.
+                    // Most likely out of descriptors: a pause is better than a busy loop.
                     thread::sleep(Duration::from_millis(100));
                     continue;
                 }
@@ -65,8 +66,8 @@ impl Supervisor {
     fn converse(self: &Arc<Self>, stream: &UnixStream) -> Result<()> {
         let failed = |e| Error::io("cannot set up a client's socket", e);
         check_peer(stream)?;
-        // No limit for reading: between two requests a client may wait for a umount that writes
-        // gigabytes out.
+        // No read timeout: between two requests a client may wait for an umount that writes back
+        // gigabytes.
         stream.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
         let mut recorded = None;
         let ended = loop {
@@ -158,7 +159,7 @@ impl Supervisor {
     }
 }
 
-/// Only root and the daemon's own user may ask: mounts and everybody's data are at stake.
+/// Admits only root and the daemon's own user: others must not control mounts or read data.
 fn check_peer(stream: &UnixStream) -> Result<()> {
     let peer = rustix::net::sockopt::socket_peercred(stream)
         .map_err(|e| Error::io("cannot tell who the client is", e.into()))?;

@@ -1,14 +1,14 @@
-//! Another FUSE file below the loop device of a mounted file system, in a helper's process.
+//! Replaces the FUSE file below the loop device of a mounted file system, in a helper process.
 //!
 //! ```text
 //!   lock ─► freeze ─► LOOP_CHANGE_FD ─► thaw            one at a time for each mount
 //! ```
 //!
-//! Why it is frozen is said in `supervisor/revive.rs`, why it is a process of its own in
-//! `helper.rs`.
+//! `supervisor/revive.rs` explains the freeze, `helper.rs` the separate process.
 //!
 //! Invariant: the lock is held from before the freeze until after the thaw. So a later supervisor
-//! that finds "frozen" written down thaws after the helper of an earlier one, never in the middle.
+//! that finds "frozen" in the record thaws after an earlier supervisor's helper has finished, never
+//! in the middle of its exchange.
 
 use std::{
     fs::File,
@@ -26,21 +26,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::state::files::Lock;
 
-/// `ioctl_loop`: the read-only loop's backing file becomes another one of the same size.
+/// `ioctl_loop`: replaces a read-only loop's backing file by another one of the same size.
 const LOOP_CHANGE_FD: libc::c_ulong = 0x4c06;
 
 /// `linux/fs.h`: `_IOWR('X', 119, int)` and `_IOWR('X', 120, int)`.
 const FIFREEZE: libc::c_ulong = 0xc004_5877;
 const FITHAW: libc::c_ulong = 0xc004_5878;
 
-/// The mount that is meant.
+/// The mount to change.
 #[derive(Serialize, Deserialize, Debug)]
 pub(crate) struct Exchange {
     /// The loop device with the lazy data.
     pub(crate) data_device: PathBuf,
     /// The device of the sprout, if the mount is writable.
     pub(crate) sprout: Option<PathBuf>,
-    /// A file in the mount's folder.
+    /// Lock file in the mount's folder.
     pub(crate) lock: PathBuf,
 }
 
@@ -60,18 +60,18 @@ pub(crate) fn change_over(exchange: &Exchange, fuse: &OwnedFd) -> Result<()> {
     changed.map_err(failed)
 }
 
-/// Thaws what an exchange has left frozen that was killed.
+/// Thaws a file system that a killed exchange has left frozen.
 pub(crate) fn thaw(exchange: &Exchange) -> Result<()> {
     let Some(sprout) = &exchange.sprout else { return Ok(()) };
     let _lock = Lock::take(&exchange.lock)?;
     let root = open_root(sprout)?;
-    // Dropped, it thaws; if it was not frozen, that changes nothing.
+    // Dropping it thaws; on a file system that is not frozen this has no effect.
     drop(Frozen(root));
     Ok(())
 }
 
-/// The root of the file system on `device`, reached by mounting it once more. One that btrfs has forced
-/// read-only cannot be mounted writable, and is to be readable all the same.
+/// Opens the root of the file system on `device` by mounting it once more, read-only if btrfs has
+/// forced the file system read-only: it cannot be mounted writable then.
 fn open_root(device: &Path) -> Result<File> {
     let mounted = Btrfs::mount(device, SUBVOLUME, Access::Writable);
     let mounted =
@@ -79,7 +79,7 @@ fn open_root(device: &Path) -> Result<File> {
     mounted?.open_root()
 }
 
-/// A file system that takes no writes, and has none outstanding, as long as this lives.
+/// A frozen file system: it accepts no writes and has none outstanding until this is dropped.
 struct Frozen(File);
 
 impl Frozen {
@@ -88,7 +88,7 @@ impl Frozen {
         let root = open_root(device)?;
         match number_ioctl(&root, FIFREEZE, 0) {
             Ok(()) => Ok(Self(root)),
-            // A helper that was killed had frozen it.
+            // A killed helper has left it frozen.
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(Self(root)),
             Err(e) => Err(Error::io("cannot freeze the file system", e)),
         }
@@ -107,7 +107,7 @@ impl Drop for Frozen {
 }
 
 fn number_ioctl(file: &File, request: libc::c_ulong, number: i32) -> std::io::Result<()> {
-    // SAFETY: the requests that this is called with take a number and touch no memory of ours.
+    // SAFETY: the requests used here take a number and touch no memory of this process.
     match unsafe { libc::ioctl(file.as_raw_fd(), request as _, number) } {
         0 => Ok(()),
         _ => Err(std::io::Error::last_os_error()),

@@ -1,11 +1,11 @@
-//! One step of growing a sprout, in a helper's process: to reach the file system it is mounted once
-//! more, and that waits for whoever mounts any btrfs just now (`helper.rs`).
+//! One growth step of a sprout, in a helper process: the step mounts the file system once more,
+//! which waits for every other btrfs mount in progress (`helper.rs`).
 //!
 //! ```text
 //!   fallocate ─► fsync ─► LOOP_SET_CAPACITY ─► mount once more ─► btrfs takes the device's new size
 //! ```
 //!
-//! A step that ended anywhere can be taken again from the beginning.
+//! An interrupted step can be repeated from the beginning.
 
 use std::{
     fs::File,
@@ -26,33 +26,33 @@ use crate::{
     },
 };
 
-/// The smallest step worth taking: below this the host is full.
+/// The smallest step, in bytes: with less room than this the host counts as full.
 const STEP_MIN: u64 = 64 << 20;
 
-/// `ioctl_loop`: the device takes over its file's new size.
+/// `ioctl_loop`: the device adopts its file's new size.
 const LOOP_SET_CAPACITY: libc::c_ulong = 0x4c07;
 
-/// What a step takes.
+/// Parameters of a growth step.
 #[derive(Serialize, Deserialize, Debug)]
 pub(crate) struct Grow {
     pub(crate) fsid: Fsid,
-    /// The sprout's file…
+    /// The sprout's file.
     pub(crate) path: PathBuf,
-    /// …its loop device…
+    /// Its loop device.
     pub(crate) device: PathBuf,
-    /// …and that device's number in the file system.
+    /// The device's number in the file system.
     pub(crate) device_id: u64,
-    /// The size that it has.
+    /// Current size in bytes.
     pub(crate) reserved: u64,
-    /// The size that it is to have, or what the host has room for.
+    /// Wanted size in bytes; the host may have room for less.
     pub(crate) wanted: u64,
 }
 
-/// How a step went.
+/// Result of a growth step.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Step {
-    /// The sprout has this size now.
+    /// The sprout has this size now, in bytes.
     Taken(u64),
     /// The mount is gone.
     Gone,
@@ -60,11 +60,11 @@ pub(crate) enum Step {
     ReadOnly,
 }
 
-/// File first, then the loop device, then btrfs.
+/// Grows the file first, then the loop device, then btrfs.
 pub(crate) fn grow(grow: &Grow) -> Result<Step> {
     let Grow { fsid, path, device, device_id, reserved, wanted } = grow;
-    // Never asked for by mounting it writable: that would undo a `mount -o remount,ro` of the user's, and
-    // is refused, with a line in the kernel log, if btrfs has forced it.
+    // Never mount it writable to find out: that would undo the user's `mount -o remount,ro`. If
+    // btrfs has forced it read-only, the kernel refuses and logs a line.
     if Btrfs::mount(device, SUBVOLUME, Access::ReadOnly)?.is_read_only()? {
         return Ok(Step::ReadOnly);
     }
@@ -86,7 +86,7 @@ pub(crate) fn grow(grow: &Grow) -> Result<Step> {
     take_new_size(device).map_err(failed)?;
     let mount = Btrfs::mount(device, SUBVOLUME, Access::Writable)?;
     if Fsid(mount.fsid()?) != *fsid {
-        // The mount went away meanwhile, and the device is somebody else's now.
+        // The mount ended meanwhile, and the device may belong to another mount.
         return Ok(Step::Gone);
     }
     mount.grow_device(*device_id)?;

@@ -1,5 +1,5 @@
-//! Kernel calls that may wait for the serving process, or that a kill must not cut short, in a
-//! process of their own.
+//! Runs kernel calls that may wait for the server, or that a kill must not interrupt, in a separate
+//! process.
 //!
 //! ```text
 //!   supervisor ── Task, descriptors ──────► burgeon __help STATE-DIR: open the FUSE file, attach
@@ -8,25 +8,25 @@
 //!   no answer in time: the FUSE connection is aborted; its calls fail, and the helper ends
 //! ```
 //!
-//! A thread that waits for a FUSE server in the kernel cannot be killed, and its process keeps every
-//! descriptor until the wait is over. If that were the supervisor, whose `/dev/fuse` descriptor keeps
-//! the connection alive, the wait would never end.
+//! A thread that waits for a FUSE server in the kernel cannot be killed, and its process keeps
+//! every descriptor until the wait is over. In the supervisor that wait would never end, because
+//! its own `/dev/fuse` descriptor keeps the connection alive.
 //!
-//! Whoever mounts a btrfs, scans for one, or makes btrfs forget a device waits for one lock of the
-//! kernel (`uuid_mutex`), and whoever mounts has it while the superblocks of its devices are read. Those
-//! of a mount that is being made come from its server. So all of that is done here, also for mounts
-//! that have nothing to do with that server. What the supervisor itself asks of loop devices
-//! (`LOOP_GET_STATUS64`) the kernel answers from the FUSE file's attributes, which it knows for ever
-//! (`crates/cli/tests/kill_calls.rs` holds both).
+//! Mounting a btrfs, scanning for one, and making btrfs forget a device all take one kernel lock
+//! (`uuid_mutex`). A mount holds it while it reads the superblocks of its devices, and those of a
+//! new mount are answered by its server. So all of these calls are made here, also for mounts of
+//! other servers. The supervisor itself only calls `LOOP_GET_STATUS64`, which the kernel answers
+//! from the FUSE file's attributes; these are cached for ever (`crates/cli/tests/kill_calls.rs`
+//! tests both).
 //!
-//! A kill must not interrupt a thaw either: btrfs reads the superblock again in it, takes a read
-//! that was interrupted for a changed superblock ("got modified unexpectedly"), and forces the file
-//! system read-only (measured on 6.18: within ten kills). A kill of the supervisor leaves its helper
-//! alone.
+//! A kill must not interrupt a thaw either: a thaw of btrfs reads the superblock again, takes an
+//! interrupted read for a changed superblock ("got modified unexpectedly"), and forces the file
+//! system read-only (measured on 6.18: within ten kills). A kill of the supervisor does not end its
+//! helper.
 //!
 //! Invariants:
 //! - A helper never holds `/dev/fuse` or the state directory's lock. When the supervisor dies and
-//!   nobody else holds the connection, the helper's calls fail and it ends.
+//!   no other process holds the connection, the helper's calls fail and it ends.
 //! - A helper that makes a mount dies with its supervisor; one that freezes or thaws does not.
 //! - No call of the supervisor waits for a helper longer than its bound.
 
@@ -62,47 +62,47 @@ use crate::{
     transport,
 };
 
-/// How long a helper may take. A mount takes milliseconds, and a freeze as long as the writes that
-/// are under way; the rest is for a server that is started again, and for a busy machine.
+/// Time limit for a helper. A mount takes milliseconds, and a freeze as long as the writes in
+/// progress; the rest allows for a server restart and a busy machine.
 const ANSWER_MAX: Duration = Duration::from_secs(120);
 
-/// How long a helper may take to end after its connection was aborted.
+/// Time limit for a helper to end after its connection was aborted.
 const ABORTED_MAX: Duration = Duration::from_secs(10);
 
-/// What a helper is asked for.
+/// A task for a helper.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "task", rename_all = "kebab-case")]
 pub(crate) enum Task {
     /// Make the block devices of a mount, and mount them. Over FUSE, the detached mount of the FUSE
-    /// file comes along; the btrfs mount comes back.
+    /// file is sent along; the btrfs mount is returned.
     Plumb(Parts),
-    /// Put the FUSE file whose mount comes along below a loop device.
+    /// Put the FUSE file of the mount that is sent along below a loop device.
     Exchange(Exchange),
-    /// Thaw what an exchange has left frozen.
+    /// Thaw a file system that an exchange has left frozen.
     Thaw(Exchange),
     /// Make a sprout larger.
     Grow(Grow),
-    /// Open the file of the virtual area of the writable file system on `device`; it comes back.
+    /// Open the file of the virtual area of the writable file system on `device` and return it.
     OpenArea { device: PathBuf },
-    /// Let btrfs forget the loop devices of a mount that is gone, and remove its ublk device.
+    /// Make btrfs forget the loop devices of a mount that has ended, and remove its ublk device.
     Forget { id: MountId, loops: Vec<PathBuf> },
 }
 
-/// What became of it.
+/// The result of a task.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "outcome", rename_all = "kebab-case")]
 pub(crate) enum Outcome {
-    /// The mount's descriptor comes along.
+    /// Sent with the mount's descriptor.
     Plumbed(Plumbed),
     Grown {
         step: Step,
     },
-    /// What was to be opened comes along.
+    /// Sent with the opened file, if the task opens one.
     Done,
     Failed(Failure),
 }
 
-/// Has `task` done by a helper. `abort` ends what it waits for if it does not answer in time.
+/// Runs `task` in a helper. If it does not answer in time, `abort` ends its wait.
 pub(crate) fn run(
     state: &StateDir,
     task: &Task,
@@ -146,7 +146,7 @@ fn ask(
         Err(_) => {
             abort();
             stream.set_read_timeout(Some(ABORTED_MAX)).map_err(failed)?;
-            // Its own error says more, if there is one.
+            // The helper's own error, if there is one, says more.
             if let Ok(Some(answer @ (Outcome::Failed(_), _))) = wire::receive(stream) {
                 return Ok(answer);
             }
@@ -161,8 +161,8 @@ fn ask(
     }
 }
 
-/// Waits for the helper's end: as long as it has a mount's descriptor, a umount is refused (EBUSY).
-/// Nobody waits for one that has not `answered`, as it may be in the kernel still.
+/// Waits for the helper to end: while it has a mount's descriptor, an umount fails with EBUSY. Does
+/// not wait for a helper that has not `answered`, because it may be stuck in the kernel.
 fn reap(mut child: Child, answered: bool) {
     let mut wait = move || {
         if let Ok(status) = child.wait()
@@ -177,9 +177,9 @@ fn reap(mut child: Child, answered: bool) {
     }
 }
 
-/// The whole life of the process `burgeon __help STATE-DIR`.
+/// The main function of the process `burgeon __help STATE-DIR`.
 pub fn help() -> ExitCode {
-    // What ends the supervisor's session or terminal does not end a thaw.
+    // The end of the supervisor's session or terminal must not interrupt a thaw.
     let _ = rustix::process::setsid();
     let _ = signals::block_termination();
     let Ok(stream) = std::io::stdin().as_fd().try_clone_to_owned() else {
@@ -187,8 +187,8 @@ pub fn help() -> ExitCode {
     };
     let stream = UnixStream::from(stream);
     let Ok(Some((task, fds))) = wire::receive::<Task>(&stream) else { return ExitCode::FAILURE };
-    // The next supervisor removes what a mount that was never made has left. It would wait for ever for
-    // a ublk device in whose start this process waits for a server that was told to stop.
+    // The next supervisor removes the leftovers of an unfinished mount. That removal would wait for
+    // ever for a ublk device whose start in this process waits for a server that was told to stop.
     if matches!(task, Task::Plumb(_)) && !dies_with_its_parent(&stream) {
         return ExitCode::FAILURE;
     }
@@ -197,7 +197,7 @@ pub fn help() -> ExitCode {
         Err(e) => (Outcome::Failed(e.into()), None),
     };
     let fds: Vec<_> = fd.as_ref().map(AsFd::as_fd).into_iter().collect();
-    // A supervisor that has died is not there to be told; what was made goes with this process.
+    // If the supervisor has died, this fails, and the mount ends with this process.
     match wire::send(&stream, &outcome, &fds) {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) => ExitCode::FAILURE,

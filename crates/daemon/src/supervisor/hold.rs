@@ -1,4 +1,5 @@
-//! Has what readers wait by held by somebody who outlives this process and the server.
+//! Has the descriptors that readers depend on held by a holder that outlives this process and the
+//! server.
 //!
 //! ```text
 //!   mount is made ─► hold ──────────────┐
@@ -7,7 +8,7 @@
 //!                            hold all again
 //! ```
 //!
-//! Mounts work as well without: what cannot be held is said in the log.
+//! A mount works without a holder, too; a failure to hold it is logged.
 
 use std::{
     os::fd::OwnedFd,
@@ -30,12 +31,12 @@ use crate::{
     },
 };
 
-/// The pause before another process is started in the place of one that has died.
+/// The pause before a dead holder process is replaced.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Who holds for this supervisor.
+/// The holder of this supervisor's mounts.
 pub(super) struct Holder {
-    /// systemd, where it does; nobody else is asked then.
+    /// systemd's descriptor store, if available; no process is used then.
     store: Option<Store>,
     process: Mutex<Option<Process>>,
 }
@@ -47,7 +48,8 @@ struct Process {
 }
 
 impl Holder {
-    /// Who holds here, and what was held for an earlier supervisor; `inherited` is from systemd.
+    /// Returns the holder, and the mounts held for an earlier supervisor; `inherited` is from
+    /// systemd.
     pub(super) fn find(state: &StateDir, inherited: Vec<Held>) -> (Self, Vec<Held>) {
         let mut held = inherited;
         let line = match Line::connect(state) {
@@ -92,8 +94,8 @@ impl Holder {
         in_store.and(in_process)
     }
 
-    /// Lets everything go, and waits for the process to end. What systemd holds goes when the unit has
-    /// stopped.
+    /// Releases everything, and waits for the process to end. systemd releases its descriptors when
+    /// the unit has stopped.
     pub(super) fn end(&self) {
         let Some(Process { line, child }) = self.process().take() else { return };
         if let Err(e) = line.let_all_go() {
@@ -107,8 +109,8 @@ impl Holder {
 }
 
 impl Supervisor {
-    /// Goes on with the mounts that were held while nobody served them. An adopted server has some of
-    /// them already.
+    /// Takes over the mounts that were held while no server ran. An adopted server has some of them
+    /// already.
     pub(super) fn take_over(self: &Arc<Self>, held: Vec<Held>) {
         let mut count = 0;
         for one in held {
@@ -149,8 +151,8 @@ impl Supervisor {
         Ok(Entry { held: self.holder.store.is_none(), ..entry })
     }
 
-    /// Has all mounts held that are not yet: those of a server that was adopted, say. What systemd has
-    /// already it keeps once.
+    /// Has all mounts held that are not yet, such as those of an adopted server. systemd ignores
+    /// duplicates.
     pub(super) fn hold_the_rest(self: &Arc<Self>) {
         let ids: Vec<_> = {
             let table = self.table();
@@ -160,13 +162,13 @@ impl Supervisor {
         };
         ids.into_iter().for_each(|id| self.hold(id));
         if self.holder.store.is_some() {
-            // The process was an earlier supervisor's.
+            // The process belonged to an earlier supervisor.
             self.holder.end();
         }
     }
 
-    /// Starts the process that holds, unless it runs or systemd holds: a mount that is being made then
-    /// need not wait for it.
+    /// Starts the holder process early, unless it runs or systemd is the holder, so that a new
+    /// mount need not wait for it.
     pub(super) fn prepare_to_hold(self: &Arc<Self>) {
         {
             let mut process = self.holder.process();
@@ -184,7 +186,7 @@ impl Supervisor {
         self.watch_holder();
     }
 
-    /// Has held what the readers of `id` wait by, if it is a mount of which that can be.
+    /// Has the descriptors of mount `id` held, if its kind of mount can be.
     pub(super) fn hold(self: &Arc<Self>, id: MountId) {
         let copies = {
             let mut table = self.table();
@@ -229,7 +231,7 @@ impl Supervisor {
             let Some(dead) = dead.filter(|_| !supervisor.table().stopping) else { return };
             tracing::warn!("the process that holds descriptors has ended: starting another");
             if let Some(mut child) = dead.child {
-                // One that does not answer lives still.
+                // A process that does not answer is still alive.
                 let _ = child.kill().and_then(|()| child.wait());
             }
             thread::sleep(PAUSE);

@@ -1,4 +1,4 @@
-//! Keeps a serving process alive.
+//! The server monitor: keeps a server running.
 //!
 //! ```text
 //!   adopt an orphan, or spawn ──► tell it every mount ──► listen ──► its stream ends: it is dead
@@ -6,9 +6,9 @@
 //!          └────────────── at once; after quick deaths, a doubling pause ◄─────┘
 //! ```
 //!
-//! The requests that the dead server held lie in the slots, or with the kernel; the mount's
-//! readers wait, and the next server answers them. What came over FUSE's io_uring is lost with
-//! it: those mounts get a new connection (`revive.rs`).
+//! The requests of the dead server lie in the slots, or with the kernel; the mount's readers wait,
+//! and the next server answers them. Requests that came over FUSE's io_uring are lost with the
+//! server: those mounts get a new connection (`revive.rs`).
 
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
@@ -34,27 +34,27 @@ use crate::{
     state::{files::Lock, paths::StateDir, record::Attach},
 };
 
-/// A server that lived so long was healthy: the next one is started at once.
+/// A server that lived this long was healthy: its successor is started at once.
 const HEALTHY: Duration = Duration::from_secs(10);
 
 /// The pause after the second quick death in a row; it doubles up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 
-/// The longest pause: readers wait so long before a server tries again, and with its start that
-/// stays below a second however often it dies. Two starts a second are no load.
+/// The longest pause. Readers wait this long plus the start of a server, which stays below a second
+/// however often it dies; two starts a second are no load.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 
-/// How long a server may take to notice that its supervisor is dead, or to end, and how often it
-/// is looked at. The kernel tells it at once; the rest is a busy machine.
+/// Time limit for a server to notice its supervisor's death, or to end, and the interval of checks.
+/// The kernel notifies it at once; the rest allows for a busy machine.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(20);
 const ORPHAN_PAUSE: Duration = Duration::from_millis(10);
 
-/// A serving process: our child, or an orphan that was adopted.
+/// A running server: a child, or an adopted orphan.
 struct Running {
     stream: UnixStream,
     child: Option<Child>,
     pid: Option<u32>,
-    /// Whether it knows `Refresh`.
+    /// True if it understands `Refresh`.
     refreshes: bool,
 }
 
@@ -102,12 +102,12 @@ impl Supervisor {
             .current_dir("/")
             .spawn()
             .map_err(failed)?;
-        // It is this very program.
+        // The server is this very program.
         let refreshes = true;
         Ok(Running { pid: Some(child.id()), stream: ours, child: Some(child), refreshes })
     }
 
-    /// Tells the server everything, then takes its messages until it dies.
+    /// Sends the server every mount, then handles its messages until it dies.
     fn listen(self: &Arc<Self>, running: Running) {
         let Running { stream, child, pid, refreshes } = running;
         match stream.try_clone() {
@@ -163,7 +163,7 @@ impl Supervisor {
                 }
             }
             FromServer::Ended { id } => {
-                // Taking the remains away may wait for a disk; the server's words must not.
+                // Removing the mount's folder may wait for a disk; the server's messages must not.
                 let supervisor = Arc::clone(self);
                 thread::spawn(move || supervisor.release(id));
             }
@@ -179,7 +179,7 @@ impl Supervisor {
     }
 }
 
-/// What an orphan told of a mount it serves.
+/// A mount that an orphan serves, as it reports it.
 pub(super) struct Inherited {
     pub(super) attach: Attach,
     pub(super) fuse: Option<OwnedFd>,
@@ -189,7 +189,7 @@ pub(super) struct Inherited {
 /// A server that outlived its supervisor.
 pub(super) struct Orphan {
     stream: UnixStream,
-    /// Whether it knows `Refresh`.
+    /// True if it understands `Refresh`.
     refreshes: bool,
 }
 
@@ -209,21 +209,21 @@ pub(super) fn adopt(state: &StateDir) -> Result<Option<(Orphan, Vec<Inherited>)>
                 return Ok(Some((Orphan { stream, refreshes }, mounts)));
             }
             Some(_) => {}
-            // It died in that very moment: there is nothing left to adopt.
+            // It has died meanwhile: there is nothing to adopt.
             None => return Ok(None),
         }
     }
 }
 
-/// The stream to a server without a supervisor. One that has not noticed its supervisor's death
-/// yet will listen in a moment; to take its mounts for lost would be wrong.
+/// Connects to a server without a supervisor. One that has not noticed its supervisor's death yet
+/// will listen soon; its mounts must not be treated as lost.
 fn orphan(state: &StateDir) -> Result<Option<UnixStream>> {
     let begun = Instant::now();
     loop {
         if let Ok(stream) = connect_to(state, "adopt.sock") {
             return Ok(Some(stream));
         }
-        // A server holds this as long as it lives.
+        // A server holds this lock as long as it lives.
         if Lock::try_take(&state.run().join("server.lock"))?.is_some() {
             return Ok(None);
         }
@@ -241,7 +241,8 @@ fn peer_pid(stream: &UnixStream) -> Option<u32> {
 }
 
 impl Supervisor {
-    /// The table; a thread that died holding it left it whole, as every change is one statement.
+    /// Locks the table. A panicked thread leaves it consistent, because every change is one
+    /// statement.
     pub(super) fn table(&self) -> std::sync::MutexGuard<'_, super::table::Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }

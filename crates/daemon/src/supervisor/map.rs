@@ -1,12 +1,12 @@
-//! Mapping content into a mounted file system.
+//! Maps content into a mounted file system.
 //!
 //! ```text
 //!   Map ─► images: kept ─► the map is appended to, durably ─► the server sees it
 //!       ─► address, the area's file ─► client, which clones in its own namespace
 //! ```
-//! Files of this host come as names in a directory that the client has open. They are looked up in that
-//! directory, no symlink is followed, and each has to be the file that the client has seen.
-//! A client that dies before it clones has used up addresses, and nothing else.
+//! Host files arrive as names in a directory that the client has open. The names are resolved in
+//! that directory without following symlinks, and each file must be the one that the client has
+//! seen. A client that dies before it clones has used up addresses and nothing else.
 
 use std::{
     borrow::Cow,
@@ -45,14 +45,14 @@ use crate::{
     },
 };
 
-/// The private subvolume that holds all others.
+/// The private subvolume that contains all others.
 const TOP_LEVEL: u64 = 5;
 
-/// Mappings that are listed: two names of 4 KiB each fit in one message.
+/// Limit of the listing: that many mappings with two names of 4 KiB each fit in one message.
 const LISTED_MAX: usize = 400;
 
 impl Supervisor {
-    /// Maps what is asked for: where it begins in the area's file, what the user should know, and
+    /// Maps the requested content. Returns its offset in the area's file, notes for the user, and
     /// that file.
     pub(super) fn map(
         &self,
@@ -64,7 +64,7 @@ impl Supervisor {
             let message = format!("more than {CONTENTS_MAX} files cannot be mapped at once");
             return Err(Error::new(ErrorKind::Invalid, message));
         }
-        // Before anything is written: what can fail here leaves nothing.
+        // Checked before anything is written: a failure here leaves nothing behind.
         ExtentMap::check(&folder).map_err(|e| lost(&record, &folder, e))?;
         let area = self.area_of(&record)?;
         let tree = request.tree.as_deref().map(|path| own_tree(path, tree)).transpose()?;
@@ -83,7 +83,7 @@ impl Supervisor {
         Ok((range.start(), notes, area))
     }
 
-    /// Size of the area, and what is mapped into it.
+    /// Returns the size of the area and its mappings.
     pub(super) fn mappings(&self, id: MountId) -> Result<Reply> {
         let (record, folder) = self.area(id)?;
         let map = ExtentMap::open(&folder).and_then(|map| Ok((map.mappings()?, map)));
@@ -93,7 +93,7 @@ impl Supervisor {
         Ok(Reply::Mappings { size: map.size(), mappings, older: older as u64 })
     }
 
-    /// Pins, or lets go, what `path` is.
+    /// Pins or unpins the file `path`.
     pub(super) fn pin(&self, id: MountId, path: &str, ranges: &[(u64, u64)]) -> Result<()> {
         let file = {
             let table = self.table();
@@ -107,7 +107,7 @@ impl Supervisor {
         self.refresh(id)
     }
 
-    /// The file of a mount's virtual area, which is in no mounted tree.
+    /// Opens the file of a mount's virtual area, which is in no mounted tree.
     fn area_of(&self, record: &MountRecord) -> Result<File> {
         let device = writable_device(record).ok_or_else(|| {
             let message = format!("{} is mounted read-only", record.target.display());
@@ -139,8 +139,8 @@ fn no_mount(id: MountId) -> Error {
     Error::new(ErrorKind::NotFound, format!("there is no mount {id}"))
 }
 
-/// The error for a map that cannot be used. A new one would give addresses that were given before,
-/// and the files that have them would become others.
+/// The error for an unusable map. A new map would assign used addresses again, and the files that
+/// refer to them would change their contents.
 fn lost(record: &MountRecord, folder: &Path, error: Error) -> Error {
     if !matches!(
         error.kind(),
@@ -157,20 +157,20 @@ fn lost(record: &MountRecord, folder: &Path, error: Error) -> Error {
     Error::with_source(error.kind(), what, error)
 }
 
-/// Opens the file of the virtual area of the file system on `device`, in a helper's process.
+/// Opens the file of the virtual area of the file system on `device`, in a helper process.
 pub(super) fn open_area(device: &Path) -> Result<File> {
     let top = Btrfs::mount(device, TOP_LEVEL, btrfs_mount::Access::Writable)?.open_root()?;
     let path = format!("/proc/self/fd/{}/{VIRTUAL_FILE}", top.as_raw_fd());
     File::open(path).map_err(|e| Error::io("cannot open the virtual area", e))
 }
 
-/// Sources, checked. What a file system lies on is looked at once, not for each of its files.
+/// Checked sources. The devices below a file system are examined once, not for each of its files.
 struct Sources<'a> {
     state: &'a StateDir,
     /// The folder of the area's map.
     area: &'a Path,
     request: &'a MapRequest,
-    /// The tree that files lie in, as this process sees it.
+    /// The tree that contains the files, as seen by this process.
     tree: Option<File>,
     /// Numbers of devices that are not Burgeon's.
     foreign: HashSet<u64>,
@@ -191,7 +191,7 @@ impl<'a> Sources<'a> {
         let source = match wanted {
             MapContent::Computed { name, .. } => {
                 let object = ObjectKind::Computed.object(name)?;
-                // Whatever is no such computation is refused now, not when it is read.
+                // Refuses an invalid computation now, not when it is read.
                 let nothing = ByteRange::at(0, 0).unwrap_or_else(|| unreachable!("0 fits"));
                 burgeon_source::Computed.bytes(&object, nothing)?;
                 Source::Computed(object)
@@ -208,8 +208,8 @@ impl<'a> Sources<'a> {
         Ok(Content { source, offset: 0, len: wanted.len() })
     }
 
-    /// A file by its path in the tree, or by an absolute one. The server will open it by its path:
-    /// it has to be the file that the client has seen, for this process, too.
+    /// Looks up a file by its path in the tree, or by an absolute one. The server will open it by
+    /// its path, so the path must lead to the file that the client has seen in this process, too.
     fn file(&mut self, path: &Path, seen: &SeenFile) -> Result<Source> {
         let (opened, path) = match (&self.tree, &self.request.tree) {
             (Some(tree), Some(root)) => {
@@ -241,7 +241,7 @@ impl<'a> Sources<'a> {
     }
 }
 
-/// What a client has seen of a file.
+/// Identity of a file as the client has seen it.
 struct SeenFile {
     inode: u64,
     size: u64,
@@ -258,8 +258,8 @@ impl SeenFile {
     }
 }
 
-/// Opens the tree at `path`, which is the client's `theirs`: what is mounted in the client's namespace
-/// alone, or lies there by now, is another one.
+/// Opens the tree at `path` and checks that it is the client's `theirs`. They differ if the tree is
+/// mounted in the client's namespace alone, or was replaced meanwhile.
 fn own_tree(path: &Path, theirs: Option<OwnedFd>) -> Result<File> {
     let failed = |e| Error::io(format!("the daemon cannot see {}", path.display()), e);
     let own = open_without_symlinks(path, OFlags::PATH | OFlags::DIRECTORY).map_err(failed)?;
@@ -294,7 +294,7 @@ impl Sources<'_> {
         }
         let mut access = self.request.access.clone();
         if access.is_empty() {
-            // Settings of the service's unit are for clients that have none.
+            // The settings of the service's unit apply to clients that have none.
             access = Access::from_env();
         }
         access::add(&self.state.mount(self.request.id), &own, &access)?;
@@ -313,8 +313,8 @@ fn status(info: MappingInfo) -> MappingStatus {
     MappingStatus { label, origin, start: range.start(), len, extents }
 }
 
-/// Keeps what it takes to read the image `digest` with `area`, durably. Returns its lazy data, and
-/// a sentence if its store cannot be told that it is needed.
+/// Durably keeps everything needed to read the image `digest` with `area`. Returns its lazy data,
+/// and a note for the user if its store cannot record the reference.
 fn keep_image(
     state: &StateDir,
     area: &Path,
@@ -328,7 +328,7 @@ fn keep_image(
     let whole = |map: AddressMap| map.verify().map(|()| map.data_range());
     let range = match AddressMap::open(&path).and_then(whole) {
         Ok(range) => range,
-        // There is none yet, or it is damaged.
+        // There is no copy yet, or it is damaged.
         Err(_) => {
             prepare::keep_map(state, &image.store, access, *digest, &image.folder)?;
             AddressMap::open(&path).and_then(whole)?

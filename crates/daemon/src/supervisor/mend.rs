@@ -1,4 +1,4 @@
-//! Serves a mount again whose server could not use its files.
+//! Repairs a mount whose server could not use its files.
 //!
 //! ```text
 //!   Attached: refused ─► its files are checked, and made again from the image where they are damaged
@@ -6,8 +6,9 @@
 //!        └── a pause, up to PAUSE_MAX ◄── attach again ──► served: done
 //! ```
 //!
-//! Meanwhile every read of data that is not in the page cache is `EIO` at once, and the mount can be
-//! unmounted: whoever waits for such a mount would hold up everything that scans block devices.
+//! Meanwhile every read of data outside the page cache fails with `EIO` at once, and the mount can
+//! be unmounted: readers that waited for such a mount would block everything that scans block
+//! devices.
 
 use std::{sync::Arc, thread, time::Duration};
 
@@ -16,19 +17,20 @@ use crate::{id::MountId, prepare, state::record::MountRecord};
 
 /// The pause after the first try; it doubles up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_millis(100);
-/// The longest: what was wrong may be put right by somebody.
+/// The longest pause: the user may repair the cause.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
-/// How long the server may take to answer.
+/// Time limit for the server's answer.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
 
 impl Supervisor {
-    /// Begins to look after a mount that cannot be served, unless that is done already.
+    /// Starts to repair a mount that cannot be served, unless a thread does so already.
     pub(super) fn mend_if_needed(self: &Arc<Self>, id: MountId) {
         {
             let mut table = self.table();
             let Some(entry) = table.mounts.get_mut(&id) else { return };
             let fails = matches!(entry.serving, Serving::Refusing(_) | Serving::No(_));
-            // A mount that is being made fails, and one that has lost its connection is revived.
+            // An unfinished mount fails instead, and a mount that has lost its connection is
+            // reconnected.
             if !fails || !entry.handed_out || entry.mending {
                 return;
             }
@@ -58,7 +60,7 @@ impl Supervisor {
             let fails = |entry: &super::table::Entry| {
                 matches!(entry.serving, Serving::Refusing(_) | Serving::No(_))
             };
-            // Somebody else may have been told of it meanwhile, or it may be gone.
+            // Another thread may have reacted meanwhile, or the mount may have ended.
             let waited = self
                 .changed
                 .wait_timeout_while(table, pause, |table| table.mounts.get(&id).is_some_and(fails));
@@ -67,7 +69,7 @@ impl Supervisor {
         }
     }
 
-    /// The record of a mount that still is to be mended; its mender is to end if it is not.
+    /// The record of a mount that still needs repair; `None` ends its thread.
     fn to_mend(&self, id: MountId) -> Option<MountRecord> {
         let mut table = self.table();
         let entry = table.mounts.get_mut(&id)?;
@@ -84,7 +86,7 @@ impl Supervisor {
             table.attach(id);
             table.mounts.get(&id).map(|entry| entry.attach_number)
         };
-        // A server that dies meanwhile is followed by one that is told anew, under a greater number.
+        // If the server dies meanwhile, its successor is told again, under a greater number.
         let waited = self.changed.wait_timeout_while(self.table(), ANSWER_MAX, |table| {
             table.mounts.get(&id).is_some_and(|entry| Some(entry.attach_answered) < number)
         });

@@ -1,4 +1,4 @@
-//! The supervisor: the small process that holds what must survive the serving process.
+//! The supervisor: the small process that holds everything that must survive the server.
 //!
 //! ```text
 //!   commands ──► api.sock ──► api: one thread a client ──► mount, status, …
@@ -11,12 +11,12 @@
 //! ```
 //!
 //! Invariants:
-//! - One supervisor a state directory: it holds `run/lock` as long as it lives.
-//! - It takes over what is held for it (`hold.rs`) before it starts a server.
+//! - One supervisor per state directory: it holds `run/lock` as long as it lives.
+//! - It takes over the descriptors held for it (`hold.rs`) before it starts a server.
 //! - It serves nothing itself, so its threads may wait for the kernel, which waits for the server.
 //! - It keeps no reference to a mount once its descriptor has been handed out: a plain `umount`
 //!   releases everything.
-//! - Nothing it needs after a crash is only in its memory (`mounts/<id>/mount.json`).
+//! - Everything it needs after a crash is on disk (`mounts/<id>/mount.json`).
 
 mod api;
 pub(crate) mod exchange;
@@ -69,22 +69,22 @@ pub(crate) use release::{await_loops, forget_loops, remove_unused_loops};
 use table::Table;
 pub(crate) use thin::growth;
 
-/// How often a mount that cannot be served again is looked at, to clear up once it is unmounted.
+/// Interval at which a mount that cannot be served again is checked, to clear up after its umount.
 const LOST_INTERVAL: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// The supervisor's shared state.
 pub(crate) struct Supervisor {
     state: StateDir,
     table: Mutex<Table>,
-    /// Notified whenever something in the table has changed.
+    /// Notified at every change of the table.
     changed: Condvar,
     cgroup: OwnCgroup,
     holder: Holder,
     _lock: Lock,
 }
 
-/// Runs a supervisor until it is told to end. This is the whole life of the process
-/// `burgeon __supervise STATE-DIR`.
+/// Runs a supervisor until it is told to end. This is the main function of the process `burgeon
+/// __supervise STATE-DIR`.
 pub fn supervise(state_dir: &Path) -> ExitCode {
     match begin(state_dir) {
         // It returns only if another supervisor has the state directory.
@@ -100,16 +100,16 @@ pub fn supervise(state_dir: &Path) -> ExitCode {
     }
 }
 
-/// Says one thing to whoever started us. Under systemd nobody listens, and it goes to the log.
+/// Sends a message to the process that started this one. Under systemd it goes to the log.
 fn say(words: &str) {
     let _ = writeln!(std::io::stdout(), "{words}");
 }
 
 fn begin(state_dir: &Path) -> Result<()> {
-    // First: it says by their numbers which descriptors are meant.
+    // First, because systemd passes descriptors by number.
     let inherited = holder::inherited();
     harden::end_on_panic();
-    // It fails where the process leads a group already, as under systemd; then it is not needed.
+    // It fails if the process leads a group already, as under systemd; then it is not needed.
     let _ = rustix::process::setsid();
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     let signals = signals::block_termination().map_err(|e| Error::io("cannot block signals", e))?;
@@ -141,7 +141,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     let own = supervisor.state.store();
     thread::spawn(move || {
         remove_unused_loops();
-        // What is left of images that nobody mounts again.
+        // Removes the leftovers of images that are not mounted again.
         Directory::open(own).iter().for_each(Directory::sweep);
     });
     spare::refill(&supervisor.state);
@@ -159,13 +159,13 @@ fn begin(state_dir: &Path) -> Result<()> {
 
 fn bind(state: &StateDir) -> Result<std::os::unix::net::UnixListener> {
     let (_folder, path) = socket_path(state, "api.sock")?;
-    // We hold the lock, so whoever listened here is dead.
+    // We hold the lock, so the process that listened here is dead.
     files::remove_file(&path)?;
     std::os::unix::net::UnixListener::bind(&path)
         .map_err(|e| Error::io(format!("cannot listen in {}", state.run().display()), e))
 }
 
-/// Whoever waits for our standard output learns that we are ready by its end.
+/// Closes standard output, which tells the starting process that this one is ready.
 fn close_stdout() {
     if let Ok(null) = std::fs::File::options().write(true).open("/dev/null") {
         let _ = rustix::stdio::dup2_stdout(null);
@@ -173,7 +173,7 @@ fn close_stdout() {
 }
 
 impl Supervisor {
-    /// A request to end is obeyed as soon as nothing is mounted any more: dying now would turn
+    /// On a termination signal, ends as soon as nothing is mounted any more: ending now would turn
     /// every cold read into an I/O error.
     fn heed_signals(&self, signals: &signals::TerminationSignals) {
         while let Ok(signal) = signals.wait() {
@@ -186,7 +186,7 @@ impl Supervisor {
         }
     }
 
-    /// Decides to stop: no new mount from now on. Refused while something is mounted.
+    /// Decides to stop: no new mounts from now on. Refused while something is mounted.
     fn try_stop(&self, force: bool) -> Result<()> {
         let mut table = self.table();
         if let Some(entry) = table.mounts.values().next().filter(|_| !force) {
@@ -204,13 +204,13 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Ends the process. The server is told first; what it holds is all re-creatable.
+    /// Ends the process. The server is told first; all of its state can be recreated.
     fn end(&self) -> ! {
         self.table().send(&crate::ipc::link::ToServer::Stop);
         for name in ["api.sock", "adopt.sock", "hold.sock"] {
             let _ = files::remove_file(&self.state.run().join(name));
         }
-        // Wait for the server, so that "shut down" means that no process is left.
+        // Wait for the server, so that after "shut down" no process is left.
         let table = self.table();
         let waited =
             self.changed.wait_timeout_while(table, std::time::Duration::from_secs(5), |table| {
@@ -220,7 +220,7 @@ impl Supervisor {
             Ok((table, _)) => table.mounts.keys().copied().collect(),
             Err(_) => Vec::new(),
         };
-        // What ends here by force must not leave readers waiting for a server: they get EIO.
+        // After a forced end readers must not wait for a server: they get EIO.
         left.into_iter().for_each(transport::remove_devices);
         self.holder.end();
         self.cgroup.leave();

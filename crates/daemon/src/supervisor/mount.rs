@@ -1,13 +1,15 @@
 //! Makes a mount.
 //!
 //! ```text
-//!   resolve ─► prepare (once an image); with its map the server begins to follow the profile ─► reserve the sprout ─► copy the seed under its own fsid
-//!     ─► FUSE connection or ublk device, slots ─► the server attaches ─► its block device, loops on
-//!     the seed and the sprout ─► btrfs: seed, sprout added, writable ─► a detached mount of the subvolume
+//!   resolve ─► prepare (once an image); the server starts the profile prefetch with its map
+//!     ─► reserve the sprout ─► copy the seed under its own fsid
+//!     ─► FUSE connection or ublk device, slots ─► the server attaches ─► its block device,
+//!     loops on the seed and the sprout ─► btrfs: seed, sprout added, writable
+//!     ─► a detached mount of the subvolume
 //! ```
 //!
-//! Whatever fails, everything made so far goes with its descriptors or is removed by the mount's
-//! id; the folder is removed last.
+//! On a failure everything made so far is closed with its descriptors or removed by the mount's id;
+//! the folder is removed last.
 
 use std::{
     collections::BTreeMap,
@@ -49,12 +51,12 @@ use crate::{
     transport::{Channel, Wanted},
 };
 
-/// How long a server may take to say whether it can serve a mount. It reads a map and opens two
-/// files; the rest is room for a few restarts.
+/// Time limit for a server to say that it can serve a mount. It reads a map and opens two files;
+/// the rest allows for a few restarts.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Supervisor {
-    /// Makes the mount that is asked for and returns its descriptor, detached.
+    /// Makes the requested mount and returns its descriptor, detached.
     pub(super) fn mount(self: &Arc<Self>, mut request: MountRequest) -> Result<(Mounted, OwnedFd)> {
         {
             let table = self.table();
@@ -63,7 +65,7 @@ impl Supervisor {
             }
         }
         if request.access.is_empty() {
-            // Settings of the service's unit are for clients that have none.
+            // The settings of the service's unit apply to clients that have none.
             request.access = Access::from_env();
         }
         let store = request.store.clone().unwrap_or_else(|| self.state.store().into());
@@ -79,7 +81,7 @@ impl Supervisor {
             spare::lend(&self.state);
         }
         let made = match self.mount_as(id, &request, &store) {
-            // Files that it was to be served from were damaged, and have been made again.
+            // The files to serve it from were damaged, and have been made again.
             Ok(None) => {
                 tracing::warn!(image = %request.image, "prepared files were damaged, and have been made again");
                 id = MountId::random()?;
@@ -96,7 +98,7 @@ impl Supervisor {
         Ok(made)
     }
 
-    /// `None` if it failed because of files that have been made again by now.
+    /// Returns `None` if it failed because of damaged files that have been made again meanwhile.
     fn mount_as(
         self: &Arc<Self>,
         id: MountId,
@@ -113,7 +115,7 @@ impl Supervisor {
         let mut plan = planned.inspect_err(|_| self.abandon(id))?;
         let made = self.make(id, request, &mut plan);
         if made.is_err() {
-            // Which files it was to be served from is known by its record.
+            // The record names the files to serve it from.
             let record = self.table().mounts.get(&id).map(|entry| entry.record.clone());
             let is_damage = matches!(&made, Err(e) if e.kind() == ErrorKind::Corrupt);
             let mended = record.filter(|_| is_damage).map(|record| mend(&self.state, &record));
@@ -126,8 +128,8 @@ impl Supervisor {
         made.map(Some)
     }
 
-    /// Lets the server bring the profile's data while the rest of the mount is made. It is a hint:
-    /// what goes wrong with it goes wrong again where it is told.
+    /// Lets the server prefetch the profile's data while the rest of the mount is made. This is a
+    /// hint: an error in it recurs later and is reported there.
     fn warm(
         &self,
         id: MountId,
@@ -137,7 +139,7 @@ impl Supervisor {
         fetching: &Fetching,
     ) {
         if request.fetch_limit.is_some() {
-            // Only what is served has a budget.
+            // Only a served mount has a fetch limit.
             return;
         }
         let folder = self.state.mount(id);
@@ -250,7 +252,7 @@ impl Supervisor {
         plan.notes.extend(self.lost_area(id));
         plan.sprouted(&self.state, plumbed.fsid)?;
         self.note(id, &plumbed)?;
-        // Not before: until here, a helper waits by it.
+        // Not earlier: until here, the end of the connection ends a helper's wait.
         self.hold(id);
         let mounted = Mounted {
             id,
@@ -265,19 +267,19 @@ impl Supervisor {
         Ok((mounted, mount))
     }
 
-    /// A sentence if the mount has a virtual area that cannot be read.
+    /// A note for the user if the mount has a virtual area that cannot be read.
     fn lost_area(&self, id: MountId) -> Option<String> {
         self.table().mounts.get(&id)?.record.attach.area.as_ref()?;
         let problem = self.fresh_table().reports.get(&id)?.area.as_ref()?.problem.clone()?;
         Some(format!("what is mapped gives I/O errors: {problem}: see `burgeon doctor`"))
     }
 
-    /// Waits until the server serves `id`, or says why it cannot.
+    /// Waits until the server serves `id`, or returns the reason why it cannot.
     pub(super) fn await_serving(&self, id: MountId) -> Result<()> {
         self.await_answer(id, false)
     }
 
-    /// The same, but that it refuses the mount's reads is good enough.
+    /// Like `await_serving`, but also succeeds if the server refuses the mount's reads.
     pub(super) fn await_taken_on(&self, id: MountId) -> Result<()> {
         self.await_answer(id, true)
     }
@@ -306,7 +308,7 @@ impl Supervisor {
         }
     }
 
-    /// Lets the server see what has been mapped and pinned in `id` meanwhile, and waits until it has.
+    /// Makes the server see new mappings and pins of `id`, and waits until it has.
     pub(super) fn refresh(&self, id: MountId) -> Result<()> {
         let gone = || Error::new(ErrorKind::NotFound, format!("there is no mount {id}"));
         let number = self.table().refresh(id).ok_or_else(gone)?;
@@ -332,7 +334,7 @@ impl Supervisor {
         )
     }
 
-    /// Writes down what the kernel has called things, so that a later supervisor finds them.
+    /// Records the names that the kernel has assigned, so that a later supervisor finds them.
     fn note(&self, id: MountId, plumbed: &plumbing::Plumbed) -> Result<()> {
         self.update(id, |record| {
             record.fsid = Some(plumbed.fsid);
@@ -342,7 +344,7 @@ impl Supervisor {
         })
     }
 
-    /// The mount has been moved into place.
+    /// Records that the mount has been moved into place.
     pub(super) fn placed(&self, id: MountId, target: PathBuf) -> Result<()> {
         self.update(id, |record| record.target = target)
     }

@@ -1,5 +1,5 @@
-//! The plan of a mount: what it is made of, decided before anything is made: which seed, under which fsid, and
-//! where writes go.
+//! The plan of a mount, decided before anything is made: its seed, the fsid, and the place of
+//! writes.
 
 use std::{
     fs,
@@ -26,31 +26,31 @@ use crate::{
     supervisor::profile::Fetching,
 };
 
-/// Told of an image, the file of its address map, and its profile that is being fetched.
+/// Called with an image, the file of its address map, and its profile that is being fetched.
 pub(crate) type OnMapped<'a> = &'a dyn Fn(Digest, &Path, &Fetching);
 
 /// The plan of one mount.
 pub(crate) struct Plan {
     /// The seed's template, the map and the manifest.
     pub(crate) base: Prepared,
-    /// Where the chunks are.
+    /// The location of the chunks.
     pub(crate) store: Location,
-    /// The fsid that the seed gets: a new one, or that which the writes were made on.
+    /// The seed's fsid: a new one, or the one that the writes were made on.
     pub(crate) seed_fsid: Fsid,
-    /// Where writes go; `None` for a read-only mount.
+    /// The place of writes; `None` for a read-only mount.
     pub(crate) sprout: Option<Sprout>,
-    /// The writes' name is taken as long as this is held.
+    /// Reserves the writes' name while it is held.
     pub(crate) lock: Option<Lock>,
-    /// The folder of the virtual area's map, if there is a virtual area.
+    /// The folder of the virtual area's map, if the mount has one.
     pub(crate) area: Option<PathBuf>,
-    /// What the user should know.
+    /// Notes for the user.
     pub(crate) notes: Vec<String>,
 }
 
-/// A writable device, new or with somebody's data on it.
+/// A writable device, new or with data on it.
 pub(crate) struct Sprout {
     pub(crate) path: PathBuf,
-    /// True: a block device of the user's. False: a file of ours.
+    /// True for a user's block device, false for a file in the state directory.
     pub(crate) is_device: bool,
     pub(crate) limit: u64,
     pub(crate) thin: bool,
@@ -62,8 +62,8 @@ pub(crate) struct Sprout {
 }
 
 impl Plan {
-    /// Decides. Takes the writes' name and prepares the image where that has not been done; `mapped`
-    /// is called as soon as its address map is there.
+    /// Makes the plan. Takes the lock on the writes' name, and prepares the image if necessary;
+    /// `mapped` is called as soon as the image's address map exists.
     pub(crate) fn make(
         state: &StateDir,
         request: &MountRequest,
@@ -92,13 +92,13 @@ impl Plan {
         sprout: Option<Sprout>,
         mapped: OnMapped<'_>,
     ) -> Result<Self> {
-        // One for all questions, because a connection costs a round trip.
+        // One store for all requests, because a connection costs a round trip.
         let open = Store::open(store, &request.access)?;
         let digest = resolve(&open, request)?;
         let tell = (!request.store_away).then_some(&open);
         let notes = roots::require(state, store, tell, &digest, id)?.into_iter().collect();
         let (access, virtual_bytes) = (&request.access, request.virtual_bytes);
-        // With a limit only what is served is warmed.
+        // With a fetch limit only a served mount prefetches.
         let wanted = match request.fetch_limit {
             None if !request.store_away => &request.profile,
             _ => &ProfileRequest::None,
@@ -130,7 +130,7 @@ impl Plan {
             return Ok(Self { lock, ..Self::on_record(state, request, id, wanted, record)? });
         }
         writes::refuse_lost_record(state, name)?;
-        // Nothing of value can be here: an earlier mount did not come to hand out anything.
+        // The folder has no data of value: an earlier mount failed before it handed out anything.
         let folder = writes::folder(state, name);
         writes::discard(&folder)?;
         let sprout = new_sprout(state, wanted, folder.join("sprout"))?;
@@ -145,7 +145,7 @@ impl Plan {
         Ok(Self { lock, ..plan })
     }
 
-    /// Named writes that exist: everything as it was, wherever the image is now.
+    /// Plans a mount of existing named writes: everything as recorded, wherever the image is now.
     fn on_record(
         state: &StateDir,
         request: &MountRequest,
@@ -176,7 +176,7 @@ impl Plan {
         }
         let mut notes = Vec::new();
         let folder = writes::folder(state, &record.name);
-        // A store that has moved is named anew; the chunks are known by their digests.
+        // A moved store gets its new name; the digests identify the chunks.
         let moved = request.store.is_some() && request.store != record.store;
         let mut record = record;
         if moved {
@@ -203,7 +203,7 @@ impl Plan {
         let path = record.device.clone().unwrap_or_else(|| folder.join("sprout"));
         let reserved = match record.device {
             Some(_) => record.limit,
-            // A sprout's file is as long as what is reserved for it.
+            // A sprout's file is as long as its reserved size.
             None => space::reserved(&path)?,
         };
         Ok(Self {
@@ -225,7 +225,7 @@ impl Plan {
         })
     }
 
-    /// Makes the sprout and, for named writes, keeps what it is made on.
+    /// Makes the sprout and, for named writes, keeps the files that it is based on.
     pub(crate) fn reserve(&mut self, state: &StateDir) -> Result<()> {
         let Some(sprout) = self.sprout.as_mut().filter(|sprout| sprout.is_new) else {
             return Ok(());
@@ -234,7 +234,7 @@ impl Plan {
             let folder = writes::folder(state, &record.name);
             files::make_folder(&folder)?;
             prepared::keep(&self.base, &folder)?;
-            // From now on the mount itself is made from what is kept.
+            // From now on the mount itself is made from the kept files.
             self.base.folder = folder;
         }
         if !sprout.is_device {
@@ -265,7 +265,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Takes back what a mount that failed has made of named writes that nobody has written to.
+    /// Removes the unused named writes of a mount that failed.
     pub(crate) fn undo(&self, state: &StateDir) {
         let Some(sprout) = self.sprout.as_ref().filter(|sprout| sprout.is_new) else { return };
         if let Some(record) = sprout.record.as_ref().filter(|record| !record.sprouted) {
@@ -275,7 +275,7 @@ impl Plan {
         }
     }
 
-    /// Where writes go, for the user.
+    /// The place of writes, for the user.
     pub(crate) fn state(&self) -> WritesState {
         match &self.sprout {
             None => WritesState::ReadOnly,
@@ -290,11 +290,12 @@ impl Plan {
     }
 }
 
-/// The manifest of the image that is wanted from `store`. `NotFound` says which names there are.
+/// Resolves the requested image to the digest of its manifest. `NotFound` lists the existing names.
 fn resolve(store: &Store, request: &MountRequest) -> Result<Digest> {
     match request.digest {
         Some(digest) => Ok(digest.0),
-        // Whoever can write to the store can give it there; a client that knows it says the digest.
+        // Anyone with write access to the store can set this name; a client that knows the digest
+        // uses it.
         None if catalog::is_reserved(&request.image) => {
             let what = format!("this host knows no image {:?} that it has checked", request.image);
             Err(Error::new(ErrorKind::NotFound, what))
@@ -355,8 +356,8 @@ fn new_sprout(state: &StateDir, wanted: &SproutRequest, path: PathBuf) -> Result
     })
 }
 
-/// The image that a name stands for: an ordinary one has several names, as it is known as a whole, by
-/// an index or by tables of contents, and writes go on with what they were made on.
+/// Strips a name to the image that it stands for. An OCI image has several names, because it can be
+/// indexed as a whole, by an index or by tables of contents; writes continue on their original one.
 fn image_of(name: &str) -> &str {
     match name.split_once('/') {
         Some((digest, _)) if digest.starts_with("sha256:") => digest,

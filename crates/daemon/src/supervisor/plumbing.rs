@@ -1,12 +1,12 @@
-//! From files to a mounted btrfs: block devices, the seed's two, the sprout's.
+//! Turns files into a mounted btrfs on block devices: the seed's two, and the sprout's.
 //!
 //! ```text
 //!   supervisor: plumb ── Parts ──► helper: assemble ── Plumbed and the mount ──► supervisor
 //! ```
 //!
-//! Every loop detaches itself with its last user, and after this the only user is btrfs: when
-//! the last mount goes, they go, whoever unmounts it and whoever is still alive. A ublk device
-//! stays, and the supervisor removes it (`supervisor/watch.rs`).
+//! Every loop detaches itself with its last user, and after this the only user is btrfs: the loops
+//! end with the last mount, independent of any daemon process. A ublk device stays until the
+//! supervisor removes it (`supervisor/watch.rs`).
 
 use std::{
     fs::File,
@@ -41,11 +41,11 @@ use crate::{
     transport::Channel,
 };
 
-/// What a mount is made of, for the process that makes it.
+/// The parts of a mount, for the helper that assembles it.
 #[derive(Serialize, Deserialize, Debug)]
 pub(crate) struct Parts {
     id: MountId,
-    /// The ublk device that a server serves already, and that server's process; `None` over FUSE.
+    /// The ublk device that is served already, and the server's pid; `None` over FUSE.
     ublk: Option<(u32, u32)>,
     /// The seed's metadata.
     seed: PathBuf,
@@ -53,7 +53,7 @@ pub(crate) struct Parts {
     attributes: MountAttributes,
 }
 
-/// Where writes go.
+/// The place of writes.
 #[derive(Serialize, Deserialize, Debug)]
 struct SproutPart {
     path: PathBuf,
@@ -63,10 +63,10 @@ struct SproutPart {
     reserved: u64,
 }
 
-/// What the kernel has been given, and what it gave.
+/// The devices and names of an assembled mount.
 #[derive(Serialize, Deserialize, Debug)]
 pub(crate) struct Plumbed {
-    /// The file system that the user sees.
+    /// The fsid that the user sees.
     pub(crate) fsid: Fsid,
     pub(crate) data_device: PathBuf,
     /// All loop devices of the mount.
@@ -75,8 +75,8 @@ pub(crate) struct Plumbed {
     pub(crate) growth: Option<Growth>,
 }
 
-/// Mounts what `plan` says: the lazy data behind `channel`, which the process `server_pid` must
-/// serve already, and the seed's metadata in the mount's folder. Returns the detached mount, too.
+/// Mounts `plan`: the lazy data behind `channel`, which the process `server_pid` must already
+/// serve, and the seed's metadata in the mount's folder. Also returns the detached mount.
 pub(crate) fn plumb(
     state: &StateDir,
     id: MountId,
@@ -115,8 +115,8 @@ pub(crate) fn plumb(
     }
 }
 
-/// Makes the block devices of `parts` and mounts them, in a helper's process: each step may wait
-/// for the server. Over FUSE, `fuse` is the mount of the FUSE file.
+/// Makes the block devices of `parts` and mounts them, in a helper process: each step may wait for
+/// the server. Over FUSE, `fuse` is the mount of the FUSE file.
 pub(crate) fn assemble(parts: &Parts, fuse: Option<OwnedFd>) -> Result<(Plumbed, OwnedFd)> {
     let attach = |file: &File, what: &str, read_only: bool| {
         let name = format!("burgeon {what} {}", parts.id);
@@ -157,7 +157,7 @@ pub(crate) fn assemble(parts: &Parts, fuse: Option<OwnedFd>) -> Result<(Plumbed,
         (Some(sprout), Some(path)) if sprout.thin => Some(growth(&btrfs, path, sprout.reserved)?),
         _ => None,
     };
-    // Before anybody but this process can reach the mount.
+    // Before any other process can reach the mount.
     btrfs.set_attributes(parts.attributes.flags())?;
     let loops = [data.as_ref(), Some(&metadata), sprout.as_ref()];
     let loops = loops.into_iter().flatten().map(|device| device.path().to_owned()).collect();
@@ -165,8 +165,8 @@ pub(crate) fn assemble(parts: &Parts, fuse: Option<OwnedFd>) -> Result<(Plumbed,
     Ok((Plumbed { fsid, data_device, loops, growth }, btrfs.into_fd()))
 }
 
-/// A copy of writes that are mounted is the same file system to the kernel, which has it once.
-/// Left to itself it says "File exists".
+/// Refuses to mount a copy of mounted writes: to the kernel both are the same file system. Its own
+/// error would be "File exists".
 fn refuse_copy(record: &Record) -> Result<()> {
     let Some(fsid) = record.sprout_fsid else { return Ok(()) };
     let Some(devices) = chain::mounted_from(fsid) else { return Ok(()) };
@@ -180,9 +180,9 @@ fn refuse_copy(record: &Record) -> Result<()> {
     ))
 }
 
-/// One file below two loops would be one file system mounted twice. Locks exclude that among
-/// daemons that know of each other; this is for the rest, such as a mount that a later version
-/// has made.
+/// Refuses a file that a loop already uses: one file below two loops is one file system mounted
+/// twice. Locks prevent that between daemons that know of each other; this check covers the rest,
+/// such as a mount made by a later version.
 fn refuse_second_use(file: &Path) -> Result<()> {
     match chain::loop_on(file) {
         None => Ok(()),

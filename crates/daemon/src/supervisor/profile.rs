@@ -1,5 +1,5 @@
-//! How a mount gets its profile: from a file of the user's, from this host, or from the store, which
-//! is asked while the mount is being made.
+//! Finds the profile of a mount: a file of the user's, one kept on this host, or the store's, which
+//! is fetched while the mount is being made.
 
 use std::{
     path::{Path, PathBuf},
@@ -20,7 +20,7 @@ use crate::{
     },
 };
 
-/// Where the server is to look for the profile that `request` asks for. A file of the user's is
+/// The place where the server finds the profile that `request` asks for. A file of the user's is
 /// checked now, and copied into the mount's `folder`.
 pub(crate) fn source(
     state: &StateDir,
@@ -54,26 +54,25 @@ pub(crate) fn source(
     Ok(Some(ProfileSource { image: image.into(), file, auto, stored: None }))
 }
 
-/// The store's profile of an image, while it is fetched: beside the manifest, because the way to the store
-/// costs time.
+/// An image's profile in the store, fetched concurrently with the manifest to save a round trip.
 pub(crate) struct Fetching(Option<Receiver<Option<Profile>>>);
 
 impl Fetching {
-    /// Begins to fetch it, if `request` asks for it.
+    /// Starts the fetch if `request` asks for a profile.
     pub(crate) fn begin(request: &ProfileRequest, store: &Store, image: Digest) -> Self {
         if *request != ProfileRequest::Auto {
             return Self(None);
         }
         let (send, receive) = mpsc::channel();
         let store = store.clone();
-        // What goes wrong is left to the server, which asks again and says so.
+        // Errors are left to the server, which fetches again and reports them.
         let fetch = move || load_profile(&store, &image).map(|profile| send.send(profile));
         let begun = thread::Builder::new().spawn(fetch);
         Self(begun.is_ok().then_some(receive))
     }
 
-    /// `source`, for which the store need not be asked again if what it has is here by now: that is
-    /// kept in the mount's `folder`.
+    /// Returns `source`, or the profile from the store if it has arrived by now: it is then kept in
+    /// the mount's `folder`, and the store is not asked again.
     pub(crate) fn arrived(&self, source: ProfileSource, folder: &Path) -> Result<ProfileSource> {
         let fetched = self.0.as_ref().and_then(|receive| receive.try_recv().ok());
         let Some(fetched) = fetched.filter(|_| source.auto) else { return Ok(source) };
@@ -103,7 +102,7 @@ mod tests {
         state::{paths::StateDir, profile::load},
     };
 
-    /// What `fetching` leads to, without the store.
+    /// The result of `fetching`, without a store.
     fn arrives(fetching: &Fetching, state: &StateDir, image: Digest) -> Option<Vec<ByteRange>> {
         let folder = tempfile::tempdir().unwrap();
         let none = Store::from(Directory::create(folder.path().join("empty")).unwrap());
@@ -132,7 +131,7 @@ mod tests {
         let begin = |image| Fetching::begin(&ProfileRequest::Auto, &store, image);
         assert_eq!(arrives(&begin(image), &state, image), Some(vec![read.addresses()]));
         assert_eq!(arrives(&begin(other), &state, other), None);
-        // What cannot be used is left to the server, which says so.
+        // An unusable profile is left to the server, which reports it.
         let path = folder.path().join("store/profiles").join(image.to_string());
         fs::write(&path, "damaged").unwrap();
         let fetching = begin(image);

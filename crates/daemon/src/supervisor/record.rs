@@ -1,10 +1,10 @@
-//! Recording what is read in a mount, for whoever wants to make a profile of it.
+//! Records the reads of a mount, to make a profile of it.
 //!
 //! ```text
 //!   Record ──► server: takes note   …   Recorded ──► server: `reads` in the mount's folder ──► client
 //! ```
-//! A server that dies takes its notes with it: then recording has failed. One client records a
-//! mount at a time, and recording ends with its connection.
+//! The notes of a server that dies are lost: then recording has failed. One client records a mount
+//! at a time, and recording ends with its connection.
 
 use std::{fs::File, time::Duration};
 
@@ -13,11 +13,11 @@ use burgeon_block::{Error, ErrorKind, Result};
 use super::{Supervisor, table::Recording};
 use crate::{id::MountId, ipc::link::ToServer};
 
-/// How long the server may take to begin or end: it writes one file.
+/// Time limit for the server to start or stop recording: it writes one file.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
 
 impl Supervisor {
-    /// Begins to record. `Unavailable` if somebody else does.
+    /// Starts to record. `Unavailable` if another client records.
     pub(super) fn start_recording(&self, id: MountId) -> Result<()> {
         match self.tell_to_record(id, true)? {
             Recording::On => Ok(()),
@@ -25,7 +25,7 @@ impl Supervisor {
         }
     }
 
-    /// Ends, and gives what was read, and whether there was more.
+    /// Stops recording. Returns the recorded reads, and true if there were more than fit.
     pub(super) fn finish_recording(&self, id: MountId) -> Result<(bool, File)> {
         let cut_short = match self.tell_to_record(id, false)? {
             Recording::Done(cut_short) => cut_short,
@@ -38,7 +38,7 @@ impl Supervisor {
         Ok((cut_short, file))
     }
 
-    /// Ends recording for a client that is gone.
+    /// Stops recording for a client that has disconnected.
     pub(super) fn stop_recording(&self, id: MountId) {
         if self.finish_recording(id).is_ok() {
             tracing::info!(mount = %id, "recording has ended with its client");

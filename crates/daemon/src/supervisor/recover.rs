@@ -1,12 +1,12 @@
-//! What a supervisor does about those before it.
+//! Recovers the state that earlier supervisors have left.
 //!
-//! | who was killed | what is left | what happens here |
+//! | killed | leftovers | recovery |
 //! |---|---|---|
-//! | the supervisor | a server that goes on serving | it is adopted with all it holds: nobody notices |
-//! | both | mounts whose readers wait, and what they wait by, held | the next server answers them (`hold.rs`) |
+//! | the supervisor | a server that goes on serving | it is adopted with all it holds, unnoticed |
+//! | both | mounts whose readers wait, with their descriptors held | the next server answers them (`hold.rs`) |
 //! | | … over ublk | the next server takes the device over |
 //! | both and the holder; both under a `--fast` mount | mounts whose lazy data gives EIO | each gets a new FUSE file (`revive.rs`) |
-//! | the machine | folders of mounts that are gone | they are taken away; named writes are elsewhere |
+//! | the machine | folders of mounts that have ended | they are removed; named writes are elsewhere |
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc, thread};
 
@@ -30,7 +30,7 @@ use crate::{
 };
 
 impl Supervisor {
-    /// Takes over from a server that outlived its supervisor; returns the stream to it.
+    /// Adopts a server that outlived its supervisor; returns the stream to it.
     pub(super) fn recover(self: &Arc<Self>) -> Result<Option<keeper::Orphan>> {
         let Some((orphan, inherited)) = keeper::adopt(&self.state)? else { return Ok(None) };
         let mut table = self.table();
@@ -55,8 +55,8 @@ impl Supervisor {
         Ok(Some(orphan))
     }
 
-    /// Gives every mount that has lost its server a new one, and takes the folders of mounts
-    /// away that are gone.
+    /// Reconnects every mount that has lost its server, and removes the folders of mounts that have
+    /// ended.
     pub(super) fn revive_lost(self: &Arc<Self>) {
         for id in mount_ids(&self.state) {
             if self.table().mounts.contains_key(&id) {
@@ -82,7 +82,7 @@ impl Supervisor {
                 }
                 record => match chain::loop_below(&self.state.mount(id)) {
                     None => clear_up(&self.state, id, record.ok()),
-                    // Without its record nobody can serve it again, but it is somebody's mount.
+                    // Without its record it cannot be served again, but it is still mounted.
                     Some(device) => {
                         tracing::error!(mount = %id, %device, "the mount is in use, but its record cannot be read");
                         let state = self.state.clone();
@@ -98,7 +98,7 @@ impl Supervisor {
         }
     }
 
-    /// The entry of a mount that exists already.
+    /// The table entry of a mount that exists already.
     pub(super) fn entry(
         &self,
         record: MountRecord,
@@ -137,7 +137,7 @@ impl Supervisor {
     }
 }
 
-/// Takes the folder of a mount away that is gone.
+/// Removes the folder of a mount that has ended.
 fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
     forget(state, id, &[]);
     if let Some(record) = record {
@@ -148,8 +148,8 @@ fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
     }
 }
 
-/// Whether the kernel still has the file system of a mount, on the data device that the record
-/// names: fsids are random, so no other file system can be meant.
+/// True if the kernel still has the file system of a mount, on the data device that the record
+/// names: fsids are random, so no other file system can match.
 pub(crate) fn is_alive(record: &MountRecord) -> bool {
     let (Some(fsid), Some(device)) = (record.fsid, &record.data_device) else { return false };
     let Some(name) = device.file_name() else { return false };

@@ -1,4 +1,4 @@
-//! What happens when the kernel lets go of a mount, by whatever `umount`.
+//! Cleans up when the kernel releases a mount, after any kind of `umount`.
 //!
 //! ```text
 //!   last umount ─► btrfs closes its devices ─► the loops detach themselves ─► the FUSE file system
@@ -33,16 +33,16 @@ use crate::{
     },
 };
 
-/// How long the loops may take to detach after the FUSE file is closed before somebody is told:
-/// they do it within milliseconds.
+/// Time limit for the loops to detach after the FUSE file is closed, before a warning: normally
+/// they take milliseconds.
 const LOOPS_PATIENCE: Duration = Duration::from_secs(10);
 
-/// How often the loops are looked at: soon at first, then with a doubling pause up to the longest.
+/// Interval at which the loops are checked; it doubles up to the longest.
 const LOOPS_PAUSE_MIN: Duration = Duration::from_millis(2);
 const LOOPS_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 impl Supervisor {
-    /// The kernel has closed the FUSE file of `id`: takes away what the mount had.
+    /// The kernel has closed the FUSE file of `id`: removes the mount's resources.
     pub(super) fn release(&self, id: MountId) {
         let record = {
             let mut table = self.table();
@@ -51,15 +51,15 @@ impl Supervisor {
                 return;
             }
             if !entry.handed_out {
-                // Its maker sees the failure and clears up.
+                // The thread that makes the mount sees the failure and clears up.
                 entry.ended = true;
                 return;
             }
             entry.record.clone()
         };
         self.let_go(id);
-        // Until they are gone, however long that takes, the writes are in use and their name is
-        // taken: this thread has nothing else to do.
+        // Until they are detached, however long that takes, the writes are in use and their name is
+        // locked. This thread has nothing else to do.
         if !await_loops(&self.state, &record, LOOPS_PATIENCE) {
             tracing::warn!(mount = %id, "a loop device does not go away: the mount is released when it does");
             await_loops(&self.state, &record, Duration::MAX);
@@ -74,7 +74,7 @@ impl Supervisor {
         if let Some(entry) = &entry {
             tracing::info!(mount = %id, "released {}", describe(entry));
         }
-        // Gives the writes' name and the descriptors back before anybody who waits is woken.
+        // Releases the writes' name and the descriptors before waiting clients are woken.
         drop(entry);
         self.changed.notify_all();
         let idle = {
@@ -86,7 +86,7 @@ impl Supervisor {
         }
     }
 
-    /// The mount's descriptor has been sent: from now on its end is the user's doing.
+    /// The mount's descriptor has been sent: from now on the user decides when the mount ends.
     pub(super) fn handed_out(self: &Arc<Self>, id: MountId) {
         let ended = match self.table().mounts.get_mut(&id) {
             Some(entry) => {
@@ -102,7 +102,7 @@ impl Supervisor {
         }
     }
 
-    /// A mount that could not be made: everything it had has been closed by the caller.
+    /// Cleans up a mount that could not be made; the caller has closed all of its descriptors.
     pub(super) fn abandon(&self, id: MountId) {
         self.let_go(id);
         let entry = {
@@ -143,11 +143,11 @@ impl Supervisor {
         self.changed.notify_all();
     }
 
-    /// Waits until `id` is released; says who may still hold it.
+    /// Waits until `id` is released. On a timeout, the error names possible users.
     pub(super) fn await_release(&self, id: MountId, timeout: Duration) -> Result<()> {
         let mut table = self.table();
         table.release_waiters += 1;
-        // Whoever looks after ublk devices is to look closer.
+        // Makes the watcher of ublk devices look more often.
         self.changed.notify_all();
         let waited = self
             .changed
@@ -172,11 +172,11 @@ fn describe(entry: &Entry) -> String {
     format!("{} at {}", entry.record.image, entry.record.target.display())
 }
 
-/// Waits until none of the mount's loops is attached to a file of it; false if one still is
-/// after `timeout`.
+/// Waits until none of the mount's loops is attached to a file of it; false if one still is after
+/// `timeout`.
 pub(crate) fn await_loops(state: &StateDir, record: &MountRecord, timeout: Duration) -> bool {
     let mount = state.mount(record.attach.id);
-    // The numbers are used again, also for other mounts of this state directory.
+    // Loop numbers are reused, also for other mounts of this state directory.
     let sprout = match &record.writes {
         WritesState::Sprout(sprout) => Some(sprout.path.as_path()),
         WritesState::ReadOnly => None,
@@ -197,11 +197,12 @@ pub(crate) fn await_loops(state: &StateDir, record: &MountRecord, timeout: Durat
     true
 }
 
-/// How often the removal of a loop number is tried that another process, such as udev, has open.
+/// Attempts to remove a loop number that another process, such as udev, has open.
 const REMOVALS: u32 = 50;
 const REMOVAL_PAUSE: Duration = Duration::from_millis(20);
 
-/// Lets a helper forget the block devices of a mount that is gone: that may wait for other mounts.
+/// Lets a helper forget the block devices of a mount that has ended: that may wait for other
+/// mounts.
 pub(super) fn forget(state: &StateDir, id: MountId, loops: &[PathBuf]) {
     let task = Task::Forget { id, loops: loops.to_vec() };
     if let Err(e) = helper::run(state, &task, &[], || {}) {
@@ -209,19 +210,19 @@ pub(super) fn forget(state: &StateDir, id: MountId, loops: &[PathBuf]) {
     }
 }
 
-/// btrfs remembers devices it was told of, by number, and the numbers will be used again. One that
-/// is in use again is not ours any more: its new owner's scan replaces what btrfs remembers.
+/// Makes btrfs forget these devices: it remembers them by number, and numbers are reused. A number
+/// in use again is not ours any more: its new owner's scan replaces btrfs's entry.
 pub(crate) fn forget_loops(loops: &[PathBuf]) {
     for device in loops.iter().filter(|device| backing_file(device).is_none()) {
-        // What it remembers wrongly only costs a warning in the kernel's log. It may be in use by now
-        // after all: a mount that is being made scans its devices again.
+        // A stale entry costs only a warning in the kernel's log. The device may be in use by now:
+        // a mount in progress scans its devices again.
         let _ = btrfs_mount::forget(device);
     }
     remove_unused_loops();
 }
 
-/// Removes the loop numbers that were made for mounts that are gone, also those of killed daemons:
-/// they have no discard, and nobody else is to get one.
+/// Removes the loop numbers made for mounts that have ended, also those of killed daemons: these
+/// devices have no discard, and must not be given to other users.
 pub(crate) fn remove_unused_loops() {
     for _ in 0..REMOVALS {
         match burgeon_frontend::remove_unused_loops() {

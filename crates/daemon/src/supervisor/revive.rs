@@ -1,19 +1,19 @@
-//! Mounts over FUSE that lost supervisor and server, or a server that they were bound to by
-//! io_uring, work again without being unmounted. (A ublk device just waits for its next server.)
+//! Reconnects mounts over FUSE that lost supervisor and server, or a server that they were bound to
+//! by io_uring, without an umount. (A ublk device just waits for its next server.)
 //!
 //! ```text
 //!   btrfs ── loop ── a FUSE file whose connection is dead: EIO
 //!                └── LOOP_CHANGE_FD ──► a new FUSE file, with a server
 //! ```
 //!
-//! The kernel takes the change for one of the medium: from 6.17 on it then throws out every
-//! inode that nobody has open, *with its dirty data* (measured on 6.18: a file written a second
-//! before came out empty). So a writable file system is frozen around the change: frozen, it has
-//! nothing dirty. From 6.19 on the kernel would shut the file system down; there it is left as
-//! it is, and a umount and mount bring it back.
+//! The kernel treats the exchange as a media change: from 6.17 on it then drops every inode that is
+//! not open, *with its dirty data* (measured on 6.18: a file written a second before came out
+//! empty). So a writable file system is frozen around the exchange: frozen, it has no dirty data.
+//! From 6.19 on the kernel would shut the file system down; there it is left alone, and an umount
+//! and mount restore it.
 //!
-//! A helper's process does it (`exchange.rs`), because a kill must not interrupt a thaw. Should the
-//! helper be killed, too, it is written down that it was about to freeze, and the next supervisor
+//! A helper process does it (`exchange.rs`), because a kill must not interrupt a thaw. If the
+//! helper is killed, too, the record says that it was about to freeze, and the next supervisor
 //! thaws (`crates/cli/tests/kill.rs`).
 
 use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
@@ -37,17 +37,17 @@ use crate::{
     transport,
 };
 
-/// The first kernel that may shut a file system down when its device changes over.
+/// The first kernel that may shut a file system down when its device is exchanged.
 const KERNEL_SHUTS_DOWN: (u32, u32) = (6, 19);
 
-/// How a mount comes back.
+/// A pending reconnect of a mount.
 pub(crate) struct Revival {
     record: MountRecord,
     connection: Connection,
 }
 
 impl Supervisor {
-    /// Takes the mount into the table, and with it the name of its writes: nobody may mount them
+    /// Adds the mount to the table and locks the name of its writes, so that they cannot be mounted
     /// a second time meanwhile.
     pub(super) fn begin_revival(&self, mut record: MountRecord) -> Result<()> {
         let id = record.attach.id;
@@ -60,9 +60,9 @@ impl Supervisor {
         Ok(())
     }
 
-    /// A server has died, and with it what the kernel had given it over io_uring. Fails those
-    /// requests at once, and puts their mounts on the way to a new connection. The server must be
-    /// gone; the next one is told of the new connections.
+    /// A server has died, and with it the requests that it received over io_uring. Fails those
+    /// requests at once, and starts to reconnect their mounts. The server must be dead; its
+    /// successor is told of the new connections.
     pub(super) fn reconnect_rings(self: &Arc<Self>) {
         let records: Vec<_> =
             self.table().mounts.values().map(|entry| entry.record.clone()).collect();
@@ -88,10 +88,11 @@ impl Supervisor {
             let mut table = self.table();
             let Some(entry) = table.mounts.get_mut(&id) else { return Ok(()) };
             if !entry.handed_out {
-                // Its maker sees the failure and clears up.
+                // The thread that makes the mount sees the failure and clears up.
                 return Ok(());
             }
-            // They belong to the old connection, whose numbers mean others on the new one.
+            // The request numbers belong to the old connection and mean other requests on the new
+            // one.
             entry.slots.forget_requests();
             entry.fuse = Some(fuse);
             entry.record.attach.transport = transport;
@@ -109,13 +110,13 @@ impl Supervisor {
     }
 
     fn note_transport(&self, id: MountId, transport: Transport) {
-        // On a full disk it cannot be; serving the mount again is worth more.
+        // On a full disk this fails; serving the mount again matters more.
         if let Err(e) = self.update(id, |record| record.attach.transport = transport) {
             tracing::warn!(mount = %id, error = %e, "cannot write down how the mount is served");
         }
     }
 
-    /// Looks after the mount's revivals: there may be a next one before one is done.
+    /// Handles the mount's reconnects: another may be needed before one is done.
     pub(super) fn spawn_reviver(self: &Arc<Self>, id: MountId) {
         let supervisor = Arc::clone(self);
         thread::spawn(move || {
@@ -125,7 +126,7 @@ impl Supervisor {
         });
     }
 
-    /// The mount's next revival; `None`, and its reviver is to end, if there is none.
+    /// The mount's next reconnect; `None` ends its thread.
     fn next_revival(&self, id: MountId) -> Option<Revival> {
         let mut table = self.table();
         let entry = table.mounts.get_mut(&id)?;
@@ -134,19 +135,19 @@ impl Supervisor {
         next
     }
 
-    /// Puts the new FUSE file below the mount's loop device. If that fails, the mount stays as
-    /// it is, and is cleared up after once it is unmounted.
+    /// Puts the new FUSE file below the mount's loop device. If that fails, the mount stays as it
+    /// is, and is cleared up after its umount.
     fn finish_revival(self: &Arc<Self>, id: MountId, revival: Revival) {
         let Revival { record, connection } = revival;
         let revived = self.await_taken_on(id).and_then(|()| {
-            // A helper that an earlier supervisor has left may have to finish first.
+            // A helper of an earlier supervisor may have to finish first.
             self.change_over(&record, &connection)
         });
         if revived.is_ok() {
             self.hold(id);
         }
         if let Some(entry) = self.table().mounts.get_mut(&id) {
-            // Its server has died, too: what became of this one does not matter.
+            // Its server has died, too: this result no longer matters.
             if entry.revival.is_some() {
                 return;
             }
@@ -184,8 +185,8 @@ impl Supervisor {
         refuse_shutdown()?;
         let Some(exchange) = self.exchange(record) else { return Ok(()) };
         let (id, is_writable) = (record.attach.id, exchange.sprout.is_some());
-        // Written down first: should the helper be killed, too, the next supervisor has to thaw. On
-        // a full disk it cannot be; serving the mount again is worth more.
+        // Recorded first: if the helper is killed, too, the next supervisor has to thaw. On a full
+        // disk this fails; serving the mount again matters more.
         if is_writable {
             self.note_frozen(id, true);
         }
@@ -204,7 +205,7 @@ impl Supervisor {
         changed.map(drop)
     }
 
-    /// Thaws what may have been left frozen.
+    /// Thaws a file system that may have been left frozen.
     pub(super) fn thaw(&self, record: &MountRecord) {
         let Some(exchange) = self.exchange(record).filter(|exchange| exchange.sprout.is_some())
         else {
@@ -233,8 +234,8 @@ impl Supervisor {
     }
 }
 
-/// A new connection for the mount, of the kind it had, as far as the kernel still allows it: its
-/// ends, and what it is.
+/// Opens a new connection for the mount, of the same kind as far as the kernel still allows it.
+/// Returns both ends and the kind.
 fn connect_anew(record: &MountRecord) -> Result<(Connection, OwnedFd, Transport)> {
     let rings = matches!(record.attach.transport, Transport::Rings { .. });
     let (connection, transport) = transport::connect(record.attach.id, rings)?;

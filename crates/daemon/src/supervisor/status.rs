@@ -16,8 +16,8 @@ use crate::{
     state::pins::Pins,
 };
 
-/// How long the server may take to say what only it knows. Without it the status is still true,
-/// and says less.
+/// Time limit for the server's report. Without it the status is still correct, but has fewer
+/// fields.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Supervisor {
@@ -32,7 +32,7 @@ impl Supervisor {
         }
     }
 
-    /// The table after the server's next report, if it comes soon.
+    /// Returns the table after the server's next report, or after the time limit.
     pub(super) fn fresh_table(&self) -> std::sync::MutexGuard<'_, Table> {
         let table = self.table();
         let before = table.report_count;
@@ -55,7 +55,7 @@ fn describe(entry: &Entry, table: &Table) -> MountStatus {
     let report = table.reports.get(&id);
     let state = match (&entry.serving, entry.handed_out) {
         (_, false) => "preparing",
-        // A mount that has lost its connection has the new one's server before it has the new one.
+        // A mount that has lost its connection may have a new server before a new connection.
         (Serving::Yes, _) if table.link.is_some() && !entry.lost => "serving",
         (Serving::No(_) | Serving::Refusing(_), _) => "failed",
         _ => "recovering",

@@ -1,4 +1,4 @@
-//! The supervisor's memory: what is mounted, and who serves it.
+//! The supervisor's in-memory state: the mounts, and the connection to their server.
 
 use std::{
     collections::BTreeMap,
@@ -23,32 +23,32 @@ use crate::{
     state::{files::Lock, record::MountRecord},
 };
 
-/// Whether the server has taken a mount on.
+/// The server's answer to a mount's `Attach`.
 #[derive(Debug)]
 pub(crate) enum Serving {
-    /// Not answered yet, by this server or any.
+    /// No server has answered yet.
     Awaited,
-    /// It has.
+    /// The server serves the mount.
     Yes,
-    /// It cannot, and answers its reads with `EIO`.
+    /// The server cannot serve it, and answers its reads with `EIO`.
     Refusing(Error),
-    /// It cannot, and its readers wait.
+    /// The server cannot serve it, and its readers wait.
     No(Error),
 }
 
-/// Whether the server takes note of what is read.
+/// State of recording the mount's reads.
 #[derive(Debug, Default)]
 pub(crate) enum Recording {
-    /// It does not. A new server does not, either.
+    /// Not recording. A new server starts in this state.
     #[default]
     Off,
-    /// It was told to begin, or to end, and has not answered.
+    /// The server was told to start or stop, and has not answered.
     Awaited,
-    /// It does.
+    /// Recording.
     On,
-    /// It has ended; whether there was more than could be taken note of.
+    /// Recording has ended; true if there were more reads than fit.
     Done(bool),
-    /// It cannot.
+    /// The server cannot record.
     Failed(Error),
 }
 
@@ -58,40 +58,40 @@ pub(crate) struct Entry {
     /// The `/dev/fuse` descriptor: as long as it is open, the kernel waits for a server. `None`
     /// for a ublk device, whose requests the kernel keeps by itself.
     pub(crate) fuse: Option<OwnedFd>,
-    /// Requests in flight and counters, shared with the server.
+    /// In-flight requests and counters, shared with the server.
     pub(crate) slots: Slots,
     pub(crate) serving: Serving,
-    /// The number of its last `Attach`: answers to earlier ones are of servers that are dead.
+    /// The number of its last `Attach`: answers to earlier ones come from dead servers.
     pub(crate) attach_number: u64,
-    /// The number of the last one that was answered.
+    /// The number of the last `Attach` that was answered.
     pub(crate) attach_answered: u64,
-    /// Refreshes that somebody waits for, and their results.
+    /// Refreshes that a client waits for, and their results.
     pub(crate) refreshes: BTreeMap<u64, Option<Result<()>>>,
-    /// A thread makes its files again (`mend.rs`).
+    /// A thread repairs its files (`mend.rs`).
     pub(crate) mending: bool,
     /// False until the mount's descriptor has been handed out.
     pub(crate) handed_out: bool,
     /// The kernel has closed the FUSE file.
     pub(crate) ended: bool,
-    /// The mount lives on with a dead FUSE file, so the end of its new one means nothing.
+    /// The mount continues on a dead FUSE file, so the end of its new one means nothing.
     pub(crate) lost: bool,
-    /// When its ublk device was stopped, after its last user.
+    /// The time when its ublk device was stopped, after its last user.
     pub(crate) stopped: Option<Instant>,
-    /// A connection that is to take the place of the dead one.
+    /// A new connection that is to replace the dead one.
     pub(crate) revival: Option<Revival>,
-    /// A thread looks after `revival`.
+    /// A thread handles `revival`.
     pub(crate) reviving: bool,
-    /// Whether somebody records what is read.
+    /// State of recording its reads.
     pub(crate) recording: Recording,
-    /// A thread makes its sprout larger.
+    /// A thread grows its sprout.
     pub(crate) growing: bool,
-    /// When that could not be done, the last time that it was tried.
+    /// The time of the last failed attempt to grow.
     pub(crate) growth_failed: Option<Instant>,
-    /// Its file system is read-only: it is not tried again.
+    /// Its file system is read-only: growing it is not attempted again.
     pub(crate) growth_ended: bool,
-    /// What its readers wait by is held once more (`hold.rs`), or is to be.
+    /// Its descriptors are held by the holder (`hold.rs`), or will be.
     pub(crate) held: bool,
-    /// Held while named writes are mounted.
+    /// Lock on named writes while they are mounted.
     pub(crate) _writes_lock: Option<Lock>,
 }
 
@@ -101,7 +101,7 @@ impl Entry {
         let message = ToServer::Attach {
             version: VERSION,
             number: Some(self.attach_number),
-            // A mount that is being made fails instead.
+            // An unfinished mount fails instead.
             refuse: self.handed_out,
             attach: self.record.attach.clone(),
         };
@@ -120,15 +120,15 @@ pub(crate) struct Attached {
     pub(crate) refused: bool,
 }
 
-/// Everything behind the supervisor's one lock.
+/// The state behind the supervisor's one lock.
 #[derive(Default)]
 pub(crate) struct Table {
     pub(crate) mounts: BTreeMap<MountId, Entry>,
-    /// Where messages to the server go, while there is one.
+    /// The stream to the server, while there is one.
     pub(crate) link: Option<UnixStream>,
-    /// Whether that server knows `Refresh`.
+    /// True if that server understands `Refresh`.
     pub(crate) refreshes: bool,
-    /// How many messages to servers had a number.
+    /// Numbered messages sent to servers so far.
     numbered: u64,
     pub(crate) server_pid: Option<u32>,
     pub(crate) server_restarts: u64,
@@ -138,26 +138,26 @@ pub(crate) struct Table {
     pub(crate) end_when_idle: bool,
     /// Clients that wait for a mount to be released.
     pub(crate) release_waiters: usize,
-    /// A thread looks after growing sprouts…
+    /// A thread looks after growing sprouts.
     pub(crate) tending_thin: bool,
-    /// …and is to do so at once.
+    /// That thread is to look at once.
     pub(crate) tend_now: bool,
     pub(crate) reports: BTreeMap<MountId, MountReport>,
-    /// How many reports came, to wait for the next.
+    /// Reports received so far, to wait for the next.
     pub(crate) report_count: u64,
 }
 
 impl Table {
-    /// Adds a mount and tells the server of it. A server that is just being started is told with
-    /// all the others.
+    /// Adds a mount and tells the server of it. A server that is just being started will be told of
+    /// it with all the others.
     pub(crate) fn add(&mut self, entry: Entry) {
         let id = entry.record.attach.id;
         self.mounts.insert(id, entry);
         self.attach(id);
     }
 
-    /// Tells a new server of every mount, then makes it the one that is told. `refreshes`: whether it
-    /// knows `Refresh`.
+    /// Tells a new server of every mount, then makes it the current server. `refreshes`: it
+    /// understands `Refresh`.
     pub(crate) fn connect(&mut self, link: UnixStream, pid: Option<u32>, refreshes: bool) {
         self.link = Some(link);
         self.server_pid = pid;
@@ -171,21 +171,21 @@ impl Table {
         }
     }
 
-    /// Tells the server of a mount, again if need be.
+    /// Tells the server of a mount, or tells it again.
     pub(crate) fn attach(&mut self, id: MountId) {
         let (Some(link), Some(entry)) = (&self.link, self.mounts.get_mut(&id)) else { return };
         self.numbered += 1;
         entry.attach_number = self.numbered;
-        // What it has said of a mount that it cannot serve holds until it says something else.
+        // A refused mount keeps its last answer until the server gives a new one.
         if !matches!(entry.serving, Serving::Refusing(_) | Serving::No(_)) {
             entry.serving = Serving::Awaited;
         }
         entry.send_attach(link);
     }
 
-    /// Tells the server to see what has been mapped and pinned meanwhile; the number under which its
-    /// answer comes ([`Self::answered`]). Without a server, the next one's answer to its `Attach` is
-    /// taken for it. `None` if there is no such mount.
+    /// Makes the server see new mappings and pins. Returns the number of its answer
+    /// ([`Self::answered`]). Without a server, the next server's answer to its `Attach` counts as
+    /// the answer. `None` if there is no such mount.
     pub(crate) fn refresh(&mut self, id: MountId) -> Option<u64> {
         let entry = self.mounts.get_mut(&id)?;
         self.numbered += 1;
@@ -200,8 +200,7 @@ impl Table {
         Some(number)
     }
 
-    /// Takes the server's answer to an `Attach`; false if it is of no interest, as one to an earlier
-    /// one.
+    /// Handles the server's answer to an `Attach`; false if it is stale.
     pub(crate) fn attached(&mut self, answer: Attached) -> bool {
         let Attached { id, number, error, served, refused } = answer;
         let Some(entry) = self.mounts.get_mut(&id) else { return false };
@@ -209,7 +208,8 @@ impl Table {
             return false;
         }
         entry.attach_answered = entry.attach_number;
-        // It has read everything anew; a server of an earlier version answers a refresh so, too.
+        // It has read everything anew; a server of an earlier version answers a refresh this way,
+        // too.
         let until = number.unwrap_or(u64::MAX);
         let open = entry.refreshes.range_mut(..until).filter(|(_, result)| result.is_none());
         for (_, result) in open {
@@ -227,7 +227,7 @@ impl Table {
         true
     }
 
-    /// Takes the server's answer to a `Refresh`.
+    /// Handles the server's answer to a `Refresh`.
     pub(crate) fn refreshed(&mut self, id: MountId, number: u64, error: Option<Failure>) {
         let entry = self.mounts.get_mut(&id);
         if let Some(result) = entry.and_then(|entry| entry.refreshes.get_mut(&number)) {

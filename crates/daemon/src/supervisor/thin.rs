@@ -1,22 +1,25 @@
-//! Growing sprouts: space is reserved ahead of what btrfs uses, up to the limit.
+//! Grows sprouts: reserves space ahead of what btrfs uses, up to the limit.
 //!
 //! ```text
 //!   the file, and so the device:  ├── used by btrfs ──┤── headroom ──┤╌╌╌╌ up to the limit ╌╌╌╌┤
 //!                                                                    ▲ moved by doubling
 //! ```
 //!
-//! btrfs only ever sees what is reserved: the device grows after the file has. When the host is
-//! full the device stays as it is, and writers get ENOSPC from btrfs as on any full disk; a
-//! sparse file would let btrfs write where there is nothing, and abort.
+//! btrfs only ever sees reserved space: the device grows after the file has. When the host is full
+//! the device keeps its size, and writers get ENOSPC from btrfs as on any full disk; on a sparse
+//! file btrfs's own writes would fail, and it would abort.
 //!
-//! Growing needs a moment's access to the mount, which the daemon does not keep: the same
-//! devices are mounted once more, detached, and let go of again. That may wait, so a helper does it
-//! (`grow.rs`), a thread of its own waits for that, and the one that looks at all sprouts never waits
-//! for any. When it looks, and when a sprout grows: `policy`.
+//! To grow, the same devices are mounted once more, detached, for a moment, because the daemon
+//! keeps no reference to the mount. This may wait, so a helper does it (`grow.rs`) and one thread
+//! per step waits for the helper; the thread that looks at all sprouts never waits for one of them.
+//! `policy` decides when to look and when to grow.
 //!
-//! Invariants: one step a sprout at a time; no step takes the last [`HOST_LEFT`](crate::state::space::HOST_LEFT) bytes of the host; a
-//! sprout that nobody writes to stays as large as it was made (`crates/cli/tests/writes.rs`); a file
-//! system that is read-only is left alone from then on, because each attempt would try to make it writable.
+//! Invariants:
+//! - One step per sprout at a time.
+//! - No step takes the last [`HOST_LEFT`](crate::state::space::HOST_LEFT) bytes of the host.
+//! - A sprout without writes keeps its initial size (`crates/cli/tests/writes.rs`).
+//! - After a file system was found read-only, it is left alone, because each attempt would try to
+//!   make it writable.
 
 mod policy;
 
@@ -42,7 +45,7 @@ use crate::{
     state::record::{Growth, WritesState},
 };
 
-/// How long to leave a host alone that had no space.
+/// The pause after a step for which the host had no space.
 const FULL_PAUSE: Duration = Duration::from_secs(1);
 
 /// A growing sprout in use.
@@ -57,14 +60,14 @@ struct Thin {
     seed_bytes: u64,
     limit: u64,
     reserved: u64,
-    /// A thread makes it larger now.
+    /// A thread grows it now.
     growing: bool,
-    /// When that last failed.
+    /// The time of the last failure.
     failed: Option<Instant>,
 }
 
 impl Supervisor {
-    /// Looks after growing sprouts as long as there are any; to be called whenever there is a new one.
+    /// Looks after growing sprouts as long as there are any; to be called for each new one.
     pub(super) fn tend_thin(self: &Arc<Self>) {
         {
             let mut table = self.table();
@@ -87,8 +90,8 @@ impl Supervisor {
         });
     }
 
-    /// Looks at the growing sprouts whose time it is; says when to do so again, or `None` if there are
-    /// none.
+    /// Looks at the growing sprouts that are due; returns the time to do so again, or `None` if
+    /// there are none.
     fn look_at_thin(
         self: &Arc<Self>,
         watched: &mut HashMap<MountId, Watched>,
@@ -97,7 +100,7 @@ impl Supervisor {
         let sprouts = {
             let mut table = self.table();
             let sprouts = thin_sprouts(&table);
-            // Under the same lock: who adds one from now on starts the next thread.
+            // Under the same lock: the next sprout to be added starts the next thread.
             table.tending_thin = !sprouts.is_empty();
             sprouts
         };
@@ -122,7 +125,7 @@ impl Supervisor {
         watched.values().map(|state| state.pause(now).min(INTERVAL_HOST)).min()
     }
 
-    /// Makes a sprout larger in a thread of its own.
+    /// Grows a sprout in a thread of its own.
     fn begin_growing(self: &Arc<Self>, id: MountId, to: u64) {
         let sprout = {
             let mut table = self.table();
@@ -149,7 +152,7 @@ impl Supervisor {
         }
     }
 
-    /// Writes down how a step went; the sprout's size if it has a new one.
+    /// Records the result of a step; returns the sprout's new size, if it has one.
     fn grown(&self, id: MountId, grown: Result<Step>) {
         if let Ok(Step::Taken(to)) = grown {
             let noted = self.update(id, |record| {
@@ -158,7 +161,7 @@ impl Supervisor {
                 }
             });
             if let Err(e) = noted {
-                // The next supervisor begins where this one began: a step is taken twice, no harm.
+                // The next supervisor starts from the recorded size: repeating a step is harmless.
                 tracing::warn!(mount = %id, error = %e, "cannot write down the size of the sprout");
             }
         }
@@ -176,7 +179,7 @@ impl Supervisor {
                  says what to do"
             );
         }
-        // A full host may stay so for hours: once is enough.
+        // A full host may stay full for hours: one message is enough.
         if let Some(e) = grown.err().filter(|_| !failed_before) {
             tracing::warn!(mount = %id, error = %e, "the sprout does not grow");
         }
@@ -209,8 +212,8 @@ fn thin_sprout(entry: &super::table::Entry) -> Option<Thin> {
     })
 }
 
-/// What growing the sprout on `device`, of `reserved` bytes, takes, found out while its mount was at
-/// hand. Where a step was not taken to its end, that is done here.
+/// The parameters for growing the sprout on `device`, of `reserved` bytes, collected while its
+/// mount is at hand. Also completes an interrupted step.
 pub(crate) fn growth(mount: &Btrfs, device: &Path, reserved: u64) -> Result<Growth> {
     let devices = mount.devices()?;
     let sprout = devices.iter().find(|one| one.path == device).ok_or_else(|| {

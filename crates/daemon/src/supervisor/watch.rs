@@ -1,7 +1,7 @@
 //! Removes ublk devices after their last user.
 //!
 //! A loop device detaches itself, and its FUSE file goes with it; a ublk device stays until it is
-//! removed. The kernel tells nobody that a file system lets go of a device, so it is looked at:
+//! removed. The kernel does not report that a file system releases a device, so this thread polls:
 //!
 //! ```text
 //!   btrfs is gone from sysfs ─► nobody holds the device ─► stop it ─► the server sees the end of its
@@ -19,17 +19,17 @@ use burgeon_frontend::ublk::Control;
 use super::{Supervisor, recover::is_alive};
 use crate::{id::MountId, transport};
 
-/// How often mounts are looked at while nobody waits for one: two calls of `stat` a mount.
+/// Interval of looking at mounts while no client waits for one: two calls of `stat` per mount.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// How often while somebody does.
+/// Interval while a client waits.
 const INTERVAL_AWAITED: Duration = Duration::from_millis(2);
 
-/// How long the server may take to see that its device was stopped.
+/// Time limit for the server to see that its device was stopped.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Supervisor {
-    /// Looks after ublk devices for ever.
+    /// Watches ublk devices for ever.
     pub(super) fn watch_devices(self: &Arc<Self>) -> ! {
         loop {
             for (id, number, stopped) in self.left_devices() {
@@ -45,7 +45,7 @@ impl Supervisor {
             let interval = match (watched, table.release_waiters) {
                 (true, 0) => INTERVAL,
                 (true, _) => INTERVAL_AWAITED,
-                // Somebody says so when that changes; the limit is for nothing.
+                // A change notifies this thread; the limit has no effect.
                 (false, _) => Duration::from_secs(3600),
             };
             let waited = self.changed.wait_timeout(table, interval);
@@ -53,7 +53,7 @@ impl Supervisor {
         }
     }
 
-    /// The ublk devices whose file system is gone, and since when they are stopped.
+    /// The ublk devices whose file system is gone, and the time when each was stopped.
     fn left_devices(&self) -> Vec<(MountId, u32, Option<Instant>)> {
         let records: Vec<_> = {
             let table = self.table();
@@ -71,7 +71,7 @@ impl Supervisor {
     fn stop_device(self: &Arc<Self>, id: MountId, number: u32) {
         if let Err(e) = Control::open().and_then(|mut control| control.stop(number)) {
             tracing::warn!(mount = %id, error = %e, "cannot remove the device");
-            // It is tried again; not at once.
+            // Tries again after a pause.
             thread::sleep(INTERVAL);
             return;
         }

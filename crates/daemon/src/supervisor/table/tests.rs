@@ -59,7 +59,7 @@ fn set_up(refreshes: bool) -> (Table, UnixStream, MountId) {
     (table, server, id)
 }
 
-/// What a server is told: the numbers of an `Attach`, of a `Refresh`.
+/// The numbers in an `Attach` and in a `Refresh` that the server has received.
 fn told(server: &UnixStream) -> (Option<u64>, Option<u64>) {
     match wire::receive::<ToServer>(server).unwrap().unwrap().0 {
         ToServer::Attach { number, .. } => (number, None),
@@ -80,7 +80,7 @@ fn an_answer_settles_what_it_was_given_to() {
     table.attached(answer(id, attached, None, true));
     let [first, second] = [table.refresh(id).unwrap(), table.refresh(id).unwrap()];
     assert_eq!([told(&server).1, told(&server).1], [Some(first), Some(second)]);
-    // The second goes well and is answered first.
+    // The second succeeds and is answered first.
     table.refreshed(id, second, None);
     assert!(table.mounts[&id].refreshes[&first].is_none(), "it is not answered yet");
     let failure = Error::new(ErrorKind::Corrupt, "the map").into();
@@ -128,8 +128,8 @@ fn a_server_of_the_version_before_is_told_by_another_attach() {
     assert!(matches!(table.mounts[&id].serving, Serving::Yes));
 }
 
-/// A server that answers what it was told in order, whenever the test lets it, and dies when the test
-/// wants it to: what it was told by then is lost.
+/// A server that answers its messages in order, when the test tells it to, and dies when the test
+/// tells it to: messages it has received by then are lost.
 struct FakeServer {
     stream: UnixStream,
     told: VecDeque<(MountId, Told)>,
@@ -141,7 +141,7 @@ enum Told {
 }
 
 impl FakeServer {
-    /// A server of the table, in place of the one before.
+    /// Connects a new server to the table, in place of the previous one.
     fn start(table: &mut Table) -> Self {
         let (link, stream) = UnixStream::pair().unwrap();
         stream.set_nonblocking(true).unwrap();
@@ -149,7 +149,7 @@ impl FakeServer {
         Self { stream, told: VecDeque::new() }
     }
 
-    /// Takes what it was told, but does not answer.
+    /// Receives messages, but does not answer.
     fn listen(&mut self) {
         while let Ok(Some((message, _))) = wire::receive::<ToServer>(&self.stream) {
             self.told.push_back(match message {
@@ -160,7 +160,7 @@ impl FakeServer {
         }
     }
 
-    /// Answers the first of what it was told; whether there was anything.
+    /// Answers the first received message; false if there was none.
     fn answer(&mut self, table: &mut Table, error: Option<&str>) -> bool {
         self.listen();
         let Some((id, told)) = self.told.pop_front() else { return false };
@@ -207,7 +207,7 @@ fn whatever_a_server_does_a_table_comes_to_rest() {
         let awaited =
             table.mounts.values().filter(|mount| matches!(mount.serving, Serving::Awaited));
         assert_eq!(awaited.count(), 0, "seed {seed}");
-        // What was refused is served as soon as the server can.
+        // A refused mount is served as soon as the server can.
         ids.iter().for_each(|id| table.attach(*id));
         while server.answer(&mut table, None) {}
         for (id, mount) in &table.mounts {
@@ -215,7 +215,7 @@ fn whatever_a_server_does_a_table_comes_to_rest() {
             assert_eq!(mount.attach_answered, mount.attach_number, "seed {seed}: {id}");
         }
         for (id, number) in asked {
-            // A mount that went and came again has forgotten who asked before.
+            // A mount that ended and came back has no earlier waiters.
             let Some(mount) = table.mounts.get(&id) else { continue };
             let result = mount.refreshes.get(&number);
             assert!(!matches!(result, Some(None)), "seed {seed}: {number} of {id} waits for ever");

@@ -1,13 +1,14 @@
-//! When a sprout is looked at, and when it grows.
+//! Decides when to look at a sprout, and when to grow it.
 //!
 //! ```text
-//!   any dirty memory on the host? ──no──► nobody is looked at, but each sprout once a second
-//!     └─yes─► what is used of each sprout ──► it moves: again in 25 ms ──► too little is left: grow
+//!   is any memory on the host dirty? ──no──► look at each sprout once a second
+//!     └─yes─► usage of each sprout ──► it changes: again in 25 ms ──► too little headroom: grow
 //! ```
 //!
-//! Writes lie in memory before they are on a sprout, and a quarter of a GiB is there within a tenth of a
-//! second: a look a second met ENOSPC in 5 of 12 bursts into a mount that had rested. What the whole host
-//! has dirtied is one number for all mounts, and so it can be asked for often.
+//! Writes stay in memory before they reach a sprout, and a quarter of a GiB accumulates within a
+//! tenth of a second: with one look per second, 5 of 12 bursts into an idle mount met ENOSPC. The
+//! amount that the whole host has dirtied is one number for all mounts, so it is cheap to read
+//! often.
 
 use std::{
     collections::VecDeque,
@@ -18,41 +19,41 @@ use std::{
 
 use crate::id::Fsid;
 
-/// How often a sprout is looked at while it is written to…
+/// Interval of looking at a sprout that is being written to.
 const INTERVAL_MOVING: Duration = Duration::from_millis(25);
 
-/// …and while it is not.
+/// Interval of looking at an idle sprout.
 const INTERVAL_IDLE: Duration = Duration::from_secs(1);
 
-/// How often the host is asked whether anything is written at all: one file of procfs.
+/// Interval of reading the host's dirtied memory: one file of procfs.
 pub(super) const INTERVAL_HOST: Duration = Duration::from_millis(50);
 
-/// What the host may dirty before sprouts are looked at: a small part of what is left ahead of each.
+/// Bytes that the host may dirty before sprouts are looked at: a small part of each one's headroom.
 const DIRTIED_MAX: u64 = 8 << 20;
 
-/// A sprout moves when so much was written: one that takes a line of a log now and then rests.
+/// A sprout counts as written to after this many bytes; an occasional line of a log does not count.
 const MOVED_MIN: u64 = 4 << 20;
 
-/// How long a sprout counts as written to after it has moved, or was made.
+/// A sprout counts as being written to for this long after it was created or last written to.
 const MOVING: Duration = Duration::from_secs(3);
 
-/// What is left ahead of btrfs at least; of a small sprout that nobody has written to, half of it.
+/// Minimum headroom for btrfs, in bytes; half of a small sprout that has never been written to.
 const HEADROOM_MIN: u64 = 256 << 20;
 
-/// What was taken within this time is left ahead as well: a step takes well below that.
+/// The bytes taken within this time are added to the headroom: a step takes well below it.
 const WINDOW: Duration = Duration::from_secs(1);
 
-/// What is used of a sprout.
+/// Usage of a sprout.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Usage {
-    /// Bytes of block groups, those of the seed included.
+    /// Bytes of block groups, including the seed's.
     pub(super) allocated: u64,
-    /// Bytes of data that lie in them, or are still in memory and have a place there.
+    /// Bytes of data that lie in them, or are still in memory with a place there.
     pub(super) data: u64,
 }
 
 impl Usage {
-    /// Of a mounted btrfs.
+    /// Reads the usage of a mounted btrfs.
     pub(super) fn of(fsid: Fsid) -> Option<Self> {
         let folder = Path::new("/sys/fs/btrfs").join(fsid.to_string()).join("allocation");
         let number =
@@ -64,22 +65,22 @@ impl Usage {
     }
 }
 
-/// What the host has dirtied, to leave sprouts alone while that is little.
+/// Tracks the memory that the host dirties, to leave sprouts alone while that is little.
 #[derive(Default)]
 pub(super) struct Host {
-    /// Bytes since the host was started, when sprouts were looked at last.
+    /// Bytes dirtied since the host's start, as of the last look at the sprouts.
     seen: Option<u64>,
 }
 
 impl Host {
-    /// Whether so much was written, anywhere, that sprouts are to be looked at.
+    /// True if the host has written enough, anywhere, to look at the sprouts.
     pub(super) fn has_moved(&mut self) -> bool {
         self.see(dirtied())
     }
 
     fn see(&mut self, now: Option<u64>) -> bool {
         let since = now.zip(self.seen).map(|(now, seen)| now.wrapping_sub(seen));
-        // Where it cannot be known, it may be anything.
+        // An unknown amount counts as enough.
         let moved = since.is_none_or(|bytes| bytes >= DIRTIED_MAX);
         if moved {
             self.seen = now;
@@ -94,13 +95,13 @@ fn dirtied() -> Option<u64> {
     Some(pages.parse::<u64>().ok()?.wrapping_mul(rustix::param::page_size() as u64))
 }
 
-/// How a sprout was used lately.
+/// Recent usage of a sprout.
 pub(super) struct Watched {
-    /// When it was looked at within [`WINDOW`], and what was used then.
+    /// Times of looks within [`WINDOW`], and the usage at each.
     marks: VecDeque<(Instant, Usage)>,
-    /// When it had moved, or was new, and what was used then.
+    /// Time of the last change, or of creation, and the usage then.
     moved: (Instant, Option<Usage>),
-    /// It has moved since it was first looked at.
+    /// It has changed since the first look.
     is_written: bool,
 }
 
@@ -109,7 +110,7 @@ impl Watched {
         Self { marks: VecDeque::new(), moved: (now, None), is_written: false }
     }
 
-    /// How long it may be left alone while the host rests.
+    /// The time for which it may be left alone while the host is idle.
     pub(super) fn pause(&self, now: Instant) -> Duration {
         match now.duration_since(self.moved.0) < MOVING {
             true => INTERVAL_MOVING,
@@ -117,14 +118,14 @@ impl Watched {
         }
     }
 
-    /// Whether it is to be looked at again.
+    /// True if it is time to look again.
     pub(super) fn is_due(&self, now: Instant) -> bool {
-        // A thread may be woken a little early.
+        // A thread may wake a little early.
         let pause = self.pause(now) - INTERVAL_MOVING / 5;
         self.marks.back().is_none_or(|(at, _)| now.duration_since(*at) >= pause)
     }
 
-    /// Notes what is used now; gives what was taken within [`WINDOW`].
+    /// Notes the current usage; returns the bytes taken within [`WINDOW`].
     pub(super) fn see(&mut self, now: Instant, usage: Usage) -> u64 {
         match self.moved.1 {
             None => self.moved.1 = Some(usage),
@@ -142,8 +143,8 @@ impl Watched {
         allocated.max(usage.data.saturating_sub(first.data))
     }
 
-    /// The size to grow to, if `used` bytes of block groups leave too little of `reserved`, where
-    /// `taken` bytes were taken lately.
+    /// The size to grow to, if `used` bytes of block groups leave too little of `reserved`, given
+    /// `taken` bytes taken lately.
     pub(super) fn next_size(
         &self,
         reserved: u64,
@@ -184,7 +185,7 @@ mod tests {
         let (begun, limit) = (Instant::now(), 10_000 * MIB);
         let mut watched = Watched::new(begun);
         watched.see(begun, usage(70, 0));
-        // As it is made: what btrfs itself takes makes none of them grow.
+        // A new sprout: the space that btrfs itself takes does not make it grow.
         for reserved in [256, 460, 1024] {
             assert_eq!(watched.next_size(reserved * MIB, 110 * MIB, 0, limit), None);
         }
@@ -193,7 +194,7 @@ mod tests {
         assert_eq!(watched.next_size(256 * MIB, 70 * MIB, 0, limit), Some(512 * MIB));
         assert_eq!(watched.next_size(1024 * MIB, 768 * MIB, 0, limit), None);
         assert_eq!(watched.next_size(1024 * MIB, 769 * MIB, 0, limit), Some(2048 * MIB));
-        // As much as one second took is left, however much that is.
+        // The headroom covers one more second at the same rate, however high.
         assert_eq!(watched.next_size(2048 * MIB, 1000 * MIB, 1500 * MIB, limit), Some(4096 * MIB));
         assert_eq!(watched.next_size(1024 * MIB, 1000 * MIB, 3000 * MIB, limit), Some(4000 * MIB));
         assert_eq!(watched.next_size(8192 * MIB, 8000 * MIB, 0, limit), Some(limit));
@@ -209,7 +210,7 @@ mod tests {
         assert_eq!(watched.see(at(0), usage(100, 0)), 0);
         assert_eq!(watched.see(at(500), usage(300, 0)), 200 * MIB);
         assert_eq!(watched.see(at(900), usage(300, 250)), 250 * MIB);
-        // From the last look before that second on: rather too much than too little.
+        // Counts from the last look before that second: rather too much than too little.
         assert_eq!(watched.see(at(1600), usage(350, 250)), 250 * MIB);
         // A line of a log.
         assert_eq!(watched.see(at(4000), usage(350, 252)), 2 * MIB);
