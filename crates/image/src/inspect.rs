@@ -3,10 +3,10 @@ use burgeon_btrfs::Dirent;
 
 use crate::{Codec, Manifest, Paths};
 
-/// A piece of a file and where it comes from: a line of `inspect --map`.
+/// A line of `inspect --map`: a piece of a file and its location.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MapLine {
-    /// Path in the image, from `/` on; of hard links, every name has its lines.
+    /// Path in the image, from `/` on; a file with hard links has lines for every name.
     pub path: Vec<u8>,
     /// Offset in the file, in bytes.
     pub file_offset: u64,
@@ -16,7 +16,7 @@ pub struct MapLine {
     pub chunk: u32,
     /// Index of the object that holds the chunk, in [`Manifest::objects`].
     pub object: u32,
-    /// Where in the object the chunk lies.
+    /// Range of the chunk in the object.
     pub stored: ByteRange,
     /// How it is stored.
     pub codec: Codec,
@@ -24,7 +24,7 @@ pub struct MapLine {
 
 impl Manifest {
     /// File → address → chunk → object, file by file in listing order. Files without lazy data
-    /// have no line. Takes 8 bytes of memory a chunk and an inode.
+    /// have no line. Takes 8 bytes of memory per chunk and per inode.
     pub fn map_lines(&self) -> impl Iterator<Item = MapLine> + '_ {
         let paths = Paths::new(&self.tree);
         let addresses = self.chunk_addresses();

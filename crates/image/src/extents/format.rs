@@ -16,12 +16,12 @@ use super::Source;
 pub(super) const EXTENTS: Format = Format { magic: *b"BURGEXTS", what: "extent map" };
 pub(super) const SOURCES: Format = Format { magic: *b"BURGSRCS", what: "source table" };
 
-/// Entries of the source table begin at multiples of this, so that 32 bits name 64 GiB of them.
+/// Alignment of entries in the source table, so that 32 bits address 64 GiB of them.
 pub(super) const ENTRY_ALIGN: u64 = 16;
 /// The source of a record that ends a mapping.
 const END: u32 = u32::MAX;
 
-/// What both files begin with.
+/// The beginning of both files.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
 pub(super) struct LogHeader {
@@ -62,7 +62,7 @@ impl LogHeader {
         ChecksumKind::Xxhash64.of(&self.as_bytes()[..HEADER_LEN as usize - 8])
     }
 
-    /// The area's length and the files' id.
+    /// Returns the area's length and the files' id.
     pub(super) fn check(&self, format: Format, unit: u64, writing: bool) -> Result<(u64, u64)> {
         let what = format.what;
         check_words(format, self.magic, self.version.get(), self.incompat.get())?;
@@ -85,11 +85,11 @@ impl LogHeader {
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
 pub(super) struct Record {
-    /// First block, counted from the beginning of the area.
+    /// First block, relative to the beginning of the area.
     start: U64,
-    /// Of an extent: its first byte in the source; of an end: where the mapping's entry lies.
+    /// For an extent: its first byte in the source; for an end: position of the mapping's entry.
     offset: U64,
-    /// Where the source's entry lies, in units of [`ENTRY_ALIGN`].
+    /// Position of the source's entry, in units of [`ENTRY_ALIGN`].
     source: U32,
     checksum: U32,
 }
@@ -97,7 +97,7 @@ pub(super) struct Record {
 pub(super) const RECORD_LEN: u64 = size_of::<Record>() as u64;
 
 impl Record {
-    /// Where in a record its start lies.
+    /// Offset of `start` in a record.
     pub(super) const START_AT: usize = std::mem::offset_of!(Self, start);
 
     pub(super) fn extent(id: u64, index: u64, start: u64, offset: u64, entry_at: u64) -> Self {
@@ -119,7 +119,7 @@ impl Record {
         record
     }
 
-    /// Also covers which map it is and where in it: a record is believed in its place alone.
+    /// Also covers the map's id and the index: a record is valid only at its own position.
     fn sum(&self, id: u64, index: u64) -> u32 {
         let mut covered = [0; 36];
         covered[..8].copy_from_slice(&id.to_le_bytes());
@@ -149,7 +149,7 @@ impl Record {
     }
 }
 
-/// What an entry of the source table describes.
+/// Kinds of entries of the source table.
 const COMPUTED: u8 = 1;
 const FILE: u8 = 2;
 const IMAGE: u8 = 3;
@@ -161,7 +161,7 @@ struct Entry {
     kind: u8,
     reserved: u8,
     name_len: U16,
-    /// CRC-32C of the map's id, the entry's place, and the entry with this field zero.
+    /// CRC-32C of the map's id, the entry's position, and the entry with this field zero.
     checksum: U32,
     words: [U64; 7],
 }
@@ -171,7 +171,7 @@ const ENTRY_LEN: usize = size_of::<Entry>();
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
 struct FileWords {
-    /// Where the checksums of its blocks lie in the checksum file.
+    /// Position of the checksums of its blocks in the checksum file.
     first_checksum: U64,
     size: U64,
     inode: U64,
@@ -186,16 +186,16 @@ struct MappingWords {
     first_block: U64,
     blocks: U64,
     extents: U64,
-    /// Bytes of content, without what pads the last blocks.
+    /// Bytes of content, without padding of blocks.
     len: U64,
-    /// Where the entry of the mapping before lies, or 0.
+    /// Position of the previous mapping's entry, or 0.
     previous: U64,
-    /// Checksums that are given away when this mapping is made.
+    /// Number of checksums allocated up to and including this mapping.
     checksums_end: U64,
     origin_len: U64,
 }
 
-/// A mapping, as its entry tells it.
+/// The contents of a mapping's entry.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct MappingEntry {
     pub(super) first_block: u64,
@@ -208,16 +208,16 @@ pub(super) struct MappingEntry {
     pub(super) origin: String,
 }
 
-/// An entry as it is read.
+/// A parsed entry.
 pub(super) enum Parsed {
     Source(Source, u64),
     Mapping(MappingEntry),
 }
 
-/// Longest names that an entry takes.
+/// Longest label or origin of an entry.
 pub(super) const LABEL_MAX: usize = 4096;
 
-/// Appends the entry of `source` to `out`, whose end is at `at` of the table.
+/// Appends the entry of `source` to `out`, whose end is at position `at` of the table.
 pub(super) fn push_source(out: &mut Vec<u8>, id: u64, at: u64, source: &Source, checksum: u64) {
     match source {
         Source::Computed(object) => push(out, id, at, COMPUTED, &[0; 56], object.as_str(), ""),
@@ -273,7 +273,7 @@ fn entry_sum(id: u64, at: u64, bytes: &[u8]) -> u32 {
     ChecksumKind::Crc32c.of(&covered) as u32
 }
 
-/// Reads the entry at `at` of the table `bytes`; also how long it is.
+/// Parses the entry at position `at` of the table `bytes`; also returns its length.
 pub(super) fn parse_entry(bytes: &[u8], id: u64, at: u64) -> Result<(Parsed, u64)> {
     let bad = || corrupt(format!("the entry at {at} of the source table is damaged"));
     let rest = usize::try_from(at).ok().and_then(|at| bytes.get(at..)).ok_or_else(bad)?;

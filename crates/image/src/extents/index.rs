@@ -1,4 +1,4 @@
-//! Where among millions of records an address is: few looks at memory instead of a long search.
+//! Finds the record of an address among millions of records with few memory accesses.
 //!
 //! ```text
 //!   leaps    every 128th of the steps: 40 kB for 100 million records, always in the processor's cache
@@ -6,9 +6,10 @@
 //!           └─► a page of the map: every 16th of its records, then 16 of them
 //! ```
 //!
-//! What takes time is memory, not comparing: a binary search waits for one cache line after another, and
-//! for one page after another. So all starts of a stage are looked at, in any order, and memory brings
-//! their lines at once; and of the map's pages a lookup touches one.
+//! The cost of a lookup is memory latency, not comparisons: a binary search waits for one cache
+//! line after another, and for one page after another. A lookup therefore reads all starts of a
+//! stage in any order, so that memory delivers their lines in parallel, and touches only one page
+//! of the map.
 
 use std::ops::Range;
 
@@ -18,12 +19,12 @@ use super::format::{HEADER_LEN, RECORD_LEN};
 
 /// Steps between two leaps.
 const LEAP: usize = 128;
-/// Records of a page between two that are looked at first.
+/// Records of a page between two that are read first.
 const STRIDE: u64 = 16;
-/// Pages that are gone through where records are damaged.
+/// Pages scanned near damaged records.
 const NEAR_MAX: usize = 4;
 
-/// Starts of records in memory: 8 bytes a page of the map, and a little.
+/// Starts of records in memory: 8 bytes per page of the map, plus the leaps.
 #[derive(Clone, Default)]
 pub(super) struct Index {
     steps: Vec<u64>,
@@ -36,19 +37,19 @@ fn first_of(page: usize) -> u64 {
 }
 
 impl Index {
-    /// Takes in those of the first `records` records that it has not got; `start` knows where they
-    /// begin, unless they are damaged.
+    /// Adds those of the first `records` records that the index lacks. `start` returns the start
+    /// of a record, or `None` if it is damaged.
     pub(super) fn extend(&mut self, records: u64, start: impl Fn(u64) -> Option<u64>) {
         while first_of(self.steps.len()) < records {
-            // What is not known must not mislead those who look for others.
+            // An unknown start repeats the previous one, so that other searches stay correct.
             let before = self.steps.last().copied().unwrap_or(0);
             self.steps.push(start(first_of(self.steps.len())).unwrap_or(before));
         }
         self.leaps.extend(self.steps.iter().step_by(LEAP).skip(self.leaps.len()));
     }
 
-    /// The last of `records` records that begins at `block` or before; `None` if none does. Where
-    /// one near is damaged, any record.
+    /// The last of `records` records that begins at `block` or before; `None` if none does. Any
+    /// record if a nearby one is damaged.
     pub(super) fn count(
         &self,
         block: u64,
@@ -64,14 +65,15 @@ impl Index {
         Some(first + rest.saturating_sub(1))
     }
 
-    /// The records of which one is the last that begins at `block` or before, if it is not damaged.
+    /// The records that include the last one beginning at `block` or before, unless it is
+    /// damaged.
     pub(super) fn near(&self, block: u64, records: u64) -> Range<u64> {
         let last = self.step(block).unwrap_or(0);
         let key = self.steps.get(last).copied().unwrap_or(0);
-        // Those that are not known have the start of one before.
+        // A page whose start is unknown has the start of a previous page.
         let first = self.steps.partition_point(|start| *start < key);
         let first = first.max(last.saturating_sub(NEAR_MAX));
-        // Where two begin alike, the first of a page can end what the page before begins.
+        // Two records may begin at the same block, on both sides of a page border.
         first_of(first.saturating_sub(1))..records.min(first_of(last + 1))
     }
 
@@ -87,7 +89,7 @@ impl Index {
 mod tests {
     use super::{Index, LEAP, first_of};
 
-    /// Starts 3, 3, 13, 13, 23 …: an end and the next extent may begin alike.
+    /// Starts 3, 3, 13, 13, 23 …: an end and the next extent may begin at the same block.
     fn start(record: u64) -> u64 {
         record / 2 * 10 + 3
     }
@@ -102,7 +104,7 @@ mod tests {
         let page = first_of(1);
         for records in [1, 2, page - 1, page, page + 1, first_of(LEAP), first_of(3 * LEAP) + 5] {
             let mut index = Index::default();
-            // As a map grows: in parts.
+            // In parts, as a map grows.
             index.extend(records / 3, |record| Some(start(record)));
             index.extend(records, |record| Some(start(record)));
             for record in (0..records).step_by(97).chain([records - 1]) {

@@ -1,4 +1,4 @@
-//! The files of a map: the seam where tests crash, tear and corrupt.
+//! The files of a map, behind a trait: tests replace it to crash, tear and corrupt.
 
 use std::{
     fs::{File, OpenOptions},
@@ -17,7 +17,7 @@ use crate::{mapped::Mapped, open_own};
 pub trait LogFile: Send + Sync {
     /// Its length in bytes.
     fn size(&self) -> Result<u64>;
-    /// The first `len` bytes, to look at.
+    /// A view of the first `len` bytes.
     fn view(&self, len: u64) -> Result<LogView>;
     /// Writes all of `bytes` at `offset`.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
@@ -42,19 +42,19 @@ impl Deref for LogView {
     }
 }
 
-/// A log that is a file.
+/// A log in a file.
 pub struct FileLog {
     file: File,
     path: PathBuf,
 }
 
 impl FileLog {
-    /// Opens `path` to follow what another process appends.
+    /// Opens `path` to follow the appends of another process.
     pub(super) fn open(path: &Path) -> Result<Self> {
         Self::with(path, OpenOptions::new().read(true))
     }
 
-    /// Opens `path` to append; `Unavailable` while another process does.
+    /// Opens `path` to append; `Unavailable` while another process has it open so.
     pub(super) fn open_to_write(path: &Path) -> Result<Self> {
         let log = Self::with(path, OpenOptions::new().read(true).write(true))?;
         flock(&log.file, FlockOperation::NonBlockingLockExclusive).map_err(|error| {
@@ -64,7 +64,7 @@ impl FileLog {
         Ok(log)
     }
 
-    /// Makes `path` with `content`, durably; it appears whole. What was there stays.
+    /// Creates `path` with `content`, durably and atomically. An existing file stays.
     pub(super) fn create(path: &Path, content: &[u8]) -> Result<()> {
         let tmp = path.with_extension("tmp");
         let write = || {

@@ -1,4 +1,4 @@
-//! The extent map of a virtual area: which content lies at which of its addresses, for ever.
+//! The extent map of a virtual area: the permanent assignment of content to its addresses.
 //!
 //! ```text
 //!   extents   header │ extent │ extent │ … │ END │ extent │ END │          24 B each, by address
@@ -6,21 +6,21 @@
 //!   sources   header │ file │ file │ … │ mapping │ image │ mapping │       what extents point to
 //! ```
 //!
-//! Two local files, only ever appended to. A mapping is its sources, its extents and, once these
-//! are durable, an END: so what has an END is there whole, and what has none was never mapped.
-//! An extent ends where the next record begins; a record is believed only in its place (its
-//! checksum covers map and index), and an address only between two sound records.
+//! Two local files that only grow. A mapping consists of its sources, its extents and, once these
+//! are durable, an END: a mapping with an END is complete, one without was never made. An extent
+//! ends where the next record begins. A record is valid only at its own position (its checksum
+//! covers map and index), and an address is resolved only between two valid records.
 //!
 //! Invariants, and the tests that hold them:
-//! - An address is given once: allocation moves forward, also past what a crash or rot took back
-//!   (`simulator`, `tests/extents.rs`).
+//! - An address is allocated once: allocation moves forward, also past the remains of a crash or
+//! of rot (`simulator`, `tests/extents.rs`).
 //! - [`ExtentWriter::map`] returns after the mapping is durable; after a power failure at any
-//!   write a mapping is there whole or not at all (`simulator`).
-//! - A damaged record or entry is an error for the addresses next to it, never another answer
-//!   (`tests/extents.rs`).
-//! - Looking up allocates nothing once its source has been seen, takes about as long as three looks
-//!   at memory that is in no cache, and a map takes 24 bytes an extent (`examples/extent_map.rs`
-//!   prints it).
+//! write, a mapping is complete or absent (`simulator`).
+//! - A damaged record or entry is an error for the addresses next to it, never a different answer
+//! (`tests/extents.rs`).
+//! - A lookup allocates nothing once its source has been parsed and takes about as long as three
+//! uncached memory accesses; a map takes 24 bytes per extent (`examples/extent_map.rs` measures
+//! both).
 
 mod format;
 mod index;
@@ -41,51 +41,51 @@ use crate::invalid;
 /// Largest virtual area, in bytes: 7 EiB. The VFS ends at 8 EiB.
 pub const AREA_MAX: u64 = 7 << 60;
 
-/// Checksums of blocks of local files that a map can give room to: 2^40 of them are a sparse file
-/// of 8 TiB, which every file system takes, for 4 PiB of local files.
+/// Most checksums of blocks of local files that a map can hold: 2^40 are a sparse file of 8 TiB,
+/// which every file system supports, for 4 PiB of local files.
 pub const CHECKSUMS_MAX: u64 = 1 << 40;
 
-/// Where the bytes of an extent come from.
+/// The source of an extent's bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Source {
-    /// They are made up: object `computed/…`.
+    /// Computed: object `computed/…`.
     Computed(ObjectId),
-    /// A local file, as long as it is the one it was when it was mapped.
+    /// A local file; valid only while its identity is unchanged.
     File {
         /// `file/…`
         object: ObjectId,
-        /// What it was when it was mapped.
+        /// Its identity when it was mapped.
         identity: FileIdentity,
     },
     /// The lazy data of the image with this manifest; offset 0 is its first lazy address.
     Image(Digest),
 }
 
-/// A piece of content to be mapped.
+/// A piece of content to map.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Content {
-    /// Where it comes from.
+    /// Its source.
     pub source: Source,
-    /// Its first byte there; a multiple of the block size.
+    /// Offset of its first byte in the source; a multiple of the block size.
     pub offset: u64,
-    /// Bytes, at least 1. What pads the last block is zeros of a file, and whatever a computation
-    /// goes on with.
+    /// Length in bytes, at least 1. The padding of the last block is zeros for a file, and the
+    /// continued pattern for computed content.
     pub len: u64,
 }
 
-/// What one call maps: its extents lie one after another, each from a block border.
+/// The argument of one call: its extents lie one after another, each starting at a block border.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Mapping {
-    /// What the user calls it: the path it appears at.
+    /// The user's name for it: the path it appears at.
     pub label: String,
-    /// Where it comes from, for a user to read.
+    /// A description of its origin for users.
     pub origin: String,
     /// Its content.
     pub extents: Vec<Content>,
 }
 
 impl Mapping {
-    /// Where each extent begins, in bytes from the beginning of the mapping.
+    /// Position of each extent, in bytes from the beginning of the mapping.
     pub fn positions(&self) -> impl Iterator<Item = u64> {
         self.extents.iter().scan(0u64, |next, content| {
             let at = *next;
@@ -95,18 +95,18 @@ impl Mapping {
     }
 }
 
-/// A mapping that was made.
+/// An existing mapping.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MappingInfo {
     /// [`Mapping::label`].
     pub label: String,
     /// [`Mapping::origin`].
     pub origin: String,
-    /// Where it lies in the area: whole blocks.
+    /// Its range in the area: whole blocks.
     pub range: ByteRange,
-    /// Bytes of content, without what pads blocks.
+    /// Bytes of content, without padding of blocks.
     pub len: u64,
-    /// How many extents it has.
+    /// Number of extents.
     pub extents: u64,
 }
 
@@ -114,7 +114,7 @@ fn blocks_of(len: u64) -> u64 {
     len.div_ceil(BLOCK_SIZE)
 }
 
-/// Bytes `blocks` of the area.
+/// The byte range of `blocks` blocks of the area from block `start`.
 fn block_range(start: u64, blocks: u64) -> Result<ByteRange> {
     let start = start.checked_mul(BLOCK_SIZE);
     let len = blocks.checked_mul(BLOCK_SIZE);
@@ -124,7 +124,7 @@ fn block_range(start: u64, blocks: u64) -> Result<ByteRange> {
         .ok_or_else(|| crate::corrupt("the extent map names addresses beyond the end of all"))
 }
 
-/// Refuses sizes that no virtual area has.
+/// Refuses sizes that no virtual area can have.
 fn check_size(size: u64) -> Result<()> {
     if size > 0 && size <= AREA_MAX && size.is_multiple_of(BLOCK_SIZE) {
         return Ok(());

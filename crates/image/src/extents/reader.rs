@@ -1,4 +1,4 @@
-//! Looking up addresses, in the process that serves them.
+//! Looks up addresses, in the process that serves them.
 
 use std::{
     collections::HashMap,
@@ -20,10 +20,10 @@ use super::{
 };
 use crate::corrupt;
 
-/// Sources that are kept parsed; some 200 bytes each. Beyond them all are forgotten at once.
+/// Parsed sources that are kept, some 200 bytes each. Beyond this number all are dropped at once.
 const PARSED_MAX: usize = 4096;
 
-/// An extent map as its reader sees it: what was there when it last looked.
+/// A reader's view of an extent map, as of its last refresh.
 pub struct ExtentMap<L = FileLog> {
     logs: [L; 2],
     size: u64,
@@ -32,19 +32,19 @@ pub struct ExtentMap<L = FileLog> {
     parsed: RwLock<HashMap<u64, Parsing>>,
 }
 
-/// A source and the place of its first block checksum.
+/// A source and the position of its first block checksum.
 type Parsing = (Arc<Source>, u64);
 
-/// A stretch of the area whose content comes from one place.
+/// A range of the area whose content is contiguous in one source.
 #[derive(Clone, Debug)]
 pub struct Extent {
     /// Bytes of the area, whole blocks.
     pub range: ByteRange,
-    /// Where they come from.
+    /// Source of the bytes.
     pub source: Arc<Source>,
-    /// The first of them there.
+    /// Offset of the first byte in the source.
     pub offset: u64,
-    /// Of a file: where the checksum of its block 0 lies, counted in checksums.
+    /// For a file: position of the checksum of its block 0, in checksums.
     pub first_checksum: u64,
 }
 
@@ -57,16 +57,16 @@ pub(super) struct View {
     index: Index,
 }
 
-/// A mapping's entry, its place and its end in the table.
+/// A mapping's entry, its position and its end in the table.
 type Placed = (MappingEntry, u64, u64);
 
 impl ExtentMap {
-    /// Opens the map in `folder` that an [`super::ExtentWriter`] made.
+    /// Opens the map in `folder`, created by [`super::ExtentWriter`].
     pub fn open(folder: &Path) -> Result<Self> {
         open_logs(folder).and_then(Self::over).map_err(|error| named(folder, error))
     }
 
-    /// Whether there is a map in `folder` that can be used: looks at its headers alone.
+    /// Checks that `folder` contains a usable map, by its headers alone.
     pub fn check(folder: &Path) -> Result<()> {
         let checked = open_logs(folder).and_then(|logs| check_headers(&logs, false));
         checked.map(|_| ()).map_err(|error| named(folder, error))
@@ -84,7 +84,7 @@ fn named(folder: &Path, error: Error) -> Error {
 }
 
 impl<L: LogFile> ExtentMap<L> {
-    /// The same over any logs: extents and sources.
+    /// Opens a map in the given logs: extents and sources.
     pub fn over(logs: [L; 2]) -> Result<Self> {
         let (size, id) = check_headers(&logs, false)?;
         let view = RwLock::new(Arc::new(View::open(&logs, id, None)?));
@@ -100,8 +100,8 @@ impl<L: LogFile> ExtentMap<L> {
         Arc::clone(&self.view.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Sees what was appended meanwhile. Whoever does so at the same time may have looked later and be
-    /// done sooner: a view is never followed by an older one.
+    /// Makes appended mappings visible. A concurrent refresh may have read later and finished
+    /// sooner: a view is never replaced by an older one.
     pub fn refresh(&self) -> Result<()> {
         let view = View::open(&self.logs, self.id, Some(&self.view()))?;
         let mut current = self.view.write().unwrap_or_else(PoisonError::into_inner);
@@ -111,7 +111,7 @@ impl<L: LogFile> ExtentMap<L> {
         Ok(())
     }
 
-    /// Extents, and ends of mappings.
+    /// Number of extents and ends of mappings.
     pub fn records(&self) -> u64 {
         self.view().records
     }
@@ -144,20 +144,20 @@ impl<L: LogFile> ExtentMap<L> {
         self.view().mappings()
     }
 
-    /// Checks every record, and every entry that one refers to: `Corrupt` says what is damaged first.
-    /// Gives the labels of mappings that lack their end, because their writer was killed, or
-    /// because the end of the file is lost.
+    /// Checks every record, and every entry that one refers to; `Corrupt` describes the first
+    /// damage. Returns the labels of mappings without an end, because their writer was killed or
+    /// the end of the file is lost.
     pub fn verify(&self) -> Result<Vec<String>> {
         self.view().verify()
     }
 
-    /// The manifests whose images are mapped: they have to be kept.
+    /// The manifests whose images are mapped, which must be kept.
     pub fn images(&self) -> Result<Vec<Digest>> {
         self.view().images()
     }
 }
 
-/// Checks both headers; the area's length and the map's id.
+/// Checks both headers; returns the area's length and the map's id.
 pub(super) fn check_headers<L: LogFile>(logs: &[L; 2], writing: bool) -> Result<(u64, u64)> {
     let read = |log: &L, format, unit| {
         let len = log.size()?.min(HEADER_LEN);
@@ -181,7 +181,7 @@ fn record_at(extents: &[u8], index: u64) -> Record {
     }
 }
 
-/// Where record `index` begins: a look of its own, because a lookup takes it a hundred times.
+/// Start of record `index`. A separate fast path, because a lookup calls it a hundred times.
 fn start_at(extents: &[u8], index: u64) -> u64 {
     let at = (HEADER_LEN + index * RECORD_LEN) as usize + Record::START_AT;
     match extents[at..].first_chunk() {
@@ -191,7 +191,7 @@ fn start_at(extents: &[u8], index: u64) -> u64 {
 }
 
 impl View {
-    /// What is committed now: everything up to the last sound END. `before` saves work.
+    /// Reads the committed state: everything up to the last valid END. `before` saves work.
     pub(super) fn open<L: LogFile>(logs: &[L; 2], id: u64, before: Option<&Self>) -> Result<Self> {
         let known = before.map_or(0, |before| before.records);
         let found = (logs[0].size()?.saturating_sub(HEADER_LEN) / RECORD_LEN).max(known);
@@ -211,7 +211,7 @@ impl View {
         Ok(Self { id, extents, sources, records, index })
     }
 
-    /// The newest mapping. Damage to its entry is no matter to lookups.
+    /// The newest mapping. Lookups do not depend on its entry.
     pub(super) fn last(&self) -> Result<Option<Placed>> {
         let Some(end) = self.records.checked_sub(1) else { return Ok(None) };
         let at = self.record(end)?.offset();
@@ -227,8 +227,8 @@ impl View {
         Err(corrupt(format!("record {index} of the extent map is damaged")))
     }
 
-    /// The record that `offset` lies in, and how far it goes. Believed only between two sound
-    /// records: a damaged one can mislead a search, but not to them.
+    /// The record that contains `offset`, and its range. Accepted only between two valid records:
+    /// a damaged one can mislead a search, but never to such a pair.
     fn locate(&self, offset: u64) -> Result<(Record, ByteRange)> {
         let block = offset / BLOCK_SIZE;
         let start = |record| start_at(&self.extents, record);
@@ -236,7 +236,7 @@ impl View {
             return Err(unmapped(offset));
         };
         let found = self.around(low, block).or_else(|_| {
-            // A damaged record was counted in: the sound ones alone.
+            // A damaged record misled the search: use the valid ones alone.
             let near = self.index.near(block, self.records);
             let begins = |low: &u64| self.record(*low).is_ok_and(|r| r.start() <= block);
             self.around(near.clone().rev().find(begins).unwrap_or(near.start), block)
@@ -244,7 +244,7 @@ impl View {
         found?.ok_or_else(|| unmapped(offset))
     }
 
-    /// The extent of record `low`, if `block` lies in it, and nothing if that is mapped to nothing.
+    /// The extent of record `low`, if it contains `block`; `None` if nothing is mapped there.
     /// `Corrupt` if the block is not between this record and the next.
     fn around(&self, low: u64, block: u64) -> Result<Option<(Record, ByteRange)>> {
         let record = self.record(low)?;
@@ -289,7 +289,7 @@ impl View {
             });
             next = match mapping.previous {
                 0 => None,
-                // Backwards only, so a hostile table cannot hold us here.
+                // Backwards only, so a hostile table cannot cause an endless loop.
                 previous if previous < at => Some((self.mapping(previous)?.0, previous)),
                 _ => return Err(corrupt("the mappings of the source table run in a circle")),
             };
@@ -312,7 +312,7 @@ impl View {
                     }
                     at += len;
                 }
-                // What a crash left between two mappings, or damage: look for the next entry.
+                // Remains of a crash between two mappings, or damage: look for the next entry.
                 Err(error) if error.kind() == ErrorKind::Corrupt => at += ENTRY_ALIGN,
                 Err(error) => return Err(error),
             }
@@ -341,7 +341,7 @@ impl View {
             .collect())
     }
 
-    /// Mappings whose entries lie from `begin` on, behind the newest one that has an end.
+    /// Mappings whose entries lie from `begin` on, after the newest one that has an end.
     fn unfinished(&self, begin: u64) -> impl Iterator<Item = MappingEntry> {
         let places = (begin..self.sources.len() as u64).step_by(ENTRY_ALIGN as usize);
         places.filter_map(|at| match parse_entry(&self.sources, self.id, at) {
@@ -350,8 +350,8 @@ impl View {
         })
     }
 
-    /// The end of what may ever have been given away: mappings whose END is gone count, too.
-    /// Blocks and checksums.
+    /// The end of all addresses that may have been allocated, in blocks and checksums. Mappings
+    /// whose END is lost count, too.
     pub(super) fn given_away(&self) -> Result<(u64, u64)> {
         let last = self.last()?;
         let mut given = last.as_ref().map_or((0, 0), |(mapping, _, _)| {

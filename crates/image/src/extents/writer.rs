@@ -1,4 +1,4 @@
-//! Mapping: the one process that appends.
+//! Creates mappings: the only process that appends.
 
 use std::path::Path;
 
@@ -17,11 +17,11 @@ use super::{
 };
 use crate::invalid;
 
-/// What is gathered before it is written: 1 MiB, so that a tree of a million files takes some two
-/// hundred writes and no memory.
+/// Size of the write buffer: 1 MiB, so that a tree of a million files takes some two hundred
+/// writes and little memory.
 const GATHER: usize = 1 << 20;
 
-/// The writer of a map. There is one at a time; it holds a lock on the map.
+/// The writer of a map. It holds a lock on the map, so there is only one at a time.
 pub struct ExtentWriter<L = FileLog> {
     logs: [L; 2],
     size: u64,
@@ -29,11 +29,11 @@ pub struct ExtentWriter<L = FileLog> {
     state: Option<State>,
 }
 
-/// What is committed.
+/// The committed state.
 #[derive(Clone)]
 struct State {
     records: u64,
-    /// Where the source table goes on.
+    /// The end of the source table.
     table_end: u64,
     next_block: u64,
     next_checksum: u64,
@@ -41,8 +41,8 @@ struct State {
 }
 
 impl ExtentWriter {
-    /// Makes an empty map of an area of `size` bytes in `folder`, durably. What is there already
-    /// is `Invalid`.
+    /// Creates an empty map of an area of `size` bytes in `folder`, durably. `Invalid` if there
+    /// is one already.
     pub fn create(folder: &Path, size: u64) -> Result<()> {
         let mut id = [0; 8];
         getrandom(&mut id, GetRandomFlags::empty())
@@ -51,20 +51,20 @@ impl ExtentWriter {
             return Err(invalid(format!("{} holds an extent map already", folder.display())));
         }
         let [extents, sources] = Self::headers(size, u64::from_le_bytes(id))?;
-        // Extents last: a map is there when they are.
+        // Extents last: a map exists when its extents file does.
         FileLog::create(&folder.join("sources"), &sources)?;
         FileLog::create(&folder.join("extents"), &extents)
     }
 
-    /// Opens the map in `folder` and takes back what a crash left half-made. `Unavailable` while
-    /// another process has it open to write.
+    /// Opens the map in `folder` and discards the remains of a crash. `Unavailable` while another
+    /// process has it open to write.
     pub fn open(folder: &Path) -> Result<Self> {
         let logs = ["extents", "sources"].map(|name| FileLog::open_to_write(&folder.join(name)));
         let [extents, sources] = logs;
         Self::over([extents?, sources?])
     }
 
-    /// What the two files of an empty map hold.
+    /// The contents of the two files of an empty map.
     pub fn headers(size: u64, id: u64) -> Result<[Vec<u8>; 2]> {
         check_size(size)?;
         let header = |format, unit| LogHeader::new(format, unit, size, id).as_bytes().to_vec();
@@ -73,7 +73,7 @@ impl ExtentWriter {
 }
 
 impl<L: LogFile> ExtentWriter<L> {
-    /// The same over any logs: extents and sources.
+    /// Opens a map in the given logs: extents and sources.
     pub fn over(logs: [L; 2]) -> Result<Self> {
         let (size, id) = check_headers(&logs, true)?;
         let mut writer = Self { logs, size, id, state: None };
@@ -97,13 +97,13 @@ impl<L: LogFile> ExtentWriter<L> {
         (self.size / BLOCK_SIZE).saturating_sub(next) * BLOCK_SIZE
     }
 
-    /// Maps `mapping` and returns where: bytes of the area, whole blocks, never given before.
-    /// Durable when it returns; after an error or a crash nothing of it is mapped. Costs three
-    /// syncs, whatever the number of extents. `NoSpace` at the end of the area.
+    /// Maps `mapping` and returns its range in the area: whole blocks, never allocated before.
+    /// Durable on return; after an error or a crash nothing of it is mapped. Costs three syncs
+    /// for any number of extents. `NoSpace` at the end of the area.
     pub fn map(&mut self, mapping: &Mapping) -> Result<ByteRange> {
         let state = match self.state.take() {
             Some(state) => state,
-            // The mapping before failed half-way.
+            // The previous mapping failed half-way.
             None => self.recover()?,
         };
         let (blocks, checksums) = match self.check(&state, mapping) {
@@ -118,10 +118,11 @@ impl<L: LogFile> ExtentWriter<L> {
         Ok(range)
     }
 
-    /// Goes on after the last END: what follows is written over, and what it took stays taken.
+    /// Continues after the last END: later records are overwritten, but their addresses stay
+    /// allocated.
     fn recover(&self) -> Result<State> {
         let [extents, sources] = &self.logs;
-        // What is relied on now has to be durable, also if its writer was killed before it was.
+        // The state relied on now must be durable, even if its writer was killed before its sync.
         sources.sync()?;
         extents.sync()?;
         let view = View::open(&self.logs, self.id, None)?;
@@ -135,7 +136,7 @@ impl<L: LogFile> ExtentWriter<L> {
         })
     }
 
-    /// Blocks and checksums that `mapping` takes.
+    /// Number of blocks and checksums that `mapping` takes.
     fn check(&self, state: &State, mapping: &Mapping) -> Result<(u64, u64)> {
         if mapping.label.len() > LABEL_MAX || mapping.origin.len() > LABEL_MAX {
             return Err(invalid(format!("a mapping's name has more than {LABEL_MAX} bytes")));
@@ -211,7 +212,7 @@ impl<L: LogFile> ExtentWriter<L> {
         }
         table.flush(0)?;
         records.flush(0)?;
-        // In this order: an END says that all it ends is durable.
+        // This order matters: an END states that its mapping is durable.
         sources.sync()?;
         extents.sync()?;
         let end = Record::end(self.id, index, block, mapping_at);
@@ -228,7 +229,7 @@ impl<L: LogFile> ExtentWriter<L> {
     }
 }
 
-/// Bytes on their way to the end of a log.
+/// Buffered bytes for the end of a log.
 struct Gathered<'a, L> {
     log: &'a L,
     bytes: Vec<u8>,
@@ -244,7 +245,7 @@ impl<'a, L: LogFile> Gathered<'a, L> {
         self.written_to + self.bytes.len() as u64
     }
 
-    /// Writes what there is, if it is more than `keep` bytes.
+    /// Writes the buffer if it holds more than `keep` bytes.
     fn flush(&mut self, keep: usize) -> Result<()> {
         if self.bytes.len() > keep {
             self.log.write_at(self.written_to, &self.bytes)?;
@@ -255,7 +256,7 @@ impl<'a, L: LogFile> Gathered<'a, L> {
     }
 }
 
-/// The sources of `extents`; neighbours that are the same are one.
+/// The sources of `extents`; equal neighbours are merged.
 fn distinct(extents: &[Content]) -> impl Iterator<Item = &Source> {
     let mut before = None;
     extents.iter().map(|content| &content.source).filter(move |source| {
