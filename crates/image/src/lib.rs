@@ -1,17 +1,17 @@
-//! Images: what they are made of, how they are built, found, checked and forgotten.
+//! Images: contents, building, lookup, verification and removal.
 //!
 //! ```text
 //!   directory, tar, reference ──build──► packs/<digest>      chunks, compressed, content-addressed
 //!                                        manifests/<digest>  names, attributes, chunk table, checksums
 //!                                        images/<name>       a name for a manifest
-//!   recorded reads ─────────────────────► profiles/<digest>   what to bring first of an image
+//!   recorded reads ─────────────────────► profiles/<digest>   reads to prefetch first
 //!   manifest ──prepare──► seed (btrfs metadata) + map (address ──► chunk, block checksums), local files
 //! ```
 //!
-//! Invariants: an image is described wholly by its manifest, whose BLAKE3 digest is its identity;
-//! a manifest that decodes is consistent in itself ([`Manifest::decode`] holds the rules), so
-//! nothing behind it checks again; names appear after everything they need. The formats are in
-//! `docs/format.md`.
+//! Invariants: the manifest describes the image completely, and its BLAKE3 digest is the image's
+//! identity; a decoded manifest is consistent ([`Manifest::decode`] checks the rules), so later
+//! code does not check again; a name appears after everything it needs. The formats are specified
+//! in `docs/format.md`.
 
 pub mod builder;
 pub mod catalog;
@@ -46,19 +46,19 @@ pub use profile::{
 
 use burgeon_block::{Error, ErrorKind};
 
-/// Raw bytes of a chunk at most: 256 KiB. What is fetched, compressed and digested as one: small
-/// enough that a 4 KiB read does not wait long, big enough for zstd to see its redundancy.
+/// Most raw bytes of a chunk, the unit of fetching, compression and digests: 256 KiB. Small
+/// enough that a 4 KiB read does not wait long, large enough for zstd to find redundancy.
 pub const CHUNK_MAX: u32 = 256 << 10;
 
-/// Largest regular file, in bytes, that lies in the metadata instead of in a chunk: btrfs's own
-/// default for inline extents.
+/// Largest regular file, in bytes, that is stored in the metadata instead of in a chunk: btrfs's
+/// own default for inline extents.
 pub const INLINE_MAX: u32 = 2048;
 
-/// Longest value of an extended attribute together with its name, in bytes: a btrfs xattr lies in
+/// Longest value of an extended attribute including its name, in bytes: a btrfs xattr must fit in
 /// one 16 KiB leaf (header 101, item 25, directory item 30 bytes).
 pub const XATTR_MAX: usize = 16384 - 101 - 25 - 30;
 
-/// Longest file, in bytes, holes included: what the VFS can address, less a block.
+/// Longest file, in bytes, holes included: the limit of the VFS, less a block.
 pub(crate) const FILE_MAX: u64 = i64::MAX as u64 - burgeon_block::BLOCK_SIZE;
 
 fn corrupt(what: impl Into<String>) -> Error {

@@ -1,13 +1,13 @@
-//! The address map: what the serving process needs to know of an image, and no more.
+//! The address map: the part of an image's description that the serving process needs.
 //!
 //! ```text
 //!   header, section table │ PARAMS │ CHUNKS 64 B each, by address │ OBJECTS │ CHECKSUMS 4 or 8 B a block
 //! ```
 //!
-//! A local file, mapped, so that an idle mount costs no memory. Invariants: chunks fill the
-//! lazy address space without a gap; everything but CHECKSUMS is verified when the file is
-//! opened. CHECKSUMS need not be: a wrong one makes a good block look bad (it is fetched again), never
-//! a bad one look good, and the kernel has its own copy; [`AddressMap::verify`] checks them, too.
+//! A local file that is mapped, so that an idle mount costs no memory. Invariants: chunks fill
+//! the lazy address space without a gap; opening verifies everything but CHECKSUMS. A wrong
+//! checksum can make a good block look bad (it is fetched again), never a bad one look good, and
+//! the kernel has its own copy; [`AddressMap::verify`] checks CHECKSUMS, too.
 
 use std::{
     fs::File,
@@ -53,7 +53,7 @@ struct Params {
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
 struct MapChunk {
-    /// Block number from DATA_START.
+    /// Block number, relative to DATA_START.
     first_block: U64,
     stored_start: U64,
     stored_len: U32,
@@ -66,7 +66,7 @@ struct MapChunk {
 
 const CHUNK_LEN: usize = size_of::<MapChunk>();
 
-/// Where each lazy address comes from, and the checksum of each block.
+/// Source of each lazy address, and checksum of each block.
 pub struct AddressMap {
     bytes: Mapped,
     container: Container,
@@ -85,8 +85,8 @@ impl AddressMap {
         Self::parse(Mapped::Owned(encode(manifest)?), None)
     }
 
-    /// Opens the file that [`Self::write_to`] wrote. `Corrupt` if it is damaged,
-    /// `UnsupportedFormat` if it is of an unknown version.
+    /// Opens a file written by [`Self::write_to`]. `Corrupt` if it is damaged,
+    /// `UnsupportedFormat` if its version is unknown.
     pub fn open(path: &Path) -> Result<Self> {
         let named = |error: Error| {
             let kind = error.kind();
@@ -95,7 +95,7 @@ impl AddressMap {
         Self::parse(Mapped::open(path)?, Some(path)).map_err(named)
     }
 
-    /// Opens a map that lies in memory.
+    /// Opens a map in memory.
     pub fn from_bytes(bytes: Vec<u8>) -> Result<Self> {
         Self::parse(Mapped::Owned(bytes), None)
     }
@@ -137,13 +137,13 @@ impl AddressMap {
         Ok(map)
     }
 
-    /// Whether nobody knew the checksums of its blocks when it was made: [`Self::block_checksum`]
-    /// means nothing then.
+    /// True if the checksums of its blocks were unknown when it was made:
+    /// [`Self::block_checksum`] is then meaningless.
     pub fn lacks_checksums(&self) -> bool {
         self.lacks_checksums
     }
 
-    /// Checks all chunks; tells whether their source verifies any of them.
+    /// Checks all chunks; returns whether any of them is verified by its source.
     fn check_chunks(&self) -> Result<bool> {
         let (mut next, mut verified) = (0, false);
         for index in 0..self.chunk_count() {
@@ -166,17 +166,17 @@ impl AddressMap {
         }
     }
 
-    /// Tells this map from any other: a checksum of what it holds.
+    /// A checksum of the map's content, which identifies it.
     pub fn identity(&self) -> u64 {
         self.container.checksum()
     }
 
-    /// Checks every byte against its checksum, also those that opening leaves alone.
+    /// Checks every byte against its checksum, including those that opening skips.
     pub fn verify(&self) -> Result<()> {
         self.container.verify(&self.bytes, CHECKSUMS)
     }
 
-    /// Writes the map to `path`, durably; the file appears whole (by way of `path` with `.tmp`).
+    /// Writes the map to `path`, durably and atomically (via `path` with `.tmp`).
     pub fn write_to(&self, path: &Path) -> Result<()> {
         let tmp = path.with_extension("tmp");
         let write = || {
@@ -191,7 +191,7 @@ impl AddressMap {
         write().map_err(|error| Error::io(format!("cannot write {}", path.display()), error))
     }
 
-    /// What its file holds.
+    /// The contents of its file.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -212,7 +212,7 @@ impl AddressMap {
         self.checksum
     }
 
-    /// How many chunks there are.
+    /// The number of chunks.
     pub fn chunk_count(&self) -> u32 {
         (self.chunks.len() / CHUNK_LEN as u64) as u32
     }
@@ -224,7 +224,7 @@ impl AddressMap {
             return None;
         }
         let block = (address - DATA_START) / BLOCK_SIZE;
-        // A chunk has 1 to 64 blocks, which bounds the search from both sides.
+        // A chunk has 1 to 64 blocks, which bounds the search on both sides.
         let count = self.chunk_count();
         let blocks_max = CHUNK_MAX as u64 / BLOCK_SIZE;
         let mut low = (block / blocks_max).min(u64::from(count - 1)) as u32;
@@ -266,7 +266,7 @@ impl AddressMap {
         u64::from_le_bytes(value)
     }
 
-    /// Object `index`, as a chunk names it.
+    /// Object `index`, as used in chunks.
     pub fn object(&self, index: u32) -> &ObjectId {
         &self.objects[index as usize]
     }

@@ -20,14 +20,14 @@ pub(crate) enum Mapped {
     File { start: NonNull<u8>, len: usize },
 }
 
-// SAFETY: the mapping is private and read-only, and nobody else has its address.
+// SAFETY: the mapping is private and read-only, and no other code has its address.
 unsafe impl Send for Mapped {}
 // SAFETY: as above: shared access only reads.
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// Maps the file at `path`, whole. Burgeon writes such files once and never changes them;
-    /// one that is cut short behind our back kills the process (SIGBUS), as a broken disk would.
+    /// Maps the whole file at `path`. Burgeon writes such files once and never changes them; if
+    /// another process truncates one, SIGBUS kills this process, as a broken disk would.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let failed = |error| Error::io(format!("cannot open {}", path.display()), error);
         let file = open_own(path, OpenOptions::new().read(true), OFlags::empty());
@@ -36,12 +36,12 @@ impl Mapped {
         Self::of(&file, len).map_err(failed)
     }
 
-    /// Maps the first `len` bytes of `file`, which is at least as long and stays so.
+    /// Maps the first `len` bytes of `file`, which must be at least as long and stay so.
     pub(crate) fn of(file: &File, len: usize) -> io::Result<Self> {
         if len == 0 {
             return Ok(Self::Owned(Vec::new()));
         }
-        // SAFETY: a new mapping at an address of the kernel's choosing touches nothing of ours.
+        // SAFETY: a new mapping at an address chosen by the kernel affects no existing memory.
         let start = unsafe {
             let (prot, flags) = (ProtFlags::READ, MapFlags::PRIVATE);
             rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, file, 0)
@@ -70,7 +70,7 @@ impl Deref for Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         if let Self::File { start, len } = self {
-            // SAFETY: the mapping is ours and nobody can use it any more. A failure would leak it.
+            // SAFETY: the mapping is owned and no longer referenced. A failure would leak it.
             let _ = unsafe { rustix::mm::munmap(start.as_ptr().cast(), *len) };
         }
     }

@@ -1,4 +1,4 @@
-//! A list of object names: for each its length (u16) and its bytes.
+//! Encoding of lists of object names: for each its length (u16) and its bytes.
 
 use burgeon_block::{ObjectId, Result};
 

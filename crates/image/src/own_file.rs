@@ -1,7 +1,7 @@
-//! Opening files of a folder that is Burgeon's own, such as the state directory.
+//! Opening files in a folder of Burgeon's own, such as the state directory.
 //!
-//! Invariant: no symlink is followed, in any part of the path. One in it was put there by somebody else,
-//! or by a restored backup, and leads to files that the owner of the folder never meant.
+//! Invariant: no symlink is followed, in any component of the path. A symlink there was created
+//! by another program or a restored backup, and leads to unintended files.
 
 use std::{
     fs::{File, OpenOptions},
@@ -15,18 +15,18 @@ use std::{
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
-/// Opens `path` with `options` and `flags`. `ELOOP` if it is a symlink; the same or `ENOTDIR` if a folder
-/// above it is one.
+/// Opens `path` with `options` and `flags`. `ELOOP` if it is a symlink; the same or `ENOTDIR` if
+/// a folder above it is one.
 pub fn open_own(path: &Path, options: &mut OpenOptions, flags: OFlags) -> io::Result<File> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
     let folder = open_folder(path.parent().unwrap_or(Path::new("")))?;
-    // The options of the standard library are for paths alone.
+    // The standard library's options accept only paths.
     let beneath = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(name);
     options.custom_flags((flags | OFlags::NOFOLLOW).bits() as i32).open(beneath)
 }
 
-/// Opens a folder name by name, because `openat2` is unknown to tools such as valgrind, by which the
-/// instructions of a hit are counted.
+/// Opens a folder component by component: `openat2` is unknown to tools such as valgrind, which
+/// counts the instructions of a hit.
 fn open_folder(path: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let start = if path.is_absolute() { "/" } else { "." };

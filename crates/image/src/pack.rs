@@ -4,8 +4,8 @@
 //!   Header 64 │ chunk │ chunk │ …           named packs/<BLAKE3 of all of it>
 //! ```
 //!
-//! A pack has no index: manifests say where each chunk lies, and each chunk has its digest there.
-//! Invariant: a pack that exists under its name is whole.
+//! A pack has no index: manifests hold the position and digest of each chunk. Invariant: a pack
+//! that exists under its name is complete.
 
 use std::{
     fs::File,
@@ -31,13 +31,13 @@ use crate::{
 
 const FORMAT: Format = Format { magic: *b"BURGPACK", what: "pack" };
 
-/// Stored bytes after which a pack is closed and the next begun: 32 MiB. Few enough objects for
-/// a folder or bucket, small enough to be written again when one is damaged.
+/// Stored bytes after which a pack is closed and the next begins: 32 MiB. Large enough to keep
+/// the number of objects in a folder or bucket low, small enough to be rewritten if damaged.
 const PACK_LEN: u64 = 32 << 20;
-/// Longest pack that is read whole.
+/// Longest pack that is read as a whole.
 pub(crate) const LEN_MAX: u64 = 1 << 30;
 
-/// The beginning of a pack.
+/// The header of a pack.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
 struct Header {
@@ -64,15 +64,15 @@ pub(crate) fn object(digest: &Digest) -> Result<ObjectId> {
     ObjectKind::Pack.object(digest)
 }
 
-/// Packs that may wait to be published: what is written meanwhile is bounded by the disk alone.
+/// Packs that may wait for publication; with more, the writer waits for the disk.
 const QUEUE_LEN: usize = 4;
 
-/// Writes chunks into packs; full ones are published by another thread, because that waits for
+/// Writes chunks into packs. Another thread publishes full packs, because publication waits for
 /// the disk.
 pub(crate) struct PackWriter {
     scratch: PathBuf,
     open: Option<OpenPack>,
-    /// Packs closed, in order; the open one has the next index.
+    /// Closed packs, in order; the open one has the next index.
     closed: Vec<ObjectId>,
     publisher: SyncSender<(ObjectId, PathBuf)>,
     stored_bytes: u64,
@@ -94,9 +94,8 @@ impl OpenPack {
     }
 }
 
-/// Calls `work` with a writer whose unfinished packs lie in the folder `scratch`. When this
-/// returns `Ok`, all packs are in `store`, durably; those that were not there before are in `added`
-/// in any case.
+/// Calls `work` with a writer whose unfinished packs are in the folder `scratch`. On `Ok`, all
+/// packs are in `store`, durably; new ones are in `added`, even after an error.
 pub(crate) fn write_packs<T>(
     store: &impl ObjectStore,
     scratch: &Path,
@@ -119,7 +118,7 @@ pub(crate) fn write_packs<T>(
         let (open, closed) = (None, Vec::new());
         let result = work(PackWriter { scratch, open, closed, publisher, stored_bytes: 0 });
         match published.join() {
-            // Its error is the cause of the writer's.
+            // The publisher's error is the cause of the writer's.
             Ok(Err(error)) => Err(error),
             Ok(Ok(())) => result,
             Err(panic) => std::panic::resume_unwind(panic),
@@ -128,14 +127,14 @@ pub(crate) fn write_packs<T>(
 }
 
 impl PackWriter {
-    /// For what is stored nowhere: nothing can be appended.
+    /// A writer for builds without stored data; nothing can be appended.
     pub(crate) fn none() -> Self {
         let (publisher, _) = mpsc::sync_channel(0);
         let (scratch, open, closed) = Default::default();
         Self { scratch, open, closed, publisher, stored_bytes: 0 }
     }
 
-    /// Appends a chunk's stored bytes. Returns the index of its pack and where in it they lie.
+    /// Appends a chunk's stored bytes. Returns the index of its pack and its range there.
     pub(crate) fn append(&mut self, stored: &[u8]) -> Result<(u32, ByteRange)> {
         if self.open.as_ref().is_some_and(|open| open.len + stored.len() as u64 > PACK_LEN) {
             self.close()?;
@@ -159,7 +158,7 @@ impl PackWriter {
         self.stored_bytes
     }
 
-    /// What comes next lies in another pack.
+    /// Ends the current pack: the next chunk goes to another one.
     pub(crate) fn close(&mut self) -> Result<()> {
         let Some(open) = self.open.take() else { return Ok(()) };
         let failed = |error| Error::io(format!("cannot write {}", open.path.display()), error);
@@ -170,7 +169,7 @@ impl PackWriter {
         queued.map_err(|_| Error::new(ErrorKind::LocalIo, "publishing packs has stopped"))
     }
 
-    /// Closes the last pack. Returns all, in the order of their indices.
+    /// Closes the last pack. Returns all packs, in the order of their indices.
     pub(crate) fn finish(mut self) -> Result<Vec<ObjectId>> {
         self.close()?;
         Ok(self.closed)

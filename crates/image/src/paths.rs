@@ -8,7 +8,7 @@ pub struct Paths<'a> {
 }
 
 impl<'a> Paths<'a> {
-    /// Prepares to name the inodes of `tree`; takes 8 bytes an inode.
+    /// Prepares paths for the inodes of `tree`; takes 8 bytes per inode.
     pub fn new(tree: &'a Tree) -> Self {
         let mut name_of = vec![None; tree.inodes.len()];
         for (index, dirent) in (0u32..).zip(&tree.dirents) {
@@ -27,7 +27,7 @@ impl<'a> Paths<'a> {
         }
     }
 
-    /// The path that `dirent` completes.
+    /// The path that ends in `dirent`.
     pub fn of_dirent(&self, dirent: &Dirent) -> Vec<u8> {
         let mut parts = vec![self.tree.bytes(dirent.name)];
         let mut at = dirent.parent;
@@ -47,7 +47,7 @@ impl<'a> Paths<'a> {
 
     fn name(&self, inode: u32) -> Option<&'a Dirent> {
         let index = self.name_of.get(inode as usize).copied().flatten();
-        // The root has no name, whatever a tree that was not validated says.
+        // The root has no name, even if an unvalidated tree gives it one.
         index.filter(|_| inode != 0).and_then(|index| self.tree.dirents.get(index as usize))
     }
 }

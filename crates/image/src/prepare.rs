@@ -12,7 +12,7 @@ use rustix::fs::OFlags;
 
 use crate::{AddressMap, Limits, Manifest, catalog, open_own};
 
-/// Nodes at their addresses in a sparse file.
+/// Nodes in a sparse file, at their addresses.
 struct NodeFile {
     file: File,
     path: PathBuf,
@@ -32,22 +32,22 @@ impl NodeSink for NodeFile {
     }
 }
 
-/// Makes what a host needs to mount the image `digest`, in the existing `folder`:
+/// Creates the files a host needs to mount the image `digest`, in the existing `folder`:
 ///
-/// | file | what |
+/// | file | content |
 /// |---|---|
-/// | `manifest` | its manifest as the store has it |
+/// | `manifest` | the manifest as stored |
 /// | `seed` | template of the metadata device: btrfs nodes at their addresses, fsid zero, sparse |
-/// | `seed.info` | what [`SeedInfo::from_bytes`] reads |
-/// | `map` | what [`AddressMap::open`] reads |
+/// | `seed.info` | input of [`SeedInfo::from_bytes`] |
+/// | `map` | input of [`AddressMap::open`] |
 ///
-/// With `virtual_bytes` above 0 the seed has a virtual area of that size. Calls `bounded` with the bytes
-/// of memory that this may take, before it takes them, and `mapped` when `map` is there, before the seed,
-/// which takes longest.
+/// If `virtual_bytes` is above 0, the seed has a virtual area of that size. Calls `bounded` with
+/// the memory in bytes that preparation may take, before taking it, and `mapped` when `map`
+/// exists, before the seed, which takes longest.
 ///
-/// Replaces what is there. Not durable, not atomic: the caller marks the folder as complete, for
-/// this boot, or syncs it. Errors: those of [`catalog::load`]; `Invalid` if btrfs cannot hold the
-/// tree; `Corrupt` if what was written does not read back as a sound seed; those of writing.
+/// Replaces existing files. Neither durable nor atomic: the caller marks the folder as complete
+/// for this boot, or syncs it. Errors: those of [`catalog::load`]; `Invalid` if btrfs cannot hold
+/// the tree; `Corrupt` if the written seed does not read back as valid; I/O errors.
 pub fn prepare(
     store: &impl ObjectStore,
     digest: &Digest,
@@ -72,7 +72,7 @@ pub fn prepare(
     Ok(info)
 }
 
-/// Makes only the file `map` of those in `folder`, durably: what it takes to read the image's data.
+/// Creates only the file `map` in `folder`, durably: it suffices to read the image's data.
 pub fn prepare_map(
     store: &impl ObjectStore,
     digest: &Digest,
@@ -84,7 +84,7 @@ pub fn prepare_map(
     AddressMap::from_manifest(&manifest)?.write_to(&folder.join("map"))
 }
 
-/// The manifest, and its bytes as the store has them.
+/// The manifest, and its encoded bytes.
 fn load(
     store: &impl ObjectStore,
     digest: &Digest,
@@ -119,8 +119,8 @@ fn write_template(
     };
     let nodes = NodeFile { file, path };
     let info = write_seed(&manifest.tree, &manifest.block_checksums, &options, &nodes)?;
-    // The kernel trusts these trees with its own memory: read back what the file holds, and follow
-    // every pointer, before it does.
+    // The kernel trusts these trees with its own memory: read the written file back and follow
+    // every pointer before the kernel does.
     check(&info, &Identity::TEMPLATE, &nodes)?;
     Ok(info)
 }

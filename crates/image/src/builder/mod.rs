@@ -1,7 +1,7 @@
 //! Building images.
 //!
 //! ```text
-//!   from_directory: scan ──► DirectoryInput ┐     first what a profile names, then the rest
+//!   from_directory: scan ──► DirectoryInput ┐     first the reads of the profile, then the rest
 //!   from_tar, from_layers: ─► TarInput       ├──► Assembler ──► packs ──► manifest ──► name
 //!   by_reference, computed: chunk table only    ┘
 //! ```

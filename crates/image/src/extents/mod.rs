@@ -3,7 +3,7 @@
 //! ```text
 //!   extents   header │ extent │ extent │ … │ END │ extent │ END │          24 B each, by address
 //!                        │ source, offset     └─ mapping │
-//!   sources   header │ file │ file │ … │ mapping │ image │ mapping │       what extents point to
+//!   sources   header │ file │ file │ … │ mapping │ image │ mapping │       targets of extents
 //! ```
 //!
 //! Two local files that only grow. A mapping consists of its sources, its extents and, once these

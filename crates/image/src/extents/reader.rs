@@ -228,7 +228,7 @@ impl View {
     }
 
     /// The record that contains `offset`, and its range. Accepted only between two valid records:
-    /// a damaged one can mislead a search, but never to such a pair.
+    /// a damaged one can mislead a search, but never to a valid pair around `offset`.
     fn locate(&self, offset: u64) -> Result<(Record, ByteRange)> {
         let block = offset / BLOCK_SIZE;
         let start = |record| start_at(&self.extents, record);

@@ -8,13 +8,13 @@ use crate::{
     corrupt, objects,
 };
 
-/// Numbers of things are 32-bit indices in a tree.
+/// Counts are 32-bit indices in a tree.
 const COUNT_MAX: u64 = u32::MAX as u64 - 1;
 
 impl Manifest {
-    /// Reads what [`Self::encode`] wrote. `Corrupt` if the bytes are damaged or break a rule,
-    /// `UnsupportedFormat` if they are of a version or need a feature unknown here, `Invalid` if
-    /// they ask for more than `limits`.
+    /// Decodes the output of [`Self::encode`]. `Corrupt` if the bytes are damaged or break a
+    /// rule, `UnsupportedFormat` if their version or a feature is unknown, `Invalid` if they
+    /// exceed `limits`.
     pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
         let container = Container::parse(FORMAT, bytes)?;
         let params = params(&container, bytes)?;
@@ -55,9 +55,9 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Bytes of memory that it may take to prepare the image of an encoded manifest: 256 MiB, 512
-    /// bytes an entry, four times the bytes of names, of attributes and of data in the manifest,
-    /// its tables of data, and the encoded manifest. Errors as [`Self::decode`].
+    /// Upper bound, in bytes, of the memory for preparing the image of an encoded manifest: 256
+    /// MiB, 512 bytes per entry, four times the bytes of names, of attributes and of data in the
+    /// manifest, its tables of data, and the encoded manifest. Errors as in [`Self::decode`].
     pub fn memory_bound(bytes: &[u8], limits: &Limits) -> Result<u64> {
         let params = params(&Container::parse(FORMAT, bytes)?, bytes)?;
         check_sizes(&params, bytes, limits)?;
@@ -67,19 +67,19 @@ impl Manifest {
         Ok((256 << 20) + 512 * entries + 4 * names + decoded_len(&params) + bytes.len() as u64)
     }
 
-    /// The objects that hold the chunks of an encoded manifest; errors as [`Self::decode`].
+    /// The objects that hold the chunks of an encoded manifest. Errors as in [`Self::decode`].
     pub fn decode_objects(bytes: &[u8], limits: &Limits) -> Result<Vec<ObjectId>> {
         Ok(Self::decode_chunks(bytes, limits)?.1)
     }
 
-    /// Whether [`Self::lacks_checksums`] is true of an encoded manifest.
+    /// [`Self::lacks_checksums`] for an encoded manifest.
     pub fn decode_lacks_checksums(bytes: &[u8], limits: &Limits) -> Result<bool> {
         let (chunks, _) = Self::decode_chunks(bytes, limits)?;
         Ok(chunks.iter().any(|chunk| chunk.codec == Codec::Verified))
     }
 
-    /// Only the chunk table and the objects of an encoded manifest: what deduplication and the
-    /// collector need to know, without the tree.
+    /// Decodes only the chunk table and the objects, which deduplication and the collector need,
+    /// without the tree.
     pub(crate) fn decode_chunks(
         bytes: &[u8],
         limits: &Limits,
@@ -103,8 +103,8 @@ fn params(container: &Container, bytes: &[u8]) -> Result<Params> {
     Params::read_from_bytes(&raw).map_err(|_| corrupt("the manifest's parameters are cut short"))
 }
 
-/// Refuses, before anything is allocated, what is absurd or beyond the limits, and what no sound
-/// manifest of as few bytes declares.
+/// Refuses, before anything is allocated, declared sizes that are absurd, exceed the limits, or
+/// are impossible for the manifest's length.
 fn check_sizes(params: &Params, bytes: &[u8], limits: &Limits) -> Result<()> {
     let counts = [
         params.inodes,
@@ -143,7 +143,7 @@ fn check_sizes(params: &Params, bytes: &[u8], limits: &Limits) -> Result<()> {
     Ok(())
 }
 
-/// Bytes of all that a manifest declares, decoded.
+/// Decoded length of everything that a manifest declares.
 fn decoded_len(params: &Params) -> u64 {
     let kind = ChecksumKind::from_number(params.checksum_kind.get());
     let checksum_len = kind.map_or(8, ChecksumKind::size) as u64;
@@ -164,7 +164,7 @@ fn decoded_len(params: &Params) -> u64 {
     sizes.iter().fold(0u64, |sum, size| sum.saturating_add(*size))
 }
 
-/// Hands out the spans of a part of the blob, one after another.
+/// Allocates the spans of a part of the blob, one after another.
 struct Spans {
     next: u64,
     end: u64,

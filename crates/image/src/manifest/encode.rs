@@ -11,8 +11,7 @@ use crate::{
 
 impl Manifest {
     /// The manifest's bytes, compressed with zstd at `level`, and their digest, which is the
-    /// image's identity. `Invalid` if the manifest breaks a rule that [`Self::decode`] holds it
-    /// to.
+    /// image's identity. `Invalid` if the manifest breaks a rule of [`Self::decode`].
     pub fn encode(&self, level: i32) -> Result<(Vec<u8>, Digest)> {
         self.validate(&Limits::default())?;
         let tree = &self.tree;
@@ -129,7 +128,7 @@ fn dirents(tree: &Tree) -> Vec<u8> {
     writer.finish()
 }
 
-/// Each value less the one before: mostly 0 or 1 where neighbours belong together.
+/// Differences of consecutive values: mostly 0 or 1 if neighbours belong together.
 fn deltas(values: impl Iterator<Item = u32>) -> impl Iterator<Item = u64> {
     let mut before = 0;
     values.map(move |value: u32| {

@@ -1,4 +1,4 @@
-//! The manifest: everything about an image but its bytes.
+//! The manifest: the description of an image, without its data.
 //!
 //! ```text
 //!   PARAMS   counts and lengths               INODES   columns      DIRENTS  columns   NAMES  bytes
@@ -7,12 +7,12 @@
 //!   OBJECTS  names of packs
 //! ```
 //!
-//! Spans are not stored: names, bodies and xattrs lie in the order of what they belong to, so
-//! there is one encoding of a tree and none that points astray. Columns are byte planes (all
-//! lowest bytes, then all second bytes, …), which zstd likes.
+//! Spans are not stored: names, bodies and xattrs are stored in the order of their owners, so a
+//! tree has exactly one encoding, and no encoding can point out of bounds. Columns are byte
+//! planes (all lowest bytes, then all second bytes, …), which compress well with zstd.
 //!
-//! Invariants: what [`Manifest::decode`] returns obeys every rule in `validate.rs`; the same
-//! manifest encodes to the same bytes. Held by the property tests in `tests/`.
+//! Invariants: the result of [`Manifest::decode`] obeys every rule in `validate.rs`; the same
+//! manifest encodes to the same bytes. The property tests in `tests/` check both.
 
 mod decode;
 mod encode;
@@ -72,16 +72,16 @@ struct Params {
     reserved: [u8; 6],
 }
 
-/// A row of the chunk table. Chunks lie one after another from `DATA_START`.
+/// A row of the chunk table. Chunks are contiguous from `DATA_START`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ChunkEntry {
     /// Length in blocks of 4 KiB, 1 to 64.
     pub blocks: u8,
     /// Index of the object that holds it.
     pub object: u32,
-    /// Bytes of the object.
+    /// Range in the object.
     pub stored: ByteRange,
-    /// How they are to be read.
+    /// Encoding of the stored bytes.
     pub codec: Codec,
     /// BLAKE3 of the raw bytes; zeros for [`Codec::Verified`].
     pub digest: Digest,
@@ -93,16 +93,16 @@ impl ChunkEntry {
         u64::from(self.blocks) * BLOCK_SIZE
     }
 
-    /// Never true of a valid chunk.
+    /// Never true for a valid chunk.
     pub fn is_empty(&self) -> bool {
         self.blocks == 0
     }
 }
 
-/// Everything about an image but its bytes.
+/// The description of an image, without its data.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Manifest {
-    /// Names, attributes, where each file's content lies.
+    /// Names, attributes, and the position of each file's content.
     pub tree: Tree,
     /// The kind of [`Self::block_checksums`].
     pub checksum: ChecksumKind,
@@ -121,7 +121,7 @@ impl Manifest {
         ByteRange::at(DATA_START, blocks * BLOCK_SIZE).unwrap_or(EMPTY)
     }
 
-    /// Whether nobody has read all of the data: no file has checksums in btrfs then, and
+    /// True if the data was never read completely: no file has checksums in btrfs then, and
     /// [`Self::block_checksums`] are zeros.
     pub fn lacks_checksums(&self) -> bool {
         self.chunks.iter().any(|chunk| chunk.codec == Codec::Verified)
@@ -146,14 +146,14 @@ const EMPTY: ByteRange = match ByteRange::at(DATA_START, 0) {
     None => unreachable!(),
 };
 
-/// What a manifest may ask of this machine.
+/// Limits on the resources that a manifest may require.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Decoded bytes of all sections together.
     pub bytes_max: u64,
     /// Bytes of lazy data.
     pub data_max: u64,
-    /// Extent items that the btrfs writer will have to make of the extents, which may overlap.
+    /// Extent items that the btrfs writer has to make of the extents, which may overlap.
     pub items_max: u64,
 }
 

@@ -1,9 +1,10 @@
-//! The rules that a manifest obeys. One that breaks any is refused whole, before it is mounted.
+//! The rules for manifests. A manifest that breaks any is refused as a whole, before it is
+//! mounted.
 //!
-//! Names: 1 to 255 bytes, no `/`, no NUL, neither `.` nor `..`, one of a kind in their directory.
-//! Every inode is reached from the root; a directory by exactly one name, so there is no cycle.
+//! Names: 1 to 255 bytes, no `/`, no NUL, neither `.` nor `..`, unique in their directory. Every
+//! inode can be reached from the root, a directory by exactly one name, so there is no cycle.
 //! Extents of a file are in order, do not overlap, end within the file, and lie in the lazy
-//! address space; chunks fill that without gap. Nothing exceeds what btrfs can store.
+//! address space, which the chunks fill without a gap. Nothing exceeds btrfs's limits.
 
 use std::collections::HashSet;
 
@@ -27,7 +28,7 @@ const SYMLINK_MAX: u64 = 4095;
 const LINK_MAX: u32 = 65535;
 
 impl Manifest {
-    /// Checks every rule; `Corrupt` says which is broken, `Invalid` which limit.
+    /// Checks every rule. `Corrupt` names the broken rule, `Invalid` the exceeded limit.
     pub fn validate(&self, limits: &Limits) -> Result<()> {
         let blocks = (self.block_checksums.len() / self.checksum.size()) as u64;
         chunk_table(&self.chunks, &self.objects, Some(blocks))?;
@@ -102,7 +103,7 @@ impl Manifest {
 
     /// Every directory's chain of parents ends at the root.
     fn no_cycle(&self, parent_of: &[u32]) -> Result<()> {
-        // The number of the walk that came by, 0 for none; the root ends every walk.
+        // Number of the walk that visited each directory, 0 for none; the root ends every walk.
         let mut walk_of = vec![0; parent_of.len()];
         walk_of[0] = u32::MAX;
         for (walk, start) in (1u32..).zip(0..parent_of.len()) {
@@ -118,8 +119,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Bounds the extent items that the btrfs writer makes: it cuts every extent wherever
-    /// another one begins or ends.
+    /// Bounds the number of extent items: the btrfs writer cuts every extent wherever another one
+    /// begins or ends.
     fn item_count(&self, limits: &Limits) -> Result<()> {
         let extents = &self.tree.extents;
         let mut cuts: Vec<u64> = extents
@@ -131,7 +132,7 @@ impl Manifest {
         let inside = |extent: &FileExtent| {
             let first = cuts.partition_point(|cut| *cut <= extent.address);
             let last = cuts.partition_point(|cut| *cut < extent.address + extent.len);
-            // One for each border of a data chunk or longest extent (128 MiB) as well.
+            // Plus one for each border of a data chunk or longest extent (128 MiB).
             (last - first) as u64 + 1 + (extent.len >> 27)
         };
         let items = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(inside(extent)));
@@ -182,8 +183,8 @@ pub(super) fn chunk_table(
     }
 }
 
-/// An object that holds chunks is a pack of the store, or lies outside it, or is derived from what
-/// does; nothing else.
+/// An object that holds chunks must be a pack of the store, an object outside it, or derived from
+/// objects outside it.
 fn check_object(object: &ObjectId) -> Result<()> {
     let fits = match object.kind() {
         Some(kind @ (ObjectKind::Pack | ObjectKind::Derived)) => object.digest(kind).is_some(),

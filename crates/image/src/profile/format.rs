@@ -1,7 +1,8 @@
-//! A profile as bytes: a file of sections.
+//! The encoding of a profile: a file of sections.
 //!
-//! Rules: at least one block a read; addresses from `DATA_START` on and below 2⁶³, as file
-//! offsets; the file is in the list; paths begin with `/`, have no NUL and at most 4,096 bytes.
+//! Rules: a read has at least one block; addresses start at `DATA_START` and, like file offsets,
+//! stay below 2⁶³; the file is in the list; paths begin with `/`, have no NUL and at most 4,096
+//! bytes.
 
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, Result};
 use burgeon_btrfs::DATA_START;
@@ -24,16 +25,16 @@ const READS: u32 = 3;
 /// File, offset in blocks, address in blocks from `DATA_START`, blocks, age.
 const WIDTHS: [usize; 5] = [4, 8, 8, 4, 1];
 
-/// Longest encoded profile, in bytes: what is read of a store.
+/// Longest encoded profile, in bytes, that is read from a store.
 pub const PROFILE_MAX: u64 = 32 << 20;
-/// Bytes of all paths together: a quarter of a million of 64 bytes.
+/// Total bytes of all paths: a quarter of a million of 64 bytes each.
 const PATHS_MAX: u64 = 16 << 20;
-/// Paths: a profile has one for each range at most, and ranges that age may leave theirs behind. In memory
-/// a path takes 56 bytes and more, however short it is.
+/// Most paths: at most one per range, and aging ranges may leave theirs behind. A path takes at
+/// least 56 bytes of memory, however short it is.
 const FILES_MAX: u64 = 4 * READS_MAX as u64;
 /// Longest path, in bytes.
 const PATH_MAX: usize = 4096;
-/// Longest range, in bytes: it is 32 bits of blocks.
+/// Longest range, in bytes: 32 bits of blocks.
 pub(super) const LEN_MAX: u64 = whole_blocks(u32::MAX as u64 * BLOCK_SIZE);
 const LEVEL: i32 = 3;
 
@@ -49,7 +50,7 @@ struct Params {
 }
 
 impl Profile {
-    /// Its bytes; `Invalid` if its paths are too long together.
+    /// The encoded profile; `Invalid` if the total length of its paths exceeds the limit.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let mut paths = Vec::new();
         for path in &self.files {
@@ -84,8 +85,8 @@ impl Profile {
         container::encode(FORMAT, sections)
     }
 
-    /// Reads what [`Self::encode`] wrote. `Corrupt` if the bytes are damaged or break a rule,
-    /// `UnsupportedFormat` if they are of a version or need a feature unknown here.
+    /// Decodes the output of [`Self::encode`]. `Corrupt` if the bytes are damaged or break a
+    /// rule, `UnsupportedFormat` if their version or a feature is unknown.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         if bytes.len() as u64 > PROFILE_MAX {
             return Err(corrupt("the profile is too long"));
@@ -156,7 +157,7 @@ fn too_long() -> Error {
 mod tests {
     use super::*;
 
-    /// 16 MiB of them would take 400 MiB.
+    /// Decoded, 16 MiB of short paths would take 400 MiB.
     #[test]
     fn short_paths_are_counted_before_they_are_read() {
         let profile = |files: u64| {

@@ -1,16 +1,16 @@
-//! Profiles: which lazy data programs read first, by image.
+//! Profiles: the lazy data that programs read first, by image.
 //!
 //! ```text
-//!   record: addresses, in order of first use ──► Profile::of ──► merge with what is there ──► store
-//!   mount:  Profile ──► addresses ──► brought first, in that order
+//!   record: addresses, in order of first use ──► Profile::of ──► merge with the stored one ──► store
+//!   mount:  Profile ──► addresses ──► prefetched in that order
 //!   build:  Profile of an earlier image of the tree ──► files by path ──► order of packs;
 //!           and by path to the addresses of the new image
 //! ```
 //!
-//! A profile is a hint. Whoever can write to the store can make it any hint: so it is bounded, it
-//! is clipped to the image's own lazy data, and the worst that it can do is to bring what nobody
-//! reads. Invariants: what [`Profile::decode`] returns obeys the rules in `format.rs`; no block of
-//! a file is in it twice. Held by `tests/profile.rs`.
+//! A profile is a hint, and anybody with write access to the store controls it. It is therefore
+//! bounded and clipped to the image's own lazy data; the worst it can cause is the prefetch of
+//! unused data. Invariants: the result of [`Profile::decode`] obeys the rules in `format.rs`; no
+//! block of a file is in it twice. `tests/profile.rs` checks both.
 
 mod format;
 mod store;
@@ -26,21 +26,21 @@ pub use self::{
 };
 use crate::{Manifest, Paths};
 
-/// Ranges in a profile: with files of 64 KiB on average, 16 GiB.
+/// Most ranges in a profile: with files of 64 KiB on average, 16 GiB.
 pub const READS_MAX: usize = 1 << 18;
-/// What no run has read for so many runs is forgotten.
+/// Number of runs without a read after which a range is dropped.
 const AGE_MAX: u8 = 8;
 
-/// What programs read of an image, in order of first use.
+/// The reads of an image by programs, in order of first use.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Profile {
     /// The image: digest of its manifest.
     pub image: Digest,
-    /// Runs that it was made of.
+    /// Number of runs it was recorded in.
     pub runs: u32,
     /// Paths in the image, from `/` on.
     pub files: Vec<Vec<u8>>,
-    /// What was read, in the order in which it is to be brought.
+    /// Reads, in prefetch order.
     pub reads: Vec<ProfileRead>,
 }
 
@@ -49,11 +49,11 @@ pub struct Profile {
 pub struct ProfileRead {
     /// Index in [`Profile::files`].
     pub file: u32,
-    /// Where in the file, in bytes.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// Where in the lazy address space of the image, in bytes.
+    /// Address in the image's lazy address space, in bytes.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// Runs since it was last read.
     pub age: u8,
@@ -62,11 +62,11 @@ pub struct ProfileRead {
 impl ProfileRead {
     /// Its lazy addresses.
     pub fn addresses(&self) -> ByteRange {
-        // Ends were checked when it was read or made.
+        // Ends were checked when it was decoded or created.
         ByteRange::at(self.address, self.len).unwrap_or_else(|| unreachable!("checked"))
     }
 
-    /// The part of it that lies at `part`, which it covers, of its file.
+    /// The part of it at `part`, a range of its file that it covers.
     fn part(&self, part: ByteRange) -> Self {
         let address = self.address + (part.start() - self.offset);
         Self { offset: part.start(), address, len: part.len(), ..*self }
@@ -78,9 +78,9 @@ impl ProfileRead {
 }
 
 impl Profile {
-    /// The profile of one run that read `addresses` of the image `manifest`, whose digest is
-    /// `image`, in this order. What is no lazy data of it is left out, and what comes after the
-    /// first [`READS_MAX`] ranges.
+    /// The profile of one run that read `addresses`, in this order, of the image `manifest` with
+    /// digest `image`. Addresses outside the image's lazy data, and ranges after the first
+    /// [`READS_MAX`], are left out.
     pub fn of(manifest: &Manifest, image: Digest, addresses: &[ByteRange]) -> Self {
         let paths = Paths::new(&manifest.tree);
         let owners = Owners::of(&manifest.tree);
@@ -100,8 +100,8 @@ impl Profile {
         making.finish(image, 1)
     }
 
-    /// Both together: what `newer` read, in its order, then what only this one had, in its own,
-    /// but for what has not been read for a while. Both are of one image.
+    /// Merges two profiles of one image: the reads of `newer`, in its order, then the reads only
+    /// in this one, in its order, except those not read for several runs.
     pub fn merge(&self, newer: &Self) -> Self {
         let mut making = Making::default();
         let old = self.reads.iter().map(|read| (self, read, 1));
@@ -114,8 +114,8 @@ impl Profile {
         making.finish(newer.image, self.runs.saturating_add(newer.runs))
     }
 
-    /// The same files and ranges in another image of the same or a similar tree; those that it
-    /// lacks are left out.
+    /// The same files and ranges in another image of the same or a similar tree; those missing
+    /// there are left out.
     pub fn translate(&self, manifest: &Manifest, image: Digest) -> Self {
         let found = find(&manifest.tree, &self.files);
         let mut making = Making::default();
@@ -140,29 +140,29 @@ impl Profile {
         making.finish(image, self.runs)
     }
 
-    /// Lazy addresses, in the order in which they are to be brought.
+    /// Lazy addresses, in prefetch order.
     pub fn addresses(&self) -> impl Iterator<Item = ByteRange> + '_ {
         self.reads.iter().map(ProfileRead::addresses)
     }
 
-    /// Bytes of files in it.
+    /// Total bytes of its reads.
     pub fn bytes(&self) -> u64 {
         self.reads.iter().map(|read| read.len).fold(0, u64::saturating_add)
     }
 }
 
-/// A profile while it is made: knows which blocks of which file are in it.
+/// A profile under construction; knows which blocks of which file it contains.
 #[derive(Default)]
 struct Making {
     files: Vec<Vec<u8>>,
     reads: Vec<ProfileRead>,
-    /// By whatever number tells files apart: index in `files`, and what is there of it.
+    /// For each file number: index in `files`, and the ranges of the file.
     known: HashMap<u64, (u32, RangeSet)>,
     numbers: HashMap<Vec<u8>, u64>,
 }
 
 impl Making {
-    /// A number that tells `path` from others.
+    /// A number that identifies `path`.
     fn number(&mut self, path: &[u8]) -> u64 {
         if let Some(number) = self.numbers.get(path) {
             return *number;
@@ -172,7 +172,7 @@ impl Making {
         number
     }
 
-    /// Adds what is new of `read`, of the file that `number` tells from others.
+    /// Adds the new parts of `read`, in the file that `number` identifies.
     fn add(&mut self, read: ProfileRead, path: impl FnOnce() -> Vec<u8>, number: u64) {
         let (file, seen) = self.known.entry(number).or_insert_with(|| {
             self.files.push(path());
@@ -198,7 +198,7 @@ impl Making {
     }
 }
 
-/// Which file each lazy address belongs to: of several, the first in address order.
+/// The file of each lazy address: the first in address order if there are several.
 struct Owners(Vec<(ByteRange, u32, u64)>);
 
 impl Owners {
@@ -221,7 +221,7 @@ impl Owners {
         Self(owners)
     }
 
-    /// The parts of `range` that are a file's: its inode, the addresses, where in the file.
+    /// The parts of `range` that belong to files: inode, addresses, offset in the file.
     fn pieces(&self, range: ByteRange) -> impl Iterator<Item = (u32, ByteRange, u64)> + '_ {
         let range = range.to_blocks();
         let first = self.0.partition_point(|(owner, ..)| owner.end() <= range.start());
@@ -233,7 +233,7 @@ impl Owners {
     }
 }
 
-/// The inode of each path, where there is one.
+/// The inode of each path that exists.
 fn find(tree: &Tree, paths: &[Vec<u8>]) -> Vec<Option<u32>> {
     let names =
         tree.dirents.iter().map(|dirent| ((dirent.parent, tree.bytes(dirent.name)), dirent));

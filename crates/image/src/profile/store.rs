@@ -1,11 +1,11 @@
-//! Where profiles lie: `profiles/<digest of the image's manifest>`, beside the image.
+//! Storage of profiles: `profiles/<digest of the image's manifest>`, next to the image.
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 
 use super::{PROFILE_MAX, Profile};
 use crate::corrupt;
 
-/// The object that holds the profile of `image`.
+/// The object for the profile of `image`.
 pub fn profile_object(image: &Digest) -> Result<ObjectId> {
     ObjectKind::Profile.object(image)
 }
@@ -28,7 +28,7 @@ pub fn load_profile(store: &impl ObjectStore, image: &Digest) -> Result<Option<P
     Ok(Some(profile))
 }
 
-/// Publishes `profile`, replacing the one of its image.
+/// Publishes `profile`, replacing the existing one of its image.
 pub fn publish_profile(store: &impl ObjectStore, profile: &Profile) -> Result<()> {
     let bytes = profile.encode()?;
     let _lease = store.begin_write()?;
@@ -43,7 +43,7 @@ pub fn remove_profile(store: &impl ObjectStore, image: &Digest) -> Result<bool> 
     Ok(there)
 }
 
-/// The images of which `store` has a profile.
+/// The images with a profile in `store`.
 pub fn list_profiles(store: &impl ObjectStore) -> Result<Vec<Digest>> {
     let objects = store.list("profiles")?;
     Ok(objects.iter().filter_map(|object| object.digest(ObjectKind::Profile)).collect())

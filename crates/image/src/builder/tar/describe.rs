@@ -1,10 +1,10 @@
 //! Descriptions of layers: images whose data stays in the layers.
 //!
 //! ```text
-//!   in parallel, while they come:  Layers::describe ── headers, and every chunk's digest and
-//!                                                      checksums, of files that may not last
-//!   or from a table of contents:   Layers::list     ── the same, but for digests and checksums
-//!   then:                          Merge            ── which files last
+//!   in parallel, on arrival:       Layers::describe ── headers, and digest and checksums of
+//!                                                      every chunk, also of removed files
+//!   or from a table of contents:   Layers::list     ── the same without digests and checksums
+//!   then:                          Merge            ── the live files
 //!                                  Whole            ── their chunks, one after another
 //! ```
 //!

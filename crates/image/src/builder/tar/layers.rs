@@ -1,9 +1,9 @@
 //! Images of layers: archives, each of which states its differences from the layers below it.
 //!
 //! ```text
-//!   once, in parallel:  Layers::index ── every header of a layer, its data passed over
-//!   then:               Merge         ── which files last, and where their data is
-//!   once more:          Wanted        ── the data of these alone, as of any archive
+//!   once, in parallel:  Layers::index ── all headers of a layer; data is skipped
+//!   then:               Merge         ── the live files, and the sources of their data
+//!   once more:          Wanted        ── the data of these files only
 //! ```
 //!
 //! A file that a later layer removes is not in the image. Memory: the headers, bounded by

@@ -1,8 +1,8 @@
 //! Layers described by their table of contents (TOC), without reading them.
 //!
 //! ```text
-//!   Listed ── attributes ──► entry, as a header of the archive gives it
-//!          └─ data ────────► extents of chunks; digests and checksums are nobody's yet
+//!   Listed ── attributes ──► entry, as from a header of the archive
+//!          └─ data ────────► extents of chunks; digests and checksums are not known yet
 //! ```
 //!
 //! Addresses ascend in the order of the layer's files, so that data fetched together is adjacent.

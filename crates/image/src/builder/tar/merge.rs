@@ -1,8 +1,8 @@
 //! Merges layers into one tree, as the OCI image specification defines.
 //!
 //! ```text
-//!   a layer:  first  .wh.NAME, .wh..wh..opq    take away what the layers below have put there
-//!             then   all other entries          put, in the archive's order
+//!   a layer:  first  .wh.NAME, .wh..wh..opq    remove entries of the layers below
+//!             then   all other entries          added, in the archive's order
 //! ```
 //!
 //! Invariants: a path is resolved within the tree, symlinks of lower layers included, and cannot
