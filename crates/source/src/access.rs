@@ -10,22 +10,22 @@ use crate::{
     registry::{self, DockerCredential, Name},
 };
 
-/// What Docker takes its `config.json` from, where there is no file.
+/// The variable with Docker's `config.json`, used if there is no file.
 const REGISTRIES: &str = "DOCKER_AUTH_CONFIG";
 
-/// What it takes to use a store besides its location: endpoint, region, credentials, taken from
+/// The settings to use a store, besides its location: endpoint, region, credentials, taken from
 /// the environment under their usual names (`AWS_…`, `GOOGLE_…`, `AZURE_…`, `DOCKER_AUTH_CONFIG`).
 ///
-/// The values are secrets. They leave this type for the library that signs requests, for a file
-/// that only its owner can read, and for a child's environment; `Debug` shows names alone.
+/// The values are secrets. They leave this type only for the library that signs requests, for a
+/// file that only its owner can read, and for a child's environment; `Debug` shows names alone.
 #[derive(Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Access(BTreeMap<String, String>);
 
 impl Access {
-    /// What this process's environment says about stores of any kind.
+    /// The settings in this process's environment, for stores of any kind.
     pub fn from_env() -> Self {
-        // What is not UTF-8 is no setting of any store.
+        // No store has a setting that is not UTF-8.
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         });
@@ -39,8 +39,8 @@ impl Access {
         Self(known.collect())
     }
 
-    /// Only what has to do with stores like `location`; of a folder what is known of registries, which
-    /// may have the layers that its images are read from.
+    /// The settings for stores like `location`; for a folder those for registries, which may have
+    /// the layers of its images.
     pub fn for_location(&self, location: &Location) -> Self {
         let concerns = |name: &String| match location {
             Location::Remote(url) => scheme_of(name) == Some(url.scheme),
@@ -50,21 +50,21 @@ impl Access {
         Self(variables.map(|(name, value)| (name.clone(), value.clone())).collect())
     }
 
-    /// What it takes to use the registry of `name`, and nothing else: what is known, or else what
-    /// Docker, Podman or their helpers keep for this user. Waits for a helper. What keeps credentials
-    /// from being found is told where a login fails for the lack of them.
+    /// Only the settings for the registry of `name`: those known, or else those that Docker,
+    /// Podman or their helpers keep for this user. Blocks on a helper. An error in finding
+    /// credentials is reported when a login fails for lack of them.
     pub fn for_registry(&self, name: &Name) -> Result<Self> {
         Ok(Self::to_open(name, registry::find_credentials(name, self).unwrap_or_default()))
     }
 
-    /// Of what is known, what it takes to use the registry of `name`.
+    /// The known settings for the registry of `name`.
     pub fn given_for_registry(&self, name: &Name) -> Self {
         Self::to_open(name, registry::given_credentials(name, self).unwrap_or_default())
     }
 
-    /// What Docker, Podman or their helpers keep for this user, to use the registry of `name`, and
-    /// nothing else. Waits for a helper. Without any, an error says what is wrong with those that are
-    /// known, or with the files of others.
+    /// Only the settings that Docker, Podman or their helpers keep for this user and the registry
+    /// of `name`. Blocks on a helper. Without any, an error says what is wrong with the known
+    /// settings or with the files of other programs.
     pub fn kept_for_registry(&self, name: &Name) -> Result<Self> {
         match registry::look_up_credentials(name)? {
             None => registry::given_credentials(name, self).map(|_| Self::default()),
@@ -87,25 +87,25 @@ impl Access {
         Self([(REGISTRIES.to_owned(), config.to_string())].into())
     }
 
-    /// What is known of registries: Docker's `config.json`.
+    /// The settings for registries: Docker's `config.json`.
     pub(crate) fn registries(&self) -> Option<&str> {
         self.0.get(REGISTRIES).map(String::as_str)
     }
 
-    /// What both know; `other` where they differ.
+    /// The union of both; `other` wins where they differ.
     pub fn and(mut self, other: Self) -> Self {
         self.0.extend(other.0);
         self
     }
 
-    /// The names of what one of both does not know, or knows differently.
+    /// The names of settings that only one has, or that differ.
     pub fn differing<'a>(&'a self, other: &'a Self) -> Vec<&'a str> {
         let names: std::collections::BTreeSet<_> = self.0.keys().chain(other.0.keys()).collect();
         let differing = names.into_iter().filter(|name| self.0.get(*name) != other.0.get(*name));
         differing.map(String::as_str).collect()
     }
 
-    /// Whether nothing is known: what the machine itself has to offer may be enough.
+    /// Whether there are no settings: those of the machine itself may be enough.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -116,7 +116,7 @@ impl Access {
     }
 }
 
-/// The stores that a variable of the environment is for; `None` if for none.
+/// The stores that an environment variable applies to, if any.
 fn scheme_of(name: &str) -> Option<Scheme> {
     let (vendor, _) = name.split_once('_')?;
     let key = name.to_ascii_lowercase();
@@ -141,7 +141,7 @@ mod tests {
     use crate::Location;
 
     #[test]
-    fn only_what_concerns_the_store_is_taken_and_no_value_is_shown() {
+    fn only_relevant_settings_are_taken_and_no_value_is_shown() {
         let variables = [
             ("AWS_SECRET_ACCESS_KEY", "hunter2"),
             ("AWS_ENDPOINT_URL", "http://localhost:9000"),

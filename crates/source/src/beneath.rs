@@ -1,12 +1,12 @@
-//! Opening what lies in other people's folders.
+//! Opens files in folders that other users own.
 //!
-//! Whoever owns a folder can put a symlink, or another folder, in the place of any name in it, at any
-//! time. A process of root that opens a path through such a folder would be led to what only root may
-//! read. So a tree is opened once, and everything in it by its name from there; a path that was
-//! resolved before is opened as it stands, or not at all.
+//! The owner of a folder can replace any name in it with a symlink or another folder at any time,
+//! and so lead a root process that opens a path through it to files that only root may read. So a
+//! tree is opened once, and everything in it by name from there; a path that was resolved before
+//! is opened without following symlinks, or not at all.
 //!
-//! Invariant: no function here follows a symlink, in any part of a path, or leaves the directory that
-//! it is given.
+//! Invariant: no function here follows a symlink in any part of a path, or leaves the directory it
+//! was given.
 
 use std::{
     fs::File,
@@ -20,10 +20,10 @@ use rustix::{
     io::Errno,
 };
 
-/// How often a lookup is tried that met a rename: the kernel says so instead of waiting.
+/// Tries of a lookup that races with a rename: the kernel reports the race instead of waiting.
 const TRIES: u32 = 16;
 
-/// Opens `name`, a relative path, in the directory `folder` or below. `ELOOP` if a part of it is a
+/// Opens the relative path `name` in or below the directory `folder`. `ELOOP` if a part of it is a
 /// symlink, unless `flags` say to open the last one itself.
 pub fn open_beneath(folder: impl AsFd, name: &Path, flags: OFlags) -> io::Result<OwnedFd> {
     let within = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
@@ -38,13 +38,13 @@ pub fn open_without_symlinks(path: &Path, flags: OFlags) -> io::Result<OwnedFd> 
     open(CWD, path, flags, ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS)
 }
 
-/// The path by which this process reaches what `file` has open, whatever lies at its own path.
+/// A path to the open file itself, whatever its own path now refers to.
 pub fn link_to(file: &impl AsFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", file.as_fd().as_raw_fd()))
 }
 
-/// Opens `file`, which was opened to be looked at (`O_PATH`), for reading. Opening a device or a FIFO
-/// does something: look at it first.
+/// Opens `file`, an `O_PATH` descriptor, for reading. Check its type first: opening a device or a
+/// FIFO has side effects.
 pub fn open_again(file: impl AsFd, flags: OFlags) -> io::Result<File> {
     let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC;
     Ok(rustix::fs::open(link_to(&file), flags, Mode::empty())?.into())
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn no_symlink_is_followed_and_no_folder_is_left() {
+    fn symlinks_are_refused_and_lookups_stay_in_the_folder() {
         let temp = tempfile::tempdir().unwrap();
         let root = temp.path().canonicalize().unwrap();
         fs::create_dir_all(root.join("tree/folder")).unwrap();

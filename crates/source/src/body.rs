@@ -1,13 +1,13 @@
-//! Bodies of HTTP answers: each has a maximum size and a minimum rate, whichever reader asked for it.
+//! Bodies of HTTP answers, each with a maximum size and a minimum rate.
 //!
 //! ```text
-//!   network ──► Bounded: counts bytes, and the time spent waiting for them ──► web, registry, wire
-//!                  │ more than `len_max` bytes            ──► Excess::TooLong
-//!                  └ a window of waiting brings too few   ──► Excess::TooSlow
+//!   network ──► Bounded: counts bytes, and the time spent waiting ──► web, registry, wire
+//!                  │ more than `len_max` bytes               ──► Excess::TooLong
+//!                  └ too few bytes in a window of waiting    ──► Excess::TooSlow
 //! ```
 //!
-//! Invariants: no part reaches the reader that makes the body longer than its maximum; only time in
-//! which the reader waits counts, so that a slow reader never makes a slow server.
+//! Invariants: the reader never gets a part that makes the body longer than its maximum; only time
+//! in which the reader waits counts, so a slow reader never makes the server look slow.
 
 use std::{
     error, fmt,
@@ -22,22 +22,22 @@ use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame};
 use tokio::time::{Instant, Sleep, sleep_until};
 
-/// How long a reader waits before the rate is looked at, again and again.
+/// Time of waiting over which the rate is measured.
 pub(crate) const WINDOW: Duration = Duration::from_secs(30);
-/// Bytes that each [`WINDOW`] of waiting has to bring: about 1 KiB/s, a fifth of an old modem.
+/// Fewest bytes that must arrive in a [`WINDOW`]: about 1 KiB/s, a fifth of an old modem.
 pub(crate) const WINDOW_BYTES: u64 = 32 << 10;
 
 /// The bound that a body exceeds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Excess {
-    /// It is longer than this.
+    /// It is longer than this many bytes.
     TooLong(u64),
-    /// It brings less than [`WINDOW_BYTES`] in a [`WINDOW`].
+    /// Fewer than [`WINDOW_BYTES`] arrived in a [`WINDOW`].
     TooSlow,
 }
 
 impl Excess {
-    /// What it means for the reader.
+    /// The error kind for the reader.
     pub(crate) fn kind(self) -> ErrorKind {
         match self {
             Self::TooLong(_) => ErrorKind::Corrupt,
@@ -64,16 +64,16 @@ impl fmt::Display for Excess {
 
 impl error::Error for Excess {}
 
-/// Why a body gives no more bytes.
+/// Why reading a body failed.
 #[derive(Debug)]
 pub(crate) enum Failed<E> {
     /// It exceeds a bound.
     Excess(Excess),
-    /// The connection ended before it did.
+    /// The connection broke before its end.
     Broken(E),
 }
 
-/// A body within its bounds.
+/// A body with bounds.
 #[derive(Debug)]
 pub(crate) struct Bounded<B> {
     inner: B,
@@ -83,7 +83,7 @@ pub(crate) struct Bounded<B> {
 }
 
 impl<B: Body<Data = Bytes> + Unpin> Bounded<B> {
-    /// `inner`, of which at most `len_max` bytes may come.
+    /// Bounds `inner` to `len_max` bytes.
     pub(crate) fn new(inner: B, len_max: u64) -> Self {
         Self { inner, len_max, left: len_max, pace: Pace::default() }
     }
@@ -93,7 +93,7 @@ impl<B: Body<Data = Bytes> + Unpin> Bounded<B> {
         poll_fn(|cx| self.poll_part(cx)).await.transpose()
     }
 
-    /// All of it.
+    /// Reads the whole body.
     pub(crate) async fn gather(mut self) -> Result<Bytes, Failed<B::Error>> {
         let mut gathered = BytesMut::new();
         while let Some(part) = self.part().await? {
@@ -110,7 +110,7 @@ impl<B: Body<Data = Bytes> + Unpin> Bounded<B> {
                 Poll::Pending if self.pace.poll_too_slow(cx) => return excess(Excess::TooSlow),
                 Poll::Pending => return Poll::Pending,
             };
-            // Trailers are no part of it.
+            // Trailers are not part of the body.
             let part = match frame.transpose().map(|frame| frame.map(Frame::into_data)) {
                 Ok(None) => return Poll::Ready(None),
                 Ok(Some(Err(_trailers))) => continue,
@@ -128,10 +128,10 @@ impl<B: Body<Data = Bytes> + Unpin> Bounded<B> {
     }
 }
 
-/// What the rest of a library reads, with the library's own error for both.
+/// A bounded body for a library, which sees its own error type for both failures.
 pub(crate) struct Within<B, F> {
     body: Bounded<B>,
-    /// Makes the library's error of an excess.
+    /// Converts an excess to the library's error.
     excess: F,
 }
 
@@ -164,16 +164,16 @@ where
     }
 }
 
-/// The rate at which a body comes.
+/// The rate at which a body arrives.
 #[derive(Default, Debug)]
 struct Pace {
-    /// Time in which the reader has waited, of this window.
+    /// How long the reader has waited in this window.
     waited: Duration,
-    /// Bytes that came in it.
+    /// Bytes that arrived in this window.
     bytes: u64,
-    /// Since when the reader waits.
+    /// When the reader began to wait.
     since: Option<Instant>,
-    /// The window's end, if nothing comes until then.
+    /// Fires at the window's end if nothing arrives before.
     alarm: Option<Pin<Box<Sleep>>>,
 }
 
@@ -183,7 +183,7 @@ impl Pace {
         self.bytes += bytes;
     }
 
-    /// Whether it is too slow, while nothing is there; wakes the task when it has become so.
+    /// Whether the body is too slow; polled while nothing is there, and wakes the task once it is.
     fn poll_too_slow(&mut self, cx: &mut Context<'_>) -> bool {
         loop {
             let is_new = self.since.is_none();
@@ -219,7 +219,7 @@ mod tests {
 
     use super::{Bounded, Excess, Failed, WINDOW, WINDOW_BYTES};
 
-    /// Gives `len` bytes at each tick, without end.
+    /// Yields `len` bytes at each tick, without end.
     struct Endless {
         ticks: Interval,
         len: usize,
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_slow_reader_makes_no_slow_server() {
+    async fn a_slow_reader_does_not_make_the_server_look_slow() {
         let mut body = endless(1, 1, 1 << 20);
         for _ in 0..20 {
             assert!(matches!(body.part().await, Ok(Some(_))));

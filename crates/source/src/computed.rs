@@ -5,8 +5,8 @@ use bytes::Bytes;
 
 use crate::check_len;
 
-/// Objects made up on the spot, endless: `computed/zeros`, `computed/byte-5a` (every byte 0x5a),
-/// `computed/block-number` (each 4 KiB block is its own number, as little-endian u64s).
+/// Generated, endless objects: `computed/zeros`, `computed/byte-5a` (every byte 0x5a),
+/// `computed/block-number` (each 4 KiB block repeats its own number, as little-endian u64s).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Computed;
 
@@ -43,7 +43,7 @@ impl Pattern {
 }
 
 impl Computed {
-    /// The bytes of `range` of `object`, without waiting for anything.
+    /// The bytes of `range` of `object`, without waiting.
     pub fn bytes(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         let len = check_len(object, range)?;
         match Pattern::of(object)? {
@@ -54,7 +54,7 @@ impl Computed {
 }
 
 impl Computed {
-    /// The same into `buf`, which is as long as `range`, without allocating.
+    /// [`Self::bytes`] into `buf`, which is as long as `range`, without allocating.
     fn fill(&self, object: &ObjectId, range: ByteRange, buf: &mut [u8]) -> Result<()> {
         if buf.len() != check_len(object, range)? {
             let message = format!("{range} of {object} does not fit in {} bytes", buf.len());
@@ -83,7 +83,7 @@ impl Computed {
     }
 }
 
-/// `buf`, which begins at `start`, cut at the block borders.
+/// Splits `buf`, which begins at `start`, at the block boundaries.
 fn split_at_blocks(start: u64, buf: &mut [u8]) -> impl Iterator<Item = &mut [u8]> {
     let first = (BLOCK_SIZE - start % BLOCK_SIZE).min(buf.len() as u64) as usize;
     let (head, rest) = buf.split_at_mut(first);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_are_what_their_names_say() {
+    fn patterns_match_their_names() {
         assert_eq!(bytes("computed/zeros", 5, 3), [0; 3]);
         assert_eq!(bytes("computed/byte-5a", 1 << 50, 2), [0x5a; 2]);
         assert_eq!(bytes("computed/block-number", 3 * 4096 - 8, 16), {

@@ -7,9 +7,9 @@
 //!   lock                                 shared: a writer begins or publishes; exclusive: collect
 //! ```
 //!
-//! Invariants: an object is there whole or not at all, also after a power loss (fsync, rename,
-//! fsync of the folder); what a killed writer left lies in `tmp/` and is removed by the next
-//! collector, which a live writer's flock keeps off. Held by the tests below.
+//! Invariants: an object exists whole or not at all, also after a power loss (fsync, rename, fsync
+//! of the folder); leftovers of a killed writer lie in `tmp/` until the next collector removes
+//! them, and a live writer's flock protects its files from it. Held by the tests below.
 
 use std::{
     collections::HashSet,
@@ -32,8 +32,7 @@ use rustix::fs::FlockOperation;
 
 use crate::{blocking, check_len, too_short};
 
-/// How long the beginning of an object, or a layer that no image has, waits for the process that goes on
-/// with it: a week.
+/// How long a partial object waits to be resumed, and a layer to be used by an image: a week.
 const PARTIAL_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// A folder of objects. Cheap to clone.
@@ -42,7 +41,7 @@ pub struct Directory {
     root: Arc<Path>,
 }
 
-/// Tells apart the temporary files of one process.
+/// Distinguishes the temporary files of one process.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
 impl Directory {
@@ -59,7 +58,7 @@ impl Directory {
         Ok(Self { root: root.into() })
     }
 
-    /// The store in `root`, made if it is not there.
+    /// The store in `root`, which is made if missing.
     pub fn create(root: impl Into<PathBuf>) -> Result<Self> {
         let root = root.into();
         fs::create_dir_all(&root).map_err(doing("make the store", &root))?;
@@ -71,12 +70,12 @@ impl Directory {
         &self.root
     }
 
-    /// Where `object` lies.
+    /// The path of `object`.
     pub fn path_of(&self, object: &ObjectId) -> PathBuf {
         self.root.join(object.as_str())
     }
 
-    /// The bytes of `range` of `object`; waits for the disk.
+    /// The bytes of `range` of `object`. Blocks on the disk.
     pub fn read_now(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         let len = check_len(object, range)?;
         let path = self.path_of(object);
@@ -91,8 +90,8 @@ impl Directory {
         }
     }
 
-    /// Bytes that killed writers have left, for the next collection to remove. 0 while somebody
-    /// writes: which of it is whose cannot be told then.
+    /// Bytes of killed writers that the next collection removes. 0 while a writer is active: they
+    /// cannot be told apart then.
     pub fn stale_bytes(&self) -> Result<u64> {
         let (path, tmp) = (self.root.join("lock"), self.root.join("tmp"));
         let _held = match lock_file(&path, FlockOperation::NonBlockingLockExclusive) {
@@ -108,10 +107,10 @@ impl Directory {
         Ok(bytes)
     }
 
-    /// A store whose folder is gone (unmounted?) may come back; a single object will not.
+    /// A store whose folder is gone (unmounted?) may come back; a single missing object will not.
     fn cannot_read(&self, path: &Path, error: io::Error) -> Error {
         let what = format!("cannot read {}", path.display());
-        // Images that are read elsewhere have no packs.
+        // A store of images whose data is elsewhere has no packs.
         let is_store = || ["packs", "manifests"].iter().any(|part| self.root.join(part).is_dir());
         let gone = error.kind() == io::ErrorKind::NotFound && !is_store();
         if gone || error.kind() == io::ErrorKind::StaleNetworkFileHandle {
@@ -119,7 +118,7 @@ impl Directory {
             return Error::with_source(ErrorKind::Unavailable, what, error);
         }
         match Error::io(what.clone(), io::Error::from(error.kind())).kind() {
-            // The store's disk failed, not a file of ours: trying again may help.
+            // The store's disk failed, not a local file: a retry may help.
             ErrorKind::LocalIo => Error::with_source(ErrorKind::Unavailable, what, error),
             kind => Error::with_source(kind, what, error),
         }
@@ -134,14 +133,13 @@ impl Directory {
         Ok(tmp.join(format!("{process}-{number}-{:x}{:08x}", boot.tv_sec, boot.tv_nsec)))
     }
 
-    /// Where writers have what is not published yet.
+    /// The folder of unpublished files.
     pub(crate) fn tmp(&self) -> PathBuf {
         self.root.join("tmp")
     }
 
-    /// Removes what killed writers have left, so that it need not wait for the collector; what they had
-    /// of an object that comes again, and whole layers of images that were not completed, stay for a week.
-    /// Best effort.
+    /// Removes leftovers of killed writers without waiting for the collector. Partial objects, and
+    /// whole layers of images that were not completed, stay for a week. Best effort.
     pub fn sweep(&self) {
         let Ok(_alone) = self.lock(FlockOperation::NonBlockingLockExclusive) else { return };
         let mut is_written = false;
@@ -151,14 +149,14 @@ impl Directory {
                 is_written |= !matches!(remove_stale(&entry.path()), Ok(Some(_)));
             }
         }
-        // A writer may use a layer that is here, and say so only when all of them are.
+        // A writer may use a stored layer, and records that only when it has all of them.
         if !is_written {
             let _ = self.sweep_layers();
         }
     }
 
-    /// Removes old layers that no image is read from. An error, and none is removed, if that cannot be
-    /// known.
+    /// Removes old layers that no image uses; on an error, the users are unknown and none is
+    /// removed.
     fn sweep_layers(&self) -> Result<()> {
         let of = |object: &ObjectId| fs::metadata(self.path_of(object));
         let mut old = self.list("layers")?;
@@ -175,7 +173,7 @@ impl Directory {
         old.iter().filter(|layer| !held.contains(layer.as_str())).try_for_each(|l| self.remove(l))
     }
 
-    /// Takes the store's lock; waits while another holds it.
+    /// Takes the store's lock; blocks while another process holds it.
     pub(crate) fn lock(&self, operation: FlockOperation) -> Result<File> {
         let path = self.root.join("lock");
         lock_file(&path, operation).map_err(doing("lock", &path))
@@ -194,7 +192,7 @@ impl Directory {
         Ok(())
     }
 
-    /// Publishes what `write` writes, by way of a temporary file.
+    /// Publishes the output of `write`, through a temporary file.
     fn publish_with(
         &self,
         object: &ObjectId,
@@ -275,7 +273,7 @@ impl ObjectStore for Directory {
         let mut names = Vec::new();
         for entry in entries {
             let name = entry.map_err(doing("list", &folder))?.file_name();
-            // A name that is not UTF-8 is none of ours.
+            // No object has a name that is not UTF-8.
             if let Some(name) = name.to_str() {
                 names.push(ObjectId::new(format!("{}/{name}", prefix.trim_end_matches('/')))?);
             }
@@ -310,7 +308,7 @@ impl ObjectStore for Directory {
         for entry in entries(&tmp)? {
             match remove_stale(&entry.path()).map_err(doing("remove", &entry.path()))? {
                 Some(bytes) => stale_bytes += bytes,
-                // Whoever has a part of an object is a writer with a folder.
+                // The owner of a partial object is a writer that also has a folder: count that.
                 None => writers += usize::from(entry.path().is_dir()),
             }
         }
@@ -336,7 +334,7 @@ fn is_old(file: &fs::Metadata) -> bool {
     file.modified().is_ok_and(|at| at.elapsed().is_ok_and(|age| age > PARTIAL_AGE))
 }
 
-/// What lies in the folder `tmp`, which may be missing.
+/// The entries of the folder `tmp`, which may be missing.
 fn entries(tmp: &Path) -> Result<Vec<fs::DirEntry>> {
     match fs::read_dir(tmp) {
         Ok(entries) => entries.collect::<io::Result<Vec<_>>>().map_err(doing("list", tmp)),
@@ -345,7 +343,7 @@ fn entries(tmp: &Path) -> Result<Vec<fs::DirEntry>> {
     }
 }
 
-/// Removes what a dead writer left and says how many bytes it was; `None` if its writer lives.
+/// Removes a dead writer's leftovers and returns their bytes; `None` if the writer lives.
 fn remove_stale(path: &Path) -> io::Result<Option<u64>> {
     let bytes = stale(path)?;
     if bytes.is_some() {
@@ -358,8 +356,8 @@ fn remove_stale(path: &Path) -> io::Result<Option<u64>> {
     Ok(bytes)
 }
 
-/// How many bytes a dead writer left in `path`; `None` if its writer lives. Under the store's
-/// lock: no writer begins meanwhile.
+/// The bytes of a dead writer's leftovers in `path`; `None` if the writer lives. Call under the
+/// store's lock, so that no writer begins meanwhile.
 fn stale(path: &Path) -> io::Result<Option<u64>> {
     let metadata = fs::symlink_metadata(path)?;
     let lock = if metadata.is_dir() { path.join("lock") } else { path.to_owned() };
@@ -392,7 +390,7 @@ fn sync_dir(folder: &Path) -> Result<()> {
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(doing("write", folder))
 }
 
-/// Turns an I/O error into ours: "cannot `verb` `path`".
+/// Converts an I/O error: "cannot `verb` `path`".
 pub(crate) fn doing<'a>(verb: &'a str, path: &'a Path) -> impl Fn(io::Error) -> Error + 'a {
     move |error| Error::io(format!("cannot {verb} {}", path.display()), error)
 }
@@ -465,7 +463,7 @@ mod tests {
             let file = File::options().write(true).open(store.path_of(&id(name))).unwrap();
             file.set_modified(long_ago).unwrap();
         }
-        // Not while somebody writes: who reads a layer says so at the end.
+        // Not while a writer is active: it records the layers it uses only at its end.
         let writer = store.begin_write().unwrap();
         store.publish(&id("layers/late"), b"layer").unwrap();
         assert!(!store.path_of(&id("layers/old")).exists(), "before it began, nobody wrote");

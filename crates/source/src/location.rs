@@ -9,27 +9,27 @@ use url::Url;
 
 use crate::registry::Name;
 
-/// Where a store is: a folder of this machine, or a URL. Holds no secret, so it may be shown and
-/// written down; as text it is what [`Location::parse`] reads.
+/// The place of a store: a local folder, or a URL. Holds no secret, so it may be printed and
+/// stored; its text form is what [`Location::parse`] reads.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Location {
     /// An absolute path.
     Folder(PathBuf),
     /// A bucket or a web server.
     Remote(RemoteUrl),
-    /// One image in a registry, by its digest.
+    /// One image in a registry, with its digest.
     Registry(Box<Name>),
 }
 
-/// The URL of a remote store, checked: nothing in it but scheme, host and path.
+/// The checked URL of a remote store: nothing but scheme, host and path.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct RemoteUrl {
     pub(crate) scheme: Scheme,
-    /// Without a slash at the end, so that equal stores have equal URLs.
+    /// Without a trailing slash, so that equal stores have equal URLs.
     url: Url,
 }
 
-/// How a remote store is spoken to.
+/// The protocol of a remote store.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Scheme {
     /// `s3://BUCKET/PREFIX`
@@ -58,7 +58,7 @@ impl Scheme {
 }
 
 impl Location {
-    /// The store that `text` names: a path, relative to the working directory, or a URL.
+    /// Parses a path, relative to the working directory, or a URL.
     pub fn parse(text: &str) -> Result<Self> {
         if let Some(name) = Name::parse(text) {
             let name = name?;
@@ -71,7 +71,7 @@ impl Location {
             return Ok(Self::Registry(Box::new(name)));
         }
         let Some((scheme, rest)) = text.split_once("://") else {
-            // `s3:/bucket` and `https:host` are no folders anybody means.
+            // `s3:/bucket` and `https:host` are typos, not folders.
             let scheme = text.split(':').next().unwrap_or_default();
             if text.contains(':') && (scheme == "file" || Scheme::of(scheme).is_some()) {
                 return Err(invalid(format!("after {scheme}: come two slashes: {scheme}://…")));
@@ -89,7 +89,7 @@ impl Location {
         RemoteUrl::parse(scheme, text).map(Self::Remote)
     }
 
-    /// The folder, if it is one of this machine.
+    /// The folder, if the store is local.
     pub fn folder(&self) -> Option<&Path> {
         match self {
             Self::Folder(path) => Some(path),
@@ -111,7 +111,7 @@ fn file_url(rest: &str) -> Result<PathBuf> {
 }
 
 impl RemoteUrl {
-    /// What is wrong is said without showing the URL: it may hold a password or a token.
+    /// Errors never show the URL: it may hold a password or a token.
     fn parse(scheme: Scheme, text: &str) -> Result<Self> {
         let mut url = Url::parse(text)
             .map_err(|e| Error::with_source(ErrorKind::Invalid, "the store's URL is bad", e))?;
@@ -152,7 +152,7 @@ impl RemoteUrl {
         self.url.host_str().unwrap_or_default()
     }
 
-    /// The path, decoded, without slashes around it.
+    /// The decoded path, without slashes at its ends.
     pub(crate) fn prefix(&self) -> Result<object_store::path::Path> {
         object_store::path::Path::from_url_path(self.url.path())
             .map_err(|e| Error::with_source(ErrorKind::Invalid, format!("{self} is no store"), e))
@@ -181,7 +181,7 @@ impl From<PathBuf> for Location {
     }
 }
 
-/// As one string. A path is an absolute one, as records before this type had it.
+/// As one string. A path is an absolute one, as in records older than this type.
 impl Serialize for Location {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         match self {
@@ -213,7 +213,7 @@ mod tests {
     use super::Location;
 
     #[test]
-    fn paths_and_urls_are_what_they_say() {
+    fn locations_parse_and_display() {
         for (text, shown) in [
             ("/srv/store", "/srv/store"),
             ("/srv/a:b", "/srv/a:b"),
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn typos_are_refused_and_say_what_to_write() {
+    fn typos_are_refused_with_a_hint() {
         for (text, hint) in [
             ("s3:/bucket/x", "s3://"),
             ("https:host", "https://"),

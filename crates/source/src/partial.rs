@@ -1,12 +1,12 @@
-//! Objects that come over a network: a process that is killed leaves to the next what it had.
+//! Partial downloads: after a kill, the next process resumes with the bytes already received.
 //!
 //! ```text
-//!   tmp/partial-<object>   ── append, append, kill -9 ──► the next process appends ──► publish_file: a rename
+//!   tmp/partial-<object> ── append, append, kill -9 ──► next process appends ──► publish_file: rename
 //! ```
 //!
-//! Invariants: one process at a time has a part, by its flock; a part is only a beginning, whose bytes
-//! nobody has checked. The collector removes parts that nobody has, and so does a later writer when
-//! they are a week old.
+//! Invariants: its flock gives a partial object to one process at a time; it is the beginning of
+//! the object, unverified. The collector removes partial objects that no process has locked, and a
+//! later writer those that are also a week old.
 
 use std::{
     fs::{self, File},
@@ -20,7 +20,7 @@ use rustix::fs::FlockOperation;
 
 use crate::directory::{Directory, doing};
 
-/// The beginning of an object that is not there yet.
+/// The beginning of an object that is not complete yet.
 #[derive(Debug)]
 pub struct Partial {
     path: PathBuf,
@@ -29,10 +29,10 @@ pub struct Partial {
 }
 
 impl Directory {
-    /// What is here of `object`, to go on with; `None` while another process does. More than
-    /// `len_max` bytes are no beginning of it.
+    /// Opens the partial `object` to resume it; `None` while another process has it. Empties it if
+    /// it is longer than `len_max` bytes.
     pub fn partial(&self, object: &ObjectId, len_max: u64) -> Result<Option<Partial>> {
-        // The collector does not look while it is opened and not yet locked.
+        // Keeps the collector away between the open and the flock.
         let _shared = self.lock(FlockOperation::LockShared)?;
         let tmp = self.tmp();
         fs::create_dir_all(&tmp).map_err(doing("make", &tmp))?;
@@ -47,7 +47,7 @@ impl Directory {
         if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
             return Ok(None);
         }
-        // Another process may have published it, or removed it, just before.
+        // Another process may just have published or removed it.
         let here = fs::metadata(&path).is_ok_and(|here| {
             file.metadata().is_ok_and(|of| (of.dev(), of.ino()) == (here.dev(), here.ino()))
         });
@@ -64,29 +64,29 @@ impl Directory {
 }
 
 impl Partial {
-    /// Where it is: what is complete is published from there.
+    /// Its path, from which the complete object is published.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Bytes that were there.
+    /// Bytes present when it was opened.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether nothing was there.
+    /// Whether it was empty when it was opened.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The file, which goes on at its end.
+    /// The file, positioned at its end.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Removes it: what it has is of no use.
+    /// Removes it: its bytes are of no use.
     pub fn remove(self) {
-        // Best effort: the collector does otherwise.
+        // Best effort: otherwise the collector removes it.
         let _ = fs::remove_file(&self.path);
     }
 }

@@ -21,13 +21,13 @@ use crate::{
     blocking, check_len, too_short,
 };
 
-/// Two changes of a file within this time may leave one and the same change time: kernels count
-/// it in ticks of at most 10 ms.
+/// Two changes of a file within this time may have the same change time: kernels count it in ticks
+/// of at most 10 ms.
 const CHANGE_TIME_STEP: Duration = Duration::from_millis(20);
 
-/// Files and block devices outside any store: object `file/srv/disk.img` is `/srv/disk.img`.
-/// Read with O_DIRECT where the file system can: what is read here is cached by the volume, not
-/// by the page cache as well.
+/// Files and block devices outside any store: object `file/srv/disk.img` is `/srv/disk.img`. Uses
+/// O_DIRECT if the file system supports it: the volume caches these bytes, so the page cache need
+/// not.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Reference(());
 
@@ -37,7 +37,7 @@ impl Reference {
         Self(())
     }
 
-    /// The object that stands for the file at the absolute `path`.
+    /// The object for the file at the absolute `path`.
     pub fn object(path: &Path) -> Result<ObjectId> {
         let relative = path.to_str().and_then(|path| path.strip_prefix('/'));
         match relative {
@@ -49,16 +49,16 @@ impl Reference {
         }
     }
 
-    /// The object of the regular file at the absolute `path`, and what tells its present state
-    /// from every later one.
+    /// The object of the regular file at the absolute `path`, and the identity of its present
+    /// state, which differs from that of every later one.
     pub fn identify(path: &Path) -> Result<(ObjectId, FileIdentity)> {
         let failed = |error| Error::io(format!("cannot look at {}", path.display()), error);
         let file = open_without_symlinks(path, OFlags::PATH).map_err(failed)?;
         Self::identify_open(path, &file.into())
     }
 
-    /// The same of a `file` that was opened, if only to look at it, and lies at `path`. Waits up to
-    /// 20 ms if the file has just been changed: only then will the next change have another time.
+    /// [`Self::identify`] for an open `file` at `path`; an `O_PATH` descriptor suffices. Waits up
+    /// to 20 ms if the file has just changed, so that the next change gets another change time.
     pub fn identify_open(path: &Path, file: &File) -> Result<(ObjectId, FileIdentity)> {
         let object = Self::object(path)?;
         let look = || {
@@ -78,17 +78,17 @@ impl Reference {
         Ok((object, look()?))
     }
 
-    /// The bytes of `range` of `object`; waits for the disk.
+    /// The bytes of `range` of `object`. Blocks on the disk.
     pub fn read_now(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         let path = path_of(object)?;
         let failed = |error| Error::io(format!("cannot read {}", path.display()), error);
-        // An image's digests tell what is not what it was, so a folder may have moved meanwhile.
+        // Follows symlinks, so a folder may have moved: the image's digests detect other content.
         let found = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
         let file = found.map_err(io::Error::from).and_then(read_only).map_err(failed)?;
         self.read_from(&file, object, range)
     }
 
-    /// The same with the state of the file that they are of.
+    /// The bytes with the identity of the file that they came from.
     pub fn read_identified_now(
         &self,
         object: &ObjectId,
@@ -96,7 +96,7 @@ impl Reference {
     ) -> Result<(FileIdentity, Bytes)> {
         let path = path_of(object)?;
         let failed = |error| Error::io(format!("cannot read {}", path.display()), error);
-        // Identities can be made up, by a file system of the user's own: no way around by symlinks.
+        // No symlinks: a user's own file system can forge identities.
         let found = open_without_symlinks(&path, OFlags::PATH);
         let file = found.and_then(read_only).map_err(failed)?;
         let look = || file.metadata().map(|metadata| identity(&metadata)).map_err(failed);
@@ -114,7 +114,7 @@ impl Reference {
         let failed = |error| Error::io(format!("cannot read {object}"), error);
         let blocks = range.to_blocks();
         let mut buf = vec![0; (blocks.len() + BLOCK_SIZE) as usize];
-        // O_DIRECT wants an aligned address; a Vec cannot promise one, so take the part that is.
+        // O_DIRECT needs an aligned address; a Vec guarantees none, so use its aligned part.
         let shift = buf.as_ptr().align_offset(BLOCK_SIZE as usize);
         let target = &mut buf[shift..shift + blocks.len() as usize];
         let filled = read_up_to(file, target, blocks.start()).map_err(failed)?;
@@ -166,8 +166,8 @@ fn path_of(object: &ObjectId) -> Result<PathBuf> {
     }
 }
 
-/// Opens for reading what was `found`, if it is a file or a block device: opening anything else may
-/// wait, or do something.
+/// Opens `found` for reading if it is a file or a block device: opening anything else may block or
+/// have side effects.
 fn read_only(found: OwnedFd) -> io::Result<File> {
     let found = File::from(found);
     let kind = found.metadata()?.file_type();
@@ -184,7 +184,7 @@ fn read_only(found: OwnedFd) -> io::Result<File> {
     }
 }
 
-/// Reads until `buf` is full or the file ends; returns how much was read.
+/// Reads until `buf` is full or the file ends; returns the number of bytes read.
 fn read_up_to(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut done = 0;
     while done < buf.len() {
@@ -192,7 +192,7 @@ fn read_up_to(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
             Ok(0) => break,
             Ok(n) => {
                 done += n;
-                // A direct read that ends off a block boundary has met the end of the file.
+                // A direct read that ends off a block boundary is at the end of the file.
                 if !(done as u64).is_multiple_of(BLOCK_SIZE) {
                     break;
                 }

@@ -5,10 +5,10 @@ use bytes::Bytes;
 
 use crate::{Access, Directory, Location, Remote, registry::Artifact};
 
-/// A store, wherever it is. Cheap to clone.
+/// A store of any kind. Cheap to clone.
 #[derive(Clone, Debug)]
 pub enum Store {
-    /// A folder of this machine.
+    /// A local folder.
     Directory(Directory),
     /// A bucket or a web server.
     Remote(Remote),
@@ -17,7 +17,7 @@ pub enum Store {
 }
 
 impl Store {
-    /// The store at `location`; a folder has to exist. Of a remote one nothing is asked yet.
+    /// Opens the store at `location`; a folder has to exist. Sends nothing to a remote one.
     pub fn open(location: &Location, access: &Access) -> Result<Self> {
         match location {
             Location::Folder(path) => Directory::open(path).map(Self::Directory),
@@ -26,7 +26,7 @@ impl Store {
         }
     }
 
-    /// The same; a folder is made if it is not there.
+    /// [`Self::open`], which makes a missing folder.
     pub fn create(location: &Location, access: &Access) -> Result<Self> {
         match location {
             Location::Folder(path) => Directory::create(path).map(Self::Directory),
@@ -34,7 +34,7 @@ impl Store {
         }
     }
 
-    /// `Invalid` if nothing can ever be written there, because it is a web server or an image.
+    /// `Invalid` for web servers and images, which can never be written to.
     pub fn check_writable(&self) -> Result<()> {
         match self {
             Self::Directory(_) => Ok(()),
@@ -43,7 +43,7 @@ impl Store {
         }
     }
 
-    /// What [`BlockSource::read`] gives, waiting in this thread.
+    /// [`BlockSource::read`], blocking this thread.
     pub fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         match self {
             Self::Directory(directory) => directory.read_now(object, range),
@@ -69,7 +69,7 @@ impl BlockSource for Store {
     }
 }
 
-/// Calls the same method of whichever store it is.
+/// Calls the same method of the variant's store.
 macro_rules! either {
     ($self:ident, $store:ident => $call:expr) => {
         match $self {

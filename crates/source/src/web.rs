@@ -1,11 +1,11 @@
-//! Requests over HTTP, and bodies that are read to their end.
+//! HTTP requests with retries, and bodies that resume.
 //!
 //! ```text
-//!   send: tries until there is an answer ──► Body: reads it; where it breaks off, asks for the rest
+//!   send: retries until there is an answer ──► Body: reads it; requests the rest if it breaks off
 //! ```
 //!
-//! Invariants: every wait, every body and every number of tries has a bound; what an error quotes of a server
-//! is short; a redirect never gives up encryption.
+//! Invariants: waits, bodies and retries have bounds; an error quotes little of a server's answer;
+//! a redirect never leaves TLS.
 
 use std::{
     error, fmt,
@@ -26,32 +26,32 @@ use crate::{
     choose_cryptography, waiting,
 };
 
-/// How long making a connection may take. A lost SYN is sent again after 1 s and 3 s.
+/// Longest time to connect. A lost SYN is sent again after 1 s and 3 s.
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long an answer may be silent.
+/// Longest time without data from the server.
 pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(20);
-/// Tries of a request beyond the first: with pauses of 0.1, 0.2, … 3.2 s, about 6 s.
+/// Retries of a request: with pauses of 0.1, 0.2, … 3.2 s, about 6 s.
 pub const RETRIES: u32 = 6;
-/// How often a body may break off: each time costs a request.
+/// How often a body may break off; each time costs a request.
 const RESUMES_MAX: u32 = 20;
-/// Parts of a body that may come too slowly: each costs [`crate::body::WINDOW`], and the next request
-/// may reach a quicker server.
+/// How often a body may be too slow: each time costs [`crate::body::WINDOW`], and the next request
+/// may reach a faster server.
 const SLOW_MAX: u32 = 3;
-/// Redirects of one request.
+/// Most redirects of one request.
 const REDIRECTS_MAX: usize = 10;
 
-/// A client. Opens no connection yet.
+/// A client that follows redirects. Opens no connection yet.
 pub fn client() -> Result<Client> {
     build(Client::builder().read_timeout(SILENCE_MAX))
 }
 
-/// A client that goes nowhere but where it is sent: for secrets in what it sends.
+/// A client that follows no redirects, for requests that contain secrets.
 pub(crate) fn client_that_stays() -> Result<Client> {
     let builder = Client::builder().read_timeout(SILENCE_MAX);
     finish(builder.redirect(Policy::none()))
 }
 
-/// A client that sends much: a request may take `time_max`, and the answer comes late.
+/// A client for uploads: a request may take `time_max`, without a limit on the server's silence.
 pub(crate) fn uploading_client(time_max: Duration) -> Result<Client> {
     build(Client::builder().timeout(time_max))
 }
@@ -81,9 +81,9 @@ fn finish(builder: ClientBuilder) -> Result<Client> {
     })
 }
 
-/// Sends the request that `make` makes, again up to `retries` times while the server is not to be
-/// reached or wants a pause. `what` says what is being done, for errors; answers but success are
-/// given as they are.
+/// Sends the request of `make`, with up to `retries` retries while the server is unreachable,
+/// fails or asks for a pause. `what` names the operation, for errors. Returns answers of any
+/// status.
 pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -> Result<Response> {
     let mut tries = 0;
     loop {
@@ -106,7 +106,7 @@ pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -
     }
 }
 
-/// The same; `Unavailable` if that takes longer than `limit`.
+/// [`send`], which is `Unavailable` after `limit`.
 pub async fn send_within(
     limit: Option<Duration>,
     what: &str,
@@ -131,7 +131,7 @@ pub(crate) fn unreachable(what: &str, error: reqwest::Error) -> Error {
     Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}"))
 }
 
-/// Why there is no answer, from the deepest cause, which says it best.
+/// Why there is no answer: the deepest cause is the most specific.
 pub(crate) fn why_not(error: &(dyn error::Error + 'static)) -> String {
     let why = chain(error).last().unwrap_or(error);
     if !is_untrusted(error) {
@@ -144,7 +144,7 @@ pub(crate) fn why_not(error: &(dyn error::Error + 'static)) -> String {
     )
 }
 
-/// Whether it is about the server's certificate, which another try would find as it is.
+/// Whether the server's certificate is untrusted, which a retry does not change.
 pub(crate) fn is_untrusted(error: &(dyn error::Error + 'static)) -> bool {
     let is = |cause: &(dyn error::Error + 'static)| {
         matches!(cause.downcast_ref(), Some(rustls::Error::InvalidCertificate(_)))
@@ -157,13 +157,13 @@ fn chain<'a>(
     error: &'a (dyn error::Error + 'static),
 ) -> impl Iterator<Item = &'a (dyn error::Error + 'static)> {
     std::iter::successors(Some(error), |error| {
-        // An error of a stream gives for its cause that of what is in it.
+        // `io::Error::source` skips the error that it wraps.
         let inner = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
         inner.map(|inner| inner as &(dyn error::Error + 'static)).or_else(|| error.source())
     })
 }
 
-/// Why a registry or store lets nobody in: an answer, unlike silence or an error of the server's own.
+/// Why a registry or store denies access: a definite answer, unlike silence or a server error.
 #[derive(Debug)]
 pub struct Refusal(pub(crate) String);
 
@@ -175,7 +175,7 @@ impl fmt::Display for Refusal {
 
 impl error::Error for Refusal {}
 
-/// What an answer that is no success means.
+/// The error for an answer that is not a success.
 pub fn refused(what: &str, status: StatusCode) -> Error {
     let (kind, why) = match status {
         StatusCode::NOT_FOUND => (ErrorKind::NotFound, "there is no such thing".to_owned()),
@@ -216,10 +216,10 @@ pub fn refused(what: &str, status: StatusCode) -> Error {
     Error::new(kind, format!("cannot {what}: {why}"))
 }
 
-/// The body of an answer, read in this thread.
+/// The body of an answer, read by blocking this thread.
 pub struct Body<F> {
     what: String,
-    /// Asks anew, for what follows so many bytes.
+    /// Requests the rest of the body, from this offset on.
     ask: F,
     answer: Option<Bounded<reqwest::Body>>,
     part: Bytes,
@@ -230,14 +230,14 @@ pub struct Body<F> {
 }
 
 impl<F: FnMut(u64) -> Result<Response>> Body<F> {
-    /// The body of `answer`, which is to have at most `len_max` bytes; `ask(offset)` is asked where it
-    /// breaks off. `what` says what is being done.
+    /// The body of `answer`, of at most `len_max` bytes; `ask(offset)` requests the rest if it
+    /// breaks off. `what` names the operation, for errors.
     pub fn new(what: String, answer: Response, len_max: u64, ask: F) -> Self {
         let answer = Some(Bounded::new(answer.into(), len_max));
         Self { what, ask, answer, part: Bytes::new(), offset: 0, len_max, resumes: 0, slow: 0 }
     }
 
-    /// The same from `offset` on.
+    /// A body that begins at `offset`.
     pub(crate) fn starting(what: String, offset: u64, len_max: u64, ask: F) -> Result<Self> {
         let (part, resumes, slow) = (Bytes::new(), 0, 0);
         let mut body = Self { what, ask, answer: None, part, offset, len_max, resumes, slow };
@@ -245,7 +245,7 @@ impl<F: FnMut(u64) -> Result<Response>> Body<F> {
         Ok(body)
     }
 
-    /// The same of `answer`, which gives what follows `offset` bytes.
+    /// A body that begins at `offset` with `answer`.
     pub fn after(
         what: String,
         offset: u64,
@@ -310,7 +310,7 @@ impl<F: FnMut(u64) -> Result<Response>> Read for Body<F> {
     }
 }
 
-/// A request for what follows `offset` bytes.
+/// Makes `request` ask for the bytes from `offset` on.
 pub fn from(request: RequestBuilder, offset: u64) -> RequestBuilder {
     match offset {
         0 => request,
@@ -318,7 +318,7 @@ pub fn from(request: RequestBuilder, offset: u64) -> RequestBuilder {
     }
 }
 
-/// Whether an answer goes on where the one before broke off.
+/// Checks that an answer starts at `offset`.
 fn check_resumed(what: &str, answer: &Response, offset: u64) -> Result<()> {
     let range = answer.headers().get(CONTENT_RANGE).and_then(|range| range.to_str().ok());
     let goes_on = range.is_some_and(|range| range.starts_with(&format!("bytes {offset}-")));

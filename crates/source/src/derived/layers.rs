@@ -1,4 +1,4 @@
-//! Where the layers of an ordinary image are, on this host.
+//! The place of an OCI image's layers, on this host.
 
 use std::{
     fs::File,
@@ -18,16 +18,16 @@ use crate::{
 /// Longest origin, in bytes.
 pub(super) const ORIGIN_MAX: u64 = 8 << 10;
 
-/// A place that has layers, by their digests.
+/// A place that has layers, named by their digests.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum LayersAt {
-    /// A folder, by the OCI image layout; absolute.
+    /// The absolute path of a folder in the OCI image layout.
     Layout(PathBuf),
-    /// A repository of a registry; which image of it is named does not matter.
+    /// A repository; the image in the name does not matter.
     Registry(Name),
 }
 
-/// The same, with what it takes to read there, and what of it is held here.
+/// An opened [`LayersAt`], and the store with layers on this host.
 pub(super) struct Blobs {
     /// The host's own store.
     held: Option<Directory>,
@@ -39,7 +39,7 @@ enum Place {
     Registry(Registry),
 }
 
-/// The object that a layer is, where it is held as it came, by its SHA-256.
+/// The object of a stored layer, named by its SHA-256.
 pub fn layer_object(digest: &[u8; 32]) -> Result<ObjectId> {
     ObjectKind::Layer.object(hex(digest))
 }
@@ -49,7 +49,7 @@ fn hex(digest: &[u8; 32]) -> String {
 }
 
 impl LayersAt {
-    /// As [`Self::to_text`] writes it.
+    /// Parses the text of [`Self::to_text`].
     pub fn parse(text: &str) -> Result<Self> {
         let text = text.trim_end();
         match (text.strip_prefix("oci-layout:"), Name::parse(text)) {
@@ -63,7 +63,7 @@ impl LayersAt {
         }
     }
 
-    /// As a line, or `Invalid` for a folder whose name is not UTF-8.
+    /// One line of text; `Invalid` for a folder whose name is not UTF-8.
     pub fn to_text(&self) -> Result<String> {
         let folder = match self {
             Self::Registry(name) => return Ok(format!("{name}\n")),
@@ -80,8 +80,8 @@ impl LayersAt {
 }
 
 impl Blobs {
-    /// What is there, to be read with what `access` holds, and what of it `held` has. Nothing is asked
-    /// yet.
+    /// Opens the layers at `at` with the credentials in `access`, and those stored in `held`.
+    /// Sends nothing.
     pub(super) fn open(at: LayersAt, access: &Access, held: Option<Directory>) -> Result<Self> {
         let place = match at {
             LayersAt::Layout(folder) => Place::Layout(folder),
@@ -90,14 +90,14 @@ impl Blobs {
         Ok(Self { held, place })
     }
 
-    /// Bytes of the layer with this SHA-256, as they are held here; `None` if they are not, or no more.
+    /// Bytes of the stored layer with this SHA-256; `None` if it is not stored, or no longer.
     pub(super) async fn held(&self, digest: &[u8; 32], range: ByteRange) -> Result<Option<Bytes>> {
         let Some(held) = &self.held else { return Ok(None) };
         let path = held.path_of(&layer_object(digest)?);
         blocking(move || Ok(read(&path, range).ok())).await
     }
 
-    /// Bytes of the layer with this SHA-256, as they are stored.
+    /// Bytes of the layer with this SHA-256, from its origin.
     pub(super) async fn read(&self, digest: &[u8; 32], range: ByteRange) -> Result<Bytes> {
         let folder = match &self.place {
             Place::Registry(registry) => {
@@ -111,7 +111,7 @@ impl Blobs {
         let read = move || {
             read(&path, range).map_err(|error| {
                 let what = format!("cannot read the layer {}", path.display());
-                // Folders come back, as disks and shares do.
+                // A missing folder may come back, as disks and shares do.
                 Error::with_source(ErrorKind::Unavailable, what, error)
             })
         };

@@ -1,20 +1,21 @@
-//! Derived objects: what an image's data is of the layers of an ordinary image, read from these as
-//! they are.
+//! Derived objects: the data of an OCI image, read from its layers as they are.
 //!
 //! ```text
-//!   derived/<digest>, a range ──► its table ──► stretches ──► spans of layers ──► unpacked, cut out
+//!   derived/<digest>, a range ──► its table ──► stretches ──► spans of layers ──► unpacked, cut
 //!                                    │                            │
 //!                    store: derived/<digest>, origins/<digest> ───┼─► registry or OCI layout
 //!                           layers/<sha-256> ─────────────────────┘
 //! ```
 //!
-//! The table is an object of the store under its digest. Where the layers are is no part of it, but
-//! of this host: `origins/<digest>`. Layers that the store holds as they came are read there, and
-//! elsewhere only when that fails; `held/<digest>` lists those that the image needs. Invariants: a
-//! table is used only if it matches its digest; a read makes no more than a few spans at a time, each
-//! of at most 32 MiB. What comes back of layers that were read is not verified here: chunks have
-//! digests, and who finds one wrong says so. Of layers that are known by their tables of contents it
-//! is, where it is unpacked: nobody else can.
+//! The table is an object of the store, named by its digest. The place of the layers belongs to
+//! the host, not to the table: `origins/<digest>`. A stored layer is read from the store, and from
+//! its origin only if that fails; `held/<digest>` lists the stored layers that the image needs.
+//!
+//! Invariants: a table is used only if it matches its digest; a read unpacks only a few spans at a
+//! time, each of at most 32 MiB. Data of layers that were read whole to make the table is not
+//! verified here: chunks have digests, and the reader reports a wrong one. Data of layers known
+//! only by their table of contents (TOC) is verified when it is unpacked, because nothing else can
+//! verify it.
 
 mod layers;
 mod spans;
@@ -40,22 +41,23 @@ use self::{
 };
 use crate::{Access, Store, blocking, check_len};
 
-/// Objects whose tables are kept, each of at most 256 MiB.
+/// Most objects whose tables are kept, each of at most 256 MiB.
 const OPENED_MAX: usize = 4;
-/// Spans that one read asks for at a time.
+/// Most spans that one read requests at a time.
 const SPANS_AT_ONCE: usize = 4;
 
-/// The object of the table `bytes`, whose name is the name of the derived object.
+/// The derived object of the table `bytes`, named by their digest.
 pub fn derived_object(table: &[u8]) -> Result<ObjectId> {
     ObjectKind::Derived.object(Digest::of(table))
 }
 
-/// The object that says where the layers of the derived `object` are.
+/// The object with the place of the layers of the derived `object`.
 pub fn origin_object(object: &ObjectId) -> Result<ObjectId> {
     beside(object, ObjectKind::Origins)
 }
 
-/// The object that lists the layers of the derived `object`, one a line, where all of them are held.
+/// The object that lists the layers of the derived `object`, one a line, if all of them are
+/// stored.
 pub fn held_object(object: &ObjectId) -> Result<ObjectId> {
     beside(object, ObjectKind::Held)
 }
@@ -74,17 +76,17 @@ pub(crate) struct Derived {
     opened: Mutex<HashMap<ObjectId, Arc<OnceCell<Arc<Opened>>>>>,
 }
 
-/// An object of which something was read.
+/// An object that has been read from.
 struct Opened {
     table: Table,
     layers: Blobs,
     spans: Spans,
-    /// Spans that were not what was stored: they are not read from layers that are held.
+    /// Spans with wrong content: they are not read from stored layers again.
     refuted: Mutex<HashSet<Key>>,
 }
 
 impl Derived {
-    /// Of `store`; layers in registries are read with what `access` holds.
+    /// Reads from `store`; layers in registries with the credentials in `access`.
     pub(crate) fn new(store: Store, access: Access) -> Self {
         Self { store, access, opened: Mutex::default() }
     }
@@ -102,7 +104,7 @@ impl Derived {
             wanted.push(Arc::clone(&opened).unpacked(layer, span));
             copies.push(parts);
         }
-        // In order, and a few ahead.
+        // In order, a few at a time.
         let mut unpacked = stream::iter(wanted).buffered(SPANS_AT_ONCE);
         for parts in copies {
             let Some(bytes) = unpacked.try_next().await? else { break };
@@ -114,14 +116,15 @@ impl Derived {
         Ok(out.into())
     }
 
-    /// Bytes of layers that a read of `range` has to fetch: none of spans that are here, or coming.
+    /// Bytes of layers that a read of `range` has to fetch, without spans that are here or being
+    /// fetched.
     pub(crate) fn bytes_to_fetch(&self, object: &ObjectId, range: ByteRange) -> u64 {
         let opened = {
             let opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
             opened.get(object).and_then(|cell| cell.get().cloned())
         };
         let Some(opened) = opened else { return range.len() };
-        // A span may have bytes of others between its own.
+        // Other spans may lie between two parts of one span.
         let mut counted = HashSet::new();
         let spans = parts(&opened.table, range).into_iter();
         let absent = spans.filter(|(layer, span, _)| {
@@ -131,7 +134,7 @@ impl Derived {
         absent.map(|(_, span, _)| span.compressed.len()).sum()
     }
 
-    /// What was read of `range` was wrong: the spans that it is of are read anew, where they came from.
+    /// Reports that the data of `range` was wrong: its spans are read again, from their origin.
     pub(crate) fn refuted(&self, object: &ObjectId, range: ByteRange) {
         let opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(opened) = opened.get(object).and_then(|cell| cell.get()) else { return };
@@ -183,7 +186,7 @@ impl Opened {
         Ok(Self { table, layers, spans: Spans::new(), refuted: Mutex::default() })
     }
 
-    /// The span `span` of a layer.
+    /// Reads and unpacks `span` of a layer.
     async fn unpacked(self: Arc<Self>, layer: u32, span: Span) -> Result<Bytes> {
         let this = Arc::clone(&self);
         let make = async move {
@@ -220,14 +223,14 @@ impl Opened {
     }
 }
 
-/// Bytes of a span that go into an answer.
+/// Bytes of a span to copy into an answer.
 struct Copy {
     from: usize,
     to: usize,
     len: usize,
 }
 
-/// Which spans of which layers hold `range`, and what of them goes where.
+/// The spans of layers that hold `range`, with the parts to copy from each.
 fn parts(table: &Table, range: ByteRange) -> Vec<(u32, Span, Vec<Copy>)> {
     let mut parts: Vec<(u32, Span, Vec<Copy>)> = Vec::new();
     for stretch in table.stretches(range) {

@@ -1,8 +1,8 @@
-//! Unpacked spans, kept for those who want another part of them.
+//! A cache of unpacked spans.
 //!
-//! A chunk is shorter than a span, and neighbours are read together: what one of them has unpacked
-//! is there for the others. Invariants: a span is fetched once, however many want it; what is kept
-//! has a bound, and so has what is unpacked at a time.
+//! A chunk is shorter than a span, and neighbours are read together, so the span that one of them
+//! unpacks serves the others. Invariants: concurrent readers of a span share one fetch; the cache
+//! and the spans being unpacked have bounds.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,20 +10,20 @@ use burgeon_block::Result;
 use bytes::Bytes;
 use tokio::sync::{OnceCell, Semaphore};
 
-/// Spans that are kept: as many as flights of an image may want, each two.
+/// Most spans that are kept: two for each in-flight fetch of an image.
 const SPANS_MAX: usize = 64;
-/// Bytes of spans that are kept: 32 MiB.
+/// Most bytes of spans that are kept: 32 MiB.
 const BYTES_MAX: u64 = 32 << 20;
-/// What is fetched and unpacked at a time, in KiB, both counted: 64 MiB, which is the longest span alone.
-/// Commonly a span has 0.7 MiB, so that the network is not waited for.
+/// Most data being fetched and unpacked, both counted, in KiB: 64 MiB, the longest span alone. A
+/// common span has 0.7 MiB, so there is room for enough in-flight fetches.
 const WORK_MAX: u32 = 64 << 10;
 
-/// A layer, and which span of it.
+/// A layer, and the number of a span in it.
 pub(super) type Key = (u32, u32);
 type Cell = Arc<OnceCell<Bytes>>;
 
 pub(super) struct Spans {
-    /// What was wanted last is last.
+    /// The most recently used is last.
     kept: Mutex<Vec<(Key, Cell)>>,
     work: Semaphore,
 }
@@ -33,7 +33,7 @@ impl Spans {
         Self { kept: Mutex::default(), work: Semaphore::new(WORK_MAX as usize) }
     }
 
-    /// The span `key`, which `make` makes of `len` bytes in all, if nobody has.
+    /// The span `key`; `make` makes it, which takes `len` bytes in all, unless another reader has.
     pub(super) async fn get(
         &self,
         key: Key,
@@ -54,15 +54,15 @@ impl Spans {
         bytes
     }
 
-    /// Whether somebody has the span, or makes it.
+    /// Whether the span is here or being made.
     pub(super) fn has(&self, key: Key) -> bool {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        // Whoever makes it holds it, too; of one that failed only what is kept is left.
+        // A maker holds a reference too; a failed span has only this one.
         let is_of_use = |cell: &Cell| cell.initialized() || Arc::strong_count(cell) > 1;
         kept.iter().any(|(other, cell)| *other == key && is_of_use(cell))
     }
 
-    /// Whoever wants the span from now on makes it anew.
+    /// Forgets the span: later readers make it again.
     pub(super) fn forget(&self, key: Key) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.retain(|(other, _)| *other != key);
@@ -78,12 +78,12 @@ impl Spans {
     }
 }
 
-/// Lets go of what was wanted longest ago, if there is too much.
+/// Evicts the least recently used spans that exceed the bounds.
 fn trim(kept: &mut Vec<(Key, Cell)>) {
     let len = |cell: &Cell| cell.get().map_or(0, |bytes| bytes.len() as u64);
     let mut bytes: u64 = kept.iter().map(|(_, cell)| len(cell)).sum();
     while bytes > BYTES_MAX && kept.len() > 1 {
-        // Those that are being made have no bytes yet.
+        // Spans being made have no bytes yet.
         let oldest = kept.iter().position(|(_, cell)| cell.initialized()).unwrap_or(0);
         bytes -= len(&kept.remove(oldest).1);
     }
@@ -101,14 +101,14 @@ mod tests {
     use crate::waiting;
 
     #[test]
-    fn what_is_kept_has_a_bound_and_what_failed_is_not_here() {
+    fn the_cache_is_bounded_and_omits_failed_spans() {
         let spans = Spans::new();
         let len = BYTES_MAX as usize / 4;
         let one = |n: u32| {
             let spans = &spans;
             async move {
                 let make = async {
-                    // The others begin before it ends.
+                    // Lets the others begin first.
                     tokio::task::yield_now().await;
                     Ok(Bytes::from(vec![0; len]))
                 };

@@ -1,4 +1,4 @@
-//! From a location and what the environment says to a client of the library.
+//! Builds a client of the library from a location and the settings of the environment.
 
 use std::{
     sync::{Arc, Once},
@@ -20,24 +20,24 @@ use crate::{
     location::{RemoteUrl, Scheme},
 };
 
-/// How long making a connection may take. A lost SYN is sent again after 1 s and 3 s.
+/// Longest time to connect. A lost SYN is sent again after 1 s and 3 s.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long an answer may be silent.
+/// Longest time without data from the server.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
-/// How long one request may take, its body included: a pack of 32 MiB at 1 Mbit/s.
+/// Longest time for one request, its body included: a pack of 32 MiB at 1 Mbit/s.
 const REQUEST_MAX: Duration = Duration::from_secs(300);
-/// How long a command goes on trying: as long as a reader of a mount.
+/// How long a command retries: as long as a reader of a mount.
 const RETRY_MAX: Duration = Duration::from_secs(30);
-/// Tries of a command beyond the first: with pauses of 0.1, 0.2, … 3.2 s, about 6 s, after which
-/// a wrong address is known for what it is.
+/// Retries of a command, with pauses of 0.1, 0.2, … 3.2 s: after about 6 s a wrong address is
+/// reported.
 const RETRIES: usize = 6;
 
-/// Who tries again when the store does not answer.
+/// The layer that retries when the store does not answer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Retries {
     /// The library, within [`RETRY_MAX`].
     Library,
-    /// Whoever asks: a volume has its own deadline, pauses and tries.
+    /// The caller: a volume has its own deadline, pauses and retries.
     Caller,
 }
 
@@ -55,7 +55,7 @@ pub(super) fn client(
         || access.variables().map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()));
     let client: object_store::Result<Arc<dyn ObjectStore>> = match url.scheme {
         Scheme::S3 => {
-            // The options come first: a setting of the environment changes one of them.
+            // Options first: a setting of the environment overrides one of them.
             let mut builder = AmazonS3Builder::new().with_client_options(options);
             for (name, value) in variables() {
                 let Ok(key) = name.parse::<AmazonS3ConfigKey>() else { continue };
@@ -66,7 +66,8 @@ pub(super) fn client(
                         | AmazonS3ConfigKey::StsEndpoint
                 );
                 if is_service && value.starts_with("http://") {
-                    // A metadata service's http:// allows nothing for the store's own requests.
+                    // An http:// metadata service does not allow http:// for the store's own
+                    // requests.
                     let plain = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
                     builder = builder.with_config(plain, "true");
                 }
@@ -124,7 +125,7 @@ fn client_options(retries: Retries) -> ClientOptions {
         .with_read_timeout(SILENCE_MAX)
         .with_timeout(REQUEST_MAX);
     match retries {
-        // A connection for each fetch in flight is kept: making one costs up to three round trips.
+        // Keeps a connection for each in-flight fetch: making one costs up to three round trips.
         Retries::Caller => options.with_pool_max_idle_per_host(super::REQUESTS_MAX),
         Retries::Library => options,
     }
@@ -145,12 +146,12 @@ fn retry_config(retries: Retries) -> RetryConfig {
     }
 }
 
-/// TLS is rustls with ring, and the roots are the system's. To be called before a client is made;
-/// only the first call does anything.
+/// Selects rustls with ring for TLS, and the system's roots. Call before making a client; only the
+/// first call has an effect.
 pub fn choose_cryptography() {
     static CHOSEN: Once = Once::new();
     CHOSEN.call_once(|| {
-        // An error means that somebody has chosen already, which is as good.
+        // An error means that a provider is installed already, which is as good.
         let _ = rustls::crypto::ring::default_provider().install_default();
     });
 }

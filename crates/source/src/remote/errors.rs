@@ -9,13 +9,13 @@ use crate::{
     web::Refusal,
 };
 
-/// Where a virtual machine is asked for credentials when the environment has none.
+/// Address that a virtual machine asks for credentials when the environment has none.
 const METADATA_SERVICE: &str = "169.254.169.254";
 
-/// What an error of the library means to us; `what` was being done, as "read packs/ab".
+/// Converts an error of the library; `what` names the operation, as "read packs/ab".
 ///
-/// The library's own message is not repeated: it may be pages of a server's HTML. Its chain is
-/// searched for what is known, and a status keeps its number and its code.
+/// The library's own message is not quoted: it may be pages of a server's HTML. Its chain is
+/// searched for known causes; of a status, the number and the code are kept.
 pub(super) fn ours(url: &RemoteUrl, what: &str, error: &object_store::Error) -> Error {
     use object_store::Error as Theirs;
     let (kind, why) = match error {
@@ -63,7 +63,7 @@ fn by_cause(url: &RemoteUrl, error: &object_store::Error) -> (ErrorKind, String)
     }
 }
 
-/// The error of type `T` in the chain.
+/// The first error of type `T` in the chain.
 fn cause<T: error::Error + 'static>(error: &object_store::Error) -> Option<&T> {
     std::iter::successors(error::Error::source(error), |error| error.source())
         .find_map(|error| error.downcast_ref())
@@ -94,7 +94,7 @@ fn status(error: &object_store::Error) -> Option<String> {
     })
 }
 
-/// What to look at when access is denied.
+/// The settings to check when access is denied.
 fn check(url: &RemoteUrl) -> &'static str {
     match url.scheme {
         Scheme::S3 => {

@@ -9,23 +9,23 @@ use burgeon_block::Result;
 use futures_util::future::{Either, select};
 use tokio::time::{Instant, sleep};
 
-/// Shortest time after which a request counts as slow: below it, a second one costs more than
-/// it can win.
+/// Shortest time after which a request counts as slow: below it, a hedge costs more than it can
+/// gain.
 const PATIENCE_MIN: Duration = Duration::from_millis(100);
-/// A request is slow when it takes so many times as long as they do on average.
+/// A request is slow when it takes this many times the average.
 const SLOW: u32 = 4;
-/// Every so many requests allow one hedge: at most 1/16 more requests than without.
+/// Requests per hedge: at most 1/16 more requests than without.
 const REQUESTS_A_HEDGE: i64 = 16;
-/// Hedges that can be saved up for a bad moment.
+/// Most hedges that can be saved up.
 const SAVED_MAX: i64 = 4;
 
-/// Asks a second time when an answer is slow, and takes what comes first.
+/// Sends a second request when the first is slow, and takes the first good answer.
 #[derive(Debug)]
 pub(crate) struct Hedge {
-    /// How long a request takes, in microseconds: an average in which each new one weighs 1/8.
-    /// 0 while nothing is known.
+    /// Duration of a request, in microseconds: a moving average in which each new one weighs 1/8.
+    /// 0 while unknown.
     usual_us: AtomicU64,
-    /// Requests that have not been used for a hedge.
+    /// Requests not yet spent on a hedge.
     saved: AtomicI64,
 }
 
@@ -34,7 +34,7 @@ impl Hedge {
         Self { usual_us: AtomicU64::new(0), saved: AtomicI64::new(REQUESTS_A_HEDGE) }
     }
 
-    /// What `ask` gives, or what it gives when asked again. `hedged` is called for that.
+    /// Returns the answer of `ask`; when it is slow, calls `hedged` and asks a second time.
     pub(crate) async fn ask<T, F: Future<Output = Result<T>>>(
         &self,
         ask: impl Fn() -> F,
@@ -62,7 +62,7 @@ impl Hedge {
 
     fn patience(&self) -> Duration {
         match self.usual_us.load(Relaxed) {
-            // The first answer includes making the connection: nothing to compare with.
+            // No average yet, and the first request includes making the connection.
             0 => Duration::from_secs(1),
             usual => (Duration::from_micros(usual) * SLOW).max(PATIENCE_MIN),
         }
@@ -73,7 +73,7 @@ impl Hedge {
         self.saved.fetch_update(Relaxed, Relaxed, take).is_ok()
     }
 
-    /// Races between these two only blur an average.
+    /// Races between the load and the store only blur an average.
     fn note(&self, took: Duration) {
         let took = u64::try_from(took.as_micros()).unwrap_or(u64::MAX).clamp(1, 1 << 32);
         let usual = match self.usual_us.load(Relaxed) {
@@ -95,7 +95,8 @@ mod tests {
 
     use super::{Hedge, REQUESTS_A_HEDGE};
 
-    /// The answer of the `n`th question: after how long, and whether it is a good one.
+    /// `answers[n]` is the `n`th answer: its delay in ms, and whether it is good. Returns the
+    /// winner and the number of hedges.
     async fn asked(hedge: &Hedge, answers: &[(u64, bool)]) -> (Result<usize>, u32) {
         let (asked, hedges) = (Cell::new(0), Cell::new(0));
         let ask = || {
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_first_good_answer_counts_and_slow_ones_are_asked_for_again() {
+    async fn slow_requests_are_hedged_and_the_first_good_answer_wins() {
         let hedge = Hedge::new();
         assert!(matches!(asked(&hedge, &[(20, true)]).await, (Ok(0), 0)));
         for (answers, winner) in [
@@ -134,7 +135,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_slow_store_gets_few_requests_more() {
+    async fn a_slow_store_gets_a_bounded_number_of_hedges() {
         let hedge = Hedge::new();
         let mut hedges = 0;
         for n in 0..160 {

@@ -1,14 +1,15 @@
-//! Writers and collectors of a store that has no locks.
+//! Leases of writers and collectors on a store without locks.
 //!
 //! ```text
 //!   writer:     put leases/write-<id>   ── then list: a collector there? wait until it is gone
 //!   collector:  put leases/collect-<id> ── then list: a writer there? collect nothing
 //! ```
 //!
-//! Each puts its own mark before it looks for the other's, so one of the two sees the other: the
-//! stores list what was put before. A mark is put again every [`RENEW`]; one that is older than
-//! [`LEASE`] by the *store's* clock is a dead process's, and is removed by the next collector.
-//! Invariant: who could not renew in time publishes and removes nothing any more ([`Leases`]).
+//! Each puts its own mark before it looks for the other's, so at least one of the two sees the
+//! other: a listing has every mark put before it. A mark is put again every [`RENEW`]; a mark
+//! older than [`LEASE`] by the *store's* clock belongs to a dead process, and the next collector
+//! removes it. Invariant: a process that could not renew in time publishes and removes nothing
+//! more ([`Leases`]).
 
 use std::{
     sync::{Arc, Mutex, PoisonError, Weak},
@@ -26,31 +27,31 @@ use super::Remote;
 use crate::location::RemoteUrl;
 use crate::{runtime, waiting};
 
-/// How long a mark counts after it was put.
+/// How long a mark is valid after it was put.
 const LEASE: Duration = Duration::from_secs(15 * 60);
-/// How often it is put again: four may fail in a row.
+/// Renewal interval: four renewals in a row may fail.
 const RENEW: Duration = Duration::from_secs(2 * 60);
-/// How long its owner relies on it: shorter than [`LEASE`] by the longest that a request started
-/// at the last moment can take (300 s, and 30 s of trying) and half a minute for clocks that run
+/// How long its owner relies on it: shorter than [`LEASE`] by the longest time of a request
+/// started at the last moment (300 s, and 30 s of retries) and half a minute for clocks that run
 /// at different speeds.
 const RELIED_ON: Duration = Duration::from_secs(9 * 60);
 /// How long a writer waits for a collector.
 const WAIT_MAX: Duration = Duration::from_secs(60);
-/// How often it looks.
+/// Polling interval of that wait.
 const LOOK: Duration = Duration::from_millis(500);
-/// Marks that are looked at.
+/// Most marks that are listed.
 const MARKS_MAX: usize = 10_000;
 
 /// The leases of this process.
 #[derive(Default, Debug)]
 pub(super) struct Leases(Mutex<Vec<Weak<Renewed>>>);
 
-/// When a mark was put last.
+/// Time of a mark's last renewal.
 #[derive(Debug)]
 struct Renewed(Mutex<Instant>);
 
 impl Leases {
-    /// Refuses to go on when a lease has run out.
+    /// An error if a lease of this process has expired.
     pub(super) fn check(&self, url: &RemoteUrl) -> Result<()> {
         let mut leases = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         leases.retain(|lease| lease.strong_count() > 0);
@@ -85,13 +86,13 @@ impl Renewed {
     }
 }
 
-/// A mark that is kept fresh, and removed when dropped.
+/// A mark that is renewed, and removed when dropped.
 struct Mark {
     store: Remote,
     object: ObjectId,
     renewal: AbortHandle,
     _renewed: Arc<Renewed>,
-    /// Where a writer's packs grow.
+    /// Folder in which a writer builds its packs.
     scratch: TempDir,
 }
 
@@ -102,7 +103,7 @@ impl Mark {
             let folder = std::env::temp_dir();
             Error::io(format!("cannot make a folder in {} (TMPDIR)", folder.display()), e)
         })?;
-        // The folder's random name is the mark's, with the process for whoever looks at it.
+        // The mark has the folder's random name, with the process ID for a human reader.
         let id = scratch.path().file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let object = ObjectKind::Lease.object(format!("{kind}-{}-{id}", std::process::id()))?;
         let renewed = Arc::new(Renewed(Mutex::new(Instant::now())));
@@ -122,7 +123,7 @@ impl Mark {
         Ok(Self { store, object, renewal, _renewed: renewed, scratch })
     }
 
-    /// The marks of others that are alive and begin with `kind`, and those that are dead.
+    /// The number of live marks of others that begin with `kind`, and all dead marks.
     fn others(&self, kind: &str) -> Result<(usize, Vec<ObjectMeta>)> {
         let marks = waiting(marks(&self.store))?;
         let own = self.store.path(self.object.as_str())?;
@@ -150,7 +151,7 @@ impl Mark {
 impl Drop for Mark {
     fn drop(&mut self) {
         self.renewal.abort();
-        // Should this fail, the mark counts until its lease is over, and then goes.
+        // If this fails, the mark stays until it expires and a collector removes it.
         let _ = waiting(self.store.delete(&self.object));
     }
 }

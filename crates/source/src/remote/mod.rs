@@ -1,14 +1,14 @@
-//! A store behind a network: a bucket, or a web server that is only read.
+//! A remote store: a bucket, or a web server, which is read-only.
 //!
 //! ```text
 //!   fetches of a mount ──► Hedge ──► client, tries once ─────────┐
-//!                          (the volume tries again)              ├──► Looking ──► network
+//!                          (the volume retries)                  ├──► Looking ──► network
 //!   commands: get, list, publish ──► client, tries for 30 s ─────┘   checks ranges, counts
 //! ```
 //!
-//! Invariants: a read gives exactly the range asked for, never more bytes in memory than that; an
-//! object appears whole (one PUT); no secret is in a message; everything that waits has a bound.
-//! What a web server has is read only, and found by its name, because it need not list.
+//! Invariants: a read returns exactly the requested range and never holds more bytes than that in
+//! memory; an object appears whole (one PUT); no message contains a secret; every wait has a
+//! bound. Objects of a web server are found by name, because it need not list them.
 
 mod connect;
 mod errors;
@@ -41,11 +41,11 @@ use crate::{
     waiting,
 };
 
-/// Requests in flight for reads of one store, hedges apart: twice a volume's flights, so that two
-/// busy images share a store without waiting for each other.
+/// Most in-flight reads of one store, hedges apart: twice the in-flight fetches of a volume, so
+/// that two busy images share a store without waiting for each other.
 pub(crate) const REQUESTS_MAX: usize = 64;
 
-/// Names that are read from one listing: a hundred thousand packs hold 3 TiB.
+/// Most names read from one listing: a hundred thousand packs hold 3 TiB.
 const LIST_MAX: usize = 1_000_000;
 
 /// A remote store. Cheap to clone.
@@ -54,11 +54,11 @@ pub struct Remote(Arc<Inner>);
 
 struct Inner {
     url: RemoteUrl,
-    /// What comes before an object's name; empty for a web server, whose URL has it.
+    /// Prefix of the object names; empty for a web server, whose URL includes it.
     prefix: Path,
-    /// Tries once.
+    /// Tries once: for fetches of a mount.
     fetching: Arc<dyn Client>,
-    /// Tries again.
+    /// Retries: for commands.
     calling: Arc<dyn Client>,
     requests: Semaphore,
     hedge: Hedge,
@@ -67,7 +67,7 @@ struct Inner {
 }
 
 impl Remote {
-    /// The store at `url`, to be used with what `access` holds. Nothing is sent yet.
+    /// Opens the store at `url` with the settings in `access`. Sends nothing.
     pub(crate) fn open(url: &RemoteUrl, access: &Access) -> Result<Self> {
         let traffic = Arc::default();
         let prefix = match url.scheme {
@@ -86,12 +86,12 @@ impl Remote {
         })))
     }
 
-    /// What has been asked and answered so far.
+    /// Counters of the requests so far.
     pub fn traffic(&self) -> &Traffic {
         &self.0.traffic
     }
 
-    /// Refuses what a web server cannot do.
+    /// `Invalid` for a web server, which cannot be written to.
     pub(crate) fn check_writable(&self) -> Result<()> {
         match self.0.url.scheme {
             Scheme::Http => Err(Error::new(
@@ -105,7 +105,7 @@ impl Remote {
         }
     }
 
-    /// What [`BlockSource::read`] gives, waiting in this thread.
+    /// [`BlockSource::read`], blocking this thread.
     pub fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         waiting(self.read(object, range))
     }
@@ -118,7 +118,7 @@ impl Remote {
         })
     }
 
-    /// Turns an error of the library into ours: "cannot `verb` `object` of `store`".
+    /// Converts an error of the library: "cannot `verb` `object` of `store`".
     fn failed<'a>(
         &'a self,
         verb: &'a str,
@@ -146,7 +146,7 @@ impl Remote {
         Err(Error::new(ErrorKind::Unavailable, what))
     }
 
-    /// All of `stream`; an error if that is more than `len_max` bytes.
+    /// Reads all of `stream`; an error if it is longer than `len_max` bytes.
     async fn gather(
         &self,
         object: &ObjectId,
@@ -187,7 +187,7 @@ impl Remote {
         let path = self.path(folder)?;
         let failed = self.failed("list", folder);
         let objects = match self.0.url.scheme {
-            // One level is what web servers that list at all allow.
+            // Web servers that list at all list only one level.
             Scheme::Http => match self.0.calling.list_with_delimiter(Some(&path)).await {
                 Ok(listed) => listed.objects,
                 Err(object_store::Error::NotFound { .. }) => Vec::new(),
@@ -313,7 +313,7 @@ impl Remote {
     }
 }
 
-/// The library's clients would show credentials.
+/// Not derived: the library's clients would show credentials.
 impl fmt::Debug for Remote {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Remote").field(&self.0.url).finish()

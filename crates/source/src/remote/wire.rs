@@ -1,8 +1,8 @@
-//! What lies between the library and the network: looks at every answer before the library does.
+//! Sits between the library and the network, and checks every answer before the library sees it.
 //!
-//! Invariants: the body of a refusal is read up to [`REFUSAL_MAX`] bytes; an answer to a range
-//! request either says that it is exactly that range or does not get through; the library never sees more
-//! of a body than was asked for, nor one that comes too slowly.
+//! Invariants: at most [`REFUSAL_MAX`] bytes of a refusal's body are read; an answer to a range
+//! request is passed on only if it declares exactly that range; the library never sees more of a
+//! body than was requested, nor a body that arrives too slowly.
 
 use std::{
     error, fmt,
@@ -26,23 +26,23 @@ use object_store::{
 
 use crate::body::{Bounded, Excess, Within};
 
-/// Bytes of a refusal that are looked at: an S3 error document is below 1 KiB.
+/// Most bytes of a refusal that are read: an S3 error document is below 1 KiB.
 const REFUSAL_MAX: usize = 4 << 10;
 
-/// Longest answer that the library reads whole, in bytes: a web server's list of 40,000 packs (1.2 TiB), a
-/// page of a bucket's list (1000 objects), credentials.
+/// Longest answer that the library reads whole, in bytes: a web server's listing of 40,000 packs
+/// (1.2 TiB), a page of a bucket's listing (1000 objects), credentials.
 pub(super) const WHOLE_MAX: u64 = 32 << 20;
 
-/// Goes with the request for a whole object: the longest that is wanted.
+/// Request extension: the maximum length of a whole object.
 #[derive(Clone, Copy)]
 pub(super) struct LenMax(pub(super) u64);
 
-/// What was asked of a store and what came of it. Each try counts.
+/// Counters of the requests to a store and their results. Each try counts.
 #[derive(Default, Debug)]
 pub struct Traffic {
     /// Requests sent.
     pub requests: AtomicU64,
-    /// Of these, sent because another took long.
+    /// Of these, sent because another was slow.
     pub hedges: AtomicU64,
     /// Answers 429 and 503: the server wants fewer requests.
     pub throttled: AtomicU64,
@@ -50,14 +50,14 @@ pub struct Traffic {
     pub denied: AtomicU64,
     /// Other refusals (4xx, 5xx), a missing object among them.
     pub refused: AtomicU64,
-    /// Requests that got no whole answer: no connection, reset, timed out.
+    /// Requests without a complete answer: no connection, reset, timed out.
     pub broken: AtomicU64,
-    /// Answers that are not what was asked for.
+    /// Answers that do not match the request.
     pub lies: AtomicU64,
 }
 
 impl Traffic {
-    /// What counts answers with this status.
+    /// The counter of answers with this status.
     pub(crate) fn refusal(&self, status: u16) -> &AtomicU64 {
         match status {
             429 | 503 => &self.throttled,
@@ -74,7 +74,7 @@ impl Traffic {
         }
     }
 
-    /// Every figure with its name.
+    /// Every counter with its name.
     pub fn figures(&self) -> [(&'static str, u64); 7] {
         [
             ("requests", self.requests.load(Relaxed)),
@@ -88,14 +88,14 @@ impl Traffic {
     }
 }
 
-/// Why an answer did not get through.
+/// Why an answer was rejected.
 #[derive(Debug)]
 pub(crate) enum Wrong {
     /// The server sent the whole object, or says that it cannot do ranges.
     NoRanges,
     /// The object ends before the range does.
     Ends,
-    /// It says that it is another range.
+    /// The answer declares another range.
     Other { asked: Range<u64>, said: String },
     /// The server cannot list.
     NoListing(u16),
@@ -120,7 +120,7 @@ impl fmt::Display for Wrong {
 }
 
 impl Wrong {
-    /// What it means for who asked.
+    /// The error kind for the caller.
     pub(crate) fn kind(&self) -> ErrorKind {
         match self {
             Self::Ends | Self::Other { .. } => ErrorKind::Corrupt,
@@ -132,7 +132,7 @@ impl Wrong {
 
 impl error::Error for Wrong {}
 
-/// Makes clients that look at every answer.
+/// Makes clients that check every answer.
 #[derive(Debug)]
 pub(super) struct Connector(pub(super) Arc<Traffic>);
 
@@ -183,7 +183,7 @@ impl HttpService for Looking {
     }
 }
 
-/// The same answer, whose body is within its bounds.
+/// Bounds the body of `answer`.
 fn bounded(answer: HttpResponse, len_max: u64, traffic: &Arc<Traffic>) -> HttpResponse {
     let traffic = Arc::clone(traffic);
     let excess = move |excess| {
@@ -193,14 +193,14 @@ fn bounded(answer: HttpResponse, len_max: u64, traffic: &Arc<Traffic>) -> HttpRe
     answer.map(|body| HttpResponseBody::new(Within::new(Bounded::new(body, len_max), excess)))
 }
 
-/// The bytes that a request asks for, if it asks for some.
+/// The byte range of a request, if it has one.
 fn asked_range(headers: &HeaderMap) -> Option<Range<u64>> {
     let (first, last) =
         headers.get("range")?.to_str().ok()?.strip_prefix("bytes=")?.split_once('-')?;
     Some(first.parse().ok()?..last.parse::<u64>().ok()?.checked_add(1)?)
 }
 
-/// Whether an answer is exactly the range that was `asked` for.
+/// Checks that an answer is exactly the range `asked`.
 pub(crate) fn check_range(
     status: u16,
     headers: &HeaderMap,
@@ -217,13 +217,13 @@ pub(crate) fn check_range(
     });
     match parsed {
         Some((first, last)) if first == asked.start && last == asked.end - 1 => Ok(()),
-        // RFC 9110, 14.2: a range beyond the end is answered with what there is.
+        // RFC 9110, 14.2: a range beyond the end is answered up to the end.
         Some((first, last)) if first == asked.start && last < asked.end => Err(Wrong::Ends),
         _ => Err(Wrong::Other { asked, said: said.chars().take(80).collect() }),
     }
 }
 
-/// The beginning of a refusal's body. A body that breaks off is a refusal all the same.
+/// The beginning of a refusal's body; a refusal that breaks off is still one.
 async fn clip(body: HttpResponseBody) -> Bytes {
     let mut body = Bounded::new(body, u64::MAX);
     let mut clipped = BytesMut::new();
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn only_exactly_what_was_asked_for_gets_through() {
+    fn only_the_exact_range_is_passed_on() {
         assert_eq!(asked_range(&headers("range", "bytes=4-7")), Some(4..8));
         assert_eq!(asked_range(&HeaderMap::new()), None);
         let check = |status, said: &str| check_range(status, &headers("content-range", said), 4..8);
