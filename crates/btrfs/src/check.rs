@@ -1,6 +1,6 @@
-//! Reads a seed back and holds it against every rule the kernel, `btrfs check` and Burgeon rely
-//! on. Independent of the writer: it shares constants with it and nothing else, so that a slip in
-//! one is seen by the other.
+//! Reads a seed back and checks it against every rule that the kernel, `btrfs check` and Burgeon
+//! rely on. Independent of the writer: they share only constants, so that each finds mistakes of
+//! the other.
 //!
 //! ```text
 //!   chunk tree ─► devices, chunks ──┐        superblock facts (SeedInfo) ─► root tree
@@ -8,14 +8,14 @@
 //!   extent tree ─► block groups ────┼─ one table of chunks, used to the byte
 //!              └─► extents ─┬───────┤
 //!   free space tree ────────│───────┘
-//!   checksum tree ──────────┼─ blocks with checksums = blocks of files that want them
+//!   checksum tree ──────────┼─ blocks with checksums = blocks of files that need them
 //!   subvolume ─► file extents ┘  names ⇄ back references ⇄ inodes
-//!   all walks ─► nodes ⇄ metadata items: each node is reached once, and none is left over
+//!   all walks ─► nodes ⇄ metadata items: each node is visited once, and none is left over
+//!   virtual area's subvolume ─► one file that maps the area block by block
 //! ```
-//!   the virtual area's subvolume: one file, block after block the area
-//! The rule that keeps mounts lazy and safe: a lazy extent's logical address is its physical one,
-//! no two overlap, and none leaves the lazy data or the virtual area. Each rule is broken by a case of
-//! `tests/check`.
+//! The rule that keeps mounts lazy and safe: a lazy extent's logical address equals its physical
+//! one, no two overlap, and all lie in the lazy data or the virtual area. Each rule is broken by
+//! a case of `tests/check`.
 
 mod chunks;
 mod files;
@@ -34,13 +34,13 @@ use crate::{
 };
 use nodes::Reader;
 
-/// Where `check` reads nodes from.
+/// The source from which `check` reads nodes.
 pub trait NodeSource: Sync {
     /// Fills `nodes` with the whole nodes at address `physical` (bytes) of the metadata device.
     fn read(&self, physical: u64, nodes: &mut [u8]) -> Result<()>;
 }
 
-/// What a good seed holds.
+/// The contents of a valid seed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Report {
     /// Metadata nodes.
@@ -57,7 +57,8 @@ pub struct Report {
 
 /// Checks all metadata of the seed `info` as patched for `identity`, or as a template
 /// ([`Identity::TEMPLATE`]).
-/// Errors: `Corrupt` with the first rule that is broken and where; whatever `source` returns.
+///
+/// Errors: `Corrupt` with the first broken rule and its position; errors of `source`.
 pub fn check(info: &SeedInfo, identity: &Identity, source: &impl NodeSource) -> Result<Report> {
     let reader = Reader::new(info, identity, source);
     let roots = roots::read(&reader)?;
@@ -84,8 +85,8 @@ pub fn check(info: &SeedInfo, identity: &Identity, source: &impl NodeSource) -> 
 }
 
 /// Calls `visit` with object id, type, offset and content of each item of the tree `tree`, in
-/// order; verifies its nodes, no more. Errors: `Corrupt`, `NotFound` if there is no such tree;
-/// whatever `source` and `visit` return.
+/// order; verifies only the tree's nodes. Errors: `Corrupt`; `NotFound` if the tree does not
+/// exist; errors of `source` and `visit`.
 pub fn for_each_item(
     info: &SeedInfo,
     identity: &Identity,
@@ -109,7 +110,7 @@ fn corrupt(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::Corrupt, format!("the seed's metadata is damaged: {}", what.into()))
 }
 
-/// Refuses unless `good`; `what` says what is wrong.
+/// Fails unless `good`; `what` describes the problem.
 fn ensure(good: bool, what: impl FnOnce() -> String) -> Result<()> {
     if good { Ok(()) } else { Err(corrupt(what())) }
 }

@@ -1,9 +1,9 @@
-//! The extent tree: one item for each metadata node and each data extent, with who uses it, and
-//! one for each block group.
+//! The extent tree: one item for each metadata node and each data extent, with its users, and one
+//! for each block group.
 //!
-//! It describes its own nodes, too: [`ExtentTree::describe_itself`] finds how many those are.
-//! Nodes lie below all data, so their items come first, in segments of their own, and the plan
-//! of the data part does not depend on their number.
+//! It also describes its own nodes; [`ExtentTree::describe_itself`] computes their number. Nodes
+//! lie below all data, so their items come first, in segments of their own, and the plan of the
+//! data part does not depend on their number.
 
 use std::ops::Range;
 
@@ -53,7 +53,7 @@ struct Part {
 }
 
 impl<'a> ExtentTree<'a> {
-    /// `data` is all data chunks, those of the virtual area last.
+    /// `data` holds all data chunks, those of the virtual area last.
     pub(crate) fn new(
         extents: &'a Extents,
         virtual_area: &'a VirtualArea,
@@ -71,9 +71,9 @@ impl<'a> ExtentTree<'a> {
         plan_segments(self, first..self.segments())
     }
 
-    /// Finds how many nodes this tree has on each level, if it begins at `start` and describes
-    /// `nodes` and its own. More nodes never need fewer leaves, so the guess only grows, and
-    /// stops at the smallest tree that holds its own description.
+    /// Computes the number of nodes of this tree on each level, if it begins at `start` and
+    /// describes `nodes` and its own. More nodes never need fewer leaves, so the guess only
+    /// grows, and stops at the smallest tree that contains its own description.
     pub(crate) fn describe_itself(
         &mut self,
         nodes: Vec<NodeRun>,
@@ -102,7 +102,7 @@ impl<'a> ExtentTree<'a> {
         }
     }
 
-    /// States how full the two metadata chunks are.
+    /// Sets the used bytes of the two metadata chunks.
     pub(crate) fn set_groups(&mut self, system: Chunk, metadata: Chunk) {
         (self.system, self.metadata) = (system, metadata);
     }
@@ -198,7 +198,7 @@ impl<'a> ExtentTree<'a> {
         });
         let mut free = 0;
         for (hash, reference) in keyed.iter().rev() {
-            // Two with one hash: the next free key, where the kernel looks, too.
+            // If two have the same hash, the next free key, which the kernel also tries.
             let offset = free.max(*hash);
             free = offset + 1;
             let key = Key::new(extent.start, kind::EXTENT_DATA_REF, offset);
@@ -225,8 +225,8 @@ impl Items for ExtentTree<'_> {
     }
 }
 
-/// Splits the data part. A block group's item goes to the part with the first extent at or
-/// behind its start.
+/// Splits the data part. A block group's item goes to the part with the first extent at or after
+/// its start.
 fn split(extents: &Extents, data: &[Chunk]) -> Vec<Part> {
     let mut parts: Vec<Part> = Vec::new();
     let (mut first, mut first_chunk, mut bytes) = (0, 0, 0);

@@ -6,9 +6,9 @@
 //!   extents  |──────|─────────|───────|          a cut at every start and end …
 //!            ……|……………|……………|……………|……          … and at chunk borders and a grid
 //! ```
-//! So every file refers to whole extents only, at offset 0 of each, and shared ranges share
-//! extents. Before cutting, a file's extents that follow one another in the file and in the
-//! address space are joined.
+//! So every file refers only to whole extents, at offset 0 of each, and shared ranges share
+//! extents. Before cutting, adjacent extents of a file are joined if both file offsets and
+//! addresses are contiguous.
 
 use burgeon_block::Result;
 use rayon::prelude::*;
@@ -46,7 +46,7 @@ pub(crate) struct Run {
     pub(crate) extents: u32,
 }
 
-/// Who refers to an extent.
+/// A user of an extent.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Reference {
     pub(crate) inode: u32,
@@ -59,7 +59,7 @@ impl Reference {
     }
 }
 
-/// All extents, ascending, and both directions of who uses which.
+/// All extents, ascending, with the mapping from files to extents and back.
 pub(crate) struct Extents {
     pub(crate) all: Vec<Extent>,
     runs: Vec<Run>,
@@ -70,7 +70,7 @@ pub(crate) struct Extents {
     pub(crate) summed: Vec<Extent>,
 }
 
-/// Metadata an extent costs at the least: its own item and one file's.
+/// Least metadata for an extent: its own item and one of a file.
 const EXTENT_COST: u64 = 78 + 78;
 
 impl Extents {
@@ -100,12 +100,12 @@ impl Extents {
         self.runs(inode).iter().map(|run| run.len).sum()
     }
 
-    /// How many extents a file has.
+    /// Number of a file's extents.
     pub(crate) fn count(&self, inode: usize) -> u64 {
         self.runs(inode).iter().map(|run| u64::from(run.extents)).sum()
     }
 
-    /// Who refers to an extent, in the order of inode and offset.
+    /// The references to an extent, by inode and offset.
     pub(crate) fn references(&self, extent: usize) -> &[Reference] {
         let range = self.reference_start[extent]..self.reference_start[extent + 1];
         &self.references[range.start as usize..range.end as usize]
@@ -141,7 +141,7 @@ impl Extents {
         let all = &self.all;
         self.runs.par_iter_mut().for_each(|run| {
             let first = all.partition_point(|extent| extent.start < run.address);
-            // Most runs are one extent; only then is a second search needed.
+            // Most runs are one extent; only longer ones need a second search.
             let end = run.address + run.len;
             let after = match all.get(first) {
                 Some(extent) if extent.end() == end => first + 1,
@@ -250,7 +250,7 @@ fn joined_runs(model: &Model, layout: &DataLayout) -> Result<(Vec<Run>, Vec<u32>
     Ok((runs, run_start))
 }
 
-/// Where in the file `extent` ends; `None` if it breaks a rule.
+/// End of `extent` in the file; `None` if it breaks a rule.
 fn check_extent(extent: &FileExtent, before: u64, size: u64, data_end: u64) -> Option<u64> {
     let whole = |value: u64| value.is_multiple_of(SECTOR);
     let end = extent.file_offset.checked_add(extent.len)?;

@@ -14,7 +14,7 @@ pub(crate) const LEAF_SPACE: usize = NODE_SIZE - HEADER;
 pub(crate) const ITEM_MAX: usize = LEAF_SPACE - ITEM_HEADER;
 /// Children of a full inner node.
 pub(crate) const FANOUT: usize = LEAF_SPACE / KEY_POINTER;
-/// Where in a node its fsid is; the checksum covers everything from here on.
+/// Offset of the fsid in a node; the checksum covers everything from here on.
 pub(crate) const FSID_AT: usize = 32;
 pub(crate) const DEV_ITEM_LEN: usize = 98;
 /// An EXTENT_ITEM keeps its back references inline up to this size, as the kernel's
@@ -170,7 +170,7 @@ impl<'a> Put<'a> {
     }
 }
 
-/// CRC-32C without the final inversion and with a free start value: what btrfs hashes with.
+/// CRC-32C with a given start value and without the final inversion, btrfs's hash function.
 fn raw_crc(start: u32, bytes: &[u8]) -> u32 {
     !crc32c::crc32c_append(!start, bytes)
 }
@@ -185,7 +185,7 @@ pub(crate) fn extref_hash(parent: u64, name: &[u8]) -> u32 {
     raw_crc(parent as u32, name)
 }
 
-/// What orders the back references of one extent.
+/// The hash that orders the back references of one extent.
 pub(crate) fn data_ref_hash(root: u64, inode: u64, offset: u64) -> u64 {
     let high = raw_crc(!0, &root.to_le_bytes());
     let low = raw_crc(raw_crc(!0, &inode.to_le_bytes()), &offset.to_le_bytes());
@@ -228,7 +228,7 @@ impl InodeFields {
     }
 }
 
-/// A directory entry: also the form of an xattr, whose `location` is all zero and type 8.
+/// A directory entry, also the form of an xattr, whose `location` is all zero and type 8.
 pub(crate) fn put_dir_entry(put: &mut Put, location: Key, kind: u8, name: &[u8], data: &[u8]) {
     put.key(location).u64(GENERATION).u16(data.len() as u16).u16(name.len() as u16).u8(kind);
     put.bytes(name).bytes(data);
@@ -237,7 +237,7 @@ pub(crate) fn put_dir_entry(put: &mut Put, location: Key, kind: u8, name: &[u8],
 pub(crate) const FILE_TYPE_DIRECTORY: u8 = 2;
 pub(crate) const FILE_TYPE_XATTR: u8 = 8;
 
-/// The type number in directory entries of a mode's file type; `None` if it has none.
+/// The type number in directory entries for a mode's file type; `None` if there is none.
 pub(crate) fn file_type(mode: u32) -> Option<u8> {
     Some(match mode & 0o170000 {
         0o100000 => 1,

@@ -22,7 +22,7 @@ const INLINE_HEAD: usize = 21;
 const EXTENT_INLINE: u8 = 0;
 const EXTENT_REGULAR: u8 = 1;
 
-/// Part of the tree's items. Inodes are kept whole unless one fills a segment by itself.
+/// Part of the tree's items. Inodes are not split unless one fills a segment by itself.
 enum Part {
     Inodes(Range<usize>),
     /// INODE_ITEM, names and attributes of one inode.
@@ -31,7 +31,7 @@ enum Part {
     DirItems(usize, Range<usize>),
     /// DIR_INDEXes of a directory: a range of dirents.
     DirIndexes(usize, Range<usize>),
-    /// EXTENT_DATA of a file: its runs from one on, and of that the extents from one on.
+    /// EXTENT_DATA of a file: a range of its runs.
     Runs(usize, Range<usize>),
 }
 
@@ -82,7 +82,7 @@ impl<'a> FsTree<'a> {
         tree
     }
 
-    /// Bytes of the tree's leaves, about; a lower bound that is cheap to have.
+    /// Approximate bytes of the tree's leaves: a lower bound that is cheap to compute.
     pub(crate) fn bytes(&self) -> u64 {
         (0..self.model.inodes())
             .map(|inode| self.cost(inode))
@@ -95,7 +95,7 @@ impl<'a> FsTree<'a> {
         }
     }
 
-    /// About how many bytes an inode's items take: its head, and what a [`Part`] can split.
+    /// Approximate bytes of an inode's items: its head, and the items that a [`Part`] can split.
     fn cost(&self, i: usize) -> (u64, u64) {
         const ITEM: u64 = 25;
         let inode = self.model.inode(i);
@@ -122,7 +122,7 @@ impl<'a> FsTree<'a> {
             let mut start = all.start;
             while start < all.end {
                 let mut end = (start + ENTRIES).min(all.end);
-                // Names with one hash share an item.
+                // Names with the same hash share an item.
                 let hash = |at: usize| self.model.hashed(at..at + 1).next().map(|(hash, _)| hash);
                 while end < all.end && hash(end) == hash(end - 1) {
                     end += 1;
@@ -299,7 +299,7 @@ fn objectid(inode: usize) -> u64 {
     FIRST_INODE + inode as u64
 }
 
-/// That the whole extent at `start` is at `offset` of a file.
+/// Puts the whole extent at `start` at `offset` of a file.
 pub(crate) fn put_file_extent(
     inode: u64,
     offset: u64,

@@ -1,4 +1,4 @@
-//! Where everything lies: the two devices, their chunks, and what the caller chooses.
+//! The layout: the two devices, their chunks, and the caller's options.
 //!
 //! ```text
 //! devid 1  0 ── 64 KiB superblock ── 1 MiB SYSTEM chunk (32 MiB) ── 64 MiB superblock ──
@@ -16,7 +16,7 @@ use crate::{
     invalid,
 };
 
-/// Where lazy data begins, in bytes: in the btrfs address space as well as on its device.
+/// Start of the lazy data, in bytes, both in the btrfs address space and on its device.
 pub const DATA_START: u64 = 1 << 40;
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -24,32 +24,32 @@ pub(crate) const GIB: u64 = 1 << 30;
 pub(crate) const SYSTEM_START: u64 = MIB;
 pub(crate) const SYSTEM_LEN: u64 = 32 * MIB;
 pub(crate) const METADATA_START: u64 = 128 * MIB;
-/// Zeros behind the last chunk: libblkid looks for other signatures in a device's last 1.5 MB.
+/// Zeros after the last chunk: libblkid looks for other signatures in a device's last 1.5 MB.
 const METADATA_TAIL: u64 = 2 * MIB;
 const DATA_TAIL: u64 = 64 * MIB;
 /// The VFS ends at 8 EiB; tested up to 7.
 const DATA_END_MAX: u64 = 7 << 60;
-/// Chunks grow beyond 1 GiB when there would be more than this many, since each costs the mount
-/// memory and time. 128 TiB is the largest power of two that kernels accept.
+/// Chunks grow beyond 1 GiB if there would be more than this many, since each costs memory and
+/// time at mount. 128 TiB is the largest power of two that kernels accept.
 const DATA_CHUNKS_AIM: u64 = 8192;
 const DATA_CHUNK_MAX: u64 = 128 << 40;
-/// Chunks of the virtual area: the longest that kernels accept, 2^32 - 2 stripes of 64 KiB, since
-/// the memory of a mount grows with their number.
+/// Length of the virtual area's chunks: the longest that kernels accept, 2^32 - 2 stripes of 64
+/// KiB, since the memory of a mount grows with their number.
 pub(crate) const VIRTUAL_CHUNK: u64 = (256 << 40) - (128 << 10);
 /// The virtual area begins at a multiple of this.
 const VIRTUAL_ALIGN: u64 = 128 << 40;
-/// Where devices have to end, by the VFS's largest file, with room for zeros behind the data.
+/// Largest end of a device, by the VFS's largest file, with room for zeros after the data.
 const DEVICE_END_MAX: u64 = i64::MAX as u64 - GIB;
 /// A superblock copy lies at 256 GiB.
 const METADATA_END_MAX: u64 = 256 * GIB;
 
-/// devid 1: the metadata. On a device of its own it never waits for a server of lazy data; a
-/// transaction that had to would abort when that dies.
+/// devid 1: the metadata. A device of its own never waits for the server of lazy data; a
+/// transaction that did would abort if the server died.
 pub(crate) const METADATA_DEVID: u64 = 1;
 /// devid 2: the lazy data.
 pub(crate) const DATA_DEVID: u64 = 2;
 
-/// The identifiers in a seed that do not differ between its mounts.
+/// The identifiers in a seed that are the same in all its mounts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub struct Uuids {
     /// Of the chunk tree; in every node's header.
@@ -67,7 +67,7 @@ pub struct Uuids {
 }
 
 impl Uuids {
-    /// Six identifiers that follow from `image` alone, in the form of random (version 4) UUIDs.
+    /// Six identifiers derived from `image` alone, in the form of random (version 4) UUIDs.
     pub fn derive(image: &Digest) -> Self {
         let one = |what: &[u8]| {
             let mut uuid = [0; 16];
@@ -88,10 +88,10 @@ impl Uuids {
     }
 }
 
-/// What the caller of `write_seed` chooses.
+/// The options of `write_seed`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Options {
-    /// Of data blocks and of metadata nodes.
+    /// Checksum kind of data blocks and of metadata nodes.
     pub checksum: ChecksumKind,
     /// End of the lazy data: an address, in bytes, a multiple of 4 KiB from [`DATA_START`] on.
     pub data_end: u64,
@@ -100,17 +100,16 @@ pub struct Options {
     pub virtual_bytes: u64,
     /// Longest extent of the virtual area, in bytes, a multiple of 4 KiB; by default a whole chunk.
     pub virtual_extent_max: u64,
-    /// Identifiers that all mounts share.
+    /// Identifiers common to all mounts.
     pub uuids: Uuids,
-    /// A tree that needs more bytes of metadata is refused.
+    /// Limit of metadata bytes; a tree that needs more is refused.
     pub metadata_bytes_max: u64,
 }
 
 impl Options {
     /// 64 GiB: metadata of about a hundred million files.
     pub const METADATA_BYTES_MAX: u64 = 64 * GIB;
-    /// What fits below the superblock copy at 256 GiB; a larger [`Self::metadata_bytes_max`]
-    /// means this.
+    /// The space below the superblock copy at 256 GiB, which limits [`Self::metadata_bytes_max`].
     pub const METADATA_BYTES_LIMIT: u64 = METADATA_END_MAX - METADATA_START - GIB;
 
     /// 1 GiB: the virtual area is a multiple of it, and not less.
@@ -141,7 +140,7 @@ pub(crate) struct Chunk {
     pub(crate) used: u64,
 }
 
-/// The layout of the lazy data: known before any tree is planned.
+/// The layout of the lazy data, known before any tree is planned.
 #[derive(Clone, Copy)]
 pub(crate) struct DataLayout {
     pub(crate) end: u64,
@@ -160,14 +159,14 @@ impl DataLayout {
         Ok(Self::of(end))
     }
 
-    /// The same for an `end` that was checked before.
+    /// The same for an `end` that was already checked.
     pub(crate) fn of(end: u64) -> Self {
         let chunk_len = (end - DATA_START).div_ceil(DATA_CHUNKS_AIM);
         let chunk_len = chunk_len.next_power_of_two().clamp(GIB, DATA_CHUNK_MAX);
         Self { end, chunk_len, extent_len_max: chunk_len / 8 }
     }
 
-    /// The data chunks, at least one, unused as yet. The last is cut to whole MiB.
+    /// The data chunks, at least one, marked unused. The last is cut to whole MiB.
     pub(crate) fn chunks(&self) -> Vec<Chunk> {
         let end = (self.end.max(DATA_START + 1)).next_multiple_of(MIB);
         let mut chunks = Vec::new();
@@ -181,7 +180,7 @@ impl DataLayout {
     }
 }
 
-/// Where a virtual area of `bytes` lies when the lazy data ends at `data_end`; `None` for none.
+/// The virtual area of `bytes` for lazy data that ends at `data_end`; `None` if `bytes` is 0.
 pub(crate) fn virtual_area(data_end: u64, bytes: u64) -> Result<Option<ByteRange>> {
     if bytes == 0 {
         return Ok(None);
@@ -201,7 +200,7 @@ pub(crate) fn virtual_area(data_end: u64, bytes: u64) -> Result<Option<ByteRange
     Ok(Some(area))
 }
 
-/// The chunks of the virtual area: without a gap, each full.
+/// The chunks of the virtual area: contiguous and full.
 pub(crate) fn virtual_chunks(area: Option<ByteRange>) -> Vec<Chunk> {
     let chunk =
         |(start, len)| Chunk { start, len, flags: group::DATA, devid: DATA_DEVID, used: len };
@@ -224,7 +223,7 @@ pub(crate) fn metadata_chunk(used: u64) -> Chunk {
     Chunk { start: METADATA_START, len, flags: group::METADATA, devid: METADATA_DEVID, used }
 }
 
-/// Refuses a seed with `bytes` of metadata if that is too much.
+/// Refuses a seed if its `bytes` of metadata exceed the limit.
 pub(crate) fn check_metadata_bytes(bytes: u64, options: &Options) -> Result<()> {
     let most = options.metadata_bytes_max.min(Options::METADATA_BYTES_LIMIT);
     if bytes > most {

@@ -1,5 +1,5 @@
-//! What a seed is, in a few hundred bytes: all that superblocks and patching need.
-//! Byte table: `docs/format-seed.md`.
+//! The description of a seed in a few hundred bytes: all that superblocks and patching need. Byte
+//! table: `docs/format-seed.md`.
 
 use burgeon_block::{ByteRange, ChecksumKind, Error, ErrorKind, Result};
 
@@ -18,7 +18,7 @@ const VIRTUAL_AREA: u32 = 1;
 /// Devices of every seed.
 const DEVICES: u8 = 2;
 
-/// Where a tree's root node is.
+/// The position of a tree's root node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TreeRoot {
     /// Its address in bytes, on the metadata device.
@@ -30,13 +30,13 @@ pub struct TreeRoot {
 /// Describes a seed written by `write_seed`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SeedInfo {
-    /// Of nodes and data blocks.
+    /// Checksum kind of nodes and data blocks.
     pub checksum: ChecksumKind,
     /// Identifiers common to all mounts.
     pub uuids: Uuids,
     /// End of the lazy data, an address in bytes.
     pub data_end: u64,
-    /// Addresses of the virtual area, if there is one: offset `o` of it lies at address `start + o`
+    /// Addresses of the virtual area, if there is one. Its offset `o` is at address `start + o`
     /// of the data device.
     pub virtual_area: Option<ByteRange>,
     /// Bytes of nodes in the system chunk.
@@ -71,12 +71,12 @@ impl SeedInfo {
         self.device_table()[1].size
     }
 
-    /// Where on the metadata device the nodes of the chunk tree lie.
+    /// Range of the chunk tree's nodes on the metadata device.
     pub fn chunk_nodes(&self) -> ByteRange {
         range(SYSTEM_START, self.system_used)
     }
 
-    /// Where on the metadata device all other nodes lie.
+    /// Range of all other nodes on the metadata device.
     pub fn metadata_nodes(&self) -> ByteRange {
         range(METADATA_START, self.metadata_used)
     }
@@ -85,7 +85,7 @@ impl SeedInfo {
         DataLayout::of(self.data_end)
     }
 
-    /// All chunks; how much of a data chunk is used is not kept.
+    /// All chunks; the used bytes of data chunks are not recorded.
     pub(crate) fn chunks(&self) -> Vec<Chunk> {
         let mut chunks = vec![system_chunk(self.system_used), metadata_chunk(self.metadata_used)];
         chunks.extend(self.layout().chunks());
@@ -116,8 +116,8 @@ impl SeedInfo {
         bytes
     }
 
-    /// Decodes what [`Self::to_bytes`] made. Errors: `UnsupportedFormat` for a version or
-    /// feature this one does not know, `Corrupt` for anything else.
+    /// Decodes the output of [`Self::to_bytes`]. Errors: `UnsupportedFormat` for an unknown
+    /// version or feature, `Corrupt` for anything else.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let corrupt = |why: &str| {
             Error::new(ErrorKind::Corrupt, format!("the description of a seed is damaged: {why}"))
@@ -170,7 +170,7 @@ impl SeedInfo {
         info.check(virtual_bytes).ok_or_else(senseless)
     }
 
-    /// Checks what arithmetic on the fields relies on, and adds the virtual area.
+    /// Checks the assumptions of arithmetic on the fields, and adds the virtual area.
     fn check(mut self, virtual_bytes: u64) -> Option<Self> {
         let node = NODE_SIZE as u64;
         let used =
@@ -195,7 +195,7 @@ fn range(start: u64, len: u64) -> ByteRange {
     ByteRange::at(start, len).unwrap_or_else(|| unreachable!("bounded by the layout"))
 }
 
-/// Reads fields of a buffer whose length is known.
+/// Reads fields of a buffer of known length.
 struct Get<'a>(&'a [u8]);
 
 impl Get<'_> {

@@ -1,6 +1,6 @@
-//! Writes btrfs seeds: from a description of a file tree to the metadata blocks of a filesystem
-//! that a kernel mounts. Pure: no clock, no randomness, no I/O of its own; the same input gives
-//! the same bytes, whatever the number of threads.
+//! Writes btrfs seeds: converts a description of a file tree to the metadata blocks of a
+//! mountable filesystem. Pure: no clock, no randomness, no I/O of its own; the same input gives
+//! the same bytes with any number of threads.
 //!
 //! ```text
 //!   Tree ──validate──► Model ──┐                       device 1, the metadata device

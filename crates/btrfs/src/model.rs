@@ -1,5 +1,5 @@
-//! The checked tree: what `Tree` says, plus what follows from it (who links to whom, in which
-//! order). Whoever holds a [`Model`] need not check again.
+//! The checked tree: a `Tree` and facts derived from it (links to each inode, and their order).
+//! Code with a [`Model`] need not check again.
 
 mod links;
 mod validate;
@@ -25,7 +25,7 @@ pub(crate) struct Model<'a> {
     links: Vec<u32>,
 }
 
-/// Several names that share one key, and so one item.
+/// Several names that share one key, and therefore one item.
 pub(crate) struct Merged<T> {
     pub(crate) key_offset: u64,
     pub(crate) len: usize,
@@ -51,7 +51,7 @@ impl Model<'_> {
         first..first + self.child_count[inode] as usize
     }
 
-    /// The size of a directory, in btrfs's way of counting.
+    /// The size of a directory, as btrfs counts it.
     pub(crate) fn dir_size(&self, inode: usize) -> u64 {
         self.dir_size[inode]
     }

@@ -7,7 +7,7 @@
 //!
 //!   leaf:   header │ item headers ► …zeros… ◄ item bodies
 //! ```
-//! Where segments end depends on the input alone, so the bytes do not depend on the number of
+//! The ends of segments depend on the input alone, so the bytes do not depend on the number of
 //! threads. A segment aims at [`SEGMENT_BYTES`]: one write to the sink.
 
 use burgeon_block::{ChecksumKind, Result};
@@ -22,23 +22,23 @@ use crate::{
     write::NodeSink,
 };
 
-/// Item bytes a segment aims at: large enough that the half-empty leaf at its end is below one
-/// per cent and a write is one large one, small enough to keep every core busy.
+/// Target size of a segment's items: large enough that the half-empty leaf at its end costs less
+/// than one per cent and writes are large, small enough to keep every core busy.
 pub(crate) const SEGMENT_BYTES: u64 = 1 << 20;
 
 /// Takes a tree's items in order.
 pub(crate) trait ItemOut {
-    /// An item of `len` bytes; `fill` is called at most once, to write all of them.
+    /// Adds an item of `len` bytes; `fill` is called at most once, to write all of them.
     fn item(&mut self, key: Key, len: usize, fill: impl FnOnce(&mut [u8]));
 }
 
-/// Gives a tree's items in order, segment by segment; the same ones each time it is asked.
+/// Returns a tree's items in order, segment by segment; the same ones on each call.
 pub(crate) trait Items: Sync {
     fn segments(&self) -> usize;
     fn emit(&self, segment: usize, out: &mut impl ItemOut);
 }
 
-/// Items kept as bytes: for the trees that are small.
+/// Items kept as bytes, for small trees.
 pub(crate) struct ItemList(pub(crate) Vec<(Key, Vec<u8>)>);
 
 impl ItemList {
@@ -57,7 +57,7 @@ impl Items for ItemList {
     }
 }
 
-/// Finds where leaves begin.
+/// Finds the first keys of leaves.
 #[derive(Default)]
 struct Planner {
     used: usize,
@@ -85,7 +85,7 @@ pub(crate) fn plan_segments(items: &impl Items, segments: std::ops::Range<usize>
     segments.into_par_iter().map(plan).collect()
 }
 
-/// How many nodes a tree with `leaves` leaves has on each level, leaves first.
+/// Number of nodes on each level of a tree with `leaves` leaves, leaves first.
 pub(crate) fn levels(leaves: u64) -> Vec<u64> {
     let mut levels = vec![leaves.max(1)];
     while let Some(&last) = levels.last().filter(|last| **last > 1) {
@@ -123,13 +123,13 @@ impl Plan {
         (self.levels.len() - 1) as u8
     }
 
-    /// The root's address when the tree begins at `start`: it is the last node.
+    /// Address of the root, the last node, if the tree begins at `start`.
     pub(crate) fn root(&self, start: u64) -> u64 {
         start + self.bytes() - NODE_SIZE as u64
     }
 }
 
-/// What goes into every node's header, and where nodes go.
+/// The common fields of node headers, and the sink for nodes.
 pub(crate) struct Emitter<'a, S> {
     pub(crate) checksum: ChecksumKind,
     pub(crate) chunk_tree_uuid: [u8; 16],
@@ -217,7 +217,7 @@ impl<S: NodeSink> Emitter<'_, S> {
     }
 
     fn header(&self, node: &mut [u8], address: u64, owner: u64, items: u32, level: u8) {
-        /// Written, and with back references as since 2008.
+        /// Written, with back references as since 2008.
         const FLAGS: u64 = 1 | 1 << 56;
         let mut put = Put::new(&mut node[..HEADER]);
         put.zeros(FSID_AT + 16).u64s(&[address, FLAGS]).bytes(&self.chunk_tree_uuid);
@@ -235,7 +235,7 @@ struct LeafWriter<'a> {
     buffer: &'a mut [u8],
     leaf: usize,
     items: usize,
-    /// Where in the leaf the bodies written so far begin.
+    /// Start of the bodies written so far in the leaf.
     data: usize,
     finish: &'a dyn Fn(usize, u32, &mut [u8]),
 }

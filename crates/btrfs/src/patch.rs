@@ -1,18 +1,18 @@
-//! From a seed's template to one mount's metadata: puts the mount's fsid into every node.
+//! Patches a seed's template for one mount: puts the mount's fsid into every node.
 //!
-//! Every node names its filesystem, and two mounts of one image must not have the same name. In
-//! a template that name is zero, so putting it there is an exclusive or; and since CRC-32C is
-//! affine, the checksum changes by a constant, whatever else is in the node:
+//! Every node contains the fsid, and two mounts of one image must not have the same one. In a
+//! template the fsid is zero, so the patch is an exclusive or; and since CRC-32C is affine, the
+//! checksum changes by a constant, whatever else is in the node:
 //!
 //! ```text
 //!   crc(node ⊕ fsid) = crc(node) ⊕ crc(fsid) ⊕ crc(0)        each as long as a node
 //! ```
-//! So the node is not read, and a node that is rotten stays rotten: its checksum is never
-//! computed over bytes that were not verified. xxHash64 is not affine: there each node is
-//! verified, and a rotten one is given a checksum that cannot be right.
+//! So the checksum is never recomputed over unverified bytes: a corrupt node remains corrupt.
+//! xxHash64 is not affine: there, each node is verified, and a corrupt one gets a checksum that
+//! is certainly wrong.
 //!
-//! The first leaf of the chunk tree holds the DEV_ITEMs, the first items of the tree; each ends
-//! in an fsid as well.
+//! The DEV_ITEMs are the first items of the chunk tree, in its first leaf; each also ends in an
+//! fsid.
 
 use burgeon_block::{ByteRange, ChecksumKind, Result};
 
@@ -23,10 +23,10 @@ use crate::{
     invalid,
 };
 
-/// Items that hold the fsid, at the end of the first node of the chunk tree: one a device.
+/// DEV_ITEMs at the end of the chunk tree's first node, one per device; they hold the fsid.
 const DEV_ITEMS: usize = 2;
 
-/// What differs between two mounts of one seed.
+/// The fields that differ between two mounts of one seed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub struct Identity {
     /// The filesystem's id: random, not all zero.
@@ -34,16 +34,16 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// That of a template: what `write_seed` writes.
+    /// The identity of a template, as `write_seed` writes it.
     pub const TEMPLATE: Self = Self { fsid: [0; 16] };
 }
 
-/// Patches nodes of one seed for one mount; cheap to make, to be kept for many calls.
+/// Patches nodes of one seed for one mount. Cheap to create; reusable for many calls.
 pub struct Patcher {
     fsid: [u8; 16],
     checksum: ChecksumKind,
     nodes: [ByteRange; 2],
-    /// What is added to the crc32c of any node, and to that of the node with the DEV_ITEMs.
+    /// Added to the crc32c of a plain node, and of the node with the DEV_ITEMs.
     plain: u32,
     first: u32,
 }
@@ -69,7 +69,8 @@ impl Patcher {
     }
 
     /// Patches whole nodes of the template, read at address `physical` (bytes) of the metadata
-    /// device. Rotten ones stay rotten. `Invalid` if that is not a range of the seed's nodes.
+    /// device. Corrupt ones remain corrupt. `Invalid` if the range is not one of the seed's
+    /// nodes.
     pub fn patch(&self, physical: u64, nodes: &mut [u8]) -> Result<()> {
         let range = ByteRange::at(physical, nodes.len() as u64);
         let inside = |range: ByteRange| {
@@ -106,7 +107,7 @@ impl Patcher {
         }
     }
 
-    /// Adds the fsid wherever it belongs. Overwriting would mend a flipped bit there.
+    /// Adds the fsid by exclusive or. Overwriting would repair a flipped bit there.
     fn put_fsid(&self, node: &mut [u8], has_dev_items: bool) {
         xor(&mut node[FSID_AT..FSID_AT + 16], &self.fsid);
         for item in 0..if has_dev_items { DEV_ITEMS } else { 0 } {

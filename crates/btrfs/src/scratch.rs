@@ -1,5 +1,5 @@
-//! A buffer for each thread, kept between uses: fresh memory for every megabyte of nodes would
-//! cost more in page faults than filling it.
+//! Reusable buffers, one per thread: fresh memory for every megabyte of nodes would cost more in
+//! page faults than filling it.
 
 use std::cell::Cell;
 
@@ -7,8 +7,8 @@ thread_local! {
     static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// Lends `len` bytes of undefined content. The buffer is taken out meanwhile: work that waits
-/// inside rayon may run other work on this thread, which then has one of its own.
+/// Lends `len` bytes of undefined content. The thread's buffer is taken out meanwhile: code that
+/// waits inside rayon may run other work on this thread, which then gets another buffer.
 pub(crate) fn with_buffer<T>(len: usize, use_it: impl FnOnce(&mut [u8]) -> T) -> T {
     let mut buffer = BUFFER.take();
     if buffer.len() < len {

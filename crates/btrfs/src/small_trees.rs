@@ -63,7 +63,7 @@ impl ItemOut for Collector {
     }
 }
 
-/// A DEV_ITEM: also part of the superblock. `fsid` is zero in a template.
+/// A DEV_ITEM, which is also part of the superblock. `fsid` is zero in a template.
 pub(crate) fn dev_item(device: &Device, fsid: &[u8; 16]) -> [u8; DEV_ITEM_LEN] {
     let mut item = [0; DEV_ITEM_LEN];
     let mut put = Put::new(&mut item);
@@ -77,7 +77,7 @@ pub(crate) fn chunk_key(chunk: &Chunk) -> Key {
     Key::new(object::FIRST_CHUNK_TREE, kind::CHUNK_ITEM, chunk.start)
 }
 
-/// A CHUNK_ITEM: that of the system chunk is also in the superblock.
+/// A CHUNK_ITEM; that of the system chunk is also in the superblock.
 pub(crate) fn chunk_item(chunk: &Chunk, device_uuid: &[u8; 16]) -> [u8; CHUNK_ITEM_LEN] {
     let mut item = [0; CHUNK_ITEM_LEN];
     let mut put = Put::new(&mut item);
@@ -124,7 +124,7 @@ pub(crate) fn dev_tree(devices: &[Device], chunks: &[Chunk], uuids: &Uuids) -> I
     items.sorted()
 }
 
-/// A tree's root, as the root tree names it.
+/// A tree's root in the root tree.
 pub(crate) struct Root {
     pub(crate) tree: u64,
     pub(crate) root: TreeRoot,
@@ -173,7 +173,7 @@ pub(crate) fn root_tree(roots: &[Root], uuids: &Uuids) -> ItemList {
     items.sorted()
 }
 
-/// The directory that names the subvolume to mount by default: the top level, as mkfs does.
+/// The directory that names the default subvolume: the top level, as with mkfs.
 fn default_subvolume(items: &mut Collector) {
     let name = b"default";
     let dir = object::ROOT_TREE_DIR;
@@ -234,8 +234,8 @@ pub(crate) fn uuid_tree(uuids: &Uuids, with_virtual: bool) -> ItemList {
     items.sorted()
 }
 
-/// Free extents of every block group. Their number does not depend on how full the two metadata
-/// chunks are: both begin with nodes and end with free space.
+/// Free extents of every block group. Their number does not depend on the used bytes of the two
+/// metadata chunks: both begin with nodes and end with free space.
 pub(crate) fn free_space_tree(chunks: &[Chunk], extents: &Extents) -> ItemList {
     let mut items = ItemList(Vec::new());
     let mut data = extents.all.iter().peekable();
@@ -251,7 +251,7 @@ pub(crate) fn free_space_tree(chunks: &[Chunk], extents: &Extents) -> ItemList {
                 at = extent.end();
             }
             if chunk.used == chunk.len {
-                // Also one of the virtual area, whose extents are not in the table.
+                // Also an extent of the virtual area, which is not in the table.
                 at = end;
             }
         } else {

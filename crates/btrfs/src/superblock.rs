@@ -1,4 +1,4 @@
-//! Superblocks: made for each mount and device, from the seed's description and the mount's fsid.
+//! Superblocks: made for each mount and device from the seed's description and the mount's fsid.
 
 use burgeon_block::ChecksumKind;
 
@@ -12,7 +12,7 @@ use crate::{
 /// Bytes of a superblock.
 pub const SUPERBLOCK_SIZE: usize = 4096;
 
-/// Where copies lie: 64 KiB, 64 MiB, 256 GiB.
+/// Positions of the copies: 64 KiB, 64 MiB, 256 GiB.
 pub(crate) const SUPERBLOCKS: [u64; 3] = [64 << 10, 64 << 20, 256 << 30];
 const MAGIC: &[u8; 8] = b"_BHRfS_M";
 const SEEDING: u64 = 1 << 32;
@@ -32,7 +32,7 @@ pub enum DeviceNo {
     Data,
 }
 
-/// Where `device` has superblocks, in bytes; the index is the mirror's number.
+/// Positions of the superblocks on `device`, in bytes; the index is the mirror's number.
 pub fn superblock_offsets(info: &SeedInfo, device: DeviceNo) -> &'static [u64] {
     let size = match device {
         DeviceNo::Metadata => info.metadata_device_size(),
@@ -42,8 +42,8 @@ pub fn superblock_offsets(info: &SeedInfo, device: DeviceNo) -> &'static [u64] {
     &SUPERBLOCKS[..SUPERBLOCKS.iter().take_while(fits).count()]
 }
 
-/// The superblock that belongs at `superblock_offsets(info, device)[mirror]`; `None` if the
-/// mirror is not there.
+/// The superblock for `superblock_offsets(info, device)[mirror]`; `None` if that mirror does not
+/// exist.
 pub fn superblock(
     info: &SeedInfo,
     identity: &Identity,

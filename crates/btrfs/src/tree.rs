@@ -1,4 +1,4 @@
-//! What goes in: a whole file tree.
+//! The input: a whole file tree.
 //!
 //! ```text
 //!   dirents ──inode──► inodes ──body──► extents (file offset → lazy address)
@@ -10,8 +10,8 @@
 //! Flat tables that refer to each other by index, so that a million files are a handful of
 //! allocations and an image's manifest can hold them as they are.
 //!
-//! Nothing here is trusted: `write_seed` checks every rule stated below and refuses what breaks
-//! one (`Invalid`).
+//! Nothing here is trusted: `write_seed` checks every rule stated below and refuses violations
+//! (`Invalid`).
 
 /// Bytes `start .. start + len` of [`Tree::blob`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
@@ -22,7 +22,7 @@ pub struct Span {
     pub len: u32,
 }
 
-/// What an inode holds.
+/// The content of an inode.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
 pub enum Body {
     /// Nothing: a directory, a device, a fifo, a socket, or a file that is one hole.
@@ -32,11 +32,11 @@ pub enum Body {
     /// 4,095 bytes without NUL), kept in the metadata.
     Inline(Span),
     /// Entries `first .. first + count` of [`Tree::extents`], ascending by file offset, not
-    /// overlapping; what lies between them is holes.
+    /// overlapping; gaps are holes.
     Extents {
         /// Index of the first.
         first: u32,
-        /// How many.
+        /// Number of entries.
         count: u32,
     },
 }
@@ -63,10 +63,10 @@ pub struct Inode {
     pub body: Body,
     /// First of its entries in [`Tree::xattrs`].
     pub xattr_first: u32,
-    /// How many entries. Several inodes may share theirs.
+    /// Number of entries. Several inodes may share theirs.
     pub xattr_count: u32,
-    /// No checksums for this file's blocks. A block is either checksummed for all files that
-    /// share it or for none.
+    /// No checksums for this file's blocks. A block has checksums for all files that share it or
+    /// for none.
     pub nodatasum: bool,
 }
 
@@ -81,11 +81,11 @@ pub struct Dirent {
     pub name: Span,
 }
 
-/// Consecutive bytes of a file that are consecutive bytes of the lazy address space. Everything
-/// in whole blocks of 4 KiB.
+/// A contiguous range of a file that is contiguous in the lazy address space. All fields are in
+/// whole blocks of 4 KiB.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct FileExtent {
-    /// Where in the file, in bytes.
+    /// Offset in the file, in bytes.
     pub file_offset: u64,
     /// Lazy address of the first byte, from [`crate::DATA_START`] on.
     pub address: u64,
@@ -94,8 +94,8 @@ pub struct FileExtent {
     pub len: u64,
 }
 
-/// An extended attribute as it is stored: POSIX ACLs and file capabilities are the raw values of
-/// `system.posix_acl_access` and `security.capability`.
+/// An extended attribute in its stored form: POSIX ACLs and file capabilities are the raw values
+/// of `system.posix_acl_access` and `security.capability`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Xattr {
     /// Full name, 1 to 255 bytes without NUL.
@@ -110,13 +110,13 @@ pub struct Xattr {
 pub struct Tree {
     /// All inodes; the order decides their numbers.
     pub inodes: Vec<Inode>,
-    /// All names: those of one directory side by side, in the order `readdir` shows them.
+    /// All names: those of one directory adjacent, in `readdir` order.
     pub dirents: Vec<Dirent>,
     /// All file extents; each belongs to at most one inode.
     pub extents: Vec<FileExtent>,
     /// All extended attributes.
     pub xattrs: Vec<Xattr>,
-    /// The bytes all spans point into.
+    /// The bytes of all spans.
     pub blob: Vec<u8>,
 }
 
@@ -141,7 +141,7 @@ impl Tree {
         slice(&self.xattrs, inode.xattr_first, inode.xattr_count)
     }
 
-    /// Appends `bytes` to the blob. `None` if they are longer than a span can say.
+    /// Appends `bytes` to the blob. `None` if they exceed the range of a span.
     pub fn push_bytes(&mut self, bytes: &[u8]) -> Option<Span> {
         let span = Span { start: self.blob.len() as u64, len: u32::try_from(bytes.len()).ok()? };
         self.blob.extend_from_slice(bytes);

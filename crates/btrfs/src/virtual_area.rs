@@ -7,8 +7,8 @@
 //!       offset o ── extents ──► address start + o          every extent whole, in one chunk
 //!   chunks          [ 256 TiB - 128 KiB ][ … ][ rest ]     every chunk full
 //! ```
-//! What is mapped into a running filesystem is cloned from this file. Nothing here depends on what
-//! will be mapped: an address gets its meaning later, and only once.
+//! Mapped content is cloned from this file into a running filesystem. Nothing here depends on the
+//! content mapped later: an address gets its meaning later, and only once.
 
 use burgeon_block::{ByteRange, Result};
 
@@ -28,11 +28,11 @@ use crate::{
 pub(crate) const NAME: &[u8] = b"area";
 pub(crate) const INODE: u64 = FIRST_INODE + 1;
 const MODE: u32 = 0o100600;
-/// What an extent costs: its items in the extent tree (with a block group) and in the subvolume,
-/// and its chunk's in the chunk, device and free space trees.
+/// Metadata bytes of an extent: its items in the extent tree (with a block group) and in the
+/// subvolume, and its chunk's items in the chunk, device and free space trees.
 const EXTENT_COST: u64 = 78 + 49 + 78 + 105 + 73 + 33;
 
-/// The plan of the virtual area; without one, everything here is empty.
+/// The plan of the virtual area; empty without one.
 pub(crate) struct VirtualArea {
     pub(crate) range: Option<ByteRange>,
     pub(crate) chunks: Vec<Chunk>,
@@ -56,7 +56,7 @@ impl VirtualArea {
         Ok(Self { range, chunks, extents })
     }
 
-    /// The most metadata its items can take, about.
+    /// Approximate upper bound of its metadata.
     pub(crate) fn cost(&self) -> u64 {
         2 * self.extents.len() as u64 * EXTENT_COST
     }
@@ -67,7 +67,7 @@ impl VirtualArea {
         self.chunks.get(index)
     }
 
-    /// Where in the file the extent at `address` is.
+    /// Offset in the file of the extent at `address`.
     pub(crate) fn file_offset(&self, address: u64) -> u64 {
         address - self.range.map_or(0, ByteRange::start)
     }

@@ -5,7 +5,7 @@
 //!   METADATA chunk  root │ dev │ uuid │ data reloc │ top level │ free space │ (virtual area) │
 //!                   csum │ subvolume │ extent
 //! ```
-//! The trees a mount reads come first.
+//! The trees that a mount reads come first.
 
 use burgeon_block::Result;
 
@@ -29,7 +29,7 @@ use crate::{
     virtual_area::VirtualArea,
 };
 
-/// Takes the nodes of a seed's template.
+/// Receives the nodes of a seed's template.
 pub trait NodeSink: Sync {
     /// Writes `nodes`, whole nodes one after another, at address `physical` (bytes) of the
     /// metadata device. Each address is written once; several threads call at a time.
@@ -39,7 +39,7 @@ pub trait NodeSink: Sync {
 /// Checks that btrfs can hold the names, links and attributes of `tree`, as [`write_seed`] does
 /// before it writes anything.
 ///
-/// Errors: `Invalid`, as those of [`write_seed`].
+/// Errors: `Invalid`, as for [`write_seed`].
 pub fn check_tree(tree: &Tree) -> Result<()> {
     Model::new(tree, Options::METADATA_BYTES_MAX).map(drop)
 }
@@ -47,11 +47,11 @@ pub fn check_tree(tree: &Tree) -> Result<()> {
 /// Writes the metadata nodes of a seed with `tree` as its subvolume [`SUBVOLUME`], as a
 /// *template*: with an fsid of zeros, which [`crate::patch_nodes`] replaces.
 ///
-/// `checksums` holds, for each block from [`DATA_START`] on, its checksum in little-endian
-/// bytes, at least up to the last block of a file that is not `nodatasum`.
+/// `checksums` holds, for each block from [`DATA_START`] on, its checksum in little-endian bytes,
+/// at least up to the last block of a file that is not `nodatasum`.
 ///
 /// Errors: `Invalid` if `tree`, `checksums` or `options` break a rule stated at their types, or
-/// need more metadata than allowed, or 64 times the bytes of `tree`; whatever `sink` returns.
+/// need more metadata than allowed, or more than 64 times the bytes of `tree`; errors of `sink`.
 pub fn write_seed(
     tree: &Tree,
     checksums: &[u8],
@@ -83,7 +83,7 @@ pub fn write_seed(
     Ok(seed.info)
 }
 
-/// The options with a limit that keeps a small hostile tree from becoming gigabytes: without
+/// The options with a limit that keeps a small hostile tree from expanding to gigabytes: without
 /// overlapping extents and large shared attributes, metadata is below ten times its tree.
 fn bounded(tree: &Tree, virtual_area: &VirtualArea, options: &Options) -> Options {
     const FREE: u64 = 64 << 20;
@@ -98,7 +98,7 @@ fn bounded(tree: &Tree, virtual_area: &VirtualArea, options: &Options) -> Option
     Options { metadata_bytes_max: most, ..*options }
 }
 
-/// The data chunks, with how much of each is used.
+/// The data chunks, with their used bytes.
 fn data_chunks(layout: &DataLayout, extents: &Extents) -> Vec<Chunk> {
     let mut chunks = layout.chunks();
     let mut extents = extents.all.iter().peekable();
@@ -123,7 +123,7 @@ impl Placed {
     }
 }
 
-/// Gives out addresses, one tree after another, and remembers who got them.
+/// Allocates addresses, one tree after another, and records their owners.
 struct Places {
     next: u64,
     runs: Vec<NodeRun>,
@@ -148,8 +148,8 @@ impl Places {
     }
 }
 
-/// The trees whose items are kept as bytes, in the order of their addresses. Neither the number
-/// nor the sizes of their items depend on addresses and sizes in `roots` and `chunks`.
+/// The trees whose items are kept as bytes, in address order. Neither the number nor the sizes of
+/// their items depend on addresses and sizes in `roots` and `chunks`.
 fn small_trees(
     roots: &[Root],
     chunks: &[Chunk],
@@ -186,7 +186,7 @@ const NAMED: [u64; 9] = [
     VIRTUAL_SUBVOLUME,
 ];
 
-/// Everything in its place.
+/// All parts of a seed with their addresses.
 struct Seed<'a> {
     small: Vec<(Placed, ItemList)>,
     csum: Placed,
@@ -218,7 +218,7 @@ impl<'a> Seed<'a> {
             [&[system_chunk(system_used), metadata_chunk(metadata_used)], data].concat()
         };
 
-        // First with guessed addresses, for the shapes alone.
+        // First with guessed addresses, only for the shapes.
         let root = TreeRoot { address: 0, level: 0 };
         let named = &NAMED[..NAMED.len() - usize::from(virtual_area.range.is_none())];
         let guess: Vec<_> = named.iter().map(|&tree| Root { tree, root, bytes: 0 }).collect();
@@ -244,7 +244,7 @@ impl<'a> Seed<'a> {
         check_metadata_bytes(metadata_used, options)?;
         let chunks = chunks_of(system_used, metadata_used);
 
-        // Now for good.
+        // Now with the final addresses.
         extent_tree.set_groups(chunks[0], chunks[1]);
         let extent = Placed { plan: extent_tree.plan(data_keys), start: extent_start };
         debug_assert_eq!(extent.plan.levels, extent_levels);

@@ -1,7 +1,7 @@
 //! Images: contents, building, lookup, verification and removal.
 //!
 //! ```text
-//!   directory, tar, reference ──build──► packs/<digest>      chunks, compressed, content-addressed
+//!   directory, tar, reference ──build──► packs/<digest>      compressed, content-addressed chunks
 //!                                        manifests/<digest>  names, attributes, chunk table, checksums
 //!                                        images/<name>       a name for a manifest
 //!   recorded reads ─────────────────────► profiles/<digest>   reads to prefetch first

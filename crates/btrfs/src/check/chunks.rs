@@ -1,4 +1,5 @@
-//! Devices and chunks: logical = physical, nothing overlaps, nothing covers a superblock.
+//! Devices and chunks: logical equals physical, nothing overlaps, and no chunk covers a
+//! superblock.
 
 use burgeon_block::{ByteRange, Result};
 
@@ -11,7 +12,7 @@ use crate::{
     superblock::{SUPERBLOCK_SIZE, SUPERBLOCKS},
 };
 
-/// A chunk as the chunk tree has it.
+/// A chunk of the chunk tree.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Chunk {
     pub(super) start: u64,
@@ -32,7 +33,7 @@ struct Part {
     chunks: Vec<Chunk>,
 }
 
-/// Reads the chunk tree and the device tree; the chunks come back by address.
+/// Reads the chunk tree and the device tree; returns the chunks in address order.
 pub(super) fn read(reader: &Reader<impl NodeSource>, dev_root: TreeRoot) -> Result<Vec<Chunk>> {
     let info = reader.info;
     let parts =

@@ -1,7 +1,8 @@
-//! The subvolume: names, back references and inodes agree, and everything hangs from the root.
+//! The subvolume: names, back references and inodes agree, and everything is reachable from the
+//! root.
 //!
-//! A million names are compared without keeping one: each of the three places that know a name
-//! adds up a hash of what it says, and the sums must be equal.
+//! A million names are compared without storing one: each of the three places that record a name
+//! sums up hashes of its records, and the sums must be equal.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +23,7 @@ use crate::{
     info::TreeRoot,
 };
 
-/// What the subvolume says.
+/// The contents of the subvolume.
 #[derive(Default)]
 pub(super) struct Files {
     pub(super) inodes: u64,
@@ -33,7 +34,7 @@ pub(super) struct Files {
     pub(super) nodatasum: BTreeSet<u64>,
 }
 
-/// Sums of hashes; what they add up must agree.
+/// Sums of hashes. The two sums of each pair must be equal.
 #[derive(Default, Clone, Copy)]
 struct Sums {
     /// (parent, index, child, name), by DIR_INDEX and by INODE_REF or INODE_EXTREF.
@@ -42,12 +43,12 @@ struct Sums {
     /// (parent, child, type, name), by DIR_INDEX and by DIR_ITEM.
     typed_by_index: u64,
     typed_by_item: u64,
-    /// (child, type), by DIR_INDEX and, once a name, by INODE_ITEM.
+    /// (child, type), by DIR_INDEX and, once per name, by INODE_ITEM.
     types_by_index: u64,
     types_by_inode: u64,
 }
 
-/// What one batch of leaves says. Its first and last inode may go on in a neighbour.
+/// The contents of one batch of leaves. Its first and last inode may continue in a neighbour.
 #[derive(Default)]
 struct Part {
     first: Option<InodeFacts>,
@@ -81,7 +82,7 @@ impl Part {
             let done = self.last.replace(InodeFacts::new(key.objectid));
             match (&self.first, done) {
                 (_, None) => {}
-                // The first inode may have begun in the batch before.
+                // The first inode may have begun in the previous batch.
                 (None, done) => self.first = done,
                 (Some(_), Some(done)) => self.finish(done)?,
             }
@@ -170,7 +171,7 @@ impl Part {
         }
     }
 
-    /// Takes in the part that follows.
+    /// Adds the next part.
     fn join(&mut self, next: Part) -> Result<()> {
         let Sums { by_index, by_reference, typed_by_index, typed_by_item, .. } = next.sums;
         let sums = &mut self.sums;
@@ -202,7 +203,7 @@ impl Part {
         Ok(())
     }
 
-    /// Takes in an inode of which everything is known.
+    /// Adds an inode whose items are complete.
     fn finish(&mut self, facts: InodeFacts) -> Result<()> {
         let number = facts.number;
         let stated = facts.check().map_err(|why| corrupt(format!("inode {number} {why}")))?;
@@ -233,7 +234,7 @@ impl Part {
     }
 }
 
-/// A hash of a name and what goes with it.
+/// A hash of a name and its numbers.
 fn hash(numbers: &[u64], name: &[u8]) -> u64 {
     let mut bytes = [0; 3 * 8 + NAME_MAX];
     let mut at = 0;
@@ -241,7 +242,7 @@ fn hash(numbers: &[u64], name: &[u8]) -> u64 {
         bytes[at..at + 8].copy_from_slice(&number.to_le_bytes());
         at += 8;
     }
-    // Names were checked to be short; a longer one need not be told apart.
+    // Names were checked to be short; longer ones need not be distinguished.
     let len = name.len().min(NAME_MAX);
     bytes[at..at + len].copy_from_slice(&name[..len]);
     ChecksumKind::Xxhash64.of(&bytes[..at + len])
@@ -255,7 +256,7 @@ fn entry<'a>(take: &mut Take<'a>) -> Result<(Key, u8, &'a [u8], &'a [u8])> {
     Ok((location, kind, take.bytes(len)?, take.bytes(data)?))
 }
 
-/// A directory entry that names an inode: its number, type and name.
+/// A directory entry of an inode: its number, type and name.
 fn child_entry<'a>(take: &mut Take<'a>) -> Result<(u64, u8, &'a [u8])> {
     let (location, kind, name, value) = entry(take)?;
     let good = value.is_empty() && (location.kind, location.offset) == (kind::INODE_ITEM, 0);
@@ -266,7 +267,8 @@ fn child_entry<'a>(take: &mut Take<'a>) -> Result<(u64, u8, &'a [u8])> {
     Ok((location.objectid, kind, name))
 }
 
-/// A name has the hash its key says, and is not one of those `seen` with the same.
+/// Checks that the hash of a name matches its key, and that the name is not in `seen`, which
+/// holds the names of that hash.
 fn check_hash<'a>(seen: &mut Vec<&'a [u8]>, name: &'a [u8], offset: u64) -> Result<()> {
     let right = u64::from(name_hash(name)) == offset;
     ensure(right, || "a name is not where its hash says".into())?;
@@ -275,7 +277,8 @@ fn check_hash<'a>(seen: &mut Vec<&'a [u8]>, name: &'a [u8], offset: u64) -> Resu
     Ok(())
 }
 
-/// Every directory's way up ends at the root. `parents` holds child and parent, by child.
+/// Checks that every directory's chain of parents ends at the root. `parents` holds child and
+/// parent, by child.
 fn check_parents(parents: &[(u64, u64)]) -> Result<()> {
     let find = |number: u64| {
         let index = parents.binary_search_by_key(&number, |(child, _)| *child);
@@ -286,7 +289,7 @@ fn check_parents(parents: &[(u64, u64)]) -> Result<()> {
     for start in 0..parents.len() {
         let mut at = start;
         while !reached[at] {
-            // Marked before the end is known: a circle ends here, not at the root.
+            // Marked in advance: a cycle ends here, not at the root.
             reached[at] = true;
             way.push(at);
             let up = parents[at].1;

@@ -1,4 +1,4 @@
-//! One inode: what its item states against what its other items add up to.
+//! One inode: its item must agree with its other items.
 
 use burgeon_block::Result;
 
@@ -7,7 +7,7 @@ use crate::format::{
     FILE_TYPE_DIRECTORY, GENERATION, INLINE_MAX, INODE_NODATASUM, SECTOR, file_type,
 };
 
-/// What an INODE_ITEM states.
+/// The contents of an INODE_ITEM.
 #[derive(Clone, Copy)]
 pub(super) struct Stated {
     pub(super) mode: u32,
@@ -38,21 +38,21 @@ impl Stated {
     }
 }
 
-/// What all items of an inode say, as far as they were read.
+/// The contents of all items of an inode read so far.
 pub(super) struct InodeFacts {
     pub(super) number: u64,
     pub(super) stated: Option<Stated>,
-    /// Whether it is the root: it names itself `..`.
+    /// True for the root, which names itself `..`.
     pub(super) is_root: bool,
-    /// How many names it has, and the parent of the last.
+    /// Number of its names, and the parent of the last.
     pub(super) names: u64,
     pub(super) parent: u64,
-    /// Entries of a directory: how many, the lengths of their names, first and next index.
+    /// Entries of a directory: number, total length of names, first and next index.
     entries: u64,
     entry_bytes: u64,
     indexes: Option<(u64, u64)>,
     inline: Option<u64>,
-    /// File extents: bytes, where the first begins and the last ends.
+    /// File extents: total bytes, start of the first, end of the last.
     extent_bytes: u64,
     extents: Option<(u64, u64)>,
 }
@@ -74,7 +74,7 @@ impl InodeFacts {
         }
     }
 
-    /// An entry of this directory.
+    /// Adds an entry of this directory.
     pub(super) fn entry(&mut self, index: u64, name_len: usize) -> Result<()> {
         let (first, next) = self.indexes.unwrap_or((index, index));
         ensure(index == next, || "the entry before is missing".into())?;
@@ -84,7 +84,7 @@ impl InodeFacts {
         Ok(())
     }
 
-    /// A file extent; its address and length unless it is inline.
+    /// Adds a file extent; returns its address and length unless it is inline.
     pub(super) fn extent(&mut self, offset: u64, mut take: Take) -> Result<Option<(u64, u64)>> {
         let [generation, ram] = take.u64s()?;
         let coding = take.bytes(4)?;
@@ -113,7 +113,7 @@ impl InodeFacts {
         Ok(Some((address, len)))
     }
 
-    /// Adds what later leaves say about the same inode.
+    /// Adds the items of the same inode in later leaves.
     pub(super) fn join(mut self, next: Self) -> Result<Self> {
         let at = self.number;
         self.stated = self.stated.or(next.stated);
@@ -137,7 +137,7 @@ impl InodeFacts {
         Ok(self)
     }
 
-    /// Holds all against each other; says what is wrong.
+    /// Compares all items; the error describes the problem.
     pub(super) fn check(&self) -> Result<Stated, String> {
         let stated = self.stated.ok_or("is not there")?;
         let kind = file_type(stated.mode).filter(|_| stated.mode & !0o177777 == 0);
@@ -172,7 +172,7 @@ impl InodeFacts {
     }
 }
 
-/// The first of one and the end of the other.
+/// The start of `one` and the end of `other`.
 fn merge(one: Option<(u64, u64)>, other: Option<(u64, u64)>) -> Option<(u64, u64)> {
     match (one, other) {
         (Some((first, _)), Some((_, end))) => Some((first, end)),

@@ -16,7 +16,7 @@ use crate::{
 const NODE: u64 = NODE_SIZE as u64;
 /// Leaves read at once: 1 MiB.
 const BATCH: usize = 64;
-/// Written, back references as since 2008.
+/// Written, with back references as since 2008.
 const FLAGS: u64 = 1 | 1 << 56;
 
 /// A node as its parent describes it.
@@ -25,7 +25,7 @@ pub(super) struct Node {
     pub(super) address: u64,
     pub(super) level: u8,
     pub(super) owner: u64,
-    /// Its first key, and one that is behind its last.
+    /// Its first key, and a key greater than its last.
     first: Option<Key>,
     before: Option<Key>,
 }
@@ -53,7 +53,7 @@ impl<'a, S: NodeSource> Reader<'a, S> {
         visited
     }
 
-    /// The leaves of a tree, in batches of neighbours. Inner nodes are verified.
+    /// The leaves of a tree, in batches of neighbours. Verifies inner nodes.
     pub(super) fn walk(&self, owner: u64, root: TreeRoot) -> Result<Vec<Batch>> {
         let root =
             Node { address: root.address, level: root.level, owner, first: None, before: None };
@@ -71,7 +71,7 @@ impl<'a, S: NodeSource> Reader<'a, S> {
         Ok(level.chunks(BATCH).map(<[Node]>::to_vec).collect())
     }
 
-    /// Remembers nodes, and stops a walk that has reached more than there are.
+    /// Records visited nodes, and stops a walk that has visited more than exist.
     fn visit(&self, nodes: &[Node]) -> Result<()> {
         let mut visited = lock(&self.visited);
         visited.extend(nodes.iter().map(|node| (node.address, node.level, node.owner)));
@@ -101,7 +101,7 @@ impl<'a, S: NodeSource> Reader<'a, S> {
         Ok(children)
     }
 
-    /// Calls `visit` with each item of the leaves of a batch, all verified.
+    /// Calls `visit` with each item of the leaves of a batch, after verifying them.
     pub(super) fn leaves(
         &self,
         batch: &[Node],
@@ -117,7 +117,7 @@ impl<'a, S: NodeSource> Reader<'a, S> {
         Ok(())
     }
 
-    /// Runs `part` over each batch of a tree, in parallel; the parts come back in order.
+    /// Runs `part` over each batch of a tree, in parallel; returns the parts in order.
     pub(super) fn parts<T: Default + Send>(
         &self,
         owner: u64,
@@ -181,7 +181,7 @@ impl<'a, S: NodeSource> Reader<'a, S> {
         for index in 0..items {
             let mut take = Take(&bytes[HEADER + index * ITEM_HEADER..]);
             let (key, offset, len) = (take.key()?, take.u32()? as usize, take.u32()? as usize);
-            // Bodies lie one before the other without a gap.
+            // Bodies are contiguous, each one before the previous.
             let good = offset.checked_add(len) == Some(end) && offset >= items * ITEM_HEADER;
             ensure(good, || at(node, &format!("has item {index} in a wrong place")))?;
             end = offset;

@@ -11,7 +11,7 @@ use crate::{
     info::{SeedInfo, TreeRoot},
 };
 
-/// The last only where there is a virtual area.
+/// The last exists only with a virtual area.
 const TREES: [u64; 9] = [
     object::EXTENT_TREE,
     object::DEV_TREE,
@@ -24,7 +24,7 @@ const TREES: [u64; 9] = [
     object::DATA_RELOC_TREE,
 ];
 
-/// The subvolumes that must be there: number, index in the top level, name, UUID.
+/// The required subvolumes: number, index in the top level, name, UUID.
 fn subvolumes(info: &SeedInfo) -> Vec<(u64, u64, &'static [u8], [u8; 16])> {
     let mut all = vec![(SUBVOLUME, 2, b"tree".as_slice(), info.uuids.subvolume)];
     let area = (VIRTUAL_SUBVOLUME, 3, b"virtual".as_slice(), info.uuids.virtual_area);
@@ -32,7 +32,7 @@ fn subvolumes(info: &SeedInfo) -> Vec<(u64, u64, &'static [u8], [u8; 16])> {
     all
 }
 
-/// Where the trees are.
+/// The roots of all trees.
 pub(super) struct Roots(BTreeMap<u64, (TreeRoot, u64)>);
 
 impl Roots {

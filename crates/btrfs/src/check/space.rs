@@ -1,4 +1,4 @@
-//! Space: extents and who uses them, block groups, free space, checksums.
+//! Space: extents and their users, block groups, free space, checksums.
 
 use burgeon_block::{ByteRange, Result};
 use rayon::prelude::*;
@@ -30,7 +30,7 @@ impl Range {
     }
 }
 
-/// That a file of the tree or of the virtual area's subvolume uses an extent.
+/// The use of an extent by a file of the tree or of the virtual area's subvolume.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Use {
     pub(super) address: u64,
@@ -39,11 +39,12 @@ pub(super) struct Use {
     pub(super) file_offset: u64,
 }
 
-/// What the extent tree and its companions say.
+/// The contents of the extent tree and related trees.
 pub(super) struct Space {
     pub(super) extents: Vec<Range>,
     uses: Vec<Use>,
-    /// How many of the uses, which are sorted, are of lazy data: the others are of the virtual area.
+    /// Number of uses, which are sorted, in lazy data; the remaining ones are in the virtual
+    /// area.
     lazy_uses: usize,
     nodes: Vec<(u64, u8, u64)>,
     summed: Vec<Range>,
@@ -55,10 +56,10 @@ type Group = (u64, u64, u64, u64);
 #[derive(Default)]
 struct Part {
     extents: Vec<Range>,
-    /// How many uses each extent claims.
+    /// Number of uses that each extent claims.
     claims: Vec<u64>,
     uses: Vec<Use>,
-    /// Addresses that the virtual area's subvolume uses.
+    /// Addresses used by the virtual area's subvolume.
     virtual_uses: Vec<u64>,
     nodes: Vec<(u64, u8, u64)>,
     groups: Vec<Group>,
@@ -77,7 +78,7 @@ impl Part {
             }
             kind::EXTENT_ITEM => self.extent(key, take),
             kind::EXTENT_DATA_REF => {
-                // Its extent may be in another part: the length is put in later.
+                // The extent may be in another part: the length is filled in later.
                 let hash = self.reference(&mut take, key.objectid, 0)?;
                 ensure(hash <= key.offset, || "it is not where its hash says".into())?;
                 take.end()
@@ -174,7 +175,7 @@ fn check_extents(extents: &[Range], chunks: &[Chunk], info: &SeedInfo) -> Result
     Ok(())
 }
 
-/// Gives uses that were listed apart from their extent its length, and counts them.
+/// Fills in the lengths of uses that were listed apart from their extent, and counts the uses.
 fn fill_lengths(extents: &[Range], claims: &[u64], uses: &mut [Use]) -> Result<()> {
     let mut at = 0;
     for (extent, claims) in extents.iter().zip(claims) {
@@ -305,7 +306,8 @@ fn append(ranges: &mut Vec<Range>, range: Range) -> Result<()> {
 }
 
 impl Space {
-    /// Files use exactly the extents that say so, and have checksums exactly where they want.
+    /// Checks that files use exactly the extents that claim so, and have checksums exactly where
+    /// they require them.
     pub(super) fn check_files(&self, files: &Files) -> Result<()> {
         let lazy = &self.uses[..self.lazy_uses];
         if lazy.len() != files.uses.len() {
@@ -332,7 +334,7 @@ impl Space {
         })
     }
 
-    /// The virtual area is one file without checksums, each byte at its place.
+    /// Checks that the virtual area is one file without checksums, each byte at its address.
     pub(super) fn check_virtual_area(&self, info: &SeedInfo, files: &Files) -> Result<()> {
         let uses = &self.uses[self.lazy_uses..];
         let mut end = info.virtual_area.map_or(0, ByteRange::start);
@@ -350,8 +352,8 @@ impl Space {
         ensure(good, || "the virtual area is not one file".into())
     }
 
-    /// Each node is reached once from a root, and each is listed, in the order of addresses and
-    /// without a gap.
+    /// Checks that each node is visited once from a root, and that the metadata items list each
+    /// node, in address order and without a gap.
     pub(super) fn check_nodes(&self, visited: &[(u64, u8, u64)]) -> Result<()> {
         ensure(visited == self.nodes, || {
             "the nodes reached from the roots are not those in the extent tree".into()

@@ -1,4 +1,4 @@
-//! Names and attributes that share an item: which go where.
+//! Groups names and attributes into shared items.
 
 use super::{Merged, Model};
 use crate::{
@@ -8,9 +8,9 @@ use crate::{
 
 /// The items that name an inode's parents.
 pub(crate) struct LinkItems {
-    /// INODE_REF: one a parent, key offset the parent's number; members are dirents.
+    /// INODE_REF: one per parent, key offset the parent's number; members are dirents.
     pub(crate) refs: Vec<Merged<usize>>,
-    /// INODE_EXTREF for those that did not fit, by hash.
+    /// INODE_EXTREF for names that did not fit, by hash.
     pub(crate) extrefs: Vec<Merged<usize>>,
 }
 

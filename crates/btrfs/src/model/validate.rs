@@ -1,4 +1,4 @@
-//! From an untrusted `Tree` to a [`Model`]: every rule, and what follows from the tree.
+//! Converts an untrusted `Tree` to a [`Model`]: checks every rule and derives the indexes.
 
 use burgeon_block::Result;
 use rayon::prelude::*;
@@ -18,7 +18,7 @@ const SIZE_MAX: u64 = i64::MAX as u64;
 const NONE: u32 = u32::MAX;
 
 impl<'a> Model<'a> {
-    /// Checks `tree`. `bytes_max` bounds what its metadata may take, and so what is looked at.
+    /// Checks `tree`. `bytes_max` limits its metadata, and therefore the work of checking.
     pub(crate) fn new(tree: &'a Tree, bytes_max: u64) -> Result<Self> {
         if tree.inodes.is_empty() {
             return Err(invalid("the tree has no root directory"));
@@ -28,7 +28,7 @@ impl<'a> Model<'a> {
         if counts.iter().any(|count| *count >= NONE as usize) {
             return Err(invalid("the tree has more than 2^32 - 2 inodes, names or extents"));
         }
-        // Inodes may share attributes: a few of each could become many together.
+        // Inodes may share attributes: few stored ones can become many.
         let xattrs: u64 = tree.inodes.iter().map(|inode| u64::from(inode.xattr_count)).sum();
         if xattrs.saturating_mul((ITEM_HEADER + DIR_ENTRY) as u64) > bytes_max {
             return Err(invalid(format!("the tree needs {xattrs} extended attributes: too many")));
@@ -103,7 +103,7 @@ impl<'a> Model<'a> {
         Ok(())
     }
 
-    /// Names with one hash share a DIR_ITEM: they must fit, and differ.
+    /// Names with the same hash share a DIR_ITEM: they must fit, and differ.
     fn check_same_hash(&self, directory: &[u64]) -> Result<()> {
         for same in directory.chunk_by(|a, b| a >> 32 == b >> 32).filter(|same| same.len() > 1) {
             let names = || same.iter().map(|packed| self.name(*packed as u32 as usize));
@@ -149,7 +149,7 @@ impl<'a> Model<'a> {
         Ok(())
     }
 
-    /// Every directory has one parent; it is reachable unless the way up runs in a circle.
+    /// Every directory has one parent; it is reachable unless the chain of parents is a cycle.
     fn check_reachable(&self) -> Result<()> {
         let mut reached = vec![false; self.inodes()];
         reached[0] = true;
@@ -157,7 +157,7 @@ impl<'a> Model<'a> {
         for start in (0..self.inodes()).filter(|&i| self.is_dir(i)) {
             let mut at = start;
             while !reached[at] {
-                // Marked before the end is known: a circle then ends here, not at the root.
+                // Marked in advance: a cycle then ends here, not at the root.
                 reached[at] = true;
                 way.push(at);
                 at = self.tree.dirents[self.links(at)[0] as usize].parent as usize;
@@ -207,7 +207,7 @@ impl<'a> Model<'a> {
     }
 }
 
-/// A range of one of the tree's arrays, or why it is none.
+/// A range of one of the tree's arrays; the error describes an invalid range.
 fn entries<'t, T>(all: &'t [T], first: u32, count: u32, what: &str) -> Result<&'t [T], String> {
     let range = first as usize..first as usize + count as usize;
     all.get(range).ok_or_else(|| format!("its {what} are beyond the end of the table"))
