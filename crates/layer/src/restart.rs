@@ -57,7 +57,7 @@ pub(crate) enum Start {
     Inside(Inside),
 }
 
-/// A place where unpacking can start, by its offsets in the stored and in the unpacked layer.
+/// A place where unpacking can start, by its offsets in the layer blob and in the unpacked layer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Place {
     pub(crate) compressed: u64,
@@ -178,7 +178,7 @@ impl<R: BufRead> Read for Recorder<R> {
 pub struct Span {
     /// Number of the span in the layer.
     pub index: u32,
-    /// Range in the stored layer.
+    /// Range in the layer blob.
     pub compressed: ByteRange,
     /// Range in the unpacked layer.
     pub unpacked: ByteRange,

@@ -131,19 +131,19 @@ impl Stretch {
 /// A layer and the places where unpacking can start.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TableLayer {
-    /// SHA-256 of the stored layer.
+    /// SHA-256 of the layer blob.
     pub digest: [u8; 32],
     /// Its places or pieces.
     pub restarts: Restarts,
 }
 
 impl TableLayer {
-    /// Length of the stored layer in bytes.
+    /// Length of the layer blob in bytes.
     pub fn stored_len(&self) -> u64 {
         self.restarts.len
     }
 
-    /// Compression of the stored layer.
+    /// Compression of the layer blob.
     pub fn codec(&self) -> LayerCodec {
         self.restarts.codec
     }
@@ -252,8 +252,8 @@ impl Table {
 
     /// Reads a table.
     ///
-    /// Errors: `Corrupt` for bytes that break a rule, `UnsupportedFormat` if they are of a version or
-    /// need a feature unknown here.
+    /// Errors: `Corrupt` for bytes that break a rule, `UnsupportedFormat` if they are of a version
+    /// or need a feature unknown here.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         if bytes.len() as u64 > TABLE_MAX {
             return Err(bad("is too long"));

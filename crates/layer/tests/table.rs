@@ -122,7 +122,7 @@ fn an_index_is_small() {
     assert!(len < stored.len() / 30, "{len} of {}", stored.len());
 }
 
-/// A table of two descriptions of one small layer, and the stored layer.
+/// A table of two descriptions of one small layer, and the layer blob.
 fn table() -> (Table, Vec<u8>) {
     let stored =
         [gzip(&like_programs(3, 700_000), 6), gzip(&like_programs(4, 2_700_000), 1)].concat();

@@ -33,7 +33,7 @@ pub(crate) struct Archive {
 }
 
 impl Archive {
-    /// Requests the archive; the body is read later. `limit` is the time until the response begins.
+    /// Requests the archive; the body is read later. The response must begin within `limit`.
     pub(crate) fn open(url: &Url, limit: Option<Duration>) -> Result<Self> {
         let client = web::client()?;
         let doing = format!("read {}", shown(url));

@@ -100,7 +100,7 @@ impl Shelf {
         }
     }
 
-    /// Writes a document, under `tag` if given; returns the subject if the registry lists it there.
+    /// Writes a document, under `tag` if given; returns the `OCI-Subject` of the response.
     fn put_document(&self, tag: Option<&str>, kind: &str, bytes: &[u8]) -> Result<Option<Digest>> {
         match (self, tag) {
             (Self::Layout(layout), None) => layout.put(bytes).map(|()| None),

@@ -10,9 +10,9 @@
 //! ```
 //!
 //! Invariants: a table is believed only by the digest that the image's manifest gives, and that
-//! manifest is pinned by its own; a table that says anything impossible is not used, and its layer is
-//! read as one without. Sources: `docs/estargz.md` of stargz-snapshotter; zstd:chunked is described
-//! in `containers-storage-zstd-chunked(5)`.
+//! manifest is pinned by its own; a table that says anything impossible is not used, and its layer
+//! is read as one without. Sources: `docs/estargz.md` of stargz-snapshotter; zstd:chunked is
+//! described in `containers-storage-zstd-chunked(5)`.
 
 use std::{fmt, io::Read};
 
@@ -34,8 +34,8 @@ use crate::{
 
 /// Longest table, compressed: 64 MiB.
 const STORED_MAX: u64 = 64 << 20;
-/// Longest table: 128 MiB, half a million files in parts. (That of eStargz is a part itself, which may
-/// have 32 MiB.)
+/// Longest table: 128 MiB, half a million files in parts. (That of eStargz is a part itself, which
+/// may have 32 MiB.)
 const TABLE_MAX: u64 = 128 << 20;
 /// Entries of a table, as of all layers of an image that are read.
 const ENTRIES_MAX: usize = 4 << 20;

@@ -1,7 +1,7 @@
-//! Indexes, manifests and configurations, checked.
+//! Parses and checks indexes, manifests and configurations.
 //!
 //! ```text
-//!   index ──► manifest of this machine's platform ──► configuration: what each layer unpacks to
+//!   index ──► manifest of this machine's platform ──► configuration: diff ID of each layer
 //!                                                └──► layers: digest, size, compression
 //! ```
 
@@ -18,12 +18,12 @@ use serde::{
 };
 use serde_json::Value;
 
-/// Layers of an image: four times what the runtimes of containers can mount.
+/// Most layers of an image: four times as many as container runtimes can mount.
 const LAYERS_MAX: usize = 512;
 
 pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 
-/// What an index or a manifest says of something else.
+/// A descriptor in an index or manifest.
 #[derive(Deserialize, Clone, Debug)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Descriptor {
@@ -48,12 +48,12 @@ impl Descriptor {
         self.digest.parse()
     }
 
-    /// The size of a document that may be read as one.
+    /// The size, if it is within the limit for documents.
     pub(crate) fn document_size(&self) -> Result<u64> {
         self.size_below(DOCUMENT_MAX)
     }
 
-    /// The size of a part that may be read as a whole.
+    /// The size, if it is at most `max`.
     pub(crate) fn size_below(&self, max: u64) -> Result<u64> {
         if self.size <= max {
             return Ok(self.size);
@@ -69,7 +69,7 @@ impl Descriptor {
         self.annotations.get(name).and_then(Value::as_str)
     }
 
-    /// The table of contents of the layer, if it has one by which it can be known.
+    /// The location and digest of the layer's table of contents, if the annotations give them.
     fn contents(&self, compression: Compression) -> Option<Contents> {
         match compression {
             Compression::None => None,
@@ -78,7 +78,7 @@ impl Descriptor {
                 Some(Contents::Stargz { digest: digest.parse().ok()? })
             }
             Compression::Zstd => {
-                // Newer programs write the longer names.
+                // Newer programs write the longer prefix.
                 let value = |name: &str| {
                     let names = ["io.github.containers", "io.containers"];
                     let mut names = names.map(|by| format!("{by}.zstd-chunked.{name}")).into_iter();
@@ -86,7 +86,7 @@ impl Descriptor {
                 };
                 let digest = value("manifest-checksum")?.parse().ok()?;
                 let at = value("manifest-position")?.split(':').map(|part| part.parse().ok());
-                // Offset, length, length of what it decompresses to, and the kind of table.
+                // Offset, length, decompressed length, and type of the table.
                 let [offset, stored, len, 1] = at.collect::<Option<Vec<u64>>>()?[..] else {
                     return None;
                 };
@@ -98,22 +98,22 @@ impl Descriptor {
 
 /// An index or a manifest.
 pub(crate) enum Document {
-    /// Images for several platforms, or of several names.
+    /// Images for several platforms, or with several names.
     Index(Vec<Descriptor>),
     /// An image.
     Manifest(Manifest),
-    /// An image of ours, which `source` reads.
+    /// A Burgeon image, which the crate `source` reads.
     Ours,
 }
 
 /// An image.
 pub(crate) struct Manifest {
     pub(crate) config: Descriptor,
-    /// The lowest first.
+    /// Lowest layer first.
     pub(crate) layers: Vec<Layer>,
 }
 
-/// An archive of an image.
+/// A layer of an image.
 #[derive(Clone, Debug)]
 pub(crate) struct Layer {
     pub(crate) digest: Digest,
@@ -123,26 +123,26 @@ pub(crate) struct Layer {
     pub(crate) contents: Option<Contents>,
 }
 
-/// The table of contents of a layer, as the image's manifest tells of it.
+/// The table of contents of a layer, as given in the image's manifest.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Contents {
-    /// Of eStargz: the layer's end says where it is.
+    /// eStargz: the footer of the layer gives its offset.
     Stargz {
-        /// Of the table.
+        /// Digest of the table.
         digest: Digest,
     },
-    /// Of zstd:chunked.
+    /// zstd:chunked.
     Chunked {
-        /// Of the table as it is stored.
+        /// Digest of the compressed table.
         digest: Digest,
-        /// Where that is.
+        /// Range of the compressed table in the layer.
         stored: ByteRange,
-        /// Bytes that it decompresses to.
+        /// Decompressed length in bytes.
         len: u64,
     },
 }
 
-/// How an archive is compressed.
+/// Compression of a layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Compression {
     None,
@@ -151,7 +151,7 @@ pub(crate) enum Compression {
 }
 
 impl Compression {
-    /// The same where places in layers are kept.
+    /// The same as a `LayerCodec`.
     pub(crate) fn codec(self) -> LayerCodec {
         match self {
             Self::None => LayerCodec::Plain,
@@ -235,7 +235,7 @@ impl Layer {
     }
 }
 
-/// What kind of document the manifest of an image is.
+/// The media type of an image's manifest.
 pub(crate) fn media_type(manifest: &[u8]) -> String {
     #[derive(Deserialize)]
     #[serde(rename_all = "camelCase")]
@@ -246,7 +246,7 @@ pub(crate) fn media_type(manifest: &[u8]) -> String {
     any.and_then(|any| any.media_type).unwrap_or_else(|| MANIFEST_TYPE.to_owned())
 }
 
-/// An artifact that belongs to an image.
+/// A referrer of an image that is an index.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct IndexArtifact {
@@ -261,7 +261,7 @@ impl IndexArtifact {
     }
 }
 
-/// What an index of the things that refer to an image lists, of whatever kind.
+/// The entries of a list of referrers, of any type.
 pub(crate) fn referrers(bytes: &[u8]) -> Result<Vec<Value>> {
     #[derive(Deserialize)]
     struct Any {
@@ -271,8 +271,8 @@ pub(crate) fn referrers(bytes: &[u8]) -> Result<Vec<Value>> {
     Ok(any.manifests)
 }
 
-/// The digests of at most `max` things of the type `kind` that such an index lists. Entries are read one
-/// by one: as a whole, a list takes many times its length.
+/// The digests of at most `max` referrers of type `kind` in a list. Entries are parsed one by one:
+/// a whole parsed list takes many times its length in memory.
 pub(crate) fn referrers_of(bytes: &[u8], kind: &str, max: usize) -> Result<Vec<Digest>> {
     let mut json = serde_json::Deserializer::from_slice(bytes);
     json.deserialize_map(ListReader { kind, max }).map_err(|error| {
@@ -324,7 +324,7 @@ impl<'de> DeserializeSeed<'de> for ListReader<'_> {
     }
 }
 
-/// What each layer of an image unpacks to, if its configuration says so.
+/// The diff ID (digest of the unpacked bytes) of each layer, if the configuration gives them.
 pub(crate) fn diff_ids(config: &[u8], layers: usize) -> Result<Vec<Option<Digest>>> {
     #[derive(Deserialize)]
     struct Config {
@@ -344,12 +344,12 @@ pub(crate) fn diff_ids(config: &[u8], layers: usize) -> Result<Vec<Option<Digest
     rootfs.diff_ids.iter().map(|id| id.parse().map(Some)).collect()
 }
 
-/// The image of an index that is for this machine.
+/// The image for this machine in an index.
 pub(crate) fn for_this_machine(manifests: &[Descriptor]) -> Result<&Descriptor> {
     choose(manifests, architecture())
 }
 
-/// This machine's architecture, as images name it.
+/// This machine's architecture by its OCI name.
 pub(crate) fn architecture() -> &'static str {
     match std::env::consts::ARCH {
         "x86_64" => "amd64",
@@ -361,12 +361,12 @@ pub(crate) fn architecture() -> &'static str {
 fn choose<'a>(manifests: &'a [Descriptor], architecture: &str) -> Result<&'a Descriptor> {
     let suits = |descriptor: &&Descriptor| {
         descriptor.platform.as_ref().is_some_and(|platform| {
-            // Variants above the first need more than each machine of the architecture has.
+            // Higher variants need features that not every machine of the architecture has.
             let plain = matches!(platform.variant.as_deref(), None | Some("" | "v1" | "v8"));
             platform.os == "linux" && platform.architecture == architecture && plain
         })
     };
-    // An index of one image need not say what it is for.
+    // An index of one image may omit the platform.
     let only = || manifests.first().filter(|one| manifests.len() == 1 && one.platform.is_none());
     manifests.iter().find(suits).or_else(only).ok_or_else(|| {
         let there = manifests.iter().filter_map(|descriptor| descriptor.platform.as_ref());

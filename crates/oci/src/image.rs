@@ -42,7 +42,8 @@ use crate::{
     spool::{Metered, Spool, Tee, given_up},
 };
 
-/// Layers that are fetched at a time: together they take 160 MiB to decompress (`layer/src/unzstd.rs`).
+/// Layers that are fetched at a time: together they take 160 MiB to decompress
+/// (`layer/src/unzstd.rs`).
 const LANES_MAX: usize = 4;
 /// Compressed bytes that are read at a time: 256 KiB.
 const BUFFER_LEN: usize = 1 << 18;
@@ -112,7 +113,8 @@ impl Blobs {
         }
     }
 
-    /// What refers to `image` and is of type `kind`, where that can be asked for: the pages of the list.
+    /// What refers to `image` and is of type `kind`, where that can be asked for: the pages of the
+    /// list.
     pub(crate) fn referrers(&self, image: &Digest, kind: &str) -> Result<Option<Vec<Bytes>>> {
         match self {
             Self::Layout(_) => Ok(None),
@@ -217,10 +219,10 @@ impl Blobs {
         builder::from_layers(store, name, layers, work.options, work.building)
     }
 
-    /// What the image's layers are, and where in them unpacking can begin; an error instead for each
-    /// in which it cannot. They are published as they are where there is somewhere to `keep` them.
-    /// With `tables`, those with a table of contents are not read; what keeps that from being used
-    /// goes there.
+    /// What the image's layers are, and where in them unpacking can begin; an error instead for
+    /// each in which it cannot. They are published as they are where there is somewhere to `keep`
+    /// them. With `tables`, those with a table of contents are not read; what keeps that from
+    /// being used goes there.
     pub(crate) fn describe(
         &self,
         resolved: &Resolved,
@@ -329,8 +331,8 @@ impl Blobs {
         Ok(Box::new(first.chain(self.blob_from(&layer.digest, *len)?)))
     }
 
-    /// Reads one layer to its end: what is held in `own` there, else what `spool` has of it, and the rest
-    /// where it is. What comes goes to `spool`, too, whose file is returned.
+    /// Reads one layer to its end: what is held in `own` there, else what `spool` has of it, and
+    /// the rest where it is. What comes goes to `spool`, too, whose file is returned.
     fn read_layer<T>(
         &self,
         coming: &Coming<'_>,

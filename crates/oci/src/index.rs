@@ -1,14 +1,14 @@
-//! Indexes of ordinary images: what it takes to read them lazily, in the layers as they are.
+//! Indexes of OCI images, by which these are read lazily from their unchanged layers.
 //!
 //! ```text
-//!   index:  layers, read once ──► manifest of ours ──► data in derived/<digest> ──► table: where in
-//!                                                                                   which layer
-//!   push:   both as an artifact ──► beside the image, its subject
-//!   mount:  artifact, by the digest that was pinned ──► checked ──► store
+//!   index:  layers, read once ──► Burgeon manifest ──► data in derived/<digest> ──► table: layer
+//!                                                                                   and offset
+//!   push:   both as an artifact ──► referrer of the image
+//!   mount:  artifact, by its pinned digest ──► checked ──► store
 //! ```
 //!
-//! Invariants: of an index that was made elsewhere nothing is believed but by the digest that the
-//! user has given; it is used for the very image, and the very layers, that it was made of.
+//! Invariants: an index made elsewhere is trusted only by the digest that the user has given; it
+//! is used only for the image, and the layers, that it was made from.
 
 use std::{collections::HashSet, thread};
 
@@ -35,45 +35,45 @@ use crate::{
     source::{Kind, Wanted},
 };
 
-/// What an index is, and its parts: a manifest and a table of ours.
+/// The artifact type of an index, and the media types of its two parts.
 const ARTIFACT: &str = "application/vnd.burgeon.index.v1";
 const MANIFEST: &str = "application/vnd.burgeon.manifest.v1";
 const TABLE: &str = "application/vnd.burgeon.derived.v1";
-/// Longest manifest of an index: 512 MiB, 100 bytes for each of four million entries and
-/// as much for checksums of data.
+/// Longest manifest of an index: 512 MiB. Four million entries of 100 bytes, and about as much for
+/// checksums of data.
 const MANIFEST_MAX: u64 = 512 << 20;
 
 /// An index.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Indexed {
-    /// Its digest, to pin it by.
+    /// Digest of the index, for pinning it.
     pub digest: String,
-    /// The digest of the image that it is of.
+    /// Digest of the indexed image.
     pub image: String,
-    /// The image that it makes, in the store.
+    /// The resulting image in the store.
     pub record: ImageRecord,
-    /// Bytes of it.
+    /// Size of the index in bytes.
     pub bytes: u64,
-    /// Bytes of the image's layers, as they are stored.
+    /// Size of the image's compressed layers in bytes.
     pub image_bytes: u64,
-    /// Whether it lies beside the image now.
+    /// Whether it was pushed as a referrer of the image.
     pub pushed: bool,
 }
 
-/// The name that the index of the image `digest` has in a store.
+/// The store's name for the image `digest` read by an index.
 pub(crate) fn name_of(digest: &str) -> String {
     format!("{digest}/index")
 }
 
-/// The name of the image `digest` in a store, where it is known by tables of contents.
+/// The store's name for the image `digest` if tables of contents describe it.
 pub(crate) fn listed_name_of(digest: &str) -> String {
     format!("{digest}/contents")
 }
 
-/// Makes the index of the image of `source` in `store`, unless it is there; with `push` puts it
-/// beside the image.
+/// Makes the index of the image of `source` in `store`, unless it is there. With `push`, pushes it
+/// as a referrer of the image.
 ///
-/// Errors: `Invalid` for images of which no index is of use.
+/// Errors: `Invalid` for an image that cannot be read lazily.
 pub fn index(
     store: &impl ObjectStore,
     source: &Source,
@@ -119,15 +119,15 @@ pub fn index(
     })
 }
 
-/// What an image is to be called in a store.
+/// The names for an image in a store.
 struct Names<'a> {
     name: &'a str,
-    /// If tables of contents were used, which they are only where there is a name for it.
+    /// The name to use if tables of contents were used. `None` forbids their use.
     listed: Option<(&'a str, &'a Tables)>,
 }
 
-/// Publishes the index of the image by its name, and its layers with it if there is somewhere to `keep`
-/// them. The inner error is of layers that cannot be read from the middle.
+/// Publishes the index of the image under its name, and with `keep` its layers too. The inner
+/// error is for layers that cannot be read from the middle.
 fn make(
     store: &impl ObjectStore,
     blobs: &Blobs,
@@ -157,7 +157,7 @@ fn make(
             stretches: stretches(origins),
         };
         let object = publish_table(store, &table.encode()?, at)?;
-        // Of an image all of whose layers have tables none is held.
+        // If all layers have a table of contents, none is stored.
         if keep.is_some() && tables.is_none_or(|tables| tables.used() < restarts.len()) {
             let mut list = String::new();
             for layer in layers() {
@@ -181,10 +181,10 @@ fn make(
     described.map(Ok)
 }
 
-/// Takes the image into this host's `own` store by an index that is made while its layers come, and
-/// holds these: it needs nobody else then. With `tables`, layers that have a table of contents stay where
-/// they are. Returns what was made, or `None` for an image whose layers cannot be read from the middle;
-/// they are here now, to build it of.
+/// Indexes the image in this host's `own` store while its layers are fetched, and stores these: it
+/// then works without the registry. With `tables`, layers with a table of contents are not
+/// fetched. Returns the report, or `None` if the layers cannot be read from the middle; they are
+/// stored now, for a build.
 pub(crate) fn hold(
     own: &Directory,
     blobs: &Blobs,
@@ -199,7 +199,7 @@ pub(crate) fn hold(
     let names = Names { name: &name, listed: tables.map(|tables| (listed.as_str(), tables)) };
     let keep = Keep { own, scratch: lease.scratch() };
     let made = make(own, blobs, resolved, (&names, at), work, Some(&keep)).inspect_err(|error| {
-        // What has come of an image whose registry went away is not fetched again.
+        // If the registry failed, the fetched layers are kept for the next try.
         if error.kind() != ErrorKind::Unavailable {
             release(own, resolved);
         }
@@ -216,8 +216,8 @@ pub(crate) fn hold(
     }
 }
 
-/// Removes the layers of the image from `own` that no image there is read from; `gc` does where this
-/// fails.
+/// Removes the layers of the image that no image in `own` needs. If this fails, `gc` removes them
+/// later.
 pub(crate) fn release(own: &Directory, resolved: &Resolved) {
     let remove = || -> Result<()> {
         let mut needed = HashSet::new();
@@ -235,7 +235,7 @@ pub(crate) fn release(own: &Directory, resolved: &Resolved) {
     let _ = remove();
 }
 
-/// Joins what lies together.
+/// Joins adjacent origins.
 fn stretches(origins: &[Origin]) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = Vec::with_capacity(origins.len());
     for Origin { at, layer, offset, len } in origins.iter().copied() {
@@ -259,7 +259,7 @@ fn publish_table(store: &impl ObjectStore, table: &[u8], at: &LayersAt) -> Resul
     Ok(object)
 }
 
-/// The derived object that `image` has its data in, if it has.
+/// The derived object with the data of `image`, if there is one.
 fn derived_of(store: &impl ObjectStore, image: &ImageRecord) -> Result<Option<ObjectId>> {
     derived_in(store, &image.digest()?)
 }
@@ -273,7 +273,7 @@ fn derived_in(
     Ok(objects.into_iter().find(|object| object.is(ObjectKind::Derived)))
 }
 
-/// Whether all of `image` is in `store`, the host's own: not in layers elsewhere.
+/// Whether all data of `image` is in `store`, the host's own, and none only in layers elsewhere.
 pub fn is_whole(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     match derived_of(store, image)? {
         Some(object) => all_held(store, &held_object(&object)?),
@@ -281,12 +281,12 @@ pub fn is_whole(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     }
 }
 
-/// Bytes on the disk of `store` that `image` takes up, as far as nothing shares them: its chunks and
-/// manifest; of one that is read from layers, those that are held, and the table of what is where in
-/// them. What is computed, or read from files in place, takes none.
+/// Disk space in bytes that `image` takes in `store`, not counting sharing: its chunks and
+/// manifest, or, for an image read from layers, its stored layers and its table. Computed data and
+/// files read in place take none.
 pub fn stored_bytes(store: &impl ObjectStore, image: &ImageRecord) -> Result<u64> {
     let own = image.stored_bytes + image.manifest_bytes;
-    // Only of these it is not known what they take up; the manifest of any other need not be read.
+    // Only an image without chunks but with data can have a derived object.
     if image.stored_bytes > 0 || image.data_bytes == 0 || store.list("derived")?.is_empty() {
         return Ok(own);
     }
@@ -302,20 +302,20 @@ pub fn stored_bytes(store: &impl ObjectStore, image: &ImageRecord) -> Result<u64
     Ok(bytes)
 }
 
-/// Whether the image of a source, by any of its names in `store`, is known by tables of contents.
+/// Whether tables of contents describe the image, which has any of its source's names in `store`.
 pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     match image.name.split_once('/') {
         None | Some((_, "index")) => return Ok(false),
         Some((_, "contents")) => return Ok(true),
-        // Of an index of platforms: whatever was known of the image when it got that name.
+        // An alias of an image index can name either kind.
         Some(_) => {}
     }
     let bytes = catalog::load_bytes(store, &image.digest()?)?;
     Manifest::decode_lacks_checksums(&bytes, &Limits::default())
 }
 
-/// Bytes of the data of the image with the manifest `digest` that lie in `store`, the host's own, in
-/// layers that are held: reading them fetches nothing. Zero of an image that is not read from layers.
+/// Bytes of the image with the manifest `digest` that can be read from stored layers in `store`,
+/// the host's own, without a fetch. Zero for an image that is not read from layers.
 pub fn held_bytes(store: &impl ObjectStore, digest: &burgeon_block::Digest) -> Result<u64> {
     let Some(object) = derived_in(store, digest)? else { return Ok(0) };
     let list = held_object(&object)?;
@@ -326,14 +326,14 @@ pub fn held_bytes(store: &impl ObjectStore, digest: &burgeon_block::Digest) -> R
     let is_held = |layer: &TableLayer| Ok(store.len(&layer_object(&layer.digest)?)?.is_some());
     let held = table.layers.iter().map(is_held).collect::<Result<Vec<bool>>>()?;
     if held.iter().all(|held| *held) {
-        // The zeros between stretches come from nowhere.
+        // This includes the zeros between stretches.
         return Ok(table.object_len);
     }
     let stretches = table.stretches.iter().filter(|it| held.get(it.layer as usize) == Some(&true));
     Ok(stretches.map(|stretch| u64::from(stretch.len)).sum())
 }
 
-/// Whether all layers of the list are there, and there is one.
+/// Whether the list exists and all layers in it are stored.
 fn all_held(store: &impl ObjectStore, list: &ObjectId) -> Result<bool> {
     if store.len(list)?.is_none() {
         return Ok(false);
@@ -346,8 +346,8 @@ fn all_held(store: &impl ObjectStore, list: &ObjectId) -> Result<bool> {
     Ok(true)
 }
 
-/// From now on the layers of `image` are read `at`, if that has its data in layers: tells whether it
-/// has.
+/// Sets the location of the layers of `image` to `at`. Returns whether the image is read from
+/// layers.
 pub(crate) fn refresh(
     store: &impl ObjectStore,
     image: &ImageRecord,
@@ -366,7 +366,8 @@ pub(crate) fn refresh(
     Ok(true)
 }
 
-/// The index `image` of `store`, as it is published: its document, and `{}`, manifest, table.
+/// The artifact for the index `image` of `store`: its document, and the blobs `{}`, manifest and
+/// table.
 fn artifact(
     store: &impl ObjectStore,
     image: &ImageRecord,
@@ -396,29 +397,29 @@ fn artifact(
     Ok((document.to_string().into_bytes(), parts))
 }
 
-/// The digests of the indexes that lie beside `image`; none where nobody can say.
+/// The digests of the indexes among the referrers of `image`; empty if they cannot be listed.
 pub(crate) fn beside(blobs: &Blobs, image: &Digest) -> Vec<String> {
     beside::find(blobs, image, ARTIFACT).iter().map(Digest::to_string).collect()
 }
 
-/// An index that the user believes, by its digest, and what it consists of.
+/// An index that the user trusts by its digest.
 pub(crate) struct Pinned {
     digest: Digest,
     artifact: Result<IndexArtifact>,
 }
 
 impl Pinned {
-    /// Asks for the index `digest`.
+    /// Fetches the index `digest`.
     pub(crate) fn fetch(blobs: &Blobs, digest: Digest) -> Self {
         let document = blobs.document(&Wanted::Digest(digest.clone()));
         let artifact = document.and_then(|(document, _)| IndexArtifact::parse(&document));
         Self { digest, artifact }
     }
 
-    /// Takes the index, which lies beside the image, into `store`.
+    /// Publishes the image in `store` by this index.
     ///
-    /// Errors: `NotFound` if it is not there, `Corrupt` if it is not what its digest says or of
-    /// another image.
+    /// Errors: `NotFound` if the index does not exist, `Corrupt` if it does not match its digest
+    /// or belongs to another image.
     pub(crate) fn adopt(
         self,
         store: &impl ObjectStore,
@@ -438,7 +439,7 @@ impl Pinned {
     }
 }
 
-/// Manifest and table of an index of the image, if it is one.
+/// Reads and checks the manifest and table of an index of the image.
 fn read_parts(
     blobs: &Blobs,
     resolved: &Resolved,
@@ -455,7 +456,7 @@ fn read_parts(
         return Err(corrupt(format!("it is of {subject}, not of {}", resolved.digest)));
     }
     let read = |part: &Descriptor, max| blobs.read(&part.digest()?, part.size_below(max)?);
-    // Each takes a round trip; the link is the same for both.
+    // In parallel, to save a round trip.
     let (manifest, table) = thread::scope(|scope| {
         let table = scope.spawn(|| -> Result<_> {
             let table = read(&layers[1], TABLE_MAX)?;
@@ -488,7 +489,7 @@ fn read_parts(
 }
 
 impl Source {
-    /// Where the layers are, for those who read them later; `None` where they cannot be read later.
+    /// The location of the layers for later reads; `None` if they cannot be read later.
     pub(crate) fn layers_at(&self) -> Result<Option<LayersAt>> {
         match &self.0 {
             Kind::Layout { folder, .. } => {
@@ -501,7 +502,7 @@ impl Source {
     }
 }
 
-/// Only what can be read later has an index.
+/// The error for an archive, which has no index.
 pub(crate) fn none_has() -> Error {
     let what = "an archive has no index: only images of registries and layouts have one";
     Error::new(ErrorKind::Invalid, what)

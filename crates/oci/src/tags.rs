@@ -1,4 +1,5 @@
-//! When a registry or a store is asked for what a name stands for, and what this host knows of that.
+//! When a registry or a store is asked for what a name stands for, and what this host knows of
+//! that.
 //!
 //! ```text
 //!   --pull always    ask                      ──► an answer, or an error
@@ -7,9 +8,10 @@
 //!   --pull never     the image of the record  ──► else an error
 //! ```
 //!
-//! A record says which image a name stood for, and when: a tag of a registry, the URL of an archive, or a name
-//! in a remote store. It is this host's own, and nothing of a registry or an image gets into it but a
-//! digest. Invariants: a refusal (401, 403, 404) is an answer; a record that makes no sense is none.
+//! A record says which image a name stood for, and when: a tag of a registry, the URL of an
+//! archive, or a name in a remote store. It is this host's own, and nothing of a registry or an
+//! image gets into it but a digest. Invariants: a refusal (401, 403, 404) is an answer; a record
+//! that makes no sense is none.
 
 use std::{
     fs,
@@ -35,7 +37,8 @@ use crate::{
     source::{Kind, Source},
 };
 
-/// How long a registry may take to say what a tag stands for, where an image is here that would do.
+/// How long a registry may take to say what a tag stands for, where an image is here that would
+/// do.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 /// Longest record, in bytes.
 const RECORD_MAX: u64 = 4096;
@@ -109,8 +112,8 @@ impl Tags<'_> {
         read(&self.path(&key)).filter(|record| record.name == name)
     }
 
-    /// Removes the records that are of no use any more: `is_here` says whether an image of that digest, or
-    /// of that reserved name, is on this host.
+    /// Removes the records that are of no use any more: `is_here` says whether an image of that
+    /// digest, or of that reserved name, is on this host.
     pub fn prune(&self, is_here: impl Fn(&str) -> bool) -> Result<()> {
         let failed = |error| Error::io(format!("cannot list {}", self.folder.display()), error);
         let entries = match fs::read_dir(self.folder) {
@@ -131,7 +134,8 @@ impl Tags<'_> {
         Ok(())
     }
 
-    /// Remembers what the tag of `source` stands for now, or what its archive is, if that was just said.
+    /// Remembers what the tag of `source` stands for now, or what its archive is, if that was just
+    /// said.
     pub fn remember_of(&self, source: &Source, found: &FoundImage) -> Result<()> {
         let Some(digest) = &found.tag_digest else { return Ok(()) };
         match (&source.0, source.tagged()) {

@@ -130,8 +130,8 @@ fn any_value(rng: &mut Rng) -> Value {
     }
 }
 
-/// Tables of contents that the image's publisher vouches for, and that say anything: used, or not, or
-/// the image is refused, and nothing else happens. (What a table says wrongly of the data:
+/// Tables of contents that the image's publisher vouches for, and that say anything: used, or not,
+/// or the image is refused, and nothing else happens. (What a table says wrongly of the data:
 /// `--test contents`.)
 #[test]
 fn no_table_of_contents_does_harm() {
@@ -201,7 +201,8 @@ fn no_table_of_contents_does_harm() {
     assert!(listed > 100 && read > 100 && refused < 20, "{listed}, {read}, {refused}");
 }
 
-/// A table of zstd:chunked, in a layer of `tar`: the layer, and what the image's manifest says of it.
+/// A table of zstd:chunked, in a layer of `tar`: the layer, and what the image's manifest says of
+/// it.
 fn chunked(table: &str, tar: &[u8]) -> (Vec<u8>, Value) {
     let stored = zstd::bulk::compress(table.as_bytes(), 3).unwrap();
     // A frame that is passed over: its mark, and its length.
