@@ -74,8 +74,7 @@ impl Pieces {
     fn new(len: u64, pieces: Vec<Piece>) -> Option<Self> {
         let mut starts = Vec::with_capacity(pieces.len() + 1);
         let (mut spans, mut at, mut span) = (Vec::new(), 0u64, (0, 0));
-        // Bytes to unpack for this span and for all: pieces may share a member, or lie deep in
-        // one.
+        // Bytes to unpack, for this span and in all: pieces may share a member or lie deep in one.
         let (mut work, mut all_work) = (0, 0u64);
         let mut before = (0, 0, 0, 0);
         for (index, piece) in (0..).zip(&pieces) {

@@ -1,18 +1,17 @@
-//! Tables of contents: what publishers put into a layer so that nobody has to read it first.
+//! Tables of contents (TOC) that publishers put into layers, so that these need not be read first.
 //!
 //! ```text
 //!   image's manifest ─► annotations of a layer: digest of its table ─► the layer's end ─► table
 //!   table ─┬─ files, their attributes                          ─► Listed
-//!          └─ parts of files: where they are stored, SHA-256   ─► pieces of the layer
+//!          └─ parts of files: stored offset, SHA-256           ─► pieces of the layer
 //!
-//!   eStargz         a member of gzip with stargz.index.json; the footer says where   tar+gzip
-//!   zstd:chunked    a frame that is passed over; annotations say where               tar+zstd
+//!   eStargz         a gzip member with stargz.index.json; its offset is in the footer   tar+gzip
+//!   zstd:chunked    a skippable frame; its offset is in annotations                     tar+zstd
 //! ```
 //!
-//! Invariants: a table is believed only by the digest that the image's manifest gives, and that
-//! manifest is pinned by its own; a table that says anything impossible is not used, and its layer
-//! is read as one without. Sources: `docs/estargz.md` of stargz-snapshotter; zstd:chunked is
-//! described in `containers-storage-zstd-chunked(5)`.
+//! Invariants: a table is trusted only by its digest in the image's manifest, which is itself
+//! trusted by digest; an invalid table is not used, and its layer is read like one without.
+//! Formats: `docs/estargz.md` of stargz-snapshotter; `containers-storage-zstd-chunked(5)`.
 
 use std::{fmt, io::Read};
 
@@ -32,35 +31,35 @@ use crate::{
     image::Blobs,
 };
 
-/// Longest table, compressed: 64 MiB.
+/// Longest compressed table: 64 MiB.
 const STORED_MAX: u64 = 64 << 20;
-/// Longest table: 128 MiB, half a million files in parts. (That of eStargz is a part itself, which
-/// may have 32 MiB.)
+/// Longest table: 128 MiB, half a million files in parts. (The table of an eStargz layer is itself
+/// a piece, so at most 32 MiB.)
 const TABLE_MAX: u64 = 128 << 20;
-/// Entries of a table, as of all layers of an image that are read.
+/// Most entries of a table; the limit for all layers of an image together is the same.
 const ENTRIES_MAX: usize = 4 << 20;
-/// Attributes of one file: Linux lists 64 KiB of their names.
+/// Most attributes of one file. Linux limits the list of their names to 64 KiB.
 const ATTRIBUTES_MAX: usize = 10_000;
-/// Memory of an entry until the layer is listed, and of an attribute, without their bytes.
+/// Memory that an entry, and an attribute, takes besides its strings until the layer is listed.
 const ENTRY_COST: u64 = 480;
 const ATTRIBUTE_COST: usize = 64;
-/// The end of an eStargz layer, which says where its table is.
+/// Length of the footer of an eStargz layer, which holds the offset of the table.
 const FOOTER_LEN: u64 = 51;
-/// What the table of an eStargz layer is in that layer: a file.
+/// Name of the file in an eStargz layer that holds the table.
 const STARGZ_INDEX: &str = "stargz.index.json";
 const TAR_BLOCK: usize = 512;
 
-/// What a layer's table lists.
+/// The contents of a layer, from its table.
 pub(crate) struct Table {
     /// In the archive's order.
     pub(crate) files: Vec<Listed>,
     pub(crate) restarts: Restarts,
 }
 
-/// A table as it is stored.
+/// A compressed table.
 pub(crate) struct Stored {
     bytes: Vec<u8>,
-    /// Where in the layer.
+    /// Its range in the layer.
     at: ByteRange,
 }
 
@@ -75,9 +74,9 @@ impl Stored {
     }
 }
 
-/// Fetches the table of contents of a layer, which is at `contents`.
+/// Fetches the table of contents of a layer from the location in `contents`.
 ///
-/// Errors: for any table that cannot be had.
+/// Errors: if the table cannot be fetched.
 pub(crate) fn fetch(blobs: &Blobs, layer: &Layer, contents: &Contents) -> Result<Stored> {
     let at = match contents {
         Contents::Stargz { .. } => return stargz(blobs, layer),
@@ -92,10 +91,10 @@ pub(crate) fn fetch(blobs: &Blobs, layer: &Layer, contents: &Contents) -> Result
     Ok(Stored { bytes, at })
 }
 
-/// Reads the table of contents of a layer, which is the one at `contents`.
+/// Decompresses, checks and parses the fetched table of contents of a layer.
 ///
-/// Errors: for any table that cannot be used, or that takes more memory than its stored length and
-/// its entries account for.
+/// Errors: if the table is invalid, or takes more memory than its stored length and its entries
+/// account for.
 pub(crate) fn read(layer: &Layer, contents: &Contents, stored: &Stored) -> Result<Table> {
     let Stored { bytes, at } = stored;
     let meter = MemoryMeter::of_input(stored.len());
@@ -120,7 +119,7 @@ pub(crate) fn read(layer: &Layer, contents: &Contents, stored: &Stored) -> Resul
     let mut table = Parsed::of(&json, &meter)?;
     table.check_covered()?;
     if let Contents::Stargz { digest } = contents {
-        // The archive has it as its last file.
+        // The table is the last file of the archive.
         let (path, size) = (STARGZ_INDEX.into(), json.len() as u64);
         table.files.push(Listed { path, kind: b'0', size, ..Listed::default() });
         let (file, part) = (table.files.len() - 1, (at.start(), TAR_BLOCK as u64));
@@ -146,9 +145,9 @@ fn cannot_read(error: std::io::Error) -> Error {
     Error::with_source(ErrorKind::Corrupt, "it cannot be read", error)
 }
 
-/// The table of an eStargz layer: a member with a file of the archive.
+/// Fetches the table of an eStargz layer: a gzip member with a file of the archive.
 fn stargz(blobs: &Blobs, layer: &Layer) -> Result<Stored> {
-    // Most tables are shorter than that, so that one request brings both.
+    // Most tables are shorter, so that one request fetches the table and the footer.
     let guess = (layer.size / 256).clamp(64 << 10, 2 << 20).min(layer.size);
     let tail_start = layer.size - guess;
     let mut tail = vec![0; guess as usize];
@@ -170,13 +169,13 @@ fn stargz(blobs: &Blobs, layer: &Layer) -> Result<Stored> {
     Ok(Stored { bytes, at })
 }
 
-/// Counts the text of a table, before it is decompressed.
+/// Accounts for the text of a table before it is decompressed.
 fn count_json(meter: &MemoryMeter, len: u64) -> Result<()> {
     meter.promise(len);
     meter.take(len)
 }
 
-/// The table in a member with a file of an archive.
+/// Unpacks the table from a member with a file of the archive.
 fn in_archive(member: &[u8], meter: &MemoryMeter) -> Result<Vec<u8>> {
     let mut unpacked = flate2::read::GzDecoder::new(member);
     let mut header = [0; TAR_BLOCK];
@@ -191,7 +190,7 @@ fn in_archive(member: &[u8], meter: &MemoryMeter) -> Result<Vec<u8>> {
     Ok(json)
 }
 
-/// What a footer says: an empty member of gzip, with an extra field of its own.
+/// The table's offset from the footer, which is an empty gzip member with an extra field.
 fn table_start(footer: &[u8]) -> Option<u64> {
     let (head, rest) = footer.split_at_checked(16)?;
     let (offset, rest) = rest.split_at_checked(16)?;
@@ -201,7 +200,7 @@ fn table_start(footer: &[u8]) -> Option<u64> {
     u64::from_str_radix(offset, 16).ok()
 }
 
-/// A file, or a further part of the one before.
+/// An entry of the table: a file, or a further part of the previous file.
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "camelCase", default)]
 struct Entry {
@@ -227,7 +226,7 @@ struct Entry {
     chunk_type: String,
 }
 
-/// Names and values of attributes, as many as a file of an archive may have.
+/// Names and values of at most `ATTRIBUTES_MAX` attributes.
 #[derive(Default)]
 struct Attributes(Vec<(String, String)>);
 
@@ -259,12 +258,12 @@ impl<'de> Visitor<'de> for AttributesVisitor {
     }
 }
 
-/// Data of a file that is stored by itself.
+/// A part of a file that is stored as one piece.
 struct Chunk {
     file: usize,
     at: u64,
     len: u64,
-    /// Where its member begins, and how many bytes of that come before it.
+    /// Offset of its member or frame, and the number of unpacked bytes there before it.
     part: (u64, u64),
     digest: [u8; 32],
 }
@@ -273,18 +272,18 @@ struct Chunk {
 struct Parsed {
     files: Vec<Listed>,
     chunks: Vec<Chunk>,
-    /// Where something else begins.
+    /// Offsets in the layer at which pieces may end.
     ends: Vec<u64>,
-    /// Bytes of the last file that have been listed, zeros included.
+    /// Bytes of the last file listed so far, zeros included.
     covered: u64,
 }
 
-/// Reads a table entry by entry: as a whole it could take many times its length.
+/// Parses a table entry by entry: parsed as a whole it could take many times its length.
 #[derive(Clone, Copy)]
 struct TableReader<'a>(&'a MemoryMeter);
 
 impl<'de> Visitor<'de> for TableReader<'_> {
-    /// The version, and what the entries say, or the first that says anything impossible.
+    /// The version, and the parsed entries or the error of the first invalid one.
     type Value = (Option<u32>, Option<Result<Parsed>>);
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -341,7 +340,7 @@ impl<'de> Visitor<'de> for EntriesReader<'_> {
 }
 
 impl Entry {
-    /// Counts what becomes of the entry.
+    /// Accounts for the memory of the entry.
     fn count(&self, meter: &MemoryMeter) -> Result<()> {
         let attributes = self.xattrs.iter().flat_map(|all| &all.0);
         let attributes: usize =
@@ -366,7 +365,7 @@ impl Parsed {
         }
     }
 
-    /// The same with one more entry.
+    /// Adds an entry.
     fn and(mut self, entry: &Entry) -> Result<Self> {
         let texts = [&entry.name, &entry.link_name];
         let attributes = entry.xattrs.iter().flat_map(|all| &all.0).map(|(name, _)| name);
@@ -389,7 +388,7 @@ impl Parsed {
         Ok(self)
     }
 
-    /// Whether the parts of the last file are all of it.
+    /// Checks that the parts of the last file cover it.
     fn check_covered(&mut self) -> Result<()> {
         let covered = std::mem::take(&mut self.covered);
         match self.files.last() {
@@ -401,7 +400,7 @@ impl Parsed {
         }
     }
 
-    /// A part of the last file, which has `size` bytes.
+    /// Adds a part of the last file, which has `size` bytes.
     fn chunk(&mut self, entry: &Entry, size: u64) -> Result<()> {
         self.ends.extend([entry.offset, entry.end_offset]);
         let at = entry.chunk_offset;
@@ -489,7 +488,7 @@ fn listed(entry: &Entry) -> Result<Listed> {
     })
 }
 
-/// Seconds and nanoseconds since 1970. No time, or the first of all, is how tar writes none.
+/// Seconds and nanoseconds since 1970. A missing time, or one in year 1, is zero.
 fn time(text: Option<&str>) -> Result<(i64, u32)> {
     let Some(text) = text.filter(|text| !text.is_empty() && !text.starts_with("0001-01-01")) else {
         return Ok((0, 0));

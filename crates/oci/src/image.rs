@@ -1,15 +1,15 @@
-//! From layers in a registry or folder to an image in a store.
+//! Makes an image in a store from layers in a registry or folder.
 //!
 //! ```text
-//!   manifest ─► LANES_MAX at a time: layer ─► digest ─► spool ─► decompress ─► digest ─► look
-//!   build:     looks at headers; all of them right ─► spool ─► decompress ─► what has lasted ─► image
-//!   describe:  looks at everything, once; the spool becomes an object, which the image is read from
-//!   list:      looks at a table of contents, and leaves the layer where it is
+//!   manifest ─► LANES_MAX at a time: layer ─► digest ─► spool ─► decompress ─► digest ─► scan
+//!   build:     scans headers; if all are valid ─► spool ─► decompress ─► surviving files ─► image
+//!   describe:  scans everything, once; the spool becomes an object, which the image is read from
+//!   list:      parses a table of contents, and does not fetch the layer
 //! ```
 //!
-//! Invariants: nothing is published under a name before every layer that is read has shown its
-//! digest, and every table of contents its own; what is only needed for a build lies in a file
-//! without a name, which goes with this process, however that ends.
+//! Invariants: nothing is published under a name before the digests of all layers read, and of all
+//! tables of contents, have been checked; data needed only for a build is in unnamed temporary
+//! files, which disappear with this process even if it is killed.
 
 use std::{
     fs::File,
@@ -42,41 +42,40 @@ use crate::{
     spool::{Metered, Spool, Tee, given_up},
 };
 
-/// Layers that are fetched at a time: together they take 160 MiB to decompress
-/// (`layer/src/unzstd.rs`).
+/// Layers fetched in parallel; together they need 160 MiB to decompress (`layer/src/unzstd.rs`).
 const LANES_MAX: usize = 4;
-/// Compressed bytes that are read at a time: 256 KiB.
+/// Size of reads of compressed data: 256 KiB.
 const BUFFER_LEN: usize = 1 << 18;
-/// Indexes that point at indexes.
+/// Largest nesting depth of indexes.
 const INDEXES_MAX: usize = 4;
 
-/// Where blobs are.
+/// The location of an image's blobs.
 pub(crate) enum Blobs {
     Layout(Layout),
     Registry(Registry),
 }
 
-/// What a name stands for.
+/// The OCI image that a name resolves to.
 pub(crate) struct Resolved {
-    /// Of the image of this machine's platform.
+    /// Digest of the image for this machine's platform.
     pub(crate) digest: Digest,
-    /// Of the index that it was found by.
+    /// Digest of the index that named the image, if there was one.
     pub(crate) index: Option<Digest>,
     /// Length of the image's manifest, in bytes.
     pub(crate) len: u64,
-    /// What kind of document that is.
+    /// Media type of the image's manifest.
     pub(crate) media_type: String,
     pub(crate) manifest: Manifest,
 }
 
-/// What is wanted.
+/// The image of either kind that a name resolves to.
 pub(crate) enum Target {
     Ordinary(Box<Resolved>),
-    /// An image of ours.
+    /// A Burgeon image.
     Ours(Digest),
 }
 
-/// An image of ours is not made of layers.
+/// The error for building a Burgeon image, which has no layers.
 pub(crate) fn not_built(digest: &Digest) -> Error {
     invalid(&format!(
         "{digest} is an image of Burgeon's, which is not built: `burgeon pull` brings it from a \
@@ -100,7 +99,7 @@ impl Blobs {
         self.blob_from(digest, 0)
     }
 
-    /// The bytes of a blob from `offset` on, not yet checked.
+    /// Opens a blob at `offset`; its bytes are not checked.
     pub(crate) fn blob_from(&self, digest: &Digest, offset: u64) -> Result<Box<dyn Read + Send>> {
         match self {
             Self::Layout(layout) => {
@@ -113,8 +112,8 @@ impl Blobs {
         }
     }
 
-    /// What refers to `image` and is of type `kind`, where that can be asked for: the pages of the
-    /// list.
+    /// The pages of the list of referrers of `image` of type `kind`; `None` without the referrers
+    /// API.
     pub(crate) fn referrers(&self, image: &Digest, kind: &str) -> Result<Option<Vec<Bytes>>> {
         match self {
             Self::Layout(_) => Ok(None),
@@ -122,7 +121,7 @@ impl Blobs {
         }
     }
 
-    /// Finds the ordinary image that is wanted, for this machine.
+    /// Resolves `wanted` to an OCI image for this machine.
     pub(crate) fn resolve(&self, wanted: &Wanted) -> Result<Resolved> {
         match self.find(wanted)? {
             Target::Ordinary(resolved) => Ok(*resolved),
@@ -130,7 +129,7 @@ impl Blobs {
         }
     }
 
-    /// The same, if that is known within `limit`.
+    /// Like `find`, but each registry answer must come within `limit`.
     pub(crate) fn find_within(&self, limit: Duration, wanted: &Wanted) -> Result<Target> {
         let Self::Registry(registry) = self else { return self.find(wanted) };
         registry.answer_within(Some(limit));
@@ -139,7 +138,7 @@ impl Blobs {
         found
     }
 
-    /// Finds the image that is wanted, for this machine.
+    /// Resolves `wanted` to an image for this machine.
     pub(crate) fn find(&self, wanted: &Wanted) -> Result<Target> {
         let (mut bytes, mut digest) = self.document(wanted)?;
         let mut index = None;
@@ -167,7 +166,7 @@ impl Blobs {
         self.read(&config.digest()?, config.document_size()?)
     }
 
-    /// All of a blob of `len` bytes.
+    /// Reads and checks a whole blob of `len` bytes.
     pub(crate) fn read(&self, digest: &Digest, len: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         let mut blob = Checked::new(self.blob(digest)?, digest.clone(), len);
@@ -219,10 +218,10 @@ impl Blobs {
         builder::from_layers(store, name, layers, work.options, work.building)
     }
 
-    /// What the image's layers are, and where in them unpacking can begin; an error instead for
-    /// each in which it cannot. They are published as they are where there is somewhere to `keep`
-    /// them. With `tables`, those with a table of contents are not read; what keeps that from
-    /// being used goes there.
+    /// Describes the image's layers and the places where unpacking can start, with an error for
+    /// each layer that has too few. With `keep`, the fetched layers are stored. With `tables`,
+    /// layers with a usable table of contents are not fetched; `tables` collects the reasons why
+    /// others were.
     pub(crate) fn describe(
         &self,
         resolved: &Resolved,
@@ -255,7 +254,7 @@ impl Blobs {
                 Some(keep) => keep.own.partial(&object, *size)?,
                 None => None,
             };
-            // While another process goes on with the layer, this one keeps it for itself.
+            // If another process is fetching the layer, this one uses a file of its own.
             let path = keep.map(|keep| match &partial {
                 Some(partial) => partial.path().to_owned(),
                 None => keep.scratch.join(format!("layer-{}", coming.number)),
@@ -279,7 +278,7 @@ impl Blobs {
         Ok(described.into_iter().unzip())
     }
 
-    /// Fetches all layers; `take` makes of each what it is wanted for.
+    /// Fetches all layers and returns the result of `take` for each.
     fn fetch<T: Send>(
         &self,
         manifest: &Manifest,
@@ -299,7 +298,7 @@ impl Blobs {
                 let diff_id = diff_ids[number].as_ref();
                 let coming = Coming { number: number as u32, layer, diff_id, count: &count };
                 let taken = take(&coming).inspect_err(|_| {
-                    // The others stop where they are done with their layer.
+                    // The other lanes stop after their current layer.
                     next.store(layers.len(), Relaxed);
                 })?;
                 done.lock().unwrap_or_else(PoisonError::into_inner)[number] = Some(taken);
@@ -317,7 +316,7 @@ impl Blobs {
         Ok(done.into_iter().flatten().collect())
     }
 
-    /// A layer's bytes: first what `spool` has of them.
+    /// The bytes of a layer: first those in `spool`, then the rest from its location.
     fn rest(&self, layer: &Layer, spool: Option<&Spool<'_>>) -> Result<Box<dyn Read + Send>> {
         let Some(Spool { path, len: len @ 1.., .. }) = spool else {
             return self.blob(&layer.digest);
@@ -331,8 +330,8 @@ impl Blobs {
         Ok(Box::new(first.chain(self.blob_from(&layer.digest, *len)?)))
     }
 
-    /// Reads one layer to its end: what is held in `own` there, else what `spool` has of it, and
-    /// the rest where it is. What comes goes to `spool`, too, whose file is returned.
+    /// Reads one layer to its end and checks it: from `own` if it is stored there, else from
+    /// `spool` and then its location. New bytes are appended to `spool`, whose file is returned.
     fn read_layer<T>(
         &self,
         coming: &Coming<'_>,
@@ -351,13 +350,13 @@ impl Blobs {
             None => self.rest(coming.layer, spool.as_ref()).map_err(cannot)?,
         };
         if is_held && let Some(spool) = &mut spool {
-            // What was checked is what is held: it is kept from its beginning.
+            // The spool is rewritten, because only the bytes of the stored layer are checked.
             spool.empty()?;
         }
         let blob = Checked::new(blob, digest.clone(), *size);
         let mut tee = Tee::new(blob, spool, coming.count);
         let looked_at = look(&mut tee);
-        // What is wrong with the bytes themselves says more than what they do to a decoder.
+        // An error in the bytes explains more than the decoder's error that it causes.
         if let Err(error) = io::copy(&mut tee, &mut io::sink()) {
             let error = cannot(body_error("read it", error));
             if let Some(own) = own.filter(|_| is_held && tee.is_bad) {
@@ -371,7 +370,7 @@ impl Blobs {
     }
 }
 
-/// The layer as `own` holds it, if it does.
+/// Opens the layer in `own`, if it is stored there.
 fn held(own: Option<&Directory>, layer: &Layer) -> Result<Option<File>> {
     let Some(own) = own else { return Ok(None) };
     let path = own.path_of(&layer_object(&layer.digest.bytes())?);
@@ -379,24 +378,24 @@ fn held(own: Option<&Directory>, layer: &Layer) -> Result<Option<File>> {
     Ok(file.filter(|file| file.metadata().is_ok_and(|of| of.len() == layer.size)))
 }
 
-/// What became of tables of contents.
+/// The use of tables of contents for an image.
 #[derive(Default)]
 pub(crate) struct Tables {
     used: AtomicUsize,
     refused: Mutex<Vec<String>>,
-    /// They do not add up to a tree.
+    /// Together they describe no valid tree.
     unfit: AtomicBool,
-    /// Held by who reads a table: what that may take it may take once.
+    /// Locked while a table is parsed, so that the memory for it is taken only once.
     reading: Mutex<()>,
 }
 
 impl Tables {
-    /// Whether any was used.
+    /// Whether any table was used.
     pub(crate) fn is_used(&self) -> bool {
         self.used() > 0
     }
 
-    /// How many were.
+    /// Number of tables used.
     pub(crate) fn used(&self) -> usize {
         self.used.load(Relaxed)
     }
@@ -405,23 +404,23 @@ impl Tables {
         self.reading.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that nothing can be made of what they list together, of the image `digest`.
+    /// Records that the tables of the image `digest` describe no valid tree together.
     pub(crate) fn unfit(&self, digest: &Digest, error: &Error) {
         self.refused(digest, error);
         self.unfit.store(true, Relaxed);
     }
 
-    /// Whether nothing can be made of what they list together.
+    /// Whether the tables describe no valid tree together.
     pub(crate) fn is_unfit(&self) -> bool {
         self.unfit.load(Relaxed)
     }
 
-    /// Why others were not.
+    /// The reasons why tables were not used.
     pub(crate) fn into_refused(self) -> Vec<String> {
         self.refused.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes why what is in the layer or image `digest` had to be read.
+    /// Records why the layer or image `digest` had to be read.
     fn refused(&self, digest: &Digest, error: &Error) {
         let why = format!(
             "{digest} was read as a whole, because its table of contents cannot be used: {error}"
@@ -430,24 +429,24 @@ impl Tables {
     }
 }
 
-/// Where layers are kept as they come.
+/// The store and folder for fetched layers.
 pub(crate) struct Keep<'a> {
     pub(crate) own: &'a Directory,
-    /// A folder of its own, on the same file system.
+    /// A private folder on the same file system.
     pub(crate) scratch: &'a Path,
 }
 
-/// A layer that is fetched.
+/// A layer while it is fetched.
 struct Coming<'a> {
     number: u32,
     layer: &'a Layer,
     diff_id: Option<&'a Digest>,
-    /// Told about bytes that have come.
+    /// Called with the number of bytes just fetched.
     count: &'a (dyn Fn(u64) + Sync),
 }
 
 impl Coming<'_> {
-    /// Checks what the layer unpacks to.
+    /// Compares the digest of the unpacked layer with its diff ID.
     fn check(&self, digest: Digest) -> Result<()> {
         match self.diff_id {
             Some(diff_id) if *diff_id != digest => {
@@ -467,7 +466,7 @@ fn decompressed<'a>(
     Ok(match compression {
         Compression::None => Box::new(blob),
         Compression::Gzip => Box::new(flate2::bufread::MultiGzDecoder::new(blob)),
-        // It bounds the windows of all layers together.
+        // `Recorder` bounds the windows of all layers together.
         Compression::Zstd => Box::new(Recorder::new(blob, LayerCodec::Zstd)?),
     })
 }
@@ -489,7 +488,7 @@ mod tests {
         layout::Layout,
     };
 
-    /// Of others' images it may be all there is.
+    /// The stored layer may be the only copy, and other images may need it.
     #[test]
     fn a_stored_layer_is_removed_only_if_it_is_damaged() {
         let folder = tempfile::tempdir().unwrap();
@@ -504,13 +503,13 @@ mod tests {
         let coming = Coming { number: 0, layer: &layer, diff_id: None, count: &|_| () };
         let read = |spool: Option<File>| {
             let look = |blob: &mut (dyn io::Read + Send)| {
-                // What goes wrong with it shows when all of it is read.
+                // `read_layer` reports errors after reading the rest.
                 let _ = io::copy(blob, &mut io::sink());
                 Ok(())
             };
             blobs.read_layer(&coming, Some(&own), spool.map(Spool::of), look).map(drop)
         };
-        // A file that takes nothing, as on a full disk.
+        // Every write to this file fails, as on a full disk.
         let full = || Some(File::options().write(true).open("/dev/full").unwrap());
         own.publish(&object, &good).unwrap();
         read(None).unwrap();

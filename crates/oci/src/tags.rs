@@ -1,17 +1,16 @@
-//! When a registry or a store is asked for what a name stands for, and what this host knows of
-//! that.
+//! This host's records of resolved names, and the policy for resolving them again.
 //!
 //! ```text
-//!   --pull always    ask                      ──► an answer, or an error
-//!   --pull newer     ask for up to 10 s       ──► an answer; else the image of the record, if it is here
-//!   --pull missing   the image of the record  ──► else ask
-//!   --pull never     the image of the record  ──► else an error
+//!   --pull always    resolve                  ──► an answer, or an error
+//!   --pull newer     resolve within 10 s      ──► an answer; else the recorded image, if present
+//!   --pull missing   the recorded image       ──► else resolve
+//!   --pull never     the recorded image       ──► else an error
 //! ```
 //!
-//! A record says which image a name stood for, and when: a tag of a registry, the URL of an
-//! archive, or a name in a remote store. It is this host's own, and nothing of a registry or an
-//! image gets into it but a digest. Invariants: a refusal (401, 403, 404) is an answer; a record
-//! that makes no sense is none.
+//! A record holds the image that a name resolved to, and when. The name is a registry tag, the URL
+//! of an archive, or a name in a remote store. Only this host writes records; of a registry or an
+//! image they contain only a digest. Invariants: a refusal (401, 403, 404) is an answer; an
+//! invalid record is ignored.
 
 use std::{
     fs,
@@ -37,19 +36,18 @@ use crate::{
     source::{Kind, Source},
 };
 
-/// How long a registry may take to say what a tag stands for, where an image is here that would
-/// do.
+/// Time limit for resolving a tag if a recorded image is in the store.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 /// Longest record, in bytes.
 const RECORD_MAX: u64 = 4096;
 
-/// When a registry is asked for what a tag stands for.
+/// When to resolve a tag.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub enum Pull {
-    /// Each time; without an answer, what is here will do.
+    /// Each time; without an answer, use the recorded image.
     #[default]
     Newer,
-    /// Where nothing is here that it stood for.
+    /// Only if the recorded image is not in the store.
     Missing,
     /// Each time.
     Always,
@@ -60,27 +58,27 @@ pub enum Pull {
 /// The records of this host.
 #[derive(Clone, Copy, Debug)]
 pub struct Tags<'a> {
-    /// The folder that they lie in.
+    /// The folder of the records.
     pub folder: &'a Path,
-    /// When a registry is asked.
+    /// When to resolve a tag.
     pub pull: Pull,
 }
 
-/// What a name stood for.
+/// The image that a name resolved to.
 #[derive(Serialize, Deserialize, Debug)]
 pub struct Record {
     name: String,
-    /// Of an image in a registry, as registries have it; else of a manifest of ours.
+    /// The OCI digest of an image in a registry; else the digest of a Burgeon manifest.
     digest: String,
-    /// Seconds since 1970.
+    /// Time of the resolution, in seconds since 1970.
     asked: u64,
-    /// The image's name in the store, where that cannot be told from the digest.
+    /// The image's name in the store, if the digest does not determine it.
     #[serde(default)]
     image: Option<String>,
 }
 
 impl Source {
-    /// The name of an image in a registry, if the registry can give another one for it tomorrow.
+    /// The name of an image in a registry, if it has no digest, so that it can change its meaning.
     pub(crate) fn tagged(&self) -> Option<&Name> {
         match &self.0 {
             Kind::Registry(name) if name.digest().is_none() => Some(name),
@@ -94,26 +92,26 @@ impl Tags<'_> {
         self.folder.join(Digest::of(key.as_bytes()).hex())
     }
 
-    /// What the tag stood for when a registry was asked last.
+    /// The record of a tag.
     pub(crate) fn recall(&self, name: &Name) -> Option<Record> {
         let name = name.to_string();
         read(&self.path(&name)).filter(|record| record.name == name)
     }
 
-    /// The image that the archive at `url` was.
+    /// The record of the archive at `url`.
     pub(crate) fn recall_archive(&self, url: &Url) -> Option<Record> {
         let record = read(&self.path(url.as_str()))?;
         (record.name == shown(url) && record.image.is_some()).then_some(record)
     }
 
-    /// What `image` stood for in the remote store `store`.
+    /// The record of `image` in the remote store `store`.
     pub fn recall_in(&self, store: &str, image: &str) -> Option<Record> {
         let (key, name) = in_store(store, image);
         read(&self.path(&key)).filter(|record| record.name == name)
     }
 
-    /// Removes the records that are of no use any more: `is_here` says whether an image of that
-    /// digest, or of that reserved name, is on this host.
+    /// Removes the records whose image is gone, and invalid ones. `is_here` tells whether an image
+    /// with that digest or reserved name is on this host.
     pub fn prune(&self, is_here: impl Fn(&str) -> bool) -> Result<()> {
         let failed = |error| Error::io(format!("cannot list {}", self.folder.display()), error);
         let entries = match fs::read_dir(self.folder) {
@@ -134,8 +132,7 @@ impl Tags<'_> {
         Ok(())
     }
 
-    /// Remembers what the tag of `source` stands for now, or what its archive is, if that was just
-    /// said.
+    /// Records the image of the tag or archive `source`, if it has just been resolved.
     pub fn remember_of(&self, source: &Source, found: &FoundImage) -> Result<()> {
         let Some(digest) = &found.tag_digest else { return Ok(()) };
         match (&source.0, source.tagged()) {
@@ -145,19 +142,19 @@ impl Tags<'_> {
         }
     }
 
-    /// Remembers that it stands for `digest` now.
+    /// Records that the tag `name` resolves to `digest`.
     fn remember(&self, name: &Name, digest: &Digest) -> Result<()> {
         let name = name.to_string();
         self.write(&name, Record { digest: digest.to_string(), ..Record::now(&name) })
     }
 
-    /// Remembers that the archive at `url` is the image `record` now.
+    /// Records that the archive at `url` is the image `record`.
     fn remember_archive(&self, url: &Url, record: &ImageRecord) -> Result<()> {
         let (digest, image) = (record.digest()?.to_string(), Some(record.name.clone()));
         self.write(url.as_str(), Record { digest, image, ..Record::now(&shown(url)) })
     }
 
-    /// Remembers that `image` of the remote store `store` has the manifest `digest` now.
+    /// Records that `image` of the remote store `store` has the manifest `digest`.
     pub fn remember_in(
         &self,
         store: &str,
@@ -190,7 +187,7 @@ impl Tags<'_> {
     }
 }
 
-/// The record in the file `path`, if it makes sense.
+/// The record in the file `path`, if it is valid.
 fn read(path: &Path) -> Option<Record> {
     let mut options = fs::OpenOptions::new();
     let file = open_own(path, options.read(true), OFlags::NONBLOCK).ok()?;
@@ -201,13 +198,13 @@ fn read(path: &Path) -> Option<Record> {
     is_digest.then_some(record)
 }
 
-/// Tells a name of a remote store from all others, and what it is called.
+/// The unique key of a name in a remote store, and its text for users.
 fn in_store(store: &str, image: &str) -> (String, String) {
     (format!("{store}\n{image}"), format!("{image} of {store}"))
 }
 
 impl Record {
-    /// One of the image `name`, which was asked for just now.
+    /// A record of `name` with the current time.
     fn now(name: &str) -> Self {
         let asked = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         Self { name: name.to_owned(), digest: String::new(), asked, image: None }
@@ -217,12 +214,12 @@ impl Record {
         &self.digest
     }
 
-    /// The manifest, of an archive or an image in a store.
+    /// The manifest's digest, for an archive or an image in a remote store.
     pub fn manifest(&self) -> Option<burgeon_block::Digest> {
         self.digest.parse().ok()
     }
 
-    /// The name in this host's store.
+    /// The image's name in this host's store.
     pub(crate) fn image(&self) -> Option<&str> {
         self.image.as_deref()
     }
@@ -231,7 +228,7 @@ impl Record {
         self.image.as_deref().unwrap_or(&self.digest)
     }
 
-    /// What a user is told whose image is this, because of `why`.
+    /// The note for a user who gets the recorded image because of the error `why`.
     pub fn note(&self, why: &Error) -> String {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let Self { name, digest, asked, .. } = self;
@@ -240,13 +237,13 @@ impl Record {
     }
 }
 
-/// The error where nobody is to be asked, and nothing is here.
+/// The error for `--pull never` if the image is not on this host.
 pub fn never(what: &str) -> Error {
     let what = format!("{what} is not on this host, and --pull never asks nobody for it");
     Error::new(ErrorKind::NotFound, what)
 }
 
-/// Whether a registry or store that gave this error may have another answer later.
+/// Whether `error` means that the registry or store did not answer, so that a retry may help.
 pub fn is_no_answer(error: &Error) -> bool {
     error.kind() == ErrorKind::Unavailable && error.cause::<Refusal>().is_none()
 }
@@ -280,7 +277,7 @@ mod tests {
         }
         std::fs::copy(tags.path(&one.to_string()), tags.path(&other.to_string())).unwrap();
         assert!(tags.recall(&other).is_none(), "it is of another name");
-        // What nobody needs goes, damaged ones too.
+        // Unused and damaged records are removed.
         tags.prune(|digest| digest == Digest::of(b"y").to_string()).unwrap();
         assert!(tags.recall(&one).is_some());
         tags.remember(&other, &Digest::of(b"x")).unwrap();

@@ -1,5 +1,5 @@
-//! Indexes that somebody has made wrong on purpose, and is believed: refused, or an image whose
-//! data is in its layers; nothing else happens.
+//! Hostile input that the user or the image's manifest trusts by digest: it is refused, or gives
+//! an image that reads its data from its layers, and takes a bounded amount of memory.
 
 #![allow(clippy::unwrap_used)]
 
@@ -17,12 +17,12 @@ use burgeon_source::{Access, Directory, Objects, References, Store, registry::Di
 use serde_json::{Value, json};
 use testkit::{Estargz, OciLayout, Rng};
 
-/// Does `what` with what it takes to work.
+/// Calls `what` with a default environment.
 fn with_work<T>(spool: &Path, what: impl FnOnce(&Work<'_>) -> T) -> T {
     with_own(spool, None, what)
 }
 
-/// The same with a store of the host's own.
+/// Like `with_work`, with a store of the host's own.
 fn with_own<T>(spool: &Path, own: Option<&Directory>, what: impl FnOnce(&Work<'_>) -> T) -> T {
     let (access, options) = (Access::default(), Options::default());
     let (fetching, building) = (|_, _| (), |_: &_| ());
@@ -69,7 +69,7 @@ fn no_index_does_harm() {
         let document = match rng.below(3) {
             0 => rng.meddle(&document),
             n => {
-                // A part, under the digest that it has now.
+                // A changed part, under its new digest.
                 let (mut all, n) = (sound.clone(), n as usize - 1);
                 let part = rng.meddle(&parts[n]);
                 all["layers"][n]["digest"] = put(&part).into();
@@ -103,11 +103,11 @@ fn no_index_does_harm() {
             }
         }
     }
-    // Whitespace and annotations are nobody's concern.
+    // Changes of whitespace and annotations are accepted.
     assert!(refused > 300 && taken > 0, "{refused} refused, {taken} taken");
 }
 
-/// A value that may be anywhere in a table of contents, or nowhere.
+/// A random value, valid in some place of a table of contents or in none.
 fn any_value(rng: &mut Rng) -> Value {
     let texts = [
         "",
@@ -130,9 +130,8 @@ fn any_value(rng: &mut Rng) -> Value {
     }
 }
 
-/// Tables of contents that the image's publisher vouches for, and that say anything: used, or not,
-/// or the image is refused, and nothing else happens. (What a table says wrongly of the data:
-/// `--test contents`.)
+/// Random tables of contents with the right digest are used or not, or the image is refused;
+/// nothing else happens. (For wrong statements about the data, see `--test contents`.)
 #[test]
 fn no_table_of_contents_does_harm() {
     let folder = tempfile::tempdir().unwrap();
@@ -201,11 +200,10 @@ fn no_table_of_contents_does_harm() {
     assert!(listed > 100 && read > 100 && refused < 20, "{listed}, {read}, {refused}");
 }
 
-/// A table of zstd:chunked, in a layer of `tar`: the layer, and what the image's manifest says of
-/// it.
+/// A layer of `tar` with a zstd:chunked table, and its annotations for the image's manifest.
 fn chunked(table: &str, tar: &[u8]) -> (Vec<u8>, Value) {
     let stored = zstd::bulk::compress(table.as_bytes(), 3).unwrap();
-    // A frame that is passed over: its mark, and its length.
+    // A skippable frame: magic number and length.
     let mut layer = 0x184d_2a50u32.to_le_bytes().to_vec();
     layer.extend((stored.len() as u32).to_le_bytes());
     layer.extend(&stored);
@@ -218,11 +216,11 @@ fn chunked(table: &str, tar: &[u8]) -> (Vec<u8>, Value) {
     (layer, pin)
 }
 
-/// Tables of contents, and a layer, that a few bytes make huge: not used, named, below 256 MiB.
+/// Small tables and layers that unpack to huge ones are refused with the reason, below 256 MiB.
 #[test]
 fn no_table_or_layer_takes_much_memory() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    // The process that measures makes none of them.
+    // The measured process must not build the input, so the tables are made by functions.
     type MakeTable = fn() -> String;
     let blanks: MakeTable = || format!(r#"{{"version":1,"entries":[]{}}}"#, " ".repeat(120 << 20));
     let attributes: MakeTable = || {
@@ -287,7 +285,7 @@ fn no_table_or_layer_takes_much_memory() {
     }
 }
 
-/// Four layers that come at a time, each of which asks for a window of 128 MiB and fills it.
+/// Four layers fetched in parallel, each of which fills a window of 128 MiB.
 #[test]
 fn wide_windows_are_not_filled_at_a_time() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -305,7 +303,7 @@ fn wide_windows_are_not_filled_at_a_time() {
             let mut zstd = zstd::stream::Encoder::new(Vec::new(), 1).unwrap();
             zstd.window_log(27).unwrap();
             zstd.write_all(&header).unwrap();
-            // All of it refers to the window.
+            // All of the data refers to the window.
             let end = std::io::repeat(0).take(1024);
             let mut rest = std::io::repeat(b'x').take(len).chain(end);
             std::io::copy(&mut rest, &mut zstd).unwrap();
@@ -333,7 +331,7 @@ fn wide_windows_are_not_filled_at_a_time() {
     assert!(measured.peak_bytes < 256 << 20, "{measured:?}");
 }
 
-/// Documents of 4 MiB that hold as many things as fit.
+/// Documents of 4 MiB with as many entries as fit.
 #[test]
 fn no_document_takes_much_memory() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -369,7 +367,7 @@ fn no_document_takes_much_memory() {
     }
 }
 
-/// A registry may answer with sixteen pages of what refers to an image.
+/// A registry may answer with sixteen pages of referrers.
 #[test]
 fn pages_of_referrers_do_not_add_up() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
