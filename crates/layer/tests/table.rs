@@ -99,7 +99,7 @@ fn check_spans(restarts: &Restarts, stored: &[u8], plain: &[u8], number: u64) ->
 }
 
 #[test]
-fn a_layer_without_places_is_refused() {
+fn a_layer_that_cannot_be_read_lazily_is_refused() {
     let large = zstd::bulk::compress(&vec![7; 33 << 20], 1).unwrap();
     let (_, restarts) = recorded(&large, LayerCodec::Zstd);
     let error = restarts.unwrap_err();

@@ -129,7 +129,7 @@ impl Blobs {
         }
     }
 
-    /// Like `find`, but each registry answer must come within `limit`.
+    /// Like `find`, but a registry must answer within `limit` in total.
     pub(crate) fn find_within(&self, limit: Duration, wanted: &Wanted) -> Result<Target> {
         let Self::Registry(registry) = self else { return self.find(wanted) };
         registry.answer_within(Some(limit));
@@ -350,7 +350,7 @@ impl Blobs {
             None => self.rest(coming.layer, spool.as_ref()).map_err(cannot)?,
         };
         if is_held && let Some(spool) = &mut spool {
-            // The spool is rewritten, because only the bytes of the stored layer are checked.
+            // The stored layer is read and copied from its beginning.
             spool.empty()?;
         }
         let blob = Checked::new(blob, digest.clone(), *size);
@@ -385,7 +385,7 @@ pub(crate) struct Tables {
     refused: Mutex<Vec<String>>,
     /// Together they describe no valid tree.
     unfit: AtomicBool,
-    /// Locked while a table is parsed, so that the memory for it is taken only once.
+    /// Locked while a table is parsed: at most one at a time takes memory for that.
     reading: Mutex<()>,
 }
 

@@ -181,10 +181,10 @@ fn make(
     described.map(Ok)
 }
 
-/// Indexes the image in this host's `own` store while its layers are fetched, and stores these: it
-/// then works without the registry. With `tables`, layers with a table of contents are not
+/// Fetches the layers of the image, and indexes and stores them in this host's `own` store: the
+/// image then works without the registry. With `tables`, layers with a table of contents are not
 /// fetched. Returns the report, or `None` if the layers cannot be read from the middle; they are
-/// stored now, for a build.
+/// stored by then, for a build.
 pub(crate) fn hold(
     own: &Directory,
     blobs: &Blobs,
@@ -273,7 +273,7 @@ fn derived_in(
     Ok(objects.into_iter().find(|object| object.is(ObjectKind::Derived)))
 }
 
-/// Whether all data of `image` is in `store`, the host's own, and none only in layers elsewhere.
+/// Whether `store`, the host's own, has all data of `image`, so that no layer elsewhere is needed.
 pub fn is_whole(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     match derived_of(store, image)? {
         Some(object) => all_held(store, &held_object(&object)?),
@@ -302,7 +302,8 @@ pub fn stored_bytes(store: &impl ObjectStore, image: &ImageRecord) -> Result<u64
     Ok(bytes)
 }
 
-/// Whether tables of contents describe the image, which has any of its source's names in `store`.
+/// Whether tables of contents describe the image, which may have any name of its source in
+/// `store`.
 pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     match image.name.split_once('/') {
         None | Some((_, "index")) => return Ok(false),

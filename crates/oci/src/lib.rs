@@ -7,8 +7,8 @@
 //!   a Burgeon image     ─► push      ─► blobs, manifest: mounted from the registry as it is
 //! ```
 //!
-//! The crate runs in a sandboxed process: it reads no credential files, and it returns its results
-//! instead of writing them into the state directory.
+//! The crate can run in a sandboxed process: it reads no credential files, and it returns facts
+//! about an image instead of writing them into the state directory.
 //!
 //! An image of a registry or layout is named by its digest in the store, so it is found again
 //! without the registry. Others can write to a store, so such a name is trusted only if this
