@@ -1,4 +1,4 @@
-//! What can be said on the command line.
+//! The command line.
 
 use std::{num::NonZeroUsize, path::PathBuf};
 
@@ -312,8 +312,8 @@ pub(crate) enum Transport {
     Fuse,
 }
 
-/// Where nobody says how large a virtual area is to be: 65 chunks, some 85 KiB of kernel memory, so
-/// that a host with 100 mounts has below 10 MiB of it. 4 EiB would take 2 GiB there.
+/// Default size of a virtual area: 65 chunks, some 85 KiB of kernel memory, so a host with 100
+/// mounts spends less than 10 MiB. 4 EiB would take 2 GiB there.
 const VIRTUAL_DEFAULT: &str = "16P";
 pub(crate) const VIRTUAL_DEFAULT_BYTES: u64 = 16 << 50;
 

@@ -1,4 +1,4 @@
-//! `mount -o`, `--suid`, `--dev`: the attributes of a mount itself.
+//! `mount -o`, `--suid`, `--dev`: the attributes of a mount.
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};

@@ -1,5 +1,5 @@
-//! `burgeon demo`: the main job on a real tree, in a state directory and a mount namespace of
-//! its own, with nothing left behind.
+//! `burgeon demo`: the main use on a real tree, in its own state directory and mount namespace. It
+//! leaves nothing behind.
 
 use std::{
     ffi::OsStr,
@@ -31,16 +31,16 @@ use crate::{
     pull::Pull,
 };
 
-/// Where images of a few GiB fit on most machines; `/tmp` is often memory.
+/// Has room for images of a few GiB on most machines; `/tmp` is often memory.
 const SCRATCH: &str = "/var/tmp";
 
-/// How long a signal waits for what is in use.
+/// Longest wait of a signal for busy mounts.
 const CLEANING_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long it waits, when all is gone, for the demonstration to notice.
+/// Longest wait after the cleanup for the demonstration to notice.
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The writes need no more than this in a demonstration.
+/// Enough for the writes of a demonstration.
 const WRITE_LIMIT: u64 = 1 << 30;
 
 pub(crate) fn demo(json: bool, args: &args::Demo) -> Result<ExitCode> {
@@ -48,7 +48,7 @@ pub(crate) fn demo(json: bool, args: &args::Demo) -> Result<ExitCode> {
     if json {
         output::turn_aside();
     }
-    // SAFETY: this process has one thread here, and only its view of mounts changes.
+    // SAFETY: this process has only one thread here, and only its view of mounts changes.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.context("cannot make a mount namespace")?;
     mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::DOWNSTREAM)
         .context("cannot keep mounts to this demonstration")?;
@@ -76,11 +76,11 @@ pub(crate) fn demo(json: bool, args: &args::Demo) -> Result<ExitCode> {
 struct Stage {
     folder: PathBuf,
     context: Context,
-    /// Held by who mounts and by who cleans up: while a daemon is started it cannot be ended.
+    /// Held while mounting and while cleaning up: a daemon that is being started cannot be ended.
     turn: Mutex<()>,
-    /// A signal came: it decides how this process ends.
+    /// A signal arrived, and decides how this process ends.
     interrupted: AtomicBool,
-    /// The demonstration has come to its end, and puts nothing into the folder any more.
+    /// The demonstration has ended, and puts nothing more into the folder.
     rests: AtomicBool,
 }
 
@@ -101,7 +101,7 @@ impl Stage {
         if args.debian { self.debootstrap() } else { Ok(args.tree.clone()) }
     }
 
-    /// From now on who interrupts it leaves nothing behind, either.
+    /// From now on an interrupt cleans up, too.
     fn heed_signals(self: &Arc<Self>) -> Result<()> {
         let signals = burgeon_daemon::block_termination().context("cannot block signals")?;
         let stage = Arc::clone(self);
@@ -110,7 +110,7 @@ impl Stage {
             stage.interrupted.store(true, SeqCst);
             let (begun, mut gone) = (Instant::now(), None);
             loop {
-                // What is being built makes its folders anew, until it fails.
+                // A running build makes its folders anew until it fails.
                 let rests = stage.rests.load(SeqCst);
                 match stage.clean() {
                     Err(e) if stage.folder.exists() => {
@@ -133,7 +133,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Does not return if a signal came: what the demonstration failed with is its doing.
+    /// Does not return after a signal: the signal caused the demonstration's failure.
     fn leave_to_signals(&self) {
         while self.interrupted.load(SeqCst) {
             self.rests.store(true, SeqCst);
@@ -229,7 +229,7 @@ impl Stage {
         Ok(root)
     }
 
-    /// Takes everything away, also after a failure half-way.
+    /// Removes everything, also after a partial failure.
     fn clean(&self) -> Result<()> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let mut first_error = None;
@@ -265,8 +265,7 @@ fn count_names(root: &Path) -> Result<u64> {
     Ok(output.stdout.len() as u64)
 }
 
-/// Runs the tree's own shell with the tree as its root. A tree that has none is shown with the
-/// machine's own programs instead.
+/// Runs the tree's own shell, if it has one, with the tree as its root.
 fn run_program(root: &Path) -> Result<()> {
     if !root.join("bin/sh").exists() {
         println!("this tree has no /bin/sh to run");

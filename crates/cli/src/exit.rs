@@ -1,5 +1,4 @@
-//! How a command fails: one sentence on standard error, and an exit code that says what kind of
-//! failure it was.
+//! Failure of a command: one sentence on standard error, and an exit code for the kind of failure.
 
 use std::process::ExitCode;
 
@@ -8,7 +7,7 @@ use serde_json::json;
 
 use crate::output;
 
-/// A privilege is missing: the sentence says which.
+/// A privilege is missing; the sentence names it.
 #[derive(Debug)]
 pub(crate) struct NotPermitted(pub(crate) String);
 
@@ -20,7 +19,7 @@ impl std::fmt::Display for NotPermitted {
 
 impl std::error::Error for NotPermitted {}
 
-/// Something is in use, and the sentence says by whom.
+/// Something is in use; the sentence names its users.
 #[derive(Debug)]
 pub(crate) struct Busy(pub(crate) String);
 
@@ -32,7 +31,7 @@ impl std::fmt::Display for Busy {
 
 impl std::error::Error for Busy {}
 
-/// Says what went wrong and returns the code to end with.
+/// Reports the error and returns its exit code.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     say(error);
     if json {
@@ -41,22 +40,22 @@ pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     code_of(error)
 }
 
-/// Says it on standard error.
+/// Prints the error on standard error.
 pub(crate) fn say(error: &anyhow::Error) {
     eprintln!("burgeon: {error:#}");
 }
 
-/// What it is in JSON.
+/// The error in JSON.
 pub(crate) fn document(error: &anyhow::Error) -> serde_json::Value {
     json!({ "kind": classify(error).0, "message": format!("{error:#}") })
 }
 
-/// The code to end with.
+/// The exit code of the error.
 pub(crate) fn code_of(error: &anyhow::Error) -> ExitCode {
     ExitCode::from(classify(error).1)
 }
 
-/// The document of a command line that makes no sense; clap says the rest on standard error.
+/// Prints the JSON document of an invalid command line; clap prints the rest on standard error.
 pub(crate) fn report_usage(error: &clap::Error) {
     println!("{}", json!({ "error": { "kind": "usage", "message": error.to_string() } }));
 }
@@ -94,7 +93,7 @@ mod tests {
 
     use super::{Busy, NotPermitted, classify};
 
-    /// The documentation has each kind in the row of its code, and no others.
+    /// The documentation lists exactly these kinds, each in the row of its code.
     #[test]
     fn the_table_of_exit_codes_is_complete() {
         let kinds = [
@@ -118,7 +117,7 @@ mod tests {
             let (kind, code) = classify(error);
             (code, kind.to_owned())
         });
-        // That of a command line which `clap` refuses.
+        // The usage error, which `clap` reports.
         let made: BTreeSet<_> = made.chain([(2, "usage".to_owned())]).collect();
         let docs = include_str!("../../../docs/cli.md");
         let table = docs.split("## Exit codes").nth(1).unwrap().split("\n## ").next().unwrap();

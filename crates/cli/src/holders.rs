@@ -1,4 +1,5 @@
-//! What uses a file system: the answer to "target is busy", and to a mount that stays after its umount.
+//! Finds the users of a file system, for "target is busy" and for a mount that outlives its
+//! umount.
 //!
 //! ```text
 //!   /proc/*/mountinfo                                 ─► mounts of it in other namespaces
@@ -24,10 +25,10 @@ use rustix::{
     thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe},
 };
 
-/// Most holders that are named.
+/// Most holders in a message.
 const NAMED_MAX: usize = 5;
 
-/// Says, as a sentence, what keeps `target` from being unmounted, as far as this process may see.
+/// A sentence with the obstacles to unmounting `target`, as far as this process may see.
 pub(crate) fn describe(target: &Path) -> String {
     let mut holders = mounted_below(target);
     if let Some(number) = Number::of(target) {
@@ -39,8 +40,8 @@ pub(crate) fn describe(target: &Path) -> String {
     format!("in use by {}", list(holders))
 }
 
-/// What still uses the btrfs `fsid`, which is mounted nowhere in this namespace; `None` if nothing that
-/// this process may see does.
+/// The users of the btrfs `fsid`, which is mounted nowhere in this namespace; `None` if this
+/// process sees none.
 pub(crate) fn of(fsid: Fsid) -> Option<String> {
     let mut holders: Vec<_> = elsewhere(fsid).iter().map(ToString::to_string).collect();
     holders.extend(processes(Number::from(fsid)));
@@ -56,7 +57,7 @@ fn list(mut holders: Vec<String>) -> String {
 
 /// A mount in another mount namespace.
 pub(crate) struct Elsewhere {
-    /// Where, as the processes there see it.
+    /// The target as seen by processes of that namespace.
     pub(crate) target: PathBuf,
     namespace: String,
 }
@@ -67,8 +68,8 @@ impl std::fmt::Display for Elsewhere {
     }
 }
 
-/// The mounts of the btrfs `fsid` in other mount namespaces. A namespace is named by its first process,
-/// or, without one, by the file that it is bound to.
+/// The mounts of the btrfs `fsid` in other mount namespaces. A namespace is named after its first
+/// process, or else after the file that it is bound to.
 pub(crate) fn elsewhere(fsid: Fsid) -> Vec<Elsewhere> {
     let devices = fs::read_dir(format!("/sys/fs/btrfs/{fsid}/devices"));
     let devices: Vec<_> =
@@ -87,7 +88,7 @@ pub(crate) fn elsewhere(fsid: Fsid) -> Vec<Elsewhere> {
     found
 }
 
-/// The mount namespaces besides this one, as users know them, with their mounts.
+/// The other mount namespaces, under names for users, with their mounts.
 fn other_namespaces() -> Vec<(String, Vec<MountInfo>)> {
     let name = |link: &str| fs::read_link(link).unwrap_or_default();
     let mut seen: BTreeSet<PathBuf> = [name("/proc/thread-self/ns/mnt")].into();
@@ -117,8 +118,8 @@ fn other_namespaces() -> Vec<(String, Vec<MountInfo>)> {
     found
 }
 
-/// The mount namespaces that files among `mounts` keep alive: each one's name, the file by way of `root`,
-/// and the file as the processes there see it.
+/// The mount namespaces that files among `mounts` keep alive: each one's name, the file's path
+/// through `root`, and the file's path in that namespace.
 fn bound_in(root: &Path, mounts: &[MountInfo]) -> Vec<(PathBuf, PathBuf, PathBuf)> {
     let bound = mounts.iter().filter(|mount| {
         mount.fs_type == "nsfs" && mount.root.to_str().is_some_and(|root| root.starts_with("mnt:["))
@@ -130,16 +131,16 @@ fn bound_in(root: &Path, mounts: &[MountInfo]) -> Vec<(PathBuf, PathBuf, PathBuf
     bound.map(entry).collect()
 }
 
-/// The mounts of the namespace that `file` is; `None` if this process may not look into it.
+/// The mounts of the namespace bound to `file`; `None` if this process may not enter it.
 fn mounts_in(file: &Path) -> Option<Vec<MountInfo>> {
     let namespace = fs::File::open(file).ok()?;
     let ((tell, entered), (end, ended)) = (mpsc::channel(), mpsc::channel::<()>());
     let enter = move || -> Option<()> {
-        // SAFETY: this thread alone gets a current directory of its own, and ends with the look.
+        // SAFETY: only this thread gets its own current directory, and it ends after reading.
         unsafe { unshare_unsafe(UnshareFlags::FS) }.ok()?;
         move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Mount)).ok()?;
         tell.send(rustix::thread::gettid()).ok()?;
-        // There may be no procfs here: the thread outside reads, and hangs up.
+        // The namespace may have no procfs, so the thread outside reads, then hangs up.
         let _ = ended.recv();
         Some(())
     };
@@ -162,8 +163,8 @@ fn mounted_below(target: &Path) -> Vec<String> {
         .collect()
 }
 
-/// A part of what `statvfs` says of all files of a file system: for btrfs, the same in every subvolume,
-/// and known from its fsid.
+/// The part of `statvfs`'s file system id that is common to all subvolumes of a btrfs. It follows
+/// from the fsid.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Number(u32);
 
@@ -179,7 +180,7 @@ impl From<Fsid> for Number {
             let bytes = fsid.0.iter().skip(at).take(4);
             bytes.fold(0, |word: u32, byte| word << 8 | u32::from(*byte))
         };
-        // As `btrfs_statfs` makes it; the other half has the subvolume in it.
+        // Same as in `btrfs_statfs`; the other half contains the subvolume.
         Self(word(0) ^ word(8))
     }
 }
@@ -197,7 +198,7 @@ fn name_of(process: u32) -> String {
     name.trim_end().to_owned()
 }
 
-/// Processes with a file, a mapping or a folder of the file system.
+/// Processes with an open file, a mapping or a folder of the file system.
 fn processes(number: Number) -> Vec<String> {
     let own = std::process::id();
     let others = process_ids().into_iter().filter(|id| *id != own);

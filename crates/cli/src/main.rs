@@ -31,8 +31,8 @@ fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
     if let [_, verb, rest @ ..] = arguments.as_slice() {
         if verb.as_encoded_bytes().starts_with(b"__") {
-            // Lists of processes would show `exe`: that is how these are run. It matters to no one
-            // but whoever reads such a list.
+            // Process lists would otherwise show `exe`, since the program is run by that link. If
+            // it fails, only such lists look different.
             let _ = rustix::thread::set_name(c"burgeon");
             burgeon_daemon::log::begin();
         }
@@ -72,7 +72,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// `burgeon __probe ROLE FOLDER`, for tests: prints what the role can still do, a line each.
+/// `burgeon __probe ROLE FOLDER`, for tests: prints the remaining rights of the role, a line each.
 fn probe(arguments: &[std::ffi::OsString]) -> ExitCode {
     let [role, folder] = arguments else { return ExitCode::from(2) };
     match burgeon_daemon::roles::probe(&role.to_string_lossy(), folder.as_ref()) {

@@ -1,8 +1,8 @@
 //! Numbers for people, and documents for programs.
 //!
-//! A reader who has seen enough (`| head`) and a disk that is full stop no work: what standard output
-//! refuses is noted, and said when the command ends. So the macros of the standard library, which
-//! panic then, are not used here.
+//! A closed reader (`| head`) or a full disk does not stop the command: a write error on standard
+//! output is recorded and reported when the command ends. The macros of the standard library panic
+//! instead, so this module replaces them.
 
 use std::{
     fmt::Arguments,
@@ -22,23 +22,23 @@ macro_rules! println {
     ($($words:tt)*) => { $crate::output::line(format_args!($($words)*)) };
 }
 
-/// Says a line on standard error, if somebody listens.
+/// Prints a line on standard error and ignores errors.
 macro_rules! eprintln {
     ($($words:tt)*) => { $crate::output::say(format_args!($($words)*)) };
 }
 
-/// Whether lines go to standard error.
+/// Whether `println!` goes to standard error.
 static ASIDE: AtomicBool = AtomicBool::new(false);
 
-/// From now on lines go to standard error, because standard output is for the one document.
+/// Redirects `println!` to standard error, because standard output carries the one document.
 pub(crate) fn turn_aside() {
     ASIDE.store(true, Relaxed);
 }
 
-/// What standard output refused first.
+/// First write error of standard output.
 static REFUSED: OnceLock<io::Error> = OnceLock::new();
 
-/// What `println!` calls.
+/// Implements `println!`.
 pub(crate) fn line(words: Arguments<'_>) {
     match ASIDE.load(Relaxed) {
         true => say(words),
@@ -46,19 +46,19 @@ pub(crate) fn line(words: Arguments<'_>) {
     }
 }
 
-/// What `eprintln!` calls.
+/// Implements `eprintln!`.
 pub(crate) fn say(words: Arguments<'_>) {
     let _ = writeln!(io::stderr(), "{words}");
 }
 
-/// Takes note of how writing to standard output went.
+/// Records the first error of writing to standard output.
 pub(crate) fn note(result: io::Result<()>) {
     if let Err(error) = result {
         let _ = REFUSED.set(error);
     }
 }
 
-/// What standard output refused, unless its reader wanted no more.
+/// The first write error of standard output, unless its reader has closed it.
 pub(crate) fn refused() -> Option<Error> {
     let error = REFUSED.get().filter(|error| error.kind() != ErrorKind::BrokenPipe)?;
     let error = error.raw_os_error().map_or(error.kind().into(), io::Error::from_raw_os_error);
@@ -71,7 +71,7 @@ pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Bytes with three digits and a binary unit.
+/// Formats bytes with three digits and a binary unit.
 pub(crate) fn bytes(count: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if count < 1024 {
@@ -93,7 +93,7 @@ pub(crate) fn bytes(count: u64) -> String {
     format!("{value:.digits$} {}", UNITS[unit])
 }
 
-/// Microseconds with a fitting unit.
+/// Formats microseconds with a fitting unit.
 pub(crate) fn duration_us(us: f64) -> String {
     match us {
         us if us < 1000.0 => format!("{us:.0} µs"),
@@ -102,7 +102,7 @@ pub(crate) fn duration_us(us: f64) -> String {
     }
 }
 
-/// A share of 1 as a percentage.
+/// Formats a fraction as a percentage.
 pub(crate) fn percent(share: f64) -> String {
     format!("{:.1} %", share * 100.0)
 }

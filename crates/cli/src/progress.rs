@@ -1,4 +1,4 @@
-//! Progress of long work: a bar on a terminal, a line now and then elsewhere.
+//! Progress of long work: a bar on a terminal, periodic lines elsewhere.
 
 use std::{
     io::IsTerminal,
@@ -10,10 +10,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::output;
 
-/// How often a log gets a line.
+/// Interval of lines in a log.
 const LOG_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Shows how far some work over bytes is.
+/// Shows the progress of some work over bytes.
 pub(crate) struct Progress {
     what: String,
     begun: Instant,
@@ -22,8 +22,8 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Work called `what`. On a terminal a bar is drawn on standard error; with `--json` and
-    /// elsewhere there are lines, so that a log shows that something happens.
+    /// Starts the work called `what`. Draws a bar on a terminal's standard error; with `--json`
+    /// and elsewhere it prints lines, so that a log shows activity.
     pub(crate) fn new(what: impl Into<String>) -> Self {
         let what = what.into();
         let now = Instant::now();
@@ -35,7 +35,7 @@ impl Progress {
         Self { what, begun: now, bar, last_line: Mutex::new(now) }
     }
 
-    /// So much is done, of a total if that is known.
+    /// Reports `done` bytes, of `total` if that is known.
     pub(crate) fn update(&self, done: u64, total: Option<u64>) {
         if let Some(bar) = &self.bar {
             if total != bar.length() {
@@ -60,12 +60,12 @@ impl Progress {
         }
     }
 
-    /// Bytes a second so far.
+    /// Average bytes a second.
     fn rate(&self, done: u64) -> u64 {
         (done as f64 / self.begun.elapsed().as_secs_f64().max(0.001)) as u64
     }
 
-    /// The work is over.
+    /// Ends the display.
     pub(crate) fn finish(self) -> Duration {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -80,6 +80,6 @@ fn style(has_total: bool) -> ProgressStyle {
     } else {
         "{msg} {spinner} {bytes} {bytes_per_sec}"
     };
-    // The templates are constants; a mistake in one would show as the plain default.
+    // The templates are constants; a mistake in one shows as the plain default.
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }

@@ -1,4 +1,4 @@
-//! `mount --pull`: when a registry is asked for what a tag stands for.
+//! `mount --pull`: when to ask a registry to resolve a tag.
 
 use clap::ValueEnum;
 

@@ -1,11 +1,11 @@
-//! `burgeon mount` of what is mounted already, and has nobody who serves it: after `kill -9` of
-//! everything the mount is still in place, and data that is not local gives I/O errors.
+//! `burgeon mount` of a mount that is in place but no longer served. After `kill -9` of all
+//! processes the mount stays, and data that is not local gives I/O errors.
 //!
 //! ```text
 //!   mounted there, by this state directory ─► no daemon ─► the same image and writes ─► daemon started:
 //!     it takes up what the dead one left ─► served again
 //! ```
-//! Nothing is mounted anew, so whoever has files open there goes on.
+//! Nothing is mounted anew, so open files keep working.
 
 use std::{
     path::{Path, PathBuf},
@@ -24,14 +24,14 @@ use burgeon_oci::Source;
 use super::{Context, named};
 use crate::{args, exit::Busy};
 
-/// The longest wait until a mount is served again.
+/// Longest wait until a mount is served again.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The pause between two looks at its state.
+/// Pause between two checks of its state.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Brings the mount back that is asked for, if it is in place and has lost its daemon; `None` if nothing
-/// of that kind is there, and it has to be made.
+/// Serves the requested mount again, if it is in place and has lost its daemon; `None` if there is
+/// no such mount and a new one must be made.
 pub(super) fn bring_back(
     context: &Context,
     args: &args::Mount,
@@ -74,8 +74,8 @@ pub(super) fn bring_back(
     }
 }
 
-/// Whether `typed` means the image of the mount: it is what was typed then, in whatever spelling, or this
-/// host knows it for the same image. Nobody else is asked: what was mounted may be all that is left.
+/// Whether `typed` means the image of the mount: the same input in any spelling, or the same image
+/// to this host's knowledge. Asks no registry, since the mount may be all that is left.
 fn is_same_image(context: &Context, typed: &str, lost: &orphan::Orphan) -> bool {
     let in_repository = context.in_repository(typed).ok().flatten();
     let typed = &in_repository.map_or_else(|| typed.to_owned(), |image| image.to_string());
@@ -97,7 +97,7 @@ fn is_same_image(context: &Context, typed: &str, lost: &orphan::Orphan) -> bool 
     known.is_ok_and(|known| known.digest().is_ok_and(|digest| digest == lost.digest()))
 }
 
-/// The mount of this state directory that is in place exactly at `target`, if no daemon runs.
+/// The mount of this state directory exactly at `target`, if no daemon runs.
 fn lost_at(context: &Context, target: &Path) -> Option<(Fsid, orphan::Orphan)> {
     let mounts = burgeon_daemon::mountinfo::read(Path::new("/proc/thread-self/mountinfo")).ok()?;
     let mount = mounts.iter().rfind(|mount| mount.target == target)?;

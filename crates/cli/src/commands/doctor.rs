@@ -27,7 +27,7 @@ pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> 
         doctor::repair(&context.state, store)?;
         findings = doctor::examine(&context.state, store);
     }
-    // A finding that is listed again was not repaired.
+    // A finding that recurs was not repaired.
     let unmended = |mend: &Finding| {
         findings
             .iter()
@@ -54,14 +54,14 @@ pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> 
     Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Mounts that are in place nowhere in this namespace, and what holds them.
+/// Mounts that are in place nowhere in this namespace, with their holders.
 fn held(context: &Context) -> Vec<Finding> {
     let Some(status) = ask_soon(context) else { return Vec::new() };
     let placed = status.mounts.iter().filter(|mount| mount.state != "preparing");
     let held = placed.filter_map(|mount| {
         let fsid = mount.fsid.filter(|fsid| places_of(*fsid).is_empty())?;
         let holders = holders::of(fsid)?;
-        // A container that mounts something in itself is nothing to be told about.
+        // A mount that a container made in its own namespace is as intended.
         let as_asked = holders::elsewhere(fsid).iter().any(|other| other.target == mount.target);
         let (level, remedy) = match as_asked {
             true => (Level::Fine, None),

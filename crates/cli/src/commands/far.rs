@@ -1,5 +1,5 @@
-//! Images of Burgeon's own in remote stores, by their names: which image a name stands for is known by the
-//! store, and from the last mount by this host.
+//! Burgeon images in remote stores, by name. The store resolves the name; without an answer, this
+//! host's last mount does.
 //!
 //! ```text
 //!   mounted before, and prepared here? ─ no ──► the daemon asks the store
@@ -17,8 +17,8 @@ use burgeon_source::{Access, Store};
 
 use super::Context;
 
-/// The image `name` of the remote store, where it need not be asked by somebody else, and whether the store
-/// is away, or is not to be asked.
+/// Resolves `name` in the remote store. `None` means that the daemon resolves it. The flag says
+/// that the store is unreachable or must not be asked.
 pub(super) fn find(context: &Context, name: &str, pull: Pull) -> Result<(Option<Digest>, bool)> {
     let location = context.store_location();
     let tags = Tags { folder: &context.state.tags(), pull };
@@ -41,7 +41,7 @@ pub(super) fn find(context: &Context, name: &str, pull: Pull) -> Result<(Option<
     }
     let (tell, told) = mpsc::channel();
     let (store, wanted) = (location.clone(), name.to_owned());
-    // Where there is no answer it ends with the process.
+    // Without an answer, the thread ends with the process.
     thread::spawn(move || {
         let open = Store::open(&store, &Access::from_env());
         let found = open.and_then(|open| catalog::resolve(&open, &wanted)?.digest());
@@ -58,14 +58,14 @@ pub(super) fn find(context: &Context, name: &str, pull: Pull) -> Result<(Option<
             eprintln!("note: {}", record.note(&error));
             Ok((Some(digest), true))
         }
-        // Whoever needs the image says which names there are.
+        // The reader of the image lists the existing names.
         Err(error) if error.kind() == ErrorKind::NotFound => Ok((None, false)),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Remembers that `name` of the remote store stands for `digest`. Best effort: it is of use when the store
-/// is away.
+/// Records that `name` of the remote store means `digest`. Best effort: it is used only when the
+/// store is unreachable.
 pub(super) fn remember(context: &Context, name: &str, digest: &Digest) {
     let location = context.store_location();
     if location.folder().is_none() && !catalog::is_reserved(name) {

@@ -1,4 +1,4 @@
-//! `build` and `list`: what needs neither root nor a daemon.
+//! `build` and `list`: need neither root nor a daemon.
 
 use std::{fs::File, path::Path, process::ExitCode};
 
@@ -22,7 +22,7 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     if let Some(source) = &args.source {
         refuse_mistakes(source, &args.name)?;
     }
-    // What is wrong with its name shows before anything is built.
+    // Refuse a bad name before building anything.
     let to = context.in_repository(&args.name)?;
     let profile = args.profile.as_deref().map(|name| record::find(context, name)).transpose()?;
     let options = Options {
@@ -51,8 +51,8 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
         return Err(Error::new(ErrorKind::Invalid, what).into());
     }
     let provenance = context.provenance();
-    // Building a name again is how an image is changed; one that was pulled, or that another host has
-    // put into the store, is not this build's to replace.
+    // A build may replace its own earlier image of this name. It must not replace a pulled image
+    // or one that another host put into the store.
     let built_it = |taken: &Digest| provenance.of(taken).built_as.contains(&args.name);
     let store = context.create_store()?;
     store.check_writable()?;
@@ -83,7 +83,7 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Refuses a source that is not there, in the words to type instead if they can be guessed.
+/// Refuses a missing source, with a suggestion if the mistake can be guessed.
 fn refuse_mistakes(source: &Path, name: &str) -> Result<()> {
     let text = source.to_string_lossy();
     if text == "-" || Source::parse(&text).is_some() || source.symlink_metadata().is_ok() {
@@ -98,7 +98,7 @@ fn refuse_mistakes(source: &Path, name: &str) -> Result<()> {
     Err(Error::new(ErrorKind::NotFound, what).into())
 }
 
-/// Says which image had the name before, if it was another one.
+/// Reports the image that had the name before, if it was another one.
 fn say_replaced(before: Option<&ImageRecord>, report: &Report) -> Result<()> {
     let Some(before) = before else { return Ok(()) };
     let (before, after) = (before.digest()?, report.image.digest()?);
@@ -112,21 +112,21 @@ fn say_replaced(before: Option<&ImageRecord>, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// What an image is made of.
+/// The source of a build.
 enum Input {
     Tree(std::path::PathBuf),
     Archive(std::path::PathBuf),
-    /// The same, open.
+    /// An archive, open.
     Opened(std::path::PathBuf, File),
     Stdin,
     Reference(std::path::PathBuf),
-    /// An ordinary image or archive, elsewhere.
+    /// An OCI image or archive elsewhere.
     Ordinary(String),
     Computed(Computed, u64),
 }
 
 impl Input {
-    /// Opens an archive, while this process can.
+    /// Opens an archive while this process still can.
     fn open(self) -> Result<Self> {
         let Self::Archive(path) = self else { return Ok(self) };
         let file = File::open(&path)
@@ -135,7 +135,7 @@ impl Input {
     }
 }
 
-/// Builds an image of the directory `tree` with the usual options, and says so.
+/// Builds an image of the directory `tree` with the default options, and reports it.
 pub(crate) fn build_tree(context: &Context, tree: &Path, name: &str) -> Result<()> {
     let input = Input::Tree(tree.to_owned());
     let (report, took) = make(context, &input, name, &context.build_options())?;
@@ -144,7 +144,7 @@ pub(crate) fn build_tree(context: &Context, tree: &Path, name: &str) -> Result<(
     Ok(())
 }
 
-/// The same without a word.
+/// Like [`build_tree`], without output.
 pub(crate) fn build_quietly(context: &Context, tree: &Path, name: &str) -> Result<()> {
     let (report, _) = make(context, &Input::Tree(tree.to_owned()), name, &context.build_options())?;
     if catalog::is_reserved(name) {
@@ -200,14 +200,14 @@ fn make(
         let (location, digest) = (context.store_location(), report.image.digest()?);
         let kept = burgeon_daemon::remember_built(&context.state, &location, &digest, honours);
         if let Err(e) = kept {
-            // The image is there all the same.
+            // The image exists all the same.
             eprintln!("note: mounts of {name} will be nosuid,nodev: {e}");
         }
     }
     Ok((report, took))
 }
 
-/// Says what was `done`.
+/// Reports a finished build. `done` is the verb.
 pub(super) fn describe(done: &str, shown: &str, report: &Report, stored: u64, seconds: f64) {
     let image = &report.image;
     println!(

@@ -1,4 +1,4 @@
-//! `burgeon inspect`: what an image is made of, down to which chunk holds which bytes.
+//! `burgeon inspect`: the parts of an image, down to the chunk of each piece.
 
 use std::{
     io::{self, BufWriter, Write},
@@ -98,7 +98,7 @@ fn print_map(manifest: &Manifest, json: bool) -> io::Result<()> {
     let paths = Paths::new(&manifest.tree);
     let mut out = BufWriter::new(io::stdout().lock());
     if json {
-        // One document, written piece by piece: an image may have millions of them.
+        // Written piece by piece: an image may have millions of them.
         write!(out, "{{\"map\":[")?;
     } else {
         writeln!(out, "# path\toffset\tlength\taddress\tchunk\tobject\tstored\tcodec\tdigest")?;
@@ -110,7 +110,7 @@ fn print_map(manifest: &Manifest, json: bool) -> io::Result<()> {
         let extents = manifest.tree.extents_of(inode).iter();
         let extents = extents.map(|extent| (extent.file_offset, extent.address, extent.len));
         for piece in pieces(manifest, &addresses, extents) {
-            // Odd bytes are escaped, so that a line is a line.
+            // Escapes odd bytes, so that each piece is one line.
             let path =
                 path.get_or_insert_with(|| paths.of_dirent(dirent).escape_ascii().to_string());
             if json {

@@ -1,10 +1,10 @@
-//! `burgeon map`: content appears in a mounted tree by cloning, without a byte being copied.
+//! `burgeon map`: makes content appear in a mounted tree by cloning, without copying a byte.
 //!
 //! ```text
 //!   target checked ─► daemon: addresses in the virtual area, durable ─► clone ─► named
 //! ```
-//! A file is made without a name and gets it last; a tree is made beside its place and moved there.
-//! So whatever fails leaves nothing half-made.
+//! A file is made without a name and named last; a tree is made next to its place and moved there.
+//! So a failure leaves nothing half-made.
 
 mod disarm;
 mod image;
@@ -41,11 +41,11 @@ use self::local::Local;
 use super::{Context, need_mount_privilege, umount::mount_of};
 use crate::{args, output};
 
-/// The mount that is mapped into.
+/// The mount to map into.
 pub(super) struct Mount {
     pub(super) client: Client,
     pub(super) id: MountId,
-    /// The rights that it honours.
+    /// The rights that the mount honours.
     honours: Honours,
 }
 
@@ -82,7 +82,7 @@ pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What has been mapped.
+/// Totals of a mapping.
 #[derive(Default)]
 struct Mapped {
     files: u64,
@@ -96,20 +96,20 @@ impl AddAssign for Mapped {
     }
 }
 
-/// Where what was mapped begins in the area's file.
+/// Start of a mapping in the area's file.
 struct Addresses {
     start: u64,
     area: File,
-    /// What the user should know.
+    /// Notes for the user.
     notes: Vec<String>,
 }
 
-/// A path where nothing is, in a folder that is there. The folder may be somebody else's: it is opened
-/// once, and everything is made and named in what was opened.
+/// A new path in an existing folder. The folder may belong to another user, so it is opened once,
+/// and everything is made and named below that descriptor.
 struct Target {
     path: PathBuf,
     folder: File,
-    /// The name in it.
+    /// The name in the folder.
     name: OsString,
 }
 
@@ -131,7 +131,7 @@ impl Target {
         Ok(target)
     }
 
-    /// The path of something below it, for people.
+    /// The full path of something below the target, for messages.
     fn shown(&self, path: &Path) -> PathBuf {
         if path.as_os_str().is_empty() { self.path.clone() } else { self.path.join(path) }
     }
@@ -144,20 +144,20 @@ fn exists(path: &Path) -> Error {
 }
 
 impl Mount {
-    /// The mount that `path` is in.
+    /// The mount that contains `path`.
     pub(super) fn of(context: &Context, path: &Path) -> Result<Self> {
         let (client, status) = mount_of(context, path)?;
         let honours = disarm::honours_of(context, &status);
         Ok(Self { client, id: status.id, honours })
     }
 
-    /// The mount that the open `folder` is in.
+    /// The mount that contains the open `folder`.
     fn of_folder(context: &Context, folder: &File) -> Result<Self> {
         Self::of(context, &link_to(folder))
     }
 
-    /// Gives `contents` addresses, one after another. Files of a `tree` lie in it: its path, and what
-    /// is open there.
+    /// Gives `contents` consecutive addresses. Files of a `tree` lie below it: its path and its
+    /// descriptor.
     fn map(
         &self,
         label: &Path,
@@ -191,7 +191,7 @@ fn computed(mount: &Mount, target: &Target, name: &str, size: u64) -> Result<Map
     let given = mount.map(&target.path, &format!("computed {name}"), vec![content], None)?;
     clone(&given.area, given.start, &file, 0, size.next_multiple_of(BLOCK_SIZE))?;
     if !size.is_multiple_of(BLOCK_SIZE) {
-        // btrfs reads the last block, and keeps its part that belongs to the file as a local one.
+        // btrfs reads the last block and keeps the file's part of it locally.
         let cut = file.set_len(size);
         cut.map_err(|e| Error::io("cannot cut the last block of a mapped file", e))?;
     }
@@ -206,7 +206,7 @@ fn no_file(shown: impl Display) -> anyhow::Error {
     Error::new(ErrorKind::Invalid, message).into()
 }
 
-/// A new file of no name, that will be at `target`, to be cloned to if it is `mapped`.
+/// A new unnamed file for `target`. If it is `mapped`, extents can be cloned to it.
 fn unnamed(target: &Target, mapped: bool) -> Result<File> {
     let failed = |e| Error::io(format!("cannot make {}", target.path.display()), e);
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
@@ -219,7 +219,7 @@ fn unnamed(target: &Target, mapped: bool) -> Result<File> {
     Ok(file)
 }
 
-/// Clones `len` bytes, whole blocks, from `start` of the area to `to` of `file`.
+/// Clones `len` bytes, whole blocks, from `start` in the area to `to` in `file`.
 fn clone(area: &File, start: u64, file: &File, to: u64, len: u64) -> Result<()> {
     let blocks = ByteRange::at(start, len);
     let blocks = blocks.ok_or_else(|| Error::new(ErrorKind::Corrupt, "an address beyond all"))?;

@@ -1,11 +1,11 @@
-//! First mistakes: what was probably meant by a name that nothing has, in the words to type.
+//! First mistakes: guesses the intended command for a name that does not exist.
 
 use std::path::Path;
 
 use burgeon_block::{Error, ErrorKind};
 use burgeon_source::registry::Name;
 
-/// The error that there is no image `typed`, with what to type instead, if that can be guessed.
+/// The error for the missing image `typed`, with a suggestion if one can be guessed.
 pub(super) fn explain(typed: &str, none: Error) -> Error {
     match meant(typed) {
         Some(meant) => {
@@ -15,13 +15,13 @@ pub(super) fn explain(typed: &str, none: Error) -> Error {
     }
 }
 
-/// The error that the two arguments of `verb` are the other way round.
+/// The error for swapped arguments of `verb`.
 pub(super) fn swapped(verb: &str, first: &str, second: &str) -> Error {
     let what = format!("the arguments are swapped: burgeon {verb} {first} {second}");
     Error::new(ErrorKind::Invalid, what)
 }
 
-/// What to type instead of the image `typed`.
+/// The probable input instead of the image `typed`.
 pub(super) fn meant(typed: &str) -> Option<String> {
     for other in ["docker://", "docker-daemon:", "registry://", "containers-storage:"] {
         if let Some(rest) = typed.strip_prefix(other) {
@@ -75,7 +75,7 @@ pub(super) fn meant(typed: &str) -> Option<String> {
     with_registry(typed).map(|name| format!("an image of a registry is {name}"))
 }
 
-/// `oci://…` of what begins with the name of a registry.
+/// `oci://…` for input that begins with the name of a registry.
 fn with_registry(typed: &str) -> Option<String> {
     let (host, _) = typed.split_once('/')?;
     if !host.contains(['.', ':']) && host != "localhost" {

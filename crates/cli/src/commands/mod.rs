@@ -1,4 +1,4 @@
-//! One module a verb, or a family of verbs.
+//! One module for each verb or family of verbs.
 
 mod bring_back;
 mod doctor;
@@ -37,19 +37,20 @@ use crate::{
     exit::NotPermitted,
 };
 
-/// What every command works with.
+/// The common input of all commands.
 pub(crate) struct Context {
     pub(crate) state: StateDir,
-    /// The store that was named, absolute; `None` is the state directory's own.
+    /// The absolute store of `--store`; `None` means the state directory's own.
     pub(crate) store: Option<Location>,
-    /// The repository that was named in the place of a store: its images are its tags.
+    /// The repository given as `--store`: its tags are the images.
     pub(crate) repository: Option<String>,
     pub(crate) json: bool,
 }
 
 impl Context {
-    /// With `takes_repository`, `--store` may name one. A state directory that was named is made only by
-    /// commands that put something into it: elsewhere, its name may be mistyped.
+    /// With `takes_repository`, `--store` may name a repository. Only commands that put something
+    /// into a named state directory create it; for the others, a missing one is probably a typing
+    /// error.
     fn new(global: Global, takes_repository: bool, only_looks: bool) -> Result<Self> {
         let is_named = global.state_dir.is_some();
         let path = match global.state_dir {
@@ -65,7 +66,7 @@ impl Context {
             Some(text) if is_repository(&text) => (Some(text), None),
             text => (None, text.as_deref().map(Location::parse).transpose()?),
         };
-        // Of a backup, maybe only these two have been restored.
+        // A restored backup may have only some of these.
         let is_one = ["run", "writes", "store"].iter().any(|name| path.join(name).is_dir());
         let state = match only_looks && is_named && !is_one {
             true => StateDir::find(&path),
@@ -75,13 +76,13 @@ impl Context {
         Ok(Self { state, store, repository, json: global.json })
     }
 
-    /// The image `name` of the repository, if there is one.
+    /// The image `name` of the repository, if `--store` names one.
     pub(crate) fn in_repository(&self, name: &str) -> Result<Option<Name>> {
         let repository = self.repository.as_ref();
         Ok(repository.and_then(|repository| Name::tagged(repository, name)).transpose()?)
     }
 
-    /// The store; one that was named has to be there.
+    /// Opens the store. A named store must exist.
     pub(crate) fn open_store(&self) -> Result<Store> {
         match &self.store {
             Some(location) => Ok(Store::open(location, &Access::from_env())?),
@@ -89,7 +90,7 @@ impl Context {
         }
     }
 
-    /// The store; a folder that was named is made if it is not there.
+    /// Opens the store. Creates the folder of a named store if it is missing.
     pub(crate) fn create_store(&self) -> Result<Store> {
         match &self.store {
             Some(location) => Ok(Store::create(location, &Access::from_env())?),
@@ -97,8 +98,8 @@ impl Context {
         }
     }
 
-    /// The state directory's own store. A new state directory has its folder; where it is missing, it
-    /// may be away, and an empty one in its place would hide it when it comes back.
+    /// The state directory's own store, created with the state directory. If it is missing later,
+    /// it may be temporarily away, and an empty one in its place would hide it on its return.
     fn own_store(&self) -> Result<Store> {
         let folder = self.state.store();
         if folder.is_dir() {
@@ -120,22 +121,22 @@ impl Context {
         Err(Error::new(ErrorKind::NotFound, what).into())
     }
 
-    /// What this host knows of images, as the user of the store.
+    /// This host's knowledge of images, as a user of the store.
     pub(crate) fn provenance(&self) -> Provenance {
         Provenance::new(self.state.provenance(), self.store_location().to_string())
     }
 
-    /// The usual options of a build in the store.
+    /// The default options of a build in the store.
     pub(crate) fn build_options(&self) -> Options {
         Options { provenance: Some(self.provenance()), ..Options::default() }
     }
 
-    /// What lies at the store's place for this process, if it is a folder.
+    /// Identity of the store's folder as seen by this process, if the store is a folder.
     pub(crate) fn store_seen(&self) -> Option<Seen> {
         Seen::of(self.store_location().folder()?)
     }
 
-    /// Where the store is.
+    /// The location of the store.
     pub(crate) fn store_location(&self) -> Location {
         self.store.clone().unwrap_or_else(|| self.state.store().into())
     }
@@ -145,7 +146,7 @@ impl Context {
 pub(crate) fn run(args: Args) -> Result<ExitCode> {
     let takes_repository =
         matches!(args.command, Command::Build(_) | Command::Mount(_) | Command::Pull(_));
-    // It has a state directory of its own, and makes no other.
+    // The demo uses its own state directory, and creates no other.
     if let Command::Demo(demo) = args.command {
         return crate::demo::demo(args.global.json, &demo);
     }
@@ -177,7 +178,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     }
 }
 
-/// Whether a command works with what is there, and needs no new state directory.
+/// Whether a command only reads existing state, and needs no new state directory.
 fn only_looks(command: &Command) -> bool {
     match command {
         Command::Build(_)
@@ -191,12 +192,12 @@ fn only_looks(command: &Command) -> bool {
     }
 }
 
-/// Says which privilege is missing where a state directory is somebody else's.
+/// Names the missing privilege if a state directory belongs to another user.
 fn not_permitted(path: &Path, error: Error) -> anyhow::Error {
     use rustix::fs::{Access, access};
     let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     let denied = access(there, Access::WRITE_OK | Access::EXEC_OK);
-    // Nobody may enter a file.
+    // A file cannot be entered anyway.
     if denied != Err(rustix::io::Errno::ACCESS) || !there.is_dir() {
         return error.into();
     }
@@ -208,7 +209,7 @@ fn not_permitted(path: &Path, error: Error) -> anyhow::Error {
     NotPermitted(what).into()
 }
 
-/// Refuses early, and by name, where mounting cannot work.
+/// Refuses early, naming the missing privilege, if mounting cannot work.
 pub(crate) fn need_mount_privilege(verb: &str) -> Result<()> {
     let sets = rustix::thread::capabilities(None)
         .map_err(|e| anyhow::anyhow!("cannot tell which privileges there are: {e}"))?;

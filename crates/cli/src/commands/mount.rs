@@ -1,4 +1,4 @@
-//! `burgeon mount`: the daemon makes a detached mount, this process moves it into place, in its
+//! `burgeon mount`: the daemon makes a detached mount, and this process moves it into place in its
 //! own mount namespace.
 
 use std::{
@@ -64,7 +64,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
     need_mount_privilege("create-empty")?;
     match named::trusted(context, &context.open_store()?, EMPTY_IMAGE) {
         Ok(_) => {}
-        // There is none, or it is somebody else's.
+        // It is missing, or belongs to another user.
         Err(_) => {
             let folder = context.state.run().join(format!("empty-{}", std::process::id()));
             let failed = |e| Error::io(format!("cannot make {}", folder.display()), e);
@@ -75,7 +75,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
         }
     }
     let args::CreateEmpty { path, writes, virtual_size, write_limit, reserve, fetch_limit } = args;
-    // Writes that are there have their size; what is wrong with them is the daemon's to say.
+    // Existing writes have their size; the daemon reports any damage to them.
     let are_new = matches!(writes::find(&context.state, &writes), Ok(None));
     let virtual_size = virtual_size.or(are_new.then_some(args::VIRTUAL_DEFAULT_BYTES));
     mount(
@@ -102,7 +102,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
     )
 }
 
-/// Mounts, without a word.
+/// Mounts without output.
 pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, PathBuf)> {
     need_mount_privilege("mount")?;
     if !args.path.exists() && Path::new(&args.name).is_dir() {
@@ -113,7 +113,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     let mut attributes = args.attributes.request()?;
     attributes.others.read_only |= args.read_only;
     let has_own_writes = args.writes.is_some() || args.writes_device.is_some();
-    // Writes that nobody can make need no space.
+    // Read-only writes need no space.
     let writes = match args.read_only || attributes.others.read_only && !has_own_writes {
         true => WritesRequest::ReadOnly,
         false => WritesRequest::Kept(SproutRequest {
@@ -123,13 +123,14 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
             device: args.writes_device.map(std::path::absolute).transpose()?,
         }),
     };
-    // Asked here, too: the daemon may not see what is mounted in this namespace.
+    // Also checked here: the daemon may not see mounts of this namespace.
     if let Some(folder) = context.store.as_ref().and_then(Location::folder) {
         burgeon_daemon::refuse_burgeon(folder, "the store")?;
     }
     let want = args.index.as_deref().map_or(Want::Any, Want::Index);
     let found = thread::scope(|scope| {
-        // Finding an image may take round trips, and more. What goes wrong here does so again below.
+        // Start the daemon meanwhile: finding an image may take round trips. Errors here recur
+        // below.
         scope.spawn(|| Client::connect_or_start(&context.state).map(drop));
         ordinary::find(context, args.name, want, args.pull.into())
     })?;
@@ -172,7 +173,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         far::remember(context, &name, &mounted.digest.0);
     }
     let target = point.attach(mount)?;
-    // The path is for `status` only, and the mount is in use already.
+    // Only `status` uses the path, and the mount is in use already.
     let _ = client.call(&Request::Placed { id: mounted.id, target: target.clone() });
     Ok((mounted, target))
 }
@@ -192,7 +193,7 @@ fn describe(mounted: &Mounted, target: &Path, ms: u64, wanted: AttributesRequest
     }
 }
 
-/// The attributes of the mount, and why it has those that nobody asked for.
+/// The attributes of the mount, and the reason for those that nobody asked for.
 fn describe_attributes(attributes: &MountAttributes, wanted: AttributesRequest) -> String {
     let by_default = |wanted: Option<bool>, has: bool| wanted.is_none() && !has;
     if by_default(wanted.suid, attributes.suid) || by_default(wanted.dev, attributes.dev) {
@@ -204,7 +205,7 @@ fn describe_attributes(attributes: &MountAttributes, wanted: AttributesRequest) 
     format!("mounted {attributes}")
 }
 
-/// Where writes go, as a sentence.
+/// The destination of writes, as a sentence.
 fn describe_writes(writes: &WritesState) -> String {
     let WritesState::Sprout(sprout) = writes else { return "read-only".to_owned() };
     let room = match sprout.thin {

@@ -1,10 +1,10 @@
-//! The directory that a mount goes onto: opened once, checked, locked, and mounted onto.
+//! The directory under a mount: opened once, checked, locked, and mounted onto.
 //!
 //! ```text
 //!   open ─► lock ─► directory? no mount point? empty? ─► (the mount is made) ─► move_mount onto it
 //! ```
-//! Everything works on the one descriptor. The path may lead elsewhere by the time the mount is
-//! made: whoever owns a directory above can put another one, or a symlink, in its place.
+//! All steps use the one descriptor. The path may lead elsewhere when the mount is made: the owner
+//! of a directory above can replace it, also by a symlink.
 //!
 //! Invariant (held by `tests/paths.rs`): the mount lands on the directory that was checked, or
 //! nowhere.
@@ -27,16 +27,16 @@ use rustix::{
 
 use crate::exit::Busy;
 
-/// An empty directory that nothing is mounted on, locked for as long as this lives.
+/// An empty directory without a mount on it, locked for the lifetime of this value.
 pub(super) struct MountPoint {
     directory: File,
-    /// What the user calls it.
+    /// The user's path.
     shown: PathBuf,
 }
 
 impl MountPoint {
-    /// Opens and locks `path`, following symlinks, and checks it. The lock is for two who mount
-    /// there at once: the second would hide the first's files.
+    /// Opens and locks `path`, following symlinks, and checks it. The lock excludes a second mount
+    /// at the same time, which would hide the first one's files.
     pub(super) fn take(path: &Path) -> Result<Self> {
         let shown = path.display();
         let opened = File::options()
@@ -60,7 +60,7 @@ impl MountPoint {
             let what = format!("cannot mount at {shown}: its name is not UTF-8");
             return Err(Error::new(ErrorKind::Invalid, what).into());
         }
-        // Where it is mounted by now, this has opened that, which is locked by nobody.
+        // If the other mount is in place already, this opened its root, which nobody locks.
         let locked = flock(&point.directory, FlockOperation::NonBlockingLockExclusive);
         if locked == Err(Errno::WOULDBLOCK) {
             return Err(Busy(format!(
@@ -83,13 +83,13 @@ impl MountPoint {
         Ok(point)
     }
 
-    /// Its absolute path, as of now.
+    /// Its present absolute path.
     pub(super) fn path(&self) -> Result<PathBuf> {
         Ok(fs::read_link(self.link()).map_err(|e| self.cannot_look(e))?)
     }
 
-    /// Moves the detached `mount` onto the directory, and closes its descriptor, which would keep
-    /// the mount busy. Returns where that is.
+    /// Moves the detached `mount` onto the directory and returns the path. Closes the mount's
+    /// descriptor, which would keep the mount busy.
     pub(super) fn attach(self, mount: OwnedFd) -> Result<PathBuf> {
         burgeon_daemon::attach(&mount, &self.directory)
             .map_err(|e| Error::with_source(e.kind(), self.cannot_mount(), e))?;
@@ -102,7 +102,7 @@ impl MountPoint {
         if stat.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT) {
             return Ok(stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT));
         }
-        // Linux before 5.8 does not say; another device than the folder above does.
+        // Linux before 5.8 does not report mount roots, but the device differs from the parent's.
         let device = |path: &Path| fs::metadata(path).map(|metadata| metadata.dev());
         let (here, above) = (self.directory.metadata(), device(&self.link().join("..")));
         let here = here.map(|metadata| metadata.dev()).map_err(|e| self.cannot_look(e))?;

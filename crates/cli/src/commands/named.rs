@@ -1,12 +1,12 @@
-//! From what the user typed to an image of a store, and which names commands may give.
+//! Resolves the user's input to an image of a store, and checks the names that commands may give.
 //!
 //! ```text
 //!   typed ─► a name of the store ─► a reference that was typed before ─► its end, such as python:3.12
 //!         ─► the beginning of a digest, 4 hexadecimal digits at least
 //! ```
 //!
-//! Invariants: what is ambiguous is refused; a reserved name is believed only where this host's
-//! provenance vouches for it; a name that is taken is given to another image only if the user says so.
+//! Invariants: an ambiguous input is refused; a reserved name is trusted only if this host's
+//! provenance vouches for it; a taken name moves to another image only on the user's request.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,12 +17,12 @@ use burgeon_source::{Store, registry::Name};
 
 use super::{Context, mistakes};
 
-/// Fewest digits of a digest that are taken for one.
+/// Fewest digits that are read as a digest.
 const DIGITS_MIN: usize = 4;
-/// Digits of a digest that lists and messages show.
+/// Digits of a digest in lists and messages.
 pub(super) const DIGITS_SHOWN: usize = 16;
 
-/// The image that `typed` means, to be read: its content is believed.
+/// The image that `typed` means, to be read: its content is trusted.
 pub(super) fn trusted(context: &Context, store: &Store, typed: &str) -> Result<ImageRecord> {
     let record = resolve(context, store, typed)?;
     if !is_reserved(&record.name) || context.provenance().vouches_for(&record) {
@@ -56,7 +56,7 @@ pub(super) fn resolve(context: &Context, store: &Store, typed: &str) -> Result<I
     }
 }
 
-/// Whether an image is meant.
+/// Predicate: `typed` means this image.
 type IsMeant<'a> = &'a dyn Fn(&Digest, &Image) -> bool;
 
 /// The images of a store by digest, with all their names and references.
@@ -64,17 +64,17 @@ pub(super) struct Images {
     by_digest: BTreeMap<Digest, Image>,
 }
 
-/// One of them.
+/// One image of a store.
 #[derive(Default)]
 pub(super) struct Image {
-    /// Its records, by name: those that users gave first.
+    /// Its records, by name; names that users gave come first.
     pub(super) records: Vec<ImageRecord>,
-    /// What users typed to get it.
+    /// References that users typed to get it.
     pub(super) references: BTreeSet<String>,
 }
 
 impl Images {
-    /// Records that cannot be read are left out.
+    /// Leaves out unreadable records.
     pub(super) fn read(store: &impl ObjectStore, provenance: &Provenance) -> Result<Self> {
         let records = catalog::list(store)?.into_iter().filter_map(|(_, record)| record.ok());
         Ok(Self::of(records, provenance))
@@ -108,13 +108,12 @@ impl Images {
         &self.by_digest[digest].records[0]
     }
 
-    /// What the user calls it.
+    /// The user's name for the image.
     pub(super) fn title(&self, digest: &Digest) -> String {
         self.by_digest[digest].title()
     }
 
-    /// The image and what is the same ordinary image in other forms: all of it, an index of it, its
-    /// tables of contents.
+    /// All forms of the image on this host: complete, by index, by table of contents.
     fn forms(&self, digest: &Digest) -> BTreeSet<Digest> {
         let original = |record: &ImageRecord| -> Option<String> {
             let (digest, form) = record.name.split_once('/').unwrap_or((&record.name, ""));
@@ -127,7 +126,7 @@ impl Images {
         same.map(|(digest, _)| *digest).chain([*digest]).collect()
     }
 
-    /// The images that `typed` may mean besides by a name.
+    /// The images that `typed` may mean, other than by name.
     fn find(&self, typed: &str) -> Vec<Digest> {
         let reference = canonical(typed);
         let is_reference = |_: &Digest, image: &Image| image.references.contains(&reference);
@@ -153,8 +152,7 @@ impl Images {
 }
 
 impl Image {
-    /// Everything that the user calls it: the names that users gave and the references that they typed;
-    /// its first name if there is neither.
+    /// All names and references that users gave or typed for it; its first name if there are none.
     pub(super) fn titles(&self) -> Vec<String> {
         let given =
             self.records.iter().map(|record| &record.name).filter(|name| !is_reserved(name));
@@ -162,7 +160,7 @@ impl Image {
         if titles.is_empty() { vec![self.title()] } else { titles }
     }
 
-    /// What the user calls it: a name that a user gave, else what was typed, else its first name.
+    /// The user's name for it: a given name, else a typed reference, else its first name.
     pub(super) fn title(&self) -> String {
         let name = &self.records[0].name;
         match self.references.first() {
@@ -172,17 +170,17 @@ impl Image {
     }
 }
 
-/// What goes with an image that is removed.
+/// Everything that goes with a removed image.
 pub(super) struct Removal {
     /// Names of the store.
     pub(super) names: Vec<String>,
-    /// References that were typed to get images, which these are not known by any more.
+    /// Typed references that no longer identify an image.
     pub(super) references: Vec<(Digest, String)>,
 }
 
-/// What `typed` is to be removed by: a name by itself; by a reference, the ordinary image in all the forms
-/// in which this host knows it, unless another reference stands for it; by its digest, an image that has
-/// one title only.
+/// The records to remove for `typed`. A name stands for itself. A reference stands for all forms
+/// of the OCI image on this host, unless another reference names the same image. A digest stands
+/// for an image with one title only.
 pub(super) fn to_remove(context: &Context, store: &Store, typed: &str) -> Result<Removal> {
     match catalog::resolve(store, typed) {
         // A damaged name can be removed, too.
@@ -227,8 +225,8 @@ pub(super) fn to_remove(context: &Context, store: &Store, typed: &str) -> Result
     Ok(Removal { names, references })
 }
 
-/// A reference as it is kept: that of a registry with its tag, that of a folder with its whole path;
-/// without what may be a secret.
+/// The stored form of a reference: a registry's with its tag, a folder's with its absolute path;
+/// without possible secrets.
 pub(super) fn canonical(typed: &str) -> String {
     if let Some(folder) = typed.strip_prefix("oci-layout:") {
         let absolute = std::path::absolute(folder).ok();
@@ -245,8 +243,8 @@ pub(super) fn canonical(typed: &str) -> String {
     }
 }
 
-/// The local name that a pull gives if the user says none: the end of the reference that was typed, as
-/// app:7 of oci://registry.example/team/app:7. Never one that the image brings along.
+/// The default local name of a pull: the end of the typed reference, as app:7 of
+/// oci://registry.example/team/app:7. Never a name from inside the image.
 pub(super) fn name_of(typed: &str) -> Result<String> {
     let Some(name) = Name::parse(typed) else { return Ok(typed.to_owned()) };
     let name = name?;
@@ -262,8 +260,8 @@ pub(super) fn name_of(typed: &str) -> Result<String> {
     Ok(format!("{end}:{}", name.tag()))
 }
 
-/// Checks that `name` may be given to another image than the one that has it. `may_replace` says whether
-/// that one is the user's to replace without a word. Returns the one that has it.
+/// Checks that `name` may move from its present image to another one, and returns the present
+/// image. `may_replace` tells whether that image may be replaced without `--replace`.
 pub(super) fn check_free(
     store: &Store,
     name: &str,
@@ -273,7 +271,7 @@ pub(super) fn check_free(
     catalog::check_given_name(name)?;
     let taken = match catalog::resolve(store, name) {
         Ok(record) => record,
-        // A name that says nothing is nobody's.
+        // A damaged name belongs to nobody.
         Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => return Ok(None),
         Err(e) => return Err(e.into()),
     };

@@ -1,5 +1,5 @@
-//! Images elsewhere, by `mount`, `pull` and `build`: ours are where they are, ordinary ones are made
-//! images of the store at first sight.
+//! Images elsewhere, for `mount`, `pull` and `build`. Burgeon images stay where they are; OCI
+//! images become images of the store at first sight.
 
 use std::{process::ExitCode, time::Instant};
 
@@ -16,27 +16,27 @@ use serde_json::json;
 use super::{Context, far, images, mistakes, named, reading};
 use crate::{args, output, progress::Progress};
 
-/// Where an image is.
+/// The location of an image.
 pub(super) struct Place {
     pub(super) store: Location,
-    /// What it takes to use the store.
+    /// Settings and credentials for the store.
     pub(super) access: Access,
-    /// The name that its kept writes know it by: that in the store, or the reference of an artifact.
+    /// The name in its kept writes: that in the store, or the reference of an artifact.
     pub(super) name: String,
-    /// Which image it is, if that is known: whoever can write to the store cannot change it.
+    /// The image's record, if known: writers of the store cannot change it.
     pub(super) image: Option<ImageRecord>,
-    /// Its digest, if that is all that is known.
+    /// Its digest, if only that is known.
     digest: Option<Digest>,
-    /// The store does not answer, or is not to be asked.
+    /// The store does not answer, or must not be asked.
     pub(super) store_away: bool,
-    /// Why it is not known. Kept writes need neither their image's name nor its store.
+    /// Why the record is unknown. Kept writes need neither their image's name nor its store.
     pub(super) missing: Option<anyhow::Error>,
-    /// What the user typed.
+    /// The user's input.
     pub(super) shown: String,
 }
 
 impl Place {
-    /// The image's record, read from the store if need be.
+    /// The image's record; reads it from the store if necessary.
     pub(super) fn record(&mut self) -> Result<ImageRecord> {
         match (&self.image, self.missing.take()) {
             (Some(image), _) => Ok(image.clone()),
@@ -50,7 +50,7 @@ impl Place {
         Ok(found.map_err(|e| mistakes::explain(&self.name, e))?)
     }
 
-    /// `error`, or what the user should know instead where the daemon has not found the image.
+    /// Explains `error` of the daemon: returns a more specific error if the image was not found.
     pub(super) fn explain(self, error: Error) -> anyhow::Error {
         match self.missing {
             _ if error.kind() != ErrorKind::NotFound => error.into(),
@@ -66,9 +66,8 @@ impl Place {
     }
 }
 
-/// Where the image is that `text` says: a name in the store, or a source of images. An image of
-/// ours is where it is; any other is found in the store by its digest, or made there, as far as it is
-/// wanted.
+/// Finds the image `text`: a name in the store, or a source of images. A Burgeon image stays where
+/// it is. Any other is looked up in the store by its digest, or made there as far as `want` asks.
 pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) -> Result<Place> {
     let text = match context.in_repository(&text)? {
         Some(image) => image.to_string(),
@@ -90,7 +89,7 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
                 ),
             ));
         }
-        // A record that is far away is read by whoever needs it, which saves a round trip.
+        // A remote record is read only where it is needed, which saves a round trip.
         let is_near = context.store_location().folder().is_some();
         if !is_near && !catalog::is_reserved(&text) {
             let (digest, store_away) = far::find(context, &text, pull)?;
@@ -124,7 +123,7 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
         Found::Ours(artifact) => {
             let access = Access::from_env().for_registry(&artifact)?;
             let store = Location::Registry(Box::new(artifact));
-            // It has one record, whose name is its author's: what counts is what the user typed.
+            // The store has one record, with its author's name; the user's input counts.
             let mut records = catalog::list(&Store::open(&store, &access)?)?;
             let (_, record) = records.pop().ok_or_else(|| {
                 Error::new(ErrorKind::Corrupt, format!("{text} is an image without a record"))
@@ -152,7 +151,7 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
              here vouches for it: --index {digest} would"
         );
     }
-    // Only commands that name the image by what was typed miss it.
+    // If this fails, only commands that name the image by this reference miss it.
     let digest = found.image.digest()?;
     let _ = context.provenance().refer(&shown, &digest);
     let layers = match source.registry_name().filter(|_| found.is_lazy) {
@@ -162,7 +161,7 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
     Ok(here(found.image.name.clone(), Some(found.image), layers))
 }
 
-/// Images that are read from layers elsewhere are believed in the state directory's own store.
+/// Images that are read from layers elsewhere are trusted only in the state directory's own store.
 fn need_own_store(context: &Context) -> Result<()> {
     if context.store.is_none() {
         return Ok(());
@@ -171,7 +170,7 @@ fn need_own_store(context: &Context) -> Result<()> {
     Err(Error::new(ErrorKind::Invalid, what).into())
 }
 
-/// `burgeon index`: makes the index of an ordinary image.
+/// `burgeon index`: makes the index of an OCI image.
 pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
     let Some(source) = Source::parse(&args.source) else {
         anyhow::bail!(Error::new(
@@ -211,7 +210,7 @@ pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Does `what` with something to show how far it is.
+/// Does `what` with a progress display.
 pub(super) fn with_work<T>(
     context: &Context,
     text: &str,

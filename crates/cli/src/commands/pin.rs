@@ -1,9 +1,9 @@
-//! `burgeon pin`: what files hold is fetched now, kept, and fetched again when the cache was lost.
+//! `burgeon pin`: fetches the data of files now, and again whenever the cache was lost.
 //!
 //! ```text
 //!   files ─► their lazy addresses (FIEMAP) ─► daemon: written down, then fetched in the background
 //! ```
-//! Nothing is read through the mount, so what is computed or lies on this host costs nothing.
+//! Nothing is read through the mount, so computed data and files of this host cost nothing.
 
 use std::{
     path::{Path, PathBuf},
@@ -28,9 +28,9 @@ use super::{
 };
 use crate::{args, output, progress::Progress};
 
-/// How often it is asked how far it is.
+/// Interval of progress requests.
 const INTERVAL: Duration = Duration::from_millis(200);
-/// How often in a row the daemon may not know: 30 s.
+/// Most consecutive requests without an answer: 30 s.
 const SILENCES_MAX: usize = 150;
 
 pub(super) fn pin(context: &Context, args: args::Pin) -> Result<ExitCode> {
@@ -39,7 +39,7 @@ pub(super) fn pin(context: &Context, args: args::Pin) -> Result<ExitCode> {
         let path = std::path::absolute(path)?;
         let there = match std::fs::canonicalize(&path) {
             Ok(there) => Some(there),
-            // What is gone can still be let go, by its name.
+            // A removed file can still be unpinned by its name.
             Err(_) if args.remove => None,
             Err(e) => return Err(Error::io(format!("cannot pin {}", path.display()), e).into()),
         };
@@ -69,7 +69,7 @@ pub(super) fn pin(context: &Context, args: args::Pin) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The lazy addresses of all files at and below `path`; what lies side by side is one.
+/// The lazy addresses of all files at and below `path`; adjacent ranges are joined.
 fn ranges(path: &Path) -> Result<Vec<(u64, u64)>> {
     let mut files: Vec<(PathBuf, u64)> = Vec::new();
     collect(path, &mut files)?;
@@ -91,7 +91,7 @@ fn ranges(path: &Path) -> Result<Vec<(u64, u64)>> {
     Ok(merged.iter().map(|range| (range.start(), range.len())).collect())
 }
 
-/// Waits until all that is pinned in the mount is local: how much that is.
+/// Waits until all pinned data of the mount is local; returns its bytes.
 fn wait(mount: &Mount) -> Result<u64> {
     let progress = Progress::new("pin");
     let mut silent = 0;
@@ -107,7 +107,7 @@ fn wait(mount: &Mount) -> Result<u64> {
                 }
                 silent = 0;
             }
-            // A server is being started, or cannot find out.
+            // The server is starting, or cannot tell.
             None if silent < SILENCES_MAX => silent += 1,
             None => {
                 let message = "the daemon does not say how far it is: see `burgeon status`";

@@ -1,9 +1,9 @@
-//! `burgeon prefetch`: reads files, so that what is not local yet is fetched, verified and cached.
+//! `burgeon prefetch`: reads files, so that missing data is fetched, verified and cached.
 //!
 //! ```text
 //!   walk ─► pieces of 1 MiB, in the order of the files ─► threads: read, and forget the page cache
 //! ```
-//! The kernel may read ahead of it; the daemon fetches each chunk once, whoever asks.
+//! The kernel may read ahead; the daemon still fetches each chunk only once.
 
 use std::{
     fs::{self, File},
@@ -26,11 +26,11 @@ use serde_json::json;
 use super::Context;
 use crate::{args, output, progress::Progress};
 
-/// What a thread reads at once: four of the largest chunks.
+/// Bytes of one read: four of the largest chunks.
 const PIECE: u64 = 1 << 20;
-/// It gives up after so many errors: one damaged file is no reason to, a source that is away is.
+/// Errors before giving up: one damaged file is tolerated, an unreachable source is not.
 const FAILURES_MAX: usize = 100;
-/// Files that are remembered: some 150 bytes each.
+/// Most files to remember: some 150 bytes each.
 const FILES_MAX: usize = 10_000_000;
 
 pub(super) fn prefetch(context: &Context, args: args::Prefetch) -> Result<ExitCode> {
@@ -116,7 +116,7 @@ struct Work {
     failed: AtomicUsize,
     first_error: Mutex<Option<Error>>,
     begun: Instant,
-    /// The most bytes a second.
+    /// Bytes a second, at most.
     rate: Option<u64>,
 }
 
@@ -161,14 +161,14 @@ impl Work {
     }
 }
 
-/// Opens a file that was found. Something else may have its name by now: no symlink is followed there,
-/// and no FIFO is waited for.
+/// Opens a file found by the walk. Another object may have its name by now, so this follows no
+/// symlink and waits for no FIFO.
 pub(super) fn open_found(path: &Path) -> std::io::Result<File> {
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     File::options().read(true).custom_flags(flags.bits() as i32).open(path)
 }
 
-/// Reads a piece of a file, and lets its pages go: it is the daemon's cache that is filled.
+/// Reads a piece of a file and drops its pages: only the daemon's cache is to be filled.
 fn read(
     open: &mut Option<(usize, File)>,
     index: usize,
@@ -180,7 +180,7 @@ fn read(
         Some((before, file)) if before == index => file,
         _ => open_found(path)?,
     };
-    // A file that became shorter has less to fetch.
+    // A truncated file has less to fetch.
     let mut filled = 0;
     while filled < buffer.len() {
         match file.read_at(&mut buffer[filled..], offset + filled as u64) {
@@ -190,7 +190,7 @@ fn read(
             Err(e) => return Err(e),
         }
     }
-    // A hint: what it does not do costs memory that the kernel can take back.
+    // Only a hint: pages that stay cost memory that the kernel can reclaim.
     let len = std::num::NonZeroU64::new(buffer.len() as u64);
     let _ = fadvise(&file, offset, len, Advice::DontNeed);
     *open = Some((index, file));

@@ -1,4 +1,4 @@
-//! `burgeon profile`: what has been recorded.
+//! `burgeon profile`: lists, shows and removes recorded profiles.
 
 use std::{
     io::{self, BufWriter, Write},
@@ -96,7 +96,7 @@ fn remove(context: &Context, name: &str) -> Result<ExitCode> {
     let store = context.open_store()?;
     let image = named::resolve(context, &store, name)?.digest()?;
     let kept = forget_profile(&context.state, &image)?;
-    // A store that is only read has none to remove, if this host has kept one.
+    // A read-only store has no profile to remove, if this host has kept one.
     let stored = match store.check_writable() {
         Err(_) if kept => false,
         writable => writable.and_then(|()| remove_profile(&store, &image))?,

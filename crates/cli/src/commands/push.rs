@@ -1,4 +1,4 @@
-//! `push` and `pull`: images between the store, registries and this host.
+//! `push` and `pull`: copy images between the store, registries and this host.
 
 use std::process::ExitCode;
 
@@ -37,7 +37,7 @@ pub(super) fn push(context: &Context, args: &args::Push) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Pushes the image `name` of the store; says how many seconds that took.
+/// Pushes the image `name` of the store; returns the seconds that it took.
 pub(super) fn send(context: &Context, name: &str, to: &Name) -> Result<(Pushed, f64)> {
     let store = context.open_store()?;
     let record = named::trusted(context, &store, name)?;
@@ -64,8 +64,8 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     let own = context.state.store().into();
     let record = place.record()?;
     if place.store == own && burgeon_oci::is_whole(&context.open_store()?, &record)? {
-        // An ordinary image is whole once it is found, unless it is by an index or by tables of
-        // contents; it gets its name here.
+        // A found OCI image is complete, unless it is only an index or tables of contents. It gets
+        // its name here.
         return whole(context, &place, &record, &args);
     }
     let shown = &place.shown;
@@ -81,12 +81,12 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     }
     let from = Store::open(&place.store, &place.access)?;
     if place.store == own {
-        // It is here, but its data is elsewhere: that is what there is to say.
+        // The image is here, but its data is elsewhere: the error says so.
         catalog::parts(&from, &record)?;
     }
     let to = Store::create(&own, &Access::default())?;
     let name = args.name.clone().map_or_else(|| named::name_of(&args.source), Ok)?;
-    // It is a local name from here on.
+    // From here on it is a local name.
     let provenance = Provenance::new(context.state.provenance(), own.to_string());
     check_free(&to, &provenance, &name, shown, &record, args.replace)?;
     let progress = Progress::new(format!("pulling {name}"));
@@ -94,7 +94,7 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     let copied = catalog::copy(&from, &to, &record, &show);
     let seconds = progress.finish().as_secs_f64();
     let copied = copied?;
-    // Once more: it has taken its time, and somebody else may have taken the name.
+    // Check again: the copy took time, and another process may have taken the name.
     check_free(&to, &provenance, &name, shown, &record, args.replace)?;
     catalog::publish_alias(&to, &record, &name)?;
     provenance.refer(shown, &record.digest()?)?;
@@ -111,8 +111,8 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Refuses to take `name` from another image than `record`, unless that came by the same reference:
-/// then this is its newer version, which is what the user asks for.
+/// Refuses to take `name` from another image than `record`. The exception is an older version by
+/// the same reference, which the user wants to update.
 fn check_free(
     store: &Store,
     provenance: &Provenance,
@@ -127,7 +127,7 @@ fn check_free(
     named::check_free(store, name, replace, is_older).map(drop)
 }
 
-/// Says that an image is in this host's own store, where it gets the name that was asked for, too.
+/// Reports that an image is complete in this host's own store, and gives it the requested name.
 fn whole(
     context: &Context,
     place: &ordinary::Place,

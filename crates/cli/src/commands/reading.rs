@@ -1,13 +1,12 @@
-//! What commands have read by a child process in a sandbox, and what that child does.
+//! Reads foreign images in a sandboxed child process: the command's side and the child's side.
 //!
 //! ```text
 //!   command: find, index, build ─► Job ──► burgeon __read: perform ─► Made ─┐
 //!            records: what is known of the image, what the tag stood for ◄──┘
 //! ```
 //!
-//! Invariant: what the child says is about the image that it was asked for, and is written down by the
-//! command as far as it is that: a child that a hostile image controls vouches for no other image, and
-//! remembers no other tag.
+//! Invariant: the command records only statements of the child about the requested image. A child
+//! under the control of a hostile image vouches for no other image, and records no other tag.
 
 use std::{
     ffi::OsString,
@@ -31,11 +30,11 @@ use serde::{Deserialize, Serialize};
 use super::{Context, ordinary};
 use crate::progress::Progress;
 
-/// What a child is to do.
+/// The child's task.
 #[derive(Serialize, Deserialize)]
 struct Job {
     state: PathBuf,
-    /// `None` is the state directory's own.
+    /// `None` means the state directory's own store.
     store: Option<Location>,
     level: i32,
     xxhash64: bool,
@@ -54,12 +53,12 @@ enum Task {
         text: String,
         push: bool,
     },
-    /// Of an ordinary image.
+    /// From an OCI image.
     Build {
         text: String,
         name: String,
     },
-    /// Of the archive that comes along, which has this path and length, if it has.
+    /// From the archive that is passed along, with its path and length if they are known.
     BuildArchive {
         path: Option<PathBuf>,
         len: Option<u64>,
@@ -67,7 +66,7 @@ enum Task {
     },
 }
 
-/// What a child has done, and what it would have written of the image.
+/// The child's result, and its notes on the image.
 #[derive(Serialize, Deserialize)]
 struct Made {
     done: Done,
@@ -81,7 +80,7 @@ enum Done {
     Built(Box<Report>),
 }
 
-/// Finds or makes the image of `source`, which the user calls `text`.
+/// Finds or makes the image of `source`. `text` is the user's name for it.
 pub(super) fn find(
     context: &Context,
     text: &str,
@@ -121,7 +120,7 @@ pub(super) fn index(context: &Context, text: &str, source: &Source, push: bool) 
     Ok(indexed)
 }
 
-/// Builds the image `name` of the source `text`; says how long it took.
+/// Builds the image `name` of the source `text`; returns the time it took.
 pub(super) fn build(
     context: &Context,
     text: &str,
@@ -133,8 +132,7 @@ pub(super) fn build(
     build_by(context, Some(&source), name, options, task, None)
 }
 
-/// Builds the image `name` of an archive that is open, which lies at `path` and has the length `len`
-/// where that is known.
+/// Builds the image `name` of an open archive, at `path` and of length `len` if these are known.
 pub(super) fn build_archive(
     context: &Context,
     (archive, path, len): (impl AsFd, Option<&Path>, Option<u64>),
@@ -158,7 +156,7 @@ fn build_by(
     let made = have_done(context, source, options, task, archive)?;
     let Done::Built(report) = made.done else { return Err(something_else()) };
     remember(context, source, &report.image, made.noted, Some(name))?;
-    // Of files that are not this host's own.
+    // The files are not this host's own.
     Ok((Report { honours: None, ..*report }, begun.elapsed()))
 }
 
@@ -193,7 +191,7 @@ fn have_done(
     read_elsewhere(reach, job, archive.map(AsFd::as_fd))
 }
 
-/// Writes down what the child has noted of the image that it made.
+/// Records the child's notes on the image that it made.
 fn remember(
     context: &Context,
     source: Option<&Source>,
@@ -210,7 +208,7 @@ fn something_else() -> Error {
     Error::new(ErrorKind::LocalIo, "the process that reads the image has done something else")
 }
 
-/// The whole life of the process `burgeon __read`.
+/// The main function of the process `burgeon __read`.
 pub(crate) fn process(arguments: &[OsString]) -> ExitCode {
     read_process(arguments, perform)
 }

@@ -1,11 +1,11 @@
-//! `burgeon record`: runs a command, and makes a profile of what it reads first.
+//! `burgeon record`: runs a command, and makes a profile of its first reads.
 //!
 //! ```text
 //!   page cache of the mount let go ─► server takes note ─► CMD ─► addresses ─► files, by the manifest
 //!     ─► merged with what was recorded before ─► beside the image, or on this host
 //! ```
-//! What the page cache answers reaches nobody: so files are let go of first. What running programs
-//! have mapped stays, and is not seen.
+//! The server does not see reads from the page cache, so the cache is dropped first. Pages that
+//! running programs have mapped stay, and their reads are not recorded.
 
 use std::{
     ffi::CString,
@@ -38,7 +38,7 @@ pub(super) fn record(context: &Context, args: args::Record) -> Result<ExitCode> 
     let root = fs::canonicalize(&args.path)
         .map_err(|e| Error::io(format!("cannot record {}", args.path.display()), e))?;
     let image = mount.digest.0;
-    // Before anything is run: what it takes to make sense of it.
+    // Before the command runs: everything needed to interpret its reads.
     let store = Store::open(&mount.store, &Access::from_env())?;
     let manifest = manifest(context, &store, &image)?;
     let_go(&root)?;
@@ -59,18 +59,18 @@ pub(super) fn record(context: &Context, args: args::Record) -> Result<ExitCode> 
     Ok(exit_code(status))
 }
 
-/// Tells `status` whether `image`, as it is mounted now, has a profile that those mounts do not follow.
+/// Tells `status` whether `image` now has a profile that its present mounts do not use.
 pub(super) fn note(context: &Context, image: &Digest, is_there: bool) -> Result<()> {
     let status = Client::connect_and_ask(&context.state)?.map(|(_, status)| status);
     let mounts = status.into_iter().flat_map(|status| status.mounts);
     for mount in mounts.filter(|mount| mount.digest.0 == *image) {
-        // It may be gone by now.
+        // The mount may be gone by now.
         let _ = note_recorded(&context.state, mount.id, is_there);
     }
     Ok(())
 }
 
-/// The manifest of a mounted image: this host has it, as a rule.
+/// The manifest of a mounted image. This host usually has it.
 fn manifest(context: &Context, store: &Store, image: &Digest) -> Result<Manifest> {
     let path = context.state.image(image).join("manifest");
     let limits = Limits::default();
@@ -80,14 +80,14 @@ fn manifest(context: &Context, store: &Store, image: &Digest) -> Result<Manifest
     }
 }
 
-/// Lets go of what the page cache has of the files below `root`, in this mount.
+/// Drops the page cache of the files below `root`, in this mount.
 fn let_go(root: &Path) -> Result<()> {
     let mut folders = vec![root.to_owned()];
     while let Some(folder) = folders.pop() {
         let failed = |e| Error::io(format!("cannot look into {}", folder.display()), e);
         for entry in fs::read_dir(&folder).map_err(failed)? {
             let entry = entry.map_err(failed)?;
-            // What goes away meanwhile, or cannot be opened, is not read by anybody either.
+            // Nobody reads an entry that disappears or cannot be opened.
             let Ok(kind) = entry.file_type() else { continue };
             let path = entry.path();
             if kind.is_dir() && !is_mount_root(&path) {
@@ -117,7 +117,7 @@ fn run(context: &Context, command: &[std::ffi::OsString]) -> Result<ExitStatus> 
     let mut child = Command::new(program);
     child.args(arguments);
     if context.json {
-        // Standard output is for the document.
+        // Standard output is reserved for the document.
         child.stdout(Stdio::from(
             rustix::io::dup(rustix::stdio::stderr()).map_err(std::io::Error::from)?,
         ));
@@ -126,7 +126,7 @@ fn run(context: &Context, command: &[std::ffi::OsString]) -> Result<ExitStatus> 
     Ok(child.status().map_err(|e| Error::io(format!("cannot run {shown}"), e))?)
 }
 
-/// What the daemon has taken note of.
+/// The reads that the daemon has recorded.
 fn addresses(reads: File) -> Result<Vec<ByteRange>> {
     const RECORD: usize = 16;
     let mut bytes = Vec::new();
@@ -142,15 +142,15 @@ fn addresses(reads: File) -> Result<Vec<ByteRange>> {
     Ok(ranges.collect())
 }
 
-/// Where a profile is, for the user.
+/// The location of a stored profile, for the user.
 struct Kept {
     place: String,
-    /// Why it is not beside its image.
+    /// The reason for not storing it with its image.
     instead: Option<String>,
 }
 
-/// Keeps `profile`, merged with those that are there, beside its image, or on this host if the
-/// store does not take it; or, alone, in the file `output`.
+/// Merges `profile` with the stored ones and stores it with its image, or on this host if the
+/// store is read-only. With `output`, writes it only to that file.
 fn keep(
     context: &Context,
     store: &Store,
@@ -159,7 +159,7 @@ fn keep(
     profile: &Profile,
 ) -> Result<Kept> {
     if let Some(path) = output {
-        // As a shell would: what lies there may be a device, or a link of the user's.
+        // As a shell would: `path` may be a device or a symlink of the user's.
         fs::write(path, profile.encode()?)
             .map_err(|e| Error::io(format!("cannot write {}", path.display()), e))?;
         return Ok(Kept { place: path.display().to_string(), instead: None });
@@ -217,7 +217,7 @@ fn report(
     Ok(())
 }
 
-/// The command's own; 128 and its number after a signal, as shells have it.
+/// The command's exit code; 128 plus the signal's number, as in shells.
 fn exit_code(status: ExitStatus) -> ExitCode {
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     ExitCode::from(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1))

@@ -1,4 +1,4 @@
-//! `burgeon shutdown`: ends the daemon, with a clean word about what is still mounted.
+//! `burgeon shutdown`: ends the daemon, and reports mounts that remain.
 
 use std::process::ExitCode;
 
@@ -17,12 +17,12 @@ use super::{
 };
 use crate::{args, exit::Busy, holders, output};
 
-/// How long each mount may take to be released after a forced umount.
+/// Longest wait for the release of each mount after a forced umount.
 const FORCED_TIMEOUT_MS: u64 = 15_000;
 
 pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCode> {
     let daemon = match args.unmount || args.force {
-        // It unmounts, and releases what is left.
+        // This daemon unmounts, and releases the rest.
         true => daemon_of_waiting(context)?,
         false => Client::connect_and_ask(&context.state)?,
     };
@@ -63,7 +63,8 @@ pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCo
     Ok(ExitCode::SUCCESS)
 }
 
-/// What holds the first mount that is mounted nowhere here any more: nobody could unmount it.
+/// The holders of the first mount that is mounted nowhere in this namespace, where nobody could
+/// unmount it.
 fn held(mounts: &[MountStatus]) -> Option<String> {
     mounts.iter().find_map(|mount| {
         let fsid = mount.fsid.filter(|fsid| places_of(*fsid).is_empty())?;

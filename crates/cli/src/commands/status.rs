@@ -64,8 +64,8 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Adds what the daemon does not look for: data in layers that the store holds is local, too, and a
-/// profile may have been recorded since the image was mounted. What cannot be known is left out.
+/// Adds facts that the daemon does not look up: data in stored layers is local, too, and a profile
+/// may have been recorded since the mount. Leaves out unknown facts.
 fn complete(context: &Context, mount: &mut MountStatus, held: &mut HashMap<Digest, u64>) {
     let image = mount.digest.0;
     let store = match mount.store.folder() {
@@ -227,7 +227,7 @@ fn describe_cache(cache: &CacheStatus) -> String {
     format!("{state}{now}{ahead}")
 }
 
-/// Every error that there was, how often, and what to do about it.
+/// Prints every error with its count and remedy.
 fn describe_errors(mount: &MountStatus) {
     let ReadStatus {
         failed_reads, source_errors, source_corrupt_chunks, cache_corrupt_blocks, ..

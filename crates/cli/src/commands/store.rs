@@ -1,4 +1,4 @@
-//! `verify`, `rm`, `gc`: looking after a store.
+//! `verify`, `rm`, `gc`: maintenance of a store.
 
 use std::{collections::HashSet, process::ExitCode};
 
@@ -16,14 +16,14 @@ use crate::{
     progress::Progress,
 };
 
-/// Files that are named for each damaged object; there may be a million.
+/// Most files listed for a damaged object; there may be a million.
 const FILES_MAX: usize = 100;
 
 pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
     let store = context.open_store()?;
     let digest = named::resolve(context, &store, name)?.digest()?;
     let progress = Progress::new(format!("verifying {name}"));
-    // Who can write to a remote store must not choose which files of this machine are read.
+    // Writers of a remote store must not choose which files of this machine are read.
     let references = match &store {
         Store::Directory(_) => References::Allow,
         Store::Remote(_) | Store::Artifact(_) => References::Refuse,
@@ -35,7 +35,7 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
     progress.finish();
     let verified = verified?;
     let damaged = !verified.damage.is_empty();
-    // From now on builds take chunks from it, or do not. A state directory is not made for that.
+    // Decides whether later builds reuse its chunks. No state directory is created for this.
     if context.state.root().exists() {
         context.provenance().update(&digest, |known| {
             known.verified = !damaged;
@@ -60,7 +60,7 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
                      gc`, and mount that again, by its oci://… or oci-layout:… name"
                 );
             } else {
-                // While they are there, a build believes that their chunks are stored.
+                // While the damaged objects exist, a build takes their chunks for stored.
                 println!(
                     "restore the damaged objects in {}, or remove them there and build the image \
                      again",
@@ -159,11 +159,11 @@ pub(super) fn collect(context: &Context, dry_run: bool) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Removes what this host knows of tags, and of names in stores, whose images it has no more.
+/// Removes records of tags, and of names in stores, whose images are gone.
 fn prune_tags(context: &Context) -> Result<()> {
     let known = context.provenance().all()?;
     let names = known.iter().flat_map(|(_, known)| &known.stands_for);
-    // An image has several reserved names, as `sha256:…/index`.
+    // An image has several reserved names, such as `sha256:…/index`.
     let here: HashSet<&str> = names.filter_map(|name| name.split('/').next()).collect();
     let (folder, pull) = (context.state.tags(), Pull::default());
     let is_prepared = |manifest: Digest| context.state.image(&manifest).is_dir();

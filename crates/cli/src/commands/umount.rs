@@ -1,8 +1,8 @@
-//! `burgeon umount`: a plain umount that says what it means for the writes, and waits until
-//! everything is released. (A plain `umount` releases everything, too; it just does not wait.)
+//! `burgeon umount`: a plain umount that reports the fate of the writes and waits until everything
+//! is released. (A plain `umount` also releases everything, but does not wait.)
 //!
-//! Where no daemon runs that could take the mount's folder away, this does it; where readers wait for a
-//! daemon, it starts one.
+//! If no daemon runs, this module removes the mount's folder. If readers wait for a daemon, it
+//! starts one.
 //!
 //! ```text
 //!   umount ─► released? ─ at once ─► done
@@ -38,16 +38,16 @@ use crate::{
     holders, output,
 };
 
-/// How long the kernel may take to let go of everything after the last umount.
+/// Longest time for the kernel to release everything after the last umount.
 const RELEASE_TIMEOUT_MS: u64 = 15_000;
 
-/// How long before somebody is looked for who holds it.
+/// Wait before looking for holders.
 const AT_ONCE_MS: u64 = 500;
 
 pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> {
     need_mount_privilege("umount")?;
     let (mut done, mut failed) = (Vec::new(), Vec::new());
-    // One that is in use is no reason to leave the others mounted.
+    // A busy mount does not keep the others mounted.
     for path in &args.paths {
         match one_of(context, path, args.lazy) {
             Ok((target, writes)) => {
@@ -79,12 +79,13 @@ pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> 
     Ok(first.map_or(ExitCode::SUCCESS, exit::code_of))
 }
 
-/// Unmounts `path`; returns where it was and what happened to its writes.
+/// Unmounts `path`; returns its place and the fate of its writes.
 pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
     one_of(context, path, false)
 }
 
-/// The same; a `lazy` one takes the mount away at once, and is done when nobody holds it any more.
+/// Like [`one`]; a `lazy` umount detaches the mount at once, and the mount ends with its last
+/// holder.
 fn one_of(context: &Context, path: &Path, lazy: bool) -> Result<(PathBuf, String)> {
     let target = fs::canonicalize(path)
         .map_err(|e| Error::io(format!("cannot unmount {}", path.display()), e))?;
@@ -100,7 +101,7 @@ fn one_of(context: &Context, path: &Path, lazy: bool) -> Result<(PathBuf, String
         Some((client, mount))
     });
     if known.is_none() && !burgeon_daemon::is_burgeon_mount(&target) {
-        // Somebody else may have unmounted it just now.
+        // Another process may have unmounted it just now.
         mounted_here(&target)?;
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -120,7 +121,7 @@ fn one_of(context: &Context, path: &Path, lazy: bool) -> Result<(PathBuf, String
             let release = |timeout_ms| {
                 match client.call(&Request::AwaitRelease { id: mount.id, timeout_ms }) {
                     Ok(_) => Ok(()),
-                    // It may have ended since it was asked.
+                    // The daemon may have ended since the status request.
                     Err(e) => match (&orphan, Client::connect(&context.state)) {
                         (Some(orphan), Ok(None)) => {
                             orphan.release(&context.state, Duration::from_millis(timeout_ms))
@@ -144,8 +145,8 @@ fn one_of(context: &Context, path: &Path, lazy: bool) -> Result<(PathBuf, String
     }
 }
 
-/// Waits, by `release` with a number of milliseconds, until what was unmounted at `target` is released;
-/// says at once what holds it.
+/// Waits until the mount at `target` is released, by calling `release` with a timeout in ms.
+/// Reports the holders at once.
 pub(crate) fn await_release(
     target: &Path,
     fsid: Option<burgeon_daemon::Fsid>,
@@ -170,8 +171,8 @@ pub(crate) fn await_release(
     Ok(release(RELEASE_TIMEOUT_MS)?)
 }
 
-/// The daemon. Where there is none, and readers wait for one, it is started: a umount might have to
-/// wait for what they have asked for. Should that fail, the readers get I/O errors.
+/// The daemon. Starts one if readers wait for it, since a umount might have to wait for their
+/// requests. If that fails, the readers get I/O errors.
 pub(crate) fn daemon_of_waiting(context: &Context) -> Result<Option<(Client, Status)>> {
     let found = Client::connect_and_ask(&context.state)?;
     if found.is_some() || holder::waiting(&context.state).is_empty() {
@@ -187,7 +188,7 @@ pub(crate) fn daemon_of_waiting(context: &Context) -> Result<Option<(Client, Sta
     }
 }
 
-/// Asks a running daemon for everything.
+/// The complete status of a running daemon.
 pub(crate) fn ask(client: &Client) -> Result<Status> {
     match client.call(&Request::Status)?.0 {
         Reply::Status(status) => Ok(*status),
@@ -195,7 +196,7 @@ pub(crate) fn ask(client: &Client) -> Result<Status> {
     }
 }
 
-/// The daemon, and the mount of it that `path` is in.
+/// The daemon, and the mount that contains `path`.
 pub(crate) fn mount_of(context: &Context, path: &Path) -> Result<(Client, MountStatus)> {
     let none = || {
         let shown = path.display();
@@ -209,7 +210,7 @@ pub(crate) fn mount_of(context: &Context, path: &Path) -> Result<(Client, MountS
     Ok((client, mount))
 }
 
-/// Unmounts, or says who is in the way.
+/// Unmounts, or names the holders.
 pub(crate) fn detach(target: &Path, flags: UnmountFlags) -> Result<()> {
     let shown = target.display();
     match unmount(target, flags | UnmountFlags::NOFOLLOW) {

@@ -1,4 +1,4 @@
-//! `burgeon upgrade`: a new program takes over what is mounted.
+//! `burgeon upgrade`: a new program takes over the mounts.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! `burgeon writes`: the writes that are kept.
+//! `burgeon writes`: lists and removes kept writes.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Mapping a foreign source gives it no rights: set-user-ID bits, capabilities and devices are taken away.
+//! Removes rights from a mapped foreign source: set-user-ID bits, capabilities and devices.
 //!
 //! ```text
 //!   an image that was not built here, a tree on a nosuid,nodev mount
@@ -23,12 +23,12 @@ pub(super) struct Disarm {
 }
 
 impl Disarm {
-    /// For a source of which this host honours so much, and a mount that honours so much.
+    /// From the rights that this host honours of the source, and those that the mount honours.
     pub(super) fn new(source: Honours, mount: Honours) -> Self {
         Self { suid: mount.suid && !source.suid, dev: mount.dev && !source.dev }
     }
 
-    /// Changes `entries`; a sentence if that takes something from one of them.
+    /// Changes `entries`; returns a sentence if an entry loses something.
     pub(super) fn apply(self, entries: &mut [Entry]) -> Option<String> {
         let (mut programs, mut devices) = (0u64, 0u64);
         for entry in entries {
@@ -49,10 +49,10 @@ impl Disarm {
         })
     }
 
-    /// The attributes of `entry` that are left.
+    /// The remaining attributes of `entry`.
     fn xattrs(self, entry: &Entry, mut xattrs: Xattrs) -> Xattrs {
         if self.takes_device(entry) {
-            // An ACL would open it again.
+            // An ACL would give access again.
             xattrs.clear();
         } else if self.suid {
             xattrs.retain(|(name, _)| **name != *b"security.capability");
@@ -63,19 +63,19 @@ impl Disarm {
     fn takes_device(self, entry: &Entry) -> bool {
         let kind = FileType::from_raw_mode(entry.mode);
         let is_device = matches!(kind, FileType::CharacterDevice | FileType::BlockDevice);
-        // 0,0 is no device, but what overlayfs puts in the place of a removed name.
+        // 0,0 is not a device but overlayfs's whiteout.
         self.dev && is_device && matches!(entry.kind, Kind::Node(number) if number != 0)
     }
 }
 
-/// The rights that the mount honours now, or will honour at its next mount.
+/// The rights that the mount honours now, or by default at its next mount.
 pub(super) fn honours_of(context: &Context, status: &MountStatus) -> Honours {
     let by_default = honoured(&context.state, &status.digest.0);
     let now = &status.attributes;
     Honours { suid: now.suid || by_default.suid, dev: now.dev || by_default.dev }
 }
 
-/// An origin without what is taken away of it.
+/// An origin whose entries have lost these rights.
 pub(super) struct Disarmed<'a, O>(pub(super) &'a O, pub(super) Disarm);
 
 impl<O: Origin> Origin for Disarmed<'_, O> {

@@ -1,8 +1,8 @@
-//! From an image of the store, or from a file or folder in it: its manifest says what there is, and all of
-//! its data is one extent, from which each file is cloned.
+//! Maps an image of the store, or a file or folder in it. The manifest gives the tree; all data of
+//! the image is one extent, from which each file is cloned.
 //!
-//! The kernel reads the last block of a file that is no multiple of 4 KiB when the file is cut there;
-//! nobody here has those bytes, so they are fetched.
+//! If a file's size is not a multiple of 4 KiB, the kernel reads its last block when the file is
+//! cut there. No local file has these bytes, so they are fetched.
 
 use std::{
     collections::HashMap,
@@ -28,22 +28,22 @@ use super::{
 };
 use crate::commands::{Context, named};
 
-/// Threads that make files. Most of their time they wait for the last blocks to be fetched, and the
-/// daemon fetches 32 chunks at once.
+/// Threads that make files. They mostly wait for last blocks, of which the daemon fetches 32
+/// chunks at once.
 const THREADS: usize = 16;
 
-/// An image, and the path of something in it.
+/// An image, and a path in it.
 pub(super) struct Named {
     digest: Digest,
     manifest: Manifest,
     path: PathBuf,
-    /// As the user says it.
+    /// The user's input.
     shown: String,
 }
 
 impl Named {
-    /// What `text` says: `IMAGE` or `IMAGE:PATH`. Names may have colons, too: the longest name that
-    /// there is counts.
+    /// Parses `IMAGE` or `IMAGE:PATH`. Names may contain colons, too: the longest existing name
+    /// counts.
     pub(super) fn find(context: &Context, text: &Path) -> Result<Self> {
         let store = context.open_store()?;
         let shown = text.to_string_lossy().into_owned();
@@ -57,7 +57,7 @@ impl Named {
                     let manifest = catalog::load(&store, &digest, &Limits::default())?;
                     return Ok(Self { digest, manifest, path, shown });
                 }
-                // There is none, or none can have this name.
+                // No such image, or not a valid name.
                 Err(e) => match e.downcast::<Error>() {
                     Ok(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Invalid) => {
                         none.get_or_insert(e);
@@ -75,7 +75,7 @@ impl Named {
         .into())
     }
 
-    /// The inode at the path, whose symlinks are not followed.
+    /// The inode at the path, without following symlinks.
     fn inode(&self, children: &Children) -> Result<u32> {
         let tree = &self.manifest.tree;
         let mut at = 0;
@@ -93,7 +93,7 @@ impl Named {
     }
 }
 
-/// The names in each folder: those of one lie side by side.
+/// The names in each folder, as ranges: those of one folder are adjacent.
 struct Children(HashMap<u32, Range<usize>>);
 
 impl Children {
@@ -115,11 +115,11 @@ impl Children {
 /// An image whose data has been mapped.
 struct Image {
     manifest: Manifest,
-    /// The area's file, and where in it the image's data begins; `None` if it has none.
+    /// The area's file, and the start of the image's data in it; `None` if the image has no data.
     data: Option<(File, u64)>,
 }
 
-/// Makes what `named` says appear at `target`; also what the user should know.
+/// Makes `named` appear at `target`; also returns notes for the user.
 pub(super) fn map(
     context: &Context,
     mount: &Mount,
@@ -161,7 +161,7 @@ pub(super) fn map(
     Ok((Mapped { files: 1, bytes: image.inode(first).size }, notes))
 }
 
-/// What is at `root` and below, folders before what is in them.
+/// The entry `root` and everything below it, folders before their contents.
 fn entries(manifest: &Manifest, children: &Children, root: u32, shown: &str) -> Result<Vec<Entry>> {
     let tree = &manifest.tree;
     let (mut entries, mut folders) = (Vec::new(), Vec::new());
@@ -229,7 +229,7 @@ impl Origin for Image {
             end = extent.file_offset + extent.len;
         }
         if end != inode.size {
-            // It ends in a hole, or in the last block.
+            // The file ends in a hole or within the last block.
             file.set_len(inode.size).map_err(cannot_make(&entry.path))?;
         }
         Ok(())

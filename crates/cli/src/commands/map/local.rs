@@ -1,15 +1,15 @@
-//! From a file or a tree of this host: walked first, given addresses in batches, cloned.
+//! Maps a file or a tree of this host: walks it, gives it addresses in batches, clones it.
 //!
 //! ```text
 //!   open the tree once ─► names and attributes, folder by folder ─► daemon: the tree's descriptor, names
 //!     ─► clone; what is opened again must be what was found
 //! ```
-//! Whole blocks are cloned; the rest of the last one is read here and written, which is what btrfs
-//! would do when the file is cut there, without going through the daemon.
+//! Whole blocks are cloned. The rest of the last block is read here and written: btrfs would do
+//! the same when the file is cut there, but through the daemon.
 //!
-//! Invariant (held by `tests/paths.rs`): nothing outside the tree appears at the target, whatever its
-//! owner does meanwhile. No symlink is followed, and a file is read only while it is the one that was
-//! found: same device, inode, size and change time.
+//! Invariant (held by `tests/paths.rs`): nothing outside the tree appears at the target, whatever
+//! its owner does meanwhile. No symlink is followed, and a file is read only while device, inode,
+//! size and change time are as the walk found them.
 
 use std::{
     collections::HashMap,
@@ -47,35 +47,35 @@ use super::{
     unnamed,
 };
 
-/// Bytes of paths in one request: a quarter of the longest message, for what JSON adds.
+/// Most bytes of paths in one request: a quarter of the longest message, leaving room for JSON.
 const PATHS_MAX: usize = 1 << 20;
 
-/// To open a directory for its names.
+/// Flags that open a directory for listing.
 const LISTED: OFlags = OFlags::DIRECTORY.union(OFlags::NOATIME);
 
 /// A file or a tree of this host.
 pub(super) struct Local {
-    /// The tree, or the directory that the file lies in.
+    /// The tree, or the parent directory of the single file.
     root: File,
     root_path: PathBuf,
-    /// The name of the file in it, if it is no tree.
+    /// The file's name in `root`, if `root` is not a tree.
     only: Option<PathBuf>,
-    /// What each entry was when it was found, but for further names of a file.
+    /// State of each entry at the walk; further names of a file have none.
     found: Vec<Found>,
-    /// The area's file, once there is something to clone from it.
+    /// The area's file, once there are extents to clone from it.
     area: Option<File>,
 }
 
-/// What was found under a name.
+/// State of an entry at the walk.
 struct Found {
     device: u64,
     inode: u64,
     is_file: bool,
     size: u64,
     changed: (i64, i64),
-    /// Bytes that it takes on its disk.
+    /// Allocated bytes on its disk.
     allocated: u64,
-    /// Where it lies in the area.
+    /// Offset in the area.
     start: u64,
 }
 
@@ -92,14 +92,14 @@ impl Found {
         }
     }
 
-    /// Bytes that are cloned. A file below a block is copied.
+    /// Bytes to clone. A file below a block is copied.
     fn whole(&self) -> u64 {
         self.size / BLOCK_SIZE * BLOCK_SIZE
     }
 
     fn is_same(&self, now: &Self) -> bool {
         let same = (self.device, self.inode) == (now.device, now.inode);
-        // A directory changes whenever something in it is made.
+        // A directory changes with every entry made in it.
         let unchanged = !self.is_file || (self.size, self.changed) == (now.size, now.changed);
         same && unchanged && self.is_file == now.is_file
     }
@@ -133,7 +133,7 @@ pub(super) fn map(
 }
 
 impl Local {
-    /// Opens what lies at `path`, which has been resolved: a symlink in it is somebody's doing.
+    /// Opens the resolved `path`. A symlink in it was put there since.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let failed = |e: std::io::Error| match Errno::from_io_error(&e) {
             Some(Errno::LOOP) => changed(path),
@@ -150,12 +150,12 @@ impl Local {
         };
         let this = Self { root, root_path, only, found: Vec::new(), area: None };
         let (root, shown) = (&this.root, &this.root_path);
-        // Asked here, too: the daemon may not see what is mounted in this namespace.
+        // Also checked here: the daemon may not see mounts of this namespace.
         burgeon_daemon::refuse_burgeon_file(root, shown, "what is to be mapped")?;
         Ok(this)
     }
 
-    /// All that is at the root and below, folders before what is in them.
+    /// The root and everything below it, folders before their contents.
     fn walk(&mut self) -> Result<Vec<Entry>> {
         let (mut entries, mut links) = (Vec::new(), HashMap::new());
         let root = self.root.try_clone().map_err(|e| self.cannot_map(Path::new(""), e))?;
@@ -188,7 +188,7 @@ impl Local {
         Ok(entries)
     }
 
-    /// Notes what was `opened` under the name `path`; says whether it is a folder.
+    /// Records `opened` under the name `path`; returns whether it is a folder.
     fn found(
         &mut self,
         path: PathBuf,
@@ -234,7 +234,7 @@ impl Local {
     fn open_folder(&self, folder: &Path) -> std::io::Result<OwnedFd> {
         let name = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
         match open_beneath(&self.root, name, LISTED) {
-            // Only the owner, and root, may leave the access time alone.
+            // Only the owner and root may use O_NOATIME.
             Err(e) if Errno::from_io_error(&e) == Some(Errno::PERM) => {
                 open_beneath(&self.root, name, OFlags::DIRECTORY)
             }
@@ -284,7 +284,7 @@ impl Local {
         Ok(())
     }
 
-    /// The name of an entry in the root.
+    /// The path of an entry relative to `root`.
     fn name<'a>(&'a self, entry: &'a Entry) -> &'a Path {
         match (&self.only, entry.path.as_os_str().is_empty()) {
             (Some(name), true) => name,
@@ -293,7 +293,7 @@ impl Local {
         }
     }
 
-    /// Where an entry lies on this host, for people.
+    /// The full path of an entry on this host, for messages.
     fn full(&self, entry: &Entry) -> PathBuf {
         match self.name(entry) {
             name if name == Path::new(".") => self.root_path.clone(),
@@ -301,7 +301,7 @@ impl Local {
         }
     }
 
-    /// Opens an entry to look at it, if it still is what was found.
+    /// Opens an entry for inspection, if it is unchanged since the walk.
     fn open_found(&self, entry: &Entry) -> Result<File> {
         let cannot = |e| self.cannot_map(&entry.path, e);
         let opened = look(&self.root, self.name(entry)).map_err(cannot)?;
@@ -328,7 +328,7 @@ impl Local {
 
 impl Origin for Local {
     fn threads(&self) -> usize {
-        // They wait for one another in btrfs beyond this.
+        // More threads only wait for one another in btrfs.
         thread::available_parallelism().map_or(1, usize::from).min(4)
     }
 
@@ -370,7 +370,7 @@ impl Origin for Local {
     }
 }
 
-/// Opens `name` in `folder` to look at it, whatever it is.
+/// Opens `name` in `folder` for inspection, whatever its type.
 fn look(folder: impl AsFd, name: &Path) -> std::io::Result<File> {
     Ok(open_beneath(folder, name, OFlags::PATH | OFlags::NOFOLLOW)?.into())
 }
@@ -380,7 +380,7 @@ fn changed(path: &Path) -> Error {
     Error::new(ErrorKind::Unavailable, message)
 }
 
-/// Where `file` has data, in whole blocks before `end`.
+/// Data ranges of `file`, in whole blocks before `end`.
 fn data(file: &File, end: u64) -> std::io::Result<Vec<(u64, u64)>> {
     let (mut ranges, mut at) = (Vec::new(), 0);
     while at < end {

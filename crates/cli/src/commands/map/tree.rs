@@ -1,11 +1,11 @@
-//! Makes a tree, wherever it comes from: in a folder beside its place, by several threads, and moved
-//! there when it is complete.
+//! Makes a tree from any origin: several threads fill a folder next to the target, and the
+//! complete tree is moved to the target.
 //!
 //! ```text
 //!   folders ─► files, symlinks, nodes (threads) ─► further names ─► folders' attributes, leaves first
 //! ```
-//! Invariant (held by `tests/paths.rs`): nothing is made, changed or removed outside that folder, whatever
-//! is put in its place meanwhile.
+//! Invariant (held by `tests/paths.rs`): nothing is made, changed or removed outside that folder,
+//! whatever replaces it meanwhile.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -35,18 +35,18 @@ use rustix::{
 
 use super::{Mapped, Target, exists};
 
-/// Entries of a tree: some 200 bytes of memory each.
+/// Most entries of a tree: some 200 bytes of memory each.
 pub(super) const ENTRIES_MAX: usize = 10_000_000;
 
-/// To open a folder that was just made.
+/// Flags that open a newly made folder.
 const FOLDER: OFlags =
     OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC).union(OFlags::RDONLY);
 
 pub(super) use burgeon_image::builder::Xattrs;
 
-/// A name to be made.
+/// A name to make.
 pub(super) struct Entry {
-    /// Relative to the root, which is the first entry and has an empty one.
+    /// Relative to the root. The root is the first entry and has an empty path.
     pub(super) path: PathBuf,
     pub(super) kind: Kind,
     /// Type and permissions.
@@ -54,14 +54,14 @@ pub(super) struct Entry {
     pub(super) owner: (u32, u32),
     /// Seconds and nanoseconds.
     pub(super) modified: (i64, u32),
-    /// Where its origin finds the rest of it.
+    /// The origin's key to the rest of the entry.
     pub(super) key: u64,
 }
 
-/// What an entry is.
+/// The type of an entry.
 pub(super) enum Kind {
     Folder,
-    /// Of so many bytes.
+    /// A file of this many bytes.
     File(u64),
     Symlink(PathBuf),
     /// A device with this number, a fifo or a socket.
@@ -70,17 +70,17 @@ pub(super) enum Kind {
     Link(usize),
 }
 
-/// Where a tree comes from.
+/// The source of a tree.
 pub(super) trait Origin: Sync {
-    /// Threads that make it.
+    /// Number of threads that make the tree.
     fn threads(&self) -> usize;
-    /// Gives `file`, which is new, the content of `entry`.
+    /// Fills the new `file` with the content of `entry`.
     fn fill(&self, entry: &Entry, file: &File) -> Result<()>;
     /// The extended attributes of `entry`.
     fn xattrs(&self, entry: &Entry) -> Result<Xattrs>;
 }
 
-/// Makes `entries`, of which the first is a folder, at `target`.
+/// Makes `entries` at `target`. The first entry is a folder.
 pub(super) fn make(target: &Target, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
     // Files are made with their own modes, in a folder that nobody else can enter.
     rustix::process::umask(Mode::empty());
@@ -90,14 +90,14 @@ pub(super) fn make(target: &Target, entries: &[Entry], origin: &impl Origin) -> 
         Ok(mapped)
     });
     if made.is_err() {
-        // What cannot be removed either is named by the next attempt.
+        // If even this fails, the next attempt names the leftovers.
         let _ = staging.remove();
     }
     made
 }
 
-/// A hidden folder beside the target, which nobody else can enter. Whoever owns the folder around it
-/// can put something else under its name: so everything is made in what was opened.
+/// A hidden folder next to the target, closed to other users. The owner of the parent folder can
+/// replace it, so everything is made below the opened descriptor.
 struct Staging<'a> {
     target: &'a Target,
     name: OsString,
@@ -127,7 +127,7 @@ impl<'a> Staging<'a> {
     fn fill(&self, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
         let shown = |entry: &Entry| self.target.shown(&entry.path);
         forget_acls(&self.root).map_err(cannot_make(&self.target.path))?;
-        // What is made in these folders inherits that it has no checksums, to be cloned to.
+        // Files in these folders inherit `nodatasum`, so that the area can be cloned to them.
         make_nodatasum(&self.root)?;
         let folders = || entries.iter().filter(|entry| matches!(entry.kind, Kind::Folder));
         for folder in folders().skip(1) {
@@ -175,12 +175,13 @@ impl<'a> Staging<'a> {
         if self.is_called(name)? {
             return Ok(());
         }
-        // Replaced between the two: it gets its name back, or stays where its owner has put it.
+        // Replaced between the two calls: give it its name back, or leave it where its owner has
+        // put it.
         let _ = rename(name, &self.name);
         Err(self.replaced().into())
     }
 
-    /// Whether what was opened is what has this name.
+    /// Whether the opened folder still has this name.
     fn is_called(&self, name: &OsStr) -> Result<bool> {
         let cannot = |e: Errno| {
             let path = self.target.path.with_file_name(name);
@@ -206,14 +207,14 @@ impl<'a> Staging<'a> {
         Error::new(ErrorKind::Unavailable, message)
     }
 
-    /// Removes what was made. If something else has its name, that stays.
+    /// Removes the opened folder. A different object under its name stays.
     fn remove(&self) -> std::io::Result<()> {
         remove_all_in(&self.root)?;
         Ok(unlinkat(&self.target.folder, &self.name, AtFlags::REMOVEDIR)?)
     }
 }
 
-/// Removes all that is in `folder`, however deep.
+/// Removes everything in `folder`, at any depth.
 fn remove_all_in(folder: &File) -> std::io::Result<()> {
     // Not by recursion: a folder's path may have 2,000 parts.
     let mut open = vec![(folder.try_clone()?, OsString::new())];
@@ -252,7 +253,7 @@ fn remove_all_in(folder: &File) -> std::io::Result<()> {
 }
 
 impl Staging<'_> {
-    /// Makes all but folders and further names.
+    /// Makes all entries except folders and links.
     fn make_others(&self, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
         let next = AtomicUsize::new(0);
         let failure = Mutex::new(None);
@@ -312,7 +313,7 @@ impl Staging<'_> {
             // Only symlinks lack a mode; changing the owner may have changed it.
             chmodat(root, name, Mode::from(entry.mode), AtFlags::empty()).map_err(failed)?;
         }
-        // There is no lsetxattrat before Linux 6.13.
+        // Linux before 6.13 has no lsetxattrat.
         let link = link_to(root).join(name);
         for (attribute, value) in origin.xattrs(entry)? {
             lsetxattr(&link, OsStr::from_bytes(&attribute), &value, XattrFlags::empty())
@@ -323,9 +324,9 @@ impl Staging<'_> {
     }
 }
 
-/// Gives `file`, which was made with its mode, the other attributes of `entry`.
+/// Gives the new `file`, which has its mode, the other attributes of `entry`.
 fn finish(file: &File, entry: &Entry, origin: &impl Origin, path: &Path) -> Result<()> {
-    // Each change of an inode is a transaction's, and most files need but one.
+    // Each change of an inode is a transaction, and most files need only one.
     let ours = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     if entry.owner != ours {
         return dress(file, entry, origin, path);
@@ -343,7 +344,7 @@ pub(super) fn dress(file: &File, entry: &Entry, origin: &impl Origin, path: &Pat
 }
 
 fn set_rest(file: &File, entry: &Entry, origin: &impl Origin, path: &Path) -> Result<()> {
-    // After the owner and the mode, whose changes change capabilities and ACLs.
+    // After owner and mode, since changing these changes capabilities and ACLs.
     for (name, value) in origin.xattrs(entry)? {
         fsetxattr(file, OsStr::from_bytes(&name), &value, XattrFlags::empty())
             .map_err(|e| no_xattr(path, &name, e))?;
@@ -358,7 +359,7 @@ fn times(entry: &Entry) -> Timestamps {
     Timestamps { last_access: omit, last_modification }
 }
 
-/// Takes away the ACLs that the new `file` or folder has inherited, and would hand on.
+/// Removes the ACLs that the new `file` or folder has inherited and would pass on.
 pub(super) fn forget_acls(file: &File) -> std::io::Result<()> {
     for name in ["system.posix_acl_default", "system.posix_acl_access"] {
         match fremovexattr(file, name) {
