@@ -31,7 +31,7 @@ use crate::restart::{Recording, Start};
 
 /// How far back a block may refer.
 const WINDOW_LEN: usize = 32 << 10;
-/// zstd's level for windows.
+/// zstd level for windows.
 const WINDOW_LEVEL: i32 = 6;
 /// Most compressed bytes that are buffered for the 32 KiB after a place. Only long runs of empty
 /// blocks need more; the whole window is kept then.
@@ -55,7 +55,7 @@ pub(crate) struct Inside {
     pub(crate) bits: u8,
     /// Those bits.
     pub(crate) partial: u8,
-    /// The preceding output, at most 32 KiB, as a zstd frame; bytes without a reference are zero.
+    /// The preceding output, at most 32 KiB, as a zstd frame; bytes that are not used are zero.
     pub(crate) window: Vec<u8>,
 }
 

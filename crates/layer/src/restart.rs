@@ -137,7 +137,7 @@ impl<R: BufRead> Recorder<R> {
 
     /// The places of a layer of `len` bytes, after it has been read to its end.
     ///
-    /// Errors: `Invalid` if two places are more than `SPAN_MAX` apart.
+    /// Errors: `Invalid` if a span between them is longer than `SPAN_MAX`.
     pub fn finish(self, len: u64) -> Result<Restarts> {
         let (codec, (unpacked, recording)) = match self.0 {
             Kind::Plain(_, read) => (LayerCodec::Plain, (read, Recording::default())),

@@ -1,7 +1,7 @@
 //! The table of a derived object: it maps each byte of the object to a byte of a layer.
 //!
 //! ```text
-//!   Header 96 │ one zstd frame: counts │ layers │ places │ stretches │ pieces │ windows, a frame each
+//!   Header 96 │ zstd frame: counts │ layers │ places │ stretches │ pieces │ windows, a frame each
 //! ```
 //!
 //! docs/format.md describes the bytes. The publisher of an index writes the table, so all of it is

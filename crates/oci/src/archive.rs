@@ -1,4 +1,4 @@
-//! A tar archive behind a web server.
+//! Tar archives on web servers.
 
 use std::{
     fs::File,
