@@ -1,6 +1,6 @@
 use std::fmt;
 
-/// How btrfs, and so Burgeon, checks blocks and metadata nodes.
+/// The checksum of blocks and metadata nodes in btrfs, and so in Burgeon.
 ///
 /// The discriminants are btrfs's `csum_type` numbers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]

@@ -1,6 +1,5 @@
-//! What a mount counts. All counters are 64-bit, monotonic and, where they measure data, in
-//! bytes. They lie in memory that outlives the serving process, so the layout is fixed: only
-//! atomics, in a struct that is valid when zeroed.
+//! The counters of a mount: 64-bit, monotonic, data in bytes. They lie in memory that outlives the
+//! serving process, so the layout is fixed: only atomics, in a struct that is valid when zeroed.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -21,7 +20,7 @@ impl Counter {
     }
 }
 
-/// Everything one mount counts.
+/// All counters of one mount.
 #[derive(Default)]
 #[repr(C)]
 pub struct Counters {
@@ -47,22 +46,22 @@ pub struct Counters {
     pub source_errors: Counter,
     /// Reads answered with an error.
     pub failed_reads: Counter,
-    /// Requests a new serving process found in the slots of the one before and answered.
+    /// Requests that a new serving process found in the slots of its predecessor and answered.
     pub replayed: Counter,
     /// Time of reads answered from local bytes, in nanoseconds.
     pub hit_latency: Histogram,
     /// Time of reads that had to wait for a fetch, in nanoseconds.
     pub miss_latency: Histogram,
-    /// Bytes fetched for this mount that none of its readers waited for: for its profile, for what is
-    /// pinned, and to fill.
+    /// Bytes fetched for this mount that no reader waited for: by profile prefetch, for pinned
+    /// files and to fill.
     pub background_bytes: Counter,
 }
 
-/// Sub-buckets a power of two: a quantile is exact to 1/8.
+/// Sub-buckets per power of two: a quantile is exact to 1/8.
 const SUB: u64 = 8;
 const BUCKETS: usize = 62 * SUB as usize;
 
-/// A log-linear histogram of 64-bit values: eight buckets a power of two.
+/// A log-linear histogram of 64-bit values: eight buckets per power of two.
 #[repr(C)]
 pub struct Histogram {
     buckets: [AtomicU64; BUCKETS],
@@ -86,18 +85,18 @@ impl Histogram {
     }
 }
 
-/// A histogram at one moment; several add up.
+/// A histogram at one moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct HistogramSnapshot(Vec<u64>);
 
 impl HistogramSnapshot {
-    /// How many values were counted.
+    /// Number of values.
     pub fn count(&self) -> u64 {
         self.0.iter().sum()
     }
 
-    /// The value below or at which a share `q` (0 to 1) of the values lie: the upper bound of
-    /// its bucket. `None` when nothing was counted.
+    /// The value at or below which a share `q` (0 to 1) of the values lie: the upper bound of its
+    /// bucket. `None` without values.
     pub fn quantile(&self, q: f64) -> Option<u64> {
         let count = self.count();
         let rank = ((count as f64 * q).ceil() as u64).clamp(1, count.max(1));

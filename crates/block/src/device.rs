@@ -1,4 +1,4 @@
-//! The seam between the kernel and a block device of ours.
+//! The seam between the kernel and a block device.
 //!
 //! ```text
 //!   frontend ── try_read ─► Served     the buffer holds verified bytes
@@ -15,7 +15,7 @@ use std::{future::Future, os::fd::BorrowedFd};
 
 use crate::{BLOCK_SIZE, ByteRange, Error, ErrorKind, Result};
 
-/// When a write is durable, and whether there are writes at all.
+/// Whether a device is writable, and when a write is durable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WriteCache {
     /// The device is never written to.
@@ -26,21 +26,21 @@ pub enum WriteCache {
     Volatile,
 }
 
-/// A device as the kernel is told of it. Constant while the device is served.
+/// The parameters of a device for the kernel. Constant while the device is served.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Shape {
     /// Size in bytes: whole logical blocks.
     pub size: u64,
     /// Unit of requests in bytes: a power of two from 512 to 4096.
     pub logical_block: u32,
-    /// Unit that is written without a read before, in bytes: a power of two, at least one logical
+    /// Smallest write that needs no read before it, in bytes: a power of two, at least one logical
     /// block.
     pub physical_block: u32,
-    /// The length of requests that the device likes best, in bytes: whole physical blocks.
+    /// Preferred length of requests in bytes: whole physical blocks.
     pub optimal_io: u32,
-    /// Unit of discards in bytes, whole logical blocks; 0 where discards are of no use.
+    /// Unit of discards in bytes, whole logical blocks; 0 for no discards.
     pub discard_granularity: u32,
-    /// Whether it is written to, and when that is durable.
+    /// Whether it is writable, and when a write is durable.
     pub cache: WriteCache,
 }
 
@@ -79,7 +79,7 @@ impl Shape {
     }
 }
 
-/// A place in one of a device's local files.
+/// A range in one of a device's local files.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FileRange {
     /// The file's number, for [`BlockDevice::local_file`].
@@ -105,17 +105,17 @@ pub enum Now {
 pub enum Verdict {
     /// The bytes are those of the device.
     Good,
-    /// They are not: call [`BlockDevice::try_read`] again. The device does not name this place
-    /// again before it has looked at it.
+    /// They are not: call [`BlockDevice::try_read`] again. The device does not return this range
+    /// again before it has checked it.
     AskAgain,
 }
 
-/// A block device as a frontend shows it to the kernel.
+/// A block device that a frontend presents to the kernel.
 pub trait BlockDevice: Send + Sync + 'static {
-    /// What the kernel is told of the device.
+    /// The device's parameters for the kernel.
     fn shape(&self) -> Shape;
 
-    /// Answers from what is local. Never waits, locks or allocates.
+    /// Reads local data. Never waits, locks or allocates.
     fn try_read(&self, offset: u64, buf: &mut [u8]) -> Result<Now>;
 
     /// The file of this number, open for reading as long as the device lives; `None` if there is
@@ -124,13 +124,13 @@ pub trait BlockDevice: Send + Sync + 'static {
         None
     }
 
-    /// Judges `bytes`, which were read at `from` for the device's `offset`. Never waits or
-    /// allocates. Not asked where a file could not be read: then [`Self::read`] is called.
+    /// Checks `bytes`, which were read at `from` for the device's `offset`. Never waits or
+    /// allocates. If the file cannot be read, [`Self::read`] is called instead.
     fn verify(&self, _offset: u64, _bytes: &[u8], _from: FileRange) -> Verdict {
         Verdict::AskAgain
     }
 
-    /// Answers from wherever the bytes are; bounded by the source's deadline.
+    /// Reads from any source, within that source's deadline.
     fn read(&self, offset: u64, buf: &mut [u8]) -> impl Future<Output = Result<()>> + Send;
 
     /// Size in bytes.
@@ -142,22 +142,22 @@ pub trait BlockDevice: Send + Sync + 'static {
 /// How [`WritableDevice::erase`] erases.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Erase {
-    /// The content is of no use any more: the range may read as anything its blocks have held, or as
-    /// zeros. Doing nothing is allowed.
+    /// The content is no longer needed: the range may read as any former content of its blocks, or
+    /// as zeros. Doing nothing is allowed.
     Discard,
     /// The range reads as zeros from now on.
     Zeroes {
-        /// Whether its space may be given back.
+        /// Whether its space may be freed.
         unmap: bool,
     },
 }
 
 /// A block device that can be written to.
 ///
-/// What returned without an error is visible to every later read and survives the end of our
-/// processes. It survives a crash of the machine as [`Shape::cache`] says. Nothing orders changes
-/// that are in work at the same time. Each may be applied twice, because a successor repeats the
-/// requests of a server that was killed; between the two no other change of these blocks returns.
+/// A change that returned without an error is visible to every later read and survives the end of
+/// our processes. It survives a crash of the machine as [`Shape::cache`] says. Concurrent changes
+/// have no order. Each may be applied twice, because a successor repeats the requests of a server
+/// that was killed; between the two, no other change of these blocks returns.
 pub trait WritableDevice: BlockDevice {
     /// Writes `bytes` at `offset`; with `fua`, they are durable when this returns.
     fn write(
@@ -167,11 +167,11 @@ pub trait WritableDevice: BlockDevice {
         fua: bool,
     ) -> impl Future<Output = Result<()>> + Send;
 
-    /// Erases a range. `UnsupportedFormat` if the device cannot, and then the kernel writes zeros
-    /// or goes without discards.
+    /// Erases a range. `UnsupportedFormat` if the device cannot: the kernel then writes zeros or
+    /// does without discards.
     fn erase(&self, range: ByteRange, how: Erase) -> impl Future<Output = Result<()>> + Send;
 
-    /// Makes everything durable that returned before this was called.
+    /// Makes every change durable that returned before this call.
     fn flush(&self) -> impl Future<Output = Result<()>> + Send;
 }
 

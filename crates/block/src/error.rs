@@ -3,27 +3,27 @@ use std::{error, fmt, io};
 /// What the caller can do about an error; each maps to one errno.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum ErrorKind {
-    /// The request or the input makes no sense: mend it. `EINVAL`.
+    /// The request or the input is invalid: correct it. `EINVAL`.
     Invalid,
-    /// The thing named does not exist. `ENOENT`.
+    /// The named object does not exist. `ENOENT`.
     NotFound,
-    /// The source cannot be reached now: trying again may help. `EIO` after the deadline.
+    /// The source cannot be reached now: a retry may help. `EIO` after the deadline.
     Unavailable,
-    /// Bytes are not what their digest or checksum says: take them from elsewhere. `EIO`.
+    /// Bytes do not match their digest or checksum: read them from another source. `EIO`.
     Corrupt,
-    /// No room: free some, then go on. `ENOSPC`.
+    /// No space: free some, then continue. `ENOSPC`.
     NoSpace,
     /// Made by a version this one does not know: upgrade. `EOPNOTSUPP`.
     UnsupportedFormat,
     /// A local file failed: no further write to it is safe. `EIO`.
     LocalIo,
-    /// Nothing was ever mapped at this address: only a stray read asks for it. `EIO`.
+    /// The address was never mapped: only a stray read reaches it. `EIO`.
     Unmapped,
     /// The mount has fetched as much as it may: raise its limit. `EIO`.
     OverLimit,
 }
 
-/// The error of every Burgeon crate: its kind, what was being done to what, and the cause.
+/// The error of every Burgeon crate: its kind, the operation and its object, and the cause.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
@@ -31,16 +31,16 @@ pub struct Error {
     source: Option<Box<dyn error::Error + Send + Sync>>,
 }
 
-/// Shorthand for results with Burgeon's error.
+/// A result with Burgeon's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// An error without a deeper cause. `what` names the thing, the cause and the way out.
+    /// An error without a deeper cause. `what` names the object, the cause and the remedy.
     pub fn new(kind: ErrorKind, what: impl Into<String>) -> Self {
         Self { kind, what: what.into(), source: None }
     }
 
-    /// The same with the error that caused it.
+    /// [`Self::new`] with the error that caused it.
     pub fn with_source(
         kind: ErrorKind,
         what: impl Into<String>,
@@ -49,8 +49,8 @@ impl Error {
         Self { kind, what: what.into(), source: Some(source.into()) }
     }
 
-    /// A local I/O error, its kind taken from the operating system's; `what` says what was being
-    /// done, to which file.
+    /// A local I/O error, whose kind follows from the operating system's; `what` names the
+    /// operation and the file.
     pub fn io(what: impl Into<String>, source: io::Error) -> Self {
         let kind = match source.kind() {
             io::ErrorKind::NotFound => ErrorKind::NotFound,
@@ -61,7 +61,7 @@ impl Error {
         Self::with_source(kind, what, source)
     }
 
-    /// The cause of type `T`, however deep it lies.
+    /// The cause of type `T`, at any depth.
     pub fn cause<T: error::Error + 'static>(&self) -> Option<&T> {
         let mut error = self;
         loop {
@@ -73,7 +73,7 @@ impl Error {
         }
     }
 
-    /// What the caller can do about it.
+    /// The kind, which tells the caller what to do.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
@@ -95,7 +95,7 @@ impl Error {
 }
 
 impl fmt::Display for Error {
-    /// The whole chain on one line: a user sees the cause without asking for it.
+    /// Prints the whole chain on one line, so that a user sees the cause.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.what)?;
         match &self.source {

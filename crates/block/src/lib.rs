@@ -2,15 +2,14 @@
 //! between crates.
 //!
 //! ```text
-//!   frontend ──► BlockDevice    what the kernel reads: try_read (a hit, no wait) or read (a miss)
-//!            ──► WritableDevice what it writes, erases and flushes
-//!   volume   ──► BlockSource    where bytes come from: an object and a range of it
+//!   frontend ──► BlockDevice    the kernel's reads: try_read (a hit, no wait) or read (a miss)
+//!            ──► WritableDevice its writes, erasures and flushes
+//!   volume   ──► BlockSource    reads a range of an object, wherever it is
 //!            ──► LocalFile      the cache's file; tests crash and corrupt it
 //!   image    ──► ObjectStore    a source that can be published to
 //! ```
 //!
-//! Invariants: nothing here does I/O of its own, and no other crate defines a second word for
-//! one of these things.
+//! Invariants: this crate performs no I/O, and no other crate redefines one of its types.
 
 mod checksum;
 mod counters;

@@ -1,16 +1,20 @@
-//! The memory that preparing one image may take, whatever its input claims.
+//! Bounds the memory for preparing one image, whatever its input claims.
 //!
 //! ```text
 //!   bound = FIXED + min(promised, RATIO × input)  ≤ MAX
+//!
+//!   input      bytes of the archive, manifest or table as they are stored
+//!   promised   the need of a sound input with that content: 512 bytes an entry, 4 × its names, …
+//!   taken      bytes that the readers hold
 //!
 //!   input      bytes of the archive, manifest or table as they are stored
 //!   promised   what a sound input of that content needs: 512 bytes an entry, 4 × its names, …
 //!   taken      what the readers hold
 //! ```
 //!
-//! Every reader of untrusted input counts on one meter what it holds, before it allocates it.
-//! Invariants: `taken` never exceeds the bound, and content that was compressed to next to nothing
-//! promises next to nothing: 700 KB of zstd cannot claim four million files.
+//! Every reader of untrusted input counts its memory on one meter before it allocates. Invariants:
+//! `taken` never exceeds the bound, and content compressed to almost nothing raises the bound by
+//! almost nothing: 700 KB of zstd cannot claim four million files.
 
 use std::sync::{
     OnceLock,
@@ -25,25 +29,25 @@ const FIXED: u64 = 64 << 20;
 /// Bytes of memory that one stored byte can account for. An entry of an archive, which takes about
 /// 400 bytes of memory, is rarely stored in fewer than five.
 const RATIO: u64 = 128;
-/// The highest bound, whatever the input is: 8 GiB, some 20 million files.
+/// The highest bound for any input: 8 GiB, some 20 million files.
 const MAX: u64 = 8 << 30;
 
 /// Bytes promised for an entry, and for each byte of its names.
 const PER_ENTRY: u64 = 512;
 const PER_NAME_BYTE: u64 = 4;
-/// Bytes of data for which a byte is promised: chunk tables and block checksums.
+/// Bytes of data per promised byte: chunk tables and block checksums.
 const DATA_PER_BYTE: u64 = 256;
 
-/// Data in flight and a decoder's window, in bytes, besides what is counted: 192 MiB.
+/// Data in flight and a decoder's window, in bytes, which are not counted: 192 MiB.
 const UNCOUNTED: u64 = 192 << 20;
 
-/// Told the bytes that a preparation may take in all.
+/// Called with the bytes that a preparation may take in all.
 static WATCH: OnceLock<fn(u64)> = OnceLock::new();
-/// The highest bound that was told.
+/// The highest bound reported.
 static TOLD: AtomicU64 = AtomicU64::new(0);
 
-/// Tells `watch` how much memory a preparation may take in all, now and whenever that has grown by a
-/// sixteenth. The first call in a process counts.
+/// Calls `watch` with the memory that a preparation may take in all, now and whenever that has
+/// grown by a sixteenth. Only the first call in a process has an effect.
 pub fn watch_bound(watch: fn(u64)) {
     let _ = WATCH.set(watch);
     tell(FIXED);
@@ -53,7 +57,7 @@ fn tell(bound: u64) {
     let Some(watch) = WATCH.get() else { return };
     let bound = bound.saturating_add(UNCOUNTED);
     let told = TOLD.load(Relaxed);
-    // The meter counts for each entry of an archive; the limit is set now and then.
+    // The meter counts each entry of an archive; the limit need not follow every one.
     if bound > told + told / 16 && TOLD.fetch_max(bound, Relaxed) < bound {
         watch(TOLD.load(Relaxed));
     }
@@ -68,42 +72,42 @@ pub struct MemoryMeter {
 }
 
 impl MemoryMeter {
-    /// Nothing read, nothing taken.
+    /// A meter without input.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// For an input of `len` bytes as it is stored, all of which is here.
+    /// A meter for an input of `len` stored bytes, all of which are here.
     pub fn of_input(len: u64) -> Self {
         let meter = Self::new();
         meter.input(len);
         meter
     }
 
-    /// So many more bytes of the input have come, as they are stored.
+    /// Counts more `bytes` of the input, as they are stored.
     pub fn input(&self, bytes: u64) {
         add(&self.input, bytes);
         tell(self.bound());
     }
 
-    /// The content has so many more entries, whose names have so many bytes.
+    /// Counts more entries of the content, with `name_bytes` in their names.
     pub fn entries(&self, count: u64, name_bytes: u64) {
         let names = name_bytes.saturating_mul(PER_NAME_BYTE);
         self.promise(count.saturating_mul(PER_ENTRY).saturating_add(names));
     }
 
-    /// The content has so many more bytes of data that lie elsewhere than in memory.
+    /// Counts more `bytes` of data, which lie outside memory.
     pub fn data(&self, bytes: u64) {
         self.promise(bytes / DATA_PER_BYTE);
     }
 
-    /// The content accounts for so many more bytes of memory.
+    /// Counts more `bytes` of memory that the content accounts for.
     pub fn promise(&self, bytes: u64) {
         add(&self.promised, bytes);
         tell(self.bound());
     }
 
-    /// Takes so many bytes; `Invalid`, and nothing is taken, beyond the bound.
+    /// Takes `bytes`. Beyond the bound it takes nothing: `Invalid`.
     pub fn take(&self, bytes: u64) -> Result<()> {
         let taken = add(&self.taken, bytes);
         let bound = self.bound();
@@ -119,7 +123,7 @@ impl MemoryMeter {
         Err(Error::new(ErrorKind::Invalid, what))
     }
 
-    /// So many bytes that were taken are free again.
+    /// Returns `bytes` that were taken.
     pub fn give_back(&self, bytes: u64) {
         self.taken.fetch_sub(bytes, Relaxed);
     }
@@ -131,7 +135,7 @@ impl MemoryMeter {
     }
 }
 
-/// Adds without wrapping; returns the sum.
+/// Adds with saturation; returns the sum.
 fn add(counter: &AtomicU64, more: u64) -> u64 {
     let sum = |value: u64| Some(value.saturating_add(more));
     counter.fetch_update(Relaxed, Relaxed, sum).map_or(u64::MAX, |value| value.saturating_add(more))

@@ -2,7 +2,7 @@ use zerocopy::{FromBytes, FromZeros as _, Immutable, IntoBytes, KnownLayout};
 
 use crate::BLOCK_SIZE;
 
-/// One block in memory, aligned as direct I/O wants it.
+/// One block in memory, aligned for direct I/O.
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C, align(4096))]
 struct Page([u8; BLOCK_SIZE as usize]);
@@ -11,8 +11,8 @@ struct Page([u8; BLOCK_SIZE as usize]);
 pub struct Pages(Vec<Page>);
 
 impl Pages {
-    /// A buffer of zeros with room for `len` bytes, rounded up to whole blocks. `None` when there
-    /// is no memory.
+    /// A buffer of zeros for `len` bytes, rounded up to whole blocks. `None` if there is no
+    /// memory.
     pub fn zeroed(len: u64) -> Option<Self> {
         let count = usize::try_from(len.div_ceil(BLOCK_SIZE)).ok()?;
         Page::new_vec_zeroed(count).ok().map(Self)

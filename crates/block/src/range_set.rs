@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 
 use crate::ByteRange;
 
-/// Bytes that have been seen, whatever the order: ranges that neither touch nor overlap.
+/// A set of bytes, stored as ranges that neither touch nor overlap.
 #[derive(Clone, Default, Debug)]
 pub struct RangeSet {
     /// Start to end.
@@ -10,7 +10,7 @@ pub struct RangeSet {
 }
 
 impl RangeSet {
-    /// Adds `range`, and gives the parts of it that were not there, in ascending order.
+    /// Adds `range` and returns the parts of it that were missing, in ascending order.
     pub fn insert(&mut self, range: ByteRange) -> Vec<ByteRange> {
         let new = self.missing(range);
         if !range.is_empty() {
@@ -28,7 +28,7 @@ impl RangeSet {
         new
     }
 
-    /// The parts of `range` that are not there, in ascending order.
+    /// The parts of `range` that are not in the set, in ascending order.
     pub fn missing(&self, range: ByteRange) -> Vec<ByteRange> {
         let mut missing = Vec::new();
         let mut at = range.start();
@@ -42,12 +42,12 @@ impl RangeSet {
         missing
     }
 
-    /// How many ranges it takes to say what is there.
+    /// Number of ranges.
     pub fn len(&self) -> usize {
         self.ranges.len()
     }
 
-    /// Whether nothing is there.
+    /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
@@ -59,8 +59,8 @@ mod tests {
     use crate::ByteRange;
 
     #[test]
-    fn it_agrees_with_a_row_of_bits() {
-        // A generator of its own: this crate has no other for tests.
+    fn agrees_with_a_bitmap() {
+        // An own generator: this crate has no other for tests.
         let mut state = 1u64;
         let mut random = |below: u64| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

@@ -1,5 +1,5 @@
-//! What a preparation may take is told to the process as it grows. A process watches once, so this is a
-//! program of its own.
+//! The bound of a preparation is reported as it grows. A process has only one watcher, so this is
+//! a program of its own.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

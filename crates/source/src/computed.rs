@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_filled_in_at_once_is_the_same() {
+    fn filling_a_buffer_gives_the_same_bytes() {
         for (name, start, len) in [
             ("computed/zeros", 7, 9),
             ("computed/byte-5a", 0, 4096),

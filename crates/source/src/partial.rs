@@ -1,7 +1,7 @@
 //! Partial downloads: after a kill, the next process resumes with the bytes already received.
 //!
 //! ```text
-//!   tmp/partial-<object> ── append, append, kill -9 ──► next process appends ──► publish_file: rename
+//!   tmp/partial-<object> ── append, kill -9 ──► next process appends ──► publish_file: rename
 //! ```
 //!
 //! Invariants: its flock gives a partial object to one process at a time; it is the beginning of

@@ -1,5 +1,5 @@
-//! Derived objects: whatever is read of layers from the middle is what unpacking them as a whole
-//! gives, and nobody can make it anything else.
+//! Derived objects: a read from the middle of layers returns the same bytes as unpacking them
+//! whole, and no damaged input changes that.
 
 #![allow(clippy::unwrap_used)]
 
@@ -19,7 +19,7 @@ fn recorded(stored: &[u8], codec: LayerCodec) -> (Vec<u8>, burgeon_block::Result
     (unpacked, recorder.finish(stored.len() as u64))
 }
 
-/// A layer: what it unpacks to, as it is stored, how.
+/// A layer: its unpacked bytes, its stored bytes, its codec.
 type Layer = (Vec<u8>, Vec<u8>, LayerCodec);
 
 fn layers(seed: u64, len: usize) -> Vec<Layer> {
@@ -34,7 +34,7 @@ fn layers(seed: u64, len: usize) -> Vec<Layer> {
     let members = pieces(&plain(2), &|part| gzip(part, 6));
     layers.push((plain(2), members, LayerCodec::Gzip));
     let frames = pieces(&plain(3), &|part| zstd::bulk::compress(part, 3).unwrap());
-    // A frame that is passed over, as those that hold tables of contents.
+    // A skippable frame, such as one with a table of contents.
     let frames = [&frames[..], &[0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3]].concat();
     layers.push((plain(3), frames, LayerCodec::Zstd));
     let one = zstd::bulk::compress(&plain(4), 3).unwrap();
@@ -42,7 +42,7 @@ fn layers(seed: u64, len: usize) -> Vec<Layer> {
     layers
 }
 
-/// Puts the layer into the folder of blobs; its number there is all that its digest says.
+/// Writes the layer to the folder of blobs, under a digest made of its number.
 fn put(folder: &Path, number: u8, stored: &[u8]) -> [u8; 32] {
     fs::create_dir_all(folder.join("blobs/sha256")).unwrap();
     fs::write(folder.join("blobs/sha256").join(format!("{number:02x}").repeat(32)), stored)
@@ -63,13 +63,13 @@ fn range(start: u64, end: u64) -> ByteRange {
 }
 
 #[test]
-fn what_is_read_from_the_middle_is_what_was_there() {
+fn reads_from_the_middle_of_layers_return_the_original_bytes() {
     let folder = tempfile::tempdir().unwrap();
     let store = Directory::create(folder.path().join("store")).unwrap();
     let mut rng = Rng::new(7);
     let all = layers(40, 9_000_000);
     let mut table = Table { image: [9; 32], object_len: 0, layers: vec![], stretches: vec![] };
-    // What the object holds: stretches of all layers, in any order, and zeros between.
+    // The object: stretches of all layers in any order, with zeros between.
     let mut expected = Vec::new();
     for (number, (unpacked, stored, codec)) in (0u8..).zip(&all) {
         let (whole, restarts) = recorded(stored, *codec);
@@ -100,23 +100,23 @@ fn what_is_read_from_the_middle_is_what_was_there() {
         let read = objects.read_blocking(&object, range(start, end)).unwrap();
         assert!(read == expected[start as usize..end as usize], "{start}..{end}");
     }
-    // A span counts once, however many stretches are of it.
+    // A span counts once, however many stretches use it.
     let stored: usize = all.iter().map(|(_, stored, _)| stored.len()).sum();
     assert!(objects.bytes_to_fetch(&object, range(0, total)) <= stored as u64);
     let beyond = objects.read_blocking(&object, range(total - 1, total + 1)).unwrap_err();
     assert_eq!(beyond.kind(), ErrorKind::Corrupt);
-    // Another host's image may not send us anywhere.
+    // An image of another host may not refer to objects outside the store.
     let refusing = Objects::new(store.clone(), References::Refuse);
     let refused = refusing.read_blocking(&object, range(0, 1)).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Invalid);
-    // A table that is not what its name says is not used.
+    // A table that does not match its digest is not used.
     let mut other = table.clone();
     other.stretches[0].offset += 1;
     store.publish(&object, &other.encode().unwrap()).unwrap();
     let objects = Objects::new(store.clone(), References::Allow);
     let error = objects.read_blocking(&object, range(0, 1)).unwrap_err();
     assert!(error.to_string().contains("does not match its digest"), "{error}");
-    // Layers that are not there may come back; those that are others are not believed.
+    // A missing layer may come back; a different one is corrupt.
     let object = publish(&store, folder.path(), &bytes);
     fs::write(folder.path().join("blobs/sha256").join("01".repeat(32)), vec![0x1f; 10_000_000])
         .unwrap();
@@ -130,7 +130,7 @@ fn what_is_read_from_the_middle_is_what_was_there() {
 }
 
 #[test]
-fn what_is_held_is_read_there_and_elsewhere_only_when_it_is_damaged() {
+fn stored_layers_are_read_first_and_their_origin_only_when_damaged() {
     let folder = tempfile::tempdir().unwrap();
     let store = Directory::create(folder.path().join("store")).unwrap();
     let unpacked = like_programs(5, 5_000_000);
@@ -148,7 +148,7 @@ fn what_is_held_is_read_there_and_elsewhere_only_when_it_is_damaged() {
         let objects = Objects::new(store.clone(), References::Allow);
         objects.read_blocking(&object, range(0, unpacked.len() as u64))
     };
-    // What is here is not fetched again, and says so.
+    // Spans that are here are neither fetched again nor counted.
     let objects = Objects::new(store.clone(), References::Allow);
     let first = range(0, 1000);
     assert_eq!(objects.bytes_to_fetch(&object, first), 1000, "nothing is known of it yet");
@@ -168,7 +168,7 @@ fn what_is_held_is_read_there_and_elsewhere_only_when_it_is_damaged() {
         store.publish(&held, bytes).unwrap();
         assert!(read().unwrap() == unpacked, "{what}");
     }
-    // Damage that unpacking does not show, but a digest does.
+    // Damage that a digest detects, but unpacking does not.
     store.publish(&held, &stored).unwrap();
     let objects = Objects::new(store.clone(), References::Allow);
     let all = range(0, unpacked.len() as u64);

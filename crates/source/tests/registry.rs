@@ -1,4 +1,4 @@
-//! Blobs of a real registry, through a proxy that spoils what it says, and with tokens that expire.
+//! Blobs of a real registry, through a proxy that spoils its answers, and with expiring tokens.
 
 #![allow(clippy::unwrap_used)]
 
@@ -49,7 +49,7 @@ impl Served {
 }
 
 fn push(layout: &Path, data: &[u8], to: &str) {
-    // Of a type that skopeo does not compress.
+    // A type that skopeo does not compress.
     let layer = ("application/vnd.test", data.to_vec());
     OciLayout::by_hand(layout, None, &[layer], |_| ()).unwrap();
     skopeo_copy(&[], &format!("oci:{}", layout.display()), to).unwrap();
@@ -66,7 +66,7 @@ fn access(host: impl std::fmt::Display, password: &str) -> Access {
 }
 
 #[test]
-fn a_range_of_a_blob_is_exactly_that_or_an_error() {
+fn a_range_read_returns_exactly_the_range_or_an_error() {
     let served = Served::new();
     let registry = open(served.server.address(), &Access::default());
     for (start, len) in [(0, 1), (4095, 8193), (0, LEN), (LEN - 1, 1), (5, 0)] {
@@ -79,7 +79,7 @@ fn a_range_of_a_blob_is_exactly_that_or_an_error() {
     assert_eq!(fails(&served.digest, LEN - 1, 2), ErrorKind::Corrupt);
     assert_eq!(fails(&served.digest, LEN + 5, 2), ErrorKind::Corrupt);
     assert_eq!(fails(&Digest::of(b"none"), 0, 1), ErrorKind::NotFound);
-    // Spoilt in every way: bytes that were flipped or exchanged are the reader's to find.
+    // Every fault but stalls, and flipped or exchanged bytes, which the reader detects.
     let proxy = Proxy::new(served.server.address(), 5).unwrap();
     let faults: Vec<Fault> = Fault::ALL
         .into_iter()
@@ -130,7 +130,7 @@ fn a_token_that_expires_is_renewed_and_shared() {
         "{error}"
     );
     assert!(!format!("{registry:?} {known:?}").contains("dXNl"));
-    // Whoever needs one at the same moment waits for the one login.
+    // Concurrent readers share one login.
     let gate = TokenGate::new(served.server.address(), PASSWORDS[0], 1000).unwrap();
     let registry = open(gate.address(), &access(gate.address(), PASSWORDS[0]));
     let readers: Vec<_> = (0..30)
@@ -147,7 +147,7 @@ fn a_token_that_expires_is_renewed_and_shared() {
 
 /// A login takes as many round trips as the rest of a start.
 #[test]
-fn who_has_no_credentials_asks_without_waiting_for_a_login() {
+fn anonymous_requests_do_not_wait_for_a_login() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     thread::spawn(move || {
@@ -161,7 +161,7 @@ fn who_has_no_credentials_asks_without_waiting_for_a_login() {
                 let answer = format!("HTTP/1.1 206 Partial Content\r\n{range}\r\n\r\nabc");
                 client.write_all(answer.as_bytes()).unwrap();
             }
-            // Whoever asks for anything else waits.
+            // Other requests get no answer.
             kept.push(client);
         }
     });
@@ -172,7 +172,7 @@ fn who_has_no_credentials_asks_without_waiting_for_a_login() {
 }
 
 #[test]
-fn who_has_no_credentials_gets_a_token_where_one_is_wanted() {
+fn anonymous_clients_get_a_token_if_the_registry_wants_one() {
     let served = Served::new();
     for hides in [false, true] {
         let gate = TokenGate::for_anybody(served.server.address(), 3, hides).unwrap();
@@ -193,7 +193,7 @@ fn who_has_no_credentials_gets_a_token_where_one_is_wanted() {
 }
 
 #[test]
-fn of_all_that_is_known_only_what_concerns_a_registry_goes_with_a_request() {
+fn only_settings_of_the_registry_go_with_a_request() {
     let config = r#"{"auths": {
         "r.example": {"auth": "dXNlcjpodW50ZXIy"}, "other.example": {"auth": "dXNlcjpodW50ZXIz"}}}"#;
     let all: Access = serde_json::from_value(
@@ -205,7 +205,7 @@ fn of_all_that_is_known_only_what_concerns_a_registry_goes_with_a_request() {
     let sent = serde_json::to_string(&access).unwrap();
     assert!(sent.contains("hunter2") && !sent.contains("hunter4") && !sent.contains("other"));
     assert!(!sent.contains("dXNlcjpodW50ZXIz"), "{sent}");
-    // What was sent is understood where it arrives.
+    // The receiver reads back the same settings.
     assert_eq!(access.for_registry(&name).unwrap(), access);
     let wrong = serde_json::json!({ "DOCKER_AUTH_CONFIG": "hunter5" });
     let wrong: Access = serde_json::from_value(wrong).unwrap();
@@ -218,7 +218,7 @@ fn id(name: &str) -> ObjectId {
 }
 
 #[test]
-fn an_image_of_ours_is_a_store_that_is_only_read() {
+fn a_burgeon_image_is_a_read_only_store() {
     let folder = tempfile::tempdir().unwrap();
     let server = testkit::Registry::start(&folder.path().join("registry"), None).unwrap();
     let data = Rng::new(7).bytes(LEN);
@@ -264,7 +264,7 @@ fn an_image_of_ours_is_a_store_that_is_only_read() {
     ] {
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     }
-    // Another document than the digest says is none.
+    // No document has this digest.
     let other = Location::parse(&format!("oci://{at}@{}", Digest::of(b"x"))).unwrap();
     let other = Store::open(&other, &Access::default()).unwrap();
     assert_eq!(other.list("packs").unwrap_err().kind(), ErrorKind::NotFound);
@@ -337,7 +337,7 @@ fn an_identity_token_is_exchanged_for_tokens() {
     assert!(error.to_string().contains("log in again"), "{error}");
 }
 
-/// Answers each request with what `answer` makes of its first line; none where that is empty.
+/// Answers each request with `answer` of its first line; sends nothing if that is empty.
 fn answering(
     answer: impl Fn(&str, std::net::SocketAddr) -> String + Send + 'static,
 ) -> std::net::SocketAddr {
@@ -358,7 +358,7 @@ fn answering(
 }
 
 #[test]
-fn an_identity_token_goes_nowhere_but_to_where_the_registry_sends() {
+fn an_identity_token_goes_only_to_the_realm_of_the_registry() {
     let (told, asked) = std::sync::mpsc::channel();
     let elsewhere = answering(move |first, _| {
         told.send(first.to_owned()).unwrap();
@@ -385,11 +385,11 @@ fn an_identity_token_goes_nowhere_but_to_where_the_registry_sends() {
 }
 
 #[test]
-fn a_list_whose_next_page_is_broken_is_what_came_of_it() {
+fn a_broken_next_page_leaves_a_partial_list() {
     let page = |link: &str| format!("200 OK\r\nlink: <{link}>; rel=\"next\"\r\ncontent-length: 0");
     for (next, second) in [("x", "404 Not Found\r\ncontent-length: 0"), ("", "")] {
         let registry = answering(move |first, _| match first.contains("/referrers/sha256") {
-            // To itself, where there is no second one.
+            // A page that links to itself, if there is no second one.
             true if next.is_empty() => page(first.split(' ').nth(1).unwrap()),
             true => page("/v2/app/referrers/x"),
             false => second.to_owned(),
@@ -404,7 +404,7 @@ fn a_list_whose_next_page_is_broken_is_what_came_of_it() {
 fn an_answer_with_a_token_has_a_length() {
     let served = answering(|first, own| match first.contains("/token") {
         true => {
-            // A good one, after a megabyte of nothing.
+            // A good token, after a megabyte of spaces.
             let body = format!("{}{{\"token\": \"good\"}}", " ".repeat(1 << 20));
             format!("200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len())
         }
@@ -430,8 +430,8 @@ fn an_answer_with_a_token_has_a_length() {
 }
 
 #[test]
-fn a_document_comes_within_the_time_that_it_may_take() {
-    // Takes connections, and says nothing.
+fn documents_have_a_time_limit() {
+    // Accepts connections, and sends nothing.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let registry = open(listener.local_addr().unwrap(), &Access::default());
     registry.answer_within(Some(std::time::Duration::from_millis(50)));

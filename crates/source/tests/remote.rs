@@ -1,4 +1,4 @@
-//! Remote stores against real servers, and against a proxy that spoils what they say.
+//! Remote stores against real servers, and against a proxy that spoils their answers.
 
 #![allow(clippy::unwrap_used)]
 
@@ -106,7 +106,7 @@ fn a_web_server_is_read_and_never_written() {
 }
 
 #[test]
-fn every_fault_is_an_error_of_its_kind_or_does_no_harm() {
+fn every_fault_gives_its_error_kind_or_has_no_effect() {
     let (web, runtime) = (Web::new(), runtime());
     let wanted = range(1000, 150_000);
     let read = |store: &Remote| runtime.block_on(store.read(&id("packs/a"), wanted));
@@ -133,7 +133,7 @@ fn every_fault_is_an_error_of_its_kind_or_does_no_harm() {
         assert_eq!(error.kind(), kind, "{fault:?}: {error}");
         assert!(error.to_string().contains(said), "{fault:?}: {error}");
         assert!(error.to_string().len() < 400, "{fault:?}: {error}");
-        // Trying again is the volume's part. A redirect is followed ten times.
+        // The volume retries, not the store. A redirect is followed ten times.
         let most = if fault == Fault::RedirectLoop { 12 } else { 1 };
         let asked = web.proxy.requests() - before;
         assert!((1..=most).contains(&asked), "{fault:?}: {asked} requests");
@@ -148,14 +148,14 @@ fn every_fault_is_an_error_of_its_kind_or_does_no_harm() {
 }
 
 #[test]
-fn a_stalled_answer_is_asked_for_again() {
+fn a_stalled_request_is_hedged() {
     let (web, runtime) = (Web::new(), runtime());
     let store = web.open();
     let read = |start| runtime.block_on(store.read(&id("packs/a"), range(start, 4096)));
     for n in 0..20 {
         read(n * 4096).unwrap();
     }
-    // The first of two stalls; which one that is depends on nothing but the order of asking.
+    // The first of two requests stalls; only the order of the requests decides which one that is.
     let proxy = &web.proxy;
     proxy.spoil(1000, &[Fault::Stall]);
     std::thread::scope(|scope| {
@@ -170,7 +170,7 @@ fn a_stalled_answer_is_asked_for_again() {
 }
 
 #[test]
-fn commands_try_again_and_then_give_up() {
+fn commands_retry_and_then_give_up() {
     let web = Web::new();
     let store = web.open();
     web.proxy.spoil(400, &[Fault::Reset, Fault::Status(500), Fault::Status(503)]);
@@ -189,7 +189,7 @@ fn commands_try_again_and_then_give_up() {
 }
 
 #[test]
-fn a_slow_way_is_shaped_as_asked() {
+fn the_proxy_shapes_latency_and_bandwidth() {
     let (web, runtime) = (Web::new(), runtime());
     web.proxy.shape(Shape { latency: Duration::from_millis(20), bandwidth: 25_000_000 });
     let store = web.open();
@@ -200,7 +200,7 @@ fn a_slow_way_is_shaped_as_asked() {
 }
 
 #[test]
-fn a_bucket_keeps_what_is_published() {
+fn a_bucket_keeps_published_objects() {
     let (s3, runtime) = (S3::start().unwrap(), runtime());
     let store = remote("s3://bucket/some/where", &access(s3.address()));
     let data = Rng::new(3).bytes(LEN);
@@ -250,7 +250,7 @@ fn writers_and_collectors_of_a_bucket_see_each_other() {
     assert_eq!(second.kind(), ErrorKind::Unavailable, "{second}");
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| one.begin_write().map(drop));
-        // The writer has left its mark, and waits.
+        // The writer has put its mark, and waits.
         assert!(testkit::wait_until(Duration::from_secs(30), || {
             two.list("leases").unwrap().iter().any(|mark| mark.as_str().contains("/write-"))
         }));
@@ -276,7 +276,7 @@ fn no_message_holds_a_secret() {
     }
 }
 
-/// Answers everything with `head` and `body`.
+/// Answers every request with `head` and `body`.
 fn answering(head: &'static str, body: String) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
