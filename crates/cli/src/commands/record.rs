@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   page cache of the mount let go ─► server takes note ─► CMD ─► addresses ─► files, by the manifest
-//!     ─► merged with what was recorded before ─► beside the image, or on this host
+//!     ─► merged with the stored profile ─► stored with the image, or on this host
 //! ```
 //! The server does not see reads from the page cache, so the cache is dropped first. Pages that
 //! running programs have mapped stay, and their reads are not recorded.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   open the tree once ─► names and attributes, folder by folder ─► daemon: the tree's descriptor, names
-//!     ─► clone; what is opened again must be what was found
+//!     ─► clone; an entry that is opened again must be unchanged
 //! ```
 //! Whole blocks are cloned. The rest of the last block is read here and written: btrfs would do
 //! the same when the file is cut there, but through the daemon.
