@@ -58,7 +58,7 @@ pub(super) fn find(context: &Context, name: &str, pull: Pull) -> Result<(Option<
             eprintln!("note: {}", record.note(&error));
             Ok((Some(digest), true))
         }
-        // The later error of the reader of the image lists the existing names.
+        // The command that needs the image reports the existing names.
         Err(error) if error.kind() == ErrorKind::NotFound => Ok((None, false)),
         Err(error) => Err(error.into()),
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   command: find, index, build ─► Job ──► burgeon __read: perform ─► Made ─┐
-//!            records: what is known of the image, what the tag stood for ◄──┘
+//!            records: provenance of the image, digest of its tag         ◄──┘
 //! ```
 //!
 //! Invariant: the command records only statements of the child about the requested image. A child
