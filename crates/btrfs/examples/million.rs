@@ -1,5 +1,5 @@
-//! Measures the seed writer on a million files (or as many as the first argument says), and the
-//! patching of its output, beside plain copies of as many bytes on the same machine.
+//! Measures writing and patching a seed with a million files (or the number in the first
+//! argument), compared with plain copies of as many bytes on the same machine.
 //!
 //! `cargo run --release -p burgeon-btrfs --example million [FILES]`
 
@@ -67,7 +67,7 @@ fn measure(tree: &Tree, checksums: &[u8], options: &Options) {
     measure_patching(&info, &bytes, &mut copy, nodes);
 }
 
-/// Copy and patch in pieces of 1 MiB, as a mount is made, beside the copy alone.
+/// Copies and patches in pieces of 1 MiB, as for a mount, and compares with the copy alone.
 fn measure_patching(info: &SeedInfo, bytes: &[u8], copy: &mut [u8], nodes: ByteRange) {
     let patcher = Patcher::new(info, &Identity { fsid: *b"a mount's own id" });
     let pass = |copy: &mut [u8], patch: bool| {
@@ -91,7 +91,7 @@ fn measure_patching(info: &SeedInfo, bytes: &[u8], copy: &mut [u8], nodes: ByteR
     );
 }
 
-/// The shortest of a few passes, and what the last returned.
+/// The shortest time of a few passes, and the result of the last.
 fn best<T>(mut work: impl FnMut() -> T) -> (Duration, T) {
     let mut pass = || {
         let start = Instant::now();
@@ -163,7 +163,7 @@ impl NodeSource for Template {
     }
 }
 
-/// The nodes in memory; the few of the chunk tree from the file.
+/// The nodes in memory, except those of the chunk tree, which come from the file.
 struct Memory<'a> {
     nodes: ByteRange,
     bytes: &'a [u8],

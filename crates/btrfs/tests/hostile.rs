@@ -1,4 +1,4 @@
-//! Trees that break a rule are refused with `Invalid`, and nothing makes the writer panic.
+//! Trees that break a rule are refused with `Invalid`; no input makes the writer panic.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -18,7 +18,7 @@ fn write(tree: &Tree) -> burgeon_block::Result<()> {
     write_seed(tree, &CHECKSUMS, &options(DATA_END), &Template::default()).map(|_| ())
 }
 
-/// Asserts that a small good tree is refused after `change`, with `expected` in the message.
+/// Asserts that a small valid tree is refused after `change`, with `expected` in the message.
 #[track_caller]
 fn refused(expected: &str, change: impl FnOnce(&mut Tree)) {
     let mut tree = good();
@@ -213,7 +213,7 @@ fn options_that_cannot_be_are_refused() {
     refused(&little, &CHECKSUMS, "bytes of metadata");
 }
 
-/// A few bytes of input must not become gigabytes of metadata, or hours.
+/// A few bytes of input must not become gigabytes of metadata, or take hours.
 #[test]
 fn small_trees_that_would_need_much_metadata_are_refused_at_once() {
     let options = options(DATA_START + (1 << 40));
@@ -221,7 +221,7 @@ fn small_trees_that_would_need_much_metadata_are_refused_at_once() {
         let error = write_seed(tree, &[], &options, &Template::default()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     };
-    // Each file ends one block after the one before: every file is cut at all of these ends.
+    // Each file ends one block after the previous one: every file is cut at all of these ends.
     let mut b = Builder::new();
     for n in 1..12_000u64 {
         let file = b.mapped(0, n.to_string(), n * 4096, &[(0, DATA_START, n * 4096)]);
@@ -243,7 +243,7 @@ fn small_trees_that_would_need_much_metadata_are_refused_at_once() {
     }
 }
 
-/// Numbers that are often nearly right.
+/// Numbers that are often nearly valid.
 fn number(most: u64) -> impl Strategy<Value = u64> {
     prop_oneof![6 => 0..=most, 1 => any::<u64>(), 1 => (0..4u64).prop_map(|n| u64::MAX - n)]
 }
@@ -320,7 +320,7 @@ proptest! {
         }
     }
 
-    /// A good tree with one number changed: refused, or written and then good.
+    /// A valid tree with one number changed: refused, or written and then valid.
     #[test]
     fn slightly_wrong_trees_never_panic(which in 0..24usize, index in any::<usize>(), to in number(70_000)) {
         let mut tree = good();

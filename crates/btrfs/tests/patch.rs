@@ -1,4 +1,4 @@
-//! One fsid a mount: patched nodes are right, and rotten ones are never mended.
+//! One fsid per mount: patched nodes are valid, and corrupt ones are never repaired.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -42,13 +42,13 @@ fn a_patched_seed_is_that_mounts_own() {
         let mount = patched(&template, &IDENTITY);
         check(&mount.info, &IDENTITY, &mount).unwrap();
         check(&mount.info, &TEMPLATE, &mount).expect_err("no template any more");
-        // Taking the same fsid away again gives the template back.
+        // Removing the same fsid again gives the template back.
         let again = patched(&mount, &IDENTITY);
         assert!(again.pieces == template.pieces);
     }
 }
 
-/// The injected bug: a bit of the metadata file flips before it is patched.
+/// The injected fault: a bit of the metadata file flips before patching.
 #[test]
 fn a_rotten_node_stays_rotten() {
     for checksum in KINDS {
@@ -59,7 +59,8 @@ fn a_rotten_node_stays_rotten() {
             let piece = &template.pieces[(flip >> 60 & 1) as usize];
             let at = (flip as usize % (piece.len() / NODE_SIZE)) * NODE_SIZE;
             let mut node = piece[at..at + NODE_SIZE].to_vec();
-            // Bytes of the stored checksum field that no checksum kind uses are not covered.
+            // Bytes of the stored checksum field that the checksum kind does not use are not
+            // covered.
             let byte = match (flip >> 20) as usize % NODE_SIZE {
                 byte if byte >= checksum.size() && byte < 32 => byte % checksum.size(),
                 byte => byte,
@@ -71,7 +72,7 @@ fn a_rotten_node_stays_rotten() {
     }
 }
 
-/// Every bit of the places that patching writes to, where overwriting would mend it.
+/// Every bit of the positions that patching writes to, where overwriting would repair it.
 #[test]
 fn a_flipped_bit_where_the_fsid_goes_is_not_mended() {
     for checksum in KINDS {

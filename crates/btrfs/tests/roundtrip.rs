@@ -1,4 +1,4 @@
-//! Random trees are written, checked, read back and compared with what went in.
+//! Random trees are written, checked, read back and compared with the input.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -77,13 +77,13 @@ fn names_and_xattrs_with_one_hash_come_back() {
 fn hard_links_spill_into_extended_references() {
     let mut builder = Builder::new();
     let file = builder.file(0, "file", b"content");
-    // Beyond what one INODE_REF holds, for each of two parents; some with one hash.
+    // More than one INODE_REF holds, for each of two parents; some with the same hash.
     let other = builder.dir(0, "other");
     for parent in [0, other] {
         for n in 0..2000 {
             builder.link(parent, format!("a long enough name, number {n}"), file);
         }
-        // All first: references fill up in the order of names.
+        // Names that sort first: references fill up in the order of names.
         for name in colliding(256 + parent, "\u{1}", 50) {
             builder.link(parent, name, file);
         }

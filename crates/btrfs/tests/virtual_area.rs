@@ -1,5 +1,5 @@
-//! The virtual area: it is written and checked at every size, the same each time, and the tree
-//! beside it does not notice. What breaks its rules is found.
+//! The virtual area: it is written and checked at every size, deterministically, and does not
+//! affect the tree. Violations of its rules are found.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -162,12 +162,12 @@ fn what_breaks_its_rules_is_found() {
     assert!(text.contains("virtual area"), "checksums are missing: {text}");
     let text = found(&|seed| seed.edit_item(VIRTUAL, inode, put(16, TIB)));
     assert!(text.contains("size"), "{text}");
-    // Two extents in the other order, in the file and in the extent tree alike.
+    // Two extents swapped, in the file and in the extent tree alike.
     let text = found(&|seed| {
         seed.edit_item(VIRTUAL, (FILE, 108, 0), put(21, AREA_START + 4096));
     });
     assert!(text.contains("virtual area"), "{text}");
-    // The tree's own file takes a piece of the area.
+    // The tree's own file uses a piece of the area.
     let text = found(&|seed| seed.edit_item(EXTENT_TREE, extent, put(25, 256)));
     assert!(text.contains("other subvolume"), "{text}");
     let text = found(&|seed| seed.edit_item(EXTENT_TREE, extent, put(25, 258)));

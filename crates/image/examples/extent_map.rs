@@ -1,17 +1,17 @@
-//! How long an extent map takes to be opened and asked, and what memory it takes:
-//! `cargo run --release -p burgeon-image --example extent_map [EXTENTS]`, by default 100 million.
-//! The map is made in a folder of its own below `TMPDIR`: 24 bytes an extent.
+//! Measures the time to open an extent map and look up addresses, and its memory: `cargo run
+//! --release -p burgeon-image --example extent_map [EXTENTS]`, by default 100 million. The map is
+//! created in a temporary folder below `TMPDIR`: 24 bytes per extent.
 
 use std::{error::Error, time::Instant};
 
 use burgeon_block::{BLOCK_SIZE, ObjectId};
 use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, Source};
 
-/// Extents in one call: what a large tree has.
+/// Extents per call: as many as a large tree has.
 const CALL: u64 = 5_000_000;
 const LOOKUPS: usize = 2_000_000;
 const ROUNDS: usize = 5;
-/// Words of the memory that lookups are compared with: a gigabyte, too much for every cache.
+/// Words of the memory that lookups are compared with: a gigabyte, too large for every cache.
 const WORDS: u64 = 1 << 27;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -87,7 +87,7 @@ fn run(folder: &std::path::Path, extents: u64) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// What one look at memory takes that nobody has looked at lately: a lookup takes a few of them.
+/// Time of an uncached memory access: a lookup takes a few of them.
 fn compare(random: &mut u64) {
     let memory: Vec<u64> = (0..WORDS).collect();
     let look = |_| {

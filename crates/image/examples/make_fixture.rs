@@ -1,6 +1,6 @@
 //! Writes the fixture that `tests/fixtures.rs` opens: `make_fixture FOLDER` makes two small
 //! images, one with each kind of block checksum, in a store, and the address map of the first.
-//! Run once for each version of the formats; what it made stays in the repository for ever.
+//! Run once for each version of the formats; its output stays in the repository forever.
 
 use std::{error::Error, fs, path::PathBuf};
 
@@ -33,7 +33,7 @@ fn entry(name: &str, kind: u8, data: &[u8], link: &str, device: (u32, u32)) -> V
     header
 }
 
-/// A pax record; its length counts itself.
+/// A pax record; its length includes itself.
 fn record(text: &str) -> String {
     format!("{} {text}\n", text.len() + 4)
 }

@@ -2,10 +2,10 @@
 //!
 //! ```text
 //!   directory, tar, reference ──build──► packs/<digest>      compressed, content-addressed chunks
-//!                                        manifests/<digest>  names, attributes, chunk table, checksums
+//!                                        manifests/<digest>  attributes, chunk table, checksums
 //!                                        images/<name>       a name for a manifest
 //!   recorded reads ─────────────────────► profiles/<digest>   reads to prefetch first
-//!   manifest ──prepare──► seed (btrfs metadata) + map (address ──► chunk, block checksums), local files
+//!   manifest ──prepare──► local files: seed (btrfs metadata) + map (address ──► chunk, checksums)
 //! ```
 //!
 //! Invariants: the manifest describes the image completely, and its BLAKE3 digest is the image's

@@ -1,7 +1,7 @@
 //! The address map: the part of an image's description that the serving process needs.
 //!
 //! ```text
-//!   header, section table │ PARAMS │ CHUNKS 64 B each, by address │ OBJECTS │ CHECKSUMS 4 or 8 B a block
+//!   header, section table │ PARAMS │ CHUNKS 64 B each │ OBJECTS │ CHECKSUMS 4 or 8 B per block
 //! ```
 //!
 //! A local file that is mapped, so that an idle mount costs no memory. Invariants: chunks fill

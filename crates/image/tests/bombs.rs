@@ -1,5 +1,6 @@
-//! Small inputs that claim to be huge: a process of its own refuses each of them, with an error that
-//! names the reason, within 5 s of processor time (15 s unoptimised) and below 256 MiB of memory.
+//! Small inputs that claim to be huge: a separate process refuses each of them, with an error
+//! that names the reason, within 5 s of processor time (15 s unoptimised) and below 256 MiB of
+//! memory.
 //!
 //! A new bomb is a function that writes it, and a line of `BOMBS`.
 
@@ -24,7 +25,7 @@ const MEMORY_MAX: u64 = 256 << 20;
 const CPU_MAX: Duration = Duration::from_secs(if cfg!(debug_assertions) { 15 } else { 5 });
 const BLOCK: usize = 512;
 
-/// Name, what writes it, the most bytes it may have, what its refusal says.
+/// Name, writer, maximum length in bytes, expected message.
 type Bomb = (&'static str, fn(&Path), u64, &'static str);
 
 const BOMBS: [Bomb; 11] = [
@@ -67,8 +68,8 @@ fn bombs_are_refused() {
     }
 }
 
-/// Manifests that declare 5 GiB of small files, and as much as their length allows: these are made of
-/// frames of zeros, which take no room.
+/// Manifests that declare 5 GiB of small files, and as much as their length allows: they consist
+/// of frames of zeros, which compress to almost nothing.
 #[test]
 fn manifests_are_refused() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -92,7 +93,7 @@ fn manifests_are_refused() {
     }
 }
 
-/// A manifest of an empty folder whose section of small files is so many MiB of zeros.
+/// A manifest of an empty folder whose section of small files is `mib` MiB of zeros. See
 /// `docs/format.md`, "Files of sections".
 fn manifest(mib: usize) -> Vec<u8> {
     const HEADER: usize = 64;
@@ -167,7 +168,7 @@ fn entry(name: &str, kind: u8, data: &[u8]) -> Vec<u8> {
     entry
 }
 
-/// An extended header of these keys and values.
+/// An extended header with these keys and values.
 fn pax(kind: u8, pairs: impl IntoIterator<Item = (String, String)>) -> Vec<u8> {
     let mut records = String::new();
     for (key, value) in pairs {
@@ -182,7 +183,7 @@ fn pair(key: &str, value: impl ToString) -> (String, String) {
     (key.to_owned(), value.to_string())
 }
 
-/// `first`, and then `again` so many times: zstd's frames may follow one another.
+/// `first`, and then `again` repeated: zstd's frames may be concatenated.
 fn zstd_again(path: &Path, first: &[u8], again: &[u8], times: usize) {
     let mut file = BufWriter::new(File::create(path).unwrap());
     file.write_all(&zstd::bulk::compress(first, 3).unwrap()).unwrap();
@@ -191,7 +192,7 @@ fn zstd_again(path: &Path, first: &[u8], again: &[u8], times: usize) {
     file.flush().unwrap();
 }
 
-/// What announces a sparse file of format 1.0, with `stored_len` bytes of map and data.
+/// The header of a sparse file of format 1.0, with `stored_len` bytes of map and data.
 fn sparse(size: u64, stored_len: u64) -> Vec<u8> {
     let pairs = [
         pair("GNU.sparse.major", 1),
@@ -202,13 +203,13 @@ fn sparse(size: u64, stored_len: u64) -> Vec<u8> {
 }
 
 fn long_number(path: &Path) {
-    // More than the memory that the reader may take, if it keeps the digits.
+    // More than the reader may allocate, if it keeps the digits.
     let (digits, times) = (vec![b'0'; 16 << 20], 20);
     let len = (digits.len() * times) as u64;
     zstd_again(path, &sparse(1 << 20, len), &digits, times);
 }
 
-/// Files whose map names bytes that are each `stride` from the one before.
+/// Files whose map lists single bytes at intervals of `stride`.
 fn files_of_bytes(path: &Path, files: usize, pieces: u64, stride: u64) {
     let mut file = BufWriter::new(File::create(path).unwrap());
     let mut map = format!("{pieces}\n");
@@ -287,7 +288,7 @@ fn xz_window(path: &Path) {
     xz.write_all(&header("zeros", b'0', zeros)).unwrap();
     std::io::copy(&mut std::io::repeat(0).take(zeros + 2 * BLOCK as u64), &mut xz).unwrap();
     let mut bytes = xz.finish().unwrap();
-    // The header of the first block: its length in words, flags, LZMA2, a byte, the window.
+    // The header of the first block: length in words, flags, LZMA2, a byte, the window.
     let len = (usize::from(bytes[12]) + 1) * 4;
     assert_eq!(bytes[14..16], [0x21, 1]);
     bytes[16] = 40;

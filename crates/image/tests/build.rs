@@ -1,4 +1,4 @@
-//! Images of directories: what was there is in the image, and only once.
+//! Images of directories contain the whole directory, and all content only once.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -107,9 +107,9 @@ fn an_image_holds_what_was_in_the_directory() {
     assert_eq!(paths[&b"link"[..]], paths[&b"a/file-5000"[..]]);
     let extents = |path| manifest.tree.extents_of(inode(&manifest, path));
     assert_eq!(extents("a/b/copy"), extents("a/file-100000"));
-    // A big file is one extent where its chunks lie one after another, but for a short tail.
+    // A big file is one extent where its chunks are contiguous, except for a short tail.
     assert!(extents("a/file-1500000").len() <= 2);
-    // Holes stay holes.
+    // Holes are preserved.
     assert_eq!(inode(&manifest, "hole").body, Body::None);
     assert_eq!(inode(&manifest, "hole").size, 1 << 40);
     let range = |start, len| ByteRange::at(start, len).unwrap();
@@ -132,7 +132,7 @@ fn the_same_tree_gives_the_same_image_whatever_the_threads() {
         let report = builder::from_directory(&fresh, "x", &root, &options, &|_| ()).unwrap();
         assert_eq!(report.image.digest().unwrap(), first, "{threads} threads");
     }
-    // Also in the same store, where every chunk is found.
+    // Also in the same store, where every chunk exists already.
     let again = from_directory(&store, "two", &root);
     assert_eq!(again.image.digest().unwrap(), first);
     assert_eq!(again.new_bytes, 0);
@@ -150,7 +150,7 @@ fn a_second_image_stores_only_what_is_new() {
     let report = from_directory(&store, "two", &root);
     assert!((300_000..700_000).contains(&report.new_bytes), "{}", report.new_bytes);
     compare(&store, &root, &report);
-    // What the store has lost is stored again.
+    // Chunks that the store has lost are stored again.
     store.remove(&packs[0]).unwrap();
     let report = from_directory(&store, "three", &root);
     compare(&store, &root, &report);
@@ -164,7 +164,7 @@ fn files_that_change_while_they_are_read_are_reported() {
     fs::write(root.join("steady"), noise(1, 10_000)).unwrap();
     fs::write(root.join("log"), noise(2, 10_000)).unwrap();
     let done = AtomicBool::new(false);
-    // The first report of progress comes between scanning and reading.
+    // The first progress report comes between scanning and reading.
     let progress = |_: &builder::Progress| {
         if !done.swap(true, Relaxed) {
             fs::write(root.join("log"), noise(3, 5_000)).unwrap();
@@ -173,7 +173,7 @@ fn files_that_change_while_they_are_read_are_reported() {
     let report = builder::from_directory(&store, "x", &root, &options(), &progress).unwrap();
     assert_eq!(report.changed, [root.join("log")]);
     load(&store, &report);
-    // Names that come and go change their directory.
+    // Added and removed names change their directory.
     let done = AtomicBool::new(false);
     let progress = |_: &builder::Progress| {
         if !done.swap(true, Relaxed) {
@@ -244,8 +244,8 @@ fn attributes_are_kept_as_the_kernel_has_them() {
     compare(&store, &root, &report);
 }
 
-/// Needs root, as the kernel tests do: the thread takes another user, or mounts in a namespace
-/// of its own.
+/// Needs root, as the kernel tests do: the thread changes its user, or mounts in a private
+/// namespace.
 #[test]
 fn files_that_may_not_be_read_are_listed() {
     let (folder, store) = store();
@@ -274,12 +274,12 @@ fn files_that_may_not_be_read_are_listed() {
     drop(store);
 }
 
-/// Runs `work` in a thread with a mount namespace of its own, with a tmpfs at `at`.
+/// Runs `work` in a thread with a private mount namespace and a tmpfs at `at`.
 fn with_tmpfs(at: &Path, options: &std::ffi::CStr, work: impl FnOnce() + Send + 'static) {
     use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
     let (at, options) = (at.to_owned(), options.to_owned());
     let work = move || {
-        // SAFETY: the flags concern this thread's view of mounts and directories alone.
+        // SAFETY: the flags affect only this thread's view of mounts and directories.
         unsafe {
             let own = rustix::thread::UnshareFlags::NEWNS | rustix::thread::UnshareFlags::FS;
             rustix::thread::unshare_unsafe(own).unwrap();
@@ -328,7 +328,7 @@ fn a_full_store_is_an_error_and_the_images_in_it_stay() {
         assert!(store.list("tmp").unwrap().is_empty());
         load(&store, &before);
         catalog::gc(&store, &[], false).unwrap();
-        // Freeing space is enough to go on.
+        // After freeing space the build succeeds.
         fs::write(root.join("more"), noise(77, 300_000)).unwrap();
         compare(&store, &root, &build().unwrap());
     });
@@ -406,7 +406,7 @@ fn bytes_that_stay_outside_are_referred_to() {
     let objects = burgeon_source::Objects::new(store.clone(), burgeon_source::References::Allow);
     let data = data_of(&objects, &manifest);
     assert!(content(&manifest, &data, file) == fs::read(&path).unwrap());
-    // The hole before the data is none in the image, either.
+    // The hole before the data takes no lazy data in the image.
     assert_eq!(manifest.data_range().len(), 700_001u64.next_multiple_of(4096));
 
     let objects = burgeon_source::Objects::new(store.clone(), burgeon_source::References::Refuse);
@@ -462,7 +462,7 @@ fn a_directory_by_reference_is_the_directory() {
     compare_with(&root, &there, &data_of(&objects, &there));
 }
 
-/// Another host's image, or one that was pulled, may say that a chunk lies where it does not.
+/// An image of another host, or a pulled one, may state a wrong position for a chunk.
 #[test]
 fn chunks_are_reused_from_images_that_this_host_has_made_or_verified() {
     let (folder, store) = store();
@@ -492,12 +492,13 @@ fn chunks_are_reused_from_images_that_this_host_has_made_or_verified() {
     let built = from_directory(&shared, "built", &root);
     assert_eq!(built.reused_bytes, 0);
     assert_eq!(verify(&built.image.digest().unwrap()).damage, []);
-    // A manifest that is not what its name says is nobody's, whoever has made the one of that name.
+    // A manifest that differs from its digest is not trusted, even if this host made the
+    // original.
     let made = catalog::manifest_object(&built.image.digest().unwrap()).unwrap();
     shared.publish(&made, &bytes).unwrap();
     assert_eq!(from_directory(&shared, "again", &root).reused_bytes, 0);
 
-    // An image of somebody else that was read from end to end is as good as one of this host's.
+    // A foreign image that was verified completely is as good as one of this host.
     let (_other, third) = common::store();
     let trusted = honest.image.digest().unwrap();
     for folder in ["packs", "manifests"] {
@@ -516,7 +517,7 @@ fn chunks_are_reused_from_images_that_this_host_has_made_or_verified() {
     assert_eq!(from_directory(&fourth, "after", &root).new_bytes, 0);
 }
 
-/// A store that takes packs and then is full.
+/// A store that accepts packs and then is full.
 struct Full<'a>(&'a burgeon_source::Directory);
 
 impl ObjectStore for Full<'_> {
@@ -567,7 +568,7 @@ fn a_build_that_fails_leaves_no_pack_or_says_so() {
     let said = fails();
     assert!(said.contains("no space left") && !said.contains("gc"), "{said}");
     assert_eq!(packs(), []);
-    // Beside another build they stay.
+    // Packs remain if another build is running.
     let other = store.begin_write().unwrap();
     let said = fails();
     assert!(said.contains("no space left") && said.contains("until `burgeon gc`"), "{said}");
@@ -575,7 +576,7 @@ fn a_build_that_fails_leaves_no_pack_or_says_so() {
     drop(other);
     catalog::gc(&store, &[], false).unwrap();
     assert_eq!(packs(), []);
-    // What an image has was there before.
+    // Packs that an image uses existed before.
     from_directory(&store, "old", &root);
     let before = packs();
     fails();

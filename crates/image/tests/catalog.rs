@@ -1,4 +1,4 @@
-//! Removing, collecting, verifying and inspecting images.
+//! Removal, collection, verification and inspection of images.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -52,7 +52,7 @@ fn what_is_removed_is_collected_and_what_is_shared_stays() {
     let removed = catalog::remove(&store, "a", "me").unwrap().unwrap();
     assert_eq!(removed.digest().unwrap(), a);
     assert_eq!(catalog::remove(&store, "a", "me").unwrap_err().kind(), ErrorKind::NotFound);
-    // The packs of a hold the common file, which b refers to; only the manifest goes.
+    // The packs of a hold the common file, which b refers to; only the manifest is collected.
     let planned = catalog::gc(&store, &[], true).unwrap();
     assert!(catalog::load_bytes(&store, &a).is_ok());
     let done = catalog::gc(&store, &[], false).unwrap();
@@ -61,7 +61,7 @@ fn what_is_removed_is_collected_and_what_is_shared_stays() {
     assert!(verify(&store, &b).damage.is_empty());
 
     catalog::remove(&store, "b", "me").unwrap();
-    // What this host still needs stays, though no name does.
+    // The images this host needs stay, even without a name.
     let kept = catalog::gc(&store, &[b], false).unwrap();
     assert_eq!((kept.manifests, kept.packs), (0, 0));
     let all = catalog::gc(&store, &[], false).unwrap();
@@ -78,7 +78,7 @@ fn a_name_whose_record_is_damaged_can_be_removed() {
     assert_eq!(catalog::remove(&store, "a", "me").unwrap(), None);
     assert_eq!(catalog::gc(&store, &[], false).unwrap().manifests, 1);
     assert!(verify(&store, &b).damage.is_empty());
-    // What a newer Burgeon has written is not damaged.
+    // A record of a newer Burgeon is not damaged.
     fs::write(store.root().join("images/a"), b"{\"format\":9}").unwrap();
     let newer = catalog::remove(&store, "a", "me").unwrap_err();
     assert_eq!(newer.kind(), ErrorKind::UnsupportedFormat);
@@ -91,15 +91,15 @@ fn other_hosts_keep_what_they_need() {
     catalog::publish_roots(&store, "me", &[b]).unwrap();
     let error = catalog::remove(&store, "a", "me").unwrap_err();
     assert!(error.to_string().contains("host other"), "{error}");
-    // Another name keeps it: this one may go.
+    // Another name keeps it: this one may be removed.
     let root = _folder.path().join("a");
     from_directory(&store, "a2", &root);
     catalog::remove(&store, "a", "me").unwrap();
     catalog::remove(&store, "a2", "me").unwrap_err();
-    // My own need does not keep the name, only the image.
+    // This host's need does not keep the name, only the image.
     catalog::remove(&store, "b", "me").unwrap();
     assert_eq!(catalog::gc(&store, &[], false).unwrap().manifests, 0);
-    // A record that cannot be read may need anything.
+    // An unreadable record may need anything.
     fs::write(store.root().join("roots/third"), b"{").unwrap();
     for error in [
         catalog::gc(&store, &[], false).unwrap_err(),
@@ -140,7 +140,7 @@ fn nothing_is_collected_while_needs_are_unknown() {
     assert_eq!(catalog::gc(&store, &[], false).unwrap_err().kind(), ErrorKind::Corrupt);
     assert_eq!(catalog::resolve(&store, "a").unwrap_err().kind(), ErrorKind::Corrupt);
     store.publish(&name, &record).unwrap();
-    // A build at work may rely on anything.
+    // A running build may rely on anything.
     let lease = store.begin_write().unwrap();
     let waiting = catalog::gc(&store, &[], false).unwrap();
     assert_eq!((waiting.builds, waiting.packs), (1, 0));
@@ -148,7 +148,7 @@ fn nothing_is_collected_while_needs_are_unknown() {
     assert_eq!(catalog::gc(&store, &[], false).unwrap().packs, 1);
 }
 
-/// Where the two packs of [`two`] lie, that of "a" first.
+/// Paths of the two packs of [`two`], that of "a" first.
 fn packs(store: &Directory, digest: &Digest) -> Vec<PathBuf> {
     let manifest = catalog::load(store, digest, &burgeon_image::Limits::default()).unwrap();
     manifest.objects.iter().map(|object| store.path_of(object)).collect()
@@ -190,7 +190,7 @@ fn damage_is_found_and_named() {
         assert!(verify(&store, &a).damage.is_empty(), "{what}: the other image is whole");
         fs::write(&second, good).unwrap();
     }
-    // Damage outside this image's chunks is told of, too: here in a pack that b shares.
+    // Damage outside this image's chunks is reported, too: here in a pack that b shares.
     let mut bytes = fs::read(&first).unwrap();
     let at = bytes.len() - 5;
     bytes[at] ^= 1;
@@ -218,7 +218,7 @@ fn the_map_of_an_image_covers_its_files() {
     }
 }
 
-/// An archive of one file, of noise, as long as is wanted.
+/// An archive of one file of noise, of any length.
 struct Endless(u64);
 
 impl Read for Endless {
@@ -241,7 +241,8 @@ impl Read for Endless {
     }
 }
 
-/// With `BURGEON_TEST_STORE`, the process that the next test kills; without, the archive is cut.
+/// With `BURGEON_TEST_STORE`, the process that the next test kills; otherwise, the archive is
+/// truncated.
 #[test]
 fn a_build_that_is_cut_short_leaves_nothing() {
     if let Some(path) = std::env::var_os("BURGEON_TEST_STORE") {
@@ -263,12 +264,12 @@ fn a_killed_build_leaves_nothing_visible_and_nothing_for_ever() {
         .env("BURGEON_TEST_STORE", store.root())
         .spawn()
         .unwrap();
-    // Wait for a published pack: then the build is half-way.
+    // Wait for a published pack: the build is then half-way.
     while store.list("packs").unwrap().is_empty() {
         assert!(child.try_wait().unwrap().is_none(), "the build ended by itself");
         std::thread::sleep(Duration::from_millis(10));
     }
-    // A live build is left alone.
+    // A running build is left alone.
     let alive = catalog::gc(&store, &[], false).unwrap();
     assert_eq!((alive.builds, alive.packs), (1, 0));
     child.kill().unwrap();

@@ -1,4 +1,4 @@
-//! The extent map: what is mapped stays where it is, and damage is never another answer.
+//! The extent map: mappings are permanent, and damage never gives a different answer.
 
 #![allow(clippy::unwrap_used)]
 
@@ -41,10 +41,10 @@ fn created() -> tempfile::TempDir {
     folder
 }
 
-/// Where an extent is, what it is made of from which byte on, and its checksums' place.
+/// Range of an extent, its source, its offset there, and the position of its checksums.
 type Known = (ByteRange, Source, u64, u64);
 
-/// Everything that a map says: of each extent where it is and what it is made of.
+/// The contents of a map: position and source of each extent.
 fn content(map: &ExtentMap) -> Vec<Known> {
     let end = map.mappings().unwrap().last().map_or(0, |last| last.range.end());
     let mut at = 0;
@@ -177,7 +177,7 @@ fn a_map_has_one_writer_and_is_made_once() {
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
 }
 
-/// A map of three mappings; what it says.
+/// A map of three mappings; returns its contents.
 fn sample(folder: &Path) -> Vec<Known> {
     let mut writer = ExtentWriter::open(folder).unwrap();
     writer.map(&mapping(vec![computed(1 << 40), file("a", 5000)])).unwrap();
@@ -186,7 +186,7 @@ fn sample(folder: &Path) -> Vec<Known> {
     content(&ExtentMap::open(folder).unwrap())
 }
 
-/// Whether each address has the answer it had, or none.
+/// True if each address has its previous answer or none.
 fn same_or_error(map: &ExtentMap<Memory>, before: &[Known]) -> bool {
     before.iter().all(|(range, source, offset, checksum)| {
         [range.start(), range.end() - 1].into_iter().all(|at| match map.find(at) {
@@ -229,7 +229,7 @@ impl LogFile for Memory {
 
 const NAMES: [&str; 2] = ["extents", "sources"];
 
-/// Both files of the sample, in memory, and what they say.
+/// Both files of the sample, in memory, and their contents.
 fn sample_bytes() -> ([Vec<u8>; 2], Vec<Known>) {
     let folder = created();
     let before = sample(folder.path());
@@ -261,7 +261,7 @@ fn a_flipped_bit_anywhere_is_an_error_and_never_another_answer() {
                     refused += 1;
                 }
             }
-            // Nor is an address given away again.
+            // No address is allocated twice, either.
             if let Ok(mut writer) = ExtentWriter::over(logs(&bad)) {
                 let range = writer.map(&mapping(vec![computed(1)])).unwrap();
                 assert!(range.start() >= end, "{place}: {range}");
@@ -297,7 +297,7 @@ fn a_damaged_record_is_an_error_for_the_addresses_next_to_it_alone() {
     let files = NAMES.map(|name| fs::read(folder.path().join(name)).unwrap());
     let before = content(&ExtentMap::open(folder.path()).unwrap());
     assert_eq!(before.len(), 700);
-    // Also those by which the others are found; low bits and high ones.
+    // Also those through which others are found; low bits and high ones.
     for record in [0, 1, 2, 127, 128, 129, 200, 256, 384, 512, 640, 699] {
         for (byte, bit) in [(0, 1), (0, 4), (1, 1), (7, 128)] {
             let mut damaged = files.clone();
@@ -325,7 +325,7 @@ fn verification_finds_damage_and_what_has_no_end() {
         damaged[log][64] ^= 1;
         assert_eq!(open(&damaged).verify().unwrap_err().kind(), ErrorKind::Corrupt, "{log}");
     }
-    // The last end is gone.
+    // The last end is missing.
     let mut cut = files.clone();
     cut[0].truncate(files[0].len() - 24);
     assert_eq!(open(&cut).verify().unwrap(), ["models/llama.bin"]);
@@ -362,8 +362,8 @@ fn xxhash(bytes: &[u8]) -> u64 {
     burgeon_block::ChecksumKind::Xxhash64.of(bytes)
 }
 
-/// A map of version 1, made by another program after `docs/format.md`: it opens for ever, and what
-/// is written today has the same bytes.
+/// A map of version 1, made by another program according to `docs/format.md`: it opens forever,
+/// and current code writes the same bytes.
 #[test]
 fn a_map_of_version_1_opens_and_is_written_as_it_was_then() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/v1/area");
@@ -396,7 +396,7 @@ fn a_map_of_version_1_opens_and_is_written_as_it_was_then() {
 
 type Once = Arc<Mutex<Option<Box<dyn FnOnce() + Send>>>>;
 
-/// A file in memory; something happens just before its length is asked for once more.
+/// A file in memory; a callback runs just before its length is read again.
 struct Overtaken {
     memory: Memory,
     first: Once,
@@ -436,7 +436,7 @@ fn a_view_is_never_followed_by_an_older_one() {
     let (_, sources_log) = log(&sources, &first);
     let map = Arc::new(ExtentMap::over([extents_log, sources_log]).unwrap());
     assert_eq!(map.find(0).unwrap_err().kind(), ErrorKind::Unmapped);
-    // Between the two looks of a refresh something is mapped, and another refresh sees it.
+    // Between the two reads of a refresh, something is mapped, and another refresh sees it.
     let other = Arc::clone(&map);
     *first.lock().unwrap() = Some(Box::new(move || {
         *appended.0.lock().unwrap() = extents;

@@ -1,4 +1,4 @@
-//! Images made by earlier versions: they open, and hold what they held, for ever. A folder for
+//! Images made by earlier versions open, with their original content, forever. One folder for
 //! each version of the formats; `examples/make_fixture.rs` made the newest.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
@@ -90,7 +90,7 @@ fn maps_of_version_1_open() {
                 (chunk.object, chunk.stored, chunk.codec, chunk.digest)
             );
         }
-        // What opens today is written as it was then.
+        // Current code writes the images that it opens identically.
         let rewritten = tempfile::tempdir().unwrap();
         AddressMap::from_manifest(&manifest)
             .unwrap()

@@ -1,4 +1,4 @@
-//! Images of layers: what lies above hides what lies below, and nothing leaves the tree.
+//! Images of layers: upper layers hide lower ones, and nothing leaves the tree.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -76,7 +76,7 @@ fn build_layers(layers: &[Vec<u8>]) -> Result<(tempfile::TempDir, Vec<String>)> 
     Ok((folder, shown(&manifest, &data)))
 }
 
-/// The same tree of a description of the layers, whose data stays in them.
+/// The same tree from a description of the layers, whose data stays in them.
 fn describe_layers(layers: &[Vec<u8>]) -> Result<(Manifest, Vec<u8>)> {
     let (_folder, store) = store();
     let all = Layers::new(LayerLimits::default());
@@ -148,14 +148,14 @@ fn whiteouts_take_away_what_lies_below_and_nothing_else() {
     let below = [folder("d"), file("d/a", "1"), file("d/b", "1"), file("x", "1")];
     gives(&[&below, &[file(".wh.x", ""), file("d/.wh.a", "")]], &["d/", "d/b=1"]);
     gives(&[&below, &[file(".wh.d", "")]], &["x=1"]);
-    // Of its own layer it takes nothing, wherever it stands.
+    // It removes nothing of its own layer, wherever it stands.
     for own in [[file("d/.wh.a", ""), file("d/a", "2")], [file("d/a", "2"), file("d/.wh.a", "")]] {
         gives(&[&below, &own], &["d/", "d/a=2", "d/b=1", "x=1"]);
     }
     let opaque = [file("d/c", "2"), file("d/.wh..wh..opq", ""), file("d/b", "2")];
     gives(&[&below, &opaque], &["d/", "d/b=2", "d/c=2", "x=1"]);
     gives(&[&below, &[file(".wh..wh..opq", ""), file("y", "2")]], &["y=2"]);
-    // What is not there need not go; what an old driver left is not seen.
+    // A whiteout of a missing name is allowed; remains of an old driver are ignored.
     let foreign = [file(".wh.none", ""), file("no/.wh.x", ""), file(".wh..wh.plnk/1.2", "z")];
     gives(&[&below, &foreign], &["d/", "d/a=1", "d/b=1", "x=1"]);
     gives(&[&below, &[file(".wh.d", "")], &[file("d/new", "3")]], &["d/", "d/new=3", "x=1"]);
@@ -169,15 +169,15 @@ fn kinds_change_and_links_go_across_layers() {
     gives(&[&below, &[folder("s"), file("s/x", "2")]], &["d/", "d/a=1", "f=1", "s/", "s/x=2"]);
     gives(&[&below, &[file("s/x", "2")]], &["d/", "d/a=1", "d/x=2", "f=1", "s=d"]);
     gives(&[&below, &[link("l", "s/a")]], &["d/", "d/a=1", "f=1", "l=1", "s=d"]);
-    // The other name keeps what it had.
+    // The other name keeps its content.
     gives(&[&[file("a", "1"), link("b", "a")], &[file("a", "2")]], &["a=2", "b=1"]);
     gives(&[&[file("a", "1")], &[link("b", "a")], &[file(".wh.a", "")]], &["b=1"]);
-    // Of two entries of one layer the later one counts; an empty image is one.
+    // Of two entries of one layer the later one counts; an empty image is valid.
     gives(&[&[file("a", "1"), file("a", "2")]], &["a=2"]);
     gives(&[&[], &[]], &[]);
 }
 
-/// As Go writes a name that is not ASCII: what is left of it in the header ends like a folder's.
+/// Go writes non-ASCII names so that the truncated name in the header ends like a folder's.
 #[test]
 fn a_name_that_the_header_cuts_short_is_no_folder() {
     let record = entry("x", b'x', "", "17 path=names/é\n".as_bytes());
@@ -208,7 +208,7 @@ fn nothing_leaves_the_tree() {
 
 #[test]
 fn directories_have_a_greatest_depth() {
-    // GNU's way to write long names and targets.
+    // GNU's encoding of long names and targets.
     let long = |kind: u8, text: &str| entry("././@LongLink", kind, "", text.as_bytes());
     let deep = "d/".repeat(2000);
     let below = [long(b'L', &deep), folder("x"), long(b'K', &deep), symlink("deep", "x")];
@@ -240,7 +240,7 @@ fn every_limit_ends_the_work() {
     let long: Vec<_> =
         (0..10).map(|n| symlink(&format!("{n}{}", "x".repeat(80)), &"y".repeat(80))).collect();
     over(index(&mut &archive(&long)[..]).unwrap_err(), "bytes of names");
-    // What a few bytes unpack to need not end.
+    // A few bytes may unpack to endless data.
     let mut bomb = entry("zeros", b'0', "", b"");
     bomb[124..135].copy_from_slice(b"77777777777");
     bomb[148..156].fill(b' ');
@@ -248,7 +248,7 @@ fn every_limit_ends_the_work() {
     bomb[148..154].copy_from_slice(format!("{sum:06o}").as_bytes());
     bomb[154] = 0;
     over(index(&mut bomb.as_slice().chain(std::io::repeat(0))).unwrap_err(), "bytes, unpacked");
-    // Several layers share them.
+    // Several layers share the limits.
     let layers = Layers::new(limits);
     layers.index(&archive(&many[..6])[..]).unwrap();
     over(layers.index(&archive(&many[..6])[..]).map(drop).unwrap_err(), "more than 10 files");
@@ -307,7 +307,7 @@ fn a_description_is_of_the_same_tree_whatever_layers_take_away() {
         };
         assert!(tree(&manifest, &data) == tree(&expected, &expected_data), "{seed}");
         assert!(!tree(&manifest, &data).is_empty());
-        // No chunk is there that no file needs.
+        // Every chunk is needed by a file.
         let starts = manifest.chunk_addresses();
         for (start, end) in starts.iter().zip(&starts[1..]) {
             let mut extents = manifest.tree.extents.iter();
@@ -317,7 +317,7 @@ fn a_description_is_of_the_same_tree_whatever_layers_take_away() {
     }
 }
 
-/// A file of a table of contents, with these parts.
+/// A file of a table of contents with these parts.
 fn listed(path: &str, size: u64, parts: &[(u64, u32, u64)]) -> Listed {
     let digest = |offset| *Digest::of(&u64::to_le_bytes(offset)).as_bytes();
     let part = |&(at, len, offset)| Part { at, len, offset, digest: digest(offset) };
@@ -381,7 +381,8 @@ fn a_listed_layer_is_placed_without_being_read() {
     assert_eq!(extents("same"), extents("again"), "one content, one address");
     assert_ne!(extents("same"), extents("similar"));
     assert!(inode("large").nodatasum && inode("above").nodatasum && !inode("empty").nodatasum);
-    // The large file, holes that are none, three of the small ones, and what lies above; not what is gone.
+    // The large file, gaps around sparse data, three of the small files, and the upper layer; no
+    // removed files.
     assert!(data.len() < 2_000_000, "{}", data.len());
 }
 
@@ -402,16 +403,16 @@ fn impossible_lists_are_refused_at_once() {
     ] {
         assert_eq!(refused(file.clone()), ErrorKind::Corrupt, "{file:?}");
     }
-    // Of what is sparse only the parts count, however long the file is.
+    // Only the parts of a sparse file count, however long the file is.
     let (manifest, data) =
         list_layers(&[listed("a", 1 << 60, &[(1 << 59, 5, 0)])], &[7; 5], &none).unwrap();
     assert_eq!((data.len(), manifest.chunks.len()), (256 << 10, 1));
-    // More data than an image may have; also of bytes that lie far apart, or of one place.
+    // More data than an image may have, both from distant positions and from the same one.
     let parts: Vec<_> = (0..3).map(|n| (n << 24, 1 << 24, 0)).collect();
     assert_eq!(refused(listed("a", 1 << 30, &parts)), ErrorKind::Invalid);
     let parts: Vec<_> = (0..200).map(|n| (n << 18, 1, 0)).collect();
     assert_eq!(refused(listed("a", 1 << 30, &parts)), ErrorKind::Invalid);
-    // Of a list that was refused nothing counts.
+    // A refused list counts nothing.
     let all = Layers::new(LayerLimits { entries: 2, ..LayerLimits::default() });
     let files = ["a", "b", "c"].map(|path| listed(path, 0, &[]));
     for _ in 0..3 {

@@ -1,4 +1,4 @@
-//! Manifests and maps: round trips of arbitrary trees, and refusal of what is wrong.
+//! Manifests and maps: round trips of arbitrary trees, and refusal of invalid input.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -91,7 +91,7 @@ fn decode(bytes: &[u8]) -> burgeon_block::Result<Manifest> {
     Manifest::decode(bytes, &Limits::default())
 }
 
-/// What a reader of the tree sees, whatever the order of the blob.
+/// The tree as a reader sees it, whatever the order of the blob.
 fn seen(manifest: &Manifest) -> Vec<String> {
     let tree = &manifest.tree;
     let names = tree
@@ -153,7 +153,7 @@ fn the_map_answers_like_the_manifest() {
     assert_eq!(AddressMap::open(&path).err().unwrap().kind(), ErrorKind::Corrupt);
 }
 
-/// Each change makes an impossible manifest, which neither is written nor would be read.
+/// Each change makes the manifest invalid: it can be neither written nor read.
 #[test]
 fn hostile_manifests_are_refused() {
     type Change = fn(&mut Manifest);

@@ -1,4 +1,5 @@
-//! Profiles: made of addresses, merged, carried over to another image, read back, and built by.
+//! Profiles: made of addresses, merged, translated to another image, read back, and used by
+//! builds.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -90,7 +91,7 @@ fn addresses_become_files_in_order_and_runs_are_merged() {
     assert_eq!(merged.runs, 2);
     let piece = merged.reads[4];
     assert_eq!(piece.addresses(), at("lib/big", 10 * BLOCK, 2 * BLOCK));
-    // What no run reads any more is forgotten in the end; what all read stays.
+    // Ranges that no run reads any more are dropped eventually; those that all runs read stay.
     let many = (0..20).fold(first, |profile, _| profile.merge(&second));
     assert_eq!(reads(&many), reads(&second));
     assert_eq!(many.runs, 21);
@@ -114,7 +115,7 @@ fn it_lies_beside_its_image_and_goes_with_it() {
     catalog::remove(&store, "x", "me").unwrap();
     catalog::gc(&store, &[], false).unwrap();
     assert!(list_profiles(&store).unwrap().is_empty());
-    // One that claims to be another image's is refused.
+    // A profile of another image is refused.
     let object = profile_object(&burgeon_block::Digest::of(b"other")).unwrap();
     store.publish(&object, &profile.encode().unwrap()).unwrap();
     let other = burgeon_block::Digest::of(b"other");
@@ -192,7 +193,7 @@ fn a_build_by_a_profile_stores_what_it_names_first_and_together() {
     let starts: Vec<u64> = [("lib/c", 0), ("lib/a", 0), ("lib/big", 512 << 10), ("lib/big", 0)]
         .map(|(path, offset)| addresses(&after, path, offset, BLOCK).start() - DATA_START)
         .to_vec();
-    // Short files share a chunk, and pieces of a big one have each their own.
+    // Short files share a chunk; each piece of a big one has its own.
     assert_eq!(starts, [0, 13 * BLOCK, 18 * BLOCK, (18 + 64) * BLOCK]);
     let hot = after.chunks.iter().take(3);
     let new: Vec<_> = hot.map(|chunk| &after.objects[chunk.object as usize]).collect();

@@ -1,4 +1,5 @@
-//! Images of tar archives: the same as of the directory they were made of; hostile ones refused.
+//! Images of tar archives: equal to those of the original directory; hostile archives are
+//! refused.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -69,7 +70,7 @@ fn from_tar(store: &Directory, bytes: Vec<u8>) -> Result<Manifest> {
     Ok(load(store, &report))
 }
 
-/// Each path with what it is, without what the archive's format may lose.
+/// Each path with its attributes, except those that the archive's format may lose.
 fn described(store: &Directory, manifest: &Manifest, nanos: bool, holes: bool) -> Vec<String> {
     let data = data(store, manifest);
     let mut first_of = std::collections::HashMap::new();
@@ -109,7 +110,7 @@ fn access_lists_in_text_are_those_of_the_directory() {
     fs::create_dir_all(root.join("dir")).unwrap();
     fs::write(root.join("file"), "x").unwrap();
     fs::write(root.join("plain"), "x").unwrap();
-    // Numbers without a name here: so they are numbers in the archive, too.
+    // Numbers without a name on this host: they are numbers in the archive, too.
     let set = |arguments: &[&str]| {
         let set = Command::new("setfacl").args(arguments).current_dir(&root).status();
         assert!(set.unwrap().success(), "{arguments:?}");
@@ -126,7 +127,7 @@ fn access_lists_in_text_are_those_of_the_directory() {
     let expected = described(&store, &directory, false, true);
     assert_eq!(directory.tree.xattrs.len(), 3, "two access lists and a default one");
     assert_eq!(described(&store, &load(&store, &report), false, true), expected);
-    // A name that nobody has here: its list is left out, and that is said.
+    // An unknown name: its ACL is left out, and reported.
     let at = bytes.windows(10).position(|part| part == b"user:54321").unwrap();
     let mut named = bytes;
     named[at..at + 10].copy_from_slice(b"user:abcde");
@@ -161,7 +162,7 @@ fn an_archive_is_the_directory_it_was_made_of() {
     let expected = without_xattrs(&directory, true);
     let gnu = from_tar(&store, archive(&root, &["--format=gnu", "--sparse"])).unwrap();
     assert_eq!(without_xattrs(&gnu, true), expected);
-    // Many pieces: a map that goes on after the header.
+    // Many pieces: a map that continues after the header.
     let pieces = fs::File::create(root.join("pieces")).unwrap();
     pieces.set_len(8 << 20).unwrap();
     (0..60u64).for_each(|n| pieces.write_all_at(&noise(n, 4096), n * 131_072).unwrap());
@@ -236,7 +237,7 @@ fn ended(parts: &[Vec<u8>]) -> Vec<u8> {
     [parts.concat(), vec![0; 1024]].concat()
 }
 
-/// An extended header of `records`; each record's length counts itself.
+/// An extended header of `records`; each record's length includes itself.
 fn pax(records: &[&str]) -> Vec<u8> {
     let record = |text: &&str| {
         let len = text.len() + 4;
@@ -333,7 +334,7 @@ fn sizes_at_the_end_of_what_numbers_hold_are_refused() {
         let error = from_tar(&store, ended(&parts)).expect_err(what);
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{what}: {error}");
     }
-    // Each of these is as long as a file can be: together they pass 64 bits.
+    // Each of these is as long as a file can be: their sum exceeds 64 bits.
     let longest = i64::MAX as u64 - 4096;
     let files = [b"a", b"b", b"c"].map(|name| [sparse(name, longest, 4096, 512), vec![1; 512]]);
     let manifest = from_tar(&store, ended(&files.concat())).unwrap();
@@ -358,7 +359,7 @@ fn of_privileged_attributes_an_archive_gives_capabilities_alone() {
 #[test]
 fn many_records_take_no_long_time() {
     let (_folder, store) = store();
-    // Near the longest header: looking at each before adding one would take hours.
+    // Near the longest header: examining each record before adding one would take hours.
     let records: String = (0..800_000).map(|n| format!("15 k{n:07}=vv\n")).collect();
     let all = ended(&[pax_raw(&records), header(b"a", b'0', 0, b"")]);
     assert_eq!(inode(&from_tar(&store, all).unwrap(), "a").size, 0);
@@ -366,7 +367,7 @@ fn many_records_take_no_long_time() {
         (0..400_000).map(|n| format!("35 SCHILY.xattr.user.{n:07}=vvvvv\n")).collect();
     let all = ended(&[pax_raw(&attributes), header(b"a", b'0', 0, b"")]);
     assert!(from_tar(&store, all).is_err(), "more than an inode can have");
-    // Headers that add up, and records in force for every file that follows.
+    // Headers that add up, and records that apply to every following file.
     let twice = ended(&[pax_raw(&records), pax_raw(&records), header(b"a", b'0', 0, b"")]);
     assert_eq!(from_tar(&store, twice).unwrap_err().kind(), ErrorKind::Corrupt);
     let mut global = pax_raw(&records);
@@ -424,7 +425,7 @@ fn later_entries_replace_earlier_ones_and_missing_directories_are_made() {
     assert_eq!(inode(&manifest, "null").mode, 0o020644);
 }
 
-/// An archive with everything in it, to be damaged.
+/// An archive with all features, to be damaged.
 fn varied() -> Vec<u8> {
     ended(&[
         header(b"d/", b'5', 0, b""),
@@ -449,8 +450,8 @@ fn varied() -> Vec<u8> {
 proptest::proptest! {
     #![proptest_config(proptest::test_runner::Config::with_cases(300))]
 
-    /// Damaged anywhere, with headers whose checksums are right: refused, or an image that holds
-    /// to the rules; never a panic, never more memory than the archive's length suggests.
+    /// Damaged anywhere, with valid header checksums: refused, or an image that obeys the rules;
+    /// never a panic, never more memory than the archive's length justifies.
     #[test]
     fn damaged_archives_are_refused_or_consistent(
         edits in proptest::collection::vec((0usize..10_000, proptest::prelude::any::<u8>()), 1..6),
@@ -506,14 +507,16 @@ fn an_archive_ends_soon_after_its_end() {
 fn names_of_one_hash_that_no_item_holds_are_refused_by_the_build() {
     let (_folder, store) = store();
     let hash = |name: &[u8]| burgeon_block::ChecksumKind::Crc32c.of(name) as u32;
-    // CRC-32C is affine: of two names of one length the difference of hashes is that of the bytes.
+    // CRC-32C is affine: for names of equal length, hashes differ by a function of the bytes'
+    // difference.
     let zero = hash(&[0; 40]);
     let bit = |n: usize| {
         let mut name = [0; 40];
         name[n / 8] = 1 << (n % 8);
         hash(&name) ^ zero
     };
-    // Changes of the first 36 bytes that keep all 32 bits: Gauss over the low four bits of each byte.
+    // Changes of the first 36 bytes that preserve all 32 bits: Gauss over the low four bits of
+    // each byte.
     let mut rows: Vec<(u32, [u8; 40])> = Vec::new();
     let mut kernel: Vec<[u8; 40]> = Vec::new();
     for n in (0..36 * 8).filter(|n| n % 8 < 4) {

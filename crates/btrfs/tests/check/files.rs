@@ -2,7 +2,7 @@
 
 use crate::*;
 
-/// What goes wrong between two batches of leaves, which are read by different threads.
+/// Inconsistencies between two batches of leaves, which different threads read.
 #[test]
 fn rules_hold_across_batches() {
     let mut b = Builder::new();
@@ -33,12 +33,12 @@ fn rules_hold_across_batches() {
         good.clone().edit_nodes(at(start), |node| first = leaf_items(node)[0].0);
         let mut seed = good.clone();
         if first.0 == 257 && first.1 == 96 {
-            // All names from here on have the next number.
+            // All names from here on get the next number.
             seed.edit_nodes(|header| header.owner == FILES, |node| bump_offsets(node, first));
             finds(&seed, "lacks an entry");
             tried[0] = true;
         } else if first.0 == file && first.1 == 108 {
-            // The extent before reaches into the first one here.
+            // The previous extent reaches into the first one here.
             seed.edit_nodes(at(start - 16384), |node| {
                 let (_, range) = leaf_items(node).pop().unwrap();
                 for at in [8, 29, 45] {
@@ -171,7 +171,7 @@ fn a_directory_inside_itself_is_found() {
     b.dir(two, "a");
     let options = b.options();
     let mut seed = b.seed(&options);
-    // From 256/257/258/259 to 256/259 and 257/258/257: still a name for each.
+    // From 256/257/258/259 to 256/259 and 257/258/257: each still has a name.
     for kind in [84, 96] {
         for (parent, child) in [(256, 259u64), (258, 257)] {
             let keys = seed.keys(FILES);

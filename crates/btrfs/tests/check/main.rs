@@ -1,4 +1,4 @@
-//! What is damaged is found: a case for each rule of `check`, which fails without that rule.
+//! Damage is found: one case for each rule of `check`, which fails without that rule.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -35,7 +35,7 @@ const PLAIN: u64 = 263;
 const SHARED: u64 = 264;
 const MANY: u64 = 265;
 
-/// A seed with one of everything that a rule is about, and trees of several levels.
+/// A seed with every kind of item that a rule is about, and trees of several levels.
 fn seed() -> Seed {
     let mut b = Builder::new();
     let directory = b.dir(0, "directory");
@@ -52,7 +52,7 @@ fn seed() -> Seed {
     b.tree.inodes[plain as usize].nodatasum = true;
     let address = b.append(&pattern(3, 12288));
     b.mapped(0, "shared", 12288, &[(0, address, 12288)]);
-    // Behind a gap, so that free space and checksums have one, too.
+    // After a gap, so that free space and checksums have one, too.
     b.append(&pattern(4, 4096));
     let repeated = b.append(&pattern(5, 4096));
     let runs: Vec<_> = (0..100).map(|n| (n * 8192, repeated, 4096)).collect();

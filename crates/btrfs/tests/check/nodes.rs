@@ -45,7 +45,7 @@ fn nodes_are_what_their_parents_say() {
     broken("there can be no node", |s| s.edit_nodes(files_root, add(101 + 17, 1)));
     broken("there can be no node", |s| s.edit_nodes(files_root, add(101 + 17, 1 << 50)));
     broken("there can be no node", |s| s.edit_nodes(files_root, add(101 + 17, u64::MAX << 30)));
-    // A key beyond those of the next leaf, and one unlike the parent's.
+    // A key beyond those of the next leaf, and one that differs from the parent's.
     broken("out of order", |s| s.edit_nodes(files_root, add(101 + 33, 1)));
     broken("keys of the next", |s| {
         s.edit_nodes(files_root, |node| {

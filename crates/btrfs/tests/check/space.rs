@@ -58,7 +58,7 @@ fn extents_lie_apart_in_lazy_data_and_are_used_as_files_say() {
     broken("extents and files disagree", |s| s.edit_item(EXTENT, first(s), add(33, 1)));
     broken("extents and files disagree", |s| s.edit_item(EXTENT, first(s), add(41, 4096)));
     broken("how often", |s| {
-        // The file holds a text instead of its extent, and says so.
+        // The file has inline data instead of its extent.
         s.edit_item(FILES, (DATA, 108, 0), put(8, 32u64.to_le_bytes()));
         s.edit_item(FILES, (DATA, 108, 0), put(20, [0]));
         s.edit_item(FILES, (DATA, 1, 0), put(16, 32u64.to_le_bytes()));

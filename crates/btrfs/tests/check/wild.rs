@@ -1,8 +1,8 @@
-//! Anything at all: an answer, never a panic.
+//! Arbitrary input: a result, never a panic.
 
 use crate::*;
 
-/// Whatever stands in nodes with right checksums: an answer, never a panic.
+/// Arbitrary content in nodes with valid checksums: a result, never a panic.
 #[test]
 fn wild_metadata_never_panics() {
     let good = seed();
@@ -15,7 +15,7 @@ fn wild_metadata_never_panics() {
         let node = seed.nodes().nth(target).unwrap();
         let items = u32::from_le_bytes(node[96..100].try_into().unwrap()) as usize;
         let address = get_u64(node, 48);
-        // Headers and the bodies at the end are where something stands.
+        // Headers, and the bodies at the end, are the parts with content.
         let at = match place >> 40 & 3 {
             0 => 48 + (place >> 16) as usize % 53,
             1 => 101 + (place >> 16) as usize % (items * 25).max(1),
@@ -51,7 +51,7 @@ fn descriptions_are_checked_too() {
     assert_eq!(kind, ErrorKind::UnsupportedFormat);
 }
 
-/// Numbers with a right checksum: refused, or good enough for superblocks.
+/// Arbitrary fields with a valid checksum: refused, or good enough for superblocks.
 #[test]
 fn wild_descriptions_never_panic() {
     let good = seed().info.to_bytes();

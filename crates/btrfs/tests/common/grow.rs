@@ -1,4 +1,4 @@
-//! Random trees, as steps of building them.
+//! Random trees, as sequences of steps.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,8 @@ use super::{Builder, FILE, pattern};
 const SUMMED: u64 = 96;
 const BLOCKS: u64 = 128;
 
-/// One step of building a tree. Numbers that choose something are taken modulo what there is.
+/// One step of building a tree. Numbers that select something are taken modulo the number of
+/// choices.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     Directory {
@@ -39,7 +40,7 @@ pub(crate) enum Step {
         name: Vec<u8>,
         size: u64,
     },
-    /// Pairs of blocks: a hole before, the length, where in the lazy data.
+    /// Pairs of blocks: preceding hole, length, offset in the lazy data.
     File {
         parent: usize,
         name: Vec<u8>,
@@ -111,7 +112,7 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Keeps what the steps need to choose from.
+/// The tree under construction, with the choices for the next steps.
 struct Growing {
     builder: Builder,
     directories: Vec<u32>,
@@ -126,7 +127,7 @@ impl Growing {
         Self { builder, directories: vec![0], others: Vec::new(), taken: BTreeSet::new() }
     }
 
-    /// The directory chosen, if the name is free there.
+    /// The chosen directory, if the name is free there.
     fn place(&mut self, parent: usize, name: &[u8]) -> Option<u32> {
         let parent = self.directories[parent % self.directories.len()];
         self.taken.insert((parent, name.to_vec())).then_some(parent)
@@ -223,7 +224,7 @@ impl Growing {
 pub(crate) fn grow(steps: &[Step]) -> Builder {
     let mut growing = Growing::new();
     for step in steps {
-        // A name that is taken is simply not used.
+        // A step with a name that is taken is skipped.
         let _ = growing.step(step);
     }
     growing.builder

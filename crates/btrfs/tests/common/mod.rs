@@ -1,4 +1,4 @@
-//! What the tests share: a builder of trees with real content, and a template in memory.
+//! Shared parts of the tests: a builder of trees with real content, and a template in memory.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses its part")]
 
 pub(crate) mod grow;
@@ -44,7 +44,7 @@ impl NodeSink for Template {
     }
 }
 
-/// A seed in memory: to be checked, and to be damaged.
+/// A seed in memory, to be checked and damaged.
 #[derive(Clone)]
 pub(crate) struct Seed {
     pub(crate) info: SeedInfo,
@@ -73,7 +73,7 @@ impl Seed {
         self.pieces.iter_mut().flat_map(|piece| piece.chunks_exact_mut(NODE_SIZE))
     }
 
-    /// Changes the nodes that `choose` picks, and makes their checksums right again.
+    /// Changes the nodes that `choose` selects, and updates their checksums.
     pub(crate) fn edit_nodes(
         &mut self,
         choose: impl Fn(&Header) -> bool,
@@ -107,7 +107,7 @@ impl Seed {
         assert!(found, "no item {key:?} in tree {tree}");
     }
 
-    /// Changes the key of an item, in inner nodes, too.
+    /// Changes the key of an item, also in inner nodes.
     pub(crate) fn edit_key(&mut self, tree: u64, key: (u64, u8, u64), to: (u64, u8, u64)) {
         let mut found = false;
         let edit = |node: &mut [u8]| {
@@ -125,7 +125,7 @@ impl Seed {
         assert!(found, "no item {key:?} in tree {tree}");
     }
 
-    /// Takes the last item out of the only leaf of a tree.
+    /// Removes the last item of the only leaf of a tree.
     pub(crate) fn drop_last_item(&mut self, tree: u64) {
         self.edit_nodes(
             |header| header.owner == tree,
@@ -156,7 +156,7 @@ impl Seed {
     }
 }
 
-/// What the damage of a test is aimed at.
+/// The header fields by which a test selects nodes.
 pub(crate) struct Header {
     pub(crate) address: u64,
     pub(crate) owner: u64,
@@ -181,7 +181,7 @@ pub(crate) fn get_u16(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes(bytes[at..at + 2].try_into().unwrap())
 }
 
-/// The items of a leaf: key and where the body is.
+/// The items of a leaf: key and range of the body.
 pub(crate) fn leaf_items(node: &[u8]) -> Vec<((u64, u8, u64), std::ops::Range<usize>)> {
     (0..get_u32(node, 96) as usize)
         .map(|index| {
@@ -193,7 +193,7 @@ pub(crate) fn leaf_items(node: &[u8]) -> Vec<((u64, u8, u64), std::ops::Range<us
         .collect()
 }
 
-/// Builds a [`Tree`] the convenient way, and keeps the lazy data that belongs to it.
+/// Builds a [`Tree`] and its lazy data.
 pub(crate) struct Builder {
     pub(crate) tree: Tree,
     /// Lazy data, from `DATA_START` on.
@@ -326,8 +326,8 @@ impl Builder {
     }
 }
 
-/// Four bytes that, behind `prefix`, make a CRC-32C register that began as `start` end as
-/// `target`: the way to names with one hash.
+/// Four bytes that, after `prefix`, turn a CRC-32C register from `start` into `target`: used to
+/// make names with the same hash.
 pub(crate) fn forge(start: u32, prefix: &[u8], target: u32) -> [u8; 4] {
     let step = |byte: u32| (0..8).fold(byte, |c, _| (c >> 1) ^ ((c & 1) * 0x82f6_3b78));
     let table: Vec<u32> = (0..256).map(step).collect();
@@ -341,7 +341,7 @@ pub(crate) fn forge(start: u32, prefix: &[u8], target: u32) -> [u8; 4] {
     (back ^ after).to_le_bytes()
 }
 
-/// `count` different names with one hash, where the register begins as `start`: `!1` for
+/// `count` different names with the same hash, for a register that begins as `start`: `!1` for
 /// directories and xattrs, the parent's number for extended references.
 pub(crate) fn colliding(start: u32, prefix: &str, count: usize) -> Vec<Vec<u8>> {
     let name = |n: usize| {

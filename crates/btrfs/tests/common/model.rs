@@ -1,5 +1,4 @@
-//! A tree as plain values, so that two can be compared: what a `Tree` says, what a seed's items
-//! say.
+//! A tree as plain values, made from a `Tree` or from a seed's items, for comparison.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +6,7 @@ use burgeon_btrfs::{Body, Tree, for_each_item};
 
 use super::{Seed, TEMPLATE, get_u16, get_u32, get_u64};
 
-/// An inode and all that hangs on it, in the terms of the subvolume.
+/// An inode and everything attached to it, in the terms of the subvolume.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Entry {
     pub(crate) mode: u32,
@@ -19,7 +18,7 @@ pub(crate) struct Entry {
     pub(crate) time: (i64, u32),
     pub(crate) nodatasum: bool,
     pub(crate) inline: Vec<u8>,
-    /// File offset, address, length; joined where both go on.
+    /// File offset, address, length; joined where both are contiguous.
     pub(crate) extents: Vec<(u64, u64, u64)>,
     pub(crate) xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
     /// Names and inode numbers, in order.

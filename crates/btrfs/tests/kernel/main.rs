@@ -1,5 +1,5 @@
-//! The kernel's own opinion: seeds are mounted for real, read, grown into sprouts, and checked
-//! by `btrfs check`. Needs root, loop devices and btrfs-progs.
+//! Tests with the kernel: seeds are mounted, read, grown into sprouts, and checked by `btrfs
+//! check`. Needs root, loop devices and btrfs-progs.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -28,7 +28,7 @@ use torture::{compare, torture};
 
 const SUBVOLUME: &str = "subvolid=256";
 
-/// A small tree with one of most things.
+/// A small tree with one file of most kinds.
 fn small_tree() -> Builder {
     let mut b = Builder::new();
     let etc = b.dir(0, "etc");
@@ -53,7 +53,7 @@ fn check_small_tree(at: &Path) {
     assert_eq!(names, ["etc", "usr", "bin", "empty"], "readdir keeps the order");
 }
 
-/// Writes the seed of `builder` to devices and makes them known.
+/// Writes the seed of `builder` to devices and scans them.
 fn seed_devices(rig: &mut Rig, builder: &mut Builder, options: &Options) -> Vec<PathBuf> {
     let (info, template) = builder.write(options).unwrap();
     write_devices(rig.dir.path(), &info, &identity(), template, &builder.data);
@@ -91,8 +91,8 @@ fn a_seed_grows_into_a_sprout() {
     rig.unmount();
 }
 
-/// Everything at once is as it should be, and can then be changed and removed: a wrong back
-/// reference or count would make the kernel abort.
+/// A tree of all kinds of files mounts correctly, and can then be changed and removed: a wrong
+/// back reference or count would make the kernel abort.
 fn everything_mounts(options: impl Fn(Options) -> Options) {
     let mut rig = Rig::new();
     let mut builder = torture();
@@ -121,7 +121,7 @@ fn everything_mounts(options: impl Fn(Options) -> Options) {
     btrfs_check(&sprout);
 }
 
-/// Changes attributes, contents and names of a part of all there is.
+/// Changes attributes, contents and names of a part of the tree.
 fn change_everything(root: &Path) {
     for name in ["names", "files", "shared", "links", "attributes"] {
         let entries: Vec<_> = fs::read_dir(root.join(name)).unwrap().collect();
@@ -174,7 +174,7 @@ fn random_trees_pass_btrfs_check_and_mount() {
 
 #[test]
 fn a_million_entries_in_one_directory() {
-    // The fewer are a tree of the same height.
+    // The smaller number gives a tree of the same height.
     let entries = scaled(1_000_000, 100_000);
     let mut rig = Rig::new();
     let mut builder = Builder::new();
@@ -210,7 +210,7 @@ fn a_wrong_byte_is_an_error_and_its_neighbours_are_fine() {
         builder.file(0, "file", &pattern(1, 3 * 4096));
         builder.file(0, "other", &pattern(2, 4096));
         let options = Options { checksum, ..builder.options() };
-        // The data differs from what the checksums were made of.
+        // The data differs from the data that the checksums were computed from.
         let (info, template) = builder.write(&options).unwrap();
         builder.data[4096 + 17] ^= 1;
         write_devices(rig.dir.path(), &info, &identity(), template, &builder.data);

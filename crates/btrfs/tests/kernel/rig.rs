@@ -1,4 +1,4 @@
-//! Real devices and mounts for a test, in a mount namespace of its own; all undone on drop.
+//! Real devices and mounts for a test, in a private mount namespace; all undone on drop.
 
 use std::{
     ffi::CString,
@@ -42,7 +42,7 @@ impl Rig {
         self.path("mnt")
     }
 
-    /// A loop device on `name`, a file in the folder.
+    /// Attaches a loop device to `name`, a file in the folder.
     pub(crate) fn attach(&mut self, name: &str, read_only: bool) -> PathBuf {
         let device = Loop::new(&self.path(name), read_only);
         let path = device.0.clone();
@@ -50,7 +50,7 @@ impl Rig {
         path
     }
 
-    /// Makes a sparse file to be a sprout.
+    /// Creates a sparse file for a sprout.
     pub(crate) fn sprout(&mut self, bytes: u64) -> PathBuf {
         File::create(self.path("sprout")).unwrap().set_len(bytes).unwrap();
         self.attach("sprout", false)
@@ -67,7 +67,7 @@ impl Rig {
         mount("none", &self.mnt(), "", libc::MS_REMOUNT, "").unwrap();
     }
 
-    /// Makes the mounted seed writable: what is written goes to `device`.
+    /// Makes the mounted seed writable: writes go to `device`.
     pub(crate) fn add_device(&self, device: &Path) {
         ioctl(&self.mnt(), ADD_DEV, device).unwrap();
     }
@@ -107,7 +107,7 @@ impl Loop {
 
 impl Drop for Loop {
     fn drop(&mut self) {
-        // Nothing may be left behind, but a panic in a panic would hide the first.
+        // Clean up as far as possible: a panic during a panic would hide the first.
         let _ = ioctl(Path::new("/dev/btrfs-control"), FORGET_DEV, &self.0);
         let status = Command::new("losetup").arg("--detach").arg(&self.0).status();
         if !status.is_ok_and(|status| status.success()) {
@@ -116,19 +116,19 @@ impl Drop for Loop {
     }
 }
 
-/// A filesystem id that no other test has: the kernel knows filesystems by it.
+/// A filesystem id that no other test has: the kernel identifies filesystems by it.
 pub(crate) fn identity() -> Identity {
     let text = fs::read_to_string("/proc/sys/kernel/random/uuid").unwrap();
     let number = u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap();
     Identity { fsid: number.to_be_bytes() }
 }
 
-/// Tells btrfs of a device.
+/// Makes btrfs scan a device.
 pub(crate) fn scan(device: &Path) {
     ioctl(Path::new("/dev/btrfs-control"), SCAN_DEV, device).unwrap();
 }
 
-/// Runs `btrfs check`, also of the data, and asserts that it finds nothing.
+/// Runs `btrfs check`, including the data, and asserts that it finds nothing.
 pub(crate) fn btrfs_check(device: &Path) {
     let output = Command::new("btrfs")
         .args(["check", "--readonly", "--check-data-csum"])
@@ -138,7 +138,7 @@ pub(crate) fn btrfs_check(device: &Path) {
     let text = [output.stdout, output.stderr].concat();
     let text = String::from_utf8_lossy(&text).to_lowercase();
     let bad = ["error", "warning", "wrong", "mismatch", "missing", "incorrect", "exceed"];
-    // It looks at every block device; those of other tests come and go meanwhile.
+    // It scans every block device; those of other tests come and go meanwhile.
     let innocent = |line: &&str| line.contains("no error found") || line.contains("cannot scan");
     let found = text
         .lines()
@@ -171,7 +171,7 @@ fn c_string(path: &Path) -> CString {
     CString::new(path.to_str().unwrap()).unwrap()
 }
 
-/// The kernel's last words, to explain a refused mount.
+/// The end of the kernel log, to explain a refused mount.
 fn kernel_log() -> String {
     let output = Command::new("dmesg").output().map(|output| output.stdout).unwrap_or_default();
     let text = String::from_utf8_lossy(&output).into_owned();

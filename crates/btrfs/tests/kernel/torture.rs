@@ -15,7 +15,8 @@ use burgeon_btrfs::DATA_START;
 
 use crate::common::{Builder, FILE, colliding, model, pattern};
 
-/// An ACL as it is stored: version 2; owner rwx, user 1000 r-x, group r-x, mask r-x, others none.
+/// An ACL in its stored form: version 2; owner rwx, user 1000 r-x, group r-x, mask r-x, others
+/// none.
 const ACL: &[u8] = b"\x02\0\0\0\x01\0\x07\0\xff\xff\xff\xff\x02\0\x05\0\xe8\x03\0\0\
     \x04\0\x05\0\xff\xff\xff\xff\x10\0\x05\0\xff\xff\xff\xff\x20\0\0\0\xff\xff\xff\xff";
 /// cap_net_raw=ep, revision 2.

@@ -1,7 +1,7 @@
 //! An image of a directory whose files stay where they are.
 //!
 //! ```text
-//!   DirectoryInput ── pieces of files, digested ──► a chunk each, in object file/<path>, uncompressed
+//!   DirectoryInput ── pieces of files, digested ──► a chunk each, in object file/<path>
 //!                  └─ small files ──► the manifest
 //! ```
 //!

@@ -1,7 +1,7 @@
 //! Finds the record of an address among millions of records with few memory accesses.
 //!
 //! ```text
-//!   leaps    every 128th of the steps: 40 kB for 100 million records, always in the processor's cache
+//!   leaps    every 128th of the steps: 40 kB for 100 million records, always cached
 //!     └─► steps    the start of the first record of every page: 8 bytes for 170 records
 //!           └─► a page of the map: every 16th of its records, then 16 of them
 //! ```

@@ -1,9 +1,9 @@
 //! The manifest: the description of an image, without its data.
 //!
 //! ```text
-//!   PARAMS   counts and lengths               INODES   columns      DIRENTS  columns   NAMES  bytes
-//!   INLINE   small files, symlink targets     XATTRS   columns      XATTR_BYTES        EXTENTS columns
-//!   CHUNKS   columns, DIGESTS 32 B each       CHECKSUMS one a 4 KiB block, as btrfs stores it
+//!   PARAMS   counts and lengths               INODES   columns    DIRENTS  columns   NAMES  bytes
+//!   INLINE   small files, symlink targets     XATTRS   columns    XATTR_BYTES        EXTENTS columns
+//!   CHUNKS   columns, DIGESTS 32 B each       CHECKSUMS one per 4 KiB block, as in btrfs
 //!   OBJECTS  names of packs
 //! ```
 //!

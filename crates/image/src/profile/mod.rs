@@ -1,7 +1,7 @@
 //! Profiles: the lazy data that programs read first, by image.
 //!
 //! ```text
-//!   record: addresses, in order of first use ──► Profile::of ──► merge with the stored one ──► store
+//!   record: addresses, in order of first use ──► Profile::of ──► merge with stored one ──► store
 //!   mount:  Profile ──► addresses ──► prefetched in that order
 //!   build:  Profile of an earlier image of the tree ──► files by path ──► order of packs;
 //!           and by path to the addresses of the new image

@@ -1,4 +1,4 @@
-//! What the tests of this crate share: a store in a folder, and an image read back.
+//! Shared parts of this crate's tests: a store in a folder, and an image read back.
 
 #![allow(clippy::unwrap_used, dead_code, unreachable_pub)] // helpers of tests; not every test uses all
 
@@ -19,12 +19,12 @@ pub fn options() -> builder::Options {
     builder::Options { level: 1, threads: Some(2), ..builder::Options::default() }
 }
 
-/// The options of a host that has used `store` from the start.
+/// The options of a host that has always used `store`.
 pub fn options_with(store: &Directory) -> builder::Options {
     builder::Options { provenance: Some(provenance(store)), ..options() }
 }
 
-/// What that host knows of images.
+/// The provenance records of that host.
 pub fn provenance(store: &Directory) -> catalog::Provenance {
     catalog::Provenance::new(store.root().with_file_name("provenance"), "store")
 }
@@ -37,7 +37,7 @@ pub fn load(store: &Directory, report: &builder::Report) -> Manifest {
     catalog::load(store, &report.image.digest().unwrap(), &Limits::default()).unwrap()
 }
 
-/// Bytes that do not compress, the same for the same seed.
+/// Incompressible bytes, the same for the same seed.
 pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -49,7 +49,7 @@ pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     (0..len).map(|_| next()).collect()
 }
 
-/// Inode of each path, `""` for the root; a directory's before its entries'.
+/// Inode of each path, `""` for the root; a directory precedes its entries.
 pub fn paths(tree: &Tree) -> BTreeMap<Vec<u8>, u32> {
     let mut path_of: BTreeMap<u32, Vec<u8>> = BTreeMap::from([(0, Vec::new())]);
     let mut paths = BTreeMap::from([(Vec::new(), 0)]);

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   SCHILY.acl.access, SCHILY.acl.default:   user::rw-,user:lisa:rwx:502,group::r--,mask::rwx,…
-//!                                            entries end with a comma or a line; 502 is lisa's number
-//!   system.posix_acl_access, …_default:      version u32 = 2, then { tag u16, rights u16, id u32 } …,
+//!                                            entries end in a comma or newline; 502 is lisa's
+//!   system.posix_acl_access, …_default:      version u32 = 2, then { tag u16, rights u16, id u32 } …
 //!                                            little-endian, in the order of tags and ids
 //! ```
 //!
