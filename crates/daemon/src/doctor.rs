@@ -221,7 +221,7 @@ mod tests {
         assert!(stale[0].subject.contains("0a1b2c3d"));
     }
     #[test]
-    fn writes_that_nobody_has_written_to_may_lack_everything() {
+    fn unused_writes_may_lack_all_files() {
         let temp = tempfile::tempdir().unwrap();
         let state = StateDir::open(temp.path()).unwrap();
         std::fs::create_dir(writes::folder(&state, "b")).unwrap();

@@ -269,7 +269,7 @@ mod tests {
     use crate::{id::MountId, start::UNIT_PROPERTIES};
 
     #[test]
-    fn the_unit_has_room_for_what_is_held() {
+    fn the_unit_has_room_for_all_held_descriptors() {
         let room = format!("FileDescriptorStoreMax={}", 2 * HELD_MAX);
         assert!(UNIT_PROPERTIES.contains(&room.as_str()), "{room}");
     }

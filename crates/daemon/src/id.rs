@@ -1,5 +1,5 @@
-//! Identities: of mounts (random, short, for people), of file systems (fsids), and of content (digests, as text in
-//! records and messages).
+//! Identities: of mounts (random, short, for people), of file systems (fsids), and of contents
+//! (digests, as text in records and messages).
 
 use std::{fmt, str::FromStr};
 
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 pub struct MountId(u32);
 
 impl MountId {
-    /// A new one.
+    /// A new identity.
     pub fn random() -> Result<Self> {
         Ok(Self(u32::from_le_bytes(random_bytes()?)))
     }
@@ -112,7 +112,7 @@ fn random_bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let n = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
         .map_err(|e| Error::io("cannot get random bytes", e.into()))?;
-    // Requests up to 256 bytes are never cut short.
+    // The kernel never shortens requests of up to 256 bytes.
     debug_assert_eq!(n, N);
     Ok(bytes)
 }

@@ -10,22 +10,22 @@
 //! The rooms; `tests/rooms.rs` holds the arrows:
 //!
 //! ```text
-//!   doctor, orphan, upgrade, read_only      what commands do to the daemon, or without it
-//!   supervisor              server          the two processes that live long
-//!   holder                    │             who outlives both: systemd's store, or a process
+//!   doctor, orphan, upgrade, read_only      commands' actions on the daemon, or without it
+//!   supervisor              server          the two long-lived processes
+//!   holder                    │             outlives both: systemd's store, or a process
 //!   prepare, reader, start    │             processes that prepare and read; starting the daemon
-//!   roles, transport ◄────────┘             what a process gives up; how the kernel reaches data
-//!   ipc                                     messages between processes, and how they travel
-//!   state                                   what lies in the state directory, in its own formats
-//!   host, id, log                           what this machine is and has; identities; events
+//!   roles, transport ◄────────┘             privilege reduction; the kernel's way to the lazy data
+//!   ipc                                     messages between processes, and their wire format
+//!   state                                   contents of the state directory, in its own formats
+//!   host, id, log                           properties of this machine; identities; events
 //! ```
 //!
 //! Invariants, and the tests that hold them (`crates/cli/tests`):
-//! - Killing the server costs no I/O error; killing the supervisor costs nothing at all; killing
-//!   both makes readers wait for the next supervisor (`kill_held.rs`); killing the holder, too, costs
-//!   EIO on data that is not in memory until then (`kill.rs`).
+//! - Killing the server costs no I/O error; killing the supervisor has no effect at all; killing
+//!   both makes readers wait for the next supervisor (`kill_held.rs`); killing the holder, too,
+//!   costs EIO on data that is not in memory until then (`kill.rs`).
 //! - A plain `umount` releases everything (`lifecycle.rs`).
-//! - Named writes are removed by `writes rm` and by nothing else (`writes.rs`).
+//! - Only `writes rm` removes named writes (`writes.rs`).
 
 pub mod doctor;
 pub mod holder;

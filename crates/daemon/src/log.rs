@@ -1,17 +1,19 @@
-//! The log: one line an event, on standard error.
+//! The log: one line per event, on standard error.
 //!
 //! ```text
-//!   tracing::warn!(mount = %id, "…")  ──►  2026-11-21T09:30:00Z burgeon[7]: warn: … mount=12ab   in run/daemon.log
-//!                                     ──►  <4>… mount=12ab                                      in the journal
+//!   tracing::warn!(mount = %id, "…")
+//!     ──►  2026-11-21T09:30:00Z burgeon[7]: warn: … mount=12ab   in run/daemon.log
+//!     ──►  <4>… mount=12ab                                       in the journal
 //! ```
 //!
-//! Under systemd the lines begin with the priorities of `sd-daemon(3)`. The journal's own socket would give it
-//! the fields apart, but the server would need that socket inside its sandbox, and an event would be
-//! lost where the socket is full; standard error is open already.
+//! Under systemd the lines begin with the priorities of `sd-daemon(3)`. The journal's own socket
+//! would keep the fields apart, but the server would need that socket inside its sandbox, and an
+//! event would be lost when the socket is full; standard error is open already.
 //!
-//! An event is made where an error ends: whoever returns an error leaves the event to the caller. A hit
-//! makes none. Invariants: what others wrote cannot begin a line, because control characters are
-//! escaped; each line is one write, so that those of two processes do not mix.
+//! An event is logged by the code that handles an error; code that returns an error leaves the
+//! event to its caller. A hit logs none. Invariants: foreign text cannot begin a line, because
+//! control characters are escaped; each line is one write, so that lines of two processes do not
+//! mix.
 
 use std::{
     fmt::{self, Debug, Write as _},
@@ -32,27 +34,26 @@ use tracing_subscriber::{
     registry::LookupSpan,
 };
 
-/// The variable with the level, as `--log-level`: the processes of the daemon inherit it.
+/// The variable with the level, as `--log-level`: the daemon's processes inherit it.
 pub const VARIABLE: &str = "BURGEON_LOG";
 
-/// The level that a command was given for the daemons that it starts.
+/// The level that a command was given for the daemons it starts.
 static GIVEN: OnceLock<LevelFilter> = OnceLock::new();
 
-/// Logs events of this process from `level` on, and makes the daemons that this process starts do
-/// the same.
+/// Logs events of this process from `level` on, and makes the daemons that it starts do the same.
 pub fn begin_at(level: LevelFilter) {
     let _ = GIVEN.set(level);
     let events = tracing_subscriber::fmt::layer()
         .event_format(Line { journal: is_journal() })
         .with_writer(io::stderr);
-    // Libraries beside us have events of their own, which nobody asked for.
+    // Events of libraries are left out.
     let ours = Targets::new().with_target("burgeon", level);
     let subscriber = tracing_subscriber::registry().with(ours).with(events);
-    // Fails where it has been done before: the first level stays.
+    // Fails if this was done before: the first level stays.
     let _ = tracing::subscriber::set_global_default(subscriber);
 }
 
-/// The same in a process of the daemon, at the level that the environment gives: by default `info`.
+/// The same in a process of the daemon, at the level from the environment, by default `info`.
 pub fn begin() {
     let level = std::env::var(VARIABLE).ok().and_then(|level| level.parse().ok());
     begin_at(level.unwrap_or(LevelFilter::INFO));
@@ -63,7 +64,7 @@ pub(crate) fn given() -> Option<LevelFilter> {
     GIVEN.get().copied()
 }
 
-/// Whether standard error is a stream of the journal: systemd then says so, by its device and inode.
+/// True if standard error is a stream of the journal: systemd then gives its device and inode.
 fn is_journal() -> bool {
     let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
     let here = rustix::fs::fstat(rustix::stdio::stderr());

@@ -1,13 +1,13 @@
-//! A mount whose supervisor is gone, unmounted by a command: nobody else would take its folder
-//! away, with up to `--write-limit` of reserved space in it, until the next daemon starts.
+//! Cleans up a mount without a supervisor that a command unmounts. Otherwise its folder, with up to
+//! `--write-limit` of reserved space, would stay until the next daemon starts.
 //!
 //! ```text
-//!   find (before the umount) ─► umount ─► release: the kernel lets go ─► run/lock ─► folder away
+//!   find (before the umount) ─► umount ─► release: the kernel lets go ─► run/lock ─► remove folder
 //! ```
 //!
-//! Invariant: the folder goes only under the supervisor's own lock, after the kernel has let go
-//! of every device. A supervisor that starts meanwhile has the lock and clears up by itself; a
-//! killed one has it until the kernel has taken its last thread apart.
+//! Invariant: the folder is removed only under the supervisor's own lock, after the kernel has
+//! released every device. A supervisor that starts meanwhile has the lock and clears up by itself;
+//! a killed one has it until the kernel has ended its last thread.
 
 use std::{
     thread,
@@ -29,7 +29,7 @@ use crate::{
     transport,
 };
 
-/// How often the kernel is asked whether it has let go.
+/// Interval of checking if the kernel has released the mount.
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// A mount that has a folder in the state directory.
@@ -38,14 +38,14 @@ pub struct Orphan {
     record: MountRecord,
 }
 
-/// The mount with the file system `fsid`, by its folder.
+/// The mount with the file system `fsid`, found by its folder.
 pub fn find(state: &StateDir, fsid: Fsid) -> Option<Orphan> {
     let mut records = mount_ids(state).into_iter().filter_map(|id| read_record(state, id).ok());
     records.find(|record| record.fsid == Some(fsid)).map(|record| Orphan { record })
 }
 
 impl Orphan {
-    /// The image that was asked for.
+    /// The image as the user typed it.
     pub fn image(&self) -> &str {
         &self.record.image
     }
@@ -65,14 +65,13 @@ impl Orphan {
         &self.record.attach.store
     }
 
-    /// Where its writes went.
+    /// The place of its writes.
     pub fn writes(&self) -> &WritesState {
         &self.record.writes
     }
 
-    /// Waits until the kernel has let go of the mount, then takes its folder away, unless a
-    /// supervisor has started that does. `Unavailable` when something still holds the mount
-    /// after `timeout`.
+    /// Waits until the kernel has released the mount, then removes its folder, unless a new
+    /// supervisor does that. `Unavailable` if something still holds the mount after `timeout`.
     pub fn release(&self, state: &StateDir, timeout: Duration) -> Result<()> {
         let (id, record) = (self.record.attach.id, &self.record);
         let begun = Instant::now();
@@ -88,10 +87,9 @@ impl Orphan {
                  clear up after it: `burgeon doctor --repair` does, then",
             ));
         }
-        // Who holds the lock clears up, or is a killed supervisor that the kernel is still taking
-        // apart.
+        // The lock's holder clears up, or is a killed supervisor that the kernel is still ending.
         let lock = loop {
-            // It may have been revived and released again meanwhile.
+            // It may have been reconnected and released again meanwhile.
             if !state.mount(id).exists() || is_alive(record) {
                 return Ok(());
             }

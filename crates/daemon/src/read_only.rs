@@ -1,14 +1,14 @@
-//! Mounts whose file system btrfs has forced read-only.
+//! Finds mounts whose file system btrfs has forced read-only.
 //!
 //! ```text
 //!   /proc/self/mountinfo:  … /mnt/a rw,nosuid … - btrfs /dev/loop7 ro,nodiscard,…
 //!                                   the mount                      the file system
 //! ```
 //!
-//! Burgeon makes the file system of every writable mount writable. btrfs makes it read-only after an error
-//! of its own, for as long as it is mounted: it refuses `mount -o remount,rw`.
+//! Burgeon makes the file system of every writable mount writable. After an error of its own, btrfs
+//! makes it read-only until its umount: it refuses `mount -o remount,rw`.
 //!
-//! Invariants: nothing is mounted to find this out; the caller's namespace is looked at first, the
+//! Invariants: nothing is mounted to find this out; the caller's namespace is examined first, and
 //! others only for mounts that it does not have.
 
 use std::{
@@ -25,10 +25,10 @@ use crate::{
     state::record::WritesState,
 };
 
-/// Whether the file system on a device, such as `loop7`, is read-only.
+/// The read-only state of the file system on each device, such as `loop7`.
 type ReadOnly = HashMap<OsString, bool>;
 
-/// Notes in `status` which mounts were forced read-only, as seen by the calling process.
+/// Marks in `status` the mounts that were forced read-only, as seen by the calling process.
 pub fn note(status: &mut Status) {
     let own = file_systems(Path::new("/proc/thread-self/mountinfo"));
     let mut elsewhere = None;
@@ -41,7 +41,7 @@ pub fn note(status: &mut Status) {
 }
 
 impl MountStatus {
-    /// What is wrong with a mount that was forced read-only, and what to do about it.
+    /// The problem of a mount that was forced read-only, and its remedy.
     pub fn read_only_problem(&self) -> Option<(String, &'static str)> {
         let WritesState::Sprout(sprout) = &self.writes else { return None };
         if !self.forced_read_only {
@@ -68,13 +68,13 @@ fn is_read_only(file_systems: &ReadOnly, fsid: Fsid) -> Option<bool> {
     (!states.is_empty()).then(|| states.into_iter().all(|read_only| *read_only))
 }
 
-/// Each btrfs of the mount namespace, by the name of the device that mountinfo shows.
+/// Each btrfs of the mount namespace, by the device name in mountinfo.
 fn file_systems(path: &Path) -> ReadOnly {
     let mounts = mountinfo::read(path).unwrap_or_default();
     let btrfs = mounts.into_iter().filter(|mount| mount.fs_type == "btrfs");
     btrfs
         .filter_map(|mount| {
-            // `/dev/mapper/x` is known to btrfs as `dm-0`.
+            // btrfs calls `/dev/mapper/x` `dm-0`.
             let device = fs::canonicalize(&mount.source).unwrap_or(mount.source);
             let read_only = mount.super_options.split(',').next() == Some("ro");
             Some((device.file_name()?.to_owned(), read_only))

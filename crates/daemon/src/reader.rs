@@ -1,19 +1,19 @@
-//! A command's child process that reads what others made: archives, layers, documents of registries.
+//! A command's child process that reads untrusted data: archives, layers, documents of registries.
 //!
 //! ```text
 //!   burgeon build, index, mount, pull ── job, an open archive ──────► burgeon __read: sandbox, job
-//!        ▲   ◄── the login for a registry, please ──────────────────────┤
-//!        │   ─── that of the one registry that the user named ─────────►│
-//!        └────── what was found or made, or why nothing was ────────────┘
+//!        ▲   ◄── request: the login for a registry ─────────────────────┤
+//!        │   ─── the login, if the user named that registry ───────────►│
+//!        └────── the result, or an error ───────────────────────────────┘
 //! ```
 //!
-//! The command mounts, executes credential helpers and has the user's files; the child has the store,
-//! and the network if the job takes it (`roles::Reach`).
+//! The command mounts, executes credential helpers and has the user's files; the child has the
+//! store, and the network if the job needs it (`roles::Reach`).
 //!
 //! Invariants, held by `tests/roles.rs` of the command:
 //! - The child is in its sandbox before it opens a store or reads a byte of an archive.
-//! - It gets the settings of the one store, and the login for the one registry, that the job needs. Its
-//!   environment has no others.
+//! - It gets the settings of the one store, and the login for the one registry, that the job needs.
+//!   Its environment has no others.
 //! - It dies with the command.
 
 use std::{
@@ -46,12 +46,12 @@ use crate::{
 #[derive(Serialize, Deserialize)]
 struct Begin<J> {
     reach: Reach,
-    /// The login that the command's environment has by value.
+    /// The login from the variables of the command's environment.
     login: Access,
     job: J,
 }
 
-/// What the child says.
+/// A message from the child.
 #[derive(Serialize, Deserialize)]
 enum Said<T> {
     Login(Name),
@@ -59,7 +59,7 @@ enum Said<T> {
     Failed(Failure),
 }
 
-/// Has `job` done by a child that can reach no more than `reach` says. `archive` comes along.
+/// Runs `job` in a child that can reach only `reach`. `archive` is sent along.
 pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
     reach: Reach,
     job: J,
@@ -69,7 +69,8 @@ pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
     let (ours, theirs) = UnixStream::pair().map_err(failed)?;
     let mut command = this_program("__read");
     let known = Access::from_env();
-    // What opens other stores and registries is nothing for a process that reads what strangers made.
+    // Credentials for other stores and registries must not reach a process that reads untrusted
+    // data.
     for (name, _) in known.variables() {
         command.env_remove(name);
     }
@@ -108,7 +109,7 @@ pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
     }
 }
 
-/// What this user has for the registry `asked`, if that is the one that the user named.
+/// This user's login for the registry `asked`, if the user named that registry.
 fn log_in(known: &Access, named: Option<&Name>, asked: &Name) -> Result<Access> {
     match named.filter(|named| named.registry() == asked.registry()) {
         Some(named) => known.kept_for_registry(named),
@@ -119,19 +120,19 @@ fn log_in(known: &Access, named: Option<&Name>, asked: &Name) -> Result<Access> 
     }
 }
 
-/// A child that ends with this value.
+/// A child that is killed with this value.
 struct Ended(Child);
 
 impl Drop for Ended {
     fn drop(&mut self) {
-        // It may have gone on after its answer, or be stuck.
+        // It may have continued after its answer, or be stuck.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// The whole life of the process `burgeon __read`: `perform` does the job, with the archive that came
-/// along.
+/// The main function of the process `burgeon __read`: `perform` does the job, with the archive that
+/// was sent along.
 pub fn read_process<J: DeserializeOwned, T: Serialize>(
     arguments: &[OsString],
     perform: impl FnOnce(J, &Access, Option<File>) -> Result<T>,
@@ -159,7 +160,7 @@ pub fn read_process<J: DeserializeOwned, T: Serialize>(
     }
 }
 
-/// Gives up what the job does not take.
+/// Drops all rights that the job does not need.
 fn confine(reach: &Reach, stream: &UnixStream) -> Result<()> {
     burgeon_sandbox::accept_the_oom_killer()?;
     harden::bound_memory_of_readers();

@@ -1,7 +1,7 @@
-//! What each process of ours gives up before it parses what others made.
+//! The privileges that each process drops before it parses untrusted data.
 //!
 //! `docs/architecture.md` has the same as a table ("What each process may do"). The supervisor, and
-//! the commands themselves, keep what the user gave them: they mount, and execute credential helpers.
+//! the commands themselves, keep the user's privileges: they mount, and execute credential helpers.
 
 use std::path::{Path, PathBuf};
 
@@ -19,38 +19,39 @@ use crate::{
     transport,
 };
 
-/// It fetches a manifest from `store`, decodes it, and writes what a mount needs into `folder`.
+/// It fetches a manifest from `store`, decodes it, and writes the files of a mount into `folder`.
 pub(crate) fn preparing(store: &Location, folder: &Path) -> Sandbox {
     from_store(Sandbox::computing().write(folder), store)
 }
 
-/// In a sandbox nothing can be executed: this process has the credentials that it was given.
+/// Disables credential helpers: in a sandbox nothing can be executed, and this process has its
+/// credentials already.
 pub(crate) fn do_without_helpers() {
     ask_helpers_by(Box::new(|_, _| Ok(NOT_FOUND.to_owned())));
 }
 
-/// What a child of a command may use.
+/// The resources that a command's child may use.
 #[derive(Serialize, Deserialize, Clone, Debug)]
 pub struct Reach {
-    /// The folder of what this host knows of images, and of tags; both are read.
+    /// The folders of facts about images, and of tags; both are read.
     pub records: Vec<PathBuf>,
-    /// A folder for what is read twice.
+    /// A folder for temporary copies.
     pub scratch: PathBuf,
-    /// The store that images are made in.
+    /// The store of new images.
     pub store: Location,
-    /// A folder that is read.
+    /// An OCI layout, which is read.
     pub layout: Option<PathBuf>,
-    /// Something is put into that folder.
+    /// The layout is written to.
     pub writes_layout: bool,
-    /// The source is elsewhere.
+    /// The source is remote.
     pub is_remote: bool,
     /// The registry that it may log in to.
     pub registry: Option<Name>,
 }
 
 impl Reach {
-    /// The sandbox of a process that reads an archive from a descriptor that is open, a layout, a
-    /// registry or the web, and makes an image of it. Folders that are to be written to must be there.
+    /// The sandbox of a process that makes an image from an open archive, a layout, a registry or
+    /// the web. Folders to be written to must exist.
     pub(crate) fn sandbox(&self) -> Sandbox {
         let sandbox = self
             .records
@@ -62,7 +63,7 @@ impl Reach {
             (Some(folder), true) => sandbox.write(folder).network(),
             (None, _) => with_credentials_of(sandbox.network(), &self.store),
         };
-        // A folder that is missing is named by whoever reads it.
+        // A missing folder is reported when it is read.
         match self.layout.as_deref().filter(|folder| folder.exists()) {
             Some(folder) if self.writes_layout => sandbox.write(folder),
             Some(folder) => sandbox.read(folder),
@@ -70,7 +71,7 @@ impl Reach {
         }
     }
 
-    /// What the tests look at: everything in `folder`.
+    /// For tests: everything in `folder`.
     pub(crate) fn within(folder: &Path, is_remote: bool) -> Self {
         Self {
             records: Vec::new(),
@@ -84,10 +85,10 @@ impl Reach {
     }
 }
 
-/// It answers reads of every mount, from caches and profiles in `state`, from stores, and from files
-/// of this host that images refer to by their paths.
+/// It answers reads of every mount, from caches and profiles in `state`, from stores, and from
+/// files of this host that images refer to by their paths.
 pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
-    // The directory, because users remove folders in it, and others take their place; and each folder,
+    // Allow the directory, because folders in it may be removed and made anew, and each folder,
     // because it may be a link to another disk.
     let folders = [
         state.root().to_owned(),
@@ -115,24 +116,24 @@ pub(crate) fn holding() -> Sandbox {
     Sandbox::computing()
 }
 
-/// What of the kernel's interfaces a server may be asked to use while it lives.
+/// The kernel interfaces that a server can use during its life.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ServingIo {
-    /// Whether mounts can go over ublk.
+    /// It can serve mounts over ublk.
     pub(crate) ublk: bool,
-    /// Whether mounts can go over io_uring in any way.
+    /// It can serve mounts over io_uring of any kind.
     pub(crate) rings: bool,
 }
 
 impl ServingIo {
-    /// Decided when a server starts: which mounts will come is unknown, but not what this kernel
-    /// offers them.
+    /// Decided when a server starts: the future mounts are unknown, but the kernel's features are
+    /// not.
     pub(crate) fn of_this_kernel() -> Self {
         let ublk = transport::has_ublk();
         Self { ublk, rings: ublk || system::fuse_rings().is_ok() }
     }
 
-    /// Whether a mount over `transport` can be served.
+    /// True if a mount over `transport` can be served.
     pub(crate) fn serves(self, transport: Transport) -> bool {
         match transport {
             Transport::Fuse => true,
@@ -142,7 +143,7 @@ impl ServingIo {
     }
 }
 
-/// Reads objects of `store`.
+/// Allows reading objects of `store`.
 fn from_store(sandbox: Sandbox, store: &Location) -> Sandbox {
     match store.folder() {
         Some(path) => sandbox.read(path),
@@ -150,7 +151,7 @@ fn from_store(sandbox: Sandbox, store: &Location) -> Sandbox {
     }
 }
 
-/// What the library reads that gives access to `store`, where no variable names it.
+/// Allows the files with default credentials for `store`, which no variable names.
 fn with_credentials_of(sandbox: Sandbox, store: &Location) -> Sandbox {
     const GOOGLE: &str = ".config/gcloud/application_default_credentials.json";
     match std::env::home_dir().filter(|_| store.to_string().starts_with("gs:")) {
@@ -159,10 +160,10 @@ fn with_credentials_of(sandbox: Sandbox, store: &Location) -> Sandbox {
     }
 }
 
-/// Enters the sandbox of `role`, with `folder` for all that it is given, and returns the names of
-/// what it can still do of what no role should. For tests; harmless everywhere.
+/// Enters the sandbox of `role`, with `folder` for all of its paths, and returns the names of
+/// forbidden operations that it can still do. For tests; harmless everywhere.
 ///
-/// `Invalid` for a role that is not there. `nothing` is no sandbox: it shows that the attempts work.
+/// `Invalid` for an unknown role. `nothing` is no sandbox: it shows that the attempts work.
 pub fn probe(role: &str, folder: &Path) -> Result<Vec<&'static str>> {
     let here = Location::from(folder.to_owned());
     let remote = || Location::parse("https://store.example/images");

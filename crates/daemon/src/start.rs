@@ -1,10 +1,10 @@
-//! Starting the daemon so that it outlives whoever started it.
+//! Starts the daemon so that it outlives the process that started it.
 //!
 //! ```text
 //!   systemd runs here? ── yes ─► systemd-run: a unit burgeon-<tag>.service (or the installed
 //!            │                   burgeon.service, if the state directory is its own)
 //!            └── no ──► burgeon __supervise: a session and a cgroup of its own, stdio on a log
-//!                       file; it says on its standard output when it is ready, then closes it
+//!                       file; it reports on its standard output that it is ready, then closes it
 //! ```
 
 use std::{
@@ -27,16 +27,16 @@ use crate::{
     },
 };
 
-/// What the supervisor prints when its API answers.
+/// The supervisor prints this when its API answers.
 pub(crate) const READY: &str = "ready";
 
-/// What it prints when another one has the state directory.
+/// It prints this if another supervisor has the state directory.
 pub(crate) const TAKEN: &str = "taken";
 
-/// A log that is longer when a daemon starts is set aside: 1 MiB, some ten thousand lines.
+/// A log longer than this is set aside when a daemon starts: 1 MiB, some ten thousand lines.
 const LOG_LEN_MAX: u64 = 1 << 20;
 
-/// How often a daemon is started that finds the lock taken for a moment.
+/// Attempts to start a daemon that finds the lock taken for a moment.
 const START_TRIES: u32 = 5;
 
 /// The unit that `make install` puts in place, for the default state directory.
@@ -51,7 +51,7 @@ pub(crate) fn start(state: &StateDir) -> Result<()> {
 }
 
 impl Client {
-    /// Connects, starting a daemon first where none runs.
+    /// Connects, after starting a daemon if none runs.
     pub fn connect_or_start(state: &StateDir) -> Result<Self> {
         if let Some(client) = Self::connect(state)? {
             return Ok(client);
@@ -105,7 +105,7 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
     }
 }
 
-/// Begins a new log when the old one is long; the one before is kept.
+/// Starts a new log if the old one is long; one old log is kept.
 fn keep_log_short(state: &StateDir) -> Result<()> {
     let log = state.log_file();
     if std::fs::symlink_metadata(&log).is_ok_and(|metadata| metadata.len() > LOG_LEN_MAX) {
@@ -115,9 +115,9 @@ fn keep_log_short(state: &StateDir) -> Result<()> {
     Ok(())
 }
 
-/// Another command started a daemon at the same moment; its socket is there before it says so,
-/// so a short wait is enough. Or the lock was taken only to clear up ([`crate::orphan`]): then a
-/// daemon has to be started after all.
+/// Waits for a daemon that another command started at the same moment; its socket exists before its
+/// message, so a short wait is enough. If the lock was taken only to clear up ([`crate::orphan`]),
+/// starts a daemon after all.
 fn wait_for_the_other(mut child: std::process::Child, state: &StateDir, tries: u32) -> Result<()> {
     let _ = child.wait();
     let rounds = if tries > 0 { 100 } else { 0 };
@@ -161,12 +161,14 @@ fn start_unit(state: &StateDir) -> Result<()> {
     run("systemd-run", &mut command)
 }
 
-/// The properties of `dist/burgeon.service` that matter; a test holds the two together.
-/// `KillMode=process`: when the supervisor dies, the server must go on serving until the next
-/// supervisor adopts it. `StartLimitIntervalSec=0`: systemd restarts the supervisor however often it
-/// dies; by default, five deaths in 10 s fail the unit for good. `FileDescriptorStoreMax`: two
-/// for each mount that is held ([`crate::holder`]). A unit that is stopped loses what systemd holds for it
-/// (`FileDescriptorStorePreserve=restart`, the default), because that is how one gives a mount up.
+/// The important properties of `dist/burgeon.service`; a test compares the two.
+/// - `KillMode=process`: when the supervisor dies, the server must go on serving until the next
+///   supervisor adopts it.
+/// - `StartLimitIntervalSec=0`: systemd restarts the supervisor however often it dies; by default,
+///   five deaths in 10 s fail the unit for good.
+/// - `FileDescriptorStoreMax`: two for each held mount ([`crate::holder`]). Stopping the unit
+///   closes the descriptors (`FileDescriptorStorePreserve=restart`, the default): this is the way
+///   to give up mounts.
 pub const UNIT_PROPERTIES: [&str; 22] = [
     "StartLimitIntervalSec=0",
     "Type=notify",
@@ -205,15 +207,15 @@ fn run(name: &str, command: &mut Command) -> Result<()> {
     Err(Error::new(ErrorKind::Unavailable, format!("{name} could not start the daemon: {said}")))
 }
 
-/// Tells systemd that the daemon is ready, where systemd asked to be told.
+/// Tells systemd that the daemon is ready, if systemd has asked for it.
 pub(crate) fn notify_systemd() {
     if let Some(socket) = notification_socket() {
-        // systemd times the start out by itself if it does not hear from us.
+        // Without this message systemd reaches its start timeout.
         let _ = socket.send(b"READY=1");
     }
 }
 
-/// A socket to systemd's notifications for the unit that this process is of; `None` if it is of none.
+/// A socket to systemd's notifications for this process's unit; `None` if it has none.
 pub(crate) fn notification_socket() -> Option<std::os::unix::net::UnixDatagram> {
     let address = std::env::var_os("NOTIFY_SOCKET")?;
     use std::os::{linux::net::SocketAddrExt, unix::ffi::OsStrExt};

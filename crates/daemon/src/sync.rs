@@ -1,4 +1,4 @@
-//! What the queues of the server's mounts are locked by. `tests/interleavings.rs` compiles them
-//! over shuttle's versions of these, which try other orders.
+//! The locks of the queues in `server/tasks.rs`. `tests/interleavings.rs` compiles those queues
+//! with shuttle's versions of these locks, which try other orders.
 
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};

@@ -1,13 +1,13 @@
-//! How the kernel reaches a mount's lazy data: over a ublk device where the kernel has them, else
-//! over a FUSE file and a loop device, whose requests come over io_uring if that is wanted.
+//! The transport of a mount's lazy data: a ublk device if the kernel has ublk, else a FUSE file and
+//! a loop device, over io_uring if requested.
 //!
 //! | | FUSE file + loop | FUSE over io_uring | ublk |
 //! |---|---|---|---|
-//! | requests in flight when the server dies | lie in slots that the supervisor holds | are lost: `EIO`, and a new connection | the kernel issues them again |
-//! | while nobody serves | `EIO` | `EIO` | readers wait |
-//! | after the last umount | everything detaches itself | the same | the device is to be removed (`supervisor/watch.rs`) |
+//! | in-flight requests when the server dies | stay in slots that the supervisor holds | are lost: `EIO`, and a new connection | the kernel issues them again |
+//! | while there is no server | `EIO` | `EIO` | readers wait |
+//! | after the last umount | everything detaches itself | the same | the device must be removed (`supervisor/watch.rs`) |
 //!
-//! A ublk device carries the id of its mount, so that whose it is can be told without any file.
+//! A ublk device carries the id of its mount, so that its owner can be identified without any file.
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -29,14 +29,14 @@ use crate::{
     state::record::Transport,
 };
 
-/// The upper half of what a ublk device of ours carries; the lower one is the mount's id.
+/// The upper half of the owner number of our ublk devices; the lower half is the mount's id.
 const OWNER_MAGIC: u64 = 0x4275_7267 << 32;
 
-/// What the user wants.
+/// The requested transport.
 #[derive(Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) transport: TransportRequest,
-    /// Over FUSE: by io_uring, where the kernel allows it.
+    /// Over FUSE: use io_uring if the kernel allows it.
     pub(crate) fast: bool,
 }
 
@@ -47,8 +47,8 @@ pub(crate) enum Channel {
 }
 
 impl Channel {
-    /// Makes the transport that is `wanted` for `size` bytes; with it comes a note for the user
-    /// where it is not the better one. What it has made is removed by [`remove_devices`].
+    /// Makes the `wanted` transport for `size` bytes. Also returns a note for the user if it is not
+    /// the best one. [`remove_devices`] removes it.
     pub(crate) fn open(wanted: Wanted, id: MountId, size: u64) -> Result<(Self, Option<String>)> {
         let fuse = || {
             let (connection, transport) = connect(id, wanted.fast)?;
@@ -60,7 +60,7 @@ impl Channel {
             TransportRequest::Ublk => Ok((Self::Ublk(add(id, size)?), None)),
             TransportRequest::Auto => match add(id, size) {
                 Ok(number) => Ok((Self::Ublk(number), None)),
-                // That a kernel has no ublk is no news; that it refuses a device is.
+                // A kernel without ublk is common; one that refuses a device is worth a note.
                 Err(_) if !Path::new(CONTROL).exists() => fuse(),
                 Err(e) => {
                     tracing::warn!(mount = %id, error = %e, "cannot use ublk: taking FUSE");
@@ -87,7 +87,7 @@ impl Channel {
         }
     }
 
-    /// Ends a transport whose server does not answer: what waits for it fails.
+    /// Aborts a transport whose server does not answer: everything that waits for it fails.
     pub(crate) fn abort(&self) {
         let aborted = match self {
             Self::Fuse(connection, _) => connection.number().and_then(Connection::abort),
@@ -98,7 +98,7 @@ impl Channel {
         }
     }
 
-    /// The descriptor that the supervisor has to keep, if there is one.
+    /// The descriptor that the supervisor must keep, if there is one.
     pub(crate) fn kept(&self) -> Result<Option<OwnedFd>> {
         let Self::Fuse(connection, _) = self else { return Ok(None) };
         let kept = connection.device().try_clone_to_owned();
@@ -106,7 +106,7 @@ impl Channel {
     }
 }
 
-/// A connection for the mount `id`: over io_uring, if that is wanted and the kernel allows it.
+/// A connection for the mount `id`: over io_uring, if requested and allowed by the kernel.
 pub(crate) fn connect(id: MountId, rings: bool) -> Result<(Connection, Transport)> {
     let name = format!("burgeon:{id}");
     let connection = match rings && system::fuse_rings().is_ok() {
@@ -120,7 +120,7 @@ pub(crate) fn connect(id: MountId, rings: bool) -> Result<(Connection, Transport
     Ok((connection, transport))
 }
 
-/// What somebody who asked for `--fast` has to know.
+/// The note for a user of `--fast`.
 fn fast_note(transport: Transport) -> String {
     if transport != Transport::Fuse {
         return "--fast: if the serving process dies, reads of data that is not in memory are EIO \
@@ -140,28 +140,28 @@ fn add(id: MountId, size: u64) -> Result<u32> {
         .number)
 }
 
-/// Whether this kernel has ublk, or the module that [`load_driver`] will load.
+/// True if this kernel has ublk, or the module that [`load_driver`] will load.
 pub(crate) fn has_ublk() -> bool {
     Path::new(CONTROL).exists() || module_is_there("ublk_drv")
 }
 
-/// The driver has no alias by which opening its device would load it.
+/// Loads the ublk driver; it has no alias that would load it when its device is opened.
 fn load_driver() {
     static TRIED: Once = Once::new();
     TRIED.call_once(|| {
         if !Path::new(CONTROL).exists() && module_is_there("ublk_drv") {
-            // Whether it worked is seen by the device.
+            // The device shows if it worked.
             let _ = Command::new("modprobe").arg("ublk_drv").output();
         }
     });
 }
 
-/// Removes the device of a mount, if it has one. Before the mount's folder is removed: by that a
-/// later supervisor knows that a device is ours.
+/// Removes the device of a mount, if it has one. Call this before the mount's folder is removed:
+/// the folder tells a later supervisor that a device is ours.
 pub(crate) fn remove_devices(id: MountId) {
     for number in devices_of(id) {
-        // btrfs remembers devices it was told of, by number, and the numbers will be used again.
-        // What it remembers wrongly only costs a warning in the kernel's log.
+        // btrfs remembers devices by number, and numbers are reused. A stale entry only costs a
+        // warning in the kernel's log.
         let _ = btrfs_mount::forget(&ublk::block_path(number));
         if let Err(e) = Control::open().and_then(|mut control| control.remove(number)) {
             tracing::warn!(mount = %id, error = %e, "the mount leaves a device behind");
@@ -182,9 +182,8 @@ pub(crate) fn devices_of(id: MountId) -> Vec<u32> {
     numbers.into_iter().filter(|number| is_its(*number)).collect()
 }
 
-/// ublk devices of mounts that none of `known` is: made by a daemon that is dead, in a state directory
-/// that is gone or another's, and used by nobody any more. What waits for its next server while it
-/// is mounted is not among them.
+/// Unused ublk devices of mounts that are not in `known`: leftovers of a dead daemon whose state
+/// directory is gone or another one. Excludes a mounted device, which waits for its next server.
 pub(crate) fn strays(known: &[MountId]) -> Vec<u32> {
     let numbers = ublk::numbers();
     if numbers.is_empty() {
@@ -204,13 +203,13 @@ pub(crate) fn strays(known: &[MountId]) -> Vec<u32> {
     numbers.into_iter().filter(|number| is_stray(*number)).collect()
 }
 
-/// Removes a device that [`strays`] has found.
+/// Removes a device found by [`strays`].
 pub(crate) fn remove_stray(number: u32) -> Result<()> {
     let _ = btrfs_mount::forget(&ublk::block_path(number));
     Control::open()?.remove(number)
 }
 
-/// Whether nobody holds the block device exclusively, as a mounted file system does.
+/// True if nothing holds the block device exclusively, as a mounted file system does.
 pub(crate) fn is_unused(number: u32) -> bool {
     use std::os::unix::fs::OpenOptionsExt;
     let device: PathBuf = ublk::block_path(number);

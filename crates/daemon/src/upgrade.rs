@@ -1,12 +1,13 @@
-//! Putting this program in the place of the one that runs, while mounts are in use.
+//! Replaces the running program by this one while mounts are in use.
 //!
 //! ```text
-//!   kill supervisor ─► start one of this program ─► it adopts the server ─► kill server ─► it starts another
+//!   kill supervisor ─► start one of this program ─► it adopts the server
+//!     ─► kill server ─► the supervisor starts another
 //! ```
 //!
-//! The supervisor first: only a new one starts a new server. Each death costs readers a wait and
-//! nothing else (`crates/cli/tests/kill.rs`); under a `--fast` mount the server's costs errors, so
-//! there it is left alone (`crates/cli/tests/upgrade.rs`).
+//! The supervisor first: only a new one starts a new server. Each death makes readers wait, without
+//! errors (`crates/cli/tests/kill.rs`); under a `--fast` mount the server's death costs errors, so
+//! then the server is left alone (`crates/cli/tests/upgrade.rs`).
 
 use std::{
     fs,
@@ -31,28 +32,28 @@ use crate::{
     state::{paths::StateDir, record::Transport},
 };
 
-/// How long the old supervisor may take to die, and systemd to start the unit again: a hundred times
+/// Time limit for the old supervisor to die, and for systemd to restart the unit: a hundred times
 /// its `RestartSec`.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a new supervisor may take to adopt the server, or a new server to serve all mounts: a
-/// server that has died is started within half a second.
+/// Time limit for a new supervisor to adopt the server, or for a new server to serve all mounts: a
+/// dead server is replaced within half a second.
 const SERVE_TIMEOUT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// What [`upgrade`] has come to.
+/// The result of [`upgrade`].
 #[derive(Debug)]
 pub struct Upgraded {
-    /// The daemon as it is now.
+    /// The daemon's new status.
     pub status: Status,
-    /// Whether the serving process was replaced, too. Not if a mount is `--fast`: until that is
-    /// unmounted, the old program serves.
+    /// The server was replaced, too. False if a mount is `--fast`: until its umount, the old
+    /// program serves.
     pub server_replaced: bool,
 }
 
 /// Replaces the daemon's processes by this program's; `None` if no daemon runs.
 ///
-/// Nothing is asked of the old daemon, whose version may speak otherwise. `Unavailable` if the new
-/// one does not come up; then any start of a daemon goes on with it.
+/// Sends nothing to the old daemon, whose version may have another protocol. `Unavailable` if the
+/// new one does not come up; then any start of a daemon continues.
 pub fn upgrade(state: &StateDir) -> Result<Option<Upgraded>> {
     let Some(old) = Client::connect(state)? else { return Ok(None) };
     end(old.supervisor()?)?;
@@ -70,7 +71,8 @@ pub fn upgrade(state: &StateDir) -> Result<Option<Upgraded>> {
     Ok(Some(Upgraded { status, server_replaced: true }))
 }
 
-/// systemd starts a unit again whose main process was killed; elsewhere this does it.
+/// Waits for systemd to restart the unit whose main process was killed; without systemd starts the
+/// daemon itself.
 fn await_restart(state: &StateDir) -> Result<()> {
     let deadline = Instant::now() + RESTART_TIMEOUT;
     while Path::new("/run/systemd/system").is_dir() && Instant::now() < deadline {
@@ -82,8 +84,8 @@ fn await_restart(state: &StateDir) -> Result<()> {
     Client::connect_or_start(state).map(drop)
 }
 
-/// systemd starts the program that its unit names, which may be another: nothing is lost by it, but
-/// nothing is upgraded.
+/// Refuses a unit of systemd that names another program: nothing is lost by it, but nothing is
+/// upgraded.
 fn refuse_another_program(supervisor: u32) -> Result<()> {
     let exe = format!("/proc/{supervisor}/exe");
     let file = |exe: &str| -> Result<(u64, u64)> {
@@ -102,7 +104,7 @@ fn refuse_another_program(supervisor: u32) -> Result<()> {
     )))
 }
 
-/// Waits until there is a server other than `old`, and all that can be served is.
+/// Waits until there is a server other than `old`, and all mounts that can be served are.
 fn await_serving(state: &StateDir, old: Option<u32>) -> Result<Status> {
     let deadline = Instant::now() + SERVE_TIMEOUT;
     loop {
@@ -111,7 +113,7 @@ fn await_serving(state: &StateDir, old: Option<u32>) -> Result<Status> {
             _ => return Err(unavailable("the daemon gave an answer to something else")),
         };
         let is_there = status.server_pid.is_some_and(|server| Some(server) != old);
-        // A mount that failed is not the server's to wait for.
+        // A failed mount is not awaited.
         let done = |state: &str| matches!(state, "serving" | "failed");
         if is_there && status.mounts.iter().all(|mount| done(&mount.state)) {
             return Ok(status);
@@ -135,8 +137,8 @@ fn pid(number: u32) -> Result<Pid> {
     pid.ok_or_else(|| unavailable("the daemon names no process of its own"))
 }
 
-/// Kills `process` and waits until it is gone: as long as it has not closed everything, its socket
-/// takes connections that nobody answers.
+/// Kills `process` and waits until it has ended: until it has closed everything, its socket still
+/// accepts connections, but nothing answers them.
 fn end(process: Pid) -> Result<()> {
     let failed = |e: Errno| Error::io("cannot end the old daemon's process", e.into());
     let process = match pidfd_open(process, PidfdFlags::empty()) {

@@ -1,15 +1,15 @@
-//! The tasks of the server's mounts in many orders of their steps, tried by shuttle: a supervisor
-//! that attaches a mount again and again (a server's restart, a `map`, a `pin`), and a fake
-//! frontend whose servers end by themselves.
+//! The tasks of the server's mounts in many orders of their steps, run by shuttle: a supervisor
+//! that attaches a mount repeatedly (a server's restart, a `map`, a `pin`), and a fake frontend
+//! whose servers end by themselves.
 //!
-//! The module is compiled here once more, over shuttle's locks.
+//! The module is compiled here once more, with shuttle's locks.
 
 #![allow(clippy::unwrap_used, unreachable_pub, dead_code)]
 
 #[path = "../src/server/tasks.rs"]
 mod tasks;
 
-/// What the module finds in place of the crate's own.
+/// Replaces the crate's own module of this name.
 mod sync {
     pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard};
 }
@@ -25,25 +25,25 @@ use shuttle::{
 };
 use tasks::Tasks;
 
-/// Orders that are tried of each test.
+/// Number of orders tried by each test.
 const ORDERS: usize = 3000;
 const MOUNT: u32 = 7;
 
 enum Job {
-    /// Serve the mount unless it is served.
+    /// Serve the mount unless it is served already.
     Attach,
     /// The server of this number has ended.
     Ended(u64),
 }
 
-/// A serving process without files and without a kernel.
+/// A server without files and without a kernel.
 #[derive(Default)]
 struct Serving {
     tasks: Tasks<u32, Job>,
-    /// The server that the mount has.
+    /// The number of the mount's server.
     mount: Mutex<Option<u64>>,
     servers: AtomicU64,
-    /// How many servers have the mount's slots now.
+    /// Number of servers that have the mount's slots now.
     owners: AtomicU64,
     done: AtomicU64,
     how: How,
@@ -53,9 +53,9 @@ struct Serving {
 enum How {
     #[default]
     Well,
-    /// As it was once: a task for each message.
+    /// The former design: a task for each message.
     ATaskEach,
-    /// The end of a server is taken for that of whichever the mount has.
+    /// The end of any server counts as the end of the mount's present one.
     AnyEnd,
 }
 
@@ -81,7 +81,7 @@ impl Serving {
         match job {
             Job::Attach if self.mount.lock().unwrap().is_some() => {}
             Job::Attach => {
-                // Files are opened.
+                // Stands for opening files.
                 thread::yield_now();
                 assert_eq!(self.owners.fetch_add(1, SeqCst), 0, "the slots have two servers");
                 let server = self.servers.fetch_add(1, SeqCst);
@@ -99,7 +99,7 @@ impl Serving {
     }
 }
 
-/// Three supervisors' threads attach; a server ends, and is said to have ended twice.
+/// Threads of three supervisors attach; a server ends, and its end is reported twice.
 fn attached_again_and_again(how: How) {
     let serving = Arc::new(Serving { how, ..Serving::default() });
     let threads: Vec<_> = (0..3)

@@ -1,5 +1,5 @@
-//! The arrows between the rooms of this crate, as `src/lib.rs` draws them: a room knows those below
-//! it and no other.
+//! Checks the arrows between the rooms of this crate, as drawn in `src/lib.rs`: a room uses only
+//! those below it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,8 +9,8 @@ use std::{
     path::Path,
 };
 
-/// The rooms from the bottom up, and the crate's items that each may name. A room may always name itself,
-/// and `log`, which knows nothing.
+/// The rooms from the bottom up, and the crate's items that each may name. A room may always name
+/// itself, and `log`, which depends on nothing.
 const ROOMS: [(&str, &[&str]); 15] = [
     ("id", &[]),
     ("sync", &[]),
@@ -30,7 +30,7 @@ const ROOMS: [(&str, &[&str]); 15] = [
     ),
     ("read_only", &["id", "host", "state", "ipc"]),
     (
-        // What commands do to the daemon, or without it.
+        // Actions of commands on the daemon, or without it.
         "",
         &[
             "id",
@@ -73,7 +73,7 @@ fn the_first_names_of_a_path_are_found() {
     assert_eq!(names(text), ["a", "d", "f"].map(str::to_owned).into());
 }
 
-/// Collects what each room below `folder` names.
+/// Collects the names used by each room below `folder`.
 fn read(source: &Path, folder: &Path, found: &mut BTreeMap<String, BTreeSet<String>>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -88,7 +88,7 @@ fn read(source: &Path, folder: &Path, found: &mut BTreeMap<String, BTreeSet<Stri
     }
 }
 
-/// The first names of all paths in `text` that begin at the crate, but for those in comments.
+/// The first names of all paths in `text` that begin at the crate, except in comments.
 fn names(text: &str) -> BTreeSet<String> {
     let code: Vec<_> = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
     let code = code.join("\n");

@@ -1,5 +1,5 @@
-//! The whole way of a fetch, from a volume to a web server, with a proxy between them that spoils
-//! what it can: no wrong byte comes through, nothing waits for ever, and the counters tell.
+//! Tests the whole path of a fetch, from a volume to a web server, through a proxy that corrupts
+//! everything it can: no wrong byte is returned, no read waits for ever, and the counters match.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,9 +14,9 @@ use tokio::runtime::Runtime;
 
 type RemoteVolume = Volume<Objects, DirectFile>;
 
-/// Runs of the spoilt way, each with a seed of its own; `SPOILT_SEEDS` asks for more.
+/// Runs over the corrupted path, each with its own seed; `SPOILT_SEEDS` asks for more.
 const SEEDS: u64 = 40;
-/// Reads in flight.
+/// Concurrent reads.
 const READERS: u64 = 4;
 
 /// An image of one file, in a folder behind nginx.
@@ -108,7 +108,7 @@ fn limits() -> Limits {
 }
 
 #[test]
-fn no_wrong_byte_comes_through_a_spoilt_way() {
+fn no_wrong_byte_comes_through_a_corrupted_path() {
     let (image, runtime) = (Image::new(), runtime());
     let _runtime = runtime.enter();
     let seeds = std::env::var("SPOILT_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(SEEDS);
@@ -119,7 +119,7 @@ fn no_wrong_byte_comes_through_a_spoilt_way() {
         proxy.spoil(300, &Fault::ALL);
         let volume = image.volume(image.behind(&proxy), &format!("cache-{seed}"), limits());
         let counters = Counters::default();
-        // A chunk has 64 blocks: a few of each.
+        // A chunk has 64 blocks: this reads a few of each.
         let wanted: Vec<u64> = image.blocks().step_by(23).collect();
         let outcomes = std::thread::scope(|scope| {
             let read_some = |reader: u64| {
@@ -149,7 +149,7 @@ fn no_wrong_byte_comes_through_a_spoilt_way() {
         faults += proxy.counts().values().sum::<u64>();
         told_errors += counters.source_errors.get();
         told_corrupt += counters.source_corrupt_chunks.get();
-        // When the way is mended, so are the reads.
+        // Once the path is good again, so are the reads.
         proxy.spoil(0, &[]);
         for address in &wanted {
             let block = read(&runtime, &volume, *address, &counters).unwrap();
@@ -163,7 +163,7 @@ fn no_wrong_byte_comes_through_a_spoilt_way() {
 }
 
 #[test]
-fn a_store_that_is_down_does_not_hold_up_what_is_local() {
+fn an_unreachable_store_does_not_delay_local_reads() {
     let (image, runtime) = (Image::new(), runtime());
     let _runtime = runtime.enter();
     let proxy = Proxy::new(image.web.address(), 0).unwrap();
@@ -173,7 +173,7 @@ fn a_store_that_is_down_does_not_hold_up_what_is_local() {
     let (first, last) = (image.blocks().next().unwrap(), image.blocks().last().unwrap());
     assert_eq!(read(&runtime, &volume, first, &counters).unwrap(), image.expected(first));
     assert!(testkit::wait_until(Duration::from_secs(20), || volume.status().in_flight == 0));
-    // Connections stay open and silent: worse than refused ones.
+    // Connections stay open and silent, which is worse than refused ones.
     proxy.spoil(1000, &[Fault::Stall]);
     let stuck = std::thread::scope(|scope| {
         let stuck = scope.spawn(|| read(&runtime, &volume, last, &counters));

@@ -1,11 +1,11 @@
-//! Giving capabilities up, in all of a thread's sets.
+//! Drops capabilities, in all of a thread's sets.
 
 use burgeon_block::{Error, Result};
 use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, set_capabilities,
 };
 
-/// Keeps of `kept` what this thread has, and nothing else.
+/// Keeps only those capabilities of `kept` that this thread has.
 pub(crate) fn keep_only(kept: CapabilitySet) -> Result<()> {
     let failed = |e: rustix::io::Errno| Error::io("cannot drop capabilities", e.into());
     let now = capabilities(None).map_err(failed)?;
@@ -22,11 +22,11 @@ pub(crate) fn keep_only(kept: CapabilitySet) -> Result<()> {
     set_capabilities(None, sets).map_err(failed)
 }
 
-/// What executing a file could give back.
+/// Drops the capabilities that executing a file could give back.
 fn drop_bounding_set() {
     for capability in 0..64 {
-        // SAFETY: PR_CAPBSET_DROP takes a number and touches no memory of ours. It fails beyond the
-        // kernel's last capability.
+        // SAFETY: PR_CAPBSET_DROP takes a number and touches no memory of this process. It fails
+        // beyond the kernel's last capability.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability as libc::c_ulong, 0, 0, 0) };
     }
 }

@@ -1,8 +1,8 @@
-//! Landlock: which files a process can reach, and which signals and sockets.
+//! Landlock: restricts the files that a process can reach, and its signals and sockets.
 //!
-//! Each version of the kernel's interface knows more rights than the one before; a ruleset handles
-//! all that this kernel knows, and so denies what no rule allows. Linux 6.1 has version 2, 6.12
-//! version 6, 6.18 version 7. The system calls are used directly: they are three.
+//! Each version of the kernel's interface has more rights than the one before; a ruleset handles
+//! all rights of the running kernel, and so denies everything that no rule allows. Linux 6.1 has
+//! version 2, 6.12 version 6, 6.18 version 7. The system calls are used directly: they are three.
 
 use std::{
     io,
@@ -13,18 +13,18 @@ use std::{
 use burgeon_block::{Error, Result};
 use rustix::fs::{FileType, Mode, OFlags};
 
-/// What is allowed at a path and below it.
+/// The access allowed at a path and below it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Access {
     /// Reading files, listing folders.
     Read,
-    /// The same; and writing, making and removing files, folders and sockets.
+    /// The same, and writing, making and removing files, folders and sockets.
     Write,
     /// Reading, writing and controlling devices.
     Device,
 }
 
-// linux/landlock.h
+// Constants of `linux/landlock.h`.
 const WRITE_FILE: u64 = 1 << 1;
 const READ_FILE: u64 = 1 << 2;
 const READ_DIR: u64 = 1 << 3;
@@ -39,13 +39,13 @@ const REFER: u64 = 1 << 13;
 const TRUNCATE: u64 = 1 << 14;
 /// Since version 5.
 const IOCTL_DEV: u64 = 1 << 15;
-/// All that version 1 knows: the lowest thirteen.
+/// All rights of version 1: the lowest thirteen.
 const FIRST_RIGHTS: u64 = (1 << 13) - 1;
-/// The rights that a rule on anything but a folder may give.
+/// The rights that a rule on a file, not a folder, may give.
 const FILE_RIGHTS: u64 = WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV;
 const BIND_TCP: u64 = 1;
 const CONNECT_TCP: u64 = 2;
-/// Abstract sockets of others, and signals to others.
+/// Scopes: abstract sockets of other processes, and signals to them.
 const SCOPES: u64 = 3;
 const VERSION_FLAG: libc::c_ulong = 1;
 const RULE_PATH_BENEATH: libc::c_ulong = 1;
@@ -70,7 +70,7 @@ pub(crate) struct Ruleset {
 }
 
 impl Ruleset {
-    /// Denies all that this kernel can deny; `None` on a kernel without Landlock.
+    /// Denies everything that this kernel can deny; `None` on a kernel without Landlock.
     pub(crate) fn new(network: bool) -> Result<Option<Self>> {
         let version = version();
         if version < 1 {
@@ -97,7 +97,7 @@ impl Ruleset {
         Ok(Some(Self { file, handled }))
     }
 
-    /// Allows `access` to what lies at and below `path`, symlinks followed. `NotFound` if nothing does.
+    /// Allows `access` at and below `path`, following symlinks. `NotFound` if there is nothing.
     pub(crate) fn allow(&self, path: &Path, access: Access) -> Result<()> {
         let failed = |e| Error::io(format!("cannot allow {} in a sandbox", path.display()), e);
         let parent = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
@@ -124,8 +124,8 @@ impl Ruleset {
             allowed &= FILE_RIGHTS;
         }
         let rule = PathBeneath { allowed, parent: parent.as_raw_fd() };
-        // SAFETY: the kernel reads the structure, which this kind of rule has; both descriptors are
-        // open.
+        // SAFETY: the kernel reads the structure, which fits this kind of rule; both descriptors
+        // are open.
         let added = unsafe {
             libc::syscall(
                 libc::SYS_landlock_add_rule,
@@ -138,9 +138,9 @@ impl Ruleset {
         if added == 0 { Ok(()) } else { Err(failed(io::Error::last_os_error())) }
     }
 
-    /// Puts the rules in force for this thread, and those that it will start.
+    /// Enforces the rules for this thread, and those that it starts later.
     pub(crate) fn enter(self) -> Result<()> {
-        // SAFETY: it takes a descriptor, which is open, and flags.
+        // SAFETY: the call takes an open descriptor and flags.
         let entered =
             unsafe { libc::syscall(libc::SYS_landlock_restrict_self, self.file.as_raw_fd(), 0) };
         if entered == 0 {
@@ -150,7 +150,7 @@ impl Ruleset {
     }
 }
 
-/// The version of this kernel's interface; 0 or less where it has none, or is told not to use it.
+/// The version of this kernel's interface; 0 or less if it has none, or if Landlock is disabled.
 fn version() -> i32 {
     // SAFETY: with this flag the kernel takes no structure and returns a number.
     unsafe {
@@ -167,6 +167,6 @@ fn descriptor(returned: libc::c_long) -> io::Result<OwnedFd> {
     if returned < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made it for us.
+    // SAFETY: the kernel has just returned this descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(returned as i32) })
 }

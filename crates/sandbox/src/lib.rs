@@ -1,23 +1,23 @@
-//! What a process can no longer do once it has opened what it needs.
+//! Drops a process's privileges once it has opened what it needs.
 //!
 //! ```text
-//!   open source and output ─► Sandbox::enter ─► parse bytes of strangers
+//!   open source and output ─► Sandbox::enter ─► parse untrusted bytes
 //!                                │
-//!                                ├─ Landlock        files: only those named (where the kernel has it)
+//!                                ├─ Landlock        files: only those named (if the kernel has it)
 //!                                ├─ capabilities    none, or the one that a role cannot do without
 //!                                ├─ no_new_privs    an executed file could give nothing back
 //!                                └─ seccomp         no execve, ptrace, mount, io_uring, …
 //! ```
 //!
 //! Root without capabilities still owns every file of uid 0, so capabilities alone protect little:
-//! Landlock is what keeps such a process out of `/etc`. seccomp does not see what io_uring does,
-//! so io_uring goes as a whole wherever nothing depends on it.
+//! Landlock keeps such a process out of `/etc`. seccomp does not see io_uring's operations, so
+//! io_uring is refused as a whole unless the process depends on it.
 //!
 //! Invariants, held by `tests/roles.rs` of the command:
-//! - A sandbox is entered while the process has one thread. Every part of it is a thread's own and
-//!   is inherited: a thread that was there before would stay outside.
+//! - A sandbox is entered while the process has one thread. Every part of it belongs to a thread
+//!   and is inherited: an earlier thread would stay outside.
 //! - It is entered whole or not at all. Only Landlock may be missing, on kernels without it.
-//! - Nothing can be taken back.
+//! - No right can be regained.
 
 mod capabilities;
 mod landlock;
@@ -35,19 +35,19 @@ use rustix::thread::CapabilitySet;
 use self::landlock::Access;
 pub use self::probe::{Attempt, attempts};
 
-/// What a process needs after it has entered its sandbox; everything else is refused.
+/// The rights that a process keeps in its sandbox; everything else is refused.
 #[derive(Debug)]
 pub struct Sandbox {
     keeps: CapabilitySet,
     network: bool,
     rings: bool,
-    /// Each must be there.
+    /// Each must exist.
     files: Vec<(PathBuf, Access)>,
     /// Each may be missing.
     system_files: Vec<(PathBuf, Access)>,
 }
 
-/// What a name resolver and a TLS library read. Not `/etc` as a whole: `shadow` lies there, and the
+/// Files of name resolvers and TLS libraries. Not `/etc` as a whole, because of `shadow` and the
 /// keys below `/etc/ssl/private`.
 const NETWORK_FILES: &[&str] = &[
     "/etc/ca-certificates",
@@ -72,7 +72,7 @@ const NETWORK_FILES: &[&str] = &[
     "/var/lib/ca-certificates",
 ];
 
-/// Variables that name files a TLS library or a cloud's library reads.
+/// Variables that name files read by a TLS library or a cloud's library.
 const NETWORK_VARIABLES: &[&str] = &[
     "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -84,11 +84,11 @@ const NETWORK_VARIABLES: &[&str] = &[
     "SSL_CERT_FILE",
 ];
 
-/// What the standard library reads to learn how many CPUs this process may use.
+/// Files from which the standard library learns how many CPUs this process may use.
 const SYSTEM_FILES: &[&str] = &["/proc/self/cgroup", "/proc/self/mountinfo", "/sys/fs/cgroup"];
 
 impl Sandbox {
-    /// A process that computes: no file, no network, no capability.
+    /// For a process that only computes: no file, no network, no capability.
     pub fn computing() -> Self {
         let sandbox = Self {
             keeps: CapabilitySet::empty(),
@@ -100,36 +100,35 @@ impl Sandbox {
         sandbox.read_if_there(SYSTEM_FILES.iter().map(PathBuf::from))
     }
 
-    /// It reads what lies at and below `path`. Of a folder of another user it keeps the capability
-    /// that this takes.
+    /// Allows reading at and below `path`. Keeps the capability needed for another user's folder.
     pub fn read(mut self, path: &Path) -> Self {
         self.keep_for(path, CapabilitySet::DAC_READ_SEARCH);
         self.files.push((path.to_owned(), Access::Read));
         self
     }
 
-    /// It reads, writes, makes and removes what lies at and below `path`. In a folder of another
-    /// user it keeps the capability that this takes.
+    /// Allows reading, writing, making and removing at and below `path`. Keeps the capability
+    /// needed for another user's folder.
     pub fn write(mut self, path: &Path) -> Self {
         self.keep_for(path, CapabilitySet::DAC_OVERRIDE);
         self.files.push((path.to_owned(), Access::Write));
         self
     }
 
-    /// It reads every file of the host, whoever owns it.
+    /// Allows reading every file of the host, whoever owns it.
     pub fn read_everything(mut self) -> Self {
         self.keeps |= CapabilitySet::DAC_READ_SEARCH;
         self.files.push((PathBuf::from("/"), Access::Read));
         self
     }
 
-    /// It opens the device `path`, or the devices in that folder, if it is there.
+    /// Allows opening the device `path`, or the devices in that folder, if it exists.
     pub fn device(mut self, path: &Path) -> Self {
         self.system_files.push((path.to_owned(), Access::Device));
         self
     }
 
-    /// It connects to servers, by name and with TLS.
+    /// Allows connections to servers, by name and with TLS.
     pub fn network(mut self) -> Self {
         self.network = true;
         let named = NETWORK_VARIABLES.iter().filter_map(std::env::var_os);
@@ -137,31 +136,31 @@ impl Sandbox {
         self.read_if_there(NETWORK_FILES.iter().map(PathBuf::from)).read_if_there(named)
     }
 
-    /// It reads what lies at and below these paths, as far as they are there, with the rights of its user.
+    /// Allows reading at and below those of these paths that exist, with the rights of the user.
     pub fn read_if_there(mut self, paths: impl IntoIterator<Item = PathBuf>) -> Self {
         self.system_files.extend(paths.into_iter().map(|path| (path, Access::Read)));
         self
     }
 
-    /// It locks memory beyond its limit, as a process does whose limit cannot be raised.
+    /// Allows locking memory beyond the limit, for a process whose limit cannot be raised.
     pub fn lock_memory(mut self) -> Self {
         self.keeps |= CapabilitySet::IPC_LOCK;
         self
     }
 
-    /// It gives commands to the ublk driver, which takes them from administrators alone.
+    /// Allows commands to the ublk driver, which accepts them from administrators alone.
     pub fn administer_ublk(mut self) -> Self {
         self.keeps |= CapabilitySet::SYS_ADMIN;
         self
     }
 
-    /// It uses io_uring.
+    /// Allows io_uring.
     pub fn rings(mut self) -> Self {
         self.rings = true;
         self
     }
 
-    /// Gives everything else up, for ever. Says whether Landlock guards the files.
+    /// Drops all other rights, for ever. True if Landlock guards the files.
     ///
     /// `Invalid` while the process has more than one thread.
     pub fn enter(self) -> Result<bool> {
@@ -200,13 +199,13 @@ impl Sandbox {
     }
 }
 
-/// Makes this process one that the kernel may end when memory is short: it inherits its parent's
-/// exemption, and can be started again.
+/// Removes this process's exemption from the OOM killer, which it inherits from its parent: it can
+/// be started again.
 pub fn accept_the_oom_killer() -> Result<()> {
     const SCORE: &str = "/proc/self/oom_score_adj";
     let failed = |e| Error::io(format!("cannot set {SCORE}"), e);
     let score = std::fs::read_to_string(SCORE).map_err(failed)?;
-    // Only a score that is higher than before can be set without CAP_SYS_RESOURCE.
+    // Without CAP_SYS_RESOURCE only a higher score can be set.
     match score.trim().starts_with('-') {
         true => std::fs::write(SCORE, "0").map_err(failed),
         false => Ok(()),

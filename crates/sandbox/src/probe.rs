@@ -1,7 +1,7 @@
-//! Trying on this very process what a sandbox is to prevent.
+//! Tries on this very process everything that a sandbox must prevent.
 //!
-//! Harmless wherever it runs: nothing is changed, and what is opened is closed unread. Each attempt
-//! goes as far as the check for permission and no further.
+//! Harmless everywhere: nothing is changed, and opened files are closed unread. Each attempt goes
+//! as far as the permission check and no further.
 
 use std::{
     ffi::CString,
@@ -14,15 +14,15 @@ use std::{
 
 use io_uring::{IoUring, opcode, squeue::Entry, types::Fd};
 
-/// A file that nobody but root may read.
+/// A file that only root may read.
 const SECRET: &str = "/etc/shadow";
-/// Nobody listens there.
+/// An address without a listener.
 const ADDRESS: ([u8; 4], u16) = ([127, 0, 0, 1], 1);
 
-/// Something to try: its name, and whether it was allowed.
+/// An attempt: its name, and a function that returns true if it was allowed.
 pub type Attempt = (&'static str, fn() -> bool);
 
-/// What is tried, in this order.
+/// All attempts, in this order.
 pub fn attempts() -> &'static [Attempt] {
     &[
         ("execve", || {
@@ -31,14 +31,15 @@ pub fn attempts() -> &'static [Attempt] {
             command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
         }),
         ("ptrace", || {
-            // SAFETY: no process has the number 0, which the kernel says to those who may ask.
+            // SAFETY: no process has the number 0; the kernel reports that only after the
+            // permission check.
             let attached = unsafe { libc::ptrace(libc::PTRACE_ATTACH, 0, 0, 0) };
             attached == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH)
         }),
         ("mount", || {
             let name = c"burgeon-probe".as_ptr();
-            // SAFETY: the strings end with a zero. There is no file system of that name, which the
-            // kernel says only to those who may mount.
+            // SAFETY: the strings end with a zero. There is no file system of that name; the kernel
+            // reports that only after the permission check.
             let mounted = unsafe { libc::mount(name, c"/".as_ptr(), name, 0, std::ptr::null()) };
             mounted == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ENODEV)
         }),
@@ -50,12 +51,12 @@ pub fn attempts() -> &'static [Attempt] {
         ("write", || OpenOptions::new().append(true).open(SECRET).is_ok()),
         ("io_uring", || IoUring::new(4).is_ok()),
         ("io_uring connect", || {
-            // SAFETY: a plain system call; what it returns is checked.
+            // SAFETY: a plain system call; its result is checked.
             let socket = unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0) };
             if socket < 0 {
                 return false;
             }
-            // SAFETY: the kernel has just made it for us.
+            // SAFETY: the kernel has just returned this descriptor, and nothing else owns it.
             let socket = unsafe { OwnedFd::from_raw_fd(socket) };
             let (address, port) = ADDRESS;
             let address = libc::sockaddr_in {
@@ -75,17 +76,17 @@ pub fn attempts() -> &'static [Attempt] {
             let open = opcode::OpenAt::new(Fd(libc::AT_FDCWD), path.as_ptr());
             let opened = through_ring(open.flags(libc::O_RDONLY | libc::O_CLOEXEC).build());
             let Some(file) = opened.filter(|result| *result >= 0) else { return false };
-            // SAFETY: the kernel has just made it for us.
+            // SAFETY: the kernel has just returned this descriptor, and nothing else owns it.
             drop(unsafe { OwnedFd::from_raw_fd(file) });
             true
         }),
     ]
 }
 
-/// What the kernel answers to `entry`, whose memory outlives this call; `None` without a ring.
+/// The kernel's result for `entry`, whose memory outlives this call; `None` without a ring.
 fn through_ring(entry: Entry) -> Option<i32> {
     let mut ring = IoUring::new(4).ok()?;
-    // SAFETY: the entry's memory lives until the answer is there, which is waited for.
+    // SAFETY: the entry's memory lives until its completion, which this function awaits.
     unsafe { ring.submission().push(&entry) }.ok()?;
     ring.submit_and_wait(1).ok()?;
     ring.completion().next().map(|done| done.result())

@@ -1,15 +1,15 @@
 //! System calls that no role needs, refused with `EPERM`.
 //!
-//! A list of what is refused, and not of what is allowed: libraries change what they call, and a
-//! refusal that shows only under load would be a bug of ours. The kernel answers calls that a
-//! filter always allows without running it, so the data path pays nothing.
+//! A deny list, not an allow list: libraries change their system calls, and a refusal that shows
+//! only under load would be a bug of ours. The kernel does not run the filter for calls that it
+//! always allows, so the data path pays nothing.
 
 use std::io;
 
 use burgeon_block::{Error, Result};
 use libc::{c_long, sock_filter, sock_fprog};
 
-/// New programs, other processes, mounts, namespaces, the kernel itself.
+/// Calls for new programs, other processes, mounts, namespaces, and the kernel itself.
 const REFUSED: &[c_long] = &[
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -35,7 +35,7 @@ const REFUSED: &[c_long] = &[
     libc::SYS_mount_setattr,
     libc::SYS_unshare,
     libc::SYS_setns,
-    // It would go around paths, and so around Landlock.
+    // It bypasses paths, and so Landlock.
     libc::SYS_open_by_handle_at,
     libc::SYS_bpf,
     libc::SYS_perf_event_open,
@@ -74,7 +74,8 @@ const REFUSED: &[c_long] = &[
 const RINGS: &[c_long] =
     &[libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register];
 const NETWORK: &[c_long] = &[libc::SYS_socket, libc::SYS_connect];
-/// Calls whose first argument is a process: this one, or 0 where that means the same.
+/// Calls whose first argument is a process: allowed for this one, or for 0 where that means the
+/// same.
 const PROCESSES: &[c_long] = &[
     libc::SYS_kill,
     libc::SYS_tgkill,
@@ -84,7 +85,7 @@ const PROCESSES: &[c_long] = &[
 ];
 /// The families of sockets that a resolver and a web client use.
 const FAMILIES: &[libc::c_int] = &[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
-/// Words put into the terminal would be executed by the user's shell.
+/// Characters inserted into the terminal would be executed by the user's shell.
 const TERMINAL: &[libc::c_ulong] = &[libc::TIOCSTI as libc::c_ulong, TIOCLINUX];
 
 /// Since Linux 6.15.
@@ -100,7 +101,7 @@ const ARCHITECTURE: u32 = 0xc000_00b7;
 #[cfg(target_arch = "x86_64")]
 const X32_FIRST: u32 = 0x4000_0000;
 
-// Where `struct seccomp_data` has them; both architectures are little-endian.
+// Offsets in `struct seccomp_data`; both architectures are little-endian.
 const NUMBER_AT: u32 = 0;
 const ARCHITECTURE_AT: u32 = 4;
 const ARGUMENTS_AT: u32 = 16;
@@ -112,11 +113,11 @@ const IF_AT_LEAST: u32 = libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K;
 const IF_ANY: u32 = libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K;
 const RETURN: u32 = libc::BPF_RET | libc::BPF_K;
 
-/// Puts the filter in force for this thread, and those that it will start.
+/// Enforces the filter for this thread, and those that it starts later.
 pub(crate) fn enter(network: bool, rings: bool) -> Result<()> {
     let filter = filter(network, rings, std::process::id());
     let program = sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
-    // SAFETY: the kernel copies the program, of which it is told the length.
+    // SAFETY: the kernel copies the program, whose length is given.
     let entered =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &program) };
     if entered == 0 {
@@ -125,7 +126,7 @@ pub(crate) fn enter(network: bool, rings: bool) -> Result<()> {
     Err(Error::io("cannot put a seccomp filter in force", io::Error::last_os_error()))
 }
 
-/// Each test is followed at once by what it leads to, so that no jump has a long way.
+/// Each test is followed at once by its result, so that no jump is long.
 fn filter(network: bool, rings: bool, process: u32) -> Vec<sock_filter> {
     let refuse = returns(libc::SECCOMP_RET_ERRNO | libc::EPERM as u32);
     let mut filter = vec![
@@ -177,7 +178,7 @@ fn filter(network: bool, rings: bool, process: u32) -> Vec<sock_filter> {
     filter
 }
 
-/// Of `call`, adds `tests` on the low half of an argument; they fall through where they allow.
+/// Adds `tests` for `call`, on the low half of an argument; they fall through to allow it.
 fn look(
     filter: &mut Vec<sock_filter>,
     call: c_long,

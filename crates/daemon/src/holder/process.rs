@@ -167,7 +167,7 @@ mod tests {
     use crate::{id::MountId, state::paths::StateDir};
 
     #[test]
-    fn what_is_held_is_given_to_the_next_client_and_ends_with_it() {
+    fn the_next_client_gets_the_held_descriptors_and_ends_the_process() {
         let temp = tempfile::tempdir().unwrap();
         let state = StateDir::open(temp.path()).unwrap();
         let listener = UnixListener::bind(state.run().join("hold.sock")).unwrap();
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_supervisor_comes_for_is_given_up() {
+    fn descriptors_without_a_supervisor_are_released() {
         let temp = tempfile::tempdir().unwrap();
         let state = StateDir::open(temp.path()).unwrap();
         let listener = UnixListener::bind(state.run().join("hold.sock")).unwrap();

@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn systemd_keeps_what_it_has_room_for_until_it_is_to_let_go() {
+    fn systemd_keeps_descriptors_within_its_limit_until_release() {
         for (most, keeps) in [(0, false), (4, true)] {
             let (ours, theirs) = UnixDatagram::pair().unwrap();
             let systemd = thread::spawn(move || play_systemd(&theirs, most));

@@ -1,8 +1,8 @@
 //! A memory cgroup of the daemon's own.
 //!
-//! A server in the cgroup of the applications that it serves waits for writeback in reclaim,
-//! and that writeback waits for the server. So the daemon leaves whatever cgroup it was started
-//! in, both in the unified hierarchy and in a version 1 memory hierarchy where there is one.
+//! A server in the cgroup of its applications waits for writeback in reclaim, and that writeback
+//! waits for the server. So the daemon leaves the cgroup it was started in, both in the unified
+//! hierarchy and in a version 1 memory hierarchy, if there is one.
 
 use std::{
     fs, io,
@@ -13,11 +13,11 @@ use std::{
 
 use crate::host::mountinfo;
 
-/// How often to try to remove a cgroup, and the pause between: two seconds in all.
+/// Attempts to remove a cgroup, and the pause between them: two seconds in total.
 const LEAVE_TRIES: u32 = 200;
 const LEAVE_PAUSE: Duration = Duration::from_millis(10);
 
-/// The cgroups that were made; [`Self::leave`] takes them away again.
+/// The cgroups that were made; [`Self::leave`] removes them.
 #[derive(Debug, Default)]
 pub(crate) struct OwnCgroup {
     made: Vec<(PathBuf, PathBuf)>,
@@ -25,12 +25,12 @@ pub(crate) struct OwnCgroup {
 
 impl OwnCgroup {
     /// Moves this process into cgroups called `burgeon-<tag>` at the top of every hierarchy that
-    /// accounts memory. What cannot be had is said, in sentences.
+    /// accounts memory. Also returns what failed, in sentences.
     pub(crate) fn enter(tag: &str) -> (Self, Vec<String>) {
         let mut own = Self::default();
         let mut missing = Vec::new();
         if std::env::var_os("NOTIFY_SOCKET").is_some() {
-            // systemd has made one for the unit, and loses sight of a process that leaves it.
+            // systemd has made one for the unit, and loses track of a process that leaves it.
             return (own, missing);
         }
         for top in hierarchies() {
@@ -49,9 +49,9 @@ impl OwnCgroup {
     /// Moves this process to the top and removes the cgroups.
     pub(crate) fn leave(&self) {
         for (top, path) in &self.made {
-            // Best effort on the way out: an empty cgroup costs nothing and is entered again.
+            // Best effort at exit: an empty cgroup costs nothing and is reused.
             let _ = fs::write(top.join("cgroup.procs"), "0");
-            // A server that has just ended is still in it for a moment.
+            // A server that has just ended stays in it for a moment.
             for _ in 0..LEAVE_TRIES {
                 match fs::remove_dir(path) {
                     Err(e) if e.kind() == io::ErrorKind::ResourceBusy => thread::sleep(LEAVE_PAUSE),
@@ -70,7 +70,7 @@ fn enter_one(path: &Path) -> io::Result<()> {
     fs::write(path.join("cgroup.procs"), "0")
 }
 
-/// Where memory is accounted: the unified hierarchy if it has the controller, and version 1's.
+/// The hierarchies that account memory: the unified one if it has the controller, and version 1's.
 fn hierarchies() -> Vec<PathBuf> {
     let Ok(mounts) = mountinfo::read(Path::new("/proc/self/mountinfo")) else { return Vec::new() };
     let mut tops: Vec<PathBuf> = Vec::new();

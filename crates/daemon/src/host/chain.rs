@@ -1,4 +1,4 @@
-//! What a path really lies on: from its file system down through loop devices and stacked block
+//! The backing devices of a path: from its file system down through loop devices and stacked block
 //! devices.
 //!
 //! ```text
@@ -7,8 +7,8 @@
 //!                              overlay: its layers               (and again, DEPTH_MAX times)
 //! ```
 //!
-//! A state directory or a store on a Burgeon mount would wait for itself. A mount of Burgeon is
-//! known by its metadata device: a loop on `…/mounts/<id>/seed`.
+//! A state directory or a store on a Burgeon mount would wait for itself. A Burgeon mount is
+//! recognised by its metadata device: a loop on `…/mounts/<id>/seed`.
 
 use std::{
     fs::{self, File},
@@ -25,15 +25,15 @@ use crate::{
     id::{Fsid, MountId},
 };
 
-/// Deepest nesting that is followed. A chain that is deeper is refused, too.
+/// The deepest nesting that is followed. Deeper nesting is refused, too.
 const DEPTH_MAX: usize = 16;
 
-/// Refuses `path`, the user's `what`, if it lies on a mount of Burgeon.
+/// Refuses `path` if it lies on a Burgeon mount; `what` is its role in the error message.
 pub fn refuse_burgeon(path: &Path, what: &str) -> Result<()> {
     refuse(path, path, what)
 }
 
-/// Refuses the open `file` that is `shown` to the user, if it lies on a mount of Burgeon.
+/// Refuses the open `file`, called `shown` in the error message, if it lies on a Burgeon mount.
 pub fn refuse_burgeon_file(file: &File, shown: &Path, what: &str) -> Result<()> {
     refuse(&link_to(file), shown, what)
 }
@@ -52,7 +52,7 @@ fn refuse(path: &Path, shown: &Path, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// Whether a block device, such as `/dev/loop3`, belongs to a mount of Burgeon.
+/// True if a block device, such as `/dev/loop3`, belongs to a Burgeon mount.
 pub(crate) fn is_burgeon_device(device: &Path) -> bool {
     let Some(name) = device.file_name().and_then(|name| name.to_str()) else { return false };
     list("/sys/fs/btrfs").iter().any(|fs| {
@@ -62,12 +62,12 @@ pub(crate) fn is_burgeon_device(device: &Path) -> bool {
     })
 }
 
-/// Whether `path` lies on a mount of Burgeon, of any state directory.
+/// True if `path` lies on a Burgeon mount, of any state directory.
 pub fn is_burgeon_mount(path: &Path) -> bool {
     reaches_burgeon(path, 0).unwrap_or(false)
 }
 
-/// The fsid of the btrfs at `path`, or `None` if it is none.
+/// The fsid of the btrfs at `path`, or `None` if it is another file system.
 pub fn btrfs_fsid(path: &Path) -> Result<Option<Fsid>> {
     let file = fs::File::open(path)
         .map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
@@ -88,8 +88,8 @@ pub(crate) fn fsid_of(file: &impl AsRawFd) -> Option<Fsid> {
     const BTRFS_IOC_FS_INFO: libc::c_ulong = 0x8400_941f;
     const { assert!(size_of::<FsInfo>() == 1024) };
     let mut info = FsInfo { max_id: 0, num_devices: 0, fsid: [0; 16], rest: [0; 992] };
-    // Other file systems may give the number another meaning: ask only btrfs.
-    // SAFETY: the descriptor is open; `statfs` is plain data that is valid when zeroed.
+    // On other file systems the number may mean another request: ask only btrfs. SAFETY: the
+    // descriptor is open; `statfs` is plain data that is valid when zeroed.
     let is_btrfs = unsafe {
         let mut stat: libc::statfs = std::mem::zeroed();
         libc::fstatfs(file.as_raw_fd(), &mut stat) == 0 && stat.f_type == libc::BTRFS_SUPER_MAGIC
@@ -128,14 +128,14 @@ fn reaches_burgeon(path: &Path, depth: usize) -> Result<bool> {
     })
 }
 
-/// `device` is a folder of sysfs that describes a block device.
+/// True if the block device with the sysfs folder `device` leads to a Burgeon mount.
 fn device_reaches_burgeon(device: &Path, depth: usize) -> Result<bool> {
     if is_seed(device) {
         return Ok(true);
     }
     if let Some(file) = backing_file(device).filter(|file| file.exists()) {
-        // A loop on the root of a detached FUSE mount shows `/`, which must not lead astray: its
-        // sibling, the seed, has been or will be looked at.
+        // A loop on the root of a detached FUSE mount shows `/`, which is misleading: the loop on
+        // the seed is examined, too.
         if file != Path::new("/") {
             return reaches_burgeon(&file, depth + 1);
         }
@@ -150,7 +150,7 @@ fn device_reaches_burgeon(device: &Path, depth: usize) -> Result<bool> {
     any(&list(device.join("slaves")), |below| device_reaches_burgeon(below, depth + 1))
 }
 
-/// Whether a block device is the metadata device of a mount of Burgeon.
+/// True if a block device is the metadata device of a Burgeon mount.
 fn is_seed(device: &Path) -> bool {
     let Some(file) = backing_file(device) else { return false };
     let text = file.to_string_lossy();
@@ -161,8 +161,8 @@ fn is_seed(device: &Path) -> bool {
         && parts.next() == Some("mounts")
 }
 
-/// What the mounted btrfs `fsid` lies on, for people: the files below its loop devices, and its
-/// other devices. `None` if it is not mounted.
+/// The backing devices of the mounted btrfs `fsid`, for messages: the files below its loop devices,
+/// and its other devices. `None` if it is not mounted.
 pub(crate) fn mounted_from(fsid: Fsid) -> Option<String> {
     let devices = list(format!("/sys/fs/btrfs/{fsid}/devices"));
     let names = devices.iter().map(|device| match backing_file(device) {
@@ -182,21 +182,21 @@ pub(crate) fn backing_file(device: &Path) -> Option<PathBuf> {
     Some(PathBuf::from(text.trim_end_matches('\n')))
 }
 
-/// The loop device that lies on `file`, if there is one.
+/// The loop device on `file`, if there is one.
 pub(crate) fn loop_on(file: &Path) -> Option<String> {
     loop_with(|path| path == file, &[file.to_owned()])
 }
 
-/// A loop device that lies on a file in `folder`, if there is one.
+/// A loop device on a file in `folder`, if there is one.
 pub(crate) fn loop_below(folder: &Path) -> Option<String> {
     loop_with(|path| path.starts_with(folder), &list(folder))
 }
 
-/// A loop device on one of `files`, or on a file whose path `test` takes.
+/// A loop device on one of `files`, or on a file whose path satisfies `test`.
 ///
-/// A path says nothing where it is spelt in another mount namespace, most of all in one that is
-/// gone: the kernel then shows it from the root of its file system. What the file is says it
-/// everywhere, but not once the file is deleted, nor to a user who may not open the device.
+/// A path can be spelt differently in another mount namespace, most of all in one that has ended:
+/// the kernel then shows it from the root of its file system. A file's identity is the same
+/// everywhere, but is unknown once the file is deleted, or to a user who may not open the device.
 fn loop_with(test: impl Fn(&Path) -> bool, files: &[PathBuf]) -> Option<String> {
     let identities: Vec<_> = files
         .iter()
@@ -213,7 +213,7 @@ fn loop_with(test: impl Fn(&Path) -> bool, files: &[PathBuf]) -> Option<String> 
     on_it.and_then(|device| device.file_name()?.to_str().map(|name| format!("/dev/{name}")))
 }
 
-/// The folders that the overlay with this `st_dev` is made of, as far as they are visible here.
+/// The layers of the overlay with this `st_dev`, as far as they are visible here.
 fn overlay_layers(device: (u32, u32)) -> Vec<PathBuf> {
     let mounts = mountinfo::read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
     let overlay = mounts.iter().find(|mount| mount.device == device && mount.fs_type == "overlay");
@@ -273,7 +273,7 @@ mod tests {
         let options = LoopOptions { name: "burgeon test", read_only: true, discard: false };
         let device = LoopDevice::attach(fs::File::open(&file).unwrap(), options).unwrap();
         let expected = Some(device.path().to_str().unwrap().to_owned());
-        // The path that sysfs shows is another one than each of these.
+        // The path in sysfs differs from each of these.
         fs::create_dir(&link).unwrap();
         fs::hard_link(&file, link.join("sprout")).unwrap();
         fs::rename(&file, temp.path().join("moved")).unwrap();

@@ -1,9 +1,9 @@
-//! What keeps the daemon alive and quick when memory is short.
+//! Keeps the daemon alive and responsive when memory is short.
 //!
 //! Measured on machines of 384 to 512 MB with a dirty sprout and cold reads: a plain server's
 //! slowest request took 15 s and an unprotected one was killed; with locked memory,
-//! `PR_SET_IO_FLUSHER` and a score of -1000 the slowest took 1.5 s. A server in its readers'
-//! memory cgroup deadlocks with them, so the daemon has one of its own (see `cgroup`).
+//! `PR_SET_IO_FLUSHER` and a score of -1000 the slowest took 1.5 s. A server in its readers' memory
+//! cgroup deadlocks with them, so the daemon has one of its own (see `cgroup`).
 
 use std::fs;
 
@@ -12,11 +12,11 @@ use rustix::{
     process::{Resource, Rlimit, getrlimit, setrlimit},
 };
 
-/// Stacks of the threads that prepare an image, for each CPU: 8 MiB.
+/// Stacks of the threads that prepare an image: 8 MiB per CPU.
 const STACK_BYTES: u64 = 8 << 20;
 
-/// Hardens the calling process; returns what could not be had, in sentences. Nothing here is
-/// worth refusing to serve for.
+/// Hardens the calling process; returns the measures that failed, in sentences. None of them is a
+/// reason to refuse to serve.
 pub(crate) fn harden(lock_memory: bool) -> Vec<String> {
     let mut missing = Vec::new();
     lift_limits();
@@ -39,27 +39,27 @@ pub(crate) fn harden(lock_memory: bool) -> Vec<String> {
     missing
 }
 
-/// Whether memory stays lockable without CAP_IPC_LOCK: with locked memory, a limit would make
+/// True if memory stays lockable without CAP_IPC_LOCK: with locked memory, a limit would make
 /// allocations fail.
 pub(crate) fn can_lock_without_capability() -> bool {
     getrlimit(Resource::Memlock).current.is_none()
 }
 
-/// The limits of the shell that happened to start the daemon are not its own: it may hold as many
-/// descriptors as the kernel lets it, and a file that would become too large is an error.
+/// Lifts the limits inherited from the shell that started the daemon: it may open as many
+/// descriptors as the kernel allows, and a file that would become too large is an error.
 fn lift_limits() {
     let maximum = getrlimit(Resource::Nofile).maximum;
-    // Mounts need two to four descriptors each; with fewer than that there are fewer mounts.
+    // Mounts need two to four descriptors each: a lower limit allows fewer mounts.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
-    // The server locks its memory, and gives up the capability that would ignore this limit.
+    // The server locks its memory, and drops the capability that overrides this limit.
     let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
-    // SAFETY: the signal is ignored, so no code of ours runs when it comes.
+    // SAFETY: the signal is ignored, so it runs no code of this process.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
-/// Bounds the memory of the calling process at twice `bytes`, which is what its readers count: a
-/// backstop for memory that they do not count. Only private memory that can be written counts, because
-/// allocators and threads reserve addresses for each CPU; stacks are among it, and are added.
+/// Bounds the memory of the calling process at twice `bytes`, the amount that its readers account
+/// for: a backstop for memory that they do not count. Only private writable memory counts, because
+/// allocators and threads reserve addresses for each CPU; it includes stacks, which are added.
 pub(crate) fn bound_memory(bytes: u64) {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from) as u64;
     let limit = Some(bytes.saturating_mul(2).saturating_add(cpus.saturating_mul(STACK_BYTES)));
@@ -69,14 +69,13 @@ pub(crate) fn bound_memory(bytes: u64) {
     let _ = setrlimit(Resource::Data, Rlimit { current, maximum });
 }
 
-/// The same for a process that reads archives, layers and documents, as its readers find out what they
-/// hold.
+/// The same for a process that reads archives, layers and documents of unknown contents.
 pub(crate) fn bound_memory_of_readers() {
     burgeon_block::watch_bound(bound_memory);
 }
 
-/// A supervisor that has lost one of its threads would be there and leave its work undone: it ends,
-/// and the next one takes everything over.
+/// Ends the process if a thread panics: a supervisor without one of its threads would leave its
+/// work undone, and its successor takes everything over.
 pub(crate) fn end_on_panic() {
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -90,6 +89,6 @@ const PR_SET_IO_FLUSHER: libc::c_int = 57;
 
 /// Writes of this process are part of writeback: the kernel must not make them wait for it.
 fn set_io_flusher() -> bool {
-    // SAFETY: PR_SET_IO_FLUSHER takes four integers and touches no memory of ours.
+    // SAFETY: PR_SET_IO_FLUSHER takes four integers and touches no memory of this process.
     unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) == 0 }
 }

@@ -1,6 +1,6 @@
-//! What this machine is and has: its mounts, backing devices, namespaces, cgroups and signals.
+//! Properties of this machine: its mounts, backing devices, namespaces, cgroups and signals.
 //!
-//! Nothing here knows of an image, a mount of ours or a message.
+//! Nothing here knows of images, Burgeon mounts or messages.
 
 pub(crate) mod cgroup;
 pub(crate) mod chain;

@@ -1,4 +1,4 @@
-//! Reading `/proc/<pid>/mountinfo`.
+//! Reads `/proc/<pid>/mountinfo`.
 
 use std::{
     ffi::OsString,
@@ -16,9 +16,10 @@ pub struct MountInfo {
     pub id: u64,
     /// `st_dev` of the superblock, major and minor.
     pub device: (u32, u32),
-    /// What of the file system is mounted: a path, or of `nsfs` such as `mnt:[4026532281]`.
+    /// The mounted part of the file system: a path, or for `nsfs` a name such as
+    /// `mnt:[4026532281]`.
     pub root: PathBuf,
-    /// Where it is mounted.
+    /// The mount point.
     pub target: PathBuf,
     /// Such as `btrfs`.
     pub fs_type: String,
@@ -28,7 +29,7 @@ pub struct MountInfo {
     pub super_options: String,
 }
 
-/// The mounts listed in `path`, in mount order. Lines that make no sense are left out.
+/// The mounts listed in `path`, in mount order. Malformed lines are skipped.
 pub fn read(path: &Path) -> Result<Vec<MountInfo>> {
     let bytes =
         fs::read(path).map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;

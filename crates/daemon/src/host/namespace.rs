@@ -1,19 +1,18 @@
 //! The daemon's own mount namespace.
 //!
-//! What users mount and unmount on the host reaches it (so that a store on a file system mounted
-//! later is found), but nothing that the daemon does reaches the host. Mounts of Burgeon that
-//! were copied into the new namespace would pin their file systems after the user's umount, so
-//! they are let go of here at once; the user's own mount stays. So are namespaces that are bound to a
-//! path (`ip netns`, container engines), which would live on after they were removed: nobody opens a file
-//! in those.
+//! Mounts and unmounts on the host propagate to it (so that a store on a file system mounted later
+//! is found), but no change of the daemon propagates to the host. Copies of Burgeon mounts in the
+//! new namespace would pin their file systems after the user's umount, so they are unmounted here
+//! at once; the user's own mount stays. So are namespaces that are bound to a path (`ip netns`,
+//! container engines), which would survive their removal; they contain no files to open.
 //!
-//! Where mounts are private, every other file system that was mounted when the daemon was started stays
-//! mounted here after its umount on the host. Images by reference and mapped files may lie on any of
-//! them, and are opened by path when they are read; a copy that was unmounted would not come back when
-//! the host mounts the file system again.
+//! If mounts are private, every other file system that was mounted when the daemon was started
+//! stays mounted here after its umount on the host. Images by reference and mapped files may lie on
+//! any of them, and are opened by path when they are read; an unmounted copy would not come back
+//! when the host mounts the file system again.
 //!
-//! The process that holds descriptors (`holder/`) outlives the daemon and opens nothing, so it has a
-//! namespace without any of that.
+//! The holder process (`holder/`) outlives the daemon and opens nothing, so its namespace has none
+//! of these mounts.
 
 use std::path::Path;
 
@@ -25,7 +24,7 @@ use rustix::{
 
 use crate::host::{chain, mountinfo};
 
-/// Moves the calling process into a mount namespace of its own. Only while it has one thread.
+/// Moves the calling process into a mount namespace of its own. It must have only one thread.
 pub(crate) fn enter_private() -> Result<()> {
     enter(MountPropagationFlags::DOWNSTREAM)?;
     for mount in mountinfo::read(Path::new("/proc/self/mountinfo"))? {
@@ -37,12 +36,12 @@ pub(crate) fn enter_private() -> Result<()> {
     Ok(())
 }
 
-/// Moves the calling process into a mount namespace with the root file system and `/proc` alone. Only
-/// while it has one thread.
+/// Moves the calling process into a mount namespace with the root file system and `/proc` alone. It
+/// must have only one thread.
 pub(crate) fn enter_bare() -> Result<()> {
     enter(MountPropagationFlags::PRIVATE)?;
     let mounts = mountinfo::read(Path::new("/proc/self/mountinfo"))?;
-    // The last one of a place hides the others.
+    // The last mount at a place hides the others.
     for mount in mounts.iter().rev().filter(|mount| !is_bare(&mount.target)) {
         let _ = unmount(&mount.target, UnmountFlags::DETACH);
     }
@@ -61,8 +60,8 @@ fn enter(propagation: MountPropagationFlags) -> Result<()> {
             e.into(),
         )
     };
-    // SAFETY: with one thread and no CLONE_FILES, unsharing cannot take a descriptor from under
-    // anybody; only the view of mounts changes.
+    // SAFETY: with one thread and no CLONE_FILES, unsharing cannot take a descriptor from another
+    // user; only the view of mounts changes.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(failed)?;
     mount_change("/", MountPropagationFlags::REC | propagation).map_err(failed)
 }

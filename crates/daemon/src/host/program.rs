@@ -1,20 +1,20 @@
-//! This program, as a child.
+//! Starts this program as a child.
 
 use std::{
     os::unix::{net::UnixStream, process::CommandExt},
     process::Command,
 };
 
-/// This very program, also when its file has been replaced, to run as `verb`. It shows as
-/// `burgeon` in lists of processes.
+/// A command that runs this very program as `verb`, even if its file has been replaced. Process
+/// lists show it as `burgeon`.
 pub(crate) fn this_program(verb: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("burgeon").arg(verb);
     command
 }
 
-/// From now on this process is killed with the thread that has started it and waits for it; false if
-/// that is dead already.
+/// Makes the kernel kill this process with the thread that has started it and waits for it; false
+/// if that thread is dead already.
 pub(crate) fn dies_with_its_parent(stream: &UnixStream) -> bool {
     use rustix::{
         net::{RecvFlags, recv},
@@ -23,7 +23,7 @@ pub(crate) fn dies_with_its_parent(stream: &UnixStream) -> bool {
     if set_parent_process_death_signal(Some(Signal::KILL)).is_err() {
         return false;
     }
-    // Its end of the stream is closed if it died before.
+    // If it died before, its end of the stream is closed.
     let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     !matches!(recv(stream, &mut [0; 1], peek), Ok((0, _)))
 }

@@ -1,12 +1,12 @@
-//! Signals as something to wait for, instead of code that runs at any moment.
+//! Signals to wait for, instead of handlers that run at any moment.
 
 use std::{io, mem::MaybeUninit};
 
-/// Blocks the signals that ask a daemon to end, in this thread and all it starts from now on.
+/// Blocks the termination signals, in this thread and all that it starts later.
 pub fn block_termination() -> io::Result<TerminationSignals> {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: `sigemptyset` initialises the set before anything reads it; the other calls get
-    // valid pointers to it, and a null pointer where the old mask is not wanted.
+    // SAFETY: `sigemptyset` initialises the set before anything reads it; the other calls get valid
+    // pointers to it, and a null pointer in place of the old mask.
     let (set, error) = unsafe {
         libc::sigemptyset(set.as_mut_ptr());
         let mut set = set.assume_init();

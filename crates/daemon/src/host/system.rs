@@ -1,4 +1,4 @@
-//! Which machine and kernel this is.
+//! Identity of this machine and its kernel.
 
 /// The kernel's release, such as `6.12.94+deb13-amd64`.
 pub(crate) fn kernel_release() -> String {
@@ -10,12 +10,13 @@ pub(crate) fn host_name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// The kernel's version, such as (6, 12); `None` if its name says none.
+/// The kernel's version, such as (6, 12); `None` if the release name has none.
 pub(crate) fn kernel_version() -> Option<(u32, u32)> {
     parse(&kernel_release())
 }
 
-/// Whether the kernel allows FUSE over io_uring, as root; if not, why, and what would change that.
+/// Succeeds if the kernel allows FUSE over io_uring for root; the error gives the reason and a
+/// remedy.
 pub(crate) fn fuse_rings() -> Result<(), String> {
     let switch = "/sys/module/fuse/parameters/enable_uring";
     let rings = std::fs::read_to_string(switch).ok();
@@ -44,7 +45,7 @@ fn parse(release: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
-/// Whether the kernel has the module `name`, loaded or not.
+/// True if the kernel has the module `name`, loaded or not.
 pub(crate) fn module_is_there(name: &str) -> bool {
     let path = format!("/lib/modules/{}/modules.dep", kernel_release());
     let modules = std::fs::read_to_string(path).unwrap_or_default();
@@ -65,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn what_forbids_rings_is_named() {
+    fn the_obstacle_to_rings_is_named() {
         let judge = |rings, disabled| judge_rings(rings, disabled, "SWITCH");
         assert_eq!(judge(Some("Y\n"), Some("0\n")), Ok(()));
         assert_eq!(judge(Some("Y\n"), None), Ok(()));

@@ -1,4 +1,4 @@
-//! The other end of the API: finding the daemon, starting it where none runs, asking it.
+//! The client of the API: finds the daemon, starts it if none runs, and sends requests.
 
 use std::{
     fs::File,
@@ -24,10 +24,10 @@ use crate::{
     state::paths::StateDir,
 };
 
-/// How long a daemon that is ending is waited for.
+/// Time limit for a daemon to end.
 const ENDING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often it is looked whether it is gone.
+/// Interval of checking if it has ended.
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// A connection to the daemon of one state directory.
@@ -37,18 +37,18 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to a daemon that runs; `None` if there is none.
+    /// Connects to a running daemon; `None` if there is none.
     pub fn connect(state: &StateDir) -> Result<Option<Self>> {
         match connect_to(state, "api.sock") {
             Ok(stream) => Ok(Some(Self { stream })),
-            // No socket, or one that a dead daemon left.
+            // There is no socket, or a dead daemon has left it.
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
         }
     }
 
-    /// A daemon that runs, and everything it knows; `None` if there is none. One that is ending, or
-    /// was just killed, takes connections and answers none: it is waited for until it is gone.
+    /// A running daemon and its status; `None` if there is none. A daemon that is ending, or was
+    /// just killed, accepts connections and does not answer: this waits until it has ended.
     pub fn connect_and_ask(state: &StateDir) -> Result<Option<(Self, Status)>> {
         let begun = Instant::now();
         loop {
@@ -71,7 +71,8 @@ impl Client {
         }
     }
 
-    /// Asks and waits for the answer. A [`Reply::Failed`] comes back as the error it was.
+    /// Sends a request and waits for the reply. A [`Reply::Failed`] is returned as the original
+    /// error.
     pub fn call(&self, request: &Request) -> Result<(Reply, Vec<OwnedFd>)> {
         self.call_with(request, &[])
     }
@@ -82,7 +83,7 @@ impl Client {
         request: &Request,
         fds: &[BorrowedFd<'_>],
     ) -> Result<(Reply, Vec<OwnedFd>)> {
-        // Where the other end is closed, sending fails, too: only then nothing is received.
+        // If the daemon has ended, sending fails, too, and receiving reports the end of the stream.
         let sent = wire::send(&self.stream, request, fds);
         let answer = match sent {
             Ok(()) => wire::receive(&self.stream)?,
@@ -103,27 +104,27 @@ impl Client {
 }
 
 impl Client {
-    /// From now on an answer that takes longer is an error.
+    /// Sets a time limit for answers from now on.
     pub fn wait_at_most(&self, time: Duration) -> Result<()> {
         let failed = |e| Error::io("cannot set how long to wait for the daemon", e);
         self.stream.set_read_timeout(Some(time)).map_err(failed)
     }
 
-    /// The process that listens: the supervisor.
+    /// The listening process: the supervisor.
     pub(crate) fn supervisor(&self) -> Result<Pid> {
         rustix::net::sockopt::socket_peercred(&self.stream)
             .map(|peer| peer.pid)
             .map_err(|e| Error::io("cannot tell which process the daemon is", e.into()))
     }
 
-    /// Waits until the daemon has ended: its end of the connection closes with it.
+    /// Waits until the daemon has ended, which closes the connection.
     pub fn wait_for_end(self) {
         while let Ok(Some(_)) = wire::receive::<Reply>(&self.stream) {}
     }
 }
 
-/// Connects to the socket `name` in the `run/` folder; `NotFound` if nobody listens there. Credentials
-/// and descriptors are sent through it: whoever listens has to be this user, or root.
+/// Connects to the socket `name` in the `run/` folder; `NotFound` if no process listens there. The
+/// listener must be this user or root, because credentials and descriptors are sent to it.
 pub(crate) fn connect_to(state: &StateDir, name: &str) -> Result<UnixStream> {
     let (_folder, path) = socket_path(state, name)?;
     let stream = UnixStream::connect(&path).map_err(|e| {
@@ -147,8 +148,8 @@ pub(crate) fn connect_to(state: &StateDir, name: &str) -> Result<UnixStream> {
     Err(Error::new(ErrorKind::Invalid, what))
 }
 
-/// A path to a socket in the `run/` folder that is short enough for any state directory: it
-/// leads through a descriptor of the folder, which must be kept open while it is used.
+/// A path to a socket in the `run/` folder that is short enough for any state directory: it goes
+/// through a descriptor of the folder, which must stay open while the path is used.
 pub(crate) fn socket_path(state: &StateDir, name: &str) -> Result<(File, PathBuf)> {
     let run = state.run();
     let flags = (OFlags::DIRECTORY | OFlags::NOFOLLOW).bits() as i32;

@@ -1,28 +1,29 @@
-//! What the supervisor and the serving process say to each other, over one stream each way.
+//! The messages between the supervisor and the server, over one stream in each direction.
 //!
 //! ```text
-//!   supervisor ── Warm ───────────────────► server     its image is known: what its profile says may come
-//!              ── Attach + descriptors ───►            for every mount, again after each restart
-//!              ◄── Attached ───────────────             it is served (or why not)
-//!              ── Refresh ► ◄── Refreshed ─             what was mapped and pinned meanwhile is seen
-//!              ◄── Ended ──────────────────             the kernel has let go of it
-//!              ── Record ──► ◄── Recorded ─             what is read is taken note of, or no more
-//!              ── Report ──► ◄── Report ───             numbers that only the server knows
-//!              ── Stop ───────────────────►             end, and do not wait for a supervisor
+//!   supervisor ── Warm ───────────────────► server  start the profile prefetch of a new mount
+//!              ── Attach + descriptors ───►         for every mount, again after each restart
+//!              ◄── Attached ───────────────         it is served (or why not)
+//!              ── Refresh ► ◄── Refreshed ─         new mappings and pins are seen
+//!              ◄── Ended ──────────────────         the kernel has released it
+//!              ── Record ──► ◄── Recorded ─         recording of reads has started or stopped
+//!              ── Report ──► ◄── Report ───         numbers that only the server knows
+//!              ── Stop ───────────────────►         end, and do not wait for a supervisor
 //!
-//!   orphan   ── Attach + descriptors …, Adopted ────►   to the next supervisor, who connects to
-//!   server                                              `run/adopt.sock`
+//!   orphan   ── Attach + descriptors …, Adopted ──► to the next supervisor, which connects to
+//!   server                                          `run/adopt.sock`
 //! ```
 //!
 //! `Attach` and `Refresh` carry a number that no other message of this supervisor has, and so does
-//! their answer. A server of an earlier version knows no `Refresh` and answers without a number: it is
-//! told by another `Attach` (`Adopted` says which it is). One that knows them takes an `Attach` of a
-//! mount that is served for a refresh, as supervisors of those versions mean it.
+//! their answer. A server of an earlier version does not understand `Refresh` and answers without a
+//! number: it gets another `Attach` instead (`Adopted` tells them apart). A server that does
+//! understand it treats an `Attach` of a served mount as a refresh, which is what earlier
+//! supervisors mean.
 //!
-//! The descriptors are the slots' and, for a mount over FUSE, before them that of `/dev/fuse`.
+//! The descriptors are the slots' and, for a mount over FUSE, before it the one of `/dev/fuse`.
 //!
-//! When the stream ends without `Stop`, the supervisor was killed: the server goes on serving
-//! and waits for the next one, because the mounts are still in use.
+//! When the stream ends without `Stop`, the supervisor was killed: the server goes on serving and
+//! waits for the next one, because the mounts are still in use.
 
 use std::{os::fd::OwnedFd, path::PathBuf};
 
@@ -36,8 +37,8 @@ use crate::{
 };
 
 /// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. An
-/// upgrade replaces the supervisor first, so each version understands the messages of the one before
-/// and ignores those that only later ones have.
+/// upgrade replaces the supervisor first, so each version understands the messages of the previous
+/// one and ignores those that only later ones have.
 pub(crate) const VERSION: u32 = 2;
 
 fn first_version() -> u32 {
@@ -48,30 +49,30 @@ fn first_version() -> u32 {
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "message", rename_all = "kebab-case")]
 pub(crate) enum ToServer {
-    /// Serve this mount; its descriptors come along. Of one that is served already: see what has
-    /// been mapped and pinned meanwhile.
+    /// Serve this mount; its descriptors are sent along. If it is served already: see new mappings
+    /// and pins.
     Attach {
-        /// Of the supervisor's messages.
+        /// The version of the supervisor's messages.
         #[serde(default = "first_version")]
         version: u32,
-        /// None from supervisors of earlier versions.
+        /// Missing from supervisors of earlier versions.
         #[serde(default)]
         number: Option<u64>,
-        /// Whether to answer the mount's reads with `EIO` if it cannot be served.
+        /// Answer the mount's reads with `EIO` if it cannot be served.
         #[serde(default)]
         refuse: bool,
         #[serde(flatten)]
         attach: Attach,
     },
-    /// See what has been mapped into this mount and pinned in it meanwhile.
+    /// See new mappings and pins of this mount.
     Refresh { number: u64, id: MountId },
-    /// A mount is being made: bring what its profile says.
+    /// A mount is being made: prefetch its profile's data.
     Warm(Warm),
-    /// It could not be made.
+    /// That mount could not be made.
     Cool { id: MountId },
-    /// Begin or end to record what is read; at the end it lies in the mount's folder, as `reads`.
+    /// Start or stop recording reads; at the end they are in the mount's folder, as `reads`.
     Record { id: MountId, on: bool },
-    /// Say what [`FromServer::Report`] says.
+    /// Send a [`FromServer::Report`].
     Report,
     /// End.
     Stop,
@@ -83,20 +84,20 @@ pub(crate) enum ToServer {
 /// From the server to the supervisor.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "message", rename_all = "kebab-case")]
-#[expect(clippy::large_enum_variant, reason = "a message at a time, never kept")]
+#[expect(clippy::large_enum_variant, reason = "one message at a time, never stored")]
 pub(crate) enum FromServer {
     /// The answer to an `Attach`.
     Attached {
         id: MountId,
-        /// That of the `Attach`; none from servers of earlier versions.
+        /// The number of the `Attach`; missing from servers of earlier versions.
         #[serde(default)]
         number: Option<u64>,
-        /// Why it cannot be served, or what was asked for besides cannot be done.
+        /// The reason why it cannot be served, or why another part of the request failed.
         error: Option<Failure>,
-        /// Whether it is served all the same.
+        /// It is served despite the error.
         #[serde(default)]
         served: bool,
-        /// Whether its reads are answered with `EIO`.
+        /// Its reads are answered with `EIO`.
         #[serde(default)]
         refused: bool,
     },
@@ -105,9 +106,9 @@ pub(crate) enum FromServer {
     /// The answer to a `Record`.
     Recorded {
         id: MountId,
-        /// Whether it has begun.
+        /// Recording has started.
         on: bool,
-        /// Whether there was more than could be taken note of.
+        /// There were more reads than fit.
         cut_short: bool,
         error: Option<Failure>,
     },
@@ -115,14 +116,14 @@ pub(crate) enum FromServer {
     Ended { id: MountId },
     /// The answer to a `Report`.
     Report { mounts: Vec<MountReport> },
-    /// What an orphan serves: to the supervisor that adopts it.
+    /// A mount that an orphan serves: to the supervisor that adopts it.
     Serving(Attach),
-    /// All of it has been said.
+    /// The end of the `Serving` messages.
     Adopted {
-        /// Whether the server knows `Refresh`.
+        /// The server understands `Refresh`.
         #[serde(default)]
         refreshes: bool,
-        /// Of the server's messages.
+        /// The version of the server's messages.
         #[serde(default = "first_version")]
         version: u32,
     },
@@ -131,43 +132,43 @@ pub(crate) enum FromServer {
     Unknown,
 }
 
-/// What there is to know of a mount before it is made.
+/// The known properties of a mount before it is made.
 #[derive(Serialize, Deserialize, Debug)]
 pub(crate) struct Warm {
     pub(crate) id: MountId,
     /// The image's address map.
     pub(crate) map: PathBuf,
-    /// As in [`Attach`], like the others.
+    /// This and the following fields are as in [`Attach`].
     pub(crate) cache: PathBuf,
     pub(crate) store: Location,
     pub(crate) references: bool,
     pub(crate) profile: ProfileSource,
 }
 
-/// What the server knows of a mount beyond its counters.
+/// The server's knowledge of a mount beyond its counters.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub(crate) struct MountReport {
     pub(crate) id: MountId,
     /// Bytes of the image's lazy data that are local.
     pub(crate) materialised_bytes: u64,
-    /// What the source answered last when it did not give good bytes.
+    /// The source's last answer that was not valid data.
     pub(crate) last_source_error: Option<String>,
-    /// The image's cache and what is under way.
+    /// The image's cache and its in-flight fetches.
     pub(crate) cache: CacheStatus,
-    /// How far fetching everything is, if that was asked for.
+    /// Progress of fetching everything, if requested.
     pub(crate) fill: Option<FillStatus>,
-    /// How bringing what the profile says goes, if that was asked for.
+    /// Progress of the profile prefetch, if requested.
     pub(crate) profile: Option<ProfileStatus>,
-    /// How far fetching what is pinned is.
+    /// Progress of fetching the pins.
     pub(crate) pinned: Option<FillStatus>,
-    /// How the virtual area is, if there is one.
+    /// State of the virtual area, if there is one.
     pub(crate) area: Option<AreaStatus>,
     /// Reads that were refused because of the fetch limit.
     pub(crate) over_limit_reads: u64,
 }
 
-/// The descriptors of a mount, as they come with an `Attach`: `/dev/fuse`, if there is one, and
-/// the slots. `None` if they are not what the transport has.
+/// Sorts the descriptors of an `Attach`: `/dev/fuse`, if there is one, and the slots. `None` if
+/// they do not fit the transport.
 pub(crate) fn sort_descriptors(
     transport: Transport,
     fds: Vec<OwnedFd>,
@@ -187,7 +188,7 @@ mod tests {
 
     use super::{Attach, FromServer, ToServer, VERSION};
 
-    /// What a supervisor of version 0.1 sends.
+    /// An `Attach` from a supervisor of version 0.1.
     fn attach_0_1() -> Value {
         json!({
             "message": "attach", "id": "0a1b2c3d", "seed": "/s", "cache": "/c", "store": "/store",
@@ -197,7 +198,7 @@ mod tests {
         })
     }
 
-    /// The messages of version 0.1, as it reads them.
+    /// The messages of version 0.1, as that version reads them.
     #[derive(serde::Deserialize)]
     #[serde(tag = "message", rename_all = "kebab-case")]
     enum Told0_1 {
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_of_the_version_before_are_understood() {
+    fn messages_of_the_previous_version_are_understood() {
         let told: ToServer = serde_json::from_value(attach_0_1()).unwrap();
         let ToServer::Attach { version: 1, number: None, refuse: false, attach } = &told else {
             panic!("{told:?}");
@@ -224,7 +225,7 @@ mod tests {
         assert!(matches!(says, FromServer::Adopted { refreshes: false, version: 1 }));
     }
 
-    /// A message of each kind, as version 2 writes it, behind the end that takes it.
+    /// A message of each kind, as version 2 writes it, after its receiver.
     const RECORDED: &str = include_str!("link-2.txt");
 
     #[test]
@@ -252,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn the_version_before_understands_our_messages() {
+    fn the_previous_version_understands_our_messages() {
         let ToServer::Attach { attach, .. } = serde_json::from_value(attach_0_1()).unwrap() else {
             unreachable!()
         };

@@ -1,4 +1,4 @@
-//! What processes of Burgeon say to each other, and how it travels.
+//! Messages between Burgeon's processes, and their transport.
 //!
 //! ```text
 //!   command ── client ══ api.sock (protocol) ══► supervisor ══ socketpair (link) ══► server

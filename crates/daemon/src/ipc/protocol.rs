@@ -1,9 +1,9 @@
-//! What is said over the API socket: a request, then one reply, as often as the client likes.
+//! The protocol of the API socket: a request, then one reply, as often as the client likes.
 //!
-//! The socket lies in the state directory's `run/` folder, and the other side must be root or
-//! the daemon's own user (checked on the socket, not believed). [`Reply::Mounted`] brings the
-//! detached mount as a descriptor; whoever closes it without having moved it into place has
-//! unmounted it.
+//! The socket lies in the state directory's `run/` folder, and the other side must be root or the
+//! daemon's own user (verified by the credentials of the socket). [`Reply::Mounted`] comes with the
+//! detached mount as a descriptor; closing it without having moved the mount into place unmounts
+//! it.
 
 mod status;
 
@@ -26,7 +26,7 @@ pub use crate::{
 };
 use crate::{id::MountId, state::seen::Seen};
 
-/// What a client asks for.
+/// A client's request.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "call", rename_all = "kebab-case")]
 pub enum Request {
@@ -42,98 +42,100 @@ pub enum Request {
     },
     /// The mount has been moved to `target` in the client's namespace.
     Placed {
-        /// Which mount.
+        /// The mount.
         id: MountId,
-        /// Where it is now.
+        /// Its present mount point.
         target: PathBuf,
     },
-    /// Give content addresses in the virtual area: answered by [`Reply::Mapped`] and a descriptor
-    /// of the area's file, to clone from.
+    /// Assign addresses in the virtual area to contents: answered by [`Reply::Mapped`] and a
+    /// descriptor of the area's file, to clone from.
     Map(MapRequest),
-    /// Everything that is mapped: answered by [`Reply::Mappings`].
+    /// List all mappings: answered by [`Reply::Mappings`].
     Mappings {
-        /// Into which mount.
+        /// The mount.
         id: MountId,
     },
-    /// Record from now on which lazy data is read, until [`Request::Recorded`], or until this
-    /// client is gone.
+    /// Record the reads of lazy data from now on, until [`Request::Recorded`] or the end of the
+    /// connection.
     Record {
-        /// In which mount.
+        /// The mount.
         id: MountId,
     },
     /// End recording: answered by [`Reply::Recorded`] and a descriptor.
     Recorded {
-        /// In which mount.
+        /// The mount.
         id: MountId,
     },
-    /// Keep these bytes in the cache: fetched now, and again when the cache was lost.
+    /// Keep these bytes in the cache: fetch them now, and again if the cache is lost.
     Pin {
-        /// Of which mount.
+        /// The mount.
         id: MountId,
-        /// What the user calls them; what was pinned by this name is replaced.
+        /// The user's name for them; replaces earlier pins of this name.
         path: String,
-        /// First lazy address and length in bytes; none: let go what was pinned by this name.
+        /// First lazy address and length in bytes; none: unpin this name.
         ranges: Vec<(u64, u64)>,
     },
     /// Everything about the daemon and its mounts.
     Status,
-    /// Wait until the mount is released, at most so long.
+    /// Wait until the mount is released, up to a time limit.
     AwaitRelease {
-        /// Which mount.
+        /// The mount.
         id: MountId,
-        /// Longest wait.
+        /// Time limit in milliseconds.
         timeout_ms: u64,
     },
     /// End the daemon; refused while something is mounted.
     Shutdown {
-        /// End it all the same: reads of data that is not local fail from then on.
+        /// End it nevertheless: reads of data that is not local fail from then on.
         force: bool,
     },
 }
 
-/// A mount that is wanted. Paths are absolute: the daemon's working directory is not the user's.
+/// A requested mount. Paths are absolute: the daemon's working directory is not the user's.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct MountRequest {
-    /// The image's name in the store, or the reference of an artifact: kept writes know it by that.
+    /// The image's name in the store, or the reference of an artifact; records of kept writes use
+    /// it.
     pub image: String,
-    /// Which image it is, where the client knows: a name in a store is whoever's who can write there.
+    /// The image's digest, if the client knows it: a name in a store can be changed by all of its
+    /// writers.
     #[serde(default)]
     pub digest: Option<DigestText>,
-    /// What the user typed: for messages and `status`.
+    /// The image as the user typed it: for messages and `status`.
     #[serde(default)]
     pub shown: Option<String>,
     /// The store; `None` is the one in the state directory.
     pub store: Option<Location>,
-    /// What lies there for the client, if it is a folder.
+    /// Directory identity of the store as the client sees it, if it is a folder.
     #[serde(default)]
     pub store_seen: Option<Seen>,
-    /// The store does not answer, or is not to be asked: what this host has of the image is to do.
+    /// The store is unreachable, or must not be contacted: use this host's copy of the image.
     #[serde(default)]
     pub store_away: bool,
-    /// What the client's environment says about using stores; secret.
+    /// The client's environment for using stores; secret.
     #[serde(default)]
     pub access: Access,
-    /// What happens to writes.
+    /// The place of writes.
     pub writes: WritesRequest,
-    /// Whether to fetch everything in the background.
+    /// Fetch everything in the background.
     pub fill: bool,
-    /// How the kernel is to reach the lazy data.
+    /// The transport of the lazy data.
     #[serde(default)]
     pub transport: TransportRequest,
-    /// Whether requests are to come over io_uring, where the kernel allows it. Then reads fail
-    /// while the serving process is started again. Of no effect over ublk.
+    /// Use io_uring if the kernel allows it. Then reads fail while the server restarts. No effect
+    /// over ublk.
     #[serde(default)]
     pub fast: bool,
-    /// Where it will be placed: for messages and `status` only.
+    /// The future mount point: for messages and `status` only.
     pub target: PathBuf,
-    /// Bytes of the virtual area; 0 for none. With named writes that exist: what they were made
-    /// with, or 0.
+    /// Bytes of the virtual area; 0 for none. With existing named writes: their recorded size, or
+    /// 0.
     #[serde(default)]
     pub virtual_bytes: u64,
-    /// The most that may be fetched for this mount, in bytes.
+    /// Fetch limit of this mount, in bytes.
     #[serde(default)]
     pub fetch_limit: Option<u64>,
-    /// What to bring first.
+    /// The profile to prefetch.
     #[serde(default)]
     pub profile: ProfileRequest,
     /// The attributes of the mount itself.
@@ -141,65 +143,65 @@ pub struct MountRequest {
     pub attributes: AttributesRequest,
 }
 
-/// What to bring first into a mount.
+/// The profile to prefetch for a mount.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
 #[serde(tag = "kind", content = "path", rename_all = "kebab-case")]
 pub enum ProfileRequest {
-    /// Nothing.
+    /// No profile.
     #[default]
     None,
-    /// What has been recorded for the image, beside it or on this host.
+    /// The profile recorded for the image, in its store or on this host.
     Auto,
-    /// What this file says, which is a profile of the image.
+    /// This file, a profile of the image.
     File(PathBuf),
 }
 
 /// Content to be mapped into a mount.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct MapRequest {
-    /// Into which mount.
+    /// The mount.
     pub id: MountId,
-    /// What the user calls it: the path it will appear at.
+    /// The user's name for it: the path at which it will appear.
     pub label: String,
-    /// Where it comes from, for a user to read.
+    /// Its origin, for users.
     pub origin: String,
     /// At most [`CONTENTS_MAX`].
     pub contents: Vec<MapContent>,
-    /// The absolute path of the directory that the files of [`MapContent::File`] lie in; what the client
-    /// has open there is on this message.
+    /// The absolute path of the directory with the files of [`MapContent::File`]; the client's
+    /// descriptor of it is sent along.
     #[serde(default)]
     pub tree: Option<PathBuf>,
-    /// What the client's environment says about using stores; secret.
+    /// The client's environment for using stores; secret.
     #[serde(default)]
     pub access: Access,
 }
 
-/// Contents of one request: with paths of up to 4 KiB each they fit in one message, on average.
+/// Limit of contents per request: with average paths they fit in one message.
 pub const CONTENTS_MAX: usize = 8192;
 
-/// A piece of content: it is mapped from a block border.
+/// A piece of content: its mapping starts at a block boundary.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum MapContent {
-    /// Bytes that are made up.
+    /// Computed bytes.
     Computed {
         /// Such as `block-number`.
         name: String,
-        /// How many, at least 1.
+        /// Length in bytes, at least 1.
         len: u64,
     },
-    /// All of a local file that is not empty.
+    /// A whole local file, not empty.
     File {
         /// Its path in the request's tree; absolute if there is none.
         path: PathBuf,
-        /// What the client sees there, to find out whether the daemon sees the same.
+        /// The inode that the client sees, to check that the daemon sees the same file.
         inode: u64,
         /// Its size in bytes.
         size: u64,
-        /// The number of its file system.
+        /// The number of its file system, for the same check.
         #[serde(default)]
         device: Option<u64>,
-        /// When it was last changed: seconds and nanoseconds.
+        /// Its last change, in seconds and nanoseconds, for the same check.
         #[serde(default)]
         changed: Option<(i64, i64)>,
     },
@@ -207,12 +209,12 @@ pub enum MapContent {
     Image {
         /// Its manifest.
         digest: DigestText,
-        /// Where its chunks are; `None` is the store in the state directory.
+        /// The store with its chunks; `None` is the store in the state directory.
         store: Option<Location>,
-        /// What lies there for the client, if it is a folder.
+        /// Directory identity of the store as the client sees it, if it is a folder.
         #[serde(default)]
         store_seen: Option<Seen>,
-        /// Bytes of lazy data, to find out whether the daemon sees the same.
+        /// Bytes of lazy data, to check that the daemon sees the same image.
         len: u64,
     },
 }
@@ -226,47 +228,47 @@ impl MapContent {
         }
     }
 
-    /// Whether there is nothing to map.
+    /// True if there is nothing to map.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// What has been mapped.
+/// A mapping.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct MappingStatus {
-    /// What the user called it.
+    /// The user's name for it.
     pub label: String,
-    /// Where it comes from.
+    /// Its origin.
     pub origin: String,
-    /// Where it begins in the virtual area, in bytes.
+    /// Its offset in the virtual area, in bytes.
     pub start: u64,
     /// Bytes of content.
     pub len: u64,
-    /// How many extents it has.
+    /// Number of extents.
     pub extents: u64,
 }
 
-/// How the kernel is to reach a mount's lazy data.
+/// The transport of a mount's lazy data.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[serde(rename_all = "kebab-case")]
 pub enum TransportRequest {
-    /// Over ublk where that is there, else over FUSE.
+    /// ublk if available, else FUSE.
     #[default]
     Auto,
-    /// Over ublk, or not at all.
+    /// ublk, or an error.
     Ublk,
-    /// Over a FUSE file and a loop device.
+    /// A FUSE file and a loop device.
     Fuse,
 }
 
-/// What happens to writes into a mount.
+/// The place of writes into a mount.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum WritesRequest {
-    /// There are none: the mount is read-only.
+    /// No writes: the mount is read-only.
     ReadOnly,
-    /// They go to a new sprout.
+    /// A new sprout.
     Kept(SproutRequest),
 }
 
@@ -280,16 +282,16 @@ impl WritesRequest {
     }
 }
 
-/// The sprout that is wanted.
+/// The requested sprout.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
 pub struct SproutRequest {
-    /// Its name; without one it is discarded at umount.
+    /// Its name; an unnamed sprout is discarded at umount.
     pub name: Option<String>,
     /// Its size in bytes; `None` takes the default.
     pub limit: Option<u64>,
-    /// Reserve the size in steps, as it is written to.
+    /// Reserve the space in steps, while it is written to.
     pub thin: bool,
-    /// A block device of the user's instead of a file.
+    /// A user's block device instead of a file.
     pub device: Option<PathBuf>,
 }
 
@@ -297,17 +299,17 @@ pub struct SproutRequest {
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "reply", rename_all = "kebab-case")]
 pub enum Reply {
-    /// It is done and there is nothing to say.
+    /// Success, without further results.
     Done,
-    /// The mount is ready, its descriptor is on this message.
+    /// The mount is ready; its descriptor is sent along.
     Mounted(Mounted),
-    /// What a credential helper printed, or why it did not.
+    /// The output of a credential helper, or the reason why there is none.
     HelperSaid(Result<String, String>),
-    /// The contents lie one after another from `start` on, in bytes, each from a block border.
+    /// The contents lie one after another from `start` on, in bytes, each at a block boundary.
     Mapped {
-        /// Offset in the virtual area's file, whose descriptor is on this message.
+        /// Offset in the virtual area's file, whose descriptor is sent along.
         start: u64,
-        /// What the user should know, in sentences.
+        /// Notes for the user, in sentences.
         #[serde(default)]
         notes: Vec<String>,
     },
@@ -315,24 +317,24 @@ pub enum Reply {
     Mappings {
         /// Bytes of the virtual area.
         size: u64,
-        /// What is mapped into it; of many, the newest.
+        /// The mappings; only the newest if there are many.
         mappings: Vec<MappingStatus>,
-        /// How many older ones there are.
+        /// Number of older mappings that are not listed.
         older: u64,
     },
-    /// What was read while it was recorded is in the file whose descriptor is on this message:
-    /// start and end of each range of lazy addresses, 8 bytes each, in order of first use.
+    /// The file whose descriptor is sent along has the recorded reads: start and end of each range
+    /// of lazy addresses, 8 bytes each, in order of first use.
     Recorded {
-        /// Whether there was more than could be taken note of.
+        /// There were more reads than fit.
         cut_short: bool,
     },
-    /// The state of everything.
+    /// The status of the daemon and its mounts.
     Status(Box<Status>),
-    /// It was not done.
+    /// The request failed.
     Failed(Failure),
 }
 
-/// An error on its way to another process.
+/// An error in a message to another process.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct Failure {
     /// Its kind, as [`kind_name`] spells it.
@@ -366,7 +368,7 @@ const KINDS: [(ErrorKind, &str); 9] = [
     (ErrorKind::OverLimit, "over-limit"),
 ];
 
-/// How a kind of error is spelled in JSON.
+/// The name of an error kind in JSON.
 pub fn kind_name(kind: ErrorKind) -> &'static str {
     KINDS.iter().find(|(known, _)| *known == kind).map_or("local-io", |(_, name)| name)
 }
@@ -376,19 +378,19 @@ pub fn kind_name(kind: ErrorKind) -> &'static str {
 pub struct Mounted {
     /// Its identity.
     pub id: MountId,
-    /// The manifest that is mounted.
+    /// The mounted manifest.
     pub digest: DigestText,
     /// The block device with the lazy data.
     pub device: PathBuf,
-    /// How the kernel reaches it, such as `FUSE file + loop`.
+    /// The transport, such as `FUSE file + loop`.
     pub transport: String,
     /// Bytes of btrfs metadata.
     pub metadata_bytes: u64,
-    /// Where the writes go.
+    /// The place of writes.
     pub writes: WritesState,
     /// The attributes of the mount itself.
     pub attributes: MountAttributes,
-    /// What the user should know, in sentences.
+    /// Notes for the user, in sentences.
     pub notes: Vec<String>,
 }
 

@@ -1,4 +1,5 @@
-//! How processes of Burgeon talk: messages of JSON behind their length, with file descriptors.
+//! The wire format between Burgeon's processes: JSON messages after their length, with file
+//! descriptors.
 //!
 //! ```text
 //!   ┌────────────┬──────────────────────────────┐
@@ -6,8 +7,7 @@
 //!   └────────────┴──────────────────────────────┘     on the first byte of the length
 //! ```
 //!
-//! Invariants: nothing is allocated for a length beyond the bound; a descriptor that nobody
-//! asked for is closed.
+//! Invariants: a length beyond the bound allocates nothing; an unexpected descriptor is closed.
 
 use std::{
     io::{IoSlice, IoSliceMut, Read, Write},
@@ -47,7 +47,7 @@ pub(crate) fn send(
     stream.write_all(&body).map_err(cannot_send)
 }
 
-/// Sends `bytes`, a few, with `fds` on the first of them.
+/// Sends a few `bytes`, with `fds` on the first of them.
 pub(crate) fn send_bytes(
     mut stream: &UnixStream,
     bytes: &[u8],
@@ -71,7 +71,7 @@ fn cannot_send(error: std::io::Error) -> Error {
     Error::io("cannot send to the other process of Burgeon", error)
 }
 
-/// Receives a message and its descriptors; `None` when the other side has closed.
+/// Receives a message and its descriptors; `None` if the other side has closed.
 pub(crate) fn receive<T: DeserializeOwned>(
     mut stream: &UnixStream,
 ) -> Result<Option<(T, Vec<OwnedFd>)>> {
@@ -91,7 +91,7 @@ pub(crate) fn receive<T: DeserializeOwned>(
     Ok(Some((message, fds)))
 }
 
-/// Receives `N` bytes and the descriptors that came with them; `None` when the other side has closed.
+/// Receives `N` bytes and the descriptors sent with them; `None` if the other side has closed.
 pub(crate) fn receive_bytes<const N: usize>(
     mut stream: &UnixStream,
 ) -> Result<Option<([u8; N], Vec<OwnedFd>)>> {

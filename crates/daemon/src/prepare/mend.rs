@@ -1,12 +1,11 @@
-//! Makes files of a prepared image again that were damaged or lost: all of them follow from the
-//! image.
+//! Recreates damaged or lost files of a prepared image: all of them can be derived from the image.
 //!
 //! ```text
-//!   images/<digest>/…   a process looks at them, and prepares the image once more if need be
+//!   images/<digest>/…   a process checks them, and prepares the image once more if necessary
 //!   writes/<name>/      the same, then: digests as in the record? ─► linked into the folder
 //! ```
 //!
-//! Files are replaced and never changed, because others may have them mapped.
+//! Files are replaced and never changed, because other processes may have mapped them.
 
 use std::{fs, path::Path};
 
@@ -24,9 +23,9 @@ use crate::state::{
     writes::{self, Record},
 };
 
-/// Makes the files again that the mount of `record` is served from, where they are damaged; whether
-/// there was anything to do. `Corrupt` if the image is not prepared as it was when named writes
-/// were made on it.
+/// Recreates the damaged files that the mount of `record` is served from; false if none was
+/// damaged. `Corrupt` if preparing the image gives other files than those that named writes are
+/// based on.
 pub(crate) fn mend(state: &StateDir, record: &MountRecord) -> Result<bool> {
     let attach = &record.attach;
     let access = access::kept(&state.mount(attach.id))?;
@@ -40,7 +39,7 @@ pub(crate) fn mend(state: &StateDir, record: &MountRecord) -> Result<bool> {
     mend_prepared(&attach.store, &access, &record.digest.0, &attach.seed, virtual_bytes)
 }
 
-/// The same for what an image was prepared as.
+/// Recreates the damaged files of a prepared image.
 fn mend_prepared(
     store: &Location,
     access: &Access,
@@ -55,7 +54,7 @@ fn mend_prepared(
     Ok(before != inode(&folder.join("map")))
 }
 
-/// The same for what named writes were made on.
+/// Recreates the damaged files that named writes are based on.
 pub(crate) fn mend_kept(
     state: &StateDir,
     store: &Location,
@@ -90,7 +89,7 @@ pub(crate) fn mend_kept(
     Ok(true)
 }
 
-/// Whether all that named writes were made on is as it was.
+/// True if all files that named writes are based on are unchanged.
 fn is_kept(folder: &Path, record: &Record) -> bool {
     let is = |file: &str, digest: Digest| {
         digest_file(&folder.join(file)).is_ok_and(|(found, _)| found == digest)
@@ -101,8 +100,8 @@ fn is_kept(folder: &Path, record: &Record) -> bool {
         && is("seed", record.template_digest.0)
 }
 
-/// Whether an image can be mounted from `folder`, and the mount be served: in a process of its own,
-/// because the map is a file of any length.
+/// True if an image can be mounted from `folder`, and the mount be served. Checked in a process of
+/// its own, because the map can have any length.
 pub(super) fn is_usable(folder: &Path) -> bool {
     let map = AddressMap::open(&folder.join("map")).and_then(|map| map.verify());
     let info = map.and_then(|()| read_info(folder));

@@ -7,8 +7,8 @@
 //!                        burgeon __prepare (process): sandbox, then manifest ──► seed, map, ready.json
 //! ```
 //!
-//! Invariants: an image is prepared once however many want it at once; what a manifest of others holds is
-//! parsed in the child alone, in a sandbox and in bounded memory.
+//! Invariants: concurrent requests prepare an image once; untrusted manifests are parsed in the
+//! child alone, in a sandbox and in bounded memory.
 
 mod mend;
 mod process;
@@ -29,7 +29,7 @@ use crate::state::{
 };
 
 /// Prepares the image `digest` of `store` with a virtual area of `virtual_bytes` (0: none), unless
-/// that has been done. Calls `mapped` with the address map as soon as it is there: data can come
+/// that has been done. Calls `mapped` as soon as the address map exists: prefetching can start
 /// while the rest is being made.
 pub(crate) fn prepare(
     state: &StateDir,
@@ -47,7 +47,7 @@ pub(crate) fn prepare(
     }
     if !is_ready(&folder, store) {
         make_folder(&folder)?;
-        // Two mounts of a new image at once prepare it once.
+        // Two concurrent mounts of a new image prepare it once.
         let _lock = Lock::take(&folder.join("lock"))?;
         if !is_ready(&folder, store) {
             let map = folder.join("map");
@@ -61,7 +61,8 @@ pub(crate) fn prepare(
     Ok(Prepared { folder, digest })
 }
 
-/// Fetches what it takes to mount the image `digest` of `store`, so that the next mount need not.
+/// Fetches everything needed to mount the image `digest` of `store`, so that the next mount need
+/// not.
 pub fn make_ready(
     state: &StateDir,
     store: &Location,
@@ -80,7 +81,7 @@ pub(crate) fn keep_map(
     folder: &Path,
 ) -> Result<()> {
     let prepared = state.image(&digest);
-    // Its cache will lie there, too.
+    // Its cache will be there, too.
     make_folder(&prepared)?;
     let _lock = Lock::take(&prepared.join("lock"))?;
     if is_ready(&prepared, store) {
@@ -90,8 +91,8 @@ pub(crate) fn keep_map(
     run_process(store, access, &digest, folder, Wanted::Map, || {})
 }
 
-/// What the named writes of `record` were made on. Files that are missing or cut short are made
-/// again from the image in `store`.
+/// The files that the named writes of `record` are based on. Missing or truncated files are
+/// recreated from the image in `store`.
 pub(crate) fn kept(
     state: &StateDir,
     store: &Location,

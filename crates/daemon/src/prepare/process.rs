@@ -1,4 +1,4 @@
-//! The process that prepares an image: how it is started, and its whole life.
+//! The process that prepares an image: its start, and its main function.
 
 use std::{
     ffi::OsString,
@@ -22,19 +22,19 @@ use crate::{
     },
 };
 
-/// What a process prepares.
+/// The files to prepare.
 #[derive(Clone, Copy)]
 pub(super) enum Wanted {
-    /// All it takes to mount the image, with a virtual area of so many bytes (0: none).
+    /// All files needed to mount the image, with a virtual area of this many bytes (0: none).
     Seed { virtual_bytes: u64 },
-    /// The same, unless it is there and usable.
+    /// The same, unless they exist and are usable.
     Mended { virtual_bytes: u64 },
     /// The address map alone, durably.
     Map,
 }
 
-/// Prepares in a process of its own: describing a million files takes memory, which must not
-/// stay with the supervisor.
+/// Prepares in a process of its own: describing a million files takes memory that must not stay
+/// allocated in the supervisor.
 pub(super) fn run_process(
     store: &Location,
     access: &Access,
@@ -44,7 +44,7 @@ pub(super) fn run_process(
     on_map: impl FnOnce(),
 ) -> Result<()> {
     let mut command = this_program("__prepare");
-    // All of these variables are the request's: half of another set would be worse than none.
+    // All of these variables come from the request: a mixture of two sets would be worse than none.
     for (name, _) in Access::from_env().variables() {
         command.env_remove(name);
     }
@@ -85,19 +85,19 @@ pub(super) fn run_process(
     }))
 }
 
-/// What `__prepare` prints when the address map is there.
+/// `__prepare` prints this when the address map exists.
 const MAPPED: &str = "mapped";
 
-/// How `__prepare` is asked for [`Wanted::Map`].
+/// The argument of `__prepare` for [`Wanted::Map`].
 const ONLY_MAP: &str = "map";
 
-/// What precedes the bytes when `__prepare` is asked for [`Wanted::Mended`].
+/// The prefix of the bytes for [`Wanted::Mended`].
 const MENDED: &str = "mended-";
 
-/// The whole life of the process `burgeon __prepare STORE DIGEST FOLDER VIRTUAL-BYTES`, or with
-/// `map` in the place of the bytes, or `mended-` before them.
+/// The main function of the process `burgeon __prepare STORE DIGEST FOLDER VIRTUAL-BYTES`, or with
+/// `map` in place of the bytes, or `mended-` before them.
 pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
-    // The supervisor must not be ended for memory that a manifest of others takes.
+    // The OOM killer must not end the supervisor for memory that an untrusted manifest takes.
     let accepted = burgeon_sandbox::accept_the_oom_killer();
     let prepared = accepted.and_then(|()| match arguments {
         [store, digest, folder, wanted] => prepare_here(store, digest, folder.as_ref(), wanted),
@@ -125,7 +125,7 @@ fn prepare_here(
     let digest: Digest = digest.to_string_lossy().parse()?;
     let limits = Limits::default();
     bound_memory(limits.bytes_max);
-    // It names the boot, which nothing in the sandbox can be asked for.
+    // It names the boot, which cannot be read inside the sandbox.
     let ready = Ready::now(&store, folder);
     roles::preparing(&store, folder).enter()?;
     roles::do_without_helpers();

@@ -79,7 +79,7 @@ pub(super) struct Refused {
 }
 
 /// A mount's server; stopped when it is dropped.
-#[expect(dead_code, reason = "held for what dropping them does")]
+#[expect(dead_code, reason = "held for their effect on drop")]
 enum AnyServer {
     Fuse(Server),
     Ublk(ublk::Server),

@@ -112,7 +112,7 @@ mod tests {
     const NOTHING: Honours = Honours { suid: false, dev: false };
 
     #[test]
-    fn only_what_was_built_here_is_honoured_and_only_as_far_as_its_source_was() {
+    fn only_images_built_here_are_honoured_and_only_as_far_as_their_source() {
         let temp = tempfile::tempdir().unwrap();
         let state = StateDir::open(temp.path()).unwrap();
         let store = state.store().into();
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_collection_forgets_what_is_gone_from_its_store_alone() {
+    fn a_collection_forgets_only_images_missing_from_its_own_store() {
         let temp = tempfile::tempdir().unwrap();
         let state = StateDir::open(temp.path()).unwrap();
         let (here, there) = (state.store().into(), temp.path().join("there").into());

@@ -91,7 +91,7 @@ mod tests {
     use super::{Pins, RANGES_MAX};
 
     #[test]
-    fn pins_are_kept_replaced_and_let_go() {
+    fn pins_are_kept_replaced_and_removed() {
         let temp = tempfile::tempdir().unwrap();
         let file = temp.path().join("pins.json");
         assert!(Pins::read(&file).unwrap().paths().is_empty());

@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_there_is_cannot_be_reserved() {
+    fn more_than_the_free_space_cannot_be_reserved() {
         let temp = tempfile::tempdir().unwrap();
         let error = create_sprout(&temp.path().join("s"), 1 << 50, false).unwrap_err();
         assert!(error.to_string().contains("--write-limit"), "{error}");

@@ -408,7 +408,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_sprout_whose_record_is_lost_is_not_taken_for_nothing() {
+    fn a_sprout_with_a_lost_record_is_refused() {
         let temp = tempfile::tempdir().unwrap();
         let state = StateDir::open(&temp.path().join("state")).unwrap();
         let folder = folder(&state, "b");

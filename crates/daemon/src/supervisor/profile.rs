@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_been_fetched_is_not_asked_for_again() {
+    fn a_fetched_profile_is_not_fetched_again() {
         let folder = tempfile::tempdir().unwrap();
         let state = StateDir::open(&folder.path().join("state")).unwrap();
         let store = Directory::create(folder.path().join("store")).unwrap();

@@ -74,7 +74,7 @@ fn answer(id: MountId, number: Option<u64>, error: Option<&str>, served: bool) -
 }
 
 #[test]
-fn an_answer_settles_what_it_was_given_to() {
+fn an_answer_settles_its_own_refresh() {
     let (mut table, server, id) = set_up(true);
     let attached = told(&server).0;
     table.attached(answer(id, attached, None, true));
@@ -103,7 +103,7 @@ fn an_answer_to_an_earlier_attach_says_nothing() {
 }
 
 #[test]
-fn the_next_server_settles_refreshes_that_a_dead_one_was_told_of() {
+fn the_next_server_settles_refreshes_of_a_dead_one() {
     let (mut table, server, id) = set_up(true);
     told(&server);
     let refresh = table.refresh(id).unwrap();
@@ -117,7 +117,7 @@ fn the_next_server_settles_refreshes_that_a_dead_one_was_told_of() {
 }
 
 #[test]
-fn a_server_of_the_version_before_is_told_by_another_attach() {
+fn a_server_of_the_previous_version_gets_another_attach() {
     let (mut table, server, id) = set_up(false);
     told(&server);
     table.attached(answer(id, None, None, true));
@@ -180,7 +180,7 @@ impl FakeServer {
 }
 
 #[test]
-fn whatever_a_server_does_a_table_comes_to_rest() {
+fn a_table_settles_after_any_behaviour_of_a_server() {
     for seed in 0..100 {
         let mut rng = Rng::new(seed);
         let mut table = Table::default();

@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_taken_counts_for_a_second_and_moves_for_three() {
+    fn taken_bytes_count_for_a_second_and_movement_for_three() {
         let begun = Instant::now();
         let at = |ms| begun + Duration::from_millis(ms);
         let mut watched = Watched::new(begun);
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_writes_nothing_keeps_sprouts_from_being_looked_at() {
+    fn sprouts_of_an_idle_host_are_not_looked_at() {
         let mut host = Host::default();
         assert!(host.see(Some(0)) && !host.see(Some(DIRTIED_MAX - 1)));
         assert!(host.see(Some(DIRTIED_MAX)) && !host.see(Some(DIRTIED_MAX + 1)));
