@@ -1,6 +1,6 @@
 use std::{error, fmt, io};
 
-/// What the caller can do about an error; each maps to one errno.
+/// Error kinds, by what the caller can do; each maps to one errno.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum ErrorKind {
     /// The request or the input is invalid: correct it. `EINVAL`.

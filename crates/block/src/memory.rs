@@ -4,12 +4,8 @@
 //!   bound = FIXED + min(promised, RATIO × input)  ≤ MAX
 //!
 //!   input      bytes of the archive, manifest or table as they are stored
-//!   promised   the need of a sound input with that content: 512 bytes an entry, 4 × its names, …
+//!   promised   the need of a sound input of that content: 512 bytes an entry, 4 × its names, …
 //!   taken      bytes that the readers hold
-//!
-//!   input      bytes of the archive, manifest or table as they are stored
-//!   promised   what a sound input of that content needs: 512 bytes an entry, 4 × its names, …
-//!   taken      what the readers hold
 //! ```
 //!
 //! Every reader of untrusted input counts its memory on one meter before it allocates. Invariants:

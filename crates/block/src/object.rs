@@ -88,8 +88,8 @@ pub enum ObjectKind {
     Roots,
     /// `leases/…`: a writer or a collector at work in a bucket.
     Lease,
-    /// `derived/<digest>`: data that is unpacked from the layers of an OCI image. The object of
-    /// the store with this name is the table for that.
+    /// `derived/<digest>`: data that is unpacked from the layers of an OCI image. The store's
+    /// object of this name is the table that maps it to the layers.
     Derived,
     /// `origins/<digest of a table>`: the place of the layers of a derived object.
     Origins,

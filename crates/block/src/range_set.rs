@@ -60,7 +60,7 @@ mod tests {
 
     #[test]
     fn agrees_with_a_bitmap() {
-        // An own generator: this crate has no other for tests.
+        // This crate has no other random numbers for tests.
         let mut state = 1u64;
         let mut random = |below: u64| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

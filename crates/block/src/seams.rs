@@ -62,8 +62,8 @@ pub trait BlockSource: Send + Sync {
         range.len()
     }
 
-    /// Reports wrong bytes from [`Self::read`]: a source with another copy, or a cache, returns
-    /// others next time.
+    /// Reports that [`Self::read`] returned wrong bytes. A source that has another copy, or caches
+    /// reads, does not return them again.
     fn refuted(&self, _object: &ObjectId, _range: ByteRange) {}
 }
 

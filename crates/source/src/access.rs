@@ -10,7 +10,7 @@ use crate::{
     registry::{self, DockerCredential, Name},
 };
 
-/// The variable with Docker's `config.json`, used if there is no file.
+/// The variable that holds Docker's `config.json` if there is no file.
 const REGISTRIES: &str = "DOCKER_AUTH_CONFIG";
 
 /// The settings to use a store, besides its location: endpoint, region, credentials, taken from

@@ -54,7 +54,7 @@ impl Computed {
 }
 
 impl Computed {
-    /// [`Self::bytes`] into `buf`, which is as long as `range`, without allocating.
+    /// Fills `buf`, which is as long as `range`, without allocating.
     fn fill(&self, object: &ObjectId, range: ByteRange, buf: &mut [u8]) -> Result<()> {
         if buf.len() != check_len(object, range)? {
             let message = format!("{range} of {object} does not fit in {} bytes", buf.len());

@@ -91,7 +91,7 @@ impl Objects {
         &self.store
     }
 
-    /// [`BlockSource::read`], blocking this thread.
+    /// Blocking [`BlockSource::read`].
     pub fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         self.check_reference(object)?;
         match object.kind() {

@@ -4,9 +4,9 @@
 //!   tmp/partial-<object> ── append, kill -9 ──► next process appends ──► publish_file: rename
 //! ```
 //!
-//! Invariants: its flock gives a partial object to one process at a time; it is the beginning of
-//! the object, unverified. The collector removes partial objects that no process has locked, and a
-//! later writer those that are also a week old.
+//! Invariants: at most one process has a partial object, by its flock; its bytes are the beginning
+//! of the object, unverified. The collector removes partial objects that no process has, and a
+//! later writer does so when they are a week old.
 
 use std::{
     fs::{self, File},

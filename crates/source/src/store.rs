@@ -26,7 +26,7 @@ impl Store {
         }
     }
 
-    /// [`Self::open`], which makes a missing folder.
+    /// Opens the store at `location`; makes a missing folder.
     pub fn create(location: &Location, access: &Access) -> Result<Self> {
         match location {
             Location::Folder(path) => Directory::create(path).map(Self::Directory),
@@ -43,7 +43,7 @@ impl Store {
         }
     }
 
-    /// [`BlockSource::read`], blocking this thread.
+    /// Blocking [`BlockSource::read`].
     pub fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         match self {
             Self::Directory(directory) => directory.read_now(object, range),

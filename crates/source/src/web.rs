@@ -106,7 +106,7 @@ pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -
     }
 }
 
-/// [`send`], which is `Unavailable` after `limit`.
+/// [`send`] with a time limit; `Unavailable` once it has passed.
 pub async fn send_within(
     limit: Option<Duration>,
     what: &str,

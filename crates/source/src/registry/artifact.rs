@@ -202,7 +202,7 @@ impl Artifact {
         })
     }
 
-    /// [`BlockSource::read`], blocking this thread.
+    /// Blocking [`BlockSource::read`].
     pub(crate) fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         waiting(self.read(object, range))
     }

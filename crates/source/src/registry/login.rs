@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{Access, web};
 
-/// Longest time for a login in all.
+/// Longest time for a whole login.
 const LOGIN_MAX: Duration = Duration::from_secs(60);
 
 /// The logins to a repository.
@@ -70,7 +70,7 @@ pub(super) struct Login {
 #[derive(Clone)]
 enum With {
     Nothing,
-    /// Adds nothing either; the registry has not yet confirmed that this suffices.
+    /// No authorization; the registry has not confirmed yet that this suffices.
     Hope,
     Password(String, String),
     Token(String),
@@ -200,7 +200,7 @@ impl Login {
         matches!(self.with, With::Hope)
     }
 
-    /// Whether it is confirmed that requests need nothing added.
+    /// Whether a login ended without an authorization to send.
     pub(super) fn is_nothing(&self) -> bool {
         matches!(self.with, With::Nothing)
     }

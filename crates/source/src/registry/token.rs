@@ -8,10 +8,12 @@
 //! ```
 //!
 //! Sources: *Token Authentication Specification* and *Docker Registry v2 authentication using
-//! OAuth2*. Invariants: credentials go only to the registry and to the realm that it names,
-//! encrypted unless both are on this machine or the user named the registry `oci+http://`; an
-//! identity token follows no redirect; an answer has at most [`ANSWER_MAX`] bytes; no error text
-//! contains a secret.
+//! OAuth2*.
+//!
+//! Invariants: credentials go only to the registry and to the realm that it names, encrypted
+//! unless both are on this machine or the user named the registry `oci+http://`; an identity token
+//! follows no redirect; an answer has at most [`ANSWER_MAX`] bytes; no error text contains a
+//! secret.
 
 use burgeon_block::{Error, ErrorKind, Result};
 use http_auth::{ChallengeRef, parse_challenges};
@@ -79,8 +81,8 @@ struct Exchange<'a> {
     retries: u32,
 }
 
-/// Obtains the authorization for `operation` on the repository `name`, anonymously without
-/// `credentials`.
+/// Obtains the authorization for `operation` on the repository `name`; anonymously, if there are
+/// no `credentials`.
 pub(super) async fn exchange(
     what: &str,
     name: &Name,

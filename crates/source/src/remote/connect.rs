@@ -146,8 +146,8 @@ fn retry_config(retries: Retries) -> RetryConfig {
     }
 }
 
-/// Selects rustls with ring for TLS, and the system's roots. Call before making a client; only the
-/// first call has an effect.
+/// Selects rustls with ring for TLS, and the system's root certificates. Call before making a
+/// client; only the first call has an effect.
 pub fn choose_cryptography() {
     static CHOSEN: Once = Once::new();
     CHOSEN.call_once(|| {

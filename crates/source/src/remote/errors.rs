@@ -22,7 +22,7 @@ pub(super) fn ours(url: &RemoteUrl, what: &str, error: &object_store::Error) -> 
         Theirs::NotFound { .. } => (ErrorKind::NotFound, "it is not there".to_owned()),
         Theirs::PermissionDenied { .. } | Theirs::Unauthenticated { .. } => {
             let why = status(error).unwrap_or_else(|| "access is denied".to_owned());
-            // Credentials can be renewed, so trying again can help.
+            // Credentials can be renewed, so a retry can help.
             return Error::with_source(
                 ErrorKind::Unavailable,
                 format!("cannot {what} of {url}"),

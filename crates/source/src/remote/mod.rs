@@ -105,7 +105,7 @@ impl Remote {
         }
     }
 
-    /// [`BlockSource::read`], blocking this thread.
+    /// Blocking [`BlockSource::read`].
     pub fn read_blocking(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         waiting(self.read(object, range))
     }
