@@ -53,7 +53,7 @@ fn with_bytes(tree: &mut Tree, bytes: &[u8]) -> Span {
 }
 
 #[test]
-fn inodes_that_cannot_be_are_refused() {
+fn invalid_inodes_are_refused() {
     refused("no root", |t| t.inodes.clear());
     refused("is not a directory", |t| t.inodes[0].mode = FILE);
     refused("not a file mode", |t| t.inodes[DATA].mode = 0o644);
@@ -94,7 +94,7 @@ fn inodes_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn names_that_cannot_be_are_refused() {
+fn invalid_names_are_refused() {
     for name in [&b""[..], b".", b"..", b"a/b", b"a\0b", &[b'x'; 256]] {
         refused("is not a file name", |t| t.dirents[0].name = with_bytes(t, name));
     }
@@ -119,7 +119,7 @@ fn names_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn links_that_cannot_be_are_refused() {
+fn invalid_links_are_refused() {
     let link = |t: &mut Tree, inode: usize, name: &str| {
         let name = with_bytes(t, name.as_bytes());
         t.dirents.insert(0, Dirent { parent: 0, inode: inode as u32, name });
@@ -152,7 +152,7 @@ fn links_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn xattrs_that_cannot_be_are_refused() {
+fn invalid_xattrs_are_refused() {
     refused("attributes are beyond", |t| t.inodes[DATA].xattr_count = 3);
     refused("beyond the end of the blob", |t| t.xattrs[0].value.start = 1 << 60);
     for name in [&b""[..], b"user.\0", &[b'x'; 256]] {
@@ -171,7 +171,7 @@ fn xattrs_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn extents_that_cannot_be_are_refused() {
+fn invalid_extents_are_refused() {
     let extent = |change: fn(&mut FileExtent)| {
         refused("cannot be", |t| change(&mut t.extents[1]));
     };
@@ -197,7 +197,7 @@ fn extents_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn options_that_cannot_be_are_refused() {
+fn invalid_options_are_refused() {
     let tree = good();
     let refused = |options: &Options, checksums: &[u8], expected: &str| {
         let error =
@@ -215,7 +215,7 @@ fn options_that_cannot_be_are_refused() {
 
 /// A few bytes of input must not become gigabytes of metadata, or take hours.
 #[test]
-fn small_trees_that_would_need_much_metadata_are_refused_at_once() {
+fn small_trees_with_huge_metadata_are_refused_at_once() {
     let options = options(DATA_START + (1 << 40));
     let refused = |tree: &Tree| {
         let error = write_seed(tree, &[], &options, &Template::default()).unwrap_err();
@@ -322,7 +322,7 @@ proptest! {
 
     /// A valid tree with one number changed: refused, or written and then valid.
     #[test]
-    fn slightly_wrong_trees_never_panic(which in 0..24usize, index in any::<usize>(), to in number(70_000)) {
+    fn slightly_invalid_trees_never_panic(which in 0..24usize, index in any::<usize>(), to in number(70_000)) {
         let mut tree = good();
         change(&mut tree, which, index, to);
         let template = Template::default();

@@ -36,7 +36,7 @@ fn checksum_is_right(info: &SeedInfo, node: &[u8]) -> bool {
 }
 
 #[test]
-fn a_patched_seed_is_that_mounts_own() {
+fn a_patched_seed_has_the_identity_of_its_mount() {
     for checksum in KINDS {
         let template = seed(checksum);
         let mount = patched(&template, &IDENTITY);
@@ -50,7 +50,7 @@ fn a_patched_seed_is_that_mounts_own() {
 
 /// The injected fault: a bit of the metadata file flips before patching.
 #[test]
-fn a_rotten_node_stays_rotten() {
+fn a_corrupt_node_stays_corrupt() {
     for checksum in KINDS {
         let template = seed(checksum);
         let flips = pattern(3, 8 * 3000);
@@ -74,7 +74,7 @@ fn a_rotten_node_stays_rotten() {
 
 /// Every bit of the positions that patching writes to, where overwriting would repair it.
 #[test]
-fn a_flipped_bit_where_the_fsid_goes_is_not_mended() {
+fn a_flipped_bit_in_the_fsid_is_not_repaired() {
     for checksum in KINDS {
         let template = seed(checksum);
         let places = [32..48, NODE_SIZE - 16..NODE_SIZE, NODE_SIZE - 114..NODE_SIZE - 98];
@@ -88,7 +88,7 @@ fn a_flipped_bit_where_the_fsid_goes_is_not_mended() {
 }
 
 #[test]
-fn a_node_never_written_is_not_made_good() {
+fn an_unwritten_node_stays_invalid() {
     for checksum in KINDS {
         let template = seed(checksum);
         for start in Template::STARTS {

@@ -52,7 +52,7 @@ proptest! {
 }
 
 #[test]
-fn the_smallest_tree_comes_back() {
+fn the_smallest_tree_round_trips() {
     let mut builder = Builder::new();
     let options = builder.options();
     let seed = verify(&mut builder, &options);
@@ -60,7 +60,7 @@ fn the_smallest_tree_comes_back() {
 }
 
 #[test]
-fn names_and_xattrs_with_one_hash_come_back() {
+fn names_and_xattrs_with_one_hash_round_trip() {
     let mut builder = Builder::new();
     for name in colliding(!1, "name", 300) {
         builder.add(0, name, common::FILE);
@@ -94,7 +94,7 @@ fn hard_links_spill_into_extended_references() {
 }
 
 #[test]
-fn the_most_links_a_file_can_have_come_back() {
+fn the_maximum_number_of_links_round_trips() {
     let mut builder = Builder::new();
     let file = builder.inline(0, "0", b"x");
     (1..65535).for_each(|n| builder.link(0, n.to_string(), file));
@@ -120,7 +120,7 @@ fn widely_shared_extents_spill_their_references() {
 }
 
 #[test]
-fn a_large_directory_and_a_large_file_are_split_and_come_back() {
+fn a_split_directory_and_file_round_trip() {
     let mut builder = Builder::new();
     let directory = builder.dir(0, "directory");
     for n in 0..60_000 {

@@ -35,7 +35,7 @@ fn seed(bytes: u64, change: impl Fn(Options) -> Options) -> Seed {
 }
 
 #[test]
-fn every_size_is_one_file_and_the_tree_does_not_notice() {
+fn every_size_is_one_file_and_leaves_the_tree_alone() {
     let without = seed(0, |options| options);
     let tree = model::of_seed(&without);
     let extents = without.check().unwrap().extents;
@@ -72,7 +72,7 @@ fn extents_can_be_shorter_than_chunks() {
 }
 
 #[test]
-fn it_begins_behind_the_lazy_data_and_depends_on_nothing_else() {
+fn its_start_depends_only_on_the_end_of_lazy_data() {
     let area = |data_end: u64| {
         let mut builder = Builder::new();
         let options = Options { virtual_bytes: TIB, ..options(data_end) };
@@ -85,7 +85,7 @@ fn it_begins_behind_the_lazy_data_and_depends_on_nothing_else() {
 }
 
 #[test]
-fn the_same_bytes_each_time_and_patched_as_any_seed() {
+fn it_is_deterministic_and_patched_as_any_seed() {
     for checksum in [ChecksumKind::Crc32c, ChecksumKind::Xxhash64] {
         let make = || seed(4 * EIB, |options| Options { checksum, ..options });
         let template = make();
@@ -100,7 +100,7 @@ fn the_same_bytes_each_time_and_patched_as_any_seed() {
 }
 
 #[test]
-fn its_description_survives_and_says_what_it_needs() {
+fn its_description_round_trips_and_requires_the_feature() {
     let info = seed(4 * EIB, |options| options).info;
     let bytes = info.to_bytes();
     assert_eq!(SeedInfo::from_bytes(&bytes).unwrap(), info);
@@ -123,7 +123,7 @@ fn its_description_survives_and_says_what_it_needs() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_sizes_are_refused() {
     let refused = |change: &dyn Fn(Options) -> Options| {
         let mut builder = builder();
         let options = change(Options { virtual_bytes: TIB, ..builder.options() });
@@ -144,7 +144,7 @@ fn what_cannot_be_is_refused() {
 }
 
 #[test]
-fn what_breaks_its_rules_is_found() {
+fn violations_of_its_rules_are_found() {
     let good = seed(300 * TIB, |options| options);
     let found = |edit: &dyn Fn(&mut Seed)| {
         let mut seed = good.clone();

@@ -78,7 +78,7 @@ mod tests {
     use super::{Codec, decode_chunk};
 
     #[test]
-    fn decodes_and_refuses_what_differs() {
+    fn decoding_refuses_any_difference() {
         let data = vec![7u8; 8192];
         let digest = Digest::of(&data);
         let stored = zstd::bulk::compress(&data, 3).unwrap();

@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn every_flipped_byte_and_every_cut_is_noticed() {
+    fn every_flipped_byte_and_truncation_is_found() {
         let bytes = sample();
         let whole = |bytes: &[u8]| -> Result<()> {
             let container = Container::parse(FORMAT, bytes)?;
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_that_grows_beyond_its_bounds_is_refused() {
+    fn an_oversized_frame_is_refused() {
         let bomb = zstd::bulk::compress(&vec![0; 64 << 20], 1).unwrap();
         let mut stored = (bomb.len() as u32).to_le_bytes().to_vec();
         stored.extend(&bomb);

@@ -89,7 +89,7 @@ fn compare_with(root: &Path, manifest: &burgeon_image::Manifest, data: &[u8]) {
 }
 
 #[test]
-fn an_image_holds_what_was_in_the_directory() {
+fn an_image_has_the_contents_of_the_directory() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     plant(&root);
@@ -121,7 +121,7 @@ fn an_image_holds_what_was_in_the_directory() {
 }
 
 #[test]
-fn the_same_tree_gives_the_same_image_whatever_the_threads() {
+fn the_same_tree_gives_the_same_image_with_any_number_of_threads() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     plant(&root);
@@ -140,7 +140,7 @@ fn the_same_tree_gives_the_same_image_whatever_the_threads() {
 }
 
 #[test]
-fn a_second_image_stores_only_what_is_new() {
+fn a_second_image_stores_only_new_chunks() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     plant(&root);
@@ -185,7 +185,7 @@ fn files_that_change_while_they_are_read_are_reported() {
 }
 
 #[test]
-fn attributes_are_kept_as_the_kernel_has_them() {
+fn attributes_are_stored_as_in_the_kernel() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     fs::create_dir(&root).unwrap();
@@ -247,7 +247,7 @@ fn attributes_are_kept_as_the_kernel_has_them() {
 /// Needs root, as the kernel tests do: the thread changes its user, or mounts in a private
 /// namespace.
 #[test]
-fn files_that_may_not_be_read_are_listed() {
+fn unreadable_files_are_listed() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     plant(&root);
@@ -293,7 +293,7 @@ fn with_tmpfs(at: &Path, options: &std::ffi::CStr, work: impl FnOnce() + Send + 
 }
 
 #[test]
-fn what_is_mounted_below_is_left_out_and_reported() {
+fn mounts_below_are_left_out_and_reported() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     fs::create_dir_all(root.join("mnt")).unwrap();
@@ -310,7 +310,7 @@ fn what_is_mounted_below_is_left_out_and_reported() {
 }
 
 #[test]
-fn a_full_store_is_an_error_and_the_images_in_it_stay() {
+fn a_full_store_is_an_error_and_keeps_its_images() {
     let (folder, _) = store();
     let root = folder.path().join("tree");
     plant(&root);
@@ -372,7 +372,7 @@ fn names_are_resolved_listed_and_suggested() {
 }
 
 #[test]
-fn what_cannot_be_an_image_is_refused_and_leaves_nothing() {
+fn an_impossible_image_is_refused_and_leaves_nothing() {
     let (folder, store) = store();
     let file = folder.path().join("file");
     fs::write(&file, b"x").unwrap();
@@ -389,7 +389,7 @@ fn what_cannot_be_an_image_is_refused_and_leaves_nothing() {
 }
 
 #[test]
-fn bytes_that_stay_outside_are_referred_to() {
+fn bytes_outside_the_store_are_referenced() {
     let (folder, store) = store();
     let path = folder.path().join("disk.img");
     let disk = fs::File::create(&path).unwrap();
@@ -450,7 +450,7 @@ fn an_image_is_prepared_for_mounting() {
 }
 
 #[test]
-fn a_directory_by_reference_is_the_directory() {
+fn a_directory_by_reference_has_the_same_contents() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     plant(&root);

@@ -44,7 +44,7 @@ fn verify(store: &Directory, digest: &Digest) -> catalog::Verified {
 }
 
 #[test]
-fn what_is_removed_is_collected_and_what_is_shared_stays() {
+fn removed_images_are_collected_and_shared_packs_stay() {
     let (_folder, store, [a, b]) = two();
     let nothing = catalog::gc(&store, &[], false).unwrap();
     assert_eq!((nothing.manifests, nothing.packs, nothing.bytes), (0, 0, 0));
@@ -85,7 +85,7 @@ fn a_name_whose_record_is_damaged_can_be_removed() {
 }
 
 #[test]
-fn other_hosts_keep_what_they_need() {
+fn other_hosts_keep_the_images_they_need() {
     let (_folder, store, [a, b]) = two();
     catalog::publish_roots(&store, "other", &[a]).unwrap();
     catalog::publish_roots(&store, "me", &[b]).unwrap();
@@ -123,7 +123,7 @@ fn other_hosts_keep_what_they_need() {
 }
 
 #[test]
-fn nothing_is_collected_while_needs_are_unknown() {
+fn nothing_is_collected_while_a_need_is_unknown() {
     let (_folder, store, [a, _]) = two();
     store.publish(&ObjectId::new(format!("packs/{}", "00".repeat(32))).unwrap(), b"x").unwrap();
     let object = catalog::manifest_object(&a).unwrap();
@@ -244,7 +244,7 @@ impl Read for Endless {
 /// With `BURGEON_TEST_STORE`, the process that the next test kills; otherwise, the archive is
 /// truncated.
 #[test]
-fn a_build_that_is_cut_short_leaves_nothing() {
+fn an_interrupted_build_leaves_nothing() {
     if let Some(path) = std::env::var_os("BURGEON_TEST_STORE") {
         let store = Directory::create(PathBuf::from(path)).unwrap();
         builder::from_tar(&store, "endless", Endless(0), None, &options(), &|_| ()).unwrap();
@@ -257,10 +257,10 @@ fn a_build_that_is_cut_short_leaves_nothing() {
 }
 
 #[test]
-fn a_killed_build_leaves_nothing_visible_and_nothing_for_ever() {
+fn a_killed_build_leaves_nothing_visible_and_is_collected() {
     let (_folder, store) = store();
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "a_build_that_is_cut_short_leaves_nothing"])
+        .args(["--exact", "an_interrupted_build_leaves_nothing"])
         .env("BURGEON_TEST_STORE", store.root())
         .spawn()
         .unwrap();

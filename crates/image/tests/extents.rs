@@ -58,7 +58,7 @@ fn content(map: &ExtentMap) -> Vec<Known> {
 }
 
 #[test]
-fn what_is_mapped_is_found_by_any_later_process() {
+fn a_mapping_is_found_by_any_later_process() {
     let folder = created();
     let reader = ExtentMap::open(folder.path()).unwrap();
     assert_eq!(reader.find(0).unwrap_err().kind(), ErrorKind::Unmapped);
@@ -121,7 +121,7 @@ fn a_tree_of_many_files_is_one_mapping() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_and_changes_nothing() {
+fn invalid_mappings_are_refused_and_change_nothing() {
     let folder = created();
     let mut writer = ExtentWriter::open(folder.path()).unwrap();
     let first = writer.map(&mapping(vec![computed(1)])).unwrap();
@@ -162,7 +162,7 @@ fn what_makes_no_sense_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_map_has_one_writer_and_is_made_once() {
+fn a_map_has_one_writer_and_is_created_once() {
     let folder = created();
     let _writer = ExtentWriter::open(folder.path()).unwrap();
     let error = ExtentWriter::open(folder.path()).err().unwrap();
@@ -241,7 +241,7 @@ fn logs(files: &[Vec<u8>; 2]) -> [Memory; 2] {
 }
 
 #[test]
-fn a_flipped_bit_anywhere_is_an_error_and_never_another_answer() {
+fn a_flipped_bit_never_gives_a_different_answer() {
     let (good, before) = sample_bytes();
     let end = before.last().unwrap().0.end();
     let mut refused = 0;
@@ -272,7 +272,7 @@ fn a_flipped_bit_anywhere_is_an_error_and_never_another_answer() {
 }
 
 #[test]
-fn a_file_that_is_cut_off_anywhere_is_an_older_map_or_an_error() {
+fn a_truncated_file_is_an_older_map_or_an_error() {
     let (good, before) = sample_bytes();
     for which in 0..2 {
         for len in 0..good[which].len() {
@@ -289,7 +289,7 @@ fn a_file_that_is_cut_off_anywhere_is_an_older_map_or_an_error() {
 }
 
 #[test]
-fn a_damaged_record_is_an_error_for_the_addresses_next_to_it_alone() {
+fn a_damaged_record_is_an_error_only_for_adjacent_addresses() {
     let folder = created();
     let mut writer = ExtentWriter::open(folder.path()).unwrap();
     writer.map(&mapping(vec![computed(8192); 700])).unwrap();
@@ -316,7 +316,7 @@ fn a_damaged_record_is_an_error_for_the_addresses_next_to_it_alone() {
 }
 
 #[test]
-fn verification_finds_damage_and_what_has_no_end() {
+fn verification_finds_damage_and_unfinished_mappings() {
     let (files, _) = sample_bytes();
     let open = |files: &[Vec<u8>; 2]| ExtentMap::over(logs(files)).unwrap();
     assert_eq!(open(&files).verify().unwrap(), Vec::<String>::new());
@@ -342,7 +342,7 @@ fn files_of_two_maps_are_refused() {
 }
 
 #[test]
-fn later_versions_and_unknown_features_are_refused_and_say_so() {
+fn later_versions_and_unknown_features_are_unsupported() {
     let folder = created();
     let path = folder.path().join("extents");
     let good = fs::read(&path).unwrap();
@@ -365,7 +365,7 @@ fn xxhash(bytes: &[u8]) -> u64 {
 /// A map of version 1, made by another program according to `docs/format.md`: it opens forever,
 /// and current code writes the same bytes.
 #[test]
-fn a_map_of_version_1_opens_and_is_written_as_it_was_then() {
+fn a_map_of_version_1_opens_and_is_written_identically() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/v1/area");
     let map = ExtentMap::open(&fixture).unwrap();
     let digest: Digest = "d3".repeat(32).parse().unwrap();

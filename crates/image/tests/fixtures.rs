@@ -33,7 +33,7 @@ fn folder() -> PathBuf {
 }
 
 #[test]
-fn images_of_version_1_are_whole() {
+fn images_of_version_1_are_intact() {
     let store = Directory::open(folder().join("store")).unwrap();
     let names: Vec<_> = catalog::list(&store).unwrap();
     assert_eq!(names.len(), VERSION_1.len());

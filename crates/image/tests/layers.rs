@@ -144,7 +144,7 @@ fn refuses(layers: &[&[Vec<u8>]], said: &str) {
 }
 
 #[test]
-fn whiteouts_take_away_what_lies_below_and_nothing_else() {
+fn whiteouts_remove_only_entries_of_lower_layers() {
     let below = [folder("d"), file("d/a", "1"), file("d/b", "1"), file("x", "1")];
     gives(&[&below, &[file(".wh.x", ""), file("d/.wh.a", "")]], &["d/", "d/b=1"]);
     gives(&[&below, &[file(".wh.d", "")]], &["x=1"]);
@@ -162,7 +162,7 @@ fn whiteouts_take_away_what_lies_below_and_nothing_else() {
 }
 
 #[test]
-fn kinds_change_and_links_go_across_layers() {
+fn types_change_and_links_work_across_layers() {
     let below = [folder("d"), file("d/a", "1"), file("f", "1"), symlink("s", "d")];
     gives(&[&below, &[file("d", "2")]], &["d=2", "f=1", "s=d"]);
     gives(&[&below, &[folder("f"), file("f/x", "2")]], &["d/", "d/a=1", "f/", "f/x=2", "s=d"]);
@@ -179,7 +179,7 @@ fn kinds_change_and_links_go_across_layers() {
 
 /// Go writes non-ASCII names so that the truncated name in the header ends like a folder's.
 #[test]
-fn a_name_that_the_header_cuts_short_is_no_folder() {
+fn a_name_truncated_in_the_header_is_not_a_directory() {
     let record = entry("x", b'x', "", "17 path=names/é\n".as_bytes());
     gives(&[&[record, file("names/", "1")]], &["names/", "names/é=1"]);
     gives(&[&[file("names/", "")]], &["names/"]);
@@ -207,7 +207,7 @@ fn nothing_leaves_the_tree() {
 }
 
 #[test]
-fn directories_have_a_greatest_depth() {
+fn directory_depth_is_limited() {
     // GNU's encoding of long names and targets.
     let long = |kind: u8, text: &str| entry("././@LongLink", kind, "", text.as_bytes());
     let deep = "d/".repeat(2000);
@@ -222,7 +222,7 @@ fn directories_have_a_greatest_depth() {
 }
 
 #[test]
-fn every_limit_ends_the_work() {
+fn every_limit_stops_the_work() {
     let limits = LayerLimits { entries: 10, names: 1000, unpacked: 1 << 20 };
     let index = |bytes: &mut dyn Read| -> Result<()> {
         let layers = Layers::new(limits);
@@ -255,7 +255,7 @@ fn every_limit_ends_the_work() {
 }
 
 #[test]
-fn a_layer_that_is_another_the_second_time_is_no_image() {
+fn a_layer_that_differs_on_the_second_read_is_refused() {
     let (_folder, store) = store();
     let first = archive(&[file("a", "1"), file("b", "2")]);
     let index = Layers::new(LayerLimits::default()).index(&first[..]).unwrap();
@@ -268,7 +268,7 @@ fn a_layer_that_is_another_the_second_time_is_no_image() {
 }
 
 #[test]
-fn a_description_is_of_the_same_tree_whatever_layers_take_away() {
+fn a_description_has_the_same_tree_whatever_whiteouts_remove() {
     for seed in 0..6 {
         let mut rng = Rng::new(seed);
         let mut layers = Vec::new();
@@ -347,7 +347,7 @@ fn list_layers(files: &[Listed], bytes: &[u8], above: &[u8]) -> Result<(Manifest
 }
 
 #[test]
-fn a_listed_layer_is_placed_without_being_read() {
+fn a_listed_layer_is_placed_without_reading_it() {
     let bytes = Rng::new(3).bytes(1_500_000);
     let files = [
         listed("small", 9, &[(0, 9, 100)]),

@@ -124,7 +124,7 @@ fn a_manifest_round_trips_to_the_same_bytes() {
 }
 
 #[test]
-fn the_map_answers_like_the_manifest() {
+fn the_map_agrees_with_the_manifest() {
     let manifest = sample();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("map");
@@ -219,7 +219,7 @@ fn hostile_manifests_are_refused() {
 }
 
 #[test]
-fn what_is_beyond_the_limits_is_refused() {
+fn manifests_beyond_the_limits_are_refused() {
     let (bytes, _) = sample().encode(1).unwrap();
     let usual = Limits::default();
     for limits in [
@@ -233,7 +233,7 @@ fn what_is_beyond_the_limits_is_refused() {
 }
 
 #[test]
-fn every_flipped_bit_and_every_cut_is_noticed() {
+fn every_flipped_bit_and_truncation_is_found() {
     let (bytes, _) = sample().encode(1).unwrap();
     for at in 0..bytes.len() {
         for bit in 0..8 {

@@ -98,7 +98,7 @@ fn addresses_become_files_in_order_and_runs_are_merged() {
 }
 
 #[test]
-fn it_lies_beside_its_image_and_goes_with_it() {
+fn a_profile_is_stored_with_its_image_and_removed_with_it() {
     let (folder, store) = store();
     plant(&folder.path().join("tree"));
     let report = from_directory(&store, "x", &folder.path().join("tree"));
@@ -169,7 +169,7 @@ fn damaged_and_hostile_bytes_are_refused() {
 }
 
 #[test]
-fn a_build_by_a_profile_stores_what_it_names_first_and_together() {
+fn a_build_stores_the_reads_of_a_profile_first_and_together() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     plant(&root);

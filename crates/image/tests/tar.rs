@@ -104,7 +104,7 @@ fn described(store: &Directory, manifest: &Manifest, nanos: bool, holes: bool) -
 }
 
 #[test]
-fn access_lists_in_text_are_those_of_the_directory() {
+fn textual_acls_equal_those_of_the_directory() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     fs::create_dir_all(root.join("dir")).unwrap();
@@ -137,7 +137,7 @@ fn access_lists_in_text_are_those_of_the_directory() {
 }
 
 #[test]
-fn an_archive_is_the_directory_it_was_made_of() {
+fn an_archive_gives_the_same_image_as_its_directory() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     plant(&root);
@@ -188,7 +188,7 @@ fn pipe(bytes: &[u8], program: &str) -> Vec<u8> {
 }
 
 #[test]
-fn compressed_archives_are_recognised_and_their_ends_checked() {
+fn compressed_archives_are_detected_and_their_ends_checked() {
     let (folder, store) = store();
     let root = folder.path().join("tree");
     fs::create_dir(&root).unwrap();
@@ -319,7 +319,7 @@ fn sparse(name: &[u8], size: u64, offset: u64, len: u64) -> Vec<u8> {
 }
 
 #[test]
-fn sizes_at_the_end_of_what_numbers_hold_are_refused() {
+fn sizes_near_integer_limits_are_refused() {
     let (_folder, store) = store();
     let cases: [(&str, Vec<Vec<u8>>); 4] = [
         ("a file", vec![with_number(header(b"a", b'0', 0, b""), 124, u64::MAX)]),
@@ -357,7 +357,7 @@ fn of_privileged_attributes_an_archive_gives_capabilities_alone() {
 }
 
 #[test]
-fn many_records_take_no_long_time() {
+fn many_records_take_little_time() {
     let (_folder, store) = store();
     // Near the longest header: examining each record before adding one would take hours.
     let records: String = (0..800_000).map(|n| format!("15 k{n:07}=vv\n")).collect();
@@ -378,7 +378,7 @@ fn many_records_take_no_long_time() {
 }
 
 #[test]
-fn pieces_of_one_block_stay_together_where_a_wave_ends() {
+fn pieces_of_one_block_stay_together_at_the_end_of_a_wave() {
     let (_folder, store) = store();
     // A wave is 32 MiB: it is full in the middle of the second file.
     for (name, size) in [("block", 100_000), ("inline", 2000)] {
@@ -474,7 +474,7 @@ proptest::proptest! {
 }
 
 #[test]
-fn the_archive_to_be_damaged_is_good() {
+fn the_undamaged_archive_is_valid() {
     let (_folder, store) = store();
     let manifest = from_tar(&store, varied()).unwrap();
     let all = data(&store, &manifest);

@@ -65,7 +65,7 @@ fn bump_offsets(node: &mut [u8], first: (u64, u8, u64)) {
 }
 
 #[test]
-fn inodes_state_what_their_items_add_up_to() {
+fn inode_items_agree_with_other_items() {
     let wrong = |expected: &str, number: u64, at: usize, bytes: &[u8]| {
         broken(expected, |s| s.edit_item(FILES, (number, 1, 0), put(at, bytes)));
     };
@@ -98,7 +98,7 @@ fn inodes_state_what_their_items_add_up_to() {
 }
 
 #[test]
-fn names_agree_in_all_places() {
+fn names_agree_in_all_items() {
     let item = |s: &Seed| {
         let keys = s.keys(FILES);
         *keys.iter().find(|key| key.0 == DIRECTORY && key.1 == 84).unwrap()
@@ -136,7 +136,7 @@ fn names_agree_in_all_places() {
 }
 
 #[test]
-fn a_name_that_is_there_twice_is_found() {
+fn a_duplicate_name_is_found() {
     let mut b = Builder::new();
     for name in common::colliding(!1, "x", 2) {
         b.add(0, name, FILE);
@@ -152,7 +152,7 @@ fn a_name_that_is_there_twice_is_found() {
 }
 
 #[test]
-fn an_inode_without_its_item_is_found() {
+fn a_missing_inode_item_is_found() {
     let mut b = Builder::new();
     let file = b.inline(0, "file", b"");
     b.xattrs(file, &[(b"user.a", b"b")]);
@@ -164,7 +164,7 @@ fn an_inode_without_its_item_is_found() {
 }
 
 #[test]
-fn a_directory_inside_itself_is_found() {
+fn a_directory_cycle_is_found() {
     let mut b = Builder::new();
     let one = b.dir(0, "a");
     let two = b.dir(one, "a");
@@ -186,7 +186,7 @@ fn a_directory_inside_itself_is_found() {
 }
 
 #[test]
-fn file_extents_are_whole_and_apart() {
+fn file_extents_are_whole_and_disjoint() {
     broken("not a whole extent", |s| s.edit_item(FILES, (DATA, 108, 0), add(37, 4096)));
     broken("not a whole extent", |s| s.edit_item(FILES, (DATA, 108, 0), put(20, [2])));
     broken("no plain extent", |s| s.edit_item(FILES, (DATA, 108, 0), put(16, [1])));

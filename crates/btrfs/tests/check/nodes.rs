@@ -22,7 +22,7 @@ fn any_flipped_bit_is_found() {
 }
 
 #[test]
-fn nodes_are_what_their_parents_say() {
+fn nodes_match_their_parents() {
     let files_leaf = |h: &common::Header| h.owner == FILES && h.level == 0;
     let files_root = |h: &common::Header| h.owner == FILES && h.level == 1;
     let dev = |h: &common::Header| h.owner == DEV;
@@ -59,7 +59,7 @@ fn nodes_are_what_their_parents_say() {
 }
 
 #[test]
-fn a_node_reached_too_often_is_found() {
+fn a_node_visited_too_often_is_found() {
     broken("more than once", |s| {
         s.edit_nodes(
             |header| header.owner == FILES && header.level == 1,

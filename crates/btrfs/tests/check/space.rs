@@ -32,7 +32,7 @@ fn chunks_map_every_address_to_itself() {
 }
 
 #[test]
-fn extents_lie_apart_in_lazy_data_and_are_used_as_files_say() {
+fn extents_are_disjoint_and_match_their_uses() {
     let first = |s: &Seed| s.key(EXTENT, 168);
     let nth =
         |s: &Seed, n: usize| s.keys(EXTENT).into_iter().filter(|key| key.1 == 168).nth(n).unwrap();

@@ -4,7 +4,7 @@ use crate::*;
 
 /// Arbitrary content in nodes with valid checksums: a result, never a panic.
 #[test]
-fn wild_metadata_never_panics() {
+fn arbitrary_metadata_never_panics() {
     let good = seed();
     let nodes = (good.pieces[0].len() + good.pieces[1].len()) / 16384;
     let random = pattern(7, 16 * 4000);
@@ -53,7 +53,7 @@ fn descriptions_are_checked_too() {
 
 /// Arbitrary fields with a valid checksum: refused, or good enough for superblocks.
 #[test]
-fn wild_descriptions_never_panic() {
+fn arbitrary_descriptions_never_panic() {
     let good = seed().info.to_bytes();
     for bytes in pattern(11, 16 * 20_000).chunks(16) {
         let (place, value) = (get_u64(bytes, 0), get_u64(bytes, 8));

@@ -203,7 +203,7 @@ fn a_million_entries_in_one_directory() {
 }
 
 #[test]
-fn a_wrong_byte_is_an_error_and_its_neighbours_are_fine() {
+fn a_wrong_byte_is_an_error_in_its_block_only() {
     for checksum in [ChecksumKind::Crc32c, ChecksumKind::Xxhash64] {
         let mut rig = Rig::new();
         let mut builder = Builder::new();

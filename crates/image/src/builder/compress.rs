@@ -104,7 +104,7 @@ mod tests {
     use crate::{CHUNK_MAX, Codec, decode_chunk};
 
     #[test]
-    fn every_level_gives_back_what_went_in() {
+    fn every_level_round_trips() {
         let text: Vec<u8> = (0..CHUNK_MAX).map(|n| ((n / 3 % 251) ^ (n / 1000)) as u8).collect();
         for level in 1..=22 {
             let (codec, stored) = compress(text.clone(), level).unwrap();

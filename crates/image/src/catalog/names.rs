@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_burgeon_names_itself_and_paths_are_no_names_to_give() {
+    fn reserved_names_and_paths_cannot_be_given() {
         for (name, why) in [
             ("sha256:abc", "itself"),
             ("url:abc", "itself"),

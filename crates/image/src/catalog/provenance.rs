@@ -266,7 +266,7 @@ mod tests {
     use super::{ImageProvenance, Provenance};
 
     #[test]
-    fn a_damaged_record_says_nothing() {
+    fn a_damaged_record_states_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let provenance = Provenance::new(folder.path().join("provenance"), "/store");
         let image = Digest::of(b"image");
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reference_stands_for_one_image_and_goes_with_it() {
+    fn a_reference_resolves_to_one_image_and_is_removed_with_it() {
         let folder = tempfile::tempdir().unwrap();
         let provenance = Provenance::new(folder.path().join("provenance"), "/store");
         let (old, new) = (Digest::of(b"old"), Digest::of(b"new"));

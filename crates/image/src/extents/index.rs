@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_are_not_known_hide_no_others() {
+    fn unknown_pages_hide_no_others() {
         let records = first_of(2 * LEAP);
         let unknown = [0, 5, 6, 128, 130].map(first_of);
         let mut index = Index::default();

@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn the_forms_of_several_tars_are_one_list() {
+    fn the_forms_of_several_tars_give_one_list() {
         const ANY: u32 = u32::MAX;
         let expected = value(&[
             (0x01, 6, ANY),
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_exactly_a_list_is_none() {
+    fn malformed_lists_are_refused() {
         for text in [
             &b""[..],
             b"user::rw-",
