@@ -27,7 +27,7 @@ use burgeon_source::Directory;
 use serde::Serialize;
 
 pub use self::leftovers::mounts_without_daemon;
-use self::leftovers::{builds, leftovers, stale_builds, strays};
+use self::leftovers::{builds, leftover_devices, leftovers, stale_builds};
 use crate::{
     ipc::{
         client::Client,
@@ -107,7 +107,7 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     }
     findings.push(daemon(runs));
     findings.extend(left);
-    findings.extend(strays(state));
+    findings.extend(leftover_devices(state));
     findings.extend(store.and_then(builds));
     findings.extend(writes::examine(state));
     findings
@@ -121,11 +121,11 @@ pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
         // Removes the leftovers of dead writers before it returns the lease.
         drop(Directory::open(store)?.begin_collect()?);
     }
-    let strays = transport::strays(&mount_ids(state));
-    strays.iter().try_for_each(|number| transport::remove_stray(*number))?;
+    let devices = transport::leftover_devices(&mount_ids(state));
+    devices.iter().try_for_each(|number| transport::remove_leftover_device(*number))?;
     remove_unused_loops();
     if !leftovers(state, &ask(state)).iter().any(|finding| finding.repairable) {
-        return Ok(store.is_some() || !strays.is_empty());
+        return Ok(store.is_some() || !devices.is_empty());
     }
     let client = Client::connect_or_start(state)?;
     let begun = Instant::now();

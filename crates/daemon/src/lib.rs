@@ -50,7 +50,7 @@ pub use burgeon_frontend::{btrfs_mount::attach, extents, reflink};
 pub use burgeon_image::builder::Honours;
 pub use holder::hold;
 pub use host::{
-    chain::{btrfs_fsid, is_burgeon_mount, refuse_burgeon, refuse_burgeon_file},
+    backing_devices::{btrfs_fsid, is_burgeon_mount, refuse_burgeon, refuse_burgeon_file},
     mountinfo,
     signals::{TerminationSignals, block_termination},
 };
@@ -63,6 +63,7 @@ pub use server::serve_forever;
 pub use start::UNIT_PROPERTIES;
 pub use state::{
     built::{honoured, remember_built},
+    directory_identity::DirectoryIdentity,
     gc::sweep,
     paths::StateDir,
     prepared::is_prepared,
@@ -70,9 +71,7 @@ pub use state::{
         forget_profile, keep_profile, kept_profile, kept_profiles, note_recorded, read_profile,
         was_recorded,
     },
-    roots,
-    seen::Seen,
-    writes,
+    roots, writes,
 };
 pub use supervisor::{helper::help, supervise};
 pub use upgrade::{Upgraded, upgrade};

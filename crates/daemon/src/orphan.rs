@@ -23,7 +23,7 @@ use crate::{
         files::{self, Lock},
         paths::StateDir,
         record::{MountRecord, WritesState, mount_ids, read_record},
-        spare,
+        recycled_seed,
     },
     supervisor::{await_loops, forget_loops, is_alive},
     transport,
@@ -104,7 +104,7 @@ impl Orphan {
         }
         forget_loops(&record.loops);
         transport::remove_devices(id);
-        spare::keep(state, record);
+        recycled_seed::keep(state, record);
         let removed = files::remove_folder(&state.mount(id));
         drop(lock);
         removed

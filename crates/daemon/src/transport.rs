@@ -184,14 +184,14 @@ pub(crate) fn devices_of(id: MountId) -> Vec<u32> {
 
 /// Unused ublk devices of mounts that are not in `known`: leftovers of a dead daemon whose state
 /// directory is gone or another one. Excludes a mounted device, which waits for its next server.
-pub(crate) fn strays(known: &[MountId]) -> Vec<u32> {
+pub(crate) fn leftover_devices(known: &[MountId]) -> Vec<u32> {
     let numbers = ublk::numbers();
     if numbers.is_empty() {
         return numbers;
     }
     let Ok(mut control) = Control::open() else { return Vec::new() };
     let is_known = |owner: u64| known.iter().any(|id| owner == OWNER_MAGIC | id.number());
-    let mut is_stray = |number: u32| match control.device(number) {
+    let mut is_leftover = |number: u32| match control.device(number) {
         Ok(Some(device)) => {
             device.owner >> 32 == OWNER_MAGIC >> 32
                 && device.waits
@@ -200,11 +200,11 @@ pub(crate) fn strays(known: &[MountId]) -> Vec<u32> {
         }
         _ => false,
     };
-    numbers.into_iter().filter(|number| is_stray(*number)).collect()
+    numbers.into_iter().filter(|number| is_leftover(*number)).collect()
 }
 
-/// Removes a device found by [`strays`].
-pub(crate) fn remove_stray(number: u32) -> Result<()> {
+/// Removes a device found by [`leftover_devices`].
+pub(crate) fn remove_leftover_device(number: u32) -> Result<()> {
     let _ = btrfs_mount::forget(&ublk::block_path(number));
     Control::open()?.remove(number)
 }

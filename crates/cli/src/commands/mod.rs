@@ -28,7 +28,7 @@ use std::{path::Path, process::ExitCode};
 
 use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
-use burgeon_daemon::{Seen, StateDir};
+use burgeon_daemon::{DirectoryIdentity, StateDir};
 use burgeon_image::{builder::Options, catalog::Provenance};
 use burgeon_source::{Access, Location, Store, registry::Name};
 
@@ -132,8 +132,8 @@ impl Context {
     }
 
     /// Identity of the store's folder as seen by this process, if the store is a folder.
-    pub(crate) fn store_seen(&self) -> Option<Seen> {
-        Seen::of(self.store_location().folder()?)
+    pub(crate) fn store_identity(&self) -> Option<DirectoryIdentity> {
+        DirectoryIdentity::of(self.store_location().folder()?)
     }
 
     /// The location of the store.

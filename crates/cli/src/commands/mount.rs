@@ -140,7 +140,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         image: found.name.clone(),
         shown: Some(found.shown.clone()),
         store: (!is_own).then(|| found.store.clone()),
-        store_seen: context.store_seen(),
+        store_identity: context.store_identity(),
         store_away: found.store_away,
         access: found.access.clone(),
         writes,

@@ -9,7 +9,7 @@ use burgeon_source::Directory;
 use super::{Finding, Level};
 use crate::{
     holder,
-    host::chain,
+    host::backing_devices,
     id::MountId,
     ipc::protocol::Status,
     state::{
@@ -52,7 +52,7 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
                 },
                 "start the daemon, which serves it again",
             ),
-            _ => match chain::loop_below(&state.mount(id)) {
+            _ => match backing_devices::loop_below(&state.mount(id)) {
                 Some(device) => lost_record(id, &device),
                 None => Finding::repairable(
                     &format!("folder of mount {id}"),
@@ -71,7 +71,7 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
 }
 
 /// ublk devices without a daemon, its folder, and users.
-pub(super) fn strays(state: &StateDir) -> Vec<Finding> {
+pub(super) fn leftover_devices(state: &StateDir) -> Vec<Finding> {
     let finding = |number| {
         Finding::repairable(
             &format!("/dev/ublkb{number}"),
@@ -79,14 +79,14 @@ pub(super) fn strays(state: &StateDir) -> Vec<Finding> {
             "remove it",
         )
     };
-    transport::strays(&mount_ids(state)).into_iter().map(finding).collect()
+    transport::leftover_devices(&mount_ids(state)).into_iter().map(finding).collect()
 }
 
 /// The number of mounts that the kernel still has while no daemon runs.
 pub fn mounts_without_daemon(state: &StateDir) -> usize {
     let alive = |id: &MountId| match read_record(state, *id) {
         Ok(record) => is_alive(&record),
-        Err(_) => chain::loop_below(&state.mount(*id)).is_some(),
+        Err(_) => backing_devices::loop_below(&state.mount(*id)).is_some(),
     };
     mount_ids(state).iter().filter(|id| alive(id)).count()
 }

@@ -13,7 +13,7 @@ use rustix::{
 use super::{Finding, Level};
 use crate::{
     host::{
-        chain,
+        backing_devices,
         system::{self, module_is_there},
     },
     state::{paths::StateDir, space},
@@ -174,7 +174,7 @@ fn memory_lock() -> Finding {
 
 fn place(state: &StateDir) -> Finding {
     let shown = state.root().display();
-    if let Err(e) = chain::refuse_burgeon(state.root(), "the state directory") {
+    if let Err(e) = backing_devices::refuse_burgeon(state.root(), "the state directory") {
         return Finding::bad(
             Level::Problem,
             "state directory",

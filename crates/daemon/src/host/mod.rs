@@ -2,8 +2,8 @@
 //!
 //! Nothing here knows of images, Burgeon mounts or messages.
 
+pub(crate) mod backing_devices;
 pub(crate) mod cgroup;
-pub(crate) mod chain;
 pub(crate) mod harden;
 pub mod mountinfo;
 pub(crate) mod namespace;

@@ -22,14 +22,16 @@ use rustix::{
     thread::{UnshareFlags, unshare_unsafe},
 };
 
-use crate::host::{chain, mountinfo};
+use crate::host::{backing_devices, mountinfo};
 
 /// Moves the calling process into a mount namespace of its own. It must have only one thread.
 pub(crate) fn enter_private() -> Result<()> {
     enter(MountPropagationFlags::DOWNSTREAM)?;
     for mount in mountinfo::read(Path::new("/proc/self/mountinfo"))? {
         let is_namespace = mount.fs_type == "nsfs";
-        if is_namespace || mount.fs_type == "btrfs" && chain::is_burgeon_device(&mount.source) {
+        if is_namespace
+            || mount.fs_type == "btrfs" && backing_devices::is_burgeon_device(&mount.source)
+        {
             let _ = unmount(&mount.target, UnmountFlags::DETACH);
         }
     }

@@ -24,7 +24,7 @@ pub use crate::{
         record::{SproutState, WritesState},
     },
 };
-use crate::{id::MountId, state::seen::Seen};
+use crate::{id::MountId, state::directory_identity::DirectoryIdentity};
 
 /// A client's request.
 #[derive(Serialize, Deserialize, Debug)]
@@ -107,8 +107,8 @@ pub struct MountRequest {
     /// The store; `None` is the one in the state directory.
     pub store: Option<Location>,
     /// Directory identity of the store as the client sees it, if it is a folder.
-    #[serde(default)]
-    pub store_seen: Option<Seen>,
+    #[serde(default, rename = "store_seen")]
+    pub store_identity: Option<DirectoryIdentity>,
     /// The store is unreachable, or must not be contacted: use this host's copy of the image.
     #[serde(default)]
     pub store_away: bool,
@@ -212,8 +212,8 @@ pub enum MapContent {
         /// The store with its chunks; `None` is the store in the state directory.
         store: Option<Location>,
         /// Directory identity of the store as the client sees it, if it is a folder.
-        #[serde(default)]
-        store_seen: Option<Seen>,
+        #[serde(default, rename = "store_seen")]
+        store_identity: Option<DirectoryIdentity>,
         /// Bytes of lazy data, to check that the daemon sees the same image.
         len: u64,
     },
@@ -396,9 +396,9 @@ pub struct Mounted {
 
 #[cfg(test)]
 mod tests {
-    use burgeon_block::{Error, ErrorKind};
+    use burgeon_block::{Digest, Error, ErrorKind};
 
-    use super::{Failure, KINDS, Reply, Request};
+    use super::{DirectoryIdentity, Failure, KINDS, MapContent, Reply, Request};
 
     #[test]
     fn an_error_keeps_its_kind_and_words_on_the_way() {
@@ -411,6 +411,15 @@ mod tests {
         }
         let unknown = Failure { kind: "later".into(), what: "x".into() };
         assert_eq!(Error::from(unknown).kind(), ErrorKind::LocalIo);
+    }
+
+    #[test]
+    fn a_store_is_seen_under_the_name_that_earlier_versions_know() {
+        let store_identity = DirectoryIdentity::of(std::path::Path::new("/"));
+        let digest = Digest::of(b"image").into();
+        let content = MapContent::Image { digest, store: None, store_identity, len: 1 };
+        let text = serde_json::to_value(&content).unwrap();
+        assert!(text["store_seen"].is_object(), "{text}");
     }
 
     #[test]

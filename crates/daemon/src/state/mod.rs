@@ -8,6 +8,7 @@
 pub(crate) mod access;
 pub(crate) mod attributes;
 pub(crate) mod built;
+pub(crate) mod directory_identity;
 pub(crate) mod files;
 pub(crate) mod gc;
 pub(crate) mod images;
@@ -16,8 +17,7 @@ pub(crate) mod pins;
 pub(crate) mod prepared;
 pub(crate) mod profile;
 pub(crate) mod record;
+pub(crate) mod recycled_seed;
 pub mod roots;
-pub(crate) mod seen;
 pub(crate) mod space;
-pub(crate) mod spare;
 pub mod writes;

@@ -26,7 +26,7 @@ use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    host::chain,
+    host::backing_devices,
     id::{DigestText, Fsid},
     state::{
         files::{self, Lock},
@@ -197,7 +197,7 @@ fn held_on(state: &StateDir, name: &str) -> Option<String> {
     // An unreadable record names no device; the sprout's own file is sufficient then.
     let own = find(state, name).ok().flatten().and_then(|record| record.device);
     let own = own.filter(|device| is_held(device)).map(|device| device.display().to_string());
-    own.or_else(|| chain::loop_on(&folder(state, name).join("sprout")))
+    own.or_else(|| backing_devices::loop_on(&folder(state, name).join("sprout")))
 }
 
 /// True if the block device is mounted or otherwise claimed.

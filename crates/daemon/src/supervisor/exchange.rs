@@ -4,7 +4,7 @@
 //!   lock ─► freeze ─► LOOP_CHANGE_FD ─► thaw            one at a time for each mount
 //! ```
 //!
-//! `supervisor/revive.rs` explains the freeze, `helper.rs` the separate process.
+//! `supervisor/reconnect.rs` explains the freeze, `helper.rs` the separate process.
 //!
 //! Invariant: the lock is held from before the freeze until after the thaw. So a later supervisor
 //! that finds "frozen" in the record thaws after an earlier supervisor's helper has finished, never

@@ -32,16 +32,16 @@ use rustix::fs::OFlags;
 use super::{
     Supervisor,
     helper::{self, Task},
-    revive::writable_device,
+    reconnect::writable_device,
 };
 use crate::{
-    host::chain,
+    host::backing_devices,
     id::MountId,
     ipc::protocol::{CONTENTS_MAX, MapContent, MapRequest, MappingStatus, Reply},
     prepare,
     state::{
-        access, files::Lock, images, paths::StateDir, pins::Pins, record::MountRecord, roots,
-        seen::Seen,
+        access, directory_identity::DirectoryIdentity, files::Lock, images, paths::StateDir,
+        pins::Pins, record::MountRecord, roots,
     },
 };
 
@@ -201,8 +201,8 @@ impl<'a> Sources<'a> {
                     SeenFile { inode: *inode, size: *size, device: *device, changed: *changed };
                 self.file(path, &seen)?
             }
-            MapContent::Image { digest, store, store_seen, len } => {
-                self.image(&digest.0, store.as_ref(), *store_seen, *len)?
+            MapContent::Image { digest, store, store_identity, len } => {
+                self.image(&digest.0, store.as_ref(), *store_identity, *len)?
             }
         };
         Ok(Content { source, offset: 0, len: wanted.len() })
@@ -233,7 +233,7 @@ impl<'a> Sources<'a> {
             ));
         }
         if !self.foreign.contains(&metadata.dev()) {
-            chain::refuse_burgeon_file(&file, &path, "a file to be mapped")?;
+            backing_devices::refuse_burgeon_file(&file, &path, "a file to be mapped")?;
             self.foreign.insert(metadata.dev());
         }
         let (object, identity) = Reference::identify_open(&path, &file)?;
@@ -282,15 +282,15 @@ impl Sources<'_> {
         &mut self,
         digest: &Digest,
         store: Option<&Location>,
-        store_seen: Option<Seen>,
+        store_identity: Option<DirectoryIdentity>,
         len: u64,
     ) -> Result<Source> {
         let own = store.cloned().unwrap_or_else(|| self.state.store().into());
-        if let (Some(seen), Some(folder)) = (store_seen, own.folder()) {
+        if let (Some(seen), Some(folder)) = (store_identity, own.folder()) {
             seen.check(folder)?;
         }
         if let Some(folder) = store.and_then(Location::folder) {
-            chain::refuse_burgeon(folder, "the store")?;
+            backing_devices::refuse_burgeon(folder, "the store")?;
         }
         let mut access = self.request.access.clone();
         if access.is_empty() {

@@ -6,7 +6,7 @@
 //!   table: every mount's /dev/fuse descriptor and slots ◄────┘
 //!   watch: removes ublk devices after their last user
 //!      │ told to each server in turn
-//!   keeper ──► server (a child, or an orphan that was adopted)
+//!   server_monitor ──► server (a child, or an orphan that was adopted)
 //!   hold ──► what readers wait by is held once more, by systemd or a process
 //! ```
 //!
@@ -23,17 +23,17 @@ pub(crate) mod exchange;
 mod grow;
 pub(crate) mod helper;
 mod hold;
-mod keeper;
 mod map;
 mod mend;
 mod mount;
 mod plan;
 pub(crate) mod plumbing;
 mod profile;
+mod reconnect;
 mod record;
 mod recover;
 mod release;
-mod revive;
+mod server_monitor;
 mod status;
 mod table;
 mod thin;
@@ -52,13 +52,13 @@ use burgeon_source::Directory;
 
 use crate::{
     holder,
-    host::{cgroup::OwnCgroup, chain, harden, namespace, signals},
+    host::{backing_devices, cgroup::OwnCgroup, harden, namespace, signals},
     ipc::{client::socket_path, protocol::Failure},
     start,
     state::{
         files::{self, Lock},
         paths::StateDir,
-        spare,
+        recycled_seed,
     },
     transport,
 };
@@ -114,7 +114,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     let signals = signals::block_termination().map_err(|e| Error::io("cannot block signals", e))?;
     let state = StateDir::open(state_dir)?;
-    chain::refuse_burgeon(state.root(), "the state directory")?;
+    backing_devices::refuse_burgeon(state.root(), "the state directory")?;
     let Some(lock) = Lock::try_take(&state.lock_file())? else { return Ok(()) };
     let (cgroup, mut missing) = OwnCgroup::enter(&state.tag());
     namespace::enter_private()?;
@@ -134,9 +134,9 @@ fn begin(state_dir: &Path) -> Result<()> {
     });
     let orphan = supervisor.recover()?;
     supervisor.take_over(held);
-    let keeper = Arc::clone(&supervisor);
-    thread::spawn(move || keeper.keep_server(orphan));
-    supervisor.revive_lost();
+    let monitor = Arc::clone(&supervisor);
+    thread::spawn(move || monitor.monitor_server(orphan));
+    supervisor.reconnect_lost();
     supervisor.hold_the_rest();
     let own = supervisor.state.store();
     thread::spawn(move || {
@@ -144,7 +144,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         // Removes the leftovers of images that are not mounted again.
         Directory::open(own).iter().for_each(Directory::sweep);
     });
-    spare::refill(&supervisor.state);
+    recycled_seed::refill(&supervisor.state);
     supervisor.tend_thin();
     let watcher = Arc::clone(&supervisor);
     thread::spawn(move || watcher.watch_devices());

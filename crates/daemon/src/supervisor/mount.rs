@@ -29,7 +29,7 @@ use super::{
     table::{Entry, Recording, Serving},
 };
 use crate::{
-    host::chain,
+    host::backing_devices,
     id::MountId,
     ipc::{
         link::{ToServer, Warm},
@@ -41,7 +41,7 @@ use crate::{
         files::{self, make_folder},
         images, prepared,
         record::{Attach, MOUNT_FORMAT, MountRecord},
-        spare, writes,
+        recycled_seed, writes,
     },
     supervisor::{
         plan::Plan,
@@ -69,16 +69,16 @@ impl Supervisor {
             request.access = Access::from_env();
         }
         let store = request.store.clone().unwrap_or_else(|| self.state.store().into());
-        if let (Some(seen), Some(folder)) = (request.store_seen, store.folder()) {
+        if let (Some(seen), Some(folder)) = (request.store_identity, store.folder()) {
             seen.check(folder)?;
         }
         if let (Some(_), Some(folder)) = (&request.store, store.folder()) {
-            chain::refuse_burgeon(folder, "the store")?;
+            backing_devices::refuse_burgeon(folder, "the store")?;
         }
         let mut id = MountId::random()?;
         let begun = Instant::now();
         if request.writes.name().is_some() {
-            spare::lend(&self.state);
+            recycled_seed::lend(&self.state);
         }
         let made = match self.mount_as(id, &request, &store) {
             // The files to serve it from were damaged, and have been made again.
@@ -92,8 +92,8 @@ impl Supervisor {
         let again =
             || Error::new(ErrorKind::Corrupt, "the image's files are damaged again and again");
         let made = made.and_then(|made| made.ok_or_else(again));
-        spare::refill(&self.state);
-        let made = made.map_err(|e| spare::explain(&self.state, e))?;
+        recycled_seed::refill(&self.state);
+        let made = made.map_err(|e| recycled_seed::explain(&self.state, e))?;
         tracing::info!(mount = %id, image = %request.image, ms = begun.elapsed().as_millis(), "mounted");
         Ok(made)
     }
@@ -172,7 +172,7 @@ impl Supervisor {
         let profile = profile::source(&self.state, &request.profile, base.digest, &folder)?;
         plan.reserve(&self.state)?;
         if let Some(name) = request.writes.name() {
-            spare::take(&self.state, name, &folder.join("seed"));
+            recycled_seed::take(&self.state, name, &folder.join("seed"));
         }
         let seed = prepared::personalise(&plan.base, plan.seed_fsid, &folder.join("seed"))?;
         let wanted = Wanted { transport: request.transport, fast: request.fast };
@@ -234,8 +234,8 @@ impl Supervisor {
             ended: false,
             lost: false,
             stopped: None,
-            revival: None,
-            reviving: false,
+            reconnect: None,
+            reconnecting: false,
             recording: Recording::Off,
             growing: false,
             growth_failed: None,

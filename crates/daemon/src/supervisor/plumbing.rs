@@ -24,7 +24,7 @@ use burgeon_frontend::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    host::chain,
+    host::backing_devices,
     id::{Fsid, MountId},
     state::{
         attributes::MountAttributes,
@@ -169,7 +169,7 @@ pub(crate) fn assemble(parts: &Parts, fuse: Option<OwnedFd>) -> Result<(Plumbed,
 /// error would be "File exists".
 fn refuse_copy(record: &Record) -> Result<()> {
     let Some(fsid) = record.sprout_fsid else { return Ok(()) };
-    let Some(devices) = chain::mounted_from(fsid) else { return Ok(()) };
+    let Some(devices) = backing_devices::mounted_from(fsid) else { return Ok(()) };
     Err(Error::new(
         ErrorKind::Unavailable,
         format!(
@@ -184,7 +184,7 @@ fn refuse_copy(record: &Record) -> Result<()> {
 /// twice. Locks prevent that between daemons that know of each other; this check covers the rest,
 /// such as a mount made by a later version.
 fn refuse_second_use(file: &Path) -> Result<()> {
-    match chain::loop_on(file) {
+    match backing_devices::loop_on(file) {
         None => Ok(()),
         Some(device) => Err(Error::new(
             ErrorKind::Unavailable,

@@ -5,7 +5,7 @@
 //! | the supervisor | a server that goes on serving | it is adopted with all it holds, unnoticed |
 //! | both | mounts whose readers wait, with their descriptors held | the next server answers them (`hold.rs`) |
 //! | | … over ublk | the next server takes the device over |
-//! | both and the holder; both under a `--fast` mount | mounts whose lazy data gives EIO | each gets a new FUSE file (`revive.rs`) |
+//! | both and the holder; both under a `--fast` mount | mounts whose lazy data gives EIO | each gets a new FUSE file (`reconnect.rs`) |
 //! | the machine | folders of mounts that have ended | they are removed; named writes are elsewhere |
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc, thread};
@@ -14,25 +14,28 @@ use burgeon_block::{ErrorKind, Result};
 use burgeon_frontend::Slots;
 
 use super::{
-    LOST_INTERVAL, Supervisor, keeper,
+    LOST_INTERVAL, Supervisor,
     release::forget,
+    server_monitor,
     table::{Entry, Recording, Serving},
 };
 use crate::{
-    host::chain,
+    host::backing_devices,
     id::MountId,
     state::{
         files,
         paths::StateDir,
         record::{MountRecord, WritesState, mount_ids, read_record},
-        spare, writes,
+        recycled_seed, writes,
     },
 };
 
 impl Supervisor {
     /// Adopts a server that outlived its supervisor; returns the stream to it.
-    pub(super) fn recover(self: &Arc<Self>) -> Result<Option<keeper::Orphan>> {
-        let Some((orphan, inherited)) = keeper::adopt(&self.state)? else { return Ok(None) };
+    pub(super) fn recover(self: &Arc<Self>) -> Result<Option<server_monitor::Orphan>> {
+        let Some((orphan, inherited)) = server_monitor::adopt(&self.state)? else {
+            return Ok(None);
+        };
         let mut table = self.table();
         for mount in inherited {
             let id = mount.attach.id;
@@ -57,7 +60,7 @@ impl Supervisor {
 
     /// Reconnects every mount that has lost its server, and removes the folders of mounts that have
     /// ended.
-    pub(super) fn revive_lost(self: &Arc<Self>) {
+    pub(super) fn reconnect_lost(self: &Arc<Self>) {
         for id in mount_ids(&self.state) {
             if self.table().mounts.contains_key(&id) {
                 continue;
@@ -71,8 +74,8 @@ impl Supervisor {
                         }
                     }
                 }
-                Ok(record) if is_alive(&record) => match self.begin_revival(record) {
-                    Ok(()) => self.spawn_reviver(id),
+                Ok(record) if is_alive(&record) => match self.begin_reconnect(record) {
+                    Ok(()) => self.spawn_reconnect(id),
                     Err(e) => {
                         tracing::error!(mount = %id, error = %e, "the mount has lost its server for good")
                     }
@@ -80,14 +83,14 @@ impl Supervisor {
                 Err(e) if e.kind() == ErrorKind::UnsupportedFormat => {
                     tracing::error!(mount = %id, error = %e, "cannot read the record")
                 }
-                record => match chain::loop_below(&self.state.mount(id)) {
+                record => match backing_devices::loop_below(&self.state.mount(id)) {
                     None => clear_up(&self.state, id, record.ok()),
                     // Without its record it cannot be served again, but it is still mounted.
                     Some(device) => {
                         tracing::error!(mount = %id, %device, "the mount is in use, but its record cannot be read");
                         let state = self.state.clone();
                         thread::spawn(move || {
-                            while chain::loop_below(&state.mount(id)).is_some() {
+                            while backing_devices::loop_below(&state.mount(id)).is_some() {
                                 thread::sleep(LOST_INTERVAL);
                             }
                             clear_up(&state, id, record.ok());
@@ -125,8 +128,8 @@ impl Supervisor {
             ended: false,
             lost: false,
             stopped: None,
-            revival: None,
-            reviving: false,
+            reconnect: None,
+            reconnecting: false,
             recording: Recording::Off,
             growing: false,
             growth_failed: None,
@@ -141,7 +144,7 @@ impl Supervisor {
 fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
     forget(state, id, &[]);
     if let Some(record) = record {
-        spare::keep(state, &record);
+        recycled_seed::keep(state, &record);
     }
     if let Err(e) = files::remove_folder(&state.mount(id)) {
         tracing::warn!(mount = %id, error = %e, "cannot clear up after a mount");

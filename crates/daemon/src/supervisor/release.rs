@@ -22,14 +22,14 @@ use super::{
     table::Entry,
 };
 use crate::{
-    host::chain,
+    host::backing_devices,
     id::MountId,
     ipc::link::ToServer,
     state::{
         files,
         paths::StateDir,
         record::{MountRecord, WritesState},
-        spare,
+        recycled_seed,
     },
 };
 
@@ -65,11 +65,11 @@ impl Supervisor {
             await_loops(&self.state, &record, Duration::MAX);
         }
         forget(&self.state, id, &record.loops);
-        spare::keep(&self.state, &record);
+        recycled_seed::keep(&self.state, &record);
         if let Err(e) = files::remove_folder(&self.state.mount(id)) {
             tracing::warn!(mount = %id, error = %e, "cannot remove all files of a mount that is released");
         }
-        spare::refill(&self.state);
+        recycled_seed::refill(&self.state);
         let entry = self.table().mounts.remove(&id);
         if let Some(entry) = &entry {
             tracing::info!(mount = %id, "released {}", describe(entry));
@@ -121,7 +121,7 @@ impl Supervisor {
             let loops = kept.as_ref().map(|record| &record.loops[..]);
             forget(&state, id, loops.unwrap_or_default());
             if let Some(record) = &kept {
-                spare::keep(&state, record);
+                recycled_seed::keep(&state, record);
             }
             if let Err(e) = files::remove_folder(&state.mount(id)) {
                 tracing::warn!(mount = %id, error = %e, "a mount that could not be made left something behind");
@@ -237,5 +237,5 @@ pub(crate) fn remove_unused_loops() {
 }
 
 fn backing_file(device: &Path) -> Option<PathBuf> {
-    chain::backing_file(&Path::new("/sys/block").join(device.file_name()?))
+    backing_devices::backing_file(&Path::new("/sys/block").join(device.file_name()?))
 }

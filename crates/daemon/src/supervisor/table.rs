@@ -12,7 +12,7 @@ use std::{
 use burgeon_block::{Error, Result};
 use burgeon_frontend::Slots;
 
-use super::revive::Revival;
+use super::reconnect::Reconnect;
 use crate::{
     id::MountId,
     ipc::{
@@ -78,9 +78,9 @@ pub(crate) struct Entry {
     /// The time when its ublk device was stopped, after its last user.
     pub(crate) stopped: Option<Instant>,
     /// A new connection that is to replace the dead one.
-    pub(crate) revival: Option<Revival>,
-    /// A thread handles `revival`.
-    pub(crate) reviving: bool,
+    pub(crate) reconnect: Option<Reconnect>,
+    /// A thread handles `reconnect`.
+    pub(crate) reconnecting: bool,
     /// State of recording its reads.
     pub(crate) recording: Recording,
     /// A thread grows its sprout.

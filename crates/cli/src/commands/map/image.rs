@@ -141,8 +141,8 @@ pub(super) fn map(
     let len = manifest.data_range().len();
     let (mut data, mut notes) = (None, Vec::new());
     if len > 0 {
-        let (store, store_seen) = (context.store.clone(), context.store_seen());
-        let content = MapContent::Image { digest: digest.into(), store, store_seen, len };
+        let (store, store_identity) = (context.store.clone(), context.store_identity());
+        let content = MapContent::Image { digest: digest.into(), store, store_identity, len };
         let origin = format!("image {shown} ({digest})");
         let given: Addresses = mount.map(&target.path, &origin, vec![content], None)?;
         notes = given.notes;

@@ -11,12 +11,12 @@ use serde::{Deserialize, Serialize};
 
 /// A folder's identity in its file system, the same in every namespace.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Seen {
+pub struct DirectoryIdentity {
     device: u64,
     inode: u64,
 }
 
-impl Seen {
+impl DirectoryIdentity {
     /// The identity of `folder` as this process sees it; `None` if it sees nothing there.
     pub fn of(folder: &Path) -> Option<Self> {
         let metadata = fs::metadata(folder).ok()?;

@@ -41,7 +41,7 @@ use crate::{
 const KERNEL_SHUTS_DOWN: (u32, u32) = (6, 19);
 
 /// A pending reconnect of a mount.
-pub(crate) struct Revival {
+pub(crate) struct Reconnect {
     record: MountRecord,
     connection: Connection,
 }
@@ -49,13 +49,13 @@ pub(crate) struct Revival {
 impl Supervisor {
     /// Adds the mount to the table and locks the name of its writes, so that they cannot be mounted
     /// a second time meanwhile.
-    pub(super) fn begin_revival(&self, mut record: MountRecord) -> Result<()> {
+    pub(super) fn begin_reconnect(&self, mut record: MountRecord) -> Result<()> {
         let id = record.attach.id;
         let (connection, fuse, transport) = connect_anew(&record)?;
         record.attach.transport = transport;
         let entry = self.entry(record.clone(), Some(fuse), Slots::create()?)?;
-        let revival = Some(Revival { record, connection });
-        self.table().add(Entry { lost: true, reviving: true, revival, ..entry });
+        let reconnect = Some(Reconnect { record, connection });
+        self.table().add(Entry { lost: true, reconnecting: true, reconnect, ..entry });
         self.note_transport(id, transport);
         Ok(())
     }
@@ -97,14 +97,14 @@ impl Supervisor {
             entry.fuse = Some(fuse);
             entry.record.attach.transport = transport;
             (entry.serving, entry.lost) = (Serving::Awaited, true);
-            entry.revival = Some(Revival { record: entry.record.clone(), connection });
-            let begin = !std::mem::replace(&mut entry.reviving, true);
+            entry.reconnect = Some(Reconnect { record: entry.record.clone(), connection });
+            let begin = !std::mem::replace(&mut entry.reconnecting, true);
             table.attach(id);
             begin
         };
         self.note_transport(id, transport);
         if begin {
-            self.spawn_reviver(id);
+            self.spawn_reconnect(id);
         }
         Ok(())
     }
@@ -117,41 +117,41 @@ impl Supervisor {
     }
 
     /// Handles the mount's reconnects: another may be needed before one is done.
-    pub(super) fn spawn_reviver(self: &Arc<Self>, id: MountId) {
+    pub(super) fn spawn_reconnect(self: &Arc<Self>, id: MountId) {
         let supervisor = Arc::clone(self);
         thread::spawn(move || {
-            while let Some(revival) = supervisor.next_revival(id) {
-                supervisor.finish_revival(id, revival);
+            while let Some(reconnect) = supervisor.next_reconnect(id) {
+                supervisor.finish_reconnect(id, reconnect);
             }
         });
     }
 
     /// The mount's next reconnect; `None` ends its thread.
-    fn next_revival(&self, id: MountId) -> Option<Revival> {
+    fn next_reconnect(&self, id: MountId) -> Option<Reconnect> {
         let mut table = self.table();
         let entry = table.mounts.get_mut(&id)?;
-        let next = entry.revival.take();
-        entry.reviving = next.is_some();
+        let next = entry.reconnect.take();
+        entry.reconnecting = next.is_some();
         next
     }
 
     /// Puts the new FUSE file below the mount's loop device. If that fails, the mount stays as it
     /// is, and is cleared up after its umount.
-    fn finish_revival(self: &Arc<Self>, id: MountId, revival: Revival) {
-        let Revival { record, connection } = revival;
-        let revived = self.await_taken_on(id).and_then(|()| {
+    fn finish_reconnect(self: &Arc<Self>, id: MountId, reconnect: Reconnect) {
+        let Reconnect { record, connection } = reconnect;
+        let reconnected = self.await_taken_on(id).and_then(|()| {
             // A helper of an earlier supervisor may have to finish first.
             self.change_over(&record, &connection)
         });
-        if revived.is_ok() {
+        if reconnected.is_ok() {
             self.hold(id);
         }
         if let Some(entry) = self.table().mounts.get_mut(&id) {
             // Its server has died, too: this result no longer matters.
-            if entry.revival.is_some() {
+            if entry.reconnect.is_some() {
                 return;
             }
-            match revived {
+            match reconnected {
                 Ok(()) => {
                     tracing::info!(mount = %id, "served again");
                     entry.lost = false;
@@ -169,7 +169,7 @@ impl Supervisor {
         }
         while is_alive(&record) {
             thread::sleep(LOST_INTERVAL);
-            if self.table().mounts.get(&id).is_some_and(|entry| entry.revival.is_some()) {
+            if self.table().mounts.get(&id).is_some_and(|entry| entry.reconnect.is_some()) {
                 return;
             }
         }

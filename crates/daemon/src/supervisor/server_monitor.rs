@@ -8,7 +8,7 @@
 //!
 //! The requests of the dead server lie in the slots, or with the kernel; the mount's readers wait,
 //! and the next server answers them. Requests that came over FUSE's io_uring are lost with the
-//! server: those mounts get a new connection (`revive.rs`).
+//! server: those mounts get a new connection (`reconnect.rs`).
 
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
@@ -60,7 +60,7 @@ struct Running {
 
 impl Supervisor {
     /// Runs until the supervisor stops. `orphan` is a server that outlived its supervisor.
-    pub(super) fn keep_server(self: &Arc<Self>, orphan: Option<Orphan>) {
+    pub(super) fn monitor_server(self: &Arc<Self>, orphan: Option<Orphan>) {
         let mut orphan = orphan;
         let mut pause = Duration::ZERO;
         loop {
@@ -116,7 +116,7 @@ impl Supervisor {
         }
         loop {
             match wire::receive::<FromServer>(&stream) {
-                Ok(Some((message, fds))) => self.heed(message, fds),
+                Ok(Some((message, fds))) => self.handle_message(message, fds),
                 Ok(None) => break,
                 Err(e) => {
                     tracing::error!(error = %e, "cannot understand the server");
@@ -139,7 +139,7 @@ impl Supervisor {
         }
     }
 
-    fn heed(self: &Arc<Self>, message: FromServer, _fds: Vec<OwnedFd>) {
+    fn handle_message(self: &Arc<Self>, message: FromServer, _fds: Vec<OwnedFd>) {
         match message {
             FromServer::Attached { id, number, error, served, refused } => {
                 if let Some(failure) = &error {
