@@ -6,7 +6,8 @@ use std::fmt;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(u8)]
 pub enum ChecksumKind {
-    /// CRC-32C (Castagnoli): the default; affine, so a node's fsid can be changed without reading it.
+    /// CRC-32C (Castagnoli): the default; affine, so a node's fsid can be changed without reading
+    /// the node.
     Crc32c = 0,
     /// xxHash64 with seed 0.
     Xxhash64 = 1,

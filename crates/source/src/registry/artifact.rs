@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   oci://HOST/REPOSITORY@sha256:…  ──► OCI manifest, of that digest ──► object ─► blob
-//!      read(packs/ab12…, range)     ──► a range of the blob          (unverified, as of any store)
+//!      read(packs/ab12…, range)     ──► a range of the blob         (unverified, as of any store)
 //!      get(manifests/cd34…)         ──► the whole blob, checked against its digest
 //! ```
 //!
