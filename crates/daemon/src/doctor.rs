@@ -3,7 +3,7 @@
 //! ```text
 //!   examine ─┬─ machine     kernel, devices, privileges, space
 //!            ├─ leftovers   of dead daemons and killed builds      ◄── repair
-//!            └─ writes      named writes; area: what is mapped into them
+//!            └─ writes      named writes; area: the mappings in them
 //! ```
 //!
 //! Repair does the same as any start of the daemon (see `supervisor/recover.rs`): it adopts a

@@ -2,9 +2,10 @@
 //!
 //! ```text
 //!   supervisor ── Attach + descriptors ──► the mount's task: open map, cache, store ─► LazyDevice
-//!                             └─► frontend::serve or ublk::serve: threads for hits, tasks for misses
+//!                             └─► frontend::serve or ublk::serve: hit threads, miss tasks
 //!   supervisor ── Refresh, Record ───────► the mount's task
-//!   kernel lets go of the FUSE file, or the ublk device is stopped ──► the mount's task: Ended ──► supervisor
+//!   kernel closes the FUSE file, or the ublk device is stopped
+//!                                    ────► the mount's task ─► Ended ─► supervisor
 //! ```
 //!
 //! It may be killed at any moment: its state can be recreated, and requests it has taken lie in

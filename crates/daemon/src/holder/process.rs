@@ -2,9 +2,9 @@
 //!
 //! ```text
 //!   burgeon __hold STATE-DIR, its standard input a listening socket
-//!     poll: a message ─► hold, let go, give copies
-//!           1 s without a supervisor ─► mounts that are over are let go of
-//!     ends when it holds nothing and nobody is connected, or GIVE_UP_AFTER without a supervisor
+//!     poll: a message ─► hold, release, send copies
+//!           1 s without a supervisor ─► ended mounts are released
+//!     ends when it holds nothing and no client is connected, or GIVE_UP_AFTER without a supervisor
 //! ```
 //!
 //! An umount, or the end of a mount namespace, waits for requested blocks, and so does any process

@@ -2,9 +2,9 @@
 //! devices.
 //!
 //! ```text
-//!   path ─► its file system ─► btrfs: every device of it      ─► loop: the path of its backing file
-//!                              a block device                    dm, md: the devices below
-//!                              overlay: its layers               (and again, DEPTH_MAX times)
+//!   path ─► its file system ─► btrfs: every device   ─► loop: the path of its backing file
+//!                              a block device           dm, md: the devices below
+//!                              overlay: its layers      (and again, DEPTH_MAX times)
 //! ```
 //!
 //! A state directory or a store on a Burgeon mount would wait for itself. A Burgeon mount is

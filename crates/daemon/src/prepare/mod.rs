@@ -1,10 +1,10 @@
 //! Prepares images for mounting, in processes of their own.
 //!
 //! ```text
-//!   mount, map, pull ──► prepare ──► lock images/<digest>/lock ──► ready.json as it should be? done
+//!   mount, map, pull ──► prepare ──► lock images/<digest>/lock ──► ready.json is valid? done
 //!                                         │ no
 //!                                         ▼
-//!                        burgeon __prepare (process): sandbox, then manifest ──► seed, map, ready.json
+//!                        burgeon __prepare (process): sandbox; manifest ──► seed, map, ready.json
 //! ```
 //!
 //! Invariants: concurrent requests prepare an image once; untrusted manifests are parsed in the

@@ -3,8 +3,8 @@
 //! ```text
 //!   Attach ─┬─ served already ──────► as Refresh
 //!           ├─ its files are good ──► served; a refusing server of it ends first
-//!           └─ they are not ────────► refusing: every read is EIO at once; the supervisor makes the
-//!                                     files again, and attaches once more
+//!           └─ they are not ────────► refusing: every read is EIO at once; the supervisor
+//!                                     recreates the files, and attaches again
 //!   Refresh ─► new mappings and pins are seen
 //!   Ended ───► forgotten, unless a later server has taken the mount over
 //! ```

@@ -2,7 +2,7 @@
 //! concurrently.
 //!
 //! ```text
-//!   add(mount, job) ─► the mount has no task ──► the caller runs one ─► next ─► job … ─► None: it ends
+//!   add(mount, job) ─► the mount has no task ──► the caller runs one: job, …, None: it ends
 //!                   └► it has one ─────────────► the job waits in its queue
 //! ```
 //!

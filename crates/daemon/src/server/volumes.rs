@@ -2,8 +2,8 @@
 //! of the images that are mapped there.
 //!
 //! ```text
-//!   LazyDevice of a mount ─┬─► volume of its image ◄── other mounts, other areas
-//!                          └─► VirtualArea ─► volume of a mapped image ◄── other mounts, other areas
+//!   LazyDevice of a mount ─┬─► volume of its image ◄── other mounts, areas
+//!                          └─► VirtualArea ─► volume of a mapped image ◄── other mounts, areas
 //! ```
 //!
 //! Invariant: one volume for all users of the same map, cache and store with the same credentials.

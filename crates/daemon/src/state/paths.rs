@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   store/                     the local store, unless --store names another
-//!   images/<digest>/           seed, seed.info, map, manifest,         made from the store, may be lost
+//!   images/<digest>/           seed, seed.info, map, manifest,   made from the store, may be lost
 //!                              cache, checksums
 //!   built/<digest>             record that this host built the image from its own files
 //!   profiles/<digest>          profile of an image whose store is read-only

@@ -1,7 +1,7 @@
 //! The pins of a mount: data to be kept in the cache, and fetched again if the cache was lost.
 //!
 //! ```text
-//!   writes/<name>/pins.json, or mounts/<id>/pins.json      paths, and the lazy addresses of their bytes
+//!   writes/<name>/pins.json, or mounts/<id>/pins.json      paths, and their lazy addresses
 //! ```
 //!
 //! An address means the same bytes for ever, so a pin covers the contents that the files had when

@@ -5,10 +5,10 @@
 //!                      seed.info   what superblocks and patching need
 //!                      map         address ──► chunk, block checksums
 //!                      manifest    the image itself, so that named writes need no store for it
-//!                      ready.json  written last: says that the others are whole
+//!                      ready.json  written last: marks the others as complete
 //!                      cache       the lazy data that has been read
-//!                      checksums   of what is in the cache, if the map has none
-//!                      virtual-<bytes>/   the same but the cache, with a virtual area of that size
+//!                      checksums   recorded for the cache, if the map has none
+//!                      virtual-<bytes>/   the same without cache, with a virtual area of that size
 //! ```
 //!
 //! Nothing here is synced, because all of it can be made anew: `ready.json` records the boot and

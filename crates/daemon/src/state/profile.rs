@@ -83,8 +83,8 @@ pub fn forget_profile(state: &StateDir, image: &Digest) -> Result<bool> {
     Ok(there)
 }
 
-/// Loads the profile of `source` as lazy addresses in prefetch order: the one recorded on this
-/// host, or else the store's. `None` if there is neither.
+/// Loads the profile of `source` as lazy addresses in prefetch order: those of the
+/// profile recorded on this host, then those of the store's. `None` if there is neither.
 pub(crate) fn load(source: &ProfileSource, store: &Store) -> Result<Option<Vec<ByteRange>>> {
     let image = source.image.0;
     let kept = read_profile(&source.file)?.filter(|profile| profile.image == image);

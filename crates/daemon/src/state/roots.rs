@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   mounts/<id>/needs.json ──┐
-//!   writes/*/record.json ────┼─► roots/<host> in the store     read by whoever collects there
+//!   writes/*/record.json ────┼─► roots/<host> in the store     read by every collection there
 //!   */area/images/<digest>/ ─┘
 //! ```
 //!
@@ -58,7 +58,7 @@ fn unknown(why: impl std::fmt::Display) -> String {
     )
 }
 
-/// Makes `store` keep `manifest` for any need that this host has recorded already.
+/// Makes `store` keep `manifest`. The caller has recorded the need on this host already.
 pub(crate) fn announce(
     state: &StateDir,
     store: &Store,

@@ -2,7 +2,7 @@
 //! which waits for every other btrfs mount in progress (`helper.rs`).
 //!
 //! ```text
-//!   fallocate ─► fsync ─► LOOP_SET_CAPACITY ─► mount once more ─► btrfs takes the device's new size
+//!   fallocate ─► fsync ─► LOOP_SET_CAPACITY ─► mount once more ─► btrfs adopts the new size
 //! ```
 //!
 //! An interrupted step can be repeated from the beginning.

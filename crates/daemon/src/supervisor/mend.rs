@@ -1,7 +1,7 @@
 //! Repairs a mount whose server could not use its files.
 //!
 //! ```text
-//!   Attached: refused ─► its files are checked, and made again from the image where they are damaged
+//!   Attached: refused ─► its files are checked, and damaged ones recreated from the image
 //!        ▲                    │
 //!        └── a pause, up to PAUSE_MAX ◄── attach again ──► served: done
 //! ```

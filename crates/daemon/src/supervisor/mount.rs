@@ -252,7 +252,7 @@ impl Supervisor {
         plan.notes.extend(self.lost_area(id));
         plan.sprouted(&self.state, plumbed.fsid)?;
         self.note(id, &plumbed)?;
-        // Not earlier: until here, the end of the connection ends a helper's wait.
+        // Not earlier: until here a helper may wait for the connection, which must end with us.
         self.hold(id);
         let mounted = Mounted {
             id,

@@ -295,7 +295,7 @@ fn resolve(store: &Store, request: &MountRequest) -> Result<Digest> {
     match request.digest {
         Some(digest) => Ok(digest.0),
         // Anyone with write access to the store can set this name; a client that knows the digest
-        // uses it.
+        // sends it.
         None if catalog::is_reserved(&request.image) => {
             let what = format!("this host knows no image {:?} that it has checked", request.image);
             Err(Error::new(ErrorKind::NotFound, what))

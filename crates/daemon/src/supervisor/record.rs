@@ -1,7 +1,8 @@
 //! Records the reads of a mount, to make a profile of it.
 //!
 //! ```text
-//!   Record ──► server: takes note   …   Recorded ──► server: `reads` in the mount's folder ──► client
+//!   Record ────► server: records
+//!   Recorded ──► server: `reads` in the mount's folder ──► client
 //! ```
 //! The notes of a server that dies are lost: then recording has failed. One client records a mount
 //! at a time, and recording ends with its connection.

@@ -2,9 +2,10 @@
 //!
 //! ```text
 //!   last umount ─► btrfs closes its devices ─► the loops detach themselves ─► the FUSE file system
-//!   goes ─► the server's reads end ─► Ended ─► here: wait for the loops, take the folder away,
-//!   give the writes' name back
-//!                  over ublk: watch.rs stops the device ─► the server's requests end ─► Ended ─► here
+//!   ends ─► the server's reads end ─► Ended ─► here: wait for the loops, remove the folder,
+//!   unlock the writes' name
+//!
+//!   over ublk: watch.rs stops the device ─► the server's requests end ─► Ended ─► here
 //! ```
 
 use std::{

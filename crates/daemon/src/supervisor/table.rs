@@ -140,7 +140,7 @@ pub(crate) struct Table {
     pub(crate) release_waiters: usize,
     /// A thread looks after growing sprouts.
     pub(crate) tending_thin: bool,
-    /// That thread is to look at once.
+    /// That thread must look now.
     pub(crate) tend_now: bool,
     pub(crate) reports: BTreeMap<MountId, MountReport>,
     /// Reports received so far, to wait for the next.

@@ -4,8 +4,8 @@
 //! removed. The kernel does not report that a file system releases a device, so this thread polls:
 //!
 //! ```text
-//!   btrfs is gone from sysfs ─► nobody holds the device ─► stop it ─► the server sees the end of its
-//!   requests ─► Ended ─► release
+//!   btrfs is gone from sysfs ─► the device is not held ─► stop it
+//!     ─► the server sees the end of its requests ─► Ended ─► release
 //! ```
 
 use std::{
@@ -45,7 +45,7 @@ impl Supervisor {
             let interval = match (watched, table.release_waiters) {
                 (true, 0) => INTERVAL,
                 (true, _) => INTERVAL_AWAITED,
-                // A change notifies this thread; the limit has no effect.
+                // Every change notifies this thread, so any limit will do.
                 (false, _) => Duration::from_secs(3600),
             };
             let waited = self.changed.wait_timeout(table, interval);
