@@ -245,7 +245,7 @@ fn split(extents: &Extents, data: &[Chunk]) -> Vec<Part> {
     parts
 }
 
-/// A block group of which only the address is known.
+/// A block group with only its address.
 fn group_at(start: u64) -> Chunk {
     Chunk { start, ..system_chunk(0) }
 }

@@ -98,7 +98,7 @@ pub struct Options {
     /// Bytes of the virtual area, a multiple of [`Self::VIRTUAL_UNIT`] up to
     /// [`Self::VIRTUAL_BYTES_MAX`]; 0 for none.
     pub virtual_bytes: u64,
-    /// Longest extent of the virtual area, in bytes, a multiple of 4 KiB; by default a whole chunk.
+    /// Longest extent of the virtual area, in bytes, a multiple of 4 KiB; default: a chunk.
     pub virtual_extent_max: u64,
     /// Identifiers common to all mounts.
     pub uuids: Uuids,

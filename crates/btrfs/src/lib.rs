@@ -14,12 +14,12 @@
 //! its address, *emit* fills nodes in parallel. The layout on the devices is drawn in
 //! `docs/format-seed.md`.
 //!
-//! Invariants, and the tests that hold them:
+//! Invariants, and the tests that check them:
 //! - a hostile `Tree` is refused with `Invalid`, never a panic (`tests/hostile.rs`);
-//! - what is written reads back as what went in (`tests/roundtrip.rs`), mounts, and passes
+//! - the output reads back as the input (`tests/roundtrip.rs`), mounts, and passes
 //!   `btrfs check` (`tests/kernel`);
-//! - what is damaged is found by `check` (`tests/check`);
-//! - a node that is rotten before patching is rotten after it (`tests/patch.rs`).
+//! - `check` finds damage (`tests/check`);
+//! - patching never repairs a corrupt node (`tests/patch.rs`).
 
 mod check;
 mod csum_tree;
@@ -56,7 +56,7 @@ pub const SUBVOLUME: u64 = format::SUBVOLUME;
 /// Number of the first inode: inode `i` of a [`Tree`] is inode `FIRST_INODE + i` of the subvolume.
 pub const FIRST_INODE: u64 = format::FIRST_INODE;
 
-/// The virtual area's file, below the top level (`subvolid=5`): what is mapped is cloned from it.
+/// The virtual area's file, below the top level (`subvolid=5`): mapped content is cloned from it.
 pub const VIRTUAL_FILE: &str = "virtual/area";
 
 use burgeon_block::{Error, ErrorKind};

@@ -1,7 +1,7 @@
 //! The virtual area: one huge file without data checksums, in a private subvolume of its own.
 //!
 //! ```text
-//!   subvolume 257   "virtual" in the top level, beside "tree"
+//!   subvolume 257   "virtual" in the top level, next to "tree"
 //!     inode 256     its root
 //!     inode 257     "area": nodatasum, as long as the virtual area
 //!       offset o ── extents ──► address start + o          every extent whole, in one chunk

@@ -165,7 +165,7 @@ pub(super) fn check_small(reader: &Reader<impl NodeSource>, roots: &Roots) -> Re
 }
 
 impl Roots {
-    /// Checks that each tree's size is what its root item says.
+    /// Checks that each tree's size matches its root item.
     pub(super) fn check_sizes(&self, nodes: &[(u64, u8, u64)]) -> Result<()> {
         let mut sizes: BTreeMap<u64, u64> = BTreeMap::new();
         for (_, _, owner) in nodes {

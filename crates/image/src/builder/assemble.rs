@@ -85,7 +85,7 @@ pub(super) struct Placed {
     origins: Vec<(u32, Origin)>,
 }
 
-/// From this length on, a group is closed where the content says so: 128 KiB.
+/// From this length on, a group is closed where its content determines a cut: 128 KiB.
 const GROUP_MIN: usize = 128 << 10;
 /// … which happens after one piece in eight. Because cuts depend on content alone, images that
 /// contain the same run of files share its chunks, whatever precedes the run.

@@ -6,7 +6,7 @@
 //!       built_as      the names that its builds here have given it
 //!       verified      this host has read every chunk, and found it right
 //!       stands_for    reserved names (sha256:…) whose content this host has checked
-//!       references    what the user typed to get the image
+//!       references    references typed by the user
 //! ```
 //!
 //! A store may be a shared folder or a bucket, and anybody may have put an image there: a name or

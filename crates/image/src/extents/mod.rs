@@ -11,7 +11,7 @@
 //! ends where the next record begins. A record is valid only at its own position (its checksum
 //! covers map and index), and an address is resolved only between two valid records.
 //!
-//! Invariants, and the tests that hold them:
+//! Invariants, and the tests that check them:
 //! - An address is allocated once: allocation moves forward, also past the remains of a crash or
 //! of rot (`simulator`, `tests/extents.rs`).
 //! - [`ExtentWriter::map`] returns after the mapping is durable; after a power failure at any

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   PARAMS   counts and lengths               INODES   columns    DIRENTS  columns   NAMES  bytes
-//!   INLINE   small files, symlink targets     XATTRS   columns    XATTR_BYTES        EXTENTS columns
+//!   INLINE   small files, symlink targets     XATTRS   columns    XATTR_BYTES      EXTENTS columns
 //!   CHUNKS   columns, DIGESTS 32 B each       CHECKSUMS one per 4 KiB block, as in btrfs
 //!   OBJECTS  names of packs
 //! ```

@@ -3,7 +3,7 @@
 //! ```text
 //!   header 512 │ data, padded to 512 │ header │ …  │ two blocks of zeros
 //!   'x' and 'g' (pax records), 'L' and 'K' (GNU long names) describe the header after them
-//!   sparse files: GNU 'S' (map in the header), pax 0.0 and 0.1 (map in records), 1.0 (in the data)
+//!   sparse files: GNU 'S' (map in the header), pax 0.0 and 0.1 (map in records), 1.0 (in data)
 //! ```
 //!
 //! Every declared length is bounded before memory is allocated for it, and the cost of a header
