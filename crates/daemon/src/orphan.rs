@@ -2,7 +2,7 @@
 //! `--write-limit` of reserved space, would stay until the next daemon starts.
 //!
 //! ```text
-//!   find (before the umount) ─► umount ─► release: the kernel releases it ─► run/lock ─► remove folder
+//!   find (before the umount) ─► umount ─► the kernel releases it ─► run/lock ─► remove folder
 //! ```
 //!
 //! Invariant: the folder is removed only under the supervisor's own lock, after the kernel has

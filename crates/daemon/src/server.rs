@@ -262,8 +262,8 @@ impl Serving {
         });
     }
 
-    /// Ends this process if only its successor can serve `transport`: the kernel offers it again
-    /// since this server gave it up. Readers wait for the successor.
+    /// Ends this process if only its successor can serve `transport`, because the kernel
+    /// offers it only since this server entered its sandbox. Readers wait for the successor.
     fn make_way_for(&self, id: MountId, transport: Transport) {
         if !self.io.serves(transport) && ServingIo::of_this_kernel().serves(transport) {
             tracing::warn!(mount = %id, "the mount needs what this server has given up: making way for a successor");

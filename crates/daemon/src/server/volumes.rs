@@ -54,8 +54,8 @@ impl Origin {
     }
 }
 
-/// Every volume that is open, or being opened. An origin is opened once at a time, and never waits
-/// for the opening of another.
+/// Every volume that is open, or being opened. Each origin is opened by one thread at a time, and
+/// never waits for the opening of another.
 #[derive(Default)]
 pub(super) struct Openings(Mutex<HashMap<Origin, Arc<Opening>>>);
 
@@ -69,7 +69,7 @@ impl Openings {
 
     /// Drops the volumes without users.
     pub(super) fn sweep(&self) {
-        // A volume held by another thread is being opened; the others' locks are free.
+        // An entry held by another thread is being opened; the other locks are free.
         let in_use = |opening: &Arc<Opening>| {
             Arc::strong_count(opening) > 1 || lock(opening).strong_count() > 0
         };

@@ -18,8 +18,8 @@ use crate::state::files;
 /// The version of [`Pins`] that this program writes and reads.
 const FORMAT: u32 = 1;
 
-/// Limits: paths of at most 4 KiB each, and ranges of at most 80 bytes each in total, which is 800
-/// KiB of JSON; up to 1 MiB is read.
+/// Limits: paths (at most 4 KiB each), and the ranges of all paths together (at most 80 bytes
+/// each). That is 800 KiB of JSON; up to 1 MiB is read.
 const PATHS_MAX: usize = 100;
 const PATH_LEN_MAX: usize = 4096;
 const RANGES_MAX: usize = 5000;
