@@ -4,6 +4,7 @@
 //! by another program or a restored backup, and leads to unintended files.
 
 use std::{
+    ffi::OsStr,
     fs::{File, OpenOptions},
     io,
     os::{
@@ -13,10 +14,12 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-use rustix::fs::{CWD, Mode, OFlags, openat};
+use rustix::{
+    fs::{AtFlags, CWD, FileType, Mode, OFlags, openat, statat},
+    io::Errno,
+};
 
-/// Opens `path` with `options` and `flags`. `ELOOP` if it is a symlink; the same or `ENOTDIR` if
-/// a folder above it is one.
+/// Opens `path` with `options` and `flags`. `ELOOP` if it, or a folder above it, is a symlink.
 pub fn open_own(path: &Path, options: &mut OpenOptions, flags: OFlags) -> io::Result<File> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
     let folder = open_folder(path.parent().unwrap_or(Path::new("")))?;
@@ -33,10 +36,21 @@ fn open_folder(path: &Path) -> io::Result<OwnedFd> {
     let mut folder = openat(CWD, start, flags, Mode::empty())?;
     for part in path.components() {
         if !matches!(part, Component::RootDir | Component::CurDir) {
-            folder = openat(&folder, part.as_os_str(), flags, Mode::empty())?;
+            folder = match openat(&folder, part.as_os_str(), flags, Mode::empty()) {
+                Err(Errno::NOTDIR) if is_symlink(&folder, part.as_os_str()) => {
+                    return Err(Errno::LOOP.into());
+                }
+                opened => opened?,
+            };
         }
     }
     Ok(folder)
+}
+
+/// Whether `name` in `folder` is a symlink: `O_DIRECTORY` reports one like any other file.
+fn is_symlink(folder: &OwnedFd, name: &OsStr) -> bool {
+    statat(folder, name, AtFlags::SYMLINK_NOFOLLOW)
+        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
 }
 
 #[cfg(test)]
@@ -61,7 +75,7 @@ mod tests {
         };
         assert_eq!(io::read_to_string(open("folder/file").unwrap()).unwrap(), "content");
         for name in ["folder/link", "linked/file", "linked/link"] {
-            assert!(open(name).is_err(), "{name}");
+            assert_eq!(open(name).unwrap_err().kind(), io::ErrorKind::FilesystemLoop, "{name}");
         }
         assert_eq!(open("folder/none").unwrap_err().kind(), io::ErrorKind::NotFound);
         let mut options = fs::OpenOptions::new();
