@@ -314,7 +314,7 @@ fn a_read_waits_for_one_deadline_when_the_registry_stops_answering() {
     let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
     let lines = |what: &str| log.lines().filter(|line| line.contains(what)).count();
     assert_eq!(lines("readers get an I/O error"), 1, "{log}");
-    assert_eq!(lines("the source fails, trying again"), 1, "{log}");
+    assert_eq!(lines("the source fails: trying again"), 1, "{log}");
     proxy.spoil(0, &[]);
     let read = || fs::read(mounted.path().join("data")).is_ok_and(|read| read == content);
     assert!(wait_until(PATIENCE, read));
