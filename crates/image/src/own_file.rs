@@ -23,8 +23,8 @@ use rustix::{
 pub fn open_own(path: &Path, options: &mut OpenOptions, flags: OFlags) -> io::Result<File> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
     let folder = open_folder(path.parent().unwrap_or(Path::new("")))?;
-    // The standard library's options accept only paths.
-    let beneath = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(name);
+    // The standard library's options accept only paths. A thread may have descriptors of its own.
+    let beneath = PathBuf::from(format!("/proc/thread-self/fd/{}", folder.as_raw_fd())).join(name);
     options.custom_flags((flags | OFlags::NOFOLLOW).bits() as i32).open(beneath)
 }
 
