@@ -220,6 +220,33 @@ fn a_supervisor_that_does_not_answer_is_named_by_doctor() {
     set.burgeon.umount(set.mounted);
 }
 
+/// The memory cgroups that exist under `name`, in the unified hierarchy and in version 1's.
+fn cgroups(name: &str) -> Vec<PathBuf> {
+    let tops = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory", "/sys/fs/cgroup/unified"];
+    tops.iter().map(|top| Path::new(top).join(name)).filter(|path| path.exists()).collect()
+}
+
+#[test]
+fn a_killed_daemon_leaves_no_cgroup() {
+    let space = Space::new("kill-cgroup");
+    let Set { burgeon, mounted, .. } = set_up(&space, 13, &["--read-only"]);
+    let pid = burgeon.status()["supervisor_pid"].as_u64().unwrap();
+    let of = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+    let name = of.split(['/', '\n']).find(|name| name.starts_with("burgeon-"));
+    // A machine without a memory controller has none to leave.
+    assert!(name.is_none_or(|name| !cgroups(name).is_empty()), "{of}");
+    let name = name.unwrap_or("burgeon-none").to_owned();
+    burgeon.kill_daemon();
+    burgeon.umount(mounted);
+    burgeon.run(&["doctor", "--repair"]);
+    // The kernel may still be ending what was killed.
+    let is_gone = || {
+        burgeon.run(&["doctor", "--repair"]);
+        cgroups(&name).is_empty()
+    };
+    assert!(wait_until(PATIENCE, is_gone), "{:?}", cgroups(&name));
+}
+
 #[test]
 fn killing_everything_costs_errors_or_time_until_the_next_daemon() {
     let space = Space::new("kill-both");

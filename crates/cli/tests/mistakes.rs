@@ -68,6 +68,14 @@ fn a_first_mistake_is_answered_by_what_to_type() {
     }
 }
 
+#[test]
+fn a_target_outside_any_mount_is_named_as_it_was_typed() {
+    let Installation { burgeon, space, tree, .. } = installation("outside");
+    let target = space.path("at/mapped");
+    let [target, tree] = [&target, &tree].map(|path| path.to_str().unwrap());
+    burgeon.fails(&["map", target, "--from", tree], 1, &format!("{target} is in no mount"));
+}
+
 /// Every code of the table, each by the kind that JSON has for it.
 #[test]
 fn failures_end_with_the_documented_code() {

@@ -29,6 +29,7 @@ use serde::Serialize;
 pub use self::leftovers::mounts_without_daemon;
 use self::leftovers::{builds, leftover_devices, leftovers, stale_builds};
 use crate::{
+    host::cgroup::remove_leftovers,
     ipc::{
         client::Client,
         protocol::{MountStatus, Reply, Request, Status},
@@ -125,7 +126,8 @@ pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
     devices.iter().try_for_each(|number| transport::remove_leftover_device(*number))?;
     remove_unused_loops();
     if !leftovers(state, &ask(state)).iter().any(|finding| finding.repairable) {
-        return Ok(store.is_some() || !devices.is_empty());
+        let had_cgroup = remove_leftovers(&state.tag());
+        return Ok(store.is_some() || !devices.is_empty() || had_cgroup);
     }
     let client = Client::connect_or_start(state)?;
     let begun = Instant::now();

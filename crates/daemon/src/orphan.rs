@@ -18,6 +18,7 @@ use burgeon_block::{Digest, Error, ErrorKind, Result};
 use burgeon_source::Location;
 
 use crate::{
+    host::cgroup::remove_leftovers,
     id::Fsid,
     state::{
         files::{self, Lock},
@@ -106,6 +107,8 @@ impl Orphan {
         transport::remove_devices(id);
         recycled_seed::keep(state, record);
         let removed = files::remove_folder(&state.mount(id));
+        // A server that was killed has left its cgroup, unless it still ends in it.
+        remove_leftovers(&state.tag());
         drop(lock);
         removed
     }

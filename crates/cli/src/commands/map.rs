@@ -56,7 +56,7 @@ pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
     }
     need_mount_privilege("map")?;
     let target = Target::new(&args.target)?;
-    let mount = Mount::of_folder(context, &target.folder)?;
+    let mount = Mount::of_folder(context, &target.folder, &target.path)?;
     let (mapped, notes) = match (&args.from, &args.computed, args.size) {
         (Some(from), ..) => match fs::canonicalize(from) {
             Ok(from) => local::map(&mount, &target, Local::open(&from)?)?,
@@ -146,14 +146,19 @@ fn exists(path: &Path) -> Error {
 impl Mount {
     /// The mount that contains `path`.
     pub(super) fn of(context: &Context, path: &Path) -> Result<Self> {
-        let (client, status) = mount_of(context, path)?;
+        Self::shown(context, path, path)
+    }
+
+    /// The same; messages call the path `shown`.
+    fn shown(context: &Context, path: &Path, shown: &Path) -> Result<Self> {
+        let (client, status) = mount_of(context, path, shown)?;
         let honours = disarm::honours_of(context, &status);
         Ok(Self { client, id: status.id, honours })
     }
 
-    /// The mount that contains the open `folder`.
-    fn of_folder(context: &Context, folder: &File) -> Result<Self> {
-        Self::of(context, &link_to(folder))
+    /// The mount that contains the open `folder`, which the user called `typed`.
+    fn of_folder(context: &Context, folder: &File, typed: &Path) -> Result<Self> {
+        Self::shown(context, &link_to(folder), typed)
     }
 
     /// Gives `contents` consecutive addresses. Files of a `tree` lie below it: its path and its

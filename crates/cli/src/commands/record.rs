@@ -34,7 +34,7 @@ use crate::{
 };
 
 pub(super) fn record(context: &Context, args: args::Record) -> Result<ExitCode> {
-    let (client, mount) = mount_of(context, &args.path)?;
+    let (client, mount) = mount_of(context, &args.path, &args.path)?;
     let root = fs::canonicalize(&args.path)
         .map_err(|e| Error::io(format!("cannot record {}", args.path.display()), e))?;
     let image = mount.digest.0;

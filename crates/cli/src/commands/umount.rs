@@ -196,10 +196,14 @@ pub(crate) fn ask(client: &Client) -> Result<Status> {
     }
 }
 
-/// The daemon, and the mount that contains `path`.
-pub(crate) fn mount_of(context: &Context, path: &Path) -> Result<(Client, MountStatus)> {
+/// The daemon, and the mount that contains `path`, which messages call `shown`.
+pub(crate) fn mount_of(
+    context: &Context,
+    path: &Path,
+    shown: &Path,
+) -> Result<(Client, MountStatus)> {
     let none = || {
-        let shown = path.display();
+        let shown = shown.display();
         let message = format!("{shown} is in no mount of this Burgeon: see `burgeon status`");
         Error::new(ErrorKind::Invalid, message)
     };

@@ -62,6 +62,12 @@ impl OwnCgroup {
     }
 }
 
+/// Removes the cgroups of a daemon that was killed; false if there are none, or processes in them.
+pub(crate) fn remove_leftovers(tag: &str) -> bool {
+    let removed = |top: PathBuf| fs::remove_dir(top.join(format!("burgeon-{tag}"))).is_ok();
+    hierarchies().into_iter().map(removed).fold(false, |any, removed| any | removed)
+}
+
 fn enter_one(path: &Path) -> io::Result<()> {
     match fs::create_dir(path) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),

@@ -10,16 +10,22 @@ const NAME_MAX: usize = 80;
 /// Checks that `name` can name an image: 1 to 80 bytes, no control characters, no blank at
 /// either end, not beginning with `-`.
 pub(crate) fn check_name(name: &str) -> Result<()> {
-    let fits = (1..=NAME_MAX).contains(&name.len())
-        && !name.starts_with('-')
-        && name.trim() == name
-        && !name.chars().any(char::is_control);
-    if fits {
+    let why = if name.is_empty() {
+        "it is empty".to_owned()
+    } else if name.len() > NAME_MAX {
+        format!("it has {} bytes, and {NAME_MAX} are allowed", name.len())
+    } else if name.starts_with('-') {
+        "it begins with -".to_owned()
+    } else if name.trim() != name {
+        "it begins or ends with a blank".to_owned()
+    } else if name.chars().any(char::is_control) {
+        "it has a control character".to_owned()
+    } else {
         return Ok(());
-    }
-    Err(invalid(format!(
-        "{name:?} is no name for an image: 1 to {NAME_MAX} bytes, such as debian:12"
-    )))
+    };
+    // A name that is too long would fill the message.
+    let shown: String = name.chars().take(NAME_MAX).collect();
+    Err(invalid(format!("{shown:?} is no name for an image, such as debian:12: {why}")))
 }
 
 /// The name of the image without files that `create-empty` mounts.
@@ -36,7 +42,9 @@ pub fn is_reserved(name: &str) -> bool {
 /// Checks a name that a user gives to an image. `Invalid` states the problem.
 pub fn check_given_name(name: &str) -> Result<()> {
     check_name(name)?;
-    let why = if is_reserved(name) {
+    let why = if name == EMPTY_IMAGE {
+        "it is the image that `burgeon create-empty` mounts"
+    } else if is_reserved(name) {
         "Burgeon gives names that begin with sha256: or url:, or end with /index or /contents, \
          itself, to what it has checked"
     } else if name.contains("://") || name.starts_with("oci-layout:") {
@@ -152,8 +160,16 @@ mod tests {
 
     #[test]
     fn impossible_names_are_refused() {
-        for name in ["", "-x", " a", "a\n", &"x".repeat(81)] {
-            assert!(check_name(name).is_err(), "{name:?}");
+        let long = "x".repeat(100_000);
+        for (name, why) in [
+            ("", "empty"),
+            ("-x", "begins with -"),
+            (" a", "blank"),
+            ("a\u{1b}b", "control character"),
+            (&*long, "100000 bytes"),
+        ] {
+            let refused = check_name(name).unwrap_err().to_string();
+            assert!(refused.contains(why) && refused.len() < 200, "{refused}");
         }
     }
 
@@ -164,7 +180,7 @@ mod tests {
             ("url:abc", "itself"),
             ("x/index", "itself"),
             ("x/contents", "itself"),
-            (super::EMPTY_IMAGE, "itself"),
+            (EMPTY_IMAGE, "create-empty"),
             ("oci://r.example/x", "a place"),
             ("oci-layout:folder:7", "a place"),
             ("/abs", "absolute path"),
