@@ -13,14 +13,14 @@
 //!
 //! Invariants, and the tests that check them:
 //! - An address is allocated once: allocation moves forward, also past the remains of a crash or
-//! of rot (`simulator`, `tests/extents.rs`).
+//!   of rot (`simulator`, `tests/extents.rs`).
 //! - [`ExtentWriter::map`] returns after the mapping is durable; after a power failure at any
-//! write, a mapping is complete or absent (`simulator`).
+//!   write, a mapping is complete or absent (`simulator`).
 //! - A damaged record or entry is an error for the addresses next to it, never a different answer
-//! (`tests/extents.rs`).
+//!   (`tests/extents.rs`).
 //! - A lookup allocates nothing once its source has been parsed and takes about as long as three
-//! uncached memory accesses; a map takes 24 bytes per extent (`examples/extent_map.rs` measures
-//! both).
+//!   uncached memory accesses; a map takes 24 bytes per extent (`examples/extent_map.rs` measures
+//!   both).
 
 mod format;
 mod index;
