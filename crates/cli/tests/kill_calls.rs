@@ -279,14 +279,20 @@ fn a_supervisor_can_be_killed_while_a_mount_waits_for_its_server() {
     let new = at.join("new");
     let map = ["map", new.to_str().unwrap(), "--computed", "zeros", "--size", "5000"];
     let mut mapping = burgeon.command(&map).spawn().unwrap();
-    assert!(waiting(2), "nobody waits for the other mount");
+    // Linux 6.18 lets it wait for the other mount; 6.12 holds no lock at that point.
+    let mut is_done = || mapping.try_wait().unwrap().is_some();
+    let settled = || is_done() || unwakeable(&burgeon) >= 2;
+    assert!(wait_until(PATIENCE, settled), "it neither waits for the other mount nor ends");
     assert!(connections.can_be_killed(&burgeon), "a thread of it waits for a mount, unkillably");
-    assert!(!mount.wait().unwrap().success() && !mapping.wait().unwrap().success());
+    assert!(!mount.wait().unwrap().success());
+    let is_mapped = mapping.wait().unwrap().success();
 
     fs::remove_file(&silent).unwrap();
     burgeon.ok(&["doctor", "--repair"]);
     assert_eq!(fs::read(at.join("data")).unwrap(), b"data");
-    burgeon.ok(&map);
+    if !is_mapped {
+        burgeon.ok(&map);
+    }
     assert_eq!(fs::read(&new).unwrap(), vec![0; 5000]);
     burgeon.umount(mounted);
 }
