@@ -153,7 +153,7 @@ fn names_that_are_no_names_are_refused_and_say_why() {
         ("url:abc", "Burgeon gives names"),
         ("app/index", "Burgeon gives names"),
         ("app/contents", "Burgeon gives names"),
-        ("burgeon-empty", "Burgeon gives names"),
+        ("burgeon-empty", "create-empty"),
         ("..", "relative path"),
         ("a/../b", "relative path"),
         ("/abs", "absolute path"),
