@@ -13,7 +13,7 @@ pub struct Bug {
     pub name: &'static str,
     /// What is wrong.
     pub says: &'static str,
-    /// Whether it is one of mapped files; else of images.
+    /// True if it is one of mapped files; else of images.
     pub of_mapped_files: bool,
     /// File, text, replacement.
     pub patches: &'static [(&'static str, &'static str, &'static str)],

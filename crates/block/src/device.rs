@@ -15,7 +15,7 @@ use std::{future::Future, os::fd::BorrowedFd};
 
 use crate::{BLOCK_SIZE, ByteRange, Error, ErrorKind, Result};
 
-/// Whether a device is writable, and when a write is durable.
+/// The writability of a device, and the durability of a write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WriteCache {
     /// The device is never written to.
@@ -40,7 +40,7 @@ pub struct Shape {
     pub optimal_io: u32,
     /// Unit of discards in bytes, whole logical blocks; 0 for no discards.
     pub discard_granularity: u32,
-    /// Whether it is writable, and when a write is durable.
+    /// Its writability, and the durability of a write.
     pub cache: WriteCache,
 }
 
@@ -147,7 +147,7 @@ pub enum Erase {
     Discard,
     /// The range reads as zeros from now on.
     Zeroes {
-        /// Whether its space may be freed.
+        /// True if its space may be freed.
         unmap: bool,
     },
 }

@@ -39,7 +39,7 @@ impl ObjectId {
         self.kind
     }
 
-    /// Whether the object is of this `kind`.
+    /// True if the object is of this `kind`.
     pub fn is(&self, kind: ObjectKind) -> bool {
         self.kind == Some(kind)
     }
@@ -54,7 +54,7 @@ impl ObjectId {
         self.below(kind)?.parse().ok()
     }
 
-    /// Whether the bytes lie outside the store of the image that refers to them: in files of this
+    /// True if the bytes lie outside the store of the image that refers to them: in files of this
     /// host, or in layers elsewhere. Only an image that this host trusts may refer to them.
     pub fn is_outside_store(&self) -> bool {
         matches!(self.kind, Some(ObjectKind::File | ObjectKind::Derived))

@@ -38,17 +38,17 @@ impl ByteRange {
         self.end - self.start
     }
 
-    /// Whether it holds no byte.
+    /// True if it holds no byte.
     pub fn is_empty(self) -> bool {
         self.start == self.end
     }
 
-    /// Whether `address` lies inside.
+    /// True if `address` lies inside.
     pub fn contains(self, address: u64) -> bool {
         self.start <= address && address < self.end
     }
 
-    /// Whether all of `other` lies inside.
+    /// True if all of `other` lies inside.
     pub fn covers(self, other: Self) -> bool {
         self.start <= other.start && other.end <= self.end
     }

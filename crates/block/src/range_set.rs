@@ -47,7 +47,7 @@ impl RangeSet {
         self.ranges.len()
     }
 
-    /// Whether the set is empty.
+    /// True if the set is empty.
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }

@@ -27,7 +27,7 @@ macro_rules! eprintln {
     ($($words:tt)*) => { $crate::output::say(format_args!($($words)*)) };
 }
 
-/// Whether `println!` goes to standard error.
+/// True if `println!` goes to standard error.
 static ASIDE: AtomicBool = AtomicBool::new(false);
 
 /// Redirects `println!` to standard error, because standard output carries the one document.

@@ -41,7 +41,7 @@ fn make_tree(root: &Path) {
     fs::set_permissions(root, Permissions::from_mode(0o755)).unwrap();
 }
 
-/// Whether uid 65534 can, in the folder `at`: become root, use a capability, open a device.
+/// True if uid 65534 can, in the folder `at`: become root, use a capability, open a device.
 fn powers(at: &Path) -> [bool; 3] {
     let run = |program: &[&str]| {
         let mut shell = Command::new("sh");

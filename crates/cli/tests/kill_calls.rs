@@ -36,7 +36,7 @@ fn set_up(space: &Space, seed: u64, options: &[&str]) -> Set {
     Set { burgeon, at, mounted, expected }
 }
 
-/// Whether a thread of the process waits for the answer to a FUSE request.
+/// True if a thread of the process waits for the answer to a FUSE request.
 fn waits_for_a_server(process: u32) -> bool {
     let threads = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
     let mut places = threads.filter_map(|one| fs::read_to_string(one.path().join("wchan")).ok());
@@ -110,7 +110,7 @@ fn faults(space: &Space) -> PathBuf {
     library
 }
 
-/// Whether the record of a mount says that its file system may be frozen.
+/// True if the record of a mount says that its file system may be frozen.
 fn is_frozen(burgeon: &Burgeon) -> bool {
     let folders = fs::read_dir(burgeon.state().join("mounts")).unwrap();
     let mut records = folders.map(|entry| entry.unwrap().path().join("mount.json"));
@@ -246,7 +246,7 @@ impl Drop for Connections {
     }
 }
 
-/// How many threads of the daemon's processes wait in the kernel so that no signal wakes them.
+/// Number of threads of the daemon's processes that wait in the kernel where no signal wakes them.
 fn unwakeable(burgeon: &Burgeon) -> usize {
     let tasks = |id| fs::read_dir(format!("/proc/{id}/task")).into_iter().flatten().flatten();
     let tasks = burgeon.processes().into_iter().flat_map(tasks);
@@ -254,9 +254,9 @@ fn unwakeable(burgeon: &Burgeon) -> usize {
     states.filter(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" D"))).count()
 }
 
-/// Whoever mounts a btrfs has a lock of the kernel while its superblocks are read, which here come from
-/// a server. A supervisor that waited for that lock could not be killed, and it has the descriptor
-/// that keeps the other one waiting.
+/// The kernel holds a lock while a btrfs is mounted and its superblocks are read, here from a server. A
+/// supervisor that waited for that lock could not be killed, and it holds the descriptor that keeps
+/// the mount waiting.
 #[test]
 fn a_supervisor_can_be_killed_while_a_mount_waits_for_its_server() {
     let space = Space::new("kill-lock");
@@ -275,7 +275,7 @@ fn a_supervisor_can_be_killed_while_a_mount_waits_for_its_server() {
     let mut mount = mount.args(["--transport", "fuse"]).spawn().unwrap();
     let waiting = |count| wait_until(PATIENCE, || unwakeable(&burgeon) >= count);
     assert!(waiting(1), "it does not wait for its server");
-    // What mapping takes is reached by mounting the file system once more.
+    // Mapping mounts the file system once more.
     let new = at.join("new");
     let map = ["map", new.to_str().unwrap(), "--computed", "zeros", "--size", "5000"];
     let mut mapping = burgeon.command(&map).spawn().unwrap();

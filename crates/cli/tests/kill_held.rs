@@ -87,7 +87,7 @@ impl Reader {
         self.0.is_finished()
     }
 
-    /// What it gets; it has to get something.
+    /// Its result. Panics if it still waits.
     fn result(self) -> io::Result<Vec<u8>> {
         assert!(wait_until(PATIENCE, || self.is_finished()), "a reader waits");
         self.0.join().unwrap()
@@ -107,7 +107,7 @@ fn folders(burgeon: &Burgeon) -> usize {
     fs::read_dir(burgeon.state().join("mounts")).unwrap().count()
 }
 
-/// Whether a thread of the process sleeps in `pause`, where the library has silenced it.
+/// True if a thread of the process sleeps in `pause`, where the library has silenced it.
 fn is_silenced(process: u32) -> bool {
     let tasks = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
     let pause = format!("{} ", libc::SYS_pause);
@@ -128,7 +128,7 @@ fn readers_wait_while_both_are_dead_and_get_their_data() {
     burgeon.kill_both();
     // Another one asks when nobody reads what the kernel has to say.
     let later = reader(&set.at);
-    // What is local goes on meanwhile.
+    // Local data goes on meanwhile.
     fs::write(set.at.join("written"), "without a server").unwrap();
     File::open(set.at.join("written")).unwrap().sync_all().unwrap();
     let found = burgeon.run(&["doctor"]);
@@ -186,7 +186,7 @@ fn any_death_leaves_somebody_who_holds() {
     burgeon.umount(set.mounted);
 }
 
-/// Whether the process that holds has a descriptor of `/dev/fuse`.
+/// True if the process that holds has a descriptor of `/dev/fuse`.
 fn holds(burgeon: &Burgeon) -> bool {
     let folder = burgeon.holder().map(|id| format!("/proc/{id}/fd"));
     let files = folder.and_then(|folder| fs::read_dir(folder).ok()).into_iter().flatten().flatten();

@@ -67,7 +67,7 @@ fn start(burgeon: &Burgeon, arguments: &[&str]) -> Child {
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// Whether some process holds a lock (flock) on `path`; asking takes none.
+/// True if some process holds a lock (flock) on `path`; asking takes none.
 fn is_locked(path: &Path) -> bool {
     let inode = format!(":{} ", fs::metadata(path).unwrap().ino());
     let locks = fs::read_to_string("/proc/locks").unwrap();

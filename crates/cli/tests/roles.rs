@@ -181,7 +181,7 @@ impl Reader {
         Self { pid: found.unwrap() }
     }
 
-    /// Whether a thread of it sleeps in this system call.
+    /// True if a thread of it sleeps in this system call.
     fn is_in(&self, call: libc::c_long) -> bool {
         let call = call.to_string();
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid)).unwrap();

@@ -96,7 +96,7 @@ pub struct DeviceInfo {
     pub allocated: u64,
 }
 
-/// Whether a mount can be written to.
+/// The writability of a mount.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Access {
     /// No writes; the only way to mount a seed alone.
@@ -215,7 +215,7 @@ impl Btrfs {
         Ok(fs_info(&self.open_root()?)?.fsid)
     }
 
-    /// Whether the whole file system is read-only, and not just a mount of it. One that is mounted
+    /// True if the whole file system is read-only, and not just a mount of it. One that is mounted
     /// elsewhere stays as it is if it is mounted once more with [`Access::ReadOnly`].
     pub fn is_read_only(&self) -> Result<bool> {
         let stat = fstatvfs(self.open_root()?);
@@ -302,7 +302,7 @@ impl AsFd for Btrfs {
     }
 }
 
-/// Whether a mount may have failed because btrfs did not know a device: ENOENT, and EINVAL before
+/// True if a mount may have failed because btrfs did not know a device: ENOENT, and EINVAL before
 /// Linux 6.12; EIO if it is the one with the trees. Damage has the same errors.
 fn may_be_forgotten(errno: Errno) -> bool {
     matches!(errno, Errno::NOENT | Errno::INVAL | Errno::IO)

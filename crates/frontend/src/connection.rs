@@ -94,7 +94,7 @@ impl Connection {
         Ok(Self { device, mount, rings, writable: wanted.writes })
     }
 
-    /// Whether requests come over io_uring: then it must be served with
+    /// True if requests come over io_uring: then it must be served with
     /// [`ServeOptions::rings`](crate::ServeOptions::rings).
     pub fn has_rings(&self) -> bool {
         self.rings

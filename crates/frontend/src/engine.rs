@@ -328,7 +328,7 @@ impl<D: BlockDevice, A: Access<D>> Engine<D, A> {
         }
     }
 
-    /// Whether a request is whole blocks within the device.
+    /// True if a request is whole blocks within the device.
     #[inline]
     fn takes(&self, at: u64, len: u64) -> bool {
         let blocks = u64::from(self.shape.logical_block) - 1;

@@ -259,7 +259,7 @@ fn erasure(mode: u32) -> Option<Erase> {
 }
 
 impl InitIn {
-    /// Whether `flags2` means anything.
+    /// True if `flags2` means anything.
     fn flags_are_extended(&self) -> bool {
         u64::from(self.flags) & FLAG_INIT_EXT != 0
     }

@@ -65,7 +65,7 @@ pub fn remove_unused() -> Result<usize> {
     Ok(left)
 }
 
-/// Whether there is a loop device of this number.
+/// True if there is a loop device of this number.
 pub(crate) fn exists(number: u32) -> bool {
     folder(number).exists()
 }

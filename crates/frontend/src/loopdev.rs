@@ -153,7 +153,7 @@ impl LoopDevice {
         self.number
     }
 
-    /// Whether reads and writes go around the page cache. The kernel quietly does without when
+    /// True if reads and writes go around the page cache. The kernel quietly does without when
     /// the file's system cannot do it.
     pub fn is_direct(&self) -> Result<bool> {
         Ok(self.info()?.flags & LO_FLAGS_DIRECT_IO != 0)

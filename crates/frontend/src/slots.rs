@@ -90,7 +90,7 @@ const HEADER: Header = Header {
 };
 
 impl Header {
-    /// Whether this version serves slots with this header.
+    /// True if this version serves slots with this header.
     fn is_served(&self) -> bool {
         let counters = COUNTERS_LEN_MIN..=(SLOTS_OFFSET - COUNTERS_OFFSET) as u32;
         counters.contains(&self.counters_len)

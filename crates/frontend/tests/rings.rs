@@ -29,7 +29,7 @@ struct Setup {
     server: Server,
     file: File,
     number: u32,
-    /// Whether it is served over rings.
+    /// True if it is served over rings.
     rings: bool,
     runtime: tokio::runtime::Runtime,
     _watchdog: Watchdog,

@@ -47,7 +47,7 @@ fn open_folder(path: &Path) -> io::Result<OwnedFd> {
     Ok(folder)
 }
 
-/// Whether `name` in `folder` is a symlink: `O_DIRECTORY` reports one like any other file.
+/// True if `name` in `folder` is a symlink: `O_DIRECTORY` reports one like any other file.
 fn is_symlink(folder: &OwnedFd, name: &OsStr) -> bool {
     statat(folder, name, AtFlags::SYMLINK_NOFOLLOW)
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)

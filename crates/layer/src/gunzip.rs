@@ -269,7 +269,7 @@ impl<R: BufRead> Gunzip<R> {
 }
 
 impl Unsettled {
-    /// Whether no later block can refer to the window, or `after` has become too long.
+    /// True if no later block can refer to the window, or `after` has become too long.
     fn is_ripe(&self, made: u64) -> bool {
         made - self.unpacked >= WINDOW_LEN as u64 || self.after.len() > AFTER_MAX
     }

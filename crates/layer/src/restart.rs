@@ -76,7 +76,7 @@ impl Recording {
         self.places.last().map_or(u64::MAX, |last| unpacked - last.unpacked)
     }
 
-    /// Whether a place at offset `unpacked` is far enough from the previous one.
+    /// True if a place at offset `unpacked` is far enough from the previous one.
     pub(crate) fn is_due(&self, unpacked: u64) -> bool {
         self.since_last(unpacked) >= SPAN_LEN
     }

@@ -25,7 +25,7 @@ pub(crate) struct Unzstd<R> {
     decoder: Decoder<'static>,
     /// The beginning of a frame, not yet passed to the decoder.
     head: Vec<u8>,
-    /// Whether the decoder is within a frame.
+    /// True if the decoder is within a frame.
     inside: bool,
     taken: u64,
     made: u64,

@@ -121,7 +121,7 @@ fn tag_of(image: &Digest) -> String {
     format!("sha256-{}", image.hex())
 }
 
-/// Whether `tag` is that of a list of referrers.
+/// True if `tag` is that of a list of referrers.
 pub(crate) fn is_tag_of_list(tag: &str) -> bool {
     let digest = tag.strip_prefix("sha256-").map(|digits| format!("sha256:{digits}"));
     digest.is_some_and(|digest| digest.parse::<Digest>().is_ok())

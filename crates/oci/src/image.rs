@@ -390,7 +390,7 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
-    /// Whether any table was used.
+    /// True if any table was used.
     pub(crate) fn is_used(&self) -> bool {
         self.used() > 0
     }
@@ -410,7 +410,7 @@ impl Tables {
         self.unfit.store(true, Relaxed);
     }
 
-    /// Whether the tables describe no valid tree together.
+    /// True if the tables describe no valid tree together.
     pub(crate) fn is_unfit(&self) -> bool {
         self.unfit.load(Relaxed)
     }

@@ -56,7 +56,7 @@ pub struct Indexed {
     pub bytes: u64,
     /// Size of the image's compressed layers in bytes.
     pub image_bytes: u64,
-    /// Whether it was pushed as a referrer of the image.
+    /// True if it was pushed as a referrer of the image.
     pub pushed: bool,
 }
 
@@ -273,7 +273,7 @@ fn derived_in(
     Ok(objects.into_iter().find(|object| object.is(ObjectKind::Derived)))
 }
 
-/// Whether `store`, the host's own, has all data of `image`, so that no layer elsewhere is needed.
+/// True if `store`, the host's own, has all data of `image`, so that no layer elsewhere is needed.
 pub fn is_whole(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     match derived_of(store, image)? {
         Some(object) => all_held(store, &held_object(&object)?),
@@ -302,7 +302,7 @@ pub fn stored_bytes(store: &impl ObjectStore, image: &ImageRecord) -> Result<u64
     Ok(bytes)
 }
 
-/// Whether tables of contents describe the image, which may have any name of its source in
+/// True if tables of contents describe the image, which may have any name of its source in
 /// `store`.
 pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     match image.name.split_once('/') {
@@ -334,7 +334,7 @@ pub fn held_bytes(store: &impl ObjectStore, digest: &burgeon_block::Digest) -> R
     Ok(stretches.map(|stretch| u64::from(stretch.len)).sum())
 }
 
-/// Whether the list exists and all layers in it are stored.
+/// True if the list exists and all layers in it are stored.
 fn all_held(store: &impl ObjectStore, list: &ObjectId) -> Result<bool> {
     if store.len(list)?.is_none() {
         return Ok(false);

@@ -128,7 +128,7 @@ pub struct FoundImage {
     pub unused: Vec<String>,
     /// Notes for the user, such as why a table of contents was not used.
     pub notes: Vec<String>,
-    /// Whether the image is read from its layers.
+    /// True if the image is read from its layers.
     pub is_lazy: bool,
     /// The digest that the source's tag or archive has just resolved to, for the records.
     pub tag_digest: Option<String>,

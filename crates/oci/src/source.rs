@@ -66,7 +66,7 @@ impl Source {
         }
     }
 
-    /// Whether this is a tar archive on a web server.
+    /// True if this is a tar archive on a web server.
     pub fn is_archive(&self) -> bool {
         matches!(self.0, Kind::Archive(_))
     }
@@ -79,7 +79,7 @@ impl Source {
         }
     }
 
-    /// Whether an image of this source can have the reserved name `name`.
+    /// True if an image of this source can have the reserved name `name`.
     pub fn may_be_named(&self, name: &str) -> bool {
         match &self.0 {
             Kind::Archive(_) => name.starts_with("url:"),

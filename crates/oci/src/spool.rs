@@ -27,7 +27,7 @@ pub(crate) struct Spool<'a> {
     pub(crate) path: &'a Path,
     /// Length of the kept beginning of the layer.
     pub(crate) len: u64,
-    /// Whether the file must survive this process.
+    /// True if the file must survive this process.
     lasts: bool,
 }
 
@@ -88,14 +88,14 @@ impl<R: Read> Read for Metered<'_, R> {
 /// Copies the bytes read to a spool and counts them.
 pub(crate) struct Tee<'a, R> {
     inner: R,
-    /// Whether `inner` failed, in reading or in checking.
+    /// True if `inner` failed, in reading or in checking.
     pub(crate) is_bad: bool,
     pub(crate) spool: Option<File>,
     /// Bytes still to be read that the spool already has.
     skip: u64,
     /// Bytes written since the last sync.
     unsynced: u64,
-    /// Whether the file must survive this process.
+    /// True if the file must survive this process.
     lasts: bool,
     count: &'a (dyn Fn(u64) + Sync),
 }

@@ -243,7 +243,7 @@ pub fn never(what: &str) -> Error {
     Error::new(ErrorKind::NotFound, what)
 }
 
-/// Whether `error` means that the registry or store did not answer, so that a retry may help.
+/// True if `error` means that the registry or store did not answer, so that a retry may help.
 pub fn is_no_answer(error: &Error) -> bool {
     error.kind() == ErrorKind::Unavailable && error.cause::<Refusal>().is_none()
 }

@@ -105,7 +105,7 @@ impl Access {
         differing.map(String::as_str).collect()
     }
 
-    /// Whether there are no settings: those of the machine itself may be enough.
+    /// True if there are no settings: those of the machine itself may be enough.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -183,7 +183,7 @@ impl Pace {
         self.bytes += bytes;
     }
 
-    /// Whether the body is too slow; polled while nothing is there, and wakes the task once it is.
+    /// True if the body is too slow; polled while nothing is there, and wakes the task once it is.
     fn poll_too_slow(&mut self, cx: &mut Context<'_>) -> bool {
         loop {
             let is_new = self.since.is_none();

@@ -329,7 +329,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Whether the file was not written to for [`PARTIAL_AGE`].
+/// True if the file was not written to for [`PARTIAL_AGE`].
 fn is_old(file: &fs::Metadata) -> bool {
     file.modified().is_ok_and(|at| at.elapsed().is_ok_and(|age| age > PARTIAL_AGE))
 }

@@ -53,7 +53,7 @@ pub use store::Store;
 /// neighbours together, and limits what a hostile table can make us allocate.
 pub const READ_MAX: u64 = 64 << 20;
 
-/// Whether objects outside the store (`file/…`, `derived/…`) may be opened. If so, a manifest from
+/// The right to open objects outside the store (`file/…`, `derived/…`). With it, a manifest from
 /// a store that others can write to can name any file of this machine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum References {

@@ -74,7 +74,7 @@ impl Partial {
         self.len
     }
 
-    /// Whether it was empty when it was opened.
+    /// True if it was empty when it was opened.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -144,7 +144,7 @@ pub(crate) fn why_not(error: &(dyn error::Error + 'static)) -> String {
     )
 }
 
-/// Whether the server's certificate is untrusted, which a retry does not change.
+/// True if the server's certificate is untrusted, which a retry does not change.
 pub(crate) fn is_untrusted(error: &(dyn error::Error + 'static)) -> bool {
     let is = |cause: &(dyn error::Error + 'static)| {
         matches!(cause.downcast_ref(), Some(rustls::Error::InvalidCertificate(_)))

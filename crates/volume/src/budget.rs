@@ -20,7 +20,7 @@ impl Budget {
         Arc::new(Self { counters: Box::new(counters), limit })
     }
 
-    /// Whether it is not used up.
+    /// True if it is not used up.
     pub fn may_fetch(&self) -> bool {
         self.spent() < self.limit
     }

@@ -21,7 +21,7 @@ pub(crate) struct ReadLog {
 pub struct Recording {
     /// Lazy addresses in order of first use; none is there twice.
     pub reads: Vec<ByteRange>,
-    /// Whether there was more than [`READS_MAX`] ranges.
+    /// True if there was more than [`READS_MAX`] ranges.
     pub cut_short: bool,
     known: RangeSet,
 }

@@ -51,7 +51,7 @@ impl<F: LocalFile> Checksums<F> {
         }
     }
 
-    /// Whether `bytes` are the blocks from `offset` of the data on. Calls `not_good` for each
+    /// True if `bytes` are the blocks from `offset` of the data on. Calls `not_good` for each
     /// block that is not, with its index. An error if that cannot be said.
     #[inline]
     pub(crate) fn verify(

@@ -69,7 +69,7 @@ pub struct Volume<S, F> {
 pub struct Status {
     /// Resident bytes, as far as is known; each is still verified when read.
     pub materialised_bytes: u64,
-    /// Whether fetched chunks are kept.
+    /// The state of the cache: fetched chunks are kept, or not.
     pub cache: CacheState,
     /// Reads of the cache file that failed; they became misses.
     pub cache_read_errors: u64,

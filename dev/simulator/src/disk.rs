@@ -114,12 +114,12 @@ impl Disk {
         self.state().log
     }
 
-    /// Whether the power has failed.
+    /// True if the power has failed.
     pub fn is_off(&self) -> bool {
         self.state().off
     }
 
-    /// Whether a write has failed for good in this life.
+    /// True if a write has failed for good in this life.
     pub(crate) fn has_failed(&self) -> bool {
         self.state().log.eio
     }

@@ -220,7 +220,7 @@ impl LogFile for SimLog {
 struct Known {
     range: ByteRange,
     mapping: Mapping,
-    /// Whether [`ExtentWriter::map`] has returned it.
+    /// True if [`ExtentWriter::map`] has returned it.
     promised: bool,
 }
 
@@ -377,7 +377,7 @@ impl Run {
         }
     }
 
-    /// Whether `known` is there, whole, and itself.
+    /// True if `known` is there, whole, and itself.
     fn check_mapping(
         &self,
         map: &ExtentMap<SimLog>,

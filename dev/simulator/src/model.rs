@@ -100,7 +100,7 @@ impl Model {
         chunks.filter(|chunk| chunk.object == 0).map(|chunk| chunk.range.len()).sum()
     }
 
-    /// Whether all of `range` can come to lie in the cache.
+    /// True if all of `range` can come to lie in the cache.
     pub fn cacheable(&self, range: ByteRange) -> bool {
         (0..self.map.chunk_count()).all(|index| {
             let chunk = self.map.chunk(index);

@@ -172,7 +172,7 @@ impl State {
         (right.len() as u64, wrong.len() as u64)
     }
 
-    /// Whether a source that verifies what it gives notices that it would lie.
+    /// True if a source that verifies what it gives notices that it would lie.
     fn lies(&self, object: &ObjectId, question: ByteRange, answer: &[u8]) -> bool {
         let right_len = answer.len() as u64 == question.len();
         self.map.lacks_checksums()
@@ -209,7 +209,7 @@ struct Asking<'a> {
     source: &'a FaultySource,
     question: ByteRange,
     shared: bool,
-    /// Whether no answer has come yet.
+    /// True if no answer has come yet.
     silent: bool,
 }
 

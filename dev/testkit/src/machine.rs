@@ -38,7 +38,7 @@ pub fn ublk_devices() -> Vec<String> {
     entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
 }
 
-/// Whether mounts are to go over ublk here. The lab's kernels are known; elsewhere it is asked
+/// True if mounts are to go over ublk here. The lab's kernels are known; elsewhere it is asked
 /// whether the driver runs.
 pub fn ublk_expected() -> bool {
     match std::env::var("LAB_KERNEL").as_deref() {

@@ -28,7 +28,7 @@ struct List {
     programs: &'static [Program],
     /// The guest's memory, which is its disk, too.
     memory_mb: &'static str,
-    /// Whether systemd is its first process, as on a real machine.
+    /// True if systemd is its first process, as on a real machine.
     systemd: bool,
 }
 

@@ -89,7 +89,7 @@ impl Proof {
         format!("{}.{}", self.line, self.number)
     }
 
-    /// Whether `id` names this proof or its line.
+    /// True if `id` names this proof or its line.
     fn is(&self, id: &str) -> bool {
         self.line == id || self.id() == id
     }

@@ -74,7 +74,7 @@ pub(super) fn bring_back(
     }
 }
 
-/// Whether `typed` means the image of the mount: the same input in any spelling, or the same image
+/// True if `typed` means the image of the mount: the same input in any spelling, or the same image
 /// to this host's knowledge. Asks no registry, since the mount may be all that is left.
 fn is_same_image(context: &Context, typed: &str, lost: &orphan::Orphan) -> bool {
     let in_repository = context.in_repository(typed).ok().flatten();

@@ -178,7 +178,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     }
 }
 
-/// Whether a command only reads existing state, and needs no new state directory.
+/// True if a command only reads existing state, and needs no new state directory.
 fn only_looks(command: &Command) -> bool {
     match command {
         Command::Build(_)

@@ -151,7 +151,7 @@ impl Place {
         self.excuse.now.store(false, SeqCst);
     }
 
-    /// Whether an error of what began at `began_us` has an excuse.
+    /// True if an error of what began at `began_us` has an excuse.
     pub(crate) fn is_excused(&self, began_us: u64) -> bool {
         self.excuse.now.load(SeqCst) || self.excuse.ended_us.load(SeqCst) >= began_us
     }

@@ -1,5 +1,5 @@
-//! Whether a device is written to. A type decides it where the device is served, so the engine of a
-//! read-only device has no code for changes.
+//! An engine's access to its device: read-only or writable. A type decides this where the device is
+//! served, so the engine of a read-only device has no code for changes.
 
 use burgeon_block::{
     BlockDevice, ByteRange, Erase, Error, ErrorKind, Result, WritableDevice, WriteCache,

@@ -114,7 +114,7 @@ struct State {
     answered: u64,
 }
 
-/// Whether the task that checks a mount goes on.
+/// The next step of the task that checks a mount.
 #[derive(PartialEq, Eq)]
 pub(super) enum Watch {
     On,
@@ -155,7 +155,7 @@ impl Readers {
         !std::mem::replace(&mut state.watched, true)
     }
 
-    /// Whether the caller, which has a request, is to start a helper. One load of memory that is
+    /// True if the caller, which has a request, is to start a helper. One load of memory that is
     /// hardly ever written to.
     pub(super) fn take_wish(&self) -> bool {
         self.helper_wanted.load(Relaxed) && self.helper_wanted.swap(false, Relaxed)
@@ -187,12 +187,12 @@ impl Readers {
         self.helper_wanted.store(true, Relaxed);
     }
 
-    /// Whether a helper that was interrupted is to end.
+    /// True if a helper that was interrupted is to end.
     pub(super) fn ends_helper(&self) -> bool {
         self.idle.load(Relaxed) || self.is_surplus()
     }
 
-    /// Whether a busy helper is to end, because another mount needs one more.
+    /// True if a busy helper is to end, because another mount needs one more.
     pub(super) fn is_surplus(&self) -> bool {
         self.surplus.load(Relaxed) > 0
             && self.surplus.fetch_update(AcqRel, Acquire, |count| count.checked_sub(1)).is_ok()

@@ -66,9 +66,9 @@ pub struct Device {
     pub number: u32,
     /// The word that its maker gave to [`Control::add`].
     pub owner: u64,
-    /// Whether it was started and not stopped; true also while no server serves it.
+    /// True if it was started and not stopped; true also while no server serves it.
     pub started: bool,
-    /// Whether its server has died and no other has taken it over yet.
+    /// True if its server has died and no other has taken it over yet.
     pub waits: bool,
     pub(super) queues: u16,
     pub(super) depth: u16,

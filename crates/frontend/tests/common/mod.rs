@@ -63,7 +63,7 @@ impl Computed {
         }
     }
 
-    /// Whether `try_read` says that everything is absent.
+    /// True if `try_read` says that everything is absent.
     pub(crate) fn set_absent(&self, absent: bool) {
         self.absent.store(absent, SeqCst);
     }

@@ -54,7 +54,7 @@ impl Spans {
         bytes
     }
 
-    /// Whether the span is here or being made.
+    /// True if the span is here or being made.
     pub(super) fn has(&self, key: Key) -> bool {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         // A maker holds a reference too; a failed span has only this one.

@@ -61,9 +61,9 @@ pub(super) struct Login {
     /// Sequence number.
     number: u64,
     with: With,
-    /// Whether its credentials came with the request.
+    /// True if its credentials came with the request.
     given: bool,
-    /// Whether it was made with any credentials.
+    /// True if it was made with any credentials.
     is_named: bool,
 }
 
@@ -195,12 +195,12 @@ impl Desk {
 }
 
 impl Login {
-    /// Whether the registry has not confirmed it yet.
+    /// True if the registry has not confirmed it yet.
     pub(super) fn is_hope(&self) -> bool {
         matches!(self.with, With::Hope)
     }
 
-    /// Whether a login ended without an authorization to send.
+    /// True if a login ended without an authorization to send.
     pub(super) fn is_nothing(&self) -> bool {
         matches!(self.with, With::Nothing)
     }

@@ -73,12 +73,12 @@ impl Name {
         self.tag.as_deref().unwrap_or("latest")
     }
 
-    /// Whether the connection is unencrypted.
+    /// True if the connection is unencrypted.
     pub fn is_plain(&self) -> bool {
         self.plain
     }
 
-    /// Whether the registry is on this machine.
+    /// True if the registry is on this machine.
     pub(super) fn is_local(&self) -> bool {
         is_local(&self.registry)
     }
@@ -157,7 +157,7 @@ fn parse(text: &str, plain: bool) -> Result<Name> {
 // Grammar: the OCI distribution specification. A regular expression for it would take tens of
 // milliseconds and megabytes to compile, in the command and again in the server.
 
-/// Whether `host` is an address or labels separated by dots, with an optional port.
+/// True if `host` is an address or labels separated by dots, with an optional port.
 fn is_host(host: &str) -> bool {
     let (name, port) = split_port(host);
     let port = port.unwrap_or("0");
@@ -211,12 +211,12 @@ fn is_tag(tag: &str) -> bool {
         && bytes.all(|byte| is_word(byte) || matches!(byte, b'.' | b'-'))
 }
 
-/// Whether `host`, with its port, is this machine: traffic that stays on it needs no encryption.
+/// True if `host`, with its port, is this machine: traffic that stays on it needs no encryption.
 fn is_local(host: &str) -> bool {
     is_loopback(split_port(host).0)
 }
 
-/// Whether `name`, without a port, is `localhost` or a loopback address. A name that only begins
+/// True if `name`, without a port, is `localhost` or a loopback address. A name that only begins
 /// like an address, such as `127.example.org`, is not.
 pub(super) fn is_loopback(name: &str) -> bool {
     name == "localhost"

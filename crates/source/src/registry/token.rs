@@ -267,7 +267,7 @@ impl TokenServer {
         is_web.then(|| Self { realm, service: parameter("service").unwrap_or_default() })
     }
 
-    /// Whether credentials for the registry `name` may be sent there: encrypted, to this machine,
+    /// True if credentials for the registry `name` may be sent there: encrypted, to this machine,
     /// or in clear if the user allows that for this registry.
     fn may_have_secrets(&self, name: &Name) -> bool {
         let host = self.realm.host_str().unwrap_or_default();

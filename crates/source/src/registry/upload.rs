@@ -55,7 +55,7 @@ impl Uploads {
         Ok(Self { registry, client: web::uploading_client(UPLOAD_MAX)? })
     }
 
-    /// Whether the repository has the blob.
+    /// True if the repository has the blob.
     pub fn has(&self, digest: &Digest) -> Result<bool> {
         let what = format!("look for blob {digest} of {}", self.registry.name());
         let path = format!("blobs/{digest}");

@@ -300,7 +300,7 @@ where
         done
     }
 
-    /// Whether `second`, a chunk that may not be there, lies right behind `first` in its object,
+    /// True if `second`, a chunk that may not be there, lies right behind `first` in its object,
     /// and whichever of them is not taken yet is wanted.
     fn adjoins(&self, first: u32, second: u32, wanted: &Wanted) -> bool {
         if second >= self.map.chunk_count() {

@@ -37,7 +37,7 @@ const WINDOW_MAX: u64 = 1 << 20;
 /// Bytes that are taken for useful before anything is known.
 const TRUSTED: u64 = 4 << 20;
 
-/// Whether anything is read ahead.
+/// The switch of read-ahead.
 #[derive(Default)]
 pub(crate) struct ReadAhead {
     stopped: AtomicBool,

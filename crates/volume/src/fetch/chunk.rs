@@ -30,9 +30,8 @@ where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
 {
-    /// Joins or starts the fetch of a chunk of which `piece` is wanted, for a reader. With a time
-    /// of arrival it waits for a permit. With `whatever`, resident bytes do not count: they were
-    /// wrong.
+    /// Joins or starts the fetch of a chunk of which `piece` is wanted, for a reader. If `patient`,
+    /// it waits for a permit. If `wrong`, resident bytes do not count: they were wrong.
     pub(crate) async fn join_or_start(
         self: &Arc<Self>,
         index: u32,
@@ -201,7 +200,7 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for ChunkQuestio
 /// A chunk whose digest is right.
 struct Unpacked {
     pages: Pages,
-    /// Whether the map's checksums of its blocks are right, too.
+    /// True if the map's checksums of its blocks are right, too.
     is_map_right: bool,
 }
 

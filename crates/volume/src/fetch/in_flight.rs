@@ -124,7 +124,7 @@ type Entries = HashMap<u64, Entry>;
 #[derive(Clone)]
 struct Entry {
     outcome: watch::Receiver<Outcome>,
-    /// Whether the chunk was kept; closes when the fetch has ended. It holds no bytes, unlike
+    /// True if the chunk was kept; closes when the fetch has ended. It holds no bytes, unlike
     /// `outcome`.
     end: watch::Receiver<bool>,
 }

@@ -177,7 +177,7 @@ impl Outage {
 }
 
 impl State {
-    /// Whether there may be a line now, and the number of those before it that there were not.
+    /// `None` if the limit of lines is reached; else the number of lines that it suppressed before.
     fn line(&mut self) -> Option<Untold> {
         let now = Instant::now();
         if self.window.is_none_or(|begun| now >= begun + LINES_WINDOW) {

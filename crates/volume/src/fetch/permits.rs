@@ -89,7 +89,7 @@ impl Permits {
         Self { _fetch: fetch, background }
     }
 
-    /// Whether no reader asked for the fetch.
+    /// True if no reader asked for the fetch.
     pub(crate) fn is_background(&self) -> bool {
         self.background.is_some()
     }

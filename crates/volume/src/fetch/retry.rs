@@ -145,7 +145,7 @@ struct Tries {
     pause_max: Duration,
     refetches: u32,
     tries: u32,
-    /// Whether the deadline has ended them.
+    /// True if the deadline has ended them.
     timed_out: bool,
 }
 

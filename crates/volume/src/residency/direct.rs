@@ -70,7 +70,7 @@ impl DirectFile {
         Ok(Self { file, path: path.to_owned(), len, access })
     }
 
-    /// Whether I/O is direct, and why not.
+    /// Direct I/O, or the reason why not.
     pub fn access(&self) -> &Access {
         &self.access
     }
@@ -80,7 +80,7 @@ impl DirectFile {
         self.len
     }
 
-    /// Whether the file was made with no room for a byte.
+    /// True if the file was made with no room for a byte.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -97,7 +97,7 @@ impl DirectFile {
         })
     }
 
-    /// Whether the kernel takes this buffer as it is.
+    /// True if the kernel takes this buffer as it is.
     fn fits(&self, offset: u64, buf: &[u8]) -> bool {
         let whole = |n: u64| n.is_multiple_of(BLOCK_SIZE);
         self.access != Access::Direct

@@ -20,7 +20,7 @@ use tokio::time::Instant;
 
 use crate::Limits;
 
-/// Whether fetched chunks are kept.
+/// The state of the cache: fetched chunks are kept, or not.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum CacheState {
     /// They are.

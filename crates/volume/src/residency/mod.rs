@@ -123,7 +123,7 @@ impl<F: LocalFile> Residency<F> {
         self.presence.clear(index..index + 1);
     }
 
-    /// Whether [`Self::admit`] may be tried now.
+    /// True if [`Self::admit`] may be tried now.
     pub(crate) fn may_admit(&self) -> bool {
         !self.closed && self.gate.is_open()
     }
@@ -149,7 +149,7 @@ impl<F: LocalFile> Residency<F> {
         self.gate.close(error);
     }
 
-    /// Whether fetched chunks are kept.
+    /// The state of the cache: fetched chunks are kept, or not.
     pub(crate) fn state(&self) -> CacheState {
         self.gate.state()
     }

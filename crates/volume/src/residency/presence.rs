@@ -22,7 +22,7 @@ impl Presence {
         }
     }
 
-    /// Whether every block of `blocks` is present.
+    /// True if every block of `blocks` is present.
     #[inline]
     pub(crate) fn all(&self, blocks: Range<u64>) -> bool {
         // A hit of a few blocks has its bits in one word.
@@ -35,7 +35,7 @@ impl Presence {
         parts(blocks).all(|(word, mask)| self.words[word].load(Ordering::Acquire) & mask == mask)
     }
 
-    /// Whether a block of `blocks` is present.
+    /// True if a block of `blocks` is present.
     pub(crate) fn any(&self, blocks: Range<u64>) -> bool {
         parts(blocks).any(|(word, mask)| self.words[word].load(Ordering::Relaxed) & mask != 0)
     }

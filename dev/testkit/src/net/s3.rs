@@ -237,7 +237,7 @@ impl<'a> Request<'a> {
         xml("200 OK", &(body + "</ListBucketResult>"))
     }
 
-    /// Whether the request was signed by who has the secret.
+    /// Checks that the request was signed with the secret.
     fn check_signature(&self) -> Result<(), &'static str> {
         let given = self.head.get("authorization").ok_or("it is not signed")?;
         let given = given.strip_prefix("AWS4-HMAC-SHA256 ").ok_or("it is signed in another way")?;

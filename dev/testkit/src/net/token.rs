@@ -24,7 +24,7 @@ struct State {
     /// What `Authorization` has to be for a token; empty where anybody gets one. Of an identity token,
     /// `Identity` and that.
     password: String,
-    /// Whether nothing is there for who has no token.
+    /// True if nothing is there for who has no token.
     hides: bool,
     /// Requests that a token is good for.
     uses: u64,

@@ -32,7 +32,7 @@ pub(super) struct Trial {
 
 /// How a test ended.
 pub(super) struct Verdict {
-    /// Whether its program said that all went well.
+    /// True if its program said that all went well.
     pub(super) good: bool,
     pub(super) passed: u64,
     pub(super) failed: u64,

@@ -181,7 +181,7 @@ impl<'a> Staging<'a> {
         Err(self.replaced().into())
     }
 
-    /// Whether the opened folder still has this name.
+    /// True if the opened folder still has this name.
     fn is_called(&self, name: &OsStr) -> Result<bool> {
         let cannot = |e: Errno| {
             let path = self.target.path.with_file_name(name);

@@ -38,7 +38,7 @@ struct Format {
     tag: &'static str,
     /// What a start with a profile is held against.
     aim: Aim,
-    /// Whether it has a table of contents, by which it is mounted at first sight.
+    /// True if it has a table of contents, by which it is mounted at first sight.
     listed: bool,
 }
 
