@@ -3,7 +3,7 @@
 //! ```text
 //!   args ──► commands::<verb> ──► burgeon-image, burgeon-source      build, list, inspect, verify, …
 //!                             ──► burgeon-daemon's client            mount, umount, status, …
-//!        ──► __supervise, __serve, __hold, __help, __prepare, __read: its processes, which re-run this program
+//!        ──► PROCESSES: __supervise, __serve, …, which re-run this program
 //!            __probe: for tests, what those can still do
 //! ```
 //!
@@ -23,9 +23,24 @@ mod progress;
 mod pull;
 mod quantities;
 
-use std::{path::Path, process::ExitCode};
+use std::{ffi::OsString, path::Path, process::ExitCode};
 
+use burgeon_daemon::roles::{self, ROLES};
 use clap::Parser;
+
+/// The processes of a running system, by their verbs.
+const PROCESSES: &[(&str, fn(&[OsString]) -> ExitCode)] = &[
+    ("__supervise", |arguments| burgeon_daemon::supervise(first(arguments))),
+    ("__serve", |arguments| burgeon_daemon::serve_forever(first(arguments))),
+    ("__hold", |_| burgeon_daemon::hold()),
+    ("__help", |_| burgeon_daemon::help()),
+    ("__prepare", burgeon_daemon::prepare_process),
+    ("__read", commands::reading::process),
+];
+
+fn first(arguments: &[OsString]) -> &Path {
+    arguments.first().map(Path::new).unwrap_or(Path::new(""))
+}
 
 fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
@@ -36,16 +51,12 @@ fn main() -> ExitCode {
             let _ = rustix::thread::set_name(c"burgeon");
             burgeon_daemon::log::begin();
         }
-        let path = rest.first().map(Path::new).unwrap_or(Path::new(""));
-        match verb.to_str() {
-            Some("__supervise") => return burgeon_daemon::supervise(path),
-            Some("__serve") => return burgeon_daemon::serve_forever(path),
-            Some("__hold") => return burgeon_daemon::hold(),
-            Some("__help") => return burgeon_daemon::help(),
-            Some("__prepare") => return burgeon_daemon::prepare_process(rest),
-            Some("__read") => return commands::reading::process(rest),
-            Some("__probe") => return probe(rest),
-            _ => {}
+        let process = PROCESSES.iter().find(|(name, _)| verb == name);
+        if let Some((_, run)) = process {
+            return run(rest);
+        }
+        if verb == "__probe" {
+            return probe(rest);
         }
     }
     let args = match args::Args::try_parse_from(&arguments) {
@@ -73,9 +84,20 @@ fn main() -> ExitCode {
 }
 
 /// `burgeon __probe ROLE FOLDER`, for tests: prints the remaining rights of the role, a line each.
-fn probe(arguments: &[std::ffi::OsString]) -> ExitCode {
-    let [role, folder] = arguments else { return ExitCode::from(2) };
-    match burgeon_daemon::roles::probe(&role.to_string_lossy(), folder.as_ref()) {
+/// `burgeon __probe` prints all processes with their roles.
+fn probe(arguments: &[OsString]) -> ExitCode {
+    let [role, folder] = arguments else {
+        if !arguments.is_empty() {
+            return ExitCode::from(2);
+        }
+        for (process, _) in PROCESSES {
+            let roles = ROLES.iter().filter(|role| role.process == *process);
+            let names: Vec<_> = roles.map(|role| role.name).collect();
+            println!("{process}: {}", names.join(", "));
+        }
+        return ExitCode::SUCCESS;
+    };
+    match roles::probe(&role.to_string_lossy(), folder.as_ref()) {
         Ok(can) => {
             can.iter().for_each(|what| println!("{what}"));
             ExitCode::SUCCESS

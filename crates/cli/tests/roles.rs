@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     net::{TcpListener, TcpStream},
     path::Path,
@@ -11,65 +11,152 @@ use std::{
 };
 
 use serde_json::Value;
-use testkit::{Burgeon, Space};
+use testkit::{Burgeon, OciLayout, Registry, Space, WebServer, skopeo_copy};
 
-/// What the process of `role` was allowed of what `__probe` tries.
-fn allowed(role: &str) -> BTreeSet<String> {
-    let folder = tempfile::tempdir().unwrap();
-    let output = Command::new(env!("CARGO_BIN_EXE_burgeon"))
-        .args(["__probe", role])
-        .arg(folder.path())
-        .output()
-        .unwrap();
+/// Everything that `__probe` tries.
+const ALL: &[&str] = &[
+    "execve",
+    "ptrace",
+    "mount",
+    "connect",
+    "read",
+    "write",
+    "io_uring",
+    "io_uring connect",
+    "io_uring read",
+];
+
+/// A process, its role, and what `__probe` may find allowed there. Docs/architecture.md has the
+/// same as a table.
+type Row = (&'static str, &'static str, &'static [&'static str]);
+
+/// A role without a sandbox shows that the attempts can succeed. Images refer to files of this host
+/// by their paths, so a server reads them; seccomp does not see what comes through a ring, and
+/// capabilities and Landlock hold there, too.
+const ROWS: &[Row] = &[
+    ("__supervise", "supervising", ALL),
+    ("__help", "helping", ALL),
+    ("__prepare", "preparing", &["landlock"]),
+    ("__prepare", "preparing-remote", &["landlock", "connect"]),
+    ("__read", "reading", &["landlock"]),
+    ("__read", "reading-remote", &["landlock", "connect"]),
+    ("__hold", "holding", &["landlock"]),
+    ("__serve", "serving", &["landlock", "connect", "read"]),
+    (
+        "__serve",
+        "serving-rings",
+        &["landlock", "connect", "read", "io_uring", "io_uring connect", "io_uring read"],
+    ),
+];
+
+fn row(role: &str) -> (&'static str, BTreeSet<String>) {
+    let (process, _, allowed) = ROWS.iter().find(|(_, name, _)| *name == role).unwrap();
+    (*process, allowed.iter().map(|name| (*name).to_owned()).collect())
+}
+
+/// What `__probe` prints.
+fn probe<A: AsRef<std::ffi::OsStr>>(arguments: &[A]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_burgeon"));
+    let output = command.arg("__probe").args(arguments).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{role}: {:?} {errors}", output.status);
-    String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
-}
-
-/// The same of a sandbox, without the word that says whether the kernel has Landlock.
-fn allowed_in(role: &str) -> BTreeSet<String> {
-    let mut allowed = allowed(role);
-    // Every kernel that the tests know has it.
-    assert!(allowed.remove("landlock"), "{role}: Landlock guards no files");
-    allowed
-}
-
-fn names(names: &[&str]) -> BTreeSet<String> {
-    names.iter().map(|name| (*name).to_owned()).collect()
-}
-
-/// A probe that cannot succeed would prove nothing.
-#[test]
-fn everything_that_is_tried_works_outside_a_sandbox() {
-    let all = [
-        "execve",
-        "ptrace",
-        "mount",
-        "connect",
-        "read",
-        "write",
-        "io_uring",
-        "io_uring connect",
-        "io_uring read",
-    ];
-    assert_eq!(allowed("nothing"), names(&all));
+    assert!(output.status.success(), "{:?} {errors}", output.status);
+    String::from_utf8(output.stdout).unwrap()
 }
 
 #[test]
-fn a_process_that_prepares_an_image_can_do_nothing_else() {
-    assert_eq!(allowed_in("preparing"), names(&[]));
+fn every_process_has_a_role_and_every_role_a_row() {
+    let mut rows: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for (process, role, _) in ROWS {
+        rows.entry(process).or_default().insert(role);
+    }
+    let printed = probe::<&str>(&[]);
+    let roles: BTreeMap<_, BTreeSet<_>> = printed
+        .lines()
+        .map(|line| line.split_once(": ").unwrap())
+        .map(|(process, roles)| (process, roles.split(", ").collect()))
+        .collect();
+    assert_eq!(roles, rows);
 }
 
-/// It fetches from a bucket, a web server or a registry.
 #[test]
-fn a_process_that_prepares_an_image_of_a_remote_store_has_the_network_alone() {
-    assert_eq!(allowed_in("preparing-remote"), names(&["connect"]));
+fn each_role_can_do_what_its_row_says_and_no_more() {
+    for (_, role, _) in ROWS {
+        let folder = tempfile::tempdir().unwrap();
+        let printed = probe(&[role.as_ref(), folder.path().as_os_str()]);
+        let allowed: BTreeSet<_> = printed.lines().map(str::to_owned).collect();
+        assert_eq!(allowed, row(role).1, "{role}");
+    }
 }
 
+/// The processes that have entered a sandbox, by their reports, and what they could do there.
+fn reported(text: &str) -> BTreeSet<(String, BTreeSet<String>)> {
+    let reports = text.lines().filter_map(|line| line.strip_prefix("probe: "));
+    let of_process = |line: &str| {
+        let (process, allowed) = line.split_once(": ").unwrap();
+        (process.to_owned(), allowed.split(", ").map(str::to_owned).collect())
+    };
+    reports.map(of_process).collect()
+}
+
+/// Mounts `image`; returns what the command's processes and those of its daemon reported.
+fn reports_of_a_mount(space: &Space, image: &str, options: &[&str]) -> [Reports; 2] {
+    let state = format!("state-{}", image.len());
+    let burgeon = Burgeon::with_state(env!("CARGO_BIN_EXE_burgeon"), space.path(&state));
+    let burgeon = burgeon.env("BURGEON_PROBE", "1");
+    let at = space.make_folder("at");
+    let mut arguments = vec!["mount", image, at.to_str().unwrap(), "--read-only"];
+    arguments.extend(options);
+    let mounted = burgeon.run(&arguments);
+    assert_eq!(mounted.code, Some(0), "{image}: {mounted:?}");
+    let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
+    burgeon.ok(&["umount", at.to_str().unwrap()]);
+    [reported(&mounted.stderr), reported(&log)]
+}
+
+type Reports = BTreeSet<(String, BTreeSet<String>)>;
+
+/// What processes in these roles report.
+fn reports_in(roles: &[&str]) -> Reports {
+    let report = |role: &&str| {
+        let (process, allowed) = row(role);
+        (process.to_owned(), allowed)
+    };
+    roles.iter().map(report).collect()
+}
+
+/// The processes try it themselves, started as for any mount: one that reads layers, by the command;
+/// one that prepares, one that serves and one that holds, by the supervisor.
 #[test]
-fn a_process_that_reads_for_a_command_can_do_nothing_else() {
-    assert_eq!(allowed_in("reading"), names(&[]));
-    assert_eq!(allowed_in("reading-remote"), names(&["connect"]));
+fn the_processes_of_a_mount_are_confined_whoever_starts_them() {
+    let space = Space::new("roles-mount");
+    let layout = OciLayout::new(&space.path("layout")).unwrap();
+    layout.change(|root| fs::write(root.join("text"), "text").unwrap()).unwrap();
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let name = format!("{}/app:1", registry.address());
+    let from = format!("oci:{}:latest", layout.folder().display());
+    skopeo_copy(&[], &from, &format!("docker://{name}")).unwrap();
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("text"), "text").unwrap();
+    let (store, builder) =
+        (space.path("store"), Burgeon::new(env!("CARGO_BIN_EXE_burgeon"), &space));
+    let store = store.to_str().unwrap();
+    builder.ok(&["build", tree.to_str().unwrap(), "tree", "--store", store]);
+    let web = WebServer::nginx(store.as_ref(), &space.path("nginx")).unwrap();
+    let web = format!("http://{}", web.address());
+    let layout = format!("oci-layout:{}:latest", layout.folder().display());
+    let in_registry = format!("oci://{name}");
+    for (image, options, reading, preparing) in [
+        (&*layout, &[][..], &["reading"][..], "preparing"),
+        (&in_registry, &[], &["reading-remote"], "preparing"),
+        ("tree", &["--store", &web], &[], "preparing-remote"),
+    ] {
+        let [by_command, by_daemon] = reports_of_a_mount(&space, image, options);
+        assert_eq!(by_command, reports_in(reading), "{image}");
+        // The kernel decides whether a server needs rings.
+        let servers = ["serving", "serving-rings"];
+        let expected = servers.map(|server| reports_in(&[preparing, "holding", server]));
+        assert!(expected.contains(&by_daemon), "{image}: {by_daemon:?}");
+    }
 }
 
 /// The command as a user types it, with an archive that does not come.
@@ -203,25 +290,6 @@ impl Reader {
         let line = limits.lines().find_map(|line| line.strip_prefix("Max data size")).unwrap();
         line.split_whitespace().next().unwrap().parse().unwrap_or(u64::MAX)
     }
-}
-
-#[test]
-fn a_process_that_holds_descriptors_can_do_nothing_else() {
-    assert_eq!(allowed_in("holding"), names(&[]));
-}
-
-/// Images refer to files of this host by their paths, so reading them is what a server is for. It
-/// can change none but its own.
-#[test]
-fn a_serving_process_has_the_network_and_reads_files() {
-    assert_eq!(allowed_in("serving"), names(&["connect", "read"]));
-}
-
-/// seccomp does not see what comes through a ring; capabilities and Landlock hold there, too.
-#[test]
-fn a_serving_process_with_rings_can_do_no_more_than_without() {
-    let rings = ["connect", "read", "io_uring", "io_uring connect", "io_uring read"];
-    assert_eq!(allowed_in("serving-rings"), names(&rings));
 }
 
 #[test]

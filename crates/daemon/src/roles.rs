@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_sandbox::{Sandbox, attempts};
+use burgeon_sandbox::Sandbox;
 use burgeon_source::{
     Location,
     registry::{NOT_FOUND, Name, ask_helpers_by},
@@ -160,34 +160,71 @@ fn with_credentials_of(sandbox: Sandbox, store: &Location) -> Sandbox {
     }
 }
 
-/// Enters the sandbox of `role`, with `folder` for all of its paths, and returns the names of
-/// forbidden operations that it can still do. For tests; harmless everywhere.
+/// The role of a process of this program.
+pub struct Role {
+    /// Its name.
+    pub name: &'static str,
+    /// The verb by which the program is run as such a process.
+    pub process: &'static str,
+    /// Its sandbox with a folder for all of its paths; `None` if it has no sandbox.
+    sandbox: Option<fn(&Path) -> Result<Sandbox>>,
+}
+
+/// All roles. A process has several if what it may do depends on its work.
+pub const ROLES: &[Role] = &[
+    Role { name: "supervising", process: "__supervise", sandbox: None },
+    Role { name: "helping", process: "__help", sandbox: None },
+    Role {
+        name: "preparing",
+        process: "__prepare",
+        sandbox: Some(|folder| Ok(preparing(&folder.to_owned().into(), folder))),
+    },
+    Role {
+        name: "preparing-remote",
+        process: "__prepare",
+        sandbox: Some(|folder| {
+            Ok(preparing(&Location::parse("https://store.example/images")?, folder))
+        }),
+    },
+    Role {
+        name: "reading",
+        process: "__read",
+        sandbox: Some(|folder| Ok(Reach::within(folder, false).sandbox())),
+    },
+    Role {
+        name: "reading-remote",
+        process: "__read",
+        sandbox: Some(|folder| Ok(Reach::within(folder, true).sandbox())),
+    },
+    Role { name: "holding", process: "__hold", sandbox: Some(|_| Ok(holding())) },
+    Role {
+        name: "serving",
+        process: "__serve",
+        sandbox: Some(|folder| {
+            Ok(serving(&StateDir::open(folder)?, ServingIo { ublk: false, rings: false }))
+        }),
+    },
+    Role {
+        name: "serving-rings",
+        process: "__serve",
+        sandbox: Some(|folder| {
+            Ok(serving(&StateDir::open(folder)?, ServingIo { ublk: false, rings: true }))
+        }),
+    },
+];
+
+/// Enters the sandbox of the role `name`, with `folder` for all of its paths, and returns the names
+/// of forbidden operations that it can still do. For tests; harmless everywhere.
 ///
-/// `Invalid` for an unknown role. `nothing` is no sandbox: it shows that the attempts work.
-pub fn probe(role: &str, folder: &Path) -> Result<Vec<&'static str>> {
-    let here = Location::from(folder.to_owned());
-    let remote = || Location::parse("https://store.example/images");
-    let sandbox = match role {
-        "nothing" => None,
-        "preparing" => Some(preparing(&here, folder)),
-        "preparing-remote" => Some(preparing(&remote()?, folder)),
-        "reading" => Some(Reach::within(folder, false).sandbox()),
-        "reading-remote" => Some(Reach::within(folder, true).sandbox()),
-        "holding" => Some(holding()),
-        "serving" => {
-            let io = ServingIo { ublk: false, rings: false };
-            Some(serving(&StateDir::open(folder)?, io))
-        }
-        "serving-rings" => {
-            let io = ServingIo { ublk: false, rings: true };
-            Some(serving(&StateDir::open(folder)?, io))
-        }
-        _ => return Err(Error::new(ErrorKind::Invalid, format!("there is no role {role:?}"))),
-    };
-    let guarded = match sandbox {
-        Some(sandbox) => sandbox.enter()?,
+/// `Invalid` for an unknown role. A role without a sandbox shows that the attempts work.
+pub fn probe(name: &str, folder: &Path) -> Result<Vec<&'static str>> {
+    let role = ROLES
+        .iter()
+        .find(|role| role.name == name)
+        .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("there is no role {name:?}")))?;
+    let guarded = match role.sandbox {
+        Some(sandbox) => sandbox(folder)?.enter()?,
         None => false,
     };
-    let done = attempts().iter().filter(|(_, attempt)| attempt()).map(|(name, _)| *name);
-    Ok(guarded.then_some("landlock").into_iter().chain(done).collect())
+    Ok(burgeon_sandbox::allowed(guarded))
 }

@@ -33,7 +33,7 @@ use burgeon_block::{Error, ErrorKind, Result};
 use rustix::thread::CapabilitySet;
 
 use self::landlock::Access;
-pub use self::probe::{Attempt, attempts};
+pub use self::probe::allowed;
 
 /// The rights that a process keeps in its sandbox; everything else is refused.
 #[derive(Debug)]
@@ -162,6 +162,8 @@ impl Sandbox {
 
     /// Drops all other rights, for ever. True if Landlock guards the files.
     ///
+    /// With `BURGEON_PROBE` in the environment, the process prints what it can still do.
+    ///
     /// `Invalid` while the process has more than one thread.
     pub fn enter(self) -> Result<bool> {
         if thread_count()? != 1 {
@@ -187,6 +189,7 @@ impl Sandbox {
         let guarded = landlock.is_some();
         landlock.map_or(Ok(()), landlock::Ruleset::enter)?;
         seccomp::enter(self.network, self.rings)?;
+        probe::report(guarded);
         Ok(guarded)
     }
 

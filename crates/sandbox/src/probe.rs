@@ -19,15 +19,33 @@ const SECRET: &str = "/etc/shadow";
 /// An address without a listener.
 const ADDRESS: ([u8; 4], u16) = ([127, 0, 0, 1], 1);
 
+/// A process that enters a sandbox with this variable in its environment reports what it can do.
+const VARIABLE: &str = "BURGEON_PROBE";
+
 /// An attempt: its name, and a function that returns true if it was allowed.
-pub type Attempt = (&'static str, fn() -> bool);
+type Attempt = (&'static str, fn() -> bool);
+
+/// The attempts that this process is allowed, preceded by `landlock` if that guards its files.
+pub fn allowed(guarded: bool) -> Vec<&'static str> {
+    let done = attempts().iter().filter(|(_, attempt)| attempt()).map(|(name, _)| *name);
+    guarded.then_some("landlock").into_iter().chain(done).collect()
+}
+
+/// Prints [`allowed`] with the verb of this process, if the environment asks for it. So tests see
+/// the sandboxes of processes that commands and the daemon start.
+pub(crate) fn report(guarded: bool) {
+    if std::env::var_os(VARIABLE).is_some() {
+        let verb = std::env::args().nth(1).unwrap_or_default();
+        eprintln!("probe: {verb}: {}", allowed(guarded).join(", "));
+    }
+}
 
 /// All attempts, in this order.
-pub fn attempts() -> &'static [Attempt] {
+fn attempts() -> &'static [Attempt] {
     &[
         ("execve", || {
             let mut command = Command::new("/proc/self/exe");
-            let command = command.args(["__probe", "nothing"]);
+            let command = command.args(["__probe", "no-role"]);
             command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
         }),
         ("ptrace", || {
