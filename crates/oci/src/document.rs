@@ -262,7 +262,7 @@ impl IndexArtifact {
 }
 
 /// The entries of a list of referrers, of any type.
-pub(crate) fn referrers(bytes: &[u8]) -> Result<Vec<Value>> {
+pub(crate) fn referrer_entries(bytes: &[u8]) -> Result<Vec<Value>> {
     #[derive(Deserialize)]
     struct Any {
         manifests: Vec<Value>,
@@ -273,7 +273,7 @@ pub(crate) fn referrers(bytes: &[u8]) -> Result<Vec<Value>> {
 
 /// The digests of at most `max` referrers of type `kind` in a list. Entries are parsed one by one:
 /// a whole parsed list takes many times its length in memory.
-pub(crate) fn referrers_of(bytes: &[u8], kind: &str, max: usize) -> Result<Vec<Digest>> {
+pub(crate) fn referrer_digests(bytes: &[u8], kind: &str, max: usize) -> Result<Vec<Digest>> {
     let mut json = serde_json::Deserializer::from_slice(bytes);
     json.deserialize_map(ListReader { kind, max }).map_err(|error| {
         let what = "the image's list of what refers to it makes no sense";

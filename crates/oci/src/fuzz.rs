@@ -5,12 +5,12 @@ use burgeon_image::builder::Listed;
 use burgeon_source::registry::Digest;
 
 use crate::{
-    beside,
     contents::{self, Stored},
     document::{
         Compression, Contents, Document, IndexArtifact, Layer, diff_ids, for_this_machine,
-        media_type, referrers, referrers_of,
+        media_type, referrer_digests, referrer_entries,
     },
+    referrers,
 };
 
 /// Offset of the table in the layer, and length of the layer.
@@ -28,8 +28,8 @@ pub fn documents(bytes: &[u8]) -> usize {
         }
     });
     let artifact = IndexArtifact::parse(bytes).map(|artifact| drop(artifact.subject.digest()));
-    let listed = referrers(bytes).map(drop);
-    let told = referrers_of(bytes, "application/vnd.burgeon.index.v1", 8).map(drop);
+    let listed = referrer_entries(bytes).map(drop);
+    let told = referrer_digests(bytes, "application/vnd.burgeon.index.v1", 8).map(drop);
     let config = diff_ids(bytes, 1).map(drop);
     media_type(bytes);
     [document, artifact, listed, told, config].iter().filter(|read| read.is_ok()).count()
@@ -37,7 +37,7 @@ pub fn documents(bytes: &[u8]) -> usize {
 
 /// Number of Burgeon indexes on the pages of a list of referrers.
 pub fn referrers_in(pages: &[Vec<u8>]) -> usize {
-    beside::told(pages.iter().map(Vec::as_slice), "application/vnd.burgeon.index.v1").len()
+    referrers::digests_on(pages.iter().map(Vec::as_slice), "application/vnd.burgeon.index.v1").len()
 }
 
 /// Format of a table of contents.

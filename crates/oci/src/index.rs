@@ -29,9 +29,9 @@ use serde_json::json;
 
 use crate::{
     Source, Work,
-    beside::{self, Artifact, Shelf},
     document::{Descriptor, IndexArtifact},
     image::{Blobs, Keep, Resolved, Tables},
+    referrers::{self, Artifact, ReferrerStore},
     source::{Kind, Wanted},
 };
 
@@ -84,7 +84,7 @@ pub fn index(
     else {
         return Err(none_has());
     };
-    let shelf = push.then(|| Shelf::open(source, work.access)).transpose()?;
+    let referrer_store = push.then(|| ReferrerStore::open(source, work.access)).transpose()?;
     let resolved = blobs.resolve(&wanted)?;
     let name = name_of(&resolved.digest.to_string());
     let image = match work.vouched(store, &name) {
@@ -105,9 +105,9 @@ pub fn index(
     };
     refresh(store, &image, &at)?;
     let (document, parts) = artifact(store, &image, &resolved)?;
-    if let Some(shelf) = shelf {
+    if let Some(referrer_store) = referrer_store {
         let artifact = Artifact { kind: ARTIFACT, document: &document, blobs: &parts };
-        shelf.put(&blobs, &resolved.digest, &artifact)?;
+        referrer_store.put(&blobs, &resolved.digest, &artifact)?;
     }
     Ok(Indexed {
         digest: Digest::of(&document).to_string(),
@@ -399,8 +399,8 @@ fn artifact(
 }
 
 /// The digests of the indexes among the referrers of `image`; empty if they cannot be listed.
-pub(crate) fn beside(blobs: &Blobs, image: &Digest) -> Vec<String> {
-    beside::find(blobs, image, ARTIFACT).iter().map(Digest::to_string).collect()
+pub(crate) fn among_referrers(blobs: &Blobs, image: &Digest) -> Vec<String> {
+    referrers::find(blobs, image, ARTIFACT).iter().map(Digest::to_string).collect()
 }
 
 /// An index that the user trusts by its digest.

@@ -12,8 +12,8 @@ use burgeon_source::registry::{DOCUMENT_MAX, Digest};
 use serde_json::{Value, json};
 
 use crate::{
-    beside::is_tag_of_list,
     document::{Descriptor, Document},
+    referrers::is_tag_of_list,
     source::Wanted,
 };
 

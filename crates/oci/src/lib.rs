@@ -18,7 +18,6 @@
 //! is bounded before it is read.
 
 mod archive;
-mod beside;
 mod contents;
 mod document;
 #[doc(hidden)]
@@ -27,6 +26,7 @@ mod image;
 mod index;
 mod layout;
 mod push;
+mod referrers;
 mod source;
 mod spool;
 mod tags;
@@ -289,8 +289,8 @@ pub fn find_or_build(
         _ => {
             // Referrers are only reported, so they are listed while layers are fetched.
             let (made, unused) = thread::scope(|scope| {
-                let beside = || index::beside(&blobs, &resolved.digest);
-                let unused = at.as_ref().map(|_| scope.spawn(beside));
+                let list = || index::among_referrers(&blobs, &resolved.digest);
+                let unused = at.as_ref().map(|_| scope.spawn(list));
                 let made = hold_or_build(store, &blobs, &resolved, at.as_ref(), want, work);
                 (made, unused.and_then(|unused| unused.join().ok()))
             });

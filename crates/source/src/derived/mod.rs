@@ -53,16 +53,16 @@ pub fn derived_object(table: &[u8]) -> Result<ObjectId> {
 
 /// The object with the place of the layers of the derived `object`.
 pub fn origin_object(object: &ObjectId) -> Result<ObjectId> {
-    beside(object, ObjectKind::Origins)
+    companion(object, ObjectKind::Origins)
 }
 
 /// The object that lists the layers of the derived `object`, one a line, if all of them are
 /// stored.
 pub fn held_object(object: &ObjectId) -> Result<ObjectId> {
-    beside(object, ObjectKind::Held)
+    companion(object, ObjectKind::Held)
 }
 
-fn beside(object: &ObjectId, kind: ObjectKind) -> Result<ObjectId> {
+fn companion(object: &ObjectId, kind: ObjectKind) -> Result<ObjectId> {
     match object.below(ObjectKind::Derived) {
         Some(digest) => kind.object(digest),
         None => Err(Error::new(ErrorKind::Invalid, format!("{object} is derived from nothing"))),

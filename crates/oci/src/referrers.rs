@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use crate::{
     Source,
-    document::{OCI_INDEX, referrers, referrers_of},
+    document::{OCI_INDEX, referrer_digests, referrer_entries},
     image::Blobs,
     index::none_has,
     layout::Layout,
@@ -28,10 +28,10 @@ use crate::{
 };
 
 /// Most referrers of one image that are reported.
-const TOLD_MAX: usize = 8;
+const REPORTED_MAX: usize = 8;
 
 /// A writable place for referrers.
-pub(crate) enum Shelf {
+pub(crate) enum ReferrerStore {
     Layout(Layout),
     Registry(Uploads),
 }
@@ -46,7 +46,7 @@ pub(crate) struct Artifact<'a> {
     pub(crate) blobs: &'a [Bytes],
 }
 
-impl Shelf {
+impl ReferrerStore {
     /// Opens the layout or repository of `source`. Write access to a registry is tested by
     /// uploading the empty configuration.
     pub(crate) fn open(source: &Source, access: &Access) -> Result<Self> {
@@ -130,7 +130,7 @@ pub(crate) fn is_tag_of_list(tag: &str) -> bool {
 /// The entries of the tagged list of referrers of `image`, of any type.
 fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
     match blobs.document(&Wanted::Tag(tag_of(image))) {
-        Ok((bytes, _)) => referrers(&bytes),
+        Ok((bytes, _)) => referrer_entries(&bytes),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
         Err(error) => Err(error),
     }
@@ -139,9 +139,9 @@ fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
 /// The digests of the referrers of `image` of type `kind`; empty if they cannot be listed.
 pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
     match blobs.referrers(image, kind) {
-        Ok(Some(pages)) => told(pages.iter().map(|page| &page[..]), kind),
+        Ok(Some(pages)) => digests_on(pages.iter().map(|page| &page[..]), kind),
         Ok(None) => match blobs.document(&Wanted::Tag(tag_of(image))) {
-            Ok((list, _)) => told([&list[..]], kind),
+            Ok((list, _)) => digests_on([&list[..]], kind),
             Err(_) => Vec::new(),
         },
         Err(_) => Vec::new(),
@@ -149,8 +149,8 @@ pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
 }
 
 /// The digests of the referrers of type `kind` on the pages of a list.
-pub(crate) fn told<'a>(pages: impl IntoIterator<Item = &'a [u8]>, kind: &str) -> Vec<Digest> {
+pub(crate) fn digests_on<'a>(pages: impl IntoIterator<Item = &'a [u8]>, kind: &str) -> Vec<Digest> {
     // An invalid page does not spoil the others.
-    let of = |page| referrers_of(page, kind, TOLD_MAX).unwrap_or_default();
-    pages.into_iter().flat_map(of).take(TOLD_MAX).collect()
+    let of = |page| referrer_digests(page, kind, REPORTED_MAX).unwrap_or_default();
+    pages.into_iter().flat_map(of).take(REPORTED_MAX).collect()
 }
