@@ -69,13 +69,13 @@ impl Descriptor {
         self.annotations.get(name).and_then(Value::as_str)
     }
 
-    /// The location and digest of the layer's table of contents, if the annotations give them.
-    fn contents(&self, compression: Compression) -> Option<Contents> {
+    /// The location and digest of the layer's TOC, if the annotations give them.
+    fn toc(&self, compression: Compression) -> Option<TocPlace> {
         match compression {
             Compression::None => None,
             Compression::Gzip => {
                 let digest = self.annotation("containerd.io/snapshot/stargz/toc.digest")?;
-                Some(Contents::Stargz { digest: digest.parse().ok()? })
+                Some(TocPlace::Stargz { digest: digest.parse().ok()? })
             }
             Compression::Zstd => {
                 // Newer programs write the longer prefix.
@@ -86,11 +86,11 @@ impl Descriptor {
                 };
                 let digest = value("manifest-checksum")?.parse().ok()?;
                 let at = value("manifest-position")?.split(':').map(|part| part.parse().ok());
-                // Offset, length, decompressed length, and type of the table.
+                // Offset, length, decompressed length, and type of the TOC.
                 let [offset, stored, len, 1] = at.collect::<Option<Vec<u64>>>()?[..] else {
                     return None;
                 };
-                Some(Contents::Chunked { digest, stored: ByteRange::at(offset, stored)?, len })
+                Some(TocPlace::Chunked { digest, stored: ByteRange::at(offset, stored)?, len })
             }
         }
     }
@@ -119,23 +119,23 @@ pub(crate) struct Layer {
     pub(crate) digest: Digest,
     pub(crate) size: u64,
     pub(crate) compression: Compression,
-    /// Its table of contents.
-    pub(crate) contents: Option<Contents>,
+    /// Its TOC.
+    pub(crate) toc: Option<TocPlace>,
 }
 
-/// The table of contents of a layer, as given in the image's manifest.
+/// The TOC of a layer, as given in the image's manifest.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Contents {
+pub(crate) enum TocPlace {
     /// eStargz: the footer of the layer gives its offset.
     Stargz {
-        /// Digest of the table.
+        /// Digest of the TOC.
         digest: Digest,
     },
     /// zstd:chunked.
     Chunked {
-        /// Digest of the compressed table.
+        /// Digest of the compressed TOC.
         digest: Digest,
-        /// Range of the compressed table in the layer.
+        /// Range of the compressed TOC in the layer.
         stored: ByteRange,
         /// Decompressed length in bytes.
         len: u64,
@@ -230,8 +230,8 @@ impl Layer {
                 return Err(unsupported(format!("the layer {digest} {why} ({kind:?})")));
             }
         };
-        let contents = descriptor.contents(compression);
-        Ok(Self { digest, size: descriptor.size, compression, contents })
+        let toc = descriptor.toc(compression);
+        Ok(Self { digest, size: descriptor.size, compression, toc })
     }
 }
 

@@ -5,16 +5,16 @@ use burgeon_image::builder::Listed;
 use burgeon_source::registry::Digest;
 
 use crate::{
-    contents::{self, Stored},
     document::{
-        Compression, Contents, Document, IndexArtifact, Layer, diff_ids, for_this_machine,
+        Compression, Document, IndexArtifact, Layer, TocPlace, diff_ids, for_this_machine,
         media_type, referrer_digests, referrer_entries,
     },
     referrers,
+    toc::{self, CompressedToc},
 };
 
-/// Offset of the table in the layer, and length of the layer.
-const TABLE_AT: u64 = 1 << 30;
+/// Offset of the TOC in the layer, and length of the layer.
+const TOC_AT: u64 = 1 << 30;
 const LAYER_LEN: u64 = 1 << 31;
 
 /// Parses `bytes` as each document of an image: index, manifest, configuration, list of referrers,
@@ -40,27 +40,27 @@ pub fn referrers_in(pages: &[Vec<u8>]) -> usize {
     referrers::digests_on(pages.iter().map(Vec::as_slice), "application/vnd.burgeon.index.v1").len()
 }
 
-/// Format of a table of contents.
+/// Format of a TOC.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum TableKind {
-    /// eStargz: a gzip member with an archive that contains the table.
+pub enum TocKind {
+    /// eStargz: a gzip member with an archive that contains the TOC.
     Stargz,
-    /// zstd:chunked: a zstd frame that unpacks to the table.
+    /// zstd:chunked: a zstd frame that unpacks to the TOC.
     Chunked,
 }
 
-/// Parses the table of contents `stored`, which unpacks to `json` if it is valid.
-pub fn contents(kind: TableKind, stored: Vec<u8>, json: &[u8]) -> Result<Vec<Listed>> {
-    let at = ByteRange::at(TABLE_AT, stored.len() as u64)
-        .ok_or_else(|| contents::unusable("it is too long"))?;
-    let (contents, compression) = match kind {
-        TableKind::Stargz => (Contents::Stargz { digest: Digest::of(json) }, Compression::Gzip),
-        TableKind::Chunked => {
+/// Parses the TOC `stored`, which unpacks to `json` if it is valid.
+pub fn toc(kind: TocKind, stored: Vec<u8>, json: &[u8]) -> Result<Vec<Listed>> {
+    let at = ByteRange::at(TOC_AT, stored.len() as u64)
+        .ok_or_else(|| toc::unusable("it is too long"))?;
+    let (place, compression) = match kind {
+        TocKind::Stargz => (TocPlace::Stargz { digest: Digest::of(json) }, Compression::Gzip),
+        TocKind::Chunked => {
             let (digest, len) = (Digest::of(&stored), json.len() as u64);
-            (Contents::Chunked { digest, stored: at, len }, Compression::Zstd)
+            (TocPlace::Chunked { digest, stored: at, len }, Compression::Zstd)
         }
     };
     let (digest, size) = (Digest::of(b"layer"), LAYER_LEN);
-    let layer = Layer { digest, size, compression, contents: None };
-    contents::read(&layer, &contents, &Stored::new(stored, at)).map(|table| table.files)
+    let layer = Layer { digest, size, compression, toc: None };
+    toc::read(&layer, &place, &CompressedToc::new(stored, at)).map(|toc| toc.files)
 }

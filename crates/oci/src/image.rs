@@ -4,12 +4,12 @@
 //!   manifest ─► LANES_MAX at a time: layer ─► digest ─► spool ─► decompress ─► digest ─► scan
 //!   build:     scans headers; if all are valid ─► spool ─► decompress ─► surviving files ─► image
 //!   describe:  scans everything, once; the spool becomes an object, which the image is read from
-//!   list:      parses a table of contents, and does not fetch the layer
+//!   list:      parses a table of contents (TOC), and does not fetch the layer
 //! ```
 //!
 //! Invariants: nothing is published under a name before the digests of all layers read, and of all
-//! tables of contents, have been checked; data needed only for a build is in unnamed temporary
-//! files, which disappear with this process even if it is killed.
+//! TOCs, have been checked; data needed only for a build is in unnamed temporary files, which
+//! disappear with this process even if it is killed.
 
 use std::{
     fs::File,
@@ -33,13 +33,14 @@ use burgeon_source::{
 use bytes::Bytes;
 
 use crate::{
-    Work, contents,
+    Work,
     document::{
         Compression, Descriptor, Document, Layer, Manifest, diff_ids, for_this_machine, media_type,
     },
     layout::Layout,
     source::Wanted,
     spool::{Metered, Spool, Tee, given_up},
+    toc,
 };
 
 /// Layers fetched in parallel; together they need 160 MiB to decompress (`layer/src/unzstd.rs`).
@@ -219,34 +220,33 @@ impl Blobs {
     }
 
     /// Describes the image's layers and the places where unpacking can start, with an error for
-    /// each layer that has too few. With `keep`, the fetched layers are stored. With `tables`,
-    /// layers with a usable table of contents are not fetched; `tables` collects the reasons why
-    /// others were.
+    /// each layer that has too few. With `keep`, the fetched layers are stored. With `tocs`,
+    /// layers with a usable TOC are not fetched; `tocs` collects the reasons why others were.
     pub(crate) fn describe(
         &self,
         resolved: &Resolved,
         work: &Work<'_>,
         keep: Option<&Keep<'_>>,
-        tables: Option<&Tables>,
+        tocs: Option<&Tocs>,
     ) -> Result<(Vec<Description>, Vec<Result<Restarts>>)> {
         let layers = Layers::new(LayerLimits::default());
         let described = self.fetch(&resolved.manifest, work, &|coming| {
-            let Layer { digest, size, compression, contents } = coming.layer;
-            if let (Some(tables), Some(contents)) = (tables, contents) {
-                let listed = contents::fetch(self, coming.layer, contents).and_then(|stored| {
-                    let _one = tables.one_at_a_time();
-                    let table = contents::read(coming.layer, contents, &stored)?;
+            let Layer { digest, size, compression, toc } = coming.layer;
+            if let (Some(tocs), Some(place)) = (tocs, toc) {
+                let listed = toc::fetch(self, coming.layer, place).and_then(|stored| {
+                    let _one = tocs.one_at_a_time();
+                    let toc = toc::read(coming.layer, place, &stored)?;
                     layers.meter().input(stored.len());
-                    let listed = layers.list(&table.files, coming.number, work.options)?;
-                    Ok((listed, Ok(table.restarts)))
+                    let listed = layers.list(&toc.files, coming.number, work.options)?;
+                    Ok((listed, Ok(toc.restarts)))
                 });
                 match listed {
                     Ok(listed) => {
-                        tables.used.fetch_add(1, Relaxed);
+                        tocs.used.fetch_add(1, Relaxed);
                         (coming.count)(*size);
                         return Ok(listed);
                     }
-                    Err(error) => tables.refused(digest, &error),
+                    Err(error) => tocs.refused(digest, &error),
                 }
             }
             let object = layer_object(&digest.bytes())?;
@@ -378,24 +378,24 @@ fn held(own: Option<&Directory>, layer: &Layer) -> Result<Option<File>> {
     Ok(file.filter(|file| file.metadata().is_ok_and(|of| of.len() == layer.size)))
 }
 
-/// The use of tables of contents for an image.
+/// The use of TOCs for an image.
 #[derive(Default)]
-pub(crate) struct Tables {
+pub(crate) struct Tocs {
     used: AtomicUsize,
     refused: Mutex<Vec<String>>,
     /// Together they describe no valid tree.
     unfit: AtomicBool,
-    /// Locked while a table is parsed: at most one at a time takes memory for that.
+    /// Locked while a TOC is parsed: at most one at a time takes memory for that.
     reading: Mutex<()>,
 }
 
-impl Tables {
-    /// True if any table was used.
+impl Tocs {
+    /// True if any TOC was used.
     pub(crate) fn is_used(&self) -> bool {
         self.used() > 0
     }
 
-    /// Number of tables used.
+    /// Number of TOCs used.
     pub(crate) fn used(&self) -> usize {
         self.used.load(Relaxed)
     }
@@ -404,18 +404,18 @@ impl Tables {
         self.reading.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records that the tables of the image `digest` describe no valid tree together.
+    /// Records that the TOCs of the image `digest` describe no valid tree together.
     pub(crate) fn unfit(&self, digest: &Digest, error: &Error) {
         self.refused(digest, error);
         self.unfit.store(true, Relaxed);
     }
 
-    /// True if the tables describe no valid tree together.
+    /// True if the TOCs describe no valid tree together.
     pub(crate) fn is_unfit(&self) -> bool {
         self.unfit.load(Relaxed)
     }
 
-    /// The reasons why tables were not used.
+    /// The reasons why TOCs were not used.
     pub(crate) fn into_refused(self) -> Vec<String> {
         self.refused.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
@@ -499,7 +499,7 @@ mod tests {
         let digest = Digest::of(&good);
         let object = layer_object(&digest.bytes()).unwrap();
         let size = good.len() as u64;
-        let layer = Layer { digest, size, compression: Compression::None, contents: None };
+        let layer = Layer { digest, size, compression: Compression::None, toc: None };
         let coming = Coming { number: 0, layer: &layer, diff_id: None, count: &|_| () };
         let read = |spool: Option<File>| {
             let look = |blob: &mut (dyn io::Read + Send)| {

@@ -30,7 +30,7 @@ use serde_json::json;
 use crate::{
     Source, Work,
     document::{Descriptor, IndexArtifact},
-    image::{Blobs, Keep, Resolved, Tables},
+    image::{Blobs, Keep, Resolved, Tocs},
     referrers::{self, Artifact, ReferrerStore},
     source::{Kind, Wanted},
 };
@@ -65,7 +65,7 @@ pub(crate) fn name_of(digest: &str) -> String {
     format!("{digest}/index")
 }
 
-/// The store's name for the image `digest` if tables of contents describe it.
+/// The store's name for the image `digest` if TOCs describe it.
 pub(crate) fn listed_name_of(digest: &str) -> String {
     format!("{digest}/contents")
 }
@@ -122,8 +122,8 @@ pub fn index(
 /// The names for an image in a store.
 struct Names<'a> {
     name: &'a str,
-    /// The name to use if tables of contents were used. `None` forbids their use.
-    listed: Option<(&'a str, &'a Tables)>,
+    /// The name to use if TOCs were used. `None` forbids their use.
+    listed: Option<(&'a str, &'a Tocs)>,
 }
 
 /// Publishes the index of the image under its name, and with `keep` its layers too. The inner
@@ -136,8 +136,8 @@ fn make(
     work: &Work<'_>,
     keep: Option<&Keep<'_>>,
 ) -> Result<Result<Report>> {
-    let tables = names.listed.map(|(_, tables)| tables);
-    let (descriptions, restarts) = blobs.describe(resolved, work, keep, tables)?;
+    let tocs = names.listed.map(|(_, tocs)| tocs);
+    let (descriptions, restarts) = blobs.describe(resolved, work, keep, tocs)?;
     let restarts = match restarts.into_iter().collect::<Result<Vec<_>>>() {
         Ok(restarts) => restarts,
         Err(error) => return Ok(Err(error)),
@@ -157,8 +157,8 @@ fn make(
             stretches: stretches(origins),
         };
         let object = publish_table(store, &table.encode()?, at)?;
-        // If all layers have a table of contents, none is stored.
-        if keep.is_some() && tables.is_none_or(|tables| tables.used() < restarts.len()) {
+        // If all layers have a TOC, none is stored.
+        if keep.is_some() && tocs.is_none_or(|tocs| tocs.used() < restarts.len()) {
             let mut list = String::new();
             for layer in layers() {
                 list.extend([layer_object(&layer.digest.bytes())?.as_str(), "\n"]);
@@ -168,21 +168,21 @@ fn make(
         Ok(object)
     };
     let name = match names.listed {
-        Some((listed, tables)) if tables.is_used() => listed,
+        Some((listed, tocs)) if tocs.is_used() => listed,
         _ => names.name,
     };
     let described = builder::describe_layers(store, name, descriptions, work.options, &object);
-    if let (Err(error), Some(tables)) = (&described, tables)
-        && tables.is_used()
+    if let (Err(error), Some(tocs)) = (&described, tocs)
+        && tocs.is_used()
         && matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Invalid)
     {
-        tables.unfit(&resolved.digest, error);
+        tocs.unfit(&resolved.digest, error);
     }
     described.map(Ok)
 }
 
 /// Fetches the layers of the image, and indexes and stores them in this host's `own` store: the
-/// image then works without the registry. With `tables`, layers with a table of contents are not
+/// image then works without the registry. With `tocs`, layers with a TOC are not
 /// fetched. Returns the report, or `None` if the layers cannot be read from the middle; they are
 /// stored by then, for a build.
 pub(crate) fn hold(
@@ -191,12 +191,12 @@ pub(crate) fn hold(
     resolved: &Resolved,
     at: &LayersAt,
     work: &Work<'_>,
-    tables: Option<&Tables>,
+    tocs: Option<&Tocs>,
 ) -> Result<Option<Report>> {
     let lease = own.begin_write()?;
     let name = resolved.digest.to_string();
     let listed = listed_name_of(&name);
-    let names = Names { name: &name, listed: tables.map(|tables| (listed.as_str(), tables)) };
+    let names = Names { name: &name, listed: tocs.map(|tocs| (listed.as_str(), tocs)) };
     let keep = Keep { own, scratch: lease.scratch() };
     let made = make(own, blobs, resolved, (&names, at), work, Some(&keep)).inspect_err(|error| {
         // If the registry failed, the fetched layers are kept for the next try.
@@ -302,7 +302,7 @@ pub fn stored_bytes(store: &impl ObjectStore, image: &ImageRecord) -> Result<u64
     Ok(bytes)
 }
 
-/// True if tables of contents describe the image, which may have any name of its source in
+/// True if TOCs describe the image, which may have any name of its source in
 /// `store`.
 pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     match image.name.split_once('/') {

@@ -18,7 +18,6 @@
 //! is bounded before it is read.
 
 mod archive;
-mod contents;
 mod document;
 #[doc(hidden)]
 pub mod fuzz;
@@ -30,6 +29,7 @@ mod referrers;
 mod source;
 mod spool;
 mod tags;
+mod toc;
 
 use std::{panic::resume_unwind, path::Path, thread};
 
@@ -47,7 +47,7 @@ use serde::{Deserialize, Serialize};
 use self::{
     archive::Archive,
     document::architecture,
-    image::{Blobs, Resolved, Tables, Target, not_built},
+    image::{Blobs, Resolved, Target, Tocs, not_built},
     source::Kind,
 };
 pub use self::{
@@ -353,18 +353,18 @@ fn hold_or_build(
     want: Want<'_>,
     work: &Work<'_>,
 ) -> Result<Made> {
-    let tables = Tables::default();
+    let tocs = Tocs::default();
     if let (Some(own), Some(at)) = (work.own, at) {
-        let hold = |tables| index::hold(own, blobs, resolved, at, work, tables);
-        let held = match hold((want != Want::Whole).then_some(&tables)) {
-            // Each table is valid, but together they describe no valid tree.
-            Err(_) if tables.is_unfit() => hold(None),
+        let hold = |tocs| index::hold(own, blobs, resolved, at, work, tocs);
+        let held = match hold((want != Want::Whole).then_some(&tocs)) {
+            // Each TOC is valid, but together they describe no valid tree.
+            Err(_) if tocs.is_unfit() => hold(None),
             held => held,
         };
         if let Some(report) = held? {
-            let listed = tables.is_used() && !tables.is_unfit();
+            let listed = tocs.is_used() && !tocs.is_unfit();
             let how = if listed { How::Listed } else { How::Fetched };
-            return Ok(Made { how, notes: tables.into_refused(), ..Made::of(report) });
+            return Ok(Made { how, notes: tocs.into_refused(), ..Made::of(report) });
         }
     }
     let digest = resolved.digest.to_string();
@@ -372,7 +372,7 @@ fn hold_or_build(
     if let Some(own) = work.own {
         index::release(own, resolved);
     }
-    Ok(Made { notes: tables.into_refused(), ..Made::of(report) })
+    Ok(Made { notes: tocs.into_refused(), ..Made::of(report) })
 }
 
 /// Builds the image `name` of `source` in `store`, even if it is there.

@@ -131,9 +131,9 @@ fn any_value(rng: &mut Rng) -> Value {
 }
 
 /// Random tables of contents with the right digest are used or not, or the image is refused;
-/// nothing else happens. (For wrong statements about the data, see `--test contents`.)
+/// nothing else happens. (For wrong statements about the data, see `--test toc`.)
 #[test]
-fn no_table_of_contents_does_harm() {
+fn no_toc_does_harm() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     fs::create_dir_all(path("tree/sub")).unwrap();
@@ -145,9 +145,9 @@ fn no_table_of_contents_does_harm() {
     let (mut listed, mut read, mut refused) = (0, 0, 0);
     for seed in 0..400 {
         let mut rng = Rng::new(seed);
-        let layer = Estargz::new(&tar.stdout, 100_000, |table| {
+        let layer = Estargz::new(&tar.stdout, 100_000, |toc| {
             for _ in 0..rng.below(4) {
-                let entries = table["entries"].as_array_mut().unwrap();
+                let entries = toc["entries"].as_array_mut().unwrap();
                 let number = rng.below(entries.len() as u64) as usize;
                 let entry = entries[number].as_object_mut().unwrap();
                 let mut keys: Vec<String> = entry.keys().cloned().collect();
@@ -200,15 +200,15 @@ fn no_table_of_contents_does_harm() {
     assert!(listed > 100 && read > 100 && refused < 20, "{listed}, {read}, {refused}");
 }
 
-/// A layer of `tar` with a zstd:chunked table, and its annotations for the image's manifest.
-fn chunked(table: &str, tar: &[u8]) -> (Vec<u8>, Value) {
-    let stored = zstd::bulk::compress(table.as_bytes(), 3).unwrap();
+/// A layer of `tar` with a zstd:chunked TOC, and its annotations for the image's manifest.
+fn chunked(toc: &str, tar: &[u8]) -> (Vec<u8>, Value) {
+    let stored = zstd::bulk::compress(toc.as_bytes(), 3).unwrap();
     // A skippable frame: magic number and length.
     let mut layer = 0x184d_2a50u32.to_le_bytes().to_vec();
     layer.extend((stored.len() as u32).to_le_bytes());
     layer.extend(&stored);
     layer.extend(zstd::bulk::compress(tar, 3).unwrap());
-    let position = format!("8:{}:{}:1", stored.len(), table.len());
+    let position = format!("8:{}:{}:1", stored.len(), toc.len());
     let pin = json!({
         "io.github.containers.zstd-chunked.manifest-checksum": Digest::of(&stored).to_string(),
         "io.github.containers.zstd-chunked.manifest-position": position,
@@ -216,56 +216,56 @@ fn chunked(table: &str, tar: &[u8]) -> (Vec<u8>, Value) {
     (layer, pin)
 }
 
-/// Small tables and layers that unpack to huge ones are refused with the reason, below 256 MiB.
+/// Small TOCs and layers that unpack to huge ones are refused with the reason, below 256 MiB.
 #[test]
-fn no_table_or_layer_takes_much_memory() {
+fn no_toc_or_layer_takes_much_memory() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    // The measured process must not build the input, so the tables are made by functions.
-    type MakeTable = fn() -> String;
-    let blanks: MakeTable = || format!(r#"{{"version":1,"entries":[]{}}}"#, " ".repeat(120 << 20));
-    let attributes: MakeTable = || {
+    // The measured process must not build the input, so the TOCs are made by functions.
+    type MakeToc = fn() -> String;
+    let blanks: MakeToc = || format!(r#"{{"version":1,"entries":[]{}}}"#, " ".repeat(120 << 20));
+    let attributes: MakeToc = || {
         let all = r#""a":"","#.repeat(5 << 20);
         format!(
             r#"{{"version":1,"entries":[{{"type":"dir","name":"a","xattrs":{{{all}"b":""}}}}]}}"#
         )
     };
-    let entries: MakeTable = || {
+    let entries: MakeToc = || {
         let entry = r#"{"type":"dir","name":"NAME","mode":493}"#;
         let all = format!("{entry},").repeat(1_000_000);
         format!(r#"{{"version":1,"entries":[{all}{entry}]}}"#)
     };
-    let tables: [(&str, MakeTable, &str); 4] = [
+    let tocs: [(&str, MakeToc, &str); 4] = [
         ("blanks", blanks, "MiB"),
         ("attributes", attributes, "10000 attributes"),
         ("entries", entries, "MiB"),
         ("a layer", String::new, "MiB"),
     ];
-    for (name, table, said) in tables {
+    for (name, toc, said) in tocs {
         let layout = folder.path().join(name);
         let input = || {
             let kind = "application/vnd.oci.image.layer.v1.tar+zstd";
-            let table = table();
+            let toc = toc();
             let mut header = vec![0; 512];
             header[..8].copy_from_slice(b"folder/0");
             header[124] = b'0';
             header[156] = b'5';
             let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
             header[148..155].copy_from_slice(format!("{:06o}\0", sum + 8 * 32).as_bytes());
-            let tar = match table.is_empty() {
+            let tar = match toc.is_empty() {
                 true => header.repeat(1 << 20),
                 false => [header, vec![0; 1024]].concat(),
             };
-            let (layer, pin) = chunked(&table, &tar);
+            let (layer, pin) = chunked(&toc, &tar);
             assert!(layer.len() < 100 << 10, "{name}: {}", layer.len());
             let annotate = |manifest: &mut Value| {
-                if !table.is_empty() {
+                if !toc.is_empty() {
                     manifest["layers"][0]["annotations"] = pin;
                 }
             };
             OciLayout::by_hand(&layout, None, &[(kind, layer)], annotate).unwrap();
             layout.clone()
         };
-        let test = "no_table_or_layer_takes_much_memory";
+        let test = "no_toc_or_layer_takes_much_memory";
         let measured = testkit::measure(test, name, input, |layout| {
             let source = Source::parse(&format!("oci-layout:{}", layout.display())).unwrap();
             let own = Directory::create(layout.join("own")).unwrap();

@@ -1,5 +1,5 @@
-//! Tables of contents of eStargz and zstd:chunked: any bytes are refused, or list files that can be made
-//! an image, or are refused for it.
+//! Tables of contents (TOC) of eStargz and zstd:chunked: any bytes are refused, or list files that can
+//! be made an image, or are refused for it.
 
 #![no_main]
 
@@ -7,7 +7,7 @@ use std::io::Write;
 
 use burgeon_fuzz::{edits, options};
 use burgeon_image::builder::{LayerLimits, Layers};
-use burgeon_oci::fuzz::{TableKind, contents};
+use burgeon_oci::fuzz::{TocKind, toc};
 use libfuzzer_sys::fuzz_target;
 
 const BASE: &str = concat!(
@@ -25,9 +25,9 @@ const BASE: &str = concat!(
     r#"{"type":"char","name":"e","devMajor":1,"devMinor":3}]}"#
 );
 
-/// The table as a layer stores it.
-fn stored(kind: TableKind, json: &[u8]) -> Vec<u8> {
-    if kind == TableKind::Chunked {
+/// The TOC as a layer stores it.
+fn stored(kind: TocKind, json: &[u8]) -> Vec<u8> {
+    if kind == TocKind::Chunked {
         return zstd::bulk::compress(json, 1).expect("memory");
     }
     let mut header = vec![0; 512];
@@ -38,19 +38,19 @@ fn stored(kind: TableKind, json: &[u8]) -> Vec<u8> {
     gzip.finish().expect("memory")
 }
 
-/// Reads the table, and lists the layer.
-fn list(kind: TableKind, stored: Vec<u8>, json: &[u8]) {
-    let Ok(files) = contents(kind, stored, json) else { return };
+/// Reads the TOC, and lists the layer.
+fn list(kind: TocKind, stored: Vec<u8>, json: &[u8]) {
+    let Ok(files) = toc(kind, stored, json) else { return };
     let _ = Layers::new(LayerLimits::default()).list(&files, 0, &options());
 }
 
 fuzz_target!(|input: &[u8]| {
     let Some((how, rest)) = input.split_first() else { return };
-    let kind = if how & 1 == 0 { TableKind::Stargz } else { TableKind::Chunked };
+    let kind = if how & 1 == 0 { TocKind::Stargz } else { TocKind::Chunked };
     match how >> 1 {
         0 => list(kind, rest.to_vec(), &vec![b' '; 1 << 16]),
         1 => list(kind, stored(kind, rest), rest),
-        // A short input is a long table.
+        // A short input is a long TOC.
         2 => {
             let entries = rest.repeat(2000);
             let json = [br#"{"version":1,"entries":["#, &entries[..], b"{}]}"].concat();

@@ -1,4 +1,4 @@
-//! Tables of contents: images of eStargz and zstd:chunked are mounted before a layer was read.
+//! Tables of contents (TOC): images of eStargz and zstd:chunked are mounted before a layer was read.
 
 #![allow(clippy::unwrap_used)]
 
@@ -29,7 +29,7 @@ fn archive(tree: &Path, names: &[&str]) -> Vec<u8> {
     output.stdout
 }
 
-/// An image of three layers: files of all kinds, some of which do not last. Tables of eStargz have no
+/// An image of three layers: files of all kinds, some of which do not last. TOCs of eStargz have no
 /// parts of a second, and who reads the archive for one here fails at line feeds in attributes: a
 /// `simple` image has neither.
 fn layered(folder: &Path, simple: bool) -> OciLayout {
@@ -44,7 +44,7 @@ fn layered(folder: &Path, simple: bool) -> OciLayout {
     let first = |root: &Path| {
         Torture::make(&root.join("tree"), 33, TortureSize::Small).unwrap();
         Torture::forget_privileged_attributes(&root.join("tree")).unwrap();
-        // No table has names or targets that are no UTF-8, and no layer holes or sockets.
+        // No TOC has names or targets that are no UTF-8, and no layer holes or sockets.
         for name in ["names", "collisions", "sparse"] {
             fs::remove_dir_all(root.join("tree").join(name)).unwrap();
         }
@@ -142,7 +142,7 @@ fn stargzed(layout: &OciLayout, to: &Path) -> String {
     estargz(&made.collect::<Vec<_>>(), to)
 }
 
-/// What `umoci` unpacks of the image of eStargz in `folder`, whose tables are files of it.
+/// What `umoci` unpacks of the image of eStargz in `folder`, whose TOCs are files of it.
 fn unpacked(space: &Space, folder: &Path) -> PathBuf {
     let layout = OciLayout::new(&space.path("plain")).unwrap();
     for tar in archives(folder) {
@@ -207,7 +207,7 @@ fn lives(space: &Space, source: &str, unpacked: &Path) {
 
 #[test]
 fn an_image_of_zstd_chunked_is_what_umoci_unpacks() {
-    let space = Space::new("contents-zstd");
+    let space = Space::new("toc-zstd");
     let layout = layered(&space.path("layout"), false);
     let unpacked = layout.unpack(&space.path("bundle")).unwrap();
     lives(&space, &chunked(&layout, &space.path("chunked")), &unpacked);
@@ -215,14 +215,14 @@ fn an_image_of_zstd_chunked_is_what_umoci_unpacks() {
 
 #[test]
 fn an_image_of_estargz_is_what_umoci_unpacks() {
-    let space = Space::new("contents-gzip");
+    let space = Space::new("toc-gzip");
     let source = stargzed(&layered(&space.path("layout"), true), &space.path("estargz"));
     lives(&space, &source, &unpacked(&space, &space.path("estargz")));
 }
 
 #[test]
 fn a_registry_is_asked_for_what_is_read_and_may_fail_in_between() {
-    let space = Space::new("contents-registry");
+    let space = Space::new("toc-registry");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let layout = layered(&space.path("layout"), false);
     let unpacked = layout.unpack(&space.path("bundle")).unwrap();
@@ -266,7 +266,7 @@ fn a_registry_is_asked_for_what_is_read_and_may_fail_in_between() {
 
 #[test]
 fn what_rots_in_the_cache_is_fetched_again() {
-    let space = Space::new("contents-rot");
+    let space = Space::new("toc-rot");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let layout = layered(&space.path("layout"), false);
     let unpacked = layout.unpack(&space.path("bundle")).unwrap();
@@ -318,8 +318,8 @@ fn what_rots_in_the_cache_is_fetched_again() {
 }
 
 #[test]
-fn a_layer_without_a_table_is_read_and_the_others_are_not() {
-    let space = Space::new("contents-mixed");
+fn a_layer_without_a_toc_is_read_and_the_others_are_not() {
+    let space = Space::new("toc-mixed");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let layout = layered(&space.path("layout"), false);
     chunked(&layout, &space.path("chunked"));
@@ -360,7 +360,7 @@ fn a_layer_without_a_table_is_read_and_the_others_are_not() {
 
 #[test]
 fn a_table_that_is_forged_or_impossible_is_not_used() {
-    let space = Space::new("contents-forged");
+    let space = Space::new("toc-forged");
     let tree = space.make_folder("tree");
     fs::write(tree.join("file"), Rng::new(1).bytes(300_000)).unwrap();
     fs::write(tree.join("other"), Rng::new(2).bytes(5000)).unwrap();
@@ -388,32 +388,32 @@ fn a_table_that_is_forged_or_impossible_is_not_used() {
         burgeon.ok(&["shutdown"]);
     };
     mounts(Estargz::new(&tar, 100_000, |_| ()).unwrap(), None);
-    // Of another table than the manifest's.
+    // Of another TOC than the manifest's.
     let mut other = Estargz::new(&tar, 100_000, |_| ()).unwrap();
     other.digest = format!("sha256:{}", "0".repeat(64));
     mounts(other, Some("does not match the digest"));
     // The publisher vouches for these, but they cannot be.
     type Lie = fn(&mut Value);
     let lies: [(&str, Lie); 14] = [
-        ("unknown version", |table| table["version"] = 2.into()),
-        ("makes no sense", |table| table["entries"] = 5.into()),
-        ("unknown type", |table| table["entries"][0]["type"] = "door".into()),
-        ("part of no file", |table| table["entries"][0]["name"] = "forged".into()),
-        ("no UTF-8", |table| table["entries"][0]["name"] = "\u{fffd}".into()),
-        ("no digest", |table| table["entries"][1]["chunkDigest"] = "md5:1".into()),
-        ("32 MiB", |table| table["entries"][0]["offset"] = (1u64 << 40).into()),
-        ("of \"file\", which has 300000", |table| {
-            table["entries"][2]["chunkSize"] = (1u64 << 40).into()
+        ("unknown version", |toc| toc["version"] = 2.into()),
+        ("makes no sense", |toc| toc["entries"] = 5.into()),
+        ("unknown type", |toc| toc["entries"][0]["type"] = "door".into()),
+        ("part of no file", |toc| toc["entries"][0]["name"] = "forged".into()),
+        ("no UTF-8", |toc| toc["entries"][0]["name"] = "\u{fffd}".into()),
+        ("no digest", |toc| toc["entries"][1]["chunkDigest"] = "md5:1".into()),
+        ("32 MiB", |toc| toc["entries"][0]["offset"] = (1u64 << 40).into()),
+        ("of \"file\", which has 300000", |toc| {
+            toc["entries"][2]["chunkSize"] = (1u64 << 40).into()
         }),
-        ("out of order", |table| table["entries"][1]["chunkOffset"] = 5.into()),
-        ("lists 200000 bytes", |table| drop(table["entries"].as_array_mut().unwrap().remove(2))),
-        ("is a hard link to", |table| {
+        ("out of order", |toc| toc["entries"][1]["chunkOffset"] = 5.into()),
+        ("lists 200000 bytes", |toc| drop(toc["entries"].as_array_mut().unwrap().remove(2))),
+        ("is a hard link to", |toc| {
             let link = json!({ "name": "forged", "type": "hardlink", "linkName": "nowhere" });
-            table["entries"].as_array_mut().unwrap().push(link);
+            toc["entries"].as_array_mut().unwrap().push(link);
         }),
-        ("a time", |table| table["entries"][0]["modtime"] = "yesterday".into()),
-        ("attribute", |table| table["entries"][0]["xattrs"] = json!({ "user.a": "%" })),
-        ("lists 300000 bytes", |table| table["entries"][0]["size"] = u64::MAX.into()),
+        ("a time", |toc| toc["entries"][0]["modtime"] = "yesterday".into()),
+        ("attribute", |toc| toc["entries"][0]["xattrs"] = json!({ "user.a": "%" })),
+        ("lists 300000 bytes", |toc| toc["entries"][0]["size"] = u64::MAX.into()),
     ];
     for (why, lie) in lies {
         mounts(Estargz::new(&tar, 100_000, lie).unwrap(), Some(why));
@@ -428,16 +428,16 @@ fn a_table_that_is_forged_or_impossible_is_not_used() {
 }
 
 #[test]
-fn data_that_is_not_what_the_table_says_is_an_error() {
-    let space = Space::new("contents-lies");
+fn data_that_is_not_what_the_toc_says_is_an_error() {
+    let space = Space::new("toc-lies");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let tree = space.make_folder("tree");
     let bytes = Rng::new(1).bytes(1_000_000);
     fs::write(tree.join("file"), &bytes).unwrap();
     fs::write(tree.join("other"), "fine").unwrap();
     // The second of ten parts has another digest, as if the layer were another one there.
-    let layer = Estargz::new(&archive(&tree, &["file", "other"]), 100_000, |table| {
-        table["entries"][1]["chunkDigest"] = format!("sha256:{}", "0".repeat(64)).into();
+    let layer = Estargz::new(&archive(&tree, &["file", "other"]), 100_000, |toc| {
+        toc["entries"][1]["chunkDigest"] = format!("sha256:{}", "0".repeat(64)).into();
     });
     let source = estargz(&[layer.unwrap()], &space.path("layout"));
     let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
@@ -466,7 +466,7 @@ fn data_that_is_not_what_the_table_says_is_an_error() {
 
 #[test]
 fn the_name_of_an_index_of_platforms_stands_for_the_most_that_is_known() {
-    let space = Space::new("contents-platforms");
+    let space = Space::new("toc-platforms");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let tree = space.make_folder("tree");
     fs::write(tree.join("file"), Rng::new(1).bytes(300_000)).unwrap();

@@ -1,16 +1,16 @@
 //! Tables of contents (TOC) that publishers put into layers, so that these need not be read first.
 //!
 //! ```text
-//!   image's manifest ─► annotations of a layer: digest of its table ─► the layer's end ─► table
-//!   table ─┬─ files, their attributes                          ─► Listed
+//!   image's manifest ─► annotations of a layer: digest of its TOC ─► the layer's end ─► TOC
+//!   TOC ─┬─ files, their attributes                          ─► Listed
 //!          └─ parts of files: stored offset, SHA-256           ─► pieces of the layer
 //!
 //!   eStargz         a gzip member with stargz.index.json; its offset is in the footer   tar+gzip
 //!   zstd:chunked    a skippable frame; its offset is in annotations                     tar+zstd
 //! ```
 //!
-//! Invariants: a table is trusted only by its digest in the image's manifest, which is itself
-//! trusted by digest; an invalid table is not used, and its layer is read like one without.
+//! Invariants: a TOC is trusted only by its digest in the image's manifest, which is itself
+//! trusted by digest; an invalid TOC is not used, and its layer is read like one without.
 //! Formats: `docs/estargz.md` of stargz-snapshotter; `containers-storage-zstd-chunked(5)`.
 
 use std::{fmt, io::Read};
@@ -27,43 +27,43 @@ use serde::{
 };
 
 use crate::{
-    document::{Contents, Layer},
+    document::{Layer, TocPlace},
     image::Blobs,
 };
 
-/// Longest compressed table: 64 MiB.
+/// Longest compressed TOC: 64 MiB.
 const STORED_MAX: u64 = 64 << 20;
-/// Longest table: 128 MiB, half a million files in parts. (The table of an eStargz layer is itself
+/// Longest TOC: 128 MiB, half a million files in parts. (The TOC of an eStargz layer is itself
 /// a piece, so at most 32 MiB.)
-const TABLE_MAX: u64 = 128 << 20;
-/// Most entries of a table; the limit for all layers of an image together is the same.
+const TOC_MAX: u64 = 128 << 20;
+/// Most entries of a TOC; the limit for all layers of an image together is the same.
 const ENTRIES_MAX: usize = 4 << 20;
 /// Most attributes of one file. Linux limits the list of their names to 64 KiB.
 const ATTRIBUTES_MAX: usize = 10_000;
 /// Memory that an entry, and an attribute, takes besides its strings until the layer is listed.
 const ENTRY_COST: u64 = 480;
 const ATTRIBUTE_COST: usize = 64;
-/// Length of the footer of an eStargz layer, which holds the offset of the table.
+/// Length of the footer of an eStargz layer, which holds the offset of the TOC.
 const FOOTER_LEN: u64 = 51;
-/// Name of the file in an eStargz layer that holds the table.
-const STARGZ_INDEX: &str = "stargz.index.json";
+/// Name of the file in an eStargz layer that holds the TOC.
+const STARGZ_TOC: &str = "stargz.index.json";
 const TAR_BLOCK: usize = 512;
 
-/// The contents of a layer, from its table.
-pub(crate) struct Table {
+/// The contents of a layer, from its TOC.
+pub(crate) struct Toc {
     /// In the archive's order.
     pub(crate) files: Vec<Listed>,
     pub(crate) restarts: Restarts,
 }
 
-/// A compressed table.
-pub(crate) struct Stored {
+/// A compressed TOC.
+pub(crate) struct CompressedToc {
     bytes: Vec<u8>,
     /// Its range in the layer.
     at: ByteRange,
 }
 
-impl Stored {
+impl CompressedToc {
     pub(crate) fn new(bytes: Vec<u8>, at: ByteRange) -> Self {
         Self { bytes, at }
     }
@@ -74,13 +74,13 @@ impl Stored {
     }
 }
 
-/// Fetches the table of contents of a layer from the location in `contents`.
+/// Fetches the TOC of a layer from its location.
 ///
-/// Errors: if the table cannot be fetched.
-pub(crate) fn fetch(blobs: &Blobs, layer: &Layer, contents: &Contents) -> Result<Stored> {
-    let at = match contents {
-        Contents::Stargz { .. } => return stargz(blobs, layer),
-        Contents::Chunked { stored, .. } => *stored,
+/// Errors: if the TOC cannot be fetched.
+pub(crate) fn fetch(blobs: &Blobs, layer: &Layer, place: &TocPlace) -> Result<CompressedToc> {
+    let at = match place {
+        TocPlace::Stargz { .. } => return stargz(blobs, layer),
+        TocPlace::Chunked { stored, .. } => *stored,
     };
     if at.len() > STORED_MAX || at.end() > layer.size {
         return Err(unusable("it is too long, or beyond the layer's end"));
@@ -88,25 +88,25 @@ pub(crate) fn fetch(blobs: &Blobs, layer: &Layer, contents: &Contents) -> Result
     let mut bytes = vec![0; at.len() as usize];
     let mut blob = blobs.blob_from(&layer.digest, at.start())?;
     blob.read_exact(&mut bytes).map_err(cannot_read)?;
-    Ok(Stored { bytes, at })
+    Ok(CompressedToc { bytes, at })
 }
 
-/// Decompresses, checks and parses the fetched table of contents of a layer.
+/// Decompresses, checks and parses the fetched TOC of a layer.
 ///
-/// Errors: if the table is invalid, or takes more memory than its stored length and its entries
+/// Errors: if the TOC is invalid, or takes more memory than its stored length and its entries
 /// account for.
-pub(crate) fn read(layer: &Layer, contents: &Contents, stored: &Stored) -> Result<Table> {
-    let Stored { bytes, at } = stored;
+pub(crate) fn read(layer: &Layer, place: &TocPlace, stored: &CompressedToc) -> Result<Toc> {
+    let CompressedToc { bytes, at } = stored;
     let meter = MemoryMeter::of_input(stored.len());
-    let json = match contents {
-        Contents::Stargz { digest } => {
+    let json = match place {
+        TocPlace::Stargz { digest } => {
             let json = in_archive(bytes, &meter)?;
             check(&json, digest)?;
             json
         }
-        Contents::Chunked { digest, len, .. } => {
+        TocPlace::Chunked { digest, len, .. } => {
             check(bytes, digest)?;
-            if *len > TABLE_MAX {
+            if *len > TOC_MAX {
                 return Err(unusable("it is too long"));
             }
             count_json(&meter, *len)?;
@@ -116,18 +116,18 @@ pub(crate) fn read(layer: &Layer, contents: &Contents, stored: &Stored) -> Resul
             json
         }
     };
-    let mut table = Parsed::of(&json, &meter)?;
-    table.check_covered()?;
-    if let Contents::Stargz { digest } = contents {
-        // The table is the last file of the archive.
-        let (path, size) = (STARGZ_INDEX.into(), json.len() as u64);
-        table.files.push(Listed { path, kind: b'0', size, ..Listed::default() });
-        let (file, part) = (table.files.len() - 1, (at.start(), TAR_BLOCK as u64));
-        table.chunks.push(Chunk { file, at: 0, len: size, part, digest: digest.bytes() });
-        table.ends.push(at.end());
+    let mut toc = ParsedToc::of(&json, &meter)?;
+    toc.check_covered()?;
+    if let TocPlace::Stargz { digest } = place {
+        // The TOC is the last file of the archive.
+        let (path, size) = (STARGZ_TOC.into(), json.len() as u64);
+        toc.files.push(Listed { path, kind: b'0', size, ..Listed::default() });
+        let (file, part) = (toc.files.len() - 1, (at.start(), TAR_BLOCK as u64));
+        toc.chunks.push(TocChunk { file, at: 0, len: size, part, digest: digest.bytes() });
+        toc.ends.push(at.end());
     }
-    table.ends.push(at.start());
-    table.finish(layer.compression.codec(), layer.size)
+    toc.ends.push(at.start());
+    toc.finish(layer.compression.codec(), layer.size)
 }
 
 fn check(bytes: &[u8], digest: &Digest) -> Result<()> {
@@ -145,15 +145,15 @@ fn cannot_read(error: std::io::Error) -> Error {
     Error::with_source(ErrorKind::Corrupt, "it cannot be read", error)
 }
 
-/// Fetches the table of an eStargz layer: a gzip member with a file of the archive.
-fn stargz(blobs: &Blobs, layer: &Layer) -> Result<Stored> {
-    // Most tables are shorter, so that one request fetches the table and the footer.
+/// Fetches the TOC of an eStargz layer: a gzip member with a file of the archive.
+fn stargz(blobs: &Blobs, layer: &Layer) -> Result<CompressedToc> {
+    // Most TOCs are shorter, so that one request fetches the TOC and the footer.
     let guess = (layer.size / 256).clamp(64 << 10, 2 << 20).min(layer.size);
     let tail_start = layer.size - guess;
     let mut tail = vec![0; guess as usize];
     blobs.blob_from(&layer.digest, tail_start)?.read_exact(&mut tail).map_err(cannot_read)?;
     let footer = tail.len().checked_sub(FOOTER_LEN as usize).map(|start| &tail[start..]);
-    let start = footer.and_then(table_start);
+    let start = footer.and_then(toc_start);
     let at = start.and_then(|start| ByteRange::new(start, layer.size - FOOTER_LEN));
     let at = at.ok_or_else(|| unusable("its end is not that of an eStargz layer"))?;
     if at.len() > STORED_MAX {
@@ -166,23 +166,23 @@ fn stargz(blobs: &Blobs, layer: &Layer) -> Result<Stored> {
         blobs.blob_from(&layer.digest, at.start())?.read_exact(&mut bytes).map_err(cannot_read)?;
         bytes
     };
-    Ok(Stored { bytes, at })
+    Ok(CompressedToc { bytes, at })
 }
 
-/// Accounts for the text of a table before it is decompressed.
+/// Accounts for the text of a TOC before it is decompressed.
 fn count_json(meter: &MemoryMeter, len: u64) -> Result<()> {
     meter.promise(len);
     meter.take(len)
 }
 
-/// Unpacks the table from a member with a file of the archive.
+/// Unpacks the TOC from a member with a file of the archive.
 fn in_archive(member: &[u8], meter: &MemoryMeter) -> Result<Vec<u8>> {
     let mut unpacked = flate2::read::GzDecoder::new(member);
     let mut header = [0; TAR_BLOCK];
     unpacked.read_exact(&mut header).map_err(cannot_read)?;
     let len = std::str::from_utf8(&header[124..135]).ok();
-    let len = len.and_then(|len| u64::from_str_radix(len, 8).ok()).filter(|len| *len <= TABLE_MAX);
-    let named = header.starts_with(STARGZ_INDEX.as_bytes()) && header[STARGZ_INDEX.len()] == 0;
+    let len = len.and_then(|len| u64::from_str_radix(len, 8).ok()).filter(|len| *len <= TOC_MAX);
+    let named = header.starts_with(STARGZ_TOC.as_bytes()) && header[STARGZ_TOC.len()] == 0;
     let len = len.filter(|_| named).ok_or_else(|| unusable("it is not where the layer says"))?;
     count_json(meter, len)?;
     let mut json = Vec::new();
@@ -190,8 +190,8 @@ fn in_archive(member: &[u8], meter: &MemoryMeter) -> Result<Vec<u8>> {
     Ok(json)
 }
 
-/// The table's offset from the footer, which is an empty gzip member with an extra field.
-fn table_start(footer: &[u8]) -> Option<u64> {
+/// The TOC's offset from the footer, which is an empty gzip member with an extra field.
+fn toc_start(footer: &[u8]) -> Option<u64> {
     let (head, rest) = footer.split_at_checked(16)?;
     let (offset, rest) = rest.split_at_checked(16)?;
     let right =
@@ -200,10 +200,10 @@ fn table_start(footer: &[u8]) -> Option<u64> {
     u64::from_str_radix(offset, 16).ok()
 }
 
-/// An entry of the table: a file, or a further part of the previous file.
+/// An entry of the TOC: a file, or a further part of the previous file.
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "camelCase", default)]
-struct Entry {
+struct TocEntry {
     #[serde(rename = "type")]
     kind: String,
     name: String,
@@ -259,7 +259,7 @@ impl<'de> Visitor<'de> for AttributesVisitor {
 }
 
 /// A part of a file that is stored as one piece.
-struct Chunk {
+struct TocChunk {
     file: usize,
     at: u64,
     len: u64,
@@ -269,22 +269,22 @@ struct Chunk {
 }
 
 #[derive(Default)]
-struct Parsed {
+struct ParsedToc {
     files: Vec<Listed>,
-    chunks: Vec<Chunk>,
+    chunks: Vec<TocChunk>,
     /// Offsets in the layer at which pieces may end.
     ends: Vec<u64>,
     /// Bytes of the last file listed so far, zeros included.
     covered: u64,
 }
 
-/// Parses a table entry by entry: parsed as a whole it could take many times its length.
+/// Parses a TOC entry by entry: parsed as a whole it could take many times its length.
 #[derive(Clone, Copy)]
-struct TableReader<'a>(&'a MemoryMeter);
+struct TocReader<'a>(&'a MemoryMeter);
 
-impl<'de> Visitor<'de> for TableReader<'_> {
+impl<'de> Visitor<'de> for TocReader<'_> {
     /// The version, and the parsed entries or the error of the first invalid one.
-    type Value = (Option<u32>, Option<Result<Parsed>>);
+    type Value = (Option<u32>, Option<Result<ParsedToc>>);
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a table")
@@ -309,7 +309,7 @@ impl<'de> Visitor<'de> for TableReader<'_> {
 struct EntriesReader<'a>(&'a MemoryMeter);
 
 impl<'de> DeserializeSeed<'de> for EntriesReader<'_> {
-    type Value = Result<Parsed>;
+    type Value = Result<ParsedToc>;
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Self::Value, D::Error> {
         from.deserialize_seq(self)
@@ -317,15 +317,15 @@ impl<'de> DeserializeSeed<'de> for EntriesReader<'_> {
 }
 
 impl<'de> Visitor<'de> for EntriesReader<'_> {
-    type Value = Result<Parsed>;
+    type Value = Result<ParsedToc>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("entries")
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
-        let (mut parsed, mut count) = (Ok(Parsed::default()), 0);
-        while let Some(entry) = entries.next_element::<Entry>()? {
+        let (mut parsed, mut count) = (Ok(ParsedToc::default()), 0);
+        while let Some(entry) = entries.next_element::<TocEntry>()? {
             count += 1;
             parsed = parsed.and_then(|parsed| {
                 if count > ENTRIES_MAX {
@@ -339,7 +339,7 @@ impl<'de> Visitor<'de> for EntriesReader<'_> {
     }
 }
 
-impl Entry {
+impl TocEntry {
     /// Accounts for the memory of the entry.
     fn count(&self, meter: &MemoryMeter) -> Result<()> {
         let attributes = self.xattrs.iter().flat_map(|all| &all.0);
@@ -351,12 +351,12 @@ impl Entry {
     }
 }
 
-impl Parsed {
+impl ParsedToc {
     fn of(json: &[u8], meter: &MemoryMeter) -> Result<Self> {
         let mut json = serde_json::Deserializer::from_slice(json);
-        let table = json.deserialize_map(TableReader(meter));
-        let (version, entries) = table
-            .and_then(|table| json.end().map(|()| table))
+        let toc = json.deserialize_map(TocReader(meter));
+        let (version, entries) = toc
+            .and_then(|toc| json.end().map(|()| toc))
             .map_err(|error| Error::with_source(ErrorKind::Corrupt, "it makes no sense", error))?;
         match (version, entries) {
             (Some(1), Some(entries)) => entries,
@@ -366,7 +366,7 @@ impl Parsed {
     }
 
     /// Adds an entry.
-    fn and(mut self, entry: &Entry) -> Result<Self> {
+    fn and(mut self, entry: &TocEntry) -> Result<Self> {
         let texts = [&entry.name, &entry.link_name];
         let attributes = entry.xattrs.iter().flat_map(|all| &all.0).map(|(name, _)| name);
         let mut texts = texts.into_iter().chain(attributes);
@@ -401,7 +401,7 @@ impl Parsed {
     }
 
     /// Adds a part of the last file, which has `size` bytes.
-    fn chunk(&mut self, entry: &Entry, size: u64) -> Result<()> {
+    fn chunk(&mut self, entry: &TocEntry, size: u64) -> Result<()> {
         self.ends.extend([entry.offset, entry.end_offset]);
         let at = entry.chunk_offset;
         let rest = size.checked_sub(at).filter(|_| at == self.covered);
@@ -415,7 +415,7 @@ impl Parsed {
             "" if len == size => &entry.digest,
             digest => digest,
         };
-        self.chunks.push(Chunk {
+        self.chunks.push(TocChunk {
             file: self.files.len() - 1,
             at,
             len,
@@ -425,12 +425,12 @@ impl Parsed {
         Ok(())
     }
 
-    fn finish(mut self, codec: LayerCodec, layer_len: u64) -> Result<Table> {
+    fn finish(mut self, codec: LayerCodec, layer_len: u64) -> Result<Toc> {
         let too_long = || unusable("a part in it is longer than 32 MiB, or outside the layer");
         self.ends.sort_unstable();
         self.chunks.sort_by_key(|chunk| chunk.part);
         let mut pieces = Vec::with_capacity(self.chunks.len());
-        for Chunk { len, part: (start, skip), digest, .. } in &self.chunks {
+        for TocChunk { len, part: (start, skip), digest, .. } in &self.chunks {
             let next = self.ends.partition_point(|end| end <= start);
             let end = self.ends.get(next).copied().unwrap_or(layer_len);
             let stored = ByteRange::new(*start, end).ok_or_else(too_long)?;
@@ -441,18 +441,18 @@ impl Parsed {
         let restarts = Restarts::of_pieces(codec, layer_len, pieces)?;
         for (index, chunk) in self.chunks.iter().enumerate() {
             let offset = restarts.piece_start(index).unwrap_or(0);
-            let Chunk { at, len, digest, .. } = *chunk;
+            let TocChunk { at, len, digest, .. } = *chunk;
             let part = Part { at, len: len as u32, offset, digest };
             self.files[chunk.file].parts.push(part);
         }
         for file in &mut self.files {
             file.parts.sort_unstable_by_key(|part| part.at);
         }
-        Ok(Table { files: self.files, restarts })
+        Ok(Toc { files: self.files, restarts })
     }
 }
 
-fn listed(entry: &Entry) -> Result<Listed> {
+fn listed(entry: &TocEntry) -> Result<Listed> {
     let kind = match entry.kind.as_str() {
         "reg" => b'0',
         "hardlink" => b'1',
