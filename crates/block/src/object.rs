@@ -94,7 +94,7 @@ pub enum ObjectKind {
     /// `origins/<digest of a table>`: the place of the layers of a derived object.
     Origins,
     /// `held/<digest of a table>`: the stored layers of a derived object.
-    Held,
+    StoredLayers,
     /// `layers/<SHA-256>`: a stored layer: the unchanged layer of an OCI image.
     Layer,
     /// `file/<path>`: a file or block device of this host, in no store.
@@ -113,7 +113,7 @@ impl ObjectKind {
         Self::Lease,
         Self::Derived,
         Self::Origins,
-        Self::Held,
+        Self::StoredLayers,
         Self::Layer,
         Self::File,
         Self::Computed,
@@ -130,7 +130,7 @@ impl ObjectKind {
             Self::Lease => "leases",
             Self::Derived => "derived",
             Self::Origins => "origins",
-            Self::Held => "held",
+            Self::StoredLayers => "held",
             Self::Layer => "layers",
             Self::File => "file",
             Self::Computed => "computed",

@@ -214,7 +214,7 @@ fn images_are_spoken_of_by_what_was_typed() {
     let mounted = burgeon.mount(&typed, &at, &["--read-only"]);
     let status = burgeon.status()["mounts"][0].clone();
     assert_eq!(status["image"], typed);
-    // Its layer is held, so that there is nothing to fetch.
+    // Its layer is stored, so that there is nothing to fetch.
     assert!(status["data_bytes"].as_u64().unwrap() > 100_000, "{status}");
     assert_eq!(status["materialised_bytes"], status["data_bytes"], "{status}");
     assert!(burgeon.ok(&["status"]).contains(&digest), "the form that is mounted is told, too");

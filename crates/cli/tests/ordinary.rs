@@ -182,8 +182,8 @@ fn layers(burgeon: &Burgeon) -> Vec<PathBuf> {
 }
 
 #[test]
-fn layers_are_held_as_they_come_for_all_images_that_have_them() {
-    let space = Space::new("held");
+fn layers_are_stored_as_they_come_for_all_images_that_have_them() {
+    let space = Space::new("stored");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let layout = OciLayout::new(&space.path("layout")).unwrap();
     let registry = Registry::start(&space.path("registry"), None).unwrap();

@@ -350,12 +350,12 @@ fn a_layer_without_a_toc_is_read_and_the_others_are_not() {
     let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
     compare(&unpacked, mounted.path()).unwrap().assert_same();
     burgeon.umount(mounted);
-    let held = || fs::read_dir(burgeon.state().join("store/layers")).unwrap().count();
-    assert_eq!(held(), 1);
+    let stored = || fs::read_dir(burgeon.state().join("store/layers")).unwrap().count();
+    assert_eq!(stored(), 1);
     burgeon.ok(&["gc"]);
-    assert_eq!(held(), 1);
+    assert_eq!(stored(), 1);
     burgeon.ok(&["pull", "--eager", &source]);
-    assert_eq!(held(), 4);
+    assert_eq!(stored(), 4);
 }
 
 #[test]

@@ -343,13 +343,13 @@ impl Blobs {
         let cannot = |error: Error| {
             Error::with_source(error.kind(), format!("cannot use the layer {digest}"), error)
         };
-        let held = held(own, coming.layer)?;
-        let is_held = held.is_some();
-        let blob = match held {
+        let stored = stored_layer(own, coming.layer)?;
+        let is_stored = stored.is_some();
+        let blob = match stored {
             Some(file) => Box::new(file),
             None => self.rest(coming.layer, spool.as_ref()).map_err(cannot)?,
         };
-        if is_held && let Some(spool) = &mut spool {
+        if is_stored && let Some(spool) = &mut spool {
             // The stored layer is read and copied from its beginning.
             spool.empty()?;
         }
@@ -359,7 +359,7 @@ impl Blobs {
         // An error in the bytes explains more than the decoder's error that it causes.
         if let Err(error) = io::copy(&mut tee, &mut io::sink()) {
             let error = cannot(body_error("read it", error));
-            if let Some(own) = own.filter(|_| is_held && tee.is_bad) {
+            if let Some(own) = own.filter(|_| is_stored && tee.is_bad) {
                 own.remove(&layer_object(&digest.bytes())?)?;
                 let what = "a layer that this host held was damaged, and is removed: try again";
                 return Err(Error::with_source(error.kind(), what, error));
@@ -371,7 +371,7 @@ impl Blobs {
 }
 
 /// Opens the layer in `own`, if it is stored there.
-fn held(own: Option<&Directory>, layer: &Layer) -> Result<Option<File>> {
+fn stored_layer(own: Option<&Directory>, layer: &Layer) -> Result<Option<File>> {
     let Some(own) = own else { return Ok(None) };
     let path = own.path_of(&layer_object(&layer.digest.bytes())?);
     let file = File::open(path).ok();

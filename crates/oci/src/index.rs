@@ -20,8 +20,9 @@ use burgeon_image::{
 };
 use burgeon_layer::{Stretch, TABLE_MAX, Table, TableLayer};
 use burgeon_source::{
-    Directory, LayersAt, derived_object, held_object, layer_object, origin_object,
+    Directory, LayersAt, derived_object, layer_object, origin_object,
     registry::{Digest, EMPTY, EMPTY_TYPE, MANIFEST_TYPE},
+    stored_layers_object,
 };
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -163,7 +164,7 @@ fn make(
             for layer in layers() {
                 list.extend([layer_object(&layer.digest.bytes())?.as_str(), "\n"]);
             }
-            store.publish(&held_object(&object)?, list.as_bytes())?;
+            store.publish(&stored_layers_object(&object)?, list.as_bytes())?;
         }
         Ok(object)
     };
@@ -185,7 +186,7 @@ fn make(
 /// image then works without the registry. With `tocs`, layers with a TOC are not
 /// fetched. Returns the report, or `None` if the layers cannot be read from the middle; they are
 /// stored by then, for a build.
-pub(crate) fn hold(
+pub(crate) fn store_layers(
     own: &Directory,
     blobs: &Blobs,
     resolved: &Resolved,
@@ -201,13 +202,13 @@ pub(crate) fn hold(
     let made = make(own, blobs, resolved, (&names, at), work, Some(&keep)).inspect_err(|error| {
         // If the registry failed, the fetched layers are kept for the next try.
         if error.kind() != ErrorKind::Unavailable {
-            release(own, resolved);
+            remove_unneeded_layers(own, resolved);
         }
     });
     match made? {
         Ok(report) => {
             if derived_of(own, &report.image)?.is_none() {
-                release(own, resolved);
+                remove_unneeded_layers(own, resolved);
             }
             Ok(Some(report))
         }
@@ -218,11 +219,11 @@ pub(crate) fn hold(
 
 /// Removes the layers of the image that no image in `own` needs. If this fails, `gc` removes them
 /// later.
-pub(crate) fn release(own: &Directory, resolved: &Resolved) {
+pub(crate) fn remove_unneeded_layers(own: &Directory, resolved: &Resolved) {
     let remove = || -> Result<()> {
         let mut needed = HashSet::new();
         for list in own.list("held")? {
-            needed.extend(catalog::held_layers(own, &list)?);
+            needed.extend(catalog::stored_layers(own, &list)?);
         }
         for layer in &resolved.manifest.layers {
             let object = layer_object(&layer.digest.bytes())?;
@@ -276,7 +277,7 @@ fn derived_in(
 /// True if `store`, the host's own, has all data of `image`, so that no layer elsewhere is needed.
 pub fn is_whole(store: &impl ObjectStore, image: &ImageRecord) -> Result<bool> {
     match derived_of(store, image)? {
-        Some(object) => all_held(store, &held_object(&object)?),
+        Some(object) => all_stored(store, &stored_layers_object(&object)?),
         None => Ok(true),
     }
 }
@@ -291,10 +292,10 @@ pub fn stored_bytes(store: &impl ObjectStore, image: &ImageRecord) -> Result<u64
         return Ok(own);
     }
     let Ok(Some(object)) = derived_of(store, image) else { return Ok(own) };
-    let list = held_object(&object)?;
+    let list = stored_layers_object(&object)?;
     let mut bytes = own + store.len(&object)?.unwrap_or(0);
     if store.len(&list)?.is_some() {
-        let layers: HashSet<ObjectId> = catalog::held_layers(store, &list)?.into_iter().collect();
+        let layers: HashSet<ObjectId> = catalog::stored_layers(store, &list)?.into_iter().collect();
         for layer in layers {
             bytes += store.len(&layer)?.unwrap_or(0);
         }
@@ -317,29 +318,30 @@ pub(crate) fn is_listed(store: &impl ObjectStore, image: &ImageRecord) -> Result
 
 /// Bytes of the image with the manifest `digest` that can be read from stored layers in `store`,
 /// the host's own, without a fetch. Zero for an image that is not read from layers.
-pub fn held_bytes(store: &impl ObjectStore, digest: &burgeon_block::Digest) -> Result<u64> {
+pub fn stored_layer_bytes(store: &impl ObjectStore, digest: &burgeon_block::Digest) -> Result<u64> {
     let Some(object) = derived_in(store, digest)? else { return Ok(0) };
-    let list = held_object(&object)?;
+    let list = stored_layers_object(&object)?;
     if store.len(&list)?.is_none() {
         return Ok(0);
     }
     let table = Table::decode(&store.get(&object, TABLE_MAX)?)?;
-    let is_held = |layer: &TableLayer| Ok(store.len(&layer_object(&layer.digest)?)?.is_some());
-    let held = table.layers.iter().map(is_held).collect::<Result<Vec<bool>>>()?;
-    if held.iter().all(|held| *held) {
+    let is_stored = |layer: &TableLayer| Ok(store.len(&layer_object(&layer.digest)?)?.is_some());
+    let stored = table.layers.iter().map(is_stored).collect::<Result<Vec<bool>>>()?;
+    if stored.iter().all(|stored| *stored) {
         // This includes the zeros between stretches.
         return Ok(table.object_len);
     }
-    let stretches = table.stretches.iter().filter(|it| held.get(it.layer as usize) == Some(&true));
+    let stretches =
+        table.stretches.iter().filter(|it| stored.get(it.layer as usize) == Some(&true));
     Ok(stretches.map(|stretch| u64::from(stretch.len)).sum())
 }
 
 /// True if the list exists and all layers in it are stored.
-fn all_held(store: &impl ObjectStore, list: &ObjectId) -> Result<bool> {
+fn all_stored(store: &impl ObjectStore, list: &ObjectId) -> Result<bool> {
     if store.len(list)?.is_none() {
         return Ok(false);
     }
-    for layer in catalog::held_layers(store, list)? {
+    for layer in catalog::stored_layers(store, list)? {
         if store.len(&layer)?.is_none() {
             return Ok(false);
         }

@@ -51,7 +51,7 @@ use self::{
     source::Kind,
 };
 pub use self::{
-    index::{Indexed, held_bytes, index, is_whole, stored_bytes},
+    index::{Indexed, index, is_whole, stored_bytes, stored_layer_bytes},
     push::{Pushed, push},
     source::Source,
     tags::{PATIENCE, Pull, Record, Tags, is_no_answer, never},
@@ -291,7 +291,7 @@ pub fn find_or_build(
             let (made, unused) = thread::scope(|scope| {
                 let list = || index::among_referrers(&blobs, &resolved.digest);
                 let unused = at.as_ref().map(|_| scope.spawn(list));
-                let made = hold_or_build(store, &blobs, &resolved, at.as_ref(), want, work);
+                let made = store_or_build(store, &blobs, &resolved, at.as_ref(), want, work);
                 (made, unused.and_then(|unused| unused.join().ok()))
             });
             let made = Made { unused: unused.unwrap_or_default(), ..made? };
@@ -345,7 +345,7 @@ impl Made {
 
 /// Makes the image in the required form: read from its layers, with or without fetching them, if
 /// possible; else built.
-fn hold_or_build(
+fn store_or_build(
     store: &impl ObjectStore,
     blobs: &Blobs,
     resolved: &Resolved,
@@ -355,13 +355,13 @@ fn hold_or_build(
 ) -> Result<Made> {
     let tocs = Tocs::default();
     if let (Some(own), Some(at)) = (work.own, at) {
-        let hold = |tocs| index::hold(own, blobs, resolved, at, work, tocs);
-        let held = match hold((want != Want::Whole).then_some(&tocs)) {
+        let store_layers = |tocs| index::store_layers(own, blobs, resolved, at, work, tocs);
+        let stored = match store_layers((want != Want::Whole).then_some(&tocs)) {
             // Each TOC is valid, but together they describe no valid tree.
-            Err(_) if tocs.is_unfit() => hold(None),
-            held => held,
+            Err(_) if tocs.is_unfit() => store_layers(None),
+            stored => stored,
         };
-        if let Some(report) = held? {
+        if let Some(report) = stored? {
             let listed = tocs.is_used() && !tocs.is_unfit();
             let how = if listed { How::Listed } else { How::Fetched };
             return Ok(Made { how, notes: tocs.into_refused(), ..Made::of(report) });
@@ -370,7 +370,7 @@ fn hold_or_build(
     let digest = resolved.digest.to_string();
     let report = blobs.build(resolved, store, &digest, work)?;
     if let Some(own) = work.own {
-        index::release(own, resolved);
+        index::remove_unneeded_layers(own, resolved);
     }
     Ok(Made { notes: tocs.into_refused(), ..Made::of(report) })
 }

@@ -164,13 +164,13 @@ impl Directory {
         if old.is_empty() {
             return Ok(());
         }
-        let mut held = HashSet::new();
+        let mut needed = HashSet::new();
         for list in self.list("held")? {
             let path = self.path_of(&list);
             let text = fs::read_to_string(&path).map_err(doing("read", &path))?;
-            held.extend(text.lines().map(str::to_owned));
+            needed.extend(text.lines().map(str::to_owned));
         }
-        old.iter().filter(|layer| !held.contains(layer.as_str())).try_for_each(|l| self.remove(l))
+        old.iter().filter(|layer| !needed.contains(layer.as_str())).try_for_each(|l| self.remove(l))
     }
 
     /// Takes the store's lock; blocks while another process holds it.
@@ -454,12 +454,12 @@ mod tests {
     #[test]
     fn old_layers_that_no_image_has_go_without_a_collector() {
         let (_folder, store) = store();
-        for name in ["layers/held", "layers/old", "layers/new"] {
+        for name in ["layers/needed", "layers/old", "layers/new"] {
             store.publish(&id(name), b"layer").unwrap();
         }
-        store.publish(&id("held/image"), b"layers/held\n").unwrap();
+        store.publish(&id("held/image"), b"layers/needed\n").unwrap();
         let long_ago = std::time::SystemTime::now() - 2 * PARTIAL_AGE;
-        for name in ["layers/held", "layers/old"] {
+        for name in ["layers/needed", "layers/old"] {
             let file = File::options().write(true).open(store.path_of(&id(name))).unwrap();
             file.set_modified(long_ago).unwrap();
         }
@@ -473,7 +473,7 @@ mod tests {
         assert!(late.exists());
         drop(writer);
         store.sweep();
-        assert_eq!(store.list("layers").unwrap(), [id("layers/held"), id("layers/new")]);
+        assert_eq!(store.list("layers").unwrap(), [id("layers/needed"), id("layers/new")]);
     }
 
     #[test]

@@ -160,16 +160,16 @@ fn stored_layers_are_read_first_and_their_origin_only_when_damaged() {
     assert_eq!(objects.bytes_to_fetch(&object, beyond), next.compressed.len());
     objects.refuted(&object, first);
     assert_eq!(objects.bytes_to_fetch(&object, first), span.compressed.len());
-    let held = layer_object(&digest).unwrap();
+    let layer = layer_object(&digest).unwrap();
     let mut damaged = stored.clone();
     damaged[stored.len() / 2..].fill(0);
     for (bytes, what) in [(&stored[..], "whole"), (&stored[..1000], "short"), (&damaged, "damaged")]
     {
-        store.publish(&held, bytes).unwrap();
+        store.publish(&layer, bytes).unwrap();
         assert!(read().unwrap() == unpacked, "{what}");
     }
     // Damage that a digest detects, but unpacking does not.
-    store.publish(&held, &stored).unwrap();
+    store.publish(&layer, &stored).unwrap();
     let objects = Objects::new(store.clone(), References::Allow);
     let all = range(0, unpacked.len() as u64);
     let plain = Table {
@@ -189,8 +189,8 @@ fn stored_layers_are_read_first_and_their_origin_only_when_damaged() {
     }
     fs::remove_dir_all(folder.path().join("blobs")).unwrap();
     assert!(objects.read_blocking(&object, all).unwrap() == unpacked);
-    store.publish(&held, &damaged).unwrap();
+    store.publish(&layer, &damaged).unwrap();
     assert_eq!(read().unwrap_err().kind(), ErrorKind::Unavailable);
-    store.publish(&held, &stored).unwrap();
+    store.publish(&layer, &stored).unwrap();
     assert!(read().unwrap() == unpacked);
 }

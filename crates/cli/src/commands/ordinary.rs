@@ -111,10 +111,10 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
     let begun = Instant::now();
     store.check_writable()?;
     let options = context.build_options();
-    let held = with_work(context, &text, pull, &options, &Access::default(), |work| {
+    let found = with_work(context, &text, pull, &options, &Access::default(), |work| {
         burgeon_oci::find_here(&store, &source, want, work)
     })?;
-    let found = match held {
+    let found = match found {
         Some(found) => Found::Image(Box::new(found)),
         None => reading::find(context, &text, &source, want, pull)?,
     };

@@ -38,9 +38,9 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     };
     burgeon_daemon::read_only::note(&mut status);
-    let mut held = HashMap::new();
+    let mut layer_bytes = HashMap::new();
     for mount in &mut status.mounts {
-        complete(context, mount, &mut held);
+        complete(context, mount, &mut layer_bytes);
     }
     if context.json {
         let mut document = serde_json::to_value(&status)?;
@@ -66,7 +66,7 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
 
 /// Adds facts that the daemon does not look up: data in stored layers is local, too, and a profile
 /// may have been recorded since the mount. Leaves out unknown facts.
-fn complete(context: &Context, mount: &mut MountStatus, held: &mut HashMap<Digest, u64>) {
+fn complete(context: &Context, mount: &mut MountStatus, layer_bytes: &mut HashMap<Digest, u64>) {
     let image = mount.digest.0;
     let store = match mount.store.folder() {
         Some(folder) => Directory::open(folder).ok(),
@@ -76,8 +76,8 @@ fn complete(context: &Context, mount: &mut MountStatus, held: &mut HashMap<Diges
         && local < mount.data_bytes
         && mount.store == context.state.store().into()
     {
-        let of_layers = || burgeon_oci::held_bytes(store, &image).unwrap_or_default();
-        let of_layers = *held.entry(image).or_insert_with(of_layers);
+        let of_layers = || burgeon_oci::stored_layer_bytes(store, &image).unwrap_or_default();
+        let of_layers = *layer_bytes.entry(image).or_insert_with(of_layers);
         mount.materialised_bytes = Some(local.max(of_layers).min(mount.data_bytes));
     }
     if let Some(profile) = mount.profile.as_mut().filter(|profile| profile.state == "none") {

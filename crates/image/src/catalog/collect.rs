@@ -119,12 +119,12 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
     }
     // Tables of derived objects, the origins of their layers, and lists of stored layers.
     let mut layers = HashSet::new();
-    for kind in [ObjectKind::Derived, ObjectKind::Origins, ObjectKind::Held] {
+    for kind in [ObjectKind::Derived, ObjectKind::Origins, ObjectKind::StoredLayers] {
         for object in store.list(kind.folder())? {
             let needed = object.digest(kind).map(|digest| ObjectKind::Derived.object(digest));
             match needed.transpose()?.map(|needed| packs.contains(&needed)) {
-                Some(true) if kind == ObjectKind::Held => {
-                    layers.extend(held_layers(store, &object)?);
+                Some(true) if kind == ObjectKind::StoredLayers => {
+                    layers.extend(stored_layers(store, &object)?);
                 }
                 Some(false) => collected.bytes += remove_object(store, &object, dry_run)?,
                 _ => {}
@@ -141,7 +141,7 @@ pub fn gc(store: &impl ObjectStore, needed: &[Digest], dry_run: bool) -> Result<
 }
 
 /// The stored layers that an image is read from, according to `list`, an object of `held/`.
-pub fn held_layers(store: &impl ObjectStore, list: &ObjectId) -> Result<Vec<ObjectId>> {
+pub fn stored_layers(store: &impl ObjectStore, list: &ObjectId) -> Result<Vec<ObjectId>> {
     let text = store.get(list, HELD_MAX)?;
     let layers: Result<_> = String::from_utf8_lossy(&text).lines().map(ObjectId::new).collect();
     layers.map_err(|error| {

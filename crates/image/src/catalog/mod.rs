@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 pub use self::names::{EMPTY_IMAGE, check_given_name, is_reserved};
 use self::names::{escape, unescape};
 pub use self::{
-    collect::{Collected, gc, held_layers, remove},
+    collect::{Collected, gc, remove, stored_layers},
     copy::{Copied, copy, in_lanes, name_part, parts, read_part, sizes},
     provenance::{ImageProvenance, Provenance},
     roots::{HostRoots, forget_host, publish_roots, read_roots},

@@ -30,7 +30,7 @@ pub enum LayersAt {
 /// An opened [`LayersAt`], and the store with layers on this host.
 pub(super) struct Blobs {
     /// The host's own store.
-    held: Option<Directory>,
+    stored: Option<Directory>,
     place: Place,
 }
 
@@ -80,20 +80,24 @@ impl LayersAt {
 }
 
 impl Blobs {
-    /// Opens the layers at `at` with the credentials in `access`, and those stored in `held`.
+    /// Opens the layers at `at` with the credentials in `access`, and those that `stored` has.
     /// Sends nothing.
-    pub(super) fn open(at: LayersAt, access: &Access, held: Option<Directory>) -> Result<Self> {
+    pub(super) fn open(at: LayersAt, access: &Access, stored: Option<Directory>) -> Result<Self> {
         let place = match at {
             LayersAt::Layout(folder) => Place::Layout(folder),
             LayersAt::Registry(name) => Place::Registry(Registry::open(&name, access)?),
         };
-        Ok(Self { held, place })
+        Ok(Self { stored, place })
     }
 
     /// Bytes of the stored layer with this SHA-256; `None` if it is not stored, or no longer.
-    pub(super) async fn held(&self, digest: &[u8; 32], range: ByteRange) -> Result<Option<Bytes>> {
-        let Some(held) = &self.held else { return Ok(None) };
-        let path = held.path_of(&layer_object(digest)?);
+    pub(super) async fn stored(
+        &self,
+        digest: &[u8; 32],
+        range: ByteRange,
+    ) -> Result<Option<Bytes>> {
+        let Some(stored) = &self.stored else { return Ok(None) };
+        let path = stored.path_of(&layer_object(digest)?);
         blocking(move || Ok(read(&path, range).ok())).await
     }
 

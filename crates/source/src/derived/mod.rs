@@ -58,8 +58,8 @@ pub fn origin_object(object: &ObjectId) -> Result<ObjectId> {
 
 /// The object that lists the layers of the derived `object`, one a line, if all of them are
 /// stored.
-pub fn held_object(object: &ObjectId) -> Result<ObjectId> {
-    companion(object, ObjectKind::Held)
+pub fn stored_layers_object(object: &ObjectId) -> Result<ObjectId> {
+    companion(object, ObjectKind::StoredLayers)
 }
 
 fn companion(object: &ObjectId, kind: ObjectKind) -> Result<ObjectId> {
@@ -178,11 +178,11 @@ impl Opened {
         let table = Table::decode(&bytes)?;
         let origin = store.get(&origin_object(object)?, ORIGIN_MAX)?;
         let at = LayersAt::parse(&String::from_utf8_lossy(&origin))?;
-        let held = match store {
+        let stored = match store {
             Store::Directory(directory) => Some(directory.clone()),
             _ => None,
         };
-        let layers = Blobs::open(at, access, held)?;
+        let layers = Blobs::open(at, access, stored)?;
         Ok(Self { table, layers, spans: Spans::new(), refuted: Mutex::default() })
     }
 
@@ -192,7 +192,7 @@ impl Opened {
         let make = async move {
             let digest = &this.table.layers[layer as usize].digest;
             if !this.is_refuted((layer, span.index))
-                && let Some(bytes) = this.layers.held(digest, span.compressed).await?
+                && let Some(bytes) = this.layers.stored(digest, span.compressed).await?
             {
                 match Arc::clone(&this).unpack(layer, span, bytes).await {
                     Ok(unpacked) => return Ok(unpacked),
