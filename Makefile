@@ -5,7 +5,7 @@
 #              and twenty mounts into each of which 4 GiB are written as quickly as they go (ROUNDS=20)
 # make bench   the figures of the documents, as ratios to other programs on this machine
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
-#              ordinary ones beside stargz-snapshotter
+#              OCI images beside stargz-snapshotter
 # make bench-ublk    the same over ublk, in the lab
 #
 # make install put the command and its systemd unit in place (DESTDIR is honoured)

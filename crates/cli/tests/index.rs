@@ -1,4 +1,4 @@
-//! Indexes: ordinary images that are read lazily, in their layers as they are.
+//! Indexes: OCI images that are read lazily, in their layers as they are.
 
 #![allow(clippy::unwrap_used)]
 

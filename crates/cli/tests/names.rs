@@ -84,8 +84,8 @@ fn push_forged(space: &Space, host: &str, tree: &Path, name: &str, at: &str) {
     skopeo_copy(&[], &format!("oci:{}", forged.display()), &to).unwrap();
 }
 
-/// An ordinary image in a folder: its source, and its digest.
-fn ordinary(space: &Space) -> (String, String) {
+/// An OCI image in a folder: its source, and its digest.
+fn oci_image(space: &Space) -> (String, String) {
     let layout = OciLayout::new(&space.path("ordinary")).unwrap();
     let fill = |root: &Path| fs::write(root.join("data"), Rng::new(7).bytes(100_000)).unwrap();
     layout.change(fill).unwrap();
@@ -168,7 +168,7 @@ fn names_that_are_no_names_are_refused_and_say_why() {
 #[test]
 fn a_digest_is_believed_where_this_host_has_checked_it() {
     let space = Space::new("names-digest");
-    let (source, digest) = ordinary(&space);
+    let (source, digest) = oci_image(&space);
     let evil = tree(&space, "evil", 2);
     let store = space.path("store").display().to_string();
     let with_store = |state: &str| {
@@ -206,7 +206,7 @@ fn a_digest_is_believed_where_this_host_has_checked_it() {
 #[test]
 fn images_are_spoken_of_by_what_was_typed() {
     let space = Space::new("names-typed");
-    let (source, digest) = ordinary(&space);
+    let (source, digest) = oci_image(&space);
     let burgeon = Burgeon::new(PROGRAM, &space);
     burgeon.build(&tree(&space, "tree", 1), "team/app:7");
     let at = space.make_folder("at");
@@ -240,8 +240,8 @@ fn images_are_spoken_of_by_what_was_typed() {
         burgeon.ok(&["verify", app]);
     }
     let hex = digest.strip_prefix("sha256:").unwrap();
-    for ordinary in [&typed, "ordinary:latest", &digest, &digest[..16], &hex[..12]] {
-        assert_eq!(said(&burgeon, &["inspect", ordinary])["image"]["name"], digest, "{ordinary}");
+    for name in [&typed, "ordinary:latest", &digest, &digest[..16], &hex[..12]] {
+        assert_eq!(said(&burgeon, &["inspect", name])["image"]["name"], digest, "{name}");
     }
     let mounted = burgeon.mount(&hex[..12], &at, &["--read-only"]);
     burgeon.umount(mounted);

@@ -264,9 +264,9 @@ fn a_mount_that_is_not_made_after_all_leaves_nothing_open() {
 }
 
 #[test]
-fn what_is_read_of_an_ordinary_image_is_brought_from_its_layers() {
+fn what_is_read_of_an_oci_image_is_brought_from_its_layers() {
     const LEN: usize = 1 << 20;
-    let space = Space::new("profile-ordinary");
+    let space = Space::new("profile-oci");
     let layout = OciLayout::new(&space.path("layout")).unwrap();
     let fill = |root: &Path| {
         for number in 0..FILES {

@@ -71,7 +71,7 @@ pub(crate) struct Resolved {
 
 /// The image of either kind that a name resolves to.
 pub(crate) enum Target {
-    Ordinary(Box<Resolved>),
+    Oci(Box<Resolved>),
     /// A Burgeon image.
     Ours(Digest),
 }
@@ -125,7 +125,7 @@ impl Blobs {
     /// Resolves `wanted` to an OCI image for this machine.
     pub(crate) fn resolve(&self, wanted: &Wanted) -> Result<Resolved> {
         match self.find(wanted)? {
-            Target::Ordinary(resolved) => Ok(*resolved),
+            Target::Oci(resolved) => Ok(*resolved),
             Target::Ours(digest) => Err(not_built(&digest)),
         }
     }
@@ -148,7 +148,7 @@ impl Blobs {
                 Document::Manifest(manifest) => {
                     let (len, media_type) = (bytes.len() as u64, media_type(&bytes));
                     let resolved = Resolved { digest, index, len, media_type, manifest };
-                    return Ok(Target::Ordinary(Box::new(resolved)));
+                    return Ok(Target::Oci(Box::new(resolved)));
                 }
                 Document::Ours => return Ok(Target::Ours(digest)),
                 Document::Index(manifests) => {

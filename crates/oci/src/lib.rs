@@ -273,7 +273,7 @@ pub fn find_or_build(
         (target, _) => target.map_err(|error| by_digest(source, error))?,
     };
     let resolved = match (target, &source.0) {
-        (Target::Ordinary(resolved), _) => *resolved,
+        (Target::Oci(resolved), _) => *resolved,
         (Target::Ours(_), _) if index.is_some() => return Err(index::none_has()),
         (Target::Ours(digest), Kind::Registry(name)) => return Ok(Found::Ours(name.at(digest))),
         (Target::Ours(digest), _) => return Err(not_built(&digest)),

@@ -297,8 +297,8 @@ fn manifests_are_deterministic_and_within_the_length_limit() {
         many.add(id(&format!("packs/{number:064x}")), pack.clone()).unwrap();
     }
     assert_eq!(many.encode().unwrap_err().kind(), ErrorKind::Invalid);
-    let ordinary = br#"{"schemaVersion": 2, "layers": []}"#;
-    assert_eq!(Objects::decode(ordinary).unwrap_err().kind(), ErrorKind::UnsupportedFormat);
+    let image = br#"{"schemaVersion": 2, "layers": []}"#;
+    assert_eq!(Objects::decode(image).unwrap_err().kind(), ErrorKind::UnsupportedFormat);
     assert_eq!(Objects::decode(b"[").unwrap_err().kind(), ErrorKind::Corrupt);
 }
 

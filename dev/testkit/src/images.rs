@@ -1,4 +1,4 @@
-//! Ordinary container images: made by the tools that others make them with, and wrong ones by hand.
+//! OCI images: made by the tools that others make them with, and wrong ones by hand.
 
 use std::{
     ffi::OsStr,

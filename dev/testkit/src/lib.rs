@@ -6,7 +6,7 @@
 //!   compare ── original ≟ copy, entry by entry ◄────────────────────┘      │
 //!   space   ── a private mount namespace a thread, a folder of its own ────┤
 //!   fio, pattern ── load with verification                                 │
-//!   images, layers, estargz ── ordinary container images, of umoci and by hand ┤
+//!   images, layers, estargz ── OCI images, of umoci and by hand ───────────┤
 //!   btrfs   ── what stock tools and the kernel say about a mount ──────────┤
 //!   net ── real servers on loopback, a proxy that spoils what they say
 //!   Drop    ── unmounts, shuts down, and *fails the test* if anything is left behind

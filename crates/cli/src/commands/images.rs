@@ -38,7 +38,7 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
         (Some(pattern), _, _) => Input::Computed(pattern, args.size.unwrap_or(0)),
         (None, Some(path), true) => Input::Reference(path),
         (None, Some(path), false) if Source::parse(&path.to_string_lossy()).is_some() => {
-            Input::Ordinary(path.to_string_lossy().into_owned())
+            Input::Elsewhere(path.to_string_lossy().into_owned())
         }
         (None, Some(path), false) if path == Path::new("-") => Input::Stdin,
         (None, Some(path), false) if path.is_dir() => Input::Tree(path),
@@ -121,7 +121,7 @@ enum Input {
     Stdin,
     Reference(std::path::PathBuf),
     /// An OCI image or archive elsewhere.
-    Ordinary(String),
+    Elsewhere(String),
     Computed(Computed, u64),
 }
 
@@ -180,7 +180,7 @@ fn make(
             let archive = (std::io::stdin(), None, None);
             return Ok(reading::build_archive(context, archive, name, options)?);
         }
-        Input::Ordinary(text) => {
+        Input::Elsewhere(text) => {
             progress.finish();
             return Ok(reading::build(context, text, name, options)?);
         }

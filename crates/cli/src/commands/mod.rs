@@ -10,7 +10,7 @@ mod mistakes;
 pub(crate) mod mount;
 mod mount_point;
 mod named;
-mod ordinary;
+mod oci_image;
 mod pin;
 mod prefetch;
 mod profile;
@@ -153,7 +153,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     let context = Context::new(args.global, takes_repository, only_looks(&args.command))?;
     match args.command {
         Command::Build(build) => images::build(&context, build),
-        Command::Index(index) => ordinary::index(&context, &index),
+        Command::Index(index) => oci_image::index(&context, &index),
         Command::Mount(mount) => mount::mount(&context, mount),
         Command::CreateEmpty(empty) => mount::create_empty(&context, empty),
         Command::Map(map) => map::map(&context, map),

@@ -27,7 +27,7 @@ use serde_json::json;
 
 use super::{
     Context, bring_back::bring_back, far, images, mistakes, mount_point::MountPoint, named,
-    need_mount_privilege, ordinary,
+    need_mount_privilege, oci_image,
 };
 use crate::{args, attributes::Attributes, output, pull::Pull};
 
@@ -132,7 +132,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         // Start the daemon meanwhile: finding an image may take round trips. Errors here recur
         // below.
         scope.spawn(|| Client::connect_or_start(&context.state).map(drop));
-        ordinary::find(context, args.name, want, args.pull.into())
+        oci_image::find(context, args.name, want, args.pull.into())
     })?;
     let is_own = context.store.is_none() && found.store == context.store_location();
     let request = MountRequest {

@@ -9,7 +9,7 @@ use burgeon_oci::{Pull, Pushed, Want};
 use burgeon_source::{Access, Store, registry::Name};
 use serde_json::json;
 
-use super::{Context, mistakes, named, ordinary};
+use super::{Context, mistakes, named, oci_image};
 use crate::{
     args,
     output::{self, bytes},
@@ -60,7 +60,7 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
     if let Some(name) = &args.name {
         catalog::check_given_name(name)?;
     }
-    let mut place = ordinary::find(context, args.source.clone(), want, Pull::Always)?;
+    let mut place = oci_image::find(context, args.source.clone(), want, Pull::Always)?;
     let own = context.state.store().into();
     let record = place.record()?;
     if place.store == own && burgeon_oci::is_whole(&context.open_store()?, &record)? {
@@ -130,7 +130,7 @@ fn check_free(
 /// Reports that an image is complete in this host's own store, and gives it the requested name.
 fn whole(
     context: &Context,
-    place: &ordinary::Place,
+    place: &oci_image::Place,
     record: &ImageRecord,
     args: &args::Pull,
 ) -> Result<ExitCode> {

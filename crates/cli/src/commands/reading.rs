@@ -27,7 +27,7 @@ use burgeon_oci::{Found, Indexed, Pull, Source, Tags, Want};
 use burgeon_source::{Access, Location, Store};
 use serde::{Deserialize, Serialize};
 
-use super::{Context, ordinary};
+use super::{Context, oci_image};
 use crate::progress::Progress;
 
 /// The child's task.
@@ -237,19 +237,19 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
                 None => Want::Any,
             };
             let source = parse(&text)?;
-            Done::Found(ordinary::with_work(&context, &text, pull, &options, access, |work| {
+            Done::Found(oci_image::with_work(&context, &text, pull, &options, access, |work| {
                 burgeon_oci::find_or_build(&store, &source, want, work)
             })?)
         }
         Task::Index { text, push } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
-            Done::Indexed(ordinary::with_work(&context, &text, pull, &options, access, |work| {
+            Done::Indexed(oci_image::with_work(&context, &text, pull, &options, access, |work| {
                 burgeon_oci::index(&store, &source, push, work)
             })?)
         }
         Task::Build { text, name } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
-            let built = ordinary::with_work(&context, &text, pull, &options, access, |work| {
+            let built = oci_image::with_work(&context, &text, pull, &options, access, |work| {
                 burgeon_oci::build(&store, &source, &name, work)
             });
             Done::Built(Box::new(built?))

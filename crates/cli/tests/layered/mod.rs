@@ -1,4 +1,4 @@
-//! An ordinary image to be indexed.
+//! An OCI image to be indexed.
 
 #![allow(clippy::unwrap_used, unreachable_pub)]
 

@@ -4,9 +4,9 @@
 //!   nginx, registry ──► link: 20 ms, 200 Mbit/s ──► download and unpack ─┐
 //!                                              └──► mount ───────────────┴─► chroot: the program ─► ready
 //!
-//!   ours      an image of ours in a store behind nginx: plain, and built by the program's profile
-//!   ordinary  the same tree as other people's images in a registry: gzip, zstd:chunked, eStargz
-//!   stargz    containerd and stargz-snapshotter with that eStargz image
+//!   ours        an image of ours in a store behind nginx: plain, and built by the program's profile
+//!   OCI images  the same tree as other people's images in a registry: gzip, zstd:chunked, eStargz
+//!   stargz      containerd and stargz-snapshotter with that eStargz image
 //! ```
 //!
 //! One Debian tree with all of the programs, so that each reads a small part of it. Everything but
@@ -14,7 +14,7 @@
 //! (on a tiny image) before the clock starts. The bound is the link's own time for what it has to
 //! carry at least, and a round trip.
 
-mod ordinary;
+mod oci_images;
 mod ours;
 mod programs;
 mod stargz;
@@ -31,7 +31,7 @@ use serde_json::Value;
 use testkit::Link;
 
 use self::{
-    ordinary::Ordinary,
+    oci_images::OciImages,
     ours::Ours,
     programs::{PROGRAMS, Program, chroot, prepare, run_to_ready, start},
 };
@@ -54,11 +54,11 @@ pub(crate) fn measure(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     }
     let stage = Stage { bench, tree };
     let ours = Ours::make(&stage)?;
-    let ordinary = Ordinary::make(&stage, &images)?;
+    let oci_images = OciImages::make(&stage, &images)?;
     for program in &PROGRAMS {
         let failed = || format!("starting {}", program.name);
         let share = ours.measure(program, table).with_context(failed)?;
-        ordinary.measure(program, share, table).with_context(failed)?;
+        oci_images.measure(program, share, table).with_context(failed)?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The same tree as ordinary images, in a registry: at first sight, and by their indexes.
+//! The same tree as OCI images, in a registry: at first sight, and by their indexes.
 //!
 //! ```text
 //!   tree ──► umoci: gzip ─┬─────────────────────────────────► registry ──► burgeon index --push
@@ -48,7 +48,7 @@ const FORMATS: [Format; 3] = [
     Format { name: "eStargz", tag: "estargz", aim: Aim::None, listed: true },
 ];
 
-pub(super) struct Ordinary<'a> {
+pub(super) struct OciImages<'a> {
     stage: &'a Stage<'a>,
     registry: Registry,
     /// An installation near to the registry.
@@ -64,7 +64,7 @@ pub(super) struct Ordinary<'a> {
     chain: String,
 }
 
-impl<'a> Ordinary<'a> {
+impl<'a> OciImages<'a> {
     /// Of the images in the folder `images`, which are made if they are missing.
     pub(super) fn make(stage: &'a Stage<'a>, images: &Path) -> Result<Self> {
         if !images.exists() {
@@ -127,7 +127,7 @@ impl<'a> Ordinary<'a> {
             let image = (&*format!("{NAME}:estargz"), &*self.chain);
             stargz.0.push(self.stargz.start(self.stage, program, &link, image)?);
         }
-        table.heading(format!("The same of ordinary images: {}", program.name));
+        table.heading(format!("The same of OCI images: {}", program.name));
         unpacked.row(table, "gzip, download and unpack");
         first_sight.row(table, "gzip, at first sight");
         let ratio = first_sight.seconds() / unpacked.seconds();

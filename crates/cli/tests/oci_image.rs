@@ -1,4 +1,4 @@
-//! Ordinary images: what they mount as is what `umoci unpack` makes of them.
+//! OCI images: a mount shows the same tree as `umoci unpack`.
 
 #![allow(clippy::unwrap_used)]
 
