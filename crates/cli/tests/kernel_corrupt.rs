@@ -345,6 +345,25 @@ fn damaged_files_of_a_prepared_image_are_made_again_by_a_mount() {
     }
 }
 
+#[test]
+fn writes_are_mounted_again_after_their_template_was_changed_and_removed() {
+    let damage = Damage::new("damaged-template");
+    let at = damage.space.path("at");
+    let named = ["--writes", "w", "--write-limit", "256M"];
+    damage.burgeon.umount(damage.burgeon.mount("image", &at, &named));
+    // The prepared image has the same file, and its length is right.
+    let template = damage.burgeon.state().join("writes/w/seed");
+    flip_a_bit(&template, 5 << 20);
+    let found = damage.burgeon.run(&["doctor"]).stdout;
+    assert!(found.contains("seed is damaged") && found.contains("remove `seed`"), "{found}");
+    fs::remove_file(&template).unwrap();
+    let mounted = damage.burgeon.mount("image", &at, &named[..2]);
+    drop_caches();
+    compare(&damage.tree, mounted.path()).unwrap().assert_same();
+    damage.burgeon.umount(mounted);
+    assert!(!damage.burgeon.run(&["doctor"]).stdout.contains("is damaged"));
+}
+
 /// Where btrfs has its superblock on each device.
 const SUPERBLOCK: u64 = 64 << 10;
 

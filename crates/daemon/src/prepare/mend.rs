@@ -36,22 +36,23 @@ pub(crate) fn mend(state: &StateDir, record: &MountRecord) -> Result<bool> {
     let virtual_bytes = attach.seed.file_name().and_then(|name| name.to_str());
     let virtual_bytes = virtual_bytes.and_then(|name| name.strip_prefix("virtual-"));
     let virtual_bytes = virtual_bytes.and_then(|bytes| bytes.parse().ok()).unwrap_or(0);
-    mend_prepared(&attach.store, &access, &record.digest.0, &attach.seed, virtual_bytes)
+    let before = inode(&attach.seed.join("map"));
+    let wanted = Wanted::Mended { virtual_bytes };
+    prepare_in(&attach.seed, &attach.store, &access, &record.digest.0, wanted)?;
+    Ok(before != inode(&attach.seed.join("map")))
 }
 
-/// Recreates the damaged files of a prepared image.
-fn mend_prepared(
+/// Makes the files of a prepared image in `folder`.
+fn prepare_in(
+    folder: &Path,
     store: &Location,
     access: &Access,
     digest: &Digest,
-    folder: &Path,
-    virtual_bytes: u64,
-) -> Result<bool> {
+    wanted: Wanted,
+) -> Result<()> {
     make_folder(folder)?;
     let _lock = Lock::take(&folder.join("lock"))?;
-    let before = inode(&folder.join("map"));
-    run_process(store, access, digest, folder, Wanted::Mended { virtual_bytes }, || {})?;
-    Ok(before != inode(&folder.join("map")))
+    run_process(store, access, digest, folder, wanted, || {})
 }
 
 /// Recreates the damaged files that named writes are based on.
@@ -70,34 +71,37 @@ pub(crate) fn mend_kept(
     if record.virtual_bytes > 0 {
         image.push(format!("virtual-{}", record.virtual_bytes));
     }
-    mend_prepared(store, access, &record.manifest.0, &image, record.virtual_bytes)?;
-    for (file, digest) in [("seed", record.template_digest), ("map", record.map_digest)] {
-        if digest_file(&image.join(file))?.0 != digest.0 {
-            return Err(Error::new(
-                ErrorKind::Corrupt,
-                format!(
-                    "files in {} are damaged, and this version prepares the image {} otherwise than \
-                     when the writes were made: restore the folder from a backup",
-                    folder.display(),
-                    record.image
-                ),
-            ));
+    // The digests find what the first attempt takes for usable: changed bytes of the template.
+    let virtual_bytes = record.virtual_bytes;
+    for wanted in [Wanted::Mended { virtual_bytes }, Wanted::Seed { virtual_bytes }] {
+        prepare_in(&image, store, access, &record.manifest.0, wanted)?;
+        if is_base(&image, record)? {
+            KEPT.iter().try_for_each(|file| keep_file(&image, &folder, file))?;
+            files::sync_parent(&folder.join("map"))?;
+            return Ok(true);
         }
     }
-    KEPT.iter().try_for_each(|file| keep_file(&image, &folder, file))?;
-    files::sync_parent(&folder.join("map"))?;
-    Ok(true)
+    let what = format!(
+        "files in {} are damaged, and this version prepares the image {} otherwise than when the \
+         writes were made: restore the folder from a backup",
+        folder.display(),
+        record.image
+    );
+    Err(Error::new(ErrorKind::Corrupt, what))
 }
 
 /// True if all files that named writes are based on are unchanged.
 fn is_kept(folder: &Path, record: &Record) -> bool {
-    let is = |file: &str, digest: Digest| {
-        digest_file(&folder.join(file)).is_ok_and(|(found, _)| found == digest)
-    };
     len_of(&folder.join("manifest")) > 0
         && read_info(folder).is_ok()
-        && is("map", record.map_digest.0)
-        && is("seed", record.template_digest.0)
+        && is_base(folder, record).unwrap_or(false)
+}
+
+/// True if `folder` has the template and the map that named writes are based on.
+fn is_base(folder: &Path, record: &Record) -> Result<bool> {
+    let (map, _) = digest_file(&folder.join("map"))?;
+    let (template, _) = digest_file(&folder.join("seed"))?;
+    Ok(map == record.map_digest.0 && template == record.template_digest.0)
 }
 
 /// True if an image can be mounted from `folder`, and the mount be served. Checked in a process of
