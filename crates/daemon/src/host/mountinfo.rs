@@ -12,7 +12,7 @@ use burgeon_block::{Error, Result};
 /// One mount of a mount namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MountInfo {
-    /// The mount's number in its namespace.
+    /// The mount's number, which no other mount of any namespace has while it exists.
     pub id: u64,
     /// `st_dev` of the superblock, major and minor.
     pub device: (u32, u32),

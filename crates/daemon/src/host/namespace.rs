@@ -1,20 +1,29 @@
-//! The daemon's own mount namespace.
+//! The daemon's mount namespace.
 //!
-//! Mounts and unmounts on the host propagate to it (so that a store on a file system mounted later
-//! is found), but no change of the daemon propagates to the host. Copies of Burgeon mounts in the
-//! new namespace would pin their file systems after the user's umount, so they are unmounted here
-//! at once; the user's own mount stays. So are namespaces that are bound to a path (`ip netns`,
-//! container engines), which would survive their removal; they contain no files to open.
+//! ```text
+//!   started in the namespace of process 1 ── stays there: nothing is copied, nothing is held
+//!   in any other (`unshare`, a service) ──── a copy, which follows mounts where they propagate
+//! ```
 //!
-//! If mounts are private, every other file system that was mounted when the daemon was started
-//! stays mounted here after its umount on the host. Images by reference and mapped files may lie on
-//! any of them, and are opened by path when they are read; an unmounted copy would not come back
-//! when the host mounts the file system again.
+//! The namespace of process 1 outlives the daemon, so the daemon never prolongs it; and the daemon
+//! puts no mount onto a path, so nobody sees it there. An umount on the host releases the file
+//! system at once, and a new mount is visible to the daemon, whether or not mounts propagate.
+//!
+//! Any other namespace ends with its processes, and its Burgeon mounts are then released. A daemon
+//! in it would keep it, so the daemon makes a copy. Copies of Burgeon mounts would pin their file
+//! systems after the user's umount, so they are unmounted here at once; the user's own mount stays.
+//! So are namespaces that are bound to a path (`ip netns`, container engines), which would survive
+//! their removal; they contain no files to open.
+//!
+//! If mounts are private there, every other file system of that namespace stays mounted in the copy
+//! after its umount. Images by reference and mapped files may lie on any of them, and are opened by
+//! path when they are read; an unmounted copy would not come back when the host mounts the file
+//! system again.
 //!
 //! The holder process (`holder/`) outlives the daemon and opens nothing, so its namespace has none
 //! of these mounts.
 
-use std::path::Path;
+use std::{collections::BTreeSet, path::Path};
 
 use burgeon_block::{Error, Result};
 use rustix::{
@@ -22,10 +31,19 @@ use rustix::{
     thread::{UnshareFlags, unshare_unsafe},
 };
 
-use crate::host::{backing_devices, mountinfo};
+use crate::host::{
+    backing_devices,
+    mountinfo::{self, MountInfo},
+};
 
-/// Moves the calling process into a mount namespace of its own. It must have only one thread.
-pub(crate) fn enter_private() -> Result<()> {
+/// Moves the calling process into a mount namespace of its own, unless it is in that of process 1.
+/// It must have only one thread.
+pub(crate) fn leave_transient() -> Result<()> {
+    let first = mountinfo::read(Path::new("/proc/1/mountinfo")).unwrap_or_default();
+    let own = mountinfo::read(Path::new("/proc/self/mountinfo"))?;
+    if are_of_one_namespace(&own, &first) {
+        return Ok(());
+    }
     enter(MountPropagationFlags::DOWNSTREAM)?;
     for mount in mountinfo::read(Path::new("/proc/self/mountinfo"))? {
         let is_namespace = mount.fs_type == "nsfs";
@@ -36,6 +54,14 @@ pub(crate) fn enter_private() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// True if two lists of mounts are of the same namespace. Each mount belongs to one namespace and
+/// has a number that no other mount has meanwhile; reading the link `ns/mnt` of process 1 takes
+/// capabilities that `burgeon.service` does not have.
+fn are_of_one_namespace(one: &[MountInfo], other: &[MountInfo]) -> bool {
+    let ids: BTreeSet<_> = one.iter().map(|mount| mount.id).collect();
+    other.iter().any(|mount| ids.contains(&mount.id))
 }
 
 /// Moves the calling process into a mount namespace with the root file system and `/proc` alone. It

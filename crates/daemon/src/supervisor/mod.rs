@@ -117,7 +117,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     backing_devices::refuse_burgeon(state.root(), "the state directory")?;
     let Some(lock) = Lock::try_take(&state.lock_file())? else { return Ok(()) };
     let (cgroup, mut missing) = OwnCgroup::enter(&state.tag());
-    namespace::enter_private()?;
+    namespace::leave_transient()?;
     missing.extend(harden::harden(false));
     for sentence in missing {
         tracing::warn!("{sentence}");
