@@ -151,9 +151,14 @@ impl<R: BufRead> Gunzip<R> {
 
     /// Reads the header of the next member, if there is one.
     fn member(&mut self) -> io::Result<()> {
+        let padding = if self.taken > 0 { self.skip_zeros()? } else { 0 };
         if self.input.fill_buf()?.is_empty() {
             self.state = State::Ended;
             return Ok(());
+        }
+        if padding > 0 {
+            let what = "other bytes follow the zeros after the end of the gzip stream";
+            return Err(damaged(what));
         }
         if let Some(recording) = &mut self.recording {
             recording.may_begin(self.taken, self.made);
@@ -183,6 +188,21 @@ impl<R: BufRead> Gunzip<R> {
         self.at = 0;
         self.state = State::Blocks;
         Ok(())
+    }
+
+    /// Skips zeros, which pad the end of a stream to whole blocks; returns their number.
+    fn skip_zeros(&mut self) -> io::Result<u64> {
+        let before = self.taken;
+        loop {
+            let bytes = self.input.fill_buf()?;
+            let zeros = bytes.iter().take_while(|byte| **byte == 0).count();
+            let is_all = zeros == bytes.len();
+            self.input.consume(zeros);
+            self.taken += zeros as u64;
+            if zeros == 0 || !is_all {
+                return Ok(self.taken - before);
+            }
+        }
     }
 
     /// Skips a NUL-terminated string.

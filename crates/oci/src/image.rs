@@ -24,7 +24,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
-use burgeon_image::builder::{self, Description, LayerLimits, Layers, Report};
+use burgeon_image::builder::{self, Description, Gunzip, LayerLimits, Layers, Report};
 use burgeon_layer::{LayerCodec, Recorder, Restarts};
 use burgeon_source::{
     Directory, layer_object,
@@ -465,7 +465,7 @@ fn decompressed<'a>(
     let blob = BufReader::with_capacity(BUFFER_LEN, blob);
     Ok(match compression {
         Compression::None => Box::new(blob),
-        Compression::Gzip => Box::new(flate2::bufread::MultiGzDecoder::new(blob)),
+        Compression::Gzip => Box::new(Gunzip::new(blob)),
         // `Recorder` bounds the windows of all layers together.
         Compression::Zstd => Box::new(Recorder::new(blob, LayerCodec::Zstd)?),
     })

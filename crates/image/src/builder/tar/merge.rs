@@ -14,9 +14,10 @@ use std::{collections::BTreeMap, sync::Arc};
 use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 
 use super::{
-    super::nodes::{Node, S_IFDIR, S_IFLNK, S_IFREG},
+    super::nodes::{Node, S_IFDIR, S_IFREG},
     reader::{Entry, show},
-    tree::{FOLDER_COST, PATH_MAX, node_of, safe_parts, unsafe_name},
+    resolve::{self, Names},
+    tree::{FOLDER_COST, node_of, safe_parts, unsafe_name},
 };
 use crate::corrupt;
 
@@ -26,10 +27,6 @@ const WHITEOUT: &[u8] = b".wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";
 /// Prefix of names that an old storage driver used internally.
 const FOREIGN: &[u8] = b".wh..wh.";
-/// Deepest nesting of directories, symlinks followed: as many as fit in a path.
-const DEPTH_MAX: usize = PATH_MAX / 2;
-/// Symlinks in one path, as in Linux.
-const LINKS_MAX: u32 = 40;
 
 /// Source of a file's data: layer, and entry in it.
 pub(super) type Place = (u32, u32);
@@ -157,14 +154,16 @@ impl Merge {
 
     /// The directory at `path`, if it exists.
     fn find(&mut self, path: &[&[u8]]) -> Result<Option<u32>> {
-        self.walk(path, |_| Ok(None))
+        resolve::directory(self, path, |_, _, _| Ok(None))
     }
 
     /// The directory at `path`; created if the layers omit it.
     fn folder(&mut self, path: &[&[u8]], shown: &[u8]) -> Result<u32> {
-        let make = |tree: &mut Self| {
+        let make = |tree: &mut Self, dir: u32, name: Box<[u8]>| {
             tree.meter.take(FOLDER_COST)?;
-            tree.push(Node { mode: S_IFDIR | 0o755, ..Node::default() }, None).map(Some)
+            let made = tree.push(Node { mode: S_IFDIR | 0o755, ..Node::default() }, None)?;
+            tree.names[dir as usize].insert(name, made);
+            Ok(Some(made))
         };
         let not_there = || {
             corrupt(format!(
@@ -172,53 +171,7 @@ impl Merge {
                 show(shown)
             ))
         };
-        self.walk(path, make)?.ok_or_else(not_there)
-    }
-
-    /// Follows `path` from the root. `missing` creates a missing directory or gives up. Also
-    /// `None` if a component of the path is not a directory.
-    fn walk(
-        &mut self,
-        path: &[&[u8]],
-        missing: impl Fn(&mut Self) -> Result<Option<u32>>,
-    ) -> Result<Option<u32>> {
-        let mut way = vec![0u32];
-        let mut rest: Vec<Box<[u8]>> = path.iter().rev().map(|part| (*part).into()).collect();
-        let mut links = 0;
-        while let (Some(part), Some(dir)) = (rest.pop(), way.last().copied()) {
-            if *part == *b".." {
-                // The parent of the root is the root.
-                way.truncate((way.len() - 1).max(1));
-                continue;
-            }
-            let next = match self.names[dir as usize].get(&part) {
-                Some(next) => *next,
-                None => {
-                    let Some(made) = missing(self)? else { return Ok(None) };
-                    self.names[dir as usize].insert(part, made);
-                    made
-                }
-            };
-            let node = &self.nodes[next as usize];
-            if node.kind() == S_IFLNK {
-                links += 1;
-                if links > LINKS_MAX {
-                    return Ok(None);
-                }
-                if node.target.starts_with(b"/") {
-                    way.truncate(1);
-                }
-                let target = node.target.split(|byte| *byte == b'/').rev();
-                rest.extend(target.filter(|part| !matches!(*part, b"" | b".")).map(Box::from));
-            } else if !node.is_dir() {
-                return Ok(None);
-            } else if way.len() > DEPTH_MAX {
-                return Err(corrupt(format!("directories are nested deeper than {DEPTH_MAX}")));
-            } else {
-                way.push(next);
-            }
-        }
-        Ok(way.last().copied())
+        resolve::directory(self, path, make)?.ok_or_else(not_there)
     }
 
     /// The nodes, each directory's names sorted, and the sources of the remaining files' data, in
@@ -239,6 +192,16 @@ impl Merge {
         }
         wanted.sort_unstable();
         (self.nodes, wanted)
+    }
+}
+
+impl Names for Merge {
+    fn child(&self, dir: u32, name: &[u8]) -> Option<u32> {
+        self.names[dir as usize].get(name).copied()
+    }
+
+    fn node(&self, number: u32) -> &Node {
+        &self.nodes[number as usize]
     }
 }
 

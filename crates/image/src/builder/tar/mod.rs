@@ -2,16 +2,19 @@
 //!
 //! The archive is read once, as a stream: headers become nodes at once, and data passes through
 //! the same waves as that of a directory. Invariant: a name cannot leave the tree: `..`, absolute
-//! names and names below anything but a directory are refused. (For several layers see `layers`;
-//! for layers that keep their data, `describe` and `listed`.)
+//! names and names below anything but a directory are refused; symlinks above a name are followed
+//! within the tree. (For several layers see `layers`; for layers that keep their data, `describe`
+//! and `listed`.)
 
 mod acl;
 mod describe;
+mod gzip;
 mod layers;
 mod listed;
 mod merge;
 mod reader;
 mod records;
+mod resolve;
 mod tree;
 
 use std::{
@@ -27,6 +30,7 @@ use rayon::prelude::*;
 
 pub use self::{
     describe::{Description, OnDescribed, describe_layers},
+    gzip::Gunzip,
     layers::{Layer, LayerIndex, LayerLimits, Layers, OpenLayer, from_layers},
     listed::{Listed, Part},
 };
@@ -127,7 +131,7 @@ fn decompressed(archive: impl Read + Send + 'static) -> Result<Box<dyn Read + Se
     let mut archive = BufReader::with_capacity(1 << 20, archive);
     let start = archive.fill_buf().map_err(cannot_read)?;
     Ok(match start {
-        [0x1f, 0x8b, ..] => Box::new(flate2::bufread::MultiGzDecoder::new(archive)),
+        [0x1f, 0x8b, ..] => Box::new(Gunzip::new(archive)),
         [0x28, 0xb5, 0x2f, 0xfd, ..] => {
             let decoder = zstd::stream::read::Decoder::with_buffer(archive);
             Box::new(decoder.map_err(|error| Error::io("cannot start zstd", error))?)

@@ -11,7 +11,7 @@
 
 use std::io::{self, Read};
 
-use burgeon_block::{Error, Result};
+use burgeon_block::{Error, ErrorKind, Result};
 
 use super::{
     super::xattrs,
@@ -30,6 +30,15 @@ const TAIL_MAX: u64 = 64 << 20;
 const GLOBAL_MAX: usize = 64 << 10;
 /// Longest GNU long name accepted; a path in Linux has at most 4 KiB.
 const NAME_MAX: u64 = 64 << 10;
+/// First bytes of files that are often taken for a tar archive, and what to do with each.
+const OTHERS: [(&[u8], &str); 6] = [
+    (b"BZh", "it is compressed with bzip2: bzip2 -dc FILE | burgeon build - NAME"),
+    (b"LZIP", "it is compressed with lzip: lzip -dc FILE | burgeon build - NAME"),
+    (&[0x04, 0x22, 0x4d, 0x18], "it is compressed with lz4: lz4 -dc FILE | burgeon build - NAME"),
+    (b"PK\x03\x04", "it is a zip file: unpack it, and build from the folder"),
+    (b"hsqs", "it is a squashfs image: mount it, and build from the folder"),
+    (b"QFI\xfb", "it is a qcow2 disk image: mount its file system, and build from the folder"),
+];
 /// Longest decimal number of 64 bits.
 const DIGITS_MAX: usize = 20;
 
@@ -72,11 +81,13 @@ pub(super) struct Reader<R> {
     /// Padding after the data of the previous entry.
     padding: usize,
     global: Records,
+    /// A header has been read: this is a tar archive.
+    begun: bool,
 }
 
 impl<R: Read> Reader<R> {
     pub(super) fn new(input: R) -> Self {
-        Self { input, padding: 0, global: Records::new(GLOBAL_MAX) }
+        Self { input, padding: 0, global: Records::new(GLOBAL_MAX), begun: false }
     }
 
     /// The stream, for an entry's data: the caller must read exactly `stored_len` bytes.
@@ -164,12 +175,37 @@ impl<R: Read> Reader<R> {
 
     fn header(&mut self) -> Result<Option<Header>> {
         let mut header = Header([0; BLOCK]);
-        self.fill(&mut header.0)?;
+        if !self.begun {
+            self.first(&mut header)?;
+        } else {
+            self.fill(&mut header.0)?;
+        }
         if header.0 == [0; BLOCK] {
             return Ok(None);
         }
-        header.check()?;
+        if !header.is_sealed() {
+            return Err(corrupt("the archive is damaged: the checksum of a header is wrong"));
+        }
         Ok(Some(header))
+    }
+
+    /// Reads the first header, which tells a tar archive from other files.
+    fn first(&mut self, header: &mut Header) -> Result<()> {
+        let mut input = (&mut self.input).take(BLOCK as u64);
+        let mut start = Vec::with_capacity(BLOCK);
+        let len = input.read_to_end(&mut start).map_err(cannot_read)?;
+        header.0[..len].copy_from_slice(&start);
+        if len == 0 {
+            return Err(no_tar("it is empty"));
+        }
+        if let Some((_, what)) = OTHERS.iter().find(|(magic, _)| start.starts_with(magic)) {
+            return Err(no_tar(what));
+        }
+        if len < BLOCK || header.0 != [0; BLOCK] && !header.is_sealed() {
+            return Err(no_tar("its first 512 bytes are no header with a valid checksum"));
+        }
+        self.begun = true;
+        Ok(())
     }
 
     /// The data of a header that describes the next one.
@@ -294,6 +330,11 @@ fn padding(len: u64) -> usize {
     (len.wrapping_neg() % BLOCK as u64) as usize
 }
 
+fn no_tar(why: &str) -> Error {
+    let what = format!("this is not a tar archive (plain, gzip, zstd or xz): {why}");
+    Error::new(ErrorKind::UnsupportedFormat, what)
+}
+
 pub(super) fn cannot_read(error: io::Error) -> Error {
     // The archive's source may have a more precise error.
     let error = match error.downcast::<Error>() {
@@ -301,7 +342,7 @@ pub(super) fn cannot_read(error: io::Error) -> Error {
         Err(error) => error,
     };
     if error.kind() == io::ErrorKind::UnexpectedEof {
-        return corrupt("the archive ends before its end: it is truncated, or no tar archive");
+        return corrupt("the archive ends too early: it is truncated");
     }
     if needs_much_memory(&error) {
         return crate::invalid(
@@ -337,13 +378,11 @@ impl Header {
         self.0[156]
     }
 
-    fn check(&self) -> Result<()> {
+    /// True if the checksum is right.
+    fn is_sealed(&self) -> bool {
         let sum: u64 = self.0.iter().map(|byte| u64::from(*byte)).sum();
         let field: u64 = self.0[148..156].iter().map(|byte| u64::from(*byte)).sum();
-        if self.number(148, 8)? == sum - field + 8 * u64::from(b' ') {
-            return Ok(());
-        }
-        Err(corrupt("this is no tar archive, or a damaged one: a header's checksum is wrong"))
+        self.number(148, 8).is_ok_and(|told| told == sum - field + 8 * u64::from(b' '))
     }
 
     /// A number: octal digits, or, with the highest bit set, big-endian binary.

@@ -5,6 +5,7 @@ use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 use super::{
     super::nodes::{Node, S_IFBLK, S_IFCHR, S_IFDIR, S_IFLNK, S_IFREG, rdev},
     reader::{Entry, show},
+    resolve::{self, Names},
 };
 use crate::{XATTR_MAX, corrupt};
 
@@ -15,7 +16,8 @@ pub(super) const PATH_MAX: usize = 4095;
 pub(super) const FOLDER_COST: u64 = 352;
 
 /// The tree of an archive's entries. A later entry replaces an earlier one of the same name, as
-/// in unpacking; a directory keeps its contents and takes the later attributes.
+/// in unpacking; a directory keeps its contents and takes the later attributes. A name below a
+/// symlink belongs to the directory that the symlink leads to within the tree.
 pub(super) struct ArchiveTree<'a> {
     meter: &'a MemoryMeter,
     nodes: Vec<Node>,
@@ -53,9 +55,9 @@ impl<'a> ArchiveTree<'a> {
             ))
         };
         let target = safe_parts(&entry.link).map_err(|_| wrong())?;
-        let target = target.iter().try_fold(0, |dir, name| {
-            self.names.get(&(dir, Box::from(*name))).copied().ok_or_else(wrong)
-        })?;
+        let (name, parents) = target.split_last().ok_or_else(wrong)?;
+        let dir = resolve::directory(self, parents, |_, _, _| Ok(None))?.ok_or_else(wrong)?;
+        let target = self.child(dir, name).ok_or_else(wrong)?;
         if self.nodes[target as usize].is_dir() {
             return Err(wrong());
         }
@@ -87,40 +89,38 @@ impl<'a> ArchiveTree<'a> {
             self.nodes[before as usize] = node;
             return Ok(before);
         }
-        let number = u32::try_from(self.nodes.len())
-            .map_err(|_| Error::new(ErrorKind::Invalid, "the archive holds too many files"))?;
+        let number = self.next_number()?;
         self.nodes.push(node);
         self.names.insert((dir, name.into()), number);
         Ok(number)
     }
 
-    /// The parent directory and the last name of `path`. Creates directories that the archive
-    /// omits.
+    /// The parent directory and the last name of `path`. Follows symlinks of the archive above the
+    /// last name, and creates directories that the archive omits.
     fn place<'p>(&mut self, path: &[&'p [u8]], shown: &[u8]) -> Result<(u32, &'p [u8])> {
         let Some((name, parents)) = path.split_last() else {
             return Err(replaces_directory(b"/"));
         };
-        let mut dir = 0;
-        for part in parents {
-            dir = match self.names.get(&(dir, Box::from(*part))) {
-                Some(node) if self.nodes[*node as usize].is_dir() => *node,
-                Some(_) => {
-                    return Err(corrupt(format!(
-                        "{} in the archive lies in {}, which is no directory",
-                        show(shown),
-                        show(part)
-                    )));
-                }
-                None => {
-                    self.meter.take(FOLDER_COST + 2 * part.len() as u64)?;
-                    let number = self.nodes.len() as u32;
-                    self.nodes.push(Node { mode: S_IFDIR | 0o755, ..Node::default() });
-                    self.names.insert((dir, Box::from(*part)), number);
-                    number
-                }
-            };
-        }
+        let make = |tree: &mut Self, dir: u32, name: Box<[u8]>| {
+            tree.meter.take(FOLDER_COST + 2 * name.len() as u64)?;
+            let number = tree.next_number()?;
+            tree.nodes.push(Node { mode: S_IFDIR | 0o755, ..Node::default() });
+            tree.names.insert((dir, name), number);
+            Ok(Some(number))
+        };
+        let not_there = || {
+            corrupt(format!(
+                "{} in the archive lies below something that is no directory",
+                show(shown)
+            ))
+        };
+        let dir = resolve::directory(self, parents, make)?.ok_or_else(not_there)?;
         Ok((dir, name))
+    }
+
+    fn next_number(&self) -> Result<u32> {
+        u32::try_from(self.nodes.len())
+            .map_err(|_| Error::new(ErrorKind::Invalid, "the archive holds too many files"))
     }
 
     /// The nodes, each directory's names sorted.
@@ -132,6 +132,16 @@ impl<'a> ArchiveTree<'a> {
             node.children.sort();
         }
         self.nodes
+    }
+}
+
+impl Names for ArchiveTree<'_> {
+    fn child(&self, dir: u32, name: &[u8]) -> Option<u32> {
+        self.names.get(&(dir, name.into())).copied()
+    }
+
+    fn node(&self, number: u32) -> &Node {
+        &self.nodes[number as usize]
     }
 }
 
