@@ -8,18 +8,17 @@ mod common;
 use std::{
     fs,
     io::Read,
-    io::Write,
     os::unix::fs::{FileExt, symlink},
     path::Path,
-    process::{Command, Stdio},
+    process::Command,
 };
 
-use burgeon_block::{ErrorKind, ObjectStore, Result};
+use burgeon_block::{ErrorKind, ObjectStore};
 use burgeon_btrfs::Body;
 use burgeon_image::{Manifest, builder};
 use burgeon_source::Directory;
 
-use common::*;
+use common::{archives::*, *};
 
 fn plant(root: &Path) {
     fs::create_dir_all(root.join("dir/sub")).unwrap();
@@ -53,21 +52,6 @@ fn plant(root: &Path) {
         let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW;
         rustix::fs::utimensat(rustix::fs::CWD, root.join(path), &times, flags).unwrap();
     }
-}
-
-/// `tar` of the directory with `options`.
-fn archive(root: &Path, options: &[&str]) -> Vec<u8> {
-    let mut command = Command::new("tar");
-    command.args(["-C", root.to_str().unwrap(), "-cf", "-"]).args(options).arg(".");
-    let output = command.stderr(Stdio::inherit()).output().unwrap();
-    assert!(output.status.success(), "{command:?}");
-    output.stdout
-}
-
-fn from_tar(store: &Directory, bytes: Vec<u8>) -> Result<Manifest> {
-    let reader = std::io::Cursor::new(bytes);
-    let report = builder::from_tar(store, "tar", reader, None, &options(), &|_| ())?;
-    Ok(load(store, &report))
 }
 
 /// Each path with its attributes, except those that the archive's format may lose.
@@ -171,22 +155,6 @@ fn an_archive_gives_the_same_image_as_its_directory() {
     assert_eq!(without_xattrs(&gnu, true), without_xattrs(&directory, true));
 }
 
-fn pipe(bytes: &[u8], program: &str) -> Vec<u8> {
-    let mut child = Command::new(program)
-        .arg("-c")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut stdin = child.stdin.take().unwrap();
-    let bytes = bytes.to_vec();
-    let writer = std::thread::spawn(move || stdin.write_all(&bytes).unwrap());
-    let output = child.wait_with_output().unwrap();
-    writer.join().unwrap();
-    assert!(output.status.success());
-    output.stdout
-}
-
 #[test]
 fn compressed_archives_are_detected_and_their_ends_checked() {
     let (folder, store) = store();
@@ -209,80 +177,6 @@ fn compressed_archives_are_detected_and_their_ends_checked() {
         let error = from_tar(&store, plain[..len].to_vec()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{len}: {error}");
     }
-}
-
-/// As gzip(1): `tar` to a tape and `dd` pad with zeros to whole blocks.
-#[test]
-fn zeros_after_the_end_of_a_gzip_stream_are_padding() {
-    let (folder, store) = store();
-    let root = folder.path().join("tree");
-    fs::create_dir(&root).unwrap();
-    fs::write(root.join("file"), noise(1, 100_000)).unwrap();
-    let plain = archive(&root, &["--format=pax"]);
-    let expected = from_tar(&store, plain.clone()).unwrap();
-    let (front, back) = plain.split_at(30_000);
-    let packed = [pipe(front, "gzip"), pipe(back, "gzip")].concat();
-    for padding in [1, 512, 3_000_000] {
-        let padded = [packed.clone(), vec![0; padding]].concat();
-        assert_eq!(from_tar(&store, padded).unwrap(), expected, "{padding}");
-        let spoilt = [packed.clone(), vec![0; padding], vec![1]].concat();
-        let error = from_tar(&store, spoilt).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Corrupt, "{padding}: {error}");
-    }
-    assert!(from_tar(&store, [packed, vec![1; 20]].concat()).is_err());
-}
-
-#[test]
-fn a_file_that_is_no_tar_archive_is_called_so() {
-    let (folder, store) = store();
-    let root = folder.path().join("tree");
-    fs::create_dir(&root).unwrap();
-    let tar = archive(&root, &[]);
-    let text = b"#!/bin/sh\necho no archive\n".repeat(100);
-    for (bytes, why) in [
-        (vec![], "empty"),
-        (b"short".to_vec(), "no header"),
-        (text.clone(), "no header"),
-        (pipe(&text, "gzip"), "no header"),
-        (b"BZh91AY".to_vec(), "bzip2 -dc FILE | burgeon build - NAME"),
-        (b"PK\x03\x04rest".to_vec(), "zip file"),
-    ] {
-        let error = from_tar(&store, bytes).unwrap_err();
-        let said = error.to_string();
-        assert!(said.contains("this is not a tar archive") && said.contains(why), "{said}");
-        assert_eq!(error.kind(), ErrorKind::UnsupportedFormat, "{said}");
-    }
-    // A damaged header after the first one belongs to a tar archive.
-    let mut damaged = ended(&[tar[..512].to_vec(), header(b"./a", b'0', 0, b"")]);
-    damaged[600] ^= 1;
-    let error = from_tar(&store, damaged).unwrap_err();
-    assert!(error.kind() == ErrorKind::Corrupt && error.to_string().contains("damaged"), "{error}");
-}
-
-/// A header of an archive.
-fn header(name: &[u8], kind: u8, size: u64, link: &[u8]) -> Vec<u8> {
-    let mut header = vec![0; 512];
-    header[..name.len()].copy_from_slice(name);
-    header[100..108].copy_from_slice(b"0000644\0");
-    header[108..116].copy_from_slice(b"0000000\0");
-    header[116..124].copy_from_slice(b"0000000\0");
-    header[124..136].copy_from_slice(format!("{size:011o}\0").as_bytes());
-    header[136..148].copy_from_slice(b"00000000000\0");
-    header[156] = kind;
-    header[157..157 + link.len()].copy_from_slice(link);
-    header[257..265].copy_from_slice(b"ustar\x0000");
-    seal(&mut header);
-    header
-}
-
-fn seal(header: &mut [u8]) {
-    header[148..156].fill(b' ');
-    let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
-    header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
-}
-
-fn ended(parts: &[Vec<u8>]) -> Vec<u8> {
-    [parts.concat(), vec![0; 1024]].concat()
 }
 
 /// An extended header of `records`; each record's length includes itself.
@@ -475,48 +369,6 @@ fn later_entries_replace_earlier_ones_and_missing_directories_are_made() {
     assert_eq!(content(&manifest, &all, inode(&manifest, "a/b/link")), data(1));
     assert_eq!(inode(&manifest, "a").mode, 0o040755);
     assert_eq!(inode(&manifest, "null").mode, 0o020644);
-}
-
-/// As layers do: names below a symlink belong to the directory that it leads to, within the tree.
-#[test]
-fn symlinks_above_a_name_are_followed_within_the_tree() {
-    let (_folder, store) = store();
-    let file = |name: &[u8]| header(name, b'0', 0, b"");
-    let manifest = from_tar(
-        &store,
-        ended(&[
-            header(b"usr/lib/", b'5', 0, b""),
-            header(b"lib", b'2', 0, b"usr/lib"),
-            file(b"lib/libc.so"),
-            header(b"lib/libm.so", b'1', 0, b"lib/libc.so"),
-            header(b"out", b'2', 0, b"../../../etc"),
-            file(b"out/passwd"),
-            header(b"abs", b'2', 0, b"/var/data"),
-            file(b"abs/file"),
-        ]),
-    )
-    .unwrap();
-    let names: Vec<_> = paths(&manifest.tree).into_keys().collect();
-    let names: Vec<_> = names.iter().map(|name| String::from_utf8_lossy(name)).collect();
-    assert_eq!(
-        names,
-        [
-            "",
-            "abs",
-            "etc",
-            "etc/passwd",
-            "lib",
-            "out",
-            "usr",
-            "usr/lib",
-            "usr/lib/libc.so",
-            "usr/lib/libm.so",
-            "var",
-            "var/data",
-            "var/data/file"
-        ]
-    );
-    assert_eq!(inode(&manifest, "lib").mode & 0o170_000, 0o120_000);
 }
 
 /// An archive with all features, to be damaged.

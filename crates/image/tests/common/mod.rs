@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, dead_code, unreachable_pub)] // helpers of tests; not every test uses all
 
+pub mod archives;
+
 use std::{collections::BTreeMap, path::Path};
 
 use burgeon_block::{BlockSource, ByteRange, ObjectId};
