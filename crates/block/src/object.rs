@@ -49,6 +49,11 @@ impl ObjectId {
         self.is(kind).then(|| &self.name[kind.folder().len() + 1..])
     }
 
+    /// The name for messages: the path of a file of this host, else the name in the store.
+    pub fn shown(&self) -> String {
+        self.below(ObjectKind::File).map_or_else(|| self.name.clone(), |path| format!("/{path}"))
+    }
+
     /// The digest that names the object; `None` if it is of another kind or has another name.
     pub fn digest(&self, kind: ObjectKind) -> Option<Digest> {
         self.below(kind)?.parse().ok()

@@ -2,7 +2,11 @@
 
 use std::{num::NonZeroUsize, path::PathBuf};
 
-use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use burgeon_daemon::log::LevelFilter;
+use clap::{
+    Args as ClapArgs, Parser, Subcommand, ValueEnum,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
 
 use crate::{
     attributes::Attributes,
@@ -58,10 +62,17 @@ pub(crate) struct Global {
     /// Log the events of this command on standard error, and of a daemon that it starts: error, warn,
     /// info, debug or off [default: info, of the daemon only]
     #[arg(long, global = true, value_name = "LEVEL", env = burgeon_daemon::log::VARIABLE)]
-    pub(crate) log_level: Option<burgeon_daemon::log::LevelFilter>,
+    #[arg(value_parser = levels(), hide_possible_values = true)]
+    pub(crate) log_level: Option<LevelFilter>,
     /// Answer with one JSON document
     #[arg(long, global = true)]
     pub(crate) json: bool,
+}
+
+/// The documented levels: the type of the log knows others.
+fn levels() -> impl TypedValueParser<Value = LevelFilter> {
+    PossibleValuesParser::new(["error", "warn", "info", "debug", "off"])
+        .try_map(|level| level.parse::<LevelFilter>())
 }
 
 #[derive(Subcommand, Debug)]

@@ -31,6 +31,18 @@ impl std::fmt::Display for Busy {
 
 impl std::error::Error for Busy {}
 
+/// The command line is invalid in a way that clap does not see; the sentence says what to type.
+#[derive(Debug)]
+pub(crate) struct Usage(pub(crate) String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
 /// Reports the error and returns its exit code.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     say(error);
@@ -65,6 +77,9 @@ fn classify(error: &anyhow::Error) -> (&'static str, u8) {
         if cause.is::<NotPermitted>() {
             return ("not-permitted", 7);
         }
+        if cause.is::<Usage>() {
+            return ("usage", 2);
+        }
         if cause.is::<Busy>() {
             return ("busy", 5);
         }
@@ -91,7 +106,7 @@ mod tests {
 
     use burgeon_block::{Error, ErrorKind};
 
-    use super::{Busy, NotPermitted, classify};
+    use super::{Busy, NotPermitted, Usage, classify};
 
     /// The documentation lists exactly these kinds, each in the row of its code.
     #[test]
@@ -111,14 +126,14 @@ mod tests {
         let others = [
             NotPermitted(String::new()).into(),
             anyhow::Error::new(Busy(String::new())),
+            Usage(String::new()).into(),
             anyhow::anyhow!("another"),
         ];
         let made = errors.iter().chain(&others).map(|error| {
             let (kind, code) = classify(error);
             (code, kind.to_owned())
         });
-        // The usage error, which `clap` reports.
-        let made: BTreeSet<_> = made.chain([(2, "usage".to_owned())]).collect();
+        let made: BTreeSet<_> = made.collect();
         let docs = include_str!("../../../docs/cli.md");
         let table = docs.split("## Exit codes").nth(1).unwrap().split("\n## ").next().unwrap();
         let mut told = BTreeSet::new();

@@ -28,14 +28,14 @@ use std::{ffi::OsString, path::Path, process::ExitCode};
 use burgeon_daemon::roles::{self, ROLES};
 use clap::Parser;
 
-/// The processes of a running system, by their verbs.
-const PROCESSES: &[(&str, fn(&[OsString]) -> ExitCode)] = &[
-    ("__supervise", |arguments| burgeon_daemon::supervise(first(arguments))),
-    ("__serve", |arguments| burgeon_daemon::serve_forever(first(arguments))),
-    ("__hold", |_| burgeon_daemon::hold()),
-    ("__help", |_| burgeon_daemon::help()),
-    ("__prepare", burgeon_daemon::prepare_process),
-    ("__read", commands::reading::process),
+/// The processes of a running system: verb, number of arguments, main function.
+const PROCESSES: &[(&str, usize, fn(&[OsString]) -> ExitCode)] = &[
+    ("__supervise", 1, |arguments| burgeon_daemon::supervise(first(arguments))),
+    ("__serve", 1, |arguments| burgeon_daemon::serve_forever(first(arguments))),
+    ("__hold", 1, |_| burgeon_daemon::hold()),
+    ("__help", 1, |_| burgeon_daemon::help()),
+    ("__prepare", 4, burgeon_daemon::prepare_process),
+    ("__read", 0, commands::reading::process),
 ];
 
 fn first(arguments: &[OsString]) -> &Path {
@@ -51,8 +51,12 @@ fn main() -> ExitCode {
             let _ = rustix::thread::set_name(c"burgeon");
             burgeon_daemon::log::begin();
         }
-        let process = PROCESSES.iter().find(|(name, _)| verb == name);
-        if let Some((_, run)) = process {
+        let process = PROCESSES.iter().find(|(name, ..)| verb == name);
+        if let Some((name, count, run)) = process {
+            let is_option = |argument: &OsString| argument.as_encoded_bytes().starts_with(b"-");
+            if rest.len() != *count || rest.iter().any(is_option) {
+                return internal(name);
+            }
             return run(rest);
         }
         if verb == "__probe" {
@@ -83,14 +87,22 @@ fn main() -> ExitCode {
     }
 }
 
+/// The end of an internal verb that a person has typed, perhaps with `--help`: it starts nothing.
+fn internal(verb: &str) -> ExitCode {
+    eprintln!(
+        "burgeon: {verb} is internal: the daemon and the commands start it themselves; see `burgeon --help`"
+    );
+    ExitCode::from(2)
+}
+
 /// `burgeon __probe ROLE FOLDER`, for tests: prints the remaining rights of the role, a line each.
 /// `burgeon __probe` prints all processes with their roles.
 fn probe(arguments: &[OsString]) -> ExitCode {
     let [role, folder] = arguments else {
         if !arguments.is_empty() {
-            return ExitCode::from(2);
+            return internal("__probe");
         }
-        for (process, _) in PROCESSES {
+        for (process, ..) in PROCESSES {
             let roles = ROLES.iter().filter(|role| role.process == *process);
             let names: Vec<_> = roles.map(|role| role.name).collect();
             println!("{process}: {}", names.join(", "));

@@ -2,7 +2,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, fs::File, os::unix::process::CommandExt, path::PathBuf};
+use std::{
+    fs,
+    fs::File,
+    os::unix::process::CommandExt,
+    path::PathBuf,
+    process::{Command, Stdio},
+};
 
 use rustix::fs::{FlockOperation, flock};
 use serde_json::Value;
@@ -56,12 +62,12 @@ fn a_first_mistake_is_answered_by_what_to_type() {
          build ./tree NAME`\n"
     );
     for (line, code, answer) in [
-        (&["mount", tree, "app:1"][..], 1, format!("burgeon mount app:1 {tree}")),
-        (&["build", "new:1", tree], 1, format!("burgeon build {tree} new:1")),
+        (&["mount", tree, "app:1"][..], 2, format!("burgeon mount app:1 {tree}")),
+        (&["build", "new:1", tree], 2, format!("burgeon build {tree} new:1")),
         (&["build", "docker.io/python:3.12", "p"], 3, "oci://docker.io/python:3.12".to_owned()),
         (&["build", "oci:x:1", "p"], 3, "oci-layout:x:1".to_owned()),
         (&["index", "docker.io/python:3.12"], 1, "oci://docker.io/python:3.12".to_owned()),
-        (&["push", "oci://r.example/app:1", "app:1"], 1, "burgeon push app:1 oci://".to_owned()),
+        (&["push", "oci://r.example/app:1", "app:1"], 2, "burgeon push app:1 oci://".to_owned()),
         (&["prefetch", tree], 1, "in no mount of Burgeon".to_owned()),
     ] {
         burgeon.fails(line, code, &answer);
@@ -74,6 +80,58 @@ fn a_target_outside_any_mount_is_named_as_it_was_typed() {
     let target = space.path("at/mapped");
     let [target, tree] = [&target, &tree].map(|path| path.to_str().unwrap());
     burgeon.fails(&["map", target, "--from", tree], 1, &format!("{target} is in no mount"));
+}
+
+#[test]
+fn a_level_is_answered_by_the_documented_ones() {
+    let Installation { burgeon, space: _space, .. } = installation("levels");
+    burgeon.fails(&["list", "--log-level", "foo"], 2, "error, warn, info, debug, off");
+    burgeon.ok(&["list", "--log-level", "debug"]);
+}
+
+#[test]
+fn a_source_that_may_never_end_is_refused() {
+    let Installation { burgeon, space, .. } = installation("fifo");
+    let fifo = space.path("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    let fifo = fifo.to_str().unwrap();
+    burgeon.fails(&["build", fifo, "x"], 1, &format!("burgeon build - NAME < {fifo}"));
+    burgeon.fails(&["build", "--by-reference", fifo, "x"], 1, "is no file, block device");
+    burgeon.fails(&["build", "/dev/zero", "x"], 1, "it is a character device");
+    // A pipe of a shell has a writer.
+    let mut shell = Command::new("bash");
+    let build = burgeon.command(&["build"]);
+    shell.args(["-c", r#"tree=$1; shift; "$@" <(tar -c -C "$tree" .) piped"#, "bash"]);
+    shell.arg(space.path("tree")).arg(build.get_program()).args(build.get_args());
+    let piped = shell.output().unwrap();
+    assert!(piped.status.success(), "{piped:?}");
+}
+
+#[test]
+fn an_internal_verb_with_other_arguments_starts_nothing() {
+    let Installation { burgeon, space, .. } = installation("internal");
+    let state = space.path("nowhere");
+    let state = state.to_str().unwrap();
+    for line in [
+        &["__supervise", "--help"][..],
+        &["__supervise"],
+        &["__supervise", state, "more"],
+        &["__serve", "--help"],
+        &["__help", "-h"],
+        &["__hold"],
+        &["__prepare", "--help"],
+        &["__read", "--help"],
+        &["__probe", "--help"],
+    ] {
+        let mut command = Command::new(PROGRAM);
+        let output = command.args(line).current_dir(space.folder()).stdin(Stdio::null()).output();
+        let output = output.unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{line:?}: {said}");
+        assert!(said.contains(&format!("{} is internal", line[0])), "{said}");
+    }
+    assert!(!space.path("nowhere").exists() && !space.path("--help").exists());
+    assert!(burgeon.processes().is_empty());
 }
 
 /// Every code of the table, each by the kind that JSON has for it.
@@ -100,6 +158,11 @@ fn failures_end_with_the_documented_code() {
         (&[], 2, Some("usage")),
         (&["explode"], 2, Some("usage")),
         (&["mount", "app:1"], 2, Some("usage")),
+        (&["mount", point, "app:1"], 2, Some("usage")),
+        (&["list", "--store", "ftp://host/x"], 2, Some("usage")),
+        (&["list", "--log-level", "foo"], 2, Some("usage")),
+        (&["list", "--log-level", "trace"], 2, Some("usage")),
+        (&["umount", point], 3, Some("not-found")),
         (&["rm", "none"], 3, Some("not-found")),
         (&["mount", "none", point], 3, Some("not-found")),
         (&["inspect", "damaged"], 4, Some("corrupt")),
@@ -114,10 +177,10 @@ fn failures_end_with_the_documented_code() {
         assert_eq!(said["error"]["kind"].as_str(), kind, "{line:?}: {finished:#?}");
     }
     // Without an argument the usage is said on standard error: nothing was done.
-    let bare = std::process::Command::new(PROGRAM).output().unwrap();
+    let bare = Command::new(PROGRAM).output().unwrap();
     assert_eq!(bare.status.code(), Some(2));
     assert!(bare.stdout.is_empty() && String::from_utf8_lossy(&bare.stderr).contains("Usage:"));
-    let mut command = std::process::Command::new(PROGRAM);
+    let mut command = Command::new(PROGRAM);
     let state = space.make_folder("nobody");
     std::os::unix::fs::chown(&state, Some(65534), Some(65534)).unwrap();
     command.args(["--json", "mount", "app:1", point, "--state-dir"]).arg(&state);

@@ -253,6 +253,23 @@ fn a_state_directory_is_ones_own_and_a_directory() {
 }
 
 #[test]
+fn a_folder_of_the_state_directory_that_is_a_symlink_is_named() {
+    let space = Space::new("linked-state");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    burgeon.build(&space.make_folder("tree"), "image");
+    let (run, elsewhere) = (burgeon.state().join("run"), space.path("elsewhere"));
+    fs::rename(&run, &elsewhere).unwrap();
+    symlink(&elsewhere, &run).unwrap();
+    let at = space.make_folder("at");
+    for arguments in [&["list"][..], &["status"], &["mount", "image", text(&at)]] {
+        let said = burgeon.run(arguments);
+        assert_eq!(said.code, Some(1), "{said:#?}");
+        let named = format!("{} is a symlink", run.display());
+        assert!(said.stderr.contains(&named) && said.stderr.contains("--state-dir"), "{said:#?}");
+    }
+}
+
+#[test]
 fn a_mistyped_state_directory_is_not_made() {
     let space = Space::new("mistyped");
     let typo = Burgeon::new(BURGEON, &space);

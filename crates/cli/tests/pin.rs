@@ -85,7 +85,10 @@ fn what_is_pinned_is_local_and_is_fetched_again_when_it_was_lost() {
     assert_eq!(fs::read(at.join("other/data")).unwrap(), other);
     fs::rename(&away, &store).unwrap();
 
-    burgeon.ok(&["pin", "--remove", text(&at)]);
+    burgeon.fails(&["pin", "--remove", text(&at.join("data"))], 3, "is not pinned: pinned are ");
+    let said = burgeon.ok(&["pin", "--remove", text(&at)]);
+    assert!(said.contains("is no longer pinned"), "{said}");
+    burgeon.fails(&["pin", "--remove", text(&at)], 3, "is not pinned");
     assert_eq!(mount(&burgeon)["pins"].as_array().unwrap().len(), 1);
     assert_eq!(pinned(&burgeon), 0);
     burgeon.umount(mounted);

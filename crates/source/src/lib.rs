@@ -106,7 +106,10 @@ impl Objects {
         match self.references {
             References::Refuse if object.is_outside_store() => Err(Error::new(
                 ErrorKind::Invalid,
-                format!("the image refers to {object}, outside its store, which is not allowed"),
+                format!(
+                    "the image refers to {}, outside its store, which is not allowed",
+                    object.shown()
+                ),
             )),
             _ => Ok(()),
         }
@@ -157,13 +160,14 @@ fn check_len(object: &ObjectId, range: ByteRange) -> Result<usize> {
     if range.len() > READ_MAX {
         return Err(Error::new(
             ErrorKind::Invalid,
-            format!("{range} of {object} is more than {READ_MAX} bytes at once"),
+            format!("{range} of {} is more than {READ_MAX} bytes at once", object.shown()),
         ));
     }
     Ok(range.len() as usize)
 }
 
 fn too_short(object: &ObjectId, range: ByteRange) -> Error {
+    let object = object.shown();
     Error::new(ErrorKind::Corrupt, format!("{object} ends before the end of {range}: truncated?"))
 }
 

@@ -111,7 +111,7 @@ impl Reference {
 
     fn read_from(&self, file: &File, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         check_len(object, range)?;
-        let failed = |error| Error::io(format!("cannot read {object}"), error);
+        let failed = |error| Error::io(format!("cannot read {}", object.shown()), error);
         let blocks = range.to_blocks();
         let mut buf = vec![0; (blocks.len() + BLOCK_SIZE) as usize];
         // O_DIRECT needs an aligned address; a Vec guarantees none, so use its aligned part.

@@ -1,6 +1,6 @@
 //! `build` and `list`: need neither root nor a daemon.
 
-use std::{fs::File, path::Path, process::ExitCode};
+use std::{fs::File, os::unix::fs::FileTypeExt, path::Path, process::ExitCode};
 
 use anyhow::Result;
 use burgeon_block::{ChecksumKind, Digest, Error, ErrorKind};
@@ -129,10 +129,41 @@ impl Input {
     /// Opens an archive while this process still can.
     fn open(self) -> Result<Self> {
         let Self::Archive(path) = self else { return Ok(self) };
+        refuse_special(&path)?;
         let file = File::open(&path)
             .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
         Ok(Self::Opened(path, file))
     }
+}
+
+/// Refuses files whose opening or reading may wait for ever, or never ends. A pipe of a shell
+/// (`<(…)`, `/dev/stdin`) has no path of its own and has a writer.
+fn refuse_special(path: &Path) -> Result<()> {
+    let Ok(kind) = path.metadata().map(|metadata| metadata.file_type()) else { return Ok(()) };
+    let shown = path.display();
+    let (what, instead) = match kind {
+        kind if kind.is_file() => return Ok(()),
+        kind if kind.is_fifo() => match path.canonicalize() {
+            Ok(_) => {
+                ("a FIFO", format!("to read an archive from it: burgeon build - NAME < {shown}"))
+            }
+            Err(_) => return Ok(()),
+        },
+        kind if kind.is_block_device() => (
+            "a block device",
+            format!(
+                "for an image of its bytes: --by-reference; to read an archive from it: burgeon build - \
+                 NAME < {shown}"
+            ),
+        ),
+        kind if kind.is_char_device() => (
+            "a character device",
+            format!("to read an archive from it: burgeon build - NAME < {shown}"),
+        ),
+        _ => ("a socket", "name a directory or an archive".to_owned()),
+    };
+    let message = format!("cannot build from {shown}: it is {what}; {instead}");
+    Err(Error::new(ErrorKind::Invalid, message).into())
 }
 
 /// Builds an image of the directory `tree` with the default options, and reports it.

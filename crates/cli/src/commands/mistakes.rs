@@ -5,6 +5,8 @@ use std::path::Path;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_source::registry::Name;
 
+use crate::exit::Usage;
+
 /// The error for the missing image `typed`, with a suggestion if one can be guessed.
 pub(super) fn explain(typed: &str, none: Error) -> Error {
     match meant(typed) {
@@ -16,9 +18,8 @@ pub(super) fn explain(typed: &str, none: Error) -> Error {
 }
 
 /// The error for swapped arguments of `verb`.
-pub(super) fn swapped(verb: &str, first: &str, second: &str) -> Error {
-    let what = format!("the arguments are swapped: burgeon {verb} {first} {second}");
-    Error::new(ErrorKind::Invalid, what)
+pub(super) fn swapped(verb: &str, first: &str, second: &str) -> Usage {
+    Usage(format!("the arguments are swapped: burgeon {verb} {first} {second}"))
 }
 
 /// The probable input instead of the image `typed`.

@@ -34,7 +34,7 @@ use burgeon_source::{Access, Location, Store, registry::Name};
 
 use crate::{
     args::{Args, Command, Global},
-    exit::NotPermitted,
+    exit::{NotPermitted, Usage},
 };
 
 /// The common input of all commands.
@@ -64,7 +64,7 @@ impl Context {
         };
         let (repository, store) = match global.store {
             Some(text) if is_repository(&text) => (Some(text), None),
-            text => (None, text.as_deref().map(Location::parse).transpose()?),
+            text => (None, text.as_deref().map(parse_store).transpose()?),
         };
         // A restored backup may have only some of these.
         let is_one = ["run", "writes", "store"].iter().any(|name| path.join(name).is_dir());
@@ -140,6 +140,17 @@ impl Context {
     pub(crate) fn store_location(&self) -> Location {
         self.store.clone().unwrap_or_else(|| self.state.store().into())
     }
+}
+
+/// The store that `--store` or its variable names.
+fn parse_store(text: &str) -> Result<Location> {
+    let told = |error| match error {
+        error if ErrorKind::Invalid == Error::kind(&error) => {
+            Usage(format!("--store or BURGEON_STORE: {error}")).into()
+        }
+        error => error.into(),
+    };
+    Location::parse(text).map_err(told)
 }
 
 /// Runs the command.

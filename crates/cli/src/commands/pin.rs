@@ -47,6 +47,9 @@ pub(super) fn pin(context: &Context, args: args::Pin) -> Result<ExitCode> {
         let mount = Mount::of(context, there.as_deref().unwrap_or(ancestor))?;
         let ranges = if args.remove { Vec::new() } else { ranges(&path)? };
         let path = there.unwrap_or(path).display().to_string();
+        if args.remove {
+            refuse_unpinned(&mount, &path)?;
+        }
         let answer = mount.client.call(&Request::Pin { id: mount.id, path, ranges })?;
         let (Reply::Done, _) = answer else {
             anyhow::bail!("the daemon gave an answer to something else");
@@ -63,10 +66,33 @@ pub(super) fn pin(context: &Context, args: args::Pin) -> Result<ExitCode> {
     }
     if context.json {
         output::print_json(&json!({ "paths": args.paths, "pinned_bytes": total }))?;
-    } else if !args.remove {
+    } else if args.remove {
+        for path in &args.paths {
+            println!(
+                "{} is no longer pinned; its data stays until the cache is removed",
+                path.display()
+            );
+        }
+    } else {
         println!("pinned: {} are local in all, and stay so", output::bytes(total));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Refuses to remove a pin that does not exist: pins are known by the path that was pinned.
+fn refuse_unpinned(mount: &Mount, path: &str) -> Result<()> {
+    let this = ask(&mount.client)?.mounts.into_iter().find(|status| status.id == mount.id);
+    let pins = this.map(|status| status.pins).unwrap_or_default();
+    if pins.iter().any(|pin| pin == path) {
+        return Ok(());
+    }
+    let others = match pins.as_slice() {
+        [] => "nothing is pinned in this mount".to_owned(),
+        pins => {
+            format!("pinned are {}", pins.iter().take(10).cloned().collect::<Vec<_>>().join(", "))
+        }
+    };
+    Err(Error::new(ErrorKind::NotFound, format!("{path} is not pinned: {others}")).into())
 }
 
 /// The lazy addresses of all files at and below `path`; adjacent ranges are joined.

@@ -260,12 +260,10 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
             let show = |now: &builder::Progress| progress.update(now.bytes, now.bytes_total);
             let built = builder::from_tar(&store, &name, archive, len, &options, &show);
             progress.finish();
-            Done::Built(Box::new(built.map_err(|e| match path {
-                Some(path) => {
-                    let what = format!("cannot build from {}", path.display());
-                    Error::with_source(e.kind(), what, e)
-                }
-                None => e,
+            Done::Built(Box::new(built.map_err(|e| {
+                let of =
+                    path.map_or("standard input".to_owned(), |path| path.display().to_string());
+                Error::with_source(e.kind(), format!("cannot build from {of}"), e)
             })?))
         }
     };

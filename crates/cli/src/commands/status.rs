@@ -235,10 +235,20 @@ fn describe_errors(mount: &MountStatus) {
     let cache = mount.cache.as_ref();
     let of_cache = |count: fn(&CacheStatus) -> u64| cache.map_or(0, count);
     let verify = format!("`burgeon verify {}` says which files", mount.image);
+    // Files of this host that changed after `map` are in no image.
+    let changed = mount.area.as_ref().map_or(0, |area| area.changed_reads);
+    let changed = changed.min(source_corrupt_chunks);
+    let of_image = source_corrupt_chunks - changed;
     let errors = [
         (failed_reads, "reads failed", "programs got EIO; mend what is below, then read again"),
         (source_errors, "source errors", "is the store there? it is tried again for 30 s"),
-        (source_corrupt_chunks, "corrupt chunks from the source", verify.as_str()),
+        (of_image, "corrupt chunks from the source", verify.as_str()),
+        (
+            changed,
+            "fetches from mapped files that have changed",
+            "put them back as they were, or remove them from the mount and map them again; the last is \
+             named at `virtual`",
+        ),
         (cache_corrupt_blocks, "corrupt cached blocks, fetched again", "look at the disk"),
         (
             of_cache(|c| c.read_errors),

@@ -262,8 +262,10 @@ fn is_mounted(target: &Path) -> bool {
 
 fn nothing_mounted(target: &Path) -> anyhow::Error {
     let shown = target.display();
-    let message = format!("nothing is mounted at {shown}: it may have been unmounted just now");
-    Error::new(ErrorKind::Invalid, message).into()
+    let message = format!(
+        "nothing is mounted at {shown}: it may have been unmounted just now; `burgeon status` lists mounts"
+    );
+    Error::new(ErrorKind::NotFound, message).into()
 }
 
 fn what_became_of(writes: &WritesState) -> String {

@@ -69,6 +69,7 @@ impl StateDir {
         };
         close(path, &root)?;
         let state = Self::at(path, &root)?;
+        state.refuse_symlinks()?;
         // Only a new state directory gets a store. A missing store may be on a disk that is not
         // mounted now: an empty one in its place would hide it when it comes back.
         if !state.run().is_dir() && !state.writes().is_dir() {
@@ -86,7 +87,11 @@ impl StateDir {
     /// Opens `path` for reading only: makes nothing, and nothing needs to exist.
     pub fn find(path: &Path) -> Result<Self> {
         match own_directory(path)? {
-            Some(directory) => Self::at(path, &directory),
+            Some(directory) => {
+                let state = Self::at(path, &directory)?;
+                state.refuse_symlinks()?;
+                Ok(state)
+            }
             None => Ok(Self { root: path.to_owned() }),
         }
     }
@@ -101,6 +106,25 @@ impl StateDir {
         let failed =
             |e| Error::io(format!("cannot open the state directory {}", path.display()), e);
         Ok(Self { root: fs::read_link(link_to(directory)).map_err(failed)? })
+    }
+
+    /// Refuses a folder that is a symlink, by name: no file below it could be opened.
+    fn refuse_symlinks(&self) -> Result<()> {
+        let records = [self.all_built(), self.writes(), self.mounts(), self.run()];
+        let others = [self.images(), self.profiles(), self.provenance(), self.tags()];
+        for folder in records.iter().chain(&others) {
+            if folder.symlink_metadata().is_ok_and(|metadata| metadata.is_symlink()) {
+                let what = format!(
+                    "cannot use the state directory {}: {} is a symlink, and Burgeon follows none inside \
+                     its state directory, except for store; put the folder itself there, or move the \
+                     whole state directory and name it with --state-dir",
+                    self.root.display(),
+                    folder.display()
+                );
+                return Err(Error::new(ErrorKind::Invalid, what));
+            }
+        }
+        Ok(())
     }
 
     /// True if the directory exists.

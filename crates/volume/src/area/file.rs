@@ -166,7 +166,7 @@ where
     }
 
     fn note_changed(&self, object: &ObjectId, error: &Error) -> Error {
-        let named = Error::new(error.kind(), format!("{object} was changed: {error}"));
+        let named = Error::new(error.kind(), format!("{} was changed: {error}", object.shown()));
         self.changed_reads.add(1);
         let mut last = self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         last.changed = Some(named.to_string());
@@ -194,7 +194,7 @@ where
     }
 
     fn name(&self) -> String {
-        let object = file_of(&self.chunk.source).map(|(object, _)| object.to_string());
+        let object = file_of(&self.chunk.source).map(|(object, _)| object.shown());
         format!("{} of {}", self.chunk.range, object.unwrap_or_default())
     }
 

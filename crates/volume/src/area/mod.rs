@@ -386,7 +386,7 @@ impl<S: BlockSource> Question for Computed<'_, S> {
     }
 
     fn name(&self) -> String {
-        format!("{} of {}", self.range, self.object)
+        format!("{} of {}", self.range, self.object.shown())
     }
 
     fn len_asked(&self) -> u64 {

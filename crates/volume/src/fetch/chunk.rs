@@ -160,7 +160,7 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for ChunkQuestio
     }
 
     fn name(&self) -> String {
-        let object = self.volume.map.object(self.chunk.object);
+        let object = self.volume.map.object(self.chunk.object).shown();
         format!("chunk {} ({} of {object})", self.index, self.chunk.stored)
     }
 
@@ -212,7 +212,7 @@ fn unpack(map: &AddressMap, index: u32, chunk: &Chunk, stored: &[u8]) -> Result<
     let out = pages.bytes_mut();
     decode_chunk(chunk.codec, stored, out, &chunk.digest).map_err(|error| {
         let object = map.object(chunk.object);
-        Error::with_source(error.kind(), format!("chunk {index} from {object}"), error)
+        Error::with_source(error.kind(), format!("chunk {index} from {}", object.shown()), error)
     })?;
     // The digest says that these are the bytes: a checksum that differs is the map's, which opening does
     // not verify.

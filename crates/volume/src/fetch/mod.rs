@@ -229,7 +229,7 @@ pub(crate) fn check_len(object: &ObjectId, range: ByteRange, bytes: &Bytes) -> R
     if bytes.len() as u64 == range.len() {
         return Ok(());
     }
-    let message = format!("{object} gave {} bytes for {range}", bytes.len());
+    let message = format!("{} gave {} bytes for {range}", object.shown(), bytes.len());
     Err(Error::new(ErrorKind::Corrupt, message))
 }
 

@@ -80,7 +80,7 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for Piece<'_, S,
     }
 
     fn name(&self) -> String {
-        format!("{} of {}", self.range, self.object)
+        format!("{} of {}", self.range, self.object.shown())
     }
 
     fn asked(&self) -> Option<(&ObjectId, ByteRange)> {
