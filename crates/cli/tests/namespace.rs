@@ -1,5 +1,5 @@
-//! The daemon's mount namespace on a host whose mounts are private: it holds no file system that
-//! the host unmounts, and sees those that the host mounts later.
+//! The daemon's mount namespace where mounts are private: it holds no file system that others
+//! unmount. On a host, it sees those that are mounted later.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +8,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use testkit::{Rng, Space};
+use testkit::{Burgeon, PATIENCE, Rng, Space, compare, kill, loop_devices, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -73,4 +73,46 @@ fn a_store_that_the_host_mounts_later_is_visible_to_the_daemon() {
         burgeon shutdown --unmount
     "#;
     on_a_private_host(&space, script);
+}
+
+/// The daemon is in a copy of this thread's namespace. With `orphaned`, its server is in another
+/// copy, which was made for the supervisor before.
+#[track_caller]
+fn release_from_copies(space: &Space, orphaned: bool) {
+    let other = space.disk(&space.path("other"), 64 << 20);
+    let kept = space.small_disk("kept", 16 << 20);
+    let tree = kept.path().join("tree");
+    fs::create_dir(&tree).unwrap();
+    fs::write(tree.join("data"), Rng::new(18).bytes(300_000)).unwrap();
+    let on_disk = |device: &testkit::LoopDevice| device.backing.starts_with(space.path("disk.img"));
+    let is_held = || loop_devices().iter().any(on_disk);
+    let burgeon = Burgeon::new(PROGRAM, space);
+    burgeon.ok(&["build", tree.to_str().unwrap(), "image:1", "--by-reference"]);
+    let mut mounted = vec![burgeon.mount("image:1", &space.path("at"), &["--read-only"])];
+    let has = |process: &str, place: &std::path::Path| {
+        let path = format!("/proc/{}/mountinfo", burgeon.status()[process]);
+        fs::read_to_string(path).unwrap().contains(place.to_str().unwrap())
+    };
+    if orphaned {
+        kill(u32::try_from(burgeon.status()["supervisor_pid"].as_u64().unwrap()).unwrap());
+        mounted.push(burgeon.mount("image:1", &space.path("second"), &["--read-only"]));
+    }
+    let processes = ["supervisor_pid", "server_pid"];
+    assert!(processes.iter().all(|process| has(process, other.path())) && is_held());
+    drop(other);
+    assert!(wait_until(PATIENCE, || !is_held()), "the daemon holds what nobody else has mounted");
+    // This thread alone has the disk with the tree, which has not been read before.
+    assert!(processes.iter().all(|process| has(process, kept.path())));
+    compare(&tree, &space.path("at")).unwrap().assert_same();
+    mounted.into_iter().for_each(|mounted| burgeon.umount(mounted));
+}
+
+#[test]
+fn a_file_system_that_nobody_else_has_mounted_is_released_from_a_copied_namespace() {
+    release_from_copies(&Space::new("copied"), false);
+}
+
+#[test]
+fn a_file_system_that_nobody_else_has_mounted_is_released_from_the_copy_of_an_orphaned_server() {
+    release_from_copies(&Space::new("orphaned"), true);
 }

@@ -86,6 +86,9 @@ fn the_unit_keeps_mounts_alive() {
     );
     assert_eq!(property("burgeon.service", "ActiveState"), "active");
     assert_eq!(property("burgeon.service", "KillMode"), "process");
+    let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/mnt")).unwrap();
+    let daemon = property("burgeon.service", "MainPID");
+    assert_eq!(namespace(&daemon), namespace("1"), "the unit's restrictions let it know that one");
     fs::write("/mnt/a/written", "before").unwrap();
     assert_eq!(fs::read("/mnt/a/0").unwrap(), content(0));
 

@@ -2,6 +2,7 @@
 //!
 //! Nothing here knows of images, Burgeon mounts or messages.
 
+pub(crate) mod abandoned;
 pub(crate) mod backing_devices;
 pub(crate) mod cgroup;
 pub(crate) mod harden;

@@ -15,10 +15,10 @@
 //! So are namespaces that are bound to a path (`ip netns`, container engines), which would survive
 //! their removal; they contain no files to open.
 //!
-//! If mounts are private there, every other file system of that namespace stays mounted in the copy
-//! after its umount. Images by reference and mapped files may lie on any of them, and are opened by
-//! path when they are read; an unmounted copy would not come back when the host mounts the file
-//! system again.
+//! If mounts are private there, the other file systems stay mounted in the copy after their umount,
+//! until [`super::abandoned`] finds that nobody else has them mounted. Before, they may be needed:
+//! images by reference and mapped files may lie on any of them, and are opened by path when they
+//! are read.
 //!
 //! The holder process (`holder/`) outlives the daemon and opens nothing, so its namespace has none
 //! of these mounts.
@@ -36,13 +36,13 @@ use crate::host::{
     mountinfo::{self, MountInfo},
 };
 
-/// Moves the calling process into a mount namespace of its own, unless it is in that of process 1.
-/// It must have only one thread.
-pub(crate) fn leave_transient() -> Result<()> {
+/// Moves the calling process into a mount namespace of its own, unless it is in that of process 1;
+/// returns whether it did so. The process must have only one thread.
+pub(crate) fn leave_transient() -> Result<bool> {
     let first = mountinfo::read(Path::new("/proc/1/mountinfo")).unwrap_or_default();
     let own = mountinfo::read(Path::new("/proc/self/mountinfo"))?;
     if are_of_one_namespace(&own, &first) {
-        return Ok(());
+        return Ok(false);
     }
     enter(MountPropagationFlags::DOWNSTREAM)?;
     for mount in mountinfo::read(Path::new("/proc/self/mountinfo"))? {
@@ -53,7 +53,7 @@ pub(crate) fn leave_transient() -> Result<()> {
             let _ = unmount(&mount.target, UnmountFlags::DETACH);
         }
     }
-    Ok(())
+    Ok(true)
 }
 
 /// True if two lists of mounts are of the same namespace. Each mount belongs to one namespace and

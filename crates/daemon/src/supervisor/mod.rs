@@ -5,6 +5,7 @@
 //!                                                            │
 //!   table: every mount's /dev/fuse descriptor and slots ◄────┘
 //!   watch: removes ublk devices after their last user
+//!   abandoned: unmounts file systems that the daemon's copied mount namespace alone has mounted
 //!      │ told to each server in turn
 //!   server_monitor ──► server (a child, or an orphan that was adopted)
 //!   hold ──► what readers wait by is held once more, by systemd or a process
@@ -18,6 +19,7 @@
 //!   releases everything.
 //! - Everything it needs after a crash is on disk (`mounts/<id>/mount.json`).
 
+mod abandoned;
 mod api;
 pub(crate) mod exchange;
 mod grow;
@@ -117,7 +119,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     backing_devices::refuse_burgeon(state.root(), "the state directory")?;
     let Some(lock) = Lock::try_take(&state.lock_file())? else { return Ok(()) };
     let (cgroup, mut missing) = OwnCgroup::enter(&state.tag());
-    namespace::leave_transient()?;
+    let is_copied = namespace::leave_transient()?;
     missing.extend(harden::harden(false));
     for sentence in missing {
         tracing::warn!("{sentence}");
@@ -134,6 +136,11 @@ fn begin(state_dir: &Path) -> Result<()> {
     });
     let orphan = supervisor.recover()?;
     supervisor.take_over(held);
+    // An orphan may be in the copy that its supervisor made.
+    if is_copied || orphan.is_some() {
+        let releaser = Arc::clone(&supervisor);
+        thread::spawn(move || releaser.release_abandoned(is_copied));
+    }
     let monitor = Arc::clone(&supervisor);
     thread::spawn(move || monitor.monitor_server(orphan));
     supervisor.reconnect_lost();

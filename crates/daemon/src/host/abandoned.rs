@@ -1,0 +1,155 @@
+//! File systems that nobody but the daemon has mounted any more.
+//!
+//! ```text
+//!   mounts of a copied namespace ─► unknown to process 1? ─► in no table of /proc/*/task/*
+//!     ─► nor at the next look ─► umount
+//! ```
+//!
+//! Where mounts are private, a copied namespace ([`super::namespace`]) does not follow an umount,
+//! and the file system's device stays busy. So the copies of such mounts are unmounted here.
+//!
+//! Invariants:
+//! - No umount is lazy: a file system with an open file stays until the next look.
+//! - One look is not enough: processes are not read at one moment, so a process that starts another
+//!   one and ends can hide the namespace that both are in.
+//! - Nothing is unmounted while there is a namespace that cannot be looked into: one that is bound
+//!   to a file, and has no process.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    io,
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+    thread,
+};
+
+use rustix::{
+    mount::{UnmountFlags, unmount},
+    thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe},
+};
+
+use super::mountinfo::{self, MountInfo};
+
+/// `st_dev` of file systems.
+type Devices = BTreeSet<(u32, u32)>;
+
+/// What the last look at a namespace found mounted there alone.
+#[derive(Default)]
+pub(crate) struct Abandoned(Devices);
+
+/// Unmounts, in the namespace of the calling thread, the file systems that are mounted nowhere
+/// else, as in the `last` look, except those that the paths of `needed` lie on.
+pub(crate) fn release(last: &mut Abandoned, needed: &dyn Fn() -> Vec<PathBuf>) {
+    let before = std::mem::take(last);
+    let own = mountinfo::read(Path::new("/proc/thread-self/mountinfo")).unwrap_or_default();
+    // The first process usually has them all, which saves looking at the others.
+    let Ok(first) = mountinfo::read(Path::new("/proc/1/mountinfo")) else { return };
+    let of_first: Devices = first.iter().map(|mount| mount.device).collect();
+    let mut unknown: Vec<_> = reachable(&own)
+        .into_iter()
+        .filter(|mount| !of_first.contains(&mount.device) && !is_of_kernel(&mount.target))
+        .collect();
+    if unknown.is_empty() {
+        return;
+    }
+    let Some(of_others) = devices_of_others() else { return };
+    let needed = needed();
+    unknown.retain(|mount| {
+        let is_needed = needed.iter().any(|path| path.starts_with(&mount.target));
+        !is_needed && !of_others.contains(&mount.device)
+    });
+    last.0.extend(unknown.iter().map(|mount| mount.device));
+    for mount in unknown.into_iter().rev().filter(|mount| before.0.contains(&mount.device)) {
+        if unmount(&mount.target, UnmountFlags::NOFOLLOW).is_ok() {
+            let (at, source) = (mount.target.display(), mount.source.display());
+            tracing::info!(%at, %source, "unmounted a file system that nobody else has mounted");
+        }
+    }
+}
+
+/// The same in the namespace of another process, if it is another one and may be entered.
+pub(crate) fn release_in(
+    process: u32,
+    last: &mut Abandoned,
+    needed: &(dyn Fn() -> Vec<PathBuf> + Sync),
+) {
+    let Ok(namespace) = File::open(format!("/proc/{process}/ns/mnt")) else { return };
+    let enter = || {
+        // SAFETY: only this thread gets its own current directory, and it ends afterwards.
+        unsafe { unshare_unsafe(UnshareFlags::FS) }.ok()?;
+        move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Mount)).ok()?;
+        release(last, needed);
+        Some(())
+    };
+    thread::scope(|scope| {
+        scope.spawn(enter);
+    });
+}
+
+/// True if a process is in another mount namespace than this one; `None` if it is gone.
+pub(crate) fn is_elsewhere(process: u32) -> Option<bool> {
+    let own = fs::read_link("/proc/self/ns/mnt").ok()?;
+    Some(fs::read_link(format!("/proc/{process}/ns/mnt")).ok()? != own)
+}
+
+/// The mounts that a path leads to: the last one at each place hides the others.
+fn reachable(mounts: &[MountInfo]) -> Vec<&MountInfo> {
+    let mut places = BTreeSet::new();
+    let mut found: Vec<_> =
+        mounts.iter().rev().filter(|mount| places.insert(&mount.target)).collect();
+    found.reverse();
+    found
+}
+
+fn is_of_kernel(place: &Path) -> bool {
+    ["/dev", "/proc", "/sys"].iter().any(|folder| place.starts_with(folder))
+}
+
+/// The file systems in the mount namespaces of all processes but those of Burgeon's daemons, whose
+/// copies would keep each other; `None` if there is a namespace that cannot be looked into.
+fn devices_of_others() -> Option<Devices> {
+    let (mut devices, mut seen, mut bound) = (Devices::new(), BTreeSet::new(), BTreeSet::new());
+    for process in numbered("/proc".as_ref()).ok()? {
+        if is_daemon(&process) {
+            continue;
+        }
+        // A thread may have a namespace of its own.
+        for task in numbered(&process.join("task")).unwrap_or_default() {
+            let namespace = match fs::read_link(task.join("ns/mnt")) {
+                Ok(namespace) if seen.contains(&namespace) => continue,
+                Ok(namespace) => Some(namespace),
+                Err(e) if e.kind() == io::ErrorKind::PermissionDenied => None,
+                // It has ended.
+                Err(_) => continue,
+            };
+            let mounts = mountinfo::read(&task.join("mountinfo")).unwrap_or_default();
+            devices.extend(mounts.iter().map(|mount| mount.device));
+            let is_namespace = |root: &Path| root.to_string_lossy().starts_with("mnt:[");
+            bound.extend(mounts.into_iter().map(|mount| mount.root).filter(|r| is_namespace(r)));
+            // Another root hides mounts of the namespace, which the next process may see.
+            let sees_all =
+                fs::read_link(task.join("root")).is_ok_and(|root| root == Path::new("/"));
+            seen.extend(namespace.filter(|_| sees_all));
+        }
+    }
+    bound.is_subset(&seen).then_some(devices)
+}
+
+/// True for a process of Burgeon's that no user has started.
+fn is_daemon(process: &Path) -> bool {
+    let line = fs::read(process.join("cmdline")).unwrap_or_default();
+    let mut words = line.split(|byte| *byte == 0);
+    let is_burgeon = words.next().is_some_and(|word| word.ends_with(b"burgeon"));
+    is_burgeon && words.next().is_some_and(|word| word.starts_with(b"__"))
+}
+
+/// The entries of a folder of `/proc` whose names are numbers.
+fn numbered(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let is_number = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| name.parse::<u32>().is_ok())
+    };
+    let paths = fs::read_dir(folder)?.flatten().map(|entry| entry.path());
+    Ok(paths.filter(is_number).collect())
+}
