@@ -34,7 +34,7 @@ const OWNER_MAGIC: u64 = 0x4275_7267 << 32;
 
 /// The requested transport.
 #[derive(Clone, Copy)]
-pub(crate) struct Wanted {
+pub(crate) struct TransportOptions {
     pub(crate) transport: TransportRequest,
     /// Over FUSE: use io_uring if the kernel allows it.
     pub(crate) fast: bool,
@@ -47,15 +47,19 @@ pub(crate) enum Channel {
 }
 
 impl Channel {
-    /// Makes the `wanted` transport for `size` bytes. Also returns a note for the user if it is not
+    /// Makes the requested transport for `size` bytes. Also returns a note for the user if it is not
     /// the best one. [`remove_devices`] removes it.
-    pub(crate) fn open(wanted: Wanted, id: MountId, size: u64) -> Result<(Self, Option<String>)> {
+    pub(crate) fn open(
+        options: TransportOptions,
+        id: MountId,
+        size: u64,
+    ) -> Result<(Self, Option<String>)> {
         let fuse = || {
-            let (connection, transport) = connect(id, wanted.fast)?;
-            let note = wanted.fast.then(|| fast_note(transport));
+            let (connection, transport) = connect(id, options.fast)?;
+            let note = options.fast.then(|| fast_note(transport));
             Ok((Self::Fuse(connection, transport), note))
         };
-        match wanted.transport {
+        match options.transport {
             TransportRequest::Fuse => fuse(),
             TransportRequest::Ublk => Ok((Self::Ublk(add(id, size)?), None)),
             TransportRequest::Auto => match add(id, size) {

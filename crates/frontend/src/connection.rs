@@ -27,7 +27,7 @@ use rustix::{
 };
 
 use crate::{
-    fuse::{self, Wanted},
+    fuse::{self, Features},
     sys::failed,
 };
 
@@ -46,28 +46,28 @@ impl Connection {
     ///
     /// Errors name what is missing: `/dev/fuse`, FUSE in the kernel, or CAP_SYS_ADMIN.
     pub fn new(name: &str) -> Result<Self> {
-        Self::open(name, Wanted::default())
+        Self::open(name, Features::default())
     }
 
     /// As [`Connection::new`], with requests over io_uring where the kernel offers that;
     /// [`Connection::has_rings`] says whether it did.
     pub fn with_rings(name: &str) -> Result<Self> {
-        Self::open(name, Wanted { rings: true, writes: false })
+        Self::open(name, Features { rings: true, writes: false })
     }
 
     /// As [`Connection::new`], for a file that is written to, with [`serve_writable`].
     ///
     /// [`serve_writable`]: crate::serve_writable
     pub fn writable(name: &str) -> Result<Self> {
-        Self::open(name, Wanted { rings: false, writes: true })
+        Self::open(name, Features { rings: false, writes: true })
     }
 
     /// As [`Connection::writable`], with requests over io_uring where the kernel offers that.
     pub fn writable_with_rings(name: &str) -> Result<Self> {
-        Self::open(name, Wanted { rings: true, writes: true })
+        Self::open(name, Features { rings: true, writes: true })
     }
 
-    fn open(name: &str, wanted: Wanted) -> Result<Self> {
+    fn open(name: &str, features: Features) -> Result<Self> {
         let device = open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(|errno| cannot_open(errno.into()))?;
         let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC)
@@ -90,8 +90,8 @@ impl Connection {
             | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         let mount = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
             .map_err(|e| failed("cannot mount a FUSE file system", e))?;
-        let rings = greet(&device, wanted)?;
-        Ok(Self { device, mount, rings, writable: wanted.writes })
+        let rings = greet(&device, features)?;
+        Ok(Self { device, mount, rings, writable: features.writes })
     }
 
     /// True if requests come over io_uring: then it must be served with
@@ -186,12 +186,12 @@ fn cannot_open(cause: io::Error) -> Error {
 
 /// Answers INIT, and says whether requests come over io_uring. It is there as soon as the file
 /// system is made, so this does not wait.
-fn greet(device: &OwnedFd, wanted: Wanted) -> Result<bool> {
+fn greet(device: &OwnedFd, features: Features) -> Result<bool> {
     let mut request = [0; fuse::READ_BUFFER_MIN];
     let what = "cannot agree with the kernel on the FUSE protocol";
     let len = rustix::io::retry_on_intr(|| rustix::io::read(device, &mut request))
         .map_err(|e| failed(what, e))?;
-    match fuse::answer_init(&request[..len], wanted) {
+    match fuse::answer_init(&request[..len], features) {
         fuse::Init::Reply { bytes, rings } => {
             rustix::io::write(device, &bytes).map_err(|e| failed(what, e))?;
             Ok(rings)

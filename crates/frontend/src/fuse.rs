@@ -343,7 +343,7 @@ pub(crate) enum Init {
 
 /// The abilities that a connection is made for.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
-pub(crate) struct Wanted {
+pub(crate) struct Features {
     /// Requests over io_uring, if the kernel offers that.
     pub(crate) rings: bool,
     /// Writes.
@@ -351,22 +351,22 @@ pub(crate) struct Wanted {
 }
 
 /// The answer to INIT: direct, parallel reads and writes of up to [`LEN_MAX`] bytes.
-pub(crate) fn answer_init(request: &[u8], for_what: Wanted) -> Init {
+pub(crate) fn answer_init(request: &[u8], features: Features) -> Init {
     let Ok((header, arguments)) = InHeader::read_from_prefix(request) else {
         return Init::Unusable;
     };
     let Ok((init, _)) = InitIn::read_from_prefix(arguments) else { return Init::Unusable };
-    let writes = if for_what.writes { FLAG_BIG_WRITES } else { 0 };
+    let writes = if features.writes { FLAG_BIG_WRITES } else { 0 };
     let wanted = FLAG_ASYNC_READ | FLAG_ASYNC_DIO | FLAG_MAX_PAGES | writes;
     if header.opcode != 26 || init.major != 7 || u64::from(init.flags) & wanted != wanted {
         return Init::Unusable;
     }
     let offered = u64::from(init.flags2) << 32;
     let offered = if init.flags_are_extended() { offered } else { 0 };
-    let rings = for_what.rings && offered & FLAG_OVER_IO_URING != 0;
+    let rings = features.rings && offered & FLAG_OVER_IO_URING != 0;
     let more = if rings { FLAG_OVER_IO_URING } else { 0 };
-    let more = more | if for_what.writes { offered & FLAG_HAS_RESEND } else { 0 };
-    let background = if for_what.writes { BACKGROUND_WRITABLE_MAX } else { BACKGROUND_MAX };
+    let more = more | if features.writes { offered & FLAG_HAS_RESEND } else { 0 };
+    let background = if features.writes { BACKGROUND_WRITABLE_MAX } else { BACKGROUND_MAX };
     let flags = wanted | more | (u64::from(init.flags) & FLAG_INIT_EXT);
     let payload = InitOut {
         major: 7,
@@ -376,7 +376,7 @@ pub(crate) fn answer_init(request: &[u8], for_what: Wanted) -> Init {
         flags2: (flags >> 32) as u32,
         background_max: background,
         congestion: background / 4 * 3,
-        write_max: if for_what.writes { LEN_MAX as u32 } else { BLOCK_SIZE as u32 },
+        write_max: if features.writes { LEN_MAX as u32 } else { BLOCK_SIZE as u32 },
         time_granularity_ns: 1,
         pages_max: (LEN_MAX / BLOCK_SIZE as usize) as u16,
         ..InitOut::new_zeroed()
@@ -392,7 +392,7 @@ pub(crate) fn answer_init(request: &[u8], for_what: Wanted) -> Init {
 mod tests {
     use super::*;
 
-    const RINGS: Wanted = Wanted { rings: true, writes: false };
+    const RINGS: Features = Features { rings: true, writes: false };
 
     fn request(opcode: u32, arguments: &[u8]) -> Vec<u8> {
         let header = InHeader {
@@ -477,7 +477,7 @@ mod tests {
         assert_eq!(bytes[..4], 80u32.to_ne_bytes());
         assert_eq!(bytes[8..16], 7u64.to_ne_bytes());
         let unusable =
-            |bytes: &[u8]| assert_eq!(answer_init(bytes, Wanted::default()), Init::Unusable);
+            |bytes: &[u8]| assert_eq!(answer_init(bytes, Features::default()), Init::Unusable);
         unusable(&request(26, &arguments(8, all)));
         unusable(&request(26, &arguments(7, all & !FLAG_ASYNC_DIO)));
         unusable(&request(15, &arguments(7, all)));
@@ -487,11 +487,11 @@ mod tests {
     #[test]
     fn rings_are_taken_when_wanted_and_offered() {
         let all = FLAG_ASYNC_READ | FLAG_ASYNC_DIO | FLAG_MAX_PAGES | FLAG_INIT_EXT;
-        let taken = |flags: u64, wanted: bool| {
+        let taken = |flags: u64, rings: bool| {
             let words = [7, 45, 131_072, flags as u32, (flags >> 32) as u32];
             let request = request(26, &words.map(u32::to_ne_bytes).concat());
-            let wanted = Wanted { rings: wanted, writes: false };
-            let Init::Reply { bytes, rings } = answer_init(&request, wanted) else {
+            let features = Features { rings, writes: false };
+            let Init::Reply { bytes, rings } = answer_init(&request, features) else {
                 panic!("refused a good INIT");
             };
             // `flags2` of the reply: 16 bytes of header, and 32 of the payload.

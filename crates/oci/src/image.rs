@@ -38,7 +38,7 @@ use crate::{
         Compression, Descriptor, Document, Layer, Manifest, diff_ids, for_this_machine, media_type,
     },
     layout::Layout,
-    source::Wanted,
+    source::Selector,
     spool::{Metered, Spool, Tee, given_up},
     toc,
 };
@@ -85,13 +85,13 @@ pub(crate) fn not_built(digest: &Digest) -> Error {
 }
 
 impl Blobs {
-    pub(crate) fn document(&self, wanted: &Wanted) -> Result<(Vec<u8>, Digest)> {
+    pub(crate) fn document(&self, selector: &Selector) -> Result<(Vec<u8>, Digest)> {
         match self {
-            Self::Layout(layout) => layout.document(wanted),
-            Self::Registry(registry) => match wanted {
-                Wanted::Digest(digest) => registry.document(Some(digest)),
-                Wanted::Tag(tag) => registry.document_tagged(tag),
-                Wanted::Only => registry.document(None),
+            Self::Layout(layout) => layout.document(selector),
+            Self::Registry(registry) => match selector {
+                Selector::Digest(digest) => registry.document(Some(digest)),
+                Selector::Tag(tag) => registry.document_tagged(tag),
+                Selector::Only => registry.document(None),
             },
         }
     }
@@ -122,26 +122,26 @@ impl Blobs {
         }
     }
 
-    /// Resolves `wanted` to an OCI image for this machine.
-    pub(crate) fn resolve(&self, wanted: &Wanted) -> Result<Resolved> {
-        match self.find(wanted)? {
+    /// Resolves `selector` to an OCI image for this machine.
+    pub(crate) fn resolve(&self, selector: &Selector) -> Result<Resolved> {
+        match self.find(selector)? {
             Target::Oci(resolved) => Ok(*resolved),
             Target::Ours(digest) => Err(not_built(&digest)),
         }
     }
 
     /// Like `find`, but a registry must answer within `limit` in total.
-    pub(crate) fn find_within(&self, limit: Duration, wanted: &Wanted) -> Result<Target> {
-        let Self::Registry(registry) = self else { return self.find(wanted) };
+    pub(crate) fn find_within(&self, limit: Duration, selector: &Selector) -> Result<Target> {
+        let Self::Registry(registry) = self else { return self.find(selector) };
         registry.answer_within(Some(limit));
-        let found = self.find(wanted);
+        let found = self.find(selector);
         registry.answer_within(None);
         found
     }
 
-    /// Resolves `wanted` to an image for this machine.
-    pub(crate) fn find(&self, wanted: &Wanted) -> Result<Target> {
-        let (mut bytes, mut digest) = self.document(wanted)?;
+    /// Resolves `selector` to an image for this machine.
+    pub(crate) fn find(&self, selector: &Selector) -> Result<Target> {
+        let (mut bytes, mut digest) = self.document(selector)?;
         let mut index = None;
         for _ in 0..INDEXES_MAX {
             match Document::parse(&bytes)? {
@@ -155,7 +155,7 @@ impl Blobs {
                     let chosen = for_this_machine(&manifests)?;
                     chosen.document_size()?;
                     index.get_or_insert(digest);
-                    (bytes, digest) = self.document(&Wanted::Digest(chosen.digest()?))?;
+                    (bytes, digest) = self.document(&Selector::Digest(chosen.digest()?))?;
                 }
             }
         }

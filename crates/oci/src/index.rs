@@ -33,7 +33,7 @@ use crate::{
     document::{Descriptor, IndexArtifact},
     image::{Blobs, Keep, Resolved, Tocs},
     referrers::{self, Artifact, ReferrerStore},
-    source::{Kind, Wanted},
+    source::{Kind, Selector},
 };
 
 /// The artifact type of an index, and the media types of its two parts.
@@ -81,12 +81,12 @@ pub fn index(
     push: bool,
     work: &Work<'_>,
 ) -> Result<Indexed> {
-    let (Some(at), Some((blobs, wanted))) = (source.layers_at()?, source.blobs(work.access)?)
+    let (Some(at), Some((blobs, selector))) = (source.layers_at()?, source.blobs(work.access)?)
     else {
         return Err(none_has());
     };
     let referrer_store = push.then(|| ReferrerStore::open(source, work.access)).transpose()?;
-    let resolved = blobs.resolve(&wanted)?;
+    let resolved = blobs.resolve(&selector)?;
     let name = name_of(&resolved.digest.to_string());
     let image = match work.vouched(store, &name) {
         Some(image) => image,
@@ -414,7 +414,7 @@ pub(crate) struct Pinned {
 impl Pinned {
     /// Fetches the index `digest`.
     pub(crate) fn fetch(blobs: &Blobs, digest: Digest) -> Self {
-        let document = blobs.document(&Wanted::Digest(digest.clone()));
+        let document = blobs.document(&Selector::Digest(digest.clone()));
         let artifact = document.and_then(|(document, _)| IndexArtifact::parse(&document));
         Self { digest, artifact }
     }

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::{
     document::{Descriptor, Document},
     referrers::is_tag_of_list,
-    source::Wanted,
+    source::Selector,
 };
 
 /// A folder in the OCI image layout.
@@ -35,11 +35,11 @@ impl Layout {
     }
 
     /// Reads an index or manifest and checks its digest.
-    pub(crate) fn document(&self, wanted: &Wanted) -> Result<(Vec<u8>, Digest)> {
-        let digest = match wanted {
-            Wanted::Digest(digest) => digest.clone(),
-            Wanted::Tag(tag) => self.tagged(Some(tag))?,
-            Wanted::Only => self.tagged(None)?,
+    pub(crate) fn document(&self, selector: &Selector) -> Result<(Vec<u8>, Digest)> {
+        let digest = match selector {
+            Selector::Digest(digest) => digest.clone(),
+            Selector::Tag(tag) => self.tagged(Some(tag))?,
+            Selector::Only => self.tagged(None)?,
         };
         let mut bytes = Vec::new();
         let path = self.path(&digest);

@@ -246,7 +246,7 @@ pub fn find_or_build(
     let here = Here::new(store, source, want, work)?;
     let (index, at) = (&here.index, &here.at);
     let image = |found: FoundImage| Ok(Found::Image(Box::new(found)));
-    let Some((blobs, wanted)) = source.blobs(work.access)? else {
+    let Some((blobs, selector)) = source.blobs(work.access)? else {
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
         return image(archive_in(&here, url)?);
     };
@@ -256,8 +256,8 @@ pub fn find_or_build(
         let fetch = |digest: &Digest| index::Pinned::fetch(&blobs, digest.clone());
         let pinned = index.as_ref().map(|digest| scope.spawn(move || fetch(digest)));
         let target = match work.tags.pull {
-            Pull::Newer if recalled.is_some() => blobs.find_within(PATIENCE, &wanted),
-            _ => blobs.find(&wanted),
+            Pull::Newer if recalled.is_some() => blobs.find_within(PATIENCE, &selector),
+            _ => blobs.find(&selector),
         };
         let pinned =
             pinned.map(|pinned| pinned.join().unwrap_or_else(|panic| resume_unwind(panic)));
@@ -382,11 +382,11 @@ pub fn build(
     name: &str,
     work: &Work<'_>,
 ) -> Result<Report> {
-    let Some((blobs, wanted)) = source.blobs(work.access)? else {
+    let Some((blobs, selector)) = source.blobs(work.access)? else {
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
         return Archive::open(url, None)?.build(store, name, (work.options, None), work.building);
     };
-    let resolved = blobs.resolve(&wanted)?;
+    let resolved = blobs.resolve(&selector)?;
     blobs.build(&resolved, store, name, work)
 }
 

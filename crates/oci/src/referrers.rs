@@ -24,7 +24,7 @@ use crate::{
     image::Blobs,
     index::none_has,
     layout::Layout,
-    source::{Kind, Wanted},
+    source::{Kind, Selector},
 };
 
 /// Most referrers of one image that are reported.
@@ -129,7 +129,7 @@ pub(crate) fn is_tag_of_list(tag: &str) -> bool {
 
 /// The entries of the tagged list of referrers of `image`, of any type.
 fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
-    match blobs.document(&Wanted::Tag(tag_of(image))) {
+    match blobs.document(&Selector::Tag(tag_of(image))) {
         Ok((bytes, _)) => referrer_entries(&bytes),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
         Err(error) => Err(error),
@@ -140,7 +140,7 @@ fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
 pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
     match blobs.referrers(image, kind) {
         Ok(Some(pages)) => digests_on(pages.iter().map(|page| &page[..]), kind),
-        Ok(None) => match blobs.document(&Wanted::Tag(tag_of(image))) {
+        Ok(None) => match blobs.document(&Selector::Tag(tag_of(image))) {
             Ok((list, _)) => digests_on([&list[..]], kind),
             Err(_) => Vec::new(),
         },

@@ -16,7 +16,7 @@ pub struct Source(pub(crate) Kind);
 #[derive(Clone, Debug)]
 pub(crate) enum Kind {
     /// `oci-layout:DIR[:TAG|@DIGEST]`
-    Layout { folder: PathBuf, wanted: Wanted },
+    Layout { folder: PathBuf, selector: Selector },
     /// `oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]`
     Registry(Name),
     /// `https://HOST/PATH` of a tar archive
@@ -25,7 +25,7 @@ pub(crate) enum Kind {
 
 /// The image to select at a location.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Wanted {
+pub(crate) enum Selector {
     /// The only image there.
     Only,
     Tag(String),
@@ -91,13 +91,13 @@ impl Source {
     }
 
     /// Opens the blobs of the source, and returns the image to select; `None` for an archive.
-    pub(crate) fn blobs(&self, access: &Access) -> Result<Option<(Blobs, Wanted)>> {
+    pub(crate) fn blobs(&self, access: &Access) -> Result<Option<(Blobs, Selector)>> {
         Ok(match &self.0 {
-            Kind::Layout { folder, wanted } => {
-                Some((Blobs::Layout(Layout::open(folder)?), wanted.clone()))
+            Kind::Layout { folder, selector } => {
+                Some((Blobs::Layout(Layout::open(folder)?), selector.clone()))
             }
             Kind::Registry(name) => {
-                Some((Blobs::Registry(Registry::open(name, access)?), Wanted::Only))
+                Some((Blobs::Registry(Registry::open(name, access)?), Selector::Only))
             }
             Kind::Archive(_) => None,
         })
@@ -106,7 +106,7 @@ impl Source {
     /// The digest in the source, if it has one.
     pub fn pinned(&self) -> Option<&Digest> {
         match &self.0 {
-            Kind::Layout { wanted: Wanted::Digest(digest), .. } => Some(digest),
+            Kind::Layout { selector: Selector::Digest(digest), .. } => Some(digest),
             Kind::Registry(name) => name.digest(),
             _ => None,
         }
@@ -114,18 +114,18 @@ impl Source {
 }
 
 fn layout(text: &str) -> Result<Kind> {
-    let (folder, wanted) = if let Some((folder, digest)) = text.rsplit_once('@') {
-        (folder, Wanted::Digest(digest.parse()?))
+    let (folder, selector) = if let Some((folder, digest)) = text.rsplit_once('@') {
+        (folder, Selector::Digest(digest.parse()?))
     } else {
         match text.rsplit_once(':') {
-            Some((folder, tag)) if !tag.contains('/') => (folder, Wanted::Tag(tag.to_owned())),
-            _ => (text, Wanted::Only),
+            Some((folder, tag)) if !tag.contains('/') => (folder, Selector::Tag(tag.to_owned())),
+            _ => (text, Selector::Only),
         }
     };
     if folder.is_empty() {
         return Err(invalid("oci-layout: names no folder: oci-layout:DIR:TAG".to_owned()));
     }
-    Ok(Kind::Layout { folder: folder.into(), wanted })
+    Ok(Kind::Layout { folder: folder.into(), selector })
 }
 
 fn archive(text: &str) -> Result<Kind> {
@@ -143,7 +143,7 @@ fn invalid(what: String) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::{Digest, Kind, Source, Wanted};
+    use super::{Digest, Kind, Selector, Source};
 
     fn kind(text: &str) -> Kind {
         Source::parse(text).unwrap().unwrap().0
@@ -155,14 +155,14 @@ mod tests {
             assert!(Source::parse(name).is_none(), "{name}");
         }
         let digest = Digest::of(b"x");
-        for (text, folder, wanted) in [
-            ("oci-layout:/a/b", "/a/b", Wanted::Only),
-            ("oci-layout:a:1.2", "a", Wanted::Tag("1.2".into())),
-            ("oci-layout:/a:b/c", "/a:b/c", Wanted::Only),
-            (&format!("oci-layout:a@{digest}"), "a", Wanted::Digest(digest.clone())),
+        for (text, folder, selector) in [
+            ("oci-layout:/a/b", "/a/b", Selector::Only),
+            ("oci-layout:a:1.2", "a", Selector::Tag("1.2".into())),
+            ("oci-layout:/a:b/c", "/a:b/c", Selector::Only),
+            (&format!("oci-layout:a@{digest}"), "a", Selector::Digest(digest.clone())),
         ] {
-            let Kind::Layout { folder: f, wanted: w } = kind(text) else { panic!("{text}") };
-            assert_eq!((f.to_str().unwrap(), w), (folder, wanted), "{text}");
+            let Kind::Layout { folder: f, selector: w } = kind(text) else { panic!("{text}") };
+            assert_eq!((f.to_str().unwrap(), w), (folder, selector), "{text}");
         }
         assert!(matches!(kind("oci://r.example/a/b:1"), Kind::Registry(_)));
         assert!(matches!(kind("https://h/x.tar"), Kind::Archive(_)));

@@ -13,7 +13,7 @@ use burgeon_block::{Digest, Error, ErrorKind, Result};
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location};
 
-use super::process::{Wanted, run_process};
+use super::process::{PreparedFiles, run_process};
 use crate::state::{
     access,
     files::{self, Lock, make_folder},
@@ -37,8 +37,8 @@ pub(crate) fn mend(state: &StateDir, record: &MountRecord) -> Result<bool> {
     let virtual_bytes = virtual_bytes.and_then(|name| name.strip_prefix("virtual-"));
     let virtual_bytes = virtual_bytes.and_then(|bytes| bytes.parse().ok()).unwrap_or(0);
     let before = inode(&attach.seed.join("map"));
-    let wanted = Wanted::Mended { virtual_bytes };
-    prepare_in(&attach.seed, &attach.store, &access, &record.digest.0, wanted)?;
+    let files = PreparedFiles::Mended { virtual_bytes };
+    prepare_in(&attach.seed, &attach.store, &access, &record.digest.0, files)?;
     Ok(before != inode(&attach.seed.join("map")))
 }
 
@@ -48,11 +48,11 @@ fn prepare_in(
     store: &Location,
     access: &Access,
     digest: &Digest,
-    wanted: Wanted,
+    files: PreparedFiles,
 ) -> Result<()> {
     make_folder(folder)?;
     let _lock = Lock::take(&folder.join("lock"))?;
-    run_process(store, access, digest, folder, wanted, || {})
+    run_process(store, access, digest, folder, files, || {})
 }
 
 /// Recreates the damaged files that named writes are based on.
@@ -73,8 +73,8 @@ pub(crate) fn mend_kept(
     }
     // The digests find what the first attempt takes for usable: changed bytes of the template.
     let virtual_bytes = record.virtual_bytes;
-    for wanted in [Wanted::Mended { virtual_bytes }, Wanted::Seed { virtual_bytes }] {
-        prepare_in(&image, store, access, &record.manifest.0, wanted)?;
+    for files in [PreparedFiles::Mended { virtual_bytes }, PreparedFiles::Seed { virtual_bytes }] {
+        prepare_in(&image, store, access, &record.manifest.0, files)?;
         if is_base(&image, record)? {
             KEPT.iter().try_for_each(|file| keep_file(&image, &folder, file))?;
             files::sync_parent(&folder.join("map"))?;

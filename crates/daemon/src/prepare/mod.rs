@@ -20,7 +20,7 @@ use burgeon_source::{Access, Location};
 
 pub(crate) use self::mend::{mend, mend_kept};
 pub use self::process::prepare_process;
-use self::process::{Wanted, run_process};
+use self::process::{PreparedFiles, run_process};
 use crate::state::{
     files::{self, Lock, make_folder},
     paths::StateDir,
@@ -52,7 +52,14 @@ pub(crate) fn prepare(
         if !is_ready(&folder, store) {
             let map = folder.join("map");
             let on_map = || mapped.take().into_iter().for_each(|mapped| mapped(&map));
-            run_process(store, access, &digest, &folder, Wanted::Seed { virtual_bytes }, on_map)?;
+            run_process(
+                store,
+                access,
+                &digest,
+                &folder,
+                PreparedFiles::Seed { virtual_bytes },
+                on_map,
+            )?;
         }
     }
     if let Some(mapped) = mapped {
@@ -88,7 +95,7 @@ pub(crate) fn keep_map(
         return keep_file(&prepared, folder, "map")
             .and_then(|()| files::sync_parent(&folder.join("map")));
     }
-    run_process(store, access, &digest, folder, Wanted::Map, || {})
+    run_process(store, access, &digest, folder, PreparedFiles::Map, || {})
 }
 
 /// The files that the named writes of `record` are based on. Missing or truncated files are

@@ -24,7 +24,7 @@ use crate::{
 
 /// The files to prepare.
 #[derive(Clone, Copy)]
-pub(super) enum Wanted {
+pub(super) enum PreparedFiles {
     /// All files needed to mount the image, with a virtual area of this many bytes (0: none).
     Seed { virtual_bytes: u64 },
     /// The same, unless they exist and are usable.
@@ -40,7 +40,7 @@ pub(super) fn run_process(
     access: &Access,
     digest: &Digest,
     folder: &Path,
-    wanted: Wanted,
+    files: PreparedFiles,
     on_map: impl FnOnce(),
 ) -> Result<()> {
     let mut command = this_program("__prepare");
@@ -54,10 +54,10 @@ pub(super) fn run_process(
         .envs(access.variables())
         .arg(digest.to_string())
         .arg(folder)
-        .arg(match wanted {
-            Wanted::Seed { virtual_bytes } => virtual_bytes.to_string(),
-            Wanted::Mended { virtual_bytes } => format!("{MENDED}{virtual_bytes}"),
-            Wanted::Map => ONLY_MAP.to_owned(),
+        .arg(match files {
+            PreparedFiles::Seed { virtual_bytes } => virtual_bytes.to_string(),
+            PreparedFiles::Mended { virtual_bytes } => format!("{MENDED}{virtual_bytes}"),
+            PreparedFiles::Map => ONLY_MAP.to_owned(),
         })
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -88,10 +88,10 @@ pub(super) fn run_process(
 /// `__prepare` prints this when the address map exists.
 const MAPPED: &str = "mapped";
 
-/// The argument of `__prepare` for [`Wanted::Map`].
+/// The argument of `__prepare` for [`PreparedFiles::Map`].
 const ONLY_MAP: &str = "map";
 
-/// The prefix of the bytes for [`Wanted::Mended`].
+/// The prefix of the bytes for [`PreparedFiles::Mended`].
 const MENDED: &str = "mended-";
 
 /// The main function of the process `burgeon __prepare STORE DIGEST FOLDER VIRTUAL-BYTES`, or with
@@ -100,7 +100,7 @@ pub fn prepare_process(arguments: &[OsString]) -> ExitCode {
     // The OOM killer must not end the supervisor for memory that an untrusted manifest takes.
     let accepted = burgeon_sandbox::accept_the_oom_killer();
     let prepared = accepted.and_then(|()| match arguments {
-        [store, digest, folder, wanted] => prepare_here(store, digest, folder.as_ref(), wanted),
+        [store, digest, folder, files] => prepare_here(store, digest, folder.as_ref(), files),
         _ => Err(Error::new(
             ErrorKind::Invalid,
             "__prepare takes a store, a digest, a folder and a size",
@@ -119,7 +119,7 @@ fn prepare_here(
     store: &OsString,
     digest: &OsString,
     folder: &Path,
-    wanted: &OsString,
+    files: &OsString,
 ) -> Result<()> {
     let store = Location::parse(&store.to_string_lossy())?;
     let digest: Digest = digest.to_string_lossy().parse()?;
@@ -129,16 +129,16 @@ fn prepare_here(
     let ready = Ready::now(&store, folder);
     roles::preparing(&store, folder).enter()?;
     roles::do_without_helpers();
-    if wanted == ONLY_MAP {
+    if files == ONLY_MAP {
         let open = Store::open(&store, &Access::from_env())?;
         return burgeon_image::prepare_map(&open, &digest, folder, &limits, bound_memory);
     }
-    let wanted = wanted.to_string_lossy();
-    let mended = wanted.strip_prefix(MENDED);
+    let files = files.to_string_lossy();
+    let mended = files.strip_prefix(MENDED);
     if mended.is_some() && mend::is_usable(folder) {
         return Ok(());
     }
-    let virtual_bytes = mended.unwrap_or(&wanted).parse().map_err(|e| {
+    let virtual_bytes = mended.unwrap_or(&files).parse().map_err(|e| {
         Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
     })?;
     for file in KEPT.iter().chain(&["ready.json"]) {

@@ -48,7 +48,7 @@ use crate::{
         plumbing,
         profile::{self, Fetching},
     },
-    transport::{Channel, Wanted},
+    transport::{Channel, TransportOptions},
 };
 
 /// Time limit for a server to say that it can serve a mount. It reads a map and opens two files;
@@ -175,8 +175,8 @@ impl Supervisor {
             recycled_seed::take(&self.state, name, &folder.join("seed"));
         }
         let seed = prepared::personalise(&plan.base, plan.seed_fsid, &folder.join("seed"))?;
-        let wanted = Wanted { transport: request.transport, fast: request.fast };
-        let (channel, note) = Channel::open(wanted, id, seed.info.data_device_size())?;
+        let options = TransportOptions { transport: request.transport, fast: request.fast };
+        let (channel, note) = Channel::open(options, id, seed.info.data_device_size())?;
         plan.notes.extend(note);
         let fuse = channel.kept()?;
         if fuse.is_some() {

@@ -53,7 +53,7 @@ pub(super) enum Granted {
 
 /// The authorization that a registry asks for.
 #[derive(PartialEq, Eq, Debug)]
-enum Wanted {
+enum Challenge {
     Nothing,
     Password,
     Token(TokenServer),
@@ -96,19 +96,19 @@ pub(super) async fn exchange(
     };
     let scope = format!("repository:{}:{actions}", name.repository());
     let exchange = Exchange { what, name, scope, retries };
-    let wanted = exchange.wanted().await?;
-    match (wanted, credentials) {
-        (Wanted::Nothing, Some(DockerCredential::UsernamePassword(user, password)))
-        | (Wanted::Password, Some(DockerCredential::UsernamePassword(user, password))) => {
+    let challenge = exchange.challenge().await?;
+    match (challenge, credentials) {
+        (Challenge::Nothing, Some(DockerCredential::UsernamePassword(user, password)))
+        | (Challenge::Password, Some(DockerCredential::UsernamePassword(user, password))) => {
             Ok(Granted::Password(user, password))
         }
-        (Wanted::Nothing, _) | (Wanted::Password, None) => Ok(Granted::Nothing),
-        (Wanted::Password, Some(DockerCredential::IdentityToken(_))) => {
+        (Challenge::Nothing, _) | (Challenge::Password, None) => Ok(Granted::Nothing),
+        (Challenge::Password, Some(DockerCredential::IdentityToken(_))) => {
             let why = "it takes no identity tokens: log in again, with a user and a password or access \
                        token";
             Err(exchange.cannot(ErrorKind::Invalid, why))
         }
-        (Wanted::Token(server), credentials) => {
+        (Challenge::Token(server), credentials) => {
             exchange.token(&server, credentials).await.map(Granted::Token)
         }
     }
@@ -119,16 +119,16 @@ impl Exchange<'_> {
         Error::new(kind, format!("cannot {}: {why}", self.what))
     }
 
-    async fn wanted(&self) -> Result<Wanted> {
+    async fn challenge(&self) -> Result<Challenge> {
         let root = self.name.base()?.join("/v2/");
         let root = root.map_err(|_| self.cannot(ErrorKind::Invalid, "it has no /v2/"))?;
         let client = web::client_that_stays()?;
         let answer = web::send(self.what, self.retries, || client.get(root.clone())).await?;
-        let wanted = Wanted::read(answer.headers());
-        if wanted == Wanted::Nothing && answer.status().is_server_error() {
+        let challenge = Challenge::read(answer.headers());
+        if challenge == Challenge::Nothing && answer.status().is_server_error() {
             return Err(web::refused(self.what, answer.status()));
         }
-        Ok(wanted)
+        Ok(challenge)
     }
 
     async fn token(
@@ -236,25 +236,25 @@ impl Exchange<'_> {
     }
 }
 
-impl Wanted {
+impl Challenge {
     /// Reads the challenges of an answer. A token takes precedence over a password.
     fn read(headers: &HeaderMap) -> Self {
-        let challenges = headers.get_all(WWW_AUTHENTICATE).iter();
-        let mut wanted = Self::Nothing;
-        for challenge in challenges.filter_map(|challenge| challenge.to_str().ok()) {
-            match TokenServer::read(challenge) {
+        let values = headers.get_all(WWW_AUTHENTICATE).iter();
+        let mut challenge = Self::Nothing;
+        for value in values.filter_map(|value| value.to_str().ok()) {
+            match TokenServer::read(value) {
                 Some(server) => return Self::Token(server),
-                None => wanted = Self::Password,
+                None => challenge = Self::Password,
             }
         }
-        wanted
+        challenge
     }
 }
 
 impl TokenServer {
-    /// The token server that a challenge names, if any.
-    fn read(challenge: &str) -> Option<Self> {
-        let challenges = parse_challenges(challenge).ok()?;
+    /// The token server that the challenges of a header name, if any.
+    fn read(header: &str) -> Option<Self> {
+        let challenges = parse_challenges(header).ok()?;
         let is_bearer = |it: &&ChallengeRef<'_>| it.scheme.eq_ignore_ascii_case("bearer");
         let bearer = challenges.iter().find(is_bearer)?;
         let parameter = |name: &str| {
@@ -284,7 +284,7 @@ impl TokenServer {
 mod tests {
     use reqwest::header::{HeaderMap, HeaderValue, WWW_AUTHENTICATE};
 
-    use super::{Name, TokenServer, Wanted};
+    use super::{Challenge, Name, TokenServer};
 
     #[test]
     fn challenges_name_the_wanted_authorization() {
@@ -293,14 +293,14 @@ mod tests {
             for challenge in challenges {
                 headers.append(WWW_AUTHENTICATE, HeaderValue::from_str(challenge).unwrap());
             }
-            Wanted::read(&headers)
+            Challenge::read(&headers)
         };
         let challenge = r#"Basic realm="x", bearer Realm="https://r.example/token",service="a\"b""#;
         let realm = "https://r.example/token".parse().unwrap();
-        let there = Wanted::Token(TokenServer { realm, service: "a\"b".to_owned() });
+        let there = Challenge::Token(TokenServer { realm, service: "a\"b".to_owned() });
         assert_eq!(read(&[challenge]), there);
         assert_eq!(read(&["Basic realm=\"x\"", challenge]), there);
-        assert_eq!(read(&[]), Wanted::Nothing);
+        assert_eq!(read(&[]), Challenge::Nothing);
         for none in [
             "Basic realm=\"x\"",
             "Bearer service=\"x\"",
@@ -308,7 +308,7 @@ mod tests {
             "",
             r#"Bearer realm="file:///etc/passwd""#,
         ] {
-            assert_eq!(read(&[none]), Wanted::Password, "{none}");
+            assert_eq!(read(&[none]), Challenge::Password, "{none}");
         }
     }
 

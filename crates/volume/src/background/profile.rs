@@ -103,7 +103,7 @@ struct Answer {
 }
 
 /// Chunks that are still to be fetched.
-struct Wanted {
+struct Remaining {
     order: VecDeque<u32>,
     left: HashSet<u32>,
 }
@@ -121,15 +121,15 @@ where
         budget: Option<Arc<Budget>>,
     ) -> ProfilePrefetch {
         self.prefetched(Purpose::Profile);
-        let mut wanted = Wanted { order: VecDeque::new(), left: HashSet::new() };
+        let mut remaining = Remaining { order: VecDeque::new(), left: HashSet::new() };
         let mut total_bytes = 0;
         for range in ranges.filter_map(|range| range.intersect(self.map.data_range())) {
             let mut at = range.start();
             while let Some(index) = self.map.chunk_at(at).filter(|_| at < range.end()) {
                 let chunk = self.map.chunk(index).range;
                 at = chunk.end();
-                if !self.is_through(index) && wanted.left.insert(index) {
-                    wanted.order.push_back(index);
+                if !self.is_through(index) && remaining.left.insert(index) {
+                    remaining.order.push_back(index);
                     total_bytes += chunk.len();
                 }
             }
@@ -143,7 +143,7 @@ where
         });
         let volume = Arc::clone(self);
         let task = tokio::spawn(async move {
-            let state = volume.prefetch_all(wanted, budget, &progress).await;
+            let state = volume.prefetch_all(remaining, budget, &progress).await;
             progress.send_modify(|now| now.state = state);
         });
         ProfilePrefetch { progress: watcher, task }
@@ -151,7 +151,7 @@ where
 
     async fn prefetch_all(
         self: &Arc<Self>,
-        mut wanted: Wanted,
+        mut remaining: Remaining,
         budget: Option<Arc<Budget>>,
         progress: &watch::Sender<ProfileProgress>,
     ) -> ProfileState {
@@ -169,23 +169,23 @@ where
                 .as_ref()
                 .is_some_and(|budget| budget.limit() <= budget.spent().max(fetched) + bytes);
             if over {
-                let done = self.pass_over_resident(&mut wanted);
+                let done = self.pass_over_resident(&mut remaining);
                 progress.send_modify(|now| now.done_bytes += done);
-                if !wanted.order.is_empty() {
+                if !remaining.order.is_empty() {
                     state = ProfileState::OverLimit;
-                    wanted.order.clear();
+                    remaining.order.clear();
                 }
             }
             if failures == FAILURES_MAX || !self.residency.may_admit() {
                 state = ProfileState::Stopped;
-                wanted.order.clear();
+                remaining.order.clear();
             }
-            if wanted.order.is_empty() && requests == 0 {
+            if remaining.order.is_empty() && requests == 0 {
                 break;
             }
             let share = if self.readers.fetching() > 0 { 2 } else { 1 };
             let full =
-                wanted.order.is_empty() || (requests > 0 && to_fetch >= window.bytes() / share);
+                remaining.order.is_empty() || (requests > 0 && to_fetch >= window.bytes() / share);
             let answered = if full { answers.recv().await } else { answers.try_recv().ok() };
             if let Some(Answer { sent, bytes: len, to_fetch: of_these, good }) = answered {
                 (requests, bytes, to_fetch) = (requests - 1, bytes - len, to_fetch - of_these);
@@ -196,7 +196,8 @@ where
                 }
                 continue;
             }
-            let (run, done) = self.next_run(&mut wanted, window.request(), budget.as_ref()).await;
+            let (run, done) =
+                self.next_run(&mut remaining, window.request(), budget.as_ref()).await;
             let len = run.iter().map(|chunk| self.map.chunk(chunk.index).stored.len()).sum();
             progress.send_modify(|now| {
                 now.done_bytes += done;
@@ -225,28 +226,28 @@ where
     /// off the list. The run is empty when nothing is left to fetch.
     async fn next_run(
         self: &Arc<Self>,
-        wanted: &mut Wanted,
+        remaining: &mut Remaining,
         len_max: u64,
         payer: Option<&Arc<Budget>>,
     ) -> (Vec<RunChunk>, u64) {
         let mut done = 0;
-        while let Some(first) = wanted.order.front().copied() {
+        while let Some(first) = remaining.order.front().copied() {
             let range = self.map.chunk(first).range;
-            if self.find(range).is_some() || !wanted.left.contains(&first) {
-                wanted.order.pop_front();
-                done += if wanted.left.remove(&first) { range.len() } else { 0 };
+            if self.find(range).is_some() || !remaining.left.contains(&first) {
+                remaining.order.pop_front();
+                done += if remaining.left.remove(&first) { range.len() } else { 0 };
                 continue;
             }
             let background = self.engine.background_permits.take().await;
             let Some(fetch) = self.engine.permits.take().await else { break };
-            wanted.order.pop_front();
-            wanted.left.remove(&first);
+            remaining.order.pop_front();
+            remaining.left.remove(&first);
             done += range.len();
             let background = background.map(|permit| BackgroundPermit::new(permit, payer.cloned()));
             let permits = Permits::new(fetch, background);
             let Some(begun) = self.begin_new(first, permits) else { continue };
             let (run, more) =
-                self.extend_run(RunChunk { index: first, begun }, wanted, len_max, payer);
+                self.extend_run(RunChunk { index: first, begun }, remaining, len_max, payer);
             return (run, done + more);
         }
         (Vec::new(), done)
@@ -256,7 +257,7 @@ where
     fn extend_run(
         &self,
         first: RunChunk,
-        wanted: &mut Wanted,
+        remaining: &mut Remaining,
         len_max: u64,
         payer: Option<&Arc<Budget>>,
     ) -> (Vec<RunChunk>, u64) {
@@ -264,8 +265,8 @@ where
         let mut len = self.map.chunk(first.index).stored.len();
         let (mut run, mut done) = (VecDeque::from([first]), 0);
         loop {
-            let next = high.checked_add(1).filter(|next| self.adjoins(high, *next, wanted));
-            let before = low.checked_sub(1).filter(|before| self.adjoins(*before, low, wanted));
+            let next = high.checked_add(1).filter(|next| self.adjoins(high, *next, remaining));
+            let before = low.checked_sub(1).filter(|before| self.adjoins(*before, low, remaining));
             let Some(index) = next.or(before) else { break };
             let chunk = self.map.chunk(index);
             if len + chunk.stored.len() > len_max {
@@ -273,7 +274,7 @@ where
             }
             let Some(permits) = self.engine.try_background_permits(payer.cloned()) else { break };
             let Some(begun) = self.begin_new(index, permits) else { break };
-            wanted.left.remove(&index);
+            remaining.left.remove(&index);
             done += chunk.range.len();
             len += chunk.stored.len();
             if index > high {
@@ -288,8 +289,8 @@ where
     }
 
     /// Takes resident chunks off the list: their bytes.
-    fn pass_over_resident(&self, wanted: &mut Wanted) -> u64 {
-        let Wanted { order, left } = wanted;
+    fn pass_over_resident(&self, remaining: &mut Remaining) -> u64 {
+        let Remaining { order, left } = remaining;
         let mut done = 0;
         order.retain(|index| {
             let chunk = self.map.chunk(*index).range;
@@ -302,12 +303,12 @@ where
 
     /// True if `second`, a chunk that may not be there, lies right behind `first` in its object,
     /// and whichever of them is not taken yet is wanted.
-    fn adjoins(&self, first: u32, second: u32, wanted: &Wanted) -> bool {
+    fn adjoins(&self, first: u32, second: u32, remaining: &Remaining) -> bool {
         if second >= self.map.chunk_count() {
             return false;
         }
         let (before, after) = (self.map.chunk(first), self.map.chunk(second));
-        (wanted.left.contains(&first) || wanted.left.contains(&second))
+        (remaining.left.contains(&first) || remaining.left.contains(&second))
             && before.object == after.object
             && before.stored.end() == after.stored.start()
     }

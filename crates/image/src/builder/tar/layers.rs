@@ -3,7 +3,7 @@
 //! ```text
 //!   once, in parallel:  Layers::index ── all headers of a layer; data is skipped
 //!   then:               Merge         ── the live files, and the sources of their data
-//!   once more:          Wanted        ── the data of these files only
+//!   once more:          LiveArchives  ── the data of these files only
 //! ```
 //!
 //! A file that a later layer removes is not in the image. Memory: the headers, bounded by
@@ -261,7 +261,7 @@ pub fn from_layers(
                 });
             };
             let progress = Meter::new(&report);
-            let wanted = Wanted {
+            let wanted = LiveArchives {
                 archives: archives.into_iter(),
                 wanted: wanted.into_iter().peekable(),
                 next: (0, 0),
@@ -282,14 +282,14 @@ pub fn from_layers(
 }
 
 /// Reads the layers again, for the data of the live files.
-struct Wanted {
+struct LiveArchives {
     archives: std::vec::IntoIter<(u32, OpenLayer)>,
     wanted: Peekable<std::vec::IntoIter<(Place, u32)>>,
     next: Place,
     bytes: Arc<AtomicU64>,
 }
 
-impl Archives for Wanted {
+impl Archives for LiveArchives {
     type Archive = Archive;
 
     fn next(&mut self) -> Result<Option<Archive>> {
