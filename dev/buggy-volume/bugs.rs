@@ -191,35 +191,22 @@ pub const BUGS: &[Bug] = &[
         &[
             (
                 "fetch/in_flight.rs",
-                "pub(crate) struct Waiter {",
-                "struct EndsFetch(Arc<tokio::sync::Notify>);
+                "#[derive(Clone)]\npub(crate) struct Waiter {",
+                "#[derive(Clone)]
+                struct EndsFetch(Arc<tokio::sync::Notify>);
                 impl Drop for EndsFetch {
                     fn drop(&mut self) { self.0.notify_one(); }
                 }
+                #[derive(Clone)]
                 pub(crate) struct Waiter { ends: EndsFetch,",
             ),
             (
                 "fetch/in_flight.rs",
-                "struct Entry {",
-                "struct Entry { gone: Arc<tokio::sync::Notify>,",
-            ),
-            (
-                "fetch/in_flight.rs",
-                "Waiter { entry: entry.clone() })",
-                "Waiter { ends: EndsFetch(entry.gone.clone()), entry: entry.clone() })",
-            ),
-            (
-                "fetch/in_flight.rs",
-                "let entry = Entry { outcome, end };",
+                "let waiter = Waiter { outcome, end };",
                 "let gone = Arc::new(tokio::sync::Notify::new());
-                let entry = Entry { outcome, end, gone: gone.clone() };",
+                let waiter = Waiter { outcome, end, ends: EndsFetch(gone.clone()) };",
             ),
-            (
-                "fetch/in_flight.rs",
-                "(InFlight { table: self.table.clone(), key, publish, ended }, Waiter { entry })",
-                "(InFlight { table: self.table.clone(), key, publish, ended, gone: gone.clone() },
-                    Waiter { entry, ends: EndsFetch(gone) })",
-            ),
+            ("fetch/in_flight.rs", "publish, ended }, waiter)", "publish, ended, gone }, waiter)"),
             (
                 "fetch/in_flight.rs",
                 "    ended: watch::Sender<bool>,\n}",
@@ -227,8 +214,8 @@ pub const BUGS: &[Bug] = &[
             ),
             (
                 "fetch/in_flight.rs",
-                "let Entry { outcome, mut end } = self.entry;",
-                "let Entry { outcome, mut end, .. } = self.entry;",
+                "let Self { outcome, mut end } = self;",
+                "let Self { outcome, mut end, .. } = self;",
             ),
             (
                 "fetch/chunk.rs",

@@ -8,7 +8,7 @@ use super::{Seed, TEMPLATE, get_u16, get_u32, get_u64};
 
 /// An inode and everything attached to it, in the terms of the subvolume.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Entry {
+pub(crate) struct ModelEntry {
     pub(crate) mode: u32,
     pub(crate) owner: (u32, u32),
     pub(crate) rdev: u64,
@@ -25,7 +25,7 @@ pub(crate) struct Entry {
     pub(crate) entries: Vec<(Vec<u8>, u64)>,
 }
 
-impl Entry {
+impl ModelEntry {
     fn extent(&mut self, offset: u64, address: u64, len: u64) {
         match self.extents.last_mut() {
             Some((o, a, l)) if *o + *l == offset && *a + *l == address => *l += len,
@@ -35,12 +35,12 @@ impl Entry {
 }
 
 /// Inodes by number.
-pub(crate) type Model = BTreeMap<u64, Entry>;
+pub(crate) type Model = BTreeMap<u64, ModelEntry>;
 
 pub(crate) fn of_tree(tree: &Tree) -> Model {
     let mut model = Model::new();
     for (i, inode) in tree.inodes.iter().enumerate() {
-        let mut entry = Entry {
+        let mut entry = ModelEntry {
             mode: inode.mode,
             owner: (inode.uid, inode.gid),
             rdev: inode.rdev,
@@ -48,7 +48,7 @@ pub(crate) fn of_tree(tree: &Tree) -> Model {
             links: 0,
             time: (inode.mtime_s, inode.mtime_ns),
             nodatasum: inode.nodatasum,
-            ..Entry::default()
+            ..ModelEntry::default()
         };
         if let Body::Inline(span) = inode.body {
             entry.inline = tree.bytes(span).to_vec();

@@ -172,7 +172,7 @@ pub(crate) fn compare(builder: &Builder, root: &Path) {
     assert_eq!(seen, builder.tree.dirents.len() + 1);
 }
 
-fn attributes_agree(number: u64, entry: &model::Entry, path: &Path) {
+fn attributes_agree(number: u64, entry: &model::ModelEntry, path: &Path) {
     let found = fs::symlink_metadata(path).unwrap();
     assert_eq!(found.ino(), number, "{path:?}");
     assert_eq!(found.mode(), entry.mode, "{path:?}");
@@ -190,7 +190,7 @@ fn attributes_agree(number: u64, entry: &model::Entry, path: &Path) {
     assert_eq!(xattrs(path), entry.xattrs, "{path:?}");
 }
 
-fn content_agrees(builder: &Builder, entry: &model::Entry, path: &Path) {
+fn content_agrees(builder: &Builder, entry: &model::ModelEntry, path: &Path) {
     let file = File::open(path).unwrap();
     let read = |offset: u64, len: u64| {
         let mut bytes = vec![0xee; len as usize];

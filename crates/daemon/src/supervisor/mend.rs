@@ -57,7 +57,7 @@ impl Supervisor {
             }
             self.attach_again(id);
             let table = self.table();
-            let fails = |entry: &super::table::Entry| {
+            let fails = |entry: &super::table::MountEntry| {
                 matches!(entry.serving, Serving::Refusing(_) | Serving::No(_))
             };
             // Another thread may have reacted meanwhile, or the mount may have ended.

@@ -26,7 +26,7 @@ use burgeon_source::{Access, Location};
 
 use super::{
     Supervisor,
-    table::{Entry, Recording, Serving},
+    table::{MountEntry, Recording, Serving},
 };
 use crate::{
     host::backing_devices,
@@ -221,7 +221,7 @@ impl Supervisor {
             images::keep_access(&self.state, id, area, &request.access)?;
         }
         files::publish_json(&folder.join("mount.json"), &record)?;
-        self.table().add(Entry {
+        self.table().add(MountEntry {
             record,
             fuse,
             slots: Slots::create()?,

@@ -24,7 +24,7 @@ use burgeon_frontend::{Connection, Slots};
 use super::{
     LOST_INTERVAL, Supervisor,
     recover::is_alive,
-    table::{Entry, Serving},
+    table::{MountEntry, Serving},
 };
 use crate::{
     host::system,
@@ -55,7 +55,7 @@ impl Supervisor {
         record.attach.transport = transport;
         let entry = self.entry(record.clone(), Some(fuse), Slots::create()?)?;
         let reconnect = Some(Reconnect { record, connection });
-        self.table().add(Entry { lost: true, reconnecting: true, reconnect, ..entry });
+        self.table().add(MountEntry { lost: true, reconnecting: true, reconnect, ..entry });
         self.note_transport(id, transport);
         Ok(())
     }

@@ -17,7 +17,7 @@ use super::{
     LOST_INTERVAL, Supervisor,
     release::forget,
     server_monitor,
-    table::{Entry, Recording, Serving},
+    table::{MountEntry, Recording, Serving},
 };
 use crate::{
     host::backing_devices,
@@ -47,7 +47,7 @@ impl Supervisor {
                         let (supervisor, record) = (Arc::clone(self), entry.record.clone());
                         thread::spawn(move || supervisor.thaw(&record));
                     }
-                    table.mounts.insert(id, Entry { serving: Serving::Yes, ..entry });
+                    table.mounts.insert(id, MountEntry { serving: Serving::Yes, ..entry });
                 }
                 Err(e) => {
                     tracing::error!(mount = %id, error = %e, "a mount is served on, but is not known any more")
@@ -107,7 +107,7 @@ impl Supervisor {
         record: MountRecord,
         fuse: Option<OwnedFd>,
         slots: Slots,
-    ) -> Result<Entry> {
+    ) -> Result<MountEntry> {
         let writes_lock = match &record.writes {
             WritesState::Sprout(sprout) => match &sprout.name {
                 Some(name) => Some(writes::lock(&self.state, name)?),
@@ -115,7 +115,7 @@ impl Supervisor {
             },
             WritesState::ReadOnly => None,
         };
-        Ok(Entry {
+        Ok(MountEntry {
             record,
             fuse,
             slots,

@@ -20,7 +20,7 @@ use burgeon_frontend::btrfs_mount;
 use super::{
     Supervisor,
     helper::{self, Task},
-    table::Entry,
+    table::MountEntry,
 };
 use crate::{
     host::backing_devices,
@@ -113,7 +113,7 @@ impl Supervisor {
         };
         let (record, lock) = match entry {
             // Closing the last descriptor of /dev/fuse aborts the connection, if it still lives.
-            Some(Entry { record, _writes_lock, .. }) => (Some(record), _writes_lock),
+            Some(MountEntry { record, _writes_lock, .. }) => (Some(record), _writes_lock),
             None => (None, None),
         };
         let state = self.state.clone();
@@ -169,7 +169,7 @@ impl Supervisor {
     }
 }
 
-fn describe(entry: &Entry) -> String {
+fn describe(entry: &MountEntry) -> String {
     format!("{} at {}", entry.record.image, entry.record.target.display())
 }
 

@@ -6,7 +6,7 @@ use burgeon_block::{Counters, HistogramSnapshot};
 
 use super::{
     Supervisor,
-    table::{Entry, Serving, Table},
+    table::{MountEntry, Serving, Table},
 };
 use crate::{
     ipc::{
@@ -49,7 +49,7 @@ impl Supervisor {
     }
 }
 
-fn describe(entry: &Entry, table: &Table) -> MountStatus {
+fn describe(entry: &MountEntry, table: &Table) -> MountStatus {
     let record = &entry.record;
     let id = record.attach.id;
     let report = table.reports.get(&id);

@@ -53,7 +53,7 @@ pub(crate) enum Recording {
 }
 
 /// One mount.
-pub(crate) struct Entry {
+pub(crate) struct MountEntry {
     pub(crate) record: MountRecord,
     /// The `/dev/fuse` descriptor: as long as it is open, the kernel waits for a server. `None`
     /// for a ublk device, whose requests the kernel keeps by itself.
@@ -95,7 +95,7 @@ pub(crate) struct Entry {
     pub(crate) _writes_lock: Option<Lock>,
 }
 
-impl Entry {
+impl MountEntry {
     /// A failure means that the server is dead; its successor is told again.
     fn send_attach(&self, link: &UnixStream) {
         let message = ToServer::Attach {
@@ -123,7 +123,7 @@ pub(crate) struct Attached {
 /// The state behind the supervisor's one lock.
 #[derive(Default)]
 pub(crate) struct Table {
-    pub(crate) mounts: BTreeMap<MountId, Entry>,
+    pub(crate) mounts: BTreeMap<MountId, MountEntry>,
     /// The stream to the server, while there is one.
     pub(crate) link: Option<UnixStream>,
     /// True if that server understands `Refresh`.
@@ -150,7 +150,7 @@ pub(crate) struct Table {
 impl Table {
     /// Adds a mount and tells the server of it. A server that is just being started will be told of
     /// it with all the others.
-    pub(crate) fn add(&mut self, entry: Entry) {
+    pub(crate) fn add(&mut self, entry: MountEntry) {
         let id = entry.record.attach.id;
         self.mounts.insert(id, entry);
         self.attach(id);

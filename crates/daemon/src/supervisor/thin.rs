@@ -194,7 +194,7 @@ fn thin_sprouts(table: &super::table::Table) -> Vec<Thin> {
     mounts.filter_map(thin_sprout).collect()
 }
 
-fn thin_sprout(entry: &super::table::Entry) -> Option<Thin> {
+fn thin_sprout(entry: &super::table::MountEntry) -> Option<Thin> {
     let record = &entry.record;
     let WritesState::Sprout(sprout) = &record.writes else { return None };
     let growth = record.growth.as_ref()?;

@@ -10,7 +10,7 @@
 //!
 //! Layouts are those of `linux/fuse.h` (`fuse_uring_req_header`, `fuse_uring_cmd_req`), 7.42.
 //!
-//! Invariant: an entry's memory is touched by the kernel, or by the one owner of its [`Entry`].
+//! Invariant: an entry's memory is touched by the kernel, or by the one owner of its [`RingEntry`].
 
 use std::{
     io,
@@ -50,8 +50,8 @@ struct Memory {
     len: usize,
 }
 
-// SAFETY: the mapping belongs to this value alone; its parts are reached through `Entry`s, and of
-// each there is one.
+// SAFETY: the mapping belongs to this value alone; its parts are reached through `RingEntry`s, and
+// of each there is one.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
@@ -77,12 +77,12 @@ impl Drop for Memory {
 }
 
 /// An entry that the kernel has handed out: a request, and room for its answer.
-pub(super) struct Entry {
+pub(super) struct RingEntry {
     memory: Arc<Memory>,
     index: u32,
 }
 
-impl Entry {
+impl RingEntry {
     fn part(&self, range: Range<usize>) -> NonNull<u8> {
         assert!(range.end <= ENTRY_LEN);
         // SAFETY: within the mapping: indexes come from completions that `Queue` has checked.
@@ -127,13 +127,13 @@ impl Entry {
 /// An event of a queue.
 pub(super) enum Event {
     /// A request.
-    Request(Entry),
+    Request(RingEntry),
     /// An entry is lost: the connection has ended, or the kernel refused the commit.
     Lost,
     /// The eventfd of [`Queue::await_wake`] was written to.
     Woken,
     /// [`Queue::load`] has ended.
-    Loaded(Entry, Load, io::Result<usize>),
+    Loaded(RingEntry, Load, io::Result<usize>),
 }
 
 /// One CPU's ring. It belongs to the thread that made it.
@@ -185,7 +185,7 @@ impl Queue {
         Some(match (completion.user_data(), completion.result()) {
             (WAKE, _) => Event::Woken,
             (index, 0) if index < u64::from(self.entries) => {
-                Event::Request(Entry { memory: Arc::clone(&self.memory), index: index as u32 })
+                Event::Request(RingEntry { memory: Arc::clone(&self.memory), index: index as u32 })
             }
             (load, result) if load & LOAD != 0 => {
                 let index = load as u32;
@@ -193,7 +193,7 @@ impl Queue {
                     return Some(Event::Lost);
                 };
                 self.loading -= 1;
-                let entry = Entry { memory: Arc::clone(&self.memory), index };
+                let entry = RingEntry { memory: Arc::clone(&self.memory), index };
                 let read = usize::try_from(result);
                 let read = read.map_err(|_| io::Error::from_raw_os_error(-result));
                 Event::Loaded(entry, load, read)
@@ -204,7 +204,7 @@ impl Queue {
 
     /// Reads `load`'s place of `file` into the entry, with the next [`Queue::wait`]. The file must
     /// stay open until this has ended.
-    pub(super) fn load(&mut self, mut entry: Entry, load: Load, file: BorrowedFd<'_>) {
+    pub(super) fn load(&mut self, mut entry: RingEntry, load: Load, file: BorrowedFd<'_>) {
         let index = entry.index;
         let place = load.range().start();
         let piece = &mut entry.payload()[load.part()];
@@ -234,7 +234,7 @@ impl Queue {
     }
 
     /// Gives an answered entry back to the kernel, with the next [`Queue::wait`].
-    pub(super) fn commit(&mut self, entry: Entry) -> io::Result<()> {
+    pub(super) fn commit(&mut self, entry: RingEntry) -> io::Result<()> {
         let command = self.command(entry.get(COMMIT_ID_OFFSET));
         let command = opcode::UringCmd80::new(Fixed(0), COMMIT_AND_FETCH).cmd(command).build();
         self.push(command.user_data(u64::from(entry.index)))
@@ -257,7 +257,7 @@ impl Queue {
     }
 
     fn parts(&self, index: u32) -> [libc::iovec; 2] {
-        let entry = Entry { memory: Arc::clone(&self.memory), index };
+        let entry = RingEntry { memory: Arc::clone(&self.memory), index };
         let part = |start, len| libc::iovec {
             iov_base: entry.part(start..start + len).as_ptr().cast(),
             iov_len: len,
@@ -296,13 +296,13 @@ impl Drop for Queue {
 
 #[cfg(test)]
 mod tests {
-    use super::{COMMIT_ID_OFFSET, Entry, Memory, PAYLOAD_LEN_OFFSET};
+    use super::{COMMIT_ID_OFFSET, Memory, PAYLOAD_LEN_OFFSET, RingEntry};
     use crate::engine::LEN_MAX;
 
     #[test]
     fn entries_lie_apart_and_have_the_kernels_layout() {
         let memory = std::sync::Arc::new(Memory::new(2).unwrap());
-        let mut entries = [0, 1].map(|index| Entry { memory: memory.clone(), index });
+        let mut entries = [0, 1].map(|index| RingEntry { memory: memory.clone(), index });
         entries[1].put(COMMIT_ID_OFFSET, 77u64.to_ne_bytes());
         entries[1].put(0, [1; 40]);
         entries[1].put(128, [2; 40]);

@@ -36,7 +36,7 @@ use zerocopy::IntoBytes;
 use super::{
     Worker,
     control::Control,
-    queue::{Entry, Event, Queue},
+    queue::{Event, Queue, RingEntry},
     stop,
 };
 use crate::{
@@ -55,7 +55,7 @@ const ENTRIES_MIN: usize = 4;
 
 /// Entries that misses have answered, for the ring thread to commit.
 struct Done {
-    entries: Mutex<Vec<Entry>>,
+    entries: Mutex<Vec<RingEntry>>,
     event: OwnedFd,
 }
 
@@ -65,7 +65,7 @@ impl Done {
         Ok(Self { entries: Mutex::new(Vec::with_capacity(entries as usize)), event })
     }
 
-    fn push(&self, entry: Entry) {
+    fn push(&self, entry: RingEntry) {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner).push(entry);
         // Fails only when the counter is full, and then the thread is woken anyway.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
@@ -76,7 +76,7 @@ impl Done {
         let _ = rustix::io::read(&self.event, &mut [0; 8]);
     }
 
-    fn pop(&self) -> Option<Entry> {
+    fn pop(&self) -> Option<RingEntry> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner).pop()
     }
 }
@@ -91,7 +91,7 @@ struct Ring {
 }
 
 impl Ring {
-    fn commit(&mut self, entry: Entry) {
+    fn commit(&mut self, entry: RingEntry) {
         if let Err(error) = self.queue.commit(entry) {
             self.outcome = Err(error);
         }
@@ -111,7 +111,7 @@ impl Ring {
 /// A request in a ring thread's hands.
 struct RingCall<'a> {
     ring: &'a mut Ring,
-    entry: Entry,
+    entry: RingEntry,
     unique: u64,
 }
 
@@ -149,7 +149,7 @@ impl Call for RingCall<'_> {
 struct Parked {
     control: Arc<Control>,
     done: Arc<Done>,
-    entry: Option<Entry>,
+    entry: Option<RingEntry>,
     unique: u64,
 }
 
@@ -200,7 +200,7 @@ impl Drop for Parked {
 }
 
 /// Puts an answer into an entry: so many bytes of its payload, or an errno.
-fn answer_in(entry: &mut Entry, unique: u64, result: Result<usize, i32>) {
+fn answer_in(entry: &mut RingEntry, unique: u64, result: Result<usize, i32>) {
     let (header, len) = match result {
         Ok(len) => (OutHeader::answer(unique, len), len),
         Err(errno) => (OutHeader::error(unique, errno), 0),
@@ -293,7 +293,7 @@ impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
     }
 
     /// Answers a request, now or with a task.
-    fn handle_entry(&self, mut entry: Entry, ring: &mut Ring) {
+    fn handle_entry(&self, mut entry: RingEntry, ring: &mut Ring) {
         let arrival = Arrival::now();
         let Some(request) = Request::parse(&entry.request()) else {
             // The kernel makes no such request. Without its number there is no right answer, and
@@ -321,7 +321,7 @@ impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
     }
 
     /// Goes on with a read whose piece of a local file is in its entry.
-    fn resume(&self, entry: Entry, load: Load, result: io::Result<usize>, ring: &mut Ring) {
+    fn resume(&self, entry: RingEntry, load: Load, result: io::Result<usize>, ring: &mut Ring) {
         let Some(request) = Request::parse(&entry.request()) else { return };
         let call = RingCall { ring, entry, unique: request.unique };
         self.engine.resume(load, result, call);

@@ -157,7 +157,7 @@ const MAPPING: u8 = 4;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
-struct Entry {
+struct RawEntry {
     kind: u8,
     reserved: u8,
     name_len: U16,
@@ -166,7 +166,7 @@ struct Entry {
     words: [U64; 7],
 }
 
-const ENTRY_LEN: usize = size_of::<Entry>();
+const ENTRY_LEN: usize = size_of::<RawEntry>();
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
@@ -251,7 +251,7 @@ pub(super) fn push_mapping(out: &mut Vec<u8>, id: u64, at: u64, mapping: &Mappin
 }
 
 fn push(out: &mut Vec<u8>, id: u64, at: u64, kind: u8, words: &[u8], name: &str, origin: &str) {
-    let mut entry = Entry::new_zeroed();
+    let mut entry = RawEntry::new_zeroed();
     entry.kind = kind;
     entry.name_len = (name.len() as u16).into();
     entry.words.as_mut_bytes().copy_from_slice(words);
@@ -277,7 +277,7 @@ fn entry_sum(id: u64, at: u64, bytes: &[u8]) -> u32 {
 pub(super) fn parse_entry(bytes: &[u8], id: u64, at: u64) -> Result<(Parsed, u64)> {
     let bad = || corrupt(format!("the entry at {at} of the source table is damaged"));
     let rest = usize::try_from(at).ok().and_then(|at| bytes.get(at..)).ok_or_else(bad)?;
-    let (entry, _) = Entry::ref_from_prefix(rest).map_err(|_| bad())?;
+    let (entry, _) = RawEntry::ref_from_prefix(rest).map_err(|_| bad())?;
     let mapping = MappingWords::read_from_bytes(entry.words.as_bytes()).map_err(|_| bad())?;
     let origin_len = match entry.kind {
         MAPPING if mapping.origin_len.get() <= LABEL_MAX as u64 => {

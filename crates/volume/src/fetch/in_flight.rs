@@ -118,16 +118,7 @@ type Outcome = Option<Arc<Fetched>>;
 #[derive(Clone, Default)]
 pub(crate) struct InFlightTable(Arc<Mutex<Entries>>);
 
-type Entries = HashMap<u64, Entry>;
-
-/// The receiving ends of a fetch, for its waiters.
-#[derive(Clone)]
-struct Entry {
-    outcome: watch::Receiver<Outcome>,
-    /// True if the chunk was kept; closes when the fetch has ended. It holds no bytes, unlike
-    /// `outcome`.
-    end: watch::Receiver<bool>,
-}
+type Entries = HashMap<u64, Waiter>;
 
 impl InFlightTable {
     /// The table, for a look and perhaps a [`LockedTable::insert`]; never held across an await or
@@ -154,15 +145,15 @@ pub(crate) struct LockedTable<'a> {
 impl LockedTable<'_> {
     /// Waits with the others, if `key` is in flight.
     pub(crate) fn join(&self, key: u64) -> Option<Waiter> {
-        self.entries.get(&key).map(|entry| Waiter { entry: entry.clone() })
+        self.entries.get(&key).cloned()
     }
 
     /// Begins a fetch of `key`: its task's end of it, and a waiter.
     pub(crate) fn insert(&mut self, key: u64) -> (InFlight, Waiter) {
         let ((publish, outcome), (ended, end)) = (watch::channel(None), watch::channel(false));
-        let entry = Entry { outcome, end };
-        self.entries.insert(key, entry.clone());
-        (InFlight { table: self.table.clone(), key, publish, ended }, Waiter { entry })
+        let waiter = Waiter { outcome, end };
+        self.entries.insert(key, waiter.clone());
+        (InFlight { table: self.table.clone(), key, publish, ended }, waiter)
     }
 }
 
@@ -193,14 +184,18 @@ impl Drop for InFlight {
 }
 
 /// A reader's end of an in-flight fetch. Dropping it changes nothing for the others.
+#[derive(Clone)]
 pub(crate) struct Waiter {
-    entry: Entry,
+    outcome: watch::Receiver<Outcome>,
+    /// True if the chunk was kept; closes when the fetch has ended. It holds no bytes, unlike
+    /// `outcome`.
+    end: watch::Receiver<bool>,
 }
 
 impl Waiter {
     /// Waits until the bytes, or the error, are in memory.
     pub(crate) async fn fetched(&mut self) -> Result<Arc<Fetched>> {
-        let outcome = self.entry.outcome.wait_for(Option::is_some).await;
+        let outcome = self.outcome.wait_for(Option::is_some).await;
         let fetched = outcome.ok().and_then(|outcome| outcome.clone());
         fetched.ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, "the fetch was given up; reading again starts anew")
@@ -210,7 +205,7 @@ impl Waiter {
     /// Waits until the fetch has ended, its cache write included, without holding its bytes;
     /// whether the chunk was kept.
     pub(crate) async fn ended(self) -> bool {
-        let Entry { outcome, mut end } = self.entry;
+        let Self { outcome, mut end } = self;
         drop(outcome);
         // The last change is the closing: it comes with the drop of `InFlight`.
         while end.changed().await.is_ok() {}

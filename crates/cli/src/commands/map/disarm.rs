@@ -12,7 +12,7 @@ use anyhow::Result;
 use burgeon_daemon::{Honours, honoured, protocol::MountStatus};
 use rustix::fs::FileType;
 
-use super::tree::{Entry, Kind, Origin, Xattrs};
+use super::tree::{Kind, Origin, TreeEntry, Xattrs};
 use crate::commands::Context;
 
 /// The rights that a source loses when it is mapped.
@@ -29,7 +29,7 @@ impl Disarm {
     }
 
     /// Changes `entries`; returns a sentence if an entry loses something.
-    pub(super) fn apply(self, entries: &mut [Entry]) -> Option<String> {
+    pub(super) fn apply(self, entries: &mut [TreeEntry]) -> Option<String> {
         let (mut programs, mut devices) = (0u64, 0u64);
         for entry in entries {
             if self.takes_device(entry) {
@@ -50,7 +50,7 @@ impl Disarm {
     }
 
     /// The remaining attributes of `entry`.
-    fn xattrs(self, entry: &Entry, mut xattrs: Xattrs) -> Xattrs {
+    fn xattrs(self, entry: &TreeEntry, mut xattrs: Xattrs) -> Xattrs {
         if self.takes_device(entry) {
             // An ACL would give access again.
             xattrs.clear();
@@ -60,7 +60,7 @@ impl Disarm {
         xattrs
     }
 
-    fn takes_device(self, entry: &Entry) -> bool {
+    fn takes_device(self, entry: &TreeEntry) -> bool {
         let kind = FileType::from_raw_mode(entry.mode);
         let is_device = matches!(kind, FileType::CharacterDevice | FileType::BlockDevice);
         // 0,0 is not a device but overlayfs's whiteout.
@@ -83,11 +83,11 @@ impl<O: Origin> Origin for Disarmed<'_, O> {
         self.0.threads()
     }
 
-    fn fill(&self, entry: &Entry, file: &File) -> Result<()> {
+    fn fill(&self, entry: &TreeEntry, file: &File) -> Result<()> {
         self.0.fill(entry, file)
     }
 
-    fn xattrs(&self, entry: &Entry) -> Result<Xattrs> {
+    fn xattrs(&self, entry: &TreeEntry) -> Result<Xattrs> {
         Ok(self.1.xattrs(entry, self.0.xattrs(entry)?))
     }
 }

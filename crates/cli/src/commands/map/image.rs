@@ -23,7 +23,7 @@ use super::{
     Addresses, Mapped, Mount, Target, clone,
     disarm::{Disarm, Disarmed},
     name_it, no_file,
-    tree::{self, Entry, Kind, Origin, Xattrs, cannot_make, check_count},
+    tree::{self, Kind, Origin, TreeEntry, Xattrs, cannot_make, check_count},
     unnamed,
 };
 use crate::commands::{Context, named};
@@ -162,7 +162,12 @@ pub(super) fn map(
 }
 
 /// The entry `root` and everything below it, folders before their contents.
-fn entries(manifest: &Manifest, children: &Children, root: u32, shown: &str) -> Result<Vec<Entry>> {
+fn entries(
+    manifest: &Manifest,
+    children: &Children,
+    root: u32,
+    shown: &str,
+) -> Result<Vec<TreeEntry>> {
     let tree = &manifest.tree;
     let (mut entries, mut folders) = (Vec::new(), Vec::new());
     let mut first_names = HashMap::new();
@@ -184,7 +189,7 @@ fn entries(manifest: &Manifest, children: &Children, root: u32, shown: &str) -> 
             },
             _ => Kind::Node(makedev((inode.rdev >> 20) as u32, (inode.rdev & 0xf_ffff) as u32)),
         };
-        entries.push(Entry {
+        entries.push(TreeEntry {
             path,
             kind,
             mode: inode.mode,
@@ -205,7 +210,7 @@ fn entries(manifest: &Manifest, children: &Children, root: u32, shown: &str) -> 
 }
 
 impl Image {
-    fn inode(&self, entry: &Entry) -> &burgeon_image::Inode {
+    fn inode(&self, entry: &TreeEntry) -> &burgeon_image::Inode {
         &self.manifest.tree.inodes[entry.key as usize]
     }
 }
@@ -215,7 +220,7 @@ impl Origin for Image {
         THREADS
     }
 
-    fn fill(&self, entry: &Entry, file: &File) -> Result<()> {
+    fn fill(&self, entry: &TreeEntry, file: &File) -> Result<()> {
         let (tree, inode) = (&self.manifest.tree, self.inode(entry));
         let mut end = 0;
         if let Body::Inline(bytes) = inode.body {
@@ -235,7 +240,7 @@ impl Origin for Image {
         Ok(())
     }
 
-    fn xattrs(&self, entry: &Entry) -> Result<Xattrs> {
+    fn xattrs(&self, entry: &TreeEntry) -> Result<Xattrs> {
         let tree = &self.manifest.tree;
         let xattrs = tree.xattrs_of(self.inode(entry)).iter();
         Ok(xattrs.map(|x| (tree.bytes(x.name).into(), tree.bytes(x.value).into())).collect())

@@ -43,7 +43,7 @@ use super::{
     Mapped, Mount, Target, clone,
     disarm::{Disarm, Disarmed},
     name_it, no_file,
-    tree::{self, Entry, Kind, Origin, Xattrs, cannot_make, check_count},
+    tree::{self, Kind, Origin, TreeEntry, Xattrs, cannot_make, check_count},
     unnamed,
 };
 
@@ -156,7 +156,7 @@ impl Local {
     }
 
     /// The root and everything below it, folders before their contents.
-    fn walk(&mut self) -> Result<Vec<Entry>> {
+    fn walk(&mut self) -> Result<Vec<TreeEntry>> {
         let (mut entries, mut links) = (Vec::new(), HashMap::new());
         let root = self.root.try_clone().map_err(|e| self.cannot_map(Path::new(""), e))?;
         let first = match &self.only {
@@ -193,7 +193,7 @@ impl Local {
         &mut self,
         path: PathBuf,
         opened: &File,
-        entries: &mut Vec<Entry>,
+        entries: &mut Vec<TreeEntry>,
         links: &mut HashMap<(u64, u64), usize>,
     ) -> Result<bool> {
         check_count(entries, self.root_path.display())?;
@@ -220,7 +220,7 @@ impl Local {
         if !matches!(kind, Kind::Link(_)) {
             self.found.push(Found::of(&metadata));
         }
-        entries.push(Entry {
+        entries.push(TreeEntry {
             path,
             kind,
             mode: metadata.mode(),
@@ -250,8 +250,14 @@ impl Local {
     }
 
     /// Maps every file of a block or more, in batches.
-    fn give_addresses(&mut self, mount: &Mount, target: &Target, entries: &[Entry]) -> Result<()> {
-        let is_file = |entry: &&Entry| matches!(entry.kind, Kind::File(size) if size >= BLOCK_SIZE);
+    fn give_addresses(
+        &mut self,
+        mount: &Mount,
+        target: &Target,
+        entries: &[TreeEntry],
+    ) -> Result<()> {
+        let is_file =
+            |entry: &&TreeEntry| matches!(entry.kind, Kind::File(size) if size >= BLOCK_SIZE);
         let mut files = entries.iter().filter(is_file).peekable();
         while files.peek().is_some() {
             let (mut batch, mut contents, mut bytes) = (Vec::new(), Vec::new(), 0);
@@ -285,7 +291,7 @@ impl Local {
     }
 
     /// The path of an entry relative to `root`.
-    fn name<'a>(&'a self, entry: &'a Entry) -> &'a Path {
+    fn name<'a>(&'a self, entry: &'a TreeEntry) -> &'a Path {
         match (&self.only, entry.path.as_os_str().is_empty()) {
             (Some(name), true) => name,
             (None, true) => Path::new("."),
@@ -294,7 +300,7 @@ impl Local {
     }
 
     /// The full path of an entry on this host, for messages.
-    fn full(&self, entry: &Entry) -> PathBuf {
+    fn full(&self, entry: &TreeEntry) -> PathBuf {
         match self.name(entry) {
             name if name == Path::new(".") => self.root_path.clone(),
             name => self.root_path.join(name),
@@ -302,14 +308,14 @@ impl Local {
     }
 
     /// Opens an entry for inspection, if it is unchanged since the walk.
-    fn open_found(&self, entry: &Entry) -> Result<File> {
+    fn open_found(&self, entry: &TreeEntry) -> Result<File> {
         let cannot = |e| self.cannot_map(&entry.path, e);
         let opened = look(&self.root, self.name(entry)).map_err(cannot)?;
         self.check(entry, &opened)?;
         Ok(opened)
     }
 
-    fn check(&self, entry: &Entry, opened: &File) -> Result<()> {
+    fn check(&self, entry: &TreeEntry, opened: &File) -> Result<()> {
         let now = opened.metadata().map_err(|e| self.cannot_map(&entry.path, e))?;
         match self.found[entry.key as usize].is_same(&Found::of(&now)) {
             true => Ok(()),
@@ -332,7 +338,7 @@ impl Origin for Local {
         thread::available_parallelism().map_or(1, usize::from).min(4)
     }
 
-    fn fill(&self, entry: &Entry, file: &File) -> Result<()> {
+    fn fill(&self, entry: &TreeEntry, file: &File) -> Result<()> {
         let source = &self.found[entry.key as usize];
         let whole = source.whole();
         if source.size == whole && source.allocated >= whole {
@@ -360,7 +366,7 @@ impl Origin for Local {
         self.check(entry, &original)
     }
 
-    fn xattrs(&self, entry: &Entry) -> Result<Xattrs> {
+    fn xattrs(&self, entry: &TreeEntry) -> Result<Xattrs> {
         let opened = self.open_found(entry)?;
         let failed = |e| {
             let path = self.full(entry);

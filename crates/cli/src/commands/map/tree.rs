@@ -45,7 +45,7 @@ const FOLDER: OFlags =
 pub(super) use burgeon_image::builder::Xattrs;
 
 /// A name to make.
-pub(super) struct Entry {
+pub(super) struct TreeEntry {
     /// Relative to the root. The root is the first entry and has an empty path.
     pub(super) path: PathBuf,
     pub(super) kind: Kind,
@@ -75,13 +75,13 @@ pub(super) trait Origin: Sync {
     /// Number of threads that make the tree.
     fn threads(&self) -> usize;
     /// Fills the new `file` with the content of `entry`.
-    fn fill(&self, entry: &Entry, file: &File) -> Result<()>;
+    fn fill(&self, entry: &TreeEntry, file: &File) -> Result<()>;
     /// The extended attributes of `entry`.
-    fn xattrs(&self, entry: &Entry) -> Result<Xattrs>;
+    fn xattrs(&self, entry: &TreeEntry) -> Result<Xattrs>;
 }
 
 /// Makes `entries` at `target`. The first entry is a folder.
-pub(super) fn make(target: &Target, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
+pub(super) fn make(target: &Target, entries: &[TreeEntry], origin: &impl Origin) -> Result<Mapped> {
     // Files are made with their own modes, in a folder that nobody else can enter.
     rustix::process::umask(Mode::empty());
     let staging = Staging::make(target)?;
@@ -124,8 +124,8 @@ impl<'a> Staging<'a> {
         Err(staging.replaced().into())
     }
 
-    fn fill(&self, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
-        let shown = |entry: &Entry| self.target.shown(&entry.path);
+    fn fill(&self, entries: &[TreeEntry], origin: &impl Origin) -> Result<Mapped> {
+        let shown = |entry: &TreeEntry| self.target.shown(&entry.path);
         forget_acls(&self.root).map_err(cannot_make(&self.target.path))?;
         // Files in these folders inherit `nodatasum`, so that the area can be cloned to them.
         make_nodatasum(&self.root)?;
@@ -254,7 +254,7 @@ fn remove_all_in(folder: &File) -> std::io::Result<()> {
 
 impl Staging<'_> {
     /// Makes all entries except folders and links.
-    fn make_others(&self, entries: &[Entry], origin: &impl Origin) -> Result<Mapped> {
+    fn make_others(&self, entries: &[TreeEntry], origin: &impl Origin) -> Result<Mapped> {
         let next = AtomicUsize::new(0);
         let failure = Mutex::new(None);
         let work = || {
@@ -287,7 +287,7 @@ impl Staging<'_> {
         }
     }
 
-    fn make_one(&self, entry: &Entry, origin: &impl Origin) -> Result<Mapped> {
+    fn make_one(&self, entry: &TreeEntry, origin: &impl Origin) -> Result<Mapped> {
         let (root, name) = (&self.root, &*entry.path);
         let path = self.target.shown(name);
         let failed = |errno: Errno| cannot_make(&path)(errno.into());
@@ -325,7 +325,7 @@ impl Staging<'_> {
 }
 
 /// Gives the new `file`, which has its mode, the other attributes of `entry`.
-fn finish(file: &File, entry: &Entry, origin: &impl Origin, path: &Path) -> Result<()> {
+fn finish(file: &File, entry: &TreeEntry, origin: &impl Origin, path: &Path) -> Result<()> {
     // Each change of an inode is a transaction, and most files need only one.
     let ours = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     if entry.owner != ours {
@@ -335,7 +335,12 @@ fn finish(file: &File, entry: &Entry, origin: &impl Origin, path: &Path) -> Resu
 }
 
 /// Gives `file` the attributes of `entry`.
-pub(super) fn dress(file: &File, entry: &Entry, origin: &impl Origin, path: &Path) -> Result<()> {
+pub(super) fn dress(
+    file: &File,
+    entry: &TreeEntry,
+    origin: &impl Origin,
+    path: &Path,
+) -> Result<()> {
     let (uid, gid) = entry.owner;
     fchown(file, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))
         .and_then(|()| fchmod(file, Mode::from(entry.mode)))
@@ -343,7 +348,7 @@ pub(super) fn dress(file: &File, entry: &Entry, origin: &impl Origin, path: &Pat
     set_rest(file, entry, origin, path)
 }
 
-fn set_rest(file: &File, entry: &Entry, origin: &impl Origin, path: &Path) -> Result<()> {
+fn set_rest(file: &File, entry: &TreeEntry, origin: &impl Origin, path: &Path) -> Result<()> {
     // After owner and mode, since changing these changes capabilities and ACLs.
     for (name, value) in origin.xattrs(entry)? {
         fsetxattr(file, OsStr::from_bytes(&name), &value, XattrFlags::empty())
@@ -352,7 +357,7 @@ fn set_rest(file: &File, entry: &Entry, origin: &impl Origin, path: &Path) -> Re
     Ok(futimens(file.as_fd(), &times(entry)).map_err(|e| cannot_make(path)(e.into()))?)
 }
 
-fn times(entry: &Entry) -> Timestamps {
+fn times(entry: &TreeEntry) -> Timestamps {
     let (tv_sec, nanoseconds) = entry.modified;
     let omit = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT };
     let last_modification = Timespec { tv_sec, tv_nsec: nanoseconds.into() };
@@ -380,7 +385,7 @@ pub(super) fn cannot_make(path: &Path) -> impl Fn(std::io::Error) -> Error + '_ 
 }
 
 /// Refuses a tree of more than [`ENTRIES_MAX`] entries.
-pub(super) fn check_count(entries: &[Entry], shown: impl std::fmt::Display) -> Result<()> {
+pub(super) fn check_count(entries: &[TreeEntry], shown: impl std::fmt::Display) -> Result<()> {
     if entries.len() < ENTRIES_MAX {
         return Ok(());
     }

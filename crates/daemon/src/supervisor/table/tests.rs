@@ -8,13 +8,13 @@ use burgeon_frontend::Slots;
 use serde_json::json;
 use testkit::Rng;
 
-use super::{Attached, Entry, MountRecord, Recording, Serving, Table};
+use super::{Attached, MountEntry, MountRecord, Recording, Serving, Table};
 use crate::{
     id::MountId,
     ipc::{link::ToServer, wire},
 };
 
-fn entry(id: MountId) -> Entry {
+fn entry(id: MountId) -> MountEntry {
     let record = json!({
         "format": 1, "image": "image", "digest": "00".repeat(32), "target": "/at",
         "writes": { "kind": "read-only" }, "fsid": null, "data_device": null, "loops": [],
@@ -25,7 +25,7 @@ fn entry(id: MountId) -> Entry {
             "transport": { "kind": "ublk", "number": 7 },
         },
     });
-    Entry {
+    MountEntry {
         record: serde_json::from_value::<MountRecord>(record).unwrap(),
         fuse: None,
         slots: Slots::create().unwrap(),

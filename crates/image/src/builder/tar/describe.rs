@@ -34,7 +34,7 @@ use super::{
     Archives, TarInput,
     layers::{Bounded, LayerLimits, Layers},
     merge::Merge,
-    reader::Entry,
+    reader::TarEntry,
 };
 use crate::{
     corrupt,
@@ -50,7 +50,7 @@ const THREADS_MAX: usize = 4;
 
 /// The description of one layer.
 pub struct Description {
-    pub(super) entries: Vec<Entry>,
+    pub(super) entries: Vec<TarEntry>,
     /// Its nodes are the layer's entries; its origins name this layer only.
     pub(super) assembled: Assembled,
     pub(super) meter: Arc<MemoryMeter>,
@@ -90,7 +90,7 @@ struct OneLayer<'a, R> {
     layers: &'a Layers,
     number: u32,
     archive: Option<Bounded<'a, R>>,
-    entries: Vec<Entry>,
+    entries: Vec<TarEntry>,
 }
 
 impl<'a, R: Read + Send> Archives for OneLayer<'a, R> {
@@ -100,7 +100,7 @@ impl<'a, R: Read + Send> Archives for OneLayer<'a, R> {
         Ok(self.archive.take())
     }
 
-    fn add(&mut self, entry: Entry) -> Result<Option<u32>> {
+    fn add(&mut self, entry: TarEntry) -> Result<Option<u32>> {
         self.layers.count(&entry)?;
         let number = self.entries.len() as u32;
         let has_data = entry.is_regular();

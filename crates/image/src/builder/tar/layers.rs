@@ -27,7 +27,7 @@ use super::{
     },
     Archive, Archives, Counted, Reader, TarInput, WAVE_LEN,
     merge::{Merge, Place, too_many},
-    reader::Entry,
+    reader::TarEntry,
 };
 use crate::{corrupt, pack::write_packs};
 
@@ -79,7 +79,7 @@ pub struct Layers {
 /// The entries of one layer.
 pub struct LayerIndex {
     /// All entries, in order.
-    entries: Vec<Entry>,
+    entries: Vec<TarEntry>,
     unpacked: u64,
     meter: Arc<MemoryMeter>,
 }
@@ -131,7 +131,7 @@ impl Layers {
     }
 
     /// Counts one more entry; `Invalid` if there are too many or they are too long.
-    pub(super) fn count(&self, entry: &Entry) -> Result<()> {
+    pub(super) fn count(&self, entry: &TarEntry) -> Result<()> {
         let mut amount = Amount::default();
         amount.add(entry);
         self.take(&amount)
@@ -178,7 +178,7 @@ pub(super) struct Amount {
 
 impl Amount {
     /// Adds one entry, without its data.
-    pub(super) fn add(&mut self, entry: &Entry) {
+    pub(super) fn add(&mut self, entry: &TarEntry) {
         let xattrs = entry.xattrs.iter().map(|(name, value)| name.len() + value.len());
         let xattrs = xattrs.sum::<usize>() as u64;
         let names = (entry.path.len() + entry.link.len()) as u64;
@@ -312,7 +312,7 @@ impl Archives for LiveArchives {
         }
     }
 
-    fn add(&mut self, _entry: Entry) -> Result<Option<u32>> {
+    fn add(&mut self, _entry: TarEntry) -> Result<Option<u32>> {
         let place = self.next;
         self.next.1 += 1;
         Ok(self.wanted.next_if(|(wanted, _)| *wanted == place).map(|(_, node)| node))

@@ -21,7 +21,7 @@ use super::{
     },
     describe::Description,
     layers::{Amount, Layers},
-    reader::{Entry, show},
+    reader::{TarEntry, show},
 };
 use crate::{
     CHUNK_MAX, Codec, FILE_MAX, corrupt,
@@ -117,7 +117,7 @@ fn check_parts(file: &Listed, amount: &mut Amount) -> Result<()> {
     Ok(())
 }
 
-fn entry_of(file: &Listed) -> Result<Entry> {
+fn entry_of(file: &Listed) -> Result<TarEntry> {
     let known = matches!(file.kind, b'0'..=b'6');
     if !known || file.size > FILE_MAX || file.mtime_ns >= 1_000_000_000 {
         return Err(corrupt(format!("{} of the layer is impossible", show(&file.path))));
@@ -128,7 +128,7 @@ fn entry_of(file: &Listed) -> Result<Entry> {
     attributes.dedup_by(|a, b| a.0 == b.0);
     let extended = attributes.iter().map(|(name, value)| name.len() + value.len());
     let extended = (file.path.len() + file.link.len() + extended.sum::<usize>()) as u64;
-    Ok(Entry {
+    Ok(TarEntry {
         extended,
         path: file.path.clone(),
         link: file.link.clone(),
@@ -142,7 +142,7 @@ fn entry_of(file: &Listed) -> Result<Entry> {
         major: file.device.0,
         minor: file.device.1,
         xattrs: attributes,
-        ..Entry::default()
+        ..TarEntry::default()
     })
 }
 

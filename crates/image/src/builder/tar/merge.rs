@@ -15,7 +15,7 @@ use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 
 use super::{
     super::nodes::{Node, S_IFDIR, S_IFREG},
-    reader::{Entry, show},
+    reader::{TarEntry, show},
     resolve::{self, Names},
     tree::{FOLDER_COST, node_of, safe_parts, unsafe_name},
 };
@@ -52,7 +52,7 @@ impl Merge {
     }
 
     /// Puts layer number `layer` above the previous ones.
-    pub(super) fn layer(&mut self, layer: u32, entries: &[Entry]) -> Result<()> {
+    pub(super) fn layer(&mut self, layer: u32, entries: &[TarEntry]) -> Result<()> {
         for entry in entries {
             self.whiteout(entry)?;
         }
@@ -63,7 +63,7 @@ impl Merge {
     }
 
     /// Applies a whiteout of the layer.
-    fn whiteout(&mut self, entry: &Entry) -> Result<()> {
+    fn whiteout(&mut self, entry: &TarEntry) -> Result<()> {
         let path = safe_parts(&entry.path)?;
         let Some((name, parents)) = path.split_last() else { return Ok(()) };
         let Some(hidden) = name.strip_prefix(WHITEOUT) else { return Ok(()) };
@@ -86,7 +86,7 @@ impl Merge {
         Ok(())
     }
 
-    fn put(&mut self, entry: &Entry, place: Place) -> Result<()> {
+    fn put(&mut self, entry: &TarEntry, place: Place) -> Result<()> {
         let path = safe_parts(&entry.path)?;
         if path.iter().any(|part| part.starts_with(FOREIGN)) {
             return Ok(());
@@ -127,7 +127,7 @@ impl Merge {
         Ok(())
     }
 
-    fn link_target(&mut self, entry: &Entry) -> Result<u32> {
+    fn link_target(&mut self, entry: &TarEntry) -> Result<u32> {
         let wrong = || {
             corrupt(format!(
                 "{} in the layer is a hard link to {}, which is no file of it or of a layer below",

@@ -36,7 +36,7 @@ pub use self::{
 };
 use self::{
     layers::{BLOCK_COST, Bounded},
-    reader::{Entry, Reader, cannot_read},
+    reader::{Reader, TarEntry, cannot_read},
     tree::ArchiveTree,
 };
 use super::{
@@ -178,7 +178,7 @@ trait Archives: Send {
     fn next(&mut self) -> Result<Option<Self::Archive>>;
 
     /// Takes an entry; returns its node if the data that follows is wanted.
-    fn add(&mut self, entry: Entry) -> Result<Option<u32>>;
+    fn add(&mut self, entry: TarEntry) -> Result<Option<u32>>;
 
     /// The number of the current layer, if its data will be read again on demand.
     fn traced(&self) -> Option<u32> {
@@ -200,7 +200,7 @@ impl<'a> Archives for OneArchive<'a> {
         Ok(self.archive.take())
     }
 
-    fn add(&mut self, entry: Entry) -> Result<Option<u32>> {
+    fn add(&mut self, entry: TarEntry) -> Result<Option<u32>> {
         self.layers.count(&entry)?;
         self.tree.add(entry)
     }

@@ -44,7 +44,7 @@ const DIGITS_MAX: usize = 20;
 
 /// A file of an archive. Its data follows in the stream: `stored_len` bytes.
 #[derive(Debug, Default)]
-pub(super) struct Entry {
+pub(super) struct TarEntry {
     pub(super) path: Vec<u8>,
     pub(super) link: Vec<u8>,
     /// The type flag.
@@ -68,7 +68,7 @@ pub(super) struct Entry {
     pub(super) stored_len: u64,
 }
 
-impl Entry {
+impl TarEntry {
     /// True for a regular file, which has data of its own.
     pub(super) fn is_regular(&self) -> bool {
         matches!(self.kind, b'0' | 0 | b'7' | b'S')
@@ -96,7 +96,7 @@ impl<R: Read> Reader<R> {
     }
 
     /// The next entry; `None` at the end-of-archive mark, which must be present.
-    pub(super) fn next(&mut self) -> Result<Option<Entry>> {
+    pub(super) fn next(&mut self) -> Result<Option<TarEntry>> {
         let mut records = Records::new(META_MAX as usize);
         let (mut long_path, mut long_link, mut extended) = (None, None, 0);
         self.skip_padding()?;
@@ -224,7 +224,7 @@ impl<R: Read> Reader<R> {
     fn old_sparse(
         &mut self,
         header: &Header,
-        entry: &mut Entry,
+        entry: &mut TarEntry,
     ) -> Result<Option<Vec<(u64, u64)>>> {
         if entry.kind != b'S' {
             return Ok(None);
@@ -256,7 +256,7 @@ impl<R: Read> Reader<R> {
         &mut self,
         records: &Records,
         old_map: Option<Vec<(u64, u64)>>,
-        entry: &mut Entry,
+        entry: &mut TarEntry,
     ) -> Result<()> {
         let map = if records.get("GNU.sparse.major") == Some(b"1") {
             Some(self.map_in_data(entry)?)
@@ -288,7 +288,7 @@ impl<R: Read> Reader<R> {
     }
 
     /// The map of pax format 1.0: decimal numbers, one per line, in blocks before the data.
-    fn map_in_data(&mut self, entry: &mut Entry) -> Result<Vec<(u64, u64)>> {
+    fn map_in_data(&mut self, entry: &mut TarEntry) -> Result<Vec<(u64, u64)>> {
         let bad = || corrupt("the map of a sparse file of the archive is wrong");
         // A number may continue in the next block; at most `DIGITS_MAX` bytes of it are kept.
         let mut digits: Vec<u8> = Vec::with_capacity(DIGITS_MAX);
@@ -417,7 +417,7 @@ impl Header {
         Ok(self.number(136, 12)? as i64)
     }
 
-    fn entry(&self, size: u64) -> Result<Entry> {
+    fn entry(&self, size: u64) -> Result<TarEntry> {
         let mut path = until_nul(&self.0[..100]).to_vec();
         // ustar has a prefix; GNU uses these bytes otherwise.
         let ustar = self.0[257..263] == *b"ustar\0";
@@ -431,7 +431,7 @@ impl Header {
             u32::try_from(value)
                 .map_err(|_| corrupt("an id of the archive does not fit in 32 bits"))
         };
-        Ok(Entry {
+        Ok(TarEntry {
             path,
             link: until_nul(&self.0[157..257]).to_vec(),
             kind: self.kind(),
@@ -443,7 +443,7 @@ impl Header {
             major: narrow(device(329)?)?,
             minor: narrow(device(337)?)?,
             stored_len: size,
-            ..Entry::default()
+            ..TarEntry::default()
         })
     }
 }
@@ -453,7 +453,7 @@ fn until_nul(bytes: &[u8]) -> &[u8] {
 }
 
 /// Takes an ACL, unless an xattr record has stated it more exactly.
-fn text_acl(entry: &mut Entry, name: &[u8], text: &[u8]) {
+fn text_acl(entry: &mut TarEntry, name: &[u8], text: &[u8]) {
     let fits = name != b"system.posix_acl_default" || matches!(entry.kind, b'5' | b'D');
     match acl::translate(text).filter(|_| fits) {
         Some(Acl::Value(value)) => {
@@ -467,7 +467,7 @@ fn text_acl(entry: &mut Entry, name: &[u8], text: &[u8]) {
 }
 
 /// Applies pax records, which override the header.
-fn apply(records: &Records, entry: &mut Entry) -> Result<()> {
+fn apply(records: &Records, entry: &mut TarEntry) -> Result<()> {
     let id = |value: &[u8]| {
         u32::try_from(decimal(value)?)
             .map_err(|_| corrupt("an id of the archive does not fit in 32 bits"))

@@ -4,7 +4,7 @@ use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 
 use super::{
     super::nodes::{Node, S_IFBLK, S_IFCHR, S_IFDIR, S_IFLNK, S_IFREG, rdev},
-    reader::{Entry, show},
+    reader::{TarEntry, show},
     resolve::{self, Names},
 };
 use crate::{XATTR_MAX, corrupt};
@@ -34,7 +34,7 @@ impl<'a> ArchiveTree<'a> {
     }
 
     /// Adds an entry; returns its node if it is a regular file, whose data follows.
-    pub(super) fn add(&mut self, entry: Entry) -> Result<Option<u32>> {
+    pub(super) fn add(&mut self, entry: TarEntry) -> Result<Option<u32>> {
         let parts = safe_parts(&entry.path)?;
         self.text_acls += u64::from(entry.text_acl);
         if entry.kind == b'1' {
@@ -46,7 +46,7 @@ impl<'a> ArchiveTree<'a> {
         Ok((kind == S_IFREG).then_some(number))
     }
 
-    fn add_link(&mut self, entry: &Entry, path: &[&[u8]]) -> Result<()> {
+    fn add_link(&mut self, entry: &TarEntry, path: &[&[u8]]) -> Result<()> {
         let wrong = || {
             corrupt(format!(
                 "{} in the archive is a hard link to {}, which is no earlier file of it",
@@ -146,7 +146,7 @@ impl Names for ArchiveTree<'_> {
 }
 
 /// The node of an entry that is not a hard link.
-pub(super) fn node_of(entry: &Entry) -> Result<Node> {
+pub(super) fn node_of(entry: &TarEntry) -> Result<Node> {
     let wrong = |why: &str| corrupt(format!("{} in the archive {why}", show(&entry.path)));
     let kind = match entry.kind {
         _ if entry.is_regular() => S_IFREG,
