@@ -40,14 +40,14 @@ pub(crate) struct ExtentTree<'a> {
     extents: &'a Extents,
     virtual_area: &'a VirtualArea,
     data: &'a [Chunk],
-    parts: Vec<Part>,
+    segments: Vec<ExtentSegment>,
     /// Ascending; those of the system chunk first.
     nodes: Vec<NodeRun>,
     system: Chunk,
     metadata: Chunk,
 }
 
-struct Part {
+struct ExtentSegment {
     extents: Range<usize>,
     chunks: Range<usize>,
 }
@@ -60,9 +60,9 @@ impl<'a> ExtentTree<'a> {
         data: &'a [Chunk],
     ) -> Self {
         let data = &data[..data.len() - virtual_area.chunks.len()];
-        let parts = split(extents, data);
+        let segments = split(extents, data);
         let (system, metadata) = (system_chunk(0), group_at(METADATA_START));
-        Self { extents, virtual_area, data, parts, nodes: Vec::new(), system, metadata }
+        Self { extents, virtual_area, data, segments, nodes: Vec::new(), system, metadata }
     }
 
     /// First keys of the leaves of data extents.
@@ -142,9 +142,9 @@ impl<'a> ExtentTree<'a> {
         }
     }
 
-    fn emit_extents(&self, part: &Part, out: &mut impl ItemOut) {
-        let mut chunks = self.data[part.chunks.clone()].iter().peekable();
-        for index in part.extents.clone() {
+    fn emit_extents(&self, segment: &ExtentSegment, out: &mut impl ItemOut) {
+        let mut chunks = self.data[segment.chunks.clone()].iter().peekable();
+        for index in segment.extents.clone() {
             let start = self.extents.all[index].start;
             while let Some(chunk) = chunks.next_if(|chunk| chunk.start < start) {
                 put_group(chunk, out);
@@ -210,25 +210,25 @@ impl<'a> ExtentTree<'a> {
 impl Items for ExtentTree<'_> {
     fn segments(&self) -> usize {
         let of_virtual = self.virtual_area.extents.len().div_ceil(VIRTUAL_SEGMENT);
-        self.node_segments() + self.parts.len() + of_virtual
+        self.node_segments() + self.segments.len() + of_virtual
     }
 
     fn emit(&self, segment: usize, out: &mut impl ItemOut) {
         let first = segment as u64 * NODE_SEGMENT;
         match segment.checked_sub(self.node_segments()) {
             None => self.emit_nodes(first..first + NODE_SEGMENT, out),
-            Some(part) => match self.parts.get(part) {
-                Some(part) => self.emit_extents(part, out),
-                None => self.emit_virtual(part - self.parts.len(), out),
+            Some(segment) => match self.segments.get(segment) {
+                Some(segment) => self.emit_extents(segment, out),
+                None => self.emit_virtual(segment - self.segments.len(), out),
             },
         }
     }
 }
 
-/// Splits the data part. A block group's item goes to the part with the first extent at or after
-/// its start.
-fn split(extents: &Extents, data: &[Chunk]) -> Vec<Part> {
-    let mut parts: Vec<Part> = Vec::new();
+/// Splits the data's items. A block group's item goes to the segment with the first extent at or
+/// after its start.
+fn split(extents: &Extents, data: &[Chunk]) -> Vec<ExtentSegment> {
+    let mut segments: Vec<ExtentSegment> = Vec::new();
     let (mut first, mut first_chunk, mut bytes) = (0, 0, 0);
     for index in 0..extents.all.len() {
         let references = extents.references(index).len();
@@ -237,12 +237,13 @@ fn split(extents: &Extents, data: &[Chunk]) -> Vec<Part> {
         if bytes as u64 >= SEGMENT_BYTES && index + 1 < extents.all.len() {
             let next = extents.all[index + 1].start;
             let chunk = data.partition_point(|chunk| chunk.start < next);
-            parts.push(Part { extents: first..index + 1, chunks: first_chunk..chunk });
+            segments.push(ExtentSegment { extents: first..index + 1, chunks: first_chunk..chunk });
             (first, first_chunk, bytes) = (index + 1, chunk, 0);
         }
     }
-    parts.push(Part { extents: first..extents.all.len(), chunks: first_chunk..data.len() });
-    parts
+    segments
+        .push(ExtentSegment { extents: first..extents.all.len(), chunks: first_chunk..data.len() });
+    segments
 }
 
 /// A block group with only its address.

@@ -22,8 +22,8 @@ const INLINE_HEAD: usize = 21;
 const EXTENT_INLINE: u8 = 0;
 const EXTENT_REGULAR: u8 = 1;
 
-/// Part of the tree's items. Inodes are not split unless one fills a segment by itself.
-enum Part {
+/// A segment of the tree's items. Inodes are not split unless one fills a segment by itself.
+enum FsSegment {
     Inodes(Range<usize>),
     /// INODE_ITEM, names and attributes of one inode.
     Head(usize),
@@ -38,21 +38,21 @@ enum Part {
 pub(crate) struct FsTree<'a> {
     model: &'a Model<'a>,
     extents: &'a Extents,
-    parts: Vec<Part>,
+    segments: Vec<FsSegment>,
 }
 
 impl Items for FsTree<'_> {
     fn segments(&self) -> usize {
-        self.parts.len()
+        self.segments.len()
     }
 
     fn emit(&self, segment: usize, out: &mut impl ItemOut) {
-        match &self.parts[segment] {
-            Part::Inodes(range) => range.clone().for_each(|inode| self.inode(inode, out)),
-            Part::Head(inode) => self.head(*inode, out),
-            Part::DirItems(inode, range) => self.dir_items(*inode, range.clone(), out),
-            Part::DirIndexes(inode, range) => self.dir_indexes(*inode, range.clone(), out),
-            Part::Runs(inode, range) => {
+        match &self.segments[segment] {
+            FsSegment::Inodes(range) => range.clone().for_each(|inode| self.inode(inode, out)),
+            FsSegment::Head(inode) => self.head(*inode, out),
+            FsSegment::DirItems(inode, range) => self.dir_items(*inode, range.clone(), out),
+            FsSegment::DirIndexes(inode, range) => self.dir_indexes(*inode, range.clone(), out),
+            FsSegment::Runs(inode, range) => {
                 let runs = &self.extents.runs(*inode)[range.clone()];
                 runs.iter().for_each(|run| self.run(*inode, run, out));
             }
@@ -62,7 +62,7 @@ impl Items for FsTree<'_> {
 
 impl<'a> FsTree<'a> {
     pub(crate) fn new(model: &'a Model<'a>, extents: &'a Extents) -> Self {
-        let mut tree = Self { model, extents, parts: Vec::new() };
+        let mut tree = Self { model, extents, segments: Vec::new() };
         let (mut first, mut bytes) = (0, 0);
         for inode in 0..model.inodes() {
             let (head, rest) = tree.cost(inode);
@@ -91,11 +91,11 @@ impl<'a> FsTree<'a> {
 
     fn push_inodes(&mut self, range: Range<usize>) {
         if !range.is_empty() {
-            self.parts.push(Part::Inodes(range));
+            self.segments.push(FsSegment::Inodes(range));
         }
     }
 
-    /// Approximate bytes of an inode's items: its head, and the items that a [`Part`] can split.
+    /// Approximate bytes of an inode's items: its head, and the items that a [`FsSegment`] can split.
     fn cost(&self, i: usize) -> (u64, u64) {
         const ITEM: u64 = 25;
         let inode = self.model.inode(i);
@@ -116,7 +116,7 @@ impl<'a> FsTree<'a> {
     fn split(&mut self, inode: usize) {
         // With names of ten bytes this many entries or runs fill a segment.
         const ENTRIES: usize = (SEGMENT_BYTES / 65) as usize;
-        self.parts.push(Part::Head(inode));
+        self.segments.push(FsSegment::Head(inode));
         if self.model.is_dir(inode) {
             let all = self.model.children(inode);
             let mut start = all.start;
@@ -127,17 +127,17 @@ impl<'a> FsTree<'a> {
                 while end < all.end && hash(end) == hash(end - 1) {
                     end += 1;
                 }
-                self.parts.push(Part::DirItems(inode, start..end));
+                self.segments.push(FsSegment::DirItems(inode, start..end));
                 start = end;
             }
             for start in all.clone().step_by(ENTRIES) {
                 let range = start..(start + ENTRIES).min(all.end);
-                self.parts.push(Part::DirIndexes(inode, range));
+                self.segments.push(FsSegment::DirIndexes(inode, range));
             }
         } else {
             let runs = self.extents.runs(inode).len();
             for start in (0..runs).step_by(ENTRIES) {
-                self.parts.push(Part::Runs(inode, start..(start + ENTRIES).min(runs)));
+                self.segments.push(FsSegment::Runs(inode, start..(start + ENTRIES).min(runs)));
             }
         }
     }

@@ -12,7 +12,7 @@ use std::{
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, Result};
 use burgeon_image::{
     Limits, Manifest,
-    builder::{self, Layer, LayerLimits, Layers, Listed, Origin, Part},
+    builder::{self, FilePart, Layer, LayerLimits, Layers, Listed, Origin},
 };
 
 use burgeon_btrfs::FileExtent;
@@ -320,7 +320,7 @@ fn a_description_has_the_same_tree_whatever_whiteouts_remove() {
 /// A file of a table of contents with these parts.
 fn listed(path: &str, size: u64, parts: &[(u64, u32, u64)]) -> Listed {
     let digest = |offset| *Digest::of(&u64::to_le_bytes(offset)).as_bytes();
-    let part = |&(at, len, offset)| Part { at, len, offset, digest: digest(offset) };
+    let part = |&(at, len, offset)| FilePart { at, len, offset, digest: digest(offset) };
     let parts = parts.iter().map(part).collect();
     Listed { path: path.into(), kind: b'0', mode: 0o644, size, parts, ..Listed::default() }
 }
@@ -369,7 +369,7 @@ fn a_listed_layer_is_placed_without_reading_it() {
     for file in &files[..8] {
         let path = std::str::from_utf8(&file.path).unwrap();
         let mut expected = vec![0; file.size as usize];
-        for Part { at, len, offset, .. } in file.parts.iter().copied() {
+        for FilePart { at, len, offset, .. } in file.parts.iter().copied() {
             let (at, offset, len) = (at as usize, offset as usize, len as usize);
             expected[at..at + len].copy_from_slice(&bytes[offset..offset + len]);
         }

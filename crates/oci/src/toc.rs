@@ -17,7 +17,7 @@ use std::{fmt, io::Read};
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use burgeon_block::{ByteRange, Error, ErrorKind, MemoryMeter, Result};
-use burgeon_image::builder::{Listed, Part, Xattrs};
+use burgeon_image::builder::{FilePart, Listed, Xattrs};
 use burgeon_layer::{LayerCodec, Piece, Restarts};
 use burgeon_source::registry::Digest;
 use chrono::DateTime;
@@ -442,7 +442,7 @@ impl ParsedToc {
         for (index, chunk) in self.chunks.iter().enumerate() {
             let offset = restarts.piece_start(index).unwrap_or(0);
             let TocChunk { at, len, digest, .. } = *chunk;
-            let part = Part { at, len: len as u32, offset, digest };
+            let part = FilePart { at, len: len as u32, offset, digest };
             self.files[chunk.file].parts.push(part);
         }
         for file in &mut self.files {

@@ -43,7 +43,7 @@ struct Area<S, F> {
 }
 
 /// The kind of content at an address of the device.
-enum Part {
+enum Region {
     Lazy,
     Virtual,
     Superblock(usize),
@@ -174,10 +174,10 @@ where
         for range in ranges {
             let mut at = range.start();
             while at < range.end().min(self.size) {
-                let (kind, piece) = self.part(at, *range);
-                if let Part::Lazy = kind {
+                let (kind, piece) = self.region(at, *range);
+                if let Region::Lazy = kind {
                     add(Arc::clone(&self.volume), piece);
-                } else if let (Part::Virtual, Some(area)) = (kind, &self.area) {
+                } else if let (Region::Virtual, Some(area)) = (kind, &self.area) {
                     let found = area.area.of_images(area.offsets(piece)).await?;
                     found.into_iter().for_each(|(volume, range)| add(volume, range));
                 }
@@ -210,19 +210,19 @@ where
     }
 
     /// The kind of content at `at`, and the part of `range` that it fills.
-    fn part(&self, at: u64, range: ByteRange) -> (Part, ByteRange) {
+    fn region(&self, at: u64, range: ByteRange) -> (Region, ByteRange) {
         let data = self.volume.map().data_range();
         let mut end = range.end();
-        let mut kind = Part::Zeros;
+        let mut kind = Region::Zeros;
         let area = self.area.as_ref().map(|area| area.range);
         if data.contains(at) {
-            (kind, end) = (Part::Lazy, end.min(data.end()));
+            (kind, end) = (Region::Lazy, end.min(data.end()));
         } else if let Some(area) = area.filter(|area| area.contains(at)) {
-            (kind, end) = (Part::Virtual, end.min(area.end()));
+            (kind, end) = (Region::Virtual, end.min(area.end()));
         } else {
             for (index, (offset, _)) in self.superblocks.iter().enumerate() {
                 if *offset == at {
-                    (kind, end) = (Part::Superblock(index), at + BLOCK_SIZE);
+                    (kind, end) = (Region::Superblock(index), at + BLOCK_SIZE);
                     break;
                 }
                 if *offset > at {
@@ -240,21 +240,21 @@ where
     }
 
     /// Fills `out`, which holds `piece`, from local bytes; `false` if it has to be fetched.
-    fn fill_now(&self, kind: &Part, piece: ByteRange, out: &mut [u8]) -> Result<bool> {
+    fn fill_now(&self, kind: &Region, piece: ByteRange, out: &mut [u8]) -> Result<bool> {
         let served = match (kind, &self.area) {
-            (Part::Lazy, _) => {
+            (Region::Lazy, _) => {
                 self.log.note(piece);
                 self.volume.try_read(piece, out, &self.counters)?
             }
-            (Part::Virtual, Some(area)) => {
+            (Region::Virtual, Some(area)) => {
                 let piece = area.offsets(piece);
                 area.area.try_read(piece, out, &self.counters, self.may_fetch())?
             }
-            (Part::Superblock(index), _) => {
+            (Region::Superblock(index), _) => {
                 out.copy_from_slice(&self.superblocks[*index].1[..]);
                 Now::Served
             }
-            (Part::Zeros | Part::Virtual, _) => {
+            (Region::Zeros | Region::Virtual, _) => {
                 out.fill(0);
                 Now::Served
             }
@@ -286,7 +286,7 @@ where
         let range = self.check(offset, buf)?;
         let mut at = offset;
         while at < range.end() {
-            let (kind, piece) = self.part(at, range);
+            let (kind, piece) = self.region(at, range);
             let out = &mut buf[(at - offset) as usize..][..piece.len() as usize];
             if !self.fill_now(&kind, piece, out)? {
                 return Ok(Now::Absent);
@@ -300,15 +300,15 @@ where
         let range = self.check(offset, buf)?;
         let mut at = offset;
         while at < range.end() {
-            let (kind, piece) = self.part(at, range);
+            let (kind, piece) = self.region(at, range);
             let out = &mut buf[(at - offset) as usize..][..piece.len() as usize];
             if !self.may_fetch() {
                 if !self.fill_now(&kind, piece, out)? {
                     return Err(self.over_limit());
                 }
-            } else if let (Part::Virtual, Some(area)) = (&kind, &self.area) {
+            } else if let (Region::Virtual, Some(area)) = (&kind, &self.area) {
                 area.area.read(area.offsets(piece), out, &self.counters).await?;
-            } else if matches!(kind, Part::Lazy) {
+            } else if matches!(kind, Region::Lazy) {
                 self.volume.read(piece, out, &self.counters).await?;
             } else {
                 self.fill_now(&kind, piece, out)?;

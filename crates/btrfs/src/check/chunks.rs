@@ -28,7 +28,7 @@ impl Chunk {
 }
 
 #[derive(Default)]
-struct Part {
+struct ChunkBatch {
     devices: Vec<(u64, u64, u64)>,
     chunks: Vec<Chunk>,
 }
@@ -36,17 +36,20 @@ struct Part {
 /// Reads the chunk tree and the device tree; returns the chunks in address order.
 pub(super) fn read(reader: &Reader<impl NodeSource>, dev_root: TreeRoot) -> Result<Vec<Chunk>> {
     let info = reader.info;
-    let parts =
-        reader.parts(object::CHUNK_TREE, info.chunk_root, |part: &mut Part, key, item| {
+    let batches = reader.batches(
+        object::CHUNK_TREE,
+        info.chunk_root,
+        |batch: &mut ChunkBatch, key, item| {
             match key.kind {
-                kind::DEV_ITEM => part.devices.push(device(reader, key.offset, item)?),
-                kind::CHUNK_ITEM => part.chunks.push(chunk(reader, key.offset, item)?),
+                kind::DEV_ITEM => batch.devices.push(device(reader, key.offset, item)?),
+                kind::CHUNK_ITEM => batch.chunks.push(chunk(reader, key.offset, item)?),
                 _ => ensure(false, || "it does not belong into a chunk tree".into())?,
             }
             Ok(())
-        })?;
-    let devices: Vec<_> = parts.iter().flat_map(|part| part.devices.clone()).collect();
-    let chunks: Vec<_> = parts.into_iter().flat_map(|part| part.chunks).collect();
+        },
+    )?;
+    let devices: Vec<_> = batches.iter().flat_map(|batch| batch.devices.clone()).collect();
+    let chunks: Vec<_> = batches.into_iter().flat_map(|batch| batch.chunks).collect();
     for pair in chunks.windows(2) {
         ensure(pair[0].end() <= pair[1].start, || format!("{pair:?} overlap"))?;
     }
@@ -138,8 +141,8 @@ fn check_device_extents(
     chunks: &[Chunk],
 ) -> Result<()> {
     let uuid = reader.info.uuids.chunk_tree;
-    let parts: Vec<Vec<_>> =
-        reader.parts(object::DEV_TREE, root, |found: &mut Vec<_>, key, item| {
+    let batches: Vec<Vec<_>> =
+        reader.batches(object::DEV_TREE, root, |found: &mut Vec<_>, key, item| {
             if key.kind != kind::DEV_EXTENT {
                 let stats = key.kind == kind::PERSISTENT_ITEM && item.iter().all(|b| *b == 0);
                 return ensure(stats, || "the device counts errors".into());
@@ -153,7 +156,7 @@ fn check_device_extents(
             found.push((key.objectid, chunk, len));
             Ok(())
         })?;
-    let found: Vec<_> = parts.into_iter().flatten().collect();
+    let found: Vec<_> = batches.into_iter().flatten().collect();
     let mut expected: Vec<_> =
         chunks.iter().map(|chunk| (chunk.devid, chunk.start, chunk.len)).collect();
     expected.sort_unstable();

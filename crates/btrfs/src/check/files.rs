@@ -50,7 +50,7 @@ struct Sums {
 
 /// The contents of one batch of leaves. Its first and last inode may continue in a neighbour.
 #[derive(Default)]
-struct Part {
+struct FileBatch {
     first: Option<InodeFacts>,
     last: Option<InodeFacts>,
     sums: Sums,
@@ -60,10 +60,10 @@ struct Part {
 }
 
 pub(super) fn read(reader: &Reader<impl NodeSource>, tree: u64, root: TreeRoot) -> Result<Files> {
-    let parts = reader.parts(tree, root, Part::item)?;
-    let mut all = Part::default();
-    for part in parts {
-        all.join(part)?;
+    let batches = reader.batches(tree, root, FileBatch::item)?;
+    let mut all = FileBatch::default();
+    for batch in batches {
+        all.join(batch)?;
     }
     if let Some(last) = all.last.take() {
         all.finish(last)?;
@@ -76,7 +76,7 @@ pub(super) fn read(reader: &Reader<impl NodeSource>, tree: u64, root: TreeRoot) 
     Ok(files)
 }
 
-impl Part {
+impl FileBatch {
     fn item(&mut self, key: Key, item: &[u8]) -> Result<()> {
         if self.last.as_ref().is_none_or(|last| last.number != key.objectid) {
             let done = self.last.replace(InodeFacts::new(key.objectid));
@@ -171,8 +171,8 @@ impl Part {
         }
     }
 
-    /// Adds the next part.
-    fn join(&mut self, next: Part) -> Result<()> {
+    /// Adds the next batch.
+    fn join(&mut self, next: FileBatch) -> Result<()> {
         let Sums { by_index, by_reference, typed_by_index, typed_by_item, .. } = next.sums;
         let sums = &mut self.sums;
         for (sum, more) in [

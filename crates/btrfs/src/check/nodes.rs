@@ -117,17 +117,17 @@ impl<'a, S: NodeSource> Reader<'a, S> {
         Ok(())
     }
 
-    /// Runs `part` over each batch of a tree, in parallel; returns the parts in order.
-    pub(super) fn parts<T: Default + Send>(
+    /// Runs `add` over each batch of a tree, in parallel; returns the results in order.
+    pub(super) fn batches<T: Default + Send>(
         &self,
         owner: u64,
         root: TreeRoot,
-        part: impl Fn(&mut T, Key, &[u8]) -> Result<()> + Sync,
+        add: impl Fn(&mut T, Key, &[u8]) -> Result<()> + Sync,
     ) -> Result<Vec<T>> {
         let one = |batch: &Batch| {
             let mut result = T::default();
             self.leaves(batch, |key, item| {
-                part(&mut result, key, item).map_err(|error| in_item(error, owner, key))
+                add(&mut result, key, item).map_err(|error| in_item(error, owner, key))
             })?;
             Ok(result)
         };

@@ -46,8 +46,8 @@ pub(super) fn read(reader: &Reader<impl NodeSource>) -> Result<Roots> {
     let uuids = &reader.info.uuids;
     let subvolumes = subvolumes(reader.info);
     let mut roots = BTreeMap::new();
-    let parts: Vec<Vec<_>> =
-        reader.parts(object::ROOT_TREE, reader.info.root, |found: &mut Vec<_>, key, item| {
+    let batches: Vec<Vec<_>> =
+        reader.batches(object::ROOT_TREE, reader.info.root, |found: &mut Vec<_>, key, item| {
             if key.kind == kind::ROOT_ITEM {
                 let uuid = match key.objectid {
                     object::FS_TREE => uuids.top_level,
@@ -78,7 +78,7 @@ pub(super) fn read(reader: &Reader<impl NodeSource>) -> Result<Roots> {
             Ok(())
         })?;
     let (references, trees): (Vec<_>, Vec<_>) =
-        parts.into_iter().flatten().partition(|(tree, _)| *tree == 0);
+        batches.into_iter().flatten().partition(|(tree, _)| *tree == 0);
     ensure(references.len() == 2 * subvolumes.len(), || {
         "the subvolume is not named in both directions".into()
     })?;
@@ -114,12 +114,12 @@ fn root_item(item: &[u8], uuid: &[u8; 16]) -> Result<(TreeRoot, u64)> {
 /// Checks the uuid tree, the top level and the data relocation tree, and the sizes of all trees.
 pub(super) fn check_small(reader: &Reader<impl NodeSource>, roots: &Roots) -> Result<()> {
     let all = |tree: u64| -> Result<Vec<(Key, Vec<u8>)>> {
-        let parts: Vec<Vec<_>> =
-            reader.parts(tree, roots.of(tree)?, |all: &mut Vec<_>, key, item| {
+        let batches: Vec<Vec<_>> =
+            reader.batches(tree, roots.of(tree)?, |all: &mut Vec<_>, key, item| {
                 all.push((key, item.to_vec()));
                 Ok(())
             })?;
-        Ok(parts.into_iter().flatten().collect())
+        Ok(batches.into_iter().flatten().collect())
     };
     let uuids = &reader.info.uuids;
     let subvolumes = subvolumes(reader.info);

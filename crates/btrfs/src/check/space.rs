@@ -54,7 +54,7 @@ pub(super) struct Space {
 type Group = (u64, u64, u64, u64);
 
 #[derive(Default)]
-struct Part {
+struct SpaceBatch {
     extents: Vec<Range>,
     /// Number of uses that each extent claims.
     claims: Vec<u64>,
@@ -65,7 +65,7 @@ struct Part {
     groups: Vec<Group>,
 }
 
-impl Part {
+impl SpaceBatch {
     fn item(&mut self, key: Key, item: &[u8]) -> Result<()> {
         let mut take = Take(item);
         match key.kind {
@@ -78,7 +78,7 @@ impl Part {
             }
             kind::EXTENT_ITEM => self.extent(key, take),
             kind::EXTENT_DATA_REF => {
-                // The extent may be in another part: the length is filled in later.
+                // The extent may be in another batch: the length is filled in later.
                 let hash = self.reference(&mut take, key.objectid, 0)?;
                 ensure(hash <= key.offset, || "it is not where its hash says".into())?;
                 take.end()
@@ -128,15 +128,15 @@ pub(super) fn read(
     chunks: &[Chunk],
 ) -> Result<Space> {
     let root = roots.of(object::EXTENT_TREE)?;
-    let parts = reader.parts(object::EXTENT_TREE, root, Part::item)?;
-    let mut all = Part::default();
-    for mut part in parts {
-        all.extents.append(&mut part.extents);
-        all.claims.append(&mut part.claims);
-        all.uses.append(&mut part.uses);
-        all.virtual_uses.append(&mut part.virtual_uses);
-        all.nodes.append(&mut part.nodes);
-        all.groups.append(&mut part.groups);
+    let batches = reader.batches(object::EXTENT_TREE, root, SpaceBatch::item)?;
+    let mut all = SpaceBatch::default();
+    for mut batch in batches {
+        all.extents.append(&mut batch.extents);
+        all.claims.append(&mut batch.claims);
+        all.uses.append(&mut batch.uses);
+        all.virtual_uses.append(&mut batch.virtual_uses);
+        all.nodes.append(&mut batch.nodes);
+        all.groups.append(&mut batch.groups);
     }
     check_extents(&all.extents, chunks, reader.info)?;
     all.uses.par_sort_unstable();
@@ -193,7 +193,7 @@ fn fill_lengths(extents: &[Range], claims: &[u64], uses: &mut [Use]) -> Result<(
     ensure(at == uses.len(), || "an extent is used but not there".into())
 }
 
-fn check_groups(all: &Part, chunks: &[Chunk], info: &SeedInfo) -> Result<()> {
+fn check_groups(all: &SpaceBatch, chunks: &[Chunk], info: &SeedInfo) -> Result<()> {
     let node = NODE_SIZE as u64;
     let mut extents = all.extents.iter().peekable();
     let mut nodes = all.nodes.iter().peekable();
@@ -223,8 +223,8 @@ fn check_free_space(
     extents: &[Range],
 ) -> Result<()> {
     let root = roots.of(object::FREE_SPACE_TREE)?;
-    let parts: Vec<Vec<_>> =
-        reader.parts(object::FREE_SPACE_TREE, root, |found: &mut Vec<_>, key, item| {
+    let batches: Vec<Vec<_>> =
+        reader.batches(object::FREE_SPACE_TREE, root, |found: &mut Vec<_>, key, item| {
             let info = match key.kind {
                 kind::FREE_SPACE_INFO => {
                     let mut take = Take(item);
@@ -242,7 +242,7 @@ fn check_free_space(
             found.push((key.objectid, key.offset, info));
             Ok(())
         })?;
-    let mut found = parts.into_iter().flatten();
+    let mut found = batches.into_iter().flatten();
     let wrong = || corrupt("the free space tree is not what the extents leave");
     let mut extents = extents.iter().peekable();
     for chunk in chunks {
@@ -279,8 +279,8 @@ fn check_free_space(
 fn read_checksums(reader: &Reader<impl NodeSource>, roots: &Roots) -> Result<Vec<Range>> {
     let size = reader.info.checksum.size();
     let root = roots.of(object::CSUM_TREE)?;
-    let parts: Vec<Vec<Range>> =
-        reader.parts(object::CSUM_TREE, root, |ranges: &mut Vec<Range>, key, item| {
+    let batches: Vec<Vec<Range>> =
+        reader.batches(object::CSUM_TREE, root, |ranges: &mut Vec<Range>, key, item| {
             let whole = (key.objectid, key.kind) == (object::EXTENT_CSUM, kind::EXTENT_CSUM)
                 && key.offset.is_multiple_of(SECTOR)
                 && !item.is_empty()
@@ -290,7 +290,7 @@ fn read_checksums(reader: &Reader<impl NodeSource>, roots: &Roots) -> Result<Vec
             append(ranges, Range { start: key.offset, len })
         })?;
     let mut all = Vec::new();
-    parts.into_iter().flatten().try_for_each(|range| append(&mut all, range))?;
+    batches.into_iter().flatten().try_for_each(|range| append(&mut all, range))?;
     Ok(all)
 }
 

@@ -56,7 +56,7 @@ use crate::{
         exchange::{self, Exchange},
         grow::{self, Grow, Step},
         map,
-        plumbing::{self, Parts, Plumbed},
+        plumbing::{self, MountParts, Plumbed},
         release,
     },
     transport,
@@ -75,7 +75,7 @@ const ABORTED_MAX: Duration = Duration::from_secs(10);
 pub(crate) enum Task {
     /// Make the block devices of a mount, and mount them. Over FUSE, the detached mount of the FUSE
     /// file is sent along; the btrfs mount is returned.
-    Plumb(Parts),
+    Plumb(MountParts),
     /// Put the FUSE file of the mount that is sent along below a loop device.
     Exchange(Exchange),
     /// Thaw a file system that an exchange has left frozen.

@@ -1,7 +1,7 @@
 //! Turns files into a mounted btrfs on block devices: the seed's two, and the sprout's.
 //!
 //! ```text
-//!   supervisor: plumb ── Parts ──► helper: assemble ── Plumbed and the mount ──► supervisor
+//!   supervisor: plumb ── MountParts ──► helper: assemble ── Plumbed and the mount ──► supervisor
 //! ```
 //!
 //! Every loop detaches itself with its last user, and after this the only user is btrfs: the loops
@@ -43,7 +43,7 @@ use crate::{
 
 /// The parts of a mount, for the helper that assembles it.
 #[derive(Serialize, Deserialize, Debug)]
-pub(crate) struct Parts {
+pub(crate) struct MountParts {
     id: MountId,
     /// The ublk device that is served already, and the server's pid; `None` over FUSE.
     ublk: Option<(u32, u32)>,
@@ -94,7 +94,7 @@ pub(crate) fn plumb(
             refuse_second_use(&sprout.path)?;
         }
     }
-    let parts = Parts {
+    let parts = MountParts {
         id,
         ublk: channel.transport().device().map(|number| (number, server_pid)),
         seed: state.mount(id).join("seed"),
@@ -117,7 +117,7 @@ pub(crate) fn plumb(
 
 /// Makes the block devices of `parts` and mounts them, in a helper process: each step may wait for
 /// the server. Over FUSE, `fuse` is the mount of the FUSE file.
-pub(crate) fn assemble(parts: &Parts, fuse: Option<OwnedFd>) -> Result<(Plumbed, OwnedFd)> {
+pub(crate) fn assemble(parts: &MountParts, fuse: Option<OwnedFd>) -> Result<(Plumbed, OwnedFd)> {
     let attach = |file: &File, what: &str, read_only: bool| {
         let name = format!("burgeon {what} {}", parts.id);
         LoopDevice::attach(file, LoopOptions { name: &name, read_only, discard: false })

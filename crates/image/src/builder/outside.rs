@@ -56,8 +56,8 @@ impl Pattern {
     }
 }
 
-/// Parts of a file that hold data: offset, and length without padding.
-type Parts = Vec<(u64, u64)>;
+/// Ranges of a file that hold data: offset, and length without padding.
+type DataRanges = Vec<(u64, u64)>;
 
 /// Builds an image of one file, `data`, of `size` bytes (a multiple of 4 KiB) that are computed
 /// when they are read: the baseline for measuring everything but the data. Takes 4 bytes of
@@ -79,10 +79,10 @@ pub fn computed(
         pattern.fill(offset, buf);
         Ok(())
     };
-    let parts = cut(0, size).collect();
+    let ranges = cut(0, size).collect();
     let file = Inode { mode: S_IFREG | 0o444, size, ..Inode::default() };
     let object = pattern.object()?;
-    let report = build(store, name, object, (b"data", file), parts, fill, options, progress)?;
+    let report = build(store, name, object, (b"data", file), ranges, fill, options, progress)?;
     Ok(Report { honours: Some(Honours::ALL), ..report })
 }
 
@@ -116,10 +116,10 @@ pub fn by_reference(
     let size = rustix::fs::seek(&opened, rustix::fs::SeekFrom::End(0));
     let size = size.map_err(|error| cannot(error.into()))?;
     let sparse = before.is_file() && before.blocks().saturating_mul(512) < size;
-    let mut parts = Parts::new();
+    let mut ranges = DataRanges::new();
     let mut at = 0;
     while let Some((start, stop)) = next_data(&opened, sparse, at, size).map_err(cannot)? {
-        parts.extend(cut(start, stop));
+        ranges.extend(cut(start, stop));
         at = stop;
     }
     let fill = |offset, buf: &mut [u8]| opened.read_exact_at(buf, offset);
@@ -134,7 +134,7 @@ pub fn by_reference(
     };
     let file_name = path.file_name().unwrap_or(path.as_os_str()).as_encoded_bytes();
     let honours = Some(Honours::of(&opened)?);
-    let report = build(store, name, object, (file_name, file), parts, fill, options, progress)?;
+    let report = build(store, name, object, (file_name, file), ranges, fill, options, progress)?;
     let mut report = Report { honours, ..report };
     let after = opened.metadata().map_err(cannot)?;
     if (before.len(), before.mtime(), before.mtime_nsec())
@@ -160,7 +160,7 @@ fn build(
     name: &str,
     object: ObjectId,
     (file_name, file): (&[u8], Inode),
-    parts: Parts,
+    ranges: DataRanges,
     fill: impl Fn(u64, &mut [u8]) -> io::Result<()> + Sync,
     options: &Options,
     progress: OnProgress<'_>,
@@ -171,14 +171,14 @@ fn build(
         let mut manifest = Manifest {
             tree: Tree::default(),
             checksum: options.checksum,
-            chunks: Vec::with_capacity(parts.len()),
-            objects: if parts.is_empty() { vec![] } else { vec![object.clone()] },
+            chunks: Vec::with_capacity(ranges.len()),
+            objects: if ranges.is_empty() { vec![] } else { vec![object.clone()] },
             block_checksums: Vec::new(),
         };
-        let total = parts.iter().map(|(_, len)| len).sum();
+        let total = ranges.iter().map(|(_, len)| len).sum();
         let mut bytes = 0;
         // 256 chunks at a time are 64 MiB.
-        for wave in parts.chunks(256) {
+        for wave in ranges.chunks(256) {
             progress(&Progress {
                 entries: 1,
                 entries_total: Some(2),
@@ -195,7 +195,7 @@ fn build(
                 manifest.block_checksums.extend_from_slice(&checksums);
             }
         }
-        manifest.tree = tree(file_name, file, &parts, &manifest.chunk_addresses())?;
+        manifest.tree = tree(file_name, file, &ranges, &manifest.chunk_addresses())?;
         let image = publish(store, name, &manifest, options)?;
         let (entries, entries_total, bytes_total) = (2, Some(2), Some(total));
         progress(&Progress { entries, entries_total, bytes, bytes_total, stored_bytes: 0 });
@@ -223,9 +223,9 @@ fn read_chunk(
 }
 
 /// A root directory with one file.
-fn tree(name: &[u8], mut file: Inode, parts: &Parts, addresses: &[u64]) -> Result<Tree> {
+fn tree(name: &[u8], mut file: Inode, ranges: &DataRanges, addresses: &[u64]) -> Result<Tree> {
     let mut tree = Tree::default();
-    for ((offset, len), address) in parts.iter().zip(addresses) {
+    for ((offset, len), address) in ranges.iter().zip(addresses) {
         let len = len.next_multiple_of(BLOCK_SIZE);
         match tree.extents.last_mut() {
             Some(last) if last.file_offset + last.len == *offset => last.len += len,

@@ -54,12 +54,12 @@ pub struct Listed {
     /// Extended attributes; those that do not belong to a tree are left out.
     pub xattrs: Xattrs,
     /// Its data, in order; gaps are zeros. Files with identical parts share their data.
-    pub parts: Vec<Part>,
+    pub parts: Vec<FilePart>,
 }
 
 /// A contiguous part of a file's data in its layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Part {
+pub struct FilePart {
     /// Offset in the file.
     pub at: u64,
     /// Length in bytes, at least one.
@@ -184,7 +184,7 @@ impl Sketch {
             return;
         }
         let first = self.placed.extents.len();
-        for Part { at, len, offset, .. } in file.parts.iter().copied() {
+        for FilePart { at, len, offset, .. } in file.parts.iter().copied() {
             let (mut at, mut offset, end) = (at, offset, at + u64::from(len));
             while at < end {
                 let window = at / u64::from(CHUNK_MAX) * u64::from(CHUNK_MAX);

@@ -32,7 +32,7 @@ pub use self::{
     describe::{Description, OnDescribed, describe_layers},
     gzip::Gunzip,
     layers::{Layer, LayerIndex, LayerLimits, Layers, OpenLayer, from_layers},
-    listed::{Listed, Part},
+    listed::{FilePart, Listed},
 };
 use self::{
     layers::{BLOCK_COST, Bounded},
