@@ -207,7 +207,7 @@ mod tests {
     use super::{Level, examine, repair};
     use crate::state::{
         paths::StateDir,
-        writes::{self, Record, tests::record},
+        writes::{self, WritesRecord, tests::record},
     };
 
     #[test]
@@ -228,7 +228,7 @@ mod tests {
         let state = StateDir::open(temp.path()).unwrap();
         std::fs::create_dir(writes::folder(&state, "b")).unwrap();
         for (sprouted, level) in [(false, Level::Fine), (true, Level::Problem)] {
-            writes::publish(&state, &Record { sprouted, ..record("b") }).unwrap();
+            writes::publish(&state, &WritesRecord { sprouted, ..record("b") }).unwrap();
             let findings = examine(&state, None);
             let found = findings.iter().find(|finding| finding.subject == "writes b").unwrap();
             assert_eq!(found.level, level, "{found:?}");

@@ -54,7 +54,7 @@ pub use self::{
     index::{Indexed, index, is_whole, stored_bytes, stored_layer_bytes},
     push::{Pushed, push},
     source::Source,
-    tags::{PATIENCE, Pull, Record, Tags, is_no_answer, never},
+    tags::{PATIENCE, Pull, TagRecord, Tags, is_no_answer, never},
 };
 
 /// Progress callback, called from any thread: bytes of layers fetched, and bytes in total.
@@ -208,7 +208,7 @@ impl<'a, S: ObjectStore> Here<'a, S> {
     }
 
     /// The record of the tag or archive, and its image, if that is in the store.
-    fn recalled(&self) -> Option<(Record, ImageRecord)> {
+    fn recalled(&self) -> Option<(TagRecord, ImageRecord)> {
         if let Kind::Archive(url) = &self.source.0 {
             let record = self.work.tags.recall_archive(url)?;
             let image = self.work.vouched(self.store, record.image()?)?;

@@ -66,7 +66,7 @@ pub struct Tags<'a> {
 
 /// The image that a name resolved to.
 #[derive(Serialize, Deserialize, Debug)]
-pub struct Record {
+pub struct TagRecord {
     name: String,
     /// The OCI digest of an image in a registry; else the digest of a Burgeon manifest.
     digest: String,
@@ -93,19 +93,19 @@ impl Tags<'_> {
     }
 
     /// The record of a tag.
-    pub(crate) fn recall(&self, name: &Name) -> Option<Record> {
+    pub(crate) fn recall(&self, name: &Name) -> Option<TagRecord> {
         let name = name.to_string();
         read(&self.path(&name)).filter(|record| record.name == name)
     }
 
     /// The record of the archive at `url`.
-    pub(crate) fn recall_archive(&self, url: &Url) -> Option<Record> {
+    pub(crate) fn recall_archive(&self, url: &Url) -> Option<TagRecord> {
         let record = read(&self.path(url.as_str()))?;
         (record.name == shown(url) && record.image.is_some()).then_some(record)
     }
 
     /// The record of `image` in the remote store `store`.
-    pub fn recall_in(&self, store: &str, image: &str) -> Option<Record> {
+    pub fn recall_in(&self, store: &str, image: &str) -> Option<TagRecord> {
         let (key, name) = in_store(store, image);
         read(&self.path(&key)).filter(|record| record.name == name)
     }
@@ -145,13 +145,13 @@ impl Tags<'_> {
     /// Records that the tag `name` resolves to `digest`.
     fn remember(&self, name: &Name, digest: &Digest) -> Result<()> {
         let name = name.to_string();
-        self.write(&name, Record { digest: digest.to_string(), ..Record::now(&name) })
+        self.write(&name, TagRecord { digest: digest.to_string(), ..TagRecord::now(&name) })
     }
 
     /// Records that the archive at `url` is the image `record`.
     fn remember_archive(&self, url: &Url, record: &ImageRecord) -> Result<()> {
         let (digest, image) = (record.digest()?.to_string(), Some(record.name.clone()));
-        self.write(url.as_str(), Record { digest, image, ..Record::now(&shown(url)) })
+        self.write(url.as_str(), TagRecord { digest, image, ..TagRecord::now(&shown(url)) })
     }
 
     /// Records that `image` of the remote store `store` has the manifest `digest`.
@@ -162,10 +162,10 @@ impl Tags<'_> {
         digest: &burgeon_block::Digest,
     ) -> Result<()> {
         let (key, name) = in_store(store, image);
-        self.write(&key, Record { digest: digest.to_string(), ..Record::now(&name) })
+        self.write(&key, TagRecord { digest: digest.to_string(), ..TagRecord::now(&name) })
     }
 
-    fn write(&self, key: &str, record: Record) -> Result<()> {
+    fn write(&self, key: &str, record: TagRecord) -> Result<()> {
         let name = &record.name;
         let failed = |error| {
             Error::io(
@@ -188,12 +188,12 @@ impl Tags<'_> {
 }
 
 /// The record in the file `path`, if it is valid.
-fn read(path: &Path) -> Option<Record> {
+fn read(path: &Path) -> Option<TagRecord> {
     let mut options = fs::OpenOptions::new();
     let file = open_own(path, options.read(true), OFlags::NONBLOCK).ok()?;
     let mut bytes = Vec::new();
     file.take(RECORD_MAX).read_to_end(&mut bytes).ok()?;
-    let record: Record = serde_json::from_slice(&bytes).ok()?;
+    let record: TagRecord = serde_json::from_slice(&bytes).ok()?;
     let is_digest = record.digest.parse::<Digest>().is_ok() || record.manifest().is_some();
     is_digest.then_some(record)
 }
@@ -203,7 +203,7 @@ fn in_store(store: &str, image: &str) -> (String, String) {
     (format!("{store}\n{image}"), format!("{image} of {store}"))
 }
 
-impl Record {
+impl TagRecord {
     /// A record of `name` with the current time.
     fn now(name: &str) -> Self {
         let asked = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();

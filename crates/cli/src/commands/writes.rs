@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use burgeon_daemon::writes::{self, Record};
+use burgeon_daemon::writes::{self, WritesRecord};
 use serde_json::json;
 
 use super::Context;
@@ -58,7 +58,7 @@ fn list(context: &Context) -> Result<ExitCode> {
     Ok(if damaged { ExitCode::from(4) } else { ExitCode::SUCCESS })
 }
 
-fn row(record: &Record, reserved: u64, state: &str) -> Vec<String> {
+fn row(record: &WritesRecord, reserved: u64, state: &str) -> Vec<String> {
     vec![
         record.name.clone(),
         record.image.clone(),

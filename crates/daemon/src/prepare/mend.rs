@@ -20,7 +20,7 @@ use crate::state::{
     paths::StateDir,
     prepared::{KEPT, digest_file, keep_file, len_of, read_info},
     record::MountRecord,
-    writes::{self, Record},
+    writes::{self, WritesRecord},
 };
 
 /// Recreates the damaged files that the mount of `record` is served from; false if none was
@@ -60,7 +60,7 @@ pub(crate) fn mend_kept(
     state: &StateDir,
     store: &Location,
     access: &Access,
-    record: &Record,
+    record: &WritesRecord,
 ) -> Result<bool> {
     let folder = writes::folder(state, &record.name);
     if is_kept(&folder, record) {
@@ -73,8 +73,8 @@ pub(crate) fn mend_kept(
     }
     // The digests find what the first attempt takes for usable: changed bytes of the template.
     let virtual_bytes = record.virtual_bytes;
-    for files in [PreparedFiles::Mended { virtual_bytes }, PreparedFiles::Seed { virtual_bytes }] {
-        prepare_in(&image, store, access, &record.manifest.0, files)?;
+    for needed in [PreparedFiles::Mended { virtual_bytes }, PreparedFiles::Seed { virtual_bytes }] {
+        prepare_in(&image, store, access, &record.manifest.0, needed)?;
         if is_base(&image, record)? {
             KEPT.iter().try_for_each(|file| keep_file(&image, &folder, file))?;
             files::sync_parent(&folder.join("map"))?;
@@ -91,14 +91,14 @@ pub(crate) fn mend_kept(
 }
 
 /// True if all files that named writes are based on are unchanged.
-fn is_kept(folder: &Path, record: &Record) -> bool {
+fn is_kept(folder: &Path, record: &WritesRecord) -> bool {
     len_of(&folder.join("manifest")) > 0
         && read_info(folder).is_ok()
         && is_base(folder, record).unwrap_or(false)
 }
 
 /// True if `folder` has the template and the map that named writes are based on.
-fn is_base(folder: &Path, record: &Record) -> Result<bool> {
+fn is_base(folder: &Path, record: &WritesRecord) -> Result<bool> {
     let (map, _) = digest_file(&folder.join("map"))?;
     let (template, _) = digest_file(&folder.join("seed"))?;
     Ok(map == record.map_digest.0 && template == record.template_digest.0)

@@ -25,7 +25,7 @@ use crate::state::{
     files::{self, Lock, make_folder},
     paths::StateDir,
     prepared::{Prepared, is_complete, is_ready, keep_file},
-    writes::{self, Record},
+    writes::{self, WritesRecord},
 };
 
 /// Prepares the image `digest` of `store` with a virtual area of `virtual_bytes` (0: none), unless
@@ -104,7 +104,7 @@ pub(crate) fn kept(
     state: &StateDir,
     store: &Location,
     access: &Access,
-    record: &Record,
+    record: &WritesRecord,
 ) -> Result<Prepared> {
     let folder = writes::folder(state, &record.name);
     if !is_complete(&folder, record) {

@@ -27,12 +27,12 @@ use crate::state::{
     paths::StateDir,
 };
 
-/// The version of [`Record`] that this program writes and reads.
+/// The version of [`BuiltRecord`] that this program writes and reads.
 const FORMAT: u32 = 1;
 
 /// Contents of `built/<digest>`.
 #[derive(Serialize, Deserialize)]
-struct Record {
+struct BuiltRecord {
     format: u32,
     suid: bool,
     dev: bool,
@@ -48,14 +48,14 @@ pub fn remember_built(
     honours: Honours,
 ) -> Result<()> {
     let Honours { suid, dev } = honours;
-    let record = Record { format: FORMAT, suid, dev, store: store.clone() };
+    let record = BuiltRecord { format: FORMAT, suid, dev, store: store.clone() };
     files::publish_json(&state.built(digest), &record)
 }
 
 /// The default attributes for mounts of the image `digest`.
 pub fn honoured(state: &StateDir, digest: &Digest) -> Honours {
     match read(&state.built(digest)) {
-        Ok(Record { suid, dev, .. }) => Honours { suid, dev },
+        Ok(BuiltRecord { suid, dev, .. }) => Honours { suid, dev },
         // No record, or an unreadable one.
         Err(_) => Honours { suid: false, dev: false },
     }
@@ -83,7 +83,7 @@ pub(crate) fn sweep(state: &StateDir, store: &Location, keep: &[Digest]) -> Resu
     for entry in entries.flatten() {
         let name = entry.file_name();
         let digest = name.to_str().and_then(|name| name.parse::<Digest>().ok());
-        let is_here = |record: Record| record.store == *store;
+        let is_here = |record: BuiltRecord| record.store == *store;
         let needed = digest.is_none_or(|digest| keep.contains(&digest));
         if !needed && read(&entry.path()).is_ok_and(is_here) {
             files::remove_file(&entry.path())?;
@@ -92,8 +92,8 @@ pub(crate) fn sweep(state: &StateDir, store: &Location, keep: &[Digest]) -> Resu
     Ok(())
 }
 
-fn read(path: &Path) -> Result<Record> {
-    let record: Record = files::read_json(path)?;
+fn read(path: &Path) -> Result<BuiltRecord> {
+    let record: BuiltRecord = files::read_json(path)?;
     if record.format == FORMAT {
         return Ok(record);
     }

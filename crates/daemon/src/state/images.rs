@@ -29,7 +29,7 @@ use crate::{
     },
 };
 
-/// The version of [`Record`] that this program writes and reads.
+/// The version of [`MappedImageRecord`] that this program writes and reads.
 const FORMAT: u32 = 1;
 
 /// Images of one area. The server keeps two descriptors open for each one that is read, and has
@@ -38,7 +38,7 @@ const IMAGES_MAX: usize = 256;
 
 /// Contents of `image.json`.
 #[derive(Serialize, Deserialize)]
-struct Record {
+struct MappedImageRecord {
     format: u32,
     /// The store with the chunks; `None` is the state directory's own.
     store: Option<Location>,
@@ -85,7 +85,7 @@ pub(crate) fn add(
     files::make_folder(&own)?;
     files::sync_parent(&all)?;
     files::sync_parent(&own)?;
-    let record = Record { format: FORMAT, store: store.cloned() };
+    let record = MappedImageRecord { format: FORMAT, store: store.cloned() };
     files::publish_json(&own.join("image.json"), &record)?;
     Ok(Added { folder: own, store: location(state, record.store), _lock: lock })
 }
@@ -94,7 +94,7 @@ pub(crate) fn add(
 pub(crate) fn find(state: &StateDir, area: &Path, digest: &Digest) -> Result<Image> {
     let own = folder(area).join(digest.to_string());
     let path = own.join("image.json");
-    let record: Record = files::read_json(&path)?;
+    let record: MappedImageRecord = files::read_json(&path)?;
     if record.format != FORMAT {
         let message = format!("{} has the unknown format {}", path.display(), record.format);
         return Err(Error::new(ErrorKind::UnsupportedFormat, message));

@@ -35,7 +35,7 @@ use crate::{
         files,
         paths::StateDir,
         space,
-        writes::{self, Record},
+        writes::{self, WritesRecord},
     },
 };
 
@@ -112,7 +112,7 @@ pub(crate) fn is_ready(folder: &Path, store: &Location) -> bool {
 
 /// True if the files in `folder` have their recorded lengths, as far as recorded. Other damage is
 /// found when the files are read.
-pub(crate) fn is_complete(folder: &Path, record: &Record) -> bool {
+pub(crate) fn is_complete(folder: &Path, record: &WritesRecord) -> bool {
     let len = |file: &str| len_of(&folder.join(file));
     len("seed") == record.template_len
         && (len("map") == record.map_len || (record.map_len == 0 && len("map") > 0))

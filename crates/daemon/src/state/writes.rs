@@ -35,7 +35,7 @@ use crate::{
     },
 };
 
-/// The version of [`Record`] that this program writes and reads.
+/// The version of [`WritesRecord`] that this program writes and reads.
 pub const RECORD_FORMAT: u32 = 1;
 
 /// Longest name, in bytes.
@@ -43,7 +43,7 @@ pub const NAME_LEN_MAX: usize = 128;
 
 /// The record of named writes.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
-pub struct Record {
+pub struct WritesRecord {
     /// [`RECORD_FORMAT`].
     pub format: u32,
     /// The name.
@@ -136,10 +136,10 @@ pub(crate) fn take(state: &StateDir, name: &str) -> Result<Lock> {
 }
 
 /// The record of `name`, or `None` if there are no such writes.
-pub fn find(state: &StateDir, name: &str) -> Result<Option<Record>> {
+pub fn find(state: &StateDir, name: &str) -> Result<Option<WritesRecord>> {
     check_name(name)?;
     let path = folder(state, name).join("record.json");
-    match files::read_json::<Record>(&path) {
+    match files::read_json::<WritesRecord>(&path) {
         Ok(record) if record.format == RECORD_FORMAT => Ok(Some(record)),
         Ok(record) => Err(Error::new(
             ErrorKind::UnsupportedFormat,
@@ -156,7 +156,7 @@ pub fn find(state: &StateDir, name: &str) -> Result<Option<Record>> {
 }
 
 /// Publishes a record in place of the previous one.
-pub fn publish(state: &StateDir, record: &Record) -> Result<()> {
+pub fn publish(state: &StateDir, record: &WritesRecord) -> Result<()> {
     let folder = folder(state, &record.name);
     files::sync_parent(&folder)?;
     files::publish_json(&folder.join("record.json"), record)
@@ -268,7 +268,7 @@ pub(crate) fn refuse_device_in_use(state: &StateDir, device: &Path) -> Result<()
 }
 
 /// Refuses a sprout other than the record's: block devices change their names.
-pub(crate) fn check_sprout(record: &Record, sprout: &Path) -> Result<()> {
+pub(crate) fn check_sprout(record: &WritesRecord, sprout: &Path) -> Result<()> {
     let Some(expected) = record.sprout_fsid else { return Ok(()) };
     let found = space::btrfs_on(sprout)?;
     if found == Some(expected) {
@@ -287,7 +287,7 @@ pub(crate) fn check_sprout(record: &Record, sprout: &Path) -> Result<()> {
 }
 
 /// Bytes that the sprout of `record` uses on the host.
-pub fn reserved(state: &StateDir, record: &Record) -> u64 {
+pub fn reserved(state: &StateDir, record: &WritesRecord) -> u64 {
     match record.device {
         Some(_) => 0,
         None => space::reserved(&folder(state, &record.name).join("sprout")).unwrap_or(0),
@@ -316,7 +316,7 @@ pub(crate) mod tests {
     use burgeon_block::{Digest, ErrorKind};
 
     use super::{
-        RECORD_FORMAT, Record, check_name, check_sprout, find, folder, lock, names, publish,
+        RECORD_FORMAT, WritesRecord, check_name, check_sprout, find, folder, lock, names, publish,
         refuse_device_in_use, refuse_lost_record, remove,
     };
     use crate::{
@@ -324,9 +324,9 @@ pub(crate) mod tests {
         state::paths::StateDir,
     };
 
-    pub(crate) fn record(name: &str) -> Record {
+    pub(crate) fn record(name: &str) -> WritesRecord {
         let digest = DigestText(Digest::of(b"x"));
-        Record {
+        WritesRecord {
             format: RECORD_FORMAT,
             name: name.into(),
             image: "debian:12".into(),
@@ -392,7 +392,8 @@ pub(crate) mod tests {
         let (ours, other) = (Fsid::random().unwrap(), Fsid::random().unwrap());
         device(&a, other);
         device(&b, ours);
-        let record = Record { device: Some(a.clone()), sprout_fsid: Some(ours), ..record("b") };
+        let record =
+            WritesRecord { device: Some(a.clone()), sprout_fsid: Some(ours), ..record("b") };
         publish(&state, &record).unwrap();
         for held in [&a, &b] {
             let error = refuse_device_in_use(&state, held).unwrap_err();
@@ -430,7 +431,7 @@ pub(crate) mod tests {
         let temp = tempfile::tempdir().unwrap();
         let state = StateDir::open(temp.path()).unwrap();
         std::fs::create_dir(folder(&state, "b")).unwrap();
-        publish(&state, &Record { format: RECORD_FORMAT + 1, ..record("b") }).unwrap();
+        publish(&state, &WritesRecord { format: RECORD_FORMAT + 1, ..record("b") }).unwrap();
         assert_eq!(find(&state, "b").unwrap_err().kind(), ErrorKind::UnsupportedFormat);
     }
 }

@@ -21,7 +21,7 @@ use crate::{
         prepared::{self, Prepared, digest_file},
         record::{SproutState, WritesState},
         roots, space,
-        writes::{self, RECORD_FORMAT, Record},
+        writes::{self, RECORD_FORMAT, WritesRecord},
     },
     supervisor::profile::Fetching,
 };
@@ -58,7 +58,7 @@ pub(crate) struct Sprout {
     /// True until it has been added to its seed for the first time.
     pub(crate) is_new: bool,
     /// The record of named writes.
-    pub(crate) record: Option<Record>,
+    pub(crate) record: Option<WritesRecord>,
 }
 
 impl Plan {
@@ -139,7 +139,7 @@ impl Plan {
         if let Some(sprout) = &mut plan.sprout {
             let device = sprout.is_device.then(|| sprout.path.clone());
             sprout.record =
-                Some(Record { device, limit: sprout.limit, thin: sprout.thin, ..record });
+                Some(WritesRecord { device, limit: sprout.limit, thin: sprout.thin, ..record });
         }
         plan.area = plan.area.map(|_| folder.join(AREA));
         Ok(Self { lock, ..plan })
@@ -151,7 +151,7 @@ impl Plan {
         request: &MountRequest,
         id: MountId,
         wanted: &SproutRequest,
-        record: Record,
+        record: WritesRecord,
     ) -> Result<Self> {
         let is_same = request.digest.is_some_and(|digest| digest.0 == record.manifest.0);
         if !is_same && image_of(&record.image) != image_of(&request.image) {
@@ -255,7 +255,7 @@ impl Plan {
     /// The sprout belongs to its seed now: from here on it holds the user's data.
     pub(crate) fn sprouted(&mut self, state: &StateDir, fsid: Fsid) -> Result<()> {
         let Some(sprout) = &mut self.sprout else { return Ok(()) };
-        let is_known = |record: &Record| record.sprouted && record.sprout_fsid == Some(fsid);
+        let is_known = |record: &WritesRecord| record.sprouted && record.sprout_fsid == Some(fsid);
         if let Some(record) = sprout.record.as_mut().filter(|record| !is_known(record)) {
             record.sprouted = true;
             record.sprout_fsid = Some(fsid);
@@ -305,10 +305,15 @@ fn resolve(store: &Store, request: &MountRequest) -> Result<Digest> {
 }
 
 /// The record of new named writes on `base`.
-fn record(base: &Prepared, seed_fsid: Fsid, name: &str, request: &MountRequest) -> Result<Record> {
+fn record(
+    base: &Prepared,
+    seed_fsid: Fsid,
+    name: &str,
+    request: &MountRequest,
+) -> Result<WritesRecord> {
     let (template_digest, template_len) = digest_file(&base.folder.join("seed"))?;
     let (map_digest, map_len) = digest_file(&base.folder.join("map"))?;
-    Ok(Record {
+    Ok(WritesRecord {
         format: RECORD_FORMAT,
         name: name.to_owned(),
         image: request.image.clone(),

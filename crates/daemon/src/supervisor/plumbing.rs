@@ -31,7 +31,7 @@ use crate::{
         files,
         paths::StateDir,
         record::Growth,
-        writes::{self, Record},
+        writes::{self, WritesRecord},
     },
     supervisor::{
         growth,
@@ -167,7 +167,7 @@ pub(crate) fn assemble(parts: &MountParts, fuse: Option<OwnedFd>) -> Result<(Plu
 
 /// Refuses to mount a copy of mounted writes: to the kernel both are the same file system. Its own
 /// error would be "File exists".
-fn refuse_copy(record: &Record) -> Result<()> {
+fn refuse_copy(record: &WritesRecord) -> Result<()> {
     let Some(fsid) = record.sprout_fsid else { return Ok(()) };
     let Some(devices) = backing_devices::mounted_from(fsid) else { return Ok(()) };
     Err(Error::new(

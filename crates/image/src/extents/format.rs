@@ -84,7 +84,7 @@ impl LogHeader {
 /// An extent, or the end of a mapping. An extent ends where the next record begins.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
-pub(super) struct Record {
+pub(super) struct MapRecord {
     /// First block, relative to the beginning of the area.
     start: U64,
     /// For an extent: its first byte in the source; for an end: position of the mapping's entry.
@@ -94,9 +94,9 @@ pub(super) struct Record {
     checksum: U32,
 }
 
-pub(super) const RECORD_LEN: u64 = size_of::<Record>() as u64;
+pub(super) const RECORD_LEN: u64 = size_of::<MapRecord>() as u64;
 
-impl Record {
+impl MapRecord {
     /// Offset of `start` in a record.
     pub(super) const START_AT: usize = std::mem::offset_of!(Self, start);
 

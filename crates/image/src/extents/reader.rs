@@ -12,7 +12,7 @@ use zerocopy::FromBytes as _;
 use super::{
     FileLog, LogFile, LogView, MappingInfo, Source, block_range,
     format::{
-        ENTRY_ALIGN, EXTENTS, HEADER_LEN, LogHeader, MappingEntry, Parsed, RECORD_LEN, Record,
+        ENTRY_ALIGN, EXTENTS, HEADER_LEN, LogHeader, MapRecord, MappingEntry, Parsed, RECORD_LEN,
         SOURCES, parse_entry,
     },
     index::Index,
@@ -173,9 +173,9 @@ pub(super) fn check_headers<L: LogFile>(logs: &[L; 2], writing: bool) -> Result<
     Ok(extents)
 }
 
-fn record_at(extents: &[u8], index: u64) -> Record {
+fn record_at(extents: &[u8], index: u64) -> MapRecord {
     let at = (HEADER_LEN + index * RECORD_LEN) as usize;
-    match Record::read_from_bytes(&extents[at..at + RECORD_LEN as usize]) {
+    match MapRecord::read_from_bytes(&extents[at..at + RECORD_LEN as usize]) {
         Ok(record) => record,
         Err(_) => unreachable!("the slice has the struct's length"),
     }
@@ -183,7 +183,7 @@ fn record_at(extents: &[u8], index: u64) -> Record {
 
 /// Start of record `index`. A separate fast path, because a lookup calls it a hundred times.
 fn start_at(extents: &[u8], index: u64) -> u64 {
-    let at = (HEADER_LEN + index * RECORD_LEN) as usize + Record::START_AT;
+    let at = (HEADER_LEN + index * RECORD_LEN) as usize + MapRecord::START_AT;
     match extents[at..].first_chunk() {
         Some(start) => u64::from_le_bytes(*start),
         None => unreachable!("a record is longer than its start"),
@@ -219,7 +219,7 @@ impl View {
         Ok(Some((mapping, at, at.saturating_add(len))))
     }
 
-    fn record(&self, index: u64) -> Result<Record> {
+    fn record(&self, index: u64) -> Result<MapRecord> {
         let record = record_at(&self.extents, index);
         if record.is_sound(self.id, index) {
             return Ok(record);
@@ -229,7 +229,7 @@ impl View {
 
     /// The record that contains `offset`, and its range. Accepted only between two valid records:
     /// a damaged one can mislead a search, but never to a valid pair around `offset`.
-    fn locate(&self, offset: u64) -> Result<(Record, ByteRange)> {
+    fn locate(&self, offset: u64) -> Result<(MapRecord, ByteRange)> {
         let block = offset / BLOCK_SIZE;
         let start = |record| start_at(&self.extents, record);
         let Some(low) = self.index.count(block, self.records, start) else {
@@ -246,7 +246,7 @@ impl View {
 
     /// The extent of record `low`, if it contains `block`; `None` if nothing is mapped there.
     /// `Corrupt` if the block is not between this record and the next.
-    fn around(&self, low: u64, block: u64) -> Result<Option<(Record, ByteRange)>> {
+    fn around(&self, low: u64, block: u64) -> Result<Option<(MapRecord, ByteRange)>> {
         let record = self.record(low)?;
         let next = if low + 1 < self.records { Some(self.record(low + 1)?) } else { None };
         let fits = record.start() <= block && next.is_none_or(|next| next.start() > block);

@@ -10,8 +10,8 @@ use super::{
     CHECKSUMS_MAX, Content, FileLog, LogFile, Mapping, MappingInfo, Source, block_range, blocks_of,
     check_size,
     format::{
-        ENTRY_ALIGN, EXTENTS, HEADER_LEN, LABEL_MAX, LogHeader, MappingEntry, RECORD_LEN, Record,
-        SOURCES, push_mapping, push_source,
+        ENTRY_ALIGN, EXTENTS, HEADER_LEN, LABEL_MAX, LogHeader, MapRecord, MappingEntry,
+        RECORD_LEN, SOURCES, push_mapping, push_source,
     },
     reader::{View, check_headers},
 };
@@ -189,7 +189,7 @@ impl<L: LogFile> ExtentWriter<L> {
                 before = Some(&content.source);
                 table.flush(GATHER)?;
             }
-            let record = Record::extent(self.id, index, block, content.offset, entry_at);
+            let record = MapRecord::extent(self.id, index, block, content.offset, entry_at);
             records.bytes.extend_from_slice(record.as_bytes());
             records.flush(GATHER)?;
             block += blocks_of(content.len);
@@ -215,7 +215,7 @@ impl<L: LogFile> ExtentWriter<L> {
         // This order matters: an END states that its mapping is durable.
         sources.sync()?;
         extents.sync()?;
-        let end = Record::end(self.id, index, block, mapping_at);
+        let end = MapRecord::end(self.id, index, block, mapping_at);
         records.bytes.extend_from_slice(end.as_bytes());
         records.flush(0)?;
         extents.sync()?;
