@@ -62,13 +62,13 @@ fn archive(entries: &[Vec<u8>]) -> Vec<u8> {
 
 fn build_layers(layers: &[Vec<u8>]) -> Result<(tempfile::TempDir, Vec<String>)> {
     let (folder, store) = store();
-    let headers = Layers::new(LayerLimits::default());
+    let all = Layers::new(LayerLimits::default());
     let mut built = Vec::new();
     for bytes in layers {
-        let index = headers.index(&bytes[..])?;
+        let headers = all.headers(&bytes[..])?;
         let bytes = bytes.clone();
         let open = move || -> Result<Box<dyn Read + Send>> { Ok(Box::new(Cursor::new(bytes))) };
-        built.push(Layer { index, open: Box::new(open) });
+        built.push(Layer { headers, open: Box::new(open) });
     }
     let report = builder::from_layers(&store, "layers", built, &options(), &|_| ())?;
     let manifest: Manifest = load(&store, &report);
@@ -224,22 +224,22 @@ fn directory_depth_is_limited() {
 #[test]
 fn every_limit_stops_the_work() {
     let limits = LayerLimits { entries: 10, names: 1000, unpacked: 1 << 20 };
-    let index = |bytes: &mut dyn Read| -> Result<()> {
+    let headers = |bytes: &mut dyn Read| -> Result<()> {
         let layers = Layers::new(limits);
-        layers.index(bytes).map(drop)
+        layers.headers(bytes).map(drop)
     };
     let over = |error: Error, said: &str| {
         assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains(said), "{error}");
     };
     let many: Vec<_> = (0..11).map(|n| file(&n.to_string(), "")).collect();
-    over(index(&mut &archive(&many)[..]).unwrap_err(), "more than 10 files");
+    over(headers(&mut &archive(&many)[..]).unwrap_err(), "more than 10 files");
     let long: Vec<_> = (0..10).map(|n| symlink(&format!("{n}{}", "x".repeat(90)), "y")).collect();
-    index(&mut &archive(&long)[..]).unwrap();
+    headers(&mut &archive(&long)[..]).unwrap();
     let long: Vec<_> = (0..9).map(|n| symlink(&n.to_string(), &"y".repeat(99))).collect();
-    index(&mut &archive(&long)[..]).unwrap();
+    headers(&mut &archive(&long)[..]).unwrap();
     let long: Vec<_> =
         (0..10).map(|n| symlink(&format!("{n}{}", "x".repeat(80)), &"y".repeat(80))).collect();
-    over(index(&mut &archive(&long)[..]).unwrap_err(), "bytes of names");
+    over(headers(&mut &archive(&long)[..]).unwrap_err(), "bytes of names");
     // A few bytes may unpack to endless data.
     let mut bomb = entry("zeros", b'0', "", b"");
     bomb[124..135].copy_from_slice(b"77777777777");
@@ -247,21 +247,21 @@ fn every_limit_stops_the_work() {
     let sum: u32 = bomb.iter().map(|byte| u32::from(*byte)).sum();
     bomb[148..154].copy_from_slice(format!("{sum:06o}").as_bytes());
     bomb[154] = 0;
-    over(index(&mut bomb.as_slice().chain(std::io::repeat(0))).unwrap_err(), "bytes, unpacked");
+    over(headers(&mut bomb.as_slice().chain(std::io::repeat(0))).unwrap_err(), "bytes, unpacked");
     // Several layers share the limits.
     let layers = Layers::new(limits);
-    layers.index(&archive(&many[..6])[..]).unwrap();
-    over(layers.index(&archive(&many[..6])[..]).map(drop).unwrap_err(), "more than 10 files");
+    layers.headers(&archive(&many[..6])[..]).unwrap();
+    over(layers.headers(&archive(&many[..6])[..]).map(drop).unwrap_err(), "more than 10 files");
 }
 
 #[test]
 fn a_layer_that_differs_on_the_second_read_is_refused() {
     let (_folder, store) = store();
     let first = archive(&[file("a", "1"), file("b", "2")]);
-    let index = Layers::new(LayerLimits::default()).index(&first[..]).unwrap();
+    let headers = Layers::new(LayerLimits::default()).headers(&first[..]).unwrap();
     let other = archive(&[file("a", "1")]);
     let open = move || -> Result<Box<dyn Read + Send>> { Ok(Box::new(Cursor::new(other))) };
-    let layers = vec![Layer { index, open: Box::new(open) }];
+    let layers = vec![Layer { headers, open: Box::new(open) }];
     let error = builder::from_layers(&store, "x", layers, &options(), &|_| ()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(burgeon_image::catalog::resolve(&store, "x").is_err());
@@ -288,12 +288,12 @@ fn a_description_has_the_same_tree_whatever_whiteouts_remove() {
             layers.push(archive(&entries));
         }
         let (manifest, data) = describe_layers(&layers).unwrap();
-        let headers = Layers::new(LayerLimits::default());
+        let all = Layers::new(LayerLimits::default());
         let built = layers.iter().map(|bytes| {
-            let index = headers.index(&bytes[..]).unwrap();
+            let headers = all.headers(&bytes[..]).unwrap();
             let bytes = bytes.clone();
             let open = move || -> Result<Box<dyn Read + Send>> { Ok(Box::new(Cursor::new(bytes))) };
-            Layer { index, open: Box::new(open) }
+            Layer { headers, open: Box::new(open) }
         });
         let (_folder, store) = store();
         let built = built.collect();

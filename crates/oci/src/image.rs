@@ -184,7 +184,7 @@ impl Blobs {
         name: &str,
         work: &Work<'_>,
     ) -> Result<Report> {
-        let headers = Layers::new(LayerLimits::default());
+        let all = Layers::new(LayerLimits::default());
         let layers = self.fetch(&resolved.manifest, work, &|coming| {
             let Layer { digest, size, compression, .. } = coming.layer.clone();
             let spool = match self {
@@ -194,11 +194,11 @@ impl Blobs {
                 })?),
             };
             let spool = spool.map(Spool::of);
-            let (index, spooled) = self.read_layer(coming, work.own, spool, |blob| {
-                let blob = Metered { inner: blob, meter: headers.meter() };
+            let (headers, spooled) = self.read_layer(coming, work.own, spool, |blob| {
+                let blob = Metered { inner: blob, meter: all.meter() };
                 let mut archive = Digesting::new(decompressed(blob, compression)?);
-                let index = headers.index(&mut archive)?;
-                coming.check(archive.digest()).map(|()| index)
+                let headers = all.headers(&mut archive)?;
+                coming.check(archive.digest()).map(|()| headers)
             })?;
             let open: builder::OpenLayer = match (self, spooled) {
                 (Self::Layout(layout), _) => {
@@ -214,7 +214,7 @@ impl Blobs {
                     decompressed(file, compression)
                 }),
             };
-            Ok(builder::Layer { index, open })
+            Ok(builder::Layer { headers, open })
         })?;
         builder::from_layers(store, name, layers, work.options, work.building)
     }

@@ -66,13 +66,13 @@ fn archive(mut input: &[u8]) -> Vec<u8> {
 /// Builds and describes an image of two layers.
 fn layers(layers: &[Vec<u8>; 2], options: &Options) {
     let all = || Layers::new(LayerLimits::default());
-    let (indexed, described) = (all(), all());
+    let (of_headers, described) = (all(), all());
     let build = || {
         let layer = |bytes: &Vec<u8>| {
             let bytes = bytes.clone();
-            let index = indexed.index(&bytes[..])?;
+            let headers = of_headers.headers(&bytes[..])?;
             let open = || Ok(Box::new(Cursor::new(bytes)) as Box<dyn Read + Send>);
-            Ok(Layer { index, open: Box::new(open) })
+            Ok(Layer { headers, open: Box::new(open) })
         };
         let layers = layers.iter().map(layer).collect::<Result<Vec<_>>>()?;
         builder::from_layers(&Oblivion, "x", layers, options, &|_| ())

@@ -38,8 +38,8 @@ pub use self::{
     assemble::Origin,
     outside::{Pattern, by_reference, computed},
     tar::{
-        Description, FilePart, Gunzip, Layer, LayerIndex, LayerLimits, Layers, Listed, OnDescribed,
-        OpenLayer, describe_layers, from_layers, from_tar,
+        Description, FilePart, Gunzip, Layer, LayerHeaders, LayerLimits, Layers, Listed,
+        OnDescribed, OpenLayer, describe_layers, from_layers, from_tar,
     },
 };
 use self::{

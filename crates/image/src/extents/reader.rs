@@ -15,7 +15,7 @@ use super::{
         ENTRY_ALIGN, EXTENTS, HEADER_LEN, LogHeader, MapRecord, MappingEntry, Parsed, RECORD_LEN,
         SOURCES, parse_entry,
     },
-    index::Index,
+    lookup::Lookup,
     unmapped,
 };
 use crate::corrupt;
@@ -54,7 +54,7 @@ pub(super) struct View {
     extents: LogView,
     sources: LogView,
     pub(super) records: u64,
-    index: Index,
+    lookup: Lookup,
 }
 
 /// A mapping's entry, its position and its end in the table.
@@ -203,12 +203,12 @@ impl View {
         let records = (known..found).rev().find(is_end).map_or(known, |index| index + 1);
         let sources = logs[1].view(logs[1].size()?)?;
         let extents = logs[0].view(HEADER_LEN + records * RECORD_LEN)?;
-        let mut index = before.map(|before| before.index.clone()).unwrap_or_default();
-        index.extend(records, |record| {
+        let mut lookup = before.map(|before| before.lookup.clone()).unwrap_or_default();
+        lookup.extend(records, |record| {
             let known = record_at(&extents, record);
             known.is_sound(id, record).then(|| known.start())
         });
-        Ok(Self { id, extents, sources, records, index })
+        Ok(Self { id, extents, sources, records, lookup })
     }
 
     /// The newest mapping. Lookups do not depend on its entry.
@@ -232,12 +232,12 @@ impl View {
     fn locate(&self, offset: u64) -> Result<(MapRecord, ByteRange)> {
         let block = offset / BLOCK_SIZE;
         let start = |record| start_at(&self.extents, record);
-        let Some(low) = self.index.count(block, self.records, start) else {
+        let Some(low) = self.lookup.count(block, self.records, start) else {
             return Err(unmapped(offset));
         };
         let found = self.around(low, block).or_else(|_| {
             // A damaged record misled the search: use the valid ones alone.
-            let near = self.index.near(block, self.records);
+            let near = self.lookup.near(block, self.records);
             let begins = |low: &u64| self.record(*low).is_ok_and(|r| r.start() <= block);
             self.around(near.clone().rev().find(begins).unwrap_or(near.start), block)
         });

@@ -60,7 +60,7 @@ impl Layers {
     /// Reads the decompressed layer `number` of the image (the lowest is 0) to its end. Several
     /// threads may read one layer each.
     ///
-    /// Errors: those of [`Self::index`].
+    /// Errors: those of [`Self::headers`].
     pub fn describe(
         &self,
         archive: impl Read + Send,

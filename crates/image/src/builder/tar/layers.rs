@@ -1,7 +1,7 @@
 //! Images of layers: archives, each of which states its differences from the layers below it.
 //!
 //! ```text
-//!   once, in parallel:  Layers::index ── all headers of a layer; data is skipped
+//!   once, in parallel:  Layers::headers ── all headers of a layer; data is skipped
 //!   then:               Merge         ── the live files, and the sources of their data
 //!   once more:          LiveArchives  ── the data of these files only
 //! ```
@@ -77,7 +77,7 @@ pub struct Layers {
 }
 
 /// The entries of one layer.
-pub struct LayerIndex {
+pub struct LayerHeaders {
     /// All entries, in order.
     entries: Vec<TarEntry>,
     unpacked: u64,
@@ -86,9 +86,9 @@ pub struct LayerIndex {
 
 /// A layer to build from.
 pub struct Layer {
-    /// Its entries.
-    pub index: LayerIndex,
-    /// Opens the same archive that was indexed, decompressed.
+    /// Its headers.
+    pub headers: LayerHeaders,
+    /// Opens the same archive whose headers were read, decompressed.
     pub open: OpenLayer,
 }
 
@@ -110,7 +110,7 @@ impl Layers {
     /// Reads a decompressed layer to its end. Several threads may read one layer each.
     ///
     /// Errors: `Corrupt` for a damaged or hostile archive, `Invalid` beyond a limit.
-    pub fn index(&self, archive: impl Read) -> Result<LayerIndex> {
+    pub fn headers(&self, archive: impl Read) -> Result<LayerHeaders> {
         let mut reader = Reader::new(self.bounded(archive));
         let mut entries = Vec::new();
         while let Some(mut entry) = reader.next()? {
@@ -122,7 +122,7 @@ impl Layers {
         }
         reader.finish()?;
         let unpacked = reader.data().read;
-        Ok(LayerIndex { entries, unpacked, meter: Arc::clone(&self.meter) })
+        Ok(LayerHeaders { entries, unpacked, meter: Arc::clone(&self.meter) })
     }
 
     /// The archive, with an error where the limit for all layers is reached.
@@ -222,7 +222,7 @@ impl<R: Read> Read for Bounded<'_, R> {
 
 /// Builds an image of `layers`, the lowest first, and publishes it in `store` as `name`.
 ///
-/// Errors: `Corrupt` for layers that do not fit together or differ from their index, `Invalid`
+/// Errors: `Corrupt` for layers that do not fit together or differ from their headers, `Invalid`
 /// for a tree that btrfs cannot hold; those of opening and reading the layers.
 pub fn from_layers(
     store: &impl ObjectStore,
@@ -237,16 +237,16 @@ pub fn from_layers(
             let known = Known::read(store, options)?;
             let limits = LayerLimits::default();
             let meter =
-                layers.first().map(|layer| Arc::clone(&layer.index.meter)).unwrap_or_default();
+                layers.first().map(|layer| Arc::clone(&layer.headers.meter)).unwrap_or_default();
             let mut merge = Merge::new(limits.entries as usize, Arc::clone(&meter));
             let (mut text_acls, mut total, mut entries_total) = (0, 0, 0);
             let mut archives = Vec::with_capacity(layers.len());
             for (number, layer) in (0..).zip(layers) {
-                let entries = layer.index.entries;
+                let entries = layer.headers.entries;
                 merge.layer(number, &entries)?;
                 text_acls += entries.iter().filter(|entry| entry.text_acl).count() as u64;
                 entries_total += entries.len() as u64;
-                total += layer.index.unpacked;
+                total += layer.headers.unpacked;
                 archives.push((number, layer.open));
             }
             let (nodes, wanted) = merge.finish();

@@ -31,7 +31,7 @@ use rayon::prelude::*;
 pub use self::{
     describe::{Description, OnDescribed, describe_layers},
     gzip::Gunzip,
-    layers::{Layer, LayerIndex, LayerLimits, Layers, OpenLayer, from_layers},
+    layers::{Layer, LayerHeaders, LayerLimits, Layers, OpenLayer, from_layers},
     listed::{FilePart, Listed},
 };
 use self::{

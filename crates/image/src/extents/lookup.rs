@@ -26,7 +26,7 @@ const NEAR_MAX: usize = 4;
 
 /// Starts of records in memory: 8 bytes per page of the map, plus the leaps.
 #[derive(Clone, Default)]
-pub(super) struct Index {
+pub(super) struct Lookup {
     steps: Vec<u64>,
     leaps: Vec<u64>,
 }
@@ -36,8 +36,8 @@ fn first_of(page: usize) -> u64 {
     (page as u64 * BLOCK_SIZE).saturating_sub(HEADER_LEN).div_ceil(RECORD_LEN)
 }
 
-impl Index {
-    /// Adds those of the first `records` records that the index lacks. `start` returns the start
+impl Lookup {
+    /// Adds those of the first `records` records that it lacks. `start` returns the start
     /// of a record, or `None` if it is damaged.
     pub(super) fn extend(&mut self, records: u64, start: impl Fn(u64) -> Option<u64>) {
         while first_of(self.steps.len()) < records {
@@ -87,7 +87,7 @@ impl Index {
 
 #[cfg(test)]
 mod tests {
-    use super::{Index, LEAP, first_of};
+    use super::{LEAP, Lookup, first_of};
 
     /// Starts 3, 3, 13, 13, 23 …: an end and the next extent may begin at the same block.
     fn start(record: u64) -> u64 {
@@ -103,31 +103,31 @@ mod tests {
     fn the_last_start_at_or_before_is_found() {
         let page = first_of(1);
         for records in [1, 2, page - 1, page, page + 1, first_of(LEAP), first_of(3 * LEAP) + 5] {
-            let mut index = Index::default();
+            let mut lookup = Lookup::default();
             // In parts, as a map grows.
-            index.extend(records / 3, |record| Some(start(record)));
-            index.extend(records, |record| Some(start(record)));
+            lookup.extend(records / 3, |record| Some(start(record)));
+            lookup.extend(records, |record| Some(start(record)));
             for record in (0..records).step_by(97).chain([records - 1]) {
                 for block in [start(record), start(record) + 9] {
                     let last = (record | 1).min(records - 1);
-                    assert_eq!(index.count(block, records, start), Some(last), "{records}");
-                    assert!(index.near(block, records).contains(&last), "{records}");
+                    assert_eq!(lookup.count(block, records, start), Some(last), "{records}");
+                    assert!(lookup.near(block, records).contains(&last), "{records}");
                 }
             }
-            assert_eq!(index.count(2, records, start), None);
+            assert_eq!(lookup.count(2, records, start), None);
         }
-        assert_eq!(Index::default().count(0, 0, |_| 0), None);
-        assert!(Index::default().near(0, 0).is_empty());
+        assert_eq!(Lookup::default().count(0, 0, |_| 0), None);
+        assert!(Lookup::default().near(0, 0).is_empty());
     }
 
     #[test]
     fn unknown_pages_hide_no_others() {
         let records = first_of(2 * LEAP);
         let unknown = [0, 5, 6, 128, 130].map(first_of);
-        let mut index = Index::default();
-        index.extend(records, |record| (!unknown.contains(&record)).then(|| start(record)));
+        let mut lookup = Lookup::default();
+        lookup.extend(records, |record| (!unknown.contains(&record)).then(|| start(record)));
         for record in (1..records).step_by(31) {
-            let near = index.near(start(record), records);
+            let near = lookup.near(start(record), records);
             assert!(near.contains(&(record | 1)), "{record}: {near:?}");
             assert!(near.end - near.start <= first_of(7));
         }
