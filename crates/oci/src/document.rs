@@ -45,7 +45,7 @@ struct Platform {
 
 impl Descriptor {
     pub(crate) fn digest(&self) -> Result<Digest> {
-        self.digest.parse()
+        parse_digest(&self.digest)
     }
 
     /// The size, if it is within the limit for documents.
@@ -58,7 +58,10 @@ impl Descriptor {
         if self.size <= max {
             return Ok(self.size);
         }
-        Err(corrupt(format!("{} has {} bytes: at most {max} are useful", self.digest, self.size)))
+        Err(corrupt(format!(
+            "the image says that {} has {} bytes: at most {max} are allowed",
+            self.digest, self.size
+        )))
     }
 
     pub(crate) fn tag(&self) -> Option<&str> {
@@ -191,7 +194,7 @@ impl Document {
                 if any.artifact_type.is_some() || !of_image.contains(&config.media_type.as_str()) {
                     let kind = any.artifact_type.unwrap_or(config.media_type);
                     return Err(unsupported(format!(
-                        "this is no image of a container, but {kind:?}"
+                        "this is not an image of a container, but {kind:?}"
                     )));
                 }
                 if layers.len() > LAYERS_MAX {
@@ -341,7 +344,7 @@ pub(crate) fn diff_ids(config: &[u8], layers: usize) -> Result<Vec<Option<Digest
             format!("the image has {layers} layers, its configuration {}", rootfs.diff_ids.len());
         return Err(corrupt(what));
     }
-    rootfs.diff_ids.iter().map(|id| id.parse().map(Some)).collect()
+    rootfs.diff_ids.iter().map(|id| parse_digest(id).map(Some)).collect()
 }
 
 /// The image for this machine in an index.
@@ -377,6 +380,21 @@ fn choose<'a>(manifests: &'a [Descriptor], architecture: &str) -> Result<&'a Des
         let what =
             format!("there is no image for linux/{architecture}, but for {}", there.join(", "));
         Error::new(ErrorKind::NotFound, what)
+    })
+}
+
+/// A digest that a document states.
+fn parse_digest(text: &str) -> Result<Digest> {
+    text.parse().map_err(|_| {
+        let shown: String = text.chars().take(100).collect();
+        let what =
+            format!("the image names a part by {shown:?}: only sha256: and 64 hexadecimal digits");
+        match text.starts_with("sha512:") {
+            true => {
+                unsupported(format!("{what} are known; copy the image with digests of SHA-256"))
+            }
+            false => corrupt(format!("{what} are a digest")),
+        }
     })
 }
 
@@ -454,7 +472,7 @@ mod tests {
             (manifest(CONFIG, many), "513 layers"),
             (both, "neither"),
             (old, "version 1"),
-            (digest, "no digest"),
+            (digest, "are a digest"),
             (json!({ "schemaVersion": 2 }), "neither"),
             (json!([]), "makes no sense"),
         ] {

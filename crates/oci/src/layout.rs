@@ -43,9 +43,10 @@ impl Layout {
         };
         let mut bytes = Vec::new();
         let path = self.path(&digest);
-        let file = open_file(&path)?;
+        let file = self.open_file(&path)?;
         file.take(DOCUMENT_MAX + 1).read_to_end(&mut bytes).map_err(|e| cannot_read(&path, e))?;
-        if bytes.len() as u64 > DOCUMENT_MAX || Digest::of(&bytes) != digest {
+        check_len(&path, &bytes)?;
+        if Digest::of(&bytes) != digest {
             let what =
                 format!("{} does not match its digest: tampered with, or damaged", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what));
@@ -57,9 +58,13 @@ impl Layout {
     fn tagged(&self, tag: Option<&str>) -> Result<Digest> {
         let path = self.folder.join("index.json");
         let mut bytes = Vec::new();
-        let file = open_file(&path)?;
-        file.take(DOCUMENT_MAX).read_to_end(&mut bytes).map_err(|e| cannot_read(&path, e))?;
-        let Document::Index(all) = Document::parse(&bytes)? else {
+        let file = self.open_file(&path)?;
+        file.take(DOCUMENT_MAX + 1).read_to_end(&mut bytes).map_err(|e| cannot_read(&path, e))?;
+        check_len(&path, &bytes)?;
+        let parsed = Document::parse(&bytes).map_err(|error| {
+            Error::with_source(error.kind(), format!("cannot use {}", path.display()), error)
+        });
+        let Document::Index(all) = parsed? else {
             let what = format!("{} is no index of images", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what));
         };
@@ -88,7 +93,7 @@ impl Layout {
 
     /// Opens a blob; its bytes are not checked.
     pub(crate) fn blob(&self, digest: &Digest) -> Result<File> {
-        open_file(&self.path(digest))
+        self.open_file(&self.path(digest))
     }
 
     /// Writes a blob atomically.
@@ -105,8 +110,9 @@ impl Layout {
         self.put(bytes)?;
         let path = self.folder.join("index.json");
         let mut before = Vec::new();
-        let file = open_file(&path)?;
-        file.take(DOCUMENT_MAX).read_to_end(&mut before).map_err(|e| cannot_read(&path, e))?;
+        let file = self.open_file(&path)?;
+        file.take(DOCUMENT_MAX + 1).read_to_end(&mut before).map_err(|e| cannot_read(&path, e))?;
+        check_len(&path, &before)?;
         let bad = || {
             let what = format!("{} is no index of images", path.display());
             Error::new(ErrorKind::Corrupt, what)
@@ -119,6 +125,45 @@ impl Layout {
             "annotations": { NAME: tag },
         }));
         replace(&path, index.to_string().as_bytes())
+    }
+
+    /// Opens a regular file, without blocking on a pipe.
+    fn open_file(&self, path: &Path) -> Result<File> {
+        let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(path);
+        let file = file.map_err(|error| match self.symlink_in(path) {
+            // The reading process can open nothing outside of the layout.
+            Some(link) if error.kind() == io::ErrorKind::PermissionDenied => {
+                let (shown, link, folder) = (path.display(), link.display(), self.folder.display());
+                let what = format!(
+                    "cannot read {shown}: {link} is a symlink to a place outside of the layout, where \
+                     Burgeon opens nothing; make a copy without symlinks, as with `cp -rL {folder} COPY`, \
+                     and use oci-layout:COPY"
+                );
+                Error::new(ErrorKind::Invalid, what)
+            }
+            _ if error.kind() == io::ErrorKind::NotFound => {
+                let shown = path.display();
+                let what = format!(
+                    "cannot read {shown}: the layout is not complete; copy the image into it again, as with \
+                     skopeo copy"
+                );
+                Error::with_source(ErrorKind::NotFound, what, error)
+            }
+            _ => cannot_read(path, error),
+        })?;
+        if file.metadata().is_ok_and(|metadata| metadata.is_file()) {
+            return Ok(file);
+        }
+        let what = format!("{} is not a regular file: copy the image again", path.display());
+        Err(Error::new(ErrorKind::Corrupt, what))
+    }
+
+    /// The first symlink below the folder on the way to `path`.
+    fn symlink_in(&self, path: &Path) -> Option<PathBuf> {
+        let below = path.ancestors().take_while(|part| *part != self.folder);
+        let links = below.filter(|part| part.is_symlink());
+        links.last().map(Path::to_owned)
     }
 
     fn path(&self, digest: &Digest) -> PathBuf {
@@ -142,15 +187,17 @@ fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Opens a regular file, without blocking on a pipe.
-fn open_file(path: &Path) -> Result<File> {
-    let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(path);
-    let file = file.map_err(|error| cannot_read(path, error))?;
-    if file.metadata().is_ok_and(|metadata| metadata.is_file()) {
-        return Ok(file);
+/// Refuses a document above the limit, whose digest was not computed.
+fn check_len(path: &Path, bytes: &[u8]) -> Result<()> {
+    if bytes.len() as u64 <= DOCUMENT_MAX {
+        return Ok(());
     }
-    Err(Error::new(ErrorKind::Invalid, format!("{} is no file", path.display())))
+    let what = format!(
+        "{} is larger than {} MiB, the limit of an index or manifest: the image cannot be used",
+        path.display(),
+        DOCUMENT_MAX >> 20
+    );
+    Err(Error::new(ErrorKind::Corrupt, what))
 }
 
 fn cannot_read(path: &Path, error: io::Error) -> Error {

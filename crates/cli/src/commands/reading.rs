@@ -208,6 +208,17 @@ fn something_else() -> Error {
     Error::new(ErrorKind::LocalIo, "the process that reads the image has done something else")
 }
 
+/// The error, with the image that the user has named if the error does not name it. (An archive's
+/// URL may hold a secret, and its errors name it without.)
+fn named(source: &Source, text: &str, error: Error) -> Error {
+    let end_of_path = text.rfind('/').map_or(0, |slash| slash + 1);
+    let end = text[end_of_path..].find(['@', ':']).map_or(text.len(), |at| end_of_path + at);
+    if source.is_archive() || error.to_string().contains(&text[..end]) {
+        return error;
+    }
+    Error::with_source(error.kind(), format!("cannot use {text}"), error)
+}
+
 /// The main function of the process `burgeon __read`.
 pub(crate) fn process(arguments: &[OsString]) -> ExitCode {
     read_process(arguments, perform)
@@ -237,22 +248,24 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
                 None => Want::Any,
             };
             let source = parse(&text)?;
-            Done::Found(oci_image::with_work(&context, &text, pull, &options, access, |work| {
+            let found = oci_image::with_work(&context, &text, pull, &options, access, |work| {
                 burgeon_oci::find_or_build(&store, &source, want, work)
-            })?)
+            });
+            Done::Found(found.map_err(|e| named(&source, &text, e))?)
         }
         Task::Index { text, push } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
-            Done::Indexed(oci_image::with_work(&context, &text, pull, &options, access, |work| {
+            let indexed = oci_image::with_work(&context, &text, pull, &options, access, |work| {
                 burgeon_oci::index(&store, &source, push, work)
-            })?)
+            });
+            Done::Indexed(indexed.map_err(|e| named(&source, &text, e))?)
         }
         Task::Build { text, name } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
             let built = oci_image::with_work(&context, &text, pull, &options, access, |work| {
                 burgeon_oci::build(&store, &source, &name, work)
             });
-            Done::Built(Box::new(built?))
+            Done::Built(Box::new(built.map_err(|e| named(&source, &text, e))?))
         }
         Task::BuildArchive { path, len, name } => {
             let archive = archive.ok_or_else(something_else)?;

@@ -87,7 +87,8 @@ impl<R: Read> Read for Checked<R> {
         let len = self.inner.read(buf)?;
         self.read += len as u64;
         if self.read > self.size || len == 0 && self.read < self.size {
-            let why = format!("has not the {} bytes that the image says", self.size);
+            let than = if self.read > self.size { "longer" } else { "shorter" };
+            let why = format!("is {than} than the {} bytes that the image states", self.size);
             return Err(self.wrong(&why));
         }
         self.hasher.update(&buf[..len]);
