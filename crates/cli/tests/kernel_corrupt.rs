@@ -345,6 +345,33 @@ fn damaged_files_of_a_prepared_image_are_made_again_by_a_mount() {
     }
 }
 
+/// The checksum of a block in a map: reads find it wrong, and nothing else is.
+#[test]
+fn a_map_with_a_wrong_checksum_is_made_again_by_the_next_mount() {
+    let damage = Damage::new("damaged-checksum");
+    let at = damage.space.path("at");
+    let named = ["--writes", "w", "--write-limit", "256M"];
+    damage.burgeon.umount(damage.burgeon.mount("image", &at, &named));
+    let writes = damage.burgeon.state().join("writes/w");
+    let good = fs::read(writes.join("map")).unwrap();
+    // Checksums are at the end of a map. Both names are of one file.
+    flip_a_bit(&writes.join("map"), good.len() as u64 - 100);
+    for (folder, options) in [(damage.prepared(), &["--read-only"][..]), (writes, &named[..2])] {
+        let map = folder.join("map");
+        let mounted = damage.burgeon.mount("image", &at, options);
+        drop_caches();
+        compare(&damage.tree, mounted.path()).unwrap().assert_same();
+        damage.burgeon.umount(mounted);
+        assert!(fs::read(&map).unwrap() != good);
+        let mounted = damage.burgeon.mount("image", &at, options);
+        assert!(fs::read(&map).unwrap() == good, "the map was not made again: {options:?}");
+        assert!(!folder.join("doubted").exists());
+        drop_caches();
+        compare(&damage.tree, mounted.path()).unwrap().assert_same();
+        damage.burgeon.umount(mounted);
+    }
+}
+
 #[test]
 fn writes_are_mounted_again_after_their_template_was_changed_and_removed() {
     let damage = Damage::new("damaged-template");

@@ -89,7 +89,7 @@ impl Reach {
 /// files of this host that images refer to by their paths.
 pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
     // Allow the directory, because folders in it may be removed and made anew, and each folder,
-    // because it may be a link to another disk.
+    // because another disk may be mounted on it.
     let folders = [
         state.root().to_owned(),
         state.images(),

@@ -83,6 +83,8 @@ pub struct Status {
     pub waiting_readers: usize,
     /// The last failure of the source.
     pub last_source_error: Option<String>,
+    /// A checksum of the map is wrong: the chunk's digest was right.
+    pub is_map_damaged: bool,
     /// Bytes that were read ahead.
     pub read_ahead: PrefetchedBytes,
 }
@@ -181,6 +183,7 @@ where
             in_flight: self.engine.in_flight(),
             waiting_readers: self.readers.waiting(),
             last_source_error: self.engine.outage.last(),
+            is_map_damaged: self.engine.outage.is_map_damaged(),
             read_ahead: self.read_ahead_bytes(),
         }
     }

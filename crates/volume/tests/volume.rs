@@ -276,7 +276,9 @@ async fn objects_outside_the_store_are_read_straight_through() {
     setup.source.fail([Fault::Unavailable, Fault::WrongByte]);
     setup.read(setup.blocks(5, 7)).await.unwrap();
     setup.read(setup.blocks(5, 7)).await.unwrap();
-    assert_eq!(setup.source.reads(), 4);
+    // The whole chunk has shown that the source was wrong, and not the map.
+    assert_eq!(setup.source.reads(), 5);
+    assert!(!setup.volume.status().is_map_damaged);
     assert_eq!(setup.volume.materialised_bytes(), 0);
     assert_eq!(setup.counters.fetched_bytes.get(), 3 * 7 * BLOCK_SIZE);
     assert_eq!(setup.counters.source_corrupt_chunks.get(), 1);
@@ -307,6 +309,22 @@ async fn a_map_with_a_wrong_checksum_costs_a_fetch_and_no_error() {
     }
     assert_eq!(setup.counters.source_corrupt_chunks.get(), 0, "the source is not to blame");
     setup.read(all(&setup)).await.unwrap();
+}
+
+/// The same of objects that are read in place, of which nothing is cached.
+#[tokio::test]
+async fn a_map_with_a_wrong_checksum_makes_no_error_of_a_file_that_is_read_in_place() {
+    let image = common::image_with(1, "file/test", |manifest| manifest.block_checksums[9] ^= 1);
+    let setup = setup_with(image, Limits::default());
+    for _ in 0..2 {
+        setup.read(setup.blocks(2, 1)).await.unwrap();
+    }
+    assert!(setup.volume.status().is_map_damaged);
+    assert_eq!(setup.counters.source_corrupt_chunks.get(), 0, "the source is not to blame");
+    setup.read(all(&setup)).await.unwrap();
+    // Bytes that are wrong stay an error.
+    setup.source.fail([Fault::WrongByte; 6]);
+    assert_eq!(setup.read(setup.blocks(2, 1)).await.unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
 #[tokio::test]

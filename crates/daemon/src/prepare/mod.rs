@@ -24,7 +24,7 @@ use self::process::{PreparedFiles, run_process};
 use crate::state::{
     files::{self, Lock, make_folder},
     paths::StateDir,
-    prepared::{Prepared, is_complete, is_ready, keep_file},
+    prepared::{Prepared, is_complete, is_ready, keep_file, take_doubt},
     writes::{self, WritesRecord},
 };
 
@@ -44,6 +44,9 @@ pub(crate) fn prepare(
     if virtual_bytes > 0 {
         make_folder(&folder)?;
         folder.push(format!("virtual-{virtual_bytes}"));
+    }
+    if take_doubt(&folder) {
+        check_again(store, access, &digest, &folder, PreparedFiles::Mended { virtual_bytes });
     }
     if !is_ready(&folder, store) {
         make_folder(&folder)?;
@@ -66,6 +69,26 @@ pub(crate) fn prepare(
         mapped(&folder.join("map"));
     }
     Ok(Prepared { folder, digest })
+}
+
+/// Has the files of a doubted folder checked, and made again if they are damaged. If the image's
+/// store is away, they serve as well as before.
+fn check_again(
+    store: &Location,
+    access: &Access,
+    digest: &Digest,
+    folder: &Path,
+    wanted: PreparedFiles,
+) {
+    let checked = Lock::take(&folder.join("lock"))
+        .and_then(|_lock| run_process(store, access, digest, folder, wanted, || {}));
+    match checked {
+        Ok(()) => tracing::warn!(folder = %folder.display(), "a damaged map was made again"),
+        Err(error) => {
+            let folder = folder.display();
+            tracing::error!(%folder, %error, "cannot make a damaged map again");
+        }
+    }
 }
 
 /// Fetches everything needed to mount the image `digest` of `store`, so that the next mount need
@@ -107,8 +130,12 @@ pub(crate) fn kept(
     record: &WritesRecord,
 ) -> Result<Prepared> {
     let folder = writes::folder(state, &record.name);
+    let is_doubted = take_doubt(&folder);
     if !is_complete(&folder, record) {
         mend_kept(state, store, access, record)?;
+    } else if is_doubted && let Err(error) = mend_kept(state, store, access, record) {
+        // They serve as well as before.
+        tracing::error!(writes = record.name, %error, "cannot make a damaged map again");
     }
     Ok(Prepared { folder, digest: record.manifest.0 })
 }

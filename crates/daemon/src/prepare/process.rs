@@ -7,7 +7,7 @@ use std::{
     process::{ExitCode, Stdio},
 };
 
-use burgeon_block::{Digest, Error, ErrorKind, Result};
+use burgeon_block::{Digest, Error, ErrorKind, ObjectKind, ObjectStore, Result};
 use burgeon_image::Limits;
 use burgeon_source::{Access, Location, Store};
 
@@ -141,18 +141,19 @@ fn prepare_here(
     let virtual_bytes = mended.unwrap_or(&files).parse().map_err(|e| {
         Error::with_source(ErrorKind::Invalid, "the size of the virtual area is no number", e)
     })?;
+    let open = Store::open(&store, &Access::from_env())?;
+    let manifest = ObjectKind::Manifest.object(digest)?;
+    // Damaged files may still serve: they go only if the image is there to make them again.
+    if mended.is_some() && open.len(&manifest)?.is_none() {
+        let what = format!("the store {store} has no {manifest}");
+        return Err(Error::new(ErrorKind::NotFound, what));
+    }
     for file in KEPT.iter().chain(&["ready.json"]) {
         files::remove_file(&folder.join(file))?;
     }
-    burgeon_image::prepare(
-        &Store::open(&store, &Access::from_env())?,
-        &digest,
-        folder,
-        virtual_bytes,
-        &limits,
-        bound_memory,
-        || println!("{MAPPED}"),
-    )?;
+    burgeon_image::prepare(&open, &digest, folder, virtual_bytes, &limits, bound_memory, || {
+        println!("{MAPPED}")
+    })?;
     let ready = ready.with_files(folder);
     files::publish_json(&folder.join("ready.json"), &ready)
 }

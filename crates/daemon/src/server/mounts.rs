@@ -32,6 +32,7 @@ use crate::{
     state::{
         access, files,
         pins::Pins,
+        prepared::doubt,
         record::{Attach, Transport},
     },
 };
@@ -302,7 +303,10 @@ impl Serving {
             if let Some(fill) = &mount.fill {
                 fill.stop();
             }
-            let Mount { server, fuse, volume, device, .. } = mount;
+            let Mount { server, fuse, volume, device, attach, .. } = mount;
+            if volume.status().is_map_damaged {
+                doubt(&attach.seed);
+            }
             drop(server);
             drop(device);
             drop(fuse);

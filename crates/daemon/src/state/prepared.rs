@@ -8,6 +8,7 @@
 //!                      ready.json  written last: marks the others as complete
 //!                      cache       the lazy data that has been read
 //!                      checksums   recorded for the cache, if the map has none
+//!                      doubted     a server has found the map to be damaged
 //!                      virtual-<bytes>/   the same without cache, with a virtual area of that size
 //! ```
 //!
@@ -50,6 +51,9 @@ const COPY_THREADS: u64 = 2;
 
 /// The files that are kept with named writes.
 pub(crate) const KEPT: [&str; 4] = ["seed", "seed.info", "map", "manifest"];
+
+/// The mark of files that a server has found to be damaged.
+const DOUBTED: &str = "doubted";
 
 /// A folder with a mountable image.
 #[derive(Debug, Clone)]
@@ -98,6 +102,20 @@ impl Ready {
 /// True if the image `digest` of `store` can be mounted without asking its store.
 pub fn is_prepared(state: &StateDir, store: &Location, digest: &Digest) -> bool {
     is_ready(&state.image(digest), store)
+}
+
+/// Marks the files of `folder` as possibly damaged: the next mount has them checked, and made again
+/// if they are. A failure costs that only.
+pub(crate) fn doubt(folder: &Path) {
+    let made = files::open(&folder.join(DOUBTED), File::options().write(true).create(true));
+    if let Err(error) = made {
+        tracing::warn!(folder = %folder.display(), %error, "cannot mark the map as damaged");
+    }
+}
+
+/// True if [`doubt`] has marked `folder`. Removes the mark.
+pub(crate) fn take_doubt(folder: &Path) -> bool {
+    fs::remove_file(folder.join(DOUBTED)).is_ok()
 }
 
 /// True if `folder` holds a whole image, prepared since the machine was started.

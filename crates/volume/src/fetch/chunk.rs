@@ -198,14 +198,19 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for ChunkQuestio
 }
 
 /// A chunk whose digest is right.
-struct Unpacked {
-    pages: Pages,
+pub(super) struct Unpacked {
+    pub(super) pages: Pages,
     /// True if the map's checksums of its blocks are right, too.
     is_map_right: bool,
 }
 
 /// Decompresses and verifies a chunk. Runs on the CPU pool.
-fn unpack(map: &AddressMap, index: u32, chunk: &Chunk, stored: &[u8]) -> Result<Unpacked> {
+pub(super) fn unpack(
+    map: &AddressMap,
+    index: u32,
+    chunk: &Chunk,
+    stored: &[u8],
+) -> Result<Unpacked> {
     // The output can never be longer than the map says: the buffer is its bound.
     let mut pages = Pages::zeroed(chunk.range.len())
         .ok_or_else(|| Error::new(ErrorKind::LocalIo, "no memory for a chunk"))?;

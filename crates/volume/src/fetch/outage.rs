@@ -145,9 +145,14 @@ impl Outage {
             tracing::error!(
                 image = &*self.image,
                 "the image's map file is damaged: some blocks are fetched at every read; unmount the \
-                 image and remove the map, and the next mount makes it again"
+                 image everywhere, and the next mount makes the map again"
             );
         }
+    }
+
+    /// True if [`Self::map_is_damaged`] was called.
+    pub(crate) fn is_map_damaged(&self) -> bool {
+        self.state().is_map_damaged
     }
 
     /// An error if the fetch of `key` was given up a moment ago.

@@ -2,17 +2,23 @@
 //! again.
 //!
 //! Each read asks the source for its own bytes, under the same retry policy, and verifies them by
-//! the checksums of the map. Chunks that are stored compressed cannot be read in part; they are
-//! fetched and cached as any other.
+//! the checksums of the map. Bytes that differ from them are read once more with their whole chunk,
+//! whose digest decides: the map may be the damaged one. Chunks that are stored compressed cannot
+//! be read in part; they are fetched and cached as any other.
 
 use std::sync::Arc;
 
 use burgeon_block::{BlockSource, ByteRange, Counters, ErrorKind, LocalFile, ObjectId, Result};
 use burgeon_image::Chunk;
 use bytes::Bytes;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
-use super::{in_flight::Bill, read_object, retry::Question};
+use super::{
+    chunk::{Unpacked, unpack},
+    in_flight::Bill,
+    read_object,
+    retry::Question,
+};
 use crate::{Volume, verify::check_blocks};
 
 impl<S, F> Volume<S, F>
@@ -32,7 +38,11 @@ where
         let chunk = self.map.chunk(index);
         let Some(range) = stored_piece(&chunk, piece) else {
             buf.fill(0);
-            return check_blocks(&self.map, piece.start(), buf);
+            let checked = check_blocks(&self.map, piece.start(), buf);
+            return match checked.is_err() && self.is_of_whole_chunk(index, piece, buf).await {
+                true => Ok(()),
+                false => checked,
+            };
         };
         self.engine.outage.check(index.into())?;
         let deadline = self.engine.outage.deadline(arrived);
@@ -51,6 +61,25 @@ where
         padding.fill(0);
         let answer = self.source.read_now(self.map.object(chunk.object), range, data);
         matches!(answer, Some(Ok(()))) && check_blocks(&self.map, piece.start(), buf).is_ok()
+    }
+}
+
+impl<S: BlockSource + 'static, F: LocalFile + 'static> Volume<S, F> {
+    /// True if `buf` is the piece of the whole chunk, which has its digest: then a checksum of the
+    /// map is wrong, which opening a map does not verify.
+    async fn is_of_whole_chunk(&self, index: u32, piece: ByteRange, buf: &[u8]) -> bool {
+        let chunk = self.map.chunk(index);
+        let asking = read_object(&self.source, self.map.object(chunk.object), chunk.stored);
+        let Ok(Ok(stored)) = timeout(self.limits.try_timeout, asking).await else { return false };
+        let map = Arc::clone(&self.map);
+        let unpacked = self.cpu.run(move || unpack(&map, index, &chunk, &stored)).await;
+        let Ok(Ok(Unpacked { pages, .. })) = unpacked else { return false };
+        let start = (piece.start() - chunk.range.start()) as usize;
+        let is_same = pages.bytes().get(start..start + buf.len()) == Some(buf);
+        if is_same {
+            self.engine.outage.map_is_damaged();
+        }
+        is_same
     }
 }
 
@@ -101,6 +130,9 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for Piece<'_, S,
         padding.fill(0);
         let checked = check_blocks(&self.volume.map, self.piece.start(), self.buf);
         if checked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
+            if self.volume.is_of_whole_chunk(self.index, self.piece, self.buf).await {
+                return Ok(());
+            }
             self.volume.source.refuted(self.object, self.range);
         }
         checked
