@@ -53,7 +53,7 @@ pub(crate) fn release(last: &mut Abandoned, needed: &dyn Fn() -> Vec<PathBuf>) {
     if unknown.is_empty() {
         return;
     }
-    let Some(of_others) = devices_of_others() else { return };
+    let Some(of_others) = devices_of_others(Path::new("/proc")) else { return };
     let needed = needed();
     unknown.retain(|mount| {
         let is_needed = needed.iter().any(|path| path.starts_with(&mount.target));
@@ -106,11 +106,12 @@ fn is_of_kernel(place: &Path) -> bool {
     ["/dev", "/proc", "/sys"].iter().any(|folder| place.starts_with(folder))
 }
 
-/// The file systems in the mount namespaces of all processes but those of Burgeon's daemons, whose
-/// copies would keep each other; `None` if there is a namespace that cannot be looked into.
-fn devices_of_others() -> Option<Devices> {
+/// The file systems in the mount namespaces of all processes in `proc` but those of Burgeon's
+/// daemons, whose copies would keep each other; `None` if there is a namespace that cannot be looked
+/// into.
+fn devices_of_others(proc: &Path) -> Option<Devices> {
     let (mut devices, mut seen, mut bound) = (Devices::new(), BTreeSet::new(), BTreeSet::new());
-    for process in numbered("/proc".as_ref()).ok()? {
+    for process in numbered(proc).ok()? {
         if is_daemon(&process) {
             continue;
         }
@@ -152,4 +153,59 @@ fn numbered(folder: &Path) -> io::Result<Vec<PathBuf>> {
     };
     let paths = fs::read_dir(folder)?.flatten().map(|entry| entry.path());
     Ok(paths.filter(is_number).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::symlink, path::Path};
+
+    use super::{Devices, devices_of_others, reachable};
+    use crate::host::mountinfo;
+
+    /// A process of one thread, whose namespace has the mounts of `devices` and a file that is bound
+    /// to the namespace `bound`.
+    fn add(proc: &Path, command: &str, namespace: &str, root: &str, devices: &[u32], bound: &str) {
+        let number = fs::read_dir(proc).unwrap().count();
+        let process = proc.join(number.to_string());
+        let task = process.join("task").join(number.to_string());
+        fs::create_dir_all(task.join("ns")).unwrap();
+        fs::write(process.join("cmdline"), command.replace(' ', "\0")).unwrap();
+        symlink(namespace, task.join("ns/mnt")).unwrap();
+        symlink(root, task.join("root")).unwrap();
+        let line = |device| format!("1 1 0:{device} / /mnt rw - ext4 /dev/loop0 rw\n");
+        let mounts: String = devices.iter().map(line).collect();
+        let mounts = format!("{mounts}1 1 0:4 {bound} /run/bound rw - nsfs nsfs rw\n");
+        fs::write(task.join("mountinfo"), mounts).unwrap();
+    }
+
+    #[test]
+    fn others_are_all_processes_but_daemons() {
+        let proc = tempfile::tempdir().unwrap();
+        let proc = proc.path();
+        let found = || devices_of_others(proc);
+        let of =
+            |devices: &[u32]| Some(devices.iter().map(|device| (0, *device)).collect::<Devices>());
+        add(proc, "sh", "mnt:[1]", "/", &[10], "net:[7]");
+        add(proc, "burgeon __serve /state", "mnt:[2]", "/", &[20], "net:[7]");
+        assert_eq!(found(), of(&[4, 10]));
+        // Not all mounts of a namespace can be seen from below another root.
+        add(proc, "burgeon mount image:1 /mnt", "mnt:[3]", "/chroot", &[30], "net:[7]");
+        add(proc, "sh", "mnt:[3]", "/", &[30, 31], "net:[7]");
+        assert_eq!(found(), of(&[4, 10, 30, 31]));
+        add(proc, "sh", "mnt:[4]", "/", &[], "mnt:[5]");
+        assert_eq!(found(), None, "nobody can see what is mounted in the namespace 5");
+        add(proc, "sh", "mnt:[5]", "/", &[50], "mnt:[4]");
+        assert_eq!(found(), of(&[4, 10, 30, 31, 50]));
+    }
+
+    #[test]
+    fn the_last_mount_at_a_place_hides_the_others() {
+        let table = tempfile::NamedTempFile::new().unwrap();
+        let line = |id, target| format!("{id} 1 0:1 / {target} rw - ext4 /dev/loop0 rw\n");
+        let lines = [line(1, "/"), line(2, "/a"), line(3, "/b"), line(4, "/a")];
+        fs::write(table.path(), lines.concat()).unwrap();
+        let mounts = mountinfo::read(table.path()).unwrap();
+        let ids: Vec<_> = reachable(&mounts).iter().map(|mount| mount.id).collect();
+        assert_eq!(ids, [1, 3, 4]);
+    }
 }
