@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, fallocate, syncfs};
 use testkit::{Fault, Rng, kill};
 
 use crate::{load::read_through, world::World};
@@ -254,6 +254,8 @@ fn fill_disk(world: &World, rng: &mut Rng) {
     world.await_reads("a full disk");
     drop(file);
     fs::remove_file(path).unwrap();
+    // ext4 gives the blocks of a removed file out again after its next commit.
+    syncfs(File::open(world.disk.path()).unwrap()).unwrap();
 }
 
 /// The source answers wrongly or not at all, and what was local is gone.
