@@ -262,11 +262,17 @@ impl World {
 
     /// Runs a command that must succeed.
     pub(crate) fn ok(&self, arguments: &[&str]) -> bool {
+        self.ends_with(&[0], arguments)
+    }
+
+    /// Runs a command that must end with one of these exit codes.
+    pub(crate) fn ends_with(&self, codes: &[i32], arguments: &[&str]) -> bool {
         let Some(finished) = self.run(arguments) else { return false };
-        if finished.code != Some(0) {
+        let good = finished.code.is_some_and(|code| codes.contains(&code));
+        if !good {
             self.ledger.violation(format!("burgeon {arguments:?}: {finished:#?}"));
         }
-        finished.code == Some(0)
+        good
     }
 
     /// Mounts `place`, and lets its load begin.
