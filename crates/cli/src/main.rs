@@ -28,8 +28,11 @@ use std::{ffi::OsString, path::Path, process::ExitCode};
 use burgeon_daemon::roles::{self, ROLES};
 use clap::Parser;
 
+/// The main function of a process.
+type Main = fn(&[OsString]) -> ExitCode;
+
 /// The processes of a running system: verb, number of arguments, main function.
-const PROCESSES: &[(&str, usize, fn(&[OsString]) -> ExitCode)] = &[
+const PROCESSES: &[(&str, usize, Main)] = &[
     ("__supervise", 1, |arguments| burgeon_daemon::supervise(first(arguments))),
     ("__serve", 1, |arguments| burgeon_daemon::serve_forever(first(arguments))),
     ("__hold", 1, |_| burgeon_daemon::hold()),

@@ -7,6 +7,7 @@ use std::{
     fs::{self, File},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
+    process::Stdio,
     thread,
 };
 
@@ -14,7 +15,7 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
 };
-use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, wait_until};
+use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, kill, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -53,8 +54,9 @@ fn write_synced(path: &Path) {
     file.sync_all().unwrap();
 }
 
-/// A library to preload. `AT_THAW` names who dies where a file system is about to be thawed: the
-/// process that does it, or the supervisor, for which it waits. With
+/// A library to preload. Where a file system is about to be thawed, the process that does it dies
+/// if `AT_THAW` is `itself`; otherwise it writes the number of its supervisor into the file of that
+/// name, and waits for its death. With
 /// `AT_ATTRIBUTES`, a server that has read the question for the FUSE file's attributes does not answer;
 /// nor one that was asked for data while the file `AT_READS` is there.
 const FAULTS: &str = r#"
@@ -62,6 +64,7 @@ const FAULTS: &str = r#"
 #include <fcntl.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -83,7 +86,9 @@ int ioctl(int fd, unsigned long request, ...) {
     if ((unsigned int)request == 0xc0045878u && who) {
         pid_t parent = getppid();
         if (!strcmp(who, "itself") || !is_helper()) kill(getpid(), SIGKILL);
-        kill(parent, SIGKILL);
+        FILE *file = fopen(who, "w");
+        fprintf(file, "%d\n", parent);
+        fclose(file);
         while (getppid() == parent) usleep(1000);
     }
     return syscall(SYS_ioctl, fd, request, argument);
@@ -163,7 +168,17 @@ fn a_killed_supervisor_does_not_interrupt_a_thaw() {
     let library = faults(&space);
     burgeon.kill_daemon();
     let mut repair = burgeon.command(&["doctor", "--repair"]);
-    repair.env("LD_PRELOAD", &library).env("AT_THAW", "the supervisor").output().unwrap();
+    let mark = space.path("supervisor");
+    repair.env("LD_PRELOAD", &library).env("AT_THAW", &mark).stderr(Stdio::null());
+    let mut repair = repair.spawn().unwrap();
+    let mut supervisor = None;
+    assert!(wait_until(PATIENCE, || {
+        let text = fs::read_to_string(&mark).unwrap_or_default();
+        supervisor = text.strip_suffix('\n').map(|number| number.parse().unwrap());
+        supervisor.is_some()
+    }));
+    kill(supervisor.unwrap());
+    repair.wait().unwrap();
     // It dies where its helper is about to thaw, and there is no other that could.
     assert!(wait_until(PATIENCE, || is_frozen(&burgeon) && burgeon.processes().len() <= 1));
     assert_writable(&at, "written-without-a-supervisor");

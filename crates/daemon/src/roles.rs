@@ -1,7 +1,8 @@
 //! The privileges that each process drops before it parses untrusted data.
 //!
 //! `docs/architecture.md` has the same as a table ("What each process may do"). The supervisor, and
-//! the commands themselves, keep the user's privileges: they mount, and execute credential helpers.
+//! the commands themselves, keep the user's privileges: they place mounts, and execute credential
+//! helpers.
 
 use std::path::{Path, PathBuf};
 
@@ -111,6 +112,12 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
     }
 }
 
+/// It makes the block devices and mounts of a supervisor, with rings for a mount over ublk.
+pub(crate) fn helping(rings: bool) -> Sandbox {
+    let sandbox = Sandbox::computing().make_mounts();
+    if rings { sandbox.rings() } else { sandbox }
+}
+
 /// It holds descriptors, and copies messages of a fixed length.
 pub(crate) fn holding() -> Sandbox {
     Sandbox::computing()
@@ -173,7 +180,8 @@ pub struct Role {
 /// All roles. A process has several if what it may do depends on its work.
 pub const ROLES: &[Role] = &[
     Role { name: "supervising", process: "__supervise", sandbox: None },
-    Role { name: "helping", process: "__help", sandbox: None },
+    Role { name: "helping", process: "__help", sandbox: Some(|_| Ok(helping(false))) },
+    Role { name: "helping-rings", process: "__help", sandbox: Some(|_| Ok(helping(true))) },
     Role {
         name: "preparing",
         process: "__prepare",

@@ -149,6 +149,11 @@ pub(crate) fn has_ublk() -> bool {
     Path::new(CONTROL).exists() || module_is_there("ublk_drv")
 }
 
+/// True if the ublk driver is loaded, so that mounts may have its devices.
+pub(crate) fn uses_ublk() -> bool {
+    Path::new(CONTROL).exists()
+}
+
 /// Loads the ublk driver; it has no alias that would load it when its device is opened.
 fn load_driver() {
     static TRIED: Once = Once::new();

@@ -70,14 +70,19 @@ pub(crate) struct Ruleset {
 }
 
 impl Ruleset {
-    /// Denies everything that this kernel can deny; `None` on a kernel without Landlock.
-    pub(crate) fn new(network: bool) -> Result<Option<Self>> {
+    /// Denies everything that this kernel can deny, access to files only if `files`; `None` on a
+    /// kernel that can deny nothing of it.
+    pub(crate) fn new(network: bool, files: bool) -> Result<Option<Self>> {
         let version = version();
-        if version < 1 {
+        // Rights other than to files begin with version 4.
+        if version < if files { 1 } else { 4 } {
             return Ok(None);
         }
         let since = |first: i32, rights: u64| if version >= first { rights } else { 0 };
-        let handled = FIRST_RIGHTS | since(2, REFER) | since(3, TRUNCATE) | since(5, IOCTL_DEV);
+        let handled = match files {
+            true => FIRST_RIGHTS | since(2, REFER) | since(3, TRUNCATE) | since(5, IOCTL_DEV),
+            false => 0,
+        };
         let attributes = RulesetAttributes {
             files: handled,
             network: since(4, if network { BIND_TCP } else { BIND_TCP | CONNECT_TCP }),

@@ -4,7 +4,7 @@
 //!   open source and output ─► Sandbox::enter ─► parse untrusted bytes
 //!                                │
 //!                                ├─ Landlock        files: only those named (if the kernel has it)
-//!                                ├─ capabilities    none, or the one that a role cannot do without
+//!                                ├─ capabilities    none, or those that a role cannot do without
 //!                                ├─ no_new_privs    an executed file could give nothing back
 //!                                └─ seccomp         no execve, ptrace, mount, io_uring, …
 //! ```
@@ -41,6 +41,8 @@ pub struct Sandbox {
     keeps: CapabilitySet,
     network: bool,
     rings: bool,
+    /// Makes mounts: Landlock, which would prevent that, guards no files.
+    mounts: bool,
     /// Each must exist.
     files: Vec<(PathBuf, Access)>,
     /// Each may be missing.
@@ -94,6 +96,7 @@ impl Sandbox {
             keeps: CapabilitySet::empty(),
             network: false,
             rings: false,
+            mounts: false,
             files: Vec::new(),
             system_files: Vec::new(),
         };
@@ -160,6 +163,18 @@ impl Sandbox {
         self
     }
 
+    /// Allows making detached mounts, and block devices for them; attaching a mount to a path, and
+    /// unmounting, stay refused. Files are those of the user, because a process whose files
+    /// Landlock guards cannot mount.
+    pub fn make_mounts(mut self) -> Self {
+        self.mounts = true;
+        // The root of a mounted image may belong to anybody; device nodes are made where they are
+        // missing.
+        self.keeps |=
+            CapabilitySet::SYS_ADMIN | CapabilitySet::DAC_READ_SEARCH | CapabilitySet::MKNOD;
+        self
+    }
+
     /// Drops all other rights, for ever. True if Landlock guards the files.
     ///
     /// With `BURGEON_PROBE` in the environment, the process prints what it can still do.
@@ -171,8 +186,8 @@ impl Sandbox {
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         // Opened while that is still allowed.
-        let landlock = landlock::Ruleset::new(self.network)?;
-        if let Some(landlock) = &landlock {
+        let landlock = landlock::Ruleset::new(self.network, !self.mounts)?;
+        if let Some(landlock) = landlock.as_ref().filter(|_| !self.mounts) {
             for (path, access) in &self.files {
                 landlock.allow(path, *access)?;
             }
@@ -186,9 +201,13 @@ impl Sandbox {
         capabilities::keep_only(self.keeps)?;
         rustix::thread::set_no_new_privs(true)
             .map_err(|e| Error::io("cannot set no_new_privs", e.into()))?;
-        let guarded = landlock.is_some();
+        let guarded = landlock.is_some() && !self.mounts;
         landlock.map_or(Ok(()), landlock::Ruleset::enter)?;
-        seccomp::enter(self.network, self.rings)?;
+        seccomp::enter(seccomp::Allowed {
+            network: self.network,
+            rings: self.rings,
+            mounts: self.mounts,
+        })?;
         probe::report(guarded);
         Ok(guarded)
     }

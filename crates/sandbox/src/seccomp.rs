@@ -28,11 +28,6 @@ const REFUSED: &[c_long] = &[
     libc::SYS_move_mount,
     libc::SYS_open_tree,
     OPEN_TREE_ATTR,
-    libc::SYS_fsopen,
-    libc::SYS_fsconfig,
-    libc::SYS_fsmount,
-    libc::SYS_fspick,
-    libc::SYS_mount_setattr,
     libc::SYS_unshare,
     libc::SYS_setns,
     // It bypasses paths, and so Landlock.
@@ -71,6 +66,14 @@ const REFUSED: &[c_long] = &[
     libc::SYS_modify_ldt,
 ];
 
+/// Calls that make a detached mount.
+const MOUNTS: &[c_long] = &[
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+];
 const RINGS: &[c_long] =
     &[libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register];
 const NETWORK: &[c_long] = &[libc::SYS_socket, libc::SYS_connect];
@@ -113,9 +116,17 @@ const IF_AT_LEAST: u32 = libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K;
 const IF_ANY: u32 = libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K;
 const RETURN: u32 = libc::BPF_RET | libc::BPF_K;
 
+/// The calls that some roles need.
+#[derive(Clone, Copy)]
+pub(crate) struct Allowed {
+    pub(crate) network: bool,
+    pub(crate) rings: bool,
+    pub(crate) mounts: bool,
+}
+
 /// Enforces the filter for this thread, and those that it starts later.
-pub(crate) fn enter(network: bool, rings: bool) -> Result<()> {
-    let filter = filter(network, rings, std::process::id());
+pub(crate) fn enter(allowed: Allowed) -> Result<()> {
+    let filter = filter(allowed, std::process::id());
     let program = sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
     // SAFETY: the kernel copies the program, whose length is given.
     let entered =
@@ -127,7 +138,7 @@ pub(crate) fn enter(network: bool, rings: bool) -> Result<()> {
 }
 
 /// Each test is followed at once by its result, so that no jump is long.
-fn filter(network: bool, rings: bool, process: u32) -> Vec<sock_filter> {
+fn filter(allowed: Allowed, process: u32) -> Vec<sock_filter> {
     let refuse = returns(libc::SECCOMP_RET_ERRNO | libc::EPERM as u32);
     let mut filter = vec![
         load(ARCHITECTURE_AT),
@@ -137,9 +148,10 @@ fn filter(network: bool, rings: bool, process: u32) -> Vec<sock_filter> {
     ];
     #[cfg(target_arch = "x86_64")]
     filter.extend([jump(IF_AT_LEAST, X32_FIRST, 0, 1), refuse]);
-    let (no_network, no_rings) = (!network, !rings);
-    let refused = REFUSED.iter().chain(NETWORK.iter().filter(|_| no_network));
-    for call in refused.chain(RINGS.iter().filter(|_| no_rings)) {
+    let Allowed { network, rings, mounts } = allowed;
+    let by_role = [(network, NETWORK), (rings, RINGS), (mounts, MOUNTS)];
+    let refused = by_role.into_iter().filter(|(allowed, _)| !allowed).map(|(_, calls)| calls);
+    for call in refused.chain([REFUSED]).flatten() {
         filter.extend([jump(IF_EQUAL, *call as u32, 0, 1), refuse]);
     }
     // Its flags lie in memory, which a filter cannot read; without it, libraries use clone.

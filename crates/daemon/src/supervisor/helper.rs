@@ -29,6 +29,8 @@
 //!   no other process holds the connection, the helper's calls fail and it ends.
 //! - A helper that makes a mount dies with its supervisor; one that freezes or thaws does not.
 //! - No call of the supervisor waits for a helper longer than its bound.
+//! - A helper is in its sandbox before it opens a file: the kernel parses the images that it
+//!   mounts, and the helper the kernel's answers.
 
 use std::{
     os::{
@@ -51,6 +53,7 @@ use crate::{
     },
     id::MountId,
     ipc::{protocol::Failure, wire},
+    roles,
     state::paths::StateDir,
     supervisor::{
         exchange::{self, Exchange},
@@ -192,7 +195,8 @@ pub fn help() -> ExitCode {
     if matches!(task, Task::Plumb(_)) && !dies_with_its_parent(&stream) {
         return ExitCode::FAILURE;
     }
-    let (outcome, fd) = match perform(task, fds) {
+    let confined = roles::helping(transport::uses_ublk()).enter();
+    let (outcome, fd) = match confined.and_then(|_| perform(task, fds)) {
         Ok(done) => done,
         Err(e) => (Outcome::Failed(e.into()), None),
     };
