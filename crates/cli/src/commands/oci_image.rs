@@ -9,11 +9,14 @@ use burgeon_image::{
     builder::{self, Options},
     catalog::{self, ImageRecord},
 };
-use burgeon_oci::{Found, How, Pull, Source, Tags, Want, Work};
+use burgeon_oci::{How, Pull, Source, Tags, Want, Work};
 use burgeon_source::{Access, Directory, Location, Store};
 use serde_json::json;
 
-use super::{Context, far, images, mistakes, named, reading};
+use super::{
+    Context, far, images, mistakes, named,
+    reading::{self, Elsewhere},
+};
 use crate::{args, output, progress::Progress};
 
 /// The location of an image.
@@ -115,20 +118,16 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
         burgeon_oci::find_here(&store, &source, want, work)
     })?;
     let found = match found {
-        Some(found) => Found::Image(Box::new(found)),
+        Some(found) => Elsewhere::Made(Box::new(found)),
         None => reading::find(context, &text, &source, want, pull)?,
     };
     let found = match found {
-        Found::Image(found) => found,
-        Found::Ours(artifact) => {
+        Elsewhere::Made(found) => found,
+        Elsewhere::Ours(artifact, record) => {
             let access = Access::from_env().for_registry(&artifact)?;
             let store = Location::Registry(Box::new(artifact));
-            // The store has one record, with its author's name; the user's input counts.
-            let mut records = catalog::list(&Store::open(&store, &access)?)?;
-            let (_, record) = records.pop().ok_or_else(|| {
-                Error::new(ErrorKind::Corrupt, format!("{text} is an image without a record"))
-            })?;
-            let (image, name) = (Some(record?), shown.clone());
+            // The record has its author's name; the user's input counts.
+            let (image, name) = (Some(*record), shown.clone());
             let (digest, store_away, missing) = (None, false, None);
             return Ok(Place { store, access, name, image, digest, store_away, missing, shown });
         }

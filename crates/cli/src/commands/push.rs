@@ -1,15 +1,15 @@
 //! `push` and `pull`: copy images between the store, registries and this host.
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Instant};
 
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_image::catalog::{self, ImageRecord, Provenance};
 use burgeon_oci::{Pull, Pushed, Want};
-use burgeon_source::{Access, Store, registry::Name};
+use burgeon_source::{Access, Location, Store, registry::Name};
 use serde_json::json;
 
-use super::{Context, mistakes, named, oci_image};
+use super::{Context, mistakes, named, oci_image, reading};
 use crate::{
     args,
     output::{self, bytes},
@@ -79,21 +79,28 @@ pub(super) fn pull(context: &Context, args: args::Pull) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    let from = Store::open(&place.store, &place.access)?;
     if place.store == own {
         // The image is here, but its data is elsewhere: the error says so.
-        catalog::parts(&from, &record)?;
+        catalog::parts(&Store::open(&place.store, &place.access)?, &record)?;
     }
     let to = Store::create(&own, &Access::default())?;
     let name = args.name.clone().map_or_else(|| named::name_of(&args.source), Ok)?;
     // From here on it is a local name.
     let provenance = Provenance::new(context.state.provenance(), own.to_string());
     check_free(&to, &provenance, &name, shown, &record, args.replace)?;
-    let progress = Progress::new(format!("pulling {name}"));
-    let show = |done, total| progress.update(done, Some(total));
-    let copied = catalog::copy(&from, &to, &record, &show);
-    let seconds = progress.finish().as_secs_f64();
-    let copied = copied?;
+    let begun = Instant::now();
+    let copied = match &place.store {
+        Location::Registry(artifact) => reading::copy(context, artifact, &record)?,
+        Location::Folder(_) | Location::Remote(_) => {
+            let progress = Progress::new(format!("pulling {name}"));
+            let show = |done, total| progress.update(done, Some(total));
+            let from = Store::open(&place.store, &place.access)?;
+            let copied = catalog::copy(&from, &to, &record, &show);
+            progress.finish();
+            copied?
+        }
+    };
+    let seconds = begun.elapsed().as_secs_f64();
     // Check again: the copy took time, and another process may have taken the name.
     check_free(&to, &provenance, &name, shown, &record, args.replace)?;
     catalog::publish_alias(&to, &record, &name)?;

@@ -1,8 +1,8 @@
 //! Reads foreign images in a sandboxed child process: the command's side and the child's side.
 //!
 //! ```text
-//!   command: find, index, build ─► Job ──► burgeon __read: perform ─► Made ─┐
-//!            records: provenance of the image, digest of its tag         ◄──┘
+//!   command: find, index, build, copy ─► Job ──► burgeon __read: perform ─► Made ─┐
+//!            records: provenance of the image, digest of its tag               ◄──┘
 //! ```
 //!
 //! Invariant: the command records only statements of the child about the requested image. A child
@@ -21,10 +21,10 @@ use burgeon_block::{ChecksumKind, Error, ErrorKind, Result};
 use burgeon_daemon::{Reach, StateDir, read_elsewhere, read_process};
 use burgeon_image::{
     builder::{self, Options, Report},
-    catalog::{ImageProvenance, ImageRecord},
+    catalog::{self, Copied, ImageProvenance, ImageRecord},
 };
-use burgeon_oci::{Found, Indexed, Pull, Source, Tags, Want};
-use burgeon_source::{Access, Location, Store};
+use burgeon_oci::{Found, FoundImage, Indexed, Pull, Source, Tags, Want};
+use burgeon_source::{Access, Location, Store, registry::Name};
 use serde::{Deserialize, Serialize};
 
 use super::{Context, oci_image};
@@ -64,6 +64,11 @@ enum Task {
         len: Option<u64>,
         name: String,
     },
+    /// All objects of an image, except its name, from the store `from`.
+    Copy {
+        from: Location,
+        record: ImageRecord,
+    },
 }
 
 /// The child's result, and its notes on the image.
@@ -75,9 +80,19 @@ struct Made {
 
 #[derive(Serialize, Deserialize)]
 enum Done {
-    Found(Found),
+    Found(Elsewhere),
+    Copied(Copied),
     Indexed(Indexed),
     Built(Box<Report>),
+}
+
+/// An image that was not in the store.
+#[derive(Serialize, Deserialize)]
+pub(super) enum Elsewhere {
+    /// Made there meanwhile.
+    Made(Box<FoundImage>),
+    /// A Burgeon image in a registry, with the record that its author gave it.
+    Ours(Name, Box<ImageRecord>),
 }
 
 /// Finds or makes the image of `source`. `text` is the user's name for it.
@@ -87,7 +102,7 @@ pub(super) fn find(
     source: &Source,
     want: Want<'_>,
     pull: Pull,
-) -> Result<Found> {
+) -> Result<Elsewhere> {
     let index = match want {
         Want::Index(digest) => Some(digest.to_owned()),
         Want::Any | Want::Whole => None,
@@ -96,19 +111,29 @@ pub(super) fn find(
     let made = have_done(context, Some(source), &context.build_options(), task, None)?;
     let Done::Found(found) = made.done else { return Err(something_else()) };
     match (&found, source.registry_name()) {
-        (Found::Image(image), _) => {
+        (Elsewhere::Made(image), _) => {
             remember(context, Some(source), &image.image, made.noted, None)?;
             let tags = Tags { folder: &context.state.tags(), pull: Pull::default() };
             tags.remember_of(source, image)?;
             Ok(found)
         }
-        (Found::Ours(name), Some(asked))
+        (Elsewhere::Ours(name, _), Some(asked))
             if name.digest().is_some_and(|digest| *name == asked.at(digest.clone())) =>
         {
             Ok(found)
         }
         _ => Err(something_else()),
     }
+}
+
+/// Copies the objects of the image of `record` from the registry `from` to the store.
+pub(super) fn copy(context: &Context, from: &Name, record: &ImageRecord) -> Result<Copied> {
+    let location = Location::Registry(Box::new(from.clone()));
+    let task = Task::Copy { from: location, record: record.clone() };
+    let source = Source::parse(&from.to_string()).unwrap_or_else(|| Err(something_else()))?;
+    let made = have_done(context, Some(&source), &context.build_options(), task, None)?;
+    let Done::Copied(copied) = made.done else { return Err(something_else()) };
+    Ok(copied)
 }
 
 /// Makes the index of the image of `source`.
@@ -251,7 +276,13 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
             let found = oci_image::with_work(&context, &text, pull, &options, access, |work| {
                 burgeon_oci::find_or_build(&store, &source, want, work)
             });
-            Done::Found(found.map_err(|e| named(&source, &text, e))?)
+            Done::Found(match found.map_err(|e| named(&source, &text, e))? {
+                Found::Image(image) => Elsewhere::Made(image),
+                Found::Ours(name) => {
+                    let record = only_record(&name, access)?;
+                    Elsewhere::Ours(name, Box::new(record))
+                }
+            })
         }
         Task::Index { text, push } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
@@ -267,6 +298,13 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
             });
             Done::Built(Box::new(built.map_err(|e| named(&source, &text, e))?))
         }
+        Task::Copy { from, record } => {
+            let progress = Progress::new(format!("pulling {from}"));
+            let show = |done, total| progress.update(done, Some(total));
+            let copied = catalog::copy(&Store::open(&from, access)?, &store, &record, &show);
+            progress.finish();
+            Done::Copied(copied?)
+        }
         Task::BuildArchive { path, len, name } => {
             let archive = archive.ok_or_else(something_else)?;
             let progress = Progress::new(format!("building {name}"));
@@ -281,12 +319,21 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
         }
     };
     let image = match &done {
-        Done::Found(Found::Image(found)) => Some(&found.image),
-        Done::Found(Found::Ours(_)) => None,
+        Done::Found(Elsewhere::Made(found)) => Some(&found.image),
+        Done::Found(Elsewhere::Ours(..)) | Done::Copied(_) => None,
         Done::Indexed(indexed) => Some(&indexed.record),
         Done::Built(report) => Some(&report.image),
     };
     let digest = image.map(ImageRecord::digest).transpose()?;
     let noted = digest.and_then(|digest| provenance.noted(&digest));
     Ok(Made { done, noted })
+}
+
+/// The record of the Burgeon image `name`, the only one in its store.
+fn only_record(name: &Name, access: &Access) -> Result<ImageRecord> {
+    let store = Store::open(&Location::Registry(Box::new(name.clone())), access)?;
+    let (_, record) = catalog::list(&store)?.pop().ok_or_else(|| {
+        Error::new(ErrorKind::Corrupt, format!("{name} is an image without a record"))
+    })?;
+    record
 }

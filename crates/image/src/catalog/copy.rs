@@ -14,6 +14,7 @@ use std::{
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectId, ObjectKind, ObjectStore, Result};
 use bytes::Bytes;
+use serde::{Deserialize, Serialize};
 
 use super::{ImageRecord, RECORD_MAX, load_bytes, manifest_object, name_object};
 use crate::{
@@ -81,7 +82,7 @@ pub fn read_part(store: &impl ObjectStore, object: &ObjectId) -> Result<Bytes> {
 }
 
 /// The result of [`copy`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Copied {
     /// Bytes that were copied.
     pub new_bytes: u64,
