@@ -195,7 +195,7 @@ fn what_cannot_be_pushed_says_why() {
     fs::write(&pack, bytes).unwrap();
     push("app", &at, 4, "does not match its name");
     burgeon.fails(&["pull", &at], 3, "no such thing");
-    burgeon.fails(&["list", "--store", &at], 1, "burgeon push");
+    burgeon.fails(&["list", "--store", &at], 2, "burgeon push");
 }
 
 #[test]
@@ -218,7 +218,7 @@ fn a_repository_stands_in_the_place_of_a_store() {
     for name in ["app:1", "team/app"] {
         maker.fails(&["build", tree_path, name], 1, "cannot be a tag");
     }
-    maker.fails(&["list"], 1, "which image");
+    maker.fails(&["list"], 2, "which image");
 
     let user = Burgeon::with_state(PROGRAM, space.path("user"));
     let at = space.path("at");
