@@ -35,6 +35,7 @@ type Main = fn(&[OsString]) -> ExitCode;
 const PROCESSES: &[(&str, usize, Main)] = &[
     ("__supervise", 1, |arguments| burgeon_daemon::supervise(first(arguments))),
     ("__serve", 1, |arguments| burgeon_daemon::serve_forever(first(arguments))),
+    ("__open", 1, |_| burgeon_daemon::open_files()),
     ("__hold", 1, |_| burgeon_daemon::hold()),
     ("__help", 1, |_| burgeon_daemon::help()),
     ("__prepare", 4, burgeon_daemon::prepare_process),

@@ -31,9 +31,9 @@ const ALL: &[&str] = &[
 type Row = (&'static str, &'static str, &'static [&'static str]);
 
 /// A role without a sandbox shows that the attempts can succeed. A helper has the files of root,
-/// because Landlock would prevent its mounts, but none of its mounts gets a path. Images refer to files of this host
-/// by their paths, so a server reads them; seccomp does not see what comes through a ring, and
-/// capabilities and Landlock hold there, too.
+/// because Landlock would prevent its mounts, but none of its mounts gets a path. Images refer to
+/// files of this host by their paths, so an opener reads them; seccomp does not see what comes
+/// through a ring, and capabilities and Landlock hold there, too.
 const ROWS: &[Row] = &[
     ("__supervise", "supervising", ALL),
     ("__help", "helping", &["read", "write"]),
@@ -43,12 +43,9 @@ const ROWS: &[Row] = &[
     ("__read", "reading", &["landlock"]),
     ("__read", "reading-remote", &["landlock", "connect"]),
     ("__hold", "holding", &["landlock"]),
-    ("__serve", "serving", &["landlock", "connect", "read"]),
-    (
-        "__serve",
-        "serving-rings",
-        &["landlock", "connect", "read", "io_uring", "io_uring connect", "io_uring read"],
-    ),
+    ("__open", "opening", &["landlock", "read"]),
+    ("__serve", "serving", &["landlock", "connect"]),
+    ("__serve", "serving-rings", &["landlock", "connect", "io_uring", "io_uring connect"]),
 ];
 
 fn row(role: &str) -> (&'static str, BTreeSet<String>) {
@@ -111,7 +108,10 @@ fn reports_of_a_mount(space: &Space, image: &str, options: &[&str]) -> [Reports;
     arguments.extend(["--transport", "fuse"].iter().chain(options));
     let mounted = burgeon.run(&arguments);
     assert_eq!(mounted.code, Some(0), "{image}: {mounted:?}");
-    let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
+    let read_log = || fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
+    // Nothing of this mount waits for the opener.
+    wait_until("the opener reports", || read_log().contains("probe: __open"));
+    let log = read_log();
     burgeon.ok(&["umount", at.to_str().unwrap()]);
     [reported(&mounted.stderr), reported(&log)]
 }
@@ -159,7 +159,8 @@ fn the_processes_of_a_mount_are_confined_whoever_starts_them() {
         let ublk = Path::new("/dev/ublk-control").exists();
         let helper = if ublk { "helping-rings" } else { "helping" };
         let servers = ["serving", "serving-rings"];
-        let expected = servers.map(|server| reports_in(&[preparing, helper, "holding", server]));
+        let expected =
+            servers.map(|server| reports_in(&[preparing, helper, "opening", "holding", server]));
         assert!(expected.contains(&by_daemon), "{image}: {by_daemon:?}");
     }
 }
@@ -330,7 +331,6 @@ fn the_serving_process_of_a_mount_is_in_its_sandbox() {
     let server = burgeon.status()["server_pid"].as_u64().unwrap() as u32;
     assert_eq!(status(server, "NoNewPrivs"), "1");
     assert_eq!(status(server, "Seccomp"), "2");
-    const READ_SEARCH: u64 = 1 << 2;
     const IPC_LOCK: u64 = 1 << 14;
     const SYS_ADMIN: u64 = 1 << 21;
     let kept = u64::from_str_radix(&status(server, "CapPrm"), 16).unwrap();
@@ -338,7 +338,13 @@ fn the_serving_process_of_a_mount_is_in_its_sandbox() {
     let locks = limits.lines().find(|line| line.starts_with("Max locked memory")).unwrap();
     let locks = if locks.contains("unlimited") { 0 } else { IPC_LOCK };
     let ublk = if Path::new("/dev/ublk-control").exists() { SYS_ADMIN } else { 0 };
-    assert_eq!(kept, READ_SEARCH | locks | ublk, "{kept:x}");
+    assert_eq!(kept, locks | ublk, "{kept:x}");
+    const READ_SEARCH: u64 = 1 << 2;
+    let opener = burgeon.status()["opener_pid"].as_u64().unwrap() as u32;
+    wait_until("the opener is in its sandbox", || status(opener, "Seccomp") == "2");
+    assert_eq!(status(opener, "NoNewPrivs"), "1");
+    let kept = u64::from_str_radix(&status(opener, "CapPrm"), 16).unwrap();
+    assert_eq!(kept, READ_SEARCH | locks, "{kept:x}");
     burgeon.umount(mounted);
 }
 

@@ -13,6 +13,7 @@
 //!   doctor, orphan, upgrade, read_only      commands' actions on the daemon, or without it
 //!   supervisor              server          the two long-lived processes
 //!   holder                    │             outlives both: systemd's store, or a process
+//!   opener  ◄─────────────────┘             opens files of the host for the server
 //!   prepare, reader, start    │             processes that prepare and read; starting the daemon
 //!   roles, transport ◄────────┘             privilege reduction; the kernel's way to the lazy data
 //!   ipc                                     messages between processes, and their wire format
@@ -33,6 +34,7 @@ mod host;
 mod id;
 mod ipc;
 pub mod log;
+mod opener;
 pub mod orphan;
 mod prepare;
 pub mod read_only;
@@ -56,6 +58,7 @@ pub use host::{
 };
 pub use id::{Fsid, MountId};
 pub use ipc::{client::Client, protocol};
+pub use opener::open_files;
 pub use prepare::{make_ready, prepare_process};
 pub use reader::{read_elsewhere, read_process};
 pub use roles::Reach;

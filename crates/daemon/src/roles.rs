@@ -86,8 +86,12 @@ impl Reach {
     }
 }
 
-/// It answers reads of every mount, from caches and profiles in `state`, from stores, and from
-/// files of this host that images refer to by their paths.
+/// What a server reads of the kernel: its features and CPUs.
+const KERNEL_FILES: [&str; 3] =
+    ["/proc/sys/kernel/io_uring_disabled", "/sys/module/fuse", "/sys/devices/system/cpu"];
+
+/// It answers reads of every mount, from caches and profiles in `state`, and from stores. The
+/// opener opens all other files for it.
 pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
     // Allow the directory, because folders in it may be removed and made anew, and each folder,
     // because another disk may be mounted on it.
@@ -99,7 +103,8 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
         state.mounts(),
         state.run(),
     ];
-    let sandbox = Sandbox::computing().read_everything().network();
+    let sandbox = Sandbox::computing().network().read_if_there(google_defaults());
+    let sandbox = sandbox.read_if_there(KERNEL_FILES.map(PathBuf::from));
     let sandbox = folders.iter().fold(sandbox, |sandbox, folder| sandbox.write(folder));
     let sandbox = match harden::can_lock_without_capability() {
         true => sandbox,
@@ -107,8 +112,17 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
     };
     let sandbox = if io.rings { sandbox.rings() } else { sandbox };
     match io.ublk {
-        true => sandbox.administer_ublk().device(Path::new("/dev")),
+        true => sandbox.administer_ublk().device(Path::new("/dev")).read(Path::new("/sys")),
         false => sandbox,
+    }
+}
+
+/// It opens any file of this host for reading, at the server's request.
+pub(crate) fn opening() -> Sandbox {
+    let sandbox = Sandbox::computing().read_everything();
+    match harden::can_lock_without_capability() {
+        true => sandbox,
+        false => sandbox.lock_memory(),
     }
 }
 
@@ -160,11 +174,15 @@ fn from_store(sandbox: Sandbox, store: &Location) -> Sandbox {
 
 /// Allows the files with default credentials for `store`, which no variable names.
 fn with_credentials_of(sandbox: Sandbox, store: &Location) -> Sandbox {
-    const GOOGLE: &str = ".config/gcloud/application_default_credentials.json";
-    match std::env::home_dir().filter(|_| store.to_string().starts_with("gs:")) {
-        Some(home) => sandbox.read_if_there([home.join(GOOGLE)]),
-        None => sandbox,
+    match store.to_string().starts_with("gs:") {
+        true => sandbox.read_if_there(google_defaults()),
+        false => sandbox,
     }
+}
+
+fn google_defaults() -> Option<PathBuf> {
+    const GOOGLE: &str = ".config/gcloud/application_default_credentials.json";
+    Some(std::env::home_dir()?.join(GOOGLE))
 }
 
 /// The role of a process of this program.
@@ -204,6 +222,7 @@ pub const ROLES: &[Role] = &[
         process: "__read",
         sandbox: Some(|folder| Ok(Reach::within(folder, true).sandbox())),
     },
+    Role { name: "opening", process: "__open", sandbox: Some(|_| Ok(opening())) },
     Role { name: "holding", process: "__hold", sandbox: Some(|_| Ok(holding())) },
     Role {
         name: "serving",

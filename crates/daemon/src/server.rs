@@ -42,7 +42,10 @@ use std::{
 
 use burgeon_block::{Counters, Error, ErrorKind, Result};
 use burgeon_frontend::{ServeOptions, Slots, ublk::Control};
-use burgeon_source::registry::Said;
+use burgeon_source::{
+    opening::{OpenBy, open_files_by},
+    registry::Said,
+};
 use burgeon_volume::Limits;
 use tokio::runtime::{Builder, Runtime};
 
@@ -61,6 +64,7 @@ use crate::{
         protocol::{Reply, Request},
         wire,
     },
+    opener,
     roles::{self, ServingIo},
     state::{
         files::{self, Lock},
@@ -104,6 +108,8 @@ struct Serving {
     warmed: Mutex<HashMap<MountId, Warmed>>,
     /// The supervisor, while there is one.
     link: Mutex<Option<UnixStream>>,
+    /// Opens files of this host.
+    opener: Arc<opener::Client>,
 }
 
 /// The counters in the memory that mounts share with the supervisor.
@@ -140,6 +146,8 @@ fn begin(state_dir: &Path) -> Result<()> {
     if !roles::serving(&state, io).enter()? {
         tracing::warn!("this kernel has no Landlock: the server can write files outside its state");
     }
+    let opener = Arc::new(opener::Client::default());
+    open_files_by(opened_by(&opener, &state));
     let asked = state.clone();
     burgeon_source::registry::ask_helpers_by(Box::new(move |helper, registry| {
         ask_supervisor(&asked, helper, registry).unwrap_or_else(|e| Err(e.to_string()))
@@ -166,6 +174,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         volumes: Openings::default(),
         warmed: Mutex::default(),
         link: Mutex::default(),
+        opener,
     });
     let mut stream = UnixStream::from(stdin);
     loop {
@@ -187,6 +196,17 @@ fn begin(state_dir: &Path) -> Result<()> {
         });
         stream = serving.await_adoption()?;
     }
+}
+
+/// Has files of this host opened by the opener. Its own this process opens itself, so that a store
+/// in the state directory depends on nobody; but that may be a link to somewhere else.
+fn opened_by(opener: &Arc<opener::Client>, state: &StateDir) -> OpenBy {
+    let (opener, root, store) = (Arc::clone(opener), state.root().to_owned(), state.store());
+    let elsewhere = store.is_symlink().then_some(store);
+    Box::new(move |path, manner| {
+        let is_elsewhere = elsewhere.as_ref().is_some_and(|store| path.starts_with(store));
+        (!path.starts_with(&root) || is_elsewhere).then(|| opener.open(path, manner))
+    })
 }
 
 /// Lets the supervisor run a credential helper, because this process may execute nothing.
@@ -219,7 +239,7 @@ impl Serving {
     /// Handles the supervisor's messages until the stream ends.
     fn obey(self: &Arc<Self>, stream: &UnixStream) -> Result<Parting> {
         loop {
-            let (message, fds) = match wire::receive::<ToServer>(stream) {
+            let (message, mut fds) = match wire::receive::<ToServer>(stream) {
                 Ok(Some(received)) => received,
                 Ok(None) => return Ok(Parting::Orphaned),
                 Err(e) => {
@@ -232,6 +252,9 @@ impl Serving {
                     tracing::debug!(mount = %attach.id, version, own = VERSION, "told to serve");
                     let (id, attach) = (attach.id, Box::new(attach));
                     self.add(id, Job::Attach { number, refuse, attach, fds });
+                }
+                ToServer::Opener => {
+                    fds.pop().into_iter().for_each(|socket| self.opener.connect(socket));
                 }
                 ToServer::Refresh { number, id } => self.add(id, Job::Refresh { number }),
                 ToServer::Warm(warm) => self.warm(warm),

@@ -11,7 +11,7 @@ use std::{
 
 /// The rooms from the bottom up, and the crate's items that each may name. A room may always name
 /// itself, and `log`, which depends on nothing.
-const ROOMS: [(&str, &[&str]); 15] = [
+const ROOMS: [(&str, &[&str]); 16] = [
     ("id", &[]),
     ("sync", &[]),
     ("host", &["id"]),
@@ -22,11 +22,23 @@ const ROOMS: [(&str, &[&str]); 15] = [
     ("prepare", &["id", "host", "state", "ipc", "roles"]),
     ("reader", &["host", "ipc", "roles"]),
     ("start", &["id", "host", "state", "ipc"]),
-    ("server", &["id", "sync", "host", "state", "ipc", "transport", "roles"]),
+    ("opener", &["host", "ipc", "roles"]),
+    ("server", &["id", "sync", "host", "state", "ipc", "transport", "roles", "opener"]),
     ("holder", &["id", "host", "state", "ipc", "roles", "start"]),
     (
         "supervisor",
-        &["id", "host", "state", "ipc", "transport", "roles", "prepare", "start", "holder"],
+        &[
+            "id",
+            "host",
+            "state",
+            "ipc",
+            "transport",
+            "roles",
+            "prepare",
+            "start",
+            "holder",
+            "opener",
+        ],
     ),
     ("read_only", &["id", "host", "state", "ipc"]),
     (

@@ -30,7 +30,11 @@ use burgeon_block::{
 use bytes::Bytes;
 use rustix::fs::FlockOperation;
 
-use crate::{blocking, check_len, too_short};
+use crate::{
+    check_len,
+    opening::{Manner, opened_now, with_opened},
+    too_short,
+};
 
 /// How long a partial object waits to be resumed, and a layer to be used by an image: a week.
 const PARTIAL_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -48,14 +52,14 @@ impl Directory {
     /// The store in the existing folder `root`.
     pub fn open(root: impl Into<PathBuf>) -> Result<Self> {
         let root = root.into();
-        let is_dir = fs::metadata(&root).map_err(doing("open the store", &root))?.is_dir();
-        if !is_dir {
-            return Err(Error::new(
+        match opened_now(&root, Manner::Folder) {
+            Ok(_) => Ok(Self { root: root.into() }),
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => Err(Error::new(
                 ErrorKind::Invalid,
                 format!("the store {} is not a directory", root.display()),
-            ));
+            )),
+            Err(error) => Err(doing("open the store", &root)(error)),
         }
-        Ok(Self { root: root.into() })
     }
 
     /// The store in `root`, which is made if missing.
@@ -77,16 +81,26 @@ impl Directory {
 
     /// The bytes of `range` of `object`. Blocks on the disk.
     pub fn read_now(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
-        let len = check_len(object, range)?;
         let path = self.path_of(object);
-        let file = File::open(&path).map_err(|error| self.cannot_read(&path, error))?;
+        self.read_opened(&path, opened_now(&path, Manner::Stored), object, range)
+    }
+
+    fn read_opened(
+        &self,
+        path: &Path,
+        opened: io::Result<File>,
+        object: &ObjectId,
+        range: ByteRange,
+    ) -> Result<Bytes> {
+        let len = check_len(object, range)?;
+        let file = opened.map_err(|error| self.cannot_read(path, error))?;
         let mut buf = vec![0; len];
         match file.read_exact_at(&mut buf, range.start()) {
             Ok(()) => Ok(buf.into()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 Err(too_short(object, range))
             }
-            Err(error) => Err(self.cannot_read(&path, error)),
+            Err(error) => Err(self.cannot_read(path, error)),
         }
     }
 
@@ -111,7 +125,8 @@ impl Directory {
     fn cannot_read(&self, path: &Path, error: io::Error) -> Error {
         let what = format!("cannot read {}", path.display());
         // A store of images whose data is elsewhere has no packs.
-        let is_store = || ["packs", "manifests"].iter().any(|part| self.root.join(part).is_dir());
+        let is_there = |part: &&str| opened_now(&self.root.join(part), Manner::Folder).is_ok();
+        let is_store = || ["packs", "manifests"].iter().any(is_there);
         let gone = error.kind() == io::ErrorKind::NotFound && !is_store();
         if gone || error.kind() == io::ErrorKind::StaleNetworkFileHandle {
             let what = format!("{what}: the store {} is not there", self.root.display());
@@ -217,8 +232,9 @@ impl Directory {
 
 impl BlockSource for Directory {
     async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
-        let (this, object) = (self.clone(), object.clone());
-        blocking(move || this.read_now(&object, range)).await
+        let (this, path, object) = (self.clone(), self.path_of(object), object.clone());
+        let read = move |path: &Path, opened| this.read_opened(path, opened, &object, range);
+        with_opened(path, Manner::Stored, read).await
     }
 }
 
@@ -241,7 +257,7 @@ impl ObjectStore for Directory {
     fn get(&self, object: &ObjectId, len_max: u64) -> Result<Bytes> {
         let path = self.path_of(object);
         let cannot = |error| self.cannot_read(&path, error);
-        let file = File::open(&path).map_err(cannot)?;
+        let file = opened_now(&path, Manner::Stored).map_err(cannot)?;
         let len = file.metadata().map_err(cannot)?.len();
         if len > len_max {
             return Err(Error::new(

@@ -22,6 +22,7 @@ mod computed;
 mod derived;
 mod directory;
 mod location;
+pub mod opening;
 mod partial;
 mod reference;
 pub mod registry;

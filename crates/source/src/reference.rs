@@ -1,10 +1,7 @@
 use std::{
     fs::{File, Metadata},
     io,
-    os::{
-        fd::OwnedFd,
-        unix::fs::{FileExt, FileTypeExt, MetadataExt},
-    },
+    os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -14,11 +11,13 @@ use burgeon_block::{
     Result,
 };
 use bytes::Bytes;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
 
 use crate::{
-    beneath::{open_again, open_without_symlinks},
-    blocking, check_len, too_short,
+    beneath::open_without_symlinks,
+    check_len,
+    opening::{Manner, opened_now, with_opened},
+    too_short,
 };
 
 /// Two changes of a file within this time may have the same change time: kernels count it in ticks
@@ -81,11 +80,7 @@ impl Reference {
     /// The bytes of `range` of `object`. Blocks on the disk.
     pub fn read_now(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
         let path = path_of(object)?;
-        let failed = |error| Error::io(format!("cannot read {}", path.display()), error);
-        // Follows symlinks, so a folder may have moved: the image's digests detect other content.
-        let found = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
-        let file = found.map_err(io::Error::from).and_then(read_only).map_err(failed)?;
-        self.read_from(&file, object, range)
+        self.read_opened(&path, opened_now(&path, Manner::Referred), object, range)
     }
 
     /// The bytes with the identity of the file that they came from.
@@ -95,11 +90,29 @@ impl Reference {
         range: ByteRange,
     ) -> Result<(FileIdentity, Bytes)> {
         let path = path_of(object)?;
-        let failed = |error| Error::io(format!("cannot read {}", path.display()), error);
-        // No symlinks: a user's own file system can forge identities.
-        let found = open_without_symlinks(&path, OFlags::PATH);
-        let file = found.and_then(read_only).map_err(failed)?;
-        let look = || file.metadata().map(|metadata| identity(&metadata)).map_err(failed);
+        self.read_identified_opened(&path, opened_now(&path, Manner::Identified), object, range)
+    }
+
+    fn read_opened(
+        &self,
+        path: &Path,
+        opened: io::Result<File>,
+        object: &ObjectId,
+        range: ByteRange,
+    ) -> Result<Bytes> {
+        self.read_from(&opened.map_err(cannot_read(path))?, object, range)
+    }
+
+    fn read_identified_opened(
+        &self,
+        path: &Path,
+        opened: io::Result<File>,
+        object: &ObjectId,
+        range: ByteRange,
+    ) -> Result<(FileIdentity, Bytes)> {
+        let file = opened.map_err(cannot_read(path))?;
+        let look =
+            || file.metadata().map(|metadata| identity(&metadata)).map_err(cannot_read(path));
         let before = look()?;
         let bytes = self.read_from(&file, object, range)?;
         if look()? == before {
@@ -129,8 +142,9 @@ impl Reference {
 
 impl BlockSource for Reference {
     async fn read(&self, object: &ObjectId, range: ByteRange) -> Result<Bytes> {
-        let (this, object) = (*self, object.clone());
-        blocking(move || this.read_now(&object, range)).await
+        let (this, path, object) = (*self, path_of(object)?, object.clone());
+        let read = move |path: &Path, opened| this.read_opened(path, opened, &object, range);
+        with_opened(path, Manner::Referred, read).await
     }
 
     async fn read_identified(
@@ -138,8 +152,10 @@ impl BlockSource for Reference {
         object: &ObjectId,
         range: ByteRange,
     ) -> Result<(FileIdentity, Bytes)> {
-        let (this, object) = (*self, object.clone());
-        blocking(move || this.read_identified_now(&object, range)).await
+        let (this, path, object) = (*self, path_of(object)?, object.clone());
+        let read =
+            move |path: &Path, opened| this.read_identified_opened(path, opened, &object, range);
+        with_opened(path, Manner::Identified, read).await
     }
 }
 
@@ -166,21 +182,12 @@ fn path_of(object: &ObjectId) -> Result<PathBuf> {
     }
 }
 
-/// Opens `found` for reading if it is a file or a block device: opening anything else may block or
-/// have side effects.
-fn read_only(found: OwnedFd) -> io::Result<File> {
-    let found = File::from(found);
-    let kind = found.metadata()?.file_type();
-    if !kind.is_file() && !kind.is_block_device() {
-        let what = "it is neither a file nor a block device now";
-        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
-    }
-    match open_again(&found, OFlags::DIRECT) {
-        // tmpfs before 6.6, and some network file systems, have no direct I/O.
-        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
-            open_again(&found, OFlags::empty())
-        }
-        result => result,
+/// `Unavailable` if the opener did not answer: it may do so later.
+fn cannot_read(path: &Path) -> impl Fn(io::Error) -> Error {
+    let what = format!("cannot read {}", path.display());
+    move |error| match error.kind() {
+        io::ErrorKind::TimedOut => Error::with_source(ErrorKind::Unavailable, what.clone(), error),
+        _ => Error::io(what.clone(), error),
     }
 }
 

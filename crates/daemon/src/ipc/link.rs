@@ -4,6 +4,7 @@
 //!   supervisor ── Warm ───────────────────► server  start the profile prefetch of a new mount
 //!              ── Attach + descriptors ───►         for every mount, again after each restart
 //!              ◄── Attached ───────────────         it is served (or why not)
+//!              ── Opener + socket ────────►         open files of the host by this opener
 //!              ── Refresh ► ◄── Refreshed ─         new mappings and pins are seen
 //!              ◄── Ended ──────────────────         the kernel has released it
 //!              ── Record ──► ◄── Recorded ─         recording of reads has started or stopped
@@ -36,10 +37,32 @@ use crate::{
     state::record::{Attach, ProfileSource, Transport},
 };
 
-/// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. An
-/// upgrade replaces the supervisor first, so each version understands the messages of the previous
+/// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. 2: there
+/// is no `Opener`. An upgrade replaces the supervisor first, so each version understands the messages of the previous
 /// one and ignores those that only later ones have.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
+
+/// The first version whose servers have files opened for them.
+const FIRST_WITH_OPENER: u32 = 3;
+
+/// The messages that a server understands beyond those of all versions.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Understands {
+    /// `Refresh`.
+    pub(crate) refreshes: bool,
+    /// `Opener`.
+    pub(crate) opener: bool,
+}
+
+impl Understands {
+    /// A server that says this of itself.
+    pub(crate) fn as_told(refreshes: bool, version: u32) -> Self {
+        Self { refreshes, opener: version >= FIRST_WITH_OPENER }
+    }
+
+    /// A server of this very program.
+    pub(crate) const ALL: Self = Self { refreshes: true, opener: true };
+}
 
 fn first_version() -> u32 {
     1
@@ -64,6 +87,8 @@ pub(crate) enum ToServer {
         #[serde(flatten)]
         attach: Attach,
     },
+    /// Open files of this host by the opener at the other end of the socket that is sent along.
+    Opener,
     /// See new mappings and pins of this mount.
     Refresh { number: u64, id: MountId },
     /// A mount is being made: prefetch its profile's data.

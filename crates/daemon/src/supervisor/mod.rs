@@ -8,6 +8,7 @@
 //!   abandoned: unmounts file systems that the daemon's copied mount namespace alone has mounted
 //!      │ told to each server in turn
 //!   server_monitor ──► server (a child, or an orphan that was adopted)
+//!   opener_monitor ──► opener (a child), which opens files of the host for the server
 //!   hold ──► what readers wait by is held once more, by systemd or a process
 //! ```
 //!
@@ -28,6 +29,7 @@ mod hold;
 mod map;
 mod mend;
 mod mount;
+mod opener_monitor;
 mod plan;
 pub(crate) mod plumbing;
 mod profile;
@@ -43,6 +45,7 @@ mod watch;
 
 use std::{
     io::Write,
+    net::Shutdown,
     path::Path,
     process::ExitCode,
     sync::{Arc, Condvar, Mutex},
@@ -141,6 +144,8 @@ fn begin(state_dir: &Path) -> Result<()> {
         let releaser = Arc::clone(&supervisor);
         thread::spawn(move || releaser.release_abandoned(is_copied));
     }
+    let opener = Arc::clone(&supervisor);
+    thread::spawn(move || opener.monitor_opener());
     let monitor = Arc::clone(&supervisor);
     thread::spawn(move || monitor.monitor_server(orphan));
     supervisor.reconnect_lost();
@@ -217,11 +222,12 @@ impl Supervisor {
         for name in ["api.sock", "adopt.sock", "hold.sock"] {
             let _ = files::remove_file(&self.state.run().join(name));
         }
-        // Wait for the server, so that after "shut down" no process is left.
+        // Wait for both, so that after "shut down" no process is left.
         let table = self.table();
+        table.opener.as_ref().map(|(stream, _)| stream.shutdown(Shutdown::Both));
         let waited =
             self.changed.wait_timeout_while(table, std::time::Duration::from_secs(5), |table| {
-                table.link.is_some()
+                table.link.is_some() || table.opener.is_some()
             });
         let left: Vec<_> = match waited {
             Ok((table, _)) => table.mounts.keys().copied().collect(),

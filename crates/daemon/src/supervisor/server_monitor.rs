@@ -28,7 +28,7 @@ use crate::{
     host::program::this_program,
     ipc::{
         client::connect_to,
-        link::{FromServer, VERSION, sort_descriptors},
+        link::{FromServer, Understands, VERSION, sort_descriptors},
         wire,
     },
     state::{files::Lock, paths::StateDir, record::Attach},
@@ -49,13 +49,27 @@ const PAUSE_MAX: Duration = Duration::from_millis(500);
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(20);
 const ORPHAN_PAUSE: Duration = Duration::from_millis(10);
 
+/// Waits before a process is started again that lived for `life`; returns the pause, for the next
+/// time.
+pub(super) fn pause_after(life: Duration, last: Duration) -> Duration {
+    let pause = match (life >= HEALTHY, last) {
+        (true, _) => Duration::ZERO,
+        (false, Duration::ZERO) => PAUSE_MIN,
+        (false, last) => (2 * last).min(PAUSE_MAX),
+    };
+    // The first death after a healthy life costs no pause.
+    if pause > PAUSE_MIN {
+        thread::sleep(pause);
+    }
+    pause
+}
+
 /// A running server: a child, or an adopted orphan.
 struct Running {
     stream: UnixStream,
     child: Option<Child>,
     pid: Option<u32>,
-    /// True if it understands `Refresh`.
-    refreshes: bool,
+    understands: Understands,
 }
 
 impl Supervisor {
@@ -66,8 +80,8 @@ impl Supervisor {
         loop {
             let begun = Instant::now();
             let running = match orphan.take() {
-                Some(Orphan { stream, refreshes }) => {
-                    Ok(Running { pid: peer_pid(&stream), stream, child: None, refreshes })
+                Some(Orphan { stream, understands }) => {
+                    Ok(Running { pid: peer_pid(&stream), stream, child: None, understands })
                 }
                 None => self.spawn(),
             };
@@ -79,15 +93,7 @@ impl Supervisor {
                 return;
             }
             self.reconnect_rings();
-            pause = match (begun.elapsed() >= HEALTHY, pause) {
-                (true, _) => Duration::ZERO,
-                (false, Duration::ZERO) => PAUSE_MIN,
-                (false, pause) => (2 * pause).min(PAUSE_MAX),
-            };
-            // The first death after a healthy life costs no pause.
-            if pause > PAUSE_MIN {
-                thread::sleep(pause);
-            }
+            pause = pause_after(begun.elapsed(), pause);
             self.table().server_restarts += 1;
         }
     }
@@ -102,16 +108,15 @@ impl Supervisor {
             .current_dir("/")
             .spawn()
             .map_err(failed)?;
-        // The server is this very program.
-        let refreshes = true;
-        Ok(Running { pid: Some(child.id()), stream: ours, child: Some(child), refreshes })
+        let understands = Understands::ALL;
+        Ok(Running { pid: Some(child.id()), stream: ours, child: Some(child), understands })
     }
 
     /// Sends the server every mount, then handles its messages until it dies.
     fn listen(self: &Arc<Self>, running: Running) {
-        let Running { stream, child, pid, refreshes } = running;
+        let Running { stream, child, pid, understands } = running;
         match stream.try_clone() {
-            Ok(link) => self.table().connect(link, pid, refreshes),
+            Ok(link) => self.table().connect(link, pid, understands),
             Err(e) => tracing::error!(error = %e, "cannot talk to the server"),
         }
         loop {
@@ -189,8 +194,7 @@ pub(super) struct Inherited {
 /// A server that outlived its supervisor.
 pub(super) struct Orphan {
     stream: UnixStream,
-    /// True if it understands `Refresh`.
-    refreshes: bool,
+    understands: Understands,
 }
 
 /// Finds a server that outlived its supervisor and takes over what it holds.
@@ -206,7 +210,8 @@ pub(super) fn adopt(state: &StateDir) -> Result<Option<(Orphan, Vec<Inherited>)>
             }
             Some((FromServer::Adopted { refreshes, version }, _)) => {
                 tracing::debug!(version, own = VERSION, "adopted a server");
-                return Ok(Some((Orphan { stream, refreshes }, mounts)));
+                let understands = Understands::as_told(refreshes, version);
+                return Ok(Some((Orphan { stream, understands }, mounts)));
             }
             Some(_) => {}
             // It has died meanwhile: there is nothing to adopt.

@@ -28,6 +28,7 @@ impl Supervisor {
             supervisor_pid: std::process::id(),
             server_pid: table.server_pid,
             server_restarts: table.server_restarts,
+            opener_pid: table.opener.as_ref().map(|(_, pid)| *pid),
             mounts: table.mounts.values().map(|entry| describe(entry, &table)).collect(),
         }
     }

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    net::Shutdown,
     os::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
@@ -16,10 +17,11 @@ use super::reconnect::Reconnect;
 use crate::{
     id::MountId,
     ipc::{
-        link::{MountReport, ToServer, VERSION},
+        link::{MountReport, ToServer, Understands, VERSION},
         protocol::Failure,
         wire,
     },
+    opener::{self, ToOpener},
     state::{files::Lock, record::MountRecord},
 };
 
@@ -126,8 +128,10 @@ pub(crate) struct Table {
     pub(crate) mounts: BTreeMap<MountId, MountEntry>,
     /// The stream to the server, while there is one.
     pub(crate) link: Option<UnixStream>,
-    /// True if that server understands `Refresh`.
-    pub(crate) refreshes: bool,
+    /// The messages that this server understands.
+    pub(crate) understands: Option<Understands>,
+    /// The stream to the opener, while there is one, and its process id.
+    pub(crate) opener: Option<(UnixStream, u32)>,
     /// Numbered messages sent to servers so far.
     numbered: u64,
     pub(crate) server_pid: Option<u32>,
@@ -156,18 +160,37 @@ impl Table {
         self.attach(id);
     }
 
-    /// Tells a new server of every mount, then makes it the current server. `refreshes`: it
-    /// understands `Refresh`.
-    pub(crate) fn connect(&mut self, link: UnixStream, pid: Option<u32>, refreshes: bool) {
+    /// Tells a new server of every mount, and makes it the current server.
+    pub(crate) fn connect(&mut self, link: UnixStream, pid: Option<u32>, understands: Understands) {
         self.link = Some(link);
         self.server_pid = pid;
-        self.refreshes = refreshes;
+        self.understands = Some(understands);
+        self.introduce_opener();
         let ids: Vec<_> = self.mounts.keys().copied().collect();
         for id in ids {
             if let Some(entry) = self.mounts.get_mut(&id) {
                 entry.recording = Recording::Off;
             }
             self.attach(id);
+        }
+    }
+
+    /// Connects the server with the opener, once both are there. An opener that does not take the
+    /// message is replaced.
+    pub(crate) fn introduce_opener(&mut self) {
+        let understands = self.understands.is_some_and(|understands| understands.opener);
+        let (Some(link), Some((opener, _)), true) = (&self.link, &self.opener, understands) else {
+            return;
+        };
+        let introduced = opener::pair().map_err(|e| Error::io("cannot make a socket", e)).and_then(
+            |(servers, openers)| {
+                wire::send(opener, &ToOpener::Serve, &[openers.as_fd()])?;
+                wire::send(link, &ToServer::Opener, &[servers.as_fd()])
+            },
+        );
+        if let Err(e) = introduced {
+            tracing::error!(error = %e, "the server cannot have files opened");
+            let _ = opener.shutdown(Shutdown::Both);
         }
     }
 
@@ -192,7 +215,7 @@ impl Table {
         let number = self.numbered;
         entry.refreshes.insert(number, None);
         if let Some(link) = &self.link {
-            match self.refreshes {
+            match self.understands.is_some_and(|understands| understands.refreshes) {
                 true => drop(wire::send(link, &ToServer::Refresh { number, id }, &[])),
                 false => entry.send_attach(link),
             }

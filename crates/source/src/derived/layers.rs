@@ -11,7 +11,8 @@ use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, ObjectKind, Result};
 use bytes::Bytes;
 
 use crate::{
-    Access, Directory, blocking,
+    Access, Directory,
+    opening::{Manner, with_opened},
     registry::{Name, Registry},
 };
 
@@ -98,7 +99,8 @@ impl Blobs {
     ) -> Result<Option<Bytes>> {
         let Some(stored) = &self.stored else { return Ok(None) };
         let path = stored.path_of(&layer_object(digest)?);
-        blocking(move || Ok(read(&path, range).ok())).await
+        let read = move |_: &Path, opened| Ok(read(opened, range).ok());
+        with_opened(path, Manner::Stored, read).await
     }
 
     /// Bytes of the layer with this SHA-256, from its origin.
@@ -112,19 +114,19 @@ impl Blobs {
             Place::Layout(folder) => folder,
         };
         let path = folder.join("blobs/sha256").join(hex(digest));
-        let read = move || {
-            read(&path, range).map_err(|error| {
+        let read = move |path: &Path, opened| {
+            read(opened, range).map_err(|error| {
                 let what = format!("cannot read the layer {}", path.display());
                 // A missing folder may come back, as disks and shares do.
                 Error::with_source(ErrorKind::Unavailable, what, error)
             })
         };
-        blocking(read).await
+        with_opened(path, Manner::Stored, read).await
     }
 }
 
-fn read(path: &Path, range: ByteRange) -> io::Result<Bytes> {
-    let file = File::open(path)?;
+fn read(opened: io::Result<File>, range: ByteRange) -> io::Result<Bytes> {
+    let file = opened?;
     let mut bytes = vec![0; range.len() as usize];
     file.read_exact_at(&mut bytes, range.start())?;
     Ok(bytes.into())

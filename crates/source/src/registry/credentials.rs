@@ -12,7 +12,6 @@
 
 use std::{
     env,
-    fs::File,
     io::Read,
     path::{Path, PathBuf},
     sync::OnceLock,
@@ -24,7 +23,10 @@ use docker_credential::{CredentialRetrievalError as Failed, get_credential_from_
 use serde_json::{Map, Value};
 
 use super::{Name, helper};
-use crate::Access;
+use crate::{
+    Access,
+    opening::{Manner, opened_now},
+};
 
 /// Longest configuration that is read, in bytes.
 const CONFIG_MAX: u64 = 1 << 20;
@@ -87,7 +89,7 @@ fn understood(registry: &str, found: Found) -> Result<Option<DockerCredential>> 
 fn search(registry: &str) -> Found {
     let mut wrong = None;
     for path in [docker_config(), podman_config()].into_iter().flatten() {
-        let Ok(file) = File::open(&path) else { continue };
+        let Ok(file) = opened_now(&path, Manner::Stored) else { continue };
         let mut config = Vec::new();
         if file.take(CONFIG_MAX).read_to_end(&mut config).is_err() {
             continue;

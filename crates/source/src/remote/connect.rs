@@ -14,7 +14,10 @@ use object_store::{
     http::HttpBuilder,
 };
 
-use super::wire::{Connector, Traffic};
+use super::{
+    key_files,
+    wire::{Connector, Traffic},
+};
 use crate::{
     Access,
     location::{RemoteUrl, Scheme},
@@ -51,8 +54,13 @@ pub(super) fn client(
     choose_cryptography();
     let connector = Connector(Arc::clone(traffic));
     let (retry, options) = (retry_config(retries), client_options(retries));
-    let variables =
-        || access.variables().map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()));
+    let variables = || {
+        access.variables().map(|(name, value)| {
+            let name = name.to_ascii_lowercase();
+            let value = key_files::usable(&name, value.to_owned());
+            (name, value)
+        })
+    };
     let client: object_store::Result<Arc<dyn ObjectStore>> = match url.scheme {
         Scheme::S3 => {
             // Options first: a setting of the environment overrides one of them.

@@ -13,6 +13,7 @@
 mod connect;
 mod errors;
 mod hedge;
+mod key_files;
 mod lease;
 mod wire;
 

@@ -19,6 +19,9 @@ pub struct Status {
     pub server_pid: Option<u32>,
     /// Number of restarts of the server.
     pub server_restarts: u64,
+    /// The opener's process id, while there is one.
+    #[serde(default)]
+    pub opener_pid: Option<u32>,
     /// The mounts.
     pub mounts: Vec<MountStatus>,
 }

@@ -11,7 +11,10 @@ use testkit::Rng;
 use super::{Attached, MountEntry, MountRecord, Recording, Serving, Table};
 use crate::{
     id::MountId,
-    ipc::{link::ToServer, wire},
+    ipc::{
+        link::{ToServer, Understands},
+        wire,
+    },
 };
 
 fn entry(id: MountId) -> MountEntry {
@@ -55,7 +58,7 @@ fn set_up(refreshes: bool) -> (Table, UnixStream, MountId) {
     let (link, server) = UnixStream::pair().unwrap();
     let id = "0a1b2c3d".parse().unwrap();
     table.mounts.insert(id, entry(id));
-    table.connect(link, None, refreshes);
+    table.connect(link, None, Understands { refreshes, opener: false });
     (table, server, id)
 }
 
@@ -109,7 +112,7 @@ fn the_next_server_settles_refreshes_of_a_dead_one() {
     let refresh = table.refresh(id).unwrap();
     drop(server);
     let (link, server) = UnixStream::pair().unwrap();
-    table.connect(link, None, true);
+    table.connect(link, None, Understands { refreshes: true, opener: false });
     let number = told(&server).0;
     assert!(table.mounts[&id].refreshes[&refresh].is_none());
     table.attached(answer(id, number, None, true));
@@ -145,7 +148,7 @@ impl FakeServer {
     fn start(table: &mut Table) -> Self {
         let (link, stream) = UnixStream::pair().unwrap();
         stream.set_nonblocking(true).unwrap();
-        table.connect(link, None, true);
+        table.connect(link, None, Understands { refreshes: true, opener: false });
         Self { stream, told: VecDeque::new() }
     }
 

@@ -1,0 +1,127 @@
+//! The opener opens the files that images refer to and that are mapped: the server may not.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs::{self, Permissions},
+    os::unix::fs::{PermissionsExt, chown},
+    path::{Path, PathBuf},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+const EIO: i32 = 5;
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn opener(burgeon: &Burgeon) -> Option<u32> {
+    burgeon.status()["opener_pid"].as_u64().map(|id| u32::try_from(id).unwrap())
+}
+
+fn signal(process: u32, signal: Signal) {
+    kill_process(Pid::from_raw(process as i32).unwrap(), signal).unwrap();
+}
+
+fn errno_of(path: &Path) -> Option<i32> {
+    fs::read(path).err().and_then(|error| error.raw_os_error())
+}
+
+/// A mount whose image refers to a file that only another user may read, and with such a file
+/// mapped. A copy of the image's own data is in the store.
+struct Set {
+    burgeon: Burgeon,
+    mounted: Mounted,
+    referred: PathBuf,
+    mapped: PathBuf,
+}
+
+impl Set {
+    fn new(space: &Space) -> Self {
+        let burgeon = Burgeon::new(PROGRAM, space);
+        let private = space.make_folder("private");
+        let [referred, mapped] = ["referred", "mapped"].map(|name| private.join(name));
+        for (seed, path) in [&referred, &mapped].into_iter().enumerate() {
+            fs::write(path, Rng::new(seed as u64).bytes(1_000_001)).unwrap();
+            fs::set_permissions(path, Permissions::from_mode(0o600)).unwrap();
+            chown(path, Some(1234), Some(1234)).unwrap();
+        }
+        fs::set_permissions(&private, Permissions::from_mode(0o700)).unwrap();
+        chown(&private, Some(1234), Some(1234)).unwrap();
+        let tree = space.make_folder("tree");
+        fs::write(tree.join("stored"), Rng::new(9).bytes(1_000_001)).unwrap();
+        burgeon.ok(&["build", "--by-reference", text(&private), "referring"]);
+        burgeon.build(&tree, "stored");
+        let at = space.path("at");
+        let options = ["--virtual", "1T", "--writes", "w", "--write-limit", "256M"];
+        let mounted = burgeon.mount("referring", &at, &options);
+        burgeon.ok(&["map", text(&at.join("new")), "--from", text(&mapped)]);
+        Self { burgeon, mounted, referred, mapped }
+    }
+
+    fn check(&self) {
+        drop_caches();
+        let at = self.mounted.path();
+        for (path, source) in [("referred", &self.referred), ("new", &self.mapped)] {
+            assert!(fs::read(at.join(path)).unwrap() == fs::read(source).unwrap(), "{path}");
+        }
+    }
+}
+
+#[test]
+fn an_opener_that_is_killed_costs_nothing() {
+    let space = Space::new("opener-killed");
+    let set = Set::new(&space);
+    set.check();
+    for _ in 0..3 {
+        let before = opener(&set.burgeon);
+        kill(before.unwrap());
+        set.check();
+        let replaced = || opener(&set.burgeon).is_some_and(|now| Some(now) != before);
+        assert!(wait_until(PATIENCE, replaced));
+    }
+    // The next server is connected with it.
+    kill(set.burgeon.status()["server_pid"].as_u64().unwrap() as u32);
+    set.check();
+    // The opener of a supervisor that has died serves on, and the next supervisor brings its own.
+    let before = opener(&set.burgeon).unwrap();
+    kill(set.burgeon.status()["supervisor_pid"].as_u64().unwrap() as u32);
+    set.check();
+    set.burgeon.ok(&["doctor", "--repair"]);
+    set.check();
+    assert_ne!(opener(&set.burgeon), Some(before));
+    let is_gone = || !set.burgeon.processes().contains(&before);
+    assert!(wait_until(PATIENCE, is_gone), "the earlier opener is still there");
+    set.burgeon.umount(set.mounted);
+}
+
+#[test]
+fn an_opener_that_hangs_costs_its_readers_an_error_by_their_deadline() {
+    let space = Space::new("opener-hangs");
+    let set = Set::new(&space);
+    set.check();
+    let other = space.path("other");
+    let other = set.burgeon.mount("stored", &other, &["--read-only"]);
+    let stopped = opener(&set.burgeon).unwrap();
+    signal(stopped, Signal::STOP);
+    drop_caches();
+    assert_eq!(errno_of(&set.mounted.path().join("new")), Some(EIO));
+    // Everything else goes on.
+    assert_eq!(opener(&set.burgeon), Some(stopped));
+    assert!(fs::read(other.path().join("stored")).unwrap() == Rng::new(9).bytes(1_000_001));
+    let more = space.path("more");
+    set.burgeon.umount(set.burgeon.mount("stored", &more, &["--read-only"]));
+    signal(stopped, Signal::CONT);
+    let source = fs::read(&set.mapped).unwrap();
+    let is_read = || {
+        let read = fs::read(set.mounted.path().join("new"));
+        read.is_ok_and(|read| read == source)
+    };
+    assert!(wait_until(PATIENCE, is_read), "it is not read again");
+    set.check();
+    set.burgeon.umount(other);
+    set.burgeon.umount(set.mounted);
+}

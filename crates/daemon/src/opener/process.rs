@@ -1,0 +1,200 @@
+//! The process `burgeon __open STATE-DIR`.
+//!
+//! ```text
+//!   main thread:  control ─► Serve ─► a line; the supervisor has ended ─► wait for the lines' ends
+//!   a line:       one idle thread at least ─► receives ─► opens, perhaps for ever ─► answers
+//! ```
+
+use std::{
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    process::ExitCode,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+};
+
+use burgeon_block::{Error, Result};
+use burgeon_source::opening::open_checked;
+use rustix::net::{SendFlags, Shutdown, shutdown};
+
+use super::{NOT_A_FILE, OpenAnswer, OpenRequest, REQUEST_MAX, ToOpener, receive, send};
+use crate::{host::harden, ipc::wire, roles};
+
+/// Threads of a line. The server waits for half as many requests at a time, so the others hang: a
+/// new process is needed.
+const THREADS_MAX: usize = 2 * super::client::AT_ONCE;
+
+/// Threads that stay when nothing is asked.
+const IDLE_MAX: usize = 2;
+
+/// The main function of the process.
+pub fn open_files() -> ExitCode {
+    match begin() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            tracing::error!(error = %e, "the opener cannot go on");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn begin() -> Result<()> {
+    let failed = |e: rustix::io::Errno| Error::io("cannot start the opener", e.into());
+    for sentence in harden::harden(true) {
+        tracing::warn!("{sentence}");
+    }
+    let control = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).map_err(failed)?;
+    let control = Arc::new(UnixStream::from(control));
+    roles::opening().enter()?;
+    let lines = Arc::new(Lines::default());
+    while let Some((ToOpener::Serve, mut fds)) = wire::receive::<ToOpener>(&control)? {
+        if let Some(socket) = fds.pop() {
+            *lines.open() += 1;
+            let (lines, control) = (Arc::clone(&lines), Arc::clone(&control));
+            let workers = Mutex::default();
+            Line { socket, workers, lines, control }.begin();
+        }
+    }
+    // The supervisor has died, and a server may go on without it.
+    let mut open = lines.open();
+    while *open > 0 {
+        open = lines.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
+    }
+    Ok(())
+}
+
+/// The number of lines whose servers live.
+#[derive(Default)]
+struct Lines {
+    open: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Lines {
+    fn open(&self) -> MutexGuard<'_, usize> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The socket to a server.
+struct Line {
+    socket: OwnedFd,
+    workers: Mutex<Workers>,
+    lines: Arc<Lines>,
+    control: Arc<UnixStream>,
+}
+
+#[derive(Default)]
+struct Workers {
+    all: usize,
+    idle: usize,
+    has_ended: bool,
+}
+
+/// What a thread does after a change of [`Workers`].
+enum Next {
+    GoOn,
+    AddOne,
+    Leave,
+    GiveUp,
+}
+
+impl Line {
+    fn begin(self) {
+        let mut workers = self.workers();
+        (workers.all, workers.idle) = (1, 1);
+        drop(workers);
+        let line = Arc::new(self);
+        thread::spawn(move || line.work());
+    }
+
+    fn workers(&self) -> MutexGuard<'_, Workers> {
+        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work(self: Arc<Self>) {
+        let mut bytes = vec![0; REQUEST_MAX];
+        while let Ok(Some((request, _))) = receive(&self.socket, &mut bytes) {
+            match self.begins_to_open() {
+                Next::AddOne => {
+                    let line = Arc::clone(&self);
+                    thread::spawn(move || line.work());
+                }
+                Next::GiveUp => self.give_up(),
+                Next::GoOn | Next::Leave => {}
+            }
+            let answered =
+                OpenRequest::decode(request).is_some_and(|request| self.answer(&request).is_ok());
+            if !answered {
+                break;
+            }
+            if let Next::Leave = self.has_opened() {
+                return;
+            }
+        }
+        self.end();
+    }
+
+    /// This thread may hang from now on: another one has to receive.
+    fn begins_to_open(&self) -> Next {
+        let mut workers = self.workers();
+        workers.idle -= 1;
+        if workers.idle > 0 {
+            return Next::GoOn;
+        }
+        if workers.all >= THREADS_MAX {
+            return Next::GiveUp;
+        }
+        workers.all += 1;
+        workers.idle += 1;
+        Next::AddOne
+    }
+
+    fn has_opened(&self) -> Next {
+        let mut workers = self.workers();
+        if workers.idle >= IDLE_MAX {
+            workers.all -= 1;
+            return Next::Leave;
+        }
+        workers.idle += 1;
+        Next::GoOn
+    }
+
+    fn answer(&self, request: &OpenRequest) -> io::Result<()> {
+        let opened = open_checked(&request.path, request.manner);
+        let errno = match &opened {
+            Ok(_) => 0,
+            Err(e) => e.raw_os_error().unwrap_or(match e.kind() {
+                io::ErrorKind::NotADirectory => libc::ENOTDIR,
+                io::ErrorKind::InvalidData => NOT_A_FILE,
+                _ => libc::EINVAL,
+            }),
+        };
+        let answer = OpenAnswer { number: request.number, errno };
+        let fd = opened.as_ref().ok().map(AsFd::as_fd);
+        send(&self.socket, &answer.encode(), fd, SendFlags::empty())
+    }
+
+    /// The server has ended, or has another opener.
+    fn end(&self) {
+        let mut workers = self.workers();
+        if !workers.has_ended {
+            workers.has_ended = true;
+            *self.lines.open() -= 1;
+            self.lines.changed.notify_all();
+        }
+        let _ = shutdown(&self.socket, Shutdown::Both);
+    }
+
+    /// Every thread hangs. The sockets end first, because threads that cannot be killed keep them
+    /// open.
+    fn give_up(&self) -> ! {
+        tracing::error!("{THREADS_MAX} files cannot be opened: making way for another opener");
+        let _ = shutdown(&self.socket, Shutdown::Both);
+        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        std::process::exit(1);
+    }
+}

@@ -1,0 +1,130 @@
+//! How a process opens files of this host: itself, or by another process that may.
+//!
+//! ```text
+//!   Reference, Directory, layers ──► opened ─┬─ no opener ─► here
+//!                                            └─ an opener ─► its descriptor, or its error
+//! ```
+//!
+//! A server has no right to the user's files. It installs an opener once ([`open_files_by`]), and
+//! reads from the descriptors that it gets.
+
+use std::{
+    fs::File,
+    future::Future,
+    io,
+    os::{fd::OwnedFd, unix::fs::FileTypeExt},
+    path::{Path, PathBuf},
+    pin::Pin,
+    sync::OnceLock,
+};
+
+use burgeon_block::Result;
+use rustix::fs::{Mode, OFlags};
+
+use crate::{
+    beneath::{open_again, open_without_symlinks},
+    blocking, waiting,
+};
+
+/// How a file is opened; always for reading.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Manner {
+    /// A file of a store, through the page cache.
+    Stored,
+    /// A file or block device that an image refers to by its path; direct I/O if it has that.
+    /// Follows symlinks, so a folder may have moved: the image's digests detect other content.
+    Referred,
+    /// The same without following symlinks: a user's own file system can forge identities.
+    Identified,
+    /// A folder, to see that it is there.
+    Folder,
+}
+
+/// The opened file, or an error: of the kind `TimedOut` if the opener did not answer.
+pub type Opening = Pin<Box<dyn Future<Output = io::Result<File>> + Send>>;
+
+/// Opens a file; `None` for one that the process itself is to open.
+pub type OpenBy = Box<dyn Fn(&Path, Manner) -> Option<Opening> + Send + Sync>;
+
+static OPENER: OnceLock<OpenBy> = OnceLock::new();
+
+/// Makes `open` open the files of this process from now on. Only the first call has an effect.
+pub fn open_files_by(open: OpenBy) {
+    let _ = OPENER.set(open);
+}
+
+/// Opens `path`, whose type is checked first: opening a device or a FIFO may block or have side
+/// effects. For an opener; blocks on the disk.
+pub fn open_checked(path: &Path, manner: Manner) -> io::Result<File> {
+    let found = match manner {
+        Manner::Identified => open_without_symlinks(path, OFlags::PATH)?,
+        _ => rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?,
+    };
+    let found = File::from(found);
+    let kind = found.metadata()?.file_type();
+    match manner {
+        Manner::Folder if kind.is_dir() => Ok(found),
+        Manner::Folder => Err(io::ErrorKind::NotADirectory.into()),
+        Manner::Stored if kind.is_file() => open_again(&found, OFlags::empty()),
+        Manner::Referred | Manner::Identified if kind.is_file() || kind.is_block_device() => {
+            direct(found.into())
+        }
+        Manner::Stored | Manner::Referred | Manner::Identified => Err(not_a_file()),
+    }
+}
+
+/// The error for a folder, FIFO, socket or character device.
+pub fn not_a_file() -> io::Error {
+    let what = "it is neither a file nor a block device now";
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+fn direct(found: OwnedFd) -> io::Result<File> {
+    match open_again(&found, OFlags::DIRECT) {
+        // tmpfs before 6.6, and some network file systems, have no direct I/O.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+            open_again(&found, OFlags::empty())
+        }
+        result => result,
+    }
+}
+
+/// Calls `work` with the opened `path` on a thread that may block. The wait for an opener blocks
+/// no thread.
+pub(crate) async fn with_opened<T: Send + 'static>(
+    path: PathBuf,
+    manner: Manner,
+    work: impl FnOnce(&Path, io::Result<File>) -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let opened = match asked(&path, manner) {
+        Some(opening) => Some(opening.await),
+        None => None,
+    };
+    let work = move || work(&path, opened.unwrap_or_else(|| open_here(&path, manner)));
+    blocking(work).await
+}
+
+/// Opens `path`, by the opener or here. For a thread that may block.
+pub(crate) fn opened_now(path: &Path, manner: Manner) -> io::Result<File> {
+    match asked(path, manner) {
+        Some(opening) => waiting(opening),
+        None => open_here(path, manner),
+    }
+}
+
+/// True if an opener is to open `path`.
+pub(crate) fn is_elsewhere(path: &Path) -> bool {
+    // The future is dropped before it asks.
+    asked(path, Manner::Stored).is_some()
+}
+
+fn asked(path: &Path, manner: Manner) -> Option<Opening> {
+    OPENER.get().and_then(|open| open(path, manner))
+}
+
+fn open_here(path: &Path, manner: Manner) -> io::Result<File> {
+    match manner {
+        Manner::Stored => File::open(path),
+        _ => open_checked(path, manner),
+    }
+}
