@@ -19,17 +19,17 @@ Examples:
   burgeon build /srv/debian-12 debian:12       make an image of a directory
   burgeon mount debian:12 /mnt/a               mount it; writes are discarded at umount
   burgeon mount debian:12 /mnt/b --writes b    a second mount, whose writes are kept as \"b\"
-  burgeon status                               what is mounted, and how well it goes
-  burgeon umount /mnt/b                        let go of it; plain `umount /mnt/b` does, too
-  burgeon doctor                               what is missing here, and what to do about it
+  burgeon status                               show what is mounted and how it performs
+  burgeon umount /mnt/b                        unmount it; plain `umount /mnt/b` works, too
+  burgeon doctor                               check this machine, with a remedy for each problem
 
 Exit codes:
   0  done
   1  failed, or `doctor` found something that stops Burgeon from working
-  2  the command line makes no sense
-  3  what was named does not exist
+  2  invalid command line
+  3  the named object does not exist
   4  bytes are damaged, or of a format that this version does not know
-  5  a store or the daemon cannot be reached, or something is still in use
+  5  a store or the daemon cannot be reached, or something is in use
   6  no space
   7  a privilege is missing
 
@@ -51,11 +51,11 @@ pub(crate) struct Args {
 /// Options of every command, before or after its name.
 #[derive(ClapArgs, Debug, Clone)]
 pub(crate) struct Global {
-    /// Where images and their data are [default: a store in the state directory]; for build, mount
+    /// The store of images and their data [default: store/ in the state directory]; for build, mount
     /// and pull also oci://REGISTRY/REPOSITORY, whose tags are the names
     #[arg(long, global = true, value_name = "PATH|URL", env = "BURGEON_STORE")]
     pub(crate) store: Option<String>,
-    /// Where this host keeps caches, writes and the daemon's socket
+    /// Directory of caches, writes and the daemon's socket
     /// [default: /var/lib/burgeon, or ~/.local/state/burgeon without root]
     #[arg(long, global = true, value_name = "DIR", env = "BURGEON_STATE_DIR")]
     pub(crate) state_dir: Option<PathBuf>,
@@ -64,7 +64,7 @@ pub(crate) struct Global {
     #[arg(long, global = true, value_name = "LEVEL", env = burgeon_daemon::log::VARIABLE)]
     #[arg(value_parser = levels(), hide_possible_values = true)]
     pub(crate) log_level: Option<LevelFilter>,
-    /// Answer with one JSON document
+    /// Print exactly one JSON document on standard output
     #[arg(long, global = true)]
     pub(crate) json: bool,
 }
@@ -89,47 +89,47 @@ Examples:
   burgeon build --by-reference /dev/vg/data data     read a file, device or folder in place, copy nothing"
     )]
     Build(Build),
-    /// Make the index of an ordinary image, by which it is read lazily without being fetched
+    /// Make the index of an OCI image, so that it can be read lazily from its layers
     #[command(after_help = "\
 Examples:
   burgeon index oci-layout:DIR:TAG                    this host reads the image from there
-  burgeon index oci-layout:DIR:TAG --push             puts the index beside the image, says its digest
+  burgeon index oci-layout:DIR:TAG --push             publishes the index, and prints its digest
   burgeon index oci://registry.example/app:7 --push   the same in a registry
   burgeon mount oci-layout:DIR:TAG /mnt/o --index sha256:…    on any host, by that digest")]
     Index(Index),
-    /// Mount an image; it is usable when this returns
+    /// Mount an image; the mount is usable when the command returns
     #[command(after_help = "\
 Examples:
   burgeon mount debian:12 /mnt/a                      writes are discarded at umount
   burgeon mount debian:12 /mnt/b --writes b           writes are kept, and found again by name
   burgeon mount debian:12 /mnt/c --read-only
-  burgeon mount oci://docker.io/python:3.12 /mnt/p    an ordinary image: made one of ours at first sight
+  burgeon mount oci://docker.io/python:3.12 /mnt/p    an OCI image of a registry
   burgeon mount oci-layout:DIR:TAG /mnt/o             the same from a folder
   burgeon mount https://host/rootfs.tar /mnt/r
   burgeon mount debian:12 /mnt/d --writes d --write-limit 50G
-  burgeon mount debian:12 /mnt/e --fill               and fetch everything in the background
-  burgeon mount debian:12 /mnt/f --virtual 16P        with room to map into while it runs")]
+  burgeon mount debian:12 /mnt/e --fill               also fetches everything in the background
+  burgeon mount debian:12 /mnt/f --virtual 16P        with a virtual area for `burgeon map`")]
     Mount(Mount),
-    /// Put an image into a registry, to be mounted and pulled from there
+    /// Push an image to a registry, from where it can be mounted and pulled
     #[command(after_help = "\
 Examples:
   burgeon push app:7 oci://registry.example/team/app:7
   burgeon mount oci://registry.example/team/app:7 /mnt/a")]
     Push(Push),
-    /// Bring an image to this host: what a mount begins with, or all of it
+    /// Fetch what a mount of an image needs first, or all of the image
     #[command(after_help = "\
 Examples:
-  burgeon pull oci://registry.example/team/app:7             the next mount of it waits for less
+  burgeon pull oci://registry.example/team/app:7             the next mount of it takes less time
   burgeon pull --eager oci://registry.example/team/app:7     all of it, as app:7 of the local store
   burgeon pull --eager app:7 --store s3://bucket/images --as app")]
     Pull(Pull),
-    /// Make an empty file system to map into, and mount it
+    /// Mount an empty file system to map files and trees into
     #[command(after_help = "\
 Examples:
   burgeon create-empty /mnt/x --writes x
   burgeon create-empty /mnt/x --writes x --virtual 4E")]
     CreateEmpty(CreateEmpty),
-    /// Make a file or a tree appear in a mount, of any size, without copying it
+    /// Make a file or a tree of any size appear in a mount, without copying it
     #[command(after_help = "\
 Examples:
   burgeon map /mnt/a/models/llama.bin --from /srv/llama.bin
@@ -141,39 +141,39 @@ Examples:
 
 The mount needs a virtual area: burgeon mount --virtual SIZE")]
     Map(Map),
-    /// Fetch files now, so that they are local when they are needed
+    /// Fetch files of a mount now, so that later reads are local
     #[command(after_help = "\
 Examples:
   burgeon prefetch /mnt/a/usr/bin
   burgeon prefetch /mnt/a --rate 50M")]
     Prefetch(Prefetch),
-    /// Run a command, and remember what it reads first of a mounted image
+    /// Run a command, and record which data of a mounted image it reads first
     #[command(after_help = "\
 Examples:
   burgeon record /mnt/a -- chroot /mnt/a python3 -c 'import pandas'
   burgeon record /mnt/a -- timeout 10 chroot /mnt/a /usr/sbin/server
-  burgeon mount app:7 /mnt/b                          brings that first, in this order
+  burgeon mount app:7 /mnt/b                          prefetches that, in this order
 
-It ends with the command's exit code.")]
+`record` ends with the command's exit code.")]
     Record(Record),
-    /// Show or remove what was recorded
+    /// List, show or remove recorded profiles
     Profile(Profile),
-    /// Fetch files now, and again whenever what is cached was lost
+    /// Fetch files now, and again whenever their cached data was lost
     #[command(after_help = "\
 Examples:
   burgeon pin /mnt/a/models/llama.bin
   burgeon pin --remove /mnt/a/models/llama.bin")]
     Pin(Pin),
-    /// Unmount, and wait until everything is released
+    /// Unmount, and wait until all devices and files are released
     Umount(Umount),
-    /// Show what is mounted, how much of it is local, and how fast it is
+    /// Show each mount: how much of it is local, its speed and its errors
     Status,
     /// List the images of the store
     #[command(alias = "ls")]
     List,
-    /// Show what an image is made of
+    /// Show the parts of an image
     Inspect(Inspect),
-    /// Check every byte of an image in its store; damaged files are named
+    /// Check every byte of an image in its store, and name damaged files
     Verify(Named),
     /// Remove an image; its data goes with the next `gc`
     Rm(Named),
@@ -183,41 +183,42 @@ Examples:
     Writes(Writes),
     /// Check this machine: kernel, devices, privileges, limits, leftovers
     Doctor(Doctor),
-    /// Show on a real tree what Burgeon does, and clean up
+    /// Demonstrate Burgeon on a real tree, and clean up
     Demo(Demo),
     /// End the daemon
     Shutdown(Shutdown),
-    /// Put this program in the place of the running daemon's, while everything stays mounted
+    /// Replace the running daemon's program with this one, while everything stays mounted
     Upgrade,
 }
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Build {
     /// A directory; a .tar, .tar.gz, .tar.zst or .tar.xz; - for an archive on standard input; an
-    /// ordinary image: oci://REGISTRY/REPOSITORY[:TAG|@DIGEST], oci-layout:DIR[:TAG]; or the URL of
+    /// OCI image: oci://REGISTRY/REPOSITORY[:TAG|@DIGEST], oci-layout:DIR[:TAG]; or the URL of
     /// an archive
     #[arg(required_unless_present = "computed")]
     pub(crate) source: Option<PathBuf>,
     /// The image's name, such as debian:12
     pub(crate) name: String,
-    /// Take the name from the image that has it, if that was pulled or is another host's; a name that was
-    /// built on this host is built anew without this
+    /// Take the name even from an image that was pulled or that another host built; an image that this
+    /// host built under the name is replaced without this option
     #[arg(long)]
     pub(crate) replace: bool,
-    /// How blocks are checked
+    /// Checksum of each block
     #[arg(long, value_enum, default_value = "crc32c")]
     pub(crate) checksum: Checksum,
-    /// zstd level, 1 to 19; up to 12 with parameters of our own, tuned for chunks
+    /// zstd level, 1 to 19; up to 12 with parameters that are tuned for chunks
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(i32).range(1..=19))]
     pub(crate) level: i32,
-    /// Describe a file, block device or directory where it is, and copy nothing: it must not change
+    /// Describe a file, block device or directory in place, without copying it: it must not change
+    /// while the image is used
     #[arg(long)]
     pub(crate) by_reference: bool,
-    /// Store what this profile says together, in its order: of an image (of the same tree, built
-    /// before) or a FILE. The new image gets the profile, too
+    /// Store the data that this profile names together, in its order: the profile of an earlier image
+    /// of a similar tree, or of a FILE. The new image gets the profile, too
     #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["by_reference", "computed"])]
     pub(crate) profile: Option<String>,
-    /// An image of one file whose bytes are computed, to measure everything but the data
+    /// Make an image of one file of computed bytes, for measurements
     #[arg(long, value_enum, conflicts_with_all = ["source", "by_reference"], requires = "size")]
     pub(crate) computed: Option<Computed>,
     /// Size of the computed file
@@ -245,66 +246,66 @@ pub(crate) enum Checksum {
 pub(crate) struct Index {
     /// The image: oci://REGISTRY/REPOSITORY[:TAG|@DIGEST] or oci-layout:DIR[:TAG|@DIGEST]
     pub(crate) source: String,
-    /// Put the index beside the image, where other hosts find it
+    /// Publish the index in the image's registry or layout, where other hosts find it
     #[arg(long)]
     pub(crate) push: bool,
 }
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Mount {
-    /// The image: a name of the store; an ordinary one, oci://REGISTRY/REPOSITORY[:TAG|@DIGEST] or
+    /// The image: a name of the store; an OCI image, oci://REGISTRY/REPOSITORY[:TAG|@DIGEST] or
     /// oci-layout:DIR[:TAG]; or the URL of an archive
     pub(crate) name: String,
     /// An empty directory
     pub(crate) path: PathBuf,
-    /// Of an ordinary image: fetch what is read instead of all of it, by the index of this digest,
-    /// which lies beside the image (`burgeon index --push`). Whoever made it is believed
+    /// Read an OCI image lazily by its published index of this digest (`burgeon index --push`). The
+    /// author of the index decides what the files hold: trust the digest first
     #[arg(long, value_name = "sha256:…")]
     pub(crate) index: Option<String>,
-    /// Of an image in a registry or a remote store, or an archive: when is asked which one it is now
+    /// When to ask a registry, a remote store or the server of an archive for the current image
     #[arg(long, value_enum, value_name = "POLICY", default_value_t)]
     pub(crate) pull: pull::Pull,
-    /// Keep writes under this name; mounting with the name again finds them
+    /// Keep writes under this name; a later mount with the name has them again
     #[arg(long, value_name = "NAME")]
     pub(crate) writes: Option<String>,
     /// Allow no writes
     #[arg(long, conflicts_with_all = ["writes", "write_limit", "thin", "reserve", "writes_device"])]
     pub(crate) read_only: bool,
-    /// The most that writes may take: reserved step by step, ahead of them [default: 10G, or a quarter
-    /// of what is free]
+    /// Limit of the writes, reserved step by step ahead of them [default: 10G, or a quarter of the
+    /// free space]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) write_limit: Option<u64>,
-    /// Reserve all of the write limit at once: no write fails because the host is full, and one
-    /// `fallocate` can take it all
+    /// Reserve the whole write limit at once: no write fails because the host is full, and one
+    /// `fallocate` may use all of it
     #[arg(long)]
     pub(crate) reserve: bool,
-    /// The default, and of no effect: without --reserve all writes are reserved in steps
+    /// Accepted without effect: without --reserve, space is always reserved in steps
     #[arg(long, hide = true, conflicts_with = "reserve")]
     pub(crate) thin: bool,
-    /// Write to this block device instead of a file; what is on it is lost
+    /// Write to this block device instead of a file; its earlier content is lost
     #[arg(long, value_name = "DEVICE", conflicts_with_all = ["write_limit", "thin", "reserve"])]
     pub(crate) writes_device: Option<PathBuf>,
-    /// Fetch everything in the background
+    /// Fetch the whole image in the background
     #[arg(long)]
     pub(crate) fill: bool,
-    /// What to bring first: what was recorded for the image (auto), nothing, or what a FILE of
-    /// `burgeon record --output` says
+    /// What to prefetch: the recorded profile of the image (auto), nothing (none), or the profile in
+    /// a FILE of `burgeon record --output`
     #[arg(long, value_name = "auto|none|FILE", default_value = "auto")]
     pub(crate) profile: String,
-    /// How the kernel reaches the data: ublk is faster, FUSE is everywhere
+    /// How the kernel reaches the data: ublk is faster, FUSE works on every kernel
     #[arg(long, value_enum, default_value_t)]
     pub(crate) transport: Transport,
-    /// Over FUSE, let requests come over io_uring where the kernel allows it: faster, but reads
-    /// fail when the serving process dies, until the next one serves
+    /// Over FUSE, receive requests over io_uring where the kernel allows it: faster, but when the
+    /// serving process dies, reads fail until the next one serves
     #[arg(long)]
     pub(crate) fast: bool,
-    /// Room to map content into while it runs, see `burgeon map`: costs no space, but kernel
-    /// memory, 1.3 KiB for each 256 TiB (without a size: 16P). With --writes it is fixed when these
-    /// are made
+    /// Add a virtual area to map files into (`burgeon map`): takes no space, but kernel memory, 1.3
+    /// KiB for each 256 TiB (without a size: 16P). With --writes, its size is fixed at the first
+    /// mount
     #[arg(long = "virtual", value_name = "SIZE", value_parser = parse_size)]
     #[arg(num_args = 0..=1, default_missing_value = VIRTUAL_DEFAULT, conflicts_with = "read_only")]
     pub(crate) virtual_size: Option<u64>,
-    /// Refuse to fetch more than this, with I/O errors: against programs that read everything
+    /// Limit of fetched bytes, against programs that read everything; reads beyond it fail with EIO
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) fetch_limit: Option<u64>,
     #[command(flatten)]
@@ -332,19 +333,19 @@ pub(crate) const VIRTUAL_DEFAULT_BYTES: u64 = 16 << 50;
 pub(crate) struct CreateEmpty {
     /// An empty directory
     pub(crate) path: PathBuf,
-    /// Keep what is mapped and written under this name; `burgeon mount` finds it again
+    /// Keep mapped files and writes under this name; `burgeon mount` finds them again
     #[arg(long, value_name = "NAME")]
     pub(crate) writes: String,
-    /// Room to map into [default: 16P; for writes that are there, what they were made with]
+    /// Size of the virtual area [default: 16P; for kept writes, their own]
     #[arg(long = "virtual", value_name = "SIZE", value_parser = parse_size)]
     pub(crate) virtual_size: Option<u64>,
-    /// The most that writes may take [default: 10G, or a quarter of what is free]
+    /// Limit of the writes [default: 10G, or a quarter of the free space]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) write_limit: Option<u64>,
-    /// Reserve all of it at once
+    /// Reserve the whole write limit at once
     #[arg(long)]
     pub(crate) reserve: bool,
-    /// Refuse to fetch more than this, with I/O errors
+    /// Limit of fetched bytes; reads beyond it fail with EIO
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) fetch_limit: Option<u64>,
 }
@@ -352,19 +353,19 @@ pub(crate) struct CreateEmpty {
 #[derive(ClapArgs, Debug)]
 #[command(group = clap::ArgGroup::new("what").required(true).args(["from", "computed", "list"]))]
 pub(crate) struct Map {
-    /// Where it will appear: a path in a mount, where nothing is yet; with --list the mount
+    /// The new path in a mount, which must not exist yet; with --list, the mount
     pub(crate) target: PathBuf,
-    /// A local file or directory, which has to stay as it is; or IMAGE[:PATH], an image of the store or
-    /// what is in it
+    /// A local file or directory, which must stay unchanged and in place; or IMAGE[:PATH], an image of
+    /// the store, or a file or folder in it
     #[arg(long, value_name = "PATH|IMAGE[:PATH]")]
     pub(crate) from: Option<PathBuf>,
-    /// A file whose bytes are computed: zeros, block-number, or byte-XX with two hexadecimal digits
+    /// Make a file of computed bytes: zeros, block-number, or byte-XX with two hexadecimal digits
     #[arg(long, value_name = "NAME", requires = "size")]
     pub(crate) computed: Option<String>,
     /// Size of the computed file
     #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "computed")]
     pub(crate) size: Option<u64>,
-    /// List what is mapped
+    /// List the mappings of a mount
     #[arg(long)]
     pub(crate) list: bool,
 }
@@ -373,22 +374,22 @@ pub(crate) struct Map {
 pub(crate) struct Push {
     /// The image in the store
     pub(crate) name: String,
-    /// Where to: oci://REGISTRY/REPOSITORY:TAG
+    /// The destination: oci://REGISTRY/REPOSITORY:TAG
     #[arg(value_name = "OCI-URL")]
     pub(crate) to: String,
 }
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Pull {
-    /// oci://REGISTRY/REPOSITORY:TAG, or a name in the store that --store says
+    /// The image: oci://REGISTRY/REPOSITORY:TAG, or a name in the store of --store
     pub(crate) source: String,
-    /// Bring all data, too, into the state directory's own store
+    /// Fetch all data of the image, into the state directory's own store
     #[arg(long)]
     pub(crate) eager: bool,
-    /// Its name there [default: the end of the reference, as app:7 of oci://registry.example/team/app:7]
+    /// The image's name there [default: the end of the reference, as app:7 of oci://registry.example/team/app:7]
     #[arg(long = "as", value_name = "NAME", requires = "eager")]
     pub(crate) name: Option<String>,
-    /// Take the name from the image that has it
+    /// Take the name even from another image that has it
     #[arg(long, requires = "eager")]
     pub(crate) replace: bool,
 }
@@ -398,19 +399,19 @@ pub(crate) struct Prefetch {
     /// Files and folders in mounts
     #[arg(required = true)]
     pub(crate) paths: Vec<PathBuf>,
-    /// At most so many bytes a second
+    /// Limit of bytes per second
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     pub(crate) rate: Option<u64>,
-    /// Pieces that are read at once
+    /// Number of pieces that are read at the same time
     #[arg(long, default_value = "8", value_parser = parse_threads)]
     pub(crate) threads: NonZeroUsize,
 }
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Record {
-    /// Where the image is mounted
+    /// The mount point of the image
     pub(crate) path: PathBuf,
-    /// Write the profile to this file alone, for `mount --profile` and `build --profile`
+    /// Write the profile only to this file, for `mount --profile` and `build --profile`
     #[arg(long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
     /// The command and its arguments
@@ -428,7 +429,7 @@ pub(crate) struct Profile {
 pub(crate) enum ProfileCommand {
     /// List the images that have a profile
     List,
-    /// Show files and ranges, in the order in which they are brought
+    /// Show files and ranges, in the order in which they are prefetched
     Show {
         /// The image, or a profile's file
         name: String,
@@ -445,17 +446,17 @@ pub(crate) struct Pin {
     /// Files and folders in mounts
     #[arg(required = true)]
     pub(crate) paths: Vec<PathBuf>,
-    /// Do not keep them any more: what is local stays until the cache is removed
+    /// Drop the pins of these paths; local data stays until the cache is removed
     #[arg(long)]
     pub(crate) remove: bool,
 }
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Umount {
-    /// Where it is mounted
+    /// Mount points
     #[arg(required = true)]
     pub(crate) paths: Vec<PathBuf>,
-    /// Take the mount away even if it is in use; it is released when nobody uses it any more
+    /// Detach the mount even if it is in use; it is released when its last user has gone
     #[arg(long, short)]
     pub(crate) lazy: bool,
 }
@@ -477,7 +478,7 @@ pub(crate) struct Named {
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Gc {
-    /// Only say what would be removed
+    /// Only print what would be removed
     #[arg(long)]
     pub(crate) dry_run: bool,
 }
@@ -490,9 +491,9 @@ pub(crate) struct Writes {
 
 #[derive(Subcommand, Debug)]
 pub(crate) enum WritesCommand {
-    /// List all writes that are kept
+    /// List all kept writes
     List,
-    /// Remove writes for good
+    /// Remove kept writes permanently
     Rm {
         /// Their name
         name: String,
@@ -501,31 +502,31 @@ pub(crate) enum WritesCommand {
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Doctor {
-    /// Mend what a crash has left; writes of users are never removed
+    /// Repair what a crash has left; kept writes are never removed
     #[arg(long)]
     pub(crate) repair: bool,
-    /// Only say what --repair would do
+    /// Only print what --repair would do
     #[arg(long, requires = "repair")]
     pub(crate) dry_run: bool,
 }
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Demo {
-    /// The tree to show it on
+    /// The tree to demonstrate on
     #[arg(long, value_name = "DIR", default_value = "/usr")]
     pub(crate) tree: PathBuf,
-    /// Show it on a Debian root made with debootstrap
+    /// Demonstrate on a Debian root, made with debootstrap
     #[arg(long, conflicts_with = "tree")]
     pub(crate) debian: bool,
 }
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Shutdown {
-    /// Unmount everything first; refused where something is in use
+    /// Unmount everything first; refused if a mount is in use
     #[arg(long)]
     pub(crate) unmount: bool,
-    /// End it whatever is mounted: what is in use is unmounted as soon as it is not, and reads of
-    /// data that is not local fail until then
+    /// End the daemon whatever is mounted: mounts in use are detached, and their reads of data that is
+    /// not local fail
     #[arg(long)]
     pub(crate) force: bool,
 }

@@ -27,7 +27,7 @@ use crate::{
     attributes::Attributes,
     commands::{Context, images, mount, need_mount_privilege, umount},
     exit,
-    output::{self, bytes, duration_us, percent},
+    output::{self, bytes, counted, duration_us, percent},
     pull::Pull,
 };
 
@@ -206,11 +206,11 @@ impl Stage {
         let local = mount.materialised_bytes.unwrap_or(0);
         println!("data in the image   {}", bytes(mount.data_bytes));
         println!(
-            "made local          {} ({} of the data), fetched as {} in {} chunks",
+            "made local          {} ({} of the data), fetched as {} in {}",
             bytes(local),
             percent(local as f64 / mount.data_bytes.max(1) as f64),
             bytes(mount.reads.fetched_bytes),
-            mount.reads.fetches
+            counted(mount.reads.fetches, "chunk")
         );
         println!("errors              {}", mount.reads.failed_reads);
         Ok(())

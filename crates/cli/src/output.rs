@@ -71,6 +71,18 @@ pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Formats a number of things: "1 file", "2 files", "3 fetches", "4 directories".
+pub(crate) fn counted(count: u64, noun: &str) -> String {
+    if count == 1 {
+        return format!("{count} {noun}");
+    }
+    match noun.strip_suffix('y') {
+        Some(stem) => format!("{count} {stem}ies"),
+        None if noun.ends_with("ch") => format!("{count} {noun}es"),
+        None => format!("{count} {noun}s"),
+    }
+}
+
 /// Formats bytes with three digits and a binary unit.
 pub(crate) fn bytes(count: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
@@ -131,7 +143,20 @@ pub(crate) fn table(rows: &[Vec<String>]) {
 
 #[cfg(test)]
 mod tests {
-    use super::{bytes, duration_us, percent};
+    use super::{bytes, counted, duration_us, percent};
+
+    #[test]
+    fn one_thing_is_no_plural() {
+        for (count, noun, shown) in [
+            (1, "mount", "1 mount"),
+            (0, "mount", "0 mounts"),
+            (2, "directory", "2 directories"),
+            (3, "fetch", "3 fetches"),
+            (1, "fetch", "1 fetch"),
+        ] {
+            assert_eq!(counted(count, noun), shown);
+        }
+    }
 
     #[test]
     fn numbers_are_short() {

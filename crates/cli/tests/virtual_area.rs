@@ -454,7 +454,7 @@ fn prefetch_makes_local_what_it_is_given() {
     let local = || burgeon.status()["mounts"][0]["materialised_bytes"].as_u64().unwrap();
     assert_eq!(local(), 0);
     let said = burgeon.ok(&["prefetch", text(&at), "--rate", "1G", "--threads", "3"]);
-    assert!(said.contains("fetched 1 files, 977 KiB"), "{said}");
+    assert!(said.contains("fetched 1 file, 977 KiB"), "{said}");
     assert_eq!(local(), 1_000_000u64.next_multiple_of(4096));
     burgeon.fails(&["prefetch", text(&at.join("none"))], 3, "none");
     burgeon.fails(&["prefetch", text(&at), "--threads", "0"], 2, "--threads");

@@ -132,7 +132,7 @@ fn fast_note(transport: Transport) -> String {
             .to_owned();
     }
     let reason = system::fuse_rings().err().unwrap_or("the kernel did not offer it".to_owned());
-    format!("--fast was not possible, so this is an ordinary mount: {reason}")
+    format!("--fast is not possible, so this is a mount without it: {reason}")
 }
 
 const CONTROL: &str = "/dev/ublk-control";

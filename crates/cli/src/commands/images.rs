@@ -14,7 +14,7 @@ use serde_json::json;
 use super::{Context, mistakes, named, push, reading, record};
 use crate::{
     args::{self, Checksum, Computed},
-    output::{self, bytes},
+    output::{self, bytes, counted},
     progress::Progress,
 };
 
@@ -43,7 +43,10 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
         (None, Some(path), false) if path == Path::new("-") => Input::Stdin,
         (None, Some(path), false) if path.is_dir() => Input::Tree(path),
         (None, Some(path), false) => Input::Archive(path),
-        (None, None, _) => anyhow::bail!("there is nothing to build from: name a directory"),
+        (None, None, _) => anyhow::bail!(
+            "nothing to build from: name a directory, an archive or \
+            an OCI image"
+        ),
     };
     if options.profile.is_some() && !matches!(input, Input::Tree(_)) {
         let what =
@@ -104,7 +107,7 @@ fn say_replaced(before: Option<&ImageRecord>, report: &Report) -> Result<()> {
     let (before, after) = (before.digest()?, report.image.digest()?);
     if before != after {
         println!(
-            "the name stood for the image {} before, which the next `burgeon gc` removes unless \
+            "before, the name meant the image {}; the next `burgeon gc` removes it unless \
              something needs it",
             &before.to_string()[..named::DIGITS_SHOWN]
         );
@@ -242,22 +245,22 @@ fn make(
 pub(super) fn describe(done: &str, shown: &str, report: &Report, stored: u64, seconds: f64) {
     let image = &report.image;
     println!(
-        "{done} {shown} in {seconds:.1} s: {} files, {} of data, stored in {}",
-        image.inodes,
+        "{done} {shown} in {seconds:.1} s: {}, {} of data, stored in {}",
+        counted(image.inodes, "file"),
         bytes(image.file_bytes),
         bytes(stored)
     );
     if report.reused_bytes > 0 {
-        println!("{} of that were there already", bytes(report.reused_bytes));
+        println!("{} of that were in the store already", bytes(report.reused_bytes));
     }
     for path in &report.changed {
         println!("warning: {} changed while it was read", path.display());
     }
     if report.acls_left_out > 0 {
         println!(
-            "warning: left out the ACLs of {} files: they name users or groups without their \
+            "warning: left out the ACLs of {}: they name users or groups without their \
              numbers, or are no POSIX ACLs; `tar --xattrs --xattrs-include='*'` keeps the numbers",
-            report.acls_left_out
+            counted(report.acls_left_out, "file")
         );
     }
     for path in &report.mounts_left_out {

@@ -13,7 +13,7 @@ use serde_json::json;
 use super::{Context, named};
 use crate::{
     args,
-    output::{self, bytes},
+    output::{self, bytes, counted},
 };
 
 pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode> {
@@ -48,21 +48,22 @@ pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode
     }
     println!("digest      {digest}");
     println!(
-        "tree        {} files, {} directories, {} symlinks, {} others, {} xattrs",
-        facts.files,
-        facts.directories,
-        facts.symlinks,
-        facts.others,
-        manifest.tree.xattrs.len()
+        "tree        {}, {}, {}, {}, {}",
+        counted(facts.files, "file"),
+        counted(facts.directories, "directory"),
+        counted(facts.symlinks, "symlink"),
+        counted(facts.others, "special file"),
+        counted(manifest.tree.xattrs.len() as u64, "attribute")
     );
     println!("data        {}, as `du --apparent-size` counts", bytes(record.file_bytes));
     println!(
-        "lazy data   {} in {} chunks, distinct and padded to 4 KiB",
+        "lazy data   {} in {}, deduplicated and padded to 4 KiB",
         bytes(record.data_bytes),
-        manifest.chunks.len()
+        counted(manifest.chunks.len() as u64, "chunk")
     );
     let stored = burgeon_oci::stored_bytes(&store, &record)?;
-    println!("stored      {} in {} objects", bytes(stored), manifest.objects.len());
+    let objects = counted(manifest.objects.len() as u64, "object");
+    println!("stored      {} in {objects}", bytes(stored));
     println!("manifest    {} of that", bytes(record.manifest_bytes));
     println!("checksum    {}", manifest.checksum);
     Ok(ExitCode::SUCCESS)

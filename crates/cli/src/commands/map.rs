@@ -76,7 +76,8 @@ pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
         }))?;
     } else {
         let size = output::bytes(bytes);
-        println!("mapped {} in {ms} ms: {files} files, {size}", target.path.display());
+        let files = output::counted(files, "file");
+        println!("mapped {} in {ms} ms: {files}, {size}", target.path.display());
         notes.iter().for_each(|note| println!("note: {note}"));
     }
     Ok(ExitCode::SUCCESS)

@@ -3,6 +3,7 @@
 mod bring_back;
 mod doctor;
 mod far;
+mod full;
 pub(crate) mod images;
 mod inspect;
 mod map;
@@ -162,30 +163,36 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         return crate::demo::demo(args.global.json, &demo);
     }
     let context = Context::new(args.global, takes_repository, only_looks(&args.command))?;
-    match args.command {
-        Command::Build(build) => images::build(&context, build),
-        Command::Index(index) => oci_image::index(&context, &index),
-        Command::Mount(mount) => mount::mount(&context, mount),
-        Command::CreateEmpty(empty) => mount::create_empty(&context, empty),
-        Command::Map(map) => map::map(&context, map),
-        Command::Pin(pin) => pin::pin(&context, pin),
-        Command::Push(push) => push::push(&context, &push),
-        Command::Pull(pull) => push::pull(&context, pull),
-        Command::Prefetch(prefetch) => prefetch::prefetch(&context, prefetch),
-        Command::Record(record) => record::record(&context, record),
-        Command::Profile(profile) => profile::profile(&context, profile.command),
-        Command::Umount(umount) => umount::umount(&context, umount),
-        Command::Status => status::status(&context),
-        Command::List => images::list(&context),
-        Command::Inspect(inspect) => inspect::inspect(&context, inspect),
-        Command::Verify(named) => store::verify(&context, &named.name),
-        Command::Rm(named) => store::remove(&context, &named.name),
-        Command::Gc(gc) => store::collect(&context, gc.dry_run),
-        Command::Writes(writes) => writes::writes(&context, writes.command),
-        Command::Doctor(doctor) => doctor::doctor(&context, doctor),
+    let stores = takes_repository || matches!(args.command, Command::Index(_));
+    let done = perform(&context, args.command);
+    done.map_err(|e| if stores { full::explain(&context, e) } else { e })
+}
+
+fn perform(context: &Context, command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Build(build) => images::build(context, build),
+        Command::Index(index) => oci_image::index(context, &index),
+        Command::Mount(mount) => mount::mount(context, mount),
+        Command::CreateEmpty(empty) => mount::create_empty(context, empty),
+        Command::Map(map) => map::map(context, map),
+        Command::Pin(pin) => pin::pin(context, pin),
+        Command::Push(push) => push::push(context, &push),
+        Command::Pull(pull) => push::pull(context, pull),
+        Command::Prefetch(prefetch) => prefetch::prefetch(context, prefetch),
+        Command::Record(record) => record::record(context, record),
+        Command::Profile(profile) => profile::profile(context, profile.command),
+        Command::Umount(umount) => umount::umount(context, umount),
+        Command::Status => status::status(context),
+        Command::List => images::list(context),
+        Command::Inspect(inspect) => inspect::inspect(context, inspect),
+        Command::Verify(named) => store::verify(context, &named.name),
+        Command::Rm(named) => store::remove(context, &named.name),
+        Command::Gc(gc) => store::collect(context, gc.dry_run),
+        Command::Writes(writes) => writes::writes(context, writes.command),
+        Command::Doctor(doctor) => doctor::doctor(context, doctor),
         Command::Demo(_) => unreachable!("it was run"),
-        Command::Shutdown(shutdown) => shutdown::shutdown(&context, shutdown),
-        Command::Upgrade => upgrade::upgrade(&context),
+        Command::Shutdown(shutdown) => shutdown::shutdown(context, shutdown),
+        Command::Upgrade => upgrade::upgrade(context),
     }
 }
 

@@ -88,7 +88,8 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
             anyhow::bail!(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "{text} is no ordinary image: only those of oci://… and oci-layout:… have an index"
+                    "{text} is not an OCI image: only images of oci://… and oci-layout:… have an \
+                     index"
                 ),
             ));
         }
@@ -175,8 +176,8 @@ pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
         anyhow::bail!(Error::new(
             ErrorKind::Invalid,
             match mistakes::meant(&args.source) {
-                Some(meant) => format!("{} is no ordinary image: {meant}", args.source),
-                None => format!("{} is no ordinary image: oci://… or oci-layout:…", args.source),
+                Some(meant) => format!("{} is not an OCI image: {meant}", args.source),
+                None => format!("{} is not an OCI image, as oci://… or oci-layout:…", args.source),
             },
         ));
     };

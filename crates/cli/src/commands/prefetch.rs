@@ -41,8 +41,8 @@ pub(super) fn prefetch(context: &Context, args: args::Prefetch) -> Result<ExitCo
         if !burgeon_daemon::is_burgeon_mount(&found) {
             let shown = path.display();
             let what = format!(
-                "cannot fetch {shown}: it is in no mount of Burgeon, or not to be read by this user; \
-                 `burgeon status` lists the mounts"
+                "cannot fetch {shown}: it is in no mount of Burgeon, or this user may not read \
+                 it; `burgeon status` lists the mounts"
             );
             return Err(Error::new(ErrorKind::Invalid, what).into());
         }
@@ -77,7 +77,8 @@ pub(super) fn prefetch(context: &Context, args: args::Prefetch) -> Result<ExitCo
     if context.json {
         output::print_json(&json!({ "files": files, "bytes": total, "seconds": seconds }))?;
     } else {
-        println!("fetched {files} files, {}, in {seconds:.1} s", output::bytes(total));
+        let files = output::counted(files as u64, "file");
+        println!("fetched {files}, {}, in {seconds:.1} s", output::bytes(total));
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -30,7 +30,7 @@ use serde_json::json;
 use super::{Context, named, umount::mount_of};
 use crate::{
     args,
-    output::{self, bytes},
+    output::{self, bytes, counted},
 };
 
 pub(super) fn record(context: &Context, args: args::Record) -> Result<ExitCode> {
@@ -49,7 +49,7 @@ pub(super) fn record(context: &Context, args: args::Record) -> Result<ExitCode> 
     else {
         anyhow::bail!("the daemon gave an answer to something else");
     };
-    let reads = fds.pop().context("the daemon sent nothing of what was read")?;
+    let reads = fds.pop().context("the daemon sent no recorded reads")?;
     let profile = Profile::of(&manifest, image, &addresses(File::from(reads))?);
     let kept = keep(context, &store, &mount, args.output.as_deref(), &profile)?;
     if args.output.is_none() {
@@ -204,15 +204,20 @@ fn report(
         }));
     }
     let size = bytes(profile.bytes());
-    eprintln!("recorded {files} files, {size} in {ranges} ranges; kept {}", kept.place);
+    eprintln!(
+        "recorded {}, {size} in {}; kept {}",
+        counted(files as u64, "file"),
+        counted(ranges as u64, "range"),
+        kept.place
+    );
     if let Some(why) = &kept.instead {
         eprintln!("note: not beside the image, because {why}");
     }
     if cut_short {
-        eprintln!("note: what was read after the first {READS_MAX} ranges is left out");
+        eprintln!("note: reads after the first {READS_MAX} ranges are left out");
     }
     if ranges == 0 {
-        eprintln!("note: nothing of the image was read: is it this mount that the command uses?");
+        eprintln!("note: the command read no data of the image: does it use this mount?");
     }
     Ok(())
 }

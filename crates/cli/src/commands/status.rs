@@ -17,7 +17,7 @@ use burgeon_source::Directory;
 use serde_json::json;
 
 use super::Context;
-use crate::output::{self, bytes, duration_us, percent};
+use crate::output::{self, bytes, counted, duration_us, percent};
 
 pub(super) fn status(context: &Context) -> Result<ExitCode> {
     let Some((_, mut status)) = Client::connect_and_ask(&context.state)? else {
@@ -31,7 +31,10 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
                 "there is no state directory {root}, so no daemon runs, and nothing is mounted"
             );
         } else if lost > 0 {
-            println!("no daemon runs, but {lost} mounts are there: `burgeon doctor --repair`");
+            let lost = counted(lost as u64, "mount");
+            println!(
+                "no daemon runs, but {lost} exist: `burgeon doctor --repair` serves them again"
+            );
         } else {
             println!("no daemon runs for {}: nothing is mounted", context.state.root().display());
         }
@@ -51,8 +54,10 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
     let server =
         status.server_pid.map_or("being started".to_owned(), |pid| format!("process {pid}"));
     println!(
-        "daemon {} (process {}), server {server}, started again {} times",
-        status.version, status.supervisor_pid, status.server_restarts
+        "daemon {} (process {}), server {server}, restarted {}",
+        status.version,
+        status.supervisor_pid,
+        counted(status.server_restarts, "time")
     );
     if status.mounts.is_empty() {
         println!("nothing is mounted");
@@ -107,17 +112,17 @@ fn describe(mount: &MountStatus) {
     }
     let local = match mount.materialised_bytes {
         Some(local) => format!("{} local ({})", bytes(local), share(local, mount.data_bytes)),
-        None => "unknown how much is local".to_owned(),
+        None => "local share unknown".to_owned(),
     };
     println!("  data       {}, {local}", bytes(mount.data_bytes));
     if let Some(fill) = &mount.fill {
         let failed = match fill.failed_bytes {
             0 => String::new(),
-            failed => format!(", {} cannot be had", bytes(failed)),
+            failed => format!(", {} cannot be fetched", bytes(failed)),
         };
         let (done, total) = (bytes(fill.done_bytes), bytes(fill.total_bytes));
         let state = match (fill.state.as_str(), fill.failed_bytes) {
-            ("done", 0) => "complete, the store is not needed any more",
+            ("done", 0) => "complete, the store is no longer needed",
             (OVER_LIMIT, _) => "stopped by the fetch limit",
             (state, _) => state,
         };
@@ -142,13 +147,13 @@ fn describe(mount: &MountStatus) {
         reads.hit_ratio.map_or("no reads yet".to_owned(), |r| format!("{} hits", percent(r)));
     let besides = match reads.background_bytes {
         0 => String::new(),
-        besides => format!("; {} besides, before they were read", bytes(besides)),
+        besides => format!("; {} prefetched", bytes(besides)),
     };
     println!(
-        "  reads      {} local, {} from the source: {ratio}; {} fetches, {}{besides}",
+        "  reads      {} local, {} from the source: {ratio}; {}, {}{besides}",
         reads.hits,
         reads.misses,
-        reads.fetches,
+        counted(reads.fetches, "fetch"),
         bytes(reads.fetched_bytes)
     );
     println!(
@@ -165,26 +170,26 @@ fn describe(mount: &MountStatus) {
 fn describe_profile(profile: &ProfileStatus) -> String {
     let text = match (profile.state.as_str(), &profile.problem) {
         ("none", _) => {
-            return "none for this image when it was mounted; `burgeon record` makes one"
-                .to_owned();
+            return "none when the image was mounted; `burgeon record` makes one".to_owned();
         }
         ("recorded", _) => {
-            return "recorded since this was mounted; the next mount of the image follows it"
-                .to_owned();
+            return "recorded after this mount; the next mount of the image uses it".to_owned();
         }
         (state, Some(problem)) => return format!("{state}: {problem}"),
         (state, None) => format!(
-            "{state}: {} of {}; {} fetched in {} requests",
+            "{state}: {} of {}; {} fetched in {}",
             bytes(profile.done_bytes),
             bytes(profile.total_bytes),
             bytes(profile.fetched_bytes),
-            profile.requests
+            counted(profile.requests, "request")
         ),
     };
     let (brought, read) = (profile.brought_bytes, profile.read_bytes);
     match brought {
         0 => text,
-        _ => format!("{text}; of {} brought, {} were read", bytes(brought), share(read, brought)),
+        _ => {
+            format!("{text}; of {} prefetched, {} were read", bytes(brought), share(read, brought))
+        }
     }
 }
 
@@ -197,26 +202,30 @@ fn pinned(mount: &MountStatus) -> String {
         Some(FillStatus { state, total_bytes, done_bytes, .. }) => {
             format!("{state}: {} of {} are local, {paths}", bytes(*done_bytes), bytes(*total_bytes))
         }
-        None => format!("{paths}; it is not known how much of them is local"),
+        None => format!("{paths}; their local share is unknown"),
     }
 }
 
 fn describe_cache(cache: &CacheStatus) -> String {
     let reason = cache.reason.as_deref().unwrap_or("no reason is known");
     let state = match cache.state.as_str() {
-        "writing" => "what is read is kept".to_owned(),
+        "writing" => "fetched data is kept".to_owned(),
         "full" => format!(
-            "FULL, nothing more is kept until there is space ({reason}): free some; `burgeon gc` \
-             removes what nothing needs"
+            "FULL, no more fetched data is kept until there is space ({reason}): free some; \
+             `burgeon gc` removes unneeded data"
         ),
         _ => format!(
-            "STOPPED, nothing more is kept ({reason}): look at the disk, then unmount the image \
-             everywhere and mount it again"
+            "STOPPED, no more fetched data is kept ({reason}): check the disk, then unmount the \
+             image everywhere and mount it again"
         ),
     };
     let now = match (cache.flights, cache.waiting_readers) {
         (0, 0) => String::new(),
-        (flights, waiting) => format!("; {flights} chunks under way, {waiting} reads wait"),
+        (flights, waiting) => format!(
+            "; {} in flight, {} waiting",
+            counted(flights, "chunk"),
+            counted(waiting, "read")
+        ),
     };
     let ahead = match (cache.ahead_bytes, cache.ahead_read_bytes) {
         (0, _) => String::new(),
@@ -240,8 +249,13 @@ fn describe_errors(mount: &MountStatus) {
     let changed = changed.min(source_corrupt_chunks);
     let of_image = source_corrupt_chunks - changed;
     let errors = [
-        (failed_reads, "reads failed", "programs got EIO; mend what is below, then read again"),
-        (source_errors, "source errors", "is the store there? it is tried again for 30 s"),
+        (
+            failed_reads,
+            "reads failed",
+            "programs got EIO; repair what the lines below name, then \
+            read again",
+        ),
+        (source_errors, "source errors", "is the store reachable? each read retries for 30 s"),
         (of_image, "corrupt chunks from the source", verify.as_str()),
         (
             changed,
@@ -249,11 +263,11 @@ fn describe_errors(mount: &MountStatus) {
             "put them back as they were, or remove them from the mount and map them again; the last is \
              named at `virtual`",
         ),
-        (cache_corrupt_blocks, "corrupt cached blocks, fetched again", "look at the disk"),
+        (cache_corrupt_blocks, "corrupt cached blocks, fetched again", "check the disk"),
         (
             of_cache(|c| c.read_errors),
             "failed reads of the cache, fetched instead",
-            "look at the disk",
+            "check the disk",
         ),
         (of_cache(|c| c.write_errors), "failed writes of the cache", "see `cache` above"),
         (of_cache(|c| c.uncached_chunks), "chunks served and not kept", "see `cache` above"),
@@ -274,16 +288,20 @@ fn virtual_area(area: &AreaStatus) -> String {
     let mut text = format!("{} to map into", bytes(area.size));
     if let Some(problem) = &area.problem {
         text += &format!(
-            "; LOST, what is mapped is EIO ({} reads so far): {problem}: `burgeon doctor` says what to do",
+            "; LOST, reads of mapped data fail with EIO ({} so far): {problem}; `burgeon doctor` names the \
+             remedy",
             area.lost_reads
         );
     }
     if let Some(last) = area.last_unmapped {
-        text +=
-            &format!("; {} reads where nothing is mapped, the last at {last}", area.unmapped_reads);
+        text += &format!(
+            "; {} where nothing is mapped, the last at {last}",
+            counted(area.unmapped_reads, "read")
+        );
     }
     if let Some(last) = &area.last_changed {
-        text += &format!("; {} reads of sources that have changed: {last}", area.changed_reads);
+        let reads = counted(area.changed_reads, "read");
+        text += &format!("; {reads} of sources that have changed: {last}");
     }
     text
 }
@@ -292,7 +310,7 @@ fn fetch_limit(limit: u64, mount: &MountStatus) -> String {
     let is_over = |state: Option<&String>| state.is_some_and(|state| state == OVER_LIMIT);
     let mut stopped = Vec::new();
     if mount.over_limit_reads > 0 {
-        stopped.push(format!("{} reads were refused", mount.over_limit_reads));
+        stopped.push(format!("{} refused", counted(mount.over_limit_reads, "read")));
     }
     for (what, state) in [
         ("the profile is not followed further", mount.profile.as_ref().map(|p| &p.state)),
@@ -307,8 +325,8 @@ fn fetch_limit(limit: u64, mount: &MountStatus) -> String {
         return format!("{} may be fetched", bytes(limit));
     }
     format!(
-        "ALARM: {}, since {} may be fetched: look for what reads everything, or mount it with a higher \
-         --fetch-limit",
+        "ALARM: {}, because at most {} may be fetched: find the program that reads everything, \
+         or mount with a higher --fetch-limit",
         stopped.join(", "),
         bytes(limit)
     )

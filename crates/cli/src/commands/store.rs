@@ -12,7 +12,7 @@ use serde_json::json;
 
 use super::{Context, named};
 use crate::{
-    output::{self, bytes},
+    output::{self, bytes, counted},
     progress::Progress,
 };
 
@@ -51,12 +51,13 @@ pub(super) fn verify(context: &Context, name: &str) -> Result<ExitCode> {
     } else {
         verified.damage.iter().for_each(show_damage);
         let verdict = if damaged { "DAMAGED" } else { "whole" };
-        println!("{name} is {verdict}: {} chunks, {}", verified.chunks, bytes(verified.bytes));
+        let chunks = counted(verified.chunks, "chunk");
+        println!("{name} is {verdict}: {chunks}, {}", bytes(verified.bytes));
         if damaged {
             let of_layers = |damage: &Damage| damage.object.is(ObjectKind::Derived);
             if verified.damage.iter().all(of_layers) {
                 println!(
-                    "its data is in the layers of an ordinary image: `burgeon rm {name}`, `burgeon \
+                    "its data is in the layers of an OCI image: `burgeon rm {name}`, `burgeon \
                      gc`, and mount that again, by its oci://… or oci-layout:… name"
                 );
             } else {
@@ -81,7 +82,8 @@ fn damage_json(damage: &Damage) -> serde_json::Value {
 }
 
 fn show_damage(damage: &Damage) {
-    println!("{}: {}; {} chunks cannot be read", damage.object, damage.what, damage.chunks);
+    let chunks = counted(damage.chunks, "unreadable chunk");
+    println!("{}: {}; {chunks}", damage.object, damage.what);
     for file in damage.files.iter().take(FILES_MAX) {
         println!("  damaged: {}", file.escape_ascii());
     }
@@ -143,15 +145,19 @@ pub(super) fn collect(context: &Context, dry_run: bool) -> Result<ExitCode> {
     }
     let verb = if dry_run { "would remove" } else { "removed" };
     println!(
-        "{verb} {} manifests and {} packs ({}), {} of killed builds, {prepared} caches ({})",
-        collected.manifests,
-        collected.packs,
+        "{verb} {} and {} ({}), {} of killed builds, {} ({})",
+        counted(collected.manifests, "manifest"),
+        counted(collected.packs, "pack"),
         bytes(collected.bytes),
         bytes(collected.stale_bytes),
+        counted(prepared, "cache"),
         bytes(prepared_bytes)
     );
     if collected.builds > 0 {
-        println!("{} builds are at work: run it again when they are done", collected.builds);
+        println!(
+            "{} in progress, so data was left: run `burgeon gc` again afterwards",
+            counted(collected.builds as u64, "build")
+        );
     }
     for who in &collected.missing {
         println!("warning: the manifest of {who} is missing; `burgeon verify` says more");

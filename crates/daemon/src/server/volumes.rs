@@ -198,8 +198,8 @@ impl Serving {
 /// store has it.
 fn refused_reference(object: &ObjectId) -> Error {
     let Some(file) = object.below(ObjectKind::File) else {
-        let what = "the image's data is in the layers of an ordinary image, which only an image in \
-                    the state directory's own store may refer to: mount the ordinary image";
+        let what = "the image's data is in the layers of an OCI image, to which only an image in \
+                    the state directory's own store may refer: mount the OCI image";
         return Error::new(ErrorKind::Invalid, what);
     };
     Error::new(

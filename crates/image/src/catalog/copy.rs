@@ -40,7 +40,7 @@ pub fn parts(store: &impl ObjectStore, record: &ImageRecord) -> Result<Vec<Objec
     }
     if objects.iter().any(ObjectId::is_outside_store) {
         return Err(invalid(format!(
-            "{:?} is the index of an ordinary image, whose data is in that image's layers: others \
+            "{:?} is the index of an OCI image, whose data is in that image's layers: others \
              read it from there (`burgeon index --push`); by the image's oci://… or oci-layout:… \
              name, `burgeon pull --eager` fetches all of it, and `burgeon build` makes one of it that \
              goes anywhere",

@@ -13,7 +13,7 @@ use burgeon_daemon::{Honours, honoured, protocol::MountStatus};
 use rustix::fs::FileType;
 
 use super::tree::{Kind, Origin, TreeEntry, Xattrs};
-use crate::commands::Context;
+use crate::{commands::Context, output::counted};
 
 /// The rights that a source loses when it is mapped.
 #[derive(Clone, Copy)]
@@ -42,9 +42,11 @@ impl Disarm {
         }
         (programs + devices > 0).then(|| {
             format!(
-                "{programs} programs have lost their set-user-ID and set-group-ID bits, and {devices} \
-                 devices are for root alone: this host has not built what was mapped from its own \
-                 files; chmod gives them back"
+                "{} lost set-user-ID, set-group-ID and capabilities, and {} can be opened by \
+                 root alone, because this host has not built the mapped files from its own; \
+                 chmod gives the rights back",
+                counted(programs, "program"),
+                counted(devices, "device")
             )
         })
     }

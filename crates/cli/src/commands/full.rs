@@ -1,0 +1,41 @@
+//! A disk that fills up while a command stores an image: what is free, and what to do.
+
+use std::path::Path;
+
+use burgeon_block::{Error, ErrorKind};
+use rustix::fs::statvfs;
+
+use super::Context;
+use crate::output::bytes;
+
+/// Adds the free space and the remedies to the error, if a local disk is full.
+pub(super) fn explain(context: &Context, error: anyhow::Error) -> anyhow::Error {
+    let text = format!("{error:#}");
+    let is_full = error.downcast_ref().is_some_and(|e: &Error| e.kind() == ErrorKind::NoSpace);
+    // Other errors of this kind, such as a registry without room, name their own remedy.
+    let of_system = [rustix::io::Errno::NOSPC, rustix::io::Errno::DQUOT];
+    if !is_full || !of_system.iter().any(|errno| text.contains(&errno.to_string())) {
+        return error;
+    }
+    let root = context.state.root();
+    let location = context.store_location();
+    let places = [location.folder(), Some(root)].into_iter().flatten();
+    let mut free: Vec<_> = places.filter_map(|place| Some((free_in(place)?, place))).collect();
+    free.dedup_by_key(|(free, _)| *free);
+    let free: Vec<_> = free
+        .iter()
+        .map(|(free, place)| format!("{} in {}", bytes(*free), place.display()))
+        .collect();
+    let what = format!(
+        "{text}; free now: {}; an image needs about as much as its compressed data: free some space \
+         (`burgeon gc` removes unneeded data), or name a folder on another disk with --store or \
+         --state-dir",
+        free.join(", ")
+    );
+    Error::new(ErrorKind::NoSpace, what).into()
+}
+
+fn free_in(folder: &Path) -> Option<u64> {
+    let stat = statvfs(folder).ok()?;
+    Some(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
