@@ -47,7 +47,8 @@ fn a_layout_that_cannot_be_used_is_named_with_its_reason() {
         fails(name, code, why);
     }
     for (name, digest, why) in [
-        ("digest", "sha256:zz".to_owned(), "names a part by \"sha256:zz\""),
+        ("digest", "sha256:zz".to_owned(), "manifest makes no sense: "),
+        ("md5", "md5:0123".to_owned(), "names a part by \"md5:0123\""),
         ("sha512", format!("sha512:{}", "0".repeat(128)), "with digests of SHA-256"),
     ] {
         layout(&space.path(name), |manifest| manifest["layers"][0]["digest"] = json!(digest));

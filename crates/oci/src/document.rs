@@ -4,12 +4,19 @@
 //!   index ──► manifest of this machine's platform ──► configuration: diff ID of each layer
 //!                                                └──► layers: digest, size, compression
 //! ```
+//!
+//! The documents are the types of `oci-spec`, which own every string. Their memory is bounded by the
+//! length of a document, which is checked before it is read: 4 MiB of the smallest descriptors take
+//! less than 128 MiB (`tests/hostile.rs`, `no_document_takes_much_memory`). Lists of referrers are
+//! read entry by entry instead, because a registry may send many pages of them; documents that are
+//! changed stay JSON values, which keep the fields of others.
 
-use std::{collections::HashMap, fmt};
+use std::fmt;
 
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use burgeon_layer::LayerCodec;
 use burgeon_source::registry::{ARTIFACT_TYPE, DOCUMENT_MAX, Digest, MANIFEST_TYPE};
+use oci_spec::image::{Arch, Descriptor, ImageIndex, ImageManifest, MediaType, Os};
 use serde::{
     Deserialize, Deserializer,
     de::{
@@ -21,88 +28,55 @@ use serde_json::Value;
 /// Most layers of an image: four times as many as container runtimes can mount.
 const LAYERS_MAX: usize = 512;
 
+/// Most characters of a document that a message quotes.
+const SHOWN_MAX: usize = 200;
+
 pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 
-/// A descriptor in an index or manifest.
-#[derive(Deserialize, Clone, Debug)]
-#[serde(rename_all = "camelCase")]
-pub(crate) struct Descriptor {
-    #[serde(default)]
-    pub(crate) media_type: String,
-    digest: String,
-    size: u64,
-    #[serde(default)]
-    annotations: HashMap<String, Value>,
-    platform: Option<Platform>,
+/// What this crate asks of a descriptor, on top of its fields.
+pub(crate) trait DescriptorExt {
+    /// The digest, if it is one that blobs are checked by.
+    fn sha256(&self) -> Result<Digest>;
+    /// The size, if it is within the limit for documents.
+    fn document_size(&self) -> Result<u64>;
+    /// The size, if it is at most `max`.
+    fn size_below(&self, max: u64) -> Result<u64>;
+    /// The tag in the index of a layout.
+    fn tag(&self) -> Option<&str>;
 }
 
-#[derive(Deserialize, Clone, Debug)]
-struct Platform {
-    architecture: String,
-    os: String,
-    variant: Option<String>,
-}
-
-impl Descriptor {
-    pub(crate) fn digest(&self) -> Result<Digest> {
-        parse_digest(&self.digest)
+impl DescriptorExt for Descriptor {
+    fn sha256(&self) -> Result<Digest> {
+        parse_digest(self.digest().as_ref())
     }
 
-    /// The size, if it is within the limit for documents.
-    pub(crate) fn document_size(&self) -> Result<u64> {
+    fn document_size(&self) -> Result<u64> {
         self.size_below(DOCUMENT_MAX)
     }
 
-    /// The size, if it is at most `max`.
-    pub(crate) fn size_below(&self, max: u64) -> Result<u64> {
-        if self.size <= max {
-            return Ok(self.size);
+    fn size_below(&self, max: u64) -> Result<u64> {
+        let (digest, size) = (self.digest(), self.size());
+        if size <= max {
+            return Ok(size);
         }
         Err(corrupt(format!(
-            "the image says that {} has {} bytes: at most {max} are allowed",
-            self.digest, self.size
+            "the image says that {digest} has {size} bytes: at most {max} are allowed"
         )))
     }
 
-    pub(crate) fn tag(&self) -> Option<&str> {
-        self.annotation("org.opencontainers.image.ref.name")
+    fn tag(&self) -> Option<&str> {
+        annotation(self, "org.opencontainers.image.ref.name")
     }
+}
 
-    fn annotation(&self, name: &str) -> Option<&str> {
-        self.annotations.get(name).and_then(Value::as_str)
-    }
-
-    /// The location and digest of the layer's TOC, if the annotations give them.
-    fn toc(&self, compression: Compression) -> Option<TocPlace> {
-        match compression {
-            Compression::None => None,
-            Compression::Gzip => {
-                let digest = self.annotation("containerd.io/snapshot/stargz/toc.digest")?;
-                Some(TocPlace::Stargz { digest: digest.parse().ok()? })
-            }
-            Compression::Zstd => {
-                // Newer programs write the longer prefix.
-                let value = |name: &str| {
-                    let names = ["io.github.containers", "io.containers"];
-                    let mut names = names.map(|by| format!("{by}.zstd-chunked.{name}")).into_iter();
-                    names.find_map(|name| self.annotation(&name))
-                };
-                let digest = value("manifest-checksum")?.parse().ok()?;
-                let at = value("manifest-position")?.split(':').map(|part| part.parse().ok());
-                // Offset, length, decompressed length, and type of the TOC.
-                let [offset, stored, len, 1] = at.collect::<Option<Vec<u64>>>()?[..] else {
-                    return None;
-                };
-                Some(TocPlace::Chunked { digest, stored: ByteRange::at(offset, stored)?, len })
-            }
-        }
-    }
+fn annotation<'a>(descriptor: &'a Descriptor, name: &str) -> Option<&'a str> {
+    descriptor.annotations().as_ref()?.get(name).map(String::as_str)
 }
 
 /// An index or a manifest.
 pub(crate) enum Document {
     /// Images for several platforms, or with several names.
-    Index(Vec<Descriptor>),
+    Index(ImageIndex),
     /// An image.
     Manifest(Manifest),
     /// A Burgeon image, which the crate `source` reads.
@@ -111,6 +85,7 @@ pub(crate) enum Document {
 
 /// An image.
 pub(crate) struct Manifest {
+    pub(crate) media_type: String,
     pub(crate) config: Descriptor,
     /// Lowest layer first.
     pub(crate) layers: Vec<Layer>,
@@ -166,54 +141,89 @@ impl Compression {
 
 impl Document {
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self> {
+        // The kind of document decides which type it is parsed as.
         #[derive(Deserialize)]
         #[serde(rename_all = "camelCase")]
-        struct Any {
+        struct Fields {
             schema_version: u32,
             artifact_type: Option<String>,
-            manifests: Option<Vec<Descriptor>>,
-            config: Option<Descriptor>,
-            layers: Option<Vec<Descriptor>>,
+            manifests: Option<IgnoredAny>,
+            config: Option<IgnoredAny>,
+            layers: Option<IgnoredAny>,
         }
-        let any: Any = json(bytes, "index or manifest")?;
-        if any.schema_version != 2 {
-            let what =
-                format!("the image's manifest has version {}: only 2 is known", any.schema_version);
-            return Err(unsupported(what));
+        let fields: Fields = json(bytes, "index or manifest")?;
+        if fields.schema_version != 2 {
+            return Err(unsupported(format!(
+                "the image's manifest has version {}: only 2 is known",
+                fields.schema_version
+            )));
         }
-        if any.artifact_type.as_deref() == Some(ARTIFACT_TYPE) {
+        if fields.artifact_type.as_deref() == Some(ARTIFACT_TYPE) {
             return Ok(Self::Ours);
         }
-        match (any.manifests, any.config, any.layers) {
-            (Some(manifests), None, None) => Ok(Self::Index(manifests)),
-            (None, Some(config), Some(layers)) => {
-                let of_image = [
-                    "application/vnd.oci.image.config.v1+json",
-                    "application/vnd.docker.container.image.v1+json",
-                ];
-                if any.artifact_type.is_some() || !of_image.contains(&config.media_type.as_str()) {
-                    let kind = any.artifact_type.unwrap_or(config.media_type);
-                    return Err(unsupported(format!(
-                        "this is not an image of a container, but {kind:?}"
-                    )));
-                }
-                if layers.len() > LAYERS_MAX {
-                    let what =
-                        format!("the image has {} layers: at most {LAYERS_MAX}", layers.len());
-                    return Err(corrupt(what));
-                }
-                let layers = layers.iter().map(Layer::of).collect::<Result<_>>()?;
-                Ok(Self::Manifest(Manifest { config, layers }))
-            }
+        match (fields.manifests, fields.config, fields.layers) {
+            (Some(_), None, None) => Ok(Self::Index(json(bytes, "index")?)),
+            (None, Some(_), Some(_)) => Manifest::of(&json(bytes, "manifest")?).map(Self::Manifest),
             _ => Err(corrupt("the document is neither an index of images nor a manifest")),
+        }
+    }
+}
+
+impl Manifest {
+    fn of(manifest: &ImageManifest) -> Result<Self> {
+        let (config, kind) = (manifest.config(), manifest.artifact_type());
+        let of_image = [
+            "application/vnd.oci.image.config.v1+json",
+            "application/vnd.docker.container.image.v1+json",
+        ];
+        if kind.is_some() || !of_image.contains(&config.media_type().as_ref()) {
+            let kind = kind.as_ref().unwrap_or(config.media_type()).as_ref();
+            return Err(unsupported(format!("this is not an image of a container, but {kind:?}")));
+        }
+        let layers = manifest.layers();
+        if layers.len() > LAYERS_MAX {
+            let what = format!("the image has {} layers: at most {LAYERS_MAX}", layers.len());
+            return Err(corrupt(what));
+        }
+        let media_type = manifest.media_type().as_ref().map_or(MANIFEST_TYPE, MediaType::as_ref);
+        Ok(Self {
+            media_type: media_type.to_owned(),
+            config: config.clone(),
+            layers: layers.iter().map(Layer::of).collect::<Result<_>>()?,
+        })
+    }
+}
+
+/// The location and digest of the layer's TOC, if the annotations give them.
+fn toc(descriptor: &Descriptor, compression: Compression) -> Option<TocPlace> {
+    match compression {
+        Compression::None => None,
+        Compression::Gzip => {
+            let digest = annotation(descriptor, "containerd.io/snapshot/stargz/toc.digest")?;
+            Some(TocPlace::Stargz { digest: digest.parse().ok()? })
+        }
+        Compression::Zstd => {
+            // Newer programs write the longer prefix.
+            let value = |name: &str| {
+                let names = ["io.github.containers", "io.containers"];
+                let mut names = names.map(|by| format!("{by}.zstd-chunked.{name}")).into_iter();
+                names.find_map(|name| annotation(descriptor, &name))
+            };
+            let digest = value("manifest-checksum")?.parse().ok()?;
+            let at = value("manifest-position")?.split(':').map(|part| part.parse().ok());
+            // Offset, length, decompressed length, and type of the TOC.
+            let [offset, stored, len, 1] = at.collect::<Option<Vec<u64>>>()?[..] else {
+                return None;
+            };
+            Some(TocPlace::Chunked { digest, stored: ByteRange::at(offset, stored)?, len })
         }
     }
 }
 
 impl Layer {
     fn of(descriptor: &Descriptor) -> Result<Self> {
-        let digest = descriptor.digest()?;
-        let kind = descriptor.media_type.as_str();
+        let digest = descriptor.sha256()?;
+        let kind = descriptor.media_type().as_ref();
         let compression = match kind {
             "application/vnd.oci.image.layer.v1.tar"
             | "application/vnd.docker.image.rootfs.diff.tar" => Compression::None,
@@ -233,35 +243,14 @@ impl Layer {
                 return Err(unsupported(format!("the layer {digest} {why} ({kind:?})")));
             }
         };
-        let toc = descriptor.toc(compression);
-        Ok(Self { digest, size: descriptor.size, compression, toc })
+        let toc = toc(descriptor, compression);
+        Ok(Self { digest, size: descriptor.size(), compression, toc })
     }
 }
 
-/// The media type of an image's manifest.
-pub(crate) fn media_type(manifest: &[u8]) -> String {
-    #[derive(Deserialize)]
-    #[serde(rename_all = "camelCase")]
-    struct Any {
-        media_type: Option<String>,
-    }
-    let any = serde_json::from_slice::<Any>(manifest).ok();
-    any.and_then(|any| any.media_type).unwrap_or_else(|| MANIFEST_TYPE.to_owned())
-}
-
-/// A referrer of an image that is an index.
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub(crate) struct IndexArtifact {
-    pub(crate) artifact_type: Option<String>,
-    pub(crate) layers: Vec<Descriptor>,
-    pub(crate) subject: Descriptor,
-}
-
-impl IndexArtifact {
-    pub(crate) fn parse(bytes: &[u8]) -> Result<Self> {
-        json(bytes, "index")
-    }
+/// Parses the manifest of a referrer that is an index.
+pub(crate) fn index_artifact(bytes: &[u8]) -> Result<ImageManifest> {
+    json(bytes, "index")
 }
 
 /// The entries of a list of referrers, of any type.
@@ -327,7 +316,8 @@ impl<'de> DeserializeSeed<'de> for ListReader<'_> {
     }
 }
 
-/// The diff ID (digest of the unpacked bytes) of each layer, if the configuration gives them.
+/// The diff ID (digest of the unpacked bytes) of each layer, if the configuration gives them. It
+/// need not be a whole configuration of the specification, whose other fields are of no use here.
 pub(crate) fn diff_ids(config: &[u8], layers: usize) -> Result<Vec<Option<Digest>>> {
     #[derive(Deserialize)]
     struct Config {
@@ -348,8 +338,8 @@ pub(crate) fn diff_ids(config: &[u8], layers: usize) -> Result<Vec<Option<Digest
 }
 
 /// The image for this machine in an index.
-pub(crate) fn for_this_machine(manifests: &[Descriptor]) -> Result<&Descriptor> {
-    choose(manifests, architecture())
+pub(crate) fn for_this_machine(index: &ImageIndex) -> Result<&Descriptor> {
+    choose(index.manifests(), architecture())
 }
 
 /// This machine's architecture by its OCI name.
@@ -362,20 +352,21 @@ pub(crate) fn architecture() -> &'static str {
 }
 
 fn choose<'a>(manifests: &'a [Descriptor], architecture: &str) -> Result<&'a Descriptor> {
+    let architecture = Arch::from(architecture);
     let suits = |descriptor: &&Descriptor| {
-        descriptor.platform.as_ref().is_some_and(|platform| {
+        descriptor.platform().as_ref().is_some_and(|platform| {
             // Higher variants need features that not every machine of the architecture has.
-            let plain = matches!(platform.variant.as_deref(), None | Some("" | "v1" | "v8"));
-            platform.os == "linux" && platform.architecture == architecture && plain
+            let plain = matches!(platform.variant().as_deref(), None | Some("" | "v1" | "v8"));
+            *platform.os() == Os::Linux && *platform.architecture() == architecture && plain
         })
     };
     // An index of one image may omit the platform.
-    let only = || manifests.first().filter(|one| manifests.len() == 1 && one.platform.is_none());
+    let only = || manifests.first().filter(|one| manifests.len() == 1 && one.platform().is_none());
     manifests.iter().find(suits).or_else(only).ok_or_else(|| {
-        let there = manifests.iter().filter_map(|descriptor| descriptor.platform.as_ref());
+        let there = manifests.iter().filter_map(|descriptor| descriptor.platform().as_ref());
         let there: Vec<_> = there
             .take(20)
-            .map(|platform| format!("{}/{}", platform.os, platform.architecture))
+            .map(|platform| shown(&format!("{}/{}", platform.os(), platform.architecture())))
             .collect();
         let what =
             format!("there is no image for linux/{architecture}, but for {}", there.join(", "));
@@ -399,9 +390,16 @@ fn parse_digest(text: &str) -> Result<Digest> {
 }
 
 fn json<T: DeserializeOwned>(bytes: &[u8], what: &str) -> Result<T> {
+    // The error of a type can quote the document.
     serde_json::from_slice(bytes).map_err(|error| {
-        Error::with_source(ErrorKind::Corrupt, format!("the image's {what} makes no sense"), error)
+        corrupt(format!("the image's {what} makes no sense: {}", shown(&error.to_string())))
     })
+}
+
+/// Text of a document, for a message: its beginning, without control characters.
+fn shown(text: &str) -> String {
+    let escaped = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.into() };
+    text.chars().take(SHOWN_MAX).map(escaped).collect()
 }
 
 fn corrupt(what: impl Into<String>) -> Error {
@@ -467,18 +465,29 @@ mod tests {
         old["schemaVersion"] = json!(1);
         let mut digest = manifest(CONFIG, vec![descriptor(LAYER)]);
         digest["layers"][0]["digest"] = json!("sha256:../../etc/passwd");
+        let mut other_digest = manifest(CONFIG, vec![descriptor(LAYER)]);
+        other_digest["layers"][0]["digest"] = json!("md5:0123");
         for (document, said) in [
             (manifest("application/vnd.cncf.helm.config.v1+json", vec![]), "helm"),
             (manifest(CONFIG, many), "513 layers"),
             (both, "neither"),
             (old, "version 1"),
-            (digest, "are a digest"),
+            (digest, "makes no sense"),
+            (other_digest, "are a digest"),
             (json!({ "schemaVersion": 2 }), "neither"),
             (json!([]), "makes no sense"),
         ] {
             let (_, text) = refused(&document);
             assert!(text.contains(said), "{text}");
         }
+    }
+
+    #[test]
+    fn a_message_quotes_little_of_a_document_and_no_control_characters() {
+        let mut document = manifest(CONFIG, vec![descriptor(LAYER)]);
+        document["layers"][0]["digest"] = json!(format!("sha256:\u{1b}[2J{}", "x".repeat(10_000)));
+        let (_, text) = refused(&document);
+        assert!(text.len() < 300 && !text.contains('\u{1b}'), "{text}");
     }
 
     #[test]

@@ -6,8 +6,8 @@ use burgeon_source::registry::Digest;
 
 use crate::{
     document::{
-        Compression, Document, IndexArtifact, Layer, TocPlace, diff_ids, for_this_machine,
-        media_type, referrer_digests, referrer_entries,
+        Compression, DescriptorExt, Document, Layer, TocPlace, diff_ids, for_this_machine,
+        index_artifact, referrer_digests, referrer_entries,
     },
     referrers,
     toc::{self, CompressedToc},
@@ -24,14 +24,13 @@ pub fn documents(bytes: &[u8]) -> usize {
         if let Document::Index(all) = &document
             && let Ok(one) = for_this_machine(all)
         {
-            let _ = (one.digest(), one.document_size());
+            let _ = (one.sha256(), one.document_size());
         }
     });
-    let artifact = IndexArtifact::parse(bytes).map(|artifact| drop(artifact.subject.digest()));
+    let artifact = index_artifact(bytes).map(drop);
     let listed = referrer_entries(bytes).map(drop);
     let told = referrer_digests(bytes, "application/vnd.burgeon.index.v1", 8).map(drop);
     let config = diff_ids(bytes, 1).map(drop);
-    media_type(bytes);
     [document, artifact, listed, told, config].iter().filter(|read| read.is_ok()).count()
 }
 

@@ -31,12 +31,11 @@ use burgeon_source::{
     registry::{Checked, Digest, Digesting, Registry, body_error},
 };
 use bytes::Bytes;
+use oci_spec::image::Descriptor;
 
 use crate::{
     Work,
-    document::{
-        Compression, Descriptor, Document, Layer, Manifest, diff_ids, for_this_machine, media_type,
-    },
+    document::{Compression, DescriptorExt, Document, Layer, Manifest, diff_ids, for_this_machine},
     layout::Layout,
     source::Selector,
     spool::{Metered, Spool, Tee, given_up},
@@ -64,8 +63,6 @@ pub(crate) struct Resolved {
     pub(crate) index: Option<Digest>,
     /// Length of the image's manifest, in bytes.
     pub(crate) len: u64,
-    /// Media type of the image's manifest.
-    pub(crate) media_type: String,
     pub(crate) manifest: Manifest,
 }
 
@@ -146,16 +143,16 @@ impl Blobs {
         for _ in 0..INDEXES_MAX {
             match Document::parse(&bytes)? {
                 Document::Manifest(manifest) => {
-                    let (len, media_type) = (bytes.len() as u64, media_type(&bytes));
-                    let resolved = Resolved { digest, index, len, media_type, manifest };
+                    let len = bytes.len() as u64;
+                    let resolved = Resolved { digest, index, len, manifest };
                     return Ok(Target::Oci(Box::new(resolved)));
                 }
                 Document::Ours => return Ok(Target::Ours(digest)),
-                Document::Index(manifests) => {
-                    let chosen = for_this_machine(&manifests)?;
+                Document::Index(all) => {
+                    let chosen = for_this_machine(&all)?;
                     chosen.document_size()?;
                     index.get_or_insert(digest);
-                    (bytes, digest) = self.document(&Selector::Digest(chosen.digest()?))?;
+                    (bytes, digest) = self.document(&Selector::Digest(chosen.sha256()?))?;
                 }
             }
         }
@@ -164,7 +161,7 @@ impl Blobs {
     }
 
     fn config(&self, config: &Descriptor) -> Result<Vec<u8>> {
-        self.read(&config.digest()?, config.document_size()?)
+        self.read(&config.sha256()?, config.document_size()?)
     }
 
     /// Reads and checks a whole blob of `len` bytes.

@@ -25,12 +25,13 @@ use burgeon_source::{
     stored_layers_object,
 };
 use bytes::Bytes;
+use oci_spec::image::{Descriptor, ImageManifest};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::{
     Source, Work,
-    document::{Descriptor, IndexArtifact},
+    document::{DescriptorExt, index_artifact},
     image::{Blobs, Keep, Resolved, Tocs},
     referrers::{self, Artifact, ReferrerStore},
     source::{Kind, Selector},
@@ -393,7 +394,7 @@ fn artifact(
         "config": part(EMPTY_TYPE, &parts[0]),
         "layers": [part(MANIFEST, &parts[1]), part(TABLE, &parts[2])],
         "subject": {
-            "mediaType": resolved.media_type, "digest": resolved.digest.to_string(),
+            "mediaType": resolved.manifest.media_type, "digest": resolved.digest.to_string(),
             "size": resolved.len,
         },
     });
@@ -408,14 +409,14 @@ pub(crate) fn among_referrers(blobs: &Blobs, image: &Digest) -> Vec<String> {
 /// An index that the user trusts by its digest.
 pub(crate) struct Pinned {
     digest: Digest,
-    artifact: Result<IndexArtifact>,
+    artifact: Result<ImageManifest>,
 }
 
 impl Pinned {
     /// Fetches the index `digest`.
     pub(crate) fn fetch(blobs: &Blobs, digest: Digest) -> Self {
         let document = blobs.document(&Selector::Digest(digest.clone()));
-        let artifact = document.and_then(|(document, _)| IndexArtifact::parse(&document));
+        let artifact = document.and_then(|(document, _)| index_artifact(&document));
         Self { digest, artifact }
     }
 
@@ -430,7 +431,7 @@ impl Pinned {
         resolved: &Resolved,
         at: &LayersAt,
     ) -> Result<ImageRecord> {
-        let parts = self.artifact.and_then(|artifact| read_parts(blobs, resolved, artifact));
+        let parts = self.artifact.and_then(|artifact| read_parts(blobs, resolved, &artifact));
         let (manifest, table) = parts.map_err(|error| {
             let what = format!("cannot use the index {}", self.digest);
             Error::with_source(error.kind(), what, error)
@@ -446,19 +447,22 @@ impl Pinned {
 fn read_parts(
     blobs: &Blobs,
     resolved: &Resolved,
-    artifact: IndexArtifact,
+    artifact: &ImageManifest,
 ) -> Result<(Vec<u8>, Vec<u8>)> {
     let corrupt = |what: String| Error::new(ErrorKind::Corrupt, what);
-    let IndexArtifact { artifact_type, layers, subject } = artifact;
-    let kinds: Vec<&str> = layers.iter().map(|part| part.media_type.as_str()).collect();
-    if artifact_type.as_deref() != Some(ARTIFACT) || kinds != [MANIFEST, TABLE] {
+    let layers = artifact.layers();
+    let kinds: Vec<&str> = layers.iter().map(|part| part.media_type().as_ref()).collect();
+    let artifact_type = artifact.artifact_type().as_ref().map(AsRef::as_ref);
+    let (Some(ARTIFACT), [MANIFEST, TABLE], Some(subject)) =
+        (artifact_type, &kinds[..], artifact.subject())
+    else {
         return Err(corrupt("it is none".to_owned()));
-    }
-    let subject = subject.digest()?;
+    };
+    let subject = subject.sha256()?;
     if subject != resolved.digest {
         return Err(corrupt(format!("it is of {subject}, not of {}", resolved.digest)));
     }
-    let read = |part: &Descriptor, max| blobs.read(&part.digest()?, part.size_below(max)?);
+    let read = |part: &Descriptor, max| blobs.read(&part.sha256()?, part.size_below(max)?);
     // In parallel, to save a round trip.
     let (manifest, table) = thread::scope(|scope| {
         let table = scope.spawn(|| -> Result<_> {

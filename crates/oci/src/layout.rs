@@ -9,10 +9,11 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::registry::{DOCUMENT_MAX, Digest};
+use oci_spec::image::Descriptor;
 use serde_json::{Value, json};
 
 use crate::{
-    document::{Descriptor, Document},
+    document::{DescriptorExt, Document},
     referrers::is_tag_of_list,
     source::Selector,
 };
@@ -64,21 +65,22 @@ impl Layout {
         let parsed = Document::parse(&bytes).map_err(|error| {
             Error::with_source(error.kind(), format!("cannot use {}", path.display()), error)
         });
-        let Document::Index(all) = parsed? else {
+        let Document::Index(index) = parsed? else {
             let what = format!("{} is no index of images", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what));
         };
+        let all = index.manifests();
         let found: Vec<&Descriptor> = match tag {
             Some(tag) => all.iter().filter(|one| one.tag() == Some(tag)).collect(),
             // Lists of referrers are no images.
             None => all.iter().filter(|one| !one.tag().is_some_and(is_tag_of_list)).collect(),
         };
         match found[..] {
-            [one] => one.digest(),
+            [one] => one.sha256(),
             // Several entries with this tag: one for each platform.
-            [_, _, ..] if tag.is_some() => crate::document::for_this_machine(&all)?.digest(),
+            [_, _, ..] if tag.is_some() => crate::document::for_this_machine(&index)?.sha256(),
             _ => {
-                let tags: Vec<_> = all.iter().filter_map(Descriptor::tag).take(20).collect();
+                let tags: Vec<_> = all.iter().filter_map(DescriptorExt::tag).take(20).collect();
                 let (folder, tags) = (self.folder.display(), tags.join(", "));
                 let what = match tag {
                     Some(tag) => format!("there is no image {tag:?} in {folder}: it has {tags}"),

@@ -339,17 +339,18 @@ fn no_document_takes_much_memory() {
         let count = ((4 << 20) - open.len() - close.len()) / one.len();
         [open, &one.repeat(count), close].concat()
     };
-    let entries = of(r#"{"schemaVersion":2,"manifests":["#, r#"{"digest":"","size":0},"#, "0]}");
-    let pairs: String = (0..350_000).map(|n| format!(r#""{n:x}":[],"#)).collect();
+    let (manifests, entry) =
+        (r#"{"schemaVersion":2,"manifests":["#, r#"{"mediaType":"","digest":"a:b","size":0}"#);
+    let entries = of(manifests, &format!("{entry},"), &format!("{entry}]}}"));
+    let open = |field: &str| format!("{manifests}{},{field}", &entry[..entry.len() - 1]);
+    let urls = of(&open(r#""urls":["#), r#""","#, r#"""]}]}"#);
+    let pairs: String = (0..350_000).map(|n| format!(r#""{n:x}":"","#)).collect();
+    let annotations = format!(r#"{}{pairs}"x":""}}}}]}}"#, open(r#""annotations":{"#));
     for (name, text) in [
         ("nothings", of(r#"{"manifests":["#, "[],", "0]}")),
         ("entries", entries),
-        (
-            "annotations",
-            format!(
-                r#"{{"schemaVersion":2,"manifests":[{{"digest":"","size":0,"annotations":{{{pairs}"x":0}}}}]}}"#
-            ),
-        ),
+        ("urls", urls),
+        ("annotations", annotations),
         ("layers", of(r#"{"rootfs":{"diff_ids":["#, r#""","#, "\"\"]}}")),
     ] {
         assert!(text.len() <= 4 << 20, "{name}: {}", text.len());

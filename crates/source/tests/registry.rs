@@ -297,8 +297,11 @@ fn manifests_are_deterministic_and_within_the_length_limit() {
         many.add(id(&format!("packs/{number:064x}")), pack.clone()).unwrap();
     }
     assert_eq!(many.encode().unwrap_err().kind(), ErrorKind::Invalid);
-    let image = br#"{"schemaVersion": 2, "layers": []}"#;
-    assert_eq!(Objects::decode(image).unwrap_err().kind(), ErrorKind::UnsupportedFormat);
+    let digest = Digest::of(b"{}");
+    let config = serde_json::json!({ "mediaType": "", "digest": digest.to_string(), "size": 2 });
+    let image =
+        serde_json::json!({ "schemaVersion": 2, "config": config, "layers": [] }).to_string();
+    assert_eq!(Objects::decode(image.as_bytes()).unwrap_err().kind(), ErrorKind::UnsupportedFormat);
     assert_eq!(Objects::decode(b"[").unwrap_err().kind(), ErrorKind::Corrupt);
 }
 

@@ -16,8 +16,8 @@ use burgeon_block::{
     Result,
 };
 use bytes::Bytes;
-use serde::{Deserialize, Serialize};
-use serde_json::json;
+use oci_spec::image::ImageManifest;
+use serde_json::{Value, json};
 use tokio::sync::OnceCell;
 
 use super::{Checked, DOCUMENT_MAX, Digest, Name, Registry, body_error};
@@ -55,16 +55,6 @@ pub struct Blob {
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Objects(BTreeMap<ObjectId, Blob>);
 
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Descriptor {
-    media_type: String,
-    digest: String,
-    size: u64,
-    #[serde(default)]
-    annotations: BTreeMap<String, String>,
-}
-
 impl Objects {
     /// Adds `object`. `Invalid` if images have no such kind of object, or it is already there.
     pub fn add(&mut self, object: ObjectId, blob: Blob) -> Result<()> {
@@ -80,18 +70,17 @@ impl Objects {
     /// Encodes the OCI manifest; equal objects give equal bytes. `Invalid` if it is longer than
     /// registries accept.
     pub fn encode(&self) -> Result<Vec<u8>> {
-        let blobs = self.0.iter().map(|(object, blob)| Descriptor {
-            media_type: media_type(object).unwrap_or_default().to_owned(),
-            digest: blob.digest.to_string(),
-            size: blob.size,
-            annotations: [(OBJECT.to_owned(), object.to_string())].into(),
-        });
-        let config = Descriptor {
-            media_type: EMPTY_TYPE.to_owned(),
-            digest: Digest::of(EMPTY).to_string(),
-            size: EMPTY.len() as u64,
-            annotations: BTreeMap::new(),
+        let descriptor = |media_type, digest: &Digest, size: u64, annotations: Value| {
+            json!({
+                "mediaType": media_type, "digest": digest.to_string(), "size": size,
+                "annotations": annotations,
+            })
         };
+        let blobs = self.0.iter().map(|(object, blob)| {
+            let media_type = media_type(object).unwrap_or_default();
+            descriptor(media_type, &blob.digest, blob.size, json!({ OBJECT: object.as_str() }))
+        });
+        let config = descriptor(EMPTY_TYPE, &Digest::of(EMPTY), EMPTY.len() as u64, json!({}));
         let manifest = json!({
             "schemaVersion": 2,
             "mediaType": MANIFEST_TYPE,
@@ -114,30 +103,27 @@ impl Objects {
     /// Decodes a manifest from an untrusted source. `UnsupportedFormat` if it is not a Burgeon
     /// image.
     pub fn decode(manifest: &[u8]) -> Result<Self> {
-        #[derive(Deserialize)]
-        #[serde(rename_all = "camelCase")]
-        struct Manifest {
-            schema_version: u32,
-            #[serde(default)]
-            artifact_type: String,
-            layers: Vec<Descriptor>,
-        }
         let corrupt = |why: String| Error::new(ErrorKind::Corrupt, format!("the image {why}"));
-        let manifest: Manifest = serde_json::from_slice(manifest).map_err(|error| {
-            Error::with_source(ErrorKind::Corrupt, "the image's manifest makes no sense", error)
+        let manifest: ImageManifest = serde_json::from_slice(manifest).map_err(|error| {
+            // The error can quote the document.
+            let why: String = error.to_string().chars().take(200).collect();
+            let why = why.escape_debug();
+            Error::new(ErrorKind::Corrupt, format!("the image's manifest makes no sense: {why}"))
         })?;
-        if manifest.schema_version != 2 || manifest.artifact_type != ARTIFACT_TYPE {
-            let kind: String = manifest.artifact_type.chars().take(100).collect();
+        let kind = manifest.artifact_type().as_ref().map_or("", AsRef::as_ref);
+        if manifest.schema_version() != 2 || kind != ARTIFACT_TYPE {
+            let kind: String = kind.chars().take(100).collect();
             let what =
                 format!("this is no image of Burgeon's that this version knows, but {kind:?}");
             return Err(Error::new(ErrorKind::UnsupportedFormat, what));
         }
         let mut objects = Self::default();
-        for blob in manifest.layers {
+        for blob in manifest.layers() {
             // Later versions may add blobs that are not objects; this one ignores them.
-            let Some(object) = blob.annotations.get(OBJECT) else { continue };
+            let annotations = blob.annotations().as_ref();
+            let Some(object) = annotations.and_then(|all| all.get(OBJECT)) else { continue };
             let object = ObjectId::new(object.as_str()).and_then(|object| {
-                let blob = Blob { digest: blob.digest.parse()?, size: blob.size };
+                let blob = Blob { digest: blob.digest().as_ref().parse()?, size: blob.size() };
                 objects.add(object, blob)
             });
             object.map_err(|error| corrupt(format!("is not one of ours: {error}")))?;
@@ -278,6 +264,25 @@ mod tests {
     use testkit::Rng;
 
     use super::{Blob, Digest, MEDIA_TYPES, Objects};
+
+    /// The digest of a pushed image depends on every byte of it.
+    #[test]
+    fn the_manifest_of_an_image_stays_the_same_bytes() {
+        let mut objects = Objects::default();
+        let digest = Digest::of(b"x");
+        let blob = Blob { digest: digest.clone(), size: 7 };
+        objects.add(MEDIA_TYPES[1].0.object(digest.hex()).unwrap(), blob).unwrap();
+        let (hex, empty) = (digest.hex(), Digest::of(b"{}"));
+        let expected = [
+            r#"{"artifactType":"application/vnd.burgeon.image.v1","config":{"annotations":{},"#,
+            &format!(r#""digest":"{empty}","mediaType":"application/vnd.oci.empty.v1+json","#),
+            r#""size":2},"layers":[{"annotations":{"vnd.burgeon.object":"manifests/"#,
+            &format!(r#"{hex}"}},"digest":"{digest}","#),
+            r#""mediaType":"application/vnd.burgeon.manifest.v1","size":7}],"#,
+            r#""mediaType":"application/vnd.oci.image.manifest.v1+json","schemaVersion":2}"#,
+        ];
+        assert_eq!(String::from_utf8(objects.encode().unwrap()).unwrap(), expected.concat());
+    }
 
     #[test]
     fn damaged_manifests_fail_cleanly_or_round_trip() {
