@@ -29,7 +29,7 @@ use crate::{
 /// How long each fuzz target runs in a bounded run, in seconds, unless asked otherwise.
 const FUZZ_SECONDS: u32 = 20;
 
-/// How many of the slowest test programs are named at the end.
+/// How many of the slowest test programs are named at the end, and of the lab's slowest tests.
 const SLOWEST: usize = 20;
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that does.
@@ -121,6 +121,8 @@ struct Steps<'a> {
     took: Vec<(String, Duration)>,
     /// How long each test program ran.
     ran: Vec<(String, Duration)>,
+    /// How long each test of the lab ran.
+    tests: Vec<(String, Duration)>,
     total: Tally,
     failed: Vec<String>,
     /// What failed tests have printed, cut: whoever sees only the end of a log knows why.
@@ -136,6 +138,7 @@ impl<'a> Steps<'a> {
             begun: Instant::now(),
             took: Vec::new(),
             ran: Vec::new(),
+            tests: Vec::new(),
             total: Tally::default(),
             failed: Vec::new(),
             said: Vec::new(),
@@ -245,10 +248,11 @@ impl<'a> Steps<'a> {
     }
 
     fn add(&mut self, outcome: Outcome) {
-        let Outcome { name, good, tally, failed, said, ran } = outcome;
+        let Outcome { name, good, tally, failed, said, ran, tests } = outcome;
         self.said.extend(said);
-        self.ran
-            .extend(ran.into_iter().map(|(program, took)| (format!("{program} ({name})"), took)));
+        let with_list = |(what, took): (String, Duration)| (format!("{what} ({name})"), took);
+        self.ran.extend(ran.into_iter().map(with_list));
+        self.tests.extend(tests.into_iter().map(with_list));
         self.total.passed += tally.passed;
         self.total.failed += tally.failed;
         self.failed.extend(failed);
@@ -325,7 +329,8 @@ impl<'a> Steps<'a> {
         Ok(())
     }
 
-    /// Prints where the time went: the parts in their order, and the slowest test programs.
+    /// Prints where the time went: the parts in their order, the slowest test programs, and the lab's
+    /// slowest tests.
     fn show_times(&mut self) {
         println!();
         // Short ones of one kind are one line.
@@ -341,9 +346,11 @@ impl<'a> Steps<'a> {
         for (name, took) in parts {
             println!("{:6.1} min  {name}", took.as_secs_f64() / 60.0);
         }
-        self.ran.sort_by_key(|(_, took)| std::cmp::Reverse(*took));
-        for (program, took) in self.ran.iter().take(SLOWEST) {
-            println!("{:6} s    {program}", took.as_secs());
+        for list in [&mut self.ran, &mut self.tests] {
+            list.sort_by_key(|(_, took)| std::cmp::Reverse(*took));
+            for (what, took) in list.iter().take(SLOWEST) {
+                println!("{:6} s    {what}", took.as_secs());
+            }
         }
     }
 

@@ -29,12 +29,14 @@ pub(crate) struct Outcome {
     pub(crate) said: Vec<String>,
     /// How long each test program ran.
     pub(crate) ran: Vec<(String, Duration)>,
+    /// How long each test ran, where they run one after another.
+    pub(crate) tests: Vec<(String, Duration)>,
 }
 
 /// The standard error of a command.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Errors {
-    /// Passed on past the watcher.
+    /// Passed on past the watcher. Tests of such a command run one after another.
     Apart,
     /// Read with its output: cargo names each program there before it runs.
     Along,
@@ -69,12 +71,15 @@ pub(crate) fn watch(
         tally.failed += one.failed;
         failed.extend(failed_test(&line));
         said.hear(&line);
-        ran.hear(&line);
+        ran.hear(&line, started.elapsed());
     }
     let good = child.wait()?.success();
     show(&format!("== {name}: {} s", started.elapsed().as_secs()));
-    let (said, ran) = (said.lines, ran.programs);
-    Ok(Outcome { name: name.to_owned(), good, tally, failed, said, ran })
+    let Ran { programs: ran, mut tests, .. } = ran;
+    if errors == Errors::Along {
+        tests.clear();
+    }
+    Ok(Outcome { name: name.to_owned(), good, tally, failed, said: said.lines, ran, tests })
 }
 
 /// The numbers of a line `test result: ok. 12 passed; 0 failed; ...`; zeros for other lines.
@@ -97,12 +102,22 @@ fn failed_test(line: &str) -> Option<String> {
 struct Ran {
     program: Option<String>,
     programs: Vec<(String, Duration)>,
+    /// How long each test ran, by the time at which its line came.
+    tests: Vec<(String, Duration)>,
+    /// When the test began whose line comes next.
+    begun: Duration,
 }
 
 impl Ran {
-    fn hear(&mut self, line: &str) {
+    /// Takes a line that came at `now`.
+    fn hear(&mut self, line: &str, now: Duration) {
         let words: Vec<_> = line.split_whitespace().collect();
         match words[..] {
+            ["running", _, "test" | "tests"] => self.begun = now,
+            ["test", name, .., "ok" | "FAILED"] => {
+                self.tests.push((name.to_owned(), now - self.begun));
+                self.begun = now;
+            }
             ["Running", source, _] => self.program = Some(source.to_owned()),
             ["Running", "unittests", source, program] => {
                 self.program = Some(format!("{source} {program}"));
@@ -148,6 +163,8 @@ impl Said {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::{Ran, SAID_CHARACTERS, Said, Tally, failed_test, result_line};
 
     #[test]
@@ -175,11 +192,28 @@ mod tests {
             "test result: ok. 2 passed; 0 failed; 0 ignored; finished in 9.00s",
             "-- 12 s: lifecycle-89ab",
         ];
-        lines.iter().for_each(|line| ran.hear(line));
+        lines.iter().for_each(|line| ran.hear(line, Duration::ZERO));
         let programs: Vec<_> =
             ran.programs.iter().map(|(name, took)| (name.as_str(), took.as_millis())).collect();
         let unit = "src/lib.rs (target/debug/deps/oci-4567)";
         assert_eq!(programs, [("tests/kill.rs", 35_090), (unit, 500), ("lifecycle-89ab", 12_000)]);
+    }
+
+    #[test]
+    fn each_of_the_tests_that_follow_one_another_has_its_time() {
+        let mut ran = Ran::default();
+        let lines = [
+            (3, "running 2 tests"),
+            (10, "test first ... ok"),
+            (15, "test second - should panic ... FAILED"),
+            (16, "test result: FAILED. 1 passed; 1 failed; 0 ignored; finished in 12.00s"),
+            (20, "running 1 test"),
+            (21, "test third ... ok"),
+        ];
+        lines.iter().for_each(|(now, line)| ran.hear(line, Duration::from_secs(*now)));
+        let tests: Vec<_> =
+            ran.tests.iter().map(|(name, took)| (name.as_str(), took.as_secs())).collect();
+        assert_eq!(tests, [("first", 7), ("second", 5), ("third", 1)]);
     }
 
     #[test]
