@@ -10,14 +10,16 @@ use std::{
     io::Write,
     os::unix::fs::PermissionsExt,
     path::Path,
-    process::{Command, Output},
-    thread::sleep,
-    time::{Duration, Instant},
+    process::{Child, Command, Output, Stdio},
+    time::Instant,
 };
+
+use testkit::{PATIENCE, kill, processes_with, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const INSTALLED: &str = "/usr/local/bin/burgeon";
 const INSTALLED_UNIT: &str = "/etc/systemd/system/burgeon.service";
+const STATE: &str = "/var/lib/burgeon";
 const UNIT: &str = include_str!("../../../dist/burgeon.service");
 
 fn output(program: &str, arguments: &[&str]) -> Output {
@@ -37,13 +39,9 @@ fn property(unit: &str, name: &str) -> String {
     run("systemctl", &["show", "--value", "--property", name, unit])
 }
 
-/// Waits for `good`, which depends on other processes alone; a minute is for emulation.
-fn await_that(what: &str, mut good: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !good() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "still not so: {what}");
-        sleep(Duration::from_millis(50));
-    }
+/// Waits for `good`, which depends on other processes alone.
+fn await_that(what: &str, good: impl FnMut() -> bool) {
+    assert!(wait_until(PATIENCE, good), "still not so: {what}");
 }
 
 fn drop_caches() {
@@ -159,6 +157,89 @@ fn an_upgrade_keeps_a_unit_that_was_made_for_a_mount() {
     ours(&["shutdown"]);
 }
 
+/// systemd keeps the descriptors while nobody serves. By default it would give a unit up after five
+/// starts in ten seconds.
+#[test]
+fn readers_wait_for_the_unit_however_often_its_processes_are_killed() {
+    // An hour, for an emulated machine does not start anything five times in ten seconds.
+    fs::create_dir_all("/etc/systemd/system.conf.d").unwrap();
+    let default = "[Manager]\nDefaultStartLimitIntervalSec=1h\n";
+    fs::write("/etc/systemd/system.conf.d/limit.conf", default).unwrap();
+    run("systemctl", &["daemon-reexec"]);
+    await_that("systemd answers", || output("systemctl", &["daemon-reload"]).status.success());
+    install();
+    tree();
+    run("burgeon", &["build", "/tmp/tree", "tree"]);
+    fs::create_dir_all("/mnt/d").unwrap();
+    // Over ublk the driver keeps the readers waiting.
+    run("burgeon", &["mount", "tree", "/mnt/d", "--read-only", "--transport", "fuse"]);
+
+    // systemd cannot start the program, however often it tries.
+    let away = "/usr/local/bin/away";
+    fs::rename(INSTALLED, away).unwrap();
+    kill_unit();
+    drop_caches();
+    let waiting = [1, 2].map(reader);
+    let starts = || property("burgeon.service", "NRestarts").parse::<u32>().unwrap();
+    let before = starts();
+    await_that("more starts have failed than the default allows", || starts() > before + 6);
+    await_that("readers wait", || waiting.iter().all(|(_, cat)| waits(cat)));
+    assert_no_holder();
+    fs::rename(away, INSTALLED).unwrap();
+    waiting.into_iter().for_each(assert_read);
+
+    let begun = Instant::now();
+    for round in 3..8 {
+        kill_unit();
+        drop_caches();
+        assert_read(reader(round));
+        assert_no_holder();
+    }
+    println!("five kills, each with a reader, in {:.1} s", begun.elapsed().as_secs_f64());
+    await_that("the unit is active", || property("burgeon.service", "ActiveState") == "active");
+    let status: serde_json::Value =
+        serde_json::from_str(&run("burgeon", &["status", "--json"])).unwrap();
+    assert_eq!(status["mounts"][0]["reads"]["failed_reads"], 0, "{status:#}");
+    run("burgeon", &["umount", "/mnt/d"]);
+    run("burgeon", &["shutdown"]);
+}
+
+/// Kills supervisor and server, the supervisor first, or it would start another server.
+fn kill_unit() {
+    let all = processes_with(Path::new(STATE));
+    let supervisor: u32 = property("burgeon.service", "MainPID").parse().unwrap();
+    assert!(all.len() >= 2 && all.contains(&supervisor), "{supervisor}: {all:?}");
+    kill(supervisor);
+    all.into_iter().for_each(kill);
+}
+
+/// A program that reads a file, and the file's number.
+fn reader(file: u64) -> (u64, Child) {
+    let mut cat = Command::new("cat");
+    cat.arg(format!("/mnt/d/{file}")).stdout(Stdio::piped()).stderr(Stdio::piped());
+    (file, cat.spawn().unwrap())
+}
+
+fn assert_read((file, cat): (u64, Child)) {
+    let output = cat.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && output.stdout == content(file), "file {file}: {said}");
+}
+
+/// True if the program sleeps in the kernel, where no signal wakes it.
+fn waits(program: &Child) -> bool {
+    let status = fs::read_to_string(format!("/proc/{}/stat", program.id())).unwrap_or_default();
+    status.rsplit(')').next().is_some_and(|rest| rest.starts_with(" D"))
+}
+
+/// What holds descriptors where there is no systemd does not run.
+fn assert_no_holder() {
+    for process in processes_with(Path::new(STATE)) {
+        let line = fs::read_to_string(format!("/proc/{process}/cmdline")).unwrap_or_default();
+        assert!(!line.contains("__hold"), "{line}");
+    }
+}
+
 /// Puts the program in place anew and upgrades to it, while `at` is in use.
 fn upgrades(command: &[&str], unit: &str, program: &str, at: &str) {
     let burgeon = |verb: &[&str]| run(command[0], &[&command[1..], verb].concat());
@@ -212,8 +293,8 @@ fn install() {
         return;
     }
     // The lab's root is an overlay; state belongs on a plain file system.
-    fs::create_dir_all("/var/lib/burgeon").unwrap();
-    run("mount", &["-t", "tmpfs", "-o", "size=700m", "tmpfs", "/var/lib/burgeon"]);
+    fs::create_dir_all(STATE).unwrap();
+    run("mount", &["-t", "tmpfs", "-o", "size=700m", "tmpfs", STATE]);
     fs::write(INSTALLED_UNIT, UNIT).unwrap();
     run("systemctl", &["daemon-reload"]);
 }
