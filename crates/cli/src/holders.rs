@@ -71,21 +71,29 @@ impl std::fmt::Display for Elsewhere {
 /// The mounts of the btrfs `fsid` in other mount namespaces. A namespace is named after its first
 /// process, or else after the file that it is bound to.
 pub(crate) fn elsewhere(fsid: Fsid) -> Vec<Elsewhere> {
-    let devices = fs::read_dir(format!("/sys/fs/btrfs/{fsid}/devices"));
-    let devices: Vec<_> =
-        devices.into_iter().flatten().flatten().map(|device| device.file_name()).collect();
-    let is_of_it = |mount: &MountInfo| {
-        mount.fs_type == "btrfs"
-            && mount.source.file_name().is_some_and(|name| devices.iter().any(|d| d == name))
-    };
+    let is_of_it = is_of(fsid);
     let mut found = Vec::new();
     for (namespace, mounts) in other_namespaces() {
-        let of_it = mounts.into_iter().filter(is_of_it);
+        let of_it = mounts.into_iter().filter(&is_of_it);
         found.extend(
             of_it.map(|mount| Elsewhere { target: mount.target, namespace: namespace.clone() }),
         );
     }
     found
+}
+
+/// A test for mounts of the btrfs `fsid`. It opens none of them: an open file would make somebody
+/// else's umount fail.
+pub(crate) fn is_of(fsid: Fsid) -> impl Fn(&MountInfo) -> bool {
+    let devices = fs::read_dir(format!("/sys/fs/btrfs/{fsid}/devices"));
+    let devices: Vec<_> =
+        devices.into_iter().flatten().flatten().map(|device| device.file_name()).collect();
+    move |mount| {
+        // btrfs calls `/dev/mapper/x` `dm-0`.
+        let source = || fs::canonicalize(&mount.source).unwrap_or_else(|_| mount.source.clone());
+        mount.fs_type == "btrfs"
+            && source().file_name().is_some_and(|name| devices.iter().any(|d| d == name))
+    }
 }
 
 /// The other mount namespaces, under names for users, with their mounts.

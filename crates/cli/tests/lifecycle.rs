@@ -14,7 +14,7 @@ use rustix::{
     process::{Pid, Signal, kill_process},
 };
 use serde_json::Value;
-use testkit::{Burgeon, PATIENCE, Rng, Space, compare, ublk_expected, wait_until};
+use testkit::{Burgeon, OpensOf, PATIENCE, Rng, Space, compare, ublk_expected, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -358,6 +358,26 @@ impl Drop for OtherNamespace {
 }
 
 /// Mounts are private here, so the daemon's namespace does not follow an umount.
+/// An open file makes an umount fail that comes at the same time.
+#[test]
+fn an_umount_opens_no_other_mount() {
+    let space = Space::new("umount-beside");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&sample(&space, 18), "sample");
+    let [at, beside] = ["at", "beside"].map(|name| space.path(name));
+    let [mounted, other] =
+        [&at, &beside].map(|at| burgeon.mount("sample", at, &["--write-limit", LIMIT]));
+    let opens = OpensOf::directories(std::slice::from_ref(&beside));
+    let mut umount = burgeon.command(&["umount", at.to_str().unwrap()]).spawn().unwrap();
+    let ended = wait_until(PATIENCE, || umount.try_wait().unwrap().is_some());
+    // Who waits to open it goes on.
+    drop(opens);
+    assert!(umount.wait().unwrap().success());
+    std::mem::forget(mounted);
+    assert!(ended, "it opens another mount");
+    burgeon.umount(other);
+}
+
 #[test]
 fn a_bound_namespace_is_not_held_by_the_daemon() {
     let space = Space::new("bound");

@@ -233,12 +233,9 @@ pub(crate) fn detach(target: &Path, flags: UnmountFlags) -> Result<()> {
 /// The places of this namespace where the btrfs `fsid` is mounted, the innermost first.
 pub(crate) fn places_of(fsid: burgeon_daemon::Fsid) -> Vec<PathBuf> {
     let mounts = mountinfo::read(Path::new("/proc/thread-self/mountinfo")).unwrap_or_default();
-    let mut places: Vec<_> = mounts
-        .into_iter()
-        .filter(|mount| mount.fs_type == "btrfs")
-        .filter(|mount| btrfs_fsid(&mount.target).is_ok_and(|here| here == Some(fsid)))
-        .map(|mount| mount.target)
-        .collect();
+    let is_of_it = holders::is_of(fsid);
+    let of_it = mounts.into_iter().filter(is_of_it);
+    let mut places: Vec<_> = of_it.map(|mount| mount.target).collect();
     places.reverse();
     places
 }
