@@ -86,9 +86,10 @@ impl Reach {
     }
 }
 
-/// What a server reads of the kernel: its features and CPUs.
+/// What a server reads of the kernel: its features, also of modules that are loaded later, and its
+/// CPUs.
 const KERNEL_FILES: [&str; 3] =
-    ["/proc/sys/kernel/io_uring_disabled", "/sys/module/fuse", "/sys/devices/system/cpu"];
+    ["/proc/sys/kernel/io_uring_disabled", "/sys/module", "/sys/devices/system/cpu"];
 
 /// It answers reads of every mount, from caches and profiles in `state`, and from stores. The
 /// opener opens all other files for it.
