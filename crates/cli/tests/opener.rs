@@ -9,7 +9,8 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, kill_process};
-use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
+use serde_json::Value;
+use testkit::{Burgeon, Mounted, OciLayout, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const EIO: i32 = 5;
@@ -68,6 +69,38 @@ impl Set {
         for (path, source) in [("referred", &self.referred), ("new", &self.mapped)] {
             assert!(fs::read(at.join(path)).unwrap() == fs::read(source).unwrap(), "{path}");
         }
+    }
+}
+
+/// A store, and the layers of an image in a layout.
+#[test]
+fn folders_that_only_another_user_may_read_are_read_by_the_opener() {
+    let space = Space::new("opener-folders");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = space.make_folder("tree");
+    let content = Rng::new(9).bytes(1_000_001);
+    fs::write(tree.join("file"), &content).unwrap();
+    let private = space.make_folder("private");
+    let store = private.join("store");
+    burgeon.ok(&["build", text(&tree), "it", "--store", text(&store)]);
+    let layout = OciLayout::new(&private.join("layout")).unwrap();
+    layout.change(|root| fs::write(root.join("file"), &content).unwrap()).unwrap();
+    let layered = format!("oci-layout:{}:latest", layout.folder().display());
+    let made = burgeon.ok(&["index", &layered, "--push", "--json"]);
+    let made: Value = serde_json::from_str(&made).unwrap();
+    let index = made["index"].as_str().unwrap();
+    for folder in [&private, &store, &store.join("packs")] {
+        chown(folder, Some(1234), Some(1234)).unwrap();
+        fs::set_permissions(folder, Permissions::from_mode(0o700)).unwrap();
+    }
+    for (image, options) in
+        [("it", &["--store", text(&store)][..]), (&*layered, &["--index", index])]
+    {
+        let mounted =
+            burgeon.mount(image, &space.path("at"), &[&["--read-only"], options].concat());
+        drop_caches();
+        assert!(fs::read(mounted.path().join("file")).unwrap() == content, "{image}");
+        burgeon.umount(mounted);
     }
 }
 

@@ -212,11 +212,17 @@ impl Sandbox {
         Ok(guarded)
     }
 
-    /// The owner of a folder needs no capability for it.
+    /// The owner of a folder needs no capability for it, unless it lies in a private folder of
+    /// somebody else's.
     fn keep_for(&mut self, path: &Path, capability: CapabilitySet) {
         let own = rustix::process::geteuid().as_raw();
-        if std::fs::metadata(path).is_ok_and(|metadata| metadata.uid() != own) {
+        let foreign = |path: &Path| std::fs::metadata(path).ok().filter(|it| it.uid() != own);
+        let is_closed = |folder| foreign(folder).is_some_and(|it| it.mode() & 0o001 == 0);
+        if foreign(path).is_some() {
             self.keeps |= capability;
+        }
+        if path.ancestors().skip(1).any(is_closed) {
+            self.keeps |= CapabilitySet::DAC_READ_SEARCH;
         }
     }
 }
