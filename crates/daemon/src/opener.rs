@@ -140,10 +140,7 @@ fn send(
 }
 
 /// Receives one message, with its descriptor if it has one; `None` if the other side has ended.
-fn receive<'a>(
-    socket: impl AsFd,
-    bytes: &'a mut [u8],
-) -> io::Result<Option<(&'a [u8], Option<OwnedFd>)>> {
+fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<Option<(&[u8], Option<OwnedFd>)>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let len = loop {
