@@ -137,6 +137,11 @@ impl<R: BufRead> Gunzip<R> {
     }
 
     /// The length of the output and the recorded places; valid at the end of the input.
+    /// As [`Recording::held`].
+    pub(crate) fn held(&self) -> (u64, u64) {
+        self.recording.as_ref().map(Recording::held).unwrap_or_default()
+    }
+
     pub(crate) fn finish(self) -> (u64, Recording) {
         (self.made, self.recording.unwrap_or_default())
     }

@@ -69,6 +69,8 @@ pub(crate) struct Place {
 #[derive(Default)]
 pub(crate) struct Recording {
     places: Vec<Place>,
+    /// Bytes of all windows.
+    windows: u64,
 }
 
 impl Recording {
@@ -87,9 +89,19 @@ impl Recording {
 
     /// Sets the decoder state of the last place.
     pub(crate) fn settle(&mut self, start: Start) {
+        if let Start::Inside(inside) = &start {
+            self.windows += inside.window.len() as u64;
+        }
         if let Some(last) = self.places.last_mut() {
             last.start = start;
         }
+    }
+
+    /// The number of places, and the bytes that they take in memory. A vector that grows takes
+    /// twice what it holds.
+    pub(crate) fn held(&self) -> (u64, u64) {
+        let places = self.places.len() as u64;
+        (places, places * 2 * size_of::<Place>() as u64 + self.windows)
     }
 
     /// Records a place that needs no decoder state, if one is due.
@@ -133,6 +145,15 @@ impl<R: BufRead> Recorder<R> {
                 Kind::Zstd(unzstd.map_err(|error| Error::io("cannot start zstd", error))?)
             }
         }))
+    }
+
+    /// The number of places found so far, and the bytes that they take in memory.
+    pub fn held(&self) -> (u64, u64) {
+        match &self.0 {
+            Kind::Plain(..) => (0, 0),
+            Kind::Gzip(gunzip) => gunzip.held(),
+            Kind::Zstd(unzstd) => unzstd.held(),
+        }
     }
 
     /// The places of a layer of `len` bytes, after it has been read to its end.

@@ -9,7 +9,7 @@
 //! overlap, and lie within the object and within their unpacked layer; places and pieces are in
 //! order and within their layer, and no span is longer than `SPAN_MAX`; windows lie in the table.
 
-use burgeon_block::{ByteRange, Error, ErrorKind, Result};
+use burgeon_block::{ByteRange, Error, ErrorKind, MemoryMeter, Result};
 use zerocopy::{
     FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned,
     little_endian::{U32, U64},
@@ -252,8 +252,9 @@ impl Table {
 
     /// Reads a table.
     ///
-    /// Errors: `Corrupt` for bytes that break a rule, `UnsupportedFormat` if they are of a version
-    /// or need a feature unknown here.
+    /// Errors: `Corrupt` for bytes that break a rule, `Invalid` if they need more memory than their
+    /// length accounts for, `UnsupportedFormat` if they are of a version or need a feature unknown
+    /// here.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         if bytes.len() as u64 > TABLE_MAX {
             return Err(bad("is too long"));
@@ -270,6 +271,14 @@ impl Table {
         if rows_len > ROWS_MAX || stored > rest.len() as u64 {
             return Err(bad("claims to be too long"));
         }
+        // The rows, and what they become; windows are copied.
+        let meter = MemoryMeter::of_input(bytes.len() as u64);
+        let memory = rows_len.saturating_mul(3).saturating_add(rest.len() as u64);
+        meter.promise(memory);
+        meter.take(memory).map_err(|error| {
+            let what = format!("a table of {} bytes declares {rows_len} bytes", bytes.len());
+            Error::with_source(error.kind(), what, error)
+        })?;
         let (stored, windows) = rest.split_at(stored as usize);
         let rows = zstd::bulk::decompress(stored, rows_len as usize)
             .map_err(|error| Error::with_source(ErrorKind::Corrupt, CANNOT, error))?;

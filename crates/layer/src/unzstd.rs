@@ -42,6 +42,11 @@ impl<R: BufRead> Unzstd<R> {
         Ok(Self { input, decoder, head, inside, taken, made, recording, turn })
     }
 
+    /// As [`Recording::held`].
+    pub(crate) fn held(&self) -> (u64, u64) {
+        self.recording.held()
+    }
+
     /// The length of the output and the recorded places; valid at the end of the input.
     pub(crate) fn finish(self) -> (u64, Recording) {
         (self.made, self.recording)

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::io::Read;
+use std::{fs, io::Read, path::Path};
 
 use burgeon_block::{ByteRange, ErrorKind};
 use burgeon_layer::{LayerCodec, Piece, Recorder, Restarts, Stretch, Table, TableLayer};
@@ -212,4 +212,37 @@ proptest! {
             }
         }
     }
+}
+
+/// Millions of references to one byte compress to almost nothing.
+#[test]
+fn a_small_table_declares_no_huge_one() {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("table-bomb");
+    let input = || {
+        let (_, restarts) = recorded(b"x", LayerCodec::Plain);
+        let count = 5_500_000;
+        let stretch = |at| Stretch { at, offset: 0, len: 1, layer: 0 };
+        let table = Table {
+            image: [0; 32],
+            object_len: count,
+            layers: vec![TableLayer { digest: [0; 32], restarts: restarts.unwrap() }],
+            stretches: (0..count).map(stretch).collect(),
+        };
+        let bytes = table.encode().unwrap();
+        assert!(bytes.len() < 64 << 10, "{}", bytes.len());
+        fs::write(&path, bytes).unwrap();
+        path.clone()
+    };
+    let test = "a_small_table_declares_no_huge_one";
+    let measured = testkit::measure(test, "table", input, |path| {
+        match Table::decode(&fs::read(path).unwrap()) {
+            Ok(table) => format!("{} stretches", table.stretches.len()),
+            Err(error) => error.to_string(),
+        }
+    });
+    let Some(measured) = measured else { return };
+    fs::remove_file(&path).unwrap();
+    println!("{measured:?}");
+    assert!(measured.said.contains("declares"), "{measured:?}");
+    assert!(measured.peak_bytes < 256 << 20, "{measured:?}");
 }

@@ -38,7 +38,7 @@ use crate::{
     document::{Compression, DescriptorExt, Document, Layer, Manifest, diff_ids, for_this_machine},
     layout::Layout,
     source::Selector,
-    spool::{Metered, Spool, Tee, given_up},
+    spool::{CountedPlaces, Metered, Spool, Tee, given_up},
     toc,
 };
 
@@ -260,11 +260,12 @@ impl Blobs {
             let described = self.read_layer(coming, work.own, spool.transpose()?, |blob| {
                 let blob = Metered { inner: blob, meter: layers.meter() };
                 let blob = BufReader::with_capacity(BUFFER_LEN, blob);
-                let mut recorder = Recorder::new(blob, compression.codec())?;
+                let mut recorder =
+                    CountedPlaces::new(Recorder::new(blob, compression.codec())?, layers.meter());
                 let mut archive = Digesting::new(&mut recorder);
                 let description = layers.describe(&mut archive, coming.number, work.options)?;
                 coming.check(archive.digest())?;
-                Ok((description, recorder.finish(*size)))
+                Ok((description, recorder.inner.finish(*size)))
             });
             let (described, _) = described.map_err(|error| given_up(partial, error))?;
             if let (Some(keep), Some(path)) = (keep, path) {

@@ -10,11 +10,12 @@
 
 use std::{
     fs::File,
-    io::{self, Read, Seek, Write},
+    io::{self, BufRead, Read, Seek, Write},
     path::Path,
 };
 
 use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
+use burgeon_layer::Recorder;
 use burgeon_source::Partial;
 
 /// A durable spool is synced every 16 MiB: during the fetch this costs no time, at the end it
@@ -85,6 +86,35 @@ impl<R: Read> Read for Metered<'_, R> {
     }
 }
 
+/// Memory of a place in a layer of gzip that a sound layer accounts for. Most take 2 KiB, a whole
+/// window of random bytes 32 KiB.
+const PLACE_COST: u64 = 8 << 10;
+
+/// Counts on `meter` the places that a recorder keeps.
+pub(crate) struct CountedPlaces<'a, R> {
+    pub(crate) inner: Recorder<R>,
+    meter: &'a MemoryMeter,
+    /// Places and bytes counted so far.
+    counted: (u64, u64),
+}
+
+impl<'a, R: BufRead> CountedPlaces<'a, R> {
+    pub(crate) fn new(inner: Recorder<R>, meter: &'a MemoryMeter) -> Self {
+        Self { inner, meter, counted: (0, 0) }
+    }
+}
+
+impl<R: BufRead> Read for CountedPlaces<'_, R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let len = self.inner.read(buf)?;
+        let (places, bytes) = self.inner.held();
+        self.meter.promise((places - self.counted.0) * PLACE_COST);
+        self.meter.take(bytes - self.counted.1).map_err(io::Error::other)?;
+        self.counted = (places, bytes);
+        Ok(len)
+    }
+}
+
 /// Copies the bytes read to a spool and counts them.
 pub(crate) struct Tee<'a, R> {
     inner: R,
@@ -125,5 +155,34 @@ impl<R: Read> Read for Tee<'_, R> {
         }
         (self.count)(len as u64);
         Ok(len)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use burgeon_layer::LayerCodec;
+    use testkit::{Rng, gzip_flushed};
+
+    use super::*;
+
+    /// Each place needs all of the bytes before it, which do not compress.
+    #[test]
+    fn the_windows_of_a_layer_are_counted() {
+        let unpacked = Rng::new(9).bytes(32_000).repeat(200);
+        let layer = gzip_flushed(&unpacked.chunks(600_000).collect::<Vec<_>>(), 9);
+        let read = |meter: &MemoryMeter| {
+            let blob = Metered { inner: &layer[..], meter };
+            let blob = io::BufReader::new(blob);
+            let mut counted =
+                CountedPlaces::new(Recorder::new(blob, LayerCodec::Gzip).unwrap(), meter);
+            io::copy(&mut counted, &mut io::sink()).map(|_| counted.counted)
+        };
+        let (places, bytes) = read(&MemoryMeter::new()).unwrap();
+        assert!(places >= 8 && bytes > places * 25_000, "{places} places, {bytes} bytes");
+        let full = MemoryMeter::new();
+        full.take(full.bound() - 4096).unwrap();
+        let refused = read(&full).unwrap_err().downcast::<Error>().unwrap();
+        assert!(refused.kind() == ErrorKind::Invalid, "{refused}");
     }
 }
