@@ -135,15 +135,18 @@ fn the_daemons_processes_are_called_burgeon() {
     let burgeon = Burgeon::new(PROGRAM, &space);
     burgeon.build(&sample(&space, 3), "sample");
     let mounted = burgeon.mount("sample", &space.path("at"), &["--read-only"]);
-    let processes = burgeon.processes();
-    // The requests of a ublk device are held by the kernel.
-    let holder = usize::from(!ublk_expected());
-    assert_eq!(processes.len(), 2 + holder, "a supervisor, a server, and who holds descriptors");
-    for process in processes {
+    // A supervisor, a server and an opener; the requests of a ublk device are held by the kernel.
+    let all = 3 + usize::from(!ublk_expected());
+    let are_there = || burgeon.processes().len() == all;
+    assert!(wait_until(PATIENCE, are_there), "{:?}", burgeon.processes());
+    // One that is being started has no name yet.
+    let named = |process: &u32| fs::read_to_string(format!("/proc/{process}/comm")).unwrap();
+    let have_names = || burgeon.processes().iter().all(|process| named(process) == "burgeon\n");
+    assert!(wait_until(PATIENCE, have_names), "{:?}", burgeon.processes());
+    for process in burgeon.processes() {
         let line = fs::read(format!("/proc/{process}/cmdline")).unwrap();
         let program = line.split(|byte| *byte == 0).next().unwrap();
         assert!(program.ends_with(b"burgeon"), "{:?}", String::from_utf8_lossy(program));
-        assert_eq!(fs::read_to_string(format!("/proc/{process}/comm")).unwrap(), "burgeon\n");
     }
     burgeon.umount(mounted);
 }

@@ -28,15 +28,16 @@ pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
         burgeon.mount("idle", point)?;
     }
     let status = burgeon.status()?;
-    let pids = ["supervisor_pid", "server_pid"];
+    let pids = ["supervisor_pid", "server_pid", "opener_pid"];
     let pids: Vec<u64> = pids.iter().filter_map(|pid| status[*pid].as_u64()).collect();
-    ensure!(pids.len() == 2, "status names no processes: {}", Value::to_string(&status));
+    ensure!(pids.len() == 3, "status names no processes: {}", Value::to_string(&status));
     let mut sizes = Vec::new();
     for pid in pids {
         sizes.push(proportional_mib(pid)?);
     }
     table.heading(format!("Memory of the daemon, {MOUNTS} idle mounts of {FILES} files"));
-    let note = format!("supervisor {:.1}, server {:.1}", sizes[0], sizes[1]);
+    let [supervisor, server, opener] = sizes[..] else { return Ok(()) };
+    let note = format!("supervisor {supervisor:.1}, server {server:.1}, opener {opener:.1}");
     table.row("proportional set size", sizes.iter().sum(), "MiB", Aim::AtMost(64.0), note);
     points.iter().try_for_each(|point| burgeon.umount(point))
 }
