@@ -496,9 +496,9 @@ fn what_is_not_what_it_says_is_refused_and_leaves_nothing() {
     };
     let none = serde_json::Value::Null;
     by_hand(None, kind, &tar, "size", (tar.len() + 1).into());
-    refused(4, "has not the");
+    refused(4, "is shorter than the");
     by_hand(None, kind, &tar, "size", (tar.len() - 1).into());
-    refused(4, "has not the");
+    refused(4, "is longer than the");
     by_hand(None, kind, &tar, "digest", other_id.as_str().into());
     refused(3, "cannot use the layer");
     by_hand(Some(&[&other_id]), kind, &tar, "", none.clone());
@@ -547,7 +547,7 @@ fn a_registry_that_lies_is_not_believed() {
     fs::write(&largest, &bytes).unwrap();
     burgeon.fails(&["build", &source, "x"], 4, "does not match its digest");
     fs::write(&largest, &whole[..400_000]).unwrap();
-    burgeon.fails(&["build", &source, "x"], 4, "has not the");
+    burgeon.fails(&["build", &source, "x"], 4, "is shorter than the");
     fs::remove_file(&largest).unwrap();
     burgeon.fails(&["build", &source, "x"], 3, "no such thing");
     burgeon.fails(&["build", &format!("oci://{host}/none:1"), "x"], 3, "no such thing");

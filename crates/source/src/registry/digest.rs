@@ -150,8 +150,8 @@ mod tests {
         };
         assert_eq!(read(b"abc", 3), Ok(3));
         assert!(read(b"abd", 3).unwrap_err().contains("does not match its digest"));
-        assert!(read(b"ab", 3).unwrap_err().contains("has not the 3 bytes"));
-        assert!(read(b"abcd", 3).unwrap_err().contains("has not the 3 bytes"));
+        assert!(read(b"ab", 3).unwrap_err().contains("is shorter than the 3 bytes"));
+        assert!(read(b"abcd", 3).unwrap_err().contains("is longer than the 3 bytes"));
         // An endless body is refused as soon as it is too long.
         let mut endless = Checked::new(io::repeat(b'a'), Digest::of(b"abc"), 3);
         assert!(endless.read(&mut [0; 100]).is_err());
