@@ -27,6 +27,7 @@ use std::{
         unix::net::{UnixListener, UnixStream},
     },
     process::{Child, Stdio},
+    sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -132,9 +133,14 @@ impl Held {
     }
 }
 
-/// A connection to the holder process.
+/// A connection to the holder process. Threads may share it: each waits for its turn to ask.
 #[derive(Debug)]
-pub(crate) struct Line(UnixStream);
+pub(crate) struct Line {
+    stream: UnixStream,
+    /// Taken for one exchange, because answers do not name their message. One that takes longer than
+    /// [`ANSWER_MAX`] closes the connection, so that those who wait fail at once.
+    turn: Mutex<()>,
+}
 
 impl Line {
     /// Connects to an earlier supervisor's process; `None` if there is none.
@@ -164,22 +170,20 @@ impl Line {
         Ok((Self::new(stream)?, child))
     }
 
-    fn new(stream: UnixStream) -> Result<Self> {
+    pub(crate) fn new(stream: UnixStream) -> Result<Self> {
         let failed = |e| Error::io("cannot set up the socket to who holds descriptors", e);
         stream.set_read_timeout(Some(ANSWER_MAX)).map_err(failed)?;
         stream.set_write_timeout(Some(ANSWER_MAX)).map_err(failed)?;
-        Ok(Self(stream))
+        Ok(Self { stream, turn: Mutex::new(()) })
     }
 
-    /// Duplicates the connection, to wait for its end.
-    pub(crate) fn try_clone(&self) -> Result<Self> {
-        let failed = |e| Error::io("cannot watch who holds descriptors", e);
-        self.0.try_clone().map(Self).map_err(failed)
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for the end of the process or of the connection.
     pub(crate) fn wait_for_end(&self) {
-        let mut end = [PollFd::new(&self.0, PollFlags::RDHUP)];
+        let mut end = [PollFd::new(&self.stream, PollFlags::RDHUP)];
         while matches!(poll(&mut end, None), Err(rustix::io::Errno::INTR)) {}
     }
 
@@ -210,24 +214,27 @@ impl Line {
     }
 
     /// Ends the connection, and waits for the process to end, if it holds nothing.
-    pub(crate) fn end(self) {
-        let _ = self.0.shutdown(Shutdown::Write);
+    pub(crate) fn end(&self) {
+        let _turn = self.turn();
+        let _ = self.stream.shutdown(Shutdown::Write);
         let _ = self.receive();
     }
 
     /// Sends `message`. If the process does not answer, closes the connection: the thread that
     /// waits for its end then replaces the process.
     fn ask(&self, message: Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        let sent = wire::send_bytes(&self.0, &message.encode(), fds);
+        let _turn = self.turn();
+        let sent = wire::send_bytes(&self.stream, &message.encode(), fds);
         let answer = sent.and_then(|()| self.receive());
-        match answer.inspect_err(|_| drop(self.0.shutdown(Shutdown::Both)))?.0 {
+        match answer.inspect_err(|_| drop(self.stream.shutdown(Shutdown::Both)))?.0 {
             Message::Done => Ok(()),
             _ => Err(Error::new(ErrorKind::Unavailable, "no more descriptors are held")),
         }
     }
 
     fn ask_for_all(&self, message: Message) -> Result<Vec<(MountId, Vec<OwnedFd>)>> {
-        wire::send_bytes(&self.0, &message.encode(), &[])?;
+        let _turn = self.turn();
+        wire::send_bytes(&self.stream, &message.encode(), &[])?;
         let mut all = Vec::new();
         while let (Message::Hold(id), fds) = self.receive()? {
             all.push((id, fds));
@@ -238,7 +245,7 @@ impl Line {
     fn receive(&self) -> Result<(Message, Vec<OwnedFd>)> {
         let gone =
             || Error::new(ErrorKind::Unavailable, "the process that holds descriptors has ended");
-        let (bytes, fds) = wire::receive_bytes(&self.0)?.ok_or_else(gone)?;
+        let (bytes, fds) = wire::receive_bytes(&self.stream)?.ok_or_else(gone)?;
         let odd = || Error::new(ErrorKind::Invalid, "who holds descriptors is not understood");
         Ok((Message::decode(bytes).ok_or_else(odd)?, fds))
     }

@@ -38,11 +38,12 @@ const PAUSE: Duration = Duration::from_millis(100);
 pub(super) struct Holder {
     /// systemd's descriptor store, if available; no process is used then.
     store: Option<Store>,
+    /// Locked to look at it or to replace it, never while the process is asked.
     process: Mutex<Option<Process>>,
 }
 
 struct Process {
-    line: Line,
+    line: Arc<Line>,
     /// `None` if an earlier supervisor has started it.
     child: Option<Child>,
 }
@@ -69,7 +70,7 @@ impl Holder {
                 false
             }
         });
-        let process = line.map(|line| Process { line, child: None });
+        let process = line.map(|line| Process { line: Arc::new(line), child: None });
         (Self { store: Store::find(), process: Mutex::new(process) }, held)
     }
 
@@ -77,20 +78,22 @@ impl Holder {
         self.process.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The connection to the process, if there is one.
+    fn line(&self) -> Option<Arc<Line>> {
+        self.process().as_ref().map(|process| Arc::clone(&process.line))
+    }
+
     fn hold(&self, id: MountId, fuse: OwnedFd, slots: OwnedFd) -> Result<()> {
         if let Some(store) = &self.store {
             return store.hold(id, fuse, slots);
         }
-        let process = self.process();
         let absent = || Error::new(ErrorKind::Unavailable, "the process that holds is not there");
-        let line = &process.as_ref().ok_or_else(absent)?.line;
-        line.hold(id, fuse, slots)
+        self.line().ok_or_else(absent)?.hold(id, fuse, slots)
     }
 
     fn let_go(&self, id: MountId) -> Result<()> {
         let in_store = self.store.as_ref().map_or(Ok(()), |store| store.let_go(id));
-        let process = self.process();
-        let in_process = process.as_ref().map_or(Ok(()), |process| process.line.let_go(id));
+        let in_process = self.line().map_or(Ok(()), |line| line.let_go(id));
         in_store.and(in_process)
     }
 
@@ -176,7 +179,9 @@ impl Supervisor {
                 return;
             }
             match Line::start(&self.state) {
-                Ok((line, child)) => *process = Some(Process { line, child: Some(child) }),
+                Ok((line, child)) => {
+                    *process = Some(Process { line: Arc::new(line), child: Some(child) });
+                }
                 Err(e) => {
                     tracing::warn!(error = %e, "readers will not wait when both processes are killed");
                     return;
@@ -222,10 +227,7 @@ impl Supervisor {
         let supervisor = Arc::clone(self);
         thread::spawn(move || {
             supervisor.hold_again();
-            let process = supervisor.holder.process();
-            let line = process.as_ref().and_then(|process| process.line.try_clone().ok());
-            drop(process);
-            let Some(line) = line else { return };
+            let Some(line) = supervisor.holder.line() else { return };
             line.wait_for_end();
             let dead = supervisor.holder.process().take();
             let Some(dead) = dead.filter(|_| !supervisor.table().stopping) else { return };
@@ -246,5 +248,32 @@ impl Supervisor {
             held.map(|(id, _)| *id).collect()
         };
         held.into_iter().for_each(|id| self.hold(id));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::fd::OwnedFd, os::unix::net::UnixStream, sync::Arc, thread};
+
+    use super::{Holder, Process};
+    use crate::{holder::Line, id::MountId};
+
+    /// Others look at the process, or replace it, while it lets somebody wait for its answer.
+    #[test]
+    fn the_process_is_not_locked_while_it_is_asked() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let line = Arc::new(Line::new(ours).unwrap());
+        let process = Some(Process { line: Arc::clone(&line), child: None });
+        let holder = Holder { store: None, process: process.into() };
+        let null = || OwnedFd::from(File::open("/dev/null").unwrap());
+        thread::scope(|scope| {
+            let asks = scope.spawn(|| holder.hold(MountId::from_number(1), null(), null()));
+            // Its message has come: it waits for the answer.
+            crate::ipc::wire::receive_bytes::<8>(&theirs).unwrap().unwrap();
+            let is_free = holder.process.try_lock().is_ok();
+            drop(theirs);
+            asks.join().unwrap().unwrap_err();
+            assert!(is_free);
+        });
     }
 }
