@@ -23,7 +23,9 @@ const SAVED_MAX: i64 = 4;
 #[derive(Debug)]
 pub(crate) struct Hedge {
     /// Duration of a request, in microseconds: a moving average in which each new one weighs 1/8.
-    /// 0 while unknown.
+    /// 0 while unknown. The estimate of a volume (`volume/src/fetch/path.rs`) cannot take its
+    /// place: it has the best of late, which all requests exceed fourfold on a busy path, and it
+    /// belongs to one image, while the images of a store share this average.
     usual_us: AtomicU64,
     /// Requests not yet spent on a hedge.
     saved: AtomicI64,
