@@ -517,7 +517,7 @@ fn what_is_not_what_it_says_is_refused_and_leaves_nothing() {
         refused(4, "cannot be decompressed");
     }
     by_hand(None, kind, &tar[..50_000], "", none.clone());
-    refused(4, "ends before its end");
+    refused(4, "ends too early");
     by_hand(None, &format!("{gzip}+encrypted"), &tar, "", none);
     refused(4, "--decryption-key");
     burgeon.fails(&["build", &source, "x"], 3, "no OCI layout");
