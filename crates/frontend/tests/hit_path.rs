@@ -64,7 +64,7 @@ fn a_hit_over(connection: Connection) {
         file.read_exact_at(bytes, block * BLOCK_SIZE).unwrap();
         assert!(block_ok(&bytes[..BLOCK_SIZE as usize], block));
     };
-    // What is done once, such as starting threads, may allocate.
+    // Work that is done once, such as starting threads, may allocate.
     (0..100).for_each(|block| read(block, 1));
     // A thread that starts late may, too, so one quiet round is enough: if hits allocated, there
     // would be none.

@@ -29,7 +29,7 @@ use miniz_oxide::inflate::{
 
 use crate::restart::{Recording, Start};
 
-/// How far back a block may refer.
+/// Farthest distance that a block may refer back, in bytes.
 const WINDOW_LEN: usize = 32 << 10;
 /// zstd level for windows.
 const WINDOW_LEVEL: i32 = 6;

@@ -30,7 +30,7 @@ pub(crate) const SPAN_MAX: u64 = 32 << 20;
 /// Length of a span of an uncompressed layer: 512 KiB.
 pub(crate) const PLAIN_LEN: u64 = 512 << 10;
 
-/// How a layer is compressed.
+/// Compression of a layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum LayerCodec {

@@ -33,7 +33,7 @@ const SHOWN_MAX: usize = 200;
 
 pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 
-/// What this crate asks of a descriptor, on top of its fields.
+/// Checked values of a descriptor.
 pub(crate) trait DescriptorExt {
     /// The digest, if it is one that blobs are checked by.
     fn sha256(&self) -> Result<Digest>;

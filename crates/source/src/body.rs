@@ -167,7 +167,7 @@ where
 /// The rate at which a body arrives.
 #[derive(Default, Debug)]
 struct Pace {
-    /// How long the reader has waited in this window.
+    /// Time that the reader has waited in this window.
     waited: Duration,
     /// Bytes that arrived in this window.
     bytes: u64,

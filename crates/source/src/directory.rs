@@ -36,7 +36,7 @@ use crate::{
     too_short,
 };
 
-/// How long a partial object waits to be resumed, and a layer to be used by an image: a week.
+/// Time that a partial object waits to be resumed, and a layer to be used by an image: a week.
 const PARTIAL_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// A folder of objects. Cheap to clone.

@@ -32,9 +32,9 @@ pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(20);
 /// Retries of a request: with pauses of 0.1, 0.2, … 3.2 s, about 6 s.
 pub const RETRIES: u32 = 6;
-/// How often a body may break off; each time costs a request.
+/// Most times that a body may break off; each costs a request.
 const RESUMES_MAX: u32 = 20;
-/// How often a body may be too slow: each time costs [`crate::body::WINDOW`], and the next request
+/// Most times that a body may be too slow: each costs [`crate::body::WINDOW`], and the next request
 /// may reach a faster server.
 const SLOW_MAX: u32 = 3;
 /// Most redirects of one request.

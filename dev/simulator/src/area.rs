@@ -27,7 +27,7 @@ use crate::{
 
 const OPERATIONS: u64 = 60;
 
-/// How the file is now.
+/// The current state of the file.
 #[derive(Clone)]
 enum Mood {
     Honest,

@@ -10,7 +10,7 @@ const BLOCK: usize = BLOCK_SIZE as usize;
 /// Bytes for each block of the first file in the second.
 const CHECKSUM: usize = 8;
 
-/// How a life of the machine ends.
+/// The end of a life of the machine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Crash {
     /// The process is gone, the kernel lives on: nothing is lost.
@@ -26,11 +26,11 @@ pub struct Disk(Arc<Mutex<State>>);
 
 struct State {
     rng: Rng,
-    /// What a reader sees.
+    /// The bytes that a reader sees.
     now: Vec<u8>,
     /// Blocks that are no holes, for [`LocalFile::next_data`].
     allocated: Vec<bool>,
-    /// What a power failure cannot take any more.
+    /// The bytes that survive a power failure.
     durable: Vec<u8>,
     durable_allocated: Vec<bool>,
     /// Offsets and lengths written since the last sync.
@@ -42,7 +42,7 @@ struct State {
     first_len: usize,
 }
 
-/// What goes wrong while the machine runs.
+/// Faults while the machine runs.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Faults {
     /// Writes that still succeed before the file system is full.
@@ -55,7 +55,7 @@ pub(crate) struct Faults {
     pub(crate) off_at_write: Option<u64>,
 }
 
-/// What has happened since the machine was started.
+/// Events since the machine was started.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct DiskLog {
     pub(crate) writes: u64,

@@ -7,10 +7,10 @@ use testkit::Rng;
 
 use crate::{Crash, Disk, Model, disk::Faults, world::World};
 
-/// How much of what was not synced survives, of 256.
+/// Share of unsynced writes that survives, of 256.
 const SURVIVAL: [u8; 5] = [0, 64, 128, 192, 255];
 
-/// What was tried.
+/// Counts of the cases tried.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Exhausted {
     /// Writes of the scenario without a crash.

@@ -26,7 +26,7 @@ const SIZE: u64 = 1 << 40;
 pub enum MapBug {
     /// A mapping is announced before it is durable.
     NoSync,
-    /// What extents point to is never made durable.
+    /// The targets of extents are never made durable.
     NoSourceSync,
     /// A start of the machine forgets the newest mapping, and gives its addresses again.
     ReuseAddresses,
@@ -50,7 +50,7 @@ struct Log {
 struct Machine {
     rng: Rng,
     logs: [Log; 2],
-    /// What was durable before the newest mapping.
+    /// The durable state before the newest mapping.
     before: [Vec<u8>; 2],
     operations: u64,
     off_at: Option<u64>,
@@ -216,7 +216,7 @@ impl LogFile for SimLog {
     }
 }
 
-/// What an address was ever seen to be.
+/// All content that an address was ever seen to have.
 struct Known {
     range: ByteRange,
     mapping: Mapping,

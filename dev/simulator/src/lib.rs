@@ -42,7 +42,7 @@ pub use records::{Folder, Step, publish_survives};
 pub use run::{Report, simulate};
 pub use source::{FaultySource, Mood};
 
-/// How many seeds the tests run, unless `SIMULATION_SEEDS` says otherwise.
+/// Number of seeds that the tests run, unless `SIMULATION_SEEDS` sets another.
 pub fn seeds(default: u64) -> u64 {
     std::env::var("SIMULATION_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }

@@ -89,7 +89,7 @@ impl Model {
         self.map.data_range()
     }
 
-    /// What `range` of the image holds.
+    /// The content of `range` of the image.
     pub fn expected(&self, range: ByteRange) -> &[u8] {
         &self.bytes[(range.start() - DATA_START) as usize..][..range.len() as usize]
     }

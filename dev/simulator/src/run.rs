@@ -8,7 +8,7 @@ use tokio::time::sleep;
 
 use crate::{Crash, Disk, Model, Mood, disk::Faults, world::World};
 
-/// What a run did, to see that it did something.
+/// The actions of a run, as evidence that it did something.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Report {
     /// Operations, all lives together.
@@ -174,7 +174,7 @@ impl Run {
         // Who began under a hostile source may still fail: let them end first.
         if matches!(world.source.mood(), Mood::Hostile | Mood::Dead) {
             world.settle().await?;
-            // What was given up fails at once for a while.
+            // Abandoned fetches fail at once for a while.
             sleep(Limits::default().given_up_for).await;
         }
         self.note(format_args!("the source: {mood:?}"));

@@ -13,7 +13,7 @@ use testkit::Rng;
 
 use crate::{Model, model::THROUGH};
 
-/// How a source behaves.
+/// Behaviour of a source.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mood {
     /// Right answers, after a while.
@@ -27,7 +27,7 @@ pub enum Mood {
     Dead,
 }
 
-/// What a source did, as the volume's counters must have it.
+/// The actions of a source, which the volume's counters must match.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub(crate) struct SourceLog {
     /// Right chunks, or answers of what is read straight through, that reached the volume.

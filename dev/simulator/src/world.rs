@@ -263,7 +263,7 @@ impl World {
     }
 }
 
-/// What a reader needs to know.
+/// The environment of a reader.
 struct Reader {
     model: Arc<Model>,
     disk: Disk,

@@ -56,7 +56,7 @@ fn every_way_to_publish_wrongly_is_found() {
     assert!(old_or_new(&in_place).is_err(), "the record is overwritten");
 }
 
-/// What named writes need, in the order in which it is made.
+/// The files that named writes need, in the order in which they are made.
 fn make_writes() -> Vec<Step> {
     vec![
         // The image's seed and map, published before.

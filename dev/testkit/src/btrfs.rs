@@ -1,4 +1,4 @@
-//! What btrfs itself says about a mount: its devices, its own checker, its own operations.
+//! The view of btrfs itself on a mount: its devices, its own checker, its own operations.
 
 use std::{
     fs::{self, File},

@@ -26,7 +26,7 @@ pub struct Burgeon {
     environment: Vec<(OsString, OsString)>,
 }
 
-/// How a command ended.
+/// The end of a command.
 #[derive(Debug)]
 pub struct Finished {
     /// Exit code; `None` when a signal ended it.
@@ -185,7 +185,7 @@ impl Burgeon {
         all.filter(|l| l.backing.starts_with(&self.state)).map(|l| l.name).collect()
     }
 
-    /// What is still there of this installation, after a while for it to go.
+    /// Leftovers of this installation, after some time for them to go.
     fn leftovers(&self) -> Vec<String> {
         let mut left = Vec::new();
         wait_until(PATIENCE, || {

@@ -29,7 +29,7 @@ const KEPT_MAX: usize = 10_000;
 /// Differences printed.
 const SHOWN_MAX: usize = 20;
 
-/// What a comparison found.
+/// Result of a comparison.
 #[derive(Debug, Default)]
 pub struct Comparison {
     /// Entries of the original.
@@ -45,7 +45,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// How many entries could not be read; panics if anything else differs.
+    /// Number of entries that could not be read; panics if anything else differs.
     #[track_caller]
     pub fn only_io_errors(&self) -> u64 {
         let error = |line: &&String| line.contains("Input/output error");

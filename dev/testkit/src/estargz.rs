@@ -97,7 +97,7 @@ impl Writer {
     }
 }
 
-/// What the table says of a file, but for where its data is.
+/// The TOC's entry of a file, without the place of its data.
 fn describe<R: std::io::Read>(entry: &mut tar::Entry<'_, R>) -> Result<Value> {
     let mut xattrs = serde_json::Map::new();
     let mut content = Vec::new();

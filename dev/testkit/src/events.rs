@@ -26,7 +26,7 @@ impl Events {
         Self { lines, _guard: guard }
     }
 
-    /// What came since the last call: `WARN message field=value …`, one an event.
+    /// The events since the last call: `WARN message field=value …`, one an event.
     pub fn take(&self) -> Vec<String> {
         std::mem::take(&mut self.lines.lock().unwrap_or_else(PoisonError::into_inner))
     }

@@ -10,7 +10,7 @@ pub struct Fio {
     arguments: Vec<OsString>,
 }
 
-/// What fio measured.
+/// A measurement by fio.
 #[derive(Clone, Debug, Default)]
 pub struct FioResult {
     /// Reads a second.

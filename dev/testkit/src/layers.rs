@@ -1,4 +1,4 @@
-//! What layers of images are like.
+//! Layers that resemble those of real images.
 
 use std::io::Write;
 

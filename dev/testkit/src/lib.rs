@@ -1,4 +1,4 @@
-//! What the kernel tests stand on.
+//! Shared parts of the tests, foremost of those with real mounts.
 //!
 //! ```text
 //!   torture ── a seeded tree of everything a file system can hold ──┐

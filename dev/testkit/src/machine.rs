@@ -1,4 +1,4 @@
-//! What the machine holds besides the test: loop devices and processes.
+//! The state of the machine outside of the test: loop devices and processes.
 
 use std::{
     fs,

@@ -1,4 +1,4 @@
-//! What a piece of work takes, in a process of its own.
+//! Measures a piece of work in a process of its own.
 //!
 //! ```text
 //!   test ── measure("part"): makes the input ──► the same program, only this test, PART=part
@@ -16,7 +16,7 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 
 /// Names the part of a test that is to be done by this process.
 const PART: &str = "BURGEON_TEST_PART";
-/// Where the input of that part is.
+/// The path of that part's input.
 const INPUT: &str = "BURGEON_TEST_INPUT";
 /// Before each thing that the process tells.
 const MARK: &str = "measured:";
@@ -26,10 +26,10 @@ const MARK: &str = "measured:";
 const DATA_MAX: u64 = 2 << 30;
 const CPU_MAX: u64 = 120;
 
-/// What a process said, and took.
+/// The result of a process, and the resources it took.
 #[derive(Clone, Debug)]
 pub struct Measured {
-    /// What the work has returned.
+    /// The text that the work has returned.
     pub said: String,
     /// The most memory that was resident, in bytes (`VmHWM`).
     pub peak_bytes: u64,

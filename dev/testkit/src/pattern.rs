@@ -18,7 +18,7 @@ const BLOCK: usize = 4096;
 /// A file of blocks that do not compress and that all differ.
 #[derive(Clone, Copy, Debug)]
 pub struct Pattern {
-    /// What makes it different from another.
+    /// Makes it different from other patterns.
     pub seed: u64,
     /// Its length in blocks.
     pub blocks: u64,
@@ -35,7 +35,7 @@ impl Pattern {
         Ok(out.into_inner()?.sync_all()?)
     }
 
-    /// What block `number` holds.
+    /// The content of block `number`.
     pub fn block(self, number: u64) -> Vec<u8> {
         Rng::new(self.seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ number).bytes(BLOCK)
     }

@@ -1,4 +1,4 @@
-//! Whether the kernel allows FUSE over io_uring: a switch of the whole machine.
+//! The switch of the whole machine by which the kernel allows FUSE over io_uring.
 
 use std::{fs, path::Path};
 

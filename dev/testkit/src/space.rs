@@ -173,7 +173,7 @@ impl Drop for Mounted {
     }
 }
 
-/// Where tests put their folders: `BURGEON_TEST_DIR`, or `target/tmp` of the workspace.
+/// The folder for the folders of tests: `BURGEON_TEST_DIR`, or `target/tmp` of the workspace.
 pub(crate) fn base() -> PathBuf {
     if let Some(folder) = std::env::var_os("BURGEON_TEST_DIR") {
         return folder.into();

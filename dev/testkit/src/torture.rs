@@ -30,7 +30,7 @@ use rustix::{
 
 use crate::Rng;
 
-/// How much of everything.
+/// The number of files of each kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TortureSize {
     /// Every kind once or so: seconds to make and compare.

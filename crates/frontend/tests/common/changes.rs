@@ -1,4 +1,4 @@
-//! What is done to a block device that is written to: the same over each transport.
+//! Changes to a writable block device: the same over each transport.
 
 use std::{
     fs::{File, OpenOptions},

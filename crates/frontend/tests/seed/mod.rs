@@ -89,7 +89,7 @@ impl Seed {
         }
     }
 
-    /// What the file `lazy` holds.
+    /// The content of the file `lazy`.
     pub(crate) fn content(&self) -> Vec<u8> {
         let mut content = vec![0; LAZY_LEN as usize];
         fill(DATA_START, &mut content);

@@ -43,7 +43,7 @@ pub(crate) fn seed() -> u64 {
     seed
 }
 
-/// What a victim does with a miss.
+/// A victim's reaction to a miss.
 #[derive(Clone, Copy)]
 pub(crate) enum Misses {
     /// Waits for ever, and counts a fetch where the test sees it.
@@ -137,7 +137,7 @@ impl Drop for Server {
     }
 }
 
-/// What a server finds at `number`, where [`Server::start`] put it.
+/// The descriptor `number` of a server, where [`Server::start`] put it.
 pub(crate) fn inherited(number: RawFd) -> OwnedFd {
     // SAFETY: nothing else in this process uses that number, which the test chose.
     unsafe { OwnedFd::from_raw_fd(number) }

@@ -29,7 +29,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const SILENCE_MAX: Duration = Duration::from_secs(10);
 /// Longest time for one request, its body included: a pack of 32 MiB at 1 Mbit/s.
 const REQUEST_MAX: Duration = Duration::from_secs(300);
-/// How long a command retries: as long as a reader of a mount.
+/// Time for which a command retries: the same as for a reader of a mount.
 const RETRY_MAX: Duration = Duration::from_secs(30);
 /// Retries of a command, with pauses of 0.1, 0.2, … 3.2 s: after about 6 s a wrong address is
 /// reported.

@@ -27,15 +27,15 @@ use super::Remote;
 use crate::location::RemoteUrl;
 use crate::{runtime, waiting};
 
-/// How long a mark is valid after it was put.
+/// Time for which a mark is valid after it was put.
 const LEASE: Duration = Duration::from_secs(15 * 60);
 /// Renewal interval: four renewals in a row may fail.
 const RENEW: Duration = Duration::from_secs(2 * 60);
-/// How long its owner relies on it: shorter than [`LEASE`] by the longest time of a request
+/// Time for which its owner relies on it: shorter than [`LEASE`] by the longest time of a request
 /// started at the last moment (300 s, and 30 s of retries) and half a minute for clocks that run
 /// at different speeds.
 const RELIED_ON: Duration = Duration::from_secs(9 * 60);
-/// How long a writer waits for a collector.
+/// Time that a writer waits for a collector.
 const WAIT_MAX: Duration = Duration::from_secs(60);
 /// Polling interval of that wait.
 const LOOK: Duration = Duration::from_millis(500);

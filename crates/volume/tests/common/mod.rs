@@ -108,7 +108,7 @@ pub(crate) struct Store {
     pub(crate) reads: AtomicU64,
     /// Each answer takes one permit.
     pub(crate) gate: Semaphore,
-    /// How long each answer takes.
+    /// Duration of each answer.
     pub(crate) latency: Mutex<Duration>,
 }
 

@@ -1,4 +1,4 @@
-//! What listens in front of a server: a thread for each connection.
+//! Listens in front of a server, with a thread for each connection.
 
 use std::{
     io,
@@ -39,7 +39,7 @@ impl Front {
         Ok(Self { address, ended })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub(super) fn address(&self) -> SocketAddr {
         self.address
     }

@@ -24,7 +24,7 @@ use std::{
 const PIECE: usize = 16 << 10;
 /// Pieces on their way in one connection: 4 MiB, more than any link of a test holds.
 const PIECES_MAX: usize = 256;
-/// How late a thread may be woken without the link having been idle meanwhile.
+/// Delay of a thread's wake-up that does not count as an idle link.
 const LATE: Duration = Duration::from_millis(5);
 
 struct Shared {
@@ -71,7 +71,7 @@ impl Link {
         Ok(Self { address, shared })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

@@ -31,7 +31,7 @@ impl ReferrerLists {
         Front::start(move |client, _| serve(&client, server, &known)).map(Self)
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.0.address()
     }

@@ -23,15 +23,15 @@ use std::{
 use super::head::Head;
 use crate::{PATIENCE, Rng, wait_until};
 
-/// How long a stalled answer is held: longer than any client of the tests waits, and a bound for
-/// the thread that holds it.
+/// Time for which a stalled answer is held back: longer than any client of the tests waits, and a
+/// bound for the thread that holds it.
 const STALL: Duration = Duration::from_secs(60);
 /// Bytes that are sent at once when the bandwidth is limited.
 const PIECE: usize = 16 << 10;
-/// How often a stalled answer looks whether the proxy is still there.
+/// Interval at which a stalled answer checks that the proxy still exists.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What happens to an answer.
+/// A fault of an answer.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Fault {
     /// The connection is closed before the answer.
@@ -150,7 +150,7 @@ impl Proxy {
         Ok(Self { address, state, ended })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -173,7 +173,7 @@ impl Proxy {
         lock(&self.state).shape = shape;
     }
 
-    /// How often each fault has happened.
+    /// Number of times that each fault has happened.
     pub fn counts(&self) -> BTreeMap<Fault, u64> {
         lock(&self.state).counts.clone()
     }
@@ -318,7 +318,7 @@ fn spoil(
     }
 }
 
-/// How far [`Fault::OtherBytes`] is off.
+/// Distance in bytes between the range asked for and that of [`Fault::OtherBytes`].
 const SHIFT: u64 = 1;
 
 fn shift_range(request: &mut Head) {

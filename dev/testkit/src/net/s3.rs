@@ -66,7 +66,7 @@ impl S3 {
         Ok(Self { address, ended })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

@@ -12,9 +12,9 @@ use anyhow::{Context, Result, bail};
 
 use crate::wait_until;
 
-/// How long a server may take to listen, on a busy machine.
+/// Time limit for a server to listen, on a busy machine.
 const START: Duration = Duration::from_secs(60);
-/// How often another port is tried, should somebody take the free one first.
+/// Number of ports to try, in case somebody else takes the free one first.
 const TRIES: usize = 5;
 
 /// A process that listens.
@@ -86,12 +86,12 @@ impl WebServer {
         Ok(Self { server, folder: own.to_owned() })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.server.address
     }
 
-    /// What it has complained about.
+    /// Its complaints.
     pub fn errors(&self) -> String {
         fs::read_to_string(self.folder.join("error.log")).unwrap_or_default()
     }
@@ -102,7 +102,7 @@ pub struct Registry {
     server: Server,
 }
 
-/// What a registry is like.
+/// The properties of a registry.
 #[derive(Clone, Copy, Default)]
 pub struct RegistryOptions<'a> {
     /// A file as `htpasswd -B` makes it: it wants to be logged in to.
@@ -161,7 +161,7 @@ impl Registry {
         Ok(Self { server })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.server.address
     }

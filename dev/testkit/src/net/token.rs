@@ -1,4 +1,4 @@
-//! What a registry with tokens wants, in front of one without.
+//! A server that demands tokens, in front of a registry that does not.
 //!
 //! ```text
 //!   GET /v2/… ──► 401, Bearer realm=…/token      GET /token, user and password ──► a token
@@ -29,7 +29,7 @@ struct State {
     /// Requests that a token is good for.
     uses: u64,
     tokens: u64,
-    /// What is left of the last one.
+    /// The rest of the last one.
     left: u64,
     scopes: Vec<String>,
 }
@@ -66,7 +66,7 @@ impl TokenGate {
         Ok(Self { front, state })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.front.address()
     }
