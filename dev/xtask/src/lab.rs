@@ -82,6 +82,7 @@ const LISTS: [List; 7] = [
             ("burgeon", "kernel_hostile"),
             ("burgeon", "kernel_tar"),
             ("burgeon", "attributes"),
+            ("burgeon", "namespace"),
         ],
         ..LIST
     },
