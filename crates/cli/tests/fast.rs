@@ -135,7 +135,7 @@ fn a_fast_mount_is_an_ordinary_one_where_the_kernel_does_not_allow_it() {
 
 fn falls_back(space: &Space) {
     let set = set_up(space);
-    assert!(set.said.contains("--fast was not possible"), "{}", set.said);
+    assert!(set.said.contains("--fast is not possible"), "{}", set.said);
     assert!(set.said.contains("enable_uring") || set.said.contains("6.14"), "{}", set.said);
     assert!(set.burgeon.ok(&["doctor"]).contains("not for `burgeon mount --fast`"));
     assert_eq!(set.burgeon.status()["mounts"][0]["transport"], "FUSE file + loop");
