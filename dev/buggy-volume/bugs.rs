@@ -4,14 +4,14 @@
 //! stands for the question whether the bug is on; while it is off, the copy must behave as the
 //! original does.
 
-/// What a replacement has in place of "this bug is on".
+/// The text that a replacement has in place of "this bug is on".
 pub const SWITCH: &str = "BUG";
 
 /// A defect, and how to make it.
 pub struct Bug {
-    /// What turns it on.
+    /// The name that turns it on.
     pub name: &'static str,
-    /// What is wrong.
+    /// Description of the defect.
     pub says: &'static str,
     /// True if it is one of mapped files; else of images.
     pub of_mapped_files: bool,

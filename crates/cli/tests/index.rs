@@ -274,7 +274,7 @@ fn an_index_is_no_image_to_push_and_all_of_its_image_can_be_pulled() {
     // Nothing is listening there: that it cannot be pushed is known before.
     fails(&["push", &name, "oci://127.0.0.1:9/app:1"]);
     fails(&["pull", "--eager", &name]);
-    // What a mount begins with is all that comes without --eager.
+    // Without --eager, a pull fetches only the data that a mount begins with.
     let said = burgeon.ok(&["pull", &source]);
     assert!(said.contains("its data comes when it is read"), "{said}");
     let said = burgeon.ok(&["pull", "--eager", &source, "--as", "whole"]);

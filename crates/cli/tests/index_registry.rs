@@ -188,7 +188,7 @@ fn only_the_pinned_index_is_used_and_others_stay_on_the_list() {
     );
     compare(&unpacked, Path::new(target)).unwrap().assert_same();
     victim.ok(&["umount", target]);
-    // What is no list of referrers is somebody's, and stays.
+    // A document that is no list of referrers stays: it belongs to somebody.
     put(host, &tag, MANIFEST, &sound);
     publisher.fails(&["index", &at, "--push"], 4, "makes no sense");
     assert_eq!(document(host, &tag, MANIFEST), sound);

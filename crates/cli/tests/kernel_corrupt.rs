@@ -241,7 +241,7 @@ fn a_rotten_cache_is_a_miss_and_never_data() {
 /// A way to damage a file.
 type Harm = fn(&Path);
 
-/// What it is called, and how it is done.
+/// Kinds of damage: the name of each, and the function that does it.
 const DAMAGES: [(&str, Harm); 4] = [
     ("flipped", |path| flip_a_bit(path, 64)),
     ("cut short", |path| {
@@ -391,7 +391,7 @@ fn writes_are_mounted_again_after_their_template_was_changed_and_removed() {
     assert!(!damage.burgeon.run(&["doctor"]).stdout.contains("is damaged"));
 }
 
-/// Where btrfs has its superblock on each device.
+/// Offset of the superblock of btrfs on each device.
 const SUPERBLOCK: u64 = 64 << 10;
 
 /// What btrfs does after an error of its own, here a superblock that somebody else has written while the

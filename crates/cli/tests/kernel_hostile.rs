@@ -36,7 +36,7 @@ struct Section {
     /// As it will be stored.
     bytes: Vec<u8>,
     is_zstd: bool,
-    /// What it claims to unpack to.
+    /// The length that it claims to unpack to.
     raw_len: u64,
 }
 

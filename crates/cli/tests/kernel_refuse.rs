@@ -1,4 +1,4 @@
-//! What cannot be done is refused with a sentence that says why, and nothing is lost or left.
+//! Impossible requests are refused with a sentence that says why; nothing is lost or left over.
 
 // Helpers outside test functions are tests, too.
 #![allow(clippy::unwrap_used)]

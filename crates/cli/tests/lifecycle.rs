@@ -373,7 +373,7 @@ fn an_umount_opens_no_other_mount() {
     let opens = OpensOf::directories(std::slice::from_ref(&beside));
     let mut umount = burgeon.command(&["umount", at.to_str().unwrap()]).spawn().unwrap();
     let ended = wait_until(PATIENCE, || umount.try_wait().unwrap().is_some());
-    // Who waits to open it goes on.
+    // A process that waits to open it goes on.
     drop(opens);
     assert!(umount.wait().unwrap().success());
     std::mem::forget(mounted);
@@ -388,7 +388,7 @@ fn a_bound_namespace_is_not_held_by_the_daemon() {
     burgeon.build(&sample(&space, 1), "image:1");
     let bound = space.path("network");
     fs::write(&bound, "").unwrap();
-    // What `ip netns add` does.
+    // The same as `ip netns add`.
     let mut command = Command::new("unshare");
     command.arg(format!("--net={}", bound.display())).arg("true");
     assert!(command.status().unwrap().success());

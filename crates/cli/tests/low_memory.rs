@@ -30,9 +30,9 @@ use testkit::{AlignedBlock, Burgeon, PATIENCE, Pattern, Rng, Space, drop_caches,
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
-/// What the hog leaves: less than the lazy file has.
+/// Memory that the hog leaves: less than the lazy file has.
 const LEFT: u64 = 40 << 20;
-/// What the hog takes at most.
+/// Most memory that the hog takes.
 const HOG_MAX: u64 = 320 << 20;
 /// 48 MiB of lazy data.
 const COLD: Pattern = Pattern { seed: 384, blocks: 12_288 };

@@ -116,7 +116,7 @@ fn a_pull_takes_its_name_from_the_command_line() {
     }
     assert_eq!(digest_of(&user, "debian:12").unwrap(), mine);
     assert_eq!(digest_of(&user, &fake), None);
-    // What is not the user's by this very command is only replaced if the user says so.
+    // A name that this command has not given is replaced only with the user's consent.
     let at = format!("oci://{host}/evil:1");
     let taken = ["pull", "--eager", &at, "--as", "debian:12"];
     user.fails(&taken, 1, "--replace");
@@ -247,7 +247,7 @@ fn images_are_spoken_of_by_what_was_typed() {
     burgeon.umount(mounted);
     burgeon.fails(&["inspect", "ordinary:1"], 3, "there is no image");
     burgeon.fails(&["inspect", &manifest[..3]], 3, "there is no image");
-    // What goes by one reference stays by another.
+    // A name removed by one reference stays by another.
     let other = format!("{source}@{digest}");
     let mounted = burgeon.mount(&other, &at, &["--read-only"]);
     burgeon.umount(mounted);

@@ -65,7 +65,7 @@ fn layered(space: &Space) -> OciLayout {
         fs::remove_dir_all(root.join("tree/many")).unwrap();
     };
     layout.change(second).unwrap();
-    // What umoci takes, but does not make: by way of symlinks, links to a layer below, opaque.
+    // Entries that umoci reads, but does not make: through symlinks, links to a lower layer, opaque.
     let links = ["lib64/through", "absolute/also", "own", "own2"];
     let third = tar(space, "links", &links, |root| {
         fs::create_dir_all(root.join("lib64")).unwrap();
@@ -175,7 +175,7 @@ fn an_image_of_a_registry_is_fetched_once() {
     burgeon.umount(mounted);
 }
 
-/// What the store holds of layers.
+/// The stored layers.
 fn layers(burgeon: &Burgeon) -> Vec<PathBuf> {
     let folder = burgeon.state().join("store/layers");
     if folder.exists() { files(&folder) } else { Vec::new() }
@@ -241,7 +241,7 @@ fn layers_are_stored_as_they_come_for_all_images_that_have_them() {
     assert!(damaged.run(&["verify", &self::names(&damaged)[0]]).stdout.contains("DAMAGED"));
     let said = "is removed: try again";
     damaged.fails(&["build", &source, "again"], 4, said);
-    // What no image needs goes; what one of them does stays.
+    // Layers that no image needs are removed; the others stay.
     for name in names.iter().filter(|name| *name != "second") {
         burgeon.ok(&["rm", name]);
     }

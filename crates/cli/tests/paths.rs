@@ -198,7 +198,7 @@ fn a_socket_of_another_user_gets_no_request() {
     let run = fs::File::open(burgeon.state().join("run")).unwrap();
     let short = format!("/proc/thread-self/fd/{}/api.sock", run.as_raw_fd());
     bind(&socket, &SocketAddrUnix::new(short).unwrap()).unwrap();
-    // Who has called `listen` is who is connected to. Only this thread becomes somebody else.
+    // A client connects to the user who has called `listen`. Only this thread changes its user.
     let (root, nobody) = (Uid::ROOT, Uid::from_raw(65534));
     rustix::thread::set_thread_res_uid(root, nobody, root).unwrap();
     let listened = listen(&socket, 16);
@@ -368,7 +368,7 @@ fn no_file_of_a_mount_is_read_through_a_symlink() {
     let elsewhere = lead_astray(&space, &sprout);
     burgeon.fails(&mount, 1, "a part of its path is a symlink");
     fs::rename(elsewhere, &sprout).unwrap();
-    // What is mapped cannot be read, and all else can.
+    // Only the mapped file cannot be read.
     for name in ["extents", "sources"] {
         let path = writes.join("area").join(name);
         let elsewhere = lead_astray(&space, &path);
@@ -379,7 +379,7 @@ fn no_file_of_a_mount_is_read_through_a_symlink() {
         burgeon.ok(&["shutdown"]);
         fs::rename(elsewhere, &path).unwrap();
     }
-    // What the image gives anew is made anew.
+    // The names that the image gives again are made again.
     for name in ["seed", "seed.info", "map", "manifest"] {
         let path = writes.join(name);
         let before = fs::read(lead_astray(&space, &path)).unwrap();

@@ -1,4 +1,4 @@
-//! What is pinned is fetched, is known to the next mount, and is fetched again when it was lost.
+//! Pinned data is fetched, is known to the next mount, and is fetched again when it was lost.
 //! Needs root.
 
 #![allow(clippy::unwrap_used)]
@@ -59,7 +59,7 @@ fn what_is_pinned_is_local_and_is_fetched_again_when_it_was_lost() {
     burgeon.ok(&["map", text(&at.join("other")), "--from", "other"]);
     burgeon.ok(&["map", text(&at.join("zeros")), "--computed", "zeros", "--size", "3T"]);
     fs::write(at.join("local"), &own).unwrap();
-    // What is computed or local costs nothing; a whole tree is pinned at once.
+    // Computed or local data costs nothing; a whole tree is pinned at once.
     burgeon.ok(&["pin", text(&at.join("zeros"))]);
     assert_eq!(pinned(&burgeon), 0);
     let said = burgeon.ok(&["pin", text(&at)]);

@@ -45,7 +45,7 @@ fn profile_of(burgeon: &Burgeon) -> Value {
     burgeon.status()["mounts"][0]["profile"].clone()
 }
 
-/// What the profile brought, when it is done.
+/// The profile's status, when all of it has been prefetched.
 fn brought(burgeon: &Burgeon) -> Value {
     assert!(
         wait_until(PATIENCE, || profile_of(burgeon)["state"] == "done"),

@@ -152,7 +152,7 @@ fn credentials_travel_with_a_mount_and_are_looked_up_again() {
     assert!(gate.tokens() > tokens);
     user.umount(mounted);
     user.umount(local);
-    // What is refused is looked up where it may have been renewed.
+    // A refused password is looked up again where the user may have renewed it.
     gate.change(PASSWORDS[1]);
     user.fails(&["pull", "--eager", &at], 5, "docker login");
     fs::write(docker.join("config.json"), config(PASSWORDS[1])).unwrap();
@@ -214,7 +214,7 @@ fn a_repository_stands_in_the_place_of_a_store() {
     let reference = built["reference"].as_str().unwrap();
     assert!(reference.starts_with(&format!("{repository}@sha256:")), "{built}");
     assert_eq!(built["new_bytes"], 0, "{built}");
-    // What is no tag is refused before anything is built.
+    // An invalid tag is refused before anything is built.
     for name in ["app:1", "team/app"] {
         maker.fails(&["build", tree_path, name], 1, "cannot be a tag");
     }

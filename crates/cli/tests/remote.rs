@@ -113,7 +113,7 @@ fn an_image_lives_in_a_bucket() {
         assert!(!String::from_utf8_lossy(&line).contains("test-secret"));
     }
     assert!(!burgeon.ok(&["status", "--json"]).contains("test-secret"));
-    // What is mounted is not collected, whoever asks.
+    // A mounted image is never collected.
     burgeon.fails(&["rm", "sample:2"], 3, "sample:1");
     burgeon.ok(&["rm", "sample:1"]);
     assert!(burgeon.ok(&["gc"]).contains("removed 0 manifests and 0 packs"));
@@ -155,7 +155,7 @@ fn an_image_in_a_bucket_is_mapped_into_a_mount_of_another_store() {
         compare(&tree, &mapped).unwrap().assert_same();
     };
     same();
-    // What a successor has not read yet, it fetches with the same credentials.
+    // A successor fetches unread data with the same credentials.
     let lose_caches = || {
         let images = fs::read_dir(plain.state().join("images")).unwrap().flatten();
         let caches = images.map(|image| image.path().join("cache"));
@@ -282,7 +282,7 @@ fn without_an_answer_of_the_store_the_image_that_is_here_will_do() {
     fs::write(tree.join("more"), "more").unwrap();
     burgeon.build(&tree, "sample:1");
     assert_eq!(works("newer"), "");
-    // What is known of a name goes with the image.
+    // The record of a name is removed with the image.
     let known = || fs::read_dir(burgeon.state().join("tags")).unwrap().count();
     burgeon.ok(&["gc"]);
     assert_eq!(known(), 1);

@@ -53,7 +53,7 @@ fn row(role: &str) -> (&'static str, BTreeSet<String>) {
     (*process, allowed.iter().map(|name| (*name).to_owned()).collect())
 }
 
-/// What `__probe` prints.
+/// The output of `__probe`.
 fn probe<A: AsRef<std::ffi::OsStr>>(arguments: &[A]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_burgeon"));
     let output = command.arg("__probe").args(arguments).output().unwrap();
@@ -118,7 +118,7 @@ fn reports_of_a_mount(space: &Space, image: &str, options: &[&str]) -> [Reports;
 
 type Reports = BTreeSet<(String, BTreeSet<String>)>;
 
-/// What processes in these roles report.
+/// Reports of processes in these roles.
 fn reports_in(roles: &[&str]) -> Reports {
     let report = |role: &&str| {
         let (process, allowed) = row(role);

@@ -52,7 +52,7 @@ fn output_that_nobody_takes_is_no_panic() {
     burgeon.build(&tree(&space, "tree", 1), "sample");
     let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     for arguments in [&["list"][..], &["list", "--json"], &["inspect", "sample", "--map"]] {
-        // Whoever reads has seen enough: that is no failure.
+        // The reader has seen enough: that is no failure.
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
         let left = burgeon.command(arguments).stdout(writer).output().unwrap();
@@ -123,7 +123,7 @@ fn a_flipped_bit_is_found_and_its_file_is_named() {
     assert!(finished.stdout.contains("/folder/data"), "{finished:#?}");
     let name = pack.file_name().unwrap().to_str().unwrap();
     assert!(finished.stdout.contains(name), "{finished:#?}");
-    // What it says helps.
+    // The advice of the message helps.
     assert!(finished.stdout.contains("remove them there and build"), "{finished:#?}");
     fs::remove_file(&pack).unwrap();
     burgeon.build(&space.path("tree"), "sample");
@@ -219,7 +219,7 @@ fn what_another_host_needs_stays() {
     let at = space.path("at");
     let mounted = there.mount("sample", &at, &["--read-only"]);
     here.fails(&["rm", "sample"], 1, "the host");
-    // Whoever removes the name by hand does not take the data away either.
+    // Removing the name by hand does not take the data away either.
     fs::remove_file(store.join("images/sample")).unwrap();
     assert_eq!(json(&here, &["gc"])["manifests"], 0);
     compare(&tree, &at).unwrap().assert_same();

@@ -232,7 +232,7 @@ fn waits(program: &Child) -> bool {
     status.rsplit(')').next().is_some_and(|rest| rest.starts_with(" D"))
 }
 
-/// What holds descriptors where there is no systemd does not run.
+/// The process that holds descriptors without systemd does not run.
 fn assert_no_holder() {
     for process in processes_with(Path::new(STATE)) {
         let line = fs::read_to_string(format!("/proc/{process}/cmdline")).unwrap_or_default();
@@ -269,7 +269,7 @@ fn upgrades(command: &[&str], unit: &str, program: &str, at: &str) {
     assert_eq!(status["mounts"][0]["reads"]["failed_reads"], 0, "{status:#}");
 }
 
-/// What is mounted in the tests.
+/// The image mounted in the tests.
 fn tree() {
     fs::create_dir_all("/tmp/tree").unwrap();
     (0..8).for_each(|n| fs::write(format!("/tmp/tree/{n}"), content(n)).unwrap());
@@ -284,7 +284,7 @@ fn place(path: &str) {
     fs::rename(new, path).unwrap();
 }
 
-/// What `make install` does, once.
+/// Does the same as `make install`, once.
 fn install() {
     let init = fs::read_to_string("/proc/1/comm").unwrap();
     assert_eq!(init.trim(), "systemd", "this test needs the lab with LAB_INIT=systemd");

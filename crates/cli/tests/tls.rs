@@ -66,7 +66,7 @@ fn a_registry_is_trusted_by_its_certificate_or_not_at_all() {
     compare(&tree, mounted.path()).unwrap().assert_same();
     believing.umount(mounted);
 
-    // Who knows nothing of the authority, another one, or one that vouches for another host.
+    // Clients that do not know the authority, or know another one, and a certificate of another host.
     let stranger = Certificate::new(&space.path("stranger"), HOST).unwrap();
     let doubting = burgeon("doubting");
     let misled = burgeon("misled").env("SSL_CERT_FILE", &stranger.authority);
@@ -177,7 +177,7 @@ fn without_an_answer_of_the_registry_the_image_that_is_here_will_do() {
     proxy.spoil(0, &[]);
     assert_eq!(is("newer", "new"), "");
     assert_eq!(is("never", "new"), "");
-    // What is known of a tag goes with the image.
+    // The record of a tag is removed with the image.
     let tags = || fs::read_dir(burgeon.state().join("tags")).unwrap().count();
     burgeon.ok(&["gc"]);
     assert_eq!(tags(), 1);

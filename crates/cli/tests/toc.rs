@@ -142,7 +142,7 @@ fn stargzed(layout: &OciLayout, to: &Path) -> String {
     estargz(&made.collect::<Vec<_>>(), to)
 }
 
-/// What `umoci` unpacks of the image of eStargz in `folder`, whose TOCs are files of it.
+/// The tree that `umoci` unpacks from the eStargz image in `folder`, whose TOCs are files of it.
 fn unpacked(space: &Space, folder: &Path) -> PathBuf {
     let layout = OciLayout::new(&space.path("plain")).unwrap();
     for tar in archives(folder) {
@@ -256,7 +256,7 @@ fn a_registry_is_asked_for_what_is_read_and_may_fail_in_between() {
     compare(&unpacked, mounted.path()).unwrap().assert_same();
     other.umount(mounted);
     let name = names(&other).into_iter().find(|name| name.ends_with("/contents")).unwrap();
-    // What has been read is here, though nobody else is any more, and nobody knew its checksums.
+    // Data that has been read is here, although the registry is gone and no checksums were known.
     drop((proxy, link, registry));
     other.ok(&["shutdown"]);
     let mounted = other.mount(&name, &space.path("at"), &["--read-only"]);
@@ -303,7 +303,7 @@ fn what_rots_in_the_cache_is_fetched_again() {
     // Gone as a whole, they say nothing, and nothing is believed.
     fs::remove_file(image.join("checksums")).unwrap();
     read();
-    // Where the layer is another one by then there is an error, and no other bytes.
+    // If the layer is another one by then, the read fails and gives no other bytes.
     fs::File::options().write(true).open(image.join("cache")).unwrap().set_len(0).unwrap();
     for blob in fs::read_dir(space.path("chunked/blobs/sha256")).unwrap().flatten() {
         let len = blob.metadata().unwrap().len();
@@ -454,7 +454,7 @@ fn data_that_is_not_what_the_toc_says_is_an_error() {
             }
         }
     }
-    // What is unpacked together: some 512 KiB, and the chunks that reach into it.
+    // The data that is unpacked together: some 512 KiB, and the chunks that reach into it.
     assert!((25..=200).contains(&failed), "{failed}");
     let said = burgeon.ok(&["status"]);
     assert!(said.contains("table of contents"), "{said}");

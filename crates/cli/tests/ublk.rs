@@ -17,7 +17,7 @@ fn set_up(space: &Space) -> (Burgeon, PathBuf) {
     (burgeon, tree)
 }
 
-/// How many devices the kernel allows to users without privileges, set for a test and put back.
+/// The kernel's limit of devices for users without privileges, set for a test and put back.
 struct Most(String);
 
 impl Most {

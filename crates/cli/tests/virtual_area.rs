@@ -222,7 +222,7 @@ fn a_full_device_is_no_space_and_leaves_nothing_half_made() {
     burgeon.fails(&["map", text(&tree), "--from", text(&root)], 6, "No space");
     assert!(!tree.exists());
     fs::remove_file(filler).unwrap();
-    // What was in it is free when the file system's journal says so.
+    // Its space is free when the file system's journal says so.
     rustix::fs::syncfs(File::open(disk.path()).unwrap()).unwrap();
 
     burgeon.ok(&["map", text(&tree), "--from", text(&root)]);
@@ -293,7 +293,7 @@ fn doctor_says_what_is_wrong_with_a_map_and_leaves_it_alone() {
     fs::write(&extents, &good).unwrap();
     doctor(None);
 
-    // What it takes to read the mapped image.
+    // The data needed to read the mapped image.
     let image = fs::read_dir(area.join("images")).unwrap().flatten().map(|image| image.path());
     let image = image.filter(|path| path.is_dir()).collect::<Vec<_>>().pop().unwrap();
     fs::remove_file(image.join("map")).unwrap();
@@ -372,7 +372,7 @@ fn a_mount_whose_map_is_lost_has_its_tree_and_its_writes() {
         fs::write(&extents, &good).unwrap();
         fs::write(&sources, &table).unwrap();
     }
-    // What is kept beside a lost map counts, and a map that comes back is used at once.
+    // The files beside a lost map count as used, and a map that comes back is used at once.
     fs::create_dir_all(&area).unwrap();
     fs::rename(away.join("images"), area.join("images")).unwrap();
     burgeon.ok(&["rm", "other"]);

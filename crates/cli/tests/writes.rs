@@ -1,4 +1,4 @@
-//! Where writes go, how long they stay, and what they are kept with.
+//! The place of writes, their lifetime, and the files that they are kept with.
 
 #![allow(clippy::unwrap_used)]
 
@@ -200,7 +200,7 @@ fn a_sprout_begins_small_and_grows_before_it_is_full() {
     burgeon.ok(&["writes", "rm", "w"]);
 }
 
-/// What `status` says of the writes `name`.
+/// The status of the writes `name`.
 fn written_by<'a>(status: &'a serde_json::Value, name: &str) -> &'a serde_json::Value {
     let mounts = status["mounts"].as_array().unwrap();
     &mounts.iter().find(|mount| mount["writes"]["name"] == name).unwrap()["writes"]

@@ -104,7 +104,7 @@ impl Rig {
         file
     }
 
-    /// What `file` has at `offset` is what the area has at `address`.
+    /// Checks that `file` has at `offset` the bytes of the area at `address`.
     fn check(&self, file: &File, offset: u64, address: u64) {
         let mut block = vec![0; BLOCK_SIZE as usize];
         file.read_exact_at(&mut block, offset).unwrap();

@@ -1,4 +1,4 @@
-//! What other programs make of archives, and what is no archive.
+//! Archives as other programs write them, and files that are no archives.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 

@@ -1,4 +1,4 @@
-//! What the fuzz targets of archives share: a store that forgets, and checksums of headers.
+//! Shared by the fuzz targets of archives: a store that forgets, and checksums of headers.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ use std::{
 use burgeon_block::{Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result};
 use burgeon_image::builder::{self, Options};
 
-/// How the targets build: with one thread, so that an input does the same each time.
+/// Build options of the targets: one thread, so that an input does the same each time.
 pub fn options() -> Options {
     Options { level: 1, threads: Some(1), reuse: false, ..Options::default() }
 }

@@ -1,4 +1,4 @@
-//! What the fuzz targets share: a good manifest to damage, and checksums made good again.
+//! Shared by the fuzz targets: a good manifest to damage, and checksums made good again.
 //!
 //! A parser that checks a checksum first hides the rest of itself from a fuzzer. So an input is a
 //! list of edits to a sound file whose sections are not compressed; after the edits all checksums

@@ -27,7 +27,7 @@ use crate::{
 
 const OPERATIONS: u64 = 60;
 
-/// The current state of the file.
+/// The current behaviour of the file.
 #[derive(Clone)]
 enum Mood {
     Honest,

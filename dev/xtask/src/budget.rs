@@ -18,13 +18,13 @@ use crate::built;
 const TEST: &str = "ublk::queue::hits::a_queue_answers_hits_from_the_cache";
 /// The function that answers them: nothing else is counted.
 const COUNTED: &str = "*answer_hits*";
-/// Where the budget is kept.
+/// The file with the budget.
 const FILE: &str = "dev/xtask/hit_path.budget";
 /// How much more than the budget may be counted, in percent: another version of the compiler, or a
 /// processor for which the C library copies in another way, may differ by that much.
 const TOLERANCE: u64 = 10;
 
-/// What this needs from Debian, as `dev/need` wants it.
+/// Debian packages for this, in the form of `dev/need`.
 pub(crate) const NEEDS: [&str; 1] = ["valgrind=valgrind"];
 
 #[derive(clap::Args, Default)]

@@ -1,4 +1,4 @@
-//! Where cargo has put the programs it built.
+//! The paths of the programs that cargo has built.
 
 use std::{path::PathBuf, process::Command};
 

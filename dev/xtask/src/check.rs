@@ -26,10 +26,10 @@ use crate::{
     outcome::{Errors, Outcome, Tally, watch},
 };
 
-/// How long each fuzz target runs in a bounded run, in seconds, unless asked otherwise.
+/// Duration of each fuzz target in a bounded run, in seconds, unless asked otherwise.
 const FUZZ_SECONDS: u32 = 20;
 
-/// How many of the slowest test programs are named at the end, and of the lab's slowest tests.
+/// Number of the slowest test programs, and of the lab's slowest tests, named at the end.
 const SLOWEST: usize = 20;
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that does.
@@ -117,11 +117,11 @@ struct Steps<'a> {
     root: &'a Path,
     made: &'a Made,
     begun: Instant,
-    /// How long each step took.
+    /// Duration of each step.
     took: Vec<(String, Duration)>,
-    /// How long each test program ran.
+    /// Duration of each test program.
     ran: Vec<(String, Duration)>,
-    /// How long each test of the lab ran.
+    /// Duration of each test of the lab.
     tests: Vec<(String, Duration)>,
     total: Tally,
     failed: Vec<String>,
@@ -188,7 +188,7 @@ impl<'a> Steps<'a> {
         self.tally("tests", command)
     }
 
-    /// What a hit may cost.
+    /// The budget of a hit.
     fn budget(&mut self) {
         let mut need = Command::new(self.root.join("dev/need"));
         need.args(budget::NEEDS);

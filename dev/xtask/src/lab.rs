@@ -116,10 +116,10 @@ const LISTS: [List; 7] = [
 const LIST: List =
     List { name: "", kernel: "6.12", programs: &[], memory_mb: "6144", systemd: false };
 
-/// What it writes lies on the folder that the guest shares with the host.
+/// Its output lies in the folder that the guest shares with the host.
 const LOW_MEMORY: Program = ("burgeon", "low_memory");
 
-/// What the lab needs from Debian, as `dev/need` wants it.
+/// Debian packages for the lab, in the form of `dev/need`.
 pub(crate) const NEEDS: [&str; 5] = [
     "qemu-system-x86_64=qemu-system-x86",
     "/usr/lib/qemu/virtiofsd=qemu-system-common",

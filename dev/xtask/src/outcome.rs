@@ -8,10 +8,10 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// How many lines of what a failed test said are shown again at the end.
+/// Lines of a failed test's output that are shown again at the end.
 const SAID_LINES: usize = 10;
 
-/// How much of each such line, in characters.
+/// Length of each such line, in characters.
 const SAID_CHARACTERS: usize = 400;
 
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
@@ -20,16 +20,16 @@ pub(crate) struct Tally {
     pub(crate) failed: u64,
 }
 
-/// How a command ended whose output has a test runner's result lines.
+/// The end of a command whose output has a test runner's result lines.
 pub(crate) struct Outcome {
     pub(crate) name: String,
     pub(crate) good: bool,
     pub(crate) tally: Tally,
     pub(crate) failed: Vec<String>,
     pub(crate) said: Vec<String>,
-    /// How long each test program ran.
+    /// Duration of each test program.
     pub(crate) ran: Vec<(String, Duration)>,
-    /// How long each test ran, where they run one after another.
+    /// Duration of each test, where they run one after another.
     pub(crate) tests: Vec<(String, Duration)>,
 }
 
@@ -97,12 +97,12 @@ fn failed_test(line: &str) -> Option<String> {
     Some(name.to_owned())
 }
 
-/// How long each test program ran, by the lines of cargo and libtest, or those of the lab.
+/// Duration of each test program, by the lines of cargo and libtest, or those of the lab.
 #[derive(Default)]
 struct Ran {
     program: Option<String>,
     programs: Vec<(String, Duration)>,
-    /// How long each test ran, by the time at which its line came.
+    /// Duration of each test, by the time at which its line came.
     tests: Vec<(String, Duration)>,
     /// When the test began whose line comes next.
     begun: Duration,
@@ -128,7 +128,7 @@ impl Ran {
                     self.programs.push((program, Duration::from_secs_f64(seconds)));
                 }
             }
-            // What the lab's guest prints.
+            // The output of the lab's guest.
             ["--", seconds, "s:", program] => {
                 let seconds = seconds.parse().map_or(Duration::ZERO, Duration::from_secs);
                 self.programs.push((program.to_owned(), seconds));

@@ -47,7 +47,7 @@ pub(crate) struct Options {
     /// Show the proofs and run none.
     #[arg(long)]
     list: bool,
-    /// How long a test may take, in seconds, without its compilation.
+    /// Time limit of a test in seconds, without its compilation.
     #[arg(long, default_value_t = 300)]
     limit: u64,
 }
@@ -68,11 +68,11 @@ struct Proof {
     /// Its number among the proofs of the line, from 1.
     #[serde(skip)]
     number: usize,
-    /// What holds since it was mended.
+    /// The property that holds since the defect was mended.
     says: String,
     /// Arguments of `cargo test --locked`: package, test program, and the test's name.
     test: Vec<String>,
-    /// What takes the mend away.
+    /// The edits that take the mend away.
     undo: Vec<Replacement>,
 }
 
@@ -133,7 +133,7 @@ fn wanted(proofs: Vec<Proof>, options: &Options) -> Result<Vec<Proof>> {
     Ok(proofs.into_iter().skip_while(before).filter(named).collect())
 }
 
-/// What came of each step, shown as it ends and once more at the end.
+/// The result of each step, shown as it ends and once more at the end.
 #[derive(Default)]
 struct Report {
     lines: Vec<String>,
@@ -172,7 +172,7 @@ impl Report {
     }
 }
 
-/// What is wrong with the list itself, without running anything.
+/// Problems of the list itself, found without running anything.
 pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     if !root.join(LIST).exists() {
         return Ok(Vec::new());

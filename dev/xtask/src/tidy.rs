@@ -113,7 +113,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("xtask", &["testkit"]),
 ];
 
-/// What reads bytes of strangers: the target of dev/fuzz, and the call in it that reads them.
+/// The readers of hostile bytes: the target in dev/fuzz, and the call in it that reads them.
 const FUZZED: &[(&str, &str)] = &[
     ("chunk", "decode_chunk("),
     ("compressed", "build("),
@@ -238,7 +238,7 @@ fn picture_differs(picture: &str, allowed: &[(&str, &[&str])]) -> Vec<String> {
     problems
 }
 
-/// What `line` lets `name` point at, if it is that crate's line of the drawing.
+/// The crates that `line` lets `name` point at, if it is that crate's line of the drawing.
 fn drawn_arrows(line: &str, name: &str) -> Option<BTreeSet<String>> {
     let rest = line.trim_start().strip_prefix(name)?.strip_prefix(' ')?;
     let rest = rest.strip_prefix('─')?.trim_start_matches('─').strip_prefix("► ")?;

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// How long, in minutes.
+    /// Duration in minutes.
     #[arg(long, default_value_t = 1)]
     minutes: u64,
     /// The seed of an earlier run, to do the same things in the same order.

@@ -30,7 +30,7 @@ pub(crate) enum Deed {
     Upgrade,
 }
 
-/// How often each is done, in relation to the others.
+/// Weight of each among the others.
 const WEIGHTS: [(Deed, u64); 11] = [
     (Deed::KillServer, 24),
     (Deed::KillSupervisor, 14),

@@ -101,7 +101,7 @@ pub(crate) fn read_through(place: &Place) {
     }
 }
 
-/// What a block may hold: as written last, or before that if the last write failed.
+/// The content that a block may have: the last write, or the one before if the last one failed.
 #[derive(Clone, Copy)]
 struct Held {
     version: u64,

@@ -42,9 +42,9 @@ pub(crate) struct Ledger {
     stopped: AtomicBool,
     violations: Mutex<Vec<String>>,
     counts: Mutex<BTreeMap<String, u64>>,
-    /// What was done, and when in microseconds: the newest [`EVENTS_MAX`].
+    /// The actions, and their times in microseconds: the newest [`EVENTS_MAX`].
     events: Mutex<VecDeque<(u64, String)>>,
-    /// What the daemon said, for the words of a violation.
+    /// Messages of the daemon, for the report of a violation.
     log: PathBuf,
     /// Longest wait of a read without an excuse.
     slowest_us: AtomicU64,
@@ -78,7 +78,7 @@ impl Ledger {
         events.push_back((self.now_us(), words));
     }
 
-    /// What was done last, and what the daemon said last.
+    /// The last actions, and the last messages of the daemon.
     fn circumstances(&self) -> String {
         let now = self.now_us();
         let events = lock(&self.events);

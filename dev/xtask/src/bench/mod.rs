@@ -78,7 +78,7 @@ pub(crate) struct Options {
     start_tree: PathBuf,
 }
 
-/// Where and with what everything is measured.
+/// The folder, the program and the options of all measurements.
 pub(crate) struct Bench<'a> {
     options: &'a Options,
     program: PathBuf,

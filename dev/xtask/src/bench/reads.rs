@@ -28,10 +28,10 @@ pub(super) struct Way {
     pub(super) aim: f64,
 }
 
-/// What is read: a file, or a part of a device.
+/// The thing read: a file, or a part of a device.
 pub(super) struct Target {
     pub(super) path: PathBuf,
-    /// Where to begin, in bytes, and how many.
+    /// Offset and length in bytes.
     pub(super) part: Option<(u64, u64)>,
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What a value is held against.
+/// The bound that a value is held against.
 #[derive(Clone, Copy)]
 pub(crate) enum Aim {
     AtLeast(f64),

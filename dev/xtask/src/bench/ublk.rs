@@ -45,10 +45,10 @@ const WAYS: &[Way] = &[
 ];
 const DEVICE_WAYS: &[Way] = WAYS.split_at(4).0;
 
-/// Where data begins on a device of ours, in bytes (`docs/format-seed.md`).
+/// Offset of data on a device of ours, in bytes (`docs/format-seed.md`).
 const DATA_START: u64 = 1 << 40;
 
-/// What is held against the first.
+/// Queues, and requests of each, that are compared with the first pair.
 const SHAPES: [(u16, u16); 9] =
     [(2, 64), (1, 64), (4, 64), (1, 16), (2, 16), (1, 128), (2, 128), (1, 256), (2, 256)];
 

@@ -23,14 +23,14 @@ const REASON_LINES: usize = 4;
 const REASON_CHARACTERS: usize = 300;
 const REASONS_MAX: usize = 3;
 
-/// Where and how tests run.
+/// The environment of tests.
 pub(super) struct Trial {
     tree: PathBuf,
     limit: Duration,
     made: Made,
 }
 
-/// How a test ended.
+/// The end of a test.
 pub(super) struct Verdict {
     /// True if its program said that all went well.
     pub(super) good: bool,
@@ -40,7 +40,7 @@ pub(super) struct Verdict {
     pub(super) said: Vec<String>,
     /// Loop devices, mounts, processes and files that it has not removed.
     pub(super) left: Vec<String>,
-    /// How long it ran, without its compilation.
+    /// Duration, without the compilation.
     pub(super) took: Duration,
 }
 

@@ -63,7 +63,7 @@ pub(crate) fn measure(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     Ok(())
 }
 
-/// What all measurements share.
+/// The environment of all measurements.
 struct Stage<'a> {
     bench: &'a Bench<'a>,
     tree: PathBuf,

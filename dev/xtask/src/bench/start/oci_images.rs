@@ -36,7 +36,7 @@ const NAME: &str = "tree";
 struct Format {
     name: &'static str,
     tag: &'static str,
-    /// What a start with a profile is held against.
+    /// The bound for a start with a profile.
     aim: Aim,
     /// True if it has a table of contents, by which it is mounted at first sight.
     listed: bool,
@@ -57,7 +57,7 @@ pub(super) struct OciImages<'a> {
     reader: Burgeon,
     /// The digest of each format's index.
     indexes: Vec<String>,
-    /// Where the layer in gzip is in the registry.
+    /// The place of the gzip layer in the registry.
     layer: String,
     stargz: Stargz,
     /// The chain id of the eStargz image.

@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 
 use crate::bench::machine::{Mount, finish, mount, run};
 
-/// What the tree holds besides a minimal Debian.
+/// The packages of the tree in addition to a minimal Debian.
 const PACKAGES: &str = "python3-pandas,nodejs,openjdk-17-jre-headless,postgresql-15";
 /// A database that the server starts on, in the tree.
 const DATABASE: &str = "srv/db";
@@ -23,7 +23,7 @@ pub(super) struct Program {
     pub(super) name: &'static str,
     user: &'static str,
     command: &'static [&'static str],
-    /// What it says when it is ready; nothing if it is when it ends.
+    /// Its output when it is ready; empty if it is ready when it ends.
     ready: Option<&'static str>,
 }
 
@@ -92,7 +92,7 @@ pub(super) fn tree(path: &Path) -> Result<(PathBuf, bool)> {
     Ok((path.canonicalize()?, was_there))
 }
 
-/// What the programs want of a root.
+/// The root that the programs need.
 pub(super) fn prepare(root: &Path) -> Result<Mount> {
     let _ = fs::remove_file(root.join(DATABASE).join("postmaster.pid"));
     mount(&["-t", "proc", "proc"], &root.join("proc"))
