@@ -143,22 +143,40 @@ fn start_unit(state: &StateDir) -> Result<()> {
     let installed = StateDir::default_path().is_ok_and(|path| path == state.root())
         && Path::new("/etc/systemd/system").join(UNIT_INSTALLED).exists();
     if installed {
-        return run("systemctl", Command::new("systemctl").arg("start").arg(UNIT_INSTALLED));
+        return start_existing(UNIT_INSTALLED);
     }
     let exe =
         std::env::current_exe().map_err(|e| Error::io("cannot find the burgeon program", e))?;
+    let unit = format!("burgeon-{}.service", state.tag());
     let mut command = Command::new("systemd-run");
     command
         .arg("--quiet")
         .arg("--collect")
-        .arg(format!("--unit=burgeon-{}", state.tag()))
+        .arg(format!("--unit={unit}"))
         .arg("--description=Burgeon: lazily mounted file trees")
         .args(UNIT_PROPERTIES.iter().map(|property| format!("--property={property}")))
         .args(log::given().map(|level| format!("--setenv={}={level}", log::VARIABLE)))
         .arg(exe)
         .arg("__supervise")
         .arg(state.root());
+    let made = run("systemd-run", &mut command);
+    // The unit exists if another command starts it at this moment, or if it is just ending.
+    if made.is_ok() || is_loaded(&unit) && start_existing(&unit).is_ok() {
+        return Ok(());
+    }
+    // It ended in between, and its name is free; or this fails for the same reason again.
     run("systemd-run", &mut command)
+}
+
+fn is_loaded(unit: &str) -> bool {
+    let mut show = Command::new("systemctl");
+    show.args(["show", "--property=LoadState", "--value", unit]).stdin(Stdio::null());
+    show.output().is_ok_and(|output| output.stdout.trim_ascii() == b"loaded")
+}
+
+/// Starts a unit that systemd knows, and waits until it has started.
+fn start_existing(unit: &str) -> Result<()> {
+    run("systemctl", Command::new("systemctl").arg("start").arg(unit))
 }
 
 /// The important properties of `dist/burgeon.service`; a test compares the two.
