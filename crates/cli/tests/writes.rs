@@ -354,7 +354,7 @@ fn a_cache_whose_disk_breaks_is_stopped_and_readers_do_not_notice() {
     assert!(mount["cache"]["uncached_chunks"].as_u64() > Some(0), "{status:#}");
     assert_eq!(mount["reads"]["failed_reads"], 0, "{status:#}");
     let said = burgeon.ok(&["status"]);
-    assert!(said.contains("STOPPED") && said.contains("look at the disk"), "{said}");
+    assert!(said.contains("STOPPED") && said.contains("check the disk"), "{said}");
 
     // Nothing was kept, so it comes from the store again: what the disk gives back is no data.
     testkit::drop_caches();
