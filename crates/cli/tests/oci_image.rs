@@ -65,7 +65,7 @@ fn layered(space: &Space) -> OciLayout {
         fs::remove_dir_all(root.join("tree/many")).unwrap();
     };
     layout.change(second).unwrap();
-    // Entries that umoci reads, but does not make: through symlinks, links to a lower layer, opaque.
+    // Entries that umoci only reads: through symlinks, links to a lower layer, opaque.
     let links = ["lib64/through", "absolute/also", "own", "own2"];
     let third = tar(space, "links", &links, |root| {
         fs::create_dir_all(root.join("lib64")).unwrap();

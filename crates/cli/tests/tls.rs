@@ -66,7 +66,7 @@ fn a_registry_is_trusted_by_its_certificate_or_not_at_all() {
     compare(&tree, mounted.path()).unwrap().assert_same();
     believing.umount(mounted);
 
-    // Clients that do not know the authority, or know another one, and a certificate of another host.
+    // Clients that do not know the authority, or only another one; a certificate of another host.
     let stranger = Certificate::new(&space.path("stranger"), HOST).unwrap();
     let doubting = burgeon("doubting");
     let misled = burgeon("misled").env("SSL_CERT_FILE", &stranger.authority);
