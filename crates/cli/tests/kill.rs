@@ -4,9 +4,11 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
+    ffi::c_void,
     fs::{self, File},
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
+    ptr,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
@@ -17,6 +19,7 @@ use std::{
 
 use rustix::{
     fs::inotify,
+    mm::{MapFlags, ProtFlags, mmap, munmap},
     process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit},
 };
 use testkit::{Burgeon, Mounted, OciLayout, PATIENCE, Rng, Space, scaled, wait_until};
@@ -247,6 +250,30 @@ fn a_killed_daemon_leaves_no_cgroup() {
     assert!(wait_until(PATIENCE, is_gone), "{:?}", cgroups(&name));
 }
 
+/// The pages of a file, locked in memory: `drop_caches` of any process leaves them.
+struct Held {
+    start: *mut c_void,
+    len: usize,
+}
+
+impl Held {
+    fn new(file: &Path) -> Self {
+        let file = fs::File::open(file).unwrap();
+        let len = file.metadata().unwrap().len() as usize;
+        let (read, flags) = (ProtFlags::READ, MapFlags::SHARED | MapFlags::LOCKED);
+        // SAFETY: a new mapping, which nobody reads.
+        let start = unsafe { mmap(ptr::null_mut(), len, read, flags, &file, 0) }.unwrap();
+        Self { start, len }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // SAFETY: `new` made this mapping, and nobody reads it.
+        unsafe { munmap(self.start, self.len) }.unwrap();
+    }
+}
+
 #[test]
 fn killing_everything_costs_errors_or_time_until_the_next_daemon() {
     let space = Space::new("kill-both");
@@ -254,10 +281,12 @@ fn killing_everything_costs_errors_or_time_until_the_next_daemon() {
         set_up(&space, 10, &["--writes", "w", "--write-limit", "256M"]);
     fs::write(at.join("kept"), "by the sprout").unwrap();
     let waits = burgeon.status()["mounts"][0]["transport"] == "ublk";
-    // All of it has been fetched, and is in the page cache.
+    // All of it has been fetched, and is in the page cache, where other tests must leave it.
+    let held = Held::new(&at.join("data"));
     assert!(fs::read(at.join("data")).unwrap() == *expected);
     burgeon.kill_daemon();
     assert!(fs::read(at.join("data")).unwrap() == *expected);
+    drop(held);
     drop_caches();
     // Over ublk the kernel keeps the requests for the next server.
     let path = at.join("data");
