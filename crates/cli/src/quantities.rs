@@ -12,7 +12,7 @@ pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
 
 /// 1 to 64 threads.
 pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
-    let threads = text.parse().map_err(|_| format!("{text:?} is no number above 0"))?;
+    let threads = text.parse().map_err(|_| format!("{text:?} is not a number above 0"))?;
     if threads > THREADS_MAX { Err(format!("at most {THREADS_MAX}")) } else { Ok(threads) }
 }
 
@@ -31,9 +31,9 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
         "T" | "TIB" => 40,
         "P" | "PIB" => 50,
         "E" | "EIB" => 60,
-        unit => return Err(format!("{unit:?} is no unit: use K, M, G, T, P or E")),
+        unit => return Err(format!("{unit:?} is not a unit: use K, M, G, T, P or E")),
     };
-    let number: u64 = digits.parse().map_err(|_| format!("{digits:?} is no number"))?;
+    let number: u64 = digits.parse().map_err(|_| format!("{digits:?} is not a whole number"))?;
     number.checked_mul(1 << shift).ok_or_else(|| "that is too much".to_owned())
 }
 

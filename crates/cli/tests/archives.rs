@@ -76,7 +76,7 @@ fn an_archive_behind_a_web_server_is_fetched_once() {
     assert_eq!(proxy.requests(), asked);
     proxy.spoil(0, &[]);
     let missing = format!("http://{}/none.tar", proxy.address());
-    burgeon.fails(&["build", &missing, "x"], 3, "no such thing");
+    burgeon.fails(&["build", &missing, "x"], 3, "it does not exist (404)");
 }
 
 #[test]

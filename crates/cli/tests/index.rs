@@ -202,7 +202,7 @@ fn a_forged_index_is_not_used() {
     fails(&forged, 4, "its table is of other layers");
     fails(&index_of(&bad), 4, "not of");
     fails(&format!("sha256:{}", "0".repeat(64)), 3, "cannot use the index");
-    fails("sha256:12", 1, "is no digest");
+    fails("sha256:12", 1, "is not a digest");
     // A part of the right one is another: its digest says so.
     let table =
         document(layout.folder(), &good_index)["layers"][1]["digest"].as_str().unwrap().to_owned();

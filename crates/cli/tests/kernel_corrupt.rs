@@ -441,7 +441,7 @@ fn a_mount_that_btrfs_has_forced_read_only_is_named_left_alone_and_mounted_again
     fs::write(&record, json.to_string()).unwrap();
     damage.burgeon.run(&["doctor", "--repair"]);
     let log = || fs::read_to_string(damage.burgeon.state().join("run/daemon.log")).unwrap();
-    let ended = || log().matches("is not grown any more").count();
+    let ended = || log().matches("grows no more").count();
     assert!(wait_until(PATIENCE, || ended() > 0), "{}", log());
     let serves = || damage.burgeon.status()["mounts"][0]["state"] == "serving";
     assert!(wait_until(PATIENCE, serves), "{:#}\n{}", damage.burgeon.status(), log());

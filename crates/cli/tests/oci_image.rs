@@ -239,7 +239,7 @@ fn layers_are_stored_as_they_come_for_all_images_that_have_them() {
     compare(&unpacked[1], mounted.path()).unwrap().assert_same();
     damaged.umount(mounted);
     assert!(damaged.run(&["verify", &self::names(&damaged)[0]]).stdout.contains("DAMAGED"));
-    let said = "is removed: try again";
+    let said = "removed: try again";
     damaged.fails(&["build", &source, "again"], 4, said);
     // Layers that no image needs are removed; the others stay.
     for name in names.iter().filter(|name| *name != "second") {
@@ -388,7 +388,7 @@ fn credentials_come_from_where_other_programs_keep_them() {
     let source = format!("oci://{host}/app:1");
     let empty = space.make_folder("empty");
     let burgeon = Burgeon::new(PROGRAM, &space).env("DOCKER_CONFIG", &empty).env("HOME", &empty);
-    burgeon.fails(&["build", &source, "app"], 5, "wants a login for it, and there is none");
+    burgeon.fails(&["build", &source, "app"], 5, "requires a login for it");
     // As `docker login` and `skopeo login` write them ("user:hunter2" in base 64).
     let auths = format!(r#"{{"auths": {{"{host}": {{"auth": "dXNlcjpodW50ZXIy"}}}}}}"#);
     let docker = space.make_folder("docker");
@@ -502,9 +502,9 @@ fn what_is_not_what_it_says_is_refused_and_leaves_nothing() {
     by_hand(None, kind, &tar, "digest", other_id.as_str().into());
     refused(3, "cannot use the layer");
     by_hand(Some(&[&other_id]), kind, &tar, "", none.clone());
-    refused(4, "but the image says");
+    refused(4, "but the image states");
     by_hand(Some(&[]), kind, &tar, "", none.clone());
-    refused(4, "its configuration 0");
+    refused(4, "its configuration lists 0");
     by_hand(None, gzip, &tar, "", none.clone());
     refused(4, "cannot be decompressed");
     // Of what it says, but damaged before that was said.
@@ -520,7 +520,7 @@ fn what_is_not_what_it_says_is_refused_and_leaves_nothing() {
     refused(4, "ends too early");
     by_hand(None, &format!("{gzip}+encrypted"), &tar, "", none);
     refused(4, "--decryption-key");
-    burgeon.fails(&["build", &source, "x"], 3, "no OCI layout");
+    burgeon.fails(&["build", &source, "x"], 3, "not an OCI layout");
     assert!(names(&burgeon).is_empty());
     for folder in ["packs", "layers", "tmp"] {
         let folder = burgeon.state().join("store").join(folder);
@@ -549,8 +549,8 @@ fn a_registry_that_lies_is_not_believed() {
     fs::write(&largest, &whole[..400_000]).unwrap();
     burgeon.fails(&["build", &source, "x"], 4, "is shorter than the");
     fs::remove_file(&largest).unwrap();
-    burgeon.fails(&["build", &source, "x"], 3, "no such thing");
-    burgeon.fails(&["build", &format!("oci://{host}/none:1"), "x"], 3, "no such thing");
+    burgeon.fails(&["build", &source, "x"], 3, "it does not exist (404)");
+    burgeon.fails(&["build", &format!("oci://{host}/none:1"), "x"], 3, "it does not exist (404)");
     fs::write(&largest, &whole).unwrap();
     burgeon.ok(&["build", &source, "x"]);
     assert_eq!(names(&burgeon), ["x"]);

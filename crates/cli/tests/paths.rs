@@ -179,7 +179,7 @@ fn a_folder_that_is_made_beside_its_place_is_filled_wherever_its_name_leads() {
     assert_eq!(fs::read_dir(&victim).unwrap().count(), 0, "files were made elsewhere");
     assert!(!output.status.success(), "{output:?}");
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("in the place of"), "{said}");
+    assert!(said.contains("has replaced"), "{said}");
     assert!(hidden.is_symlink(), "what somebody else has put there stays");
     assert_eq!(fs::read_dir(folder.join("stolen")).unwrap().count(), 0, "half of it stays");
     burgeon.ok(&["umount", text(&mounted)]);
@@ -332,7 +332,11 @@ fn a_cache_that_is_no_file_is_made_anew() {
     fs::remove_file(&cache).unwrap();
     fs::create_dir_all(cache.join("something")).unwrap();
     let at = space.path("at");
-    burgeon.fails(&["mount", "image:1", text(&at), LIMIT[0], LIMIT[1]], 1, "is no file: remove it");
+    burgeon.fails(
+        &["mount", "image:1", text(&at), LIMIT[0], LIMIT[1]],
+        1,
+        "is not a file: remove it",
+    );
     fs::remove_dir_all(&cache).unwrap();
     let mounted = burgeon.mount("image:1", &at, &LIMIT);
     burgeon.umount(mounted);

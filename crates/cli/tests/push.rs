@@ -175,18 +175,18 @@ fn what_cannot_be_pushed_says_why() {
     push("here", &at, 1, "--by-reference");
     push("none", &at, 3, "there is no image");
     push("app", "s3://bucket/x", 1, "oci://REGISTRY");
-    push("app", &format!("{at}@sha256:{}", "0".repeat(64)), 1, "give it a tag");
+    push("app", &format!("{at}@sha256:{}", "0".repeat(64)), 1, "name a tag instead");
     for (fault, code, said) in [
         (Fault::Status(403), 5, "docker login"),
         (Fault::Status(507), 6, "no room"),
-        (Fault::Status(413), 6, "nothing so large"),
+        (Fault::Status(413), 6, "refuses bodies of this size"),
         (Fault::Reset, 5, "cannot"),
     ] {
         proxy.spoil(1000, &[fault]);
         push("app", &at, code, said);
     }
     proxy.spoil(0, &[]);
-    burgeon.fails(&["pull", &at], 3, "no such thing");
+    burgeon.fails(&["pull", &at], 3, "it does not exist (404)");
     // A pack that is damaged here does not get there.
     let packs = burgeon.state().join("store/packs");
     let pack = fs::read_dir(packs).unwrap().next().unwrap().unwrap().path();
@@ -194,7 +194,7 @@ fn what_cannot_be_pushed_says_why() {
     bytes[1000] ^= 1;
     fs::write(&pack, bytes).unwrap();
     push("app", &at, 4, "does not match its name");
-    burgeon.fails(&["pull", &at], 3, "no such thing");
+    burgeon.fails(&["pull", &at], 3, "it does not exist (404)");
     burgeon.fails(&["list", "--store", &at], 2, "burgeon push");
 }
 
@@ -229,7 +229,7 @@ fn a_repository_stands_in_the_place_of_a_store() {
     user.ok(&["pull", "v1", "--eager", "--as", "app", "--store", &repository]);
     user.ok(&["verify", "app"]);
     let none = ["mount", "v2", at.to_str().unwrap(), "--store", &repository];
-    user.fails(&none, 3, "no such thing");
+    user.fails(&none, 3, "it does not exist (404)");
 }
 
 /// The manifest of the only image in the layout `folder`, and its blobs with their types.
@@ -309,9 +309,9 @@ fn forged_images_are_refused_and_an_index_gives_the_one_of_this_machine() {
     };
     let refused = |at: &str, code, said: &str| user.fails(&["pull", "--eager", at], code, said);
     refused(&pull(&name(packs[0], "packs/../../../etc/passwd")), 4, "is not an object name");
-    refused(&pull(&name(packs[0], "file/etc/passwd")), 4, "no part of an image");
-    refused(&pull(&name(packs[0], "packs/a/b")), 4, "no part of an image");
-    refused(&pull(&name(packs[0], &objects[packs[1]])), 4, "there twice");
+    refused(&pull(&name(packs[0], "file/etc/passwd")), 4, "not a part of an image");
+    refused(&pull(&name(packs[0], "packs/a/b")), 4, "not a part of an image");
+    refused(&pull(&name(packs[0], &objects[packs[1]])), 4, "listed twice");
     refused(&pull(&name(packs[0], "images/other")), 4, "has 2 names");
     refused(&pull(&name(of("images/"), &format!("packs/{}", "0".repeat(64)))), 4, "has 0 names");
     refused(&pull(&name(of("manifests/"), &format!("manifests/{}", "0".repeat(64)))), 3, "missing");

@@ -55,7 +55,7 @@ fn a_folder_behind_a_web_server_is_mounted() {
     let url = format!("http://{}/images", web.address());
     let burgeon = Burgeon::new(PROGRAM, &space).option("--store").option(&url);
     burgeon.ok(&["verify", "sample:1"]);
-    burgeon.fails(&["list"], 1, "does not list");
+    burgeon.fails(&["list"], 1, "gives no list");
     burgeon.fails(&["inspect", "sample:2"], 3, "there is no image");
     burgeon.fails(&["gc"], 1, "can only be read");
     burgeon.fails(&["rm", "sample:1"], 1, "can only be read");
@@ -121,7 +121,7 @@ fn an_image_lives_in_a_bucket() {
     assert!(wait_until(std::time::Duration::from_secs(20), || {
         files_with(burgeon.state(), "test-secret").is_empty()
     }));
-    assert!(burgeon.ok(&["gc"]).contains("removed 1 manifests and 1 packs"));
+    assert!(burgeon.ok(&["gc"]).contains("removed 1 manifest and 1 pack"));
 }
 
 /// `burgeon` with what it takes to use a bucket of `s3`.
@@ -233,7 +233,7 @@ fn wrong_credentials_and_typos_say_what_to_do() {
         ("https://me:hunter2@host/x", "no user or password"),
         ("ftp://host/x", "https://HOST/PATH"),
     ] {
-        burgeon.fails(&["list", "--store", store], 1, said);
+        burgeon.fails(&["list", "--store", store], 2, said);
     }
     let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let url = format!("http://{nobody}/x");

@@ -405,7 +405,7 @@ fn a_table_that_is_forged_or_impossible_is_not_used() {
         ("unknown type", |toc| toc["entries"][0]["type"] = "door".into()),
         ("part of no file", |toc| toc["entries"][0]["name"] = "forged".into()),
         ("no UTF-8", |toc| toc["entries"][0]["name"] = "\u{fffd}".into()),
-        ("no digest", |toc| toc["entries"][1]["chunkDigest"] = "md5:1".into()),
+        ("not a digest", |toc| toc["entries"][1]["chunkDigest"] = "md5:1".into()),
         ("32 MiB", |toc| toc["entries"][0]["offset"] = (1u64 << 40).into()),
         ("of \"file\", which has 300000", |toc| {
             toc["entries"][2]["chunkSize"] = (1u64 << 40).into()

@@ -287,7 +287,7 @@ fn doctor_says_what_is_wrong_with_a_map_and_leaves_it_alone() {
     // Killed writers leave the same as a file that was cut off behind its header.
     fs::write(&extents, &good[..64]).unwrap();
     let said = burgeon.run(&["doctor"]).stdout;
-    assert!(said.contains("2 mappings have no end"), "{said}");
+    assert!(said.contains("unfinished mappings: 2"), "{said}");
     fs::remove_file(&extents).unwrap();
     doctor(Some("restore"));
     fs::write(&extents, &good).unwrap();
@@ -297,7 +297,7 @@ fn doctor_says_what_is_wrong_with_a_map_and_leaves_it_alone() {
     let image = fs::read_dir(area.join("images")).unwrap().flatten().map(|image| image.path());
     let image = image.filter(|path| path.is_dir()).collect::<Vec<_>>().pop().unwrap();
     fs::remove_file(image.join("map")).unwrap();
-    doctor(Some("map that image once more"));
+    doctor(Some("map that image again"));
     let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
     let data = at.join("image/data");
     drop_caches();

@@ -90,13 +90,17 @@ fn a_name_is_for_one_mount_and_one_image() {
     burgeon.fails(&["writes", "rm", "w"], 5, "mounted already");
     burgeon.umount(mounted);
     burgeon.fails(&["mount", "two", text(&b), "--writes", "w"], 1, "\"one\"");
-    burgeon.fails(&["mount", "one", text(&b), "--writes", "../w"], 1, "no name for writes");
+    burgeon.fails(
+        &["mount", "one", text(&b), "--writes", "../w"],
+        1,
+        "not a valid name for writes",
+    );
     let list = burgeon.ok(&["writes", "list", "--json"]);
     let list: serde_json::Value = serde_json::from_str(&list).unwrap();
     assert_eq!(list["writes"][0]["record"]["image"], "one");
     assert_eq!(list["writes"][0]["state"], "kept");
     burgeon.ok(&["writes", "rm", "w"]);
-    burgeon.fails(&["writes", "rm", "w"], 3, "there are none");
+    burgeon.fails(&["writes", "rm", "w"], 3, "this state directory has none");
     assert_eq!(
         fs::read_dir(burgeon.state().join("writes"))
             .unwrap()
@@ -383,7 +387,7 @@ fn writes_go_to_a_device_of_the_users() {
     burgeon.fails(
         &["mount", "sample", text(&at), "--writes-device", text(&file)],
         1,
-        "no block device",
+        "not a block device",
     );
 
     // Nobody of ours is alive to say that the device is in use: the kernel does.

@@ -182,7 +182,8 @@ fn unserved(status: &Status) -> Vec<Finding> {
                     "is not served: {}; data that is not in memory gives EIO",
                     mount.problem.as_deref().unwrap_or("its server has said no more")
                 ),
-                "mend that, and the daemon serves it again by itself; or unmount it, and mount it again",
+                "remove the cause, and the daemon serves it again by itself; or unmount it and \
+                 mount it again",
             )),
             "recovering" => Some(Finding::bad(
                 Level::Warning,

@@ -83,9 +83,9 @@ impl Orphan {
         if is_alive(record) || !await_loops(state, record, rest) {
             return Err(Error::new(
                 ErrorKind::Unavailable,
-                "it is unmounted here, but something else still holds it, such as another mount \
-                 namespace (a container, a service) or a lazy umount; no daemon runs that could \
-                 clear up after it: `burgeon doctor --repair` does, then",
+                "it is unmounted here, but another mount namespace (a container, a service), an \
+                 open file or a lazy umount still holds it; no daemon runs to clean up after it: \
+                 run `burgeon doctor --repair` later",
             ));
         }
         // The lock's holder clears up, or is a killed supervisor that the kernel is still ending.

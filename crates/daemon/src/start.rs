@@ -61,7 +61,7 @@ impl Client {
             Error::new(
                 ErrorKind::Unavailable,
                 format!(
-                    "the daemon was started and is gone again: see {} or `journalctl -u burgeon`",
+                    "the daemon was started and ended at once: see {} or `journalctl -u burgeon`",
                     state.log_file().display()
                 ),
             )

@@ -70,7 +70,7 @@ impl Channel {
                     tracing::warn!(mount = %id, error = %e, "cannot use ublk: taking FUSE");
                     let (channel, note) = fuse()?;
                     let fast = note.map(|note| format!("; {note}")).unwrap_or_default();
-                    Ok((channel, Some(format!("it goes over FUSE, not ublk: {e}{fast}"))))
+                    Ok((channel, Some(format!("the mount uses FUSE, not ublk: {e}{fast}"))))
                 }
             },
         }

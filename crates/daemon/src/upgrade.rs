@@ -120,8 +120,8 @@ fn await_serving(state: &StateDir, old: Option<u32>) -> Result<Status> {
         }
         if Instant::now() > deadline {
             return Err(unavailable(
-                "the new serving process does not come up: `burgeon status` and `burgeon doctor` \
-                 say more, and readers of data that is not local wait until it does",
+                "the new serving process does not start: `burgeon status` and `burgeon doctor` \
+                 say why; readers of data that is not local wait for it",
             ));
         }
         thread::sleep(PAUSE);

@@ -154,7 +154,7 @@ impl Document {
         let fields: Fields = json(bytes, "index or manifest")?;
         if fields.schema_version != 2 {
             return Err(unsupported(format!(
-                "the image's manifest has version {}: only 2 is known",
+                "the image's index or manifest has version {}: only version 2 is known",
                 fields.schema_version
             )));
         }
@@ -235,9 +235,10 @@ impl Layer {
                 let why = if kind.ends_with("+encrypted") {
                     "is encrypted: copy the image with skopeo --decryption-key, and use the copy"
                 } else if kind.contains("nondistributable") || kind.contains("foreign") {
-                    "is a foreign one, which registries do not keep: ask the publisher for an image without"
+                    "is a foreign layer, which registries do not store: ask the publisher for an \
+                     image without foreign layers"
                 } else {
-                    "is of no known kind"
+                    "has an unknown media type"
                 };
                 let kind: String = kind.chars().take(120).collect();
                 return Err(unsupported(format!("the layer {digest} {why} ({kind:?})")));
@@ -330,8 +331,10 @@ pub(crate) fn diff_ids(config: &[u8], layers: usize) -> Result<Vec<Option<Digest
     let config: Config = json(config, "configuration")?;
     let Some(rootfs) = config.rootfs else { return Ok(vec![None; layers]) };
     if rootfs.diff_ids.len() != layers {
-        let what =
-            format!("the image has {layers} layers, its configuration {}", rootfs.diff_ids.len());
+        let what = format!(
+            "the image has {layers} layers, but its configuration lists {}",
+            rootfs.diff_ids.len()
+        );
         return Err(corrupt(what));
     }
     rootfs.diff_ids.iter().map(|id| parse_digest(id).map(Some)).collect()
@@ -449,7 +452,7 @@ mod tests {
             ("application/vnd.oci.image.layer.v1.tar+gzip+encrypted", "--decryption-key"),
             ("application/vnd.oci.image.layer.nondistributable.v1.tar+gzip", "foreign"),
             ("application/vnd.docker.image.rootfs.foreign.diff.tar.gzip", "foreign"),
-            ("application/x-squashfs", "no known kind"),
+            ("application/x-squashfs", "unknown media type"),
         ] {
             let (error, text) = refused(&manifest(CONFIG, vec![descriptor(kind)]));
             assert!(error == ErrorKind::UnsupportedFormat && text.contains(said), "{text}");

@@ -76,8 +76,8 @@ pub(crate) enum Target {
 /// The error for building a Burgeon image, which has no layers.
 pub(crate) fn not_built(digest: &Digest) -> Error {
     invalid(&format!(
-        "{digest} is an image of Burgeon's, which is not built: `burgeon pull` brings it from a \
-         registry, where `skopeo copy` brings it from a folder"
+        "{digest} is a Burgeon image already: copy it to a registry with `skopeo copy`, then \
+         `burgeon pull` or `burgeon mount` it from there"
     ))
 }
 
@@ -206,7 +206,12 @@ impl Blobs {
                     })
                 }
                 (Self::Registry(_), spooled) => Box::new(move || {
-                    let mut file = spooled.ok_or_else(|| invalid("the layer was not kept"))?;
+                    let mut file = spooled.ok_or_else(|| {
+                        invalid(
+                            "the fetched layer is no longer \
+                        there",
+                        )
+                    })?;
                     file.rewind().map_err(|error| Error::io("cannot read a layer again", error))?;
                     decompressed(file, compression)
                 }),
@@ -359,7 +364,7 @@ impl Blobs {
             let error = cannot(body_error("read it", error));
             if let Some(own) = own.filter(|_| is_stored && tee.is_bad) {
                 own.remove(&layer_object(&digest.bytes())?)?;
-                let what = "a layer that this host held was damaged, and is removed: try again";
+                let what = "a stored layer was damaged, and has been removed: try again";
                 return Err(Error::with_source(error.kind(), what, error));
             }
             return Err(error);
@@ -448,7 +453,10 @@ impl Coming<'_> {
     fn check(&self, digest: Digest) -> Result<()> {
         match self.diff_id {
             Some(diff_id) if *diff_id != digest => {
-                let what = format!("it unpacks to {digest}, but the image says to {diff_id}");
+                let what = format!(
+                    "its unpacked content has the digest {digest}, but the image \
+                    states {diff_id}"
+                );
                 Err(Error::new(ErrorKind::Corrupt, what))
             }
             _ => Ok(()),

@@ -379,7 +379,7 @@ fn artifact(
 ) -> Result<(Vec<u8>, [Bytes; 3])> {
     let manifest = catalog::load_bytes(store, &image.digest()?)?;
     let table = derived_of(store, image)?.ok_or_else(|| {
-        let what = "the image has no data to be read lazily: an index is of no use";
+        let what = "the image has no data that could be read lazily, so it needs no index";
         Error::new(ErrorKind::Invalid, what)
     })?;
     let parts = [Bytes::from_static(EMPTY), manifest, store.get(&table, TABLE_MAX)?];

@@ -30,8 +30,7 @@ impl Layout {
         if layout.folder.join("oci-layout").is_file() {
             return Ok(layout);
         }
-        let what =
-            format!("{} is no OCI layout: there is no file oci-layout in it", folder.display());
+        let what = format!("{} is not an OCI layout: it has no file oci-layout", folder.display());
         Err(Error::new(ErrorKind::NotFound, what))
     }
 
@@ -84,8 +83,12 @@ impl Layout {
                 let (folder, tags) = (self.folder.display(), tags.join(", "));
                 let what = match tag {
                     Some(tag) => format!("there is no image {tag:?} in {folder}: it has {tags}"),
+                    None if found.is_empty() => format!("{folder} has no image"),
                     None => {
-                        format!("say which image of {folder}: oci-layout:{folder}:TAG, of {tags}")
+                        format!(
+                            "{folder} has several images: name one as \
+                            oci-layout:{folder}:TAG, with TAG of {tags}"
+                        )
                     }
                 };
                 Err(Error::new(ErrorKind::NotFound, what))

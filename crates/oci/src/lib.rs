@@ -427,7 +427,7 @@ fn by_digest(source: &Source, error: Error) -> Error {
     if error.kind() != ErrorKind::Unavailable || source.pinned().is_some() {
         return error;
     }
-    let what = "which image the name stands for is unknown (by its digest, oci://…@sha256:…, one \
-                that was mounted before is found without the registry)";
+    let what = "cannot resolve the name to a digest (an image that was mounted before is found \
+        without the registry by its digest, oci://…@sha256:…)";
     Error::with_source(ErrorKind::Unavailable, what, error)
 }

@@ -38,7 +38,7 @@ pub fn push(
     progress: OnFetch<'_>,
 ) -> Result<Pushed> {
     if to.digest().is_some() {
-        let what = format!("{to} has a digest, which the image decides: give it a tag");
+        let what = format!("{to} has a digest, which follows from the image: name a tag instead");
         return Err(Error::new(ErrorKind::Invalid, what));
     }
     let mut parts = catalog::parts(store, image)?;

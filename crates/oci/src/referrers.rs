@@ -83,7 +83,7 @@ impl ReferrerStore {
         let list = json!({ "schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": all });
         let list = list.to_string();
         if list.len() as u64 > DOCUMENT_MAX {
-            let what = format!("so much refers to {image} that no list has room for more");
+            let what = format!("the list of referrers of {image} is full (4 MiB)");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         self.put_document(Some(&tag_of(image)), OCI_INDEX, list.as_bytes())?;
@@ -111,8 +111,9 @@ impl ReferrerStore {
 }
 
 fn cannot(error: Error) -> Error {
-    let what = "nothing can be put beside the image (without --push, this host reads it lazily all \
-                the same; for others, copy the image with skopeo to where you may write)";
+    let what = "cannot publish a referrer of the image (without --push, this host can still read \
+        the image lazily; for other hosts, copy the image with skopeo to a registry that you can \
+        write to)";
     Error::with_source(error.kind(), what, error)
 }
 

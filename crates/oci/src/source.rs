@@ -123,13 +123,15 @@ fn layout(text: &str) -> Result<Kind> {
         }
     };
     if folder.is_empty() {
-        return Err(invalid("oci-layout: names no folder: oci-layout:DIR:TAG".to_owned()));
+        return Err(invalid(
+            "the name oci-layout: lacks its folder: oci-layout:DIR:TAG".to_owned(),
+        ));
     }
     Ok(Kind::Layout { folder: folder.into(), selector })
 }
 
 fn archive(text: &str) -> Result<Kind> {
-    let bad = || invalid("the URL of the archive makes no sense: https://HOST/PATH".to_owned());
+    let bad = || invalid("the URL of the archive is invalid: use https://HOST/PATH".to_owned());
     let url = Url::parse(text).map_err(|_| bad())?;
     if !url.username().is_empty() || url.password().is_some() {
         return Err(invalid("the URL of an archive may hold no user or password".to_owned()));

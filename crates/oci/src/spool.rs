@@ -68,7 +68,8 @@ pub(crate) fn given_up(partial: Option<Partial>, error: Error) -> Error {
     if !had || error.kind() != ErrorKind::Corrupt {
         return error;
     }
-    let what = "what an interrupted mount had left was used, and is removed: try again";
+    let what = "the leftovers of an interrupted mount were used, and have been removed: try \
+        again";
     Error::with_source(error.kind(), what, error)
 }
 

@@ -239,7 +239,7 @@ impl TagRecord {
 
 /// The error for `--pull never` if the image is not on this host.
 pub fn never(what: &str) -> Error {
-    let what = format!("{what} is not on this host, and --pull never asks nobody for it");
+    let what = format!("{what} is not on this host, and --pull never forbids to ask for it");
     Error::new(ErrorKind::NotFound, what)
 }
 

@@ -129,7 +129,7 @@ impl Directory {
         let is_store = || ["packs", "manifests"].iter().any(is_there);
         let gone = error.kind() == io::ErrorKind::NotFound && !is_store();
         if gone || error.kind() == io::ErrorKind::StaleNetworkFileHandle {
-            let what = format!("{what}: the store {} is not there", self.root.display());
+            let what = format!("{what}: the store {} does not exist", self.root.display());
             return Error::with_source(ErrorKind::Unavailable, what, error);
         }
         match Error::io(what.clone(), io::Error::from(error.kind())).kind() {

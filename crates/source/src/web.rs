@@ -178,7 +178,7 @@ impl error::Error for Refusal {}
 /// The error for an answer that is not a success.
 pub fn refused(what: &str, status: StatusCode) -> Error {
     let (kind, why) = match status {
-        StatusCode::NOT_FOUND => (ErrorKind::NotFound, "there is no such thing".to_owned()),
+        StatusCode::NOT_FOUND => (ErrorKind::NotFound, "it does not exist (404)".to_owned()),
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
             let why = format!(
                 "it is refused ({status}): check the name, and log in with docker login or skopeo login"
@@ -201,8 +201,8 @@ pub fn refused(what: &str, status: StatusCode) -> Error {
         StatusCode::PAYLOAD_TOO_LARGE => (
             ErrorKind::NoSpace,
             format!(
-                "the server takes nothing so large ({status}): its operator sets the limit, for \
-                 example client_max_body_size of nginx"
+                "the server refuses bodies of this size ({status}): its operator sets the limit, \
+                 for example client_max_body_size of nginx"
             ),
         ),
         StatusCode::RANGE_NOT_SATISFIABLE => {
@@ -326,8 +326,7 @@ fn check_resumed(what: &str, answer: &Response, offset: u64) -> Result<()> {
         return Ok(());
     }
     let why = format!(
-        "the server does not give what follows {offset} bytes by itself (of an answer that broke off \
-         there, or of what is wanted from there on)"
+        "the server does not continue from byte {offset}: it does not answer range requests"
     );
     Err(Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}")))
 }

@@ -65,8 +65,8 @@ pub(super) fn bring_back(
             _ => {
                 let why = problem.map(|problem| format!(": {problem}")).unwrap_or_default();
                 let message = format!(
-                    "the mount at {shown} cannot be brought back{why}: `burgeon doctor` says more; what \
-                     is local can be read until it is unmounted"
+                    "the mount at {shown} cannot be brought back{why}: `burgeon doctor` says \
+                     more; local data can be read until it is unmounted"
                 );
                 return Err(Error::new(ErrorKind::Unavailable, message).into());
             }

@@ -118,7 +118,7 @@ impl Target {
     fn new(path: &Path) -> Result<Self> {
         let absolute = std::path::absolute(path)?;
         let (Some(parent), Some(name)) = (absolute.parent(), absolute.file_name()) else {
-            let message = format!("{} is no place for a file", path.display());
+            let message = format!("{} cannot be the name of a file", path.display());
             return Err(Error::new(ErrorKind::Invalid, message).into());
         };
         let failed =

@@ -64,7 +64,8 @@ impl MountPoint {
         let locked = flock(&point.directory, FlockOperation::NonBlockingLockExclusive);
         if locked == Err(Errno::WOULDBLOCK) {
             return Err(Busy(format!(
-                "cannot mount at {shown}: somebody has locked it, another `burgeon mount` perhaps"
+                "cannot mount at {shown}: another process has locked it (flock), perhaps another \
+                 `burgeon mount`"
             ))
             .into());
         }

@@ -29,8 +29,8 @@ pub(super) fn trusted(context: &Context, store: &Store, typed: &str) -> Result<I
         return Ok(record);
     }
     let what = format!(
-        "{} lies in {}, but this host has not checked that it is what its name says: mount it by its \
-         reference (oci://…@{0}), and it is fetched and checked",
+        "{} lies in {}, but this host has not checked that its content is that of its name: \
+         mount it by its reference (oci://…@{0}), which fetches and checks it",
         record.name,
         context.store_location()
     );
@@ -50,7 +50,10 @@ pub(super) fn resolve(context: &Context, store: &Store, typed: &str) -> Result<I
         [image] => Ok(images.record(image).clone()),
         several => {
             let shown: Vec<_> = several.iter().take(8).map(|image| images.title(image)).collect();
-            let what = format!("{typed} may mean {}: say more of it", shown.join(" or "));
+            let what = format!(
+                "{typed} is ambiguous, it may mean {}: type more of the name",
+                shown.join(" or ")
+            );
             Err(Error::new(ErrorKind::Invalid, what).into())
         }
     }
@@ -253,8 +256,10 @@ pub(super) fn name_of(typed: &str) -> Result<String> {
     let tagged = tagged.split('@').next().unwrap_or_default();
     let has_tag = tagged.rsplit('/').next().is_some_and(|end| end.contains(':'));
     if name.digest().is_some() && !has_tag {
-        let what =
-            format!("{typed} has no tag to name the image by: say its local name, --as NAME");
+        let what = format!(
+            "{typed} has no tag to name the image by: give it a local name with --as \
+                NAME"
+        );
         return Err(Error::new(ErrorKind::Invalid, what).into());
     }
     Ok(format!("{end}:{}", name.tag()))

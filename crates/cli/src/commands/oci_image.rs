@@ -147,8 +147,8 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
     }
     for digest in found.unused {
         eprintln!(
-            "note: beside the image lies the index {digest}, which was not used, because nobody \
-             here vouches for it: --index {digest} would"
+            "note: the image has the published index {digest}, which was not used, because its \
+             author is not known to be trusted; --index {digest} uses it"
         );
     }
     // If this fails, only commands that name the image by this reference miss it.
@@ -166,7 +166,7 @@ fn need_own_store(context: &Context) -> Result<()> {
     if context.store.is_none() {
         return Ok(());
     }
-    let what = "an index is kept in the state directory's own store: leave --store out";
+    let what = "an index is kept in the state directory's own store: leave out --store";
     Err(Error::new(ErrorKind::Invalid, what).into())
 }
 
@@ -200,11 +200,11 @@ pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
     );
     match made.pushed {
         true => println!(
-            "it lies beside the image: burgeon mount {} PATH --index {}",
+            "published with the image: burgeon mount {} PATH --index {}",
             args.source, made.digest
         ),
         false => {
-            println!("mounts on this host use it; --push puts it beside the image, for others")
+            println!("mounts on this host use it; --push publishes it for other hosts")
         }
     }
     Ok(ExitCode::SUCCESS)

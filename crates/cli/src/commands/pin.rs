@@ -148,8 +148,8 @@ fn wait(mount: &Mount) -> Result<u64> {
     }
     if state == OVER_LIMIT {
         let message = format!(
-            "{} of {} are local: the mount may fetch no more than {} (--fetch-limit); mount it with a higher \
-             limit, and the rest comes",
+            "{} of {} are local: the mount may fetch no more than {} (--fetch-limit); mount it \
+             with a higher limit to fetch the rest",
             output::bytes(done_bytes),
             output::bytes(total_bytes),
             output::bytes(limit)

@@ -71,7 +71,7 @@ pub(super) fn prefetch(context: &Context, args: args::Prefetch) -> Result<ExitCo
     let seconds = progress.finish().as_secs_f64();
     let (files, failed) = (work.files.len(), work.failed.load(Relaxed));
     if let Some(error) = work.first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        let what = format!("{failed} pieces of files could not be fetched; the first");
+        let what = format!("pieces of files that could not be fetched: {failed}; the first");
         return Err(anyhow::Error::new(error).context(what));
     }
     if context.json {

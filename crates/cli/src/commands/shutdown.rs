@@ -30,8 +30,8 @@ pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCo
         let said = match holder::waiting(&context.state).is_empty() {
             true => "no daemon runs",
             false => {
-                "no daemon runs, and readers of mounts wait for one: `burgeon doctor --repair` starts it, \
-                 `burgeon shutdown --force` gives them up"
+                "no daemon runs, and readers of mounts wait for one: `burgeon doctor --repair` \
+                 starts it, `burgeon shutdown --force` gives the readers I/O errors"
             }
         };
         say(context, said)?;
@@ -70,8 +70,8 @@ fn held(mounts: &[MountStatus]) -> Option<String> {
         let fsid = mount.fsid.filter(|fsid| places_of(*fsid).is_empty())?;
         let (shown, holders) = (mount.target.display(), holders::of(fsid)?);
         Some(format!(
-            "{shown} is not mounted here, but held by {holders}: end them first, or use `burgeon shutdown \
-             --force`, and they get I/O errors"
+            "{shown} is not mounted here, but held by {holders}: end them first, or use `burgeon \
+             shutdown --force`, after which they get I/O errors"
         ))
     })
 }

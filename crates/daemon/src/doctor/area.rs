@@ -20,8 +20,8 @@ pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
         Ok(verified) => verified,
         Err(e) => {
             let remedy = format!(
-                "restore {} from a backup that is not older than the last `map`; until then what it \
-                 does not tell any more is an I/O error, and never another content",
+                "restore {} from a backup that is not older than the last `map`; until then, \
+                 reads of the lost mappings are I/O errors, never wrong data",
                 area.display()
             );
             return Some(Finding::bad(Level::Problem, &subject, e.to_string(), &remedy));
@@ -32,8 +32,8 @@ pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
             Level::Problem,
             &subject,
             e.to_string(),
-            "map that image once more, to any name: this makes what is missing anew; or restore it \
-             from a backup",
+            "map that image again, under any name, which makes the missing files; or restore \
+             them from a backup",
         ));
     }
     // An unfinished mapping has no end yet.
@@ -42,9 +42,9 @@ pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
         return Some(Finding::bad(
             Level::Warning,
             &subject,
-            format!("{} mappings have no end, the last is {label}", unfinished.len()),
-            "a `burgeon map` that was killed leaves that, and nothing is to be done; if its files are \
-             there and give I/O errors, the map was cut off: restore it from a backup",
+            format!("unfinished mappings: {}, the last is {label}", unfinished.len()),
+            "a killed `burgeon map` leaves them, and nothing needs to be done; if their files \
+             exist and give I/O errors, the map was truncated: restore it from a backup",
         ));
     }
     Some(Finding::fine(&subject, "the map is whole"))

@@ -96,7 +96,7 @@ fn lost_record(id: MountId, device: &str) -> Finding {
         Level::Problem,
         &format!("mount {id}"),
         format!("is in use on {device}, but its record mount.json cannot be read"),
-        "unmount it: data that is not local gives EIO, and nothing but a new mount mends that",
+        "unmount it and mount it again: until then, data that is not local gives EIO",
     )
 }
 

@@ -70,7 +70,7 @@ fn file_system(subject: &str, name: &str) -> Finding {
         Level::Problem,
         subject,
         "not known to the kernel",
-        "take a kernel that has it, as those of the distributions do",
+        "use a kernel with it; those of the distributions have it",
     )
 }
 
@@ -89,7 +89,7 @@ fn ublk() -> Finding {
             Level::Warning,
             "ublk",
             format!("{e}; mounts go over FUSE and a loop device, which is slower"),
-            "take a kernel with CONFIG_BLK_DEV_UBLK, 6.5 or later, where speed matters",
+            "use a kernel with CONFIG_BLK_DEV_UBLK, 6.5 or later, if speed matters",
         ),
     }
 }
@@ -122,7 +122,7 @@ fn loops() -> Finding {
         Level::Problem,
         "loop devices",
         found,
-        "detach some (`losetup -a` lists them), or boot with a greater max_loop",
+        "detach some (`losetup -a` lists them), or boot with a larger max_loop",
     )
 }
 
@@ -187,7 +187,7 @@ fn place(state: &StateDir) -> Finding {
             Level::Problem,
             "state directory",
             format!("{shown}: its file system is read-only"),
-            "mount it writable, or take another --state-dir",
+            "mount it writable, or use another --state-dir",
         );
     }
     match space::free_space(state.root()) {

@@ -25,8 +25,9 @@ fn check(state: &StateDir, name: &str) -> Finding {
             Level::Problem,
             &subject,
             found,
-            "unmount them, remove `seed`, `seed.info` and `map`, and mount them, which makes these again from \
-             the image; if that fails, restore the folder from a backup: Burgeon never removes it by itself",
+            "unmount them, remove `seed`, `seed.info` and `map`, and mount them again, which \
+             makes these files from the image; if that fails, restore the folder from a backup: \
+             Burgeon never removes it by itself",
         )
     };
     let record = match writes::find(state, name) {
@@ -37,7 +38,7 @@ fn check(state: &StateDir, name: &str) -> Finding {
     if !record.sprouted {
         // Its mount was killed before it handed anything out; the next mount may also have been
         // killed while it removed the rest.
-        return Finding::fine(&subject, "nothing is in them: the next mount makes them anew");
+        return Finding::fine(&subject, "they are empty: the next mount makes them again");
     }
     let folder = writes::folder(state, name);
     for (file, digest) in [("seed", record.template_digest), ("map", record.map_digest)] {

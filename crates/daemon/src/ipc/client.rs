@@ -97,7 +97,8 @@ impl Client {
             Some(answer) => Ok(answer),
             None => Err(Error::new(
                 ErrorKind::Unavailable,
-                "the daemon ended while it was asked: try again; `burgeon doctor` says what it left",
+                "the daemon ended before it answered: try again; `burgeon doctor` lists what it \
+                 left",
             )),
         }
     }

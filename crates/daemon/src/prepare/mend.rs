@@ -82,8 +82,8 @@ pub(crate) fn mend_kept(
         }
     }
     let what = format!(
-        "files in {} are damaged, and this version prepares the image {} otherwise than when the \
-         writes were made: restore the folder from a backup",
+        "files in {} are damaged, and this version makes other files of the image {} than the \
+         version that made the writes: restore the folder from a backup",
         folder.display(),
         record.image
     );

@@ -39,8 +39,8 @@ pub(crate) fn add(folder: &Path, store: &Location, access: &Access) -> Result<()
         return files::publish_json(&folder.join(FILE), &known.and(more));
     }
     let message = format!(
-        "the mount uses stores like {store} with other settings than this command ({}): use the same, \
-         or a mount of its own",
+        "the mount reads stores of the kind of {store} with other settings than this command's \
+         ({}): use the same settings, or another mount",
         own.differing(&more).join(", ")
     );
     Err(Error::new(ErrorKind::Invalid, message))

@@ -23,7 +23,8 @@ const RECORD_LEN_MAX: u64 = 1 << 20;
 /// of the path, and only a regular file is opened: opening a FIFO would block.
 pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let odd = || {
-        let what = "it is no regular file, or a part of its path is a symlink: remove that";
+        let what = "it is no regular file, or a part of its path is a symlink, which Burgeon \
+            does not follow: remove it";
         io::Error::new(io::ErrorKind::InvalidData, what)
     };
     let opened = open_own(path, options, OFlags::NONBLOCK).map_err(|error| {
@@ -59,7 +60,7 @@ pub(crate) fn make_way(path: &Path) -> Result<()> {
     let shown = path.display();
     tracing::warn!(file = %shown, "was no regular file, and is made anew");
     removed.map_err(|e| {
-        Error::io(format!("{shown} is no file: remove it, it is made anew by the next mount"), e)
+        Error::io(format!("{shown} is not a file: remove it; the next mount makes it again"), e)
     })
 }
 

@@ -300,8 +300,8 @@ fn close(path: &Path, directory: &File) -> Result<()> {
         return Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "{} is open to others and holds what is not of Burgeon: name a new or an empty \
-                 directory with --state-dir",
+                "{} is accessible to other users and holds files that are not Burgeon's: name a \
+                 new or an empty directory with --state-dir",
                 path.display()
             ),
         ));

@@ -67,7 +67,7 @@ impl Pins {
         if all.pins.len() > PATHS_MAX || ranges > RANGES_MAX || path.len() > PATH_LEN_MAX {
             let message = format!(
                 "more than {PATHS_MAX} paths or {RANGES_MAX} pieces cannot be pinned in one mount: pin \
-                 folders instead of their files, or let some go with `burgeon pin --remove`"
+                 folders instead of their files, or remove some with `burgeon pin --remove`"
             );
             return Err(Error::new(ErrorKind::Invalid, message));
         }

@@ -30,7 +30,11 @@ fn read_opened(path: &Path, opened: io::Result<File>) -> Result<Option<Profile>>
     let mut bytes = Vec::new();
     file.take(PROFILE_MAX + 1).read_to_end(&mut bytes).map_err(failed)?;
     let profile = Profile::decode(&bytes).map_err(|e| {
-        Error::with_source(e.kind(), format!("{} is no profile to use", path.display()), e)
+        Error::with_source(
+            e.kind(),
+            format!("{} is not a profile that can be used", path.display()),
+            e,
+        )
     })?;
     Ok(Some(profile))
 }

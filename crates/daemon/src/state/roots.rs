@@ -82,7 +82,7 @@ pub(crate) fn announce(
     if store.len(&catalog::manifest_object(manifest)?)?.is_none() {
         return Err(Error::new(
             ErrorKind::NotFound,
-            format!("the manifest {manifest} is not in the store any more: build the image again"),
+            format!("the manifest {manifest} is no longer in the store: build the image again"),
         ));
     }
     Ok(published.err().map(unknown))

@@ -125,7 +125,7 @@ pub(crate) fn device_size(path: &Path) -> Result<u64> {
     if !file.metadata().map_err(failed)?.file_type().is_block_device() {
         return Err(Error::new(
             ErrorKind::Invalid,
-            format!("{} is no block device: --writes-device needs one", path.display()),
+            format!("{} is not a block device, as --writes-device needs it", path.display()),
         ));
     }
     let size =
@@ -133,7 +133,7 @@ pub(crate) fn device_size(path: &Path) -> Result<u64> {
     if size < LIMIT_MIN {
         return Err(Error::new(
             ErrorKind::Invalid,
-            format!("{} has {size} bytes: btrfs needs {LIMIT_MIN}", path.display()),
+            format!("{} has {size} bytes, too few: btrfs needs {LIMIT_MIN}", path.display()),
         ));
     }
     Ok(size)

@@ -95,8 +95,8 @@ pub fn check_name(name: &str) -> Result<()> {
     Err(Error::new(
         ErrorKind::Invalid,
         format!(
-            "{name:?} is no name for writes: use up to {NAME_LEN_MAX} letters, digits, '-', '_', '.' \
-             or ':', not beginning with '.' nor ending with '.lock'"
+            "{name:?} is not a valid name for writes: use up to {NAME_LEN_MAX} letters, digits, '-', '_', \
+             '.' or ':', not beginning with '.' nor ending with '.lock'"
         ),
     ))
 }
@@ -278,8 +278,9 @@ pub(crate) fn check_sprout(record: &WritesRecord, sprout: &Path) -> Result<()> {
     Err(Error::new(
         ErrorKind::Corrupt,
         format!(
-            "the writes {:?} are the btrfs {expected}, but {} holds {found}: find their device with \
-             `blkid`, and correct `device` in their record.json, or restore them from a backup",
+            "the writes {:?} are on the btrfs {expected}, but {} holds {found}: find their \
+             device with `blkid` and correct `device` in their record.json, or restore them from \
+             a backup",
             record.name,
             sprout.display()
         ),
@@ -298,7 +299,7 @@ pub fn reserved(state: &StateDir, record: &WritesRecord) -> u64 {
 pub fn not_found(state: &StateDir, name: &str) -> Error {
     let known = names(state).unwrap_or_default();
     let hint = match known.is_empty() {
-        true => "there are none in this state directory".to_owned(),
+        true => "this state directory has none".to_owned(),
         false => format!("there are: {}", known.join(", ")),
     };
     Error::new(ErrorKind::NotFound, format!("there are no writes {name:?}; {hint}"))

@@ -168,6 +168,9 @@ fn check_peer(stream: &UnixStream) -> Result<()> {
     }
     Err(Error::new(
         ErrorKind::Invalid,
-        format!("user {} may not talk to this daemon", peer.uid.as_raw()),
+        format!(
+            "user {} may not use this daemon: only root and the daemon's own user may",
+            peer.uid.as_raw()
+        ),
     ))
 }

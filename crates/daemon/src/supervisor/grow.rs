@@ -73,7 +73,7 @@ pub(crate) fn grow(grow: &Grow) -> Result<Step> {
     let step = (wanted - reserved).min(free.saturating_sub(HOST_LEFT));
     if step < STEP_MIN.min(wanted - reserved) {
         let what = format!(
-            "the host has {} MiB free, of which {} MiB are left to it: free some space",
+            "the host has {} MiB free, of which Burgeon leaves {} MiB unused: free some space",
             free >> 20,
             HOST_LEFT >> 20
         );

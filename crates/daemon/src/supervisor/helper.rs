@@ -235,5 +235,5 @@ fn perform(task: Task, fds: Vec<OwnedFd>) -> Result<(Outcome, Option<OwnedFd>)> 
 }
 
 fn missing(what: &str) -> Error {
-    Error::new(ErrorKind::Invalid, format!("{what} did not come along"))
+    Error::new(ErrorKind::Invalid, format!("the request lacks its descriptor: {what}"))
 }

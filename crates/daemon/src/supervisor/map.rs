@@ -114,7 +114,7 @@ impl Supervisor {
             Error::new(ErrorKind::Invalid, message)
         })?;
         let (_, fds) = helper::run(&self.state, &Task::OpenArea { device }, &[], || {})?;
-        let none = || Error::new(ErrorKind::LocalIo, "the virtual area did not come along");
+        let none = || Error::new(ErrorKind::LocalIo, "the request lacks the virtual area");
         Ok(fds.into_iter().next().ok_or_else(none)?.into())
     }
 
@@ -149,7 +149,7 @@ fn lost(record: &MountRecord, folder: &Path, error: Error) -> Error {
         return error;
     }
     let what = format!(
-        "it is not known what is mapped into {}, so nothing more can be: restore `extents` and \
+        "the map of {} is lost, so nothing more can be mapped: restore `extents` and \
          `sources` in {} from a backup that is not older than the last `map`, then map again",
         record.target.display(),
         folder.display()
@@ -224,8 +224,9 @@ impl<'a> Sources<'a> {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "{} is another file for the daemon (inode {}, {} bytes): it was changed just now, or \
-                     is on a mount that was made after the daemon was started",
+                    "the daemon sees another file at {} (inode {}, {} bytes): the file was \
+                     changed just now, or is on a file system that was mounted after the daemon \
+                     was started",
                     path.display(),
                     metadata.ino(),
                     metadata.len()
@@ -270,8 +271,8 @@ fn own_tree(path: &Path, theirs: Option<OwnedFd>) -> Result<File> {
         return Ok(own);
     }
     let message = format!(
-        "{} is another directory for the daemon: it was changed just now, or is on a mount that was \
-         made after the daemon was started",
+        "the daemon sees another directory at {}: it was changed just now, or is on a file \
+         system that was mounted after the daemon was started",
         path.display()
     );
     Err(Error::new(ErrorKind::Invalid, message))

@@ -207,7 +207,8 @@ impl Supervisor {
             return Err(Error::new(
                 ErrorKind::Unavailable,
                 format!(
-                    "still mounted: {}{others}; umount first, or use `burgeon shutdown --unmount`",
+                    "still mounted: {}{others}; unmount first, or use `burgeon shutdown \
+                     --unmount`",
                     entry.record.target.display()
                 ),
             ));

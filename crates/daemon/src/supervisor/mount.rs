@@ -271,7 +271,10 @@ impl Supervisor {
     fn lost_area(&self, id: MountId) -> Option<String> {
         self.table().mounts.get(&id)?.record.attach.area.as_ref()?;
         let problem = self.fresh_table().reports.get(&id)?.area.as_ref()?.problem.clone()?;
-        Some(format!("what is mapped gives I/O errors: {problem}: see `burgeon doctor`"))
+        Some(format!(
+            "reads of mapped data give I/O errors: {problem}; `burgeon doctor` names \
+            the remedy"
+        ))
     }
 
     /// Waits until the server serves `id`, or returns the reason why it cannot.
@@ -295,7 +298,7 @@ impl Supervisor {
         let Some(entry) = table.mounts.get(&id) else {
             return Err(Error::new(
                 ErrorKind::Unavailable,
-                "the mount went away while it was made",
+                "the mount ended while it was made: try again",
             ));
         };
         match &entry.serving {
@@ -327,10 +330,7 @@ impl Supervisor {
     fn silent_server(&self) -> Error {
         Error::new(
             ErrorKind::Unavailable,
-            format!(
-                "the serving process does not come up: see {}",
-                self.state.log_file().display()
-            ),
+            format!("the serving process does not start: see {}", self.state.log_file().display()),
         )
     }
 

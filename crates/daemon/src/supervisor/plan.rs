@@ -189,8 +189,8 @@ impl Plan {
         let now = tell.map(|open| resolve(open, request));
         if now.is_some_and(|now| now.is_ok_and(|now| now != record.manifest.0)) {
             notes.push(format!(
-                "{} has been built anew since these writes were made; they stay on the image they \
-                 were made on",
+                "{} was built anew after these writes were made; the writes stay on their \
+                 earlier image",
                 request.image
             ));
         }
@@ -297,7 +297,11 @@ fn resolve(store: &Store, request: &MountRequest) -> Result<Digest> {
         // Anyone with write access to the store can set this name; a client that knows the digest
         // sends it.
         None if catalog::is_reserved(&request.image) => {
-            let what = format!("this host knows no image {:?} that it has checked", request.image);
+            let what = format!(
+                "this host has checked no image {:?}: mount it by its reference, \
+                such as oci://…",
+                request.image
+            );
             Err(Error::new(ErrorKind::NotFound, what))
         }
         None => catalog::resolve(store, &request.image)?.digest(),
@@ -339,7 +343,8 @@ fn new_sprout(state: &StateDir, wanted: &SproutRequest, path: PathBuf) -> Result
             if wanted.limit.is_some() {
                 return Err(Error::new(
                     ErrorKind::Invalid,
-                    "a --writes-device has its own size: leave --write-limit away",
+                    "--write-limit does not apply to --writes-device, which has its own size: \
+                     leave it out",
                 ));
             }
             let device = fs::canonicalize(device)

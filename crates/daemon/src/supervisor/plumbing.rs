@@ -130,7 +130,7 @@ pub(crate) fn assemble(parts: &MountParts, fuse: Option<OwnedFd>) -> Result<(Plu
             (Some(data), path)
         }
         (None, None) => {
-            let what = "neither a ublk device nor a FUSE file came along";
+            let what = "the request has neither a ublk device nor a FUSE file";
             return Err(Error::new(ErrorKind::Invalid, what));
         }
     };

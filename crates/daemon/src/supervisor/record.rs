@@ -55,7 +55,7 @@ impl Supervisor {
                 (Recording::Off, true) | (Recording::On, false) => {}
                 (_, true) => {
                     let message = format!(
-                        "{} is being recorded by somebody else",
+                        "{} is being recorded by another command: wait for it to end",
                         entry.record.target.display()
                     );
                     return Err(Error::new(ErrorKind::Unavailable, message));
@@ -88,8 +88,8 @@ fn failed(recording: Recording) -> Error {
         Recording::Failed(error) => error,
         _ => Error::new(
             ErrorKind::Unavailable,
-            "the serving process was started again meanwhile, and what was read before is not known: \
-             record once more",
+            "the serving process was restarted meanwhile, and the earlier reads are lost: record \
+             again",
         ),
     }
 }

@@ -162,8 +162,8 @@ impl Supervisor {
             false => Ok(()),
             true => Err(Error::new(
                 ErrorKind::Unavailable,
-                "it is unmounted here, but something else still holds it, such as another mount \
-                 namespace (a container, a service) or a lazy umount; it is released with that",
+                "it is unmounted here, but another mount namespace (a container, a service), an \
+                 open file or a lazy umount still holds it; it is released when they let go",
             )),
         }
     }

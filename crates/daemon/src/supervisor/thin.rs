@@ -175,8 +175,8 @@ impl Supervisor {
         if let Ok(Step::ReadOnly) = grown {
             tracing::error!(
                 mount = %id,
-                "the file system is read-only, so its sprout is not grown any more: `burgeon doctor` \
-                 says what to do"
+                "the file system is read-only, so its sprout grows no more: `burgeon doctor` \
+                 names the remedy"
             );
         }
         // A full host may stay full for hours: one message is enough.

@@ -57,8 +57,8 @@ impl LayersAt {
             (Some(folder), _) if folder.starts_with('/') => Ok(Self::Layout(folder.into())),
             (None, Some(name)) => name.map(Self::Registry),
             _ => {
-                let what = "where the layers of the image are is damaged in the store: mount it \
-                            from where they are, by its name there";
+                let what = "the record of the layers' location is damaged in the store: mount \
+                    the image by its oci://… or oci-layout:… name";
                 Err(Error::new(ErrorKind::Corrupt, what))
             }
         }

@@ -65,7 +65,9 @@ pub fn stored_layers_object(object: &ObjectId) -> Result<ObjectId> {
 fn companion(object: &ObjectId, kind: ObjectKind) -> Result<ObjectId> {
     match object.below(ObjectKind::Derived) {
         Some(digest) => kind.object(digest),
-        None => Err(Error::new(ErrorKind::Invalid, format!("{object} is derived from nothing"))),
+        None => {
+            Err(Error::new(ErrorKind::Invalid, format!("{object} has no record of its layers")))
+        }
     }
 }
 

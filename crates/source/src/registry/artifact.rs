@@ -59,11 +59,17 @@ impl Objects {
     /// Adds `object`. `Invalid` if images have no such kind of object, or it is already there.
     pub fn add(&mut self, object: ObjectId, blob: Blob) -> Result<()> {
         if media_type(&object).is_none() {
-            return Err(Error::new(ErrorKind::Invalid, format!("{object} is no part of an image")));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "{object} is not a part of an \
+                image"
+                ),
+            ));
         }
         match self.0.insert(object.clone(), blob) {
             None => Ok(()),
-            Some(_) => Err(Error::new(ErrorKind::Invalid, format!("{object} is there twice"))),
+            Some(_) => Err(Error::new(ErrorKind::Invalid, format!("{object} is listed twice"))),
         }
     }
 
@@ -113,8 +119,7 @@ impl Objects {
         let kind = manifest.artifact_type().as_ref().map_or("", AsRef::as_ref);
         if manifest.schema_version() != 2 || kind != ARTIFACT_TYPE {
             let kind: String = kind.chars().take(100).collect();
-            let what =
-                format!("this is no image of Burgeon's that this version knows, but {kind:?}");
+            let what = format!("this is not a Burgeon image that this version knows, but {kind:?}");
             return Err(Error::new(ErrorKind::UnsupportedFormat, what));
         }
         let mut objects = Self::default();
@@ -131,7 +136,7 @@ impl Objects {
         let names = objects.0.keys().filter(|object| object.is(ObjectKind::Name));
         match names.count() {
             1 => Ok(objects),
-            names => Err(corrupt(format!("has {names} names: one is right"))),
+            names => Err(corrupt(format!("has {names} names instead of one"))),
         }
     }
 }

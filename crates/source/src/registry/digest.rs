@@ -47,7 +47,10 @@ impl FromStr for Digest {
             return Ok(Self(text.to_owned()));
         }
         let shown: String = text.chars().take(100).collect();
-        let what = format!("{shown:?} is no digest: sha256: and 64 lower-case hexadecimal digits");
+        let what = format!(
+            "{shown:?} is not a digest: write sha256: and 64 lower-case \
+            hexadecimal digits"
+        );
         Err(Error::new(ErrorKind::Invalid, what))
     }
 }

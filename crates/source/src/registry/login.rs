@@ -216,8 +216,9 @@ impl Login {
                  {registry} as another user"
             ),
             (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, false) => format!(
-                "{registry} wants a login for it, and there is none in DOCKER_AUTH_CONFIG, config.json and \
-                 auth.json: check the name, and docker login {registry} or skopeo login {registry}"
+                "{registry} requires a login for it, and DOCKER_AUTH_CONFIG, config.json and \
+                 auth.json have none: check the name, then docker login {registry} or skopeo \
+                 login {registry}"
             ),
             _ => return web::refused(what, status),
         };

@@ -107,10 +107,10 @@ fn parse(text: &str, plain: bool) -> Result<Name> {
     }
     if host.contains('@') {
         // Not quoted: it could be a password.
-        return Err(invalid("credentials are in no name of an image: use docker login".to_owned()));
+        return Err(invalid("an image's name holds no credentials: use docker login".to_owned()));
     }
     if !host.contains(['.', ':']) && host != "localhost" {
-        return Err(bad(format!("{host:?} is no registry, such as docker.io")));
+        return Err(bad(format!("{host:?} is not a registry, such as docker.io")));
     }
     let (name, digest) = match text.split_once('@') {
         Some((name, digest)) => (name, Some(digest.parse::<Digest>()?)),
@@ -124,16 +124,16 @@ fn parse(text: &str, plain: bool) -> Result<Name> {
         None => (path, None),
     };
     if !is_host(host) {
-        return Err(bad(format!("{host:?} is no name of a host")));
+        return Err(bad(format!("{host:?} is not the name of a host")));
     }
     if !is_repository(path) {
         return Err(bad(format!(
-            "{path:?} is no repository, which has lower-case letters and digits, with ., _, __ or - \
-             between them"
+            "{path:?} is not a repository: those have lower-case letters and digits, with ., _, \
+             __ or - between them"
         )));
     }
     if let Some(tag) = tag.filter(|tag| !is_tag(tag)) {
-        return Err(bad(format!("{tag:?} is no tag, which has letters, digits, _, . and -")));
+        return Err(bad(format!("{tag:?} is not a tag: those have letters, digits, _, . and -")));
     }
     // Short names on Docker Hub omit `library/`.
     let (host, path) = match host {

@@ -232,7 +232,7 @@ impl Exchange<'_> {
         let answer: Option<Answer> = serde_json::from_slice(&answer).ok();
         let tokens = answer.map(|answer| [answer.access_token, answer.token]);
         let token = tokens.into_iter().flatten().flatten().find(|token| !token.is_empty());
-        token.ok_or_else(|| self.cannot(ErrorKind::Corrupt, "it answered with no token"))
+        token.ok_or_else(|| self.cannot(ErrorKind::Corrupt, "its answer has no token"))
     }
 }
 

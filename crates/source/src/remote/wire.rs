@@ -112,7 +112,7 @@ impl fmt::Display for Wrong {
                 write!(f, "asked for bytes {}-{}, got {said:?}", asked.start, asked.end - 1)
             }
             Self::NoListing(status) => {
-                write!(f, "the server does not list what it has (it answered {status})")
+                write!(f, "the server gives no list of its files (it answered {status})")
             }
             Self::Excess(excess) => excess.fmt(f),
         }

@@ -67,7 +67,10 @@ impl Named {
                 },
             }
         }
-        let what = format!("cannot map {shown}: it is neither a path of this host nor an image");
+        let what = format!(
+            "cannot map {shown}: it is neither a path of this host nor an image \
+            of the store; `burgeon list` lists images"
+        );
         Err(match none {
             Some(why) => Error::with_source(ErrorKind::NotFound, what, why),
             None => Error::new(ErrorKind::NotFound, what),

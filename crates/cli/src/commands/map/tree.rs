@@ -198,8 +198,7 @@ impl<'a> Staging<'a> {
     fn replaced(&self) -> Error {
         let folder = self.target.path.parent().unwrap_or(&self.target.path);
         let message = format!(
-            "cannot make {}: somebody has put something else in the place of {} in {}, which others can \
-             write to",
+            "cannot make {}: another user has replaced {} in {}, where others can write",
             self.target.path.display(),
             self.name.display(),
             folder.display()
