@@ -161,6 +161,11 @@ pub fn bind_mount(from: &Path, at: &Path) -> Mounted {
 pub struct Mounted(pub(crate) PathBuf);
 
 impl Mounted {
+    /// What commands that the test starts itself mount on `at`.
+    pub fn at(at: &Path) -> Self {
+        Self(at.to_path_buf())
+    }
+
     /// Where.
     pub fn path(&self) -> &Path {
         &self.0

@@ -3,7 +3,7 @@
 //! ```text
 //!   6.1    no ublk: mounts go over FUSE and a loop device; an older btrfs reads what we write
 //!   6.12   ublk: whatever mounts here does so over ublk there, and recovery
-//!   6.12   with systemd; with 384 MB of memory
+//!   6.12   with systemd and udev; with 384 MB of memory
 //! ```
 //!
 //! The tests' programs are the host's own; the guest sees them in the host's root. What Linux 6.12
@@ -28,7 +28,7 @@ struct List {
     programs: &'static [Program],
     /// The guest's memory, which is its disk, too.
     memory_mb: &'static str,
-    /// True if systemd is its first process, as on a real machine.
+    /// True if systemd is its first process and starts udev, as on a real machine.
     systemd: bool,
 }
 
@@ -100,8 +100,8 @@ const LISTS: [List; 7] = [
         ..LIST
     },
     List {
-        name: "systemd's unit, on Linux 6.12",
-        programs: &[("burgeon", "systemd")],
+        name: "systemd and udev, on Linux 6.12",
+        programs: &[("burgeon", "systemd"), ("burgeon", "udev")],
         systemd: true,
         ..LIST
     },
@@ -158,7 +158,7 @@ fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
     command.env("LAB_TIMEOUT", "3600").arg(list.kernel);
     command.env("LAB_MEMORY_MB", list.memory_mb);
     if list.systemd {
-        command.env("LAB_INIT", "systemd");
+        command.env("LAB_INIT", "systemd").env("LAB_UDEV", "1");
     }
     let script = r#"
         export BURGEON_TEST_DIR="${BURGEON_TEST_DIR:-$TMPDIR/burgeon-test}"; mkdir -p "$BURGEON_TEST_DIR"
