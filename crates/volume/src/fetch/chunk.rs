@@ -201,7 +201,7 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for ChunkQuestio
 pub(super) struct Unpacked {
     pub(super) pages: Pages,
     /// True if the map's checksums of its blocks are right, too.
-    is_map_right: bool,
+    pub(super) is_map_right: bool,
 }
 
 /// Decompresses and verifies a chunk. Runs on the CPU pool.

@@ -2,8 +2,8 @@
 //! again.
 //!
 //! Each read asks the source for its own bytes, under the same retry policy, and verifies them by
-//! the checksums of the map. Bytes that differ from them are read once more with their whole chunk,
-//! whose digest decides: the map may be the damaged one. Chunks that are stored compressed cannot
+//! the checksums of the map. If they differ, the policy's next try asks for the whole chunk, whose
+//! digest decides: the map may be the damaged one. Chunks that are stored compressed cannot
 //! be read in part; they are fetched and cached as any other.
 
 use std::sync::Arc;
@@ -11,14 +11,9 @@ use std::sync::Arc;
 use burgeon_block::{BlockSource, ByteRange, Counters, ErrorKind, LocalFile, ObjectId, Result};
 use burgeon_image::Chunk;
 use bytes::Bytes;
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
-use super::{
-    chunk::{Unpacked, unpack},
-    in_flight::Bill,
-    read_object,
-    retry::Question,
-};
+use super::{chunk::unpack, in_flight::Bill, read_object, retry::Question};
 use crate::{Volume, verify::check_blocks};
 
 impl<S, F> Volume<S, F>
@@ -36,18 +31,18 @@ where
         counters: &Counters,
     ) -> Result<()> {
         let chunk = self.map.chunk(index);
-        let Some(range) = stored_piece(&chunk, piece) else {
+        let stored = stored_piece(&chunk, piece);
+        if stored.is_none() {
             buf.fill(0);
-            let checked = check_blocks(&self.map, piece.start(), buf);
-            return match checked.is_err() && self.is_of_whole_chunk(index, piece, buf).await {
-                true => Ok(()),
-                false => checked,
-            };
-        };
+            if check_blocks(&self.map, piece.start(), buf).is_ok() {
+                return Ok(());
+            }
+        }
         self.engine.outage.check(index.into())?;
         let deadline = self.engine.outage.deadline(arrived);
         let object = self.map.object(chunk.object);
-        let mut question = Piece { volume: self, index, piece, object, range, buf };
+        let (range, whole) = (stored.unwrap_or(chunk.stored), stored.is_none());
+        let mut question = Piece { volume: self, index, piece, object, range, whole, buf };
         let mut bill = Bill::to(counters);
         self.engine.ask(&mut question, deadline, bill.cost()).await
     }
@@ -64,25 +59,6 @@ where
     }
 }
 
-impl<S: BlockSource + 'static, F: LocalFile + 'static> Volume<S, F> {
-    /// True if `buf` is the piece of the whole chunk, which has its digest: then a checksum of the
-    /// map is wrong, which opening a map does not verify.
-    async fn is_of_whole_chunk(&self, index: u32, piece: ByteRange, buf: &[u8]) -> bool {
-        let chunk = self.map.chunk(index);
-        let asking = read_object(&self.source, self.map.object(chunk.object), chunk.stored);
-        let Ok(Ok(stored)) = timeout(self.limits.try_timeout, asking).await else { return false };
-        let map = Arc::clone(&self.map);
-        let unpacked = self.cpu.run(move || unpack(&map, index, &chunk, &stored)).await;
-        let Ok(Ok(Unpacked { pages, .. })) = unpacked else { return false };
-        let start = (piece.start() - chunk.range.start()) as usize;
-        let is_same = pages.bytes().get(start..start + buf.len()) == Some(buf);
-        if is_same {
-            self.engine.outage.map_is_damaged();
-        }
-        is_same
-    }
-}
-
 /// Where the bytes of `piece` of a chunk stored raw lie in its object; shorter than `piece` where
 /// the padding of the last block is not stored, `None` where nothing is.
 fn stored_piece(chunk: &Chunk, piece: ByteRange) -> Option<ByteRange> {
@@ -96,8 +72,34 @@ struct Piece<'a, S, F> {
     index: u32,
     piece: ByteRange,
     object: &'a ObjectId,
+    /// What is asked for.
     range: ByteRange,
+    /// That is the whole chunk.
+    whole: bool,
     buf: &'a mut [u8],
+}
+
+impl<S: BlockSource + 'static, F: LocalFile + 'static> Piece<'_, S, F> {
+    /// `Corrupt` if the blocks are not those of the map.
+    fn take_piece(&mut self, bytes: &[u8]) -> Result<()> {
+        let (data, padding) = self.buf.split_at_mut(bytes.len());
+        data.copy_from_slice(bytes);
+        padding.fill(0);
+        check_blocks(&self.volume.map, self.piece.start(), self.buf)
+    }
+
+    /// `Corrupt` if the chunk has another digest.
+    async fn take_chunk(&mut self, stored: Bytes) -> Result<()> {
+        let (map, index, chunk) =
+            (Arc::clone(&self.volume.map), self.index, self.volume.map.chunk(self.index));
+        let unpacked = self.volume.cpu.run(move || unpack(&map, index, &chunk, &stored)).await??;
+        if !unpacked.is_map_right {
+            self.volume.engine.outage.map_is_damaged();
+        }
+        let start = (self.piece.start() - chunk.range.start()) as usize;
+        self.buf.copy_from_slice(&unpacked.pages.bytes()[start..start + self.buf.len()]);
+        Ok(())
+    }
 }
 
 impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for Piece<'_, S, F> {
@@ -125,15 +127,13 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for Piece<'_, S,
     }
 
     async fn verify(&mut self, bytes: Bytes) -> Result<()> {
-        let (data, padding) = self.buf.split_at_mut(bytes.len());
-        data.copy_from_slice(&bytes);
-        padding.fill(0);
-        let checked = check_blocks(&self.volume.map, self.piece.start(), self.buf);
+        let checked = match self.whole {
+            false => self.take_piece(&bytes),
+            true => self.take_chunk(bytes).await,
+        };
         if checked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
-            if self.volume.is_of_whole_chunk(self.index, self.piece, self.buf).await {
-                return Ok(());
-            }
             self.volume.source.refuted(self.object, self.range);
+            (self.range, self.whole) = (self.volume.map.chunk(self.index).stored, true);
         }
         checked
     }
