@@ -170,7 +170,7 @@ fn what_is_mapped_into_a_mount_of_this_host_has_no_powers_that_its_source_lacks(
     assert_eq!(map("tree", text(&tree)).0, [true; 3]);
     let (powers_of_tar, said) = map("tar", "tar");
     assert_eq!(powers_of_tar, [false; 3]);
-    assert!(said.contains("1 programs") && said.contains("1 devices"), "{said}");
+    assert!(said.contains("1 program ") && said.contains("1 device "), "{said}");
     assert_eq!(map("stick", text(stick.path())).0, [false; 3]);
     burgeon.ok(&["map", text(&at.join("one")), "--from", "tar:/id"]);
     assert_eq!(fs::metadata(at.join("one")).unwrap().permissions().mode() & 0o7777, 0o755);
