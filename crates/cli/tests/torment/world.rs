@@ -5,7 +5,7 @@ use std::{
     collections::{BTreeMap, VecDeque},
     fs,
     path::{Path, PathBuf},
-    process::Stdio,
+    process::{Command, Stdio},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
@@ -270,9 +270,19 @@ impl World {
         let Some(finished) = self.run(arguments) else { return false };
         let good = finished.code.is_some_and(|code| codes.contains(&code));
         if !good {
-            self.ledger.violation(format!("burgeon {arguments:?}: {finished:#?}"));
+            let used = self.disk_usage();
+            self.ledger.violation(format!("burgeon {arguments:?}: {finished:#?}\n{used}"));
         }
         good
+    }
+
+    /// What lies on the disk of the state directory, for an error that names it as full.
+    fn disk_usage(&self) -> String {
+        let said = |program: &str, options: &[&str]| {
+            let output = Command::new(program).args(options).arg(self.disk.path()).output();
+            output.map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).unwrap_or_default()
+        };
+        said("df", &["-k"]) + &said("du", &["-ak", "--threshold=1M"])
     }
 
     /// Mounts `place`, and lets its load begin.
