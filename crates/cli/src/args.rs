@@ -116,7 +116,7 @@ Examples:
   burgeon push app:7 oci://registry.example/team/app:7
   burgeon mount oci://registry.example/team/app:7 /mnt/a")]
     Push(Push),
-    /// Fetch what a mount of an image needs first, or all of the image
+    /// Fetch the data that a mount of an image needs first, or all of the image
     #[command(after_help = "\
 Examples:
   burgeon pull oci://registry.example/team/app:7             the next mount of it takes less time
@@ -262,7 +262,7 @@ pub(crate) struct Mount {
     /// author of the index decides what the files hold: trust the digest first
     #[arg(long, value_name = "sha256:…")]
     pub(crate) index: Option<String>,
-    /// When to ask a registry, a remote store or the server of an archive for the current image
+    /// Policy for asking a registry, a remote store or the server of an archive for the current image
     #[arg(long, value_enum, value_name = "POLICY", default_value_t)]
     pub(crate) pull: pull::Pull,
     /// Keep writes under this name; a later mount with the name has them again
@@ -288,11 +288,11 @@ pub(crate) struct Mount {
     /// Fetch the whole image in the background
     #[arg(long)]
     pub(crate) fill: bool,
-    /// What to prefetch: the recorded profile of the image (auto), nothing (none), or the profile in
-    /// a FILE of `burgeon record --output`
+    /// Profile to prefetch: the image's recorded one (auto), none, or that in a FILE of
+    /// `burgeon record --output`
     #[arg(long, value_name = "auto|none|FILE", default_value = "auto")]
     pub(crate) profile: String,
-    /// How the kernel reaches the data: ublk is faster, FUSE works on every kernel
+    /// Transport between the kernel and the data: ublk is faster, FUSE works on every kernel
     #[arg(long, value_enum, default_value_t)]
     pub(crate) transport: Transport,
     /// Over FUSE, receive requests over io_uring where the kernel allows it: faster, but when the
@@ -478,7 +478,7 @@ pub(crate) struct Named {
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Gc {
-    /// Only print what would be removed
+    /// Only print the objects that would be removed
     #[arg(long)]
     pub(crate) dry_run: bool,
 }
@@ -502,10 +502,10 @@ pub(crate) enum WritesCommand {
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Doctor {
-    /// Repair what a crash has left; kept writes are never removed
+    /// Repair the leftovers of a crash; kept writes are never removed
     #[arg(long)]
     pub(crate) repair: bool,
-    /// Only print what --repair would do
+    /// Only print the repairs that --repair would make
     #[arg(long, requires = "repair")]
     pub(crate) dry_run: bool,
 }
@@ -525,8 +525,8 @@ pub(crate) struct Shutdown {
     /// Unmount everything first; refused if a mount is in use
     #[arg(long)]
     pub(crate) unmount: bool,
-    /// End the daemon whatever is mounted: mounts in use are detached, and their reads of data that is
-    /// not local fail
+    /// End the daemon even if mounts are in use: they are detached, and their reads of data that is not
+    /// local fail
     #[arg(long)]
     pub(crate) force: bool,
 }

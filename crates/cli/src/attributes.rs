@@ -17,10 +17,10 @@ pub(crate) struct Attributes {
         hide_possible_values = true
     )]
     options: Vec<Attribute>,
-    /// Set-user-ID programs and file capabilities work, whoever has built the image
+    /// Allow set-user-ID programs and file capabilities, also of an image that was built elsewhere
     #[arg(long)]
     suid: bool,
-    /// Device nodes work, whoever has built the image
+    /// Allow device nodes, also of an image that was built elsewhere
     #[arg(long)]
     dev: bool,
 }
