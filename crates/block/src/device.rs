@@ -139,7 +139,7 @@ pub trait BlockDevice: Send + Sync + 'static {
     }
 }
 
-/// How [`WritableDevice::erase`] erases.
+/// Kind of a [`WritableDevice::erase`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Erase {
     /// The content is no longer needed: the range may read as any former content of its blocks, or
