@@ -112,7 +112,7 @@ fn only_what_this_host_built_of_its_own_files_has_powers_by_itself() {
         assert_eq!(powers_of(&burgeon, image, &at, &["--suid"]), [true, true, false], "{image}");
         assert_eq!(powers_of(&burgeon, image, &at, &["--suid", "--dev"]), [true; 3], "{image}");
     }
-    // What lies on a mount that is not honoured is not worth more as an image.
+    // An image honours no bits that the mount of its files does not honour.
     let stick = space.small_disk("stick", 16 << 20);
     make_tree(stick.path());
     mount_remount(stick.path(), MountFlags::NOSUID | MountFlags::NODEV, c"").unwrap();

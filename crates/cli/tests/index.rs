@@ -88,7 +88,7 @@ fn another_host_reads_an_indexed_image_lazily() {
     let mounted = reader.mount(&source(&moved), &space.path("at"), &["--read-only"]);
     compare(&unpacked, mounted.path()).unwrap().assert_same();
     reader.umount(mounted);
-    // The collector keeps what is needed, and nothing else.
+    // The collector keeps the needed objects, and nothing else.
     reader.ok(&["gc"]);
     let name = |suffix: &str| {
         let list: Value = serde_json::from_str(&reader.ok(&["list", "--json"])).unwrap();
@@ -231,7 +231,7 @@ fn what_a_believed_table_says_wrongly_is_an_error_and_never_other_bytes() {
     let victim = Burgeon::with_state(PROGRAM, space.path("victim"));
     let at = source(layout.folder());
     let good = index_of(&push(&publisher, &at));
-    // The table reads everything 512 bytes further up; its digest is that of what it says.
+    // The table reads everything 512 bytes further up; its digest matches its content.
     let mut index = document(layout.folder(), &good);
     let part = |n: usize| {
         let digest = index["layers"][n]["digest"].as_str().unwrap();

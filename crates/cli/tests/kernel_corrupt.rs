@@ -394,8 +394,8 @@ fn writes_are_mounted_again_after_their_template_was_changed_and_removed() {
 /// Offset of the superblock of btrfs on each device.
 const SUPERBLOCK: u64 = 64 << 10;
 
-/// What btrfs does after an error of its own, here a superblock that somebody else has written while the
-/// file system was frozen.
+/// Makes btrfs force the file system read-only, as after any error of its own; here, a superblock is
+/// changed while the file system is frozen.
 fn force_read_only(at: &Path, sprout: &Path) {
     let freeze = |option: &str| Command::new("fsfreeze").arg(option).arg(at).status().unwrap();
     assert!(freeze("--freeze").success());

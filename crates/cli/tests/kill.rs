@@ -1,5 +1,4 @@
-//! Processes of the daemon are killed under load. What each death costs is what `docs/cli.md`
-//! says.
+//! Processes of the daemon are killed under load. Each death costs as much as `docs/cli.md` says.
 
 #![allow(clippy::unwrap_used)]
 
@@ -414,8 +413,8 @@ fn umount_takes_the_folder_away_where_no_daemon_does() {
     }
 }
 
-/// What the kernel has not yet taken apart of a killed supervisor: its lock is held, and its socket
-/// takes connections, which nobody answers.
+/// The kernel needs time to end a killed supervisor: meanwhile its lock is held, and its socket takes
+/// connections, which nobody answers.
 #[test]
 fn umount_waits_for_a_supervisor_that_is_dying() {
     let space = Space::new("kill-dying");
@@ -437,7 +436,7 @@ fn umount_waits_for_a_supervisor_that_is_dying() {
         move || {
             drop(listener.accept().unwrap());
             drop(listener);
-            // Whoever has tried to take the lock in vain tries again.
+            // A command that could not take the lock tries again.
             let (mut tries, mut event) = (0, [0; 64]);
             wait_until(PATIENCE, || {
                 tries += u32::from(rustix::io::read(&opened, &mut event).is_ok());

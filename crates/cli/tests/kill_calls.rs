@@ -179,8 +179,8 @@ fn a_killed_supervisor_does_not_interrupt_a_thaw() {
     }));
     kill(supervisor.unwrap());
     repair.wait().unwrap();
-    // It dies where its helper is about to thaw, and there is no other that could. What is left is
-    // the server and its opener.
+    // It dies where its helper is about to thaw, and there is no other that could. Only the server
+    // and its opener are left.
     let can_thaw = |process: u32| {
         let line = fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
         line.split(|byte| *byte == 0).any(|word| word == b"__help" || word == b"__supervise")

@@ -1,5 +1,5 @@
-//! Supervisor and server are killed together. What readers wait by is held by somebody else, so they
-//! wait for the next daemon, and what each death costs is what `docs/cli.md` says.
+//! Supervisor and server are killed together. Another process holds the connection that readers wait on,
+//! so they wait for the next daemon. Each death costs as much as `docs/cli.md` says.
 
 #![allow(clippy::unwrap_used)]
 

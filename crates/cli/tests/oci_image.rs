@@ -288,7 +288,7 @@ fn an_interrupted_first_mount_goes_on_where_it_was() {
         kill_process(Pid::from_child(&mount), signal).unwrap();
         assert!(!mount.wait().unwrap().success(), "{point}");
     }
-    // The mount that ends takes what is left of the layers, and what was lost on the way.
+    // The mount that ends fetches the rest of the layers, and the part that was lost on the way.
     let mounted = burgeon.mount(&source, &at, &["--read-only"]);
     compare(&unpacked, mounted.path()).unwrap().assert_same();
     burgeon.umount(mounted);
@@ -421,7 +421,7 @@ fn credentials_come_from_where_other_programs_keep_them() {
         5,
         "refuses the user or the password: docker login",
     );
-    // What is wrong with the files of others is told where a login is needed, and nowhere else.
+    // Errors in the files with credentials are told only if a login is needed.
     let open = Registry::start(&space.path("open"), None).unwrap();
     push(layout.folder(), &[], &format!("{}/app:1", open.address()));
     let public = format!("oci://{}/app:1", open.address());

@@ -1,4 +1,4 @@
-//! Paths through other people's folders: whoever owns a folder may change what a path through it
+//! Paths through other people's folders: the owner of a folder may change what a path through it
 //! leads to while root works there, and root must not be led elsewhere.
 
 // Helpers outside test functions are tests, too.

@@ -114,7 +114,7 @@ fn a_fetch_limit_holds_for_what_no_reader_waits_for() {
     };
     stopped("filling has stopped", "fill", true);
     assert!(burgeon.ok(&["status"]).contains("ALARM"));
-    // It is the mount's limit, whoever serves it.
+    // It is the mount's limit, with any server.
     kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
     stopped("filling has stopped", "fill", true);
     burgeon.fails(&["pin", text(&data)], 1, "--fetch-limit");

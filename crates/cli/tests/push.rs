@@ -41,7 +41,7 @@ fn said(burgeon: &Burgeon, arguments: &[&str]) -> Value {
     serde_json::from_str(&burgeon.ok(&[arguments, &["--json"]].concat())).unwrap()
 }
 
-/// What says that the only image of an installation is ready to be mounted, and since when.
+/// The file that marks the only image of an installation as ready to be mounted, and its time.
 fn ready(burgeon: &Burgeon) -> (PathBuf, std::time::SystemTime) {
     let folders = fs::read_dir(burgeon.state().join("images")).unwrap();
     let files: Vec<PathBuf> =

@@ -1,4 +1,4 @@
-//! What each process can still do once it is in its sandbox, tried by the process itself.
+//! Abilities that a process keeps in its sandbox, tried by the process itself.
 
 #![allow(clippy::unwrap_used)]
 
@@ -348,7 +348,7 @@ fn the_serving_process_of_a_mount_is_in_its_sandbox() {
     burgeon.umount(mounted);
 }
 
-/// What the shipped unit restricts, by systemd's names of its checks. The sum of all is not enough: it
+/// Restrictions of the shipped unit, by systemd's names of its checks. The sum of all is not enough: it
 /// hardly changes when one of these is lost.
 const RESTRICTED: [&str; 12] = [
     "CapabilityBoundingSet_CAP_SYS_PTRACE",
@@ -386,7 +386,7 @@ fn the_unit_is_judged_to_be_confined() {
     assert!(lost.is_empty(), "the unit does not restrict {lost:?}");
 }
 
-/// What `/proc/PID/status` of a process says of its sandbox, the same for all of its threads.
+/// A field of `/proc/PID/status`, which must be the same for all threads of the process.
 fn status(pid: u32, field: &str) -> String {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let values: BTreeSet<String> = tasks
@@ -451,7 +451,7 @@ fn the_process_that_prepares_an_image_enters_its_sandbox() {
     assert_eq!(status(pid, "CapBnd"), NO_CAPABILITIES);
     let score = fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
     assert!(!score.starts_with('-'), "{score}");
-    // Whoever opens the other end lets it go on: to an error, for a FIFO holds nothing.
+    // Opening the other end lets it go on: to an error, because the FIFO holds nothing.
     drop(fs::File::options().write(true).open(&manifest).unwrap());
     assert!(!child.0.wait().unwrap().success());
 }

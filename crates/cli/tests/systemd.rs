@@ -132,7 +132,7 @@ fn an_upgrade_keeps_the_unit_and_its_mounts() {
     run("burgeon", &["shutdown"]);
 }
 
-/// Where no unit is installed for the state directory, one was made for the program that mounted.
+/// If no unit is installed for the state directory, `mount` makes one for its own program.
 #[test]
 fn an_upgrade_keeps_a_unit_that_was_made_for_a_mount() {
     install();
@@ -275,7 +275,7 @@ fn tree() {
     (0..8).for_each(|n| fs::write(format!("/tmp/tree/{n}"), content(n)).unwrap());
 }
 
-/// Puts the program at `path`, as another file than what is there and may run. At no time is
+/// Puts the program at `path`, as a new file: the present one may be running. At no time is
 /// there none: a unit that is ending runs it, too.
 fn place(path: &str) {
     let new = format!("{path}.new");

@@ -63,7 +63,7 @@ fn the_device_of_a_dead_daemon_is_found_and_removed_with_its_folder_or_without()
         burgeon.kill_daemon();
         let folders = burgeon.state().join("mounts");
         if !folder_is_there {
-            // While it is mounted it is somebody's, whoever has lost its folder.
+            // A mounted device is in use, even if its folder is lost.
             fs::remove_dir_all(&folders).unwrap();
             burgeon.ok(&["doctor", "--repair"]);
             assert_ne!(ublk_devices(), before);

@@ -60,7 +60,7 @@ fn settle() {
     udevadm(&["settle", "--timeout=600"]);
 }
 
-/// What udev knows of the device.
+/// The device's properties in the database of udev.
 fn properties(device: &str) -> String {
     udevadm(&["info", "--query=property", &format!("--name=/dev/{device}")])
 }

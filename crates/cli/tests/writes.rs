@@ -229,7 +229,7 @@ fn a_step_that_was_not_taken_to_its_end_is_taken_by_the_next_mount() {
     drop(large);
     write_synced(&at.join("after"), b"still writable");
     burgeon.umount(mounted);
-    // The file has grown, btrfs does not know: whoever grew it was killed.
+    // The file has grown and btrfs does not know it: the process that grew it was killed.
     let file = File::options().write(true).open(burgeon.state().join("writes/w/sprout")).unwrap();
     let len = file.metadata().unwrap().len();
     fallocate(&file, FallocateFlags::empty(), len, 512 << 20).unwrap();
@@ -290,13 +290,13 @@ fn named_writes_are_mounted_again_on_a_disk_without_a_free_byte() {
         assert_eq!(fs::read(at.join("before")).unwrap(), b"synced");
         write_synced(&at.join(format!("round-{round}")), b"also");
         burgeon.umount(mounted);
-        // Whatever has come free meanwhile is somebody else's.
+        // Space that has come free meanwhile is taken by somebody else.
         fill(&hog, 4096);
         if round == 1 {
             burgeon.ok(&["shutdown"]);
         }
     }
-    // What needs more than is kept in reserve says what to do.
+    // A mount that needs more than the reserve names the remedy.
     burgeon.fails(&["mount", "sample", text(&at), "--read-only"], 6, "burgeon gc");
     drop(hog);
     fs::remove_file(disk.path().join("hog")).unwrap();

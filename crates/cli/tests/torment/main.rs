@@ -42,7 +42,7 @@ fn variable<T: FromStr>(name: &str) -> Option<T> {
     env::var(name).ok()?.parse().ok()
 }
 
-/// Says it past the capture of the test harness: whoever sees a log of passed tests can repeat the run.
+/// Prints past the capture of the test harness: the log of a passed test, too, is enough to repeat the run.
 fn say(words: &str) {
     let _ = writeln!(stderr(), "{words}");
 }

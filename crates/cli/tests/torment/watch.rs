@@ -56,7 +56,7 @@ fn tasks(process: u32) -> Vec<PathBuf> {
     tasks.map(|task| task.path()).collect()
 }
 
-/// Which wait a thread is in: how often it was scheduled, and since when that has not changed.
+/// Waits by thread: the number of times that it was scheduled, and since when that has not changed.
 type Waits = HashMap<PathBuf, (String, Instant)>;
 
 fn look(ledger: &Ledger, waits: &mut Waits, tasks: impl Iterator<Item = PathBuf>) -> Duration {

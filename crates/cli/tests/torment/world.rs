@@ -1,4 +1,4 @@
-//! What is tormented: a store behind a spoilt network, a daemon on a small disk, three mounts; and the
+//! The tormented system: a store behind a spoilt network, a daemon on a small disk, three mounts; and the
 //! ledger of all that happened.
 
 use std::{
@@ -132,7 +132,7 @@ pub(crate) struct Place {
     pub(crate) options: &'static [&'static str],
     pub(crate) pattern: Pattern,
     pub(crate) writable: bool,
-    /// The load holds it for reading during each operation, whoever unmounts for writing. Counts mounts.
+    /// The load holds it for reading during each operation, an umount for writing. Counts mounts.
     pub(crate) gate: RwLock<u64>,
     pub(crate) excuse: Excuse,
     /// When the newest read that was right began, in microseconds of the ledger's clock.
@@ -276,7 +276,7 @@ impl World {
         good
     }
 
-    /// What lies on the disk of the state directory, for an error that names it as full.
+    /// Contents of the state directory's disk, for an error that names it as full.
     fn disk_usage(&self) -> String {
         let said = |program: &str, options: &[&str]| {
             let output = Command::new(program).args(options).arg(self.disk.path()).output();
