@@ -86,8 +86,7 @@ impl Reach {
     }
 }
 
-/// What a server reads of the kernel: its features, also of modules that are loaded later, and its
-/// CPUs.
+/// Kernel files that a server reads: features, also of modules that are loaded later, and CPUs.
 const KERNEL_FILES: [&str; 3] =
     ["/proc/sys/kernel/io_uring_disabled", "/sys/module", "/sys/devices/system/cpu"];
 

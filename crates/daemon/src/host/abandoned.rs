@@ -34,7 +34,7 @@ use super::mountinfo::{self, MountInfo};
 /// `st_dev` of file systems.
 type Devices = BTreeSet<(u32, u32)>;
 
-/// What the last look at a namespace found mounted there alone.
+/// File systems that the last look found mounted in this namespace alone.
 #[derive(Default)]
 pub(crate) struct Abandoned(Devices);
 

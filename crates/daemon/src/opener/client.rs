@@ -22,7 +22,7 @@ use super::{
 /// Requests that wait for the opener at a time.
 pub(super) const AT_ONCE: usize = 32;
 
-/// Time limit of a request, for whoever has no earlier one: a read's own deadline is 30 s, and a
+/// Time limit of a request, for callers without an earlier one: a read's own deadline is 30 s, and a
 /// try of it takes at most 10 s.
 const PATIENCE: Duration = Duration::from_secs(10);
 

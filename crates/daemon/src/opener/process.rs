@@ -94,7 +94,7 @@ struct Workers {
     has_ended: bool,
 }
 
-/// What a thread does after a change of [`Workers`].
+/// Next step of a thread after a change of [`Workers`].
 enum Next {
     GoOn,
     AddOne,
