@@ -65,7 +65,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             reads_a_second(servers, &options, threads, length)
         };
         let mut pair = [0.0; 2];
-        // Who comes first changes.
+        // The order alternates.
         for which in [round % 2, 1 - round % 2] {
             pair[which] = match which {
                 0 => measure(1, threads)?,

@@ -1,5 +1,5 @@
-//! What a virtual area costs a mount, by its size (time to mount with a new sprout, and kernel memory in
-//! slabs), how fast files are cloned from it by several threads, and random reads of a clone from a small
+//! Costs of a mount's virtual area, by its size (time to mount with a new sprout, and kernel memory in
+//! slabs), the speed of clones from it by several threads, and random reads of a clone from a small
 //! and a large area. Needs root.
 //!
 //! `cargo run --release -p burgeon-frontend --example virtual_area [CLONES [ROUNDS]]`
@@ -87,7 +87,7 @@ fn main() {
     }
 }
 
-/// What a mount took.
+/// Costs of a mount.
 #[derive(Clone, Copy)]
 struct Costs {
     ms: i64,
@@ -120,7 +120,7 @@ impl Mounted {
             virtual_extent_max,
             ..options
         });
-        // What lies in the page cache as dirty would be written out during the mount.
+        // Dirty pages would be written out during the mount.
         File::open(folder.path().join("metadata")).unwrap().sync_all().unwrap();
         let runtime = runtime();
         let slots = Arc::new(Slots::create().unwrap());
@@ -220,7 +220,7 @@ impl Drop for Mounted {
     }
 }
 
-/// What this thread has run so far.
+/// CPU time of this thread so far.
 fn cpu_ms() -> i64 {
     let text = fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     let nanoseconds: i64 = text.split_whitespace().next().unwrap().parse().unwrap();

@@ -185,7 +185,7 @@ impl Btrfs {
     }
 
     /// Adds an empty writable device to a mounted seed: it sprouts. Still read-only until
-    /// [`Btrfs::make_writable`]. Whatever was on the device is lost.
+    /// [`Btrfs::make_writable`]. The device's earlier content is lost.
     pub fn add_device(&self, device: &Path) -> Result<()> {
         name_ioctl(self.open_root()?, ADD_DEV, device).map_err(|cause| {
             let hint = match cause.raw_os_error() {
@@ -266,7 +266,7 @@ impl Btrfs {
     /// Gives the mount attributes of its own, before anybody can reach it: those of `attributes`, and
     /// no other. The file system and its other mounts keep theirs.
     pub fn set_attributes(&self, attributes: MountAttrFlags) -> Result<()> {
-        // How access times are kept is one field of several bits: it is replaced as a whole.
+        // The mode of access times is one field of several bits: it is replaced as a whole.
         let request = libc::mount_attr {
             attr_set: attributes.bits().into(),
             attr_clr: MountAttrFlags::MOUNT_ATTR__ATIME.bits().into(),

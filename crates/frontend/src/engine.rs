@@ -114,8 +114,8 @@ pub(crate) trait Call: Sized {
     /// The same request, owned by a task.
     type Parked: Parked;
 
-    /// Where a read's bytes go: `len` bytes, aligned to 4 KiB. The same ones each time. The error
-    /// is an errno.
+    /// Buffer for a read's bytes: `len` of them, aligned to 4 KiB, the same ones at each call. The
+    /// error is an errno.
     fn buffer(&mut self, len: usize) -> Result<&mut [u8], i32>;
 
     /// Reads `load`'s place of `file` into [`Load::part`] of the buffer: at once, or later, and
@@ -194,12 +194,12 @@ pub(crate) struct Load {
 }
 
 impl Load {
-    /// Where in the file.
+    /// Range in the file.
     pub(crate) fn range(&self) -> ByteRange {
         self.from.range
     }
 
-    /// Which part of the buffer it fills.
+    /// The part of the buffer that it fills.
     pub(crate) fn part(&self) -> Range<usize> {
         self.read.done..self.read.done + self.from.range.len() as usize
     }

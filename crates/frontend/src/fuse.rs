@@ -37,7 +37,7 @@ const FLAG_HAS_RESEND: u64 = 1 << 39;
 const FOPEN_DIRECT_IO: u32 = 1 << 0;
 /// Closing the file asks nothing: it works while no server runs.
 const FOPEN_NOFLUSH: u32 = 1 << 5;
-/// How long the kernel may trust the attributes: they never change.
+/// Validity of the attributes in the kernel: they never change.
 const ATTRIBUTES_VALID_S: u64 = 1 << 32;
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]

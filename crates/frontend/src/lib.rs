@@ -1,5 +1,5 @@
-//! How the kernel reaches a [`BlockDevice`](burgeon_block::BlockDevice), and how btrfs is mounted
-//! on what it then sees. Everything by system call; no external program.
+//! Presents a [`BlockDevice`](burgeon_block::BlockDevice) to the kernel, and mounts btrfs on it.
+//! Everything by system call; no external program.
 //!
 //! ```text
 //!   btrfs (btrfs_mount: scan, mount, sprout, all on detached mounts)

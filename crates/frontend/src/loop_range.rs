@@ -79,7 +79,7 @@ fn unused() -> Result<Vec<u32>> {
     Ok(of_the_range.filter(|number| !folder(*number).join("loop").exists()).collect())
 }
 
-/// Where `/dev` is a plain directory, nobody else removes the node that was made for the number.
+/// Removes the number's node: nobody else does so if `/dev` is a plain directory.
 fn remove_node(number: u32) {
     if exists(number) {
         return;

@@ -86,10 +86,10 @@ struct LoopConfig {
     reserved: [u64; 8],
 }
 
-/// How to set up a loop device.
+/// Options of a loop device.
 #[derive(Clone, Copy, Debug)]
 pub struct LoopOptions<'a> {
-    /// What `losetup` and [`LoopDevice::names`] show; 63 bytes at most are kept.
+    /// Name that `losetup` and [`LoopDevice::names`] show; at most 63 bytes are kept.
     pub name: &'a str,
     /// Refuse writes. Needed when the file was opened read-only.
     pub read_only: bool,

@@ -43,7 +43,7 @@ fn set_nodatasum(file: &File, on: bool) -> Result<()> {
         let mut flags = ioctl_getflags(file)?;
         flags.set(IFlags::NOCOW, on);
         ioctl_setflags(file, flags)?;
-        // Where the file is not empty, btrfs says nothing.
+        // If the file is not empty, btrfs ignores the change without an error.
         match ioctl_getflags(file)?.contains(IFlags::NOCOW) == on {
             true => Ok(()),
             false => Err(Errno::OPNOTSUPP),

@@ -11,11 +11,11 @@
 //!   a successor first answers the requests in the slots, the same two ways
 //! ```
 //!
-//! Where the connection has them, requests come over rings instead (`rings.rs`).
+//! If the connection has rings, requests come over them instead (`rings.rs`).
 //!
 //! A slot holds the head of a request. The bytes of a WRITE do not fit, so a server that is killed
-//! loses them: its successor has the kernel send all unanswered requests again (Linux 6.9), and
-//! where it cannot, such a write fails with EIO.
+//! loses them: its successor has the kernel send all unanswered requests again (Linux 6.9). On older
+//! kernels such a write fails with EIO.
 //!
 //! Limits: a request needs a slot, and waits for one ([`SLOT_COUNT`]).
 //!
@@ -62,10 +62,10 @@ const REPLAYS_MAX: u32 = 32;
 /// Reads of `/dev/fuse` that may fail in a row for no known reason, 1 ms apart.
 const READ_FAILURES_MAX: u32 = 1000;
 
-/// How to serve one file.
+/// Options for serving one file.
 #[derive(Clone)]
 pub struct ServeOptions {
-    /// Where misses run.
+    /// Runtime for misses.
     pub runtime: Handle,
     /// Reader threads while requests come: each serves one hit at a time and has a buffer of 256 KiB.
     /// An idle file has one, without a buffer.
@@ -202,7 +202,7 @@ struct Worker<D, A> {
     engine: Arc<Engine<D, A>>,
 }
 
-/// Which reader thread it is.
+/// Role of a reader thread.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
     /// The permanent one.
@@ -215,7 +215,7 @@ struct Reader {
     role: Role,
     /// `None` until its first read, and while the mount is idle.
     buffer: Option<Pages>,
-    /// Where the kernel writes the part of a request that does not fit into its slot.
+    /// Buffer for the part of a request that does not fit into its slot.
     tail: Vec<u8>,
     /// Of a helper: it has had a request.
     has_worked: bool,

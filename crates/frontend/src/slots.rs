@@ -176,12 +176,12 @@ impl Slots {
         unsafe { self.map.byte_add(COUNTERS_OFFSET).cast().as_ref() }
     }
 
-    /// How many requests can be in work at once.
+    /// Number of requests that can be in work at once.
     pub fn slot_count(&self) -> usize {
         SLOT_COUNT as usize
     }
 
-    /// How many slots hold a request that may be unanswered.
+    /// Number of slots that hold a request that may be unanswered.
     pub fn unanswered(&self) -> usize {
         (0..SLOT_COUNT).filter(|slot| self.is_unanswered(*slot)).count()
     }
@@ -207,7 +207,7 @@ impl Slots {
         (0..SLOT_COUNT).for_each(|slot| self.clear(slot));
     }
 
-    /// Where the kernel is to write a request: [`REQUEST_LEN`] bytes, valid while `self` lives.
+    /// Buffer for the kernel to write a request to: [`REQUEST_LEN`] bytes, valid while `self` lives.
     pub(crate) fn request_pointer(&self, slot: u32) -> *mut u8 {
         // SAFETY: within the mapping, as `slot()` checks.
         unsafe { self.slot(slot).add(REQUEST_OFFSET).as_ptr() }
@@ -261,7 +261,7 @@ impl Drop for Slots {
 mod tests {
     use super::*;
 
-    /// What the kernel's copy of a request does to a slot.
+    /// Does to a slot as the kernel does when it copies a request.
     fn put(slots: &Slots, slot: u32, bytes: &[u8]) {
         // SAFETY: shorter than a slot's request.
         unsafe {

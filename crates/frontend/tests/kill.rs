@@ -1,7 +1,7 @@
 //! kill -9 of the serving process costs no I/O error and no wrong byte: the supervisor (this
 //! process) keeps `/dev/fuse` and the slots, a successor answers what it finds. Without
-//! FUSE_NOTIFY_RESEND, so on every kernel. What a write brings is not in the slots: Linux 6.9 sends
-//! it again, and on older kernels the write fails. Needs root.
+//! FUSE_NOTIFY_RESEND, so on every kernel. The bytes of a write are not in the slots: Linux 6.9
+//! sends them again, and on older kernels the write fails. Needs root.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,5 +1,5 @@
 //! kill -9 of the process that serves a ublk device costs no I/O error and no wrong byte: the
-//! driver keeps its requests, those in flight among them, for whoever serves the device next.
+//! driver keeps its requests, those in flight among them, for the next server of the device.
 //! Needs root and `ublk_drv`, so the lab runs it on Linux 6.12.
 
 #![allow(clippy::unwrap_used)]

@@ -16,7 +16,7 @@ use std::{
 
 use tokio::sync::watch;
 
-/// How long cancelled tasks may take to notice.
+/// Limit for cancelled tasks to end.
 const CANCEL_MAX: Duration = Duration::from_secs(10);
 
 /// Why a server ended.

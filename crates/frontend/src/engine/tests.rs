@@ -166,7 +166,7 @@ enum Sent {
     Left,
 }
 
-/// How a transport reads local files, and whether its requests have memory of their own.
+/// A transport's way of reading local files, and of giving memory to its requests.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 struct Ways {
     later: bool,
@@ -261,7 +261,7 @@ impl Drop for LineParked {
     }
 }
 
-/// An engine with its device, a transport, and what it has sent.
+/// An engine with its device, a transport, and the answers that it has sent.
 struct Rig<A = Writable> {
     device: Arc<Fake>,
     engine: Arc<Engine<Fake, A>>,

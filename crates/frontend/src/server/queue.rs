@@ -109,7 +109,7 @@ impl RingEntry {
         request
     }
 
-    /// Where the answer's bytes go: [`LEN_MAX`] of them, aligned to 4 KiB.
+    /// Buffer for the answer's bytes: [`LEN_MAX`] of them, aligned to 4 KiB.
     pub(super) fn payload(&mut self) -> &mut [u8] {
         let start = self.part(PAYLOAD_OFFSET..ENTRY_LEN);
         // SAFETY: within the mapping and initialised (zeros at first); only this borrow of the

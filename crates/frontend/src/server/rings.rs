@@ -328,7 +328,7 @@ impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
     }
 }
 
-/// How many queues the kernel wants: one for each CPU that there might ever be.
+/// Number of queues that the kernel wants: one for each CPU that there might ever be.
 fn possible_cpus() -> io::Result<u16> {
     let list = fs::read_to_string("/sys/devices/system/cpu/possible")?;
     parse_cpus(&list).ok_or_else(|| io::Error::other(format!("{list:?} is no list of CPUs")))

@@ -26,13 +26,13 @@ const QUEUE_DEPTH: u16 = 64;
 const ERASE_MAX: u64 = 1 << 30;
 /// Each queue is a thread with a buffer of 256 KiB; more do not make one reader faster.
 const QUEUES_MAX: usize = 4;
-/// How long a command may take. Starting a device reads its first blocks, perhaps from a source.
+/// Limit for a command. Starting a device reads its first blocks, perhaps from a source.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the kernel may take to close what a killed server had open.
+/// Limit for the kernel to close the files of a killed server.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long device nodes may take to appear; devtmpfs makes them at once.
+/// Limit for device nodes to appear; devtmpfs makes them at once.
 const NODE_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a device may take to go after it was told to.
+/// Limit for a device to disappear after its deletion.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(10);
 
 const NEEDED: u64 =

@@ -1,4 +1,4 @@
-//! Where tasks leave the results of misses for a queue's thread.
+//! Mailbox in which tasks leave the results of misses for a queue's thread.
 //!
 //! ```text
 //!   task: result of its tag ─► bit of its tag ─► eventfd, if it is the word's first bit

@@ -40,14 +40,14 @@ struct Ring {
     number: u16,
     ring: IoUring,
     descriptors: Descriptors,
-    /// Where hits are answered from.
+    /// Buffer of hits.
     buffer: Pages,
-    /// More of them, for reads of local files; at most [`LOADS_MAX`] with those in use.
+    /// Buffers for reads of local files; at most [`LOADS_MAX`] with those in use.
     spare: Vec<Pages>,
-    /// By tag: what is being read from a local file, and where to.
+    /// By tag: its read of a local file that is under way, and the buffer.
     loads: Vec<Option<(Load, Pages)>>,
     loading: usize,
-    /// Where the read of the mailbox's eventfd puts its count.
+    /// Buffer for the count that the mailbox's eventfd is read into.
     wakes: Box<u64>,
     /// Tags whose fetch command is in the kernel.
     fetching: u16,

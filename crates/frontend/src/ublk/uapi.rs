@@ -140,13 +140,13 @@ pub(super) const OP_FUA: u32 = 1 << 13;
 pub(super) const OP_NO_UNMAP: u32 = 1 << 15;
 pub(super) const SECTOR_SHIFT: u32 = 9;
 
-/// Where in `/dev/ublkcN` a queue's descriptors are to be mapped.
+/// Offset in `/dev/ublkcN` at which a queue's descriptors are mapped.
 pub(super) const fn descriptors_offset(queue: u16) -> u64 {
     const DEPTH_MAX: u64 = 4096;
     queue as u64 * DEPTH_MAX * size_of::<Descriptor>() as u64
 }
 
-/// Where in `/dev/ublkcN` the bytes of a request lie.
+/// Offset in `/dev/ublkcN` of a request's bytes.
 pub(super) const fn data_offset(queue: u16, tag: u16) -> u64 {
     const BASE: u64 = 0x8000_0000;
     BASE + ((queue as u64) << 41 | (tag as u64) << 25)
