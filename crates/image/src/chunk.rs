@@ -2,7 +2,7 @@ use burgeon_block::{ByteRange, Digest, Result};
 
 use crate::{CHUNK_MAX, corrupt};
 
-/// How a chunk is stored.
+/// Encoding of a stored chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(u8)]
 pub enum Codec {

@@ -18,7 +18,7 @@ pub struct MapLine {
     pub object: u32,
     /// Range of the chunk in the object.
     pub stored: ByteRange,
-    /// How it is stored.
+    /// Its encoding.
     pub codec: Codec,
 }
 

@@ -104,7 +104,7 @@ struct RawChunk {
     reusable: bool,
 }
 
-/// How a chunk is stored.
+/// Storage of a chunk.
 enum Stored {
     New(Codec, Vec<u8>),
     /// In a pack of an earlier image: index into [`Known`]'s chunks.
