@@ -98,7 +98,7 @@ impl Recording {
     }
 
     /// The number of places, and the bytes that they take in memory. A vector that grows takes
-    /// twice what it holds.
+    /// twice its content.
     pub(crate) fn held(&self) -> (u64, u64) {
         let places = self.places.len() as u64;
         (places, places * 2 * size_of::<Place>() as u64 + self.windows)
