@@ -122,7 +122,7 @@ pub struct FoundImage {
     pub image: ImageRecord,
     /// Report of the build, if the image was not in the store.
     pub report: Option<Report>,
-    /// How it was made.
+    /// Origin of its data in the store.
     pub how: How,
     /// Digests of indexes among the image's referrers that are not trusted, so not used.
     pub unused: Vec<String>,
@@ -134,7 +134,7 @@ pub struct FoundImage {
     pub tag_digest: Option<String>,
 }
 
-/// How an image was made in a store.
+/// Origin of an image's data in a store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum How {
     /// It was built, with chunks of its own.
