@@ -1,4 +1,4 @@
-//! What a process between the server and the network would cost a miss:
+//! Cost that a process between the server and the network would add to a miss:
 //!
 //! ```text
 //! cargo run --release -p burgeon-sandbox --example hop -- [rounds]

@@ -118,7 +118,7 @@ impl Sandbox {
         self
     }
 
-    /// Allows reading every file of the host, whoever owns it.
+    /// Allows reading every file of the host, of any owner.
     pub fn read_everything(mut self) -> Self {
         self.keeps |= CapabilitySet::DAC_READ_SEARCH;
         self.files.push((PathBuf::from("/"), Access::Read));
