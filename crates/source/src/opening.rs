@@ -1,4 +1,4 @@
-//! How a process opens files of this host: itself, or by another process that may.
+//! Opens files of this host: in this process, or in another one that may.
 //!
 //! ```text
 //!   Reference, Directory, layers ──► opened ─┬─ no opener ─► here
@@ -26,7 +26,7 @@ use crate::{
     blocking, waiting,
 };
 
-/// How a file is opened; always for reading.
+/// Manner of opening a file; always for reading.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Manner {
     /// A file of a store, through the page cache.

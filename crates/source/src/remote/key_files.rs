@@ -94,7 +94,7 @@ fn renew() {
         let lock = || COPIES.get().map(|all| all.lock().unwrap_or_else(PoisonError::into_inner));
         let paths: Vec<_> = lock().iter().flat_map(|all| all.keys().cloned()).collect();
         for path in paths {
-            // Without the lock: it may take long. What cannot be read stays as it was.
+            // Without the lock: it may take long. An unreadable file leaves its copy as it is.
             let Ok(bytes) = read(&path) else { continue };
             if let Some(copy) = lock().as_ref().and_then(|all| all.get(&path)) {
                 let _ = write(copy, &bytes);
