@@ -1,4 +1,4 @@
-//! What a hit costs: `cargo run --release -p burgeon-volume --example hit_path [BLOCKS]`.
+//! Cost of a hit: `cargo run --release -p burgeon-volume --example hit_path [BLOCKS]`.
 //!
 //! Reads one materialised image again and again, 4 KiB at a time at pseudo-random places, and
 //! prints nanoseconds and allocations a hit: once over a cache in memory (our own work: presence,

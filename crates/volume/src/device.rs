@@ -264,7 +264,7 @@ where
 }
 
 impl<S, F> Area<S, F> {
-    /// Where `piece` of the device lies in the area.
+    /// Range of `piece` of the device in the area.
     fn offsets(&self, piece: ByteRange) -> ByteRange {
         let start = piece.start() - self.range.start();
         // It lies inside, so its end does not overflow.

@@ -28,15 +28,14 @@ const BACKGROUND_FETCHES: usize = FETCHES_MAX / 4 * 3;
 /// Threads that write the cache file. Direct writes of 256 KiB: four keep an SSD busy.
 const WRITE_THREADS: usize = 4;
 
-/// How long fill waits for readers to be served before it takes one more chunk all the same, so
-/// that a busy volume fills, too: one chunk (256 KiB) a second.
+/// Limit of fill's wait for readers to be served. Then it takes one more chunk all the same, so that a
+/// busy volume fills, too: one chunk (256 KiB) a second.
 const FILL_YIELD: Duration = Duration::from_secs(1);
 
-/// How long a read waits for an unavailable source, its wait for a permit included, before it is
-/// `EIO`. Below the 120 s after which Linux logs a hung task, above a store's restart.
+/// Limit of a read's wait for an unavailable source and for a permit, after which it is `EIO`. Below the 120 s after which Linux logs a hung task, above a store's restart.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// How long one try may take: a third of the deadline, so that a stalled connection is given up
+/// Limit of one try: a third of the deadline, so that a stalled connection is given up
 /// early enough for two more tries.
 const TRY_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -45,7 +44,7 @@ const TRY_TIMEOUT: Duration = Duration::from_secs(10);
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
 
-/// How long a chunk that was given up is `EIO` at once: the kernel asks a second time for a page
+/// Time in which a chunk that was given up is `EIO` at once: the kernel asks a second time for a page
 /// whose read-ahead failed, within milliseconds.
 const GIVEN_UP_FOR: Duration = Duration::from_secs(1);
 
@@ -84,7 +83,7 @@ pub struct Limits {
     pub backoff_min: Duration,
     /// Longest pause between tries.
     pub backoff_max: Duration,
-    /// How long a chunk that was given up fails at once.
+    /// Time in which a chunk that was given up fails at once.
     pub given_up_for: Duration,
     /// The image's name in events of the log.
     pub image: Arc<str>,

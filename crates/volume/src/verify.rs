@@ -26,7 +26,7 @@ pub(crate) enum Mismatch {
     NotRecorded,
 }
 
-/// Where the checksums of an image's blocks are.
+/// Place of the checksums of an image's blocks.
 pub(crate) enum Checksums<F> {
     /// In its address map.
     OfMap {

@@ -157,7 +157,7 @@ where
         &self.map
     }
 
-    /// Where it fetches from.
+    /// Source of its bytes.
     pub fn source(&self) -> &S {
         &self.source
     }
@@ -194,7 +194,7 @@ where
         self.residency.sync()
     }
 
-    /// Answers from what is local: verified bytes, or [`Now::Absent`]. No allocation, no wait
+    /// Answers from local data: verified bytes, or [`Now::Absent`]. No allocation, no wait
     /// but for the cache file. `range` is whole blocks of [`AddressMap::data_range`], `buf` as
     /// long as it and aligned to 4 KiB; anything else is `Invalid`.
     pub fn try_read(&self, range: ByteRange, buf: &mut [u8], counters: &Counters) -> Result<Now> {
@@ -287,7 +287,7 @@ where
         self.any_through && chunk.codec == Codec::Raw && self.through[chunk.object as usize]
     }
 
-    /// Where `range` begins in the image's data.
+    /// Offset of `range` in the image's data.
     pub(crate) fn offset(&self, range: ByteRange) -> u64 {
         range.start() - self.start
     }

@@ -320,7 +320,7 @@ async fn a_map_with_a_wrong_checksum_makes_no_error_of_a_file_that_is_read_in_pl
         setup.read(setup.blocks(2, 1)).await.unwrap();
     }
     assert!(setup.volume.status().is_map_damaged);
-    // Which of the two is wrong is known when the whole chunk has come: one answer more a read.
+    // Only the whole chunk shows which of the two is wrong: one answer more a read.
     assert_eq!((setup.source.reads(), setup.counters.source_corrupt_chunks.get()), (4, 2));
     setup.read(all(&setup)).await.unwrap();
     // Bytes that are wrong stay an error.

@@ -218,7 +218,7 @@ where
         &self.engine.unclaimed
     }
 
-    /// Answers from what is local. `range` is whole blocks of the area; without `may_fetch` bytes
+    /// Answers from local bytes. `range` is whole blocks of the area; without `may_fetch` bytes
     /// that would have to be computed are `Absent`, too. `Unmapped` where nothing is mapped.
     pub fn try_read(
         &self,
@@ -409,7 +409,7 @@ fn source_range(offset: u64, len: u64) -> Result<ByteRange> {
     })
 }
 
-/// Where `len` bytes from `offset` of an image's data lie in its lazy address space.
+/// Range of `len` bytes from `offset` of an image's data in its lazy address space.
 fn lazy_range(offset: u64, len: u64) -> Result<ByteRange> {
     source_range(offset.saturating_add(DATA_START), len)
 }

@@ -1,4 +1,4 @@
-//! How much a profile prefetch has in flight: as much as the path takes, and no more.
+//! Bytes in flight of a profile prefetch: as many as the path takes, and no more.
 //!
 //! ```text
 //!   bytes in flight ──► doubled each round while that makes it quicker ──► then 1.5 × rate × latency

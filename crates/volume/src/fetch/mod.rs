@@ -59,7 +59,7 @@ pub(crate) struct FetchEngine {
     limits: Limits,
 }
 
-/// How a wish for a key can be met.
+/// Result of joining or starting the fetch of a key.
 pub(crate) enum Joined<P = Infallible> {
     /// Its bytes are resident, here.
     Resident(P),

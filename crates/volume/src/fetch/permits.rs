@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The process's permits bound its memory, however many images are busy; the volume's keep one
-//! image whose store is away from taking all of them. Invariant: whoever waits for a permit of
+//! image whose store is away from taking all of them. Invariant: a fetch that waits for a permit of
 //! the process holds one of a volume and no other, and a fetch that has both needs no further
 //! permit to end. So permits always come free (`tests/interleavings.rs`).
 

@@ -31,7 +31,7 @@ pub(crate) trait Question: Send {
     /// The bytes that are asked for, named for an error.
     fn name(&self) -> String;
 
-    /// What is asked for, if it is a range of one object, for the log.
+    /// The requested range, for the log, if it is a range of one object.
     fn asked(&self) -> Option<(&ObjectId, ByteRange)> {
         None
     }
@@ -56,7 +56,7 @@ pub(crate) trait Question: Send {
 
 impl FetchEngine {
     /// The verified answer to `question`, which is asked as often as the policy allows, until
-    /// `deadline`. What that takes is added to `cost`.
+    /// `deadline`. The time and bytes are added to `cost`.
     pub(crate) async fn ask<Q: Question>(
         &self,
         question: &mut Q,
@@ -195,7 +195,7 @@ mod tests {
     use super::{Cost, FetchEngine, Question};
     use crate::Limits;
 
-    /// How a try ends.
+    /// End of a try.
     #[derive(Clone, Copy)]
     enum End {
         Good,

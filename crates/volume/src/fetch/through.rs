@@ -59,8 +59,8 @@ where
     }
 }
 
-/// Where the bytes of `piece` of a chunk stored raw lie in its object; shorter than `piece` where
-/// the padding of the last block is not stored, `None` where nothing is.
+/// Range of `piece` of a raw chunk in the chunk's object; shorter than `piece` if the padding of the
+/// last block is not stored, `None` if none of it is.
 fn stored_piece(chunk: &Chunk, piece: ByteRange) -> Option<ByteRange> {
     let start = chunk.stored.start() + (piece.start() - chunk.range.start());
     ByteRange::at(start, piece.len())?.intersect(chunk.stored)
@@ -72,7 +72,7 @@ struct Piece<'a, S, F> {
     index: u32,
     piece: ByteRange,
     object: &'a ObjectId,
-    /// What is asked for.
+    /// The requested range.
     range: ByteRange,
     /// That is the whole chunk.
     whole: bool,

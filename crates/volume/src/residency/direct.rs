@@ -16,7 +16,7 @@ use rustix::{
 /// No symlink is followed, and a FIFO is not waited for.
 const CAREFUL: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK);
 
-/// How a [`DirectFile`] reaches its bytes.
+/// Access of a [`DirectFile`] to its bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Access {
     /// Past the page cache: no second copy in memory, no writeback to wait for.

@@ -37,7 +37,7 @@ pub use self::{
 use self::{gate::Gate, presence::Presence};
 use crate::Limits;
 
-/// Where resident bytes were found. It may be stale by the time it is read: verify what it gives.
+/// Place of resident bytes. It may be stale by the time it is read: verify the bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     offset: u64,

@@ -56,7 +56,7 @@ impl Presence {
         }
     }
 
-    /// How many blocks are present. Wraps for a moment when a set and a clear of one block cross;
+    /// Number of present blocks. Wraps for a moment when a set and a clear of one block cross;
     /// never stays wrong.
     pub(crate) fn count(&self) -> u64 {
         let count = self.count.load(Ordering::Relaxed);
