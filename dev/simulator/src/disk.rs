@@ -220,7 +220,7 @@ impl State {
 /// A file of a [`Disk`], as the volume sees it.
 pub struct SimFile {
     disk: Disk,
-    /// Where it begins.
+    /// Its first byte on the disk.
     base: usize,
 }
 

@@ -228,7 +228,7 @@ struct Run {
     rng: Rng,
     machine: Arc<Mutex<Machine>>,
     known: Vec<Known>,
-    /// What the power failed in: there or not, and if it is, then whole.
+    /// Mapping that was being added when the power failed: there as a whole, or not at all.
     attempted: Option<Mapping>,
     rotten: bool,
     mapped: u64,

@@ -8,7 +8,7 @@ use testkit::Rng;
 /// An image small enough to know by heart: its map, every byte of it, and the objects that a
 /// sound source serves.
 pub struct Model {
-    /// What the volume answers by.
+    /// The volume's address map.
     pub map: Arc<AddressMap>,
     /// The bytes from `DATA_START` on.
     pub bytes: Vec<u8>,

@@ -171,7 +171,7 @@ impl Run {
     async fn change_mood(&mut self, world: &mut World) -> Result<(), String> {
         let mood =
             *self.rng.pick(&[Mood::Calm, Mood::Flaky, Mood::Flaky, Mood::Hostile, Mood::Dead]);
-        // Who began under a hostile source may still fail: let them end first.
+        // Reads that began under a hostile source may still fail: let them end first.
         if matches!(world.source.mood(), Mood::Hostile | Mood::Dead) {
             world.settle().await?;
             // Abandoned fetches fail at once for a while.

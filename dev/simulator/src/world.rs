@@ -184,7 +184,7 @@ impl World {
         Ok(())
     }
 
-    /// The faults stop. Whatever has happened in this life, every byte can now be read; unless the
+    /// The faults stop. After any events in this life, every byte can now be read; unless the
     /// cache's file has failed, all of it can be filled, and is then served without the source.
     pub(crate) async fn prove(&mut self) -> Result<(), String> {
         // First of all the power: it must not fail any more while the rest settles.
