@@ -48,8 +48,8 @@ pub fn ublk_expected() -> bool {
     }
 }
 
-/// How often to repeat something, or how large to make it: `here`, or `emulated` on the machines of
-/// the lab, which are many times slower. What is shown must be the same.
+/// A number of repetitions, or a size: `here`, or `emulated` on the machines of the lab, which are many
+/// times slower. The test must show the same with both.
 pub fn scaled<T>(here: T, emulated: T) -> T {
     match std::env::var_os("LAB_KERNEL") {
         None => here,
@@ -92,8 +92,8 @@ pub fn kill(id: u32) {
     }
 }
 
-/// How long to wait for what must come: on a busy machine everything takes many times as long,
-/// and a test that passes never waits so long. No figure of Burgeon's hangs on it.
+/// Limit for an event that must come: on a busy machine everything takes many times as long, and a test
+/// that passes never waits so long. No figure of Burgeon depends on it.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Waits until `condition` holds, at most `limit`; says whether it does.

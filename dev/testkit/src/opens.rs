@@ -1,4 +1,4 @@
-//! Stops whoever opens a directory, until the test lets it go on: a race that always goes one way.
+//! Stops a process that opens a directory, until the test lets it go on: a race with a fixed outcome.
 
 use std::{
     ffi::CString,

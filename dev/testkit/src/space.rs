@@ -161,7 +161,7 @@ pub fn bind_mount(from: &Path, at: &Path) -> Mounted {
 pub struct Mounted(pub(crate) PathBuf);
 
 impl Mounted {
-    /// What commands that the test starts itself mount on `at`.
+    /// Takes charge of a mount on `at` that commands of the test make by themselves.
     pub fn at(at: &Path) -> Self {
         Self(at.to_path_buf())
     }

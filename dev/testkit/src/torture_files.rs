@@ -95,7 +95,7 @@ impl Torture {
             for place in *places {
                 file.write_all_at(&self.rng.bytes(4096), *place)?;
             }
-            // Delayed allocation may report what is not yet written as data or hole by mood.
+            // Delayed allocation may report unwritten data as data or as a hole.
             file.sync_all()?;
             self.stamp(&path)?;
         }

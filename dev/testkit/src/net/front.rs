@@ -32,7 +32,7 @@ impl Front {
                 }
                 let Ok(client) = client else { continue };
                 let serve = Arc::clone(&serve);
-                // Whatever breaks here, the client sees a broken connection.
+                // After any error here, the client sees a broken connection.
                 thread::spawn(move || drop(serve(client, address)));
             }
         });

@@ -5,8 +5,8 @@
 //!          ◄── half of the latency ◄── one after another ◄──          bytes: a round trip more
 //! ```
 //!
-//! The kernel for development has no netem. What passes is not looked at, so connections are kept
-//! and used again as between any two hosts. TCP's slow start is not imitated.
+//! The kernel for development has no netem. The bytes are not parsed, so connections are kept and
+//! used again as between any two hosts. TCP's slow start is not imitated.
 
 use std::{
     io::{self, Read, Write},
@@ -31,7 +31,7 @@ struct Shared {
     server: SocketAddr,
     latency: Duration,
     bytes_per_second: u64,
-    /// When the link has sent what it has been given.
+    /// Time when the link has sent all bytes that it was given.
     free: Mutex<Instant>,
     bytes: AtomicU64,
     requests: AtomicU64,
@@ -64,7 +64,7 @@ impl Link {
                 if accepting.ended.load(Relaxed) {
                     break;
                 }
-                // Whatever breaks here, the client sees a broken connection.
+                // After any error here, the client sees a broken connection.
                 let _ = client.and_then(|client| accepting.connect(client));
             }
         });

@@ -1,10 +1,9 @@
-//! What a registry of OCI 1.1 knows more than Debian's, in front of that: it lists the referrers of
-//! an image by itself.
+//! A proxy that makes Debian's registry one of OCI 1.1: it lists the referrers of an image.
 //!
 //! ```text
 //!   PUT manifests/…, with a subject ──► the registry ──► its answer, and OCI-Subject
 //!   GET referrers/<digest>?artifactType=…            ──► nothing, and where the next page is
-//!   GET that, of so many kinds                       ──► what was put, with that subject and type
+//!   GET that, of so many kinds                       ──► stored manifests with that subject and type
 //! ```
 
 use std::{
@@ -18,7 +17,7 @@ use sha2::{Digest, Sha256};
 
 use super::{front::Front, head::Head};
 
-/// Subject and descriptor of what was put.
+/// Subject and descriptor of each stored manifest.
 type Known = Mutex<Vec<(String, Value)>>;
 
 /// The front of a registry that lists referrers. It ends when dropped.

@@ -5,8 +5,8 @@
 //!          ◄── late, slow, broken, wrong ◄──    is one request's
 //! ```
 //!
-//! Which request is spoilt, and how, comes from a seed: a failure can be played again as far as
-//! the client asks in the same order.
+//! A seed decides which requests are spoilt, and how: a failure can be repeated if the client asks in
+//! the same order.
 
 use std::{
     collections::BTreeMap,
@@ -83,7 +83,7 @@ impl Fault {
     ];
 }
 
-/// How the way to the server is.
+/// Properties of the path to the server.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Shape {
     /// Time before each answer.
@@ -143,7 +143,7 @@ impl Proxy {
                 }
                 let Ok(client) = client else { continue };
                 let (shared, over) = (Arc::clone(&shared), Arc::clone(&over));
-                // Whatever breaks here, the client sees a broken connection: what it must bear.
+                // After any error here, the client sees a broken connection, which it must bear.
                 thread::spawn(move || drop(serve(client, server, address, &shared, &over)));
             }
         });

@@ -1,7 +1,7 @@
 //! An S3 server on loopback: what object stores ask for, by the REST API of Amazon S3 (2006-03-01),
 //! with signatures (AWS Signature Version 4) that are checked. Debian 12 has no S3 server.
 //!
-//! Objects lie in memory. A listing comes in pages, and shows what was written before it.
+//! Objects lie in memory. A listing comes in pages, and shows the objects written before it.
 //!
 //! The crates `s3s` and `s3s-fs` do not pay: their current release (0.17) needs Rust 1.96 while this
 //! workspace builds with 1.88, releases for 1.88 are alphas, and `s3s-fs` calls itself experimental. A store

@@ -116,13 +116,13 @@ pub struct RegistryOptions<'a> {
 }
 
 impl Registry {
-    /// Starts an empty one that keeps what it has in the new folder `own`, without encryption.
+    /// Starts an empty one that stores its data in the new folder `own`, without encryption.
     /// With `passwords` it wants to be logged in to.
     pub fn start(own: &Path, passwords: Option<&Path>) -> Result<Self> {
         Self::with(own, RegistryOptions { passwords, ..RegistryOptions::default() })
     }
 
-    /// Starts one that keeps what it has in the folder `own`.
+    /// Starts one that stores its data in the folder `own`.
     pub fn with(own: &Path, options: RegistryOptions<'_>) -> Result<Self> {
         fs::create_dir_all(own)?;
         let own = own.canonicalize()?;

@@ -21,10 +21,10 @@ pub struct TokenGate {
 }
 
 struct State {
-    /// What `Authorization` has to be for a token; empty where anybody gets one. Of an identity token,
-    /// `Identity` and that.
+    /// `Authorization` of a request that gets a token; empty if every request gets one. With an identity
+    /// token: `Identity` and the token.
     password: String,
-    /// True if nothing is there for who has no token.
+    /// True if all objects are missing for clients without a token.
     hides: bool,
     /// Requests that a token is good for.
     uses: u64,
@@ -76,7 +76,7 @@ impl TokenGate {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).tokens
     }
 
-    /// What they were asked for.
+    /// The requested scopes.
     pub fn scopes(&self) -> Vec<String> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).scopes.clone()
     }
