@@ -20,7 +20,7 @@ const TEST: &str = "ublk::queue::hits::a_queue_answers_hits_from_the_cache";
 const COUNTED: &str = "*answer_hits*";
 /// The file with the budget.
 const FILE: &str = "dev/xtask/hit_path.budget";
-/// How much more than the budget may be counted, in percent: another version of the compiler, or a
+/// Allowed excess over the budget, in percent: another version of the compiler, or a
 /// processor for which the C library copies in another way, may differ by that much.
 const TOLERANCE: u64 = 10;
 

@@ -125,7 +125,7 @@ struct Steps<'a> {
     tests: Vec<(String, Duration)>,
     total: Tally,
     failed: Vec<String>,
-    /// What failed tests have printed, cut: whoever sees only the end of a log knows why.
+    /// Output of failed tests, cut: the end of a log shows why they failed.
     said: Vec<String>,
     left_out: Vec<String>,
 }

@@ -6,8 +6,8 @@
 //!   6.12   with systemd and udev; with 384 MB of memory
 //! ```
 //!
-//! The tests' programs are the host's own; the guest sees them in the host's root. What Linux 6.12
-//! would do over FUSE is shown by 6.1, by the kernel of the tests themselves, and by `transport`.
+//! The tests' programs are the host's own; the guest sees them in the host's root. Mounts over
+//! FUSE are tested on 6.1, on the kernel of the tests themselves, and on 6.12 by `transport`.
 
 use std::{
     path::{Path, PathBuf},
@@ -32,8 +32,9 @@ struct List {
     systemd: bool,
 }
 
-/// What only this machine has the room or the programs for stays out, and what no kernel and no
-/// transport changes. Tests of the command make sure that they mount over ublk, or over FUSE.
+/// Tests that run in the lab: all but those that need the room or the programs of this machine, and those
+/// that depend on no kernel and no transport. Tests of the command make sure that they mount over ublk,
+/// or over FUSE.
 ///
 /// Two of them run side by side; whichever ends first is followed by the next. So the longest come
 /// first.

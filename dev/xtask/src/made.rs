@@ -1,4 +1,4 @@
-//! Everything that one run of the tests makes on this machine, and what is left of it.
+//! Objects that one run of the tests makes on this machine, and its leftovers.
 //!
 //! ```text
 //!   target/tmp/run-<pid>/   every test's folder, so every backing file and mount point

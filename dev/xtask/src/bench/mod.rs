@@ -1,7 +1,7 @@
 //! The figures that the documents quote, measured beside other programs on this machine.
 //!
 //! ```text
-//!   reads   4 KiB random reads of what is local: ours ÷ peers, each in turn, round after round
+//!   reads   4 KiB random reads of local data: ours ÷ peers, each in turn, round after round
 //!   mounts  time to mount and list, by number of files and by bytes of data
 //!   build   seconds and bytes: ours ÷ mksquashfs, mkfs.erofs
 //!   memory  of the daemon's processes with idle mounts

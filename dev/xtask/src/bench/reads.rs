@@ -1,4 +1,4 @@
-//! 4 KiB random reads of what is local, on our btrfs and on those of others.
+//! 4 KiB random reads of local data, on our btrfs and on those of others.
 //!
 //! Direct I/O for psync and io_uring; mmap goes through the page cache, which is dropped before
 //! each run, and each block is read once. All files lie in memory, so that what is measured is
@@ -68,7 +68,7 @@ const AIM_QEMU: f64 = 2.0;
 
 pub(super) const FILE: &str = "data";
 
-/// Which target is the mount with `--fast`, if there is one.
+/// Index of the target with `--fast`, if there is one.
 const FAST: usize = 5;
 
 pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {

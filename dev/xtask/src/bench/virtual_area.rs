@@ -1,5 +1,5 @@
-//! Mounts with and without a virtual area, and how long it takes to map a tree into one.
-//! What btrfs does for it alone, clones by threads and reads of a clone among it: `cargo run --release -p
+//! Mounts with and without a virtual area, and the time to map a tree into one.
+//! The part of btrfs alone, with clones by threads and reads of a clone: `cargo run --release -p
 //! burgeon-frontend --example virtual_area`; lookups in the map: `-p burgeon-image --example extent_map`.
 
 use std::{

@@ -18,7 +18,7 @@ use crate::{
     outcome::result_line,
 };
 
-/// How many lines of a panic are shown, how much of each, in characters, and of how many panics.
+/// Limits of the panics that are shown: lines of each, characters of a line, panics.
 const REASON_LINES: usize = 4;
 const REASON_CHARACTERS: usize = 300;
 const REASONS_MAX: usize = 3;
@@ -97,7 +97,7 @@ impl Trial {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         cargo.args(["test", "--quiet", "--locked"]).args(arguments).current_dir(&self.tree);
         cargo.env("CARGO_TARGET_DIR", self.tree.with_file_name("build"));
-        // What is compiled is run once: optimising it and its debug information cost more than they save.
+        // Each build runs once: optimising it and its debug information cost more than they save.
         cargo.env("CARGO_PROFILE_DEV_DEBUG", "0").env("CARGO_PROFILE_DEV_OPT_LEVEL", "0");
         cargo
     }

@@ -102,8 +102,7 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// What a start without a profile is held against, of download and unpack, where `share` of the image is
-/// read.
+/// Aim for a start without a profile that reads `share` of the image, as a part of download and unpack.
 fn lazy_aim(share: f64) -> Aim {
     if share < 0.1 { Aim::AtMost(0.3) } else { Aim::None }
 }

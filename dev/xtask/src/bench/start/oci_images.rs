@@ -6,9 +6,9 @@
 //!                         └──► containerd: eStargz ─────────►
 //! ```
 //!
-//! The images are made once, and kept beside the tree. What a format needs at least is what passes
-//! the link when nothing but the profile is fetched: the manifests, the index, and the parts of the
-//! layer that hold what the program reads.
+//! The images are made once, and kept beside the tree. The minimum of a format is the data that
+//! passes the link when nothing but the profile is fetched: the manifests, the index, and the parts of
+//! the layer that hold the data that the program reads.
 
 use std::{
     fs,

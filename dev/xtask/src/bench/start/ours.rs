@@ -32,7 +32,7 @@ impl<'a> Ours<'a> {
         Ok(Self { stage, web, builder })
     }
 
-    /// Which share of the image the program reads.
+    /// Measures Burgeon's starts of the program; returns the share of the image that it reads.
     pub(super) fn measure(&self, program: &Program, table: &mut Table) -> Result<f64> {
         let profile = self.stage.record(program, &self.builder, "plain")?;
         let ordered = format!("ordered-{}", program.word());
