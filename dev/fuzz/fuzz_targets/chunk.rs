@@ -13,7 +13,7 @@ fuzz_target!(|input: &[u8]| {
         let taken = decode_chunk(codec, stored, &mut raw, &Digest::of(b"another")).is_ok();
         // Those who give verified chunks have looked at them.
         assert!(!taken || codec == Codec::Verified);
-        // What came out has a digest of its own: with that one, the same bytes are good.
+        // The output has a digest of its own: with that one, the same bytes are good.
         let digest = Digest::of(&raw);
         if decode_chunk(codec, stored, &mut raw, &digest).is_ok() {
             assert_eq!(Digest::of(&raw), digest);

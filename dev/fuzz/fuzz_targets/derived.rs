@@ -1,5 +1,5 @@
 //! Any bytes are refused or give a table by which spans of layers are unpacked: to as many bytes as
-//! it says, or not at all. The layers are there, and are not what it says.
+//! it says, or not at all. The layers are there, and differ from its claims.
 
 #![no_main]
 
