@@ -18,9 +18,9 @@ CARGO ?= cargo
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 
-# What compiling takes: a C compiler, for zstd, BLAKE3 and lzma.
+# Needed to compile: a C compiler, for zstd, BLAKE3 and lzma.
 BUILD_NEEDS := cc=gcc /usr/include/stdio.h=libc6-dev
-# What the tests run: stock checkers, load, other people's tools to compare with.
+# Needed by the tests: stock checkers, load, other people's tools to compare with.
 TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs fio=fio debootstrap=debootstrap setfattr=attr \
 	setfacl=acl setcap=libcap2-bin losetup=mount unshare=util-linux xz=xz-utils zstd=zstd \
 	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
