@@ -142,6 +142,13 @@ fn mounts_side_by_side_are_not_disturbed_and_fetch_nothing() {
         let char = |name: String| name.replace("ublkc", "ublkb");
         let ublk = ublk_devices().into_iter().map(char).filter(|name| !before.contains(name));
         devices_seen.extend(ublk);
+        // A device for writes is blank when it comes, and nothing announces that btrfs has added it:
+        // udev probes all devices once more, with their file systems mounted.
+        let nodes: Vec<_> = devices_seen.iter().map(|device| format!("/dev/{device}")).collect();
+        let mut trigger = vec!["trigger", "--action=change"];
+        trigger.extend(nodes.iter().map(String::as_str));
+        udevadm(&trigger);
+        settle();
         for device in &devices_seen {
             let known = properties(device);
             assert!(known.contains("ID_FS_TYPE=btrfs"), "udev did not probe {device}: {known}");
