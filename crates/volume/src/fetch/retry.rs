@@ -56,7 +56,7 @@ pub(crate) trait Question: Send {
 
 impl FetchEngine {
     /// The verified answer to `question`, which is asked as often as the policy allows, until
-    /// `deadline`. The time and bytes are added to `cost`.
+    /// `deadline`. Fetches, bytes and errors are added to `cost`.
     pub(crate) async fn ask<Q: Question>(
         &self,
         question: &mut Q,
