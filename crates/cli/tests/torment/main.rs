@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Invariants: a wrong byte is a violation, whatever happened; an error is one unless the deed under way
-//! excuses it (`docs/cli.md`, "What each death costs"); so is a wait beyond its bound; and at the
+//! excuses it (`docs/cli.md`, "Effects of killed processes"); so is a wait beyond its bound; and at the
 //! end nothing is left.
 //!
 //! `TORMENT_SECONDS` and `TORMENT_SEED` choose length and seed; `cargo xtask torment` sets them.
