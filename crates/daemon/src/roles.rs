@@ -1,6 +1,6 @@
 //! The privileges that each process drops before it parses untrusted data.
 //!
-//! `docs/architecture.md` has the same as a table ("What each process may do"). The supervisor, and
+//! `docs/architecture.md` has the same as a table ("Privileges of each process"). The supervisor, and
 //! the commands themselves, keep the user's privileges: they place mounts, and execute credential
 //! helpers.
 
