@@ -243,7 +243,10 @@ impl Container {
             {
                 Ok(range)
             }
-            _ => Err(corrupt(format!("section {kind} of the {} is odd", self.format.what))),
+            _ => Err(corrupt(format!(
+                "section {kind} of the {} is compressed, or its range is invalid",
+                self.format.what
+            ))),
         }
     }
 

@@ -29,7 +29,7 @@ const BLOCK: usize = 512;
 type Bomb = (&'static str, fn(&Path), u64, &'static str);
 
 const BOMBS: [Bomb; 11] = [
-    ("a sparse map that is one number", long_number, 64 << 10, "map of a sparse file"),
+    ("a sparse map that is one number", long_number, 64 << 10, "sparse map of a file"),
     ("a map of one-byte pieces", one_byte_pieces, 20 << 20, "more than"),
     ("pieces of a layer in one block", pieces_in_blocks, 40 << 20, "more than"),
     ("records of sparse pieces", sparse_records, 128 << 10, "more than 262144 pieces"),

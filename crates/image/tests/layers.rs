@@ -191,7 +191,7 @@ fn nothing_leaves_the_tree() {
         refuses(&[&[file(name, "")]], "no safe name");
     }
     for name in [".wh.", ".wh..", ".wh...", "d/.wh."] {
-        refuses(&[&[folder("d"), file("d/a", "")], &[file(name, "")]], "takes away no name");
+        refuses(&[&[folder("d"), file("d/a", "")], &[file(name, "")]], "removes no valid name");
     }
     refuses(&[&[file(".wh.x/y", "")]], "no safe name");
     refuses(&[&[file(".", "x")]], "replaces /");

@@ -271,7 +271,7 @@ impl<R: BufRead> Gunzip<R> {
                 self.state = State::Member;
                 Ok(())
             }
-            _ => Err(damaged("the gzip stream makes no sense")),
+            _ => Err(damaged("the gzip stream is damaged")),
         }
     }
 

@@ -55,8 +55,8 @@ impl Restarts {
     /// Errors: `Invalid` for pieces that are empty, out of order, outside the layer or too long.
     pub fn of_pieces(codec: LayerCodec, len: u64, pieces: Vec<Piece>) -> Result<Self> {
         let pieces = Pieces::new(len, pieces).ok_or_else(|| {
-            let what = "parts of the layer are out of order, outside of it, longer than 32 MiB, or \
-                        hidden in what is much longer than they are";
+            let what = "pieces of the layer are out of order, outside of it, longer than 32 MiB, or \
+                        inside a far longer compressed stretch";
             Error::new(ErrorKind::Invalid, what)
         })?;
         let unpacked = pieces.starts.last().copied().unwrap_or(0);
@@ -160,7 +160,7 @@ impl Pieces {
                 if Sha256::digest(part)[..] != piece.digest {
                     let at = piece.stored;
                     return Err(corrupt(format!(
-                        "{at} of a layer are not what its table of contents says"
+                        "{at} of a layer do not match the digest in its table of contents"
                     )));
                 }
                 out.extend_from_slice(part);

@@ -293,7 +293,7 @@ impl Table {
         let piece_count = piece_count.fold(0u64, |sum, row| sum.saturating_add(row.places.get()));
         let (pieces, rest) = take::<PieceRow>(rest, piece_count)?;
         if !rest.is_empty() || layers.len() as u64 > LAYERS_MAX {
-            return Err(bad("has another length than it says"));
+            return Err(bad("does not have its stated length"));
         }
         let layers = read_layers(layers, places, pieces, windows)?;
         let object_len = counts.object_len.get();
@@ -309,7 +309,7 @@ impl Table {
     }
 }
 
-const CANNOT: &str = "the table of a derived object makes no sense";
+const CANNOT: &str = "the table of a derived object is invalid";
 
 fn bad(why: &str) -> Error {
     Error::new(ErrorKind::Corrupt, format!("the table of a derived object {why}"))
@@ -353,7 +353,7 @@ fn read_layers(
             restarts
         };
         if restarts.unpacked != unpacked {
-            return Err(bad("has pieces of another length than it says"));
+            return Err(bad("has pieces of another length than it states"));
         }
         layers.push(TableLayer { digest: row.digest, restarts });
     }

@@ -130,7 +130,7 @@ impl<'a> Placer<'a> {
         let object = self.object(node)?;
         let rest = self.scan.nodes[node as usize].size.saturating_sub(offset);
         let stored = ByteRange::at(offset, len.min(rest));
-        let stored = stored.ok_or_else(|| invalid("a file is longer than a file can be"))?;
+        let stored = stored.ok_or_else(|| invalid("a file is longer than Linux allows"))?;
         let blocks = (len / BLOCK_SIZE) as u8;
         self.manifest.chunks.push(ChunkEntry { blocks, object, stored, codec: Codec::Raw, digest });
         Ok(self.manifest.chunks.len() as u32 - 1)

@@ -145,7 +145,7 @@ pub fn stored_layers(store: &impl ObjectStore, list: &ObjectId) -> Result<Vec<Ob
     let text = store.get(list, HELD_MAX)?;
     let layers: Result<_> = String::from_utf8_lossy(&text).lines().map(ObjectId::new).collect();
     layers.map_err(|error| {
-        let what = format!("{list} of the store is damaged: remove the image that it is of");
+        let what = format!("{list} of the store is damaged: remove the image that it belongs to");
         Error::with_source(ErrorKind::Corrupt, what, error)
     })
 }
@@ -177,6 +177,6 @@ fn roots(store: &impl ObjectStore, needed: &[Digest]) -> Result<Vec<(String, Dig
 }
 
 fn unknown_needs(who: &str, error: Error) -> Error {
-    let what = format!("nothing is removed, because it cannot be known what {who} needs");
+    let what = format!("nothing is removed, because the objects that {who} needs are unknown");
     Error::with_source(error.kind(), what, error)
 }

@@ -159,7 +159,7 @@ pub fn resolve(store: &impl ObjectStore, name: &str) -> Result<ImageRecord> {
     let objects = match store.list("images") {
         // A web server need not support listing: then there is nothing to suggest.
         Err(error) if error.kind() == ErrorKind::Invalid => {
-            let what = format!("there is no image {name:?}, and which there are is unknown");
+            let what = format!("there is no image {name:?}, and the store cannot list its images");
             return Err(Error::with_source(ErrorKind::NotFound, what, error));
         }
         objects => objects?,

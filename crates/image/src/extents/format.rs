@@ -75,7 +75,7 @@ impl LogHeader {
         }
         let size = self.size.get();
         if u64::from(self.unit.get()) != unit || super::check_size(size).is_err() {
-            return Err(corrupt(format!("the {what}'s header makes no sense")));
+            return Err(corrupt(format!("the {what}'s header is invalid")));
         }
         Ok((size, self.id.get()))
     }

@@ -115,7 +115,7 @@ fn check_sizes(params: &Params, bytes: &[u8], limits: &Limits) -> Result<()> {
         params.objects,
     ];
     if counts.iter().any(|count| count.get() > COUNT_MAX) {
-        return Err(corrupt("the manifest declares an absurd number of things"));
+        return Err(corrupt("the manifest declares an impossible number of entries"));
     }
     let total = decoded_len(params);
     if total > limits.bytes_max {

@@ -44,7 +44,7 @@ impl Manifest {
             let claims =
                 lacks_checksums && matches!(inode.body, Body::Extents { .. }) && !inode.nodatasum;
             let fits = match check_inode(&self.tree, inode, data) {
-                Ok(()) if claims => Err("it claims to have checksums, which nobody knows"),
+                Ok(()) if claims => Err("its file has checksums, but the manifest has none"),
                 fits => fits,
             };
             fits.map_err(|why| {

@@ -191,7 +191,8 @@ impl Whole {
             if lasts {
                 moved.push(self.chunks.len() as u32);
                 let stored = ByteRange::at(self.end, len);
-                let stored = stored.ok_or_else(|| corrupt("the layers have too much data"))?;
+                let stored = stored
+                    .ok_or_else(|| corrupt("the layers have more data than an image can hold"))?;
                 self.chunks.push(ChunkEntry { stored, ..chunk });
                 self.block_checksums.extend(&manifest.block_checksums[sums..sums + sums_len]);
             } else {

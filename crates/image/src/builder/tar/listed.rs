@@ -120,7 +120,10 @@ fn check_parts(file: &Listed, amount: &mut Amount) -> Result<()> {
 fn entry_of(file: &Listed) -> Result<TarEntry> {
     let known = matches!(file.kind, b'0'..=b'6');
     if !known || file.size > FILE_MAX || file.mtime_ns >= 1_000_000_000 {
-        return Err(corrupt(format!("{} of the layer is impossible", show(&file.path))));
+        return Err(corrupt(format!(
+            "{} in the layer has an impossible type, size or time",
+            show(&file.path)
+        )));
     }
     let mut attributes = file.xattrs.clone();
     attributes.retain(|(name, _)| xattrs::wanted_of_archive(name));

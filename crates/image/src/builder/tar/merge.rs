@@ -77,7 +77,10 @@ impl Merge {
             return Ok(());
         }
         if matches!(hidden, b"" | b"." | b"..") {
-            let what = format!("{} in the layer takes away no name", show(&entry.path));
+            let what = format!(
+                "{} in the layer is a whiteout that removes no valid name",
+                show(&entry.path)
+            );
             return Err(corrupt(what));
         }
         if let Some(dir) = self.find(parents)? {

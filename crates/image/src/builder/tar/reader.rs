@@ -271,7 +271,9 @@ impl<R: Read> Reader<R> {
         if let Some(size) = real {
             entry.size = decimal(size)?;
         }
-        let bad = || corrupt(format!("the map of {} is wrong", show(&entry.path)));
+        let bad = || {
+            corrupt(format!("the sparse map of {} in the archive is invalid", show(&entry.path)))
+        };
         let (mut end, mut total) = (0u64, 0u64);
         for (offset, len) in &map {
             let stop = offset.checked_add(*len).ok_or_else(bad)?;
@@ -289,7 +291,7 @@ impl<R: Read> Reader<R> {
 
     /// The map of pax format 1.0: decimal numbers, one per line, in blocks before the data.
     fn map_in_data(&mut self, entry: &mut TarEntry) -> Result<Vec<(u64, u64)>> {
-        let bad = || corrupt("the map of a sparse file of the archive is wrong");
+        let bad = || corrupt("the sparse map of a file in the archive is invalid");
         // A number may continue in the next block; at most `DIGITS_MAX` bytes of it are kept.
         let mut digits: Vec<u8> = Vec::with_capacity(DIGITS_MAX);
         let mut numbers = Vec::new();
@@ -387,7 +389,7 @@ impl Header {
 
     /// A number: octal digits, or, with the highest bit set, big-endian binary.
     fn number(&self, at: usize, len: usize) -> Result<u64> {
-        let bad = || corrupt("a number in a header of the archive makes no sense");
+        let bad = || corrupt("the archive is damaged: a number in a header is invalid");
         let field = &self.0[at..at + len];
         if field[0] & 0x80 != 0 {
             // The first byte holds the mark; its lowest bits belong to the number.

@@ -28,7 +28,7 @@ impl Records {
 
     pub(super) fn extend(&mut self, mut bytes: &[u8]) -> Result<()> {
         self.room = self.room.checked_sub(bytes.len()).ok_or_else(|| {
-            corrupt("the extended headers of the archive are longer than Linux has a use for")
+            corrupt("the extended headers of the archive are too long: unpack it, and build from the folder")
         })?;
         while !bytes.is_empty() {
             let (record, rest) = split_record(bytes).ok_or_else(bad)?;
@@ -104,7 +104,7 @@ fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
 }
 
 fn bad() -> Error {
-    corrupt("an extended header of the archive makes no sense")
+    corrupt("the archive is damaged: an extended header is invalid")
 }
 
 /// An unsigned decimal number.
