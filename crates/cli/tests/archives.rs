@@ -66,7 +66,7 @@ fn an_archive_behind_a_web_server_is_fetched_once() {
     };
     proxy.spoil(1000, &[Fault::Status(503)]);
     let (code, note) = mount("newer");
-    assert!(code == Some(0) && note.contains("using the image that is here: "), "{note}");
+    assert!(code == Some(0) && note.contains("using the local image "), "{note}");
     assert_eq!(mount("always").0, Some(5));
     proxy.spoil(1000, &[Fault::Status(404)]);
     assert_eq!(mount("newer").0, Some(3));

@@ -199,7 +199,7 @@ fn a_forged_index_is_not_used() {
     let fails = |index: &str, code, said: &str| {
         victim.fails(&["mount", &at, target, "--index", index], code, said);
     };
-    fails(&forged, 4, "its table is of other layers");
+    fails(&forged, 4, "its table describes other layers");
     fails(&index_of(&bad), 4, "not of");
     fails(&format!("sha256:{}", "0".repeat(64)), 3, "cannot use the index");
     fails("sha256:12", 1, "is not a digest");

@@ -167,7 +167,7 @@ fn only_the_pinned_index_is_used_and_others_stay_on_the_list() {
     let fails = |index: &str, code, said: &str| {
         victim.fails(&["mount", &at, target, "--index", index], code, said);
     };
-    fails(&digest_of_forged, 4, "its table is of other layers");
+    fails(&digest_of_forged, 4, "its table describes other layers");
     fails(bad, 4, "not of");
     fails(&format!("sha256:{}", "0".repeat(64)), 3, "cannot use the index");
     // A part of the right one is another: its digest says so.
@@ -190,7 +190,7 @@ fn only_the_pinned_index_is_used_and_others_stay_on_the_list() {
     victim.ok(&["umount", target]);
     // A document that is no list of referrers stays: it belongs to somebody.
     put(host, &tag, MANIFEST, &sound);
-    publisher.fails(&["index", &at, "--push"], 4, "makes no sense");
+    publisher.fails(&["index", &at, "--push"], 4, "list of referrers is invalid");
     assert_eq!(document(host, &tag, MANIFEST), sound);
 }
 

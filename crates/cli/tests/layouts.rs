@@ -47,15 +47,15 @@ fn a_layout_that_cannot_be_used_is_named_with_its_reason() {
         fails(name, code, why);
     }
     for (name, digest, why) in [
-        ("digest", "sha256:zz".to_owned(), "manifest makes no sense: "),
-        ("md5", "md5:0123".to_owned(), "names a part by \"md5:0123\""),
+        ("digest", "sha256:zz".to_owned(), "manifest is invalid: "),
+        ("md5", "md5:0123".to_owned(), "has \"md5:0123\" for a digest"),
         ("sha512", format!("sha512:{}", "0".repeat(128)), "with digests of SHA-256"),
     ] {
         layout(&space.path(name), |manifest| manifest["layers"][0]["digest"] = json!(digest));
         fails(name, 4, why);
     }
     layout(&space.path("helm"), |manifest| manifest["config"]["mediaType"] = json!("x/helm"));
-    fails("helm", 4, "not an image of a container, but \"x/helm\"");
+    fails("helm", 4, "not a container image, but an artifact of type \"x/helm\"");
     layout(&space.path("large"), |manifest| manifest["fill"] = json!("x".repeat(5 << 20)));
     fails("large", 4, "is larger than 4 MiB");
     layout(&space.path("longer"), |manifest| manifest["layers"][0]["size"] = json!(9_000));

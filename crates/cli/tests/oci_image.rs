@@ -388,7 +388,7 @@ fn credentials_come_from_where_other_programs_keep_them() {
     let source = format!("oci://{host}/app:1");
     let empty = space.make_folder("empty");
     let burgeon = Burgeon::new(PROGRAM, &space).env("DOCKER_CONFIG", &empty).env("HOME", &empty);
-    burgeon.fails(&["build", &source, "app"], 5, "requires a login for it");
+    burgeon.fails(&["build", &source, "app"], 5, "requires a login");
     // As `docker login` and `skopeo login` write them ("user:hunter2" in base 64).
     let auths = format!(r#"{{"auths": {{"{host}": {{"auth": "dXNlcjpodW50ZXIy"}}}}}}"#);
     let docker = space.make_folder("docker");
@@ -419,7 +419,7 @@ fn credentials_come_from_where_other_programs_keep_them() {
     burgeon.fails(
         &["build", &source, "again"],
         5,
-        "refuses the user or the password: docker login",
+        "refuses the user or the password: log in again, with docker login",
     );
     // Errors in the files with credentials are told only if a login is needed.
     let open = Registry::start(&space.path("open"), None).unwrap();

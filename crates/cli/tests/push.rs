@@ -175,7 +175,7 @@ fn what_cannot_be_pushed_says_why() {
     push("here", &at, 1, "--by-reference");
     push("none", &at, 3, "there is no image");
     push("app", "s3://bucket/x", 1, "oci://REGISTRY");
-    push("app", &format!("{at}@sha256:{}", "0".repeat(64)), 1, "name a tag instead");
+    push("app", &format!("{at}@sha256:{}", "0".repeat(64)), 1, "name a tag");
     for (fault, code, said) in [
         (Fault::Status(403), 5, "docker login"),
         (Fault::Status(507), 6, "no room"),
@@ -218,7 +218,7 @@ fn a_repository_stands_in_the_place_of_a_store() {
     for name in ["app:1", "team/app"] {
         maker.fails(&["build", tree_path, name], 1, "cannot be a tag");
     }
-    maker.fails(&["list"], 2, "which image");
+    maker.fails(&["list"], 2, "has no digest");
 
     let user = Burgeon::with_state(PROGRAM, space.path("user"));
     let at = space.path("at");
@@ -354,7 +354,7 @@ fn forged_images_are_refused_and_an_index_gives_the_one_of_this_machine() {
     }
     user.ok(&["pull", "--eager", &format!("oci://{host}/multi:both")]);
     user.ok(&["verify", "multi:both"]);
-    refused(&format!("oci://{host}/multi:other"), 3, "but for linux/s390x");
+    refused(&format!("oci://{host}/multi:other"), 3, "only for linux/s390x");
     let from = format!("oci-layout:{}", layout.display());
     user.fails(&["build", &from, "x"], 1, "burgeon pull");
 }

@@ -270,7 +270,7 @@ fn without_an_answer_of_the_store_the_image_that_is_here_will_do() {
     for unanswered in [Fault::Status(503), Fault::Reset] {
         proxy.spoil(1000, &[unanswered]);
         let note = works("newer");
-        let said = ["using the image that is here: ", digest, " ago"];
+        let said = ["using the local image ", digest, " ago"];
         assert!(said.iter().all(|said| note.contains(said)), "{note}");
     }
     assert_eq!(works("never"), "");

@@ -401,10 +401,10 @@ fn a_table_that_is_forged_or_impossible_is_not_used() {
     type Lie = fn(&mut Value);
     let lies: [(&str, Lie); 14] = [
         ("unknown version", |toc| toc["version"] = 2.into()),
-        ("makes no sense", |toc| toc["entries"] = 5.into()),
+        ("cannot be parsed", |toc| toc["entries"] = 5.into()),
         ("unknown type", |toc| toc["entries"][0]["type"] = "door".into()),
-        ("part of no file", |toc| toc["entries"][0]["name"] = "forged".into()),
-        ("no UTF-8", |toc| toc["entries"][0]["name"] = "\u{fffd}".into()),
+        ("belongs to no file", |toc| toc["entries"][0]["name"] = "forged".into()),
+        ("not UTF-8", |toc| toc["entries"][0]["name"] = "\u{fffd}".into()),
         ("not a digest", |toc| toc["entries"][1]["chunkDigest"] = "md5:1".into()),
         ("32 MiB", |toc| toc["entries"][0]["offset"] = (1u64 << 40).into()),
         ("of \"file\", which has 300000", |toc| {

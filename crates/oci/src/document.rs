@@ -60,7 +60,7 @@ impl DescriptorExt for Descriptor {
             return Ok(size);
         }
         Err(corrupt(format!(
-            "the image says that {digest} has {size} bytes: at most {max} are allowed"
+            "the image states {size} bytes for {digest}, above the limit of {max}"
         )))
     }
 
@@ -164,7 +164,7 @@ impl Document {
         match (fields.manifests, fields.config, fields.layers) {
             (Some(_), None, None) => Ok(Self::Index(json(bytes, "index")?)),
             (None, Some(_), Some(_)) => Manifest::of(&json(bytes, "manifest")?).map(Self::Manifest),
-            _ => Err(corrupt("the document is neither an index of images nor a manifest")),
+            _ => Err(corrupt("the document is neither an image index nor an image manifest")),
         }
     }
 }
@@ -178,7 +178,9 @@ impl Manifest {
         ];
         if kind.is_some() || !of_image.contains(&config.media_type().as_ref()) {
             let kind = kind.as_ref().unwrap_or(config.media_type()).as_ref();
-            return Err(unsupported(format!("this is not an image of a container, but {kind:?}")));
+            return Err(unsupported(format!(
+                "this is not a container image, but an artifact of type {kind:?}"
+            )));
         }
         let layers = manifest.layers();
         if layers.len() > LAYERS_MAX {
@@ -260,7 +262,7 @@ pub(crate) fn referrer_entries(bytes: &[u8]) -> Result<Vec<Value>> {
     struct Any {
         manifests: Vec<Value>,
     }
-    let any: Any = json(bytes, "list of what refers to it")?;
+    let any: Any = json(bytes, "list of referrers")?;
     Ok(any.manifests)
 }
 
@@ -269,7 +271,7 @@ pub(crate) fn referrer_entries(bytes: &[u8]) -> Result<Vec<Value>> {
 pub(crate) fn referrer_digests(bytes: &[u8], kind: &str, max: usize) -> Result<Vec<Digest>> {
     let mut json = serde_json::Deserializer::from_slice(bytes);
     json.deserialize_map(ListReader { kind, max }).map_err(|error| {
-        let what = "the image's list of what refers to it makes no sense";
+        let what = "the image's list of referrers is invalid";
         Error::with_source(ErrorKind::Corrupt, what, error)
     })
 }
@@ -371,8 +373,10 @@ fn choose<'a>(manifests: &'a [Descriptor], architecture: &str) -> Result<&'a Des
             .take(20)
             .map(|platform| shown(&format!("{}/{}", platform.os(), platform.architecture())))
             .collect();
-        let what =
-            format!("there is no image for linux/{architecture}, but for {}", there.join(", "));
+        let what = format!(
+            "the image index has no image for linux/{architecture}, only for {}",
+            there.join(", ")
+        );
         Error::new(ErrorKind::NotFound, what)
     })
 }
@@ -381,13 +385,14 @@ fn choose<'a>(manifests: &'a [Descriptor], architecture: &str) -> Result<&'a Des
 fn parse_digest(text: &str) -> Result<Digest> {
     text.parse().map_err(|_| {
         let shown: String = text.chars().take(100).collect();
-        let what =
-            format!("the image names a part by {shown:?}: only sha256: and 64 hexadecimal digits");
         match text.starts_with("sha512:") {
-            true => {
-                unsupported(format!("{what} are known; copy the image with digests of SHA-256"))
-            }
-            false => corrupt(format!("{what} are a digest")),
+            true => unsupported(format!(
+                "the image has the digest {shown:?}, and only those of SHA-256 are supported: copy the \
+                 image with digests of SHA-256"
+            )),
+            false => corrupt(format!(
+                "the image has {shown:?} for a digest, which is sha256: and 64 hexadecimal digits"
+            )),
         }
     })
 }
@@ -395,7 +400,7 @@ fn parse_digest(text: &str) -> Result<Digest> {
 fn json<T: DeserializeOwned>(bytes: &[u8], what: &str) -> Result<T> {
     // The error of a type can quote the document.
     serde_json::from_slice(bytes).map_err(|error| {
-        corrupt(format!("the image's {what} makes no sense: {}", shown(&error.to_string())))
+        corrupt(format!("the image's {what} is invalid: {}", shown(&error.to_string())))
     })
 }
 
@@ -475,10 +480,10 @@ mod tests {
             (manifest(CONFIG, many), "513 layers"),
             (both, "neither"),
             (old, "version 1"),
-            (digest, "makes no sense"),
-            (other_digest, "are a digest"),
+            (digest, "is invalid"),
+            (other_digest, "hexadecimal digits"),
             (json!({ "schemaVersion": 2 }), "neither"),
-            (json!([]), "makes no sense"),
+            (json!([]), "is invalid"),
         ] {
             let (_, text) = refused(&document);
             assert!(text.contains(said), "{text}");
@@ -511,7 +516,7 @@ mod tests {
         assert!(std::ptr::eq(choose(&all, "amd64").unwrap(), &all[3]));
         assert!(std::ptr::eq(choose(&all, "arm64").unwrap(), &all[4]));
         let error = choose(&all, "riscv64").unwrap_err();
-        assert!(error.to_string().contains("linux/riscv64, but for"), "{error}");
+        assert!(error.to_string().contains("linux/riscv64, only for"), "{error}");
         let plain: Descriptor = serde_json::from_value(descriptor("")).unwrap();
         assert!(choose(std::slice::from_ref(&plain), "amd64").is_ok());
         assert!(choose(&[plain.clone(), plain], "amd64").is_err());

@@ -456,11 +456,11 @@ fn read_parts(
     let (Some(ARTIFACT), [MANIFEST, TABLE], Some(subject)) =
         (artifact_type, &kinds[..], artifact.subject())
     else {
-        return Err(corrupt("it is none".to_owned()));
+        return Err(corrupt("it is not an index that Burgeon has made".to_owned()));
     };
     let subject = subject.sha256()?;
     if subject != resolved.digest {
-        return Err(corrupt(format!("it is of {subject}, not of {}", resolved.digest)));
+        return Err(corrupt(format!("it is the index of {subject}, not of {}", resolved.digest)));
     }
     let read = |part: &Descriptor, max| blobs.read(&part.sha256()?, part.size_below(max)?);
     // In parallel, to save a round trip.
@@ -483,14 +483,16 @@ fn read_parts(
         || decoded.layers.len() != image_layers.len()
         || !decoded.layers.iter().zip(image_layers).all(same)
     {
-        return Err(corrupt("its table is of other layers".to_owned()));
+        return Err(corrupt("its table describes other layers than those of the image".to_owned()));
     }
     let objects = Manifest::decode_objects(&manifest, &Limits::default())?;
     if Manifest::decode_lacks_checksums(&manifest, &Limits::default())? {
-        return Err(corrupt("it has no digests of the image's data".to_owned()));
+        return Err(corrupt("its manifest has no digests of the image's data".to_owned()));
     }
     if objects != [derived_object(&table)?] {
-        return Err(corrupt("its manifest has its data elsewhere".to_owned()));
+        return Err(corrupt(
+            "its manifest refers to data that its table does not describe".to_owned(),
+        ));
     }
     Ok((manifest, table))
 }

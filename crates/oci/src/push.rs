@@ -38,7 +38,8 @@ pub fn push(
     progress: OnFetch<'_>,
 ) -> Result<Pushed> {
     if to.digest().is_some() {
-        let what = format!("{to} has a digest, which follows from the image: name a tag instead");
+        let what =
+            format!("cannot push to the digest of {to}: name a tag, oci://REGISTRY/REPOSITORY:TAG");
         return Err(Error::new(ErrorKind::Invalid, what));
     }
     let mut parts = catalog::parts(store, image)?;
@@ -60,7 +61,7 @@ pub fn push(
         let (object, size) = (&parts[number], sizes[number]);
         let bytes = catalog::read_part(store, object)?;
         if bytes.len() as u64 != size {
-            let what = format!("{object} has just been changed: push again");
+            let what = format!("{object} was changed in the store meanwhile: push again");
             return Err(Error::new(ErrorKind::Unavailable, what));
         }
         let blob = bring(bytes)?;

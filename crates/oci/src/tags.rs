@@ -169,7 +169,7 @@ impl Tags<'_> {
         let name = &record.name;
         let failed = |error| {
             Error::io(
-                format!("cannot keep what {name} stands for in {}", self.folder.display()),
+                format!("cannot record the digest of {name} in {}", self.folder.display()),
                 error,
             )
         };
@@ -233,13 +233,13 @@ impl TagRecord {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let Self { name, digest, asked, .. } = self;
         let age = age(now.saturating_sub(*asked));
-        format!("{why}; using the image that is here: {digest}, which {name} was {age} ago")
+        format!("{why}; using the local image {digest}, to which {name} resolved {age} ago")
     }
 }
 
 /// The error for `--pull never` if the image is not on this host.
 pub fn never(what: &str) -> Error {
-    let what = format!("{what} is not on this host, and --pull never forbids to ask for it");
+    let what = format!("{what} is not on this host, and --pull never forbids fetching it");
     Error::new(ErrorKind::NotFound, what)
 }
 

@@ -183,7 +183,9 @@ fn in_archive(member: &[u8], meter: &MemoryMeter) -> Result<Vec<u8>> {
     let len = std::str::from_utf8(&header[124..135]).ok();
     let len = len.and_then(|len| u64::from_str_radix(len, 8).ok()).filter(|len| *len <= TOC_MAX);
     let named = header.starts_with(STARGZ_TOC.as_bytes()) && header[STARGZ_TOC.len()] == 0;
-    let len = len.filter(|_| named).ok_or_else(|| unusable("it is not where the layer says"))?;
+    let len = len
+        .filter(|_| named)
+        .ok_or_else(|| unusable("it is not at the offset that the layer states"))?;
     count_json(meter, len)?;
     let mut json = Vec::new();
     unpacked.take(len).read_to_end(&mut json).map_err(cannot_read)?;
@@ -298,7 +300,9 @@ impl<'de> Visitor<'de> for TocReader<'_> {
                 "entries" if entries.is_none() => {
                     entries = Some(map.next_value_seed(EntriesReader(self.0))?);
                 }
-                "version" | "entries" => return Err(A::Error::custom("it says a thing twice")),
+                "version" | "entries" => {
+                    return Err(A::Error::custom("it has its version or its entries twice"));
+                }
                 _ => drop(map.next_value::<IgnoredAny>()?),
             }
         }
@@ -355,9 +359,9 @@ impl ParsedToc {
     fn of(json: &[u8], meter: &MemoryMeter) -> Result<Self> {
         let mut json = serde_json::Deserializer::from_slice(json);
         let toc = json.deserialize_map(TocReader(meter));
-        let (version, entries) = toc
-            .and_then(|toc| json.end().map(|()| toc))
-            .map_err(|error| Error::with_source(ErrorKind::Corrupt, "it makes no sense", error))?;
+        let (version, entries) = toc.and_then(|toc| json.end().map(|()| toc)).map_err(|error| {
+            Error::with_source(ErrorKind::Corrupt, "it cannot be parsed", error)
+        })?;
         match (version, entries) {
             (Some(1), Some(entries)) => entries,
             (Some(_), Some(_)) => Err(unusable("it is of an unknown version")),
@@ -371,7 +375,9 @@ impl ParsedToc {
         let attributes = entry.xattrs.iter().flat_map(|all| &all.0).map(|(name, _)| name);
         let mut texts = texts.into_iter().chain(attributes);
         if texts.any(|text| text.contains(char::REPLACEMENT_CHARACTER)) {
-            return Err(unusable("a name in it is not what the archive has: it is no UTF-8"));
+            return Err(unusable(
+                "a name in it is not UTF-8, so it differs from the name in the archive",
+            ));
         }
         if entry.kind != "chunk" {
             self.check_covered()?;
@@ -382,7 +388,7 @@ impl ParsedToc {
         let file = file.filter(|file| file.kind == b'0' && *file.path == *entry.name.as_bytes());
         match file.map(|file| file.size) {
             Some(size) if is_chunk && size > 0 => self.chunk(entry, size)?,
-            None if is_chunk => return Err(unusable("it has a part of no file")),
+            None if is_chunk => return Err(unusable("it has a chunk that belongs to no file")),
             _ => {}
         }
         Ok(self)
@@ -405,7 +411,7 @@ impl ParsedToc {
         self.ends.extend([entry.offset, entry.end_offset]);
         let at = entry.chunk_offset;
         let rest = size.checked_sub(at).filter(|_| at == self.covered);
-        let rest = rest.ok_or_else(|| unusable("parts of a file in it are out of order"))?;
+        let rest = rest.ok_or_else(|| unusable("the chunks of a file in it are out of order"))?;
         let len = if entry.chunk_size == 0 { rest } else { entry.chunk_size };
         self.covered = at.saturating_add(len);
         if entry.chunk_type == "zeros" {
@@ -426,7 +432,7 @@ impl ParsedToc {
     }
 
     fn finish(mut self, codec: LayerCodec, layer_len: u64) -> Result<Toc> {
-        let too_long = || unusable("a part in it is longer than 32 MiB, or outside the layer");
+        let too_long = || unusable("a chunk in it is longer than 32 MiB, or outside the layer");
         self.ends.sort_unstable();
         self.chunks.sort_by_key(|chunk| chunk.part);
         let mut pieces = Vec::with_capacity(self.chunks.len());
@@ -468,7 +474,9 @@ fn listed(entry: &TocEntry) -> Result<Listed> {
     };
     let mut xattrs = Xattrs::new();
     for (name, value) in entry.xattrs.iter().flat_map(|all| &all.0) {
-        let value = STANDARD.decode(value).map_err(|_| unusable("an attribute makes no sense"))?;
+        let value = STANDARD
+            .decode(value)
+            .map_err(|_| unusable("an extended attribute in it is not base64"))?;
         xattrs.push((name.as_bytes().into(), value.into()));
     }
     let (mtime_s, mtime_ns) = time(entry.modtime.as_deref())?;
@@ -493,6 +501,7 @@ fn time(text: Option<&str>) -> Result<(i64, u32)> {
     let Some(text) = text.filter(|text| !text.is_empty() && !text.starts_with("0001-01-01")) else {
         return Ok((0, 0));
     };
-    let time = DateTime::parse_from_rfc3339(text).map_err(|_| unusable("a time makes no sense"))?;
+    let time =
+        DateTime::parse_from_rfc3339(text).map_err(|_| unusable("a time in it is invalid"))?;
     Ok((time.timestamp(), time.timestamp_subsec_nanos().min(999_999_999)))
 }

@@ -64,8 +64,8 @@ impl Location {
             let name = name?;
             if name.digest().is_none() {
                 return Err(invalid(format!(
-                    "the store {name} does not say which image it is: `burgeon mount {name}` and \
-                     `burgeon pull {name}` find out, `burgeon push NAME {name}` writes there"
+                    "the store {name} has no digest: `burgeon mount {name}` and `burgeon pull {name}` \
+                     resolve its tag, `burgeon push NAME {name}` writes there"
                 )));
             }
             return Ok(Self::Registry(Box::new(name)));
@@ -114,7 +114,7 @@ impl RemoteUrl {
     /// Errors never show the URL: it may hold a password or a token.
     fn parse(scheme: Scheme, text: &str) -> Result<Self> {
         let mut url = Url::parse(text)
-            .map_err(|e| Error::with_source(ErrorKind::Invalid, "the store's URL is bad", e))?;
+            .map_err(|e| Error::with_source(ErrorKind::Invalid, "the store's URL is invalid", e))?;
         if !url.username().is_empty() || url.password().is_some() {
             return Err(invalid(
                 "a store's URL holds no user or password, because URLs are shown and written down: \
@@ -154,8 +154,9 @@ impl RemoteUrl {
 
     /// The decoded path, without slashes at its ends.
     pub(crate) fn prefix(&self) -> Result<object_store::path::Path> {
-        object_store::path::Path::from_url_path(self.url.path())
-            .map_err(|e| Error::with_source(ErrorKind::Invalid, format!("{self} is no store"), e))
+        object_store::path::Path::from_url_path(self.url.path()).map_err(|e| {
+            Error::with_source(ErrorKind::Invalid, format!("{self} is not the URL of a store"), e)
+        })
     }
 }
 
@@ -247,7 +248,7 @@ mod tests {
             ("ftp://host/x", "https://HOST"),
             ("s3://", "no bucket"),
             ("s3:///x", "no bucket"),
-            ("https://", "bad"),
+            ("https://", "invalid"),
             ("s3://host:9000/bucket", "AWS_ENDPOINT_URL"),
             ("s3://bucket/a//b", "empty part"),
         ] {

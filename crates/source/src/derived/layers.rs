@@ -74,7 +74,10 @@ impl LayersAt {
             Some(folder) if !folder.contains('\n') => Ok(format!("oci-layout:{folder}\n")),
             _ => Err(Error::new(
                 ErrorKind::Invalid,
-                format!("{} cannot be written down: rename it", folder.display()),
+                format!(
+                    "the path {} is not UTF-8 or has a line break: rename the folder",
+                    folder.display()
+                ),
             )),
         }
     }

@@ -114,12 +114,13 @@ impl Objects {
             // The error can quote the document.
             let why: String = error.to_string().chars().take(200).collect();
             let why = why.escape_debug();
-            Error::new(ErrorKind::Corrupt, format!("the image's manifest makes no sense: {why}"))
+            Error::new(ErrorKind::Corrupt, format!("the image's manifest is invalid: {why}"))
         })?;
         let kind = manifest.artifact_type().as_ref().map_or("", AsRef::as_ref);
         if manifest.schema_version() != 2 || kind != ARTIFACT_TYPE {
             let kind: String = kind.chars().take(100).collect();
-            let what = format!("this is not a Burgeon image that this version knows, but {kind:?}");
+            let what =
+                format!("this is not a Burgeon image of a known version, but of type {kind:?}");
             return Err(Error::new(ErrorKind::UnsupportedFormat, what));
         }
         let mut objects = Self::default();
@@ -131,7 +132,9 @@ impl Objects {
                 let blob = Blob { digest: blob.digest().as_ref().parse()?, size: blob.size() };
                 objects.add(object, blob)
             });
-            object.map_err(|error| corrupt(format!("is not one of ours: {error}")))?;
+            object.map_err(|error| {
+                corrupt(format!("has a list of objects that Burgeon did not make: {error}"))
+            })?;
         }
         let names = objects.0.keys().filter(|object| object.is(ObjectKind::Name));
         match names.count() {
@@ -162,7 +165,7 @@ impl Artifact {
     /// Opens the image `name`, which must include a digest. Sends nothing.
     pub(crate) fn open(name: &Name, access: &Access) -> Result<Self> {
         let digest = name.digest().cloned().ok_or_else(|| {
-            let what = format!("{name} does not say which image it is: {name}@sha256:…");
+            let what = format!("{name} has no digest: name the image as {name}@sha256:…");
             Error::new(ErrorKind::Invalid, what)
         })?;
         let registry = Registry::open(name, access)?;

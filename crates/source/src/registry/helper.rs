@@ -110,9 +110,9 @@ fn run(mut command: Command, name: &str, registry: &str, time_max: Duration) -> 
         });
     }
     let said = receive.recv_timeout(time_max).map_err(|_| late())?;
-    let said = said.map_err(|e| format!("what {name} prints cannot be read: {e}"))?;
+    let said = said.map_err(|e| format!("the output of {name} cannot be read: {e}"))?;
     if said.len() as u64 > SAID_MAX {
-        return Err(format!("{name} prints more than {SAID_MAX} bytes"));
+        return Err(format!("{name} printed more than {SAID_MAX} bytes"));
     }
     loop {
         match child.0.try_wait() {

@@ -107,7 +107,9 @@ impl Logins {
             return Ok(login);
         }
         let what = format!("log in to {}", self.desk.name.registry());
-        let ended = |_| Error::new(ErrorKind::Unavailable, format!("cannot {what}: it ends"));
+        let ended = |_| {
+            Error::new(ErrorKind::Unavailable, format!("cannot {what}: the client is being closed"))
+        };
         let _turn = self.turn.acquire().await.map_err(ended)?;
         // Another task may have logged in meanwhile.
         if let Some(login) = self.known().clone().filter(good) {
@@ -115,7 +117,7 @@ impl Logins {
         }
         let made = tokio::time::timeout(LOGIN_MAX, self.make(&what, refused, retries));
         let login = made.await.map_err(|_| {
-            let why = format!("it takes more than {} s", LOGIN_MAX.as_secs());
+            let why = format!("no answer within {} s", LOGIN_MAX.as_secs());
             Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}"))
         })??;
         *self.known() = Some(login.clone());
@@ -208,17 +210,17 @@ impl Login {
     /// The error for an answer `status` to a request with this login.
     pub(super) fn refused(&self, what: &str, registry: &str, status: StatusCode) -> Error {
         let why = match (status, self.is_named) {
-            (StatusCode::UNAUTHORIZED, true) => {
-                format!("{registry} refuses the user or the password: docker login {registry}")
-            }
+            (StatusCode::UNAUTHORIZED, true) => format!(
+                "{registry} refuses the user or the password: log in again, with docker login \
+                 {registry}"
+            ),
             (StatusCode::FORBIDDEN, true) => format!(
-                "{registry} does not allow it to this user (403): check the name, or docker login \
+                "{registry} denies this user access (403): check the name, or docker login \
                  {registry} as another user"
             ),
             (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, false) => format!(
-                "{registry} requires a login for it, and DOCKER_AUTH_CONFIG, config.json and \
-                 auth.json have none: check the name, then docker login {registry} or skopeo \
-                 login {registry}"
+                "{registry} requires a login, and DOCKER_AUTH_CONFIG, config.json and auth.json have \
+                 none: check the name, then docker login {registry} or skopeo login {registry}"
             ),
             _ => return web::refused(what, status),
         };

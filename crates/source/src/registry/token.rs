@@ -104,8 +104,8 @@ pub(super) async fn exchange(
         }
         (Challenge::Nothing, _) | (Challenge::Password, None) => Ok(Granted::Nothing),
         (Challenge::Password, Some(DockerCredential::IdentityToken(_))) => {
-            let why = "it takes no identity tokens: log in again, with a user and a password or access \
-                       token";
+            let why = "the registry accepts no identity tokens: log in again, with a user and a password or \
+                       access token";
             Err(exchange.cannot(ErrorKind::Invalid, why))
         }
         (Challenge::Token(server), credentials) => {
@@ -121,7 +121,8 @@ impl Exchange<'_> {
 
     async fn challenge(&self) -> Result<Challenge> {
         let root = self.name.base()?.join("/v2/");
-        let root = root.map_err(|_| self.cannot(ErrorKind::Invalid, "it has no /v2/"))?;
+        let root =
+            root.map_err(|_| self.cannot(ErrorKind::Invalid, "the registry's address is invalid"))?;
         let client = web::client_that_stays()?;
         let answer = web::send(self.what, self.retries, || client.get(root.clone())).await?;
         let challenge = Challenge::read(answer.headers());
@@ -211,7 +212,7 @@ impl Exchange<'_> {
                 refusal("user or password are refused: log in with docker login or skopeo login")
             }
             None if is_refusal => refusal(
-                "it gives no token without a user and a password: log in with docker login or \
+                "the registry gives no token without a user and a password: log in with docker login or \
                  skopeo login",
             ),
             _ => {
@@ -232,7 +233,9 @@ impl Exchange<'_> {
         let answer: Option<Answer> = serde_json::from_slice(&answer).ok();
         let tokens = answer.map(|answer| [answer.access_token, answer.token]);
         let token = tokens.into_iter().flatten().flatten().find(|token| !token.is_empty());
-        token.ok_or_else(|| self.cannot(ErrorKind::Corrupt, "its answer has no token"))
+        token.ok_or_else(|| {
+            self.cannot(ErrorKind::Corrupt, "the answer of the token server has no token")
+        })
     }
 }
 

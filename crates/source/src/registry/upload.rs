@@ -92,7 +92,7 @@ impl Uploads {
         let place = begun.headers().get(LOCATION).and_then(|place| place.to_str().ok());
         let place = place.and_then(|place| self.registry.0.base.join(place).ok());
         let url = place.filter(|url| self.may_go_to(url)).ok_or_else(|| {
-            let why = "the registry does not say where to, or to an unencrypted place";
+            let why = "the registry gave no location for the upload, or an unencrypted one";
             Error::new(ErrorKind::Invalid, format!("cannot {what}: {why}"))
         })?;
         let mut url = url;

@@ -19,7 +19,7 @@ const METADATA_SERVICE: &str = "169.254.169.254";
 pub(super) fn ours(url: &RemoteUrl, what: &str, error: &object_store::Error) -> Error {
     use object_store::Error as Theirs;
     let (kind, why) = match error {
-        Theirs::NotFound { .. } => (ErrorKind::NotFound, "it is not there".to_owned()),
+        Theirs::NotFound { .. } => (ErrorKind::NotFound, "it does not exist".to_owned()),
         Theirs::PermissionDenied { .. } | Theirs::Unauthenticated { .. } => {
             let why = status(error).unwrap_or_else(|| "access is denied".to_owned());
             // Credentials can be renewed, so a retry can help.
@@ -30,7 +30,7 @@ pub(super) fn ours(url: &RemoteUrl, what: &str, error: &object_store::Error) -> 
             );
         }
         Theirs::NotSupported { .. } | Theirs::NotImplemented { .. } => {
-            (ErrorKind::Invalid, "the server cannot do that".to_owned())
+            (ErrorKind::Invalid, "the server does not support this operation".to_owned())
         }
         _ => by_cause(url, error),
     };
@@ -43,7 +43,7 @@ fn by_cause(url: &RemoteUrl, error: &object_store::Error) -> (ErrorKind, String)
     }
     let chain = || std::iter::successors(error::Error::source(error), |error| error.source());
     if chain().any(|error| error.to_string().contains(METADATA_SERVICE)) {
-        let why = format!("there are no credentials: {}", check(url));
+        let why = format!("no credentials were found: {}", check(url));
         return (ErrorKind::Unavailable, why);
     }
     if let Some(http) = cause::<HttpError>(error) {
@@ -98,10 +98,10 @@ fn status(error: &object_store::Error) -> Option<String> {
 fn check(url: &RemoteUrl) -> &'static str {
     match url.scheme {
         Scheme::S3 => {
-            "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and what the key may do"
+            "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and the permissions of the key"
         }
-        Scheme::Gcs => "check GOOGLE_APPLICATION_CREDENTIALS and what the account may do",
-        Scheme::Azure => "check the AZURE_STORAGE_… variables and what the account may do",
-        Scheme::Http => "the server wants somebody else to ask",
+        Scheme::Gcs => "check GOOGLE_APPLICATION_CREDENTIALS and the permissions of the account",
+        Scheme::Azure => "check the AZURE_STORAGE_… variables and the permissions of the account",
+        Scheme::Http => "the web server refuses requests without credentials",
     }
 }

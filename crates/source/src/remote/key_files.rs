@@ -53,7 +53,7 @@ pub(super) fn usable(name: &str, value: String) -> String {
     match copy(path) {
         Ok(copy) => copy.to_string_lossy().into_owned(),
         Err(error) => {
-            tracing::warn!(setting = name, %error, "cannot read the file that the setting names");
+            tracing::warn!(setting = name, %error, "cannot read the key file of the setting");
             value
         }
     }

@@ -65,8 +65,8 @@ impl Leases {
         Err(Error::new(
             ErrorKind::Unavailable,
             format!(
-                "the store {url} could not be reached for {minutes} minutes, so others may have taken \
-                 this process for dead: begin again"
+                "the lease of this command in the store {url} could not be renewed for {minutes} minutes, \
+                 so others may regard it as expired: run the command again"
             ),
         ))
     }
@@ -129,7 +129,10 @@ impl Mark {
         let own = self.store.path(self.object.as_str())?;
         let now = marks.iter().find(|mark| mark.location == own).map(|mark| mark.last_modified);
         let Some(now) = now else {
-            let what = format!("the mark {} is gone: was it removed by hand?", self.object);
+            let what = format!(
+                "the lease {} of this command is gone, perhaps removed by hand: run the command again",
+                self.object
+            );
             return Err(Error::new(ErrorKind::Unavailable, what));
         };
         let lease = i64::try_from(LEASE.as_secs()).unwrap_or(i64::MAX);
@@ -164,7 +167,10 @@ async fn marks(store: &Remote) -> Result<Vec<ObjectMeta>> {
         marks.push(mark.map_err(store.failed("list", "leases"))?);
     }
     if marks.len() > MARKS_MAX {
-        let what = format!("{} has more than {MARKS_MAX} objects in leases/", store.0.url);
+        let what = format!(
+            "{} has more than {MARKS_MAX} objects in leases/: remove those that are older than a day",
+            store.0.url
+        );
         return Err(Error::new(ErrorKind::Invalid, what));
     }
     Ok(marks)

@@ -115,7 +115,11 @@ impl Remote {
         let prefix = &self.0.prefix;
         let full = if prefix.is_root() { name.to_owned() } else { format!("{prefix}/{name}") };
         Path::parse(full).map_err(|e| {
-            Error::with_source(ErrorKind::Invalid, format!("{name} cannot be in a store"), e)
+            Error::with_source(
+                ErrorKind::Invalid,
+                format!("{name} is not a valid name of an object in a store"),
+                e,
+            )
         })
     }
 

@@ -109,7 +109,12 @@ impl fmt::Display for Wrong {
             Self::NoRanges => f.write_str("the server does not answer range requests"),
             Self::Ends => f.write_str("it is shorter than the range asked for: truncated?"),
             Self::Other { asked, said } => {
-                write!(f, "asked for bytes {}-{}, got {said:?}", asked.start, asked.end - 1)
+                write!(
+                    f,
+                    "the answer to a request for bytes {}-{} has the range {said:?}",
+                    asked.start,
+                    asked.end - 1
+                )
             }
             Self::NoListing(status) => {
                 write!(f, "the server gives no list of its files (it answered {status})")
