@@ -51,16 +51,16 @@ pub(crate) struct Args {
 /// Options of every command, before or after its name.
 #[derive(ClapArgs, Debug, Clone)]
 pub(crate) struct Global {
-    /// The store of images and their data [default: store/ in the state directory]; for build, mount
-    /// and pull also oci://REGISTRY/REPOSITORY, whose tags are the names
+    /// The store of images and their data [default: store/ in the state directory]; for build,
+    /// mount and pull also oci://REGISTRY/REPOSITORY, whose tags are the names
     #[arg(long, global = true, value_name = "PATH|URL", env = "BURGEON_STORE")]
     pub(crate) store: Option<String>,
     /// Directory of caches, writes and the daemon's socket
     /// [default: /var/lib/burgeon, or ~/.local/state/burgeon without root]
     #[arg(long, global = true, value_name = "DIR", env = "BURGEON_STATE_DIR")]
     pub(crate) state_dir: Option<PathBuf>,
-    /// Log the events of this command on standard error, and of a daemon that it starts: error, warn,
-    /// info, debug or off [default: info, of the daemon only]
+    /// Log the events of this command on standard error, and of a daemon that it starts: error,
+    /// warn, info, debug or off [default: info, of the daemon only]
     #[arg(long, global = true, value_name = "LEVEL", env = burgeon_daemon::log::VARIABLE)]
     #[arg(value_parser = levels(), hide_possible_values = true)]
     pub(crate) log_level: Option<LevelFilter>,
@@ -200,8 +200,8 @@ pub(crate) struct Build {
     pub(crate) source: Option<PathBuf>,
     /// The image's name, such as debian:12
     pub(crate) name: String,
-    /// Take the name even from an image that was pulled or that another host built; an image that this
-    /// host built under the name is replaced without this option
+    /// Take the name even from an image that was pulled or that another host built; an image that
+    /// this host built under the name is replaced without this option
     #[arg(long)]
     pub(crate) replace: bool,
     /// Checksum of each block
@@ -214,8 +214,8 @@ pub(crate) struct Build {
     /// while the image is used
     #[arg(long)]
     pub(crate) by_reference: bool,
-    /// Store the data that this profile names together, in its order: the profile of an earlier image
-    /// of a similar tree, or of a FILE. The new image gets the profile, too
+    /// Store the data that this profile names together, in its order: the profile of an earlier
+    /// image of a similar tree, or of a FILE. The new image gets the profile, too
     #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["by_reference", "computed"])]
     pub(crate) profile: Option<String>,
     /// Make an image of one file of computed bytes, for measurements
@@ -262,7 +262,8 @@ pub(crate) struct Mount {
     /// author of the index decides what the files hold: trust the digest first
     #[arg(long, value_name = "sha256:…")]
     pub(crate) index: Option<String>,
-    /// Policy for asking a registry, a remote store or the server of an archive for the current image
+    /// Policy for asking a registry, a remote store or the server of an archive for the current
+    /// image
     #[arg(long, value_enum, value_name = "POLICY", default_value_t)]
     pub(crate) pull: pull::Pull,
     /// Keep writes under this name; a later mount with the name has them again
@@ -355,8 +356,8 @@ pub(crate) struct CreateEmpty {
 pub(crate) struct Map {
     /// The new path in a mount, which must not exist yet; with --list, the mount
     pub(crate) target: PathBuf,
-    /// A local file or directory, which must stay unchanged and in place; or IMAGE[:PATH], an image of
-    /// the store, or a file or folder in it
+    /// A local file or directory, which must stay unchanged and in place; or IMAGE[:PATH], an image
+    /// of the store, or a file or folder in it
     #[arg(long, value_name = "PATH|IMAGE[:PATH]")]
     pub(crate) from: Option<PathBuf>,
     /// Make a file of computed bytes: zeros, block-number, or byte-XX with two hexadecimal digits
@@ -386,7 +387,8 @@ pub(crate) struct Pull {
     /// Fetch all data of the image, into the state directory's own store
     #[arg(long)]
     pub(crate) eager: bool,
-    /// The image's name there [default: the end of the reference, as app:7 of oci://registry.example/team/app:7]
+    /// The image's name there [default: the end of the reference, as app:7 of
+    /// oci://registry.example/team/app:7]
     #[arg(long = "as", value_name = "NAME", requires = "eager")]
     pub(crate) name: Option<String>,
     /// Take the name even from another image that has it
@@ -525,8 +527,8 @@ pub(crate) struct Shutdown {
     /// Unmount everything first; refused if a mount is in use
     #[arg(long)]
     pub(crate) unmount: bool,
-    /// End the daemon even if mounts are in use: they are detached, and their reads of data that is not
-    /// local fail
+    /// End the daemon even if mounts are in use: they are detached, and their reads of data that is
+    /// not local fail
     #[arg(long)]
     pub(crate) force: bool,
 }

@@ -8,8 +8,8 @@ use clap::{Args as ClapArgs, ValueEnum};
 /// The options of a mount's attributes.
 #[derive(ClapArgs, Debug, Default)]
 pub(crate) struct Attributes {
-    /// Attributes of the mount, as of mount(8), separated by commas; of two opposites the last one holds.
-    /// An image that this host has not built from its own files is mounted nosuid,nodev
+    /// Attributes of the mount, as of mount(8), separated by commas; of two opposites the last one
+    /// holds. An image that this host has not built from its own files is mounted nosuid,nodev
     #[arg(
         short = 'o',
         value_name = "OPTION,…",

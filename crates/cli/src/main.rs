@@ -4,7 +4,7 @@
 //!   args ──► commands::<verb> ──► burgeon-image, burgeon-source      build, list, inspect, verify, …
 //!                             ──► burgeon-daemon's client            mount, umount, status, …
 //!        ──► PROCESSES: __supervise, __serve, …, which re-run this program
-//!            __probe: for tests, what those can still do
+//!            __probe: for tests, the remaining abilities of those
 //! ```
 //!
 //! With `--json`, standard output carries exactly one JSON document, also when the command fails.

@@ -1,5 +1,5 @@
-//! Archives behind a web server: fetched once, from where an interrupted mount has left them, and mounted
-//! without an answer of the server.
+//! Archives behind a web server: fetched once, from where an interrupted mount has left them, and
+//! mounted without an answer of the server.
 
 #![allow(clippy::unwrap_used)]
 

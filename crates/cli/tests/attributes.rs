@@ -79,7 +79,8 @@ fn powers_of(burgeon: &Burgeon, image: &str, at: &Path, more: &[&str]) -> [bool;
     powers
 }
 
-/// An archive of `tree` and of one file more: an image of the very same files would be the same image.
+/// An archive of `tree` and of one file more: an image of the very same files would be the same
+/// image.
 fn tar(tree: &Path, to: PathBuf) -> PathBuf {
     fs::write(tree.join("of-the-archive"), "").unwrap();
     let mut tar = Command::new("tar");

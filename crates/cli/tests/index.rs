@@ -114,8 +114,8 @@ fn only_what_is_read_is_fetched_and_only_right_bytes_are_given() {
     let burgeon = Burgeon::new(PROGRAM, &space);
     let source = source(layout.folder());
     let made = push(&burgeon, &source);
-    // A part in the middle of the large file, which the last layer has again for its second name, is
-    // another one now: who fetched all would notice.
+    // A part in the middle of the large file, which the last layer has again for its second name,
+    // is another one now: who fetched all would notice.
     let mut layers = layers(layout.folder(), made["image"].as_str().unwrap());
     let last = blob(layout.folder(), &layers.pop().unwrap());
     let len = fs::metadata(&last).unwrap().len();

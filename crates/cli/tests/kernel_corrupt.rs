@@ -394,8 +394,8 @@ fn writes_are_mounted_again_after_their_template_was_changed_and_removed() {
 /// Offset of the superblock of btrfs on each device.
 const SUPERBLOCK: u64 = 64 << 10;
 
-/// Makes btrfs force the file system read-only, as after any error of its own; here, a superblock is
-/// changed while the file system is frozen.
+/// Makes btrfs force the file system read-only, as after any error of its own; here, a superblock
+/// is changed while the file system is frozen.
 fn force_read_only(at: &Path, sprout: &Path) {
     let freeze = |option: &str| Command::new("fsfreeze").arg(option).arg(at).status().unwrap();
     assert!(freeze("--freeze").success());
@@ -452,8 +452,8 @@ fn a_mount_that_btrfs_has_forced_read_only_is_named_left_alone_and_mounted_again
         assert!(fs::read(at.join(&name)).unwrap() == expected, "{name}");
     }
     assert_named();
-    // Emulated, a step of growth may still be under way when btrfs is forced read-only: both supervisors
-    // log the end of growth then.
+    // Emulated, a step of growth may still be under way when btrfs is forced read-only: both
+    // supervisors log the end of growth then.
     assert!((1..=scaled(1, 2)).contains(&ended()), "{}", log());
 
     damage.burgeon.umount(mounted);

@@ -1,11 +1,11 @@
 //! kill -9 of the serving process, a hundred times (fewer in the lab), under load: no read fails,
 //! no byte is wrong.
 //!
-//! The stall of the readers is printed and not asserted: it is the time of a `fork`, an `exec` and a
-//! few reads of small files, which on a busy machine is the scheduler's and the disk's time, not
+//! The stall of the readers is printed and not asserted: it is the time of a `fork`, an `exec` and
+//! a few reads of small files, which on a busy machine is the scheduler's and the disk's time, not
 //! ours. The order of events is ours, and is asserted: a dead server costs exactly one new one, and
-//! that one answers *every* reader, also those that were waiting when the old one died, before it is
-//! killed in turn.
+//! that one answers *every* reader, also those that were waiting when the old one died, before it
+//! is killed in turn.
 
 // Helpers outside test functions are tests, too.
 #![allow(clippy::unwrap_used)]

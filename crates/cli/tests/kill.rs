@@ -413,8 +413,8 @@ fn umount_takes_the_folder_away_where_no_daemon_does() {
     }
 }
 
-/// The kernel needs time to end a killed supervisor: meanwhile its lock is held, and its socket takes
-/// connections, which nobody answers.
+/// The kernel needs time to end a killed supervisor: meanwhile its lock is held, and its socket
+/// takes connections, which nobody answers.
 #[test]
 fn umount_waits_for_a_supervisor_that_is_dying() {
     let space = Space::new("kill-dying");

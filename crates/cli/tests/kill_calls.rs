@@ -56,9 +56,9 @@ fn write_synced(path: &Path) {
 
 /// A library to preload. Where a file system is about to be thawed, the process that does it dies
 /// if `AT_THAW` is `itself`; otherwise it writes the number of its supervisor into the file of that
-/// name, and waits for its death. With
-/// `AT_ATTRIBUTES`, a server that has read the question for the FUSE file's attributes does not answer;
-/// nor one that was asked for data while the file `AT_READS` is there.
+/// name, and waits for its death. With `AT_ATTRIBUTES`, a server that has read the question for the
+/// FUSE file's attributes does not answer; nor one that was asked for data while the file
+/// `AT_READS` is there.
 const FAULTS: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -274,9 +274,9 @@ fn unwakeable(process: u32) -> usize {
     states.filter(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" D"))).count()
 }
 
-/// The kernel holds a lock while somebody has it read a superblock of a btrfs, here a stranger whose
-/// read waits for a server. A supervisor that waited for that lock could not be killed, and it holds
-/// the descriptor that keeps the read waiting.
+/// The kernel holds a lock while somebody has it read a superblock of a btrfs, here a stranger
+/// whose read waits for a server. A supervisor that waited for that lock could not be killed, and
+/// it holds the descriptor that keeps the read waiting.
 #[test]
 fn a_supervisor_can_be_killed_while_a_mount_waits_for_the_lock_of_a_stranger() {
     let space = Space::new("kill-lock");

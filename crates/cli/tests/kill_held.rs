@@ -1,5 +1,5 @@
-//! Supervisor and server are killed together. Another process holds the connection that readers wait on,
-//! so they wait for the next daemon. Each death costs as much as `docs/cli.md` says.
+//! Supervisor and server are killed together. Another process holds the connection that readers
+//! wait on, so they wait for the next daemon. Each death costs as much as `docs/cli.md` says.
 
 #![allow(clippy::unwrap_used)]
 
@@ -18,8 +18,8 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
 const EIO: i32 = 5;
 
-/// A library to preload: a server that has taken a read into a slot does not answer it while the file
-/// `SILENT` is there.
+/// A library to preload: a server that has taken a read into a slot does not answer it while the
+/// file `SILENT` is there.
 const SILENT_SERVER: &str = r#"
 #include <stdlib.h>
 #include <sys/syscall.h>

@@ -1,5 +1,5 @@
-//! Damaged, incomplete and unusual OCI layouts: the error names the image and the file, says why, and
-//! ends with the documented code.
+//! Damaged, incomplete and unusual OCI layouts: the error names the image and the file, says why,
+//! and ends with the documented code.
 
 #![allow(clippy::unwrap_used)]
 

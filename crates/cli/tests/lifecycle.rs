@@ -432,7 +432,8 @@ fn a_mount_that_something_still_holds_is_known_and_its_holder_named() {
     let bound = space.path("bound");
     fs::write(&bound, "").unwrap();
     let mounted = burgeon.mount("image:1", &space.path("at"), &options);
-    // Linux 6.18 numbers namespaces for each CPU, and binds none to a file of one with a higher number.
+    // Linux 6.18 numbers namespaces for each CPU, and binds none to a file of one with a higher
+    // number.
     let bind = |_| {
         let other = OtherNamespace::new();
         rustix::mount::mount_bind(format!("/proc/{}/ns/mnt", other.0.id()), &bound).ok()

@@ -1,4 +1,5 @@
-//! First mistakes, which are answered by what to type instead, and the exit codes that `docs/cli.md` lists.
+//! First mistakes, which are answered by what to type instead, and the exit codes that
+//! `docs/cli.md` lists.
 
 #![allow(clippy::unwrap_used)]
 

@@ -426,7 +426,8 @@ fn a_restored_backup_is_a_state_directory() {
         fs::rename(first.state().join(name), backup.join(name)).unwrap();
     }
     let restored = Burgeon::with_state(BURGEON, backup);
-    // Commands that only look do not take it for a mistyped name: it gets the folders that it lacks.
+    // Commands that only look do not take it for a mistyped name: it gets the folders that it
+    // lacks.
     assert!(restored.ok(&["writes", "list"]).contains('w'));
     assert!(restored.state().join("run").is_dir() && restored.state().join("mounts").is_dir());
     assert!(restored.ok(&["list"]).contains("image:1"));

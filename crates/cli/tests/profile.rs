@@ -69,7 +69,8 @@ fn what_a_command_reads_is_brought_first_at_the_next_mount() {
     let mounted = burgeon.mount("sample", &at, &["--read-only"]);
     assert!(wait_until(PATIENCE, || profile_of(&burgeon)["state"] == "none"));
     burgeon.fails(&["profile", "show", "sample"], 3, "burgeon record");
-    // Something is in the page cache, and everything in the daemon's: a record sees it all the same.
+    // Something is in the page cache, and everything in the daemon's: a record sees it all the
+    // same.
     compare(&tree, &at).unwrap().assert_same();
     let recorded = record(&burgeon, &at, &[17, 3]);
     assert_eq!((&recorded["files"], &recorded["cut_short"]), (&2.into(), &false.into()));

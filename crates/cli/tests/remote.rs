@@ -291,8 +291,8 @@ fn without_an_answer_of_the_store_the_image_that_is_here_will_do() {
     assert_eq!(known(), 0);
 }
 
-/// The kernel reads a page a second time when its read-ahead has failed. A reader waits for one deadline
-/// all the same: what the log has of it is one read that was given up.
+/// The kernel reads a page a second time when its read-ahead has failed. A reader waits for one
+/// deadline all the same: what the log has of it is one read that was given up.
 #[test]
 fn a_read_waits_for_one_deadline_when_the_registry_stops_answering() {
     let space = Space::new("silent");

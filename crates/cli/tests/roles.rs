@@ -127,8 +127,8 @@ fn reports_in(roles: &[&str]) -> Reports {
     roles.iter().map(report).collect()
 }
 
-/// The processes try it themselves, started as for any mount: one that reads layers, by the command;
-/// one that prepares, one that serves and one that holds, by the supervisor.
+/// The processes try it themselves, started as for any mount: one that reads layers, by the
+/// command; one that prepares, one that serves and one that holds, by the supervisor.
 #[test]
 fn the_processes_of_a_mount_are_confined_whoever_starts_them() {
     let space = Space::new("roles-mount");
@@ -348,8 +348,8 @@ fn the_serving_process_of_a_mount_is_in_its_sandbox() {
     burgeon.umount(mounted);
 }
 
-/// Restrictions of the shipped unit, by systemd's names of its checks. The sum of all is not enough: it
-/// hardly changes when one of these is lost.
+/// Restrictions of the shipped unit, by systemd's names of its checks. The sum of all is not
+/// enough: it hardly changes when one of these is lost.
 const RESTRICTED: [&str; 12] = [
     "CapabilityBoundingSet_CAP_SYS_PTRACE",
     "CapabilityBoundingSet_CAP_SYS_MODULE",

@@ -1,5 +1,5 @@
-//! Registries as servers: with a certificate that the system knows nothing of, with a token realm that is not
-//! encrypted, and without an answer.
+//! Registries as servers: with a certificate that the system knows nothing of, with a token realm
+//! that is not encrypted, and without an answer.
 
 #![allow(clippy::unwrap_used)]
 

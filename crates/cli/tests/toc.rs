@@ -1,4 +1,5 @@
-//! Tables of contents (TOC): images of eStargz and zstd:chunked are mounted before a layer was read.
+//! Tables of contents (TOC): images of eStargz and zstd:chunked are mounted before a layer was
+//! read.
 
 #![allow(clippy::unwrap_used)]
 

@@ -20,7 +20,8 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 /// loop numbers again that udev may still have in hand.
 const ROUNDS: [usize; 2] = [50, 10];
 
-/// Mounts that begin at once: a server that an emulated machine starts for all of them has a minute.
+/// Mounts that begin at once: a server that an emulated machine starts for all of them has a
+/// minute.
 const WAVE: usize = 10;
 
 /// Mounts with a sprout: as many as the guest's memory, its disk, has room for.
@@ -142,8 +143,8 @@ fn mounts_side_by_side_are_not_disturbed_and_fetch_nothing() {
         let char = |name: String| name.replace("ublkc", "ublkb");
         let ublk = ublk_devices().into_iter().map(char).filter(|name| !before.contains(name));
         devices_seen.extend(ublk);
-        // A device for writes is blank when it comes, and nothing announces that btrfs has added it:
-        // udev probes all devices once more, with their file systems mounted.
+        // A device for writes is blank when it comes, and nothing announces that btrfs has added
+        // it: udev probes all devices once more, with their file systems mounted.
         let nodes: Vec<_> = devices_seen.iter().map(|device| format!("/dev/{device}")).collect();
         let mut trigger = vec!["trigger", "--action=change"];
         trigger.extend(nodes.iter().map(String::as_str));

@@ -3,9 +3,9 @@
 //! Named writes of every released version, with the store they were made on, mount and hold what
 //! was written. A release adds its own to `fixtures/` and to [`RELEASES`]; none is ever taken out.
 //!
-//! To make one: build an image `base` of the tree that the test describes, mount it with
-//! `--writes kept --write-limit 256M`, do what the test finds done, unmount, shut down, and pack
-//! `writes` and `store` of the state directory: `tar -S --zstd -cf writes-VERSION.tar.zst writes store`.
+//! To make one: build an image `base` of the tree that the test describes, mount it with `--writes
+//! kept --write-limit 256M`, do what the test finds done, unmount, shut down, and pack `writes` and
+//! `store` of the state directory: `tar -S --zstd -cf writes-VERSION.tar.zst writes store`.
 
 #![allow(clippy::unwrap_used)]
 

@@ -241,7 +241,8 @@ fn source_tree_file(space: &Space, root: &Path) -> PathBuf {
     one
 }
 
-/// A mount of `sample`, into which `zeros` and the image of the folder that is given back are mapped.
+/// A mount of `sample`, into which `zeros` and the image of the folder that is given back are
+/// mapped.
 fn map_two(space: &Space, burgeon: &Burgeon, at: &Path) -> (Mounted, PathBuf) {
     build(space, burgeon);
     let other = space.make_folder("other");

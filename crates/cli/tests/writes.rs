@@ -437,8 +437,9 @@ impl Drop for Attached {
     }
 }
 
-/// As quickly as memory takes it, into a mount with default options, again and again: a sprout grows ahead
-/// of what is written, and never beyond its limit. Only `make soak` has the time, and says how often.
+/// As quickly as memory takes it, into a mount with default options, again and again: a sprout
+/// grows ahead of what is written, and never beyond its limit. Only `make soak` has the time, and
+/// says how often.
 #[test]
 fn default_mounts_take_four_gigabytes_each() {
     let rounds = std::env::var("ROUNDS").ok().and_then(|rounds| rounds.parse::<u32>().ok());

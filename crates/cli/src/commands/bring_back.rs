@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   mounted there, by this state directory ─► no daemon ─► the same image and writes ─► daemon started:
-//!     it takes up what the dead one left ─► served again
+//!     it adopts the mounts of the dead one ─► served again
 //! ```
 //! Nothing is mounted anew, so open files keep working.
 

@@ -1,4 +1,4 @@
-//! A disk that fills up while a command stores an image: what is free, and what to do.
+//! A disk that fills up while a command stores an image: the free space and the remedies.
 
 use std::path::Path;
 

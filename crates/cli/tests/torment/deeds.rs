@@ -60,7 +60,8 @@ impl Deed {
         Self::KillServer
     }
 
-    /// Does it, brings things in order again as a user would, and waits until every reader has read something.
+    /// Does it, brings things in order again as a user would, and waits until every reader has read
+    /// something.
     pub(crate) fn perform(self, world: &mut World, rng: &mut Rng) {
         world.ledger.count(&format!("times {self:?}"));
         world.ledger.event(format!("{self:?} began"));
@@ -189,8 +190,8 @@ fn damage_cache(world: &World, rng: &mut Rng) {
     }
 }
 
-/// A file that an image was prepared as is damaged while it is mounted, and the server has to read it
-/// again. Reads may fail; nothing may hang; a umount and mount make everything anew.
+/// A file that an image was prepared as is damaged while it is mounted, and the server has to read
+/// it again. Reads may fail; nothing may hang; a umount and mount make everything anew.
 fn damage_image(world: &World, rng: &mut Rng) {
     let folders = image_folders(world);
     if folders.is_empty() {
@@ -209,8 +210,8 @@ fn damage_image(world: &World, rng: &mut Rng) {
     end_excuse(world);
 }
 
-/// Does what `doctor` says of files of kept writes that are damaged where a mount does not look: they
-/// are links to those of the prepared image.
+/// Does what `doctor` says of files of kept writes that are damaged where a mount does not look:
+/// they are links to those of the prepared image.
 fn replace_kept(world: &World) {
     let said = world.run(&["doctor"]).map(|doctor| doctor.stdout).unwrap_or_default();
     let damaged = said.lines().filter_map(|line| {
@@ -271,8 +272,9 @@ fn spoil_source(world: &World, rng: &mut Rng) {
     thread::sleep(Duration::from_millis(rng.below(1000)));
     world.proxy.spoil(0, &[]);
     world.ledger.event("source good again".into());
-    // A spoilt answer may still be on its way, and a reader that begins later may join the fetch that it
-    // was for: two wrong answers in a row are an error to all its readers (`volume/src/limits.rs`).
+    // A spoilt answer may still be on its way, and a reader that begins later may join the fetch
+    // that it was for: two wrong answers in a row are an error to all its readers
+    // (`volume/src/limits.rs`).
     if !world.proxy.settle() {
         world.ledger.violation("an answer of the source has no end".into());
     }

@@ -1,4 +1,5 @@
-//! Random deaths, damage, full disks and failing sources beside readers and writers that compare every byte.
+//! Random deaths, damage, full disks and failing sources beside readers and writers that compare
+//! every byte.
 //!
 //! ```text
 //!   store (folder) ── nginx ── proxy that spoils ──► burgeon, its state on a small disk ──► three mounts
@@ -8,9 +9,9 @@
 //!   watch: D states, waits without end ──────────────► violations ◄───────┘
 //! ```
 //!
-//! Invariants: a wrong byte is a violation, whatever happened; an error is one unless the deed under way
-//! excuses it (`docs/cli.md`, "Effects of killed processes"); so is a wait beyond its bound; and at the
-//! end nothing is left.
+//! Invariants: a wrong byte is a violation, whatever happened; an error is one unless the deed
+//! under way excuses it (`docs/cli.md`, "Effects of killed processes"); so is a wait beyond its
+//! bound; and at the end nothing is left.
 //!
 //! `TORMENT_SECONDS` and `TORMENT_SEED` choose length and seed; `cargo xtask torment` sets them.
 
@@ -42,7 +43,8 @@ fn variable<T: FromStr>(name: &str) -> Option<T> {
     env::var(name).ok()?.parse().ok()
 }
 
-/// Prints past the capture of the test harness: the log of a passed test, too, is enough to repeat the run.
+/// Prints past the capture of the test harness: the log of a passed test, too, is enough to repeat
+/// the run.
 fn say(words: &str) {
     let _ = writeln!(stderr(), "{words}");
 }

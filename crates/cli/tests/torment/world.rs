@@ -1,5 +1,5 @@
-//! The tormented system: a store behind a spoilt network, a daemon on a small disk, three mounts; and the
-//! ledger of all that happened.
+//! The tormented system: a store behind a spoilt network, a daemon on a small disk, three mounts;
+//! and the ledger of all that happened.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -328,9 +328,9 @@ impl World {
         id
     }
 
-    /// Waits until something right was read from each place by a read that began from now on. One that
-    /// began before may be an answer of a server that has died since, and says nothing of the next one:
-    /// if the supervisor were killed now, both would be dead, which costs errors.
+    /// Waits until something right was read from each place by a read that began from now on. One
+    /// that began before may be an answer of a server that has died since, and says nothing of the
+    /// next one: if the supervisor were killed now, both would be dead, which costs errors.
     pub(crate) fn await_reads(&self, after: &str) {
         let since_us = self.ledger.now_us();
         let is_served = |place: &Arc<Place>| place.newest_good_us.load(SeqCst) > since_us;
