@@ -114,7 +114,7 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     findings
 }
 
-/// Repairs what can be repaired; false if there was nothing to do. Waits for mounts that have lost
+/// Makes all possible repairs; false if there was nothing to do. Waits for mounts that have lost
 /// their server; [`examine`] reports those that are not served then.
 pub fn repair(state: &StateDir, store: Option<&Path>) -> Result<bool> {
     let store = store.filter(|store| stale_builds(store) > 0);

@@ -137,8 +137,8 @@ impl Held {
 #[derive(Debug)]
 pub(crate) struct Line {
     stream: UnixStream,
-    /// Taken for one exchange, because answers do not name their message. One that takes longer than
-    /// [`ANSWER_MAX`] closes the connection, so that those who wait fail at once.
+    /// Taken for one exchange, because answers do not name their message. One that takes longer
+    /// than [`ANSWER_MAX`] closes the connection, so that those who wait fail at once.
     turn: Mutex<()>,
 }
 

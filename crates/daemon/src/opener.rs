@@ -45,11 +45,11 @@ pub use self::process::open_files;
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "message", rename_all = "kebab-case")]
 pub(crate) enum ToOpener {
-    /// Open what the other end of this socket asks for.
+    /// Open the files that the other end of this socket asks for.
     Serve,
 }
 
-/// The longest request: the longest path, and what precedes it.
+/// The longest request: the longest path, and the fields before it.
 const REQUEST_MAX: usize = HEAD_LEN + libc::PATH_MAX as usize;
 const HEAD_LEN: usize = 9;
 const ANSWER_LEN: usize = 12;
@@ -95,7 +95,7 @@ impl OpenRequest {
     }
 }
 
-/// The errno of what is neither a file nor a block device.
+/// The errno for a path that is neither a file nor a block device.
 const NOT_A_FILE: i32 = -1;
 
 /// The answer to the request of this number: an errno, or 0 with a descriptor.

@@ -1,8 +1,8 @@
 //! The privileges that each process drops before it parses untrusted data.
 //!
-//! `docs/architecture.md` has the same as a table ("Privileges of each process"). The supervisor, and
-//! the commands themselves, keep the user's privileges: they place mounts, and execute credential
-//! helpers.
+//! `docs/architecture.md` has the same as a table ("Privileges of each process"). The supervisor,
+//! and the commands themselves, keep the user's privileges: they place mounts, and execute
+//! credential helpers.
 
 use std::path::{Path, PathBuf};
 
@@ -195,7 +195,7 @@ pub struct Role {
     sandbox: Option<fn(&Path) -> Result<Sandbox>>,
 }
 
-/// All roles. A process has several if what it may do depends on its work.
+/// All roles. A process has several if its privileges depend on its work.
 pub const ROLES: &[Role] = &[
     Role { name: "supervising", process: "__supervise", sandbox: None },
     Role { name: "helping", process: "__help", sandbox: Some(|_| Ok(helping(false))) },

@@ -94,7 +94,7 @@ struct Serving {
     runtime: Runtime,
     /// Shared by all volumes, and with it one memory limit.
     limits: Limits,
-    /// The pending jobs of each mount: the only way to change what is served.
+    /// The pending jobs of each mount: the only way to change the served devices.
     tasks: Tasks<MountId, Job>,
     mounts: Mutex<HashMap<MountId, Mount>>,
     /// Mounts whose files cannot be used.

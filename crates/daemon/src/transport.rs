@@ -47,8 +47,8 @@ pub(crate) enum Channel {
 }
 
 impl Channel {
-    /// Makes the requested transport for `size` bytes. Also returns a note for the user if it is not
-    /// the best one. [`remove_devices`] removes it.
+    /// Makes the requested transport for `size` bytes. Also returns a note for the user if it is
+    /// not the best one. [`remove_devices`] removes it.
     pub(crate) fn open(
         options: TransportOptions,
         id: MountId,

@@ -107,8 +107,8 @@ fn is_of_kernel(place: &Path) -> bool {
 }
 
 /// The file systems in the mount namespaces of all processes in `proc` but those of Burgeon's
-/// daemons, whose copies would keep each other; `None` if there is a namespace that cannot be looked
-/// into.
+/// daemons, whose copies would keep each other; `None` if there is a namespace that cannot be
+/// looked into.
 fn devices_of_others(proc: &Path) -> Option<Devices> {
     let (mut devices, mut seen, mut bound) = (Devices::new(), BTreeSet::new(), BTreeSet::new());
     for process in numbered(proc).ok()? {
@@ -162,8 +162,8 @@ mod tests {
     use super::{Devices, devices_of_others, reachable};
     use crate::host::mountinfo;
 
-    /// A process of one thread, whose namespace has the mounts of `devices` and a file that is bound
-    /// to the namespace `bound`.
+    /// A process of one thread, whose namespace has the mounts of `devices` and a file that is
+    /// bound to the namespace `bound`.
     fn add(proc: &Path, command: &str, namespace: &str, root: &str, devices: &[u32], bound: &str) {
         let number = fs::read_dir(proc).unwrap().count();
         let process = proc.join(number.to_string());

@@ -25,7 +25,7 @@ pub(crate) struct OwnCgroup {
 
 impl OwnCgroup {
     /// Moves this process into cgroups called `burgeon-<tag>` at the top of every hierarchy that
-    /// accounts memory. Also returns what failed, in sentences.
+    /// accounts memory. Also returns the failures, in sentences.
     pub(crate) fn enter(tag: &str) -> (Self, Vec<String>) {
         let mut own = Self::default();
         let mut missing = Vec::new();

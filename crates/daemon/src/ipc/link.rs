@@ -18,8 +18,8 @@
 //! `Attach` and `Refresh` carry a number that no other message of this supervisor has, and so does
 //! their answer. A server of an earlier version does not understand `Refresh` and answers without a
 //! number: it gets another `Attach` instead (`Adopted` tells them apart). A server that does
-//! understand it treats an `Attach` of a served mount as a refresh, which is what earlier
-//! supervisors mean.
+//! understand it treats an `Attach` of a served mount as a refresh: earlier supervisors mean
+//! that.
 //!
 //! The descriptors are the slots' and, for a mount over FUSE, before it the one of `/dev/fuse`.
 //!
@@ -38,8 +38,8 @@ use crate::{
 };
 
 /// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. 2: there
-/// is no `Opener`. An upgrade replaces the supervisor first, so each version understands the messages of the previous
-/// one and ignores those that only later ones have.
+/// is no `Opener`. An upgrade replaces the supervisor first, so each version understands the
+/// messages of the previous one and ignores those that only later ones have.
 pub(crate) const VERSION: u32 = 3;
 
 /// The first version whose servers have files opened for them.

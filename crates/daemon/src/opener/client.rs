@@ -62,7 +62,7 @@ impl Client {
     pub(crate) fn connect(self: &Arc<Self>, socket: OwnedFd) {
         let line = Arc::new(socket);
         let before = self.lock().line.replace(Arc::clone(&line));
-        // Its thread then has what is unanswered sent once more.
+        // Its thread then repeats the unanswered requests.
         before.map(|before| shutdown(&*before, Shutdown::Both));
         self.connected.notify_waiters();
         let client = Arc::clone(self);

@@ -71,7 +71,7 @@ pub(crate) fn mend_kept(
     if record.virtual_bytes > 0 {
         image.push(format!("virtual-{}", record.virtual_bytes));
     }
-    // The digests find what the first attempt takes for usable: changed bytes of the template.
+    // The digests find damage that the first attempt misses: changed bytes of the template.
     let virtual_bytes = record.virtual_bytes;
     for needed in [PreparedFiles::Mended { virtual_bytes }, PreparedFiles::Seed { virtual_bytes }] {
         prepare_in(&image, store, access, &record.manifest.0, needed)?;

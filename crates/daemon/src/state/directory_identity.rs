@@ -1,8 +1,8 @@
 //! Directory identity: checks that the daemon sees the same folder as its client.
 //!
-//! The daemon may be in a copy of its starter's mount namespace (`host/namespace.rs`), or its client
-//! in another one. A later mount is visible to it only if mounts are shared; otherwise the daemon
-//! sees the folder below it, and would wait for a store that never appears.
+//! The daemon may be in a copy of its starter's mount namespace (`host/namespace.rs`), or its
+//! client in another one. A later mount is visible to it only if mounts are shared; otherwise the
+//! daemon sees the folder below it, and would wait for a store that never appears.
 
 use std::{fs, os::unix::fs::MetadataExt, path::Path};
 

@@ -84,7 +84,7 @@ pub(crate) fn publish_json(path: &Path, record: &impl Serialize) -> Result<()> {
     publish(path, &bytes)
 }
 
-/// Reads a record. `NotFound` if there is none; `Corrupt` if it is not what [`publish_json`] wrote.
+/// Reads a record of [`publish_json`]. `NotFound` if there is none, `Corrupt` if it is damaged.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
     let mut bytes = Vec::new();

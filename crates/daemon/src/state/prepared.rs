@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   images/<digest>/   seed        the template: metadata nodes under an fsid of zeros
-//!                      seed.info   what superblocks and patching need
+//!                      seed.info   input for superblocks and patching
 //!                      map         address ──► chunk, block checksums
 //!                      manifest    the image itself, so that named writes need no store for it
 //!                      ready.json  written last: marks the others as complete

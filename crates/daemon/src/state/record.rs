@@ -3,7 +3,7 @@
 //! ```text
 //!   mounts/<id>/mount.json   MountRecord ─┬─ Attach        all that a server needs to serve it
 //!                                         ├─ WritesState   its sprout
-//!                                         └─ Growth        what growing the sprout takes
+//!                                         └─ Growth        input for growing the sprout
 //! ```
 //!
 //! Invariant: fields are only added, with a default, so that records of earlier versions stay

@@ -9,7 +9,7 @@
 //!      │ told to each server in turn
 //!   server_monitor ──► server (a child, or an orphan that was adopted)
 //!   opener_monitor ──► opener (a child), which opens files of the host for the server
-//!   hold ──► what readers wait by is held once more, by systemd or a process
+//!   hold ──► copies of /dev/fuse and slots, with systemd or a process
 //! ```
 //!
 //! Invariants:

@@ -197,7 +197,7 @@ pub(super) struct Orphan {
     understands: Understands,
 }
 
-/// Finds a server that outlived its supervisor and takes over what it holds.
+/// Finds a server that outlived its supervisor and takes over its mounts.
 pub(super) fn adopt(state: &StateDir) -> Result<Option<(Orphan, Vec<Inherited>)>> {
     let Some(stream) = orphan(state)? else { return Ok(None) };
     let mut mounts = Vec::new();

@@ -1,4 +1,4 @@
-//! Grows sprouts: reserves space ahead of what btrfs uses, up to the limit.
+//! Grows sprouts: reserves space ahead of its use by btrfs, up to the limit.
 //!
 //! ```text
 //!   the file, and so the device:  ├── used by btrfs ──┤── headroom ──┤╌╌╌╌ up to the limit ╌╌╌╌┤
