@@ -6,9 +6,9 @@
 //!
 //! In each round both serve the same computed device behind FUSE and a loop device, one after the
 //! other, to as many readers as threads (4 KiB, random, direct). A fixed thread each is as many
-//! servers of one connection as threads, each of one thread that never calls for help. The last line
-//! is the median of the rounds' ratios; rounds are short and many, because other programs disturb them.
-//! It leaves nothing behind.
+//! servers of one connection as threads, each of one thread that never calls for help. The last
+//! line is the median of the rounds' ratios; rounds are short and many, because other programs
+//! disturb them. It leaves nothing behind.
 
 use std::{
     env,

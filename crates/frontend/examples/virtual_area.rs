@@ -1,6 +1,6 @@
-//! Costs of a mount's virtual area, by its size (time to mount with a new sprout, and kernel memory in
-//! slabs), the speed of clones from it by several threads, and random reads of a clone from a small
-//! and a large area. Needs root.
+//! Costs of a mount's virtual area, by its size (time to mount with a new sprout, and kernel memory
+//! in slabs), the speed of clones from it by several threads, and random reads of a clone from a
+//! small and a large area. Needs root.
 //!
 //! `cargo run --release -p burgeon-frontend --example virtual_area [CLONES [ROUNDS]]`
 

@@ -52,8 +52,8 @@ const RESIZE: c_ulong = 0x5000_9403;
 const DEV_INFO: c_ulong = 0xd000_941e;
 const FS_INFO: c_ulong = 0x8400_941f;
 
-/// Times that devices are scanned for one mount. A damaged device fails as often, and the kernel's log
-/// says so each time.
+/// Times that devices are scanned for one mount. A damaged device fails as often, and the kernel's
+/// log says so each time.
 const SCANS_MAX: u32 = 6;
 
 /// `struct btrfs_ioctl_vol_args`.
@@ -119,10 +119,10 @@ impl Btrfs {
         Self::scan_and_mount(devices, first, subvolume, Access::ReadOnly)
     }
 
-    /// Mounts the file system of `device`, which is one of `devices`. Between the scan and the mount,
-    /// and in the middle of it, anybody can make btrfs forget them: all devices that are not mounted
-    /// (`btrfs device scan --forget`), or those of another mount, whose numbers are ours by now. Then
-    /// they are scanned again.
+    /// Mounts the file system of `device`, which is one of `devices`. Between the scan and the
+    /// mount, and in the middle of it, anybody can make btrfs forget them: all devices that are not
+    /// mounted (`btrfs device scan --forget`), or those of another mount, whose numbers are ours by
+    /// now. Then they are scanned again.
     fn scan_and_mount(
         devices: &[&Path],
         device: &Path,
@@ -263,8 +263,8 @@ impl Btrfs {
             .map_err(|e| failed("cannot open the root of a detached mount", e))
     }
 
-    /// Gives the mount attributes of its own, before anybody can reach it: those of `attributes`, and
-    /// no other. The file system and its other mounts keep theirs.
+    /// Gives the mount attributes of its own, before anybody can reach it: those of `attributes`,
+    /// and no other. The file system and its other mounts keep theirs.
     pub fn set_attributes(&self, attributes: MountAttrFlags) -> Result<()> {
         // The mode of access times is one field of several bits: it is replaced as a whole.
         let request = libc::mount_attr {
@@ -325,7 +325,7 @@ pub fn forget(device: &Path) -> Result<()> {
 }
 
 /// Puts a detached mount onto `place`, an open directory, in the caller's mount namespace. A path
-/// would be looked up again here, and its owner may have changed what it leads to.
+/// would be looked up again here, and its owner may have redirected it.
 ///
 /// From then on every copy of the mount's descriptor, in whichever process, keeps `umount` from
 /// working (EBUSY): close them all.
@@ -377,7 +377,7 @@ fn no_btrfs(errno: Errno) -> Error {
     failed(what, errno)
 }
 
-/// The error of a mount, with what the kernel wrote into the context about it.
+/// The error of a mount, with the kernel's message in the context.
 fn refused(what: String, errno: Errno, context: &OwnedFd) -> Error {
     let hint = match errno {
         Errno::NOENT => "; one of its devices is missing: its seed has to be attached and scanned",

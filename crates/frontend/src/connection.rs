@@ -42,9 +42,9 @@ pub struct Connection {
 
 impl Connection {
     /// Makes the file system and answers the kernel's first question, so that any server can go
-    /// on from here. `name` is what `/proc` shows as the mount's source.
+    /// on from here. `/proc` shows `name` as the mount's source.
     ///
-    /// Errors name what is missing: `/dev/fuse`, FUSE in the kernel, or CAP_SYS_ADMIN.
+    /// Errors name the missing part: `/dev/fuse`, FUSE in the kernel, or CAP_SYS_ADMIN.
     pub fn new(name: &str) -> Result<Self> {
         Self::open(name, Features::default())
     }

@@ -13,12 +13,13 @@
 //!
 //! A transport moves requests and bytes between the kernel and the engine: FUSE over `/dev/fuse`
 //! (`server.rs`), FUSE over io_uring (`server/rings.rs`), ublk (`ublk/queue.rs`). It parses a
-//! request, says where the answer's bytes go, and sends the answer. The engine decides all else:
-//! bounds, hit or miss, memory for misses, counters, errors, panics of the device, and what happens
-//! at the end of serving ([`Life`]).
+//! request, gives the buffer for the answer, and sends the answer. The engine decides all else:
+//! bounds, hit or miss, memory for misses, counters, errors, panics of the device, and the end of
+//! serving ([`Life`]).
 //!
-//! Limits: a miss waits for room for its bytes ([`ServeOptions::miss_bytes_max`](crate::ServeOptions)),
-//! unless its request has memory of its own. Nothing is refused for lack of room.
+//! Limits: a miss waits for room for its bytes
+//! ([`ServeOptions::miss_bytes_max`](crate::ServeOptions)), unless its request has memory of its
+//! own. Nothing is refused for lack of room.
 //!
 //! Invariants (held by `engine/tests.rs`):
 //! - A request is answered once, or left to its transport unanswered: [`Call`] and [`Parked`] are
@@ -122,8 +123,8 @@ pub(crate) trait Call: Sized {
     /// then the transport calls [`Engine::resume`].
     fn load(self, load: Load, file: BorrowedFd<'_>) -> Loading<Self>;
 
-    /// Keeps the payload of a write, `len` bytes, for [`Self::park`], where the thread's next request
-    /// overwrites it. The error is an errno.
+    /// Keeps the payload of a write, `len` bytes, for [`Self::park`], where the thread's next
+    /// request overwrites it. The error is an errno.
     fn keep_payload(&mut self, _len: usize) -> Result<(), i32> {
         Ok(())
     }
@@ -143,8 +144,8 @@ pub(crate) trait Parked: Send + 'static {
         None
     }
 
-    /// Copies a write's payload; asked only of requests without memory of their own. The error is an
-    /// errno.
+    /// Copies a write's payload; asked only of requests without memory of their own. The error is
+    /// an errno.
     fn copy_payload(&mut self, into: &mut [u8]) -> Result<(), i32>;
 
     /// Sends the answer.
@@ -394,7 +395,7 @@ impl<D: BlockDevice, A: Access<D>> Engine<D, A> {
     fn judge<C: Call>(&self, load: Load, result: io::Result<usize>, call: &mut C) -> Next {
         let (Load { mut read, from }, into) = (load, load.part());
         if result.ok() != Some(into.len()) {
-            // `read` meets the same file, and knows what to do without it.
+            // `read` meets the same file, and handles the failure.
             return Next::Park(read);
         }
         let bytes = match call.buffer(read.len) {

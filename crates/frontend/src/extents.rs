@@ -1,5 +1,5 @@
-//! Extents of a file: btrfs reports their logical addresses, which lie on the lazy device for data that
-//! is not local.
+//! Extents of a file: btrfs reports their logical addresses, which lie on the lazy device for data
+//! that is not local.
 
 use std::{ffi::c_ulong, fs::File};
 

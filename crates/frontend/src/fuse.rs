@@ -19,7 +19,7 @@ pub(crate) const READ_BUFFER_MIN: usize = 8192;
 pub(crate) const RING_REQUEST_LEN: usize = size_of::<InHeader>() + size_of::<ReadIn>();
 /// Requests that the kernel has in flight at once. A loop device queues 128.
 const BACKGROUND_MAX: u16 = 256;
-/// The same for a file that is written to: what its writes bring takes at most 32 MiB at once.
+/// The same for a file that is written to: the bytes of its writes take at most 32 MiB at once.
 const BACKGROUND_WRITABLE_MAX: u16 = 128;
 /// The code of a notification that makes the kernel send unanswered requests again (Linux 6.9).
 const NOTIFY_RESEND: i32 = 7;
@@ -245,8 +245,8 @@ impl Request {
     }
 }
 
-/// The erasure of a FALLOCATE with this mode; `None` if it allocates. A loop device punches holes both
-/// to discard and to write zeros, so a punched range has to read as zeros.
+/// The erasure of a FALLOCATE with this mode; `None` if it allocates. A loop device punches holes
+/// both to discard and to write zeros, so a punched range has to read as zeros.
 fn erasure(mode: u32) -> Option<Erase> {
     const KEEP_SIZE: u32 = libc::FALLOC_FL_KEEP_SIZE as u32;
     const PUNCH: u32 = libc::FALLOC_FL_PUNCH_HOLE as u32;

@@ -5,9 +5,9 @@
 //!   /dev/loop16384 …          add ─► attach, discard off, or on ─► detached by its last user ─► remove_unused
 //! ```
 //!
-//! From Linux 6.9 on, 0 in `queue/discard_max_bytes` outlives the detach and cannot be raised again:
-//! the next owner of the number would have no discard. Only removing the number cures it. So a device
-//! that is to have discard gets a new number, too: an old one may have lost it.
+//! From Linux 6.9 on, 0 in `queue/discard_max_bytes` outlives the detach and cannot be raised
+//! again: the next owner of the number would have no discard. Only removing the number cures it. So
+//! a device that is to have discard gets a new number, too: an old one may have lost it.
 //!
 //! Invariants:
 //! - Discard is turned off only below numbers of this range, which others get from the kernel only
@@ -27,7 +27,7 @@ use crate::{
 const LOOP_CTL_ADD: std::ffi::c_ulong = 0x4C80;
 const LOOP_CTL_REMOVE: std::ffi::c_ulong = 0x4C81;
 
-/// The range: above what people number by hand, and below 65,536, where minor numbers end for a
+/// The range: above numbers that people choose, and below 65,536, where minor numbers end for a
 /// driver that was loaded with 16 partitions a device.
 const FIRST: u32 = 16_384;
 const END: u32 = 49_152;

@@ -1,7 +1,8 @@
 //! Loop devices by ioctl: direct I/O, 4 KiB blocks.
 //!
 //! Every one detaches itself when its last user is gone (autoclear): this handle, or the file
-//! system mounted on it. So a plain `umount`, or the death of the process that set it up, leaves nothing.
+//! system mounted on it. So a plain `umount`, or the death of the process that set it up, leaves
+//! nothing.
 //!
 //! A device that is written to gets a number of its own (`loop_range.rs`), because the kernel keeps
 //! with the number whether it has discard.

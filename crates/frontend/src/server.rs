@@ -14,8 +14,8 @@
 //! If the connection has rings, requests come over them instead (`rings.rs`).
 //!
 //! A slot holds the head of a request. The bytes of a WRITE do not fit, so a server that is killed
-//! loses them: its successor has the kernel send all unanswered requests again (Linux 6.9). On older
-//! kernels such a write fails with EIO.
+//! loses them: its successor has the kernel send all unanswered requests again (Linux 6.9). On
+//! older kernels such a write fails with EIO.
 //!
 //! Limits: a request needs a slot, and waits for one ([`SLOT_COUNT`]).
 //!
@@ -56,8 +56,8 @@ use crate::{
     sys::failed,
 };
 
-/// A request that so many servers in a row had when they died gets EIO, because it may be the cause.
-/// The number is high enough for unrelated deaths during one fetch.
+/// A request that so many servers in a row had when they died gets EIO, because it may be the
+/// cause. The number is high enough for unrelated deaths during one fetch.
 const REPLAYS_MAX: u32 = 32;
 /// Reads of `/dev/fuse` that may fail in a row for no known reason, 1 ms apart.
 const READ_FAILURES_MAX: u32 = 1000;
@@ -67,8 +67,8 @@ const READ_FAILURES_MAX: u32 = 1000;
 pub struct ServeOptions {
     /// Runtime for misses.
     pub runtime: Handle,
-    /// Reader threads while requests come: each serves one hit at a time and has a buffer of 256 KiB.
-    /// An idle file has one, without a buffer.
+    /// Reader threads while requests come: each serves one hit at a time and has a buffer of 256
+    /// KiB. An idle file has one, without a buffer.
     pub threads: usize,
     /// The source of all threads but one: clones share it.
     pub helpers: Helpers,
@@ -221,7 +221,7 @@ struct Reader {
     has_worked: bool,
 }
 
-/// Counts a helper out, for whatever reason it ends.
+/// Counts a helper out, for any reason of its end.
 struct Leaving(Option<Arc<Readers>>);
 
 impl Drop for Leaving {
@@ -293,8 +293,8 @@ impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
         }
     }
 
-    /// The thread's read was interrupted: frees its buffer if the mount is idle. True if the thread is
-    /// to end.
+    /// The thread's read was interrupted: frees its buffer if the mount is idle. True if the thread
+    /// is to end.
     fn ends_when_interrupted(&self, reader: &mut Reader) -> bool {
         if reader.role == Role::Helper {
             return self.readers.ends_helper();

@@ -201,13 +201,14 @@ impl Slots {
         self.request_len(slot).store(0, Release);
     }
 
-    /// Drops all requests: their connection is gone, or the kernel sends them again. No server may use
-    /// the slots meanwhile.
+    /// Drops all requests: their connection is gone, or the kernel sends them again. No server may
+    /// use the slots meanwhile.
     pub fn forget_requests(&self) {
         (0..SLOT_COUNT).for_each(|slot| self.clear(slot));
     }
 
-    /// Buffer for the kernel to write a request to: [`REQUEST_LEN`] bytes, valid while `self` lives.
+    /// Buffer for the kernel to write a request to: [`REQUEST_LEN`] bytes, valid while `self`
+    /// lives.
     pub(crate) fn request_pointer(&self, slot: u32) -> *mut u8 {
         // SAFETY: within the mapping, as `slot()` checks.
         unsafe { self.slot(slot).add(REQUEST_OFFSET).as_ptr() }
@@ -252,7 +253,7 @@ impl AsRef<Counters> for Slots {
 impl Drop for Slots {
     fn drop(&mut self) {
         // SAFETY: the mapping was made by `map` with this length, and no borrow outlives `self`.
-        // Unmapping what was mapped does not fail.
+        // Unmapping a whole mapping does not fail.
         let _ = unsafe { munmap(self.map.as_ptr().cast(), MAP_LEN) };
     }
 }

@@ -1,5 +1,5 @@
-//! A mounted virtual area of 4 EiB: clones from it read right, cost next to nothing, and behave as any
-//! file does. A command that would read all of it meets a limit. Needs root.
+//! A mounted virtual area of 4 EiB: clones from it read right, cost next to nothing, and behave as
+//! any file does. A command that would read all of it meets a limit. Needs root.
 
 #![allow(clippy::unwrap_used)]
 
@@ -272,8 +272,8 @@ fn mapped_files_are_files_like_others() {
     rig.unmount();
 }
 
-/// A command that would read everything fails at the limit, or goes on without end and reads nothing
-/// more; after it is cancelled, the file system is as before.
+/// A command that would read everything fails at the limit, or goes on without end and reads
+/// nothing more; after it is cancelled, the file system is as before.
 #[test]
 fn what_would_read_everything_meets_the_limit() {
     const LIMIT: u64 = 64 * MIB / BLOCK_SIZE;

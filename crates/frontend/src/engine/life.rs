@@ -22,9 +22,10 @@ const CANCEL_MAX: Duration = Duration::from_secs(10);
 /// Why a server ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum End {
-    /// The last user of the device is gone, or the kernel's side of it was ended: clean up the mount.
+    /// The last user of the device is gone, or the kernel's side of it was ended: clean up the
+    /// mount.
     Unmounted,
-    /// It was told to stop; a successor answers what is unanswered.
+    /// It was told to stop; a successor answers the unanswered requests.
     Stopped,
     /// Taking requests failed again and again with this errno: start another server.
     Failed(i32),

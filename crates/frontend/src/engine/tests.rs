@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Line (the transport) ─ Call, Parked ─► Engine ─► Fake (the device: a script of answers)
-//!     └─ log of what was sent: Bytes, Failed, Left, …
+//!     └─ log of sent answers: Bytes, Failed, Left, …
 //! ```
 
 #![allow(clippy::unwrap_used)]

@@ -112,8 +112,8 @@ impl Control {
         self.reply(unique, small_payload(operation, shape, &mut [0; 104]));
     }
 
-    /// The kernel takes a reply whole or refuses it, and refuses it only if no reader waits any more:
-    /// it was killed, the connection is gone, or a predecessor answered.
+    /// The kernel takes a reply whole or refuses it, and refuses it only if no reader waits any
+    /// more: it was killed, the connection is gone, or a predecessor answered.
     fn send(&self, parts: &[IoSlice<'_>]) {
         let _ = rustix::io::retry_on_intr(|| rustix::io::writev(&self.fuse, parts));
     }

@@ -39,8 +39,8 @@ const PAYLOAD_LEN_OFFSET: usize = 256 + 16;
 const PAYLOAD_OFFSET: usize = 4096;
 const ENTRY_LEN: usize = PAYLOAD_OFFSET + LEN_MAX;
 
-/// `user_data` of the wait for a wake-up. That of an entry's command is its index; a read of a local
-/// file into it has this bit, too.
+/// `user_data` of the wait for a wake-up. That of an entry's command is its index; a read of a
+/// local file into it has this bit, too.
 const WAKE: u64 = u64::MAX;
 const LOAD: u64 = 1 << 32;
 
@@ -142,7 +142,7 @@ pub(super) struct Queue {
     memory: Arc<Memory>,
     id: u16,
     entries: u32,
-    /// By entry: what is being read into it from a local file.
+    /// By entry: the read of a local file into it that is under way.
     loads: Vec<Option<Load>>,
     loading: usize,
 }
@@ -174,7 +174,7 @@ impl Queue {
         }
     }
 
-    /// Sends what is committed, and waits until there is an event. An interrupt is an error.
+    /// Sends the committed answers, and waits until there is an event. An interrupt is an error.
     pub(super) fn wait(&mut self) -> io::Result<()> {
         self.ring.submit_and_wait(1).map(|_| ())
     }
@@ -248,9 +248,9 @@ impl Queue {
     }
 
     fn push(&mut self, entry: Entry128) -> io::Result<()> {
-        // SAFETY: what the entries point at (entry memory, an eventfd) lives as long as the ring, and
-        // the memory until no read into it is in work (`settle`); the parts of a registration live
-        // until it is submitted.
+        // SAFETY: the targets of the entries (entry memory, an eventfd) live as long as the ring,
+        // and the memory until no read into it is in work (`settle`); the parts of a registration
+        // live until it is submitted.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         // There is room for every entry at once.
         pushed.map_err(|_| io::ErrorKind::OutOfMemory.into())

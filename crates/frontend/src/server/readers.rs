@@ -8,13 +8,14 @@
 //!    └── no read for IDLE: all are interrupted; helpers end, the first thread frees its buffer
 //! ```
 //!
-//! An idle mount has one thread in the kernel's read of `/dev/fuse`, and no buffer. In a busy mount all
-//! threads wait there, so starting them on demand costs a hit nothing. Interrupting a read loses no
-//! request (`stop.rs`).
+//! An idle mount has one thread in the kernel's read of `/dev/fuse`, and no buffer. In a busy mount
+//! all threads wait there, so starting them on demand costs a hit nothing. Interrupting a read
+//! loses no request (`stop.rs`).
 //!
 //! Invariants (held by `tests/transport.rs`):
 //! - The helpers of all mounts that share a [`Helpers`] are never more than it has.
-//! - A thread is signalled only while its handle is in the list; it removes the handle before it ends.
+//! - A thread is signalled only while its handle is in the list; it removes the handle before it
+//!   ends.
 
 use std::{
     sync::{
@@ -144,8 +145,8 @@ impl Readers {
         self.state().threads.push(thread);
     }
 
-    /// The first thread has taken its buffer: the next request is worth a helper. True if the caller
-    /// has to start a task that calls [`Self::check`] every [`IDLE`].
+    /// The first thread has taken its buffer: the next request is worth a helper. True if the
+    /// caller has to start a task that calls [`Self::check`] every [`IDLE`].
     #[must_use]
     pub(super) fn activate(&self) -> bool {
         self.idle.store(false, Relaxed);
@@ -219,8 +220,8 @@ impl Readers {
         idle
     }
 
-    /// Checks whether the mount was read from since the last check, and interrupts its threads if it
-    /// was not. A signal before the thread's read has begun has no effect: the next check sends
+    /// Checks whether the mount was read from since the last check, and interrupts its threads if
+    /// it was not. A signal before the thread's read has begun has no effect: the next check sends
     /// another.
     pub(super) fn check(&self, counters: &Counters) -> Watch {
         let answered = counters.hits.get() + counters.misses.get() + counters.failed_reads.get();

@@ -71,7 +71,7 @@ impl Done {
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
-    /// The eventfd is reset first: what is pushed from then on wakes again.
+    /// Resets the eventfd, before the answers are taken: a later push wakes again.
     fn reset(&self) {
         let _ = rustix::io::read(&self.event, &mut [0; 8]);
     }
@@ -81,7 +81,7 @@ impl Done {
     }
 }
 
-/// A ring thread's queue, and what its answers need.
+/// A ring thread's queue, with the parts that its answers need.
 struct Ring {
     queue: Queue,
     done: Arc<Done>,
@@ -97,7 +97,7 @@ impl Ring {
         }
     }
 
-    /// Commits what tasks have answered.
+    /// Commits the answers of tasks.
     fn commit_done(&mut self) -> io::Result<()> {
         self.done.reset();
         self.queue.await_wake(self.done.event.as_fd())?;

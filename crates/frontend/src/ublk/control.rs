@@ -42,8 +42,8 @@ const ANY_DEVICE: u32 = u32::MAX;
 /// The most bytes that any command exchanges: a CPU mask of 1024 CPUs.
 const PAYLOAD_LEN: usize = 128;
 
-/// Queues of a device, and requests in flight a queue: what was measured best unless chosen
-/// otherwise (`xtask bench --only ublk-queues`).
+/// Queues of a device, and in-flight requests a queue. The default was measured best (`xtask bench
+/// --only ublk-queues`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Queues {
     /// 1 or more; the kernel makes no more than there are CPUs.
@@ -101,7 +101,7 @@ pub struct Control {
 }
 
 impl Control {
-    /// Opens the driver, and makes sure that it can do what is needed: `UnsupportedFormat` if not.
+    /// Opens the driver, and checks that it has the needed features: `UnsupportedFormat` if not.
     pub fn open() -> Result<Self> {
         let release = rustix::system::uname().release().to_string_lossy().into_owned();
         if crashes(&release) {
@@ -223,7 +223,7 @@ impl Control {
     }
 
     /// Prepares a device whose server is dead for the next one. Waits until the kernel has closed
-    /// what the dead one had open.
+    /// the files of the dead one.
     pub(super) fn begin_recovery(&mut self, number: u32) -> Result<()> {
         let begun = Instant::now();
         loop {
@@ -264,7 +264,7 @@ impl Control {
         let bytes = payload.as_mut_bytes();
         let len = bytes.len();
         assert!(len <= PAYLOAD_LEN, "the payload of a command has its bound");
-        // Aligned for what the kernel finds there, and on the heap: see below.
+        // Aligned for the kernel's structures, and on the heap: see below.
         let mut exchange = Box::new([0u64; PAYLOAD_LEN / 8]);
         exchange.as_mut_bytes()[..len].copy_from_slice(bytes);
         let command = ControlCommand {

@@ -17,16 +17,16 @@
 //! used. That also means one buffer a queue instead of one a tag, and one more for each read of a
 //! local file that is in work, at most eight.
 //!
-//! The device belongs to no process. When its server dies, its requests wait in the kernel, those in
-//! flight among them; the next call of [`serve`] takes them over.
+//! The device belongs to no process. When its server dies, its requests wait in the kernel, those
+//! in flight among them; the next call of [`serve`] takes them over.
 //!
-//! Our own control code and not the crate `libublk`: what is needed of the interface is ten
+//! Our own control code and not the crate `libublk`: the needed part of the interface is ten
 //! commands and five small structures. `libublk` 0.4 brings an executor of its own into every
 //! queue thread and allocates a future for each tag, its next release changes that executor, and
-//! recovery under a supervisor is not among what it does.
+//! it cannot recover under a supervisor.
 //!
-//! The threads are not pinned to their queues' CPUs: there a reader that has more to ask for would be
-//! interrupted by each of its own requests, instead of having them served beside it
+//! The threads are not pinned to their queues' CPUs: there a reader that has more to ask for would
+//! be interrupted by each of its own requests, instead of having them served beside it
 //! (`docs/performance.md` has the figures).
 //!
 //! Invariants (held by `tests/ublk.rs` and `tests/ublk_kill.rs`):

@@ -20,8 +20,8 @@ use crate::engine::{
     self, Access, Answer, Arrival, Call, End, Engine, LEN_MAX, Load, Loading, Request,
 };
 
-/// `user_data` of the read that waits for the mailbox. That of a tag's command is the tag; a read of
-/// a local file for it has this bit, too.
+/// `user_data` of the read that waits for the mailbox. That of a tag's command is the tag; a read
+/// of a local file for it has this bit, too.
 const WAKE: u64 = u64::MAX;
 const LOAD: u64 = 1 << 32;
 
@@ -174,7 +174,7 @@ impl Ring {
         Ok(queue)
     }
 
-    /// Sends what is committed, and waits until there is an event.
+    /// Sends the committed answers, and waits until there is an event.
     fn wait(&mut self) -> io::Result<()> {
         match self.ring.submit_and_wait(1) {
             Ok(_) => Ok(()),
@@ -206,7 +206,7 @@ impl Ring {
         })
     }
 
-    /// Commits what tasks have answered.
+    /// Commits the answers of tasks.
     fn commit_answered(&mut self) {
         let shared = self.shared.clone();
         shared.mailboxes[usize::from(self.number)].take(|tag, result| {
@@ -303,7 +303,7 @@ impl Call for TagCall<'_> {
 
     fn load(mut self, load: Load, file: BorrowedFd<'_>) -> Loading<Self> {
         let (tag, own) = (self.tag, self.own.take());
-        // The thread's buffer holds what was loaded before, and is needed for the next request.
+        // The thread's buffer holds the loaded bytes, and is needed for the next request.
         let pages = own.or_else(|| {
             let spare = self.ring.spare_buffer()?;
             Some(mem::replace(&mut self.ring.buffer, spare))
@@ -343,7 +343,7 @@ impl Call for TagCall<'_> {
 }
 
 impl Shared {
-    /// Puts the bytes of an answer into its request; returns what to commit.
+    /// Puts the bytes of an answer into its request; returns the result to commit.
     fn put(&self, queue: u16, tag: u16, bytes: &[u8]) -> i32 {
         match self.file.write_all_at(bytes, data_offset(queue, tag)) {
             Ok(()) => bytes.len() as i32,
@@ -418,7 +418,7 @@ impl Descriptors {
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map` with this length. Unmapping what was mapped does not fail.
+        // SAFETY: mapped by `map` with this length. Unmapping a whole mapping does not fail.
         let _ = unsafe { munmap(self.map.as_ptr().cast(), Self::len(self.depth)) };
     }
 }

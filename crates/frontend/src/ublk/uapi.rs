@@ -3,7 +3,7 @@
 
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// `struct ublksrv_ctrl_cmd`: what a control command carries in its submission entry.
+/// `struct ublksrv_ctrl_cmd`: content of a control command's submission entry.
 #[derive(IntoBytes, Immutable, Default)]
 #[repr(C)]
 pub(super) struct ControlCommand {

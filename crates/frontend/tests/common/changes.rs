@@ -34,8 +34,8 @@ fn erase(file: &File, request: libc::c_ulong, first: u64, blocks: u64) {
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Writes, erases, flushes and reads at random, and compares with a model of the content. `discards`:
-/// whether what was discarded reads as zeros.
+/// Writes, erases, flushes and reads at random, and compares with a model of the content.
+/// `discards`: whether what was discarded reads as zeros.
 pub(crate) fn change_at_random(path: &Path, device: &Scratch, mut seed: u64, discards: bool) {
     println!("seed {seed}");
     let mut random = |below: u64| {
