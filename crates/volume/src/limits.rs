@@ -28,11 +28,12 @@ const BACKGROUND_FETCHES: usize = FETCHES_MAX / 4 * 3;
 /// Threads that write the cache file. Direct writes of 256 KiB: four keep an SSD busy.
 const WRITE_THREADS: usize = 4;
 
-/// Limit of fill's wait for readers to be served. Then it takes one more chunk all the same, so that a
-/// busy volume fills, too: one chunk (256 KiB) a second.
+/// Limit of fill's wait for readers to be served. Then it takes one more chunk all the same, so
+/// that a busy volume fills, too: one chunk (256 KiB) a second.
 const FILL_YIELD: Duration = Duration::from_secs(1);
 
-/// Limit of a read's wait for an unavailable source and for a permit, after which it is `EIO`. Below the 120 s after which Linux logs a hung task, above a store's restart.
+/// Limit of a read's wait for an unavailable source and for a permit, after which it is `EIO`.
+/// Below the 120 s after which Linux logs a hung task, above a store's restart.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Limit of one try: a third of the deadline, so that a stalled connection is given up
@@ -44,8 +45,8 @@ const TRY_TIMEOUT: Duration = Duration::from_secs(10);
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
 
-/// Time in which a chunk that was given up is `EIO` at once: the kernel asks a second time for a page
-/// whose read-ahead failed, within milliseconds.
+/// Time in which a chunk that was given up is `EIO` at once: the kernel asks a second time for a
+/// page whose read-ahead failed, within milliseconds.
 const GIVEN_UP_FOR: Duration = Duration::from_secs(1);
 
 /// Tries beyond the first when the answer is wrong rather than missing.
@@ -56,7 +57,7 @@ const REFETCHES: u32 = 1;
 const NO_SPACE_PAUSE_MIN: Duration = Duration::from_secs(1);
 const NO_SPACE_PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// The bounds a volume works within; `Limits::default()` is what a daemon uses.
+/// The bounds that a volume works within; a daemon uses `Limits::default()`.
 #[derive(Clone, Debug)]
 pub struct Limits {
     /// The permits of the process. Clones of these limits share them, too; each

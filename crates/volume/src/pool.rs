@@ -13,7 +13,7 @@ impl Pool {
         Self((threads > 0).then(|| Arc::new(Semaphore::new(threads))))
     }
 
-    /// Runs `work` and returns what it returns. An error only if it panicked or the runtime ends.
+    /// Runs `work` and returns its result. An error only if it panicked or the runtime ends.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> T + Send + 'static,

@@ -5,7 +5,7 @@
 //!                                                        └── of an image: and its identity
 //! ```
 //!
-//! Of mapped files the first read decides what the bytes are, from then on
+//! Of mapped files the first read fixes the bytes, from then on
 //! ([`RecordedChecksums::hold_to_first`]). Of images without checksums the source decides at each
 //! fetch; a record only tells whether the cache still holds the fetched bytes
 //! ([`RecordedChecksums::record`], [`RecordedChecksums::compare`]).

@@ -354,7 +354,7 @@ where
         let mut pending = Pending::default();
         let arrived = Instant::now();
         let mut at = range.start();
-        // The resident bytes of the piece at `at` were wrong: it is fetched whatever is resident.
+        // The resident bytes of the piece at `at` were wrong: it is fetched even if it is resident.
         let mut wrong = false;
         loop {
             if at < range.end() && pending.len() < self.limits.fetches_per_read.max(1) {

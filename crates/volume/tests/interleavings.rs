@@ -1,7 +1,7 @@
 //! The single-flight table and the presence bits in many orders of their steps, tried by shuttle.
 //!
-//! The modules are compiled here once more, over shuttle's locks and atomics. An operation of tokio's
-//! channels counts as one step.
+//! The modules are compiled here once more, over shuttle's locks and atomics. An operation of
+//! tokio's channels counts as one step.
 
 #![allow(clippy::unwrap_used, unreachable_pub, dead_code)]
 

@@ -30,7 +30,7 @@ use crate::{
 };
 
 /// Blocks of a file that are read, compared and served as one: 64 KiB. A local disk gives them in
-/// the time of one block, and it bounds what a 4 KiB read costs.
+/// the time of one block, and it bounds the cost of a 4 KiB read.
 const CHUNK_BLOCKS: u64 = 16;
 
 /// A piece of a mapped file, at a multiple of [`CHUNK_BLOCKS`] of it: the same for all mappings

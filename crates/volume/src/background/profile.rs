@@ -6,7 +6,7 @@
 //!                      object ─► as many requests as the path takes (request_window.rs)
 //! ```
 //!
-//! While readers fetch, half as much is in flight: it is what they will read next. Fill begins
+//! While readers fetch, half as much is in flight: they will read that data next. Fill begins
 //! after the profile. A source that is away ends the prefetch, and the chunks are left to the
 //! readers. The tests are in `tests/profile.rs`.
 

@@ -7,10 +7,10 @@
 //! ```
 //!
 //! A second request, so that the reader does not wait for it. Its size is twice rate × latency of
-//! the path as it is known so far; from below, that ends near what the path carries while a
-//! reader's own request is in flight. Where a round trip is short nothing is read ahead, and
-//! where little of it is ever read, less (`tests`). Invariant: it takes background permits, and
-//! only those that are free.
+//! the path by the present estimate. As the estimate grows, the size approaches the bytes that the
+//! path carries while a reader's own request is in flight. If a round trip is short, nothing is
+//! read ahead; if little of it is ever read, less (`tests`). Invariant: it takes background
+//! permits, and only those that are free.
 
 use std::{
     sync::{
@@ -63,8 +63,7 @@ where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
 {
-    /// From now on nothing is fetched but for reads, and for what is asked for otherwise: for
-    /// mounts that have a limit.
+    /// Ends read-ahead, for mounts that have a fetch limit.
     pub fn stop_reading_ahead(&self) {
         self.ahead.stopped.store(true, Ordering::Relaxed);
     }

@@ -16,8 +16,8 @@ use crate::fetch::path::{Estimate, Sent};
 const WINDOW_MIN: u64 = 1 << 20;
 /// Bytes in flight at most: all permits of a volume.
 const WINDOW_MAX: u64 = 8 << 20;
-/// Bytes of a request: at least the largest chunk, at most what a reader may have to wait for
-/// because its chunk comes with others (40 ms at 200 Mbit/s).
+/// Bytes of a request: at least the largest chunk, and at most 40 ms at 200 Mbit/s, because a
+/// reader may have to wait for all of it when its chunk comes with others.
 const REQUEST_MIN: u64 = 256 << 10;
 const REQUEST_MAX: u64 = 1 << 20;
 /// A round that is not quicker by a quarter is flat; so many flat rounds end the growth.

@@ -219,8 +219,8 @@ pub(super) fn unpack(
         let object = map.object(chunk.object);
         Error::with_source(error.kind(), format!("chunk {index} from {}", object.shown()), error)
     })?;
-    // The digest says that these are the bytes: a checksum that differs is the map's, which opening does
-    // not verify.
+    // The digest says that these are the bytes: a checksum that differs is the map's, which opening
+    // does not verify.
     let is_map_right = map.lacks_checksums() || check_blocks(map, chunk.range.start(), out).is_ok();
     Ok(Unpacked { pages, is_map_right })
 }

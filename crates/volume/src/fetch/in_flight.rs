@@ -72,7 +72,7 @@ pub(crate) struct Fetched {
     result: Result<Pages>,
     cost: Cost,
     claimed: AtomicBool,
-    /// Counts what no reader claims.
+    /// Counters of the fetches that no reader claims.
     unclaimed: Arc<Counters>,
     permits: Permits,
 }

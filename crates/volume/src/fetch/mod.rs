@@ -54,7 +54,7 @@ pub(crate) struct FetchEngine {
     pub(crate) background_permits: PermitPool,
     pub(crate) outage: Outage,
     pub(crate) path: PathEstimate,
-    /// Counts what no reader claims.
+    /// Counters of the fetches that no reader claims.
     pub(crate) unclaimed: Arc<Counters>,
     limits: Limits,
 }
@@ -69,7 +69,7 @@ pub(crate) enum Joined<P = Infallible> {
     NoPermit,
 }
 
-/// A fetch that has begun: what its task owns.
+/// A fetch that has begun: the state that its task owns.
 pub(crate) struct Begun {
     pub(crate) in_flight: InFlight,
     pub(crate) permits: Permits,

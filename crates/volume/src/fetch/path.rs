@@ -58,7 +58,7 @@ pub(crate) struct Estimate {
     pub(crate) delivered: u64,
     /// Bytes a second.
     pub(crate) rate: f64,
-    /// The shortest time of an answer ever: without queues, for bounds of what is in flight.
+    /// The shortest time of an answer ever: without queues, for bounds of the bytes in flight.
     pub(crate) latency: Duration,
     /// The shortest of late, as soon as enough is known.
     pub(crate) recent_latency: Option<Duration>,

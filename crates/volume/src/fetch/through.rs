@@ -59,8 +59,8 @@ where
     }
 }
 
-/// Range of `piece` of a raw chunk in the chunk's object; shorter than `piece` if the padding of the
-/// last block is not stored, `None` if none of it is.
+/// Range of `piece` of a raw chunk in the chunk's object; shorter than `piece` if the padding of
+/// the last block is not stored, `None` if none of it is.
 fn stored_piece(chunk: &Chunk, piece: ByteRange) -> Option<ByteRange> {
     let start = chunk.stored.start() + (piece.start() - chunk.range.start());
     ByteRange::at(start, piece.len())?.intersect(chunk.stored)

@@ -48,7 +48,7 @@ pub struct DirectFile {
 
 impl DirectFile {
     /// Opens `path`, or makes it, as a sparse file of exactly `len` bytes (rounded up to blocks).
-    /// Nothing that it already holds is removed except what lies beyond.
+    /// Existing content is kept, except bytes beyond `len`.
     pub fn open(path: &Path, len: u64) -> Result<Self> {
         let len = len.div_ceil(BLOCK_SIZE).saturating_mul(BLOCK_SIZE);
         let (file, access) = open(path)

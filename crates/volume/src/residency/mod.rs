@@ -118,7 +118,8 @@ impl<F: LocalFile> Residency<F> {
         self.presence.clear(blocks(place.offset, place.len));
     }
 
-    /// The block `index` is not what it should be: it is not found again until it is admitted.
+    /// Forgets the block `index`, whose bytes were wrong: it is not found until it is admitted
+    /// again.
     pub(crate) fn doubt(&self, index: u64) {
         self.presence.clear(index..index + 1);
     }
@@ -143,7 +144,7 @@ impl<F: LocalFile> Residency<F> {
         }
     }
 
-    /// Closes the gate because of `error`: of a write, or of what has to be kept before one.
+    /// Closes the gate because of `error`: of a write, or of a record that has to precede one.
     pub(crate) fn failed(&self, error: &Error) {
         self.write_errors.add(1);
         self.gate.close(error);

@@ -6,8 +6,8 @@ use crate::sync::{AtomicU64, Ordering};
 
 const BITS: u64 = u64::BITS as u64;
 
-/// A bitmap that readers and writers share without a lock. Setting a bit publishes what was
-/// written before (release); seeing it set sees that (acquire).
+/// A bitmap that readers and writers share without a lock. Setting a bit publishes the
+/// bytes written before (release); a reader that sees the bit sees those bytes (acquire).
 pub(crate) struct Presence {
     words: Box<[AtomicU64]>,
     count: AtomicU64,
