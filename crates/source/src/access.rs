@@ -63,8 +63,8 @@ impl Access {
     }
 
     /// Only the settings that Docker, Podman or their helpers keep for this user and the registry
-    /// of `name`. Blocks on a helper. Without any, an error says what is wrong with the known
-    /// settings or with the files of other programs.
+    /// of `name`. Blocks on a helper. Without any, an error names the fault of the known
+    /// settings or of the files of other programs.
     pub fn kept_for_registry(&self, name: &Name) -> Result<Self> {
         match registry::look_up_credentials(name)? {
             None => registry::given_credentials(name, self).map(|_| Self::default()),

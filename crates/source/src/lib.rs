@@ -11,7 +11,7 @@
 //! ```
 //!
 //! A [`Location`] is the place of a store, an [`Access`] the settings to use it; [`Objects`]
-//! chooses the source by the object's name, and is what a mounted image reads from. Invariants: a
+//! chooses the source by the object's name; mounted images read from it. Invariants: a
 //! read returns exactly the requested range or an error; nothing is verified here; a name cannot
 //! leave its folder; no object outside the store is opened unless the caller allowed it.
 
@@ -51,7 +51,7 @@ pub use remote::{Remote, Traffic, choose_cryptography};
 pub use store::Store;
 
 /// Longest range of one read: 64 MiB. A chunk is at most 256 KiB; this leaves room for fetching
-/// neighbours together, and limits what a hostile table can make us allocate.
+/// neighbours together, and limits the memory that a hostile table can make us allocate.
 pub const READ_MAX: u64 = 64 << 20;
 
 /// The right to open objects outside the store (`file/…`, `derived/…`). With it, a manifest from

@@ -10,7 +10,7 @@ use url::Url;
 use crate::registry::Name;
 
 /// The place of a store: a local folder, or a URL. Holds no secret, so it may be printed and
-/// stored; its text form is what [`Location::parse`] reads.
+/// stored; [`Location::parse`] reads its text form.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Location {
     /// An absolute path.

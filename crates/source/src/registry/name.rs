@@ -14,7 +14,7 @@ const REPOSITORY_MAX: usize = 255;
 const TAG_MAX: usize = 128;
 
 /// An image in a registry: `oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]`, or `oci+http://…` for an
-/// unencrypted connection. Holds no secret; its text form is what [`Name::parse`] reads.
+/// unencrypted connection. Holds no secret; [`Name::parse`] reads its text form.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Name {
     registry: String,
