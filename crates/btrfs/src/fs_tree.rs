@@ -95,7 +95,8 @@ impl<'a> FsTree<'a> {
         }
     }
 
-    /// Approximate bytes of an inode's items: its head, and the items that a [`FsSegment`] can split.
+    /// Approximate bytes of an inode's items: its head, and the items that a [`FsSegment`] can
+    /// split.
     fn cost(&self, i: usize) -> (u64, u64) {
         const ITEM: u64 = 25;
         let inode = self.model.inode(i);

@@ -271,7 +271,7 @@ impl Table {
         if rows_len > ROWS_MAX || stored > rest.len() as u64 {
             return Err(bad("claims to be too long"));
         }
-        // The rows, and what they become; windows are copied.
+        // The rows, packed and decoded; windows are copied.
         let meter = MemoryMeter::of_input(bytes.len() as u64);
         let memory = rows_len.saturating_mul(3).saturating_add(rest.len() as u64);
         meter.promise(memory);

@@ -5,11 +5,11 @@
 //!                                                └──► layers: digest, size, compression
 //! ```
 //!
-//! The documents are the types of `oci-spec`, which own every string. Their memory is bounded by the
-//! length of a document, which is checked before it is read: 4 MiB of the smallest descriptors take
-//! less than 128 MiB (`tests/hostile.rs`, `no_document_takes_much_memory`). Lists of referrers are
-//! read entry by entry instead, because a registry may send many pages of them; documents that are
-//! changed stay JSON values, which keep the fields of others.
+//! The documents are the types of `oci-spec`, which own every string. Their memory is bounded by
+//! the length of a document, which is checked before it is read: 4 MiB of the smallest descriptors
+//! take less than 128 MiB (`tests/hostile.rs`, `no_document_takes_much_memory`). Lists of referrers
+//! are read entry by entry instead, because a registry may send many pages of them; documents that
+//! are changed stay JSON values, which keep the fields of others.
 
 use std::fmt;
 

@@ -177,7 +177,7 @@ impl Sandbox {
 
     /// Drops all other rights, for ever. True if Landlock guards the files.
     ///
-    /// With `BURGEON_PROBE` in the environment, the process prints what it can still do.
+    /// With `BURGEON_PROBE` in the environment, the process prints its remaining abilities.
     ///
     /// `Invalid` while the process has more than one thread.
     pub fn enter(self) -> Result<bool> {

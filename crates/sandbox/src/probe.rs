@@ -19,7 +19,7 @@ const SECRET: &str = "/etc/shadow";
 /// An address without a listener.
 const ADDRESS: ([u8; 4], u16) = ([127, 0, 0, 1], 1);
 
-/// A process that enters a sandbox with this variable in its environment reports what it can do.
+/// A process that enters a sandbox with this variable in its environment reports its abilities.
 const VARIABLE: &str = "BURGEON_PROBE";
 
 /// An attempt: its name, and a function that returns true if it was allowed.

@@ -1,5 +1,5 @@
-//! Tables of contents (TOC) of eStargz and zstd:chunked: any bytes are refused, or list files that can
-//! be made an image, or are refused for it.
+//! Tables of contents (TOC) of eStargz and zstd:chunked: any bytes are refused, or list files that
+//! can be made an image, or are refused for it.
 
 #![no_main]
 

@@ -30,7 +30,8 @@ pub enum Mood {
 /// The actions of a source, which the volume's counters must match.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub(crate) struct SourceLog {
-    /// Right chunks, or right answers of objects that are read straight through, that reached the volume.
+    /// Right chunks, or right answers of objects that are read straight through, that reached the
+    /// volume.
     pub(crate) good: u64,
     /// Bytes of answers of the length asked for.
     pub(crate) bytes: u64,
@@ -38,8 +39,8 @@ pub(crate) struct SourceLog {
     pub(crate) errors: u64,
     /// The same with wrong bytes of the right length.
     pub(crate) lies: u64,
-    /// Requests to objects that are read straight through that were dropped unanswered: by a volume at
-    /// its deadline, or with a reader that gave up.
+    /// Requests to objects that are read straight through that were dropped unanswered: by a volume
+    /// at its deadline, or with a reader that gave up.
     pub(crate) dropped: u64,
     /// Two readers asked for one chunk at a time.
     pub(crate) doubled: bool,
@@ -155,8 +156,8 @@ impl State {
         chunks.filter(move |chunk| chunk.object == 0 && question.covers(chunk.stored))
     }
 
-    /// Number of right and of wrong parts of `answer`: chunks, or all of it where it is read straight
-    /// through. A flipped bit may be one that no decoder looks at.
+    /// Number of right and of wrong parts of `answer`: chunks, or all of it where it is read
+    /// straight through. A flipped bit may be one that no decoder looks at.
     fn judge(&self, object: &ObjectId, question: ByteRange, answer: &[u8]) -> (u64, u64) {
         if object.as_str() == THROUGH {
             let right = self.good(object, question).as_deref() == Some(answer);

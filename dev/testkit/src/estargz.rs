@@ -18,8 +18,8 @@ pub struct Estargz {
 }
 
 impl Estargz {
-    /// Of the archive `tar`, whose files are cut every `chunk` bytes. `meddle` may change the table,
-    /// which is then what the digest is of.
+    /// Of the archive `tar`, whose files are cut every `chunk` bytes. `meddle` may change the
+    /// table, which is then what the digest is of.
     pub fn new(tar: &[u8], chunk: usize, meddle: impl FnOnce(&mut Value)) -> Result<Self> {
         let mut layer = Writer { blob: Vec::new(), gzip: None };
         let (mut entries, mut done) = (Vec::new(), 0);

@@ -48,8 +48,8 @@ pub fn ublk_expected() -> bool {
     }
 }
 
-/// A number of repetitions, or a size: `here`, or `emulated` on the machines of the lab, which are many
-/// times slower. The test must show the same with both.
+/// A number of repetitions, or a size: `here`, or `emulated` on the machines of the lab, which are
+/// many times slower. The test must show the same with both.
 pub fn scaled<T>(here: T, emulated: T) -> T {
     match std::env::var_os("LAB_KERNEL") {
         None => here,
@@ -70,8 +70,8 @@ pub fn processes_with(needle: &Path) -> Vec<u32> {
         .collect()
 }
 
-/// Kills process `id` with SIGKILL and waits until all its threads are gone, and with them its locks
-/// and sockets; it is no error if it has gone before.
+/// Kills process `id` with SIGKILL and waits until all its threads are gone, and with them its
+/// locks and sockets; it is no error if it has gone before.
 pub fn kill(id: u32) {
     use rustix::{
         event::{PollFd, PollFlags, Timespec, poll},
@@ -92,8 +92,8 @@ pub fn kill(id: u32) {
     }
 }
 
-/// Limit for an event that must come: on a busy machine everything takes many times as long, and a test
-/// that passes never waits so long. No figure of Burgeon depends on it.
+/// Limit for an event that must come: on a busy machine everything takes many times as long, and a
+/// test that passes never waits so long. No figure of Burgeon depends on it.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Waits until `condition` holds, at most `limit`; says whether it does.

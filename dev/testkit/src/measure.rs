@@ -37,9 +37,9 @@ pub struct Measured {
     pub cpu: Duration,
 }
 
-/// Does `work`, which the test `test` calls `part`, on what `input` has made here, in a process of its
-/// own, and measures that. `None` in such a process. Panics when that takes 2 GiB or two minutes of
-/// processor time.
+/// Does `work`, which the test `test` calls `part`, on what `input` has made here, in a process of
+/// its own, and measures that. `None` in such a process. Panics when that takes 2 GiB or two
+/// minutes of processor time.
 pub fn measure(
     test: &str,
     part: &str,

@@ -1,4 +1,5 @@
-//! Stops a process that opens a directory, until the test lets it go on: a race with a fixed outcome.
+//! Stops a process that opens a directory, until the test lets it go on: a race with a fixed
+//! outcome.
 
 use std::{
     ffi::CString,

@@ -186,7 +186,8 @@ pub(crate) fn base() -> PathBuf {
     target_folder()
 }
 
-/// `target/tmp` of the workspace, which keeps what takes long to make. The lab's guests can read it.
+/// `target/tmp` of the workspace, which keeps what takes long to make. The lab's guests can read
+/// it.
 pub(crate) fn target_folder() -> PathBuf {
     // A test program lies in target/<profile>/deps.
     let program = std::env::current_exe().unwrap_or_default();

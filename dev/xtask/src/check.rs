@@ -32,7 +32,8 @@ const FUZZ_SECONDS: u32 = 20;
 /// Number of the slowest test programs, and of the lab's slowest tests, named at the end.
 const SLOWEST: usize = 20;
 
-/// Test programs that need neither root nor a mount, apart from those with the name of one that does.
+/// Test programs that need neither root nor a mount, apart from those with the name of one that
+/// does.
 const QUICK: [&str; 26] = [
     // btrfs
     "hostile",
@@ -329,8 +330,8 @@ impl<'a> Steps<'a> {
         Ok(())
     }
 
-    /// Prints where the time went: the parts in their order, the slowest test programs, and the lab's
-    /// slowest tests.
+    /// Prints where the time went: the parts in their order, the slowest test programs, and the
+    /// lab's slowest tests.
     fn show_times(&mut self) {
         println!();
         // Short ones of one kind are one line.
@@ -386,10 +387,11 @@ fn fuzz_options(seconds: u32) -> [String; 8] {
     [
         format!("-max_total_time={seconds}"),
         "-seed=1".into(),
-        // Of one input: a bomb is refused within 5 s; sanitizers and a busy machine take ten times that.
+        // Of one input: a bomb is refused within 5 s; sanitizers and a busy machine take ten times
+        // that.
         "-timeout=60".into(),
-        // Readers are bounded at 256 MiB for inputs of this length. The sanitizer takes as much again, and
-        // keeps 256 MiB of freed memory.
+        // Readers are bounded at 256 MiB for inputs of this length. The sanitizer takes as much
+        // again, and keeps 256 MiB of freed memory.
         "-rss_limit_mb=1024".into(),
         // Of one allocation: a window of zstd.
         "-malloc_limit_mb=192".into(),

@@ -32,9 +32,9 @@ struct List {
     systemd: bool,
 }
 
-/// Tests that run in the lab: all but those that need the room or the programs of this machine, and those
-/// that depend on no kernel and no transport. Tests of the command make sure that they mount over ublk,
-/// or over FUSE.
+/// Tests that run in the lab: all but those that need the room or the programs of this machine, and
+/// those that depend on no kernel and no transport. Tests of the command make sure that they mount
+/// over ublk, or over FUSE.
 ///
 /// Two of them run side by side; whichever ends first is followed by the next. So the longest come
 /// first.

@@ -27,7 +27,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Check the rules that the compiler does not: crate arrows, file sizes, banned crates and words.
+    /// Check the rules that the compiler does not: crate arrows, file sizes, banned crates and
+    /// words.
     Tidy,
     /// Measure Burgeon beside its peers and print a table of ratios, aims and verdicts.
     Bench(bench::Options),

@@ -6,13 +6,14 @@
 //!                                   └──────────────► build ──► its test ──► must fail, in time
 //! ```
 //!
-//! All tests pass on the tree as it is before the first undo, so nothing is compiled for that alone.
-//! From one undo to the next, cargo compiles what the two have changed.
+//! All tests pass on the tree as it is before the first undo, so nothing is compiled for that
+//! alone. From one undo to the next, cargo compiles what the two have changed.
 //!
 //! Invariants:
 //! - Every text that an undo replaces occurs exactly once in its file; `cargo xtask tidy` checks
 //!   that, so a proof cannot rot unnoticed (`tests::a_text_that_is_not_there_is_found`).
-//! - A test that does not end proves nothing (`trial::tests::a_program_that_does_not_end_is_ended`).
+//! - A test that does not end proves nothing
+//!   (`trial::tests::a_program_that_does_not_end_is_ended`).
 
 mod copy;
 mod trial;
@@ -41,7 +42,8 @@ pub(crate) struct Options {
     /// Begin with this line or proof: go on where an earlier run ended.
     #[arg(long)]
     from: Option<String>,
-    /// Check that each undo compiles and that its test fails, but not that it passes without the undo.
+    /// Check that each undo compiles and that its test fails, but not that it passes without the
+    /// undo.
     #[arg(long)]
     red_only: bool,
     /// Show the proofs and run none.

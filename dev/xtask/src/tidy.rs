@@ -48,9 +48,9 @@ const BANNED_IN_SOURCE: &[&str] = &[
     concat!("FIX", "ME"),
 ];
 
-/// Code that reads or writes the kind of an object in its name; a folder follows each text. The kind
-/// decides which objects an image may refer to, so it is parsed in one place: `ObjectId::kind`,
-/// `ObjectKind::object`.
+/// Code that reads or writes the kind of an object in its name; a folder follows each text. The
+/// kind decides which objects an image may refer to, so it is parsed in one place:
+/// `ObjectId::kind`, `ObjectKind::object`.
 const KIND_BY_HAND: &[&str] =
     &["starts_with(\"", "strip_prefix(\"", "trim_start_matches(\"", "ObjectId::new(format!(\""];
 

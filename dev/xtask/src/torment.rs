@@ -1,6 +1,7 @@
 //! `cargo xtask torment`: the test program `torment` of the command, for as long as asked for.
 //!
-//! The program itself (`crates/cli/tests/torment/`) says what it does; `make test` runs it for a minute.
+//! The program itself (`crates/cli/tests/torment/`) says what it does; `make test` runs it for a
+//! minute.
 
 use std::{path::Path, process::Command};
 

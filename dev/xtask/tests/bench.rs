@@ -22,7 +22,8 @@ fn a_killed_benchmark_takes_its_daemons_with_it() {
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let daemons = || processes_with(Path::new(&seconds));
     for signal in ["-KILL", "-TERM", "-INT"] {
-        // A test that runs in the background of a shell ignores SIGINT, and so would what it starts.
+        // A test that runs in the background of a shell ignores SIGINT, and so would what it
+        // starts.
         let mut bench = Command::new("env")
             .args(["--default-signal=INT", env!("CARGO_BIN_EXE_xtask")])
             .args(["bench", "--only=memory", "--burgeon"])

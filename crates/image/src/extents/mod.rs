@@ -9,7 +9,8 @@
 //! Two local files that only grow. A mapping consists of its sources, its extents and, once these
 //! are durable, an END: a mapping with an END is complete, one without was never made. An extent
 //! ends where the next record begins. A record is valid only at its own position (its checksum
-//! covers the map's id and that position), and an address is resolved only between two valid records.
+//! covers the map's id and that position), and an address is resolved only between two valid
+//! records.
 //!
 //! Invariants, and the tests that check them:
 //! - An address is allocated once: allocation moves forward, also past the remains of a crash or

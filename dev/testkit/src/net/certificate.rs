@@ -19,7 +19,8 @@ pub struct Certificate {
 }
 
 impl Certificate {
-    /// One for the host `name`, of an authority of its own. Everything lies in the new folder `own`.
+    /// One for the host `name`, of an authority of its own. Everything lies in the new folder
+    /// `own`.
     pub fn new(own: &Path, name: &str) -> Result<Self> {
         fs::create_dir_all(own)?;
         let path = |file: &str| own.join(file);

@@ -1,5 +1,5 @@
-//! Stores behind a network, on loopback: real servers, a proxy that spoils what they say, and a link
-//! that is as slow as a real one.
+//! Stores behind a network, on loopback: real servers, a proxy that spoils what they say, and a
+//! link that is as slow as a real one.
 
 mod certificate;
 mod front;

@@ -5,8 +5,8 @@
 //!          ◄── late, slow, broken, wrong ◄──    is one request's
 //! ```
 //!
-//! A seed decides which requests are spoilt, and how: a failure can be repeated if the client asks in
-//! the same order.
+//! A seed decides which requests are spoilt, and how: a failure can be repeated if the client asks
+//! in the same order.
 
 use std::{
     collections::BTreeMap,

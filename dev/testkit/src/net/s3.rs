@@ -3,9 +3,9 @@
 //!
 //! Objects lie in memory. A listing comes in pages, and shows the objects written before it.
 //!
-//! The crates `s3s` and `s3s-fs` do not pay: their current release (0.17) needs Rust 1.96 while this
-//! workspace builds with 1.88, releases for 1.88 are alphas, and `s3s-fs` calls itself experimental. A store
-//! in memory and pages of a few keys would be code of ours behind them, too.
+//! The crates `s3s` and `s3s-fs` do not pay: their current release (0.17) needs Rust 1.96 while
+//! this workspace builds with 1.88, releases for 1.88 are alphas, and `s3s-fs` calls itself
+//! experimental. A store in memory and pages of a few keys would be code of ours behind them, too.
 
 use std::{
     collections::BTreeMap,

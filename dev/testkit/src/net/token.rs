@@ -21,8 +21,8 @@ pub struct TokenGate {
 }
 
 struct State {
-    /// `Authorization` of a request that gets a token; empty if every request gets one. With an identity
-    /// token: `Identity` and the token.
+    /// `Authorization` of a request that gets a token; empty if every request gets one. With an
+    /// identity token: `Identity` and the token.
     password: String,
     /// True if all objects are missing for clients without a token.
     hides: bool,
@@ -41,8 +41,8 @@ impl TokenGate {
         Self::start(server, format!("Basic {basic}"), uses, false)
     }
 
-    /// A gate before `server` that wants the identity token `identity` for a token, which is good for
-    /// `uses` requests.
+    /// A gate before `server` that wants the identity token `identity` for a token, which is good
+    /// for `uses` requests.
     pub fn for_identity(server: SocketAddr, identity: &str, uses: u64) -> io::Result<Self> {
         Self::start(server, format!("Identity {identity}"), uses, false)
     }

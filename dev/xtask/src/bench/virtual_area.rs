@@ -1,6 +1,6 @@
-//! Mounts with and without a virtual area, and the time to map a tree into one.
-//! The part of btrfs alone, with clones by threads and reads of a clone: `cargo run --release -p
-//! burgeon-frontend --example virtual_area`; lookups in the map: `-p burgeon-image --example extent_map`.
+//! Mounts with and without a virtual area, and the time to map a tree into one. The part of btrfs
+//! alone, with clones by threads and reads of a clone: `cargo run --release -p burgeon-frontend
+//! --example virtual_area`; lookups in the map: `-p burgeon-image --example extent_map`.
 
 use std::{
     fs::{self, File},
@@ -21,7 +21,8 @@ use super::{
 /// Mounts of each kind a round; they take turns.
 const MOUNTS: usize = 5;
 const FOLDER: u64 = 1000;
-/// The smallest files that are mapped: all cost but that of data, and a million of them are 4 GiB of memory.
+/// The smallest files that are mapped: all cost but that of data, and a million of them are 4 GiB
+/// of memory.
 const FILE_LEN: u64 = 4096;
 
 pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {

@@ -8,8 +8,8 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-/// Makes `tree` the same as what git knows of `root`, as it lies there. Files that are the same keep their
-/// times, so that cargo compiles nothing twice.
+/// Makes `tree` the same as what git knows of `root`, as it lies there. Files that are the same
+/// keep their times, so that cargo compiles nothing twice.
 pub(super) fn copy_tree(root: &Path, tree: &Path) -> Result<()> {
     let list = |options: &[&str]| -> Result<Vec<PathBuf>> {
         let mut command = Command::new("git");

@@ -30,7 +30,7 @@ const TAIL_MAX: u64 = 64 << 20;
 const GLOBAL_MAX: usize = 64 << 10;
 /// Longest GNU long name accepted; a path in Linux has at most 4 KiB.
 const NAME_MAX: u64 = 64 << 10;
-/// First bytes of files that are often taken for a tar archive, and what to do with each.
+/// First bytes of files that are often taken for a tar archive, and a remedy for each.
 const OTHERS: [(&[u8], &str); 6] = [
     (b"BZh", "it is compressed with bzip2: bzip2 -dc FILE | burgeon build - NAME"),
     (b"LZIP", "it is compressed with lzip: lzip -dc FILE | burgeon build - NAME"),

@@ -102,7 +102,8 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Aim for a start without a profile that reads `share` of the image, as a part of download and unpack.
+/// Aim for a start without a profile that reads `share` of the image, as a part of download and
+/// unpack.
 fn lazy_aim(share: f64) -> Aim {
     if share < 0.1 { Aim::AtMost(0.3) } else { Aim::None }
 }
@@ -167,8 +168,8 @@ impl Stage<'_> {
         Ok(store)
     }
 
-    /// The start from a mount on a host that has nothing, or only the mount, and what passed the link until
-    /// its profile had been brought, if it has one.
+    /// The start from a mount on a host that has nothing, or only the mount, and what passed the
+    /// link until its profile had been brought, if it has one.
     fn mount(&self, program: Option<&Program>, link: &Link, image: &Image<'_>) -> Result<Start> {
         let state = self.bench.path("start-state");
         let near = self.new_host(&state)?;

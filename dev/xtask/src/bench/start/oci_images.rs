@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The images are made once, and kept beside the tree. The minimum of a format is the data that
-//! passes the link when nothing but the profile is fetched: the manifests, the index, and the parts of
-//! the layer that hold the data that the program reads.
+//! passes the link when nothing but the profile is fetched: the manifests, the index, and the parts
+//! of the layer that hold the data that the program reads.
 
 use std::{
     fs,
@@ -199,8 +199,8 @@ fn make_images(stage: &Stage<'_>, images: &Path) -> Result<()> {
         let place = |tag: &str| format!("{}/{NAME}:{tag}", registry.address());
         let (archive, folder) = (stage.bench.path("tree.tar"), stage.bench.path("layout"));
         let shown = archive.to_string_lossy();
-        // Not padded: skopeo leaves out padding of what it makes zstd:chunked, and its configuration
-        // says what there was with it.
+        // Not padded: skopeo leaves out padding of what it makes zstd:chunked, and its
+        // configuration says what there was with it.
         run("tar", &["-C", &stage.tree.to_string_lossy(), "-b1", "-cf", &shown, "."])?;
         let layout = OciLayout::new(&folder)?;
         layout.add(&archive)?;

@@ -63,8 +63,8 @@ impl Program {
         self.command[0].rsplit('/').next().unwrap_or_default()
     }
 
-    /// Options of a mount for its writes. Only a server writes; the others need no room for writes, whose
-    /// reservation would take time in memory.
+    /// Options of a mount for its writes. Only a server writes; the others need no room for writes,
+    /// whose reservation would take time in memory.
     pub(super) fn writes(&self) -> &'static [&'static str] {
         match self.ready {
             Some(_) => &["--write-limit", "256M"],

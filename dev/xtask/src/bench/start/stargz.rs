@@ -5,7 +5,8 @@
 //!   ctr-remote snapshots prepare ──────────────────────────► overlay on it ◄──────────┘
 //! ```
 //!
-//! Debian's package has `ctr-remote` and no daemon; that is made of Debian's package of its libraries.
+//! Debian's package has `ctr-remote` and no daemon; that is made of Debian's package of its
+//! libraries.
 
 use std::{
     fs,
@@ -40,8 +41,8 @@ impl Stargz {
         Ok(Self { program })
     }
 
-    /// The start from the image `name` of the registry behind `link`, whose only layer has the chain
-    /// id `chain`, on a host that has nothing.
+    /// The start from the image `name` of the registry behind `link`, whose only layer has the
+    /// chain id `chain`, on a host that has nothing.
     pub(super) fn start(
         &self,
         stage: &Stage<'_>,
