@@ -1,4 +1,4 @@
-//! The attributes of mounts: what an image's files may do here depends on who has built it.
+//! The attributes of mounts: the builder of an image decides the rights of its files here.
 
 #![allow(clippy::unwrap_used)]
 
@@ -46,7 +46,7 @@ fn powers(at: &Path) -> [bool; 3] {
     let run = |program: &[&str]| {
         let mut shell = Command::new("sh");
         shell.args(["-c", "exec setpriv --reuid=65534 --regid=65534 --clear-groups \"$@\"", "sh"]);
-        // Folders above may be closed to it: what it runs is relative.
+        // Folders above may be closed to it: its commands use relative paths.
         let output = shell.args(program).current_dir(at).output().unwrap();
         (output.status.success(), String::from_utf8(output.stdout).unwrap())
     };
@@ -71,7 +71,7 @@ fn mount(burgeon: &Burgeon, image: &str, at: &Path, more: &[&str]) -> Mounted {
     burgeon.mount(image, at, &[&LIMIT, more].concat())
 }
 
-/// Mounts `image` with the options `more`; what uid 65534 can do there.
+/// Mounts `image` with the options `more`; returns the abilities of uid 65534 there.
 fn powers_of(burgeon: &Burgeon, image: &str, at: &Path, more: &[&str]) -> [bool; 3] {
     let mounted = mount(burgeon, image, at, more);
     let powers = powers(at);
@@ -138,7 +138,7 @@ fn a_name_does_not_make_an_image_one_of_this_host() {
     assert_eq!(powers_of(&here, "pulled", &at, &[]), [false; 3]);
     let of_store = ["--store", text(&store)];
     assert_eq!(powers_of(&here, "app", &at, &of_store), [false; 3]);
-    // Kept writes stay what the image is, also when they are found again.
+    // Kept writes have the attributes of their image, also when they are found again.
     for _ in 0..2 {
         assert_eq!(powers_of(&here, "pulled", &at, &["--writes", "w"]), [false; 3]);
     }

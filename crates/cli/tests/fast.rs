@@ -25,7 +25,7 @@ struct Set {
     said: String,
 }
 
-/// A fast mount with kept writes, and what the command said.
+/// A fast mount with kept writes, and the output of the command.
 fn set_up(space: &Space) -> Set {
     let tree = space.make_folder("tree");
     let mut expected = vec![0; FILE_LEN];

@@ -115,7 +115,7 @@ fn only_what_is_read_is_fetched_and_only_right_bytes_are_given() {
     let source = source(layout.folder());
     let made = push(&burgeon, &source);
     // A part in the middle of the large file, which the last layer has again for its second name,
-    // is another one now: who fetched all would notice.
+    // is another one now: a fetch of the whole layer would notice.
     let mut layers = layers(layout.folder(), made["image"].as_str().unwrap());
     let last = blob(layout.folder(), &layers.pop().unwrap());
     let len = fs::metadata(&last).unwrap().len();
@@ -144,7 +144,7 @@ fn only_what_is_read_is_fetched_and_only_right_bytes_are_given() {
             }
         }
     }
-    // The damaged span, and what goes on from there within it.
+    // The damaged span, and the rest of the span after it.
     assert!((1..40).contains(&failed), "{failed}");
     drop(is);
     other.umount(mounted);

@@ -68,7 +68,7 @@ fn put(registry: SocketAddr, reference: &str, kind: &str, document: &Value) {
     assert_eq!(status, 201, "{reference}: {body}");
 }
 
-/// The digests on the list of what refers to an image.
+/// The digests on the list of an image's referrers.
 fn listed(registry: SocketAddr, image: &str) -> Vec<String> {
     let list = document(registry, &image.replace(':', "-"), LIST);
     let all = list["manifests"].as_array().unwrap().iter();

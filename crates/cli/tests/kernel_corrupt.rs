@@ -224,7 +224,7 @@ fn a_rotten_cache_is_a_miss_and_never_data() {
     for image in images {
         let cache = image.unwrap().path().join("cache");
         let file = OpenOptions::new().write(true).open(&cache).unwrap();
-        // Sixteen places, spread over what holds data.
+        // Sixteen places, spread over the data.
         let len = len(&cache);
         for part in 0..16 {
             let from = len / 16 * part;

@@ -22,7 +22,7 @@ fn a_torture_tree_is_mounted_as_it_was() {
     let mounted = burgeon.mount("torture:1", &space.path("ro"), &["--read-only"]);
     btrfs_check(mounted.path()).unwrap();
     compare(&tree, mounted.path()).unwrap().assert_same();
-    // Once more from what is cached now, past the kernel's caches.
+    // Once more from Burgeon's cache, past the kernel's caches.
     drop_caches();
     compare(&tree, mounted.path()).unwrap().assert_same();
     burgeon.umount(mounted);
@@ -53,7 +53,7 @@ fn a_debian_root_is_equal_and_its_programs_run() {
     let space = Space::new("debian");
     let burgeon = Burgeon::new(BURGEON, &space);
     let root = debian_root().unwrap();
-    // Nearly half of it is what apt has downloaded, and takes its share of the time.
+    // Nearly half of it are downloads of apt, which take their share of the time.
     let (hidden, empty) = (["var/cache/apt", "var/lib/apt/lists"], space.make_folder("empty"));
     let hidden = scaled(&[][..], &hidden).iter().map(|folder| root.join(folder));
     let _hidden: Vec<_> = hidden.map(|folder| bind_mount(&empty, &folder)).collect();

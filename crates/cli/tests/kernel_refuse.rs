@@ -82,7 +82,7 @@ fn a_bad_mount_point() {
     let mounted = at.burgeon.mount("image:1", &space.path("at"), &LIMIT);
     at.refuses(mounted.path(), &LIMIT, UNUSABLE, "mounted there already");
     at.burgeon.umount(mounted);
-    // Of two who mount there at once, one would hide the other's files.
+    // Of two mounts there, one would hide the other's files.
     let taken = fs::File::open(space.path("at")).unwrap();
     taken.lock().unwrap();
     at.refuses(&space.path("at"), &LIMIT, UNUSABLE, "locked it");
@@ -230,7 +230,7 @@ fn building_inspecting_and_verifying_need_no_privilege() {
 #[test]
 fn another_users_state_directory() {
     let at = Installation::new("anothers");
-    // Below folders that everybody may enter: what is denied is the state directory itself.
+    // Below folders that everybody may enter: only the state directory itself is denied.
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))
         .unwrap();
@@ -319,7 +319,7 @@ fn a_copy_of_writes_that_are_mounted() {
 #[test]
 fn no_loop_device() {
     let at = Installation::new("no-loop");
-    // The daemon, which the first mount starts, sees what its starter sees.
+    // The daemon, which the first mount starts, sees the files that its starter sees.
     let hidden: Mounted = bind_mount(Path::new("/dev/null"), Path::new("/dev/loop-control"));
     let point = at.space.make_folder("at");
     let finished = at.burgeon.run(&["mount", "image:1", text(&point)]);
@@ -500,7 +500,7 @@ fn a_build_killed_half_way_leaves_nothing_that_gc_cannot_remove() {
             assert!(!at.burgeon.ok(&["list"]).contains("big"), "half an image is visible");
         }
     }
-    // Killed while it wrote: nothing holds what lies there.
+    // Killed while it wrote: nothing locks its leftovers.
     fs::create_dir(store.join("tmp/1-1-dead")).unwrap();
     fs::write(store.join("tmp/1-1-dead/scratch"), vec![1; 300_000]).unwrap();
     let findings = at.burgeon.ok(&["doctor"]);

@@ -114,7 +114,7 @@ fn named_writes_are_found_again_and_others_are_not() {
             .or_else(|_| fs::rename(at.join("names/a-moved"), at.join("names/a")))
             .unwrap();
         burgeon.umount(mounted);
-        // The image is rebuilt as another and then removed: the writes keep what they stand on.
+        // The image is rebuilt as another and then removed: the writes keep their base.
         match round {
             1 => {
                 fs::write(tree.join("names/b"), "another image").unwrap();
@@ -153,7 +153,7 @@ fn fill(path: &Path, bytes_max: u64) -> (u64, Option<io::Error>) {
     (written, None)
 }
 
-/// Room ended: the writer saw ENOSPC, what was fsynced is there, and removing goes on.
+/// The space was used up: the writer saw ENOSPC, fsynced data is there, and files can be removed.
 fn recovers(at: &Path, kept: &[u8], error: Option<io::Error>) {
     let error = error.expect("the room ends");
     assert_eq!(error.raw_os_error(), Some(28), "ENOSPC: {error}");

@@ -194,7 +194,7 @@ fn a_supervisor_that_cannot_start_a_thread_ends_and_the_next_one_takes_over() {
     let set = set_up(&space, 5, &["--read-only", "--transport", "fuse"]);
     let (burgeon, at) = (&set.burgeon, set.mounted.path().to_path_buf());
     let supervisor = pid(burgeon, "supervisor_pid").unwrap();
-    // Without memory for a stack, the thread that would take away what is unmounted cannot begin.
+    // Without memory for a stack, the thread that removes ended mounts cannot begin.
     let nothing = Rlimit { current: Some(0), maximum: Some(0) };
     prlimit(Pid::from_raw(supervisor), Resource::As, nothing).unwrap();
     rustix::mount::unmount(&at, rustix::mount::UnmountFlags::empty()).unwrap();
@@ -241,7 +241,7 @@ fn a_killed_daemon_leaves_no_cgroup() {
     burgeon.kill_daemon();
     burgeon.umount(mounted);
     burgeon.run(&["doctor", "--repair"]);
-    // The kernel may still be ending what was killed.
+    // The kernel may still be ending the killed processes.
     let is_gone = || {
         burgeon.run(&["doctor", "--repair"]);
         cgroups(&name).is_empty()
@@ -349,7 +349,7 @@ fn mounting_the_same_again_brings_back_what_a_killed_daemon_has_left() {
     burgeon.kill_daemon();
     drop_caches();
     let path = at.to_str().unwrap();
-    // Something else is refused, and the answer says what brings it back.
+    // Something else is refused, and the answer names the command that brings it back.
     burgeon.fails(&["mount", "sample", path], 5, "has lost its daemon; mount the same again");
     burgeon.fails(&["mount", "other", path, "--writes", "w"], 5, "\"w\" is mounted there");
     let said = burgeon.ok(&["mount", "sample", path, "--writes", "w"]);
@@ -361,7 +361,7 @@ fn mounting_the_same_again_brings_back_what_a_killed_daemon_has_left() {
     burgeon.umount(mounted);
 }
 
-/// An image is the same by whatever it is called: what counts is the image that a name stands for.
+/// An image is the same by any of its names.
 #[test]
 fn an_image_is_brought_back_by_each_of_its_names() {
     let space = Space::new("bring-back-names");

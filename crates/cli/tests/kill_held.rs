@@ -44,8 +44,8 @@ struct Set {
     silent: PathBuf,
 }
 
-/// Lets readers go that a failed test would leave waiting, and with them whoever waits for all file
-/// systems of this machine.
+/// Lets readers go that a failed test would leave waiting, and with them any process that waits for
+/// all file systems of this machine.
 struct ReleaseOnPanic(PathBuf);
 
 impl Drop for ReleaseOnPanic {
@@ -126,7 +126,7 @@ fn readers_wait_while_both_are_dead_and_get_their_data() {
     let server = burgeon.status()["server_pid"].as_u64().unwrap() as u32;
     assert!(wait_until(PATIENCE, || is_silenced(server)), "no read lies in a slot");
     burgeon.kill_both();
-    // Another one asks when nobody reads what the kernel has to say.
+    // Another one asks while nobody reads the kernel's requests.
     let later = reader(&set.at);
     // Local data goes on meanwhile.
     fs::write(set.at.join("written"), "without a server").unwrap();
@@ -216,7 +216,7 @@ fn a_mount_without_a_daemon_is_released_by_whatever_unmounts_it() {
     }
 }
 
-/// A umount would wait for what a killed reader has asked for.
+/// A umount would wait for the data that a killed reader has requested.
 #[test]
 fn umount_starts_the_daemon_that_readers_wait_for() {
     let space = Space::new("held-pending");

@@ -1,4 +1,4 @@
-//! From a folder to a mount and back: what `build`, `mount`, `umount` and `status` promise.
+//! From a folder to a mount and back: the promises of `build`, `mount`, `umount` and `status`.
 
 #![allow(clippy::unwrap_used)]
 
@@ -18,7 +18,7 @@ use testkit::{Burgeon, OpensOf, PATIENCE, Rng, Space, compare, ublk_expected, wa
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
-/// Room for writes in these tests: what btrfs needs.
+/// Room for writes in these tests: the minimum of btrfs.
 const LIMIT: &str = "256M";
 
 /// A folder with small, large and linked files.
@@ -531,8 +531,8 @@ fn idle_mounts_take_a_thread_each_and_little_memory() {
         let few = wait_until(PATIENCE, || threads() <= mounts + 2 * cpus);
         assert!(few, "{} threads of {mounts} idle mounts", threads());
     };
-    // Never what is mapped from files: the program's text counts for more whenever another daemon
-    // on this machine ends that shares it.
+    // Never pages that are mapped from files: the program's text counts for more whenever another
+    // daemon on this machine ends that shares it.
     let memory = || {
         let rollup = |field| told(server(), "smaps_rollup", field);
         rollup("Anonymous") + rollup("Pss_Shmem")

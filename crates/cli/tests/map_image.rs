@@ -175,7 +175,7 @@ fn an_image_of_another_store_is_found_there_again() {
     let mapped = at.join("mapped");
     burgeon.fails(&["map", text(&mapped), "--from", "data"], 3, "neither a path");
     burgeon.ok(&["--store", text(&store), "map", text(&mapped), "--from", "data:data"]);
-    // Its own collector knows who needs it.
+    // Its own collector knows the mount that needs it.
     burgeon.ok(&["--store", text(&store), "rm", "data"]);
     burgeon.ok(&["--store", text(&store), "gc"]);
     burgeon.ok(&["umount", text(&at)]);

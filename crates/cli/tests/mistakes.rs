@@ -1,4 +1,4 @@
-//! First mistakes, which are answered by what to type instead, and the exit codes that
+//! Common mistakes, which are answered by the right command, and the exit codes that
 //! `docs/cli.md` lists.
 
 #![allow(clippy::unwrap_used)]

@@ -1,4 +1,4 @@
-//! Names of images: who may give them, and what a name is believed to stand for.
+//! Names of images: the right to give them, and the trust in them.
 
 #![allow(clippy::unwrap_used)]
 
@@ -123,13 +123,13 @@ fn a_pull_takes_its_name_from_the_command_line() {
     assert_eq!(digest_of(&user, "debian:12").unwrap(), mine);
     user.ok(&[&taken[..], &["--replace"]].concat());
     assert_ne!(digest_of(&user, "debian:12").unwrap(), mine);
-    // A build replaces what a build has named, and nothing else.
+    // A build takes a name from an image that a build has named, and from no other.
     let own = own.to_str().unwrap();
     user.fails(&["build", own, "debian:12"], 1, "--replace");
     user.ok(&["build", own, "debian:12", "--replace"]);
     let evil_path = evil.to_str().unwrap();
     assert!(user.ok(&["build", evil_path, "debian:12"]).contains(&mine[..16]));
-    // The newer version of a tag is what the user asks for by the same reference.
+    // With the same reference, the user asks for the newer version of the tag.
     let pulled = digest_of(&user, "evil:1").unwrap();
     push_forged(&space, &host, &tree(&space, "newer", 3), "x", "newer:1");
     let (from, to) = (format!("docker://{host}/newer:1"), format!("docker://{host}/evil:1"));
@@ -222,7 +222,7 @@ fn images_are_spoken_of_by_what_was_typed() {
     let listed = burgeon.ok(&["list"]);
     assert!(listed.contains(&typed) && !listed.contains("sha256:"), "{listed}");
     assert!(listed.contains("team/app:7"), "{listed}");
-    // Its layer is what lies on the disk, and not what that unpacks to.
+    // The size is that of the stored layer, not of its unpacked content.
     let image = |name: &str| {
         let all = said(&burgeon, &["list"])["images"].as_array().unwrap().clone();
         all.into_iter().find(|image| image["name"] == name).unwrap()

@@ -18,7 +18,7 @@ use testkit::{
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
-/// An archive of what `fill` puts into a folder, with the paths `names` in that order.
+/// An archive of the files that `fill` puts into a folder, with the paths `names` in that order.
 fn tar(space: &Space, label: &str, names: &[&str], fill: impl FnOnce(&Path)) -> PathBuf {
     let folder = space.make_folder(&format!("{label}.tree"));
     fill(&folder);
@@ -118,7 +118,7 @@ fn an_image_of_layers_is_what_umoci_unpacks() {
     let mounted = burgeon.mount(&source, &space.path("at"), &["--read-only"]);
     compare(&unpacked, mounted.path()).unwrap().assert_same();
     burgeon.umount(mounted);
-    // The same with zstd, and not compressed; and what is gone takes no room.
+    // The same with zstd, and not compressed; and removed files take no room.
     let zstd = format!("oci:{}:z", space.path("zstd").display());
     let from = format!("oci:{}:latest", layout.folder().display());
     skopeo_copy(&["--dest-compress-format", "zstd"], &from, &zstd).unwrap();

@@ -17,7 +17,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// An image `name` of one file, `data`, and what that holds.
+/// An image `name` of one file, `data`, and the file's content.
 fn build(space: &Space, burgeon: &Burgeon, name: &str, len: usize) -> Vec<u8> {
     let tree = space.make_folder(name);
     let bytes = Rng::new(len as u64).bytes(len);
@@ -71,7 +71,7 @@ fn what_is_pinned_is_local_and_is_fetched_again_when_it_was_lost() {
     assert_eq!(pinned(&burgeon), all);
     burgeon.fails(&["pin", text(&at.join("none"))], 3, "none");
 
-    // The caches are lost; the next mount fetches what is pinned, which then needs no store.
+    // The caches are lost; the next mount fetches the pinned data, which then needs no store.
     burgeon.umount(mounted);
     caches(&burgeon).iter().for_each(|cache| fs::remove_file(cache).unwrap());
     let mounted = burgeon.mount("own", &at, &["--writes", "w"]);
@@ -109,7 +109,7 @@ fn a_fetch_limit_holds_for_what_no_reader_waits_for() {
         // The server that said so may have died meanwhile, and the next one has to find it out.
         assert!(wait_until(PATIENCE, || burgeon.ok(&["status"]).contains(what) == over));
         let fetched = mount(&burgeon)["reads"]["background_bytes"].as_u64().unwrap();
-        // Besides what was under way: 24 chunks.
+        // Besides the in-flight fetches: 24 chunks.
         assert!(!over || (1 << 20..8 << 20).contains(&fetched), "{fetched}");
     };
     stopped("filling has stopped", "fill", true);

@@ -13,7 +13,7 @@ use testkit::{Burgeon, PATIENCE, Rng, Space, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
-/// The applications' memory: less than either of what they write and what they read.
+/// The applications' memory: less than the data that they write, and than the data that they read.
 const MEMORY: u64 = 64 << 20;
 
 /// A memory cgroup of the test's own, of whichever version this machine has.

@@ -1,5 +1,5 @@
-//! `record`, `mount --profile`, `profile`, `build --profile`: what a command reads is brought first
-//! at the next mount.
+//! `record`, `mount --profile`, `profile`, `build --profile`: data that a command reads is
+//! prefetched at the next mount.
 
 #![allow(clippy::unwrap_used)]
 
@@ -279,7 +279,7 @@ fn what_is_read_of_an_oci_image_is_brought_from_its_layers() {
     let link = Link::new(registry.address(), Duration::ZERO, 1 << 30).unwrap();
     let from = format!("oci:{}:latest", layout.folder().display());
     let at = space.path("mnt");
-    // Each format has parts of its own length: what is brought is all that is needed of them.
+    // Each format has parts of its own length: only the needed ones are fetched.
     for (format, tag) in [("gzip", "gzip"), ("zstd:chunked", "zstd")] {
         let to = format!("docker://{}/app:{tag}", registry.address());
         let copy = format!("oci:{}:{tag}", space.path(tag).display());
@@ -303,7 +303,7 @@ fn what_is_read_of_an_oci_image_is_brought_from_its_layers() {
         let mounted = burgeon.mount(&source, &at, &["--read-only"]);
         let profile = brought(&burgeon);
         let fetched = link.bytes() - before;
-        // Two files, and what else is in their parts.
+        // Two files, and the rest of their parts.
         let most = 12 * LEN as u64;
         assert!((2 * LEN as u64..most).contains(&fetched), "{tag}: {fetched} for {profile}");
         let misses = || burgeon.status()["mounts"][0]["reads"]["misses"].as_u64().unwrap();

@@ -70,7 +70,7 @@ fn what_is_pushed_is_mounted_copied_and_pulled() {
     let again = said(&maker, &["push", "app:7", &at]);
     assert_eq!((&again["reference"], &again["new_bytes"]), (&pushed["reference"], &json!(0)));
 
-    // Another host mounts it, and waits for nothing but what it reads.
+    // Another host mounts it, and fetches only the data that it reads.
     let user = Burgeon::with_state(PROGRAM, space.path("user"));
     user.ok(&["pull", &at]);
     let ready = ready(&user);
@@ -209,7 +209,7 @@ fn a_repository_stands_in_the_place_of_a_store() {
     let tree_path = tree.to_str().unwrap();
     let told = maker.ok(&["build", tree_path, "v1"]);
     assert!(told.contains("built v1") && told.contains(&format!("pushed v1 to {repository}:v1")));
-    // Once more: its data is there, and what has changed is when it was built.
+    // Once more: its data is there, and only the time of the build has changed.
     let built = said(&maker, &["build", tree_path, "v1"]);
     let reference = built["reference"].as_str().unwrap();
     assert!(reference.starts_with(&format!("{repository}@sha256:")), "{built}");

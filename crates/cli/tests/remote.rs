@@ -124,7 +124,7 @@ fn an_image_lives_in_a_bucket() {
     assert!(burgeon.ok(&["gc"]).contains("removed 1 manifest and 1 pack"));
 }
 
-/// `burgeon` with what it takes to use a bucket of `s3`.
+/// `burgeon` with the settings for a bucket of `s3`.
 fn with_keys(mut burgeon: Burgeon, s3: &S3) -> Burgeon {
     for (name, value) in S3::environment(s3.address()) {
         burgeon = burgeon.env(name, value);
@@ -191,7 +191,7 @@ fn an_image_in_a_bucket_is_mapped_into_a_mount_of_another_store() {
     let new = at.join("new");
     elsewhere.fails(&["map", new.to_str().unwrap(), "--from", "other"], 1, "AWS_ENDPOINT_URL");
     plain.ok(&["umount", at.to_str().unwrap()]);
-    // Those of the mount command count for what is mapped, too.
+    // Those of the mount command also serve mapped content.
     let with_keys = with_keys(Burgeon::with_state(PROGRAM, plain.state().into()), &s3);
     with_keys.ok(&mount);
     lose_caches();
@@ -292,7 +292,7 @@ fn without_an_answer_of_the_store_the_image_that_is_here_will_do() {
 }
 
 /// The kernel reads a page a second time when its read-ahead has failed. A reader waits for one
-/// deadline all the same: what the log has of it is one read that was given up.
+/// deadline all the same: the log has one read that was given up.
 #[test]
 fn a_read_waits_for_one_deadline_when_the_registry_stops_answering() {
     let space = Space::new("silent");

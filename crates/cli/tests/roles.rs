@@ -26,8 +26,8 @@ const ALL: &[&str] = &[
     "io_uring read",
 ];
 
-/// A process, its role, and what `__probe` may find allowed there. Docs/architecture.md has the
-/// same as a table.
+/// A process, its role, and the actions that `__probe` may find allowed. Docs/architecture.md has
+/// the same as a table.
 type Row = (&'static str, &'static str, &'static [&'static str]);
 
 /// A role without a sandbox shows that the attempts can succeed. A helper has the files of root,
@@ -87,7 +87,7 @@ fn each_role_can_do_what_its_row_says_and_no_more() {
     }
 }
 
-/// The processes that have entered a sandbox, by their reports, and what they could do there.
+/// The processes that have entered a sandbox, by their reports, and their abilities there.
 fn reported(text: &str) -> BTreeSet<(String, BTreeSet<String>)> {
     let reports = text.lines().filter_map(|line| line.strip_prefix("probe: "));
     let of_process = |line: &str| {
@@ -97,7 +97,7 @@ fn reported(text: &str) -> BTreeSet<(String, BTreeSet<String>)> {
     reports.map(of_process).collect()
 }
 
-/// Mounts `image`; returns what the command's processes and those of its daemon reported.
+/// Mounts `image`; returns the reports of the command's processes and of its daemon's.
 fn reports_of_a_mount(space: &Space, image: &str, options: &[&str]) -> [Reports; 2] {
     let state = format!("state-{}", image.len());
     let burgeon = Burgeon::with_state(env!("CARGO_BIN_EXE_burgeon"), space.path(&state));

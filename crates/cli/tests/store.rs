@@ -1,4 +1,4 @@
-//! Images in a store: what `build`, `list`, `inspect`, `verify`, `rm` and `gc` promise, and that
+//! Images in a store: the promises of `build`, `list`, `inspect`, `verify`, `rm` and `gc`, and that
 //! nothing which a mount or kept writes need is ever removed.
 
 #![allow(clippy::unwrap_used)]
@@ -284,7 +284,7 @@ fn references_to_local_files_are_for_the_own_store_only() {
     let mounted = burgeon.mount("it", &at, &["--read-only"]);
     assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(&file).unwrap());
     burgeon.umount(mounted);
-    // A folder, too: what has changed since is an error, and never wrong data.
+    // A folder, too: a changed file is an error, and never wrong data.
     let folder = file.parent().unwrap().parent().unwrap();
     burgeon.ok(&["build", "--by-reference", text(folder), "folder"]);
     let packs = fs::read_dir(burgeon.state().join("store/packs"));
@@ -322,7 +322,7 @@ fn a_build_that_fills_its_disk_leaves_nothing_of_it() {
     let before = free();
     let failed = burgeon.run(&["build", large.to_str().unwrap(), "large"]);
     assert_eq!(failed.code, Some(6), "{failed:#?}");
-    // Either nothing is left, or it is said what removes it.
+    // Either nothing is left, or the message names the command that removes it.
     let packs = || fs::read_dir(burgeon.state().join("store/packs")).unwrap().count();
     assert_eq!(packs(), 1, "{failed:#?}");
     assert!(!failed.stderr.contains("stay in the store"), "{failed:#?}");

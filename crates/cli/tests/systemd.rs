@@ -1,7 +1,7 @@
 //! The systemd unit as it is shipped, on a machine whose first process is systemd: the lab.
 //!
 //! Installs the program and `dist/burgeon.service` where a user would, with the default state
-//! directory, and then only does what a user and bad luck do.
+//! directory, and then acts only as a user and bad luck do.
 
 #![allow(clippy::unwrap_used)]
 
@@ -26,7 +26,7 @@ fn output(program: &str, arguments: &[&str]) -> Output {
     Command::new(program).args(arguments).output().unwrap()
 }
 
-/// Runs a command that has to succeed and returns what it printed.
+/// Runs a command that has to succeed and returns its output.
 fn run(program: &str, arguments: &[&str]) -> String {
     let output = output(program, arguments);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -90,7 +90,7 @@ fn the_unit_keeps_mounts_alive() {
     fs::write("/mnt/a/written", "before").unwrap();
     assert_eq!(fs::read("/mnt/a/0").unwrap(), content(0));
 
-    // The supervisor dies: systemd starts another, which takes over what the first left.
+    // The supervisor dies: systemd starts another, which takes over the mounts of the first.
     let first = property("burgeon.service", "MainPID");
     run("kill", &["-KILL", &first]);
     await_that("systemd starts the daemon again", || {
@@ -147,7 +147,7 @@ fn an_upgrade_keeps_a_unit_that_was_made_for_a_mount() {
     let units = "list-units --plain --no-legend --state=active burgeon-*.service";
     let units = run("systemctl", &units.split(' ').collect::<Vec<_>>());
     let unit = units.split(' ').next().unwrap();
-    // systemd knows the program by its path: another one is not what it starts.
+    // systemd knows the program by its path, and starts no other.
     let refused = output(other, &[&of_state(other)[1..], &["upgrade"]].concat());
     let said = String::from_utf8(refused.stderr).unwrap();
     assert!(!refused.status.success() && said.contains(program), "{said}");

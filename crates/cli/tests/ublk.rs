@@ -1,4 +1,4 @@
-//! The number of ublk devices: what the kernel allows others is no limit for mounts, and none
+//! The number of ublk devices: the kernel's limit for other programs is none for mounts, and none
 //! outlives its use. Needs `ublk_drv`, so the lab runs it on Linux 6.12.
 
 #![allow(clippy::unwrap_used)]
@@ -40,7 +40,7 @@ impl Drop for Most {
 fn the_limit_for_other_users_is_none_for_mounts() {
     let space = Space::new("ublks-max");
     let (burgeon, tree) = set_up(&space);
-    // Older kernels count root's devices, too; what is said there is tested in `control.rs`.
+    // Older kernels count root's devices, too; `control.rs` tests the message there.
     let _most = Most::set(ublk_devices().len());
     let places = ["a", "b", "c"].map(|name| space.path(name));
     let options = ["--read-only", "--transport", "ublk"];

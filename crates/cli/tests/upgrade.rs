@@ -1,11 +1,12 @@
-//! A new program takes mounts over while they are in use, and finds what older ones have kept.
+//! A new program takes mounts over while they are in use, and reads the state of older ones.
 //!
 //! Named writes of every released version, with the store they were made on, mount and hold what
 //! was written. A release adds its own to `fixtures/` and to [`RELEASES`]; none is ever taken out.
 //!
 //! To make one: build an image `base` of the tree that the test describes, mount it with `--writes
-//! kept --write-limit 256M`, do what the test finds done, unmount, shut down, and pack `writes` and
-//! `store` of the state directory: `tar -S --zstd -cf writes-VERSION.tar.zst writes store`.
+//! kept --write-limit 256M`, make the changes that the test expects, unmount, shut down, and pack
+//! `writes` and `store` of the state directory: `tar -S --zstd -cf writes-VERSION.tar.zst writes
+//! store`.
 
 #![allow(clippy::unwrap_used)]
 
@@ -39,7 +40,7 @@ fn writes_of_every_release_mount() {
         fs::write(at.join("added"), "by this version").unwrap();
         burgeon.umount(mounted);
 
-        // The image's name goes; the writes keep what they need of it.
+        // The image's name goes; the writes keep the parts that they need.
         burgeon.ok(&["rm", "base"]);
         burgeon.ok(&["gc"]);
         let mounted = burgeon.mount("base", &at, &["--writes", "kept"]);
@@ -76,7 +77,7 @@ fn a_new_program_takes_a_mount_over_without_unmounting() {
     let runs = |which: &str| fs::read_link(format!("/proc/{}/exe", pid(which))).ok();
     assert_eq!(runs("server_pid"), Some(old.clone()));
     fs::remove_file(&old).unwrap();
-    // It cannot run any more; what it made is the other's to clear up.
+    // It cannot run any more; the other one clears up its leftovers.
     std::mem::forget(before);
     let said = after.ok(&["upgrade"]);
     assert!(said.contains("mounted: 1"), "{said}");

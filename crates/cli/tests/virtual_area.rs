@@ -1,4 +1,4 @@
-//! Content is mapped into a mounted file system, and stays what it was: after errors, kills and
+//! Content is mapped into a mounted file system, and stays the same: after errors, kills and
 //! another mount.
 
 #![allow(clippy::unwrap_used)]

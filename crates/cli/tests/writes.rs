@@ -360,7 +360,7 @@ fn a_cache_whose_disk_breaks_is_stopped_and_readers_do_not_notice() {
     let said = burgeon.ok(&["status"]);
     assert!(said.contains("STOPPED") && said.contains("check the disk"), "{said}");
 
-    // Nothing was kept, so it comes from the store again: what the disk gives back is no data.
+    // Nothing was kept, so it comes from the store again: the disk gives back no data.
     testkit::drop_caches();
     assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(tree.join("data")).unwrap());
     burgeon.umount(mounted);
@@ -438,7 +438,7 @@ impl Drop for Attached {
 }
 
 /// As quickly as memory takes it, into a mount with default options, again and again: a sprout
-/// grows ahead of what is written, and never beyond its limit. Only `make soak` has the time, and
+/// grows ahead of the written data, and never beyond its limit. Only `make soak` has the time, and
 /// says how often.
 #[test]
 fn default_mounts_take_four_gigabytes_each() {

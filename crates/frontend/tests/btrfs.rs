@@ -29,7 +29,7 @@ use tempfile::TempDir;
 const SPROUT_LEN: u64 = 256 << 20;
 const GONE_MAX: Duration = Duration::from_secs(60);
 
-/// The devices of one mount; what a drop leaves goes with its last user.
+/// The devices of one mount; those that are in use at a drop go with their last user.
 struct Devices {
     metadata: LoopDevice,
     data: LoopDevice,

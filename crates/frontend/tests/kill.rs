@@ -1,5 +1,5 @@
 //! kill -9 of the serving process costs no I/O error and no wrong byte: the supervisor (this
-//! process) keeps `/dev/fuse` and the slots, a successor answers what it finds. Without
+//! process) keeps `/dev/fuse` and the slots, a successor answers the requests in them. Without
 //! FUSE_NOTIFY_RESEND, so on every kernel. The bytes of a write are not in the slots: Linux 6.9
 //! sends them again, and on older kernels the write fails. Needs root.
 
@@ -60,7 +60,7 @@ fn child(misses: Misses) {
     runtime.block_on(server.ended());
 }
 
-/// Holds what must survive a server.
+/// Holds the descriptors and slots that must survive a server.
 struct Supervisor {
     connection: Connection,
     slots: Slots,

@@ -54,7 +54,7 @@ fn child(misses: Misses, number: &str) {
     assert_eq!(runtime.block_on(server.ended()), End::Unmounted);
 }
 
-/// Holds what must survive a server.
+/// Holds the state that must survive a server.
 struct Supervisor {
     number: u32,
     slots: Slots,

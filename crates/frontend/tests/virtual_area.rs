@@ -59,7 +59,7 @@ impl Rig {
         let options = |options| Options { virtual_bytes: AREA, ..options };
         let seed = Seed::write_with(folder.path(), options);
         fs::create_dir(folder.path().join("mnt")).unwrap();
-        // Sparse, so that what was written to it can be seen.
+        // Sparse, so that its allocated size shows the written data.
         File::create(folder.path().join("sprout")).unwrap().set_len(512 * MIB).unwrap();
         let rig = Self::serve(seed, folder);
         let seed = [rig.metadata.path(), rig.data.path()];

@@ -91,7 +91,7 @@ fn decode(bytes: &[u8]) -> burgeon_block::Result<Manifest> {
     Manifest::decode(bytes, &Limits::default())
 }
 
-/// The tree as a reader sees it, whatever the order of the blob.
+/// The tree as a reader sees it, in any order of the blob.
 fn seen(manifest: &Manifest) -> Vec<String> {
     let tree = &manifest.tree;
     let names = tree

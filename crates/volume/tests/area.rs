@@ -188,7 +188,7 @@ async fn every_kind_of_content_reads_as_what_it_is() {
     assert!(odd[..4096] == padded[padded.len() - 4096..]);
     assert!(odd[4096..] == setup.image.bytes[..8192]);
 
-    // Below the area the device is what it was, and what was read as mapped is in its cache.
+    // Below the area the device is unchanged, and data that was read as mapped is in its cache.
     while setup.device.volume().status().in_flight > 0 {
         tokio::task::yield_now().await;
     }

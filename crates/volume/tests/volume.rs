@@ -419,7 +419,7 @@ async fn an_image_without_checksums_has_those_of_what_came() {
     setup.settle().await;
     let came = setup.source.reads();
     setup.read(all(&setup)).await.unwrap();
-    // Also after it was opened anew, and whatever became of the cache.
+    // Also after it was opened anew, in any state of the cache.
     let reopen = || open(&setup.dir, &setup.image, &setup.source, Limits::default());
     let reread = async |volume: &Arc<common::TestVolume>| {
         common::read(volume, &setup.image, all(&setup), &setup.counters).await.unwrap();

@@ -112,7 +112,7 @@ fn kill_process(world: &World, which: &str) {
     }
 }
 
-/// No reader gets an error: what they wait by is held.
+/// No reader gets an error: the holder keeps their connection.
 fn kill_both(world: &World, rng: &mut Rng) {
     let ids = [world.process("supervisor_pid"), world.process("server_pid")];
     world.ledger.event(format!("supervisor and server {ids:?} killed"));
@@ -260,7 +260,7 @@ fn fill_disk(world: &World, rng: &mut Rng) {
     syncfs(File::open(world.disk.path()).unwrap()).unwrap();
 }
 
-/// The source answers wrongly or not at all, and what was local is gone.
+/// The source answers wrongly or not at all, and the caches are gone.
 fn spoil_source(world: &World, rng: &mut Rng) {
     excuse(world);
     let faults =

@@ -88,7 +88,7 @@ fn read(ledger: &Ledger, place: &Place, seed: u64) {
     }
 }
 
-/// Reads everything once, and lets errors pass: whatever is being fetched for `place` has come, or
+/// Reads everything once, and lets errors pass: every fetch under way for `place` has come, or
 /// has been given up, when this returns.
 pub(crate) fn read_through(place: &Place) {
     const AT_ONCE: u64 = 256;

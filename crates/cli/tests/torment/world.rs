@@ -55,7 +55,7 @@ impl Ledger {
         self.begun.elapsed().as_micros() as u64
     }
 
-    /// Ends the run. The words hold what is needed to explain it without another run.
+    /// Ends the run. The words explain it without another run.
     pub(crate) fn violation(&self, words: String) {
         let mut words = format!("after {} ms: {words}", self.now_us() / 1000);
         let mut violations = lock(&self.violations);
@@ -151,7 +151,7 @@ impl Place {
         self.excuse.now.store(false, SeqCst);
     }
 
-    /// True if an error of what began at `began_us` has an excuse.
+    /// True if an error of an operation that began at `began_us` has an excuse.
     pub(crate) fn is_excused(&self, began_us: u64) -> bool {
         self.excuse.now.load(SeqCst) || self.excuse.ended_us.load(SeqCst) >= began_us
     }

@@ -35,7 +35,7 @@ fn erase(file: &File, request: libc::c_ulong, first: u64, blocks: u64) {
 }
 
 /// Writes, erases, flushes and reads at random, and compares with a model of the content.
-/// `discards`: whether what was discarded reads as zeros.
+/// `discards`: whether discarded ranges read as zeros.
 pub(crate) fn change_at_random(path: &Path, device: &Scratch, mut seed: u64, discards: bool) {
     println!("seed {seed}");
     let mut random = |below: u64| {

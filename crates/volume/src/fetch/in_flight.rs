@@ -1,4 +1,4 @@
-//! The single-flight table: one fetch for each key, shared by all who wait for it.
+//! The single-flight table: one fetch for each key, shared by all that wait for it.
 //!
 //! ```text
 //!   reader ──► join or start ── in the table? ── yes ─► Waiter ◄───┐
@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A fetch stays in the table until its chunk is resident (or is known not to become so). So
-//! whoever finds neither an in-flight fetch nor resident bytes under the table's lock is the
+//! a reader that finds neither an in-flight fetch nor resident bytes under the table's lock is the
 //! first. A task that panics or is cancelled drops its [`InFlight`], too: its waiters get an
 //! error, not silence. The tests are in `tests/interleavings.rs`: they try many orders of the
 //! steps.

@@ -270,7 +270,7 @@ pub(crate) async fn read<F: LocalFile + 'static>(
     Ok(())
 }
 
-/// A cache file that fails when told to, and counts what is tried.
+/// A cache file that fails when told to, and counts the tries.
 pub(crate) struct FlakyFile {
     pub(crate) inner: DirectFile,
     pub(crate) state: Arc<FlakyState>,
