@@ -1,4 +1,4 @@
-//! The bugs that the simulator must find: texts of `crates/volume/src` and what replaces them.
+//! The bugs that the simulator must find: texts of `crates/volume/src` and their replacements.
 //!
 //! Each text occurs exactly once in its file, or `build.rs` says which one does not. [`SWITCH`]
 //! stands for the question whether the bug is on; while it is off, the copy must behave as the

@@ -1,5 +1,5 @@
 //! Archives compressed with gzip, zstd and xz, in several members and damaged: refused, or an
-//! image. The decoders take bounded memory, whatever a header asks for.
+//! image. The decoders take bounded memory with any header.
 
 #![no_main]
 

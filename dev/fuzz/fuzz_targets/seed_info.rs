@@ -1,4 +1,4 @@
-//! Any bytes are refused or are what a seed's description encodes to, and give superblocks.
+//! Any bytes are refused, or are the encoding of a seed's description and give superblocks.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! A disk that survives crashes, with what crashes leave of it.
+//! A disk that survives crashes, with the bytes that a crash leaves.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -15,7 +15,7 @@ const CHECKSUM: usize = 8;
 pub enum Crash {
     /// The process is gone, the kernel lives on: nothing is lost.
     Kill,
-    /// Of what was not synced, each sector survives with a chance of this many in 256.
+    /// Each sector that was not synced survives with a chance of this many in 256.
     Power(u8),
 }
 

@@ -1,4 +1,4 @@
-//! The power fails at each write of a short scenario, and again at each write of what follows.
+//! The power fails at each write of a short scenario, and again at each write of the recovery.
 
 use std::sync::Arc;
 

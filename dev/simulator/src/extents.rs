@@ -21,7 +21,7 @@ const SECTOR: usize = 512;
 /// Small enough that the area ends in some runs.
 const SIZE: u64 = 1 << 40;
 
-/// A defect of the writer, put into what it stands on.
+/// A defect of the writer, put into the files below it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MapBug {
     /// A mapping is announced before it is durable.
@@ -301,7 +301,7 @@ impl Run {
             map.refresh().map_err(|error| format!("cannot follow: {error}"))?;
             self.check(&map)?;
         }
-        // A reader may have seen what was not yet promised.
+        // A reader may have seen a mapping that was not yet promised.
         if self.machine().off && map.refresh().is_ok() {
             self.check(&map)?;
         }
@@ -350,7 +350,7 @@ impl Run {
         }
     }
 
-    /// Compares what `map` says with what it ever said.
+    /// Compares the answers of `map` with its earlier ones.
     fn check(&mut self, map: &ExtentMap<SimLog>) -> Result<(), String> {
         if let Some(attempted) = self.attempted.clone() {
             let found = map.mappings().map_err(|error| format!("no list: {error}"))?;

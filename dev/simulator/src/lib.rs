@@ -17,7 +17,7 @@
 //!
 //! The promise. Every read gives the right bytes or an error; an error only while the source
 //! gives reason; within a bounded time; when the faults stop, everything can be filled and is then
-//! served without the source; and the counters say exactly what happened.
+//! served without the source; and the counters match the events exactly.
 //!
 //! A simulator that finds nothing proves nothing: `dev/buggy-simulator` compiles it over a copy
 //! of the volume that has bugs and asserts that each is found. One seed is one run: the same

@@ -14,7 +14,7 @@ pub struct Model {
     pub bytes: Vec<u8>,
     /// Objects and their content.
     pub objects: Vec<(ObjectId, Vec<u8>)>,
-    /// The source verifies what it gives, and the map knows neither digests nor checksums.
+    /// The source verifies its answers, and the map knows neither digests nor checksums.
     pub(crate) verified: bool,
 }
 

@@ -5,7 +5,7 @@
 //!   rename, link ─► name, volatile ── sync_folder ─► durable    a crash keeps any first part of the rest
 //! ```
 //!
-//! This is what POSIX leaves open and file systems do. Records of user data are published by
+//! POSIX leaves this open, and file systems do it. Records of user data are published by
 //! writing a new file, syncing it, renaming it and syncing the folder; [`publish_survives`]
 //! tries a list of such steps with a power failure after each of them.
 

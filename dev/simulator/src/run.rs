@@ -21,7 +21,7 @@ pub struct Report {
     pub swaps: u64,
 }
 
-/// Runs the simulation of `seed`. The error says what promise was
+/// Runs the simulation of `seed`. The error names the promise that was
 /// broken and by which operations.
 pub fn simulate(seed: u64) -> Result<Report, String> {
     let mut run = Run::new(seed);
@@ -73,7 +73,7 @@ impl Run {
         self.life(true)
     }
 
-    /// A life in a runtime of its own: what is still going on at its end ends with it.
+    /// A life in a runtime of its own: tasks that still run at its end are ended with it.
     fn life(&mut self, last: bool) -> Result<(), String> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()

@@ -173,7 +173,7 @@ impl State {
         (right.len() as u64, wrong.len() as u64)
     }
 
-    /// True if a source that verifies what it gives notices that it would lie.
+    /// True if a source that verifies its answers notices that it would lie.
     fn lies(&self, object: &ObjectId, question: ByteRange, answer: &[u8]) -> bool {
         let right_len = answer.len() as u64 == question.len();
         self.map.lacks_checksums()

@@ -35,7 +35,7 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// Starts the machine: `model`'s image over whatever `disk` holds.
+    /// Starts the machine: `model`'s image over the content of `disk`.
     pub(crate) fn boot(model: &Arc<Model>, disk: &Disk, limits: &Limits, rng: &mut Rng) -> Self {
         let source = FaultySource::new(rng.bits(), model);
         let map = Arc::clone(&model.map);
@@ -147,7 +147,7 @@ impl World {
         if self.disk.is_off() { Ok(()) } else { self.compare_accounts() }
     }
 
-    /// The counters say exactly what source and disk did.
+    /// The counters match the actions of source and disk exactly.
     fn compare_accounts(&self) -> Result<(), String> {
         let (source, disk, status) = (self.source.log(), self.disk.log(), self.volume.status());
         let total = |of: fn(&Counters) -> &Counter| {

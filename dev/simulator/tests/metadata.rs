@@ -80,7 +80,7 @@ fn template(checksum: ChecksumKind) -> (SeedInfo, [Vec<u8>; 2]) {
     (info, nodes.0.into_inner().unwrap())
 }
 
-/// The injected bug: the checksum is computed anew over whatever the node holds.
+/// The injected bug: the checksum is computed anew over the node, damaged or not.
 fn patch_and_mend(info: &SeedInfo, physical: u64, nodes: &mut [u8]) {
     Patcher::new(info, &IDENTITY).patch(physical, nodes).unwrap();
     let size = info.checksum.size();

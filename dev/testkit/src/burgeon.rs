@@ -123,7 +123,7 @@ impl Burgeon {
         self.mount_and_listen(image, at, options).0
     }
 
-    /// The same, with what the command said.
+    /// The same, with the command's output.
     #[track_caller]
     pub fn mount_and_listen(&self, image: &str, at: &Path, options: &[&str]) -> (Mounted, String) {
         std::fs::create_dir_all(at).unwrap_or_else(|error| panic!("{at:?}: {error}"));

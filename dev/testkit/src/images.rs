@@ -32,7 +32,7 @@ impl OciLayout {
         format!("{}:latest", self.0.display())
     }
 
-    /// Adds a layer with what `change` changes in the unpacked image.
+    /// Adds a layer with the changes of `change` to the unpacked image.
     pub fn change(&self, change: impl FnOnce(&Path)) -> Result<()> {
         let bundle = self.0.with_extension("bundle");
         change(&self.unpack(&bundle)?);

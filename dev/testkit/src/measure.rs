@@ -33,7 +33,7 @@ pub struct Measured {
     pub said: String,
     /// The most memory that was resident, in bytes (`VmHWM`).
     pub peak_bytes: u64,
-    /// Processor time of all threads, which does not depend on what else the machine does.
+    /// Processor time of all threads, which does not depend on other work of the machine.
     pub cpu: Duration,
 }
 

@@ -150,7 +150,7 @@ impl Drop for Space {
     }
 }
 
-/// Shows `from` at `at`, to this thread and what it starts.
+/// Shows `from` at `at`, to this thread and its children.
 pub fn bind_mount(from: &Path, at: &Path) -> Mounted {
     rustix::mount::mount_bind(from, at)
         .unwrap_or_else(|error| panic!("cannot show {from:?} at {at:?}: {error}"));
@@ -186,8 +186,8 @@ pub(crate) fn base() -> PathBuf {
     target_folder()
 }
 
-/// `target/tmp` of the workspace, which keeps what takes long to make. The lab's guests can read
-/// it.
+/// `target/tmp` of the workspace, which keeps files that take long to make. The lab's guests can
+/// read it.
 pub(crate) fn target_folder() -> PathBuf {
     // A test program lies in target/<profile>/deps.
     let program = std::env::current_exe().unwrap_or_default();

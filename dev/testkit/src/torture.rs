@@ -65,7 +65,7 @@ impl Torture {
         torture.all().with_context(|| format!("making the torture tree of seed {seed}"))
     }
 
-    /// Takes away of such a tree what an archive of it does not bring: attributes of root's.
+    /// Removes the parts of such a tree that an archive does not carry: attributes of root.
     pub fn forget_privileged_attributes(root: &Path) -> Result<()> {
         let folder = root.join("attrs");
         lremovexattr(folder.join("xattrs"), "trusted.burgeon")?;

@@ -1,4 +1,4 @@
-//! The instruction budget of a hit: what our part of a 4 KiB read that is in the cache may cost.
+//! The instruction budget of a hit: the limit for our part of a cached 4 KiB read.
 //!
 //! ```text
 //!   release build of the test `hits` of burgeon-frontend ── callgrind ──► instructions ÷ requests
@@ -29,7 +29,7 @@ pub(crate) const NEEDS: [&str; 1] = ["valgrind=valgrind"];
 
 #[derive(clap::Args, Default)]
 pub(crate) struct Options {
-    /// Make what is counted now the budget.
+    /// Make the present count the budget.
     #[arg(long)]
     renew: bool,
 }

@@ -102,7 +102,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
     steps.finish()
 }
 
-/// Runs what needs neither root nor a mount; an error when any failed.
+/// Runs the tests that need neither root nor a mount; an error when any failed.
 pub(crate) fn run_quick(root: &Path) -> Result<()> {
     let made = Made::begin(root)?;
     let mut steps = Steps::new(root, &made);
@@ -370,7 +370,7 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// Runs commands one after another, and shows what each has said when it has ended.
+/// Runs commands one after another, and shows the output of each when it has ended.
 fn run_lane(runs: impl Iterator<Item = (String, Command)>) -> Vec<Result<Outcome>> {
     let run = |(name, command): (String, Command)| {
         println!("== {name}: begins");

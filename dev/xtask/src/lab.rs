@@ -170,7 +170,7 @@ fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
             echo "-- $((SECONDS - t)) s: ${p##*/}"
         done
         exit $s"#;
-    // The folder of tests is the guest's own, in its memory, unless that is what it lacks.
+    // The folder of tests is the guest's own, in its memory, unless memory is short.
     command.env("LAB_PASS", "BURGEON_TEST_DIR").env_remove("BURGEON_TEST_DIR");
     if list.programs.contains(&LOW_MEMORY) {
         // A path with spaces, which the kernel's command line would take apart.

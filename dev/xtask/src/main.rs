@@ -1,6 +1,6 @@
 //! The project's own tools: `cargo xtask tidy` holds the house rules,
 //! `cargo xtask test` runs everything that has to hold, `cargo xtask bench` prints the figures that
-//! the documents quote; `cargo xtask budget` counts what a hit costs;
+//! the documents quote; `cargo xtask budget` counts the instructions of a hit;
 //! `cargo xtask proofs` shows that the tests of mended defects fail without the mend.
 
 mod bench;

@@ -138,7 +138,7 @@ impl Ran {
     }
 }
 
-/// The first lines of what each failed test has printed: libtest shows them below
+/// The first lines of each failed test's output: libtest shows them below
 /// `---- NAME stdout ----`, when all tests of a program have ended.
 #[derive(Default)]
 struct Said {

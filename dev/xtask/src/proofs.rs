@@ -7,7 +7,7 @@
 //! ```
 //!
 //! All tests pass on the tree as it is before the first undo, so nothing is compiled for that
-//! alone. From one undo to the next, cargo compiles what the two have changed.
+//! alone. From one undo to the next, cargo compiles the changes of the two.
 //!
 //! Invariants:
 //! - Every text that an undo replaces occurs exactly once in its file; `cargo xtask tidy` checks

@@ -74,7 +74,7 @@ const KINDS: &[&str] = &[
 const BANNED_EVERYWHERE: &[&str] =
     &[concat!("/wo", "rk/"), concat!("/fa", "rm/"), concat!("/ro", "ot/.")];
 
-/// The picture of docs/architecture.md: each crate and what it may depend on.
+/// The picture of docs/architecture.md: each crate and its allowed dependencies.
 const ARROWS: &[(&str, &[&str])] = &[
     ("burgeon-block", &[]),
     ("burgeon-btrfs", &["burgeon-block"]),
@@ -130,7 +130,7 @@ const FUZZED: &[(&str, &str)] = &[
     ("toc", "toc("),
 ];
 
-/// Checks everything and lists what is wrong.
+/// Checks everything and lists the faults.
 pub(crate) fn run(root: &Path) -> Result<()> {
     let problems = problems(root)?;
     if problems.is_empty() {
@@ -285,7 +285,7 @@ fn file_problems(name: &Path, text: &str) -> Vec<String> {
     problems
 }
 
-/// Lines of a crate that tell what an object is by its name. Tests may write names out.
+/// Lines of a crate that tell the kind of an object by its name. Tests may write names out.
 fn kinds_by_hand(name: &Path, text: &str) -> Vec<String> {
     let mut parts = name.components().map(|part| part.as_os_str());
     if parts.next() != Some("crates".as_ref()) || parts.nth(1) != Some("src".as_ref()) {
@@ -308,7 +308,7 @@ fn kinds_by_hand(name: &Path, text: &str) -> Vec<String> {
     lines.map(problem).collect()
 }
 
-/// Every file of the tree but what is built, cached or git's own.
+/// Every file of the tree, except build output, caches and git's own.
 pub(crate) fn files(root: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let mut folders = vec![root.to_path_buf()];

@@ -42,7 +42,7 @@ pub enum Fault {
     Stall,
     /// The server refuses with this status.
     Status(u16),
-    /// All of the object comes, with status 200, whatever range was asked for.
+    /// All of the object comes, with status 200, for any range.
     IgnoreRange,
     /// `Content-Range` tells of another range.
     OtherRange,
@@ -288,7 +288,7 @@ fn serve(
     client.shutdown(Shutdown::Both)
 }
 
-/// Changes what the answer says.
+/// Changes the answer.
 fn spoil(
     fault: Option<Fault>,
     dice: u64,

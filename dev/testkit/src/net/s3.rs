@@ -1,5 +1,6 @@
-//! An S3 server on loopback: what object stores ask for, by the REST API of Amazon S3 (2006-03-01),
-//! with signatures (AWS Signature Version 4) that are checked. Debian 12 has no S3 server.
+//! An S3 server on loopback: the requests of object stores, by the REST API of Amazon S3
+//! (2006-03-01), with signatures (AWS Signature Version 4) that are checked. Debian 12 has no S3
+//! server.
 //!
 //! Objects lie in memory. A listing comes in pages, and shows the objects written before it.
 //!
@@ -59,7 +60,7 @@ impl S3 {
                     return;
                 }
                 let objects = Arc::clone(&objects);
-                // An error is the client's affair, who is gone.
+                // An error concerns only the client, which is gone.
                 thread::spawn(move || stream.and_then(|stream| serve(&stream, &objects)));
             }
         });

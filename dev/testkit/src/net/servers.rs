@@ -24,7 +24,7 @@ struct Server {
 }
 
 impl Server {
-    /// Starts what `command` makes for a free port, and waits until it listens there.
+    /// Starts the command that `command` makes for a free port, and waits until it listens there.
     fn start(name: &str, mut command: impl FnMut(u16) -> Result<Command>) -> Result<Self> {
         for _ in 0..TRIES {
             let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();

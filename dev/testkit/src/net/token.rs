@@ -47,7 +47,7 @@ impl TokenGate {
         Self::start(server, format!("Identity {identity}"), uses, false)
     }
 
-    /// A gate that gives anybody a token; without one it wants one, or `hides` what is there.
+    /// A gate that gives anybody a token; without one it demands one, or `hides` all objects.
     pub fn for_anybody(server: SocketAddr, uses: u64, hides: bool) -> io::Result<Self> {
         Self::start(server, String::new(), uses, hides)
     }

@@ -57,7 +57,7 @@ pub(crate) fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(f64, T)> {
 }
 
 /// A path for this process's folder below the system's temporary one. The folders of killed
-/// processes go; they are empty, for what was in them was mounted there.
+/// processes go; they are empty, because their content was mounted there.
 pub(crate) fn scratch_path(label: &str) -> PathBuf {
     let temporary = std::env::temp_dir();
     for entry in fs::read_dir(&temporary).into_iter().flatten().flatten() {
@@ -107,7 +107,7 @@ impl Drop for Mount {
     }
 }
 
-/// Memory as a file system. Large: what is measured must not depend on a disk.
+/// Memory as a file system. Large: measurements must not depend on a disk.
 pub(crate) fn tmpfs(at: &Path) -> Result<Mount> {
     mount(&["-t", "tmpfs", "-o", "size=90%", "bench"], at)
 }
@@ -173,7 +173,7 @@ pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) -> Result<()>
     Ok(())
 }
 
-/// Kernel, processors and memory: what a reader needs to place the figures.
+/// Kernel, processors and memory, with which a reader can place the figures.
 pub(crate) fn description() -> Result<String> {
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let series: String = kernel.trim().split('-').next().unwrap_or_default().into();

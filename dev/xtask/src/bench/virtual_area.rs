@@ -102,7 +102,7 @@ fn map_tree(bench: &Bench, files: u64) -> Result<f64> {
     Ok(seconds)
 }
 
-/// Files without holes, which would not be mapped; what they hold is not read.
+/// Files without holes, which would not be mapped; their content is not read.
 fn make_tree(tree: &Path, files: u64) -> std::io::Result<()> {
     fs::create_dir(tree)?;
     for file in 0..files {

@@ -109,7 +109,7 @@ impl Drop for Trial {
     }
 }
 
-/// The panics in what a test program has printed.
+/// The panics in the output of a test program.
 fn reasons(text: &str) -> Vec<String> {
     let mut left = 0;
     let of_panic = |line: &&str| {

@@ -187,7 +187,7 @@ impl<'a> OciImages<'a> {
     }
 }
 
-/// Makes what a registry has in the new folder `images`.
+/// Makes the images of a registry in the new folder `images`.
 fn make_images(stage: &Stage<'_>, images: &Path) -> Result<()> {
     eprintln!("making images, once");
     let unfinished = images.with_extension("unfinished");
