@@ -16,7 +16,7 @@ use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 use super::{
     super::nodes::{Node, S_IFDIR, S_IFREG},
     reader::{TarEntry, show},
-    resolve::{self, Names},
+    resolve::{self, Followed, Names},
     tree::{FOLDER_COST, node_of, safe_parts, unsafe_name},
 };
 use crate::corrupt;
@@ -38,6 +38,7 @@ pub(super) struct Merge {
     names: Vec<BTreeMap<Box<[u8]>, u32>>,
     /// Source of each regular file's data.
     places: Vec<Option<Place>>,
+    followed: Followed,
     nodes_max: usize,
 }
 
@@ -48,7 +49,7 @@ impl Merge {
     pub(super) fn new(nodes_max: usize, meter: Arc<MemoryMeter>) -> Self {
         let root = Node { mode: S_IFDIR | 0o755, ..Node::default() };
         let (nodes, names, places) = (vec![root], vec![BTreeMap::new()], vec![None]);
-        Self { meter, nodes, names, places, nodes_max }
+        Self { meter, nodes, names, places, followed: Followed::default(), nodes_max }
     }
 
     /// Puts layer number `layer` above the previous ones.
@@ -205,6 +206,10 @@ impl Names for Merge {
 
     fn node(&self, number: u32) -> &Node {
         &self.nodes[number as usize]
+    }
+
+    fn followed(&mut self) -> &mut Followed {
+        &mut self.followed
     }
 }
 

@@ -1,11 +1,11 @@
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 
 use super::{
     super::nodes::{Node, S_IFBLK, S_IFCHR, S_IFDIR, S_IFLNK, S_IFREG, rdev},
     reader::{TarEntry, show},
-    resolve::{self, Names},
+    resolve::{self, Followed, Names},
 };
 use crate::{XATTR_MAX, corrupt};
 
@@ -21,8 +21,9 @@ pub(super) const FOLDER_COST: u64 = 352;
 pub(super) struct ArchiveTree<'a> {
     meter: &'a MemoryMeter,
     nodes: Vec<Node>,
-    /// Names in each directory, by the directory's node and the name.
-    names: HashMap<(u32, Box<[u8]>), u32>,
+    /// Names in each node, if it is a directory.
+    names: Vec<BTreeMap<Box<[u8]>, u32>>,
+    followed: Followed,
     /// Files whose textual ACL was left out.
     pub(super) text_acls: u64,
 }
@@ -30,7 +31,8 @@ pub(super) struct ArchiveTree<'a> {
 impl<'a> ArchiveTree<'a> {
     pub(super) fn new(meter: &'a MemoryMeter) -> Self {
         let root = Node { mode: S_IFDIR | 0o755, ..Node::default() };
-        Self { meter, nodes: vec![root], names: HashMap::new(), text_acls: 0 }
+        let (nodes, names) = (vec![root], vec![BTreeMap::new()]);
+        Self { meter, nodes, names, followed: Followed::default(), text_acls: 0 }
     }
 
     /// Adds an entry; returns its node if it is a regular file, whose data follows.
@@ -62,11 +64,11 @@ impl<'a> ArchiveTree<'a> {
             return Err(wrong());
         }
         let (dir, name) = self.place(path, &entry.path)?;
-        let before = self.names.get(&(dir, Box::from(name)));
-        if before.is_some_and(|before| self.nodes[*before as usize].is_dir()) {
+        let before = self.child(dir, name);
+        if before.is_some_and(|before| self.nodes[before as usize].is_dir()) {
             return Err(replaces_directory(&entry.path));
         }
-        self.names.insert((dir, name.into()), target);
+        self.names[dir as usize].insert(name.into(), target);
         Ok(())
     }
 
@@ -80,7 +82,7 @@ impl<'a> ArchiveTree<'a> {
             return Ok(0);
         }
         let (dir, name) = self.place(path, shown)?;
-        if let Some(before) = self.names.get(&(dir, Box::from(name))).copied()
+        if let Some(before) = self.child(dir, name)
             && self.nodes[before as usize].is_dir()
         {
             if !node.is_dir() {
@@ -89,9 +91,8 @@ impl<'a> ArchiveTree<'a> {
             self.nodes[before as usize] = node;
             return Ok(before);
         }
-        let number = self.next_number()?;
-        self.nodes.push(node);
-        self.names.insert((dir, name.into()), number);
+        let number = self.push(node)?;
+        self.names[dir as usize].insert(name.into(), number);
         Ok(number)
     }
 
@@ -103,9 +104,8 @@ impl<'a> ArchiveTree<'a> {
         };
         let make = |tree: &mut Self, dir: u32, name: Box<[u8]>| {
             tree.meter.take(FOLDER_COST + 2 * name.len() as u64)?;
-            let number = tree.next_number()?;
-            tree.nodes.push(Node { mode: S_IFDIR | 0o755, ..Node::default() });
-            tree.names.insert((dir, name), number);
+            let number = tree.push(Node { mode: S_IFDIR | 0o755, ..Node::default() })?;
+            tree.names[dir as usize].insert(name, number);
             Ok(Some(number))
         };
         let not_there = || {
@@ -118,18 +118,18 @@ impl<'a> ArchiveTree<'a> {
         Ok((dir, name))
     }
 
-    fn next_number(&self) -> Result<u32> {
-        u32::try_from(self.nodes.len())
-            .map_err(|_| Error::new(ErrorKind::Invalid, "the archive holds too many files"))
+    fn push(&mut self, node: Node) -> Result<u32> {
+        let number = u32::try_from(self.nodes.len())
+            .map_err(|_| Error::new(ErrorKind::Invalid, "the archive holds too many files"))?;
+        self.nodes.push(node);
+        self.names.push(BTreeMap::new());
+        Ok(number)
     }
 
     /// The nodes, each directory's names sorted.
     pub(super) fn into_nodes(mut self) -> Vec<Node> {
-        for ((dir, name), node) in self.names {
-            self.nodes[dir as usize].children.push((name, node));
-        }
-        for node in &mut self.nodes {
-            node.children.sort();
+        for (node, names) in self.nodes.iter_mut().zip(self.names) {
+            node.children = names.into_iter().collect();
         }
         self.nodes
     }
@@ -137,11 +137,15 @@ impl<'a> ArchiveTree<'a> {
 
 impl Names for ArchiveTree<'_> {
     fn child(&self, dir: u32, name: &[u8]) -> Option<u32> {
-        self.names.get(&(dir, name.into())).copied()
+        self.names[dir as usize].get(name).copied()
     }
 
     fn node(&self, number: u32) -> &Node {
         &self.nodes[number as usize]
+    }
+
+    fn followed(&mut self) -> &mut Followed {
+        &mut self.followed
     }
 }
 
