@@ -34,6 +34,11 @@ const PER_NAME_BYTE: u64 = 4;
 /// Bytes of data per promised byte: chunk tables and block checksums.
 const DATA_PER_BYTE: u64 = 256;
 
+/// Bytes of headers that describe others which any input may have, and for each byte of it. Those
+/// of a sound archive, one KiB an entry, are rarely stored in fewer than five bytes.
+const HEADERS: u64 = 64 << 20;
+const HEADERS_RATIO: u64 = 256;
+
 /// Data in flight and a decoder's window, in bytes, which are not counted: 192 MiB.
 const UNCOUNTED: u64 = 192 << 20;
 
@@ -65,6 +70,7 @@ pub struct MemoryMeter {
     input: AtomicU64,
     promised: AtomicU64,
     taken: AtomicU64,
+    headers: AtomicU64,
 }
 
 impl MemoryMeter {
@@ -119,6 +125,21 @@ impl MemoryMeter {
         Err(Error::new(ErrorKind::Invalid, what))
     }
 
+    /// Counts `bytes` of headers that describe others: they take time, and no memory. `Invalid`
+    /// beyond what the input accounts for.
+    pub fn headers(&self, bytes: u64) -> Result<()> {
+        let most = self.input.load(Relaxed).saturating_mul(HEADERS_RATIO).saturating_add(HEADERS);
+        if bytes == 0 || add(&self.headers, bytes) <= most {
+            return Ok(());
+        }
+        let what = format!(
+            "the archive has more than {} MiB of extended headers, the bound for its size: if you \
+             trust it, unpack it, and build from the folder",
+            most >> 20
+        );
+        Err(Error::new(ErrorKind::Invalid, what))
+    }
+
     /// Returns `bytes` that were taken.
     pub fn give_back(&self, bytes: u64) {
         self.taken.fetch_sub(bytes, Relaxed);
@@ -156,6 +177,18 @@ mod tests {
         meter.take(40_001).unwrap_err();
         meter.give_back(1);
         meter.take(40_001).unwrap();
+    }
+
+    #[test]
+    fn the_bound_of_headers_grows_with_the_input() {
+        let meter = MemoryMeter::new();
+        meter.headers(HEADERS).unwrap();
+        meter.headers(0).unwrap();
+        assert_eq!(meter.headers(1).unwrap_err().kind(), ErrorKind::Invalid);
+        meter.input(1);
+        meter.headers(HEADERS_RATIO - 1).unwrap();
+        meter.headers(u64::MAX).unwrap_err();
+        MemoryMeter::of_input(u64::MAX).headers(u64::MAX).unwrap();
     }
 
     #[test]

@@ -34,7 +34,7 @@ const SLOWEST: usize = 20;
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-const QUICK: [&str; 26] = [
+const QUICK: [&str; 27] = [
     // btrfs
     "hostile",
     "patch",
@@ -51,6 +51,7 @@ const QUICK: [&str; 26] = [
     "layers",
     "manifest",
     "tar",
+    "work",
     // layer, source
     "table",
     "derived",

@@ -139,7 +139,8 @@ impl Layers {
 
     /// Adds `amount`; adds nothing of it if that is `Invalid`.
     pub(super) fn take(&self, amount: &Amount) -> Result<()> {
-        let Amount { entries, names, unpacked, brought, memory } = *amount;
+        let Amount { entries, names, unpacked, brought, memory, headers } = *amount;
+        self.meter.headers(headers)?;
         let Self { limits, .. } = self;
         let all = [
             (&self.names, names, limits.names),
@@ -174,6 +175,8 @@ pub(super) struct Amount {
     /// to all following entries costs nothing to repeat.
     brought: u64,
     memory: u64,
+    /// Bytes of headers that are not an entry's own.
+    headers: u64,
 }
 
 impl Amount {
@@ -185,6 +188,7 @@ impl Amount {
         self.names += names + xattrs;
         self.brought += names.min(HEADER_NAMES_MAX) + entry.extended;
         self.entries += 1;
+        self.headers += entry.headers;
         // Names and attributes are in memory twice: as read, and in the tree.
         let attributes = entry.xattrs.len() as u64 * XATTR_COST;
         self.memory += ENTRY_COST + 2 * (names + xattrs + attributes);

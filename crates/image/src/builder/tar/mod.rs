@@ -7,6 +7,7 @@
 //! and `listed`.)
 
 mod acl;
+mod attributes;
 mod describe;
 mod gzip;
 mod layers;

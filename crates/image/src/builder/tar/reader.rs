@@ -15,8 +15,8 @@ use burgeon_block::{Error, ErrorKind, Result};
 
 use super::{
     super::xattrs,
-    acl::{self, Acl},
-    records::{Records, SPARSE_MAX, decimal, time, too_many_pieces},
+    attributes::Attributes,
+    records::{Records, SPARSE_MAX, decimal, too_many_pieces},
 };
 use crate::{FILE_MAX, corrupt};
 
@@ -25,9 +25,12 @@ const BLOCK: usize = 512;
 const META_MAX: u64 = 16 << 20;
 /// Bytes that may follow an archive's end: `tar` pads to records of 10 KiB, tapes to a few MiB.
 const TAIL_MAX: u64 = 64 << 20;
-/// Largest total of global records, which are examined once per file: 64 KiB cost at most 128
-/// times the file's own header.
+/// Largest total of global records. What they give to a file is counted for each file.
 const GLOBAL_MAX: usize = 64 << 10;
+/// Most headers with global records, which are parsed anew after each: `git archive` writes one.
+const GLOBALS_MAX: u32 = 256;
+/// Longest headers before one entry, in bytes: its records, names and labels.
+const BEFORE_MAX: u64 = 4 * META_MAX;
 /// Longest GNU long name accepted; a path in Linux has at most 4 KiB.
 const NAME_MAX: u64 = 64 << 10;
 /// First bytes of files that are often taken for a tar archive, and a remedy for each.
@@ -61,6 +64,8 @@ pub(super) struct TarEntry {
     pub(super) xattrs: xattrs::Xattrs,
     /// Bytes of the headers that describe this entry alone.
     pub(super) extended: u64,
+    /// Bytes of all headers before its own, and of the map of its pieces.
+    pub(super) headers: u64,
     /// It has a textual ACL that cannot be translated.
     pub(super) text_acl: bool,
     /// Data: offset in the file and length, in order; `None` if there are no holes.
@@ -75,19 +80,54 @@ impl TarEntry {
     }
 }
 
+/// Records for all entries after them.
+struct Global {
+    records: Records,
+    /// Number of headers that they came in.
+    headers: u32,
+    /// `records`, parsed.
+    attributes: Attributes,
+    is_parsed: bool,
+}
+
+impl Global {
+    fn extend(&mut self, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.headers += 1;
+        if self.headers > GLOBALS_MAX {
+            let what = format!("the archive has more than {GLOBALS_MAX} headers for all files");
+            return Err(corrupt(what));
+        }
+        self.is_parsed = false;
+        self.records.extend(bytes)
+    }
+
+    fn attributes(&mut self) -> Result<&Attributes> {
+        if !self.is_parsed {
+            self.attributes = Attributes::of(&self.records)?;
+            self.is_parsed = true;
+        }
+        Ok(&self.attributes)
+    }
+}
+
 /// Reads an archive, header by header.
 pub(super) struct Reader<R> {
     input: R,
     /// Padding after the data of the previous entry.
     padding: usize,
-    global: Records,
+    global: Global,
     /// A header has been read: this is a tar archive.
     begun: bool,
 }
 
 impl<R: Read> Reader<R> {
     pub(super) fn new(input: R) -> Self {
-        Self { input, padding: 0, global: Records::new(GLOBAL_MAX), begun: false }
+        let (records, attributes) = (Records::new(GLOBAL_MAX), Attributes::default());
+        let global = Global { records, headers: 0, attributes, is_parsed: true };
+        Self { input, padding: 0, global, begun: false }
     }
 
     /// The stream, for an entry's data: the caller must read exactly `stored_len` bytes.
@@ -98,11 +138,16 @@ impl<R: Read> Reader<R> {
     /// The next entry; `None` at the end-of-archive mark, which must be present.
     pub(super) fn next(&mut self) -> Result<Option<TarEntry>> {
         let mut records = Records::new(META_MAX as usize);
-        let (mut long_path, mut long_link, mut extended) = (None, None, 0);
+        let (mut long_path, mut long_link, mut extended, mut before) = (None, None, 0, 0);
         self.skip_padding()?;
         loop {
             let Some(header) = self.header()? else { return Ok(None) };
             let size = header.number(124, 12)?;
+            if before > BEFORE_MAX {
+                let what =
+                    format!("a file of the archive has more than {BEFORE_MAX} bytes of headers");
+                return Err(corrupt(what));
+            }
             extended += if matches!(header.kind(), b'x' | b'X' | b'L' | b'K') { size } else { 0 };
             match header.kind() {
                 b'x' | b'X' => records.extend(&self.meta(size, META_MAX)?)?,
@@ -120,17 +165,20 @@ impl<R: Read> Reader<R> {
                 _ => {
                     let mut entry = header.entry(size)?;
                     entry.extended = extended;
+                    entry.headers = before;
                     let old_map = self.old_sparse(&header, &mut entry)?;
                     entry.path = long_path.unwrap_or(entry.path);
                     entry.link = long_link.unwrap_or(entry.link);
                     // The header's own name may be a truncated form of the full name.
-                    let named = records.get("path").or(self.global.get("path"));
+                    let own = Attributes::of(&records)?;
+                    let global = self.global.attributes()?;
+                    let named = own.path().or(global.path());
                     let named_as_dir = named.unwrap_or(&entry.path).ends_with(b"/");
                     if matches!(entry.kind, b'0' | 0) && named_as_dir {
                         entry.kind = b'5';
                     }
-                    apply(&self.global, &mut entry)?;
-                    apply(&records, &mut entry)?;
+                    global.apply(&mut entry);
+                    own.apply(&mut entry);
                     self.padding = padding(entry.stored_len);
                     self.sparse(&records, old_map, &mut entry)?;
                     if entry.size > FILE_MAX {
@@ -140,6 +188,7 @@ impl<R: Read> Reader<R> {
                     return Ok(Some(entry));
                 }
             }
+            before += BLOCK as u64 + size;
         }
     }
 
@@ -247,6 +296,10 @@ impl<R: Read> Reader<R> {
                 return Err(too_many_pieces());
             }
             self.fill(&mut block.0)?;
+            entry.headers += BLOCK as u64;
+            if entry.headers > BEFORE_MAX {
+                return Err(too_many_pieces());
+            }
             (first, count, more) = (0, 21, 504);
         }
     }
@@ -300,6 +353,7 @@ impl<R: Read> Reader<R> {
             let mut block = [0; BLOCK];
             entry.stored_len = entry.stored_len.checked_sub(BLOCK as u64).ok_or_else(bad)?;
             self.fill(&mut block)?;
+            entry.headers += BLOCK as u64;
             for byte in block {
                 if byte != b'\n' {
                     if digits.len() == DIGITS_MAX {
@@ -452,56 +506,4 @@ impl Header {
 
 fn until_nul(bytes: &[u8]) -> &[u8] {
     bytes.split(|byte| *byte == 0).next().unwrap_or_default()
-}
-
-/// Takes an ACL, unless an xattr record has stated it more exactly.
-fn text_acl(entry: &mut TarEntry, name: &[u8], text: &[u8]) {
-    let fits = name != b"system.posix_acl_default" || matches!(entry.kind, b'5' | b'D');
-    match acl::translate(text).filter(|_| fits) {
-        Some(Acl::Value(value)) => {
-            if entry.xattrs.iter().all(|(other, _)| **other != *name) {
-                entry.xattrs.push((name.into(), value.into()));
-            }
-        }
-        Some(Acl::Minimal) => {}
-        None => entry.text_acl = true,
-    }
-}
-
-/// Applies pax records, which override the header.
-fn apply(records: &Records, entry: &mut TarEntry) -> Result<()> {
-    let id = |value: &[u8]| {
-        u32::try_from(decimal(value)?)
-            .map_err(|_| corrupt("an id of the archive does not fit in 32 bits"))
-    };
-    for (key, value) in records.iter() {
-        match key {
-            "path" => entry.path = value.to_vec(),
-            "linkpath" => entry.link = value.to_vec(),
-            "size" => {
-                entry.stored_len = decimal(value)?;
-                if entry.kind != b'S' {
-                    entry.size = entry.stored_len;
-                }
-            }
-            "uid" => entry.uid = id(value)?,
-            "gid" => entry.gid = id(value)?,
-            "mtime" => (entry.mtime_s, entry.mtime_ns) = time(value)?,
-            "SCHILY.acl.access" => text_acl(entry, b"system.posix_acl_access", value),
-            "SCHILY.acl.default" => text_acl(entry, b"system.posix_acl_default", value),
-            // An ACL of another kind of file system, such as NFS.
-            _ if key.starts_with("SCHILY.acl.") => entry.text_acl = true,
-            _ => {
-                let name = key.strip_prefix("SCHILY.xattr.").map(str::as_bytes);
-                if let Some(name) = name.filter(|name| xattrs::wanted_of_archive(name)) {
-                    entry.xattrs.push((name.into(), value.into()));
-                }
-            }
-        }
-    }
-    // If two have the same name, the later one counts.
-    entry.xattrs.reverse();
-    entry.xattrs.sort_by(|a, b| a.0.cmp(&b.0));
-    entry.xattrs.dedup_by(|a, b| a.0 == b.0);
-    Ok(())
 }
