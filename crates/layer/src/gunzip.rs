@@ -38,6 +38,10 @@ const WINDOW_LEVEL: i32 = 6;
 const AFTER_MAX: usize = 4 * WINDOW_LEN;
 /// Length of the output buffer: a window, and as much again so that calls of the decoder are long.
 const BUFFER_LEN: usize = 2 * WINDOW_LEN;
+/// Most blocks of a stream, and least bytes of output for each block beyond: a block without output
+/// is 10 bits, and takes as long as a kilobyte of data.
+const BLOCKS_MAX: u64 = 256 << 10;
+const BLOCK_LEN: u64 = 16;
 /// Longest name or comment in the header of a member; the format sets no limit.
 const HEADER_MAX: usize = 1 << 20;
 
@@ -92,6 +96,10 @@ pub(crate) struct Gunzip<R> {
     made: u64,
     /// CRC of the member's output; used only while recording.
     checksum: crc32fast::Hasher,
+    /// Bytes of `buffer` that may hold output of the member.
+    filled: usize,
+    /// Blocks so far, without the last one of each member.
+    blocks: u64,
     recording: Option<Recording>,
     unsettled: Option<Unsettled>,
 }
@@ -100,7 +108,7 @@ impl<R: BufRead> Gunzip<R> {
     /// Starts at the beginning of a member. Places are added to `recording`, if given.
     pub(crate) fn new(input: R, recording: Option<Recording>) -> Self {
         let (inflate, buffer) = (Box::default(), vec![0; BUFFER_LEN].into());
-        let (at, pending, taken, made, unsettled) = Default::default();
+        let (at, pending, taken, made, filled, blocks, unsettled) = Default::default();
         let (state, checksum) = (State::Member, crc32fast::Hasher::new());
         Self {
             input,
@@ -112,6 +120,8 @@ impl<R: BufRead> Gunzip<R> {
             taken,
             made,
             checksum,
+            filled,
+            blocks,
             recording,
             unsettled,
         }
@@ -132,6 +142,7 @@ impl<R: BufRead> Gunzip<R> {
         *gunzip.inflate = DecompressorOxide::from_block_boundary_state(&state);
         gunzip.buffer[WINDOW_LEN - window.len()..WINDOW_LEN].copy_from_slice(window);
         gunzip.at = WINDOW_LEN;
+        gunzip.filled = BUFFER_LEN;
         gunzip.state = State::Blocks;
         gunzip
     }
@@ -188,8 +199,10 @@ impl<R: BufRead> Gunzip<R> {
             self.fill(&mut [0; 2])?;
         }
         self.inflate.init();
-        // A member must not refer to the output of an earlier one.
-        self.buffer.fill(0);
+        // A member must not refer to the output of an earlier one. A member can be 20 bytes, so
+        // clearing the whole buffer would cost more than reading it.
+        self.buffer[..self.filled].fill(0);
+        self.filled = 0;
         self.at = 0;
         self.state = State::Blocks;
         Ok(())
@@ -233,8 +246,7 @@ impl<R: BufRead> Gunzip<R> {
         if input.is_empty() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let stop = if self.recording.is_some() { TINFL_FLAG_STOP_ON_BLOCK_BOUNDARY } else { 0 };
-        let flags = TINFL_FLAG_HAS_MORE_INPUT | stop;
+        let flags = TINFL_FLAG_HAS_MORE_INPUT | TINFL_FLAG_STOP_ON_BLOCK_BOUNDARY;
         let (status, used, made) =
             decompress(&mut self.inflate, input, &mut self.buffer, self.at, flags);
         if let Some(unsettled) = &mut self.unsettled {
@@ -253,6 +265,7 @@ impl<R: BufRead> Gunzip<R> {
             // The output of one call never wraps around the end of the buffer.
             self.checksum.update(&self.buffer[self.at..self.at + made]);
         }
+        self.filled = self.filled.max(self.at + made);
         self.at = (self.at + made) % BUFFER_LEN;
         // `read` drains these before the next step.
         self.pending = made;
@@ -275,8 +288,13 @@ impl<R: BufRead> Gunzip<R> {
         }
     }
 
-    /// Records the boundary between two blocks, if it is far enough from the previous place.
+    /// Counts the boundary between two blocks, and records it if it is far enough from the previous
+    /// place.
     fn boundary(&mut self) -> io::Result<()> {
+        self.blocks += 1;
+        if self.blocks > BLOCKS_MAX + self.made / BLOCK_LEN {
+            return Err(damaged("the gzip stream consists of blocks without data"));
+        }
         let Some(recording) = &mut self.recording else { return Ok(()) };
         let Some(state) = self.inflate.block_boundary_state() else { return Ok(()) };
         if !recording.is_due(self.made) {

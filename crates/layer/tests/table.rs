@@ -55,6 +55,26 @@ fn spans_equal_the_unpacked_layer() {
     }
 }
 
+/// An empty block is 10 bits: a layer of 100 MB of them would take ten minutes.
+#[test]
+fn blocks_without_data_are_refused() {
+    let head = [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 255];
+    // Four empty blocks of fixed codes.
+    let four = (0..4).fold(0u64, |bits, n| bits | 0b010 << (10 * n));
+    let blocks = four.to_le_bytes()[..5].repeat(100_000);
+    let stored = [&head[..], &blocks].concat();
+    let mut recorder = Recorder::new(&stored[..], LayerCodec::Gzip).unwrap();
+    let error = recorder.read_to_end(&mut Vec::new()).unwrap_err();
+    assert!(error.to_string().contains("blocks without data"), "{error}");
+    // The same when it is read from the middle.
+    let digest = Sha256::digest(b"a").into();
+    let len = stored.len() as u64;
+    let piece = Piece { stored: ByteRange::at(0, len).unwrap(), skip: 0, len: 1, digest };
+    let restarts = Restarts::of_pieces(LayerCodec::Gzip, len, vec![piece]).unwrap();
+    let error = restarts.unpack(&restarts.span(0).unwrap(), &stored).unwrap_err();
+    assert!(error.to_string().contains("blocks without data"), "{error}");
+}
+
 /// Blocks, members and references of many lengths, near places and far from them.
 #[test]
 fn spans_of_random_gzip_equal_the_unpacked_layer() {
