@@ -5,9 +5,10 @@
 
 mod common;
 
-use std::{fs, path::Path};
+use std::{fs, path::Path, time::Duration};
 
-use burgeon_block::{ByteRange, ErrorKind, ObjectStore};
+use burgeon_block::{ByteRange, ChecksumKind, Digest, ErrorKind, ObjectStore};
+use burgeon_btrfs::{Body, Dirent, FileExtent, Inode, Tree};
 use burgeon_image::{
     DATA_START, Manifest, Profile, ProfileRead, builder, catalog, list_profiles, load_profile,
     profile_object, publish_profile, remove_profile,
@@ -95,6 +96,48 @@ fn addresses_become_files_in_order_and_runs_are_merged() {
     let many = (0..20).fold(first, |profile, _| profile.merge(&second));
     assert_eq!(reads(&many), reads(&second));
     assert_eq!(many.runs, 21);
+}
+
+/// A hostile profile may name as many ranges of one file as that file has extents.
+#[test]
+fn many_ranges_of_a_file_with_many_extents_cost_little() {
+    const COUNT: u64 = 100_000;
+    let folder = tempfile::tempdir().unwrap();
+    let input = || folder.path().to_owned();
+    let name = "many_ranges_of_a_file_with_many_extents_cost_little";
+    let taken = testkit::measure(name, "translate", input, |_| {
+        let (root, file) = (Inode { mode: 0o040755, ..Inode::default() }, 0o100644);
+        let body = Body::Extents { first: 0, count: COUNT as u32 };
+        let file = Inode { mode: file, size: COUNT * 2 * BLOCK, body, ..Inode::default() };
+        let mut tree = Tree { inodes: vec![root, file], ..Tree::default() };
+        let name = tree.push_bytes(b"file").unwrap();
+        tree.dirents.push(Dirent { parent: 0, inode: 1, name });
+        let extent = |n: u64| {
+            let (file_offset, address) = (2 * n * BLOCK, DATA_START + n * BLOCK);
+            FileExtent { file_offset, address, len: BLOCK }
+        };
+        tree.extents = (0..COUNT).map(extent).collect();
+        let (checksum, none) = (ChecksumKind::Crc32c, Vec::new);
+        let (chunks, objects) = Default::default();
+        let manifest = Manifest { tree, checksum, chunks, objects, block_checksums: none() };
+        let read = |n: u64| ProfileRead {
+            file: 0,
+            offset: n * BLOCK,
+            address: DATA_START,
+            len: (2 * COUNT - n) * BLOCK,
+            age: 0,
+        };
+        // Each range contains those before it.
+        let reads = (0..COUNT).map(|n| read(2 * (COUNT - n) - 1)).collect();
+        let (image, files) = (Digest::of(b"image"), vec![b"/file".to_vec()]);
+        let profile = Profile { image, runs: 1, files, reads };
+        let translated = profile.translate(&manifest, image);
+        format!("{} ranges", translated.reads.len())
+    });
+    let Some(taken) = taken else { return };
+    // The first block of the file is in no range.
+    assert_eq!(taken.said, format!("{} ranges", COUNT - 1));
+    assert!(taken.cpu < Duration::from_secs(5), "{taken:?}");
 }
 
 #[test]

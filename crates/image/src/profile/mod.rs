@@ -18,7 +18,7 @@ mod store;
 use std::collections::HashMap;
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, RangeSet};
-use burgeon_btrfs::Tree;
+use burgeon_btrfs::{FileExtent, Tree};
 
 pub use self::{
     format::PROFILE_MAX,
@@ -119,6 +119,7 @@ impl Profile {
     pub fn translate(&self, manifest: &Manifest, image: Digest) -> Self {
         let found = find(&manifest.tree, &self.files);
         let mut making = Making::default();
+        let mut covered: HashMap<u32, RangeSet> = HashMap::new();
         for read in &self.reads {
             let inode = found[read.file as usize];
             let Some(inode) =
@@ -126,15 +127,24 @@ impl Profile {
             else {
                 continue;
             };
-            for extent in manifest.tree.extents_of(inode.1) {
-                let range = ByteRange::at(extent.file_offset, extent.len);
-                let Some(part) = range.and_then(|range| range.intersect(read.in_file())) else {
-                    continue;
-                };
-                let address = extent.address + (part.start() - extent.file_offset);
-                let (offset, len) = (part.start(), part.len());
-                let path = || self.files[read.file as usize].clone();
-                making.add(ProfileRead { offset, address, len, ..*read }, path, inode.0.into());
+            let extents = manifest.tree.extents_of(inode.1);
+            // Only new parts: any number of reads may cover the same extents.
+            let parts = covered.entry(inode.0).or_default().insert(read.in_file());
+            for part in parts {
+                let end = |extent: &FileExtent| extent.file_offset + extent.len;
+                let first = extents.partition_point(|extent| end(extent) <= part.start());
+                let extents = extents[first..].iter();
+                for extent in extents.take_while(|extent| extent.file_offset < part.end()) {
+                    let range = ByteRange::at(extent.file_offset, extent.len);
+                    let Some(part) = range.and_then(|range| range.intersect(part)) else {
+                        continue;
+                    };
+                    let address = extent.address + (part.start() - extent.file_offset);
+                    let (offset, len) = (part.start(), part.len());
+                    let path = || self.files[read.file as usize].clone();
+                    let read = ProfileRead { offset, address, len, ..*read };
+                    making.add(read, path, inode.0.into());
+                }
             }
         }
         making.finish(image, self.runs)
