@@ -158,11 +158,7 @@ fn an_archive_gives_the_same_image_as_its_directory() {
 #[test]
 fn compressed_archives_are_detected_and_their_ends_checked() {
     let (folder, store) = store();
-    let root = folder.path().join("tree");
-    fs::create_dir(&root).unwrap();
-    fs::write(root.join("file"), noise(1, 100_000)).unwrap();
-    let plain = archive(&root, &["--format=pax"]);
-    let expected = from_tar(&store, plain.clone()).unwrap();
+    let (plain, expected) = one_file(folder.path(), &store);
     for program in ["gzip", "zstd", "xz"] {
         let packed = pipe(&plain, program);
         assert_eq!(from_tar(&store, packed.clone()).unwrap(), expected, "{program}");

@@ -14,11 +14,7 @@ use common::{archives::*, *};
 #[test]
 fn zeros_after_the_end_of_a_gzip_stream_are_padding() {
     let (folder, store) = store();
-    let root = folder.path().join("tree");
-    fs::create_dir(&root).unwrap();
-    fs::write(root.join("file"), noise(1, 100_000)).unwrap();
-    let plain = archive(&root, &["--format=pax"]);
-    let expected = from_tar(&store, plain.clone()).unwrap();
+    let (plain, expected) = one_file(folder.path(), &store);
     let (front, back) = plain.split_at(30_000);
     let packed = [pipe(front, "gzip"), pipe(back, "gzip")].concat();
     for padding in [1, 512, 3_000_000] {

@@ -1,6 +1,7 @@
 //! Tar archives: made by `tar`, or header by header.
 
 use std::{
+    fs,
     io::Write,
     path::Path,
     process::{Command, Stdio},
@@ -10,7 +11,7 @@ use burgeon_block::Result;
 use burgeon_image::{Manifest, builder};
 use burgeon_source::Directory;
 
-use super::{load, options};
+use super::{load, noise, options};
 
 /// `tar` of the directory with `options`.
 pub fn archive(root: &Path, options: &[&str]) -> Vec<u8> {
@@ -25,6 +26,17 @@ pub fn from_tar(store: &Directory, bytes: Vec<u8>) -> Result<Manifest> {
     let reader = std::io::Cursor::new(bytes);
     let report = builder::from_tar(store, "tar", reader, None, &options(), &|_| ())?;
     Ok(load(store, &report))
+}
+
+/// An archive of one incompressible file, and the image that it makes in `store`. The file is made
+/// in `folder`.
+pub fn one_file(folder: &Path, store: &Directory) -> (Vec<u8>, Manifest) {
+    let root = folder.join("tree");
+    fs::create_dir(&root).unwrap();
+    fs::write(root.join("file"), noise(1, 100_000)).unwrap();
+    let plain = archive(&root, &["--format=pax"]);
+    let manifest = from_tar(store, plain.clone()).unwrap();
+    (plain, manifest)
 }
 
 pub fn pipe(bytes: &[u8], program: &str) -> Vec<u8> {
