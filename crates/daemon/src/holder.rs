@@ -26,7 +26,7 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::{UnixListener, UnixStream},
     },
-    process::{Child, Stdio},
+    process::Child,
     sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -37,7 +37,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 pub use self::process::hold;
 pub(crate) use self::store::{Store, inherited};
 use crate::{
-    host::program::this_program,
+    host::program,
     id::MountId,
     ipc::{
         client::{connect_to, socket_path},
@@ -160,13 +160,7 @@ impl Line {
         let listener = UnixListener::bind(&path).map_err(failed)?;
         // It may be asked before it runs: messages wait in the socket.
         let stream = UnixStream::connect(&path).map_err(failed)?;
-        let child = this_program("__hold")
-            .arg(state.root())
-            .stdin(Stdio::from(OwnedFd::from(listener)))
-            .stdout(Stdio::null())
-            .current_dir("/")
-            .spawn()
-            .map_err(failed)?;
+        let child = program::start("__hold", state.root(), listener).map_err(failed)?;
         Ok((Self::new(stream)?, child))
     }
 

@@ -1,8 +1,13 @@
 //! Starts this program as a child.
 
 use std::{
-    os::unix::{net::UnixStream, process::CommandExt},
-    process::Command,
+    io,
+    os::{
+        fd::OwnedFd,
+        unix::{net::UnixStream, process::CommandExt},
+    },
+    path::Path,
+    process::{Child, Command, Stdio},
 };
 
 /// A command that runs this very program as `verb`, even if its file has been replaced. Process
@@ -11,6 +16,17 @@ pub(crate) fn this_program(verb: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("burgeon").arg(verb);
     command
+}
+
+/// Starts this program as `verb` on the state directory `state`. The child talks through `socket`,
+/// its standard input; its current directory, `/`, keeps no mount busy.
+pub(crate) fn start(verb: &str, state: &Path, socket: impl Into<OwnedFd>) -> io::Result<Child> {
+    this_program(verb)
+        .arg(state)
+        .stdin(Stdio::from(socket.into()))
+        .stdout(Stdio::null())
+        .current_dir("/")
+        .spawn()
 }
 
 /// Makes the kernel kill this process with the thread that has started it and waits for it; false

@@ -38,7 +38,7 @@ use std::{
         unix::net::UnixStream,
     },
     path::PathBuf,
-    process::{Child, ExitCode, Stdio},
+    process::{Child, ExitCode},
     thread,
     time::Duration,
 };
@@ -48,7 +48,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     host::{
-        program::{dies_with_its_parent, this_program},
+        program::{self, dies_with_its_parent},
         signals,
     },
     id::MountId,
@@ -114,13 +114,7 @@ pub(crate) fn run(
 ) -> Result<(Outcome, Vec<OwnedFd>)> {
     let failed = |e| Error::io("cannot start a process for mounting", e);
     let (ours, theirs) = UnixStream::pair().map_err(failed)?;
-    let child = this_program("__help")
-        .arg(state.root())
-        .stdin(Stdio::from(OwnedFd::from(theirs)))
-        .stdout(Stdio::null())
-        .current_dir("/")
-        .spawn()
-        .map_err(failed)?;
+    let child = program::start("__help", state.root(), theirs).map_err(failed)?;
     let answer = ask(&ours, task, fds, abort);
     drop(ours);
     reap(child, answer.is_ok());

@@ -8,8 +8,8 @@
 
 use std::{
     io::Read,
-    os::{fd::OwnedFd, unix::net::UnixStream},
-    process::{Child, Stdio},
+    os::unix::net::UnixStream,
+    process::Child,
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -18,7 +18,7 @@ use std::{
 use burgeon_block::{Error, Result};
 
 use super::{Supervisor, server_monitor::pause_after};
-use crate::host::program::this_program;
+use crate::host::program;
 
 /// Time limit for the opener to take a message. Its socket has room for many.
 const SEND_MAX: Duration = Duration::from_secs(1);
@@ -43,13 +43,7 @@ impl Supervisor {
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         ours.set_write_timeout(Some(SEND_MAX)).map_err(failed)?;
         let stream = ours.try_clone().map_err(failed)?;
-        let child = this_program("__open")
-            .arg(self.state.root())
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null())
-            .current_dir("/")
-            .spawn()
-            .map_err(failed)?;
+        let child = program::start("__open", self.state.root(), theirs).map_err(failed)?;
         let mut table = self.table();
         table.opener = Some((ours, child.id()));
         table.introduce_opener();

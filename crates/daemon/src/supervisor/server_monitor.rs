@@ -12,7 +12,7 @@
 
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
-    process::{Child, Stdio},
+    process::Child,
     sync::{Arc, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -25,7 +25,7 @@ use super::{
     table::{Attached, Recording},
 };
 use crate::{
-    host::program::this_program,
+    host::program,
     ipc::{
         client::connect_to,
         link::{FromServer, Understands, VERSION, sort_descriptors},
@@ -101,13 +101,7 @@ impl Supervisor {
     fn spawn(&self) -> Result<Running> {
         let failed = |e| Error::io("cannot start the serving process", e);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
-        let child = this_program("__serve")
-            .arg(self.state.root())
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null())
-            .current_dir("/")
-            .spawn()
-            .map_err(failed)?;
+        let child = program::start("__serve", self.state.root(), theirs).map_err(failed)?;
         let understands = Understands::ALL;
         Ok(Running { pid: Some(child.id()), stream: ours, child: Some(child), understands })
     }
