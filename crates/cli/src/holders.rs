@@ -2,7 +2,7 @@
 //! umount.
 //!
 //! ```text
-//!   /proc/*/mountinfo                                 ─► mounts of it in other namespaces
+//!   /proc/*/task/*/mountinfo                          ─► mounts of it in other namespaces
 //!   nsfs in these (`unshare --mount=FILE`)            ─► in namespaces that no process is in
 //!   /proc/*/{cwd,root,exe,map_files/*,task/*/fd/*}    ─► processes that have something of it open
 //! ```
@@ -17,7 +17,7 @@ use std::{
 };
 
 use burgeon_daemon::{
-    Fsid,
+    Fsid, mount_namespaces,
     mountinfo::{self, MountInfo},
 };
 use rustix::{
@@ -69,7 +69,7 @@ impl std::fmt::Display for Elsewhere {
 }
 
 /// The mounts of the btrfs `fsid` in other mount namespaces. A namespace is named after its first
-/// process, or else after the file that it is bound to.
+/// process or thread, or else after the file that it is bound to.
 pub(crate) fn elsewhere(fsid: Fsid) -> Vec<Elsewhere> {
     let is_of_it = is_of(fsid);
     let mut found = Vec::new();
@@ -98,21 +98,19 @@ pub(crate) fn is_of(fsid: Fsid) -> impl Fn(&MountInfo) -> bool {
 
 /// The other mount namespaces, under names for users, with their mounts.
 fn other_namespaces() -> Vec<(String, Vec<MountInfo>)> {
-    let name = |link: &str| fs::read_link(link).unwrap_or_default();
-    let mut seen: BTreeSet<PathBuf> = [name("/proc/thread-self/ns/mnt")].into();
+    let name = fs::read_link("/proc/thread-self/ns/mnt").unwrap_or_default();
+    let mut seen = BTreeSet::from([name]);
     let own = mountinfo::read(Path::new("/proc/thread-self/mountinfo")).unwrap_or_default();
     let mut bound = bound_in(Path::new("/"), &own);
     let mut found = Vec::new();
-    for process in process_ids() {
-        let namespace = name(&format!("/proc/{process}/ns/mnt"));
-        if namespace.as_os_str().is_empty() || !seen.insert(namespace) {
-            continue;
-        }
-        let mounts = mountinfo::read(Path::new(&format!("/proc/{process}/mountinfo")));
-        let mounts = mounts.unwrap_or_default();
-        bound.extend(bound_in(Path::new(&format!("/proc/{process}/root")), &mounts));
-        let shown = format!("the namespace of {} (process {process})", name_of(process));
+    for other in mount_namespaces::others() {
+        let mounts = mountinfo::read(&other.task.join("mountinfo")).unwrap_or_default();
+        bound.extend(bound_in(&other.task.join("root"), &mounts));
+        let whose = if other.is_of_a_thread() { "a thread of " } else { "" };
+        let process = other.process;
+        let shown = format!("the namespace of {whose}{} (process {process})", name_of(process));
         found.push((shown, mounts));
+        seen.insert(other.name);
     }
     for (namespace, file, shown) in bound {
         if !seen.contains(&namespace)

@@ -7,11 +7,14 @@ use std::{
     io::Read,
     path::Path,
     process::{Child, Command, Stdio},
+    sync::mpsc,
+    thread,
 };
 
 use rustix::{
     mount::{UnmountFlags, unmount},
     process::{Pid, Signal, kill_process},
+    thread::{UnshareFlags, unshare_unsafe},
 };
 use serde_json::Value;
 use testkit::{Burgeon, OpensOf, PATIENCE, Rng, Space, compare, ublk_expected, wait_until};
@@ -360,6 +363,34 @@ impl Drop for OtherNamespace {
     }
 }
 
+/// A thread of this process with a copy of the caller's mounts.
+struct ThreadElsewhere {
+    end: Option<mpsc::Sender<()>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl ThreadElsewhere {
+    fn new() -> Self {
+        let ((tell, begun), (end, ended)) = (mpsc::channel(), mpsc::channel());
+        let enter = move || {
+            // SAFETY: only this thread gets mounts and a current directory of its own.
+            unsafe { unshare_unsafe(UnshareFlags::NEWNS | UnshareFlags::FS) }.unwrap();
+            tell.send(()).unwrap();
+            let _ = ended.recv();
+        };
+        let thread = Some(thread::spawn(enter));
+        begun.recv().unwrap();
+        Self { end: Some(end), thread }
+    }
+}
+
+impl Drop for ThreadElsewhere {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        self.thread.take().map(thread::JoinHandle::join);
+    }
+}
+
 /// Mounts are private here, so the daemon's namespace does not follow an umount.
 /// An open file makes an umount fail that comes at the same time.
 #[test]
@@ -427,6 +458,15 @@ fn a_mount_that_something_still_holds_is_known_and_its_holder_named() {
     let released = || burgeon.status()["mounts"].as_array().is_some_and(Vec::is_empty);
     assert!(wait_until(PATIENCE, released));
     assert!(!burgeon.ok(&["doctor"]).contains("held by"));
+    // A namespace that a thread alone is in, of a process that is elsewhere.
+    std::mem::forget(mounted);
+    let mounted = burgeon.mount("image:1", &space.path("at"), &options);
+    let thread = ThreadElsewhere::new();
+    let (own, name) = (std::process::id(), fs::read_to_string("/proc/self/comm").unwrap());
+    let holder = format!("in the namespace of a thread of {} (process {own})", name.trim_end());
+    burgeon.fails(&["umount", path], 5, &holder);
+    drop(thread);
+    assert!(wait_until(PATIENCE, released));
     // A namespace that no process is in, kept alive by a file as `unshare --mount=FILE` does it.
     std::mem::forget(mounted);
     let bound = space.path("bound");

@@ -53,7 +53,7 @@ pub use burgeon_image::builder::Honours;
 pub use holder::hold;
 pub use host::{
     backing_devices::{btrfs_fsid, is_burgeon_mount, refuse_burgeon, refuse_burgeon_file},
-    mountinfo,
+    mount_namespaces, mountinfo,
     signals::{TerminationSignals, block_termination},
 };
 pub use id::{Fsid, MountId};

@@ -11,15 +11,10 @@
 //! Invariants: nothing is mounted to find this out; the caller's namespace is examined first, and
 //! others only for mounts that it does not have.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    ffi::OsString,
-    fs,
-    path::Path,
-};
+use std::{collections::HashMap, ffi::OsString, fs, path::Path};
 
 use crate::{
-    host::mountinfo,
+    host::{mount_namespaces, mountinfo},
     id::Fsid,
     ipc::protocol::{MountStatus, Status},
     state::record::WritesState,
@@ -83,11 +78,6 @@ fn file_systems(path: &Path) -> ReadOnly {
 }
 
 fn in_other_namespaces() -> ReadOnly {
-    let mut first_of = BTreeMap::new();
-    for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        if let Ok(namespace) = fs::read_link(process.path().join("ns/mnt")) {
-            first_of.entry(namespace).or_insert_with(|| process.path().join("mountinfo"));
-        }
-    }
-    first_of.values().flat_map(|path| file_systems(path)).collect()
+    let others = mount_namespaces::others().into_iter();
+    others.flat_map(|other| file_systems(&other.task.join("mountinfo"))).collect()
 }

@@ -29,7 +29,10 @@ use rustix::{
     thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe},
 };
 
-use super::mountinfo::{self, MountInfo};
+use super::{
+    mount_namespaces::numbered,
+    mountinfo::{self, MountInfo},
+};
 
 /// `st_dev` of file systems.
 type Devices = BTreeSet<(u32, u32)>;
@@ -143,16 +146,6 @@ fn is_daemon(process: &Path) -> bool {
     let mut words = line.split(|byte| *byte == 0);
     let is_burgeon = words.next().is_some_and(|word| word.ends_with(b"burgeon"));
     is_burgeon && words.next().is_some_and(|word| word.starts_with(b"__"))
-}
-
-/// The entries of a folder of `/proc` whose names are numbers.
-fn numbered(folder: &Path) -> io::Result<Vec<PathBuf>> {
-    let is_number = |path: &PathBuf| {
-        let name = path.file_name().and_then(|name| name.to_str());
-        name.is_some_and(|name| name.parse::<u32>().is_ok())
-    };
-    let paths = fs::read_dir(folder)?.flatten().map(|entry| entry.path());
-    Ok(paths.filter(is_number).collect())
 }
 
 #[cfg(test)]

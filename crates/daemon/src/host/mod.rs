@@ -6,6 +6,7 @@ pub(crate) mod abandoned;
 pub(crate) mod backing_devices;
 pub(crate) mod cgroup;
 pub(crate) mod harden;
+pub mod mount_namespaces;
 pub mod mountinfo;
 pub(crate) mod namespace;
 pub(crate) mod program;
