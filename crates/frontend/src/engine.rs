@@ -32,6 +32,7 @@
 
 mod access;
 mod life;
+mod tasks;
 #[cfg(test)]
 mod tests;
 
@@ -41,23 +42,17 @@ use std::{
     ops::Range,
     os::fd::BorrowedFd,
     panic::{AssertUnwindSafe, catch_unwind},
-    pin::pin,
     sync::Arc,
-    task::Poll,
     time::Instant,
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockDevice, ByteRange, Counters, Erase, Error, ErrorKind, FileRange, Now, Pages,
-    Result, Shape, Verdict, WriteCache,
+    BLOCK_SIZE, BlockDevice, ByteRange, Counters, Erase, Error, ErrorKind, FileRange, Now, Result,
+    Shape, Verdict, WriteCache,
 };
-use tokio::{
-    runtime::Handle,
-    sync::{Semaphore, SemaphorePermit},
-};
+use tokio::{runtime::Handle, sync::Semaphore};
 
 pub use self::life::End;
-use self::life::InWork;
 pub(crate) use self::{
     access::{Access, ReadOnly, Writable},
     life::Life,
@@ -433,152 +428,39 @@ impl<D: BlockDevice, A: Access<D>> Engine<D, A> {
     }
 
     #[inline(never)]
-    fn miss<C: Call>(self: &Arc<Self>, read: Read, call: C) -> Handled {
-        let task = Task { parked: Some(call.park()), _in_work: self.life.enter() };
-        self.runtime.spawn(self.clone().read_later(read, task));
-        Handled::Parked
+    fn begin_change<C: Call>(self: &Arc<Self>, request: Request, mut call: C) -> Handled {
+        match self.check_change(request, &mut call) {
+            Ok(Change::Later) => self.change(request, call),
+            Ok(Change::Nothing) => {
+                call.reply(Ok(0));
+                Handled::Answered
+            }
+            Err(errno) => {
+                call.reply(Err(errno));
+                Handled::Answered
+            }
+        }
     }
 
-    #[inline(never)]
-    fn begin_change<C: Call>(self: &Arc<Self>, request: Request, mut call: C) -> Handled {
-        let checked = match request {
-            // Nothing was written, so nothing is left to flush.
-            Request::Flush if !A::WRITABLE => Err(0),
+    /// What a write, an erasure or a flush needs; the error is an errno.
+    fn check_change<C: Call>(&self, request: Request, call: &mut C) -> Result<Change, i32> {
+        match request {
+            Request::Flush if !A::WRITABLE => Ok(Change::Nothing),
             _ if !A::WRITABLE => Err(libc::EROFS),
             Request::Write { at, len, .. } if self.takes(at, len as u64) && len <= LEN_MAX => {
-                call.keep_payload(len)
+                call.keep_payload(len).map(|()| Change::Later)
             }
-            Request::Erase { at, len, .. } if self.takes(at, len) => Ok(()),
-            Request::Flush => Ok(()),
+            Request::Erase { at, len, .. } if self.takes(at, len) => Ok(Change::Later),
+            Request::Flush => Ok(Change::Later),
             _ => Err(libc::EINVAL),
-        };
-        match checked {
-            Ok(()) => {
-                let task = Task { parked: Some(call.park()), _in_work: self.life.enter() };
-                self.runtime.spawn(self.clone().change_later(request, task));
-                return Handled::Parked;
-            }
-            Err(0) => call.reply(Ok(0)),
-            Err(errno) => call.reply(Err(errno)),
-        }
-        Handled::Answered
-    }
-
-    /// The task of a miss.
-    async fn read_later<P: Parked>(self: Arc<Self>, read: Read, mut task: Task<P>) {
-        let Some(parked) = &mut task.parked else { return };
-        let result = tokio::select! {
-            biased;
-            () = self.life.cancelled() => return,
-            result = caught(self.fetch(&read, parked)) => result,
-        };
-        let counters = self.counters();
-        if result.is_ok() {
-            counters.misses.add(1);
-            counters.miss_bytes.add(read.len as u64);
-            counters.miss_latency.record(read.arrival.begun.elapsed().as_nanos() as u64);
-            counters.replayed.add(u64::from(read.arrival.replayed));
-        } else {
-            counters.failed_reads.add(1);
-        }
-        task.answer(match &result {
-            Ok(Some(memory)) => Answer::Bytes(&memory.pages.bytes()[..read.len]),
-            Ok(None) => Answer::Own(read.len),
-            Err(errno) => Answer::Failed(*errno),
-        });
-    }
-
-    /// Reads into the request's own memory, or into some that is held until the answer is sent.
-    async fn fetch<P: Parked>(
-        &self,
-        read: &Read,
-        parked: &mut P,
-    ) -> Result<Option<Memory<'_>>, i32> {
-        if let Some(bytes) = parked.memory(read.len) {
-            self.device.read(read.at, bytes).await.map_err(|error| error.errno())?;
-            return Ok(None);
-        }
-        let mut memory = self.memory(read.len).await?;
-        let bytes = &mut memory.pages.bytes_mut()[..read.len];
-        self.device.read(read.at, bytes).await.map_err(|error| error.errno())?;
-        Ok(Some(memory))
-    }
-
-    /// The task of a write, an erasure or a flush.
-    async fn change_later<P: Parked>(self: Arc<Self>, request: Request, mut task: Task<P>) {
-        let Some(parked) = &mut task.parked else { return };
-        let result = tokio::select! {
-            biased;
-            () = self.life.cancelled() => return,
-            result = caught(self.change(request, parked)) => result,
-        };
-        task.answer(match (result, request) {
-            (Ok(()), Request::Write { len, .. }) => Answer::Written(len),
-            (Ok(()), _) => Answer::Done,
-            (Err(errno), _) => Answer::Failed(errno),
-        });
-    }
-
-    async fn change<P: Parked>(&self, request: Request, parked: &mut P) -> Result<(), i32> {
-        let device = &*self.device;
-        let changed = match request {
-            Request::Write { at, len, fua } => match parked.memory(len) {
-                Some(bytes) => A::write(device, at, bytes, fua).await,
-                None => {
-                    let mut memory = self.memory(len).await?;
-                    let bytes = &mut memory.pages.bytes_mut()[..len];
-                    parked.copy_payload(bytes)?;
-                    A::write(device, at, bytes, fua).await
-                }
-            },
-            Request::Erase { at, len, how } => {
-                let range = ByteRange::at(at, len).ok_or(libc::EINVAL)?;
-                A::erase(device, range, how).await
-            }
-            Request::Flush => A::flush(device).await,
-            Request::Read { .. } => return Err(libc::EINVAL),
-        };
-        changed.map_err(|error| error.errno())
-    }
-
-    /// Memory for `len` bytes; waits for room.
-    async fn memory(&self, len: usize) -> Result<Memory<'_>, i32> {
-        let blocks = len.div_ceil(BLOCK_SIZE as usize) as u32;
-        // An error would mean a closed semaphore: none is.
-        let room = self.room.acquire_many(blocks).await.map_err(|_| libc::EIO)?;
-        let pages = Pages::zeroed(len as u64).ok_or(libc::ENOMEM)?;
-        Ok(Memory { pages, _room: room })
-    }
-}
-
-/// Memory of a miss or a write, and its part of the room.
-struct Memory<'a> {
-    pages: Pages,
-    _room: SemaphorePermit<'a>,
-}
-
-/// A task's request. The fields are dropped in this order, so the request is let go of before the
-/// task is no longer counted.
-struct Task<P> {
-    parked: Option<P>,
-    _in_work: InWork,
-}
-
-impl<P: Parked> Task<P> {
-    fn answer(&mut self, answer: Answer<'_>) {
-        if let Some(parked) = self.parked.take() {
-            parked.answer(answer);
         }
     }
 }
 
-/// Runs `future`; a panic in it is EIO.
-async fn caught<T>(future: impl Future<Output = Result<T, i32>>) -> Result<T, i32> {
-    let mut future = pin!(future);
-    std::future::poll_fn(|context| {
-        let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
-        // It is not polled again after a panic, because this is ready then.
-        polled.unwrap_or(Poll::Ready(Err(libc::EIO)))
-    })
-    .await
+/// What is to be done about a request that is no read.
+enum Change {
+    /// Nothing was written, so nothing is left to flush.
+    Nothing,
+    /// A task changes the device.
+    Later,
 }
