@@ -52,9 +52,10 @@ pub const BUGS: &[Bug] = &[
         "only the first block of a resident read is checked",
         &[(
             "verify.rs",
-            "let mut index = offset / BLOCK_SIZE;",
-            "let bytes = if BUG { &bytes[..BLOCK_SIZE as usize] } else { bytes };
-            let mut index = offset / BLOCK_SIZE;",
+            "Self::OfMap { map, start } => compare(map, start + offset, bytes, |address| {",
+            "Self::OfMap { map, start } => compare(map, start + offset, {
+                if BUG { &bytes[..BLOCK_SIZE as usize] } else { bytes }
+            }, |address| {",
         )],
     ),
     image(

@@ -60,25 +60,18 @@ impl<F: LocalFile> Checksums<F> {
         bytes: &[u8],
         mut not_good: impl FnMut(u64, Mismatch),
     ) -> Result<bool> {
-        let mut index = offset / BLOCK_SIZE;
         let mut good = true;
         match self {
-            Self::OfMap { map, start } => {
-                let kind = map.checksum_kind();
-                let mut address = start + offset;
-                for block in bytes.chunks_exact(BLOCK_SIZE as usize) {
-                    if kind.of(block) != map.block_checksum(address) {
-                        good = false;
-                        not_good(index, Mismatch::Wrong);
-                    }
-                    address += BLOCK_SIZE;
-                    index += 1;
-                }
-            }
-            Self::Recorded(recorded) => recorded.compare(index, bytes, |block, why| {
+            Self::OfMap { map, start } => compare(map, start + offset, bytes, |address| {
                 good = false;
-                not_good(block, why);
-            })?,
+                not_good((address - start) / BLOCK_SIZE, Mismatch::Wrong);
+            }),
+            Self::Recorded(recorded) => {
+                recorded.compare(offset / BLOCK_SIZE, bytes, |block, why| {
+                    good = false;
+                    not_good(block, why);
+                })?
+            }
             Self::Nowhere => good = false,
         }
         Ok(good)
@@ -104,16 +97,27 @@ impl<F: LocalFile> Checksums<F> {
 
 /// Verifies fetched blocks from the lazy address `start` by the map: `Corrupt` if one is wrong.
 pub(crate) fn check_blocks(map: &AddressMap, start: u64, bytes: &[u8]) -> Result<()> {
+    let mut first = None;
+    compare(map, start, bytes, |address| first = first.or(Some(address)));
+    first.map_or(Ok(()), |address| {
+        let kind = map.checksum_kind();
+        let message = format!("the block for address {address} has a wrong {kind} checksum");
+        Err(Error::new(ErrorKind::Corrupt, message))
+    })
+}
+
+/// Calls `wrong` with the address of each block whose checksum is not the map's; `bytes` are the
+/// blocks from the lazy address `start` on.
+#[inline(always)]
+fn compare(map: &AddressMap, start: u64, bytes: &[u8], mut wrong: impl FnMut(u64)) {
     let kind = map.checksum_kind();
     let mut address = start;
     for block in bytes.chunks_exact(BLOCK_SIZE as usize) {
         if kind.of(block) != map.block_checksum(address) {
-            let message = format!("the block for address {address} has a wrong {kind} checksum");
-            return Err(Error::new(ErrorKind::Corrupt, message));
+            wrong(address);
         }
         address += BLOCK_SIZE;
     }
-    Ok(())
 }
 
 #[cfg(test)]
