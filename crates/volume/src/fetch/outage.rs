@@ -9,7 +9,8 @@
 //!
 //! The kernel asks a second time for a page whose read-ahead failed. Without the memory of chunks
 //! that were given up, such a read takes two deadlines. Invariants: at most [`LINES_MAX`] lines a
-//! [`LINES_WINDOW`] and volume; at most [`GIVEN_UP_MAX`] chunks are remembered
+//! [`LINES_WINDOW`] and volume, and the next line has the number of those left out; each wrong
+//! answer and each give-up is one event, of the level debug where its line was left out; at most [`GIVEN_UP_MAX`] chunks are remembered
 //! (`tests/volume.rs`).
 
 use std::{
@@ -30,6 +31,16 @@ const LINES_WINDOW: Duration = Duration::from_secs(60);
 
 /// Chunks that are remembered as given up: more than can be fetched at once in a second.
 const GIVEN_UP_MAX: usize = 1024;
+
+/// Makes an event of `$level` if it may be a line of the log, and of the level debug if not.
+macro_rules! event {
+    ($level:ident, $untold:expr, $($rest:tt)+) => {
+        match $untold {
+            Some(untold) => tracing::$level!(untold, $($rest)+),
+            None => tracing::debug!($($rest)+),
+        }
+    };
+}
 
 /// The failures of a source.
 pub(crate) struct Outage {
@@ -94,11 +105,9 @@ impl Outage {
     /// The bytes that came of a range of an object are not those that were stored.
     pub(crate) fn wrong(&self, asked: Option<(&ObjectId, ByteRange)>, error: &Error) {
         let untold = self.state().line();
-        if let Some(untold) = untold {
-            let (image, object) = (&*self.image, asked.map(|(object, _)| display(object)));
-            let range = asked.map(|(_, range)| display(range));
-            tracing::error!(image, object, range, %error, untold, "the source gave wrong bytes");
-        }
+        let (image, object) = (&*self.image, asked.map(|(object, _)| display(object)));
+        let range = asked.map(|(_, range)| display(range));
+        event!(error, untold, image, object, range, %error, "the source gave wrong bytes");
     }
 
     /// The fetch of `key` is given up because of `error`, which its readers get. If it
@@ -117,9 +126,7 @@ impl Outage {
             }
             state.line()
         };
-        if let Some(untold) = untold {
-            tracing::error!(image = &*self.image, %error, untold, "readers get an I/O error");
-        }
+        event!(error, untold, image = &*self.image, %error, "readers get an I/O error");
     }
 
     /// Good bytes have come.
@@ -202,11 +209,29 @@ mod tests {
     use burgeon_block::{Error, ErrorKind};
     use tokio::time::{Instant, sleep};
 
-    use super::{GIVEN_UP_MAX, Outage};
+    use super::{GIVEN_UP_MAX, LINES_WINDOW, Outage};
     use crate::Limits;
 
     fn away() -> Error {
         Error::new(ErrorKind::Unavailable, "away")
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_wrong_answer_is_an_event_and_those_without_a_line_are_counted_in_the_next() {
+        let events = testkit::Events::gather();
+        let outage = Outage::new(&Limits::default());
+        let wrong = Error::new(ErrorKind::Corrupt, "a wrong digest");
+        (0..10).for_each(|_| outage.wrong(None, &wrong));
+        outage.gave_up(None, &wrong, false);
+        let said = events.take();
+        let of = |level: &str| said.iter().filter(|line| line.starts_with(level)).count();
+        assert_eq!((of("ERROR the source gave"), of("DEBUG the source gave")), (3, 7), "{said:?}");
+        assert_eq!((of("DEBUG readers get"), said.len()), (1, 11), "{said:?}");
+        sleep(LINES_WINDOW).await;
+        outage.wrong(None, &wrong);
+        let said = events.take();
+        assert!(said[0].starts_with("ERROR ") && said[0].contains(" untold=8"), "{said:?}");
+        assert_eq!(said.len(), 1, "{said:?}");
     }
 
     #[tokio::test(start_paused = true)]
