@@ -274,8 +274,12 @@ async fn a_cache_opened_again_serves_what_it_kept() {
 async fn objects_outside_the_store_are_read_straight_through() {
     let setup = setup_with(image_at(3, "file/dev/disk"), Limits::default());
     // Compressed chunks cannot be read in part; the first chunk is raw.
+    let events = testkit::Events::gather();
     setup.source.fail([Fault::Unavailable, Fault::WrongByte]);
     setup.read(setup.blocks(5, 7)).await.unwrap();
+    let lines = events.take();
+    let wrong = lines.iter().find(|line| line.starts_with("ERROR the source gave wrong bytes"));
+    assert!(wrong.is_some_and(|line| line.contains(" object=file/dev/disk range=")), "{lines:?}");
     setup.read(setup.blocks(5, 7)).await.unwrap();
     // The whole chunk has shown that the source was wrong, and not the map.
     assert_eq!(setup.source.reads(), 4);
@@ -315,6 +319,7 @@ async fn a_map_with_a_wrong_checksum_costs_a_fetch_and_no_error() {
 /// The same of objects that are read in place, of which nothing is cached.
 #[tokio::test]
 async fn a_map_with_a_wrong_checksum_makes_no_error_of_a_file_that_is_read_in_place() {
+    let events = testkit::Events::gather();
     let image = common::image_with(1, "file/test", |manifest| manifest.block_checksums[9] ^= 1);
     let setup = setup_with(image, Limits::default());
     for _ in 0..2 {
@@ -322,11 +327,18 @@ async fn a_map_with_a_wrong_checksum_makes_no_error_of_a_file_that_is_read_in_pl
     }
     assert!(setup.volume.status().is_map_damaged);
     // Only the whole chunk shows which of the two is wrong: one answer more a read.
-    assert_eq!((setup.source.reads(), setup.counters.source_corrupt_chunks.get()), (4, 2));
+    assert_eq!((setup.source.reads(), setup.counters.fetches.get()), (4, 4));
     setup.read(all(&setup)).await.unwrap();
+    assert_eq!(setup.counters.source_corrupt_chunks.get(), 0, "the source is not to blame");
+    let lines = events.take();
+    assert!(lines.len() == 1 && lines[0].contains("map file is damaged"), "{lines:?}");
     // Bytes that are wrong stay an error.
     setup.source.fail([Fault::WrongByte; 6]);
     assert_eq!(setup.read(setup.blocks(2, 1)).await.unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(setup.counters.source_corrupt_chunks.get(), 2);
+    let lines = events.take();
+    let wrong = lines.iter().filter(|line| line.contains("the source gave wrong bytes"));
+    assert_eq!(wrong.count(), 2, "{lines:?}");
 }
 
 #[tokio::test]

@@ -44,6 +44,12 @@ pub(crate) trait Question: Send {
         0
     }
 
+    /// True if the next answer shows whether the last one, which was found wrong, was. The question
+    /// then reports it itself.
+    fn is_disputed(&self) -> bool {
+        false
+    }
+
     /// Asks the source once. Dropped when it takes too long.
     fn ask(&mut self) -> impl Future<Output = Result<Self::Answer>> + Send;
 
@@ -77,7 +83,9 @@ impl FetchEngine {
                 },
                 Err(error) => error,
             };
-            self.outage.note(&error);
+            if error.kind() != ErrorKind::Corrupt || !question.is_disputed() {
+                self.outage.note(&error);
+            }
             let again = tries.after(error, question.name()).await;
             again.inspect_err(|error| {
                 self.outage.gave_up(question.key(), error, tries.timed_out);
@@ -130,7 +138,9 @@ impl FetchEngine {
             }
             Err(error) if error.kind() == ErrorKind::Corrupt => {
                 cost.source_corrupt_chunks += 1;
-                self.outage.wrong(question.asked(), error);
+                if !question.is_disputed() {
+                    self.outage.wrong(question.asked(), error);
+                }
             }
             Err(_) => {}
         }

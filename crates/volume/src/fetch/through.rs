@@ -3,12 +3,14 @@
 //!
 //! Each read asks the source for its own bytes, under the same retry policy, and verifies them by
 //! the checksums of the map. If they differ, the policy's next try asks for the whole chunk, whose
-//! digest decides: the map may be the damaged one. Chunks that are stored compressed cannot
-//! be read in part; they are fetched and cached as any other.
+//! digest tells a damaged map from a wrong answer of the source. Chunks that are stored compressed
+//! cannot be read in part; they are fetched and cached as any other.
 
 use std::sync::Arc;
 
-use burgeon_block::{BlockSource, ByteRange, Counters, ErrorKind, LocalFile, ObjectId, Result};
+use burgeon_block::{
+    BlockSource, ByteRange, Counters, Error, ErrorKind, LocalFile, ObjectId, Result,
+};
 use burgeon_image::Chunk;
 use bytes::Bytes;
 use tokio::time::Instant;
@@ -42,9 +44,15 @@ where
         let deadline = self.engine.outage.deadline(arrived);
         let object = self.map.object(chunk.object);
         let (range, whole) = (stored.unwrap_or(chunk.stored), stored.is_none());
-        let mut question = Piece { volume: self, index, piece, object, range, whole, buf };
+        let (dispute, is_map_wrong) = (None, false);
+        let mut question =
+            Piece { volume: self, index, piece, object, range, whole, buf, dispute, is_map_wrong };
         let mut bill = Bill::to(counters);
-        self.engine.ask(&mut question, deadline, bill.cost()).await
+        let result = self.engine.ask(&mut question, deadline, bill.cost()).await;
+        if question.is_map_wrong {
+            bill.cost().acquit();
+        }
+        result
     }
 
     /// The same for sources that answer without waiting; `false` if this one does not, or if its
@@ -77,6 +85,28 @@ struct Piece<'a, S, F> {
     /// That is the whole chunk.
     whole: bool,
     buf: &'a mut [u8],
+    /// An answer for the piece that the map contradicts: which of the two is wrong is not known.
+    dispute: Option<(ByteRange, Error)>,
+    /// The map was: the answer was counted as wrong, and was right.
+    is_map_wrong: bool,
+}
+
+impl<S, F> Piece<'_, S, F> {
+    /// Ends the dispute, if there is one: it is the source's fault unless the chunk has shown that
+    /// the map is wrong.
+    fn settle(&mut self) {
+        let dispute = self.dispute.take();
+        if let Some((range, error)) = dispute.filter(|_| !self.is_map_wrong) {
+            self.volume.engine.outage.wrong(Some((self.object, range)), &error);
+        }
+    }
+}
+
+impl<S, F> Drop for Piece<'_, S, F> {
+    /// The chunk may never have come.
+    fn drop(&mut self) {
+        self.settle();
+    }
 }
 
 impl<S: BlockSource + 'static, F: LocalFile + 'static> Piece<'_, S, F> {
@@ -98,6 +128,8 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Piece<'_, S, F> {
         }
         let start = (self.piece.start() - chunk.range.start()) as usize;
         self.buf.copy_from_slice(&unpacked.pages.bytes()[start..start + self.buf.len()]);
+        self.is_map_wrong = self.dispute.is_some()
+            && check_blocks(&self.volume.map, self.piece.start(), self.buf).is_err();
         Ok(())
     }
 }
@@ -122,6 +154,10 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for Piece<'_, S,
         self.range.len()
     }
 
+    fn is_disputed(&self) -> bool {
+        self.dispute.is_some()
+    }
+
     async fn ask(&mut self) -> Result<Bytes> {
         read_object(&self.volume.source, self.object, self.range).await
     }
@@ -131,8 +167,17 @@ impl<S: BlockSource + 'static, F: LocalFile + 'static> Question for Piece<'_, S,
             false => self.take_piece(&bytes),
             true => self.take_chunk(bytes).await,
         };
-        if checked.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
+        if self.whole {
+            self.settle();
+        }
+        if let Err(error) = &checked
+            && error.kind() == ErrorKind::Corrupt
+        {
             self.volume.source.refuted(self.object, self.range);
+            if !self.whole {
+                let error = Error::new(error.kind(), error.to_string());
+                self.dispute = Some((self.range, error));
+            }
             (self.range, self.whole) = (self.volume.map.chunk(self.index).stored, true);
         }
         checked
