@@ -30,7 +30,7 @@ use std::{
         unix::net::{UnixListener, UnixStream},
     },
     panic::{AssertUnwindSafe, catch_unwind},
-    path::Path,
+    path::{Path, PathBuf},
     process::ExitCode,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -43,7 +43,7 @@ use std::{
 use burgeon_block::{Counters, Error, ErrorKind, Result};
 use burgeon_frontend::{ServeOptions, Slots, ublk::Control};
 use burgeon_source::{
-    opening::{OpenBy, open_files_by},
+    opening::{Manner, Opener, Opening, open_files_by},
     registry::Said,
 };
 use burgeon_volume::Limits;
@@ -147,7 +147,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         tracing::warn!("this kernel has no Landlock: the server can write files outside its state");
     }
     let opener = Arc::new(opener::Client::default());
-    open_files_by(opened_by(&opener, &state));
+    open_files_by(ByOpener::new(&opener, &state));
     let asked = state.clone();
     burgeon_source::registry::ask_helpers_by(Box::new(move |helper, registry| {
         ask_supervisor(&asked, helper, registry).unwrap_or_else(|e| Err(e.to_string()))
@@ -199,14 +199,31 @@ fn begin(state_dir: &Path) -> Result<()> {
 }
 
 /// Has files of this host opened by the opener. Its own this process opens itself, so that a store
-/// in the state directory depends on nobody; but that may be a link to somewhere else.
-fn opened_by(opener: &Arc<opener::Client>, state: &StateDir) -> OpenBy {
-    let (opener, root, store) = (Arc::clone(opener), state.root().to_owned(), state.store());
-    let elsewhere = store.is_symlink().then_some(store);
-    Box::new(move |path, manner| {
-        let is_elsewhere = elsewhere.as_ref().is_some_and(|store| path.starts_with(store));
-        (!path.starts_with(&root) || is_elsewhere).then(|| opener.open(path, manner))
-    })
+/// in the state directory depends on nobody.
+struct ByOpener {
+    client: Arc<opener::Client>,
+    /// The state directory.
+    own: PathBuf,
+    /// The store in it, if that is a link to somewhere else.
+    elsewhere: Option<PathBuf>,
+}
+
+impl ByOpener {
+    fn new(client: &Arc<opener::Client>, state: &StateDir) -> Self {
+        let elsewhere = Some(state.store()).filter(|store| store.is_symlink());
+        Self { client: Arc::clone(client), own: state.root().to_owned(), elsewhere }
+    }
+}
+
+impl Opener for ByOpener {
+    fn is_for(&self, path: &Path) -> bool {
+        let is_elsewhere = self.elsewhere.as_ref().is_some_and(|store| path.starts_with(store));
+        is_elsewhere || !path.starts_with(&self.own)
+    }
+
+    fn open(&self, path: &Path, manner: Manner) -> Opening {
+        self.client.open(path, manner)
+    }
 }
 
 /// Lets the supervisor run a credential helper, because this process may execute nothing.

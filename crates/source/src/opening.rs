@@ -43,14 +43,20 @@ pub enum Manner {
 /// The opened file, or an error: of the kind `TimedOut` if the opener did not answer.
 pub type Opening = Pin<Box<dyn Future<Output = io::Result<File>> + Send>>;
 
-/// Opens a file; `None` for one that the process itself is to open.
-pub type OpenBy = Box<dyn Fn(&Path, Manner) -> Option<Opening> + Send + Sync>;
+/// Another process that opens files for this one.
+pub trait Opener: Send + Sync {
+    /// True for a path that this process is not to open itself.
+    fn is_for(&self, path: &Path) -> bool;
 
-static OPENER: OnceLock<OpenBy> = OnceLock::new();
+    /// Opens `path`.
+    fn open(&self, path: &Path, manner: Manner) -> Opening;
+}
 
-/// Makes `open` open the files of this process from now on. Only the first call has an effect.
-pub fn open_files_by(open: OpenBy) {
-    let _ = OPENER.set(open);
+static OPENER: OnceLock<Box<dyn Opener>> = OnceLock::new();
+
+/// Makes `opener` open the files of this process from now on. Only the first call has an effect.
+pub fn open_files_by(opener: impl Opener + 'static) {
+    let _ = OPENER.set(Box::new(opener));
 }
 
 /// Opens `path`, whose type is checked first: opening a device or a FIFO may block or have side
@@ -96,8 +102,8 @@ pub(crate) async fn with_opened<T: Send + 'static>(
     manner: Manner,
     work: impl FnOnce(&Path, io::Result<File>) -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    let opened = match asked(&path, manner) {
-        Some(opening) => Some(opening.await),
+    let opened = match opener_for(&path) {
+        Some(opener) => Some(opener.open(&path, manner).await),
         None => None,
     };
     let work = move || work(&path, opened.unwrap_or_else(|| open_here(&path, manner)));
@@ -106,20 +112,19 @@ pub(crate) async fn with_opened<T: Send + 'static>(
 
 /// Opens `path`, by the opener or here. For a thread that may block.
 pub(crate) fn opened_now(path: &Path, manner: Manner) -> io::Result<File> {
-    match asked(path, manner) {
-        Some(opening) => waiting(opening),
+    match opener_for(path) {
+        Some(opener) => waiting(opener.open(path, manner)),
         None => open_here(path, manner),
     }
 }
 
 /// True if an opener is to open `path`.
 pub(crate) fn is_elsewhere(path: &Path) -> bool {
-    // The future is dropped before it asks.
-    asked(path, Manner::Stored).is_some()
+    opener_for(path).is_some()
 }
 
-fn asked(path: &Path, manner: Manner) -> Option<Opening> {
-    OPENER.get().and_then(|open| open(path, manner))
+fn opener_for(path: &Path) -> Option<&'static dyn Opener> {
+    OPENER.get().map(|opener| &**opener).filter(|opener| opener.is_for(path))
 }
 
 fn open_here(path: &Path, manner: Manner) -> io::Result<File> {
