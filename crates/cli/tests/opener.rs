@@ -4,13 +4,22 @@
 
 use std::{
     fs::{self, Permissions},
+    io::{BufRead, BufReader, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
     os::unix::fs::{PermissionsExt, chown},
     path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    thread,
 };
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use testkit::{Burgeon, Mounted, OciLayout, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
+use testkit::{
+    Burgeon, Mounted, OciLayout, PATIENCE, Rng, S3, Space, drop_caches, kill, wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const EIO: i32 = 5;
@@ -102,6 +111,94 @@ fn folders_that_only_another_user_may_read_are_read_by_the_opener() {
         assert!(fs::read(mounted.path().join("file")).unwrap() == content, "{image}");
         burgeon.umount(mounted);
     }
+}
+
+/// Gives a bucket's credentials to clients that have the token, as EKS Pod Identity does. Ends when
+/// dropped.
+struct Credentials {
+    address: SocketAddr,
+    given: Arc<AtomicU64>,
+    ended: Arc<AtomicBool>,
+}
+
+impl Credentials {
+    fn start(token: &'static str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let (given, ended) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
+        let (count, end) = (Arc::clone(&given), Arc::clone(&ended));
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                if end.load(SeqCst) {
+                    return;
+                }
+                // An error is the client's affair, who is gone.
+                let _ = answer(&stream, token, &count);
+            }
+        });
+        Self { address, given, ended }
+    }
+}
+
+impl Drop for Credentials {
+    fn drop(&mut self) {
+        self.ended.store(true, SeqCst);
+        let _ = TcpStream::connect(self.address);
+    }
+}
+
+fn answer(mut stream: &TcpStream, token: &str, given: &AtomicU64) -> std::io::Result<()> {
+    let lines = BufReader::new(stream).lines().map_while(Result::ok);
+    let head: Vec<_> = lines.take_while(|line| !line.is_empty()).collect();
+    let expected = format!("authorization: {token}");
+    let (status, body) = match head.iter().any(|line| line.eq_ignore_ascii_case(&expected)) {
+        true => {
+            given.fetch_add(1, SeqCst);
+            let [_, id, secret, _] = S3::environment(stream.local_addr()?);
+            let body = serde_json::json!({
+                "AccessKeyId": id.1, "SecretAccessKey": secret.1, "Token": "session",
+                "Expiration": "2099-01-01T00:00:00Z",
+            });
+            ("200 OK", body.to_string())
+        }
+        false => ("401 Unauthorized", String::new()),
+    };
+    let len = body.len();
+    write!(stream, "HTTP/1.1 {status}\r\ncontent-length: {len}\r\nconnection: close\r\n\r\n{body}")
+}
+
+#[test]
+fn a_file_with_credentials_that_the_server_may_not_open_is_copied_for_it() {
+    let space = Space::new("opener-key");
+    let (s3, credentials) = (S3::start().unwrap(), Credentials::start("the-token"));
+    let tree = space.make_folder("tree");
+    let content = Rng::new(9).bytes(1_000_001);
+    fs::write(tree.join("file"), &content).unwrap();
+    // The sandbox forbids the path; everybody else may open it.
+    let token = space.make_folder("private").join("token");
+    fs::write(&token, "the-token").unwrap();
+    fs::set_permissions(&token, Permissions::from_mode(0o600)).unwrap();
+    let mut burgeon = Burgeon::new(PROGRAM, &space).option("--store").option("s3://bucket/it");
+    for (name, value) in S3::environment(s3.address()) {
+        if !name.contains("KEY") {
+            burgeon = burgeon.env(name, value);
+        }
+    }
+    let url = format!("http://{}/credentials", credentials.address);
+    burgeon = burgeon.env("AWS_CONTAINER_CREDENTIALS_FULL_URI", url);
+    burgeon = burgeon.env("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", text(&token));
+    burgeon.build(&tree, "it");
+    let mounted = burgeon.mount("it", &space.path("at"), &["--read-only"]);
+    let before = credentials.given.load(SeqCst);
+    drop_caches();
+    assert!(fs::read(mounted.path().join("file")).unwrap() == content);
+    assert!(credentials.given.load(SeqCst) > before, "the server has the bucket's own keys");
+    let server = burgeon.status()["server_pid"].as_u64().unwrap();
+    let files = fs::read_dir(format!("/proc/{server}/fd")).unwrap().flatten();
+    let links: Vec<_> = files.filter_map(|file| fs::read_link(file.path()).ok()).collect();
+    let is_copy = |link: &PathBuf| text(link).starts_with("/memfd:burgeon-credentials");
+    assert_eq!(links.iter().filter(|link| is_copy(link)).count(), 1, "{links:?}");
+    burgeon.umount(mounted);
 }
 
 #[test]
