@@ -34,7 +34,7 @@ const SLOWEST: usize = 20;
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-const QUICK: [&str; 27] = [
+const QUICK: [&str; 28] = [
     // btrfs
     "hostile",
     "patch",
@@ -52,8 +52,9 @@ const QUICK: [&str; 27] = [
     "manifest",
     "tar",
     "work",
-    // layer, source
+    // layer, oci, source
     "table",
+    "tables",
     "derived",
     "registry",
     // volume
