@@ -207,7 +207,7 @@ impl Table {
     }
 
     /// Makes the server see new mappings and pins. Returns the number of its answer
-    /// ([`Self::answered`]). Without a server, the next server's answer to its `Attach` counts as
+    /// (in [`MountEntry::refreshes`]). Without a server, the next server's answer to its `Attach` counts as
     /// the answer. `None` if there is no such mount.
     pub(crate) fn refresh(&mut self, id: MountId) -> Option<u64> {
         let entry = self.mounts.get_mut(&id)?;

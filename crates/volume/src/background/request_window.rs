@@ -7,7 +7,7 @@
 //!
 //! More in flight than rate × latency only waits in queues, and so does a reader's request behind
 //! it (`tests::it_fills_the_path_and_does_not_flood_it`). Time, rate and latency come from
-//! [`PathEstimate`].
+//! [`PathEstimate`](crate::fetch::path::PathEstimate).
 
 use crate::fetch::path::{Estimate, Sent};
 
