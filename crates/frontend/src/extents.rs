@@ -54,7 +54,7 @@ pub fn addresses(file: &File) -> Result<Vec<ByteRange>> {
         };
         // SAFETY: FS_IOC_FIEMAP reads a `fiemap` and writes at most `count` extents behind it.
         unsafe { ioctl_struct(file, FS_IOC_FIEMAP, &mut request) }
-            .map_err(|e| failed("cannot tell where the bytes of a file lie", e))?;
+            .map_err(|e| failed("cannot list the extents of a file", e))?;
         let extents = &request.extents[..(request.mapped as usize).min(BATCH)];
         for extent in extents.iter().filter(|extent| extent.flags & NOT_ADDRESSED == 0) {
             found.extend(ByteRange::at(extent.physical, extent.length));

@@ -186,7 +186,7 @@ impl LoopDevice {
                 drop(device);
                 Self::wait_until_free(number, limit).map_err(|_| {
                     let what =
-                        format!("{} is still in use: unmount what lies on it", path.display());
+                        format!("{} is still in use: unmount its file system", path.display());
                     Error::new(ErrorKind::Invalid, what)
                 })
             }

@@ -113,8 +113,8 @@ impl Control {
         let file = OpenOptions::new().read(true).write(true).open("/dev/ublk-control").map_err(
             |e| match e.kind() {
                 io::ErrorKind::NotFound => failed(
-                    "the kernel's ublk driver is not there (no /dev/ublk-control; modprobe \
-                     ublk_drv loads it where the kernel has it)",
+                    "the kernel's ublk driver is not loaded (no /dev/ublk-control): run modprobe \
+                     ublk_drv, or use FUSE if the kernel does not have it",
                     e,
                 ),
                 _ => failed("cannot open /dev/ublk-control", e),
@@ -125,7 +125,7 @@ impl Control {
         let lacks = |e| {
             Error::with_source(
                 ErrorKind::UnsupportedFormat,
-                "the kernel's ublk driver is too old: Linux 6.5 or later has what is needed",
+                "the kernel's ublk driver is too old: Linux 6.5 or later is needed",
                 e,
             )
         };

@@ -55,7 +55,7 @@ impl FileChunk {
                 Ok(Self { source: Arc::clone(&extent.source), range, checksum })
             }
             _ => {
-                let message = format!("byte {offset} is beyond the end of what was mapped");
+                let message = format!("byte {offset} is beyond the end of the mapped file");
                 Err(Error::new(ErrorKind::Corrupt, message))
             }
         }
@@ -148,7 +148,7 @@ where
             let why = difference(then, now);
             return Err(Error::new(
                 ErrorKind::Corrupt,
-                format!("it is not what was mapped: {why}"),
+                format!("it has changed since it was mapped: {why}"),
             ));
         }
         let (this, checksum) = (Arc::clone(self), chunk.checksum);

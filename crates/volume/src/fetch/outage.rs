@@ -183,7 +183,7 @@ impl Outage {
     pub(crate) fn no_permit(&self) -> Error {
         let seconds = self.deadline.as_secs_f64();
         let why = self.last().unwrap_or_else(|| "the source is slow".to_owned());
-        let what = format!("other reads took all places for {seconds:.0} s: {why}");
+        let what = format!("other reads held all fetch permits for {seconds:.0} s: {why}");
         Error::new(ErrorKind::Unavailable, what)
     }
 }
