@@ -166,7 +166,7 @@ impl Stage {
         ensure!(!b.join("hello-from-a").exists(), "the second mount sees the first one's writes");
         println!("mounted in {took}; independent");
 
-        step("what that took");
+        step("the costs");
         self.numbers(&a)
     }
 

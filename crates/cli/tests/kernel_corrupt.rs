@@ -428,7 +428,7 @@ fn a_mount_that_btrfs_has_forced_read_only_is_named_left_alone_and_mounted_again
         assert_eq!(found.code, Some(1), "{found:#?}");
         let said = found.stdout;
         assert!(said.contains("forced the file system read-only"), "{said}");
-        assert!(said.contains("what was synced before is kept"), "{said}");
+        assert!(said.contains("data that was synced before is kept"), "{said}");
     };
     assert_named();
 

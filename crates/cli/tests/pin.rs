@@ -118,7 +118,7 @@ fn a_fetch_limit_holds_for_what_no_reader_waits_for() {
     kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
     stopped("filling has stopped", "fill", true);
     burgeon.fails(&["pin", text(&data)], 1, "--fetch-limit");
-    stopped("what is pinned is not fetched further", "pinned", true);
+    stopped("pinned data is not fetched further", "pinned", true);
     drop_caches();
     assert_eq!(fs::read(&data).unwrap_err().raw_os_error(), Some(5));
     let profile = space.path("profile");
@@ -127,13 +127,13 @@ fn a_fetch_limit_holds_for_what_no_reader_waits_for() {
 
     // Without a limit the same goes to its end.
     let mounted = burgeon.mount("own", &at, &["--writes", "w"]);
-    stopped("what is pinned is not fetched further", "pinned", false);
+    stopped("pinned data is not fetched further", "pinned", false);
     assert_eq!(pinned(&burgeon), own.len() as u64);
     burgeon.ok(&["record", text(&at), "--output", text(&profile), "--", "cat", text(&data)]);
     burgeon.ok(&["pin", "--remove", text(&data)]);
     burgeon.umount(mounted);
     caches(&burgeon).iter().for_each(|cache| fs::remove_file(cache).unwrap());
     let mounted = burgeon.mount("own", &at, &["--profile", text(&profile), "--fetch-limit", "1M"]);
-    stopped("the profile is not followed further", "profile", true);
+    stopped("the profile is not prefetched further", "profile", true);
     burgeon.umount(mounted);
 }

@@ -189,7 +189,7 @@ fn unserved(status: &Status) -> Vec<Finding> {
                 Level::Warning,
                 &subject,
                 "is not served yet: its server is being started",
-                "look again in a moment; the daemon's log says what it waits for",
+                "run doctor again in a moment; the daemon's log names the cause",
             )),
             _ => None,
         }

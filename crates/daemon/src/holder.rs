@@ -154,7 +154,7 @@ impl Line {
 
     /// Starts a process. The caller must have the state directory's lock.
     pub(crate) fn start(state: &StateDir) -> Result<(Self, Child)> {
-        let failed = |e| Error::io("cannot start the process that holds descriptors", e);
+        let failed = |e| Error::io("cannot start the holder process", e);
         let (_folder, path) = socket_path(state, SOCKET)?;
         files::remove_file(&path)?;
         let listener = UnixListener::bind(&path).map_err(failed)?;
@@ -165,7 +165,7 @@ impl Line {
     }
 
     pub(crate) fn new(stream: UnixStream) -> Result<Self> {
-        let failed = |e| Error::io("cannot set up the socket to who holds descriptors", e);
+        let failed = |e| Error::io("cannot set up the socket to the holder process", e);
         stream.set_read_timeout(Some(ANSWER_MAX)).map_err(failed)?;
         stream.set_write_timeout(Some(ANSWER_MAX)).map_err(failed)?;
         Ok(Self { stream, turn: Mutex::new(()) })
@@ -222,7 +222,10 @@ impl Line {
         let answer = sent.and_then(|()| self.receive());
         match answer.inspect_err(|_| drop(self.stream.shutdown(Shutdown::Both)))?.0 {
             Message::Done => Ok(()),
-            _ => Err(Error::new(ErrorKind::Unavailable, "no more descriptors are held")),
+            _ => Err(Error::new(
+                ErrorKind::Unavailable,
+                "the holder process takes no more descriptors",
+            )),
         }
     }
 
@@ -237,10 +240,9 @@ impl Line {
     }
 
     fn receive(&self) -> Result<(Message, Vec<OwnedFd>)> {
-        let gone =
-            || Error::new(ErrorKind::Unavailable, "the process that holds descriptors has ended");
+        let gone = || Error::new(ErrorKind::Unavailable, "the holder process has ended");
         let (bytes, fds) = wire::receive_bytes(&self.stream)?.ok_or_else(gone)?;
-        let odd = || Error::new(ErrorKind::Invalid, "who holds descriptors is not understood");
+        let odd = || Error::new(ErrorKind::Invalid, "the holder process sent an unknown message");
         Ok((Message::decode(bytes).ok_or_else(odd)?, fds))
     }
 }

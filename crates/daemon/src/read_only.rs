@@ -46,10 +46,10 @@ impl MountStatus {
                      (`dmesg | grep -i btrfs`); nothing can be written, reads go on";
         let remedy = match sprout.name {
             Some(_) => {
-                "unmount it and mount it again with the same --writes: what was synced before is kept"
+                "unmount it and mount it again with the same --writes: data that was synced before is kept"
             }
             None => {
-                "copy what is needed, as its writes are discarded at umount; then unmount it and mount it again"
+                "copy the files you need, because its writes are discarded at umount; then unmount it and mount it again"
             }
         };
         Some((found.to_owned(), remedy))

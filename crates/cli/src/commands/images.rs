@@ -50,7 +50,7 @@ pub(super) fn build(context: &Context, args: args::Build) -> Result<ExitCode> {
     };
     if options.profile.is_some() && !matches!(input, Input::Tree(_)) {
         let what =
-            "--profile orders what a directory holds: unpack the archive, and build from there";
+            "--profile orders the files of a directory: unpack the archive, and build from there";
         return Err(Error::new(ErrorKind::Invalid, what).into());
     }
     let provenance = context.provenance();
@@ -264,7 +264,7 @@ pub(super) fn describe(done: &str, shown: &str, report: &Report, stored: u64, se
         );
     }
     for path in &report.mounts_left_out {
-        println!("note: left out what is mounted at {}", path.display());
+        println!("note: left out the file systems mounted at {}", path.display());
     }
 }
 

@@ -66,7 +66,7 @@ pub(super) fn map(context: &Context, args: args::Map) -> Result<ExitCode> {
             Err(e) => return Err(Error::io(format!("cannot map {}", from.display()), e).into()),
         },
         (None, Some(name), Some(size)) => (computed(&mount, &target, name, size)?, Vec::new()),
-        _ => anyhow::bail!("say what to map: --from or --computed"),
+        _ => anyhow::bail!("name the content to map: --from or --computed"),
     };
     let ms = begun.elapsed().as_millis() as u64;
     let Mapped { files, bytes } = mapped;

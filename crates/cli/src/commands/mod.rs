@@ -115,7 +115,7 @@ impl Context {
             return Err(Error::new(ErrorKind::NotFound, what).into());
         }
         let what = format!(
-            "the store {} is not there: mount or restore it, or make an empty folder of that name to \
+            "the store {} does not exist: mount or restore it, or make an empty folder of that name to \
              begin anew",
             folder.display()
         );

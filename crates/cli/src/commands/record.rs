@@ -133,7 +133,7 @@ fn addresses(reads: File) -> Result<Vec<ByteRange>> {
     reads
         .take((READS_MAX * RECORD) as u64)
         .read_to_end(&mut bytes)
-        .map_err(|e| Error::io("cannot read what was recorded", e))?;
+        .map_err(|e| Error::io("cannot read the recorded ranges", e))?;
     let ranges = bytes.chunks_exact(RECORD).filter_map(|record| {
         let (start, end) = record.split_first_chunk::<8>()?;
         let end = end.first_chunk::<8>()?;

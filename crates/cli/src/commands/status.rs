@@ -252,8 +252,8 @@ fn describe_errors(mount: &MountStatus) {
         (
             failed_reads,
             "reads failed",
-            "programs got EIO; repair what the lines below name, then \
-            read again",
+            "programs got EIO; repair the objects that the lines below \
+            name, then read again",
         ),
         (source_errors, "source errors", "is the store reachable? each read retries for 30 s"),
         (of_image, "corrupt chunks from the source", verify.as_str()),
@@ -313,8 +313,8 @@ fn fetch_limit(limit: u64, mount: &MountStatus) -> String {
         stopped.push(format!("{} refused", counted(mount.over_limit_reads, "read")));
     }
     for (what, state) in [
-        ("the profile is not followed further", mount.profile.as_ref().map(|p| &p.state)),
-        ("what is pinned is not fetched further", mount.pinned.as_ref().map(|p| &p.state)),
+        ("the profile is not prefetched further", mount.profile.as_ref().map(|p| &p.state)),
+        ("pinned data is not fetched further", mount.pinned.as_ref().map(|p| &p.state)),
         ("filling has stopped", mount.fill.as_ref().map(|fill| &fill.state)),
     ] {
         if is_over(state) {

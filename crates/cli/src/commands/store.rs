@@ -112,7 +112,7 @@ pub(super) fn remove(context: &Context, typed: &str) -> Result<ExitCode> {
             "name": typed, "names": removal.names, "removed": removed,
         }))?;
     } else {
-        println!("removed {typed}; `burgeon gc` frees what nothing else needs");
+        println!("removed {typed}; `burgeon gc` frees the data that nothing else needs");
     }
     Ok(ExitCode::SUCCESS)
 }

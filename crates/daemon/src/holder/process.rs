@@ -47,14 +47,14 @@ pub fn hold() -> ExitCode {
     match begin() {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            tracing::error!(error = %e, "the process that holds descriptors cannot go on");
+            tracing::error!(error = %e, "the holder process cannot continue");
             ExitCode::FAILURE
         }
     }
 }
 
 fn begin() -> Result<()> {
-    let failed = |e: rustix::io::Errno| Error::io("cannot hold descriptors", e.into());
+    let failed = |e: rustix::io::Errno| Error::io("cannot set up the holder process", e.into());
     // The end of the supervisor's session or terminal must not end this process.
     let _ = rustix::process::setsid();
     let listener = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).map_err(failed)?;

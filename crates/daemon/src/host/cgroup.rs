@@ -38,7 +38,7 @@ impl OwnCgroup {
             match enter_one(&path) {
                 Ok(()) => own.made.push((top, path)),
                 Err(e) => missing.push(format!(
-                    "the daemon shares the memory cgroup of whoever started it ({}: {e})",
+                    "the daemon shares the memory cgroup of the process that started it ({}: {e})",
                     path.display()
                 )),
             }

@@ -97,8 +97,8 @@ impl Client {
             Some(answer) => Ok(answer),
             None => Err(Error::new(
                 ErrorKind::Unavailable,
-                "the daemon ended before it answered: try again; `burgeon doctor` lists what it \
-                 left",
+                "the daemon ended before it answered: try again; `burgeon doctor` lists its \
+                 leftovers",
             )),
         }
     }
@@ -136,7 +136,7 @@ pub(crate) fn connect_to(state: &StateDir, name: &str) -> Result<UnixStream> {
         }
     })?;
     let peer = rustix::net::sockopt::socket_peercred(&stream)
-        .map_err(|e| Error::io("cannot tell who the daemon is", e.into()))?;
+        .map_err(|e| Error::io("cannot determine the user of the daemon", e.into()))?;
     if peer.uid.is_root() || peer.uid == rustix::process::geteuid() {
         return Ok(stream);
     }

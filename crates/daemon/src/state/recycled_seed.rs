@@ -86,7 +86,7 @@ pub(crate) fn explain(state: &StateDir, error: Error) -> Error {
     }
     let what = format!(
         "the file system of the state directory {} is full: free some space on it; `burgeon gc` \
-         removes what nothing needs, `burgeon writes list` shows what is kept",
+         removes unneeded data, `burgeon writes list` shows kept writes",
         state.root().display()
     );
     Error::with_source(ErrorKind::NoSpace, what, error)

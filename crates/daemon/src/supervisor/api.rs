@@ -162,7 +162,7 @@ impl Supervisor {
 /// Admits only root and the daemon's own user: others must not control mounts or read data.
 fn check_peer(stream: &UnixStream) -> Result<()> {
     let peer = rustix::net::sockopt::socket_peercred(stream)
-        .map_err(|e| Error::io("cannot tell who the client is", e.into()))?;
+        .map_err(|e| Error::io("cannot determine the user of the client", e.into()))?;
     if peer.uid.is_root() || peer.uid == rustix::process::geteuid() {
         return Ok(());
     }

@@ -56,7 +56,7 @@ impl Holder {
         let line = match Line::connect(state) {
             Ok(line) => line,
             Err(e) => {
-                tracing::warn!(error = %e, "the process that holds descriptors cannot be reached");
+                tracing::warn!(error = %e, "cannot reach the holder process");
                 None
             }
         };
@@ -66,7 +66,7 @@ impl Holder {
                 true
             }
             Err(e) => {
-                tracing::warn!(error = %e, "the process that holds descriptors does not give them");
+                tracing::warn!(error = %e, "the holder process does not return the descriptors");
                 false
             }
         });
@@ -87,7 +87,7 @@ impl Holder {
         if let Some(store) = &self.store {
             return store.hold(id, fuse, slots);
         }
-        let absent = || Error::new(ErrorKind::Unavailable, "the process that holds is not there");
+        let absent = || Error::new(ErrorKind::Unavailable, "no holder process runs");
         self.line().ok_or_else(absent)?.hold(id, fuse, slots)
     }
 
@@ -102,7 +102,7 @@ impl Holder {
     pub(super) fn end(&self) {
         let Some(Process { line, child }) = self.process().take() else { return };
         if let Err(e) = line.let_all_go() {
-            tracing::warn!(error = %e, "descriptors of mounts stay held");
+            tracing::warn!(error = %e, "the holder process keeps descriptors of ended mounts");
         }
         line.end();
         if let Some(mut child) = child {
@@ -132,7 +132,7 @@ impl Supervisor {
                     count += 1;
                 }
                 Err(e) => {
-                    tracing::warn!(mount = %id, error = %e, "the held descriptors are of no use");
+                    tracing::warn!(mount = %id, error = %e, "cannot use the descriptors of the holder process");
                     let _ = self.holder.let_go(id);
                 }
             }
@@ -218,7 +218,7 @@ impl Supervisor {
             entry.is_some_and(|entry| std::mem::take(&mut entry.held))
         };
         if held && let Err(e) = self.holder.let_go(id) {
-            tracing::warn!(mount = %id, error = %e, "descriptors stay held");
+            tracing::warn!(mount = %id, error = %e, "the holder process keeps the descriptors of an ended mount");
         }
     }
 
@@ -231,7 +231,7 @@ impl Supervisor {
             line.wait_for_end();
             let dead = supervisor.holder.process().take();
             let Some(dead) = dead.filter(|_| !supervisor.table().stopping) else { return };
-            tracing::warn!("the process that holds descriptors has ended: starting another");
+            tracing::warn!("the holder process has ended: starting another");
             if let Some(mut child) = dead.child {
                 // A process that does not answer is still alive.
                 let _ = child.kill().and_then(|()| child.wait());

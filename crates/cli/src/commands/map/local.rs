@@ -151,7 +151,7 @@ impl Local {
         let this = Self { root, root_path, only, found: Vec::new(), area: None };
         let (root, shown) = (&this.root, &this.root_path);
         // Also checked here: the daemon may not see mounts of this namespace.
-        burgeon_daemon::refuse_burgeon_file(root, shown, "what is to be mapped")?;
+        burgeon_daemon::refuse_burgeon_file(root, shown, "the source of a mapping")?;
         Ok(this)
     }
 
