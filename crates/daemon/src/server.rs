@@ -179,7 +179,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     let mut stream = UnixStream::from(stdin);
     loop {
         *lock(&serving.link) = Some(stream.try_clone().map_err(failed)?);
-        if serving.obey(&stream)? == Parting::Stop {
+        if serving.handle_messages(&stream)? == Parting::Stop {
             return Ok(());
         }
         *lock(&serving.link) = None;
@@ -254,7 +254,7 @@ enum Parting {
 
 impl Serving {
     /// Handles the supervisor's messages until the stream ends.
-    fn obey(self: &Arc<Self>, stream: &UnixStream) -> Result<Parting> {
+    fn handle_messages(self: &Arc<Self>, stream: &UnixStream) -> Result<Parting> {
         loop {
             let (message, mut fds) = match wire::receive::<ToServer>(stream) {
                 Ok(Some(received)) => received,
