@@ -1,4 +1,4 @@
-# make demo    what Burgeon does, on a real tree of this machine (as root or with sudo)
+# make demo    shows Burgeon on a real tree of this machine (as root or with sudo)
 # make check   format, lints, unit, property and simulation tests: minutes, and no root
 # make test    everything that has to hold: format, lints, all tests, licences, a bounded fuzz run
 # make soak    an hour of random deaths, damage, full disks and failing sources (SOAK='--minutes 5 --seed 1'),

@@ -173,7 +173,7 @@ fn keep(
     match store.check_writable().and_then(|()| publish_profile(store, &merged)) {
         Ok(()) => {
             burgeon_daemon::forget_profile(&context.state, &profile.image)?;
-            Ok(Kept { place: format!("beside the image in {}", mount.store), instead: None })
+            Ok(Kept { place: format!("with the image in {}", mount.store), instead: None })
         }
         Err(e) => {
             keep_profile(&context.state, &merged)?;
@@ -211,7 +211,7 @@ fn report(
         kept.place
     );
     if let Some(why) = &kept.instead {
-        eprintln!("note: not beside the image, because {why}");
+        eprintln!("note: not stored with the image, because {why}");
     }
     if cut_short {
         eprintln!("note: reads after the first {READS_MAX} ranges are left out");
