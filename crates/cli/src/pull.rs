@@ -1,18 +1,18 @@
-//! `mount --pull`: when to ask a registry to resolve a tag.
+//! `mount --pull`: the policy for asking a registry to resolve a tag.
 
 use clap::ValueEnum;
 
 /// As [`burgeon_oci::Pull`].
 #[derive(ValueEnum, Clone, Copy, Debug, Default)]
 pub(crate) enum Pull {
-    /// Each time; the image that is here if the registry does not answer
+    /// Ask each time; without an answer, use the image that is here
     #[default]
     Newer,
-    /// Only if the image is not here
+    /// Ask only if the image is not here
     Missing,
-    /// Each time; an error if the registry does not answer
+    /// Ask each time; fail without an answer
     Always,
-    /// Never; an error if the image is not here
+    /// Never ask; fail if the image is not here
     Never,
 }
 

@@ -442,7 +442,7 @@ impl<D: BlockDevice, A: Access<D>> Engine<D, A> {
         }
     }
 
-    /// What a write, an erasure or a flush needs; the error is an errno.
+    /// Checks a write, an erasure or a flush, and decides how to go on; the error is an errno.
     fn check_change<C: Call>(&self, request: Request, call: &mut C) -> Result<Change, i32> {
         match request {
             Request::Flush if !A::WRITABLE => Ok(Change::Nothing),
@@ -457,7 +457,7 @@ impl<D: BlockDevice, A: Access<D>> Engine<D, A> {
     }
 }
 
-/// What is to be done about a request that is no read.
+/// Next step of a request that is no read.
 enum Change {
     /// Nothing was written, so nothing is left to flush.
     Nothing,
