@@ -168,16 +168,19 @@ fn answer(mut stream: &TcpStream, token: &str, given: &AtomicU64) -> std::io::Re
 }
 
 #[test]
-fn a_file_with_credentials_that_the_server_may_not_open_is_copied_for_it() {
+fn files_with_credentials_that_only_another_user_may_read_are_used() {
     let space = Space::new("opener-key");
     let (s3, credentials) = (S3::start().unwrap(), Credentials::start("the-token"));
     let tree = space.make_folder("tree");
     let content = Rng::new(9).bytes(1_000_001);
     fs::write(tree.join("file"), &content).unwrap();
-    // The sandbox forbids the path; everybody else may open it.
-    let token = space.make_folder("private").join("token");
+    let private = space.make_folder("private");
+    let token = private.join("token");
     fs::write(&token, "the-token").unwrap();
-    fs::set_permissions(&token, Permissions::from_mode(0o600)).unwrap();
+    for (path, mode) in [(&token, 0o600), (&private, 0o700)] {
+        fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        chown(path, Some(1234), Some(1234)).unwrap();
+    }
     let mut burgeon = Burgeon::new(PROGRAM, &space).option("--store").option("s3://bucket/it");
     for (name, value) in S3::environment(s3.address()) {
         if !name.contains("KEY") {

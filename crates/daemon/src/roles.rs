@@ -172,8 +172,10 @@ fn from_store(sandbox: Sandbox, store: &Location) -> Sandbox {
     }
 }
 
-/// Allows the files with default credentials for `store`, which no variable names.
+/// Allows the files with credentials for `store`: those that variables name, whoever owns them, and
+/// the default ones.
 fn with_credentials_of(sandbox: Sandbox, store: &Location) -> Sandbox {
+    let sandbox = sandbox.credentials();
     match store.to_string().starts_with("gs:") {
         true => sandbox.read_if_there(google_defaults()),
         false => sandbox,

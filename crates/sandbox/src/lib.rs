@@ -74,16 +74,17 @@ const NETWORK_FILES: &[&str] = &[
     "/var/lib/ca-certificates",
 ];
 
-/// Variables that name files read by a TLS library or a cloud's library.
-const NETWORK_VARIABLES: &[&str] = &[
+/// Variables that name files read by a TLS library.
+const TLS_VARIABLES: &[&str] = &["SSL_CERT_DIR", "SSL_CERT_FILE"];
+
+/// Variables that name files read by a cloud's library.
+const CREDENTIAL_VARIABLES: &[&str] = &[
     "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AZURE_FEDERATED_TOKEN_FILE",
     "GOOGLE_APPLICATION_CREDENTIALS",
     "GOOGLE_SERVICE_ACCOUNT",
     "GOOGLE_SERVICE_ACCOUNT_PATH",
-    "SSL_CERT_DIR",
-    "SSL_CERT_FILE",
 ];
 
 /// Files from which the standard library learns how many CPUs this process may use.
@@ -134,9 +135,17 @@ impl Sandbox {
     /// Allows connections to servers, by name and with TLS.
     pub fn network(mut self) -> Self {
         self.network = true;
-        let named = NETWORK_VARIABLES.iter().filter_map(std::env::var_os);
-        let named = named.map(PathBuf::from).filter(|path| path.is_absolute());
-        self.read_if_there(NETWORK_FILES.iter().map(PathBuf::from)).read_if_there(named)
+        self.read_if_there(NETWORK_FILES.iter().map(PathBuf::from))
+            .read_if_there(named_by(TLS_VARIABLES))
+            .read_if_there(named_by(CREDENTIAL_VARIABLES))
+    }
+
+    /// Keeps the capability needed for other users' files with credentials that variables name.
+    pub fn credentials(mut self) -> Self {
+        for path in named_by(CREDENTIAL_VARIABLES) {
+            self.keep_for(&path, CapabilitySet::DAC_READ_SEARCH);
+        }
+        self
     }
 
     /// Allows reading at and below those of these paths that exist, with the rights of the user.
@@ -238,6 +247,12 @@ pub fn accept_the_oom_killer() -> Result<()> {
         true => std::fs::write(SCORE, "0").map_err(failed),
         false => Ok(()),
     }
+}
+
+/// The absolute paths among the values of `variables`.
+fn named_by(variables: &[&str]) -> impl Iterator<Item = PathBuf> {
+    let values = variables.iter().filter_map(std::env::var_os).map(PathBuf::from);
+    values.filter(|path| path.is_absolute())
 }
 
 fn thread_count() -> Result<usize> {
