@@ -54,7 +54,7 @@ pub(crate) fn demo(json: bool, args: &args::Demo) -> Result<ExitCode> {
         .context("cannot keep mounts to this demonstration")?;
     let stage = Arc::new(Stage::new()?);
     let shown = stage.tree(args).and_then(|tree| {
-        stage.heed_signals()?;
+        stage.handle_signals()?;
         stage.run(&tree)
     });
     stage.leave_to_signals();
@@ -102,7 +102,7 @@ impl Stage {
     }
 
     /// From now on an interrupt cleans up, too.
-    fn heed_signals(self: &Arc<Self>) -> Result<()> {
+    fn handle_signals(self: &Arc<Self>) -> Result<()> {
         let signals = burgeon_daemon::block_termination().context("cannot block signals")?;
         let stage = Arc::clone(self);
         thread::spawn(move || {

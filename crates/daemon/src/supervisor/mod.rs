@@ -161,7 +161,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     let watcher = Arc::clone(&supervisor);
     thread::spawn(move || watcher.watch_devices());
     let terminator = Arc::clone(&supervisor);
-    thread::spawn(move || terminator.heed_signals(&signals));
+    thread::spawn(move || terminator.handle_signals(&signals));
     tracing::info!(state = %supervisor.state.root().display(), "the daemon is ready");
     say(start::READY);
     close_stdout();
@@ -187,7 +187,7 @@ fn close_stdout() {
 impl Supervisor {
     /// On a termination signal, ends as soon as nothing is mounted any more: ending now would turn
     /// every cold read into an I/O error.
-    fn heed_signals(&self, signals: &signals::TerminationSignals) {
+    fn handle_signals(&self, signals: &signals::TerminationSignals) {
         while let Ok(signal) = signals.wait() {
             let mounts = self.table().mounts.len();
             tracing::info!(signal, mounts, "ending by a signal");

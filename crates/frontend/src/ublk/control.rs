@@ -113,8 +113,8 @@ impl Control {
         let file = OpenOptions::new().read(true).write(true).open("/dev/ublk-control").map_err(
             |e| match e.kind() {
                 io::ErrorKind::NotFound => failed(
-                    "the kernel's ublk driver is not loaded (no /dev/ublk-control): run modprobe \
-                     ublk_drv, or use FUSE if the kernel does not have it",
+                    "the kernel's ublk driver is not loaded (no /dev/ublk-control): modprobe \
+                     ublk_drv loads it if the kernel has it",
                     e,
                 ),
                 _ => failed("cannot open /dev/ublk-control", e),
