@@ -149,15 +149,15 @@ fn names_that_are_no_names_are_refused_and_say_why() {
     let tree = tree.to_str().unwrap();
     burgeon.ok(&["build", tree, "app"]);
     for (name, why) in [
-        ("sha256:abc", "Burgeon gives names"),
-        ("url:abc", "Burgeon gives names"),
-        ("app/index", "Burgeon gives names"),
-        ("app/contents", "Burgeon gives names"),
+        ("sha256:abc", "are reserved for"),
+        ("url:abc", "are reserved for"),
+        ("app/index", "are reserved for"),
+        ("app/contents", "are reserved for"),
         ("burgeon-empty", "create-empty"),
         ("..", "relative path"),
         ("a/../b", "relative path"),
         ("/abs", "absolute path"),
-        ("oci://r.example/x", "a place"),
+        ("oci://r.example/x", "a location"),
     ] {
         burgeon.fails(&["build", tree, name], 1, why);
         burgeon.fails(&["pull", "--eager", "app", "--as", name], 1, why);

@@ -44,7 +44,7 @@ pub(crate) fn discard(store: &impl ObjectStore, added: Added, error: Error) -> E
 fn remove(store: &impl ObjectStore, packs: &[ObjectId]) -> Result<()> {
     let collecting = store.begin_collect()?;
     if collecting.writers > 0 {
-        let what = "another build is at work, which may rely on them";
+        let what = "another build is running, and may use them";
         return Err(Error::new(ErrorKind::Unavailable, what));
     }
     let mut needed = HashSet::new();

@@ -13,7 +13,7 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
     let why = if name.is_empty() {
         "it is empty".to_owned()
     } else if name.len() > NAME_MAX {
-        format!("it has {} bytes, and {NAME_MAX} are allowed", name.len())
+        format!("it has {} bytes, above the limit of {NAME_MAX}", name.len())
     } else if name.starts_with('-') {
         "it begins with -".to_owned()
     } else if name.trim() != name {
@@ -25,7 +25,7 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
     };
     // A name that is too long would fill the message.
     let shown: String = name.chars().take(NAME_MAX).collect();
-    Err(invalid(format!("{shown:?} is no name for an image, such as debian:12: {why}")))
+    Err(invalid(format!("{shown:?} is not a valid image name, such as debian:12: {why}")))
 }
 
 /// The name of the image without files that `create-empty` mounts.
@@ -43,12 +43,12 @@ pub fn is_reserved(name: &str) -> bool {
 pub fn check_given_name(name: &str) -> Result<()> {
     check_name(name)?;
     let why = if name == EMPTY_IMAGE {
-        "it is the image that `burgeon create-empty` mounts"
+        "it is reserved for the image that `burgeon create-empty` mounts"
     } else if is_reserved(name) {
-        "Burgeon gives names that begin with sha256: or url:, or end with /index or /contents, \
-         itself, to what it has checked"
+        "names that begin with sha256: or url:, or end with /index or /contents, are reserved for \
+         images that Burgeon has checked"
     } else if name.contains("://") || name.starts_with("oci-layout:") {
-        "it is a place; --store says where the image lies, and `burgeon push` puts it into a registry"
+        "it is a location: name the store with --store, and use `burgeon push` for a registry"
     } else if name.starts_with('/') {
         "it is an absolute path"
     } else if name.split('/').any(|part| matches!(part, "." | "..")) {
@@ -176,13 +176,13 @@ mod tests {
     #[test]
     fn reserved_names_and_paths_cannot_be_given() {
         for (name, why) in [
-            ("sha256:abc", "itself"),
-            ("url:abc", "itself"),
-            ("x/index", "itself"),
-            ("x/contents", "itself"),
+            ("sha256:abc", "are reserved for"),
+            ("url:abc", "are reserved for"),
+            ("x/index", "are reserved for"),
+            ("x/contents", "are reserved for"),
             (EMPTY_IMAGE, "create-empty"),
-            ("oci://r.example/x", "a place"),
-            ("oci-layout:folder:7", "a place"),
+            ("oci://r.example/x", "a location"),
+            ("oci-layout:folder:7", "a location"),
             ("/abs", "absolute path"),
             ("..", "relative path"),
             (".", "relative path"),
@@ -190,7 +190,7 @@ mod tests {
             ("a/./b", "relative path"),
             ("a//b", "is empty"),
             ("a/", "is empty"),
-            ("", "no name"),
+            ("", "not a valid image name"),
         ] {
             let error = super::check_given_name(name).unwrap_err().to_string();
             assert!(error.contains(why), "{name}: {error}");

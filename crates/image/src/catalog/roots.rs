@@ -78,8 +78,9 @@ pub fn read_roots(store: &impl ObjectStore) -> Result<Vec<HostRoots>> {
         let name = object.below(ObjectKind::Roots).and_then(unescape);
         let unreadable = |kind, why: String| {
             let what = format!(
-                "nothing can be removed from the store: {object}, which says what a host needs, {why}; \
-                 let that host write it again, or remove it if the host is gone"
+                "nothing can be removed from the store: {object}, the record of the images that a host \
+                 needs, {why}; mount an image of the store on that host to renew it, or remove it if \
+                 the host is gone"
             );
             Error::new(kind, what)
         };

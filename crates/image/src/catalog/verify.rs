@@ -107,7 +107,9 @@ fn check_pack(store: &impl ObjectStore, object: &ObjectId) -> Result<()> {
     if Digest::of(&bytes) == name.parse()? {
         Ok(())
     } else {
-        Err(corrupt("its bytes do not match its name, though this image's chunks are whole"))
+        Err(corrupt(
+            "its bytes do not match the digest in its name, though this image's chunks are sound",
+        ))
     }
 }
 
