@@ -160,10 +160,7 @@ fn without_an_answer_of_the_registry_the_image_that_is_here_will_do() {
     for unanswered in [Fault::Status(503), Fault::Reset] {
         proxy.spoil(1000, &[unanswered]);
         let note = is("newer", "old");
-        assert!(
-            note.contains("the image that is here: sha256:") && note.contains(" ago"),
-            "{note}"
-        );
+        assert!(note.contains("using the local image sha256:") && note.contains(" ago"), "{note}");
     }
     fails("always", 5);
     for (answer, code) in [(401, 5), (403, 5), (404, 3)] {
