@@ -39,6 +39,9 @@ use crate::{
 /// Time that a partial object waits to be resumed, and a layer to be used by an image: a week.
 const PARTIAL_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
 
+/// Longest list of an image's layers: 512 layers of 80 bytes fit.
+const HELD_MAX: u64 = 64 << 10;
+
 /// A folder of objects. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Directory {
@@ -181,9 +184,8 @@ impl Directory {
         }
         let mut needed = HashSet::new();
         for list in self.list("held")? {
-            let path = self.path_of(&list);
-            let text = fs::read_to_string(&path).map_err(doing("read", &path))?;
-            needed.extend(text.lines().map(str::to_owned));
+            let text = self.get(&list, HELD_MAX)?;
+            needed.extend(String::from_utf8_lossy(&text).lines().map(str::to_owned));
         }
         old.iter().filter(|layer| !needed.contains(layer.as_str())).try_for_each(|l| self.remove(l))
     }
@@ -488,6 +490,11 @@ mod tests {
         drop(store.begin_write().unwrap());
         assert!(late.exists());
         drop(writer);
+        store.sweep();
+        assert_eq!(store.list("layers").unwrap(), [id("layers/needed"), id("layers/new")]);
+        // Without a list that can be read, nothing goes.
+        store.publish(&id("held/endless"), &vec![b'x'; HELD_MAX as usize + 1]).unwrap();
+        store.remove(&id("held/image")).unwrap();
         store.sweep();
         assert_eq!(store.list("layers").unwrap(), [id("layers/needed"), id("layers/new")]);
     }

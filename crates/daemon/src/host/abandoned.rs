@@ -18,7 +18,7 @@
 use std::{
     collections::BTreeSet,
     fs::{self, File},
-    io,
+    io::{self, Read},
     os::fd::AsFd,
     path::{Path, PathBuf},
     thread,
@@ -26,6 +26,7 @@ use std::{
 
 use rustix::{
     mount::{UnmountFlags, unmount},
+    process::getuid,
     thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe},
 };
 
@@ -33,6 +34,9 @@ use super::{
     mount_namespaces::numbered,
     mountinfo::{self, MountInfo},
 };
+
+/// Bytes of a command line that are read: the program's path, and its first argument.
+const COMMAND_MAX: u64 = 8 << 10;
 
 /// `st_dev` of file systems.
 type Devices = BTreeSet<(u32, u32)>;
@@ -141,16 +145,36 @@ fn devices_of_others(proc: &Path) -> Option<Devices> {
 }
 
 /// True for a process of Burgeon's that no user has started.
+///
+/// The command line lies in the memory of the process. Another user can put it where a read waits
+/// for ever, on a file system of its own, so it is read of processes of this user only.
 fn is_daemon(process: &Path) -> bool {
-    let line = fs::read(process.join("cmdline")).unwrap_or_default();
+    if user_of(process) != Some(getuid().as_raw()) {
+        return false;
+    }
+    let mut line = Vec::new();
+    let file = File::open(process.join("cmdline"));
+    let _ = file.and_then(|file| file.take(COMMAND_MAX).read_to_end(&mut line));
     let mut words = line.split(|byte| *byte == 0);
     let is_burgeon = words.next().is_some_and(|word| word.ends_with(b"burgeon"));
     is_burgeon && words.next().is_some_and(|word| word.starts_with(b"__"))
 }
 
+/// The real user of a process. (The folder of a process whose memory is secret belongs to root.)
+fn user_of(process: &Path) -> Option<u32> {
+    let status = fs::read_to_string(process.join("status")).ok()?;
+    let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    users.split_whitespace().next()?.parse().ok()
+}
+
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::symlink, path::Path};
+    use std::{fs, os::unix::fs::symlink, path::Path, sync::mpsc, thread, time::Duration};
+
+    use rustix::{
+        fs::{CWD, FileType, Mode, mknodat},
+        process::getuid,
+    };
 
     use super::{Devices, devices_of_others, reachable};
     use crate::host::mountinfo;
@@ -162,6 +186,8 @@ mod tests {
         let process = proc.join(number.to_string());
         let task = process.join("task").join(number.to_string());
         fs::create_dir_all(task.join("ns")).unwrap();
+        let status = format!("Name:\tx\nUid:\t{}\t1\t2\t3\n", getuid().as_raw());
+        fs::write(process.join("status"), status).unwrap();
         fs::write(process.join("cmdline"), command.replace(' ', "\0")).unwrap();
         symlink(namespace, task.join("ns/mnt")).unwrap();
         symlink(root, task.join("root")).unwrap();
@@ -189,6 +215,22 @@ mod tests {
         assert_eq!(found(), None, "nobody can see what is mounted in the namespace 5");
         add(proc, "sh", "mnt:[5]", "/", &[50], "mnt:[4]");
         assert_eq!(found(), of(&[4, 10, 30, 31, 50]));
+    }
+
+    /// A FIFO without a writer stands for memory on a file system that does not answer.
+    #[test]
+    fn the_command_line_of_another_user_is_not_read() {
+        let proc = tempfile::tempdir().unwrap();
+        add(proc.path(), "sh", "mnt:[1]", "/", &[10], "net:[7]");
+        let (status, line) = (proc.path().join("0/status"), proc.path().join("0/cmdline"));
+        fs::write(status, format!("Uid:\t{}\t0\t0\t0\n", getuid().as_raw() + 1)).unwrap();
+        fs::remove_file(&line).unwrap();
+        mknodat(CWD, &line, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        let (send, receive) = mpsc::channel();
+        let path = proc.path().to_owned();
+        thread::spawn(move || send.send(devices_of_others(&path)));
+        let found = receive.recv_timeout(Duration::from_secs(60)).expect("it waits for ever");
+        assert_eq!(found, Some([(0, 4), (0, 10)].into()));
     }
 
     #[test]
