@@ -2,7 +2,7 @@
 
 use burgeon_block::{ByteRange, Result};
 use burgeon_image::builder::Listed;
-use burgeon_source::registry::Digest;
+use burgeon_source::registry::{Digest, Objects};
 
 use crate::{
     document::{
@@ -18,7 +18,7 @@ const TOC_AT: u64 = 1 << 30;
 const LAYER_LEN: u64 = 1 << 31;
 
 /// Parses `bytes` as each document of an image: index, manifest, configuration, list of referrers,
-/// Burgeon index. Returns how many succeeded.
+/// Burgeon index, Burgeon image. Returns how many succeeded.
 pub fn documents(bytes: &[u8]) -> usize {
     let document = Document::parse(bytes).map(|document| {
         if let Document::Index(all) = &document
@@ -31,7 +31,8 @@ pub fn documents(bytes: &[u8]) -> usize {
     let listed = referrer_entries(bytes).map(drop);
     let told = referrer_digests(bytes, "application/vnd.burgeon.index.v1", 8).map(drop);
     let config = diff_ids(bytes, 1).map(drop);
-    [document, artifact, listed, told, config].iter().filter(|read| read.is_ok()).count()
+    let ours = Objects::decode(bytes).map(drop);
+    [document, artifact, listed, told, config, ours].iter().filter(|read| read.is_ok()).count()
 }
 
 /// Number of Burgeon indexes on the pages of a list of referrers.

@@ -1,5 +1,5 @@
 //! Documents of registries and layouts: any bytes are refused or are an index, a manifest, a
-//! configuration, a list of referrers, an index of ours; nothing panics.
+//! configuration, a list of referrers, an index or an image of ours; nothing panics.
 
 #![no_main]
 
@@ -10,7 +10,7 @@ use burgeon_oci::fuzz::documents;
 use libfuzzer_sys::fuzz_target;
 
 /// One of each kind.
-static BASE: LazyLock<[String; 4]> = LazyLock::new(|| {
+static BASE: LazyLock<[String; 5]> = LazyLock::new(|| {
     let descriptor = |kind: &str, more: &str| {
         let digest = "0".repeat(64);
         format!(r#"{{"mediaType":"{kind}","digest":"sha256:{digest}","size":1234{more}}}"#)
@@ -28,11 +28,16 @@ static BASE: LazyLock<[String; 4]> = LazyLock::new(|| {
     let image = descriptor("application/vnd.oci.image.manifest.v1+json", platform);
     let artifact = r#","artifactType":"application/vnd.burgeon.index.v1""#;
     let referrer = descriptor("application/vnd.oci.image.manifest.v1+json", artifact);
+    let object = r#","annotations":{"vnd.burgeon.object":"images/x"}"#;
+    let object = descriptor("application/vnd.burgeon.name.v1+json", object);
+    let ours = r#","artifactType":"application/vnd.burgeon.image.v1""#;
+    let ours = format!(r#"{{"schemaVersion":2{ours},"config":{config},"layers":[{object}]}}"#);
     [
         format!(r#"{{"schemaVersion":2,"config":{config},"layers":[{layers}]}}"#),
         format!(r#"{{"schemaVersion":2,"manifests":[{image},{referrer}]}}"#),
         format!(r#"{{"rootfs":{{"type":"layers","diff_ids":["sha256:{}"]}}}}"#, "0".repeat(64)),
         format!(r#"{{"schemaVersion":2{artifact},"layers":[{layers}],"subject":{config}}}"#),
+        ours,
     ]
 });
 
@@ -44,7 +49,7 @@ fuzz_target!(|input: &[u8]| {
         // A short input is a long list.
         1 => [b"{\"manifests\":[", &rest.repeat(2000)[..], b"0]}"].concat(),
         how => {
-            let mut bytes = BASE[usize::from(how % 4)].clone().into_bytes();
+            let mut bytes = BASE[usize::from(how % 5)].clone().into_bytes();
             edits(&mut bytes, rest);
             bytes
         }

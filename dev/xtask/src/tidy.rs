@@ -130,6 +130,25 @@ const FUZZED: &[(&str, &str)] = &[
     ("toc", "toc("),
 ];
 
+/// The files with functions that decode or parse bytes, and the target in dev/fuzz that reaches
+/// them; `None` for bytes of the kernel or of another process of the daemon.
+const READERS: &[(&str, Option<&str>)] = &[
+    ("crates/btrfs/src/info.rs", Some("seed_info")),
+    ("crates/daemon/src/host/mountinfo.rs", None),
+    ("crates/daemon/src/opener.rs", None),
+    ("crates/frontend/src/fuse.rs", None),
+    ("crates/image/src/chunk.rs", Some("chunk")),
+    ("crates/image/src/container.rs", Some("manifest")),
+    ("crates/image/src/extents/format.rs", Some("extents")),
+    ("crates/image/src/manifest/decode.rs", Some("manifest")),
+    ("crates/image/src/map.rs", Some("map")),
+    ("crates/image/src/objects.rs", Some("manifest")),
+    ("crates/image/src/profile/format.rs", Some("profile")),
+    ("crates/layer/src/table.rs", Some("derived")),
+    ("crates/oci/src/document.rs", Some("documents")),
+    ("crates/source/src/registry/artifact.rs", Some("documents")),
+];
+
 /// Checks everything and lists the faults.
 pub(crate) fn run(root: &Path) -> Result<()> {
     let problems = problems(root)?;
@@ -161,6 +180,7 @@ fn problems(root: &Path) -> Result<Vec<String>> {
         let Ok(text) = String::from_utf8(fs::read(&path)?) else { continue };
         let name = path.strip_prefix(root).unwrap_or(&path).to_path_buf();
         problems.extend(file_problems(&name, &text));
+        problems.extend(unlisted_reader(&name, &text));
     }
     Ok(problems)
 }
@@ -246,6 +266,23 @@ fn drawn_arrows(line: &str, name: &str) -> Option<BTreeSet<String>> {
     let list = rest.split("  ").next().unwrap_or(rest);
     let words = list.split(',').map(str::trim).filter(|word| *word != "(nothing)");
     Some(words.map(str::to_owned).collect())
+}
+
+/// A file of a crate that decodes or parses bytes, and that `READERS` does not list.
+fn unlisted_reader(name: &Path, text: &str) -> Option<String> {
+    let name =
+        name.to_str().filter(|name| name.starts_with("crates/") && name.contains("/src/"))?;
+    let takes_bytes = |rest: &str| {
+        let signature = rest.split('{').next().unwrap_or_default();
+        let is_reader = ["decode", "from_bytes", "parse"].iter().any(|it| rest.starts_with(it));
+        is_reader && (signature.contains("[u8]") || signature.contains("Vec<u8>"))
+    };
+    let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+    let reads = code.match_indices("fn ").any(|(at, word)| takes_bytes(&code[at + word.len()..]));
+    if !reads || READERS.iter().any(|(file, _)| *file == name) {
+        return None;
+    }
+    Some(format!("{name}: reads bytes: name its fuzz target in READERS of dev/xtask/src/tidy.rs"))
 }
 
 /// The readers that no target of the fuzz crate with the manifest `list` reads.
@@ -348,6 +385,15 @@ mod tests {
         let named = super::unfuzzed(&list.replace("\"toc\"", "\"other\""), text);
         assert_eq!(named.len(), 1, "{named:?}");
         assert_eq!(super::unfuzzed(&list, |_| String::new()).len(), super::FUZZED.len());
+        let has_target = |target: &str| super::FUZZED.iter().any(|(name, _)| *name == target);
+        let targets = super::READERS.iter().filter_map(|(_, target)| *target);
+        assert!(targets.clone().all(has_target), "{targets:?}");
+        let named = |name: &str, text: &str| super::unlisted_reader(Path::new(name), text);
+        let reader = "    pub(crate) fn decode_it(\n        bytes: &[u8],\n    ) -> u8 {";
+        assert!(named("crates/oci/src/new.rs", reader).is_some());
+        assert_eq!(named("crates/oci/src/document.rs", reader), None);
+        assert_eq!(named("crates/oci/tests/new.rs", reader), None);
+        assert_eq!(named("crates/oci/src/new.rs", "fn parse(text: &str) { [u8] }"), None);
     }
 
     #[test]
