@@ -54,6 +54,7 @@ use crate::{
     fuse::{Operation, READ_BUFFER_MIN, Request, WRITE_HEAD_LEN},
     slots::{REQUEST_LEN, SLOT_COUNT, Slots},
     sys::failed,
+    ublk::Driver,
 };
 
 /// A request that so many servers in a row had when they died gets EIO, because it may be the
@@ -77,16 +78,19 @@ pub struct ServeOptions {
     /// Serve over io_uring: the connection must have been made for it, and no successor can go on
     /// from here.
     pub rings: bool,
+    /// Over ublk: the way to the driver.
+    pub driver: Arc<Driver>,
 }
 
 impl ServeOptions {
     /// Two threads a CPU, between 2 and 8; two helpers a CPU for all clones of this; 32 MiB for
-    /// misses.
+    /// misses; the ublk driver with the rights of this process.
     pub fn new(runtime: Handle) -> Self {
         let cpus = thread::available_parallelism().map_or(1, usize::from);
         let helpers = Helpers::new(2 * cpus);
         let threads = (2 * cpus).clamp(2, 8);
-        Self { runtime, threads, helpers, miss_bytes_max: 32 << 20, rings: false }
+        let driver = Arc::new(Driver::direct());
+        Self { runtime, threads, helpers, miss_bytes_max: 32 << 20, rings: false, driver }
     }
 }
 

@@ -13,10 +13,11 @@ use std::{fs::File, io, os::unix::fs::FileExt, path::PathBuf, sync::Arc, thread}
 use burgeon_block::{BLOCK_SIZE, BlockDevice, Pages, Shape};
 use burgeon_frontend::{
     End, ServeOptions, Slots,
-    ublk::{self, Control, Queues},
+    ublk::{self, Control, Driver, Queues},
 };
 use changes::change_at_random;
 use common::{Computed, Removed, block_ok, open_direct, runtime};
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use scratch::Scratch;
 use tokio::runtime::Runtime;
 
@@ -161,6 +162,30 @@ fn a_server_that_leaves_leaves_its_requests_to_the_next() {
     served.serve_again();
     reader.join().unwrap();
     read(&served.open(), 1, 1).unwrap();
+    assert_eq!(served.slots.counters().failed_reads.get(), 0);
+}
+
+#[test]
+fn a_server_takes_a_device_over_with_the_rights_that_it_had_once() {
+    let mut served = Served::new(SIZE);
+    drop(served.server.take());
+    let (number, slots, device) = (served.number, served.slots.clone(), served.device.clone());
+    let mut options = ServeOptions::new(served.runtime.handle().clone());
+    let driver = Arc::new(Driver::confined().unwrap());
+    // The threads of its queues have what this thread has left.
+    let thread = thread::spawn(move || {
+        let none = CapabilitySet::empty();
+        let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };
+        set_capabilities(None, sets).unwrap();
+        let refused = ublk::serve(number, slots.clone(), device.clone(), &options);
+        let refused = refused.err().unwrap();
+        let cause = refused.cause::<io::Error>().and_then(io::Error::raw_os_error);
+        assert_eq!(cause, Some(libc::EPERM), "{refused}");
+        options.driver = driver;
+        ublk::serve(number, slots, device, &options).unwrap()
+    });
+    served.server = Some(thread.join().unwrap());
+    read(&served.open(), 4711, 2).unwrap();
     assert_eq!(served.slots.counters().failed_reads.get(), 0);
 }
 

@@ -1,7 +1,8 @@
 //! Making, starting, stopping and removing devices: commands to `/dev/ublk-control`.
 //!
 //! Each is one io_uring command, waited for with a limit. They are given by the supervisor, which
-//! outlives servers; the server itself only takes a device over ([`Control::begin_recovery`]).
+//! outlives servers; the server itself only takes a device over ([`Control::begin_recovery`]), by a
+//! [`Driver`](super::Driver).
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -28,8 +29,6 @@ const ERASE_MAX: u64 = 1 << 30;
 const QUEUES_MAX: usize = 4;
 /// Limit for a command. Starting a device reads its first blocks, perhaps from a source.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
-/// Limit for the kernel to close the files of a killed server.
-const RECOVERY_TIMEOUT: Duration = Duration::from_secs(30);
 /// Limit for device nodes to appear; devtmpfs makes them at once.
 const NODE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Limit for a device to disappear after its deletion.
@@ -96,32 +95,44 @@ pub fn numbers() -> Vec<u32> {
 /// Talks to the driver.
 pub struct Control {
     ring: IoUring<squeue::Entry128, cqueue::Entry>,
-    file: File,
+    way: Way,
     commands: u64,
+}
+
+/// How a command reaches the driver.
+enum Way {
+    /// By its file, with this process's credentials.
+    File(File),
+    /// By the ring's first file, with credentials that the ring has.
+    Registered { personality: u16 },
+}
+
+/// Opens the driver. `UnsupportedFormat` for a kernel where that is dangerous.
+pub(super) fn open_driver() -> Result<File> {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    if crashes(&release) {
+        return Err(Error::new(
+            ErrorKind::UnsupportedFormat,
+            format!("Linux {release} crashes when a ublk device is added: update the kernel"),
+        ));
+    }
+    let opened = OpenOptions::new().read(true).write(true).open("/dev/ublk-control");
+    opened.map_err(|e| match e.kind() {
+        io::ErrorKind::NotFound => failed(
+            "the kernel's ublk driver is not loaded (no /dev/ublk-control): modprobe ublk_drv loads \
+             it if the kernel has it",
+            e,
+        ),
+        _ => failed("cannot open /dev/ublk-control", e),
+    })
 }
 
 impl Control {
     /// Opens the driver, and checks that it has the needed features: `UnsupportedFormat` if not.
     pub fn open() -> Result<Self> {
-        let release = rustix::system::uname().release().to_string_lossy().into_owned();
-        if crashes(&release) {
-            return Err(Error::new(
-                ErrorKind::UnsupportedFormat,
-                format!("Linux {release} crashes when a ublk device is added: update the kernel"),
-            ));
-        }
-        let file = OpenOptions::new().read(true).write(true).open("/dev/ublk-control").map_err(
-            |e| match e.kind() {
-                io::ErrorKind::NotFound => failed(
-                    "the kernel's ublk driver is not loaded (no /dev/ublk-control): modprobe \
-                     ublk_drv loads it if the kernel has it",
-                    e,
-                ),
-                _ => failed("cannot open /dev/ublk-control", e),
-            },
-        )?;
+        let file = open_driver()?;
         let ring = IoUring::builder().build(4).map_err(|e| failed("cannot make an io_uring", e))?;
-        let mut control = Self { ring, file, commands: 0 };
+        let mut control = Self { ring, way: Way::File(file), commands: 0 };
         let lacks = |e| {
             Error::with_source(
                 ErrorKind::UnsupportedFormat,
@@ -135,6 +146,14 @@ impl Control {
             return Err(lacks(io::Error::from_raw_os_error(libc::EOPNOTSUPP)));
         }
         Ok(control)
+    }
+
+    /// Talks through `ring`, whose first file is the driver's.
+    pub(super) fn through(
+        ring: IoUring<squeue::Entry128, cqueue::Entry>,
+        personality: u16,
+    ) -> Self {
+        Self { ring, way: Way::Registered { personality }, commands: 0 }
     }
 
     /// Adds a device of this shape; `owner` is kept with it. It has to be served, then started.
@@ -222,29 +241,20 @@ impl Control {
         Ok(())
     }
 
-    /// Prepares a device whose server is dead for the next one. Waits until the kernel has closed
-    /// the files of the dead one.
-    pub(super) fn begin_recovery(&mut self, number: u32) -> Result<()> {
-        let begun = Instant::now();
-        loop {
-            match self.call(START_USER_RECOVERY, number, 0, &mut [0u8; 0]) {
-                Ok(_) => return Ok(()),
-                Err(e)
-                    if e.raw_os_error() == Some(libc::EBUSY)
-                        && begun.elapsed() < RECOVERY_TIMEOUT =>
-                {
-                    thread::sleep(Duration::from_millis(1));
-                }
-                Err(e) => return Err(failed(format!("cannot take over ublk device {number}"), e)),
-            }
+    /// Prepares a device whose server is dead for the next one; false as long as the kernel has not
+    /// closed the files of the dead one.
+    pub(super) fn begin_recovery(&mut self, number: u32) -> Result<bool> {
+        match self.call(START_USER_RECOVERY, number, 0, &mut [0u8; 0]) {
+            Ok(()) => Ok(true),
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(false),
+            Err(e) => Err(cannot_take_over(number, e)),
         }
     }
 
     /// The new server, this process, serves all queues: requests flow again.
     pub(super) fn end_recovery(&mut self, number: u32) -> Result<()> {
         self.call(END_USER_RECOVERY, number, std::process::id().into(), &mut [0u8; 0])
-            .map_err(|e| failed(format!("cannot take over ublk device {number}"), e))?;
-        Ok(())
+            .map_err(|e| cannot_take_over(number, e))
     }
 
     /// The device's size in bytes.
@@ -289,10 +299,13 @@ impl Control {
         self.commands += 1;
         let mut inline = [0; 80];
         inline[..size_of::<ControlCommand>()].copy_from_slice(command.as_bytes());
-        let entry = UringCmd80::new(types::Fd(self.file.as_raw_fd()), op)
-            .cmd(inline)
-            .build()
-            .user_data(self.commands);
+        let entry = match &self.way {
+            Way::File(file) => UringCmd80::new(types::Fd(file.as_raw_fd()), op).cmd(inline).build(),
+            Way::Registered { personality } => {
+                UringCmd80::new(types::Fixed(0), op).cmd(inline).build().personality(*personality)
+            }
+        };
+        let entry = entry.user_data(self.commands);
         // SAFETY: the command's memory lives until it is done, or for ever if it times out.
         unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
         let deadline = Instant::now() + COMMAND_TIMEOUT;
@@ -387,6 +400,10 @@ fn cannot_add(cause: io::Error) -> Error {
             most.as_deref().map_or("the", str::trim)
         ),
     )
+}
+
+pub(super) fn cannot_take_over(number: u32, cause: io::Error) -> Error {
+    failed(format!("cannot take over ublk device {number}"), cause)
 }
 
 fn await_node(path: &Path) -> Result<()> {

@@ -36,6 +36,7 @@
 //! - Stopping leaves requests that are not answered to a successor.
 
 mod control;
+mod driver;
 mod mailbox;
 mod queue;
 mod uapi;
@@ -49,12 +50,15 @@ use std::{
         mpsc,
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use burgeon_block::{BlockDevice, Error, ErrorKind, Result, WritableDevice};
 
-pub use self::control::{Control, Device, Queues, block_path, numbers};
+pub use self::{
+    control::{Control, Device, Queues, block_path, numbers},
+    driver::Driver,
+};
 use self::{mailbox::Mailbox, queue::Queue};
 use crate::{
     engine::{Access, End, Engine, Life, ReadOnly, Writable},
@@ -62,6 +66,9 @@ use crate::{
     slots::Slots,
     sys::failed,
 };
+
+/// How long the kernel may take to close what a killed server had open.
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A running server of one device. Dropping it leaves the device to a successor.
 pub struct Server {
@@ -109,12 +116,12 @@ fn start<D: BlockDevice, A: Access<D>>(
     device: Arc<D>,
     options: &ServeOptions,
 ) -> Result<Server> {
-    let mut control = Control::open()?;
-    let Some(description) = control.device(number)? else {
+    let driver = &options.driver;
+    let Some(description) = driver.with(|control| control.device(number))? else {
         let what = format!("there is no ublk device {number}");
         return Err(Error::new(ErrorKind::NotFound, what));
     };
-    let (size, expected) = (device.size(), control.size(number)?);
+    let (size, expected) = (device.size(), driver.size(number)?);
     if size != expected {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -122,7 +129,7 @@ fn start<D: BlockDevice, A: Access<D>>(
         ));
     }
     if description.started {
-        control.begin_recovery(number)?;
+        begin_recovery(driver, number)?;
     }
     let (runtime, memory_max) = (options.runtime.clone(), options.miss_bytes_max);
     let engine = Arc::new(Engine::<D, A>::new(device, slots, runtime, memory_max)?);
@@ -162,9 +169,23 @@ fn start<D: BlockDevice, A: Access<D>>(
         .collect::<io::Result<()>>()
         .map_err(|e| failed(format!("cannot serve the queues of the ublk device {number}"), e))?;
     if description.started {
-        control.end_recovery(number)?;
+        driver.with(|control| control.end_recovery(number))?;
     }
     Ok(server)
+}
+
+/// Waits until the kernel has closed what a dead server had open. Every try is a command of its own,
+/// so that many devices can wait beside each other.
+fn begin_recovery(driver: &Driver, number: u32) -> Result<()> {
+    let begun = Instant::now();
+    while !driver.with(|control| control.begin_recovery(number))? {
+        if begun.elapsed() > RECOVERY_TIMEOUT {
+            let busy = io::Error::from_raw_os_error(libc::EBUSY);
+            return Err(control::cannot_take_over(number, busy));
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
 }
 
 /// Opens `/dev/ublkcN`, which one process at a time can have.
