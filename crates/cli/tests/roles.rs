@@ -21,6 +21,8 @@ const ALL: &[&str] = &[
     "connect",
     "read",
     "write",
+    "device",
+    "administer",
     "io_uring",
     "io_uring connect",
     "io_uring read",
@@ -36,8 +38,12 @@ type Row = (&'static str, &'static str, &'static [&'static str]);
 /// through a ring, and capabilities and Landlock hold there, too.
 const ROWS: &[Row] = &[
     ("__supervise", "supervising", ALL),
-    ("__help", "helping", &["read", "write"]),
-    ("__help", "helping-rings", &["read", "write", "io_uring", "io_uring read"]),
+    ("__help", "helping", &["read", "write", "device", "administer"]),
+    (
+        "__help",
+        "helping-rings",
+        &["read", "write", "device", "administer", "io_uring", "io_uring read"],
+    ),
     ("__prepare", "preparing", &["landlock"]),
     ("__prepare", "preparing-remote", &["landlock", "connect"]),
     ("__read", "reading", &["landlock"]),
@@ -46,6 +52,7 @@ const ROWS: &[Row] = &[
     ("__open", "opening", &["landlock", "read"]),
     ("__serve", "serving", &["landlock", "connect"]),
     ("__serve", "serving-rings", &["landlock", "connect", "io_uring", "io_uring connect"]),
+    ("__serve", "serving-ublk", &["landlock", "connect", "device", "io_uring", "io_uring connect"]),
 ];
 
 fn row(role: &str) -> (&'static str, BTreeSet<String>) {
@@ -158,7 +165,7 @@ fn the_processes_of_a_mount_are_confined_whoever_starts_them() {
         // The kernel decides whether they need rings.
         let ublk = Path::new("/dev/ublk-control").exists();
         let helper = if ublk { "helping-rings" } else { "helping" };
-        let servers = ["serving", "serving-rings"];
+        let servers = ["serving", "serving-rings", "serving-ublk"];
         let expected =
             servers.map(|server| reports_in(&[preparing, helper, "opening", "holding", server]));
         assert!(expected.contains(&by_daemon), "{image}: {by_daemon:?}");
@@ -332,13 +339,11 @@ fn the_serving_process_of_a_mount_is_in_its_sandbox() {
     assert_eq!(status(server, "NoNewPrivs"), "1");
     assert_eq!(status(server, "Seccomp"), "2");
     const IPC_LOCK: u64 = 1 << 14;
-    const SYS_ADMIN: u64 = 1 << 21;
     let kept = u64::from_str_radix(&status(server, "CapPrm"), 16).unwrap();
     let limits = fs::read_to_string(format!("/proc/{server}/limits")).unwrap();
     let locks = limits.lines().find(|line| line.starts_with("Max locked memory")).unwrap();
     let locks = if locks.contains("unlimited") { 0 } else { IPC_LOCK };
-    let ublk = if Path::new("/dev/ublk-control").exists() { SYS_ADMIN } else { 0 };
-    assert_eq!(kept, locks | ublk, "{kept:x}");
+    assert_eq!(kept, locks, "{kept:x}");
     const READ_SEARCH: u64 = 1 << 2;
     let opener = burgeon.status()["opener_pid"].as_u64().unwrap() as u32;
     wait_until("the opener is in its sandbox", || status(opener, "Seccomp") == "2");

@@ -1,13 +1,17 @@
 //! The number of ublk devices: the kernel's limit for other programs is none for mounts, and none
-//! outlives its use. Needs `ublk_drv`, so the lab runs it on Linux 6.12.
+//! outlives its use. Their server has no rights of an administrator. Needs `ublk_drv`, so the lab
+//! runs it on Linux 6.12.
 
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, path::PathBuf};
+use std::{fs, path::PathBuf, process::Command};
 
 use testkit::{Burgeon, PATIENCE, Rng, Space, ublk_devices, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+/// What a server reports that serves mounts over ublk. `tests/roles.rs` has the same of its role.
+const SERVER_CAN: &str = "probe: __serve: landlock, connect, device, io_uring, io_uring connect";
 
 fn set_up(space: &Space) -> (Burgeon, PathBuf) {
     let tree = space.make_folder("tree");
@@ -49,6 +53,35 @@ fn the_limit_for_other_users_is_none_for_mounts() {
         assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(tree.join("data")).unwrap());
     }
     mounted.into_iter().for_each(|mounted| burgeon.umount(mounted));
+}
+
+/// The capabilities of a process, without the one that locks memory.
+fn capabilities(pid: u64) -> u64 {
+    const IPC_LOCK: u64 = 1 << 14;
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("CapPrm:")).unwrap();
+    u64::from_str_radix(line.trim(), 16).unwrap() & !IPC_LOCK
+}
+
+#[test]
+fn the_server_has_no_capability_and_takes_devices_over_without() {
+    let space = Space::new("ublk-rights");
+    let (burgeon, tree) = set_up(&space);
+    let burgeon = burgeon.env("BURGEON_PROBE", "1");
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--read-only", "--transport", "ublk"]);
+    let server = || burgeon.status()["server_pid"].as_u64();
+    let first = server().unwrap();
+    assert_eq!(capabilities(first), 0);
+    Command::new("kill").args(["-KILL", &first.to_string()]).status().unwrap();
+    assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(tree.join("data")).unwrap());
+    let second = server().unwrap();
+    assert_ne!(first, second);
+    assert_eq!(capabilities(second), 0);
+    let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
+    let found: Vec<_> = log.lines().filter(|line| line.starts_with("probe: __serve: ")).collect();
+    assert_eq!(found, [SERVER_CAN; 2]);
+    burgeon.umount(mounted);
 }
 
 #[test]

@@ -111,10 +111,20 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
         false => sandbox.lock_memory(),
     };
     let sandbox = if io.rings { sandbox.rings() } else { sandbox };
-    match io.ublk {
-        true => sandbox.administer_ublk().device(Path::new("/dev")).read(Path::new("/sys")),
-        false => sandbox,
+    if !io.ublk {
+        return sandbox;
     }
+    let sandbox = match system::rings_take_an_administrator() {
+        true => {
+            tracing::warn!(
+                "kernel.io_uring_disabled is 1, so only an administrator can serve mounts over \
+                 ublk: the server keeps CAP_SYS_ADMIN"
+            );
+            sandbox.administer()
+        }
+        false => sandbox,
+    };
+    sandbox.device(Path::new("/dev")).read(Path::new("/sys"))
 }
 
 /// It opens any file of this host for reading, at the server's request.
@@ -148,9 +158,9 @@ pub(crate) struct ServingIo {
 
 impl ServingIo {
     /// Decided when a server starts: the future mounts are unknown, but the kernel's features are
-    /// not.
+    /// not. The supervisor has loaded the ublk driver by then.
     pub(crate) fn of_this_kernel() -> Self {
-        let ublk = transport::has_ublk();
+        let ublk = transport::uses_ublk();
         Self { ublk, rings: ublk || system::fuse_rings().is_ok() }
     }
 
@@ -238,6 +248,13 @@ pub const ROLES: &[Role] = &[
         process: "__serve",
         sandbox: Some(|folder| {
             Ok(serving(&StateDir::open(folder)?, ServingIo { ublk: false, rings: true }))
+        }),
+    },
+    Role {
+        name: "serving-ublk",
+        process: "__serve",
+        sandbox: Some(|folder| {
+            Ok(serving(&StateDir::open(folder)?, ServingIo { ublk: true, rings: true }))
         }),
     },
 ];

@@ -41,7 +41,7 @@ use std::{
 };
 
 use burgeon_block::{Counters, Error, ErrorKind, Result};
-use burgeon_frontend::{ServeOptions, Slots, ublk::Control};
+use burgeon_frontend::{ServeOptions, Slots, ublk::Driver};
 use burgeon_source::{
     opening::{Manner, Opener, Opening, open_files_by},
     registry::Said,
@@ -143,6 +143,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     let failed = |e| Error::io("cannot start the serving process", e);
     let state = StateDir::open(state_dir)?;
     let io = ServingIo::of_this_kernel();
+    let driver = driver(io);
     if !roles::serving(&state, io).enter()? {
         tracing::warn!("this kernel has no Landlock: the server can write files outside its state");
     }
@@ -160,9 +161,10 @@ fn begin(state_dir: &Path) -> Result<()> {
         .enable_all()
         .build()
         .map_err(failed)?;
+    let options = ServeOptions { driver, ..ServeOptions::new(runtime.handle().clone()) };
     let serving = Arc::new(Serving {
         io,
-        options: ServeOptions::new(runtime.handle().clone()),
+        options,
         runtime,
         _lock: the_only_server(&state)?,
         state,
@@ -196,6 +198,16 @@ fn begin(state_dir: &Path) -> Result<()> {
         });
         stream = serving.await_adoption()?;
     }
+}
+
+/// The way to the ublk driver, made while this process is an administrator.
+fn driver(io: ServingIo) -> Arc<Driver> {
+    let driver = if io.ublk { Driver::confined() } else { Ok(Driver::direct()) };
+    // Other mounts can be served.
+    Arc::new(driver.unwrap_or_else(|e| {
+        tracing::error!(error = %e, "mounts over ublk cannot be served");
+        Driver::direct()
+    }))
 }
 
 /// Has files of this host opened by the opener. Its own this process opens itself, so that a store
@@ -339,7 +351,7 @@ impl Serving {
             if lock(&self.link).is_some() {
                 return false;
             }
-            if let Err(e) = Control::open().and_then(|mut control| control.stop(number)) {
+            if let Err(e) = self.options.driver.stop(number) {
                 tracing::warn!(error = %e, "an unused device stays");
             }
         }

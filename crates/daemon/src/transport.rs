@@ -13,7 +13,6 @@ use std::{
     os::fd::{BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     process::Command,
-    sync::Once,
 };
 
 use burgeon_block::{Error, Result, Shape};
@@ -138,15 +137,9 @@ fn fast_note(transport: Transport) -> String {
 const CONTROL: &str = "/dev/ublk-control";
 
 fn add(id: MountId, size: u64) -> Result<u32> {
-    load_driver();
     Ok(Control::open()?
         .add(&Shape::read_only(size), OWNER_MAGIC | id.number(), Queues::default())?
         .number)
-}
-
-/// True if this kernel has ublk, or the module that [`load_driver`] will load.
-pub(crate) fn has_ublk() -> bool {
-    Path::new(CONTROL).exists() || module_is_there("ublk_drv")
 }
 
 /// True if the ublk driver is loaded, so that mounts may have its devices.
@@ -154,15 +147,13 @@ pub(crate) fn uses_ublk() -> bool {
     Path::new(CONTROL).exists()
 }
 
-/// Loads the ublk driver; it has no alias that would load it when its device is opened.
-fn load_driver() {
-    static TRIED: Once = Once::new();
-    TRIED.call_once(|| {
-        if !Path::new(CONTROL).exists() && module_is_there("ublk_drv") {
-            // The device shows if it worked.
-            let _ = Command::new("modprobe").arg("ublk_drv").output();
-        }
-    });
+/// Loads the ublk driver; it has no alias that would load it when its device is opened. Before the
+/// server starts, which opens it while it may.
+pub(crate) fn load_driver() {
+    if !uses_ublk() && module_is_there("ublk_drv") {
+        // The device shows if it worked.
+        let _ = Command::new("modprobe").arg("ublk_drv").output();
+    }
 }
 
 /// Removes the device of a mount, if it has one. Call this before the mount's folder is removed:

@@ -160,8 +160,8 @@ impl Sandbox {
         self
     }
 
-    /// Allows commands to the ublk driver, which accepts them from administrators alone.
-    pub fn administer_ublk(mut self) -> Self {
+    /// Keeps the capability of administrators, for a process that cannot do without.
+    pub fn administer(mut self) -> Self {
         self.keeps |= CapabilitySet::SYS_ADMIN;
         self
     }

@@ -13,9 +13,12 @@ use std::{
 };
 
 use io_uring::{IoUring, opcode, squeue::Entry, types::Fd};
+use rustix::thread::{CapabilitySet, capabilities};
 
 /// A file that only root may read.
 const SECRET: &str = "/etc/shadow";
+/// A device that only root may open. Opening it does nothing.
+const DEVICE: &str = "/dev/loop-control";
 /// An address without a listener.
 const ADDRESS: ([u8; 4], u16) = ([127, 0, 0, 1], 1);
 
@@ -67,6 +70,10 @@ fn attempts() -> &'static [Attempt] {
         }),
         ("read", || File::open(SECRET).is_ok()),
         ("write", || OpenOptions::new().append(true).open(SECRET).is_ok()),
+        ("device", || OpenOptions::new().read(true).write(true).open(DEVICE).is_ok()),
+        ("administer", || {
+            capabilities(None).is_ok_and(|had| had.effective.contains(CapabilitySet::SYS_ADMIN))
+        }),
         ("io_uring", || IoUring::new(4).is_ok()),
         ("io_uring connect", || {
             // SAFETY: a plain system call; its result is checked.

@@ -24,6 +24,13 @@ pub(crate) fn fuse_rings() -> Result<(), String> {
     judge_rings(rings.as_deref(), disabled.as_deref(), switch)
 }
 
+/// True if the kernel makes an io_uring for administrators alone. (It also does for a group, which no
+/// process of ours is in.)
+pub(crate) fn rings_take_an_administrator() -> bool {
+    let disabled = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled");
+    disabled.is_ok_and(|value| value.trim() == "1")
+}
+
 fn judge_rings(rings: Option<&str>, disabled: Option<&str>, switch: &str) -> Result<(), String> {
     match (rings.map(str::trim), disabled.map(str::trim)) {
         (None, _) => Err("this kernel has no FUSE over io_uring: Linux 6.14 or later may".into()),

@@ -193,7 +193,7 @@ impl Serving {
             return Ok(());
         }
         tracing::error!(mount = %id, error = %why, "cannot serve the mount: its reads are EIO");
-        let device = Arc::new(Refusing::instead_of(&attach)?);
+        let device = Arc::new(Refusing::instead_of(&attach, &self.options.driver)?);
         let (fuse, server, ended) = self.serve(&attach, fuse, &slots, &device)?;
         let (transport, number) = (attach.transport, self.next_server());
         lock(&self.refused).insert(id, Refused { attach, fuse, slots, _server: server, number });

@@ -2,7 +2,7 @@
 //! waits for it and it can be unmounted, until its files have been made again.
 
 use burgeon_block::{BlockDevice, Error, ErrorKind, Now, Result, Shape};
-use burgeon_frontend::ublk::Control;
+use burgeon_frontend::ublk::Driver;
 
 use crate::state::record::{Attach, Transport};
 
@@ -17,10 +17,10 @@ const SIZE_MAX: u64 = 1 << 62;
 
 impl Refusing {
     /// Replaces the device of `attach`.
-    pub(super) fn instead_of(attach: &Attach) -> Result<Self> {
+    pub(super) fn instead_of(attach: &Attach, driver: &Driver) -> Result<Self> {
         let size = match attach.transport {
             // Must be the size that the driver was told.
-            Transport::Ublk { number } => Control::open()?.size(number)?,
+            Transport::Ublk { number } => driver.size(number)?,
             Transport::Fuse | Transport::Rings { .. } => SIZE_MAX,
         };
         Ok(Self { size })

@@ -146,6 +146,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     }
     let opener = Arc::clone(&supervisor);
     thread::spawn(move || opener.monitor_opener());
+    transport::load_driver();
     let monitor = Arc::clone(&supervisor);
     thread::spawn(move || monitor.monitor_server(orphan));
     supervisor.reconnect_lost();
