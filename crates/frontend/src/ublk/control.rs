@@ -189,10 +189,11 @@ impl Control {
         }
     }
 
-    /// Makes the block device appear. Its server must be `server_pid` and serve it already.
-    pub fn start(&mut self, number: u32, server_pid: u32) -> Result<PathBuf> {
+    /// Makes the block device appear. It must be served already; `opener` is the process that has
+    /// opened it for that, which Linux 6.17 and later compare ([`Server::opener`](super::Server)).
+    pub fn start(&mut self, number: u32, opener: u32) -> Result<PathBuf> {
         let path = block_path(number);
-        self.call(START_DEV, number, server_pid.into(), &mut [0u8; 0])
+        self.call(START_DEV, number, opener.into(), &mut [0u8; 0])
             .map_err(|e| failed(format!("cannot start {}", path.display()), e))?;
         let depth = self.device(number)?.map_or(QUEUE_DEPTH, |device| device.depth);
         spare_one_tag(number, depth)?;
@@ -251,9 +252,9 @@ impl Control {
         }
     }
 
-    /// The new server, this process, serves all queues: requests flow again.
-    pub(super) fn end_recovery(&mut self, number: u32) -> Result<()> {
-        self.call(END_USER_RECOVERY, number, std::process::id().into(), &mut [0u8; 0])
+    /// The new server serves all queues, and `opener` has opened the device: requests flow again.
+    pub(super) fn end_recovery(&mut self, number: u32, opener: u32) -> Result<()> {
+        self.call(END_USER_RECOVERY, number, opener.into(), &mut [0u8; 0])
             .map_err(|e| cannot_take_over(number, e))
     }
 

@@ -1,5 +1,5 @@
-//! How the process that serves devices reaches the driver: with its own rights, or by controls that
-//! it has made before it gave them up.
+//! How the process that serves devices reaches the driver and them: with its own rights, or by
+//! controls that it has made before it gave them up, and by another process that opens devices.
 //!
 //! ```text
 //!   Driver::confined ─► rings for one file, /dev/ublk-control, with the credentials of that moment
@@ -11,11 +11,12 @@
 //! its owner can stop and remove ublk devices of others, and nothing else of an administrator.
 
 use std::{
-    fs::File,
+    fs::{File, OpenOptions},
     io,
     os::fd::AsRawFd,
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -28,9 +29,17 @@ use crate::sys::failed;
 const CONTROLS: usize = 4;
 /// How long a command may wait for others to end: they have a limit, too.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a process that has opened a device may take to end.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The way to the driver, for [`serve`](super::serve).
-pub struct Driver(Option<Pool>);
+pub struct Driver {
+    controls: Option<Pool>,
+    open: OpenDevice,
+}
+
+/// Opens `/dev/ublkcN` for reading and writing. Also returns the process that has opened it.
+pub type OpenDevice = Box<dyn Fn(u32) -> io::Result<(File, u32)> + Send + Sync>;
 
 /// Controls that are made once, and used in turn.
 struct Pool {
@@ -41,7 +50,7 @@ struct Pool {
 impl Driver {
     /// With the rights of this process, which must be an administrator's at each command.
     pub fn direct() -> Self {
-        Self(None)
+        Self { controls: None, open: Box::new(open_device) }
     }
 
     /// With the rights that this process has now. Starts no thread, and gives no command: a driver
@@ -49,7 +58,13 @@ impl Driver {
     pub fn confined() -> Result<Self> {
         let free =
             (0..CONTROLS).map(|_| confine(control::open_driver()?)).collect::<Result<_>>()?;
-        Ok(Self(Some(Pool { free: Mutex::new(free), returned: Condvar::new() })))
+        let pool = Pool { free: Mutex::new(free), returned: Condvar::new() };
+        Ok(Self { controls: Some(pool), ..Self::direct() })
+    }
+
+    /// Has devices opened by `open` from now on.
+    pub fn opened_by(self, open: OpenDevice) -> Self {
+        Self { open, ..self }
     }
 
     /// Ends the block device `number`, as [`Control::stop`].
@@ -62,9 +77,29 @@ impl Driver {
         self.with(|control| control.size(number))
     }
 
+    /// Opens `/dev/ublkcN`, which one process at a time can have. Waits for one that is just ending.
+    /// Also returns the process that has opened it.
+    pub(super) fn open(&self, number: u32) -> Result<(File, u32)> {
+        let begun = Instant::now();
+        loop {
+            match (self.open)(number) {
+                Ok(opened) => return Ok(opened),
+                Err(e)
+                    if e.raw_os_error() == Some(libc::EBUSY) && begun.elapsed() < OPEN_TIMEOUT =>
+                {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                Err(e) => {
+                    let path = control::char_path(number);
+                    return Err(failed(format!("cannot open {}", path.display()), e));
+                }
+            }
+        }
+    }
+
     /// Calls `use_it` with a control. `Unavailable` if none gets free.
     pub(super) fn with<T>(&self, use_it: impl FnOnce(&mut Control) -> Result<T>) -> Result<T> {
-        let Some(pool) = &self.0 else { return use_it(&mut Control::open()?) };
+        let Some(pool) = &self.controls else { return use_it(&mut Control::open()?) };
         let mut control = pool.take()?;
         let done = use_it(&mut control);
         pool.free().push(control);
@@ -89,6 +124,11 @@ impl Pool {
     fn free(&self) -> MutexGuard<'_, Vec<Control>> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn open_device(number: u32) -> io::Result<(File, u32)> {
+    let file = OpenOptions::new().read(true).write(true).open(control::char_path(number))?;
+    Ok((file, std::process::id()))
 }
 
 /// A control with the credentials of this moment, whose ring does nothing but commands to `file`.

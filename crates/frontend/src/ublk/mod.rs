@@ -42,7 +42,7 @@ mod queue;
 mod uapi;
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::File,
     io,
     sync::{
         Arc,
@@ -57,7 +57,7 @@ use burgeon_block::{BlockDevice, Error, ErrorKind, Result, WritableDevice};
 
 pub use self::{
     control::{Control, Device, Queues, block_path, numbers},
-    driver::Driver,
+    driver::{Driver, OpenDevice},
 };
 use self::{mailbox::Mailbox, queue::Queue};
 use crate::{
@@ -69,11 +69,14 @@ use crate::{
 
 /// How long the kernel may take to close what a killed server had open.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(30);
+/// How often a device is opened anew whose opener has died before its server could take it over.
+const TRIES: usize = 3;
 
 /// A running server of one device. Dropping it leaves the device to a successor.
 pub struct Server {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    opener: u32,
 }
 
 /// The state that the threads and tasks of all queues share: a hit locks nothing of it.
@@ -116,6 +119,28 @@ fn start<D: BlockDevice, A: Access<D>>(
     device: Arc<D>,
     options: &ServeOptions,
 ) -> Result<Server> {
+    let mut tries = 1;
+    loop {
+        match try_to_start::<D, A>(number, slots.clone(), device.clone(), options) {
+            // Linux 6.17 and later want the process that has opened the device, alive.
+            Err(e) if tries < TRIES && is_invalid(&e) => tries += 1,
+            result => return result,
+        }
+    }
+}
+
+/// True if the driver refused a command's arguments.
+fn is_invalid(error: &Error) -> bool {
+    let cause = error.cause::<io::Error>().and_then(io::Error::raw_os_error);
+    cause == Some(libc::EINVAL)
+}
+
+fn try_to_start<D: BlockDevice, A: Access<D>>(
+    number: u32,
+    slots: Arc<Slots>,
+    device: Arc<D>,
+    options: &ServeOptions,
+) -> Result<Server> {
     let driver = &options.driver;
     let Some(description) = driver.with(|control| control.device(number))? else {
         let what = format!("there is no ublk device {number}");
@@ -135,13 +160,14 @@ fn start<D: BlockDevice, A: Access<D>>(
     let engine = Arc::new(Engine::<D, A>::new(device, slots, runtime, memory_max)?);
     let mailboxes = (0..description.queues).map(|_| Mailbox::new(description.depth));
     let mailboxes = mailboxes.collect::<io::Result<Vec<_>>>();
+    let (file, opener) = driver.open(number)?;
     let shared = Arc::new(Shared {
-        file: open(number)?,
+        file,
         mailboxes: mailboxes.map_err(|e| failed("cannot make an eventfd", e))?,
         running: AtomicUsize::new(usize::from(description.queues)),
         life: engine.life().clone(),
     });
-    let mut server = Server { shared: shared.clone(), threads: Vec::new() };
+    let mut server = Server { shared: shared.clone(), threads: Vec::new(), opener };
     let (ready, becomes_ready) = mpsc::channel();
     for number_of_queue in 0..description.queues {
         let (shared, engine, ready) = (shared.clone(), engine.clone(), ready.clone());
@@ -169,7 +195,7 @@ fn start<D: BlockDevice, A: Access<D>>(
         .collect::<io::Result<()>>()
         .map_err(|e| failed(format!("cannot serve the queues of the ublk device {number}"), e))?;
     if description.started {
-        driver.with(|control| control.end_recovery(number))?;
+        driver.with(|control| control.end_recovery(number, opener))?;
     }
     Ok(server)
 }
@@ -188,14 +214,12 @@ fn begin_recovery(driver: &Driver, number: u32) -> Result<()> {
     Ok(())
 }
 
-/// Opens `/dev/ublkcN`, which one process at a time can have.
-fn open(number: u32) -> Result<File> {
-    let path = control::char_path(number);
-    let file = OpenOptions::new().read(true).write(true).open(&path);
-    file.map_err(|e| failed(format!("cannot open {}", path.display()), e))
-}
-
 impl Server {
+    /// The process that has opened the device, for [`Control::start`].
+    pub fn opener(&self) -> u32 {
+        self.opener
+    }
+
     /// Waits until serving is over, for whichever reason: [`End::Unmounted`] when the device was
     /// stopped.
     pub fn ended(&self) -> impl Future<Output = End> + Send + 'static {
