@@ -50,9 +50,10 @@ const ROWS: &[Row] = &[
     ("__read", "reading-remote", &["landlock", "connect"]),
     ("__hold", "holding", &["landlock"]),
     ("__open", "opening", &["landlock", "read"]),
+    ("__open", "opening-ublk", &["landlock", "read", "device"]),
     ("__serve", "serving", &["landlock", "connect"]),
     ("__serve", "serving-rings", &["landlock", "connect", "io_uring", "io_uring connect"]),
-    ("__serve", "serving-ublk", &["landlock", "connect", "device", "io_uring", "io_uring connect"]),
+    ("__serve", "serving-ublk", &["landlock", "connect", "io_uring", "io_uring connect"]),
 ];
 
 fn row(role: &str) -> (&'static str, BTreeSet<String>) {
@@ -164,10 +165,13 @@ fn the_processes_of_a_mount_are_confined_whoever_starts_them() {
         assert_eq!(by_command, reports_in(reading), "{image}");
         // The kernel decides whether they need rings.
         let ublk = Path::new("/dev/ublk-control").exists();
-        let helper = if ublk { "helping-rings" } else { "helping" };
+        let (helper, opener) = match ublk {
+            true => ("helping-rings", "opening-ublk"),
+            false => ("helping", "opening"),
+        };
         let servers = ["serving", "serving-rings", "serving-ublk"];
         let expected =
-            servers.map(|server| reports_in(&[preparing, helper, "opening", "holding", server]));
+            servers.map(|server| reports_in(&[preparing, helper, opener, "holding", server]));
         assert!(expected.contains(&by_daemon), "{image}: {by_daemon:?}");
     }
 }

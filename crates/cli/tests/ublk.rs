@@ -4,14 +4,14 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, path::PathBuf, process::Command};
+use std::{fs, path::PathBuf};
 
-use testkit::{Burgeon, PATIENCE, Rng, Space, ublk_devices, wait_until};
+use testkit::{Burgeon, PATIENCE, Rng, Space, drop_caches, kill, ublk_devices, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
 /// What a server reports that serves mounts over ublk. `tests/roles.rs` has the same of its role.
-const SERVER_CAN: &str = "probe: __serve: landlock, connect, device, io_uring, io_uring connect";
+const SERVER_CAN: &str = "probe: __serve: landlock, connect, io_uring, io_uring connect";
 
 fn set_up(space: &Space) -> (Burgeon, PathBuf) {
     let tree = space.make_folder("tree");
@@ -73,7 +73,7 @@ fn the_server_has_no_capability_and_takes_devices_over_without() {
     let server = || burgeon.status()["server_pid"].as_u64();
     let first = server().unwrap();
     assert_eq!(capabilities(first), 0);
-    Command::new("kill").args(["-KILL", &first.to_string()]).status().unwrap();
+    kill(first as u32);
     assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(tree.join("data")).unwrap());
     let second = server().unwrap();
     assert_ne!(first, second);
@@ -81,6 +81,35 @@ fn the_server_has_no_capability_and_takes_devices_over_without() {
     let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
     let found: Vec<_> = log.lines().filter(|line| line.starts_with("probe: __serve: ")).collect();
     assert_eq!(found, [SERVER_CAN; 2]);
+    burgeon.umount(mounted);
+}
+
+/// The kernel gives a device to the next server when the last descriptor of it is closed.
+#[test]
+fn the_opener_keeps_no_device_and_may_die_with_the_server() {
+    let space = Space::new("ublk-opener");
+    let (burgeon, tree) = set_up(&space);
+    let at = space.path("at");
+    let mounted = burgeon.mount("sample", &at, &["--read-only", "--transport", "ublk"]);
+    for _ in 0..3 {
+        let (mut opener, mut server) = (None, None);
+        let both = wait_until(PATIENCE, || {
+            let status = burgeon.status();
+            let id = |name: &str| status[name].as_u64().and_then(|id| u32::try_from(id).ok());
+            (opener, server) = (id("opener_pid"), id("server_pid"));
+            opener.is_some() && server.is_some()
+        });
+        assert!(both, "{:#}", burgeon.status());
+        let opener = opener.unwrap();
+        let open = fs::read_dir(format!("/proc/{opener}/fd")).unwrap();
+        let open: Vec<_> = open.filter_map(|fd| fs::read_link(fd.unwrap().path()).ok()).collect();
+        let is_device = |path: &PathBuf| path.to_string_lossy().starts_with("/dev/ublk");
+        assert!(!open.iter().any(is_device), "{open:?}");
+        kill(opener);
+        server.into_iter().for_each(kill);
+        drop_caches();
+        assert_eq!(fs::read(at.join("data")).unwrap(), fs::read(tree.join("data")).unwrap());
+    }
     burgeon.umount(mounted);
 }
 

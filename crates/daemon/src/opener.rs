@@ -11,11 +11,13 @@
 //! time limit on the server's side. The opener outlives neither supervisor and server, but either
 //! one of them: an orphan server keeps its socket, and a new supervisor starts an opener of its own.
 //!
-//! Invariants: the opener parses nothing but a path, writes no file, and has no network; it returns
-//! descriptors that are open for reading, of files, block devices and folders. A request of the
-//! server that meets a dead opener is sent to the next one (`client.rs`).
+//! Invariants: the opener parses nothing but a path or a number, writes no file, and has no network;
+//! it returns descriptors that are open for reading, of files, block devices and folders, and for
+//! writing, of `/dev/ublkcN` alone (`devices.rs`). A request of the server that meets a dead opener
+//! is sent to the next one (`client.rs`).
 
 mod client;
+mod devices;
 mod process;
 
 use std::{
@@ -25,7 +27,7 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::ffi::OsStrExt,
     },
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use burgeon_source::opening::Manner;
@@ -52,7 +54,8 @@ pub(crate) enum ToOpener {
 /// The longest request: the longest path, and the fields before it.
 const REQUEST_MAX: usize = HEAD_LEN + libc::PATH_MAX as usize;
 const HEAD_LEN: usize = 9;
-const ANSWER_LEN: usize = 12;
+/// An answer with the opener's process id; most have none.
+const ANSWER_MAX: usize = 16;
 
 /// Makes the socket between a server and its opener. It keeps the borders of messages.
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
@@ -64,58 +67,96 @@ pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 #[derive(PartialEq, Eq, Debug)]
 struct OpenRequest {
     number: u64,
-    manner: Manner,
-    path: PathBuf,
+    wanted: Wanted,
+}
+
+/// What the server asks for.
+#[derive(PartialEq, Eq, Clone, Debug)]
+enum Wanted {
+    File(Manner, PathBuf),
+    /// `/dev/ublkcN`, for reading and writing.
+    UblkQueues(u32),
+    /// No descriptor: an errno if somebody uses `/dev/ublkbN`.
+    UblkUnused(u32),
+}
+
+impl Wanted {
+    fn encode(&self, number: u64) -> Vec<u8> {
+        let device;
+        let (kind, rest) = match self {
+            Self::File(manner, path) => {
+                let kind = match manner {
+                    Manner::Stored => 0,
+                    Manner::Referred => 1,
+                    Manner::Identified => 2,
+                    Manner::Folder => 3,
+                };
+                (kind, path.as_os_str().as_bytes())
+            }
+            Self::UblkQueues(number) => {
+                device = number.to_le_bytes();
+                (4, &device[..])
+            }
+            Self::UblkUnused(number) => {
+                device = number.to_le_bytes();
+                (5, &device[..])
+            }
+        };
+        [&number.to_le_bytes()[..], &[kind], rest].concat()
+    }
 }
 
 impl OpenRequest {
-    fn encode(number: u64, manner: Manner, path: &Path) -> Vec<u8> {
-        let manner = match manner {
-            Manner::Stored => 0,
-            Manner::Referred => 1,
-            Manner::Identified => 2,
-            Manner::Folder => 3,
-        };
-        let path = path.as_os_str().as_bytes();
-        [&number.to_le_bytes()[..], &[manner], path].concat()
-    }
-
     fn decode(bytes: &[u8]) -> Option<Self> {
         let (number, rest) = bytes.split_first_chunk()?;
-        let (manner, path) = rest.split_first()?;
-        let manner = match manner {
-            0 => Manner::Stored,
-            1 => Manner::Referred,
-            2 => Manner::Identified,
-            3 => Manner::Folder,
-            _ => return None,
+        let (kind, rest) = rest.split_first()?;
+        let file = |manner| {
+            let path = PathBuf::from(std::ffi::OsStr::from_bytes(rest));
+            path.is_absolute().then_some(Wanted::File(manner, path))
         };
-        let path = PathBuf::from(std::ffi::OsStr::from_bytes(path));
-        path.is_absolute().then(|| Self { number: u64::from_le_bytes(*number), manner, path })
+        let device = || rest.try_into().ok().map(u32::from_le_bytes);
+        let wanted = match kind {
+            0 => file(Manner::Stored),
+            1 => file(Manner::Referred),
+            2 => file(Manner::Identified),
+            3 => file(Manner::Folder),
+            4 => device().map(Wanted::UblkQueues),
+            5 => device().map(Wanted::UblkUnused),
+            _ => None,
+        };
+        Some(Self { number: u64::from_le_bytes(*number), wanted: wanted? })
     }
 }
 
 /// The errno for a path that is neither a file nor a block device.
 const NOT_A_FILE: i32 = -1;
 
-/// The answer to the request of this number: an errno, or 0 with a descriptor.
+/// The answer to the request of this number: an errno, or 0 with a descriptor where one was asked
+/// for.
+#[derive(PartialEq, Eq, Debug)]
 struct OpenAnswer {
     number: u64,
     errno: i32,
+    /// The opener, with a device that the kernel knows its opener of.
+    process: Option<u32>,
 }
 
 impl OpenAnswer {
-    fn encode(&self) -> [u8; ANSWER_LEN] {
-        let mut bytes = [0; ANSWER_LEN];
-        bytes[..8].copy_from_slice(&self.number.to_le_bytes());
-        bytes[8..].copy_from_slice(&self.errno.to_le_bytes());
-        bytes
+    fn encode(&self) -> Vec<u8> {
+        let process = self.process.map(u32::to_le_bytes);
+        let process = process.as_ref().map_or(&[][..], |process| &process[..]);
+        [&self.number.to_le_bytes()[..], &self.errno.to_le_bytes(), process].concat()
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
         let (number, rest) = bytes.split_first_chunk()?;
-        let errno = i32::from_le_bytes(rest.try_into().ok()?);
-        Some(Self { number: u64::from_le_bytes(*number), errno })
+        let (errno, process) = rest.split_first_chunk()?;
+        let process = match process {
+            [] => None,
+            process => Some(u32::from_le_bytes(process.try_into().ok()?)),
+        };
+        let (number, errno) = (u64::from_le_bytes(*number), i32::from_le_bytes(*errno));
+        Some(Self { number, errno, process })
     }
 }
 
@@ -165,29 +206,32 @@ fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<Option<(&[u8], Opt
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
+    use std::path::PathBuf;
 
     use burgeon_source::opening::Manner;
 
-    use super::{OpenAnswer, OpenRequest};
+    use super::{OpenAnswer, OpenRequest, Wanted};
 
     #[test]
     fn requests_and_answers_round_trip_and_others_are_refused() {
-        let path = Path::new("/a/b");
-        for manner in [Manner::Stored, Manner::Referred, Manner::Identified, Manner::Folder] {
-            let bytes = OpenRequest::encode(7, manner, path);
-            let request = OpenRequest { number: 7, manner, path: path.to_owned() };
-            assert_eq!(OpenRequest::decode(&bytes), Some(request));
+        let file = |manner| Wanted::File(manner, PathBuf::from("/a/b"));
+        let manners = [Manner::Stored, Manner::Referred, Manner::Identified, Manner::Folder];
+        let devices = [Wanted::UblkQueues(3), Wanted::UblkUnused(1 << 31)];
+        for wanted in manners.map(file).into_iter().chain(devices) {
+            let bytes = wanted.encode(7);
+            assert_eq!(OpenRequest::decode(&bytes), Some(OpenRequest { number: 7, wanted }));
         }
-        let relative = OpenRequest::encode(7, Manner::Stored, Path::new("a/b"));
+        let relative = Wanted::File(Manner::Stored, PathBuf::from("a/b")).encode(7);
         let unknown = [&[0; 8][..], &[9], b"/a"].concat();
-        for bytes in [&relative[..], &unknown, &[0; 8], b""] {
+        let long = [&Wanted::UblkQueues(3).encode(7)[..], b"/"].concat();
+        for bytes in [&relative[..], &unknown, &long, &[0; 8], b""] {
             assert_eq!(OpenRequest::decode(bytes), None);
         }
-        let answer = OpenAnswer { number: 1 << 40, errno: 13 };
-        let bytes = answer.encode();
-        let decoded = OpenAnswer::decode(&bytes).unwrap();
-        assert_eq!((decoded.number, decoded.errno), (1 << 40, 13));
-        assert!(OpenAnswer::decode(&bytes[1..]).is_none());
+        for process in [None, Some(1 << 20)] {
+            let answer = OpenAnswer { number: 1 << 40, errno: 13, process };
+            let bytes = answer.encode();
+            assert_eq!(OpenAnswer::decode(&bytes), Some(answer));
+            assert!(OpenAnswer::decode(&bytes[1..]).is_none());
+        }
     }
 }

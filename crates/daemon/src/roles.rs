@@ -111,10 +111,7 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
         false => sandbox.lock_memory(),
     };
     let sandbox = if io.rings { sandbox.rings() } else { sandbox };
-    if !io.ublk {
-        return sandbox;
-    }
-    let sandbox = match system::rings_take_an_administrator() {
+    match io.ublk && system::rings_take_an_administrator() {
         true => {
             tracing::warn!(
                 "kernel.io_uring_disabled is 1, so only an administrator can serve mounts over \
@@ -123,13 +120,14 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
             sandbox.administer()
         }
         false => sandbox,
-    };
-    sandbox.device(Path::new("/dev")).read(Path::new("/sys"))
+    }
 }
 
-/// It opens any file of this host for reading, at the server's request.
-pub(crate) fn opening() -> Sandbox {
+/// It opens any file of this host for reading, at the server's request, and with ublk its devices,
+/// whose numbers are unknown now, for writing.
+pub(crate) fn opening(ublk: bool) -> Sandbox {
     let sandbox = Sandbox::computing().read_everything();
+    let sandbox = if ublk { sandbox.device(Path::new("/dev")) } else { sandbox };
     match harden::can_lock_without_capability() {
         true => sandbox,
         false => sandbox.lock_memory(),
@@ -234,7 +232,8 @@ pub const ROLES: &[Role] = &[
         process: "__read",
         sandbox: Some(|folder| Ok(Reach::within(folder, true).sandbox())),
     },
-    Role { name: "opening", process: "__open", sandbox: Some(|_| Ok(opening())) },
+    Role { name: "opening", process: "__open", sandbox: Some(|_| Ok(opening(false))) },
+    Role { name: "opening-ublk", process: "__open", sandbox: Some(|_| Ok(opening(true))) },
     Role { name: "holding", process: "__hold", sandbox: Some(|_| Ok(holding())) },
     Role {
         name: "serving",

@@ -41,13 +41,16 @@ use std::{
 };
 
 use burgeon_block::{Counters, Error, ErrorKind, Result};
-use burgeon_frontend::{ServeOptions, Slots, ublk::Driver};
+use burgeon_frontend::{
+    ServeOptions, Slots,
+    ublk::{Driver, OpenDevice},
+};
 use burgeon_source::{
     opening::{Manner, Opener, Opening, open_files_by},
     registry::Said,
 };
 use burgeon_volume::Limits;
-use tokio::runtime::{Builder, Runtime};
+use tokio::runtime::{Builder, Handle, Runtime};
 
 use self::{
     background::Warmed,
@@ -71,7 +74,6 @@ use crate::{
         paths::StateDir,
         record::{Attach, Transport},
     },
-    transport,
 };
 
 /// Threads of the fetch runtime. Fetching is waiting; two also keep a fast store busy.
@@ -161,6 +163,8 @@ fn begin(state_dir: &Path) -> Result<()> {
         .enable_all()
         .build()
         .map_err(failed)?;
+    let driver = driver.opened_by(device_opened_by(&opener, runtime.handle()));
+    let driver = Arc::new(driver);
     let options = ServeOptions { driver, ..ServeOptions::new(runtime.handle().clone()) };
     let serving = Arc::new(Serving {
         io,
@@ -201,13 +205,19 @@ fn begin(state_dir: &Path) -> Result<()> {
 }
 
 /// The way to the ublk driver, made while this process is an administrator.
-fn driver(io: ServingIo) -> Arc<Driver> {
+fn driver(io: ServingIo) -> Driver {
     let driver = if io.ublk { Driver::confined() } else { Ok(Driver::direct()) };
     // Other mounts can be served.
-    Arc::new(driver.unwrap_or_else(|e| {
+    driver.unwrap_or_else(|e| {
         tracing::error!(error = %e, "mounts over ublk cannot be served");
         Driver::direct()
-    }))
+    })
+}
+
+/// Has devices of ublk opened by the opener. The threads that serve them may block.
+fn device_opened_by(opener: &Arc<opener::Client>, runtime: &Handle) -> OpenDevice {
+    let (opener, runtime) = (Arc::clone(opener), runtime.clone());
+    Box::new(move |number| runtime.block_on(opener.open_ublk(number)))
 }
 
 /// Has files of this host opened by the opener. Its own this process opens itself, so that a store
@@ -347,7 +357,14 @@ impl Serving {
             let transports = self.channels(|attach, _, _| Ok(attach.transport));
             transports.unwrap_or_default().into_iter().filter_map(Transport::device).collect()
         };
-        for number in devices.into_iter().filter(|number| transport::is_unused(*number)) {
+        let is_unused = |number: &u32| {
+            let unused = self.runtime.block_on(self.opener.is_unused_ublk(*number));
+            unused.unwrap_or_else(|e| {
+                tracing::warn!(error = %e, number, "cannot see if a ublk device is in use");
+                false
+            })
+        };
+        for number in devices.into_iter().filter(is_unused) {
             if lock(&self.link).is_some() {
                 return false;
             }

@@ -148,7 +148,7 @@ pub(crate) fn uses_ublk() -> bool {
 }
 
 /// Loads the ublk driver; it has no alias that would load it when its device is opened. Before the
-/// server starts, which opens it while it may.
+/// server and the opener start, whose sandboxes depend on it.
 pub(crate) fn load_driver() {
     if !uses_ublk() && module_is_there("ublk_drv") {
         // The device shows if it worked.

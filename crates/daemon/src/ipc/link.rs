@@ -125,6 +125,10 @@ pub(crate) enum FromServer {
         /// Its reads are answered with `EIO`.
         #[serde(default)]
         refused: bool,
+        /// The process that has opened its ublk device; missing over FUSE, and from servers of
+        /// earlier versions, which open it themselves.
+        #[serde(default)]
+        opener: Option<u32>,
     },
     /// The answer to a `Refresh`.
     Refreshed { id: MountId, number: u64, error: Option<Failure> },
@@ -293,6 +297,7 @@ mod tests {
                 error: None,
                 served: true,
                 refused: false,
+                opener: Some(7),
             },
             FromServer::Adopted { refreshes: true, version: VERSION },
         ];

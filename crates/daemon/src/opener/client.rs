@@ -5,7 +5,7 @@ use std::{
     fs::File,
     io,
     os::fd::OwnedFd,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
     time::Duration,
@@ -15,9 +15,7 @@ use burgeon_source::opening::{Manner, Opening, not_a_file};
 use rustix::net::{SendFlags, Shutdown, shutdown};
 use tokio::sync::{Notify, Semaphore, oneshot};
 
-use super::{
-    ANSWER_LEN, HEAD_LEN, NOT_A_FILE, OpenAnswer, OpenRequest, REQUEST_MAX, receive, send,
-};
+use super::{ANSWER_MAX, HEAD_LEN, NOT_A_FILE, OpenAnswer, REQUEST_MAX, Wanted, receive, send};
 
 /// Requests that wait for the opener at a time.
 pub(super) const AT_ONCE: usize = 32;
@@ -25,6 +23,9 @@ pub(super) const AT_ONCE: usize = 32;
 /// Time limit of a request, for callers without an earlier one: a read's own deadline is 30 s, and a
 /// try of it takes at most 10 s.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Time limit of a request for a device: nobody reads from it meanwhile, and its readers wait.
+const DEVICE_PATIENCE: Duration = Duration::from_secs(30);
 
 /// The pause before another try to send, where the opener does not receive.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -47,7 +48,20 @@ struct State {
 
 struct Waiting {
     line: Arc<OwnedFd>,
-    sender: oneshot::Sender<io::Result<File>>,
+    sender: oneshot::Sender<(OpenAnswer, Option<OwnedFd>)>,
+}
+
+/// The opener's positive answer.
+struct Opened {
+    file: Option<File>,
+    process: Option<u32>,
+}
+
+impl Opened {
+    fn file(self) -> io::Result<File> {
+        // Without one, this process has too many open.
+        self.file.ok_or_else(|| io::Error::from_raw_os_error(libc::EMFILE))
+    }
 }
 
 impl Default for Client {
@@ -71,35 +85,56 @@ impl Client {
 
     /// Opens `path` by the opener. `TimedOut` if it does not answer.
     pub(crate) fn open(self: &Arc<Self>, path: &Path, manner: Manner) -> Opening {
-        let (client, path) = (Arc::clone(self), path.to_owned());
+        let (client, wanted) = (Arc::clone(self), Wanted::File(manner, path.to_owned()));
+        let is_long = path.as_os_str().len() > REQUEST_MAX - HEAD_LEN;
         Box::pin(async move {
-            let opened = tokio::time::timeout(PATIENCE, client.open_by_any(path, manner)).await;
-            opened.unwrap_or_else(|_| {
-                let what = format!("the opener did not answer within {} s", PATIENCE.as_secs());
-                Err(io::Error::new(io::ErrorKind::TimedOut, what))
-            })
+            if is_long {
+                return Err(io::Error::from_raw_os_error(libc::ENAMETOOLONG));
+            }
+            let opened = async {
+                // Never closed, so it is always had.
+                let _permit = client.permits.acquire().await;
+                client.ask(wanted).await
+            };
+            within(PATIENCE, opened).await?.file()
         })
     }
 
-    async fn open_by_any(&self, path: PathBuf, manner: Manner) -> io::Result<File> {
-        if path.as_os_str().len() > REQUEST_MAX - HEAD_LEN {
-            return Err(io::Error::from_raw_os_error(libc::ENAMETOOLONG));
+    /// Opens `/dev/ublkcN`, for reading and writing. Also returns the process that has opened it.
+    pub(crate) async fn open_ublk(&self, number: u32) -> io::Result<(File, u32)> {
+        let opened = within(DEVICE_PATIENCE, self.ask(Wanted::UblkQueues(number))).await?;
+        let process = opened.process.ok_or(io::ErrorKind::InvalidData)?;
+        Ok((opened.file()?, process))
+    }
+
+    /// True if nobody uses `/dev/ublkbN`.
+    pub(crate) async fn is_unused_ublk(&self, number: u32) -> io::Result<bool> {
+        match within(PATIENCE, self.ask(Wanted::UblkUnused(number))).await {
+            Ok(_) => Ok(true),
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(false),
+            Err(e) => Err(e),
         }
-        // Never closed, so it is always had.
-        let _permit = self.permits.acquire().await;
+    }
+
+    /// Asks one opener after another until one answers.
+    async fn ask(&self, wanted: Wanted) -> io::Result<Opened> {
         loop {
             // Before the look, so that no line is missed.
             let mut connected = std::pin::pin!(self.connected.notified());
             connected.as_mut().enable();
-            let Some(asked) = self.send(&path, manner) else {
+            let Some(asked) = self.send(&wanted) else {
                 // The supervisor starts another one.
                 connected.await;
                 continue;
             };
             match asked {
                 Ok(mut asked) => {
-                    if let Ok(answer) = (&mut asked.receiver).await {
-                        return answer;
+                    if let Ok((answer, fd)) = (&mut asked.receiver).await {
+                        return match answer.errno {
+                            0 => Ok(Opened { file: fd.map(File::from), process: answer.process }),
+                            NOT_A_FILE => Err(not_a_file()),
+                            errno => Err(io::Error::from_raw_os_error(errno)),
+                        };
                     }
                 }
                 Err(_) => tokio::time::sleep(PAUSE).await,
@@ -108,13 +143,12 @@ impl Client {
     }
 
     /// Sends a request; `None` without an opener.
-    fn send(&self, path: &Path, manner: Manner) -> Option<io::Result<Asked<'_>>> {
+    fn send(&self, wanted: &Wanted) -> Option<io::Result<Asked<'_>>> {
         let mut state = self.lock();
         let line = Arc::clone(state.line.as_ref()?);
         state.number += 1;
         let number = state.number;
-        let request = OpenRequest::encode(number, manner, path);
-        if let Err(e) = send(&*line, &request, None, SendFlags::DONTWAIT) {
+        if let Err(e) = send(&*line, &wanted.encode(number), None, SendFlags::DONTWAIT) {
             return Some(Err(e));
         }
         let (sender, receiver) = oneshot::channel();
@@ -124,19 +158,12 @@ impl Client {
 
     /// Takes the answers of one opener until it ends.
     fn listen(&self, line: &Arc<OwnedFd>) {
-        let mut bytes = [0; ANSWER_LEN];
+        let mut bytes = [0; ANSWER_MAX];
         while let Ok(Some((answer, fd))) = receive(&**line, &mut bytes) {
-            let Some(OpenAnswer { number, errno }) = OpenAnswer::decode(answer) else { break };
-            let result = match (errno, fd) {
-                (0, Some(fd)) => Ok(File::from(fd)),
-                // This process has too many open.
-                (0, None) => Err(io::Error::from_raw_os_error(libc::EMFILE)),
-                (NOT_A_FILE, _) => Err(not_a_file()),
-                (errno, _) => Err(io::Error::from_raw_os_error(errno)),
-            };
+            let Some(answer) = OpenAnswer::decode(answer) else { break };
             // Nobody may wait any longer.
-            if let Some(waiting) = self.lock().waiting.remove(&number) {
-                let _ = waiting.sender.send(result);
+            if let Some(waiting) = self.lock().waiting.remove(&answer.number) {
+                let _ = waiting.sender.send((answer, fd));
             }
         }
         let mut state = self.lock();
@@ -151,11 +178,21 @@ impl Client {
     }
 }
 
+async fn within<T>(
+    patience: Duration,
+    asked: impl Future<Output = io::Result<T>>,
+) -> io::Result<T> {
+    tokio::time::timeout(patience, asked).await.unwrap_or_else(|_| {
+        let what = format!("the opener did not answer within {} s", patience.as_secs());
+        Err(io::Error::new(io::ErrorKind::TimedOut, what))
+    })
+}
+
 /// A request that was sent; forgotten when it is dropped.
 struct Asked<'a> {
     client: &'a Client,
     number: u64,
-    receiver: oneshot::Receiver<io::Result<File>>,
+    receiver: oneshot::Receiver<(OpenAnswer, Option<OwnedFd>)>,
 }
 
 impl Drop for Asked<'_> {

@@ -20,8 +20,10 @@ use burgeon_block::{Error, Result};
 use burgeon_source::opening::open_checked;
 use rustix::net::{SendFlags, Shutdown, shutdown};
 
-use super::{NOT_A_FILE, OpenAnswer, OpenRequest, REQUEST_MAX, ToOpener, receive, send};
-use crate::{host::harden, ipc::wire, roles};
+use super::{
+    NOT_A_FILE, OpenAnswer, OpenRequest, REQUEST_MAX, ToOpener, Wanted, devices, receive, send,
+};
+use crate::{host::harden, ipc::wire, roles, transport};
 
 /// Threads of a line. The server waits for half as many requests at a time, so the others hang: a
 /// new process is needed.
@@ -48,14 +50,15 @@ fn begin() -> Result<()> {
     }
     let control = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).map_err(failed)?;
     let control = Arc::new(UnixStream::from(control));
-    roles::opening().enter()?;
+    let has_ublk = transport::uses_ublk();
+    roles::opening(has_ublk).enter()?;
     let lines = Arc::new(Lines::default());
     while let Some((ToOpener::Serve, mut fds)) = wire::receive::<ToOpener>(&control)? {
         if let Some(socket) = fds.pop() {
             *lines.open() += 1;
             let (lines, control) = (Arc::clone(&lines), Arc::clone(&control));
             let workers = Mutex::default();
-            Line { socket, workers, lines, control }.begin();
+            Line { socket, workers, lines, control, has_ublk }.begin();
         }
     }
     // The supervisor has died, and a server may go on without it.
@@ -85,6 +88,8 @@ struct Line {
     workers: Mutex<Workers>,
     lines: Arc<Lines>,
     control: Arc<UnixStream>,
+    /// This process may open devices of ublk.
+    has_ublk: bool,
 }
 
 #[derive(Default)]
@@ -123,7 +128,7 @@ impl Line {
                     let line = Arc::clone(&self);
                     thread::spawn(move || line.work());
                 }
-                Next::GiveUp => self.give_up(),
+                Next::GiveUp => self.give_up("every thread waits for a file"),
                 Next::GoOn | Next::Leave => {}
             }
             let answered =
@@ -164,7 +169,19 @@ impl Line {
     }
 
     fn answer(&self, request: &OpenRequest) -> io::Result<()> {
-        let opened = open_checked(&request.path, request.manner);
+        let opened = match &request.wanted {
+            Wanted::File(manner, path) => open_checked(path, *manner).map(Some),
+            Wanted::UblkQueues(_) | Wanted::UblkUnused(_)
+                if !self.has_ublk && transport::uses_ublk() =>
+            {
+                self.give_up("the kernel has come to have ublk");
+            }
+            Wanted::UblkQueues(number) => devices::open_queues(*number).map(Some),
+            Wanted::UblkUnused(number) => match transport::is_unused(*number) {
+                true => Ok(None),
+                false => Err(io::Error::from_raw_os_error(libc::EBUSY)),
+            },
+        };
         let errno = match &opened {
             Ok(_) => 0,
             Err(e) => e.raw_os_error().unwrap_or(match e.kind() {
@@ -173,8 +190,14 @@ impl Line {
                 _ => libc::EINVAL,
             }),
         };
-        let answer = OpenAnswer { number: request.number, errno };
-        let fd = opened.as_ref().ok().map(AsFd::as_fd);
+        let process = match request.wanted {
+            Wanted::UblkQueues(_) => Some(std::process::id()),
+            Wanted::File(..) | Wanted::UblkUnused(_) => None,
+        };
+        let answer = OpenAnswer { number: request.number, errno, process };
+        let fd = opened.as_ref().ok().and_then(Option::as_ref).map(AsFd::as_fd);
+        // This process's own descriptor is closed at once: it would keep a device from its next
+        // server.
         send(&self.socket, &answer.encode(), fd, SendFlags::empty())
     }
 
@@ -189,10 +212,10 @@ impl Line {
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
 
-    /// Every thread hangs. The sockets end first, because threads that cannot be killed keep them
-    /// open.
-    fn give_up(&self) -> ! {
-        tracing::error!("{THREADS_MAX} files cannot be opened: making way for another opener");
+    /// Another process is needed. The sockets end first, because threads that cannot be killed keep
+    /// them open.
+    fn give_up(&self, why: &str) -> ! {
+        tracing::error!("{why}: making way for another opener");
         let _ = shutdown(&self.socket, Shutdown::Both);
         let _ = self.control.shutdown(std::net::Shutdown::Both);
         std::process::exit(1);

@@ -86,6 +86,16 @@ enum AnyServer {
     Ublk(ublk::Server),
 }
 
+impl AnyServer {
+    /// The process that has opened its ublk device.
+    fn opener(&self) -> Option<u32> {
+        match self {
+            Self::Fuse(_) => None,
+            Self::Ublk(server) => Some(server.opener()),
+        }
+    }
+}
+
 type Ended = Pin<Box<dyn Future<Output = End> + Send>>;
 
 impl Serving {
@@ -95,7 +105,8 @@ impl Serving {
                 let error = self.attach(*attach, fds, refuse).err().map(Into::into);
                 let served = lock(&self.mounts).contains_key(&id);
                 let refused = lock(&self.refused).contains_key(&id);
-                self.tell(&FromServer::Attached { id, number, error, served, refused });
+                let opener = lock(&self.mounts).get(&id).and_then(|mount| mount.server.opener());
+                self.tell(&FromServer::Attached { id, number, error, served, refused, opener });
             }
             Job::Refresh { number } => {
                 let error = self.refresh(id).err().map(Into::into);

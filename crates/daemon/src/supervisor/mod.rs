@@ -144,9 +144,9 @@ fn begin(state_dir: &Path) -> Result<()> {
         let releaser = Arc::clone(&supervisor);
         thread::spawn(move || releaser.release_abandoned(is_copied));
     }
+    transport::load_driver();
     let opener = Arc::clone(&supervisor);
     thread::spawn(move || opener.monitor_opener());
-    transport::load_driver();
     let monitor = Arc::clone(&supervisor);
     thread::spawn(move || monitor.monitor_server(orphan));
     supervisor.reconnect_lost();

@@ -228,6 +228,7 @@ impl Supervisor {
             serving: Serving::Awaited,
             attach_number: 0,
             attach_answered: 0,
+            opener: None,
             refreshes: BTreeMap::new(),
             mending: false,
             handed_out: false,
@@ -244,9 +245,10 @@ impl Supervisor {
             _writes_lock: plan.lock.take(),
         });
         self.await_serving(id)?;
-        let server_pid = self.table().server_pid.unwrap_or_default();
+        let opener = self.table().mounts.get(&id).and_then(|entry| entry.opener);
+        let opener = opener.unwrap_or_default();
         let (plumbed, mount) =
-            plumbing::plumb(&self.state, id, &channel, server_pid, plan, attributes)?;
+            plumbing::plumb(&self.state, id, &channel, opener, plan, attributes)?;
         let transport = channel.transport().name().to_owned();
         drop(channel);
         plan.notes.extend(self.lost_area(id));

@@ -45,7 +45,8 @@ use crate::{
 #[derive(Serialize, Deserialize, Debug)]
 pub(crate) struct MountParts {
     id: MountId,
-    /// The ublk device that is served already, and the server's pid; `None` over FUSE.
+    /// The ublk device that is served already, and the process that has opened it for that; `None`
+    /// over FUSE.
     ublk: Option<(u32, u32)>,
     /// The seed's metadata.
     seed: PathBuf,
@@ -75,13 +76,13 @@ pub(crate) struct Plumbed {
     pub(crate) growth: Option<Growth>,
 }
 
-/// Mounts `plan`: the lazy data behind `channel`, which the process `server_pid` must already
-/// serve, and the seed's metadata in the mount's folder. Also returns the detached mount.
+/// Mounts `plan`: the lazy data behind `channel`, which must be served already, over ublk by a device
+/// that the process `opener` has opened, and the seed's metadata in the mount's folder. Also returns the detached mount.
 pub(crate) fn plumb(
     state: &StateDir,
     id: MountId,
     channel: &Channel,
-    server_pid: u32,
+    opener: u32,
     plan: &Plan,
     attributes: MountAttributes,
 ) -> Result<(Plumbed, OwnedFd)> {
@@ -96,7 +97,7 @@ pub(crate) fn plumb(
     }
     let parts = MountParts {
         id,
-        ublk: channel.transport().device().map(|number| (number, server_pid)),
+        ublk: channel.transport().device().map(|number| (number, opener)),
         seed: state.mount(id).join("seed"),
         sprout: plan.sprout.as_ref().map(|sprout| SproutPart {
             path: sprout.path.clone(),
@@ -123,7 +124,7 @@ pub(crate) fn assemble(parts: &MountParts, fuse: Option<OwnedFd>) -> Result<(Plu
         LoopDevice::attach(file, LoopOptions { name: &name, read_only, discard: false })
     };
     let (data, data_device) = match (parts.ublk, fuse) {
-        (Some((number, server_pid)), _) => (None, Control::open()?.start(number, server_pid)?),
+        (Some((number, opener)), _) => (None, Control::open()?.start(number, opener)?),
         (None, Some(fuse)) => {
             let data = attach(&Connection::open_file_of(&fuse)?, "data", true)?;
             let path = data.path().to_owned();

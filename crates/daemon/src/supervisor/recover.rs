@@ -122,6 +122,7 @@ impl Supervisor {
             serving: Serving::Awaited,
             attach_number: 0,
             attach_answered: 0,
+            opener: None,
             refreshes: BTreeMap::new(),
             mending: false,
             handed_out: true,

@@ -140,11 +140,11 @@ impl Supervisor {
 
     fn handle_message(self: &Arc<Self>, message: FromServer, _fds: Vec<OwnedFd>) {
         match message {
-            FromServer::Attached { id, number, error, served, refused } => {
+            FromServer::Attached { id, number, error, served, refused, opener } => {
                 if let Some(failure) = &error {
                     tracing::error!(mount = %id, error = %failure.what, "the server cannot serve the mount as told");
                 }
-                let answer = Attached { id, number, error, served, refused };
+                let answer = Attached { id, number, error, served, refused, opener };
                 if self.table().attached(answer) {
                     self.mend_if_needed(id);
                 }

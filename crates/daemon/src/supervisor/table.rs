@@ -65,6 +65,8 @@ pub(crate) struct MountEntry {
     pub(crate) serving: Serving,
     /// The number of its last `Attach`: answers to earlier ones come from dead servers.
     pub(crate) attach_number: u64,
+    /// The process that has opened its ublk device for its server.
+    pub(crate) opener: Option<u32>,
     /// The number of the last `Attach` that was answered.
     pub(crate) attach_answered: u64,
     /// Refreshes that a client waits for, and their results.
@@ -120,6 +122,7 @@ pub(crate) struct Attached {
     pub(crate) error: Option<Failure>,
     pub(crate) served: bool,
     pub(crate) refused: bool,
+    pub(crate) opener: Option<u32>,
 }
 
 /// The state behind the supervisor's one lock.
@@ -225,12 +228,13 @@ impl Table {
 
     /// Handles the server's answer to an `Attach`; false if it is stale.
     pub(crate) fn attached(&mut self, answer: Attached) -> bool {
-        let Attached { id, number, error, served, refused } = answer;
+        let Attached { id, number, error, served, refused, opener } = answer;
         let Some(entry) = self.mounts.get_mut(&id) else { return false };
         if number.is_some_and(|number| number != entry.attach_number) {
             return false;
         }
         entry.attach_answered = entry.attach_number;
+        entry.opener = opener.or(self.server_pid);
         // It has read everything anew; a server of an earlier version answers a refresh this way,
         // too.
         let until = number.unwrap_or(u64::MAX);

@@ -35,6 +35,7 @@ fn entry(id: MountId) -> MountEntry {
         serving: Serving::Awaited,
         attach_number: 0,
         attach_answered: 0,
+        opener: None,
         refreshes: BTreeMap::new(),
         mending: false,
         handed_out: true,
@@ -73,7 +74,7 @@ fn told(server: &UnixStream) -> (Option<u64>, Option<u64>) {
 
 fn answer(id: MountId, number: Option<u64>, error: Option<&str>, served: bool) -> Attached {
     let error = error.map(|what| Error::new(ErrorKind::Corrupt, what).into());
-    Attached { id, number, error, served, refused: false }
+    Attached { id, number, error, served, refused: false, opener: None }
 }
 
 #[test]
