@@ -78,7 +78,7 @@ fn file_system(subject: &str, name: &str) -> Finding {
 fn ublk() -> Finding {
     let there = fs::metadata("/dev/ublk-control").is_ok();
     if !there && module_is_there("ublk_drv") {
-        return Finding::fine("ublk", "a module of the kernel, loaded by the first mount");
+        return Finding::fine("ublk", "a module of the kernel, loaded with the daemon");
     }
     if there && !may_administrate() {
         return Finding::fine("ublk", "known to the kernel");
