@@ -10,7 +10,7 @@ use testkit::{Burgeon, PATIENCE, Rng, Space, drop_caches, kill, ublk_devices, wa
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
-/// What a server reports that serves mounts over ublk. `tests/roles.rs` has the same of its role.
+/// The report of a server of mounts over ublk. `tests/roles.rs` has the same for its role.
 const SERVER_CAN: &str = "probe: __serve: landlock, connect, io_uring, io_uring connect";
 
 fn set_up(space: &Space) -> (Burgeon, PathBuf) {

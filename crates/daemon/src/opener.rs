@@ -70,7 +70,7 @@ struct OpenRequest {
     wanted: Wanted,
 }
 
-/// What the server asks for.
+/// The object of a request.
 #[derive(PartialEq, Eq, Clone, Debug)]
 enum Wanted {
     File(Manner, PathBuf),

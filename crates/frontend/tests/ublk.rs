@@ -172,7 +172,7 @@ fn a_server_takes_a_device_over_with_the_rights_that_it_had_once() {
     let (number, slots, device) = (served.number, served.slots.clone(), served.device.clone());
     let mut options = ServeOptions::new(served.runtime.handle().clone());
     let driver = Arc::new(Driver::confined().unwrap());
-    // The threads of its queues have what this thread has left.
+    // The threads of its queues inherit the capabilities of this thread.
     let thread = thread::spawn(move || {
         let none = CapabilitySet::empty();
         let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };

@@ -29,7 +29,7 @@ fn open_checked(path: &Path, expected: &Path) -> io::Result<File> {
     if !metadata.file_type().is_char_device() || expected.trim() != format!("{major}:{minor}") {
         return Err(io::Error::from_raw_os_error(libc::ENODEV));
     }
-    // The same file again, whatever its name stands for now.
+    // The compared file, even if the name has got another one.
     let found = format!("/proc/self/fd/{}", found.as_raw_fd());
     OpenOptions::new().read(true).write(true).open(found)
 }

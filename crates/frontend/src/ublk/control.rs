@@ -99,7 +99,7 @@ pub struct Control {
     commands: u64,
 }
 
-/// How a command reaches the driver.
+/// The way of a command to the driver.
 enum Way {
     /// By its file, with this process's credentials.
     File(File),

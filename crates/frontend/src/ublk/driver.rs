@@ -1,5 +1,5 @@
-//! How the process that serves devices reaches the driver and them: with its own rights, or by
-//! controls that it has made before it gave them up, and by another process that opens devices.
+//! The way of a serving process to the driver: with its own rights, or by controls that it has made
+//! before it gave them up. Then another process opens devices for it.
 //!
 //! ```text
 //!   Driver::confined ─► rings for one file, /dev/ublk-control, with the credentials of that moment
@@ -27,9 +27,9 @@ use crate::sys::failed;
 
 /// Commands at a time. One may take as long as the kernel likes, as the end of a device does.
 const CONTROLS: usize = 4;
-/// How long a command may wait for others to end: they have a limit, too.
+/// Limit for a command to wait for earlier ones, which have a limit, too.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a process that has opened a device may take to end.
+/// Limit for the end of a process that has the device open.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The way to the driver, for [`serve`](super::serve).
@@ -53,8 +53,8 @@ impl Driver {
         Self { controls: None, open: Box::new(open_device) }
     }
 
-    /// With the rights that this process has now. Starts no thread, and gives no command: a driver
-    /// that cannot do what is needed is found out by the first one.
+    /// With the present rights of this process. Starts no thread, and gives no command: an
+    /// unsuitable driver fails at the first one.
     pub fn confined() -> Result<Self> {
         let free =
             (0..CONTROLS).map(|_| confine(control::open_driver()?)).collect::<Result<_>>()?;

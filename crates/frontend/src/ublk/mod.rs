@@ -67,9 +67,9 @@ use crate::{
     sys::failed,
 };
 
-/// How long the kernel may take to close what a killed server had open.
+/// Limit for the kernel to close the files of a killed server.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(30);
-/// How often a device is opened anew whose opener has died before its server could take it over.
+/// Attempts to take a device over. An attempt fails if the process that opened the device has died.
 const TRIES: usize = 3;
 
 /// A running server of one device. Dropping it leaves the device to a successor.
@@ -200,7 +200,7 @@ fn try_to_start<D: BlockDevice, A: Access<D>>(
     Ok(server)
 }
 
-/// Waits until the kernel has closed what a dead server had open. Every try is a command of its own,
+/// Waits until the kernel has closed the files of a dead server. Every try is a command of its own,
 /// so that many devices can wait beside each other.
 fn begin_recovery(driver: &Driver, number: u32) -> Result<()> {
     let begun = Instant::now();
