@@ -177,7 +177,14 @@ impl FakeServer {
                 let is_last = mount.is_some_and(|mount| number == Some(mount.attach_number));
                 let number = number.filter(|_| self.is_numbered);
                 let refused = how == How::Refused;
-                let taken = table.attached(Attached { id, number, error, served: false, refused });
+                let taken = table.attached(Attached {
+                    id,
+                    number,
+                    error,
+                    served: false,
+                    refused,
+                    opener: None,
+                });
                 assert_eq!(taken, is_last || (number.is_none() && table.mounts.contains_key(&id)));
                 taken.then_some(id)
             }
