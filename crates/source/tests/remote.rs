@@ -5,7 +5,7 @@
 use std::{
     io::{BufRead, BufReader, Write},
     net::{SocketAddr, TcpListener},
-    sync::atomic::Ordering::Relaxed,
+    sync::{atomic::Ordering::Relaxed, mpsc},
     thread,
     time::Duration,
 };
@@ -291,6 +291,18 @@ fn answering(head: &'static str, body: String) -> SocketAddr {
         }
     });
     address
+}
+
+#[test]
+fn a_list_has_an_end() {
+    let body = "<ListBucketResult><IsTruncated>true</IsTruncated>\
+        <NextContinuationToken>x</NextContinuationToken></ListBucketResult>";
+    let server = answering("HTTP/1.1 200 OK", body.to_owned());
+    let (send, receive) = mpsc::channel();
+    thread::spawn(move || send.send(remote("s3://bucket", &access(server)).list("packs")));
+    let listed = receive.recv_timeout(Duration::from_secs(60)).expect("it goes on for ever");
+    let error = listed.unwrap_err();
+    assert!(error.to_string().contains("pages without end"), "{error}");
 }
 
 #[test]

@@ -21,17 +21,18 @@ use std::{
     fmt, fs, io,
     path::Path as FilePath,
     sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
 };
 
 use burgeon_block::{
     BlockSource, ByteRange, Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result,
 };
 use bytes::{Bytes, BytesMut};
-use futures_util::{StreamExt, stream::BoxStream};
+use futures_util::{Stream, StreamExt, stream::BoxStream};
 use object_store::{
     GetOptions, GetRange, ObjectStore as Client, ObjectStoreExt, PutPayload, path::Path,
 };
-use tokio::sync::Semaphore;
+use tokio::{sync::Semaphore, time::timeout};
 
 use self::{connect::Retries, lease::Leases};
 pub use self::{connect::choose_cryptography, wire::Traffic};
@@ -48,6 +49,11 @@ pub(crate) const REQUESTS_MAX: usize = 64;
 
 /// Most names read from one listing: a hundred thousand packs hold 3 TiB.
 const LIST_MAX: usize = 1_000_000;
+
+/// Most requests without another name: a list can have endless pages without any.
+const EMPTY_MAX: u64 = 1000;
+/// Interval at which they are counted.
+const EMPTY_TICK: Duration = Duration::from_secs(1);
 
 /// A remote store. Cheap to clone.
 #[derive(Clone)]
@@ -188,6 +194,30 @@ impl Remote {
         }
     }
 
+    /// The next object of a list of `folder`. `Invalid` after many pages without one.
+    async fn next_of<T>(
+        &self,
+        folder: &str,
+        listed: &mut (impl Stream<Item = T> + Unpin),
+    ) -> Result<Option<T>> {
+        let requests = || self.0.traffic.requests.load(Relaxed);
+        let before = requests();
+        loop {
+            match timeout(EMPTY_TICK, listed.next()).await {
+                Ok(next) => return Ok(next),
+                Err(_) if requests() - before <= EMPTY_MAX => {}
+                Err(_) => {
+                    let what = format!(
+                        "cannot list {folder} of {}: the server gives pages without end, and no \
+                         names: check its address",
+                        self.0.url
+                    );
+                    return Err(Error::new(ErrorKind::Invalid, what));
+                }
+            }
+        }
+    }
+
     async fn names(&self, folder: &str) -> Result<Vec<ObjectId>> {
         let path = self.path(folder)?;
         let failed = self.failed("list", folder);
@@ -201,7 +231,7 @@ impl Remote {
             Scheme::S3 | Scheme::Gcs | Scheme::Azure => {
                 let mut listed = self.0.calling.list(Some(&path)).take(LIST_MAX + 1);
                 let mut objects = Vec::new();
-                while let Some(object) = listed.next().await {
+                while let Some(object) = self.next_of(folder, &mut listed).await? {
                     objects.push(object.map_err(&failed)?);
                 }
                 objects
