@@ -2,7 +2,7 @@
 
 use std::{
     ffi::OsString,
-    io::{BufRead, BufReader},
+    io::{self, BufRead, BufReader, Read},
     path::Path,
     process::{ExitCode, Stdio},
 };
@@ -64,15 +64,15 @@ pub(super) fn run_process(
         .stderr(Stdio::inherit())
         .spawn()
         .map_err(failed)?;
-    let mut on_map = Some(on_map);
-    let mut failure = None;
-    for line in child.stdout.take().map(BufReader::new).into_iter().flat_map(BufRead::lines) {
-        match line.map_err(failed)? {
-            line if line == MAPPED => on_map.take().into_iter().for_each(|on_map| on_map()),
-            line => failure = serde_json::from_str::<Failure>(&line).ok(),
-        }
+    let heard = child.stdout.take().map_or(Ok(None), |stdout| listen(stdout, on_map));
+    if heard.is_err() {
+        // It may be in the hands of the image's publisher, and not end by itself.
+        child.kill().map_err(failed)?;
     }
     let status = child.wait().map_err(failed)?;
+    let failure = heard.map_err(|e| {
+        Error::io("cannot understand the process that prepares the image: it was ended", e)
+    })?;
     if status.success() {
         return Ok(());
     }
@@ -84,6 +84,26 @@ pub(super) fn run_process(
         Error::new(ErrorKind::LocalIo, what)
     }))
 }
+
+/// Calls `on_map` when the process says that the address map exists, and returns the failure that
+/// it tells. An error for more than [`SAID_MAX`] bytes.
+fn listen(said: impl Read, on_map: impl FnOnce()) -> io::Result<Option<Failure>> {
+    let (mut on_map, mut failure) = (Some(on_map), None);
+    let mut said = said.take(SAID_MAX + 1);
+    for line in BufReader::new(&mut said).lines() {
+        match line? {
+            line if line == MAPPED => on_map.take().into_iter().for_each(|on_map| on_map()),
+            line => failure = serde_json::from_str::<Failure>(&line).ok(),
+        }
+    }
+    match said.limit() {
+        0 => Err(io::Error::new(io::ErrorKind::InvalidData, "it says too much")),
+        _ => Ok(failure),
+    }
+}
+
+/// Most bytes that `__prepare` prints: it parses what strangers made, so nobody relies on it.
+const SAID_MAX: u64 = 64 << 10;
 
 /// `__prepare` prints this when the address map exists.
 const MAPPED: &str = "mapped";
@@ -156,4 +176,26 @@ fn prepare_here(
     })?;
     let ready = ready.with_files(folder);
     files::publish_json(&folder.join("ready.json"), &ready)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, repeat};
+
+    use burgeon_block::{Error, ErrorKind};
+
+    use super::{Failure, MAPPED, listen};
+
+    #[test]
+    fn what_the_preparing_process_says_is_bounded() {
+        let mut maps = 0;
+        let failure = Failure::from(Error::new(ErrorKind::Corrupt, "damaged"));
+        let said = format!("{MAPPED}\n{}\n", serde_json::to_string(&failure).unwrap());
+        let heard = listen(said.as_bytes(), || maps += 1).unwrap().unwrap();
+        assert_eq!((maps, Error::from(heard).kind()), (1, ErrorKind::Corrupt));
+        assert!(listen(&b""[..], || ()).unwrap().is_none());
+        // A line without an end, and lines without number.
+        assert!(listen(repeat(b'x').take(1 << 20), || ()).is_err());
+        assert!(listen(repeat(b'\n').take(1 << 20), || ()).is_err());
+    }
 }
