@@ -6,6 +6,7 @@
 
 use std::{fs, path::PathBuf};
 
+use burgeon_frontend::ublk::{Control, numbers};
 use testkit::{Burgeon, PATIENCE, Rng, Space, drop_caches, kill, ublk_devices, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -90,7 +91,9 @@ fn the_opener_keeps_no_device_and_may_die_with_the_server() {
     let space = Space::new("ublk-opener");
     let (burgeon, tree) = set_up(&space);
     let at = space.path("at");
+    let before = numbers();
     let mounted = burgeon.mount("sample", &at, &["--read-only", "--transport", "ublk"]);
+    let number = numbers().into_iter().find(|number| !before.contains(number)).unwrap();
     for _ in 0..3 {
         let (mut opener, mut server) = (None, None);
         let both = wait_until(PATIENCE, || {
@@ -101,6 +104,9 @@ fn the_opener_keeps_no_device_and_may_die_with_the_server() {
         });
         assert!(both, "{:#}", burgeon.status());
         let opener = opener.unwrap();
+        // Later kernels compare it.
+        let device = Control::open().unwrap().device(number).unwrap().unwrap();
+        assert_eq!(device.opener, Some(opener));
         let open = fs::read_dir(format!("/proc/{opener}/fd")).unwrap();
         let open: Vec<_> = open.filter_map(|fd| fs::read_link(fd.unwrap().path()).ok()).collect();
         let is_device = |path: &PathBuf| path.to_string_lossy().starts_with("/dev/ublk");

@@ -185,6 +185,8 @@ fn a_server_takes_a_device_over_with_the_rights_that_it_had_once() {
         ublk::serve(number, slots, device, &options).unwrap()
     });
     served.server = Some(thread.join().unwrap());
+    let device = Control::open().unwrap().device(number).unwrap().unwrap();
+    assert_eq!(device.opener, Some(std::process::id()));
     read(&served.open(), 4711, 2).unwrap();
     assert_eq!(served.slots.counters().failed_reads.get(), 0);
 }

@@ -69,6 +69,9 @@ pub struct Device {
     pub started: bool,
     /// True if its server has died and no other has taken it over yet.
     pub waits: bool,
+    /// The process that opened it for its server, as the last [`Control::start`] or take-over named
+    /// it.
+    pub opener: Option<u32>,
     pub(super) queues: u16,
     pub(super) depth: u16,
 }
@@ -371,6 +374,8 @@ impl From<&DeviceInfo> for Device {
             owner: info.owner,
             started: info.state != STATE_DEAD,
             waits: info.state == STATE_QUIESCED,
+            // The driver has -1 before a device is started.
+            opener: u32::try_from(info.server_pid).ok().filter(|pid| *pid > 0),
             queues: info.queues,
             depth: info.depth,
         }
