@@ -525,7 +525,7 @@ pub(crate) struct Demo {
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Shutdown {
     /// Unmount everything first; refused if a mount is in use
-    #[arg(long)]
+    #[arg(long, conflicts_with = "force")]
     pub(crate) unmount: bool,
     /// End the daemon even if mounts are in use: they are detached, and their reads of data that is
     /// not local fail

@@ -239,7 +239,6 @@ fn what_readers_wait_for_can_be_given_up() {
     let space = Space::new("held-given-up");
     let set = set_up(&space, 35, &["--read-only"]);
     let burgeon = &set.burgeon;
-    let device = burgeon.status()["mounts"][0]["device"].as_str().unwrap().to_owned();
     burgeon.kill_both();
     drop_caches();
     // No daemon can be started: somebody has its lock.
@@ -247,15 +246,16 @@ fn what_readers_wait_for_can_be_given_up() {
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
     let waiting = reader(&set.at);
     let said = burgeon.run(&["shutdown", "--force"]);
-    assert!(said.stderr.contains("readers get I/O errors"), "{said:?}");
+    assert!(said.code == Some(0) && said.stderr.contains("readers get I/O errors"), "{said:?}");
     assert_eq!(waiting.result().unwrap_err().raw_os_error(), Some(EIO));
     assert!(wait_until(PATIENCE, || burgeon.holder().is_none()), "it holds nothing");
+    assert!(!space.mounts().contains(&set.at), "no daemon is needed to unmount it");
     drop(lock);
-
-    // It is a mount without a server now, as ever.
-    burgeon.ok(&["doctor", "--repair"]);
-    assert!(fs::read(set.at.join("data")).unwrap() == set.expected);
-    // And so it is where an administrator aborts the connection.
+    std::mem::forget(set.mounted);
+    let options = ["--read-only", "--transport", "fuse"];
+    let mounted = burgeon.mount("sample", &set.at, &options);
+    let device = burgeon.status()["mounts"][0]["device"].as_str().unwrap().to_owned();
+    // An administrator aborts the connection: it is a mount without a server then.
     burgeon.kill_both();
     drop_caches();
     let holder = burgeon.holder();
@@ -265,7 +265,24 @@ fn what_readers_wait_for_can_be_given_up() {
     assert!(wait_until(PATIENCE, || burgeon.holder() != holder), "it holds a dead connection");
     burgeon.ok(&["doctor", "--repair"]);
     assert!(fs::read(set.at.join("data")).unwrap() == set.expected);
-    burgeon.umount(set.mounted);
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn shutdown_unmounts_what_no_process_serves_or_holds() {
+    let space = Space::new("held-by-nobody");
+    for option in ["--force", "--unmount"] {
+        let set = set_up(&space, 36, &["--write-limit", "256M"]);
+        let burgeon = &set.burgeon;
+        burgeon.kill_daemon();
+        assert_eq!(burgeon.holder(), None);
+        assert!(burgeon.ok(&["status"]).contains("1 mount exists"));
+        assert!(burgeon.ok(&["shutdown"]).contains("1 mount exists"));
+        let said = burgeon.ok(&["shutdown", option]);
+        assert!(!space.mounts().contains(&set.at), "{option}: {said}");
+        std::mem::forget(set.mounted);
+        assert_eq!((folders(burgeon), burgeon.processes().len()), (0, 0), "{option}: {said}");
+    }
 }
 
 /// As `docs/cli.md` says it.

@@ -10,6 +10,7 @@
 //! a killed one has it until the kernel has ended its last thread.
 
 use std::{
+    path::Path,
     thread,
     time::{Duration, Instant},
 };
@@ -45,7 +46,23 @@ pub fn find(state: &StateDir, fsid: Fsid) -> Option<Orphan> {
     records.find(|record| record.fsid == Some(fsid)).map(|record| Orphan { record })
 }
 
+/// The mounts in the state directory that the kernel still has.
+pub fn all(state: &StateDir) -> Vec<Orphan> {
+    let records = mount_ids(state).into_iter().filter_map(|id| read_record(state, id).ok());
+    records.filter(is_alive).map(|record| Orphan { record }).collect()
+}
+
 impl Orphan {
+    /// The mount's file system.
+    pub fn fsid(&self) -> Option<Fsid> {
+        self.record.fsid
+    }
+
+    /// The place where it was mounted.
+    pub fn target(&self) -> &Path {
+        &self.record.target
+    }
+
     /// The image as the user typed it.
     pub fn image(&self) -> &str {
         &self.record.image

@@ -1,11 +1,13 @@
 //! `burgeon shutdown`: ends the daemon, and reports mounts that remain.
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Duration};
 
 use anyhow::Result;
 use burgeon_block::ErrorKind;
 use burgeon_daemon::{
-    Client, holder,
+    doctor::mounts_without_daemon,
+    holder,
+    orphan::{self, Orphan},
     protocol::{MountStatus, Request},
 };
 use rustix::mount::UnmountFlags;
@@ -13,7 +15,8 @@ use serde_json::json;
 
 use super::{
     Context, need_mount_privilege,
-    umount::{await_release, daemon_of_waiting, detach, places_of},
+    status::that_exist,
+    umount::{AT_ONCE_MS, await_release, daemon_if, detach, places_of},
 };
 use crate::{args, exit::Busy, holders, output};
 
@@ -21,26 +24,18 @@ use crate::{args, exit::Busy, holders, output};
 const FORCED_TIMEOUT_MS: u64 = 15_000;
 
 pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCode> {
-    let daemon = match args.unmount || args.force {
-        // This daemon unmounts, and releases the rest.
-        true => daemon_of_waiting(context)?,
-        false => Client::connect_and_ask(&context.state)?,
+    let unmounts = args.unmount || args.force;
+    // A new daemon serves the mounts again, so that no umount waits, and releases them.
+    let is_needed = || {
+        unmounts && (!holder::waiting(&context.state).is_empty() || !lost_here(context).is_empty())
     };
-    let Some((client, status)) = daemon else {
-        let said = match holder::waiting(&context.state).is_empty() {
-            true => "no daemon runs",
-            false => {
-                "no daemon runs, and readers of mounts wait for one: `burgeon doctor --repair` \
-                 starts it, `burgeon shutdown --force` gives the readers I/O errors"
-            }
-        };
-        say(context, said)?;
-        return Ok(ExitCode::SUCCESS);
+    let Some((client, status)) = daemon_if(context, is_needed)? else {
+        return without_daemon(context, &args);
     };
     let held = held(&status.mounts);
-    if args.unmount || args.force {
+    if unmounts {
         need_mount_privilege("shutdown --unmount")?;
-        let flags = if args.force { UnmountFlags::DETACH } else { UnmountFlags::empty() };
+        let flags = flags(&args);
         for mount in status.mounts {
             for place in mount.fsid.map(places_of).unwrap_or_default() {
                 detach(&place, flags)?;
@@ -60,6 +55,52 @@ pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCo
     })?;
     client.wait_for_end();
     say(context, "the daemon has ended")?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn flags(args: &args::Shutdown) -> UnmountFlags {
+    if args.force { UnmountFlags::DETACH } else { UnmountFlags::empty() }
+}
+
+/// The mounts in this namespace that have no daemon.
+fn lost_here(context: &Context) -> Vec<Orphan> {
+    let mut lost = orphan::all(&context.state);
+    lost.retain(|mount| mount.fsid().is_some_and(|fsid| !places_of(fsid).is_empty()));
+    lost
+}
+
+/// No daemon runs. With an option to unmount, none can be started either, so this process unmounts.
+fn without_daemon(context: &Context, args: &args::Shutdown) -> Result<ExitCode> {
+    if args.unmount || args.force {
+        for mount in lost_here(context) {
+            need_mount_privilege("shutdown --unmount")?;
+            for place in mount.fsid().map(places_of).unwrap_or_default() {
+                detach(&place, flags(args))?;
+            }
+            let release = |ms| mount.release(&context.state, Duration::from_millis(ms));
+            match args.force {
+                // The next daemon removes the folder of a mount that somebody still uses.
+                true => drop(release(AT_ONCE_MS)),
+                false => await_release(mount.target(), mount.fsid(), false, release)?,
+            }
+        }
+        say(context, "no daemon runs")?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let lost = mounts_without_daemon(&context.state);
+    let said = match (lost, holder::waiting(&context.state).is_empty()) {
+        (_, false) => {
+            "no daemon runs, and readers of mounts wait for one: `burgeon doctor --repair` \
+             starts it, `burgeon shutdown --force` gives the readers I/O errors"
+        }
+        (0, true) => "no daemon runs",
+        (lost, true) => &format!(
+            "no daemon runs, but {}: `burgeon doctor --repair` serves them again, `burgeon \
+             shutdown --unmount` unmounts them",
+            that_exist(lost)
+        ),
+    };
+    say(context, said)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -19,6 +19,12 @@ use serde_json::json;
 use super::Context;
 use crate::output::{self, bytes, counted, duration_us, percent};
 
+/// "1 mount exists", "2 mounts exist".
+pub(super) fn that_exist(mounts: usize) -> String {
+    let verb = if mounts == 1 { "exists" } else { "exist" };
+    format!("{} {verb}", counted(mounts as u64, "mount"))
+}
+
 pub(super) fn status(context: &Context) -> Result<ExitCode> {
     let Some((_, mut status)) = Client::connect_and_ask(&context.state)? else {
         let lost = burgeon_daemon::doctor::mounts_without_daemon(&context.state);
@@ -31,9 +37,9 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
                 "there is no state directory {root}, so no daemon runs, and nothing is mounted"
             );
         } else if lost > 0 {
-            let lost = counted(lost as u64, "mount");
             println!(
-                "no daemon runs, but {lost} exist: `burgeon doctor --repair` serves them again"
+                "no daemon runs, but {}: `burgeon doctor --repair` serves them again",
+                that_exist(lost)
             );
         } else {
             println!("no daemon runs for {}: nothing is mounted", context.state.root().display());

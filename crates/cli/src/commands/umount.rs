@@ -42,7 +42,7 @@ use crate::{
 const RELEASE_TIMEOUT_MS: u64 = 15_000;
 
 /// Wait before looking for holders.
-const AT_ONCE_MS: u64 = 500;
+pub(super) const AT_ONCE_MS: u64 = 500;
 
 pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> {
     need_mount_privilege("umount")?;
@@ -175,13 +175,22 @@ pub(crate) fn await_release(
 /// requests. If that fails, the readers get I/O errors.
 pub(crate) fn daemon_of_waiting(context: &Context) -> Result<Option<(Client, Status)>> {
     let found = Client::connect_and_ask(&context.state)?;
-    if found.is_some() || holder::waiting(&context.state).is_empty() {
+    if found.is_some() || !is_needed() {
         return Ok(found);
     }
     match Client::connect_or_start(&context.state) {
         Ok(_) => Ok(Client::connect_and_ask(&context.state)?),
         Err(e) => {
             eprintln!("burgeon: readers get I/O errors, because no daemon can be started: {e}");
+    daemon_if(context, || !holder::waiting(&context.state).is_empty())
+}
+
+/// The daemon. Starts one if none runs and it `is_needed`; if that fails, readers that wait for one
+/// get I/O errors.
+pub(super) fn daemon_if(
+    context: &Context,
+    is_needed: impl Fn() -> bool,
+) -> Result<Option<(Client, Status)>> {
             holder::give_up(&context.state)?;
             Ok(None)
         }
