@@ -393,7 +393,7 @@ fn writes_go_to_a_device_of_the_users() {
     // Nobody of ours is alive to say that the device is in use: the kernel does.
     let mounted = burgeon.mount("sample", &at, &["--writes", "w"]);
     burgeon.kill_daemon();
-    burgeon.fails(&["writes", "rm", "w"], 5, "are mounted on");
+    burgeon.fails(&["writes", "rm", "w"], 5, "are mounted already, at");
     assert_eq!(state_of_writes(&burgeon), "mounted");
     burgeon.umount(mounted);
     assert_eq!(state_of_writes(&burgeon), "kept");

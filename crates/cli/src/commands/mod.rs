@@ -21,6 +21,7 @@ mod record;
 mod shutdown;
 mod status;
 mod store;
+mod taken;
 pub(crate) mod umount;
 mod upgrade;
 mod writes;

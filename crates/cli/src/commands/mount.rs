@@ -27,7 +27,7 @@ use serde_json::json;
 
 use super::{
     Context, bring_back::bring_back, far, images, mistakes, mount_point::MountPoint, named,
-    need_mount_privilege, oci_image,
+    need_mount_privilege, oci_image, taken,
 };
 use crate::{args, attributes::Attributes, output, pull::Pull};
 
@@ -112,6 +112,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     let target = point.path()?;
     let mut attributes = args.attributes.request()?;
     attributes.others.read_only |= args.read_only;
+    let name = args.writes.clone();
     let has_own_writes = args.writes.is_some() || args.writes_device.is_some();
     // Read-only writes need no space.
     let writes = match args.read_only || attributes.others.read_only && !has_own_writes {
@@ -165,7 +166,13 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         (found.store == context.store_location() && !found.store_away).then(|| found.name.clone());
     let client = Client::connect_or_start(&context.state)?;
     let made = client.call(&Request::Mount(Box::new(request)));
-    let (reply, mut fds) = made.map_err(|e| found.explain(e))?;
+    let (reply, mut fds) = made.map_err(|e| {
+        let e = found.explain(e);
+        match name {
+            Some(name) => taken::explain_writes(context, &name, e),
+            None => e,
+        }
+    })?;
     let (Reply::Mounted(mounted), Some(mount)) = (reply, fds.pop()) else {
         return Err(anyhow!("the daemon gave an answer to something else"));
     };

@@ -31,7 +31,7 @@ use rustix::{
 };
 use serde_json::json;
 
-use super::{Context, need_mount_privilege};
+use super::{Context, need_mount_privilege, taken};
 use crate::{
     args,
     exit::{self, Busy},
@@ -89,6 +89,14 @@ pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
 fn one_of(context: &Context, path: &Path, lazy: bool) -> Result<(PathBuf, String)> {
     let target = fs::canonicalize(path)
         .map_err(|e| Error::io(format!("cannot unmount {}", path.display()), e))?;
+    unmount_at(context, &target, lazy).map_err(|e| match is_mounted(&target) {
+        true => e,
+        false => taken::explain_target(context, &target, e),
+    })
+}
+
+fn unmount_at(context: &Context, target: &Path, lazy: bool) -> Result<(PathBuf, String)> {
+    let target = target.to_owned();
     let fsid = mounted_here(&target)?;
     let orphan = fsid.and_then(|fsid| orphan::find(&context.state, fsid));
     let daemon = match &orphan {

@@ -6,7 +6,7 @@ use anyhow::Result;
 use burgeon_daemon::writes::{self, WritesRecord};
 use serde_json::json;
 
-use super::Context;
+use super::{Context, taken};
 use crate::{
     args::WritesCommand,
     output::{self, bytes},
@@ -16,7 +16,8 @@ pub(super) fn writes(context: &Context, command: WritesCommand) -> Result<ExitCo
     match command {
         WritesCommand::List => list(context),
         WritesCommand::Rm { name } => {
-            writes::remove(&context.state, &name)?;
+            writes::remove(&context.state, &name)
+                .map_err(|e| taken::explain_writes(context, &name, e.into()))?;
             if context.json {
                 output::print_json(&json!({ "removed": name }))?;
             } else {
