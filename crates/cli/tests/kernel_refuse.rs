@@ -415,7 +415,7 @@ fn a_second_daemon_on_one_state_directory() {
 fn umount_of_something_else_or_in_use() {
     let at = Installation::new("umount");
     let disk = at.space.small_disk("disk", 1 << 20);
-    at.burgeon.fails(&["umount", text(disk.path())], FAILED, "not a mount of this Burgeon");
+    at.burgeon.fails(&["umount", text(disk.path())], NOT_FOUND, "not a mount of this Burgeon");
     at.burgeon.fails(&["umount", "/no/such/place"], NOT_FOUND, "/no/such/place");
     let mounted = at.burgeon.mount("image:1", &at.space.path("at"), &LIMIT);
     let file = fs::File::open(mounted.path().join("file")).unwrap();

@@ -112,7 +112,7 @@ fn unmount_at(context: &Context, target: &Path, lazy: bool) -> Result<(PathBuf, 
         // Another process may have unmounted it just now.
         mounted_here(&target)?;
         return Err(Error::new(
-            ErrorKind::Invalid,
+            ErrorKind::NotFound,
             format!(
                 "{} is not a mount of this Burgeon: `burgeon status` lists them",
                 target.display()
@@ -182,14 +182,6 @@ pub(crate) fn await_release(
 /// The daemon. Starts one if readers wait for it, since a umount might have to wait for their
 /// requests. If that fails, the readers get I/O errors.
 pub(crate) fn daemon_of_waiting(context: &Context) -> Result<Option<(Client, Status)>> {
-    let found = Client::connect_and_ask(&context.state)?;
-    if found.is_some() || !is_needed() {
-        return Ok(found);
-    }
-    match Client::connect_or_start(&context.state) {
-        Ok(_) => Ok(Client::connect_and_ask(&context.state)?),
-        Err(e) => {
-            eprintln!("burgeon: readers get I/O errors, because no daemon can be started: {e}");
     daemon_if(context, || !holder::waiting(&context.state).is_empty())
 }
 
@@ -199,6 +191,14 @@ pub(super) fn daemon_if(
     context: &Context,
     is_needed: impl Fn() -> bool,
 ) -> Result<Option<(Client, Status)>> {
+    let found = Client::connect_and_ask(&context.state)?;
+    if found.is_some() || !is_needed() {
+        return Ok(found);
+    }
+    match Client::connect_or_start(&context.state) {
+        Ok(_) => Ok(Client::connect_and_ask(&context.state)?),
+        Err(e) => {
+            eprintln!("burgeon: readers get I/O errors, because no daemon can be started: {e}");
             holder::give_up(&context.state)?;
             Ok(None)
         }
