@@ -12,6 +12,7 @@
 //! disappear with this process even if it is killed.
 
 use std::{
+    collections::HashSet,
     fs::File,
     io::{self, BufReader, Read, Seek, SeekFrom},
     path::Path,
@@ -23,7 +24,7 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
+use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectStore, Result};
 use burgeon_image::builder::{self, Description, Gunzip, LayerLimits, Layers, Report};
 use burgeon_layer::{LayerCodec, Recorder, Restarts};
 use burgeon_source::{
@@ -192,7 +193,7 @@ impl Blobs {
             };
             let spool = spool.map(Spool::of);
             let (headers, spooled) = self.read_layer(coming, work.own, spool, |blob| {
-                let blob = Metered { inner: blob, meter: all.meter() };
+                let blob = coming.metered(blob, all.meter());
                 let mut archive = Digesting::new(decompressed(blob, compression)?);
                 let headers = all.headers(&mut archive)?;
                 coming.check(archive.digest()).map(|()| headers)
@@ -238,7 +239,9 @@ impl Blobs {
                 let listed = toc::fetch(self, coming.layer, place).and_then(|stored| {
                     let _one = tocs.one_at_a_time();
                     let toc = toc::read(coming.layer, place, &stored)?;
-                    layers.meter().input(stored.len());
+                    if !coming.is_repeated {
+                        layers.meter().input(stored.len());
+                    }
                     let listed = layers.list(&toc.files, coming.number, work.options)?;
                     Ok((listed, Ok(toc.restarts)))
                 });
@@ -252,6 +255,8 @@ impl Blobs {
                 }
             }
             let object = layer_object(&digest.bytes())?;
+            // A repeated layer is stored already.
+            let keep = keep.filter(|_| !coming.is_repeated);
             let partial = match keep {
                 Some(keep) => keep.own.partial(&object, *size)?,
                 None => None,
@@ -263,7 +268,7 @@ impl Blobs {
             });
             let spool = path.as_deref().map(|path| Spool::lasting(path, partial.as_ref()));
             let described = self.read_layer(coming, work.own, spool.transpose()?, |blob| {
-                let blob = Metered { inner: blob, meter: layers.meter() };
+                let blob = coming.metered(blob, layers.meter());
                 let blob = BufReader::with_capacity(BUFFER_LEN, blob);
                 let mut recorder =
                     CountedPlaces::new(Recorder::new(blob, compression.codec())?, layers.meter());
@@ -272,10 +277,15 @@ impl Blobs {
                 coming.check(archive.digest())?;
                 Ok((description, recorder.inner.finish(*size)))
             });
-            let (described, _) = described.map_err(|error| given_up(partial, error))?;
+            let (described, _) = match described {
+                Ok(described) => described,
+                Err(error) => return Err(given_up(partial, error)),
+            };
             if let (Some(keep), Some(path)) = (keep, path) {
                 keep.own.publish_file(&object, &path)?;
             }
+            // Until it is published, nobody else may have the file: they would rename it as well.
+            drop(partial);
             Ok(described)
         })?;
         Ok(described.into_iter().unzip())
@@ -291,30 +301,35 @@ impl Blobs {
         let layers = &manifest.layers;
         let diff_ids = diff_ids(&self.config(&manifest.config)?, layers.len())?;
         let total = layers.iter().fold(0u64, |sum, layer| sum.saturating_add(layer.size));
-        let (next, fetched) = (AtomicUsize::new(0), AtomicU64::new(0));
+        let fetched = AtomicU64::new(0);
         let done: Mutex<Vec<Option<T>>> = Mutex::new(layers.iter().map(|_| None).collect());
         let count = |more| (work.fetching)(fetched.fetch_add(more, Relaxed) + more, total);
-        let lane = || -> Result<()> {
-            loop {
-                let number = next.fetch_add(1, Relaxed);
-                let Some(layer) = layers.get(number) else { return Ok(()) };
-                let diff_id = diff_ids[number].as_ref();
-                let coming = Coming { number: number as u32, layer, diff_id, count: &count };
-                let taken = take(&coming).inspect_err(|_| {
-                    // The other lanes stop after their current layer.
-                    next.store(layers.len(), Relaxed);
-                })?;
-                done.lock().unwrap_or_else(PoisonError::into_inner)[number] = Some(taken);
-            }
-        };
-        thread::scope(|scope| {
-            let lanes: Vec<_> =
-                (0..LANES_MAX.min(layers.len())).map(|_| scope.spawn(lane)).collect();
-            let ends = lanes
-                .into_iter()
-                .map(|lane| lane.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-            ends.collect::<Vec<_>>().into_iter().collect::<Result<()>>()
-        })?;
+        let mut seen = HashSet::new();
+        let (first, repeated): (Vec<_>, Vec<_>) =
+            (0..layers.len()).partition(|number| seen.insert(&layers[*number].digest));
+        // Repeated layers wait until the first of them is stored.
+        for (numbers, is_repeated) in [(first, false), (repeated, true)] {
+            let next = AtomicUsize::new(0);
+            let lane = || -> Result<()> {
+                while let Some(number) = numbers.get(next.fetch_add(1, Relaxed)).copied() {
+                    let (layer, diff_id) = (&layers[number], diff_ids[number].as_ref());
+                    let coming = Coming {
+                        number: number as u32,
+                        layer,
+                        diff_id,
+                        is_repeated,
+                        count: &count,
+                    };
+                    let taken = take(&coming).inspect_err(|_| {
+                        // The other lanes stop after their current layer.
+                        next.store(numbers.len(), Relaxed);
+                    })?;
+                    done.lock().unwrap_or_else(PoisonError::into_inner)[number] = Some(taken);
+                }
+                Ok(())
+            };
+            in_lanes(LANES_MAX.min(numbers.len()), &lane)?;
+        }
         let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
         Ok(done.into_iter().flatten().collect())
     }
@@ -371,6 +386,17 @@ impl Blobs {
         }
         Ok((looked_at.map_err(cannot)?, tee.spool))
     }
+}
+
+/// Runs `lane` in `lanes` threads; the error of any of them.
+fn in_lanes(lanes: usize, lane: &(dyn Fn() -> Result<()> + Sync)) -> Result<()> {
+    thread::scope(|scope| {
+        let lanes: Vec<_> = (0..lanes).map(|_| scope.spawn(lane)).collect();
+        let ends = lanes
+            .into_iter()
+            .map(|lane| lane.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        ends.collect::<Vec<_>>().into_iter().collect()
+    })
 }
 
 /// Opens the layer in `own`, if it is stored there.
@@ -444,11 +470,19 @@ struct Coming<'a> {
     number: u32,
     layer: &'a Layer,
     diff_id: Option<&'a Digest>,
+    /// True if a lower layer of the image has the same digest.
+    is_repeated: bool,
     /// Called with the number of bytes just fetched.
     count: &'a (dyn Fn(u64) + Sync),
 }
 
 impl Coming<'_> {
+    /// Counts the bytes of `blob` as input on `meter`. A repeated layer is the same input: else it
+    /// would account for memory as often as its image lists it.
+    fn metered<'a, R>(&self, inner: R, meter: &'a MemoryMeter) -> Metered<'a, R> {
+        Metered { inner, meter: (!self.is_repeated).then_some(meter) }
+    }
+
     /// Compares the digest of the unpacked layer with its diff ID.
     fn check(&self, digest: Digest) -> Result<()> {
         match self.diff_id {
@@ -506,7 +540,8 @@ mod tests {
         let object = layer_object(&digest.bytes()).unwrap();
         let size = good.len() as u64;
         let layer = Layer { digest, size, compression: Compression::None, toc: None };
-        let coming = Coming { number: 0, layer: &layer, diff_id: None, count: &|_| () };
+        let coming =
+            Coming { number: 0, layer: &layer, diff_id: None, is_repeated: false, count: &|_| () };
         let read = |spool: Option<File>| {
             let look = |blob: &mut (dyn io::Read + Send)| {
                 // `read_layer` reports errors after reading the rest.

@@ -73,16 +73,18 @@ pub(crate) fn given_up(partial: Option<Partial>, error: Error) -> Error {
     Error::with_source(error.kind(), what, error)
 }
 
-/// Counts the bytes read as input for the memory limits of `meter`.
+/// Counts the bytes read as input for the memory limits of `meter`, if there is one.
 pub(crate) struct Metered<'a, R> {
     pub(crate) inner: R,
-    pub(crate) meter: &'a MemoryMeter,
+    pub(crate) meter: Option<&'a MemoryMeter>,
 }
 
 impl<R: Read> Read for Metered<'_, R> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let len = self.inner.read(buf)?;
-        self.meter.input(len as u64);
+        if let Some(meter) = self.meter {
+            meter.input(len as u64);
+        }
         Ok(len)
     }
 }
@@ -173,7 +175,7 @@ mod tests {
         let unpacked = Rng::new(9).bytes(32_000).repeat(200);
         let layer = gzip_flushed(&unpacked.chunks(600_000).collect::<Vec<_>>(), 9);
         let read = |meter: &MemoryMeter| {
-            let blob = Metered { inner: &layer[..], meter };
+            let blob = Metered { inner: &layer[..], meter: Some(meter) };
             let blob = io::BufReader::new(blob);
             let mut counted =
                 CountedPlaces::new(Recorder::new(blob, LayerCodec::Gzip).unwrap(), meter);
