@@ -35,6 +35,8 @@ const INPUTS: &[Input] = &[
     ("a long number for all entries", global_digits, archive),
     ("symlinks in each path", links, archive),
     ("symlinks in each path of a layer", links, layer),
+    ("links through links", links_through_links, archive),
+    ("links through links in a layer", links_through_links, layer),
     ("records without a meaning", meaningless, archive),
     ("empty records", empty_records, archive),
     ("volume labels", labels, archive),
@@ -171,6 +173,23 @@ fn links(path: &Path) {
         first.extend(header(n.to_string().as_bytes(), b'2', 0, b""));
     }
     zstd_again(path, &first, &header(b"0/x", b'0', 0, b"").repeat(100_000), 1);
+}
+
+/// Each link leads through the one before it, which the next parts lead out of again.
+fn links_through_links(path: &Path) {
+    let long = |kind, name: &str| entry(b"././@LongLink", kind, name.as_bytes());
+    let deep = "d/".repeat(1000);
+    let down = "d/".repeat(810) + &"../".repeat(808);
+    let mut first = [long(b'L', &deep), header(b"d", b'5', 0, b"")].concat();
+    for n in 0..38 {
+        let target = match n {
+            0 => format!("{down}."),
+            _ => format!("{}/{down}../..", n - 1),
+        };
+        first.extend(long(b'K', &target));
+        first.extend(header(n.to_string().as_bytes(), b'2', 0, b""));
+    }
+    zstd_again(path, &first, &header(b"37/x", b'0', 0, b"").repeat(10_000), 10);
 }
 
 fn meaningless(path: &Path) {
