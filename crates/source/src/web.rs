@@ -32,6 +32,9 @@ pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(20);
 /// Retries of a request: with pauses of 0.1, 0.2, … 3.2 s, about 6 s.
 pub const RETRIES: u32 = 6;
+/// Most times that one request may meet silence: each costs [`SILENCE_MAX`], and one lost
+/// connection is likelier than two.
+pub(crate) const SILENT_MAX: u32 = 2;
 /// Most times that a body may break off; each costs a request.
 const RESUMES_MAX: u32 = 20;
 /// Most times that a body may be too slow: each costs [`crate::body::WINDOW`], and the next request
@@ -82,12 +85,13 @@ fn finish(builder: ClientBuilder) -> Result<Client> {
 }
 
 /// Sends the request of `make`, with up to `retries` retries while the server is unreachable,
-/// fails or asks for a pause. `what` names the operation, for errors. Returns answers of any
+/// fails or asks for a pause, and one if it is silent. `what` names the operation, for errors. Returns answers of any
 /// status.
 pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -> Result<Response> {
-    let mut tries = 0;
+    let (mut tries, mut silent) = (0, 0);
     loop {
         let answer = make().send().await;
+        silent += u32::from(answer.as_ref().is_err_and(is_silence));
         let again = match &answer {
             Ok(answer) => {
                 answer.status().is_server_error()
@@ -96,7 +100,7 @@ pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -
             }
             Err(e) => !e.is_redirect() && !e.is_builder() && !is_untrusted(e),
         };
-        if !again || tries == retries {
+        if !again || tries == retries || silent == SILENT_MAX {
             return answer.map_err(|error| unreachable(what, error));
         }
         let error = answer.map_or_else(|e| why_not(&e.without_url()), |a| a.status().to_string());
@@ -119,6 +123,11 @@ pub async fn send_within(
         let what = format!("cannot {what}: no answer within {} s", limit.as_secs());
         Err(Error::new(ErrorKind::Unavailable, what))
     })
+}
+
+/// True if a connected server has sent nothing for [`SILENCE_MAX`].
+pub(crate) fn is_silence(error: &reqwest::Error) -> bool {
+    error.is_timeout() && !error.is_connect()
 }
 
 /// Waits before the next try.
@@ -334,4 +343,26 @@ fn check_resumed(what: &str, answer: &Response, offset: u64) -> Result<()> {
 /// A GET of `url`.
 pub fn get(client: &Client, url: &Url) -> RequestBuilder {
     client.request(Method::GET, url.clone())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// The kernel accepts the connections; nobody reads them.
+    #[test]
+    fn a_silent_server_is_asked_twice() {
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = Url::parse(&format!("http://{}/x", silent.local_addr().unwrap())).unwrap();
+        let builder = Client::builder().read_timeout(Duration::from_millis(50));
+        let client = build(builder).unwrap();
+        let error = waiting(send("read x", RETRIES, || get(&client, &url))).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        silent.set_nonblocking(true).unwrap();
+        let asked = std::iter::from_fn(|| silent.accept().ok()).count();
+        assert_eq!(asked, 2, "{error}");
+    }
 }

@@ -203,7 +203,7 @@ impl Registry {
     /// Fetches `path` of the repository, with the headers of the answer.
     async fn fetch_whole(&self, path: &str, retries: u32) -> Result<(Bytes, HeaderMap)> {
         let what = format!("read {path} of {}", self.0.name);
-        let mut tries = 0;
+        let (mut tries, mut silent) = (0, 0);
         // Documents are short: one that breaks off is fetched again from its beginning.
         loop {
             let answer = self.get(&what, path, retries, |request| request).await?;
@@ -213,8 +213,13 @@ impl Registry {
                 Err(Failed::Excess(excess)) => {
                     return Err(Error::new(excess.kind(), format!("cannot {what}: {excess}")));
                 }
-                Err(Failed::Broken(_)) if tries < retries => web::pause(tries).await,
-                Err(Failed::Broken(error)) => return Err(web::unreachable(&what, error)),
+                Err(Failed::Broken(error)) => {
+                    silent += u32::from(web::is_silence(&error));
+                    if tries == retries || silent == web::SILENT_MAX {
+                        return Err(web::unreachable(&what, error));
+                    }
+                    web::pause(tries).await;
+                }
             }
             tries += 1;
         }
@@ -377,12 +382,56 @@ pub fn body_error(what: &str, error: std::io::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        io::{BufRead, BufReader, Write},
+        net::TcpListener,
+        sync::{
+            Arc,
+            atomic::{AtomicU32, Ordering::SeqCst},
+        },
+        thread,
+        time::Duration,
+    };
+
     use reqwest::{
         Url,
         header::{HeaderMap, HeaderValue, LINK},
     };
 
-    use super::next_page;
+    use super::{Name, Registry, next_page};
+    use crate::Access;
+
+    /// Answers every request with the beginning of a document, and counts those for manifests.
+    fn breaks_off(listener: TcpListener, manifests: Arc<AtomicU32>) {
+        for stream in listener.incoming().map_while(Result::ok) {
+            let manifests = manifests.clone();
+            thread::spawn(move || {
+                let mut lines = BufReader::new(&stream).lines().map_while(Result::ok);
+                let asked = lines.next().unwrap_or_default();
+                lines.find(String::is_empty);
+                manifests.fetch_add(u32::from(asked.contains("/manifests/")), SeqCst);
+                let _ = (&stream).write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}");
+                // Until the client closes the connection.
+                lines.for_each(drop);
+            });
+        }
+    }
+
+    #[test]
+    fn a_document_that_falls_silent_is_fetched_twice() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let name = format!("oci://{}/x/x:t", listener.local_addr().unwrap());
+        let manifests = Arc::new(AtomicU32::new(0));
+        let counted = manifests.clone();
+        thread::spawn(|| breaks_off(listener, counted));
+        let name = Name::parse(&name).unwrap().unwrap();
+        let mut registry = Registry::open(&name, &Access::default()).unwrap();
+        let inner = Arc::get_mut(&mut registry.0).unwrap();
+        let client = reqwest::Client::builder().read_timeout(Duration::from_millis(200));
+        inner.client = client.build().unwrap();
+        let error = registry.document(None).unwrap_err();
+        assert_eq!(manifests.load(SeqCst), 2, "{error}");
+    }
 
     #[test]
     fn next_page_stays_in_the_same_repository() {
