@@ -3,7 +3,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, process::Command, time::Duration};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
 
 use testkit::{Burgeon, Fault, Link, PATIENCE, Proxy, Rng, Space, WebServer, compare, wait_until};
 
@@ -77,6 +82,63 @@ fn an_archive_behind_a_web_server_is_fetched_once() {
     proxy.spoil(0, &[]);
     let missing = format!("http://{}/none.tar", proxy.address());
     burgeon.fails(&["build", &missing, "x"], 3, "it does not exist (404)");
+}
+
+/// Files below `folder` that contain `text`.
+fn files_with(folder: &Path, text: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        let (kind, path) = (entry.file_type().unwrap(), entry.path());
+        if kind.is_dir() {
+            found.extend(files_with(&path, text));
+        } else if kind.is_file()
+            && fs::read(&path).unwrap().windows(text.len()).any(|bytes| bytes == text.as_bytes())
+        {
+            found.push(path);
+        }
+    }
+    found
+}
+
+#[test]
+fn the_query_of_an_archive_is_shown_nowhere() {
+    let space = Space::new("web-query");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let (files, tree) = (space.make_folder("files"), space.make_folder("tree"));
+    fs::write(tree.join("data"), Rng::new(7).bytes(100_000)).unwrap();
+    let mut tar = Command::new("tar");
+    tar.arg("-cf").arg(files.join("root.tar")).arg("-C").arg(&tree).arg(".");
+    assert!(tar.status().unwrap().success());
+    fs::write(files.join("damaged.tar"), "no archive").unwrap();
+    let web = WebServer::nginx(&files, &space.path("nginx")).unwrap();
+    let source = |file: &str| format!("http://{}/{file}?token=SECRETTOK", web.address());
+    let (sound, damaged, missing) = (source("root.tar"), source("damaged.tar"), source("none.tar"));
+    let nobody = "http://127.0.0.1:1/root.tar?token=SECRETTOK".to_owned();
+    let at = space.make_folder("at");
+    let at = at.to_str().unwrap();
+    let unreached = burgeon.run(&["--log-level", "debug", "build", &nobody, "image"]);
+    assert!(!unreached.stderr.contains("SECRETTOK"), "{unreached:?}");
+    for archive in [&sound, &damaged, &missing] {
+        let is_sound = *archive == sound;
+        let commands: [(&[&str], bool); 7] = [
+            (&["mount", archive, at, "--read-only"], true),
+            (&["umount", at], true),
+            (&["pull", archive], true),
+            (&["build", archive, "image"], true),
+            (&["pull", "--eager", archive], false),
+            (&["index", archive], false),
+            (&["inspect", archive], false),
+        ];
+        for (command, works) in commands {
+            let done = burgeon.run(&[&["--log-level", "debug"], command].concat());
+            let said = format!("{}{}", done.stdout, done.stderr);
+            assert!(!said.contains("SECRETTOK"), "{command:?}: {said}");
+            if is_sound && works {
+                assert_eq!(done.code, Some(0), "{command:?}: {said}");
+            }
+        }
+    }
+    assert_eq!(files_with(burgeon.state(), "SECRETTOK"), Vec::<PathBuf>::new());
 }
 
 #[test]

@@ -39,6 +39,8 @@ pub(super) fn trusted(context: &Context, store: &Store, typed: &str) -> Result<I
 
 /// The image that `typed` means: a name, a reference, a tag or the beginning of a digest.
 pub(super) fn resolve(context: &Context, store: &Store, typed: &str) -> Result<ImageRecord> {
+    // No record has a query, and messages must not show it.
+    let typed = public(typed);
     let none = match catalog::resolve(store, typed) {
         Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Invalid) => e,
         found => return Ok(found?),
@@ -236,14 +238,23 @@ pub(super) fn canonical(typed: &str) -> String {
         let absolute = absolute.and_then(|path| Some(path.to_str()?.to_owned()));
         return format!("oci-layout:{}", absolute.as_deref().unwrap_or(folder));
     }
-    if typed.starts_with("http://") || typed.starts_with("https://") {
-        return typed.split(['?', '#']).next().unwrap_or_default().to_owned();
+    if is_url(typed) {
+        return public(typed).to_owned();
     }
     let name = Name::parse(typed).or_else(|| Name::parse(&format!("oci://{typed}")));
     match name {
         Some(Ok(name)) => name.to_string(),
         _ => typed.to_owned(),
     }
+}
+
+fn is_url(typed: &str) -> bool {
+    typed.starts_with("http://") || typed.starts_with("https://")
+}
+
+/// What messages show of `typed`: a URL without query and fragment, which may hold a token.
+pub(super) fn public(typed: &str) -> &str {
+    if is_url(typed) { typed.split(['?', '#']).next().unwrap_or_default() } else { typed }
 }
 
 /// The default local name of a pull: the end of the typed reference, as app:7 of

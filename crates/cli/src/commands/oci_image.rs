@@ -140,7 +140,13 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
             How::Listed => "listed",
         };
         let stored = burgeon_oci::stored_bytes(&store, &found.image)?;
-        images::describe(done, &text, &report, stored, begun.elapsed().as_secs_f64());
+        images::describe(
+            done,
+            named::public(&text),
+            &report,
+            stored,
+            begun.elapsed().as_secs_f64(),
+        );
     }
     for note in found.notes {
         eprintln!("note: {note}");
@@ -219,8 +225,9 @@ pub(super) fn with_work<T>(
     access: &Access,
     what: impl FnOnce(&Work<'_>) -> burgeon_block::Result<T>,
 ) -> burgeon_block::Result<T> {
+    let shown = named::public(text);
     let (fetch, made) =
-        (Progress::new(format!("fetching {text}")), Progress::new(format!("building {text}")));
+        (Progress::new(format!("fetching {shown}")), Progress::new(format!("building {shown}")));
     let fetching = |done, total| fetch.update(done, Some(total));
     let building = |now: &builder::Progress| made.update(now.bytes, now.bytes_total);
     let own = match context.store {
