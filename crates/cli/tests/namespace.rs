@@ -8,7 +8,9 @@ use std::{
     process::{Command, Stdio},
 };
 
-use testkit::{Burgeon, PATIENCE, Rng, Space, compare, kill, loop_devices, wait_until};
+use testkit::{
+    Burgeon, PATIENCE, Rng, Space, compare, kill, loop_devices, processes_with, wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -115,4 +117,52 @@ fn a_file_system_that_nobody_else_has_mounted_is_released_from_a_copied_namespac
 #[test]
 fn a_file_system_that_nobody_else_has_mounted_is_released_from_the_copy_of_an_orphaned_server() {
     release_from_copies(&Space::new("orphaned"), true);
+}
+
+#[test]
+fn an_idle_daemon_ends_when_its_state_directory_is_in_no_namespace_but_its_own() {
+    let space = Space::new("vanished");
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("data"), Rng::new(18).bytes(300_000)).unwrap();
+    let disk = space.make_folder("tmpfs");
+    let script = r#"
+        burgeon() { "$PROGRAM" --state-dir "$FOLDER/tmpfs/state" "$@"; }
+        mount -t tmpfs none "$FOLDER/tmpfs"
+        mkdir "$FOLDER/at"
+        burgeon build "$FOLDER/tree" image:1
+        burgeon mount image:1 "$FOLDER/at" --read-only
+        umount --lazy "$FOLDER/tmpfs"
+        umount "$FOLDER/at"
+    "#;
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--propagation", "private", "sh", "-euxc", script]);
+    command.env("PROGRAM", PROGRAM).env("FOLDER", space.folder()).stdin(Stdio::null());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let ended = wait_until(PATIENCE, || processes_with(&disk).is_empty());
+    let left = processes_with(&disk);
+    left.iter().copied().for_each(kill);
+    assert!(ended, "nobody can reach {left:?}");
+}
+
+#[test]
+fn an_idle_daemon_ends_when_another_state_directory_is_in_its_place() {
+    let space = Space::new("replaced");
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("data"), "data").unwrap();
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let start = || {
+        burgeon.build(&tree, "image:1");
+        burgeon.umount(burgeon.mount("image:1", &space.path("at"), &["--read-only"]));
+        burgeon.status()["supervisor_pid"].clone()
+    };
+    let first = start();
+    fs::rename(burgeon.state(), space.path("renamed")).unwrap();
+    let second = start();
+    assert_ne!(first, second);
+    let is_gone = || !fs::exists(format!("/proc/{first}")).unwrap();
+    assert!(wait_until(PATIENCE, is_gone), "nobody can reach {first}");
+    // It has left the other's sockets alone.
+    assert_eq!(burgeon.status()["supervisor_pid"], second);
+    burgeon.ok(&["shutdown"]);
 }

@@ -75,7 +75,21 @@ pub(crate) fn release(last: &mut Abandoned, needed: &dyn Fn() -> Vec<PathBuf>) {
     }
 }
 
-/// The same in the namespace of another process, if it is another one and may be entered.
+/// True if the file system at `path` is mounted in this namespace and in no other, but those of
+/// Burgeon's daemons; false if that cannot be told.
+pub(crate) fn is_mounted_here_alone(path: &Path) -> bool {
+    let own = mountinfo::read(Path::new("/proc/thread-self/mountinfo")).unwrap_or_default();
+    let above = reachable(&own).into_iter().filter(|mount| path.starts_with(&mount.target));
+    let device = above.max_by_key(|mount| mount.target.components().count());
+    let Some(device) = device.map(|mount| mount.device) else { return false };
+    let Ok(first) = mountinfo::read(Path::new("/proc/1/mountinfo")) else { return false };
+    if first.iter().any(|mount| mount.device == device) {
+        return false;
+    }
+    devices_of_others(Path::new("/proc")).is_some_and(|devices| !devices.contains(&device))
+}
+
+/// [`release`] in the namespace of another process, if it is another one and may be entered.
 pub(crate) fn release_in(
     process: u32,
     last: &mut Abandoned,

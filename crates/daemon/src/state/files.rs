@@ -4,7 +4,7 @@
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Read, Write},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::Path,
 };
 
@@ -128,7 +128,7 @@ pub(crate) fn remove_folder(path: &Path) -> Result<()> {
 /// not lock.
 #[derive(Debug)]
 pub struct Lock {
-    _file: File,
+    file: File,
 }
 
 impl Lock {
@@ -136,7 +136,7 @@ impl Lock {
     pub fn try_take(path: &Path) -> Result<Option<Self>> {
         let file = open_lock(path)?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(Self { _file: file })),
+            Ok(()) => Ok(Some(Self { file })),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
             Err(e) => Err(Error::io(format!("cannot lock {}", path.display()), e.into())),
         }
@@ -147,12 +147,27 @@ impl Lock {
         let file = open_lock(path)?;
         loop {
             match flock(&file, FlockOperation::LockExclusive) {
-                Ok(()) => return Ok(Self { _file: file }),
+                Ok(()) => return Ok(Self { file }),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(e) => {
                     return Err(Error::io(format!("cannot lock {}", path.display()), e.into()));
                 }
             }
+        }
+    }
+}
+
+impl Lock {
+    /// False if `path` leads to another file than the locked one, or to none. True if that cannot
+    /// be told.
+    pub(crate) fn is_at(&self, path: &Path) -> bool {
+        match (self.file.metadata(), fs::symlink_metadata(path)) {
+            (Ok(own), Ok(there)) => (own.dev(), own.ino()) == (there.dev(), there.ino()),
+            (_, Err(e)) => !matches!(
+                e.kind(),
+                std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory
+            ),
+            (Err(_), _) => true,
         }
     }
 }

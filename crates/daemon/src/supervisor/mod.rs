@@ -5,6 +5,7 @@
 //!                                                            │
 //!   table: every mount's /dev/fuse descriptor and slots ◄────┘
 //!   watch: removes ublk devices after their last user
+//!   unreachable: ends an idle daemon that no command can reach
 //!   abandoned: unmounts file systems that the daemon's copied mount namespace alone has mounted
 //!      │ told to each server in turn
 //!   server_monitor ──► server (a child, or an orphan that was adopted)
@@ -41,6 +42,7 @@ mod server_monitor;
 mod status;
 mod table;
 mod thin;
+mod unreachable;
 mod watch;
 
 use std::{
@@ -85,7 +87,7 @@ pub(crate) struct Supervisor {
     changed: Condvar,
     cgroup: OwnCgroup,
     holder: Holder,
-    _lock: Lock,
+    lock: Lock,
 }
 
 /// Runs a supervisor until it is told to end. This is the main function of the process `burgeon
@@ -135,7 +137,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         changed: Condvar::new(),
         cgroup,
         holder,
-        _lock: lock,
+        lock,
     });
     let orphan = supervisor.recover()?;
     supervisor.take_over(held);
@@ -161,6 +163,8 @@ fn begin(state_dir: &Path) -> Result<()> {
     supervisor.tend_thin();
     let watcher = Arc::clone(&supervisor);
     thread::spawn(move || watcher.watch_devices());
+    let ender = Arc::clone(&supervisor);
+    thread::spawn(move || ender.end_when_unreachable(is_copied));
     let terminator = Arc::clone(&supervisor);
     thread::spawn(move || terminator.handle_signals(&signals));
     tracing::info!(state = %supervisor.state.root().display(), "the daemon is ready");
@@ -221,8 +225,11 @@ impl Supervisor {
     /// Ends the process. The server is told first; all of its state can be recreated.
     fn end(&self) -> ! {
         self.table().send(&crate::ipc::link::ToServer::Stop);
-        for name in ["api.sock", "adopt.sock", "hold.sock"] {
-            let _ = files::remove_file(&self.state.run().join(name));
+        // Another state directory may be in this one's place, with a daemon of its own.
+        if self.lock.is_at(&self.state.lock_file()) {
+            for name in ["api.sock", "adopt.sock", "hold.sock"] {
+                let _ = files::remove_file(&self.state.run().join(name));
+            }
         }
         // Wait for both, so that after "shut down" no process is left.
         let table = self.table();
