@@ -13,6 +13,9 @@ use std::{
     os::unix::fs::OpenOptionsExt,
     path::Path,
     process::{Command, Stdio},
+    sync::mpsc,
+    thread,
+    time::Duration,
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -35,6 +38,9 @@ pub(crate) const TAKEN: &str = "taken";
 
 /// A log longer than this is set aside when a daemon starts: 1 MiB, some ten thousand lines.
 const LOG_LEN_MAX: u64 = 1 << 20;
+
+/// Time limit for a new daemon to become ready. systemd has one of its own.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Attempts to start a daemon that finds the lock taken for a moment.
 const START_TRIES: u32 = 5;
@@ -86,8 +92,17 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
         .spawn()
         .map_err(failed)?;
     let mut said = String::new();
-    if let Some(mut stdout) = child.stdout.take() {
-        stdout.read_to_string(&mut said).map_err(failed)?;
+    if let Some(stdout) = child.stdout.take() {
+        let heard = listen(stdout, START_TIMEOUT).map_err(failed)?;
+        said = heard.ok_or_else(|| {
+            let (log, seconds) = (state.log_file(), START_TIMEOUT.as_secs());
+            let what = format!(
+                "the daemon (process {}) is not ready after {seconds} s: see {}, and try again",
+                child.id(),
+                log.display()
+            );
+            Error::new(ErrorKind::Unavailable, what)
+        })?;
     }
     match said.trim() {
         READY => Ok(()),
@@ -103,6 +118,20 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
             }
         }
     }
+}
+
+/// All that `speaker` says until it closes the stream; `None` if it takes longer than `limit`.
+fn listen(
+    mut speaker: impl Read + Send + 'static,
+    limit: Duration,
+) -> std::io::Result<Option<String>> {
+    let (tell, told) = mpsc::channel();
+    // It ends with the stream.
+    thread::spawn(move || {
+        let mut said = String::new();
+        let _ = tell.send(speaker.read_to_string(&mut said).map(|_| said));
+    });
+    told.recv_timeout(limit).ok().transpose()
 }
 
 /// Starts a new log if the old one is long; one old log is kept.
@@ -128,7 +157,7 @@ fn wait_for_the_other(mut child: std::process::Child, state: &StateDir, tries: u
         if Lock::try_take(&state.lock_file())?.is_some() {
             return start_process(state, tries - 1);
         }
-        std::thread::sleep(std::time::Duration::from_millis(50));
+        thread::sleep(Duration::from_millis(50));
     }
     Err(Error::new(
         ErrorKind::Unavailable,
@@ -249,7 +278,21 @@ pub(crate) fn notification_socket() -> Option<std::os::unix::net::UnixDatagram> 
 
 #[cfg(test)]
 mod tests {
-    use super::UNIT_PROPERTIES;
+    use std::{io::Write, os::unix::net::UnixStream, time::Duration};
+
+    use super::{UNIT_PROPERTIES, listen};
+
+    #[test]
+    fn a_daemon_that_stays_silent_is_not_waited_for() {
+        let (mut daemon, ours) = UnixStream::pair().unwrap();
+        daemon.write_all(b"rea").unwrap();
+        assert_eq!(listen(ours.try_clone().unwrap(), Duration::ZERO).unwrap(), None);
+        drop((daemon, ours));
+        let (mut daemon, ours) = UnixStream::pair().unwrap();
+        daemon.write_all(b"ready\n").unwrap();
+        drop(daemon);
+        assert_eq!(listen(ours, Duration::MAX).unwrap().as_deref(), Some("ready\n"));
+    }
 
     #[test]
     fn the_unit_as_shipped_has_the_properties_that_are_tested() {
