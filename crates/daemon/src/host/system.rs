@@ -39,6 +39,10 @@ fn judge_rings(rings: Option<&str>, disabled: Option<&str>, switch: &str) -> Res
                                turns it on"
                 .into())
         }
+        // The process that serves has no capabilities.
+        (_, Some("1")) => Err("io_uring is for administrators alone on this machine: sysctl \
+                               kernel.io_uring_disabled=0 allows it for all"
+            .into()),
         (Some("Y"), _) => Ok(()),
         (Some(_), _) => Err(format!(
             "the kernel does not allow FUSE over io_uring: `echo Y > {switch}` does until the next \
@@ -79,6 +83,9 @@ mod tests {
         assert_eq!(judge(Some("Y\n"), None), Ok(()));
         assert!(judge(Some("N\n"), None).unwrap_err().contains("echo Y > SWITCH"));
         assert!(judge(None, Some("0")).unwrap_err().contains("6.14"));
-        assert!(judge(Some("Y"), Some("2")).unwrap_err().contains("io_uring_disabled"));
+        for disabled in ["1\n", "2\n"] {
+            let why = judge(Some("Y"), Some(disabled)).unwrap_err();
+            assert!(why.contains("io_uring_disabled=0"), "{why}");
+        }
     }
 }
