@@ -358,3 +358,13 @@ fn forged_images_are_refused_and_an_index_gives_the_one_of_this_machine() {
     let from = format!("oci-layout:{}", layout.display());
     user.fails(&["build", &from, "x"], 1, "burgeon pull");
 }
+
+#[test]
+fn a_push_to_an_address_where_nobody_listens_says_so() {
+    let space = Space::new("push-nobody");
+    let maker = Burgeon::with_state(PROGRAM, space.path("maker"));
+    maker.build(&small_tree(&space), "app:7");
+    // Nothing has port 1.
+    let to = "oci://127.0.0.1:1/team/app:7";
+    maker.fails(&["push", "app:7", to], 5, "is 127.0.0.1:1 its address?");
+}
