@@ -11,7 +11,7 @@ use clap::{
 use crate::{
     attributes::Attributes,
     pull,
-    quantities::{parse_rate, parse_size, parse_threads},
+    quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
 };
 
 const EXAMPLES: &str = "\
@@ -303,7 +303,7 @@ pub(crate) struct Mount {
     /// Add a virtual area to map files into (`burgeon map`): takes no space, but kernel memory, 1.3
     /// KiB for each 256 TiB (without a size: 16P). With --writes, its size is fixed at the first
     /// mount
-    #[arg(long = "virtual", value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long = "virtual", value_name = "SIZE", value_parser = parse_virtual_size)]
     #[arg(num_args = 0..=1, default_missing_value = VIRTUAL_DEFAULT, conflicts_with = "read_only")]
     pub(crate) virtual_size: Option<u64>,
     /// Limit of fetched bytes, against programs that read everything; reads beyond it fail with EIO
@@ -338,7 +338,7 @@ pub(crate) struct CreateEmpty {
     #[arg(long, value_name = "NAME")]
     pub(crate) writes: String,
     /// Size of the virtual area [default: 16P; for kept writes, their own]
-    #[arg(long = "virtual", value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long = "virtual", value_name = "SIZE", value_parser = parse_virtual_size)]
     pub(crate) virtual_size: Option<u64>,
     /// Limit of the writes [default: 10G, or a quarter of the free space]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]

@@ -37,9 +37,23 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     number.checked_mul(1 << shift).ok_or_else(|| "that is too much".to_owned())
 }
 
+/// Parses the size of a virtual area.
+pub(crate) fn parse_virtual_size(text: &str) -> Result<u64, String> {
+    match parse_size(text)? {
+        0 => Err("a virtual area of no size holds nothing: leave the option out".to_owned()),
+        size => Ok(size),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::parse_size;
+    use super::{parse_size, parse_virtual_size};
+
+    #[test]
+    fn a_virtual_area_has_a_size() {
+        assert_eq!(parse_virtual_size("1K"), Ok(1 << 10));
+        assert!(parse_virtual_size("0").is_err() && parse_virtual_size("0G").is_err());
+    }
 
     #[test]
     fn sizes_have_units() {
