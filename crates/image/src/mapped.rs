@@ -30,7 +30,7 @@ impl Mapped {
     /// another process truncates one, SIGBUS kills this process, as a broken disk would.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let failed = |error| Error::io(format!("cannot open {}", path.display()), error);
-        let file = open_own(path, OpenOptions::new().read(true), OFlags::empty());
+        let file = open_own(path, OpenOptions::new().read(true), OFlags::NONBLOCK);
         let file = file.map_err(failed)?;
         let len = file.metadata().map_err(failed)?.len() as usize;
         Self::of(&file, len).map_err(failed)

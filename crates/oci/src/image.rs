@@ -29,6 +29,7 @@ use burgeon_image::builder::{self, Description, Gunzip, LayerLimits, Layers, Rep
 use burgeon_layer::{LayerCodec, Recorder, Restarts};
 use burgeon_source::{
     Directory, layer_object,
+    opening::{Manner, open_checked},
     registry::{Checked, Digest, Digesting, Registry, body_error},
 };
 use bytes::Bytes;
@@ -339,7 +340,7 @@ impl Blobs {
         let Some(Spool { path, len: len @ 1.., .. }) = spool else {
             return self.blob(&layer.digest);
         };
-        let first = File::open(path)
+        let first = open_checked(path, Manner::Stored)
             .map_err(|error| Error::io(format!("cannot open {}", path.display()), error))?;
         let first = first.take(*len);
         if *len == layer.size {
@@ -403,7 +404,7 @@ fn in_lanes(lanes: usize, lane: &(dyn Fn() -> Result<()> + Sync)) -> Result<()> 
 fn stored_layer(own: Option<&Directory>, layer: &Layer) -> Result<Option<File>> {
     let Some(own) = own else { return Ok(None) };
     let path = own.path_of(&layer_object(&layer.digest.bytes())?);
-    let file = File::open(path).ok();
+    let file = open_checked(&path, Manner::Stored).ok();
     Ok(file.filter(|file| file.metadata().is_ok_and(|of| of.len() == layer.size)))
 }
 

@@ -15,7 +15,7 @@ use std::{
     collections::HashSet,
     fs::{self, File},
     io::{self, Write},
-    os::unix::fs::{FileExt, MetadataExt},
+    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -28,11 +28,14 @@ use burgeon_block::{
     BlockSource, ByteRange, Collecting, Error, ErrorKind, Lease, ObjectId, ObjectStore, Result,
 };
 use bytes::Bytes;
-use rustix::fs::FlockOperation;
+use rustix::{
+    fs::{FlockOperation, OFlags},
+    io::Errno,
+};
 
 use crate::{
     check_len,
-    opening::{Manner, opened_now, with_opened},
+    opening::{Manner, not_a_file, open_checked, opened_now, with_opened},
     too_short,
 };
 
@@ -134,6 +137,9 @@ impl Directory {
         if gone || error.kind() == io::ErrorKind::StaleNetworkFileHandle {
             let what = format!("{what}: the store {} does not exist", self.root.display());
             return Error::with_source(ErrorKind::Unavailable, what, error);
+        }
+        if error.kind() == io::ErrorKind::InvalidData {
+            return Error::with_source(ErrorKind::Corrupt, what, error);
         }
         match Error::io(what.clone(), io::Error::from(error.kind())).kind() {
             // The store's disk failed, not a local file: a retry may help.
@@ -242,7 +248,7 @@ impl BlockSource for Directory {
 
 impl ObjectStore for Directory {
     fn publish_file(&self, object: &ObjectId, from: &Path) -> Result<()> {
-        let mut file = File::open(from).map_err(doing("open", from))?;
+        let mut file = open_checked(from, Manner::Stored).map_err(doing("open", from))?;
         let same = file.metadata().and_then(|of| Ok(of.dev() == fs::metadata(&self.root)?.dev()));
         if same.map_err(doing("examine", from))? {
             file.sync_all().map_err(doing("write", from))?;
@@ -378,6 +384,10 @@ fn remove_stale(path: &Path) -> io::Result<Option<u64>> {
 /// store's lock, so that no writer begins meanwhile.
 fn stale(path: &Path) -> io::Result<Option<u64>> {
     let metadata = fs::symlink_metadata(path)?;
+    if !metadata.is_dir() && !metadata.is_file() {
+        // A FIFO or a symlink, for instance: a writer makes none.
+        return Ok(Some(0));
+    }
     let lock = if metadata.is_dir() { path.join("lock") } else { path.to_owned() };
     match lock_file(&lock, FlockOperation::NonBlockingLockExclusive) {
         Ok(_) => {}
@@ -395,13 +405,25 @@ fn stale(path: &Path) -> io::Result<Option<u64>> {
 }
 
 fn lock_file(path: &Path, operation: FlockOperation) -> io::Result<File> {
-    let file = File::options().create(true).truncate(false).write(true).open(path)?;
+    let file = open_own_file(path, File::options().create(true).truncate(false).write(true))?;
     loop {
         match rustix::fs::flock(&file, operation) {
-            Err(rustix::io::Errno::INTR) => {}
+            Err(Errno::INTR) => {}
             result => return result.map(|()| file).map_err(io::Error::from),
         }
     }
+}
+
+/// Opens a file of the store to write it. Neither a FIFO nor a device blocks: others may have put
+/// them there. Nor is a symlink followed, which may lead to a file that only this process may write.
+pub(crate) fn open_own_file(path: &Path, options: &mut fs::OpenOptions) -> io::Result<File> {
+    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    let opened = options.custom_flags(flags.bits() as i32).open(path);
+    let file = opened.map_err(|error| match Errno::from_io_error(&error) {
+        Some(Errno::NXIO | Errno::LOOP | Errno::ISDIR) => not_a_file(Manner::Stored),
+        _ => error,
+    })?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(not_a_file(Manner::Stored)) }
 }
 
 fn sync_dir(folder: &Path) -> Result<()> {
@@ -467,6 +489,47 @@ mod tests {
         assert_eq!(store.get(&id("packs/x"), 4).unwrap(), b"data"[..]);
         drop(lease);
         assert_eq!(fs::read_dir(store.root().join("tmp")).unwrap().count(), 0);
+    }
+
+    /// A FIFO blocks an open for ever, unless it has a writer.
+    #[test]
+    fn only_regular_files_are_objects_and_locks() {
+        let (folder, store) = store();
+        store.publish(&id("packs/file"), b"file").unwrap();
+        let fifo = |name: &str| {
+            let path = store.root().join(name);
+            let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::from_raw_mode(0o600));
+            rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
+            path
+        };
+        fifo("packs/fifo");
+        fs::create_dir(store.root().join("packs/folder")).unwrap();
+        std::os::unix::net::UnixListener::bind(store.root().join("packs/socket")).unwrap();
+        std::os::unix::fs::symlink("/dev/null", store.root().join("packs/device")).unwrap();
+        for name in ["packs/folder", "packs/fifo", "packs/socket", "packs/device"] {
+            let range = ByteRange::at(0, 1).unwrap();
+            for error in [
+                store.get(&id(name), 100).unwrap_err(),
+                store.read_now(&id(name), range).unwrap_err(),
+            ] {
+                assert_eq!(error.kind(), ErrorKind::Corrupt, "{name}: {error}");
+                let said = format!("{error:?}");
+                assert!(said.contains("is not a regular file"), "{name}: {said}");
+            }
+        }
+        // Others' leftovers go, and no symlink leads a writer elsewhere.
+        fs::remove_file(store.root().join("lock")).unwrap();
+        let lock = fifo("lock");
+        assert!(store.begin_write().is_err() && store.begin_collect().is_err());
+        fs::remove_file(&lock).unwrap();
+        let elsewhere = folder.path().join("elsewhere");
+        std::os::unix::fs::symlink(&elsewhere, &lock).unwrap();
+        assert!(store.begin_collect().is_err() && !elsewhere.exists());
+        fs::remove_file(&lock).unwrap();
+        let left = [fifo("tmp/left.part"), fifo("tmp/partial-packs-a")];
+        assert!(store.partial(&id("packs/a"), 100).is_err());
+        store.begin_collect().unwrap();
+        assert!(left.iter().all(|path| path.symlink_metadata().is_err()));
     }
 
     #[test]

@@ -75,13 +75,16 @@ pub fn open_checked(path: &Path, manner: Manner) -> io::Result<File> {
         Manner::Referred | Manner::Identified if kind.is_file() || kind.is_block_device() => {
             direct(found.into())
         }
-        Manner::Stored | Manner::Referred | Manner::Identified => Err(not_a_file()),
+        Manner::Stored | Manner::Referred | Manner::Identified => Err(not_a_file(manner)),
     }
 }
 
-/// The error for a folder, FIFO, socket or character device.
-pub fn not_a_file() -> io::Error {
-    let what = "it is neither a file nor a block device now";
+/// The error for a folder, FIFO, socket or device at the path of a file.
+pub fn not_a_file(manner: Manner) -> io::Error {
+    let what = match manner {
+        Manner::Stored => "it is not a regular file",
+        _ => "it is neither a file nor a block device now",
+    };
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
@@ -106,7 +109,7 @@ pub(crate) async fn with_opened<T: Send + 'static>(
         Some(opener) => Some(opener.open(&path, manner).await),
         None => None,
     };
-    let work = move || work(&path, opened.unwrap_or_else(|| open_here(&path, manner)));
+    let work = move || work(&path, opened.unwrap_or_else(|| open_checked(&path, manner)));
     blocking(work).await
 }
 
@@ -114,7 +117,7 @@ pub(crate) async fn with_opened<T: Send + 'static>(
 pub(crate) fn opened_now(path: &Path, manner: Manner) -> io::Result<File> {
     match opener_for(path) {
         Some(opener) => waiting(opener.open(path, manner)),
-        None => open_here(path, manner),
+        None => open_checked(path, manner),
     }
 }
 
@@ -125,11 +128,4 @@ pub(crate) fn is_elsewhere(path: &Path) -> bool {
 
 fn opener_for(path: &Path) -> Option<&'static dyn Opener> {
     OPENER.get().map(|opener| &**opener).filter(|opener| opener.is_for(path))
-}
-
-fn open_here(path: &Path, manner: Manner) -> io::Result<File> {
-    match manner {
-        Manner::Stored => File::open(path),
-        _ => open_checked(path, manner),
-    }
 }

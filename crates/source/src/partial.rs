@@ -18,7 +18,7 @@ use std::{
 use burgeon_block::{ObjectId, Result};
 use rustix::fs::FlockOperation;
 
-use crate::directory::{Directory, doing};
+use crate::directory::{Directory, doing, open_own_file};
 
 /// The beginning of an object that is not complete yet.
 #[derive(Debug)]
@@ -37,13 +37,9 @@ impl Directory {
         let tmp = self.tmp();
         fs::create_dir_all(&tmp).map_err(doing("make", &tmp))?;
         let path = tmp.join(format!("partial-{}", object.as_str().replace('/', "-")));
-        let mut file = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(doing("open", &path))?;
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(false);
+        let mut file = open_own_file(&path, &mut options).map_err(doing("open", &path))?;
         if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
             return Ok(None);
         }

@@ -132,7 +132,10 @@ impl Client {
                     if let Ok((answer, fd)) = (&mut asked.receiver).await {
                         return match answer.errno {
                             0 => Ok(Opened { file: fd.map(File::from), process: answer.process }),
-                            NOT_A_FILE => Err(not_a_file()),
+                            NOT_A_FILE => Err(not_a_file(match wanted {
+                                Wanted::File(manner, _) => manner,
+                                _ => Manner::Referred,
+                            })),
                             errno => Err(io::Error::from_raw_os_error(errno)),
                         };
                     }

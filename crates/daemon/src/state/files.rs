@@ -37,11 +37,11 @@ pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     if opened.metadata()?.is_file() { Ok(opened) } else { Err(odd()) }
 }
 
-/// Reads the file `path` of the state directory.
+/// Reads the file `path` of the state directory, which is at most [`RECORD_LEN_MAX`] long.
 pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let read = open(path, OpenOptions::new().read(true));
-    read.and_then(|mut file| file.read_to_end(&mut bytes))
+    read.and_then(|file| file.take(RECORD_LEN_MAX).read_to_end(&mut bytes))
         .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
     Ok(bytes)
 }

@@ -70,7 +70,7 @@ impl FileLog {
         let write = || {
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(true).mode(0o600);
-            let file = open_own(&tmp, &mut options, OFlags::empty())?;
+            let file = open_own(&tmp, &mut options, OFlags::NONBLOCK)?;
             file.write_all_at(content, 0)?;
             file.sync_all()?;
             std::fs::rename(&tmp, path)?;
@@ -80,7 +80,7 @@ impl FileLog {
     }
 
     fn with(path: &Path, options: &mut OpenOptions) -> Result<Self> {
-        let file = open_own(path, options, OFlags::empty())
+        let file = open_own(path, options, OFlags::NONBLOCK)
             .map_err(|error| Error::io(format!("cannot open {}", path.display()), error))?;
         Ok(Self { file, path: path.to_owned() })
     }
