@@ -66,6 +66,83 @@ fn output_that_nobody_takes_is_no_panic() {
     assert_eq!(unheard.code(), Some(3));
 }
 
+fn make_fifo(path: &Path) {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder).unwrap();
+    }
+    let made = Command::new("mkfifo").arg(path).status().unwrap();
+    assert!(made.success());
+}
+
+/// A shared folder belongs to others, too.
+#[test]
+fn a_fifo_in_a_store_blocks_nothing() {
+    let space = Space::new("store-fifo");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = tree(&space, "tree", 1);
+    burgeon.build(&tree, "near:1");
+    let store = space.path("shared");
+    let shared = ["--store", text(&store)];
+    let with = |arguments: &[&'static str]| [arguments, &shared[..]].concat();
+    burgeon.ok(&[&["build", text(&tree), "x:1"], &shared[..]].concat());
+    // Another host's record concerns its collections, not this host's mounts.
+    let record = store.join("roots/other");
+    make_fifo(&record);
+    let mount = burgeon.mount("x:1", &space.path("shared-mount"), &shared);
+    compare(&tree, mount.path()).unwrap();
+    burgeon.umount(mount);
+    burgeon.fails(&with(&["gc"]), 4, "is not a regular file");
+    fs::remove_file(&record).unwrap();
+    // A name.
+    make_fifo(&store.join("images/zz"));
+    burgeon.fails(&with(&["verify", "zz"]), 4, "is not a regular file");
+    burgeon.fails(&with(&["gc", "--dry-run"]), 4, "is not a regular file");
+    let at = space.make_folder("zz");
+    burgeon.fails(&[&["mount", "zz", text(&at)], &shared[..]].concat(), 4, "is not a regular file");
+    burgeon.run(&with(&["list"]));
+    burgeon.ok(&with(&["rm", "zz"]));
+    // A manifest.
+    let manifests: Vec<_> = fs::read_dir(store.join("manifests")).unwrap().flatten().collect();
+    fs::remove_file(manifests[0].path()).unwrap();
+    make_fifo(&manifests[0].path());
+    burgeon.fails(&with(&["verify", "x:1"]), 4, "is not a regular file");
+    burgeon.fails(&with(&["inspect", "x:1"]), 4, "is not a regular file");
+    // The lock of writers. Another store has its own.
+    fs::remove_file(store.join("lock")).unwrap();
+    make_fifo(&store.join("lock"));
+    burgeon.fails(&with(&["gc"]), 1, "is not a regular file");
+    let mount = burgeon.mount("near:1", &space.path("near"), &[]);
+    burgeon.umount(mount);
+}
+
+#[test]
+fn this_hosts_damaged_record_is_written_anew() {
+    let space = Space::new("store-record");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = tree(&space, "tree", 1);
+    burgeon.build(&tree, "x:1");
+    let mount = burgeon.mount("x:1", &space.path("first"), &[]);
+    let roots = space.path("state/store/roots");
+    let record = fs::read_dir(&roots).unwrap().next().unwrap().unwrap().path();
+    let sound: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
+    burgeon.build(&self::tree(&space, "other", 2), "y:1");
+    for damage in [&b""[..], b"{", b"{\"format\":1}", &[0; 100]] {
+        fs::write(&record, damage).unwrap();
+        let second = burgeon.mount("y:1", &space.path("second"), &[]);
+        let now: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
+        let manifests = now["manifests"].as_array().unwrap();
+        assert_eq!(manifests.len(), 2, "{now}");
+        assert!(manifests.contains(&sound["manifests"][0]), "{now}");
+        burgeon.umount(second);
+        fs::write(&record, damage).unwrap();
+        burgeon.ok(&["gc"]);
+        let now: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
+        assert_eq!(now["manifests"], sound["manifests"]);
+        burgeon.build(&space.path("other"), "y:1");
+    }
+    burgeon.umount(mount);
+}
+
 #[test]
 fn images_are_listed_inspected_and_verified() {
     let space = Space::new("store");

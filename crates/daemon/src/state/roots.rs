@@ -8,9 +8,11 @@
 //!
 //! Invariants: a mount writes its `needs.json` before it asks for its manifest to be kept, and asks
 //! for that before it reads anything from the store; so does `images.rs` for mapped images. Only a
-//! collection of this host shortens the record, and it counts all of these.
+//! collection of this host shortens the record, and it counts all of these. A damaged record is
+//! written anew from them. The lock is one of this store: a store that does not answer, and keeps
+//! its lock, blocks no mount from another one.
 
-use std::{collections::BTreeSet, fs, path::PathBuf};
+use std::{collections::BTreeSet, fs, os::unix::fs::MetadataExt, path::PathBuf};
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectStore, Result};
 use burgeon_image::catalog;
@@ -49,7 +51,7 @@ pub(crate) fn require(
     let Some(store) = store else {
         return Ok(Some(unknown("it was not asked")));
     };
-    announce(state, store, manifest)
+    announce(state, location, store, manifest)
 }
 
 fn unknown(why: impl std::fmt::Display) -> String {
@@ -61,6 +63,7 @@ fn unknown(why: impl std::fmt::Display) -> String {
 /// Makes `store` keep `manifest`. The caller has recorded the need on this host already.
 pub(crate) fn announce(
     state: &StateDir,
+    location: &Location,
     store: &Store,
     manifest: &Digest,
 ) -> Result<Option<String>> {
@@ -71,11 +74,13 @@ pub(crate) fn announce(
     }
     let published = {
         let host = host(state)?;
-        let _lock = lock(state)?;
-        let mut known = recorded(store, &host)?;
-        if !known.insert(*manifest) {
-            return Ok(None);
-        }
+        let _lock = lock(state, location)?;
+        let mut known = match recorded(store, &host)? {
+            Some(known) if known.contains(manifest) => return Ok(None),
+            Some(known) => known,
+            None => needed(state, location, store)?,
+        };
+        known.insert(*manifest);
         publish(store, &host, &known)
     };
     // Checked after the reference is recorded: the manifest could have been collected before.
@@ -98,9 +103,9 @@ pub fn refresh(state: &StateDir, location: &Location, store: &Store) -> Result<V
         return Ok(Vec::new());
     }
     let host = host(state)?;
-    let _lock = lock(state)?;
+    let _lock = lock(state, location)?;
     let needed = needed(state, location, store)?;
-    if recorded(store, &host)? != needed {
+    if recorded(store, &host)?.as_ref() != Some(&needed) {
         publish(store, &host, &needed)?;
     }
     Ok(needed.into_iter().collect())
@@ -111,7 +116,7 @@ fn host(state: &StateDir) -> Result<String> {
     if let Some(host) = known_host(state)? {
         return Ok(host);
     }
-    let _lock = lock(state)?;
+    let _lock = Lock::take(&state.root().join("roots.lock"))?;
     if let Some(host) = known_host(state)? {
         return Ok(host);
     }
@@ -138,15 +143,35 @@ fn host_id(state: &StateDir) -> PathBuf {
     state.root().join("host-id")
 }
 
-fn lock(state: &StateDir) -> Result<Lock> {
-    Lock::take(&state.root().join("roots.lock"))
+/// Locks this host's record in one store.
+fn lock(state: &StateDir, location: &Location) -> Result<Lock> {
+    Lock::take(&lock_path(state, location)?)
 }
 
-/// The references that the store has on record for `host`.
-fn recorded(store: &Store, host: &str) -> Result<BTreeSet<Digest>> {
-    let records = catalog::read_roots(store)?;
-    let own = records.iter().find(|record| record.host == host);
-    Ok(own.map(|record| record.digests()).transpose()?.unwrap_or_default().into_iter().collect())
+/// The same for each path of a folder.
+fn lock_path(state: &StateDir, location: &Location) -> Result<PathBuf> {
+    let store = match location {
+        Location::Folder(path) => {
+            let folder = fs::metadata(path)
+                .map_err(|e| Error::io(format!("cannot look at {}", path.display()), e))?;
+            format!("{:x}-{:x}", folder.dev(), folder.ino())
+        }
+        _ => Digest::of(location.to_string().as_bytes()).to_string(),
+    };
+    Ok(state.root().join(format!("roots-{store}.lock")))
+}
+
+/// The references that the store has on record for `host`; `None` if the record is damaged.
+fn recorded(store: &Store, host: &str) -> Result<Option<BTreeSet<Digest>>> {
+    match catalog::read_host_roots(store, host) {
+        Ok(Some(record)) => Ok(Some(record.digests()?.into_iter().collect())),
+        Ok(None) => Ok(Some(BTreeSet::new())),
+        Err(error) if error.kind() == ErrorKind::Corrupt => {
+            tracing::warn!(%error, "the record is written anew");
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Publishes the references. A missing manifest is ignored here: its user will report it.
@@ -200,7 +225,7 @@ mod tests {
     use burgeon_image::catalog;
     use burgeon_source::{Directory, Location};
 
-    use super::{Needs, refresh};
+    use super::{Needs, lock_path, refresh};
     use crate::{
         id::{DigestText, MountId},
         state::{files, paths::StateDir},
@@ -229,5 +254,21 @@ mod tests {
         let other = temp.path().join("other");
         let empty = Directory::create(&other).unwrap();
         assert!(refresh(&state, &other.into(), &empty.into()).unwrap().is_empty());
+    }
+
+    /// A store that does not answer keeps its lock.
+    #[test]
+    fn each_store_has_a_lock_of_its_own_and_one_under_all_its_paths() {
+        let temp = tempfile::tempdir().unwrap();
+        let state = StateDir::open(&temp.path().join("state")).unwrap();
+        let [a, b, link] = ["a", "b", "link"].map(|name| temp.path().join(name));
+        std::fs::create_dir(&a).unwrap();
+        std::fs::create_dir(&b).unwrap();
+        std::os::unix::fs::symlink(&a, &link).unwrap();
+        let of = |location: Location| lock_path(&state, &location).unwrap();
+        let [a, b, link] = [a, b, link].map(|path| of(path.into()));
+        let bucket = |url: &str| of(Location::parse(url).unwrap());
+        assert!(a == link && a != b);
+        assert_ne!(bucket("s3://bucket/a"), bucket("s3://bucket/b"));
     }
 }

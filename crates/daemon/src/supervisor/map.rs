@@ -324,7 +324,8 @@ fn keep_image(
     digest: &Digest,
 ) -> Result<(ByteRange, Option<String>)> {
     let image = images::add(state, area, store, digest)?;
-    let note = roots::announce(state, &Store::open(&image.store, access)?, digest)?;
+    let open = Store::open(&image.store, access)?;
+    let note = roots::announce(state, &image.store, &open, digest)?;
     let path = image.folder.join("map");
     let whole = |map: AddressMap| map.verify().map(|()| map.data_range());
     let range = match AddressMap::open(&path).and_then(whole) {

@@ -22,7 +22,7 @@ pub use self::{
     collect::{Collected, gc, remove, stored_layers},
     copy::{Copied, copy, in_lanes, name_part, parts, read_part, sizes},
     provenance::{ImageProvenance, Provenance},
-    roots::{HostRoots, forget_host, publish_roots, read_roots},
+    roots::{HostRoots, forget_host, publish_roots, read_host_roots, read_roots},
     verify::{Damage, Read, Verified, verify},
 };
 pub(crate) use self::{

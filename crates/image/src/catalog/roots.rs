@@ -70,6 +70,37 @@ pub fn forget_host(store: &impl ObjectStore, host: &str) -> Result<()> {
     store.remove(&object(host)?)
 }
 
+/// The record of `host`; `None` if it has none. Another host's record is not read, so a damaged one
+/// keeps nobody from a mount. `Corrupt` if the record is damaged.
+pub fn read_host_roots(store: &impl ObjectStore, host: &str) -> Result<Option<HostRoots>> {
+    let object = object(host)?;
+    let unreadable = |error: Error| {
+        let what = format!("this host's record {object} of the images that it needs is unreadable");
+        Error::with_source(error.kind(), what, error)
+    };
+    let bytes = match store.get(&object, RECORD_MAX) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        // A store without any object looks like one that is away.
+        Err(error) if error.kind() != ErrorKind::Corrupt && store.len(&object)?.is_none() => {
+            return Ok(None);
+        }
+        bytes => bytes.map_err(unreadable)?,
+    };
+    checked(&bytes).map(Some).map_err(unreadable)
+}
+
+fn checked(bytes: &[u8]) -> Result<HostRoots> {
+    let damaged = |why: String| Error::new(ErrorKind::Corrupt, format!("is damaged ({why})"));
+    let record: HostRoots =
+        serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
+    if record.format != FORMAT {
+        let what = format!("has the unknown format {}", record.format);
+        return Err(Error::new(ErrorKind::UnsupportedFormat, what));
+    }
+    record.digests().map_err(|error| damaged(error.to_string()))?;
+    Ok(record)
+}
+
 /// The records of all hosts. An unreadable one is an error: that host's needs are unknown, so
 /// nothing may be removed.
 pub fn read_roots(store: &impl ObjectStore) -> Result<Vec<HostRoots>> {
@@ -79,7 +110,7 @@ pub fn read_roots(store: &impl ObjectStore) -> Result<Vec<HostRoots>> {
         let unreadable = |kind, why: String| {
             let what = format!(
                 "nothing can be removed from the store: {object}, the record of the images that a host \
-                 needs, {why}; mount an image of the store on that host to renew it, or remove it if \
+                 needs, {why}; run `burgeon gc` with the store on that host to renew it, or remove it if \
                  the host is gone"
             );
             Error::new(kind, what)
@@ -87,14 +118,14 @@ pub fn read_roots(store: &impl ObjectStore) -> Result<Vec<HostRoots>> {
         if name.is_none() {
             return Err(unreadable(ErrorKind::Corrupt, "has no host's name".to_owned()));
         }
-        let bytes = store.get(&object, RECORD_MAX)?;
-        let record: HostRoots = serde_json::from_slice(&bytes)
-            .map_err(|error| unreadable(ErrorKind::Corrupt, format!("is damaged ({error})")))?;
-        if record.format != FORMAT {
-            let why = format!("has the unknown format {}", record.format);
-            return Err(unreadable(ErrorKind::UnsupportedFormat, why));
-        }
-        record.digests().map_err(|error| unreadable(ErrorKind::Corrupt, error.to_string()))?;
+        let bytes = match store.get(&object, RECORD_MAX) {
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                return Err(unreadable(error.kind(), "is not a regular file".to_owned()));
+            }
+            bytes => bytes?,
+        };
+        let record =
+            checked(&bytes).map_err(|error| unreadable(error.kind(), error.to_string()))?;
         records.push(record);
     }
     Ok(records)
