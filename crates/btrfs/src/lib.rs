@@ -56,6 +56,9 @@ pub const SUBVOLUME: u64 = format::SUBVOLUME;
 /// Number of the first inode: inode `i` of a [`Tree`] is inode `FIRST_INODE + i` of the subvolume.
 pub const FIRST_INODE: u64 = format::FIRST_INODE;
 
+/// Most names of a file.
+pub const LINK_MAX: u32 = format::LINK_MAX;
+
 /// The virtual area's file, below the top level (`subvolid=5`): mapped content is cloned from it.
 pub const VIRTUAL_FILE: &str = "virtual/area";
 

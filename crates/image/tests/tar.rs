@@ -444,6 +444,32 @@ fn an_archive_ends_soon_after_its_end() {
     assert!(error.to_string().contains("after its end"), "{error}");
 }
 
+#[test]
+fn devices_and_links_that_linux_and_btrfs_lack_are_refused_by_their_path() {
+    let (_folder, store) = store();
+    let device = |major: u32, minor: u32| {
+        let mut file = header(b"dev/odd", b'3', 0, b"");
+        file[329..337].copy_from_slice(format!("{major:07o}\0").as_bytes());
+        file[337..345].copy_from_slice(format!("{minor:07o}\0").as_bytes());
+        seal(&mut file);
+        from_tar(&store, ended(&[file]))
+    };
+    device(4095, 1048575).unwrap();
+    for (major, minor) in [(2097151, 2097151), (1, 1 << 20), (4096, 0)] {
+        let error = device(major, minor).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        let what = format!("\"dev/odd\" in the archive is the device {major}:{minor}");
+        assert!(error.to_string().contains(&what), "{error}");
+    }
+    let mut names = vec![header(b"file", b'0', 0, b"")];
+    names.extend((1..65535).map(|n| header(format!("link-{n}").as_bytes(), b'1', 0, b"file")));
+    from_tar(&store, ended(&names)).unwrap();
+    names.push(header(b"one-more", b'1', 0, b"file"));
+    let error = from_tar(&store, ended(&names)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::UnsupportedFormat, "{error}");
+    assert!(error.to_string().starts_with("/file has 65536 names"), "{error}");
+}
+
 /// btrfs keeps names of one hash in one item of 16 KiB.
 #[test]
 fn names_of_one_hash_that_no_item_holds_are_refused_by_the_build() {

@@ -29,7 +29,7 @@ use std::{
 };
 
 use burgeon_block::{ChecksumKind, Error, ErrorKind, ObjectStore, Result};
-use burgeon_btrfs::{Body, check_tree};
+use burgeon_btrfs::{Body, LINK_MAX, Tree, check_tree};
 use rustix::fs::StatVfsMountFlags;
 use serde::{Deserialize, Serialize};
 
@@ -55,6 +55,7 @@ use crate::{
     invalid,
     manifest::Manifest,
     pack::write_packs,
+    paths::path_of,
     profile::{Profile, profile_object},
 };
 
@@ -272,11 +273,26 @@ fn manifest_of(nodes: &[Node], assembled: Assembled) -> Result<Manifest> {
 
 /// Refuses a tree that no mount could show, before the image has a name.
 fn check_fits(manifest: &Manifest) -> Result<()> {
+    check_links(&manifest.tree)?;
     check_tree(&manifest.tree).map_err(|error| {
         let what = "btrfs cannot hold this tree, so it could not be mounted (where names have one \
                     hash, CRC-32C, rename some of them)";
         Error::with_source(ErrorKind::Invalid, what, error)
     })
+}
+
+/// Refuses a file with more names than btrfs can count, and says which.
+fn check_links(tree: &Tree) -> Result<()> {
+    let mut names = vec![0u32; tree.inodes.len()];
+    tree.dirents.iter().for_each(|dirent| names[dirent.inode as usize] += 1);
+    let Some(inode) = names.iter().position(|names| *names > LINK_MAX) else { return Ok(()) };
+    let what = format!(
+        "{} has {} names (hard links), and btrfs can hold {LINK_MAX} of a file: make some of them \
+         copies, or symlinks",
+        path_of(tree, inode as u32),
+        names[inode]
+    );
+    Err(Error::new(ErrorKind::UnsupportedFormat, what))
 }
 
 /// Builds as a writer of `store`, with a scratch folder. If the build fails, the packs it added

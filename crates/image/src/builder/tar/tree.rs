@@ -174,6 +174,14 @@ pub(super) fn node_of(entry: &TarEntry) -> Result<Node> {
         return Err(Error::new(ErrorKind::Invalid, what));
     }
     let device = kind == S_IFCHR || kind == S_IFBLK;
+    // Linux has 12 bits of one and 20 of the other. A longer minor number would change the major.
+    if device && (entry.major > 0xfff || entry.minor > 0xf_ffff) {
+        let (major, minor) = (entry.major, entry.minor);
+        return Err(wrong(&format!(
+            "is the device {major}:{minor}; Linux has none above 4095:1048575: leave it out of \
+             the archive"
+        )));
+    }
     Ok(Node {
         mode: kind | entry.mode,
         uid: entry.uid,
