@@ -80,6 +80,31 @@ impl ImageRecord {
         }
     }
 
+    /// The record in `bytes`, which `object` names in errors. `Corrupt` if it is damaged;
+    /// `UnsupportedFormat` if it is of another version.
+    pub fn decode(bytes: &[u8], object: &ObjectId) -> Result<Self> {
+        let damaged = |error| {
+            let what =
+                format!("{object} of the store is damaged; build the image again, or remove it");
+            Error::with_source(ErrorKind::Corrupt, what, error)
+        };
+        #[derive(Deserialize)]
+        struct Version {
+            format: u32,
+        }
+        let version: Version = serde_json::from_slice(bytes).map_err(damaged)?;
+        if version.format != RECORD_FORMAT {
+            let what = format!(
+                "{object} has format {}, unknown to this Burgeon: use a newer one",
+                version.format
+            );
+            return Err(Error::new(ErrorKind::UnsupportedFormat, what));
+        }
+        let record: Self = serde_json::from_slice(bytes).map_err(damaged)?;
+        record.digest()?;
+        Ok(record)
+    }
+
     /// The image: digest of its manifest.
     pub fn digest(&self) -> Result<Digest> {
         self.manifest.parse()
@@ -173,26 +198,7 @@ pub fn resolve(store: &impl ObjectStore, name: &str) -> Result<ImageRecord> {
 }
 
 fn read_record(store: &impl ObjectStore, object: &ObjectId) -> Result<ImageRecord> {
-    let bytes = store.get(object, RECORD_MAX)?;
-    let damaged = |error| {
-        let what = format!("{object} of the store is damaged; build the image again, or remove it");
-        Error::with_source(ErrorKind::Corrupt, what, error)
-    };
-    #[derive(Deserialize)]
-    struct Version {
-        format: u32,
-    }
-    let version: Version = serde_json::from_slice(&bytes).map_err(damaged)?;
-    if version.format != RECORD_FORMAT {
-        let what = format!(
-            "{object} has format {}, unknown to this Burgeon: use a newer one",
-            version.format
-        );
-        return Err(Error::new(ErrorKind::UnsupportedFormat, what));
-    }
-    let record: ImageRecord = serde_json::from_slice(&bytes).map_err(damaged)?;
-    record.digest()?;
-    Ok(record)
+    ImageRecord::decode(&store.get(object, RECORD_MAX)?, object)
 }
 
 /// Reads the manifest with `digest` and checks it against the digest.

@@ -31,6 +31,20 @@ pub struct HostRoots {
 }
 
 impl HostRoots {
+    /// The record in `bytes`. `Corrupt` if it is damaged; `UnsupportedFormat` if it is of another
+    /// version.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let damaged = |why: String| Error::new(ErrorKind::Corrupt, format!("is damaged ({why})"));
+        let record: Self =
+            serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
+        if record.format != FORMAT {
+            let what = format!("has the unknown format {}", record.format);
+            return Err(Error::new(ErrorKind::UnsupportedFormat, what));
+        }
+        record.digests().map_err(|error| damaged(error.to_string()))?;
+        Ok(record)
+    }
+
     /// The manifests.
     pub fn digests(&self) -> Result<Vec<Digest>> {
         self.manifests.iter().map(|digest| digest.parse()).collect()
@@ -86,19 +100,7 @@ pub fn read_host_roots(store: &impl ObjectStore, host: &str) -> Result<Option<Ho
         }
         bytes => bytes.map_err(unreadable)?,
     };
-    checked(&bytes).map(Some).map_err(unreadable)
-}
-
-fn checked(bytes: &[u8]) -> Result<HostRoots> {
-    let damaged = |why: String| Error::new(ErrorKind::Corrupt, format!("is damaged ({why})"));
-    let record: HostRoots =
-        serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
-    if record.format != FORMAT {
-        let what = format!("has the unknown format {}", record.format);
-        return Err(Error::new(ErrorKind::UnsupportedFormat, what));
-    }
-    record.digests().map_err(|error| damaged(error.to_string()))?;
-    Ok(record)
+    HostRoots::decode(&bytes).map(Some).map_err(unreadable)
 }
 
 /// The records of all hosts. An unreadable one is an error: that host's needs are unknown, so
@@ -124,8 +126,8 @@ pub fn read_roots(store: &impl ObjectStore) -> Result<Vec<HostRoots>> {
             }
             bytes => bytes?,
         };
-        let record =
-            checked(&bytes).map_err(|error| unreadable(error.kind(), error.to_string()))?;
+        let record = HostRoots::decode(&bytes)
+            .map_err(|error| unreadable(error.kind(), error.to_string()))?;
         records.push(record);
     }
     Ok(records)
