@@ -11,7 +11,7 @@ use std::{
 
 use rustix::fs::{CWD, FileType, Mode, XattrFlags, makedev, mknodat, setxattr};
 use rustix::mount::{MountFlags, mount_remount};
-use testkit::{Burgeon, Mounted, Space};
+use testkit::{Burgeon, Mounted, Space, mounts_of};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const LIMIT: [&str; 2] = ["--write-limit", "256M"];
@@ -58,9 +58,8 @@ fn powers(at: &Path) -> [bool; 3] {
 
 /// The options of the mount at `at`, as the kernel has them.
 fn options(at: &Path) -> String {
-    let table = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
-    let line = table.lines().find(|line| line.split(' ').nth(4) == at.to_str()).unwrap();
-    line.split(' ').nth(5).unwrap().to_owned()
+    let mounts = mounts_of("thread-self").unwrap();
+    mounts.into_iter().find(|mount| mount.at == at).unwrap().options
 }
 
 fn text(path: &Path) -> &str {

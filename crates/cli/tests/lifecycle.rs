@@ -17,7 +17,9 @@ use rustix::{
     thread::{UnshareFlags, unshare_unsafe},
 };
 use serde_json::Value;
-use testkit::{Burgeon, OpensOf, PATIENCE, Rng, Space, compare, ublk_expected, wait_until};
+use testkit::{
+    Burgeon, OpensOf, PATIENCE, Rng, Space, compare, mounts_of, ublk_expected, wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -425,10 +427,7 @@ fn a_bound_namespace_is_not_held_by_the_daemon() {
     assert!(command.status().unwrap().success());
     let options = ["--write-limit", LIMIT];
     let mounted = burgeon.mount("image:1", &space.path("at"), &options);
-    let is_held = |process: &str| {
-        let mounts = fs::read_to_string(format!("/proc/{process}/mountinfo")).unwrap();
-        mounts.contains(bound.to_str().unwrap())
-    };
+    let is_held = |process: &str| mounts_of(process).unwrap().iter().any(|mount| mount.at == bound);
     assert!(is_held("thread-self"));
     let status = burgeon.status();
     for process in ["supervisor_pid", "server_pid"] {

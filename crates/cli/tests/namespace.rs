@@ -9,7 +9,8 @@ use std::{
 };
 
 use testkit::{
-    Burgeon, PATIENCE, Rng, Space, compare, kill, loop_devices, processes_with, wait_until,
+    Burgeon, PATIENCE, Rng, Space, compare, kill, loop_devices, mounts_of, processes_with,
+    wait_until,
 };
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -92,8 +93,8 @@ fn release_from_copies(space: &Space, orphaned: bool) {
     burgeon.ok(&["build", tree.to_str().unwrap(), "image:1", "--by-reference"]);
     let mut mounted = vec![burgeon.mount("image:1", &space.path("at"), &["--read-only"])];
     let has = |process: &str, place: &std::path::Path| {
-        let path = format!("/proc/{}/mountinfo", burgeon.status()[process]);
-        fs::read_to_string(path).unwrap().contains(place.to_str().unwrap())
+        let mounts = mounts_of(&burgeon.status()[process].to_string()).unwrap();
+        mounts.iter().any(|mount| mount.at == place)
     };
     if orphaned {
         kill(u32::try_from(burgeon.status()["supervisor_pid"].as_u64().unwrap()).unwrap());

@@ -2,12 +2,13 @@
 
 use std::{
     fs::{self, File},
-    os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     process::Command,
 };
 
 use anyhow::{Context, Result, bail};
+
+use crate::mountinfo::mounts_of;
 
 /// Drops clean pages, directory entries and inodes, so that the next read asks the devices.
 pub fn drop_caches() {
@@ -18,15 +19,9 @@ pub fn drop_caches() {
 /// The block devices of the btrfs mounted at `mounted`, seed devices among them.
 pub fn btrfs_devices(mounted: &Path) -> Result<Vec<PathBuf>> {
     // The kernel's list by file system: the mount table names only one device.
-    let table = fs::read("/proc/thread-self/mountinfo")?;
-    let line = table
-        .split(|b| *b == b'\n')
-        .rev()
-        .find(|line| line.split(|b| *b == b' ').nth(4) == Some(mounted.as_os_str().as_bytes()));
-    let line = line.with_context(|| format!("{mounted:?} is not mounted"))?;
-    let line = String::from_utf8_lossy(line).into_owned();
-    let source = line.split(" - ").nth(1).and_then(|rest| rest.split(' ').nth(1));
-    let source = source.and_then(|s| s.strip_prefix("/dev/")).context("mount without a device")?;
+    let mount = mounts_of("thread-self")?.into_iter().rev().find(|mount| mount.at == mounted);
+    let mount = mount.with_context(|| format!("{mounted:?} is not mounted"))?;
+    let source = mount.source.strip_prefix("/dev/").context("mount without a device")?;
     for entry in fs::read_dir("/sys/fs/btrfs")? {
         let devices = entry?.path().join("devices");
         if devices.join(source).exists() {

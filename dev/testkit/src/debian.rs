@@ -30,10 +30,14 @@ pub fn debian_root() -> Result<PathBuf> {
     if unfinished.exists() {
         fs::remove_dir_all(&unfinished)?;
     }
-    // In a mount namespace of its own: debootstrap mounts /proc and may fail before it unmounts.
+    fs::create_dir(&unfinished)?;
+    // In a mount namespace of its own: debootstrap mounts /proc and may fail before it unmounts. And
+    // it takes a path with spaces apart, so it works in one without.
+    let script = r#"mount --bind "$1" /mnt && exec debootstrap --variant=minbase "$2" /mnt "$3""#;
     let output = Command::new("unshare")
-        .args(["--mount", "debootstrap", "--variant=minbase", RELEASE])
+        .args(["--mount", "sh", "-c", script, "sh"])
         .arg(&unfinished)
+        .arg(RELEASE)
         .arg(std::env::var("BURGEON_DEBIAN_MIRROR").unwrap_or(MIRROR.into()))
         .output()
         .context("cannot run debootstrap: install the package debootstrap")?;

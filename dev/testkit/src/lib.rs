@@ -26,6 +26,7 @@ mod images;
 mod layers;
 mod machine;
 mod measure;
+mod mountinfo;
 mod net;
 mod opens;
 mod pattern;
@@ -49,6 +50,7 @@ pub use machine::{
     wait_until,
 };
 pub use measure::{Measured, measure};
+pub use mountinfo::{MountLine, mounts_of};
 pub use net::{
     Certificate, Fault, Link, Proxy, ReferrerLists, Registry, RegistryOptions, S3, Shape,
     TokenGate, WebServer,

@@ -11,10 +11,7 @@ use std::{
     cell::Cell,
     ffi::CString,
     fs, io,
-    os::{
-        fd::AsRawFd,
-        unix::{ffi::OsStrExt, fs::FileExt},
-    },
+    os::{fd::AsRawFd, unix::fs::FileExt},
     path::{Path, PathBuf},
     process::{self, Command},
     sync::atomic::{AtomicU64, Ordering},
@@ -26,7 +23,7 @@ use rustix::{
     thread::{UnshareFlags, unshare_unsafe},
 };
 
-use crate::scaled;
+use crate::{mountinfo::mounts_of, scaled};
 
 /// A private mount namespace and open files of the calling thread, and a temporary folder.
 ///
@@ -197,31 +194,13 @@ pub(crate) fn target_folder() -> PathBuf {
 
 /// Mount points at or below `folder` in this thread's namespace, in mount order.
 pub(crate) fn mounts_below(folder: &Path) -> Vec<PathBuf> {
-    let table = fs::read("/proc/thread-self/mountinfo").unwrap_or_default();
-    let points = table.split(|b| *b == b'\n').filter_map(|line| line.split(|b| *b == b' ').nth(4));
-    let paths = points.map(|point| PathBuf::from(std::ffi::OsStr::from_bytes(&unescape(point))));
-    paths.filter(|path| path.starts_with(folder)).collect()
-}
-
-/// Undoes the kernel's octal escapes (`\040` is a space).
-fn unescape(text: &[u8]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(text.len());
-    let mut rest = text;
-    while let Some((first, tail)) = rest.split_first() {
-        if *first == b'\\' && tail.len() >= 3 {
-            out.push(tail[..3].iter().fold(0u8, |n, d| n.wrapping_mul(8).wrapping_add(d - b'0')));
-            rest = &tail[3..];
-        } else {
-            out.push(*first);
-            rest = tail;
-        }
-    }
-    out
+    let mounts = mounts_of("thread-self").unwrap_or_default();
+    mounts.into_iter().map(|mount| mount.at).filter(|path| path.starts_with(folder)).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Space, unescape};
+    use super::Space;
 
     #[test]
     fn mounts_are_seen_here_only_and_go_with_the_space() {
@@ -262,10 +241,5 @@ mod tests {
             });
             assert!(!other.join().unwrap(), "another test's thread would hand the file on");
         });
-    }
-
-    #[test]
-    fn the_kernels_escapes_are_undone() {
-        assert_eq!(unescape(br"/a\040b\134"), b"/a b\\");
     }
 }

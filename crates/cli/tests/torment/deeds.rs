@@ -10,7 +10,7 @@ use std::{
 };
 
 use rustix::fs::{FallocateFlags, fallocate, syncfs};
-use testkit::{Fault, Rng, kill};
+use testkit::{Fault, Rng, kill, mounts_of};
 
 use crate::{load::read_through, world::World};
 
@@ -158,8 +158,8 @@ fn kill_command(world: &World, rng: &mut Rng) {
     let _ = child.wait();
     world.ledger.count("killed commands");
     let mounted = |path: &str| {
-        let table = fs::read_to_string("/proc/thread-self/mountinfo").unwrap_or_default();
-        table.lines().any(|line| line.split(' ').nth(4) == Some(path))
+        let mounts = mounts_of("thread-self").unwrap_or_default();
+        mounts.iter().any(|mount| mount.at == Path::new(path))
     };
     if mounted(&extra) {
         world.ok(&["umount", &extra]);
