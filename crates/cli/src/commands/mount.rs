@@ -169,7 +169,7 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     let (reply, mut fds) = made.map_err(|e| {
         let e = found.explain(e);
         match name {
-            Some(name) => taken::explain_writes(context, &name, e),
+            Some(name) => taken::explain_writes(context, &name, ", or take another name", e),
             None => e,
         }
     })?;

@@ -17,8 +17,13 @@ struct Known {
 }
 
 /// Names the place or the holders of the mount with the writes `name`, if `error` says that they
-/// are in use; any other error stays as it is.
-pub(super) fn explain_writes(context: &Context, name: &str, error: anyhow::Error) -> anyhow::Error {
+/// are in use; any other error stays as it is. `or` is what else the user can do.
+pub(super) fn explain_writes(
+    context: &Context,
+    name: &str,
+    or: &str,
+    error: anyhow::Error,
+) -> anyhow::Error {
     let is_taken = kind_of(&error) == Some(ErrorKind::Unavailable)
         && writes::is_mounted(&context.state, name).is_ok_and(|is_mounted| is_mounted);
     let mounts = if is_taken { all(context) } else { Vec::new() };
@@ -28,13 +33,15 @@ pub(super) fn explain_writes(context: &Context, name: &str, error: anyhow::Error
         let places = places_of(mount.fsid);
         if let Some(place) = places.first() {
             let at = place.display();
-            return Some(format!("{already}, at {at}: umount them first, or take another name"));
+            return Some(format!(
+                "{already}, at {at}: unmount them with `burgeon umount {at}`{or}"
+            ));
         }
         let holders = holders::of(mount.fsid)?;
         let shown = mount.target.display();
         Some(format!(
             "{already}: {shown} is unmounted here, but still held by {holders}: the writes are \
-             free when these let go; end them or unmount it there, or take another name"
+             free when these let go; end them or unmount it there{or}"
         ))
     });
     told.map_or(error, |told| Busy(told).into())

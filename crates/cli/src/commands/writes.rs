@@ -17,7 +17,7 @@ pub(super) fn writes(context: &Context, command: WritesCommand) -> Result<ExitCo
         WritesCommand::List => list(context),
         WritesCommand::Rm { name } => {
             writes::remove(&context.state, &name)
-                .map_err(|e| taken::explain_writes(context, &name, e.into()))?;
+                .map_err(|e| taken::explain_writes(context, &name, "", e.into()))?;
             if context.json {
                 output::print_json(&json!({ "removed": name }))?;
             } else {

@@ -114,7 +114,7 @@ pub fn lock(state: &StateDir, name: &str) -> Result<Lock> {
         Error::new(
             ErrorKind::Unavailable,
             format!(
-                "the writes {name:?} are mounted already: umount them first, or take another name"
+                "the writes {name:?} are mounted already: unmount them first, or take another name"
             ),
         )
     })
