@@ -15,7 +15,7 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
 };
-use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, kill, wait_until};
+use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, kill, preload, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -103,18 +103,6 @@ ssize_t readv(int fd, const struct iovec *parts, int count) {
 }
 "#;
 
-/// Makes the library of [`FAULTS`].
-fn faults(space: &Space) -> PathBuf {
-    let (source, library) = (space.path("faults.c"), space.path("faults.so"));
-    fs::write(&source, FAULTS).unwrap();
-    let compiled = std::process::Command::new("cc")
-        .args(["-shared", "-fPIC", "-o"])
-        .args([&library, &source])
-        .status();
-    assert!(compiled.unwrap().success());
-    library
-}
-
 /// True if the record of a mount says that its file system may be frozen.
 fn is_frozen(burgeon: &Burgeon) -> bool {
     let folders = fs::read_dir(burgeon.state().join("mounts")).unwrap();
@@ -142,11 +130,11 @@ fn a_file_system_that_a_killed_helper_left_frozen_is_thawed() {
     let space = Space::new("kill-frozen");
     let Set { burgeon, at, mounted, expected } =
         set_up(&space, 14, &["--writes", "w", "--write-limit", "256M", "--transport", "fuse"]);
-    let library = faults(&space);
+    let library = preload(&space, FAULTS);
     burgeon.kill_daemon();
     // The next daemon serves the mount again; its helpers die before they have thawed.
     let mut repair = burgeon.command(&["doctor", "--repair"]);
-    repair.env("LD_PRELOAD", &library).env("AT_THAW", "itself").output().unwrap();
+    repair.envs(library).env("AT_THAW", "itself").output().unwrap();
     let log = burgeon.state().join("run/daemon.log");
     let left = || fs::read_to_string(&log).unwrap_or_default().contains("may stay frozen");
     assert!(wait_until(PATIENCE, left) && is_frozen(&burgeon));
@@ -165,11 +153,11 @@ fn a_killed_supervisor_does_not_interrupt_a_thaw() {
     let space = Space::new("kill-thaw");
     let Set { burgeon, at, mounted, expected } =
         set_up(&space, 15, &["--writes", "w", "--write-limit", "256M", "--transport", "fuse"]);
-    let library = faults(&space);
+    let library = preload(&space, FAULTS);
     burgeon.kill_daemon();
     let mut repair = burgeon.command(&["doctor", "--repair"]);
     let mark = space.path("supervisor");
-    repair.env("LD_PRELOAD", &library).env("AT_THAW", &mark).stderr(Stdio::null());
+    repair.envs(library).env("AT_THAW", &mark).stderr(Stdio::null());
     let mut repair = repair.spawn().unwrap();
     let mut supervisor = None;
     assert!(wait_until(PATIENCE, || {
@@ -204,10 +192,10 @@ fn a_supervisor_can_be_killed_while_its_server_does_not_answer() {
     fs::write(tree.join("data"), "data").unwrap();
     let burgeon = Burgeon::new(PROGRAM, &space);
     burgeon.build(&tree, "sample");
-    let (at, library) = (space.make_folder("at"), faults(&space));
+    let (at, library) = (space.make_folder("at"), preload(&space, FAULTS));
     let connections = Connections::new(&space);
     let mut mount = burgeon.command(&["mount", "sample", at.to_str().unwrap(), "--read-only"]);
-    mount.args(["--transport", "fuse"]).env("LD_PRELOAD", &library).env("AT_ATTRIBUTES", "silent");
+    mount.args(["--transport", "fuse"]).envs(library).env("AT_ATTRIBUTES", "silent");
     let mut mount = mount.spawn().unwrap();
     let waits = || burgeon.processes().into_iter().any(waits_for_a_server);
     assert!(wait_until(PATIENCE, waits), "no server was asked");
@@ -284,7 +272,7 @@ fn a_supervisor_can_be_killed_while_a_mount_waits_for_the_lock_of_a_stranger() {
     fs::write(tree.join("data"), "data").unwrap();
     let silent = space.path("silent");
     let burgeon =
-        Burgeon::new(PROGRAM, &space).env("LD_PRELOAD", faults(&space)).env("AT_READS", &silent);
+        Burgeon::new(PROGRAM, &space).envs(preload(&space, FAULTS)).env("AT_READS", &silent);
     burgeon.build(&tree, "sample");
     let at = space.path("at");
     let connections = Connections::new(&space);

@@ -12,7 +12,7 @@ use std::{
 };
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
-use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, kill, processes_with, wait_until};
+use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, kill, preload, processes_with, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -61,13 +61,9 @@ fn set_up(space: &Space, seed: u64, options: &[&str]) -> Set {
     let tree = space.make_folder("tree");
     let expected = Rng::new(seed).bytes(3_000_000);
     fs::write(tree.join("data"), &expected).unwrap();
-    let (source, library) = (space.path("silent.c"), space.path("silent.so"));
-    fs::write(&source, SILENT_SERVER).unwrap();
-    let compiled =
-        Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status();
-    assert!(compiled.unwrap().success());
     let (at, silent) = (space.path("at"), space.path("silent"));
-    let burgeon = Burgeon::new(PROGRAM, space).env("LD_PRELOAD", library).env("SILENT", &silent);
+    let burgeon =
+        Burgeon::new(PROGRAM, space).envs(preload(space, SILENT_SERVER)).env("SILENT", &silent);
     burgeon.build(&tree, "sample");
     let mounted = burgeon.mount("sample", &at, &[&["--transport", "fuse"], options].concat());
     let _release = ReleaseOnPanic(burgeon.state().to_owned());

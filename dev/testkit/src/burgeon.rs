@@ -67,6 +67,14 @@ impl Burgeon {
         self
     }
 
+    /// The same with several variables.
+    pub fn envs<K: Into<OsString>, V: Into<OsString>>(
+        self,
+        variables: impl IntoIterator<Item = (K, V)>,
+    ) -> Self {
+        variables.into_iter().fold(self, |burgeon, (name, value)| burgeon.env(name, value))
+    }
+
     /// The state directory.
     pub fn state(&self) -> &Path {
         &self.state

@@ -30,6 +30,7 @@ mod mountinfo;
 mod net;
 mod opens;
 mod pattern;
+mod preload;
 mod rings;
 mod rng;
 mod space;
@@ -57,6 +58,7 @@ pub use net::{
 };
 pub use opens::{OpensOf, WaitingOpen};
 pub use pattern::{AlignedBlock, Pattern};
+pub use preload::preload;
 pub use rings::FuseRings;
 pub use rng::Rng;
 pub use space::{Mounted, Space, bind_mount, break_disk, take_room};
