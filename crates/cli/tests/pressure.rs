@@ -71,7 +71,7 @@ fn a_small_cgroup_writes_and_reads_more_than_it_has_memory() {
     // The daemon is started from within, and must not stay there.
     let state = burgeon.state().display();
     let mount = format!(
-        "{PROGRAM} --state-dir {state} mount sample {} --write-limit 512M > /dev/null",
+        "'{PROGRAM}' --state-dir '{state}' mount sample '{}' --write-limit 512M > /dev/null",
         at.display()
     );
     assert!(cgroup.shell(&mount).status().unwrap().success());
@@ -81,8 +81,8 @@ fn a_small_cgroup_writes_and_reads_more_than_it_has_memory() {
         assert!(!cgroup.processes().contains(&pid), "the {process} is in its readers' cgroup");
     }
     let script = format!(
-        "cd {at}; dd if=/dev/zero of=dirty bs=1M count=200 2> /dev/null & \
-         cmp {at}/data {tree}/data; wait; sync -f {at}",
+        "cd '{at}'; dd if=/dev/zero of=dirty bs=1M count=200 2> /dev/null & \
+         cmp '{at}/data' '{tree}/data'; wait; sync -f '{at}'",
         at = at.display(),
         tree = tree.display()
     );
