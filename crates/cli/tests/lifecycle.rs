@@ -336,7 +336,8 @@ fn one_mount_that_cannot_be_unmounted_keeps_no_other_from_it() {
     let failed = document["failed"].as_array().unwrap();
     let seen: Vec<_> = failed.iter().map(|one| (&one["path"], &one["kind"])).collect();
     assert_eq!(seen, [(&nope.into(), &"not-found".into()), (&b.into(), &"busy".into())]);
-    assert_eq!(finished.stderr.lines().count(), 2, "{finished:#?}");
+    // A slow machine says that it waits for the kernel, too.
+    assert_eq!(finished.stderr.matches(": cannot unmount").count(), 2, "{finished:#?}");
     drop(open);
     let said = burgeon.run(&["umount", nope, b]);
     assert!(said.code == Some(3) && said.stdout.contains(b), "{said:#?}");
