@@ -2,11 +2,11 @@
 
 use std::{
     fmt::{Debug, Write},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
 use tracing::{
-    Event, Metadata, Subscriber,
+    Dispatch, Event, Metadata, Subscriber,
     field::{Field, Visit},
     span::{Attributes, Id, Record},
     subscriber::DefaultGuard,
@@ -21,6 +21,9 @@ pub struct Events {
 impl Events {
     /// Begins to gather.
     pub fn gather() -> Self {
+        // While there is one dispatcher alone, `tracing` decides by the calling thread's whether an
+        // event is ever wanted: a thread without one would turn it off for all.
+        SECOND.get_or_init(|| Dispatch::new(Gatherer(Arc::default())));
         let lines = Arc::<Mutex<Vec<String>>>::default();
         let guard = tracing::subscriber::set_default(Gatherer(Arc::clone(&lines)));
         Self { lines, _guard: guard }
@@ -31,6 +34,9 @@ impl Events {
         std::mem::take(&mut self.lines.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
+
+/// A second dispatcher, which no thread uses.
+static SECOND: OnceLock<Dispatch> = OnceLock::new();
 
 struct Gatherer(Arc<Mutex<Vec<String>>>);
 
@@ -71,5 +77,23 @@ impl Visit for Words {
             "message" => self.message = format!("{value:?}"),
             name => _ = write!(self.fields, " {name}={value:?}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Events;
+
+    fn say() {
+        tracing::warn!("said");
+    }
+
+    #[test]
+    fn an_event_that_another_thread_met_first_is_gathered() {
+        let events = Events::gather();
+        std::thread::spawn(say).join().unwrap();
+        assert!(events.take().is_empty());
+        say();
+        assert_eq!(events.take(), ["WARN said"]);
     }
 }
