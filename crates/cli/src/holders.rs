@@ -6,9 +6,12 @@
 //!   nsfs in these (`unshare --mount=FILE`)            ─► in namespaces that no process is in
 //!   /proc/*/{cwd,root,exe,map_files/*,task/*/fd/*}    ─► processes that have something of it open
 //! ```
+//!
+//! Invariant: no file system other than btrfs is asked anything: a FUSE or network file system may
+//! never answer (`crates/cli/tests/holders.rs`).
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     os::fd::AsFd,
     path::{Path, PathBuf},
@@ -21,7 +24,7 @@ use burgeon_daemon::{
     mountinfo::{self, MountInfo},
 };
 use rustix::{
-    fs::statvfs,
+    fs::{AtFlags, CWD, StatxFlags, statvfs, statx},
     thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe},
 };
 
@@ -216,8 +219,26 @@ fn processes(number: Number) -> Vec<String> {
         .collect()
 }
 
+/// False if `path`, a link of `/proc`, surely leads to another file system than a btrfs, by the
+/// `types` of the mounts that its process sees. Asks the kernel alone.
+fn may_be_btrfs(path: &Path, types: &BTreeMap<u64, String>) -> bool {
+    let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+    let Ok(stat) = statx(CWD, path, flags, StatxFlags::MNT_ID) else { return false };
+    match types.get(&stat.stx_mnt_id) {
+        Some(fs_type) => fs_type == "btrfs",
+        // A detached mount. A FUSE or network file system has a queue under the number of its
+        // files, a btrfs none: its subvolumes have numbers of their own.
+        None => {
+            let queue = format!("/sys/class/bdi/{}:{}", stat.stx_dev_major, stat.stx_dev_minor);
+            !Path::new(&queue).exists()
+        }
+    }
+}
+
 fn how_it_holds(process: &Path, number: Number) -> Option<&'static str> {
-    let on_it = |path: &Path| Number::of(path) == Some(number);
+    let mounts = mountinfo::read(&process.join("mountinfo")).unwrap_or_default();
+    let types: BTreeMap<_, _> = mounts.into_iter().map(|mount| (mount.id, mount.fs_type)).collect();
+    let on_it = |path: &Path| may_be_btrfs(path, &types) && Number::of(path) == Some(number);
     let any_in = |folder: &Path| {
         let files = fs::read_dir(folder).into_iter().flatten().flatten();
         files.map(|file| file.path()).any(|path| on_it(&path))

@@ -1,0 +1,85 @@
+//! A command that names the holders of a mount asks no other file system, which may never answer.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs::File,
+    os::fd::OwnedFd,
+    path::PathBuf,
+    process::{Child, Stdio},
+};
+
+use burgeon_frontend::Connection;
+use rustix::{
+    fs::CWD,
+    mount::{MoveMountFlags, UnmountFlags, move_mount, unmount},
+};
+use testkit::{Burgeon, PATIENCE, Space, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+/// A FUSE file system whose server has answered the first question and answers none any more. This
+/// process has it open, and aborts it at the end by closing the server's descriptor.
+struct Silent {
+    mount: OwnedFd,
+    _connection: Connection,
+    place: PathBuf,
+}
+
+impl Silent {
+    fn new(place: PathBuf) -> Self {
+        let connection = Connection::new("silent").unwrap();
+        let mount = connection.mount().try_clone_to_owned().unwrap();
+        Self { mount, _connection: connection, place }
+    }
+
+    fn mount(&self) {
+        File::create(&self.place).unwrap();
+        let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+        move_mount(&self.mount, "", CWD, &self.place, flags).unwrap();
+    }
+}
+
+impl Drop for Silent {
+    fn drop(&mut self) {
+        let _ = unmount(&self.place, UnmountFlags::DETACH);
+    }
+}
+
+/// A command. If it waits, it ends when the connection is closed.
+struct Command(Child);
+
+impl Command {
+    fn stderr(mut self) -> String {
+        let has_ended = wait_until(PATIENCE, || self.0.try_wait().unwrap().is_some());
+        assert!(has_ended, "it waits for the silent server");
+        std::io::read_to_string(self.0.stderr.take().unwrap()).unwrap()
+    }
+}
+
+#[test]
+fn holders_are_named_while_a_foreign_file_system_does_not_answer() {
+    let space = Space::new("holders-silent");
+    let tree = space.make_folder("tree");
+    std::fs::write(tree.join("file"), "text").unwrap();
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "image:1");
+    let mounted = burgeon.mount("image:1", &space.path("at"), &["--read-only"]);
+    // Before the file: descriptors are looked at in their order, up to the first of the mount.
+    let silent = Silent::new(space.path("silent"));
+    let file = File::open(mounted.path().join("file")).unwrap();
+    let own = format!("(process {}, an open file)", std::process::id());
+    let path = mounted.path().to_str().unwrap().to_owned();
+    // First it is mounted nowhere, as after a lazy umount.
+    for is_placed in [false, true] {
+        if is_placed {
+            silent.mount();
+        }
+        let mut command = burgeon.command(&["umount", &path]);
+        let child = command.stderr(Stdio::piped()).spawn().unwrap();
+        let said = Command(child).stderr();
+        assert!(said.contains(&own), "{said}");
+    }
+    drop((file, silent));
+    burgeon.umount(mounted);
+}
