@@ -12,7 +12,10 @@
 
 use std::{
     fs::{self, File},
-    os::{fd::AsRawFd, unix::fs::MetadataExt},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{MetadataExt, OpenOptionsExt},
+    },
     path::{Path, PathBuf},
 };
 
@@ -69,8 +72,9 @@ pub fn is_burgeon_mount(path: &Path) -> bool {
 
 /// The fsid of the btrfs at `path`, or `None` if it is another file system.
 pub fn btrfs_fsid(path: &Path) -> Result<Option<Fsid>> {
-    let file = fs::File::open(path)
-        .map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
+    // At once: it may be a FIFO.
+    let file = fs::File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    let file = file.map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
     Ok(fsid_of(&file))
 }
 

@@ -37,12 +37,22 @@ pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     if opened.metadata()?.is_file() { Ok(opened) } else { Err(odd()) }
 }
 
-/// Reads the file `path` of the state directory, which is at most [`RECORD_LEN_MAX`] long.
+/// Opens `path` for reading, wherever it is and whatever it is, without waiting for a writer of a
+/// FIFO.
+pub(crate) fn open_at_once(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)
+}
+
+/// Reads the file `path` of the state directory. `Corrupt` if it is longer than any record.
 pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    let read = open(path, OpenOptions::new().read(true));
-    read.and_then(|file| file.take(RECORD_LEN_MAX).read_to_end(&mut bytes))
+    open(path, OpenOptions::new().read(true))
+        .and_then(|file| file.take(RECORD_LEN_MAX + 1).read_to_end(&mut bytes))
         .map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
+    if bytes.len() as u64 > RECORD_LEN_MAX {
+        let what = format!("{} is damaged: it is longer than any record", path.display());
+        return Err(Error::new(ErrorKind::Corrupt, what));
+    }
     Ok(bytes)
 }
 
@@ -86,12 +96,7 @@ pub(crate) fn publish_json(path: &Path, record: &impl Serialize) -> Result<()> {
 
 /// Reads a record of [`publish_json`]. `NotFound` if there is none, `Corrupt` if it is damaged.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
-    let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
-    let mut bytes = Vec::new();
-    open(path, OpenOptions::new().read(true))
-        .and_then(|file| file.take(RECORD_LEN_MAX).read_to_end(&mut bytes))
-        .map_err(failed)?;
-    serde_json::from_slice(&bytes).map_err(|e| {
+    serde_json::from_slice(&read(path)?).map_err(|e| {
         Error::with_source(ErrorKind::Corrupt, format!("{} is damaged", path.display()), e)
     })
 }
@@ -229,6 +234,20 @@ mod tests {
         assert_eq!(read_json::<u32>(&elsewhere).unwrap(), 7);
         std::fs::create_dir_all(path.join("full")).unwrap();
         assert!(make_way(&path).unwrap_err().to_string().contains("remove it"));
+    }
+
+    #[test]
+    fn a_file_that_is_longer_than_any_record_is_refused() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("record.json");
+        // A number with spaces around it: what was cut off would not be missed.
+        let mut bytes = vec![b' '; super::RECORD_LEN_MAX as usize + 1];
+        bytes[0] = b'7';
+        std::fs::write(&path, &bytes).unwrap();
+        assert_eq!(read(&path).unwrap_err().kind(), ErrorKind::Corrupt);
+        assert_eq!(read_json::<u32>(&path).unwrap_err().kind(), ErrorKind::Corrupt);
+        std::fs::write(&path, &bytes[1..]).unwrap();
+        assert_eq!(read(&path).unwrap().len(), bytes.len() - 1);
     }
 
     #[test]

@@ -15,9 +15,13 @@ use crate::{
     state::{files, paths::StateDir, record::ProfileSource},
 };
 
-/// Reads the profile in the file `path`, if it exists.
+/// Reads the profile in the file `path`, if it exists. `path` may be anywhere.
 pub fn read_profile(path: &Path) -> Result<Option<Profile>> {
-    read_opened(path, File::open(path))
+    let opened = files::open_at_once(path).and_then(|file| match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::new(io::ErrorKind::InvalidData, "it is not a regular file")),
+    });
+    read_opened(path, opened)
 }
 
 fn read_opened(path: &Path, opened: io::Result<File>) -> Result<Option<Profile>> {
@@ -101,4 +105,23 @@ pub(crate) fn load(source: &ProfileSource, store: &Store) -> Result<Option<Vec<B
         return Ok(None);
     }
     Ok(Some([kept, stored].iter().flatten().flat_map(Profile::addresses).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+    use super::read_profile;
+
+    #[test]
+    fn a_fifo_is_no_profile_and_nobody_waits_for_its_writer() {
+        let temp = tempfile::tempdir().unwrap();
+        let fifo = temp.path().join("fifo");
+        mknodat(CWD, &fifo, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        for path in [fifo.as_path(), temp.path(), "/dev/zero".as_ref()] {
+            let error = read_profile(path).unwrap_err();
+            assert!(format!("{error:?}").contains("not a regular file"), "{error:?}");
+        }
+        assert!(read_profile(&temp.path().join("missing")).unwrap().is_none());
+    }
 }

@@ -121,7 +121,7 @@ fn no_room(len: u64, path: &Path, thin: bool) -> String {
 /// The size of a user's block device.
 pub(crate) fn device_size(path: &Path) -> Result<u64> {
     let failed = |e| Error::io(format!("cannot use {} for writes", path.display()), e);
-    let file = File::open(path).map_err(failed)?;
+    let file = files::open_at_once(path).map_err(failed)?;
     if !file.metadata().map_err(failed)?.file_type().is_block_device() {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -147,7 +147,7 @@ pub(crate) fn btrfs_on(path: &Path) -> Result<Option<Fsid>> {
     const MAGIC: usize = 0x40;
     let failed = |e| Error::io(format!("cannot read {}", path.display()), e);
     let mut block = [0; 0x48];
-    match File::open(path).and_then(|file| file.read_exact_at(&mut block, SUPERBLOCK)) {
+    match files::open_at_once(path).and_then(|file| file.read_exact_at(&mut block, SUPERBLOCK)) {
         Ok(()) => {}
         Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
         Err(e) => return Err(failed(e)),

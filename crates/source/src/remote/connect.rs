@@ -54,6 +54,9 @@ pub(super) fn client(
     choose_cryptography();
     let connector = Connector(Arc::clone(traffic));
     let (retry, options) = (retry_config(retries), client_options(retries));
+    access
+        .variables()
+        .try_for_each(|(name, value)| key_files::check(&name.to_ascii_lowercase(), value))?;
     let variables = || {
         access.variables().map(|(name, value)| {
             let name = name.to_ascii_lowercase();

@@ -20,6 +20,7 @@ use std::{
     time::Duration,
 };
 
+use burgeon_block::{Error, ErrorKind, Result};
 use rustix::{
     fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_create},
     io::{DupFlags, dup3},
@@ -41,6 +42,12 @@ const SETTINGS: [&str; 7] = [
     "google_service_account_path",
 ];
 
+/// The absolute path that the setting `name` names, if its value is one.
+pub(crate) fn named<'a>(name: &str, value: &'a str) -> Option<&'a Path> {
+    let path = Path::new(value);
+    (SETTINGS.contains(&name) && path.is_absolute()).then_some(path)
+}
+
 /// Longest file with credentials.
 const LEN_MAX: u64 = 1 << 20;
 
@@ -52,10 +59,9 @@ static COPIES: OnceLock<Copies> = OnceLock::new();
 /// The value for the setting `name`: the path of a copy if it names a file that this process may
 /// not open. A file that cannot be opened keeps its path, and the library reports it.
 pub(super) fn usable(name: &str, value: String) -> String {
-    let path = Path::new(&value);
-    if !SETTINGS.contains(&name) || !path.is_absolute() || !opening::is_elsewhere(path) {
+    let Some(path) = named(name, &value).filter(|path| opening::is_elsewhere(path)) else {
         return value;
-    }
+    };
     let copies = COPIES.get_or_init(|| {
         thread::spawn(renew);
         Copies::default()
@@ -66,6 +72,21 @@ pub(super) fn usable(name: &str, value: String) -> String {
             tracing::warn!(setting = name, %error, "cannot read the key file of the setting");
             value
         }
+    }
+}
+
+/// Refuses a file of the setting `name` that the library would wait for, such as a FIFO.
+pub(super) fn check(name: &str, value: &str) -> Result<()> {
+    let path = named(name, value).filter(|path| !opening::is_elsewhere(path));
+    match path.map(|path| (path, path.metadata())) {
+        Some((path, Ok(metadata))) if !metadata.is_file() => {
+            let (name, path) = (name.to_ascii_uppercase(), path.display());
+            let what = format!(
+                "{name} names {path}, which is not a regular file: name the file with the key"
+            );
+            Err(Error::new(ErrorKind::Invalid, what))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -138,7 +159,7 @@ mod tests {
         path::Path,
     };
 
-    use super::{Copies, LEN_MAX, usable};
+    use super::{Copies, LEN_MAX, check, usable};
     use crate::opening::{Manner, Opener, Opening, open_checked, open_files_by};
 
     #[test]
@@ -189,6 +210,21 @@ mod tests {
         let written = File::options().write(true).open(&copy).and_then(|file| file.set_len(0));
         assert!(written.is_err());
         assert_eq!(fs::read_to_string(&copy).unwrap(), "token");
+    }
+
+    #[test]
+    fn a_setting_that_names_no_regular_file_is_refused() {
+        let temp = tempfile::tempdir().unwrap();
+        let (fifo, file) = (temp.path().join("fifo"), temp.path().join("key.json"));
+        let (mode, kind) = (rustix::fs::Mode::from_raw_mode(0o600), rustix::fs::FileType::Fifo);
+        rustix::fs::mknodat(rustix::fs::CWD, &fifo, kind, mode, 0).unwrap();
+        fs::write(&file, "key").unwrap();
+        let (name, text) = ("google_service_account", |path: &Path| path.display().to_string());
+        let error = check(name, &text(&fifo)).unwrap_err().to_string();
+        assert!(error.starts_with("GOOGLE_SERVICE_ACCOUNT names "), "{error}");
+        check(name, &text(&file)).unwrap();
+        check(name, &text(&temp.path().join("missing"))).unwrap();
+        check("aws_region", &text(&fifo)).unwrap();
     }
 
     /// Folders with this in their name are opened elsewhere.
