@@ -111,6 +111,11 @@ fn file_url(rest: &str) -> Result<PathBuf> {
 }
 
 impl RemoteUrl {
+    /// Its host and, if it is not the usual one, its port.
+    pub(crate) fn address(&self) -> &str {
+        self.url.authority()
+    }
+
     /// Errors never show the URL: it may hold a password or a token.
     fn parse(scheme: Scheme, text: &str) -> Result<Self> {
         let mut url = Url::parse(text)

@@ -35,6 +35,9 @@ pub const RETRIES: u32 = 6;
 /// Most times that one request may meet silence: each costs [`SILENCE_MAX`], and one lost
 /// connection is likelier than two.
 pub(crate) const SILENT_MAX: u32 = 2;
+/// Most times that one request's connection may be refused, which takes 3 s: a server that is
+/// restarted listens again soon, and at a wrong address nobody ever will.
+const REFUSED_MAX: u32 = 6;
 /// Most times that a body may break off; each costs a request.
 const RESUMES_MAX: u32 = 20;
 /// Most times that a body may be too slow: each costs [`crate::body::WINDOW`], and the next request
@@ -85,13 +88,14 @@ fn finish(builder: ClientBuilder) -> Result<Client> {
 }
 
 /// Sends the request of `make`, with up to `retries` retries while the server is unreachable,
-/// fails or asks for a pause, and one if it is silent. `what` names the operation, for errors. Returns answers of any
-/// status.
+/// fails or asks for a pause, fewer if nobody listens there, and one if it is silent. `what` names the
+/// operation, for errors. Returns answers of any status.
 pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -> Result<Response> {
-    let (mut tries, mut silent) = (0, 0);
+    let (mut tries, mut silent, mut refused) = (0, 0, 0);
     loop {
         let answer = make().send().await;
         silent += u32::from(answer.as_ref().is_err_and(is_silence));
+        refused += u32::from(answer.as_ref().is_err_and(|error| is_refusal(error)));
         let again = match &answer {
             Ok(answer) => {
                 answer.status().is_server_error()
@@ -100,7 +104,7 @@ pub async fn send(what: &str, retries: u32, make: impl Fn() -> RequestBuilder) -
             }
             Err(e) => !e.is_redirect() && !e.is_builder() && !is_untrusted(e),
         };
-        if !again || tries == retries || silent == SILENT_MAX {
+        if !again || tries == retries || silent == SILENT_MAX || refused == REFUSED_MAX {
             return answer.map_err(|error| unreachable(what, error));
         }
         let error = answer.map_or_else(|e| why_not(&e.without_url()), |a| a.status().to_string());
@@ -136,8 +140,29 @@ pub(crate) async fn pause(tries: u32) {
 }
 
 pub(crate) fn unreachable(what: &str, error: reqwest::Error) -> Error {
+    let is_refused = is_refusal(&error);
+    let address = error
+        .url()
+        .filter(|_| is_refused)
+        .and_then(|url| Some(format!("{}:{}", url.host_str()?, url.port_or_known_default()?)));
+    let remedy = address.map(|address| format!(": {}", nobody_listens(&address)));
     let why = why_not(&error.without_url());
-    Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}"))
+    let remedy = remedy.unwrap_or_default();
+    Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}{remedy}"))
+}
+
+/// True if nobody listens at the address that was connected to.
+pub(crate) fn is_refusal(error: &(dyn error::Error + 'static)) -> bool {
+    let is = |cause: &(dyn error::Error + 'static)| {
+        let cause = cause.downcast_ref::<io::Error>();
+        cause.is_some_and(|cause| cause.kind() == io::ErrorKind::ConnectionRefused)
+    };
+    chain(error).any(is)
+}
+
+/// The remedy for a refused connection to `address`.
+pub(crate) fn nobody_listens(address: &str) -> String {
+    format!("is the server running, and is {address} its address?")
 }
 
 /// Why there is no answer: the deepest cause is the most specific.
@@ -351,6 +376,21 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
+
+    #[test]
+    fn a_refused_connection_is_tried_for_a_short_time_and_has_a_remedy() {
+        let client = client().unwrap();
+        // Nothing has port 1.
+        let url = Url::parse("http://127.0.0.1:1/x").unwrap();
+        let tries = std::cell::Cell::new(0);
+        let error = waiting(send("read x", REFUSED_MAX, || {
+            tries.set(tries.get() + 1);
+            get(&client, &url)
+        }));
+        let error = error.unwrap_err();
+        assert_eq!((error.kind(), tries.get()), (ErrorKind::Unavailable, REFUSED_MAX));
+        assert!(error.to_string().ends_with("is 127.0.0.1:1 its address?"), "{error}");
+    }
 
     /// The kernel accepts the connections; nobody reads them.
     #[test]

@@ -46,18 +46,7 @@ pub(super) fn send(context: &Context, name: &str, to: &Name) -> Result<(Pushed, 
     let show = |done, total| progress.update(done, Some(total));
     let pushed = burgeon_oci::push(&store, &record, to, &access, &show);
     let seconds = progress.finish().as_secs_f64();
-    Ok((pushed.map_err(|e| explain(to, e))?, seconds))
-}
-
-/// Adds a remedy for a registry that nobody runs.
-fn explain(to: &Name, error: Error) -> Error {
-    let told = error.to_string();
-    if error.kind() != ErrorKind::Unavailable || !told.contains("Connection refused") {
-        return error;
-    }
-    let registry = to.registry();
-    let remedy = format!("is the registry running, and is {registry} its address?");
-    Error::new(ErrorKind::Unavailable, format!("{told}: {remedy}"))
+    Ok((pushed?, seconds))
 }
 
 pub(super) fn describe(name: &str, to: &Name, pushed: &Pushed, seconds: f64) {

@@ -4,7 +4,8 @@
 //! start. So a client without credentials sends its first request unauthenticated, and meanwhile
 //! logs in anonymously in case that request is refused.
 //!
-//! Invariants: at most one login at a time, and others that need one wait for it; credentials that
+//! Invariants: at most one login at a time, and others that need one wait for it, and for its error
+//! if the registry is out of reach; credentials that
 //! came with the request are tried first, those of this process's environment when the registry
 //! refuses them, because a password may be valid for hours only, and a mount lives longer.
 
@@ -37,6 +38,15 @@ pub(super) struct Logins {
     known: Mutex<Option<Login>>,
     /// An anonymous login in progress.
     ahead: Mutex<Option<Ahead>>,
+    unreached: Mutex<Unreached>,
+}
+
+/// Logins that have not reached the registry.
+#[derive(Default)]
+struct Unreached {
+    count: u64,
+    /// The last one's error.
+    error: String,
 }
 
 /// The repository and operation to log in for.
@@ -80,7 +90,8 @@ impl Logins {
     pub(super) fn new(operation: Operation, name: &Name, access: &Access) -> Self {
         let (name, access) = (name.clone(), access.clone());
         let (turn, known, ahead) = (Semaphore::new(1), Mutex::default(), Mutex::default());
-        Self { desk: Desk { operation, name }, access, turn, known, ahead }
+        let (desk, unreached) = (Desk { operation, name }, Mutex::default());
+        Self { desk, access, turn, known, ahead, unreached }
     }
 
     fn known(&self) -> MutexGuard<'_, Option<Login>> {
@@ -89,6 +100,10 @@ impl Logins {
 
     fn ahead(&self) -> MutexGuard<'_, Option<Ahead>> {
         self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unreached(&self) -> MutexGuard<'_, Unreached> {
+        self.unreached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes that a request with the tentative `login` succeeded.
@@ -110,16 +125,32 @@ impl Logins {
         let ended = |_| {
             Error::new(ErrorKind::Unavailable, format!("cannot {what}: the client is being closed"))
         };
+        let unreached = self.unreached().count;
         let _turn = self.turn.acquire().await.map_err(ended)?;
         // Another task may have logged in meanwhile.
         if let Some(login) = self.known().clone().filter(good) {
             return Ok(login);
         }
+        // Or it has tried in vain as long as this one would.
+        {
+            let last = self.unreached();
+            if last.count != unreached {
+                return Err(Error::new(ErrorKind::Unavailable, last.error.clone()));
+            }
+        }
         let made = tokio::time::timeout(LOGIN_MAX, self.make(&what, refused, retries));
-        let login = made.await.map_err(|_| {
+        let made = made.await.unwrap_or_else(|_| {
             let why = format!("no answer within {} s", LOGIN_MAX.as_secs());
-            Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}"))
-        })??;
+            Err(Error::new(ErrorKind::Unavailable, format!("cannot {what}: {why}")))
+        });
+        let login = made.inspect_err(|error| {
+            let is_refusal = error.cause::<web::Refusal>().is_some();
+            if error.kind() == ErrorKind::Unavailable && !is_refusal {
+                let mut unreached = self.unreached();
+                unreached.count += 1;
+                unreached.error = error.to_string();
+            }
+        })?;
         *self.known() = Some(login.clone());
         Ok(login)
     }
@@ -233,5 +264,35 @@ impl Login {
             With::Password(user, password) => request.basic_auth(user, Some(password)),
             With::Token(token) => request.bearer_auth(token),
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::{Logins, Name, Operation};
+    use crate::{Access, waiting};
+
+    /// The server closes each connection at once.
+    #[test]
+    fn those_who_wait_for_a_login_get_its_error() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let name = format!("oci://{}/team/app:7", listener.local_addr().unwrap());
+        let name = Name::parse(&name).unwrap().unwrap();
+        let logins = Logins::new(Operation::Push, &name, &Access::default());
+        let server = listener.try_clone().unwrap();
+        std::thread::spawn(move || drop(server.accept().unwrap()));
+        let (first, second) = waiting(async {
+            let first = logins.now(None, 0);
+            let second = logins.now(None, 0);
+            futures_util::join!(first, second)
+        });
+        let told = [first, second].map(|result| result.err().unwrap().to_string());
+        assert_eq!(told[0], told[1]);
+        // Nobody has connected a second time.
+        listener.set_nonblocking(true).unwrap();
+        assert!(listener.accept().is_err());
     }
 }

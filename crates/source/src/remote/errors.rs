@@ -6,7 +6,7 @@ use object_store::client::{HttpError, HttpErrorKind};
 use super::wire::Wrong;
 use crate::{
     location::{RemoteUrl, Scheme},
-    web::Refusal,
+    web::{self, Refusal},
 };
 
 /// Address that a virtual machine asks for credentials when the environment has none.
@@ -52,7 +52,11 @@ fn by_cause(url: &RemoteUrl, error: &object_store::Error) -> (ErrorKind, String)
             HttpErrorKind::Timeout => "no answer in time",
             _ => "the connection broke off",
         };
-        return (ErrorKind::Unavailable, format!("{why}{}", root_cause(http)));
+        let remedy = match web::is_refusal(http) {
+            true => format!(": {}", web::nobody_listens(endpoint(url))),
+            false => String::new(),
+        };
+        return (ErrorKind::Unavailable, format!("{why}{}{remedy}", root_cause(http)));
     }
     match status(error) {
         Some(status) => (ErrorKind::Unavailable, status),
@@ -92,6 +96,15 @@ fn status(error: &object_store::Error) -> Option<String> {
         Some(code) => format!("the server answered {status} ({code})"),
         None => format!("the server answered {status}"),
     })
+}
+
+/// The address that requests to `url` go to, or the setting with it.
+fn endpoint(url: &RemoteUrl) -> &str {
+    match url.scheme {
+        Scheme::S3 => "AWS_ENDPOINT_URL",
+        Scheme::Http => url.address(),
+        Scheme::Gcs | Scheme::Azure => "the endpoint in the environment",
+    }
 }
 
 /// The settings to check when access is denied.
