@@ -151,7 +151,7 @@ fn the_daemons_processes_are_called_burgeon() {
     for process in burgeon.processes() {
         let line = fs::read(format!("/proc/{process}/cmdline")).unwrap();
         let program = line.split(|byte| *byte == 0).next().unwrap();
-        assert!(program.ends_with(b"burgeon"), "{:?}", String::from_utf8_lossy(program));
+        assert_eq!(program, b"@burgeon", "{:?}", String::from_utf8_lossy(program));
     }
     burgeon.umount(mounted);
 }

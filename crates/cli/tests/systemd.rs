@@ -103,11 +103,18 @@ fn the_unit_keeps_mounts_alive() {
     });
     assert_eq!(fs::read_to_string("/mnt/a/written").unwrap(), "before");
 
-    // An administrator restarts the unit: the clean stop unmounts; named writes are there after.
+    // An administrator stops the unit: the mount stays, and is served until it is unmounted.
     run("systemctl", &["stop", "burgeon.service"]);
-    await_that("the unit is inactive", || property("burgeon.service", "ActiveState") == "inactive");
-    assert!(!Path::new("/mnt/a/0").exists(), "stopping the unit unmounts what nobody uses");
+    assert_eq!(property("burgeon.service", "ActiveState"), "inactive");
+    drop_caches();
+    assert_eq!(fs::read("/mnt/a/2").unwrap(), content(2));
+    run("umount", &["/mnt/a"]);
+    await_that("the server ends with its last mount", || {
+        processes_with(Path::new(STATE)).is_empty()
+    });
     run("burgeon", &["mount", "tree", "/mnt/a", "--writes", "w"]);
+    run("systemctl", &["restart", "burgeon.service"]);
+    drop_caches();
     assert_eq!(fs::read_to_string("/mnt/a/written").unwrap(), "before");
     assert_eq!(fs::read("/mnt/a/7").unwrap(), content(7));
     run("burgeon", &["umount", "/mnt/a"]);
@@ -128,6 +135,15 @@ fn an_upgrade_keeps_the_unit_and_its_mounts() {
     fs::create_dir_all("/mnt/b").unwrap();
     run("burgeon", &["mount", "tree", "/mnt/b", "--write-limit", "256M"]);
     upgrades(&["burgeon"], "burgeon.service", INSTALLED, "/mnt/b");
+    // A reload is an upgrade.
+    let before = property("burgeon.service", "MainPID");
+    run("systemctl", &["reload", "burgeon.service"]);
+    await_that("another supervisor runs", || {
+        let now = property("burgeon.service", "MainPID");
+        now != before && now != "0" && property("burgeon.service", "ActiveState") == "active"
+    });
+    drop_caches();
+    await_that("data is served", || fs::read("/mnt/b/4").is_ok_and(|bytes| bytes == content(4)));
     run("burgeon", &["umount", "/mnt/b"]);
     run("burgeon", &["shutdown"]);
 }

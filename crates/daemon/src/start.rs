@@ -21,7 +21,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
-    host::program::this_program,
+    host::program::serving_program,
     ipc::{client::Client, protocol::Failure},
     log,
     state::{
@@ -45,7 +45,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Attempts to start a daemon that finds the lock taken for a moment.
 const START_TRIES: u32 = 5;
 
-/// The unit that `make install` puts in place, for the default state directory.
+/// The unit of the default state directory, which a package or `make install` puts in place.
 const UNIT_INSTALLED: &str = "burgeon.service";
 
 /// Starts the daemon and returns when its API answers.
@@ -82,7 +82,7 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
     let log = files::open(&state.log_file(), &mut options)
         .map_err(|e| Error::io(format!("cannot open {}", state.log_file().display()), e))?;
     let failed = |e| Error::io("cannot start the daemon", e);
-    let mut child = this_program("__supervise")
+    let mut child = serving_program("__supervise")
         .arg(state.root())
         .envs(log::given().map(|level| (log::VARIABLE, level.to_string())))
         .stdin(Stdio::null())
@@ -170,7 +170,7 @@ fn wait_for_the_other(mut child: std::process::Child, state: &StateDir, tries: u
 
 fn start_unit(state: &StateDir) -> Result<()> {
     let installed = StateDir::default_path().is_ok_and(|path| path == state.root())
-        && Path::new("/etc/systemd/system").join(UNIT_INSTALLED).exists();
+        && is_loaded(UNIT_INSTALLED);
     if installed {
         return start_existing(UNIT_INSTALLED);
     }
@@ -215,7 +215,7 @@ fn start_existing(unit: &str) -> Result<()> {
 ///   five deaths in 10 s fail the unit for good.
 /// - `FileDescriptorStoreMax`: two for each held mount ([`crate::holder`]). Stopping the unit
 ///   closes the descriptors (`FileDescriptorStorePreserve=restart`, the default): this is the way
-///   to give up mounts.
+///   to give up mounts whose server is dead, too.
 pub const UNIT_PROPERTIES: [&str; 22] = [
     "StartLimitIntervalSec=0",
     "Type=notify",
@@ -252,6 +252,11 @@ fn run(name: &str, command: &mut Command) -> Result<()> {
     }
     let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
     Err(Error::new(ErrorKind::Unavailable, format!("{name} could not start the daemon: {said}")))
+}
+
+/// True if this process is the main process of a unit of systemd.
+pub(crate) fn is_unit() -> bool {
+    std::env::var_os("NOTIFY_SOCKET").is_some()
 }
 
 /// Tells systemd that the daemon is ready, if systemd has asked for it.
@@ -304,7 +309,8 @@ mod tests {
         // systemd ignores it, with a warning, in any other section.
         let (head, _) = unit.split_once("[Service]").unwrap();
         assert!(head.lines().any(|line| line == "StartLimitIntervalSec=0"), "not in [Unit]");
-        let installed_only = ["Description", "ExecStart", "ExecStop", "WantedBy"];
+        // No ExecStop: only `burgeon shutdown --unmount` unmounts.
+        let installed_only = ["Description", "ExecStart", "ExecReload", "WantedBy"];
         for line in lines {
             let Some((name, _)) = line.split_once('=').filter(|_| !line.starts_with('#')) else {
                 continue;

@@ -10,18 +10,42 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
+/// `argv[0]` of the processes that serve mounts. At shutdown systemd kills all processes but those
+/// of root whose `argv[0]` begins with `@` (its document `ROOT_STORAGE_DAEMONS`), and unmounts only
+/// then: a program that has to be killed may still need data of its mount.
+const SERVING: &str = "@burgeon";
+
 /// A command that runs this very program as `verb`, even if its file has been replaced. Process
 /// lists show it as `burgeon`.
 pub(crate) fn this_program(verb: &str) -> Command {
+    run_as("burgeon", verb)
+}
+
+/// The same for a process that serves mounts.
+pub(crate) fn serving_program(verb: &str) -> Command {
+    run_as(SERVING, verb)
+}
+
+fn run_as(name: &str, verb: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
-    command.arg0("burgeon").arg(verb);
+    command.arg0(name).arg(verb);
     command
 }
 
-/// Starts this program as `verb` on the state directory `state`. The child talks through `socket`,
-/// its standard input; its current directory, `/`, keeps no mount busy.
+/// Executes the program anew under the name [`SERVING`], unless it has that name: `systemd-run` and
+/// people cannot choose it. The process stays the same, and so do its descriptors.
+pub(crate) fn take_serving_name(verb: &str, state: &Path) {
+    if std::env::args_os().next().is_some_and(|name| name == SERVING) {
+        return;
+    }
+    let error = serving_program(verb).arg(state).exec();
+    tracing::warn!(%error, "cannot take the name {SERVING}: systemd will kill this process early at shutdown");
+}
+
+/// Starts this program as `verb` on the state directory `state`, to serve mounts. The child talks
+/// through `socket`, its standard input; its current directory, `/`, keeps no mount busy.
 pub(crate) fn start(verb: &str, state: &Path, socket: impl Into<OwnedFd>) -> io::Result<Child> {
-    this_program(verb)
+    serving_program(verb)
         .arg(state)
         .stdin(Stdio::from(socket.into()))
         .stdout(Stdio::null())

@@ -59,7 +59,7 @@ use burgeon_source::Directory;
 
 use crate::{
     holder,
-    host::{backing_devices, cgroup::OwnCgroup, harden, namespace, signals},
+    host::{backing_devices, cgroup::OwnCgroup, harden, namespace, program, signals},
     ipc::{client::socket_path, protocol::Failure},
     start,
     state::{
@@ -93,6 +93,7 @@ pub(crate) struct Supervisor {
 /// Runs a supervisor until it is told to end. This is the main function of the process `burgeon
 /// __supervise STATE-DIR`.
 pub fn supervise(state_dir: &Path) -> ExitCode {
+    program::take_serving_name("__supervise", state_dir);
     match begin(state_dir) {
         // It returns only if another supervisor has the state directory.
         Ok(()) => {
@@ -190,14 +191,18 @@ fn close_stdout() {
 }
 
 impl Supervisor {
-    /// On a termination signal, ends as soon as nothing is mounted any more: ending now would turn
-    /// every cold read into an I/O error.
+    /// On a termination signal, ends as soon as nothing is mounted any more. A unit of systemd ends
+    /// at once and leaves the mounts to the server, which ends with the last of them: a stop of the
+    /// unit, or a shutdown, neither unmounts nor waits, and no read fails.
     fn handle_signals(&self, signals: &signals::TerminationSignals) {
         while let Ok(signal) = signals.wait() {
             let mounts = self.table().mounts.len();
             tracing::info!(signal, mounts, "ending by a signal");
             if self.try_stop(false).is_ok() {
                 self.end();
+            }
+            if start::is_unit() {
+                std::process::exit(0);
             }
             self.table().end_when_idle = true;
         }
