@@ -35,7 +35,7 @@ type Main = fn(&[OsString]) -> ExitCode;
 const PROCESSES: &[(&str, usize, Main)] = &[
     ("__supervise", 1, |arguments| burgeon_daemon::supervise(first(arguments))),
     ("__serve", 1, |arguments| burgeon_daemon::serve_forever(first(arguments))),
-    ("__open", 1, |_| burgeon_daemon::open_files()),
+    ("__open", 1, |arguments| burgeon_daemon::open_files(first(arguments))),
     ("__hold", 1, |_| burgeon_daemon::hold()),
     ("__help", 1, |_| burgeon_daemon::help()),
     ("__prepare", 4, burgeon_daemon::prepare_process),
@@ -99,10 +99,11 @@ fn internal(verb: &str) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// `burgeon __probe ROLE FOLDER`, for tests: prints the remaining rights of the role, a line each.
+/// `burgeon __probe ROLE FOLDER [PART…]`, for tests: prints the remaining rights of the role, and the
+/// parts of the folder in which it can make a file, a line each.
 /// `burgeon __probe` prints all processes with their roles.
 fn probe(arguments: &[OsString]) -> ExitCode {
-    let [role, folder] = arguments else {
+    let [role, folder, parts @ ..] = arguments else {
         if !arguments.is_empty() {
             return internal("__probe");
         }
@@ -113,7 +114,7 @@ fn probe(arguments: &[OsString]) -> ExitCode {
         }
         return ExitCode::SUCCESS;
     };
-    match roles::probe(&role.to_string_lossy(), folder.as_ref()) {
+    match roles::probe(&role.to_string_lossy(), folder.as_ref(), parts) {
         Ok(can) => {
             can.iter().for_each(|what| println!("{what}"));
             ExitCode::SUCCESS

@@ -2,11 +2,13 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod asker;
+
 use std::{
     fs::{self, Permissions},
     io::{BufRead, BufReader, Write},
     net::{SocketAddr, TcpListener, TcpStream},
-    os::unix::fs::{PermissionsExt, chown},
+    os::unix::fs::{PermissionsExt, chown, symlink},
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -20,6 +22,8 @@ use serde_json::Value;
 use testkit::{
     Burgeon, Mounted, OciLayout, PATIENCE, Rng, S3, Space, drop_caches, kill, wait_until,
 };
+
+use asker::{Asker, FOLDER, IDENTIFIED, NOT_GRANTED, REFERRED, STORED};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const EIO: i32 = 5;
@@ -256,5 +260,132 @@ fn an_opener_that_hangs_costs_its_readers_an_error_by_their_deadline() {
     assert!(wait_until(PATIENCE, is_read), "it is not read again");
     set.check();
     set.burgeon.umount(other);
+    set.burgeon.umount(set.mounted);
+}
+
+/// The one pack of the store in `folder`.
+fn pack(folder: &Path) -> PathBuf {
+    let entries = fs::read_dir(folder.join("packs")).unwrap().map(Result::unwrap);
+    let mut files = entries.filter(|entry| entry.file_type().unwrap().is_file());
+    files.next().unwrap().path()
+}
+
+/// The answer to a request for `path` in each manner.
+fn refusals(asker: &Asker, path: &Path) -> [Option<i32>; 4] {
+    [STORED, REFERRED, IDENTIFIED, FOLDER].map(|manner| asker.open(manner, path).err())
+}
+
+const REFUSED: [Option<i32>; 4] = [Some(NOT_GRANTED); 4];
+
+#[test]
+fn only_files_of_a_living_mount_are_opened() {
+    let space = Space::new("opener-granted");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("file"), Rng::new(9).bytes(1_000_001)).unwrap();
+    let stores = ["one", "two"].map(|name| space.path(name));
+    for store in &stores {
+        burgeon.ok(&["build", text(&tree), "it", "--store", text(store)]);
+    }
+    let secret = space.path("secret");
+    fs::write(&secret, "secret").unwrap();
+    let [one, two] = &stores;
+    symlink("../../secret", one.join("packs/out")).unwrap();
+    symlink(pack(one).file_name().unwrap(), one.join("packs/within")).unwrap();
+    let mount = |store: &Path, at: &str| {
+        let options = ["--read-only", "--transport", "fuse", "--store", text(store)];
+        burgeon.mount("it", &space.path(at), &options)
+    };
+    let asker = Asker::new(PROGRAM, burgeon.state());
+    // There is no mount, and then no mount of this store.
+    assert_eq!(refusals(&asker, &pack(one)), REFUSED);
+    let first = mount(one, "first");
+    assert_eq!(refusals(&asker, &pack(two)), REFUSED);
+    let second = mount(two, "second");
+    for store in &stores {
+        for path in
+            [pack(store), store.join("manifests/../packs").join(pack(store).file_name().unwrap())]
+        {
+            assert_eq!(asker.open(STORED, &path).err(), None, "{path:?}");
+        }
+        assert_eq!(asker.open(FOLDER, store).err(), None);
+        assert_eq!(refusals(&asker, &pack(store))[1..3], REFUSED[1..3], "it is no user's file");
+    }
+    assert_eq!(asker.open(STORED, &one.join("packs/within")).err(), None);
+    let record = burgeon.state().join("mounts");
+    let record = fs::read_dir(record).unwrap().next().unwrap().unwrap().path().join("mount.json");
+    let others = [
+        Path::new("/etc/passwd"),
+        Path::new("/"),
+        &secret,
+        &one.join("packs/out"),
+        &one.join("../secret"),
+        &one.join("packs/../../secret"),
+        &one.join("../two/packs/x"),
+        &record,
+        space.folder(),
+    ];
+    for path in others {
+        assert_eq!(refusals(&asker, path), REFUSED, "{path:?}");
+    }
+    assert_eq!(asker.device(0), [Some(NOT_GRANTED); 2]);
+    burgeon.umount(second);
+    assert_eq!(refusals(&asker, &pack(two)), REFUSED, "its mount has ended");
+    assert_eq!(asker.open(STORED, &pack(one)).err(), None);
+    burgeon.umount(first);
+    assert_eq!(refusals(&asker, &pack(one)), REFUSED, "its mount has ended");
+    assert_eq!(fs::read_dir(burgeon.state().join("grants")).unwrap().count(), 0);
+}
+
+/// The records as a supervisor of an earlier version leaves them.
+fn remove_records(burgeon: &Burgeon) {
+    for record in fs::read_dir(burgeon.state().join("grants")).unwrap() {
+        fs::remove_file(record.unwrap().path()).unwrap();
+    }
+}
+
+#[test]
+fn the_next_supervisor_grants_what_the_one_before_did_or_could_not() {
+    let space = Space::new("opener-recovered");
+    let set = Set::new(&space);
+    let folder = space.make_folder("folder");
+    fs::write(folder.join("file"), Rng::new(3).bytes(1_000_001)).unwrap();
+    set.burgeon.ok(&["map", text(&set.mounted.path().join("folder")), "--from", text(&folder)]);
+    let check = || {
+        set.check();
+        let asker = Asker::new(PROGRAM, set.burgeon.state());
+        assert_eq!(asker.open(REFERRED, &set.referred).err(), None);
+        for path in [&set.mapped, &folder.join("file")] {
+            assert_eq!(asker.open(IDENTIFIED, path).err(), None, "{path:?}");
+        }
+        assert_eq!(refusals(&asker, Path::new("/etc/passwd")), REFUSED);
+        assert_eq!(refusals(&asker, &space.path("else")), REFUSED);
+    };
+    let supervisor = || set.burgeon.status()["supervisor_pid"].as_u64().unwrap() as u32;
+    check();
+    kill(supervisor());
+    check();
+    set.burgeon.ok(&["doctor", "--repair"]);
+    check();
+    // Of an earlier version, whose server is adopted.
+    kill(supervisor());
+    remove_records(&set.burgeon);
+    set.burgeon.ok(&["doctor", "--repair"]);
+    check();
+    remove_records(&set.burgeon);
+    drop_caches();
+    assert_eq!(errno_of(&set.mounted.path().join("new")), Some(EIO), "it was never granted");
+    set.burgeon.ok(&["upgrade"]);
+    check();
+    // Named writes are granted what was mapped before.
+    let Set { burgeon, mounted, referred, mapped } = set;
+    let at = mounted.path().to_owned();
+    burgeon.umount(mounted);
+    let asker = Asker::new(PROGRAM, burgeon.state());
+    assert_eq!(refusals(&asker, &mapped), REFUSED);
+    drop(asker);
+    let mounted = burgeon.mount("referring", &at, &["--writes", "w"]);
+    let set = Set { burgeon, mounted, referred, mapped };
+    set.check();
     set.burgeon.umount(set.mounted);
 }

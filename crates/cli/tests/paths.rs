@@ -410,6 +410,24 @@ fn no_file_of_a_mount_is_read_through_a_symlink() {
     burgeon.ok(&["umount", text(&at)]);
 }
 
+/// The server's sandbox names the folder that was there when it began.
+#[test]
+fn a_folder_that_is_made_anew_below_a_running_daemon_is_used() {
+    let space = Space::new("made-anew");
+    let burgeon = Burgeon::new(BURGEON, &space);
+    small_image(&space, &burgeon);
+    let mount = || burgeon.mount("image:1", &space.path("at"), &["--read-only"]);
+    burgeon.umount(mount());
+    let process = |role: &str| burgeon.status()[role].clone();
+    let before = ["supervisor_pid", "server_pid"].map(process);
+    fs::remove_dir_all(burgeon.state().join("images")).unwrap();
+    let mounted = mount();
+    assert_eq!(fs::read_to_string(mounted.path().join("file")).unwrap(), "content");
+    assert_eq!(process("supervisor_pid"), before[0]);
+    assert_ne!(process("server_pid"), before[1], "its successor serves");
+    burgeon.umount(mounted);
+}
+
 /// Of a backup, the writes and the store are enough.
 #[test]
 fn a_restored_backup_is_a_state_directory() {

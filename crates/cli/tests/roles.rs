@@ -4,9 +4,11 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    ffi::OsStr,
     fs,
     io::{Read, Write},
     net::{TcpListener, TcpStream},
+    os::unix::fs::PermissionsExt,
     path::Path,
     process::{Child, Command, Stdio},
 };
@@ -93,6 +95,66 @@ fn each_role_can_do_what_its_row_says_and_no_more() {
         let printed = probe(&[role.as_ref(), folder.path().as_os_str()]);
         let allowed: BTreeSet<_> = printed.lines().map(str::to_owned).collect();
         assert_eq!(allowed, row(role).1, "{role}");
+    }
+}
+
+/// As the server is, and a service that is root with fewer capabilities.
+#[test]
+fn only_an_administrator_changes_mounts() {
+    let space = Space::new("roles-api");
+    let burgeon = Burgeon::new(env!("CARGO_BIN_EXE_burgeon"), &space);
+    let tree = space.make_folder("tree");
+    fs::write(tree.join("text"), "text").unwrap();
+    burgeon.build(&tree, "tree");
+    let options = ["--virtual", "1G", "--writes", "w", "--write-limit", "256M"];
+    let mounted = burgeon.mount("tree", &space.path("at"), &options);
+    let at = mounted.path().to_str().unwrap();
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args(["--bounding-set", "-sys_admin", env!("CARGO_BIN_EXE_burgeon")]);
+        command.arg("--state-dir").arg(burgeon.state()).args(arguments).output().unwrap()
+    };
+    assert!(run(&["status"]).status.success());
+    for arguments in [&["pin", at][..], &["shutdown", "--force"]] {
+        let refused = run(arguments);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && said.contains("CAP_SYS_ADMIN"), "{said}");
+    }
+    burgeon.ok(&["pin", at]);
+    burgeon.umount(mounted);
+}
+
+/// Everything else in a state directory is relied upon by others.
+#[test]
+fn a_server_writes_only_to_its_own_folders_of_the_state_directory() {
+    const PARTS: [&str; 11] = [
+        ".",
+        "built",
+        "grants",
+        "images",
+        "mounts",
+        "profiles",
+        "provenance",
+        "run",
+        "store",
+        "tags",
+        "writes",
+    ];
+    let written = |role: &str| -> BTreeSet<String> {
+        let folder = tempfile::tempdir().unwrap();
+        for part in PARTS {
+            fs::create_dir_all(folder.path().join(part)).unwrap();
+        }
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
+        let arguments = [role.as_ref(), folder.path().as_os_str()];
+        let parts = PARTS.map(OsStr::new);
+        let printed = probe(&[&arguments[..], &parts].concat());
+        printed.lines().filter(|line| PARTS.contains(line)).map(str::to_owned).collect()
+    };
+    assert_eq!(written("supervising").len(), PARTS.len(), "the attempts can succeed");
+    for role in ["serving", "serving-rings", "serving-ublk"] {
+        let own = ["images", "mounts", "run", "writes"].map(str::to_owned);
+        assert_eq!(written(role), BTreeSet::from(own), "{role}");
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   supervisor ── control ── Serve + socket ──► burgeon __open ── openat2 ──► files of this host
-//!        │                                         ▲      │
+//!        │                                         ▲ ▲    │
+//!        ├── grants/<id> ──────────────────────────┼─┘    │
 //!        └── link ── Opener + socket ──► server ───┘ path │ descriptor, or errno
 //!                                          ▲──────────────┘
 //! ```
@@ -11,13 +12,15 @@
 //! time limit on the server's side. The opener outlives neither supervisor and server, but either
 //! one of them: an orphan server keeps its socket, and a new supervisor starts an opener of its own.
 //!
-//! Invariants: the opener parses nothing but a path or a number, writes no file, and has no network;
-//! it returns descriptors that are open for reading, of files, block devices and folders, and for
+//! Invariants: the opener opens only the files that the grants of a living mount name, or what lies
+//! beneath a folder that they name (`granted.rs`); it parses nothing else but a path or a number,
+//! writes no file, and has no network; it returns descriptors that are open for reading, of files, block devices and folders, and for
 //! writing, of `/dev/ublkcN` alone (`devices.rs`). A request of the server that meets a dead opener
 //! is sent to the next one (`client.rs`).
 
 mod client;
 mod devices;
+mod granted;
 mod process;
 
 use std::{
@@ -130,6 +133,9 @@ impl OpenRequest {
 
 /// The errno for a path that is neither a file nor a block device.
 const NOT_A_FILE: i32 = -1;
+
+/// The errno for a file that no living mount may read.
+const NOT_GRANTED: i32 = -2;
 
 /// The answer to the request of this number: an errno, or 0 with a descriptor where one was asked
 /// for.

@@ -4,7 +4,11 @@
 //! and the commands themselves, keep the user's privileges: they place mounts, and execute
 //! credential helpers.
 
-use std::path::{Path, PathBuf};
+use std::{
+    ffi::OsString,
+    fs::{self, File},
+    path::{Path, PathBuf},
+};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_sandbox::Sandbox;
@@ -90,22 +94,23 @@ impl Reach {
 const KERNEL_FILES: [&str; 3] =
     ["/proc/sys/kernel/io_uring_disabled", "/sys/module", "/sys/devices/system/cpu"];
 
+/// The folders of the state directory in which a server writes: caches and recorded checksums, marks
+/// of damage, recorded reads, its socket. Not the grants of mounts, the store, or the records of what
+/// this host has built or checked, because others rely on these.
+pub(crate) fn written_by_server(state: &StateDir) -> [PathBuf; 4] {
+    [state.images(), state.writes(), state.mounts(), state.run()]
+}
+
 /// It answers reads of every mount, from caches and profiles in `state`, and from stores. The
 /// opener opens all other files for it.
 pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
-    // Allow the directory, because folders in it may be removed and made anew, and each folder,
-    // because another disk may be mounted on it.
-    let folders = [
-        state.root().to_owned(),
-        state.images(),
-        state.profiles(),
-        state.writes(),
-        state.mounts(),
-        state.run(),
-    ];
+    // Each folder, because another disk may be mounted on it.
+    let read = [state.root().to_owned(), state.profiles(), state.store()];
     let sandbox = Sandbox::computing().network().read_if_there(google_defaults());
     let sandbox = sandbox.read_if_there(KERNEL_FILES.map(PathBuf::from));
-    let sandbox = folders.iter().fold(sandbox, |sandbox, folder| sandbox.write(folder));
+    let sandbox = sandbox.read_if_there(read);
+    let written = written_by_server(state);
+    let sandbox = written.iter().fold(sandbox, |sandbox, folder| sandbox.write(folder));
     let sandbox = match harden::can_lock_without_capability() {
         true => sandbox,
         false => sandbox.lock_memory(),
@@ -259,10 +264,11 @@ pub const ROLES: &[Role] = &[
 ];
 
 /// Enters the sandbox of the role `name`, with `folder` for all of its paths, and returns the names
-/// of forbidden operations that it can still do. For tests; harmless everywhere.
+/// of forbidden operations that it can still do, and those of `parts` of the folder in which it can
+/// make a file. For tests; harmless everywhere.
 ///
 /// `Invalid` for an unknown role. A role without a sandbox shows that the attempts work.
-pub fn probe(name: &str, folder: &Path) -> Result<Vec<&'static str>> {
+pub fn probe(name: &str, folder: &Path, parts: &[OsString]) -> Result<Vec<String>> {
     let role = ROLES
         .iter()
         .find(|role| role.name == name)
@@ -271,5 +277,11 @@ pub fn probe(name: &str, folder: &Path) -> Result<Vec<&'static str>> {
         Some(sandbox) => sandbox(folder)?.enter()?,
         None => false,
     };
-    Ok(burgeon_sandbox::allowed(guarded))
+    let allowed = burgeon_sandbox::allowed(guarded).into_iter().map(str::to_owned);
+    let is_writable = |part: &&OsString| {
+        let file = folder.join(part).join("probe");
+        File::create_new(&file).and_then(|_| fs::remove_file(&file)).is_ok()
+    };
+    let written = parts.iter().filter(is_writable);
+    Ok(allowed.chain(written.map(|part| part.to_string_lossy().into_owned())).collect())
 }

@@ -27,7 +27,10 @@ use std::{
     ops::Deref,
     os::{
         fd::{AsFd, OwnedFd},
-        unix::net::{UnixListener, UnixStream},
+        unix::{
+            fs::MetadataExt,
+            net::{UnixListener, UnixStream},
+        },
     },
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
@@ -91,6 +94,8 @@ const TASKS_PATIENCE: Duration = Duration::from_secs(10);
 struct Serving {
     state: StateDir,
     io: ServingIo,
+    /// The folders that it may write to, with device and inode of each.
+    written: Vec<(PathBuf, Option<(u64, u64)>)>,
     /// Held for life: it tells `doctor` that there is a server.
     _lock: Lock,
     runtime: Runtime,
@@ -146,6 +151,10 @@ fn begin(state_dir: &Path) -> Result<()> {
     let state = StateDir::open(state_dir)?;
     let io = ServingIo::of_this_kernel();
     let driver = driver(io);
+    let written: Vec<_> = roles::written_by_server(&state)
+        .into_iter()
+        .map(|folder| (folder.clone(), identity(&folder)))
+        .collect();
     if !roles::serving(&state, io).enter()? {
         tracing::warn!("this kernel has no Landlock: the server can write files outside its state");
     }
@@ -170,6 +179,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         io,
         options,
         runtime,
+        written,
         _lock: the_only_server(&state)?,
         state,
         limits: Limits::default(),
@@ -202,6 +212,11 @@ fn begin(state_dir: &Path) -> Result<()> {
         });
         stream = serving.await_adoption()?;
     }
+}
+
+/// Device and inode of a folder that is there.
+fn identity(folder: &Path) -> Option<(u64, u64)> {
+    folder.symlink_metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
 /// The way to the ublk driver, made while this process is an administrator.
@@ -329,6 +344,20 @@ impl Serving {
     fn make_way_for(&self, id: MountId, transport: Transport) {
         if !self.io.serves(transport) && ServingIo::of_this_kernel().serves(transport) {
             tracing::warn!(mount = %id, "the mount needs what this server has given up: making way for a successor");
+            std::process::exit(1);
+        }
+    }
+
+    /// Ends this process if a folder that it writes to was removed and made anew: its sandbox allows
+    /// the earlier one. Readers wait for the successor.
+    fn make_way_if_replaced(&self) {
+        let is_another = |(folder, known): &&(PathBuf, Option<(u64, u64)>)| {
+            let now = identity(folder);
+            now.is_some() && now != *known
+        };
+        if let Some((folder, _)) = self.written.iter().find(is_another) {
+            let folder = folder.display();
+            tracing::warn!(%folder, "the folder was made anew: making way for a successor");
             std::process::exit(1);
         }
     }

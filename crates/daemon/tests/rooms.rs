@@ -22,7 +22,7 @@ const ROOMS: [(&str, &[&str]); 16] = [
     ("prepare", &["id", "host", "state", "ipc", "roles"]),
     ("reader", &["host", "ipc", "roles"]),
     ("start", &["id", "host", "state", "ipc"]),
-    ("opener", &["host", "ipc", "transport", "roles"]),
+    ("opener", &["id", "host", "state", "ipc", "transport", "roles"]),
     ("server", &["id", "sync", "host", "state", "ipc", "roles", "opener"]),
     ("holder", &["id", "host", "state", "ipc", "roles", "start"]),
     (

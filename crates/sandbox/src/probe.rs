@@ -6,7 +6,7 @@
 use std::{
     ffi::CString,
     fs::{File, OpenOptions},
-    io,
+    io::{self, Write as _},
     net::{SocketAddr, TcpStream},
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
     process::{Command, Stdio},
@@ -39,7 +39,9 @@ pub fn allowed(guarded: bool) -> Vec<&'static str> {
 pub(crate) fn report(guarded: bool) {
     if std::env::var_os(VARIABLE).is_some() {
         let verb = std::env::args().nth(1).unwrap_or_default();
-        eprintln!("probe: {verb}: {}", allowed(guarded).join(", "));
+        let line = format!("probe: {verb}: {}\n", allowed(guarded).join(", "));
+        // In one write, because other processes write to the same log.
+        let _ = std::io::stderr().write_all(line.as_bytes());
     }
 }
 

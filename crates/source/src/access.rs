@@ -1,4 +1,4 @@
-use std::{collections::BTreeMap, fmt};
+use std::{collections::BTreeMap, fmt, path::Path};
 
 use burgeon_block::Result;
 use object_store::{aws::AmazonS3ConfigKey, azure::AzureConfigKey, gcp::GoogleConfigKey};
@@ -8,6 +8,7 @@ use crate::{
     Location,
     location::Scheme,
     registry::{self, DockerCredential, Name},
+    remote::key_file,
 };
 
 /// The variable that holds Docker's `config.json` if there is no file.
@@ -110,6 +111,12 @@ impl Access {
         self.0.is_empty()
     }
 
+    /// The files that settings name: keys and tokens.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        let named = |(name, value)| key_file(&str::to_ascii_lowercase(name), value);
+        self.variables().filter_map(named)
+    }
+
     /// Names and values, for a child's environment.
     pub fn variables(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(name, value)| (&**name, &**value))
@@ -139,6 +146,19 @@ impl fmt::Debug for Access {
 mod tests {
     use super::Access;
     use crate::Location;
+
+    #[test]
+    fn files_are_named_by_settings_for_files_alone() {
+        let access = Access::from_variables(
+            [
+                ("AWS_WEB_IDENTITY_TOKEN_FILE", "/run/token"),
+                ("AWS_SECRET_ACCESS_KEY", "/not/a/path"),
+                ("GOOGLE_SERVICE_ACCOUNT", "relative.json"),
+            ]
+            .map(|(name, value)| (name.to_owned(), value.to_owned())),
+        );
+        assert_eq!(access.files().collect::<Vec<_>>(), [std::path::Path::new("/run/token")]);
+    }
 
     #[test]
     fn only_relevant_settings_are_taken_and_no_value_is_shown() {

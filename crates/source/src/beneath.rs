@@ -5,8 +5,8 @@
 //! tree is opened once, and everything in it by name from there; a path that was resolved before
 //! is opened without following symlinks, or not at all.
 //!
-//! Invariant: no function here follows a symlink in any part of a path, or leaves the directory it
-//! was given.
+//! Invariants: no function here leaves the directory it was given, and only [`open_within`] follows
+//! symlinks, in that directory.
 
 use std::{
     fs::File,
@@ -28,6 +28,13 @@ const TRIES: u32 = 16;
 pub fn open_beneath(folder: impl AsFd, name: &Path, flags: OFlags) -> io::Result<OwnedFd> {
     let within = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     open(folder, name, flags, within)
+}
+
+/// Opens the relative path `name` in or below the directory `folder`, or `folder` itself if the name
+/// is empty. Symlinks are followed as long as they stay there; `EXDEV` for one that leads elsewhere.
+pub(crate) fn open_within(folder: impl AsFd, name: &Path, flags: OFlags) -> io::Result<OwnedFd> {
+    let name = if name.as_os_str().is_empty() { Path::new(".") } else { name };
+    open(folder, name, flags, ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS)
 }
 
 /// Opens the absolute `path`. `ELOOP` if a part of it is a symlink.
@@ -72,7 +79,7 @@ mod tests {
 
     use rustix::{fs::OFlags, io::Errno};
 
-    use super::{open_again, open_beneath, open_without_symlinks};
+    use super::{open_again, open_beneath, open_within, open_without_symlinks};
 
     fn errno(result: io::Result<impl Sized>) -> Option<Errno> {
         result.err().and_then(|error| Errno::from_io_error(&error))
@@ -96,6 +103,11 @@ mod tests {
         }
         for name in ["../secret", "/secret", "folder/../../secret"] {
             assert_eq!(errno(look(name)), Some(Errno::XDEV), "{name}");
+        }
+        let within = |name: &str| open_within(&tree, Path::new(name), OFlags::PATH);
+        assert!(within("").is_ok() && within("within/file").is_ok());
+        for name in ["out", "../secret", "/secret", "within/../../secret"] {
+            assert_eq!(errno(within(name)), Some(Errno::XDEV), "{name}");
         }
         let link = Path::new("out");
         assert!(open_beneath(&tree, link, OFlags::PATH | OFlags::NOFOLLOW).is_ok());

@@ -42,7 +42,9 @@ use tokio::runtime::Runtime;
 
 pub use access::Access;
 pub use computed::Computed;
-pub use derived::{LayersAt, derived_object, layer_object, origin_object, stored_layers_object};
+pub use derived::{
+    LayersAt, derived_object, layer_object, layers_at, origin_object, stored_layers_object,
+};
 pub use directory::Directory;
 pub use location::{Location, RemoteUrl};
 pub use partial::Partial;

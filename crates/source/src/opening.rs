@@ -22,7 +22,7 @@ use burgeon_block::Result;
 use rustix::fs::{Mode, OFlags};
 
 use crate::{
-    beneath::{open_again, open_without_symlinks},
+    beneath::{open_again, open_beneath, open_within, open_without_symlinks},
     blocking, waiting,
 };
 
@@ -66,6 +66,23 @@ pub fn open_checked(path: &Path, manner: Manner) -> io::Result<File> {
         Manner::Identified => open_without_symlinks(path, OFlags::PATH)?,
         _ => rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?,
     };
+    open_found(found, manner)
+}
+
+/// [`open_checked`] for the relative path `name` in or below the directory `folder`. `EXDEV` if a
+/// part of the name leads out of it.
+pub fn open_checked_beneath(folder: &Path, name: &Path, manner: Manner) -> io::Result<File> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let found = match manner {
+        Manner::Identified => {
+            open_beneath(open_without_symlinks(folder, flags)?, name, OFlags::PATH)?
+        }
+        _ => open_within(rustix::fs::open(folder, flags, Mode::empty())?, name, OFlags::PATH)?,
+    };
+    open_found(found, manner)
+}
+
+fn open_found(found: OwnedFd, manner: Manner) -> io::Result<File> {
     let found = File::from(found);
     let kind = found.metadata()?.file_type();
     match manner {
@@ -86,6 +103,14 @@ pub fn not_a_file(manner: Manner) -> io::Error {
         _ => "it is neither a file nor a block device now",
     };
     io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+/// The error for a file that the opener may not open for this process.
+pub fn not_granted() -> io::Error {
+    let what = "no mount may read this file: it lies outside of the stores, layouts and files that \
+        were named when something was mounted or mapped, or a symlink leads out of them; name the \
+        folder that really holds it, and mount or map again";
+    io::Error::new(io::ErrorKind::PermissionDenied, what)
 }
 
 fn direct(found: OwnedFd) -> io::Result<File> {

@@ -9,6 +9,7 @@ pub(crate) mod harden;
 pub mod mount_namespaces;
 pub mod mountinfo;
 pub(crate) mod namespace;
+pub(crate) mod peer;
 pub(crate) mod program;
 pub(crate) mod signals;
 pub(crate) mod system;

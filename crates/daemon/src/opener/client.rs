@@ -11,11 +11,13 @@ use std::{
     time::Duration,
 };
 
-use burgeon_source::opening::{Manner, Opening, not_a_file};
+use burgeon_source::opening::{Manner, Opening, not_a_file, not_granted};
 use rustix::net::{SendFlags, Shutdown, shutdown};
 use tokio::sync::{Notify, Semaphore, oneshot};
 
-use super::{ANSWER_MAX, HEAD_LEN, NOT_A_FILE, OpenAnswer, REQUEST_MAX, Wanted, receive, send};
+use super::{
+    ANSWER_MAX, HEAD_LEN, NOT_A_FILE, NOT_GRANTED, OpenAnswer, REQUEST_MAX, Wanted, receive, send,
+};
 
 /// Requests that wait for the opener at a time.
 pub(super) const AT_ONCE: usize = 32;
@@ -136,6 +138,7 @@ impl Client {
                                 Wanted::File(manner, _) => manner,
                                 _ => Manner::Referred,
                             })),
+                            NOT_GRANTED => Err(not_granted()),
                             errno => Err(io::Error::from_raw_os_error(errno)),
                         };
                     }

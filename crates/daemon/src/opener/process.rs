@@ -11,19 +11,21 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
     },
+    path::Path,
     process::ExitCode,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
 };
 
 use burgeon_block::{Error, Result};
-use burgeon_source::opening::open_checked;
+use burgeon_source::opening::not_granted;
 use rustix::net::{SendFlags, Shutdown, shutdown};
 
 use super::{
-    NOT_A_FILE, OpenAnswer, OpenRequest, REQUEST_MAX, ToOpener, Wanted, devices, receive, send,
+    NOT_A_FILE, NOT_GRANTED, OpenAnswer, OpenRequest, REQUEST_MAX, ToOpener, Wanted, devices,
+    granted::Granted, receive, send,
 };
-use crate::{host::harden, ipc::wire, roles, transport};
+use crate::{host::harden, ipc::wire, roles, state::paths::StateDir, transport};
 
 /// Threads of a line. The server waits for half as many requests at a time, so the others hang: a
 /// new process is needed.
@@ -33,8 +35,8 @@ const THREADS_MAX: usize = 2 * super::client::AT_ONCE;
 const IDLE_MAX: usize = 2;
 
 /// The main function of the process.
-pub fn open_files() -> ExitCode {
-    match begin() {
+pub fn open_files(state_dir: &Path) -> ExitCode {
+    match begin(&StateDir::looked_at(state_dir.to_owned())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             tracing::error!(error = %e, "the opener cannot go on");
@@ -43,7 +45,7 @@ pub fn open_files() -> ExitCode {
     }
 }
 
-fn begin() -> Result<()> {
+fn begin(state: &StateDir) -> Result<()> {
     let failed = |e: rustix::io::Errno| Error::io("cannot start the opener", e.into());
     for sentence in harden::harden(true) {
         tracing::warn!("{sentence}");
@@ -53,12 +55,13 @@ fn begin() -> Result<()> {
     let has_ublk = transport::uses_ublk();
     roles::opening(has_ublk).enter()?;
     let lines = Arc::new(Lines::default());
+    let granted = Arc::new(Granted::new(state.grants()));
     while let Some((ToOpener::Serve, mut fds)) = wire::receive::<ToOpener>(&control)? {
         if let Some(socket) = fds.pop() {
             *lines.open() += 1;
             let (lines, control) = (Arc::clone(&lines), Arc::clone(&control));
-            let workers = Mutex::default();
-            Line { socket, workers, lines, control, has_ublk }.begin();
+            let (workers, granted) = (Mutex::default(), Arc::clone(&granted));
+            Line { socket, workers, lines, control, granted, has_ublk }.begin();
         }
     }
     // The supervisor has died, and a server may go on without it.
@@ -88,6 +91,7 @@ struct Line {
     workers: Mutex<Workers>,
     lines: Arc<Lines>,
     control: Arc<UnixStream>,
+    granted: Arc<Granted>,
     /// This process may open devices of ublk.
     has_ublk: bool,
 }
@@ -170,11 +174,16 @@ impl Line {
 
     fn answer(&self, request: &OpenRequest) -> io::Result<()> {
         let opened = match &request.wanted {
-            Wanted::File(manner, path) => open_checked(path, *manner).map(Some),
+            Wanted::File(manner, path) => self.granted.open(path, *manner).map(Some),
             Wanted::UblkQueues(_) | Wanted::UblkUnused(_)
                 if !self.has_ublk && transport::uses_ublk() =>
             {
                 self.give_up("the kernel has come to have ublk");
+            }
+            Wanted::UblkQueues(number) | Wanted::UblkUnused(number)
+                if !self.granted.has_device(*number) =>
+            {
+                Err(not_granted())
             }
             Wanted::UblkQueues(number) => devices::open_queues(*number).map(Some),
             Wanted::UblkUnused(number) => match transport::is_unused(*number) {
@@ -187,6 +196,7 @@ impl Line {
             Err(e) => e.raw_os_error().unwrap_or(match e.kind() {
                 io::ErrorKind::NotADirectory => libc::ENOTDIR,
                 io::ErrorKind::InvalidData => NOT_A_FILE,
+                io::ErrorKind::PermissionDenied => NOT_GRANTED,
                 _ => libc::EINVAL,
             }),
         };

@@ -133,6 +133,7 @@ impl Serving {
             return self.refresh(attach.id);
         }
         self.make_way_for(attach.id, attach.transport);
+        self.make_way_if_replaced();
         let slots = Arc::new(Slots::from_fd(slots)?);
         match self.device_of(&attach, &slots) {
             Ok((volume, device)) => self.take_on(attach, fuse, slots, volume, device),

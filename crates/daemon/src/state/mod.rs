@@ -11,6 +11,7 @@ pub(crate) mod built;
 pub(crate) mod directory_identity;
 pub(crate) mod files;
 pub(crate) mod gc;
+pub(crate) mod grants;
 pub(crate) mod images;
 pub(crate) mod paths;
 pub(crate) mod pins;

@@ -11,6 +11,7 @@
 //!   writes/<name>/             record.json, seed…, map, manifest, sprout   user data: removed only
 //!                                                                          by `writes rm`
 //!   mounts/<id>/               mount.json, seed, sprout                one running mount
+//!   grants/<id>                what may be opened for it; not the server's to write
 //!   run/                       lock, api.sock, adopt.sock, daemon.log  gone with the daemon
 //! ```
 //!
@@ -76,7 +77,8 @@ impl StateDir {
             make_private(&state.store())?;
         }
         let caches = [state.images(), state.profiles()];
-        let records = [state.all_built(), state.writes(), state.mounts(), state.run()];
+        let records =
+            [state.all_built(), state.writes(), state.mounts(), state.grants(), state.run()];
         for folder in caches.iter().chain(&records) {
             make_private(folder)?;
             own_directory(folder)?;
@@ -110,7 +112,7 @@ impl StateDir {
 
     /// Refuses a folder that is a symlink, by name: no file below it could be opened.
     fn refuse_symlinks(&self) -> Result<()> {
-        let records = [self.all_built(), self.writes(), self.mounts(), self.run()];
+        let records = [self.all_built(), self.writes(), self.mounts(), self.grants(), self.run()];
         let others = [self.images(), self.profiles(), self.provenance(), self.tags()];
         for folder in records.iter().chain(&others) {
             if folder.symlink_metadata().is_ok_and(|metadata| metadata.is_symlink()) {
@@ -203,6 +205,21 @@ impl StateDir {
     /// One running mount.
     pub fn mount(&self, id: MountId) -> PathBuf {
         self.mounts().join(id.to_string())
+    }
+
+    /// The folder of the records of what the opener may open.
+    pub(crate) fn grants(&self) -> PathBuf {
+        self.root.join("grants")
+    }
+
+    /// The record of one mount.
+    pub(crate) fn grant(&self, id: MountId) -> PathBuf {
+        self.grants().join(id.to_string())
+    }
+
+    /// The lock that keeps apart exchanges of a mount's device and our own umounts of it.
+    pub(crate) fn exchange_lock(&self, id: MountId) -> PathBuf {
+        self.mount(id).join("exchange.lock")
     }
 
     /// Locks, sockets and the log of the running daemon.

@@ -16,9 +16,12 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 
 use super::Supervisor;
-use crate::ipc::{
-    protocol::{Reply, Request},
-    wire,
+use crate::{
+    host::peer::Peer,
+    ipc::{
+        protocol::{Reply, Request},
+        wire,
+    },
 };
 
 /// Concurrent clients. Each is a command that waits for one answer.
@@ -66,6 +69,7 @@ impl Supervisor {
     fn converse(self: &Arc<Self>, stream: &UnixStream) -> Result<()> {
         let failed = |e| Error::io("cannot set up a client's socket", e);
         check_peer(stream)?;
+        let peer = Peer::of(stream).ok();
         // No read timeout: between two requests a client may wait for an umount that writes back
         // gigabytes.
         stream.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
@@ -76,6 +80,12 @@ impl Supervisor {
                 Ok(None) => break Ok(()),
                 Err(e) => break Err(e),
             };
+            if changes(&request)
+                && let Err(refusal) = self.check_administrator(peer.as_ref())
+            {
+                wire::send(stream, &Reply::Failed(refusal.into()), &[])?;
+                continue;
+            }
             match request {
                 Request::Record { id } => recorded = Some(id),
                 Request::Recorded { .. } => recorded = None,
@@ -89,6 +99,20 @@ impl Supervisor {
             self.stop_recording(id);
         }
         ended
+    }
+
+    /// Only an administrator changes mounts: another process could have any file mapped and granted
+    /// to it, as the server, which has this uid, or a service that is root without capabilities.
+    fn check_administrator(&self, peer: Option<&Peer>) -> Result<()> {
+        let server = self.table().server_pid;
+        let is_server = |peer: &Peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok() == server;
+        if peer.is_some_and(|peer| peer.is_administrator() && !is_server(peer)) {
+            return Ok(());
+        }
+        let what = "the daemon changes mounts only for processes with CAP_SYS_ADMIN, which this one \
+            lacks: run the command as root on the host, or give that capability to its service or \
+            container";
+        Err(Error::new(ErrorKind::Invalid, what))
     }
 
     fn answer(
@@ -156,6 +180,23 @@ impl Supervisor {
             },
         };
         wire::send(stream, &reply, &[])
+    }
+}
+
+/// False for requests that only look, and for the server's own.
+fn changes(request: &Request) -> bool {
+    match request {
+        Request::Mount(_)
+        | Request::Placed { .. }
+        | Request::Map(_)
+        | Request::Record { .. }
+        | Request::Recorded { .. }
+        | Request::Pin { .. }
+        | Request::Shutdown { .. } => true,
+        Request::AskHelper { .. }
+        | Request::Mappings { .. }
+        | Request::Status
+        | Request::AwaitRelease { .. } => false,
     }
 }
 

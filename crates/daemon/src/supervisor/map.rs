@@ -30,7 +30,7 @@ use burgeon_source::{
 use rustix::fs::OFlags;
 
 use super::{
-    Supervisor,
+    Supervisor, grants,
     helper::{self, Task},
     reconnect::writable_device,
 };
@@ -40,8 +40,8 @@ use crate::{
     ipc::protocol::{CONTENTS_MAX, MapContent, MapRequest, MappingStatus, Reply},
     prepare,
     state::{
-        access, directory_identity::DirectoryIdentity, files::Lock, images, paths::StateDir,
-        pins::Pins, record::MountRecord, roots,
+        access, directory_identity::DirectoryIdentity, files::Lock, grants::Grants, images,
+        paths::StateDir, pins::Pins, record::MountRecord, roots,
     },
 };
 
@@ -71,7 +71,9 @@ impl Supervisor {
         let mut sources = Sources::new(&self.state, &folder, request, tree);
         let contents = request.contents.iter();
         let extents = contents.map(|wanted| sources.content(wanted)).collect::<Result<_>>()?;
-        let notes = sources.notes;
+        let Sources { notes, grants, .. } = sources;
+        // Before the map names them: a server that reads it may ask for them at once.
+        self.grant_living(request.id, grants)?;
         let (label, origin) = (request.label.clone(), request.origin.clone());
         let range = {
             // One writer at a time; others wait for its three syncs.
@@ -175,6 +177,8 @@ struct Sources<'a> {
     /// Numbers of devices that are not Burgeon's.
     foreign: HashSet<u64>,
     notes: Vec<String>,
+    /// What the server will ask for.
+    grants: Grants,
 }
 
 impl<'a> Sources<'a> {
@@ -184,7 +188,11 @@ impl<'a> Sources<'a> {
         request: &'a MapRequest,
         tree: Option<File>,
     ) -> Self {
-        Self { state, area, request, tree, foreign: HashSet::new(), notes: Vec::new() }
+        let (foreign, notes, mut grants) = (HashSet::new(), Vec::new(), Grants::default());
+        if let (Some(root), Some(_)) = (&request.tree, &tree) {
+            grants.folder(root);
+        }
+        Self { state, area, request, tree, foreign, notes, grants }
     }
 
     fn content(&mut self, wanted: &MapContent) -> Result<Content> {
@@ -238,6 +246,7 @@ impl<'a> Sources<'a> {
             self.foreign.insert(metadata.dev());
         }
         let (object, identity) = Reference::identify_open(&path, &file)?;
+        self.grants.object(&object);
         Ok(Source::File { object, identity })
     }
 }
@@ -301,6 +310,9 @@ impl Sources<'_> {
         access::add(&self.state.mount(self.request.id), &own, &access)?;
         let (data, note) = keep_image(self.state, self.area, store, &access, digest)?;
         self.notes.extend(note);
+        let map = images::find(self.state, self.area, digest)?.map;
+        let is_own = own.folder() == Some(&*self.state.store());
+        self.grants.add(grants::of_image(&own, &map, is_own, &access));
         if data.len() == len {
             return Ok(Source::Image(*digest));
         }

@@ -12,7 +12,7 @@
 
 use std::{sync::Arc, thread, time::Duration};
 
-use super::{Supervisor, table::Serving};
+use super::{Supervisor, grants, table::Serving};
 use crate::{id::MountId, prepare, state::record::MountRecord};
 
 /// The pause after the first try; it doubles up to [`PAUSE_MAX`].
@@ -44,10 +44,16 @@ impl Supervisor {
         let (mut pause, mut said) = (PAUSE_MIN, String::new());
         while let Some(record) = self.to_mend(id) {
             match prepare::mend(&self.state, &record) {
-                Ok(true) => tracing::warn!(
-                    mount = %id,
-                    "the files that it is served from were damaged, and have been made again"
-                ),
+                Ok(true) => {
+                    tracing::warn!(
+                        mount = %id,
+                        "the files that it is served from were damaged, and have been made again"
+                    );
+                    // A damaged map names no files.
+                    if let Err(e) = self.grant_living(id, grants::of_record(&self.state, &record)) {
+                        tracing::error!(mount = %id, error = %e, "cannot grant its files");
+                    }
+                }
                 Ok(false) => {}
                 Err(e) if e.to_string() == said => {}
                 Err(e) => {

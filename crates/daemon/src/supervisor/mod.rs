@@ -10,6 +10,7 @@
 //!      │ told to each server in turn
 //!   server_monitor ──► server (a child, or an orphan that was adopted)
 //!   opener_monitor ──► opener (a child), which opens files of the host for the server
+//!   grants ──► the files that it may open, a record for each mount
 //!   hold ──► copies of /dev/fuse and slots, with systemd or a process
 //! ```
 //!
@@ -24,6 +25,7 @@
 mod abandoned;
 mod api;
 pub(crate) mod exchange;
+mod grants;
 mod grow;
 pub(crate) mod helper;
 mod hold;
@@ -88,6 +90,8 @@ pub(crate) struct Supervisor {
     cgroup: OwnCgroup,
     holder: Holder,
     lock: Lock,
+    /// Held by the one thread that writes a mount's grants.
+    granting: Mutex<()>,
 }
 
 /// Runs a supervisor until it is told to end. This is the main function of the process `burgeon
@@ -139,9 +143,12 @@ fn begin(state_dir: &Path) -> Result<()> {
         cgroup,
         holder,
         lock,
+        granting: Mutex::default(),
     });
     let orphan = supervisor.recover()?;
     supervisor.take_over(held);
+    // Before there is an opener of this version.
+    supervisor.grant_recovered();
     // An orphan may be in the copy that its supervisor made.
     if is_copied || orphan.is_some() {
         let releaser = Arc::clone(&supervisor);

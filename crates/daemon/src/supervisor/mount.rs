@@ -25,7 +25,7 @@ use burgeon_frontend::Slots;
 use burgeon_source::{Access, Location};
 
 use super::{
-    Supervisor,
+    Supervisor, grants,
     table::{MountEntry, Recording, Serving},
 };
 use crate::{
@@ -149,12 +149,17 @@ impl Supervisor {
             .and_then(|()| profile::source(&self.state, &request.profile, image, &folder));
         let Ok(Some(profile)) = ready else { return };
         let Ok(profile) = fetching.arrived(profile, &folder) else { return };
+        let references = store.folder() == Some(&*self.state.store());
+        let granted = self.grant(id, grants::of_image(store, map, references, access));
+        if granted.is_err() {
+            return;
+        }
         self.table().send(&ToServer::Warm(Warm {
             id,
             map: map.to_owned(),
             cache: cache.join("cache"),
             store: store.clone(),
-            references: store.folder() == Some(&*self.state.store()),
+            references,
             profile,
         }));
     }
@@ -220,6 +225,8 @@ impl Supervisor {
         if let Some(area) = &plan.area {
             images::keep_access(&self.state, id, area, &request.access)?;
         }
+        let access = access::kept(&folder)?;
+        self.grant(id, grants::of_mount(&self.state, &record.attach, &access))?;
         files::publish_json(&folder.join("mount.json"), &record)?;
         self.table().add(MountEntry {
             record,

@@ -23,7 +23,7 @@ use crate::{
     host::backing_devices,
     id::MountId,
     state::{
-        files,
+        files, grants,
         paths::StateDir,
         record::{MountRecord, WritesState, mount_ids, read_record},
         recycled_seed, writes,
@@ -143,6 +143,7 @@ impl Supervisor {
 
 /// Removes the folder of a mount that has ended.
 fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
+    grants::revoke(state, id);
     forget(state, id, &[]);
     if let Some(record) = record {
         recycled_seed::keep(state, &record);

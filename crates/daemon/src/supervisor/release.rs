@@ -27,7 +27,7 @@ use crate::{
     id::MountId,
     ipc::link::ToServer,
     state::{
-        files,
+        files, grants,
         paths::StateDir,
         record::{MountRecord, WritesState},
         recycled_seed,
@@ -65,6 +65,7 @@ impl Supervisor {
             tracing::warn!(mount = %id, "a loop device does not go away: the mount is released when it does");
             await_loops(&self.state, &record, Duration::MAX);
         }
+        grants::revoke(&self.state, id);
         forget(&self.state, id, &record.loops);
         recycled_seed::keep(&self.state, &record);
         if let Err(e) = files::remove_folder(&self.state.mount(id)) {
@@ -72,6 +73,8 @@ impl Supervisor {
         }
         recycled_seed::refill(&self.state);
         let entry = self.table().mounts.remove(&id);
+        // Content may have been mapped until now.
+        grants::revoke(&self.state, id);
         if let Some(entry) = &entry {
             tracing::info!(mount = %id, "released {}", describe(entry));
         }
@@ -106,6 +109,7 @@ impl Supervisor {
     /// Cleans up a mount that could not be made; the caller has closed all of its descriptors.
     pub(super) fn abandon(&self, id: MountId) {
         self.let_go(id);
+        grants::revoke(&self.state, id);
         let entry = {
             let mut table = self.table();
             table.send(&ToServer::Cool { id });

@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, PoisonError, RwLock},
 };
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Error, ErrorKind, Result};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Digest, Error, ErrorKind, ObjectId, Result};
 use zerocopy::FromBytes as _;
 
 use super::{
@@ -153,7 +153,21 @@ impl<L: LogFile> ExtentMap<L> {
 
     /// The manifests whose images are mapped, which must be kept.
     pub fn images(&self) -> Result<Vec<Digest>> {
-        self.view().images()
+        let mut images = Vec::new();
+        self.view().each_source(&mut |source| match source {
+            Source::Image(digest) if !images.contains(&digest) => images.push(digest),
+            _ => {}
+        })?;
+        Ok(images)
+    }
+
+    /// Calls `found` for each file that is mapped, once or more.
+    pub fn each_file(&self, found: &mut dyn FnMut(&ObjectId)) -> Result<()> {
+        self.view().each_source(&mut |source| {
+            if let Source::File { object, .. } = source {
+                found(&object);
+            }
+        })
     }
 }
 
@@ -298,17 +312,14 @@ impl View {
         Ok(mappings)
     }
 
-    fn images(&self) -> Result<Vec<Digest>> {
-        let mut images = Vec::new();
+    fn each_source(&self, found: &mut dyn FnMut(Source)) -> Result<()> {
         let mut at = HEADER_LEN;
         let end = self.last()?.map_or(HEADER_LEN, |(_, _, end)| end);
         while at < end {
             match parse_entry(&self.sources, self.id, at) {
                 Ok((parsed, len)) => {
-                    if let Parsed::Source(Source::Image(digest), _) = parsed
-                        && !images.contains(&digest)
-                    {
-                        images.push(digest);
+                    if let Parsed::Source(source, _) = parsed {
+                        found(source);
                     }
                     at += len;
                 }
@@ -317,7 +328,7 @@ impl View {
                 Err(error) => return Err(error),
             }
         }
-        Ok(images)
+        Ok(())
     }
 
     fn verify(&self) -> Result<Vec<String>> {

@@ -62,6 +62,12 @@ pub fn stored_layers_object(object: &ObjectId) -> Result<ObjectId> {
     companion(object, ObjectKind::StoredLayers)
 }
 
+/// The place of the layers of the derived `object` of `store`.
+pub fn layers_at(store: &Store, object: &ObjectId) -> Result<LayersAt> {
+    let origin = store.get(&origin_object(object)?, ORIGIN_MAX)?;
+    LayersAt::parse(&String::from_utf8_lossy(&origin))
+}
+
 fn companion(object: &ObjectId, kind: ObjectKind) -> Result<ObjectId> {
     match object.below(ObjectKind::Derived) {
         Some(digest) => kind.object(digest),
@@ -178,8 +184,7 @@ impl Opened {
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
         let table = Table::decode(&bytes)?;
-        let origin = store.get(&origin_object(object)?, ORIGIN_MAX)?;
-        let at = LayersAt::parse(&String::from_utf8_lossy(&origin))?;
+        let at = layers_at(store, object)?;
         let stored = match store {
             Store::Directory(directory) => Some(directory.clone()),
             _ => None,

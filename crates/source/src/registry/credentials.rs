@@ -114,12 +114,26 @@ fn docker_config() -> Option<PathBuf> {
     Some(docker_folder()?.join("config.json"))
 }
 
+/// The files that a process with this environment may read a login from.
+pub fn login_files() -> Vec<PathBuf> {
+    let other = match env::var_os("REGISTRY_AUTH_FILE") {
+        Some(path) => vec![Some(path.into())],
+        None => vec![runtime_config(), docker_folder().map(|it| it.join("containers/auth.json"))],
+    };
+    let all = [docker_config()].into_iter().chain(other).flatten();
+    all.filter(|path| path.is_absolute()).collect()
+}
+
+fn runtime_config() -> Option<PathBuf> {
+    Some(Path::new(&env::var_os("XDG_RUNTIME_DIR")?).join("containers/auth.json"))
+}
+
 /// The file that `podman login` and `skopeo login` write.
 fn podman_config() -> Option<PathBuf> {
     if let Some(path) = env::var_os("REGISTRY_AUTH_FILE") {
         return Some(path.into());
     }
-    let runtime = Path::new(&env::var_os("XDG_RUNTIME_DIR")?).join("containers/auth.json");
+    let runtime = runtime_config()?;
     if runtime.is_file() {
         Some(runtime)
     } else {

@@ -38,7 +38,7 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-pub use self::credentials::{AskForCredentials, ask_for_credentials_by};
+pub use self::credentials::{AskForCredentials, ask_for_credentials_by, login_files};
 pub(crate) use self::credentials::{
     DockerCredential, find as find_credentials, given as given_credentials,
     look_up as look_up_credentials,

@@ -36,7 +36,7 @@ use tokio::{sync::Semaphore, time::timeout};
 
 use self::{connect::Retries, lease::Leases};
 pub use self::{connect::choose_cryptography, wire::Traffic};
-pub(crate) use self::{hedge::Hedge, wire::check_range};
+pub(crate) use self::{hedge::Hedge, key_files::named as key_file, wire::check_range};
 use crate::{
     Access, check_len,
     location::{RemoteUrl, Scheme},
