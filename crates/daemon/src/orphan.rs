@@ -5,6 +5,9 @@
 //!   find (before the umount) ─► umount ─► the kernel releases it ─► run/lock ─► remove folder
 //! ```
 //!
+//! [`Orphan::keep_apart`] keeps a reconnect of the mount away from its umount, with a daemon and
+//! without one: the helper of a killed daemon may still run.
+//!
 //! Invariant: the folder is removed only under the supervisor's own lock, after the kernel has
 //! released every device. A supervisor that starts meanwhile has the lock and clears up by itself;
 //! a killed one has it until the kernel has ended its last thread.
@@ -33,6 +36,10 @@ use crate::{
 
 /// Interval of checking if the kernel has released the mount.
 const PAUSE: Duration = Duration::from_millis(10);
+
+/// Time limit for a reconnect to finish before an umount: it takes milliseconds, unless its server
+/// or a disk hangs.
+const RECONNECT_MAX: Duration = Duration::from_secs(30);
 
 /// A mount that has a folder in the state directory.
 #[derive(Debug)]
@@ -86,6 +93,24 @@ impl Orphan {
     /// The place of its writes.
     pub fn writes(&self) -> &WritesState {
         &self.record.writes
+    }
+
+    /// Waits for a reconnect of the mount to finish, and lets none begin until the result is dropped:
+    /// hold it during the umount. `Unavailable` if a reconnect does not finish.
+    pub fn keep_apart(&self, state: &StateDir) -> Result<Option<Lock>> {
+        match Lock::take_within(&state.exchange_lock(self.record.attach.id), RECONNECT_MAX) {
+            Ok(Some(lock)) => Ok(Some(lock)),
+            Ok(None) => Err(Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "its daemon has been reconnecting it for {} s: try again, or detach it with \
+                     `burgeon umount --lazy`; the kernel's log (dmesg) says what hangs",
+                    RECONNECT_MAX.as_secs()
+                ),
+            )),
+            // Its folder is gone, or the disk is full: the helper's own checks have to do.
+            Err(_) => Ok(None),
+        }
     }
 
     /// Waits until the kernel has released the mount, then removes its folder, unless a new

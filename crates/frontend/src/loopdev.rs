@@ -222,6 +222,13 @@ impl LoopDevice {
         Ok(in_use()?.iter().map(|(number, info)| (*number, (info.device, info.inode))).collect())
     }
 
+    /// Major and minor number of the file system of the file below `device`, an open loop device.
+    /// They are constant while it is open, unless its file is exchanged.
+    pub fn backing_device(device: &File) -> Result<(u32, u32)> {
+        let info = status(device).map_err(|e| failed("cannot ask a loop device", e))?;
+        Ok((libc::major(info.device), libc::minor(info.device)))
+    }
+
     fn info(&self) -> Result<LoopInfo> {
         status(&self.device).map_err(|e| failed(format!("cannot ask {}", self.path.display()), e))
     }

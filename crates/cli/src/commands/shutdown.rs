@@ -37,8 +37,9 @@ pub(super) fn shutdown(context: &Context, args: args::Shutdown) -> Result<ExitCo
         need_mount_privilege("shutdown --unmount")?;
         let flags = flags(&args);
         for mount in status.mounts {
+            let found = mount.fsid.and_then(|fsid| orphan::find(&context.state, fsid));
             for place in mount.fsid.map(places_of).unwrap_or_default() {
-                detach(&place, flags)?;
+                detach(context, &place, found.as_ref(), flags)?;
             }
             let release = |timeout_ms| {
                 client.call(&Request::AwaitRelease { id: mount.id, timeout_ms }).map(drop)
@@ -75,7 +76,7 @@ fn without_daemon(context: &Context, args: &args::Shutdown) -> Result<ExitCode> 
         for mount in lost_here(context) {
             need_mount_privilege("shutdown --unmount")?;
             for place in mount.fsid().map(places_of).unwrap_or_default() {
-                detach(&place, flags(args))?;
+                detach(context, &place, Some(&mount), flags(args))?;
             }
             let release = |ms| mount.release(&context.state, Duration::from_millis(ms));
             match args.force {

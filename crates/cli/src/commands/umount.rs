@@ -22,7 +22,8 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
-    Client, btrfs_fsid, holder, mountinfo, orphan,
+    Client, btrfs_fsid, holder, mountinfo,
+    orphan::{self, Orphan},
     protocol::{MountStatus, Reply, Request, Status, WritesState},
 };
 use rustix::{
@@ -120,7 +121,8 @@ fn unmount_at(context: &Context, target: &Path, lazy: bool) -> Result<(PathBuf, 
         )
         .into());
     }
-    detach(&target, if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() })?;
+    let flags = if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() };
+    detach(context, &target, orphan.as_ref(), flags)?;
     if still_mounted(fsid) {
         return Ok((target, "; the same mount is still in place elsewhere".to_owned()));
     }
@@ -231,9 +233,21 @@ pub(crate) fn mount_of(
     Ok((client, mount))
 }
 
-/// Unmounts, or names the holders.
-pub(crate) fn detach(target: &Path, flags: UnmountFlags) -> Result<()> {
+/// Unmounts `target`, where `mount` is, or names the holders. No reconnect of the mount runs
+/// meanwhile; a lazy umount goes ahead if one does not finish.
+pub(crate) fn detach(
+    context: &Context,
+    target: &Path,
+    mount: Option<&Orphan>,
+    flags: UnmountFlags,
+) -> Result<()> {
     let shown = target.display();
+    let apart = mount.map(|mount| mount.keep_apart(&context.state)).transpose();
+    let _apart = match apart {
+        Err(_) if flags.contains(UnmountFlags::DETACH) => None,
+        Err(e) => return Err(anyhow::Error::from(e).context(format!("cannot unmount {shown}"))),
+        Ok(apart) => apart,
+    };
     match unmount(target, flags | UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(()),
         Err(Errno::BUSY) => Err(Busy(format!(

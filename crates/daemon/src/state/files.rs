@@ -6,6 +6,8 @@ use std::{
     io::{self, Read, Write},
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::Path,
+    thread,
+    time::{Duration, Instant},
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
@@ -18,6 +20,9 @@ use serde::{Serialize, de::DeserializeOwned};
 
 /// Longest record that is read, in bytes; records take a few hundred.
 const RECORD_LEN_MAX: u64 = 1 << 20;
+
+/// Interval of attempts to take a lock within a time limit.
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// Opens the file `path` of the state directory with `options`. No symlink is followed in any part
 /// of the path, and only a regular file is opened: opening a FIFO would block.
@@ -157,6 +162,17 @@ impl Lock {
                 Err(e) => {
                     return Err(Error::io(format!("cannot lock {}", path.display()), e.into()));
                 }
+            }
+        }
+    }
+
+    /// Takes the lock `path`; `None` if its holder does not release it within `limit`.
+    pub(crate) fn take_within(path: &Path, limit: Duration) -> Result<Option<Self>> {
+        let begun = Instant::now();
+        loop {
+            match Self::try_take(path)? {
+                None if begun.elapsed() < limit => thread::sleep(LOCK_PAUSE),
+                taken => return Ok(taken),
             }
         }
     }

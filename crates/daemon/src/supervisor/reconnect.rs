@@ -15,6 +15,8 @@
 //! A helper process does it (`exchange.rs`), because a kill must not interrupt a thaw. If the
 //! helper is killed, too, the record says that it was about to freeze, and the next supervisor
 //! thaws (`crates/cli/tests/kill.rs`).
+//!
+//! A mount that is being unmounted is never exchanged: `exchange/order.rs` says why, and how.
 
 use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
 
@@ -158,7 +160,12 @@ impl Supervisor {
                     return;
                 }
                 Err(e) => {
-                    tracing::error!(mount = %id, error = %e, "the mount has lost its server for good");
+                    match is_alive(&record) {
+                        true => {
+                            tracing::error!(mount = %id, error = %e, "the mount has lost its server for good")
+                        }
+                        false => tracing::info!(mount = %id, "unmounted before it was reconnected"),
+                    }
                     entry.serving = Serving::No(e);
                 }
             }
@@ -184,7 +191,7 @@ impl Supervisor {
     fn change_over(&self, record: &MountRecord, connection: &Connection) -> Result<()> {
         refuse_shutdown()?;
         let Some(exchange) = self.exchange(record) else { return Ok(()) };
-        let (id, is_writable) = (record.attach.id, exchange.sprout.is_some());
+        let (id, is_writable) = (record.attach.id, exchange.writable);
         // Recorded first: if the helper is killed, too, the next supervisor has to thaw. On a full
         // disk this fails; serving the mount again matters more.
         if is_writable {
@@ -207,10 +214,12 @@ impl Supervisor {
 
     /// Thaws a file system that may have been left frozen.
     pub(super) fn thaw(&self, record: &MountRecord) {
-        let Some(exchange) = self.exchange(record).filter(|exchange| exchange.sprout.is_some())
-        else {
+        let Some(exchange) = self.exchange(record).filter(|exchange| exchange.writable) else {
             return;
         };
+        if !is_alive(record) {
+            return;
+        }
         match helper::run(&self.state, &Task::Thaw(exchange), &[], || {}) {
             Ok(_) => self.note_frozen(record.attach.id, false),
             Err(e) => {
@@ -220,10 +229,15 @@ impl Supervisor {
     }
 
     fn exchange(&self, record: &MountRecord) -> Option<Exchange> {
+        let data_device = record.data_device.clone()?;
+        let sprout = writable_device(record);
+        let metadata = || record.loops.iter().find(|device| **device != data_device).cloned();
         Some(Exchange {
-            data_device: record.data_device.clone()?,
-            sprout: writable_device(record),
-            lock: self.state.mount(record.attach.id).join("exchange.lock"),
+            fsid: record.fsid?,
+            writable: sprout.is_some(),
+            local_device: sprout.or_else(metadata)?,
+            data_device,
+            lock: self.state.exchange_lock(record.attach.id),
         })
     }
 
