@@ -78,11 +78,12 @@ const BANNED_EVERYWHERE: &[&str] =
 const ARROWS: &[(&str, &[&str])] = &[
     ("burgeon-block", &[]),
     ("burgeon-btrfs", &["burgeon-block"]),
+    ("burgeon-cache", &["burgeon-block"]),
     ("burgeon-image", &["burgeon-block", "burgeon-btrfs"]),
     ("burgeon-layer", &["burgeon-block"]),
     ("burgeon-source", &["burgeon-layer", "burgeon-block"]),
     ("burgeon-oci", &["burgeon-source", "burgeon-layer", "burgeon-image", "burgeon-block"]),
-    ("burgeon-volume", &["burgeon-block", "burgeon-image"]),
+    ("burgeon-volume", &["burgeon-block", "burgeon-cache", "burgeon-image"]),
     ("burgeon-frontend", &["burgeon-block"]),
     ("burgeon-sandbox", &["burgeon-block"]),
     (
@@ -90,6 +91,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         &[
             "burgeon-block",
             "burgeon-btrfs",
+            "burgeon-cache",
             "burgeon-image",
             "burgeon-source",
             "burgeon-volume",
@@ -101,21 +103,37 @@ const ARROWS: &[(&str, &[&str])] = &[
         "burgeon",
         &["burgeon-daemon", "burgeon-oci", "burgeon-block", "burgeon-image", "burgeon-source"],
     ),
-    ("buggy-volume", &["burgeon-block", "burgeon-image"]),
+    ("buggy-volume", &["burgeon-block", "burgeon-cache", "burgeon-image"]),
     (
         "buggy-simulator",
-        &["burgeon-block", "burgeon-btrfs", "burgeon-image", "buggy-volume", "testkit"],
+        &[
+            "burgeon-block",
+            "burgeon-btrfs",
+            "burgeon-cache",
+            "burgeon-image",
+            "buggy-volume",
+            "testkit",
+        ],
     ),
     (
         "simulator",
-        &["burgeon-block", "burgeon-btrfs", "burgeon-image", "burgeon-volume", "testkit"],
+        &[
+            "burgeon-block",
+            "burgeon-btrfs",
+            "burgeon-cache",
+            "burgeon-image",
+            "burgeon-volume",
+            "testkit",
+        ],
     ),
+    ("cache-bench", &["burgeon-block", "burgeon-cache", "testkit"]),
     ("testkit", &[]),
     ("xtask", &["testkit"]),
 ];
 
 /// The readers of hostile bytes: the target in dev/fuzz, and the call in it that reads them.
 const FUZZED: &[(&str, &str)] = &[
+    ("cache", "reader.decode("),
     ("chunk", "decode_chunk("),
     ("compressed", "build("),
     ("derived", "Table::decode("),
@@ -136,6 +154,8 @@ const FUZZED: &[(&str, &str)] = &[
 /// them; `None` for bytes of the kernel or of another process of the daemon.
 const READERS: &[(&str, Option<&str>)] = &[
     ("crates/btrfs/src/info.rs", Some("seed_info")),
+    ("crates/cache/src/checkpoint.rs", Some("cache")),
+    ("crates/cache/src/journal.rs", Some("cache")),
     ("crates/daemon/src/host/mountinfo.rs", None),
     ("crates/daemon/src/opener.rs", None),
     ("crates/frontend/src/fuse.rs", None),

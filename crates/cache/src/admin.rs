@@ -1,0 +1,212 @@
+//! What the store knows under its one lock: the policy, the space in use, the next place, and what
+//! is still to be punched and recorded. Nobody does I/O under this lock, and no hit takes it.
+
+use std::{collections::HashMap, sync::atomic::Ordering::Relaxed};
+
+use burgeon_block::BLOCK_SIZE;
+
+use crate::{
+    ChunkKey, Why,
+    arena::Arenas,
+    index::Index,
+    journal::{Event, Record},
+    policy::Policy,
+    slots::{Chunk, Location, SLOTS_MAX, Slots},
+};
+
+/// Most records that wait to be written; beyond, a checkpoint has to say what they said.
+const RECORDS_MAX: usize = 1 << 17;
+/// Held chunks that a policy may name in a row before another is looked for.
+const HELD_IN_A_ROW: u32 = 64;
+
+/// Space of an arena that nobody needs any more.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct Freed {
+    pub(crate) location: Location,
+    pub(crate) blocks: u32,
+}
+
+/// The arena in which the next places lie.
+pub(crate) struct Current {
+    pub(crate) arena: u32,
+    pub(crate) next: u32,
+    pub(crate) end: u32,
+}
+
+/// Room for chunks in an arena.
+pub(crate) enum Room {
+    At(Location),
+    /// The current arena is full: the caller makes the next one.
+    MakeArena,
+    /// Somebody else makes it just now.
+    Wait,
+}
+
+pub(crate) struct Admin {
+    pub(crate) policy: Box<dyn Policy>,
+    /// Bytes of living chunks, of those being written, and of those not punched yet.
+    pub(crate) used: u64,
+    /// Bytes whose writes have begun, and those whose writes have returned: never less than is in
+    /// flight, if the second is read before the file system's free space and the first after it.
+    pub(crate) started: u64,
+    pub(crate) finished: u64,
+    pub(crate) chunks: u64,
+    free: Vec<u32>,
+    pub(crate) slots_end: u32,
+    pub(crate) current: Option<Current>,
+    pub(crate) making: bool,
+    pub(crate) held: HashMap<ChunkKey, u32>,
+    pub(crate) held_bytes: u64,
+    pub(crate) freed: Vec<Freed>,
+    pub(crate) records: Vec<Record>,
+    pub(crate) records_lost: bool,
+    scan: u32,
+}
+
+impl Admin {
+    pub(crate) fn new(policy: Box<dyn Policy>) -> Self {
+        Self {
+            policy,
+            used: 0,
+            started: 0,
+            finished: 0,
+            chunks: 0,
+            free: Vec::new(),
+            slots_end: 0,
+            current: None,
+            making: false,
+            held: HashMap::new(),
+            held_bytes: 0,
+            freed: Vec::new(),
+            records: Vec::new(),
+            records_lost: false,
+            scan: 0,
+        }
+    }
+
+    /// The next place for `blocks`, which counts as used and in flight from now on.
+    pub(crate) fn reserve(&mut self, blocks: u32, arenas: &Arenas) -> Room {
+        let fitting = self.current.as_mut().filter(|current| current.end - current.next >= blocks);
+        let Some(current) = fitting else {
+            if self.making {
+                return Room::Wait;
+            }
+            self.current = None;
+            self.making = true;
+            return Room::MakeArena;
+        };
+        let location = Location { arena: current.arena, block: current.next };
+        current.next += blocks;
+        let bytes = u64::from(blocks) * BLOCK_SIZE;
+        if let Some(arena) = arenas.get(location.arena) {
+            arena.live.fetch_add(bytes, Relaxed);
+            arena.len.store(u64::from(current.next) * BLOCK_SIZE, Relaxed);
+        }
+        self.used += bytes;
+        self.started += bytes;
+        Room::At(location)
+    }
+
+    pub(crate) fn record(&mut self, event: Event, chunk: &Chunk, arenas: &Arenas) {
+        if self.records.len() >= RECORDS_MAX {
+            self.records_lost = true;
+            return;
+        }
+        let Some(arena) = arenas.get(chunk.location.arena) else { return };
+        self.records.push(Record {
+            event,
+            key: chunk.key,
+            arena: arena.id(),
+            block: chunk.location.block,
+            about: chunk.about.to_bits(),
+        });
+    }
+
+    /// Makes the written `chunk` found. `None` if its key is found already, or all slots are taken.
+    pub(crate) fn insert(
+        &mut self,
+        chunk: &Chunk,
+        why: Why,
+        slots: &Slots,
+        index: &Index,
+    ) -> Option<crate::Place> {
+        let slot = match self.free.pop() {
+            Some(slot) => slot,
+            None if self.slots_end < SLOTS_MAX => {
+                self.slots_end += 1;
+                self.slots_end - 1
+            }
+            None => return None,
+        };
+        let place = slots.fill(slot, chunk);
+        if index.insert(&chunk.key, slot, slots).is_err() {
+            slots.vacate(slot);
+            self.free.push(slot);
+            return None;
+        }
+        let bytes = chunk.about.blocks() * BLOCK_SIZE as u32;
+        self.chunks += 1;
+        if self.held.contains_key(&chunk.key) {
+            self.held_bytes += u64::from(bytes);
+        }
+        self.policy.inserted(slot, index.hash(&chunk.key), bytes, why);
+        place
+    }
+
+    /// Forgets the chunk in `slot`; its space is freed by the next punch.
+    pub(crate) fn remove(
+        &mut self,
+        slot: u32,
+        slots: &Slots,
+        index: &Index,
+        arenas: &Arenas,
+    ) -> Option<u64> {
+        let chunk = slots.chunk(slot)?;
+        if !index.remove(&chunk.key, slot, slots) {
+            return None;
+        }
+        slots.vacate(slot);
+        self.free.push(slot);
+        self.policy.removed(slot);
+        self.chunks -= 1;
+        let blocks = chunk.about.blocks();
+        let bytes = u64::from(blocks) * BLOCK_SIZE;
+        if self.held.contains_key(&chunk.key) {
+            self.held_bytes = self.held_bytes.saturating_sub(bytes);
+        }
+        self.freed.push(Freed { location: chunk.location, blocks });
+        self.record(Event::Removed, &chunk, arenas);
+        Some(bytes)
+    }
+
+    /// The next slot to evict: not one that is held.
+    pub(crate) fn victim(&mut self, slots: &Slots, held_max: u64) -> Option<u32> {
+        if self.chunks == 0 {
+            return None;
+        }
+        let free = |held: &HashMap<ChunkKey, u32>, slot| {
+            slots.key(slot).is_some_and(|key| !held.contains_key(&key))
+        };
+        if self.held.is_empty() || self.held_bytes > held_max {
+            // A limit that became smaller than the holds comes first.
+            if let Some(slot) = self.policy.victim() {
+                return Some(slot);
+            }
+        } else {
+            for _ in 0..HELD_IN_A_ROW {
+                let Some(slot) = self.policy.victim() else { break };
+                if free(&self.held, slot) {
+                    return Some(slot);
+                }
+            }
+        }
+        // The policy names held chunks only, or none: the next one that is not held.
+        for _ in 0..self.slots_end {
+            self.scan = (self.scan + 1) % self.slots_end;
+            if slots.chunk(self.scan).is_some() && free(&self.held, self.scan) {
+                return Some(self.scan);
+            }
+        }
+        None
+    }
+}

@@ -1,0 +1,322 @@
+//! The file system below the cache: the seam at which tests lose writes, tear and misdirect them,
+//! fill the disk and crash.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
+    },
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+};
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, Pages, Result};
+use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, flock, fstatvfs, syncfs};
+
+/// Space of a file system, in bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Space {
+    /// Its size.
+    pub size: u64,
+    /// Free, for users other than root.
+    pub free: u64,
+}
+
+/// How a file is read and written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Access {
+    /// In whole blocks, past the page cache where the file system allows it.
+    Blocks,
+    /// In any lengths, through the page cache.
+    Bytes,
+}
+
+/// A folder of files, which one server at a time uses.
+pub trait Disk: Send + Sync + 'static {
+    /// Takes the folder for this server, and makes it if it is not there. False if another server
+    /// has it.
+    fn take(&self) -> Result<bool>;
+    /// An error if the folder that was taken is not there any more.
+    fn check(&self) -> Result<()>;
+    /// The names of its files.
+    fn list(&self) -> Result<Vec<String>>;
+    /// Makes the file, which must not be there.
+    fn create(&self, name: &str, access: Access) -> Result<Box<dyn DiskFile>>;
+    /// Opens the file.
+    fn open(&self, name: &str, access: Access) -> Result<Box<dyn DiskFile>>;
+    /// Renames a file, and replaces another. Durable after [`Self::sync`].
+    fn rename(&self, from: &str, to: &str) -> Result<()>;
+    /// Removes the file.
+    fn remove(&self, name: &str) -> Result<()>;
+    /// Makes names durable.
+    fn sync(&self) -> Result<()>;
+    /// Space of the file system now.
+    fn space(&self) -> Result<Space>;
+    /// Waits until freed space is counted as free.
+    fn settle(&self) -> Result<()>;
+}
+
+/// A file of a [`Disk`].
+pub trait DiskFile: Send + Sync {
+    /// Fills `buf` from `offset`; zeros in holes and beyond the end.
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
+    /// Writes all of `buf` at `offset`.
+    fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()>;
+    /// Frees the space of a range, which reads as zeros from then on.
+    fn punch(&self, range: ByteRange) -> Result<()>;
+    /// Cuts the file to no bytes.
+    fn clear(&self) -> Result<()>;
+    /// Length, and bytes that it takes on the disk.
+    fn sizes(&self) -> Result<(u64, u64)>;
+    /// Makes what was written durable.
+    fn sync(&self) -> Result<()>;
+    /// Its descriptor, if it has one.
+    fn fd(&self) -> Option<BorrowedFd<'_>>;
+}
+
+/// The folder of a real cache.
+pub struct Folder {
+    path: PathBuf,
+    /// The lock file, open as long as the folder is taken.
+    lock: Mutex<Option<File>>,
+    lags: bool,
+}
+
+const LOCK: &str = "lock";
+const BTRFS: u64 = 0x9123_683e;
+
+impl Folder {
+    /// The folder `path`, made with its parents if it is not there.
+    pub fn new(path: &Path) -> Result<Self> {
+        make(path)?;
+        let lags = rustix::fs::statfs(path)
+            .map(|statfs| statfs.f_type as u64 == BTRFS)
+            .map_err(|error| failed("look at", path, error.into()))?;
+        Ok(Self { path: path.to_owned(), lock: Mutex::new(None), lags })
+    }
+
+    fn options(direct: bool) -> OpenOptions {
+        let mut flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        flags.set(OFlags::DIRECT, direct);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).mode(0o600).custom_flags(flags.bits() as i32);
+        options
+    }
+
+    fn file(&self, name: &str, access: Access, create: bool) -> Result<Box<dyn DiskFile>> {
+        let path = self.path.join(name);
+        let open = |direct: bool, create| Self::options(direct).create_new(create).open(&path);
+        let wrap =
+            |file, direct| Ok(Box::new(FolderFile { file, path: path.clone(), direct }) as _);
+        let error = |error| failed("open", &path, error);
+        if access == Access::Bytes {
+            return wrap(open(false, create).map_err(error)?, false);
+        }
+        match open(true, create).and_then(|file| probe(&file).map(|()| file)) {
+            Ok(file) => wrap(file, true),
+            // The file system may have made the file before it refused the flag.
+            Err(refused) if refused.kind() == io::ErrorKind::InvalidInput => {
+                let file = open(false, false).or_else(|_| open(false, create)).map_err(error)?;
+                wrap(file, false)
+            }
+            Err(other) => Err(error(other)),
+        }
+    }
+}
+
+fn make(path: &Path) -> Result<()> {
+    use std::os::unix::fs::DirBuilderExt;
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true).mode(0o700).create(path).map_err(|error| failed("make", path, error))
+}
+
+/// Some file systems take `O_DIRECT` and refuse the first read.
+fn probe(file: &File) -> io::Result<()> {
+    let mut page = Pages::zeroed(BLOCK_SIZE).ok_or(io::ErrorKind::OutOfMemory)?;
+    file.read_at(page.bytes_mut(), 0).map(drop)
+}
+
+fn failed(doing: &str, path: &Path, error: io::Error) -> Error {
+    Error::io(format!("cannot {doing} {} of the cache", path.display()), error)
+}
+
+impl Disk for Folder {
+    fn take(&self) -> Result<bool> {
+        make(&self.path)?;
+        let path = self.path.join(LOCK);
+        let file = Self::options(false).create(true).open(&path);
+        let file = file.map_err(|error| failed("open", &path, error))?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(false),
+            Err(error) => return Err(failed("lock", &path, error.into())),
+        }
+        *self.lock.lock().unwrap_or_else(PoisonError::into_inner) = Some(file);
+        // Another server may have removed the file between its opening and its lock.
+        self.check().map(|()| true)
+    }
+
+    fn check(&self) -> Result<()> {
+        let path = self.path.join(LOCK);
+        let is = fs::metadata(&path).map_err(|error| failed("find", &path, error))?;
+        let lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let was = match lock.as_ref() {
+            Some(file) => file.metadata().map_err(|error| failed("look at", &path, error))?,
+            None => return Ok(()),
+        };
+        if (is.dev(), is.ino()) == (was.dev(), was.ino()) {
+            return Ok(());
+        }
+        let what = format!("{} was replaced: the cache begins anew", path.display());
+        Err(Error::new(ErrorKind::NotFound, what))
+    }
+
+    fn list(&self) -> Result<Vec<String>> {
+        let error = |error| failed("list", &self.path, error);
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&self.path).map_err(error)? {
+            names.extend(entry.map_err(error)?.file_name().into_string().ok());
+        }
+        Ok(names)
+    }
+
+    fn create(&self, name: &str, access: Access) -> Result<Box<dyn DiskFile>> {
+        self.file(name, access, true)
+    }
+
+    fn open(&self, name: &str, access: Access) -> Result<Box<dyn DiskFile>> {
+        self.file(name, access, false)
+    }
+
+    fn rename(&self, from: &str, to: &str) -> Result<()> {
+        let (from, to) = (self.path.join(from), self.path.join(to));
+        fs::rename(&from, to).map_err(|error| failed("rename", &from, error))
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        let path = self.path.join(name);
+        fs::remove_file(&path).map_err(|error| failed("remove", &path, error))
+    }
+
+    fn sync(&self) -> Result<()> {
+        let folder = File::open(&self.path).and_then(|folder| folder.sync_all());
+        folder.map_err(|error| failed("sync", &self.path, error))
+    }
+
+    fn space(&self) -> Result<Space> {
+        let lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let space = match lock.as_ref() {
+            Some(file) => fstatvfs(file),
+            None => rustix::fs::statvfs(&self.path),
+        };
+        let space = space.map_err(|error| failed("look at", &self.path, error.into()))?;
+        let unit = space.f_frsize.max(1);
+        Ok(Space {
+            size: space.f_blocks.saturating_mul(unit),
+            free: space.f_bavail.saturating_mul(unit),
+        })
+    }
+
+    fn settle(&self) -> Result<()> {
+        if !self.lags {
+            return Ok(());
+        }
+        let folder = File::open(&self.path).map_err(|error| failed("open", &self.path, error))?;
+        syncfs(&folder).map_err(|error| failed("sync", &self.path, error.into()))
+    }
+}
+
+struct FolderFile {
+    file: File,
+    path: PathBuf,
+    direct: bool,
+}
+
+impl FolderFile {
+    /// True if the kernel takes this buffer as it is.
+    fn fits(&self, offset: u64, buf: &[u8]) -> bool {
+        let whole = |n: u64| n.is_multiple_of(BLOCK_SIZE);
+        !self.direct
+            || whole(offset) && whole(buf.len() as u64) && whole(buf.as_ptr().addr() as u64)
+    }
+
+    fn read_full(&self, mut offset: u64, mut buf: &mut [u8]) -> io::Result<()> {
+        while !buf.is_empty() {
+            match self.file.read_at(buf, offset) {
+                Ok(0) => {
+                    buf.fill(0);
+                    return Ok(());
+                }
+                Ok(n) => {
+                    buf = &mut buf[n..];
+                    offset += n as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whole aligned blocks around `buf`; only callers with unaligned buffers come here.
+    fn bounced(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let range = ByteRange::at(offset, buf.len() as u64).ok_or(io::ErrorKind::InvalidInput)?;
+        let blocks = range.to_blocks();
+        let mut pages = Pages::zeroed(blocks.len()).ok_or(io::ErrorKind::OutOfMemory)?;
+        self.read_full(blocks.start(), pages.bytes_mut())?;
+        let skip = (offset - blocks.start()) as usize;
+        buf.copy_from_slice(&pages.bytes()[skip..][..buf.len()]);
+        Ok(())
+    }
+}
+
+impl DiskFile for FolderFile {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let read = match self.fits(offset, buf) {
+            true => self.read_full(offset, buf),
+            false => self.bounced(offset, buf),
+        };
+        read.map_err(|error| failed("read", &self.path, error))
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()> {
+        let written = if self.fits(offset, buf) {
+            self.file.write_all_at(buf, offset)
+        } else {
+            // The rest of the last block is this chunk's padding.
+            Pages::zeroed(buf.len() as u64).ok_or(io::ErrorKind::OutOfMemory.into()).and_then(
+                |mut pages| {
+                    pages.bytes_mut()[..buf.len()].copy_from_slice(buf);
+                    self.file.write_all_at(pages.bytes(), offset)
+                },
+            )
+        };
+        written.map_err(|error| failed("write", &self.path, error))
+    }
+
+    fn punch(&self, range: ByteRange) -> Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::io::retry_on_intr(|| fallocate(&self.file, flags, range.start(), range.len()))
+            .map_err(|error| failed("free space of", &self.path, error.into()))
+    }
+
+    fn clear(&self) -> Result<()> {
+        self.file.set_len(0).map_err(|error| failed("cut", &self.path, error))
+    }
+
+    fn sizes(&self) -> Result<(u64, u64)> {
+        let metadata =
+            self.file.metadata().map_err(|error| failed("look at", &self.path, error))?;
+        Ok((metadata.size(), metadata.blocks().saturating_mul(512)))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(|error| failed("sync", &self.path, error))
+    }
+
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.file.as_fd())
+    }
+}

@@ -1,0 +1,45 @@
+use std::{
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    time::{Duration, Instant},
+};
+
+use burgeon_block::{BLOCK_SIZE, ChecksumKind, Pages};
+
+use crate::{
+    cache::{Shared, lock},
+    slots::About,
+};
+
+/// Longest wait before `stop` is looked at again.
+const NAP: Duration = Duration::from_millis(100);
+
+/// [`crate::Cache::scrub`].
+pub(crate) fn run(shared: &Shared, bytes_per_second: u64, stop: &AtomicBool) -> (u64, u64) {
+    let (begin, mut read, mut forgotten) = (Instant::now(), 0, 0);
+    let end = lock(&shared.admin).slots_end;
+    for slot in 0..end {
+        let Some(chunk) = shared.slots.chunk(slot) else { continue };
+        let blocks = chunk.about.blocks();
+        let Some(mut pages) = Pages::zeroed(u64::from(blocks) * BLOCK_SIZE) else { break };
+        let Some(arena) = shared.arenas.get(chunk.location.arena) else { continue };
+        let offset = u64::from(chunk.location.block) * BLOCK_SIZE;
+        let is_read = arena.file.read_at(offset, pages.bytes_mut()).is_ok();
+        let crc = ChecksumKind::Crc32c.of(pages.bytes()) as u32;
+        // Only what is still there is wrong; what was evicted meanwhile reads as zeros.
+        if (!is_read || About::new(blocks, crc) != chunk.about)
+            && shared.slots.chunk(slot) == Some(chunk)
+        {
+            forgotten += u64::from(shared.forget(&chunk.key));
+            shared.tally.doubted.add(1);
+        }
+        read += pages.bytes().len() as u64;
+        let due = Duration::from_secs_f64(read as f64 / bytes_per_second.max(1) as f64);
+        while !stop.load(Relaxed) && begin.elapsed() < due {
+            std::thread::sleep((due.saturating_sub(begin.elapsed())).min(NAP));
+        }
+        if stop.load(Relaxed) {
+            break;
+        }
+    }
+    (read, forgotten)
+}

@@ -1,0 +1,105 @@
+//! The seam between volumes and the cache.
+
+use std::{num::NonZeroU64, os::fd::BorrowedFd};
+
+use burgeon_block::{FileRange, Result};
+
+use crate::{ChunkKey, Hold};
+
+/// Longest chunk, in bytes.
+pub const CHUNK_LEN_MAX: u32 = 4 << 20;
+
+/// The place of an admitted chunk. It is never given to another chunk, and survives no restart.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct Place(NonZeroU64);
+
+impl Place {
+    /// The place with these bits; `None` for 0, which a table of places may use for "unknown".
+    pub fn from_bits(bits: u64) -> Option<Self> {
+        NonZeroU64::new(bits).map(Self)
+    }
+
+    /// Its bits; never 0.
+    pub fn to_bits(self) -> u64 {
+        self.0.get()
+    }
+}
+
+/// The reason for which a chunk was fetched.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Why {
+    /// A reader waits for it.
+    Read,
+    /// It will probably be read: read-ahead or a profile.
+    Prefetch,
+    /// The whole image is to be here.
+    Fill,
+    /// The user pinned its file.
+    Pin,
+}
+
+/// The state of the cache: fetched chunks are kept, or not.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum CacheState {
+    /// They are.
+    Writing,
+    /// The file system is full: writes start again by themselves.
+    NoSpace {
+        /// The error that said so.
+        reason: String,
+    },
+    /// The cache's files cannot be written. After a while, new files are tried.
+    Stopped {
+        /// The error that said so.
+        reason: String,
+    },
+}
+
+/// A store of verified chunks that forgets what it likes.
+///
+/// `find` may be asked from any thread, and takes a short lock. `read`, `local`, `local_file` and
+/// `touch` take no lock and allocate nothing. The others may block.
+pub trait ChunkStore: Send + Sync + 'static {
+    /// The place of the chunk with this key, if it was admitted and is not forgotten.
+    fn find(&self, key: &ChunkKey) -> Option<Place>;
+
+    /// Fills `buf` with the bytes from `offset` of the chunk at `place`. They are not verified: a
+    /// stale place gives zeros, or `false` as a failing file does.
+    fn read(&self, place: Place, offset: u32, buf: &mut [u8]) -> bool;
+
+    /// The place of these bytes in a local file, for caches on a disk, whose reads would block;
+    /// `None` if [`Self::read`] does not block or the place is stale.
+    fn local(&self, place: Place, offset: u32, len: u32) -> Option<FileRange>;
+
+    /// The file of this number of [`Self::local`], open as long as the store lives.
+    fn local_file(&self, _file: u32) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Reports a hit; at most an atomic.
+    fn touch(&self, place: Place);
+
+    /// Forgets `key`, if `place` is still its place. The caller has hashed the whole chunk again,
+    /// and it is wrong; a mismatch with an image's checksums alone proves nothing.
+    fn doubt(&self, place: Place, key: &ChunkKey);
+
+    /// False if [`Self::admit`] would refuse the chunk for certain; a cheap hint.
+    fn may_admit(&self, key: &ChunkKey, len: u32, why: Why) -> bool;
+
+    /// Writes `bytes`, at most [`CHUNK_LEN_MAX`] of them, which the caller has just verified to be
+    /// those of `key`, and then makes them found. `None` if they were refused or the write failed.
+    fn admit(&self, key: ChunkKey, bytes: &[u8], why: Why) -> Option<Place>;
+
+    /// Keeps these chunks, present or yet to come, from eviction while the hold lives. All holds
+    /// keep at most 80 % of the limit: `NoSpace`, with the numbers, beyond.
+    fn hold(&self, keys: &[ChunkKey]) -> Result<Hold>;
+
+    /// Evicts until `bytes` are free above the floor; returns the bytes that are.
+    fn make_room(&self, bytes: u64) -> u64;
+
+    /// Whether chunks are kept, and why not.
+    fn state(&self) -> CacheState;
+
+    /// Makes the admitted chunks durable.
+    fn sync(&self) -> Result<()>;
+}

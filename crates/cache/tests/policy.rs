@@ -1,0 +1,171 @@
+//! What each policy owes the store, and what Forecast is for.
+
+use std::collections::BTreeSet;
+
+use burgeon_cache::{
+    Why,
+    policy::{Clock, Forecast, Policy, Pressure, Random},
+};
+use proptest::prelude::*;
+
+const CHUNK: u32 = 256 << 10;
+
+fn policies(chunks: u64) -> [(&'static str, Box<dyn Policy>); 3] {
+    [
+        ("clock", Box::new(Clock::default())),
+        ("random", Box::new(Random::new(1))),
+        ("forecast", Box::new(Forecast::new(chunks * u64::from(CHUNK), 1))),
+    ]
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    Insert(u32, u64, Why),
+    Remove(u32),
+    Touch(u32),
+    Miss(u64),
+    Admit(u64, Why),
+    /// Asks for victims this many times, and removes the last one.
+    Evict(usize),
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let why = || prop_oneof![Just(Why::Read), Just(Why::Prefetch), Just(Why::Fill), Just(Why::Pin)];
+    prop_oneof![
+        4 => (0..40u32, 0..80u64, why()).prop_map(|(slot, key, why)| Event::Insert(slot, key, why)),
+        1 => (0..40u32).prop_map(Event::Remove),
+        4 => (0..48u32).prop_map(Event::Touch),
+        4 => (0..80u64).prop_map(Event::Miss),
+        1 => (0..80u64, why()).prop_map(|(key, why)| Event::Admit(key, why)),
+        2 => (1..6usize).prop_map(Event::Evict),
+    ]
+}
+
+fn play(policy: &mut dyn Policy, stored: &mut BTreeSet<u32>, event: Event) {
+    match event {
+        Event::Insert(slot, key, why) => {
+            if stored.insert(slot) {
+                policy.inserted(slot, key, CHUNK, why);
+            }
+        }
+        Event::Remove(slot) => {
+            stored.remove(&slot);
+            policy.removed(slot);
+        }
+        Event::Touch(slot) => policy.touched(slot),
+        Event::Miss(key) => policy.missed(key, CHUNK),
+        Event::Admit(key, why) => {
+            assert!(policy.admit(key, CHUNK, Why::Pin, Pressure::Full));
+            policy.admit(key, CHUNK, why, Pressure::Full);
+        }
+        Event::Evict(times) => {
+            let victims: Vec<_> = (0..times).map(|_| policy.victim()).collect();
+            for victim in &victims {
+                assert_eq!(victim.is_some(), !stored.is_empty(), "{victims:?}");
+                assert!(victim.is_none_or(|slot| stored.contains(&slot)), "{victims:?}");
+            }
+            if let Some(slot) = victims[times - 1] {
+                stored.remove(&slot);
+                policy.removed(slot);
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn a_victim_is_stored(events in proptest::collection::vec(event(), 1..400)) {
+        for (_, mut policy) in policies(20) {
+            let mut stored = BTreeSet::new();
+            events.iter().for_each(|event| play(&mut *policy, &mut stored, *event));
+        }
+    }
+}
+
+#[test]
+fn a_held_slot_is_not_offered_again_before_the_others() {
+    for stored in [1, 2, 50, 300] {
+        let mut policy = Forecast::new(300 * u64::from(CHUNK), 1);
+        (0..stored).for_each(|slot| policy.inserted(slot, u64::from(slot), CHUNK, Why::Read));
+        for round in 0..3 {
+            let offered: BTreeSet<_> = (0..stored).filter_map(|_| policy.victim()).collect();
+            assert_eq!(offered.len(), stored as usize, "round {round}");
+        }
+    }
+}
+
+/// Reads chunks through a store of `room` chunks, and counts the hits from the read `from` on.
+fn hits(policy: &mut dyn Policy, room: usize, reads: &[u64], from: usize) -> usize {
+    let mut stored: Vec<Option<u64>> = vec![None; room];
+    let mut hits = 0;
+    for (at, key) in reads.iter().enumerate() {
+        if let Some(slot) = stored.iter().position(|it| *it == Some(*key)) {
+            hits += usize::from(at >= from);
+            policy.touched(slot as u32);
+            continue;
+        }
+        policy.missed(*key, CHUNK);
+        let free = stored.iter().position(Option::is_none);
+        let pressure = if free.is_some() { Pressure::Room } else { Pressure::Full };
+        if !policy.admit(*key, CHUNK, Why::Read, pressure) {
+            continue;
+        }
+        let slot = free.unwrap_or_else(|| {
+            let victim = policy.victim().expect("the store is full");
+            policy.removed(victim);
+            victim as usize
+        });
+        stored[slot] = Some(*key);
+        policy.inserted(slot as u32, *key, CHUNK, Why::Read);
+    }
+    hits
+}
+
+#[test]
+fn most_of_a_loop_larger_than_the_store_stays() {
+    let reads: Vec<u64> = (0..40).flat_map(|_| 0..340).collect();
+    let from = reads.len() / 2;
+    // At best 200 of the 340 chunks are hits in each round.
+    let best = (reads.len() - from) * 200 / 340;
+    let hits = |policy: &mut dyn Policy| hits(policy, 200, &reads, from);
+    assert_eq!(hits(&mut Clock::default()), 0);
+    let forecast = hits(&mut Forecast::new(200 * u64::from(CHUNK), 1));
+    assert!(forecast * 10 > best * 9, "{forecast} of {best}");
+}
+
+#[test]
+fn prefetched_chunks_push_out_only_each_other() {
+    let mut policy = Forecast::new(100 * u64::from(CHUNK), 1);
+    let mut admits = |why| policy.admit(1000, CHUNK, why, Pressure::Full);
+    assert!(!admits(Why::Prefetch), "nothing is there that could go");
+    (0..100).for_each(|slot| {
+        policy.missed(u64::from(slot), CHUNK);
+        policy.inserted(slot, u64::from(slot), CHUNK, Why::Read);
+    });
+    let admits = |policy: &mut Forecast, why| policy.admit(1000, CHUNK, why, Pressure::Full);
+    assert!(!admits(&mut policy, Why::Prefetch));
+    assert!(!admits(&mut policy, Why::Fill));
+    assert!(admits(&mut policy, Why::Pin));
+    (0..100).for_each(|slot| policy.removed(slot));
+    (0..100).for_each(|slot| policy.inserted(slot, u64::from(slot) + 200, CHUNK, Why::Prefetch));
+    assert!(admits(&mut policy, Why::Prefetch));
+    assert!(!admits(&mut policy, Why::Fill));
+}
+
+#[test]
+fn memory_is_bounded_by_the_chunks_that_are_stored() {
+    let chunks = 20_000u32;
+    let mut policy = Forecast::new(u64::from(chunks * 4096), 1);
+    for key in 0..6 * chunks {
+        policy.missed(u64::from(key), 4096);
+        let slot = if key < chunks { key } else { policy.victim().expect("it is full") };
+        if key >= chunks {
+            policy.removed(slot);
+        }
+        policy.inserted(slot, u64::from(key), 4096, Why::Read);
+    }
+    let each = policy.memory() as f64 / f64::from(chunks);
+    assert!((8.0..14.0).contains(&each), "{each} bytes a chunk");
+}
