@@ -10,6 +10,7 @@ use clap::{
 
 use crate::{
     attributes::Attributes,
+    commands::disks,
     pull,
     quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
 };
@@ -181,6 +182,9 @@ Examples:
     Gc(Gc),
     /// List or remove kept writes
     Writes(Writes),
+    /// Show how much this host's disks have read and written, and how worn they are
+    #[command(after_help = disks::EXAMPLES)]
+    Disks(disks::Disks),
     /// Check this machine: kernel, devices, privileges, limits, leftovers
     Doctor(Doctor),
     /// Demonstrate Burgeon on a real tree, and clean up

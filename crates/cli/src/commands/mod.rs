@@ -1,6 +1,7 @@
 //! One module for each verb or family of verbs.
 
 mod bring_back;
+pub(crate) mod disks;
 mod doctor;
 mod far;
 mod full;
@@ -190,6 +191,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Rm(named) => store::remove(context, &named.name),
         Command::Gc(gc) => store::collect(context, gc.dry_run),
         Command::Writes(writes) => writes::writes(context, writes.command),
+        Command::Disks(disks) => disks::disks(context, &disks),
         Command::Doctor(doctor) => doctor::doctor(context, doctor),
         Command::Demo(_) => unreachable!("it was run"),
         Command::Shutdown(shutdown) => shutdown::shutdown(context, shutdown),
@@ -205,6 +207,7 @@ fn only_looks(command: &Command) -> bool {
         | Command::Mount(_)
         | Command::CreateEmpty(_)
         | Command::Pull(_)
+        | Command::Disks(_)
         | Command::Demo(_) => false,
         Command::Doctor(doctor) => !doctor.repair,
         _ => true,
