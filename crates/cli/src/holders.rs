@@ -259,22 +259,3 @@ fn how_it_holds(process: &Path, number: Number) -> Option<&'static str> {
     }
     any_in(&process.join("map_files")).then_some("a mapped file")
 }
-
-#[cfg(test)]
-mod tests {
-    use super::{Number, processes};
-
-    #[test]
-    fn a_process_in_a_folder_is_named() {
-        let temp = tempfile::tempdir().unwrap();
-        let mut child = std::process::Command::new("sleep")
-            .arg("600")
-            .current_dir(temp.path())
-            .spawn()
-            .unwrap();
-        let all = processes(Number::of(temp.path()).unwrap());
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert!(all.iter().any(|one| one.contains(&format!("process {},", child.id()))), "{all:?}");
-    }
-}

@@ -83,3 +83,31 @@ fn holders_are_named_while_a_foreign_file_system_does_not_answer() {
     drop((file, silent));
     burgeon.umount(mounted);
 }
+
+/// A running `sleep`.
+struct Sleeping(Child);
+
+impl Drop for Sleeping {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_process_whose_working_directory_is_in_the_mount_is_named() {
+    let space = Space::new("holders-cwd");
+    let tree = space.make_folder("tree");
+    std::fs::create_dir(tree.join("folder")).unwrap();
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "image:1");
+    let mounted = burgeon.mount("image:1", &space.path("at"), &["--read-only"]);
+    let mut sleep = std::process::Command::new("sleep");
+    let sleep = sleep.arg("600").current_dir(mounted.path().join("folder")).spawn().unwrap();
+    let sleeping = Sleeping(sleep);
+    let refused = burgeon.run(&["umount", mounted.path().to_str().unwrap()]);
+    let named = format!("(process {}, its working directory)", sleeping.0.id());
+    assert!(refused.stderr.contains(&named), "{}", refused.stderr);
+    drop(sleeping);
+    burgeon.umount(mounted);
+}
