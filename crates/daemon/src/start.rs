@@ -216,7 +216,7 @@ fn start_existing(unit: &str) -> Result<()> {
 /// - `FileDescriptorStoreMax`: two for each held mount ([`crate::holder`]). Stopping the unit
 ///   closes the descriptors (`FileDescriptorStorePreserve=restart`, the default): this is the way
 ///   to give up mounts whose server is dead, too.
-pub const UNIT_PROPERTIES: [&str; 22] = [
+pub const UNIT_PROPERTIES: [&str; 21] = [
     "StartLimitIntervalSec=0",
     "Type=notify",
     "NotifyAccess=main",
@@ -235,7 +235,6 @@ pub const UNIT_PROPERTIES: [&str; 22] = [
     "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK",
     "RestrictNamespaces=mnt",
     "RestrictRealtime=yes",
-    "RestrictSUIDSGID=yes",
     "SystemCallArchitectures=native",
     "SystemCallErrorNumber=EPERM",
     "SystemCallFilter=~@clock @cpu-emulation @debug @module @obsolete @raw-io @reboot @swap",
