@@ -46,7 +46,7 @@ fn profile_of(burgeon: &Burgeon) -> Value {
 }
 
 /// The profile's status, when all of it has been prefetched.
-fn brought(burgeon: &Burgeon) -> Value {
+fn prefetched(burgeon: &Burgeon) -> Value {
     assert!(
         wait_until(PATIENCE, || profile_of(burgeon)["state"] == "done"),
         "{}",
@@ -92,10 +92,10 @@ fn what_a_command_reads_is_brought_first_at_the_next_mount() {
     let other = Burgeon::with_state(PROGRAM, space.path("other"));
     let other = other.option("--store").option(burgeon.state().join("store"));
     let mounted = other.mount("sample", &at, &["--read-only"]);
-    let profile = brought(&other);
+    let profile = prefetched(&other);
     let count = |profile: &Value, name: &str| profile[name].as_u64().unwrap();
-    assert!(count(&profile, "brought_bytes") >= 3 * FILE_LEN as u64, "{profile}");
-    assert!(count(&profile, "brought_bytes") < FILES / 2 * FILE_LEN as u64, "{profile}");
+    assert!(count(&profile, "prefetched_bytes") >= 3 * FILE_LEN as u64, "{profile}");
+    assert!(count(&profile, "prefetched_bytes") < FILES / 2 * FILE_LEN as u64, "{profile}");
     assert!(count(&profile, "requests") <= 3, "{profile}");
     assert_eq!(count(&profile, "read_bytes"), 0);
     // It began to come before there was a mount.
@@ -149,8 +149,8 @@ fn a_store_that_is_only_read_leaves_the_profile_to_this_host() {
     // Cold again.
     fs::remove_file(burgeon.state().join("images").join(image).join("cache")).unwrap();
     let mounted = burgeon.mount("sample", &at, &["--read-only", "--fill"]);
-    let profile = brought(&burgeon);
-    assert!(profile["brought_bytes"].as_u64().unwrap() >= 2 * FILE_LEN as u64, "{profile}");
+    let profile = prefetched(&burgeon);
+    assert!(profile["prefetched_bytes"].as_u64().unwrap() >= 2 * FILE_LEN as u64, "{profile}");
     let filled = || burgeon.status()["mounts"][0]["fill"]["state"] == "done";
     assert!(wait_until(PATIENCE, filled), "{}", burgeon.status());
     assert!(burgeon.ok(&["status"]).contains("complete"));
@@ -187,7 +187,7 @@ fn a_profile_that_cannot_be_used_hinders_nobody() {
     // Of another image.
     burgeon.fails(&["mount", "other", place, "--profile", kept], 1, "of another image");
     let mounted = burgeon.mount("sample", &at, &["--profile", kept]);
-    brought(&burgeon);
+    prefetched(&burgeon);
     burgeon.umount(mounted);
     // An image that is built by it has it.
     burgeon.ok(&["build", tree.to_str().unwrap(), "ordered", "--profile", kept]);
@@ -301,7 +301,7 @@ fn what_is_read_of_an_oci_image_is_brought_from_its_layers() {
         fs::remove_file(burgeon.state().join("images").join(image).join("cache")).unwrap();
         let before = link.bytes();
         let mounted = burgeon.mount(&source, &at, &["--read-only"]);
-        let profile = brought(&burgeon);
+        let profile = prefetched(&burgeon);
         let fetched = link.bytes() - before;
         // Two files, and the rest of their parts.
         let most = 12 * LEN as u64;
@@ -328,7 +328,7 @@ fn what_is_read_of_an_oci_image_is_brought_from_its_layers() {
     let other = Burgeon::with_state(PROGRAM, space.path("other"));
     let index = made["index"].as_str().unwrap();
     let mounted = other.mount(&source, &at, &["--read-only", "--index", index, "--profile", kept]);
-    assert!(brought(&other)["brought_bytes"].as_u64().unwrap() >= LEN as u64);
+    assert!(prefetched(&other)["prefetched_bytes"].as_u64().unwrap() >= LEN as u64);
     let misses = || other.status()["mounts"][0]["reads"]["misses"].as_u64().unwrap();
     let before = misses();
     assert!(fs::read(at.join("f09")).unwrap() == Rng::new(9).bytes(LEN));

@@ -190,11 +190,15 @@ fn describe_profile(profile: &ProfileStatus) -> String {
             counted(profile.requests, "request")
         ),
     };
-    let (brought, read) = (profile.brought_bytes, profile.read_bytes);
-    match brought {
+    let (prefetched, read) = (profile.prefetched_bytes, profile.read_bytes);
+    match prefetched {
         0 => text,
         _ => {
-            format!("{text}; of {} prefetched, {} were read", bytes(brought), share(read, brought))
+            format!(
+                "{text}; of {} prefetched, {} were read",
+                bytes(prefetched),
+                share(read, prefetched)
+            )
         }
     }
 }
@@ -225,11 +229,11 @@ fn describe_cache(cache: &CacheStatus) -> String {
              image everywhere and mount it again"
         ),
     };
-    let now = match (cache.flights, cache.waiting_readers) {
+    let now = match (cache.in_flight, cache.waiting_readers) {
         (0, 0) => String::new(),
-        (flights, waiting) => format!(
+        (in_flight, waiting) => format!(
             "; {} in flight, {} waiting",
-            counted(flights, "chunk"),
+            counted(in_flight, "chunk"),
             counted(waiting, "read")
         ),
     };

@@ -220,7 +220,7 @@ pub(super) fn profile_status(mount: &Mount) -> ProfileStatus {
         done_bytes: progress.map_or(0, |now| now.done_bytes),
         fetched_bytes: progress.map_or(0, |now| now.fetched_bytes),
         requests: progress.map_or(0, |now| now.requests),
-        brought_bytes: prefetched.prefetched,
+        prefetched_bytes: prefetched.prefetched,
         read_bytes: prefetched.read,
     }
 }

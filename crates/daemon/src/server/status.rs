@@ -60,7 +60,7 @@ fn cache_status(status: burgeon_volume::Status) -> CacheStatus {
         read_errors: status.cache_read_errors,
         write_errors: status.cache_write_errors,
         uncached_chunks: status.uncached_chunks,
-        flights: status.in_flight as u64,
+        in_flight: status.in_flight as u64,
         waiting_readers: status.waiting_readers as u64,
         ahead_bytes: status.read_ahead.prefetched,
         ahead_read_bytes: status.read_ahead.read,

@@ -124,7 +124,8 @@ pub struct CacheStatus {
     /// Chunks that were served and not cached.
     pub uncached_chunks: u64,
     /// Chunks being fetched, or written to the cache, now.
-    pub flights: u64,
+    #[serde(alias = "flights")]
+    pub in_flight: u64,
     /// Reads that wait for a chunk now.
     pub waiting_readers: u64,
     /// Bytes prefetched because they follow bytes that were read, since the server was started,
@@ -170,7 +171,8 @@ pub struct ProfileStatus {
     pub requests: u64,
     /// Bytes prefetched by profiles since the server was started, uncompressed, over all mounts of
     /// the image.
-    pub brought_bytes: u64,
+    #[serde(alias = "brought_bytes")]
+    pub prefetched_bytes: u64,
     /// Of these, bytes that were read since.
     pub read_bytes: u64,
 }

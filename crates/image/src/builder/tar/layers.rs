@@ -139,7 +139,7 @@ impl Layers {
 
     /// Adds `amount`; adds nothing of it if that is `Invalid`.
     pub(super) fn take(&self, amount: &Amount) -> Result<()> {
-        let Amount { entries, names, unpacked, brought, memory, headers } = *amount;
+        let Amount { entries, names, unpacked, own_bytes, memory, headers } = *amount;
         self.meter.headers(headers)?;
         let Self { limits, .. } = self;
         let all = [
@@ -150,7 +150,7 @@ impl Layers {
         let over_which =
             all.iter().position(|(taken, more, limit)| take(taken, *more, *limit).is_none());
         let Some(which) = over_which else {
-            self.meter.entries(entries, brought);
+            self.meter.entries(entries, own_bytes);
             self.meter.data(unpacked);
             return self.meter.take(memory.saturating_add(unpacked / BLOCK_SIZE * BLOCK_COST));
         };
@@ -173,7 +173,7 @@ pub(super) struct Amount {
     pub(super) unpacked: u64,
     /// Bytes of names and attributes in the headers of these entries alone: a record that applies
     /// to all following entries costs nothing to repeat.
-    brought: u64,
+    own_bytes: u64,
     memory: u64,
     /// Bytes of headers that are not an entry's own.
     headers: u64,
@@ -186,7 +186,7 @@ impl Amount {
         let xattrs = xattrs.sum::<usize>() as u64;
         let names = (entry.path.len() + entry.link.len()) as u64;
         self.names += names + xattrs;
-        self.brought += names.min(HEADER_NAMES_MAX) + entry.extended;
+        self.own_bytes += names.min(HEADER_NAMES_MAX) + entry.extended;
         self.entries += 1;
         self.headers += entry.headers;
         // Names and attributes are in memory twice: as read, and in the tree.

@@ -169,7 +169,7 @@ impl Stage<'_> {
     }
 
     /// The start from a mount on a host that has nothing, or only the mount, and what passed the
-    /// link until its profile had been brought, if it has one.
+    /// link until its profile had been prefetched, if it has one.
     fn mount(&self, program: Option<&Program>, link: &Link, image: &Image<'_>) -> Result<Start> {
         let state = self.bench.path("start-state");
         let near = self.new_host(&state)?;

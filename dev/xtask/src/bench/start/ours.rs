@@ -75,8 +75,8 @@ impl<'a> Ours<'a> {
         Ok(share)
     }
 
-    /// The start from `image`, or the mount alone, until all that the profile names has been
-    /// brought.
+    /// The start from `image`, or the mount alone, until the profile's data has been
+    /// prefetched.
     fn mount(&self, program: Option<&Program>, image: &str, profile: &str) -> Result<Start> {
         let link = self.stage.link(self.web.address())?;
         let store = PathBuf::from(format!("http://{}/store", link.address()));
