@@ -150,7 +150,7 @@ fn a_name_does_not_make_an_image_one_of_this_host() {
 }
 
 #[test]
-fn what_is_mapped_into_a_mount_of_this_host_has_no_powers_that_its_source_lacks() {
+fn a_mapped_file_has_no_powers_that_its_source_lacks() {
     let space = Space::new("mapped");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let (tree, at) = (space.path("tree"), space.path("at"));

@@ -48,7 +48,7 @@ fn with_json_standard_output_is_one_document() {
 }
 
 #[test]
-fn who_interrupts_it_leaves_nothing() {
+fn an_interrupted_demo_leaves_nothing() {
     for until in ["build", "mount it", "a second time"] {
         let space = Space::new("demo-interrupted");
         let mut demo = begin(&space, &[]);

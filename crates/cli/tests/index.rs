@@ -223,7 +223,7 @@ fn a_forged_index_is_not_used() {
 }
 
 #[test]
-fn what_a_believed_table_says_wrongly_is_an_error_and_never_other_bytes() {
+fn a_wrong_entry_of_a_believed_table_is_an_error_and_never_other_bytes() {
     let space = Space::new("index-liar");
     let layout = layered(&space.path("layout"));
     let unpacked = layout.unpack(&space.path("bundle")).unwrap();

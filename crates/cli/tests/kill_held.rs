@@ -231,7 +231,7 @@ fn umount_starts_the_daemon_that_readers_wait_for() {
 }
 
 #[test]
-fn what_readers_wait_for_can_be_given_up() {
+fn reads_that_wait_can_be_given_up() {
     let space = Space::new("held-given-up");
     let set = set_up(&space, 35, &["--read-only"]);
     let burgeon = &set.burgeon;

@@ -206,7 +206,7 @@ fn two_mounts_of_one_image_share_nothing_but_the_cache() {
 }
 
 #[test]
-fn what_cannot_be_mounted_says_why() {
+fn a_refused_mount_names_the_reason() {
     let space = Space::new("errors");
     let tree = sample(&space, 4);
     let burgeon = Burgeon::new(PROGRAM, &space);

@@ -202,7 +202,7 @@ fn remount(burgeon: &Burgeon, mounted: Mounted, at: &Path, meanwhile: impl FnOnc
 }
 
 #[test]
-fn what_is_in_no_image_leaves_nothing() {
+fn a_mapping_from_no_image_leaves_nothing() {
     let space = Space::new("map-none");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let tree = space.make_folder("tree");

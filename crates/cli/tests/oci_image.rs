@@ -308,7 +308,7 @@ fn an_interrupted_first_mount_goes_on_where_it_was() {
 }
 
 #[test]
-fn what_cannot_be_read_from_the_middle_is_built() {
+fn a_layer_that_cannot_be_read_from_the_middle_is_built() {
     let space = Space::new("one-frame");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let tar = tar(&space, "large", &["large"], |root| {
@@ -452,7 +452,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn what_is_not_what_it_says_is_refused_and_leaves_nothing() {
+fn a_layer_with_a_wrong_digest_is_refused_and_leaves_nothing() {
     let space = Space::new("tampered");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let file = tar(&space, "one", &["file"], |root| {

@@ -48,7 +48,7 @@ fn caches(burgeon: &Burgeon) -> Vec<PathBuf> {
 }
 
 #[test]
-fn what_is_pinned_is_local_and_is_fetched_again_when_it_was_lost() {
+fn pinned_files_are_local_and_are_fetched_again_after_a_loss() {
     let space = Space::new("pin");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let own = build(&space, &burgeon, "own", 900_000);

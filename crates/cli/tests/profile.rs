@@ -60,7 +60,7 @@ fn paths(shown: &str) -> Vec<String> {
 }
 
 #[test]
-fn what_a_command_reads_is_brought_first_at_the_next_mount() {
+fn the_reads_of_a_command_are_prefetched_at_the_next_mount() {
     let space = Space::new("profile");
     let tree = tree(&space);
     let at = space.path("mnt");
@@ -265,7 +265,7 @@ fn a_mount_that_is_not_made_after_all_leaves_nothing_open() {
 }
 
 #[test]
-fn what_is_read_of_an_oci_image_is_brought_from_its_layers() {
+fn a_profile_of_an_oci_image_is_prefetched_from_its_layers() {
     const LEN: usize = 1 << 20;
     let space = Space::new("profile-oci");
     let layout = OciLayout::new(&space.path("layout")).unwrap();

@@ -51,7 +51,7 @@ fn ready(burgeon: &Burgeon) -> (PathBuf, std::time::SystemTime) {
 }
 
 #[test]
-fn what_is_pushed_is_mounted_copied_and_pulled() {
+fn a_pushed_image_is_mounted_copied_and_pulled() {
     let space = Space::new("push");
     let tree = tree(&space, 1);
     let maker = Burgeon::with_state(PROGRAM, space.path("maker"));
@@ -161,7 +161,7 @@ fn credentials_travel_with_a_mount_and_are_looked_up_again() {
 }
 
 #[test]
-fn what_cannot_be_pushed_says_why() {
+fn a_refused_push_names_the_reason() {
     let space = Space::new("push-refused");
     let tree = small_tree(&space);
     let burgeon = Burgeon::new(PROGRAM, &space);

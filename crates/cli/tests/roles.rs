@@ -242,7 +242,7 @@ fn the_processes_of_a_mount_are_confined_whoever_starts_them() {
 /// One process asks the registry, and reads the image's record; a second one reads its manifest and
 /// copies its packs.
 #[test]
-fn what_a_registry_has_of_ours_is_pulled_in_sandboxes() {
+fn burgeon_images_of_a_registry_are_pulled_in_sandboxes() {
     let space = Space::new("roles-pull");
     let tree = space.make_folder("tree");
     fs::write(tree.join("text"), "text").unwrap();
@@ -276,7 +276,7 @@ fn a_command_that_reads_an_archive_does_so_in_a_sandbox() {
 
 /// A registry or web server that accepts and says nothing.
 #[test]
-fn what_comes_from_elsewhere_is_read_in_a_sandbox() {
+fn input_from_elsewhere_is_read_in_a_sandbox() {
     let folder = tempfile::tempdir().unwrap();
     let (image, archive) = ("oci://ADDRESS/app:1", "http://ADDRESS/x.tar");
     let store = folder.path().join("store");

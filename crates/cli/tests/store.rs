@@ -285,7 +285,7 @@ fn gc_keeps_what_mounts_and_writes_need_and_removes_the_rest() {
 }
 
 #[test]
-fn what_another_host_needs_stays() {
+fn manifests_that_another_host_needs_stay() {
     let space = Space::new("hosts");
     let store = space.path("shared");
     let option = |burgeon: Burgeon| burgeon.option("--store").option(store.as_os_str());

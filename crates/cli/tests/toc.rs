@@ -271,7 +271,7 @@ fn a_registry_is_asked_for_what_is_read_and_may_fail_in_between() {
 }
 
 #[test]
-fn what_rots_in_the_cache_is_fetched_again() {
+fn a_rotten_block_of_the_cache_is_fetched_again() {
     let space = Space::new("toc-rot");
     let burgeon = Burgeon::new(PROGRAM, &space);
     let layout = layered(&space.path("layout"), false);

@@ -63,7 +63,7 @@ fn check_tree(root: &Path, at: &Path) {
 }
 
 #[test]
-fn what_is_mapped_stays_whatever_dies() {
+fn mapped_content_stays_whatever_dies() {
     let space = Space::new("virtual");
     let burgeon = Burgeon::new(PROGRAM, &space);
     build(&space, &burgeon);
@@ -126,7 +126,7 @@ fn what_is_mapped_stays_whatever_dies() {
 }
 
 #[test]
-fn what_cannot_be_mapped_leaves_nothing() {
+fn a_refused_mapping_leaves_nothing() {
     let space = Space::new("virtual-bad");
     let burgeon = Burgeon::new(PROGRAM, &space);
     build(&space, &burgeon);

@@ -187,7 +187,7 @@ fn a_detached_mount_is_attached_in_another_namespace() {
 
 /// Fewer times than a mount scans: each can cost it one try.
 #[test]
-fn what_was_forgotten_meanwhile_is_scanned_again() {
+fn a_device_that_was_forgotten_is_scanned_again() {
     let folder = TempDir::new().unwrap();
     let devices = Devices::of(&Seed::write(folder.path()), folder.path());
     let seed = devices.seed();
@@ -209,7 +209,7 @@ fn what_was_forgotten_meanwhile_is_scanned_again() {
 }
 
 #[test]
-fn what_is_missing_is_named() {
+fn a_missing_part_is_named() {
     let folder = TempDir::new().unwrap();
     let seed = Seed::write(folder.path());
     let devices = Devices::of(&seed, folder.path());

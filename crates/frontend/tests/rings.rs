@@ -106,7 +106,7 @@ fn a_loop_over_rings_reads_right_and_leaves_nothing() {
 }
 
 #[test]
-fn where_rings_are_not_allowed_the_connection_is_an_ordinary_one() {
+fn a_connection_is_an_ordinary_one_if_rings_are_not_allowed() {
     a_loop_reads_right_and_leaves_nothing(false);
 }
 

@@ -275,7 +275,7 @@ fn mapped_files_are_files_like_others() {
 /// A command that would read everything fails at the limit, or goes on without end and reads
 /// nothing more; after it is cancelled, the file system is as before.
 #[test]
-fn what_would_read_everything_meets_the_limit() {
+fn a_command_that_would_read_everything_meets_the_limit() {
     const LIMIT: u64 = 64 * MIB / BLOCK_SIZE;
     let rig = Rig::new();
     rig.clone("file", range(AREA / 2, 8 * GIB));

@@ -101,7 +101,7 @@ fn writes_are_kept(steps: &[Step]) -> Result<(), String> {
 }
 
 #[test]
-fn what_was_fsynced_into_a_sprout_can_be_mounted_again() {
+fn fsynced_writes_of_a_sprout_can_be_mounted_again() {
     writes_are_kept(&make_writes()).unwrap();
 }
 

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_test_has_open_no_program_of_another_inherits() {
+    fn no_program_inherits_the_open_files_of_another_test() {
         let space = Space::new("files");
         let path = space.path("open");
         let _file = std::fs::File::create(&path).unwrap();

@@ -101,7 +101,7 @@ mod tests {
     use super::{collected, hits, verdict};
 
     #[test]
-    fn what_callgrind_counted_is_found() {
+    fn the_count_of_callgrind_is_found() {
         let said = "==7== Events    : Ir\n==7== Collected : 183000000\n==7==\n";
         assert_eq!(collected(said), Some(183_000_000));
         assert_eq!(collected("==7== Events    : Ir"), None);

@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_is_ended_and_removed() {
+    fn leftovers_are_ended_and_removed() {
         let space = Space::new("made-end");
         let made = Made { folder: space.make_folder("run") };
         let mut cat = Command::new("cat");

@@ -168,7 +168,7 @@ mod tests {
     use super::{Ran, SAID_CHARACTERS, Said, Tally, failed_test, result_line};
 
     #[test]
-    fn what_a_failed_test_said_is_kept_to_its_bound() {
+    fn the_output_of_a_failed_test_is_kept_to_its_bound() {
         let mut said = Said::default();
         let long = "x".repeat(2 * SAID_CHARACTERS);
         let text =

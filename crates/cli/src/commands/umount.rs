@@ -140,11 +140,11 @@ fn unmount_at(context: &Context, target: &Path, lazy: bool) -> Result<(PathBuf, 
                     },
                 }
             };
-            (what_became_of(&mount.writes), await_release(&target, fsid, lazy, release))
+            (fate_of(&mount.writes), await_release(&target, fsid, lazy, release))
         }
         (None, Some(orphan)) if no_daemon => {
             let release = |ms| orphan.release(&context.state, Duration::from_millis(ms));
-            (what_became_of(orphan.writes()), await_release(&target, fsid, lazy, release))
+            (fate_of(orphan.writes()), await_release(&target, fsid, lazy, release))
         }
         _ => (String::new(), Ok(())),
     };
@@ -296,7 +296,7 @@ fn nothing_mounted(target: &Path) -> anyhow::Error {
     Error::new(ErrorKind::NotFound, message).into()
 }
 
-fn what_became_of(writes: &WritesState) -> String {
+fn fate_of(writes: &WritesState) -> String {
     match writes {
         WritesState::ReadOnly => String::new(),
         WritesState::Sprout(sprout) => match &sprout.name {

@@ -187,7 +187,7 @@ mod tests {
     use super::{Failure, MAPPED, listen};
 
     #[test]
-    fn what_the_preparing_process_says_is_bounded() {
+    fn the_answer_of_the_preparing_process_is_bounded() {
         let mut maps = 0;
         let failure = Failure::from(Error::new(ErrorKind::Corrupt, "damaged"));
         let said = format!("{MAPPED}\n{}\n", serde_json::to_string(&failure).unwrap());

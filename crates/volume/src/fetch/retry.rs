@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_this_host_fails_at_is_not_asked_for_again() {
+    async fn a_failure_of_this_host_is_not_asked_for_again() {
         let (answer, cost, _) = ask(&[End::Wrong(ErrorKind::LocalIo), End::Good]).await;
         assert_eq!(answer.unwrap_err().kind(), ErrorKind::LocalIo);
         assert_eq!((cost.fetched_bytes, cost.source_corrupt_chunks), (100, 0));
