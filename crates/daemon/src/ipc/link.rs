@@ -254,13 +254,14 @@ mod tests {
         assert!(matches!(says, FromServer::Adopted { refreshes: false, version: 1 }));
     }
 
-    /// A message of each kind, as version 2 writes it, after its receiver.
-    const RECORDED: &str = include_str!("link-2.txt");
+    /// A message of each kind, as versions 2 and 3 write it, after its receiver.
+    const RECORDED: [&str; 2] = [include_str!("link-2.txt"), include_str!("link-3.txt")];
 
     #[test]
     fn recorded_messages_are_understood() {
         let (mut told, mut says) = (0, 0);
-        for (end, message) in RECORDED.lines().map(|line| line.split_once(' ').unwrap()) {
+        let lines = RECORDED.iter().flat_map(|version| version.lines());
+        for (end, message) in lines.map(|line| line.split_once(' ').unwrap()) {
             if end == "server" {
                 let message = serde_json::from_str(message).unwrap();
                 assert!(!matches!(message, ToServer::Unknown), "{message:?}");
@@ -271,7 +272,24 @@ mod tests {
                 says += 1;
             }
         }
-        assert_eq!((told, says), (7, 7));
+        assert_eq!((told, says), (7 + 8, 7 + 7));
+    }
+
+    /// Version 3 is this one: a change of its messages that other versions would see is a new
+    /// version, with a record of its own.
+    #[test]
+    fn recorded_messages_of_this_version_are_written_the_same() {
+        assert_eq!(VERSION, 3);
+        for (end, message) in RECORDED[1].lines().map(|line| line.split_once(' ').unwrap()) {
+            let recorded: Value = serde_json::from_str(message).unwrap();
+            let written = match end {
+                "server" => {
+                    serde_json::to_value(serde_json::from_str::<ToServer>(message).unwrap())
+                }
+                _ => serde_json::to_value(serde_json::from_str::<FromServer>(message).unwrap()),
+            };
+            assert_eq!(written.unwrap(), recorded);
+        }
     }
 
     #[test]

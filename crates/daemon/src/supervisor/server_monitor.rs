@@ -20,10 +20,7 @@ use std::{
 
 use burgeon_block::{Error, Result};
 
-use super::{
-    Supervisor,
-    table::{Attached, Recording},
-};
+use super::{Supervisor, table::ToDo};
 use crate::{
     host::program,
     ipc::{
@@ -115,7 +112,7 @@ impl Supervisor {
         }
         loop {
             match wire::receive::<FromServer>(&stream) {
-                Ok(Some((message, fds))) => self.handle_message(message, fds),
+                Ok(Some((message, _))) => self.handle_message(message),
                 Ok(None) => break,
                 Err(e) => {
                     tracing::error!(error = %e, "cannot understand the server");
@@ -138,41 +135,16 @@ impl Supervisor {
         }
     }
 
-    fn handle_message(self: &Arc<Self>, message: FromServer, _fds: Vec<OwnedFd>) {
-        match message {
-            FromServer::Attached { id, number, error, served, refused, opener } => {
-                if let Some(failure) = &error {
-                    tracing::error!(mount = %id, error = %failure.what, "the server cannot serve the mount as told");
-                }
-                let answer = Attached { id, number, error, served, refused, opener };
-                if self.table().attached(answer) {
-                    self.mend_if_needed(id);
-                }
-            }
-            FromServer::Refreshed { id, number, error } => {
-                self.table().refreshed(id, number, error);
-            }
-            FromServer::Recorded { id, on, cut_short, error } => {
-                if let Some(entry) = self.table().mounts.get_mut(&id) {
-                    entry.recording = match error {
-                        Some(failure) => Recording::Failed(failure.into()),
-                        None if on => Recording::On,
-                        None => Recording::Done(cut_short),
-                    };
-                }
-            }
-            FromServer::Ended { id } => {
+    fn handle_message(self: &Arc<Self>, message: FromServer) {
+        let to_do = self.table().handle_message(message);
+        match to_do {
+            Some(ToDo::Mend(id)) => self.mend_if_needed(id),
+            Some(ToDo::Release(id)) => {
                 // Removing the mount's folder may wait for a disk; the server's messages must not.
                 let supervisor = Arc::clone(self);
                 thread::spawn(move || supervisor.release(id));
             }
-            FromServer::Report { mounts } => {
-                let mut table = self.table();
-                table.reports = mounts.into_iter().map(|report| (report.id, report)).collect();
-                table.report_count += 1;
-            }
-            FromServer::Serving(_) | FromServer::Adopted { .. } => {}
-            FromServer::Unknown => tracing::warn!("ignoring a message of a later server"),
+            None => {}
         }
         self.changed.notify_all();
     }

@@ -17,7 +17,7 @@ use super::reconnect::Reconnect;
 use crate::{
     id::MountId,
     ipc::{
-        link::{MountReport, ToServer, Understands, VERSION},
+        link::{FromServer, MountReport, ToServer, Understands, VERSION},
         protocol::Failure,
         wire,
     },
@@ -115,14 +115,23 @@ impl MountEntry {
     }
 }
 
+/// The work that follows from a message of the server, beyond the table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum ToDo {
+    /// Repair the mount's files, if that is what it lacks.
+    Mend(MountId),
+    /// The kernel has closed the mount: clean up after it.
+    Release(MountId),
+}
+
 /// A server's answer to an `Attach`.
-pub(crate) struct Attached {
-    pub(crate) id: MountId,
-    pub(crate) number: Option<u64>,
-    pub(crate) error: Option<Failure>,
-    pub(crate) served: bool,
-    pub(crate) refused: bool,
-    pub(crate) opener: Option<u32>,
+struct Attached {
+    id: MountId,
+    number: Option<u64>,
+    error: Option<Failure>,
+    served: bool,
+    refused: bool,
+    opener: Option<u32>,
 }
 
 /// The state behind the supervisor's one lock.
@@ -226,8 +235,39 @@ impl Table {
         Some(number)
     }
 
+    /// Handles a message of the server, and returns the work that is left to the supervisor.
+    pub(crate) fn handle_message(&mut self, message: FromServer) -> Option<ToDo> {
+        match message {
+            FromServer::Attached { id, number, error, served, refused, opener } => {
+                if let Some(failure) = &error {
+                    tracing::error!(mount = %id, error = %failure.what, "the server cannot serve the mount as told");
+                }
+                let answer = Attached { id, number, error, served, refused, opener };
+                return self.attached(answer).then_some(ToDo::Mend(id));
+            }
+            FromServer::Refreshed { id, number, error } => self.refreshed(id, number, error),
+            FromServer::Recorded { id, on, cut_short, error } => {
+                if let Some(entry) = self.mounts.get_mut(&id) {
+                    entry.recording = match error {
+                        Some(failure) => Recording::Failed(failure.into()),
+                        None if on => Recording::On,
+                        None => Recording::Done(cut_short),
+                    };
+                }
+            }
+            FromServer::Ended { id } => return Some(ToDo::Release(id)),
+            FromServer::Report { mounts } => {
+                self.reports = mounts.into_iter().map(|report| (report.id, report)).collect();
+                self.report_count += 1;
+            }
+            FromServer::Serving(_) | FromServer::Adopted { .. } => {}
+            FromServer::Unknown => tracing::warn!("ignoring a message of a later server"),
+        }
+        None
+    }
+
     /// Handles the server's answer to an `Attach`; false if it is stale.
-    pub(crate) fn attached(&mut self, answer: Attached) -> bool {
+    fn attached(&mut self, answer: Attached) -> bool {
         let Attached { id, number, error, served, refused, opener } = answer;
         let Some(entry) = self.mounts.get_mut(&id) else { return false };
         if number.is_some_and(|number| number != entry.attach_number) {
@@ -255,7 +295,7 @@ impl Table {
     }
 
     /// Handles the server's answer to a `Refresh`.
-    pub(crate) fn refreshed(&mut self, id: MountId, number: u64, error: Option<Failure>) {
+    fn refreshed(&mut self, id: MountId, number: u64, error: Option<Failure>) {
         let entry = self.mounts.get_mut(&id);
         if let Some(result) = entry.and_then(|entry| entry.refreshes.get_mut(&number)) {
             *result = Some(error.map_or(Ok(()), |failure| Err(failure.into())));

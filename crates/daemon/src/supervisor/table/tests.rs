@@ -8,11 +8,11 @@ use burgeon_frontend::Slots;
 use serde_json::json;
 use testkit::Rng;
 
-use super::{Attached, MountEntry, MountRecord, Recording, Serving, Table};
+use super::{MountEntry, MountRecord, Recording, Serving, Table, ToDo};
 use crate::{
     id::MountId,
     ipc::{
-        link::{ToServer, Understands},
+        link::{FromServer, ToServer, Understands},
         wire,
     },
 };
@@ -72,23 +72,27 @@ fn told(server: &UnixStream) -> (Option<u64>, Option<u64>) {
     }
 }
 
-fn answer(id: MountId, number: Option<u64>, error: Option<&str>, served: bool) -> Attached {
+fn answer(id: MountId, number: Option<u64>, error: Option<&str>, served: bool) -> FromServer {
     let error = error.map(|what| Error::new(ErrorKind::Corrupt, what).into());
-    Attached { id, number, error, served, refused: false, opener: None }
+    FromServer::Attached { id, number, error, served, refused: false, opener: None }
+}
+
+fn refreshed(id: MountId, number: u64, error: Option<&str>) -> FromServer {
+    let error = error.map(|what| Error::new(ErrorKind::Corrupt, what).into());
+    FromServer::Refreshed { id, number, error }
 }
 
 #[test]
 fn an_answer_settles_its_own_refresh() {
     let (mut table, server, id) = set_up(true);
     let attached = told(&server).0;
-    table.attached(answer(id, attached, None, true));
+    table.handle_message(answer(id, attached, None, true));
     let [first, second] = [table.refresh(id).unwrap(), table.refresh(id).unwrap()];
     assert_eq!([told(&server).1, told(&server).1], [Some(first), Some(second)]);
     // The second succeeds and is answered first.
-    table.refreshed(id, second, None);
+    table.handle_message(refreshed(id, second, None));
     assert!(table.mounts[&id].refreshes[&first].is_none(), "it is not answered yet");
-    let failure = Error::new(ErrorKind::Corrupt, "the map").into();
-    table.refreshed(id, first, Some(failure));
+    table.handle_message(refreshed(id, first, Some("the map")));
     assert!(table.mounts[&id].refreshes[&first].as_ref().unwrap().is_err());
     assert!(table.mounts[&id].refreshes[&second].as_ref().unwrap().is_ok());
     assert!(matches!(table.mounts[&id].serving, Serving::Yes), "it is served all the while");
@@ -100,9 +104,10 @@ fn an_answer_to_an_earlier_attach_says_nothing() {
     let first = told(&server).0;
     table.attach(id);
     let second = told(&server).0;
-    assert!(!table.attached(answer(id, first, None, true)));
+    assert_eq!(table.handle_message(answer(id, first, None, true)), None);
     assert!(matches!(table.mounts[&id].serving, Serving::Awaited));
-    assert!(table.attached(answer(id, second, Some("no map"), false)));
+    let last = table.handle_message(answer(id, second, Some("no map"), false));
+    assert_eq!(last, Some(ToDo::Mend(id)));
     assert!(matches!(table.mounts[&id].serving, Serving::No(_)));
 }
 
@@ -116,7 +121,7 @@ fn the_next_server_settles_refreshes_of_a_dead_one() {
     table.connect(link, None, Understands { refreshes: true, opener: false });
     let number = told(&server).0;
     assert!(table.mounts[&id].refreshes[&refresh].is_none());
-    table.attached(answer(id, number, None, true));
+    table.handle_message(answer(id, number, None, true));
     assert!(matches!(table.mounts[&id].refreshes[&refresh], Some(Ok(()))));
 }
 
@@ -124,12 +129,63 @@ fn the_next_server_settles_refreshes_of_a_dead_one() {
 fn a_server_of_the_previous_version_gets_another_attach() {
     let (mut table, server, id) = set_up(false);
     told(&server);
-    table.attached(answer(id, None, None, true));
+    table.handle_message(answer(id, None, None, true));
     let refresh = table.refresh(id).unwrap();
     assert!(told(&server).0.is_some(), "it knows nothing but Attach");
-    table.attached(answer(id, None, Some("the map"), true));
+    table.handle_message(answer(id, None, Some("the map"), true));
     assert!(matches!(table.mounts[&id].refreshes[&refresh], Some(Err(_))));
     assert!(matches!(table.mounts[&id].serving, Serving::Yes));
+}
+
+#[test]
+fn recording_ends_with_its_result_or_its_error() {
+    let (mut table, server, id) = set_up(true);
+    told(&server);
+    let recorded = |on, cut_short, error: Option<&str>| FromServer::Recorded {
+        id,
+        on,
+        cut_short,
+        error: error.map(|what| Error::new(ErrorKind::Corrupt, what).into()),
+    };
+    table.handle_message(recorded(true, false, None));
+    assert!(matches!(table.mounts[&id].recording, Recording::On));
+    table.handle_message(recorded(false, true, None));
+    assert!(matches!(table.mounts[&id].recording, Recording::Done(true)));
+    table.handle_message(recorded(true, false, Some("no memory")));
+    assert!(matches!(table.mounts[&id].recording, Recording::Failed(_)));
+    // A new server records nothing.
+    let (link, _server) = UnixStream::pair().unwrap();
+    table.connect(link, None, Understands::ALL);
+    assert!(matches!(table.mounts[&id].recording, Recording::Off));
+}
+
+#[test]
+fn the_end_of_a_mount_and_reports_leave_the_mounts_alone() {
+    let (mut table, server, id) = set_up(true);
+    told(&server);
+    assert_eq!(table.handle_message(FromServer::Ended { id }), Some(ToDo::Release(id)));
+    let report = json!({
+        "message": "report",
+        "mounts": [{
+            "id": id.to_string(), "materialised_bytes": 7, "last_source_error": null,
+            "cache": {
+                "state": "writing", "reason": null, "read_errors": 0, "write_errors": 0,
+                "uncached_chunks": 0, "in_flight": 0, "waiting_readers": 0,
+            },
+            "fill": null, "profile": null, "pinned": null, "area": null, "over_limit_reads": 0,
+        }],
+    });
+    for count in 1..3 {
+        let report = serde_json::from_value(report.clone()).unwrap();
+        assert_eq!(table.handle_message(report), None);
+        assert_eq!((table.reports[&id].materialised_bytes, table.report_count), (7, count));
+    }
+    for message in [FromServer::Adopted { refreshes: true, version: 9 }, FromServer::Unknown] {
+        assert_eq!(table.handle_message(message), None);
+    }
+    assert!(table.mounts.contains_key(&id), "its folder is removed first");
+    let stranger = "0000000a".parse().unwrap();
+    assert_eq!(table.handle_message(answer(stranger, None, None, true)), None);
 }
 
 /// A server that answers its messages in the order that the test tells it to, also after it has
@@ -177,7 +233,7 @@ impl FakeServer {
                 let is_last = mount.is_some_and(|mount| number == Some(mount.attach_number));
                 let number = number.filter(|_| self.is_numbered);
                 let refused = how == How::Refused;
-                let taken = table.attached(Attached {
+                let to_do = table.handle_message(FromServer::Attached {
                     id,
                     number,
                     error,
@@ -185,11 +241,12 @@ impl FakeServer {
                     refused,
                     opener: None,
                 });
+                let taken = to_do == Some(ToDo::Mend(id));
                 assert_eq!(taken, is_last || (number.is_none() && table.mounts.contains_key(&id)));
                 taken.then_some(id)
             }
             Told::Refresh(number) => {
-                table.refreshed(id, number, error);
+                table.handle_message(FromServer::Refreshed { id, number, error });
                 None
             }
         }
