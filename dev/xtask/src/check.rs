@@ -1,12 +1,14 @@
 //! Everything that has to hold, one step after another, with one line at the end.
 //!
 //! ```text
-//!   fmt ─► clippy ─► cargo test ─► budget ─► older kernels ─► cargo deny ─► fuzzers ─► nothing left behind
-//!                        │                          │                                         │
-//!                        └──────────────────────────┴─ "test result" lines, added up ─────────┴─► "N passed, N failed"
+//!   fmt ─► clippy ─► compile ─┬─► cargo test ───────────────────────────┬─► cargo deny ─► fuzzers ─► nothing left behind
+//!                             └─► older kernels, one by one ─► budget ──┤                                 │
+//!                                   "test result" lines, added up ──────┴─────────────────────────────────┴─► "N passed, N failed"
 //! ```
 //!
-//! A failed step does not stop the ones after it. A step whose tool is not installed is named as
+//! The tests of this host wait for disks, deaths and time limits; an emulated guest keeps one
+//! processor busy. So they run in two lanes, and the lane that ends first takes what is left of the
+//! other. A failed step does not stop the ones after it. A step whose tool is not installed is named as
 //! left out; it counts neither way.
 
 use std::{
@@ -24,6 +26,7 @@ use crate::{
     budget, lab,
     made::{Made, TEST_DIR},
     outcome::{Errors, Outcome, Tally, watch},
+    programs::QUICK,
 };
 
 /// Duration of each fuzz target in a bounded run, in seconds, unless asked otherwise.
@@ -31,45 +34,6 @@ const FUZZ_SECONDS: u32 = 20;
 
 /// Number of the slowest test programs, and of the lab's slowest tests, named at the end.
 const SLOWEST: usize = 20;
-
-/// Test programs that need neither root nor a mount, apart from those with the name of one that
-/// does.
-const QUICK: [&str; 28] = [
-    // btrfs
-    "hostile",
-    "patch",
-    "roundtrip",
-    // daemon
-    "interleavings",
-    "rooms",
-    "spoilt",
-    // image
-    "bombs",
-    "catalog",
-    "extents",
-    "fixtures",
-    "layers",
-    "manifest",
-    "tar",
-    "work",
-    // layer, oci, source
-    "table",
-    "tables",
-    "derived",
-    "registry",
-    // volume
-    "area",
-    "device",
-    "failing_cache",
-    "fill",
-    "no_allocation",
-    "read_ahead",
-    "volume",
-    // simulator
-    "checksums",
-    "metadata",
-    "records",
-];
 
 /// The crate of the fuzz targets.
 const FUZZ: &str = "dev/fuzz";
@@ -92,9 +56,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
     let made = Made::begin(root)?;
     let mut steps = Steps::new(root, &made);
     steps.lints();
-    steps.tests(&options.arguments)?;
-    steps.budget();
-    steps.lab(options.no_lab)?;
+    steps.tests_in_lanes(&options.arguments, options.no_lab)?;
     steps.licences();
     steps.fuzz(options.fuzz_seconds)?;
     let left = made.left();
@@ -111,9 +73,38 @@ pub(crate) fn run_quick(root: &Path) -> Result<()> {
     steps.lints();
     let mut arguments = vec!["--lib".to_owned(), "--bins".to_owned()];
     arguments.extend(QUICK.iter().flat_map(|name| ["--test".to_owned(), (*name).to_owned()]));
-    steps.tests(&arguments)?;
+    steps.compile(&arguments);
+    let tests = steps.tests(&arguments)?;
+    steps.add(tests.watch(true)?);
     made.remove();
     steps.finish()
+}
+
+/// A command of a lane.
+struct Run {
+    name: String,
+    command: Command,
+    errors: Errors,
+    /// It has no tests of its own, and counts as one.
+    is_check: bool,
+}
+
+impl Run {
+    /// Runs it. Its output is shown as it comes, or when it has ended.
+    fn watch(self, live: bool) -> Result<Outcome> {
+        let Self { name, command, errors, is_check } = self;
+        let mut text = String::new();
+        let mut outcome = watch(&name, command, errors, |line| match live {
+            true => println!("{line}"),
+            false => text.extend([line, "\n"]),
+        })?;
+        print!("{text}");
+        if is_check {
+            outcome.tally = Tally { passed: outcome.good.into(), failed: (!outcome.good).into() };
+            outcome.failed = if outcome.good { Vec::new() } else { vec![name.clone()] };
+        }
+        Ok(outcome)
+    }
 }
 
 struct Steps<'a> {
@@ -178,8 +169,15 @@ impl<'a> Steps<'a> {
         }
     }
 
-    /// `cargo test` with its output passed on and its result lines added up.
-    fn tests(&mut self, arguments: &[String]) -> Result<()> {
+    /// Compiles the tests, so that the time of running them is their own.
+    fn compile(&mut self, arguments: &[String]) {
+        let mut command = cargo(&["test", "--workspace", "--locked", "--no-run"]);
+        command.args(arguments);
+        self.run("compiling", command);
+    }
+
+    /// The tests of this host.
+    fn tests(&self, arguments: &[String]) -> Result<Run> {
         let mut command = cargo(&["test", "--workspace", "--locked", "--no-fail-fast"]);
         command.args(arguments).current_dir(self.root);
         command.env(TEST_DIR, &self.made.folder);
@@ -188,70 +186,65 @@ impl<'a> Steps<'a> {
             let runner = format!("CARGO_TARGET_{}_RUNNER", triple()?);
             command.env(runner, "sudo --preserve-env");
         }
-        self.tally("tests", command)
+        Ok(Run { name: "tests".into(), command, errors: Errors::Along, is_check: false })
     }
 
-    /// The budget of a hit.
-    fn budget(&mut self) {
+    /// The tests of this host, those of the older kernels, and the budget of a hit.
+    fn tests_in_lanes(&mut self, arguments: &[String], no_lab: bool) -> Result<()> {
+        self.compile(arguments);
+        let tests = self.tests(arguments)?;
+        let lab = if no_lab { self.leave_out_lab() } else { self.lab() };
         let mut need = Command::new(self.root.join("dev/need"));
         need.args(budget::NEEDS);
         self.run("what counting needs", need);
-        let (name, started) = ("instructions of a hit", Instant::now());
-        println!("== {name}");
-        let counted = budget::run(self.root, &budget::Options::default());
-        if let Err(error) = &counted {
-            println!("{error:#}");
+        let mut command = Command::new(std::env::current_exe().context("cannot find myself")?);
+        command.arg("budget").current_dir(self.root);
+        let name = "instructions of a hit".to_owned();
+        let budget = Run { name, command, errors: Errors::Along, is_check: true };
+        // The longest first.
+        let queue = Mutex::new(lab.into_iter().chain([budget]));
+        let next = || queue.lock().ok()?.next();
+        let started = Instant::now();
+        let lanes = thread::scope(|scope| {
+            let first =
+                scope.spawn(|| run_lane(iter::once(tests).chain(iter::from_fn(next)), true));
+            let second = scope.spawn(|| run_lane(iter::from_fn(next), false));
+            [first, second].map(|lane| lane.join())
+        });
+        for lane in lanes {
+            let Ok(outcomes) = lane else { bail!("a lane of tests was lost") };
+            for outcome in outcomes {
+                self.add(outcome?);
+            }
         }
-        self.took(name, started);
-        self.count(name, counted.is_ok());
+        self.took("all of these, in two lanes", started);
+        Ok(())
+    }
+
+    fn leave_out_lab(&mut self) -> Vec<Run> {
+        self.left_out.push("older kernels (--no-lab)".into());
+        Vec::new()
     }
 
     /// The kernel tests on each older kernel.
-    fn lab(&mut self, leave_out: bool) -> Result<()> {
-        if leave_out {
-            self.left_out.push("older kernels (--no-lab)".into());
-            return Ok(());
-        }
+    fn lab(&mut self) -> Vec<Run> {
         self.run("what the lab needs", {
             let mut need = Command::new(self.root.join("dev/need"));
             need.args(lab::NEEDS);
             need
         });
-        let runs = match lab::runs(self.root, || cargo(&[])) {
-            Ok(runs) => runs,
-            Err(error) => {
-                println!("{error:#}");
-                self.count("test programs for the lab", false);
-                return Ok(());
-            }
-        };
-        let started = Instant::now();
-        // An emulated guest keeps little more than one processor busy: two run side by side.
-        let runs = Mutex::new(runs.into_iter());
-        let next = || runs.lock().ok()?.next();
-        let lanes = thread::scope(|scope| {
-            [(); 2].map(|()| scope.spawn(|| run_lane(iter::from_fn(next)))).map(|lane| lane.join())
+        let runs = lab::runs(self.root, || cargo(&[])).unwrap_or_else(|error| {
+            println!("{error:#}");
+            self.count("test programs for the lab", false);
+            Vec::new()
         });
-        for lane in lanes {
-            let Ok(outcomes) = lane else { bail!("a run of the lab was lost") };
-            for outcome in outcomes {
-                self.add(outcome?);
-            }
-        }
-        self.took("older kernels, two side by side", started);
-        Ok(())
-    }
-
-    fn tally(&mut self, name: &str, command: Command) -> Result<()> {
-        let started = Instant::now();
-        let outcome = watch(name, command, Errors::Along, |line| println!("{line}"))?;
-        self.add(outcome);
-        self.took(name, started);
-        Ok(())
+        let run = |(name, command)| Run { name, command, errors: Errors::Apart, is_check: false };
+        runs.into_iter().map(run).collect()
     }
 
     fn add(&mut self, outcome: Outcome) {
-        let Outcome { name, good, tally, failed, said, ran, tests } = outcome;
+        let Outcome { name, good, took, tally, failed, said, ran, tests } = outcome;
+        self.took.push((name.clone(), took));
         self.said.extend(said);
         let with_list = |(what, took): (String, Duration)| (format!("{what} ({name})"), took);
         self.ran.extend(ran.into_iter().map(with_list));
@@ -372,16 +365,14 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// Runs commands one after another, and shows the output of each when it has ended.
-fn run_lane(runs: impl Iterator<Item = (String, Command)>) -> Vec<Result<Outcome>> {
-    let run = |(name, command): (String, Command)| {
-        println!("== {name}: begins");
-        let mut text = String::new();
-        let outcome = watch(&name, command, Errors::Apart, |line| text.extend([line, "\n"]));
-        print!("{text}");
-        outcome
+/// Runs commands one after another. The output of the first is shown as it comes, if it is `live`;
+/// that of others when they have ended.
+fn run_lane(runs: impl Iterator<Item = Run>, live: bool) -> Vec<Result<Outcome>> {
+    let run = |(place, run): (usize, Run)| {
+        println!("== {}: begins", run.name);
+        run.watch(live && place == 0)
     };
-    runs.map(run).collect()
+    runs.enumerate().map(run).collect()
 }
 
 /// libFuzzer's options: bounds that only a bug can reach, however busy the machine is.
@@ -462,34 +453,19 @@ fn triple() -> Result<String> {
 mod tests {
     use std::process::Command;
 
-    use super::{QUICK, Tally, run_lane};
-
-    #[test]
-    fn every_quick_test_program_is_there() {
-        let root = crate::root();
-        let there = |name: &&str| {
-            let folders = ["crates", "dev"].map(|folder| root.join(folder));
-            let packages = folders.iter().flat_map(|folder| folder.read_dir().unwrap().flatten());
-            packages.into_iter().any(|package| {
-                let tests = package.path().join("tests");
-                tests.join(format!("{name}.rs")).exists()
-                    || tests.join(name).join("main.rs").exists()
-            })
-        };
-        let missing: Vec<_> = QUICK.iter().filter(|name| !there(name)).collect();
-        assert!(missing.is_empty(), "{missing:?}");
-    }
+    use super::{Errors, Run, Tally, run_lane};
 
     #[test]
     fn a_lane_adds_up_what_its_commands_say() {
         let says = |text: &str, name: &str| {
             let mut command = Command::new("echo");
             command.arg(text);
-            (name.to_owned(), command)
+            Run { name: name.into(), command, errors: Errors::Apart, is_check: false }
         };
         let bad = "test b ... FAILED\ntest result: FAILED. 4 passed; 1 failed; 0 ignored";
         let runs = [says("test result: ok. 2 passed; 0 failed", "good"), says(bad, "bad")];
-        let outcomes: Vec<_> = run_lane(runs.into_iter()).into_iter().map(Result::unwrap).collect();
+        let lane = run_lane(runs.into_iter(), false);
+        let outcomes: Vec<_> = lane.into_iter().map(Result::unwrap).collect();
         assert_eq!(outcomes[0].tally, Tally { passed: 2, failed: 0 });
         assert_eq!(outcomes[1].tally, Tally { passed: 4, failed: 1 });
         assert_eq!(
@@ -497,5 +473,17 @@ mod tests {
             ("bad", &vec!["b".to_owned()])
         );
         assert!(outcomes.iter().all(|outcome| outcome.good), "echo does not fail");
+    }
+
+    #[test]
+    fn a_check_without_tests_counts_as_one() {
+        let run = |program: &str| {
+            let command = Command::new(program);
+            let run = Run { name: "it".into(), command, errors: Errors::Along, is_check: true };
+            run.watch(false).unwrap()
+        };
+        assert_eq!(run("true").tally, Tally { passed: 1, failed: 0 });
+        let bad = run("false");
+        assert_eq!((bad.tally, bad.failed), (Tally { passed: 0, failed: 1 }, vec!["it".into()]));
     }
 }

@@ -10,6 +10,7 @@ mod check;
 mod lab;
 mod made;
 mod outcome;
+mod programs;
 mod proofs;
 mod tidy;
 mod torment;

@@ -24,6 +24,7 @@ pub(crate) struct Tally {
 pub(crate) struct Outcome {
     pub(crate) name: String,
     pub(crate) good: bool,
+    pub(crate) took: Duration,
     pub(crate) tally: Tally,
     pub(crate) failed: Vec<String>,
     pub(crate) said: Vec<String>,
@@ -79,7 +80,8 @@ pub(crate) fn watch(
     if errors == Errors::Along {
         tests.clear();
     }
-    Ok(Outcome { name: name.to_owned(), good, tally, failed, said: said.lines, ran, tests })
+    let took = started.elapsed();
+    Ok(Outcome { name: name.to_owned(), good, took, tally, failed, said: said.lines, ran, tests })
 }
 
 /// The numbers of a line `test result: ok. 12 passed; 0 failed; ...`; zeros for other lines.

@@ -1,0 +1,131 @@
+//! The test programs, parted into those of `make check` and the rest.
+
+/// Test programs that need neither root nor a mount, apart from those with the name of one that
+/// does.
+pub(crate) const QUICK: [&str; 37] = [
+    "area",
+    "bombs",
+    "catalog",
+    "checksums",
+    "crashes",
+    "derived",
+    "device",
+    "drives",
+    "exchange",
+    "extents",
+    "failing_cache",
+    "fill",
+    "fixtures",
+    "folder",
+    "hostile",
+    "injected_bugs",
+    "interleavings",
+    "layers",
+    "manifest",
+    "memory",
+    "metadata",
+    "no_allocation",
+    "patch",
+    "policy",
+    "read_ahead",
+    "records",
+    "registry",
+    "repeated",
+    "rooms",
+    "roundtrip",
+    "smartctl",
+    "spoilt",
+    "table",
+    "tables",
+    "tar",
+    "volume",
+    "work",
+];
+
+/// All other test programs: they mount, need root or other programs, or take minutes.
+#[cfg(test)]
+const OTHERS: [&str; 57] = [
+    "archives",
+    "attributes",
+    "bench",
+    "btrfs",
+    "build",
+    "check",
+    "demo",
+    "disks",
+    "examples",
+    "fast",
+    "hit_path",
+    "holders",
+    "index",
+    "index_registry",
+    "kernel",
+    "kernel_corrupt",
+    "kernel_equal",
+    "kernel_hostile",
+    "kernel_kill",
+    "kernel_refuse",
+    "kernel_tar",
+    "kernel_writes",
+    "kill",
+    "kill_apart",
+    "kill_calls",
+    "kill_held",
+    "layouts",
+    "lifecycle",
+    "low_memory",
+    "map_image",
+    "mistakes",
+    "names",
+    "namespace",
+    "oci_image",
+    "opener",
+    "paths",
+    "pin",
+    "pressure",
+    "profile",
+    "push",
+    "remote",
+    "rings",
+    "roles",
+    "store",
+    "systemd",
+    "tar_foreign",
+    "tls",
+    "toc",
+    "torment",
+    "transport",
+    "ublk",
+    "ublk_kill",
+    "udev",
+    "upgrade",
+    "virtual_area",
+    "watch",
+    "writes",
+];
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::{OTHERS, QUICK};
+
+    #[test]
+    fn every_test_program_is_in_one_list() {
+        let root = crate::root();
+        let folders = ["crates", "dev"].map(|folder| root.join(folder).read_dir().unwrap());
+        let tests =
+            folders.into_iter().flatten().map(|package| package.unwrap().path().join("tests"));
+        let entries = tests.filter_map(|tests| tests.read_dir().ok()).flatten();
+        let programs = entries.filter_map(|entry| {
+            let path = entry.unwrap().path();
+            let is_program = path.extension().is_some_and(|extension| extension == "rs")
+                || path.join("main.rs").exists();
+            is_program.then(|| path.file_stem().unwrap().to_str().unwrap().to_owned())
+        });
+        let programs: BTreeSet<String> = programs.collect();
+        let listed: Vec<String> = QUICK.iter().chain(&OTHERS).copied().map(str::to_owned).collect();
+        assert_eq!(programs, listed.iter().cloned().collect());
+        assert_eq!(programs.len(), listed.len(), "one is in both lists");
+    }
+}
