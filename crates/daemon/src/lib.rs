@@ -76,5 +76,5 @@ pub use state::{
     },
     roots, writes,
 };
-pub use supervisor::{helper::help, supervise};
+pub use supervisor::{helper::process::help, supervise};
 pub use upgrade::{Upgraded, upgrade};

@@ -30,7 +30,7 @@ use crate::{
         record::{MountRecord, WritesState, mount_ids, read_record},
         recycled_seed,
     },
-    supervisor::{await_loops, forget_loops, is_alive},
+    supervisor::{await_loops, forget_loops},
     transport,
 };
 
@@ -56,7 +56,7 @@ pub fn find(state: &StateDir, fsid: Fsid) -> Option<Orphan> {
 /// The mounts in the state directory that the kernel still has.
 pub fn all(state: &StateDir) -> Vec<Orphan> {
     let records = mount_ids(state).into_iter().filter_map(|id| read_record(state, id).ok());
-    records.filter(is_alive).map(|record| Orphan { record }).collect()
+    records.filter(MountRecord::is_alive).map(|record| Orphan { record }).collect()
 }
 
 impl Orphan {
@@ -118,11 +118,11 @@ impl Orphan {
     pub fn release(&self, state: &StateDir, timeout: Duration) -> Result<()> {
         let (id, record) = (self.record.attach.id, &self.record);
         let begun = Instant::now();
-        while is_alive(record) && begun.elapsed() < timeout {
+        while record.is_alive() && begun.elapsed() < timeout {
             thread::sleep(PAUSE);
         }
         let rest = timeout.saturating_sub(begun.elapsed());
-        if is_alive(record) || !await_loops(state, record, rest) {
+        if record.is_alive() || !await_loops(state, record, rest) {
             return Err(Error::new(
                 ErrorKind::Unavailable,
                 "it is unmounted here, but another mount namespace (a container, a service), an \
@@ -133,7 +133,7 @@ impl Orphan {
         // The lock's holder clears up, or is a killed supervisor that the kernel is still ending.
         let lock = loop {
             // It may have been reconnected and released again meanwhile.
-            if !state.mount(id).exists() || is_alive(record) {
+            if !state.mount(id).exists() || record.is_alive() {
                 return Ok(());
             }
             match Lock::try_take(&state.lock_file())? {
@@ -142,7 +142,7 @@ impl Orphan {
                 None => return Ok(()),
             }
         };
-        if !state.mount(id).exists() || is_alive(record) {
+        if !state.mount(id).exists() || record.is_alive() {
             return Ok(());
         }
         forget_loops(&record.loops);

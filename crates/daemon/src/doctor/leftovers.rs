@@ -17,7 +17,6 @@ use crate::{
         paths::StateDir,
         record::{Transport, mount_ids, read_record},
     },
-    supervisor::is_alive,
     transport,
 };
 
@@ -39,7 +38,7 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
     for id in mount_ids(state) {
         let record = read_record(state, id);
         findings.push(match record {
-            Ok(record) if is_alive(&record) => Finding::repairable(
+            Ok(record) if record.is_alive() => Finding::repairable(
                 &format!("mount {}", record.target.display()),
                 match record.attach.transport {
                     Transport::Fuse if waiting.contains(&id) => {
@@ -85,7 +84,7 @@ pub(super) fn leftover_devices(state: &StateDir) -> Vec<Finding> {
 /// The number of mounts that the kernel still has while no daemon runs.
 pub fn mounts_without_daemon(state: &StateDir) -> usize {
     let alive = |id: &MountId| match read_record(state, *id) {
-        Ok(record) => is_alive(&record),
+        Ok(record) => record.is_alive(),
         Err(_) => backing_devices::loop_below(&state.mount(*id)).is_some(),
     };
     mount_ids(state).iter().filter(|id| alive(id)).count()

@@ -9,7 +9,10 @@
 //! Invariant: fields are only added, with a default, so that records of earlier versions stay
 //! readable; [`MOUNT_FORMAT`] changes when that is not possible.
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::Location;
@@ -51,6 +54,16 @@ pub(crate) struct MountRecord {
     /// A supervisor is about to freeze the file system, or has frozen it: its successor thaws it.
     #[serde(default)]
     pub(crate) frozen: bool,
+}
+
+impl MountRecord {
+    /// True if the kernel still has its file system, on the data device that it names: fsids are
+    /// random, so no other file system can match.
+    pub(crate) fn is_alive(&self) -> bool {
+        let (Some(fsid), Some(device)) = (self.fsid, &self.data_device) else { return false };
+        let Some(name) = device.file_name() else { return false };
+        Path::new("/sys/fs/btrfs").join(fsid.to_string()).join("devices").join(name).exists()
+    }
 }
 
 /// Parameters for growing a sprout.

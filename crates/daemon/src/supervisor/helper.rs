@@ -32,13 +32,15 @@
 //! - A helper is in its sandbox before it opens a file: the kernel parses the images that it
 //!   mounts, and the helper the kernel's answers.
 
+pub(crate) mod process;
+
 use std::{
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
     path::PathBuf,
-    process::{Child, ExitCode},
+    process::Child,
     thread,
     time::Duration,
 };
@@ -47,22 +49,15 @@ use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    host::{
-        program::{self, dies_with_its_parent},
-        signals,
-    },
+    host::program,
     id::MountId,
     ipc::{protocol::Failure, wire},
-    roles,
     state::paths::StateDir,
     supervisor::{
-        exchange::{self, Exchange},
-        grow::{self, Grow, Step},
-        map,
-        plumbing::{self, MountParts, Plumbed},
-        release,
+        exchange::Exchange,
+        grow::{Grow, Step},
+        plumbing::parts::{MountParts, Plumbed},
     },
-    transport,
 };
 
 /// Time limit for a helper. A mount takes milliseconds, and a freeze as long as the writes in
@@ -172,62 +167,4 @@ fn reap(mut child: Child, answered: bool) {
         true => wait(),
         false => drop(thread::spawn(wait)),
     }
-}
-
-/// The main function of the process `burgeon __help STATE-DIR`.
-pub fn help() -> ExitCode {
-    // The end of the supervisor's session or terminal must not interrupt a thaw.
-    let _ = rustix::process::setsid();
-    let _ = signals::block_termination();
-    let Ok(stream) = std::io::stdin().as_fd().try_clone_to_owned() else {
-        return ExitCode::FAILURE;
-    };
-    let stream = UnixStream::from(stream);
-    let Ok(Some((task, fds))) = wire::receive::<Task>(&stream) else { return ExitCode::FAILURE };
-    // The next supervisor removes the leftovers of an unfinished mount. That removal would wait for
-    // ever for a ublk device whose start in this process waits for a server that was told to stop.
-    if matches!(task, Task::Plumb(_)) && !dies_with_its_parent(&stream) {
-        return ExitCode::FAILURE;
-    }
-    let confined = roles::helping(transport::uses_ublk()).enter();
-    let (outcome, fd) = match confined.and_then(|_| perform(task, fds)) {
-        Ok(done) => done,
-        Err(e) => (Outcome::Failed(e.into()), None),
-    };
-    let fds: Vec<_> = fd.as_ref().map(AsFd::as_fd).into_iter().collect();
-    // If the supervisor has died, this fails, and the mount ends with this process.
-    match wire::send(&stream, &outcome, &fds) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(_) => ExitCode::FAILURE,
-    }
-}
-
-fn perform(task: Task, fds: Vec<OwnedFd>) -> Result<(Outcome, Option<OwnedFd>)> {
-    let fuse = fds.into_iter().next();
-    match task {
-        Task::Plumb(parts) => {
-            let (plumbed, mount) = plumbing::assemble(&parts, fuse)?;
-            Ok((Outcome::Plumbed(plumbed), Some(mount)))
-        }
-        Task::Exchange(exchange) => {
-            let fuse = fuse.ok_or_else(|| missing("the FUSE file's mount"))?;
-            exchange::change_over(&exchange, &fuse)?;
-            Ok((Outcome::Done, None))
-        }
-        Task::Thaw(exchange) => {
-            exchange::thaw(&exchange)?;
-            Ok((Outcome::Done, None))
-        }
-        Task::Grow(task) => Ok((Outcome::Grown { step: grow::grow(&task)? }, None)),
-        Task::OpenArea { device } => Ok((Outcome::Done, Some(map::open_area(&device)?.into()))),
-        Task::Forget { id, loops } => {
-            release::forget_loops(&loops);
-            transport::remove_devices(id);
-            Ok((Outcome::Done, None))
-        }
-    }
-}
-
-fn missing(what: &str) -> Error {
-    Error::new(ErrorKind::Invalid, format!("the request lacks its descriptor: {what}"))
 }

@@ -21,7 +21,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::Slots;
 
-use super::{Supervisor, recover::is_alive, table::MountEntry};
+use super::{Supervisor, table::MountEntry};
 use crate::{
     holder::{Held, Line, Store},
     id::MountId,
@@ -147,7 +147,7 @@ impl Supervisor {
 
     fn held_entry(&self, held: Held) -> Result<MountEntry> {
         let record = read_record(&self.state, held.id)?;
-        if held.is_over() || !is_alive(&record) || record.attach.transport != Transport::Fuse {
+        if held.is_over() || !record.is_alive() || record.attach.transport != Transport::Fuse {
             return Err(Error::new(ErrorKind::NotFound, "the mount or its connection is gone"));
         }
         let entry = self.entry(record, Some(held.fuse), Slots::from_fd(held.slots)?)?;

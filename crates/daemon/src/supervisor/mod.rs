@@ -73,7 +73,6 @@ use crate::{
 };
 
 use hold::Holder;
-pub(crate) use recover::is_alive;
 pub(crate) use release::{await_loops, forget_loops, remove_unused_loops};
 use table::Table;
 pub(crate) use thin::growth;

@@ -344,7 +344,7 @@ impl Supervisor {
     }
 
     /// Records the names that the kernel has assigned, so that a later supervisor finds them.
-    fn note(&self, id: MountId, plumbed: &plumbing::Plumbed) -> Result<()> {
+    fn note(&self, id: MountId, plumbed: &plumbing::parts::Plumbed) -> Result<()> {
         self.update(id, |record| {
             record.fsid = Some(plumbed.fsid);
             record.data_device = Some(plumbed.data_device.clone());

@@ -8,11 +8,9 @@
 //! end with the last mount, independent of any daemon process. A ublk device stays until the
 //! supervisor removes it (`supervisor/watch.rs`).
 
-use std::{
-    fs::File,
-    os::fd::OwnedFd,
-    path::{Path, PathBuf},
-};
+pub(crate) mod parts;
+
+use std::{fs::File, os::fd::OwnedFd, path::Path};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_btrfs::SUBVOLUME;
@@ -21,8 +19,8 @@ use burgeon_frontend::{
     btrfs_mount::{Access, Btrfs},
     ublk::Control,
 };
-use serde::{Deserialize, Serialize};
 
+use self::parts::{MountParts, Plumbed, SproutPart};
 use crate::{
     host::backing_devices,
     id::{Fsid, MountId},
@@ -30,7 +28,6 @@ use crate::{
         attributes::MountAttributes,
         files,
         paths::StateDir,
-        record::Growth,
         writes::{self, WritesRecord},
     },
     supervisor::{
@@ -40,41 +37,6 @@ use crate::{
     },
     transport::Channel,
 };
-
-/// The parts of a mount, for the helper that assembles it.
-#[derive(Serialize, Deserialize, Debug)]
-pub(crate) struct MountParts {
-    id: MountId,
-    /// The ublk device that is served already, and the process that has opened it for that; `None`
-    /// over FUSE.
-    ublk: Option<(u32, u32)>,
-    /// The seed's metadata.
-    seed: PathBuf,
-    sprout: Option<SproutPart>,
-    attributes: MountAttributes,
-}
-
-/// The place of writes.
-#[derive(Serialize, Deserialize, Debug)]
-struct SproutPart {
-    path: PathBuf,
-    is_device: bool,
-    is_new: bool,
-    thin: bool,
-    reserved: u64,
-}
-
-/// The devices and names of an assembled mount.
-#[derive(Serialize, Deserialize, Debug)]
-pub(crate) struct Plumbed {
-    /// The fsid that the user sees.
-    pub(crate) fsid: Fsid,
-    pub(crate) data_device: PathBuf,
-    /// All loop devices of the mount.
-    pub(crate) loops: Vec<PathBuf>,
-    /// For growing sprouts.
-    pub(crate) growth: Option<Growth>,
-}
 
 /// Mounts `plan`: the lazy data behind `channel`, which must be served already, over ublk by a device
 /// that the process `opener` has opened, and the seed's metadata in the mount's folder. Also returns the detached mount.

@@ -25,8 +25,7 @@ use burgeon_frontend::{Connection, Slots};
 
 use super::{
     LOST_INTERVAL, Supervisor,
-    recover::is_alive,
-    table::{MountEntry, Serving},
+    table::{MountEntry, Reconnect, Serving},
 };
 use crate::{
     host::system,
@@ -41,12 +40,6 @@ use crate::{
 
 /// The first kernel that may shut a file system down when its device is exchanged.
 const KERNEL_SHUTS_DOWN: (u32, u32) = (6, 19);
-
-/// A pending reconnect of a mount.
-pub(crate) struct Reconnect {
-    record: MountRecord,
-    connection: Connection,
-}
 
 impl Supervisor {
     /// Adds the mount to the table and locks the name of its writes, so that they cannot be mounted
@@ -160,7 +153,7 @@ impl Supervisor {
                     return;
                 }
                 Err(e) => {
-                    match is_alive(&record) {
+                    match record.is_alive() {
                         true => {
                             tracing::error!(mount = %id, error = %e, "the mount has lost its server for good")
                         }
@@ -174,7 +167,7 @@ impl Supervisor {
         if record.frozen {
             self.thaw(&record);
         }
-        while is_alive(&record) {
+        while record.is_alive() {
             thread::sleep(LOST_INTERVAL);
             if self.table().mounts.get(&id).is_some_and(|entry| entry.reconnect.is_some()) {
                 return;
@@ -217,7 +210,7 @@ impl Supervisor {
         let Some(exchange) = self.exchange(record).filter(|exchange| exchange.writable) else {
             return;
         };
-        if !is_alive(record) {
+        if !record.is_alive() {
             return;
         }
         match helper::run(&self.state, &Task::Thaw(exchange), &[], || {}) {

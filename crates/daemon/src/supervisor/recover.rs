@@ -8,7 +8,7 @@
 //! | both and the holder; both under a `--fast` mount | mounts whose lazy data gives EIO | each gets a new FUSE file (`reconnect.rs`) |
 //! | the machine | folders of mounts that have ended | they are removed; named writes are elsewhere |
 
-use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc, thread};
+use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, thread};
 
 use burgeon_block::{ErrorKind, Result};
 use burgeon_frontend::Slots;
@@ -66,7 +66,7 @@ impl Supervisor {
                 continue;
             }
             match read_record(&self.state, id) {
-                Ok(record) if is_alive(&record) && record.attach.transport.device().is_some() => {
+                Ok(record) if record.is_alive() && record.attach.transport.device().is_some() => {
                     match Slots::create().and_then(|slots| self.entry(record, None, slots)) {
                         Ok(entry) => self.table().add(entry),
                         Err(e) => {
@@ -74,7 +74,7 @@ impl Supervisor {
                         }
                     }
                 }
-                Ok(record) if is_alive(&record) => match self.begin_reconnect(record) {
+                Ok(record) if record.is_alive() => match self.begin_reconnect(record) {
                     Ok(()) => self.spawn_reconnect(id),
                     Err(e) => {
                         tracing::error!(mount = %id, error = %e, "the mount has lost its server for good")
@@ -151,12 +151,4 @@ fn clear_up(state: &StateDir, id: MountId, record: Option<MountRecord>) {
     if let Err(e) = files::remove_folder(&state.mount(id)) {
         tracing::warn!(mount = %id, error = %e, "cannot clear up after a mount");
     }
-}
-
-/// True if the kernel still has the file system of a mount, on the data device that the record
-/// names: fsids are random, so no other file system can match.
-pub(crate) fn is_alive(record: &MountRecord) -> bool {
-    let (Some(fsid), Some(device)) = (record.fsid, &record.data_device) else { return false };
-    let Some(name) = device.file_name() else { return false };
-    Path::new("/sys/fs/btrfs").join(fsid.to_string()).join("devices").join(name).exists()
 }

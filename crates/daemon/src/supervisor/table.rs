@@ -11,9 +11,8 @@ use std::{
 };
 
 use burgeon_block::{Error, Result};
-use burgeon_frontend::Slots;
+use burgeon_frontend::{Connection, Slots};
 
-use super::reconnect::Reconnect;
 use crate::{
     id::MountId,
     ipc::{
@@ -52,6 +51,13 @@ pub(crate) enum Recording {
     Done(bool),
     /// The server cannot record.
     Failed(Error),
+}
+
+/// A pending reconnect of a mount.
+pub(crate) struct Reconnect {
+    pub(crate) record: MountRecord,
+    /// The connection that is to replace the dead one.
+    pub(crate) connection: Connection,
 }
 
 /// One mount.

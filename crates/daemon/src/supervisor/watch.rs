@@ -16,7 +16,7 @@ use std::{
 
 use burgeon_frontend::ublk::Control;
 
-use super::{Supervisor, recover::is_alive};
+use super::Supervisor;
 use crate::{id::MountId, transport};
 
 /// Interval of looking at mounts while no client waits for one: two calls of `stat` per mount.
@@ -62,7 +62,7 @@ impl Supervisor {
         };
         let left = records.into_iter().filter_map(|(record, stopped)| {
             let number = record.attach.transport.device()?;
-            let left = stopped.is_some() || !is_alive(&record) && transport::is_unused(number);
+            let left = stopped.is_some() || !record.is_alive() && transport::is_unused(number);
             left.then_some((record.attach.id, number, stopped))
         });
         left.collect()
