@@ -189,7 +189,7 @@ fn from_store(sandbox: Sandbox, store: &Location) -> Sandbox {
 /// the default ones.
 fn with_credentials_of(sandbox: Sandbox, store: &Location) -> Sandbox {
     let sandbox = sandbox.credentials();
-    match store.to_string().starts_with("gs:") {
+    match store.is_google() {
         true => sandbox.read_if_there(google_defaults()),
         false => sandbox,
     }

@@ -203,7 +203,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         if serving.is_idle() {
             return Ok(());
         }
-        tracing::warn!("the supervisor has died: serving on, and waiting for the next one");
+        tracing::warn!("the supervisor has died: serving without it until the next one");
         let orphan = Arc::downgrade(&serving);
         thread::spawn(move || {
             while orphan.upgrade().is_some_and(|serving| serving.stop_unused_devices()) {
@@ -272,7 +272,9 @@ fn ask_supervisor(state: &StateDir, helper: &str, registry: &str) -> Result<Said
     let (helper, registry) = (helper.to_owned(), registry.to_owned());
     match supervisor.call(&Request::AskHelper { helper, registry })? {
         (Reply::HelperSaid(said), _) => Ok(said),
-        _ => Err(unavailable("the daemon gave an answer to something else")),
+        _ => Err(unavailable(
+            "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it",
+        )),
     }
 }
 
@@ -343,7 +345,7 @@ impl Serving {
     /// offers it only since this server entered its sandbox. Readers wait for the successor.
     fn make_way_for(&self, id: MountId, transport: Transport) {
         if !self.io.serves(transport) && ServingIo::of_this_kernel().serves(transport) {
-            tracing::warn!(mount = %id, "the mount needs what this server has given up: making way for a successor");
+            tracing::warn!(mount = %id, "ending: only a new server can use io_uring for this mount");
             std::process::exit(1);
         }
     }
@@ -357,7 +359,7 @@ impl Serving {
         };
         if let Some((folder, _)) = self.written.iter().find(is_another) {
             let folder = folder.display();
-            tracing::warn!(%folder, "the folder was made anew: making way for a successor");
+            tracing::warn!(%folder, "ending: the folder was made anew, and only a new server can write to it");
             std::process::exit(1);
         }
     }
@@ -429,7 +431,7 @@ impl Serving {
 
     fn hand_over(&self, stream: &UnixStream) -> Result<()> {
         if !self.tasks.wait_until_idle(TASKS_PATIENCE) {
-            tracing::warn!("a mount is still being taken on while a new supervisor takes over");
+            tracing::warn!("a new supervisor takes over, and a mount is still being attached");
         }
         self.channels(|attach, fuse, slots| {
             let message = FromServer::Serving(attach.clone());

@@ -110,7 +110,11 @@ fn await_serving(state: &StateDir, old: Option<u32>) -> Result<Status> {
     loop {
         let status = match Client::connect_or_start(state)?.call(&Request::Status)?.0 {
             Reply::Status(status) => *status,
-            _ => return Err(unavailable("the daemon gave an answer to something else")),
+            _ => {
+                return Err(unavailable(
+                    "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it",
+                ));
+            }
         };
         let is_there = status.server_pid.is_some_and(|server| Some(server) != old);
         // A failed mount is not awaited.

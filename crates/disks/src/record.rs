@@ -1,4 +1,4 @@
-//! What is kept about one disk, and how an observation continues it. Pure.
+//! The stored record of one disk, and its update by an observation. Pure.
 //!
 //! ```text
 //!   kernel   raw 100 … raw 700 │ boot │ raw 50          total 100 … 700 … 750

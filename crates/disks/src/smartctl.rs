@@ -23,7 +23,7 @@ use rustix::{
 
 use crate::report::{DriveReport, REPORT_MAX};
 
-/// Where smartctl is, besides the directories of PATH, which often lacks them without root.
+/// Directories of smartctl besides those of PATH, which often lacks them without root.
 const SYSTEM: &str = "/usr/local/sbin:/usr/sbin:/sbin";
 /// The PATH that smartctl gets.
 const CHILD_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";

@@ -89,6 +89,11 @@ impl Location {
         RemoteUrl::parse(scheme, text).map(Self::Remote)
     }
 
+    /// True for a bucket of Google's, whose library reads files of its own.
+    pub fn is_google(&self) -> bool {
+        matches!(self, Self::Remote(url) if url.scheme == Scheme::Gcs)
+    }
+
     /// The folder, if the store is local.
     pub fn folder(&self) -> Option<&Path> {
         match self {

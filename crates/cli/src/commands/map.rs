@@ -182,7 +182,9 @@ impl Mount {
             (Reply::Mapped { start, notes }, Some(area)) => {
                 Ok(Addresses { start, area: area.into(), notes })
             }
-            _ => Err(anyhow::anyhow!("the daemon gave an answer to something else")),
+            _ => Err(anyhow::anyhow!(
+                "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it"
+            )),
         }
     }
 }
@@ -245,7 +247,9 @@ fn list(context: &Context, path: &Path) -> Result<ExitCode> {
     let (Reply::Mappings { size, mappings, older }, _) =
         mount.client.call(&Request::Mappings { id: mount.id })?
     else {
-        anyhow::bail!("the daemon gave an answer to something else");
+        anyhow::bail!(
+            "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it"
+        );
     };
     if context.json {
         output::print_json(&json!({ "size": size, "mappings": mappings, "older": older }))?;

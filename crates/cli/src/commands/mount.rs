@@ -174,7 +174,9 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
         }
     })?;
     let (Reply::Mounted(mounted), Some(mount)) = (reply, fds.pop()) else {
-        return Err(anyhow!("the daemon gave an answer to something else"));
+        return Err(anyhow!(
+            "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it"
+        ));
     };
     if let Some(name) = asked {
         far::remember(context, &name, &mounted.digest.0);

@@ -52,7 +52,9 @@ pub(super) fn pin(context: &Context, args: args::Pin) -> Result<ExitCode> {
         }
         let answer = mount.client.call(&Request::Pin { id: mount.id, path, ranges })?;
         let (Reply::Done, _) = answer else {
-            anyhow::bail!("the daemon gave an answer to something else");
+            anyhow::bail!(
+                "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it"
+            );
         };
         if mounts.iter().all(|known| known.id != mount.id) {
             mounts.push(mount);

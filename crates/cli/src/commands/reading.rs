@@ -230,7 +230,7 @@ fn remember(
 }
 
 fn something_else() -> Error {
-    Error::new(ErrorKind::LocalIo, "the process that reads the image has done something else")
+    Error::new(ErrorKind::LocalIo, "unexpected answer from the process that reads the image")
 }
 
 /// The error, with the image that the user has named if the error does not name it. (An archive's

@@ -47,7 +47,9 @@ pub(super) fn record(context: &Context, args: args::Record) -> Result<ExitCode> 
     let (Reply::Recorded { cut_short }, mut fds) =
         client.call(&Request::Recorded { id: mount.id })?
     else {
-        anyhow::bail!("the daemon gave an answer to something else");
+        anyhow::bail!(
+            "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it"
+        );
     };
     let reads = fds.pop().context("the daemon sent no recorded reads")?;
     let profile = Profile::of(&manifest, image, &addresses(File::from(reads))?);

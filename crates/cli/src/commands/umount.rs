@@ -211,7 +211,9 @@ pub(super) fn daemon_if(
 pub(crate) fn ask(client: &Client) -> Result<Status> {
     match client.call(&Request::Status)?.0 {
         Reply::Status(status) => Ok(*status),
-        _ => Err(anyhow::anyhow!("the daemon gave an answer to something else")),
+        _ => Err(anyhow::anyhow!(
+            "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it"
+        )),
     }
 }
 

@@ -58,7 +58,7 @@ impl Client {
                 Ok(_) => {
                     return Err(Error::new(
                         ErrorKind::Corrupt,
-                        "the daemon gave an answer to something else",
+                        "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it",
                     ));
                 }
                 Err(e)

@@ -258,7 +258,7 @@ impl Serving {
             let end = ended.await;
             if let (End::Failed(errno), Transport::Ublk { .. }) = (end, transport) {
                 // The device stays, and waits for a server.
-                tracing::error!(mount = %id, errno, "cannot serve the mount any longer: making way for a successor");
+                tracing::error!(mount = %id, errno, "ending: this server cannot go on with the mount, and the next one takes it over");
                 std::process::exit(1);
             }
             // Stopped by this process: another server has the mount.

@@ -37,7 +37,7 @@ const RECORD_MAX: u64 = 1 << 20;
 /// Longest sum of the paths of files, and of the folders in their place, in bytes.
 const FILES_MAX: usize = 128 << 10;
 
-/// What may be opened for one mount.
+/// The paths and devices granted to one mount.
 #[derive(Serialize, Deserialize, Clone, Default, PartialEq, Eq, Debug)]
 pub(crate) struct Grants {
     /// Folders of stores and layouts: everything beneath them.

@@ -55,7 +55,7 @@ impl Supervisor {
     }
 
     /// Allows the files of mounts that earlier versions have made, and forgets mounts that are
-    /// gone. A record that is there is kept: what it follows from may be in a server's hands.
+    /// gone. An existing record is kept, because a server may influence the files it was made from.
     pub(super) fn grant_recovered(&self) {
         let living = mount_ids(&self.state);
         grants::sweep(&self.state, &living);

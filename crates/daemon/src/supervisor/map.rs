@@ -177,7 +177,7 @@ struct Sources<'a> {
     /// Numbers of devices that are not Burgeon's.
     foreign: HashSet<u64>,
     notes: Vec<String>,
-    /// What the server will ask for.
+    /// The files that the server will ask for.
     grants: Grants,
 }
 
@@ -205,9 +205,9 @@ impl<'a> Sources<'a> {
                 Source::Computed(object)
             }
             MapContent::File { path, inode, size, device, changed } => {
-                let seen =
-                    SeenFile { inode: *inode, size: *size, device: *device, changed: *changed };
-                self.file(path, &seen)?
+                let of_client =
+                    ClientFile { inode: *inode, size: *size, device: *device, changed: *changed };
+                self.file(path, &of_client)?
             }
             MapContent::Image { digest, store, store_identity, len } => {
                 self.image(&digest.0, store.as_ref(), *store_identity, *len)?
@@ -218,7 +218,7 @@ impl<'a> Sources<'a> {
 
     /// Looks up a file by its path in the tree, or by an absolute one. The server will open it by
     /// its path, so the path must lead to the file that the client has seen in this process, too.
-    fn file(&mut self, path: &Path, seen: &SeenFile) -> Result<Source> {
+    fn file(&mut self, path: &Path, of_client: &ClientFile) -> Result<Source> {
         let (opened, path) = match (&self.tree, &self.request.tree) {
             (Some(tree), Some(root)) => {
                 (open_beneath(tree, path, OFlags::PATH), Cow::Owned(root.join(path)))
@@ -228,7 +228,7 @@ impl<'a> Sources<'a> {
         let failed = |e| Error::io(format!("the daemon cannot see {}", path.display()), e);
         let file = File::from(opened.map_err(failed)?);
         let metadata = file.metadata().map_err(failed)?;
-        if !seen.is(&metadata) {
+        if !of_client.is(&metadata) {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
@@ -252,14 +252,14 @@ impl<'a> Sources<'a> {
 }
 
 /// Identity of a file as the client has seen it.
-struct SeenFile {
+struct ClientFile {
     inode: u64,
     size: u64,
     device: Option<u64>,
     changed: Option<(i64, i64)>,
 }
 
-impl SeenFile {
+impl ClientFile {
     fn is(&self, now: &Metadata) -> bool {
         let changed = (now.ctime(), now.ctime_nsec());
         (self.inode, self.size) == (now.ino(), now.len())
@@ -296,8 +296,8 @@ impl Sources<'_> {
         len: u64,
     ) -> Result<Source> {
         let own = store.cloned().unwrap_or_else(|| self.state.store().into());
-        if let (Some(seen), Some(folder)) = (store_identity, own.folder()) {
-            seen.check(folder)?;
+        if let (Some(identity), Some(folder)) = (store_identity, own.folder()) {
+            identity.check(folder)?;
         }
         if let Some(folder) = store.and_then(Location::folder) {
             backing_devices::refuse_burgeon(folder, "the store")?;

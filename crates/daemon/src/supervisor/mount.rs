@@ -69,8 +69,8 @@ impl Supervisor {
             request.access = Access::from_env();
         }
         let store = request.store.clone().unwrap_or_else(|| self.state.store().into());
-        if let (Some(seen), Some(folder)) = (request.store_identity, store.folder()) {
-            seen.check(folder)?;
+        if let (Some(identity), Some(folder)) = (request.store_identity, store.folder()) {
+            identity.check(folder)?;
         }
         if let (Some(_), Some(folder)) = (&request.store, store.folder()) {
             backing_devices::refuse_burgeon(folder, "the store")?;

@@ -148,7 +148,10 @@ impl Supervisor {
         let task = Task::Grow(Grow { fsid, path, device, device_id, reserved, wanted });
         match helper::run(&self.state, &task, &[], || {})?.0 {
             Outcome::Grown { step } => Ok(step),
-            _ => Err(Error::new(ErrorKind::LocalIo, "the process that grows did something else")),
+            _ => Err(Error::new(
+                ErrorKind::LocalIo,
+                "unexpected answer from the process that grows the sprout",
+            )),
         }
     }
 
