@@ -42,10 +42,11 @@ mod write;
 pub use check::{NodeSource, Report, check, for_each_item};
 pub use geometry::{DATA_START, Options, Uuids};
 pub use info::{SeedInfo, TreeRoot};
+pub use nodes::NodeSink;
 pub use patch::{Identity, Patcher, patch_nodes};
 pub use superblock::{DeviceNo, SUPERBLOCK_SIZE, superblock, superblock_offsets};
 pub use tree::{Body, Dirent, FileExtent, Inode, Span, Tree, Xattr};
-pub use write::{NodeSink, check_tree, write_seed};
+pub use write::{check_tree, write_seed};
 
 /// Bytes of a metadata node.
 pub const NODE_SIZE: usize = format::NODE_SIZE;

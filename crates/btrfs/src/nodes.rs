@@ -19,7 +19,6 @@ use crate::{
         Put,
     },
     scratch::with_buffer,
-    write::NodeSink,
 };
 
 /// Target size of a segment's items: large enough that the half-empty leaf at its end costs less
@@ -127,6 +126,13 @@ impl Plan {
     pub(crate) fn root(&self, start: u64) -> u64 {
         start + self.bytes() - NODE_SIZE as u64
     }
+}
+
+/// Receives the nodes of a seed's template.
+pub trait NodeSink: Sync {
+    /// Writes `nodes`, whole nodes one after another, at address `physical` (bytes) of the
+    /// metadata device. Each address is written once; several threads call at a time.
+    fn write(&self, physical: u64, nodes: &[u8]) -> Result<()>;
 }
 
 /// The common fields of node headers, and the sink for nodes.

@@ -23,18 +23,11 @@ use crate::{
     info::{SeedInfo, TreeRoot},
     invalid,
     model::Model,
-    nodes::{Emitter, ItemList, Plan},
+    nodes::{Emitter, ItemList, NodeSink, Plan},
     small_trees::{self, Root},
     tree::Tree,
     virtual_area::VirtualArea,
 };
-
-/// Receives the nodes of a seed's template.
-pub trait NodeSink: Sync {
-    /// Writes `nodes`, whole nodes one after another, at address `physical` (bytes) of the
-    /// metadata device. Each address is written once; several threads call at a time.
-    fn write(&self, physical: u64, nodes: &[u8]) -> Result<()>;
-}
 
 /// Checks that btrfs can hold the names, links and attributes of `tree`, as [`write_seed`] does
 /// before it writes anything.

@@ -13,7 +13,6 @@ use super::{
     NodeSource, Take, corrupt, ensure,
     inode::{InodeFacts, Stated},
     nodes::Reader,
-    space::Use,
 };
 use crate::{
     format::{
@@ -32,6 +31,15 @@ pub(super) struct Files {
     pub(super) uses: Vec<Use>,
     /// Inodes without data checksums.
     pub(super) nodatasum: BTreeSet<u64>,
+}
+
+/// The use of an extent by a file of the tree or of the virtual area's subvolume.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct Use {
+    pub(super) address: u64,
+    pub(super) len: u64,
+    pub(super) inode: u64,
+    pub(super) file_offset: u64,
 }
 
 /// Sums of hashes. The two sums of each pair must be equal.

@@ -4,7 +4,12 @@ use burgeon_block::{ByteRange, Result};
 use rayon::prelude::*;
 
 use super::{
-    NodeSource, Take, chunks::Chunk, corrupt, ensure, files::Files, nodes::Reader, roots::Roots,
+    NodeSource, Take,
+    chunks::Chunk,
+    corrupt, ensure,
+    files::{Files, Use},
+    nodes::Reader,
+    roots::Roots,
 };
 use crate::{
     DATA_START, SUBVOLUME,
@@ -28,15 +33,6 @@ impl Range {
     fn end(&self) -> u64 {
         self.start.saturating_add(self.len)
     }
-}
-
-/// The use of an extent by a file of the tree or of the virtual area's subvolume.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct Use {
-    pub(super) address: u64,
-    pub(super) len: u64,
-    pub(super) inode: u64,
-    pub(super) file_offset: u64,
 }
 
 /// The contents of the extent tree and related trees.
