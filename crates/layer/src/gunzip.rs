@@ -27,7 +27,7 @@ use miniz_oxide::inflate::{
     },
 };
 
-use crate::restart::{Recording, Start};
+use crate::places::{Inside, Recording, Start};
 
 /// Farthest distance that a block may refer back, in bytes.
 const WINDOW_LEN: usize = 32 << 10;
@@ -51,17 +51,6 @@ const EXTRA: u8 = 4;
 const NAME: u8 = 8;
 const COMMENT: u8 = 16;
 const RESERVED: u8 = 0xe0;
-
-/// The state needed to start at a block inside a member.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Inside {
-    /// Number of bits of the preceding byte that belong to the block: 0 to 7.
-    pub(crate) bits: u8,
-    /// Those bits.
-    pub(crate) partial: u8,
-    /// The preceding output, at most 32 KiB, as a zstd frame; bytes that are not used are zero.
-    pub(crate) window: Vec<u8>,
-}
 
 /// A recorded place whose window is not final yet.
 struct Unsettled {

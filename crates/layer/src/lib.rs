@@ -14,12 +14,15 @@
 
 mod gunzip;
 mod pieces;
+mod places;
 mod restart;
+mod span;
 mod table;
 mod unzstd;
 
 pub use self::{
     pieces::Piece,
-    restart::{LayerCodec, Recorder, Restarts, Span},
+    restart::{Recorder, Restarts},
+    span::{LayerCodec, Span},
     table::{Stretch, TABLE_MAX, Table, TableLayer},
 };

@@ -18,9 +18,8 @@ use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use sha2::{Digest, Sha256};
 
 use crate::{
-    LayerCodec, Restarts, Span,
     gunzip::Gunzip,
-    restart::{SPAN_LEN, SPAN_MAX, read},
+    span::{LayerCodec, SPAN_LEN, SPAN_MAX, Span, read},
 };
 
 /// Most bytes that are unpacked for each byte of a layer's pieces.
@@ -49,29 +48,10 @@ pub(crate) struct Pieces {
     spans: Vec<u32>,
 }
 
-impl Restarts {
-    /// The pieces of a layer of `len` bytes, which must be sorted by stored offset.
-    ///
-    /// Errors: `Invalid` for pieces that are empty, out of order, outside the layer or too long.
-    pub fn of_pieces(codec: LayerCodec, len: u64, pieces: Vec<Piece>) -> Result<Self> {
-        let pieces = Pieces::new(len, pieces).ok_or_else(|| {
-            let what = "pieces of the layer are out of order, outside of it, longer than 32 MiB, or \
-                        inside a far longer compressed stretch";
-            Error::new(ErrorKind::Invalid, what)
-        })?;
-        let unpacked = pieces.starts.last().copied().unwrap_or(0);
-        Ok(Self { codec, len, unpacked, places: Vec::new(), pieces: Some(pieces) })
-    }
-
-    /// Offset of the piece `index` in the unpacked layer; `None` if there is no such piece.
-    pub fn piece_start(&self, index: usize) -> Option<u64> {
-        let pieces = self.pieces.as_ref()?;
-        pieces.starts[..pieces.pieces.len()].get(index).copied()
-    }
-}
-
 impl Pieces {
-    fn new(len: u64, pieces: Vec<Piece>) -> Option<Self> {
+    /// Groups the pieces of a layer of `len` bytes into spans. `None` if any is empty, out of
+    /// order, outside the layer or too long.
+    pub(crate) fn new(len: u64, pieces: Vec<Piece>) -> Option<Self> {
         let mut starts = Vec::with_capacity(pieces.len() + 1);
         let (mut spans, mut at, mut span) = (Vec::new(), 0u64, (0, 0));
         // Bytes to unpack, for this span and in all: pieces may share a member or lie deep in one.
@@ -112,6 +92,16 @@ impl Pieces {
         // Real layers have little data between pieces.
         let likely = at.saturating_mul(WORK_MAX).saturating_add(SPAN_MAX);
         (all_work <= likely).then_some(Self { pieces, starts, spans })
+    }
+
+    /// Length of the unpacked layer.
+    pub(crate) fn unpacked_len(&self) -> u64 {
+        self.starts.last().copied().unwrap_or(0)
+    }
+
+    /// Offset of the piece `index` in the unpacked layer; `None` if there is no such piece.
+    pub(crate) fn start(&self, index: usize) -> Option<u64> {
+        self.starts[..self.pieces.len()].get(index).copied()
     }
 
     /// The span that contains `offset`, which is below the layer's end.

@@ -17,100 +17,15 @@ use std::io::{self, BufRead, Read};
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 
 use crate::{
-    gunzip::{Gunzip, Inside},
-    pieces::Pieces,
+    gunzip::Gunzip,
+    pieces::{Piece, Pieces},
+    places::{Place, Recording, Start},
+    span::{LayerCodec, SPAN_MAX, Span, read},
     unzstd::Unzstd,
 };
 
-/// Least distance between two places, unpacked: 512 KiB. A place inside a gzip member takes about
-/// 2 KiB, one per cent of the compressed span.
-pub(crate) const SPAN_LEN: u64 = 512 << 10;
-/// Longest span, compressed or unpacked: 32 MiB. A layer with a longer one cannot be read lazily.
-pub(crate) const SPAN_MAX: u64 = 32 << 20;
 /// Length of a span of an uncompressed layer: 512 KiB.
-pub(crate) const PLAIN_LEN: u64 = 512 << 10;
-
-/// Compression of a layer.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u8)]
-pub enum LayerCodec {
-    /// Uncompressed.
-    Plain = 0,
-    /// gzip, of one or more members.
-    Gzip = 1,
-    /// zstd, of one or more frames.
-    Zstd = 2,
-}
-
-impl LayerCodec {
-    pub(crate) fn from_number(number: u8) -> Option<Self> {
-        [Self::Plain, Self::Gzip, Self::Zstd].into_iter().find(|codec| *codec as u8 == number)
-    }
-}
-
-/// The decoder state needed to start at a place.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Start {
-    /// None: a frame or a member begins.
-    Fresh,
-    /// Of a block inside a gzip member.
-    Inside(Inside),
-}
-
-/// A place where unpacking can start, by its offsets in the layer blob and in the unpacked layer.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Place {
-    pub(crate) compressed: u64,
-    pub(crate) unpacked: u64,
-    pub(crate) start: Start,
-}
-
-/// The places found so far while a layer is read.
-#[derive(Default)]
-pub(crate) struct Recording {
-    places: Vec<Place>,
-    /// Bytes of all windows.
-    windows: u64,
-}
-
-impl Recording {
-    fn since_last(&self, unpacked: u64) -> u64 {
-        self.places.last().map_or(u64::MAX, |last| unpacked - last.unpacked)
-    }
-
-    /// True if a place at offset `unpacked` is far enough from the previous one.
-    pub(crate) fn is_due(&self, unpacked: u64) -> bool {
-        self.since_last(unpacked) >= SPAN_LEN
-    }
-
-    pub(crate) fn begin(&mut self, compressed: u64, unpacked: u64, start: Start) {
-        self.places.push(Place { compressed, unpacked, start });
-    }
-
-    /// Sets the decoder state of the last place.
-    pub(crate) fn settle(&mut self, start: Start) {
-        if let Start::Inside(inside) = &start {
-            self.windows += inside.window.len() as u64;
-        }
-        if let Some(last) = self.places.last_mut() {
-            last.start = start;
-        }
-    }
-
-    /// The number of places, and the bytes that they take in memory. A vector that grows takes
-    /// twice its content.
-    pub(crate) fn held(&self) -> (u64, u64) {
-        let places = self.places.len() as u64;
-        (places, places * 2 * size_of::<Place>() as u64 + self.windows)
-    }
-
-    /// Records a place that needs no decoder state, if one is due.
-    pub(crate) fn may_begin(&mut self, compressed: u64, unpacked: u64) {
-        if self.is_due(unpacked) {
-            self.begin(compressed, unpacked, Start::Fresh);
-        }
-    }
-}
+const PLAIN_LEN: u64 = 512 << 10;
 
 /// Unpacks a layer and records the places where unpacking can start.
 pub struct Recorder<R>(Kind<R>);
@@ -194,18 +109,25 @@ impl<R: BufRead> Read for Recorder<R> {
     }
 }
 
-/// A part of a layer that is unpacked as a whole.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Span {
-    /// Number of the span in the layer.
-    pub index: u32,
-    /// Range in the layer blob.
-    pub compressed: ByteRange,
-    /// Range in the unpacked layer.
-    pub unpacked: ByteRange,
-}
-
 impl Restarts {
+    /// The pieces of a layer of `len` bytes, which must be sorted by stored offset.
+    ///
+    /// Errors: `Invalid` for pieces that are empty, out of order, outside the layer or too long.
+    pub fn of_pieces(codec: LayerCodec, len: u64, pieces: Vec<Piece>) -> Result<Self> {
+        let pieces = Pieces::new(len, pieces).ok_or_else(|| {
+            let what = "pieces of the layer are out of order, outside of it, longer than 32 MiB, or \
+                        inside a far longer compressed stretch";
+            Error::new(ErrorKind::Invalid, what)
+        })?;
+        let unpacked = pieces.unpacked_len();
+        Ok(Self { codec, len, unpacked, places: Vec::new(), pieces: Some(pieces) })
+    }
+
+    /// Offset of the piece `index` in the unpacked layer; `None` if there is no such piece.
+    pub fn piece_start(&self, index: usize) -> Option<u64> {
+        self.pieces.as_ref()?.start(index)
+    }
+
     /// The span that contains `offset` of the unpacked layer; `None` beyond its end.
     pub fn span(&self, offset: u64) -> Option<Span> {
         if offset >= self.unpacked {
@@ -275,10 +197,4 @@ fn unpack(codec: LayerCodec, start: Option<&Start>, bytes: &[u8], len: u64) -> R
     }
     let what = format!("a part of a layer has {} bytes instead of {len}", unpacked.len());
     Err(Error::new(ErrorKind::Corrupt, what))
-}
-
-pub(crate) fn read(reader: impl Read, len: u64) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::with_capacity(len as usize);
-    reader.take(len).read_to_end(&mut bytes)?;
-    Ok(bytes)
 }

@@ -17,8 +17,9 @@ use zerocopy::{
 
 use crate::{
     Piece,
-    gunzip::Inside,
-    restart::{LayerCodec, Place, Restarts, SPAN_MAX, Start},
+    places::{Inside, Place, Start},
+    restart::Restarts,
+    span::{LayerCodec, SPAN_MAX},
 };
 
 /// Longest table, in bytes: enough for 60 GiB of layers, at 2 KiB a window and 512 KiB a span.

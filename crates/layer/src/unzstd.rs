@@ -10,7 +10,7 @@ use std::{
 
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
-use crate::restart::Recording;
+use crate::places::Recording;
 
 /// Largest window: 2²⁷ bytes, as `zstd --long` writes it.
 const WINDOW_LOG_MAX: u32 = 27;
