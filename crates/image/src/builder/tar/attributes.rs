@@ -8,7 +8,7 @@ use burgeon_block::Result;
 use super::{
     super::xattrs::{self, Xattrs},
     acl::{self, Acl},
-    reader::TarEntry,
+    entry::TarEntry,
     records::{Records, decimal, time},
 };
 use crate::corrupt;

@@ -32,9 +32,9 @@ use super::{
         reuse::Known,
     },
     Archives, TarInput,
+    entry::TarEntry,
     layers::{Bounded, LayerLimits, Layers},
     merge::Merge,
-    reader::TarEntry,
 };
 use crate::{
     corrupt,

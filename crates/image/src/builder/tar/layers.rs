@@ -26,8 +26,8 @@ use super::{
         meter::Meter, pool, publish, reuse::Known, writing,
     },
     Archive, Archives, Counted, Reader, TarInput, WAVE_LEN,
+    entry::TarEntry,
     merge::{Merge, Place, too_many},
-    reader::TarEntry,
 };
 use crate::{corrupt, pack::write_packs};
 

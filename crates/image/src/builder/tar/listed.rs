@@ -20,8 +20,8 @@ use super::{
         xattrs,
     },
     describe::Description,
+    entry::{TarEntry, show},
     layers::{Amount, Layers},
-    reader::{TarEntry, show},
 };
 use crate::{
     CHUNK_MAX, Codec, FILE_MAX, corrupt,

@@ -15,7 +15,7 @@ use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 
 use super::{
     super::nodes::{Node, S_IFDIR, S_IFREG},
-    reader::{TarEntry, show},
+    entry::{TarEntry, show},
     resolve::{self, Followed, Names},
     tree::{FOLDER_COST, node_of, safe_parts, unsafe_name},
 };

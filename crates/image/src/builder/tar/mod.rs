@@ -9,6 +9,7 @@
 mod acl;
 mod attributes;
 mod describe;
+mod entry;
 mod gzip;
 mod layers;
 mod listed;
@@ -36,8 +37,9 @@ pub use self::{
     listed::{FilePart, Listed},
 };
 use self::{
+    entry::TarEntry,
     layers::{BLOCK_COST, Bounded},
-    reader::{Reader, TarEntry, cannot_read},
+    reader::{Reader, cannot_read},
     tree::ArchiveTree,
 };
 use super::{

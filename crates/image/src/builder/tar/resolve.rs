@@ -7,12 +7,11 @@ use std::borrow::Cow;
 
 use burgeon_block::Result;
 
-use super::{
-    super::nodes::{Node, S_IFLNK},
-    tree::PATH_MAX,
-};
+use super::super::nodes::{Node, S_IFLNK};
 use crate::{corrupt, invalid};
 
+/// Longest path in Linux, in bytes.
+pub(super) const PATH_MAX: usize = 4095;
 /// Deepest nesting of directories, symlinks followed: as many as fit in a path.
 const DEPTH_MAX: usize = PATH_MAX / 2;
 /// Symlinks in one path, as in Linux.

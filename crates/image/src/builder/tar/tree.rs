@@ -4,14 +4,12 @@ use burgeon_block::{Error, ErrorKind, MemoryMeter, Result};
 
 use super::{
     super::nodes::{Node, S_IFBLK, S_IFCHR, S_IFDIR, S_IFLNK, S_IFREG, rdev},
-    reader::{TarEntry, show},
-    resolve::{self, Followed, Names},
+    entry::{TarEntry, show},
+    resolve::{self, Followed, Names, PATH_MAX},
 };
 use crate::{XATTR_MAX, corrupt};
 
 const S_IFIFO: u32 = 0o010000;
-/// Longest path in Linux, in bytes.
-pub(super) const PATH_MAX: usize = 4095;
 /// Memory of a directory without an entry in the archive, without its name.
 pub(super) const FOLDER_COST: u64 = 352;
 
