@@ -15,14 +15,15 @@
 //! - Everything unused in the range is a leftover. No record is needed, so a number whose mount and
 //!   daemon were killed is removed by the next daemon, of whichever state directory.
 
-use std::{fs, fs::File, io, path::PathBuf};
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    path::PathBuf,
+};
 
 use burgeon_block::Result;
 
-use crate::{
-    loopdev::open_control,
-    sys::{failed, ioctl_number},
-};
+use crate::sys::{failed, ioctl_number};
 
 const LOOP_CTL_ADD: std::ffi::c_ulong = 0x4C80;
 const LOOP_CTL_REMOVE: std::ffi::c_ulong = 0x4C81;
@@ -31,6 +32,11 @@ const LOOP_CTL_REMOVE: std::ffi::c_ulong = 0x4C81;
 /// driver that was loaded with 16 partitions a device.
 const FIRST: u32 = 16_384;
 const END: u32 = 49_152;
+
+/// Opens the control device, which hands out and removes the numbers of loop devices.
+pub(crate) fn open_control() -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).open("/dev/loop-control")
+}
 
 /// Makes a loop device with a number of the range.
 pub(crate) fn add(control: &File) -> io::Result<u32> {

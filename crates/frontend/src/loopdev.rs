@@ -24,7 +24,7 @@ use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
 use rustix::fs::{FileType, Mode, makedev, mknodat};
 
 use crate::{
-    loop_range,
+    loop_range::{self, open_control},
     sys::{failed, ioctl_number, ioctl_struct},
 };
 
@@ -243,11 +243,6 @@ impl AsFd for LoopDevice {
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.device.as_fd()
     }
-}
-
-/// The control device of all loop devices.
-pub(crate) fn open_control() -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).open("/dev/loop-control")
 }
 
 /// All loop devices in use, ours and others', by number.
