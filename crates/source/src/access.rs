@@ -1,15 +1,9 @@
 use std::{collections::BTreeMap, fmt, path::Path};
 
-use burgeon_block::Result;
 use object_store::{aws::AmazonS3ConfigKey, azure::AzureConfigKey, gcp::GoogleConfigKey};
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    Location,
-    location::Scheme,
-    registry::{self, DockerCredential, Name},
-    remote::key_file,
-};
+use crate::{Location, location::Scheme, remote::key_file};
 
 /// The variable that holds Docker's `config.json` if there is no file.
 const REGISTRIES: &str = "DOCKER_AUTH_CONFIG";
@@ -51,41 +45,9 @@ impl Access {
         Self(variables.map(|(name, value)| (name.clone(), value.clone())).collect())
     }
 
-    /// Only the settings for the registry of `name`: those known, or else those that Docker,
-    /// Podman or their helpers keep for this user. Blocks on a helper. An error in finding
-    /// credentials is reported when a login fails for lack of them.
-    pub fn for_registry(&self, name: &Name) -> Result<Self> {
-        Ok(Self::to_open(name, registry::find_credentials(name, self).unwrap_or_default()))
-    }
-
-    /// The known settings for the registry of `name`.
-    pub fn given_for_registry(&self, name: &Name) -> Self {
-        Self::to_open(name, registry::given_credentials(name, self).unwrap_or_default())
-    }
-
-    /// Only the settings that Docker, Podman or their helpers keep for this user and the registry
-    /// of `name`. Blocks on a helper. Without any, an error names the fault of the known
-    /// settings or of the files of other programs.
-    pub fn kept_for_registry(&self, name: &Name) -> Result<Self> {
-        match registry::look_up_credentials(name)? {
-            None => registry::given_credentials(name, self).map(|_| Self::default()),
-            kept => Ok(Self::to_open(name, kept)),
-        }
-    }
-
-    /// A login at one registry.
-    fn to_open(name: &Name, credentials: Option<DockerCredential>) -> Self {
-        let entry = match credentials {
-            None => return Self::default(),
-            Some(DockerCredential::UsernamePassword(user, password)) => {
-                serde_json::json!({ "username": user, "password": password })
-            }
-            Some(DockerCredential::IdentityToken(token)) => {
-                serde_json::json!({ "identitytoken": token })
-            }
-        };
-        let config = serde_json::json!({ "auths": { name.registry(): entry } });
-        Self([(REGISTRIES.to_owned(), config.to_string())].into())
+    /// Only settings for registries: `config` is a Docker `config.json`.
+    pub(crate) fn of_registries(config: String) -> Self {
+        Self([(REGISTRIES.to_owned(), config)].into())
     }
 
     /// The settings for registries: Docker's `config.json`.

@@ -10,6 +10,7 @@
 use std::{
     error, fmt,
     io::{self, Read},
+    sync::Once,
     time::Duration,
 };
 
@@ -23,7 +24,7 @@ use reqwest::{
 
 use crate::{
     body::{Bounded, Excess, Failed},
-    choose_cryptography, waiting,
+    waiting,
 };
 
 /// Longest time to connect. A lost SYN is sent again after 1 s and 3 s.
@@ -85,6 +86,16 @@ fn finish(builder: ClientBuilder) -> Result<Client> {
         let what = "cannot make connections; are the system's certificates there?";
         Error::with_source(ErrorKind::Unavailable, what, error.without_url())
     })
+}
+
+/// Selects rustls with ring for TLS, and the system's root certificates. Call before making a
+/// client; only the first call has an effect.
+pub(crate) fn choose_cryptography() {
+    static CHOSEN: Once = Once::new();
+    CHOSEN.call_once(|| {
+        // An error means that a provider is installed already, which is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    });
 }
 
 /// Sends the request of `make`, with up to `retries` retries while the server is unreachable,

@@ -18,9 +18,10 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-pub(crate) use docker_credential::DockerCredential;
-use docker_credential::{CredentialRetrievalError as Failed, get_credential_from_reader};
-use serde_json::{Map, Value};
+use docker_credential::{
+    CredentialRetrievalError as Failed, DockerCredential, get_credential_from_reader,
+};
+use serde_json::{Map, Value, json};
 
 use super::{Name, helper};
 use crate::{
@@ -45,8 +46,45 @@ pub fn ask_for_credentials_by(ask: AskForCredentials) {
     let _ = ASK.set(ask);
 }
 
+impl Access {
+    /// Only the settings for the registry of `name`: those known, or else those that Docker,
+    /// Podman or their helpers keep for this user. Blocks on a helper. An error in finding
+    /// credentials is reported when a login fails for lack of them.
+    pub fn for_registry(&self, name: &Name) -> Result<Self> {
+        Ok(login_at(name, find(name, self).unwrap_or_default()))
+    }
+
+    /// The known settings for the registry of `name`.
+    pub fn given_for_registry(&self, name: &Name) -> Self {
+        login_at(name, given(name, self).unwrap_or_default())
+    }
+
+    /// Only the settings that Docker, Podman or their helpers keep for this user and the registry
+    /// of `name`. Blocks on a helper. Without any, an error names the fault of the known
+    /// settings or of the files of other programs.
+    pub fn kept_for_registry(&self, name: &Name) -> Result<Self> {
+        match look_up(name)? {
+            None => given(name, self).map(|_| Self::default()),
+            kept => Ok(login_at(name, kept)),
+        }
+    }
+}
+
+/// The settings for a login at the registry of `name`.
+fn login_at(name: &Name, credentials: Option<DockerCredential>) -> Access {
+    let entry = match credentials {
+        None => return Access::default(),
+        Some(DockerCredential::UsernamePassword(user, password)) => {
+            json!({ "username": user, "password": password })
+        }
+        Some(DockerCredential::IdentityToken(token)) => json!({ "identitytoken": token }),
+    };
+    let config = json!({ "auths": { name.registry(): entry } });
+    Access::of_registries(config.to_string())
+}
+
 /// The credentials in `access` for the registry of `name`.
-pub(crate) fn given(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
+pub(super) fn given(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
     let Some(config) = access.registries() else { return Ok(None) };
     let registry = name.registry();
     understood(registry, configured(config.as_bytes(), registry))
@@ -59,7 +97,7 @@ pub(super) async fn own(name: &Name) -> Result<Option<DockerCredential>> {
 }
 
 /// The credentials in this process's environment for the registry of `name`. Blocks on a helper.
-pub(crate) fn look_up(name: &Name) -> Result<Option<DockerCredential>> {
+fn look_up(name: &Name) -> Result<Option<DockerCredential>> {
     if let Some(ask) = ASK.get() {
         return given(name, &ask(name)?);
     }
@@ -69,7 +107,7 @@ pub(crate) fn look_up(name: &Name) -> Result<Option<DockerCredential>> {
 
 /// The credentials for the registry of `name`: from `access`, else from this process's
 /// environment.
-pub(crate) fn find(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
+fn find(name: &Name, access: &Access) -> Result<Option<DockerCredential>> {
     match given(name, access)? {
         None => look_up(name),
         given => Ok(given),

@@ -17,9 +17,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use docker_credential::DockerCredential;
 use serde::Deserialize;
-
-use super::DockerCredential;
 
 /// Longest time a helper may take: it may query a server, or prompt the user.
 const TIME_MAX: Duration = Duration::from_secs(30);

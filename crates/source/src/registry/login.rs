@@ -15,12 +15,12 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use docker_credential::DockerCredential;
 use reqwest::{RequestBuilder, StatusCode};
 use tokio::{sync::Semaphore, task::JoinHandle};
 
 use super::{
     Name, credentials,
-    credentials::DockerCredential,
     token::{Granted, Operation, exchange},
 };
 use crate::{Access, web};

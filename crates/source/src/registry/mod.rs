@@ -39,10 +39,6 @@ use tokio::{
 };
 
 pub use self::credentials::{AskForCredentials, ask_for_credentials_by, login_files};
-pub(crate) use self::credentials::{
-    DockerCredential, find as find_credentials, given as given_credentials,
-    look_up as look_up_credentials,
-};
 pub use self::helper::{Ask, NOT_FOUND, Said, ask_helper, ask_helpers_by};
 pub use self::{
     artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, Objects},

@@ -16,6 +16,7 @@
 //! secret.
 
 use burgeon_block::{Error, ErrorKind, Result};
+use docker_credential::DockerCredential;
 use http_auth::{ChallengeRef, parse_challenges};
 use reqwest::{
     Client, RequestBuilder, Response, StatusCode, Url,
@@ -24,7 +25,7 @@ use reqwest::{
 use serde::Deserialize;
 use url::form_urlencoded;
 
-use super::{Name, credentials::DockerCredential, name::is_loopback};
+use super::{Name, name::is_loopback};
 use crate::{
     body::{Bounded, Failed},
     web,

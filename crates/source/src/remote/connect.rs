@@ -1,9 +1,6 @@
 //! Builds a client of the library from a location and the settings of the environment.
 
-use std::{
-    sync::{Arc, Once},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use object_store::{
@@ -21,6 +18,7 @@ use super::{
 use crate::{
     Access,
     location::{RemoteUrl, Scheme},
+    web::choose_cryptography,
 };
 
 /// Longest time to connect. A lost SYN is sent again after 1 s and 3 s.
@@ -155,14 +153,4 @@ fn retry_config(retries: Retries) -> RetryConfig {
         },
         Retries::Caller => RetryConfig { max_retries: 0, ..RetryConfig::default() },
     }
-}
-
-/// Selects rustls with ring for TLS, and the system's root certificates. Call before making a
-/// client; only the first call has an effect.
-pub fn choose_cryptography() {
-    static CHOSEN: Once = Once::new();
-    CHOSEN.call_once(|| {
-        // An error means that a provider is installed already, which is as good.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-    });
 }

@@ -34,8 +34,8 @@ use object_store::{
 };
 use tokio::{sync::Semaphore, time::timeout};
 
+pub use self::wire::Traffic;
 use self::{connect::Retries, lease::Leases};
-pub use self::{connect::choose_cryptography, wire::Traffic};
 pub(crate) use self::{hedge::Hedge, key_files::named as key_file, wire::check_range};
 use crate::{
     Access, check_len,
