@@ -256,6 +256,17 @@ pub(crate) fn index_artifact(bytes: &[u8]) -> Result<ImageManifest> {
     json(bytes, "index")
 }
 
+/// The tag of the list of referrers, for registries without the referrers API.
+pub(crate) fn referrers_tag(image: &Digest) -> String {
+    format!("sha256-{}", image.hex())
+}
+
+/// True if `tag` is that of a list of referrers.
+pub(crate) fn is_referrers_tag(tag: &str) -> bool {
+    let digest = tag.strip_prefix("sha256-").map(|digits| format!("sha256:{digits}"));
+    digest.is_some_and(|digest| digest.parse::<Digest>().is_ok())
+}
+
 /// The entries of a list of referrers, of any type.
 pub(crate) fn referrer_entries(bytes: &[u8]) -> Result<Vec<Value>> {
     #[derive(Deserialize)]

@@ -14,14 +14,13 @@
 use std::{
     collections::HashSet,
     fs::File,
-    io::{self, BufReader, Read, Seek, SeekFrom},
+    io::{self, BufReader, Read, Seek},
     path::Path,
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     thread,
-    time::Duration,
 };
 
 use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectStore, Result};
@@ -30,16 +29,14 @@ use burgeon_layer::{LayerCodec, Recorder, Restarts};
 use burgeon_source::{
     Directory, layer_object,
     opening::{Manner, open_checked},
-    registry::{Checked, Digest, Digesting, Registry, body_error},
+    registry::{Checked, Digest, Digesting, body_error},
 };
-use bytes::Bytes;
 use oci_spec::image::Descriptor;
 
 use crate::{
     Work,
-    document::{Compression, DescriptorExt, Document, Layer, Manifest, diff_ids, for_this_machine},
-    layout::Layout,
-    source::Selector,
+    blobs::{Blobs, Resolved},
+    document::{Compression, DescriptorExt, Layer, Manifest, diff_ids},
     spool::{CountedPlaces, Metered, Spool, Tee, given_up},
     toc,
 };
@@ -48,131 +45,10 @@ use crate::{
 const LANES_MAX: usize = 4;
 /// Size of reads of compressed data: 256 KiB.
 const BUFFER_LEN: usize = 1 << 18;
-/// Largest nesting depth of indexes.
-const INDEXES_MAX: usize = 4;
-
-/// The location of an image's blobs.
-pub(crate) enum Blobs {
-    Layout(Layout),
-    Registry(Registry),
-}
-
-/// The OCI image that a name resolves to.
-pub(crate) struct Resolved {
-    /// Digest of the image for this machine's platform.
-    pub(crate) digest: Digest,
-    /// Digest of the index that named the image, if there was one.
-    pub(crate) index: Option<Digest>,
-    /// Length of the image's manifest, in bytes.
-    pub(crate) len: u64,
-    pub(crate) manifest: Manifest,
-}
-
-/// The image of either kind that a name resolves to.
-pub(crate) enum Target {
-    Oci(Box<Resolved>),
-    /// A Burgeon image.
-    Ours(Digest),
-}
-
-/// The error for building a Burgeon image, which has no layers.
-pub(crate) fn not_built(digest: &Digest) -> Error {
-    invalid(&format!(
-        "{digest} is a Burgeon image already: copy it to a registry with `skopeo copy`, then \
-         `burgeon pull` or `burgeon mount` it from there"
-    ))
-}
 
 impl Blobs {
-    pub(crate) fn document(&self, selector: &Selector) -> Result<(Vec<u8>, Digest)> {
-        match self {
-            Self::Layout(layout) => layout.document(selector),
-            Self::Registry(registry) => match selector {
-                Selector::Digest(digest) => registry.document(Some(digest)),
-                Selector::Tag(tag) => registry.document_tagged(tag),
-                Selector::Only => registry.document(None),
-            },
-        }
-    }
-
-    fn blob(&self, digest: &Digest) -> Result<Box<dyn Read + Send>> {
-        self.blob_from(digest, 0)
-    }
-
-    /// Opens a blob at `offset`; its bytes are not checked.
-    pub(crate) fn blob_from(&self, digest: &Digest, offset: u64) -> Result<Box<dyn Read + Send>> {
-        match self {
-            Self::Layout(layout) => {
-                let mut blob = layout.blob(digest)?;
-                let moved = blob.seek(SeekFrom::Start(offset));
-                moved.map_err(|error| Error::io(format!("cannot read {digest}"), error))?;
-                Ok(Box::new(blob))
-            }
-            Self::Registry(registry) => Ok(Box::new(registry.blob(digest, offset)?)),
-        }
-    }
-
-    /// The pages of the list of referrers of `image` of type `kind`; `None` without the referrers
-    /// API.
-    pub(crate) fn referrers(&self, image: &Digest, kind: &str) -> Result<Option<Vec<Bytes>>> {
-        match self {
-            Self::Layout(_) => Ok(None),
-            Self::Registry(registry) => registry.referrers(image, kind),
-        }
-    }
-
-    /// Resolves `selector` to an OCI image for this machine.
-    pub(crate) fn resolve(&self, selector: &Selector) -> Result<Resolved> {
-        match self.find(selector)? {
-            Target::Oci(resolved) => Ok(*resolved),
-            Target::Ours(digest) => Err(not_built(&digest)),
-        }
-    }
-
-    /// Like `find`, but a registry must answer within `limit` in total.
-    pub(crate) fn find_within(&self, limit: Duration, selector: &Selector) -> Result<Target> {
-        let Self::Registry(registry) = self else { return self.find(selector) };
-        registry.answer_within(Some(limit));
-        let found = self.find(selector);
-        registry.answer_within(None);
-        found
-    }
-
-    /// Resolves `selector` to an image for this machine.
-    pub(crate) fn find(&self, selector: &Selector) -> Result<Target> {
-        let (mut bytes, mut digest) = self.document(selector)?;
-        let mut index = None;
-        for _ in 0..INDEXES_MAX {
-            match Document::parse(&bytes)? {
-                Document::Manifest(manifest) => {
-                    let len = bytes.len() as u64;
-                    let resolved = Resolved { digest, index, len, manifest };
-                    return Ok(Target::Oci(Box::new(resolved)));
-                }
-                Document::Ours => return Ok(Target::Ours(digest)),
-                Document::Index(all) => {
-                    let chosen = for_this_machine(&all)?;
-                    chosen.document_size()?;
-                    index.get_or_insert(digest);
-                    (bytes, digest) = self.document(&Selector::Digest(chosen.sha256()?))?;
-                }
-            }
-        }
-        let what = format!("indexes of images are nested deeper than {INDEXES_MAX}");
-        Err(Error::new(ErrorKind::Corrupt, what))
-    }
-
     fn config(&self, config: &Descriptor) -> Result<Vec<u8>> {
         self.read(&config.sha256()?, config.document_size()?)
-    }
-
-    /// Reads and checks a whole blob of `len` bytes.
-    pub(crate) fn read(&self, digest: &Digest, len: u64) -> Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        let mut blob = Checked::new(self.blob(digest)?, digest.clone(), len);
-        blob.read_to_end(&mut bytes)
-            .map_err(|error| body_error(&format!("read {digest}"), error))?;
-        Ok(bytes)
     }
 
     /// Builds the image `name` in `store`.
@@ -523,8 +399,9 @@ mod tests {
     use burgeon_block::ObjectStore;
     use burgeon_source::{Directory, layer_object, registry::Digest};
 
-    use super::{Blobs, Coming, Spool};
+    use super::{Coming, Spool};
     use crate::{
+        blobs::Blobs,
         document::{Compression, Layer},
         layout::Layout,
     };

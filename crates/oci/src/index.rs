@@ -31,10 +31,11 @@ use serde_json::json;
 
 use crate::{
     Source, Work,
+    blobs::{Blobs, Resolved},
     document::{DescriptorExt, index_artifact},
-    image::{Blobs, Keep, Resolved, Tocs},
+    image::{Keep, Tocs},
     referrers::{self, Artifact, ReferrerStore},
-    source::{Kind, Selector},
+    source::{Kind, Selector, archive_has_no_index},
 };
 
 /// The artifact type of an index, and the media types of its two parts.
@@ -84,7 +85,7 @@ pub fn index(
 ) -> Result<Indexed> {
     let (Some(at), Some((blobs, selector))) = (source.layers_at()?, source.blobs(work.access)?)
     else {
-        return Err(none_has());
+        return Err(archive_has_no_index());
     };
     let referrer_store = push.then(|| ReferrerStore::open(source, work.access)).transpose()?;
     let resolved = blobs.resolve(&selector)?;
@@ -509,10 +510,4 @@ impl Source {
             Kind::Archive(_) => Ok(None),
         }
     }
-}
-
-/// The error for an archive, which has no index.
-pub(crate) fn none_has() -> Error {
-    let what = "an archive has no index: only images of registries and layouts have one";
-    Error::new(ErrorKind::Invalid, what)
 }

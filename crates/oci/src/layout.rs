@@ -13,8 +13,7 @@ use oci_spec::image::Descriptor;
 use serde_json::{Value, json};
 
 use crate::{
-    document::{DescriptorExt, Document},
-    referrers::is_tag_of_list,
+    document::{DescriptorExt, Document, is_referrers_tag},
     source::Selector,
 };
 
@@ -72,7 +71,7 @@ impl Layout {
         let found: Vec<&Descriptor> = match tag {
             Some(tag) => all.iter().filter(|one| one.tag() == Some(tag)).collect(),
             // Lists of referrers are no images.
-            None => all.iter().filter(|one| !one.tag().is_some_and(is_tag_of_list)).collect(),
+            None => all.iter().filter(|one| !one.tag().is_some_and(is_referrers_tag)).collect(),
         };
         match found[..] {
             [one] => one.sha256(),

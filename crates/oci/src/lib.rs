@@ -18,6 +18,7 @@
 //! is bounded before it is read.
 
 mod archive;
+mod blobs;
 mod document;
 #[doc(hidden)]
 pub mod fuzz;
@@ -46,9 +47,10 @@ use serde::{Deserialize, Serialize};
 
 use self::{
     archive::Archive,
+    blobs::{Blobs, Resolved, Target, not_built},
     document::architecture,
-    image::{Blobs, Resolved, Target, Tocs, not_built},
-    source::Kind,
+    image::Tocs,
+    source::{Kind, archive_has_no_index},
 };
 pub use self::{
     index::{Indexed, index, is_whole, stored_bytes, stored_layer_bytes},
@@ -188,7 +190,7 @@ impl<'a, S: ObjectStore> Here<'a, S> {
         };
         let at = source.layers_at()?;
         if index.is_some() && at.is_none() {
-            return Err(index::none_has());
+            return Err(archive_has_no_index());
         }
         Ok(Self { store, source, want, work, index, at })
     }
@@ -274,7 +276,7 @@ pub fn find_or_build(
     };
     let resolved = match (target, &source.0) {
         (Target::Oci(resolved), _) => *resolved,
-        (Target::Ours(_), _) if index.is_some() => return Err(index::none_has()),
+        (Target::Ours(_), _) if index.is_some() => return Err(archive_has_no_index()),
         (Target::Ours(digest), Kind::Registry(name)) => return Ok(Found::Ours(name.at(digest))),
         (Target::Ours(digest), _) => return Err(not_built(&digest)),
     };

@@ -20,11 +20,10 @@ use serde_json::{Value, json};
 
 use crate::{
     Source,
-    document::{OCI_INDEX, referrer_digests, referrer_entries},
-    image::Blobs,
-    index::none_has,
+    blobs::Blobs,
+    document::{OCI_INDEX, referrer_digests, referrer_entries, referrers_tag},
     layout::Layout,
-    source::{Kind, Selector},
+    source::{Kind, Selector, archive_has_no_index},
 };
 
 /// Most referrers of one image that are reported.
@@ -58,7 +57,7 @@ impl ReferrerStore {
                 uploads.put(&Digest::of(&empty), &empty).map_err(cannot)?;
                 Ok(Self::Registry(uploads))
             }
-            Kind::Archive(_) => Err(none_has()),
+            Kind::Archive(_) => Err(archive_has_no_index()),
         }
     }
 
@@ -86,7 +85,7 @@ impl ReferrerStore {
             let what = format!("the list of referrers of {image} is full (4 MiB)");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        self.put_document(Some(&tag_of(image)), OCI_INDEX, list.as_bytes())?;
+        self.put_document(Some(&referrers_tag(image)), OCI_INDEX, list.as_bytes())?;
         Ok(())
     }
 
@@ -117,20 +116,9 @@ fn cannot(error: Error) -> Error {
     Error::with_source(error.kind(), what, error)
 }
 
-/// The tag of the list of referrers, for registries without the referrers API.
-fn tag_of(image: &Digest) -> String {
-    format!("sha256-{}", image.hex())
-}
-
-/// True if `tag` is that of a list of referrers.
-pub(crate) fn is_tag_of_list(tag: &str) -> bool {
-    let digest = tag.strip_prefix("sha256-").map(|digits| format!("sha256:{digits}"));
-    digest.is_some_and(|digest| digest.parse::<Digest>().is_ok())
-}
-
 /// The entries of the tagged list of referrers of `image`, of any type.
 fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
-    match blobs.document(&Selector::Tag(tag_of(image))) {
+    match blobs.document(&Selector::Tag(referrers_tag(image))) {
         Ok((bytes, _)) => referrer_entries(&bytes),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
         Err(error) => Err(error),
@@ -141,7 +129,7 @@ fn tagged(blobs: &Blobs, image: &Digest) -> Result<Vec<Value>> {
 pub(crate) fn find(blobs: &Blobs, image: &Digest, kind: &str) -> Vec<Digest> {
     match blobs.referrers(image, kind) {
         Ok(Some(pages)) => digests_on(pages.iter().map(|page| &page[..]), kind),
-        Ok(None) => match blobs.document(&Selector::Tag(tag_of(image))) {
+        Ok(None) => match blobs.document(&Selector::Tag(referrers_tag(image))) {
             Ok((list, _)) => digests_on([&list[..]], kind),
             Err(_) => Vec::new(),
         },

@@ -1,13 +1,8 @@
 use std::{fmt, path::PathBuf};
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_source::{
-    Access,
-    registry::{Digest, Name, Registry},
-};
+use burgeon_source::registry::{Digest, Name};
 use reqwest::Url;
-
-use crate::{image::Blobs, layout::Layout};
 
 /// The location of an OCI image or archive.
 #[derive(Clone, Debug)]
@@ -90,19 +85,6 @@ impl Source {
         }
     }
 
-    /// Opens the blobs of the source, and returns the image to select; `None` for an archive.
-    pub(crate) fn blobs(&self, access: &Access) -> Result<Option<(Blobs, Selector)>> {
-        Ok(match &self.0 {
-            Kind::Layout { folder, selector } => {
-                Some((Blobs::Layout(Layout::open(folder)?), selector.clone()))
-            }
-            Kind::Registry(name) => {
-                Some((Blobs::Registry(Registry::open(name, access)?), Selector::Only))
-            }
-            Kind::Archive(_) => None,
-        })
-    }
-
     /// The digest in the source, if it has one.
     pub fn pinned(&self) -> Option<&Digest> {
         match &self.0 {
@@ -137,6 +119,11 @@ fn archive(text: &str) -> Result<Kind> {
         return Err(invalid("the URL of an archive may hold no user or password".to_owned()));
     }
     Ok(Kind::Archive(url))
+}
+
+/// The error for an archive, which has no index.
+pub(crate) fn archive_has_no_index() -> Error {
+    invalid("an archive has no index: only images of registries and layouts have one".to_owned())
 }
 
 fn invalid(what: String) -> Error {

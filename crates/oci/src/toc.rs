@@ -27,8 +27,8 @@ use serde::{
 };
 
 use crate::{
+    blobs::Blobs,
     document::{Layer, TocPlace},
-    image::Blobs,
 };
 
 /// Longest compressed TOC: 64 MiB.
