@@ -18,6 +18,7 @@
 mod background;
 mod mounts;
 mod refusing;
+mod served;
 mod status;
 mod tasks;
 mod volumes;
@@ -57,7 +58,8 @@ use tokio::runtime::{Builder, Handle, Runtime};
 
 use self::{
     background::Warmed,
-    mounts::{Job, Mount, Refused},
+    mounts::Job,
+    served::{Mount, Refused},
     tasks::Tasks,
     volumes::Openings,
 };

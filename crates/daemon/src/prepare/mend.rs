@@ -10,7 +10,6 @@
 use std::{fs, path::Path};
 
 use burgeon_block::{Digest, Error, ErrorKind, Result};
-use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location};
 
 use super::process::{PreparedFiles, run_process};
@@ -102,15 +101,6 @@ fn is_base(folder: &Path, record: &WritesRecord) -> Result<bool> {
     let (map, _) = digest_file(&folder.join("map"))?;
     let (template, _) = digest_file(&folder.join("seed"))?;
     Ok(map == record.map_digest.0 && template == record.template_digest.0)
-}
-
-/// True if an image can be mounted from `folder`, and the mount be served. Checked in a process of
-/// its own, because the map can have any length.
-pub(super) fn is_usable(folder: &Path) -> bool {
-    let map = AddressMap::open(&folder.join("map")).and_then(|map| map.verify());
-    let info = map.and_then(|()| read_info(folder));
-    let (seed, manifest) = (len_of(&folder.join("seed")), len_of(&folder.join("manifest")));
-    manifest > 0 && info.is_ok_and(|info| seed >= info.metadata_nodes().end())
 }
 
 fn inode(file: &Path) -> Option<u64> {

@@ -8,17 +8,16 @@ use std::{
 };
 
 use burgeon_block::{Digest, Error, ErrorKind, ObjectKind, ObjectStore, Result};
-use burgeon_image::Limits;
+use burgeon_image::{AddressMap, Limits};
 use burgeon_source::{Access, Location, Store};
 
-use super::mend;
 use crate::{
     host::{harden::bound_memory, program::this_program},
     ipc::protocol::Failure,
     roles,
     state::{
         files,
-        prepared::{KEPT, Ready},
+        prepared::{KEPT, Ready, len_of, read_info},
     },
 };
 
@@ -155,7 +154,7 @@ fn prepare_here(
     }
     let files = files.to_string_lossy();
     let mended = files.strip_prefix(MENDED);
-    if mended.is_some() && mend::is_usable(folder) {
+    if mended.is_some() && is_usable(folder) {
         return Ok(());
     }
     let virtual_bytes = mended.unwrap_or(&files).parse().map_err(|e| {
@@ -176,6 +175,15 @@ fn prepare_here(
     })?;
     let ready = ready.with_files(folder);
     files::publish_json(&folder.join("ready.json"), &ready)
+}
+
+/// True if an image can be mounted from `folder`, and the mount be served. Checked in a process of
+/// its own, because the map can have any length.
+fn is_usable(folder: &Path) -> bool {
+    let map = AddressMap::open(&folder.join("map")).and_then(|map| map.verify());
+    let info = map.and_then(|()| read_info(folder));
+    let (seed, manifest) = (len_of(&folder.join("seed")), len_of(&folder.join("manifest")));
+    manifest > 0 && info.is_ok_and(|info| seed >= info.metadata_nodes().end())
 }
 
 #[cfg(test)]

@@ -10,11 +10,11 @@ use std::{sync::Arc, thread};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::References;
-use burgeon_volume::{Fill, FillProgress, FillState, ProfilePrefetch, ProfileState};
+use burgeon_volume::{Fill, FillProgress, FillState, ProfileState};
 
 use super::{
     Serving, lock,
-    mounts::Mount,
+    served::{Following, Mount},
     volumes::{ImageVolume, Origin},
 };
 use crate::{
@@ -25,18 +25,6 @@ use crate::{
     },
     state::{access, profile, record::ProfileSource},
 };
-
-/// Progress of a mount's profile prefetch.
-pub(super) enum Following {
-    /// The profile is being loaded.
-    Loading,
-    /// There is none.
-    None,
-    /// The profile cannot be used.
-    Unusable(String),
-    /// Its data is being prefetched, or has been.
-    Begun(ProfilePrefetch),
-}
 
 /// A mount that is being made and prefetches already.
 pub(super) struct Warmed {

@@ -15,15 +15,13 @@
 use std::{os::fd::OwnedFd, path::Path, pin::Pin, sync::Arc};
 
 use burgeon_block::{BlockDevice, Error, ErrorKind, Result};
-use burgeon_frontend::{End, Server, Slots, serve, ublk};
+use burgeon_frontend::{End, Slots, serve, ublk};
 use burgeon_source::References;
-use burgeon_volume::Fill;
 
 use super::{
-    Serving,
-    background::Following,
-    lock,
+    Serving, lock,
     refusing::Refusing,
+    served::{AnyServer, Following, Mount, Refused},
     volumes::{Device, ImageVolume, Origin},
 };
 use crate::{
@@ -53,47 +51,6 @@ pub(super) enum Job {
     Record { on: bool },
     /// The mount's server of this number has ended.
     Ended { server: u64, end: End },
-}
-
-/// A served mount, with everything that a new supervisor would need.
-pub(super) struct Mount {
-    pub(super) attach: Attach,
-    pub(super) volume: Arc<ImageVolume>,
-    pub(super) device: Arc<Device>,
-    pub(super) fuse: Option<OwnedFd>,
-    pub(super) slots: Arc<Slots>,
-    server: AnyServer,
-    number: u64,
-    pub(super) following: Following,
-    pub(super) fill: Option<Fill>,
-    /// Fetches of the pinned data; `None` until the pins are known.
-    pub(super) pinned: Option<Vec<Fill>>,
-}
-
-/// A mount that cannot be served.
-pub(super) struct Refused {
-    pub(super) attach: Attach,
-    pub(super) fuse: Option<OwnedFd>,
-    pub(super) slots: Arc<Slots>,
-    _server: AnyServer,
-    number: u64,
-}
-
-/// A mount's server; stopped when it is dropped.
-#[expect(dead_code, reason = "held for their effect on drop")]
-enum AnyServer {
-    Fuse(Server),
-    Ublk(ublk::Server),
-}
-
-impl AnyServer {
-    /// The process that has opened its ublk device.
-    fn opener(&self) -> Option<u32> {
-        match self {
-            Self::Fuse(_) => None,
-            Self::Ublk(server) => Some(server.opener()),
-        }
-    }
 }
 
 type Ended = Pin<Box<dyn Future<Output = End> + Send>>;

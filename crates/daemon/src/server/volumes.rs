@@ -21,7 +21,7 @@ use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
 use burgeon_volume::{DirectFile, LazyDevice, Limits, RECORDED_CHECKSUM_LEN, VirtualArea, Volume};
 
-use super::{Serving, SharedCounters, lock, mounts::Mount};
+use super::{Serving, SharedCounters, lock};
 use crate::{
     id::MountId,
     ipc::link::Warm,
@@ -186,8 +186,8 @@ impl Serving {
         let references = if own { References::Allow } else { References::Refuse };
         let origin = Origin { cache: folder.join("cache"), store: image.store, access };
         let volume = self.volume(origin, &image.map, references)?;
-        let limited = |mounts: &HashMap<MountId, Mount>| mounts.get(&id)?.attach.fetch_limit;
-        if limited(&lock(&self.mounts)).is_some() {
+        let limit = lock(&self.mounts).get(&id).and_then(|mount| mount.attach.fetch_limit);
+        if limit.is_some() {
             volume.stop_reading_ahead();
         }
         Ok(volume)
