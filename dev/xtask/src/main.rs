@@ -7,6 +7,8 @@ mod bench;
 mod budget;
 mod built;
 mod check;
+mod circles;
+mod files;
 mod lab;
 mod made;
 mod outcome;
@@ -28,8 +30,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Check the rules that the compiler does not: crate arrows, file sizes, banned crates and
-    /// words.
+    /// Check the rules that the compiler does not: crate arrows, circles of files, file
+    /// sizes, banned crates and words.
     Tidy,
     /// Measure Burgeon beside its peers and print a table of ratios, aims and verdicts.
     Bench(bench::Options),

@@ -2,6 +2,8 @@
 //!
 //! ```text
 //!   cargo metadata ──► arrows between crates    only those of docs/architecture.md
+//!                  ──► arrows of this file      each is one between crates
+//!   */src/*.rs     ──► imports                  no circle of files (circles.rs)
 //!   Cargo.lock     ──► crates                   none that is unmaintained or unwanted
 //!   every *.rs     ──► length, words            at most LINES_MAX lines, no unfinished marks
 //!   crates/*/src   ──► names of objects       their kind is read in block/src/object.rs only
@@ -15,14 +17,14 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    path::{Path, PathBuf},
+    path::Path,
     process::Command,
 };
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::proofs;
+use crate::{circles, files::files, proofs};
 
 /// The longest source file, in lines.
 const LINES_MAX: usize = 600;
@@ -134,9 +136,17 @@ const ARROWS: &[(&str, &[&str])] = &[
             "testkit",
         ],
     ),
-    ("cache-bench", &["burgeon-block", "burgeon-cache", "testkit"]),
     ("testkit", &[]),
     ("xtask", &["testkit"]),
+];
+
+/// Arrows of `ARROWS` that crates will have soon, and do not have yet.
+const COMING: &[(&str, &str)] = &[
+    ("burgeon-volume", "burgeon-cache"),
+    ("burgeon-daemon", "burgeon-cache"),
+    ("buggy-volume", "burgeon-cache"),
+    ("buggy-simulator", "burgeon-cache"),
+    ("simulator", "burgeon-cache"),
 ];
 
 /// The readers of hostile bytes: the target in dev/fuzz, and the call in it that reads them.
@@ -199,7 +209,10 @@ pub(crate) fn run(root: &Path) -> Result<()> {
 }
 
 fn problems(root: &Path) -> Result<Vec<String>> {
-    let mut problems = crate_arrows(&metadata(root)?, ARROWS)?;
+    let metadata = metadata(root)?;
+    let mut problems = crate_arrows(&metadata, ARROWS)?;
+    problems.extend(unused_arrows(&metadata, ARROWS, COMING));
+    problems.extend(circles::problems(root)?);
     let picture = root.join("docs/architecture.md");
     if picture.exists() {
         problems.extend(picture_differs(&fs::read_to_string(picture)?, ARROWS));
@@ -260,6 +273,46 @@ fn crate_arrows(metadata: &Value, allowed: &[(&str, &[&str])]) -> Result<Vec<Str
         }
     }
     Ok(problems)
+}
+
+/// The arrows that no manifest has, except those in `coming`; and those in `coming` that are no
+/// longer to come.
+fn unused_arrows(
+    metadata: &Value,
+    allowed: &[(&str, &[&str])],
+    coming: &[(&str, &str)],
+) -> Vec<String> {
+    let packages = || metadata["packages"].as_array().into_iter().flatten();
+    let has = |name: &str, target: &str| {
+        let package = packages().find(|package| package["name"].as_str() == Some(name));
+        let dependencies = package.and_then(|package| package["dependencies"].as_array());
+        dependencies.into_iter().flatten().any(|dependency| {
+            // Tests need no arrow.
+            dependency["name"].as_str() == Some(target)
+                && dependency["kind"].as_str() != Some("dev")
+        })
+    };
+    let mut problems = Vec::new();
+    for (name, targets) in allowed {
+        if !packages().any(|package| package["name"].as_str() == Some(name)) {
+            problems.push(format!("ARROWS of dev/xtask/src/tidy.rs has {name}, which is no crate"));
+            continue;
+        }
+        for target in targets.iter().filter(|target| !has(name, target)) {
+            if !coming.contains(&(name, target)) {
+                problems.push(format!(
+                    "crate {name} does not depend on {target}: take the arrow from ARROWS of \
+                     dev/xtask/src/tidy.rs and from docs/architecture.md"
+                ));
+            }
+        }
+    }
+    for (name, target) in coming.iter().filter(|(name, target)| has(name, target)) {
+        problems.push(format!(
+            "crate {name} depends on {target} by now: take it from COMING of dev/xtask/src/tidy.rs"
+        ));
+    }
+    problems
 }
 
 fn reaches(allowed: &BTreeMap<&str, &[&str]>, from: &str, to: &str) -> bool {
@@ -381,34 +434,16 @@ fn kinds_by_hand(name: &Path, text: &str) -> Vec<String> {
     lines.map(problem).collect()
 }
 
-/// Every file of the tree, except build output, caches and git's own.
-pub(crate) fn files(root: &Path) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    let mut folders = vec![root.to_path_buf()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder)? {
-            let entry = entry?;
-            let kind = entry.file_type()?;
-            let name = entry.file_name();
-            let built = ["target", ".git", ".cache", "corpus", "artifacts"];
-            if kind.is_dir() && !built.iter().any(|b| name == *b) {
-                folders.push(entry.path());
-            } else if kind.is_file() && name != ".git" {
-                files.push(entry.path());
-            }
-        }
-    }
-    files.sort();
-    Ok(files)
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
     use serde_json::json;
 
-    use super::{ARROWS, banned_crates, crate_arrows, file_problems, picture_differs, problems};
+    use super::{
+        ARROWS, banned_crates, crate_arrows, file_problems, picture_differs, problems,
+        unused_arrows,
+    };
 
     #[test]
     fn a_reader_without_a_fuzz_target_is_named() {
@@ -459,6 +494,16 @@ mod tests {
         assert!(!found("burgeon-volume", "burgeon-btrfs", Some("dev")));
         assert!(found("burgeon-volume", "burgeon-btrfs", None));
         assert!(found("newcomer", "burgeon-block", None));
+    }
+
+    #[test]
+    fn an_arrow_that_nobody_uses_is_found() {
+        let arrows: &[(&str, &[&str])] = &[("a", &["b"]), ("b", &[])];
+        let faults = |kind, coming| unused_arrows(&workspace("a", "b", kind), arrows, coming).len();
+        assert_eq!((faults(None, &[]), faults(Some("dev"), &[])), (0, 1));
+        assert_eq!((faults(None, &[("a", "b")]), faults(Some("dev"), &[("a", "b")])), (1, 0));
+        let more: &[(&str, &[&str])] = &[("a", &["b"]), ("b", &[]), ("c", &[])];
+        assert_eq!(unused_arrows(&workspace("a", "b", None), more, &[]).len(), 1);
     }
 
     #[test]

@@ -22,7 +22,7 @@ pub(super) fn copy_tree(root: &Path, tree: &Path) -> Result<()> {
     fs::create_dir_all(tree)?;
     let names = list(&["--cached", "--others", "--exclude-standard"])?;
     // A test program that is gone must not be compiled from the copy.
-    for path in crate::tidy::files(tree)? {
+    for path in crate::files::files(tree)? {
         if path.strip_prefix(tree).is_ok_and(|name| names.iter().all(|n| n != name)) {
             fs::remove_file(&path)?;
         }
