@@ -21,7 +21,7 @@ fn source(folder: &Path) -> String {
     format!("oci-layout:{}:latest", folder.display())
 }
 
-/// Makes the index of an image, and puts it beside it.
+/// Makes the index of an image and pushes it as a referrer.
 fn push(burgeon: &Burgeon, source: &str) -> Value {
     serde_json::from_str(&burgeon.ok(&["index", source, "--push", "--json"])).unwrap()
 }

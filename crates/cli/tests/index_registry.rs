@@ -27,7 +27,7 @@ const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const LIST: &str = "application/vnd.oci.image.index.v1+json";
 const INDEX: &str = "application/vnd.burgeon.index.v1";
 
-/// Makes the index of an image, and puts it beside it.
+/// Makes the index of an image and pushes it as a referrer.
 fn push(burgeon: &Burgeon, source: &str) -> Value {
     serde_json::from_str(&burgeon.ok(&["index", source, "--push", "--json"])).unwrap()
 }

@@ -54,20 +54,6 @@ const EXCEPTIONS: &[(&str, &[&str])] = &[
         &["commands/images.rs", "commands/oci_image.rs", "commands/push.rs", "commands/reading.rs"],
     ),
     ("crates/cli", &["commands/taken.rs", "commands/umount.rs"]),
-    (
-        "crates/daemon",
-        &[
-            "supervisor/helper.rs",
-            "supervisor/map.rs",
-            "supervisor/plumbing.rs",
-            "supervisor/reconnect.rs",
-            "supervisor/recover.rs",
-            "supervisor/release.rs",
-            "supervisor/server_monitor.rs",
-            "supervisor/table.rs",
-            "supervisor/thin.rs",
-        ],
-    ),
     ("crates/volume", &["background/read_ahead.rs", "fetch/chunk.rs", "fetch/run.rs", "volume.rs"]),
     ("crates/volume", &["recorded.rs", "verify.rs"]),
 ];

@@ -14,7 +14,7 @@ use burgeon_volume::{Fill, FillProgress, FillState, ProfileState};
 
 use super::{
     Serving, lock,
-    served::{Following, Mount},
+    served::{Mount, Prefetching},
     volumes::{ImageVolume, Origin},
 };
 use crate::{
@@ -28,7 +28,7 @@ use crate::{
 
 /// A mount that is being made and prefetches already.
 pub(super) struct Warmed {
-    following: Following,
+    prefetching: Prefetching,
     /// Kept open, so that the mount finds the prefetched data.
     volume: Option<Arc<ImageVolume>>,
 }
@@ -36,8 +36,8 @@ pub(super) struct Warmed {
 impl Serving {
     /// Starts the profile prefetch of a mount that is being made.
     pub(super) fn warm(self: &Arc<Self>, warm: Warm) {
-        tracing::info!(mount = %warm.id, "the profile comes meanwhile: the mount is being made");
-        let begun = Warmed { following: Following::Loading, volume: None };
+        tracing::info!(mount = %warm.id, "prefetching the profile while the mount is made");
+        let begun = Warmed { prefetching: Prefetching::Loading, volume: None };
         lock(&self.warmed).insert(warm.id, begun);
         let serving = Arc::clone(self);
         thread::spawn(move || {
@@ -53,23 +53,23 @@ impl Serving {
                     }
                     serving.load(id, &warm.profile, &volume);
                 }
-                Err(e) => serving.settle(id, |_| Following::Unusable(e.to_string())),
+                Err(e) => serving.settle(id, |_| Prefetching::Unusable(e.to_string())),
             }
         });
     }
 
     /// Serves `mount`, and fetches in the background: first the profile's data, then the rest, as
     /// far as requested. A thread of its own loads the profile, because that may be a fetch.
-    pub(super) fn bring(self: &Arc<Self>, id: MountId, mut mount: Mount) {
+    pub(super) fn start_background(self: &Arc<Self>, id: MountId, mut mount: Mount) {
         let volume = Arc::clone(&mount.volume);
         let profile = mount.attach.profile.clone();
         let begun = {
             let mut warmed = lock(&self.warmed);
             let begun = warmed.remove(&id);
             let is_begun = begun.is_some();
-            mount.following = begun.map(|begun| begun.following).unwrap_or(match profile {
-                Some(_) => Following::Loading,
-                None => Following::None,
+            mount.prefetching = begun.map(|begun| begun.prefetching).unwrap_or(match profile {
+                Some(_) => Prefetching::Loading,
+                None => Prefetching::None,
             });
             lock(&self.mounts).insert(id, mount);
             is_begun
@@ -89,31 +89,35 @@ impl Serving {
         let _runtime = self.runtime.enter();
         self.settle(id, |mount| match (loaded, mount) {
             (Ok(Some(ranges)), Some(mount)) => {
-                Following::Begun(mount.device.prefetch_profile(ranges.into_iter()))
+                Prefetching::Begun(mount.device.prefetch_profile(ranges.into_iter()))
             }
             (Ok(Some(ranges)), None) => {
-                Following::Begun(volume.prefetch_profile(ranges.into_iter(), None))
+                Prefetching::Begun(volume.prefetch_profile(ranges.into_iter(), None))
             }
-            (Ok(None), _) => Following::None,
+            (Ok(None), _) => Prefetching::None,
             (Err(e), _) => {
                 tracing::warn!(mount = %id, image = %source.image.0, error = %e, "cannot use the profile");
-                Following::Unusable(e.to_string())
+                Prefetching::Unusable(e.to_string())
             }
         });
     }
 
     /// Sets the prefetch state of a mount that is served or being made.
-    fn settle(self: &Arc<Self>, id: MountId, following: impl FnOnce(Option<&Mount>) -> Following) {
+    fn settle(
+        self: &Arc<Self>,
+        id: MountId,
+        prefetching: impl FnOnce(Option<&Mount>) -> Prefetching,
+    ) {
         {
             let mut warmed = lock(&self.warmed);
             if let Some(begun) = warmed.get_mut(&id) {
-                begun.following = following(None);
+                begun.prefetching = prefetching(None);
                 return;
             }
             // If it is neither, the mount has ended.
             let mut mounts = lock(&self.mounts);
             let Some(mount) = mounts.get_mut(&id) else { return };
-            mount.following = following(Some(mount));
+            mount.prefetching = prefetching(Some(mount));
         }
         self.lead(id);
     }
@@ -122,11 +126,11 @@ impl Serving {
     fn lead(self: &Arc<Self>, id: MountId) {
         let ended = {
             let mounts = lock(&self.mounts);
-            match mounts.get(&id).map(|mount| &mount.following) {
-                Some(Following::Begun(follow)) => Some(follow.ended()),
+            match mounts.get(&id).map(|mount| &mount.prefetching) {
+                Some(Prefetching::Begun(prefetch)) => Some(prefetch.ended()),
                 // The loading thread calls this again.
-                Some(Following::Loading) | None => return,
-                Some(Following::None | Following::Unusable(_)) => None,
+                Some(Prefetching::Loading) | None => return,
+                Some(Prefetching::None | Prefetching::Unusable(_)) => None,
             }
         };
         let Some(ended) = ended else { return self.fill(id) };
@@ -186,15 +190,15 @@ impl Serving {
 
 pub(super) fn profile_status(mount: &Mount) -> ProfileStatus {
     let prefetched = mount.volume.profile_prefetched().unwrap_or_default();
-    let progress = match &mount.following {
-        Following::Begun(follow) => Some(follow.progress()),
+    let progress = match &mount.prefetching {
+        Prefetching::Begun(prefetch) => Some(prefetch.progress()),
         _ => None,
     };
-    let (state, problem) = match &mount.following {
-        Following::Loading => ("loading", None),
-        Following::None => ("none", None),
-        Following::Unusable(problem) => ("unusable", Some(problem.clone())),
-        Following::Begun(follow) => match follow.progress().state {
+    let (state, problem) = match &mount.prefetching {
+        Prefetching::Loading => ("loading", None),
+        Prefetching::None => ("none", None),
+        Prefetching::Unusable(problem) => ("unusable", Some(problem.clone())),
+        Prefetching::Begun(prefetch) => match prefetch.progress().state {
             ProfileState::Running => ("running", None),
             ProfileState::Done => ("done", None),
             ProfileState::Stopped => ("stopped", None),

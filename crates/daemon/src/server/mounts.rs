@@ -21,7 +21,7 @@ use burgeon_source::References;
 use super::{
     Serving, lock,
     refusing::Refusing,
-    served::{AnyServer, Following, Mount, Refused},
+    served::{AnyServer, Mount, Prefetching, Refused},
     volumes::{Device, ImageVolume, Origin},
 };
 use crate::{
@@ -135,12 +135,12 @@ impl Serving {
             slots,
             server,
             number,
-            following: Following::Loading,
+            prefetching: Prefetching::Loading,
             fill: None,
             pinned: None,
         };
         let transport = mount.attach.transport;
-        self.bring(id, mount);
+        self.start_background(id, mount);
         if let Err(e) = self.fetch_pinned(id, &pins) {
             // Pins only affect speed; the mount is served.
             tracing::warn!(mount = %id, error = %e, "cannot fetch pinned files");

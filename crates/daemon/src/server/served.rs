@@ -24,7 +24,7 @@ pub(super) struct Mount {
     pub(super) slots: Arc<Slots>,
     pub(super) server: AnyServer,
     pub(super) number: u64,
-    pub(super) following: Following,
+    pub(super) prefetching: Prefetching,
     pub(super) fill: Option<Fill>,
     /// Fetches of the pinned data; `None` until the pins are known.
     pub(super) pinned: Option<Vec<Fill>>,
@@ -57,7 +57,7 @@ impl AnyServer {
 }
 
 /// Progress of a mount's profile prefetch.
-pub(super) enum Following {
+pub(super) enum Prefetching {
     /// The profile is being loaded.
     Loading,
     /// There is none.
