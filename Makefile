@@ -8,7 +8,7 @@
 #              OCI images beside stargz-snapshotter
 # make bench-ublk    the same over ublk, in the lab
 #
-# make install put the command and its systemd unit in place (DESTDIR is honoured)
+# make install put the command, mount(8)'s helper and the systemd unit in place (DESTDIR is honoured)
 # make lab     CMD='...' [KERNEL=6.1]: run a command as root on an older kernel, emulated
 #
 # Each installs the Debian packages it needs; a Rust toolchain has to be there (Rust
@@ -85,10 +85,15 @@ bench-ublk: build
 		--only ublk,ublk-queues --burgeon "$$(realpath $(TARGET))/release/burgeon" \
 		--rublk "$$(realpath $(TARGET))/tools/bin/rublk" --file-mib 256 --seconds 1 $(BENCH)
 
+# Where mount(8) looks for helpers: /sbin, which is a symlink on most machines.
+SBIN ?= $(if $(wildcard /sbin/.),$(shell readlink -f /sbin),/sbin)
+
 # By rename: a daemon may be started at any moment.
 install: build
 	$(SUDO) install -D $(TARGET)/release/burgeon $(DESTDIR)/usr/local/bin/.burgeon.new
 	$(SUDO) mv $(DESTDIR)/usr/local/bin/.burgeon.new $(DESTDIR)/usr/local/bin/burgeon
+	$(SUDO) install -d $(DESTDIR)$(SBIN)
+	$(SUDO) ln -sfn /usr/local/bin/burgeon $(DESTDIR)$(SBIN)/mount.burgeon
 	$(SUDO) install -D --mode=644 dist/burgeon.service $(DESTDIR)/etc/systemd/system/burgeon.service
 
 KERNEL ?= 6.12

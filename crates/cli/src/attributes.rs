@@ -51,6 +51,11 @@ enum Attribute {
     Defaults,
 }
 
+/// True if `name` is an attribute of mount(8) that mounts of Burgeon have.
+pub(crate) fn is_known(name: &str) -> bool {
+    Attribute::from_str(name, false).is_ok()
+}
+
 impl Attributes {
     /// The attributes asked for; of two opposites the last one on the command line holds.
     pub(crate) fn request(&self) -> Result<AttributesRequest> {

@@ -3,6 +3,7 @@
 //! ```text
 //!   args ──► commands::<verb> ──► burgeon-image, burgeon-source      build, list, inspect, verify, …
 //!                             ──► burgeon-daemon's client            mount, umount, status, …
+//!        ──► helper::main                     called as mount.burgeon, by mount(8)
 //!        ──► PROCESSES: __supervise, __serve, …, which re-run this program
 //!            __probe: for tests, the remaining abilities of those
 //! ```
@@ -18,7 +19,9 @@ mod attributes;
 mod commands;
 mod demo;
 mod exit;
+mod helper;
 mod holders;
+mod namespace;
 mod progress;
 mod pull;
 mod quantities;
@@ -48,6 +51,9 @@ fn first(arguments: &[OsString]) -> &Path {
 
 fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
+    if helper::is_called(&arguments) {
+        return helper::main(&arguments);
+    }
     if let [_, verb, rest @ ..] = arguments.as_slice() {
         if verb.as_encoded_bytes().starts_with(b"__") {
             // Process lists would otherwise show `exe`, since the program is run by that link. If

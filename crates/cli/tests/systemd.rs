@@ -220,6 +220,56 @@ fn readers_wait_for_the_unit_however_often_its_processes_are_killed() {
     run("burgeon", &["shutdown"]);
 }
 
+/// A line of /etc/fstab, through mount(8) and through the automount unit that systemd makes of it.
+#[test]
+fn lines_of_fstab_are_mounted() {
+    install();
+    tree();
+    run("burgeon", &["build", "/tmp/tree", "tree"]);
+    ["/mnt/e", "/mnt/f"].into_iter().for_each(|at| fs::create_dir_all(at).unwrap());
+    let lines = "tree /mnt/e burgeon _netdev,nofail,writes=e,write-limit=256M 0 0\n\
+                 tree /mnt/f burgeon _netdev,nofail,ro,x-systemd.automount 0 0\n";
+    fs::write("/etc/fstab", lines).unwrap();
+    run("systemctl", &["daemon-reload"]);
+    run("systemctl", &["start", "mnt-f.automount"]);
+    // The first access waits for systemd, which waits for mount(8), which waits for the helper.
+    let read = |at: &str, file: u64| {
+        let read = output("timeout", &["300", "cat", &format!("{at}/{file}")]);
+        assert!(read.status.success() && read.stdout == content(file), "{at}/{file}");
+    };
+    read("/mnt/f", 1);
+    assert_eq!(property("mnt-f.mount", "ActiveState"), "active");
+    // The helper mounts onto a waiting automount, without setting it off.
+    run("systemctl", &["stop", "mnt-f.mount"]);
+    let helper =
+        |options: &[&str]| run("/sbin/mount.burgeon", &[&["tree", "/mnt/f"], options].concat());
+    let said = helper(&["-v", "-o", "ro"]);
+    assert!(said.contains("mounted /mnt/f in "), "{said}");
+    read("/mnt/f", 2);
+    for _ in 0..2 {
+        run("mount", &["-a"]);
+        read("/mnt/e", 0);
+        read("/mnt/f", 3);
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+        let count = |at: &str| {
+            let of_it = |line: &&str| line.contains(at) && line.contains(" btrfs ");
+            mounts.lines().filter(of_it).count()
+        };
+        assert_eq!((count(" /mnt/e "), count(" /mnt/f ")), (1, 1), "{mounts}");
+    }
+    assert!(helper(&["-v", "-o", "ro"]).contains("mounted already"));
+    run("mount", &["-o", "remount,ro", "/mnt/e"]);
+    assert!(fs::write("/mnt/e/new", "").is_err());
+    run("mount", &["-o", "remount,rw", "/mnt/e"]);
+    fs::write("/mnt/e/new", "").unwrap();
+
+    run("systemctl", &["stop", "mnt-f.automount"]);
+    run("umount", &["/mnt/e"]);
+    fs::write("/etc/fstab", "").unwrap();
+    run("systemctl", &["daemon-reload"]);
+    run("burgeon", &["shutdown", "--unmount"]);
+}
+
 /// Kills supervisor and server, the supervisor first, or it would start another server.
 fn kill_unit() {
     let all = processes_with(Path::new(STATE));
@@ -312,5 +362,6 @@ fn install() {
     fs::create_dir_all(STATE).unwrap();
     run("mount", &["-t", "tmpfs", "-o", "size=700m", "tmpfs", STATE]);
     fs::write(INSTALLED_UNIT, UNIT).unwrap();
+    std::os::unix::fs::symlink(INSTALLED, "/sbin/mount.burgeon").unwrap();
     run("systemctl", &["daemon-reload"]);
 }

@@ -44,7 +44,7 @@ pub(crate) const QUICK: [&str; 37] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 57] = [
+const OTHERS: [&str; 58] = [
     "archives",
     "attributes",
     "bench",
@@ -76,6 +76,7 @@ const OTHERS: [&str; 57] = [
     "low_memory",
     "map_image",
     "mistakes",
+    "mount_helper",
     "names",
     "namespace",
     "oci_image",

@@ -21,7 +21,7 @@ use burgeon_daemon::{
 };
 use burgeon_oci::Source;
 
-use super::{Context, named};
+use super::{Context, mount_point::Opened, named};
 use crate::{args, exit::Busy};
 
 /// Longest wait until a mount is served again.
@@ -32,23 +32,20 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// Serves the requested mount again, if it is in place and has lost its daemon; `None` if there is
 /// no such mount and a new one must be made.
-pub(super) fn bring_back(
+pub(crate) fn bring_back(
     context: &Context,
     args: &args::Mount,
 ) -> Result<Option<(MountStatus, PathBuf)>> {
-    let Ok(target) = std::fs::canonicalize(&args.path) else { return Ok(None) };
+    // A slash at the end would set off an automount.
+    let path: PathBuf = args.path.components().collect();
+    let Ok(target) = std::fs::canonicalize(path) else { return Ok(None) };
     let Some((fsid, lost)) = lost_at(context, &target) else { return Ok(None) };
     let shown = target.display();
-    let writes = match lost.writes() {
-        WritesState::Sprout(sprout) => sprout.name.as_deref(),
-        WritesState::ReadOnly => None,
-    };
-    if !is_same_image(context, &args.name, &lost) || writes != args.writes.as_deref() {
-        let writes = writes.map(|name| format!(" with the writes {name:?}")).unwrap_or_default();
+    if !is_same(context, args, &lost) {
         return Err(Busy(format!(
-            "cannot mount at {shown}: {}{writes} is mounted there, and has lost its daemon; mount the same \
+            "cannot mount at {shown}: {} is mounted there, and has lost its daemon; mount the same \
              again, or use `burgeon doctor --repair`, to bring it back, or unmount it",
-            lost.image()
+            describe(&lost)
         ))
         .into());
     }
@@ -72,6 +69,42 @@ pub(super) fn bring_back(
             }
         }
     }
+}
+
+/// The mount at `opened`, if it is the requested one: made by this state directory, of the same
+/// image, with the same writes. Another one of this state directory is an error.
+pub(crate) fn already(
+    context: &Context,
+    args: &args::Mount,
+    opened: &Opened,
+) -> Result<Option<orphan::Orphan>> {
+    let mounted = opened.btrfs_root()?.and_then(|fsid| orphan::find(&context.state, fsid));
+    match mounted {
+        Some(mount) if !is_same(context, args, &mount) => Err(Busy(format!(
+            "cannot mount at {}: {} is mounted there; unmount it first",
+            args.path.display(),
+            describe(&mount)
+        ))
+        .into()),
+        mounted => Ok(mounted),
+    }
+}
+
+fn is_same(context: &Context, args: &args::Mount, mount: &orphan::Orphan) -> bool {
+    is_same_image(context, &args.name, mount) && writes_of(mount) == args.writes.as_deref()
+}
+
+/// The name of the writes of a mount.
+pub(crate) fn writes_of(mount: &orphan::Orphan) -> Option<&str> {
+    match mount.writes() {
+        WritesState::Sprout(sprout) => sprout.name.as_deref(),
+        WritesState::ReadOnly => None,
+    }
+}
+
+fn describe(mount: &orphan::Orphan) -> String {
+    let writes = writes_of(mount).map(|name| format!(" with the writes {name:?}"));
+    format!("{}{}", mount.image(), writes.unwrap_or_default())
 }
 
 /// True if `typed` means the image of the mount: the same input in any spelling, or the same image

@@ -1,6 +1,6 @@
 //! One module for each verb or family of verbs.
 
-mod bring_back;
+pub(crate) mod bring_back;
 pub(crate) mod disks;
 mod doctor;
 mod far;
@@ -10,7 +10,7 @@ mod inspect;
 mod map;
 mod mistakes;
 pub(crate) mod mount;
-mod mount_point;
+pub(crate) mod mount_point;
 mod named;
 mod oci_image;
 mod pin;
@@ -54,7 +54,7 @@ impl Context {
     /// With `takes_repository`, `--store` may name a repository. Only commands that put something
     /// into a named state directory create it; for the others, a missing one is probably a typing
     /// error.
-    fn new(global: Global, takes_repository: bool, only_looks: bool) -> Result<Self> {
+    pub(crate) fn new(global: Global, takes_repository: bool, only_looks: bool) -> Result<Self> {
         let is_named = global.state_dir.is_some();
         let path = match global.state_dir {
             Some(path) => std::path::absolute(&path)

@@ -26,7 +26,7 @@ use burgeon_source::Location;
 use serde_json::json;
 
 use super::{
-    Context, bring_back::bring_back, far, images, mistakes, mount_point::MountPoint, named,
+    Context, bring_back::bring_back, far, images, mistakes, mount_point::Opened, named,
     need_mount_privilege, oci_image, taken,
 };
 use crate::{args, attributes::Attributes, output, pull::Pull};
@@ -105,10 +105,23 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
 /// Mounts without output.
 pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, PathBuf)> {
     need_mount_privilege("mount")?;
-    if !args.path.exists() && Path::new(&args.name).is_dir() {
-        return Err(mistakes::swapped("mount", &args.path.to_string_lossy(), &args.name).into());
-    }
-    let point = MountPoint::take(&args.path)?;
+    let opened = Opened::new(&args.path, None).map_err(|e| {
+        // Asked about only now: the question would set off an automount.
+        match !args.path.exists() && Path::new(&args.name).is_dir() {
+            true => mistakes::swapped("mount", &args.path.to_string_lossy(), &args.name).into(),
+            false => e,
+        }
+    })?;
+    place_at(context, args, opened)
+}
+
+/// Mounts at `opened`, the directory at the path in `args`.
+pub(crate) fn place_at(
+    context: &Context,
+    args: args::Mount,
+    opened: Opened,
+) -> Result<(Mounted, PathBuf)> {
+    let point = opened.take()?;
     let target = point.path()?;
     let mut attributes = args.attributes.request()?;
     attributes.others.read_only |= args.read_only;
@@ -187,7 +200,8 @@ pub(crate) fn place(context: &Context, args: args::Mount) -> Result<(Mounted, Pa
     Ok((mounted, target))
 }
 
-fn describe(mounted: &Mounted, target: &Path, ms: u64, wanted: AttributesRequest) {
+/// Prints the properties of a mount that has just been made.
+pub(crate) fn describe(mounted: &Mounted, target: &Path, ms: u64, wanted: AttributesRequest) {
     println!(
         "mounted {} in {ms} ms: {} over {}, {} of metadata",
         target.display(),
