@@ -313,6 +313,9 @@ pub(crate) struct Mount {
     /// Limit of fetched bytes, against programs that read everything; reads beyond it fail with EIO
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) fetch_limit: Option<u64>,
+    /// Also mount it at each boot: write and enable a unit of systemd (`burgeon umount --forget`)
+    #[arg(long)]
+    pub(crate) persist: bool,
     #[command(flatten)]
     pub(crate) attributes: Attributes,
 }
@@ -465,6 +468,9 @@ pub(crate) struct Umount {
     /// Detach the mount even if it is in use; it is released when its last user has gone
     #[arg(long, short)]
     pub(crate) lazy: bool,
+    /// Also disable and remove the unit of `burgeon mount --persist`
+    #[arg(long)]
+    pub(crate) forget: bool,
 }
 
 #[derive(ClapArgs, Debug)]

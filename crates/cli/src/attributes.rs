@@ -57,6 +57,16 @@ pub(crate) fn is_known(name: &str) -> bool {
 }
 
 impl Attributes {
+    /// The attributes asked for, as options of mount(8).
+    pub(crate) fn texts(&self) -> Vec<String> {
+        let named = self.options.iter().filter_map(ValueEnum::to_possible_value);
+        let mut texts: Vec<_> = named.map(|value| value.get_name().to_owned()).collect();
+        let flags = [(self.suid, "suid"), (self.dev, "dev")];
+        let on = flags.into_iter().filter(|(is_on, _)| *is_on);
+        texts.extend(on.map(|(_, name)| name.to_owned()));
+        texts
+    }
+
     /// The attributes asked for; of two opposites the last one on the command line holds.
     pub(crate) fn request(&self) -> Result<AttributesRequest> {
         let mut request = AttributesRequest::default();

@@ -186,6 +186,7 @@ impl Stage {
             fill: false,
             profile: "none".to_owned(),
             transport: args::Transport::Auto,
+            persist: false,
             virtual_size: None,
             fetch_limit: None,
             fast: false,

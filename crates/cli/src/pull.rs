@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 
 /// As [`burgeon_oci::Pull`].
-#[derive(ValueEnum, Clone, Copy, Debug, Default)]
+#[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Pull {
     /// Ask each time; without an answer, use the image that is here
     #[default]
@@ -14,6 +14,14 @@ pub(crate) enum Pull {
     Always,
     /// Never ask; fail if the image is not here
     Never,
+}
+
+impl Pull {
+    /// The policy as it is typed; `None` for the default.
+    pub(crate) fn typed(self) -> Option<String> {
+        let value = self.to_possible_value().filter(|_| self != Self::default())?;
+        Some(value.get_name().to_owned())
+    }
 }
 
 impl From<Pull> for burgeon_oci::Pull {

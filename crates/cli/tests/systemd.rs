@@ -262,12 +262,94 @@ fn lines_of_fstab_are_mounted() {
     assert!(fs::write("/mnt/e/new", "").is_err());
     run("mount", &["-o", "remount,rw", "/mnt/e"]);
     fs::write("/mnt/e/new", "").unwrap();
+    // The line is the administrator's: no unit is written beside it.
+    let refused = output("burgeon", &["mount", "tree", "/mnt/e", "--writes", "e", "--persist"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(5) && said.contains("/etc/fstab"), "{said}");
 
     run("systemctl", &["stop", "mnt-f.automount"]);
     run("umount", &["/mnt/e"]);
     fs::write("/etc/fstab", "").unwrap();
     run("systemctl", &["daemon-reload"]);
     run("burgeon", &["shutdown", "--unmount"]);
+    run("burgeon", &["writes", "rm", "e"]);
+}
+
+#[test]
+fn a_persistent_mount_is_a_unit_until_it_is_forgotten() {
+    install();
+    tree();
+    run("burgeon", &["build", "/tmp/tree", "tree", "--store", "/tmp/store"]);
+    fs::create_dir_all("/mnt/p-1").unwrap();
+    let [unit, path] = ["mnt-p\\x2d1.mount", "/etc/systemd/system/mnt-p\\x2d1.mount"];
+    let mount = "mount tree /mnt/p-1/ --store /tmp/store --writes p --write-limit 256M -o noatime --persist";
+    let mount: Vec<_> = mount.split(' ').collect();
+
+    // Another's unit stays, and nothing is mounted.
+    fs::write(path, "[Mount]\nWhat=tmpfs\nWhere=/mnt/p-1\nType=tmpfs\n").unwrap();
+    let refused = output("burgeon", &mount);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(5) && said.contains(path), "{said}");
+    assert!(fs::read_to_string(path).unwrap().contains("tmpfs"));
+    assert!(!Path::new("/mnt/p-1/0").exists());
+    fs::remove_file(path).unwrap();
+    run("systemctl", &["daemon-reload"]);
+
+    let said = run("burgeon", &mount);
+    assert!(said.contains(unit), "{said}");
+    fs::write("/mnt/p-1/written", "kept").unwrap();
+    let text = fs::read_to_string(path).unwrap();
+    assert_eq!(run("systemctl", &["is-enabled", unit]), "enabled");
+    // Once more changes nothing.
+    let said = run("burgeon", &mount);
+    assert!(said.contains("mounted already"), "{said}");
+    assert_eq!(fs::read_to_string(path).unwrap(), text);
+
+    // systemd mounts it, and no target waits for it.
+    run("systemctl", &["stop", unit]);
+    assert!(!Path::new("/mnt/p-1/0").exists(), "{text}");
+    run("systemctl", &["start", unit]);
+    assert_eq!(fs::read("/mnt/p-1/1").unwrap(), content(1));
+    assert_eq!(fs::read_to_string("/mnt/p-1/written").unwrap(), "kept");
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    let line = mounts.lines().find(|line| line.contains("/mnt/p-1 ")).unwrap();
+    assert!(line.contains("noatime"), "{line}");
+    assert_eq!(property(unit, "Before"), "umount.target");
+    assert!(property(unit, "After").contains("burgeon.service"));
+    assert!(property("multi-user.target", "Wants").contains("mnt-p"));
+    assert!(!property("multi-user.target", "After").contains("mnt-p"));
+
+    let said = run("burgeon", &["umount", "--forget", "/mnt/p-1"]);
+    assert!(said.contains("unmounted /mnt/p-1") && said.contains(unit), "{said}");
+    assert!(!Path::new(path).exists() && !Path::new("/mnt/p-1/0").exists());
+    assert!(!property("multi-user.target", "Wants").contains("mnt-p"));
+    let nothing = output("burgeon", &["umount", "--forget", "/mnt/p-1"]);
+    assert_eq!(nothing.status.code(), Some(3), "{nothing:?}");
+    run("burgeon", &["writes", "rm", "p"]);
+    run("burgeon", &["shutdown"]);
+}
+
+/// A unit whose store is away fails, and holds nothing up; it is mounted when the store is back.
+#[test]
+fn a_persistent_mount_without_its_store_fails_and_heals() {
+    install();
+    tree();
+    run("burgeon", &["build", "/tmp/tree", "tree", "--store", "/tmp/store"]);
+    fs::create_dir_all("/mnt/q").unwrap();
+    let mount = ["mount", "tree", "/mnt/q", "--read-only", "--persist"];
+    run("burgeon", &[&mount[..], &["--store", "/tmp/store"]].concat());
+    run("systemctl", &["stop", "mnt-q.mount"]);
+    run("burgeon", &["shutdown"]);
+    fs::rename("/tmp/store", "/tmp/away").unwrap();
+    let failed = output("timeout", &["300", "systemctl", "start", "mnt-q.mount"]);
+    assert!(!failed.status.success() && failed.status.code() != Some(124), "{failed:?}");
+    assert_eq!(property("mnt-q.mount", "ActiveState"), "failed");
+    fs::rename("/tmp/away", "/tmp/store").unwrap();
+    run("systemctl", &["start", "mnt-q.mount"]);
+    assert_eq!(fs::read("/mnt/q/3").unwrap(), content(3));
+    run("burgeon", &["umount", "--forget", "/mnt/q"]);
+    assert!(!Path::new("/etc/systemd/system/mnt-q.mount").exists());
+    run("burgeon", &["shutdown"]);
 }
 
 /// Kills supervisor and server, the supervisor first, or it would start another server.

@@ -13,6 +13,7 @@ pub(crate) mod mount;
 pub(crate) mod mount_point;
 mod named;
 mod oci_image;
+mod persist;
 mod pin;
 mod prefetch;
 mod profile;

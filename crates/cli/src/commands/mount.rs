@@ -27,36 +27,56 @@ use serde_json::json;
 
 use super::{
     Context, bring_back::bring_back, far, images, mistakes, mount_point::Opened, named,
-    need_mount_privilege, oci_image, taken,
+    need_mount_privilege, oci_image, persist, taken,
 };
 use crate::{args, attributes::Attributes, output, pull::Pull};
 
 pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
-    let begun = Instant::now();
     need_mount_privilege("mount")?;
+    let plan = args.persist.then(|| persist::Plan::new(context, &args)).transpose()?;
+    let mut document = match &plan {
+        Some(plan) if plan.is_mounted => {
+            if !context.json {
+                println!("{} is mounted already", plan.target.display());
+            }
+            json!({ "target": plan.target, "mounted_before": true })
+        }
+        _ => make(context, args)?,
+    };
+    if let Some(plan) = plan {
+        plan.install()?;
+        document["unit"] = json!(plan.unit_name());
+        if !context.json {
+            println!("{} mounts it at each boot", plan.unit_name());
+        }
+    }
+    if context.json {
+        output::print_json(&document)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Mounts, or serves a mount again that is in place; prints the result for people, and returns it
+/// for programs.
+fn make(context: &Context, args: args::Mount) -> Result<serde_json::Value> {
+    let begun = Instant::now();
     let wanted = args.attributes.request()?;
     if let Some((status, target)) = bring_back(context, &args)? {
         let ms = begun.elapsed().as_millis() as u64;
-        if context.json {
-            let again =
-                json!({ "mount": status, "target": target, "ms": ms, "brought_back": true });
-            output::print_json(&again)?;
-        } else {
+        if !context.json {
             let (shown, transport) = (target.display(), &status.transport);
             println!(
                 "brought back {shown} in {ms} ms: it was in place, and is served again over {transport}"
             );
         }
-        return Ok(ExitCode::SUCCESS);
+        return Ok(json!({ "mount": status, "target": target, "ms": ms, "brought_back": true }));
     }
     let (mounted, target) = place(context, args)?;
     let ms = begun.elapsed().as_millis() as u64;
-    if context.json {
-        output::print_json(&json!({ "mount": mounted, "target": target, "ms": ms }))?;
-    } else {
+    if !context.json {
         describe(&mounted, &target, ms, wanted);
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(json!({ "mount": mounted, "target": target, "ms": ms }))
 }
 
 /// Mounts nothing but a virtual area.
@@ -95,6 +115,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
             profile: "none".to_owned(),
             transport: args::Transport::Auto,
             fast: false,
+            persist: false,
             virtual_size,
             fetch_limit,
             attributes: Attributes::default(),

@@ -32,7 +32,7 @@ use rustix::{
 };
 use serde_json::json;
 
-use super::{Context, need_mount_privilege, taken};
+use super::{Context, need_mount_privilege, persist::Unit, taken};
 use crate::{
     args,
     exit::{self, Busy},
@@ -50,10 +50,17 @@ pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> 
     let (mut done, mut failed) = (Vec::new(), Vec::new());
     // A busy mount does not keep the others mounted.
     for path in &args.paths {
-        match one_of(context, path, args.lazy) {
-            Ok((target, writes)) => {
+        let ended = match args.forget {
+            true => forget(context, path, args.lazy),
+            false => one_of(context, path, args.lazy).map(|(target, writes)| {
+                let said = format!("unmounted {}{writes}", target.display());
+                (target, said)
+            }),
+        };
+        match ended {
+            Ok((target, said)) => {
                 if !context.json {
-                    println!("unmounted {}{writes}", target.display());
+                    println!("{said}");
                 }
                 done.push(target);
             }
@@ -83,6 +90,37 @@ pub(super) fn umount(context: &Context, args: args::Umount) -> Result<ExitCode> 
 /// Unmounts `path`; returns its place and the fate of its writes.
 pub(crate) fn one(context: &Context, path: &Path) -> Result<(PathBuf, String)> {
     one_of(context, path, false)
+}
+
+/// Unmounts `path` if something is mounted there, and removes its unit; returns its place and a
+/// sentence.
+fn forget(context: &Context, path: &Path, lazy: bool) -> Result<(PathBuf, String)> {
+    let failed = |e| Error::io(format!("cannot find {}", path.display()), e);
+    // The directory may be gone, or an automount, which `canonicalize` sets off with a slash.
+    let plain: PathBuf = path.components().collect();
+    let target = match fs::canonicalize(&plain) {
+        Ok(target) => target,
+        Err(_) => std::path::absolute(&plain).map_err(failed)?,
+    };
+    let unit = Unit::find(&target)?;
+    let shown = target.display();
+    let unmounted = match is_mounted(&target) {
+        true => Some(one_of(context, &target, lazy)?.1),
+        false => None,
+    };
+    let removed = unit.remove()?;
+    let said = match (unmounted, removed) {
+        (Some(writes), true) => format!("unmounted {shown}{writes}; removed {}", unit.name()),
+        (Some(writes), false) => format!("unmounted {shown}{writes}; it had no unit"),
+        (None, true) => format!("removed {}; nothing was mounted", unit.name()),
+        (None, false) => {
+            let what = format!(
+                "{shown} has no unit of `burgeon mount --persist`, and nothing is mounted there"
+            );
+            return Err(Error::new(ErrorKind::NotFound, what).into());
+        }
+    };
+    Ok((target, said))
 }
 
 /// Like [`one`]; a `lazy` umount detaches the mount at once, and the mount ends with its last

@@ -1,0 +1,401 @@
+//! `mount --persist` and `umount --forget`: a unit of systemd that mounts an image at each boot.
+//!
+//! ```text
+//!   mount --persist ─► /etc/systemd/system/mnt-a.mount ─► systemctl enable
+//!   boot            ─► systemd: mount -t burgeon … ─► mount.burgeon (crate::helper)
+//!   umount --forget ─► systemctl disable ─► the file removed
+//! ```
+//! Invariants (held by `tests/systemd.rs`): a unit that this command has not written is never
+//! changed; no target waits for the mount, so a store that is away delays no boot.
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    process::{self, Command, Stdio},
+};
+
+use anyhow::{Context as _, Result};
+use burgeon_block::{Error, ErrorKind};
+use burgeon_daemon::{Client, StateDir};
+use burgeon_source::Location;
+
+use super::{Context, bring_back::already, mount_point::Opened, named};
+use crate::{
+    args::{self, Transport},
+    exit::Busy,
+};
+
+const FOLDER: &str = "/etc/systemd/system";
+
+/// The helper that mount(8) runs.
+const HELPER: &str = "/sbin/mount.burgeon";
+
+/// First line of each unit that this command writes.
+const MARK: &str = "# Written by `burgeon mount --persist`; `burgeon umount --forget` removes it.";
+
+/// Longest name of a unit, as of a file.
+const NAME_MAX: usize = 255;
+
+/// A mount that is to last over boots.
+pub(super) struct Plan {
+    unit: Unit,
+    text: String,
+    /// The mount point, without symlinks.
+    pub(super) target: PathBuf,
+    /// The same is mounted and served there already.
+    pub(super) is_mounted: bool,
+}
+
+impl Plan {
+    /// Decides everything before the mount is made.
+    pub(super) fn new(context: &Context, args: &args::Mount) -> Result<Self> {
+        let opened = Opened::new(&args.path, None)?;
+        let target = opened.path()?;
+        let unit = Unit::find(&target)?;
+        if !Path::new(HELPER).exists() {
+            let what = format!(
+                "no unit for {}: it would need {HELPER}, which is missing; `make install` makes it, \
+                 a symlink to the program",
+                target.display()
+            );
+            return Err(Error::new(ErrorKind::NotFound, what).into());
+        }
+        let text = unit_text(context, args, &target)?;
+        let is_mounted = already(context, args, &opened)?.is_some()
+            && Client::connect(&context.state)?.is_some();
+        Ok(Self { unit, text, target, is_mounted })
+    }
+
+    /// Writes and enables the unit.
+    pub(super) fn install(&self) -> Result<()> {
+        self.unit.install(&self.text).with_context(|| {
+            let shown = self.target.display();
+            format!("{shown} is mounted, but will not be mounted at the next boot")
+        })
+    }
+
+    pub(super) fn unit_name(&self) -> &str {
+        &self.unit.name
+    }
+}
+
+/// The unit of one mount point.
+pub(super) struct Unit {
+    name: String,
+    path: PathBuf,
+}
+
+impl Unit {
+    /// The unit of the mount point `target`, an absolute path without symlinks. Refused if another
+    /// program has made it, or without systemd.
+    pub(super) fn find(target: &Path) -> Result<Self> {
+        let shown = target.display();
+        if !Path::new("/run/systemd/system").is_dir() {
+            let what = format!(
+                "no unit for {shown}: systemd does not run here; a line of /etc/fstab with the type \
+                 burgeon and the option _netdev mounts it at boot"
+            );
+            return Err(Error::new(ErrorKind::Invalid, what).into());
+        }
+        let name = unit_name(target)?;
+        let unit = Self { path: Path::new(FOLDER).join(&name), name };
+        if !unit.is_ours()? && unit.path.symlink_metadata().is_ok() {
+            return Err(unit.is_foreign(&unit.path.to_string_lossy()));
+        }
+        let fragment = systemctl(&["show", "--property=FragmentPath", "--value", &unit.name])?;
+        match fragment.trim() {
+            "" => {}
+            other if Path::new(other) == unit.path => {}
+            other if other.starts_with("/run/systemd/generator") => {
+                return Err(unit.is_foreign("a line of /etc/fstab"));
+            }
+            other => return Err(unit.is_foreign(other)),
+        }
+        Ok(unit)
+    }
+
+    /// The unit's name, for messages.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Writes the unit and enables it.
+    fn install(&self, text: &str) -> Result<()> {
+        if fs::read_to_string(&self.path).ok().as_deref() != Some(text) {
+            self.write(text)?;
+            systemctl(&["daemon-reload"])?;
+        }
+        systemctl(&["enable", "--quiet", &self.name]).map(drop)
+    }
+
+    /// Disables and removes the unit; false if there is none.
+    pub(super) fn remove(&self) -> Result<bool> {
+        if !self.is_ours()? {
+            return Ok(false);
+        }
+        systemctl(&["disable", "--quiet", &self.name])?;
+        // It may be mounting at this moment.
+        systemctl(&["stop", &self.name])?;
+        fs::remove_file(&self.path)
+            .map_err(|e| Error::io(format!("cannot remove {}", self.path.display()), e))?;
+        systemctl(&["daemon-reload"])?;
+        // A unit that never failed is unknown by now.
+        let _ = systemctl(&["reset-failed", &self.name]);
+        Ok(true)
+    }
+
+    fn is_ours(&self) -> Result<bool> {
+        match fs::read(&self.path) {
+            Ok(text) => Ok(text.starts_with(MARK.as_bytes())),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(Error::io(format!("cannot read {}", self.path.display()), e).into()),
+        }
+    }
+
+    fn is_foreign(&self, origin: &str) -> anyhow::Error {
+        let what = format!(
+            "the unit {} comes from {origin}, which `burgeon mount --persist` has not written: \
+             change that instead",
+            self.name
+        );
+        Busy(what).into()
+    }
+
+    fn write(&self, text: &str) -> Result<()> {
+        let failed = |e| Error::io(format!("cannot write {}", self.path.display()), e);
+        let new = self.path.with_extension(format!("mount.new-{}", process::id()));
+        let write = || {
+            let mut file = File::options().write(true).create_new(true).mode(0o644).open(&new)?;
+            file.write_all(text.as_bytes())?;
+            file.sync_all()?;
+            fs::rename(&new, &self.path)
+        };
+        write().map_err(|e| {
+            let _ = fs::remove_file(&new);
+            failed(e).into()
+        })
+    }
+}
+
+/// The unit's text for a mount at `target`.
+fn unit_text(context: &Context, args: &args::Mount, target: &Path) -> Result<String> {
+    let what = image(&args.name)?;
+    let (is_remote, options) = (is_remote(context, &what), options(context, args)?);
+    let mut needed = vec![context.state.root().display().to_string()];
+    needed
+        .extend(context.store.as_ref().and_then(Location::folder).map(|f| f.display().to_string()));
+    let layout = what.strip_prefix("oci-layout:");
+    needed.extend(layout.map(|layout| layout.split(':').next().unwrap_or_default().to_owned()));
+    let needed: Vec<_> = needed.iter().map(|path| quoted(path)).collect();
+    let daemon = if has_default_state(context) { " burgeon.service" } else { "" };
+    let network = if is_remote { " network-online.target" } else { "" };
+    let wants = format!("{daemon}{network}");
+    let wants = if wants.is_empty() { String::new() } else { format!("Wants={}\n", wants.trim()) };
+    let (netdev, wanted_by) =
+        if is_remote { ("_netdev,", "remote-fs.target") } else { ("", "multi-user.target") };
+    let line = |value: &str| -> Result<String> {
+        match value.contains(['\n', '\r']) || value.trim() != value || value.ends_with('\\') {
+            true => {
+                let what = format!("a unit of systemd cannot hold {value:?}");
+                Err(Error::new(ErrorKind::Invalid, what).into())
+            }
+            false => Ok(value.replace('%', "%%")),
+        }
+    };
+    let (what, options) = (line(&what)?, line(&format!("{netdev}nofail{options}"))?);
+    let at = line(&target.to_string_lossy())?;
+    Ok(format!(
+        "{MARK}
+[Unit]
+Description=Burgeon: {what} at {at}
+# No target waits for it: a store that is away delays no boot.
+DefaultDependencies=no
+Conflicts=umount.target
+Before=umount.target
+After=local-fs.target{daemon}{network}
+{wants}RequiresMountsFor={}
+
+[Mount]
+What={what}
+Where={at}
+Type=burgeon
+Options={options}
+TimeoutSec=90s
+
+[Install]
+WantedBy={wanted_by}
+",
+        needed.join(" ")
+    ))
+}
+
+/// The image, as any process names it.
+fn image(typed: &str) -> Result<String> {
+    let is_url = typed.starts_with("http://") || typed.starts_with("https://");
+    let problem = if is_url && typed.contains('?') {
+        "the query of its URL may hold a secret, and systemd shows units to all users"
+    } else if typed.starts_with('-') {
+        "it begins with a dash"
+    } else if typed.starts_with("oci-layout:") {
+        return Ok(named::canonical(typed));
+    } else {
+        return Ok(typed.to_owned());
+    };
+    let what = format!("no unit can be written for {}: {problem}", named::public(typed));
+    Err(Error::new(ErrorKind::Invalid, what).into())
+}
+
+fn is_remote(context: &Context, image: &str) -> bool {
+    let is_url = image.contains("://");
+    let store = context.store.as_ref();
+    is_url || context.repository.is_some() || store.is_some_and(|store| store.folder().is_none())
+}
+
+fn has_default_state(context: &Context) -> bool {
+    StateDir::default_path().is_ok_and(|path| path == context.state.root())
+}
+
+/// The options of `mount.burgeon` for the same mount, each after a comma.
+fn options(context: &Context, args: &args::Mount) -> Result<String> {
+    let mut options = args.attributes.texts();
+    let mut set = |name: &str, value: Option<String>| {
+        if let Some(value) = value {
+            options.push(format!("{name}={value}"));
+        }
+    };
+    let absolute = |path: &Path| {
+        Ok::<_, Error>(
+            std::path::absolute(path)
+                .map_err(|e| Error::io(format!("cannot find {}", path.display()), e))?
+                .display()
+                .to_string(),
+        )
+    };
+    let store = context.store.as_ref().map(ToString::to_string);
+    set("store", store.or_else(|| context.repository.clone()));
+    let state = (!has_default_state(context)).then(|| context.state.root().display().to_string());
+    set("state-dir", state);
+    set("index", args.index.clone());
+    set("pull", args.pull.typed());
+    set("writes", args.writes.clone());
+    set("write-limit", args.write_limit.map(|limit| limit.to_string()));
+    set("writes-device", args.writes_device.as_deref().map(absolute).transpose()?);
+    set("virtual", args.virtual_size.map(|size| size.to_string()));
+    set("fetch-limit", args.fetch_limit.map(|limit| limit.to_string()));
+    set(
+        "profile",
+        match args.profile.as_str() {
+            "auto" => None,
+            "none" => Some("none".to_owned()),
+            file => Some(absolute(Path::new(file))?),
+        },
+    );
+    set(
+        "transport",
+        match args.transport {
+            Transport::Auto => None,
+            Transport::Ublk => Some("ublk".to_owned()),
+            Transport::Fuse => Some("fuse".to_owned()),
+        },
+    );
+    let switches = [
+        (args.read_only, "ro"),
+        (args.reserve, "reserve"),
+        (args.fill, "fill"),
+        (args.fast, "fast"),
+    ];
+    let on = switches.into_iter().filter(|(is_on, _)| *is_on);
+    options.extend(on.map(|(_, name)| name.to_owned()));
+    let mut text = String::new();
+    for option in options {
+        if option.contains('"') {
+            let what =
+                format!("the option {option} cannot stand in a unit: it holds a quotation mark");
+            return Err(Error::new(ErrorKind::Invalid, what).into());
+        }
+        match (option.contains(','), option.split_once('=')) {
+            (true, Some((name, value))) => text.push_str(&format!(",{name}=\"{value}\"")),
+            _ => text.push_str(&format!(",{option}")),
+        }
+    }
+    Ok(text)
+}
+
+/// A word of a unit's list.
+fn quoted(word: &str) -> String {
+    let escaped = word.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%");
+    format!("\"{escaped}\"")
+}
+
+/// The name of the unit that mounts at `target`, as `systemd-escape --path --suffix=mount` makes it.
+fn unit_name(target: &Path) -> Result<String> {
+    use std::os::unix::ffi::OsStrExt;
+    let mut name = String::new();
+    let path = target.as_os_str().as_bytes();
+    let path = path.strip_prefix(b"/").unwrap_or(path);
+    for (at, byte) in path.iter().enumerate() {
+        match byte {
+            b'/' => name.push('-'),
+            b'.' if at == 0 => name.push_str("\\x2e"),
+            b':' | b'_' | b'.' => name.push(char::from(*byte)),
+            byte if byte.is_ascii_alphanumeric() => name.push(char::from(*byte)),
+            byte => name.push_str(&format!("\\x{byte:02x}")),
+        }
+    }
+    if name.is_empty() {
+        name.push('-');
+    }
+    name.push_str(".mount");
+    if name.len() > NAME_MAX {
+        let what = format!("{} is too long for a unit of systemd", target.display());
+        return Err(Error::new(ErrorKind::Invalid, what).into());
+    }
+    Ok(name)
+}
+
+/// Runs systemctl; returns its output.
+fn systemctl(arguments: &[&str]) -> Result<String> {
+    let mut command = Command::new("systemctl");
+    let output = command.args(arguments).stdin(Stdio::null()).output();
+    let output = output.map_err(|e| Error::io("cannot run systemctl", e))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    let what = format!("`systemctl {}` failed: {said}", arguments.join(" "));
+    Err(Error::new(ErrorKind::Unavailable, what).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{path::Path, process::Command};
+
+    use super::{image, unit_name};
+
+    #[test]
+    fn units_are_named_as_systemd_names_them() {
+        for (path, name) in [
+            ("/", "-.mount"),
+            ("/mnt/a", "mnt-a.mount"),
+            ("/mnt/a-b c", "mnt-a\\x2db\\x20c.mount"),
+            ("/.hidden/.x", "\\x2ehidden-.x.mount"),
+            ("/srv/ä:1_2", "srv-\\xc3\\xa4:1_2.mount"),
+        ] {
+            assert_eq!(unit_name(Path::new(path)).unwrap(), name);
+            let mut escape = Command::new("systemd-escape");
+            if let Ok(output) = escape.args(["--path", "--suffix=mount", path]).output() {
+                assert_eq!(String::from_utf8(output.stdout).unwrap().trim_end(), name);
+            }
+        }
+        assert!(unit_name(Path::new(&format!("/{}", "x".repeat(300)))).is_err());
+    }
+
+    #[test]
+    fn a_unit_holds_no_secret() {
+        assert!(image("https://host/a.tar?token=x").is_err());
+        assert_eq!(image("https://host/a.tar").unwrap(), "https://host/a.tar");
+        assert_eq!(image("oci-layout:/a/b:1").unwrap(), "oci-layout:/a/b:1");
+    }
+}
