@@ -10,7 +10,7 @@ use clap::{
 
 use crate::{
     attributes::Attributes,
-    commands::disks,
+    commands::{disks, export},
     pull,
     quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
 };
@@ -167,6 +167,9 @@ Examples:
     Pin(Pin),
     /// Unmount, and wait until all devices and files are released
     Umount(Umount),
+    /// Write a mount's tree, or kept writes, as a tar archive
+    #[command(after_help = export::EXAMPLES)]
+    Export(export::Export),
     /// Show each mount: how much of it is local, its speed and its errors
     Status,
     /// List the images of the store

@@ -44,7 +44,7 @@ pub(crate) const QUICK: [&str; 37] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 58] = [
+const OTHERS: [&str; 59] = [
     "archives",
     "attributes",
     "bench",
@@ -54,6 +54,7 @@ const OTHERS: [&str; 58] = [
     "demo",
     "disks",
     "examples",
+    "export",
     "fast",
     "hit_path",
     "holders",

@@ -3,6 +3,7 @@
 pub(crate) mod bring_back;
 pub(crate) mod disks;
 mod doctor;
+pub(crate) mod export;
 mod far;
 mod full;
 pub(crate) mod images;
@@ -185,6 +186,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Record(record) => record::record(context, record),
         Command::Profile(profile) => profile::profile(context, profile.command),
         Command::Umount(umount) => umount::umount(context, umount),
+        Command::Export(args) => export::export(context, args),
         Command::Status => status::status(context),
         Command::List => images::list(context),
         Command::Inspect(inspect) => inspect::inspect(context, inspect),
