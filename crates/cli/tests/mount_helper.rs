@@ -11,7 +11,10 @@ use std::{
     time::Duration,
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::{
+    mount::{UnmountFlags, unmount},
+    process::{Pid, Signal, kill_process},
+};
 use testkit::{Burgeon, Mounted, PATIENCE, Space, bind_mount, mounts_of, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
@@ -122,6 +125,11 @@ fn a_line_of_fstab_is_mounted_once() {
     assert!(String::from_utf8_lossy(&output.stdout).contains("mounted"), "{output:?}");
     assert_eq!(fs::read_to_string(helper.at.join("new")).unwrap(), "kept");
     helper.burgeon.umount(helper.mounted());
+    // systemd restarts a unit: a plain umount, and a mount at once.
+    for _ in 0..3 {
+        helper.ok("image:1", options);
+        unmount(&helper.at, UnmountFlags::empty()).unwrap();
+    }
     // Something else is there.
     let foreign = bind_mount(&space.make_folder("foreign"), &helper.at);
     helper.fails("image:1", options, &[], 32, "something is mounted there already");

@@ -199,7 +199,8 @@ pub(crate) fn place_at(
     let asked =
         (found.store == context.store_location() && !found.store_away).then(|| found.name.clone());
     let client = Client::connect_or_start(&context.state)?;
-    let made = client.call(&Request::Mount(Box::new(request)));
+    let request = Request::Mount(Box::new(request));
+    let made = taken::call_when_released(context, &client, &request, name.as_deref());
     let (reply, mut fds) = made.map_err(|e| {
         let e = found.explain(e);
         match name {

@@ -1,10 +1,20 @@
 //! Names the mount that is in the way, and its holders: a mount with the same writes, or a mount
-//! that was unmounted here and lives on in another mount namespace or by an open file.
+//! that was unmounted here and lives on in another mount namespace or by an open file. A mount that
+//! is just being released is waited for.
 
-use std::path::{Path, PathBuf};
+use std::{
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
 
 use burgeon_block::ErrorKind;
-use burgeon_daemon::{Client, Fsid, orphan, protocol::WritesState, writes};
+use burgeon_daemon::{
+    Client, Fsid, orphan,
+    protocol::{Reply, Request, WritesState},
+    writes,
+};
 
 use super::{Context, umount::places_of};
 use crate::{exit::Busy, holders};
@@ -16,6 +26,44 @@ struct Known {
     writes: Option<String>,
 }
 
+/// Longest wait for writes that are being released: after a plain umount, that takes a second or so.
+const RELEASE_MAX: Duration = Duration::from_secs(5);
+
+/// Sends `request`, a mount with the writes `name`, again while these are being released.
+pub(super) fn call_when_released(
+    context: &Context,
+    client: &Client,
+    request: &Request,
+    name: Option<&str>,
+) -> burgeon_block::Result<(Reply, Vec<OwnedFd>)> {
+    let begun = Instant::now();
+    loop {
+        let was_taken = name.filter(|name| is_taken(context, name));
+        let made = client.call(request);
+        let is_refused = made.as_ref().is_err_and(|e| e.kind() == ErrorKind::Unavailable);
+        match was_taken {
+            Some(name)
+                if is_refused && begun.elapsed() < RELEASE_MAX && !is_held(context, name) =>
+            {
+                thread::sleep(Duration::from_millis(100));
+            }
+            _ => return made,
+        }
+    }
+}
+
+fn is_taken(context: &Context, name: &str) -> bool {
+    writes::is_mounted(&context.state, name).is_ok_and(|is_mounted| is_mounted)
+}
+
+/// True if a mount of the writes `name` is in place, or held by a process or another namespace.
+fn is_held(context: &Context, name: &str) -> bool {
+    let of_it = |mount: &Known| mount.writes.as_deref() == Some(name);
+    let is_held =
+        |mount: Known| !places_of(mount.fsid).is_empty() || holders::of(mount.fsid).is_some();
+    all(context).into_iter().filter(of_it).any(is_held)
+}
+
 /// Names the place or the holders of the mount with the writes `name`, if `error` says that they
 /// are in use; any other error stays as it is. `or` is what else the user can do.
 pub(super) fn explain_writes(
@@ -24,8 +72,7 @@ pub(super) fn explain_writes(
     or: &str,
     error: anyhow::Error,
 ) -> anyhow::Error {
-    let is_taken = kind_of(&error) == Some(ErrorKind::Unavailable)
-        && writes::is_mounted(&context.state, name).is_ok_and(|is_mounted| is_mounted);
+    let is_taken = kind_of(&error) == Some(ErrorKind::Unavailable) && is_taken(context, name);
     let mounts = if is_taken { all(context) } else { Vec::new() };
     let mount = mounts.into_iter().find(|mount| mount.writes.as_deref() == Some(name));
     let told = mount.and_then(|mount| {

@@ -197,7 +197,8 @@ impl Source {
             attributes,
         };
         let client = Client::connect_or_start(&context.state)?;
-        let made = client.call(&Request::Mount(Box::new(request)));
+        let request = Request::Mount(Box::new(request));
+        let made = taken::call_when_released(context, &client, &request, Some(name));
         let (reply, mut fds) = made.map_err(|e| {
             taken::explain_writes(context, name, ", or export that mount", e.into())
         })?;
