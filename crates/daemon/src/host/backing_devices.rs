@@ -13,7 +13,7 @@
 use std::{
     fs::{self, File},
     os::{
-        fd::AsRawFd,
+        fd::{AsFd, AsRawFd},
         unix::fs::{MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
@@ -79,7 +79,7 @@ pub fn btrfs_fsid(path: &Path) -> Result<Option<Fsid>> {
 }
 
 /// The fsid of the btrfs of an open file.
-pub(crate) fn fsid_of(file: &impl AsRawFd) -> Option<Fsid> {
+pub(crate) fn fsid_of(file: impl AsFd) -> Option<Fsid> {
     /// `struct btrfs_ioctl_fs_info_args`.
     #[repr(C)]
     struct FsInfo {
@@ -92,17 +92,14 @@ pub(crate) fn fsid_of(file: &impl AsRawFd) -> Option<Fsid> {
     const BTRFS_IOC_FS_INFO: libc::c_ulong = 0x8400_941f;
     const { assert!(size_of::<FsInfo>() == 1024) };
     let mut info = FsInfo { max_id: 0, num_devices: 0, fsid: [0; 16], rest: [0; 992] };
-    // On other file systems the number may mean another request: ask only btrfs. SAFETY: the
-    // descriptor is open; `statfs` is plain data that is valid when zeroed.
-    let is_btrfs = unsafe {
-        let mut stat: libc::statfs = std::mem::zeroed();
-        libc::fstatfs(file.as_raw_fd(), &mut stat) == 0 && stat.f_type == libc::BTRFS_SUPER_MAGIC
-    };
-    if !is_btrfs {
+    // On other file systems the number may mean another request: ask only btrfs.
+    let found = rustix::fs::fstatfs(&file).ok()?;
+    if found.f_type as u64 != libc::BTRFS_SUPER_MAGIC as u64 {
         return None;
     }
     // SAFETY: the kernel writes 1,024 bytes, the size of the structure, any of which are valid.
-    let result = unsafe { libc::ioctl(file.as_raw_fd(), BTRFS_IOC_FS_INFO as _, &mut info) };
+    let result =
+        unsafe { libc::ioctl(file.as_fd().as_raw_fd(), BTRFS_IOC_FS_INFO as _, &mut info) };
     (result == 0).then_some(Fsid(info.fsid))
 }
 

@@ -45,7 +45,7 @@ pub(super) fn accept_interrupts() {
 /// Interrupts the thread's read, if it is in one.
 pub(super) fn interrupt(thread: &JoinHandle<()>) {
     // SAFETY: the thread is not joined yet, so its handle is valid even if it has ended.
-    unsafe { libc::pthread_kill(thread.as_pthread_t(), SIGNAL) };
+    unsafe { libc::pthread_kill(thread.as_pthread_t() as libc::pthread_t, SIGNAL) };
 }
 
 /// Interrupts the thread's reads until it has ended. The thread must be leaving.
