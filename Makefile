@@ -25,7 +25,7 @@ TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs fio=fio debootstrap=debootstrap s
 	setfacl=acl setcap=libcap2-bin losetup=mount unshare=util-linux xz=xz-utils zstd=zstd \
 	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
 	nginx=nginx-light umoci=umoci skopeo=skopeo \
-	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd
+	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd mandoc=mandoc
 BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
 	qemu-storage-daemon=qemu-system-common
 # Of stargz-snapshotter Debian has the libraries, and not its daemon: that is compiled from them.

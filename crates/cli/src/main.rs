@@ -6,6 +6,7 @@
 //!        ──► helper::main                     called as mount.burgeon, by mount(8)
 //!        ──► PROCESSES: __supervise, __serve, …, which re-run this program
 //!            __probe: for tests, the remaining abilities of those
+//!            __docs: for packages, man pages and completions
 //! ```
 //!
 //! With `--json`, standard output carries exactly one JSON document, also when the command fails.
@@ -18,6 +19,7 @@ mod args;
 mod attributes;
 mod commands;
 mod demo;
+mod documents;
 mod exit;
 mod helper;
 mod holders;
@@ -71,6 +73,9 @@ fn main() -> ExitCode {
         }
         if verb == "__probe" {
             return probe(rest);
+        }
+        if verb == "__docs" {
+            return documents::process(rest);
         }
     }
     let args = match args::Args::try_parse_from(&arguments) {

@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 37] = [
+pub(crate) const QUICK: [&str; 38] = [
     "area",
     "bombs",
     "catalog",
@@ -10,6 +10,7 @@ pub(crate) const QUICK: [&str; 37] = [
     "crashes",
     "derived",
     "device",
+    "documents",
     "drives",
     "exchange",
     "extents",
