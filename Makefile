@@ -9,6 +9,8 @@
 # make bench-ublk    the same over ublk, in the lab
 #
 # make install put the command, mount(8)'s helper and the systemd unit in place (DESTDIR is honoured)
+# make deb     a Debian package, in target/package
+# make tarball the static program with its unit, man pages and completions, and SHA256SUMS, in target/package
 # make lab     CMD='...' [KERNEL=6.1]: run a command as root on an older kernel, emulated
 #
 # Each installs the Debian packages it needs; a Rust toolchain has to be there (Rust
@@ -20,12 +22,15 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 
 # Needed to compile: a C compiler, for zstd, BLAKE3 and lzma.
 BUILD_NEEDS := cc=gcc /usr/include/stdio.h=libc6-dev
+# Needed to package: a stripper, the versions of libraries, a checker.
+DEB_NEEDS := git=git strip=binutils dpkg-shlibdeps=dpkg-dev lintian=lintian
 # Needed by the tests: stock checkers, load, other people's tools to compare with.
 TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs fio=fio debootstrap=debootstrap setfattr=attr \
 	setfacl=acl setcap=libcap2-bin losetup=mount unshare=util-linux xz=xz-utils zstd=zstd \
 	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
 	nginx=nginx-light umoci=umoci skopeo=skopeo \
-	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd mandoc=mandoc
+	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd \
+	mandoc=mandoc $(DEB_NEEDS)
 BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
 	qemu-storage-daemon=qemu-system-common
 # Of stargz-snapshotter Debian has the libraries, and not its daemon: that is compiled from them.
@@ -39,7 +44,7 @@ START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=cur
 LAB_NEEDS := qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
 	busybox=busybox-static cpio=cpio depmod=kmod
 
-.PHONY: demo check test soak bench bench-start bench-ublk build install lab clean
+.PHONY: demo check test soak bench bench-start bench-ublk build install deb tarball lab clean
 
 demo: build
 	dev/need $(if $(findstring --debian,$(DEMO)),debootstrap=debootstrap)
@@ -95,6 +100,15 @@ install: build
 	$(SUDO) install -d $(DESTDIR)$(SBIN)
 	$(SUDO) ln -sfn /usr/local/bin/burgeon $(DESTDIR)$(SBIN)/mount.burgeon
 	$(SUDO) install -D --mode=644 dist/burgeon.service $(DESTDIR)/etc/systemd/system/burgeon.service
+
+deb:
+	dev/need $(BUILD_NEEDS) $(DEB_NEEDS)
+	package=$$(dist/deb/build) && echo "$$package" && \
+		lintian --allow-root --fail-on error,warning --show-overrides "$$package"
+
+tarball:
+	dev/need $(BUILD_NEEDS) git=git readelf=binutils musl-gcc=musl-tools
+	dist/tarball
 
 KERNEL ?= 6.12
 lab:

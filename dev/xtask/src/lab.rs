@@ -102,7 +102,8 @@ const LISTS: [List; 7] = [
     },
     List {
         name: "systemd and udev, on Linux 6.12",
-        programs: &[("burgeon", "systemd"), ("burgeon", "udev")],
+        // The package first: the program that `systemd` installs would hide it.
+        programs: &[("burgeon", "package"), ("burgeon", "systemd"), ("burgeon", "udev")],
         systemd: true,
         ..LIST
     },

@@ -1,0 +1,31 @@
+# Begins each maintainer script: the state directories in use, and the mounts in them.
+
+PROGRAM=/usr/bin/burgeon
+STATE=/var/lib/burgeon
+
+# The state directories, one a line: the default one, and those of running daemons of this program.
+states() {
+    {
+        [ ! -d "$STATE" ] || echo "$STATE"
+        # One process asks for all: a shell that asked for each would take seconds.
+        find /proc/[0-9]*/exe -maxdepth 0 \( -lname "$PROGRAM" -o -lname "$PROGRAM (deleted)" \) \
+            -printf '%h\n' 2> /dev/null | while read -r process; do
+            # `@burgeon __supervise DIR`, `@burgeon __serve DIR`
+            tr '\0' '\n' 2> /dev/null < "$process/cmdline" | sed -n '2{/^__\(supervise\|serve\)$/!q};3p'
+        done || true
+    } | sort -u
+}
+
+# The mounts of the state directory $1, one a line. The kernel is asked, so a dead daemon's count, too.
+mounts() {
+    for record in "$1"/mounts/*/mount.json; do
+        [ -f "$record" ] || continue
+        fsid=$(sed -n 's/^  "fsid": "\(.*\)",\{0,1\}$/\1/p' "$record")
+        [ -n "$fsid" ] && [ -d "/sys/fs/btrfs/$fsid" ] || continue
+        sed -n 's/^  "target": "\(.*\)",\{0,1\}$/\1/p' "$record"
+    done
+}
+
+reload_units() {
+    [ ! -d /run/systemd/system ] || systemctl daemon-reload || true
+}
