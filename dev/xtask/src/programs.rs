@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 38] = [
+pub(crate) const QUICK: [&str; 39] = [
     "area",
     "bombs",
     "catalog",
@@ -39,19 +39,21 @@ pub(crate) const QUICK: [&str; 38] = [
     "table",
     "tables",
     "tar",
+    "troubleshooting",
     "volume",
     "work",
 ];
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 59] = [
+const OTHERS: [&str; 61] = [
     "archives",
     "attributes",
     "bench",
     "btrfs",
     "build",
     "check",
+    "deb",
     "demo",
     "disks",
     "examples",
@@ -83,6 +85,7 @@ const OTHERS: [&str; 59] = [
     "namespace",
     "oci_image",
     "opener",
+    "package",
     "paths",
     "pin",
     "pressure",
