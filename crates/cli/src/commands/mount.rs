@@ -41,7 +41,13 @@ pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
             }
             json!({ "target": plan.target, "mounted_before": true })
         }
-        _ => make(context, args)?,
+        Some(plan) => {
+            // Before the mount: systemd may take a new mount for one whose device has gone, if it
+            // reads its units again at that moment.
+            plan.install()?;
+            make(context, args).inspect_err(|_| plan.undo())?
+        }
+        None => make(context, args)?,
     };
     if let Some(plan) = plan {
         plan.install()?;

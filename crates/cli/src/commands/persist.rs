@@ -16,7 +16,7 @@ use std::{
     process::{self, Command, Stdio},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{Client, StateDir};
 use burgeon_source::Location;
@@ -46,6 +46,8 @@ pub(super) struct Plan {
     pub(super) target: PathBuf,
     /// The same is mounted and served there already.
     pub(super) is_mounted: bool,
+    /// There is no unit yet.
+    is_new: bool,
 }
 
 impl Plan {
@@ -65,15 +67,22 @@ impl Plan {
         let text = unit_text(context, args, &target)?;
         let is_mounted = already(context, args, &opened)?.is_some()
             && Client::connect(&context.state)?.is_some();
-        Ok(Self { unit, text, target, is_mounted })
+        let is_new = !unit.is_ours()?;
+        Ok(Self { unit, text, target, is_mounted, is_new })
     }
 
-    /// Writes and enables the unit.
+    /// Writes and enables the unit, unless that was done before.
     pub(super) fn install(&self) -> Result<()> {
-        self.unit.install(&self.text).with_context(|| {
-            let shown = self.target.display();
-            format!("{shown} is mounted, but will not be mounted at the next boot")
-        })
+        self.unit.install(&self.text)
+    }
+
+    /// Removes a unit that was not there before; the mount failed.
+    pub(super) fn undo(&self) {
+        if self.is_new
+            && let Err(e) = self.unit.remove()
+        {
+            eprintln!("note: the unit {} stays: {e:#}", self.unit.name);
+        }
     }
 
     pub(super) fn unit_name(&self) -> &str {
@@ -127,7 +136,11 @@ impl Unit {
             self.write(text)?;
             systemctl(&["daemon-reload"])?;
         }
-        systemctl(&["enable", "--quiet", &self.name]).map(drop)
+        // systemd reads all of its units again when one is enabled.
+        match systemctl(&["is-enabled", "--quiet", &self.name]) {
+            Ok(_) => Ok(()),
+            Err(_) => systemctl(&["enable", "--quiet", &self.name]).map(drop),
+        }
     }
 
     /// Disables and removes the unit; false if there is none.
