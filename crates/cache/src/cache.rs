@@ -163,6 +163,11 @@ impl Cache {
         crate::scrub::run(&self.shared, bytes_per_second, stop)
     }
 
+    /// Records what came and went: a server that ends now forgets nothing.
+    pub fn flush(&self) {
+        lock(&self.shared.upkeep).flush(&self.shared, true);
+    }
+
     /// The figures of now.
     pub fn report(&self) -> Report {
         self.shared.report()
@@ -346,6 +351,15 @@ impl Shared {
         }
     }
 
+    /// False if the rules of fill forbid the chunk now.
+    fn has_room_for_fill(&self, key: &ChunkKey, len: u64) -> bool {
+        let Ok(bounds) = self.bounds_now() else { return false };
+        let admin = lock(&self.admin);
+        let is_held = admin.held.contains_key(key);
+        let taken = if is_held { admin.held_bytes } else { admin.used };
+        taken + len <= hold::most(bounds.limit)
+    }
+
     /// True if the policy and the rules of fill want the chunk in a cache with these bounds.
     fn wants(&self, key: &ChunkKey, len: u64, why: Why, bounds: Bounds) -> bool {
         let hash = self.index.hash(key);
@@ -494,9 +508,15 @@ impl ChunkStore for Cache {
         }
     }
 
-    fn may_admit(&self, _: &ChunkKey, len: u32, _: Why) -> bool {
+    fn may_admit(&self, key: &ChunkKey, len: u32, why: Why) -> bool {
         let shared = &*self.shared;
-        len <= CHUNK_LEN_MAX && (shared.gate.is_open() || lock(&shared.settings).memory > 0)
+        let is_open = shared.is_taken.load(Relaxed) && shared.gate.is_open();
+        let is_possible = match why {
+            Why::Read | Why::Prefetch => is_open || lock(&shared.settings).memory > 0,
+            // The memory is not for chunks that nobody waits for.
+            Why::Fill | Why::Pin => is_open && shared.has_room_for_fill(key, len.into()),
+        };
+        len <= CHUNK_LEN_MAX && is_possible
     }
 
     fn admit(&self, key: ChunkKey, bytes: &[u8], why: Why) -> Option<Place> {

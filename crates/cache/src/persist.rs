@@ -5,7 +5,7 @@
 //!                                                 journal-7 and checkpoint-7 are removed
 //! ```
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use burgeon_block::Result;
 
@@ -17,8 +17,6 @@ use crate::{
     slots::ARENA_BLOCKS_MAX,
 };
 
-/// Longest wait of a record.
-const RECORDS_AGE: Duration = Duration::from_secs(1);
 /// Records that are written without waiting.
 const RECORDS: usize = 4096;
 /// Groups of a checkpoint that one round writes.
@@ -76,9 +74,10 @@ fn random() -> u64 {
 impl Persist {
     /// Writes what waits: all of it, or when there is enough, and goes on with a checkpoint.
     pub(crate) fn write(&mut self, shared: &Shared, all: bool) -> Result<()> {
+        let record_age = lock(&shared.settings).record_age;
         let is_due = {
             let admin = lock(&shared.admin);
-            let is_old = self.last.is_none_or(|last| last.elapsed() >= RECORDS_AGE);
+            let is_old = self.last.is_none_or(|last| last.elapsed() >= record_age);
             self.wants_checkpoint |= admin.records_lost;
             admin.records.len() >= RECORDS || (all || is_old) && !admin.records.is_empty()
         };

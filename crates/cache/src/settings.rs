@@ -32,6 +32,8 @@ pub struct Settings {
     pub arena_len: u64,
     /// Bytes of journal after which a checkpoint is written.
     pub journal_len: u64,
+    /// Longest wait of a record for its journal: what a killed server forgets.
+    pub record_age: Duration,
     /// First pause after a failed write; it doubles as long as writes fail.
     pub pause_min: Duration,
     /// Longest such pause.
@@ -46,6 +48,7 @@ impl Default for Settings {
             memory: 64 << 20,
             arena_len: 16 << 30,
             journal_len: 64 << 20,
+            record_age: Duration::from_secs(1),
             pause_min: Duration::from_secs(2),
             pause_max: Duration::from_secs(300),
         }
