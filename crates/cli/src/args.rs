@@ -10,7 +10,7 @@ use clap::{
 
 use crate::{
     attributes::Attributes,
-    commands::{disks, export},
+    commands::disks,
     pull,
     quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
 };
@@ -168,8 +168,15 @@ Examples:
     /// Unmount, and wait until all devices and files are released
     Umount(Umount),
     /// Write a mount's tree, or kept writes, as a tar archive
-    #[command(after_help = export::EXAMPLES)]
-    Export(export::Export),
+    #[command(after_help = "\
+Examples:
+  burgeon export /mnt/a -o a.tar                     the tree of a mount
+  burgeon export --writes work -o work.tar           kept writes that are not mounted
+  burgeon export /mnt/a | ssh host tar -x -C /srv/a --xattrs --xattrs-include='*' --acls
+
+A file that changes while it is read is named, and the exit code is 1; the archive is complete
+otherwise.")]
+    Export(Export),
     /// Show each mount: how much of it is local, its speed and its errors
     Status,
     /// List the images of the store
@@ -196,6 +203,28 @@ Examples:
     Shutdown(Shutdown),
     /// Replace the running daemon's program with this one, while everything stays mounted
     Upgrade,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Export {
+    /// A mount, or a folder in one
+    #[arg(value_name = "MOUNT", conflicts_with = "writes")]
+    pub(crate) path: Option<PathBuf>,
+    /// Export the tree of these kept writes, which must not be mounted
+    #[arg(long, value_name = "NAME")]
+    pub(crate) writes: Option<String>,
+    /// The archive; - is standard output
+    #[arg(long, short, value_name = "FILE", default_value = "-")]
+    pub(crate) output: PathBuf,
+    /// Format of the archive
+    #[arg(long, value_enum, default_value = "tar")]
+    pub(crate) format: Format,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug)]
+pub(crate) enum Format {
+    /// POSIX tar (pax), for GNU tar, bsdtar and others
+    Tar,
 }
 
 #[derive(ClapArgs, Debug)]

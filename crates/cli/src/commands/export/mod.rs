@@ -29,7 +29,6 @@ use burgeon_daemon::{
     writes,
 };
 use burgeon_source::{Access, Location};
-use clap::{Args as ClapArgs, ValueEnum};
 use rustix::{
     fs::CWD,
     mount::{OpenTreeFlags, open_tree},
@@ -39,40 +38,10 @@ use serde_json::json;
 use self::{archive::Archive, destination::Destination, walk::Walk};
 use super::{Context, need_mount_privilege, taken};
 use crate::{
+    args::{Export, Format},
     exit,
     output::{self, bytes, counted},
 };
-
-pub(crate) const EXAMPLES: &str = "\
-Examples:
-  burgeon export /mnt/a -o a.tar                     the tree of a mount
-  burgeon export --writes work -o work.tar           kept writes that are not mounted
-  burgeon export /mnt/a | ssh host tar -x -C /srv/a --xattrs --xattrs-include='*' --acls
-
-A file that changes while it is read is named, and the exit code is 1; the archive is complete
-otherwise.";
-
-#[derive(ClapArgs, Debug)]
-pub(crate) struct Export {
-    /// A mount, or a folder in one
-    #[arg(value_name = "MOUNT", conflicts_with = "writes")]
-    path: Option<PathBuf>,
-    /// Export the tree of these kept writes, which must not be mounted
-    #[arg(long, value_name = "NAME")]
-    writes: Option<String>,
-    /// The archive; - is standard output
-    #[arg(long, short, value_name = "FILE", default_value = "-")]
-    output: PathBuf,
-    /// Format of the archive
-    #[arg(long, value_enum, default_value = "tar")]
-    format: Format,
-}
-
-#[derive(ValueEnum, Clone, Copy, Debug)]
-enum Format {
-    /// POSIX tar (pax), for GNU tar, bsdtar and others
-    Tar,
-}
 
 pub(super) fn export(context: &Context, args: Export) -> Result<ExitCode> {
     let Format::Tar = args.format;
