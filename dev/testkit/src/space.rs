@@ -186,10 +186,11 @@ pub(crate) fn base() -> PathBuf {
 /// `target/tmp` of the workspace, which keeps files that take long to make. The lab's guests can
 /// read it.
 pub(crate) fn target_folder() -> PathBuf {
-    // A test program lies in target/<profile>/deps.
     let program = std::env::current_exe().unwrap_or_default();
-    let target = program.ancestors().nth(3).unwrap_or(Path::new("/tmp"));
-    target.join("tmp")
+    // Cargo marks its folder; a test program lies in target/<profile>/deps.
+    let marked = |folder: &&Path| folder.join("CACHEDIR.TAG").exists();
+    let target = program.ancestors().find(marked).or_else(|| program.ancestors().nth(3));
+    target.unwrap_or(Path::new("/tmp")).join("tmp")
 }
 
 /// Mount points at or below `folder` in this thread's namespace, in mount order.
