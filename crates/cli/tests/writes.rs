@@ -306,6 +306,35 @@ fn named_writes_are_mounted_again_on_a_disk_without_a_free_byte() {
     drop(burgeon);
 }
 
+/// Without their space, btrfs would lose what it has accepted as soon as the host is full.
+#[test]
+fn writes_that_a_backup_has_made_sparse_are_reserved_again() {
+    let space = Space::new("restored");
+    let tree = tree(&space, "tree", 1);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.build(&tree, "sample");
+    let at = space.path("at");
+    let options = ["--writes", "mine", "--write-limit", LIMIT];
+    let mounted = burgeon.mount("sample", &at, &options);
+    write_synced(&at.join("new"), b"kept");
+    burgeon.umount(mounted);
+    let sprout = burgeon.state().join("writes/mine/sprout");
+    let copy = space.path("backup");
+    let mut cp = Command::new("cp");
+    let copied = cp.args(["-a", "--sparse=always"]).args([&sprout, &copy]).status().unwrap();
+    assert!(copied.success());
+    fs::rename(&copy, &sprout).unwrap();
+    let holes = |path: &Path| {
+        let metadata = fs::metadata(path).unwrap();
+        metadata.len().saturating_sub(metadata.blocks() * 512)
+    };
+    assert!(holes(&sprout) > 0, "the copy is sparse");
+    let mounted = burgeon.mount("sample", &at, &options);
+    assert_eq!(holes(&sprout), 0);
+    assert_eq!(fs::read(at.join("new")).unwrap(), b"kept");
+    burgeon.umount(mounted);
+}
+
 #[test]
 fn a_cache_that_is_full_is_said_with_what_to_do() {
     let space = Space::new("full-cache");

@@ -7,7 +7,7 @@
 
 use std::{
     fs::{File, OpenOptions},
-    os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt},
+    os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
     path::Path,
 };
 
@@ -97,6 +97,20 @@ pub(crate) fn create_sprout(path: &Path, limit: u64, thin: bool) -> Result<u64> 
     reserve(&file, 0, reserved, path)?;
     file.sync_all().map_err(failed)?;
     Ok(reserved)
+}
+
+/// Allocates the holes of an existing sprout: a copy that a backup has made is sparse.
+pub(crate) fn reserve_holes(path: &Path) -> Result<()> {
+    let failed = |e| Error::io(format!("cannot open the sprout {}", path.display()), e);
+    let file = files::open(path, OpenOptions::new().read(true).write(true)).map_err(failed)?;
+    let metadata = file.metadata().map_err(failed)?;
+    // In units of 512 bytes, whatever the file system's blocks are. A sprout without holes takes no
+    // space, so it can be mounted on a full disk.
+    if metadata.blocks().saturating_mul(512) >= metadata.len() {
+        return Ok(());
+    }
+    reserve(&file, 0, metadata.len(), path)?;
+    file.sync_all().map_err(failed)
 }
 
 /// Allocates `len` bytes from `offset` of a sprout.

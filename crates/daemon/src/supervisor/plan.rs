@@ -227,9 +227,10 @@ impl Plan {
 
     /// Makes the sprout and, for named writes, keeps the files that it is based on.
     pub(crate) fn reserve(&mut self, state: &StateDir) -> Result<()> {
-        let Some(sprout) = self.sprout.as_mut().filter(|sprout| sprout.is_new) else {
-            return Ok(());
-        };
+        let Some(sprout) = &mut self.sprout else { return Ok(()) };
+        if !sprout.is_new {
+            return if sprout.is_device { Ok(()) } else { space::reserve_holes(&sprout.path) };
+        }
         if let Some(record) = &sprout.record {
             let folder = writes::folder(state, &record.name);
             files::make_folder(&folder)?;
