@@ -115,10 +115,18 @@ fn only_an_administrator_changes_mounts() {
         command.arg("--state-dir").arg(burgeon.state()).args(arguments).output().unwrap()
     };
     assert!(run(&["status"]).status.success());
+    // Everybody is an administrator of a user namespace of his own.
+    let in_namespace = |arguments: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args(["--bounding-set", "-sys_admin", "unshare", "--user", "--map-root-user"]);
+        command.arg(env!("CARGO_BIN_EXE_burgeon")).arg("--state-dir").arg(burgeon.state());
+        command.args(arguments).output().unwrap()
+    };
     for arguments in [&["pin", at][..], &["shutdown", "--force"]] {
-        let refused = run(arguments);
-        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-        assert!(!refused.status.success() && said.contains("CAP_SYS_ADMIN"), "{said}");
+        for refused in [run(arguments), in_namespace(arguments)] {
+            let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+            assert!(!refused.status.success() && said.contains("CAP_SYS_ADMIN"), "{said}");
+        }
     }
     burgeon.ok(&["pin", at]);
     burgeon.umount(mounted);

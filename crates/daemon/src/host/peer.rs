@@ -1,7 +1,7 @@
 //! The process at the other end of a socket, and its privileges.
 
 use std::{
-    io,
+    fs, io,
     os::{
         fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
         unix::net::UnixStream,
@@ -34,11 +34,20 @@ impl Peer {
         Ok(Self { pid, process })
     }
 
-    /// True if it lives and has `CAP_SYS_ADMIN`.
+    /// True if it lives and has `CAP_SYS_ADMIN` in this process's user namespace.
     pub(crate) fn is_administrator(&self) -> bool {
         let has = capabilities(Some(self.pid));
+        let has = has.is_ok_and(|has| has.effective.contains(CapabilitySet::SYS_ADMIN));
         // The number was still its own, so these were its capabilities.
-        has.is_ok_and(|has| has.effective.contains(CapabilitySet::SYS_ADMIN)) && self.is_alive()
+        has && self.has_our_users() && self.is_alive()
+    }
+
+    /// False if it is in another user namespace, where every process may make itself an
+    /// administrator. Looking at the namespace itself would take the right to trace it.
+    fn has_our_users(&self) -> bool {
+        let users = |process: &str| fs::read(format!("/proc/{process}/uid_map")).ok();
+        let own = users("self");
+        own.is_some() && users(&self.pid.as_raw_nonzero().to_string()) == own
     }
 
     fn is_alive(&self) -> bool {
