@@ -295,6 +295,14 @@ fn a_persistent_mount_is_a_unit_until_it_is_forgotten() {
     fs::remove_file(path).unwrap();
     run("systemctl", &["daemon-reload"]);
 
+    // So does another file system at the mount point.
+    run("mount", &["-t", "tmpfs", "others", "/mnt/p-1"]);
+    fs::write("/mnt/p-1/theirs", "").unwrap();
+    let refused = output("burgeon", &mount);
+    assert!(!refused.status.success() && Path::new("/mnt/p-1/theirs").exists(), "{refused:?}");
+    assert!(!Path::new(path).exists());
+    run("umount", &["/mnt/p-1"]);
+
     let said = run("burgeon", &mount);
     assert!(said.contains(unit), "{said}");
     fs::write("/mnt/p-1/written", "kept").unwrap();
@@ -305,9 +313,15 @@ fn a_persistent_mount_is_a_unit_until_it_is_forgotten() {
     assert!(said.contains("mounted already"), "{said}");
     assert_eq!(fs::read_to_string(path).unwrap(), text);
 
-    // systemd mounts it, and no target waits for it.
+    // A mount that fails leaves the unit as it was.
     run("systemctl", &["stop", unit]);
     assert!(!Path::new("/mnt/p-1/0").exists(), "{text}");
+    let mistyped: Vec<_> =
+        mount.iter().map(|word| if *word == "tree" { "tere" } else { *word }).collect();
+    assert!(!output("burgeon", &mistyped).status.success());
+    assert_eq!(fs::read_to_string(path).unwrap(), text);
+
+    // systemd mounts it, and no target waits for it.
     run("systemctl", &["start", unit]);
     assert_eq!(fs::read("/mnt/p-1/1").unwrap(), content(1));
     assert_eq!(fs::read_to_string("/mnt/p-1/written").unwrap(), "kept");

@@ -44,8 +44,8 @@ pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
         Some(plan) => {
             // Before the mount: systemd may take a new mount for one whose device has gone, if it
             // reads its units again at that moment.
-            plan.install()?;
-            make(context, args).inspect_err(|_| plan.undo())?
+            let made = plan.install().and_then(|()| make(context, args));
+            made.inspect_err(|_| plan.undo())?
         }
         None => make(context, args)?,
     };

@@ -46,8 +46,8 @@ pub(super) struct Plan {
     pub(super) target: PathBuf,
     /// The same is mounted and served there already.
     pub(super) is_mounted: bool,
-    /// There is no unit yet.
-    is_new: bool,
+    /// The text of our unit that is there already.
+    before: Option<String>,
 }
 
 impl Plan {
@@ -58,17 +58,21 @@ impl Plan {
         let unit = Unit::find(&target)?;
         if !Path::new(HELPER).exists() {
             let what = format!(
-                "no unit for {}: it would need {HELPER}, which is missing; `make install` makes it, \
-                 a symlink to the program",
+                "no unit for {}: it would need {HELPER}, a symlink to the program, which is missing; \
+                 the package and `make install` make it",
                 target.display()
             );
             return Err(Error::new(ErrorKind::NotFound, what).into());
         }
         let text = unit_text(context, args, &target)?;
-        let is_mounted = already(context, args, &opened)?.is_some()
-            && Client::connect(&context.state)?.is_some();
-        let is_new = !unit.is_ours()?;
-        Ok(Self { unit, text, target, is_mounted, is_new })
+        let is_in_place = already(context, args, &opened)?.is_some();
+        let is_mounted = is_in_place && Client::connect(&context.state)?.is_some();
+        if !is_in_place {
+            // Before the unit names it: another file system may be mounted there.
+            opened.check()?;
+        }
+        let before = unit.text()?.filter(|text| text.starts_with(MARK));
+        Ok(Self { unit, text, target, is_mounted, before })
     }
 
     /// Writes and enables the unit, unless that was done before.
@@ -76,11 +80,14 @@ impl Plan {
         self.unit.install(&self.text)
     }
 
-    /// Removes a unit that was not there before; the mount failed.
+    /// Puts back the unit that was there before, or none; the mount failed. Stops nothing, because
+    /// that would unmount whatever is at the mount point.
     pub(super) fn undo(&self) {
-        if self.is_new
-            && let Err(e) = self.unit.remove()
-        {
+        let undone = match &self.before {
+            Some(text) => self.unit.install(text),
+            None => self.unit.remove(false).map(drop),
+        };
+        if let Err(e) = undone {
             eprintln!("note: the unit {} stays: {e:#}", self.unit.name);
         }
     }
@@ -143,14 +150,16 @@ impl Unit {
         }
     }
 
-    /// Disables and removes the unit; false if there is none.
-    pub(super) fn remove(&self) -> Result<bool> {
+    /// Disables and removes the unit, and stops it on request; false if there is none.
+    pub(super) fn remove(&self, stop: bool) -> Result<bool> {
         if !self.is_ours()? {
             return Ok(false);
         }
         systemctl(&["disable", "--quiet", &self.name])?;
-        // It may be mounting at this moment.
-        systemctl(&["stop", &self.name])?;
+        if stop {
+            // It may be mounting at this moment.
+            systemctl(&["stop", &self.name])?;
+        }
         fs::remove_file(&self.path)
             .map_err(|e| Error::io(format!("cannot remove {}", self.path.display()), e))?;
         systemctl(&["daemon-reload"])?;
@@ -160,9 +169,13 @@ impl Unit {
     }
 
     fn is_ours(&self) -> Result<bool> {
+        Ok(self.text()?.is_some_and(|text| text.starts_with(MARK)))
+    }
+
+    fn text(&self) -> Result<Option<String>> {
         match fs::read(&self.path) {
-            Ok(text) => Ok(text.starts_with(MARK.as_bytes())),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
+            Ok(text) => Ok(Some(String::from_utf8_lossy(&text).into_owned())),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(Error::io(format!("cannot read {}", self.path.display()), e).into()),
         }
     }

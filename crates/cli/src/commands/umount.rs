@@ -108,7 +108,7 @@ fn forget(context: &Context, path: &Path, lazy: bool) -> Result<(PathBuf, String
         true => Some(one_of(context, &target, lazy)?.1),
         false => None,
     };
-    let removed = unit.remove()?;
+    let removed = unit.remove(true)?;
     let said = match (unmounted, removed) {
         (Some(writes), true) => format!("unmounted {shown}{writes}; removed {}", unit.name()),
         (Some(writes), false) => format!("unmounted {shown}{writes}; it had no unit"),
