@@ -18,7 +18,10 @@ use std::{
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
-use rustix::fs::{AtFlags, CWD, OFlags, linkat};
+use rustix::{
+    fs::{AtFlags, CWD, Mode, OFlags, linkat, open},
+    io::Errno,
+};
 
 use crate::exit::Usage;
 
@@ -43,10 +46,27 @@ pub(super) struct Unfinished {
 
 struct Place {
     path: PathBuf,
-    /// The hidden name.
-    hidden: PathBuf,
-    /// True while the hidden name exists.
-    has_name: bool,
+    /// The hidden name, while the file has it.
+    hidden: Option<PathBuf>,
+}
+
+/// Hidden names that are tried: one may be left of a killed process of the same number.
+const NAMES_MAX: u32 = 16;
+
+/// Calls `make` with hidden names beside `path` until one is free; returns its result and the name.
+fn with_hidden_name<T>(
+    path: &Path,
+    make: impl Fn(&Path) -> io::Result<T>,
+) -> io::Result<(T, PathBuf)> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let mut number = 0;
+    loop {
+        let hidden = path.with_file_name(format!(".{name}.burgeon-{}-{number}", process::id()));
+        match make(&hidden) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && number < NAMES_MAX => number += 1,
+            made => return made.map(|made| (made, hidden)),
+        }
+    }
 }
 
 impl Destination {
@@ -61,8 +81,14 @@ impl Destination {
             return Ok(Self::StandardOutput);
         }
         let shown = path.display();
-        // The file that a symlink leads to is replaced, not the symlink.
-        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        // The file that a symlink leads to is replaced, not the symlink. The kernel follows it,
+        // because it refuses those that others have planted in /tmp.
+        let path = match open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
+            Ok(found) => fs::read_link(format!("/proc/self/fd/{}", found.as_raw_fd())),
+            Err(Errno::NOENT) => Ok(path.to_owned()),
+            Err(e) => Err(e.into()),
+        };
+        let path = path.map_err(|e| Error::io(format!("cannot write {shown}"), e))?;
         match fs::symlink_metadata(&path) {
             Ok(metadata) if metadata.is_file() => Ok(Self::File(path)),
             Ok(metadata) if metadata.is_dir() => {
@@ -96,28 +122,28 @@ impl Destination {
         };
         let shown = path.display().to_string();
         let failed = |e| Error::io(format!("cannot write {shown}"), e);
-        let name = path.file_name().ok_or_else(|| {
-            Error::new(ErrorKind::Invalid, format!("cannot write {shown}: it names no file"))
-        })?;
+        if path.file_name().is_none() {
+            let what = format!("cannot write {shown}: it names no file");
+            return Err(Error::new(ErrorKind::Invalid, what).into());
+        }
         let folder = match path.parent() {
             Some(parent) if parent != Path::new("") => parent,
             _ => Path::new("."),
         };
-        let mut hidden = std::ffi::OsString::from(".");
-        hidden.push(name);
-        hidden.push(format!(".burgeon-{}", process::id()));
-        let hidden = folder.join(hidden);
         let mut options = File::options();
         options.write(true).mode(MODE);
         let nameless = options.clone().custom_flags(OFlags::TMPFILE.bits() as i32).open(folder);
-        let (file, has_name) = match nameless {
-            Ok(file) => (file, false),
+        let (file, hidden) = match nameless {
+            Ok(file) => (file, None),
             Err(e) if is_unknown(&e) => {
-                (options.create_new(true).open(&hidden).map_err(failed)?, true)
+                options.create_new(true);
+                let made = with_hidden_name(&path, |hidden| options.open(hidden));
+                let (file, hidden) = made.map_err(failed)?;
+                (file, Some(hidden))
             }
             Err(e) => return Err(failed(e).into()),
         };
-        let place = Some(Place { path, hidden, has_name });
+        let place = Some(Place { path, hidden });
         Ok(Unfinished { file, shown, place, len: 0 })
     }
 }
@@ -135,14 +161,20 @@ impl Unfinished {
         let failed = |e| Error::io(format!("cannot write {shown}"), e);
         let Some(place) = &mut self.place else { return Ok(self.len) };
         self.file.sync_all().map_err(failed)?;
-        if !place.has_name {
-            let file = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-            linkat(CWD, file, CWD, &place.hidden, AtFlags::SYMLINK_FOLLOW)
-                .map_err(|e| failed(e.into()))?;
-            place.has_name = true;
+        let hidden = match place.hidden.take() {
+            Some(hidden) => hidden,
+            None => {
+                let file = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+                let link =
+                    |hidden: &Path| Ok(linkat(CWD, &file, CWD, hidden, AtFlags::SYMLINK_FOLLOW)?);
+                with_hidden_name(&place.path, link).map_err(failed)?.1
+            }
+        };
+        let renamed = fs::rename(&hidden, &place.path);
+        if renamed.is_err() {
+            place.hidden = Some(hidden);
         }
-        fs::rename(&place.hidden, &place.path).map_err(failed)?;
-        place.has_name = false;
+        renamed.map_err(failed)?;
         Ok(self.len)
     }
 
@@ -158,8 +190,8 @@ impl Unfinished {
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
-        if let Some(place) = self.place.as_ref().filter(|place| place.has_name) {
-            let _ = fs::remove_file(&place.hidden);
+        if let Some(hidden) = self.place.as_ref().and_then(|place| place.hidden.as_ref()) {
+            let _ = fs::remove_file(hidden);
         }
     }
 }

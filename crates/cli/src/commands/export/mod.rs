@@ -172,7 +172,9 @@ impl Source {
             taken::explain_writes(context, name, ", or export that mount", e.into())
         })?;
         let (Reply::Mounted(mounted), Some(root)) = (reply, fds.pop()) else {
-            return Err(anyhow!("the daemon gave an answer to something else"));
+            return Err(anyhow!(
+                "unexpected answer from the daemon: is it of another version? `burgeon upgrade` replaces it"
+            ));
         };
         Ok(Self { root, shown, mount: Some((client, mounted.id)) })
     }
