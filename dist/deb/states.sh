@@ -3,7 +3,7 @@
 PROGRAM=/usr/bin/burgeon
 STATE=/var/lib/burgeon
 
-# The state directories, one a line: the default one, and those of running daemons of this program.
+# The state directories of root, one a line: the default one, and those of running daemons.
 states() {
     {
         [ ! -d "$STATE" ] || echo "$STATE"
@@ -13,7 +13,10 @@ states() {
             # `@burgeon __supervise DIR`, `@burgeon __serve DIR`
             tr '\0' '\n' 2> /dev/null < "$process/cmdline" | sed -n '2{/^__\(supervise\|serve\)$/!q};3p'
         done || true
-    } | sort -u
+    } | sort -u | while read -r state; do
+        # Any user's daemon is among them, and what lies in its directory is its user's word.
+        [ -z "$(find "$state" -maxdepth 0 -type d -user root 2> /dev/null)" ] || echo "$state"
+    done
 }
 
 # The mounts of the state directory $1, one a line. The kernel is asked, so a dead daemon's count, too.
