@@ -101,7 +101,8 @@ fn the_reads_of_a_command_are_prefetched_at_the_next_mount() {
     // It began to come before there was a mount.
     let log = fs::read_to_string(other.state().join("run/daemon.log")).unwrap();
     let line = |what| log.lines().position(|line| line.contains(what));
-    let (warmed, made) = (line("comes meanwhile").unwrap(), line("info: mounted").unwrap());
+    let (warmed, made) =
+        (line("prefetching the profile while").unwrap(), line("info: mounted").unwrap());
     assert!(warmed < made, "{log}");
     let misses = || other.status()["mounts"][0]["reads"]["misses"].as_u64().unwrap();
     let before = misses();
@@ -253,7 +254,7 @@ fn a_mount_that_is_not_made_after_all_leaves_nothing_open() {
     let mount = ["mount", "sample", at.to_str().unwrap(), "--write-limit", "900T", "--reserve"];
     burgeon.fails(&mount, 6, "cannot reserve");
     let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
-    assert!(log.contains("comes meanwhile"), "{log}");
+    assert!(log.contains("prefetching the profile while"), "{log}");
     let open_caches = || {
         let folders =
             burgeon.processes().into_iter().map(|id| fs::read_dir(format!("/proc/{id}/fd")));
