@@ -9,7 +9,7 @@
 //!
 //! Invariants, and the tests that hold them:
 //! - The limit and the floor hold at every moment, with bytes in flight counted; an admission that
-//!   would break them is refused (`tests/bounds.rs`).
+//!   would break them is refused (`tests/crashes.rs`).
 //! - After a crash, a key gives its bytes or a miss, once the caller has verified them
 //!   (`tests/crashes.rs`).
 //! - A failing file system closes the gate, and costs a reader no more than a miss.

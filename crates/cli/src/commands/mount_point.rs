@@ -8,7 +8,7 @@
 //! of a directory above can replace it, also by a symlink.
 //!
 //! Invariants: the mount lands on the directory that was checked, or nowhere (held by
-//! `tests/paths.rs`); an automount at the directory is not set off (`tests/systemd.rs`).
+//! `tests/paths.rs`); an automount at the directory is not triggered (no test shows this yet).
 
 use std::{
     fs::{self, File},
