@@ -186,11 +186,18 @@ pub(crate) fn base() -> PathBuf {
 /// `target/tmp` of the workspace, which keeps files that take long to make. The lab's guests can
 /// read it.
 pub(crate) fn target_folder() -> PathBuf {
-    let program = std::env::current_exe().unwrap_or_default();
-    // Cargo marks its folder; a test program lies in target/<profile>/deps.
+    target_of(&std::env::current_exe().unwrap_or_default()).join("tmp")
+}
+
+/// The target folder that cargo built `program` in.
+fn target_of(program: &Path) -> &Path {
+    // Cargo marks the folder when it makes it, so one that was there before has no mark. Then
+    // programs lie in target/<profile>, and those of tests and examples one folder below that.
     let marked = |folder: &&Path| folder.join("CACHEDIR.TAG").exists();
-    let target = program.ancestors().find(marked).or_else(|| program.ancestors().nth(3));
-    target.unwrap_or(Path::new("/tmp")).join("tmp")
+    let below = |name: &str| program.parent().is_some_and(|folder| folder.ends_with(name));
+    let depth = if below("deps") || below("examples") { 3 } else { 2 };
+    let target = program.ancestors().find(marked).or_else(|| program.ancestors().nth(depth));
+    target.unwrap_or(Path::new("/tmp"))
 }
 
 /// Mount points at or below `folder` in this thread's namespace, in mount order.
@@ -201,7 +208,17 @@ pub(crate) fn mounts_below(folder: &Path) -> Vec<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use super::Space;
+    use std::path::Path;
+
+    use super::{Space, target_of};
+
+    #[test]
+    fn all_programs_know_the_target_folder_even_without_cargos_mark() {
+        for program in ["deps/kernel-0123", "examples/restart", "xtask", "xtask (deleted)"] {
+            let program = Path::new("/nowhere/target/debug").join(program);
+            assert_eq!(target_of(&program), Path::new("/nowhere/target"), "{program:?}");
+        }
+    }
 
     #[test]
     fn mounts_are_seen_here_only_and_go_with_the_space() {
