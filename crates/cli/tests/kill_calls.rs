@@ -228,8 +228,11 @@ impl Connections {
     /// Kills supervisor and server; whether both are gone then. If not, connections made since are
     /// aborted.
     fn can_be_killed(&self, burgeon: &Burgeon) -> bool {
+        let processes = ["supervisor_pid", "server_pid"];
+        let is_whole = || processes.iter().all(|process| burgeon.status()[process].is_number());
+        assert!(wait_until(PATIENCE, is_whole), "{}", burgeon.status());
         let status = burgeon.status();
-        let killed = ["supervisor_pid", "server_pid"].map(|process| {
+        let killed = processes.map(|process| {
             let pid = Pid::from_raw(status[process].as_i64().unwrap() as i32).unwrap();
             let process = pidfd_open(pid, PidfdFlags::empty()).unwrap();
             kill_process(pid, Signal::KILL).unwrap();
