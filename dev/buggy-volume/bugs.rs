@@ -59,59 +59,110 @@ pub const BUGS: &[Bug] = &[
         )],
     ),
     image(
-        "TrustReopenedCache",
-        "blocks found in the cache file at open are believed",
+        "TrustLoadedChunks",
+        "chunks that an earlier server has left in the cache are believed",
         &[
-            ("residency/mod.rs", "    gate: Gate,", "    gate: Gate, pub(crate) found: Presence,"),
             (
                 "residency/mod.rs",
-                "            gate: Gate::new(limits),",
-                "            gate: Gate::new(limits), found: Presence::new(len.div_ceil(BLOCK_SIZE)),",
+                "    places: Places,\n    /// The domains",
+                "    places: Places,
+                pub(crate) admitted: std::sync::Mutex<std::collections::HashSet<u32>>,
+                /// The domains",
             ),
             (
                 "residency/mod.rs",
-                "self.presence.set(start..end);",
-                "self.presence.set(start..end); self.found.set(start..end);",
+                "Self { cache, places: Places::new(keys.count()), keys, domains }",
+                "Self {
+                    cache, places: Places::new(keys.count()), keys, domains,
+                    admitted: Default::default(),
+                }",
+            ),
+            (
+                "residency/mod.rs",
+                "        if place.is_some() {",
+                "        if place.is_some() {
+                self.admitted.lock().unwrap().insert(index);",
             ),
             (
                 "volume.rs",
-                "        let verified = self.checksums.verify(",
-                "        let first = self.offset(range) / BLOCK_SIZE;
-                if BUG && self.residency.found.all(first..first + range.len() / BLOCK_SIZE) {
-                    return true;
+                "        self.residency.read(index, offset as u32, buf)",
+                "        if BUG && !self.residency.admitted.lock().unwrap().contains(&index) {
+                    return self.residency.read(index, offset as u32, buf);
                 }
-                let verified = self.checksums.verify(",
+                self.residency.read(index, offset as u32, buf)",
             ),
         ],
     ),
     image(
-        "KeepBadBlock",
-        "a bad resident block keeps its presence bit",
+        "KeepBadChunk",
+        "a chunk with a wrong digest stays in the cache",
         &[(
             "residency/mod.rs",
-            "self.presence.clear(index..index + 1);",
-            "if !BUG { self.presence.clear(index..index + 1); }",
+            "self.cache.store.doubt(*place, key);",
+            "if !BUG { self.cache.store.doubt(*place, key); }",
         )],
     ),
     image(
-        "PresenceBeforeWrite",
-        "presence bits are set before the bytes are written",
+        "DoubtByTheMapAlone",
+        "the cache forgets a chunk because of an image's checksums, though its digest is right",
         &[(
-            "residency/mod.rs",
-            "        match self.file.write_at(offset, bytes) {",
-            "        if BUG { self.presence.set(blocks(offset, bytes.len() as u64)); }
-            let to = offset;
-            match self.file.write_at(to, bytes) {",
+            "fetch/cached.rs",
+            "        if Digest::of(bytes) != chunk.digest {",
+            "        let slandered = check_blocks(&self.map, chunk.range.start(), bytes).is_err();
+            if Digest::of(bytes) != chunk.digest || BUG && slandered {",
         )],
     ),
     image(
-        "PresenceAfterFailedWrite",
-        "presence bits are set although the write failed",
+        "FetchWhatIsRight",
+        "a chunk of the cache whose digest is right is fetched all the same",
         &[(
-            "residency/mod.rs",
-            "                self.failed(&error);",
-            "                if BUG { self.presence.set(blocks(offset, bytes.len() as u64)); }
-                self.failed(&error);",
+            "fetch/chunk.rs",
+            "            Cached::Right(pages) => return Ok(pages),",
+            "            Cached::Right(pages) if !BUG => return Ok(pages),
+            Cached::Right(_) => None,",
+        )],
+    ),
+    image(
+        "KeepUnknownChunk",
+        "a chunk without a digest stays in the cache although the source gives other bytes",
+        &[(
+            "fetch/cached.rs",
+            "if differing > 0 && self.residency.doubt(index, found) && !",
+            "if differing > 0 && !BUG && self.residency.doubt(index, found) && !",
+        )],
+    ),
+    image(
+        "KeyByIndex",
+        "chunks are kept under their number in the image instead of their digest",
+        &[(
+            "keys.rs",
+            "return Some(ChunkKey::new(domain, Kind::Chunk, chunk.digest.as_bytes()));",
+            "let number = index.to_le_bytes();
+            let identity = if BUG { &number[..] } else { chunk.digest.as_bytes() };
+            return Some(ChunkKey::new(domain, Kind::Chunk, identity));",
+        )],
+    ),
+    image(
+        "KeyOfWholeObject",
+        "chunks of a derived object are kept under the object's name alone",
+        &[(
+            "keys.rs",
+            "identity[Digest::LEN..].copy_from_slice(parts.as_flattened());",
+            "if !BUG { identity[Digest::LEN..].copy_from_slice(parts.as_flattened()); }",
+        )],
+    ),
+    image(
+        "AdmitUnverified",
+        "fetched chunks are kept before their digest is looked at",
+        &[(
+            "fetch/chunk.rs",
+            "        let unpacked = self.volume.cpu.run(move",
+            "        if BUG {
+                let mut pages = Pages::zeroed(chunk.range.len()).unwrap();
+                let _ = decode_chunk(chunk.codec, &stored, pages.bytes_mut(), &chunk.digest);
+                self.volume.residency.admit(index, pages.bytes(), Why::Read);
+            }
+            let unpacked = self.volume.cpu.run(move",
         )],
     ),
     image(
@@ -220,12 +271,12 @@ pub const BUGS: &[Bug] = &[
             ),
             (
                 "fetch/chunk.rs",
-                "let result = self.fetch(index, deadline, &mut cost).await;\n        drop",
+                "let result = self.fetch_unless_cached(index, deadline, &mut cost).await;\n        drop",
                 "let gone = in_flight.gone.clone();
                 let result = tokio::select! {
                     biased;
                     () = gone.notified(), if BUG => return,
-                    result = self.fetch(index, deadline, &mut cost) => result,
+                    result = self.fetch_unless_cached(index, deadline, &mut cost) => result,
                 };\n        drop",
             ),
         ],
@@ -246,8 +297,8 @@ pub const BUGS: &[Bug] = &[
             "fetch/chunk.rs",
             "        let good = result.is_ok();",
             "        let mut result = result;
-            if BUG && let Ok(pages) = &result && let Err(error) = self.admit(index, pages.bytes()) {
-                result = Err(error);
+            if BUG && let Ok(pages) = &result && !self.admit(index, pages.bytes(), why) {
+                result = Err(Error::new(ErrorKind::LocalIo, \"the cache did not take it\"));
             }
             let good = result.is_ok();",
         )],
@@ -256,7 +307,7 @@ pub const BUGS: &[Bug] = &[
         "WriteAfterLocalIo",
         "cache writes go on after the file has failed",
         &[(
-            "residency/gate.rs",
+            "gate.rs",
             "            *state = State::Stopped { reason };
             return;",
             "            if !BUG { *state = State::Stopped { reason }; }
@@ -267,7 +318,7 @@ pub const BUGS: &[Bug] = &[
         "NoSpaceForever",
         "cache writes never start again after the file system was full",
         &[(
-            "residency/gate.rs",
+            "gate.rs",
             "if error.kind() != ErrorKind::NoSpace {",
             "if error.kind() != ErrorKind::NoSpace || BUG {",
         )],
@@ -277,9 +328,12 @@ pub const BUGS: &[Bug] = &[
         "blocks are written to the cache one block too far",
         &[(
             "fetch/chunk.rs",
-            "        self.residency.admit(offset, bytes)",
-            "        let last = offset + bytes.len() as u64 == self.map.data_range().len();
-            self.residency.admit(offset + if BUG && !last { 4096 } else { 0 }, bytes)",
+            "is_ok() && self.residency.admit(index, bytes, why)",
+            "is_ok() && {
+                let mut bytes = bytes.to_vec();
+                bytes.rotate_right(if BUG { 4096 } else { 0 });
+                self.residency.admit(index, &bytes, why)
+            }",
         )],
     ),
     image(
@@ -306,9 +360,9 @@ pub const BUGS: &[Bug] = &[
         "the chunks of a run whose request failed are forgotten",
         &[(
             "fetch/run.rs",
-            "return self.fetch_task(index, begun).await;",
+            "return self.fetch_task(index, begun, Why::Prefetch).await;",
             "if BUG { return std::mem::forget(begun); }
-            return self.fetch_task(index, begun).await;",
+            return self.fetch_task(index, begun, Why::Prefetch).await;",
         )],
     ),
     image(

@@ -126,10 +126,6 @@ pub trait LocalFile: Send + Sync {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
     /// Writes all of `buf` at `offset`.
     fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()>;
-    /// Frees the space of a range, which reads as zeros from then on.
-    fn punch_hole(&self, range: ByteRange) -> Result<()>;
-    /// The next range at or after `offset` that may hold data; `None` when only holes follow.
-    fn next_data(&self, offset: u64) -> Result<Option<ByteRange>>;
     /// Makes everything written before durable.
     fn sync(&self) -> Result<()>;
 }

@@ -220,9 +220,7 @@ fn a_rotten_cache_is_a_miss_and_never_data() {
     let damage = Damage::new("rotten");
     assert_eq!(damage.unreadable().0, 0);
     damage.burgeon.ok(&["shutdown"]);
-    let images = fs::read_dir(damage.burgeon.state().join("images")).unwrap();
-    for image in images {
-        let cache = image.unwrap().path().join("cache");
+    for cache in damage.burgeon.arenas() {
         let file = OpenOptions::new().write(true).open(&cache).unwrap();
         // Sixteen places, spread over the data.
         let len = len(&cache);

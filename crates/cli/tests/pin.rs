@@ -3,10 +3,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::Path};
 
 use serde_json::Value;
 use testkit::{Burgeon, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
@@ -42,11 +39,6 @@ fn pinned(burgeon: &Burgeon) -> u64 {
     pinned["done_bytes"].as_u64().unwrap()
 }
 
-fn caches(burgeon: &Burgeon) -> Vec<PathBuf> {
-    let folders = fs::read_dir(burgeon.state().join("images")).unwrap().flatten();
-    folders.map(|folder| folder.path().join("cache")).filter(|cache| cache.exists()).collect()
-}
-
 #[test]
 fn pinned_files_are_local_and_are_fetched_again_after_a_loss() {
     let space = Space::new("pin");
@@ -73,7 +65,7 @@ fn pinned_files_are_local_and_are_fetched_again_after_a_loss() {
 
     // The caches are lost; the next mount fetches the pinned data, which then needs no store.
     burgeon.umount(mounted);
-    caches(&burgeon).iter().for_each(|cache| fs::remove_file(cache).unwrap());
+    burgeon.lose_cache();
     let mounted = burgeon.mount("own", &at, &["--writes", "w"]);
     assert_eq!(pinned(&burgeon), all);
     let said = burgeon.ok(&["status"]);
@@ -123,7 +115,7 @@ fn a_fetch_limit_holds_for_what_no_reader_waits_for() {
     assert_eq!(fs::read(&data).unwrap_err().raw_os_error(), Some(5));
     let profile = space.path("profile");
     burgeon.umount(mounted);
-    caches(&burgeon).iter().for_each(|cache| fs::remove_file(cache).unwrap());
+    burgeon.lose_cache();
 
     // Without a limit the same goes to its end.
     let mounted = burgeon.mount("own", &at, &["--writes", "w"]);
@@ -132,7 +124,7 @@ fn a_fetch_limit_holds_for_what_no_reader_waits_for() {
     burgeon.ok(&["record", text(&at), "--output", text(&profile), "--", "cat", text(&data)]);
     burgeon.ok(&["pin", "--remove", text(&data)]);
     burgeon.umount(mounted);
-    caches(&burgeon).iter().for_each(|cache| fs::remove_file(cache).unwrap());
+    burgeon.lose_cache();
     let mounted = burgeon.mount("own", &at, &["--profile", text(&profile), "--fetch-limit", "1M"]);
     stopped("the profile is not prefetched further", "profile", true);
     burgeon.umount(mounted);

@@ -148,7 +148,8 @@ fn a_store_that_is_only_read_leaves_the_profile_to_this_host() {
     let image = recorded["image"].as_str().unwrap();
     assert!(burgeon.state().join("profiles").join(image).exists());
     // Cold again.
-    fs::remove_file(burgeon.state().join("images").join(image).join("cache")).unwrap();
+    burgeon.ok(&["shutdown"]);
+    burgeon.lose_cache();
     let mounted = burgeon.mount("sample", &at, &["--read-only", "--fill"]);
     let profile = prefetched(&burgeon);
     assert!(profile["prefetched_bytes"].as_u64().unwrap() >= 2 * FILE_LEN as u64, "{profile}");
@@ -255,14 +256,14 @@ fn a_mount_that_is_not_made_after_all_leaves_nothing_open() {
     burgeon.fails(&mount, 6, "cannot reserve");
     let log = fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap();
     assert!(log.contains("prefetching the profile while"), "{log}");
-    let open_caches = || {
+    let open_maps = || {
         let folders =
             burgeon.processes().into_iter().map(|id| fs::read_dir(format!("/proc/{id}/fd")));
         let files = folders.flatten().flatten().flatten();
         let paths = files.filter_map(|file| fs::read_link(file.path()).ok());
-        paths.filter(|path| path.ends_with("cache")).count()
+        paths.filter(|path| path.ends_with("map")).count()
     };
-    assert!(wait_until(PATIENCE, || open_caches() == 0));
+    assert!(wait_until(PATIENCE, || open_maps() == 0));
 }
 
 #[test]
@@ -299,7 +300,8 @@ fn a_profile_of_an_oci_image_is_prefetched_from_its_layers() {
         assert_eq!(shown, ["/f20", "/f03"]);
         // Cold again.
         let image = recorded["image"].as_str().unwrap();
-        fs::remove_file(burgeon.state().join("images").join(image).join("cache")).unwrap();
+        burgeon.ok(&["shutdown"]);
+        burgeon.lose_cache();
         let before = link.bytes();
         let mounted = burgeon.mount(&source, &at, &["--read-only"]);
         let profile = prefetched(&burgeon);

@@ -157,9 +157,7 @@ fn an_image_in_a_bucket_is_mapped_into_a_mount_of_another_store() {
     same();
     // A successor fetches unread data with the same credentials.
     let lose_caches = || {
-        let images = fs::read_dir(plain.state().join("images")).unwrap().flatten();
-        let caches = images.map(|image| image.path().join("cache"));
-        caches.for_each(|cache| drop(fs::remove_file(cache)));
+        plain.lose_cache();
         kill(plain.status()["server_pid"].as_u64().unwrap() as u32);
     };
     lose_caches();

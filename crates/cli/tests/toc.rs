@@ -290,8 +290,10 @@ fn a_rotten_block_of_the_cache_is_fetched_again() {
     let images: Vec<_> = images.map(|image| image.path()).filter(|path| path.is_dir()).collect();
     let [image] = &images[..] else { panic!("{images:?}") };
     // A bit in many blocks, then in many of their checksums.
-    for (name, step) in [("cache", 64 << 10), ("checksums", 256)] {
-        let path = image.join(name);
+    let [arena] = &burgeon.arenas()[..] else { panic!("{:?}", burgeon.arenas()) };
+    for (name, path, step) in
+        [("cache", arena.clone(), 64 << 10), ("checksums", image.join("checksums"), 256)]
+    {
         let file = fs::File::options().read(true).write(true).open(&path).unwrap();
         for at in (100..file.metadata().unwrap().len()).step_by(step) {
             let mut byte = [0];
@@ -310,7 +312,7 @@ fn a_rotten_block_of_the_cache_is_fetched_again() {
     fs::remove_file(image.join("checksums")).unwrap();
     read();
     // If the layer is another one by then, the read fails and gives no other bytes.
-    fs::File::options().write(true).open(image.join("cache")).unwrap().set_len(0).unwrap();
+    burgeon.lose_cache();
     for blob in fs::read_dir(space.path("chunked/blobs/sha256")).unwrap().flatten() {
         let len = blob.metadata().unwrap().len();
         let file = fs::File::options().write(true).open(blob.path()).unwrap();

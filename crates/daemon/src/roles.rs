@@ -94,11 +94,11 @@ impl Reach {
 const KERNEL_FILES: [&str; 3] =
     ["/proc/sys/kernel/io_uring_disabled", "/sys/module", "/sys/devices/system/cpu"];
 
-/// The folders of the state directory in which a server writes: caches and recorded checksums, marks
+/// The folders of the state directory in which a server writes: the cache, recorded checksums, marks
 /// of damage, recorded reads, its socket. Not the grants of mounts, the store, or the records of what
 /// this host has built or checked, because others rely on these.
-pub(crate) fn written_by_server(state: &StateDir) -> [PathBuf; 4] {
-    [state.images(), state.writes(), state.mounts(), state.run()]
+pub(crate) fn written_by_server(state: &StateDir) -> [PathBuf; 5] {
+    [state.images(), state.cache(), state.writes(), state.mounts(), state.run()]
 }
 
 /// It answers reads of every mount, from caches and profiles in `state`, and from stores. The

@@ -16,6 +16,7 @@
 //! then it stops unused ublk devices itself.
 
 mod background;
+mod cache;
 mod mounts;
 mod refusing;
 mod served;
@@ -45,6 +46,7 @@ use std::{
 };
 
 use burgeon_block::{Counters, Error, ErrorKind, Result};
+use burgeon_cache::Cache;
 use burgeon_frontend::{
     ServeOptions, Slots,
     ublk::{Driver, OpenDevice},
@@ -103,6 +105,8 @@ struct Serving {
     runtime: Runtime,
     /// Shared by all volumes, and with it one memory limit.
     limits: Limits,
+    /// Shared by all volumes, too.
+    cache: Arc<Cache>,
     /// The pending jobs of each mount: the only way to change the served devices.
     tasks: Tasks<MountId, Job>,
     mounts: Mutex<HashMap<MountId, Mount>>,
@@ -183,6 +187,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         runtime,
         written,
         _lock: the_only_server(&state)?,
+        cache: cache::open(&state)?,
         state,
         limits: Limits::default(),
         tasks: Tasks::default(),
@@ -198,6 +203,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     loop {
         *lock(&serving.link) = Some(stream.try_clone().map_err(failed)?);
         if serving.handle_messages(&stream)? == Parting::Stop {
+            serving.cache.flush();
             return Ok(());
         }
         *lock(&serving.link) = None;
@@ -318,7 +324,11 @@ impl Serving {
                 ToServer::Warm(warm) => self.warm(warm),
                 ToServer::Cool { id } => drop(lock(&self.warmed).remove(&id)),
                 ToServer::Record { id, on } => self.add(id, Job::Record { on }),
-                ToServer::Report => self.tell(&FromServer::Report { mounts: self.report() }),
+                ToServer::Report => self.tell(&FromServer::Report {
+                    mounts: self.report(),
+                    cache: Some(self.host_cache()),
+                }),
+                ToServer::Cache { number, order } => self.order(number, order),
                 ToServer::Stop => return Ok(Parting::Stop),
                 ToServer::Unknown => tracing::warn!("ignoring a message of a later supervisor"),
             }

@@ -6,13 +6,14 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, Now};
+use burgeon_cache::{Domain, testing::MemoryStore};
 use burgeon_image::{AddressMap, builder, prepare};
 use burgeon_source::{Access, Directory, Location, Objects, References, Store};
-use burgeon_volume::{DirectFile, Limits, Volume};
+use burgeon_volume::{CacheAccess, ChecksumFile, Limits, Volume};
 use testkit::{AlignedBlock, Fault, Proxy, Rng, WebServer};
 use tokio::runtime::Runtime;
 
-type RemoteVolume = Volume<Objects, DirectFile>;
+type RemoteVolume = Volume<Objects, ChecksumFile>;
 
 /// Runs over the corrupted path, each with its own seed; `SPOILT_SEEDS` asks for more.
 const SEEDS: u64 = 40;
@@ -48,7 +49,7 @@ impl Image {
         let mut image = Self { folder, web, map, data: Vec::new() };
         let runtime = runtime();
         let _runtime = runtime.enter();
-        let local = image.volume(Store::from(store), "local", Limits::default());
+        let local = image.volume(Store::from(store), Limits::default());
         for address in image.blocks() {
             let block = read(&runtime, &local, address, &Counters::default()).unwrap();
             image.data.extend_from_slice(&block);
@@ -56,9 +57,9 @@ impl Image {
         image
     }
 
-    fn volume(&self, store: Store, cache: &str, limits: Limits) -> Arc<RemoteVolume> {
-        let cache = self.folder.path().join(cache);
-        let cache = DirectFile::open(&cache, self.map.data_range().len()).unwrap();
+    fn volume(&self, store: Store, limits: Limits) -> Arc<RemoteVolume> {
+        let cache = Arc::new(MemoryStore::new(1 << 30));
+        let cache = CacheAccess { store: cache, domain: Domain::PUBLIC };
         let objects = Objects::new(store, References::Refuse);
         Volume::new(Arc::clone(&self.map), objects, cache, limits)
     }
@@ -91,7 +92,7 @@ fn read(
 ) -> burgeon_block::Result<Vec<u8>> {
     let range = ByteRange::at(address, BLOCK_SIZE).unwrap();
     let mut block = AlignedBlock::default();
-    if volume.try_read(range, &mut block.0, counters)? == Now::Absent {
+    if volume.try_read(range, &mut block.0)? == Now::Absent {
         runtime.block_on(volume.read(range, &mut block.0, counters))?;
     }
     Ok(block.0.to_vec())
@@ -117,7 +118,7 @@ fn no_wrong_byte_comes_through_a_corrupted_path() {
     for seed in 0..seeds {
         let proxy = Proxy::new(image.web.address(), seed).unwrap();
         proxy.spoil(300, &Fault::ALL);
-        let volume = image.volume(image.behind(&proxy), &format!("cache-{seed}"), limits());
+        let volume = image.volume(image.behind(&proxy), limits());
         let counters = Counters::default();
         // A chunk has 64 blocks: this reads a few of each.
         let wanted: Vec<u64> = image.blocks().step_by(23).collect();
@@ -168,7 +169,7 @@ fn an_unreachable_store_does_not_delay_local_reads() {
     let _runtime = runtime.enter();
     let proxy = Proxy::new(image.web.address(), 0).unwrap();
     let short = Limits { deadline: Duration::from_millis(300), ..limits() };
-    let volume = image.volume(image.behind(&proxy), "down", short);
+    let volume = image.volume(image.behind(&proxy), short);
     let counters = Counters::default();
     let (first, last) = (image.blocks().next().unwrap(), image.blocks().last().unwrap());
     assert_eq!(read(&runtime, &volume, first, &counters).unwrap(), image.expected(first));
@@ -179,7 +180,7 @@ fn an_unreachable_store_does_not_delay_local_reads() {
         let stuck = scope.spawn(|| read(&runtime, &volume, last, &counters));
         let range = ByteRange::at(first, BLOCK_SIZE).unwrap();
         let mut block = AlignedBlock::default();
-        let served = volume.try_read(range, &mut block.0, &counters).unwrap();
+        let served = volume.try_read(range, &mut block.0).unwrap();
         assert_eq!((served, &block.0[..]), (Now::Served, image.expected(first)));
         stuck.join().unwrap()
     });

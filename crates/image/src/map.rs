@@ -228,6 +228,10 @@ impl AddressMap {
         let count = self.chunk_count();
         let blocks_max = CHUNK_MAX as u64 / BLOCK_SIZE;
         let mut low = (block / blocks_max).min(u64::from(count - 1)) as u32;
+        // Where all chunks before it are of full length, the first guess is right.
+        if self.entry(low).first_block.get() + u64::from(self.entry(low).blocks) > block {
+            return Some(low);
+        }
         let mut high = (block + 1).min(u64::from(count)) as u32;
         while high - low > 1 {
             let middle = low + (high - low) / 2;
@@ -240,15 +244,21 @@ impl AddressMap {
         Some(low)
     }
 
+    /// The range of chunk `index`, which must be below [`Self::chunk_count`].
+    pub fn chunk_range(&self, index: u32) -> ByteRange {
+        let entry = self.entry(index);
+        let start = DATA_START + entry.first_block.get() * BLOCK_SIZE;
+        // It was checked when the map was read.
+        ByteRange::at(start, u64::from(entry.blocks) * BLOCK_SIZE).unwrap_or(self.chunks)
+    }
+
     /// Chunk `index`, which must be below [`Self::chunk_count`]. Allocates nothing.
     pub fn chunk(&self, index: u32) -> Chunk {
         let entry = self.entry(index);
-        let start = DATA_START + entry.first_block.get() * BLOCK_SIZE;
-        // Both ranges were checked when the map was read.
-        let range = ByteRange::at(start, u64::from(entry.blocks) * BLOCK_SIZE);
+        // It was checked when the map was read.
         let stored = ByteRange::at(entry.stored_start.get(), entry.stored_len.get().into());
         Chunk {
-            range: range.unwrap_or(self.chunks),
+            range: self.chunk_range(index),
             object: entry.object.get(),
             stored: stored.unwrap_or(self.chunks),
             codec: Codec::from_number(entry.codec).unwrap_or(Codec::Raw),

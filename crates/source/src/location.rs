@@ -58,6 +58,11 @@ impl Scheme {
 }
 
 impl Location {
+    /// True for stores whose readers may have credentials of the machine itself.
+    pub fn has_ambient_credentials(&self) -> bool {
+        matches!(self, Self::Remote(url) if url.scheme != Scheme::Http)
+    }
+
     /// Parses a path, relative to the working directory, or a URL.
     pub fn parse(text: &str) -> Result<Self> {
         if let Some(name) = Name::parse(text) {

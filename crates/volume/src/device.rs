@@ -244,7 +244,7 @@ where
         let served = match (kind, &self.area) {
             (Region::Lazy, _) => {
                 self.log.note(piece);
-                self.volume.try_read(piece, out, &self.counters)?
+                self.volume.try_read(piece, out)?
             }
             (Region::Virtual, Some(area)) => {
                 let piece = area.offsets(piece);

@@ -4,7 +4,8 @@
 //!   device.rs   LazyDevice: superblocks of one mount, zeros, mapped content (area/), and lazy data of
 //!      ▼
 //!   volume.rs   Volume: one image, for all its mounts
-//!      ├── residency/   local bytes, and their places: one sparse file
+//!      ├── residency/   resident chunks, and their places in the host's cache
+//!      ├── keys.rs      the identity of chunks in that cache
 //!      ├── verify.rs    checksums of blocks: those of the map, or recorded ones
 //!      ├── fetch/       all other bytes: single-flight, permits, retries, deadlines, the path
 //!      └── background/  fetches that no reader asked for: profile prefetch, read-ahead, fill
@@ -18,18 +19,23 @@
 //!   block's checksum, on every read (`tests/volume.rs`, and the simulator).
 //! - One fetch a chunk; every waiter shares its result; a dropped reader ends nobody's fetch.
 //! - A reader never waits for a cache write, and a failing cache never fails a read.
-//! - The presence bits are a hint: they are set after the write, and a lost, torn, rotten or
-//!   foreign block behind a set bit is a miss.
-//! - The single-flight table and the presence bits agree in every order of their steps
+//! - A place in the cache is a hint: a lost, torn, rotten, foreign or evicted block is a miss. An
+//!   image's checksums alone never make the cache forget a chunk (the simulator).
+//! - The single-flight table and the table of places agree in every order of their steps
 //!   (`tests/interleavings.rs`).
 //! - No lock is held across I/O, and a hit allocates nothing (`tests/no_allocation.rs`).
 
 mod area;
 mod background;
 mod budget;
+mod checksum_file;
 mod device;
 mod fetch;
+mod gate;
+mod keys;
 mod limits;
+#[cfg(test)]
+mod memory;
 mod pool;
 mod read_log;
 mod recorded;
@@ -43,10 +49,13 @@ pub use background::{
     Fill, FillProgress, FillState, PrefetchedBytes, ProfilePrefetch, ProfileProgress, ProfileState,
 };
 pub use budget::Budget;
+pub use burgeon_cache::CacheState;
+pub use checksum_file::ChecksumFile;
 pub use device::LazyDevice;
 pub use fetch::permits::SharedPermits;
+pub use keys::chunk_keys;
 pub use limits::{FETCHES_MAX, Limits};
 pub use read_log::Recording;
 pub use recorded::RECORDED_CHECKSUM_LEN;
-pub use residency::{Access, CacheState, DirectFile};
+pub use residency::CacheAccess;
 pub use volume::{Status, Volume};

@@ -1,4 +1,4 @@
-//! The primitives by which the single-flight table and the presence bits share memory.
+//! The primitives by which the single-flight table and the table of places share memory.
 //! `tests/interleavings.rs` compiles both over shuttle's versions of these, which try other
 //! orders.
 

@@ -4,18 +4,18 @@
 //!   fetched chunk ── digest (fetch/chunk.rs) ──► checksums of the map ──► readers, residency
 //!                                                 or, without: recorded ──► recorded.rs
 //!   resident block ── Checksums::verify ──► good
-//!                          └── not_good(block, why): the caller doubts the block
+//!                          └── not_good(block, why)
 //! ```
 //!
 //! Invariant: no resident byte is served that this module has not compared, at every read (the
-//! simulator's bugs `SkipCachedChecksum`, `CheckFirstBlockOnly` and `TrustReopenedCache`).
+//! simulator's bugs `SkipCachedChecksum`, `CheckFirstBlockOnly` and `TrustLoadedChunks`).
 
 use std::sync::Arc;
 
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 use burgeon_image::AddressMap;
 
-use crate::recorded::RecordedChecksums;
+use crate::{CacheState, Limits, gate::Gate, recorded::RecordedChecksums};
 
 /// Why a resident block is not served.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -36,17 +36,26 @@ pub(crate) enum Checksums<F> {
         start: u64,
     },
     /// In a file: the image has none, and each block's was recorded when the block was fetched.
-    Recorded(RecordedChecksums<F>),
+    Recorded(Recorded<F>),
     /// Nowhere: no block can be verified later, so none is kept.
     Nowhere,
 }
 
+/// Recorded checksums, and the gate before their file.
+pub(crate) struct Recorded<F> {
+    checksums: RecordedChecksums<F>,
+    gate: Gate,
+}
+
 impl<F: LocalFile> Checksums<F> {
     /// Those of the image of `map`; `file` is for recorded ones.
-    pub(crate) fn new(map: &Arc<AddressMap>, file: Option<F>) -> Self {
+    pub(crate) fn new(map: &Arc<AddressMap>, file: Option<F>, limits: &Limits) -> Self {
         match (map.lacks_checksums(), file) {
             (false, _) => Self::OfMap { map: Arc::clone(map), start: map.data_range().start() },
-            (true, Some(file)) => Self::Recorded(RecordedChecksums::new(file, map.identity())),
+            (true, Some(file)) => {
+                let checksums = RecordedChecksums::new(file, map.identity());
+                Self::Recorded(Recorded { checksums, gate: Gate::new(limits) })
+            }
             (true, None) => Self::Nowhere,
         }
     }
@@ -67,7 +76,7 @@ impl<F: LocalFile> Checksums<F> {
                 not_good((address - start) / BLOCK_SIZE, Mismatch::Wrong);
             }),
             Self::Recorded(recorded) => {
-                recorded.compare(offset / BLOCK_SIZE, bytes, |block, why| {
+                recorded.checksums.compare(offset / BLOCK_SIZE, bytes, |block, why| {
                     good = false;
                     not_good(block, why);
                 })?
@@ -81,15 +90,38 @@ impl<F: LocalFile> Checksums<F> {
     /// before the blocks are kept.
     pub(crate) fn record(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         match self {
-            Self::Recorded(recorded) => recorded.record(offset / BLOCK_SIZE, bytes),
+            Self::Recorded(Recorded { checksums, gate }) => {
+                let recorded = checksums.record(offset / BLOCK_SIZE, bytes);
+                match &recorded {
+                    Ok(()) => gate.written(),
+                    Err(error) => gate.close(error),
+                }
+                recorded
+            }
             Self::OfMap { .. } | Self::Nowhere => Ok(()),
+        }
+    }
+
+    /// The state of their file, if they have one: checksums are recorded, or not.
+    pub(crate) fn state(&self) -> CacheState {
+        match self {
+            Self::Recorded(recorded) => recorded.gate.state(),
+            Self::OfMap { .. } | Self::Nowhere => CacheState::Writing,
+        }
+    }
+
+    /// True if [`Self::record`] may be tried now.
+    pub(crate) fn may_record(&self) -> bool {
+        match self {
+            Self::Recorded(recorded) => recorded.gate.is_open(),
+            Self::OfMap { .. } | Self::Nowhere => true,
         }
     }
 
     /// Makes the recorded ones durable.
     pub(crate) fn sync(&self) -> Result<()> {
         match self {
-            Self::Recorded(recorded) => recorded.sync(),
+            Self::Recorded(recorded) => recorded.checksums.sync(),
             Self::OfMap { .. } | Self::Nowhere => Ok(()),
         }
     }
@@ -128,8 +160,8 @@ mod tests {
     use burgeon_btrfs::Tree;
     use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest};
 
-    use super::{Checksums, Mismatch, check_blocks};
-    use crate::{recorded::RecordedChecksums, residency::memory::Memory};
+    use super::{Checksums, Mismatch, Recorded, check_blocks};
+    use crate::{Limits, gate::Gate, memory::Memory, recorded::RecordedChecksums};
 
     const BLOCKS: usize = 4;
     const BLOCK: usize = BLOCK_SIZE as usize;
@@ -172,7 +204,7 @@ mod tests {
     #[test]
     fn each_block_is_held_to_its_own_checksum_of_the_map() {
         let (map, mut bytes) = (map(), bytes());
-        let checksums = Checksums::<Memory>::new(&map, None);
+        let checksums = Checksums::<Memory>::new(&map, None, &Limits::default());
         assert_eq!(not_good(&checksums, 0, &bytes), []);
         assert_eq!(not_good(&checksums, 2, &bytes[2 * BLOCK..]), []);
         assert_eq!(not_good(&checksums, 1, &bytes[..BLOCK]), [(1, Mismatch::Wrong)]);
@@ -184,15 +216,18 @@ mod tests {
     #[test]
     fn recorded_checksums_tell_wrong_blocks_from_unknown_ones() {
         let file = RecordedChecksums::new(Memory::new(8 * BLOCKS as u64), 77);
-        let (checksums, mut bytes) = (Checksums::Recorded(file), bytes());
+        let recorded = Recorded { checksums: file, gate: Gate::new(&Limits::default()) };
+        let (checksums, mut bytes) = (Checksums::Recorded(recorded), bytes());
         checksums.record(BLOCK_SIZE, &bytes[BLOCK..3 * BLOCK]).unwrap();
         bytes[2 * BLOCK] ^= 1;
         let expected =
             [(0, Mismatch::NotRecorded), (2, Mismatch::Wrong), (3, Mismatch::NotRecorded)];
         assert_eq!(not_good(&checksums, 0, &bytes), expected);
         let Checksums::Recorded(recorded) = &checksums else { panic!() };
-        recorded.file().fails.store(true, Relaxed);
+        recorded.checksums.file().fails.store(true, Relaxed);
         assert!(checksums.verify(0, &bytes, |_, _| {}).is_err(), "it cannot be said");
+        checksums.record(0, &bytes).unwrap_err();
+        assert!(!checksums.may_record());
     }
 
     #[test]

@@ -1,13 +1,13 @@
 //! The volume of one image: answers reads of its lazy address space, for all its mounts.
 //!
 //! ```text
-//!   try_read ──► find ──► read ──► verify ──► Served        (hit: nothing else is asked)
-//!                  └ no ─► Absent
+//!   try_read ──► each piece of a chunk: read, verify ──► Served     (hit: nothing else is asked)
+//!                                         └ no, wrong ─► Absent
 //!   read ──► each piece of a chunk: join or start ──┬─► resident: read, verify; wrong: fetch
 //!            (in order, a few fetches at once)      └─► in flight: wait for its bytes ──► copy
 //! ```
 //!
-//! It joins the parts: `residency/` (local bytes), `verify.rs` (their checksums), `fetch/` (all
+//! It joins the parts: `residency/` (the host's cache), `verify.rs` (checksums), `fetch/` (all
 //! other bytes) and `background/` (fetches that no reader asked for). Invariant: residency is
 //! asked once outside the single-flight table's lock, by `try_read`, and once inside it.
 
@@ -20,22 +20,23 @@ use burgeon_block::{
     BLOCK_SIZE, BlockSource, ByteRange, Counter, Counters, Error, ErrorKind, LocalFile, Now,
     ObjectId, ObjectKind, Result,
 };
+use burgeon_cache::Why;
 use burgeon_image::{AddressMap, Codec};
 use tokio::time::Instant;
 
 use crate::{
-    CacheState, Limits, PrefetchedBytes,
+    CacheAccess, CacheState, Limits, PrefetchedBytes,
     background::{
         ReadAhead, Readers,
         prefetched::{Prefetched, Purpose},
     },
     fetch::{FetchEngine, Joined, in_flight::Waiter},
     pool::Pool,
-    residency::{Place, Residency},
-    verify::{Checksums, Mismatch},
+    residency::Residency,
+    verify::Checksums,
 };
 
-/// The lazy data of one image: a map, a source of bytes and a cache file.
+/// The lazy data of one image: a map, a source of bytes and the host's cache.
 ///
 /// Mounts of one image share one volume; each brings its own [`Counters`] to every read. Fetches
 /// that no reader asked for or waited for are counted in [`Volume::background`]. A volume counts
@@ -46,7 +47,7 @@ pub struct Volume<S, F> {
     /// The first lazy address.
     start: u64,
     pub(crate) source: S,
-    pub(crate) residency: Residency<F>,
+    pub(crate) residency: Residency<Arc<AddressMap>>,
     pub(crate) checksums: Checksums<F>,
     pub(crate) engine: FetchEngine,
     pub(crate) limits: Limits,
@@ -67,14 +68,10 @@ pub struct Volume<S, F> {
 /// A look at a volume's health, for `status`.
 #[derive(Clone, Debug)]
 pub struct Status {
-    /// Resident bytes, as far as is known; each is still verified when read.
+    /// Resident bytes; each is still verified when read. Of very large images an estimate.
     pub materialised_bytes: u64,
     /// The state of the cache: fetched chunks are kept, or not.
     pub cache: CacheState,
-    /// Reads of the cache file that failed; they became misses.
-    pub cache_read_errors: u64,
-    /// Writes of the cache file that failed.
-    pub cache_write_errors: u64,
     /// Chunks that were served and not kept.
     pub uncached_chunks: u64,
     /// Fetches in flight now, their cache writes included.
@@ -99,9 +96,8 @@ where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
 {
-    /// A volume over `cache`, a file of at least `map.data_range().len()` bytes, which may be new,
-    /// left by a crash, or hold anything at all.
-    pub fn new(map: Arc<AddressMap>, source: S, cache: F, limits: Limits) -> Arc<Self> {
+    /// A volume over `cache`, which may hold anything at all.
+    pub fn new(map: Arc<AddressMap>, source: S, cache: CacheAccess, limits: Limits) -> Arc<Self> {
         Self::over(map, source, (cache, None), limits)
     }
 
@@ -112,7 +108,7 @@ where
     pub fn without_checksums(
         map: Arc<AddressMap>,
         source: S,
-        cache: F,
+        cache: CacheAccess,
         checksums: F,
         limits: Limits,
     ) -> Arc<Self> {
@@ -122,14 +118,14 @@ where
     fn over(
         map: Arc<AddressMap>,
         source: S,
-        (cache, checksums): (F, Option<F>),
+        (cache, checksums): (CacheAccess, Option<F>),
         limits: Limits,
     ) -> Arc<Self> {
         let through: Box<[bool]> = map.objects().iter().map(is_through).collect();
-        let (data, checksums) = (map.data_range(), Checksums::new(&map, checksums));
+        let (data, checksums) = (map.data_range(), Checksums::new(&map, checksums, &limits));
         let residency = match checksums {
-            Checksums::Nowhere => Residency::closed(cache, data.len(), &limits),
-            _ => Residency::open(cache, data.len(), &limits),
+            Checksums::Nowhere => Residency::closed(cache, Arc::clone(&map)),
+            _ => Residency::open(cache, Arc::clone(&map)),
         };
         Arc::new(Self {
             start: data.start(),
@@ -167,7 +163,8 @@ where
         &self.engine.unclaimed
     }
 
-    /// Resident bytes of lazy data. Each block is still verified when it is read.
+    /// Resident bytes of lazy data. Each block is still verified when it is read. Of images with
+    /// more than 65,536 chunks an estimate.
     pub fn materialised_bytes(&self) -> u64 {
         self.residency.resident_bytes()
     }
@@ -176,9 +173,10 @@ where
     pub fn status(&self) -> Status {
         Status {
             materialised_bytes: self.materialised_bytes(),
-            cache: self.residency.state(),
-            cache_read_errors: self.residency.read_errors.get(),
-            cache_write_errors: self.residency.write_errors.get(),
+            cache: match self.checksums.state() {
+                CacheState::Writing => self.residency.state(),
+                closed => closed,
+            },
             uncached_chunks: self.uncached_chunks.get(),
             in_flight: self.engine.in_flight(),
             waiting_readers: self.readers.waiting(),
@@ -195,19 +193,25 @@ where
     }
 
     /// Answers from local data: verified bytes, or [`Now::Absent`]. No allocation, no wait
-    /// but for the cache file. `range` is whole blocks of [`AddressMap::data_range`], `buf` as
+    /// but for a read of the cache. `range` is whole blocks of [`AddressMap::data_range`], `buf` as
     /// long as it and aligned to 4 KiB; anything else is `Invalid`.
-    pub fn try_read(&self, range: ByteRange, buf: &mut [u8], counters: &Counters) -> Result<Now> {
+    pub fn try_read(&self, range: ByteRange, buf: &mut [u8]) -> Result<Now> {
         self.check(range, buf)?;
-        let resident = match self.find(range) {
-            Some(place) => self.read_place(place, range, buf, counters),
-            None => false,
-        };
-        if resident || (self.any_through && self.try_through(range, buf)) {
-            self.was_read(range);
-            return Ok(Now::Served);
+        let mut at = range.start();
+        while at < range.end() {
+            let (index, piece) = self.piece(at, range)?;
+            let out = part(buf, range, piece);
+            let is_served = match self.is_through(index) {
+                true => self.read_through_now(index, piece, out),
+                false => self.read_resident(index, piece, out),
+            };
+            if !is_served {
+                return Ok(Now::Absent);
+            }
+            at = piece.end();
         }
-        Ok(Now::Absent)
+        self.was_read(range);
+        Ok(Now::Served)
     }
 
     /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of the
@@ -262,12 +266,12 @@ where
             let Some(index) = self.map.chunk_at(next) else { break };
             let chunk = self.map.chunk(index).range;
             next = chunk.end();
-            if self.is_through(index) || self.find(chunk).is_some() {
+            if self.is_through(index) || self.residency.has(index) {
                 continue;
             }
             let Some(permits) = self.engine.try_background_permits(None) else { break };
             if let Some(begun) = self.begin_new(index, permits) {
-                self.start(index, begun);
+                self.start(index, begun, Why::Prefetch);
                 started += 1;
             }
         }
@@ -282,9 +286,12 @@ where
     }
 
     pub(crate) fn is_through(&self, index: u32) -> bool {
+        if !self.any_through {
+            return false;
+        }
         // A chunk that is stored compressed cannot be read in part.
         let chunk = self.map.chunk(index);
-        self.any_through && chunk.codec == Codec::Raw && self.through[chunk.object as usize]
+        chunk.codec == Codec::Raw && self.through[chunk.object as usize]
     }
 
     /// Offset of `range` in the image's data.
@@ -292,55 +299,21 @@ where
         range.start() - self.start
     }
 
-    /// The place of `range`, if all of it may be resident.
-    pub(crate) fn find(&self, range: ByteRange) -> Option<Place> {
-        self.residency.find(self.offset(range), range.len())
-    }
-
-    /// Fills `buf` with the bytes of `range`, which were found at `place`; `false` if they cannot
-    /// be read or are wrong, and then they are not found again.
+    /// Fills `buf` with the bytes of `piece` of chunk `index`; `false` if they are not resident, or
+    /// wrong.
     #[inline(always)]
-    fn read_place(
-        &self,
-        place: Place,
-        range: ByteRange,
-        buf: &mut [u8],
-        counters: &Counters,
-    ) -> bool {
-        if !self.residency.read(place, buf) {
-            return false;
-        }
-        let verified = self.checksums.verify(self.offset(range), buf, |block, why| {
-            if why == Mismatch::Wrong {
-                counters.cache_corrupt_blocks.add(1);
-            }
-            self.residency.doubt(block);
-        });
-        verified.unwrap_or_else(|_| {
-            self.residency.lost(place);
-            false
-        })
+    fn read_resident(&self, index: u32, piece: ByteRange, buf: &mut [u8]) -> bool {
+        let offset = piece.start() - self.map.chunk_range(index).start();
+        self.residency.read(index, offset as u32, buf)
+            && self.checksums.verify(self.offset(piece), buf, |_, _| {}).unwrap_or(false)
     }
 
     /// The part of `range` from `at` on that lies in one chunk.
     fn piece(&self, at: u64, range: ByteRange) -> Result<(u32, ByteRange)> {
         let rest = ByteRange::new(at, range.end()).ok_or_else(|| beyond(range))?;
         let index = self.map.chunk_at(at).ok_or_else(|| beyond(rest))?;
-        let piece = self.map.chunk(index).range.intersect(rest).ok_or_else(|| beyond(rest))?;
+        let piece = self.map.chunk_range(index).intersect(rest).ok_or_else(|| beyond(rest))?;
         Ok((index, piece))
-    }
-
-    fn try_through(&self, range: ByteRange, buf: &mut [u8]) -> bool {
-        let mut at = range.start();
-        while at < range.end() {
-            let Ok((index, piece)) = self.piece(at, range) else { return false };
-            let out = part(buf, range, piece);
-            if !self.is_through(index) || !self.read_through_now(index, piece, out) {
-                return false;
-            }
-            at = piece.end();
-        }
-        true
     }
 
     /// Keeps up to `fetches_per_read` fetches in flight and copies their bytes out in order. It
@@ -354,7 +327,7 @@ where
         let mut pending = Pending::default();
         let arrived = Instant::now();
         let mut at = range.start();
-        // The resident bytes of the piece at `at` were wrong: it is fetched even if it is resident.
+        // The resident bytes of the piece at `at` were wrong: its fetch looks at the whole chunk.
         let mut wrong = false;
         loop {
             if at < range.end() && pending.len() < self.limits.fetches_per_read.max(1) {
@@ -368,9 +341,9 @@ where
                     continue;
                 }
                 let patient = pending.is_empty();
-                match self.join_or_start(index, piece, arrived, patient, wrong).await? {
-                    Joined::Resident(place) => {
-                        wrong = !self.read_place(place, piece, out, counters);
+                match self.join_or_start(index, arrived, patient, wrong).await? {
+                    Joined::Resident(()) => {
+                        wrong = !self.read_resident(index, piece, out);
                         at = if wrong { at } else { piece.end() };
                         continue;
                     }

@@ -13,10 +13,11 @@ use burgeon_block::{
     BLOCK_SIZE, BlockDevice, BlockSource, ByteRange, Counters, Digest, Error, ErrorKind,
     FileIdentity, Now, ObjectId, Pages, Result,
 };
+use burgeon_cache::testing::MemoryStore;
 use burgeon_image::{Content, ExtentMap, ExtentWriter, Mapping, Source};
-use burgeon_volume::{DirectFile, LazyDevice, Limits, OpenImage, VirtualArea, Volume};
+use burgeon_volume::{ChecksumFile, LazyDevice, Limits, OpenImage, VirtualArea, Volume};
 use bytes::Bytes;
-use common::{Fault, Image, cache_file, image};
+use common::{Fault, Image, image, public};
 
 const SIZE: u64 = 1 << 50;
 const AREA_START: u64 = 1 << 41;
@@ -83,7 +84,7 @@ fn computed(len: u64) -> Content {
     Content { source: Source::Computed(object), offset: 0, len }
 }
 
-type Device = LazyDevice<World, DirectFile>;
+type Device = LazyDevice<World, ChecksumFile>;
 
 struct Setup {
     dir: tempfile::TempDir,
@@ -117,10 +118,10 @@ fn device(
     counters: &Arc<Counters>,
 ) -> Device {
     let limits = Limits::default();
-    let file = cache_file(dir, image);
-    let volume = Volume::new(Arc::clone(&image.map), world.clone(), file, limits.clone());
+    let cache = public(&MemoryStore::new(1 << 20));
+    let volume = Volume::new(Arc::clone(&image.map), world.clone(), cache, limits.clone());
     let mapped = Arc::clone(&volume);
-    let open: OpenImage<World, DirectFile> = Box::new(move |digest| match digest {
+    let open: OpenImage<World, ChecksumFile> = Box::new(move |digest| match digest {
         digest if *digest == Digest::of(b"the image") => Ok(Arc::clone(&mapped)),
         digest => Err(Error::new(ErrorKind::NotFound, format!("there is no image {digest}"))),
     });
@@ -139,7 +140,7 @@ impl Setup {
         range.start()
     }
 
-    fn area(&self) -> &Arc<VirtualArea<World, DirectFile>> {
+    fn area(&self) -> &Arc<VirtualArea<World, ChecksumFile>> {
         self.device.area().unwrap()
     }
 
@@ -293,13 +294,12 @@ async fn an_image_whose_source_failed_is_found_anew_when_something_is_mapped() {
     let mapping = Mapping { label: "l".into(), origin: "o".into(), extents };
     ExtentWriter::open(dir.path()).unwrap().map(&mapping).unwrap();
     let opened = Arc::new(Mutex::new(0));
-    let (counted, cache) = (Arc::clone(&opened), tempfile::tempdir().unwrap());
+    let counted = Arc::clone(&opened);
     let (map, world) = (Arc::clone(&setup.image.map), setup.world.clone());
-    let open: OpenImage<World, DirectFile> = Box::new(move |_| {
+    let open: OpenImage<World, ChecksumFile> = Box::new(move |_| {
         let mut opened = counted.lock().unwrap();
         *opened += 1;
-        let len = map.data_range().len();
-        let cache = DirectFile::open(&cache.path().join(opened.to_string()), len)?;
+        let cache = public(&MemoryStore::new(1 << 20));
         Ok(Volume::new(Arc::clone(&map), world.clone(), cache, Limits::default()))
     });
     let area = VirtualArea::open(dir.path(), SIZE, setup.world.clone(), open, Limits::default());
@@ -334,7 +334,7 @@ async fn without_its_map_every_read_is_an_error_until_it_is_back() {
     // The map of an area of another size is not this one's.
     let other = tempfile::tempdir().unwrap();
     ExtentWriter::create(other.path(), SIZE / 2).unwrap();
-    let open: OpenImage<World, DirectFile> = Box::new(|_| unreachable!("nothing is mapped"));
+    let open: OpenImage<World, ChecksumFile> = Box::new(|_| unreachable!("nothing is mapped"));
     let area = VirtualArea::open(other.path(), SIZE, setup.world.clone(), open, Limits::default());
     assert_eq!(area.size(), SIZE);
     assert!(area.status().problem.unwrap().contains("this area has"));

@@ -1,18 +1,20 @@
-//! The single-flight table and the presence bits in many orders of their steps, tried by shuttle.
+//! The single-flight table and the table of places in many orders of their steps, tried by shuttle.
 //!
 //! The modules are compiled here once more, over shuttle's locks and atomics. An operation of
 //! tokio's channels counts as one step.
 
 #![allow(clippy::unwrap_used, unreachable_pub, dead_code)]
 
+#[path = "../src/background/block_bits.rs"]
+mod block_bits;
 #[path = "../src/budget.rs"]
 mod budget;
 #[path = "../src/fetch/in_flight.rs"]
 mod in_flight;
 #[path = "../src/fetch/permits.rs"]
 mod permits;
-#[path = "../src/residency/presence.rs"]
-mod presence;
+#[path = "../src/residency/places.rs"]
+mod places;
 
 /// The modules find this in place of the crate's own.
 mod sync {
@@ -24,10 +26,12 @@ mod sync {
 
 use std::sync::Arc;
 
+use block_bits::BlockBits;
 use burgeon_block::{Counters, Error, ErrorKind, Pages};
+use burgeon_cache::Place;
 use in_flight::{Cost, Fetched, InFlight, InFlightTable, Waiter};
 use permits::{PermitPool, Permits, SharedPermits};
-use presence::Presence;
+use places::Places;
 use shuttle::{
     future,
     sync::{Mutex, atomic::AtomicU64, atomic::Ordering::SeqCst},
@@ -37,13 +41,15 @@ use shuttle::{
 /// Orders that are tried of each test.
 const ORDERS: usize = 3000;
 const CHUNK: u64 = 7;
+const INDEX: u32 = 7;
 
 /// The part of a volume that decides who fetches, with counters in place of sources and files.
 struct Cell {
     table: InFlightTable,
-    presence: Presence,
-    /// The content of the cache file.
-    file: AtomicU64,
+    places: Places,
+    /// The cache: the number of its last place, and 0 if the chunk is not there any more.
+    last: AtomicU64,
+    cached: Mutex<u64>,
     fetches: AtomicU64,
     at_once: AtomicU64,
     shared: SharedPermits,
@@ -57,7 +63,7 @@ enum How {
     Well,
     /// The first fetch fails.
     FailFirst,
-    /// An injected bug: the fetch leaves the table before the presence bits are set.
+    /// An injected bug: the fetch leaves the table before the cache finds the chunk.
     LeaveEarly,
 }
 
@@ -66,8 +72,9 @@ impl Cell {
         let shared = SharedPermits::new(8, 1);
         Arc::new(Self {
             table: InFlightTable::default(),
-            presence: Presence::new(64),
-            file: AtomicU64::new(0),
+            places: Places::new(8),
+            last: AtomicU64::new(0),
+            cached: Mutex::new(0),
             fetches: AtomicU64::new(0),
             at_once: AtomicU64::new(0),
             permits: PermitPool::new(8, shared.fetches.clone()),
@@ -77,13 +84,35 @@ impl Cell {
         })
     }
 
+    fn admit(&self) {
+        let number = self.last.fetch_add(1, SeqCst) + 1;
+        *self.cached.lock().unwrap() = number;
+        self.places.set(INDEX, Place::from_bits(number));
+    }
+
+    /// The chunk leaves the cache, and no place knows it.
+    fn evict(&self) {
+        *self.cached.lock().unwrap() = 0;
+    }
+
+    /// Reads the chunk, first at its known place; false if it is not in the cache.
+    fn read(&self) -> bool {
+        let known = self.places.get(INDEX).map(Place::to_bits);
+        if known == Some(*self.cached.lock().unwrap()) {
+            return true;
+        }
+        let found = Place::from_bits(*self.cached.lock().unwrap());
+        self.places.set(INDEX, found);
+        found.is_some_and(|place| place.to_bits() == *self.cached.lock().unwrap())
+    }
+
     fn join_or_start(self: &Arc<Self>) -> Option<Waiter> {
         let (in_flight, waiter) = {
             let mut table = self.table.lock();
             if let Some(waiter) = table.join(CHUNK) {
                 return Some(waiter);
             }
-            if self.presence.all(0..64) {
+            if self.read() {
                 return None;
             }
             table.insert(CHUNK)
@@ -110,8 +139,7 @@ impl Cell {
         let in_flight = (self.how != How::LeaveEarly).then_some(in_flight);
         if good {
             future::yield_now().await;
-            self.file.store(1, SeqCst);
-            self.presence.set(0..64);
+            self.admit();
         }
         if let Some(in_flight) = in_flight {
             in_flight.end(good);
@@ -119,10 +147,10 @@ impl Cell {
     }
 
     /// Reads until it has the bytes; counts its misses.
-    async fn read(self: Arc<Self>, counters: Arc<Counters>) {
+    async fn serve(self: Arc<Self>, counters: Arc<Counters>) {
         loop {
-            if self.presence.all(0..64) {
-                assert_eq!(self.file.load(SeqCst), 1, "present before it is written");
+            if self.read() {
+                assert!(self.last.load(SeqCst) > 0, "found before it is written");
                 return;
             }
             let Some(mut waiter) = self.join_or_start() else { continue };
@@ -139,7 +167,7 @@ fn readers(how: How) {
     let cell = Cell::new(how);
     let counters: Arc<Counters> = Arc::default();
     let readers: Vec<_> =
-        (0..3).map(|_| future::spawn(Arc::clone(&cell).read(Arc::clone(&counters)))).collect();
+        (0..3).map(|_| future::spawn(Arc::clone(&cell).serve(Arc::clone(&counters)))).collect();
     // One more takes a look and goes away.
     drop(cell.join_or_start());
     future::block_on(async {
@@ -153,7 +181,7 @@ fn readers(how: How) {
     });
     let fetches = cell.fetches.load(SeqCst);
     assert_eq!(fetches, 1 + u64::from(how == How::FailFirst), "fetched once it could be");
-    assert!(cell.presence.all(0..64));
+    assert!(cell.read());
     assert_eq!(counters.fetches.get() + cell.unclaimed.fetches.get(), fetches, "counted once");
 }
 
@@ -206,38 +234,54 @@ fn a_waiter_for_the_end_learns_whether_the_chunk_was_kept() {
 }
 
 #[test]
-fn presence_bits_keep_their_count_and_never_run_ahead() {
+fn a_chunk_that_is_evicted_under_its_readers_is_fetched_again() {
     let check = || {
-        let presence = Arc::new(Presence::new(128));
-        let file = Arc::new(Mutex::new([0u8; 128]));
-        let threads: Vec<_> = [(0, 70), (60, 128)]
-            .map(|(start, end)| {
-                let (presence, file) = (Arc::clone(&presence), Arc::clone(&file));
-                thread::spawn(move || {
-                    file.lock().unwrap()[start..end].fill(1);
-                    presence.set(start as u64..end as u64);
-                    presence.clear(62..66);
-                })
-            })
-            .into();
-        for block in [0u64, 61, 64, 127] {
-            if presence.all(block..block + 1) {
-                assert_eq!(file.lock().unwrap()[block as usize], 1);
+        let (cell, counters) = (Cell::new(How::Well), Arc::default());
+        let readers: Vec<_> =
+            (0..2).map(|_| future::spawn(Arc::clone(&cell).serve(Arc::clone(&counters)))).collect();
+        let evicts = Arc::clone(&cell);
+        let evictor = thread::spawn(move || evicts.evict());
+        future::block_on(async {
+            for reader in readers {
+                reader.await.unwrap();
             }
-        }
-        for thread in threads {
-            thread.join().unwrap();
-        }
-        let model = (0..128).filter(|block| presence.all(*block..*block + 1)).count() as u64;
-        assert_eq!(presence.count(), model);
+            while cell.table.len() > 0 {
+                future::yield_now().await;
+            }
+        });
+        evictor.join().unwrap();
+        let fetches = cell.fetches.load(SeqCst);
+        assert!((1..=2).contains(&fetches), "once, and once more after the eviction: {fetches}");
     };
     shuttle::check_random(check, ORDERS);
 }
 
 #[test]
-fn presence_bits_agree_with_a_naive_set() {
+fn block_bits_keep_their_count() {
     let check = || {
-        let presence = Presence::new(300);
+        let bits = Arc::new(BlockBits::new(128));
+        let threads: Vec<_> = [(0, 70), (60, 128)]
+            .map(|(start, end)| {
+                let bits = Arc::clone(&bits);
+                thread::spawn(move || {
+                    bits.set(start..end);
+                    bits.clear(62..66);
+                })
+            })
+            .into();
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        let model = (0..128).filter(|block| bits.any(*block..*block + 1)).count() as u64;
+        assert_eq!(bits.count(), model);
+    };
+    shuttle::check_random(check, ORDERS);
+}
+
+#[test]
+fn block_bits_agree_with_a_naive_set() {
+    let check = || {
+        let bits = BlockBits::new(300);
         let mut model = [false; 300];
         let mut rng = testkit::Rng::new(1);
         for _ in 0..3000 {
@@ -246,16 +290,16 @@ fn presence_bits_agree_with_a_naive_set() {
             let part = &mut model[start as usize..end as usize];
             match rng.below(4) {
                 0 => {
-                    presence.set(start..end);
+                    bits.set(start..end);
                     part.fill(true);
                 }
                 1 => {
-                    presence.clear(start..end);
+                    bits.clear(start..end);
                     part.fill(false);
                 }
-                _ => assert_eq!(presence.all(start..end), part.iter().all(|bit| *bit)),
+                _ => assert_eq!(bits.any(start..end), part.iter().any(|bit| *bit)),
             }
-            assert_eq!(presence.count(), model.iter().filter(|bit| **bit).count() as u64);
+            assert_eq!(bits.count(), model.iter().filter(|bit| **bit).count() as u64);
         }
     };
     shuttle::check_random(check, 1);

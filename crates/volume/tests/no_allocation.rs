@@ -9,17 +9,33 @@ mod counting;
 use std::sync::Arc;
 
 use burgeon_block::{BlockDevice, Digest, Now, Pages};
+use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
 use burgeon_image::{Content, ExtentWriter, Mapping, Source};
-use burgeon_volume::{LazyDevice, Limits, VirtualArea};
-use common::{DATA_START, Setup, image_without_checksums, setup, setup_with};
+use burgeon_volume::{CacheAccess, LazyDevice, Limits, VirtualArea};
+use common::{DATA_START, Image, Setup, image, image_without_checksums};
 
 #[global_allocator]
 static ALLOCATOR: counting::Counting = counting::Counting;
 
+/// A volume over a cache in a folder: the one in memory allocates everywhere.
+fn setup_with(image: Image) -> Setup {
+    let setup = common::setup_with(image, Limits::default());
+    let path = setup.dir.path().join("cache");
+    let settings = Settings { keep_free: Amount::Bytes(0), ..Settings::default() };
+    let cache = Cache::open(&path, settings, Box::<Clock>::default()).unwrap();
+    let access = CacheAccess { store: Arc::new(cache), domain: Domain::of(b"somebody") };
+    let volume = common::open(&setup.dir, &setup.image, &setup.source, access, Limits::default());
+    Setup { volume, ..setup }
+}
+
+fn setup() -> Setup {
+    setup_with(image(1))
+}
+
 #[test]
 fn hits_and_zeros_and_superblocks_allocate_nothing() {
     hits_allocate_nothing(setup());
-    hits_allocate_nothing(setup_with(image_without_checksums(1), Limits::default()));
+    hits_allocate_nothing(setup_with(image_without_checksums(1)));
 }
 
 fn hits_allocate_nothing(setup: Setup) {
@@ -48,10 +64,9 @@ fn hits_allocate_nothing(setup: Setup) {
     }
 
     // A miss allocates nothing before it is one.
-    let empty = common::setup();
+    let empty = setup_with(image(1));
     let before = counting::allocations();
-    let answer =
-        empty.volume.try_read(empty.blocks(0, 1), &mut pages.bytes_mut()[..4096], &empty.counters);
+    let answer = empty.volume.try_read(empty.blocks(0, 1), &mut pages.bytes_mut()[..4096]);
     assert_eq!(counting::allocations() - before, 0);
     assert_eq!(answer.unwrap(), Now::Absent);
 }

@@ -1,13 +1,14 @@
-//! The promises of a volume, one by one, over a real cache file.
+//! The promises of a volume, one by one, over a cache in memory.
 
 mod common;
 
 use std::{sync::Arc, time::Duration};
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, LocalFile, Now};
-use burgeon_volume::{CacheState, Limits, SharedPermits, Volume};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Counters, ErrorKind, Now};
+use burgeon_cache::{ChunkStore, Domain, Why, testing::MemoryStore};
+use burgeon_volume::{CacheAccess, CacheState, Limits, SharedPermits, Volume};
 use common::{
-    CHUNKS, DATA_START, Fault, Setup, cache_file, image, image_at, image_without_checksums, open,
+    CHUNKS, DATA_START, Fault, Setup, image, image_at, image_without_checksums, key, open, public,
     setup, setup_with,
 };
 
@@ -45,7 +46,7 @@ async fn ranges_outside_the_data_or_off_the_blocks_are_invalid() {
     for (start, len) in [(DATA_START - 4096, 8192), (end - 4096, 8192), (DATA_START + 1, 4096)] {
         let range = ByteRange::at(start, len).unwrap();
         let buf = &mut buf[..len as usize];
-        let error = setup.volume.try_read(range, buf, &setup.counters).unwrap_err();
+        let error = setup.volume.try_read(range, buf).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
         let error = setup.volume.read(range, buf, &setup.counters).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
@@ -226,48 +227,90 @@ async fn failures_of_the_source_are_reported_a_few_times_a_minute() {
 }
 
 #[tokio::test]
-async fn rotten_lost_and_foreign_blocks_are_misses() {
+async fn rotten_and_evicted_chunks_are_misses() {
     let setup = setup();
     setup.read(all(&setup)).await.unwrap();
     setup.settle().await;
-    let file = common::cache_file(&setup.dir, &setup.image);
-    let mut block = burgeon_block::Pages::zeroed(BLOCK_SIZE).unwrap();
-    file.read_at(9 * BLOCK_SIZE, block.bytes_mut()).unwrap();
-    block.bytes_mut()[4000] ^= 4;
-    file.write_at(9 * BLOCK_SIZE, block.bytes()).unwrap();
-    file.punch_hole(ByteRange::at(70 * BLOCK_SIZE, BLOCK_SIZE).unwrap()).unwrap();
+    let before = setup.source.reads();
+    assert!(setup.store.corrupt(&key(&setup.image, 0), 9 * BLOCK_SIZE as u32 + 4000));
+    assert!(setup.store.corrupt(&key(&setup.image, 3), 2 * BLOCK_SIZE as u32));
+    assert!(setup.store.forget(&key(&setup.image, 4)));
 
     let mut buf = burgeon_block::Pages::zeroed(2 * BLOCK_SIZE).unwrap();
-    let answer = setup.volume.try_read(setup.blocks(8, 2), buf.bytes_mut(), &setup.counters);
+    let answer = setup.volume.try_read(setup.blocks(8, 2), buf.bytes_mut());
     assert_eq!(answer.unwrap(), Now::Absent);
-    assert_eq!(setup.volume.materialised_bytes(), all(&setup).len() - BLOCK_SIZE);
+    let here = all(&setup).len() - CHUNKS[4] * BLOCK_SIZE;
+    assert_eq!(setup.volume.materialised_bytes(), here, "a rotten chunk is not known to be one");
     setup.read(all(&setup)).await.unwrap();
     setup.settle().await;
-    assert_eq!(setup.counters.cache_corrupt_blocks.get(), 2);
+    assert_eq!(setup.counters.cache_corrupt_blocks.get(), 2, "the evicted one is no corruption");
+    assert_eq!(setup.source.reads(), before + 3);
     assert_eq!(setup.volume.materialised_bytes(), all(&setup).len(), "refetched and kept");
-
-    // The cache of another image under this one's name: every block is a miss.
-    let other = image(2);
-    let source = common::Source::of(&other);
-    let volume = open(&setup.dir, &other, &source, Limits::default());
-    assert_eq!(volume.materialised_bytes(), all(&setup).len(), "believed, not yet read");
-    let counters = Counters::default();
-    common::read(&volume, &other, all(&setup), &counters).await.unwrap();
-    let blocks = all(&setup).len() / BLOCK_SIZE;
-    assert!(counters.cache_corrupt_blocks.get() >= blocks, "every one was looked at");
+    setup.read(all(&setup)).await.unwrap();
+    assert_eq!(setup.counters.hits.get(), 1);
 }
 
 #[tokio::test]
-async fn a_cache_opened_again_serves_what_it_kept() {
+async fn images_share_chunks_within_a_domain_and_from_the_public_one() {
     let setup = setup();
     setup.read(setup.blocks(64, 4)).await.unwrap();
     setup.settle().await;
-    setup.volume.sync().unwrap();
-    let source = common::Source::of(&setup.image);
-    let again = open(&setup.dir, &setup.image, &source, Limits::default());
-    assert_eq!(again.materialised_bytes(), 4 * BLOCK_SIZE);
-    common::read(&again, &setup.image, setup.blocks(64, 4), &setup.counters).await.unwrap();
-    assert_eq!(source.reads(), 0);
+    let of = |domain| {
+        let source = common::Source::of(&setup.image);
+        let access = CacheAccess { store: Arc::new(setup.store.clone()), domain };
+        let volume = open(&setup.dir, &setup.image, &source, access, Limits::default());
+        (volume, source)
+    };
+    let read = async |volume: &Arc<common::TestVolume>, range| {
+        common::read(volume, &setup.image, range, &setup.counters).await.unwrap();
+        while volume.status().in_flight > 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    let ((a, from_a), (b, from_b)) = (of(Domain::of(b"a")), of(Domain::of(b"b")));
+    assert_eq!(a.materialised_bytes(), 4 * BLOCK_SIZE);
+    read(&a, setup.blocks(64, 4)).await;
+    assert_eq!(from_a.reads(), 0, "the public domain has it");
+    for (volume, source) in [(&a, &from_a), (&b, &from_b)] {
+        read(volume, setup.blocks(0, 64)).await;
+        assert_eq!(source.reads(), 1, "one's own chunks are nobody else's");
+    }
+    let (again, source) = of(Domain::of(b"a"));
+    read(&again, setup.blocks(0, 68)).await;
+    assert_eq!(source.reads(), 0, "opened again, it serves what was kept");
+    assert_eq!(setup.volume.materialised_bytes(), 4 * BLOCK_SIZE, "not what others kept apart");
+}
+
+/// An image with right digests and wrong checksums must not empty the cache of the others.
+#[tokio::test]
+async fn an_images_checksums_alone_make_the_cache_forget_nothing() {
+    let honest = setup();
+    honest.read(all(&honest)).await.unwrap();
+    honest.settle().await;
+    let hostile = common::image_with(1, "packs/test", |manifest| manifest.block_checksums.fill(7));
+    let source = common::Source::of(&hostile);
+    let access = public(&honest.store);
+    let volume = open(&honest.dir, &hostile, &source, access, Limits::default());
+    let counters = Counters::default();
+    for _ in 0..3 {
+        common::read(&volume, &hostile, all(&honest), &counters).await.unwrap();
+    }
+    assert!(volume.status().is_map_damaged);
+    assert_eq!((source.reads(), counters.cache_corrupt_blocks.get()), (0, 0));
+    honest.read(all(&honest)).await.unwrap();
+    assert_eq!((honest.counters.hits.get(), honest.source.reads()), (1, CHUNKS.len() as u64));
+}
+
+/// A chunk may be admitted by another image while this one fetches it.
+#[tokio::test]
+async fn a_chunk_that_came_meanwhile_is_not_fetched() {
+    let setup = setup();
+    let (range, bytes) = (setup.blocks(64, 1), setup.expected(setup.blocks(64, 1)));
+    let mut buf = burgeon_block::Pages::zeroed(BLOCK_SIZE).unwrap();
+    assert_eq!(setup.volume.try_read(range, buf.bytes_mut()).unwrap(), Now::Absent);
+    setup.store.admit(key(&setup.image, 1), bytes, Why::Read).unwrap();
+    setup.volume.read(range, buf.bytes_mut(), &setup.counters).await.unwrap();
+    assert!(buf.bytes() == bytes && setup.source.reads() == 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -303,15 +346,18 @@ async fn a_fetch_task_that_panics_is_an_error_to_its_waiters() {
 }
 
 #[tokio::test]
-async fn a_map_with_a_wrong_checksum_costs_a_fetch_and_no_error() {
+async fn a_map_with_a_wrong_checksum_costs_a_digest_and_no_error() {
     let image = common::image_with(1, "packs/test", |manifest| manifest.block_checksums[9] ^= 1);
     let setup = setup_with(image, Limits::default());
-    // The second read finds the block in the cache, and takes it for a bad one.
-    for reads in [1, 2] {
+    // The second read finds the block in the cache, and takes it for a bad one; the chunk's digest
+    // shows that it is not.
+    for _ in 0..2 {
         setup.read(setup.blocks(2, 1)).await.unwrap();
         setup.settle().await;
-        assert_eq!(setup.source.reads(), reads);
+        assert_eq!(setup.source.reads(), 1);
     }
+    assert!(setup.volume.status().is_map_damaged);
+    assert_eq!(setup.counters.cache_corrupt_blocks.get(), 0, "nor is the cache");
     assert_eq!(setup.counters.source_corrupt_chunks.get(), 0, "the source is not to blame");
     setup.read(all(&setup)).await.unwrap();
 }
@@ -433,29 +479,44 @@ async fn an_image_without_checksums_has_those_of_what_came() {
     let came = setup.source.reads();
     setup.read(all(&setup)).await.unwrap();
     // Also after it was opened anew, in any state of the cache.
-    let reopen = || open(&setup.dir, &setup.image, &setup.source, Limits::default());
+    let reopen = |store: &MemoryStore| {
+        open(&setup.dir, &setup.image, &setup.source, public(store), Limits::default())
+    };
     let reread = async |volume: &Arc<common::TestVolume>| {
         common::read(volume, &setup.image, all(&setup), &setup.counters).await.unwrap();
         while volume.status().in_flight > 0 {
             tokio::task::yield_now().await;
         }
     };
-    reread(&reopen()).await;
+    reread(&reopen(&setup.store)).await;
     assert_eq!(setup.source.reads(), came);
-    let file = cache_file(&setup.dir, &setup.image);
-    file.write_at(5 * BLOCK_SIZE, &[1; BLOCK_SIZE as usize]).unwrap();
-    reread(&reopen()).await;
-    assert_eq!(setup.source.reads(), came + 1);
-    assert_eq!(setup.counters.cache_corrupt_blocks.get(), 1);
-    // Of another image's cache nothing is believed, though its checksums came with it.
+    let keys = setup.store.keys();
+    assert!(keys.iter().all(|key| setup.store.corrupt(key, 5)));
+    reread(&reopen(&setup.store)).await;
+    assert_eq!(setup.source.reads(), came + CHUNKS.len() as u64);
+    assert_eq!(setup.counters.cache_corrupt_blocks.get(), CHUNKS.len() as u64);
+    reread(&reopen(&setup.store)).await;
+    assert_eq!(setup.source.reads(), came + CHUNKS.len() as u64, "healed");
+    // Checksums that a crash took are recorded again, from a digest or from the source.
+    let derived = setup.image.map.chunk_count() as u64 / 2;
+    std::fs::write(setup.dir.path().join("checksums"), []).unwrap();
+    reread(&reopen(&setup.store)).await;
+    let healed = came + CHUNKS.len() as u64 + derived;
+    assert_eq!(setup.source.reads(), healed);
+    reread(&reopen(&setup.store)).await;
+    assert_eq!(setup.source.reads(), healed);
+    assert_eq!(setup.counters.cache_corrupt_blocks.get(), CHUNKS.len() as u64);
+    // Of another image nothing is believed, though its checksums lie in the same place.
     let other = image_without_checksums(2);
     let source = common::Source::of(&other);
-    let swapped = open(&setup.dir, &other, &source, Limits::default());
+    let swapped = open(&setup.dir, &other, &source, public(&setup.store), Limits::default());
     common::read(&swapped, &other, other.map.data_range(), &setup.counters).await.unwrap();
+    // Both have the same derived object's name, and other bytes: so only the checksums tell.
     assert_eq!(source.reads(), CHUNKS.len() as u64);
     // Without a file for them nothing is cached, and everything is right.
-    let (map, file) = (Arc::clone(&setup.image.map), cache_file(&setup.dir, &setup.image));
-    let without = Volume::new(map, setup.source.clone(), file, Limits::default());
+    let map = Arc::clone(&setup.image.map);
+    let cache = public(&setup.store);
+    let without = Volume::new(map, setup.source.clone(), cache, Limits::default());
     for _ in 0..2 {
         let before = setup.source.reads();
         reread(&without).await;

@@ -54,7 +54,7 @@ fn the_copy_without_a_bug_keeps_its_promise() {
 #[test]
 fn crashing_at_every_write_finds_what_it_is_there_to_find() {
     for (bug, verified) in [
-        ("TrustReopenedCache", false),
+        ("TrustLoadedChunks", false),
         ("SkipCachedChecksum", false),
         ("SkipCachedChecksum", true),
         ("WriteOneBlockOff", false),

@@ -115,7 +115,7 @@ impl Run {
         let mapping = Mapping { label: "a".into(), origin: "a".into(), extents };
         ExtentWriter::over(logs.clone())?.map(&mapping)?;
         let file = OneFile(Arc::new(Mutex::new((Mood::Honest, identity, bytes.clone()))));
-        let disk = Disk::new(rng.bits(), BLOCK_SIZE);
+        let disk = Disk::new(rng.bits(), 1 << 20);
         let (seen, durable) = Default::default();
         Ok(Self { rng, file, bytes, logs, disk, seen, durable })
     }
@@ -124,7 +124,7 @@ impl Run {
         let map = ExtentMap::over(self.logs.clone()).map_err(|error| error.to_string())?;
         let limits = Limits { cpu_threads: 0, write_threads: 0, ..Limits::default() };
         let no_image = |_: &_| Err(Error::new(ErrorKind::NotFound, "there are no images"));
-        let (file, disk) = (self.file.clone(), self.disk.file());
+        let (file, disk) = (self.file.clone(), self.disk.checksums());
         Ok(VirtualArea::over_files(map, file, disk, Box::new(no_image), limits))
     }
 

@@ -53,7 +53,7 @@ impl Scenario {
     }
 
     fn disk(&self, salt: u64) -> Disk {
-        Disk::new(self.seed ^ salt << 32, self.model.range().len())
+        Disk::new(self.seed ^ salt << 32, 64 << 20)
     }
 
     fn crash_twice(&self, first: u64, second: u64, survival: u8) -> Result<u64, String> {

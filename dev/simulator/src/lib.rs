@@ -3,17 +3,17 @@
 //!
 //! ```text
 //!               operations by seed: read, drop a reader, prefetch, profile, fill, rot, fill the disk,
-//!               break the source, sync, kill, cut the power, swap the image, …
+//!               break the source, evict, sync, kill, cut the power, swap the image, …
 //!                                              │
 //!   Oracle (every expected byte) ──compare── Volume ──► FaultySource   counts what it did wrong
-//!                                              └──────► SimFile ─► Disk   lives through crashes
+//!                                              └──► Cache ──► Disk    lives through crashes
 //! ```
 //!
 //! Fault model. A disk keeps what was synced. Of what was written after that, a power failure
 //! keeps any subset of 512-byte sectors, may keep a block allocated and full of old garbage, and
 //! bits rot at any time; reads and writes fail, and a failing write may be half done. A source
-//! answers late, never, with an error, with too little, with wrong or with old bytes. Memory and
-//! the clock are good.
+//! answers late, never, with an error, with too little, with wrong or with old bytes. Two images
+//! share chunks and a cache, and the checksums of one may be wrong. Memory and the clock are good.
 //!
 //! The promise. Every read gives the right bytes or an error; an error only while the source
 //! gives reason; within a bounded time; when the faults stop, everything can be filled and is then

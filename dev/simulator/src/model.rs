@@ -16,6 +16,8 @@ pub struct Model {
     pub objects: Vec<(ObjectId, Vec<u8>)>,
     /// The source verifies its answers, and the map knows neither digests nor checksums.
     pub(crate) verified: bool,
+    /// Chunks of which the map has a wrong checksum, though a right digest.
+    pub(crate) slandered: Vec<u32>,
 }
 
 /// The object that is read straight through; chunk [`THROUGH_CHUNK`] lies in it.
@@ -23,17 +25,35 @@ pub(crate) const THROUGH: &str = "file/disk";
 const THROUGH_CHUNK: usize = 2;
 
 impl Model {
-    /// An image of `chunks` chunks whose lengths depend on `shape` and whose bytes on `content`,
-    /// in a pack named after `content` and a file outside the store. If it is `verified`, its
+    /// An image of `chunks` chunks whose lengths depend on `shape`, and whose bytes on `content`
+    /// or, if they are shared, on `shape` alone; in a pack named after `content` and a file outside the store. If it is `verified`, its
     /// chunks are in a derived object instead, of layers that nobody has read.
     pub fn new(shape: u64, content: u64, chunks: usize, verified: bool) -> Self {
+        Self::slandering(shape, content, chunks, verified, false)
+    }
+
+    /// The same, with wrong checksums for some blocks of cached chunks: an image that would make
+    /// the cache forget them.
+    pub(crate) fn slandering(
+        shape: u64,
+        content: u64,
+        chunks: usize,
+        verified: bool,
+        slanders: bool,
+    ) -> Self {
         let (mut lengths, mut rng) = (Rng::new(shape), Rng::new(content));
         let kind = *rng.pick(&[ChecksumKind::Crc32c, ChecksumKind::Xxhash64]);
         let mut bytes = Vec::new();
         let mut stored = [Vec::new(), Vec::new()];
         let mut entries = Vec::new();
+        let mut of_content = Rng::new(content);
+        let (mut checksums, mut slandered) = (Vec::new(), Vec::new());
         for index in 0..chunks {
             let blocks = *lengths.pick(&[1, 2, 3, 5, 16, 64]) as u8;
+            let mut rng = match lengths.below(3) {
+                0 => Rng::new(shape ^ (index as u64 + 1) << 32),
+                _ => Rng::new(of_content.bits()),
+            };
             let raw = content_of(&mut rng, blocks);
             let object = usize::from(index == THROUGH_CHUNK && !verified);
             let compress = object == 0 && rng.below(2) == 0 && !verified;
@@ -54,6 +74,16 @@ impl Model {
                 codec,
                 digest,
             });
+            let is_slandered = slanders && object == 0 && !verified && of_content.below(2) == 0;
+            if is_slandered {
+                slandered.push(index as u32);
+            }
+            let sums = raw.chunks(BLOCK_SIZE as usize).map(|block| match verified {
+                true => 0,
+                // The first block, and no other.
+                false => kind.of(block) ^ u64::from(is_slandered && block == &raw[..block.len()]),
+            });
+            checksums.extend(sums.flat_map(|sum| sum.to_le_bytes().into_iter().take(kind.size())));
             stored[object].extend(pack);
             bytes.extend(raw);
         }
@@ -66,22 +96,19 @@ impl Model {
             Ok(name) => name,
             Err(error) => unreachable!("{error}"),
         });
-        let checksums = bytes.chunks(BLOCK_SIZE as usize);
         let manifest = Manifest {
             tree: Tree::default(),
             checksum: kind,
             chunks: entries,
             objects: names.to_vec(),
-            block_checksums: checksums
-                .map(|block| if verified { 0 } else { kind.of(block) })
-                .flat_map(|sum| sum.to_le_bytes().into_iter().take(kind.size()))
-                .collect(),
+            block_checksums: checksums,
         };
         let map = match AddressMap::from_manifest(&manifest) {
             Ok(map) => Arc::new(map),
             Err(error) => unreachable!("the model's own manifest: {error}"),
         };
-        Self { map, bytes, objects: names.into_iter().zip(stored).collect(), verified }
+        let objects = names.into_iter().zip(stored).collect();
+        Self { map, bytes, objects, verified, slandered }
     }
 
     /// Lazy addresses of the image.

@@ -30,6 +30,9 @@ pub fn simulate(seed: u64) -> Result<Report, String> {
         .map_err(|error| format!("seed {seed}: {error}\nafter these operations:\n{}", run.trace))
 }
 
+/// Bytes of the disk: two images many times.
+const DISK_LEN: u64 = 64 << 20;
+
 struct Run {
     rng: Rng,
     models: [Arc<Model>; 2],
@@ -45,9 +48,12 @@ impl Run {
         let mut rng = Rng::new(seed);
         let (shape, chunks) = (rng.bits(), 3 + rng.below(6) as usize);
         let verified = rng.below(4) == 0;
-        let model = |content| Arc::new(Model::new(shape, content, chunks, verified));
-        let models = [(); 2].map(|()| model(rng.bits()));
-        let disk = Disk::new(rng.bits(), models[0].range().len());
+        let slanders = rng.below(2) == 0;
+        let model = |content, slanders| {
+            Arc::new(Model::slandering(shape, content, chunks, verified, slanders))
+        };
+        let models = [false, slanders].map(|slanders| model(rng.bits(), slanders));
+        let disk = Disk::new(rng.bits(), DISK_LEN);
         let limits = Limits {
             fetches_max: *rng.pick(&[1, 2, 4, 32]),
             fetches_per_read: *rng.pick(&[1, 2, 4]),
@@ -117,7 +123,16 @@ impl Run {
                 self.note(format_args!("stop the profile prefetch"));
                 world.stop_profile();
             }
-            50..60 => {
+            50..52 => {
+                let bytes = self.rng.below(1 << 20);
+                self.note(format_args!("evict {bytes} bytes"));
+                world.evict(bytes);
+            }
+            52..55 => {
+                self.note(format_args!("the cache's thread takes its turn"));
+                world.upkeep();
+            }
+            55..60 => {
                 let ms = [0, 1, 10, 1000, 20_000][self.rng.below(5) as usize];
                 self.note(format_args!("wait {ms} ms"));
                 sleep(Duration::from_millis(ms)).await;

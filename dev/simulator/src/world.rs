@@ -3,7 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counter, Counters, Now};
-use burgeon_volume::{Fill, FillState, Limits, ProfilePrefetch, ProfileState, Volume};
+use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
+use burgeon_volume::{CacheAccess, Fill, FillState, Limits, ProfilePrefetch, ProfileState, Volume};
 use testkit::Rng;
 use tokio::{
     task::JoinHandle,
@@ -17,6 +18,9 @@ pub(crate) type SimVolume = Volume<FaultySource, SimFile>;
 /// No read takes longer: a dozen readers, one permit, 30 seconds each, and some more.
 const READ_TIME_MAX: Duration = Duration::from_secs(3600);
 
+/// Longest checkpoint-free journal of some lives, in bytes.
+const JOURNAL_LEN: u64 = 4096;
+
 /// Blocks of the longest read.
 const READ_BLOCKS_MAX: u64 = 96;
 
@@ -26,6 +30,7 @@ pub(crate) struct World {
     pub(crate) disk: Disk,
     pub(crate) source: FaultySource,
     volume: Arc<SimVolume>,
+    cache: Arc<Cache>,
     counters: Arc<Counters>,
     limits: Limits,
     readers: Vec<JoinHandle<Result<(), String>>>,
@@ -39,23 +44,25 @@ impl World {
     pub(crate) fn boot(model: &Arc<Model>, disk: &Disk, limits: &Limits, rng: &mut Rng) -> Self {
         let source = FaultySource::new(rng.bits(), model);
         let map = Arc::clone(&model.map);
-        let (cache, limits) = (disk.file(), limits.clone());
+        let cache =
+            Arc::new(Cache::over(Arc::new(disk.clone()), settings(rng), Box::<Clock>::default()));
+        let domain = Domain::PUBLIC;
+        let access = CacheAccess { store: Arc::clone(&cache) as _, domain };
+        let (source_of_volume, limits) = (source.clone(), limits.clone());
         let volume = match model.verified {
-            false => Volume::new(map, source.clone(), cache, limits.clone()),
-            true => Volume::without_checksums(
-                map,
-                source.clone(),
-                cache,
-                disk.checksums(),
-                limits.clone(),
-            ),
+            false => Volume::new(map, source_of_volume, access, limits.clone()),
+            true => {
+                let (file, limits) = (disk.checksums(), limits.clone());
+                Volume::without_checksums(map, source_of_volume, access, file, limits)
+            }
         };
         Self {
-            // A good block may have lost its checksum.
-            bad_at_start: match model.verified {
-                true => disk.blocks(),
-                false => disk.bad_blocks(&model.bytes),
+            // A power failure may have taken the bytes of any chunk, and not its record.
+            bad_at_start: match disk.has_lost_power() {
+                true => cache.report().used / BLOCK_SIZE,
+                false => 0,
             },
+            cache,
             model: Arc::clone(model),
             disk: disk.clone(),
             source,
@@ -95,6 +102,16 @@ impl World {
                 Some(patience) => timeout(patience, reading).await.unwrap_or(Ok(())),
             }
         }));
+    }
+
+    /// The cache's thread takes its turn.
+    pub(crate) fn upkeep(&self) {
+        self.cache.upkeep();
+    }
+
+    /// Evicts some chunks.
+    pub(crate) fn evict(&self, bytes: u64) {
+        self.cache.evict(bytes);
     }
 
     pub(crate) fn prefetch(&self, range: ByteRange) {
@@ -144,6 +161,7 @@ impl World {
         }
         // A task leaves the table just before it ends, and its account is closed by its end.
         sleep(Duration::from_millis(1)).await;
+        self.upkeep();
         if self.disk.is_off() { Ok(()) } else { self.compare_accounts() }
     }
 
@@ -157,8 +175,6 @@ impl World {
             ("good answers", source.good, total(|c| &c.fetches)),
             ("bytes from the source", source.bytes, total(|c| &c.fetched_bytes)),
             ("wrong answers", source.lies, total(|c| &c.source_corrupt_chunks)),
-            ("failed cache writes", disk.write_errors, status.cache_write_errors),
-            ("failed cache reads", disk.read_errors, status.cache_read_errors),
             ("waiting readers", 0, status.waiting_readers as u64),
         ];
         for (what, happened, counted) in equal {
@@ -170,8 +186,21 @@ impl World {
         if !(least..=least + source.dropped).contains(&counted) {
             return Err(format!("source errors: {least} happened, {counted} were counted"));
         }
+        // Some of them were of the file of checksums, and of files that nobody reads.
+        let report = self.cache.report();
+        let at_most = [
+            ("failed cache writes", disk.write_errors, report.write_errors),
+            ("failed cache reads", disk.read_errors, report.read_errors),
+        ];
+        for (what, happened, counted) in at_most {
+            if counted > happened {
+                return Err(format!("{what}: {happened} happened, {counted} were counted"));
+            }
+        }
         let (bad, counted) =
-            (self.bad_at_start + disk.rotten_blocks, total(|c| &c.cache_corrupt_blocks));
+            (self.bad_at_start + self.disk.rotten(), total(|c| &c.cache_corrupt_blocks));
+        // A slandered block counts with the rotten one of its chunk.
+        let bad = if self.model.slandered.is_empty() { bad } else { 2 * bad };
         if counted > bad {
             return Err(format!("at most {bad} cached blocks went bad, {counted} were counted"));
         }
@@ -179,16 +208,17 @@ impl World {
             return Err("one chunk was fetched twice at a time".into());
         }
         if disk.written_after_eio {
-            return Err("the cache was written after its file had failed".into());
+            return Err("checksums were written after their file had failed".into());
         }
         Ok(())
     }
 
-    /// The faults stop. After any events in this life, every byte can now be read; unless the
-    /// cache's file has failed, all of it can be filled, and is then served without the source.
+    /// The faults stop. After any events in this life, every byte can now be read; unless the file
+    /// of checksums has failed, all of it can be filled, and is then served without the source.
     pub(crate) async fn prove(&mut self) -> Result<(), String> {
         // First of all the power: it must not fail any more while the rest settles.
         self.disk.set_faults(Faults::default());
+        self.cache.resize(None, Amount::Bytes(0));
         self.settle().await?;
         self.source.set_mood(Mood::Calm);
         sleep(self.limits.no_space_pause_max).await;
@@ -253,13 +283,35 @@ impl World {
                 continue;
             }
             let mut buf = vec![0; range.len() as usize];
-            match self.volume.try_read(range, &mut buf, &self.counters) {
+            match self.volume.try_read(range, &mut buf) {
                 Ok(Now::Served) if buf == self.model.expected(range) => {}
                 Ok(Now::Served) => return Err(format!("wrong bytes for {range}")),
+                // Its digest is right, and so are its bytes, in the cache.
+                Ok(Now::Absent) if self.model.slandered.contains(&index) => {
+                    let read = self.volume.read(range, &mut buf, &self.counters).await;
+                    read.map_err(|error| format!("{range} has a right digest, but: {error}"))?;
+                    if buf != self.model.expected(range) {
+                        return Err(format!("wrong bytes for {range}"));
+                    }
+                }
                 other => return Err(format!("{range} was filled, but: {other:?}")),
             }
         }
         Ok(())
+    }
+}
+
+/// Settings of a cache that pauses for no time, because the simulated clock is not its clock.
+fn settings(rng: &mut Rng) -> Settings {
+    Settings {
+        limit: *rng.pick(&[None, None, Some(Amount::Bytes(2 << 20))]),
+        keep_free: Amount::Bytes(0),
+        memory: *rng.pick(&[0, 1 << 20]),
+        journal_len: *rng.pick(&[JOURNAL_LEN, 64 << 20]),
+        record_age: Duration::ZERO,
+        pause_min: Duration::ZERO,
+        pause_max: Duration::ZERO,
+        ..Settings::default()
     }
 }
 
@@ -276,7 +328,7 @@ impl Reader {
     /// Reads as a frontend does, and judges the answer.
     async fn read(&self, range: ByteRange) -> Result<(), String> {
         let mut buf = vec![0xee; range.len() as usize];
-        let answer = match self.volume.try_read(range, &mut buf, &self.counters) {
+        let answer = match self.volume.try_read(range, &mut buf) {
             Ok(Now::Served) => Ok(()),
             Ok(Now::Absent | Now::Local(_)) => {
                 let read = self.volume.read(range, &mut buf, &self.counters);

@@ -80,8 +80,31 @@ impl Burgeon {
         &self.state
     }
 
+    /// Damages no bytes, but loses all of the host's cache.
+    pub fn lose_cache(&self) {
+        let files = std::fs::read_dir(self.state.join("cache")).into_iter().flatten().flatten();
+        files.for_each(|file| std::fs::remove_file(file.path()).unwrap_or_default());
+    }
+
+    /// The files of the host's cache that hold chunks.
+    pub fn arenas(&self) -> Vec<PathBuf> {
+        let files = std::fs::read_dir(self.state.join("cache")).into_iter().flatten().flatten();
+        let is_arena = |name: &OsStr| name.to_string_lossy().starts_with("arena-");
+        files.filter(|file| is_arena(&file.file_name())).map(|file| file.path()).collect()
+    }
+
+    /// Lets the cache fill the disk: the machine that runs the tests may have little free space.
+    fn let_the_cache_grow(&self) {
+        let settings = self.state.join("cache.json");
+        if self.state.join("run").is_dir() && !settings.exists() {
+            // A test may have made the directory unusable on purpose.
+            let _ = std::fs::write(settings, r#"{"keep_free":{"bytes":0}}"#);
+        }
+    }
+
     /// A command of this installation, ready to start.
     pub fn command<A: AsRef<OsStr>>(&self, arguments: &[A]) -> Command {
+        self.let_the_cache_grow();
         let mut command = Command::new(&self.program);
         command.arg("--state-dir").arg(&self.state).args(&self.options).args(arguments);
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));

@@ -171,7 +171,7 @@ fn kill_command(world: &World, rng: &mut Rng) {
 
 /// Bytes of caches change or go; each is noticed, and fetched again.
 fn damage_cache(world: &World, rng: &mut Rng) {
-    for path in image_folders(world).into_iter().map(|folder| folder.join("cache")) {
+    for path in world.burgeon.arenas() {
         let Ok(file) = File::options().write(true).open(&path) else { continue };
         let len = file.metadata().map(|m| m.len()).unwrap_or_default();
         if len == 0 {

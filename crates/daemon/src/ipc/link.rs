@@ -9,6 +9,7 @@
 //!              ◄── Ended ──────────────────         the kernel has released it
 //!              ── Record ──► ◄── Recorded ─         recording of reads has started or stopped
 //!              ── Report ──► ◄── Report ───         numbers that only the server knows
+//!              ── Cache ───► ◄── Cache ────         an order about the host's cache is done
 //!              ── Stop ───────────────────►         end, and do not wait for a supervisor
 //!
 //!   orphan   ── Attach + descriptors …, Adopted ──► to the next supervisor, which connects to
@@ -33,17 +34,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     id::MountId,
-    ipc::protocol::{AreaStatus, CacheStatus, Failure, FillStatus, ProfileStatus},
+    ipc::protocol::{
+        AreaStatus, CacheAnswer, CacheStatus, DigestText, Failure, FillStatus, HostCache,
+        ProfileStatus,
+    },
     state::record::{Attach, ProfileSource, Transport},
 };
 
 /// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. 2: there
-/// is no `Opener`. An upgrade replaces the supervisor first, so each version understands the
+/// is no `Opener`. 3: there is no `Cache`. An upgrade replaces the supervisor first, so each version understands the
 /// messages of the previous one and ignores those that only later ones have.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 
 /// The first version whose servers have files opened for them.
 const FIRST_WITH_OPENER: u32 = 3;
+
+/// The first version whose servers share a cache.
+const FIRST_WITH_CACHE: u32 = 4;
 
 /// The messages that a server understands beyond those of all versions.
 #[derive(Clone, Copy, Debug)]
@@ -52,16 +59,19 @@ pub(crate) struct Understands {
     pub(crate) refreshes: bool,
     /// `Opener`.
     pub(crate) opener: bool,
+    /// `Cache`.
+    pub(crate) cache: bool,
 }
 
 impl Understands {
     /// A server that says this of itself.
     pub(crate) fn as_told(refreshes: bool, version: u32) -> Self {
-        Self { refreshes, opener: version >= FIRST_WITH_OPENER }
+        let (opener, cache) = (version >= FIRST_WITH_OPENER, version >= FIRST_WITH_CACHE);
+        Self { refreshes, opener, cache }
     }
 
     /// A server of this very program.
-    pub(crate) const ALL: Self = Self { refreshes: true, opener: true };
+    pub(crate) const ALL: Self = Self { refreshes: true, opener: true, cache: true };
 }
 
 fn first_version() -> u32 {
@@ -99,6 +109,8 @@ pub(crate) enum ToServer {
     Record { id: MountId, on: bool },
     /// Send a [`FromServer::Report`].
     Report,
+    /// Do something with the host's cache; servers of earlier versions have none.
+    Cache { number: u64, order: CacheOrder },
     /// End.
     Stop,
     /// A message of a later version.
@@ -106,10 +118,28 @@ pub(crate) enum ToServer {
     Unknown,
 }
 
+/// An order of a user about the host's cache.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+#[serde(tag = "order", rename_all = "kebab-case")]
+pub(crate) enum CacheOrder {
+    /// Nothing but its figures.
+    Show,
+    /// See the settings, which have changed.
+    Resize,
+    /// Free so many bytes.
+    Evict { bytes: u64 },
+    /// Forget the chunks of an image.
+    Drop { digest: DigestText },
+    /// Read every chunk.
+    Scrub { bytes_per_second: u64 },
+    /// An order of a later version.
+    #[serde(other)]
+    Unknown,
+}
+
 /// From the server to the supervisor.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "message", rename_all = "kebab-case")]
-#[expect(clippy::large_enum_variant, reason = "one message at a time, never stored")]
 pub(crate) enum FromServer {
     /// The answer to an `Attach`.
     Attached {
@@ -144,7 +174,14 @@ pub(crate) enum FromServer {
     /// The kernel has closed the mount's FUSE file.
     Ended { id: MountId },
     /// The answer to a `Report`.
-    Report { mounts: Vec<MountReport> },
+    Report {
+        mounts: Vec<MountReport>,
+        /// The host's cache; missing from servers of earlier versions.
+        #[serde(default)]
+        cache: Option<HostCache>,
+    },
+    /// The answer to a `Cache`.
+    Cache { number: u64, answer: CacheAnswer, error: Option<Failure> },
     /// A mount that an orphan serves: to the supervisor that adopts it.
     Serving(Attach),
     /// The end of the `Serving` messages.
@@ -254,8 +291,9 @@ mod tests {
         assert!(matches!(says, FromServer::Adopted { refreshes: false, version: 1 }));
     }
 
-    /// A message of each kind, as versions 2 and 3 write it, after its receiver.
-    const RECORDED: [&str; 2] = [include_str!("link-2.txt"), include_str!("link-3.txt")];
+    /// A message of each kind, as versions 2 to 4 write it, after its receiver.
+    const RECORDED: [&str; 3] =
+        [include_str!("link-2.txt"), include_str!("link-3.txt"), include_str!("link-4.txt")];
 
     #[test]
     fn recorded_messages_are_understood() {
@@ -272,15 +310,15 @@ mod tests {
                 says += 1;
             }
         }
-        assert_eq!((told, says), (7 + 8, 7 + 7));
+        assert_eq!((told, says), (7 + 8 + 9, 7 + 7 + 8));
     }
 
-    /// Version 3 is this one: a change of its messages that other versions would see is a new
+    /// Version 4 is this one: a change of its messages that other versions would see is a new
     /// version, with a record of its own.
     #[test]
     fn recorded_messages_of_this_version_are_written_the_same() {
-        assert_eq!(VERSION, 3);
-        for (end, message) in RECORDED[1].lines().map(|line| line.split_once(' ').unwrap()) {
+        assert_eq!(VERSION, 4);
+        for (end, message) in RECORDED[2].lines().map(|line| line.split_once(' ').unwrap()) {
             let recorded: Value = serde_json::from_str(message).unwrap();
             let written = match end {
                 "server" => {

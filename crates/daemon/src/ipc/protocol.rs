@@ -14,8 +14,8 @@ use burgeon_source::{Access, Location};
 use serde::{Deserialize, Serialize};
 
 pub use self::status::{
-    AreaStatus, CacheStatus, FillStatus, Latency, MountStatus, OVER_LIMIT, ProfileStatus,
-    ReadStatus, Status,
+    AreaStatus, CacheStatus, FillStatus, HostCache, Latency, MountStatus, OVER_LIMIT,
+    ProfileStatus, ReadStatus, Status,
 };
 pub use crate::{
     id::DigestText,
@@ -77,6 +77,8 @@ pub enum Request {
     },
     /// Everything about the daemon and its mounts.
     Status,
+    /// Do something with the host's cache: answered by [`Reply::Cache`].
+    Cache(CacheRequest),
     /// Wait until the mount is released, up to a time limit.
     AwaitRelease {
         /// The mount.
@@ -89,6 +91,57 @@ pub enum Request {
         /// End it nevertheless: reads of data that is not local fail from then on.
         force: bool,
     },
+}
+
+/// An amount of space for the host's cache.
+#[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum CacheAmount {
+    /// Bytes.
+    Bytes(u64),
+    /// A share of the file system's size, at most 100.
+    Percent(u8),
+}
+
+/// A request about the host's cache.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+#[serde(tag = "do", rename_all = "kebab-case")]
+pub enum CacheRequest {
+    /// Show its figures.
+    Show,
+    /// Change its bounds, now and for later daemons; `None` leaves a bound as it is.
+    Resize {
+        /// Most that it takes.
+        limit: Option<CacheAmount>,
+        /// Space that it leaves free.
+        keep_free: Option<CacheAmount>,
+    },
+    /// Free so many bytes.
+    Evict {
+        /// The bytes.
+        bytes: u64,
+    },
+    /// Forget the chunks of an image, also those that other images share.
+    Drop {
+        /// The image.
+        digest: DigestText,
+    },
+    /// Read every chunk, and forget those that are damaged.
+    Scrub {
+        /// Limit of the rate.
+        bytes_per_second: u64,
+    },
+}
+
+/// The end of a request about the host's cache.
+#[derive(Serialize, Deserialize, Debug, Clone, Default)]
+pub struct CacheAnswer {
+    /// Bytes freed or read.
+    pub bytes: u64,
+    /// Chunks forgotten.
+    pub chunks: u64,
+    /// The cache after that.
+    pub cache: HostCache,
 }
 
 /// A requested mount. Paths are absolute: the daemon's working directory is not the user's.
@@ -330,6 +383,8 @@ pub enum Reply {
     },
     /// The status of the daemon and its mounts.
     Status(Box<Status>),
+    /// The request about the host's cache is done.
+    Cache(CacheAnswer),
     /// The request failed.
     Failed(Failure),
 }

@@ -10,11 +10,12 @@ use super::{
 };
 use crate::ipc::{
     link::MountReport,
-    protocol::{AreaStatus, CacheStatus},
+    protocol::{AreaStatus, CacheStatus, HostCache},
 };
 
 impl Serving {
     pub(super) fn report(&self) -> Vec<MountReport> {
+        let cache = self.host_cache();
         let mounts = lock(&self.mounts);
         let reports = mounts.values().map(|mount| {
             let status = mount.volume.status();
@@ -23,7 +24,7 @@ impl Serving {
                 id: mount.attach.id,
                 materialised_bytes: status.materialised_bytes,
                 last_source_error: status.last_source_error.clone().or(of_area),
-                cache: cache_status(status),
+                cache: cache_status(status, &cache),
                 fill: mount.attach.fill.then(|| fill_status(mount)),
                 profile: mount.attach.profile.is_some().then(|| profile_status(mount)),
                 pinned: mount.pinned.as_deref().map(pinned_status),
@@ -48,8 +49,16 @@ fn area_status(area: &Area) -> AreaStatus {
     }
 }
 
-fn cache_status(status: burgeon_volume::Status) -> CacheStatus {
+fn cache_status(status: burgeon_volume::Status, cache: &HostCache) -> CacheStatus {
     let (state, reason) = match status.cache {
+        CacheState::Writing if cache.limit < u64::from(burgeon_cache::CHUNK_LEN_MAX) => {
+            let HostCache { limit, free, floor, .. } = cache;
+            let why = format!(
+                "no space: {free} bytes of its disk are free, it leaves {floor} free, and may take \
+                 {limit}"
+            );
+            ("full", Some(why))
+        }
         CacheState::Writing => ("writing", None),
         CacheState::NoSpace { reason } => ("full", Some(reason)),
         CacheState::Stopped { reason } => ("stopped", Some(reason)),
@@ -57,8 +66,8 @@ fn cache_status(status: burgeon_volume::Status) -> CacheStatus {
     CacheStatus {
         state: state.to_owned(),
         reason,
-        read_errors: status.cache_read_errors,
-        write_errors: status.cache_write_errors,
+        read_errors: cache.read_errors,
+        write_errors: cache.write_errors,
         uncached_chunks: status.uncached_chunks,
         in_flight: status.in_flight as u64,
         waiting_readers: status.waiting_readers as u64,

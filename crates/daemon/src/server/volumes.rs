@@ -6,7 +6,8 @@
 //!                          └─► VirtualArea ─► volume of a mapped image ◄── other mounts, areas
 //! ```
 //!
-//! Invariant: one volume for all users of the same map, cache and store with the same credentials.
+//! Invariant: one volume for all users of the same map and store with the same credentials. All
+//! volumes share the host's cache.
 
 use std::{
     collections::HashMap,
@@ -16,25 +17,29 @@ use std::{
 
 use burgeon_block::{BLOCK_SIZE, Digest, Error, ErrorKind, ObjectId, ObjectKind, Result};
 use burgeon_btrfs::{DeviceNo, Identity, superblock, superblock_offsets};
+use burgeon_cache::Domain;
 use burgeon_frontend::Slots;
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, Location, Objects, References, Store};
-use burgeon_volume::{DirectFile, LazyDevice, Limits, RECORDED_CHECKSUM_LEN, VirtualArea, Volume};
+use burgeon_volume::{
+    ChecksumFile, LazyDevice, Limits, RECORDED_CHECKSUM_LEN, VirtualArea, Volume,
+};
 
-use super::{Serving, SharedCounters, lock};
+use super::{Serving, SharedCounters, cache, lock};
 use crate::{
     id::MountId,
     ipc::link::Warm,
     state::{access, files, images, prepared::read_info, record::Attach},
 };
 
-pub(super) type ImageVolume = Volume<Objects, DirectFile>;
-pub(super) type Area = VirtualArea<Objects, DirectFile>;
-pub(super) type Device = LazyDevice<Objects, DirectFile, SharedCounters>;
+pub(super) type ImageVolume = Volume<Objects, ChecksumFile>;
+pub(super) type Area = VirtualArea<Objects, ChecksumFile>;
+pub(super) type Device = LazyDevice<Objects, ChecksumFile, SharedCounters>;
 
 /// The location of an image's data and the parameters of its use.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(super) struct Origin {
+    /// The file that was the image's own cache in earlier versions; it lies beside the map.
     cache: PathBuf,
     store: Location,
     access: Access,
@@ -67,6 +72,13 @@ impl Openings {
         Arc::clone(lock(&self.0).entry(origin.clone()).or_default())
     }
 
+    /// The domains of trust in which the image in `folder` is open.
+    pub(super) fn domains(&self, folder: &Path) -> Vec<Domain> {
+        let openings = lock(&self.0);
+        let of_image = openings.keys().filter(|origin| origin.cache.parent() == Some(folder));
+        of_image.map(|origin| cache::domain(&origin.store, &origin.access)).collect()
+    }
+
     /// Drops the volumes without users.
     pub(super) fn sweep(&self) {
         // An entry held by another thread is being opened; the other locks are free.
@@ -97,8 +109,10 @@ impl Serving {
         }
         let objects = Objects::new(Store::open(&origin.store, &origin.access)?, references)
             .with_access(&origin.access);
-        files::make_way(&origin.cache)?;
-        let cache = DirectFile::open(&origin.cache, map.data_range().len())?;
+        if let Err(error) = files::remove_file(&origin.cache) {
+            tracing::warn!(%error, "the cache of an earlier version stays");
+        }
+        let cache = self.cache_for(&origin.store, &origin.access);
         let _runtime = self.runtime.enter();
         // The folder of a prepared image is named by its digest.
         let folder = origin.cache.parent().and_then(Path::file_name).unwrap_or_default();
@@ -110,7 +124,7 @@ impl Serving {
                 let checksums = origin.cache.with_file_name("checksums");
                 files::make_way(&checksums)?;
                 let len = map.data_range().len() / BLOCK_SIZE * RECORDED_CHECKSUM_LEN;
-                let checksums = DirectFile::open_buffered(&checksums, len)?;
+                let checksums = ChecksumFile::open(&checksums, len)?;
                 Volume::without_checksums(map, objects, cache, checksums, limits)
             }
         };

@@ -3,7 +3,9 @@
 //! ```text
 //!   store/                     the local store, unless --store names another
 //!   images/<digest>/           seed, seed.info, map, manifest,   made from the store, may be lost
-//!                              cache, checksums
+//!                              checksums
+//!   cache/                     chunks of all images              may be lost
+//!   cache.json                 its limits, as the user set them
 //!   built/<digest>             record that this host built the image from its own files
 //!   profiles/<digest>          profile of an image whose store is read-only
 //!   provenance/<digest>        facts about an image that its store is not trusted for
@@ -76,7 +78,7 @@ impl StateDir {
         if !state.run().is_dir() && !state.writes().is_dir() {
             make_private(&state.store())?;
         }
-        let caches = [state.images(), state.profiles()];
+        let caches = [state.images(), state.cache(), state.profiles()];
         let records =
             [state.all_built(), state.writes(), state.mounts(), state.grants(), state.run()];
         for folder in caches.iter().chain(&records) {
@@ -113,7 +115,7 @@ impl StateDir {
     /// Refuses a folder that is a symlink, by name: no file below it could be opened.
     fn refuse_symlinks(&self) -> Result<()> {
         let records = [self.all_built(), self.writes(), self.mounts(), self.grants(), self.run()];
-        let others = [self.images(), self.profiles(), self.provenance(), self.tags()];
+        let others = [self.images(), self.cache(), self.profiles(), self.provenance(), self.tags()];
         for folder in records.iter().chain(&others) {
             if folder.symlink_metadata().is_ok_and(|metadata| metadata.is_symlink()) {
                 let what = format!(
@@ -157,6 +159,16 @@ impl StateDir {
     /// One prepared image.
     pub fn image(&self, digest: &Digest) -> PathBuf {
         self.images().join(digest.to_string())
+    }
+
+    /// The folder of the host's cache.
+    pub fn cache(&self) -> PathBuf {
+        self.root.join("cache")
+    }
+
+    /// The settings of that cache.
+    pub(crate) fn cache_settings(&self) -> PathBuf {
+        self.root.join("cache.json")
     }
 
     /// The folder of profiles whose images' stores are read-only.

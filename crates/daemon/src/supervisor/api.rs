@@ -19,7 +19,7 @@ use super::Supervisor;
 use crate::{
     host::peer::Peer,
     ipc::{
-        protocol::{Reply, Request},
+        protocol::{CacheRequest, Reply, Request},
         wire,
     },
 };
@@ -165,6 +165,10 @@ impl Supervisor {
                 Reply::HelperSaid(burgeon_source::registry::ask_helper(&helper, &registry))
             }
             Request::Status => Reply::Status(Box::new(self.status())),
+            Request::Cache(request) => match self.cache(request) {
+                Ok(answer) => Reply::Cache(answer),
+                Err(e) => refused(e),
+            },
             Request::AwaitRelease { id, timeout_ms } => {
                 match self.await_release(id, Duration::from_millis(timeout_ms)) {
                     Ok(()) => Reply::Done,
@@ -193,6 +197,7 @@ fn changes(request: &Request) -> bool {
         | Request::Recorded { .. }
         | Request::Pin { .. }
         | Request::Shutdown { .. } => true,
+        Request::Cache(request) => !matches!(request, CacheRequest::Show),
         Request::AskHelper { .. }
         | Request::Mappings { .. }
         | Request::Status

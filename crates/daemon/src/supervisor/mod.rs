@@ -24,6 +24,7 @@
 
 mod abandoned;
 mod api;
+mod cache;
 pub(crate) mod exchange;
 mod grants;
 mod grow;

@@ -30,6 +30,7 @@ impl Supervisor {
             server_restarts: table.server_restarts,
             opener_pid: table.opener.as_ref().map(|(_, pid)| *pid),
             mounts: table.mounts.values().map(|entry| describe(entry, &table)).collect(),
+            cache: table.cache.clone().filter(|_| table.link.is_some()),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The supervisor's in-memory state: the mounts, and the connection to their server.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::Shutdown,
     os::{
         fd::{AsFd, OwnedFd},
@@ -16,8 +16,8 @@ use burgeon_frontend::{Connection, Slots};
 use crate::{
     id::MountId,
     ipc::{
-        link::{FromServer, MountReport, ToServer, Understands, VERSION},
-        protocol::Failure,
+        link::{CacheOrder, FromServer, MountReport, ToServer, Understands, VERSION},
+        protocol::{CacheAnswer, Failure, HostCache},
         wire,
     },
     opener::{self, ToOpener},
@@ -167,6 +167,12 @@ pub(crate) struct Table {
     pub(crate) reports: BTreeMap<MountId, MountReport>,
     /// Reports received so far, to wait for the next.
     pub(crate) report_count: u64,
+    /// The host's cache as the last report has it.
+    pub(crate) cache: Option<HostCache>,
+    /// Orders about it that this server has not answered.
+    cache_orders: BTreeSet<u64>,
+    /// Answers to orders about it that nobody has taken yet, by number.
+    pub(crate) cache_answers: BTreeMap<u64, (CacheAnswer, Option<Failure>)>,
 }
 
 impl Table {
@@ -178,9 +184,26 @@ impl Table {
         self.attach(id);
     }
 
+    /// Gives the server an order about the host's cache. Returns its number; `None` if there is no
+    /// server, or one of an earlier version.
+    pub(crate) fn order(&mut self, order: CacheOrder) -> Option<u64> {
+        if !self.understands.is_some_and(|understands| understands.cache) {
+            return None;
+        }
+        self.numbered += 1;
+        let number = self.numbered;
+        let is_told = self.send(&ToServer::Cache { number, order });
+        is_told.then(|| {
+            self.cache_orders.insert(number);
+            number
+        })
+    }
+
     /// Tells a new server of every mount, and makes it the current server.
     pub(crate) fn connect(&mut self, link: UnixStream, pid: Option<u32>, understands: Understands) {
         self.link = Some(link);
+        self.cache_orders.clear();
+        self.cache_answers.clear();
         self.server_pid = pid;
         self.understands = Some(understands);
         self.introduce_opener();
@@ -262,9 +285,16 @@ impl Table {
                 }
             }
             FromServer::Ended { id } => return Some(ToDo::Release(id)),
-            FromServer::Report { mounts } => {
+            FromServer::Report { mounts, cache } => {
+                self.cache = cache;
                 self.reports = mounts.into_iter().map(|report| (report.id, report)).collect();
                 self.report_count += 1;
+            }
+            FromServer::Cache { number, answer, error } => {
+                // Nobody waits any more for an answer that comes after its server's end.
+                if self.cache_orders.remove(&number) {
+                    self.cache_answers.insert(number, (answer, error));
+                }
             }
             FromServer::Serving(_) | FromServer::Adopted { .. } => {}
             FromServer::Unknown => tracing::warn!("ignoring a message of a later server"),

@@ -40,7 +40,7 @@ use tokio::time::Instant;
 
 use self::mapped::{Mapped, MappedSlot};
 use crate::{
-    DirectFile, Limits, Volume,
+    ChecksumFile, Limits, Volume,
     fetch::{FetchEngine, in_flight::Bill, read_object, retry::Question},
     pool::Pool,
     recorded::{RECORDED_CHECKSUM_LEN, RecordedChecksums},
@@ -108,7 +108,7 @@ impl<S, F, L> std::fmt::Debug for VirtualArea<S, F, L> {
     }
 }
 
-impl<S: BlockSource + 'static> VirtualArea<S, DirectFile> {
+impl<S: BlockSource + 'static> VirtualArea<S, ChecksumFile> {
     /// Opens the area of `size` bytes whose map lies in `folder`; the checksums of mapped files
     /// are kept there, too. Mapped images are found with `open_image` when they are first read. A
     /// map that cannot be used is no error here: it is one of each read
@@ -117,7 +117,7 @@ impl<S: BlockSource + 'static> VirtualArea<S, DirectFile> {
         folder: &Path,
         size: u64,
         source: S,
-        open_image: OpenImage<S, DirectFile>,
+        open_image: OpenImage<S, ChecksumFile>,
         limits: Limits,
     ) -> Arc<Self> {
         let folder = folder.to_owned();
@@ -125,8 +125,7 @@ impl<S: BlockSource + 'static> VirtualArea<S, DirectFile> {
             let map = ExtentMap::open(&folder)?;
             // Sparse: 8 bytes for a block that was read.
             let checksums = folder.join("checksums");
-            let recorded =
-                DirectFile::open_buffered(&checksums, CHECKSUMS_MAX * RECORDED_CHECKSUM_LEN)?;
+            let recorded = ChecksumFile::open(&checksums, CHECKSUMS_MAX * RECORDED_CHECKSUM_LEN)?;
             Ok(Mapped { map, recorded: RecordedChecksums::new(recorded, 0) })
         };
         let mapped = MappedSlot::open(size, Box::new(open));
@@ -238,7 +237,7 @@ where
                 Source::Image(digest) => match self.image_now(digest) {
                     Some(volume) => {
                         let lazy = lazy_range(offset, piece.len())?;
-                        volume.try_read(lazy, out, counters)? == Now::Served
+                        volume.try_read(lazy, out)? == Now::Served
                     }
                     None => false,
                 },

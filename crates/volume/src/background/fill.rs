@@ -11,6 +11,7 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use burgeon_block::{BlockSource, ByteRange, ErrorKind, LocalFile};
+use burgeon_cache::{Hold, Why};
 use tokio::{
     sync::watch,
     task::{JoinHandle, JoinSet},
@@ -51,11 +52,14 @@ pub struct FillProgress {
     pub failed_bytes: u64,
 }
 
-/// A running fill. Dropping it stops it; fetches in flight still end.
+/// A running fill, or one that has ended. Dropping it stops it, and lets the cache evict pinned
+/// chunks; fetches in flight still end.
 pub struct Fill {
     progress: watch::Receiver<FillProgress>,
-    stop: watch::Sender<bool>,
+    stop: watch::Sender<Option<FillState>>,
     task: JoinHandle<()>,
+    /// Keeps pinned chunks in the cache.
+    _hold: Option<Hold>,
 }
 
 impl Fill {
@@ -66,7 +70,12 @@ impl Fill {
 
     /// Tells it to stop and returns at once.
     pub fn stop(&self) {
-        self.stop.send_replace(true);
+        self.stop.send_replace(Some(FillState::Stopped));
+    }
+
+    /// Ends it before it begins: the cache cannot keep what it is to keep.
+    fn refuse(&self) {
+        self.stop.send_replace(Some(FillState::CacheFull));
     }
 
     /// Waits until it has ended.
@@ -95,16 +104,17 @@ where
     /// `limits.background_fetches` chunks at once, and a new one only when no reader waits (or
     /// `limits.fill_yield` has passed). While the source is unavailable it waits and tries again.
     pub fn fill(self: &Arc<Self>) -> Fill {
-        self.fill_chunks(0..self.map.chunk_count(), None)
+        self.fill_chunks(0..self.map.chunk_count(), None, Why::Fill)
     }
 
     /// The same for a mount, as far as its `budget` goes.
     pub fn fill_for(self: &Arc<Self>, budget: Arc<Budget>) -> Fill {
-        self.fill_chunks(0..self.map.chunk_count(), Some(budget))
+        self.fill_chunks(0..self.map.chunk_count(), Some(budget), Why::Fill)
     }
 
-    /// The same for the chunks that hold a byte of `ranges`, in any order. Must be called within a
-    /// runtime.
+    /// The same for the chunks that hold a byte of `ranges`, in any order; the cache keeps them as
+    /// long as the fill lives. It is [`FillState::CacheFull`] at once if the cache cannot keep so
+    /// many. Must be called within a runtime.
     pub fn fill_ranges(self: &Arc<Self>, ranges: &[ByteRange], budget: Arc<Budget>) -> Fill {
         let data = self.map.data_range();
         let mut chunks = BTreeSet::new();
@@ -116,13 +126,24 @@ where
                 chunks.extend(first..=last);
             }
         }
-        self.fill_chunks(chunks.into_iter().collect::<Vec<_>>().into_iter(), Some(budget))
+        chunks.retain(|index| !self.is_through(*index));
+        let chunks: Vec<u32> = chunks.into_iter().collect();
+        let image = &*self.limits.image;
+        let refused = |error: &_| tracing::warn!(image, %error, "pinned files cannot be kept");
+        let hold = self.residency.hold(&chunks).inspect_err(refused).ok();
+        let mut fill = self.fill_chunks(chunks.into_iter(), Some(budget), Why::Pin);
+        if hold.is_none() {
+            fill.refuse();
+        }
+        fill._hold = hold;
+        fill
     }
 
     fn fill_chunks(
         self: &Arc<Self>,
         chunks: impl Iterator<Item = u32> + Clone + Send + 'static,
         budget: Option<Arc<Budget>>,
+        why: Why,
     ) -> Fill {
         let cacheable = chunks.clone().filter(|index| !self.is_through(*index));
         let total_bytes = cacheable.map(|index| self.map.chunk(index).range.len()).sum();
@@ -132,23 +153,26 @@ where
             done_bytes: 0,
             failed_bytes: 0,
         });
-        let (stop, mut stopped) = watch::channel(false);
+        let (stop, mut stopped) = watch::channel(None);
         let volume = Arc::clone(self);
         let task = tokio::spawn(async move {
             let state = tokio::select! {
                 biased;
-                _ = stopped.wait_for(|stop| *stop) => FillState::Stopped,
-                state = volume.fill_all(chunks, budget, &progress) => state,
+                state = async { *stopped.wait_for(Option::is_some).await.ok()? } => {
+                    state.unwrap_or(FillState::Stopped)
+                }
+                state = volume.fill_all(chunks, budget, why, &progress) => state,
             };
             progress.send_modify(|progress| progress.state = state);
         });
-        Fill { progress: watcher, stop, task }
+        Fill { progress: watcher, stop, task, _hold: None }
     }
 
     async fn fill_all(
         self: &Arc<Self>,
         wanted: impl Iterator<Item = u32>,
         budget: Option<Arc<Budget>>,
+        why: Why,
         progress: &watch::Sender<FillProgress>,
     ) -> FillState {
         let mut chunks = JoinSet::new();
@@ -158,7 +182,7 @@ where
             while chunks.len() < self.limits.background_fetches.max(1)
                 && let Some(index) = next.next()
             {
-                chunks.spawn(Arc::clone(self).fill_chunk(index, budget.clone()));
+                chunks.spawn(Arc::clone(self).fill_chunk(index, budget.clone(), why));
             }
             let Some(ended) = chunks.join_next().await else { break };
             // A chunk whose task panicked is one that was not kept.
@@ -168,7 +192,7 @@ where
                 Filled::Kept => progress.send_modify(|progress| progress.done_bytes += len),
                 Filled::Failed => progress.send_modify(|progress| progress.failed_bytes += len),
                 Filled::Refused => refused = true,
-                Filled::Lost if !self.residency.may_admit() => return FillState::CacheFull,
+                Filled::Lost if !self.may_keep(index, why) => return FillState::CacheFull,
                 Filled::Lost => all_kept = false,
             }
         }
@@ -194,11 +218,15 @@ where
 
     /// Makes one chunk resident. While the source is unavailable it waits and tries again, and
     /// holds no permit meanwhile.
-    async fn fill_chunk(self: Arc<Self>, index: u32, budget: Option<Arc<Budget>>) -> (u32, Filled) {
-        let range = self.map.chunk(index).range;
+    async fn fill_chunk(
+        self: Arc<Self>,
+        index: u32,
+        budget: Option<Arc<Budget>>,
+        why: Why,
+    ) -> (u32, Filled) {
         let may_fetch = || budget.as_ref().is_none_or(|budget| budget.may_fetch());
         loop {
-            if self.find(range).is_some() {
+            if self.residency.has(index) {
                 return (index, Filled::Kept);
             }
             if !may_fetch() {
@@ -210,11 +238,11 @@ where
             if !may_fetch() {
                 continue;
             }
-            if !self.residency.may_admit() {
+            if !self.may_keep(index, why) {
                 return (index, Filled::Lost);
             }
             let permit = permit.map(|permit| BackgroundPermit::new(permit, budget.clone()));
-            let mut waiter = match self.join_or_start_in_background(index, permit).await {
+            let mut waiter = match self.join_or_start_in_background(index, permit, why).await {
                 Joined::InFlight(waiter) => waiter,
                 Joined::Resident(_) => return (index, Filled::Kept),
                 Joined::NoPermit => continue,

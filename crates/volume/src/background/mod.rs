@@ -11,6 +11,7 @@
 //! read-ahead waits for none (`tests/profile.rs`, `tests/fill.rs`, `tests/read_ahead.rs`). All of
 //! it is a hint: a fetch that fails here is left to the readers.
 
+mod block_bits;
 mod fill;
 pub(crate) mod prefetched;
 mod profile;

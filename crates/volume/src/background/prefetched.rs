@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Counter};
 
-use crate::residency::presence::Presence;
+use super::block_bits::BlockBits;
 
 /// Why a run is fetched, to tell whether that was of use.
 #[derive(Clone, Copy)]
@@ -18,7 +18,7 @@ pub(crate) enum Purpose {
 /// One bit a block: prefetched, and not read yet.
 pub(crate) struct Prefetched {
     data: ByteRange,
-    unread: Presence,
+    unread: BlockBits,
     bytes: Counter,
 }
 
@@ -33,7 +33,7 @@ pub struct PrefetchedBytes {
 
 impl Prefetched {
     pub(crate) fn new(data: ByteRange) -> Self {
-        let unread = Presence::new(data.len().div_ceil(BLOCK_SIZE));
+        let unread = BlockBits::new(data.len().div_ceil(BLOCK_SIZE));
         Self { data, unread, bytes: Counter::default() }
     }
 

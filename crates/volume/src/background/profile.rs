@@ -16,6 +16,7 @@ use std::{
 };
 
 use burgeon_block::{BlockSource, ByteRange, LocalFile};
+use burgeon_cache::Why;
 use tokio::{
     sync::{mpsc, watch},
     task::JoinHandle,
@@ -176,7 +177,9 @@ where
                     remaining.order.clear();
                 }
             }
-            if failures == FAILURES_MAX || !self.residency.may_admit() {
+            let may_keep = |index| self.may_keep(index, Why::Prefetch);
+            let next = remaining.order.front().copied();
+            if failures == FAILURES_MAX || !next.is_none_or(may_keep) {
                 state = ProfileState::Stopped;
                 remaining.order.clear();
             }
@@ -233,7 +236,7 @@ where
         let mut done = 0;
         while let Some(first) = remaining.order.front().copied() {
             let range = self.map.chunk(first).range;
-            if self.find(range).is_some() || !remaining.left.contains(&first) {
+            if self.residency.has(first) || !remaining.left.contains(&first) {
                 remaining.order.pop_front();
                 done += if remaining.left.remove(&first) { range.len() } else { 0 };
                 continue;
@@ -294,7 +297,7 @@ where
         let mut done = 0;
         order.retain(|index| {
             let chunk = self.map.chunk(*index).range;
-            let absent = left.contains(index) && self.find(chunk).is_none();
+            let absent = left.contains(index) && !self.residency.has(*index);
             done += if !absent && left.remove(index) { chunk.len() } else { 0 };
             absent
         });

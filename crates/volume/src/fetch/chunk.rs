@@ -1,47 +1,48 @@
 //! The fetch of one chunk of an image: from the source to the readers, and into residency.
 //!
 //! ```text
-//!   fetch_task ──► ask: source ──► decompress, digest, checksums ──► publish ──► readers
-//!       │ begins to read ahead                                          │
-//!       └─────────────────────────────────── keep: checksums, residency ◄┘──► end
+//!   fetch_task ──► in the cache after all? ──► ask: source ──► decompress, digest, checksums
+//!       │ begins to read ahead (cached.rs)                                     │
+//!       └──────────────── keep: checksums, residency ◄── readers ◄── publish ◄─┘
 //! ```
 //!
-//! Invariants: readers never wait for the cache write; the fetch ends after the presence bits are
-//! set, so nobody fetches the chunk in between (the simulator, `tests/failing_cache.rs`).
+//! Invariants: readers never wait for the cache write; the fetch ends after the chunk is found in
+//! the cache, so nobody fetches it in between (the simulator, `tests/failing_cache.rs`).
 
 use std::sync::Arc;
 
 use burgeon_block::{BlockSource, ByteRange, Error, ErrorKind, LocalFile, ObjectId, Pages, Result};
+use burgeon_cache::Why;
 use burgeon_image::{AddressMap, Chunk, decode_chunk};
 use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::{
     Begun, Joined,
+    cached::Cached,
     in_flight::{Cost, Fetched, InFlight},
     permits::{BackgroundPermit, Permits},
     read_object,
     retry::Question,
 };
-use crate::{Volume, residency::Place, verify::check_blocks};
+use crate::{Volume, verify::check_blocks};
 
 impl<S, F> Volume<S, F>
 where
     S: BlockSource + 'static,
     F: LocalFile + 'static,
 {
-    /// Joins or starts the fetch of a chunk of which `piece` is wanted, for a reader. If `patient`,
-    /// it waits for a permit. If `wrong`, resident bytes do not count: they were wrong.
+    /// Joins or starts the fetch of a chunk for a reader. If `patient`, it waits for a permit. If
+    /// `wrong`, resident bytes do not count: they were wrong.
     pub(crate) async fn join_or_start(
         self: &Arc<Self>,
         index: u32,
-        piece: ByteRange,
         arrived: Instant,
         patient: bool,
         wrong: bool,
-    ) -> Result<Joined<Place>> {
-        let resident = || self.find(piece).filter(|_| !wrong);
-        let start = |begun| self.start(index, begun);
+    ) -> Result<Joined<()>> {
+        let resident = || (!wrong && self.residency.has(index)).then_some(());
+        let start = |begun| self.start(index, begun, Why::Read);
         let key = index.into();
         if patient {
             return self.engine.join_or_start_patiently(key, arrived, resident, start).await;
@@ -55,36 +56,56 @@ where
         self: &Arc<Self>,
         index: u32,
         permit: Option<BackgroundPermit>,
-    ) -> Joined<Place> {
-        let resident = || self.find(self.map.chunk(index).range);
-        let start = |begun| self.start(index, begun);
+        why: Why,
+    ) -> Joined<()> {
+        let resident = || self.residency.has(index).then_some(());
+        let start = |begun| self.start(index, begun, why);
         self.engine.join_or_start_in_background(index.into(), permit, resident, start).await
     }
 
     /// Begins to fetch a chunk that is neither resident nor in flight; the caller runs the fetch.
     pub(crate) fn begin_new(&self, index: u32, permits: Permits) -> Option<Begun> {
-        let resident = || self.find(self.map.chunk(index).range);
+        let resident = || self.residency.has(index).then_some(());
         self.engine.begin_new(index.into(), permits, resident)
     }
 
-    pub(crate) fn start(self: &Arc<Self>, index: u32, begun: Begun) {
-        tokio::spawn(Arc::clone(self).fetch_task(index, begun));
+    pub(crate) fn start(self: &Arc<Self>, index: u32, begun: Begun, why: Why) {
+        tokio::spawn(Arc::clone(self).fetch_task(index, begun, why));
     }
 
     /// Fetches one chunk; readers are answered as soon as its bytes are verified.
-    pub(crate) async fn fetch_task(self: Arc<Self>, index: u32, begun: Begun) {
+    pub(crate) async fn fetch_task(self: Arc<Self>, index: u32, begun: Begun, why: Why) {
         let Begun { in_flight, permits, deadline } = begun;
         let mut cost = Cost::default();
         let of_a_reader = (!permits.is_background()).then(|| self.readers.fetch());
         if of_a_reader.is_some() {
             self.read_ahead(index);
         }
-        let result = self.fetch(index, deadline, &mut cost).await;
+        let result = self.fetch_unless_cached(index, deadline, &mut cost).await;
         drop(of_a_reader);
-        self.finish(index, in_flight, permits, result, cost).await;
+        self.finish(index, in_flight, permits, (result, why), cost).await;
     }
 
-    /// The verified bytes of a chunk.
+    /// The verified bytes of a chunk, from the cache if they are right there.
+    async fn fetch_unless_cached(
+        self: &Arc<Self>,
+        index: u32,
+        deadline: Instant,
+        cost: &mut Cost,
+    ) -> Result<Pages> {
+        let unknown = match self.from_cache(index, cost).await {
+            Cached::Right(pages) => return Ok(pages),
+            Cached::Absent => None,
+            Cached::Unknown(pages, found) => Some((pages, found)),
+        };
+        let fetched = self.fetch(index, deadline, cost).await?;
+        if let Some(cached) = unknown {
+            self.settle(index, &cached, fetched.bytes(), cost);
+        }
+        Ok(fetched)
+    }
+
+    /// The verified bytes of a chunk, from the source.
     pub(super) async fn fetch(
         &self,
         index: u32,
@@ -102,26 +123,31 @@ where
         index: u32,
         in_flight: InFlight,
         permits: Permits,
-        result: Result<Pages>,
+        (result, why): (Result<Pages>, Why),
         cost: Cost,
     ) {
         let good = result.is_ok();
         let unclaimed = Arc::clone(&self.engine.unclaimed);
         let fetched = Arc::new(Fetched::new(result, cost, unclaimed, permits));
         in_flight.publish(Arc::clone(&fetched));
-        let kept = good && self.keep(index, fetched).await;
-        // Only now, with the presence bits set, may this chunk be fetched again.
+        let kept = good && self.keep(index, fetched, why).await;
+        // Only now, when the cache finds it, may this chunk be fetched again.
         in_flight.end(kept);
     }
 
-    async fn keep(self: &Arc<Self>, index: u32, fetched: Arc<Fetched>) -> bool {
-        if !self.residency.may_admit() {
+    /// False if [`Self::admit`] would fail for certain.
+    pub(crate) fn may_keep(&self, index: u32, why: Why) -> bool {
+        self.checksums.may_record() && self.residency.may_admit(index, why)
+    }
+
+    async fn keep(self: &Arc<Self>, index: u32, fetched: Arc<Fetched>, why: Why) -> bool {
+        if !self.may_keep(index, why) {
             self.uncached_chunks.add(1);
             return false;
         }
         let this = Arc::clone(self);
         let write = move || {
-            let kept = fetched.bytes().is_ok_and(|bytes| this.admit(index, bytes).is_ok());
+            let kept = fetched.bytes().is_ok_and(|bytes| this.admit(index, bytes, why));
             if !kept {
                 this.uncached_chunks.add(1);
             }
@@ -131,10 +157,9 @@ where
         self.writers.run(write).await.unwrap_or(false)
     }
 
-    fn admit(&self, index: u32, bytes: &[u8]) -> Result<()> {
+    fn admit(&self, index: u32, bytes: &[u8], why: Why) -> bool {
         let offset = self.offset(self.map.chunk(index).range);
-        self.checksums.record(offset, bytes).inspect_err(|error| self.residency.failed(error))?;
-        self.residency.admit(offset, bytes)
+        self.checksums.record(offset, bytes).is_ok() && self.residency.admit(index, bytes, why)
     }
 }
 

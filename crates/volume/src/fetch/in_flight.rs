@@ -31,6 +31,7 @@ pub(crate) struct Cost {
     pub(crate) fetches: u64,
     pub(crate) fetched_bytes: u64,
     pub(crate) materialised_bytes: u64,
+    pub(crate) cache_corrupt_blocks: u64,
     pub(crate) source_corrupt_chunks: u64,
     pub(crate) source_errors: u64,
 }
@@ -46,6 +47,7 @@ impl Cost {
         counters.fetches.add(self.fetches);
         counters.fetched_bytes.add(self.fetched_bytes);
         counters.materialised_bytes.add(self.materialised_bytes);
+        counters.cache_corrupt_blocks.add(self.cache_corrupt_blocks);
         counters.source_corrupt_chunks.add(self.source_corrupt_chunks);
         counters.source_errors.add(self.source_errors);
     }

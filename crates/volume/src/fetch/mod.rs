@@ -24,6 +24,7 @@
 //! - Every question to a source goes through [`FetchEngine::ask`] or [`FetchEngine::once`]: one
 //!   retry policy, one estimate of the path.
 
+mod cached;
 pub(crate) mod chunk;
 pub(crate) mod in_flight;
 pub(crate) mod outage;

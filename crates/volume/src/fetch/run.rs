@@ -13,6 +13,7 @@
 use std::sync::Arc;
 
 use burgeon_block::{BlockSource, ByteRange, LocalFile};
+use burgeon_cache::Why;
 use burgeon_image::Chunk;
 use bytes::Bytes;
 use tokio::{sync::mpsc, time::Instant};
@@ -90,7 +91,7 @@ where
         stored: Option<Bytes>,
     ) {
         let Some(stored) = stored else {
-            return self.fetch_task(index, begun).await;
+            return self.fetch_task(index, begun, Why::Prefetch).await;
         };
         let Begun { in_flight, permits, deadline } = begun;
         let mut cost = Cost { fetched_bytes: stored.len() as u64, ..Cost::default() };
@@ -108,6 +109,6 @@ where
         if result.is_ok() {
             self.prefetched(purpose).note(self.map.chunk(index).range);
         }
-        self.finish(index, in_flight, permits, result, cost).await;
+        self.finish(index, in_flight, permits, (result, Why::Prefetch), cost).await;
     }
 }

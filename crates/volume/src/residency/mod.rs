@@ -1,266 +1,322 @@
-//! Residency: which bytes of an image lie on this host, and where. Today they lie in one sparse
-//! file.
+//! Residency: which chunks of an image lie in the host's cache, and where.
 //!
 //! ```text
-//!   range ──► find ──► Place ──► read ──► bytes, not verified ──► the caller verifies them
-//!               │ no: a miss                    │ wrong
-//!               ▼                               ▼
-//!             (fetch) ──► admit: write ──► presence bits      doubt: presence bits are cleared
+//!   index ──► table of places ──► read ──► bytes, not verified ──► the caller verifies them
+//!               │ unknown or stale           │ wrong, also when the whole chunk is hashed
+//!               ▼                            ▼
+//!             find in the cache            doubt: the cache forgets the chunk, unless it has
+//!               │ no: a miss                 forgotten it already
+//!               ▼
+//!             (fetch) ──► admit
 //! ```
 //!
-//! Ranges are offsets from the start of the image's data. This module knows neither addresses nor
-//! checksums nor readers. There is no log and no header on disk, so no order of writes to keep:
-//! after a crash every block that is not in a hole may be resident, and its verification decides.
+//! Chunks have the indices of their image; their keys come from [`Keys`]. This module knows
+//! neither addresses nor checksums nor readers. A mount with credentials looks in the public
+//! domain first, then in its own, and admits to its own.
 //!
 //! Invariants, and the tests that hold them:
-//! - A presence bit is set after the write, never before it
-//!   (`tests::a_failed_write_is_not_found`, the simulator, `tests/interleavings.rs`).
-//! - A place that cannot be read, or whose bytes were doubted, is not found again until it is
-//!   admitted again (`tests::a_doubted_block_is_not_found_until_it_is_admitted_again`).
-//! - A failing file costs no reader more than a miss; see [`gate`] for its writes.
-//! - [`Residency::find`] and [`Residency::read`] take no lock and allocate nothing.
+//! - A stale place is harmless: it is not read, or its bytes fail the caller's verification
+//!   (`tests::a_stale_place_is_a_miss_or_the_new_place`, the simulator, `tests/interleavings.rs`).
+//! - No chunk of another's credentials is found
+//!   (`tests::a_chunk_is_found_in_the_public_domain_and_in_its_own`).
+//! - Only a chunk that is still at the doubted place is forgotten
+//!   (`tests::a_doubt_about_a_stale_place_is_none`).
+//! - [`Residency::read`] takes no lock and allocates nothing once the place is known.
 
-mod direct;
-mod gate;
-#[cfg(test)]
-pub(crate) mod memory;
-pub(crate) mod presence;
+pub(crate) mod places;
 
-use std::ops::Range;
+use std::sync::Arc;
 
-use burgeon_block::{BLOCK_SIZE, Counter, Error, LocalFile, Result};
+use burgeon_block::{BLOCK_SIZE, Result};
+use burgeon_cache::{CacheState, ChunkKey, ChunkStore, Domain, Hold, Place, Why};
 
-pub use self::{
-    direct::{Access, DirectFile},
-    gate::CacheState,
-};
-use self::{gate::Gate, presence::Presence};
-use crate::Limits;
+use self::places::Places;
 
-/// Place of resident bytes. It may be stale by the time it is read: verify the bytes.
+/// Absent chunks of an image that [`Residency::resident_bytes`] looks for in the cache: some ten
+/// milliseconds.
+const LOOKED_FOR_MAX: u32 = 1 << 16;
+
+/// The host's cache, for an image that is read with certain credentials.
+#[derive(Clone)]
+pub struct CacheAccess {
+    /// The cache.
+    pub store: Arc<dyn ChunkStore>,
+    /// The domain of the credentials: chunks are admitted to it.
+    pub domain: Domain,
+}
+
+/// The keys of an image's chunks.
+pub(crate) trait Keys {
+    /// The number of chunks.
+    fn count(&self) -> u32;
+    /// Length of a chunk in bytes.
+    fn len(&self, index: u32) -> u32;
+    /// The key of a chunk in `domain`; `None` if nothing identifies its bytes.
+    fn key(&self, index: u32, domain: &Domain) -> Option<ChunkKey>;
+}
+
+/// A chunk in the cache.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
-    offset: u64,
-    len: u64,
+pub(crate) struct Found {
+    place: Place,
+    key: ChunkKey,
 }
 
-/// The resident bytes of one image.
-pub(crate) struct Residency<F> {
-    file: F,
-    presence: Presence,
-    /// Nothing is found and nothing is kept, because nobody could verify it.
-    closed: bool,
-    gate: Gate,
-    pub(crate) read_errors: Counter,
-    pub(crate) write_errors: Counter,
+/// The resident chunks of one image.
+pub(crate) struct Residency<K> {
+    cache: CacheAccess,
+    keys: K,
+    places: Places,
+    /// The domains in which chunks are looked for. Without one nothing is found and nothing is
+    /// kept, because nobody could verify it.
+    domains: Box<[Domain]>,
 }
 
-impl<F: LocalFile> Residency<F> {
-    /// The residency of `len` bytes in `file`: every block that is not in a hole may be resident.
-    /// A file that cannot be searched for holes is taken as empty.
-    pub(crate) fn open(file: F, len: u64, limits: &Limits) -> Self {
-        let residency = Self::new(file, len, limits, false);
-        let blocks = len.div_ceil(BLOCK_SIZE);
-        if residency.find_data(blocks).is_err() {
-            residency.read_errors.add(1);
-            residency.presence.clear(0..blocks);
-        }
-        residency
+impl<K: Keys> Residency<K> {
+    /// The residency of the chunks of `keys` in `cache`.
+    pub(crate) fn open(cache: CacheAccess, keys: K) -> Self {
+        let own = Some(cache.domain).filter(|domain| *domain != Domain::PUBLIC);
+        let domains = [Domain::PUBLIC].into_iter().chain(own).collect();
+        Self { cache, places: Places::new(keys.count()), keys, domains }
     }
 
     /// A residency in which nothing is ever found.
-    pub(crate) fn closed(file: F, len: u64, limits: &Limits) -> Self {
-        Self::new(file, len, limits, true)
+    pub(crate) fn closed(cache: CacheAccess, keys: K) -> Self {
+        Self { domains: [].into(), ..Self::open(cache, keys) }
     }
 
-    fn new(file: F, len: u64, limits: &Limits, closed: bool) -> Self {
-        Self {
-            file,
-            presence: Presence::new(len.div_ceil(BLOCK_SIZE)),
-            closed,
-            gate: Gate::new(limits),
-            read_errors: Counter::default(),
-            write_errors: Counter::default(),
-        }
-    }
-
-    fn find_data(&self, blocks: u64) -> Result<()> {
-        let mut next = 0;
-        while let Some(found) = self.file.next_data(next)? {
-            let end = found.end().div_ceil(BLOCK_SIZE).min(blocks);
-            let start = (found.start() / BLOCK_SIZE).min(end);
-            self.presence.set(start..end);
-            // A file that names the same range again must not hold the caller here.
-            next = found.end().max(next + 1);
-        }
-        Ok(())
-    }
-
-    /// The place of `len` bytes from `offset` on, if all of them may be resident.
+    /// Fills `buf` from `offset` of chunk `index`, with bytes that are not verified; `false` if
+    /// the cache does not have them.
     #[inline]
-    pub(crate) fn find(&self, offset: u64, len: u64) -> Option<Place> {
-        self.presence.all(blocks(offset, len)).then_some(Place { offset, len })
-    }
-
-    /// Fills `buf`, which is as long as `place`, with its bytes, not verified; `false` if the file
-    /// fails, and then they are not found again.
-    pub(crate) fn read(&self, place: Place, buf: &mut [u8]) -> bool {
-        if self.file.read_at(place.offset, buf).is_ok() {
+    pub(crate) fn read(&self, index: u32, offset: u32, buf: &mut [u8]) -> bool {
+        let known = self.places.get(index);
+        if let Some(place) = known
+            && self.cache.store.read(place, offset, buf)
+        {
+            self.cache.store.touch(place);
             return true;
         }
-        self.lost(place);
-        false
+        self.read_elsewhere(index, known, offset, buf)
     }
 
-    /// The bytes at `place` cannot be read or verified: they are not found again.
-    pub(crate) fn lost(&self, place: Place) {
-        self.read_errors.add(1);
-        self.presence.clear(blocks(place.offset, place.len));
-    }
-
-    /// Forgets the block `index`, whose bytes were wrong: it is not found until it is admitted
-    /// again.
-    pub(crate) fn doubt(&self, index: u64) {
-        self.presence.clear(index..index + 1);
-    }
-
-    /// True if [`Self::admit`] may be tried now.
-    pub(crate) fn may_admit(&self) -> bool {
-        !self.closed && self.gate.is_open()
-    }
-
-    /// Writes verified `bytes` to `offset`, and then makes them found. A failure closes the gate.
-    pub(crate) fn admit(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        match self.file.write_at(offset, bytes) {
-            Ok(()) => {
-                self.presence.set(blocks(offset, bytes.len() as u64));
-                self.gate.written();
-                Ok(())
+    #[cold]
+    fn read_elsewhere(&self, index: u32, not: Option<Place>, offset: u32, buf: &mut [u8]) -> bool {
+        match self.look_up(index).map(|found| found.place) {
+            Some(place) if Some(place) != not && self.cache.store.read(place, offset, buf) => {
+                self.cache.store.touch(place);
+                true
             }
-            Err(error) => {
-                self.failed(&error);
-                Err(error)
-            }
+            _ => false,
         }
     }
 
-    /// Closes the gate because of `error`: of a write, or of a record that has to precede one.
-    pub(crate) fn failed(&self, error: &Error) {
-        self.write_errors.add(1);
-        self.gate.close(error);
+    /// True if chunk `index` is in the cache now.
+    pub(crate) fn has(&self, index: u32) -> bool {
+        // A read of nothing tells a stale place.
+        let is_there = |place| self.cache.store.read(place, 0, &mut []);
+        self.places.get(index).is_some_and(is_there) || self.look_up(index).is_some()
+    }
+
+    /// Asks the cache for chunk `index`, whatever is known of it.
+    pub(crate) fn look_up(&self, index: u32) -> Option<Found> {
+        let find = |domain: &Domain| {
+            let key = self.keys.key(index, domain)?;
+            Some(Found { place: self.cache.store.find(&key)?, key })
+        };
+        let found = self.domains.iter().find_map(find);
+        self.places.set(index, found.map(|found| found.place));
+        found
+    }
+
+    /// The key under which chunk `index` is admitted.
+    fn own_key(&self, index: u32) -> Option<ChunkKey> {
+        let domain = self.domains.last()?;
+        self.keys.key(index, domain)
+    }
+
+    /// Fills `buf` with all bytes of a chunk that was found.
+    pub(crate) fn read_found(&self, found: &Found, buf: &mut [u8]) -> bool {
+        self.cache.store.read(found.place, 0, buf)
+    }
+
+    /// The bytes of chunk `index` at `found` are wrong, or cannot be read: the cache forgets them.
+    /// False if it has forgotten them already, so that they prove nothing. The caller has hashed
+    /// the whole chunk.
+    pub(crate) fn doubt(&self, index: u32, found: &Found) -> bool {
+        let Found { place, key } = found;
+        self.places.set(index, None);
+        if self.cache.store.find(key) != Some(*place) {
+            return false;
+        }
+        self.cache.store.doubt(*place, key);
+        true
+    }
+
+    /// False if [`Self::admit`] would fail for certain.
+    pub(crate) fn may_admit(&self, index: u32, why: Why) -> bool {
+        let key = self.own_key(index);
+        key.is_some_and(|key| self.cache.store.may_admit(&key, self.keys.len(index), why))
+    }
+
+    /// Writes the verified `bytes` of chunk `index`, and then makes them found. False if the cache
+    /// does not take them.
+    pub(crate) fn admit(&self, index: u32, bytes: &[u8], why: Why) -> bool {
+        let key = self.own_key(index);
+        let place = key.and_then(|key| self.cache.store.admit(key, bytes, why));
+        if place.is_some() {
+            self.places.set(index, place);
+        }
+        place.is_some()
+    }
+
+    /// Keeps these chunks from eviction, present or yet to come. `NoSpace` if the cache cannot.
+    pub(crate) fn hold(&self, chunks: &[u32]) -> Result<Hold> {
+        let keys = |index: &u32| {
+            let key = |domain| self.keys.key(*index, domain);
+            self.domains.iter().filter_map(key).collect::<Vec<_>>()
+        };
+        self.cache.store.hold(&chunks.iter().flat_map(keys).collect::<Vec<_>>())
     }
 
     /// The state of the cache: fetched chunks are kept, or not.
     pub(crate) fn state(&self) -> CacheState {
-        self.gate.state()
+        self.cache.store.state()
     }
 
-    /// Bytes that may be resident.
+    /// Bytes that are in the cache; of images with more than [`LOOKED_FOR_MAX`] chunks, an
+    /// estimate by an even sample.
     pub(crate) fn resident_bytes(&self) -> u64 {
-        self.presence.count() * BLOCK_SIZE
+        let count = self.keys.count();
+        let step = count.div_ceil(LOOKED_FOR_MAX).max(1);
+        let sampled = (0..count).step_by(step as usize);
+        let len = |index| u64::from(self.keys.len(index));
+        let bytes: u64 = sampled.filter(|index| self.has(*index)).map(len).sum();
+        (bytes * u64::from(step)).next_multiple_of(BLOCK_SIZE)
     }
 
-    /// Makes the written bytes durable.
+    /// Makes the chunks durable.
     pub(crate) fn sync(&self) -> Result<()> {
-        self.file.sync()
+        self.cache.store.sync()
     }
-}
-
-#[inline]
-fn blocks(offset: u64, len: u64) -> Range<u64> {
-    offset / BLOCK_SIZE..(offset + len).div_ceil(BLOCK_SIZE)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+    use std::sync::Arc;
 
-    use burgeon_block::{BLOCK_SIZE, ByteRange, Result};
+    use burgeon_cache::{
+        ChunkKey, ChunkStore, Domain, Kind, Why,
+        testing::{Fault, MemoryStore},
+    };
 
-    use super::{Residency, memory::Memory};
-    use crate::Limits;
+    use super::{CacheAccess, Keys, Residency};
 
-    const LEN: u64 = 16 * BLOCK_SIZE;
+    const LEN: usize = 8192;
 
-    fn range(first: u64, blocks: u64) -> ByteRange {
-        ByteRange::at(first * BLOCK_SIZE, blocks * BLOCK_SIZE).unwrap()
-    }
+    /// Chunks that are named by their index.
+    struct Named(u32);
 
-    fn residency() -> Residency<Memory> {
-        Residency::open(Memory::new(LEN), LEN, &Limits::default())
-    }
-
-    impl Residency<Memory> {
-        fn found(&self, first: u64, blocks: u64) -> bool {
-            self.find(first * BLOCK_SIZE, blocks * BLOCK_SIZE).is_some()
+    impl Keys for Named {
+        fn count(&self) -> u32 {
+            self.0
         }
 
-        fn admit_blocks(&self, first: u64, blocks: u64, byte: u8) -> Result<()> {
-            self.admit(first * BLOCK_SIZE, &vec![byte; (blocks * BLOCK_SIZE) as usize])
+        fn len(&self, _: u32) -> u32 {
+            LEN as u32
         }
+
+        fn key(&self, index: u32, domain: &Domain) -> Option<ChunkKey> {
+            Some(ChunkKey::new(domain, Kind::Chunk, &index.to_le_bytes()))
+        }
+    }
+
+    fn residency(store: &MemoryStore, domain: Domain) -> Residency<Named> {
+        Residency::open(CacheAccess { store: Arc::new(store.clone()), domain }, Named(4))
+    }
+
+    fn store() -> MemoryStore {
+        MemoryStore::new(1 << 20)
+    }
+
+    fn reads(residency: &Residency<Named>, index: u32) -> Option<u8> {
+        let mut buf = [0; 4096];
+        residency.read(index, 4096, &mut buf).then_some(buf[7])
     }
 
     #[test]
     fn admitted_bytes_are_found_and_read_back() {
-        let residency = residency();
-        assert!(!residency.found(2, 3));
-        residency.admit_blocks(2, 3, 7).unwrap();
-        assert!(!residency.found(1, 2) && !residency.found(4, 2));
-        let mut buf = [0; 2 * BLOCK_SIZE as usize];
-        assert!(residency.read(residency.find(3 * BLOCK_SIZE, 2 * BLOCK_SIZE).unwrap(), &mut buf));
-        assert!(buf.iter().all(|byte| *byte == 7));
-        assert_eq!(residency.resident_bytes(), 3 * BLOCK_SIZE);
+        let store = store();
+        let residency = residency(&store, Domain::PUBLIC);
+        assert!(!residency.has(2) && reads(&residency, 2).is_none());
+        assert!(residency.admit(2, &[7; LEN], Why::Read));
+        assert!(residency.has(2) && !residency.has(1));
+        assert_eq!(reads(&residency, 2), Some(7));
+        assert_eq!(residency.resident_bytes(), LEN as u64);
     }
 
     #[test]
-    fn a_doubted_block_is_not_found_until_it_is_admitted_again() {
-        let residency = residency();
-        residency.admit_blocks(0, 4, 1).unwrap();
-        residency.doubt(2);
-        assert!(residency.found(0, 2) && !residency.found(0, 4));
-        residency.admit_blocks(2, 1, 1).unwrap();
-        assert!(residency.found(0, 4));
+    fn a_chunk_is_found_in_the_public_domain_and_in_its_own() {
+        let store = store();
+        let [public, a, b] = [Domain::PUBLIC, Domain::of(b"a"), Domain::of(b"b")]
+            .map(|domain| residency(&store, domain));
+        assert!(public.admit(0, &[1; LEN], Why::Read) && a.admit(1, &[2; LEN], Why::Read));
+        assert_eq!([&public, &a, &b].map(|from| reads(from, 0)), [Some(1); 3]);
+        assert_eq!([&public, &a, &b].map(|from| reads(from, 1)), [None, Some(2), None]);
     }
 
     #[test]
-    fn a_failed_write_is_not_found() {
-        let residency = residency();
-        residency.file.fails.store(true, Relaxed);
-        residency.admit_blocks(0, 1, 1).unwrap_err();
-        assert!(!residency.found(0, 1) && !residency.may_admit());
-        assert_eq!(residency.write_errors.get(), 1);
+    fn a_stale_place_is_a_miss_or_the_new_place() {
+        let store = store();
+        let [one, other] = [(); 2].map(|()| residency(&store, Domain::PUBLIC));
+        one.admit(0, &[1; LEN], Why::Read);
+        assert_eq!(reads(&other, 0), Some(1));
+        store.forget_all();
+        assert!(!other.has(0) && reads(&other, 0).is_none());
+        one.admit(0, &[1; LEN], Why::Read);
+        assert_eq!(reads(&other, 0), Some(1));
+        store.forget_all();
+        one.admit(0, &[1; LEN], Why::Read);
+        // Its place is that of the chunk that was forgotten.
+        assert_eq!((reads(&other, 0), other.resident_bytes()), (Some(1), LEN as u64));
     }
 
     #[test]
-    fn a_failed_read_is_a_miss_from_then_on() {
-        let residency = residency();
-        residency.admit_blocks(0, 4, 1).unwrap();
-        let place = residency.find(BLOCK_SIZE, 2 * BLOCK_SIZE).unwrap();
-        residency.file.fails.store(true, Relaxed);
-        assert!(!residency.read(place, &mut [0; 2 * BLOCK_SIZE as usize]));
-        assert!(!residency.found(1, 1) && !residency.found(2, 1));
-        assert!(residency.found(0, 1) && residency.found(3, 1));
-        assert_eq!(residency.read_errors.get(), 1);
+    fn a_doubt_about_a_stale_place_is_none() {
+        let store = store();
+        let residency = residency(&store, Domain::PUBLIC);
+        residency.admit(0, &[1; LEN], Why::Read);
+        let before = residency.look_up(0).unwrap();
+        store.forget_all();
+        residency.admit(0, &[1; LEN], Why::Read);
+        assert!(!residency.doubt(0, &before), "the chunk is elsewhere now");
+        assert!(residency.has(0));
+        let now = residency.look_up(0).unwrap();
+        assert!(residency.doubt(0, &now) && !residency.has(0));
     }
 
     #[test]
-    fn a_file_that_is_opened_again_is_found_where_it_has_no_holes() {
-        let mut file = Memory::new(LEN);
-        file.data = vec![range(1, 2), range(5, 1)];
-        let residency = Residency::open(file, LEN, &Limits::default());
-        assert_eq!(residency.resident_bytes(), 3 * BLOCK_SIZE);
-        assert!(residency.found(1, 2) && residency.found(5, 1));
-        let mut file = Memory::new(LEN);
-        file.fails = AtomicBool::new(true);
-        let residency = Residency::open(file, LEN, &Limits::default());
-        assert_eq!((residency.resident_bytes(), residency.read_errors.get()), (0, 1));
+    fn a_cache_that_fails_or_is_closed_keeps_nothing() {
+        let store = store();
+        let open = residency(&store, Domain::PUBLIC);
+        open.admit(0, &[1; LEN], Why::Read);
+        store.fail(Some(Fault::NoSpace));
+        assert!(!open.admit(1, &[1; LEN], Why::Read) && !open.may_admit(1, Why::Read));
+        assert_eq!(reads(&open, 0), Some(1));
+        store.fail(None);
+        let access = CacheAccess { store: Arc::new(store.clone()), domain: Domain::PUBLIC };
+        let closed = Residency::closed(access, Named(4));
+        assert!(!closed.has(0) && !closed.may_admit(0, Why::Read));
+        assert!(!closed.admit(1, &[1; LEN], Why::Read) && store.keys().len() == 1);
     }
 
     #[test]
-    fn a_closed_residency_keeps_nothing() {
-        let mut file = Memory::new(LEN);
-        file.data = vec![range(0, 16)];
-        let residency = Residency::closed(file, LEN, &Limits::default());
-        assert!(!residency.found(0, 1) && !residency.may_admit());
+    fn held_chunks_stay_while_others_come() {
+        let store = MemoryStore::new(5 * LEN as u64);
+        let residency = residency(&store, Domain::of(b"a"));
+        let _hold = residency.hold(&[0]).unwrap();
+        residency.admit(0, &[1; LEN], Why::Pin);
+        let filler = |n: u32| ChunkKey::new(&Domain::PUBLIC, Kind::Chunk, &(100 + n).to_le_bytes());
+        (0..50).for_each(|n| _ = store.admit(filler(n), &[9; LEN], Why::Read));
+        assert!(residency.has(0));
     }
 }

@@ -1,4 +1,4 @@
-//! A small image in memory, a source that can be told to misbehave, and a cache file.
+//! A small image in memory, a source that can be told to misbehave, and a cache in memory.
 #![allow(dead_code, clippy::unwrap_used)]
 
 use std::{
@@ -15,8 +15,9 @@ use burgeon_block::{
     LocalFile, Now, ObjectId, Result,
 };
 use burgeon_btrfs::Tree;
+use burgeon_cache::{ChunkKey, Domain, Kind, testing::MemoryStore};
 use burgeon_image::{AddressMap, ChunkEntry, Codec, Manifest};
-use burgeon_volume::{DirectFile, Limits, RECORDED_CHECKSUM_LEN, Volume};
+use burgeon_volume::{CacheAccess, ChecksumFile, Limits, RECORDED_CHECKSUM_LEN, Volume};
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 
@@ -185,45 +186,57 @@ impl BlockSource for Source {
     }
 }
 
-pub(crate) type TestVolume = Volume<Source, DirectFile>;
+pub(crate) type TestVolume = Volume<Source, ChecksumFile>;
 
-/// A volume of `image` in a folder of its own.
+/// Bytes that the cache of a test holds at most: several images.
+const CACHE_LEN: u64 = 16 << 20;
+
+/// A volume of `image`, over a cache and a folder of its own.
 pub(crate) struct Setup {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) image: Image,
     pub(crate) source: Source,
+    pub(crate) store: MemoryStore,
     pub(crate) volume: Arc<TestVolume>,
     pub(crate) counters: Arc<Counters>,
 }
 
 pub(crate) fn setup_with(image: Image, limits: Limits) -> Setup {
-    let dir = tempfile::tempdir().unwrap();
+    let (dir, store) = (tempfile::tempdir().unwrap(), MemoryStore::new(CACHE_LEN));
     let source = Source::of(&image);
-    let volume = open(&dir, &image, &source, limits);
-    Setup { dir, image, source, volume, counters: Arc::default() }
+    let volume = open(&dir, &image, &source, public(&store), limits);
+    Setup { dir, image, source, store, volume, counters: Arc::default() }
 }
 
 pub(crate) fn setup() -> Setup {
     setup_with(image(1), Limits::default())
 }
 
+/// The cache, for images that are read without credentials.
+pub(crate) fn public(store: &MemoryStore) -> CacheAccess {
+    CacheAccess { store: Arc::new(store.clone()), domain: Domain::PUBLIC }
+}
+
 pub(crate) fn open(
     dir: &tempfile::TempDir,
     image: &Image,
     source: &Source,
+    cache: CacheAccess,
     limits: Limits,
 ) -> Arc<TestVolume> {
-    let (map, file) = (Arc::clone(&image.map), cache_file(dir, image));
+    let map = Arc::clone(&image.map);
     if map.lacks_checksums() {
         let len = image.bytes.len() as u64 / BLOCK_SIZE * RECORDED_CHECKSUM_LEN;
-        let checksums = DirectFile::open_buffered(&dir.path().join("checksums"), len).unwrap();
-        return Volume::without_checksums(map, source.clone(), file, checksums, limits);
+        let checksums = ChecksumFile::open(&dir.path().join("checksums"), len).unwrap();
+        return Volume::without_checksums(map, source.clone(), cache, checksums, limits);
     }
-    Volume::new(map, source.clone(), file, limits)
+    Volume::new(map, source.clone(), cache, limits)
 }
 
-pub(crate) fn cache_file(dir: &tempfile::TempDir, image: &Image) -> DirectFile {
-    DirectFile::open(&dir.path().join("cache"), image.bytes.len() as u64).unwrap()
+/// The key of a chunk with a digest, in the public domain.
+pub(crate) fn key(image: &Image, chunk: u32) -> ChunkKey {
+    let digest = image.map.chunk(chunk).digest;
+    ChunkKey::new(&Domain::PUBLIC, Kind::Chunk, digest.as_bytes())
 }
 
 impl Setup {
@@ -259,7 +272,7 @@ pub(crate) async fn read<F: LocalFile + 'static>(
 ) -> Result<()> {
     let mut pages = burgeon_block::Pages::zeroed(range.len()).unwrap();
     let buf = pages.bytes_mut();
-    if volume.try_read(range, buf, counters)? == Now::Served {
+    if volume.try_read(range, buf)? == Now::Served {
         counters.hits.add(1);
     } else {
         volume.read(range, buf, counters).await.inspect_err(|_| counters.failed_reads.add(1))?;
@@ -270,9 +283,9 @@ pub(crate) async fn read<F: LocalFile + 'static>(
     Ok(())
 }
 
-/// A cache file that fails when told to, and counts the tries.
+/// A file of checksums that fails when told to, and counts the tries.
 pub(crate) struct FlakyFile {
-    pub(crate) inner: DirectFile,
+    pub(crate) inner: ChecksumFile,
     pub(crate) state: Arc<FlakyState>,
 }
 
@@ -298,22 +311,14 @@ fn fail(what: &str, error: &Mutex<Option<i32>>) -> Result<()> {
 
 impl LocalFile for FlakyFile {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        fail("cannot read the cache", &self.state.read_error)?;
+        fail("cannot read the checksums", &self.state.read_error)?;
         self.inner.read_at(offset, buf)
     }
 
     fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()> {
         self.state.writes.fetch_add(1, Ordering::Relaxed);
-        fail("cannot write the cache", &self.state.write_error)?;
+        fail("cannot write the checksums", &self.state.write_error)?;
         self.inner.write_at(offset, buf)
-    }
-
-    fn punch_hole(&self, range: ByteRange) -> Result<()> {
-        self.inner.punch_hole(range)
-    }
-
-    fn next_data(&self, offset: u64) -> Result<Option<ByteRange>> {
-        self.inner.next_data(offset)
     }
 
     fn sync(&self) -> Result<()> {

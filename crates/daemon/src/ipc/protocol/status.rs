@@ -24,6 +24,42 @@ pub struct Status {
     pub opener_pid: Option<u32>,
     /// The mounts.
     pub mounts: Vec<MountStatus>,
+    /// The host's cache, while a server has it.
+    #[serde(default)]
+    pub cache: Option<HostCache>,
+}
+
+/// The host's cache, which all images share. Space is in bytes; counts are since the server was
+/// started.
+#[derive(Serialize, Deserialize, Debug, Clone, Default)]
+#[serde(default)]
+pub struct HostCache {
+    /// Bytes that it takes now.
+    pub used: u64,
+    /// Most that it may take now.
+    pub limit: u64,
+    /// Bytes of the file system that it leaves free.
+    pub floor: u64,
+    /// Bytes of the file system that are free now.
+    pub free: u64,
+    /// Chunks in it.
+    pub chunks: u64,
+    /// Bytes of chunks that pins keep.
+    pub held: u64,
+    /// Bytes of chunks that came.
+    pub admitted: u64,
+    /// Bytes of chunks that were not taken.
+    pub refused: u64,
+    /// Bytes of chunks that went.
+    pub evicted: u64,
+    /// Bytes written to the disk.
+    pub written: u64,
+    /// Chunks that were wrong, and were fetched again.
+    pub doubted: u64,
+    /// Reads that failed; the chunks were fetched instead.
+    pub read_errors: u64,
+    /// Writes that failed.
+    pub write_errors: u64,
 }
 
 /// One mount.
@@ -110,16 +146,17 @@ pub struct AreaStatus {
     pub last_changed: Option<String>,
 }
 
-/// The cache of an image since its server was started, over all mounts of the image.
+/// The cache as an image sees it, since its server was started. Errors are those of the host's
+/// cache.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct CacheStatus {
-    /// `writing`; `full` (no space: it retries by itself); `stopped` (the file failed).
+    /// `writing`; `full` (no space: it retries by itself); `stopped` (its files failed).
     pub state: String,
     /// The error that led to this state.
     pub reason: Option<String>,
-    /// Reads of the cache file that failed; they were fetched instead.
+    /// Reads of the cache that failed; they were fetched instead.
     pub read_errors: u64,
-    /// Writes of the cache file that failed.
+    /// Writes of the cache that failed.
     pub write_errors: u64,
     /// Chunks that were served and not cached.
     pub uncached_chunks: u64,

@@ -59,7 +59,7 @@ fn set_up(refreshes: bool) -> (Table, UnixStream, MountId) {
     let (link, server) = UnixStream::pair().unwrap();
     let id = "0a1b2c3d".parse().unwrap();
     table.mounts.insert(id, entry(id));
-    table.connect(link, None, Understands { refreshes, opener: false });
+    table.connect(link, None, Understands { refreshes, opener: false, cache: false });
     (table, server, id)
 }
 
@@ -118,7 +118,7 @@ fn the_next_server_settles_refreshes_of_a_dead_one() {
     let refresh = table.refresh(id).unwrap();
     drop(server);
     let (link, server) = UnixStream::pair().unwrap();
-    table.connect(link, None, Understands { refreshes: true, opener: false });
+    table.connect(link, None, Understands { refreshes: true, opener: false, cache: false });
     let number = told(&server).0;
     assert!(table.mounts[&id].refreshes[&refresh].is_none());
     table.handle_message(answer(id, number, None, true));
@@ -207,7 +207,11 @@ impl FakeServer {
     fn start(table: &mut Table, is_numbered: bool) -> Self {
         let (link, stream) = UnixStream::pair().unwrap();
         stream.set_nonblocking(true).unwrap();
-        table.connect(link, None, Understands { refreshes: is_numbered, opener: false });
+        table.connect(
+            link,
+            None,
+            Understands { refreshes: is_numbered, opener: false, cache: false },
+        );
         Self { stream, is_numbered, told: Vec::new() }
     }
 

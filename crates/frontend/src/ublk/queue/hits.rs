@@ -14,8 +14,9 @@ use std::{fs::File, sync::atomic::AtomicUsize};
 
 use burgeon_block::{BLOCK_SIZE, BlockSource, ByteRange, ChecksumKind, Digest, ObjectId};
 use burgeon_btrfs::Tree;
+use burgeon_cache::{Amount, Cache, Domain, Settings, disk::Folder, policy::Clock};
 use burgeon_image::{AddressMap, ChunkEntry, Codec, DATA_START, Manifest};
-use burgeon_volume::{DirectFile, LazyDevice, Limits, Volume};
+use burgeon_volume::{CacheAccess, ChecksumFile, LazyDevice, Limits, Volume};
 use bytes::Bytes;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -99,8 +100,13 @@ fn a_queue_answers_hits_from_the_cache() {
     let content = content();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let map = Arc::new(AddressMap::from_manifest(&manifest(&content)).unwrap());
-    let cache = DirectFile::open(&folder.path().join("cache"), content.len() as u64).unwrap();
-    let volume = Volume::new(map, Pack(content.clone().into()), cache, Limits::default());
+    // Without a thread of its own.
+    let disk = Arc::new(Folder::new(folder.path()).unwrap());
+    let settings = Settings { keep_free: Amount::Bytes(0), ..Settings::default() };
+    let cache = Cache::over(disk, settings, Box::<Clock>::default());
+    let access = CacheAccess { store: Arc::new(cache), domain: Domain::PUBLIC };
+    let pack = Pack(content.clone().into());
+    let volume = Volume::<_, ChecksumFile>::new(map, pack, access, Limits::default());
     let filled = runtime.block_on(async { volume.fill().ended().await });
     assert_eq!(filled.done_bytes, content.len() as u64);
     let counters = Arc::default();

@@ -5,19 +5,17 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-use burgeon_block::{ByteRange, Error, ErrorKind, LocalFile, Result};
+use burgeon_block::{Error, ErrorKind, LocalFile, Result};
 
 pub(crate) struct Memory {
     bytes: Mutex<Vec<u8>>,
-    /// The ranges that are no holes.
-    pub(crate) data: Vec<ByteRange>,
     pub(crate) fails: AtomicBool,
 }
 
 impl Memory {
     pub(crate) fn new(len: u64) -> Self {
         let bytes = Mutex::new(vec![0; len as usize]);
-        Self { bytes, data: Vec::new(), fails: AtomicBool::new(false) }
+        Self { bytes, fails: AtomicBool::new(false) }
     }
 
     fn on(&self) -> Result<()> {
@@ -39,15 +37,6 @@ impl LocalFile for Memory {
         self.on()?;
         self.bytes.lock().unwrap()[offset as usize..][..buf.len()].copy_from_slice(buf);
         Ok(())
-    }
-
-    fn punch_hole(&self, _: ByteRange) -> Result<()> {
-        Ok(())
-    }
-
-    fn next_data(&self, offset: u64) -> Result<Option<ByteRange>> {
-        self.on()?;
-        Ok(self.data.iter().find(|range| range.end() > offset).copied())
     }
 
     fn sync(&self) -> Result<()> {

@@ -1,4 +1,5 @@
-//! The gate before cache writes: closed by a failed write, for good or for a while.
+//! The gate before the file of recorded checksums: closed by a failed write, for good or for a
+//! while. The cache has a gate of its own.
 //!
 //! ```text
 //!   open ── no space ──► paused ── the pause is over, a write succeeds ──► open
@@ -18,24 +19,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind};
 use tokio::time::Instant;
 
-use crate::Limits;
-
-/// The state of the cache: fetched chunks are kept, or not.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum CacheState {
-    /// They are.
-    Writing,
-    /// The file system is full: writes start again by themselves.
-    NoSpace {
-        /// The error that said so.
-        reason: String,
-    },
-    /// The file failed: nothing more is written until the image is mounted anew.
-    Stopped {
-        /// The error that said so.
-        reason: String,
-    },
-}
+use crate::{CacheState, Limits};
 
 enum State {
     Open,
@@ -43,14 +27,14 @@ enum State {
     Stopped { reason: String },
 }
 
-pub(super) struct Gate {
+pub(crate) struct Gate {
     state: Mutex<State>,
     pause_min: Duration,
     pause_max: Duration,
 }
 
 impl Gate {
-    pub(super) fn new(limits: &Limits) -> Self {
+    pub(crate) fn new(limits: &Limits) -> Self {
         let (pause_min, pause_max) = (limits.no_space_pause_min, limits.no_space_pause_max);
         Self { state: Mutex::new(State::Open), pause_min, pause_max }
     }
@@ -59,7 +43,7 @@ impl Gate {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         match &*self.guard() {
             State::Open => true,
             State::Paused { until, .. } => Instant::now() >= *until,
@@ -67,7 +51,7 @@ impl Gate {
         }
     }
 
-    pub(super) fn state(&self) -> CacheState {
+    pub(crate) fn state(&self) -> CacheState {
         match &*self.guard() {
             State::Open => CacheState::Writing,
             State::Paused { reason, .. } => CacheState::NoSpace { reason: reason.clone() },
@@ -76,7 +60,7 @@ impl Gate {
     }
 
     /// A write succeeded: there is space again.
-    pub(super) fn written(&self) {
+    pub(crate) fn written(&self) {
         let mut state = self.guard();
         if matches!(*state, State::Paused { .. }) {
             *state = State::Open;
@@ -84,7 +68,7 @@ impl Gate {
     }
 
     /// A write failed with `error`.
-    pub(super) fn close(&self, error: &Error) {
+    pub(crate) fn close(&self, error: &Error) {
         let reason = error.to_string();
         let mut state = self.guard();
         if error.kind() != ErrorKind::NoSpace {
@@ -108,8 +92,8 @@ mod tests {
     use burgeon_block::{Error, ErrorKind};
     use tokio::time::{Duration, Instant, advance};
 
-    use super::{CacheState, Gate};
-    use crate::Limits;
+    use super::Gate;
+    use crate::{CacheState, Limits};
 
     fn full() -> Error {
         Error::new(ErrorKind::NoSpace, "full")

@@ -1,4 +1,4 @@
-//! One bit a block: whether its bytes may be resident.
+//! One bit a block, which readers and writers share without a lock.
 
 use std::ops::Range;
 
@@ -6,15 +6,14 @@ use crate::sync::{AtomicU64, Ordering};
 
 const BITS: u64 = u64::BITS as u64;
 
-/// A bitmap that readers and writers share without a lock. Setting a bit publishes the
-/// bytes written before (release); a reader that sees the bit sees those bytes (acquire).
-pub(crate) struct Presence {
+/// A bitmap of blocks.
+pub(crate) struct BlockBits {
     words: Box<[AtomicU64]>,
     count: AtomicU64,
 }
 
-impl Presence {
-    /// No block of `blocks` present.
+impl BlockBits {
+    /// None of `blocks` blocks is set.
     pub(crate) fn new(blocks: u64) -> Self {
         Self {
             words: (0..blocks.div_ceil(BITS)).map(|_| AtomicU64::new(0)).collect(),
@@ -22,33 +21,20 @@ impl Presence {
         }
     }
 
-    /// True if every block of `blocks` is present.
-    #[inline]
-    pub(crate) fn all(&self, blocks: Range<u64>) -> bool {
-        // A hit of a few blocks has its bits in one word.
-        let len = blocks.end.saturating_sub(blocks.start);
-        let (word, first) = (blocks.start / BITS, blocks.start % BITS);
-        if len > 0 && first + len <= BITS {
-            let mask = (u64::MAX >> (BITS - len)) << first;
-            return self.words[word as usize].load(Ordering::Acquire) & mask == mask;
-        }
-        parts(blocks).all(|(word, mask)| self.words[word].load(Ordering::Acquire) & mask == mask)
-    }
-
-    /// True if a block of `blocks` is present.
+    /// True if a block of `blocks` is set.
     pub(crate) fn any(&self, blocks: Range<u64>) -> bool {
         parts(blocks).any(|(word, mask)| self.words[word].load(Ordering::Relaxed) & mask != 0)
     }
 
-    /// Marks `blocks` present.
+    /// Sets `blocks`.
     pub(crate) fn set(&self, blocks: Range<u64>) {
         for (word, mask) in parts(blocks) {
-            let before = self.words[word].fetch_or(mask, Ordering::Release);
+            let before = self.words[word].fetch_or(mask, Ordering::Relaxed);
             self.count.fetch_add(u64::from((mask & !before).count_ones()), Ordering::Relaxed);
         }
     }
 
-    /// Marks `blocks` absent.
+    /// Clears `blocks`.
     pub(crate) fn clear(&self, blocks: Range<u64>) {
         for (word, mask) in parts(blocks) {
             let before = self.words[word].fetch_and(!mask, Ordering::Relaxed);
@@ -56,7 +42,7 @@ impl Presence {
         }
     }
 
-    /// Number of present blocks. Wraps for a moment when a set and a clear of one block cross;
+    /// Number of set blocks. Wraps for a moment when a set and a clear of one block cross;
     /// never stays wrong.
     pub(crate) fn count(&self) -> u64 {
         let count = self.count.load(Ordering::Relaxed);

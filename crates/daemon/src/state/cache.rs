@@ -1,0 +1,88 @@
+//! The settings of the host's cache, as the user has changed them: `cache.json`.
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_cache::{Amount, Settings};
+use serde::{Deserialize, Serialize};
+
+use super::{files, paths::StateDir};
+use crate::ipc::protocol::CacheAmount;
+
+/// The changed settings.
+#[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Bounds {
+    /// Most that the cache takes; `None` for all that is free above the floor.
+    #[serde(default)]
+    pub(crate) limit: Option<CacheAmount>,
+    /// The floor; `None` for the default.
+    #[serde(default)]
+    pub(crate) keep_free: Option<CacheAmount>,
+}
+
+impl Bounds {
+    /// The bounds of the host's cache: those that the user has set, or the default ones.
+    pub(crate) fn read(state: &StateDir) -> Result<Self> {
+        match files::read_json::<Self>(&state.cache_settings()) {
+            Ok(bounds) => bounds.check().map(|()| bounds),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Self::default()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Keeps them for later servers.
+    pub(crate) fn write(&self, state: &StateDir) -> Result<()> {
+        self.check()?;
+        files::publish_json(&state.cache_settings(), self)
+    }
+
+    fn check(&self) -> Result<()> {
+        let is_sound = |amount: &CacheAmount| match amount {
+            CacheAmount::Bytes(_) => true,
+            CacheAmount::Percent(percent) => *percent <= 100,
+        };
+        if self.limit.iter().chain(&self.keep_free).all(is_sound) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Invalid, "the cache cannot have more than 100 % of a disk"))
+    }
+
+    /// The limit and the floor.
+    pub(crate) fn amounts(&self) -> (Option<Amount>, Amount) {
+        let amount = |amount| match amount {
+            CacheAmount::Bytes(bytes) => Amount::Bytes(bytes),
+            CacheAmount::Percent(percent) => Amount::Percent(percent),
+        };
+        let keep_free = self.keep_free.map_or(Settings::default().keep_free, amount);
+        (self.limit.map(amount), keep_free)
+    }
+
+    /// The settings of a cache with these bounds.
+    pub(crate) fn settings(&self) -> Settings {
+        let (limit, keep_free) = self.amounts();
+        Settings { limit, keep_free, ..Settings::default() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_cache::{Amount, Settings};
+
+    use super::Bounds;
+    use crate::{ipc::protocol::CacheAmount, state::paths::StateDir};
+
+    #[test]
+    fn settings_are_kept_and_impossible_ones_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = StateDir::open(folder.path()).unwrap();
+        assert_eq!(Bounds::read(&state).unwrap().settings(), Settings::default());
+        let limit = Some(CacheAmount::Percent(10));
+        let bounds = Bounds { limit, keep_free: Some(CacheAmount::Bytes(1 << 30)) };
+        bounds.write(&state).unwrap();
+        let read = Bounds::read(&state).unwrap();
+        assert_eq!(read, bounds);
+        assert_eq!(read.amounts(), (Some(Amount::Percent(10)), Amount::Bytes(1 << 30)));
+        let impossible = Bounds { limit: Some(CacheAmount::Percent(101)), ..bounds };
+        impossible.write(&state).unwrap_err();
+        std::fs::write(state.cache_settings(), r#"{"limit":{"percent":101}}"#).unwrap();
+        Bounds::read(&state).unwrap_err();
+    }
+}

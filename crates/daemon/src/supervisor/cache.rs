@@ -1,0 +1,57 @@
+//! Requests about the host's cache, which its server carries out.
+//!
+//! ```text
+//!   client ── Cache ──► supervisor: keeps new bounds ── Cache, number ──► server
+//!          ◄── Cache ──            waits            ◄── Cache, number ──
+//! ```
+
+use std::sync::PoisonError;
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use super::Supervisor;
+use crate::{
+    ipc::{
+        link::CacheOrder,
+        protocol::{CacheAnswer, CacheRequest},
+    },
+    state::cache::Bounds,
+};
+
+impl Supervisor {
+    /// Does what a client asks of the cache. It waits as long as the server works on it.
+    pub(super) fn cache(&self, request: CacheRequest) -> Result<CacheAnswer> {
+        let order = match request {
+            CacheRequest::Show => CacheOrder::Show,
+            CacheRequest::Resize { limit, keep_free } => {
+                let bounds = Bounds::read(&self.state).unwrap_or_default();
+                let limit = limit.or(bounds.limit);
+                let keep_free = keep_free.or(bounds.keep_free);
+                Bounds { limit, keep_free }.write(&self.state)?;
+                CacheOrder::Resize
+            }
+            CacheRequest::Evict { bytes } => CacheOrder::Evict { bytes },
+            CacheRequest::Drop { digest } => CacheOrder::Drop { digest },
+            CacheRequest::Scrub { bytes_per_second } => CacheOrder::Scrub { bytes_per_second },
+        };
+        let mut table = self.table();
+        let server = table.server_pid;
+        let number = table.order(order).ok_or_else(no_server)?;
+        let is_pending = |table: &mut super::table::Table| {
+            !table.cache_answers.contains_key(&number) && table.server_pid == server
+        };
+        let waited = self.changed.wait_while(table, is_pending);
+        let mut table = waited.unwrap_or_else(PoisonError::into_inner);
+        match table.cache_answers.remove(&number) {
+            Some((answer, None)) => Ok(answer),
+            Some((_, Some(failure))) => Err(failure.into()),
+            None => Err(no_server()),
+        }
+    }
+}
+
+fn no_server() -> Error {
+    let what = "no server of this version has the cache now: one runs while something is mounted; a new size is \
+                kept for the next one";
+    Error::new(ErrorKind::Unavailable, what)
+}
