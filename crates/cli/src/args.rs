@@ -10,7 +10,7 @@ use clap::{
 
 use crate::{
     attributes::Attributes,
-    commands::disks,
+    commands::{cache, disks},
     pull,
     quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
 };
@@ -179,6 +179,9 @@ otherwise.")]
     Export(Export),
     /// Show each mount: how much of it is local, its speed and its errors
     Status,
+    /// Show or change the host's cache, which all mounts share
+    #[command(after_help = cache::EXAMPLES)]
+    Cache(cache::Cache),
     /// List the images of the store
     #[command(alias = "ls")]
     List,

@@ -1,6 +1,7 @@
 //! One module for each verb or family of verbs.
 
 pub(crate) mod bring_back;
+pub(crate) mod cache;
 pub(crate) mod disks;
 mod doctor;
 pub(crate) mod export;
@@ -180,6 +181,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::CreateEmpty(empty) => mount::create_empty(context, empty),
         Command::Map(map) => map::map(context, map),
         Command::Pin(pin) => pin::pin(context, pin),
+        Command::Cache(cache) => cache::cache(context, cache.command),
         Command::Push(push) => push::push(context, &push),
         Command::Pull(pull) => push::pull(context, pull),
         Command::Prefetch(prefetch) => prefetch::prefetch(context, prefetch),

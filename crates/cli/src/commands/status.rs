@@ -65,6 +65,9 @@ pub(super) fn status(context: &Context) -> Result<ExitCode> {
         status.supervisor_pid,
         counted(status.server_restarts, "time")
     );
+    if let Some(cache) = &status.cache {
+        println!("the host's cache {}", super::cache::summary(cache));
+    }
     if status.mounts.is_empty() {
         println!("nothing is mounted");
     }

@@ -1,0 +1,161 @@
+//! `burgeon cache`: shows and changes the host's cache, which the images of all mounts share.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use burgeon_block::{Error, ErrorKind};
+use burgeon_daemon::{
+    Client,
+    protocol::{CacheAmount, CacheAnswer, CacheRequest, HostCache, Reply, Request},
+};
+use clap::{Args as ClapArgs, Subcommand};
+
+use super::{Context, named};
+use crate::{
+    output::{self, bytes, counted},
+    quantities::parse_size,
+};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  burgeon cache status
+  burgeon cache resize 200G
+  burgeon cache resize 10% --keep-free 50G
+  burgeon cache drop debian:12";
+
+/// Rate of `scrub`, in bytes a second, unless the user names another.
+const SCRUB_RATE: u64 = 100 << 20;
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Cache {
+    #[command(subcommand)]
+    pub(crate) command: CacheCommand,
+}
+
+#[derive(Subcommand, Debug)]
+pub(crate) enum CacheCommand {
+    /// Show its size, its limits, and how much came and went
+    Status,
+    /// Change its limits, now and for later daemons
+    Resize {
+        /// Most that it takes: a size, or a share of its disk
+        #[arg(value_name = "SIZE|PERCENT", value_parser = parse_amount)]
+        limit: Option<CacheAmount>,
+        /// Space of its disk that it leaves free (at first 25%)
+        #[arg(long, value_name = "SIZE|PERCENT", value_parser = parse_amount)]
+        keep_free: Option<CacheAmount>,
+    },
+    /// Free this much of it
+    Evict {
+        /// The size
+        #[arg(value_parser = parse_size)]
+        size: u64,
+    },
+    /// Forget the data of an image, also what other images share with it
+    Drop {
+        /// The image
+        image: String,
+    },
+    /// Read all of it, and forget what is damaged
+    Scrub {
+        /// Bytes a second
+        #[arg(long, value_name = "SIZE", default_value_t = SCRUB_RATE, value_parser = parse_size)]
+        rate: u64,
+    },
+}
+
+pub(super) fn cache(context: &Context, command: CacheCommand) -> Result<ExitCode> {
+    let request = match &command {
+        CacheCommand::Status => CacheRequest::Show,
+        CacheCommand::Resize { limit, keep_free } => {
+            CacheRequest::Resize { limit: *limit, keep_free: *keep_free }
+        }
+        CacheCommand::Evict { size } => CacheRequest::Evict { bytes: *size },
+        CacheCommand::Drop { image } => {
+            let store = context.open_store()?;
+            let digest = named::resolve(context, &store, image)?.digest()?;
+            CacheRequest::Drop { digest: digest.into() }
+        }
+        CacheCommand::Scrub { rate } => CacheRequest::Scrub { bytes_per_second: *rate },
+    };
+    let Some(client) = Client::connect(&context.state)? else {
+        let what = "no daemon runs, so nobody has the cache: it runs while something is mounted";
+        return Err(Error::new(ErrorKind::Unavailable, what).into());
+    };
+    let (Reply::Cache(answer), _) = client.call(&Request::Cache(request))? else {
+        anyhow::bail!("the daemon gave an answer to something else");
+    };
+    if context.json {
+        output::print_json(&serde_json::to_value(&answer)?)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    say(&command, &answer);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn say(command: &CacheCommand, answer: &CacheAnswer) {
+    let CacheAnswer { bytes: done, chunks, cache } = answer;
+    match command {
+        CacheCommand::Status => show(cache),
+        CacheCommand::Resize { .. } => println!("the cache {}", summary(cache)),
+        CacheCommand::Evict { .. } => println!("{} are free again", bytes(*done)),
+        CacheCommand::Drop { image } => {
+            let chunks = counted(*chunks, "chunk");
+            println!("{chunks} of {image} left the cache: {}", bytes(*done));
+        }
+        CacheCommand::Scrub { .. } => {
+            let chunks = counted(*chunks, "damaged chunk");
+            println!("{} were read; {chunks} left the cache", bytes(*done));
+        }
+    }
+}
+
+/// One line for `burgeon status`.
+pub(super) fn summary(cache: &HostCache) -> String {
+    let HostCache { used, limit, floor, .. } = cache;
+    format!("takes {} of {} and leaves {} free", bytes(*used), bytes(*limit), bytes(*floor))
+}
+
+fn show(cache: &HostCache) {
+    let rows = [
+        ("used", format!("{} in {}", bytes(cache.used), counted(cache.chunks, "chunk"))),
+        ("limit", bytes(cache.limit)),
+        ("floor", format!("{} stay free; {} are", bytes(cache.floor), bytes(cache.free))),
+        ("pinned", bytes(cache.held)),
+        ("came", format!("{}; {} were refused", bytes(cache.admitted), bytes(cache.refused))),
+        ("went", bytes(cache.evicted)),
+        ("written", bytes(cache.written)),
+        ("damaged", counted(cache.doubted, "chunk")),
+        ("errors", format!("{} of reads, {} of writes", cache.read_errors, cache.write_errors)),
+    ];
+    for (name, text) in rows {
+        println!("{name:<10} {text}");
+    }
+}
+
+/// An amount such as `200G` or `10%`.
+fn parse_amount(text: &str) -> Result<CacheAmount, String> {
+    let Some(percent) = text.trim().strip_suffix('%') else {
+        return parse_size(text).map(CacheAmount::Bytes);
+    };
+    match percent.trim().parse() {
+        Ok(percent @ 0..=100) => Ok(CacheAmount::Percent(percent)),
+        _ => Err(format!("{text:?} is no share: use 0% to 100%")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_daemon::protocol::CacheAmount;
+
+    use super::parse_amount;
+
+    #[test]
+    fn amounts_are_sizes_or_shares() {
+        assert_eq!(parse_amount("200G"), Ok(CacheAmount::Bytes(200 << 30)));
+        assert_eq!(parse_amount("10%"), Ok(CacheAmount::Percent(10)));
+        for bad in ["101%", "-1%", "%", "1.5%", "G"] {
+            assert!(parse_amount(bad).is_err(), "{bad}");
+        }
+    }
+}

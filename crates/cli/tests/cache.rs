@@ -1,0 +1,189 @@
+//! The host's cache, as its users see it: shared, bounded, and theirs to change. Needs root.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    path::{Path, PathBuf},
+    thread,
+};
+
+use rustix::fs::{FallocateFlags, fallocate};
+use serde_json::Value;
+use testkit::{Burgeon, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+const FILES: u64 = 20;
+const FILE_LEN: usize = 1 << 20;
+
+/// A tree whose last `own` files depend on `seed`, and the others on nothing.
+fn tree(space: &Space, name: &str, own: u64, seed: u64) -> PathBuf {
+    let tree = space.make_folder(name);
+    for number in 0..FILES {
+        let seed = if number < FILES - own { number } else { seed + number };
+        let path = tree.join(format!("f{number:02}"));
+        fs::write(path, Rng::new(seed).bytes(FILE_LEN)).unwrap();
+    }
+    tree
+}
+
+fn assert_same(tree: &Path, at: &Path) {
+    for number in 0..FILES {
+        let name = format!("f{number:02}");
+        let equal = fs::read(tree.join(&name)).unwrap() == fs::read(at.join(&name)).unwrap();
+        assert!(equal, "{name}");
+    }
+}
+
+fn cache(burgeon: &Burgeon, arguments: &[&str]) -> Value {
+    let said = burgeon.ok(&[&["cache"], arguments, &["--json"]].concat());
+    serde_json::from_str(&said).unwrap()
+}
+
+fn shown(burgeon: &Burgeon, field: &str) -> u64 {
+    cache(burgeon, &["status"])["cache"][field].as_u64().unwrap()
+}
+
+fn fetched(burgeon: &Burgeon) -> u64 {
+    let status = burgeon.status();
+    let mounts = status["mounts"].as_array().unwrap().iter();
+    mounts.map(|mount| mount["reads"]["fetched_bytes"].as_u64().unwrap()).sum()
+}
+
+#[test]
+fn two_images_fetch_what_they_share_once() {
+    let space = Space::new("cache-shared");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let trees = [tree(&space, "one", 2, 1000), tree(&space, "two", 2, 2000)];
+    let places = [space.path("at-one"), space.path("at-two")];
+    let none = ["--read-only", "--profile", "none"];
+    for (tree, name) in trees.iter().zip(["one", "two"]) {
+        burgeon.build(tree, name);
+    }
+    let first = burgeon.mount("one", &places[0], &none);
+    assert_same(&trees[0], &places[0]);
+    let before = fetched(&burgeon);
+    assert!(before >= FILES * FILE_LEN as u64, "{before}");
+    let second = burgeon.mount("two", &places[1], &none);
+    assert_same(&trees[1], &places[1]);
+    let more = fetched(&burgeon) - before;
+    let differs = 2 * FILE_LEN as u64;
+    println!("the second image fetched {more} bytes, of which {differs} differ");
+    assert!(more <= differs * 13 / 10, "{more} of {differs}");
+    // A server that takes over finds what was kept.
+    kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
+    drop_caches();
+    assert_same(&trees[1], &places[1]);
+    [first, second].into_iter().for_each(|mounted| burgeon.umount(mounted));
+}
+
+#[test]
+fn users_see_and_change_the_cache() {
+    let space = Space::new("cache-command");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let tree = tree(&space, "tree", 2, 1000);
+    let at = space.path("at");
+    burgeon.build(&tree, "image");
+    burgeon.fails(&["cache", "status"], 5, "no daemon runs");
+    let mounted = burgeon.mount("image", &at, &["--read-only", "--profile", "none"]);
+    assert_same(&tree, &at);
+    let all = FILES * FILE_LEN as u64;
+    assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= all));
+    assert!(burgeon.ok(&["status"]).contains("the host's cache takes"));
+
+    let evicted = cache(&burgeon, &["evict", "4M"]);
+    assert!(evicted["bytes"].as_u64() >= Some(4 << 20), "{evicted}");
+    cache(&burgeon, &["resize", "8M"]);
+    assert!(shown(&burgeon, "used") <= 8 << 20 && shown(&burgeon, "limit") == 8 << 20);
+    drop_caches();
+    assert_same(&tree, &at);
+    assert!(shown(&burgeon, "used") <= 8 << 20);
+    let scrubbed = cache(&burgeon, &["scrub", "--rate", "1G"]);
+    assert_eq!(scrubbed["chunks"], 0, "{scrubbed}");
+    let dropped = cache(&burgeon, &["drop", "image"]);
+    assert!(dropped["chunks"].as_u64() > Some(0), "{dropped}");
+    assert_eq!(shown(&burgeon, "chunks"), 0);
+    burgeon.fails(&["cache", "resize", "101%"], 2, "101%");
+
+    // The limit outlives the server and the daemon.
+    kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
+    drop_caches();
+    assert_same(&tree, &at);
+    assert!(wait_until(PATIENCE, || shown(&burgeon, "limit") == 8 << 20));
+    burgeon.umount(mounted);
+    burgeon.ok(&["shutdown"]);
+    let mounted = burgeon.mount("image", &at, &["--read-only", "--profile", "none"]);
+    assert_eq!(shown(&burgeon, "limit"), 8 << 20);
+    burgeon.umount(mounted);
+}
+
+/// Readers compare every byte, while others take and give back the disk, and the server dies.
+#[test]
+fn a_small_disk_is_never_filled_beyond_the_floor() {
+    const DISK: u64 = 96 << 20;
+    const FLOOR: u64 = 16 << 20;
+    let space = Space::new("cache-small");
+    let (store, state) = (space.path("store"), space.make_folder("state"));
+    let burgeon = Burgeon::with_state(PROGRAM, state.clone()).option("--store").option(&store);
+    let trees = [tree(&space, "one", 18, 1000), tree(&space, "two", 18, 2000)];
+    for (tree, name) in trees.iter().zip(["one", "two"]) {
+        burgeon.build(tree, name);
+    }
+    let folder = state.join("cache");
+    let disk = space.disk(&folder, DISK);
+    let settings = format!("{{\"keep_free\":{{\"bytes\":{FLOOR}}}}}");
+    fs::write(state.join("cache.json"), settings).unwrap();
+    let places = [space.path("at-one"), space.path("at-two")];
+    let none = ["--read-only", "--profile", "none"];
+    let mounted =
+        ["one", "two"].iter().zip(&places).map(|(name, at)| burgeon.mount(name, at, &none));
+    let mounted: Vec<_> = mounted.collect();
+    let free = || {
+        let fs = rustix::fs::statvfs(&folder).unwrap();
+        fs.f_bavail * fs.f_frsize
+    };
+    thread::scope(|scope| {
+        let readers: Vec<_> = trees
+            .iter()
+            .zip(&places)
+            .map(|(tree, at)| {
+                scope.spawn(move || {
+                    for _ in 0..4 {
+                        drop_caches();
+                        assert_same(tree, at);
+                    }
+                })
+            })
+            .collect();
+        let mut least = u64::MAX;
+        let mut killed = false;
+        while readers.iter().any(|reader| !reader.is_finished()) {
+            least = least.min(free());
+            if !killed && least < DISK / 2 {
+                kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);
+                killed = true;
+            }
+            thread::sleep(std::time::Duration::from_millis(20));
+        }
+        // The journal and the file system's own blocks are beside the chunks.
+        assert!(least + (2 << 20) >= FLOOR, "{least} bytes were free, and {FLOOR} should be");
+        println!("the least that was free: {least} of {FLOOR}");
+    });
+    // Others take all of it: the cache gives way, and then passes everything through.
+    let hog = File::create(folder.join("hog")).unwrap();
+    let taken = free() - (1 << 20);
+    fallocate(&hog, FallocateFlags::empty(), 0, taken).unwrap();
+    assert!(wait_until(PATIENCE, || free() >= FLOOR.min(shown(&burgeon, "used") + (1 << 20))));
+    (&hog).flush().unwrap();
+    drop_caches();
+    trees.iter().zip(&places).for_each(|(tree, at)| assert_same(tree, at));
+    let failed = |mount: &Value| mount["reads"]["failed_reads"].as_u64() > Some(0);
+    let status = burgeon.status();
+    assert!(!status["mounts"].as_array().unwrap().iter().any(failed), "{status:#}");
+    drop(hog);
+    fs::remove_file(folder.join("hog")).unwrap();
+    mounted.into_iter().for_each(|mounted| burgeon.umount(mounted));
+    burgeon.ok(&["shutdown"]);
+    drop(disk);
+}
