@@ -80,10 +80,12 @@ impl Burgeon {
         &self.state
     }
 
-    /// Damages no bytes, but loses all of the host's cache.
+    /// Removes all of the host's cache.
     pub fn lose_cache(&self) {
         let files = std::fs::read_dir(self.state.join("cache")).into_iter().flatten().flatten();
         files.for_each(|file| std::fs::remove_file(file.path()).unwrap_or_default());
+        // A running server sees it when it looks at the folder next, five times a second.
+        thread::sleep(std::time::Duration::from_secs(1));
     }
 
     /// The files of the host's cache that hold chunks.
