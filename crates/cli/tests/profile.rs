@@ -299,7 +299,6 @@ fn a_profile_of_an_oci_image_is_prefetched_from_its_layers() {
         shown.dedup();
         assert_eq!(shown, ["/f20", "/f03"]);
         // Cold again.
-        let image = recorded["image"].as_str().unwrap();
         burgeon.ok(&["shutdown"]);
         burgeon.lose_cache();
         let before = link.bytes();
