@@ -22,7 +22,7 @@ const READERS: u64 = 4;
 
 /// An image of one file, in a folder behind nginx.
 struct Image {
-    folder: tempfile::TempDir,
+    _folder: tempfile::TempDir,
     web: WebServer,
     map: Arc<AddressMap>,
     /// All of its lazy data.
@@ -46,7 +46,7 @@ impl Image {
         prepare(&store, &digest, &made, 0, &limits, |_| {}, || {}).unwrap();
         let map = Arc::new(AddressMap::open(&made.join("map")).unwrap());
         let web = WebServer::nginx(store.root(), &folder.path().join("nginx")).unwrap();
-        let mut image = Self { folder, web, map, data: Vec::new() };
+        let mut image = Self { _folder: folder, web, map, data: Vec::new() };
         let runtime = runtime();
         let _runtime = runtime.enter();
         let local = image.volume(Store::from(store), Limits::default());

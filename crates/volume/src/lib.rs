@@ -52,7 +52,7 @@ pub use budget::Budget;
 pub use burgeon_cache::CacheState;
 pub use checksum_file::ChecksumFile;
 pub use device::LazyDevice;
-pub use fetch::permits::SharedPermits;
+pub use fetch::{permits::SharedPermits, shared_keys::SharedKeys};
 pub use keys::chunk_keys;
 pub use limits::{FETCHES_MAX, Limits};
 pub use read_log::Recording;

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use crate::SharedPermits;
+use crate::{SharedKeys, SharedPermits};
 
 /// Chunks of one volume being fetched, decompressed, served or written to the cache at once. Each
 /// holds at most 256 KiB as stored and 256 KiB raw: 32 × 512 KiB = 16 MiB. It is enough for the
@@ -63,6 +63,8 @@ pub struct Limits {
     /// The permits of the process. Clones of these limits share them, too; each
     /// `Limits::default()` has its own.
     pub shared: SharedPermits,
+    /// The chunks that the volumes of the process fetch now: shared in the same way.
+    pub shared_keys: SharedKeys,
     /// Chunks of the volume held in memory at once.
     pub fetches_max: usize,
     /// Of these, chunks one read waits for at once.
@@ -100,6 +102,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             shared: SharedPermits::new(SHARED_FETCHES, SHARED_BACKGROUND),
+            shared_keys: SharedKeys::default(),
             fetches_max: FETCHES_MAX,
             fetches_per_read: FETCHES_PER_READ,
             background_fetches: BACKGROUND_FETCHES,

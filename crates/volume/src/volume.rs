@@ -20,7 +20,7 @@ use burgeon_block::{
     BLOCK_SIZE, BlockSource, ByteRange, Counter, Counters, Error, ErrorKind, LocalFile, Now,
     ObjectId, ObjectKind, Result,
 };
-use burgeon_cache::Why;
+use burgeon_cache::{Domain, Why};
 use burgeon_image::{AddressMap, Codec};
 use tokio::time::Instant;
 
@@ -161,6 +161,11 @@ where
     /// The account of fetches that no reader waited for.
     pub fn background(&self) -> &Counters {
         &self.engine.unclaimed
+    }
+
+    /// The domain of trust that this image's chunks are kept in.
+    pub fn domain(&self) -> Domain {
+        self.residency.domain()
     }
 
     /// Resident bytes of lazy data. Each block is still verified when it is read. Of images with

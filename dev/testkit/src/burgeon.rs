@@ -2,9 +2,9 @@
 
 use std::{
     ffi::{OsStr, OsString},
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    thread,
 };
 
 use serde_json::Value;
@@ -84,8 +84,13 @@ impl Burgeon {
     pub fn lose_cache(&self) {
         let files = std::fs::read_dir(self.state.join("cache")).into_iter().flatten().flatten();
         files.for_each(|file| std::fs::remove_file(file.path()).unwrap_or_default());
-        // A running server sees it when it looks at the folder next, five times a second.
-        thread::sleep(std::time::Duration::from_secs(1));
+        // A running server sees it when it looks at the folder next.
+        let chunks = || {
+            let shown = self.run(&["cache", "status", "--json"]);
+            let shown: Value = serde_json::from_str(&shown.stdout).unwrap_or_default();
+            shown["cache"]["chunks"].as_u64().unwrap_or(0)
+        };
+        assert!(wait_until(PATIENCE, || chunks() == 0), "the server knows removed files");
     }
 
     /// The files of the host's cache that hold chunks.
@@ -96,12 +101,15 @@ impl Burgeon {
     }
 
     /// Lets the cache fill the disk: the machine that runs the tests may have little free space.
+    /// The server reads its settings when it starts, so they are there before the first command.
     fn let_the_cache_grow(&self) {
         let settings = self.state.join("cache.json");
-        if self.state.join("run").is_dir() && !settings.exists() {
-            // A test may have made the directory unusable on purpose.
-            let _ = std::fs::write(settings, r#"{"keep_free":{"bytes":0}}"#);
+        if settings.exists() {
+            return;
         }
+        // A test may have made the directory unusable on purpose.
+        let _ = std::fs::DirBuilder::new().mode(0o700).create(&self.state);
+        let _ = std::fs::write(settings, r#"{"keep_free":{"bytes":0}}"#);
     }
 
     /// A command of this installation, ready to start.
@@ -243,7 +251,7 @@ impl Drop for Burgeon {
         for id in self.processes() {
             kill(id);
         }
-        if !left.is_empty() && !thread::panicking() {
+        if !left.is_empty() && !std::thread::panicking() {
             panic!("left behind: {left:?}");
         }
     }

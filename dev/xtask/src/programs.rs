@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 39] = [
+pub(crate) const QUICK: [&str; 40] = [
     "area",
     "bombs",
     "catalog",
@@ -34,6 +34,7 @@ pub(crate) const QUICK: [&str; 39] = [
     "repeated",
     "rooms",
     "roundtrip",
+    "shared_keys",
     "smartctl",
     "spoilt",
     "table",

@@ -5,10 +5,10 @@ use std::{
     thread,
 };
 
-use burgeon_block::{Digest, Result};
+use burgeon_block::{Digest, ObjectKind, Result};
 use burgeon_cache::{Cache, Domain, Report, policy::Forecast};
 use burgeon_image::AddressMap;
-use burgeon_source::{Access, Location};
+use burgeon_source::{Access, LayersAt, Location, Store, layers_at};
 use burgeon_volume::{CacheAccess, chunk_keys};
 
 use super::Serving;
@@ -34,26 +34,59 @@ pub(super) fn open(state: &StateDir) -> Result<Arc<Cache>> {
     Ok(Arc::new(Cache::open(&state.cache(), settings, Box::new(policy))?))
 }
 
-/// The domain of trust of an image that is read from `store` with `access`: public if nobody needs
-/// credentials for it.
-pub(super) fn domain(store: &Location, access: &Access) -> Domain {
-    if access.is_empty() && !store.has_ambient_credentials() {
+/// The domain of trust of an image that is read from `store` with `access`, with layers at
+/// `layers`: public if nobody can need credentials for any of them.
+///
+/// Without credentials that were given for the mount, the machine's own may be used. They are a
+/// set for each bucket and for each registry.
+fn domain(store: &Location, access: &Access, layers: &[Option<LayersAt>]) -> Domain {
+    let mut places: Vec<String> = layers.iter().filter_map(place).collect();
+    match store {
+        Location::Registry(name) => places.push(name.registry().to_owned()),
+        other if other.has_ambient_credentials() && access.is_empty() => {
+            places.push(other.to_string());
+        }
+        _ => {}
+    }
+    if access.is_empty() && places.is_empty() {
         return Domain::PUBLIC;
     }
+    places.sort();
+    places.dedup();
     let mut identity = Vec::new();
-    // Without settings the machine's own credentials are used, which are those for this store.
-    let store = if access.is_empty() { store.to_string() } else { String::new() };
-    for text in access.variables().flat_map(|(name, value)| [name, value]).chain([&*store]) {
+    let given = access.variables().flat_map(|(name, value)| [name, value]);
+    for text in given.chain(places.iter().map(String::as_str)) {
         identity.extend((text.len() as u64).to_le_bytes());
         identity.extend(text.as_bytes());
     }
     Domain::of(&identity)
 }
 
+/// The name of a place of layers that may want credentials; a place that could not be read may.
+fn place(at: &Option<LayersAt>) -> Option<String> {
+    match at {
+        Some(LayersAt::Layout(_)) => None,
+        Some(LayersAt::Registry(name)) => Some(name.registry().to_owned()),
+        None => Some(String::new()),
+    }
+}
+
+/// The places of the layers that an image in `store` refers to; `None` for one that cannot be read.
+fn layers_of(map: &AddressMap, store: &Store) -> Vec<Option<LayersAt>> {
+    let derived = map.objects().iter().filter(|object| object.is(ObjectKind::Derived));
+    derived.map(|object| layers_at(store, object).ok()).collect()
+}
+
 impl Serving {
-    /// The cache, for an image that is read from `store` with `access`.
-    pub(super) fn cache_for(&self, store: &Location, access: &Access) -> CacheAccess {
-        CacheAccess { store: Arc::clone(&self.cache) as _, domain: domain(store, access) }
+    /// The cache, for the image of `map`, which lies at `location` and is read with `access`.
+    pub(super) fn cache_for(
+        &self,
+        map: &AddressMap,
+        store: &Store,
+        (location, access): (&Location, &Access),
+    ) -> CacheAccess {
+        let domain = domain(location, access, &layers_of(map, store));
+        CacheAccess { store: Arc::clone(&self.cache) as _, domain }
     }
 
     /// Does what a user has ordered, in a thread of its own: it may take long.
@@ -139,17 +172,35 @@ impl Serving {
 #[cfg(test)]
 mod tests {
     use burgeon_cache::Domain;
-    use burgeon_source::{Access, Location};
+    use burgeon_source::{Access, LayersAt, Location};
 
     use super::domain;
 
     #[test]
     fn only_stores_that_need_no_credentials_are_public() {
         let none = Access::default();
-        let of = |location: &str| domain(&Location::parse(location).unwrap(), &none);
+        let of = |location: &str| domain(&Location::parse(location).unwrap(), &none, &[]);
         assert!(of("/a/folder") == Domain::PUBLIC);
         assert!(of("https://store.example/a") == Domain::PUBLIC);
         assert!(of("s3://bucket/a") != Domain::PUBLIC, "the machine may have credentials");
         assert!(of("s3://bucket/a") != of("s3://other/a"));
+    }
+
+    #[test]
+    fn layers_in_a_registry_are_in_a_domain_of_that_registry() {
+        let store = Location::parse("/a/folder").unwrap();
+        let of = |places: &[&str]| {
+            let at = |text: &&str| LayersAt::parse(text).ok();
+            domain(&store, &Access::default(), &places.iter().map(at).collect::<Vec<_>>())
+        };
+        let one = of(&["oci://r.example/one:1"]);
+        assert!(one != Domain::PUBLIC, "the machine may have a login there");
+        assert!(one == of(&["oci://r.example/two:1", "oci://r.example/one:1"]));
+        assert!(one != of(&["oci://other.example/one:1"]));
+        assert!(of(&["oci-layout:/a/layout"]) == Domain::PUBLIC);
+        let damaged = of(&["damaged"]);
+        assert!(damaged != Domain::PUBLIC && damaged != one);
+        let image = format!("oci://r.example/one@sha256:{}", "0".repeat(64));
+        assert!(domain(&Location::parse(&image).unwrap(), &Access::default(), &[]) == one);
     }
 }

@@ -25,7 +25,7 @@ use burgeon_volume::{
     ChecksumFile, LazyDevice, Limits, RECORDED_CHECKSUM_LEN, VirtualArea, Volume,
 };
 
-use super::{Serving, SharedCounters, cache, lock};
+use super::{Serving, SharedCounters, lock};
 use crate::{
     id::MountId,
     ipc::link::Warm,
@@ -74,9 +74,13 @@ impl Openings {
 
     /// The domains of trust in which the image in `folder` is open.
     pub(super) fn domains(&self, folder: &Path) -> Vec<Domain> {
-        let openings = lock(&self.0);
-        let of_image = openings.keys().filter(|origin| origin.cache.parent() == Some(folder));
-        of_image.map(|origin| cache::domain(&origin.store, &origin.access)).collect()
+        let of_image = |(origin, opening): (&Origin, &Arc<Opening>)| {
+            (origin.cache.parent() == Some(folder)).then(|| Arc::clone(opening))
+        };
+        // An entry may be locked until a store answers: not with the lock of all.
+        let openings: Vec<_> = lock(&self.0).iter().filter_map(of_image).collect();
+        let volumes = openings.iter().filter_map(|opening| lock(opening).upgrade());
+        volumes.map(|volume| volume.domain()).collect()
     }
 
     /// Drops the volumes without users.
@@ -107,12 +111,12 @@ impl Serving {
         if let (References::Refuse, Some(object)) = (references, reference) {
             return Err(refused_reference(object));
         }
-        let objects = Objects::new(Store::open(&origin.store, &origin.access)?, references)
-            .with_access(&origin.access);
+        let store = Store::open(&origin.store, &origin.access)?;
+        let cache = self.cache_for(&map, &store, (&origin.store, &origin.access));
+        let objects = Objects::new(store, references).with_access(&origin.access);
         if let Err(error) = files::remove_file(&origin.cache) {
             tracing::warn!(%error, "the cache of an earlier version stays");
         }
-        let cache = self.cache_for(&origin.store, &origin.access);
         let _runtime = self.runtime.enter();
         // The folder of a prepared image is named by its digest.
         let folder = origin.cache.parent().and_then(Path::file_name).unwrap_or_default();

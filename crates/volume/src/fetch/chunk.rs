@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   fetch_task ──► in the cache after all? ──► ask: source ──► decompress, digest, checksums
-//!       │ begins to read ahead (cached.rs)                                     │
+//!       │ begins to read ahead (cached.rs), or in flight for another image?    │
 //!       └──────────────── keep: checksums, residency ◄── readers ◄── publish ◄─┘
 //! ```
 //!
@@ -24,6 +24,7 @@ use super::{
     permits::{BackgroundPermit, Permits},
     read_object,
     retry::Question,
+    shared_keys::Turn,
 };
 use crate::{Volume, verify::check_blocks};
 
@@ -81,19 +82,48 @@ where
         if of_a_reader.is_some() {
             self.read_ahead(index);
         }
-        let result = self.fetch_unless_cached(index, deadline, &mut cost).await;
+        let (result, turn) = self.fetch_unless_cached(index, deadline, &mut cost).await;
         drop(of_a_reader);
         self.finish(index, in_flight, permits, (result, why), cost).await;
+        // Only now do other images find it in the cache.
+        drop(turn);
     }
 
-    /// The verified bytes of a chunk, from the cache if they are right there.
+    /// The right to fetch a chunk alone, if no other image fetches it now.
+    pub(super) fn turn(&self, index: u32) -> Option<Turn> {
+        self.limits.shared_keys.begin(self.residency.own_key(index)?).ok()
+    }
+
+    /// The verified bytes of a chunk, from the cache if they are right there, and the right to
+    /// fetch it alone, if this task has it.
     async fn fetch_unless_cached(
         self: &Arc<Self>,
         index: u32,
         deadline: Instant,
         cost: &mut Cost,
+    ) -> (Result<Pages>, Option<Turn>) {
+        let mut turn = None;
+        let mut cached = self.from_cache(index, cost).await;
+        if let (Cached::Absent, Some(key)) = (&cached, self.residency.own_key(index)) {
+            match self.limits.shared_keys.begin(key) {
+                Ok(own) => turn = Some(own),
+                Err(other) => {
+                    other.ended(deadline).await;
+                    cached = self.from_cache(index, cost).await;
+                }
+            }
+        }
+        (self.fetch_if_wrong(index, cached, deadline, cost).await, turn)
+    }
+
+    async fn fetch_if_wrong(
+        self: &Arc<Self>,
+        index: u32,
+        cached: Cached,
+        deadline: Instant,
+        cost: &mut Cost,
     ) -> Result<Pages> {
-        let unknown = match self.from_cache(index, cost).await {
+        let unknown = match cached {
             Cached::Right(pages) => return Ok(pages),
             Cached::Absent => None,
             Cached::Unknown(pages, found) => Some((pages, found)),

@@ -12,7 +12,8 @@
 //!
 //! A [`FetchEngine`] serves one key space: the chunks of an image ([`chunk`], [`run`]), or those
 //! of the mapped files of a mount (`area/file.rs`). Bytes that are never cached have no key to
-//! share, and come through the same [`FetchEngine::ask`] ([`through`]).
+//! share, and come through the same [`FetchEngine::ask`] ([`through`]). Images that have chunks in
+//! common wait for each other's fetches in [`shared_keys`].
 //!
 //! Invariants, and the tests that hold them:
 //! - At most one fetch of a key is in flight, and every waiter shares its result; a dropped reader
@@ -32,6 +33,7 @@ pub(crate) mod path;
 pub(crate) mod permits;
 pub(crate) mod retry;
 pub(crate) mod run;
+pub(crate) mod shared_keys;
 mod through;
 
 use std::{convert::Infallible, sync::Arc};

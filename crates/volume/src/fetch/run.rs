@@ -18,7 +18,7 @@ use burgeon_image::Chunk;
 use bytes::Bytes;
 use tokio::{sync::mpsc, time::Instant};
 
-use super::{Begun, chunk::ChunkQuestion, in_flight::Cost, read_object};
+use super::{Begun, chunk::ChunkQuestion, in_flight::Cost, read_object, shared_keys::Turn};
 use crate::{Volume, background::prefetched::Purpose};
 
 /// A chunk of a run, whose fetch has begun.
@@ -58,6 +58,8 @@ where
     ) -> bool {
         let Some((chunk, range)) = self.stored_run(&run) else { return true };
         let to_fetch = self.bytes_to_fetch(&run);
+        // What another image fetches now is fetched twice: a run is one request.
+        let turns: Vec<_> = run.iter().map(|chunk| self.turn(chunk.index)).collect();
         let deadline = self.engine.outage.deadline(Instant::now());
         let asking = read_object(&self.source, self.map.object(chunk.object), range);
         let mut cost = Cost::default();
@@ -67,7 +69,7 @@ where
             self.engine.unclaimed.source_errors.add(cost.source_errors);
         });
         let start = chunk.stored.start();
-        for RunChunk { index, begun } in run {
+        for (RunChunk { index, begun }, turn) in run.into_iter().zip(turns) {
             let stored = self.map.chunk(index).stored;
             let at = (stored.start() - start) as usize;
             let bytes = answer.as_ref().ok().map(|all| all.slice(at..at + stored.len() as usize));
@@ -75,7 +77,7 @@ where
             let begun = Begun { deadline, ..begun };
             let (this, ending) = (Arc::clone(&self), ending.clone());
             tokio::spawn(async move {
-                this.run_chunk(index, begun, purpose, bytes).await;
+                this.run_chunk(index, (begun, turn), purpose, bytes).await;
                 drop(ending);
             });
         }
@@ -86,11 +88,13 @@ where
     async fn run_chunk(
         self: Arc<Self>,
         index: u32,
-        begun: Begun,
+        (begun, turn): (Begun, Option<Turn>),
         purpose: Purpose,
         stored: Option<Bytes>,
     ) {
         let Some(stored) = stored else {
+            // It takes its turn again.
+            drop(turn);
             return self.fetch_task(index, begun, Why::Prefetch).await;
         };
         let Begun { in_flight, permits, deadline } = begun;
@@ -110,5 +114,6 @@ where
             self.prefetched(purpose).note(self.map.chunk(index).range);
         }
         self.finish(index, in_flight, permits, (result, Why::Prefetch), cost).await;
+        drop(turn);
     }
 }

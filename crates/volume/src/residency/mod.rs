@@ -129,7 +129,7 @@ impl<K: Keys> Residency<K> {
     }
 
     /// The key under which chunk `index` is admitted.
-    fn own_key(&self, index: u32) -> Option<ChunkKey> {
+    pub(crate) fn own_key(&self, index: u32) -> Option<ChunkKey> {
         let domain = self.domains.last()?;
         self.keys.key(index, domain)
     }
@@ -176,6 +176,11 @@ impl<K: Keys> Residency<K> {
             self.domains.iter().filter_map(key).collect::<Vec<_>>()
         };
         self.cache.store.hold(&chunks.iter().flat_map(keys).collect::<Vec<_>>())
+    }
+
+    /// The domain that chunks are admitted to.
+    pub(crate) fn domain(&self) -> Domain {
+        self.cache.domain
     }
 
     /// The state of the cache: fetched chunks are kept, or not.

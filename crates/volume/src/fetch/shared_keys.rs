@@ -1,0 +1,82 @@
+//! The single-flight of the whole process: one fetch a key of the cache, whichever image asks.
+//!
+//! ```text
+//!   fetch task of a chunk ──► begin ── nobody has the key ──► fetch, keep ──► the key is free
+//!                               └── another image's fetch has it ──► wait ──► in the cache now?
+//!                                                                              └ no: fetch anyway
+//! ```
+//!
+//! Invariants, and the tests that hold them:
+//! - A task waits for another image's fetch once, and at most half of its own time: then it asks
+//!   its own source, whatever became of the other (`tests/shared_keys.rs`).
+//! - Only equal keys wait for each other, and keys of different domains are never equal: a mount
+//!   learns nothing from another's credentials.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use burgeon_cache::ChunkKey;
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout_at},
+};
+
+type Keys = HashMap<ChunkKey, watch::Receiver<()>>;
+
+/// The keys whose chunks are fetched now. Clones share them.
+#[derive(Clone, Default)]
+pub struct SharedKeys(Arc<Mutex<Keys>>);
+
+/// The right to fetch a key's chunk alone, given back when dropped.
+pub(crate) struct Turn {
+    keys: SharedKeys,
+    key: ChunkKey,
+    /// Wakes those that wait, when it goes.
+    _end: watch::Sender<()>,
+}
+
+/// The end of another image's fetch.
+pub(crate) struct Other(watch::Receiver<()>);
+
+impl SharedKeys {
+    fn guard(&self) -> MutexGuard<'_, Keys> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes `key`, or says who has it.
+    pub(crate) fn begin(&self, key: ChunkKey) -> Result<Turn, Other> {
+        let mut keys = self.guard();
+        if let Some(other) = keys.get(&key) {
+            return Err(Other(other.clone()));
+        }
+        let (end, other) = watch::channel(());
+        keys.insert(key, other);
+        Ok(Turn { keys: self.clone(), key, _end: end })
+    }
+}
+
+impl fmt::Debug for SharedKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedKeys").field("keys", &self.guard().len()).finish()
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.keys.guard().remove(&self.key);
+    }
+}
+
+impl Other {
+    /// Waits until the fetch has ended, its cache write included, or half of the time until
+    /// `deadline` is over.
+    pub(crate) async fn ended(mut self, deadline: Instant) {
+        let now = Instant::now();
+        let half = now + deadline.saturating_duration_since(now) / 2;
+        // Nothing is ever sent: an error says that the sender has gone.
+        let _ = timeout_at(half, self.0.changed()).await;
+    }
+}
