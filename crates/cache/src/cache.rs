@@ -264,6 +264,9 @@ impl Shared {
         let mut admin = lock(&self.admin);
         admin.making = false;
         let (arena, blocks) = made?;
+        if self.arenas.get(arena).is_none_or(|arena| arena.id() == 0) {
+            return Err(Error::new(ErrorKind::Unavailable, "the cache's folder was removed"));
+        }
         admin.current = Some(crate::admin::Current { arena, next: 0, end: blocks });
         Ok(())
     }
@@ -422,7 +425,10 @@ impl Shared {
         self.gate.written();
         let chunk = Chunk { key, location, about: About::new(blocks, crc as u32) };
         let mut admin = lock(&self.admin);
-        let Some(place) = admin.insert(&chunk, why, &self.slots, &self.index) else {
+        // The folder may have been removed since the place was reserved, and the arena with it.
+        let is_open = self.arenas.get(location.arena).is_some_and(|arena| arena.id() != 0);
+        let inserted = is_open.then(|| admin.insert(&chunk, why, &self.slots, &self.index));
+        let Some(place) = inserted.flatten() else {
             drop(admin);
             self.abandon(location, blocks, false);
             return Ok(self.place_of(&key));

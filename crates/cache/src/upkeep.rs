@@ -13,7 +13,7 @@ use burgeon_block::{BLOCK_SIZE, ByteRange, Pages, Result};
 
 use crate::{
     admin::Freed,
-    arena::ARENAS_MAX,
+    arena::{ARENAS_MAX, Arena},
     cache::{Bounds, Shared, lock, spare},
     journal::Event,
     persist::Persist,
@@ -56,6 +56,12 @@ impl Shared {
 impl Upkeep {
     fn round(&mut self, shared: &Shared, extra: u64) -> Result<()> {
         let is_open = shared.gate.is_open();
+        if shared.is_taken.load(Relaxed)
+            && let Err(error) = shared.disk.check()
+        {
+            tracing::warn!(%error, "the cache was removed, and begins anew");
+            self.reset(shared);
+        }
         if !shared.is_taken.load(Relaxed) {
             if !is_open || !shared.disk.take()? {
                 return Ok(());
@@ -63,9 +69,6 @@ impl Upkeep {
             self.load(shared)?;
             shared.gate.written();
             shared.is_taken.store(true, Relaxed);
-        } else if let Err(error) = shared.disk.check() {
-            self.reset(shared);
-            return Err(error);
         }
         // Also while the gate is closed: what is freed may open it.
         self.balance(shared, extra)?;
@@ -316,10 +319,15 @@ impl Upkeep {
     /// Forgets everything: the folder is gone, or another one.
     fn reset(&mut self, shared: &Shared) {
         shared.is_taken.store(false, Relaxed);
-        let end = {
+        let (end, arenas) = {
             let mut admin = lock(&shared.admin);
             admin.current = None;
-            admin.slots_end
+            // From here on no chunk is inserted that was written to one of these.
+            let close = |(index, arena): (u32, &Arena)| {
+                arena.id.store(0, Relaxed);
+                index
+            };
+            (admin.slots_end, shared.arenas.iter().map(close).collect::<Vec<_>>())
         };
         for slot in 0..end {
             lock(&shared.admin).remove(slot, &shared.slots, &shared.index, &shared.arenas);
@@ -333,8 +341,7 @@ impl Upkeep {
             let mut admin = lock(&shared.admin);
             admin.used = admin.used.saturating_sub(leaked);
         }
-        for (_, arena) in shared.arenas.iter() {
-            arena.id.store(0, Relaxed);
+        for arena in arenas.into_iter().filter_map(|index| shared.arenas.get(index)) {
             arena.len.store(0, Relaxed);
             // The file has no name any more; its space goes with its bytes.
             if let Err(error) = arena.file.clear() {

@@ -91,6 +91,16 @@ fn users_see_and_change_the_cache() {
     let all = FILES * FILE_LEN as u64;
     assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= all));
     assert!(burgeon.ok(&["status"]).contains("the host's cache takes"));
+    // The server looks when it is asked, and not only every ten seconds.
+    let read = cache(&burgeon, &["status"])["cache"]["read"].clone();
+    assert!(read["miss"].as_u64().unwrap() > 0, "{read}");
+    let before = read["hit"].as_u64().unwrap();
+    drop_caches();
+    assert_same(&tree, &at);
+    let after = cache(&burgeon, &["status"])["cache"]["read"]["hit"].as_u64().unwrap();
+    assert!(after - before >= all, "{before}, {after}");
+    let said = burgeon.ok(&["cache", "status"]);
+    assert!(said.contains("% in a minute") && said.contains("% in all"), "{said}");
 
     let evicted = cache(&burgeon, &["evict", "4M"]);
     assert!(evicted["bytes"].as_u64() >= Some(4 << 20), "{evicted}");
@@ -140,7 +150,7 @@ fn a_small_disk_is_never_filled_beyond_the_floor() {
     let mounted: Vec<_> = mounted.collect();
     let disk_now = || rustix::fs::statvfs(&folder).unwrap();
     let free = || disk_now().f_bavail * disk_now().f_frsize;
-    let floor = disk_now().f_blocks * disk_now().f_frsize / 4;
+    let floor = disk_now().f_blocks * disk_now().f_frsize / 100 * 25;
     assert_eq!(shown(&burgeon, "floor"), floor, "25 % is left free by default");
     thread::scope(|scope| {
         let readers: Vec<_> = trees

@@ -577,7 +577,8 @@ fn idle_mounts_take_a_thread_each_and_little_memory() {
     let cpus = std::thread::available_parallelism().unwrap().get() as u64;
     let is_idle = |mounts| {
         let threads = || told(server(), "status", "Threads");
-        let few = wait_until(PATIENCE, || threads() <= mounts + 2 * cpus);
+        // Two of the server's keep the cache within its bounds and look at the reads.
+        let few = wait_until(PATIENCE, || threads() <= mounts + 2 * cpus + 2);
         assert!(few, "{} threads of {mounts} idle mounts", threads());
     };
     // Never pages that are mapped from files: the program's text counts for more whenever another

@@ -272,7 +272,7 @@ fn a_folder_of_the_state_directory_that_is_a_symlink_is_named() {
 #[test]
 fn a_mistyped_state_directory_is_not_made() {
     let space = Space::new("mistyped");
-    let typo = Burgeon::new(BURGEON, &space);
+    let typo = Burgeon::with_state(BURGEON, space.path("state"));
     let at = space.make_folder("at");
     assert!(typo.ok(&["status"]).contains("there is no state directory"));
     typo.fails(&["list"], 3, "there is no state directory");

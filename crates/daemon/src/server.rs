@@ -18,6 +18,7 @@
 mod background;
 mod cache;
 mod mounts;
+mod reads;
 mod refusing;
 mod served;
 mod status;
@@ -61,6 +62,7 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use self::{
     background::Warmed,
     mounts::Job,
+    reads::Reads,
     served::{Mount, Refused},
     tasks::Tasks,
     volumes::Openings,
@@ -107,6 +109,8 @@ struct Serving {
     limits: Limits,
     /// Shared by all volumes, too.
     cache: Arc<Cache>,
+    /// What all mounts have read.
+    reads: Mutex<Reads>,
     /// The pending jobs of each mount: the only way to change the served devices.
     tasks: Tasks<MountId, Job>,
     mounts: Mutex<HashMap<MountId, Mount>>,
@@ -188,6 +192,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         written,
         _lock: the_only_server(&state)?,
         cache: cache::open(&state)?,
+        reads: Mutex::default(),
         state,
         limits: Limits::default(),
         tasks: Tasks::default(),
@@ -198,6 +203,14 @@ fn begin(state_dir: &Path) -> Result<()> {
         warmed: Mutex::default(),
         link: Mutex::default(),
         opener,
+    });
+    let reader = Arc::downgrade(&serving);
+    thread::spawn(move || {
+        while let Some(serving) = reader.upgrade() {
+            serving.look_at_reads(true);
+            drop(serving);
+            thread::sleep(reads::PERIOD);
+        }
     });
     let mut stream = UnixStream::from(stdin);
     loop {

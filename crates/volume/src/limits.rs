@@ -25,7 +25,7 @@ const FETCHES_PER_READ: usize = 4;
 /// readers wait, fill begins nothing new.
 const BACKGROUND_FETCHES: usize = FETCHES_MAX / 4 * 3;
 
-/// Threads that write the cache file. Direct writes of 256 KiB: four keep an SSD busy.
+/// Threads that write the cache. Direct writes of 256 KiB: four keep an SSD busy.
 const WRITE_THREADS: usize = 4;
 
 /// Limit of fill's wait for readers to be served. Then it takes one more chunk all the same, so

@@ -41,7 +41,14 @@ impl Burgeon {
     /// The program `program` (a test gives `env!("CARGO_BIN_EXE_burgeon")`) with its state in
     /// the folder `state` of `space`.
     pub fn new(program: &str, space: &Space) -> Self {
-        Self::with_state(program, space.path("state"))
+        let state = space.path("state");
+        let burgeon = Self::with_state(program, state);
+        // The server reads them when it starts. A second installation of this state has them.
+        let made = std::fs::DirBuilder::new().mode(0o700).create(&burgeon.state);
+        if made.is_ok() {
+            burgeon.write_settings();
+        }
+        burgeon
     }
 
     /// The same with its state in `state`.
@@ -101,20 +108,19 @@ impl Burgeon {
     }
 
     /// Lets the cache fill the disk: the machine that runs the tests may have little free space.
-    /// The server reads its settings when it starts, so they are there before the first command.
-    fn let_the_cache_grow(&self) {
+    fn write_settings(&self) {
         let settings = self.state.join("cache.json");
-        if settings.exists() {
-            return;
+        if !settings.exists() {
+            // A test may have made the directory unusable on purpose.
+            let _ = std::fs::write(settings, r#"{"keep_free":{"bytes":0}}"#);
         }
-        // A test may have made the directory unusable on purpose.
-        let _ = std::fs::DirBuilder::new().mode(0o700).create(&self.state);
-        let _ = std::fs::write(settings, r#"{"keep_free":{"bytes":0}}"#);
     }
 
     /// A command of this installation, ready to start.
     pub fn command<A: AsRef<OsStr>>(&self, arguments: &[A]) -> Command {
-        self.let_the_cache_grow();
+        if self.state.join("run").is_dir() {
+            self.write_settings();
+        }
         let mut command = Command::new(&self.program);
         command.arg("--state-dir").arg(&self.state).args(&self.options).args(arguments);
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));

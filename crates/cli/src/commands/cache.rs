@@ -6,7 +6,7 @@ use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{
     Client,
-    protocol::{CacheAmount, CacheAnswer, CacheRequest, HostCache, Reply, Request},
+    protocol::{CacheAmount, CacheAnswer, CacheRequest, HostCache, ReadBytes, Reply, Request},
 };
 use clap::{Args as ClapArgs, Subcommand};
 
@@ -117,7 +117,15 @@ pub(super) fn summary(cache: &HostCache) -> String {
 }
 
 fn show(cache: &HostCache) {
+    let ratio = |read: &ReadBytes| {
+        let text = read.hit_ratio().map(|percent| format!("{percent:.1} %"));
+        text.unwrap_or_else(|| "nothing read".to_owned())
+    };
+    let HostCache { read, read_in_a_minute: minute, read_in_an_hour: hour, .. } = cache;
+    let hits = [minute, hour, read].map(ratio);
+    let hits = format!("{} in a minute, {} in an hour, {} in all", hits[0], hits[1], hits[2]);
     let rows = [
+        ("hits", hits),
         ("used", format!("{} in {}", bytes(cache.used), counted(cache.chunks, "chunk"))),
         ("limit", bytes(cache.limit)),
         ("floor", format!("{} stay free; {} are", bytes(cache.floor), bytes(cache.free))),

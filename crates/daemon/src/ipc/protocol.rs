@@ -15,12 +15,13 @@ use serde::{Deserialize, Serialize};
 
 pub use self::status::{
     AreaStatus, CacheStatus, FillStatus, HostCache, Latency, MountStatus, OVER_LIMIT,
-    ProfileStatus, ReadStatus, Status,
+    ProfileStatus, ReadBytes, ReadStatus, Status,
 };
 pub use crate::{
     id::DigestText,
     state::{
         attributes::{AccessTimes, AttributesRequest, MountAttributes, OtherAttributes},
+        cache::CacheAmount,
         record::{SproutState, WritesState},
     },
 };
@@ -91,16 +92,6 @@ pub enum Request {
         /// End it nevertheless: reads of data that is not local fail from then on.
         force: bool,
     },
-}
-
-/// An amount of space for the host's cache.
-#[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
-#[serde(rename_all = "kebab-case")]
-pub enum CacheAmount {
-    /// Bytes.
-    Bytes(u64),
-    /// A share of the file system's size, at most 100.
-    Percent(u8),
 }
 
 /// A request about the host's cache.

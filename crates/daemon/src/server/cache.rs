@@ -3,19 +3,20 @@
 use std::{
     sync::{Arc, atomic::AtomicBool},
     thread,
+    time::{Duration, Instant},
 };
 
-use burgeon_block::{Digest, ObjectKind, Result};
+use burgeon_block::{Counter, Digest, ObjectKind, Result};
 use burgeon_cache::{Cache, Domain, Report, policy::Forecast};
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, LayersAt, Location, Store, layers_at};
 use burgeon_volume::{CacheAccess, chunk_keys};
 
-use super::Serving;
+use super::{Serving, lock, served::Mount};
 use crate::{
     ipc::{
         link::{CacheOrder, FromServer},
-        protocol::{CacheAnswer, HostCache},
+        protocol::{CacheAnswer, HostCache, ReadBytes},
     },
     state::{cache::Bounds, paths::StateDir},
 };
@@ -133,8 +134,26 @@ impl Serving {
         Ok((evicted, before.chunks.saturating_sub(after.chunks)))
     }
 
+    /// Adds what mounts have read since the last look, and keeps it as a sample or returns it.
+    pub(super) fn look_at_reads(&self, sample: bool) -> [ReadBytes; 3] {
+        let of = |mount: &Mount| {
+            let counters = mount.slots.counters();
+            let [hit, miss] = [&counters.hit_bytes, &counters.miss_bytes].map(Counter::get);
+            (mount.attach.id, ReadBytes { hit, miss })
+        };
+        let now: Vec<_> = lock(&self.mounts).values().map(of).collect();
+        let (mut reads, at) = (lock(&self.reads), Instant::now());
+        reads.look(now.into_iter());
+        if sample {
+            reads.sample(at);
+        }
+        let within = |seconds| reads.within(at, Duration::from_secs(seconds));
+        [reads.total(), within(60), within(3600)]
+    }
+
     /// The figures of the cache for users.
     pub(super) fn host_cache(&self) -> HostCache {
+        let [read, read_in_a_minute, read_in_an_hour] = self.look_at_reads(false);
         let Report {
             used,
             limit,
@@ -165,6 +184,9 @@ impl Serving {
             doubted,
             read_errors,
             write_errors,
+            read,
+            read_in_a_minute,
+            read_in_an_hour,
         }
     }
 }

@@ -5,7 +5,16 @@ use burgeon_cache::{Amount, Settings};
 use serde::{Deserialize, Serialize};
 
 use super::{files, paths::StateDir};
-use crate::ipc::protocol::CacheAmount;
+
+/// An amount of space for the host's cache.
+#[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum CacheAmount {
+    /// Bytes.
+    Bytes(u64),
+    /// A share of the file system's size, at most 100.
+    Percent(u8),
+}
 
 /// The changed settings.
 #[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -66,8 +75,8 @@ impl Bounds {
 mod tests {
     use burgeon_cache::{Amount, Settings};
 
-    use super::Bounds;
-    use crate::{ipc::protocol::CacheAmount, state::paths::StateDir};
+    use super::{Bounds, CacheAmount};
+    use crate::state::paths::StateDir;
 
     #[test]
     fn settings_are_kept_and_impossible_ones_refused() {

@@ -86,7 +86,7 @@ pub(crate) struct Attach {
     pub(crate) id: MountId,
     /// The folder with `map` and `seed.info`: of the prepared image or of the named writes.
     pub(crate) seed: PathBuf,
-    /// The cache file, shared by all mounts of the image.
+    /// A path beside the image's recorded checksums; earlier versions had a cache file there.
     pub(crate) cache: PathBuf,
     /// The store with the chunks.
     pub(crate) store: Location,

@@ -25,7 +25,7 @@ use crate::state::{
     space, writes,
 };
 
-/// A mount makes a folder, two records (each twice, for a moment), a cache file and perhaps the
+/// A mount makes a folder, two records (each twice, for a moment), checksums and perhaps the
 /// cache's folder: eight blocks. With blocks of 64 KiB that is 512 KiB; the double leaves room for
 /// blocks that a full disk does not give back.
 const BALLAST: u64 = 1 << 20;

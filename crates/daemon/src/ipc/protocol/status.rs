@@ -60,6 +60,30 @@ pub struct HostCache {
     pub read_errors: u64,
     /// Writes that failed.
     pub write_errors: u64,
+    /// Bytes read since the server was started.
+    pub read: ReadBytes,
+    /// Bytes read in the last minute; the server looks every ten seconds.
+    pub read_in_a_minute: ReadBytes,
+    /// Bytes read in the last hour.
+    pub read_in_an_hour: ReadBytes,
+}
+
+/// Bytes that mounts have read.
+#[derive(Serialize, Deserialize, Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[serde(default)]
+pub struct ReadBytes {
+    /// Of reads that local bytes alone have answered.
+    pub hit: u64,
+    /// Of reads that had to wait for a fetch.
+    pub miss: u64,
+}
+
+impl ReadBytes {
+    /// The share of hits in percent; `None` if nothing was read.
+    pub fn hit_ratio(&self) -> Option<f64> {
+        let all = self.hit.saturating_add(self.miss);
+        (all > 0).then(|| self.hit as f64 * 100.0 / all as f64)
+    }
 }
 
 /// One mount.
