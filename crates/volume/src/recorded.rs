@@ -16,7 +16,14 @@
 
 use burgeon_block::{BLOCK_SIZE, ChecksumKind, Error, ErrorKind, LocalFile, Result};
 
-use crate::verify::Mismatch;
+/// Why a resident block is not served.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Mismatch {
+    /// Its bytes are wrong.
+    Wrong,
+    /// Nothing is known of it: a crash may have taken its recorded checksum alone.
+    NotRecorded,
+}
 
 const ENTRY: usize = 8;
 /// Length of the record of one block, in bytes.

@@ -15,16 +15,11 @@ use std::sync::Arc;
 use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
 use burgeon_image::AddressMap;
 
-use crate::{CacheState, Limits, gate::Gate, recorded::RecordedChecksums};
-
-/// Why a resident block is not served.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Mismatch {
-    /// Its bytes are wrong.
-    Wrong,
-    /// Nothing is known of it: a crash may have taken its recorded checksum alone.
-    NotRecorded,
-}
+use crate::{
+    CacheState, Limits,
+    gate::Gate,
+    recorded::{Mismatch, RecordedChecksums},
+};
 
 /// Place of the checksums of an image's blocks.
 pub(crate) enum Checksums<F> {

@@ -54,8 +54,6 @@ const EXCEPTIONS: &[(&str, &[&str])] = &[
         &["commands/images.rs", "commands/oci_image.rs", "commands/push.rs", "commands/reading.rs"],
     ),
     ("crates/cli", &["commands/taken.rs", "commands/umount.rs"]),
-    ("crates/volume", &["background/read_ahead.rs", "fetch/chunk.rs", "fetch/run.rs", "volume.rs"]),
-    ("crates/volume", &["recorded.rs", "verify.rs"]),
 ];
 
 /// The module that a file holds, by its path in the crate; empty for the root.

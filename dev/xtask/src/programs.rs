@@ -47,12 +47,13 @@ pub(crate) const QUICK: [&str; 40] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 61] = [
+const OTHERS: [&str; 62] = [
     "archives",
     "attributes",
     "bench",
     "btrfs",
     "build",
+    "cache",
     "check",
     "deb",
     "demo",

@@ -141,13 +141,7 @@ const ARROWS: &[(&str, &[&str])] = &[
 ];
 
 /// Arrows of `ARROWS` that crates will have soon, and do not have yet.
-const COMING: &[(&str, &str)] = &[
-    ("burgeon-volume", "burgeon-cache"),
-    ("burgeon-daemon", "burgeon-cache"),
-    ("buggy-volume", "burgeon-cache"),
-    ("buggy-simulator", "burgeon-cache"),
-    ("simulator", "burgeon-cache"),
-];
+const COMING: &[(&str, &str)] = &[];
 
 /// The readers of hostile bytes: the target in dev/fuzz, and the call in it that reads them.
 const FUZZED: &[(&str, &str)] = &[

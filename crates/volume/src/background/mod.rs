@@ -18,16 +18,31 @@ mod profile;
 mod read_ahead;
 mod request_window;
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use tokio::sync::Notify;
 
-pub(crate) use self::read_ahead::ReadAhead;
 pub use self::{
     fill::{Fill, FillProgress, FillState},
     prefetched::PrefetchedBytes,
     profile::{ProfilePrefetch, ProfileProgress, ProfileState},
 };
+
+/// The switch of read-ahead.
+#[derive(Default)]
+pub(crate) struct ReadAhead {
+    stopped: AtomicBool,
+}
+
+impl ReadAhead {
+    fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+}
 
 /// Reads that wait now, and fetches for them: background work stands back for both.
 #[derive(Default)]

@@ -12,13 +12,7 @@
 //! read ahead; if little of it is ever read, less (`tests`). Invariant: it takes background
 //! permits, and only those that are free.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use burgeon_block::{BlockSource, ByteRange, LocalFile};
 use tokio::sync::mpsc;
@@ -36,12 +30,6 @@ const LATENCY_MIN: Duration = Duration::from_millis(8);
 const WINDOW_MAX: u64 = 1 << 20;
 /// Bytes that are taken for useful before anything is known.
 const TRUSTED: u64 = 4 << 20;
-
-/// The switch of read-ahead.
-#[derive(Default)]
-pub(crate) struct ReadAhead {
-    stopped: AtomicBool,
-}
 
 /// Bytes to read ahead over `path`, when of the `so_far` prefetched ones so many were read.
 fn window(path: &Estimate, so_far: PrefetchedBytes) -> u64 {
@@ -65,12 +53,12 @@ where
 {
     /// Ends read-ahead, for mounts that have a fetch limit.
     pub fn stop_reading_ahead(&self) {
-        self.ahead.stopped.store(true, Ordering::Relaxed);
+        self.ahead.stop();
     }
 
     /// A reader is about to fetch the chunk `index`: begins to fetch those behind it.
     pub(crate) fn read_ahead(self: &Arc<Self>, index: u32) {
-        if self.ahead.stopped.load(Ordering::Relaxed) {
+        if self.ahead.is_stopped() {
             return;
         }
         let len_max = window(&self.engine.path.now(), self.read_ahead_bytes());

@@ -19,11 +19,7 @@ use burgeon_block::{BLOCK_SIZE, BlockSource, Digest, LocalFile, Pages};
 use burgeon_image::Codec;
 
 use super::in_flight::Cost;
-use crate::{
-    Volume,
-    residency::Found,
-    verify::{Mismatch, check_blocks},
-};
+use crate::{Volume, recorded::Mismatch, residency::Found, verify::check_blocks};
 
 /// True for the bytes of a chunk that was evicted when the server was killed: the space is free,
 /// and the cache's record of that is lost.
