@@ -1,18 +1,19 @@
 //! The command line.
 
-use std::{num::NonZeroUsize, path::PathBuf};
+use std::{ffi::OsString, num::NonZeroUsize, path::PathBuf};
 
-use burgeon_daemon::log::LevelFilter;
 use clap::{
-    Args as ClapArgs, Parser, Subcommand, ValueEnum,
-    builder::{PossibleValuesParser, TypedValueParser},
+    Args as ClapArgs, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum,
+    parser::ValueSource,
 };
 
 use crate::{
     attributes::Attributes,
-    commands::{cache, disks},
+    commands::{cache, config, disks},
+    global::Global,
     pull,
     quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
+    transport::Transport,
 };
 
 const EXAMPLES: &str = "\
@@ -35,7 +36,8 @@ Exit codes:
   7  a privilege is missing
 
 Environment:
-  BURGEON_STATE_DIR, BURGEON_STORE, BURGEON_LOG    as --state-dir, --store and --log-level";
+  BURGEON_STATE_DIR, BURGEON_STORE, BURGEON_LOG, BURGEON_CONFIG
+             as --state-dir, --store, --log-level and --config";
 
 /// Mount a file tree lazily: all names at once, each block when it is first read, verified,
 /// cached and writable.
@@ -49,31 +51,19 @@ pub(crate) struct Args {
     pub(crate) command: Command,
 }
 
-/// Options of every command, before or after its name.
-#[derive(ClapArgs, Debug, Clone)]
-pub(crate) struct Global {
-    /// The store of images and their data [default: store/ in the state directory]; for build,
-    /// mount and pull also oci://REGISTRY/REPOSITORY, whose tags are the names
-    #[arg(long, global = true, value_name = "PATH|URL", env = "BURGEON_STORE")]
-    pub(crate) store: Option<String>,
-    /// Directory of caches, writes and the daemon's socket
-    /// [default: /var/lib/burgeon, or ~/.local/state/burgeon without root]
-    #[arg(long, global = true, value_name = "DIR", env = "BURGEON_STATE_DIR")]
-    pub(crate) state_dir: Option<PathBuf>,
-    /// Log the events of this command on standard error, and of a daemon that it starts: error,
-    /// warn, info, debug or off [default: info, of the daemon only]
-    #[arg(long, global = true, value_name = "LEVEL", env = burgeon_daemon::log::VARIABLE)]
-    #[arg(value_parser = levels(), hide_possible_values = true)]
-    pub(crate) log_level: Option<LevelFilter>,
-    /// Print exactly one JSON document on standard output
-    #[arg(long, global = true)]
-    pub(crate) json: bool,
-}
-
-/// The documented levels: the type of the log knows others.
-fn levels() -> impl TypedValueParser<Value = LevelFilter> {
-    PossibleValuesParser::new(["error", "warn", "info", "debug", "off"])
-        .try_map(|level| level.parse::<LevelFilter>())
+impl Args {
+    /// Parses the command line, and remembers the options whose values are from the environment.
+    pub(crate) fn parse_line(arguments: &[OsString]) -> Result<Self, clap::Error> {
+        let mut matches = Self::command().try_get_matches_from(arguments)?;
+        let from_environment =
+            |id: &&str| matches.value_source(id) == Some(ValueSource::EnvVariable);
+        let variables = ["store", "state_dir", "log_level"].into_iter().filter(from_environment);
+        let variables = variables.collect();
+        let args = Self::from_arg_matches_mut(&mut matches);
+        let mut args = args.map_err(|e| e.format(&mut Self::command()))?;
+        args.global.from_environment = variables;
+        Ok(args)
+    }
 }
 
 #[derive(Subcommand, Debug)]
@@ -198,6 +188,9 @@ otherwise.")]
     /// Show how much this host's disks have read and written, and how worn they are
     #[command(after_help = disks::EXAMPLES)]
     Disks(disks::Disks),
+    /// Check or show the configuration of this host
+    #[command(after_help = config::EXAMPLES)]
+    Config(config::Config),
     /// Check this machine: kernel, devices, privileges, limits, leftovers
     Doctor(Doctor),
     /// Demonstrate Burgeon on a real tree, and clean up
@@ -302,9 +295,9 @@ pub(crate) struct Mount {
     #[arg(long, value_name = "sha256:…")]
     pub(crate) index: Option<String>,
     /// Policy for asking a registry, a remote store or the server of an archive for the current
-    /// image
-    #[arg(long, value_enum, value_name = "POLICY", default_value_t)]
-    pub(crate) pull: pull::Pull,
+    /// image [default: newer]
+    #[arg(long, value_enum, value_name = "POLICY")]
+    pub(crate) pull: Option<pull::Pull>,
     /// Keep writes under this name; a later mount with the name has them again
     #[arg(long, value_name = "NAME")]
     pub(crate) writes: Option<String>,
@@ -317,8 +310,9 @@ pub(crate) struct Mount {
     pub(crate) write_limit: Option<u64>,
     /// Reserve the whole write limit at once: no write fails because the host is full, and one
     /// `fallocate` may use all of it
-    #[arg(long)]
-    pub(crate) reserve: bool,
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(value_name = "true|false", hide_possible_values = true)]
+    pub(crate) reserve: Option<bool>,
     /// Accepted without effect: without --reserve, space is always reserved in steps
     #[arg(long, hide = true, conflicts_with = "reserve")]
     pub(crate) thin: bool,
@@ -326,15 +320,17 @@ pub(crate) struct Mount {
     #[arg(long, value_name = "DEVICE", conflicts_with_all = ["write_limit", "thin", "reserve"])]
     pub(crate) writes_device: Option<PathBuf>,
     /// Fetch the whole image in the background
-    #[arg(long)]
-    pub(crate) fill: bool,
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(value_name = "true|false", hide_possible_values = true)]
+    pub(crate) fill: Option<bool>,
     /// Profile to prefetch: the image's recorded one (auto), none, or that in a FILE of
-    /// `burgeon record --output`
-    #[arg(long, value_name = "auto|none|FILE", default_value = "auto")]
-    pub(crate) profile: String,
+    /// `burgeon record --output` [default: auto]
+    #[arg(long, value_name = "auto|none|FILE")]
+    pub(crate) profile: Option<String>,
     /// Transport between the kernel and the data: ublk is faster, FUSE works on every kernel
-    #[arg(long, value_enum, default_value_t)]
-    pub(crate) transport: Transport,
+    /// [default: auto]
+    #[arg(long, value_enum)]
+    pub(crate) transport: Option<Transport>,
     /// Over FUSE, receive requests over io_uring where the kernel allows it: faster, but when the
     /// serving process dies, reads fail until the next one serves
     #[arg(long)]
@@ -353,18 +349,6 @@ pub(crate) struct Mount {
     pub(crate) persist: bool,
     #[command(flatten)]
     pub(crate) attributes: Attributes,
-}
-
-/// As [`burgeon_daemon::protocol::TransportRequest`].
-#[derive(ValueEnum, Clone, Copy, Debug, Default)]
-pub(crate) enum Transport {
-    /// ublk where the kernel has it, else FUSE
-    #[default]
-    Auto,
-    /// A ublk device, or an error
-    Ublk,
-    /// A FUSE file and a loop device
-    Fuse,
 }
 
 /// Default size of a virtual area: 65 chunks, some 85 KiB of kernel memory, so a host with 100
@@ -386,8 +370,9 @@ pub(crate) struct CreateEmpty {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) write_limit: Option<u64>,
     /// Reserve the whole write limit at once
-    #[arg(long)]
-    pub(crate) reserve: bool,
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(value_name = "true|false", hide_possible_values = true)]
+    pub(crate) reserve: Option<bool>,
     /// Limit of fetched bytes; reads beyond it fail with EIO
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) fetch_limit: Option<u64>,
@@ -460,7 +445,7 @@ pub(crate) struct Record {
     pub(crate) output: Option<PathBuf>,
     /// The command and its arguments
     #[arg(required = true, last = true, value_name = "COMMAND")]
-    pub(crate) command: Vec<std::ffi::OsString>,
+    pub(crate) command: Vec<OsString>,
 }
 
 #[derive(ClapArgs, Debug)]

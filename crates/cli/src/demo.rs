@@ -26,9 +26,9 @@ use crate::{
     args,
     attributes::Attributes,
     commands::{Context, images, mount, need_mount_privilege, umount},
+    config::Config,
     exit,
     output::{self, bytes, counted, duration_us, percent},
-    pull::Pull,
 };
 
 /// Has room for images of a few GiB on most machines; `/tmp` is often memory.
@@ -92,7 +92,8 @@ impl Stage {
             fs::create_dir(folder.join(name))?;
         }
         let state = StateDir::open(&folder.join("state"))?;
-        let context = Context { state, store: None, repository: None, json: false };
+        let config = Config::default();
+        let context = Context { state, store: None, repository: None, config, json: false };
         let (interrupted, rests) = (AtomicBool::new(false), AtomicBool::new(false));
         Ok(Self { folder, context, turn: Mutex::default(), interrupted, rests })
     }
@@ -176,16 +177,16 @@ impl Stage {
             name: "demo".to_owned(),
             path: at.to_owned(),
             index: None,
-            pull: Pull::default(),
+            pull: None,
             writes: None,
             read_only: false,
             write_limit: Some(WRITE_LIMIT),
-            reserve: false,
+            reserve: None,
             thin: false,
             writes_device: None,
-            fill: false,
-            profile: "none".to_owned(),
-            transport: args::Transport::Auto,
+            fill: None,
+            profile: Some("none".to_owned()),
+            transport: None,
             persist: false,
             virtual_size: None,
             fetch_limit: None,

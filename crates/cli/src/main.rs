@@ -3,6 +3,7 @@
 //! ```text
 //!   args ──► commands::<verb> ──► burgeon-image, burgeon-source      build, list, inspect, verify, …
 //!                             ──► burgeon-daemon's client            mount, umount, status, …
+//!                             ──► config                           settings that no option gives
 //!        ──► helper::main                     called as mount.burgeon, by mount(8)
 //!        ──► PROCESSES: __supervise, __serve, …, which re-run this program
 //!            __probe: for tests, the remaining abilities of those
@@ -18,27 +19,32 @@ mod output;
 mod args;
 mod attributes;
 mod commands;
+mod config;
 mod demo;
 mod documents;
 mod exit;
+mod global;
 mod helper;
 mod holders;
 mod namespace;
 mod progress;
 mod pull;
 mod quantities;
+mod transport;
 
 use std::{ffi::OsString, path::Path, process::ExitCode};
 
 use burgeon_daemon::roles::{self, ROLES};
-use clap::Parser;
 
 /// The main function of a process.
 type Main = fn(&[OsString]) -> ExitCode;
 
+/// The process that all others of a daemon come from. It alone reads the configuration.
+const SUPERVISE: &str = "__supervise";
+
 /// The processes of a running system: verb, number of arguments, main function.
 const PROCESSES: &[(&str, usize, Main)] = &[
-    ("__supervise", 1, |arguments| burgeon_daemon::supervise(first(arguments))),
+    (SUPERVISE, 1, |arguments| burgeon_daemon::supervise(first(arguments))),
     ("__serve", 1, |arguments| burgeon_daemon::serve_forever(first(arguments))),
     ("__open", 1, |arguments| burgeon_daemon::open_files(first(arguments))),
     ("__hold", 1, |_| burgeon_daemon::hold()),
@@ -61,7 +67,10 @@ fn main() -> ExitCode {
             // Process lists would otherwise show `exe`, since the program is run by that link. If
             // it fails, only such lists look different.
             let _ = rustix::thread::set_name(c"burgeon");
-            burgeon_daemon::log::begin();
+            match verb == SUPERVISE {
+                true => config::begin_log(),
+                false => burgeon_daemon::log::begin(),
+            }
         }
         let process = PROCESSES.iter().find(|(name, ..)| verb == name);
         if let Some((name, count, run)) = process {
@@ -78,7 +87,7 @@ fn main() -> ExitCode {
             return documents::process(rest);
         }
     }
-    let args = match args::Args::try_parse_from(&arguments) {
+    let args = match args::Args::parse_line(&arguments) {
         Ok(args) => args,
         Err(e) => {
             if e.use_stderr() && arguments.iter().any(|argument| argument == "--json") {

@@ -16,14 +16,6 @@ pub(crate) enum Pull {
     Never,
 }
 
-impl Pull {
-    /// The policy as it is typed; `None` for the default.
-    pub(crate) fn typed(self) -> Option<String> {
-        let value = self.to_possible_value().filter(|_| self != Self::default())?;
-        Some(value.get_name().to_owned())
-    }
-}
-
 impl From<Pull> for burgeon_oci::Pull {
     fn from(pull: Pull) -> Self {
         match pull {

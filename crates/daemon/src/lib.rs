@@ -63,7 +63,7 @@ pub use prepare::{make_ready, prepare_process};
 pub use reader::{read_elsewhere, read_process};
 pub use roles::Reach;
 pub use server::serve_forever;
-pub use start::UNIT_PROPERTIES;
+pub use start::{UNIT_PROPERTIES, pass_on};
 pub use state::{
     built::{honoured, remember_built},
     directory_identity::DirectoryIdentity,
@@ -74,7 +74,9 @@ pub use state::{
         forget_profile, keep_profile, kept_profile, kept_profiles, note_recorded, read_profile,
         was_recorded,
     },
-    roots, writes,
+    roots,
+    space::LIMIT_MIN as WRITE_LIMIT_MIN,
+    writes,
 };
 pub use supervisor::{helper::process::help, supervise};
 pub use upgrade::{Upgraded, upgrade};

@@ -59,6 +59,16 @@ pub fn begin() {
     begin_at(level.unwrap_or(LevelFilter::INFO));
 }
 
+/// True if the environment has a level: it takes precedence over the configuration.
+pub fn is_set() -> bool {
+    std::env::var_os(VARIABLE).is_some()
+}
+
+/// Logs a problem from which the daemon recovers.
+pub fn warn(what: &str) {
+    tracing::warn!("{what}");
+}
+
 /// The level that [`begin_at`] was given.
 pub(crate) fn given() -> Option<LevelFilter> {
     GIVEN.get().copied()

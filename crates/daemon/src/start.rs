@@ -8,12 +8,13 @@
 //! ```
 
 use std::{
+    ffi::{OsStr, OsString},
     fs::OpenOptions,
     io::Read,
     os::unix::fs::OpenOptionsExt,
     path::Path,
     process::{Command, Stdio},
-    sync::mpsc,
+    sync::{OnceLock, mpsc},
     thread,
     time::Duration,
 };
@@ -47,6 +48,16 @@ const START_TRIES: u32 = 5;
 
 /// The unit of the default state directory, which a package or `make install` puts in place.
 const UNIT_INSTALLED: &str = "burgeon.service";
+
+/// A variable for the daemons that this process starts, and its value. An installed unit has
+/// variables of its own.
+static PASSED_ON: OnceLock<(&str, OsString)> = OnceLock::new();
+
+/// Gives the variable to each daemon that this process starts from now on.
+pub fn pass_on(name: &'static str, value: OsString) {
+    // The first value stays: a process has one configuration.
+    let _ = PASSED_ON.set((name, value));
+}
 
 /// Starts the daemon and returns when its API answers.
 pub(crate) fn start(state: &StateDir) -> Result<()> {
@@ -84,7 +95,7 @@ fn start_process(state: &StateDir, tries: u32) -> Result<()> {
     let failed = |e| Error::io("cannot start the daemon", e);
     let mut child = serving_program("__supervise")
         .arg(state.root())
-        .envs(log::given().map(|level| (log::VARIABLE, level.to_string())))
+        .envs(PASSED_ON.get().cloned())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log)
@@ -185,6 +196,7 @@ fn start_unit(state: &StateDir) -> Result<()> {
         .arg("--description=Burgeon: lazily mounted file trees")
         .args(UNIT_PROPERTIES.iter().map(|property| format!("--property={property}")))
         .args(log::given().map(|level| format!("--setenv={}={level}", log::VARIABLE)))
+        .args(PASSED_ON.get().map(|(name, value)| setenv(name, value)))
         .arg(exe)
         .arg("__supervise")
         .arg(state.root());
@@ -195,6 +207,13 @@ fn start_unit(state: &StateDir) -> Result<()> {
     }
     // It ended in between, and its name is free; or this fails for the same reason again.
     run("systemd-run", &mut command)
+}
+
+/// The option of systemd-run for a variable.
+fn setenv(name: &str, value: &OsStr) -> OsString {
+    let mut option = OsString::from(format!("--setenv={name}="));
+    option.push(value);
+    option
 }
 
 fn is_loaded(unit: &str) -> bool {

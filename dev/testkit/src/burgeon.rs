@@ -123,6 +123,8 @@ impl Burgeon {
         }
         let mut command = Command::new(&self.program);
         command.arg("--state-dir").arg(&self.state).args(&self.options).args(arguments);
+        // That of this machine is none of the tests' business.
+        command.env("BURGEON_CONFIG", "none");
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null());
         command

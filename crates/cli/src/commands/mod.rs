@@ -2,6 +2,7 @@
 
 pub(crate) mod bring_back;
 pub(crate) mod cache;
+pub(crate) mod config;
 pub(crate) mod disks;
 mod doctor;
 pub(crate) mod export;
@@ -12,6 +13,7 @@ mod inspect;
 mod map;
 mod mistakes;
 pub(crate) mod mount;
+pub(crate) mod mount_defaults;
 pub(crate) mod mount_point;
 mod named;
 mod oci_image;
@@ -39,8 +41,10 @@ use burgeon_image::{builder::Options, catalog::Provenance};
 use burgeon_source::{Access, Location, Store, registry::Name};
 
 use crate::{
-    args::{Args, Command, Global},
+    args::{Args, Command},
+    config::{Config, is_store_name},
     exit::{NotPermitted, Usage},
+    global::{self, Global},
 };
 
 /// The common input of all commands.
@@ -50,6 +54,8 @@ pub(crate) struct Context {
     pub(crate) store: Option<Location>,
     /// The repository given as `--store`: its tags are the images.
     pub(crate) repository: Option<String>,
+    /// The configuration, with defaults of mounts.
+    pub(crate) config: Config,
     pub(crate) json: bool,
 }
 
@@ -58,8 +64,14 @@ impl Context {
     /// into a named state directory create it; for the others, a missing one is probably a typing
     /// error.
     pub(crate) fn new(global: Global, takes_repository: bool, only_looks: bool) -> Result<Self> {
-        let is_named = global.state_dir.is_some();
-        let path = match global.state_dir {
+        let config = Config::load(global.config.as_deref())?;
+        if let Some(place) = &config.place {
+            burgeon_daemon::pass_on(global::CONFIG, place.clone());
+        }
+        let configured = config.state_dir.as_ref().map(|setting| setting.value.clone());
+        let state_dir = global.state_dir.or(configured);
+        let is_named = state_dir.is_some();
+        let path = match state_dir {
             Some(path) => std::path::absolute(&path)
                 .with_context(|| format!("cannot find the state directory {}", path.display()))?,
             None => StateDir::default_path()?,
@@ -68,9 +80,11 @@ impl Context {
             let name = Name::parse(text);
             takes_repository && name.is_some_and(|n| n.is_ok_and(|n| n.digest().is_none()))
         };
-        let (repository, store) = match global.store {
-            Some(text) if is_repository(&text) => (Some(text), None),
-            text => (None, text.as_deref().map(parse_store).transpose()?),
+        let given = global.store.as_deref();
+        note_folder(&config, given);
+        let (repository, store) = match config.stores.choose(given) {
+            Some((text, _)) if is_repository(&text) => (Some(text), None),
+            chosen => (None, chosen.map(|(text, origin)| parse_store(&text, &origin)).transpose()?),
         };
         // A restored backup may have only some of these.
         let is_one = ["run", "writes", "store"].iter().any(|name| path.join(name).is_dir());
@@ -79,7 +93,7 @@ impl Context {
             false => StateDir::open(&path),
         };
         let state = state.map_err(|e| not_permitted(&path, e))?;
-        Ok(Self { state, store, repository, json: global.json })
+        Ok(Self { state, store, repository, config, json: global.json })
     }
 
     /// The image `name` of the repository, if `--store` names one.
@@ -148,15 +162,26 @@ impl Context {
     }
 }
 
-/// The store that `--store` or its variable names.
-fn parse_store(text: &str) -> Result<Location> {
+/// The store `text`, which an option, a variable or the configuration names.
+fn parse_store(text: &str, origin: &str) -> Result<Location> {
     let told = |error| match error {
         error if ErrorKind::Invalid == Error::kind(&error) => {
-            Usage(format!("--store or BURGEON_STORE: {error}")).into()
+            Usage(format!("{origin}: {error}")).into()
         }
         error => error.into(),
     };
     Location::parse(text).map_err(told)
+}
+
+/// Notes that the store which is `given` by its name is not the folder of that name.
+fn note_folder(config: &Config, given: Option<&str>) {
+    let Some(name) = given.filter(|text| is_store_name(text) && Path::new(text).is_dir()) else {
+        return;
+    };
+    if let Some(store) = config.stores.named.get(name) {
+        let (url, origin) = (&store.value, &store.origin);
+        eprintln!("note: the store {name} is {url} ({origin}); the folder is ./{name}");
+    }
 }
 
 /// Runs the command.
@@ -166,6 +191,9 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     // The demo uses its own state directory, and creates no other.
     if let Command::Demo(demo) = args.command {
         return crate::demo::demo(args.global.json, &demo);
+    }
+    if let Command::Config(config) = args.command {
+        return config::config(&args.global, config.command);
     }
     let context = Context::new(args.global, takes_repository, only_looks(&args.command))?;
     let stores = takes_repository || matches!(args.command, Command::Index(_));
@@ -198,7 +226,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Writes(writes) => writes::writes(context, writes.command),
         Command::Disks(disks) => disks::disks(context, &disks),
         Command::Doctor(doctor) => doctor::doctor(context, doctor),
-        Command::Demo(_) => unreachable!("it was run"),
+        Command::Demo(_) | Command::Config(_) => unreachable!("it was run"),
         Command::Shutdown(shutdown) => shutdown::shutdown(context, shutdown),
         Command::Upgrade => upgrade::upgrade(context),
     }
@@ -213,6 +241,7 @@ fn only_looks(command: &Command) -> bool {
         | Command::CreateEmpty(_)
         | Command::Pull(_)
         | Command::Disks(_)
+        | Command::Config(_)
         | Command::Demo(_) => false,
         Command::Doctor(doctor) => !doctor.repair,
         _ => true,

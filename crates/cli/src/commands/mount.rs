@@ -16,7 +16,7 @@ use burgeon_daemon::{
     Client,
     protocol::{
         AttributesRequest, MountAttributes, MountRequest, Mounted, ProfileRequest, Reply, Request,
-        SproutRequest, TransportRequest, WritesRequest, WritesState,
+        SproutRequest, WritesRequest, WritesState,
     },
     writes,
 };
@@ -26,13 +26,14 @@ use burgeon_source::Location;
 use serde_json::json;
 
 use super::{
-    Context, bring_back::bring_back, far, images, mistakes, mount_point::Opened, named,
-    need_mount_privilege, oci_image, persist, taken,
+    Context, bring_back::bring_back, far, images, mistakes, mount_defaults, mount_point::Opened,
+    named, need_mount_privilege, oci_image, persist, taken,
 };
-use crate::{args, attributes::Attributes, output, pull::Pull};
+use crate::{args, attributes::Attributes, output, pull::Pull, transport::Transport};
 
-pub(super) fn mount(context: &Context, args: args::Mount) -> Result<ExitCode> {
+pub(super) fn mount(context: &Context, mut args: args::Mount) -> Result<ExitCode> {
     need_mount_privilege("mount")?;
+    mount_defaults::apply(context, &mut args);
     let plan = args.persist.then(|| persist::Plan::new(context, &args)).transpose()?;
     let mut document = match &plan {
         Some(plan) if plan.is_mounted => {
@@ -109,7 +110,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
         args::Mount {
             name: EMPTY_IMAGE.to_owned(),
             index: None,
-            pull: Pull::default(),
+            pull: Some(Pull::default()),
             path,
             writes: Some(writes),
             read_only: false,
@@ -117,9 +118,9 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
             reserve,
             thin: false,
             writes_device: None,
-            fill: false,
-            profile: "none".to_owned(),
-            transport: args::Transport::Auto,
+            fill: Some(false),
+            profile: Some("none".to_owned()),
+            transport: None,
             fast: false,
             persist: false,
             virtual_size,
@@ -160,7 +161,7 @@ pub(crate) fn place_at(
         false => WritesRequest::Kept(SproutRequest {
             name: args.writes,
             limit: args.write_limit,
-            thin: !args.reserve,
+            thin: !args.reserve.unwrap_or_default(),
             device: args.writes_device.map(std::path::absolute).transpose()?,
         }),
     };
@@ -173,7 +174,7 @@ pub(crate) fn place_at(
         // Start the daemon meanwhile: finding an image may take round trips. Errors here recur
         // below.
         scope.spawn(|| Client::connect_or_start(&context.state).map(drop));
-        oci_image::find(context, args.name, want, args.pull.into())
+        oci_image::find(context, args.name, want, args.pull.unwrap_or_default().into())
     })?;
     let is_own = context.store.is_none() && found.store == context.store_location();
     let request = MountRequest {
@@ -185,20 +186,16 @@ pub(crate) fn place_at(
         store_away: found.store_away,
         access: found.access.clone(),
         writes,
-        fill: args.fill,
-        transport: match args.transport {
-            args::Transport::Auto => TransportRequest::Auto,
-            args::Transport::Ublk => TransportRequest::Ublk,
-            args::Transport::Fuse => TransportRequest::Fuse,
-        },
+        fill: args.fill.unwrap_or_default(),
+        transport: args.transport.unwrap_or(Transport::Auto).into(),
         fast: args.fast,
         target: target.clone(),
         virtual_bytes: args.virtual_size.unwrap_or(0),
         fetch_limit: args.fetch_limit,
-        profile: match args.profile.as_str() {
-            "none" => ProfileRequest::None,
-            "auto" => ProfileRequest::Auto,
-            path => ProfileRequest::File(std::path::absolute(path)?),
+        profile: match args.profile.as_deref() {
+            Some("none") => ProfileRequest::None,
+            None | Some("auto") => ProfileRequest::Auto,
+            Some(path) => ProfileRequest::File(std::path::absolute(path)?),
         },
         attributes,
     };

@@ -172,7 +172,7 @@ fn need_own_store(context: &Context) -> Result<()> {
     if context.store.is_none() {
         return Ok(());
     }
-    let what = "an index is kept in the state directory's own store: leave out --store";
+    let what = "an index is kept in the state directory's own store: leave out --store, or give --store '' if the configuration has a default";
     Err(Error::new(ErrorKind::Invalid, what).into())
 }
 

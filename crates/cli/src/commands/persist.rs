@@ -20,12 +20,10 @@ use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{Client, StateDir};
 use burgeon_source::Location;
+use clap::ValueEnum;
 
 use super::{Context, bring_back::already, mount_point::Opened, named};
-use crate::{
-    args::{self, Transport},
-    exit::Busy,
-};
+use crate::{args, exit::Busy};
 
 const FOLDER: &str = "/etc/systemd/system";
 
@@ -299,12 +297,16 @@ fn options(context: &Context, args: &args::Mount) -> Result<String> {
                 .to_string(),
         )
     };
+    let config = &context.config;
+    set("config", config.place.as_ref().map(|place| place.to_string_lossy().into_owned()));
+    // The configuration may have another store and state directory.
     let store = context.store.as_ref().map(ToString::to_string);
-    set("store", store.or_else(|| context.repository.clone()));
-    let state = (!has_default_state(context)).then(|| context.state.root().display().to_string());
-    set("state-dir", state);
+    let own = config.stores.default.is_some().then(String::new);
+    set("store", store.or_else(|| context.repository.clone()).or(own));
+    let is_usual = has_default_state(context) && config.state_dir.is_none();
+    set("state-dir", (!is_usual).then(|| context.state.root().display().to_string()));
     set("index", args.index.clone());
-    set("pull", args.pull.typed());
+    set("pull", args.pull.and_then(name_of));
     set("writes", args.writes.clone());
     set("write-limit", args.write_limit.map(|limit| limit.to_string()));
     set("writes-device", args.writes_device.as_deref().map(absolute).transpose()?);
@@ -312,26 +314,16 @@ fn options(context: &Context, args: &args::Mount) -> Result<String> {
     set("fetch-limit", args.fetch_limit.map(|limit| limit.to_string()));
     set(
         "profile",
-        match args.profile.as_str() {
-            "auto" => None,
-            "none" => Some("none".to_owned()),
-            file => Some(absolute(Path::new(file))?),
+        match args.profile.as_deref() {
+            None => None,
+            Some(word @ ("auto" | "none")) => Some(word.to_owned()),
+            Some(file) => Some(absolute(Path::new(file))?),
         },
     );
-    set(
-        "transport",
-        match args.transport {
-            Transport::Auto => None,
-            Transport::Ublk => Some("ublk".to_owned()),
-            Transport::Fuse => Some("fuse".to_owned()),
-        },
-    );
-    let switches = [
-        (args.read_only, "ro"),
-        (args.reserve, "reserve"),
-        (args.fill, "fill"),
-        (args.fast, "fast"),
-    ];
+    set("transport", args.transport.and_then(name_of));
+    set("reserve", args.reserve.map(|on| on.to_string()));
+    set("fill", args.fill.map(|on| on.to_string()));
+    let switches = [(args.read_only, "ro"), (args.fast, "fast")];
     let on = switches.into_iter().filter(|(is_on, _)| *is_on);
     options.extend(on.map(|(_, name)| name.to_owned()));
     let mut text = String::new();
@@ -347,6 +339,11 @@ fn options(context: &Context, args: &args::Mount) -> Result<String> {
         }
     }
     Ok(text)
+}
+
+/// The value of an option as it is typed.
+fn name_of(value: impl ValueEnum) -> Option<String> {
+    Some(value.to_possible_value()?.get_name().to_owned())
 }
 
 /// A word of a unit's list.
@@ -398,7 +395,15 @@ fn systemctl(arguments: &[&str]) -> Result<String> {
 mod tests {
     use std::{path::Path, process::Command};
 
-    use super::{image, unit_name};
+    use burgeon_daemon::StateDir;
+    use clap::Parser;
+
+    use super::{image, options, unit_name};
+    use crate::{
+        args::{Args, Command as Verb},
+        commands::{Context, mount_defaults},
+        config::Config,
+    };
 
     #[test]
     fn units_are_named_as_systemd_names_them() {
@@ -416,6 +421,33 @@ mod tests {
             }
         }
         assert!(unit_name(Path::new(&format!("/{}", "x".repeat(300)))).is_err());
+    }
+
+    /// A unit mounts the same at each boot, whatever the configuration says then.
+    #[test]
+    fn a_unit_holds_the_settings_of_the_configuration() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("c.toml");
+        let text = "state-dir = '/srv/x'\n[store]\ndefault = '/srv/s'\n\
+                    [mount]\nfill = true\nreserve = true\npull = 'never'\ntransport = 'fuse'\n";
+        std::fs::write(&file, text).unwrap();
+        let config = Config::load(Some(file.as_os_str())).unwrap();
+        let context = Context {
+            state: StateDir::looked_at("/var/lib/burgeon".into()),
+            store: None,
+            repository: None,
+            config,
+            json: false,
+        };
+        let line = ["burgeon", "mount", "app", "/b", "--fill=false", "--transport", "auto"];
+        let Verb::Mount(mut mount) = Args::try_parse_from(line).unwrap().command else { panic!() };
+        mount_defaults::apply(&context, &mut mount);
+        let expected = format!(
+            ",config={},store=,state-dir=/var/lib/burgeon,pull=never,transport=auto,reserve=true,\
+             fill=false",
+            file.display()
+        );
+        assert_eq!(options(&context, &mount).unwrap(), expected);
     }
 
     #[test]

@@ -28,7 +28,7 @@ use burgeon_source::{Access, Location, Store, registry::Name};
 use serde::{Deserialize, Serialize};
 
 use super::{Context, oci_image};
-use crate::progress::Progress;
+use crate::{config::Config, progress::Progress};
 
 /// The child's task.
 #[derive(Serialize, Deserialize)]
@@ -254,6 +254,7 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
         state: StateDir::looked_at(job.state),
         store: job.store,
         repository: None,
+        config: Config::default(),
         json: false,
     };
     let provenance = context.provenance().noting();

@@ -36,7 +36,7 @@ use crate::{
     commands::{
         Context,
         bring_back::{already, bring_back},
-        mount,
+        mount, mount_defaults,
         mount_point::Opened,
         need_mount_privilege,
     },
@@ -155,7 +155,7 @@ fn call(line: Line) -> Result<()> {
         _ => {}
     }
     let args = arguments(&line, &options)?;
-    let Command::Mount(mount) = args.command else {
+    let Command::Mount(mut mount) = args.command else {
         return Err(Usage("only a mount can be requested".to_owned()).into());
     };
     need_mount_privilege("mount -t burgeon")?;
@@ -163,6 +163,7 @@ fn call(line: Line) -> Result<()> {
         burgeon_daemon::log::begin_at(level);
     }
     let context = Context::new(args.global, true, false)?;
+    mount_defaults::apply(&context, &mut mount);
     if options.remount {
         if line.namespace.is_some() {
             let what = "-N and remount exclude each other: enter the namespace with nsenter(1)";

@@ -14,12 +14,15 @@ use std::collections::BTreeMap;
 use crate::attributes;
 
 /// Options of `burgeon mount` that take a value.
-const SETTINGS: [&str; 12] = [
+const SETTINGS: [&str; 15] = [
+    "config",
     "fetch-limit",
+    "fill",
     "index",
     "log-level",
     "profile",
     "pull",
+    "reserve",
     "state-dir",
     "store",
     "transport",
@@ -29,7 +32,7 @@ const SETTINGS: [&str; 12] = [
     "writes-device",
 ];
 
-/// Options of `burgeon mount` without a value.
+/// Options of `burgeon mount` that may stand without a value.
 const SWITCHES: [&str; 4] = ["fast", "fill", "reserve", "virtual"];
 
 /// Options that mount(8) and systemd act on, or that ask for the kernel's defaults.
@@ -206,14 +209,12 @@ mod tests {
 
     #[test]
     fn unknown_options_are_explained() {
-        let options = parse("remount,subvol=a,writes,reserve=1,nosiud,Writes=w");
+        let options = parse("remount,subvol=a,writes,fast=1,nosiud,Writes=w");
         assert!(options.remount);
-        assert_eq!(options.unknown, ["subvol=a", "writes", "reserve=1", "nosiud", "Writes=w"]);
-        for (option, why) in [
-            ("subvol=a", "unknown option"),
-            ("writes", "writes=…"),
-            ("reserve=1", "takes no value"),
-        ] {
+        assert_eq!(options.unknown, ["subvol=a", "writes", "fast=1", "nosiud", "Writes=w"]);
+        for (option, why) in
+            [("subvol=a", "unknown option"), ("writes", "writes=…"), ("fast=1", "takes no value")]
+        {
             assert!(explain_unknown(option).contains(why), "{option}");
         }
     }

@@ -10,6 +10,8 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
+use crate::log;
+
 /// `argv[0]` of the processes that serve mounts. At shutdown systemd kills all processes but those
 /// of root whose `argv[0]` begins with `@` (its document `ROOT_STORAGE_DAEMONS`), and unmounts only
 /// then: a program that has to be killed may still need data of its mount.
@@ -29,6 +31,8 @@ pub(crate) fn serving_program(verb: &str) -> Command {
 fn run_as(name: &str, verb: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0(name).arg(verb);
+    // The level may come from the command line or the configuration.
+    command.envs(log::given().map(|level| (log::VARIABLE, level.to_string())));
     command
 }
 

@@ -23,7 +23,7 @@ pub(crate) const LIMIT_DEFAULT_MAX: u64 = 10 << 30;
 pub(crate) const LIMIT_DEFAULT_SHARE: u64 = 4;
 
 /// The smallest sprout: btrfs refuses to work below about 110 MiB.
-pub(crate) const LIMIT_MIN: u64 = 256 << 20;
+pub const LIMIT_MIN: u64 = 256 << 20;
 
 /// Initial size of a growing sprout: the free space divided by this.
 const FIRST_SHARE: u64 = 128;

@@ -1,0 +1,358 @@
+//! One file of the configuration: TOML to settings.
+//!
+//! ```text
+//!   text ─► toml ─► keys and values with their places ─► known? valid? ─► fields of Config
+//!             └ faults of syntax: a line each, and no keys are looked at
+//! ```
+//! A message never repeats the value of a URL, which may hold a secret by mistake.
+
+use std::path::{Path, PathBuf};
+
+use burgeon_daemon::log::LevelFilter;
+use burgeon_source::{Location, registry::Name};
+use clap::ValueEnum;
+use toml::de::{DeTable, DeValue};
+
+use super::{
+    Config, Origin, Problem, Setting,
+    file::Document,
+    is_store_name,
+    keys::{self, SECTIONS},
+};
+use crate::{global::LEVELS, quantities::parse_size};
+
+type Checked<T> = Result<T, String>;
+
+/// Puts the settings of the file into `config`, over those that are there, and appends the file's
+/// problems.
+pub(super) fn apply(document: &Document, config: &mut Config, problems: &mut Vec<Problem>) {
+    let (table, faults) = DeTable::parse_recoverable(&document.text);
+    let mut reader = Reader { document, config, problems: Vec::new() };
+    for fault in &faults {
+        let at = fault.span().map_or(0, |span| span.start);
+        reader.complain(at, &[], fault.message().replace('\n', ", "));
+    }
+    if faults.is_empty() {
+        reader.read(&[], table.get_ref());
+    }
+    // The parser sorts keys by name.
+    reader.problems.sort_by_key(|problem| problem.line);
+    problems.append(&mut reader.problems);
+}
+
+struct Reader<'a> {
+    document: &'a Document,
+    config: &'a mut Config,
+    problems: Vec<Problem>,
+}
+
+impl Reader<'_> {
+    /// Reads the table at `path`.
+    fn read(&mut self, path: &[&str], table: &DeTable<'_>) {
+        for (key, value) in table {
+            let (at, key): (_, &str) = (key.span().start, key.get_ref());
+            let path = [path, &[key]].concat();
+            match (path.as_slice(), value.get_ref()) {
+                (["store", "default"], value) => self.set(&path, at, value),
+                (["store", name], DeValue::Table(table)) => {
+                    if !is_store_name(name) {
+                        let what = "a store's name has 1 to 80 letters, digits, '.', '_' and '-', and \
+                                    begins with a letter or digit";
+                        self.complain(at, &path, what.to_owned());
+                        continue;
+                    }
+                    let origin = self.origin(at);
+                    self.config.stores.sections.insert((*name).to_owned(), origin);
+                    self.read(&path, table);
+                }
+                (["store", name], _) if *name == "url" => {
+                    let what = "unknown key: a store has a name: [store.NAME] url = \"…\"";
+                    self.complain(at, &path, what.to_owned());
+                }
+                ([section], DeValue::Table(table)) if SECTIONS.contains(section) => {
+                    self.read(&path, table);
+                }
+                ([section], _) if SECTIONS.contains(section) => {
+                    let more = match *section {
+                        "store" => "; the default store is `default` in it",
+                        _ => "",
+                    };
+                    let what =
+                        format!("it is a section: write [{section}] and its keys below{more}");
+                    self.complain(at, &path, what);
+                }
+                ([section], DeValue::Table(_)) => {
+                    let what = keys::explain_section(section);
+                    self.complain(at, &path, what);
+                }
+                (_, value) => self.set(&path, at, value),
+            }
+        }
+    }
+
+    /// Takes the value of a key, or complains about either.
+    fn set(&mut self, path: &[&str], at: usize, value: &DeValue<'_>) {
+        let origin = self.origin(at);
+        let config = &mut *self.config;
+        let mount = &mut config.mount;
+        let set = match path {
+            ["state-dir"] => absolute(value).map(|folder| {
+                // A user's own state does not lie in a directory of root.
+                if self.document.is_own {
+                    config.state_dir = Some(Setting { value: folder, origin });
+                }
+            }),
+            ["log", "level"] => put(&mut config.log.level, level(value), origin),
+            ["mount", "write-limit"] => put(&mut mount.write_limit, write_limit(value), origin),
+            ["mount", "reserve"] => put(&mut mount.reserve, boolean(value), origin),
+            ["mount", "fetch-limit"] => put(&mut mount.fetch_limit, size(value), origin),
+            ["mount", "fill"] => put(&mut mount.fill, boolean(value), origin),
+            ["mount", "profile"] => put(&mut mount.profile, profile(value), origin),
+            ["mount", "pull"] => put(&mut mount.pull, choice(value), origin),
+            ["mount", "transport"] => put(&mut mount.transport, choice(value), origin),
+            ["store", "default"] => put(&mut config.stores.default, store(value, true), origin),
+            ["store", name, "url"] => store(value, false).map(|value| {
+                let setting = Setting { value, origin };
+                config.stores.named.insert((*name).to_owned(), setting);
+            }),
+            _ => Err(keys::explain(path)),
+        };
+        if let Err(what) = set {
+            self.complain(at, path, what);
+        }
+    }
+
+    fn complain(&mut self, at: usize, path: &[&str], message: String) {
+        let Origin { file, line } = self.origin(at);
+        let key = (!path.is_empty()).then(|| path.join(".").escape_debug().to_string());
+        self.problems.push(Problem { file, line: Some(line), key, message });
+    }
+
+    /// The line of the byte `at`.
+    fn origin(&self, at: usize) -> Origin {
+        let before = self.document.text.bytes().take(at);
+        let line = 1 + before.filter(|byte| *byte == b'\n').count();
+        Origin { file: self.document.path.clone(), line }
+    }
+}
+
+fn put<T>(slot: &mut Option<Setting<T>>, value: Checked<T>, origin: Origin) -> Checked<()> {
+    *slot = Some(Setting { value: value?, origin });
+    Ok(())
+}
+
+fn string<'a>(value: &'a DeValue<'_>) -> Checked<&'a str> {
+    value
+        .as_str()
+        .ok_or_else(|| format!("it is of the type {}: write a \"string\"", value.type_str()))
+}
+
+fn boolean(value: &DeValue<'_>) -> Checked<bool> {
+    value
+        .as_bool()
+        .ok_or_else(|| format!("it is of the type {}: write true or false", value.type_str()))
+}
+
+/// A number of bytes, or a string as on the command line.
+fn size(value: &DeValue<'_>) -> Checked<u64> {
+    let text = match value {
+        DeValue::Integer(number) if number.radix() == 10 => number.as_str(),
+        value => string(value).map_err(|_| "write a size, such as \"10G\"".to_owned())?,
+    };
+    parse_size(text).map_err(|e| format!("it is no size: {e}"))
+}
+
+fn write_limit(value: &DeValue<'_>) -> Checked<u64> {
+    let (size, least) = (size(value)?, burgeon_daemon::WRITE_LIMIT_MIN);
+    match size < least {
+        true => Err(format!("btrfs needs at least {} MiB: write a larger size", least >> 20)),
+        false => Ok(size),
+    }
+}
+
+fn level(value: &DeValue<'_>) -> Checked<LevelFilter> {
+    let text = string(value)?;
+    let known = LEVELS.contains(&text).then(|| text.parse().ok()).flatten();
+    known.ok_or_else(|| format!("there is no level {text:?}: write one of {}", LEVELS.join(", ")))
+}
+
+/// A value of an option of the command line.
+fn choice<T: ValueEnum>(value: &DeValue<'_>) -> Checked<T> {
+    let text = string(value)?;
+    T::from_str(text, false).map_err(|_| {
+        let values = T::value_variants().iter().filter_map(ValueEnum::to_possible_value);
+        let names: Vec<_> = values.map(|value| value.get_name().to_owned()).collect();
+        format!("there is no {text:?}: write one of {}", names.join(", "))
+    })
+}
+
+fn profile(value: &DeValue<'_>) -> Checked<String> {
+    match string(value)? {
+        text @ ("auto" | "none") => Ok(text.to_owned()),
+        _ => Err(
+            "write \"auto\" or \"none\": a file is a profile of one image, so it is given with \
+                  `burgeon mount --profile`"
+                .to_owned(),
+        ),
+    }
+}
+
+fn absolute(value: &DeValue<'_>) -> Checked<PathBuf> {
+    let path = Path::new(string(value)?);
+    match path.is_absolute() {
+        true => Ok(path.to_owned()),
+        false => Err("it is no absolute path: begin it with /".to_owned()),
+    }
+}
+
+/// A URL or an absolute path of a store, or with `by_name` the name of one.
+fn store(value: &DeValue<'_>, by_name: bool) -> Checked<String> {
+    let text = string(value)?;
+    if by_name && is_store_name(text) {
+        return Ok(text.to_owned());
+    }
+    let checked = match Name::parse(text) {
+        Some(name) => name.map(drop),
+        None if text.starts_with('/') || text.contains(':') => Location::parse(text).map(drop),
+        None => return Err("a folder needs an absolute path: begin it with /".to_owned()),
+    };
+    checked.map(|()| text.to_owned()).map_err(|e| e.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::{super::KEYS, Config, Document, apply};
+
+    fn read(text: &str) -> (Config, Vec<String>) {
+        let (mut config, mut problems) = (Config::default(), Vec::new());
+        let document =
+            Document { path: PathBuf::from("c.toml"), text: text.to_owned(), is_own: true };
+        apply(&document, &mut config, &mut problems);
+        (config, problems.iter().map(ToString::to_string).collect())
+    }
+
+    /// The shipped file explains each key, and nothing else; each of its lines may be used.
+    #[test]
+    fn the_shipped_file_holds_every_key_commented_out() {
+        let shipped = include_str!("../../../../dist/config.toml");
+        for line in shipped.lines() {
+            assert!(line.is_empty() || line.starts_with('#'), "{line:?} is not commented out");
+        }
+        let (_, problems) = read(shipped);
+        assert!(problems.is_empty());
+        // Prose begins with "# ".
+        let used: String = shipped
+            .lines()
+            .filter(|line| !line.starts_with("# ") && *line != "#")
+            .map(|line| format!("{}\n", line.trim_start_matches('#')))
+            .collect();
+        let (config, problems) = read(&used);
+        assert_eq!(problems, [""; 0], "{used}");
+        let Config { state_dir, log, mount, stores, .. } = config;
+        let set = [
+            state_dir.is_some(),
+            log.level.is_some(),
+            mount.write_limit.is_some(),
+            mount.reserve.is_some(),
+            mount.fetch_limit.is_some(),
+            mount.fill.is_some(),
+            mount.profile.is_some(),
+            mount.pull.is_some(),
+            mount.transport.is_some(),
+            stores.default.is_some(),
+            stores.named.contains_key("models"),
+        ];
+        assert_eq!(set, [true; KEYS.len()]);
+    }
+
+    #[test]
+    fn every_problem_is_named_with_its_line() {
+        let (_, problems) = read(
+            "state-dir = 'x'\nstroe = 1\n[mount]\nwirte-limit = '1G'\nfill = 'yes'\n\
+             transport = 'nbd'\nwrite-limit = '1M'\n[mounts]\nfill = true\n[log]\nlevel = 'loud'\n",
+        );
+        let begin = [
+            "c.toml:1: state-dir: it is no absolute path",
+            "c.toml:2: stroe: unknown key",
+            "c.toml:4: mount.wirte-limit: unknown key: did you mean mount.write-limit?",
+            "c.toml:5: mount.fill: it is of the type string: write true or false",
+            "c.toml:6: mount.transport: there is no \"nbd\": write one of auto, ublk, fuse",
+            "c.toml:7: mount.write-limit: btrfs needs at least 256 MiB",
+            "c.toml:8: mounts: unknown section: did you mean [mount]?",
+            "c.toml:11: log.level: there is no level \"loud\": write one of error, warn",
+        ];
+        assert_eq!(problems.len(), begin.len(), "{problems:#?}");
+        for (problem, begin) in problems.iter().zip(begin) {
+            assert!(problem.starts_with(begin), "{problem}");
+        }
+    }
+
+    #[test]
+    fn broken_syntax_is_named_with_its_line() {
+        for (text, line) in
+            [("a = \n", 1), ("[log]\nlevel = 'info'\nlevel = 'warn'\n", 3), ("\n[", 2)]
+        {
+            let (_, problems) = read(text);
+            assert!(problems[0].starts_with(&format!("c.toml:{line}: ")), "{problems:?}");
+        }
+    }
+
+    #[test]
+    fn stores_have_names_and_absolute_places() {
+        let (config, problems) = read(
+            "[store]\ndefault = 'oci://r.example/team'\n[store.a]\nurl = '/srv/a'\n\
+             [store.b]\nurl = 's3://bucket/b'\n",
+        );
+        assert_eq!(problems, [""; 0]);
+        assert_eq!(config.stores.named.len(), 2);
+        for (text, problem) in [
+            ("[store.a]\nurl = 'srv/a'", "absolute path"),
+            ("[store.a]\nurl = 'ftp://a/b'", "there are no stores at ftp://"),
+            ("[store.a]\nurl = 7", "write a \"string\""),
+            ("[store]\nurl = '/srv/a'", "[store.NAME] url"),
+            ("store = '/srv/a'", "`default` in it"),
+            ("[store.'a b']\nurl = '/a'", "a store's name has"),
+            ("[store.a]\nulr = '/a'", "did you mean store.a.url?"),
+        ] {
+            let (_, problems) = read(text);
+            assert!(problems.iter().any(|it| it.contains(problem)), "{text}: {problems:?}");
+        }
+    }
+
+    #[test]
+    fn a_secret_in_a_url_is_refused_and_not_repeated() {
+        for url in [
+            "https://me:hunter2@host/x",
+            "s3://hunter2@bucket/x",
+            "https://host/x?sig=hunter2",
+            "oci://me:hunter2@host/x",
+        ] {
+            let (config, problems) = read(&format!("[store.a]\nurl = \"{url}\"\n"));
+            assert_eq!(problems.len(), 1, "{url}");
+            assert!(!problems[0].contains("hunter2"), "{problems:?}");
+            assert!(config.stores.named.is_empty());
+        }
+    }
+
+    #[test]
+    fn sizes_are_numbers_or_have_units() {
+        let (config, problems) = read("[mount]\nwrite-limit = 1073741824\nfetch-limit = \"5G\"\n");
+        assert_eq!(problems, [""; 0]);
+        assert_eq!(config.mount.write_limit.unwrap().value, 1 << 30);
+        assert_eq!(config.mount.fetch_limit.unwrap().value, 5 << 30);
+        for text in ["-1", "1.5", "\"5X\"", "[1]", "0x10"] {
+            assert_eq!(read(&format!("[mount]\nfetch-limit = {text}\n")).1.len(), 1, "{text}");
+        }
+    }
+
+    #[test]
+    fn the_state_directory_is_that_of_the_owner() {
+        let (mut config, mut problems) = (Config::default(), Vec::new());
+        let text = "state-dir = '/srv/burgeon'".to_owned();
+        let document = Document { path: PathBuf::from("c.toml"), text, is_own: false };
+        apply(&document, &mut config, &mut problems);
+        assert!(config.state_dir.is_none() && problems.is_empty());
+    }
+}

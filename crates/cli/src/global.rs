@@ -1,0 +1,51 @@
+//! The options of every command, and their environment variables.
+
+use std::{ffi::OsString, path::PathBuf};
+
+use burgeon_daemon::log::{self, LevelFilter};
+use clap::{
+    Args as ClapArgs,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
+
+/// Options of every command, before or after its name.
+#[derive(ClapArgs, Debug, Clone)]
+pub(crate) struct Global {
+    /// The store of images and their data: a folder, a URL or the name of a configured store;
+    /// '' is store/ in the state directory [default: that of the configuration, or '']; for build,
+    /// mount and pull also oci://REGISTRY/REPOSITORY, whose tags are the names
+    #[arg(long, global = true, value_name = "PATH|URL|NAME", env = STORE)]
+    pub(crate) store: Option<String>,
+    /// Directory of caches, writes and the daemon's socket
+    /// [default: that of the configuration, or /var/lib/burgeon, or ~/.local/state/burgeon without
+    /// root]
+    #[arg(long, global = true, value_name = "DIR", env = STATE_DIR)]
+    pub(crate) state_dir: Option<PathBuf>,
+    /// Log the events of this command on standard error, and of a daemon that it starts: error,
+    /// warn, info, debug or off [default: for the daemon that of the configuration, or info]
+    #[arg(long, global = true, value_name = "LEVEL", env = log::VARIABLE)]
+    #[arg(value_parser = levels(), hide_possible_values = true)]
+    pub(crate) log_level: Option<LevelFilter>,
+    /// The configuration: a file; a folder with config.toml and config.d/*.toml; or none [default:
+    /// /etc/burgeon]
+    #[arg(long, global = true, value_name = "PATH|none", env = CONFIG)]
+    pub(crate) config: Option<OsString>,
+    /// Print exactly one JSON document on standard output
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    /// Names of the fields above whose values come from environment variables.
+    #[arg(skip)]
+    pub(crate) from_environment: Vec<&'static str>,
+}
+
+/// The variables of `--store`, `--state-dir` and `--config`.
+pub(crate) const STORE: &str = "BURGEON_STORE";
+pub(crate) const STATE_DIR: &str = "BURGEON_STATE_DIR";
+pub(crate) const CONFIG: &str = "BURGEON_CONFIG";
+
+/// The documented levels: the type of the log knows others.
+pub(crate) const LEVELS: [&str; 5] = ["error", "warn", "info", "debug", "off"];
+
+fn levels() -> impl TypedValueParser<Value = LevelFilter> {
+    PossibleValuesParser::new(LEVELS).try_map(|level| level.parse::<LevelFilter>())
+}
