@@ -10,7 +10,7 @@
 #
 # make install put the command, mount(8)'s helper and the systemd unit in place (DESTDIR is honoured)
 # make deb     a Debian package, in target/package
-# make tarball the static program with its unit, man pages and completions, and SHA256SUMS, in target/package
+# make tarball the static program with its unit, configuration, man pages and completions, and SHA256SUMS, in target/package
 # make lab     CMD='...' [KERNEL=6.1]: run a command as root on an older kernel, emulated
 #
 # Each installs the Debian packages it needs; a Rust toolchain has to be there (Rust

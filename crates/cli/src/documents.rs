@@ -27,6 +27,8 @@ use crate::args::Args;
 
 /// The files of the program, for the section FILES of each page.
 const FILES: &str = "\
+/etc/burgeon/config.toml         the configuration: each key is explained in it
+/etc/burgeon/config.d/*.toml     settings that replace those of config.toml, by name
 /var/lib/burgeon                 state directory of root: store, caches, writes, socket
 ~/.local/state/burgeon           state directory of other users
 STATE/writes/NAME                the kept writes of `mount --writes NAME`

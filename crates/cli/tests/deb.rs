@@ -34,6 +34,12 @@ fn the_package_is_reproducible_and_lintian_accepts_it() {
     let [first, second] = packages.each_ref().map(|path| fs::read(path).unwrap());
     assert!(first == second, "two builds of one program differ");
 
+    // dpkg keeps an administrator's changes of a conffile.
+    let mut told = Command::new("dpkg-deb");
+    let told = told.arg("--info").arg(&packages[0]).arg("conffiles").output().unwrap();
+    let conffiles = String::from_utf8(told.stdout).unwrap();
+    assert!(conffiles.lines().any(|line| line == "/etc/burgeon/config.toml"), "{conffiles}");
+
     let mut lintian = Command::new("lintian");
     lintian.args(["--allow-root", "--fail-on", "error,warning"]).arg(&packages[0]);
     match lintian.output() {

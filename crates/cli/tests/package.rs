@@ -201,6 +201,7 @@ fn remove_and_purge(package: &Path) {
         assert!(!Path::new(STATE).join(gone).exists(), "purge removes {gone}");
     }
     assert!(!Path::new("/etc/needrestart/conf.d/burgeon.conf").exists());
+    assert!(!Path::new("/etc/burgeon").exists());
 
     // The writes need nothing that was purged.
     dpkg(&["--install", package.to_str().unwrap()]);
