@@ -247,6 +247,22 @@ fn a_named_store_is_used_wherever_a_store_is() {
 }
 
 #[test]
+fn the_state_directory_of_the_configuration_is_used_and_not_made_by_a_look() {
+    let host = Host::new();
+    let state = host.path("srv");
+    host.write("config.toml", &format!("state-dir = '{}'\n", state.display()));
+    fs::create_dir(host.path("tree")).unwrap();
+    let run = |arguments: &[&str]| {
+        host.command(arguments).env_remove("BURGEON_STATE_DIR").output().unwrap()
+    };
+    failed(run(&["list"]), 3);
+    assert!(!state.exists());
+    succeeded(run(&["build", "tree", "app:1"]));
+    assert!(state.join("store").is_dir());
+    assert!(succeeded(run(&["list"])).contains("app:1"));
+}
+
+#[test]
 fn no_secret_is_shown() {
     let host = Host::new();
     for url in

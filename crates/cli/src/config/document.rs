@@ -223,6 +223,8 @@ fn store(value: &DeValue<'_>, by_name: bool) -> Checked<String> {
 mod tests {
     use std::path::PathBuf;
 
+    use proptest::prelude::*;
+
     use super::{super::KEYS, Config, Document, apply};
 
     fn read(text: &str) -> (Config, Vec<String>) {
@@ -354,5 +356,16 @@ mod tests {
         let document = Document { path: PathBuf::from("c.toml"), text, is_own: false };
         apply(&document, &mut config, &mut problems);
         assert!(config.state_dir.is_none() && problems.is_empty());
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in "((log|mount|store|fill|url|[\\[\\]{}.,='\"0-9 -]|\\PC){0,9}\n){0,6}") {
+            let lines = text.lines().count().max(1) + 1;
+            let (mut config, mut problems) = (Config::default(), Vec::new());
+            let document = Document { path: PathBuf::from("c.toml"), text, is_own: true };
+            apply(&document, &mut config, &mut problems);
+            prop_assert!(problems.iter().all(|it| it.line.is_some_and(|line| line <= lines)));
+        }
     }
 }
