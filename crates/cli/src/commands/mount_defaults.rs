@@ -35,3 +35,45 @@ fn fill_in<T: Clone>(option: &mut Option<T>, setting: &Option<Setting<T>>) {
         *option = setting.as_ref().map(|setting| setting.value.clone());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burgeon_daemon::StateDir;
+    use clap::Parser;
+
+    use super::{Context, apply};
+    use crate::{
+        args::{Args, Command},
+        config::Config,
+    };
+
+    #[test]
+    fn an_option_wins_over_a_default_and_over_one_that_it_excludes() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("c.toml");
+        std::fs::write(&file, "[mount]\nwrite-limit = '1G'\nreserve = true\nfill = true\n")
+            .unwrap();
+        let context = Context {
+            state: StateDir::looked_at(folder.path().to_owned()),
+            store: None,
+            repository: None,
+            config: Config::load(Some(file.as_os_str())).unwrap(),
+            json: false,
+        };
+        let applied = |options: &[&str]| {
+            let line = [&["burgeon", "mount", "app", "/b"], options].concat();
+            let Command::Mount(mut mount) = Args::try_parse_from(line).unwrap().command else {
+                panic!()
+            };
+            apply(&context, &mut mount);
+            (mount.write_limit, mount.reserve, mount.fill)
+        };
+        assert_eq!(applied(&[]), (Some(1 << 30), Some(true), Some(true)));
+        assert_eq!(applied(&["--writes", "new"]), (Some(1 << 30), Some(true), Some(true)));
+        assert_eq!(applied(&["--read-only"]), (None, None, Some(true)));
+        assert_eq!(applied(&["--writes-device", "/dev/x"]), (None, None, Some(true)));
+        assert_eq!(applied(&["--thin", "--fill"]), (Some(1 << 30), None, Some(true)));
+        let given = ["--write-limit", "2G", "--reserve=false", "--fill=false"];
+        assert_eq!(applied(&given), (Some(2 << 30), Some(false), Some(false)));
+    }
+}

@@ -53,6 +53,10 @@ impl Reader<'_> {
             let (at, key): (_, &str) = (key.span().start, key.get_ref());
             let path = [path, &[key]].concat();
             match (path.as_slice(), value.get_ref()) {
+                (["store", "default"], DeValue::Table(_)) => {
+                    let what = "`default` names the default store: give the section another name";
+                    self.complain(at, &path, what.to_owned());
+                }
                 (["store", "default"], value) => self.set(&path, at, value),
                 (["store", name], DeValue::Table(table)) => {
                     if !is_store_name(name) {
@@ -315,6 +319,7 @@ mod tests {
             ("[store.a]\nurl = 7", "write a \"string\""),
             ("[store]\nurl = '/srv/a'", "[store.NAME] url"),
             ("store = '/srv/a'", "`default` in it"),
+            ("[store.default]\nurl = '/a'", "another name"),
             ("[store.'a b']\nurl = '/a'", "a store's name has"),
             ("[store.a]\nulr = '/a'", "did you mean store.a.url?"),
         ] {

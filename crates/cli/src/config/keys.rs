@@ -52,13 +52,13 @@ pub(super) fn explain_section(name: &str) -> String {
     }
 }
 
-/// The candidate with the fewest changes from `typed`, if these are few: at most two, or a third of
-/// a longer word.
+/// The candidate with the fewest changes from `typed`, if these are few: at most a third of its
+/// letters, and four.
 pub(super) fn nearest<'a>(
     typed: &str,
     candidates: impl IntoIterator<Item = &'a str>,
 ) -> Option<&'a str> {
-    let most = (typed.chars().count() / 3).clamp(1, 4);
+    let most = typed.chars().count().div_ceil(3).min(4);
     let distance = |candidate: &&str| strsim::damerau_levenshtein(typed, candidate);
     candidates.into_iter().filter(|c| distance(c) <= most).min_by_key(distance)
 }

@@ -270,7 +270,7 @@ mod tests {
     fn faults_across_lines_are_named() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("c.toml");
-        fs::write(&file, "[store]\ndefault = 'modles'\n[store.models]\n").unwrap();
+        fs::write(&file, "[store]\ndefault = 'modle'\n[store.models]\n").unwrap();
         let (_, problems) = Config::examine(Some(file.as_os_str()));
         let said: Vec<_> = problems.iter().map(ToString::to_string).collect();
         assert_eq!(said.len(), 2, "{said:?}");
