@@ -25,8 +25,8 @@ BUILD_NEEDS := cc=gcc /usr/include/stdio.h=libc6-dev
 # Needed to package: a stripper, the versions of libraries, a checker.
 DEB_NEEDS := git=git strip=binutils dpkg-shlibdeps=dpkg-dev lintian=lintian
 # Needed by the tests: stock checkers, load, other people's tools to compare with.
-TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs fio=fio debootstrap=debootstrap setfattr=attr \
-	setfacl=acl setcap=libcap2-bin losetup=mount unshare=util-linux xz=xz-utils zstd=zstd \
+TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs mkfs.xfs=xfsprogs fio=fio \
+	debootstrap=debootstrap setfattr=attr setfacl=acl setcap=libcap2-bin losetup=mount unshare=util-linux xz=xz-utils zstd=zstd \
 	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
 	nginx=nginx-light umoci=umoci skopeo=skopeo \
 	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd \

@@ -46,6 +46,8 @@ use crate::{
     upkeep::Upkeep,
 };
 
+/// Longest wait for an arena that another thread makes.
+const MAKING_MAX: Duration = Duration::from_secs(1);
 /// Pause between two looks at the file system's space.
 const TICK: Duration = Duration::from_millis(200);
 
@@ -65,6 +67,8 @@ pub(crate) struct Shared {
     /// Only the upkeep's thread and those who ask for its work wait for this lock.
     pub(crate) upkeep: Mutex<Upkeep>,
     wake: (Mutex<Wake>, Condvar),
+    /// An arena was made, or could not be; goes with `admin`.
+    made: Condvar,
 }
 
 #[derive(Default)]
@@ -120,6 +124,7 @@ impl Cache {
             next_arena: AtomicU64::new(1),
             upkeep: Mutex::default(),
             wake: (Mutex::default(), Condvar::new()),
+            made: Condvar::new(),
             settings: Mutex::new(settings),
         });
         shared.upkeep(0);
@@ -237,8 +242,8 @@ impl Shared {
 
     /// Space for a chunk of `blocks`, or the reason for a refusal.
     pub(crate) fn reserve(&self, blocks: u32, bounds: Bounds) -> Result<Option<Location>> {
-        // Twice: the arena that was just made may have been filled by others.
-        for _ in 0..2 {
+        // Several times: the arena that was just made may have been filled by others.
+        for _ in 0..3 {
             let room = {
                 let mut admin = lock(&self.admin);
                 let bytes = u64::from(blocks) * BLOCK_SIZE;
@@ -251,7 +256,11 @@ impl Shared {
             };
             match room {
                 Room::At(location) => return Ok(Some(location)),
-                Room::Wait => return Ok(None),
+                Room::Wait => {
+                    let admin = lock(&self.admin);
+                    let waited = self.made.wait_timeout_while(admin, MAKING_MAX, |it| it.making);
+                    drop(waited.unwrap_or_else(PoisonError::into_inner));
+                }
                 Room::MakeArena => self.make_arena(bounds)?,
             }
         }
@@ -263,6 +272,7 @@ impl Shared {
         let made = self.try_make_arena(bounds);
         let mut admin = lock(&self.admin);
         admin.making = false;
+        self.made.notify_all();
         let (arena, blocks) = made?;
         if self.arenas.get(arena).is_none_or(|arena| arena.id() == 0) {
             return Err(Error::new(ErrorKind::Unavailable, "the cache's folder was removed"));

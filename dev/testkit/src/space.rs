@@ -80,11 +80,21 @@ impl Space {
     /// An ext4 of `size` bytes on `at`, on a loop device that goes with it: a disk that can be
     /// broken by [`break_disk`].
     pub fn disk(&self, at: &Path, size: u64) -> Mounted {
+        self.disk_with(at, size, &["mkfs.ext4", "-q", "-F"])
+    }
+
+    /// The same with the file system that the command `mkfs` makes on a file; `tmpfs` needs none.
+    pub fn disk_with(&self, at: &Path, size: u64, mkfs: &[&str]) -> Mounted {
         let file = self.path("disk.img");
         fs::create_dir_all(at).unwrap_or_else(|error| panic!("{at:?}: {error}"));
+        if mkfs == ["tmpfs"] {
+            let options = format!("size={size},mode=700");
+            run(Command::new("mount").args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(at));
+            return Mounted(at.to_path_buf());
+        }
         let made = fs::File::create(&file).and_then(|file| file.set_len(size));
         made.unwrap_or_else(|error| panic!("{file:?}: {error}"));
-        run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&file));
+        run(Command::new(mkfs[0]).args(&mkfs[1..]).arg(&file));
         run(Command::new("mount").args(["-o", "loop"]).arg(&file).arg(at));
         Mounted(at.to_path_buf())
     }

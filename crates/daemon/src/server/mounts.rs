@@ -141,6 +141,8 @@ impl Serving {
         };
         let transport = mount.attach.transport;
         self.start_background(id, mount);
+        // What its readers read from here on counts.
+        self.look_at_reads(false);
         if let Err(e) = self.fetch_pinned(id, &pins) {
             // Pins only affect speed; the mount is served.
             tracing::warn!(mount = %id, error = %e, "cannot fetch pinned files");

@@ -225,6 +225,7 @@ where
         why: Why,
     ) -> (u32, Filled) {
         let may_fetch = || budget.as_ref().is_none_or(|budget| budget.may_fetch());
+        let mut is_second = false;
         loop {
             if self.residency.has(index) {
                 return (index, Filled::Kept);
@@ -254,7 +255,12 @@ where
             match error {
                 None => {
                     let kept = waiter.ended().await;
-                    return (index, if kept { Filled::Kept } else { Filled::Lost });
+                    if kept || is_second {
+                        return (index, if kept { Filled::Kept } else { Filled::Lost });
+                    }
+                    // Somebody may have removed the cache just then.
+                    is_second = true;
+                    sleep(self.limits.backoff_max).await;
                 }
                 Some(error) if error.kind() == ErrorKind::Unavailable => {
                     drop(waiter);
