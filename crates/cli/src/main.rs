@@ -68,7 +68,7 @@ fn main() -> ExitCode {
             // it fails, only such lists look different.
             let _ = rustix::thread::set_name(c"burgeon");
             match verb == SUPERVISE {
-                true => config::begin_log(),
+                true => config::begin_daemon(),
                 false => burgeon_daemon::log::begin(),
             }
         }

@@ -2,6 +2,8 @@
 
 use std::num::NonZeroUsize;
 
+use burgeon_daemon::protocol::CacheAmount;
+
 /// A number of bytes a second.
 pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
     match parse_size(text)? {
@@ -37,6 +39,17 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     number.checked_mul(1 << shift).ok_or_else(|| "that is too much".to_owned())
 }
 
+/// An amount such as `200G` or `10%`.
+pub(crate) fn parse_amount(text: &str) -> Result<CacheAmount, String> {
+    let Some(percent) = text.trim().strip_suffix('%') else {
+        return parse_size(text).map(CacheAmount::Bytes);
+    };
+    match percent.trim().parse() {
+        Ok(percent @ 0..=100) => Ok(CacheAmount::Percent(percent)),
+        _ => Err(format!("{text:?} is no share: use 0% to 100%")),
+    }
+}
+
 /// Parses the size of a virtual area.
 pub(crate) fn parse_virtual_size(text: &str) -> Result<u64, String> {
     match parse_size(text)? {
@@ -47,12 +60,23 @@ pub(crate) fn parse_virtual_size(text: &str) -> Result<u64, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{parse_size, parse_virtual_size};
+    use burgeon_daemon::protocol::CacheAmount;
+
+    use super::{parse_amount, parse_size, parse_virtual_size};
 
     #[test]
     fn a_virtual_area_has_a_size() {
         assert_eq!(parse_virtual_size("1K"), Ok(1 << 10));
         assert!(parse_virtual_size("0").is_err() && parse_virtual_size("0G").is_err());
+    }
+
+    #[test]
+    fn amounts_are_sizes_or_shares() {
+        assert_eq!(parse_amount("200G"), Ok(CacheAmount::Bytes(200 << 30)));
+        assert_eq!(parse_amount("10%"), Ok(CacheAmount::Percent(10)));
+        for bad in ["101%", "-1%", "%", "1.5%", "G"] {
+            assert!(parse_amount(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -210,3 +210,26 @@ fn a_daemon_starts_with_a_broken_configuration_and_says_so() {
     host.burgeon.ok(&["shutdown"]);
     daemon.wait().unwrap();
 }
+
+#[test]
+fn the_cache_has_the_configured_size_until_a_user_changes_it() {
+    let space = Space::new("config-cache");
+    let host = Host::new(&space, "[cache]\nsize = '64M'\n");
+    let limit = || {
+        let shown = host.burgeon.ok(&["cache", "status", "--json"]);
+        serde_json::from_str::<Value>(&shown).unwrap()["cache"]["limit"].as_u64().unwrap()
+    };
+    let mounted = host.mount("at", &["--read-only"]);
+    assert_eq!(limit(), 64 * MIB);
+    // The server that serves now takes it over.
+    host.write("[cache]\nsize = '32M'\n");
+    host.burgeon.ok(&["upgrade"]);
+    assert!(wait_until(PATIENCE, || limit() == 32 * MIB), "{}", limit());
+    host.burgeon.ok(&["cache", "resize", "48M"]);
+    assert_eq!(limit(), 48 * MIB);
+    host.burgeon.umount(mounted);
+    host.burgeon.ok(&["shutdown"]);
+    let mounted = host.mount("at", &["--read-only"]);
+    assert_eq!(limit(), 48 * MIB);
+    host.burgeon.umount(mounted);
+}

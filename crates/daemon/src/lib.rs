@@ -66,6 +66,7 @@ pub use server::serve_forever;
 pub use start::{UNIT_PROPERTIES, pass_on};
 pub use state::{
     built::{honoured, remember_built},
+    cache::configure as configure_cache,
     directory_identity::DirectoryIdentity,
     gc::sweep,
     paths::StateDir,

@@ -13,7 +13,7 @@ use clap::{Args as ClapArgs, Subcommand};
 use super::{Context, named};
 use crate::{
     output::{self, bytes, counted},
-    quantities::parse_size,
+    quantities::{parse_amount, parse_size},
 };
 
 pub(crate) const EXAMPLES: &str = "\
@@ -138,32 +138,5 @@ fn show(cache: &HostCache) {
     ];
     for (name, text) in rows {
         println!("{name:<10} {text}");
-    }
-}
-
-/// An amount such as `200G` or `10%`.
-fn parse_amount(text: &str) -> Result<CacheAmount, String> {
-    let Some(percent) = text.trim().strip_suffix('%') else {
-        return parse_size(text).map(CacheAmount::Bytes);
-    };
-    match percent.trim().parse() {
-        Ok(percent @ 0..=100) => Ok(CacheAmount::Percent(percent)),
-        _ => Err(format!("{text:?} is no share: use 0% to 100%")),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use burgeon_daemon::protocol::CacheAmount;
-
-    use super::parse_amount;
-
-    #[test]
-    fn amounts_are_sizes_or_shares() {
-        assert_eq!(parse_amount("200G"), Ok(CacheAmount::Bytes(200 << 30)));
-        assert_eq!(parse_amount("10%"), Ok(CacheAmount::Percent(10)));
-        for bad in ["101%", "-1%", "%", "1.5%", "G"] {
-            assert!(parse_amount(bad).is_err(), "{bad}");
-        }
     }
 }

@@ -9,7 +9,7 @@
 use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::Result;
-use burgeon_daemon::{StateDir, log::LevelFilter};
+use burgeon_daemon::{StateDir, log::LevelFilter, protocol::CacheAmount};
 use clap::{Args as ClapArgs, Subcommand, ValueEnum};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -140,6 +140,8 @@ fn settings(global: &Global, config: &config::Config) -> Result<Vec<Shown>> {
             "state-dir" => state_dir(global, config)?,
             "log.level" => level(global, config),
             "store.default" => store(global, config)?,
+            "cache.size" => amount(&config.cache.size, Value::Null),
+            "cache.keep-free" => amount(&config.cache.keep_free, json!("25%")),
             "mount.write-limit" => of_file(&mount.write_limit, Value::Null),
             "mount.reserve" => of_file(&mount.reserve, json!(false)),
             "mount.fetch-limit" => of_file(&mount.fetch_limit, Value::Null),
@@ -161,6 +163,17 @@ fn file<T>(setting: &Setting<T>) -> Origin {
 fn of_file<T: Serialize>(setting: &Option<Setting<T>>, default: Value) -> (Value, Origin) {
     match setting {
         Some(setting) => (json!(setting.value), file(setting)),
+        None => (default, Origin::Default),
+    }
+}
+
+fn amount(setting: &Option<Setting<CacheAmount>>, default: Value) -> (Value, Origin) {
+    let shown = |amount: CacheAmount| match amount {
+        CacheAmount::Bytes(bytes) => json!(bytes),
+        CacheAmount::Percent(percent) => json!(format!("{percent}%")),
+    };
+    match setting {
+        Some(setting) => (shown(setting.value), file(setting)),
         None => (default, Origin::Default),
     }
 }

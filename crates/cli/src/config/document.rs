@@ -8,7 +8,7 @@
 
 use std::path::{Path, PathBuf};
 
-use burgeon_daemon::log::LevelFilter;
+use burgeon_daemon::{log::LevelFilter, protocol::CacheAmount};
 use burgeon_source::{Location, registry::Name};
 use clap::ValueEnum;
 use toml::de::{DeTable, DeValue};
@@ -19,7 +19,10 @@ use super::{
     is_store_name,
     keys::{self, SECTIONS},
 };
-use crate::{global::LEVELS, quantities::parse_size};
+use crate::{
+    global::LEVELS,
+    quantities::{parse_amount, parse_size},
+};
 
 type Checked<T> = Result<T, String>;
 
@@ -107,6 +110,8 @@ impl Reader<'_> {
                 }
             }),
             ["log", "level"] => put(&mut config.log.level, level(value), origin),
+            ["cache", "size"] => put(&mut config.cache.size, amount(value), origin),
+            ["cache", "keep-free"] => put(&mut config.cache.keep_free, amount(value), origin),
             ["mount", "write-limit"] => put(&mut mount.write_limit, write_limit(value), origin),
             ["mount", "reserve"] => put(&mut mount.reserve, boolean(value), origin),
             ["mount", "fetch-limit"] => put(&mut mount.fetch_limit, size(value), origin),
@@ -164,6 +169,14 @@ fn size(value: &DeValue<'_>) -> Checked<u64> {
         value => string(value).map_err(|_| "write a size, such as \"10G\"".to_owned())?,
     };
     parse_size(text).map_err(|e| format!("it is no size: {e}"))
+}
+
+/// A size, or a share of a file system such as "10%".
+fn amount(value: &DeValue<'_>) -> Checked<CacheAmount> {
+    match value.as_str() {
+        Some(text) if text.trim().ends_with('%') => parse_amount(text),
+        _ => size(value).map(CacheAmount::Bytes),
+    }
 }
 
 fn write_limit(value: &DeValue<'_>) -> Checked<u64> {
@@ -256,10 +269,12 @@ mod tests {
             .collect();
         let (config, problems) = read(&used);
         assert_eq!(problems, [""; 0], "{used}");
-        let Config { state_dir, log, mount, stores, .. } = config;
+        let Config { state_dir, log, cache, mount, stores, .. } = config;
         let set = [
             state_dir.is_some(),
             log.level.is_some(),
+            cache.size.is_some(),
+            cache.keep_free.is_some(),
             mount.write_limit.is_some(),
             mount.reserve.is_some(),
             mount.fetch_limit.is_some(),

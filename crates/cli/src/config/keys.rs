@@ -1,9 +1,11 @@
 //! The keys of the configuration, and the nearest one to a misspelt key.
 
 /// All keys. NAME is a name that the user chooses.
-pub(crate) const KEYS: [&str; 11] = [
+pub(crate) const KEYS: [&str; 13] = [
     "state-dir",
     "log.level",
+    "cache.size",
+    "cache.keep-free",
     "mount.write-limit",
     "mount.reserve",
     "mount.fetch-limit",
@@ -16,7 +18,7 @@ pub(crate) const KEYS: [&str; 11] = [
 ];
 
 /// The sections.
-pub(super) const SECTIONS: [&str; 3] = ["log", "mount", "store"];
+pub(super) const SECTIONS: [&str; 4] = ["log", "cache", "mount", "store"];
 
 /// What to write instead of the unknown key at `path`.
 pub(super) fn explain(path: &[&str]) -> String {
@@ -84,6 +86,6 @@ mod tests {
             assert!(said.contains(right), "{typed:?}: {said}");
         }
         assert!(explain_section("mounts").contains("[mount]?"));
-        assert!(explain_section("network").contains("there are [log], [mount], [store]"));
+        assert!(explain_section("network").contains("there are [log], [cache], [mount], [store]"));
     }
 }

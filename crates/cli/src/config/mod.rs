@@ -6,7 +6,7 @@
 //!                                   │ a later file replaces an earlier one, key by key
 //!   flag ► environment ► ───────► Config ──► commands::Context      state directory, store
 //!                                        ──► commands::mount        defaults of mounts
-//!                                        ──► begin_log              level of the daemon
+//!                                        ──► begin_daemon           its level, the cache's bounds
 //! ```
 //! `BURGEON_CONFIG` and `--config` name another file or folder, or `none`.
 //!
@@ -30,7 +30,10 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_daemon::log::{self, LevelFilter};
+use burgeon_daemon::{
+    log::{self, LevelFilter},
+    protocol::CacheAmount,
+};
 use serde::Serialize;
 
 use crate::{global, pull::Pull, transport::Transport};
@@ -44,6 +47,8 @@ pub(crate) struct Config {
     pub(crate) state_dir: Option<Setting<PathBuf>>,
     /// `[log]`
     pub(crate) log: Log,
+    /// `[cache]`
+    pub(crate) cache: CacheBounds,
     /// `[mount]`
     pub(crate) mount: MountDefaults,
     /// `[store]` and `[store.NAME]`
@@ -60,6 +65,13 @@ pub(crate) struct Config {
 pub(crate) struct Log {
     /// The level of daemons.
     pub(crate) level: Option<Setting<LevelFilter>>,
+}
+
+/// `[cache]`: bounds of the host's cache, unless `burgeon cache resize` has set others.
+#[derive(Debug, Default)]
+pub(crate) struct CacheBounds {
+    pub(crate) size: Option<Setting<CacheAmount>>,
+    pub(crate) keep_free: Option<Setting<CacheAmount>>,
 }
 
 /// `[mount]`: values of options that a command line leaves out.
@@ -215,14 +227,16 @@ pub(crate) fn is_store_name(text: &str) -> bool {
 /// Longest name of a store, as of an image.
 const STORE_NAME_MAX: usize = 80;
 
-/// Logs events of this process, a supervisor, at the level of the environment, or else of the
-/// configuration. Its children inherit the level.
-pub(crate) fn begin_log() {
-    if log::is_set() {
-        return log::begin();
-    }
+/// Begins a supervisor: it logs events at the level of the environment, or else of the
+/// configuration, and its children inherit the level; it tells its servers the cache's bounds.
+pub(crate) fn begin_daemon() {
     let (config, problems) = Config::examine(env::var_os(global::CONFIG).as_deref());
-    log::begin_at(config.log.level.map_or(LevelFilter::INFO, |level| level.value));
+    match log::is_set() {
+        true => log::begin(),
+        false => log::begin_at(config.log.level.map_or(LevelFilter::INFO, |level| level.value)),
+    }
+    let CacheBounds { size, keep_free } = config.cache;
+    burgeon_daemon::configure_cache(size.map(|it| it.value), keep_free.map(|it| it.value));
     for problem in problems {
         log::warn(&format!("the configuration has a problem: {problem}"));
     }

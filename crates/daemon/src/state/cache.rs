@@ -1,4 +1,14 @@
-//! The settings of the host's cache, as the user has changed them: `cache.json`.
+//! The bounds of the host's cache.
+//!
+//! ```text
+//!   burgeon cache resize ──────────────► cache.json      ─┐
+//!   configuration ─► supervisor's start ► run/cache.json ─┴► Bounds::read, field by field
+//! ```
+//!
+//! Invariant: what a user has changed wins over the configuration, and that over the defaults
+//! (`tests::changed_bounds_win_over_configured_ones`).
+
+use std::{path::Path, sync::OnceLock};
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_cache::{Amount, Settings};
@@ -27,14 +37,46 @@ pub(crate) struct Bounds {
     pub(crate) keep_free: Option<CacheAmount>,
 }
 
+/// Those of the configuration that this process has read.
+static CONFIGURED: OnceLock<Bounds> = OnceLock::new();
+
+/// Takes the bounds of the configuration; only the first call in a process has an effect.
+pub fn configure(limit: Option<CacheAmount>, keep_free: Option<CacheAmount>) {
+    let _ = CONFIGURED.set(Bounds { limit, keep_free });
+}
+
 impl Bounds {
-    /// The bounds of the host's cache: those that the user has set, or the default ones.
+    /// The bounds of the host's cache: those that the user has set, or the configured ones.
     pub(crate) fn read(state: &StateDir) -> Result<Self> {
-        match files::read_json::<Self>(&state.cache_settings()) {
+        let configured = Self::read_from(&state.configured_cache()).unwrap_or_else(|error| {
+            tracing::warn!(%error, "the configured bounds of the cache are not used");
+            Self::default()
+        });
+        let changed = Self::changed(state)?;
+        Ok(Self {
+            limit: changed.limit.or(configured.limit),
+            keep_free: changed.keep_free.or(configured.keep_free),
+        })
+    }
+
+    /// Those that the user has set.
+    pub(crate) fn changed(state: &StateDir) -> Result<Self> {
+        Self::read_from(&state.cache_settings())
+    }
+
+    fn read_from(path: &Path) -> Result<Self> {
+        match files::read_json::<Self>(path) {
             Ok(bounds) => bounds.check().map(|()| bounds),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(Self::default()),
             Err(error) => Err(error),
         }
+    }
+
+    /// Tells servers the bounds of the configuration that this process has read.
+    pub(crate) fn publish_configured(state: &StateDir) -> Result<()> {
+        let configured = CONFIGURED.get().copied().unwrap_or_default();
+        configured.check()?;
+        files::publish_json(&state.configured_cache(), &configured)
     }
 
     /// Keeps them for later servers.
@@ -93,5 +135,21 @@ mod tests {
         impossible.write(&state).unwrap_err();
         std::fs::write(state.cache_settings(), r#"{"limit":{"percent":101}}"#).unwrap();
         Bounds::read(&state).unwrap_err();
+    }
+
+    #[test]
+    fn changed_bounds_win_over_configured_ones() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = StateDir::open(folder.path()).unwrap();
+        let [small, large] = [1 << 20, 1 << 30].map(|bytes| Some(CacheAmount::Bytes(bytes)));
+        let configured = Bounds { limit: small, keep_free: small };
+        super::files::publish_json(&state.configured_cache(), &configured).unwrap();
+        assert_eq!(Bounds::read(&state).unwrap(), configured);
+        Bounds { limit: large, keep_free: None }.write(&state).unwrap();
+        assert_eq!(Bounds::read(&state).unwrap(), Bounds { limit: large, keep_free: small });
+        assert_eq!(Bounds::changed(&state).unwrap().keep_free, None);
+        // A damaged file of the configuration is no reason to serve nothing.
+        std::fs::write(state.configured_cache(), "{").unwrap();
+        assert_eq!(Bounds::read(&state).unwrap().keep_free, None);
     }
 }

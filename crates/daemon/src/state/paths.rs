@@ -171,6 +171,11 @@ impl StateDir {
         self.root.join("cache.json")
     }
 
+    /// The bounds of the host's cache in the configuration that the supervisor has read.
+    pub(crate) fn configured_cache(&self) -> PathBuf {
+        self.run().join("cache.json")
+    }
+
     /// The folder of profiles whose images' stores are read-only.
     pub fn profiles(&self) -> PathBuf {
         self.root.join("profiles")

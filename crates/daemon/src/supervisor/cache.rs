@@ -24,7 +24,7 @@ impl Supervisor {
         let order = match request {
             CacheRequest::Show => CacheOrder::Show,
             CacheRequest::Resize { limit, keep_free } => {
-                let bounds = Bounds::read(&self.state).unwrap_or_default();
+                let bounds = Bounds::changed(&self.state).unwrap_or_default();
                 let limit = limit.or(bounds.limit);
                 let keep_free = keep_free.or(bounds.keep_free);
                 Bounds { limit, keep_free }.write(&self.state)?;

@@ -66,6 +66,7 @@ use crate::{
     ipc::{client::socket_path, protocol::Failure},
     start,
     state::{
+        cache::Bounds,
         files::{self, Lock},
         paths::StateDir,
         recycled_seed,
@@ -133,6 +134,9 @@ fn begin(state_dir: &Path) -> Result<()> {
     missing.extend(harden::harden(false));
     for sentence in missing {
         tracing::warn!("{sentence}");
+    }
+    if let Err(error) = Bounds::publish_configured(&state) {
+        tracing::warn!(%error, "the configured bounds of the cache are not used");
     }
     let socket = bind(&state)?;
     let (holder, held) = Holder::find(&state, inherited);

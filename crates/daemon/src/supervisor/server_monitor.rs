@@ -107,7 +107,13 @@ impl Supervisor {
     fn listen(self: &Arc<Self>, running: Running) {
         let Running { stream, child, pid, understands } = running;
         match stream.try_clone() {
-            Ok(link) => self.table().connect(link, pid, understands),
+            Ok(link) => {
+                let mut table = self.table();
+                table.connect(link, pid, understands);
+                if child.is_none() {
+                    table.refresh_cache();
+                }
+            }
             Err(e) => tracing::error!(error = %e, "cannot talk to the server"),
         }
         loop {

@@ -199,6 +199,16 @@ impl Table {
         })
     }
 
+    /// Makes a server that was there before this supervisor look at the cache's bounds again.
+    pub(crate) fn refresh_cache(&mut self) {
+        if self.understands.is_some_and(|understands| understands.cache) {
+            self.numbered += 1;
+            // Nobody waits for the answer.
+            let number = self.numbered;
+            self.send(&ToServer::Cache { number, order: CacheOrder::Resize });
+        }
+    }
+
     /// Tells a new server of every mount, and makes it the current server.
     pub(crate) fn connect(&mut self, link: UnixStream, pid: Option<u32>, understands: Understands) {
         self.link = Some(link);
