@@ -7,6 +7,7 @@
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              OCI images beside stargz-snapshotter
 # make bench-ublk    the same over ublk, in the lab
+# make bench-cache   policies of eviction on traces of chunks, beside the best possible
 #
 # make install put the command, mount(8)'s helper and the systemd unit in place (DESTDIR is honoured)
 # make deb     a Debian package, in target/package
@@ -44,7 +45,7 @@ START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=cur
 LAB_NEEDS := qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
 	busybox=busybox-static cpio=cpio depmod=kmod
 
-.PHONY: demo check test soak bench bench-start bench-ublk build install deb tarball lab clean
+.PHONY: demo check test soak bench bench-start bench-ublk bench-cache build install deb tarball lab clean
 
 demo: build
 	dev/need $(if $(findstring --debian,$(DEMO)),debootstrap=debootstrap)
@@ -89,6 +90,10 @@ bench-ublk: build
 	LAB_TIMEOUT=3600 LAB_MEMORY_MB=4096 dev/lab/run 6.12 "$$(realpath $(TARGET))/release/xtask" bench \
 		--only ublk,ublk-queues --burgeon "$$(realpath $(TARGET))/release/burgeon" \
 		--rublk "$$(realpath $(TARGET))/tools/bin/rublk" --file-mib 256 --seconds 1 $(BENCH)
+
+bench-cache:
+	dev/need $(BUILD_NEEDS)
+	$(CARGO) run --release --locked --quiet --package burgeon-cache --example policies
 
 # Where mount(8) looks for helpers: /sbin, which is a symlink on most machines.
 SBIN ?= $(if $(wildcard /sbin/.),$(shell readlink -f /sbin),/sbin)

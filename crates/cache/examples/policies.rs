@@ -1,0 +1,343 @@
+//! Compares policies of eviction: the bytes that each fetches, as a share of all bytes read.
+//!
+//! ```text
+//!   trace of chunks ──► a store of some chunks, with one policy ──► misses ÷ reads, in per cent
+//! ```
+//!
+//! Chunks have one length, so shares of chunks are shares of bytes. The traces are made here, from
+//! fixed seeds: starts of images whose versions share most chunks, a popular set that a scan
+//! interrupts, a loop, and all of these in turn. OPT knows the future (Belady, 1966): no policy
+//! fetches less. SIEVE (Zhang and others, NSDI 2024), S3-FIFO (Yang and others, SOSP 2023) and LRU
+//! are written from their descriptions, without extensions. `make bench-cache` runs it.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+
+use burgeon_cache::{
+    Why,
+    policy::{Clock, Forecast, Policy, Pressure, Random},
+};
+
+const CHUNK: u32 = 256 << 10;
+const SHARES: [u64; 3] = [10, 30, 60];
+
+/// A store with a policy.
+trait Store {
+    /// Reads a chunk; true if it is here.
+    fn read(&mut self, key: u64) -> bool;
+}
+
+/// A store that asks a policy of the crate, as the cache does.
+struct Ours {
+    policy: Box<dyn Policy>,
+    slots: HashMap<u64, u32>,
+    keys: Vec<u64>,
+    room: usize,
+}
+
+impl Store for Ours {
+    fn read(&mut self, key: u64) -> bool {
+        if let Some(slot) = self.slots.get(&key) {
+            self.policy.touched(*slot);
+            return true;
+        }
+        self.policy.missed(key, CHUNK);
+        let is_full = self.keys.len() == self.room;
+        let pressure = if is_full { Pressure::Full } else { Pressure::Room };
+        if !self.policy.admit(key, CHUNK, Why::Read, pressure) {
+            return false;
+        }
+        let slot = match is_full.then(|| self.policy.victim()).flatten() {
+            Some(victim) => {
+                self.policy.removed(victim);
+                self.slots.remove(&self.keys[victim as usize]);
+                self.keys[victim as usize] = key;
+                victim
+            }
+            None => {
+                self.keys.push(key);
+                self.keys.len() as u32 - 1
+            }
+        };
+        self.slots.insert(key, slot);
+        self.policy.inserted(slot, key, CHUNK, Why::Read);
+        false
+    }
+}
+
+/// The least recently used chunk goes.
+#[derive(Default)]
+struct Lru {
+    room: usize,
+    clock: u64,
+    last: HashMap<u64, u64>,
+    order: BTreeMap<u64, u64>,
+}
+
+impl Store for Lru {
+    fn read(&mut self, key: u64) -> bool {
+        self.clock += 1;
+        let before = self.last.insert(key, self.clock);
+        if let Some(before) = before {
+            self.order.remove(&before);
+        } else if self.last.len() > self.room
+            && let Some((_, oldest)) = self.order.pop_first()
+        {
+            self.last.remove(&oldest);
+        }
+        self.order.insert(self.clock, key);
+        before.is_some()
+    }
+}
+
+/// A queue in the order of arrival; a hand passes chunks that were read since it came by.
+#[derive(Default)]
+struct Sieve {
+    room: usize,
+    /// By arrival: the chunk, and whether it was read.
+    queue: BTreeMap<u64, (u64, bool)>,
+    arrivals: HashMap<u64, u64>,
+    clock: u64,
+    hand: u64,
+}
+
+impl Store for Sieve {
+    fn read(&mut self, key: u64) -> bool {
+        if let Some(entry) = self.arrivals.get(&key).and_then(|at| self.queue.get_mut(at)) {
+            entry.1 = true;
+            return true;
+        }
+        while self.queue.len() >= self.room {
+            let next = self.queue.range(self.hand..).next().or_else(|| self.queue.iter().next());
+            let Some((&at, &(victim, was_read))) = next else { break };
+            self.hand = at + 1;
+            if was_read {
+                self.queue.insert(at, (victim, false));
+            } else {
+                self.queue.remove(&at);
+                self.arrivals.remove(&victim);
+            }
+        }
+        self.clock += 1;
+        self.queue.insert(self.clock, (key, false));
+        self.arrivals.insert(key, self.clock);
+        false
+    }
+}
+
+/// A small queue for what is new, a main one for what was read again, and ghosts of the small one.
+#[derive(Default)]
+struct S3Fifo {
+    room: usize,
+    small: VecDeque<u64>,
+    main: VecDeque<u64>,
+    ghosts: VecDeque<u64>,
+    is_ghost: HashSet<u64>,
+    uses: HashMap<u64, u8>,
+}
+
+impl S3Fifo {
+    fn evict(&mut self) {
+        if self.small.len() * 10 >= self.room
+            && let Some(key) = self.small.pop_front()
+        {
+            if self.uses.get(&key).is_some_and(|uses| *uses > 1) {
+                self.uses.insert(key, 0);
+                self.main.push_back(key);
+                return;
+            }
+            self.uses.remove(&key);
+            self.ghosts.push_back(key);
+            self.is_ghost.insert(key);
+            if self.ghosts.len() > self.room
+                && let Some(old) = self.ghosts.pop_front()
+            {
+                self.is_ghost.remove(&old);
+            }
+            return;
+        }
+        let Some(key) = self.main.pop_front().or_else(|| self.small.pop_front()) else { return };
+        match self.uses.get_mut(&key) {
+            Some(uses) if *uses > 0 => {
+                *uses -= 1;
+                self.main.push_back(key);
+            }
+            _ => _ = self.uses.remove(&key),
+        }
+    }
+}
+
+impl Store for S3Fifo {
+    fn read(&mut self, key: u64) -> bool {
+        if let Some(uses) = self.uses.get_mut(&key) {
+            *uses = (*uses + 1).min(3);
+            return true;
+        }
+        while self.uses.len() >= self.room {
+            self.evict();
+        }
+        self.uses.insert(key, 0);
+        match self.is_ghost.remove(&key) {
+            true => self.main.push_back(key),
+            false => self.small.push_back(key),
+        }
+        false
+    }
+}
+
+/// The misses of a store that knows the future.
+fn opt(trace: &[u64], room: usize) -> usize {
+    let mut next = vec![usize::MAX; trace.len()];
+    let mut seen = HashMap::new();
+    for (at, key) in trace.iter().enumerate().rev() {
+        next[at] = seen.insert(*key, at).unwrap_or(usize::MAX);
+    }
+    // Those that are here, by their next use.
+    let (mut here, mut uses, mut misses) = (HashMap::new(), BTreeSet::new(), 0);
+    for (at, key) in trace.iter().enumerate() {
+        match here.remove(key) {
+            Some(due) => _ = uses.remove(&(due, *key)),
+            None => misses += 1,
+        }
+        here.insert(*key, next[at]);
+        uses.insert((next[at], *key));
+        if here.len() > room
+            && let Some((_, last)) = uses.pop_last()
+        {
+            here.remove(&last);
+        }
+    }
+    misses
+}
+
+/// Numbers that look random (xorshift*, Marsaglia 2003).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % end
+    }
+
+    /// Below `end`, small numbers more often.
+    fn skewed(&mut self, end: u64) -> u64 {
+        let most = self.below(end) + 1;
+        self.below(most)
+    }
+}
+
+/// Ten versions of three images, each started three times in turn; a version has `changed` per
+/// cent of new chunks. A start reads a tenth of its image, in runs, and a few others.
+fn starts(changed: u64, seed: u64) -> Vec<u64> {
+    const CHUNKS: u64 = 4000;
+    let mut numbers = Numbers(seed);
+    let mut fresh = 1 << 32;
+    let mut images: Vec<Vec<u64>> =
+        (0..3).map(|image| (0..CHUNKS).map(|chunk| image * CHUNKS + chunk).collect()).collect();
+    let runs: Vec<u64> = (0..20).map(|_| numbers.below(CHUNKS - 20)).collect();
+    let mut trace = Vec::new();
+    for _ in 0..10 {
+        for _ in 0..3 {
+            for image in &images {
+                let run = |start: &u64| image[*start as usize..][..20].iter().copied();
+                trace.extend(runs.iter().flat_map(run));
+                trace.extend((0..40).map(|_| image[numbers.skewed(CHUNKS) as usize]));
+            }
+        }
+        for image in &mut images {
+            for chunk in image.iter_mut() {
+                if numbers.below(100) < changed {
+                    fresh += 1;
+                    *chunk = fresh;
+                }
+            }
+        }
+    }
+    trace
+}
+
+/// A popular set, a scan of four times the store, and the popular set again.
+fn scan(chunks: u64, room: u64) -> Vec<u64> {
+    let mut numbers = Numbers(7);
+    let mut popular =
+        |count: u64| -> Vec<u64> { (0..count).map(|_| numbers.skewed(chunks)).collect() };
+    let (before, after) = (popular(chunks * 20), popular(chunks * 20));
+    let scanned = (0..4 * room).map(|chunk| (1 << 40) + chunk);
+    before.into_iter().chain(scanned).chain(after).collect()
+}
+
+fn policies(room: usize) -> Vec<(&'static str, Box<dyn Store>)> {
+    let ours = |policy| Box::new(Ours { policy, slots: HashMap::new(), keys: Vec::new(), room });
+    let limit = room as u64 * u64::from(CHUNK);
+    vec![
+        ("Forecast", ours(Box::new(Forecast::new(limit, 1)))),
+        ("Clock", ours(Box::<Clock>::default())),
+        ("S3-FIFO", Box::new(S3Fifo { room, ..S3Fifo::default() })),
+        ("SIEVE", Box::new(Sieve { room, ..Sieve::default() })),
+        ("LRU", Box::new(Lru { room, ..Lru::default() })),
+        ("RANDOM", ours(Box::new(Random::new(1)))),
+    ]
+}
+
+/// A trace, by the room of the store in which it is read.
+type Trace = Box<dyn Fn(u64) -> Vec<u64>>;
+
+fn main() {
+    const LOOP: u64 = 3000;
+    let mixed = |_| {
+        let parts =
+            [starts(5, 3), (0..LOOP).cycle().take(4 * LOOP as usize).collect(), starts(30, 4)];
+        parts.concat()
+    };
+    let traces: [(&str, u64, Trace); 5] = [
+        ("starts, 5 % changed", 0, Box::new(|_| starts(5, 1))),
+        ("starts, 30 % changed", 0, Box::new(|_| starts(30, 2))),
+        ("popular, scan, popular", LOOP, Box::new(|room| scan(LOOP, room))),
+        (
+            "loop of 1.7 times the store",
+            LOOP,
+            Box::new(|room| (0..room * 17 / 10).cycle().take(30 * room as usize).collect()),
+        ),
+        ("starts, loop, starts", 0, Box::new(mixed)),
+    ];
+    println!("bytes fetched in per cent of those read, and in brackets what is more than OPT's\n");
+    let names: Vec<_> = policies(1).into_iter().map(|(name, _)| name).collect();
+    print!("{:<28} {:>5} {:>6}", "trace", "store", "OPT");
+    names.iter().for_each(|name| print!(" {name:>14}"));
+    println!();
+    let mut sums = vec![(0.0, f64::MIN); names.len()];
+    let mut rows = 0;
+    for (name, chunks, trace) in &traces {
+        for share in SHARES {
+            let distinct = match chunks {
+                0 => trace(0).into_iter().collect::<HashSet<_>>().len() as u64,
+                chunks => *chunks,
+            };
+            let room = distinct * share / 100;
+            let trace = trace(room);
+            let percent = |misses: usize| misses as f64 * 100.0 / trace.len() as f64;
+            let best = percent(opt(&trace, room as usize));
+            print!("{name:<28} {share:>4}% {best:>6.1}");
+            for (sum, (_, mut store)) in sums.iter_mut().zip(policies(room as usize)) {
+                let missed = trace.iter().filter(|key| !store.read(**key)).count();
+                let more = percent(missed) - best;
+                *sum = (sum.0 + more, sum.1.max(more));
+                print!(" {:>6.1} ({more:>4.1})", percent(missed));
+            }
+            println!();
+            rows += 1;
+        }
+    }
+    for (what, of) in [
+        (
+            "mean above OPT",
+            Box::new(|sum: &(f64, f64)| sum.0 / f64::from(rows)) as Box<dyn Fn(&_) -> f64>,
+        ),
+        ("most above OPT", Box::new(|sum: &(f64, f64)| sum.1)),
+    ] {
+        print!("{what:<41}");
+        sums.iter().for_each(|sum| print!(" {:>14.1}", of(sum)));
+        println!();
+    }
+}
