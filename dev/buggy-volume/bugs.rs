@@ -136,10 +136,10 @@ pub const BUGS: &[Bug] = &[
         "chunks are kept under their number in the image instead of their digest",
         &[(
             "keys.rs",
-            "return Some(ChunkKey::new(domain, Kind::Chunk, chunk.digest.as_bytes()));",
+            "return Some(ChunkKey::new(domain, Kind::Chunk, &identity));\n        }",
             "let number = index.to_le_bytes();
-            let identity = if BUG { &number[..] } else { chunk.digest.as_bytes() };
-            return Some(ChunkKey::new(domain, Kind::Chunk, identity));",
+            let identity = if BUG { &number[..] } else { &identity[..] };
+            return Some(ChunkKey::new(domain, Kind::Chunk, identity));\n        }",
         )],
     ),
     image(

@@ -93,6 +93,11 @@ impl Arenas {
     }
 }
 
+/// The name of the file of a retired arena that waits for its next name.
+pub(crate) fn spare(index: u32) -> String {
+    format!("spare-{index:08x}")
+}
+
 /// The name of the arena's file.
 pub(crate) fn name(id: u32) -> String {
     format!("arena-{id:08x}")

@@ -33,7 +33,7 @@ use burgeon_block::{
 use crate::{
     CHUNK_LEN_MAX, CacheState, ChunkKey, ChunkStore, Hold, Place, Report, Settings, Why,
     admin::{Admin, Freed, Room},
-    arena::{self, Arena, Arenas},
+    arena::{self, Arena, Arenas, spare},
     disk::{Access, Disk, Folder, Space},
     gate::Gate,
     hold,
@@ -42,6 +42,7 @@ use crate::{
     memory_fifo::MemoryFifo,
     policy::{Policy, Pressure},
     report::Tally,
+    settings::Bounds,
     slots::{ARENA_BLOCKS_MAX, About, Chunk, Location, Slots},
     upkeep::Upkeep,
 };
@@ -75,18 +76,6 @@ pub(crate) struct Shared {
 struct Wake {
     now: bool,
     stop: bool,
-}
-
-/// The bounds at one moment, in bytes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Bounds {
-    pub(crate) limit: u64,
-    pub(crate) floor: u64,
-    pub(crate) free: u64,
-    /// [`Admin::finished`] before `free` was read.
-    pub(crate) finished: u64,
-    /// Kept free below the limit and above the floor, so that admissions need not wait.
-    pub(crate) headroom: u64,
 }
 
 /// The host's cache: chunks in a folder, bounded.
@@ -139,8 +128,17 @@ impl Cache {
     /// Evicts at least `bytes`, as far as they are here and not held; returns the bytes freed.
     pub fn evict(&self, bytes: u64) -> u64 {
         let before = self.shared.tally.punched.get();
-        self.shared.upkeep(bytes);
-        self.shared.tally.punched.get() - before
+        let mut freed = 0;
+        // A round has an end, so that records are written in between.
+        while freed < bytes {
+            self.shared.upkeep(bytes - freed);
+            let now = self.shared.tally.punched.get() - before;
+            if now == freed {
+                break;
+            }
+            freed = now;
+        }
+        freed
     }
 
     /// Forgets these chunks, held or not.
@@ -159,7 +157,15 @@ impl Cache {
             settings.limit = limit;
             settings.keep_free = keep_free;
         }
-        self.shared.upkeep(0);
+        let punched = || self.shared.tally.punched.get();
+        loop {
+            let before = punched();
+            self.shared.upkeep(0);
+            let report = self.report();
+            if report.used <= report.limit || punched() == before {
+                return;
+            }
+        }
     }
 
     /// Reads every chunk once, at most `bytes_per_second`, and forgets those whose bytes are not
@@ -472,11 +478,6 @@ impl Shared {
     }
 }
 
-/// The name of the file of a retired arena that waits for its next name.
-pub(crate) fn spare(index: u32) -> String {
-    format!("spare-{index:08x}")
-}
-
 impl ChunkStore for Cache {
     fn find(&self, key: &ChunkKey) -> Option<Place> {
         self.shared.place_of(key).or_else(|| self.shared.fifo.find(key))
@@ -506,6 +507,10 @@ impl ChunkStore for Cache {
 
     fn local_file(&self, file: u32) -> Option<BorrowedFd<'_>> {
         self.shared.arenas.get(file)?.file.fd()
+    }
+
+    fn is_lasting(&self, place: Place) -> bool {
+        !MemoryFifo::is_here(place)
     }
 
     fn touch(&self, place: Place) {

@@ -144,6 +144,11 @@ fn failed(doing: &str, path: &Path, error: io::Error) -> Error {
 
 impl Disk for Folder {
     fn take(&self) -> Result<bool> {
+        // The lock belongs to the open file: a second one would wait for the first.
+        let is_held = self.lock.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        if is_held && self.check().is_ok() {
+            return Ok(true);
+        }
         make(&self.path)?;
         let path = self.path.join(LOCK);
         let file = Self::options(false).create(true).open(&path);

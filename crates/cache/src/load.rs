@@ -65,10 +65,13 @@ impl Upkeep {
         self.persist.number = self.persist.number.max(number);
         let is_long = len > lock(&shared.settings).journal_len;
         self.persist.wants_checkpoint = is_long || journals.len() > JOURNALS;
+        // A file that stays is tried again by the next server; loading twice would be worse.
+        let stays = |error| tracing::warn!(%error, "an old file of the cache stays");
         for name in names.iter().filter(|name| *name == UNFINISHED || name.starts_with("spare-")) {
-            shared.disk.remove(name)?;
+            shared.disk.remove(name).unwrap_or_else(stays);
         }
-        remove_older(shared, newest.unwrap_or(0))
+        remove_older(shared, newest.unwrap_or(0)).unwrap_or_else(stays);
+        Ok(())
     }
 
     /// Counts the chunks' space in each arena, and what the arena takes beyond it.
@@ -110,7 +113,9 @@ fn open_arenas(shared: &Shared, names: &[String]) -> Result<Known> {
         let file = match shared.disk.open(name, Access::Blocks) {
             Ok(file) if known.len() < ARENAS_MAX - 1 => file,
             Ok(_) => {
-                shared.disk.remove(name)?;
+                if let Err(error) = shared.disk.remove(name) {
+                    tracing::warn!(%error, "an arena of the cache that is too much stays");
+                }
                 continue;
             }
             Err(error) => {

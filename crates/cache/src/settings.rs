@@ -54,3 +54,15 @@ impl Default for Settings {
         }
     }
 }
+
+/// The bounds at one moment, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bounds {
+    pub(crate) limit: u64,
+    pub(crate) floor: u64,
+    pub(crate) free: u64,
+    /// `Admin::finished` before `free` was read.
+    pub(crate) finished: u64,
+    /// Kept free below the limit and above the floor, so that admissions need not wait.
+    pub(crate) headroom: u64,
+}

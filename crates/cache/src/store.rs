@@ -76,6 +76,11 @@ pub trait ChunkStore: Send + Sync + 'static {
         None
     }
 
+    /// False for a place that is in memory only, and soon given up.
+    fn is_lasting(&self, _place: Place) -> bool {
+        true
+    }
+
     /// Reports a hit; at most an atomic.
     fn touch(&self, place: Place);
 

@@ -9,14 +9,15 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Pages, Result};
+use burgeon_block::{BLOCK_SIZE, ByteRange, ErrorKind, Pages, Result};
 
 use crate::{
     admin::Freed,
-    arena::{ARENAS_MAX, Arena},
-    cache::{Bounds, Shared, lock, spare},
+    arena::{ARENAS_MAX, Arena, spare},
+    cache::{Shared, lock},
     journal::Event,
     persist::Persist,
+    settings::Bounds,
     slots::Chunk,
 };
 
@@ -59,6 +60,10 @@ impl Upkeep {
         if shared.is_taken.load(Relaxed)
             && let Err(error) = shared.disk.check()
         {
+            // An error of another kind tells nothing about the files.
+            if error.kind() != ErrorKind::NotFound {
+                return Err(error);
+            }
             tracing::warn!(%error, "the cache was removed, and begins anew");
             self.reset(shared);
         }

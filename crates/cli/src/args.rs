@@ -475,7 +475,7 @@ pub(crate) struct Pin {
     /// Files and folders in mounts
     #[arg(required = true)]
     pub(crate) paths: Vec<PathBuf>,
-    /// Drop the pins of these paths; local data stays until the cache is removed
+    /// Drop the pins of these paths; local data stays until the cache evicts it
     #[arg(long)]
     pub(crate) remove: bool,
 }

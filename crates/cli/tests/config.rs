@@ -206,6 +206,13 @@ fn a_check_names_every_problem_and_commands_refuse_to_guess() {
         assert!(said.contains("2 more: `burgeon config check`"), "{said}");
     }
     assert!(!host.path("state").exists(), "nothing was done");
+    // Mounts can be looked at and ended all the same.
+    for verb in ["status", "shutdown", "upgrade"] {
+        let output = host.run(&[verb]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(said.contains("warning: the configuration has a problem"), "{verb}: {said}");
+        assert!(!said.contains("--config none"), "{verb}: {said}");
+    }
     host.ok(&["config", "show", "--config", "none"]);
     host.write("config.toml", "");
     host.write("config.d/broken.toml", "");

@@ -140,7 +140,7 @@ fn paths_that_no_message_can_hold() {
     fs::create_dir(&odd).unwrap();
     let mount = [OsStr::new("mount"), OsStr::new("image:1"), odd.as_os_str()];
     at.burgeon.fails(&mount, FAILED, "its name is not UTF-8");
-    let other = Burgeon::with_state(BURGEON, odd.join("state"));
+    let other = Burgeon::before_state(BURGEON, odd.join("state"));
     other.fails(&["list"], FAILED, "the state directory");
     assert!(!odd.join("state").exists());
     at.still_mounts();

@@ -243,7 +243,7 @@ fn a_state_directory_is_ones_own_and_a_directory() {
     let file = space.path("file");
     fs::write(&file, "").unwrap();
     for path in [file.clone(), file.join("below")] {
-        let wrong = Burgeon::with_state(BURGEON, path);
+        let wrong = Burgeon::before_state(BURGEON, path);
         for arguments in [&["list"][..], &["status"], &["build", "/etc", "x"]] {
             let said = wrong.run(arguments).stderr;
             assert!(said.contains(&format!("{} is not a directory", file.display())), "{said}");
@@ -272,7 +272,7 @@ fn a_folder_of_the_state_directory_that_is_a_symlink_is_named() {
 #[test]
 fn a_mistyped_state_directory_is_not_made() {
     let space = Space::new("mistyped");
-    let typo = Burgeon::with_state(BURGEON, space.path("state"));
+    let typo = Burgeon::before_state(BURGEON, space.path("state"));
     let at = space.make_folder("at");
     assert!(typo.ok(&["status"]).contains("there is no state directory"));
     typo.fails(&["list"], 3, "there is no state directory");

@@ -146,7 +146,7 @@ fn this_hosts_damaged_record_is_written_anew() {
 #[test]
 fn images_are_listed_inspected_and_verified() {
     let space = Space::new("store");
-    let burgeon = Burgeon::with_state(PROGRAM, space.path("state"));
+    let burgeon = Burgeon::before_state(PROGRAM, space.path("state"));
     burgeon.fails(&["list"], 3, "there is no state directory");
     burgeon.build(&tree(&space, "tree", 1), "sample:1");
     let list = json(&burgeon, &["list"]);

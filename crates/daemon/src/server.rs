@@ -40,7 +40,7 @@ use std::{
     process::ExitCode,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     thread,
     time::Duration,
@@ -111,6 +111,8 @@ struct Serving {
     cache: Arc<Cache>,
     /// What all mounts have read.
     reads: Mutex<Reads>,
+    /// Ends the scrub of the cache that runs.
+    scrub: Mutex<Option<Arc<AtomicBool>>>,
     /// The pending jobs of each mount: the only way to change the served devices.
     tasks: Tasks<MountId, Job>,
     mounts: Mutex<HashMap<MountId, Mount>>,
@@ -193,6 +195,7 @@ fn begin(state_dir: &Path) -> Result<()> {
         _lock: the_only_server(&state)?,
         cache: cache::open(&state)?,
         reads: Mutex::default(),
+        scrub: Mutex::default(),
         state,
         limits: Limits::default(),
         tasks: Tasks::default(),

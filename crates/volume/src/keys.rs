@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   codec              identified by                                       kind of key
-//!   raw, zstd          digest of its bytes                                 Chunk
+//!   raw, zstd          digest of its bytes, and their length               Chunk
 //!   verified           digest of its derived object's table, and range    Derived
 //! ```
 //!
@@ -29,7 +29,11 @@ impl Keys for std::sync::Arc<AddressMap> {
     fn key(&self, index: u32, domain: &Domain) -> Option<ChunkKey> {
         let chunk = self.chunk(index);
         if chunk.codec != Codec::Verified {
-            return Some(ChunkKey::new(domain, Kind::Chunk, chunk.digest.as_bytes()));
+            // With the length: else a map with a wrong one could make the cache doubt the chunk.
+            let mut identity = [0; Digest::LEN + 8];
+            identity[..Digest::LEN].copy_from_slice(chunk.digest.as_bytes());
+            identity[Digest::LEN..].copy_from_slice(&chunk.range.len().to_le_bytes());
+            return Some(ChunkKey::new(domain, Kind::Chunk, &identity));
         }
         let table = self.object(chunk.object).digest(ObjectKind::Derived)?;
         let mut identity = [0; Digest::LEN + 24];

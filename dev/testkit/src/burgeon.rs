@@ -41,18 +41,21 @@ impl Burgeon {
     /// The program `program` (a test gives `env!("CARGO_BIN_EXE_burgeon")`) with its state in
     /// the folder `state` of `space`.
     pub fn new(program: &str, space: &Space) -> Self {
-        let state = space.path("state");
-        let burgeon = Self::with_state(program, state);
-        // The server reads them when it starts. A second installation of this state has them.
-        let made = std::fs::DirBuilder::new().mode(0o700).create(&burgeon.state);
-        if made.is_ok() {
+        Self::with_state(program, space.path("state"))
+    }
+
+    /// The same with its state in `state`, a folder that is made if it is not there.
+    pub fn with_state(program: &str, state: PathBuf) -> Self {
+        let burgeon = Self::before_state(program, state);
+        // The server reads its settings when it starts: they are there before the first command.
+        if std::fs::DirBuilder::new().mode(0o700).create(&burgeon.state).is_ok() {
             burgeon.write_settings();
         }
         burgeon
     }
 
-    /// The same with its state in `state`.
-    pub fn with_state(program: &str, state: PathBuf) -> Self {
+    /// The same, but `state` is left as it is.
+    pub fn before_state(program: &str, state: PathBuf) -> Self {
         Self {
             program: program.into(),
             state,

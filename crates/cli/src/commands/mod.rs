@@ -63,8 +63,12 @@ impl Context {
     /// With `takes_repository`, `--store` may name a repository. Only commands that put something
     /// into a named state directory create it; for the others, a missing one is probably a typing
     /// error.
-    pub(crate) fn new(global: Global, takes_repository: bool, only_looks: bool) -> Result<Self> {
-        let config = Config::load(global.config.as_deref())?;
+    pub(crate) fn new(
+        global: Global,
+        config: Config,
+        takes_repository: bool,
+        only_looks: bool,
+    ) -> Result<Self> {
         if let Some(place) = &config.place {
             burgeon_daemon::pass_on(global::CONFIG, place.clone());
         }
@@ -195,7 +199,8 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     if let Command::Config(config) = args.command {
         return config::config(&args.global, config.command);
     }
-    let context = Context::new(args.global, takes_repository, only_looks(&args.command))?;
+    let config = read_config(&args.global, &args.command)?;
+    let context = Context::new(args.global, config, takes_repository, only_looks(&args.command))?;
     let stores = takes_repository || matches!(args.command, Command::Index(_));
     let done = perform(&context, args.command);
     done.map_err(|e| if stores { full::explain(&context, e) } else { e })
@@ -233,6 +238,28 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
 }
 
 /// True if a command only reads existing state, and needs no new state directory.
+/// The configuration. One with problems does not stop commands that look at mounts or end them:
+/// they use the valid settings.
+fn read_config(global: &Global, command: &Command) -> Result<Config> {
+    let place = global.config.as_deref();
+    let goes_on = matches!(
+        command,
+        Command::Umount(_)
+            | Command::Shutdown(_)
+            | Command::Status
+            | Command::Doctor(_)
+            | Command::Upgrade
+    );
+    if !goes_on {
+        return Ok(Config::load(place)?);
+    }
+    let (config, problems) = Config::examine(place);
+    for problem in problems {
+        eprintln!("warning: the configuration has a problem: {problem}");
+    }
+    Ok(config)
+}
+
 fn only_looks(command: &Command) -> bool {
     match command {
         Command::Build(_)

@@ -299,12 +299,10 @@ fn options(context: &Context, args: &args::Mount) -> Result<String> {
     };
     let config = &context.config;
     set("config", config.place.as_ref().map(|place| place.to_string_lossy().into_owned()));
-    // The configuration may have another store and state directory.
+    // A later configuration may have another store and state directory.
     let store = context.store.as_ref().map(ToString::to_string);
-    let own = config.stores.default.is_some().then(String::new);
-    set("store", store.or_else(|| context.repository.clone()).or(own));
-    let is_usual = has_default_state(context) && config.state_dir.is_none();
-    set("state-dir", (!is_usual).then(|| context.state.root().display().to_string()));
+    set("store", store.or_else(|| context.repository.clone()).or(Some(String::new())));
+    set("state-dir", Some(context.state.root().display().to_string()));
     set("index", args.index.clone());
     set("pull", args.pull.and_then(name_of));
     set("writes", args.writes.clone());

@@ -224,12 +224,12 @@ fn describe_cache(cache: &CacheStatus) -> String {
     let state = match cache.state.as_str() {
         "writing" => "fetched data is kept".to_owned(),
         "full" => format!(
-            "FULL, no more fetched data is kept until there is space ({reason}): free some; \
-             `burgeon gc` removes unneeded data"
+            "FULL, no more fetched data is kept until there is space ({reason}): free space on \
+             its disk, or lower the floor with `burgeon cache resize --keep-free SIZE`"
         ),
         _ => format!(
-            "STOPPED, no more fetched data is kept ({reason}): check the disk, then unmount the \
-             image everywhere and mount it again"
+            "STOPPED, no more fetched data is kept ({reason}): check the disk; it is \
+             tried again every few minutes"
         ),
     };
     let now = match (cache.in_flight, cache.waiting_readers) {

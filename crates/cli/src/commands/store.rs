@@ -150,7 +150,7 @@ pub(super) fn collect(context: &Context, dry_run: bool) -> Result<ExitCode> {
         counted(collected.packs, "pack"),
         bytes(collected.bytes),
         bytes(collected.stale_bytes),
-        counted(prepared, "cache"),
+        counted(prepared, "prepared image"),
         bytes(prepared_bytes)
     );
     if collected.builds > 0 {

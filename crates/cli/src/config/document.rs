@@ -323,7 +323,7 @@ mod tests {
     #[test]
     fn stores_have_names_and_absolute_places() {
         let (config, problems) = read(
-            "[store]\ndefault = 'oci://r.example/team'\n[store.a]\nurl = '/srv/a'\n\
+            "[store]\ndefault = 'https://store.example/team'\n[store.a]\nurl = '/srv/a'\n\
              [store.b]\nurl = 's3://bucket/b'\n",
         );
         assert_eq!(problems, [""; 0]);
@@ -333,6 +333,8 @@ mod tests {
             ("[store.a]\nurl = 'ftp://a/b'", "there are no stores at ftp://"),
             ("[store.a]\nurl = 7", "write a \"string\""),
             ("[store]\nurl = '/srv/a'", "[store.NAME] url"),
+            ("[store]\ndefault = 'oci://r.example/team'", "a repository is no default"),
+            ("store.default = 'a'\nstore.a.url = 'oci://r.example/team'", "is no default"),
             ("store = '/srv/a'", "`default` in it"),
             ("[store.default]\nurl = '/a'", "another name"),
             ("[store.'a b']\nurl = '/a'", "a store's name has"),

@@ -34,6 +34,7 @@ use burgeon_daemon::{
     log::{self, LevelFilter},
     protocol::CacheAmount,
 };
+use burgeon_source::registry::Name;
 use serde::Serialize;
 
 use crate::{global, pull::Pull, transport::Transport};
@@ -212,6 +213,13 @@ impl Stores {
             };
             let what = format!("no section names the store {value:?}: {hint}");
             problems.push(fault(origin, "store.default".to_owned(), what));
+        }
+        if let (Some(Setting { origin, .. }), Some((text, _))) = (&self.default, self.choose(None))
+            && Name::parse(&text).is_some_and(|name| name.is_ok_and(|it| it.digest().is_none()))
+        {
+            let what = "a repository is no default, because only build, mount and pull read one: \
+                        name it with --store";
+            problems.push(fault(origin, "store.default".to_owned(), what.to_owned()));
         }
         problems
     }

@@ -40,6 +40,7 @@ use crate::{
         mount_point::Opened,
         need_mount_privilege,
     },
+    config::Config,
     exit::{NotPermitted, Usage},
     namespace::Namespace,
 };
@@ -162,7 +163,8 @@ fn call(line: Line) -> Result<()> {
     if let Some(level) = args.global.log_level {
         burgeon_daemon::log::begin_at(level);
     }
-    let context = Context::new(args.global, true, false)?;
+    let config = Config::load(args.global.config.as_deref())?;
+    let context = Context::new(args.global, config, true, false)?;
     mount_defaults::apply(&context, &mut mount);
     if options.remount {
         if line.namespace.is_some() {

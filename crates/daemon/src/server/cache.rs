@@ -1,12 +1,16 @@
 //! The host's cache, which all volumes of this server share, and the orders of users about it.
 
 use std::{
-    sync::{Arc, atomic::AtomicBool},
+    fs,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
 
-use burgeon_block::{Counter, Digest, ObjectKind, Result};
+use burgeon_block::{Counter, Digest, Error, ErrorKind, ObjectKind, Result};
 use burgeon_cache::{Cache, Domain, Report, policy::Forecast};
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, LayersAt, Location, Store, layers_at};
@@ -18,7 +22,7 @@ use crate::{
         link::{CacheOrder, FromServer},
         protocol::{CacheAnswer, HostCache, ReadBytes},
     },
-    state::{cache::Bounds, paths::StateDir},
+    state::{cache::Bounds, files, paths::StateDir},
 };
 
 /// Opens the cache of this host. Settings that cannot be read are no reason to serve nothing.
@@ -27,6 +31,7 @@ pub(super) fn open(state: &StateDir) -> Result<Arc<Cache>> {
         tracing::error!(%error, "the cache has its default settings");
         Bounds::default()
     });
+    remove_earlier(state);
     let settings = bounds.settings();
     // Of a disk that cannot be looked at, the cache says so itself.
     let size = rustix::fs::statvfs(state.cache()).map_or(0, |fs| fs.f_blocks * fs.f_frsize);
@@ -35,18 +40,26 @@ pub(super) fn open(state: &StateDir) -> Result<Arc<Cache>> {
     Ok(Arc::new(Cache::open(&state.cache(), settings, Box::new(policy))?))
 }
 
+/// Removes the caches that earlier versions had for each image: they would keep this one small.
+fn remove_earlier(state: &StateDir) {
+    for folder in fs::read_dir(state.images()).into_iter().flatten().flatten() {
+        if let Err(error) = files::remove_file(&folder.path().join("cache")) {
+            tracing::warn!(%error, "the cache of an earlier version stays");
+        }
+    }
+}
+
 /// The domain of trust of an image that is read from `store` with `access`, with layers at
 /// `layers`: public if nobody can need credentials for any of them.
 ///
-/// Without credentials that were given for the mount, the machine's own may be used. They are a
-/// set for each bucket and for each registry.
+/// Besides the credentials that were given for the mount, the machine's own may be used. They are a
+/// set for each store in a bucket and for each registry.
 fn domain(store: &Location, access: &Access, layers: &[Option<LayersAt>]) -> Domain {
     let mut places: Vec<String> = layers.iter().filter_map(place).collect();
     match store {
         Location::Registry(name) => places.push(name.registry().to_owned()),
-        other if other.has_ambient_credentials() && access.is_empty() => {
-            places.push(other.to_string());
-        }
+        // Settings that were given need not be credentials.
+        other if other.has_ambient_credentials() => places.push(other.to_string()),
         _ => {}
     }
     if access.is_empty() && places.is_empty() {
@@ -114,9 +127,22 @@ impl Serving {
             CacheOrder::Evict { bytes } => return Ok((self.cache.evict(bytes), 0)),
             CacheOrder::Drop { digest } => return self.drop_image(&digest.0),
             CacheOrder::Scrub { bytes_per_second } => {
-                return Ok(self.cache.scrub(bytes_per_second, &AtomicBool::new(false)));
+                let stop = Arc::<AtomicBool>::default();
+                // The one that runs ends: perhaps nobody waits for it any more.
+                if let Some(before) = lock(&self.scrub).replace(Arc::clone(&stop)) {
+                    before.store(true, Ordering::Relaxed);
+                }
+                let done = self.cache.scrub(bytes_per_second, &stop);
+                if stop.load(Ordering::Relaxed) {
+                    let what = "another `burgeon cache scrub` was begun, which ended this one";
+                    return Err(Error::new(ErrorKind::Unavailable, what));
+                }
+                return Ok(done);
             }
-            CacheOrder::Unknown => tracing::warn!("ignoring an order of a later supervisor"),
+            CacheOrder::Unknown => {
+                let what = "the server does not know this order: `burgeon upgrade` replaces it";
+                return Err(Error::new(ErrorKind::Unavailable, what));
+            }
         }
         Ok((0, 0))
     }
@@ -141,8 +167,9 @@ impl Serving {
             let [hit, miss] = [&counters.hit_bytes, &counters.miss_bytes].map(Counter::get);
             (mount.attach.id, ReadBytes { hit, miss })
         };
-        let now: Vec<_> = lock(&self.mounts).values().map(of).collect();
+        // First, so that of two that look at once the later one has the later counters.
         let (mut reads, at) = (lock(&self.reads), Instant::now());
+        let now: Vec<_> = lock(&self.mounts).values().map(of).collect();
         reads.look(now.into_iter());
         if sample {
             reads.sample(at);
@@ -206,6 +233,11 @@ mod tests {
         assert!(of("https://store.example/a") == Domain::PUBLIC);
         assert!(of("s3://bucket/a") != Domain::PUBLIC, "the machine may have credentials");
         assert!(of("s3://bucket/a") != of("s3://other/a"));
+        // A region is no credential, and the machine's own are used beside it.
+        let region: Access = serde_json::from_str(r#"{"AWS_REGION": "eu-central-1"}"#).unwrap();
+        let with_region =
+            |location: &str| domain(&Location::parse(location).unwrap(), &region, &[]);
+        assert!(with_region("s3://bucket/a") != with_region("s3://other/a"));
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! The part of a mount's status that only the server knows.
 
+use std::{collections::HashMap, sync::Arc};
+
 use burgeon_volume::CacheState;
 
 use super::{
@@ -16,9 +18,17 @@ use crate::ipc::{
 impl Serving {
     pub(super) fn report(&self) -> Vec<MountReport> {
         let cache = self.host_cache();
+        // A look at a volume may take milliseconds: without the lock, and once for all its mounts.
+        let volumes: HashMap<_, _> = lock(&self.mounts)
+            .values()
+            .map(|mount| (Arc::as_ptr(&mount.volume), Arc::clone(&mount.volume)))
+            .collect();
+        let statuses: HashMap<_, _> =
+            volumes.iter().map(|(address, volume)| (*address, volume.status())).collect();
         let mounts = lock(&self.mounts);
         let reports = mounts.values().map(|mount| {
-            let status = mount.volume.status();
+            let known = statuses.get(&Arc::as_ptr(&mount.volume)).cloned();
+            let status = known.unwrap_or_else(|| mount.volume.status());
             let of_area = mount.device.area().and_then(|area| area.status().last_source_error);
             MountReport {
                 id: mount.attach.id,

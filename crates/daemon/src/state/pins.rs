@@ -5,8 +5,8 @@
 //! ```
 //!
 //! An address means the same bytes for ever, so a pin covers the contents that the files had when
-//! they were pinned, wherever these are now. The cache evicts nothing, so nothing else needs to
-//! know pins.
+//! they were pinned, wherever these are now. The server holds these chunks in
+//! the cache.
 
 use std::path::Path;
 

@@ -227,7 +227,7 @@ where
         let may_fetch = || budget.as_ref().is_none_or(|budget| budget.may_fetch());
         let mut is_second = false;
         loop {
-            if self.residency.has(index) {
+            if self.residency.has_lastingly(index) {
                 return (index, Filled::Kept);
             }
             if !may_fetch() {

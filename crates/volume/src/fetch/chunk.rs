@@ -59,7 +59,11 @@ where
         permit: Option<BackgroundPermit>,
         why: Why,
     ) -> Joined<()> {
-        let resident = || self.residency.has(index).then_some(());
+        let is_there = || match why {
+            Why::Fill | Why::Pin => self.residency.has_lastingly(index),
+            Why::Read | Why::Prefetch => self.residency.has(index),
+        };
+        let resident = || is_there().then_some(());
         let start = |begun| self.start(index, begun, why);
         self.engine.join_or_start_in_background(index.into(), permit, resident, start).await
     }

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Invariants, and the tests that hold them:
-//! - A task waits for another image's fetch once, and at most half of its own time: then it asks
-//!   its own source, whatever became of the other (`tests/shared_keys.rs`).
+//! - A task waits for another image's fetch once, for [`WAIT_MAX`] and half of its own time at
+//!   most: then it asks its own source, whatever became of the other (`tests/shared_keys.rs`).
 //! - Only equal keys wait for each other, and keys of different domains are never equal: a mount
 //!   learns nothing from another's credentials.
 
@@ -16,6 +16,7 @@ use std::{
     collections::HashMap,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use burgeon_cache::ChunkKey;
@@ -23,6 +24,10 @@ use tokio::{
     sync::watch,
     time::{Instant, timeout_at},
 };
+
+/// Longest wait for another image's fetch: the permits of those that wait for a dead store are
+/// missing elsewhere.
+const WAIT_MAX: Duration = Duration::from_secs(2);
 
 type Keys = HashMap<ChunkKey, watch::Receiver<()>>;
 
@@ -71,12 +76,12 @@ impl Drop for Turn {
 }
 
 impl Other {
-    /// Waits until the fetch has ended, its cache write included, or half of the time until
-    /// `deadline` is over.
+    /// Waits until the fetch has ended, its cache write included; for [`WAIT_MAX`] and half of the
+    /// time until `deadline` at most.
     pub(crate) async fn ended(mut self, deadline: Instant) {
         let now = Instant::now();
-        let half = now + deadline.saturating_duration_since(now) / 2;
+        let wait = (deadline.saturating_duration_since(now) / 2).min(WAIT_MAX);
         // Nothing is ever sent: an error says that the sender has gone.
-        let _ = timeout_at(half, self.0.changed()).await;
+        let _ = timeout_at(now + wait, self.0.changed()).await;
     }
 }

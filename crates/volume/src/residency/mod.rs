@@ -117,6 +117,15 @@ impl<K: Keys> Residency<K> {
         self.places.get(index).is_some_and(is_there) || self.look_up(index).is_some()
     }
 
+    /// True if chunk `index` is in the cache now, and was kept for more than a while.
+    pub(crate) fn has_lastingly(&self, index: u32) -> bool {
+        let is_there = |place: &Place| self.cache.store.read(*place, 0, &mut []);
+        let known = self.places.get(index).filter(is_there);
+        let is_lasting = |place| self.cache.store.is_lasting(place);
+        known.is_some_and(is_lasting)
+            || self.look_up(index).is_some_and(|found| is_lasting(found.place))
+    }
+
     /// Asks the cache for chunk `index`, whatever is known of it.
     pub(crate) fn look_up(&self, index: u32) -> Option<Found> {
         let find = |domain: &Domain| {

@@ -235,8 +235,9 @@ pub(crate) fn open(
 
 /// The key of a chunk with a digest, in the public domain.
 pub(crate) fn key(image: &Image, chunk: u32) -> ChunkKey {
-    let digest = image.map.chunk(chunk).digest;
-    ChunkKey::new(&Domain::PUBLIC, Kind::Chunk, digest.as_bytes())
+    let chunk = image.map.chunk(chunk);
+    let len = chunk.range.len().to_le_bytes();
+    ChunkKey::new(&Domain::PUBLIC, Kind::Chunk, &[chunk.digest.as_bytes(), &len[..]].concat())
 }
 
 impl Setup {
