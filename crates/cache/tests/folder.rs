@@ -13,7 +13,9 @@ use std::{
 
 use burgeon_block::ErrorKind;
 use burgeon_cache::{
-    Amount, Cache, CacheState, ChunkStore, Settings, Why, disk::Folder, policy::Clock,
+    Amount, Cache, CacheState, ChunkStore, Settings, Why,
+    disk::{Disk, Folder},
+    policy::Clock,
 };
 use common::{chunk, is_here, key, settings};
 
@@ -184,4 +186,15 @@ fn a_removed_folder_costs_misses_and_no_error() {
     assert!((0..100).all(|n| !is_here(&cache, n)));
     fill(&cache, 0..100);
     assert!((0..100).all(|n| is_here(&cache, n)));
+}
+
+/// A first load may fail: the next round takes the folder again.
+#[test]
+fn a_server_takes_its_own_folder_again_and_no_other_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let [own, other] = [(); 2].map(|()| Folder::new(dir.path()).unwrap());
+    assert!(own.take().unwrap() && own.take().unwrap());
+    assert!(!other.take().unwrap());
+    drop(own);
+    assert!(other.take().unwrap());
 }
