@@ -187,7 +187,7 @@ fn a_daemon_starts_with_a_broken_configuration_and_says_so() {
     let space = Space::new("config-broken");
     let host = Host::new(&space, "");
     host.write("[log]\nlevel = 'warn'\nlevle = 1\n");
-    host.burgeon.fails(&["status"], 1, "did you mean log.level?");
+    host.burgeon.fails(&["list"], 1, "did you mean log.level?");
     let log = fs::File::create(space.path("log")).unwrap();
     let mut daemon = Command::new(PROGRAM)
         .arg("__supervise")

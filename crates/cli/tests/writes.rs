@@ -368,7 +368,7 @@ fn a_cache_that_is_full_is_said_with_what_to_do() {
     assert!(status["cache"]["refused"].as_u64() > Some(0), "{status:#}");
     assert_eq!(mount_errors(&status), 0, "{status:#}");
     let said = burgeon.ok(&["status"]);
-    assert!(said.contains("FULL") && said.contains("burgeon gc"), "{said}");
+    assert!(said.contains("FULL") && said.contains("--keep-free"), "{said}");
     burgeon.umount(mounted);
     drop(burgeon);
 }

@@ -333,8 +333,6 @@ mod tests {
             ("[store.a]\nurl = 'ftp://a/b'", "there are no stores at ftp://"),
             ("[store.a]\nurl = 7", "write a \"string\""),
             ("[store]\nurl = '/srv/a'", "[store.NAME] url"),
-            ("[store]\ndefault = 'oci://r.example/team'", "a repository is no default"),
-            ("store.default = 'a'\nstore.a.url = 'oci://r.example/team'", "is no default"),
             ("store = '/srv/a'", "`default` in it"),
             ("[store.default]\nurl = '/a'", "another name"),
             ("[store.'a b']\nurl = '/a'", "a store's name has"),

@@ -275,6 +275,20 @@ mod tests {
     }
 
     #[test]
+    fn a_repository_is_no_default_store() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("c.toml");
+        for text in [
+            "store.default = 'oci://r.example/team'",
+            "store.default = 'a'\nstore.a.url = 'oci://r.example/team'",
+        ] {
+            fs::write(&file, text).unwrap();
+            let refused = Config::load(Some(file.as_os_str())).unwrap_err().to_string();
+            assert!(refused.contains("a repository is no default"), "{refused}");
+        }
+    }
+
+    #[test]
     fn a_store_is_chosen_by_flag_then_default_and_by_name() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("c.toml");
