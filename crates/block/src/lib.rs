@@ -33,7 +33,9 @@ pub use object::{ObjectId, ObjectKind};
 pub use pages::Pages;
 pub use range::ByteRange;
 pub use range_set::RangeSet;
-pub use seams::{BlockSource, Collecting, FileIdentity, Lease, LocalFile, ObjectStore};
+pub use seams::{
+    BlockSource, Collecting, FileIdentity, Lease, LocalFile, ObjectStore, read_or_zeros,
+};
 
 /// A block: the unit of checksums, of caching and of addresses. 4 KiB, as btrfs's sector.
 pub const BLOCK_SIZE: u64 = 4096;

@@ -1,5 +1,8 @@
 use std::{
+    fs::File,
     future::Future,
+    io,
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
@@ -128,4 +131,23 @@ pub trait LocalFile: Send + Sync {
     fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()>;
     /// Makes everything written before durable.
     fn sync(&self) -> Result<()>;
+}
+
+/// Fills `buf` with the bytes of `file` from `offset`; those beyond its end are zeros.
+pub fn read_or_zeros(file: &File, mut offset: u64, mut buf: &mut [u8]) -> io::Result<()> {
+    while !buf.is_empty() {
+        match file.read_at(buf, offset) {
+            Ok(0) => {
+                buf.fill(0);
+                return Ok(());
+            }
+            Ok(n) => {
+                buf = &mut buf[n..];
+                offset += n as u64;
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }

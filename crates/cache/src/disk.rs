@@ -12,7 +12,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, Pages, Result};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, Pages, Result, read_or_zeros};
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, flock, fstatvfs, syncfs};
 
 /// Space of a file system, in bytes.
@@ -247,30 +247,12 @@ impl FolderFile {
             || whole(offset) && whole(buf.len() as u64) && whole(buf.as_ptr().addr() as u64)
     }
 
-    fn read_full(&self, mut offset: u64, mut buf: &mut [u8]) -> io::Result<()> {
-        while !buf.is_empty() {
-            match self.file.read_at(buf, offset) {
-                Ok(0) => {
-                    buf.fill(0);
-                    return Ok(());
-                }
-                Ok(n) => {
-                    buf = &mut buf[n..];
-                    offset += n as u64;
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
     /// Whole aligned blocks around `buf`; only callers with unaligned buffers come here.
     fn bounced(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         let range = ByteRange::at(offset, buf.len() as u64).ok_or(io::ErrorKind::InvalidInput)?;
         let blocks = range.to_blocks();
         let mut pages = Pages::zeroed(blocks.len()).ok_or(io::ErrorKind::OutOfMemory)?;
-        self.read_full(blocks.start(), pages.bytes_mut())?;
+        read_or_zeros(&self.file, blocks.start(), pages.bytes_mut())?;
         let skip = (offset - blocks.start()) as usize;
         buf.copy_from_slice(&pages.bytes()[skip..][..buf.len()]);
         Ok(())
@@ -280,7 +262,7 @@ impl FolderFile {
 impl DiskFile for FolderFile {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let read = match self.fits(offset, buf) {
-            true => self.read_full(offset, buf),
+            true => read_or_zeros(&self.file, offset, buf),
             false => self.bounced(offset, buf),
         };
         read.map_err(|error| failed("read", &self.path, error))

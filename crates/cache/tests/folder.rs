@@ -198,3 +198,14 @@ fn a_server_takes_its_own_folder_again_and_no_other_ones() {
     drop(own);
     assert!(other.take().unwrap());
 }
+
+#[test]
+fn a_place_in_memory_is_not_lasting() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path(), Settings { memory: MIB, ..settings(64 * MIB) });
+    let on_disk = cache.admit(key(1), &chunk(1), Why::Read).unwrap();
+    assert!(cache.is_lasting(on_disk));
+    cache.resize(Some(Amount::Bytes(0)), Amount::Bytes(0));
+    let in_memory = cache.admit(key(2), &chunk(2), Why::Read).unwrap();
+    assert!(is_here(&cache, 2) && !cache.is_lasting(in_memory));
+}

@@ -43,7 +43,7 @@ use std::{
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use burgeon_block::{Counters, Error, ErrorKind, Result};
@@ -109,7 +109,7 @@ struct Serving {
     limits: Limits,
     /// Shared by all volumes, too.
     cache: Arc<Cache>,
-    /// What all mounts have read.
+    /// The bytes that all mounts have read.
     reads: Mutex<Reads>,
     /// Ends the scrub of the cache that runs.
     scrub: Mutex<Option<Arc<AtomicBool>>>,
@@ -210,7 +210,7 @@ fn begin(state_dir: &Path) -> Result<()> {
     let reader = Arc::downgrade(&serving);
     thread::spawn(move || {
         while let Some(serving) = reader.upgrade() {
-            serving.look_at_reads(true);
+            serving.look_at_reads().sample(Instant::now());
             drop(serving);
             thread::sleep(reads::PERIOD);
         }

@@ -228,7 +228,7 @@ impl AddressMap {
         let count = self.chunk_count();
         let blocks_max = CHUNK_MAX as u64 / BLOCK_SIZE;
         let mut low = (block / blocks_max).min(u64::from(count - 1)) as u32;
-        // Where all chunks before it are of full length, the first guess is right.
+        // The first guess is right if all chunks before it are of full length.
         if self.entry(low).first_block.get() + u64::from(self.entry(low).blocks) > block {
             return Some(low);
         }

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burgeon_block::{ByteRange, Error, ErrorKind, LocalFile, Result};
+use burgeon_block::{ByteRange, Error, ErrorKind, LocalFile, Result, read_or_zeros};
 use burgeon_image::open_own;
 use rustix::fs::{OFlags, fdatasync};
 
@@ -43,30 +43,12 @@ impl ChecksumFile {
             Error::new(ErrorKind::Invalid, message)
         })
     }
-
-    fn read_full(&self, mut offset: u64, mut buf: &mut [u8]) -> io::Result<()> {
-        while !buf.is_empty() {
-            match self.file.read_at(buf, offset) {
-                Ok(0) => {
-                    buf.fill(0);
-                    return Ok(());
-                }
-                Ok(n) => {
-                    buf = &mut buf[n..];
-                    offset += n as u64;
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
 }
 
 impl LocalFile for ChecksumFile {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let range = self.range(offset, buf.len())?;
-        self.read_full(offset, buf).map_err(|error| self.error("read", range, error))
+        read_or_zeros(&self.file, offset, buf).map_err(|error| self.error("read", range, error))
     }
 
     fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()> {

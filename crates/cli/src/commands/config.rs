@@ -78,7 +78,7 @@ struct Shown {
     origin: Origin,
 }
 
-/// Where a setting comes from.
+/// The origin of a setting.
 #[derive(Serialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 enum Origin {

@@ -237,7 +237,6 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
     }
 }
 
-/// True if a command only reads existing state, and needs no new state directory.
 /// The configuration. One with problems does not stop commands that look at mounts or end them:
 /// they use the valid settings.
 fn read_config(global: &Global, command: &Command) -> Result<Config> {
@@ -260,6 +259,7 @@ fn read_config(global: &Global, command: &Command) -> Result<Config> {
     Ok(config)
 }
 
+/// True if a command only reads existing state, and needs no new state directory.
 fn only_looks(command: &Command) -> bool {
     match command {
         Command::Build(_)

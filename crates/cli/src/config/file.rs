@@ -32,7 +32,7 @@ const LEN_MAX: u64 = 64 << 10;
 /// Most files of `config.d`.
 const FILES_MAX: usize = 64;
 
-/// Where the configuration lies.
+/// The place of the configuration.
 pub(super) enum Place {
     None,
     /// `/etc/burgeon`
@@ -174,7 +174,7 @@ fn refuse_writers(path: &Path, metadata: &Metadata) -> io::Result<()> {
     }
 }
 
-/// Who can write a file of this owner and mode besides root.
+/// The others, besides root, who can write a file of this owner and mode.
 fn writer(uid: u32, mode: u32) -> Option<&'static str> {
     match (uid, mode & 0o020, mode & 0o002) {
         (0, 0, 0) => None,

@@ -20,7 +20,7 @@ pub(crate) const KEYS: [&str; 13] = [
 /// The sections.
 pub(super) const SECTIONS: [&str; 4] = ["log", "cache", "mount", "store"];
 
-/// What to write instead of the unknown key at `path`.
+/// The remedy for the unknown key at `path`.
 pub(super) fn explain(path: &[&str]) -> String {
     let typed = path.join(".");
     let known: Vec<String> = match path {
@@ -46,7 +46,7 @@ pub(super) fn explain(path: &[&str]) -> String {
     }
 }
 
-/// What to write instead of the unknown section `name`.
+/// The remedy for the unknown section `name`.
 pub(super) fn explain_section(name: &str) -> String {
     match nearest(name, SECTIONS) {
         Some(near) => format!("unknown section: did you mean [{near}]?"),

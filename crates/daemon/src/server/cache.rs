@@ -3,7 +3,7 @@
 use std::{
     fs,
     sync::{
-        Arc,
+        Arc, MutexGuard,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -11,12 +11,12 @@ use std::{
 };
 
 use burgeon_block::{Counter, Digest, Error, ErrorKind, ObjectKind, Result};
-use burgeon_cache::{Cache, Domain, Report, policy::Forecast};
+use burgeon_cache::{Cache, Domain, policy::Forecast};
 use burgeon_image::AddressMap;
 use burgeon_source::{Access, LayersAt, Location, Store, layers_at};
 use burgeon_volume::{CacheAccess, chunk_keys};
 
-use super::{Serving, lock, served::Mount};
+use super::{Serving, lock, reads::Reads, served::Mount};
 use crate::{
     ipc::{
         link::{CacheOrder, FromServer},
@@ -119,32 +119,34 @@ impl Serving {
     /// Bytes and chunks that the order is about.
     fn perform_order(&self, order: CacheOrder) -> Result<(u64, u64)> {
         match order {
-            CacheOrder::Show => {}
+            CacheOrder::Show => Ok((0, 0)),
             CacheOrder::Resize => {
                 let (limit, keep_free) = Bounds::read(&self.state)?.amounts();
                 self.cache.resize(limit, keep_free);
+                Ok((0, 0))
             }
-            CacheOrder::Evict { bytes } => return Ok((self.cache.evict(bytes), 0)),
-            CacheOrder::Drop { digest } => return self.drop_image(&digest.0),
-            CacheOrder::Scrub { bytes_per_second } => {
-                let stop = Arc::<AtomicBool>::default();
-                // The one that runs ends: perhaps nobody waits for it any more.
-                if let Some(before) = lock(&self.scrub).replace(Arc::clone(&stop)) {
-                    before.store(true, Ordering::Relaxed);
-                }
-                let done = self.cache.scrub(bytes_per_second, &stop);
-                if stop.load(Ordering::Relaxed) {
-                    let what = "another `burgeon cache scrub` was begun, which ended this one";
-                    return Err(Error::new(ErrorKind::Unavailable, what));
-                }
-                return Ok(done);
-            }
+            CacheOrder::Evict { bytes } => Ok((self.cache.evict(bytes), 0)),
+            CacheOrder::Drop { digest } => self.drop_image(&digest.0),
+            CacheOrder::Scrub { bytes_per_second } => self.scrub_cache(bytes_per_second),
             CacheOrder::Unknown => {
                 let what = "the server does not know this order: `burgeon upgrade` replaces it";
-                return Err(Error::new(ErrorKind::Unavailable, what));
+                Err(Error::new(ErrorKind::Unavailable, what))
             }
         }
-        Ok((0, 0))
+    }
+
+    /// Scrubs, and ends the scrub that runs: perhaps nobody waits for it any more.
+    fn scrub_cache(&self, bytes_per_second: u64) -> Result<(u64, u64)> {
+        let stop = Arc::<AtomicBool>::default();
+        if let Some(before) = lock(&self.scrub).replace(Arc::clone(&stop)) {
+            before.store(true, Ordering::Relaxed);
+        }
+        let done = self.cache.scrub(bytes_per_second, &stop);
+        if stop.load(Ordering::Relaxed) {
+            let what = "another `burgeon cache scrub` was begun, which ended this one";
+            return Err(Error::new(ErrorKind::Unavailable, what));
+        }
+        Ok(done)
     }
 
     /// Forgets the chunks of an image in all domains that it is read in now.
@@ -160,60 +162,41 @@ impl Serving {
         Ok((evicted, before.chunks.saturating_sub(after.chunks)))
     }
 
-    /// Adds what mounts have read since the last look, and keeps it as a sample or returns it.
-    pub(super) fn look_at_reads(&self, sample: bool) -> [ReadBytes; 3] {
+    /// The bytes that mounts have read until now.
+    pub(super) fn look_at_reads(&self) -> MutexGuard<'_, Reads> {
         let of = |mount: &Mount| {
             let counters = mount.slots.counters();
             let [hit, miss] = [&counters.hit_bytes, &counters.miss_bytes].map(Counter::get);
             (mount.attach.id, ReadBytes { hit, miss })
         };
-        // First, so that of two that look at once the later one has the later counters.
-        let (mut reads, at) = (lock(&self.reads), Instant::now());
+        // Locked first, so that of two that look at once the later one has the later counters.
+        let mut reads = lock(&self.reads);
         let now: Vec<_> = lock(&self.mounts).values().map(of).collect();
         reads.look(now.into_iter());
-        if sample {
-            reads.sample(at);
-        }
-        let within = |seconds| reads.within(at, Duration::from_secs(seconds));
-        [reads.total(), within(60), within(3600)]
+        reads
     }
 
     /// The figures of the cache for users.
     pub(super) fn host_cache(&self) -> HostCache {
-        let [read, read_in_a_minute, read_in_an_hour] = self.look_at_reads(false);
-        let Report {
-            used,
-            limit,
-            floor,
-            free,
-            chunks,
-            held,
-            admitted,
-            refused,
-            evicted,
-            written,
-            doubted,
-            read_errors,
-            write_errors,
-            ..
-        } = self.cache.report();
+        let report = self.cache.report();
+        let (reads, now) = (self.look_at_reads(), Instant::now());
         HostCache {
-            used,
-            limit,
-            floor,
-            free,
-            chunks,
-            held,
-            admitted,
-            refused,
-            evicted,
-            written,
-            doubted,
-            read_errors,
-            write_errors,
-            read,
-            read_in_a_minute,
-            read_in_an_hour,
+            used: report.used,
+            limit: report.limit,
+            floor: report.floor,
+            free: report.free,
+            chunks: report.chunks,
+            held: report.held,
+            admitted: report.admitted,
+            refused: report.refused,
+            evicted: report.evicted,
+            written: report.written,
+            doubted: report.doubted,
+            read_errors: report.read_errors,
+            write_errors: report.write_errors,
+            read: reads.total(),
+            read_in_a_minute: reads.within(now, Duration::from_secs(60)),
+            read_in_an_hour: reads.within(now, Duration::from_secs(3600)),
         }
     }
 }

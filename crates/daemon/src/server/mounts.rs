@@ -141,8 +141,8 @@ impl Serving {
         };
         let transport = mount.attach.transport;
         self.start_background(id, mount);
-        // What its readers read from here on counts.
-        self.look_at_reads(false);
+        // All bytes that its readers get from here on count.
+        drop(self.look_at_reads());
         if let Err(e) = self.fetch_pinned(id, &pins) {
             // Pins only affect speed; the mount is served.
             tracing::warn!(mount = %id, error = %e, "cannot fetch pinned files");

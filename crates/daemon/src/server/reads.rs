@@ -18,10 +18,10 @@ use crate::{id::MountId, ipc::protocol::ReadBytes};
 
 /// Time between two samples.
 pub(super) const PERIOD: Duration = Duration::from_secs(10);
-/// How far back samples are kept.
+/// Age of the oldest sample.
 const KEPT: Duration = Duration::from_secs(3600);
 
-/// What was read since this server was started.
+/// The bytes read since this server was started.
 #[derive(Default)]
 pub(super) struct Reads {
     /// The counters of each mount at the last look.
@@ -59,7 +59,7 @@ impl Reads {
         self.total
     }
 
-    /// What was read in the time before `now`, to the precision of the samples.
+    /// The bytes read in the time before `now`, to the precision of the samples.
     pub(super) fn within(&self, now: Instant, time: Duration) -> ReadBytes {
         // Without a sample that old, this server is younger than that.
         let old = |(at, _): &&(Instant, ReadBytes)| now.duration_since(*at) >= time;
@@ -83,7 +83,7 @@ mod tests {
     fn totals_grow_while_mounts_come_and_go() {
         let [one, other] = [(); 2].map(|()| MountId::random().unwrap());
         let mut reads = Reads::default();
-        // What the last server has counted is not this server's.
+        // The count of an earlier server is not this one's.
         reads.look([(one, bytes(70, 7))].into_iter());
         assert_eq!(reads.total(), bytes(0, 0));
         reads.look([(one, bytes(75, 7)), (other, bytes(0, 0))].into_iter());

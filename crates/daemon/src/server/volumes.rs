@@ -114,9 +114,6 @@ impl Serving {
         let store = Store::open(&origin.store, &origin.access)?;
         let cache = self.cache_for(&map, &store, (&origin.store, &origin.access));
         let objects = Objects::new(store, references).with_access(&origin.access);
-        if let Err(error) = files::remove_file(&origin.cache) {
-            tracing::warn!(%error, "the cache of an earlier version stays");
-        }
         let _runtime = self.runtime.enter();
         // The folder of a prepared image is named by its digest.
         let folder = origin.cache.parent().and_then(Path::file_name).unwrap_or_default();

@@ -112,18 +112,19 @@ impl<K: Keys> Residency<K> {
 
     /// True if chunk `index` is in the cache now.
     pub(crate) fn has(&self, index: u32) -> bool {
-        // A read of nothing tells a stale place.
-        let is_there = |place| self.cache.store.read(place, 0, &mut []);
-        self.places.get(index).is_some_and(is_there) || self.look_up(index).is_some()
+        self.place_now(index).is_some()
     }
 
-    /// True if chunk `index` is in the cache now, and was kept for more than a while.
+    /// True if it is, and was kept for more than a while.
     pub(crate) fn has_lastingly(&self, index: u32) -> bool {
+        self.place_now(index).is_some_and(|place| self.cache.store.is_lasting(place))
+    }
+
+    fn place_now(&self, index: u32) -> Option<Place> {
+        // A read of nothing tells a stale place.
         let is_there = |place: &Place| self.cache.store.read(*place, 0, &mut []);
         let known = self.places.get(index).filter(is_there);
-        let is_lasting = |place| self.cache.store.is_lasting(place);
-        known.is_some_and(is_lasting)
-            || self.look_up(index).is_some_and(|found| is_lasting(found.place))
+        known.or_else(|| self.look_up(index).map(|found| found.place))
     }
 
     /// Asks the cache for chunk `index`, whatever is known of it.
