@@ -5,7 +5,7 @@ mod common;
 
 use std::{sync::Arc, time::Duration};
 
-use burgeon_block::{Counters, ErrorKind};
+use burgeon_block::{ByteRange, Counters, ErrorKind};
 use burgeon_cache::{Domain, testing::MemoryStore};
 use burgeon_volume::{CacheAccess, Limits};
 use common::{Fault, Image, Source, TestVolume, image_at, open, public};
@@ -14,6 +14,7 @@ use common::{Fault, Image, Source, TestVolume, image_at, open, public};
 struct Mounted {
     image: Image,
     source: Source,
+    cache: CacheAccess,
     volume: Arc<TestVolume>,
     counters: Counters,
 }
@@ -35,8 +36,8 @@ fn two(domains: [Domain; 2]) -> [Mounted; 2] {
         let image = image_at(1, packs.next().unwrap());
         let source = Source::of(&image);
         let cache = CacheAccess { domain, ..public(&store) };
-        let volume = open(&dir, &image, &source, cache, limits.clone());
-        Mounted { image, source, volume, counters: Counters::default() }
+        let volume = open(&dir, &image, &source, cache.clone(), limits.clone());
+        Mounted { image, source, cache, volume, counters: Counters::default() }
     })
 }
 
@@ -94,4 +95,28 @@ async fn images_of_different_credentials_do_not_wait_for_each_other() {
     };
     let (first, ()) = tokio::join!(one.read(), begin_second);
     assert_eq!(first.unwrap_err().kind(), ErrorKind::Unavailable);
+}
+
+/// It would read fewer bytes than the digest is of, find them wrong, and doubt the chunk of others.
+#[tokio::test]
+async fn a_map_with_a_wrong_length_takes_no_chunk_from_others() {
+    let [honest, _] = two([Domain::PUBLIC; 2]);
+    honest.read().await.unwrap();
+    while honest.volume.status().in_flight > 0 {
+        tokio::task::yield_now().await;
+    }
+    let forged = common::image_with(1, "packs/forged", |manifest| {
+        let chunk = &mut manifest.chunks[0];
+        chunk.blocks /= 2;
+        chunk.stored = ByteRange::at(chunk.stored.start(), chunk.stored.len() / 2).unwrap();
+        manifest.block_checksums.drain(..usize::from(chunk.blocks) * 4);
+    });
+    let source = Source::of(&forged);
+    let (dir, access) = (tempfile::tempdir().unwrap(), honest.cache.clone());
+    let volume = open(&dir, &forged, &source, access, Limits::default());
+    let (range, counters) = (forged.map.chunk(0).range, Counters::default());
+    assert!(common::read(&volume, &forged, range, &counters).await.is_err());
+    let before = honest.source.reads();
+    honest.read().await.unwrap();
+    assert_eq!(honest.source.reads(), before, "the chunk is still in the cache");
 }
