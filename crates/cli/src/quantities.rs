@@ -7,7 +7,7 @@ use burgeon_daemon::protocol::CacheAmount;
 /// A number of bytes a second.
 pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
     match parse_size(text)? {
-        0 => Err("nothing would be fetched".to_owned()),
+        0 => Err("at this rate nothing is ever read".to_owned()),
         rate => Ok(rate),
     }
 }

@@ -116,6 +116,7 @@ fn users_see_and_change_the_cache() {
     assert!(dropped["chunks"].as_u64() > Some(0), "{dropped}");
     assert_eq!(shown(&burgeon, "chunks"), 0);
     burgeon.fails(&["cache", "resize", "101%"], 2, "101%");
+    burgeon.fails(&["cache", "scrub", "--rate", "0"], 2, "nothing is ever read");
 
     // The limit outlives the server and the daemon.
     kill(burgeon.status()["server_pid"].as_u64().unwrap() as u32);

@@ -13,7 +13,7 @@ use clap::{Args as ClapArgs, Subcommand};
 use super::{Context, named};
 use crate::{
     output::{self, bytes, counted},
-    quantities::{parse_amount, parse_size},
+    quantities::{parse_amount, parse_rate, parse_size},
 };
 
 pub(crate) const EXAMPLES: &str = "\
@@ -59,7 +59,7 @@ pub(crate) enum CacheCommand {
     /// Read all of it, and forget what is damaged
     Scrub {
         /// Bytes a second
-        #[arg(long, value_name = "SIZE", default_value_t = SCRUB_RATE, value_parser = parse_size)]
+        #[arg(long, value_name = "SIZE", default_value_t = SCRUB_RATE, value_parser = parse_rate)]
         rate: u64,
     },
 }
