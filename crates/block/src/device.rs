@@ -105,8 +105,8 @@ pub enum Now {
 pub enum Verdict {
     /// The bytes are those of the device.
     Good,
-    /// They are not: call [`BlockDevice::try_read`] again. The device does not return this range
-    /// again before it has checked it.
+    /// They are not: call [`BlockDevice::try_read`] again, because their place may be stale. Where
+    /// the same place comes again, call [`BlockDevice::read`], which checks it.
     AskAgain,
 }
 

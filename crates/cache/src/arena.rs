@@ -24,6 +24,8 @@ const RETIRED: usize = 8;
 
 pub(crate) struct Arena {
     pub(crate) file: Box<dyn DiskFile>,
+    /// Its reads wait for a disk.
+    pub(crate) waits: bool,
     /// The number in its name; 0 while it is retired.
     pub(crate) id: AtomicU32,
     /// Bytes of the places that were given, and not yet freed.
@@ -36,7 +38,8 @@ pub(crate) struct Arena {
 
 impl Arena {
     pub(crate) fn new(file: Box<dyn DiskFile>, id: u32, len: u64) -> Self {
-        Self { file, id: id.into(), live: 0.into(), len: len.into(), retired: 0.into() }
+        let waits = file.waiting_fd().is_some();
+        Self { file, waits, id: id.into(), live: 0.into(), len: len.into(), retired: 0.into() }
     }
 
     pub(crate) fn id(&self) -> u32 {

@@ -15,8 +15,9 @@
 //! - A failing file system closes the gate, and costs a reader no more than a miss.
 //! - No lock is held across I/O but that of the upkeep, for which no reader waits.
 
+mod seam;
+
 use std::{
-    os::fd::BorrowedFd,
     path::Path,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
@@ -26,12 +27,10 @@ use std::{
     time::Duration,
 };
 
-use burgeon_block::{
-    BLOCK_SIZE, ByteRange, ChecksumKind, Error, ErrorKind, FileRange, Pages, Result,
-};
+use burgeon_block::{BLOCK_SIZE, ChecksumKind, Error, ErrorKind, Pages, Result};
 
 use crate::{
-    CHUNK_LEN_MAX, CacheState, ChunkKey, ChunkStore, Hold, Place, Report, Settings, Why,
+    CHUNK_LEN_MAX, ChunkKey, Place, Report, Settings, Why,
     admin::{Admin, Freed, Room},
     arena::{self, Arena, Arenas, spare},
     disk::{Access, Disk, Folder, Space},
@@ -465,134 +464,5 @@ impl Shared {
         let place = self.slots.place(slot)?;
         // The slot may have been given to another chunk in between.
         (self.slots.key(slot)? == *key).then_some(place)
-    }
-
-    /// The arena and the range in it of a part of the chunk at `place`.
-    #[inline]
-    fn locate(&self, place: Place, offset: u32, len: u64) -> Option<(u32, u64)> {
-        let (location, blocks) = self.slots.resolve(place)?;
-        if u64::from(offset) + len > u64::from(blocks) * BLOCK_SIZE {
-            return None;
-        }
-        Some((location.arena, u64::from(location.block) * BLOCK_SIZE + u64::from(offset)))
-    }
-}
-
-impl ChunkStore for Cache {
-    fn find(&self, key: &ChunkKey) -> Option<Place> {
-        self.shared.place_of(key).or_else(|| self.shared.fifo.find(key))
-    }
-
-    fn read(&self, place: Place, offset: u32, buf: &mut [u8]) -> bool {
-        let shared = &*self.shared;
-        if MemoryFifo::is_here(place) {
-            return shared.fifo.read(place, offset, buf);
-        }
-        let Some((arena, offset)) = shared.locate(place, offset, buf.len() as u64) else {
-            return false;
-        };
-        let Some(arena) = shared.arenas.get(arena) else { return false };
-        let is_read = arena.file.read_at(offset, buf).is_ok();
-        if !is_read {
-            shared.tally.read_errors.add(1);
-        }
-        is_read
-    }
-
-    fn local(&self, place: Place, offset: u32, len: u32) -> Option<FileRange> {
-        let (arena, offset) = self.shared.locate(place, offset, len.into())?;
-        self.shared.arenas.get(arena)?.file.fd()?;
-        Some(FileRange { file: arena, range: ByteRange::at(offset, len.into())? })
-    }
-
-    fn local_file(&self, file: u32) -> Option<BorrowedFd<'_>> {
-        self.shared.arenas.get(file)?.file.fd()
-    }
-
-    fn is_lasting(&self, place: Place) -> bool {
-        !MemoryFifo::is_here(place)
-    }
-
-    fn touch(&self, place: Place) {
-        self.shared.slots.touch(place);
-    }
-
-    fn doubt(&self, place: Place, key: &ChunkKey) {
-        let shared = &*self.shared;
-        shared.fifo.forget(key, Some(place));
-        let mut admin = lock(&shared.admin);
-        let Some(slot) = shared.index.find(key, &shared.slots) else { return };
-        if shared.slots.place(slot) == Some(place) {
-            let bytes = admin.remove(slot, &shared.slots, &shared.index, &shared.arenas);
-            shared.tally.evicted.add(bytes.unwrap_or_default());
-            shared.tally.doubted.add(1);
-        }
-    }
-
-    fn may_admit(&self, key: &ChunkKey, len: u32, why: Why) -> bool {
-        let shared = &*self.shared;
-        let is_open = shared.is_taken.load(Relaxed) && shared.gate.is_open();
-        let is_possible = match why {
-            Why::Read | Why::Prefetch => is_open || lock(&shared.settings).memory > 0,
-            // The memory is not for chunks that nobody waits for.
-            Why::Fill | Why::Pin => is_open && shared.has_room_for_fill(key, len.into()),
-        };
-        len <= CHUNK_LEN_MAX && is_possible
-    }
-
-    fn admit(&self, key: ChunkKey, bytes: &[u8], why: Why) -> Option<Place> {
-        if bytes.is_empty() || bytes.len() > CHUNK_LEN_MAX as usize {
-            return None;
-        }
-        let shared = &*self.shared;
-        if let Some(place) = shared.place_of(&key) {
-            return Some(place);
-        }
-        let is_open = shared.is_taken.load(Relaxed) && shared.gate.is_open();
-        let kept = if is_open { shared.keep(key, bytes, why) } else { Ok(None) };
-        match kept {
-            Ok(Some(place)) => {
-                shared.fifo.forget(&key, None);
-                return Some(place);
-            }
-            Ok(None) => {}
-            Err(error) => shared.failed(&error),
-        }
-        shared.tally.refused.add((bytes.len() as u64).next_multiple_of(BLOCK_SIZE));
-        // Chunks that nobody waits for would only push those out that are being read.
-        matches!(why, Why::Read | Why::Prefetch).then(|| shared.fifo.insert(key, bytes))?
-    }
-
-    fn hold(&self, keys: &[ChunkKey]) -> Result<Hold> {
-        hold::take(&self.shared, keys)
-    }
-
-    fn make_room(&self, bytes: u64) -> u64 {
-        let shared = &*self.shared;
-        let above = || {
-            let bounds = shared.disk.space().map(|space| shared.bounds(space, 0, 0));
-            bounds.map_or(0, |bounds| bounds.free.saturating_sub(bounds.floor))
-        };
-        let free = above();
-        if free < bytes {
-            shared.upkeep(bytes - free);
-        }
-        above()
-    }
-
-    fn state(&self) -> CacheState {
-        if self.shared.is_taken.load(Relaxed) {
-            return self.shared.gate.state();
-        }
-        match self.shared.gate.state() {
-            CacheState::Writing => {
-                CacheState::Stopped { reason: "another server has the cache's folder".to_owned() }
-            }
-            closed => closed,
-        }
-    }
-
-    fn sync(&self) -> Result<()> {
-        lock(&self.shared.upkeep).sync(&self.shared)
     }
 }

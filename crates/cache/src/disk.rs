@@ -72,8 +72,8 @@ pub trait DiskFile: Send + Sync {
     fn sizes(&self) -> Result<(u64, u64)>;
     /// Makes what was written durable.
     fn sync(&self) -> Result<()>;
-    /// Its descriptor, if it has one.
-    fn fd(&self) -> Option<BorrowedFd<'_>>;
+    /// Its descriptor, if its reads wait for a disk; `None` if they find their bytes in memory.
+    fn waiting_fd(&self) -> Option<BorrowedFd<'_>>;
 }
 
 /// The folder of a real cache.
@@ -81,20 +81,22 @@ pub struct Folder {
     path: PathBuf,
     /// The lock file, open as long as the folder is taken.
     lock: Mutex<Option<File>>,
-    lags: bool,
+    /// The magic number of the file system.
+    kind: u64,
 }
 
 const LOCK: &str = "lock";
 const BTRFS: u64 = 0x9123_683e;
+/// File systems in memory, tmpfs and ramfs: they may take `O_DIRECT`, and wait for no disk.
+const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 
 impl Folder {
     /// The folder `path`, made with its parents if it is not there.
     pub fn new(path: &Path) -> Result<Self> {
         make(path)?;
-        let lags = rustix::fs::statfs(path)
-            .map(|statfs| statfs.f_type as u64 == BTRFS)
-            .map_err(|error| failed("look at", path, error.into()))?;
-        Ok(Self { path: path.to_owned(), lock: Mutex::new(None), lags })
+        let statfs =
+            rustix::fs::statfs(path).map_err(|error| failed("look at", path, error.into()))?;
+        Ok(Self { path: path.to_owned(), lock: Mutex::new(None), kind: statfs.f_type as u64 })
     }
 
     fn options(direct: bool) -> OpenOptions {
@@ -108,8 +110,10 @@ impl Folder {
     fn file(&self, name: &str, access: Access, create: bool) -> Result<Box<dyn DiskFile>> {
         let path = self.path.join(name);
         let open = |direct: bool, create| Self::options(direct).create_new(create).open(&path);
-        let wrap =
-            |file, direct| Ok(Box::new(FolderFile { file, path: path.clone(), direct }) as _);
+        let in_memory = IN_MEMORY.contains(&self.kind);
+        let wrap = |file, direct| {
+            Ok(Box::new(FolderFile { file, path: path.clone(), direct, in_memory }) as _)
+        };
         let error = |error| failed("open", &path, error);
         if access == Access::Bytes {
             return wrap(open(false, create).map_err(error)?, false);
@@ -225,7 +229,7 @@ impl Disk for Folder {
     }
 
     fn settle(&self) -> Result<()> {
-        if !self.lags {
+        if self.kind != BTRFS {
             return Ok(());
         }
         let folder = File::open(&self.path).map_err(|error| failed("open", &self.path, error))?;
@@ -237,6 +241,7 @@ struct FolderFile {
     file: File,
     path: PathBuf,
     direct: bool,
+    in_memory: bool,
 }
 
 impl FolderFile {
@@ -303,7 +308,7 @@ impl DiskFile for FolderFile {
         self.file.sync_data().map_err(|error| failed("sync", &self.path, error))
     }
 
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.file.as_fd())
+    fn waiting_fd(&self) -> Option<BorrowedFd<'_>> {
+        (self.direct && !self.in_memory).then(|| self.file.as_fd())
     }
 }

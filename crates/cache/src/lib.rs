@@ -44,4 +44,4 @@ pub use hold::Hold;
 pub use key::{ChunkKey, Domain, Kind};
 pub use report::Report;
 pub use settings::{Amount, Settings};
-pub use store::{CHUNK_LEN_MAX, CacheState, ChunkStore, Place, Why};
+pub use store::{CHUNK_LEN_MAX, CacheState, ChunkStore, Here, Place, Why};

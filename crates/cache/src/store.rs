@@ -55,23 +55,35 @@ pub enum CacheState {
     },
 }
 
+/// The answer of [`ChunkStore::try_read`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Here {
+    /// The buffer holds the bytes.
+    Read,
+    /// A read would wait for a disk; the bytes are at this place of a local file.
+    Local(FileRange),
+    /// The place is stale, or its file cannot be read.
+    Gone,
+}
+
 /// A store of verified chunks that forgets what it likes.
 ///
-/// `find` may be asked from any thread, and takes a short lock. `read`, `local`, `local_file` and
-/// `touch` take no lock and allocate nothing. The others may block.
+/// `find` may be asked from any thread, and takes a short lock. `read`, `try_read`, `local_file`
+/// and `touch` take no lock and allocate nothing. The others may block.
 pub trait ChunkStore: Send + Sync + 'static {
     /// The place of the chunk with this key, if it was admitted and is not forgotten.
     fn find(&self, key: &ChunkKey) -> Option<Place>;
 
     /// Fills `buf` with the bytes from `offset` of the chunk at `place`. They are not verified: a
-    /// stale place gives zeros, or `false` as a failing file does.
+    /// stale place gives zeros, or `false` as a failing file does. It may wait for a disk.
     fn read(&self, place: Place, offset: u32, buf: &mut [u8]) -> bool;
 
-    /// The place of these bytes in a local file, for caches on a disk, whose reads would block;
-    /// `None` if [`Self::read`] does not block or the place is stale.
-    fn local(&self, place: Place, offset: u32, len: u32) -> Option<FileRange>;
+    /// The same without waiting for a disk.
+    fn try_read(&self, place: Place, offset: u32, buf: &mut [u8]) -> Here {
+        if self.read(place, offset, buf) { Here::Read } else { Here::Gone }
+    }
 
-    /// The file of this number of [`Self::local`], open as long as the store lives.
+    /// The file of this number of [`Here::Local`], open as long as the store lives.
     fn local_file(&self, _file: u32) -> Option<BorrowedFd<'_>> {
         None
     }

@@ -12,10 +12,10 @@ mod counting;
 
 use std::{path::Path, sync::Arc, time::Instant};
 
-use burgeon_block::{BLOCK_SIZE, ByteRange, Error, Now, Pages};
+use burgeon_block::{BLOCK_SIZE, Error, Pages};
 use burgeon_cache::{Amount, Cache, Domain, Settings, policy::Clock};
-use burgeon_volume::{CacheAccess, Limits};
-use common::{Image, Source, TestVolume, image};
+use burgeon_volume::{CacheAccess, LazyDevice, Limits};
+use common::{Image, Source, TestVolume, hit, image};
 
 #[global_allocator]
 static ALLOCATOR: counting::Counting = counting::Counting;
@@ -37,6 +37,7 @@ fn measure(
         return Err(format!("the image could not be filled: {progress:?}").into());
     }
     let data = image.map.data_range();
+    let device = LazyDevice::new(volume, Arc::default(), data.end(), Vec::new())?;
     let mut block = Pages::zeroed(BLOCK_SIZE).ok_or("no memory")?;
     let (mut place, mut served) = (1u64, 0);
     let (before, start) = (counting::allocations(), Instant::now());
@@ -44,9 +45,8 @@ fn measure(
         place =
             place.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let index = (place >> 33) % (data.len() / BLOCK_SIZE);
-        let range = ByteRange::at(data.start() + index * BLOCK_SIZE, BLOCK_SIZE).ok_or("range")?;
-        let answer = volume.try_read(range, block.bytes_mut())?;
-        served += u64::from(answer == Now::Served);
+        let is_hit = hit(&device, data.start() + index * BLOCK_SIZE, block.bytes_mut())?;
+        served += u64::from(is_hit);
     }
     let ns = start.elapsed().as_nanos() as f64 / reads as f64;
     let allocations = counting::allocations() - before;

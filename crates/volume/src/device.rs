@@ -1,8 +1,8 @@
-use std::{ops::Deref, sync::Arc};
+use std::{ops::Deref, os::fd::BorrowedFd, sync::Arc};
 
 use burgeon_block::{
     BLOCK_SIZE, BlockDevice, BlockSource, ByteRange, Counter, Counters, Error, ErrorKind,
-    LocalFile, Now, Result, Shape,
+    FileRange, LocalFile, Now, Result, Shape, Verdict,
 };
 use burgeon_image::extents::FileLog;
 
@@ -239,12 +239,24 @@ where
         (kind, ByteRange::new(at, end).unwrap_or(range))
     }
 
-    /// Fills `out`, which holds `piece`, from local bytes; `false` if it has to be fetched.
-    fn fill_now(&self, kind: &Region, piece: ByteRange, out: &mut [u8]) -> Result<bool> {
-        let served = match (kind, &self.area) {
+    /// Fills `out`, which holds `piece`, from local bytes. The lazy data's place on a disk is an
+    /// answer unless it `may_wait` for it.
+    #[inline]
+    fn fill_now(
+        &self,
+        kind: &Region,
+        piece: ByteRange,
+        out: &mut [u8],
+        may_wait: bool,
+    ) -> Result<Now> {
+        Ok(match (kind, &self.area) {
             (Region::Lazy, _) => {
                 self.log.note(piece);
-                self.volume.try_read(piece, out)?
+                match may_wait {
+                    false => self.volume.try_read(piece, out)?,
+                    true if self.volume.read_local(piece, out)? => Now::Served,
+                    true => Now::Absent,
+                }
             }
             (Region::Virtual, Some(area)) => {
                 let piece = area.offsets(piece);
@@ -258,8 +270,7 @@ where
                 out.fill(0);
                 Now::Served
             }
-        };
-        Ok(served == Now::Served)
+        })
     }
 }
 
@@ -288,12 +299,22 @@ where
         while at < range.end() {
             let (kind, piece) = self.region(at, range);
             let out = &mut buf[(at - offset) as usize..][..piece.len() as usize];
-            if !self.fill_now(&kind, piece, out)? {
-                return Ok(Now::Absent);
+            // Only the request's first bytes may be answered by their place.
+            match self.fill_now(&kind, piece, out, at > offset)? {
+                Now::Served => at = piece.end(),
+                answer => return Ok(answer),
             }
-            at = piece.end();
         }
         Ok(Now::Served)
+    }
+
+    fn local_file(&self, file: u32) -> Option<BorrowedFd<'_>> {
+        self.volume.local_file(file)
+    }
+
+    fn verify(&self, offset: u64, bytes: &[u8], _: FileRange) -> Verdict {
+        let range = self.check(offset, bytes);
+        range.map_or(Verdict::AskAgain, |range| self.volume.verify(range, bytes))
     }
 
     async fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
@@ -303,7 +324,7 @@ where
             let (kind, piece) = self.region(at, range);
             let out = &mut buf[(at - offset) as usize..][..piece.len() as usize];
             if !self.may_fetch() {
-                if !self.fill_now(&kind, piece, out)? {
+                if self.fill_now(&kind, piece, out, true)? != Now::Served {
                     return Err(self.over_limit());
                 }
             } else if let (Region::Virtual, Some(area)) = (&kind, &self.area) {
@@ -311,7 +332,7 @@ where
             } else if matches!(kind, Region::Lazy) {
                 self.volume.read(piece, out, &self.counters).await?;
             } else {
-                self.fill_now(&kind, piece, out)?;
+                self.fill_now(&kind, piece, out, true)?;
             }
             at = piece.end();
         }

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   try_read ──► each piece of a chunk: read, verify ──► Served     (hit: nothing else is asked)
-//!                                         └ no, wrong ─► Absent
+//!                                   │     └ no, wrong ─► Absent
+//!                                   └ on a disk ───────► Local ──► (engine reads) ──► verify
 //!   read ──► each piece of a chunk: join or start ──┬─► resident: read, verify; wrong: fetch
 //!            (in order, a few fetches at once)      └─► in flight: wait for its bytes ──► copy
 //! ```
@@ -13,14 +14,15 @@
 
 use std::{
     collections::VecDeque,
+    os::fd::BorrowedFd,
     sync::{Arc, OnceLock},
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockSource, ByteRange, Counter, Counters, Error, ErrorKind, LocalFile, Now,
-    ObjectId, ObjectKind, Result,
+    BLOCK_SIZE, BlockSource, ByteRange, Counter, Counters, Error, ErrorKind, FileRange, LocalFile,
+    Now, ObjectId, ObjectKind, Result, Verdict,
 };
-use burgeon_cache::{Domain, Why};
+use burgeon_cache::{Domain, Here, Why};
 use burgeon_image::{AddressMap, Codec};
 use tokio::time::Instant;
 
@@ -197,18 +199,41 @@ where
         self.residency.sync()
     }
 
-    /// Answers from local data: verified bytes, or [`Now::Absent`]. No allocation, no wait
-    /// but for a read of the cache. `range` is whole blocks of [`AddressMap::data_range`], `buf` as
-    /// long as it and aligned to 4 KiB; anything else is `Invalid`.
+    /// Answers from local data: verified bytes, or [`Now::Absent`], or [`Now::Local`] where the
+    /// cache is on a disk; [`Self::verify`] then judges what was read there. No allocation, no
+    /// wait. `range` is whole blocks of [`AddressMap::data_range`], `buf` as long as it and
+    /// aligned to 4 KiB; anything else is `Invalid`.
     pub fn try_read(&self, range: ByteRange, buf: &mut [u8]) -> Result<Now> {
+        self.read_here(range, buf, false)
+    }
+
+    /// The same, but it reads the cache's disk itself; `false` if something is absent.
+    pub fn read_local(&self, range: ByteRange, buf: &mut [u8]) -> Result<bool> {
+        Ok(self.read_here(range, buf, true)? == Now::Served)
+    }
+
+    #[inline(always)]
+    fn read_here(&self, range: ByteRange, buf: &mut [u8], may_wait: bool) -> Result<Now> {
         self.check(range, buf)?;
         let mut at = range.start();
         while at < range.end() {
             let (index, piece) = self.piece(at, range)?;
             let out = part(buf, range, piece);
-            let is_served = match self.is_through(index) {
-                true => self.read_through_now(index, piece, out),
-                false => self.read_resident(index, piece, out),
+            let is_served = if self.is_through(index) {
+                self.read_through_now(index, piece, out)
+            } else {
+                match self.try_resident(index, piece, out) {
+                    Here::Read => self.is_good(piece, out),
+                    Here::Gone => false,
+                    // A place stands for the first bytes only.
+                    Here::Local(_) if may_wait || at > range.start() => {
+                        self.read_resident(index, piece, out)
+                    }
+                    Here::Local(from) => {
+                        let rest = ByteRange::new(piece.end(), range.end());
+                        return Ok(Now::Local(self.adjoining(from, rest, buf)));
+                    }
+                }
             };
             if !is_served {
                 return Ok(Now::Absent);
@@ -217,6 +242,50 @@ where
         }
         self.was_read(range);
         Ok(Now::Served)
+    }
+
+    /// The place `from` with those of the pieces of `rest` that adjoin it: one read of the disk.
+    #[cold]
+    fn adjoining(&self, mut from: FileRange, rest: Option<ByteRange>, buf: &mut [u8]) -> FileRange {
+        let Some(rest) = rest else { return from };
+        let mut at = rest.start();
+        while at < rest.end() {
+            let Ok((index, piece)) = self.piece(at, rest) else { break };
+            let out = &mut buf[from.range.len() as usize..][..piece.len() as usize];
+            if self.is_through(index) {
+                break;
+            }
+            match self.try_resident(index, piece, out) {
+                Here::Local(next)
+                    if next.file == from.file && next.range.start() == from.range.end() =>
+                {
+                    let joined = ByteRange::new(from.range.start(), next.range.end());
+                    from.range = joined.unwrap_or(from.range);
+                }
+                _ => break,
+            }
+            at = piece.end();
+        }
+        from
+    }
+
+    /// Judges `bytes`, which were read at the place that [`Self::try_read`] named for `range`. No
+    /// allocation, no wait.
+    pub fn verify(&self, range: ByteRange, bytes: &[u8]) -> Verdict {
+        if self.check(range, bytes).is_ok() && self.is_good(range, bytes) {
+            self.was_read(range);
+            return Verdict::Good;
+        }
+        let last = range.end().checked_sub(BLOCK_SIZE).and_then(|last| self.map.chunk_at(last));
+        if let (Some(first), Some(last)) = (self.map.chunk_at(range.start()), last) {
+            self.residency.distrust(first..=last);
+        }
+        Verdict::AskAgain
+    }
+
+    /// The cache's file of this number, for [`Now::Local`].
+    pub fn local_file(&self, file: u32) -> Option<BorrowedFd<'_>> {
+        self.residency.local_file(file)
     }
 
     /// Answers from wherever the bytes are. Waits at most `limits.deadline` for an answer of the
@@ -306,11 +375,21 @@ where
 
     /// Fills `buf` with the bytes of `piece` of chunk `index`; `false` if they are not resident, or
     /// wrong.
-    #[inline(always)]
     fn read_resident(&self, index: u32, piece: ByteRange, buf: &mut [u8]) -> bool {
         let offset = piece.start() - self.map.chunk_range(index).start();
-        self.residency.read(index, offset as u32, buf)
-            && self.checksums.verify(self.offset(piece), buf, |_, _| {}).unwrap_or(false)
+        self.residency.read(index, offset as u32, buf) && self.is_good(piece, buf)
+    }
+
+    /// The same without a wait, and not verified.
+    #[inline(always)]
+    fn try_resident(&self, index: u32, piece: ByteRange, buf: &mut [u8]) -> Here {
+        let offset = piece.start() - self.map.chunk_range(index).start();
+        self.residency.try_read(index, offset as u32, buf)
+    }
+
+    #[inline(always)]
+    fn is_good(&self, range: ByteRange, bytes: &[u8]) -> bool {
+        self.checksums.verify(self.offset(range), bytes, |_, _| {}).unwrap_or(false)
     }
 
     /// The part of `range` from `at` on that lies in one chunk.

@@ -389,7 +389,7 @@ impl DiskFile for SimFile {
         LocalFile::sync(self)
     }
 
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
+    fn waiting_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 }

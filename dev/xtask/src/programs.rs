@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 41] = [
+pub(crate) const QUICK: [&str; 42] = [
     "area",
     "bombs",
     "catalog",
@@ -28,6 +28,7 @@ pub(crate) const QUICK: [&str; 41] = [
     "metadata",
     "no_allocation",
     "patch",
+    "places",
     "policy",
     "read_ahead",
     "records",

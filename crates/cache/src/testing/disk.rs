@@ -366,7 +366,7 @@ impl DiskFile for Handle {
         Ok(())
     }
 
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
+    fn waiting_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 }

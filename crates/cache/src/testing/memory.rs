@@ -3,7 +3,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use burgeon_block::{Error, ErrorKind, FileRange, Result};
+use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
     CHUNK_LEN_MAX, CacheState, ChunkKey, ChunkStore, Hold, Place, Why,
@@ -230,10 +230,6 @@ impl ChunkStore for MemoryStore {
             _ => return false,
         }
         true
-    }
-
-    fn local(&self, _: Place, _: u32, _: u32) -> Option<FileRange> {
-        None
     }
 
     fn touch(&self, place: Place) {

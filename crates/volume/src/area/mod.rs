@@ -237,7 +237,7 @@ where
                 Source::Image(digest) => match self.image_now(digest) {
                     Some(volume) => {
                         let lazy = lazy_range(offset, piece.len())?;
-                        volume.try_read(lazy, out)? == Now::Served
+                        volume.read_local(lazy, out)?
                     }
                     None => false,
                 },

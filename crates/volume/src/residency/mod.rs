@@ -1,7 +1,7 @@
 //! Residency: which chunks of an image lie in the host's cache, and where.
 //!
 //! ```text
-//!   index ──► table of places ──► read ──► bytes, not verified ──► the caller verifies them
+//!   index ──► table of places ──► read ──► bytes, or their place on a disk; the caller verifies
 //!               │ unknown or stale           │ wrong, also when the whole chunk is hashed
 //!               ▼                            ▼
 //!             find in the cache            doubt: the cache forgets the chunk, unless it has
@@ -21,14 +21,14 @@
 //!   (`tests::a_chunk_is_found_in_the_public_domain_and_in_its_own`).
 //! - Only a chunk that is still at the doubted place is forgotten
 //!   (`tests::a_doubt_about_a_stale_place_is_none`).
-//! - [`Residency::read`] takes no lock and allocates nothing once the place is known.
+//! - [`Residency::try_read`] takes no lock and allocates nothing once the place is known.
 
 pub(crate) mod places;
 
-use std::sync::Arc;
+use std::{ops::RangeInclusive, os::fd::BorrowedFd, sync::Arc};
 
 use burgeon_block::{BLOCK_SIZE, Result};
-use burgeon_cache::{CacheState, ChunkKey, ChunkStore, Domain, Hold, Place, Why};
+use burgeon_cache::{CacheState, ChunkKey, ChunkStore, Domain, Here, Hold, Place, Why};
 
 use self::places::Places;
 
@@ -85,29 +85,52 @@ impl<K: Keys> Residency<K> {
         Self { domains: [].into(), ..Self::open(cache, keys) }
     }
 
-    /// Fills `buf` from `offset` of chunk `index`, with bytes that are not verified; `false` if
-    /// the cache does not have them.
+    /// Fills `buf` from `offset` of chunk `index`, with bytes that are not verified, or names their
+    /// place in a file of a cache on a disk.
     #[inline]
-    pub(crate) fn read(&self, index: u32, offset: u32, buf: &mut [u8]) -> bool {
+    pub(crate) fn try_read(&self, index: u32, offset: u32, buf: &mut [u8]) -> Here {
         let known = self.places.get(index);
-        if let Some(place) = known
-            && self.cache.store.read(place, offset, buf)
-        {
-            self.cache.store.touch(place);
-            return true;
+        if let Some(place) = known {
+            let here = self.cache.store.try_read(place, offset, buf);
+            if here != Here::Gone {
+                self.cache.store.touch(place);
+                return here;
+            }
         }
-        self.read_elsewhere(index, known, offset, buf)
+        self.try_elsewhere(index, known, offset, buf)
     }
 
     #[cold]
-    fn read_elsewhere(&self, index: u32, not: Option<Place>, offset: u32, buf: &mut [u8]) -> bool {
-        match self.look_up(index).map(|found| found.place) {
-            Some(place) if Some(place) != not && self.cache.store.read(place, offset, buf) => {
-                self.cache.store.touch(place);
-                true
-            }
-            _ => false,
+    fn try_elsewhere(&self, index: u32, not: Option<Place>, offset: u32, buf: &mut [u8]) -> Here {
+        let found = self.look_up(index).map(|found| found.place);
+        let Some(place) = found.filter(|place| Some(*place) != not) else { return Here::Gone };
+        let here = self.cache.store.try_read(place, offset, buf);
+        if here != Here::Gone {
+            self.cache.store.touch(place);
         }
+        here
+    }
+
+    /// The same, but it waits for the disk; `false` if the cache does not have them.
+    pub(crate) fn read(&self, index: u32, offset: u32, buf: &mut [u8]) -> bool {
+        match self.try_read(index, offset, buf) {
+            Here::Read => true,
+            Here::Gone => false,
+            Here::Local(_) => {
+                let place = self.places.get(index);
+                place.is_some_and(|place| self.cache.store.read(place, offset, buf))
+            }
+        }
+    }
+
+    /// Bytes of these chunks that were read at their places are wrong: the places may be stale.
+    pub(crate) fn distrust(&self, chunks: RangeInclusive<u32>) {
+        chunks.for_each(|index| self.places.set(index, None));
+    }
+
+    /// A file of the cache, for [`Here::Local`].
+    pub(crate) fn local_file(&self, file: u32) -> Option<BorrowedFd<'_>> {
+        self.cache.store.local_file(file)
     }
 
     /// True if chunk `index` is in the cache now.

@@ -11,8 +11,8 @@ use std::{
 };
 
 use burgeon_block::{
-    BLOCK_SIZE, BlockSource, ByteRange, ChecksumKind, Counters, Digest, Error, ErrorKind,
-    LocalFile, Now, ObjectId, Result,
+    BLOCK_SIZE, BlockDevice, BlockSource, ByteRange, ChecksumKind, Counters, Digest, Error,
+    ErrorKind, LocalFile, Now, ObjectId, Result, Verdict,
 };
 use burgeon_btrfs::Tree;
 use burgeon_cache::{ChunkKey, Domain, Kind, testing::MemoryStore};
@@ -262,6 +262,31 @@ impl Setup {
             tokio::task::yield_now().await;
         }
     }
+}
+
+/// Answers from local data as a frontend does, which itself reads what lies on a disk; `false` if
+/// something has to be fetched.
+pub(crate) fn hit<D: BlockDevice>(device: &D, offset: u64, buf: &mut [u8]) -> Result<bool> {
+    let mut done = 0;
+    for _ in 0..64 {
+        let at = offset + done as u64;
+        match device.try_read(at, &mut buf[done..])? {
+            Now::Served => return Ok(true),
+            Now::Absent => return Ok(false),
+            Now::Local(from) => {
+                let piece = &mut buf[done..][..from.range.len() as usize];
+                let file = device.local_file(from.file).unwrap();
+                rustix::io::pread(file, &mut *piece, from.range.start()).unwrap();
+                if device.verify(at, piece, from) == Verdict::Good {
+                    done += piece.len();
+                }
+            }
+        }
+        if done == buf.len() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Reads, compares and counts as a frontend does.
