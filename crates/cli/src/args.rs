@@ -155,6 +155,15 @@ Examples:
   burgeon pin /mnt/a/models/llama.bin
   burgeon pin --remove /mnt/a/models/llama.bin")]
     Pin(Pin),
+    /// Copy all data of a mount to a plain file, so that it needs no process of Burgeon any more
+    #[command(after_help = "\
+Examples:
+  burgeon let-go /mnt/a
+  burgeon mount app:7 /mnt/a --fill --let-go
+
+Reads are the kernel's alone afterwards, and every process of Burgeon may end. It takes disk space for
+all data of the image, and for all that the mount's writes may still take.")]
+    LetGo(LetGo),
     /// Unmount, and wait until all devices and files are released
     Umount(Umount),
     /// Write a mount's tree, or kept writes, as a tar archive
@@ -323,6 +332,9 @@ pub(crate) struct Mount {
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     #[arg(value_name = "true|false", hide_possible_values = true)]
     pub(crate) fill: Option<bool>,
+    /// Wait until all data is here, and serve it without a process: `burgeon let-go`
+    #[arg(long)]
+    pub(crate) let_go: bool,
     /// Profile to prefetch: the image's recorded one (auto), none, or that in a FILE of
     /// `burgeon record --output` [default: auto]
     #[arg(long, value_name = "auto|none|FILE")]
@@ -478,6 +490,13 @@ pub(crate) struct Pin {
     /// Drop the pins of these paths; local data stays until the cache evicts it
     #[arg(long)]
     pub(crate) remove: bool,
+}
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct LetGo {
+    /// Mount points
+    #[arg(required = true)]
+    pub(crate) paths: Vec<PathBuf>,
 }
 
 #[derive(ClapArgs, Debug)]

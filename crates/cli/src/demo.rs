@@ -185,6 +185,7 @@ impl Stage {
             thin: false,
             writes_device: None,
             fill: None,
+            let_go: false,
             profile: Some("none".to_owned()),
             transport: None,
             persist: false,

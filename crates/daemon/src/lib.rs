@@ -10,7 +10,8 @@
 //! The rooms; `tests/rooms.rs` holds the arrows:
 //!
 //! ```text
-//!   doctor, orphan, upgrade, read_only      commands' actions on the daemon, or without it
+//!   doctor, orphan, upgrade, read_only,     commands' actions on the daemon, or without it
+//!   let_go
 //!   supervisor              server          the two long-lived processes
 //!   holder                    │             outlives both: systemd's store, or a process
 //!   opener  ◄─────────────────┘             opens files of the host for the server
@@ -33,6 +34,7 @@ pub mod holder;
 mod host;
 mod id;
 mod ipc;
+pub mod let_go;
 pub mod log;
 mod opener;
 pub mod orphan;

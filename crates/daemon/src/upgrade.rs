@@ -118,7 +118,7 @@ fn await_serving(state: &StateDir, old: Option<u32>) -> Result<Status> {
         };
         let is_there = status.server_pid.is_some_and(|server| Some(server) != old);
         // A failed mount is not awaited.
-        let done = |state: &str| matches!(state, "serving" | "failed");
+        let done = |state: &str| matches!(state, "serving" | "failed" | "let go");
         if is_there && status.mounts.iter().all(|mount| done(&mount.state)) {
             return Ok(status);
         }

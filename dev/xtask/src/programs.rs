@@ -49,7 +49,7 @@ pub(crate) const QUICK: [&str; 42] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 63] = [
+const OTHERS: [&str; 64] = [
     "archives",
     "attributes",
     "bench",
@@ -81,6 +81,7 @@ const OTHERS: [&str; 63] = [
     "kill_calls",
     "kill_held",
     "layouts",
+    "let_go",
     "lifecycle",
     "low_memory",
     "map_image",

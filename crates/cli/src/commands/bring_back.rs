@@ -57,7 +57,9 @@ pub(crate) fn bring_back(
         let mount = mounts.into_iter().find(|mount| mount.fsid == Some(fsid));
         let problem = mount.as_ref().and_then(|mount| mount.problem.clone());
         match mount {
-            Some(mount) if mount.state == "serving" => return Ok(Some((mount, target))),
+            Some(mount) if matches!(&*mount.state, "serving" | "let go") => {
+                return Ok(Some((mount, target)));
+            }
             _ if problem.is_none() && begun.elapsed() < PATIENCE => thread::sleep(PAUSE),
             _ => {
                 let why = problem.map(|problem| format!(": {problem}")).unwrap_or_default();

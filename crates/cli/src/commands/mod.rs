@@ -10,6 +10,7 @@ mod far;
 mod full;
 pub(crate) mod images;
 mod inspect;
+mod let_go;
 mod map;
 mod mistakes;
 pub(crate) mod mount;
@@ -214,6 +215,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::CreateEmpty(empty) => mount::create_empty(context, empty),
         Command::Map(map) => map::map(context, map),
         Command::Pin(pin) => pin::pin(context, pin),
+        Command::LetGo(args) => let_go::let_go(context, &args),
         Command::Cache(cache) => cache::cache(context, cache.command),
         Command::Push(push) => push::push(context, &push),
         Command::Pull(pull) => push::pull(context, pull),

@@ -26,8 +26,8 @@ use burgeon_source::Location;
 use serde_json::json;
 
 use super::{
-    Context, bring_back::bring_back, far, images, mistakes, mount_defaults, mount_point::Opened,
-    named, need_mount_privilege, oci_image, persist, taken,
+    Context, bring_back::bring_back, far, images, let_go, mistakes, mount_defaults,
+    mount_point::Opened, named, need_mount_privilege, oci_image, persist, taken,
 };
 use crate::{args, attributes::Attributes, output, pull::Pull, transport::Transport};
 
@@ -78,10 +78,17 @@ fn make(context: &Context, args: args::Mount) -> Result<serde_json::Value> {
         }
         return Ok(json!({ "mount": status, "target": target, "ms": ms, "brought_back": true }));
     }
+    let is_let_go = args.let_go;
     let (mounted, target) = place(context, args)?;
     let ms = begun.elapsed().as_millis() as u64;
     if !context.json {
         describe(&mounted, &target, ms, wanted);
+    }
+    if is_let_go {
+        let bytes = let_go::of_mount(context, &target)?;
+        if !context.json {
+            let_go::describe(&target, bytes);
+        }
     }
     Ok(json!({ "mount": mounted, "target": target, "ms": ms }))
 }
@@ -119,6 +126,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
             thin: false,
             writes_device: None,
             fill: Some(false),
+            let_go: false,
             profile: Some("none".to_owned()),
             transport: None,
             fast: false,

@@ -80,6 +80,12 @@ pub enum Request {
     Status,
     /// Do something with the host's cache: answered by [`Reply::Cache`].
     Cache(CacheRequest),
+    /// Put the plain file, which the client has made (`crate::let_go`), below the mount: no process
+    /// of ours is needed for it any more.
+    LetGo {
+        /// The mount.
+        id: MountId,
+    },
     /// Wait until the mount is released, up to a time limit.
     AwaitRelease {
         /// The mount.

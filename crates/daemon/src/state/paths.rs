@@ -12,7 +12,7 @@
 //!   scratch/                   temporary copies of data that a build reads twice
 //!   writes/<name>/             record.json, seed…, map, manifest, sprout   user data: removed only
 //!                                                                          by `writes rm`
-//!   mounts/<id>/               mount.json, seed, sprout                one running mount
+//!   mounts/<id>/               mount.json, seed, sprout, plain         one running mount
 //!   grants/<id>                what may be opened for it; not the server's to write
 //!   run/                       lock, api.sock, adopt.sock, daemon.log  gone with the daemon
 //! ```
@@ -232,6 +232,11 @@ impl StateDir {
     /// The record of one mount.
     pub(crate) fn grant(&self, id: MountId) -> PathBuf {
         self.grants().join(id.to_string())
+    }
+
+    /// The lazy data of a mount that needs no server any more.
+    pub(crate) fn plain_file(&self, id: MountId) -> PathBuf {
+        self.mount(id).join("plain")
     }
 
     /// The lock that keeps apart exchanges of a mount's device and our own umounts of it.

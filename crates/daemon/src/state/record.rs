@@ -54,6 +54,9 @@ pub(crate) struct MountRecord {
     /// A supervisor is about to freeze the file system, or has frozen it: its successor thaws it.
     #[serde(default)]
     pub(crate) frozen: bool,
+    /// Its lazy data lies in the plain file of its folder, and no process of ours is needed.
+    #[serde(default)]
+    pub(crate) plain: bool,
 }
 
 impl MountRecord {
@@ -63,6 +66,21 @@ impl MountRecord {
         let (Some(fsid), Some(device)) = (self.fsid, &self.data_device) else { return false };
         let Some(name) = device.file_name() else { return false };
         Path::new("/sys/fs/btrfs").join(fsid.to_string()).join("devices").join(name).exists()
+    }
+}
+
+impl MountRecord {
+    /// `Unavailable`, with the reason, if its data cannot become a plain file.
+    pub(crate) fn check_let_go(&self) -> Result<()> {
+        let what = if self.attach.transport.device().is_some() {
+            "its data comes from a ublk device, which cannot be exchanged while it is mounted: \
+             mount the image with `--transport fuse`"
+        } else if self.attach.area.is_some() {
+            "it has a virtual area, whose content Burgeon serves as long as it is mounted"
+        } else {
+            return Ok(());
+        };
+        Err(Error::new(ErrorKind::Unavailable, what))
     }
 }
 

@@ -80,9 +80,11 @@ impl Supervisor {
                 Ok(None) => break Ok(()),
                 Err(e) => break Err(e),
             };
-            if changes(&request)
-                && let Err(refusal) = self.check_administrator(peer.as_ref())
-            {
+            let checked = match changes(&request) {
+                true => self.check_administrator(peer.as_ref()),
+                false => Ok(()),
+            };
+            if let Err(refusal) = checked.and_then(|()| self.refuse_plain(&request)) {
                 wire::send(stream, &Reply::Failed(refusal.into()), &[])?;
                 continue;
             }
@@ -169,6 +171,10 @@ impl Supervisor {
                 Ok(answer) => Reply::Cache(answer),
                 Err(e) => refused(e),
             },
+            Request::LetGo { id } => match self.change_to_plain(id) {
+                Ok(()) => Reply::Done,
+                Err(e) => refused(e),
+            },
             Request::AwaitRelease { id, timeout_ms } => {
                 match self.await_release(id, Duration::from_millis(timeout_ms)) {
                     Ok(()) => Reply::Done,
@@ -196,6 +202,7 @@ fn changes(request: &Request) -> bool {
         | Request::Record { .. }
         | Request::Recorded { .. }
         | Request::Pin { .. }
+        | Request::LetGo { .. }
         | Request::Shutdown { .. } => true,
         Request::Cache(request) => !matches!(request, CacheRequest::Show),
         Request::AskHelper { .. }

@@ -1,4 +1,5 @@
-//! Replaces the FUSE file below the loop device of a mounted file system, in a helper process.
+//! Replaces the file below the loop device of a mounted file system, in a helper process: a dead
+//! FUSE file by a new one (`reconnect.rs`), or one that is served by a plain file (`plain.rs`).
 //!
 //! ```text
 //!   lock ─► the steps of `order.rs`            one at a time for each mount
@@ -67,11 +68,16 @@ pub(crate) struct Exchange {
 pub(crate) fn change_over(exchange: &Exchange, fuse: &OwnedFd) -> Result<()> {
     let _lock = exchange.lock()?;
     let file = Connection::open_file_of(fuse)?;
-    let device = &exchange.data_device;
-    // While it is open, the loop cannot be detached and its number reused.
-    let loop_device = File::open(device)
-        .map_err(|e| Error::io(format!("cannot change the file of {}", device.display()), e))?;
-    order::exchange(&Live { exchange, loop_device, file })
+    let loop_device = exchange.open_device()?;
+    order::exchange(&Live { exchange, loop_device, file, is_served: false })
+}
+
+/// Puts the plain `file` below the loop device of a mount that is served: its requests in work are
+/// answered first.
+pub(crate) fn change_to_plain(exchange: &Exchange, file: OwnedFd) -> Result<()> {
+    let _lock = exchange.lock()?;
+    let loop_device = exchange.open_device()?;
+    order::exchange(&Live { exchange, loop_device, file: file.into(), is_served: true })
 }
 
 /// Thaws a file system that a killed exchange has left frozen.
@@ -97,6 +103,13 @@ impl Exchange {
                 ),
             )
         })
+    }
+
+    /// While it is open, the loop cannot be detached and its number reused.
+    fn open_device(&self) -> Result<File> {
+        let device = &self.data_device;
+        File::open(device)
+            .map_err(|e| Error::io(format!("cannot change the file of {}", device.display()), e))
     }
 
     /// Opens the root of the file system by mounting it once more, read-only if btrfs has forced it
@@ -134,14 +147,19 @@ impl Exchange {
 struct Live<'a> {
     exchange: &'a Exchange,
     loop_device: File,
-    /// The new FUSE file.
+    /// The new file.
     file: File,
+    /// The old file is served, so its requests end by themselves.
+    is_served: bool,
 }
 
 impl order::Mounted for Live<'_> {
     type Pin = File;
 
     fn fail_old_requests(&self) -> Result<()> {
+        if self.is_served {
+            return Ok(());
+        }
         let (major, minor) = LoopDevice::backing_device(&self.loop_device)?;
         // Only now is that surely the mount's connection, because a detached loop's number is
         // reused.

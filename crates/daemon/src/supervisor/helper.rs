@@ -76,6 +76,8 @@ pub(crate) enum Task {
     Plumb(MountParts),
     /// Put the FUSE file of the mount that is sent along below a loop device.
     Exchange(Exchange),
+    /// Put the plain file that is sent along below a loop device.
+    ChangeToPlain(Exchange),
     /// Thaw a file system that an exchange has left frozen.
     Thaw(Exchange),
     /// Make a sprout larger.

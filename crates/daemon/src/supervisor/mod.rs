@@ -34,6 +34,7 @@ mod map;
 mod mend;
 mod mount;
 mod opener_monitor;
+mod plain;
 mod plan;
 pub(crate) mod plumbing;
 mod profile;

@@ -220,6 +220,7 @@ impl Supervisor {
             data_bytes: seed.info.data_end - burgeon_btrfs::DATA_START,
             growth: None,
             frozen: false,
+            plain: false,
         };
         access::keep(&folder, &plan.store, &request.access)?;
         if let Some(area) = &plan.area {
@@ -244,6 +245,7 @@ impl Supervisor {
             stopped: None,
             reconnect: None,
             reconnecting: false,
+            releasing: false,
             recording: Recording::Off,
             growing: false,
             growth_failed: None,

@@ -221,7 +221,7 @@ impl Supervisor {
         }
     }
 
-    fn exchange(&self, record: &MountRecord) -> Option<Exchange> {
+    pub(super) fn exchange(&self, record: &MountRecord) -> Option<Exchange> {
         let data_device = record.data_device.clone()?;
         let sprout = writable_device(record);
         let metadata = || record.loops.iter().find(|device| **device != data_device).cloned();
@@ -234,7 +234,7 @@ impl Supervisor {
         })
     }
 
-    fn note_frozen(&self, id: MountId, frozen: bool) {
+    pub(super) fn note_frozen(&self, id: MountId, frozen: bool) {
         if let Err(e) = self.update(id, |record| record.frozen = frozen) {
             tracing::warn!(mount = %id, error = %e, "cannot write down whether the file system is frozen");
         }
@@ -251,7 +251,7 @@ fn connect_anew(record: &MountRecord) -> Result<(Connection, OwnedFd, Transport)
     Ok((connection, fuse, transport))
 }
 
-fn refuse_shutdown() -> Result<()> {
+pub(super) fn refuse_shutdown() -> Result<()> {
     if system::kernel_version().is_none_or(|version| version >= KERNEL_SHUTS_DOWN) {
         return Err(Error::new(
             ErrorKind::Unavailable,

@@ -66,6 +66,12 @@ impl Supervisor {
                 continue;
             }
             match read_record(&self.state, id) {
+                Ok(record) if record.plain && record.is_alive() => match self.keep_plain(record) {
+                    Ok(()) => {}
+                    Err(e) => {
+                        tracing::error!(mount = %id, error = %e, "nothing will clean up after the mount")
+                    }
+                },
                 Ok(record) if record.is_alive() && record.attach.transport.device().is_some() => {
                     match Slots::create().and_then(|slots| self.entry(record, None, slots)) {
                         Ok(entry) => self.table().add(entry),
@@ -127,6 +133,7 @@ impl Supervisor {
             mending: false,
             handed_out: true,
             ended: false,
+            releasing: false,
             lost: false,
             stopped: None,
             reconnect: None,

@@ -56,13 +56,20 @@ impl Supervisor {
                 entry.ended = true;
                 return;
             }
+            // Of a plain mount, both the end of its FUSE file and its own thread ask for this.
+            if std::mem::replace(&mut entry.releasing, true) {
+                return;
+            }
             entry.record.clone()
         };
         self.let_go(id);
         // Until they are detached, however long that takes, the writes are in use and their name is
         // locked. This thread has nothing else to do.
         if !await_loops(&self.state, &record, LOOPS_PATIENCE) {
-            tracing::warn!(mount = %id, "a loop device does not go away: the mount is released when it does");
+            let is_plain = self.table().mounts.get(&id).is_some_and(|entry| entry.record.plain);
+            if !is_plain {
+                tracing::warn!(mount = %id, "a loop device does not go away: the mount is released when it does");
+            }
             await_loops(&self.state, &record, Duration::MAX);
         }
         grants::revoke(&self.state, id);

@@ -57,6 +57,7 @@ fn describe(entry: &MountEntry, table: &Table) -> MountStatus {
     let report = table.reports.get(&id);
     let state = match (&entry.serving, entry.handed_out) {
         (_, false) => "preparing",
+        _ if record.plain => "let go",
         // A mount that has lost its connection may have a new server before a new connection.
         (Serving::Yes, _) if table.link.is_some() && !entry.lost => "serving",
         (Serving::No(_) | Serving::Refusing(_), _) => "failed",
@@ -77,12 +78,18 @@ fn describe(entry: &MountEntry, table: &Table) -> MountStatus {
         },
         last_source_error: report.and_then(|report| report.last_source_error.clone()),
         device: record.data_device.clone(),
-        transport: record.attach.transport.name().to_owned(),
+        transport: match record.plain {
+            true => "file + loop".to_owned(),
+            false => record.attach.transport.name().to_owned(),
+        },
         writes: record.writes.clone(),
         forced_read_only: false,
         attributes: record.attributes,
         data_bytes: record.data_bytes,
-        materialised_bytes: report.map(|report| report.materialised_bytes),
+        materialised_bytes: match record.plain {
+            true => Some(record.data_bytes),
+            false => report.map(|report| report.materialised_bytes),
+        },
         cache: report.map(|report| report.cache.clone()),
         fill: report.and_then(|report| report.fill.clone()),
         profile: report.and_then(|report| report.profile.clone()),

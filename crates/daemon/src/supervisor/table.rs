@@ -83,6 +83,8 @@ pub(crate) struct MountEntry {
     pub(crate) handed_out: bool,
     /// The kernel has closed the FUSE file.
     pub(crate) ended: bool,
+    /// A thread waits for the end of its devices, and then cleans up.
+    pub(crate) releasing: bool,
     /// The mount continues on a dead FUSE file, so the end of its new one means nothing.
     pub(crate) lost: bool,
     /// The time when its ublk device was stopped, after its last user.
@@ -248,6 +250,9 @@ impl Table {
     /// Tells the server of a mount, or tells it again.
     pub(crate) fn attach(&mut self, id: MountId) {
         let (Some(link), Some(entry)) = (&self.link, self.mounts.get_mut(&id)) else { return };
+        if entry.record.plain {
+            return;
+        }
         self.numbered += 1;
         entry.attach_number = self.numbered;
         // A refused mount keeps its last answer until the server gives a new one.

@@ -45,6 +45,10 @@ use crate::{
     state::record::{Growth, WritesState},
 };
 
+/// Time limit for a step in work to end, before the whole sprout is reserved.
+const RESERVE_MAX: Duration = Duration::from_secs(120);
+const RESERVE_PAUSE: Duration = Duration::from_millis(20);
+
 /// The pause after a step for which the host had no space.
 const FULL_PAUSE: Duration = Duration::from_secs(1);
 
@@ -141,6 +145,49 @@ impl Supervisor {
             };
             supervisor.grown(id, grown);
         });
+    }
+
+    /// Grows the sprout of `id` to its limit, so that no process has to look after it. An error
+    /// says how much room it lacks.
+    pub(super) fn reserve_whole(&self, id: MountId) -> Result<()> {
+        let begun = Instant::now();
+        loop {
+            let sprout = {
+                let mut table = self.table();
+                let Some(entry) = table.mounts.get_mut(&id) else { return Ok(()) };
+                let sprout = thin_sprout(entry).filter(|sprout| sprout.reserved < sprout.limit);
+                let Some(sprout) = sprout else { return Ok(()) };
+                let is_growing = std::mem::replace(&mut entry.growing, true);
+                (!is_growing).then_some(sprout)
+            };
+            let Some(sprout) = sprout else {
+                if begun.elapsed() > RESERVE_MAX {
+                    let what = "the sprout is being grown by another step, which does not end";
+                    return Err(Error::new(ErrorKind::Unavailable, what));
+                }
+                thread::sleep(RESERVE_PAUSE);
+                continue;
+            };
+            let (reserved, limit) = (sprout.reserved, sprout.limit);
+            let step = self.grow(sprout, limit);
+            let failed = match &step {
+                Ok(Step::Taken(_)) => None,
+                Ok(Step::Gone) => Some((ErrorKind::NotFound, "it is unmounted".to_owned())),
+                Ok(Step::ReadOnly) => {
+                    Some((ErrorKind::Unavailable, "the file system is read-only".to_owned()))
+                }
+                Err(error) => Some((error.kind(), error.to_string())),
+            };
+            self.grown(id, step);
+            if let Some((kind, why)) = failed {
+                let what = format!(
+                    "cannot reserve the {} MiB that the writes of this mount may still take, which \
+                     nobody could add later: {why}",
+                    (limit - reserved) >> 20
+                );
+                return Err(Error::new(kind, what));
+            }
+        }
     }
 
     fn grow(&self, sprout: Thin, wanted: u64) -> Result<Step> {

@@ -68,8 +68,13 @@ const AIM_QEMU: f64 = 2.0;
 
 pub(super) const FILE: &str = "data";
 
+/// Of a mount that was let go, against a device without a server.
+const AIM_LET_GO: f64 = 0.95;
+
+/// Index of the mount that was let go.
+const LET_GO: usize = 5;
 /// Index of the target with `--fast`, if there is one.
-const FAST: usize = 5;
+const FAST: usize = 6;
 
 pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
     let mib = bench.options.file_mib;
@@ -91,10 +96,15 @@ pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
     let [cached, computed, file] = ours;
     let (cached, computed, file) = (cached?, computed?, file?);
     materialise(&cached)?;
+    let let_go = bench.path("reads-let-go");
+    burgeon.mount_over("cached", &let_go, "fuse")?;
+    burgeon.run(&["cache", "resize", "--keep-free", "0"])?;
+    burgeon.run(&["let-go", &let_go.to_string_lossy()])?;
     let plain = peers::plain_loop(bench, &tree, mib)?;
     let qemu = peers::qemu(bench, &tree, mib)?;
 
-    let mut targets = vec![cached, computed, file, plain.file(FILE), qemu.file(FILE)];
+    let mut targets =
+        vec![cached, computed, file, plain.file(FILE), qemu.file(FILE), let_go.join(FILE)];
     let fast = bench.path("reads-fast");
     let is_fast = burgeon.mount_fast("cached", &fast)?;
     if is_fast {
@@ -106,6 +116,7 @@ pub(crate) fn measure(bench: &Bench, table: &mut Table) -> Result<()> {
     if is_fast {
         burgeon.umount(&fast)?;
     }
+    burgeon.umount(&let_go)?;
     for image in images {
         burgeon.umount(&bench.path(&format!("reads-{image}")))?;
     }
@@ -179,6 +190,8 @@ fn rows(table: &mut Table, rates: &[Vec<Vec<f64>>]) {
             None => Aim::AtLeast(way.aim),
         });
     }
+    let what = format!("A mount that was let go ÷ {}", peers[1].0);
+    ratios(table, what, &WAYS, rates, (LET_GO, 3), |_| Aim::AtLeast(AIM_LET_GO));
     if rates[0].len() <= FAST {
         table.heading("mount --fast: not allowed by this kernel (`burgeon doctor` says why)");
         return;

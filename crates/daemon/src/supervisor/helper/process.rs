@@ -48,15 +48,20 @@ pub fn help() -> ExitCode {
 }
 
 fn perform(task: Task, fds: Vec<OwnedFd>) -> Result<(Outcome, Option<OwnedFd>)> {
-    let fuse = fds.into_iter().next();
+    let sent = fds.into_iter().next();
     match task {
         Task::Plumb(parts) => {
-            let (plumbed, mount) = plumbing::assemble(&parts, fuse)?;
+            let (plumbed, mount) = plumbing::assemble(&parts, sent)?;
             Ok((Outcome::Plumbed(plumbed), Some(mount)))
         }
         Task::Exchange(exchange) => {
-            let fuse = fuse.ok_or_else(|| missing("the FUSE file's mount"))?;
+            let fuse = sent.ok_or_else(|| missing("the FUSE file's mount"))?;
             exchange::change_over(&exchange, &fuse)?;
+            Ok((Outcome::Done, None))
+        }
+        Task::ChangeToPlain(exchange) => {
+            let file = sent.ok_or_else(|| missing("the plain file"))?;
+            exchange::change_to_plain(&exchange, file)?;
             Ok((Outcome::Done, None))
         }
         Task::Thaw(exchange) => {

@@ -40,6 +40,7 @@ fn entry(id: MountId) -> MountEntry {
         mending: false,
         handed_out: true,
         ended: false,
+        releasing: false,
         lost: false,
         stopped: None,
         reconnect: None,
