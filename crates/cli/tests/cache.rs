@@ -228,3 +228,35 @@ fn never_fills(name: &str, mkfs: &[&str], size: u64, own: u64) {
     burgeon.ok(&["shutdown"]);
     drop(disk);
 }
+
+#[test]
+fn the_cache_makes_room_for_writes() {
+    /// The smallest sprout, and what the host keeps.
+    const WANTED: u64 = (256 + 64) << 20;
+    let space = Space::new("cache-room");
+    let folder = space.make_folder("disk");
+    let disk = space.disk(&folder, 520 << 20);
+    let burgeon = Burgeon::with_state(PROGRAM, folder.join("state"));
+    let tree = tree(&space, "tree", 2, 1000);
+    burgeon.build(&tree, "image");
+    let places = [space.path("at"), space.path("writable")];
+    let reading = burgeon.mount("image", &places[0], &["--read-only", "--profile", "none"]);
+    assert_same(&tree, &places[0]);
+    assert!(wait_until(PATIENCE, || shown(&burgeon, "used") >= FILES * FILE_LEN as u64));
+    let free = || {
+        let disk = rustix::fs::statvfs(&folder).unwrap();
+        disk.f_bavail * disk.f_frsize
+    };
+    let hog = File::create(folder.join("hog")).unwrap();
+    fallocate(&hog, FallocateFlags::empty(), 0, free() - WANTED + (12 << 20)).unwrap();
+    assert!(free() < WANTED);
+    let options = ["--write-limit", "256M", "--reserve", "--profile", "none"];
+    let writing = burgeon.mount("image", &places[1], &options);
+    assert!(shown(&burgeon, "evicted") >= 8 << 20);
+    fs::write(places[1].join("own"), b"own").unwrap();
+    drop_caches();
+    assert_same(&tree, &places[1]);
+    [reading, writing].into_iter().for_each(|mounted| burgeon.umount(mounted));
+    burgeon.ok(&["shutdown"]);
+    drop(disk);
+}

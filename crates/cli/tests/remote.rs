@@ -318,3 +318,30 @@ fn a_read_waits_for_one_deadline_when_the_registry_stops_answering() {
     assert!(wait_until(PATIENCE, read));
     burgeon.umount(mounted);
 }
+
+#[test]
+fn buckets_share_cached_data_only_if_the_host_says_so() {
+    let space = Space::new("bucket-sharing");
+    let tree = tree(&space);
+    let s3 = S3::start().unwrap();
+    let config = space.path("config.toml");
+    let fetched = |sharing: &str, store: &str| {
+        fs::write(&config, format!("[cache]\nsharing = '{sharing}'\n")).unwrap();
+        let burgeon = Burgeon::with_state(PROGRAM, space.path(sharing))
+            .option("--store")
+            .option(format!("s3://bucket/{sharing}/{store}"))
+            .envs(S3::environment(s3.address()))
+            .env("BURGEON_CONFIG", &config);
+        burgeon.build(&tree, "sample:1");
+        let options = ["--read-only", "--profile", "none"];
+        let mounted = burgeon.mount("sample:1", &space.path("mnt"), &options);
+        compare(&tree, mounted.path()).unwrap().assert_same();
+        let fetched = burgeon.status()["mounts"][0]["reads"]["fetched_bytes"].as_u64().unwrap();
+        burgeon.umount(mounted);
+        fetched
+    };
+    assert!(fetched("credentials", "one") > 3_000_000);
+    assert!(fetched("credentials", "two") > 3_000_000, "the login may be another one");
+    assert!(fetched("host", "one") > 3_000_000);
+    assert_eq!(fetched("host", "two"), 0);
+}

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use super::parse_store;
 use crate::{
-    config::{self, KEYS, Setting},
+    config::{self, KEYS, Setting, Sharing},
     global::{self, Global},
     output::{self, counted},
     pull::Pull,
@@ -142,6 +142,7 @@ fn settings(global: &Global, config: &config::Config) -> Result<Vec<Shown>> {
             "store.default" => store(global, config)?,
             "cache.size" => amount(&config.cache.size, Value::Null),
             "cache.keep-free" => amount(&config.cache.keep_free, json!("25%")),
+            "cache.sharing" => choice(&config.cache.sharing, Sharing::default()),
             "mount.write-limit" => of_file(&mount.write_limit, Value::Null),
             "mount.reserve" => of_file(&mount.reserve, json!(false)),
             "mount.fetch-limit" => of_file(&mount.fetch_limit, Value::Null),

@@ -1,11 +1,12 @@
 //! The keys of the configuration, and the nearest one to a misspelt key.
 
 /// All keys. NAME is a name that the user chooses.
-pub(crate) const KEYS: [&str; 13] = [
+pub(crate) const KEYS: [&str; 14] = [
     "state-dir",
     "log.level",
     "cache.size",
     "cache.keep-free",
+    "cache.sharing",
     "mount.write-limit",
     "mount.reserve",
     "mount.fetch-limit",

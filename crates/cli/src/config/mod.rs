@@ -35,6 +35,7 @@ use burgeon_daemon::{
     protocol::CacheAmount,
 };
 use burgeon_source::registry::Name;
+use clap::ValueEnum;
 use serde::Serialize;
 
 use crate::{global, pull::Pull, transport::Transport};
@@ -73,6 +74,17 @@ pub(crate) struct Log {
 pub(crate) struct CacheBounds {
     pub(crate) size: Option<Setting<CacheAmount>>,
     pub(crate) keep_free: Option<Setting<CacheAmount>>,
+    pub(crate) sharing: Option<Setting<Sharing>>,
+}
+
+/// The mounts that find a chunk in the cache.
+#[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// Those with the credentials with which it was fetched; all, if none were needed.
+    #[default]
+    Credentials,
+    /// All of the host.
+    Host,
 }
 
 /// `[mount]`: values of options that a command line leaves out.
@@ -243,8 +255,10 @@ pub(crate) fn begin_daemon() {
         true => log::begin(),
         false => log::begin_at(config.log.level.map_or(LevelFilter::INFO, |level| level.value)),
     }
-    let CacheBounds { size, keep_free } = config.cache;
-    burgeon_daemon::configure_cache(size.map(|it| it.value), keep_free.map(|it| it.value));
+    let CacheBounds { size, keep_free, sharing } = config.cache;
+    let is_shared = sharing.is_some_and(|it| it.value == Sharing::Host);
+    let [size, keep_free] = [size, keep_free].map(|amount| amount.map(|it| it.value));
+    burgeon_daemon::configure_cache(size, keep_free, is_shared);
     for problem in problems {
         log::warn(&format!("the configuration has a problem: {problem}"));
     }

@@ -25,7 +25,10 @@ pub use crate::{
         record::{SproutState, WritesState},
     },
 };
-use crate::{id::MountId, state::directory_identity::DirectoryIdentity};
+use crate::{
+    id::MountId,
+    state::{directory_identity::DirectoryIdentity, space::LIMIT_MIN},
+};
 
 /// A client's request.
 #[derive(Serialize, Deserialize, Debug)]
@@ -328,6 +331,19 @@ impl WritesRequest {
         match self {
             Self::Kept(sprout) => sprout.name.as_deref(),
             Self::ReadOnly => None,
+        }
+    }
+}
+
+impl WritesRequest {
+    /// Bytes that a new sprout takes at least, at once, in the state directory.
+    pub(crate) fn first_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Kept(sprout) if sprout.device.is_none() && !sprout.thin => {
+                Some(sprout.limit.unwrap_or(LIMIT_MIN))
+            }
+            Self::Kept(sprout) if sprout.device.is_none() => Some(LIMIT_MIN),
+            Self::Kept(_) | Self::ReadOnly => None,
         }
     }
 }

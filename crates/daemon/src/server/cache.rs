@@ -99,7 +99,11 @@ impl Serving {
         store: &Store,
         (location, access): (&Location, &Access),
     ) -> CacheAccess {
-        let domain = domain(location, access, &layers_of(map, store));
+        let is_shared = Bounds::read(&self.state).is_ok_and(|bounds| bounds.is_shared);
+        let domain = match is_shared {
+            true => Domain::PUBLIC,
+            false => domain(location, access, &layers_of(map, store)),
+        };
         CacheAccess { store: Arc::clone(&self.cache) as _, domain }
     }
 

@@ -35,14 +35,18 @@ pub(crate) struct Bounds {
     /// The floor; `None` for the default.
     #[serde(default)]
     pub(crate) keep_free: Option<CacheAmount>,
+    /// All mounts find all chunks, whatever credentials they were read with; only the configuration
+    /// says so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) is_shared: bool,
 }
 
 /// Those of the configuration that this process has read.
 static CONFIGURED: OnceLock<Bounds> = OnceLock::new();
 
 /// Takes the bounds of the configuration; only the first call in a process has an effect.
-pub fn configure(limit: Option<CacheAmount>, keep_free: Option<CacheAmount>) {
-    let _ = CONFIGURED.set(Bounds { limit, keep_free });
+pub fn configure(limit: Option<CacheAmount>, keep_free: Option<CacheAmount>, is_shared: bool) {
+    let _ = CONFIGURED.set(Bounds { limit, keep_free, is_shared });
 }
 
 impl Bounds {
@@ -56,6 +60,7 @@ impl Bounds {
         Ok(Self {
             limit: changed.limit.or(configured.limit),
             keep_free: changed.keep_free.or(configured.keep_free),
+            is_shared: configured.is_shared,
         })
     }
 
@@ -126,7 +131,8 @@ mod tests {
         let state = StateDir::open(folder.path()).unwrap();
         assert_eq!(Bounds::read(&state).unwrap().settings(), Settings::default());
         let limit = Some(CacheAmount::Percent(10));
-        let bounds = Bounds { limit, keep_free: Some(CacheAmount::Bytes(1 << 30)) };
+        let keep_free = Some(CacheAmount::Bytes(1 << 30));
+        let bounds = Bounds { limit, keep_free, ..Bounds::default() };
         bounds.write(&state).unwrap();
         let read = Bounds::read(&state).unwrap();
         assert_eq!(read, bounds);
@@ -142,11 +148,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let state = StateDir::open(folder.path()).unwrap();
         let [small, large] = [1 << 20, 1 << 30].map(|bytes| Some(CacheAmount::Bytes(bytes)));
-        let configured = Bounds { limit: small, keep_free: small };
+        let configured = Bounds { limit: small, keep_free: small, is_shared: true };
         super::files::publish_json(&state.configured_cache(), &configured).unwrap();
         assert_eq!(Bounds::read(&state).unwrap(), configured);
-        Bounds { limit: large, keep_free: None }.write(&state).unwrap();
-        assert_eq!(Bounds::read(&state).unwrap(), Bounds { limit: large, keep_free: small });
+        Bounds { limit: large, ..Bounds::default() }.write(&state).unwrap();
+        let both = Bounds { limit: large, ..configured };
+        assert_eq!(Bounds::read(&state).unwrap(), both, "sharing is not the user's to change");
         assert_eq!(Bounds::changed(&state).unwrap().keep_free, None);
         // A damaged file of the configuration is no reason to serve nothing.
         std::fs::write(state.configured_cache(), "{").unwrap();

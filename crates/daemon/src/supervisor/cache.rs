@@ -5,7 +5,7 @@
 //!          ◄── Cache ──            waits            ◄── Cache, number ──
 //! ```
 
-use std::sync::PoisonError;
+use std::{fs, os::unix::fs::MetadataExt, path::Path, sync::PoisonError};
 
 use burgeon_block::{Error, ErrorKind, Result};
 
@@ -15,7 +15,7 @@ use crate::{
         link::CacheOrder,
         protocol::{CacheAnswer, CacheRequest},
     },
-    state::cache::Bounds,
+    state::{cache::Bounds, space},
 };
 
 impl Supervisor {
@@ -27,7 +27,7 @@ impl Supervisor {
                 let bounds = Bounds::changed(&self.state).unwrap_or_default();
                 let limit = limit.or(bounds.limit);
                 let keep_free = keep_free.or(bounds.keep_free);
-                Bounds { limit, keep_free }.write(&self.state)?;
+                Bounds { limit, keep_free, ..bounds }.write(&self.state)?;
                 CacheOrder::Resize
             }
             CacheRequest::Evict { bytes } => CacheOrder::Evict { bytes },
@@ -48,6 +48,28 @@ impl Supervisor {
             None => Err(no_server()),
         }
     }
+}
+
+impl Supervisor {
+    /// Has the cache evict until `bytes` are free on its disk, as far as it can. Only for files of
+    /// the state directory, which lie there, too; what it cannot free, their reservation reports.
+    pub(super) fn make_room(&self, bytes: u64) {
+        let free = |folder: &Path| space::free_space(folder).ok();
+        let Some(free) = free(&self.state.mounts()).filter(|free| *free < bytes) else { return };
+        let is_one_disk = disk(&self.state.cache()) == disk(&self.state.mounts());
+        if !is_one_disk {
+            return;
+        }
+        match self.cache(CacheRequest::Evict { bytes: bytes - free }) {
+            Ok(answer) => tracing::info!(bytes = answer.bytes, "the cache made room for writes"),
+            Err(error) => tracing::debug!(%error, "the cache makes no room"),
+        }
+    }
+}
+
+/// The number of the file system of `folder`.
+fn disk(folder: &Path) -> Option<u64> {
+    fs::metadata(folder).ok().map(|metadata| metadata.dev())
 }
 
 fn no_server() -> Error {

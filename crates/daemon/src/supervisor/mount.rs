@@ -41,7 +41,9 @@ use crate::{
         files::{self, make_folder},
         images, prepared,
         record::{Attach, MOUNT_FORMAT, MountRecord},
-        recycled_seed, writes,
+        recycled_seed,
+        space::HOST_LEFT,
+        writes,
     },
     supervisor::{
         plan::Plan,
@@ -77,6 +79,9 @@ impl Supervisor {
         }
         let mut id = MountId::random()?;
         let begun = Instant::now();
+        if let Some(bytes) = request.writes.first_bytes() {
+            self.make_room(bytes + HOST_LEFT);
+        }
         if request.writes.name().is_some() {
             recycled_seed::lend(&self.state);
         }
