@@ -11,6 +11,7 @@ use crate::{
     index::Index,
     journal::{Event, Record},
     policy::Policy,
+    reuse::Reuse,
     slots::{Chunk, Location, SLOTS_MAX, Slots},
 };
 
@@ -44,6 +45,7 @@ pub(crate) enum Room {
 
 pub(crate) struct Admin {
     pub(crate) policy: Box<dyn Policy>,
+    pub(crate) reuse: Reuse,
     /// Bytes of living chunks, of those being written, and of those not punched yet.
     pub(crate) used: u64,
     /// Bytes whose writes have begun, and those whose writes have returned: never less than is in
@@ -67,6 +69,7 @@ impl Admin {
     pub(crate) fn new(policy: Box<dyn Policy>) -> Self {
         Self {
             policy,
+            reuse: Reuse::default(),
             used: 0,
             started: 0,
             finished: 0,

@@ -344,9 +344,9 @@ impl Shared {
 
     fn report(&self) -> Report {
         let space = self.disk.space().unwrap_or(Space { size: 0, free: 0 });
-        let (used, chunks, held) = {
+        let (used, chunks, held, hit_permille) = {
             let admin = lock(&self.admin);
-            (admin.used, admin.chunks, admin.held_bytes)
+            (admin.used, admin.chunks, admin.held_bytes, admin.reuse.hit_permille())
         };
         let (bounds, tally) = (self.bounds(space, used, 0), &self.tally);
         Report {
@@ -365,6 +365,7 @@ impl Shared {
             doubted: tally.doubted.get(),
             read_errors: tally.read_errors.get(),
             write_errors: tally.write_errors.get(),
+            hit_permille,
             address_space: self.arenas.address_space(),
         }
     }
@@ -378,6 +379,18 @@ impl Shared {
         taken + len <= hold::most(bounds.limit)
     }
 
+    /// Tells the policy, and the estimate for a cache of `limit`, which chunks were hit.
+    pub(crate) fn look_at_hits(&self, admin: &mut Admin, limit: u64) {
+        let Admin { policy, reuse, slots_end, .. } = admin;
+        self.slots.drain_touched(*slots_end, |slot| {
+            policy.touched(slot);
+            if let Some(chunk) = self.slots.chunk(slot) {
+                let len = u64::from(chunk.about.blocks()) * BLOCK_SIZE;
+                reuse.read(self.index.hash(&chunk.key), len as u32, limit);
+            }
+        });
+    }
+
     /// True if the policy and the rules of fill want the chunk in a cache with these bounds.
     fn wants(&self, key: &ChunkKey, len: u64, why: Why, bounds: Bounds) -> bool {
         let hash = self.index.hash(key);
@@ -385,6 +398,7 @@ impl Shared {
         let admin = &mut *guard;
         if why == Why::Read {
             admin.policy.missed(hash, len as u32);
+            admin.reuse.read(hash, len as u32, bounds.limit);
         }
         let above = bounds.free.saturating_sub(bounds.floor);
         let is_full = admin.used + len + bounds.headroom > bounds.limit
@@ -401,7 +415,7 @@ impl Shared {
         if !is_full {
             return true;
         }
-        self.slots.drain_touched(admin.slots_end, |slot| admin.policy.touched(slot));
+        self.look_at_hits(admin, bounds.limit);
         admin.policy.admit(hash, len as u32, why, Pressure::Full)
     }
 

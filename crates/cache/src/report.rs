@@ -1,5 +1,7 @@
 use burgeon_block::Counter;
 
+use crate::HitPermille;
+
 /// The figures of a cache. Counts are of this process; bytes are of whole blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Report {
@@ -33,6 +35,8 @@ pub struct Report {
     pub read_errors: u64,
     /// Writes that failed.
     pub write_errors: u64,
+    /// Estimated hits at half the size, this size, and twice the size, once enough was read.
+    pub hit_permille: Option<HitPermille>,
     /// Bytes of address space in all arenas: at most twice the limit, and one arena.
     pub address_space: u64,
 }

@@ -106,7 +106,11 @@ impl Upkeep {
     fn balance(&mut self, shared: &Shared, mut extra: u64) -> Result<()> {
         for _ in 0..BATCHES {
             let bounds = shared.bounds_now()?;
-            let used = lock(&shared.admin).used;
+            let used = {
+                let mut admin = lock(&shared.admin);
+                shared.look_at_hits(&mut admin, bounds.limit);
+                admin.used
+            };
             let below_floor = bounds.floor.saturating_sub(bounds.free);
             let excess = (used + bounds.headroom).saturating_sub(bounds.limit) + below_floor;
             let excess = excess.max(extra);
@@ -139,8 +143,7 @@ impl Upkeep {
         let held_max = crate::hold::most(limit);
         {
             let mut admin = lock(&shared.admin);
-            let admin = &mut *admin;
-            shared.slots.drain_touched(admin.slots_end, |slot| admin.policy.touched(slot));
+            shared.look_at_hits(&mut admin, limit);
         }
         while evicted < bytes {
             let mut admin = lock(&shared.admin);

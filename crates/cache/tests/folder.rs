@@ -207,3 +207,16 @@ fn a_place_in_memory_is_not_lasting() {
     let in_memory = cache.admit(key(2), &chunk(2), Why::Read).unwrap();
     assert!(is_here(&cache, 2) && !cache.is_lasting(in_memory));
 }
+
+#[test]
+fn the_hits_of_other_sizes_are_estimated() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path(), settings(64 * MIB));
+    fill(&cache, 0..200);
+    for _ in 0..3 {
+        (0..200).for_each(|n| cache.touch(cache.find(&key(n)).unwrap()));
+        cache.upkeep();
+    }
+    let [half, same, twice] = cache.report().hit_permille.unwrap();
+    assert!(half <= same && same <= twice && (600..=900).contains(&twice), "{half} {same} {twice}");
+}

@@ -102,6 +102,15 @@ fn users_see_and_change_the_cache() {
     assert!(after - before >= all, "{before}, {after}");
     let said = burgeon.ok(&["cache", "status"]);
     assert!(said.contains("% in a minute") && said.contains("% in all"), "{said}");
+    // Some 80 chunks, read again and again: a cache of any of these sizes would have had them.
+    let estimated = || cache(&burgeon, &["status"])["cache"]["hit_permille"].clone();
+    let is_estimated = wait_until(PATIENCE, || {
+        drop_caches();
+        assert_same(&tree, &at);
+        estimated().is_array()
+    });
+    assert!(is_estimated && estimated()[0].as_u64() > Some(300), "{}", estimated());
+    assert!(burgeon.ok(&["cache", "status"]).contains("% at twice the size"));
 
     let evicted = cache(&burgeon, &["evict", "4M"]);
     assert!(evicted["bytes"].as_u64() >= Some(4 << 20), "{evicted}");

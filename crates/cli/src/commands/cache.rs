@@ -124,8 +124,16 @@ fn show(cache: &HostCache) {
     let HostCache { read, read_in_a_minute: minute, read_in_an_hour: hour, .. } = cache;
     let hits = [minute, hour, read].map(ratio);
     let hits = format!("{} in a minute, {} in an hour, {} in all", hits[0], hits[1], hits[2]);
+    let estimate = cache.hit_permille.map_or_else(
+        || "too little was read".to_owned(),
+        |permille| {
+            let [half, same, twice] = permille.map(|permille| f64::from(permille) / 10.0);
+            format!("{half:.1} % at half the size, {same:.1} % now, {twice:.1} % at twice the size")
+        },
+    );
     let rows = [
         ("hits", hits),
+        ("estimate", estimate),
         ("used", format!("{} in {}", bytes(cache.used), counted(cache.chunks, "chunk"))),
         ("limit", bytes(cache.limit)),
         ("floor", format!("{} stay free; {} are", bytes(cache.floor), bytes(cache.free))),

@@ -198,6 +198,7 @@ impl Serving {
             doubted: report.doubted,
             read_errors: report.read_errors,
             write_errors: report.write_errors,
+            hit_permille: report.hit_permille,
             read: reads.total(),
             read_in_a_minute: reads.within(now, Duration::from_secs(60)),
             read_in_an_hour: reads.within(now, Duration::from_secs(3600)),

@@ -60,6 +60,10 @@ pub struct HostCache {
     pub read_errors: u64,
     /// Writes that failed.
     pub write_errors: u64,
+    /// Estimated hits, in thousandths of the reads of chunks, of caches of half the size, this
+    /// size, and twice the size; `None` until enough was read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hit_permille: Option<[u16; 3]>,
     /// Bytes read since the server was started.
     pub read: ReadBytes,
     /// Bytes read in the last minute; the server looks every ten seconds.
