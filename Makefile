@@ -31,7 +31,7 @@ TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs mkfs.xfs=xfsprogs fio=fio \
 	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
 	nginx=nginx-light umoci=umoci skopeo=skopeo \
 	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd \
-	mandoc=mandoc $(DEB_NEEDS)
+	mandoc=mandoc promtool=prometheus $(DEB_NEEDS)
 BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
 	qemu-storage-daemon=qemu-system-common
 # Of stargz-snapshotter Debian has the libraries, and not its daemon: that is compiled from them.
@@ -104,7 +104,9 @@ install: build
 	$(SUDO) mv $(DESTDIR)/usr/local/bin/.burgeon.new $(DESTDIR)/usr/local/bin/burgeon
 	$(SUDO) install -d $(DESTDIR)$(SBIN)
 	$(SUDO) ln -sfn /usr/local/bin/burgeon $(DESTDIR)$(SBIN)/mount.burgeon
-	$(SUDO) install -D --mode=644 dist/burgeon.service $(DESTDIR)/etc/systemd/system/burgeon.service
+	$(SUDO) install -D --mode=644 --target-directory=$(DESTDIR)/etc/systemd/system dist/burgeon.service \
+		dist/burgeon-metrics.service dist/burgeon-disks.service dist/burgeon-disks.timer
+	$(if $(DESTDIR),,getent group burgeon > /dev/null || $(SUDO) groupadd --system burgeon)
 
 deb:
 	dev/need $(BUILD_NEEDS) $(DEB_NEEDS)

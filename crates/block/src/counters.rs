@@ -95,6 +95,24 @@ impl HistogramSnapshot {
         self.0.iter().sum()
     }
 
+    /// Number of values below two to the `power`: exact, because buckets end at powers of two.
+    pub fn below(&self, power: u32) -> u64 {
+        let end = if power >= u64::BITS { BUCKETS } else { bucket(1 << power) };
+        self.0[..end].iter().sum()
+    }
+
+    /// The sum of all values, each taken as the middle of its bucket: exact to 1/16, and it never
+    /// goes down while values are added.
+    pub fn sum(&self) -> u64 {
+        let middle = |index: usize| {
+            let lower = if index == 0 { 0 } else { upper_bound(index - 1) + 1 };
+            lower + (upper_bound(index) - lower) / 2
+        };
+        let products = self.0.iter().enumerate().filter(|(_, n)| **n > 0);
+        products
+            .fold(0, |sum: u64, (index, n)| sum.saturating_add(middle(index).saturating_mul(*n)))
+    }
+
     /// The value at or below which a share `q` (0 to 1) of the values lie: the upper bound of its
     /// bucket. `None` without values.
     pub fn quantile(&self, q: f64) -> Option<u64> {
@@ -142,6 +160,24 @@ mod tests {
                 assert!(bound >= value && bound - value <= value / 8, "{value} {bound}");
             }
         }
+    }
+
+    #[test]
+    fn counts_below_a_power_are_exact_and_the_sum_is_close() {
+        let histogram = Histogram::default();
+        let values = [0, 1, 7, 8, 1023, 1024, 1025, 1 << 30, u64::MAX];
+        values.iter().for_each(|value| histogram.record(*value));
+        let snapshot = histogram.snapshot();
+        for power in 0..=64 {
+            let below = values.iter().filter(|value| u128::from(**value) < 1u128 << power).count();
+            assert_eq!(snapshot.below(power), below as u64, "{power}");
+        }
+        histogram.record(u64::MAX);
+        assert_eq!(histogram.snapshot().sum(), u64::MAX, "it saturates");
+        let histogram = Histogram::default();
+        (1..=100_000).for_each(|value| histogram.record(value));
+        let (sum, exact) = (histogram.snapshot().sum(), 100_000 * 100_001 / 2);
+        assert!(sum.abs_diff(exact) <= exact / 16, "{sum}");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use clap::{
 
 use crate::{
     attributes::Attributes,
-    commands::{cache, config, disks},
+    commands::{cache, config, disks, metrics},
     global::Global,
     pull,
     quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
@@ -197,6 +197,9 @@ otherwise.")]
     /// Show how much this host's disks have read and written, and how worn they are
     #[command(after_help = disks::EXAMPLES)]
     Disks(disks::Disks),
+    /// Export metrics for Prometheus: print them, serve them over HTTP, or keep a file of them
+    #[command(after_help = metrics::EXAMPLES)]
+    Metrics(metrics::Metrics),
     /// Check or show the configuration of this host
     #[command(after_help = config::EXAMPLES)]
     Config(config::Config),

@@ -59,7 +59,7 @@ pub use host::{
     signals::{TerminationSignals, block_termination},
 };
 pub use id::{Fsid, MountId};
-pub use ipc::{client::Client, protocol};
+pub use ipc::{client::Client, protocol, status_socket};
 pub use opener::open_files;
 pub use prepare::{make_ready, prepare_process};
 pub use reader::{read_elsewhere, read_process};

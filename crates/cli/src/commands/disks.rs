@@ -1,13 +1,22 @@
 //! `burgeon disks`: counters of this host's disks.
 
-use std::{path::Path, process::ExitCode};
+use std::{
+    path::Path,
+    process::ExitCode,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
+use burgeon_daemon::status_socket;
 use burgeon_disks::{Disk, DriveTotal, KernelDisk, Smartctl, Source};
+use burgeon_metrics::Disks as Published;
 use serde_json::json;
 
-use super::Context;
+use super::{
+    Context,
+    metrics::{DISKS, publish_and},
+};
 use crate::{exit, output};
 
 pub(crate) const EXAMPLES: &str = "\
@@ -41,6 +50,9 @@ pub(super) fn disks(context: &Context, disks: &Disks) -> Result<ExitCode> {
         }
     }
     errors.iter().for_each(|(_, error)| exit::say(error));
+    if disks.names.is_empty() {
+        publish(context.state.root(), &shown)?;
+    }
     if context.json {
         let failed: Vec<_> = errors
             .iter()
@@ -52,6 +64,26 @@ pub(super) fn disks(context: &Context, disks: &Disks) -> Result<ExitCode> {
         print(&shown, smartctl.is_some());
     }
     Ok(errors.first().map_or(ExitCode::SUCCESS, |(_, error)| exit::code_of(error)))
+}
+
+/// Publishes the counters of all disks for `burgeon metrics`, beside the daemon's status socket.
+fn publish(state: &Path, disks: &[Disk]) -> Result<()> {
+    let folder = status_socket::make_folder(state)?;
+    let exported = disks.iter().map(|disk| burgeon_metrics::Disk {
+        name: disk.name.clone(),
+        model: disk.model.clone(),
+        serial: disk.serial.clone(),
+        read_bytes: disk.read_bytes,
+        written_bytes: disk.written_bytes,
+        life_read_bytes: disk.drive.read.map(|total| total.bytes),
+        life_written_bytes: disk.drive.written.map(|total| total.bytes),
+        endurance_used_percent: disk.drive.endurance_used_percent,
+    });
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let disks = Published { seen_unix_seconds: now.as_secs(), disks: exported.collect() };
+    let text = serde_json::to_vec(&disks)?;
+    let share = |path: &Path| status_socket::share_with_group(path, 0o640);
+    Ok(publish_and(&folder.join(DISKS), &text, 0o600, share)?)
 }
 
 /// The disks with these names, or all.

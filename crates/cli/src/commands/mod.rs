@@ -12,6 +12,7 @@ pub(crate) mod images;
 mod inspect;
 mod let_go;
 mod map;
+pub(crate) mod metrics;
 mod mistakes;
 pub(crate) mod mount;
 pub(crate) mod mount_defaults;
@@ -197,6 +198,10 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     if let Command::Demo(demo) = args.command {
         return crate::demo::demo(args.global.json, &demo);
     }
+    // It has no access to a state directory.
+    if let Command::Metrics(options) = args.command {
+        return metrics::metrics(&args.global, options);
+    }
     if let Command::Config(config) = args.command {
         return config::config(&args.global, config.command);
     }
@@ -233,7 +238,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Writes(writes) => writes::writes(context, writes.command),
         Command::Disks(disks) => disks::disks(context, &disks),
         Command::Doctor(doctor) => doctor::doctor(context, doctor),
-        Command::Demo(_) | Command::Config(_) => unreachable!("it was run"),
+        Command::Demo(_) | Command::Config(_) | Command::Metrics(_) => unreachable!("it was run"),
         Command::Shutdown(shutdown) => shutdown::shutdown(context, shutdown),
         Command::Upgrade => upgrade::upgrade(context),
     }

@@ -37,14 +37,23 @@ pub(crate) fn send(
     message: &impl Serialize,
     fds: &[BorrowedFd<'_>],
 ) -> Result<()> {
-    let body = serde_json::to_vec(message)
+    let bytes = encode(message)?;
+    let (length, body) = bytes.split_at(size_of::<u32>());
+    send_bytes(stream, length, fds)?;
+    stream.write_all(body).map_err(cannot_send)
+}
+
+/// The bytes of `message`: its length and its body.
+pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; size_of::<u32>()];
+    serde_json::to_writer(&mut bytes, message)
         .map_err(|e| Error::with_source(ErrorKind::Invalid, "cannot encode a message", e))?;
-    let length = u32::try_from(body.len()).ok().filter(|_| body.len() <= MESSAGE_MAX);
-    let Some(length) = length else {
+    let length = bytes.len() - size_of::<u32>();
+    let Some(head) = u32::try_from(length).ok().filter(|_| length <= MESSAGE_MAX) else {
         return Err(Error::new(ErrorKind::Invalid, "a message is longer than the protocol allows"));
     };
-    send_bytes(stream, &length.to_le_bytes(), fds)?;
-    stream.write_all(&body).map_err(cannot_send)
+    bytes[..size_of::<u32>()].copy_from_slice(&head.to_le_bytes());
+    Ok(bytes)
 }
 
 /// Sends a few `bytes`, with `fds` on the first of them.

@@ -22,4 +22,5 @@ pub(crate) mod record;
 pub(crate) mod recycled_seed;
 pub mod roots;
 pub(crate) mod space;
+pub(crate) mod totals;
 pub mod writes;

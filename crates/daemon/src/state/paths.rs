@@ -14,6 +14,7 @@
 //!                                                                          by `writes rm`
 //!   mounts/<id>/               mount.json, seed, sprout, plain         one running mount
 //!   grants/<id>                what may be opened for it; not the server's to write
+//!   totals                     lifetime totals of all mounts, for metrics
 //!   run/                       lock, api.sock, adopt.sock, daemon.log  gone with the daemon
 //! ```
 //!
@@ -247,6 +248,11 @@ impl StateDir {
     /// Locks, sockets and the log of the running daemon.
     pub fn run(&self) -> PathBuf {
         self.root.join("run")
+    }
+
+    /// Lifetime totals of all mounts, for metrics.
+    pub(crate) fn totals(&self) -> PathBuf {
+        self.root.join("totals")
     }
 
     /// The lock that the supervisor holds for life.

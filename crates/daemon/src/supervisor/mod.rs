@@ -11,6 +11,7 @@
 //!   server_monitor ──► server (a child, or an orphan that was adopted)
 //!   opener_monitor ──► opener (a child), which opens files of the host for the server
 //!   grants ──► the files that it may open, a record for each mount
+//!   totals ──► lifetime totals of reads, durable; status_socket ──► readers of metrics
 //!   hold ──► copies of /dev/fuse and slots, with systemd or a process
 //! ```
 //!
@@ -44,8 +45,10 @@ mod recover;
 mod release;
 mod server_monitor;
 mod status;
+mod status_socket;
 mod table;
 mod thin;
+mod totals;
 mod unreachable;
 mod watch;
 
@@ -64,7 +67,7 @@ use burgeon_source::Directory;
 use crate::{
     holder,
     host::{backing_devices, cgroup::OwnCgroup, harden, namespace, program, signals},
-    ipc::{client::socket_path, protocol::Failure},
+    ipc::{self, client::socket_path, protocol::Failure},
     start,
     state::{
         cache::Bounds,
@@ -94,6 +97,10 @@ pub(crate) struct Supervisor {
     lock: Lock,
     /// Held by the one thread that writes a mount's grants.
     granting: Mutex<()>,
+    /// Lifetime totals.
+    counting: totals::Counting,
+    /// What the last reader of the status was told.
+    recent: status_socket::Recent,
 }
 
 /// Runs a supervisor until it is told to end. This is the main function of the process `burgeon
@@ -140,8 +147,11 @@ fn begin(state_dir: &Path) -> Result<()> {
         tracing::warn!(%error, "the configured bounds of the cache are not used");
     }
     let socket = bind(&state)?;
+    let status = ipc::status_socket::bind(&state);
     let (holder, held) = Holder::find(&state, inherited);
     let supervisor = Arc::new(Supervisor {
+        counting: totals::Counting::begin(&state),
+        recent: Mutex::default(),
         state,
         table: Mutex::default(),
         changed: Condvar::new(),
@@ -174,6 +184,15 @@ fn begin(state_dir: &Path) -> Result<()> {
     });
     recycled_seed::refill(&supervisor.state);
     supervisor.tend_thin();
+    let counter = Arc::clone(&supervisor);
+    thread::spawn(move || counter.count_for_ever());
+    match status {
+        Ok(status) => {
+            let teller = Arc::clone(&supervisor);
+            thread::spawn(move || teller.tell_status(&status));
+        }
+        Err(error) => tracing::warn!(%error, "there are no metrics"),
+    }
     let watcher = Arc::clone(&supervisor);
     thread::spawn(move || watcher.watch_devices());
     let ender = Arc::clone(&supervisor);
@@ -241,12 +260,14 @@ impl Supervisor {
 
     /// Ends the process. The server is told first; all of its state can be recreated.
     fn end(&self) -> ! {
+        self.count();
         self.table().send(&crate::ipc::link::ToServer::Stop);
         // Another state directory may be in this one's place, with a daemon of its own.
         if self.lock.is_at(&self.state.lock_file()) {
             for name in ["api.sock", "adopt.sock", "hold.sock"] {
                 let _ = files::remove_file(&self.state.run().join(name));
             }
+            let _ = files::remove_file(&ipc::status_socket::path(self.state.root()));
         }
         // Wait for both, so that after "shut down" no process is left.
         let table = self.table();

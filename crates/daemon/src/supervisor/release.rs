@@ -79,6 +79,7 @@ impl Supervisor {
             tracing::warn!(mount = %id, error = %e, "cannot remove all files of a mount that is released");
         }
         recycled_seed::refill(&self.state);
+        self.count_last(id);
         let entry = self.table().mounts.remove(&id);
         // Content may have been mapped until now.
         grants::revoke(&self.state, id);

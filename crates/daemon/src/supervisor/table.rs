@@ -201,6 +201,12 @@ impl Table {
         })
     }
 
+    /// The server's answer to an order, if it has come; one that comes later is dropped.
+    pub(crate) fn take_answer(&mut self, number: u64) -> Option<(CacheAnswer, Option<Failure>)> {
+        self.cache_orders.remove(&number);
+        self.cache_answers.remove(&number)
+    }
+
     /// Makes a server that was there before this supervisor look at the cache's bounds again.
     pub(crate) fn refresh_cache(&mut self) {
         if self.understands.is_some_and(|understands| understands.cache) {

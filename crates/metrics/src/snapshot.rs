@@ -1,0 +1,105 @@
+//! The message of the status socket: durable totals, and the present state of mounts and cache.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    totals::Totals,
+    values::{CacheValues, Values},
+};
+
+/// Mounts in a snapshot: more than the descriptors that systemd keeps allow. Totals of stores
+/// count all mounts.
+pub const MOUNTS_MAX: usize = 2000;
+
+/// Everything that is exported of the daemon.
+#[derive(Serialize, Deserialize, Debug, Clone, Default)]
+#[serde(default)]
+pub struct Snapshot {
+    /// Burgeon's version.
+    pub version: String,
+    /// The time of the first look at the totals, in seconds since 1970.
+    pub since_unix_seconds: u64,
+    /// The time at which the totals were written, in seconds since 1970; 0 if they never were.
+    pub written_unix_seconds: u64,
+    /// Servers started.
+    pub server_starts: u64,
+    /// Totals of the cache.
+    pub cache: CacheValues,
+    /// Totals of each store.
+    pub stores: BTreeMap<String, Values>,
+    /// Totals of each mount.
+    pub mounts: BTreeMap<String, Values>,
+    /// True if a server runs.
+    pub has_server: bool,
+    /// Number of mounts.
+    pub mount_count: u64,
+    /// The mounts now, at most [`MOUNTS_MAX`].
+    pub mounts_now: Vec<MountNow>,
+    /// The cache now; `None` while no server has it.
+    pub cache_now: Option<CacheNow>,
+}
+
+/// A mount now.
+#[derive(Serialize, Deserialize, Debug, Clone, Default)]
+#[serde(default)]
+pub struct MountNow {
+    /// Its identity.
+    pub id: String,
+    /// The image, as the user typed it.
+    pub image: String,
+    /// Its mount point.
+    pub target: String,
+    /// Its store.
+    pub store: String,
+    /// Its transport.
+    pub transport: String,
+    /// It is served.
+    pub is_serving: bool,
+    /// Bytes of data in the image.
+    pub data_bytes: u64,
+    /// Bytes of these that are local, if the server has told.
+    pub local_bytes: Option<u64>,
+    /// Reads that wait for a chunk, over all mounts of the image.
+    pub waiting_readers: Option<u64>,
+    /// Chunks in flight, over all mounts of the image.
+    pub in_flight: Option<u64>,
+    /// Bytes reserved for its writes.
+    pub reserved_bytes: u64,
+}
+
+/// The cache now, in bytes.
+#[derive(Serialize, Deserialize, Debug, Clone, Default)]
+#[serde(default)]
+pub struct CacheNow {
+    /// Taken.
+    pub used: u64,
+    /// Most that it may take now.
+    pub limit: u64,
+    /// Left free on its file system.
+    pub floor: u64,
+    /// Free on its file system.
+    pub free: u64,
+    /// Kept by pins.
+    pub held: u64,
+    /// Chunks, a number.
+    pub chunks: u64,
+    /// Bytes of reads in the last hour that local bytes alone have answered.
+    pub hit_in_an_hour: u64,
+    /// Bytes of the others.
+    pub miss_in_an_hour: u64,
+}
+
+impl Snapshot {
+    /// Takes the totals, which must be durable.
+    pub fn with_totals(mut self, totals: &Totals) -> Self {
+        self.since_unix_seconds = totals.since_unix_seconds;
+        self.written_unix_seconds = totals.seen_unix_seconds;
+        self.server_starts = totals.server_starts;
+        self.cache = totals.cache;
+        self.stores = totals.stores().clone();
+        self.mounts = totals.mounts().into_iter().take(MOUNTS_MAX).collect();
+        self
+    }
+}
