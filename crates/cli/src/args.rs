@@ -9,7 +9,7 @@ use clap::{
 
 use crate::{
     attributes::Attributes,
-    commands::{cache, config, disks, metrics},
+    commands::{cache, config, disks, health, log, metrics},
     global::Global,
     pull,
     quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
@@ -203,6 +203,12 @@ otherwise.")]
     /// Check or show the configuration of this host
     #[command(after_help = config::EXAMPLES)]
     Config(config::Config),
+    /// Tell by exit code whether everything mounted is served
+    #[command(after_help = health::EXAMPLES)]
+    Health(health::Health),
+    /// Show or change the level and the format of the running daemon's log
+    #[command(after_help = log::EXAMPLES)]
+    Log(log::Log),
     /// Check this machine: kernel, devices, privileges, limits, leftovers
     Doctor(Doctor),
     /// Demonstrate Burgeon on a real tree, and clean up
@@ -562,6 +568,10 @@ pub(crate) struct Doctor {
     /// Only print the repairs that --repair would make
     #[arg(long, requires = "repair")]
     pub(crate) dry_run: bool,
+    /// Write a report for support to this new file: findings, status, configuration, metrics and the end
+    /// of the log, without secrets
+    #[arg(long, value_name = "FILE", conflicts_with = "repair")]
+    pub(crate) report: Option<PathBuf>,
 }
 
 #[derive(ClapArgs, Debug)]

@@ -67,6 +67,7 @@ fn main() -> ExitCode {
             // Process lists would otherwise show `exe`, since the program is run by that link. If
             // it fails, only such lists look different.
             let _ = rustix::thread::set_name(c"burgeon");
+            burgeon_daemon::forbid_core_dumps();
             match verb == SUPERVISE {
                 true => config::begin_daemon(),
                 false => burgeon_daemon::log::begin(),

@@ -5,6 +5,7 @@
 //!            ├─ leftovers   of dead daemons and killed builds      ◄── repair
 //!            └─ writes      named writes; area: the mappings in them
 //! ```
+//! `health` asks a running daemon a few of these questions, quickly.
 //!
 //! Repair does the same as any start of the daemon (see `supervisor/recover.rs`): it adopts a
 //! server that lost its supervisor, reconnects mounts that lost their server, and removes the
@@ -12,6 +13,7 @@
 //! and ublk devices without a daemon and folder. It never touches `writes/`.
 
 mod area;
+mod health;
 mod leftovers;
 mod machine;
 mod writes;
@@ -26,6 +28,7 @@ use burgeon_block::{Error, ErrorKind, ObjectStore, Result};
 use burgeon_source::Directory;
 use serde::Serialize;
 
+pub use self::health::{Health, health};
 pub use self::leftovers::mounts_without_daemon;
 use self::leftovers::{builds, leftover_devices, leftovers, stale_builds};
 use crate::{
@@ -69,6 +72,8 @@ pub struct Finding {
     pub level: Level,
     /// The state found.
     pub found: String,
+    /// What it costs while nobody does anything: every finding that is not fine has this.
+    pub cost: Option<String>,
     /// The suggested remedy.
     pub remedy: Option<String>,
     /// True if `--repair` does that.
@@ -81,17 +86,25 @@ impl Finding {
             subject: subject.to_owned(),
             level: Level::Fine,
             found: found.into(),
+            cost: None,
             remedy: None,
             repairable: false,
         }
     }
 
-    fn bad(level: Level, subject: &str, found: impl Into<String>, remedy: &str) -> Self {
-        Self { level, remedy: Some(remedy.to_owned()), ..Self::fine(subject, found) }
+    fn bad(
+        level: Level,
+        subject: &str,
+        found: impl Into<String>,
+        cost: &str,
+        remedy: &str,
+    ) -> Self {
+        let (cost, remedy) = (Some(cost.to_owned()), Some(remedy.to_owned()));
+        Self { level, cost, remedy, ..Self::fine(subject, found) }
     }
 
-    fn repairable(subject: &str, found: impl Into<String>, remedy: &str) -> Self {
-        Self { repairable: true, ..Self::bad(Level::Problem, subject, found, remedy) }
+    fn repairable(subject: &str, found: impl Into<String>, cost: &str, remedy: &str) -> Self {
+        Self { repairable: true, ..Self::bad(Level::Problem, subject, found, cost, remedy) }
     }
 }
 
@@ -149,6 +162,7 @@ fn daemon(runs: Result<Option<Status>>) -> Finding {
             Level::Problem,
             "daemon",
             e.to_string(),
+            "no command on mounts works; mounts are served",
             "end its processes, then `burgeon doctor --repair`",
         ),
     }
@@ -179,9 +193,10 @@ fn unserved(status: &Status) -> Vec<Finding> {
                 Level::Problem,
                 &subject,
                 format!(
-                    "is not served: {}; data that is not in memory gives EIO",
+                    "is not served: {}",
                     mount.problem.as_deref().unwrap_or("its server has said no more")
                 ),
+                "reads of data that is not in memory give EIO",
                 "remove the cause, and the daemon serves it again by itself; or unmount it and \
                  mount it again",
             )),
@@ -189,6 +204,7 @@ fn unserved(status: &Status) -> Vec<Finding> {
                 Level::Warning,
                 &subject,
                 "is not served yet: its server is being started",
+                "reads of data that is not in memory wait",
                 "run doctor again in a moment; the daemon's log names the cause",
             )),
             _ => None,
@@ -200,7 +216,7 @@ fn unserved(status: &Status) -> Vec<Finding> {
 fn forced_read_only(mount: &MountStatus) -> Option<Finding> {
     let (found, remedy) = mount.read_only_problem()?;
     let subject = format!("mount {}", mount.target.display());
-    Some(Finding::bad(Level::Problem, &subject, found, remedy))
+    Some(Finding::bad(Level::Problem, &subject, found, "nothing can be written to it", remedy))
 }
 
 #[cfg(test)]

@@ -55,6 +55,7 @@ pub use burgeon_image::builder::Honours;
 pub use holder::hold;
 pub use host::{
     backing_devices::{btrfs_fsid, is_burgeon_mount, refuse_burgeon, refuse_burgeon_file},
+    harden::forbid_core_dumps,
     mount_namespaces, mountinfo,
     signals::{TerminationSignals, block_termination},
 };

@@ -4,6 +4,7 @@
 //!   tracing::warn!(mount = %id, "…")
 //!     ──►  2026-11-21T09:30:00Z burgeon[7]: warn: … mount=12ab   in run/daemon.log
 //!     ──►  <4>… mount=12ab                                       in the journal
+//!     ──►  {"time":"…","level":"warn","message":"…","mount":"12ab"}   as JSON, if asked for
 //! ```
 //!
 //! Under systemd the lines begin with the priorities of `sd-daemon(3)`. The journal's own socket
@@ -13,17 +14,26 @@
 //! An event is logged by the code that handles an error; code that returns an error leaves the
 //! event to its caller. A hit logs none. Invariants: foreign text cannot begin a line, because
 //! control characters are escaped; each line is one write, so that lines of two processes do not
-//! mix.
+//! mix; one place in the program logs at most [`BURST`] lines in [`WINDOW`], apart from `debug`.
+//!
+//! Level and format can be changed while a process runs (`change`); children inherit both.
 
 use std::{
+    collections::HashMap,
     fmt::{self, Debug, Write as _},
     io,
-    sync::OnceLock,
+    sync::{
+        Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
 };
 
 use chrono::{DateTime, Utc};
+use serde_json::{Map, Value};
 use tracing::{
     Event, Level, Subscriber,
+    callsite::Identifier,
     field::{Field, Visit},
 };
 pub use tracing_subscriber::filter::LevelFilter;
@@ -32,25 +42,64 @@ use tracing_subscriber::{
     fmt::{FmtContext, FormatEvent, FormatFields, format::Writer},
     layer::SubscriberExt,
     registry::LookupSpan,
+    reload,
 };
 
 /// The variable with the level, as `--log-level`: the daemon's processes inherit it.
 pub const VARIABLE: &str = "BURGEON_LOG";
 
-/// The level that a command was given for the daemons it starts.
-static GIVEN: OnceLock<LevelFilter> = OnceLock::new();
+/// The variable with the format, `json` or `text`.
+pub const FORMAT: &str = "BURGEON_LOG_FORMAT";
+
+/// Lines that one place in the program logs within [`WINDOW`]; the rest is counted.
+const BURST: u32 = 50;
+const WINDOW: Duration = Duration::from_secs(10);
+
+/// The level that this process was given, or was changed to: that of its children, too.
+static GIVEN: Mutex<Option<LevelFilter>> = Mutex::new(None);
+/// Lines are JSON.
+static JSON: AtomicBool = AtomicBool::new(false);
+/// Changes the level of this process.
+static CHANGE: OnceLock<Box<dyn Fn(LevelFilter) + Send + Sync>> = OnceLock::new();
 
 /// Logs events of this process from `level` on, and makes the daemons that it starts do the same.
 pub fn begin_at(level: LevelFilter) {
-    let _ = GIVEN.set(level);
+    note(level);
+    JSON.store(std::env::var_os(FORMAT).is_some_and(|format| format == "json"), Relaxed);
     let events = tracing_subscriber::fmt::layer()
         .event_format(Line { journal: is_journal() })
         .with_writer(io::stderr);
     // Events of libraries are left out.
-    let ours = Targets::new().with_target("burgeon", level);
-    let subscriber = tracing_subscriber::registry().with(ours).with(events);
+    let (filter, handle) = reload::Layer::new(ours(level));
+    let subscriber = tracing_subscriber::registry().with(filter).with(events);
     // Fails if this was done before: the first level stays.
-    let _ = tracing::subscriber::set_global_default(subscriber);
+    if tracing::subscriber::set_global_default(subscriber).is_ok() {
+        let _ = CHANGE.set(Box::new(move |level| {
+            let _ = handle.reload(ours(level));
+        }));
+    }
+}
+
+/// Changes level and format of this process, and of those that it starts from now on.
+pub(crate) fn change(level: Option<LevelFilter>, json: Option<bool>) {
+    if let (Some(level), Some(change)) = (level, CHANGE.get()) {
+        note(level);
+        change(level);
+    }
+    json.into_iter().for_each(|json| JSON.store(json, Relaxed));
+}
+
+/// The format now.
+pub(crate) fn is_json() -> bool {
+    JSON.load(Relaxed)
+}
+
+fn note(level: LevelFilter) {
+    *GIVEN.lock().unwrap_or_else(PoisonError::into_inner) = Some(level);
+}
+
+fn ours(level: LevelFilter) -> Targets {
+    Targets::new().with_target("burgeon", level)
 }
 
 /// The same in a process of the daemon, at the level from the environment, by default `info`.
@@ -69,9 +118,34 @@ pub fn warn(what: &str) {
     tracing::warn!("{what}");
 }
 
-/// The level that [`begin_at`] was given.
+/// The level that [`begin_at`] or [`change`] was given.
 pub(crate) fn given() -> Option<LevelFilter> {
-    GIVEN.get().copied()
+    *GIVEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a place in the program has logged lately.
+struct Lately {
+    since: Instant,
+    lines: u32,
+    left_out: u64,
+}
+
+/// The number of lines that were left out since the last line of this place; `None` if this one is
+/// to be left out, too. There are as many entries as places.
+fn admit(place: Identifier, now: Instant) -> Option<u64> {
+    static PLACES: Mutex<Option<HashMap<Identifier, Lately>>> = Mutex::new(None);
+    let mut places = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let places = places.get_or_insert_default();
+    let lately = places.entry(place).or_insert(Lately { since: now, lines: 0, left_out: 0 });
+    if now.duration_since(lately.since) >= WINDOW {
+        (lately.since, lately.lines) = (now, 0);
+    }
+    if lately.lines >= BURST {
+        lately.left_out += 1;
+        return None;
+    }
+    lately.lines += 1;
+    Some(std::mem::take(&mut lately.left_out))
 }
 
 /// True if standard error is a stream of the journal: systemd then gives its device and inode.
@@ -97,6 +171,22 @@ where
         event: &Event<'_>,
     ) -> fmt::Result {
         let level = *event.metadata().level();
+        let left_out = match level {
+            Level::ERROR | Level::WARN | Level::INFO => {
+                match admit(event.metadata().callsite(), Instant::now()) {
+                    Some(left_out) => left_out,
+                    // Nothing is written.
+                    None => return Ok(()),
+                }
+            }
+            _ => 0,
+        };
+        if is_json() {
+            if self.journal {
+                write!(out, "<{}>", priority(level))?;
+            }
+            return writeln!(out, "{}", json(event, level, left_out));
+        }
         match self.journal {
             true => write!(out, "<{}>", priority(level))?,
             false => {
@@ -106,7 +196,49 @@ where
         }
         let mut words = Words::default();
         event.record(&mut words);
+        if left_out > 0 {
+            words.fields.push_str(&format!(" left_out={left_out}"));
+        }
         writeln!(out, "{}{}", words.message, words.fields)
+    }
+}
+
+/// The event as one JSON object. Its own keys win over fields of the same name.
+fn json(event: &Event<'_>, level: Level, left_out: u64) -> Value {
+    let mut object = Object::default();
+    event.record(&mut object);
+    let mut object = object.0;
+    if left_out > 0 {
+        object.insert("left_out".to_owned(), left_out.into());
+    }
+    object.insert("time".to_owned(), shown(&Utc::now()).to_string().into());
+    object.insert("level".to_owned(), level.as_str().to_ascii_lowercase().into());
+    object.insert("pid".to_owned(), std::process::id().into());
+    Value::Object(object)
+}
+
+#[derive(Default)]
+struct Object(Map<String, Value>);
+
+impl Visit for Object {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.record_str(field, &format!("{value:?}"));
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.0.insert(field.name().to_owned(), value.into());
     }
 }
 
@@ -166,12 +298,13 @@ mod tests {
     use std::{
         io::{self, Write},
         sync::{Arc, Mutex},
+        time::Instant,
     };
 
     use chrono::DateTime;
     use tracing_subscriber::layer::SubscriberExt;
 
-    use super::{Line, shown};
+    use super::{BURST, Line, WINDOW, admit, shown};
 
     #[derive(Clone, Default)]
     struct Written(Arc<Mutex<Vec<Vec<u8>>>>);
@@ -211,6 +344,74 @@ mod tests {
         let end = format!(" burgeon[{}]: warn: cannot fetch a\\nb {fields}\n", std::process::id());
         assert_eq!(written.len(), 1);
         assert_eq!(written[0].get("2026-11-21T09:30:00Z".len()..), Some(&*end));
+    }
+
+    #[test]
+    fn a_place_that_logs_too_much_is_counted() {
+        let written = lines(true, || {
+            for number in 0..BURST + 7 {
+                tracing::warn!(number, "again");
+            }
+        });
+        // A line that is left out is an empty write, or none.
+        let written: Vec<_> = written.iter().filter(|line| !line.is_empty()).collect();
+        assert_eq!(written.len(), BURST as usize);
+        let place = || tracing::callsite::Identifier(&CALLSITE);
+        let now = Instant::now();
+        assert!((0..BURST).all(|_| admit(place(), now) == Some(0)));
+        assert_eq!((admit(place(), now), admit(place(), now)), (None, None));
+        assert_eq!(admit(place(), now + WINDOW), Some(2));
+    }
+
+    /// A place in the program.
+    static CALLSITE: Place = Place;
+    struct Place;
+    impl tracing::Callsite for Place {
+        fn set_interest(&self, _: tracing::subscriber::Interest) {}
+        fn metadata(&self) -> &tracing::Metadata<'_> {
+            unreachable!("nobody asks")
+        }
+    }
+
+    #[test]
+    fn an_event_in_json_is_one_object_on_one_line() {
+        let written = Written::default();
+        let writer = written.clone();
+        let layer =
+            tracing_subscriber::fmt::layer().event_format(Json).with_writer(move || writer.clone());
+        let subscriber = tracing_subscriber::registry().with(layer);
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::error!(mount = "12ab", tries = 3u64, level = "mine", "cannot\n{}", "fetch");
+        });
+        let written = written.0.lock().unwrap().concat();
+        let text = String::from_utf8(written).unwrap();
+        assert_eq!(text.lines().count(), 1);
+        let object: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(
+            (object["message"].as_str(), object["tries"].as_u64()),
+            (Some("cannot\nfetch"), Some(3))
+        );
+        assert_eq!(
+            (object["mount"].as_str(), object["level"].as_str()),
+            (Some("12ab"), Some("error"))
+        );
+    }
+
+    /// The format in JSON, whatever this process was told.
+    struct Json;
+    impl<S, N> tracing_subscriber::fmt::FormatEvent<S, N> for Json
+    where
+        S: tracing::Subscriber + for<'a> tracing_subscriber::registry::LookupSpan<'a>,
+        N: for<'a> tracing_subscriber::fmt::FormatFields<'a> + 'static,
+    {
+        fn format_event(
+            &self,
+            _: &tracing_subscriber::fmt::FmtContext<'_, S, N>,
+            mut out: tracing_subscriber::fmt::format::Writer<'_>,
+            event: &tracing::Event<'_>,
+        ) -> std::fmt::Result {
+            writeln!(out, "{}", super::json(event, *event.metadata().level(), 0))
+        }
     }
 
     #[test]

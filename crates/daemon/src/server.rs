@@ -345,6 +345,10 @@ impl Serving {
                     cache: Some(self.host_cache()),
                 }),
                 ToServer::Cache { number, order } => self.order(number, order),
+                ToServer::Log { level, json } => {
+                    crate::log::change(level.parse().ok(), Some(json));
+                    tracing::info!(level, json, "the log was changed");
+                }
                 ToServer::Stop => return Ok(Parting::Stop),
                 ToServer::Unknown => tracing::warn!("ignoring a message of a later supervisor"),
             }

@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 42] = [
+pub(crate) const QUICK: [&str; 43] = [
     "area",
     "bombs",
     "catalog",
@@ -50,7 +50,7 @@ pub(crate) const QUICK: [&str; 42] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 64] = [
+const OTHERS: [&str; 66] = [
     "archives",
     "attributes",
     "bench",
@@ -65,6 +65,7 @@ const OTHERS: [&str; 64] = [
     "examples",
     "export",
     "fast",
+    "health",
     "hit_path",
     "holders",
     "index",

@@ -10,7 +10,7 @@ use burgeon_daemon::{
 };
 use serde_json::json;
 
-use super::{Context, need_mount_privilege, umount::places_of};
+use super::{Context, finding, need_mount_privilege, report, umount::places_of};
 use crate::{args, holders, output};
 
 /// The longest wait for the daemon's answer; another check reports a daemon that does not answer.
@@ -38,6 +38,9 @@ pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> 
     findings.extend(held(context));
     let bad = findings.iter().any(|finding| finding.level == Level::Problem)
         || (args.repair && !failed.is_empty());
+    if let Some(path) = &args.report {
+        report::write(context, &findings, path)?;
+    }
     if context.json {
         output::print_json(&json!({
             "findings": findings,
@@ -46,7 +49,10 @@ pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> 
             "dry_run": args.dry_run,
         }))?;
     } else {
-        findings.iter().for_each(show);
+        findings.iter().for_each(finding::show);
+        if let Some(path) = &args.report {
+            println!("the report is {}; read it before you pass it on", path.display());
+        }
         if args.repair {
             show_repairs(&mended, &failed, args.dry_run);
         }
@@ -63,10 +69,11 @@ fn held(context: &Context) -> Vec<Finding> {
         let holders = holders::of(fsid)?;
         // A mount that a container made in its own namespace is as intended.
         let as_asked = holders::elsewhere(fsid).iter().any(|other| other.target == mount.target);
-        let (level, remedy) = match as_asked {
-            true => (Level::Fine, None),
+        let (level, cost, remedy) = match as_asked {
+            true => (Level::Fine, None, None),
             false => (
                 Level::Warning,
+                Some("its devices, its space, and the name of its writes stay in use".to_owned()),
                 Some("it is released when they let go: end them, or unmount it there".to_owned()),
             ),
         };
@@ -74,6 +81,7 @@ fn held(context: &Context) -> Vec<Finding> {
             subject: format!("mount {}", mount.target.display()),
             level,
             found: format!("is not mounted here, but held by {holders}"),
+            cost,
             remedy,
             repairable: false,
         })
@@ -88,19 +96,6 @@ fn ask_soon(context: &Context) -> Option<Status> {
     match client.call(&Request::Status).ok()?.0 {
         Reply::Status(status) => Some(*status),
         _ => None,
-    }
-}
-
-fn show(finding: &Finding) {
-    let mark = match finding.level {
-        Level::Fine => "ok     ",
-        Level::Warning => "warning",
-        Level::Problem => "PROBLEM",
-    };
-    println!("{mark}  {}: {}", finding.subject, finding.found);
-    if let Some(remedy) = &finding.remedy {
-        let by = if finding.repairable { " (`burgeon doctor --repair` does that)" } else { "" };
-        println!("         → {remedy}{by}");
     }
 }
 

@@ -7,10 +7,13 @@ pub(crate) mod disks;
 mod doctor;
 pub(crate) mod export;
 mod far;
+mod finding;
 mod full;
+pub(crate) mod health;
 pub(crate) mod images;
 mod inspect;
 mod let_go;
+pub(crate) mod log;
 mod map;
 pub(crate) mod metrics;
 mod mistakes;
@@ -26,6 +29,7 @@ mod profile;
 mod push;
 pub(crate) mod reading;
 mod record;
+mod report;
 mod shutdown;
 mod status;
 mod store;
@@ -237,6 +241,8 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Gc(gc) => store::collect(context, gc.dry_run),
         Command::Writes(writes) => writes::writes(context, writes.command),
         Command::Disks(disks) => disks::disks(context, &disks),
+        Command::Health(options) => health::report(context, &options),
+        Command::Log(log) => log::log(context, log),
         Command::Doctor(doctor) => doctor::doctor(context, doctor),
         Command::Demo(_) | Command::Config(_) | Command::Metrics(_) => unreachable!("it was run"),
         Command::Shutdown(shutdown) => shutdown::shutdown(context, shutdown),
@@ -254,6 +260,8 @@ fn read_config(global: &Global, command: &Command) -> Result<Config> {
             | Command::Shutdown(_)
             | Command::Status
             | Command::Doctor(_)
+            | Command::Health(_)
+            | Command::Log(_)
             | Command::Upgrade
     );
     if !goes_on {

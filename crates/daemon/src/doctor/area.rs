@@ -20,11 +20,16 @@ pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
         Ok(verified) => verified,
         Err(e) => {
             let remedy = format!(
-                "restore {} from a backup that is not older than the last `map`; until then, \
-                 reads of the lost mappings are I/O errors, never wrong data",
+                "restore {} from a backup that is not older than the last `map`",
                 area.display()
             );
-            return Some(Finding::bad(Level::Problem, &subject, e.to_string(), &remedy));
+            return Some(Finding::bad(
+                Level::Problem,
+                &subject,
+                e.to_string(),
+                "reads of the lost mappings are I/O errors, never wrong data",
+                &remedy,
+            ));
         }
     };
     if let Err(e) = check_images(state, &area, &map) {
@@ -32,6 +37,7 @@ pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
             Level::Problem,
             &subject,
             e.to_string(),
+            "reads of that image are I/O errors",
             "map that image again, under any name, which makes the missing files; or restore \
              them from a backup",
         ));
@@ -43,6 +49,7 @@ pub(super) fn examine(state: &StateDir, name: &str) -> Option<Finding> {
             Level::Warning,
             &subject,
             format!("unfinished mappings: {}, the last is {label}", unfinished.len()),
+            "at most the mappings that it names, and their addresses",
             "a killed `burgeon map` leaves them, and nothing needs to be done; if their files \
              exist and give I/O errors, the map was truncated: restore it from a backup",
         ));

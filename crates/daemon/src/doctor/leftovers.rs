@@ -30,7 +30,7 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
         findings.push(Finding::repairable(
             "supervisor",
             "was killed; its server goes on serving",
-            "start a supervisor, which takes over; nothing is interrupted",
+            "nothing can be mounted, unmounted by `burgeon`, or shown, until the next daemon starts", "start a supervisor, which takes over; nothing is interrupted",
         ));
         return findings;
     }
@@ -49,6 +49,7 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
                     }
                     Transport::Ublk { .. } => "has lost its server: readers of data wait for it",
                 },
+                "programs that read it wait or get EIO",
                 "start the daemon, which serves it again",
             ),
             _ => match backing_devices::loop_below(&state.mount(id)) {
@@ -61,6 +62,7 @@ pub(super) fn leftovers(state: &StateDir, runs: &Result<Option<Status>>) -> Vec<
                             format!("belongs to a mount that is gone; so does /dev/ublkb{device}")
                         }
                     },
+                    "the space of its files",
                     "remove it: named writes are kept elsewhere",
                 ),
             },
@@ -75,6 +77,7 @@ pub(super) fn leftover_devices(state: &StateDir) -> Vec<Finding> {
         Finding::repairable(
             &format!("/dev/ublkb{number}"),
             "belongs to a daemon that is dead, and nobody uses it",
+            "a device number and some memory of the kernel",
             "remove it",
         )
     };
@@ -95,7 +98,8 @@ fn lost_record(id: MountId, device: &str) -> Finding {
         Level::Problem,
         &format!("mount {id}"),
         format!("is in use on {device}, but its record mount.json cannot be read"),
-        "unmount it and mount it again: until then, data that is not local gives EIO",
+        "programs that read data which is not local get EIO",
+        "unmount it and mount it again",
     )
 }
 
@@ -113,6 +117,7 @@ pub(super) fn builds(store: &Path) -> Option<Finding> {
             Level::Warning,
             "killed builds",
             format!("left {} KiB in {}", stale.div_ceil(1 << 10), store.join("tmp").display()),
+            "their space",
             "remove them (so does `burgeon gc`)",
         )
     })

@@ -53,6 +53,7 @@ fn kernel() -> Finding {
             Level::Problem,
             "kernel",
             format!("Linux {release}"),
+            "mounts may fail",
             "Burgeon needs Linux 6.1 or later",
         ),
     }
@@ -70,6 +71,7 @@ fn file_system(subject: &str, name: &str) -> Finding {
         Level::Problem,
         subject,
         "not known to the kernel",
+        "nothing can be mounted",
         "use a kernel with it; those of the distributions have it",
     )
 }
@@ -89,6 +91,7 @@ fn ublk() -> Finding {
             Level::Warning,
             "ublk",
             format!("{e}; mounts go over FUSE and a loop device, which is slower"),
+            "reads of lazy data take longer",
             "use a kernel with CONFIG_BLK_DEV_UBLK, 6.5 or later, if speed matters",
         ),
     }
@@ -101,7 +104,9 @@ fn may_administrate() -> bool {
 fn device(path: &str, remedy: &str) -> Finding {
     match fs::metadata(path) {
         Ok(_) => Finding::fine(path, "is there"),
-        Err(e) => Finding::bad(Level::Problem, path, e.to_string(), remedy),
+        Err(e) => {
+            Finding::bad(Level::Problem, path, e.to_string(), "nothing can be mounted", remedy)
+        }
     }
 }
 
@@ -122,6 +127,7 @@ fn loops() -> Finding {
         Level::Problem,
         "loop devices",
         found,
+        "the next mount may fail",
         "detach some (`losetup -a` lists them), or boot with a larger max_loop",
     )
 }
@@ -145,6 +151,7 @@ fn privileges() -> Finding {
         Level::Warning,
         "privileges",
         format!("{lacks}: build, inspect and verify work, mount does not"),
+        "nothing can be mounted",
         "run `burgeon mount` as root of the machine",
     )
 }
@@ -168,6 +175,7 @@ fn memory_lock() -> Finding {
             "at most {} KiB: the server can stall when memory is short",
             limit.unwrap_or(0) >> 10
         ),
+        "readers may wait for seconds",
         "raise the limit (ulimit -l unlimited, or LimitMEMLOCK= of the unit)",
     )
 }
@@ -179,6 +187,7 @@ fn place(state: &StateDir) -> Finding {
             Level::Problem,
             "state directory",
             e.to_string(),
+            "nothing can be mounted",
             "take another --state-dir",
         );
     }
@@ -187,6 +196,7 @@ fn place(state: &StateDir) -> Finding {
             Level::Problem,
             "state directory",
             format!("{shown}: its file system is read-only"),
+            "nothing can be mounted or built",
             "mount it writable, or use another --state-dir",
         );
     }
@@ -195,6 +205,7 @@ fn place(state: &StateDir) -> Finding {
             Level::Warning,
             "state directory",
             format!("{shown}: only {} MiB free", free >> 20),
+            "mounts may fail, the cache keeps little, and data is fetched again",
             "free some space; `burgeon gc` and `burgeon writes list` show what Burgeon keeps",
         ),
         Ok(free) => Finding::fine("state directory", format!("{shown}: {} GiB free", free >> 30)),
@@ -202,6 +213,7 @@ fn place(state: &StateDir) -> Finding {
             Level::Problem,
             "state directory",
             e.to_string(),
+            "nothing can be mounted",
             "take another --state-dir",
         ),
     }

@@ -10,7 +10,13 @@ pub(super) fn examine(state: &StateDir) -> Vec<Finding> {
     let names = match writes::names(state) {
         Ok(names) => names,
         Err(e) => {
-            return vec![Finding::bad(Level::Problem, "writes", e.to_string(), "mend that first")];
+            return vec![Finding::bad(
+                Level::Problem,
+                "writes",
+                e.to_string(),
+                "no named writes can be mounted",
+                "mend that first",
+            )];
         }
     };
     let of = |name: &String| [Some(check(state, name)), area::examine(state, name)];
@@ -25,6 +31,7 @@ fn check(state: &StateDir, name: &str) -> Finding {
             Level::Problem,
             &subject,
             found,
+            "these writes cannot be mounted",
             "unmount them, remove `seed`, `seed.info` and `map`, and mount them again, which \
              makes these files from the image; if that fails, restore the folder from a backup: \
              Burgeon never removes it by itself",

@@ -57,6 +57,12 @@ fn lift_limits() {
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
+/// Forbids core dumps of this process and its children: they would have credentials and the data of
+/// all mounts. One byte, because the kernel ignores a limit of zero if a program takes the dumps.
+pub fn forbid_core_dumps() {
+    let _ = setrlimit(Resource::Core, Rlimit { current: Some(1), maximum: Some(1) });
+}
+
 /// Bounds the memory of the calling process at twice `bytes`, the amount that its readers account
 /// for: a backstop for memory that they do not count. Only private writable memory counts, because
 /// allocators and threads reserve addresses for each CPU; it includes stacks, which are added.

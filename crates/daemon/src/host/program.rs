@@ -33,6 +33,7 @@ fn run_as(name: &str, verb: &str) -> Command {
     command.arg0(name).arg(verb);
     // The level may come from the command line or the configuration.
     command.envs(log::given().map(|level| (log::VARIABLE, level.to_string())));
+    command.env(log::FORMAT, if log::is_json() { "json" } else { "text" });
     command
 }
 

@@ -10,6 +10,7 @@
 //!              ── Record ──► ◄── Recorded ─         recording of reads has started or stopped
 //!              ── Report ──► ◄── Report ───         numbers that only the server knows
 //!              ── Cache ───► ◄── Cache ────         an order about the host's cache is done
+//!              ── Log ───────────────────►         change level and format of the log
 //!              ── Stop ───────────────────►         end, and do not wait for a supervisor
 //!
 //!   orphan   ── Attach + descriptors …, Adopted ──► to the next supervisor, which connects to
@@ -42,9 +43,9 @@ use crate::{
 };
 
 /// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. 2: there
-/// is no `Opener`. 3: there is no `Cache`. An upgrade replaces the supervisor first, so each version understands the
+/// is no `Opener`. 3: there is no `Cache`. 4: there is no `Log`. An upgrade replaces the supervisor first, so each version understands the
 /// messages of the previous one and ignores those that only later ones have.
-pub(crate) const VERSION: u32 = 4;
+pub(crate) const VERSION: u32 = 5;
 
 /// The first version whose servers have files opened for them.
 const FIRST_WITH_OPENER: u32 = 3;
@@ -111,6 +112,8 @@ pub(crate) enum ToServer {
     Report,
     /// Do something with the host's cache; servers of earlier versions have none.
     Cache { number: u64, order: CacheOrder },
+    /// Change level and format of the log; servers of earlier versions keep theirs.
+    Log { level: String, json: bool },
     /// End.
     Stop,
     /// A message of a later version.
@@ -291,9 +294,13 @@ mod tests {
         assert!(matches!(says, FromServer::Adopted { refreshes: false, version: 1 }));
     }
 
-    /// A message of each kind, as versions 2 to 4 write it, after its receiver.
-    const RECORDED: [&str; 3] =
-        [include_str!("link-2.txt"), include_str!("link-3.txt"), include_str!("link-4.txt")];
+    /// A message of each kind, as versions 2 to 5 write it, after its receiver.
+    const RECORDED: [&str; 4] = [
+        include_str!("link-2.txt"),
+        include_str!("link-3.txt"),
+        include_str!("link-4.txt"),
+        include_str!("link-5.txt"),
+    ];
 
     #[test]
     fn recorded_messages_are_understood() {
@@ -310,15 +317,15 @@ mod tests {
                 says += 1;
             }
         }
-        assert_eq!((told, says), (7 + 8 + 9, 7 + 7 + 8));
+        assert_eq!((told, says), (7 + 8 + 9 + 10, 7 + 7 + 8 + 8));
     }
 
-    /// Version 4 is this one: a change of its messages that other versions would see is a new
+    /// Version 5 is this one: a change of its messages that other versions would see is a new
     /// version, with a record of its own.
     #[test]
     fn recorded_messages_of_this_version_are_written_the_same() {
-        assert_eq!(VERSION, 4);
-        for (end, message) in RECORDED[2].lines().map(|line| line.split_once(' ').unwrap()) {
+        assert_eq!(VERSION, 5);
+        for (end, message) in RECORDED[3].lines().map(|line| line.split_once(' ').unwrap()) {
             let recorded: Value = serde_json::from_str(message).unwrap();
             let written = match end {
                 "server" => {

@@ -89,6 +89,14 @@ pub enum Request {
         /// The mount.
         id: MountId,
     },
+    /// Change level and format of the log until the daemon starts again; answered by
+    /// [`Reply::Log`], also if nothing is to change.
+    Log {
+        /// The level: `error`, `warn`, `info`, `debug` or `off`.
+        level: Option<String>,
+        /// Lines of JSON.
+        json: Option<bool>,
+    },
     /// Wait until the mount is released, up to a time limit.
     AwaitRelease {
         /// The mount.
@@ -398,6 +406,13 @@ pub enum Reply {
     Status(Box<Status>),
     /// The request about the host's cache is done.
     Cache(CacheAnswer),
+    /// Level and format of the log now.
+    Log {
+        /// The level.
+        level: String,
+        /// Lines are JSON.
+        json: bool,
+    },
     /// The request failed.
     Failed(Failure),
 }

@@ -175,6 +175,10 @@ impl Supervisor {
                 Ok(()) => Reply::Done,
                 Err(e) => refused(e),
             },
+            Request::Log { level, json } => match self.change_log(level.as_deref(), json) {
+                Ok((level, json)) => Reply::Log { level, json },
+                Err(e) => refused(e),
+            },
             Request::AwaitRelease { id, timeout_ms } => {
                 match self.await_release(id, Duration::from_millis(timeout_ms)) {
                     Ok(()) => Reply::Done,
@@ -204,6 +208,7 @@ fn changes(request: &Request) -> bool {
         | Request::Pin { .. }
         | Request::LetGo { .. }
         | Request::Shutdown { .. } => true,
+        Request::Log { level, json } => level.is_some() || json.is_some(),
         Request::Cache(request) => !matches!(request, CacheRequest::Show),
         Request::AskHelper { .. }
         | Request::Mappings { .. }

@@ -31,6 +31,7 @@ mod grants;
 mod grow;
 pub(crate) mod helper;
 mod hold;
+mod logging;
 mod map;
 mod mend;
 mod mount;

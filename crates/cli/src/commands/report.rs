@@ -1,0 +1,265 @@
+//! `burgeon doctor --report FILE`: one text file with what support needs to know.
+//!
+//! ```text
+//!   ===== name =====      findings, status, metrics, configuration, the host, the end of the log
+//! ```
+//!
+//! Nothing of it is a secret by design: status and log have none (`crates/cli/tests/health.rs`). Still
+//! `redact` masks what looks like one, because names, messages of servers and configurations come
+//! from outside. Invariants: each part is bounded; a part that cannot be had says so; the file is
+//! new, and its owner's alone.
+
+use std::{
+    fmt::Write as _,
+    fs::{self, File, OpenOptions},
+    io::{Read, Seek, SeekFrom, Write as _},
+    os::unix::fs::OpenOptionsExt,
+    path::Path,
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result};
+use burgeon_daemon::{
+    Client,
+    doctor::Finding,
+    protocol::{Reply, Request},
+    status_socket,
+};
+use burgeon_metrics::Disks;
+
+use super::Context;
+
+/// The longest part, in bytes.
+const PART_MAX: u64 = 1 << 20;
+
+/// The longest wait for the daemon's status.
+const ANSWER_MAX: Duration = Duration::from_secs(3);
+
+/// Lines of the journal.
+const LINES: &str = "2000";
+
+/// Writes the report.
+pub(super) fn write(context: &Context, findings: &[Finding], path: &Path) -> Result<()> {
+    let failed = || format!("cannot write the report {}", path.display());
+    let mut options = OpenOptions::new();
+    let mut file =
+        options.write(true).create_new(true).mode(0o600).open(path).with_context(failed)?;
+    let mut text = String::new();
+    for (name, part) in parts(context, findings) {
+        let part = part.unwrap_or_else(|error| format!("not there: {error:#}"));
+        let _ = writeln!(text, "===== {name} =====\n{}\n", redact(part.trim_end()));
+    }
+    file.write_all(text.as_bytes()).with_context(failed)?;
+    file.sync_all().with_context(failed)
+}
+
+fn parts(context: &Context, findings: &[Finding]) -> Vec<(&'static str, Result<String>)> {
+    let root = context.state.root();
+    let unit = [
+        "show",
+        "burgeon.service",
+        "--property=LoadState,ActiveState,SubState,NRestarts,\
+        MainPID,Result,FragmentPath,DropInPaths,ExecMainStatus,MemoryCurrent,TasksCurrent",
+    ];
+    let journal = ["--no-pager", "--output=short-iso", "--lines", LINES, "--unit", "burgeon*"];
+    vec![
+        ("version", Ok(format!("burgeon {}, state {}", env!("CARGO_PKG_VERSION"), root.display()))),
+        ("findings", Ok(serde_json::to_string_pretty(findings).unwrap_or_default())),
+        ("status", status(context)),
+        ("metrics", metrics(root)),
+        ("configuration", Ok(configuration(context))),
+        ("kernel", read(Path::new("/proc/version"))),
+        ("distribution", read(Path::new("/etc/os-release"))),
+        ("memory", read(Path::new("/proc/meminfo"))),
+        ("load", read(Path::new("/proc/loadavg"))),
+        ("file systems", read(Path::new("/proc/filesystems"))),
+        ("mounts", read(Path::new("/proc/self/mountinfo")).map(|text| of_btrfs(&text))),
+        ("unit", run("systemctl", &unit)),
+        ("log", end_of(&context.state.log_file())),
+        ("journal", run("journalctl", &journal)),
+    ]
+}
+
+fn status(context: &Context) -> Result<String> {
+    let client = Client::connect(&context.state)?.context("no daemon runs")?;
+    client.wait_at_most(ANSWER_MAX)?;
+    match client.call(&Request::Status)?.0 {
+        Reply::Status(status) => Ok(serde_json::to_string_pretty(&status)?),
+        _ => anyhow::bail!("the daemon is of another version"),
+    }
+}
+
+fn metrics(state: &Path) -> Result<String> {
+    let snapshot = status_socket::ask(&status_socket::path(state))?;
+    Ok(burgeon_metrics::render(Some(&snapshot), &Disks::default()))
+}
+
+fn configuration(context: &Context) -> String {
+    let mut text = String::new();
+    for path in &context.config.files {
+        let part = read(path).unwrap_or_else(|error| format!("{error:#}"));
+        let _ = writeln!(text, "# {}\n{part}", path.display());
+    }
+    if text.is_empty() { "no file\n".to_owned() } else { text }
+}
+
+/// The lines of file systems that Burgeon makes, or could have made.
+fn of_btrfs(text: &str) -> String {
+    let lines = text.lines().filter(|line| line.contains(" - btrfs ") || line.contains("burgeon"));
+    lines.map(|line| format!("{line}\n")).collect()
+}
+
+fn read(path: &Path) -> Result<String> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(PART_MAX).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The end of a log.
+fn end_of(path: &Path) -> Result<String> {
+    let length = fs::metadata(path)?.len();
+    let mut file = File::open(path)?;
+    file.seek(SeekFrom::Start(length.saturating_sub(PART_MAX)))?;
+    let mut bytes = Vec::new();
+    file.take(PART_MAX).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The output of a program that asks systemd, within a time.
+fn run(program: &str, arguments: &[&str]) -> Result<String> {
+    let mut command = Command::new("timeout");
+    command.args(["20", program]).args(arguments).stdin(Stdio::null()).stderr(Stdio::null());
+    let output = command.output()?;
+    anyhow::ensure!(output.status.success(), "{program}: {}", output.status);
+    let start = output.stdout.len().saturating_sub(PART_MAX as usize);
+    Ok(String::from_utf8_lossy(&output.stdout[start..]).into_owned())
+}
+
+/// Stands for what was left out.
+const MASK: &str = "[redacted]";
+
+/// Words whose value is a secret.
+const SECRET: [&str; 12] = [
+    "authorization",
+    "password",
+    "passwd",
+    "secret",
+    "token",
+    "signature",
+    "credential",
+    "access_key",
+    "access-key",
+    "accesskey",
+    "api_key",
+    "apikey",
+];
+
+/// `text` without what looks like a secret: users and queries of URLs, and values of words of
+/// [`SECRET`].
+fn redact(text: &str) -> String {
+    let lines: Vec<_> = text.lines().map(|line| without_values(&without_urls(line))).collect();
+    lines.join("\n")
+}
+
+/// Masks what is before `@`, and behind `?`, in URLs.
+fn without_urls(line: &str) -> String {
+    let ends = |c: char| c.is_whitespace() || matches!(c, '"' | '\'' | '<' | '>' | '`');
+    let words = line.split_inclusive(ends).map(|word| {
+        let text = word.trim_end_matches(ends);
+        let Some(start) = text.find("://") else { return word.to_owned() };
+        let (url, query) = match text[start..].find('?') {
+            Some(at) => (&text[..start + at], "?[redacted]"),
+            None => (text, ""),
+        };
+        without_users(url) + query + &word[text.len()..]
+    });
+    words.collect()
+}
+
+/// Masks what is before `@` behind each `://`, up to a slash.
+fn without_users(url: &str) -> String {
+    let mut parts = url.split("://");
+    let mut done = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        done.push_str("://");
+        let authority = part.find('/').unwrap_or(part.len());
+        let at = part[..authority].rfind('@').filter(|at| *at > 0);
+        if at.is_some() {
+            done.push_str(MASK);
+        }
+        done.push_str(&part[at.unwrap_or(0)..]);
+    }
+    done
+}
+
+/// Masks what follows `=` or `:` behind a word that names a secret.
+fn without_values(line: &str) -> String {
+    let lower = line.to_ascii_lowercase();
+    let mut done = String::new();
+    let mut from = 0;
+    while let Some((at, word)) = next_secret(&lower, from) {
+        let mut value = at + word.len();
+        // The rest of the word, as in "secrets_key".
+        let in_word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
+        value += lower[value..].find(|c| !in_word(c)).unwrap_or(lower.len() - value);
+        let behind = &line[value..];
+        let inner = behind.trim_start_matches([' ', '"', '\'']);
+        let Some(inner) = inner.strip_prefix([':', '=']) else {
+            done.push_str(&line[from..value]);
+            from = value;
+            continue;
+        };
+        let inner = inner.trim_start_matches([' ', '"', '\'']);
+        let begin = line.len() - inner.len();
+        let stops: &[char] = if word == "authorization" {
+            &['"', '\'']
+        } else {
+            &['"', '\'', ' ', ',', '&', ';', '}']
+        };
+        let end = begin + inner.find(stops).unwrap_or(inner.len());
+        done.push_str(&line[from..begin]);
+        done.push_str(if end > begin { MASK } else { "" });
+        from = end;
+    }
+    done + &line[from..]
+}
+
+fn next_secret(lower: &str, from: usize) -> Option<(usize, &'static str)> {
+    let places = SECRET.iter().filter_map(|word| Some((from + lower[from..].find(word)?, *word)));
+    places.min_by_key(|(at, word)| (*at, usize::MAX - word.len()))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{MASK, redact};
+
+    #[test]
+    fn what_looks_like_a_secret_is_masked() {
+        for (text, masked) in [
+            ("s3://key:pw@host/b?X-Sig=1 x", "s3://[redacted]@host/b?[redacted] x"),
+            ("https://host/a@b", "https://host/a@b"),
+            ("Authorization: Bearer abc def", "Authorization: [redacted]"),
+            (r#"{"token": "abc", "n": 1}"#, r#"{"token": "[redacted]", "n": 1}"#),
+            ("AWS_SECRET_ACCESS_KEY=abc/d x", "AWS_SECRET_ACCESS_KEY=[redacted] x"),
+            ("password='a' secret = b", "password='[redacted]' secret = [redacted]"),
+            ("the token was refused", "the token was refused"),
+            ("tokens: ", "tokens: "),
+        ] {
+            assert_eq!(redact(text), masked, "{text}");
+        }
+        assert_eq!(redact("é token=é\nb"), format!("é token={MASK}\nb"));
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics_and_none_is_masked_twice(
+            text in "((token|secret|://|@|[?=: \"'\n])|\\PC){0,20}"
+        ) {
+            let once = redact(&text);
+            prop_assert_eq!(redact(&once), once.clone());
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! `burgeon health`, `log` and `doctor --report` on real mounts; and that no secret leaves the daemon
+//! by its log, its status, its metrics, its command lines or a core dump. Needs root.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use testkit::{
+    Burgeon, Fault, Mounted, PATIENCE, Proxy, Rng, S3, Space, drop_caches, kill, wait_until,
+};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+const LEN: usize = 1 << 20;
+
+fn mounted(space: &Space, burgeon: &Burgeon) -> (Mounted, PathBuf) {
+    let tree = space.make_folder("tree");
+    for number in 0..4 {
+        fs::write(tree.join(number.to_string()), Rng::new(number).bytes(LEN)).unwrap();
+    }
+    burgeon.build(&tree, "image");
+    let at = space.path("at");
+    (burgeon.mount("image", &at, &["--read-only", "--profile", "none"]), at)
+}
+
+fn is_read(at: &Path, number: u64) -> bool {
+    drop_caches();
+    fs::read(at.join(number.to_string())).is_ok_and(|bytes| bytes == Rng::new(number).bytes(LEN))
+}
+
+/// Exit code and document.
+fn health(burgeon: &Burgeon, more: &[&str]) -> (i32, Value) {
+    let finished = burgeon.run(&[&["health", "--json"], more].concat());
+    (finished.code.unwrap(), serde_json::from_str(&finished.stdout).unwrap())
+}
+
+fn pid(burgeon: &Burgeon, process: &str) -> u32 {
+    burgeon.status()[process].as_u64().unwrap() as u32
+}
+
+fn send(id: u32, signal: Signal) {
+    kill_process(Pid::from_raw(id as i32).unwrap(), signal).unwrap();
+}
+
+fn log(burgeon: &Burgeon) -> String {
+    fs::read_to_string(burgeon.state().join("run/daemon.log")).unwrap()
+}
+
+#[test]
+fn health_is_an_exit_code_within_a_time_limit() {
+    let space = Space::new("health");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let (code, nothing) = health(&burgeon, &[]);
+    assert_eq!((code, &nothing["healthy"], &nothing["running"]), (0, &true.into(), &false.into()));
+    let (mounted, at) = mounted(&space, &burgeon);
+    let (code, good) = health(&burgeon, &[at.to_str().unwrap()]);
+    assert_eq!((code, &good["mounts"]), (0, &1.into()), "{good}");
+    assert!(burgeon.ok(&["health"]).starts_with("healthy: mounted and served: 1"));
+
+    // A daemon that hangs is noticed in time, and each finding says what it costs.
+    let supervisor = pid(&burgeon, "supervisor_pid");
+    send(supervisor, Signal::STOP);
+    let (code, hangs) = health(&burgeon, &["--timeout", "1"]);
+    send(supervisor, Signal::CONT);
+    assert_eq!(code, 1, "{hangs}");
+    let finding = &hangs["findings"][0];
+    assert!(finding["found"].as_str().unwrap().contains("does not answer within 1 s"), "{hangs}");
+    assert!(finding["cost"].is_string() && finding["remedy"].is_string(), "{hangs}");
+    assert!(wait_until(PATIENCE, || health(&burgeon, &[]).0 == 0));
+
+    burgeon.kill_both();
+    let (code, dead) = health(&burgeon, &[]);
+    assert_eq!((code, &dead["mounts"], &dead["running"]), (1, &1.into(), &false.into()));
+    let said = burgeon.run(&["doctor"]);
+    assert!(said.stdout.contains("costs: programs that read it wait"), "{said:#?}");
+    burgeon.ok(&["doctor", "--repair"]);
+    assert!(wait_until(PATIENCE, || health(&burgeon, &[]).0 == 0));
+    assert!(is_read(&at, 0));
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn level_and_format_of_the_log_change_while_the_daemon_runs() {
+    let space = Space::new("log-level");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    burgeon.fails(&["log"], 5, "no daemon runs");
+    let (mounted, _) = mounted(&space, &burgeon);
+    assert_eq!(burgeon.ok(&["log"]), "level info, format text\n");
+    assert!(log(&burgeon).lines().all(|line| !line.starts_with('{')));
+    let said = burgeon.ok(&["log", "--level", "debug", "--format", "json"]);
+    assert_eq!(said, "level debug, format json\n");
+    // Lines of both processes, from now on; a server that is started later logs the same way.
+    let objects = |of: u32| {
+        let text = log(&burgeon);
+        let objects = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        objects.filter(|object| object["pid"] == of).count()
+    };
+    let server = pid(&burgeon, "server_pid");
+    assert!(objects(pid(&burgeon, "supervisor_pid")) > 0);
+    assert!(wait_until(PATIENCE, || objects(server) > 0), "{}", log(&burgeon));
+    kill(server);
+    let is_another =
+        || burgeon.status()["server_pid"].as_u64().is_some_and(|id| id != u64::from(server));
+    assert!(wait_until(PATIENCE, is_another));
+    let next = pid(&burgeon, "server_pid");
+    // At the level debug, a server says that it was told to serve.
+    assert!(wait_until(PATIENCE, || objects(next) > 0), "{}", log(&burgeon));
+    burgeon.ok(&["log", "--level", "error", "--format", "text"]);
+    let before = log(&burgeon).len();
+    kill(next);
+    assert!(wait_until(PATIENCE, || {
+        let now = burgeon.status()["server_pid"].as_u64();
+        now.is_some_and(|id| id != u64::from(next))
+    }));
+    let since = log(&burgeon)[before..].to_owned();
+    assert!(!since.contains("the server ended"), "a warning at the level error: {since}");
+    burgeon.fails(&["log", "--level", "loud"], 2, "loud");
+    burgeon.umount(mounted);
+}
+
+#[test]
+fn no_secret_leaves_the_daemon() {
+    let space = Space::new("secrets");
+    let s3 = S3::start().unwrap();
+    let proxy = Proxy::new(s3.address(), 1).unwrap();
+    let environment = S3::environment(proxy.address());
+    let secret = environment.iter().find(|(name, _)| *name == "AWS_SECRET_ACCESS_KEY").unwrap();
+    let secret = secret.1.clone();
+    assert!(secret.len() >= 8, "it would be found by chance");
+    let burgeon = Burgeon::new(PROGRAM, &space).option("--store").option("s3://bucket");
+    let burgeon = burgeon.envs(environment).env("BURGEON_LOG", "debug");
+    let (mounted, at) = mounted(&space, &burgeon);
+    assert!(is_read(&at, 0));
+    // Requests fail, and their errors are logged.
+    proxy.spoil(1000, &[Fault::Status(503), Fault::Reset]);
+    let reader = std::thread::spawn({
+        let at = at.clone();
+        move || is_read(&at, 1)
+    });
+    assert!(wait_until(PATIENCE, || log(&burgeon).contains("s3")), "{}", log(&burgeon));
+    let failed = || burgeon.status()["mounts"][0]["last_source_error"].is_string();
+    assert!(wait_until(PATIENCE, failed));
+    let report = space.path("report.txt");
+    let done = burgeon.run(&["doctor", "--report", report.to_str().unwrap()]);
+    assert!(done.stdout.contains("read it before you pass it on"), "{done:#?}");
+    let texts = [
+        ("log", log(&burgeon)),
+        ("status", burgeon.ok(&["status", "--json"])),
+        ("metrics", burgeon.ok(&["metrics"])),
+        ("health", burgeon.run(&["health", "--json"]).stdout),
+        ("doctor", done.stdout.clone()),
+        ("report", fs::read_to_string(&report).unwrap()),
+    ];
+    proxy.spoil(0, &[]);
+    reader.join().unwrap();
+    for (name, text) in &texts {
+        assert!(!text.contains(&secret), "{name}: {text}");
+    }
+    for part in ["findings", "status", "metrics", "kernel", "log"] {
+        assert!(texts[5].1.contains(&format!("===== {part} =====\n")), "no {part}");
+    }
+    assert!(texts[5].1.contains("s3://bucket"), "names of stores are there");
+    assert_eq!(fs::metadata(&report).unwrap().permissions().mode() & 0o777, 0o600);
+    burgeon.fails(&["doctor", "--report", report.to_str().unwrap()], 1, "cannot write the report");
+    let link = space.path("link");
+    symlink(space.path("nowhere"), &link).unwrap();
+    burgeon.fails(&["doctor", "--report", link.to_str().unwrap()], 1, "cannot write the report");
+
+    let processes = burgeon.processes();
+    assert!(processes.len() >= 3, "supervisor, server and opener: {processes:?}");
+    for id in processes {
+        let line = fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+        assert!(!String::from_utf8_lossy(&line).contains(&secret));
+        let limits = fs::read_to_string(format!("/proc/{id}/limits")).unwrap_or_default();
+        let core = limits.lines().find(|line| line.starts_with("Max core file size"));
+        let fields: Vec<_> = core.unwrap_or_default().split_whitespace().skip(4).collect();
+        assert_eq!(fields, ["1", "1", "bytes"], "process {id} could dump its memory");
+    }
+    burgeon.umount(mounted);
+}
