@@ -14,6 +14,7 @@ use crate::{
     pull,
     quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
     transport::Transport,
+    watch_args,
 };
 
 const EXAMPLES: &str = "\
@@ -209,8 +210,14 @@ otherwise.")]
     /// Show or change the level and the format of the running daemon's log
     #[command(after_help = log::EXAMPLES)]
     Log(log::Log),
+    /// Show which reads of a mount had to wait: when, how long, for which file and object
+    #[command(after_help = watch_args::TRACE_EXAMPLES)]
+    Trace(watch_args::Trace),
+    /// Show rates, waits and the slowest files of all mounts on one screen
+    #[command(after_help = watch_args::TOP_EXAMPLES)]
+    Top(watch_args::Top),
     /// Check this machine: kernel, devices, privileges, limits, leftovers
-    Doctor(Doctor),
+    Doctor(watch_args::Doctor),
     /// Demonstrate Burgeon on a real tree, and clean up
     Demo(Demo),
     /// End the daemon
@@ -558,20 +565,6 @@ pub(crate) enum WritesCommand {
         /// Their name
         name: String,
     },
-}
-
-#[derive(ClapArgs, Debug)]
-pub(crate) struct Doctor {
-    /// Repair the leftovers of a crash; kept writes are never removed
-    #[arg(long)]
-    pub(crate) repair: bool,
-    /// Only print the repairs that --repair would make
-    #[arg(long, requires = "repair")]
-    pub(crate) dry_run: bool,
-    /// Write a report for support to this new file: findings, status, configuration, metrics and the end
-    /// of the log, without secrets
-    #[arg(long, value_name = "FILE", conflicts_with = "repair")]
-    pub(crate) report: Option<PathBuf>,
 }
 
 #[derive(ClapArgs, Debug)]

@@ -31,6 +31,7 @@ mod progress;
 mod pull;
 mod quantities;
 mod transport;
+mod watch_args;
 
 use std::{ffi::OsString, path::Path, process::ExitCode};
 

@@ -349,6 +349,9 @@ impl Serving {
                     crate::log::change(level.parse().ok(), Some(json));
                     tracing::info!(level, json, "the log was changed");
                 }
+                ToServer::Waits { number, id, after } => {
+                    self.tell(&FromServer::Waits { number, waits: self.waits(id, after) });
+                }
                 ToServer::Stop => return Ok(Parting::Stop),
                 ToServer::Unknown => tracing::warn!("ignoring a message of a later supervisor"),
             }

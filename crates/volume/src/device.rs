@@ -1,4 +1,4 @@
-use std::{ops::Deref, os::fd::BorrowedFd, sync::Arc};
+use std::{ops::Deref, os::fd::BorrowedFd, sync::Arc, time::Instant};
 
 use burgeon_block::{
     BLOCK_SIZE, BlockDevice, BlockSource, ByteRange, Counter, Counters, Error, ErrorKind,
@@ -7,7 +7,10 @@ use burgeon_block::{
 use burgeon_image::extents::FileLog;
 
 use crate::{
-    Budget, Fill, ProfilePrefetch, Recording, VirtualArea, Volume, budget::spent, read_log::ReadLog,
+    Budget, Fill, ProfilePrefetch, Recording, VirtualArea, Volume,
+    budget::spent,
+    read_log::ReadLog,
+    waits::{Told, Wait, Waits},
 };
 
 /// The lazy device of one mount: the shared volume at its lazy addresses, the mount's virtual area
@@ -34,6 +37,7 @@ pub struct LazyDevice<S, F, C = Arc<Counters>> {
     budget: Arc<Budget>,
     over_limit_reads: Counter,
     log: ReadLog,
+    waits: Waits,
 }
 
 /// A virtual area and where it lies.
@@ -86,6 +90,7 @@ where
             area: None,
             over_limit_reads: Counter::default(),
             log: ReadLog::default(),
+            waits: Waits::default(),
         })
     }
 
@@ -146,6 +151,18 @@ where
     /// Ends recording.
     pub fn finish_recording(&self) -> Recording {
         self.log.finish()
+    }
+
+    /// The last reads that had to wait, after number `after`, the oldest first.
+    pub fn waits(&self, after: u64) -> Vec<Wait> {
+        self.waits.after(after)
+    }
+
+    /// The name of the object with the data at an address; `None` if it is no lazy data.
+    pub fn object_at(&self, address: u64) -> Option<String> {
+        let map = self.volume.map();
+        let index = map.chunk_at(address)?;
+        Some(map.object(map.chunk(index).object).shown())
     }
 
     /// Starts to fetch all of the image, as far as the limit goes. Must be called within a
@@ -319,7 +336,21 @@ where
 
     async fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let range = self.check(offset, buf)?;
-        let mut at = offset;
+        let (begun, told) = (Instant::now(), Told::default());
+        let result = self.read_parts(range, buf, &told).await;
+        self.waits.note(range, begun.elapsed(), &told, &result);
+        result
+    }
+}
+
+impl<S, F, C> LazyDevice<S, F, C>
+where
+    S: BlockSource + 'static,
+    F: LocalFile + 'static,
+    C: Deref<Target = Counters> + Clone + Send + Sync + 'static,
+{
+    async fn read_parts(&self, range: ByteRange, buf: &mut [u8], told: &Told) -> Result<()> {
+        let (mut at, offset) = (range.start(), range.start());
         while at < range.end() {
             let (kind, piece) = self.region(at, range);
             let out = &mut buf[(at - offset) as usize..][..piece.len() as usize];
@@ -330,7 +361,7 @@ where
             } else if let (Region::Virtual, Some(area)) = (&kind, &self.area) {
                 area.area.read(area.offsets(piece), out, &self.counters).await?;
             } else if matches!(kind, Region::Lazy) {
-                self.volume.read(piece, out, &self.counters).await?;
+                self.volume.read_and_tell(piece, out, &self.counters, told).await?;
             } else {
                 self.fill_now(&kind, piece, out, true)?;
             }

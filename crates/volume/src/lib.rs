@@ -43,6 +43,7 @@ mod residency;
 mod sync;
 mod verify;
 mod volume;
+mod waits;
 
 pub use area::{AreaStatus, OpenImage, VirtualArea};
 pub use background::{
@@ -59,3 +60,4 @@ pub use read_log::Recording;
 pub use recorded::RECORDED_CHECKSUM_LEN;
 pub use residency::CacheAccess;
 pub use volume::{Status, Volume};
+pub use waits::{KEPT as WAITS_KEPT, SHORTEST as SHORTEST_WAIT, Wait};

@@ -36,6 +36,7 @@ use crate::{
     pool::Pool,
     residency::Residency,
     verify::Checksums,
+    waits::Told,
 };
 
 /// The lazy data of one image: a map, a source of bytes and the host's cache.
@@ -297,9 +298,20 @@ where
         buf: &mut [u8],
         counters: &Counters,
     ) -> Result<()> {
+        self.read_and_tell(range, buf, counters, &Told::default()).await
+    }
+
+    /// The same; tells of the fetches that it has waited for, also if it fails.
+    pub(crate) async fn read_and_tell(
+        self: &Arc<Self>,
+        range: ByteRange,
+        buf: &mut [u8],
+        counters: &Counters,
+        told: &Told,
+    ) -> Result<()> {
         self.check(range, buf)?;
         let _waiting = self.readers.arrive();
-        self.read_pieces(range, buf, counters).await?;
+        self.read_pieces(range, buf, counters, told).await?;
         self.was_read(range);
         Ok(())
     }
@@ -407,6 +419,7 @@ where
         range: ByteRange,
         buf: &mut [u8],
         counters: &Counters,
+        told: &Told,
     ) -> Result<()> {
         let mut pending = Pending::default();
         let arrived = Instant::now();
@@ -419,6 +432,8 @@ where
                 let out = part(buf, range, piece);
                 if self.is_through(index) {
                     if !self.read_through_now(index, piece, out) {
+                        // Its tries are its own.
+                        told.fetched(0);
                         self.read_through(index, piece, out, arrived, counters).await?;
                     }
                     at = piece.end();
@@ -439,7 +454,7 @@ where
                     Joined::NoPermit => {}
                 }
             }
-            if !pending.copy_next(range, buf, counters).await? {
+            if !pending.copy_next(range, buf, counters, told).await? {
                 return Ok(());
             }
         }
@@ -471,10 +486,12 @@ impl Pending {
         range: ByteRange,
         buf: &mut [u8],
         counters: &Counters,
+        told: &Told,
     ) -> Result<bool> {
         let Some((whole, piece, mut waiter)) = self.0.pop_front() else { return Ok(false) };
         let fetched = waiter.fetched().await?;
         fetched.claim(counters);
+        told.fetched(fetched.failed_tries());
         let skip = (piece.start() - whole.start()) as usize;
         let bytes = &fetched.bytes()?[skip..][..piece.len() as usize];
         part(buf, range, piece).copy_from_slice(bytes);

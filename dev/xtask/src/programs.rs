@@ -50,7 +50,7 @@ pub(crate) const QUICK: [&str; 43] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 66] = [
+const OTHERS: [&str; 67] = [
     "archives",
     "attributes",
     "bench",
@@ -109,6 +109,7 @@ const OTHERS: [&str; 66] = [
     "tls",
     "toc",
     "torment",
+    "trace",
     "transport",
     "ublk",
     "ublk_kill",

@@ -11,12 +11,12 @@ use burgeon_daemon::{
 use serde_json::json;
 
 use super::{Context, finding, need_mount_privilege, report, umount::places_of};
-use crate::{args, holders, output};
+use crate::{holders, output, watch_args::Doctor};
 
 /// The longest wait for the daemon's answer; another check reports a daemon that does not answer.
 const ANSWER_MAX: Duration = Duration::from_secs(3);
 
-pub(super) fn doctor(context: &Context, args: args::Doctor) -> Result<ExitCode> {
+pub(super) fn doctor(context: &Context, args: Doctor) -> Result<ExitCode> {
     let location = context.store_location();
     let store = location.folder();
     let before = doctor::examine(&context.state, store);

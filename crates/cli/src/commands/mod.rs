@@ -34,6 +34,8 @@ mod shutdown;
 mod status;
 mod store;
 mod taken;
+mod top;
+mod trace;
 pub(crate) mod umount;
 mod upgrade;
 mod writes;
@@ -242,6 +244,8 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Writes(writes) => writes::writes(context, writes.command),
         Command::Disks(disks) => disks::disks(context, &disks),
         Command::Health(options) => health::report(context, &options),
+        Command::Trace(options) => trace::trace(context, &options),
+        Command::Top(options) => top::top(context, &options),
         Command::Log(log) => log::log(context, log),
         Command::Doctor(doctor) => doctor::doctor(context, doctor),
         Command::Demo(_) | Command::Config(_) | Command::Metrics(_) => unreachable!("it was run"),

@@ -74,12 +74,16 @@ pub(super) fn note(context: &Context, image: &Digest, is_there: bool) -> Result<
 
 /// The manifest of a mounted image. This host usually has it.
 fn manifest(context: &Context, store: &Store, image: &Digest) -> Result<Manifest> {
-    let path = context.state.image(image).join("manifest");
-    let limits = Limits::default();
-    match fs::read(path) {
-        Ok(bytes) if Digest::of(&bytes) == *image => Ok(Manifest::decode(&bytes, &limits)?),
-        _ => Ok(catalog::load(store, image, &limits)?),
+    match manifest_here(context, image) {
+        Some(manifest) => Ok(manifest),
+        None => Ok(catalog::load(store, image, &Limits::default())?),
     }
+}
+
+/// The manifest of a mounted image, if this host has it: no store is asked.
+pub(super) fn manifest_here(context: &Context, image: &Digest) -> Option<Manifest> {
+    let bytes = fs::read(context.state.image(image).join("manifest")).ok()?;
+    (Digest::of(&bytes) == *image).then(|| Manifest::decode(&bytes, &Limits::default()).ok())?
 }
 
 /// Drops the page cache of the files below `root`, in this mount.

@@ -10,6 +10,7 @@
 //!              ── Record ──► ◄── Recorded ─         recording of reads has started or stopped
 //!              ── Report ──► ◄── Report ───         numbers that only the server knows
 //!              ── Cache ───► ◄── Cache ────         an order about the host's cache is done
+//!              ── Waits ──► ◄── Waits ────         the last reads that had to wait
 //!              ── Log ───────────────────►         change level and format of the log
 //!              ── Stop ───────────────────►         end, and do not wait for a supervisor
 //!
@@ -37,13 +38,13 @@ use crate::{
     id::MountId,
     ipc::protocol::{
         AreaStatus, CacheAnswer, CacheStatus, DigestText, Failure, FillStatus, HostCache,
-        ProfileStatus,
+        ProfileStatus, Wait,
     },
     state::record::{Attach, ProfileSource, Transport},
 };
 
 /// The version of these messages. 1: an `Attach` has no number, and there is no `Refresh`. 2: there
-/// is no `Opener`. 3: there is no `Cache`. 4: there is no `Log`. An upgrade replaces the supervisor first, so each version understands the
+/// is no `Opener`. 3: there is no `Cache`. 4: there is no `Log` and no `Waits`. An upgrade replaces the supervisor first, so each version understands the
 /// messages of the previous one and ignores those that only later ones have.
 pub(crate) const VERSION: u32 = 5;
 
@@ -114,6 +115,8 @@ pub(crate) enum ToServer {
     Cache { number: u64, order: CacheOrder },
     /// Change level and format of the log; servers of earlier versions keep theirs.
     Log { level: String, json: bool },
+    /// List the last reads of the mount that had to wait, after number `after`.
+    Waits { number: u64, id: MountId, after: u64 },
     /// End.
     Stop,
     /// A message of a later version.
@@ -185,6 +188,8 @@ pub(crate) enum FromServer {
     },
     /// The answer to a `Cache`.
     Cache { number: u64, answer: CacheAnswer, error: Option<Failure> },
+    /// The answer to a `Waits`.
+    Waits { number: u64, waits: Vec<Wait> },
     /// A mount that an orphan serves: to the supervisor that adopts it.
     Serving(Attach),
     /// The end of the `Serving` messages.
@@ -317,7 +322,7 @@ mod tests {
                 says += 1;
             }
         }
-        assert_eq!((told, says), (7 + 8 + 9 + 10, 7 + 7 + 8 + 8));
+        assert_eq!((told, says), (7 + 8 + 9 + 11, 7 + 7 + 8 + 9));
     }
 
     /// Version 5 is this one: a change of its messages that other versions would see is a new

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::status::{
     AreaStatus, CacheStatus, FillStatus, HostCache, Latency, MountStatus, OVER_LIMIT,
-    ProfileStatus, ReadBytes, ReadStatus, Status,
+    ProfileStatus, ReadBytes, ReadStatus, Status, Wait,
 };
 pub use crate::{
     id::DigestText,
@@ -96,6 +96,13 @@ pub enum Request {
         level: Option<String>,
         /// Lines of JSON.
         json: Option<bool>,
+    },
+    /// List the last reads of a mount that had to wait: answered by [`Reply::Waits`].
+    Waits {
+        /// The mount.
+        id: MountId,
+        /// Only those with higher numbers.
+        after: u64,
     },
     /// Wait until the mount is released, up to a time limit.
     AwaitRelease {
@@ -406,6 +413,11 @@ pub enum Reply {
     Status(Box<Status>),
     /// The request about the host's cache is done.
     Cache(CacheAnswer),
+    /// The last reads that had to wait.
+    Waits {
+        /// The oldest first; earlier ones may have been forgotten.
+        waits: Vec<Wait>,
+    },
     /// Level and format of the log now.
     Log {
         /// The level.

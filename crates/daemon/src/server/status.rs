@@ -10,9 +10,12 @@ use super::{
     lock,
     volumes::Area,
 };
-use crate::ipc::{
-    link::MountReport,
-    protocol::{AreaStatus, CacheStatus, HostCache},
+use crate::{
+    id::MountId,
+    ipc::{
+        link::MountReport,
+        protocol::{AreaStatus, CacheStatus, HostCache, Wait, kind_name},
+    },
 };
 
 impl Serving {
@@ -43,6 +46,26 @@ impl Serving {
             }
         });
         reports.collect()
+    }
+}
+
+impl Serving {
+    /// The last reads of a mount that had to wait.
+    pub(super) fn waits(&self, id: MountId, after: u64) -> Vec<Wait> {
+        let device = lock(&self.mounts).get(&id).map(|mount| Arc::clone(&mount.device));
+        let Some(device) = device else { return Vec::new() };
+        let wait = |wait: burgeon_volume::Wait| Wait {
+            number: wait.number,
+            ended_unix_us: wait.ended_unix_us,
+            took_us: u64::try_from(wait.took.as_micros()).unwrap_or(u64::MAX),
+            address: wait.range.start(),
+            len: wait.range.len(),
+            tier: if wait.fetched { "source" } else { "cache" }.to_owned(),
+            object: device.object_at(wait.range.start()),
+            failed_tries: wait.failed_tries,
+            error: wait.error.map(|kind| kind_name(kind).to_owned()),
+        };
+        device.waits(after).into_iter().map(wait).collect()
     }
 }
 

@@ -179,6 +179,10 @@ impl Supervisor {
                 Ok((level, json)) => Reply::Log { level, json },
                 Err(e) => refused(e),
             },
+            Request::Waits { id, after } => match self.waits(id, after) {
+                Ok(waits) => Reply::Waits { waits },
+                Err(e) => refused(e),
+            },
             Request::AwaitRelease { id, timeout_ms } => {
                 match self.await_release(id, Duration::from_millis(timeout_ms)) {
                     Ok(()) => Reply::Done,
@@ -213,6 +217,7 @@ fn changes(request: &Request) -> bool {
         Request::AskHelper { .. }
         | Request::Mappings { .. }
         | Request::Status
+        | Request::Waits { .. }
         | Request::AwaitRelease { .. } => false,
     }
 }

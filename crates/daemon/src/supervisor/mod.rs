@@ -51,6 +51,7 @@ mod table;
 mod thin;
 mod totals;
 mod unreachable;
+mod waits;
 mod watch;
 
 use std::{

@@ -17,7 +17,7 @@ use crate::{
     id::MountId,
     ipc::{
         link::{CacheOrder, FromServer, MountReport, ToServer, Understands, VERSION},
-        protocol::{CacheAnswer, Failure, HostCache},
+        protocol::{CacheAnswer, Failure, HostCache, Wait},
         wire,
     },
     opener::{self, ToOpener},
@@ -142,6 +142,9 @@ struct Attached {
     opener: Option<u32>,
 }
 
+/// Lists of waits that may lie here: clients that have given up take none.
+const WAITS_MAX: usize = 64;
+
 /// The state behind the supervisor's one lock.
 #[derive(Default)]
 pub(crate) struct Table {
@@ -173,6 +176,8 @@ pub(crate) struct Table {
     pub(crate) cache: Option<HostCache>,
     /// Orders about it that this server has not answered.
     cache_orders: BTreeSet<u64>,
+    /// Lists of waits that the server has sent and nobody has taken, by number: the latest ones.
+    pub(crate) waits: BTreeMap<u64, Vec<Wait>>,
     /// Answers to orders about it that nobody has taken yet, by number.
     pub(crate) cache_answers: BTreeMap<u64, (CacheAnswer, Option<Failure>)>,
 }
@@ -205,6 +210,12 @@ impl Table {
     pub(crate) fn take_answer(&mut self, number: u64) -> Option<(CacheAnswer, Option<Failure>)> {
         self.cache_orders.remove(&number);
         self.cache_answers.remove(&number)
+    }
+
+    /// A number for a message that no other has.
+    pub(crate) fn next_number(&mut self) -> u64 {
+        self.numbered += 1;
+        self.numbered
     }
 
     /// Makes a server that was there before this supervisor look at the cache's bounds again.
@@ -315,6 +326,12 @@ impl Table {
                 // Nobody waits any more for an answer that comes after its server's end.
                 if self.cache_orders.remove(&number) {
                     self.cache_answers.insert(number, (answer, error));
+                }
+            }
+            FromServer::Waits { number, waits } => {
+                self.waits.insert(number, waits);
+                if self.waits.len() > WAITS_MAX {
+                    self.waits.pop_first();
                 }
             }
             FromServer::Serving(_) | FromServer::Adopted { .. } => {}

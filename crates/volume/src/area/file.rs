@@ -27,6 +27,7 @@ use crate::{
         retry::Question,
     },
     volume::Pending,
+    waits::Told,
 };
 
 /// Blocks of a file that are read, compared and served as one: 64 KiB. A local disk gives them in
@@ -103,7 +104,7 @@ where
                     Joined::NoPermit => {}
                 }
             }
-            if !pending.copy_next(range, out, counters).await? {
+            if !pending.copy_next(range, out, counters, &Told::default()).await? {
                 return Ok(());
             }
         }

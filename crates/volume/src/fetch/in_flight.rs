@@ -103,6 +103,11 @@ impl Fetched {
         }
     }
 
+    /// Attempts of it that failed.
+    pub(crate) fn failed_tries(&self) -> u64 {
+        self.cost.source_errors + self.cost.source_corrupt_chunks
+    }
+
     /// Charges the fetch to `counters`, if nobody was charged yet.
     pub(crate) fn claim(&self, counters: &Counters) {
         if !self.claimed.swap(true, Ordering::Relaxed) {

@@ -274,6 +274,29 @@ pub struct ReadStatus {
     pub replayed: u64,
 }
 
+/// A read that had to wait.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+pub struct Wait {
+    /// Its number in the mount; a new server begins with 1.
+    pub number: u64,
+    /// Its end, in microseconds since 1970.
+    pub ended_unix_us: u64,
+    /// Its length in time, in microseconds.
+    pub took_us: u64,
+    /// The first lazy address.
+    pub address: u64,
+    /// Bytes.
+    pub len: u64,
+    /// `source` if it waited for a fetch, `cache` if not.
+    pub tier: String,
+    /// The object with the data; `None` for a virtual area.
+    pub object: Option<String>,
+    /// Failed attempts to fetch.
+    pub failed_tries: u64,
+    /// The kind of the error with which it was answered.
+    pub error: Option<String>,
+}
+
 /// Quantiles in microseconds; `None` without measurements.
 #[derive(Serialize, Deserialize, Debug, Clone, Default)]
 pub struct Latency {
