@@ -38,7 +38,7 @@ pub(crate) fn do_without_helpers() {
 /// The resources that a command's child may use.
 #[derive(Serialize, Deserialize, Clone, Debug)]
 pub struct Reach {
-    /// The folders of facts about images, and of tags; both are read.
+    /// The folders of facts about images, of tags, and of documents; all are read.
     pub records: Vec<PathBuf>,
     /// A folder for temporary copies.
     pub scratch: PathBuf,

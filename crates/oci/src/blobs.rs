@@ -10,6 +10,7 @@
 
 use std::{
     io::{Read, Seek, SeekFrom},
+    sync::OnceLock,
     time::Duration,
 };
 
@@ -22,7 +23,9 @@ use bytes::Bytes;
 
 use crate::{
     document::{DescriptorExt, Document, Manifest, for_this_machine},
+    kept::{OciImage, to_keep},
     layout::Layout,
+    part::{self, Part},
     source::{Kind, Selector, Source},
 };
 
@@ -43,7 +46,26 @@ pub(crate) struct Resolved {
     pub(crate) index: Option<Digest>,
     /// Length of the image's manifest, in bytes.
     pub(crate) len: u64,
+    /// After [`Blobs::take_part`] only with the layers of that part.
     pub(crate) manifest: Manifest,
+    /// Number of layers of the whole image.
+    pub(crate) layers: usize,
+    /// The documents that led to the image, and its manifest.
+    documents: Vec<Vec<u8>>,
+    /// The configuration, once it was read.
+    config: OnceLock<Vec<u8>>,
+}
+
+impl Resolved {
+    /// The image's name in a store, or that of its part.
+    pub(crate) fn name(&self) -> String {
+        part::name(&self.digest, self.manifest.layers.len(), self.layers)
+    }
+
+    /// True if only the first layers are wanted.
+    pub(crate) fn is_part(&self) -> bool {
+        self.manifest.layers.len() < self.layers
+    }
 }
 
 /// The image of either kind that a name resolves to.
@@ -89,25 +111,67 @@ impl Blobs {
     /// Resolves `selector` to an image for this machine.
     pub(crate) fn find(&self, selector: &Selector) -> Result<Target> {
         let (mut bytes, mut digest) = self.document(selector)?;
-        let mut index = None;
+        let (mut index, mut documents) = (None, Vec::new());
         for _ in 0..INDEXES_MAX {
             match Document::parse(&bytes)? {
                 Document::Manifest(manifest) => {
                     let len = bytes.len() as u64;
-                    let resolved = Resolved { digest, index, len, manifest };
-                    return Ok(Target::Oci(Box::new(resolved)));
+                    let layers = manifest.layers.len();
+                    documents.push(bytes);
+                    let config = OnceLock::new();
+                    return Ok(Target::Oci(Box::new(Resolved {
+                        digest,
+                        index,
+                        len,
+                        manifest,
+                        layers,
+                        documents,
+                        config,
+                    })));
                 }
                 Document::Ours => return Ok(Target::Ours(digest)),
                 Document::Index(all) => {
                     let chosen = for_this_machine(&all)?;
                     chosen.document_size()?;
+                    let chosen = chosen.sha256()?;
                     index.get_or_insert(digest);
-                    (bytes, digest) = self.document(&Selector::Digest(chosen.sha256()?))?;
+                    documents.push(bytes);
+                    (bytes, digest) = self.document(&Selector::Digest(chosen))?;
                 }
             }
         }
         let what = format!("indexes of images are nested deeper than {INDEXES_MAX}");
         Err(Error::new(ErrorKind::Corrupt, what))
+    }
+
+    /// The configuration of the image; it is read once.
+    pub(crate) fn configuration<'a>(&self, resolved: &'a Resolved) -> Result<&'a [u8]> {
+        if let Some(config) = resolved.config.get() {
+            return Ok(config);
+        }
+        let descriptor = &resolved.manifest.config;
+        let config = self.read(&descriptor.sha256()?, descriptor.document_size()?)?;
+        Ok(resolved.config.get_or_init(|| config))
+    }
+
+    /// Leaves only the layers of `part` in the manifest of `resolved`.
+    pub(crate) fn take_part(&self, resolved: &mut Resolved, part: &Part) -> Result<()> {
+        if *part == Part::All {
+            return Ok(());
+        }
+        let config = self.configuration(resolved)?;
+        let image = OciImage::of(&resolved.digest, &resolved.manifest, config)?;
+        let count = part.count(&image)?;
+        resolved.manifest.layers.truncate(count);
+        Ok(())
+    }
+
+    /// The documents of the image for the process that keeps them; `None` if they are too large,
+    /// or no text.
+    pub(crate) fn documents(&self, resolved: &Resolved) -> Result<Option<Vec<String>>> {
+        let config = self.configuration(resolved)?;
+        let documents = resolved.documents.iter().map(Vec::as_slice).chain([config]);
+        Ok(to_keep(&documents.collect::<Vec<_>>()))
     }
 
     /// Reads an index or manifest and checks its digest.

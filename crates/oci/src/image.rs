@@ -23,6 +23,13 @@ use std::{
     thread,
 };
 
+use crate::{
+    Work,
+    blobs::{Blobs, Resolved},
+    document::{Compression, Layer, diff_ids},
+    spool::{CountedPlaces, Metered, Spool, Tee, given_up},
+    toc,
+};
 use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectStore, Result};
 use burgeon_image::builder::{self, Description, Gunzip, LayerLimits, Layers, Report};
 use burgeon_layer::{LayerCodec, Recorder, Restarts};
@@ -31,15 +38,6 @@ use burgeon_source::{
     opening::{Manner, open_checked},
     registry::{Checked, Digest, Digesting, body_error},
 };
-use oci_spec::image::Descriptor;
-
-use crate::{
-    Work,
-    blobs::{Blobs, Resolved},
-    document::{Compression, DescriptorExt, Layer, Manifest, diff_ids},
-    spool::{CountedPlaces, Metered, Spool, Tee, given_up},
-    toc,
-};
 
 /// Layers fetched in parallel; together they need 160 MiB to decompress (`layer/src/unzstd.rs`).
 const LANES_MAX: usize = 4;
@@ -47,10 +45,6 @@ const LANES_MAX: usize = 4;
 const BUFFER_LEN: usize = 1 << 18;
 
 impl Blobs {
-    fn config(&self, config: &Descriptor) -> Result<Vec<u8>> {
-        self.read(&config.sha256()?, config.document_size()?)
-    }
-
     /// Builds the image `name` in `store`.
     pub(crate) fn build(
         &self,
@@ -60,7 +54,7 @@ impl Blobs {
         work: &Work<'_>,
     ) -> Result<Report> {
         let all = Layers::new(LayerLimits::default());
-        let layers = self.fetch(&resolved.manifest, work, &|coming| {
+        let layers = self.fetch(resolved, work, &|coming| {
             let Layer { digest, size, compression, .. } = coming.layer.clone();
             let spool = match self {
                 Self::Layout(_) => None,
@@ -110,7 +104,7 @@ impl Blobs {
         tocs: Option<&Tocs>,
     ) -> Result<(Vec<Description>, Vec<Result<Restarts>>)> {
         let layers = Layers::new(LayerLimits::default());
-        let described = self.fetch(&resolved.manifest, work, &|coming| {
+        let described = self.fetch(resolved, work, &|coming| {
             let Layer { digest, size, compression, toc } = coming.layer;
             if let (Some(tocs), Some(place)) = (tocs, toc) {
                 let listed = toc::fetch(self, coming.layer, place).and_then(|stored| {
@@ -171,12 +165,13 @@ impl Blobs {
     /// Fetches all layers and returns the result of `take` for each.
     fn fetch<T: Send>(
         &self,
-        manifest: &Manifest,
+        resolved: &Resolved,
         work: &Work<'_>,
         take: &(dyn Fn(&Coming<'_>) -> Result<T> + Sync),
     ) -> Result<Vec<T>> {
-        let layers = &manifest.layers;
-        let diff_ids = diff_ids(&self.config(&manifest.config)?, layers.len())?;
+        let layers = &resolved.manifest.layers;
+        // Those of a part of the image come first.
+        let diff_ids = diff_ids(self.configuration(resolved)?, resolved.layers)?;
         let total = layers.iter().fold(0u64, |sum, layer| sum.saturating_add(layer.size));
         let fetched = AtomicU64::new(0);
         let done: Mutex<Vec<Option<T>>> = Mutex::new(layers.iter().map(|_| None).collect());

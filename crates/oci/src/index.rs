@@ -34,8 +34,9 @@ use crate::{
     blobs::{Blobs, Resolved},
     document::{DescriptorExt, index_artifact},
     image::{Keep, Tocs},
+    part::Part,
     referrers::{self, Artifact, ReferrerStore},
-    source::{Kind, Selector, archive_has_no_index},
+    source::{Kind, Selector, archive_has_no_index, part_has_no_index},
 };
 
 /// The artifact type of an index, and the media types of its two parts.
@@ -61,6 +62,8 @@ pub struct Indexed {
     pub image_bytes: u64,
     /// True if it was pushed as a referrer of the image.
     pub pushed: bool,
+    /// The documents of the image, to be kept.
+    pub documents: Vec<String>,
 }
 
 /// The store's name for the image `digest` read by an index.
@@ -68,9 +71,11 @@ pub(crate) fn name_of(digest: &str) -> String {
     format!("{digest}/index")
 }
 
-/// The store's name for the image `digest` if TOCs describe it.
-pub(crate) fn listed_name_of(digest: &str) -> String {
-    format!("{digest}/contents")
+/// The store's name for the image or part `name` if TOCs describe it.
+pub(crate) fn listed_name_of(name: &str) -> String {
+    // Names in a store are short.
+    let form = if name.contains('/') { "toc" } else { "contents" };
+    format!("{name}/{form}")
 }
 
 /// Makes the index of the image of `source` in `store`, unless it is there. With `push`, pushes it
@@ -87,6 +92,9 @@ pub fn index(
     else {
         return Err(archive_has_no_index());
     };
+    if source.1 != Part::All {
+        return Err(part_has_no_index());
+    }
     let referrer_store = push.then(|| ReferrerStore::open(source, work.access)).transpose()?;
     let resolved = blobs.resolve(&selector)?;
     let name = name_of(&resolved.digest.to_string());
@@ -119,6 +127,7 @@ pub fn index(
         bytes: parts.iter().map(|part| part.len() as u64).sum(),
         image_bytes: resolved.manifest.layers.iter().map(|layer| layer.size).sum(),
         pushed: push,
+        documents: blobs.documents(&resolved)?.unwrap_or_default(),
     })
 }
 
@@ -197,7 +206,7 @@ pub(crate) fn store_layers(
     tocs: Option<&Tocs>,
 ) -> Result<Option<Report>> {
     let lease = own.begin_write()?;
-    let name = resolved.digest.to_string();
+    let name = resolved.name();
     let listed = listed_name_of(&name);
     let names = Names { name: &name, listed: tocs.map(|tocs| (listed.as_str(), tocs)) };
     let keep = Keep { own, scratch: lease.scratch() };

@@ -19,14 +19,18 @@
 
 mod archive;
 mod blobs;
+mod chain;
 mod document;
 #[doc(hidden)]
 pub mod fuzz;
 mod image;
 mod index;
+mod kept;
 mod layout;
+mod part;
 mod push;
 mod referrers;
+mod settings;
 mod source;
 mod spool;
 mod tags;
@@ -50,11 +54,14 @@ use self::{
     blobs::{Blobs, Resolved, Target, not_built},
     document::architecture,
     image::Tocs,
-    source::{Kind, archive_has_no_index},
+    part::Part,
+    source::{Kind, archive_has_no_index, part_has_no_index},
 };
 pub use self::{
     index::{Indexed, index, is_whole, stored_bytes, stored_layer_bytes},
+    kept::{Documents, OciImage, OciLayer},
     push::{Pushed, push},
+    settings::Settings,
     source::Source,
     tags::{PATIENCE, Pull, TagRecord, Tags, is_no_answer, never},
 };
@@ -73,6 +80,8 @@ pub struct Work<'a> {
     pub own: Option<&'a Directory>,
     /// The records of tags, and when to resolve tags again.
     pub tags: Tags<'a>,
+    /// The documents that this host keeps; this crate only reads them.
+    pub documents: &'a Documents,
     /// Options of the build.
     pub options: &'a Options,
     /// Progress of fetching layers.
@@ -134,6 +143,10 @@ pub struct FoundImage {
     pub is_lazy: bool,
     /// The digest that the source's tag or archive has just resolved to, for the records.
     pub tag_digest: Option<String>,
+    /// The digest of the OCI image, or of the index that it was chosen from.
+    pub oci_digest: Option<String>,
+    /// Documents of the image that are to be kept.
+    pub documents: Vec<String>,
 }
 
 /// Origin of an image's data in a store.
@@ -157,13 +170,12 @@ pub fn find_here(
 ) -> Result<Option<FoundImage>> {
     let here = Here::new(store, source, want, work)?;
     if let Some(pinned) = source.pinned()
-        && let Some(image) =
-            [pinned.to_string(), alias(pinned)].iter().find_map(|name| here.known(name))
+        && let Some(image) = here.of_digest(pinned)?
     {
-        return here.found(Made::known(image)).map(Some);
+        return here.found(Made::known(image).of_digest(pinned)).map(Some);
     }
-    match (work.tags.pull, here.recalled()) {
-        (Pull::Never | Pull::Missing, Some((_, image))) => here.found(Made::known(image)).map(Some),
+    match (work.tags.pull, here.recalled()?) {
+        (Pull::Never | Pull::Missing, Some(recalled)) => here.found(recalled.made()).map(Some),
         (Pull::Never, None) if !matches!(source.0, Kind::Layout { .. }) => {
             Err(never(&source.to_string()))
         }
@@ -192,6 +204,9 @@ impl<'a, S: ObjectStore> Here<'a, S> {
         if index.is_some() && at.is_none() {
             return Err(archive_has_no_index());
         }
+        if index.is_some() && source.1 != Part::All {
+            return Err(part_has_no_index());
+        }
         Ok(Self { store, source, want, work, index, at })
     }
 
@@ -209,18 +224,34 @@ impl<'a, S: ObjectStore> Here<'a, S> {
         names.iter().filter_map(|name| self.work.vouched(self.store, name)).find(will_do)
     }
 
-    /// The record of the tag or archive, and its image, if that is in the store.
-    fn recalled(&self) -> Option<(TagRecord, ImageRecord)> {
-        if let Kind::Archive(url) = &self.source.0 {
-            let record = self.work.tags.recall_archive(url)?;
-            let image = self.work.vouched(self.store, record.image()?)?;
-            return (image.digest().ok() == record.manifest()).then_some((record, image));
+    /// The image with the digest `digest` of an image or index, or its wanted part.
+    fn of_digest(&self, digest: &Digest) -> Result<Option<ImageRecord>> {
+        let part = &self.source.1;
+        if *part == Part::All {
+            let names = [digest.to_string(), alias(digest)];
+            return Ok(names.iter().find_map(|name| self.known(name)));
         }
-        let record = self.work.tags.recall(self.source.tagged()?)?;
-        let digest: Digest = record.digest().parse().ok()?;
-        let names = [digest.to_string(), alias(&digest)];
-        let image = names.iter().find_map(|name| self.known(name))?;
-        Some((record, image))
+        // The number of layers decides about the name of a part.
+        let Some(image) = self.work.documents.image(digest) else { return Ok(None) };
+        let count = part.count(&image)?;
+        Ok(self.known(&part::name(&image.digest.parse()?, count, image.layers.len())))
+    }
+
+    /// The record of the tag or archive, and its image, if that is in the store.
+    fn recalled(&self) -> Result<Option<Recalled>> {
+        if let Kind::Archive(url) = &self.source.0 {
+            let find = || {
+                let record = self.work.tags.recall_archive(url)?;
+                let image = self.work.vouched(self.store, record.image()?)?;
+                (image.digest().ok() == record.manifest()).then_some((record, image))
+            };
+            return Ok(find().map(|(record, image)| Recalled { record, image, digest: None }));
+        }
+        let record = self.source.tagged().and_then(|name| self.work.tags.recall(name));
+        let Some(record) = record else { return Ok(None) };
+        let Ok(digest) = record.digest().parse::<Digest>() else { return Ok(None) };
+        let image = self.of_digest(&digest)?;
+        Ok(image.map(|image| Recalled { record, image, digest: Some(digest) }))
     }
 
     /// The result for an image that was in the store.
@@ -230,6 +261,20 @@ impl<'a, S: ObjectStore> Here<'a, S> {
             None => false,
         };
         Ok(made.found(is_lazy))
+    }
+}
+
+/// The image that the record of a tag or archive names.
+struct Recalled {
+    record: TagRecord,
+    image: ImageRecord,
+    /// The digest of the OCI image or index.
+    digest: Option<Digest>,
+}
+
+impl Recalled {
+    fn made(self) -> Made {
+        Made { oci_digest: self.digest, ..Made::known(self.image) }
     }
 }
 
@@ -252,7 +297,7 @@ pub fn find_or_build(
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
         return image(archive_in(&here, url)?);
     };
-    let recalled = here.recalled();
+    let recalled = here.recalled()?;
     // The index is fetched by its own digest, so in parallel with resolving the image.
     let (target, pinned) = thread::scope(|scope| {
         let fetch = |digest: &Digest| index::Pinned::fetch(&blobs, digest.clone());
@@ -266,25 +311,29 @@ pub fn find_or_build(
         (target, pinned)
     });
     let target = match (target, recalled) {
-        (Err(error), Some((record, name)))
-            if work.tags.pull == Pull::Newer && is_no_answer(&error) =>
-        {
-            let notes = vec![record.note(&error)];
-            return image(here.found(Made { notes, ..Made::known(name) })?);
+        (Err(error), Some(recalled)) if work.tags.pull == Pull::Newer && is_no_answer(&error) => {
+            let notes = vec![recalled.record.note(&error)];
+            return image(here.found(Made { notes, ..recalled.made() })?);
         }
         (target, _) => target.map_err(|error| by_digest(source, error))?,
     };
-    let resolved = match (target, &source.0) {
+    let mut resolved = match (target, &source.0) {
         (Target::Oci(resolved), _) => *resolved,
         (Target::Ours(_), _) if index.is_some() => return Err(archive_has_no_index()),
+        (Target::Ours(_), _) if source.1 != Part::All => return Err(has_no_layers(source)),
         (Target::Ours(digest), Kind::Registry(name)) => return Ok(Found::Ours(name.at(digest))),
         (Target::Ours(digest), _) => return Err(not_built(&digest)),
     };
-    let digest = resolved.digest.to_string();
-    let found = match (here.known(&digest), pinned, at) {
+    blobs.take_part(&mut resolved, &source.1)?;
+    let resolved = resolved;
+    let found = match (here.known(&resolved.name()), pinned, at) {
         (Some(image), ..) => here.found(Made::known(image))?,
         (None, Some(pinned), Some(at)) => {
-            let image = pinned.adopt(store, &blobs, &resolved, at)?;
+            // The configuration is to be kept; reading it takes no time of its own here.
+            let image = thread::scope(|scope| {
+                scope.spawn(|| blobs.configuration(&resolved).map(drop));
+                pinned.adopt(store, &blobs, &resolved, at)
+            })?;
             work.vouch(&image)?;
             Made::known(image).found(true)
         }
@@ -292,7 +341,8 @@ pub fn find_or_build(
             // Referrers are only reported, so they are listed while layers are fetched.
             let (made, unused) = thread::scope(|scope| {
                 let list = || index::among_referrers(&blobs, &resolved.digest);
-                let unused = at.as_ref().map(|_| scope.spawn(list));
+                let lists = at.is_some() && !resolved.is_part();
+                let unused = lists.then(|| scope.spawn(list));
                 let made = store_or_build(store, &blobs, &resolved, at.as_ref(), want, work);
                 (made, unused.and_then(|unused| unused.join().ok()))
             });
@@ -310,6 +360,7 @@ pub fn find_or_build(
             && matches!(index::is_listed(store, &found.image), Ok(false))
     };
     if let Some(index) = &resolved.index
+        && !resolved.is_part()
         && (want == Want::Whole
             || work.vouched(store, &alias(index)).is_none_or(|old| better(&old)))
     {
@@ -317,12 +368,51 @@ pub fn find_or_build(
     }
     let answered = resolved.index.as_ref().unwrap_or(&resolved.digest);
     let tag_digest = source.tagged().map(|_| answered.to_string());
-    image(FoundImage { tag_digest, ..found })
+    let mut found = FoundImage { tag_digest, oci_digest: Some(answered.to_string()), ..found };
+    keep_documents(&mut found, &blobs, &resolved, work);
+    image(found)
+}
+
+/// Adds the documents of the image to `found`, unless they are kept already. The image works
+/// without them, so a failure is a note.
+fn keep_documents(found: &mut FoundImage, blobs: &Blobs, resolved: &Resolved, work: &Work<'_>) {
+    let answered = resolved.index.as_ref().unwrap_or(&resolved.digest);
+    if work.documents.image(answered).is_some() {
+        return;
+    }
+    match blobs.documents(resolved) {
+        Ok(Some(documents)) => found.documents = documents,
+        Ok(None) => found.notes.push(format!(
+            "the configuration of {} is not kept, because it is too large or no text; the image              cannot be run",
+            resolved.digest
+        )),
+        Err(error) => found.notes.push(format!("the image's configuration is not kept: {error}")),
+    }
+}
+
+/// Reads the documents of the image `source`, and no layer. Returns the digest of the image or
+/// index, and the documents.
+pub fn documents(source: &Source, access: &Access) -> Result<(String, Vec<String>)> {
+    let (blobs, selector) = source.blobs(access)?.ok_or_else(|| has_no_layers(source))?;
+    let Target::Oci(resolved) = blobs.find(&selector)? else { return Err(has_no_layers(source)) };
+    let documents = blobs.documents(&resolved)?.ok_or_else(|| {
+        let what = format!("the documents of {source} are too large to be kept, or no text");
+        Error::new(ErrorKind::OverLimit, what)
+    })?;
+    let answered = resolved.index.as_ref().unwrap_or(&resolved.digest);
+    Ok((answered.to_string(), documents))
+}
+
+/// The error for an image that is no OCI image, and so has neither layers nor settings.
+fn has_no_layers(source: &Source) -> Error {
+    let what = format!("{source} is not an OCI image, so it has neither layers nor settings");
+    Error::new(ErrorKind::Invalid, what)
 }
 
 /// An image in the store.
 struct Made {
     image: ImageRecord,
+    oci_digest: Option<Digest>,
     report: Option<Report>,
     how: How,
     unused: Vec<String>,
@@ -332,7 +422,12 @@ struct Made {
 impl Made {
     /// An image that was in the store.
     fn known(image: ImageRecord) -> Self {
-        Self { image, report: None, how: How::Built, unused: Vec::new(), notes: Vec::new() }
+        let (oci_digest, report, how) = (None, None, How::Built);
+        Self { image, oci_digest, report, how, unused: Vec::new(), notes: Vec::new() }
+    }
+
+    fn of_digest(self, digest: &Digest) -> Self {
+        Self { oci_digest: Some(digest.clone()), ..self }
     }
 
     fn of(report: Report) -> Self {
@@ -340,8 +435,10 @@ impl Made {
     }
 
     fn found(self, is_lazy: bool) -> FoundImage {
-        let Self { image, report, how, unused, notes } = self;
-        FoundImage { image, report, how, unused, notes, is_lazy, tag_digest: None }
+        let Self { image, oci_digest, report, how, unused, notes } = self;
+        let oci_digest = oci_digest.map(|digest| digest.to_string());
+        let (tag_digest, documents) = (None, Vec::new());
+        FoundImage { image, report, how, unused, notes, is_lazy, tag_digest, oci_digest, documents }
     }
 }
 
@@ -369,8 +466,7 @@ fn store_or_build(
             return Ok(Made { how, notes: tocs.into_refused(), ..Made::of(report) });
         }
     }
-    let digest = resolved.digest.to_string();
-    let report = blobs.build(resolved, store, &digest, work)?;
+    let report = blobs.build(resolved, store, &resolved.name(), work)?;
     if let Some(own) = work.own {
         index::remove_unneeded_layers(own, resolved);
     }
@@ -388,7 +484,8 @@ pub fn build(
         let Kind::Archive(url) = &source.0 else { unreachable!("all others have blobs") };
         return Archive::open(url, None)?.build(store, name, (work.options, None), work.building);
     };
-    let resolved = blobs.resolve(&selector)?;
+    let mut resolved = blobs.resolve(&selector)?;
+    blobs.take_part(&mut resolved, &source.1)?;
     blobs.build(&resolved, store, name, work)
 }
 
@@ -396,12 +493,12 @@ pub fn build(
 /// not answer.
 fn archive_in(here: &Here<'_, impl ObjectStore>, url: &reqwest::Url) -> Result<FoundImage> {
     let (store, work) = (here.store, here.work);
-    let recalled = here.recalled().filter(|_| work.tags.pull == Pull::Newer);
+    let recalled = here.recalled()?.filter(|_| work.tags.pull == Pull::Newer);
     let limit = recalled.is_some().then_some(PATIENCE);
     let archive = match (Archive::open(url, limit), recalled) {
-        (Err(error), Some((record, image))) if is_no_answer(&error) => {
-            let notes = vec![record.note(&error)];
-            return Ok(Made { notes, ..Made::known(image) }.found(false));
+        (Err(error), Some(recalled)) if is_no_answer(&error) => {
+            let notes = vec![recalled.record.note(&error)];
+            return Ok(Made { notes, ..recalled.made() }.found(false));
         }
         (archive, _) => archive?,
     };

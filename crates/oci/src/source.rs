@@ -4,9 +4,11 @@ use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::registry::{Digest, Name};
 use reqwest::Url;
 
+use crate::part::Part;
+
 /// The location of an OCI image or archive.
 #[derive(Clone, Debug)]
-pub struct Source(pub(crate) Kind);
+pub struct Source(pub(crate) Kind, pub(crate) Part);
 
 #[derive(Clone, Debug)]
 pub(crate) enum Kind {
@@ -34,13 +36,17 @@ impl fmt::Display for Source {
             Kind::Layout { folder, .. } => write!(f, "oci-layout:{}", folder.display()),
             Kind::Registry(name) => name.fmt(f),
             Kind::Archive(url) => f.write_str(&crate::archive::shown(url)),
-        }
+        }?;
+        self.1.fmt(f)
     }
 }
 
 impl Source {
     /// Parses `text`; `None` if it has none of the prefixes of a source.
     pub fn parse(text: &str) -> Option<Result<Self>> {
+        // The fragment of a URL belongs to it.
+        let is_oci = ["oci-layout:", "oci:", "oci+http:"].iter().any(|it| text.starts_with(it));
+        let (text, part) = if is_oci { Part::split(text) } else { (text, Ok(Part::All)) };
         let kind = if let Some(rest) = text.strip_prefix("oci-layout:") {
             layout(rest)
         } else if let Some(name) = Name::parse(text) {
@@ -50,7 +56,13 @@ impl Source {
         } else {
             return None;
         };
-        Some(kind.map(Self))
+        Some(kind.and_then(|kind| Ok(Self(kind, part?))))
+    }
+
+    /// Splits a reference into the image's own and the part of it, such as `#layers=3`.
+    pub fn split_part(text: &str) -> (&str, &str) {
+        let (name, _) = Part::split(text);
+        (name, &text[name.len()..])
     }
 
     /// The folder of a layout.
@@ -124,6 +136,11 @@ fn archive(text: &str) -> Result<Kind> {
 /// The error for an archive, which has no index.
 pub(crate) fn archive_has_no_index() -> Error {
     invalid("an archive has no index: only images of registries and layouts have one".to_owned())
+}
+
+/// The error for a part of an image, which has no index.
+pub(crate) fn part_has_no_index() -> Error {
+    invalid("an index is one of a whole image: leave out #layers or #chain".to_owned())
 }
 
 fn invalid(what: String) -> Error {

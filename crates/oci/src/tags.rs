@@ -110,6 +110,12 @@ impl Tags<'_> {
         read(&self.path(&key)).filter(|record| record.name == name)
     }
 
+    /// The digest that the reference `source` has, or that its tag resolved to last.
+    pub fn digest_of(&self, source: &Source) -> Option<Digest> {
+        let recalled = || self.recall(source.tagged()?)?.digest().parse().ok();
+        source.pinned().cloned().or_else(recalled)
+    }
+
     /// Removes the records whose image is gone, and invalid ones. `is_here` tells whether an image
     /// with that digest or reserved name is on this host.
     pub fn prune(&self, is_here: impl Fn(&str) -> bool) -> Result<()> {

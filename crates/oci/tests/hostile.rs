@@ -12,7 +12,9 @@ use std::{
 
 use burgeon_block::{BlockSource, ErrorKind};
 use burgeon_image::{Limits, builder::Options, catalog};
-use burgeon_oci::{Found, How, Pull, Source, Tags, Want, Work, find_or_build, index, is_whole};
+use burgeon_oci::{
+    Documents, Found, How, Pull, Source, Tags, Want, Work, find_or_build, index, is_whole,
+};
 use burgeon_source::{Access, Directory, Objects, References, Store, registry::Digest, waiting};
 use serde_json::{Value, json};
 use testkit::{Estargz, OciLayout, Rng};
@@ -27,9 +29,11 @@ fn with_own<T>(spool: &Path, own: Option<&Directory>, what: impl FnOnce(&Work<'_
     let (access, options) = (Access::default(), Options::default());
     let (fetching, building) = (|_, _| (), |_: &_| ());
     let tags = Tags { folder: &spool.join("tags"), pull: Pull::Newer };
+    let documents = Documents::new(spool.join("documents"));
     what(&Work {
         access: &access,
         tags,
+        documents: &documents,
         spool,
         own,
         options: &options,

@@ -10,7 +10,7 @@ use std::{
 };
 
 use burgeon_image::builder::Options;
-use burgeon_oci::{Found, Pull, Source, Tags, Want, Work, build, find_or_build};
+use burgeon_oci::{Documents, Found, Pull, Source, Tags, Want, Work, build, find_or_build};
 use burgeon_source::{Access, Directory};
 use testkit::OciLayout;
 
@@ -19,9 +19,11 @@ const GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
 fn with_work<T>(spool: &Path, own: &Directory, what: impl FnOnce(&Work<'_>) -> T) -> T {
     let (access, options) = (Access::default(), Options::default());
     let tags = Tags { folder: &spool.join("tags"), pull: Pull::Newer };
+    let documents = Documents::new(spool.join("documents"));
     what(&Work {
         access: &access,
         tags,
+        documents: &documents,
         spool,
         own: Some(own),
         options: &options,

@@ -7,7 +7,7 @@ use std::{fs, path::Path, time::Duration};
 
 use burgeon_image::{Limits, builder::Options, catalog};
 use burgeon_layer::{Stretch, TABLE_MAX, Table};
-use burgeon_oci::{Found, Pull, Source, Tags, Want, Work, find_or_build, index};
+use burgeon_oci::{Documents, Found, Pull, Source, Tags, Want, Work, find_or_build, index};
 use burgeon_source::{Access, Directory, registry::Digest};
 use flate2::{Compress, Compression, Crc, FlushCompress};
 use serde_json::Value;
@@ -29,9 +29,11 @@ fn found(folder: &Path, want: Want<'_>) -> String {
 fn with_work<T>(folder: &Path, own: &Directory, what: impl FnOnce(&Work<'_>) -> T) -> T {
     let (access, options) = (Access::default(), Options::default());
     let tags = Tags { folder: &folder.join("tags"), pull: Pull::Newer };
+    let documents = Documents::new(folder.join("documents"));
     what(&Work {
         access: &access,
         tags,
+        documents: &documents,
         spool: folder,
         own: Some(own),
         options: &options,

@@ -57,6 +57,7 @@ const OTHERS: [&str; 67] = [
     "btrfs",
     "build",
     "cache",
+    "chains",
     "check",
     "config_mount",
     "deb",

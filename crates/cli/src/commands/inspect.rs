@@ -10,7 +10,7 @@ use burgeon_block::Digest;
 use burgeon_image::{Limits, Manifest, Paths, catalog};
 use serde_json::json;
 
-use super::{Context, named};
+use super::{Context, named, oci_facts};
 use crate::{
     args,
     output::{self, bytes, counted},
@@ -26,6 +26,7 @@ pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode
         return Ok(ExitCode::SUCCESS);
     }
     let facts = Facts::of(&manifest);
+    let oci_images = oci_facts::known(context, &args.name, &record)?;
     if context.json {
         output::print_json(&json!({
             "image": record,
@@ -37,6 +38,7 @@ pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode
             "symlinks": facts.symlinks,
             "others": facts.others,
             "xattrs": manifest.tree.xattrs.len(),
+            "oci": oci_facts::to_json(&oci_images, &record),
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -66,6 +68,9 @@ pub(super) fn inspect(context: &Context, args: args::Inspect) -> Result<ExitCode
     println!("stored      {} in {objects}", bytes(stored));
     println!("manifest    {} of that", bytes(record.manifest_bytes));
     println!("checksum    {}", manifest.checksum);
+    for image in &oci_images {
+        oci_facts::print(image, &record);
+    }
     Ok(ExitCode::SUCCESS)
 }
 

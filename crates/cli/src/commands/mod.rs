@@ -21,6 +21,7 @@ pub(crate) mod mount;
 pub(crate) mod mount_defaults;
 pub(crate) mod mount_point;
 mod named;
+mod oci_facts;
 mod oci_image;
 mod persist;
 mod pin;
@@ -46,6 +47,7 @@ use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{DirectoryIdentity, StateDir};
 use burgeon_image::{builder::Options, catalog::Provenance};
+use burgeon_oci::Documents;
 use burgeon_source::{Access, Location, Store, registry::Name};
 
 use crate::{
@@ -156,6 +158,11 @@ impl Context {
     /// This host's knowledge of images, as a user of the store.
     pub(crate) fn provenance(&self) -> Provenance {
         Provenance::new(self.state.provenance(), self.store_location().to_string())
+    }
+
+    /// The documents of OCI images on this host.
+    pub(crate) fn documents(&self) -> Documents {
+        Documents::new(self.state.documents())
     }
 
     /// The default options of a build in the store.

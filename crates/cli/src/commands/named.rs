@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind, ObjectStore};
 use burgeon_image::catalog::{self, ImageRecord, Provenance, is_reserved};
+use burgeon_oci::Source;
 use burgeon_source::{Store, registry::Name};
 
 use super::{Context, mistakes};
@@ -233,6 +234,12 @@ pub(super) fn to_remove(context: &Context, store: &Store, typed: &str) -> Result
 /// The stored form of a reference: a registry's with its tag, a folder's with its absolute path;
 /// without possible secrets.
 pub(super) fn canonical(typed: &str) -> String {
+    if !is_url(typed) {
+        let (whole, part) = Source::split_part(typed);
+        if !part.is_empty() {
+            return canonical(whole) + part;
+        }
+    }
     if let Some(folder) = typed.strip_prefix("oci-layout:") {
         let absolute = std::path::absolute(folder).ok();
         let absolute = absolute.and_then(|path| Some(path.to_str()?.to_owned()));

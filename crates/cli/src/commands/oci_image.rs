@@ -237,6 +237,7 @@ pub(super) fn with_work<T>(
     let done = what(&Work {
         access,
         tags: Tags { folder: &context.state.tags(), pull },
+        documents: &context.documents(),
         spool: &context.state.scratch()?,
         own: own.as_ref(),
         options,

@@ -115,6 +115,7 @@ pub(super) fn find(
             remember(context, Some(source), &image.image, made.noted, None)?;
             let tags = Tags { folder: &context.state.tags(), pull: Pull::default() };
             tags.remember_of(source, image)?;
+            context.documents().keep(&image.documents)?;
             Ok(found)
         }
         (Elsewhere::Ours(name, _), Some(asked))
@@ -142,6 +143,7 @@ pub(super) fn index(context: &Context, text: &str, source: &Source, push: bool) 
     let made = have_done(context, Some(source), &context.build_options(), task, None)?;
     let Done::Indexed(indexed) = made.done else { return Err(something_else()) };
     remember(context, Some(source), &indexed.record, made.noted, None)?;
+    context.documents().keep(&indexed.documents)?;
     Ok(indexed)
 }
 
@@ -198,7 +200,7 @@ fn have_done(
     };
     let layout = source.and_then(Source::folder).map(absolute).transpose()?;
     let reach = Reach {
-        records: vec![context.state.provenance(), context.state.tags()],
+        records: vec![context.state.provenance(), context.state.tags(), context.state.documents()],
         scratch: context.state.scratch()?,
         store: context.store_location(),
         is_remote: source.is_some() && layout.is_none(),
@@ -237,7 +239,7 @@ fn something_else() -> Error {
 /// URL may hold a secret, and its errors name it without.)
 fn named(source: &Source, text: &str, error: Error) -> Error {
     let end_of_path = text.rfind('/').map_or(0, |slash| slash + 1);
-    let end = text[end_of_path..].find(['@', ':']).map_or(text.len(), |at| end_of_path + at);
+    let end = text[end_of_path..].find(['@', ':', '#']).map_or(text.len(), |at| end_of_path + at);
     if source.is_archive() || error.to_string().contains(&text[..end]) {
         return error;
     }

@@ -165,7 +165,7 @@ pub(super) fn collect(context: &Context, dry_run: bool) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Removes records of tags, and of names in stores, whose images are gone.
+/// Removes records of tags, and of names in stores, and kept documents, whose images are gone.
 fn prune_tags(context: &Context) -> Result<()> {
     let known = context.provenance().all()?;
     let names = known.iter().flat_map(|(_, known)| &known.stands_for);
@@ -174,5 +174,6 @@ fn prune_tags(context: &Context) -> Result<()> {
     let (folder, pull) = (context.state.tags(), Pull::default());
     let is_prepared = |manifest: Digest| context.state.image(&manifest).is_dir();
     let is_here = |known: &str| here.contains(known) || known.parse().is_ok_and(is_prepared);
-    Ok(Tags { folder: &folder, pull }.prune(is_here)?)
+    Tags { folder: &folder, pull }.prune(is_here)?;
+    Ok(context.documents().prune(here.iter().copied())?)
 }

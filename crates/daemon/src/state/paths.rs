@@ -117,7 +117,7 @@ impl StateDir {
     fn refuse_symlinks(&self) -> Result<()> {
         let records = [self.all_built(), self.writes(), self.mounts(), self.grants(), self.run()];
         let others = [self.images(), self.cache(), self.profiles(), self.provenance(), self.tags()];
-        for folder in records.iter().chain(&others) {
+        for folder in records.iter().chain(&others).chain([&self.documents()]) {
             if folder.symlink_metadata().is_ok_and(|metadata| metadata.is_symlink()) {
                 let what = format!(
                     "cannot use the state directory {}: {} is a symlink, and Burgeon follows none inside \
@@ -145,6 +145,11 @@ impl StateDir {
     /// Cache of resolved registry tags.
     pub fn tags(&self) -> PathBuf {
         self.root.join("tags")
+    }
+
+    /// The documents of OCI images, such as their configurations.
+    pub fn documents(&self) -> PathBuf {
+        self.root.join("documents")
     }
 
     /// The default store.
