@@ -29,7 +29,7 @@ DEB_NEEDS := git=git strip=binutils dpkg-shlibdeps=dpkg-dev lintian=lintian
 TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs mkfs.xfs=xfsprogs fio=fio \
 	debootstrap=debootstrap setfattr=attr setfacl=acl setcap=libcap2-bin losetup=mount unshare=util-linux xz=xz-utils zstd=zstd \
 	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
-	nginx=nginx-light umoci=umoci skopeo=skopeo \
+	nginx=nginx-light umoci=umoci skopeo=skopeo busybox=busybox-static runc=runc crun=crun \
 	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd \
 	mandoc=mandoc promtool=prometheus tmux=tmux $(DEB_NEEDS)
 BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \

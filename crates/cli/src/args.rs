@@ -10,6 +10,7 @@ use clap::{
 use crate::{
     attributes::Attributes,
     commands::{cache, config, disks, health, log, metrics},
+    container_args::{self, Bundle},
     global::Global,
     pull,
     quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
@@ -102,6 +103,9 @@ Examples:
   burgeon mount debian:12 /mnt/e --fill               also fetches everything in the background
   burgeon mount debian:12 /mnt/f --virtual 16P        with a virtual area for `burgeon map`")]
     Mount(Mount),
+    /// Make an OCI runtime bundle of a mounted image, for runc, crun and others
+    #[command(after_help = container_args::BUNDLE_EXAMPLES)]
+    Bundle(Bundle),
     /// Push an image to a registry, from where it can be mounted and pulled
     #[command(after_help = "\
 Examples:

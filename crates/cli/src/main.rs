@@ -20,6 +20,7 @@ mod args;
 mod attributes;
 mod commands;
 mod config;
+mod container_args;
 mod demo;
 mod documents;
 mod exit;

@@ -116,3 +116,58 @@ fn run<A: AsRef<OsStr>>(program: &str, arguments: impl IntoIterator<Item = A>) -
     }
     Ok(())
 }
+
+/// Makes an image of one layer in the new folder `folder`: a static busybox with its usual names,
+/// users, and folders. `change` may change the configuration's settings. Returns its reference.
+pub fn busybox_image(folder: &Path, change: impl FnOnce(&mut Value)) -> Result<String> {
+    let program = ["/bin/busybox", "/usr/bin/busybox"].iter().map(Path::new).find(|it| it.exists());
+    let program = program.context("cannot find busybox: install busybox-static")?;
+    let mut tar = tar::Builder::new(Vec::new());
+    let header = |kind: tar::EntryType, mode: u32, len: usize| {
+        let mut header = tar::Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_mode(mode);
+        header.set_size(len as u64);
+        header
+    };
+    for path in ["bin", "etc", "srv", "tmp", "data"] {
+        let mode = if path == "tmp" { 0o1777 } else { 0o755 };
+        tar.append_data(&mut header(tar::EntryType::Directory, mode, 0), path, &[][..])?;
+    }
+    let busybox = fs::read(program)?;
+    let files: [(&str, u32, &[u8]); 3] = [
+        ("bin/busybox", 0o755, &busybox),
+        ("etc/passwd", 0o644, b"root:x:0:0::/root:/bin/sh\nwww:x:33:34::/srv:/bin/sh\n"),
+        ("etc/group", 0o644, b"root:x:0:\nweb:x:34:\nmore:x:50:www\n"),
+    ];
+    for (path, mode, bytes) in files {
+        let mut header = header(tar::EntryType::Regular, mode, bytes.len());
+        tar.append_data(&mut header, path, bytes)?;
+    }
+    let names =
+        "sh cat echo id ls pwd sleep test tr wc kill touch rm mkdir hostname true mount ps stat";
+    for name in names.split(' ') {
+        let mut header = header(tar::EntryType::Symlink, 0o777, 0);
+        tar.append_link(&mut header, format!("bin/{name}"), "busybox")?;
+    }
+    let layer = tar.into_inner()?;
+    let digest: String = Sha256::digest(&layer).iter().map(|b| format!("{b:02x}")).collect();
+    let mut settings = json!({});
+    change(&mut settings);
+    let config = json!({
+        "architecture": std::env::consts::ARCH.replace("x86_64", "amd64").replace("aarch64", "arm64"),
+        "os": "linux", "config": settings,
+        "rootfs": { "type": "layers", "diff_ids": [format!("sha256:{digest}")] },
+    });
+    fs::create_dir_all(folder.join("blobs/sha256"))?;
+    let kind = "application/vnd.oci.image.config.v1+json";
+    let config = write_blob(folder, kind, config.to_string().as_bytes())?;
+    let layer = write_blob(folder, "application/vnd.oci.image.layer.v1.tar", &layer)?;
+    let manifest = json!({ "schemaVersion": 2, "config": config, "layers": [layer] });
+    let kind = "application/vnd.oci.image.manifest.v1+json";
+    let manifest = write_blob(folder, kind, manifest.to_string().as_bytes())?;
+    let index = json!({ "schemaVersion": 2, "manifests": [manifest] });
+    fs::write(folder.join("index.json"), index.to_string())?;
+    fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#)?;
+    Ok(format!("oci-layout:{}", folder.display()))
+}

@@ -44,7 +44,7 @@ pub use debian::debian_root;
 pub use estargz::Estargz;
 pub use events::Events;
 pub use fio::{Fio, FioResult};
-pub use images::{OciLayout, skopeo_copy};
+pub use images::{OciLayout, busybox_image, skopeo_copy};
 pub use layers::{gzip, gzip_flushed, like_programs};
 pub use machine::{
     LoopDevice, PATIENCE, kill, loop_devices, processes_with, scaled, ublk_devices, ublk_expected,

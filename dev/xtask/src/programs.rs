@@ -50,12 +50,13 @@ pub(crate) const QUICK: [&str; 43] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 67] = [
+const OTHERS: [&str; 69] = [
     "archives",
     "attributes",
     "bench",
     "btrfs",
     "build",
+    "bundle",
     "cache",
     "chains",
     "check",

@@ -87,6 +87,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("burgeon-layer", &["burgeon-block"]),
     ("burgeon-source", &["burgeon-layer", "burgeon-block"]),
     ("burgeon-oci", &["burgeon-source", "burgeon-layer", "burgeon-image", "burgeon-block"]),
+    ("burgeon-container", &["burgeon-oci", "burgeon-block"]),
     ("burgeon-volume", &["burgeon-block", "burgeon-cache", "burgeon-image"]),
     ("burgeon-frontend", &["burgeon-block"]),
     ("burgeon-sandbox", &["burgeon-block"]),
@@ -108,6 +109,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "burgeon",
         &[
             "burgeon-daemon",
+            "burgeon-container",
             "burgeon-oci",
             "burgeon-block",
             "burgeon-disks",

@@ -1,6 +1,7 @@
 //! One module for each verb or family of verbs.
 
 pub(crate) mod bring_back;
+mod bundle;
 pub(crate) mod cache;
 pub(crate) mod config;
 pub(crate) mod disks;
@@ -220,7 +221,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
     }
     let config = read_config(&args.global, &args.command)?;
     let context = Context::new(args.global, config, takes_repository, only_looks(&args.command))?;
-    let stores = takes_repository || matches!(args.command, Command::Index(_));
+    let stores = takes_repository || matches!(args.command, Command::Index(_) | Command::Bundle(_));
     let done = perform(&context, args.command);
     done.map_err(|e| if stores { full::explain(&context, e) } else { e })
 }
@@ -230,6 +231,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Build(build) => images::build(context, build),
         Command::Index(index) => oci_image::index(context, &index),
         Command::Mount(mount) => mount::mount(context, mount),
+        Command::Bundle(args) => bundle::bundle(context, &args),
         Command::CreateEmpty(empty) => mount::create_empty(context, empty),
         Command::Map(map) => map::map(context, map),
         Command::Pin(pin) => pin::pin(context, pin),
@@ -291,6 +293,7 @@ fn only_looks(command: &Command) -> bool {
         Command::Build(_)
         | Command::Index(_)
         | Command::Mount(_)
+        | Command::Bundle(_)
         | Command::CreateEmpty(_)
         | Command::Pull(_)
         | Command::Disks(_)

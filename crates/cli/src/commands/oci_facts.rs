@@ -1,11 +1,12 @@
 //! The kept facts about the OCI image that a command names: layers, chain IDs, and configuration.
 
 use anyhow::Result;
+use burgeon_block::{Error, ErrorKind};
 use burgeon_image::catalog::ImageRecord;
-use burgeon_oci::{OciImage, Pull, Source, Tags};
+use burgeon_oci::{OciImage, Pull, Settings, Source, Tags};
 use serde_json::{Value, json};
 
-use super::Context;
+use super::{Context, reading};
 
 /// The OCI images that `record`, an image of the store, was made from: the one that `typed` means
 /// if it is a reference, else all that this host vouches for.
@@ -23,6 +24,27 @@ pub(super) fn known(context: &Context, typed: &str, record: &ImageRecord) -> Res
     images.sort_by(|a, b| a.digest.cmp(&b.digest));
     images.dedup_by(|a, b| a.digest == b.digest);
     Ok(images)
+}
+
+/// The settings of the OCI image `text`, a reference. Its documents are read from its location if
+/// they are not kept, and `pull` allows it.
+pub(super) fn settings(context: &Context, text: &str, pull: Pull) -> Result<Settings> {
+    let what = || Error::new(ErrorKind::Invalid, format!("{text} is not an OCI image"));
+    let source = Source::parse(text).unwrap_or_else(|| Err(what()))?;
+    let (documents, folder) = (context.documents(), context.state.tags());
+    let known = Tags { folder: &folder, pull }.digest_of(&source);
+    if let Some(image) = known.and_then(|digest| documents.image(&digest)) {
+        return Ok(image.settings()?);
+    }
+    if pull == Pull::Never {
+        return Err(burgeon_oci::never(&format!("the configuration of {text}")).into());
+    }
+    let digest = reading::documents(context, text, &source)?;
+    let image = documents.image(&digest).ok_or_else(|| {
+        let what = format!("the configuration of {text} was not kept: try again");
+        Error::new(ErrorKind::LocalIo, what)
+    })?;
+    Ok(image.settings()?)
 }
 
 /// The facts for programs. `record` tells which part of the image it is.

@@ -24,7 +24,10 @@ use burgeon_image::{
     catalog::{self, Copied, ImageProvenance, ImageRecord},
 };
 use burgeon_oci::{Found, FoundImage, Indexed, Pull, Source, Tags, Want};
-use burgeon_source::{Access, Location, Store, registry::Name};
+use burgeon_source::{
+    Access, Location, Store,
+    registry::{Digest, Name},
+};
 use serde::{Deserialize, Serialize};
 
 use super::{Context, oci_image};
@@ -64,6 +67,10 @@ enum Task {
         len: Option<u64>,
         name: String,
     },
+    /// The documents of an OCI image.
+    Documents {
+        text: String,
+    },
     /// All objects of an image, except its name, from the store `from`.
     Copy {
         from: Location,
@@ -81,6 +88,8 @@ struct Made {
 #[derive(Serialize, Deserialize)]
 enum Done {
     Found(Elsewhere),
+    /// The digest of an OCI image or index, and its documents.
+    Documents(String, Vec<String>),
     Copied(Copied),
     Indexed(Indexed),
     Built(Box<Report>),
@@ -135,6 +144,16 @@ pub(super) fn copy(context: &Context, from: &Name, record: &ImageRecord) -> Resu
     let made = have_done(context, Some(&source), &context.build_options(), task, None)?;
     let Done::Copied(copied) = made.done else { return Err(something_else()) };
     Ok(copied)
+}
+
+/// Reads and keeps the documents of the OCI image `source`, and none of its layers; returns the
+/// digest of the image or index.
+pub(super) fn documents(context: &Context, text: &str, source: &Source) -> Result<Digest> {
+    let task = Task::Documents { text: text.to_owned() };
+    let made = have_done(context, Some(source), &context.build_options(), task, None)?;
+    let Done::Documents(digest, documents) = made.done else { return Err(something_else()) };
+    context.documents().keep(&documents)?;
+    digest.parse()
 }
 
 /// Makes the index of the image of `source`.
@@ -287,6 +306,12 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
                 }
             })
         }
+        Task::Documents { text } => {
+            let source = parse(&text)?;
+            let read = burgeon_oci::documents(&source, access);
+            let (digest, documents) = read.map_err(|e| named(&source, &text, e))?;
+            Done::Documents(digest, documents)
+        }
         Task::Index { text, push } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
             let indexed = oci_image::with_work(&context, &text, pull, &options, access, |work| {
@@ -323,7 +348,7 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
     };
     let image = match &done {
         Done::Found(Elsewhere::Made(found)) => Some(&found.image),
-        Done::Found(Elsewhere::Ours(..)) | Done::Copied(_) => None,
+        Done::Found(Elsewhere::Ours(..)) | Done::Copied(_) | Done::Documents(..) => None,
         Done::Indexed(indexed) => Some(&indexed.record),
         Done::Built(report) => Some(&report.image),
     };

@@ -1,0 +1,80 @@
+//! The command lines of containers.
+
+use std::{ffi::OsString, path::PathBuf};
+
+use burgeon_container::Network;
+use clap::ValueEnum;
+
+use crate::{pull::Pull, quantities::parse_size};
+
+pub(crate) const BUNDLE_EXAMPLES: &str = "\
+Examples:
+  burgeon bundle oci://docker.io/python:3.12 /srv/py -- python -c 'print(1)'
+  runc run -b /srv/py py                       or crun run -b /srv/py py
+  burgeon umount /srv/py/rootfs                ends the mount; then remove /srv/py";
+
+#[derive(clap::Args, Debug)]
+pub(crate) struct Bundle {
+    /// The image: oci://REGISTRY/REPOSITORY[:TAG|@DIGEST] or oci-layout:DIR[:TAG]
+    pub(crate) image: String,
+    /// The directory of the bundle: it is made, or empty
+    pub(crate) dir: PathBuf,
+    /// The standard streams of the container are a terminal that the runtime makes
+    #[arg(long)]
+    pub(crate) tty: bool,
+    /// The network of the container
+    #[arg(long, value_enum, default_value_t = NetworkChoice::None)]
+    pub(crate) network: NetworkChoice,
+    #[command(flatten)]
+    pub(crate) choices: Choices,
+}
+
+/// Options of all containers.
+#[derive(clap::Args, Debug)]
+pub(crate) struct Choices {
+    /// User of the program, by name or number, instead of the image's
+    #[arg(long, value_name = "USER[:GROUP]")]
+    pub(crate) user: Option<String>,
+    /// Directory to start in, instead of the image's
+    #[arg(long, value_name = "DIR")]
+    pub(crate) workdir: Option<String>,
+    /// A further variable of the environment; it replaces one of the image
+    #[arg(long, value_name = "NAME=VALUE")]
+    pub(crate) env: Vec<String>,
+    /// Host name in the container
+    #[arg(long, value_name = "NAME", default_value = "burgeon")]
+    pub(crate) hostname: String,
+    /// Keep writes under this name; a later mount with the name has them again
+    #[arg(long, value_name = "NAME")]
+    pub(crate) writes: Option<String>,
+    /// Allow no writes; the image's volumes are empty and writable
+    #[arg(long, conflicts_with_all = ["writes", "write_limit"])]
+    pub(crate) read_only: bool,
+    /// Limit of the writes, as for `mount`
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub(crate) write_limit: Option<u64>,
+    /// Policy for asking a registry for the current image, as for `mount` [default: newer]
+    #[arg(long, value_enum, value_name = "POLICY")]
+    pub(crate) pull: Option<Pull>,
+    /// The command, instead of the image's arguments; its entrypoint comes first
+    #[arg(last = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<OsString>,
+}
+
+/// `--network`.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum NetworkChoice {
+    /// That of this machine
+    Host,
+    /// One of its own, without any interface to the outside
+    None,
+}
+
+impl From<NetworkChoice> for Network {
+    fn from(choice: NetworkChoice) -> Self {
+        match choice {
+            NetworkChoice::Host => Self::Host,
+            NetworkChoice::None => Self::None,
+        }
+    }
+}

@@ -1,0 +1,22 @@
+//! Containers on a mounted image: an OCI runtime bundle, or a program in namespaces of its own.
+//!
+//! ```text
+//!   settings of the image + command of the user + /etc/passwd of the root ──► Process
+//!     bundle:  Process ──► config.json, for runc, crun and others
+//! ```
+//!
+//! Invariants: the image's settings and files are hostile; a path of the image is resolved within
+//! its root, or after the process has no other root; both kinds of containers have the same file
+//! systems, masked paths and capabilities, except for `CAP_MKNOD`, which only a runtime with a
+//! device filter may give.
+
+mod defaults;
+mod process;
+mod spec;
+mod users;
+
+pub use self::{
+    process::Process,
+    spec::{Network, Options, config},
+    users::User,
+};
