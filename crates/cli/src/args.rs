@@ -10,7 +10,7 @@ use clap::{
 use crate::{
     attributes::Attributes,
     commands::{cache, config, disks, health, log, metrics},
-    container_args::{self, Bundle},
+    container_args::{self, Bundle, Run},
     global::Global,
     pull,
     quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
@@ -106,6 +106,9 @@ Examples:
     /// Make an OCI runtime bundle of a mounted image, for runc, crun and others
     #[command(after_help = container_args::BUNDLE_EXAMPLES)]
     Bundle(Bundle),
+    /// Run the program of an image in namespaces of its own, without a container runtime
+    #[command(after_help = container_args::RUN_EXAMPLES)]
+    Run(Run),
     /// Push an image to a registry, from where it can be mounted and pulled
     #[command(after_help = "\
 Examples:

@@ -78,3 +78,23 @@ impl From<NetworkChoice> for Network {
         }
     }
 }
+
+pub(crate) const RUN_EXAMPLES: &str = "\
+Examples:
+  burgeon run oci://docker.io/python:3.12 -- python -c 'print(1)'
+  burgeon run oci://docker.io/debian:12 --writes work -- bash     the next run with --writes work goes on
+  burgeon run oci://docker.io/debian:12 --network none --user 1000 -- id
+
+The exit code is that of the command, 128 and the signal's number if a signal ended it, 126 or 127 if
+it cannot be executed or found, and 125 if the container cannot be set up.";
+
+#[derive(clap::Args, Debug)]
+pub(crate) struct Run {
+    /// The image: oci://REGISTRY/REPOSITORY[:TAG|@DIGEST] or oci-layout:DIR[:TAG]
+    pub(crate) image: String,
+    /// The network of the container
+    #[arg(long, value_enum, default_value_t = NetworkChoice::Host)]
+    pub(crate) network: NetworkChoice,
+    #[command(flatten)]
+    pub(crate) choices: Choices,
+}

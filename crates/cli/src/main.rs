@@ -36,6 +36,7 @@ mod watch_args;
 
 use std::{ffi::OsString, path::Path, process::ExitCode};
 
+use burgeon_container::run;
 use burgeon_daemon::roles::{self, ROLES};
 
 /// The main function of a process.
@@ -85,6 +86,12 @@ fn main() -> ExitCode {
         }
         if verb == "__probe" {
             return probe(rest);
+        }
+        if verb == run::CONTAIN {
+            return run::contain(rest);
+        }
+        if verb == run::INIT {
+            return run::init(rest);
         }
         if verb == "__docs" {
             return documents::process(rest);

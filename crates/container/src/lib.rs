@@ -3,6 +3,7 @@
 //! ```text
 //!   settings of the image + command of the user + /etc/passwd of the root ──► Process
 //!     bundle:  Process ──► config.json, for runc, crun and others
+//!     run:     Process ──► burgeon __contain ──► burgeon __init, process 1 ──► the program
 //! ```
 //!
 //! Invariants: the image's settings and files are hostile; a path of the image is resolved within
@@ -12,6 +13,7 @@
 
 mod defaults;
 mod process;
+pub mod run;
 mod spec;
 mod users;
 

@@ -144,8 +144,7 @@ pub fn busybox_image(folder: &Path, change: impl FnOnce(&mut Value)) -> Result<S
         let mut header = header(tar::EntryType::Regular, mode, bytes.len());
         tar.append_data(&mut header, path, bytes)?;
     }
-    let names =
-        "sh cat echo id ls pwd sleep test tr wc kill touch rm mkdir hostname true mount ps stat";
+    let names = "sh cat echo id ls pwd sleep test tr mknod wc kill touch rm mkdir hostname true mount ps stat";
     for name in names.split(' ') {
         let mut header = header(tar::EntryType::Symlink, 0o777, 0);
         tar.append_link(&mut header, format!("bin/{name}"), "busybox")?;

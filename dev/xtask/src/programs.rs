@@ -50,7 +50,7 @@ pub(crate) const QUICK: [&str; 43] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 69] = [
+const OTHERS: [&str; 70] = [
     "archives",
     "attributes",
     "bench",
@@ -105,6 +105,7 @@ const OTHERS: [&str; 69] = [
     "remote",
     "rings",
     "roles",
+    "run",
     "store",
     "systemd",
     "tar_foreign",

@@ -39,7 +39,8 @@ impl Choices {
             pull: self.pull,
             path: path.to_owned(),
             writes: self.writes.clone(),
-            read_only: self.read_only,
+            // The container makes the places of its file systems first.
+            read_only: false,
             write_limit: self.write_limit,
             reserve: None,
             thin: false,

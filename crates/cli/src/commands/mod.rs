@@ -32,6 +32,7 @@ mod push;
 pub(crate) mod reading;
 mod record;
 mod report;
+mod run;
 mod shutdown;
 mod status;
 mod store;
@@ -220,8 +221,12 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         return config::config(&args.global, config.command);
     }
     let config = read_config(&args.global, &args.command)?;
-    let context = Context::new(args.global, config, takes_repository, only_looks(&args.command))?;
-    let stores = takes_repository || matches!(args.command, Command::Index(_) | Command::Bundle(_));
+    let mut context =
+        Context::new(args.global, config, takes_repository, only_looks(&args.command))?;
+    // Standard output belongs to the program.
+    context.json |= matches!(args.command, Command::Run(_));
+    let stores = takes_repository
+        || matches!(args.command, Command::Index(_) | Command::Bundle(_) | Command::Run(_));
     let done = perform(&context, args.command);
     done.map_err(|e| if stores { full::explain(&context, e) } else { e })
 }
@@ -232,6 +237,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Index(index) => oci_image::index(context, &index),
         Command::Mount(mount) => mount::mount(context, mount),
         Command::Bundle(args) => bundle::bundle(context, &args),
+        Command::Run(args) => run::run(context, &args),
         Command::CreateEmpty(empty) => mount::create_empty(context, empty),
         Command::Map(map) => map::map(context, map),
         Command::Pin(pin) => pin::pin(context, pin),
@@ -294,6 +300,7 @@ fn only_looks(command: &Command) -> bool {
         | Command::Index(_)
         | Command::Mount(_)
         | Command::Bundle(_)
+        | Command::Run(_)
         | Command::CreateEmpty(_)
         | Command::Pull(_)
         | Command::Disks(_)
