@@ -1,0 +1,519 @@
+//! A slow device with a cache in front of it.
+//!
+//! ```text
+//!   read    lock the blocks ─► memory, or a slot whose check is right ─► done
+//!                          └─► slow device ─► admit (policy)
+//!   write   lock the blocks ─► mark the regions durably ─► forget the blocks ─► slow device
+//!                          ─► write-through: the new content into the slots
+//!   flush   slow device; the marks are durable already
+//!   tidy    now and then: slow device, index ─► clear the marks of idle regions
+//! ```
+//!
+//! Invariants (`dev/simulator/tests/accelerate.rs`):
+//! - A block is forgotten before the slow device's copy changes, and is kept again only after that
+//!   has succeeded: whatever a write leaves behind, no older version is served after it.
+//! - A failed flush fails all later flushes and changes: the kernel may have thrown away the data.
+//! - A write that the cache cannot mark is made only after the cache was given up.
+
+use std::{
+    ops::RangeInclusive,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+};
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, Erase, Error, ErrorKind, LocalFile, Pages, Result};
+
+use crate::{
+    counters::{Count, Counts},
+    format::{REGION, Record},
+    keys::Key,
+    locks::{Locked, Span},
+    marks::Marks,
+    sets::Slot,
+    store::{DeviceBitmaps, Store, Trust},
+    streams::Streams,
+};
+
+/// A slow device: its writes are volatile until `sync`.
+pub trait SlowDevice: LocalFile {
+    /// Size in bytes.
+    fn size(&self) -> u64;
+
+    /// Erases a range. `UnsupportedFormat` if the device cannot.
+    fn erase(&self, range: ByteRange, how: Erase) -> Result<()>;
+}
+
+/// What becomes of writes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    /// To the slow device; the cache forgets the blocks.
+    WriteAround,
+    /// To the slow device, and then to the cache.
+    WriteThrough,
+}
+
+impl Mode {
+    /// All of them, with their names.
+    pub const ALL: [(Self, &str); 2] =
+        [(Self::WriteAround, "write-around"), (Self::WriteThrough, "write-through")];
+
+    /// The mode of this name.
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.iter().find(|(_, known)| *known == name).map(|(mode, _)| *mode)
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(mode, _)| *mode == self).map_or("?", |(_, name)| name)
+    }
+}
+
+/// A slow device behind a cache.
+pub struct Cached<C, S> {
+    store: Arc<Store<C>>,
+    slow: S,
+    name: String,
+    number: u8,
+    record: Record,
+    marks: Marks,
+    counts: Counts,
+    streams: Mutex<Streams>,
+    writes_around: AtomicBool,
+    cutoff: AtomicU64,
+    /// A flush has failed.
+    broken: AtomicBool,
+}
+
+/// Slots that a write keeps reserved for its blocks; given back when it is dropped.
+struct Slots<'a, C: LocalFile> {
+    store: &'a Store<C>,
+    slots: Vec<Option<Slot>>,
+}
+
+impl<C: LocalFile> Drop for Slots<'_, C> {
+    fn drop(&mut self) {
+        self.slots.iter().flatten().for_each(|slot| self.store.release(*slot));
+    }
+}
+
+impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
+    /// Attaches `slow` as `name`. A new device, and one whose store is cold, begins without content.
+    ///
+    /// `Invalid` if the device had another size when it was attached last.
+    pub fn attach(
+        store: Arc<Store<C>>,
+        slow: S,
+        name: &str,
+        mode: Mode,
+        cutoff: u64,
+    ) -> Result<Self> {
+        let size = slow.size();
+        let known = store.record(name);
+        if let Some((_, record)) = &known
+            && record.size.get() != size
+        {
+            let what = format!(
+                "{name} had {} bytes when it was attached last, and has {size} now: is it another \
+                 device? `burgeon accelerate forget` forgets it",
+                record.size
+            );
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let is_warm = known.is_some() && store.trust() == Trust::Warm;
+        let (number, record) = match known {
+            Some(known) => known,
+            None => store.add_record(name, size)?,
+        };
+        let counts = Counts::from_stored(record.counters.map(|counter| counter.get()));
+        let first = record.bitmap_first.get();
+        let marks = if is_warm {
+            let marks = store.load_marks(&record)?;
+            let is_marked = |key: Key| marks.is_marked((key.block * BLOCK_SIZE / REGION) as u32);
+            let dropped = store.drop_blocks(|key| key.device == number && is_marked(key));
+            counts.add(Count::DroppedBlocks, dropped);
+            marks
+        } else {
+            let dropped = store.drop_blocks(|key| key.device == number);
+            counts.add(Count::DroppedBlocks, dropped);
+            store.store_index(&counts)?;
+            let marks = Marks::empty(store.id(), first, record.bitmap_blocks.get());
+            marks.store(&DeviceBitmaps { store: &store, first, counts: &counts })?;
+            store.put_record(number, record)?;
+            marks
+        };
+        Ok(Self {
+            store,
+            slow,
+            name: name.to_owned(),
+            number,
+            record,
+            marks,
+            counts,
+            streams: Mutex::default(),
+            writes_around: AtomicBool::new(mode == Mode::WriteAround),
+            cutoff: AtomicU64::new(cutoff),
+            broken: AtomicBool::new(false),
+        })
+    }
+
+    /// The slow device.
+    pub fn slow(&self) -> &S {
+        &self.slow
+    }
+
+    /// The cache.
+    pub fn store(&self) -> &Arc<Store<C>> {
+        &self.store
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its counters.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// Regions of 1 MiB that are marked as perhaps newer than the cache.
+    pub fn marked(&self) -> u64 {
+        self.marks.count()
+    }
+
+    /// What becomes of writes.
+    pub fn mode(&self) -> Mode {
+        match self.writes_around.load(SeqCst) {
+            true => Mode::WriteAround,
+            false => Mode::WriteThrough,
+        }
+    }
+
+    /// Changes what becomes of writes; those in work end as they began.
+    pub fn set_mode(&self, mode: Mode) {
+        self.writes_around.store(mode == Mode::WriteAround, SeqCst);
+    }
+
+    /// Length of a sequence of requests from which on they go round the cache; 0 for never.
+    pub fn cutoff(&self) -> u64 {
+        self.cutoff.load(SeqCst)
+    }
+
+    /// Changes the length.
+    pub fn set_cutoff(&self, cutoff: u64) {
+        self.cutoff.store(cutoff, SeqCst);
+    }
+
+    /// True if a flush has failed.
+    pub fn is_broken(&self) -> bool {
+        self.broken.load(SeqCst)
+    }
+
+    fn key(&self, block: u64) -> Key {
+        Key { device: self.number, block }
+    }
+
+    /// Whole blocks; the rest behind them is never cached.
+    fn whole_blocks(&self) -> u64 {
+        self.slow.size() / BLOCK_SIZE
+    }
+
+    fn lock(&self, at: u64, len: u64) -> Locked<'_> {
+        let (first, end) = (at / BLOCK_SIZE, (at + len).div_ceil(BLOCK_SIZE));
+        self.store.locks.lock(Span { device: self.number, first, end })
+    }
+
+    /// True if a request belongs to a long sequence.
+    fn is_sequential(&self, at: u64, len: u64) -> bool {
+        let cutoff = self.cutoff();
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let sequential = streams.note(at, len) >= cutoff && cutoff > 0;
+        if sequential {
+            self.counts.add(Count::BypassedBytes, len);
+        }
+        sequential
+    }
+
+    /// A block that lies on the cache device, whole and alone. Never waits.
+    pub fn place_of(&self, at: u64) -> Option<ByteRange> {
+        let is_block = at.is_multiple_of(BLOCK_SIZE) && at / BLOCK_SIZE < self.whole_blocks();
+        if !is_block || self.store.has_failed() {
+            return None;
+        }
+        self.store.place_of(self.key(at / BLOCK_SIZE))
+    }
+
+    /// True if `bytes`, which were read at `place` of the cache device, are those at `at`.
+    pub fn is_block(&self, at: u64, place: ByteRange, bytes: &[u8]) -> bool {
+        let good = self.store.is_block(self.key(at / BLOCK_SIZE), place, bytes, &self.counts);
+        if good {
+            self.counts.add(Count::ReadBytes, BLOCK_SIZE);
+        }
+        good
+    }
+
+    /// Reads whole logical blocks.
+    pub fn read(&self, at: u64, buf: &mut [u8]) -> Result<()> {
+        let len = buf.len() as u64;
+        self.counts.add(Count::ReadBytes, len);
+        if self.store.has_failed() {
+            return self.read_slow(at, buf);
+        }
+        let sequential = self.is_sequential(at, len);
+        let _locked = self.lock(at, len);
+        let blocks = at.is_multiple_of(BLOCK_SIZE) && len.is_multiple_of(BLOCK_SIZE);
+        if blocks {
+            return self.read_blocks(at / BLOCK_SIZE, buf, sequential);
+        }
+        let first = at / BLOCK_SIZE;
+        let end = (at + len).div_ceil(BLOCK_SIZE);
+        if end > self.whole_blocks() {
+            return self.read_slow(at, buf);
+        }
+        let mut pages = self.pages((end - first) * BLOCK_SIZE)?;
+        self.read_blocks(first, pages.bytes_mut(), sequential)?;
+        let skip = (at - first * BLOCK_SIZE) as usize;
+        buf.copy_from_slice(&pages.bytes()[skip..skip + buf.len()]);
+        Ok(())
+    }
+
+    fn pages(&self, len: u64) -> Result<Pages> {
+        let what = || Error::new(ErrorKind::Unavailable, "no memory for a request");
+        Pages::zeroed(len).ok_or_else(what)
+    }
+
+    /// Reads from the slow device alone.
+    fn read_slow(&self, at: u64, buf: &mut [u8]) -> Result<()> {
+        self.slow.read_at(at, buf).inspect_err(|_| self.counts.add(Count::SlowErrors, 1))?;
+        self.counts.add(Count::MissBytes, buf.len() as u64);
+        self.counts.add(Count::SlowReadBytes, buf.len() as u64);
+        Ok(())
+    }
+
+    /// Reads blocks whose lock the caller holds: runs of misses in one read each.
+    fn read_blocks(&self, first: u64, buf: &mut [u8], sequential: bool) -> Result<()> {
+        let block_len = BLOCK_SIZE as usize;
+        let count = buf.len() / block_len;
+        let mut missed = 0;
+        for at in 0..=count {
+            let hit = at == count || {
+                let part = &mut buf[at * block_len..(at + 1) * block_len];
+                self.store.get(self.key(first + at as u64), part, &self.counts)
+            };
+            if !hit {
+                missed += 1;
+                continue;
+            }
+            if missed > 0 {
+                let from = at - missed;
+                let run = &mut buf[from * block_len..at * block_len];
+                self.read_slow((first + from as u64) * BLOCK_SIZE, run)?;
+                if !sequential {
+                    self.keep(first + from as u64, run);
+                }
+                missed = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// Offers blocks to the policy.
+    fn keep(&self, first: u64, bytes: &[u8]) {
+        for (block, bytes) in (first..).zip(bytes.chunks_exact(BLOCK_SIZE as usize)) {
+            if block < self.whole_blocks() {
+                self.store.admit(self.key(block), bytes, &self.counts);
+            }
+        }
+    }
+
+    /// Writes whole logical blocks; with `fua`, they are durable when this returns.
+    pub fn write(&self, at: u64, bytes: &[u8], fua: bool) -> Result<()> {
+        let len = bytes.len() as u64;
+        self.counts.add(Count::WrittenBytes, len);
+        let sequential = self.is_sequential(at, len);
+        self.change(
+            at,
+            len,
+            |_| {
+                self.slow.write_at(at, bytes)?;
+                self.counts.add(Count::SlowWrittenBytes, len);
+                Ok(())
+            },
+            |slots, old| {
+                if self.mode() == Mode::WriteThrough {
+                    self.renew(at, bytes, slots, old, sequential);
+                }
+            },
+        )?;
+        if fua { self.flush() } else { Ok(()) }
+    }
+
+    /// Erases whole logical blocks.
+    pub fn erase(&self, range: ByteRange, how: Erase) -> Result<()> {
+        let (at, len) = (range.start(), range.len());
+        if len == 0 {
+            return Ok(());
+        }
+        self.change(at, len, |_| self.slow.erase(range, how), |_, _| ())?;
+        self.counts.add(Count::ErasedBytes, len);
+        Ok(())
+    }
+
+    /// Changes the slow device at `at`, in the order that the module describes. `after` gets the
+    /// reserved slots and the former content of blocks that change in part.
+    fn change(
+        &self,
+        at: u64,
+        len: u64,
+        change: impl FnOnce(&Self) -> Result<()>,
+        after: impl FnOnce(&mut [Option<Slot>], &Edges),
+    ) -> Result<()> {
+        self.check()?;
+        let locked = self.lock(at, len);
+        let regions = (at / REGION) as u32..=((at + len - 1) / REGION) as u32;
+        if !self.mark(regions.clone())? {
+            drop(locked);
+            let done = change(self);
+            return done.inspect_err(|_| self.counts.add(Count::SlowErrors, 1));
+        }
+        let edges = self.edges(at, len);
+        let (first, end) = (at / BLOCK_SIZE, (at + len).div_ceil(BLOCK_SIZE));
+        let slots = (first..end).map(|block| self.store.forget(self.key(block))).collect();
+        let mut slots = Slots { store: &self.store, slots };
+        let done = change(self);
+        match &done {
+            Ok(()) => after(&mut slots.slots, &edges),
+            Err(_) => self.counts.add(Count::SlowErrors, 1),
+        }
+        drop(slots);
+        self.marks.end(regions);
+        done
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.is_broken() {
+            let what = format!("a flush of {} has failed: nothing is written any more", self.name);
+            return Err(Error::new(ErrorKind::LocalIo, what));
+        }
+        Ok(())
+    }
+
+    fn bitmaps(&self) -> DeviceBitmaps<'_, C> {
+        let first = self.record.bitmap_first.get();
+        DeviceBitmaps { store: &self.store, first, counts: &self.counts }
+    }
+
+    /// Marks regions durably; false if the cache is gone round instead.
+    fn mark(&self, regions: RangeInclusive<u32>) -> Result<bool> {
+        if self.store.has_failed() {
+            return Ok(false);
+        }
+        match self.marks.begin(regions, &self.bitmaps()) {
+            Ok(()) => Ok(true),
+            Err(error) => {
+                self.counts.add(Count::CacheErrors, 1);
+                self.store.give_up(&error)?;
+                Ok(false)
+            }
+        }
+    }
+
+    /// The cached content of the first and last block of a change, where it covers them in part.
+    fn edges(&self, at: u64, len: u64) -> Edges {
+        let end = at + len;
+        let edge = |block: u64, is_partial: bool| {
+            let mut page = Pages::zeroed(BLOCK_SIZE).filter(|_| is_partial)?;
+            let counts = Counts::default();
+            self.store.get(self.key(block), page.bytes_mut(), &counts).then_some(page)
+        };
+        let (first, last) = (at / BLOCK_SIZE, (end - 1) / BLOCK_SIZE);
+        let starts_inside = !at.is_multiple_of(BLOCK_SIZE);
+        let ends_inside = !end.is_multiple_of(BLOCK_SIZE);
+        if first == last {
+            return Edges { first: edge(first, starts_inside || ends_inside), last: None };
+        }
+        Edges { first: edge(first, starts_inside), last: edge(last, ends_inside) }
+    }
+
+    /// Puts written blocks into the cache: into their slots, or where the policy wants them.
+    fn renew(
+        &self,
+        at: u64,
+        bytes: &[u8],
+        slots: &mut [Option<Slot>],
+        old: &Edges,
+        sequential: bool,
+    ) {
+        let (first, end) = (at / BLOCK_SIZE, at + bytes.len() as u64);
+        let count = slots.len();
+        for (index, slot) in slots.iter_mut().enumerate() {
+            let block = first + index as u64;
+            let (start, stop) = (block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE);
+            let mut merged = None;
+            let content = if start >= at && stop <= end {
+                &bytes[(start - at) as usize..(stop - at) as usize]
+            } else {
+                let edge = if index == 0 { &old.first } else { &old.last };
+                let (Some(edge), Some(mut page)) = (edge, Pages::zeroed(BLOCK_SIZE)) else {
+                    continue;
+                };
+                debug_assert!(index == 0 || index + 1 == count);
+                let (from, to) = (start.max(at), stop.min(end));
+                page.bytes_mut().copy_from_slice(edge.bytes());
+                page.bytes_mut()[(from - start) as usize..(to - start) as usize]
+                    .copy_from_slice(&bytes[(from - at) as usize..(to - at) as usize]);
+                merged.insert(page).bytes()
+            };
+            if block >= self.whole_blocks() || self.store.has_failed() {
+                continue;
+            }
+            match slot.take() {
+                Some(slot) => self.store.fill(self.key(block), slot, content, &self.counts),
+                None if !sequential => self.store.admit(self.key(block), content, &self.counts),
+                None => {}
+            }
+        }
+    }
+
+    /// Makes every change durable that returned before.
+    pub fn flush(&self) -> Result<()> {
+        self.check()?;
+        self.counts.add(Count::Flushes, 1);
+        self.slow.sync().inspect_err(|error| {
+            tracing::error!("a flush of {} failed: {error}", self.name);
+            self.broken.store(true, SeqCst);
+            self.counts.add(Count::SlowErrors, 1);
+        })
+    }
+
+    /// Clears the marks of regions that are idle, after making the slow device and the index
+    /// durable; stores the counters.
+    pub fn tidy(&self) -> Result<()> {
+        if self.store.has_failed() {
+            return Ok(());
+        }
+        self.check()?;
+        let idle = self.marks.idle();
+        if !idle.is_empty() {
+            self.slow.sync().inspect_err(|_| self.broken.store(true, SeqCst))?;
+        }
+        let stored = self.store.store_index(&self.counts).and_then(|()| {
+            self.marks.clear(&idle, &self.bitmaps())?;
+            let mut record = self.record;
+            record.counters = self.counts.all().map(Into::into);
+            self.store.put_record(self.number, record)
+        });
+        stored.or_else(|error| {
+            self.counts.add(Count::CacheErrors, 1);
+            self.store.give_up(&error)
+        })
+    }
+}
+
+/// Former content of blocks that change in part.
+struct Edges {
+    first: Option<Pages>,
+    last: Option<Pages>,
+}

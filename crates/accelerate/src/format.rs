@@ -1,0 +1,412 @@
+//! The bytes on a cache device.
+//!
+//! ```text
+//!   block 0, 1      superblock, written in turn: the valid one with the higher generation counts.
+//!                   Sizes, and a record of each slow device
+//!   from 2          bitmaps: a bit for each MiB of a slow device that may have been written
+//!   then            index: parts of 31 sets, a word and a check of each slot
+//!   then            slots: the cached blocks, 16 a set
+//! ```
+//!
+//! Every block but the slots begins with a head: CRC-32C of the rest, kind, number, and the id of
+//! the cache. So a block that was torn, or left by another cache, is recognised: a bitmap then counts
+//! as full, and a part of the index as empty. An index carries an epoch, too: a new one
+//! makes all stored parts invalid at once.
+//!
+//! Invariants (held by the tests below): decoding never panics, and accepts no geometry that does not
+//! fit into its device.
+
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, Result};
+use zerocopy::{
+    FromBytes, FromZeros as _, Immutable, IntoBytes, KnownLayout,
+    little_endian::{U32, U64},
+};
+
+use crate::sets::{SETS_A_PART, WAYS};
+
+/// The version that this program writes, and the only one that it reads.
+pub const VERSION: u32 = 1;
+/// Bytes of a region, for which the bitmap has a bit.
+pub const REGION: u64 = 1 << 20;
+/// The most slow devices of one cache.
+pub const DEVICES_MAX: usize = 16;
+/// The smallest cache device.
+pub const SIZE_MIN: u64 = 1 << 20;
+/// Counters of a device.
+pub const COUNTERS: usize = 16;
+/// Bytes of a device's name.
+pub const NAME_MAX: usize = 32;
+
+const MAGIC: [u8; 8] = *b"burgaccl";
+const BLOCK: usize = BLOCK_SIZE as usize;
+const HEAD: usize = size_of::<Head>();
+/// Bits of one block of a bitmap.
+pub(crate) const REGIONS_A_BLOCK: u32 = ((BLOCK - HEAD) * 8) as u32;
+/// Where the words of an index part begin.
+const WORDS_AT: usize = BLOCK - SETS_A_PART as usize * WAYS * 8;
+
+/// One block of the device in memory, aligned for direct I/O.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C, align(4096))]
+pub struct Block(pub(crate) [u8; BLOCK]);
+
+impl Block {
+    /// A block of zeros.
+    pub fn zeroed() -> Box<Self> {
+        // The only failure is a lack of memory, which aborts elsewhere, too.
+        Self::new_box_zeroed().unwrap_or_else(|_| Box::new(Self([0; BLOCK])))
+    }
+}
+
+/// The kind of a block.
+#[derive(Clone, Copy)]
+pub(crate) enum Kind {
+    Super = 1,
+    Bitmap = 2,
+    Index = 3,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Head {
+    crc: U32,
+    kind: U32,
+    number: U64,
+    epoch: U64,
+    id: [u8; 16],
+}
+
+/// Writes the head of a block.
+pub(crate) fn seal(block: &mut Block, kind: Kind, number: u64, epoch: u64, id: [u8; 16]) {
+    let mut head = Head {
+        crc: 0.into(),
+        kind: (kind as u32).into(),
+        number: number.into(),
+        epoch: epoch.into(),
+        id,
+    };
+    block.0[..HEAD].copy_from_slice(head.as_bytes());
+    head.crc = crc32c::crc32c(&block.0[4..]).into();
+    block.0[..HEAD].copy_from_slice(head.as_bytes());
+}
+
+/// True if a block is whole and the wanted one.
+pub(crate) fn is_sealed(block: &Block, kind: Kind, number: u64, epoch: u64, id: [u8; 16]) -> bool {
+    let Ok((head, _)) = Head::ref_from_prefix(&block.0) else { return false };
+    head.crc.get() == crc32c::crc32c(&block.0[4..])
+        && head.kind.get() == kind as u32
+        && head.number.get() == number
+        && head.epoch.get() == epoch
+        && head.id == id
+}
+
+/// A slow device that the cache knows.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Record {
+    pub(crate) used: U32,
+    pub(crate) bitmap_first: U32,
+    pub(crate) bitmap_blocks: U32,
+    reserved: U32,
+    pub(crate) size: U64,
+    pub(crate) name: [u8; NAME_MAX],
+    pub(crate) counters: [U64; COUNTERS],
+}
+
+impl Record {
+    pub(crate) fn empty() -> Self {
+        Self::new_zeroed()
+    }
+
+    /// Its name.
+    pub fn name(&self) -> String {
+        let name = self.name.split(|byte| *byte == 0).next().unwrap_or_default();
+        String::from_utf8_lossy(name).into_owned()
+    }
+}
+
+#[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawSuper {
+    head: [u8; HEAD],
+    magic: [u8; 8],
+    version: U32,
+    sets: U32,
+    id: [u8; 16],
+    generation: U64,
+    epoch: U64,
+    size: U64,
+    bitmap_blocks: U32,
+    reserved: U32,
+    devices: [Record; DEVICES_MAX],
+}
+
+const _: () = assert!(size_of::<RawSuper>() <= BLOCK, "the superblock is one block");
+
+/// The superblock.
+#[derive(Clone)]
+pub struct Super {
+    /// Id of this cache, random.
+    pub id: [u8; 16],
+    /// Number of this write of the superblock.
+    pub generation: u64,
+    /// Parts of the index with another epoch are invalid.
+    pub epoch: u64,
+    /// Where the parts are.
+    pub layout: Layout,
+    pub(crate) devices: [Record; DEVICES_MAX],
+}
+
+/// The places of the parts, in blocks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Layout {
+    /// Bytes of the cache device that are used.
+    pub size: u64,
+    /// Blocks of all bitmaps.
+    pub bitmap_blocks: u32,
+    /// Sets of the index.
+    pub sets: u32,
+}
+
+impl Layout {
+    /// The layout of a device of `size` bytes; `Invalid` below [`SIZE_MIN`].
+    pub fn new(size: u64) -> Result<Self> {
+        if size < SIZE_MIN {
+            let what = format!("a cache of {size} bytes is too small: {SIZE_MIN} are the least");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let blocks = size / BLOCK_SIZE;
+        // Enough for slow devices of about 500 times the size, 64 GiB at least.
+        let bitmap_blocks = (blocks / 16_384).clamp(2 * DEVICES_MAX as u64, 1 << 16) as u32;
+        let parts = u64::from(SETS_A_PART);
+        let rest = blocks - 2 - u64::from(bitmap_blocks) - 1;
+        let sets = rest * parts / (parts * WAYS as u64 + 1);
+        // 2^32 slots, which are 16 TiB.
+        let sets = sets.min((u32::MAX / WAYS as u32).into()) as u32;
+        Ok(Self { size, bitmap_blocks, sets })
+    }
+
+    fn index_first(&self) -> u64 {
+        2 + u64::from(self.bitmap_blocks)
+    }
+
+    fn slots_first(&self) -> u64 {
+        self.index_first() + u64::from(self.sets.div_ceil(SETS_A_PART))
+    }
+
+    /// Offset of a block of the bitmaps.
+    pub(crate) fn bitmap_at(&self, block: u32) -> u64 {
+        (2 + u64::from(block)) * BLOCK_SIZE
+    }
+
+    /// Offset of a part of the index.
+    pub(crate) fn part_at(&self, part: u32) -> u64 {
+        (self.index_first() + u64::from(part)) * BLOCK_SIZE
+    }
+
+    /// Offset of a slot.
+    pub fn slot_at(&self, slot: u32) -> u64 {
+        (self.slots_first() + u64::from(slot)) * BLOCK_SIZE
+    }
+}
+
+impl Super {
+    /// The superblock of a new cache.
+    pub fn new(id: [u8; 16], layout: Layout) -> Self {
+        let devices = [Record::new_zeroed(); DEVICES_MAX];
+        Self { id, generation: 1, epoch: 1, layout, devices }
+    }
+
+    /// As a block.
+    pub fn encode(&self) -> Box<Block> {
+        let raw = RawSuper {
+            head: [0; HEAD],
+            magic: MAGIC,
+            version: VERSION.into(),
+            sets: self.layout.sets.into(),
+            id: self.id,
+            generation: self.generation.into(),
+            epoch: self.epoch.into(),
+            size: self.layout.size.into(),
+            bitmap_blocks: self.layout.bitmap_blocks.into(),
+            reserved: 0.into(),
+            devices: self.devices,
+        };
+        let mut block = Block::zeroed();
+        block.0[..size_of::<RawSuper>()].copy_from_slice(raw.as_bytes());
+        seal(&mut block, Kind::Super, 0, 0, self.id);
+        block
+    }
+
+    /// The superblock in `block`, of a device of `size` bytes. `NotFound` if it holds none, `Corrupt`
+    /// if it is damaged, `UnsupportedFormat` if another version made it, `Invalid` if the device has
+    /// shrunk.
+    pub fn decode(block: &Block, size: u64) -> Result<Self> {
+        let fail = |kind, what: String| Err(Error::new(kind, what));
+        let Ok((raw, _)) = RawSuper::read_from_prefix(&block.0) else {
+            return fail(ErrorKind::Corrupt, "a superblock is shorter than a block".into());
+        };
+        if raw.magic != MAGIC {
+            return fail(ErrorKind::NotFound, "it holds no cache of Burgeon".into());
+        }
+        let version = raw.version.get();
+        if version != VERSION {
+            let what =
+                format!("its cache has format {version}; this program knows format {VERSION}");
+            return fail(ErrorKind::UnsupportedFormat, what);
+        }
+        if !is_sealed(block, Kind::Super, 0, 0, raw.id) {
+            return fail(ErrorKind::Corrupt, "the superblock of its cache is damaged".into());
+        }
+        let layout = Layout::new(raw.size.get())?;
+        if (layout.sets, layout.bitmap_blocks) != (raw.sets.get(), raw.bitmap_blocks.get()) {
+            return fail(ErrorKind::Corrupt, "the sizes in its superblock disagree".into());
+        }
+        if layout.size > size {
+            let what = format!("it has {size} bytes, and its cache was made for {}", layout.size);
+            return fail(ErrorKind::Invalid, what);
+        }
+        let fits = |record: &Record| {
+            let end = record.bitmap_first.get().checked_add(record.bitmap_blocks.get());
+            let regions = record.size.get().div_ceil(REGION);
+            record.used.get() == 0
+                || (end.is_some_and(|end| end <= layout.bitmap_blocks)
+                    && regions
+                        <= u64::from(record.bitmap_blocks.get()) * u64::from(REGIONS_A_BLOCK))
+        };
+        if !raw.devices.iter().all(fits) {
+            return fail(ErrorKind::Corrupt, "a record of a slow device makes no sense".into());
+        }
+        Ok(Self {
+            id: raw.id,
+            generation: raw.generation.get(),
+            epoch: raw.epoch.get(),
+            layout,
+            devices: raw.devices,
+        })
+    }
+}
+
+/// Words and checks of a part of the index, as a block.
+pub(crate) fn encode_part(
+    part: u32,
+    words: impl Iterator<Item = (u32, u32)>,
+    epoch: u64,
+    id: [u8; 16],
+) -> Box<Block> {
+    let mut block = Block::zeroed();
+    for (entry, (word, check)) in block.0[WORDS_AT..].chunks_exact_mut(8).zip(words) {
+        entry[..4].copy_from_slice(&word.to_le_bytes());
+        entry[4..].copy_from_slice(&check.to_le_bytes());
+    }
+    seal(&mut block, Kind::Index, part.into(), epoch, id);
+    block
+}
+
+/// The words and checks of a stored part; `None` if it is another's, or damaged.
+pub(crate) fn decode_part(
+    block: &Block,
+    part: u32,
+    epoch: u64,
+    id: [u8; 16],
+) -> Option<impl Iterator<Item = (u32, u32)>> {
+    let number = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes);
+    is_sealed(block, Kind::Index, part.into(), epoch, id).then(|| {
+        let entries = block.0[WORDS_AT..].chunks_exact(8);
+        entries.map(move |entry| (number(&entry[..4]), number(&entry[4..])))
+    })
+}
+
+/// The bits of a block of a bitmap, as a block.
+pub(crate) fn encode_bits(bits: &[u8], block: u32, id: [u8; 16]) -> Box<Block> {
+    let mut stored = Block::zeroed();
+    stored.0[HEAD..HEAD + bits.len()].copy_from_slice(bits);
+    seal(&mut stored, Kind::Bitmap, block.into(), 0, id);
+    stored
+}
+
+/// The bits of a stored block of a bitmap: all ones if it is another's, or damaged.
+pub(crate) fn decode_bits(stored: &Block, block: u32, id: [u8; 16], bits: &mut [u8]) {
+    match is_sealed(stored, Kind::Bitmap, block.into(), 0, id) {
+        true => bits.copy_from_slice(&stored.0[HEAD..HEAD + bits.len()]),
+        false => bits.fill(0xff),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_block::{BLOCK_SIZE, ErrorKind};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ID: [u8; 16] = [7; 16];
+
+    #[test]
+    fn the_parts_fill_the_device_and_do_not_overlap() {
+        for size in [SIZE_MIN, 100 << 20, 1 << 30, (1 << 40) + 12_345, 20 << 40] {
+            let layout = Layout::new(size).unwrap();
+            let slots = u64::from(layout.sets) * WAYS as u64;
+            let end = layout.slot_at((slots - 1) as u32) + BLOCK_SIZE;
+            assert!(end <= size, "{size}: {end}");
+            assert!(layout.bitmap_at(layout.bitmap_blocks) == layout.part_at(0));
+            assert!(layout.part_at(layout.sets.div_ceil(SETS_A_PART)) == layout.slot_at(0));
+            assert!(size > 1 << 44 || end > size - size / 50 - (1 << 18), "{size}: {end}");
+        }
+        assert_eq!(Layout::new(SIZE_MIN - 1).unwrap_err().kind(), ErrorKind::Invalid);
+    }
+
+    #[test]
+    fn a_superblock_comes_back_and_each_damage_has_its_error() {
+        let layout = Layout::new(SIZE_MIN).unwrap();
+        let mut written = Super::new(ID, layout);
+        written.generation = 9;
+        let block = written.encode();
+        let read = Super::decode(&block, SIZE_MIN).unwrap();
+        assert_eq!((read.id, read.generation, read.layout), (ID, 9, layout));
+        let kind = |block: &Block, size| Super::decode(block, size).map(drop).unwrap_err().kind();
+        assert_eq!(kind(&Block::zeroed(), SIZE_MIN), ErrorKind::NotFound);
+        assert_eq!(kind(&block, SIZE_MIN - 4096), ErrorKind::Invalid);
+        let mut damaged = Block(block.0);
+        damaged.0[200] ^= 1;
+        assert_eq!(kind(&damaged, SIZE_MIN), ErrorKind::Corrupt);
+        let mut newer = Block(block.0);
+        newer.0[HEAD + 8] = 2;
+        assert_eq!(kind(&newer, SIZE_MIN), ErrorKind::UnsupportedFormat);
+    }
+
+    #[test]
+    fn a_damaged_bitmap_is_full_and_a_damaged_part_empty() {
+        let mut bits = [0; 4];
+        let mut block = encode_bits(&[1, 2, 3, 4], 5, ID);
+        decode_bits(&block, 5, ID, &mut bits);
+        assert_eq!(bits, [1, 2, 3, 4]);
+        decode_bits(&block, 6, ID, &mut bits);
+        assert_eq!(bits, [0xff; 4]);
+        block.0[100] ^= 1;
+        decode_bits(&block, 5, ID, &mut bits);
+        assert_eq!(bits, [0xff; 4]);
+        let block = encode_part(3, [(1, 2), (3, 4)].into_iter(), 8, ID);
+        assert_eq!(decode_part(&block, 3, 8, ID).unwrap().nth(1), Some((3, 4)));
+        assert!(decode_part(&block, 3, 9, ID).is_none() && decode_part(&block, 2, 8, ID).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn hostile_superblocks_do_no_harm(
+            at in 0usize..BLOCK,
+            bytes in proptest::collection::vec(any::<u8>(), 1..64),
+            sealed: bool,
+        ) {
+            let mut block = Super::new(ID, Layout::new(SIZE_MIN).unwrap()).encode();
+            let end = (at + bytes.len()).min(BLOCK);
+            block.0[at..end].copy_from_slice(&bytes[..end - at]);
+            if sealed {
+                seal(&mut block, Kind::Super, 0, 0, ID);
+            }
+            if let Ok(read) = Super::decode(&block, SIZE_MIN) {
+                prop_assert!(read.layout.size <= SIZE_MIN);
+            }
+        }
+    }
+}

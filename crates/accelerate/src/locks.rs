@@ -1,0 +1,106 @@
+//! Locks of ranges of blocks, which are held across I/O; no mutex is.
+//!
+//! Invariants: a block has at most one holder. A thread that waits holds no other range, except
+//! through [`Locks::try_lock`], which never waits: so nobody waits in a circle.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// A range of blocks of a device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Span {
+    pub(crate) device: u8,
+    pub(crate) first: u64,
+    /// One past the last.
+    pub(crate) end: u64,
+}
+
+impl Span {
+    fn meets(&self, other: &Self) -> bool {
+        self.device == other.device && self.first < other.end && other.first < self.end
+    }
+}
+
+/// The ranges in use.
+#[derive(Default)]
+pub(crate) struct Locks {
+    held: Mutex<Vec<Span>>,
+    freed: Condvar,
+}
+
+/// A range that its holder alone changes, until it is dropped.
+pub(crate) struct Locked<'a> {
+    locks: &'a Locks,
+    span: Span,
+}
+
+impl Locks {
+    fn held(&self) -> MutexGuard<'_, Vec<Span>> {
+        // No code that can panic runs under this lock.
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for the range.
+    pub(crate) fn lock(&self, span: Span) -> Locked<'_> {
+        let mut held = self.held();
+        while held.iter().any(|other| other.meets(&span)) {
+            held = self.freed.wait(held).unwrap_or_else(PoisonError::into_inner);
+        }
+        held.push(span);
+        Locked { locks: self, span }
+    }
+
+    /// The range, if nobody has a part of it.
+    pub(crate) fn try_lock(&self, span: Span) -> Option<Locked<'_>> {
+        let mut held = self.held();
+        if held.iter().any(|other| other.meets(&span)) {
+            return None;
+        }
+        held.push(span);
+        Some(Locked { locks: self, span })
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        let mut held = self.locks.held();
+        if let Some(at) = held.iter().position(|span| *span == self.span) {
+            held.swap_remove(at);
+        }
+        self.locks.freed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::atomic::{AtomicU32, Ordering::SeqCst},
+        thread,
+    };
+
+    use super::{Locks, Span};
+
+    #[test]
+    fn ranges_that_meet_exclude_each_other() {
+        let (locks, inside) = (Locks::default(), AtomicU32::new(0));
+        thread::scope(|scope| {
+            for thread in 0..4 {
+                let (locks, inside) = (&locks, &inside);
+                scope.spawn(move || {
+                    for _ in 0..2000 {
+                        let _locked =
+                            locks.lock(Span { device: 1, first: thread, end: thread + 4 });
+                        assert_eq!(inside.fetch_add(1, SeqCst), 0);
+                        inside.fetch_sub(1, SeqCst);
+                    }
+                });
+            }
+        });
+        let span = Span { device: 1, first: 4, end: 6 };
+        let locked = locks.lock(span);
+        assert!(locks.try_lock(Span { first: 5, ..span }).is_none());
+        assert!(locks.try_lock(Span { device: 2, ..span }).is_some());
+        assert!(locks.try_lock(Span { first: 6, end: 7, ..span }).is_some());
+        drop(locked);
+        assert!(locks.try_lock(span).is_some());
+    }
+}

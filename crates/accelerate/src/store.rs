@@ -1,0 +1,540 @@
+//! A cache device, which all slow devices of a cache share.
+//!
+//! ```text
+//!   open ──► superblock ──► Cold: a new epoch, nothing is known
+//!                      └──► Warm: the index as it was stored; `Cached::attach` drops marked regions
+//!   store_index: the changed parts, then a sync
+//!   give_up: after an error of bitmaps, or many of slots: from then on the cache is gone round
+//! ```
+//!
+//! Invariants:
+//! - Once the cache device failed, nothing of it is read or written any more, and the next open is
+//!   cold: [`Distrust`] has recorded that elsewhere before the first write goes round the cache.
+//! - One thread at a time stores the index or the superblock (`TURN` is held).
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU32, AtomicU64, Ordering::SeqCst},
+    },
+};
+
+use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, LocalFile, Pages, Result};
+
+use crate::{
+    counters::{Count, Counts},
+    format::{Block, DEVICES_MAX, Layout, NAME_MAX, REGION, REGIONS_A_BLOCK, Record, Super},
+    format::{decode_part, encode_part},
+    keys::Key,
+    locks::{Locked, Locks, Span},
+    marks::{Bitmaps, Marks},
+    policy::{Fate, Kind, Policy},
+    sets::{Sets, Slot, check_of},
+};
+
+/// Errors of slots until the cache device counts as failed.
+const ERRORS_MAX: u32 = 16;
+/// The range of [`Locks`] that stands for storing the index.
+const TURN: Span = Span { device: u8::MAX, first: 0, end: 1 };
+
+/// Whether the content of a cache may be used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Trust {
+    /// Somebody else may have written to the slow devices.
+    Cold,
+    /// Nobody did since the cache was served last, cleanly or not.
+    Warm,
+}
+
+/// Records, not on the cache device, that the cache must be opened cold from now on. Durable when
+/// it returns.
+pub type Distrust = Box<dyn Fn() -> Result<()> + Send + Sync>;
+
+/// A cache device.
+pub struct Store<C> {
+    file: C,
+    id: [u8; 16],
+    layout: Layout,
+    trust: Trust,
+    sets: Sets,
+    pub(crate) locks: Locks,
+    room: Mutex<Room>,
+    head: Mutex<Super>,
+    epoch: AtomicU64,
+    errors: AtomicU32,
+    health: Mutex<Health>,
+    distrust: Distrust,
+}
+
+/// The policy, and the blocks that it keeps in memory.
+pub(crate) struct Room {
+    pub(crate) policy: Policy,
+    memory: HashMap<Key, Pages>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Health {
+    Good,
+    /// It failed, and this is recorded.
+    Failed,
+}
+
+/// A block that has left memory for a slot, with its lock.
+struct Leaving<'a> {
+    key: Key,
+    slot: Slot,
+    bytes: Pages,
+    _locked: Locked<'a>,
+}
+
+/// Makes a new cache on `file` of `size` bytes, and overwrites its beginning.
+pub fn create(file: &impl LocalFile, size: u64, id: [u8; 16]) -> Result<()> {
+    let block = Super::new(id, Layout::new(size)?).encode();
+    for copy in 0..2 {
+        file.write_at(copy * BLOCK_SIZE, &block.0)?;
+    }
+    file.sync()
+}
+
+/// Overwrites the superblocks: there is no cache any more.
+pub fn destroy(file: &impl LocalFile) -> Result<()> {
+    for copy in 0..2 {
+        file.write_at(copy * BLOCK_SIZE, &Block::zeroed().0)?;
+    }
+    file.sync()
+}
+
+/// The superblock of the cache on `file`: the newer of two. Errors as of [`Super::decode`].
+pub fn read_super(file: &impl LocalFile, size: u64) -> Result<Super> {
+    let mut block = Block::zeroed();
+    let mut copies = Vec::new();
+    for copy in 0..2 {
+        file.read_at(copy * BLOCK_SIZE, &mut block.0)?;
+        copies.push(Super::decode(&block, size));
+    }
+    let order = |copy: &Result<Super>| match copy {
+        Ok(copy) => (2, copy.generation),
+        // Of two errors the one that says more.
+        Err(error) => (u8::from(error.kind() != ErrorKind::NotFound), 0),
+    };
+    copies.into_iter().max_by_key(order).unwrap_or_else(|| Super::decode(&block, size))
+}
+
+impl<C: LocalFile> Store<C> {
+    /// Opens the cache on `file`, a device or file of `size` bytes.
+    pub fn open(file: C, size: u64, trust: Trust, kind: Kind, distrust: Distrust) -> Result<Self> {
+        let mut head = read_super(&file, size)?;
+        let sets = Sets::new(head.layout.sets);
+        if trust == Trust::Cold {
+            head.epoch += 1;
+        } else {
+            load(&file, &head, &sets)?;
+        }
+        let policy = Policy::new(kind, &sets);
+        let store = Self {
+            id: head.id,
+            layout: head.layout,
+            trust,
+            sets,
+            locks: Locks::default(),
+            room: Mutex::new(Room { policy, memory: HashMap::new() }),
+            epoch: AtomicU64::new(head.epoch),
+            head: Mutex::new(head),
+            errors: AtomicU32::new(0),
+            health: Mutex::new(Health::Good),
+            distrust,
+            file,
+        };
+        // A cold cache must be cold for a later warm start, too, whichever copy that finds.
+        store.store_head(|_| ())?;
+        store.store_head(|_| ())?;
+        Ok(store)
+    }
+
+    /// Whether the content was kept at the start.
+    pub fn trust(&self) -> Trust {
+        self.trust
+    }
+
+    /// The index.
+    pub fn sets(&self) -> &Sets {
+        &self.sets
+    }
+
+    /// The cache device.
+    pub fn file(&self) -> &C {
+        &self.file
+    }
+
+    /// Its id.
+    pub fn id(&self) -> [u8; 16] {
+        self.id
+    }
+
+    /// Replaces the policy.
+    pub fn set_policy(&self, kind: Kind) {
+        let mut room = self.room();
+        if room.policy.kind() != kind {
+            // Slots that are being filled stay reserved.
+            let policy = Policy::new(kind, &self.sets);
+            room.policy.succeed(policy);
+            room.memory.clear();
+        }
+    }
+
+    /// The policy's kind.
+    pub fn policy(&self) -> Kind {
+        self.room().policy.kind()
+    }
+
+    /// Blocks in memory.
+    pub fn in_memory(&self) -> u64 {
+        self.room().memory.len() as u64
+    }
+
+    pub(crate) fn room(&self) -> MutexGuard<'_, Room> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn head(&self) -> MutexGuard<'_, Super> {
+        self.head.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True once the cache device has failed: requests go round it.
+    pub fn has_failed(&self) -> bool {
+        *self.health.lock().unwrap_or_else(PoisonError::into_inner) == Health::Failed
+    }
+
+    /// The cache device failed: records that, and goes round it from now on.
+    pub(crate) fn give_up(&self, error: &Error) -> Result<()> {
+        // Held across the record: no write may go round the cache before it is made, and a cache
+        // fails once.
+        let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        if *health == Health::Good {
+            tracing::error!("the cache device failed, requests go round it: {error}");
+            (self.distrust)()?;
+            *health = Health::Failed;
+        }
+        Ok(())
+    }
+
+    /// Counts an error of a slot.
+    fn note_error(&self, counts: &Counts, error: &Error) {
+        counts.add(Count::CacheErrors, 1);
+        if self.errors.fetch_add(1, SeqCst) + 1 == ERRORS_MAX {
+            if let Err(error) = self.give_up(error) {
+                tracing::error!("cannot record that the cache device failed: {error}");
+                self.errors.store(ERRORS_MAX / 2, SeqCst);
+            }
+        } else {
+            tracing::warn!("the cache device has an error: {error}");
+        }
+    }
+
+    /// Reads the block of `key` from its slot or memory, for the holder of its lock.
+    pub(crate) fn get(&self, key: Key, bytes: &mut [u8], counts: &Counts) -> bool {
+        let mut room = self.room();
+        let hit = room.policy.hit_memory(key);
+        if hit && let Some(block) = room.memory.get(&key) {
+            bytes.copy_from_slice(&block.bytes()[..bytes.len()]);
+            counts.add(Count::MemoryHitBytes, BLOCK_SIZE);
+            return true;
+        }
+        let Some(slot) = self.sets.find(key) else { return false };
+        room.policy.hit(&self.sets, key, slot);
+        drop(room);
+        match self.file.read_at(self.layout.slot_at(slot), bytes) {
+            Ok(()) if self.sets.check(slot) == check_of(key, bytes) => {
+                counts.add(Count::CacheHitBytes, BLOCK_SIZE);
+                return true;
+            }
+            // Nobody else fills a slot of this key meanwhile; another key's block may have come.
+            Ok(()) if self.sets.find(key) == Some(slot) => counts.add(Count::CorruptBlocks, 1),
+            Ok(()) => {}
+            Err(error) => self.note_error(counts, &error),
+        }
+        if self.sets.find(key) == Some(slot) {
+            self.sets.clear(slot);
+        }
+        false
+    }
+
+    /// The place of the block on the cache device, for a reader that checks it with
+    /// [`Self::is_block`].
+    pub(crate) fn place_of(&self, key: Key) -> Option<ByteRange> {
+        let slot = self.sets.find(key)?;
+        ByteRange::at(self.layout.slot_at(slot), BLOCK_SIZE)
+    }
+
+    /// True if `bytes`, which were read at `place`, are the block of `key`.
+    pub(crate) fn is_block(
+        &self,
+        key: Key,
+        place: ByteRange,
+        bytes: &[u8],
+        counts: &Counts,
+    ) -> bool {
+        let slot = self.sets.find(key).filter(|slot| self.layout.slot_at(*slot) == place.start());
+        let Some(slot) = slot.filter(|slot| self.sets.check(*slot) == check_of(key, bytes)) else {
+            return false;
+        };
+        counts.add(Count::CacheHitBytes, BLOCK_SIZE);
+        match self.room.try_lock() {
+            Ok(mut room) => room.policy.hit(&self.sets, key, slot),
+            // Not counted in a sample; the clock counts.
+            Err(_) => self.sets.touch(slot),
+        }
+        true
+    }
+
+    /// Keeps a block that was missed, if the policy wants it; for the holder of its lock.
+    pub(crate) fn admit(&self, key: Key, bytes: &[u8], counts: &Counts) {
+        if self.has_failed() {
+            return;
+        }
+        let (fate, leaving) = {
+            let mut room = self.room();
+            let outcome = room.policy.miss(&self.sets, key);
+            if outcome.fate == Fate::Memory {
+                match Pages::zeroed(BLOCK_SIZE) {
+                    Some(mut page) => {
+                        page.bytes_mut().copy_from_slice(bytes);
+                        room.memory.insert(key, page);
+                    }
+                    None => drop(room.policy.forget(key)),
+                }
+            }
+            let leaves = outcome.leaves;
+            (outcome.fate, leaves.and_then(|(key, fate)| self.leave(&mut room, key, fate)))
+        };
+        if let Fate::Slot(slot) = fate {
+            self.fill(key, slot, bytes, counts);
+        }
+        if let Some(leaving) = leaving {
+            self.fill(leaving.key, leaving.slot, leaving.bytes.bytes(), counts);
+        }
+    }
+
+    /// Takes a block out of memory, and its lock, before anybody can write it.
+    fn leave(&self, room: &mut Room, key: Key, fate: Fate) -> Option<Leaving<'_>> {
+        let bytes = room.memory.remove(&key);
+        let Fate::Slot(slot) = fate else { return None };
+        let span = Span { device: key.device, first: key.block, end: key.block + 1 };
+        match (bytes, self.locks.try_lock(span)) {
+            (Some(bytes), Some(_locked)) => Some(Leaving { key, slot, bytes, _locked }),
+            // Somebody reads or writes it: it is not worth a wait.
+            _ => {
+                room.policy.release(slot);
+                None
+            }
+        }
+    }
+
+    /// Writes a block into a slot that is reserved for it.
+    pub(crate) fn fill(&self, key: Key, slot: Slot, bytes: &[u8], counts: &Counts) {
+        match self.file.write_at(self.layout.slot_at(slot), bytes) {
+            Ok(()) => {
+                self.sets.publish(slot, key, check_of(key, bytes));
+                counts.add(Count::CacheWrittenBytes, BLOCK_SIZE);
+            }
+            Err(error) => self.note_error(counts, &error),
+        }
+        self.release(slot);
+    }
+
+    pub(crate) fn release(&self, slot: Slot) {
+        self.room().policy.release(slot);
+    }
+
+    /// Forgets a block that is about to change, for the holder of its lock; returns its slot, which
+    /// stays reserved for the new content.
+    pub(crate) fn forget(&self, key: Key) -> Option<Slot> {
+        let mut room = self.room();
+        room.memory.remove(&key);
+        room.policy.forget(key);
+        let slot = self.sets.find(key)?;
+        self.sets.clear(slot);
+        room.policy.reserve(slot)
+    }
+
+    /// Empties the slots whose blocks are to go, and returns their number.
+    pub(crate) fn drop_blocks(&self, goes: impl Fn(Key) -> bool) -> u64 {
+        let mut dropped = 0;
+        for slot in 0..self.sets.slots() {
+            if self.sets.key_of(slot).is_some_and(&goes) {
+                self.sets.clear(slot);
+                dropped += 1;
+            }
+        }
+        let mut room = self.room();
+        let Room { policy, memory } = &mut *room;
+        memory.retain(|key, _| {
+            let stays = !goes(*key);
+            if !stays {
+                policy.forget(*key);
+            }
+            stays
+        });
+        dropped
+    }
+
+    /// Stores the changed parts of the index, durably. The caller gives up the cache if it fails.
+    pub(crate) fn store_index(&self, counts: &Counts) -> Result<()> {
+        let _turn = self.locks.lock(TURN);
+        let epoch = self.epoch.load(SeqCst);
+        for part in 0..self.sets.parts() {
+            if self.sets.take_changed(part) {
+                let block = encode_part(part, self.sets.part(part), epoch, self.id);
+                let stored = self.file.write_at(self.layout.part_at(part), &block.0);
+                stored.inspect_err(|_| self.sets.give_back(part))?;
+                counts.add(Count::CacheMetaBytes, BLOCK_SIZE);
+            }
+        }
+        self.file.sync()
+    }
+
+    /// Changes the superblock, durably.
+    fn store_head<T>(&self, change: impl FnOnce(&mut Super) -> T) -> Result<T> {
+        let _turn = self.locks.lock(TURN);
+        let (block, copy, changed) = {
+            let mut head = self.head();
+            let changed = change(&mut head);
+            head.generation += 1;
+            (head.encode(), head.generation % 2, changed)
+        };
+        self.file.write_at(copy * BLOCK_SIZE, &block.0)?;
+        self.file.sync()?;
+        Ok(changed)
+    }
+
+    /// The number and record of the slow device `name`.
+    pub(crate) fn record(&self, name: &str) -> Option<(u8, Record)> {
+        let head = self.head();
+        let mut records = head.devices.iter().enumerate();
+        let is_it = |record: &Record| record.used.get() != 0 && record.name() == name;
+        records.find(|(_, record)| is_it(record)).map(|(number, record)| (number as u8, *record))
+    }
+
+    /// Names and sizes of the slow devices that the cache knows.
+    pub fn known(&self) -> Vec<(String, u64)> {
+        let head = self.head();
+        let used = head.devices.iter().filter(|record| record.used.get() != 0);
+        used.map(|record| (record.name(), record.size.get())).collect()
+    }
+
+    /// A record for a new slow device. `NoSpace` if there is no room for one.
+    pub(crate) fn add_record(&self, name: &str, size: u64) -> Result<(u8, Record)> {
+        let full = |what: String| Error::new(ErrorKind::NoSpace, what);
+        if name.is_empty() || name.len() > NAME_MAX {
+            let what = format!("a device's name has 1 to {NAME_MAX} bytes: {name:?} has not");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        if size.div_ceil(BLOCK_SIZE) > self.sets.keys().blocks_max() {
+            let max = self.sets.keys().blocks_max() * BLOCK_SIZE;
+            let what = format!(
+                "a slow device of {size} bytes is too large for this cache: {max} are the most"
+            );
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let blocks = size.div_ceil(REGION).div_ceil(u64::from(REGIONS_A_BLOCK)).max(1);
+        let Some(first) = self.free_bitmap(blocks) else {
+            return Err(full(format!(
+                "the cache has no room for the bitmap of {name}: forget a device that it knows, or make a larger cache"
+            )));
+        };
+        let mut record = Record::empty();
+        record.used = 1.into();
+        record.bitmap_first = first.into();
+        record.bitmap_blocks = (blocks as u32).into();
+        record.size = size.into();
+        record.name[..name.len()].copy_from_slice(name.as_bytes());
+        let free = self.head().devices.iter().position(|record| record.used.get() == 0);
+        let Some(number) = free else {
+            return Err(full(format!(
+                "the cache knows {DEVICES_MAX} slow devices, which are the most: forget one"
+            )));
+        };
+        Ok((number as u8, record))
+    }
+
+    /// The first of `blocks` free blocks of the bitmaps.
+    fn free_bitmap(&self, blocks: u64) -> Option<u32> {
+        let head = self.head();
+        let mut used: Vec<(u32, u32)> = head
+            .devices
+            .iter()
+            .filter(|r| r.used.get() != 0)
+            .map(|r| (r.bitmap_first.get(), r.bitmap_blocks.get()))
+            .collect();
+        used.sort_unstable();
+        let mut first = 0;
+        for (start, len) in used {
+            if u64::from(start) >= u64::from(first) + blocks {
+                return Some(first);
+            }
+            first = first.max(start + len);
+        }
+        (u64::from(first) + blocks <= u64::from(self.layout.bitmap_blocks)).then_some(first)
+    }
+
+    /// Stores a record.
+    pub(crate) fn put_record(&self, number: u8, record: Record) -> Result<()> {
+        self.store_head(|head| head.devices[usize::from(number)] = record)
+    }
+
+    /// Forgets the slow device `name`.
+    pub fn forget_device(&self, name: &str) -> Result<()> {
+        match self.record(name) {
+            Some((number, _)) => {
+                self.drop_blocks(|key| key.device == number);
+                self.store_index(&Counts::default())?;
+                self.put_record(number, Record::empty())
+            }
+            None => {
+                let what = format!("the cache knows no slow device {name}");
+                Err(Error::new(ErrorKind::NotFound, what))
+            }
+        }
+    }
+
+    /// The bitmap of a known device.
+    pub(crate) fn load_marks(&self, record: &Record) -> Result<Marks> {
+        let (first, blocks) = (record.bitmap_first.get(), record.bitmap_blocks.get());
+        let regions = record.size.get().div_ceil(REGION) as u32;
+        let read = |block: u32, stored: &mut Block| {
+            self.file.read_at(self.layout.bitmap_at(first + block), &mut stored.0)
+        };
+        Marks::load(self.id, first, blocks, regions, read)
+    }
+}
+
+/// The stored index.
+fn load(file: &impl LocalFile, head: &Super, sets: &Sets) -> Result<()> {
+    let mut block = Block::zeroed();
+    for part in 0..sets.parts() {
+        file.read_at(head.layout.part_at(part), &mut block.0)?;
+        if let Some(words) = decode_part(&block, part, head.epoch, head.id) {
+            sets.load_part(part, words);
+        }
+    }
+    Ok(())
+}
+
+/// The bitmap blocks of one slow device.
+pub(crate) struct DeviceBitmaps<'a, C> {
+    pub(crate) store: &'a Store<C>,
+    pub(crate) first: u32,
+    pub(crate) counts: &'a Counts,
+}
+
+impl<C: LocalFile> Bitmaps for DeviceBitmaps<'_, C> {
+    fn write(&self, block: u32, bytes: &Block) -> Result<()> {
+        self.counts.add(Count::CacheMetaBytes, BLOCK_SIZE);
+        self.store.file.write_at(self.store.layout.bitmap_at(self.first + block), &bytes.0)
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.store.file.sync()
+    }
+}

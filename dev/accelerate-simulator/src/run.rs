@@ -1,0 +1,414 @@
+//! One run of the simulated machine.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::SeqCst},
+};
+
+use burgeon_accelerate::{Cached, Mode, Store, Trust, create, policy::Kind};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Erase};
+use testkit::Rng;
+
+use super::{
+    disk::{Disk, Faults, Power, SECTOR},
+    model::{Model, bytes_of},
+};
+
+const CACHE_LEN: usize = 1 << 20;
+/// Two slow devices; the second ends within a block.
+const SLOW_LENS: [usize; 2] = [3 << 20, (2 << 20) + 5 * SECTOR];
+const NAMES: [&str; 2] = ["first", "second"];
+/// Sectors of the longest request.
+const LEN_MAX: u64 = 40;
+
+/// What happened in a run.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct Report {
+    /// Operations on the devices.
+    pub operations: u64,
+    /// Power failures.
+    pub power_failures: u64,
+    /// Deaths of the process.
+    pub kills: u64,
+    /// Clean stops.
+    pub stops: u64,
+    /// Starts that kept the content.
+    pub warm: u64,
+    /// Bytes that came from the cache device.
+    pub hit_bytes: u64,
+    /// Deaths of the cache device while it was served.
+    pub dead_caches: u64,
+    /// Writes of all disks.
+    pub writes: u64,
+}
+
+/// The machine.
+struct World {
+    rng: Rng,
+    power: Power,
+    cache: Disk,
+    slow: [Disk; 2],
+    models: [Model; 2],
+    version: u64,
+    /// What `Distrust` has recorded.
+    distrusted: Arc<AtomicBool>,
+    /// The cache device has lied since it was opened cold.
+    lied: bool,
+    running: Option<[Cached<Disk, Disk>; 2]>,
+    /// A flush of the device has failed in this life of the process.
+    failed: [bool; 2],
+    report: Report,
+}
+
+impl World {
+    fn new(seed: u64) -> Result<Self, String> {
+        let mut rng = Rng::new(seed);
+        let power = Power::default();
+        let cache = Disk::new(rng.bits(), CACHE_LEN, &power);
+        let slow = SLOW_LENS.map(|len| Disk::new(rng.bits(), len, &power));
+        create(&cache, CACHE_LEN as u64, [3; 16]).map_err(|e| e.to_string())?;
+        let mut world = Self {
+            rng,
+            power,
+            cache,
+            slow,
+            models: SLOW_LENS.map(|len| Model::new(len / SECTOR)),
+            version: 0,
+            distrusted: Arc::default(),
+            lied: false,
+            running: None,
+            failed: [false; 2],
+            report: Report::default(),
+        };
+        world.start(Trust::Cold)?;
+        Ok(world)
+    }
+
+    /// Starts the process. `Warm` only if nothing speaks against it.
+    fn start(&mut self, trust: Trust) -> Result<(), String> {
+        let cold = trust == Trust::Cold || self.distrusted.load(SeqCst);
+        let trust = if cold { Trust::Cold } else { Trust::Warm };
+        let witness = self.distrusted.clone();
+        let distrust = Box::new(move || {
+            witness.store(true, SeqCst);
+            Ok(())
+        });
+        let (kind, _) = *self.rng.pick(&Kind::ALL);
+        let store = Store::open(self.cache.clone(), CACHE_LEN as u64, trust, kind, distrust);
+        let store = match store {
+            Ok(store) => Arc::new(store),
+            Err(_) if self.power.is_off() => return Ok(()),
+            Err(error) => return Err(format!("cannot open the cache: {error}")),
+        };
+        let mut devices = Vec::new();
+        for (slow, name) in self.slow.iter().zip(NAMES) {
+            let (mode, _) = *self.rng.pick(&Mode::ALL);
+            match Cached::attach(store.clone(), slow.clone(), name, mode, 48 << 10) {
+                Ok(device) => devices.push(device),
+                Err(_) if self.power.is_off() => return Ok(()),
+                Err(error) => return Err(format!("cannot attach {name}: {error}")),
+            }
+        }
+        // Only now the content is as cold as it has to be.
+        self.distrusted.store(false, SeqCst);
+        self.lied &= trust == Trust::Warm;
+        self.report.warm += u64::from(trust == Trust::Warm);
+        self.running = devices.try_into().ok();
+        Ok(())
+    }
+
+    fn end_process(&mut self) {
+        self.failed = [false; 2];
+        for device in self.running.take().iter().flatten() {
+            use burgeon_accelerate::Count;
+            self.report.hit_bytes += device.counts().get(Count::CacheHitBytes);
+            self.report.dead_caches += u64::from(device.store().has_failed());
+        }
+    }
+
+    /// One step.
+    fn step(&mut self) -> Result<(), String> {
+        let number = self.rng.below(2) as usize;
+        match self.rng.below(200) {
+            0..90 => self.read(number)?,
+            90..150 => self.write(number),
+            150..158 => self.erase(number),
+            158..170 => self.flush(number)?,
+            170..178 => {
+                if let Some(devices) = &self.running {
+                    // A failure shows in later requests.
+                    drop(devices[number].tidy());
+                }
+            }
+            178..181 => {
+                if let Some(devices) = &self.running {
+                    devices[number].set_mode(self.rng.pick(&Mode::ALL).0);
+                    devices[number].store().set_policy(self.rng.pick(&Kind::ALL).0);
+                }
+            }
+            181..184 => self.change_faults(number),
+            184..188 => self.kill()?,
+            188..191 => self.stop()?,
+            191..195 => self.cut_the_power()?,
+            195..197 => self.cache.rot(),
+            _ => {
+                self.cache.set_faults(Faults::default());
+                self.slow[number].set_faults(Faults::default());
+            }
+        }
+        if self.power.is_off() {
+            self.cut_the_power()?;
+        }
+        self.report.operations += 1;
+        Ok(())
+    }
+
+    /// A range of sectors, often one that came before.
+    fn range(&mut self, number: usize) -> (usize, usize) {
+        let sectors = self.models[number].sectors() as u64;
+        let mut first = match self.rng.below(4) {
+            0 => self.rng.below(sectors),
+            1 => sectors - 1 - self.rng.below(24),
+            _ => self.rng.below(sectors / 5) + self.rng.below(2) * sectors / 2,
+        };
+        let mut len = 1 + self.rng.below(LEN_MAX);
+        if self.rng.below(4) > 0 {
+            first -= first % 8;
+            len = len.next_multiple_of(8);
+        }
+        (first as usize, len.min(sectors - first) as usize)
+    }
+
+    fn read(&mut self, number: usize) -> Result<(), String> {
+        let (first, len) = self.range(number);
+        let Some(devices) = &self.running else { return Ok(()) };
+        let device = &devices[number];
+        let at = (first * SECTOR) as u64;
+        let mut bytes = vec![0; len * SECTOR];
+        // As a transport does: from the cache device itself, if the block lies there.
+        if bytes.len() as u64 >= BLOCK_SIZE
+            && let Some(place) = device.place_of(at)
+        {
+            use burgeon_block::LocalFile;
+            let block = &mut bytes[..BLOCK_SIZE as usize];
+            if self.cache.read_at(place.start(), block).is_ok() && device.is_block(at, place, block)
+            {
+                self.report.hit_bytes += BLOCK_SIZE;
+                for (sector, bytes) in (first..).zip(block.chunks(SECTOR)) {
+                    self.models[number].read(sector, bytes)?;
+                }
+            }
+        }
+        match device.read(at, &mut bytes) {
+            Ok(()) => {
+                for (sector, bytes) in (first..).zip(bytes.chunks(SECTOR)) {
+                    let what = |error| format!("{}: a read: {error}", NAMES[number]);
+                    self.models[number].read(sector, bytes).map_err(what)?;
+                }
+                Ok(())
+            }
+            Err(error) => self.excuse(number, &format!("a read failed: {error}")),
+        }
+    }
+
+    /// An error needs a faulty slow device, or no power.
+    fn excuse(&self, number: usize, error: &str) -> Result<(), String> {
+        if self.power.is_off() || self.slow[number].is_faulty() {
+            return Ok(());
+        }
+        Err(format!("{}: {error}", NAMES[number]))
+    }
+
+    fn write(&mut self, number: usize) {
+        let (first, len) = self.range(number);
+        let fua = self.rng.below(8) == 0;
+        let Some(devices) = &self.running else { return };
+        self.version += 1;
+        let version = self.version;
+        let bytes: Vec<u8> = (first..first + len).flat_map(|s| bytes_of(s, version)).collect();
+        let done = devices[number].write((first * SECTOR) as u64, &bytes, fua).is_ok();
+        for sector in first..first + len {
+            self.models[number].written(sector, version, done);
+        }
+        if fua && done {
+            self.models[number].flushed();
+        }
+    }
+
+    fn erase(&mut self, number: usize) {
+        let (first, len) = self.range(number);
+        let zeroes = self.rng.below(2) == 0;
+        let how = if zeroes { Erase::Zeroes { unmap: false } } else { Erase::Discard };
+        let Some(devices) = &self.running else { return };
+        let Some(range) = ByteRange::at((first * SECTOR) as u64, (len * SECTOR) as u64) else {
+            return;
+        };
+        let done = devices[number].erase(range, how).is_ok();
+        for sector in first..first + len {
+            match zeroes {
+                true => self.models[number].written(sector, 0, done),
+                false => self.models[number].discarded(sector),
+            }
+        }
+    }
+
+    fn flush(&mut self, number: usize) -> Result<(), String> {
+        let Some(devices) = &self.running else { return Ok(()) };
+        match devices[number].flush() {
+            Ok(()) if self.failed[number] => {
+                return Err(format!("{}: a flush succeeded after one had failed", NAMES[number]));
+            }
+            Ok(()) => self.models[number].flushed(),
+            Err(_) => self.failed[number] = true,
+        }
+        Ok(())
+    }
+
+    fn change_faults(&mut self, number: usize) {
+        let chance = 1 + self.rng.below(64) as u8;
+        let mut faults = Faults::default();
+        match self.rng.below(7) {
+            0 => faults.read = chance,
+            1 => faults.write = chance,
+            2 => faults.sync = chance,
+            3 => faults.lies = true,
+            4 => faults.dead = true,
+            5 => faults.full = true,
+            _ => {}
+        }
+        if self.rng.below(3) > 0 {
+            self.lied |= faults.lies;
+            self.cache.set_faults(faults);
+        } else {
+            // Nothing is promised over a slow device that lies.
+            faults.lies = false;
+            self.slow[number].set_faults(faults);
+        }
+    }
+
+    /// The slow devices alone hold all that was written.
+    fn compare_slow(&self) -> Result<(), String> {
+        for (number, (slow, model)) in self.slow.iter().zip(&self.models).enumerate() {
+            for sector in 0..model.sectors() {
+                let what = |error| format!("{} without the cache: {error}", NAMES[number]);
+                model.check(sector, &slow.sector(sector)).map_err(what)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The process dies; the kernel lives on, with the claims on all devices.
+    fn kill(&mut self) -> Result<(), String> {
+        self.end_process();
+        self.report.kills += 1;
+        self.compare_slow()?;
+        self.restart_disks();
+        self.start(Trust::Warm)
+    }
+
+    /// The process ends in order; then perhaps another program writes.
+    fn stop(&mut self) -> Result<(), String> {
+        for device in self.running.iter().flatten() {
+            drop(device.tidy());
+        }
+        self.end_process();
+        if self.power.is_off() {
+            return Ok(());
+        }
+        self.report.stops += 1;
+        self.compare_slow()?;
+        self.restart_disks();
+        if self.rng.below(2) == 0 {
+            return self.start(Trust::Warm);
+        }
+        for _ in 0..20 {
+            let number = self.rng.below(2) as usize;
+            let (first, _) = self.range(number);
+            self.version += 1;
+            self.slow[number].put_sector(first, &bytes_of(first, self.version));
+            self.models[number].overwritten(first, self.version);
+        }
+        self.start(Trust::Cold)
+    }
+
+    fn restart_disks(&mut self) {
+        self.cache.restart();
+        self.slow.iter().for_each(Disk::restart);
+    }
+
+    fn cut_the_power(&mut self) -> Result<(), String> {
+        self.end_process();
+        self.report.power_failures += 1;
+        self.report.writes += self.power.writes();
+        self.power.on_again();
+        for disk in self.slow.iter().chain([&self.cache]) {
+            disk.lose_power();
+        }
+        self.models.iter_mut().for_each(Model::lost_power);
+        self.compare_slow()?;
+        // The user may vouch for the devices, if the cache device has told the truth.
+        let vouches = !self.lied && self.rng.below(2) == 0;
+        if self.rng.below(4) == 0 {
+            self.power.fail_after(Some(self.rng.below(200)));
+        }
+        self.start(if vouches { Trust::Warm } else { Trust::Cold })
+    }
+}
+
+/// Runs 400 operations by `seed`. The error tells which promise was broken.
+pub fn simulate(seed: u64) -> Result<Report, String> {
+    let mut world = World::new(seed).map_err(|error| format!("seed {seed}: {error}"))?;
+    for step in 0..400 {
+        world.step().map_err(|error| format!("seed {seed}, step {step}: {error}"))?;
+    }
+    world.stop().map_err(|error| format!("seed {seed}, at the end: {error}"))?;
+    world.report.writes += world.power.writes();
+    Ok(world.report)
+}
+
+/// Runs some operations again and again, and lets the power fail within each write that they make, in
+/// turn; then everything is read. Returns the number of failures.
+pub fn crash_at_every_write(seed: u64) -> Result<u64, String> {
+    for at in 0.. {
+        let mut world = World::new(seed)?;
+        world.power.fail_after(Some(at));
+        for _ in 0..60 {
+            let number = world.rng.below(2) as usize;
+            match world.rng.below(10) {
+                0..4 => world.read(number)?,
+                4..8 => world.write(number),
+                8 => world.flush(number)?,
+                _ => drop(world.running.as_ref().map(|devices| devices[number].tidy())),
+            }
+            if world.power.is_off() {
+                break;
+            }
+        }
+        if !world.power.is_off() {
+            return Ok(at);
+        }
+        world.cut_the_power().map_err(|e| format!("seed {seed}, write {at}: {e}"))?;
+        for number in 0..2 {
+            for _ in 0..2 {
+                world.read_all(number).map_err(|e| format!("seed {seed}, write {at}: {e}"))?;
+            }
+        }
+    }
+    Ok(0)
+}
+
+impl World {
+    fn read_all(&mut self, number: usize) -> Result<(), String> {
+        let Some(devices) = &self.running else { return Ok(()) };
+        let mut bytes = vec![0; 64 << 10];
+        let size = self.models[number].sectors() * SECTOR;
+        for at in (0..size).step_by(bytes.len()) {
+            let part = &mut bytes[..(size - at).min(64 << 10)];
+            devices[number].read(at as u64, part).map_err(|e| e.to_string())?;
+            for (sector, bytes) in (at / SECTOR..).zip(part.chunks(SECTOR)) {
+                self.models[number].read(sector, bytes)?;
+            }
+        }
+        Ok(())
+    }
+}

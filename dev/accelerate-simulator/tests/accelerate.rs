@@ -1,0 +1,41 @@
+//! The cache through random and through exhaustive failures.
+
+use accelerate_simulator::{Report, crash_at_every_write, simulate};
+
+fn seeds(default: u64) -> u64 {
+    std::env::var("SIMULATION_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+#[test]
+fn no_seed_breaks_the_promise() {
+    let mut sum = Report::default();
+    for seed in 0..seeds(120) {
+        let report = simulate(seed).unwrap_or_else(|error| panic!("{error}"));
+        sum.operations += report.operations;
+        sum.power_failures += report.power_failures;
+        sum.kills += report.kills;
+        sum.stops += report.stops;
+        sum.warm += report.warm;
+        sum.hit_bytes += report.hit_bytes;
+        sum.dead_caches += report.dead_caches;
+    }
+    println!("{sum:?}");
+    let happened =
+        [sum.power_failures, sum.kills, sum.stops, sum.warm, sum.hit_bytes, sum.dead_caches];
+    assert!(happened.iter().all(|count| *count > 0), "{sum:?}");
+}
+
+#[test]
+fn the_same_seed_is_the_same_run() {
+    for seed in 0..10 {
+        assert_eq!(simulate(seed), simulate(seed), "seed {seed}");
+    }
+}
+
+#[test]
+fn the_power_fails_at_every_write() {
+    for seed in 0..seeds(1).min(20) {
+        let failures = crash_at_every_write(seed).unwrap_or_else(|error| panic!("{error}"));
+        assert!(failures > 60, "{failures}");
+    }
+}

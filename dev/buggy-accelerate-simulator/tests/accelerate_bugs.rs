@@ -1,0 +1,36 @@
+//! A simulator that finds nothing proves nothing: each bug of `dev/buggy-accelerate` must be found.
+
+use buggy_accelerate_simulator::simulate;
+use burgeon_accelerate::{bugs::turn_on, list::BUGS};
+
+/// Seeds that are tried for each bug; most are found within ten.
+const SEEDS: u64 = 400;
+
+#[test]
+fn every_bug_is_found() {
+    let mut missed = Vec::new();
+    for bug in BUGS {
+        let _on = turn_on(bug.name);
+        // A bug may also show as a panic of an assertion.
+        let found = (0..SEEDS).find_map(|seed| {
+            let run = std::panic::catch_unwind(|| simulate(seed).map(drop));
+            match run.unwrap_or_else(|_| Err(format!("seed {seed}: a panic"))) {
+                Ok(()) => None,
+                Err(error) => Some(error),
+            }
+        });
+        match found {
+            Some(error) => println!("{} ({}): {error}", bug.name, bug.says),
+            None => missed.push(bug.name),
+        }
+    }
+    assert!(missed.is_empty(), "not found in {SEEDS} seeds each: {missed:?}");
+}
+
+/// Else the bugs above might be found because the copy is broken.
+#[test]
+fn the_copy_without_a_bug_keeps_its_promise() {
+    for seed in 0..20 {
+        simulate(seed).unwrap_or_else(|error| panic!("{error}"));
+    }
+}
