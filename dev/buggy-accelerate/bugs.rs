@@ -53,9 +53,9 @@ pub const BUGS: &[Bug] = &[
         "a write that the slow device refused goes into the cache",
         &[(
             "device.rs",
-            "            Err(_) => self.counts.add(Count::SlowErrors, 1),\n        }\n        drop(slots);",
+            "            Err(error) => self.note_slow_error(error),\n        }\n        drop(slots);",
             "            Err(_) if BUG => after(&mut slots.slots, &edges),
-            Err(_) => self.counts.add(Count::SlowErrors, 1),\n        }\n        drop(slots);",
+            Err(error) => self.note_slow_error(error),\n        }\n        drop(slots);",
         )],
     ),
     bug(
@@ -104,19 +104,20 @@ pub const BUGS: &[Bug] = &[
         "after an unclean stop, blocks of marked regions are kept",
         &[(
             "device.rs",
-            "|key| key.device == number && is_marked(key));",
-            "|key| key.device == number && is_marked(key) && !BUG);",
+            "|key| is_its(key) && is_marked(key));",
+            "|key| is_its(key) && is_marked(key) && !BUG);",
         )],
     ),
     bug(
         "WarmWhenCold",
         "a cold start keeps the content, although another program may have written",
         &[
-            ("store.rs", "        if trust == Trust::Cold {", "        if trust == Trust::Cold && !BUG {"),
+            ("store.rs", "        if trust == Trust::Cold {", "        let trust = if BUG { Trust::Warm } else { trust };
+        if trust == Trust::Cold {"),
             (
                 "device.rs",
-                "            let dropped = store.drop_blocks(|key| key.device == number);",
-                "            let dropped = store.drop_blocks(|key| key.device == number && !BUG);",
+                "            dropped = store.drop_blocks(is_its);",
+                "            dropped = store.drop_blocks(|key| is_its(key) && !BUG);",
             ),
         ],
     ),
@@ -150,15 +151,6 @@ pub const BUGS: &[Bug] = &[
             "store.rs",
             "            Ok(()) if self.sets.check(slot) == check_of(key, bytes) => {",
             "            Ok(()) if BUG || self.sets.check(slot) == check_of(key, bytes) => {",
-        )],
-    ),
-    bug(
-        "CheckWithoutKey",
-        "a check does not cover the block's key",
-        &[(
-            "sets.rs",
-            "    head[1..].copy_from_slice(&key.block.to_le_bytes());",
-            "    if !BUG { head[1..].copy_from_slice(&key.block.to_le_bytes()); }",
         )],
     ),
     bug(

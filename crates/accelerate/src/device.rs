@@ -70,6 +70,15 @@ impl Mode {
     }
 }
 
+/// How a device is served.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// What becomes of writes.
+    pub mode: Mode,
+    /// Length in bytes of a sequence of requests from which on they go round the cache; 0 for never.
+    pub cutoff: u64,
+}
+
 /// A slow device behind a cache.
 pub struct Cached<C, S> {
     store: Arc<Store<C>>,
@@ -99,16 +108,22 @@ impl<C: LocalFile> Drop for Slots<'_, C> {
 }
 
 impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
-    /// Attaches `slow` as `name`. A new device, and one whose store is cold, begins without content.
+    /// Attaches `slow` as `name`. A new device, and one that others may have written to (`trust`, or
+    /// that of its store), begins without content.
     ///
     /// `Invalid` if the device had another size when it was attached last.
     pub fn attach(
         store: Arc<Store<C>>,
         slow: S,
         name: &str,
-        mode: Mode,
-        cutoff: u64,
+        trust: Trust,
+        options: Options,
     ) -> Result<Self> {
+        if store.has_failed() {
+            // It is served all the same, without a cache.
+            let (record, marks) = (Record::empty(), Marks::empty(store.id(), 0, 0));
+            return Ok(Self::new(store, slow, name, (0, record), marks, options));
+        }
         let size = slow.size();
         let known = store.record(name);
         if let Some((_, record)) = &known
@@ -121,41 +136,52 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
             );
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        let is_warm = known.is_some() && store.trust() == Trust::Warm;
+        let is_warm = known.is_some() && trust == Trust::Warm && store.trust() == Trust::Warm;
         let (number, record) = match known {
             Some(known) => known,
             None => store.add_record(name, size)?,
         };
-        let counts = Counts::from_stored(record.counters.map(|counter| counter.get()));
         let first = record.bitmap_first.get();
-        let marks = if is_warm {
-            let marks = store.load_marks(&record)?;
+        let is_its = |key: Key| key.device == number;
+        let (marks, dropped);
+        if is_warm {
+            marks = store.load_marks(&record)?;
             let is_marked = |key: Key| marks.is_marked((key.block * BLOCK_SIZE / REGION) as u32);
-            let dropped = store.drop_blocks(|key| key.device == number && is_marked(key));
-            counts.add(Count::DroppedBlocks, dropped);
-            marks
+            dropped = store.drop_blocks(|key| is_its(key) && is_marked(key));
         } else {
-            let dropped = store.drop_blocks(|key| key.device == number);
-            counts.add(Count::DroppedBlocks, dropped);
+            let counts = Counts::default();
+            dropped = store.drop_blocks(is_its);
             store.store_index(&counts)?;
-            let marks = Marks::empty(store.id(), first, record.bitmap_blocks.get());
+            marks = Marks::empty(store.id(), first, record.bitmap_blocks.get());
             marks.store(&DeviceBitmaps { store: &store, first, counts: &counts })?;
             store.put_record(number, record)?;
-            marks
-        };
-        Ok(Self {
+        }
+        let device = Self::new(store, slow, name, (number, record), marks, options);
+        device.counts.add(Count::DroppedBlocks, dropped);
+        Ok(device)
+    }
+
+    fn new(
+        store: Arc<Store<C>>,
+        slow: S,
+        name: &str,
+        (number, record): (u8, Record),
+        marks: Marks,
+        options: Options,
+    ) -> Self {
+        Self {
             store,
             slow,
             name: name.to_owned(),
             number,
             record,
             marks,
-            counts,
+            counts: Counts::from_stored(record.counters.map(|counter| counter.get())),
             streams: Mutex::default(),
-            writes_around: AtomicBool::new(mode == Mode::WriteAround),
-            cutoff: AtomicU64::new(cutoff),
+            writes_around: AtomicBool::new(options.mode == Mode::WriteAround),
+            cutoff: AtomicU64::new(options.cutoff),
             broken: AtomicBool::new(false),
-        })
+        }
     }
 
     /// The slow device.
@@ -376,7 +402,7 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         if !self.mark(regions.clone())? {
             drop(locked);
             let done = change(self);
-            return done.inspect_err(|_| self.counts.add(Count::SlowErrors, 1));
+            return done.inspect_err(|error| self.note_slow_error(error));
         }
         let edges = self.edges(at, len);
         let (first, end) = (at / BLOCK_SIZE, (at + len).div_ceil(BLOCK_SIZE));
@@ -385,11 +411,43 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         let done = change(self);
         match &done {
             Ok(()) => after(&mut slots.slots, &edges),
-            Err(_) => self.counts.add(Count::SlowErrors, 1),
+            Err(error) => self.note_slow_error(error),
         }
         drop(slots);
         self.marks.end(regions);
         done
+    }
+
+    fn note_slow_error(&self, error: &Error) {
+        // A device that cannot erase has no fault.
+        if error.kind() != ErrorKind::UnsupportedFormat {
+            self.counts.add(Count::SlowErrors, 1);
+        }
+    }
+
+    /// Compares each cached block with the slow device; returns how many there are, and how many
+    /// differ. Those are dropped.
+    pub fn compare(&self) -> Result<(u64, u64)> {
+        let (mut compared, mut wrong) = (0, 0);
+        let (mut cached, mut slow) = (self.pages(BLOCK_SIZE)?, self.pages(BLOCK_SIZE)?);
+        for slot in 0..self.store.sets().slots() {
+            let Some(key) = self.store.sets().key_of(slot).filter(|k| k.device == self.number)
+            else {
+                continue;
+            };
+            let _locked = self.lock(key.block * BLOCK_SIZE, BLOCK_SIZE);
+            if !self.store.get(key, cached.bytes_mut(), &Counts::default()) {
+                continue;
+            }
+            self.slow.read_at(key.block * BLOCK_SIZE, slow.bytes_mut())?;
+            compared += 1;
+            if slow.bytes() != cached.bytes() {
+                wrong += 1;
+                let forgotten = self.store.forget(key);
+                forgotten.into_iter().for_each(|slot| self.store.release(slot));
+            }
+        }
+        Ok((compared, wrong))
     }
 
     fn check(&self) -> Result<()> {

@@ -27,5 +27,5 @@ mod store;
 mod streams;
 
 pub use counters::{Count, Counts};
-pub use device::{Cached, Mode, SlowDevice};
+pub use device::{Cached, Mode, Options, SlowDevice};
 pub use store::{Distrust, Store, Trust, create, destroy, read_super};

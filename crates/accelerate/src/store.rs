@@ -16,7 +16,7 @@ use std::{
     collections::HashMap,
     sync::{
         Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU32, AtomicU64, Ordering::SeqCst},
+        atomic::{AtomicU32, Ordering::SeqCst},
     },
 };
 
@@ -24,7 +24,9 @@ use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, LocalFile, Pages, R
 
 use crate::{
     counters::{Count, Counts},
-    format::{Block, DEVICES_MAX, Layout, NAME_MAX, REGION, REGIONS_A_BLOCK, Record, Super},
+    format::{
+        Block, DEVICES_MAX, Layout, NAME_MAX, REGION, REGIONS_A_BLOCK, Record, SIZE_MIN, Super,
+    },
     format::{decode_part, encode_part},
     keys::Key,
     locks::{Locked, Locks, Span},
@@ -61,7 +63,7 @@ pub struct Store<C> {
     pub(crate) locks: Locks,
     room: Mutex<Room>,
     head: Mutex<Super>,
-    epoch: AtomicU64,
+    epoch: u64,
     errors: AtomicU32,
     health: Mutex<Health>,
     distrust: Distrust,
@@ -125,31 +127,44 @@ impl<C: LocalFile> Store<C> {
     /// Opens the cache on `file`, a device or file of `size` bytes.
     pub fn open(file: C, size: u64, trust: Trust, kind: Kind, distrust: Distrust) -> Result<Self> {
         let mut head = read_super(&file, size)?;
-        let sets = Sets::new(head.layout.sets);
         if trust == Trust::Cold {
             head.epoch += 1;
-        } else {
-            load(&file, &head, &sets)?;
         }
+        let store = Self::new(file, head, trust, kind, distrust);
+        if trust == Trust::Warm {
+            load(&store.file, &store.head().clone(), &store.sets)?;
+        }
+        // A cold cache must be cold for a later warm start, too, whichever copy that finds.
+        store.store_head(|_| ())?;
+        store.store_head(|_| ())?;
+        Ok(store)
+    }
+
+    /// A cache that has failed before: devices are served without it.
+    pub fn failed(file: C) -> Result<Self> {
+        let head = Super::new([0; 16], Layout::new(SIZE_MIN)?);
+        let store = Self::new(file, head, Trust::Cold, Kind::Fifo, Box::new(|| Ok(())));
+        *store.health.lock().unwrap_or_else(PoisonError::into_inner) = Health::Failed;
+        Ok(store)
+    }
+
+    fn new(file: C, head: Super, trust: Trust, kind: Kind, distrust: Distrust) -> Self {
+        let sets = Sets::new(head.layout.sets);
         let policy = Policy::new(kind, &sets);
-        let store = Self {
+        Self {
             id: head.id,
             layout: head.layout,
             trust,
             sets,
             locks: Locks::default(),
             room: Mutex::new(Room { policy, memory: HashMap::new() }),
-            epoch: AtomicU64::new(head.epoch),
+            epoch: head.epoch,
             head: Mutex::new(head),
             errors: AtomicU32::new(0),
             health: Mutex::new(Health::Good),
             distrust,
             file,
-        };
-        // A cold cache must be cold for a later warm start, too, whichever copy that finds.
-        store.store_head(|_| ())?;
-        store.store_head(|_| ())?;
-        Ok(store)
+        }
     }
 
     /// Whether the content was kept at the start.
@@ -382,10 +397,9 @@ impl<C: LocalFile> Store<C> {
     /// Stores the changed parts of the index, durably. The caller gives up the cache if it fails.
     pub(crate) fn store_index(&self, counts: &Counts) -> Result<()> {
         let _turn = self.locks.lock(TURN);
-        let epoch = self.epoch.load(SeqCst);
         for part in 0..self.sets.parts() {
             if self.sets.take_changed(part) {
-                let block = encode_part(part, self.sets.part(part), epoch, self.id);
+                let block = encode_part(part, self.sets.part(part), self.epoch, self.id);
                 let stored = self.file.write_at(self.layout.part_at(part), &block.0);
                 stored.inspect_err(|_| self.sets.give_back(part))?;
                 counts.add(Count::CacheMetaBytes, BLOCK_SIZE);

@@ -9,7 +9,7 @@ use clap::{
 
 use crate::{
     attributes::Attributes,
-    commands::{cache, config, disks, health, log, metrics},
+    commands::{accelerate, cache, config, disks, health, log, metrics},
     container_args::{self, Bundle, Run},
     global::Global,
     pull,
@@ -202,6 +202,9 @@ otherwise.")]
     Gc(Gc),
     /// List or remove kept writes
     Writes(Writes),
+    /// Put a cache on a fast device in front of slow block devices
+    #[command(after_help = accelerate::EXAMPLES)]
+    Accelerate(accelerate::Accelerate),
     /// Show how much this host's disks have read and written, and how worn they are
     #[command(after_help = disks::EXAMPLES)]
     Disks(disks::Disks),

@@ -54,6 +54,9 @@ const PROCESSES: &[(&str, usize, Main)] = &[
     ("__help", 1, |_| burgeon_daemon::help()),
     ("__prepare", 4, burgeon_daemon::prepare_process),
     ("__read", 0, commands::reading::process),
+    ("__accelerate-keep", 1, |arguments| burgeon_accelerator::keep_process(first(arguments))),
+    ("__accelerate-serve", 0, |_| burgeon_accelerator::serve_process()),
+    ("__accelerate-loop", 3, burgeon_accelerator::loop_process),
 ];
 
 fn first(arguments: &[OsString]) -> &Path {

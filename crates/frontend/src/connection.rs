@@ -125,6 +125,11 @@ impl Connection {
         open_file(mount.as_fd(), false)
     }
 
+    /// As [`Connection::open_file_of`], for a connection that is writable.
+    pub fn open_writable_file_of(mount: impl AsFd) -> Result<File> {
+        open_file(mount.as_fd(), true)
+    }
+
     /// The kernel's number of this connection, for [`Connection::abort`].
     pub fn number(&self) -> Result<u32> {
         // DONT_SYNC: asks the kernel only, so it works while no server runs.

@@ -112,6 +112,15 @@ impl LoopDevice {
     ///
     /// `LocalIo` when none is free or the privilege is missing; the text says which.
     pub fn attach(file: impl AsFd, options: LoopOptions<'_>) -> Result<Self> {
+        Self::attach_with_blocks(file, options, BLOCK_SIZE as u32)
+    }
+
+    /// As [`Self::attach`], with blocks of `block_size` bytes: a power of two from 512 to 4096.
+    pub fn attach_with_blocks(
+        file: impl AsFd,
+        options: LoopOptions<'_>,
+        block_size: u32,
+    ) -> Result<Self> {
         let control = open_control().map_err(no_loop)?;
         let of_its_own = !options.read_only;
         for _ in 0..ATTEMPTS_MAX {
@@ -126,7 +135,7 @@ impl LoopDevice {
                 Err(_) if of_its_own && !loop_range::exists(number) => continue,
                 Err(error) => return Err(error),
             };
-            match configure(&device, file.as_fd(), options) {
+            match configure(&device, file.as_fd(), options, block_size) {
                 Ok(()) => {
                     let this = Self { device, number, path };
                     if of_its_own && !options.discard {
@@ -191,6 +200,18 @@ impl LoopDevice {
                 })
             }
         }
+    }
+
+    /// `Unavailable` if the device at `path` is mounted, or in use by another device.
+    pub fn is_unused(path: &Path) -> Result<()> {
+        let exclusive = OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(path);
+        exclusive.map(drop).map_err(|error| match error.raw_os_error() {
+            Some(libc::EBUSY) => {
+                let what = format!("{} is in use: unmount its file system first", path.display());
+                Error::new(ErrorKind::Unavailable, what)
+            }
+            _ => failed(format!("cannot open {}", path.display()), error),
+        })
     }
 
     /// Waits up to `limit` until the loop device `number` has no file. Detaching is asynchronous.
@@ -267,7 +288,12 @@ fn status(device: &File) -> io::Result<LoopInfo> {
     Ok(info)
 }
 
-fn configure(device: &File, file: impl AsFd, options: LoopOptions<'_>) -> io::Result<()> {
+fn configure(
+    device: &File,
+    file: impl AsFd,
+    options: LoopOptions<'_>,
+    block_size: u32,
+) -> io::Result<()> {
     let mut info = LoopInfo::EMPTY;
     info.flags = LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO;
     if options.read_only {
@@ -276,12 +302,8 @@ fn configure(device: &File, file: impl AsFd, options: LoopOptions<'_>) -> io::Re
     let name = options.name.as_bytes();
     let len = name.len().min(info.file_name.len() - 1);
     info.file_name[..len].copy_from_slice(&name[..len]);
-    let mut config = LoopConfig {
-        fd: file.as_fd().as_raw_fd() as u32,
-        block_size: BLOCK_SIZE as u32,
-        info,
-        reserved: [0; 8],
-    };
+    let mut config =
+        LoopConfig { fd: file.as_fd().as_raw_fd() as u32, block_size, info, reserved: [0; 8] };
     // SAFETY: LOOP_CONFIGURE reads one `loop_config` and writes nothing.
     unsafe { ioctl_struct(device, LOOP_CONFIGURE, &mut config)? };
     Ok(())

@@ -79,6 +79,8 @@ const BANNED_EVERYWHERE: &[&str] =
 /// The picture of docs/architecture.md: each crate and its allowed dependencies.
 const ARROWS: &[(&str, &[&str])] = &[
     ("burgeon-block", &[]),
+    ("burgeon-accelerate", &["burgeon-block"]),
+    ("burgeon-accelerator", &["burgeon-accelerate", "burgeon-block", "burgeon-frontend"]),
     ("burgeon-btrfs", &["burgeon-block"]),
     ("burgeon-cache", &["burgeon-block"]),
     ("burgeon-disks", &["burgeon-block"]),
@@ -108,6 +110,8 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "burgeon",
         &[
+            "burgeon-accelerate",
+            "burgeon-accelerator",
             "burgeon-daemon",
             "burgeon-container",
             "burgeon-oci",
@@ -118,6 +122,9 @@ const ARROWS: &[(&str, &[&str])] = &[
             "burgeon-source",
         ],
     ),
+    ("accelerate-simulator", &["burgeon-accelerate", "burgeon-block", "testkit"]),
+    ("buggy-accelerate", &["burgeon-block"]),
+    ("buggy-accelerate-simulator", &["buggy-accelerate", "burgeon-block", "testkit"]),
     ("buggy-volume", &["burgeon-block", "burgeon-cache", "burgeon-image"]),
     (
         "buggy-simulator",

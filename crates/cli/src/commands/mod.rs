@@ -1,5 +1,6 @@
 //! One module for each verb or family of verbs.
 
+pub(crate) mod accelerate;
 pub(crate) mod bring_back;
 mod bundle;
 pub(crate) mod cache;
@@ -257,6 +258,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Rm(named) => store::remove(context, &named.name),
         Command::Gc(gc) => store::collect(context, gc.dry_run),
         Command::Writes(writes) => writes::writes(context, writes.command),
+        Command::Accelerate(args) => accelerate::accelerate(context, args.command),
         Command::Disks(disks) => disks::disks(context, &disks),
         Command::Health(options) => health::report(context, &options),
         Command::Trace(options) => trace::trace(context, &options),
@@ -303,6 +305,7 @@ fn only_looks(command: &Command) -> bool {
         | Command::Run(_)
         | Command::CreateEmpty(_)
         | Command::Pull(_)
+        | Command::Accelerate(_)
         | Command::Disks(_)
         | Command::Config(_)
         | Command::Demo(_) => false,

@@ -1,0 +1,170 @@
+//! The sockets of a cache: one JSON document each way, then the connection ends.
+//!
+//! ```text
+//!   keep.sock     the keeper: attach, detach, end
+//!   serve.sock    the server: status, set, flush, check; the keeper listens and passes it on
+//! ```
+//!
+//! Both lie in the cache's folder, which only root can enter. A document is bounded, and a peer that
+//! does not answer in time is left.
+
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    os::unix::net::UnixStream,
+    path::Path,
+    time::Duration,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde_json::Value;
+
+/// The longest document.
+const LEN_MAX: u64 = 1 << 20;
+/// A peer that says nothing for so long is left.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// One that asks has its question ready.
+const QUESTION: Duration = Duration::from_secs(5);
+
+/// A question.
+#[derive(Serialize, Deserialize, Debug)]
+#[serde(rename_all = "kebab-case", tag = "do")]
+pub enum Ask {
+    /// To the keeper: attach a slow device.
+    Attach(Attach),
+    /// To the keeper: detach the slow device.
+    Detach {
+        /// Of the device.
+        name: String,
+    },
+    /// To the server: all figures.
+    Status,
+    /// To the server: change settings of a device.
+    Set {
+        /// Of the device.
+        name: String,
+        /// As [`Attach::mode`].
+        mode: Option<String>,
+        /// As [`Attach::policy`].
+        policy: Option<String>,
+        /// As [`Attach::cutoff`].
+        cutoff: Option<u64>,
+    },
+    /// To the server: make everything durable, and clear the marks.
+    Flush {
+        /// Of the device.
+        name: String,
+    },
+    /// To the server: read each cached block of a device and compare it with the slow device.
+    Check {
+        /// Of the device.
+        name: String,
+    },
+}
+
+/// A slow device to attach.
+#[derive(Serialize, Deserialize, Clone, Debug)]
+pub struct Attach {
+    /// Path of the slow device.
+    pub slow: std::path::PathBuf,
+    /// Its name in this cache.
+    pub name: String,
+    /// `write-through` or `write-around`.
+    pub mode: String,
+    /// Bytes of a sequence from which on it goes round the cache.
+    pub cutoff: u64,
+    /// The policy of the cache.
+    pub policy: String,
+    /// Keep cached content: the user vouches that nobody else has written to the device.
+    pub trust_clean: bool,
+}
+
+/// An answer.
+#[derive(Serialize, Deserialize, Debug)]
+#[serde(rename_all = "kebab-case")]
+pub enum Answer {
+    /// Done; a document.
+    Done(Value),
+    /// An error: its kind and text.
+    Failed {
+        /// Name of its kind.
+        kind: String,
+        /// Its text.
+        what: String,
+    },
+}
+
+const KINDS: [(ErrorKind, &str); 6] = [
+    (ErrorKind::Invalid, "invalid"),
+    (ErrorKind::NotFound, "not-found"),
+    (ErrorKind::Unavailable, "unavailable"),
+    (ErrorKind::Corrupt, "corrupt"),
+    (ErrorKind::NoSpace, "no-space"),
+    (ErrorKind::UnsupportedFormat, "unsupported-format"),
+];
+
+impl From<Result<Value>> for Answer {
+    fn from(result: Result<Value>) -> Self {
+        match result {
+            Ok(document) => Self::Done(document),
+            Err(error) => {
+                let known = KINDS.iter().find(|(kind, _)| *kind == error.kind());
+                let kind = known.map_or("local-io", |(_, name)| name).to_owned();
+                Self::Failed { kind, what: error.to_string() }
+            }
+        }
+    }
+}
+
+impl Answer {
+    pub(crate) fn into_result(self) -> Result<Value> {
+        match self {
+            Self::Done(document) => Ok(document),
+            Self::Failed { kind, what } => {
+                let known = KINDS.iter().find(|(_, name)| *name == kind);
+                Err(Error::new(known.map_or(ErrorKind::LocalIo, |(kind, _)| *kind), what))
+            }
+        }
+    }
+}
+
+/// Asks whoever listens at `socket`. `NotFound` if nobody does.
+pub fn ask(socket: &Path, question: &Ask) -> Result<Value> {
+    let mut stream = UnixStream::connect(socket).map_err(|error| {
+        Error::with_source(
+            ErrorKind::NotFound,
+            format!("nobody listens at {}", socket.display()),
+            error,
+        )
+    })?;
+    let failed = |error| Error::io(format!("cannot ask at {}", socket.display()), error);
+    stream.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+    send(&mut stream, question)?;
+    receive::<Answer>(&stream)?.into_result()
+}
+
+pub(crate) fn send(stream: &mut impl Write, document: &impl Serialize) -> Result<()> {
+    let mut bytes = serde_json::to_vec(document)
+        .map_err(|error| Error::with_source(ErrorKind::Invalid, "cannot write a message", error))?;
+    bytes.push(b'\n');
+    stream.write_all(&bytes).map_err(|e| Error::io("cannot send a message", e))
+}
+
+pub(crate) fn receive<T: DeserializeOwned>(stream: impl Read) -> Result<T> {
+    let mut line = Vec::new();
+    let mut reader = BufReader::new(stream.take(LEN_MAX));
+    reader.read_until(b'\n', &mut line).map_err(|e| Error::io("cannot receive a message", e))?;
+    serde_json::from_slice(&line).map_err(|error| {
+        Error::with_source(ErrorKind::Unavailable, "no answer, or a broken one", error)
+    })
+}
+
+/// Answers one connection.
+pub(crate) fn answer(mut stream: UnixStream, answer: impl FnOnce(Ask) -> Result<Value>) {
+    let question = stream
+        .set_read_timeout(Some(QUESTION))
+        .map_err(|e| Error::io("cannot limit a wait", e))
+        .and_then(|()| receive::<Ask>(&stream));
+    // A peer that has left gets no answer.
+    let _ = question.and_then(|question| send(&mut stream, &Answer::from(answer(question))));
+}

@@ -1,0 +1,193 @@
+//! Devices and files of this machine, opened so that nobody else opens them.
+
+use std::{
+    fs::{self, File, OpenOptions, TryLockError},
+    io::{self, Seek, SeekFrom},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
+    },
+    path::{Path, PathBuf},
+};
+
+use burgeon_accelerate::SlowDevice;
+use burgeon_block::{ByteRange, Erase, Error, ErrorKind, LocalFile, Result, read_or_zeros};
+use rustix::{
+    fs::{FallocateFlags, OFlags, fallocate, ioctl_blksszget},
+    io::Errno,
+};
+
+/// Unit of requests to a file, in bytes.
+const FILE_BLOCK: u32 = 512;
+
+/// A block device with direct I/O, or a regular file.
+pub struct Disk {
+    file: File,
+    path: PathBuf,
+    size: u64,
+    logical_block: u32,
+}
+
+impl Disk {
+    /// Opens `path` for this process and those that inherit it alone. `Unavailable` if it is mounted,
+    /// or in use by others; `Invalid` if it cannot be written to, or is neither file nor block device.
+    pub fn open(path: &Path) -> Result<Self> {
+        let what = format!("cannot open {}", path.display());
+        let metadata = fs::metadata(path).map_err(|e| Error::io(&what, e))?;
+        let is_block = metadata.file_type().is_block_device();
+        if !is_block && !metadata.is_file() {
+            let what = format!("{} is neither a block device nor a file", path.display());
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let flags = if is_block { OFlags::EXCL | OFlags::DIRECT } else { OFlags::empty() };
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).custom_flags(flags.bits() as i32);
+        let file = options.open(path).map_err(|error| match Errno::from_io_error(&error) {
+            Some(Errno::BUSY) => in_use(path),
+            Some(Errno::ROFS | Errno::ACCESS | Errno::PERM) => read_only(path),
+            _ => Error::io(&what, error),
+        })?;
+        if is_block && is_read_only(metadata.rdev()) {
+            return Err(read_only(path));
+        }
+        if !is_block {
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => return Err(in_use(path)),
+                Err(TryLockError::Error(error)) => return Err(Error::io(what, error)),
+            }
+        }
+        Self::adopt(file, path)
+    }
+
+    /// A file that [`Self::open`] has opened, in this process or in one that passed it on.
+    pub fn adopt(file: File, path: &Path) -> Result<Self> {
+        let what = format!("cannot read the size of {}", path.display());
+        let size = (&file).seek(SeekFrom::End(0)).map_err(|e| Error::io(&what, e))?;
+        let is_block =
+            file.metadata().map_err(|e| Error::io(&what, e))?.file_type().is_block_device();
+        let logical_block = match is_block {
+            true => ioctl_blksszget(&file).map_err(|e| Error::io(&what, e.into()))?,
+            false => FILE_BLOCK,
+        };
+        let size = size - size % u64::from(logical_block);
+        if size == 0 {
+            let what = format!("{} is empty", path.display());
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        Ok(Self { file, path: path.to_owned(), size, logical_block })
+    }
+
+    /// Unit of requests in bytes.
+    pub fn logical_block(&self) -> u32 {
+        self.logical_block
+    }
+
+    /// Its path, as it was given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its size in bytes.
+    pub fn len(&self) -> u64 {
+        self.size
+    }
+
+    /// A descriptor to pass on.
+    pub fn descriptor(&self) -> Result<OwnedFd> {
+        let what = || format!("cannot copy the descriptor of {}", self.path.display());
+        self.file.as_fd().try_clone_to_owned().map_err(|e| Error::io(what(), e))
+    }
+
+    fn failed(&self, verb: &str, error: io::Error) -> Error {
+        Error::io(format!("cannot {verb} {}", self.path.display()), error)
+    }
+}
+
+fn in_use(path: &Path) -> Error {
+    let what = format!(
+        "{} is in use: unmount it, or detach the cache, LVM, RAID or loop device that has it",
+        path.display()
+    );
+    Error::new(ErrorKind::Unavailable, what)
+}
+
+fn read_only(path: &Path) -> Error {
+    Error::new(ErrorKind::Invalid, format!("{} is read-only", path.display()))
+}
+
+fn is_read_only(device: u64) -> bool {
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let ro = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/ro"));
+    ro.is_ok_and(|ro| ro.trim() == "1")
+}
+
+impl AsFd for Disk {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl LocalFile for Disk {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        read_or_zeros(&self.file, offset, buf).map_err(|e| self.failed("read", e))
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()> {
+        self.file.write_all_at(buf, offset).map_err(|e| self.failed("write", e))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(|e| self.failed("flush", e))
+    }
+}
+
+impl SlowDevice for Disk {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn erase(&self, range: ByteRange, how: Erase) -> Result<()> {
+        let flags = match how {
+            // A hole reads as zeros, which a discard may.
+            Erase::Discard | Erase::Zeroes { unmap: true } => {
+                FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE
+            }
+            Erase::Zeroes { unmap: false } => {
+                FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE
+            }
+        };
+        fallocate(&self.file, flags, range.start(), range.len()).map_err(|errno| match errno {
+            Errno::OPNOTSUPP | Errno::NODEV | Errno::NOSYS => {
+                let what = format!("{} cannot erase", self.path.display());
+                Error::new(ErrorKind::UnsupportedFormat, what)
+            }
+            errno => self.failed("erase a part of", errno.into()),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_accelerate::SlowDevice;
+    use burgeon_block::{ByteRange, Erase, ErrorKind, LocalFile};
+
+    use super::Disk;
+
+    #[test]
+    fn a_file_has_one_user_and_is_erased() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        std::fs::write(&path, vec![7; 8192 + 100]).unwrap();
+        let disk = Disk::open(&path).unwrap();
+        assert_eq!(disk.len(), 8192);
+        assert_eq!(Disk::open(&path).map(drop).unwrap_err().kind(), ErrorKind::Unavailable);
+        disk.erase(ByteRange::at(4096, 4096).unwrap(), Erase::Zeroes { unmap: true }).unwrap();
+        let mut bytes = [1; 8192];
+        disk.read_at(0, &mut bytes).unwrap();
+        assert!(bytes[..4096] == [7; 4096] && bytes[4096..] == [0; 4096]);
+        drop(disk);
+        Disk::open(&path).unwrap();
+        assert_eq!(Disk::open(folder.path()).map(drop).unwrap_err().kind(), ErrorKind::Invalid);
+    }
+}

@@ -1,0 +1,179 @@
+//! The folder of a cache in the state directory.
+//!
+//! ```text
+//!   accelerate/NAME/  device      path of the cache device, a line
+//!                     keep.sock   the keeper, while it runs
+//!                     serve.sock  the server
+//!                     distrust    the content must not be used
+//!                     log         of both
+//! ```
+
+use std::{
+    fs::{self, DirBuilder, File, OpenOptions},
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use serde_json::Value;
+
+use crate::control::{Ask, ask};
+
+/// Limit for a keeper to listen.
+const START_MAX: Duration = Duration::from_secs(20);
+/// The longest name of a cache.
+const NAME_MAX: usize = 32;
+
+/// The folder of one cache.
+pub struct Folder(PathBuf);
+
+impl Folder {
+    /// A folder that exists.
+    pub(crate) fn at(path: &Path) -> Self {
+        Self(path.to_owned())
+    }
+
+    /// The folder of the cache `name` in the state directory `state`. `Invalid` for a name that is none.
+    pub fn of(state: &Path, name: &str) -> Result<Self> {
+        check_name(name)?;
+        Ok(Self(state.join("accelerate").join(name)))
+    }
+
+    /// All caches of the state directory.
+    pub fn all(state: &Path) -> Vec<Self> {
+        let entries = fs::read_dir(state.join("accelerate")).into_iter().flatten().flatten();
+        let mut folders: Vec<_> =
+            entries.map(|entry| Self(entry.path())).filter(Self::exists).collect();
+        folders.sort_by(|a, b| a.0.cmp(&b.0));
+        folders
+    }
+
+    /// Its name.
+    pub fn name(&self) -> String {
+        self.0.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// True if there is such a cache.
+    pub fn exists(&self) -> bool {
+        self.0.join("device").exists()
+    }
+
+    /// Path of the cache device. `NotFound` if there is no such cache.
+    pub fn cache(&self) -> Result<PathBuf> {
+        match fs::read_to_string(self.0.join("device")) {
+            Ok(text) => Ok(text.trim_end_matches('\n').into()),
+            Err(error) => {
+                let what = format!(
+                    "there is no cache {}: `burgeon accelerate create` makes one",
+                    self.name()
+                );
+                Err(Error::with_source(ErrorKind::NotFound, what, error))
+            }
+        }
+    }
+
+    /// Records a new cache.
+    pub fn record(&self, cache: &Path) -> Result<()> {
+        let failed = |e| Error::io(format!("cannot write {}", self.0.display()), e);
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.0).map_err(failed)?;
+        let _ = fs::remove_file(self.distrust());
+        fs::write(self.0.join("device"), format!("{}\n", cache.display())).map_err(failed)?;
+        File::open(self.0.join("device")).and_then(|file| file.sync_all()).map_err(failed)
+    }
+
+    /// Forgets the cache.
+    pub fn remove(&self) -> Result<()> {
+        fs::remove_dir_all(&self.0)
+            .map_err(|e| Error::io(format!("cannot remove {}", self.0.display()), e))
+    }
+
+    pub(crate) fn keep_socket(&self) -> PathBuf {
+        self.0.join("keep.sock")
+    }
+
+    pub(crate) fn serve_socket(&self) -> PathBuf {
+        self.0.join("serve.sock")
+    }
+
+    pub(crate) fn distrust(&self) -> PathBuf {
+        self.0.join("distrust")
+    }
+
+    /// True if a keeper runs.
+    pub fn is_served(&self) -> bool {
+        std::os::unix::net::UnixStream::connect(self.serve_socket()).is_ok()
+    }
+
+    /// Asks the server. `NotFound` if nothing is attached.
+    pub fn ask_server(&self, question: &Ask) -> Result<Value> {
+        ask(&self.serve_socket(), question)
+    }
+
+    /// Asks the keeper. `NotFound` if nothing is attached.
+    pub fn ask_keeper(&self, question: &Ask) -> Result<Value> {
+        ask(&self.keep_socket(), question)
+    }
+
+    /// Starts a keeper, and returns when it listens.
+    pub fn start_keeper(&self) -> Result<()> {
+        if self.is_served() {
+            return Ok(());
+        }
+        // What stops a keeper is said here, where the user sees it.
+        drop(crate::disk::Disk::open(&self.cache()?)?);
+        let path = self.0.join("log");
+        let log = OpenOptions::new().create(true).append(true).open(&path);
+        let log = log.map_err(|e| Error::io(format!("cannot write {}", path.display()), e))?;
+        let mut keeper = Command::new("/proc/self/exe")
+            .arg("__accelerate-keep")
+            .arg(&self.0)
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .map_err(|e| Error::io("cannot start a keeper", e))?;
+        let deadline = Instant::now() + START_MAX;
+        while !self.is_served() || !self.keep_socket().exists() {
+            let ended = matches!(keeper.try_wait(), Ok(Some(_)));
+            if ended || Instant::now() > deadline {
+                let what =
+                    format!("the keeper of {} does not start; see {}", self.name(), path.display());
+                return Err(Error::new(ErrorKind::Unavailable, what));
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+}
+
+/// `Invalid` unless a name can be part of a path, and of a device's record.
+pub fn check_name(name: &str) -> Result<()> {
+    let known = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if name.is_empty() || name.len() > NAME_MAX || name.starts_with('.') || !name.chars().all(known)
+    {
+        let what = format!(
+            "{name:?} is no name: 1 to {NAME_MAX} letters, digits, and -, _ or ., not first a dot"
+        );
+        return Err(Error::new(ErrorKind::Invalid, what));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::check_name;
+
+    #[test]
+    fn names_are_parts_of_paths() {
+        for name in ["data", "a-b_c.d", "7"] {
+            check_name(name).unwrap();
+        }
+        for name in ["", ".", "..", ".a", "a/b", "a b", "ä", &"a".repeat(33)] {
+            assert!(check_name(name).is_err(), "{name}");
+        }
+    }
+}

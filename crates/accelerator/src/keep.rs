@@ -1,0 +1,427 @@
+//! The keeper of a cache: holds the descriptors, and starts the server again when it dies.
+//!
+//! ```text
+//!   burgeon accelerate attach ── keep.sock ──► keeper ── Plan, inherited descriptors ──► server
+//!                                              │ claims on cache and slow devices         parses, serves
+//!                                              │ /dev/fuse, slots, serve.sock
+//!                                              └── __accelerate-loop: opens the FUSE file, attaches a loop
+//! ```
+//!
+//! A server that dies costs its readers a wait: its successor answers their requests, and keeps the
+//! cached content, because nobody else could have written meanwhile. Attaching and detaching stop the
+//! server in order, and start one with the new list.
+//!
+//! Invariants:
+//! - Content is kept only for devices that this keeper has had without interruption.
+//! - The keeper waits for no server without a limit, and opens no FUSE file.
+//! - Descriptors pass to a server only; they are closed in all other programs.
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::{fs::symlink, net::UnixListener},
+    },
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitCode, Stdio},
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use burgeon_accelerate::{Mode, policy::Kind};
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_frontend::{LoopDevice, Slots};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    io::{FdFlags, fcntl_setfd},
+    process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
+};
+use serde_json::{Value, json};
+
+use crate::{
+    control::{Answer, Ask, Attach, answer, receive},
+    disk::Disk,
+    folder::Folder,
+    serve::{Plan, PlanDevice, connect, named},
+};
+
+/// Limit for a server to begin, or to end in order.
+const SERVER_MAX: Duration = Duration::from_secs(60);
+/// Limit for the loop device to appear or to go.
+const LOOP_MAX: Duration = Duration::from_secs(20);
+/// Servers that may die in a row before the keeper waits longer between them.
+const DEATHS_MAX: u32 = 5;
+
+/// A device that the keeper has.
+struct Device {
+    options: Attach,
+    slow: Disk,
+    fuse: OwnedFd,
+    slots: Slots,
+    warm: bool,
+    /// Keeps the loop device, which goes with its last user.
+    looped: Option<(File, PathBuf)>,
+}
+
+struct Keeper {
+    folder: Folder,
+    cache: Disk,
+    keep: UnixListener,
+    serve: UnixListener,
+    policy: String,
+    devices: Vec<Device>,
+    server: Option<Child>,
+    /// The server has begun once, so the content is this keeper's.
+    warm: bool,
+}
+
+/// The main function of the process: `folder` is the cache's.
+pub fn keep_process(folder: &Path) -> ExitCode {
+    // Its starter is gone before long; failure means that it leads a session already.
+    let _ = rustix::process::setsid();
+    match Keeper::begin(folder).and_then(Keeper::run) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("burgeon: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+impl Keeper {
+    fn begin(folder: &Path) -> Result<Self> {
+        let folder = Folder::at(folder);
+        let cache = Disk::open(&folder.cache()?)?;
+        let listen = |path: PathBuf| {
+            // The cache is claimed, so no other keeper listens there.
+            let _ = fs::remove_file(&path);
+            UnixListener::bind(&path)
+                .map_err(|e| Error::io(format!("cannot listen at {}", path.display()), e))
+        };
+        let serve = listen(folder.serve_socket())?;
+        let keep = listen(folder.keep_socket())?;
+        let policy = Kind::Adaptive.name().to_owned();
+        let (devices, server, warm) = (Vec::new(), None, false);
+        Ok(Self { folder, cache, keep, serve, policy, devices, server, warm })
+    }
+
+    /// Until the last device is detached.
+    fn run(mut self) -> Result<()> {
+        let mut deaths = 0;
+        loop {
+            let pidfd = self.server.as_ref().map(pidfd_of).transpose()?;
+            let mut fds = vec![PollFd::new(&self.keep, PollFlags::IN)];
+            fds.extend(pidfd.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
+            match poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(Error::io("cannot wait for requests", errno.into())),
+            }
+            let asked = !fds[0].revents().is_empty();
+            let died = fds.get(1).is_some_and(|fd| !fd.revents().is_empty());
+            if died {
+                deaths += 1;
+                let status = self.server.take().and_then(|mut server| server.wait().ok());
+                eprintln!("burgeon: the server of {} died: {status:?}", self.folder.name());
+                if deaths > DEATHS_MAX {
+                    thread::sleep(Duration::from_secs(1));
+                }
+                if let Err(error) = self.start_server() {
+                    eprintln!("burgeon: {error}");
+                    thread::sleep(Duration::from_secs(1));
+                }
+            } else if self.server.is_none() && !self.devices.is_empty() {
+                // It could not be started.
+                thread::sleep(Duration::from_secs(1));
+                if let Err(error) = self.start_server() {
+                    eprintln!("burgeon: {error}");
+                }
+            }
+            if asked {
+                let accepted = self.keep.accept();
+                accepted.into_iter().for_each(|(stream, _)| answer(stream, |ask| self.answer(ask)));
+                if self.devices.is_empty() {
+                    self.stop_server();
+                    let _ = fs::remove_file(self.folder.keep_socket());
+                    let _ = fs::remove_file(self.folder.serve_socket());
+                    return Ok(());
+                }
+                deaths = 0;
+            }
+        }
+    }
+
+    fn answer(&mut self, ask: Ask) -> Result<Value> {
+        match ask {
+            Ask::Attach(attach) => self.attach(attach),
+            Ask::Detach { name } => self.detach(&name),
+            _ => Err(Error::new(ErrorKind::Invalid, "this is a question for the server")),
+        }
+    }
+
+    fn attach(&mut self, options: Attach) -> Result<Value> {
+        named(&options.mode, Mode::parse, "mode")?;
+        named(&options.policy, Kind::parse, "policy")?;
+        let name = options.name.clone();
+        if self.devices.iter().any(|device| device.options.name == name) {
+            let what = format!("a device {name} is attached already");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let slow = Disk::open(&options.slow)?;
+        let (connection, slots) = connect(&name)?;
+        let failed = |e| Error::io("cannot copy a descriptor", e);
+        let fuse = connection.device().try_clone_to_owned().map_err(failed)?;
+        let warm = options.trust_clean;
+        // Of a first device the word of the user is that of the cache, too.
+        self.warm |= warm && self.devices.is_empty();
+        self.policy.clone_from(&options.policy);
+        self.devices.push(Device { options, slow, fuse, slots, warm, looped: None });
+        let begun = self.restart_server().and_then(|()| self.start_loop(connection.mount(), &name));
+        match begun {
+            Ok((file, path)) => {
+                let link = link_of(&name);
+                let linked = fs::create_dir_all("/dev/burgeon").and_then(|()| {
+                    let _ = fs::remove_file(&link);
+                    symlink(&path, &link)
+                });
+                if let Err(error) = linked {
+                    eprintln!("burgeon: cannot make {}: {error}", link.display());
+                }
+                let document = json!({ "name": name, "device": path, "link": link });
+                if let Some(device) = self.devices.last_mut() {
+                    device.looped = Some((file, path));
+                }
+                Ok(document)
+            }
+            Err(error) => {
+                self.devices.pop();
+                drop(connection);
+                if let Err(error) = self.restart_server() {
+                    eprintln!("burgeon: {error}");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Has a loop device attached to the FUSE file of `mount`, by a process that may wait for the server.
+    fn start_loop(&self, mount: BorrowedFd<'_>, name: &str) -> Result<(File, PathBuf)> {
+        let block = self.devices.last().map_or(512, |device| device.slow.logical_block());
+        let _passed = Passed::new([mount])?;
+        let mut helper = burgeon("__accelerate-loop")
+            .args([mount.as_raw_fd().to_string(), name.to_owned(), block.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|e| Error::io("cannot start a helper", e))?;
+        let answered = first_answer(&mut helper, LOOP_MAX).and_then(|answer| {
+            let path: PathBuf = serde_json::from_value(answer)
+                .map_err(|e| Error::with_source(ErrorKind::Unavailable, "a helper babbles", e))?;
+            let file = File::open(&path)
+                .map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
+            Ok((file, path))
+        });
+        if answered.is_err() {
+            let _ = helper.kill();
+        }
+        // It waits for the end of its input, so that the device lives until it is open here.
+        drop(helper.stdin.take());
+        if answered.is_ok() {
+            let _ = helper.wait();
+        }
+        answered
+    }
+
+    fn detach(&mut self, name: &str) -> Result<Value> {
+        let found = self.devices.iter().position(|device| device.options.name == name);
+        let missing = || Error::new(ErrorKind::NotFound, format!("no device {name} is attached"));
+        let at = found.ok_or_else(missing)?;
+        if let Some((_, path)) = &self.devices[at].looped {
+            LoopDevice::is_unused(path)?;
+        }
+        if let Some((file, path)) = self.devices[at].looped.take() {
+            // The last close writes what the kernel still has, and waits for the server.
+            thread::spawn(move || drop(file));
+            let number =
+                path.to_string_lossy().trim_start_matches("/dev/loop").parse().unwrap_or(0);
+            LoopDevice::wait_until_free(number, LOOP_MAX)?;
+            let _ = fs::remove_file(link_of(name));
+            drop(burgeon_frontend::remove_unused_loops());
+        }
+        // The server ends in order, with this device, and only then its claim.
+        self.stop_server();
+        drop(self.devices.remove(at));
+        if !self.devices.is_empty() {
+            self.start_server()?;
+        }
+        Ok(json!({ "name": name }))
+    }
+
+    fn restart_server(&mut self) -> Result<()> {
+        self.stop_server();
+        if self.devices.is_empty() { Ok(()) } else { self.start_server() }
+    }
+
+    /// Ends the server in order; one that does not end is killed.
+    fn stop_server(&mut self) {
+        let Some(mut server) = self.server.take() else { return };
+        let deadline = Instant::now() + SERVER_MAX;
+        if let Some(pid) = Pid::from_raw(server.id() as i32) {
+            let _ = kill_process(pid, Signal::TERM);
+        }
+        while matches!(server.try_wait(), Ok(None)) {
+            if Instant::now() > deadline {
+                let _ = server.kill();
+                let _ = server.wait();
+                return;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Starts a server of all devices, and waits until it serves.
+    fn start_server(&mut self) -> Result<()> {
+        let distrust = self.folder.distrust();
+        let distrusted = distrust.exists();
+        let plan = Plan {
+            cache: self.cache.path().to_owned(),
+            cache_fd: self.cache.as_fd().as_raw_fd(),
+            listener_fd: self.serve.as_raw_fd(),
+            distrust: distrust.clone(),
+            policy: self.policy.clone(),
+            warm: self.warm && !distrusted,
+            goes_round: self.devices.iter().any(|device| device.looped.is_some()),
+            devices: self.devices.iter().map(Device::plan).collect(),
+        };
+        let inherited = [self.cache.as_fd(), self.serve.as_fd()].into_iter();
+        let devices = self
+            .devices
+            .iter()
+            .flat_map(|device| [device.slow.as_fd(), device.fuse.as_fd(), device.slots.fd()]);
+        let passed = Passed::new(inherited.chain(devices))?;
+        let spawned =
+            burgeon("__accelerate-serve").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        drop(passed);
+        let mut server = spawned.map_err(|e| Error::io("cannot start a server", e))?;
+        let text = serde_json::to_vec(&plan)
+            .map_err(|e| Error::with_source(ErrorKind::Invalid, "cannot write a plan", e))?;
+        if let Some(mut stdin) = server.stdin.take() {
+            // A server that has died shows below.
+            let _ = stdin.write_all(&text).and_then(|()| stdin.write_all(b"\n"));
+        }
+        match first_answer(&mut server, SERVER_MAX) {
+            Ok(_) => {
+                self.server = Some(server);
+                self.warm = true;
+                self.devices.iter_mut().for_each(|device| device.warm = true);
+                // It has opened the cache cold, or goes round it and has made the file again.
+                if distrusted && !plan.warm && !self.goes_round() {
+                    let _ = fs::remove_file(distrust);
+                }
+                Ok(())
+            }
+            Err(error) => {
+                let _ = server.kill();
+                let _ = server.wait();
+                Err(error)
+            }
+        }
+    }
+
+    /// True if the server goes round the cache.
+    fn goes_round(&self) -> bool {
+        let status = crate::control::ask(&self.folder.serve_socket(), &Ask::Status);
+        status.map_or(true, |status| status["state"] != "good")
+    }
+}
+
+impl Device {
+    fn plan(&self) -> PlanDevice {
+        PlanDevice {
+            name: self.options.name.clone(),
+            slow: self.slow.path().to_owned(),
+            slow_fd: self.slow.as_fd().as_raw_fd(),
+            fuse_fd: self.fuse.as_raw_fd(),
+            slots_fd: self.slots.fd().as_raw_fd(),
+            mode: self.options.mode.clone(),
+            cutoff: self.options.cutoff,
+            warm: self.warm,
+        }
+    }
+}
+
+/// Descriptors that programs inherit until this is dropped.
+struct Passed<'a>(Vec<BorrowedFd<'a>>);
+
+impl<'a> Passed<'a> {
+    fn new(fds: impl IntoIterator<Item = BorrowedFd<'a>>) -> Result<Self> {
+        let mut passed = Self(Vec::new());
+        for fd in fds {
+            fcntl_setfd(fd, FdFlags::empty())
+                .map_err(|e| Error::io("cannot pass a descriptor on", e.into()))?;
+            passed.0.push(fd);
+        }
+        Ok(passed)
+    }
+}
+
+impl Drop for Passed<'_> {
+    fn drop(&mut self) {
+        for fd in &self.0 {
+            let _ = fcntl_setfd(fd, FdFlags::CLOEXEC);
+        }
+    }
+}
+
+/// This program, by another verb.
+fn burgeon(verb: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg(verb);
+    command
+}
+
+fn link_of(name: &str) -> PathBuf {
+    Path::new("/dev/burgeon").join(name)
+}
+
+fn pidfd_of(child: &Child) -> Result<OwnedFd> {
+    let gone = || Error::new(ErrorKind::NotFound, "the server is gone");
+    let pid = Pid::from_raw(child.id() as i32).ok_or_else(gone)?;
+    pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Error::io("cannot watch the server", e.into()))
+}
+
+/// The first document that a child prints, within `limit`.
+fn first_answer(child: &mut Child, limit: Duration) -> Result<Value> {
+    let what = || Error::new(ErrorKind::Unavailable, "a process of the cache does not answer");
+    let stdout = child.stdout.take().ok_or_else(what)?;
+    let (sender, receiver) = mpsc::channel();
+    thread::spawn(move || sender.send(receive::<Answer>(stdout)));
+    receiver.recv_timeout(limit).map_err(|_| what())??.into_result()
+}
+
+/// The main function of the helper: attaches a loop device to the FUSE file of the mount `arguments[0]`,
+/// prints its path, and holds it until its input ends.
+pub fn loop_process(arguments: &[std::ffi::OsString]) -> ExitCode {
+    let number = |at: usize| arguments.get(at)?.to_str()?.parse::<i32>().ok();
+    let attach = || -> Result<LoopDevice> {
+        let wrong = || Error::new(ErrorKind::Invalid, "wrong arguments");
+        let (mount, block) = (number(0).ok_or_else(wrong)?, number(2).ok_or_else(wrong)?);
+        let name = arguments.get(1).map(|name| name.to_string_lossy()).ok_or_else(wrong)?;
+        // SAFETY: the keeper has left this number open for this process, and nothing else here uses it.
+        let mount = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(mount) };
+        let file = burgeon_frontend::Connection::open_writable_file_of(&mount)?;
+        let name = format!("burgeon/{name}");
+        let options =
+            burgeon_frontend::LoopOptions { name: &name, read_only: false, discard: true };
+        LoopDevice::attach_with_blocks(&file, options, block as u32)
+    };
+    let attached = attach();
+    let document = attached.as_ref().map(|device| json!(device.path()));
+    let document = document.map_err(|e| Error::new(e.kind(), e.to_string()));
+    if crate::control::send(&mut std::io::stdout(), &Answer::from(document)).is_err() {
+        return ExitCode::FAILURE;
+    }
+    let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+    if attached.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

@@ -1,0 +1,20 @@
+//! The processes of a cache: they serve slow devices through it to the kernel.
+//!
+//! ```text
+//!   keep      the keeper: claims, descriptors, starts servers; parses only what root says
+//!   serve     the server: burgeon-accelerate behind the request engine, over FUSE and a loop device
+//!   control   their sockets           folder   the cache's folder in the state directory
+//!   disk      devices and files       probe    what a device holds already
+//!   device    a cached device for the engine
+//! ```
+
+pub mod control;
+mod device;
+pub mod disk;
+pub mod folder;
+mod keep;
+pub mod probe;
+mod serve;
+
+pub use keep::{keep_process, loop_process};
+pub use serve::serve_process;

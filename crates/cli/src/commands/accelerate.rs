@@ -1,0 +1,384 @@
+//! `burgeon accelerate`: a cache on a fast device in front of slow block devices.
+
+use std::{
+    fs::OpenOptions,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use anyhow::Result;
+use burgeon_accelerate::{Mode, policy::Kind};
+use burgeon_accelerator::{
+    control::{Ask, Attach},
+    disk::Disk,
+    folder::{Folder, check_name},
+    probe,
+};
+use burgeon_block::{Error, ErrorKind};
+use clap::{Args as ClapArgs, Subcommand, builder::PossibleValuesParser};
+use serde_json::{Value, json};
+
+use super::{Context, need_mount_privilege};
+use crate::{
+    exit::Usage,
+    output::{self, bytes},
+    quantities::parse_size,
+};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  burgeon accelerate create fast --cache /dev/nvme0n1p3
+  burgeon accelerate attach fast /dev/sdb --name data    prints the device; also /dev/burgeon/data
+  mount /dev/burgeon/data /srv
+  burgeon accelerate status
+  burgeon accelerate set data mode=write-around sequential-cutoff=off
+  burgeon accelerate detach data                         after umount; /dev/sdb holds everything
+  burgeon accelerate destroy fast
+
+A slow device is cached in place: nothing on it changes, and it mounts without the cache, too. While
+it is attached, use the new device alone.";
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Accelerate {
+    #[command(subcommand)]
+    pub(crate) command: AccelerateCommand,
+}
+
+#[derive(Subcommand, Debug)]
+pub(crate) enum AccelerateCommand {
+    /// Make a cache on a device or file, and overwrite its content
+    Create {
+        /// The cache's name
+        cache_name: String,
+        /// A block device, or a file, which is made if --size is given
+        #[arg(long, value_name = "DEVICE|FILE")]
+        cache: PathBuf,
+        /// Size of a new file
+        #[arg(long, value_parser = parse_size)]
+        size: Option<u64>,
+        /// Overwrite a file system, a partition table or another cache
+        #[arg(long)]
+        force: bool,
+    },
+    /// Put a cache in front of a slow device, and print the device to use instead
+    Attach {
+        /// The cache's name
+        cache_name: String,
+        /// The slow device, or a file
+        slow: PathBuf,
+        /// Its name in the cache, and in /dev/burgeon [default: that of its file]
+        #[arg(long)]
+        name: Option<String>,
+        /// Writes go to the slow device; then write-through updates the cache
+        #[arg(long, default_value = "write-through",
+            value_parser = PossibleValuesParser::new(Mode::ALL.map(|(_, name)| name)))]
+        mode: String,
+        /// The blocks that the cache keeps; of all its devices
+        #[arg(long, default_value = "adaptive",
+            value_parser = PossibleValuesParser::new(Kind::ALL.map(|(_, name)| name)))]
+        policy: String,
+        /// Sequences of requests go round the cache from this length on; 0 for never
+        #[arg(long, default_value = "4M", value_parser = parse_cutoff)]
+        sequential_cutoff: u64,
+        /// Keep cached content: nothing else has written to the slow device since it was detached
+        #[arg(long)]
+        trust_clean: bool,
+    },
+    /// Show all caches and their devices
+    Status,
+    /// Show the counters of a device, or of all
+    Stats {
+        /// The device's name
+        name: Option<String>,
+    },
+    /// Change settings of a device: mode=, policy=, sequential-cutoff=
+    Set {
+        /// The device's name
+        name: String,
+        /// Such as mode=write-around
+        #[arg(required = true, value_name = "SETTING=VALUE")]
+        settings: Vec<String>,
+    },
+    /// Make all writes of a device durable, and store the cache's index
+    Flush {
+        /// The device's name
+        name: String,
+    },
+    /// Compare each cached block of a device with the slow device
+    Check {
+        /// The device's name
+        name: String,
+    },
+    /// Take the cache away from a device that is not mounted
+    Detach {
+        /// The device's name
+        name: String,
+    },
+    /// Remove a cache that nothing is attached to
+    Destroy {
+        /// The cache's name
+        cache_name: String,
+    },
+}
+
+/// A length, or `off`.
+fn parse_cutoff(text: &str) -> Result<u64, String> {
+    match text {
+        "0" | "off" => Ok(0),
+        size => parse_size(size),
+    }
+}
+
+pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Result<ExitCode> {
+    need_mount_privilege("accelerate")?;
+    match command {
+        AccelerateCommand::Create { cache_name, cache, size, force } => {
+            create(context, &cache_name, &cache, size, force)
+        }
+        AccelerateCommand::Attach {
+            cache_name,
+            slow,
+            name,
+            mode,
+            policy,
+            sequential_cutoff: cutoff,
+            trust_clean,
+        } => {
+            let name = match name {
+                Some(name) => name,
+                None => slow.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            };
+            let slow = std::path::absolute(slow)?;
+            let attach = Attach { slow, name, mode, cutoff, policy, trust_clean };
+            run_attach(context, &cache_name, attach)
+        }
+        AccelerateCommand::Status => status(context),
+        AccelerateCommand::Stats { name } => stats(context, name.as_deref()),
+        AccelerateCommand::Set { name, settings } => set(context, name, &settings),
+        AccelerateCommand::Flush { name } => {
+            let done = find(context, &name)?.ask_server(&Ask::Flush { name })?;
+            tell(context, &done, |done| {
+                println!("{} is durable", text(&done["name"]));
+            })
+        }
+        AccelerateCommand::Check { name } => {
+            let done = find(context, &name)?.ask_server(&Ask::Check { name })?;
+            let wrong = done["wrong_blocks"].as_u64().unwrap_or(0);
+            tell(context, &done, |done| {
+                println!("{} blocks compared, {wrong} wrong", done["compared_blocks"]);
+            })?;
+            Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::from(4) })
+        }
+        AccelerateCommand::Detach { name } => {
+            let done = find(context, &name)?.ask_keeper(&Ask::Detach { name })?;
+            tell(context, &done, |done| {
+                println!("{} is detached", text(&done["name"]));
+            })
+        }
+        AccelerateCommand::Destroy { cache_name } => destroy(context, &cache_name),
+    }
+}
+
+/// The text of a string in a document.
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}
+
+fn tell(context: &Context, document: &Value, say: impl FnOnce(&Value)) -> Result<ExitCode> {
+    match context.json {
+        true => output::print_json(document)?,
+        false => say(document),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn create(
+    context: &Context,
+    name: &str,
+    cache: &Path,
+    size: Option<u64>,
+    force: bool,
+) -> Result<ExitCode> {
+    let folder = Folder::of(context.state.root(), name)?;
+    if folder.exists() {
+        let what = format!("there is a cache {name} already: `burgeon accelerate destroy {name}`");
+        return Err(Error::new(ErrorKind::Invalid, what).into());
+    }
+    let cache = std::path::absolute(cache)?;
+    if let Some(size) = size {
+        burgeon_accelerate::format::Layout::new(size)?;
+        let failed = |e| Error::io(format!("cannot make {}", cache.display()), e);
+        let file = OpenOptions::new().read(true).write(true).create_new(true).open(&cache);
+        file.and_then(|file| file.set_len(size)).map_err(failed)?;
+    }
+    let disk = Disk::open(&cache)?;
+    burgeon_accelerate::format::Layout::new(disk.len())?;
+    if let Some(found) = probe::content(&disk, disk.len())?
+        && !force
+    {
+        let what = format!("{} holds {found}: --force overwrites it", cache.display());
+        return Err(Error::new(ErrorKind::Invalid, what).into());
+    }
+    let mut id = [0; 16];
+    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
+        .map_err(|e| Error::io("cannot get random bytes", e.into()))?;
+    burgeon_accelerate::create(&disk, disk.len(), id)?;
+    folder.record(&cache)?;
+    let document = json!({ "name": name, "cache": cache, "size": disk.len() });
+    tell(context, &document, |_| {
+        println!("cache {name}: {} on {}", bytes(disk.len()), cache.display())
+    })
+}
+
+fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<ExitCode> {
+    check_name(&attach.name)?;
+    let folder = Folder::of(context.state.root(), cache_name)?;
+    folder.cache()?;
+    if let Ok(other) = find(context, &attach.name) {
+        let what = format!("a device {} is attached to the cache {}", attach.name, other.name());
+        return Err(Error::new(ErrorKind::Invalid, what).into());
+    }
+    // Said here before anything starts; the keeper opens it again, for good.
+    drop(Disk::open(&attach.slow)?);
+    folder.start_keeper()?;
+    let done = folder.ask_keeper(&Ask::Attach(attach))?;
+    tell(context, &done, |done| println!("{}", text(&done["device"])))
+}
+
+/// The cache with an attached device `name`.
+fn find(context: &Context, name: &str) -> Result<Folder, Error> {
+    let has = |folder: &Folder| {
+        let status = folder.ask_server(&Ask::Status).unwrap_or_default();
+        let devices = status["devices"].as_array().cloned().unwrap_or_default();
+        devices.iter().any(|device| text(&device["name"]) == name)
+    };
+    let missing = || {
+        let what = format!("no device {name} is attached: `burgeon accelerate status` lists them");
+        Error::new(ErrorKind::NotFound, what)
+    };
+    Folder::all(context.state.root()).into_iter().find(has).ok_or_else(missing)
+}
+
+/// A document for each cache.
+fn documents(context: &Context) -> Result<Vec<Value>> {
+    let mut caches = Vec::new();
+    for folder in Folder::all(context.state.root()) {
+        let mut document = match folder.ask_server(&Ask::Status) {
+            Ok(document) => document,
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                json!({ "cache": folder.cache()?, "state": "idle", "devices": [] })
+            }
+            Err(error) => json!({
+                "cache": folder.cache()?,
+                "state": "unreachable",
+                "error": error.to_string(),
+                "devices": [],
+            }),
+        };
+        document["name"] = folder.name().into();
+        caches.push(document);
+    }
+    Ok(caches)
+}
+
+fn status(context: &Context) -> Result<ExitCode> {
+    let caches = documents(context)?;
+    tell(context, &json!({ "caches": caches }), |_| {
+        if caches.is_empty() {
+            println!("no caches");
+        }
+        for cache in &caches {
+            let blocks = |key: &str| cache[key].as_u64().unwrap_or(0) * 4096;
+            let used = match cache["blocks"].is_null() {
+                true => String::new(),
+                false => format!(
+                    ", {} of {} used, {}",
+                    bytes(blocks("used_blocks")),
+                    bytes(blocks("blocks")),
+                    text(&cache["policy"])
+                ),
+            };
+            println!(
+                "{} on {}: {}{used}",
+                text(&cache["name"]),
+                text(&cache["cache"]),
+                text(&cache["state"])
+            );
+            for device in cache["devices"].as_array().into_iter().flatten() {
+                let count = |key: &str| device["counters"][key].as_u64().unwrap_or(0);
+                let hits = count("cache_hit_bytes") + count("memory_hit_bytes");
+                let read = hits + count("miss_bytes");
+                let ratio = match read {
+                    0 => "nothing read".to_owned(),
+                    read => format!("{:.1} % hits", 100.0 * hits as f64 / read as f64),
+                };
+                let failed = device["flush_failed"] == true;
+                println!(
+                    "  {} on {}: {}, {ratio}{}",
+                    text(&device["name"]),
+                    text(&device["slow"]),
+                    text(&device["mode"]),
+                    if failed { ", A FLUSH FAILED: nothing is written any more" } else { "" }
+                );
+            }
+        }
+    })
+}
+
+fn stats(context: &Context, name: Option<&str>) -> Result<ExitCode> {
+    let caches = documents(context)?;
+    let devices = caches.iter().flat_map(|cache| cache["devices"].as_array().into_iter().flatten());
+    let chosen: Vec<&Value> =
+        devices.filter(|device| name.is_none_or(|name| text(&device["name"]) == name)).collect();
+    if let (Some(name), true) = (name, chosen.is_empty()) {
+        find(context, name)?;
+    }
+    let document =
+        |device: &&Value| json!({ "name": device["name"], "counters": device["counters"] });
+    let devices: Vec<_> = chosen.iter().map(document).collect();
+    tell(context, &json!({ "devices": devices }), |_| {
+        for device in &chosen {
+            println!("{}", text(&device["name"]));
+            for (name, count) in device["counters"].as_object().into_iter().flatten() {
+                println!("  {:<20} {count}", name.replace('_', " "));
+            }
+        }
+    })
+}
+
+fn set(context: &Context, name: String, settings: &[String]) -> Result<ExitCode> {
+    let (mut mode, mut policy, mut cutoff) = (None, None, None);
+    for setting in settings {
+        match setting.split_once('=') {
+            Some(("mode", value)) => mode = Some(value.to_owned()),
+            Some(("policy", value)) => policy = Some(value.to_owned()),
+            Some(("sequential-cutoff", value)) => {
+                cutoff = Some(parse_cutoff(value).map_err(Usage)?)
+            }
+            _ => {
+                let known = "mode=, policy=, sequential-cutoff=";
+                return Err(Usage(format!("unknown setting {setting:?}: there are {known}")).into());
+            }
+        }
+    }
+    let folder = find(context, &name)?;
+    let done = folder.ask_server(&Ask::Set { name, mode, policy, cutoff })?;
+    tell(context, &done, |_| ())
+}
+
+fn destroy(context: &Context, name: &str) -> Result<ExitCode> {
+    let folder = Folder::of(context.state.root(), name)?;
+    let path = folder.cache()?;
+    if folder.is_served() {
+        let what = format!("the cache {name} has attached devices: detach them first");
+        return Err(Error::new(ErrorKind::Unavailable, what).into());
+    }
+    match Disk::open(&path) {
+        Ok(disk) => burgeon_accelerate::destroy(&disk)?,
+        // The device is gone; its record goes, too.
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => return Err(error.into()),
+    }
+    folder.remove()?;
+    tell(context, &json!({ "name": name }), |_| println!("cache {name} is gone"))
+}
