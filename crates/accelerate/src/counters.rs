@@ -1,5 +1,7 @@
 //! What a cached device counted: 64-bit numbers that only grow, kept on the cache device.
 
+use std::sync::Arc;
+
 use burgeon_block::Counter;
 
 use crate::format::COUNTERS;
@@ -64,30 +66,61 @@ impl Count {
     ];
 }
 
+/// Memory of counters, which may outlive the process.
+pub type Cells = [Counter; COUNTERS];
+
 /// The counters of one device.
+pub struct Counts(Arc<dyn AsRef<Cells> + Send + Sync>);
+
+/// Counters that end with the process.
 #[derive(Default)]
-pub struct Counts([Counter; COUNTERS]);
+struct Own(Cells);
+
+impl AsRef<Cells> for Own {
+    fn as_ref(&self) -> &Cells {
+        &self.0
+    }
+}
+
+impl Default for Counts {
+    fn default() -> Self {
+        Self(Arc::new(Own::default()))
+    }
+}
 
 impl Counts {
+    /// Counters in memory that others see, too.
+    pub fn shared(cells: Arc<dyn AsRef<Cells> + Send + Sync>) -> Self {
+        Self(cells)
+    }
+
+    fn cells(&self) -> &Cells {
+        (*self.0).as_ref()
+    }
+
     /// Counters that go on from stored ones.
     pub(crate) fn from_stored(stored: [u64; COUNTERS]) -> Self {
         let counts = Self::default();
-        counts.0.iter().zip(stored).for_each(|(counter, value)| counter.add(value));
+        counts.add_all(stored);
         counts
+    }
+
+    pub(crate) fn add_all(&self, values: [u64; COUNTERS]) {
+        self.cells().iter().zip(values).for_each(|(counter, value)| counter.add(value));
     }
 
     /// Adds `n`.
     #[inline]
     pub fn add(&self, count: Count, n: u64) {
-        self.0[count as usize].add(n);
+        self.cells()[count as usize].add(n);
     }
 
     /// The current value.
     pub fn get(&self, count: Count) -> u64 {
-        self.0[count as usize].get()
+        self.cells()[count as usize].get()
     }
 
     pub(crate) fn all(&self) -> [u64; COUNTERS] {
-        std::array::from_fn(|at| self.0[at].get())
+        std::array::from_fn(|at| self.cells()[at].get())
     }
 }

@@ -184,6 +184,18 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         }
     }
 
+    /// Counts in `shared` from now on. If that memory has not been used, it goes on from the stored
+    /// counters; else an earlier process has counted there since they were stored.
+    pub fn count_in(mut self, shared: Counts) -> Self {
+        let (mut values, before) = (self.counts.all(), self.record.counters);
+        if shared.all().iter().any(|value| *value > 0) {
+            values.iter_mut().zip(before).for_each(|(value, stored)| *value -= stored.get());
+        }
+        shared.add_all(values);
+        self.counts = shared;
+        self
+    }
+
     /// The slow device.
     pub fn slow(&self) -> &S {
         &self.slow

@@ -26,6 +26,6 @@ pub mod sets;
 mod store;
 mod streams;
 
-pub use counters::{Count, Counts};
+pub use counters::{Cells, Count, Counts};
 pub use device::{Cached, Mode, Options, SlowDevice};
 pub use store::{Distrust, Store, Trust, create, destroy, read_super};

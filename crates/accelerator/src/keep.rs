@@ -45,6 +45,7 @@ use crate::{
     disk::Disk,
     folder::Folder,
     serve::{Plan, PlanDevice, connect, named},
+    shared::memory,
 };
 
 /// Limit for a server to begin, or to end in order.
@@ -60,6 +61,7 @@ struct Device {
     slow: Disk,
     fuse: OwnedFd,
     slots: Slots,
+    counters: OwnedFd,
     warm: bool,
     /// Keeps the loop device, which goes with its last user.
     looped: Option<(File, PathBuf)>,
@@ -176,7 +178,15 @@ impl Keeper {
         // Of a first device the word of the user is that of the cache, too.
         self.warm |= warm && self.devices.is_empty();
         self.policy.clone_from(&options.policy);
-        self.devices.push(Device { options, slow, fuse, slots, warm, looped: None });
+        self.devices.push(Device {
+            options,
+            slow,
+            fuse,
+            slots,
+            counters: memory()?,
+            warm,
+            looped: None,
+        });
         let begun = self.restart_server().and_then(|()| self.start_loop(connection.mount(), &name));
         match begun {
             Ok((file, path)) => {
@@ -295,10 +305,9 @@ impl Keeper {
             devices: self.devices.iter().map(Device::plan).collect(),
         };
         let inherited = [self.cache.as_fd(), self.serve.as_fd()].into_iter();
-        let devices = self
-            .devices
-            .iter()
-            .flat_map(|device| [device.slow.as_fd(), device.fuse.as_fd(), device.slots.fd()]);
+        let devices = self.devices.iter().flat_map(|device| {
+            [device.slow.as_fd(), device.fuse.as_fd(), device.slots.fd(), device.counters.as_fd()]
+        });
         let passed = Passed::new(inherited.chain(devices))?;
         let spawned =
             burgeon("__accelerate-serve").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
@@ -344,6 +353,7 @@ impl Device {
             slow_fd: self.slow.as_fd().as_raw_fd(),
             fuse_fd: self.fuse.as_raw_fd(),
             slots_fd: self.slots.fd().as_raw_fd(),
+            counters_fd: self.counters.as_raw_fd(),
             mode: self.options.mode.clone(),
             cutoff: self.options.cutoff,
             warm: self.warm,

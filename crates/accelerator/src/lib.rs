@@ -5,7 +5,7 @@
 //!   serve     the server: burgeon-accelerate behind the request engine, over FUSE and a loop device
 //!   control   their sockets           folder   the cache's folder in the state directory
 //!   disk      devices and files       probe    what a device holds already
-//!   device    a cached device for the engine
+//!   device    a cached device for the engine         shared   counters that outlive a server
 //! ```
 
 pub mod control;
@@ -15,6 +15,7 @@ pub mod folder;
 mod keep;
 pub mod probe;
 mod serve;
+mod shared;
 
 pub use keep::{keep_process, loop_process};
 pub use serve::serve_process;

@@ -23,7 +23,7 @@ use std::{
     time::Duration,
 };
 
-use burgeon_accelerate::{Cached, Count, Mode, Options, Store, Trust, policy::Kind};
+use burgeon_accelerate::{Cached, Count, Counts, Mode, Options, Store, Trust, policy::Kind};
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::{Connection, ServeOptions, Server, Slots, serve_writable};
 use serde::{Deserialize, Serialize};
@@ -34,6 +34,7 @@ use crate::{
     control::{Answer, Ask, answer, receive, send},
     device::Served,
     disk::Disk,
+    shared::SharedCells,
 };
 
 /// Time between two looks for idle regions.
@@ -64,6 +65,7 @@ pub(crate) struct PlanDevice {
     pub(crate) slow_fd: RawFd,
     pub(crate) fuse_fd: RawFd,
     pub(crate) slots_fd: RawFd,
+    pub(crate) counters_fd: RawFd,
     pub(crate) mode: String,
     pub(crate) cutoff: u64,
     pub(crate) warm: bool,
@@ -113,7 +115,8 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         let trust = if device.warm { Trust::Warm } else { Trust::Cold };
         let options = Options { mode, cutoff: device.cutoff };
         let cached = Cached::attach(store.clone(), slow, &device.name, trust, options)?;
-        let cached = Arc::new(cached);
+        let cells = SharedCells::map(&take(device.counters_fd))?;
+        let cached = Arc::new(cached.count_in(Counts::shared(Arc::new(cells))));
         let slots = Arc::new(Slots::from_fd(slots)?);
         let options = ServeOptions::new(runtime.handle().clone());
         let server = serve_writable(fuse, slots, Arc::new(Served(cached.clone())), &options)?;

@@ -137,8 +137,15 @@ impl World {
             158..170 => self.flush(number)?,
             170..178 => {
                 if let Some(devices) = &self.running {
+                    let in_between = self.rng.below(2) == 0;
+                    if in_between {
+                        self.power.fail_after(Some(self.rng.below(7)));
+                    }
                     // A failure shows in later requests.
                     drop(devices[number].tidy());
+                    if in_between {
+                        self.power.fail_after(None);
+                    }
                 }
             }
             178..181 => {

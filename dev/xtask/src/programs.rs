@@ -2,11 +2,14 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 43] = [
+pub(crate) const QUICK: [&str; 46] = [
+    "accelerate",
+    "accelerate_bugs",
     "area",
     "bombs",
     "catalog",
     "checksums",
+    "concurrent",
     "config",
     "crashes",
     "derived",
@@ -50,7 +53,8 @@ pub(crate) const QUICK: [&str; 43] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 70] = [
+const OTHERS: [&str; 71] = [
+    "accelerated",
     "archives",
     "attributes",
     "bench",

@@ -1,0 +1,350 @@
+//! `burgeon accelerate` with real file systems on slow devices that are loop devices over files.
+//! Needs root.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs::{self, File, OpenOptions},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::atomic::{AtomicBool, Ordering::SeqCst},
+    thread,
+};
+
+use serde_json::Value;
+use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, kill, processes_with, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+const MIB: u64 = 1 << 20;
+
+/// A loop device on a file, made by losetup: a slow device of the tests.
+struct Slow {
+    path: PathBuf,
+}
+
+impl Slow {
+    fn new(file: &Path, options: &[&str]) -> Self {
+        let path = run(Command::new("losetup").args(["-f", "--show"]).args(options).arg(file));
+        Self { path: path.trim().into() }
+    }
+
+    fn text(&self) -> &str {
+        self.path.to_str().unwrap()
+    }
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
+    }
+}
+
+/// Ends all keepers of an installation with the test, whatever becomes of it.
+struct Ends<'a>(&'a Burgeon);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let folder = self.0.state().join("accelerate");
+            processes_with(&folder).into_iter().for_each(kill);
+        }
+    }
+}
+
+#[track_caller]
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    let (out, err) = (output.stdout, String::from_utf8_lossy(&output.stderr).into_owned());
+    assert!(output.status.success(), "{command:?}: {err}");
+    String::from_utf8(out).unwrap()
+}
+
+fn file_of(space: &Space, name: &str, mib: u64) -> PathBuf {
+    let path = space.path(name);
+    File::create(&path).unwrap().set_len(mib * MIB).unwrap();
+    path
+}
+
+fn status(burgeon: &Burgeon) -> Value {
+    serde_json::from_str(&burgeon.ok(&["--json", "accelerate", "status"])).unwrap()
+}
+
+fn server_of(burgeon: &Burgeon) -> Option<u32> {
+    status(burgeon)["caches"][0]["pid"].as_u64().map(|pid| pid as u32)
+}
+
+fn counter(burgeon: &Burgeon, name: &str) -> u64 {
+    status(burgeon)["caches"][0]["devices"][0]["counters"][name].as_u64().unwrap()
+}
+
+fn hash_of(path: &Path) -> u64 {
+    let mut hash = 0u64;
+    let (file, mut bytes) = (File::open(path).unwrap(), vec![0; MIB as usize]);
+    for at in 0.. {
+        let len = file.read_at(&mut bytes, at * MIB).unwrap();
+        if len == 0 {
+            return hash;
+        }
+        for word in bytes[..len].chunks(8) {
+            let word = word.iter().fold(0, |word, byte| word << 8 | u64::from(*byte));
+            hash = (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23);
+        }
+    }
+    hash
+}
+
+/// The bytes of file `number` in version `version`.
+fn content(number: u64, version: u64) -> Vec<u8> {
+    Rng::new(number << 32 | version).bytes(40_000 + (number as usize * 7919) % 90_000)
+}
+
+/// Writes files, each durably, and some of them again; returns the last version of each.
+fn write_files(at: &Path, stop: &AtomicBool) -> Vec<u64> {
+    let mut versions = Vec::new();
+    for round in 0.. {
+        for number in 0..60 {
+            if round > 0 && (number + round) % 3 != 0 {
+                continue;
+            }
+            let path = at.join(format!("file-{number}"));
+            fs::write(&path, content(number, round)).unwrap();
+            File::open(&path).unwrap().sync_all().unwrap();
+            if round == 0 { versions.push(0) } else { versions[number as usize] = round }
+        }
+        if stop.load(SeqCst) {
+            break;
+        }
+    }
+    versions
+}
+
+fn read_files(at: &Path, versions: &[u64]) {
+    for (number, version) in versions.iter().enumerate() {
+        let bytes = fs::read(at.join(format!("file-{number}"))).unwrap();
+        assert!(bytes == content(number as u64, *version), "file {number}");
+    }
+}
+
+/// A file system on a device, on which its server dies again and again, and then without it.
+fn survives_its_server(label: &str, mode: &str, mkfs: &[&str], check: &[&str]) {
+    let space = Space::new(label);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let image = file_of(&space, "slow", 384);
+    run(Command::new(mkfs[0]).args(&mkfs[1..]).arg(&image));
+    let slow = Slow::new(&image, &[]);
+    let cache = space.path("cache");
+    let cache = cache.to_str().unwrap();
+    burgeon.ok(&["accelerate", "create", "fast", "--cache", cache, "--size", "48M"]);
+    let name = format!("{label}-{}", std::process::id());
+    let attach = ["accelerate", "attach", "fast", slow.text(), "--name", &name, "--mode", mode];
+    let device = PathBuf::from(burgeon.ok(&attach).trim());
+    assert_eq!(fs::read_link(Path::new("/dev/burgeon").join(&name)).unwrap(), device);
+    let at = space.make_folder("mnt");
+    let stop = AtomicBool::new(false);
+    let mounted = mount(&device, &at);
+    let versions = thread::scope(|scope| {
+        let writer = scope.spawn(|| write_files(&at, &stop));
+        let mut deaths = 0;
+        while deaths < 4 && !writer.is_finished() {
+            let written = counter(&burgeon, "written_bytes");
+            let goes_on = || counter(&burgeon, "written_bytes") > written + MIB;
+            assert!(wait_until(PATIENCE, goes_on), "nothing is written any more");
+            let server = server_of(&burgeon).unwrap();
+            kill(server);
+            let is_new = || server_of(&burgeon).is_some_and(|new| new != server);
+            assert!(wait_until(PATIENCE, is_new), "no new server");
+            deaths += 1;
+        }
+        stop.store(true, SeqCst);
+        writer.join().unwrap()
+    });
+    testkit::drop_caches();
+    read_files(&at, &versions);
+    drop(mounted);
+    burgeon.ok(&["accelerate", "check", &name]);
+    burgeon.ok(&["accelerate", "flush", &name]);
+    let seen = hash_of(&device);
+    // In use, it stays.
+    let mounted = mount(&device, &at);
+    burgeon.fails(&["accelerate", "detach", &name], 5, "unmount");
+    drop(mounted);
+    let before = hash_of(&device);
+    burgeon.ok(&["accelerate", "detach", &name]);
+    assert!(seen != 0 && hash_of(&slow.path) == before, "the slow device differs");
+    run(Command::new(check[0]).args(&check[1..]).arg(&slow.path));
+    let mounted = mount(&slow.path, &at);
+    read_files(&at, &versions);
+    drop(mounted);
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(ends);
+}
+
+fn mount(device: &Path, at: &Path) -> Mounted {
+    run(Command::new("mount").arg(device).arg(at));
+    Mounted::at(at)
+}
+
+#[test]
+fn an_ext4_survives_its_server() {
+    survives_its_server(
+        "accel-ext4",
+        "write-through",
+        &["mkfs.ext4", "-q", "-F"],
+        &["e2fsck", "-fn"],
+    );
+}
+
+#[test]
+fn an_xfs_survives_its_server() {
+    survives_its_server(
+        "accel-xfs",
+        "write-around",
+        &["mkfs.xfs", "-q", "-f"],
+        &["xfs_repair", "-n"],
+    );
+}
+
+#[test]
+fn a_btrfs_survives_its_server() {
+    survives_its_server(
+        "accel-btrfs",
+        "write-through",
+        &["mkfs.btrfs", "-q", "-f"],
+        &["btrfs", "check", "-q"],
+    );
+}
+
+#[test]
+fn bad_input_has_an_error_and_overwrites_nothing() {
+    let space = Space::new("accel-bad");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let image = file_of(&space, "slow", 64);
+    run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&image));
+    let before = hash_of(&image);
+    let slow = Slow::new(&image, &[]);
+    let create = |path: &str| -> [String; 5] {
+        ["accelerate", "create", "fast", "--cache", path].map(str::to_owned)
+    };
+    burgeon.fails(&create(slow.text()), 1, "--force");
+    burgeon.fails(&create("/proc/version"), 1, "");
+    let small = space.path("small");
+    fs::write(&small, vec![0; 65_536]).unwrap();
+    burgeon.fails(&create(small.to_str().unwrap()), 1, "too small");
+    burgeon.fails(&["accelerate", "attach", "fast", slow.text()], 3, "there is no cache fast");
+
+    let cache = file_of(&space, "cache", 16);
+    burgeon.ok(&create(cache.to_str().unwrap()));
+    burgeon.fails(&create(cache.to_str().unwrap()), 1, "already");
+    let mut again = create(cache.to_str().unwrap());
+    again[2] = "other".into();
+    burgeon.fails(&again, 1, "a cache of Burgeon");
+    let attach = |slow: &str| -> [String; 6] {
+        ["accelerate", "attach", "fast", slow, "--name", "accel-bad"].map(str::to_owned)
+    };
+    let at = space.make_folder("mnt");
+    run(Command::new("mount").args(["-o", "ro,noload"]).arg(&slow.path).arg(&at));
+    let mounted = Mounted::at(&at);
+    burgeon.fails(&attach(slow.text()), 5, "in use");
+    drop(mounted);
+    burgeon.fails(&attach(cache.to_str().unwrap()), 5, "in use");
+    let read_only = Slow::new(&image, &["-r"]);
+    burgeon.fails(&attach(read_only.text()), 1, "read-only");
+    drop(read_only);
+    burgeon.fails(&attach(space.folder().to_str().unwrap()), 1, "neither");
+    burgeon.fails(&attach("/dev/no-such-device"), 3, "no-such-device");
+
+    // A cache of another version.
+    let file = OpenOptions::new().read(true).write(true).open(&cache).unwrap();
+    let mut first = vec![0; 8192];
+    file.read_exact_at(&mut first, 0).unwrap();
+    let newer = [0, 4096].map(|at| file.write_all_at(&[9, 0, 0, 0], at + 48).unwrap());
+    assert_eq!(newer.len(), 2);
+    burgeon.fails(&attach(slow.text()), 4, "format 9");
+    file.write_all_at(&first, 0).unwrap();
+
+    // Attached: nobody else gets either device.
+    burgeon.ok(&attach(slow.text()));
+    burgeon.fails(&attach(slow.text()), 1, "attached");
+    burgeon.fails(&["accelerate", "destroy", "fast"], 5, "detach");
+    burgeon.fails(&["accelerate", "set", "accel-bad", "mode=fast"], 1, "mode");
+    burgeon.fails(&["accelerate", "set", "accel-bad", "colour=red"], 2, "colour");
+    burgeon.fails(&["accelerate", "detach", "other"], 3, "other");
+    burgeon.ok(&["accelerate", "detach", "accel-bad"]);
+
+    // Smaller than before.
+    drop(slow);
+    assert_eq!(hash_of(&image), before, "the slow device was changed");
+    let shorter = file_of(&space, "shorter", 32);
+    let slow = Slow::new(&shorter, &[]);
+    burgeon.fails(&attach(slow.text()), 1, "is it another");
+    assert!(!Path::new("/dev/burgeon/accel-bad").exists());
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(ends);
+}
+
+#[test]
+fn content_is_kept_only_if_nobody_else_can_have_written() {
+    let space = Space::new("accel-keep");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let image = file_of(&space, "slow", 16);
+    let file = OpenOptions::new().read(true).write(true).open(&image).unwrap();
+    file.write_all_at(&vec![1; MIB as usize], 0).unwrap();
+    let cache = space.path("cache");
+    burgeon.ok(&[
+        "accelerate",
+        "create",
+        "fast",
+        "--cache",
+        cache.to_str().unwrap(),
+        "--size",
+        "32M",
+    ]);
+    let attach = |more: &[&str]| -> PathBuf {
+        let path = image.to_str().unwrap();
+        let name = ["accelerate", "attach", "fast", path, "--name", "accel-keep"];
+        burgeon
+            .ok(&[&name[..], &["--policy", "clock", "--sequential-cutoff", "off"], more].concat())
+            .trim()
+            .into()
+    };
+    // Around the page cache of the device, which a new attachment begins without anyway.
+    let read = |device: &Path| {
+        let device = File::open(device).unwrap();
+        let mut bytes = vec![0; MIB as usize];
+        device.read_exact_at(&mut bytes, 0).unwrap();
+        bytes
+    };
+    let detach = || drop(burgeon.ok(&["accelerate", "detach", "accel-keep"]));
+    let device = attach(&[]);
+    assert!(read(&device) == vec![1; MIB as usize]);
+    assert_eq!(counter(&burgeon, "cache_hit_bytes"), 0);
+    detach();
+
+    // The user vouches for it: hits, at once.
+    let device = attach(&["--trust-clean"]);
+    assert!(read(&device) == vec![1; MIB as usize]);
+    let hits = counter(&burgeon, "cache_hit_bytes");
+    assert!(hits >= MIB, "{hits}");
+    // A server that dies costs none of it.
+    let server = server_of(&burgeon).unwrap();
+    kill(server);
+    assert!(wait_until(PATIENCE, || server_of(&burgeon).is_some_and(|new| new != server)));
+    let used = status(&burgeon)["caches"][0]["used_blocks"].as_u64().unwrap();
+    assert!(used >= MIB / 4096, "{used}");
+    detach();
+
+    // Another program writes, and nobody vouches.
+    file.write_all_at(&vec![2; MIB as usize], 0).unwrap();
+    let device = attach(&[]);
+    assert!(read(&device) == vec![2; MIB as usize], "an older version was served");
+    assert_eq!(counter(&burgeon, "corrupt_blocks"), 0);
+    assert!(counter(&burgeon, "cache_hit_bytes") >= hits, "a counter went back");
+    assert!(counter(&burgeon, "dropped_blocks") + hits > 0);
+    detach();
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(ends);
+}
