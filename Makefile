@@ -7,6 +7,7 @@
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              OCI images beside stargz-snapshotter
 # make bench-ublk    the same over ublk, in the lab
+# make bench-accelerate   hit ratios of the policies of `burgeon accelerate`, beside RANDOM, LRU and the best possible
 # make bench-cache   policies of eviction on traces of chunks, beside the best possible
 #
 # make install put the command, mount(8)'s helper and the systemd unit in place (DESTDIR is honoured)
@@ -45,7 +46,7 @@ START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=cur
 LAB_NEEDS := qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
 	busybox=busybox-static cpio=cpio depmod=kmod
 
-.PHONY: demo check test soak bench bench-start bench-ublk bench-cache build install deb tarball lab clean
+.PHONY: demo check test soak bench bench-start bench-ublk bench-cache bench-accelerate build install deb tarball lab clean
 
 demo: build
 	dev/need $(if $(findstring --debian,$(DEMO)),debootstrap=debootstrap)
@@ -94,6 +95,10 @@ bench-ublk: build
 bench-cache:
 	dev/need $(BUILD_NEEDS)
 	$(CARGO) run --release --locked --quiet --package burgeon-cache --example policies
+
+bench-accelerate:
+	dev/need $(BUILD_NEEDS)
+	$(CARGO) run --release --locked --quiet --package burgeon-accelerate --example hit_ratios $(BENCH)
 
 # Where mount(8) looks for helpers: /sbin, which is a symlink on most machines.
 SBIN ?= $(if $(wildcard /sbin/.),$(shell readlink -f /sbin),/sbin)

@@ -80,7 +80,7 @@ fn work(device: &Cached<Memory, Memory>, newest: &[AtomicU64], writes: bool, see
         let (at, part) = (first * BLOCK as u64, &mut bytes[..blocks * BLOCK]);
         // Of each block one thread is the writer, so that versions grow.
         if writes && rng.below(2) == 0 {
-            let word = (round as u64).to_le_bytes();
+            let word = u64::to_le_bytes(round);
             part.chunks_exact_mut(8).for_each(|chunk| chunk.copy_from_slice(&word));
             device.write(at, part, false).expect("a write fails");
             newest[first as usize..first as usize + blocks]

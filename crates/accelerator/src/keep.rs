@@ -44,6 +44,7 @@ use crate::{
     control::{Answer, Ask, Attach, answer, receive},
     disk::Disk,
     folder::Folder,
+    harden::harden,
     serve::{Plan, PlanDevice, connect, named},
     shared::memory,
 };
@@ -83,6 +84,7 @@ struct Keeper {
 pub fn keep_process(folder: &Path) -> ExitCode {
     // Its starter is gone before long; failure means that it leads a session already.
     let _ = rustix::process::setsid();
+    harden();
     match Keeper::begin(folder).and_then(Keeper::run) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

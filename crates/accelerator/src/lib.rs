@@ -5,6 +5,7 @@
 //!   serve     the server: burgeon-accelerate behind the request engine, over FUSE and a loop device
 //!   control   their sockets           folder   the cache's folder in the state directory
 //!   disk      devices and files       probe    what a device holds already
+//!   harden    staying alive when memory is short
 //!   device    a cached device for the engine         shared   counters that outlive a server
 //! ```
 
@@ -12,6 +13,7 @@ pub mod control;
 mod device;
 pub mod disk;
 pub mod folder;
+mod harden;
 mod keep;
 pub mod probe;
 mod serve;

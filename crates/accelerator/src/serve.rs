@@ -34,6 +34,7 @@ use crate::{
     control::{Answer, Ask, answer, receive, send},
     device::Served,
     disk::Disk,
+    harden::harden,
     shared::SharedCells,
 };
 
@@ -80,6 +81,7 @@ struct Device {
 
 /// The main function of the process.
 pub fn serve_process() -> ExitCode {
+    harden();
     let begun = receive::<Plan>(stdin().lock()).and_then(begin);
     match begun {
         Ok((runtime, served)) => runtime.block_on(served.run()),

@@ -348,3 +348,42 @@ fn content_is_kept_only_if_nobody_else_can_have_written() {
     burgeon.ok(&["accelerate", "destroy", "fast"]);
     drop(ends);
 }
+
+/// The kernel fails all requests, and nothing that was durable is lost.
+#[test]
+fn the_death_of_keeper_and_server_loses_nothing_durable() {
+    let space = Space::new("accel-dead");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let image = file_of(&space, "slow", 64);
+    run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&image));
+    let slow = Slow::new(&image, &[]);
+    let cache = space.path("cache");
+    let cache = cache.to_str().unwrap();
+    burgeon.ok(&["accelerate", "create", "fast", "--cache", cache, "--size", "16M"]);
+    let attach = ["accelerate", "attach", "fast", slow.text(), "--name", "accel-dead"];
+    let device = PathBuf::from(burgeon.ok(&attach).trim());
+    let at = space.make_folder("mnt");
+    let mounted = mount(&device, &at);
+    fs::write(at.join("file-0"), content(0, 0)).unwrap();
+    File::open(at.join("file-0")).unwrap().sync_all().unwrap();
+    let keepers = processes_with(&burgeon.state().join("accelerate"));
+    let server = server_of(&burgeon).unwrap();
+    assert!(!keepers.is_empty());
+    keepers.into_iter().chain([server]).for_each(kill);
+    let fails = || {
+        let file = File::create(at.join("file-1"));
+        file.and_then(|file| file.write_all_at(b"text", 0).and_then(|()| file.sync_all())).is_err()
+    };
+    assert!(fails(), "a write without a server is durable");
+    drop(mounted);
+    // The loop device goes with its last user, and the claim went with the processes.
+    assert!(wait_until(PATIENCE, || burgeon.run(&attach).code == Some(0)), "cannot attach again");
+    let device = fs::read_link("/dev/burgeon/accel-dead").unwrap();
+    let mounted = mount(&device, &at);
+    read_files(&at, &[0]);
+    drop(mounted);
+    burgeon.ok(&["accelerate", "detach", "accel-dead"]);
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(ends);
+}

@@ -239,6 +239,9 @@ pub const ROLES: &[Role] = &[
     },
     Role { name: "opening", process: "__open", sandbox: Some(|_| Ok(opening(false))) },
     Role { name: "opening-ublk", process: "__open", sandbox: Some(|_| Ok(opening(true))) },
+    Role { name: "keeping", process: "__accelerate-keep", sandbox: None },
+    Role { name: "accelerating", process: "__accelerate-serve", sandbox: None },
+    Role { name: "looping", process: "__accelerate-loop", sandbox: None },
     Role { name: "holding", process: "__hold", sandbox: Some(|_| Ok(holding())) },
     Role {
         name: "serving",

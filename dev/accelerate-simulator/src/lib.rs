@@ -21,8 +21,10 @@
 //! One seed is one run. `dev/buggy-accelerate-simulator` compiles this over a copy with bugs, and
 //! asserts that each is found.
 
+mod crashes;
 mod disk;
 mod model;
 mod run;
 
-pub use run::{Report, crash_at_every_write, simulate};
+pub use crashes::{crash_at_every_write, crash_while_tidying};
+pub use run::{Report, simulate};

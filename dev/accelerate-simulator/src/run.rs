@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use burgeon_accelerate::{Cached, Mode, Options, Store, Trust, create, policy::Kind};
-use burgeon_block::{BLOCK_SIZE, ByteRange, Erase};
+use burgeon_block::{BLOCK_SIZE, ByteRange, Erase, Error, ErrorKind};
 use testkit::Rng;
 
 use super::{
@@ -19,7 +19,7 @@ const CACHE_LEN: usize = 1 << 20;
 const SLOW_LENS: [usize; 2] = [3 << 20, (2 << 20) + 5 * SECTOR];
 const NAMES: [&str; 2] = ["first", "second"];
 /// Sectors of the longest request.
-const LEN_MAX: u64 = 40;
+pub(crate) const LEN_MAX: u64 = 40;
 
 /// What happened in a run.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
@@ -43,25 +43,25 @@ pub struct Report {
 }
 
 /// The machine.
-struct World {
-    rng: Rng,
-    power: Power,
-    cache: Disk,
-    slow: [Disk; 2],
-    models: [Model; 2],
+pub(crate) struct World {
+    pub(crate) rng: Rng,
+    pub(crate) power: Power,
+    pub(crate) cache: Disk,
+    pub(crate) slow: [Disk; 2],
+    pub(crate) models: [Model; 2],
     version: u64,
     /// What `Distrust` has recorded.
     distrusted: Arc<AtomicBool>,
     /// The cache device has lied since it was opened cold.
     lied: bool,
-    running: Option<[Cached<Disk, Disk>; 2]>,
+    pub(crate) running: Option<[Cached<Disk, Disk>; 2]>,
     /// A flush of the device has failed in this life of the process.
     failed: [bool; 2],
     report: Report,
 }
 
 impl World {
-    fn new(seed: u64) -> Result<Self, String> {
+    pub(crate) fn new(seed: u64) -> Result<Self, String> {
         let mut rng = Rng::new(seed);
         let power = Power::default();
         let cache = Disk::new(rng.bits(), CACHE_LEN, &power);
@@ -85,11 +85,14 @@ impl World {
     }
 
     /// Starts the process. `Warm` only if nothing speaks against it.
-    fn start(&mut self, trust: Trust) -> Result<(), String> {
+    pub(crate) fn start(&mut self, trust: Trust) -> Result<(), String> {
         let cold = trust == Trust::Cold || self.distrusted.load(SeqCst);
         let trust = if cold { Trust::Cold } else { Trust::Warm };
-        let witness = self.distrusted.clone();
+        let (witness, power) = (self.distrusted.clone(), self.power.clone());
         let distrust = Box::new(move || {
+            if power.is_off() {
+                return Err(Error::new(ErrorKind::LocalIo, "simulated: the power is off"));
+            }
             witness.store(true, SeqCst);
             Ok(())
         });
@@ -118,7 +121,7 @@ impl World {
         Ok(())
     }
 
-    fn end_process(&mut self) {
+    pub(crate) fn end_process(&mut self) {
         self.failed = [false; 2];
         for device in self.running.take().iter().flatten() {
             use burgeon_accelerate::Count;
@@ -136,16 +139,13 @@ impl World {
             150..158 => self.erase(number),
             158..170 => self.flush(number)?,
             170..178 => {
-                if let Some(devices) = &self.running {
-                    let in_between = self.rng.below(2) == 0;
-                    if in_between {
-                        self.power.fail_after(Some(self.rng.below(7)));
-                    }
-                    // A failure shows in later requests.
-                    drop(devices[number].tidy());
-                    if in_between {
-                        self.power.fail_after(None);
-                    }
+                let in_between = self.rng.below(2) == 0;
+                if in_between {
+                    self.power.fail_after(Some(self.rng.below(7)));
+                }
+                self.tidy(number);
+                if in_between {
+                    self.power.fail_after(None);
                 }
             }
             178..181 => {
@@ -171,6 +171,13 @@ impl World {
         Ok(())
     }
 
+    pub(crate) fn tidy(&mut self, number: usize) {
+        if let Some(devices) = &self.running {
+            // A failure shows in later requests.
+            drop(devices[number].tidy());
+        }
+    }
+
     /// A range of sectors, often one that came before.
     fn range(&mut self, number: usize) -> (usize, usize) {
         let sectors = self.models[number].sectors() as u64;
@@ -187,8 +194,17 @@ impl World {
         (first as usize, len.min(sectors - first) as usize)
     }
 
-    fn read(&mut self, number: usize) -> Result<(), String> {
+    pub(crate) fn read(&mut self, number: usize) -> Result<(), String> {
         let (first, len) = self.range(number);
+        self.read_at(number, first, len)
+    }
+
+    pub(crate) fn read_at(
+        &mut self,
+        number: usize,
+        first: usize,
+        len: usize,
+    ) -> Result<(), String> {
         let Some(devices) = &self.running else { return Ok(()) };
         let device = &devices[number];
         let at = (first * SECTOR) as u64;
@@ -227,9 +243,13 @@ impl World {
         Err(format!("{}: {error}", NAMES[number]))
     }
 
-    fn write(&mut self, number: usize) {
+    pub(crate) fn write(&mut self, number: usize) {
         let (first, len) = self.range(number);
         let fua = self.rng.below(8) == 0;
+        self.write_at(number, first, len, fua);
+    }
+
+    pub(crate) fn write_at(&mut self, number: usize, first: usize, len: usize, fua: bool) {
         let Some(devices) = &self.running else { return };
         self.version += 1;
         let version = self.version;
@@ -260,7 +280,7 @@ impl World {
         }
     }
 
-    fn flush(&mut self, number: usize) -> Result<(), String> {
+    pub(crate) fn flush(&mut self, number: usize) -> Result<(), String> {
         let Some(devices) = &self.running else { return Ok(()) };
         match devices[number].flush() {
             Ok(()) if self.failed[number] => {
@@ -361,15 +381,6 @@ impl World {
         }
         self.start(if vouches { Trust::Warm } else { Trust::Cold })
     }
-
-    /// A power failure after which the user vouches for the devices.
-    fn cut_the_power_and_vouch(&mut self) -> Result<(), String> {
-        self.end_process();
-        self.power.on_again();
-        self.slow.iter().chain([&self.cache]).for_each(Disk::lose_power);
-        self.models.iter_mut().for_each(Model::lost_power);
-        self.start(Trust::Warm)
-    }
 }
 
 /// Runs 400 operations by `seed`. The error tells which promise was broken.
@@ -381,51 +392,4 @@ pub fn simulate(seed: u64) -> Result<Report, String> {
     world.stop().map_err(|error| format!("seed {seed}, at the end: {error}"))?;
     world.report.writes += world.power.writes();
     Ok(world.report)
-}
-
-/// Runs some operations again and again, and lets the power fail within each write that they make, in
-/// turn; then everything is read. Returns the number of failures.
-pub fn crash_at_every_write(seed: u64) -> Result<u64, String> {
-    for at in 0.. {
-        let mut world = World::new(seed)?;
-        world.power.fail_after(Some(at));
-        for _ in 0..60 {
-            let number = world.rng.below(2) as usize;
-            match world.rng.below(10) {
-                0..3 => world.read(number)?,
-                3..7 => world.write(number),
-                7 => world.flush(number)?,
-                _ => drop(world.running.as_ref().map(|devices| devices[number].tidy())),
-            }
-            if world.power.is_off() {
-                break;
-            }
-        }
-        if !world.power.is_off() {
-            return Ok(at);
-        }
-        world.cut_the_power_and_vouch().map_err(|e| format!("seed {seed}, write {at}: {e}"))?;
-        for number in 0..2 {
-            for _ in 0..2 {
-                world.read_all(number).map_err(|e| format!("seed {seed}, write {at}: {e}"))?;
-            }
-        }
-    }
-    Ok(0)
-}
-
-impl World {
-    fn read_all(&mut self, number: usize) -> Result<(), String> {
-        let Some(devices) = &self.running else { return Ok(()) };
-        let mut bytes = vec![0; 64 << 10];
-        let size = self.models[number].sectors() * SECTOR;
-        for at in (0..size).step_by(bytes.len()) {
-            let part = &mut bytes[..(size - at).min(64 << 10)];
-            devices[number].read(at as u64, part).map_err(|e| e.to_string())?;
-            for (sector, bytes) in (at / SECTOR..).zip(part.chunks(SECTOR)) {
-                self.models[number].read(sector, bytes)?;
-            }
-        }
-        Ok(())
-    }
 }

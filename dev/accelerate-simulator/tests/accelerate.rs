@@ -1,6 +1,6 @@
 //! The cache through random and through exhaustive failures.
 
-use accelerate_simulator::{Report, crash_at_every_write, simulate};
+use accelerate_simulator::{Report, crash_at_every_write, crash_while_tidying, simulate};
 
 fn seeds(default: u64) -> u64 {
     std::env::var("SIMULATION_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -37,5 +37,12 @@ fn the_power_fails_at_every_write() {
     for seed in 0..seeds(1).min(20) {
         let failures = crash_at_every_write(seed).unwrap_or_else(|error| panic!("{error}"));
         assert!(failures > 60, "{failures}");
+    }
+}
+
+#[test]
+fn the_power_fails_while_marks_are_cleared() {
+    for seed in 0..seeds(40) {
+        crash_while_tidying(seed).unwrap_or_else(|error| panic!("{error}"));
     }
 }

@@ -62,7 +62,7 @@ impl Judge {
     #[inline]
     pub(super) fn samples(&self, key: Key) -> bool {
         // Other bits than those that ghosts and places are made of.
-        (mixed(key) >> 20) as u32 % self.sample == 0
+        ((mixed(key) >> 20) as u32).is_multiple_of(self.sample)
     }
 
     /// Counts a request of the sample, and returns the strictness to go on with.

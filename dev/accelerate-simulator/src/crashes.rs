@@ -1,0 +1,100 @@
+//! Power failures at each write of some operations, in turn.
+
+use burgeon_accelerate::{Mode, Trust, policy::Kind};
+use testkit::Rng;
+
+use super::{
+    disk::SECTOR,
+    run::{LEN_MAX, World},
+};
+
+/// Runs some operations again and again, and lets the power fail within each write that they make, in
+/// turn; then everything is read. Returns the number of failures.
+pub fn crash_at_every_write(seed: u64) -> Result<u64, String> {
+    for at in 0.. {
+        let mut world = World::new(seed)?;
+        world.power.fail_after(Some(at));
+        for _ in 0..60 {
+            let number = world.rng.below(2) as usize;
+            match world.rng.below(10) {
+                0..3 => world.read(number)?,
+                3..7 => world.write(number),
+                7 => world.flush(number)?,
+                _ => world.tidy(number),
+            }
+            if world.power.is_off() {
+                break;
+            }
+        }
+        if !world.power.is_off() {
+            return Ok(at);
+        }
+        world.compare_after_power_failure().map_err(|e| format!("seed {seed}, write {at}: {e}"))?;
+    }
+    Ok(0)
+}
+
+/// Caches blocks, writes them round the cache or through it, and lets the power fail within each
+/// write of the tidying that follows.
+pub fn crash_while_tidying(seed: u64) -> Result<(), String> {
+    let mode = Mode::ALL[seed as usize % 2].0;
+    for at in 0..16 {
+        let mut world = World::new(seed)?;
+        let mut rng = Rng::new(seed);
+        let first = rng.below(64) as usize * 8;
+        world.choose(mode, Kind::Clock);
+        for part in 0..4 {
+            world.read_at(0, first + part * LEN_MAX as usize, LEN_MAX as usize)?;
+        }
+        world.tidy(0);
+        for part in 0..4 {
+            let start = first + part * LEN_MAX as usize + 8 * rng.below(2) as usize;
+            world.write_at(0, start, 8 * (1 + rng.below(3) as usize), false);
+        }
+        world.power.fail_after(Some(at));
+        world.tidy(0);
+        if !world.power.is_off() {
+            // It may fail a little later, too.
+            world.power.fail_after(Some(0));
+            world.write_at(1, 0, 8, false);
+        }
+        world.compare_after_power_failure().map_err(|e| format!("seed {seed}, write {at}: {e}"))?;
+    }
+    Ok(())
+}
+
+impl World {
+    /// After a power failure the user vouches for the devices; everything is read, and once more
+    /// without the cache.
+    fn compare_after_power_failure(&mut self) -> Result<(), String> {
+        self.end_process();
+        self.power.on_again();
+        self.slow.iter().chain([&self.cache]).for_each(|disk| disk.lose_power());
+        self.models.iter_mut().for_each(|model| model.lost_power());
+        for trust in [Trust::Warm, Trust::Cold] {
+            self.start(trust)?;
+            for number in 0..2 {
+                self.read_all(number)?;
+            }
+            self.end_process();
+        }
+        Ok(())
+    }
+
+    fn choose(&mut self, mode: Mode, kind: Kind) {
+        for device in self.running.iter().flatten() {
+            device.set_mode(mode);
+            device.store().set_policy(kind);
+        }
+    }
+
+    fn read_all(&mut self, number: usize) -> Result<(), String> {
+        let sectors = self.models[number].sectors();
+        for first in (0..sectors).step_by(128) {
+            self.read_at(number, first, (sectors - first).min(128))?;
+        }
+        Ok(())
+    }
+}
+
+const _: () = assert!(SECTOR == 512, "a block is 8 sectors");
