@@ -56,6 +56,11 @@ impl Block {
         // The only failure is a lack of memory, which aborts elsewhere, too.
         Self::new_box_zeroed().unwrap_or_else(|_| Box::new(Self([0; BLOCK])))
     }
+
+    /// Its bytes.
+    pub fn bytes_mut(&mut self) -> &mut [u8; BLOCK] {
+        &mut self.0
+    }
 }
 
 /// The kind of a block.

@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use burgeon_accelerate::{Cached, SlowDevice};
+use burgeon_accelerate::Cached;
 use burgeon_block::{
     BLOCK_SIZE, BlockDevice, ByteRange, Erase, FileRange, Now, Result, Shape, Verdict,
     WritableDevice, WriteCache,

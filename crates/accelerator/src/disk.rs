@@ -1,7 +1,7 @@
 //! Devices and files of this machine, opened so that nobody else opens them.
 
 use std::{
-    fs::{self, File, OpenOptions, TryLockError},
+    fs::{self, File, OpenOptions},
     io::{self, Seek, SeekFrom},
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
@@ -13,7 +13,7 @@ use std::{
 use burgeon_accelerate::SlowDevice;
 use burgeon_block::{ByteRange, Erase, Error, ErrorKind, LocalFile, Result, read_or_zeros};
 use rustix::{
-    fs::{FallocateFlags, OFlags, fallocate, ioctl_blksszget},
+    fs::{FallocateFlags, FlockOperation, OFlags, fallocate, flock, ioctl_blksszget},
     io::Errno,
 };
 
@@ -51,10 +51,10 @@ impl Disk {
             return Err(read_only(path));
         }
         if !is_block {
-            match file.try_lock() {
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
-                Err(TryLockError::WouldBlock) => return Err(in_use(path)),
-                Err(TryLockError::Error(error)) => return Err(Error::io(what, error)),
+                Err(Errno::WOULDBLOCK) => return Err(in_use(path)),
+                Err(errno) => return Err(Error::io(what, errno.into())),
             }
         }
         Self::adopt(file, path)
@@ -89,7 +89,7 @@ impl Disk {
     }
 
     /// Its size in bytes.
-    pub fn len(&self) -> u64 {
+    pub fn size(&self) -> u64 {
         self.size
     }
 
@@ -180,7 +180,7 @@ mod tests {
         let path = folder.path().join("disk");
         std::fs::write(&path, vec![7; 8192 + 100]).unwrap();
         let disk = Disk::open(&path).unwrap();
-        assert_eq!(disk.len(), 8192);
+        assert_eq!(disk.size(), 8192);
         assert_eq!(Disk::open(&path).map(drop).unwrap_err().kind(), ErrorKind::Unavailable);
         disk.erase(ByteRange::at(4096, 4096).unwrap(), Erase::Zeroes { unmap: true }).unwrap();
         let mut bytes = [1; 8192];

@@ -55,7 +55,7 @@ mod tests {
         let found = |bytes: &[u8]| {
             std::fs::write(&path, bytes).unwrap();
             let disk = Disk::open(&path).unwrap();
-            content(&disk, disk.len()).unwrap()
+            content(&disk, disk.size()).unwrap()
         };
         let mut bytes = vec![0; 1 << 20];
         assert_eq!(found(&bytes), None);
@@ -64,7 +64,7 @@ mod tests {
         bytes[..4].copy_from_slice(b"XFSB");
         assert!(found(&bytes).unwrap().contains("XFS"));
         let disk = Disk::open(&path).unwrap();
-        create(&disk, disk.len(), [1; 16]).unwrap();
-        assert!(content(&disk, disk.len()).unwrap().unwrap().contains("Burgeon"));
+        create(&disk, disk.size(), [1; 16]).unwrap();
+        assert!(content(&disk, disk.size()).unwrap().unwrap().contains("Burgeon"));
     }
 }

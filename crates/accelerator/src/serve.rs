@@ -141,7 +141,7 @@ pub(crate) fn named<T>(name: &str, parse: impl Fn(&str) -> Option<T>, what: &str
 
 fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
     let file = Disk::adopt(File::from(take(plan.cache_fd)), &plan.cache)?;
-    let size = file.len();
+    let size = file.size();
     let trust = if plan.warm { Trust::Warm } else { Trust::Cold };
     let place = plan.distrust.clone();
     let distrust = Box::new(move || record_distrust(&place));
@@ -258,7 +258,7 @@ impl Serving {
             json!({
                 "name": cached.name(),
                 "slow": cached.slow().path(),
-                "size": cached.slow().len(),
+                "size": cached.slow().size(),
                 "mode": cached.mode().name(),
                 "sequential_cutoff": cached.cutoff(),
                 "marked_regions": cached.marked(),

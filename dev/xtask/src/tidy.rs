@@ -157,6 +157,7 @@ const COMING: &[(&str, &str)] = &[];
 
 /// The readers of hostile bytes: the target in dev/fuzz, and the call in it that reads them.
 const FUZZED: &[(&str, &str)] = &[
+    ("accelerate", "Super::decode("),
     ("cache", "reader.decode("),
     ("chunk", "decode_chunk("),
     ("compressed", "build("),
@@ -179,6 +180,7 @@ const FUZZED: &[(&str, &str)] = &[
 /// The files with functions that decode or parse bytes, and the target in dev/fuzz that reaches
 /// them; `None` for bytes of the kernel or of another process of the daemon.
 const READERS: &[(&str, Option<&str>)] = &[
+    ("crates/accelerate/src/format.rs", Some("accelerate")),
     ("crates/btrfs/src/info.rs", Some("seed_info")),
     ("crates/cache/src/checkpoint.rs", Some("cache")),
     ("crates/cache/src/journal.rs", Some("cache")),

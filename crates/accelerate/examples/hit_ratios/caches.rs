@@ -143,7 +143,7 @@ impl Cache for Random {
             return false;
         }
         self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        let slot = ((self.state >> 32) * u64::from(self.slots) >> 32) as u32;
+        let slot = (((self.state >> 32) * u64::from(self.slots)) >> 32) as u32;
         self.here.set(std::mem::replace(&mut self.blocks[slot as usize], block), NONE);
         self.here.set(block, slot);
         false

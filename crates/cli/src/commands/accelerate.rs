@@ -212,8 +212,8 @@ fn create(
         file.and_then(|file| file.set_len(size)).map_err(failed)?;
     }
     let disk = Disk::open(&cache)?;
-    burgeon_accelerate::format::Layout::new(disk.len())?;
-    if let Some(found) = probe::content(&disk, disk.len())?
+    burgeon_accelerate::format::Layout::new(disk.size())?;
+    if let Some(found) = probe::content(&disk, disk.size())?
         && !force
     {
         let what = format!("{} holds {found}: --force overwrites it", cache.display());
@@ -222,11 +222,11 @@ fn create(
     let mut id = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
         .map_err(|e| Error::io("cannot get random bytes", e.into()))?;
-    burgeon_accelerate::create(&disk, disk.len(), id)?;
+    burgeon_accelerate::create(&disk, disk.size(), id)?;
     folder.record(&cache)?;
-    let document = json!({ "name": name, "cache": cache, "size": disk.len() });
+    let document = json!({ "name": name, "cache": cache, "size": disk.size() });
     tell(context, &document, |_| {
-        println!("cache {name}: {} on {}", bytes(disk.len()), cache.display())
+        println!("cache {name}: {} on {}", bytes(disk.size()), cache.display())
     })
 }
 
