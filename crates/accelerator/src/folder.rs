@@ -112,9 +112,20 @@ impl Folder {
         ask(&self.serve_socket(), question)
     }
 
-    /// Asks the keeper. `NotFound` if nothing is attached.
+    /// Asks the keeper. `NotFound` if nothing is attached, `Unavailable` if it is dead, and its
+    /// server is not.
     pub fn ask_keeper(&self, question: &Ask) -> Result<Value> {
-        ask(&self.keep_socket(), question)
+        match ask(&self.keep_socket(), question) {
+            Err(error) if error.kind() == ErrorKind::NotFound && self.is_served() => {
+                let what = format!(
+                    "the keeper of the cache {} is dead: its server goes on until its devices are \
+                     unmounted; unmount them, and attach them again",
+                    self.name()
+                );
+                Err(Error::new(ErrorKind::Unavailable, what))
+            }
+            answer => answer,
+        }
     }
 
     /// Starts a keeper, and returns when it listens.

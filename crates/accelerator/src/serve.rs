@@ -8,6 +8,7 @@
 //!
 //! Invariants:
 //! - It opens no device itself: those that it has are the keeper's, whose claims outlive it.
+//! - Without its keeper, it goes on until its devices are unmounted.
 //! - It holds no descriptor of a FUSE file or a loop device, so no thread of it waits for itself.
 
 use std::{
@@ -19,13 +20,16 @@ use std::{
     },
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
     time::Duration,
 };
 
 use burgeon_accelerate::{Cached, Count, Counts, Mode, Options, Store, Trust, policy::Kind};
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_frontend::{Connection, ServeOptions, Server, Slots, serve_writable};
+use burgeon_frontend::{Connection, End, ServeOptions, Server, Slots, serve_writable};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
@@ -40,6 +44,8 @@ use crate::{
 
 /// Time between two looks for idle regions.
 const TIDY: Duration = Duration::from_secs(5);
+/// Time between two looks of a server without a keeper for the end of its devices.
+const LOOK: Duration = Duration::from_millis(200);
 /// Time that requests in work get when the server is stopped.
 const DRAIN: Duration = Duration::from_secs(30);
 
@@ -77,6 +83,8 @@ struct Device {
     cached: Arc<Cached<Disk, Disk>>,
     /// `None` once it was stopped.
     server: Mutex<Option<Server>>,
+    /// The kernel has let go of the device.
+    ended: Arc<AtomicBool>,
 }
 
 /// The main function of the process.
@@ -122,7 +130,14 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         let slots = Arc::new(Slots::from_fd(slots)?);
         let options = ServeOptions::new(runtime.handle().clone());
         let server = serve_writable(fuse, slots, Arc::new(Served(cached.clone())), &options)?;
-        devices.push(Device { cached, server: Mutex::new(Some(server)) });
+        let ended = Arc::new(AtomicBool::new(false));
+        let (ending, flag) = (server.ended(), ended.clone());
+        runtime.spawn(async move {
+            if ending.await == End::Unmounted {
+                flag.store(true, SeqCst);
+            }
+        });
+        devices.push(Device { cached, server: Mutex::new(Some(server)), ended });
     }
     Ok((runtime, Serving { store, devices, listener }))
 }
@@ -171,6 +186,7 @@ fn record_distrust(place: &Path) -> Result<()> {
 
 impl Serving {
     async fn run(self) -> ExitCode {
+        let keeper = rustix::process::getppid();
         let Ok(mut terminated) = signal(SignalKind::terminate()) else { return ExitCode::FAILURE };
         if send(&mut stdout(), &Answer::Done(json!("ready"))).is_err() {
             return ExitCode::FAILURE;
@@ -180,10 +196,16 @@ impl Serving {
         // It ends with the process.
         std::thread::spawn(move || answering.answer_all());
         let mut tidy = tokio::time::interval(TIDY);
+        let mut look = tokio::time::interval(LOOK);
         loop {
             tokio::select! {
                 _ = terminated.recv() => break,
                 _ = tidy.tick() => tokio::task::block_in_place(|| serving.tidy()),
+                _ = look.tick(), if rustix::process::getppid() != keeper => {
+                    if serving.devices.iter().all(|device| device.ended.load(SeqCst)) {
+                        break;
+                    }
+                }
             }
         }
         tokio::task::block_in_place(|| {

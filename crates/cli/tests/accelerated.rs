@@ -367,12 +367,22 @@ fn the_death_of_keeper_and_server_loses_nothing_durable() {
     let mounted = mount(&device, &at);
     fs::write(at.join("file-0"), content(0, 0)).unwrap();
     File::open(at.join("file-0")).unwrap().sync_all().unwrap();
-    let keepers = processes_with(&burgeon.state().join("accelerate"));
+    // Without its keeper, the server goes on until the umount.
+    let keepers = || processes_with(&burgeon.state().join("accelerate"));
+    assert!(!keepers().is_empty());
+    keepers().into_iter().for_each(kill);
+    fs::write(at.join("file-1"), content(1, 0)).unwrap();
+    File::open(at.join("file-1")).unwrap().sync_all().unwrap();
+    burgeon.fails(&["accelerate", "detach", "accel-dead"], 5, "keeper");
+    drop(mounted);
+    assert!(wait_until(PATIENCE, || burgeon.run(&attach).code == Some(0)), "cannot attach again");
+    let device = fs::read_link("/dev/burgeon/accel-dead").unwrap();
+    let mounted = mount(&device, &at);
+    read_files(&at, &[0, 0]);
     let server = server_of(&burgeon).unwrap();
-    assert!(!keepers.is_empty());
-    keepers.into_iter().chain([server]).for_each(kill);
+    keepers().into_iter().chain([server]).for_each(kill);
     let fails = || {
-        let file = File::create(at.join("file-1"));
+        let file = File::create(at.join("file-2"));
         file.and_then(|file| file.write_all_at(b"text", 0).and_then(|()| file.sync_all())).is_err()
     };
     assert!(fails(), "a write without a server is durable");
@@ -381,7 +391,7 @@ fn the_death_of_keeper_and_server_loses_nothing_durable() {
     assert!(wait_until(PATIENCE, || burgeon.run(&attach).code == Some(0)), "cannot attach again");
     let device = fs::read_link("/dev/burgeon/accel-dead").unwrap();
     let mounted = mount(&device, &at);
-    read_files(&at, &[0]);
+    read_files(&at, &[0, 0]);
     drop(mounted);
     burgeon.ok(&["accelerate", "detach", "accel-dead"]);
     burgeon.ok(&["accelerate", "destroy", "fast"]);
