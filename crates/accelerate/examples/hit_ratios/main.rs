@@ -23,7 +23,7 @@ const SLOTS: u32 = (4 * GIB / BLOCK) as u32;
 const REQUESTS: usize = 60 * SLOTS as usize;
 /// Requests between two looks at the hit ratio.
 const LOOK: usize = SLOTS as usize / 4;
-const NAMES: [&str; 2] = ["adaptive", "LRU"];
+const NAMES: [&str; 6] = ["adaptive", "tinylfu", "clock", "fifo", "RANDOM", "LRU"];
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();

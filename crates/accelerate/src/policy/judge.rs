@@ -20,9 +20,9 @@ const SAMPLE: u32 = 32;
 const SETS_MIN: u32 = 64;
 /// The more a strictness writes, the better it has to be: misses count so many times.
 const COSTS: [(Strictness, f64); 3] =
-    [(Strictness::Strict, 1.0), (Strictness::Normal, 1.0), (Strictness::Open, 1.03)];
+    [(Strictness::Strict, 1.0), (Strictness::Normal, 1.0), (Strictness::Open, 1.0)];
 /// Another has to have fewer than so many of the current one's misses.
-const CLEARLY: f64 = 0.98;
+const CLEARLY: f64 = 0.99;
 
 /// One strictness on the sample.
 struct Trial {
@@ -55,7 +55,7 @@ impl Judge {
         };
         let slots = f64::from(sampled) * WAYS as f64;
         let trials = COSTS.into_iter().map(trial).collect();
-        Self { trials, sample, fading: 1.0 - 0.5 / slots, asked: 0 }
+        Self { trials, sample, fading: 1.0 - 2.0 / slots, asked: 0 }
     }
 
     /// True if `key` is in the sample.
