@@ -240,7 +240,10 @@ impl<D: BlockDevice, A: Access<D>> Worker<D, A> {
         let _leaving = Leaving((role == Role::Helper).then(|| self.readers.clone()));
         stop::accept_interrupts();
         let tail = READ_BUFFER_MIN + if A::WRITABLE { LEN_MAX } else { 0 };
-        let mut reader = Reader { role, buffer: None, tail: vec![0; tail], has_worked: false };
+        // Not zeros, so that all pages are present: a copy that faults while the process is killed
+        // fails, and the kernel answers the write with EIO instead of sending it again.
+        let tail = vec![1; tail];
+        let mut reader = Reader { role, buffer: None, tail, has_worked: false };
         while let Some(slot) = self.control.next_replay() {
             self.start_helper_if_wanted(&mut reader);
             if self.replay(slot, &mut reader) == Handled::Answered {
