@@ -1,0 +1,26 @@
+//! Snapshots for containerd: a proxy plugin over a Unix socket.
+//!
+//! ```text
+//!   containerd ── gRPC ──► server ─► service ─► snapshotter ─┬─► model     which snapshots there are
+//!                          socket    messages   calls        ├─► disk      records and folders
+//!                                    (api)      (filter)     └─► overlay   mounts for containerd
+//! ```
+//!
+//! `model`, `filter`, `overlay` and `record` are pure. The process mounts nothing itself for local
+//! snapshots: containerd does, from the answers.
+
+pub mod api;
+mod disk;
+pub mod filter;
+mod keys;
+pub mod model;
+mod overlay;
+pub mod record;
+mod server;
+mod service;
+mod snapshotter;
+mod walk;
+
+pub use disk::{Loaded, read};
+pub use server::{Socket, serve};
+pub use snapshotter::{Answer, Failure, Snapshotter};

@@ -1,0 +1,309 @@
+//! Snapshots on this host: the state machine of `model.rs`, made durable by `disk.rs`.
+//!
+//! ```text
+//!   a call ─► names taken (keys.rs) ─► planned (model.rs) ─► on the disk (disk.rs) ─► applied
+//!                                          short lock            no lock            short lock
+//! ```
+//!
+//! Calls block their thread; `service.rs` gives each one of its own. Removed folders are deleted by one
+//! thread in the background, so neither `Remove` nor `Cleanup` waits for a tree to be deleted.
+
+use std::{
+    path::Path,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::SystemTime,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+
+use crate::{
+    api,
+    disk::{Disk, RootAttributes},
+    filter::Filter,
+    keys::{Keys, Taken},
+    model::{Kind, Labels, Refusal, Snapshot, Snapshots, Usage},
+    overlay, walk,
+};
+
+/// The reason why a call did not succeed.
+#[derive(Debug)]
+pub enum Failure {
+    /// The request does not fit the snapshots.
+    Refused(Refusal),
+    /// This host failed.
+    Failed(Error),
+    /// Another call about the same snapshot takes too long.
+    Busy(String),
+}
+
+impl From<Refusal> for Failure {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(refusal)
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// A result of a call.
+pub type Answer<T> = std::result::Result<T, Failure>;
+
+/// All snapshots below one root.
+#[derive(Debug)]
+pub struct Snapshotter {
+    disk: Disk,
+    all: Mutex<Snapshots>,
+    keys: Keys,
+    options: overlay::Options,
+    trash: Trash,
+}
+
+/// Tells the thread that empties the trash that something is in it.
+#[derive(Debug, Default)]
+struct Trash {
+    is_full: Mutex<bool>,
+    filled: Condvar,
+    is_over: AtomicBool,
+}
+
+impl Snapshotter {
+    /// Opens a root, which is made if it is missing. Nothing is mounted and nothing is asked from a
+    /// network.
+    pub fn open(root: &Path) -> Result<Self> {
+        let (disk, loaded) = Disk::open(root)?;
+        for problem in &loaded.damaged {
+            tracing::error!(%problem, "a snapshot is lost");
+        }
+        let last_id = loaded.last_id();
+        Ok(Self {
+            disk,
+            all: Mutex::new(Snapshots::new(loaded.snapshots, last_id)),
+            keys: Keys::default(),
+            options: overlay::Options::of_kernel(),
+            trash: Trash { is_full: Mutex::new(true), ..Trash::default() },
+        })
+    }
+
+    /// Starts the thread that deletes removed folders. It ends after [`Self::end`].
+    pub fn start_cleaner(self: &Arc<Self>) -> std::io::Result<thread::JoinHandle<()>> {
+        let this = Arc::clone(self);
+        thread::Builder::new().name("cleaner".into()).spawn(move || {
+            while this.trash.wait() {
+                if let Err(error) = this.disk.empty_trash() {
+                    // The next Remove, or containerd's next Cleanup, tries again.
+                    tracing::warn!(%error, "a removed snapshot stays for now");
+                }
+            }
+        })
+    }
+
+    /// Ends the thread of [`Self::start_cleaner`].
+    pub fn end(&self) {
+        self.trash.is_over.store(true, Ordering::Relaxed);
+        self.trash.fill();
+    }
+
+    /// Makes an active snapshot or a view, and returns its mounts.
+    pub fn create(
+        &self,
+        kind: Kind,
+        key: &str,
+        parent: Option<&str>,
+        labels: Labels,
+    ) -> Answer<Vec<api::Mount>> {
+        let _taken = self.take(&[key], parent)?;
+        let (snapshot, above) = {
+            let mut all = self.lock();
+            let snapshot = all.plan_create(kind, key, parent, labels, SystemTime::now())?;
+            let above = parent.map(|parent| all.get(parent).map(|parent| parent.id)).transpose()?;
+            (snapshot, above)
+        };
+        let made = self.root_attributes(&snapshot, above).and_then(|attributes| {
+            self.disk.make_folder(snapshot.id, attributes, kind == Kind::Active)?;
+            self.disk.write(&snapshot)
+        });
+        if let Err(error) = made {
+            // Perhaps the record was renamed, and only its sync failed.
+            self.disk.remove_record(snapshot.id).and_then(|()| self.disk.discard(snapshot.id)).ok();
+            self.trash.fill();
+            return Err(error.into());
+        }
+        let mut all = self.lock();
+        all.put(None, snapshot);
+        self.mounts_of(&all, key)
+    }
+
+    /// The mounts of an active snapshot or a view.
+    pub fn mounts(&self, key: &str) -> Answer<Vec<api::Mount>> {
+        self.mounts_of(&self.lock(), key)
+    }
+
+    fn mounts_of(&self, all: &Snapshots, key: &str) -> Answer<Vec<api::Mount>> {
+        let lineage = all.lineage(key)?;
+        let snapshot = lineage[0];
+        if snapshot.kind == Kind::Committed {
+            let what = format!("{key:?} is committed, and has no mounts");
+            return Err(Refusal::Precondition(what).into());
+        }
+        let lower = lineage[1..].iter().map(|parent| self.disk.layer(parent.id)).collect();
+        let own = self.disk.folder(snapshot.id);
+        Ok(overlay::mounts(snapshot.kind, &snapshot.labels, &own, lower, self.options))
+    }
+
+    /// Commits an active snapshot under a name. The data is durable when this returns.
+    pub fn commit(&self, key: &str, name: &str, parent: Option<&str>, labels: Labels) -> Answer<()> {
+        let _taken = self.take(&[key, name], None)?;
+        let mut snapshot =
+            self.lock().plan_commit(key, name, parent, labels, SystemTime::now())?;
+        // The record promises the data, so the data is durable first.
+        self.disk.sync_layer(snapshot.id)?;
+        snapshot.usage = Some(self.measure(snapshot.id)?);
+        self.disk.write(&snapshot)?;
+        self.lock().put(Some(key), snapshot);
+        Ok(())
+    }
+
+    /// Removes a snapshot. Its files are deleted later.
+    pub fn remove(&self, key: &str) -> Answer<()> {
+        let _taken = self.take(&[key], None)?;
+        let snapshot = self.lock().plan_remove(key)?;
+        self.disk.remove_record(snapshot.id)?;
+        self.lock().forget(key);
+        if let Err(error) = self.disk.discard(snapshot.id) {
+            tracing::warn!(%error, "a removed snapshot stays until the next start");
+        }
+        self.trash.fill();
+        Ok(())
+    }
+
+    /// The snapshot with this name.
+    pub fn stat(&self, key: &str) -> Answer<Snapshot> {
+        Ok(self.lock().get(key)?.clone())
+    }
+
+    /// Changes labels, and returns the changed snapshot.
+    pub fn update(&self, name: &str, labels: &Labels, paths: &[String]) -> Answer<Snapshot> {
+        let _taken = self.take(&[name], None)?;
+        let snapshot = self.lock().plan_update(name, labels, paths, SystemTime::now())?;
+        self.disk.write(&snapshot)?;
+        self.lock().put(Some(name), snapshot.clone());
+        Ok(snapshot)
+    }
+
+    /// The snapshots that the filter matches, by name.
+    pub fn list(&self, filter: &Filter) -> Vec<Snapshot> {
+        self.lock().iter().filter(|snapshot| filter.matches(snapshot)).cloned().collect()
+    }
+
+    /// The disk space of a snapshot alone; of a committed one as it was measured then.
+    pub fn usage(&self, key: &str) -> Answer<Usage> {
+        let snapshot = self.stat(key)?;
+        if let Some(usage) = snapshot.usage {
+            return Ok(usage);
+        }
+        match self.measure(snapshot.id) {
+            // Removed while it was measured: that is what there is to say.
+            Err(error) => Err(self.stat(key).err().unwrap_or(error.into())),
+            Ok(usage) => Ok(usage),
+        }
+    }
+
+    /// Has the rest of earlier removals done.
+    pub fn cleanup(&self) {
+        self.trash.fill();
+    }
+
+    fn measure(&self, id: u64) -> Result<Usage> {
+        let layer = self.disk.layer(id);
+        walk::usage(&layer).map_err(|e| Error::io(format!("cannot measure {}", layer.display()), e))
+    }
+
+    /// The root of a container has the owner and mode of its image's, because overlayfs shows those of
+    /// the topmost folder; with mapped ids, the owner is the container's root.
+    fn root_attributes(&self, snapshot: &Snapshot, above: Option<u64>) -> Result<RootAttributes> {
+        let own = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        let mut attributes = match above {
+            Some(above) => RootAttributes::of(&self.disk.layer(above))?,
+            None => RootAttributes { uid: own.0, gid: own.1, mode: 0o755 },
+        };
+        if let Some((uid, gid)) = overlay::mapped_root(&snapshot.labels)? {
+            (attributes.uid, attributes.gid) = (uid, gid);
+        }
+        Ok(attributes)
+    }
+
+    fn take(&self, alone: &[&str], shared: Option<&str>) -> Answer<Taken<'_>> {
+        let busy = || {
+            let what = format!("another call about {:?} takes too long: try again", alone[0]);
+            Failure::Busy(what)
+        };
+        self.keys.take(alone, shared).ok_or_else(busy)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Snapshots> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For tests: the disk fails after so many more steps, as if this process had died.
+    #[doc(hidden)]
+    pub fn die_after(&self, steps: i64) {
+        self.disk.steps_left.store(steps, Ordering::Relaxed);
+    }
+
+    /// For tests: what the background thread does.
+    #[doc(hidden)]
+    pub fn empty_trash(&self) -> Result<()> {
+        self.disk.empty_trash()
+    }
+}
+
+impl Trash {
+    fn fill(&self) {
+        *self.is_full.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.filled.notify_all();
+    }
+
+    /// Waits until something is in the trash; false at the end.
+    fn wait(&self) -> bool {
+        let mut is_full = self.is_full.lock().unwrap_or_else(PoisonError::into_inner);
+        while !*is_full {
+            is_full = self.filled.wait(is_full).unwrap_or_else(PoisonError::into_inner);
+        }
+        *is_full = false;
+        !self.is_over.load(Ordering::Relaxed)
+    }
+}
+
+impl Failure {
+    /// True if the failure is one of this host, and so belongs into the log.
+    pub fn is_of_host(&self) -> bool {
+        !matches!(self, Self::Refused(_))
+    }
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Refused(refusal) => refusal.fmt(f),
+            Self::Failed(error) => error.fmt(f),
+            Self::Busy(what) => f.write_str(what),
+        }
+    }
+}
+
+impl Failure {
+    /// The kind of an error of this host.
+    pub fn kind(&self) -> Option<ErrorKind> {
+        match self {
+            Self::Failed(error) => Some(error.kind()),
+            _ => None,
+        }
+    }
+}
