@@ -16,7 +16,8 @@
 # make lab     CMD='...' [KERNEL=6.1]: run a command as root on an older kernel, emulated
 #
 # Each installs the Debian packages it needs; a Rust toolchain has to be there (Rust
-# 1.88 or newer, https://rustup.rs).
+# 1.88 or newer, https://rustup.rs); for `make test` also Go 1.21 or newer (https://go.dev/dl), with which
+# containerd's own tests are made.
 
 CARGO ?= cargo
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
@@ -110,7 +111,8 @@ install: build
 	$(SUDO) install -d $(DESTDIR)$(SBIN)
 	$(SUDO) ln -sfn /usr/local/bin/burgeon $(DESTDIR)$(SBIN)/mount.burgeon
 	$(SUDO) install -D --mode=644 --target-directory=$(DESTDIR)/etc/systemd/system dist/burgeon.service \
-		dist/burgeon-metrics.service dist/burgeon-disks.service dist/burgeon-disks.timer
+		dist/burgeon-metrics.service dist/burgeon-snapshotter.service dist/burgeon-disks.service \
+		dist/burgeon-disks.timer
 	$(if $(DESTDIR),,getent group burgeon > /dev/null || $(SUDO) groupadd --system burgeon)
 
 deb:

@@ -9,7 +9,7 @@ use clap::{
 
 use crate::{
     attributes::Attributes,
-    commands::{accelerate, cache, config, disks, health, log, metrics},
+    commands::{accelerate, cache, config, disks, health, log, metrics, snapshotter},
     container_args::{self, Bundle, Run},
     global::Global,
     pull,
@@ -211,6 +211,9 @@ otherwise.")]
     /// Export metrics for Prometheus: print them, serve them over HTTP, or keep a file of them
     #[command(after_help = metrics::EXAMPLES)]
     Metrics(metrics::Metrics),
+    /// Serve snapshots to containerd, or show them
+    #[command(after_help = snapshotter::EXAMPLES)]
+    Snapshotter(snapshotter::Snapshots),
     /// Check or show the configuration of this host
     #[command(after_help = config::EXAMPLES)]
     Config(config::Config),

@@ -66,7 +66,7 @@ pub use prepare::{make_ready, prepare_process};
 pub use reader::{read_elsewhere, read_process};
 pub use roles::Reach;
 pub use server::serve_forever;
-pub use start::{UNIT_PROPERTIES, pass_on};
+pub use start::{UNIT_PROPERTIES, notify_systemd, pass_on};
 pub use state::{
     built::{honoured, remember_built},
     cache::configure as configure_cache,

@@ -278,7 +278,7 @@ pub(crate) fn is_unit() -> bool {
 }
 
 /// Tells systemd that the daemon is ready, if systemd has asked for it.
-pub(crate) fn notify_systemd() {
+pub fn notify_systemd() {
     if let Some(socket) = notification_socket() {
         // Without this message systemd reaches its start timeout.
         let _ = socket.send(b"READY=1");

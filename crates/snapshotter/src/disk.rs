@@ -164,7 +164,7 @@ impl Disk {
         self.step()?;
         match fs::remove_file(&path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                return Err(Error::io(format!("cannot remove {}", path.display()), e));
+                Err(Error::io(format!("cannot remove {}", path.display()), e))
             }
             _ => self.sync(&self.root.join(RECORDS)),
         }
@@ -314,7 +314,8 @@ fn read_one(path: &Path, id: u64) -> Result<Snapshot> {
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed)?;
     let mut bytes = Vec::new();
     file.take(record::RECORD_MAX as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;
-    let wrong = |e: Error| Error::with_source(e.kind(), format!("cannot read {}", path.display()), e);
+    let wrong =
+        |e: Error| Error::with_source(e.kind(), format!("cannot read {}", path.display()), e);
     let snapshot = record::decode(&bytes).map_err(wrong)?;
     if snapshot.id != id {
         let what = format!("it is the record of {}, and has another's name", snapshot.id);

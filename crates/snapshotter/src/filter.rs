@@ -209,9 +209,10 @@ impl Rest<'_> {
             _ => None,
         };
         if let Some((skip, count, radix)) = digits {
-            let digits = self.left().get(skip..skip + count).filter(|digits| {
-                digits.bytes().all(|digit| char::from(digit).is_digit(radix))
-            });
+            let digits = self
+                .left()
+                .get(skip..skip + count)
+                .filter(|digits| digits.bytes().all(|digit| char::from(digit).is_digit(radix)));
             let value = digits.and_then(|digits| u32::from_str_radix(digits, radix).ok());
             let value = value.ok_or_else(|| self.wrong("an escape lacks digits"))?;
             self.at += skip + count;
@@ -305,9 +306,22 @@ mod tests {
     #[test]
     fn wrong_filters_are_refused() {
         let wrong = [
-            "kind=", "kind==", "==a", "kind==a,", ",", "kind==a b", "kind==\"a", "kind ==a", "a..b",
-            "kind~=(", "kind==\"\\q\"", "kind==\"\\xg0\"", "kind==/a b/", "kind==\"\\777\"",
-            "kind~=(a{1000}){1000}", "é==a",
+            "kind=",
+            "kind==",
+            "==a",
+            "kind==a,",
+            ",",
+            "kind==a b",
+            "kind==\"a",
+            "kind ==a",
+            "a..b",
+            "kind~=(",
+            "kind==\"\\q\"",
+            "kind==\"\\xg0\"",
+            "kind==/a b/",
+            "kind==\"\\777\"",
+            "kind~=(a{1000}){1000}",
+            "é==a",
         ];
         for filter in wrong {
             assert_eq!(matches(&[filter]), None, "{filter}");

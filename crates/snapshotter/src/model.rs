@@ -285,7 +285,8 @@ impl Snapshots {
         let mut lineage = vec![self.get(name)?];
         while let Some(parent) = lineage.last().and_then(|snapshot| snapshot.parent.as_ref()) {
             let missing = |_| {
-                let what = format!("the parent {parent:?} of {name:?} is missing: its record is lost");
+                let what =
+                    format!("the parent {parent:?} of {name:?} is missing: its record is lost");
                 Refusal::Precondition(what)
             };
             lineage.push(self.get(parent).map_err(missing)?);

@@ -117,7 +117,11 @@ mod tests {
             (Kind::Active, &[][..], "bind /r/9/fs rw rbind"),
             (Kind::View, &[], "bind /r/9/fs ro rbind"),
             (Kind::View, &["/r/1/fs"], "bind /r/1/fs ro rbind"),
-            (Kind::View, &["/r/2/fs", "/r/1/fs"], "overlay overlay index=off lowerdir=/r/2/fs:/r/1/fs"),
+            (
+                Kind::View,
+                &["/r/2/fs", "/r/1/fs"],
+                "overlay overlay index=off lowerdir=/r/2/fs:/r/1/fs",
+            ),
             (
                 Kind::Active,
                 &["/r/1/fs"],
@@ -128,16 +132,19 @@ mod tests {
             assert_eq!(shown(kind, &none, lower), expected);
         }
         let maps = [("uid", "0:100000:65536"), ("gid", "0:200000:65536")];
-        let labels = maps.map(|(id, map)| (format!("containerd.io/snapshot/{id}mapping"), map.into()));
+        let labels =
+            maps.map(|(id, map)| (format!("containerd.io/snapshot/{id}mapping"), map.into()));
         assert_eq!(
             shown(Kind::Active, &labels.into(), &[]),
             "bind /r/9/fs rw rbind uidmap=0:100000:65536 gidmap=0:200000:65536"
         );
         assert_eq!(mapped_root(&none).unwrap(), None);
-        let labels = maps.map(|(id, map)| (format!("containerd.io/snapshot/{id}mapping"), map.into()));
+        let labels =
+            maps.map(|(id, map)| (format!("containerd.io/snapshot/{id}mapping"), map.into()));
         assert_eq!(mapped_root(&labels.into()).unwrap(), Some((100_000, 200_000)));
         for wrong in ["", "1:100000:5", "0:x:1", "0:5:0", "0:1:2:3", "0:99999999999:1"] {
-            let labels = maps.map(|(id, _)| (format!("containerd.io/snapshot/{id}mapping"), wrong.into()));
+            let labels =
+                maps.map(|(id, _)| (format!("containerd.io/snapshot/{id}mapping"), wrong.into()));
             assert!(mapped_root(&labels.into()).is_err(), "{wrong}");
         }
     }

@@ -4,8 +4,7 @@
 //! connection is HTTP/2 without encryption, as gRPC has it on a Unix socket.
 
 use std::{
-    fs,
-    io,
+    fs, io,
     os::unix::{
         fs::{DirBuilderExt, FileTypeExt, PermissionsExt},
         net::UnixStream as Blocking,
@@ -110,7 +109,9 @@ async fn serve_one(stream: UnixStream, service: Service) {
     let own = rustix::process::geteuid().as_raw();
     match stream.peer_cred() {
         Ok(peer) if peer.uid() == 0 || peer.uid() == own => {}
-        Ok(peer) => return tracing::warn!(uid = peer.uid(), "refused a connection of another user"),
+        Ok(peer) => {
+            return tracing::warn!(uid = peer.uid(), "refused a connection of another user");
+        }
         Err(error) => return tracing::warn!(%error, "refused a connection of an unknown user"),
     }
     let answer = service_fn(move |request| service.clone().answer(request));

@@ -158,10 +158,15 @@ impl Snapshotter {
     }
 
     /// Commits an active snapshot under a name. The data is durable when this returns.
-    pub fn commit(&self, key: &str, name: &str, parent: Option<&str>, labels: Labels) -> Answer<()> {
+    pub fn commit(
+        &self,
+        key: &str,
+        name: &str,
+        parent: Option<&str>,
+        labels: Labels,
+    ) -> Answer<()> {
         let _taken = self.take(&[key, name], None)?;
-        let mut snapshot =
-            self.lock().plan_commit(key, name, parent, labels, SystemTime::now())?;
+        let mut snapshot = self.lock().plan_commit(key, name, parent, labels, SystemTime::now())?;
         // The record promises the data, so the data is durable first.
         self.disk.sync_layer(snapshot.id)?;
         snapshot.usage = Some(self.measure(snapshot.id)?);

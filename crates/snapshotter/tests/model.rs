@@ -1,5 +1,7 @@
 //! Random calls on the state machine, compared with a naive one.
 
+#![allow(clippy::unwrap_used)]
+
 use std::{collections::BTreeMap, time::SystemTime};
 
 use burgeon_snapshotter::model::{Kind, Labels, Refusal, Snapshots};
@@ -37,8 +39,9 @@ fn naive(all: &mut Naive, call: &Call) -> bool {
     match call {
         Call::Create(kind, name, parent) => {
             let parent = parent.map(|parent| parent.to_string());
-            let is_committed =
-                |parent: &String| all.get(parent).is_some_and(|(kind, ..)| *kind == Kind::Committed);
+            let is_committed = |parent: &String| {
+                all.get(parent).is_some_and(|(kind, ..)| *kind == Kind::Committed)
+            };
             let is_fine = parent.as_ref().is_none_or(is_committed);
             if all.contains_key(&name.to_string()) || !is_fine {
                 return false;

@@ -1,6 +1,8 @@
 //! The process dies before each step that changes the disk, and the next one finds all calls that
 //! were answered, and the unanswered one as a whole or not at all.
 
+#![allow(clippy::unwrap_used)]
+
 use std::{
     collections::BTreeMap,
     fs,

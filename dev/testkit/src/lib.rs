@@ -22,6 +22,7 @@ mod debian;
 mod estargz;
 mod events;
 mod fio;
+mod golang;
 mod images;
 mod layers;
 mod machine;
@@ -44,6 +45,7 @@ pub use debian::debian_root;
 pub use estargz::Estargz;
 pub use events::Events;
 pub use fio::{Fio, FioResult};
+pub use golang::{go_tests, tools};
 pub use images::{OciLayout, busybox_image, skopeo_copy};
 pub use layers::{gzip, gzip_flushed, like_programs};
 pub use machine::{

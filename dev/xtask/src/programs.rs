@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 46] = [
+pub(crate) const QUICK: [&str; 48] = [
     "accelerate",
     "accelerate_bugs",
     "area",
@@ -30,6 +30,7 @@ pub(crate) const QUICK: [&str; 46] = [
     "manifest",
     "memory",
     "metadata",
+    "model",
     "no_allocation",
     "patch",
     "places",
@@ -43,6 +44,7 @@ pub(crate) const QUICK: [&str; 46] = [
     "shared_keys",
     "smartctl",
     "spoilt",
+    "steps",
     "table",
     "tables",
     "tar",
@@ -53,7 +55,7 @@ pub(crate) const QUICK: [&str; 46] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 71] = [
+const OTHERS: [&str; 72] = [
     "accelerated",
     "archives",
     "attributes",
@@ -110,6 +112,7 @@ const OTHERS: [&str; 71] = [
     "rings",
     "roles",
     "run",
+    "snapshotter",
     "store",
     "systemd",
     "tar_foreign",

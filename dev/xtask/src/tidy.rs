@@ -93,6 +93,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("burgeon-volume", &["burgeon-block", "burgeon-cache", "burgeon-image"]),
     ("burgeon-frontend", &["burgeon-block"]),
     ("burgeon-sandbox", &["burgeon-block"]),
+    ("burgeon-snapshotter", &["burgeon-block"]),
     (
         "burgeon-daemon",
         &[
@@ -119,6 +120,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "burgeon-disks",
             "burgeon-image",
             "burgeon-metrics",
+            "burgeon-snapshotter",
             "burgeon-source",
         ],
     ),
@@ -172,6 +174,8 @@ const FUZZED: &[(&str, &str)] = &[
     ("records", "HostRoots::decode("),
     ("records", "ImageRecord::decode("),
     ("seed_info", "SeedInfo::from_bytes("),
+    ("snapshotter", "record::decode("),
+    ("snapshotter", "Filter::parse("),
     ("sparse", "GNU.sparse.map"),
     ("tar", "describe_layers("),
     ("toc", "toc("),
@@ -200,6 +204,7 @@ const READERS: &[(&str, Option<&str>)] = &[
     ("crates/image/src/profile/format.rs", Some("profile")),
     ("crates/layer/src/table.rs", Some("derived")),
     ("crates/oci/src/document.rs", Some("documents")),
+    ("crates/snapshotter/src/record.rs", Some("snapshotter")),
     ("crates/source/src/registry/artifact.rs", Some("documents")),
 ];
 

@@ -35,6 +35,7 @@ mod record;
 mod report;
 mod run;
 mod shutdown;
+pub(crate) mod snapshotter;
 mod status;
 mod store;
 mod taken;
@@ -264,6 +265,7 @@ fn perform(context: &Context, command: Command) -> Result<ExitCode> {
         Command::Trace(options) => trace::trace(context, &options),
         Command::Top(options) => top::top(context, &options),
         Command::Log(log) => log::log(context, log),
+        Command::Snapshotter(args) => snapshotter::snapshotter(context, &args),
         Command::Doctor(doctor) => doctor::doctor(context, doctor),
         Command::Demo(_) | Command::Config(_) | Command::Metrics(_) => unreachable!("it was run"),
         Command::Shutdown(shutdown) => shutdown::shutdown(context, shutdown),
@@ -280,6 +282,7 @@ fn read_config(global: &Global, command: &Command) -> Result<Config> {
         Command::Umount(_)
             | Command::Shutdown(_)
             | Command::Status
+            | Command::Snapshotter(_)
             | Command::Doctor(_)
             | Command::Health(_)
             | Command::Log(_)
@@ -310,6 +313,7 @@ fn only_looks(command: &Command) -> bool {
         | Command::Config(_)
         | Command::Demo(_) => false,
         Command::Doctor(doctor) => !doctor.repair,
+        Command::Snapshotter(args) => !args.serves(),
         _ => true,
     }
 }

@@ -1,0 +1,78 @@
+//! `burgeon snapshotter`: snapshots for containerd.
+//!
+//! ```text
+//!   snapshotter          serves containerd's proxy plugin until it is killed
+//!   snapshotter status   what the records say, whether or not it runs
+//! ```
+
+mod status;
+
+use std::{path::PathBuf, process::ExitCode, sync::Arc};
+
+use anyhow::Result;
+use burgeon_snapshotter::{Snapshotter, Socket};
+
+use super::Context;
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  burgeon snapshotter                 serve containerd until it is killed
+  burgeon snapshotter status          show its snapshots, also while it does not run
+  nerdctl --snapshotter burgeon run -it docker.io/library/python:3.12 python
+
+containerd needs a proxy plugin:
+  [proxy_plugins.burgeon]
+    type = \"snapshot\"
+    address = \"/run/burgeon/snapshotter.sock\"";
+
+#[derive(clap::Args, Debug)]
+#[command(args_conflicts_with_subcommands = false)]
+pub(crate) struct Snapshots {
+    #[command(subcommand)]
+    command: Option<SnapshotsCommand>,
+    /// Directory of the snapshots; default: snapshotter/ in the state directory
+    #[arg(long, value_name = "DIR", global = true)]
+    root: Option<PathBuf>,
+    /// Socket that containerd connects to
+    #[arg(long, value_name = "PATH", default_value = "/run/burgeon/snapshotter.sock")]
+    socket: PathBuf,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum SnapshotsCommand {
+    /// Show the snapshots
+    Status,
+}
+
+impl Snapshots {
+    /// True if the command serves: it makes what is missing.
+    pub(crate) fn serves(&self) -> bool {
+        self.command.is_none()
+    }
+}
+
+pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCode> {
+    let root = args.root.clone().unwrap_or_else(|| context.state.root().join("snapshotter"));
+    match args.command {
+        Some(SnapshotsCommand::Status) => status::status(&root, context.json),
+        None => serve(root, args),
+    }
+}
+
+fn serve(root: PathBuf, args: &Snapshots) -> Result<ExitCode> {
+    burgeon_daemon::log::begin();
+    // Measuring a tree takes a descriptor for each folder that it is in.
+    raise_descriptors();
+    let snapshotter = Arc::new(Snapshotter::open(&root)?);
+    let socket = Socket::bind(&args.socket)?;
+    burgeon_daemon::notify_systemd();
+    burgeon_snapshotter::serve(snapshotter, socket)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn raise_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    // If it fails, very deep trees cannot be measured, and the error says so.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+}

@@ -1,0 +1,64 @@
+//! Other people's programs in Go, of versions that a `go.sum` of this project pins.
+
+use std::{
+    env,
+    ffi::OsString,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::Mutex,
+};
+
+/// The oldest Go that fetches the version which a module asks for.
+const OLDEST: (u32, u32) = (1, 21);
+
+/// Makes the tests of the module `dev/NAME` into a program, and returns its path. The caches stay in
+/// `target/tools`. Panics, with the remedy, if there is no Go or the modules cannot be had: a test
+/// that is left out would count as done.
+pub fn go_tests(name: &str) -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let tools = tools();
+    let program = tools.join(format!("{name}.test"));
+    go(&root.join("dev").join(name), &["test", "-c", "-o"], &program, &["."]);
+    program
+}
+
+/// The folder of made and fetched programs, which outlives the tests.
+pub fn tools() -> PathBuf {
+    let program = env::current_exe().expect("a running program has a path");
+    // target/debug/deps/PROGRAM, of whichever target folder it is.
+    let target = program.ancestors().nth(3).expect("a test lies below the target folder");
+    target.join("tools")
+}
+
+fn go(module: &Path, before: &[&str], out: &Path, after: &[&str]) {
+    // Two makers would write the same file.
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let tools = tools();
+    let mut command = Command::new(find());
+    command.current_dir(module).args(before).arg(out).args(after);
+    command.env("GOCACHE", tools.join("go-cache")).env("GOMODCACHE", tools.join("go-modules"));
+    // As go.sum says; a folder of modules that can be removed like any other; no repository needed.
+    command.env("GOFLAGS", "-mod=readonly -modcacherw -buildvcs=false");
+    command.env("CGO_ENABLED", "0").env_remove("GOROOT").env_remove("GOPATH");
+    if env::var_os("HOME").is_none() {
+        command.env("GOPATH", tools.join("go"));
+    }
+    let output = command.output().expect("Go was just found");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "go cannot make {}: {said}", module.display());
+}
+
+fn find() -> OsString {
+    let given = env::var_os("GO");
+    let mut places = given.into_iter().chain(["go".into(), "/usr/local/go/bin/go".into()]);
+    let found = places.find(|go| version(go).is_some_and(|version| version >= OLDEST));
+    found.expect("Go 1.21 or newer is needed, as `go` or in the variable GO: https://go.dev/dl")
+}
+
+fn version(go: &OsString) -> Option<(u32, u32)> {
+    let output = Command::new(go).args(["env", "GOVERSION"]).output().ok()?;
+    let version = String::from_utf8(output.stdout).ok()?;
+    let mut parts = version.trim().strip_prefix("go")?.split('.').map(|part| part.parse().ok());
+    Some((parts.next()??, parts.next()??))
+}
