@@ -55,7 +55,7 @@ pub(crate) const QUICK: [&str; 48] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 72] = [
+const OTHERS: [&str; 73] = [
     "accelerated",
     "archives",
     "attributes",
@@ -67,6 +67,7 @@ const OTHERS: [&str; 72] = [
     "chains",
     "check",
     "config_mount",
+    "containerd",
     "deb",
     "demo",
     "disks",
