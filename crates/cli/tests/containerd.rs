@@ -6,11 +6,15 @@ use std::{
     fs::{self, File},
     io::Write,
     os::unix::fs::symlink,
+    path::Path,
     process::{Child, Command, Stdio},
 };
 
-use serde_json::Value;
-use testkit::{OciLayout, PATIENCE, Space, wait_until};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use testkit::{
+    Burgeon, Estargz, OciLayout, PATIENCE, Registry, Space, go_tests, skopeo_copy, wait_until,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const IMAGE: &str = "registry.example/app:latest";
@@ -37,7 +41,7 @@ struct Node<'a> {
 }
 
 impl<'a> Node<'a> {
-    fn start(space: &'a Space) -> Self {
+    fn start(space: &'a Space, trust: &[&str]) -> Self {
         let config = space.path("containerd.toml");
         let folder = space.folder().display();
         write!(
@@ -57,12 +61,24 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 "#
         )
         .unwrap();
-        let snapshotter = Some(serve(space));
+        let snapshotter = Some(serve(space, trust));
         let mut containerd = Command::new("containerd");
         containerd.arg("--config").arg(config).stderr(File::create(space.path("c.log")).unwrap());
         let node = Self { space, snapshotter, _containerd: start(&mut containerd) };
         assert!(wait_until(PATIENCE, || node.ctr(&["version"]).is_ok()), "containerd does not run");
         node
+    }
+
+    /// Kills the snapshotter, starts it again, and waits until containerd has connected to it, which
+    /// gRPC does after a moment.
+    fn serve(&mut self, trust: &[&str]) {
+        self.snapshotter = None;
+        self.snapshotter = Some(serve(self.space, trust));
+        let probe = |verb: &str| {
+            self.ctr(&["snapshots", "--snapshotter", "burgeon", verb, "probe"]).is_ok()
+        };
+        assert!(wait_until(PATIENCE, || probe("prepare")), "containerd does not come back");
+        assert!(probe("rm"));
     }
 
     /// Runs `ctr`; its output, or what it said.
@@ -128,21 +144,24 @@ fn start(command: &mut Command) -> Running {
     Running(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap())
 }
 
-fn serve(space: &Space) -> Running {
+fn serve(space: &Space, trust: &[&str]) -> Running {
     let mut command = Command::new(PROGRAM);
     command.arg("--state-dir").arg(space.path("state")).args(["--config", "none"]);
     command.args(["snapshotter", "--root"]).arg(space.path("root"));
     command.arg("--socket").arg(space.path("s.sock"));
+    for pattern in trust {
+        command.args(["--trust", pattern]);
+    }
     let running = start(command.stderr(File::create(space.path("s.log")).unwrap()));
     let connects = || std::os::unix::net::UnixStream::connect(space.path("s.sock")).is_ok();
     assert!(wait_until(PATIENCE, connects), "the snapshotter does not run");
     running
 }
 
-/// An archive of an image of two layers with busybox.
-fn image(space: &Space) -> String {
+/// An image of two layers with busybox.
+fn image(space: &Space) -> OciLayout {
     let layout = OciLayout::new(&space.path("layout")).unwrap();
-    let first = |root: &std::path::Path| {
+    let first = |root: &Path| {
         for folder in ["bin", "etc", "old/below"] {
             fs::create_dir_all(root.join(folder)).unwrap();
         }
@@ -160,6 +179,12 @@ fn image(space: &Space) -> String {
     };
     layout.change(first).unwrap();
     layout.change(|root| fs::write(root.join("second"), "layer").unwrap()).unwrap();
+    layout
+}
+
+/// An archive of it.
+fn archive(space: &Space) -> String {
+    let layout = image(space);
     let archive = space.path("image.tar");
     let mut tar = Command::new("tar");
     tar.arg("-C").arg(layout.folder()).arg("-cf").arg(&archive).arg(".");
@@ -170,8 +195,8 @@ fn image(space: &Space) -> String {
 #[test]
 fn containers_run_change_and_go_as_on_overlayfs() {
     let space = Space::new("containerd");
-    let archive = image(&space);
-    let mut node = Node::start(&space);
+    let archive = archive(&space);
+    let mut node = Node::start(&space, &[]);
     let base = IMAGE.rsplit_once(':').unwrap().0;
     for snapshotter in ["burgeon", "overlayfs"] {
         let import = ["images", "import", "--snapshotter", snapshotter, "--base-name", base];
@@ -198,11 +223,9 @@ fn containers_run_change_and_go_as_on_overlayfs() {
     assert_eq!(said.unwrap(), "kept\n");
     let refused = node.ctr(&["run", "--snapshotter", "burgeon", IMAGE, "none", "/bin/sh"]);
     assert!(refused.is_err());
-    node.snapshotter = Some(serve(&space));
-    // gRPC waits a moment before it connects again.
-    let list = ["snapshots", "--snapshotter", "burgeon", "ls"];
-    assert!(wait_until(PATIENCE, || node.ctr(&list).is_ok()), "containerd does not come back");
-    assert!(node.ctr(&list).unwrap().contains("long"));
+    node.serve(&[]);
+    let list = node.ctr(&["snapshots", "--snapshotter", "burgeon", "ls"]).unwrap();
+    assert!(list.contains("long"), "{list}");
     assert_eq!(node.run("burgeon", "other", "cat /second"), "layer");
     node.ctr(&["tasks", "rm", "--force", "long"]).unwrap();
     assert!(node.diff("burgeon", "long").1.contains("kept"));
@@ -212,4 +235,116 @@ fn containers_run_change_and_go_as_on_overlayfs() {
     assert!(wait_until(PATIENCE, || node.snapshots().is_empty()), "{:?}", node.snapshots());
     let is_empty = |part: &str| space.path("root").join(part).read_dir().unwrap().next().is_none();
     assert!(wait_until(PATIENCE, || is_empty("trash") && is_empty("snapshots")));
+}
+
+/// The unpacked form of a layer of gzip, and its digest.
+fn unpacked(layer: &[u8], space: &Space) -> (Vec<u8>, String) {
+    let path = space.path("layer.gz");
+    fs::write(&path, layer).unwrap();
+    let tar = Command::new("gzip").arg("-dc").arg(&path).output().unwrap().stdout;
+    let hex: String = Sha256::digest(&tar).iter().map(|byte| format!("{byte:02x}")).collect();
+    (tar, format!("sha256:{hex}"))
+}
+
+/// The same image with layers of eStargz, in the registry; the digests of its layers.
+fn push_estargz(space: &Space, reference: &str) -> Vec<String> {
+    let plain = image(space);
+    let read = |path: &Path| serde_json::from_slice::<Value>(&fs::read(path).unwrap()).unwrap();
+    let blob = |digest: &Value| {
+        let hex = digest.as_str().unwrap().strip_prefix("sha256:").unwrap();
+        plain.folder().join("blobs/sha256").join(hex)
+    };
+    let index = read(&plain.folder().join("index.json"));
+    let manifest = read(&blob(&index["manifests"][0]["digest"]));
+    let layers = manifest["layers"].as_array().unwrap().iter();
+    let layers: Vec<_> = layers
+        .map(|layer| {
+            let (tar, _) = unpacked(&fs::read(blob(&layer["digest"])).unwrap(), space);
+            Estargz::new(&tar, 1 << 20, |_| ()).unwrap()
+        })
+        .collect();
+    let diff_ids: Vec<_> = layers.iter().map(|layer| unpacked(&layer.blob, space).1).collect();
+    let diff_ids: Vec<_> = diff_ids.iter().map(String::as_str).collect();
+    let kind = "application/vnd.oci.image.layer.v1.tar+gzip";
+    let blobs: Vec<_> = layers.iter().map(|layer| (kind, layer.blob.clone())).collect();
+    let mut digests = Vec::new();
+    let annotate = |manifest: &mut Value| {
+        for (layer, made) in manifest["layers"].as_array_mut().unwrap().iter_mut().zip(&layers) {
+            layer["annotations"] =
+                json!({ "containerd.io/snapshot/stargz/toc.digest": made.digest });
+            digests.push(layer["digest"].as_str().unwrap().to_owned());
+        }
+    };
+    let folder = space.path("estargz");
+    OciLayout::by_hand(&folder, Some(&diff_ids), &blobs, annotate).unwrap();
+    let from = format!("oci:{}", folder.display());
+    skopeo_copy(&["--preserve-digests"], &from, &format!("docker://{reference}")).unwrap();
+    digests
+}
+
+#[test]
+fn layers_of_trusted_repositories_are_mounted_when_a_container_needs_them() {
+    let space = Space::new("containerd-lazy");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let image = format!("{}/team/app:1", registry.address());
+    let layers = push_estargz(&space, &image);
+    let mut node = Node::start(&space, &[]);
+    let pull = |node: &Node<'_>| {
+        let output = Command::new(go_tests("containerd"))
+            .args(["-test.run", "^TestPull$"])
+            .env("ADDRESS", node.space.path("c.sock"))
+            .env("IMAGE", &image)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("PASS"), "{said}");
+    };
+    let kinds = |node: &Node<'_>| -> Vec<String> {
+        let kind = |one: &Value| one["kind"].as_str().unwrap().to_owned();
+        node.snapshots().iter().map(kind).collect()
+    };
+    // Not trusted: local layers, and the reason.
+    pull(&node);
+    assert_eq!(kinds(&node), ["local", "local"]);
+    let why = node.snapshots()[0]["why_local"].to_string();
+    assert!(why.contains("/team/app is not trusted"), "{why}");
+    node.ctr(&["images", "rm", "--sync", &image]).unwrap();
+    assert!(wait_until(PATIENCE, || node.snapshots().is_empty()), "{:?}", node.snapshots());
+    // Trusted: no layer is fetched, and nothing is mounted.
+    let trust = format!("{}/team/*", registry.address());
+    node.serve(&[&trust]);
+    pull(&node);
+    assert_eq!(kinds(&node), ["remote", "remote"], "{:?}", node.snapshots());
+    let content = node.ctr(&["content", "ls", "-q"]).unwrap();
+    assert!(layers.iter().all(|layer| !content.contains(layer)), "{content}");
+    let chains = || space.path("root/chains").read_dir().unwrap().count();
+    assert_eq!(chains(), 0);
+    // Containers share one mount, which a kill of the snapshotter does not end.
+    let run = |node: &Node<'_>, name: &str, script: &str| {
+        let options = ["run", "--rm", "--snapshotter", "burgeon", &image, name];
+        node.ctr(&[&options[..], &["/bin/sh", "-c", script]].concat()).unwrap()
+    };
+    assert_eq!(run(&node, "first", "cat /second /etc/changed"), "layerchanged");
+    let detached = ["run", "-d", "--snapshotter", "burgeon", &image, "long"];
+    node.ctr(&[&detached[..], &["/bin/sleep", "1000"]].concat()).unwrap();
+    assert_eq!(chains(), 1);
+    assert!(kinds(&node).contains(&"overlay".to_owned()), "{:?}", node.snapshots());
+    node.serve(&[]);
+    let exec = ["tasks", "exec", "--exec-id", "e", "long"];
+    let said = node.ctr(&[&exec[..], &["/bin/sh", "-c", "echo x > /new; cat /etc/owned"]].concat());
+    assert_eq!(said.unwrap(), "owned");
+    assert_eq!(run(&node, "second", "cat /second"), "layer", "a claimed chain needs no trust");
+    // The mount is made again when it is missing, without the registry.
+    node.ctr(&["tasks", "rm", "--force", "long"]).unwrap();
+    let mount = space.path("root/chains").read_dir().unwrap().next().unwrap().unwrap().path();
+    burgeon.ok(&["umount", mount.to_str().unwrap()]);
+    drop(registry);
+    let diff = node.diff("burgeon", "long");
+    assert!(diff.0.iter().any(|line| line.ends_with(" new")), "{diff:?}");
+    // Nothing is left once the image is gone.
+    node.ctr(&["containers", "rm", "long"]).unwrap();
+    node.ctr(&["images", "rm", "--sync", &image]).unwrap();
+    assert!(wait_until(PATIENCE, || node.snapshots().is_empty()), "{:?}", node.snapshots());
+    assert!(wait_until(PATIENCE, || chains() == 0), "a chain is still mounted");
 }

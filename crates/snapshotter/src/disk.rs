@@ -6,6 +6,7 @@
 //!     records/ID         a snapshot (record.rs); ID.new while it is written; ID.damaged
 //!     snapshots/ID/fs    what the snapshot adds to its parents, as overlayfs has it
 //!     snapshots/ID/work  overlayfs's own, of an active snapshot
+//!     chains/ID          where a remote layer and all below it are mounted (chains.rs)
 //!     trash/ID           a removed snapshot's folder
 //! ```
 //!
@@ -35,6 +36,7 @@ use crate::{
 const RECORDS: &str = "records";
 const SNAPSHOTS: &str = "snapshots";
 const TRASH: &str = "trash";
+const CHAINS: &str = "chains";
 const DAMAGED: &str = ".damaged";
 
 /// The owner and mode of a new snapshot's root.
@@ -93,7 +95,7 @@ impl Disk {
         let lock = take_lock(&root)?;
         let is_broken = AtomicBool::new(false);
         let disk = Self { root, is_broken, steps_left: AtomicI64::new(i64::MAX), _lock: lock };
-        for name in [RECORDS, SNAPSHOTS, TRASH] {
+        for name in [RECORDS, SNAPSHOTS, TRASH, CHAINS] {
             make_private(&disk.root.join(name))?;
         }
         disk.sync(&disk.root)?;
@@ -110,6 +112,11 @@ impl Disk {
     /// What a snapshot adds to its parents.
     pub(crate) fn layer(&self, id: u64) -> PathBuf {
         self.folder(id).join("fs")
+    }
+
+    /// The folder of the mount points of remote chains.
+    pub(crate) fn chains(&self) -> PathBuf {
+        self.root.join(CHAINS)
     }
 
     fn record(&self, id: u64) -> PathBuf {

@@ -260,6 +260,8 @@ mod tests {
             created: SystemTime::UNIX_EPOCH,
             updated: SystemTime::UNIX_EPOCH,
             usage: None,
+            remote: None,
+            why_local: None,
         }
     }
 

@@ -3,19 +3,23 @@
 //! ```text
 //!   containerd ── gRPC ──► server ─► service ─► snapshotter ─┬─► model     which snapshots there are
 //!                          socket    messages   calls        ├─► disk      records and folders
-//!                                    (api)      (filter)     └─► overlay   mounts for containerd
+//!                                    (api)      (filter)     ├─► overlay   mounts for containerd
+//!                                                            ├─► chains    mounts of remote layers
+//!                                                            └─► remote    `Layers`: who mounts them
 //! ```
 //!
 //! `model`, `filter`, `overlay` and `record` are pure. The process mounts nothing itself for local
 //! snapshots: containerd does, from the answers.
 
 pub mod api;
+mod chains;
 mod disk;
 pub mod filter;
 mod keys;
 pub mod model;
 mod overlay;
 pub mod record;
+pub mod remote;
 mod server;
 mod service;
 mod snapshotter;

@@ -33,6 +33,9 @@ pub const SNAPSHOTS_MAX: usize = 200_000;
 /// Most snapshots above one another: an image has at most 512 layers.
 pub const DEPTH_MAX: usize = 1024;
 
+/// Most sources of a chain that are kept.
+pub const SOURCES_MAX: usize = 16;
+
 /// The kind of a snapshot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -65,6 +68,13 @@ pub struct Usage {
     pub inodes: u64,
 }
 
+/// The places that a chain can be mounted from, the first one that was claimed first.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Remote {
+    /// References as `Layers::mount` of `remote.rs` takes them.
+    pub sources: Vec<String>,
+}
+
 /// Labels, by key.
 pub type Labels = BTreeMap<String, String>;
 
@@ -87,6 +97,12 @@ pub struct Snapshot {
     pub updated: SystemTime,
     /// Measured at the commit.
     pub usage: Option<Usage>,
+    /// Where its files are, if they were never unpacked here.
+    #[serde(default)]
+    pub remote: Option<Remote>,
+    /// Why a layer that containerd asked for by its chain ID was unpacked.
+    #[serde(default)]
+    pub why_local: Option<String>,
 }
 
 /// The reason why a change or a question is refused.
@@ -144,7 +160,30 @@ impl Snapshots {
         labels: Labels,
         now: SystemTime,
     ) -> Result<Snapshot, Refusal> {
-        self.check_new(name, &labels)?;
+        self.check_create(name, parent, &labels)?;
+        self.last_id += 1;
+        Ok(Snapshot {
+            id: self.last_id,
+            name: name.to_owned(),
+            parent: parent.map(str::to_owned),
+            kind,
+            labels,
+            created: now,
+            updated: now,
+            usage: None,
+            remote: None,
+            why_local: None,
+        })
+    }
+
+    /// The checks of [`Self::plan_create`].
+    pub fn check_create(
+        &self,
+        name: &str,
+        parent: Option<&str>,
+        labels: &Labels,
+    ) -> Result<(), Refusal> {
+        self.check_new(name, labels)?;
         if self.by_name.len() >= SNAPSHOTS_MAX {
             let what = format!("there are {SNAPSHOTS_MAX} snapshots: remove some");
             return Err(Refusal::Full(what));
@@ -159,17 +198,7 @@ impl Snapshots {
                 return Err(Refusal::Invalid(what));
             }
         }
-        self.last_id += 1;
-        Ok(Snapshot {
-            id: self.last_id,
-            name: name.to_owned(),
-            parent: parent.map(str::to_owned),
-            kind,
-            labels,
-            created: now,
-            updated: now,
-            usage: None,
-        })
+        Ok(())
     }
 
     /// Checks that the active snapshot `key` can be committed as `name`. A `parent` is that of the
@@ -199,6 +228,39 @@ impl Snapshots {
             created: now,
             updated: now,
             ..old.clone()
+        })
+    }
+
+    /// Checks that the chain `chain` can be claimed over `parent`, to be mounted from `source`; gives
+    /// the committed snapshot, perhaps the existing one with a further source.
+    pub fn plan_claim(
+        &mut self,
+        chain: &str,
+        parent: Option<&str>,
+        labels: Labels,
+        source: String,
+        now: SystemTime,
+    ) -> Result<Snapshot, Refusal> {
+        if let Ok(known) = self.get(chain) {
+            let mut known = known.clone();
+            let Some(remote) = known.remote.as_mut().filter(|_| known.parent.as_deref() == parent)
+            else {
+                let what =
+                    format!("{chain:?} exists with another parent, or with files of its own");
+                return Err(Refusal::Exists(what));
+            };
+            if !remote.sources.contains(&source) && remote.sources.len() < SOURCES_MAX {
+                remote.sources.push(source);
+            }
+            known.updated = now;
+            return Ok(known);
+        }
+        let planned = self.plan_create(Kind::View, chain, parent, labels, now)?;
+        Ok(Snapshot {
+            kind: Kind::Committed,
+            usage: Some(Usage::default()),
+            remote: Some(Remote { sources: vec![source] }),
+            ..planned
         })
     }
 

@@ -61,8 +61,18 @@ mod tests {
     fn snapshot(name: String, labels: Labels) -> Snapshot {
         let now = SystemTime::now();
         let parent = Some(name.clone());
-        let kind = Kind::Active;
-        Snapshot { id: 7, name, parent, kind, labels, created: now, updated: now, usage: None }
+        Snapshot {
+            id: 7,
+            name,
+            parent,
+            kind: Kind::Active,
+            labels,
+            created: now,
+            updated: now,
+            usage: None,
+            remote: None,
+            why_local: None,
+        }
     }
 
     #[test]

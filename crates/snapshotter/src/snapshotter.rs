@@ -9,7 +9,7 @@
 //! thread in the background, so neither `Remove` nor `Cleanup` waits for a tree to be deleted.
 
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -22,11 +22,14 @@ use burgeon_block::{Error, ErrorKind, Result};
 
 use crate::{
     api,
+    chains::Chains,
     disk::{Disk, RootAttributes},
     filter::Filter,
     keys::{Keys, Taken},
-    model::{Kind, Labels, Refusal, Snapshot, Snapshots, Usage},
-    overlay, walk,
+    model::{Kind, Labels, Refusal, Remote, Snapshot, Snapshots, Usage},
+    overlay,
+    remote::{self, CLAIM_TIME, Layers, Wanted},
+    walk,
 };
 
 /// The reason why a call did not succeed.
@@ -63,6 +66,15 @@ pub struct Snapshotter {
     keys: Keys,
     options: overlay::Options,
     trash: Trash,
+    /// `None`: all layers are local.
+    chains: Option<Chains>,
+}
+
+/// The nearest folders below a snapshot, and the remote chain that all of them lie on.
+#[derive(Debug)]
+struct Below {
+    local: Vec<u64>,
+    remote: Option<(u64, Remote)>,
 }
 
 /// Tells the thread that empties the trash that something is in it.
@@ -88,7 +100,14 @@ impl Snapshotter {
             keys: Keys::default(),
             options: overlay::Options::of_kernel(),
             trash: Trash { is_full: Mutex::new(true), ..Trash::default() },
+            chains: None,
         })
+    }
+
+    /// Has layers mounted by `layers` where it can.
+    pub fn with_layers(mut self, layers: Arc<dyn Layers>) -> Self {
+        self.chains = Some(Chains::new(self.disk.chains(), layers));
+        self
     }
 
     /// Starts the thread that deletes removed folders. It ends after [`Self::end`].
@@ -96,7 +115,7 @@ impl Snapshotter {
         let this = Arc::clone(self);
         thread::Builder::new().name("cleaner".into()).spawn(move || {
             while this.trash.wait() {
-                if let Err(error) = this.disk.empty_trash() {
+                if let Err(error) = this.empty_trash() {
                     // The next Remove, or containerd's next Cleanup, tries again.
                     tracing::warn!(%error, "a removed snapshot stays for now");
                 }
@@ -118,14 +137,30 @@ impl Snapshotter {
         parent: Option<&str>,
         labels: Labels,
     ) -> Answer<Vec<api::Mount>> {
-        let _taken = self.take(&[key], parent)?;
-        let (snapshot, above) = {
-            let mut all = self.lock();
-            let snapshot = all.plan_create(kind, key, parent, labels, SystemTime::now())?;
-            let above = parent.map(|parent| all.get(parent).map(|parent| parent.id)).transpose()?;
-            (snapshot, above)
+        let why_local = match labels.get(remote::REF).cloned() {
+            Some(chain) if kind == Kind::Active => {
+                self.lock().check_create(key, parent, &labels)?;
+                match self.claim(&chain, parent, &labels)? {
+                    Ok(()) => return Err(Refusal::Exists(format!("{chain:?} is mounted")).into()),
+                    Err(why) => Some(why),
+                }
+            }
+            _ => None,
         };
-        let made = self.root_attributes(&snapshot, above).and_then(|attributes| {
+        // Before names are taken, because it may wait for a network.
+        let above = match parent {
+            Some(parent) => {
+                let below = self.below(parent, 0)?;
+                self.folders(below)?.into_iter().next()
+            }
+            None => None,
+        };
+        let _taken = self.take(&[key], parent)?;
+        let planned = self.lock().plan_create(kind, key, parent, labels, SystemTime::now());
+        // The parent may be gone since its chain was mounted: the cleaner looks.
+        let mut snapshot = planned.inspect_err(|_| self.trash.fill())?;
+        snapshot.why_local = why_local;
+        let made = self.root_attributes(&snapshot, above.as_deref()).and_then(|attributes| {
             self.disk.make_folder(snapshot.id, attributes, kind == Kind::Active)?;
             self.disk.write(&snapshot)
         });
@@ -135,26 +170,84 @@ impl Snapshotter {
             self.trash.fill();
             return Err(error.into());
         }
+        self.lock().put(None, snapshot.clone());
+        self.mounts_of(&snapshot)
+    }
+
+    /// Claims a chain, or tells why its layers are local.
+    fn claim(
+        &self,
+        chain: &str,
+        parent: Option<&str>,
+        labels: &Labels,
+    ) -> Answer<std::result::Result<(), String>> {
+        let Some(chains) = &self.chains else { return Ok(Err("all layers are local".into())) };
+        let claimed = Wanted::of(chain, labels).and_then(|wanted| chains.claim(CLAIM_TIME, wanted));
+        let source = match claimed {
+            Ok(source) => source,
+            Err(why) => {
+                tracing::debug!(%chain, %why, "a layer is local");
+                return Ok(Err(why));
+            }
+        };
+        let _taken = self.take(&[chain], parent)?;
+        let now = SystemTime::now();
+        let planned = self.lock().plan_claim(chain, parent, labels.clone(), source, now);
+        let snapshot = match planned {
+            Ok(snapshot) => snapshot,
+            Err(refusal) => return Ok(Err(refusal.to_string())),
+        };
+        self.disk.write(&snapshot)?;
         let mut all = self.lock();
-        all.put(None, snapshot);
-        self.mounts_of(&all, key)
+        let before = all.get(chain).is_ok().then_some(chain);
+        all.put(before, snapshot);
+        Ok(Ok(()))
     }
 
     /// The mounts of an active snapshot or a view.
     pub fn mounts(&self, key: &str) -> Answer<Vec<api::Mount>> {
-        self.mounts_of(&self.lock(), key)
+        self.mounts_of(&self.stat(key)?)
     }
 
-    fn mounts_of(&self, all: &Snapshots, key: &str) -> Answer<Vec<api::Mount>> {
-        let lineage = all.lineage(key)?;
-        let snapshot = lineage[0];
+    fn mounts_of(&self, snapshot: &Snapshot) -> Answer<Vec<api::Mount>> {
         if snapshot.kind == Kind::Committed {
-            let what = format!("{key:?} is committed, and has no mounts");
+            let what = format!("{:?} is committed, and has no mounts", snapshot.name);
             return Err(Refusal::Precondition(what).into());
         }
-        let lower = lineage[1..].iter().map(|parent| self.disk.layer(parent.id)).collect();
+        let below = self.below(&snapshot.name, 1)?;
+        let lower = self.folders(below)?;
         let own = self.disk.folder(snapshot.id);
         Ok(overlay::mounts(snapshot.kind, &snapshot.labels, &own, lower, self.options))
+    }
+
+    /// The snapshot and those below it but the first `skip`, down to the first remote one.
+    fn below(&self, name: &str, skip: usize) -> Answer<Below> {
+        let all = self.lock();
+        let mut below = Below { local: Vec::new(), remote: None };
+        for snapshot in all.lineage(name)?.into_iter().skip(skip) {
+            match &snapshot.remote {
+                Some(remote) => {
+                    below.remote = Some((snapshot.id, remote.clone()));
+                    break;
+                }
+                None => below.local.push(snapshot.id),
+            }
+        }
+        Ok(below)
+    }
+
+    /// Their folders, the nearest first. Mounts the remote chain if it is not mounted.
+    fn folders(&self, below: Below) -> Answer<Vec<PathBuf>> {
+        let mut folders: Vec<_> = below.local.iter().map(|id| self.disk.layer(*id)).collect();
+        if let Some((id, remote)) = &below.remote {
+            let none = || {
+                let what = "this process mounts no remote layers";
+                Error::new(ErrorKind::Unavailable, what)
+            };
+            let chains = self.chains.as_ref().ok_or_else(none)?;
+            folders.push(chains.mounted(*id, remote)?);
+        }
+        Ok(folders)
     }
 
     /// Commits an active snapshot under a name. The data is durable when this returns.
@@ -181,7 +274,9 @@ impl Snapshotter {
         let snapshot = self.lock().plan_remove(key)?;
         self.disk.remove_record(snapshot.id)?;
         self.lock().forget(key);
-        if let Err(error) = self.disk.discard(snapshot.id) {
+        if snapshot.remote.is_none()
+            && let Err(error) = self.disk.discard(snapshot.id)
+        {
             tracing::warn!(%error, "a removed snapshot stays until the next start");
         }
         self.trash.fill();
@@ -232,10 +327,10 @@ impl Snapshotter {
 
     /// The root of a container has the owner and mode of its image's, because overlayfs shows those of
     /// the topmost folder; with mapped ids, the owner is the container's root.
-    fn root_attributes(&self, snapshot: &Snapshot, above: Option<u64>) -> Result<RootAttributes> {
+    fn root_attributes(&self, snapshot: &Snapshot, above: Option<&Path>) -> Result<RootAttributes> {
         let own = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let mut attributes = match above {
-            Some(above) => RootAttributes::of(&self.disk.layer(above))?,
+            Some(above) => RootAttributes::of(above)?,
             None => RootAttributes { uid: own.0, gid: own.1, mode: 0o755 },
         };
         if let Some((uid, gid)) = overlay::mapped_root(&snapshot.labels)? {
@@ -262,10 +357,13 @@ impl Snapshotter {
         self.disk.steps_left.store(steps, Ordering::Relaxed);
     }
 
-    /// For tests: what the background thread does.
+    /// What the background thread does: deletes removed folders, unmounts removed chains.
     #[doc(hidden)]
     pub fn empty_trash(&self) -> Result<()> {
-        self.disk.empty_trash()
+        let unmounted = self.chains.as_ref().map_or(Ok(()), |chains| {
+            chains.unmount_others(|id| self.lock().iter().any(|snapshot| snapshot.id == id))
+        });
+        unmounted.and(self.disk.empty_trash())
     }
 }
 

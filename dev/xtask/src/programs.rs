@@ -2,13 +2,14 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 48] = [
+pub(crate) const QUICK: [&str; 49] = [
     "accelerate",
     "accelerate_bugs",
     "area",
     "bombs",
     "catalog",
     "checksums",
+    "claims",
     "concurrent",
     "config",
     "crashes",

@@ -62,6 +62,7 @@ use crate::{
 };
 
 /// The common input of all commands.
+#[derive(Clone, Debug)]
 pub(crate) struct Context {
     pub(crate) state: StateDir,
     /// The absolute store of `--store`; `None` means the state directory's own.

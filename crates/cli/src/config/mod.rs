@@ -43,7 +43,7 @@ use crate::{global, pull::Pull, transport::Transport};
 pub(crate) use keys::KEYS;
 
 /// All settings of all files, a field for each section. A setting that no file has is `None`.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Config {
     /// `state-dir`; only from files of the user who reads them.
     pub(crate) state_dir: Option<Setting<PathBuf>>,
@@ -63,14 +63,14 @@ pub(crate) struct Config {
 }
 
 /// `[log]`
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Log {
     /// The level of daemons.
     pub(crate) level: Option<Setting<LevelFilter>>,
 }
 
 /// `[cache]`: bounds of the host's cache, unless `burgeon cache resize` has set others.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct CacheBounds {
     pub(crate) size: Option<Setting<CacheAmount>>,
     pub(crate) keep_free: Option<Setting<CacheAmount>>,
@@ -88,7 +88,7 @@ pub(crate) enum Sharing {
 }
 
 /// `[mount]`: values of options that a command line leaves out.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct MountDefaults {
     /// Bytes; for writes that are made by the mount.
     pub(crate) write_limit: Option<Setting<u64>>,
@@ -103,7 +103,7 @@ pub(crate) struct MountDefaults {
 }
 
 /// `[store]` and `[store.NAME]`
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Stores {
     /// The store without `--store`: a name, a URL or an absolute path.
     pub(crate) default: Option<Setting<String>>,

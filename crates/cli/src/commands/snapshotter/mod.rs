@@ -5,6 +5,7 @@
 //!   snapshotter status   what the records say, whether or not it runs
 //! ```
 
+mod layers;
 mod status;
 
 use std::{path::PathBuf, process::ExitCode, sync::Arc};
@@ -12,6 +13,7 @@ use std::{path::PathBuf, process::ExitCode, sync::Arc};
 use anyhow::Result;
 use burgeon_snapshotter::{Snapshotter, Socket};
 
+use self::layers::OwnLayers;
 use super::Context;
 
 pub(crate) const EXAMPLES: &str = "\
@@ -36,6 +38,10 @@ pub(crate) struct Snapshots {
     /// Socket that containerd connects to
     #[arg(long, value_name = "PATH", default_value = "/run/burgeon/snapshotter.sock")]
     socket: PathBuf,
+    /// Mount layers of repositories that match, such as registry.example/team/*, instead of
+    /// unpacking them: their publisher may decide what images of others with equal layers hold
+    #[arg(long, value_name = "PATTERN")]
+    trust: Vec<String>,
 }
 
 #[derive(clap::Subcommand, Debug)]
@@ -55,15 +61,16 @@ pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCod
     let root = args.root.clone().unwrap_or_else(|| context.state.root().join("snapshotter"));
     match args.command {
         Some(SnapshotsCommand::Status) => status::status(&root, context.json),
-        None => serve(root, args),
+        None => serve(context, root, args),
     }
 }
 
-fn serve(root: PathBuf, args: &Snapshots) -> Result<ExitCode> {
+fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode> {
     burgeon_daemon::log::begin();
     // Measuring a tree takes a descriptor for each folder that it is in.
     raise_descriptors();
-    let snapshotter = Arc::new(Snapshotter::open(&root)?);
+    let layers = Arc::new(OwnLayers::new(context.clone(), args.trust.clone()));
+    let snapshotter = Arc::new(Snapshotter::open(&root)?.with_layers(layers));
     let socket = Socket::bind(&args.socket)?;
     burgeon_daemon::notify_systemd();
     burgeon_snapshotter::serve(snapshotter, socket)?;

@@ -21,7 +21,9 @@ pub(super) fn status(root: &Path, json: bool) -> Result<ExitCode> {
                     "name": one.name,
                     "parent": one.parent,
                     "state": one.kind.name(),
-                    "kind": "local",
+                    "kind": kind(one, snapshots),
+                    "sources": one.remote.as_ref().map(|remote| &remote.sources),
+                    "why_local": one.why_local,
                     "image": image(one),
                     "bytes": one.usage.map(|usage| usage.bytes),
                 })
@@ -42,6 +44,24 @@ pub(super) fn status(root: &Path, json: bool) -> Result<ExitCode> {
     })
 }
 
+/// `remote`: a layer that is mounted; `overlay`: a container above such layers; else `local`.
+fn kind(one: &Snapshot, all: &[Snapshot]) -> &'static str {
+    if one.remote.is_some() {
+        return "remote";
+    }
+    let mut at = one;
+    // Damaged records may name one another.
+    for _ in 0..all.len() {
+        let Some(parent) = at.parent.as_ref() else { break };
+        let Some(parent) = all.iter().find(|snapshot| snapshot.name == *parent) else { break };
+        if parent.remote.is_some() {
+            return "overlay";
+        }
+        at = parent;
+    }
+    "local"
+}
+
 /// The image as it was typed, which containerd says of layers if it is configured to.
 fn image(snapshot: &Snapshot) -> Option<&String> {
     snapshot.labels.get("containerd.io/snapshot/cri.image-ref")
@@ -56,11 +76,16 @@ fn print(snapshots: &[Snapshot]) {
         vec![
             one.id.to_string(),
             one.kind.name().to_owned(),
-            "local".to_owned(),
+            kind(one, snapshots).to_owned(),
             size,
             one.name.clone(),
             image.to_owned(),
         ]
     }));
     output::table(&rows);
+    for one in snapshots {
+        if let Some(why) = &one.why_local {
+            println!("{}: not lazy: {why}", one.id);
+        }
+    }
 }

@@ -1,0 +1,190 @@
+//! Remote layers as this host can mount them: of trusted repositories, with tables of contents.
+//!
+//! ```text
+//!   claim    repository trusted? ─► documents of the image (kept, or read by the child) ─► chain ID, layer
+//!            digest, tables of contents ─► oci://REPOSITORY@DIGEST#chain=…
+//!   mount    burgeon mount REFERENCE chains/ID --read-only
+//!   unmount  burgeon umount --lazy chains/ID
+//! ```
+//!
+//! Mounting is the work of a command of its own, as a user would type it: it may be killed when it takes
+//! too long, and a failure of it is none of the snapshotter's.
+
+use std::{
+    ffi::OsStr,
+    fs::File,
+    io::{Read, Seek},
+    path::Path,
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_oci::{OciImage, Source};
+use burgeon_snapshotter::remote::{Layers, Wanted};
+use burgeon_source::registry::Digest;
+
+use super::super::{Context, reading};
+use crate::global;
+
+/// The longest mount of a chain: the tables of contents of all its layers are fetched.
+const MOUNT_TIME: Duration = Duration::from_secs(60);
+/// How often a command is looked at.
+const LOOK: Duration = Duration::from_millis(10);
+/// Most bytes of a command's error that are passed on.
+const SAID_MAX: u64 = 4096;
+
+#[derive(Debug)]
+pub(super) struct OwnLayers {
+    context: Context,
+    trust: Vec<String>,
+}
+
+impl OwnLayers {
+    /// Claims chains of repositories that match one of `trust`.
+    pub(super) fn new(context: Context, trust: Vec<String>) -> Self {
+        Self { context, trust }
+    }
+
+    /// The documents of the image, which are read if they are not kept.
+    fn documents(&self, text: &str, digest: &Digest) -> Result<OciImage> {
+        if let Some(image) = self.context.documents().image(digest) {
+            return Ok(image);
+        }
+        let invalid = || Error::new(ErrorKind::Invalid, format!("{text} is not an OCI image"));
+        let source = Source::parse(text).unwrap_or_else(|| Err(invalid()))?;
+        reading::documents(&self.context, text, &source)?;
+        let lost = || Error::new(ErrorKind::LocalIo, format!("the documents of {text} are lost"));
+        self.context.documents().image(digest).ok_or_else(lost)
+    }
+
+    /// Runs a command of this program.
+    fn run(&self, arguments: &[&OsStr], limit: Duration) -> Result<()> {
+        let shown = arguments.iter().map(|argument| argument.to_string_lossy()).collect::<Vec<_>>();
+        let shown = shown.join(" ");
+        let failed = |e| Error::io(format!("cannot run `burgeon {shown}`"), e);
+        // A file, not a pipe, which a child of the command could hold open.
+        let said = rustix::fs::memfd_create("said", rustix::fs::MemfdFlags::CLOEXEC);
+        let mut said = File::from(said.map_err(|e| failed(e.into()))?);
+        let mut command = Command::new("/proc/self/exe");
+        command.arg("--state-dir").arg(self.context.state.root()).args(arguments);
+        command.env_remove("NOTIFY_SOCKET");
+        if let Some(place) = &self.context.config.place {
+            command.env(global::CONFIG, place);
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let mut child =
+            command.stderr(said.try_clone().map_err(failed)?).spawn().map_err(failed)?;
+        let end = Instant::now() + limit;
+        let status = loop {
+            if let Some(status) = child.try_wait().map_err(failed)? {
+                break status;
+            }
+            if Instant::now() >= end {
+                let _ = child.kill();
+                let _ = child.wait();
+                let what = format!("`burgeon {shown}` took more than {} s", limit.as_secs());
+                return Err(Error::new(ErrorKind::Unavailable, what));
+            }
+            thread::sleep(LOOK);
+        };
+        if status.success() {
+            return Ok(());
+        }
+        let mut words = Vec::new();
+        said.rewind().and_then(|()| said.take(SAID_MAX).read_to_end(&mut words)).map_err(failed)?;
+        let words = String::from_utf8_lossy(&words);
+        let what = format!("`burgeon {shown}` failed: {}", words.trim().replace('\n', "; "));
+        Err(Error::new(ErrorKind::Unavailable, what))
+    }
+}
+
+impl Layers for OwnLayers {
+    fn claim(&self, wanted: &Wanted) -> Result<String, String> {
+        let repository = repository(&wanted.image);
+        if !self.trust.iter().any(|pattern| matches(pattern, repository)) {
+            return Err(format!(
+                "{repository} is not trusted: `burgeon snapshotter --trust {repository}`"
+            ));
+        }
+        let wrong = |e: Error| e.to_string();
+        let digest: Digest = wanted.manifest.parse().map_err(wrong)?;
+        let text = format!("oci://{repository}@{digest}");
+        let image = self.documents(&text, &digest).map_err(wrong)?;
+        check(&image, wanted)?;
+        Ok(format!("{text}#chain={}", wanted.chain))
+    }
+
+    fn mount(&self, source: &str, at: &Path) -> Result<()> {
+        let arguments = ["mount", "--read-only", source].map(OsStr::new);
+        self.run(&[&arguments[..], &[at.as_os_str()]].concat(), MOUNT_TIME)
+    }
+
+    fn unmount(&self, at: &Path) -> Result<()> {
+        let arguments = ["umount", "--lazy"].map(OsStr::new);
+        self.run(&[&arguments[..], &[at.as_os_str()]].concat(), MOUNT_TIME)
+    }
+}
+
+/// The image has the chain, its topmost layer is the one that containerd would fetch, and all of its
+/// layers can be read lazily.
+fn check(image: &OciImage, wanted: &Wanted) -> Result<(), String> {
+    let has = |chain: &Option<String>| chain.as_ref() == Some(&wanted.chain);
+    let top = image.layers.iter().position(|layer| has(&layer.chain_id));
+    let top = top.ok_or_else(|| format!("{} has no chain {}", image.digest, wanted.chain))?;
+    if image.layers[top].digest != wanted.layer {
+        return Err(format!("layer {top} of {} is not {}", image.digest, wanted.layer));
+    }
+    match image.layers[..=top].iter().find(|layer| !layer.has_contents) {
+        Some(layer) => Err(format!("the layer {} has no table of contents", layer.digest)),
+        None => Ok(()),
+    }
+}
+
+/// `REGISTRY/REPOSITORY` of an image's name.
+fn repository(image: &str) -> &str {
+    let name = image.split_once('@').map_or(image, |(name, _)| name);
+    match name.rsplit_once(':') {
+        // Else it is a port.
+        Some((before, tag)) if !tag.contains('/') => before,
+        _ => name,
+    }
+}
+
+/// True if all of `text` matches; `*` stands for any characters.
+fn matches(pattern: &str, text: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let first = parts.next().unwrap_or_default();
+    let Some(mut rest) = text.strip_prefix(first) else { return false };
+    let Some(last) = parts.next_back() else { return rest.is_empty() };
+    for part in parts {
+        let Some(at) = rest.find(part) else { return false };
+        rest = &rest[at + part.len()..];
+    }
+    rest.ends_with(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{matches, repository};
+
+    #[test]
+    fn a_repository_is_the_name_without_tag_and_digest() {
+        for image in
+            ["r.example:5000/a/b", "r.example:5000/a/b:1", "r.example:5000/a/b:1@sha256:ab"]
+        {
+            assert_eq!(repository(image), "r.example:5000/a/b");
+        }
+        assert_eq!(repository("docker.io/library/python:3.12"), "docker.io/library/python");
+    }
+
+    #[test]
+    fn a_pattern_matches_whole_names() {
+        let yes =
+            [("r/a", "r/a"), ("r/*", "r/a/b"), ("*", "x"), ("r/*/b*", "r/a/bc"), ("r/**", "r/")];
+        let no = [("r/a", "r/ab"), ("r/*", "x/r/a"), ("", "r"), ("*b", "r/bc"), ("ab*ba", "aba")];
+        yes.iter().for_each(|(pattern, text)| assert!(matches(pattern, text), "{pattern} {text}"));
+        no.iter().for_each(|(pattern, text)| assert!(!matches(pattern, text), "{pattern} {text}"));
+    }
+}

@@ -1,0 +1,118 @@
+//! The mounts of remote chains: one read-only mount a chain, for all containers above it.
+//!
+//! ```text
+//!   chains/ID   an empty folder, or the mount of snapshot ID
+//! ```
+//!
+//! A chain is mounted when a call first needs it, so nothing is mounted at a start, and a mount that a
+//! reboot took is made again. It is unmounted when its snapshot is gone, by the cleaner's thread. A
+//! mount point is removed by `rmdir` alone, which fails while it is mounted.
+
+use std::{
+    fs::DirBuilder,
+    io,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    sync::{Arc, atomic::AtomicUsize},
+    time::Duration,
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
+
+use crate::{
+    keys::Keys,
+    model::Remote,
+    remote::{self, Layers, Wanted},
+};
+
+#[derive(Debug)]
+pub(crate) struct Chains {
+    folder: PathBuf,
+    /// Chains that are being mounted or unmounted.
+    keys: Keys,
+    layers: Arc<dyn Layers>,
+    /// Number of claims that are being asked for.
+    claims: Arc<AtomicUsize>,
+}
+
+impl Chains {
+    pub(crate) fn new(folder: PathBuf, layers: Arc<dyn Layers>) -> Self {
+        Self { folder, keys: Keys::default(), layers, claims: Arc::default() }
+    }
+
+    /// A reference to mount the chain from, or why its layers are local.
+    pub(crate) fn claim(&self, limit: Duration, wanted: Wanted) -> Result<String, String> {
+        remote::claim_within(limit, &self.layers, &self.claims, wanted)
+    }
+
+    /// The mount of snapshot `id`, which is mounted if it is not. Each source is tried.
+    pub(crate) fn mounted(&self, id: u64, remote: &Remote) -> Result<PathBuf> {
+        let name = id.to_string();
+        let at = self.folder.join(&name);
+        let busy = || {
+            let what = format!("{} is being mounted for too long: try again", at.display());
+            Error::new(ErrorKind::Unavailable, what)
+        };
+        let _taken = self.keys.take(&[&name], None).ok_or_else(busy)?;
+        let failed = |e| Error::io(format!("cannot make {}", at.display()), e);
+        match DirBuilder::new().mode(0o700).create(&at) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(failed(e)),
+            _ => {}
+        }
+        if is_mounted(&at)? {
+            return Ok(at);
+        }
+        let mut last = Error::new(ErrorKind::NotFound, format!("{} has no source", at.display()));
+        for source in &remote.sources {
+            match self.layers.mount(source, &at) {
+                Ok(()) if is_mounted(&at)? => return Ok(at),
+                Ok(()) => {
+                    let what = format!("{source} was mounted elsewhere than on {}", at.display());
+                    last = Error::new(ErrorKind::LocalIo, what);
+                }
+                Err(error) => {
+                    tracing::warn!(%source, %error, "a remote layer cannot be mounted from here");
+                    last = error;
+                }
+            }
+        }
+        Err(last)
+    }
+
+    /// Unmounts all chains that are not `wanted`. Goes on after an error, and returns the first one.
+    pub(crate) fn unmount_others(&self, wanted: impl Fn(u64) -> bool) -> Result<()> {
+        let failed = |e| Error::io(format!("cannot read {}", self.folder.display()), e);
+        let mut first = Ok(());
+        for entry in self.folder.read_dir().map_err(failed)? {
+            let name = entry.map_err(failed)?.file_name().to_string_lossy().into_owned();
+            let Some(_taken) = self.keys.take(&[&name], None) else { continue };
+            // Asked while it is taken: a claim writes its record before anything mounts it.
+            if name.parse().is_ok_and(&wanted) {
+                continue;
+            }
+            first = first.and(self.unmount(&self.folder.join(&name)));
+        }
+        first
+    }
+
+    fn unmount(&self, at: &Path) -> Result<()> {
+        if is_mounted(at)? {
+            self.layers.unmount(at)?;
+        }
+        match std::fs::remove_dir(at) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                Err(Error::io(format!("cannot remove {}", at.display()), e))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// True if the path is the root of a mount.
+fn is_mounted(at: &Path) -> Result<bool> {
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    let found = statx(CWD, at, flags, StatxFlags::TYPE)
+        .map_err(|e| Error::io(format!("cannot look at {}", at.display()), e.into()))?;
+    Ok(found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+}

@@ -1,0 +1,110 @@
+//! Remote layers: chains that are mounted, and never unpacked. Which ones can be, and how, is the
+//! business of the program that serves; this crate knows [`Layers`].
+//!
+//! containerd asks for a chain by labels of a `Prepare`. The answer that it exists already makes a
+//! committed snapshot out of it, and containerd then fetches no layer. A claim holds for every image
+//! with that chain ID, so it is made only for chains that can be trusted.
+
+use std::{
+    fmt::Debug,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
+    thread,
+    time::Duration,
+};
+
+use burgeon_block::Result;
+
+use crate::model::Labels;
+
+/// The label with the wanted chain ID, of a snapshot into which a layer is to be unpacked.
+pub(crate) const REF: &str = "containerd.io/snapshot.ref";
+const IMAGE: &str = "containerd.io/snapshot/cri.image-ref";
+const MANIFEST: &str = "containerd.io/snapshot/cri.manifest-digest";
+const LAYER: &str = "containerd.io/snapshot/cri.layer-digest";
+
+/// The longest time for a claim: containerd's pull waits for it.
+pub const CLAIM_TIME: Duration = Duration::from_secs(5);
+
+/// A chain of layers, as containerd's labels describe it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Wanted {
+    /// The chain ID.
+    pub chain: String,
+    /// The image as it was typed, such as `docker.io/library/python:3.12`.
+    pub image: String,
+    /// The digest of its manifest.
+    pub manifest: String,
+    /// The digest of the topmost layer of the chain.
+    pub layer: String,
+}
+
+impl Wanted {
+    /// The chain that a `Prepare` asks for; the reason if its labels do not tell.
+    pub(crate) fn of(chain: &str, labels: &Labels) -> Result<Self, String> {
+        let label = |key: &str| {
+            let missing = || {
+                format!(
+                    "containerd gives no label {key}: its configuration turns annotations off \
+                     (disable_snapshot_annotations, enable_remote_snapshot_annotations)"
+                )
+            };
+            labels.get(key).cloned().ok_or_else(missing)
+        };
+        let (image, manifest, layer) = (label(IMAGE)?, label(MANIFEST)?, label(LAYER)?);
+        Ok(Self { chain: chain.to_owned(), image, manifest, layer })
+    }
+}
+
+/// Mounts chains. Implementations may wait for networks; no lock is held meanwhile.
+pub trait Layers: Debug + Send + Sync + 'static {
+    /// A reference from which the chain can be mounted without fetching its layers; or the reason
+    /// why it is unpacked like any other. A claim is a statement about all images that have the
+    /// chain.
+    fn claim(&self, wanted: &Wanted) -> Result<String, String>;
+    /// Mounts a chain read-only on an empty folder.
+    fn mount(&self, source: &str, at: &Path) -> Result<()>;
+    /// Unmounts a chain, without waiting for its users.
+    fn unmount(&self, at: &Path) -> Result<()>;
+}
+
+/// Claims that are asked for at the same time: those of a registry that hangs outlive their limit.
+const CLAIMS_MAX: usize = 32;
+
+/// Asks within `limit`; a later answer is ignored, and its thread ends by itself. `running` counts the
+/// threads.
+pub(crate) fn claim_within(
+    limit: Duration,
+    layers: &Arc<dyn Layers>,
+    running: &Arc<AtomicUsize>,
+    wanted: Wanted,
+) -> Result<String, String> {
+    let (answer, asked) = mpsc::sync_channel(1);
+    let layers = Arc::clone(layers);
+    let one = Running(Arc::clone(running));
+    if running.fetch_add(1, Ordering::Relaxed) >= CLAIMS_MAX {
+        return Err(format!("{CLAIMS_MAX} other layers wait for their registries"));
+    }
+    let ask = move || {
+        let _one = one;
+        // Nobody may be waiting any more.
+        let _ = answer.send(layers.claim(&wanted));
+    };
+    let started = thread::Builder::new().name("claim".into()).spawn(ask);
+    started.map_err(|e| format!("cannot start a thread: {e}"))?;
+    let late = |_| format!("the registry did not answer within {} s", limit.as_secs());
+    asked.recv_timeout(limit).map_err(late)?
+}
+
+/// Uncounts a thread when it ends, also by a panic.
+struct Running(Arc<AtomicUsize>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,153 @@
+//! Claims of remote chains, with layers that a test decides about. Mounting them takes root: the
+//! command's test `containerd` does that.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_snapshotter::{
+    Answer, Failure, Snapshotter, api,
+    filter::Filter,
+    model::{Kind, Labels, Refusal},
+    remote::{Layers, Wanted},
+};
+
+/// Claims what does not begin with `local`; mounts nothing.
+#[derive(Debug, Default)]
+struct Fake {
+    asked: AtomicUsize,
+}
+
+impl Layers for Fake {
+    fn claim(&self, wanted: &Wanted) -> Result<String, String> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        match wanted.image.starts_with("local") {
+            true => Err("it is local".to_owned()),
+            false if wanted.image == "panic" => panic!("as a test"),
+            false => Ok(format!("{}#{}", wanted.image, wanted.chain)),
+        }
+    }
+
+    fn mount(&self, source: &str, _: &Path) -> Result<()> {
+        Err(Error::new(ErrorKind::Unavailable, format!("{source} is away")))
+    }
+
+    fn unmount(&self, _: &Path) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn open(root: PathBuf) -> Snapshotter {
+    Snapshotter::open(&root).unwrap().with_layers(Arc::new(Fake::default()))
+}
+
+fn labels(chain: &str, image: &str) -> Labels {
+    let pairs = [
+        ("containerd.io/snapshot.ref", chain),
+        ("containerd.io/snapshot/cri.image-ref", image),
+        ("containerd.io/snapshot/cri.manifest-digest", "sha256:m"),
+        ("containerd.io/snapshot/cri.layer-digest", "sha256:l"),
+    ];
+    pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).into()
+}
+
+fn prepare(
+    all: &Snapshotter,
+    key: &str,
+    parent: Option<&str>,
+    chain: &str,
+    image: &str,
+) -> Answer<Vec<api::Mount>> {
+    all.create(Kind::Active, key, parent, labels(chain, image))
+}
+
+fn exists<T: std::fmt::Debug>(answer: Answer<T>) -> bool {
+    matches!(answer, Err(Failure::Refused(Refusal::Exists(_))))
+}
+
+#[test]
+fn a_claimed_chain_exists_and_is_found_by_its_label() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("root");
+    let all = open(root.clone());
+    assert!(exists(prepare(&all, "k1", None, "c1", "r/app")));
+    assert!(exists(prepare(&all, "k2", Some("c1"), "c2", "r/app")));
+    // As containerd looks for it.
+    let filter = ["labels.\"containerd.io/snapshot.ref\"==c2,parent==c1".to_owned()];
+    let found = all.list(&Filter::parse(&filter).unwrap());
+    assert_eq!(found.len(), 1);
+    assert_eq!((found[0].name.as_str(), found[0].kind), ("c2", Kind::Committed));
+    assert_eq!(all.usage("c2").unwrap().bytes, 0);
+    // Another image with that chain is another source; the same one is not.
+    for image in ["r/other", "r/app"] {
+        assert!(exists(prepare(&all, "k3", Some("c1"), "c2", image)));
+    }
+    drop(all);
+    let all = open(root.clone());
+    assert_eq!(all.stat("c2").unwrap().remote.unwrap().sources, ["r/app#c2", "r/other#c2"]);
+    // Its mount fails: the container is refused with the source, and nothing of it stays.
+    let refused = all.create(Kind::Active, "container", Some("c2"), Labels::new()).unwrap_err();
+    assert!(refused.to_string().contains("r/other#c2 is away"), "{refused}");
+    assert!(all.stat("container").is_err());
+    for name in ["c2", "c1"] {
+        all.remove(name).unwrap();
+    }
+    all.empty_trash().unwrap();
+    for part in ["chains", "records", "snapshots"] {
+        assert_eq!(root.join(part).read_dir().unwrap().count(), 0, "{part}");
+    }
+}
+
+#[test]
+fn any_failure_to_claim_makes_a_local_layer() {
+    let folder = tempfile::tempdir().unwrap();
+    let all = open(folder.path().join("root"));
+    let why = |key: &str| all.stat(key).unwrap().why_local.unwrap();
+    prepare(&all, "a", None, "c1", "local/app").unwrap();
+    assert_eq!(why("a"), "it is local");
+    // The reason stays with the committed layer.
+    all.commit("a", "layer", None, Labels::new()).unwrap();
+    assert_eq!(why("layer"), "it is local");
+    prepare(&all, "b", None, "c1", "panic").unwrap();
+    let unlabelled = Labels::from([("containerd.io/snapshot.ref".to_owned(), "c1".to_owned())]);
+    all.create(Kind::Active, "c", None, unlabelled).unwrap();
+    assert!(why("c").contains("annotations"), "{}", why("c"));
+    // A chain that exists above another parent cannot be claimed again: containerd would not find it.
+    assert!(exists(prepare(&all, "d", None, "c2", "r/app")));
+    prepare(&all, "d", Some("layer"), "c2", "r/app").unwrap();
+    assert!(why("d").contains("another parent"), "{}", why("d"));
+    // A parent that is missing is an error, and no claim.
+    assert!(prepare(&all, "e", Some("none"), "c3", "r/app").is_err());
+    assert!(all.stat("c3").is_err());
+    assert!(exists(prepare(&all, "a2", None, "c4", "r/app")));
+    assert!(exists(prepare(&all, "d", None, "c5", "r/app")), "the key is taken");
+    assert!(all.stat("c5").is_err());
+}
+
+#[test]
+fn a_death_at_any_step_of_a_claim_leaves_it_whole_or_not_made() {
+    for steps in 0.. {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("root");
+        let all = open(root.clone());
+        all.die_after(steps);
+        let claimed = exists(prepare(&all, "k", None, "c1", "r/app"));
+        drop(all);
+        let all = open(root);
+        if claimed {
+            assert!(steps > 3);
+            assert!(all.stat("c1").unwrap().remote.is_some());
+            break;
+        }
+        // Perhaps it was written, and the answer was lost.
+        assert!(all.stat("c1").map_or(true, |found| found.remote.is_some()));
+        assert!(exists(prepare(&all, "k", None, "c1", "r/app")), "step {steps}");
+    }
+}
