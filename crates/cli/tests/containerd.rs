@@ -348,3 +348,42 @@ fn layers_of_trusted_repositories_are_mounted_when_a_container_needs_them() {
     assert!(wait_until(PATIENCE, || node.snapshots().is_empty()), "{:?}", node.snapshots());
     assert!(wait_until(PATIENCE, || chains() == 0), "a chain is still mounted");
 }
+
+#[test]
+fn containerd_takes_the_configuration_of_setup() {
+    let space = Space::new("containerd-setup");
+    let setup = |options: &[&str]| {
+        let mut command = Command::new(PROGRAM);
+        command.args([
+            "--config",
+            "none",
+            "--state-dir",
+            "/var/lib/burgeon-test",
+            "snapshotter",
+            "setup",
+        ]);
+        command.arg("--prefix").arg(space.folder()).args(options).output().unwrap()
+    };
+    let etc = space.path("etc");
+    let said = setup(&["--trust", "registry.example/team/*"]);
+    let words = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert_eq!(said.status.code(), Some(1), "config.toml is missing: {words}");
+    assert!(words.contains("imports = "), "{words}");
+    assert!(!etc.exists(), "it writes nothing");
+    let said = setup(&["--trust", "registry.example/team/*", "--write"]);
+    assert!(said.stderr.is_empty(), "{said:?}");
+    let unit = etc.join("systemd/system/burgeon-snapshotter.service.d/trust.conf");
+    assert!(fs::read_to_string(unit).unwrap().contains("--trust registry.example/team/*\n"));
+    // Imported as an administrator would, at the path that this folder has.
+    let config = etc.join("containerd/config.toml");
+    let imports = format!("{}/*.toml", etc.join("containerd/conf.d").display());
+    fs::write(&config, format!("version = 2\nimports = [\"{imports}\"]\n")).unwrap();
+    let mut dump = Command::new("containerd");
+    let dump = dump.arg("--config").arg(&config).args(["config", "dump"]).output().unwrap();
+    let dump = String::from_utf8(dump.stdout).unwrap();
+    let plugin = dump.split("[proxy_plugins.burgeon]").nth(1).unwrap_or_default();
+    assert!(plugin.contains("address = \"/run/burgeon/snapshotter.sock\""), "{dump}");
+    for line in ["snapshotter = \"burgeon\"", "disable_snapshot_annotations = false"] {
+        assert!(dump.lines().any(|other| other.trim() == line), "{line}: {dump}");
+    }
+}

@@ -2,10 +2,12 @@
 //!
 //! ```text
 //!   snapshotter          serves containerd's proxy plugin until it is killed
+//!   snapshotter setup    the configuration of containerd and of the unit
 //!   snapshotter status   what the records say, whether or not it runs
 //! ```
 
 mod layers;
+mod setup;
 mod status;
 
 use std::{path::PathBuf, process::ExitCode, sync::Arc};
@@ -21,11 +23,8 @@ Examples:
   burgeon snapshotter                 serve containerd until it is killed
   burgeon snapshotter status          show its snapshots, also while it does not run
   nerdctl --snapshotter burgeon run -it docker.io/library/python:3.12 python
-
-containerd needs a proxy plugin:
-  [proxy_plugins.burgeon]
-    type = \"snapshot\"
-    address = \"/run/burgeon/snapshotter.sock\"";
+  burgeon snapshotter setup           show the configuration that containerd needs
+  burgeon snapshotter setup --write --trust 'registry.example/team/*'";
 
 #[derive(clap::Args, Debug)]
 #[command(args_conflicts_with_subcommands = false)]
@@ -36,11 +35,16 @@ pub(crate) struct Snapshots {
     #[arg(long, value_name = "DIR", global = true)]
     root: Option<PathBuf>,
     /// Socket that containerd connects to
-    #[arg(long, value_name = "PATH", default_value = "/run/burgeon/snapshotter.sock")]
+    #[arg(
+        long,
+        value_name = "PATH",
+        global = true,
+        default_value = "/run/burgeon/snapshotter.sock"
+    )]
     socket: PathBuf,
     /// Mount layers of repositories that match, such as registry.example/team/*, instead of
     /// unpacking them: their publisher may decide what images of others with equal layers hold
-    #[arg(long, value_name = "PATTERN")]
+    #[arg(long, value_name = "PATTERN", global = true)]
     trust: Vec<String>,
 }
 
@@ -48,6 +52,8 @@ pub(crate) struct Snapshots {
 enum SnapshotsCommand {
     /// Show the snapshots
     Status,
+    /// Show or write the configuration for the containerd that is installed
+    Setup(setup::Setup),
 }
 
 impl Snapshots {
@@ -59,7 +65,10 @@ impl Snapshots {
 
 pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCode> {
     let root = args.root.clone().unwrap_or_else(|| context.state.root().join("snapshotter"));
-    match args.command {
+    match &args.command {
+        Some(SnapshotsCommand::Setup(setup)) => {
+            setup::setup(&root, &args.socket, &args.trust, setup, context.json)
+        }
         Some(SnapshotsCommand::Status) => status::status(&root, context.json),
         None => serve(context, root, args),
     }

@@ -1,0 +1,285 @@
+//! `burgeon snapshotter setup`: the configuration of containerd and of our unit, for the containerd that
+//! is installed.
+//!
+//! ```text
+//!   containerd --version ─► conf.d/burgeon.toml                  a file of ours, which config.toml imports
+//!   --trust              ─► burgeon-snapshotter.service.d/trust.conf
+//!   config.toml          ─► read only: is the file imported?     somebody else's, never changed
+//! ```
+//!
+//! Nothing is written without `--write`, and then by rename.
+
+use std::{
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+};
+
+use anyhow::Result;
+use burgeon_block::{Error, ErrorKind};
+use serde_json::json;
+
+use crate::{exit::Usage, output};
+
+const DROP_IN: &str = "etc/containerd/conf.d/burgeon.toml";
+const CONFIG: &str = "etc/containerd/config.toml";
+const UNIT: &str = "etc/systemd/system/burgeon-snapshotter.service.d/trust.conf";
+/// The longest `config.toml` that is read.
+const CONFIG_MAX: u64 = 1 << 20;
+
+/// Options of `setup`.
+#[derive(clap::Args, Debug)]
+pub(super) struct Setup {
+    /// Write the files; without it, they are only shown
+    #[arg(long)]
+    write: bool,
+    /// The folder below which `etc` lies
+    #[arg(long, value_name = "DIR", default_value = "/", hide = true)]
+    prefix: PathBuf,
+}
+
+/// A version of containerd: major, minor.
+type Version = (u32, u32);
+
+pub(super) fn setup(
+    root: &Path,
+    socket: &Path,
+    trust: &[String],
+    args: &Setup,
+    json: bool,
+) -> Result<ExitCode> {
+    let version = installed()?;
+    let mut files = vec![(args.prefix.join(DROP_IN), drop_in(version, root, socket)?)];
+    if !trust.is_empty() {
+        files.push((args.prefix.join(UNIT), unit(root, socket, trust)?));
+    }
+    let problems = problems(&args.prefix, version)?;
+    if args.write {
+        for (path, text) in &files {
+            write(path, text)?;
+        }
+    }
+    if json {
+        let shown = files.iter().map(|(path, text)| json!({ "path": path, "text": text }));
+        output::print_json(&json!({
+            "containerd": format!("{}.{}", version.0, version.1),
+            "files": shown.collect::<Vec<_>>(),
+            "written": args.write,
+            "problems": problems,
+        }))?;
+    } else {
+        for (path, text) in &files {
+            let verb = if args.write { "written" } else { "to be written, with --write" };
+            println!("# {} ({verb})\n{text}", path.display());
+        }
+        problems.iter().for_each(|problem| println!("problem: {problem}"));
+        println!(
+            "then: systemctl enable --now burgeon-snapshotter && systemctl restart containerd"
+        );
+    }
+    Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The version of the installed containerd.
+fn installed() -> Result<Version> {
+    let output = Command::new("containerd").arg("--version").output().map_err(|e| {
+        let what = "cannot run `containerd --version`: install containerd, or add it to PATH";
+        Error::with_source(ErrorKind::NotFound, what, e)
+    })?;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    // `containerd github.com/containerd/containerd/v2 v2.1.4 75cb2b7…`, `… 1.6.20~ds1 …`
+    let version = said.split_whitespace().find_map(version_of);
+    let version = version.filter(|version| (1, 6) <= *version && version.0 <= 2);
+    let unknown = || {
+        let what = format!("containerd 1.6, 1.7 or 2.x is needed, and not {:?}", said.trim());
+        Error::new(ErrorKind::UnsupportedFormat, what)
+    };
+    Ok(version.ok_or_else(unknown)?)
+}
+
+fn version_of(word: &str) -> Option<Version> {
+    let mut parts = word.strip_prefix('v').unwrap_or(word).split('.');
+    let version = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+    parts.next().map(|_| version)
+}
+
+/// A path as it stands in TOML and in a unit: nothing in it has a meaning there.
+fn plain(path: &Path) -> Result<&str> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-+@".contains(c);
+    let plain = path.to_str().filter(|path| path.starts_with('/') && path.chars().all(is_plain));
+    let what = || format!("{} is no absolute path of letters, digits and /._-+@", path.display());
+    plain.ok_or_else(|| Usage(what()).into())
+}
+
+/// The file that containerd imports.
+fn drop_in(version: Version, root: &Path, socket: &Path) -> Result<String> {
+    let (root, socket) = (plain(root)?, plain(socket)?);
+    let format = if version.0 >= 2 { 3 } else { 2 };
+    let mut text = format!(
+        "version = {format}\n\
+         [proxy_plugins.burgeon]\n  type = \"snapshot\"\n  address = \"{socket}\"\n"
+    );
+    if version >= (2, 0) {
+        text += "  capabilities = [\"remap-ids\"]\n";
+    }
+    if version >= (1, 7) {
+        text += &format!("  [proxy_plugins.burgeon.exports]\n    root = \"{root}\"\n");
+    }
+    if version >= (2, 1) {
+        text += "    enable_remote_snapshot_annotations = \"true\"\n";
+    }
+    let images = match version.0 {
+        1 => "\"io.containerd.grpc.v1.cri\".containerd",
+        _ => "\"io.containerd.cri.v1.images\"",
+    };
+    text += &format!("[plugins.{images}]\n  snapshotter = \"burgeon\"\n");
+    // From 2.1 on, that line would turn the transfer service off.
+    if version < (2, 1) {
+        text += "  disable_snapshot_annotations = false\n";
+    }
+    if version >= (2, 1) {
+        // The list replaces containerd's own, which has only its default snapshotter.
+        for snapshotter in ["overlayfs", "burgeon"] {
+            text += &format!(
+                "[[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\n  \
+                 platform = \"linux\"\n  snapshotter = \"{snapshotter}\"\n"
+            );
+        }
+    }
+    Ok(text)
+}
+
+/// The drop-in of our unit: its command with the trusted repositories.
+fn unit(root: &Path, socket: &Path, trust: &[String]) -> Result<String> {
+    let program = std::env::current_exe()?;
+    let (program, root, socket) = (plain(&program)?, plain(root)?, plain(socket)?);
+    let mut command = format!("{program} snapshotter --root {root} --socket {socket}");
+    for pattern in trust {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:*".contains(c);
+        if pattern.is_empty() || !pattern.chars().all(is_plain) {
+            let what = format!("--trust {pattern:?} has characters that no repository has");
+            return Err(Usage(what).into());
+        }
+        command += &format!(" --trust {pattern}");
+    }
+    Ok(format!(
+        "# The publishers of these repositories decide what layers hold, also those of other images with\n\
+         # equal chain IDs.\n[Service]\nExecStart=\nExecStart={command}\n"
+    ))
+}
+
+/// What keeps containerd from using the file, or containers from seeing mounts.
+fn problems(prefix: &Path, version: Version) -> Result<Vec<String>> {
+    let mut problems = Vec::new();
+    let config = prefix.join(CONFIG);
+    let import =
+        format!("imports = [\"/{}/*.toml\"]", DROP_IN.rsplit_once('/').map_or("", |p| p.0));
+    match fs::metadata(&config) {
+        Ok(found) if found.len() > CONFIG_MAX => {
+            problems.push(format!("{} is longer than {CONFIG_MAX} bytes", config.display()));
+        }
+        Ok(_) => {
+            let text = fs::read_to_string(&config)
+                .map_err(|e| Error::io(format!("cannot read {}", config.display()), e))?;
+            let imports = toml::de::DeTable::parse(&text).ok().and_then(|table| {
+                let imports = table.get_ref().get("imports")?.get_ref().as_array()?;
+                Some(imports.iter().any(|one| {
+                    let one = one.get_ref().as_str();
+                    one.is_some_and(|one| one.contains("/etc/containerd/conf.d/"))
+                }))
+            });
+            if imports != Some(true) {
+                problems.push(format!("{} has to have the line: {import}", config.display()));
+            }
+        }
+        Err(_) => {
+            let format = if version.0 >= 2 { 3 } else { 2 };
+            problems.push(format!(
+                "{} is missing: make it with the lines: version = {format}; {import}",
+                config.display()
+            ));
+        }
+    }
+    problems.extend(other_namespace());
+    Ok(problems)
+}
+
+/// Mounts that are made here are seen by containerd only in its own mount namespace.
+fn other_namespace() -> Option<String> {
+    let own = fs::read_link("/proc/self/ns/mnt").ok()?;
+    fs::read_dir("/proc").ok()?.flatten().find_map(|process| {
+        let path = process.path();
+        let name = fs::read_to_string(path.join("comm")).ok()?;
+        let other = fs::read_link(path.join("ns/mnt")).ok()?;
+        (name.trim() == "containerd" && other != own).then(|| {
+            format!(
+                "containerd (process {}) is in another mount namespace than this command: it would not see \
+                 the mounts of layers",
+                process.file_name().to_string_lossy()
+            )
+        })
+    })
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    let failed = |e| Error::io(format!("cannot write {}", path.display()), e);
+    let folder = path.parent().unwrap_or(Path::new("/"));
+    fs::create_dir_all(folder).map_err(failed)?;
+    let new = path.with_extension("new");
+    let mut file = fs::File::create(&new).map_err(failed)?;
+    file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(failed)?;
+    fs::rename(&new, path).map_err(failed)?;
+    fs::File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::{drop_in, unit, version_of};
+
+    #[test]
+    fn versions_are_read_as_packages_print_them() {
+        for (word, version) in [
+            ("1.6.20~ds1", Some((1, 6))),
+            ("v2.1.4", Some((2, 1))),
+            ("2.2.0-rc.1", Some((2, 2))),
+            ("github.com/containerd/containerd/v2", None),
+            ("75cb2b7", None),
+        ] {
+            assert_eq!(version_of(word), version, "{word}");
+        }
+    }
+
+    #[test]
+    fn each_version_gets_the_settings_that_it_knows() {
+        let text = |version| drop_in(version, Path::new("/r"), Path::new("/s")).unwrap();
+        for (version, annotations, exports, transfer) in [
+            ((1, 6), "disable_snapshot_annotations = false", false, false),
+            ((1, 7), "disable_snapshot_annotations = false", true, false),
+            ((2, 0), "disable_snapshot_annotations = false", true, false),
+            ((2, 1), "enable_remote_snapshot_annotations = \"true\"", true, true),
+        ] {
+            let text = text(version);
+            assert!(toml::de::DeTable::parse(&text).is_ok(), "{text}");
+            assert!(text.contains(annotations), "{text}");
+            assert_eq!(text.contains("exports"), exports, "{text}");
+            assert_eq!(text.contains("unpack_config"), transfer, "{text}");
+            assert_eq!(text.contains("disable_"), version < (2, 1), "{text}");
+        }
+    }
+
+    #[test]
+    fn nothing_with_a_meaning_gets_into_a_file() {
+        let (root, socket) = (Path::new("/r"), Path::new("/s"));
+        assert!(drop_in((1, 6), Path::new("/a\"\nb"), socket).is_err());
+        assert!(drop_in((1, 6), root, Path::new("relative")).is_err());
+        for wrong in ["", "a b", "a\nExecStart=/x", "%h", "a;b", "$x"] {
+            assert!(unit(root, socket, &[wrong.to_owned()]).is_err(), "{wrong:?}");
+        }
+        let text = unit(root, socket, &["r.example:5000/team/*".to_owned()]).unwrap();
+        assert!(text.contains("--trust r.example:5000/team/*\n"), "{text}");
+    }
+}
