@@ -1,6 +1,6 @@
 //! The command line.
 
-use std::{ffi::OsString, num::NonZeroUsize, path::PathBuf};
+use std::{ffi::OsString, path::PathBuf};
 
 use clap::{
     Args as ClapArgs, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum,
@@ -11,9 +11,10 @@ use crate::{
     attributes::Attributes,
     commands::{accelerate, cache, config, disks, health, log, metrics, snapshotter},
     container_args::{self, Bundle, Run},
+    data_args::{self, LetGo, Pin, Prefetch},
     global::Global,
     pull,
-    quantities::{parse_rate, parse_size, parse_threads, parse_virtual_size},
+    quantities::{parse_size, parse_virtual_size},
     transport::Transport,
     watch_args,
 };
@@ -164,13 +165,7 @@ Examples:
   burgeon pin --remove /mnt/a/models/llama.bin")]
     Pin(Pin),
     /// Copy all data of a mount to a plain file, so that it needs no process of Burgeon any more
-    #[command(after_help = "\
-Examples:
-  burgeon let-go /mnt/a
-  burgeon mount app:7 /mnt/a --fill --let-go
-
-Reads are the kernel's alone afterwards, and every process of Burgeon may end. It takes disk space for
-all data of the image, and for all that the mount's writes may still take.")]
+    #[command(after_help = data_args::LET_GO_EXAMPLES)]
     LetGo(LetGo),
     /// Unmount, and wait until all devices and files are released
     Umount(Umount),
@@ -465,19 +460,6 @@ pub(crate) struct Pull {
 }
 
 #[derive(ClapArgs, Debug)]
-pub(crate) struct Prefetch {
-    /// Files and folders in mounts
-    #[arg(required = true)]
-    pub(crate) paths: Vec<PathBuf>,
-    /// Limit of bytes per second
-    #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
-    pub(crate) rate: Option<u64>,
-    /// Number of pieces that are read at the same time
-    #[arg(long, default_value = "8", value_parser = parse_threads)]
-    pub(crate) threads: NonZeroUsize,
-}
-
-#[derive(ClapArgs, Debug)]
 pub(crate) struct Record {
     /// The mount point of the image
     pub(crate) path: PathBuf,
@@ -509,23 +491,6 @@ pub(crate) enum ProfileCommand {
         /// The image
         name: String,
     },
-}
-
-#[derive(ClapArgs, Debug)]
-pub(crate) struct Pin {
-    /// Files and folders in mounts
-    #[arg(required = true)]
-    pub(crate) paths: Vec<PathBuf>,
-    /// Drop the pins of these paths; local data stays until the cache evicts it
-    #[arg(long)]
-    pub(crate) remove: bool,
-}
-
-#[derive(ClapArgs, Debug)]
-pub(crate) struct LetGo {
-    /// Mount points
-    #[arg(required = true)]
-    pub(crate) paths: Vec<PathBuf>,
 }
 
 #[derive(ClapArgs, Debug)]

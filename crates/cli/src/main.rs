@@ -21,6 +21,7 @@ mod attributes;
 mod commands;
 mod config;
 mod container_args;
+mod data_args;
 mod demo;
 mod documents;
 mod exit;

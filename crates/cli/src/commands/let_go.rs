@@ -7,12 +7,12 @@ use serde_json::json;
 
 use super::{Context, need_mount_privilege, umount::mount_of};
 use crate::{
-    args,
+    data_args,
     output::{self, bytes},
     progress::Progress,
 };
 
-pub(super) fn let_go(context: &Context, args: &args::LetGo) -> Result<ExitCode> {
+pub(super) fn let_go(context: &Context, args: &data_args::LetGo) -> Result<ExitCode> {
     need_mount_privilege("let-go")?;
     let mut done = Vec::new();
     for path in &args.paths {

@@ -26,14 +26,14 @@ use super::{
     prefetch::{collect, open_found},
     umount::ask,
 };
-use crate::{args, output, progress::Progress};
+use crate::{data_args, output, progress::Progress};
 
 /// Interval of progress requests.
 const INTERVAL: Duration = Duration::from_millis(200);
 /// Most consecutive requests without an answer: 30 s.
 const SILENCES_MAX: usize = 150;
 
-pub(super) fn pin(context: &Context, args: args::Pin) -> Result<ExitCode> {
+pub(super) fn pin(context: &Context, args: data_args::Pin) -> Result<ExitCode> {
     let mut mounts: Vec<Mount> = Vec::new();
     for path in &args.paths {
         let path = std::path::absolute(path)?;

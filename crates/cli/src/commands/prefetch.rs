@@ -24,7 +24,7 @@ use rustix::fs::{Advice, OFlags, fadvise};
 use serde_json::json;
 
 use super::Context;
-use crate::{args, output, progress::Progress};
+use crate::{data_args, output, progress::Progress};
 
 /// Bytes of one read: four of the largest chunks.
 const PIECE: u64 = 1 << 20;
@@ -33,7 +33,7 @@ const FAILURES_MAX: usize = 100;
 /// Most files to remember: some 150 bytes each.
 const FILES_MAX: usize = 10_000_000;
 
-pub(super) fn prefetch(context: &Context, args: args::Prefetch) -> Result<ExitCode> {
+pub(super) fn prefetch(context: &Context, args: data_args::Prefetch) -> Result<ExitCode> {
     let mut files = Vec::new();
     for path in &args.paths {
         let found = fs::canonicalize(path)
