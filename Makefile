@@ -63,6 +63,7 @@ check:
 
 test:
 	dev/need $(TEST_NEEDS)
+	dev/go $(TARGET)/tools
 	$(CARGO) run --quiet --locked --package xtask -- test
 
 soak:

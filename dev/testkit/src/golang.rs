@@ -51,9 +51,11 @@ fn go(module: &Path, before: &[&str], out: &Path, after: &[&str]) {
 
 fn find() -> OsString {
     let given = env::var_os("GO");
-    let mut places = given.into_iter().chain(["go".into(), "/usr/local/go/bin/go".into()]);
+    let fetched = tools().join("bin/go").into();
+    let usual = ["go".into(), "/usr/local/go/bin/go".into(), fetched];
+    let mut places = given.into_iter().chain(usual);
     let found = places.find(|go| version(go).is_some_and(|version| version >= OLDEST));
-    found.expect("Go 1.21 or newer is needed, as `go` or in the variable GO: https://go.dev/dl")
+    found.expect("Go 1.21 or newer is needed: `dev/go target/tools` gets one")
 }
 
 fn version(go: &OsString) -> Option<(u32, u32)> {
