@@ -131,7 +131,7 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         {
             let what = format!(
                 "{name} had {} bytes when it was attached last, and has {size} now: is it another \
-                 device? `burgeon accelerate forget` forgets it",
+                 device? Attach it by another name (--name)",
                 record.size
             );
             return Err(Error::new(ErrorKind::Invalid, what));

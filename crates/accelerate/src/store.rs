@@ -454,7 +454,8 @@ impl<C: LocalFile> Store<C> {
         let blocks = size.div_ceil(REGION).div_ceil(u64::from(REGIONS_A_BLOCK)).max(1);
         let Some(first) = self.free_bitmap(blocks) else {
             return Err(full(format!(
-                "the cache has no room for the bitmap of {name}: forget a device that it knows, or make a larger cache"
+                "the cache has no room for the bitmap of {name}: make a larger one (`burgeon \
+                 accelerate destroy`, `create`)"
             )));
         };
         let mut record = Record::empty();
@@ -466,7 +467,8 @@ impl<C: LocalFile> Store<C> {
         let free = self.head().devices.iter().position(|record| record.used.get() == 0);
         let Some(number) = free else {
             return Err(full(format!(
-                "the cache knows {DEVICES_MAX} slow devices, which are the most: forget one"
+                "the cache knows {DEVICES_MAX} slow devices, which are the most: make it anew \
+                 (`burgeon accelerate destroy`, `create`), or another one"
             )));
         };
         Ok((number as u8, record))
