@@ -34,7 +34,12 @@ func TestSuite(t *testing.T) {
 
 // Starts a snapshotter below root; the returned function ends it.
 func start(_ context.Context, root string) (snapshots.Snapshotter, func() error, error) {
-	socket := filepath.Join(root, "s.sock")
+	// The suite's own folders may be too long for the address of a socket.
+	folder, err := os.MkdirTemp("/tmp", "burgeon-suite")
+	if err != nil {
+		return nil, nil, err
+	}
+	socket := filepath.Join(folder, "s")
 	command := exec.Command(os.Getenv("BURGEON"), "--state-dir", filepath.Join(root, "state"),
 		"--config", "none", "snapshotter", "--root", filepath.Join(root, "snapshots"), "--socket", socket)
 	var said bytes.Buffer
@@ -46,6 +51,7 @@ func start(_ context.Context, root string) (snapshots.Snapshotter, func() error,
 	go func() { ended <- command.Wait() }()
 	if err := listens(socket, ended); err != nil {
 		_ = command.Process.Kill()
+		_ = os.RemoveAll(folder)
 		return nil, nil, fmt.Errorf("%w: %s", err, said.String())
 	}
 	connection, err := grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
@@ -55,6 +61,7 @@ func start(_ context.Context, root string) (snapshots.Snapshotter, func() error,
 	end := func() error {
 		_ = command.Process.Kill()
 		<-ended
+		_ = os.RemoveAll(folder)
 		return connection.Close()
 	}
 	return proxy.NewSnapshotter(api.NewSnapshotsClient(connection), "burgeon"), end, nil

@@ -34,7 +34,12 @@ use crate::{
         client::Client,
         protocol::{CacheRequest, Reply, Request},
     },
-    state::{files, paths::StateDir, prepared::read_info, record::read_record},
+    state::{
+        files,
+        paths::StateDir,
+        prepared::read_info,
+        record::{WritesState, read_record},
+    },
 };
 
 /// Bytes of one read.
@@ -65,7 +70,11 @@ pub fn let_go(
         let what = "the mount is not finished: try again";
         return Err(Error::new(ErrorKind::Unavailable, what));
     };
-    make_room(client, map.data_range().len())?;
+    let writes = match &record.writes {
+        WritesState::Sprout(sprout) if sprout.thin => sprout.limit.saturating_sub(sprout.reserved),
+        _ => 0,
+    };
+    make_room(client, map.data_range().len(), writes)?;
     let info = read_info(&record.attach.seed)?;
     let from = open_device(device, info.data_device_size())?;
     let superblocks = superblock_offsets(&info, DeviceNo::Data).iter();
@@ -83,14 +92,15 @@ fn unexpected() -> Error {
     Error::new(ErrorKind::Unavailable, what)
 }
 
-/// Makes room for `bytes` more on the disk of the cache, above its floor.
-fn make_room(client: &Client, bytes: u64) -> Result<()> {
+/// Makes room on the disk of the cache, above its floor: for a copy of `data` bytes, and for the
+/// bytes that `writes` may still take.
+fn make_room(client: &Client, data: u64, writes: u64) -> Result<()> {
     let ask = |request| match client.call(&Request::Cache(request))? {
         (Reply::Cache(answer), _) => Ok(answer.cache),
         _ => Err(unexpected()),
     };
     let mut cache = ask(CacheRequest::Show)?;
-    let wanted = bytes.saturating_add(cache.floor);
+    let wanted = data.saturating_add(writes).saturating_add(cache.floor);
     if cache.free < wanted {
         cache = ask(CacheRequest::Evict { bytes: wanted - cache.free })?;
     }
@@ -99,9 +109,11 @@ fn make_room(client: &Client, bytes: u64) -> Result<()> {
     }
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let what = format!(
-        "a copy of its data takes {} MiB; {} MiB are free, of which {} MiB, the cache's floor, stay \
-         free: free some space, or lower the floor (`burgeon cache resize --keep-free`)",
-        mib(bytes),
+        "a copy of its data takes {} MiB, and its writes may still take {} MiB; {} MiB are free, of \
+         which {} MiB, the cache's floor, stay free: free some space, or lower the floor (`burgeon \
+         cache resize --keep-free`)",
+        mib(data),
+        mib(writes),
         mib(cache.free),
         mib(cache.floor)
     );

@@ -15,6 +15,15 @@ pub(crate) fn kernel_version() -> Option<(u32, u32)> {
     parse(&kernel_release())
 }
 
+/// The first kernel that may shut a file system down when its device is exchanged.
+const SHUTS_DOWN: (u32, u32) = (6, 19);
+
+/// False if the kernel may shut a mounted file system down when the file below its loop device is
+/// exchanged.
+pub(crate) fn can_exchange() -> bool {
+    kernel_version().is_some_and(|version| version < SHUTS_DOWN)
+}
+
 /// Succeeds if the kernel allows FUSE over io_uring for root; the error gives the reason and a
 /// remedy.
 pub(crate) fn fuse_rings() -> Result<(), String> {

@@ -19,6 +19,7 @@ use burgeon_source::Location;
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    host::system,
     id::{DigestText, Fsid, MountId},
     state::{attributes::MountAttributes, files, paths::StateDir},
 };
@@ -72,7 +73,10 @@ impl MountRecord {
 impl MountRecord {
     /// `Unavailable`, with the reason, if its data cannot become a plain file.
     pub(crate) fn check_let_go(&self) -> Result<()> {
-        let what = if self.attach.transport.device().is_some() {
+        let what = if !system::can_exchange() {
+            "this kernel would shut the file system down (Linux 6.19 and later); the mount is \
+             served on"
+        } else if self.attach.transport.device().is_some() {
             "its data comes from a ublk device, which cannot be exchanged while it is mounted: \
              mount the image with `--transport fuse`"
         } else if self.attach.area.is_some() {

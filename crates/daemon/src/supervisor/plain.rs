@@ -28,7 +28,6 @@ use burgeon_frontend::Slots;
 use super::{
     Supervisor,
     helper::{self, Task},
-    reconnect::refuse_shutdown,
     table::{MountEntry, Serving},
 };
 use crate::{
@@ -78,7 +77,6 @@ impl Supervisor {
     /// The record of a mount that can be changed now, and is kept from being reconnected; `None` if
     /// it is plain already.
     fn begin_change(&self, id: MountId) -> Result<Option<MountRecord>> {
-        refuse_shutdown()?;
         let mut table = self.table();
         let entry = table.mounts.get_mut(&id);
         let Some(entry) = entry.filter(|entry| entry.handed_out && !entry.ended) else {

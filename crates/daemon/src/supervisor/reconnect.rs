@@ -38,9 +38,6 @@ use crate::{
     transport,
 };
 
-/// The first kernel that may shut a file system down when its device is exchanged.
-const KERNEL_SHUTS_DOWN: (u32, u32) = (6, 19);
-
 impl Supervisor {
     /// Adds the mount to the table and locks the name of its writes, so that they cannot be mounted
     /// a second time meanwhile.
@@ -251,8 +248,8 @@ fn connect_anew(record: &MountRecord) -> Result<(Connection, OwnedFd, Transport)
     Ok((connection, fuse, transport))
 }
 
-pub(super) fn refuse_shutdown() -> Result<()> {
-    if system::kernel_version().is_none_or(|version| version >= KERNEL_SHUTS_DOWN) {
+fn refuse_shutdown() -> Result<()> {
+    if !system::can_exchange() {
         return Err(Error::new(
             ErrorKind::Unavailable,
             "this kernel cannot change the file below a mounted file system: unmount it and mount \
