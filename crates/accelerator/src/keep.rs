@@ -65,7 +65,8 @@ struct Device {
     counters: OwnedFd,
     warm: bool,
     /// Keeps the loop device, which goes with its last user.
-    looped: Option<(File, PathBuf)>,
+    /// The file is closed by the first attempt to detach, which may have failed.
+    looped: Option<(Option<File>, PathBuf)>,
 }
 
 struct Keeper {
@@ -202,7 +203,7 @@ impl Keeper {
                 }
                 let document = json!({ "name": name, "device": path, "link": link });
                 if let Some(device) = self.devices.last_mut() {
-                    device.looped = Some((file, path));
+                    device.looped = Some((Some(file), path));
                 }
                 Ok(document)
             }
@@ -249,15 +250,26 @@ impl Keeper {
         let found = self.devices.iter().position(|device| device.options.name == name);
         let missing = || Error::new(ErrorKind::NotFound, format!("no device {name} is attached"));
         let at = found.ok_or_else(missing)?;
-        if let Some((_, path)) = &self.devices[at].looped {
-            LoopDevice::is_unused(path)?;
-        }
-        if let Some((file, path)) = self.devices[at].looped.take() {
-            // The last close writes what the kernel still has, and waits for the server.
-            thread::spawn(move || drop(file));
+        if let Some((file, path)) = &mut self.devices[at].looped {
             let number =
                 path.to_string_lossy().trim_start_matches("/dev/loop").parse().unwrap_or(0);
-            LoopDevice::wait_until_free(number, LOOP_MAX)?;
+            // After an attempt that failed, it may have gone, and its number be another's.
+            let is_there = file.is_some()
+                || LoopDevice::names()?.contains(&(number, format!("burgeon/{name}")));
+            if is_there {
+                LoopDevice::is_unused(path)?;
+                if let Some(file) = file.take() {
+                    let path = path.clone();
+                    // Both the flush and the last close wait for the server.
+                    thread::spawn(move || {
+                        if let Err(error) = file.sync_all() {
+                            eprintln!("burgeon: cannot flush {}: {error}", path.display());
+                        }
+                    });
+                }
+                LoopDevice::wait_until_free(number, LOOP_MAX)?;
+            }
+            self.devices[at].looped = None;
             let _ = fs::remove_file(link_of(name));
             drop(burgeon_frontend::remove_unused_loops());
         }
