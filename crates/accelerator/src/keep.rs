@@ -34,7 +34,7 @@ use burgeon_accelerate::{Mode, policy::Kind};
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::{LoopDevice, Slots};
 use rustix::{
-    event::{PollFd, PollFlags, poll},
+    event::{PollFd, PollFlags, Timespec, poll},
     io::{FdFlags, fcntl_setfd},
     process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
 };
@@ -53,6 +53,8 @@ use crate::{
 const SERVER_MAX: Duration = Duration::from_secs(60);
 /// Limit for the loop device to appear or to go.
 const LOOP_MAX: Duration = Duration::from_secs(20);
+/// Time between two attempts to start a server.
+const RETRY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// Servers that may die in a row before the keeper waits longer between them.
 const DEATHS_MAX: u32 = 5;
 
@@ -119,7 +121,9 @@ impl Keeper {
             let pidfd = self.server.as_ref().map(pidfd_of).transpose()?;
             let mut fds = vec![PollFd::new(&self.keep, PollFlags::IN)];
             fds.extend(pidfd.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
-            match poll(&mut fds, None) {
+            // A server that could not be started is tried again: its devices wait for it.
+            let waits = self.server.is_none() && !self.devices.is_empty();
+            match poll(&mut fds, waits.then_some(&RETRY)) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => return Err(Error::io("cannot wait for requests", errno.into())),
             }
@@ -137,8 +141,6 @@ impl Keeper {
                     thread::sleep(Duration::from_secs(1));
                 }
             } else if self.server.is_none() && !self.devices.is_empty() {
-                // It could not be started.
-                thread::sleep(Duration::from_secs(1));
                 if let Err(error) = self.start_server() {
                     eprintln!("burgeon: {error}");
                 }
