@@ -145,7 +145,7 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         let is_its = |key: Key| key.device == number;
         let (marks, dropped);
         if is_warm {
-            marks = store.load_marks(&record)?;
+            marks = store.load_marks(&record);
             let is_marked = |key: Key| marks.is_marked((key.block * BLOCK_SIZE / REGION) as u32);
             dropped = store.drop_blocks(|key| is_its(key) && is_marked(key));
         } else {

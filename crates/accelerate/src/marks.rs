@@ -77,23 +77,29 @@ impl Marks {
         Self { id, first_block, state: Mutex::new(state), turn: Condvar::new() }
     }
 
-    /// The bitmap as it is stored, of a device of `regions` regions.
+    /// The bitmap as it is stored, of a device of `regions` regions. All those of a block that cannot
+    /// be read are marked.
     pub(crate) fn load(
         id: [u8; 16],
         first_block: u32,
         blocks: u32,
         regions: u32,
         read: impl Fn(u32, &mut Block) -> Result<()>,
-    ) -> Result<Self> {
+    ) -> Self {
         let marks = Self::empty(id, first_block, blocks);
         let mut state = marks.state();
         state.changed.clear();
         let mut stored = Block::zeroed();
         for block in 0..blocks {
-            read(block, &mut stored)?;
             let at = block as usize * BYTES_A_BLOCK;
             let bits = &mut state.bits[at..at + BYTES_A_BLOCK];
-            decode_bits(&stored, first_block + block, id, bits);
+            match read(block, &mut stored) {
+                Ok(()) => decode_bits(&stored, first_block + block, id, bits),
+                Err(error) => {
+                    tracing::warn!("a block of a bitmap counts as full: {error}");
+                    bits.fill(0xff);
+                }
+            }
         }
         for region in 0..regions {
             if state.bits[region as usize / 8] & 1 << (region % 8) != 0 {
@@ -101,7 +107,7 @@ impl Marks {
             }
         }
         drop(state);
-        Ok(marks)
+        marks
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -239,5 +245,20 @@ impl Marks {
         }
         self.turn.notify_all();
         (state, result)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burgeon_block::{Error, ErrorKind};
+
+    use super::Marks;
+
+    #[test]
+    fn all_regions_of_a_block_that_cannot_be_read_are_marked() {
+        let read = |_, _: &mut _| Err(Error::new(ErrorKind::LocalIo, "broken"));
+        let marks = Marks::load([7; 16], 0, 1, 20, read);
+        assert!((0..20).all(|region| marks.is_marked(region)));
+        assert_eq!(marks.count(), 20);
     }
 }

@@ -515,7 +515,7 @@ impl<C: LocalFile> Store<C> {
     }
 
     /// The bitmap of a known device.
-    pub(crate) fn load_marks(&self, record: &Record) -> Result<Marks> {
+    pub(crate) fn load_marks(&self, record: &Record) -> Marks {
         let (first, blocks) = (record.bitmap_first.get(), record.bitmap_blocks.get());
         let regions = record.size.get().div_ceil(REGION) as u32;
         let read = |block: u32, stored: &mut Block| {
