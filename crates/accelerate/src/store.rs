@@ -21,6 +21,7 @@ use std::{
 };
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, LocalFile, Pages, Result};
+use zerocopy::{FromZeros as _, IntoBytes as _};
 
 use crate::{
     counters::{Count, Counts},
@@ -37,6 +38,8 @@ use crate::{
 
 /// Errors of slots until the cache device counts as failed.
 const ERRORS_MAX: u32 = 16;
+/// Parts of the index that are read at once: 1 MiB.
+const PARTS_A_READ: u32 = 256;
 /// The range of [`Locks`] that stands for storing the index.
 const TURN: Span = Span { device: u8::MAX, first: 0, end: 1 };
 
@@ -527,11 +530,16 @@ impl<C: LocalFile> Store<C> {
 
 /// The stored index.
 fn load(file: &impl LocalFile, head: &Super, sets: &Sets) -> Result<()> {
-    let mut block = Block::zeroed();
-    for part in 0..sets.parts() {
-        file.read_at(head.layout.part_at(part), &mut block.0)?;
-        if let Some(words) = decode_part(&block, part, head.epoch, head.id) {
-            sets.load_part(part, words);
+    let no_memory = |_| Error::new(ErrorKind::Unavailable, "no memory for a part of the index");
+    let mut blocks = Block::new_vec_zeroed(PARTS_A_READ as usize).map_err(no_memory)?;
+    for first in (0..sets.parts()).step_by(PARTS_A_READ as usize) {
+        let count = PARTS_A_READ.min(sets.parts() - first);
+        let blocks = &mut blocks[..count as usize];
+        file.read_at(head.layout.part_at(first), blocks.as_mut_bytes())?;
+        for (part, block) in (first..).zip(blocks.iter()) {
+            if let Some(words) = decode_part(block, part, head.epoch, head.id) {
+                sets.load_part(part, words);
+            }
         }
     }
     Ok(())

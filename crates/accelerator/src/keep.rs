@@ -49,8 +49,10 @@ use crate::{
     shared::memory,
 };
 
-/// Limit for a server to begin, or to end in order.
-const SERVER_MAX: Duration = Duration::from_secs(60);
+/// Limit for a server to begin: it reads the index of the cache.
+const BEGIN_MAX: Duration = Duration::from_secs(600);
+/// Limit for a server to end in order.
+const END_MAX: Duration = Duration::from_secs(60);
 /// Limit for the loop device to appear or to go.
 const LOOP_MAX: Duration = Duration::from_secs(20);
 /// Time between two attempts to start a server.
@@ -292,7 +294,7 @@ impl Keeper {
     /// Ends the server in order; one that does not end is killed.
     fn stop_server(&mut self) {
         let Some(mut server) = self.server.take() else { return };
-        let deadline = Instant::now() + SERVER_MAX;
+        let deadline = Instant::now() + END_MAX;
         if let Some(pid) = Pid::from_raw(server.id() as i32) {
             let _ = kill_process(pid, Signal::TERM);
         }
@@ -335,7 +337,7 @@ impl Keeper {
             // A server that has died shows below.
             let _ = stdin.write_all(&text).and_then(|()| stdin.write_all(b"\n"));
         }
-        match first_answer(&mut server, SERVER_MAX) {
+        match first_answer(&mut server, BEGIN_MAX) {
             Ok(_) => {
                 self.server = Some(server);
                 self.warm = true;
