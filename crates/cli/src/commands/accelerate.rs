@@ -234,9 +234,14 @@ fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<Exi
     check_name(&attach.name)?;
     let folder = Folder::of(context.state.root(), cache_name)?;
     folder.cache()?;
-    if let Ok(other) = find(context, &attach.name) {
-        let what = format!("a device {} is attached to the cache {}", attach.name, other.name());
-        return Err(Error::new(ErrorKind::Invalid, what).into());
+    match find(context, &attach.name) {
+        Ok(other) => {
+            let what =
+                format!("a device {} is attached to the cache {}", attach.name, other.name());
+            return Err(Error::new(ErrorKind::Invalid, what).into());
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => return Err(error.into()),
     }
     // Said here before anything starts; the keeper opens it again, for good.
     drop(Disk::open(&attach.slow)?);
@@ -247,16 +252,24 @@ fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<Exi
 
 /// The cache with an attached device `name`.
 fn find(context: &Context, name: &str) -> Result<Folder, Error> {
-    let has = |folder: &Folder| {
-        let status = folder.ask_server(&Ask::Status).unwrap_or_default();
-        let devices = status["devices"].as_array().cloned().unwrap_or_default();
-        devices.iter().any(|device| text(&device["name"]) == name)
-    };
-    let missing = || {
+    let mut silent = None;
+    for folder in Folder::all(context.state.root()) {
+        match folder.ask_server(&Ask::Status) {
+            Ok(status) => {
+                let mut devices = status["devices"].as_array().into_iter().flatten();
+                if devices.any(|device| text(&device["name"]) == name) {
+                    return Ok(folder);
+                }
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            // It may have the device, unless another cache has.
+            Err(error) => silent = Some(error),
+        }
+    }
+    Err(silent.unwrap_or_else(|| {
         let what = format!("no device {name} is attached: `burgeon accelerate status` lists them");
         Error::new(ErrorKind::NotFound, what)
-    };
-    Folder::all(context.state.root()).into_iter().find(has).ok_or_else(missing)
+    }))
 }
 
 /// A document for each cache.
