@@ -311,14 +311,14 @@ impl Keeper {
     /// Starts a server of all devices, and waits until it serves.
     fn start_server(&mut self) -> Result<()> {
         let distrust = self.folder.distrust();
-        let distrusted = distrust.exists();
+        let warm = self.warm && !distrust.exists();
         let plan = Plan {
             cache: self.cache.path().to_owned(),
             cache_fd: self.cache.as_fd().as_raw_fd(),
             listener_fd: self.serve.as_raw_fd(),
-            distrust: distrust.clone(),
+            distrust,
             policy: self.policy.clone(),
-            warm: self.warm && !distrusted,
+            warm,
             goes_round: self.devices.iter().any(|device| device.looped.is_some()),
             devices: self.devices.iter().map(Device::plan).collect(),
         };
@@ -342,10 +342,6 @@ impl Keeper {
                 self.server = Some(server);
                 self.warm = true;
                 self.devices.iter_mut().for_each(|device| device.warm = true);
-                // It has opened the cache cold, or goes round it and has made the file again.
-                if distrusted && !plan.warm && !self.goes_round() {
-                    let _ = fs::remove_file(distrust);
-                }
                 Ok(())
             }
             Err(error) => {
@@ -354,12 +350,6 @@ impl Keeper {
                 Err(error)
             }
         }
-    }
-
-    /// True if the server goes round the cache.
-    fn goes_round(&self) -> bool {
-        let status = crate::control::ask(&self.folder.serve_socket(), &Ask::Status);
-        status.map_or(true, |status| status["state"] != "good")
     }
 }
 

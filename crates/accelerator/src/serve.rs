@@ -12,7 +12,7 @@
 //! - It holds no descriptor of a FUSE file or a loop device, so no thread of it waits for itself.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{stdin, stdout},
     os::{
         fd::{FromRawFd, OwnedFd, RawFd},
@@ -162,7 +162,13 @@ fn open(plan: &Plan, policy: Kind) -> Result<Store<Disk>> {
     let distrust = Box::new(move || record_distrust(&place));
     let copy = file.descriptor()?;
     match Store::open(file, size, trust, policy, distrust) {
-        Ok(store) => Ok(store),
+        Ok(store) => {
+            // Only here: nothing is served yet, so nobody can have recorded a newer failure.
+            if !plan.warm {
+                let _ = fs::remove_file(&plan.distrust);
+            }
+            Ok(store)
+        }
         Err(error) if plan.goes_round => {
             tracing::error!("the cache cannot be opened, and is gone round: {error}");
             record_distrust(&plan.distrust)?;
