@@ -400,15 +400,19 @@ impl<C: LocalFile> Store<C> {
     /// Stores the changed parts of the index, durably. The caller gives up the cache if it fails.
     pub(crate) fn store_index(&self, counts: &Counts) -> Result<()> {
         let _turn = self.locks.lock(TURN);
+        let mut taken = Vec::new();
+        // What was not synced may be lost, whichever part failed.
+        let give_back = |taken: &[u32]| taken.iter().for_each(|part| self.sets.give_back(*part));
         for part in 0..self.sets.parts() {
             if self.sets.take_changed(part) {
+                taken.push(part);
                 let block = encode_part(part, self.sets.part(part), self.epoch, self.id);
                 let stored = self.file.write_at(self.layout.part_at(part), &block.0);
-                stored.inspect_err(|_| self.sets.give_back(part))?;
+                stored.inspect_err(|_| give_back(&taken))?;
                 counts.add(Count::CacheMetaBytes, BLOCK_SIZE);
             }
         }
-        self.file.sync()
+        self.file.sync().inspect_err(|_| give_back(&taken))
     }
 
     /// Changes the superblock, durably.
