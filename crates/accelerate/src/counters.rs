@@ -67,7 +67,13 @@ impl Count {
 }
 
 /// Memory of counters, which may outlive the process.
-pub type Cells = [Counter; COUNTERS];
+#[derive(Default)]
+#[repr(C)]
+pub struct Cells {
+    counters: [Counter; COUNTERS],
+    /// More than 0 once the slow device has lost writes. It is not stored on the cache device.
+    lost: Counter,
+}
 
 /// The counters of one device.
 pub struct Counts(Arc<dyn AsRef<Cells> + Send + Sync>);
@@ -106,21 +112,47 @@ impl Counts {
     }
 
     pub(crate) fn add_all(&self, values: [u64; COUNTERS]) {
-        self.cells().iter().zip(values).for_each(|(counter, value)| counter.add(value));
+        self.cells().counters.iter().zip(values).for_each(|(counter, value)| counter.add(value));
     }
 
     /// Adds `n`.
     #[inline]
     pub fn add(&self, count: Count, n: u64) {
-        self.cells()[count as usize].add(n);
+        self.cells().counters[count as usize].add(n);
     }
 
     /// The current value.
     pub fn get(&self, count: Count) -> u64 {
-        self.cells()[count as usize].get()
+        self.cells().counters[count as usize].get()
+    }
+
+    /// Notes that the slow device has lost writes.
+    pub(crate) fn note_lost(&self) {
+        self.cells().lost.add(1);
+    }
+
+    /// True if this was ever noted in this memory.
+    pub(crate) fn has_lost(&self) -> bool {
+        self.cells().lost.get() > 0
     }
 
     pub(crate) fn all(&self) -> [u64; COUNTERS] {
-        std::array::from_fn(|at| self.cells()[at].get())
+        std::array::from_fn(|at| self.cells().counters[at].get())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::{Counts, Own};
+
+    #[test]
+    fn a_loss_outlives_its_process() {
+        let memory = Arc::new(Own::default());
+        let (before, after) = (Counts::shared(memory.clone()), Counts::shared(memory));
+        assert!(!after.has_lost());
+        before.note_lost();
+        assert!(after.has_lost());
     }
 }

@@ -91,8 +91,8 @@ pub struct Cached<C, S> {
     streams: Mutex<Streams>,
     writes_around: AtomicBool,
     cutoff: AtomicU64,
-    /// A flush has failed.
-    broken: AtomicBool,
+    /// Held by whoever makes the slow device durable.
+    syncing: Mutex<()>,
 }
 
 /// Slots that a write keeps reserved for its blocks; given back when it is dropped.
@@ -180,7 +180,7 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
             streams: Mutex::default(),
             writes_around: AtomicBool::new(options.mode == Mode::WriteAround),
             cutoff: AtomicU64::new(options.cutoff),
-            broken: AtomicBool::new(false),
+            syncing: Mutex::default(),
         }
     }
 
@@ -244,9 +244,9 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         self.cutoff.store(cutoff, SeqCst);
     }
 
-    /// True if a flush has failed.
+    /// True if a flush has failed, of this process or an earlier one that counted in the same memory.
     pub fn is_broken(&self) -> bool {
-        self.broken.load(SeqCst)
+        self.counts.has_lost()
     }
 
     fn key(&self, block: u64) -> Key {
@@ -549,11 +549,17 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
 
     /// Makes every change durable that returned before.
     pub fn flush(&self) -> Result<()> {
-        self.check()?;
         self.counts.add(Count::Flushes, 1);
+        self.sync_slow()
+    }
+
+    /// One at a time: the kernel reports a loss once, and those that wait here must learn of it.
+    fn sync_slow(&self) -> Result<()> {
+        let _turn = self.syncing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.check()?;
         self.slow.sync().inspect_err(|error| {
+            self.counts.note_lost();
             tracing::error!("a flush of {} failed: {error}", self.name);
-            self.broken.store(true, SeqCst);
             self.counts.add(Count::SlowErrors, 1);
         })
     }
@@ -567,7 +573,7 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         self.check()?;
         let idle = self.marks.idle();
         if !idle.is_empty() {
-            self.slow.sync().inspect_err(|_| self.broken.store(true, SeqCst))?;
+            self.sync_slow()?;
         }
         let stored = self.store.store_index(&self.counts).and_then(|()| {
             self.marks.clear(&idle, &self.bitmaps())?;
