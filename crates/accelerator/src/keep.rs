@@ -142,10 +142,8 @@ impl Keeper {
                     eprintln!("burgeon: {error}");
                     thread::sleep(Duration::from_secs(1));
                 }
-            } else if self.server.is_none() && !self.devices.is_empty() {
-                if let Err(error) = self.start_server() {
-                    eprintln!("burgeon: {error}");
-                }
+            } else if waits && let Err(error) = self.start_server() {
+                eprintln!("burgeon: {error}");
             }
             if asked {
                 let accepted = self.keep.accept();
