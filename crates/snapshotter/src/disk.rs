@@ -267,6 +267,7 @@ impl Disk {
             if name.ends_with(".new") {
                 fs::remove_file(&path).map_err(failed)?;
             } else if let Some(id) = id_of(name.trim_end_matches(DAMAGED)) {
+                loaded.last_id = loaded.last_id.max(id);
                 // Its folder stays for whoever repairs the record.
                 if kept.insert(id) && !name.ends_with(DAMAGED) {
                     fs::rename(&path, records.join(format!("{name}{DAMAGED}"))).map_err(failed)?;
@@ -282,6 +283,13 @@ impl Disk {
             if !id.is_some_and(|id| kept.contains(&id)) {
                 self.discard_named(&name)?;
             }
+        }
+        // A removed chain stays mounted until the cleaner comes: another one must not find it.
+        let chains = self.chains();
+        let failed = |e| Error::io(format!("cannot read {}", chains.display()), e);
+        for entry in chains.read_dir().map_err(failed)? {
+            let id = id_of(&entry.map_err(failed)?.file_name().to_string_lossy());
+            loaded.last_id = loaded.last_id.max(id.unwrap_or(0));
         }
         Ok(())
     }

@@ -106,6 +106,34 @@ fn a_claimed_chain_exists_and_is_found_by_its_label() {
 }
 
 #[test]
+fn an_id_whose_mount_may_be_left_is_not_given_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("root");
+    let all = open(root.clone());
+    assert!(exists(prepare(&all, "k", None, "c1", "r/app")));
+    let first = all.stat("c1").unwrap().id;
+    // The attempt to mount it makes its mount point, which the cleaner would remove.
+    assert!(all.create(Kind::Active, "container", Some("c1"), Labels::new()).is_err());
+    all.remove("c1").unwrap();
+    assert!(root.join(format!("chains/{first}")).exists());
+    drop(all);
+    let all = open(root.clone());
+    assert!(exists(prepare(&all, "k", None, "c2", "r/app")));
+    let second = all.stat("c2").unwrap().id;
+    assert!(second > first);
+    // Nor is that of a damaged record.
+    drop(all);
+    std::fs::rename(
+        root.join(format!("records/{second}")),
+        root.join(format!("records/{}.damaged", second + 9)),
+    )
+    .unwrap();
+    let all = open(root);
+    assert!(exists(prepare(&all, "k", None, "c3", "r/app")));
+    assert!(all.stat("c3").unwrap().id > second + 9);
+}
+
+#[test]
 fn any_failure_to_claim_makes_a_local_layer() {
     let folder = tempfile::tempdir().unwrap();
     let all = open(folder.path().join("root"));
