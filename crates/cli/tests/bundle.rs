@@ -75,7 +75,16 @@ fn a_bundle_that_cannot_be_made_leaves_no_mount() {
     assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
     burgeon.fails(&["bundle", "debian:12", at], 1, "is not an OCI image");
     burgeon.fails(&["bundle", &image, at, "--user", "0", "--env", "X"], 1, "is not a variable");
+    // A folder of another user, or behind a symlink, is refused; an own one becomes private.
+    let foreign = space.make_folder("foreign");
+    std::os::unix::fs::chown(&foreign, Some(65534), None).unwrap();
+    burgeon.fails(&["bundle", &image, foreign.to_str().unwrap()], 1, "belongs to another user");
+    let link = space.path("link");
+    std::os::unix::fs::symlink(&dir, &link).unwrap();
+    assert_ne!(burgeon.run(&["bundle", &image, link.to_str().unwrap()]).code, Some(0));
+    fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).unwrap();
     burgeon.ok(&["bundle", &image, at, "--user", "0", "--read-only"]);
+    assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
     burgeon.fails(&["bundle", &image, at], 1, "is not empty");
     burgeon.ok(&["umount", dir.join("rootfs").to_str().unwrap()]);
 }

@@ -10,7 +10,7 @@ use std::{
     io::Write,
     os::{
         fd::AsFd,
-        unix::fs::{DirBuilderExt, OpenOptionsExt},
+        unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     },
     path::{Path, PathBuf},
     process::ExitCode,
@@ -20,6 +20,7 @@ use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_container::{Options, Process};
 use burgeon_oci::{Settings, Source};
+use rustix::fs::OFlags;
 use serde_json::json;
 
 use super::{Context, mount, mount_defaults, named, need_mount_privilege, oci_facts, umount};
@@ -156,18 +157,34 @@ fn make_folders(dir: &Path) -> Result<PathBuf> {
     let failed = |path: &Path, e| Error::io(format!("cannot make {}", path.display()), e);
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {
-            let mut entries = fs::read_dir(dir).map_err(|e| failed(dir, e))?;
-            if entries.next().is_some() {
-                let what =
-                    format!("{} is not empty: a bundle needs an empty folder", dir.display());
-                return Err(Error::new(ErrorKind::Invalid, what).into());
-            }
+            take_over(dir)?;
         }
         made => made.map_err(|e| failed(dir, e))?,
     }
     let rootfs = dir.join("rootfs");
     DirBuilder::new().mode(0o700).create(&rootfs).map_err(|e| failed(&rootfs, e))?;
     Ok(rootfs)
+}
+
+/// Makes an existing folder, which has to be empty and the caller's own, private.
+fn take_over(dir: &Path) -> Result<()> {
+    let failed = |e| Error::io(format!("cannot use {} for a bundle", dir.display()), e);
+    let refused = |what: String| Err(Error::new(ErrorKind::Invalid, what).into());
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW;
+    let mut options = File::options();
+    let opened = options.read(true).custom_flags(flags.bits() as i32).open(dir).map_err(failed)?;
+    if opened.metadata().map_err(failed)?.uid() != rustix::process::geteuid().as_raw() {
+        return refused(format!(
+            "{} belongs to another user, who could open it again: give a folder of your own",
+            dir.display()
+        ));
+    }
+    // Before the mode changes, so that the wrong folder stays as it is.
+    if fs::read_dir(dir).map_err(failed)?.next().is_some() {
+        return refused(format!("{} is not empty: a bundle needs an empty folder", dir.display()));
+    }
+    opened.set_permissions(fs::Permissions::from_mode(0o700)).map_err(failed)?;
+    Ok(())
 }
 
 fn write_config(path: &Path, config: &serde_json::Value) -> Result<()> {
