@@ -114,6 +114,18 @@ fn signals_reach_the_program_and_its_death_or_that_of_the_command_leaves_nothing
     let image = image(&space);
     let script = "trap 'echo got it; exit 9' TERM; echo ready; while :; do sleep 0.05; done";
     let mut child = start(&burgeon, &["run", &image, "--", "sh", "-c", script]);
+    // Process 1 is no file of the host, which a program of the image could change.
+    let next = |pid: u32, verb: &str| -> u32 {
+        let all = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+        let is = |pid: &u32| {
+            let line = fs::read_to_string(format!("/proc/{pid}/cmdline"));
+            line.is_ok_and(|line| line.contains(verb))
+        };
+        all.split_whitespace().map(|pid| pid.parse().unwrap()).find(is).unwrap()
+    };
+    let first = next(next(child.id(), "__contain"), "__init");
+    let program = fs::read_link(format!("/proc/{first}/exe")).unwrap();
+    assert!(program.starts_with("/memfd:burgeon (deleted)"), "{}", program.display());
     let term = Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
     assert!(term.unwrap().success());
     let mut said = String::new();

@@ -13,7 +13,8 @@
 //!
 //! Invariants: process 1 leaves the host's tree before it resolves a path of the image; the
 //! program has no descriptor but the standard streams; it can neither inspect process 1 nor open
-//! its program (`dumpable`, and capabilities that the program lacks).
+//! its program (`dumpable`, and capabilities that the program lacks), which is a sealed copy in
+//! memory, and no file of the host.
 
 mod init;
 mod signals;
@@ -34,7 +35,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_oci::Settings;
 use rustix::{
-    fs::{MemfdFlags, memfd_create},
+    fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create},
     mount::{MountPropagationFlags, mount_change},
     pipe::{PipeFlags, pipe_with},
     process::{Signal, getpid, getppid, set_parent_process_death_signal},
@@ -124,8 +125,9 @@ fn with_namespaces(memory: &OsString, parent: &OsString, root: &OsString) -> Res
     let (read, write) = pipe_with(PipeFlags::empty()).map_err(|errno| failed(errno.into()))?;
     rustix::io::fcntl_setfd(&write, rustix::io::FdFlags::CLOEXEC)
         .map_err(|errno| failed(errno.into()))?;
-    let mut command = this_program(INIT);
-    command.arg(memory).arg(read.as_raw_fd().to_string()).arg(root);
+    let program = sealed_copy().map_err(failed)?;
+    let mut command = Command::new(format!("/proc/self/fd/{}", program.as_raw_fd()));
+    command.arg0("burgeon").arg(INIT).arg(memory).arg(read.as_raw_fd().to_string()).arg(root);
     let child = command.spawn().map_err(failed)?;
     drop(read);
     let code = signals.wait_for(&child).map_err(failed);
@@ -154,6 +156,22 @@ fn this_program(verb: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("burgeon").arg(verb);
     command
+}
+
+/// A copy of this very program in memory, which nobody can change. Programs of the image can execute
+/// the program of process 1 and reach its file by `/proc/PID/exe`: that must not be the host's.
+fn sealed_copy() -> io::Result<File> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let made = match memfd_create("burgeon", flags | MemfdFlags::EXEC) {
+        // A kernel before 6.3, where all of them are executable.
+        Err(rustix::io::Errno::INVAL) => memfd_create("burgeon", flags),
+        made => made,
+    };
+    let mut copy = File::from(made?);
+    io::copy(&mut File::open("/proc/self/exe")?, &mut copy)?;
+    let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
+    fcntl_add_seals(&copy, seals)?;
+    Ok(copy)
 }
 
 fn die_with_parent() -> Result<()> {
