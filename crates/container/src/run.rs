@@ -16,6 +16,7 @@
 //! its program (`dumpable`, and capabilities that the program lacks), which is a sealed copy in
 //! memory, and no file of the host.
 
+mod filter;
 mod init;
 mod signals;
 mod tree;

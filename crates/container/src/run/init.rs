@@ -22,7 +22,9 @@ use rustix::{
 };
 
 use super::{
-    NOT_RUN, die_with_parent, invalid, read_job,
+    NOT_RUN, die_with_parent,
+    filter::Filter,
+    invalid, read_job,
     signals::{Signals, unblock_all},
     tree,
 };
@@ -82,12 +84,14 @@ fn start(process: &Process, signals: &Signals) -> Result<u8> {
     let (uid, gid) = (Uid::from_raw(process.user.uid), Gid::from_raw(process.user.gid));
     let kept = CAPABILITIES.iter().filter(|(name, _)| *name != MKNOD);
     let kept = kept.fold(0u64, |set, (_, number)| set | 1 << number);
+    let filter = Filter::new();
     // SAFETY: the closure only makes system calls; it neither allocates nor takes locks, which
     // another thread could have held.
     unsafe {
         command.pre_exec(move || {
             unblock_all()?;
-            Ok(take_identity(uid, gid, &groups, kept)?)
+            take_identity(uid, gid, &groups, kept)?;
+            filter.install()
         });
     }
     let child = match command.spawn() {
