@@ -127,8 +127,9 @@ impl Layers for OwnLayers {
     }
 }
 
-/// The image has the chain, its topmost layer is the one that containerd would fetch, and all of its
-/// layers can be read lazily.
+/// The image has the chain, its topmost layer is the one that containerd would fetch, and all layers of
+/// the image can be read lazily: containerd would unpack a local one above remote ones, so the pull
+/// would have to mount these first, and to wait for their registry.
 fn check(image: &OciImage, wanted: &Wanted) -> Result<(), String> {
     let has = |chain: &Option<String>| chain.as_ref() == Some(&wanted.chain);
     let top = image.layers.iter().position(|layer| has(&layer.chain_id));
@@ -136,7 +137,7 @@ fn check(image: &OciImage, wanted: &Wanted) -> Result<(), String> {
     if image.layers[top].digest != wanted.layer {
         return Err(format!("layer {top} of {} is not {}", image.digest, wanted.layer));
     }
-    match image.layers[..=top].iter().find(|layer| !layer.has_contents) {
+    match image.layers.iter().find(|layer| !layer.has_contents) {
         Some(layer) => Err(format!("the layer {} has no table of contents", layer.digest)),
         None => Ok(()),
     }
