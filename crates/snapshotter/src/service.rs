@@ -1,7 +1,8 @@
 //! The gRPC service: requests of containerd become calls of [`Snapshotter`].
 //!
 //! Each call runs on a thread of its own, of at most [`CALLS_MAX`]; further ones wait in their
-//! connection. Every message is bounded before it is decoded.
+//! connection. Those that may wait for a mount are at most [`MOUNTING_MAX`], so that the others always
+//! find a thread. Every message is bounded before it is decoded.
 
 use std::{
     convert::Infallible,
@@ -28,6 +29,8 @@ use crate::{
 const MESSAGE_MAX: usize = 16 << 20;
 /// Most calls at the same time.
 const CALLS_MAX: usize = 64;
+/// Most of them that may mount a chain, and so wait for a registry.
+const MOUNTING_MAX: usize = 32;
 /// Most snapshots in a message of `List`, as containerd's own server has it.
 const PAGE: usize = 100;
 
@@ -36,19 +39,26 @@ const PAGE: usize = 100;
 pub(crate) struct Service {
     snapshotter: Arc<Snapshotter>,
     calls: Arc<Semaphore>,
+    /// `None` for a call that mounts nothing.
+    mounting: Option<Arc<Semaphore>>,
 }
 
 impl Service {
     pub(crate) fn new(snapshotter: Arc<Snapshotter>) -> Self {
-        Self { snapshotter, calls: Arc::new(Semaphore::new(CALLS_MAX)) }
+        let [calls, mounting] =
+            [CALLS_MAX, MOUNTING_MAX].map(|most| Arc::new(Semaphore::new(most)));
+        Self { snapshotter, calls, mounting: Some(mounting) }
     }
 
     /// Answers a request of HTTP.
     pub(crate) async fn answer(
-        self,
+        mut self,
         request: http::Request<Incoming>,
     ) -> Result<http::Response<Body>, Infallible> {
         let method = request.uri().path().strip_prefix(SERVICE).unwrap_or_default().to_owned();
+        if !matches!(method.as_str(), "Prepare" | "View" | "Mounts") {
+            self.mounting = None;
+        }
         Ok(match method.as_str() {
             "Prepare" => self.call(request, |all, r| create(all, Kind::Active, r)).await,
             "View" => self.call(request, |all, r| create(all, Kind::View, r)).await,
@@ -149,11 +159,17 @@ impl Service {
         &self,
         run: impl FnOnce(&Snapshotter) -> Answer<A> + Send + 'static,
     ) -> Result<A, Status> {
-        let permit = Arc::clone(&self.calls).acquire_owned().await;
-        let permit = permit.map_err(|_| Status::unavailable("the snapshotter ends"))?;
+        let over = |_| Status::unavailable("the snapshotter ends");
+        // First, so that a call that waits for it takes no thread from the others.
+        let mounting = match &self.mounting {
+            Some(mounting) => Some(Arc::clone(mounting).acquire_owned().await.map_err(over)?),
+            None => None,
+        };
+        let permit = Arc::clone(&self.calls).acquire_owned().await.map_err(over)?;
         let snapshotter = Arc::clone(&self.snapshotter);
         let task = tokio::task::spawn_blocking(move || {
-            let _permit = permit;
+            // Until the call ends: its client may be gone before.
+            let _permits = (permit, mounting);
             run(&snapshotter)
         });
         let answer = task.await.map_err(|_| Status::internal("a call panicked: see the log"))?;
