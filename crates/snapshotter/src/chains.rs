@@ -61,6 +61,8 @@ impl Chains {
             _ => {}
         }
         if is_mounted(&at)? {
+            // What serves it may have died.
+            self.layers.serve()?;
             return Ok(at);
         }
         let mut last = Error::new(ErrorKind::NotFound, format!("{} has no source", at.display()));

@@ -68,6 +68,8 @@ pub trait Layers: Debug + Send + Sync + 'static {
     fn claim(&self, wanted: &Wanted) -> Result<String, String>;
     /// Mounts a chain read-only on an empty folder.
     fn mount(&self, source: &str, at: &Path) -> Result<()>;
+    /// Has the mounted chains served again if nothing serves them.
+    fn serve(&self) -> Result<()>;
     /// Unmounts a chain, without waiting for its users.
     fn unmount(&self, at: &Path) -> Result<()>;
 }

@@ -39,6 +39,10 @@ impl Layers for Fake {
         Err(Error::new(ErrorKind::Unavailable, format!("{source} is away")))
     }
 
+    fn serve(&self) -> Result<()> {
+        Ok(())
+    }
+
     fn unmount(&self, _: &Path) -> Result<()> {
         Ok(())
     }

@@ -21,6 +21,7 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
+use burgeon_daemon::Client;
 use burgeon_oci::{OciImage, Source};
 use burgeon_snapshotter::remote::{Layers, Wanted};
 use burgeon_source::registry::Digest;
@@ -119,6 +120,10 @@ impl Layers for OwnLayers {
     fn mount(&self, source: &str, at: &Path) -> Result<()> {
         let arguments = ["mount", "--read-only", source].map(OsStr::new);
         self.run(&[&arguments[..], &[at.as_os_str()]].concat(), MOUNT_TIME)
+    }
+
+    fn serve(&self) -> Result<()> {
+        Client::connect_or_start(&self.context.state).map(drop)
     }
 
     fn unmount(&self, at: &Path) -> Result<()> {
