@@ -42,16 +42,16 @@ pub(crate) fn find(root: BorrowedFd<'_>, text: &str) -> Result<User> {
         None => (text, None),
     };
     let user = if user.is_empty() { "0" } else { user };
-    let number = user.parse::<u32>().ok();
+    let number = id(user);
     let passwd = read(root, "etc/passwd")?;
     let found = lines(&passwd).find(|fields| {
         // A name of digits is a number, as for other programs.
-        let id = fields.get(2).and_then(|id| id.parse::<u32>().ok());
-        id.is_some() && if number.is_some() { id == number } else { fields[0] == user }
+        let found = fields.get(2).and_then(|text| id(text));
+        found.is_some() && if number.is_some() { found == number } else { fields[0] == user }
     });
     let (uid, gid, name, home) = match &found {
         Some(fields) => {
-            let id = |at: usize| fields.get(at).and_then(|id| id.parse::<u32>().ok());
+            let id = |at: usize| fields.get(at).and_then(|text| id(text));
             let home = fields.get(5).filter(|home| home.starts_with('/')).copied();
             (id(2).unwrap_or(0), id(3).unwrap_or(0), Some(fields[0]), home)
         }
@@ -61,11 +61,11 @@ pub(crate) fn find(root: BorrowedFd<'_>, text: &str) -> Result<User> {
         }
     };
     let groups = read(root, "etc/group")?;
-    let id_of = |fields: &Vec<&str>| fields.get(2).and_then(|id| id.parse::<u32>().ok());
+    let id_of = |fields: &Vec<&str>| fields.get(2).and_then(|text| id(text));
     let (gid, groups) = match group {
         Some(group) => {
             let by_name = lines(&groups).find(|fields| fields[0] == group);
-            let gid = group.parse().ok().or_else(|| by_name.as_ref().and_then(id_of));
+            let gid = id(group).or_else(|| by_name.as_ref().and_then(id_of));
             (gid.ok_or_else(|| missing("group", group, "/etc/group"))?, Vec::new())
         }
         None => {
@@ -78,6 +78,11 @@ pub(crate) fn find(root: BorrowedFd<'_>, text: &str) -> Result<User> {
         }
     };
     Ok(User { uid, gid, groups, home: home.unwrap_or("/").to_owned() })
+}
+
+/// A number of a user or a group. The last one is none: for system calls it means no change.
+fn id(text: &str) -> Option<u32> {
+    text.parse().ok().filter(|id| *id != u32::MAX)
 }
 
 fn missing(kind: &str, name: &str, file: &str) -> Error {
@@ -170,7 +175,9 @@ mod tests {
             ("nobody", "no user \"nobody\""),
             ("odd", "no user"),
             ("www:none", "no group \"none\""),
+            ("4294967295", "no user"),
             ("4294967296", "no user"),
+            ("www:4294967295", "no group"),
             ("-1", "no user"),
         ] {
             let error = in_root(root.path(), text).unwrap_err();
