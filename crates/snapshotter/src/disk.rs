@@ -220,13 +220,13 @@ impl Disk {
     pub(crate) fn sync_layer(&self, id: u64) -> Result<()> {
         self.step()?;
         let path = self.layer(id);
-        let synced = File::open(&path).and_then(|file| Ok(rustix::fs::syncfs(file)?));
-        self.synced(&path, synced)
+        let file = open_to_sync(&path)?;
+        self.synced(&path, rustix::fs::syncfs(file).map_err(io::Error::from))
     }
 
     fn sync(&self, folder: &Path) -> Result<()> {
         self.step()?;
-        self.synced(folder, File::open(folder).and_then(|folder| folder.sync_all()))
+        self.synced(folder, open_to_sync(folder)?.sync_all())
     }
 
     fn synced(&self, path: &Path, result: io::Result<()>) -> Result<()> {
@@ -337,6 +337,11 @@ fn read_one(path: &Path, id: u64) -> Result<Snapshot> {
         return Err(wrong(Error::new(ErrorKind::Corrupt, what)));
     }
     Ok(snapshot)
+}
+
+/// Opens a folder. A failure of it, as for lack of descriptors, says nothing about the disk.
+fn open_to_sync(folder: &Path) -> Result<File> {
+    File::open(folder).map_err(|e| Error::io(format!("cannot open {}", folder.display()), e))
 }
 
 fn id_of(name: &str) -> Option<u64> {
