@@ -118,7 +118,8 @@ impl Layers for OwnLayers {
     }
 
     fn mount(&self, source: &str, at: &Path) -> Result<()> {
-        let arguments = ["mount", "--read-only", source].map(OsStr::new);
+        // As in unpacked layers: containers need both, and nobody else enters the root above.
+        let arguments = ["mount", "--read-only", "--suid", "--dev", source].map(OsStr::new);
         self.run(&[&arguments[..], &[at.as_os_str()]].concat(), MOUNT_TIME)
     }
 
