@@ -373,7 +373,12 @@ fn containerd_takes_the_configuration_of_setup() {
     let said = setup(&["--trust", "registry.example/team/*", "--write"]);
     assert!(said.stderr.is_empty(), "{said:?}");
     let unit = etc.join("systemd/system/burgeon-snapshotter.service.d/trust.conf");
-    assert!(fs::read_to_string(unit).unwrap().contains("--trust registry.example/team/*\n"));
+    assert!(fs::read_to_string(&unit).unwrap().contains("--trust registry.example/team/*\n"));
+    // Without the option, trust is taken back.
+    setup(&["--write"]);
+    let text = fs::read_to_string(&unit).unwrap();
+    assert!(text.contains(" --state-dir /var/lib/burgeon-test snapshotter"), "{text}");
+    assert!(!text.contains("--trust"), "{text}");
     // Imported as an administrator would, at the path that this folder has.
     let config = etc.join("containerd/config.toml");
     let imports = format!("{}/*.toml", etc.join("containerd/conf.d").display());
@@ -386,4 +391,18 @@ fn containerd_takes_the_configuration_of_setup() {
     for line in ["snapshotter = \"burgeon\"", "disable_snapshot_annotations = false"] {
         assert!(dump.lines().any(|other| other.trim() == line), "{line}: {dump}");
     }
+    // A section of CRI in config.toml stays in force, and gets its lines from the administrator.
+    let section = "[plugins.\"io.containerd.grpc.v1.cri\"]\n  sandbox_image = \"own/pause:1\"\n";
+    let imports = "version = 2\nimports = [\"/etc/containerd/conf.d/*.toml\"]\n";
+    fs::write(&config, format!("{imports}{section}")).unwrap();
+    let said = setup(&["--write"]);
+    let words = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert!(words.contains("below [plugins.\"io.containerd.grpc.v1.cri\".containerd]"), "{words}");
+    let text = fs::read_to_string(etc.join("containerd/conf.d/burgeon.toml")).unwrap();
+    assert!(!text.contains("cri"), "{text}");
+    let lines = "  [plugins.\"io.containerd.grpc.v1.cri\".containerd]\n    snapshotter = \"burgeon\"\n    \
+                 disable_snapshot_annotations = false\n";
+    fs::write(&config, format!("{imports}{section}{lines}")).unwrap();
+    let said = setup(&[]);
+    assert!(!String::from_utf8_lossy(&said.stdout).contains("below [plugins"), "{said:?}");
 }

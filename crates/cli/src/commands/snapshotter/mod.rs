@@ -66,9 +66,14 @@ impl Snapshots {
 pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCode> {
     let root = args.root.clone().unwrap_or_else(|| context.state.root().join("snapshotter"));
     match &args.command {
-        Some(SnapshotsCommand::Setup(setup)) => {
-            setup::setup(&root, &args.socket, &args.trust, setup, context.json)
-        }
+        Some(SnapshotsCommand::Setup(setup)) => setup::setup(
+            context.state.root(),
+            &root,
+            &args.socket,
+            &args.trust,
+            setup,
+            context.json,
+        ),
         Some(SnapshotsCommand::Status) => status::status(&root, context.json),
         None => serve(context, root, args),
     }

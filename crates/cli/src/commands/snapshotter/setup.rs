@@ -3,8 +3,9 @@
 //!
 //! ```text
 //!   containerd --version ─► conf.d/burgeon.toml                  a file of ours, which config.toml imports
-//!   --trust              ─► burgeon-snapshotter.service.d/trust.conf
-//!   config.toml          ─► read only: is the file imported?     somebody else's, never changed
+//!   --trust, --root, …   ─► burgeon-snapshotter.service.d/trust.conf, also without --trust: that takes it back
+//!   config.toml          ─► read only: is the file imported, and does it configure CRI?
+//!                           somebody else's, never changed
 //! ```
 //!
 //! Nothing is written without `--write`, and then by rename.
@@ -25,6 +26,8 @@ use crate::{exit::Usage, output};
 const DROP_IN: &str = "etc/containerd/conf.d/burgeon.toml";
 const CONFIG: &str = "etc/containerd/config.toml";
 const UNIT: &str = "etc/systemd/system/burgeon-snapshotter.service.d/trust.conf";
+/// The CRI plugin of containerd 1.x.
+const CRI: &str = "io.containerd.grpc.v1.cri";
 /// The longest `config.toml` that is read.
 const CONFIG_MAX: u64 = 1 << 20;
 
@@ -43,6 +46,7 @@ pub(super) struct Setup {
 type Version = (u32, u32);
 
 pub(super) fn setup(
+    state: &Path,
     root: &Path,
     socket: &Path,
     trust: &[String],
@@ -50,11 +54,20 @@ pub(super) fn setup(
     json: bool,
 ) -> Result<ExitCode> {
     let version = installed()?;
-    let mut files = vec![(args.prefix.join(DROP_IN), drop_in(version, root, socket)?)];
-    if !trust.is_empty() {
-        files.push((args.prefix.join(UNIT), unit(root, socket, trust)?));
+    let cri = if version.0 == 1 { own_cri(&args.prefix) } else { None };
+    let files = [
+        (args.prefix.join(DROP_IN), drop_in(version, root, socket, cri.is_none())?),
+        (args.prefix.join(UNIT), unit(state, root, socket, trust)?),
+    ];
+    let mut problems = problems(&args.prefix, version)?;
+    if cri == Some(false) {
+        problems.push(format!(
+            "{} configures {CRI:?}, which an imported file would replace as a whole: add there, \
+             below [plugins.{CRI:?}.containerd], the lines: snapshotter = \"burgeon\"; \
+             disable_snapshot_annotations = false",
+            args.prefix.join(CONFIG).display()
+        ));
     }
-    let problems = problems(&args.prefix, version)?;
     if args.write {
         for (path, text) in &files {
             write(path, text)?;
@@ -75,7 +88,8 @@ pub(super) fn setup(
         }
         problems.iter().for_each(|problem| println!("problem: {problem}"));
         println!(
-            "then: systemctl enable --now burgeon-snapshotter && systemctl restart containerd"
+            "then: systemctl daemon-reload && systemctl enable burgeon-snapshotter && \
+             systemctl restart burgeon-snapshotter containerd"
         );
     }
     Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -112,8 +126,26 @@ fn plain(path: &Path) -> Result<&str> {
     plain.ok_or_else(|| Usage(what()).into())
 }
 
-/// The file that containerd imports.
-fn drop_in(version: Version, root: &Path, socket: &Path) -> Result<String> {
+/// Whether `config.toml` makes Burgeon the snapshotter of CRI; `None` if it does not configure CRI at
+/// all. containerd 1.x merges no section of a plugin with an imported one.
+fn own_cri(prefix: &Path) -> Option<bool> {
+    let config = prefix.join(CONFIG);
+    if fs::metadata(&config).ok()?.len() > CONFIG_MAX {
+        return None;
+    }
+    let text = fs::read_to_string(&config).ok()?;
+    let table = toml::de::DeTable::parse(&text).ok()?;
+    let cri = table.get_ref().get("plugins")?.get_ref().as_table()?.get(CRI)?.get_ref();
+    let containerd = cri.as_table().and_then(|cri| cri.get("containerd")?.get_ref().as_table());
+    Some(containerd.is_some_and(|containerd| {
+        let get = |key: &str| containerd.get(key).map(|value| value.get_ref());
+        get("snapshotter").and_then(|value| value.as_str()) == Some("burgeon")
+            && get("disable_snapshot_annotations").and_then(|value| value.as_bool()) == Some(false)
+    }))
+}
+
+/// The file that containerd imports; with the settings of CRI if `with_cri`.
+fn drop_in(version: Version, root: &Path, socket: &Path, with_cri: bool) -> Result<String> {
     let (root, socket) = (plain(root)?, plain(socket)?);
     let format = if version.0 >= 2 { 3 } else { 2 };
     let mut text = format!(
@@ -129,14 +161,16 @@ fn drop_in(version: Version, root: &Path, socket: &Path) -> Result<String> {
     if version >= (2, 1) {
         text += "    enable_remote_snapshot_annotations = \"true\"\n";
     }
-    let images = match version.0 {
-        1 => "\"io.containerd.grpc.v1.cri\".containerd",
-        _ => "\"io.containerd.cri.v1.images\"",
-    };
-    text += &format!("[plugins.{images}]\n  snapshotter = \"burgeon\"\n");
-    // From 2.1 on, that line would turn the transfer service off.
-    if version < (2, 1) {
-        text += "  disable_snapshot_annotations = false\n";
+    if with_cri {
+        let images = match version.0 {
+            1 => format!("{CRI:?}.containerd"),
+            _ => "\"io.containerd.cri.v1.images\"".to_owned(),
+        };
+        text += &format!("[plugins.{images}]\n  snapshotter = \"burgeon\"\n");
+        // From 2.1 on, that line would turn the transfer service off.
+        if version < (2, 1) {
+            text += "  disable_snapshot_annotations = false\n";
+        }
     }
     if version >= (2, 1) {
         // The list replaces containerd's own, which has only its default snapshotter.
@@ -151,10 +185,13 @@ fn drop_in(version: Version, root: &Path, socket: &Path) -> Result<String> {
 }
 
 /// The drop-in of our unit: its command with the trusted repositories.
-fn unit(root: &Path, socket: &Path, trust: &[String]) -> Result<String> {
+fn unit(state: &Path, root: &Path, socket: &Path, trust: &[String]) -> Result<String> {
     let program = std::env::current_exe()?;
-    let (program, root, socket) = (plain(&program)?, plain(root)?, plain(socket)?);
-    let mut command = format!("{program} snapshotter --root {root} --socket {socket}");
+    let [program, state, root, socket] = [&*program, state, root, socket].map(plain);
+    let mut command = format!(
+        "{} --state-dir {} snapshotter --root {} --socket {}",
+        program?, state?, root?, socket?
+    );
     for pattern in trust {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:*".contains(c);
         if pattern.is_empty() || !pattern.chars().all(is_plain) {
@@ -255,7 +292,7 @@ mod tests {
 
     #[test]
     fn each_version_gets_the_settings_that_it_knows() {
-        let text = |version| drop_in(version, Path::new("/r"), Path::new("/s")).unwrap();
+        let text = |version| drop_in(version, Path::new("/r"), Path::new("/s"), true).unwrap();
         for (version, annotations, exports, transfer) in [
             ((1, 6), "disable_snapshot_annotations = false", false, false),
             ((1, 7), "disable_snapshot_annotations = false", true, false),
@@ -274,12 +311,12 @@ mod tests {
     #[test]
     fn nothing_with_a_meaning_gets_into_a_file() {
         let (root, socket) = (Path::new("/r"), Path::new("/s"));
-        assert!(drop_in((1, 6), Path::new("/a\"\nb"), socket).is_err());
-        assert!(drop_in((1, 6), root, Path::new("relative")).is_err());
+        assert!(drop_in((1, 6), Path::new("/a\"\nb"), socket, true).is_err());
+        assert!(drop_in((1, 6), root, Path::new("relative"), true).is_err());
         for wrong in ["", "a b", "a\nExecStart=/x", "%h", "a;b", "$x"] {
-            assert!(unit(root, socket, &[wrong.to_owned()]).is_err(), "{wrong:?}");
+            assert!(unit(root, root, socket, &[wrong.to_owned()]).is_err(), "{wrong:?}");
         }
-        let text = unit(root, socket, &["r.example:5000/team/*".to_owned()]).unwrap();
+        let text = unit(root, root, socket, &["r.example:5000/team/*".to_owned()]).unwrap();
         assert!(text.contains("--trust r.example:5000/team/*\n"), "{text}");
     }
 }
