@@ -1,4 +1,4 @@
-//! What a cached device counted: 64-bit numbers that only grow, kept on the cache device.
+//! Counters of a cached device: 64-bit numbers that only grow, kept on the cache device.
 
 use std::sync::Arc;
 

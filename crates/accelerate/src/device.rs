@@ -45,7 +45,7 @@ pub trait SlowDevice: LocalFile {
     fn erase(&self, range: ByteRange, how: Erase) -> Result<()>;
 }
 
-/// What becomes of writes.
+/// Treatment of writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
     /// To the slow device; the cache forgets the blocks.
@@ -70,10 +70,10 @@ impl Mode {
     }
 }
 
-/// How a device is served.
+/// Settings of a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// What becomes of writes.
+    /// Treatment of writes.
     pub mode: Mode,
     /// Length in bytes of a sequence of requests from which on they go round the cache; 0 for never.
     pub cutoff: u64,
@@ -221,7 +221,7 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         self.marks.count()
     }
 
-    /// What becomes of writes.
+    /// Treatment of writes.
     pub fn mode(&self) -> Mode {
         match self.writes_around.load(SeqCst) {
             true => Mode::WriteAround,

@@ -42,7 +42,7 @@ const BLOCK: usize = BLOCK_SIZE as usize;
 const HEAD: usize = size_of::<Head>();
 /// Bits of one block of a bitmap.
 pub(crate) const REGIONS_A_BLOCK: u32 = ((BLOCK - HEAD) * 8) as u32;
-/// Where the words of an index part begin.
+/// Offset of the words in an index part.
 const WORDS_AT: usize = BLOCK - SETS_A_PART as usize * WAYS * 8;
 
 /// One block of the device in memory, aligned for direct I/O.
@@ -157,7 +157,7 @@ pub struct Super {
     pub generation: u64,
     /// Parts of the index with another epoch are invalid.
     pub epoch: u64,
-    /// Where the parts are.
+    /// Places of the parts.
     pub layout: Layout,
     pub(crate) devices: [Record; DEVICES_MAX],
 }

@@ -23,7 +23,7 @@ use burgeon_block::Result;
 
 use crate::format::{Block, REGIONS_A_BLOCK, decode_bits, encode_bits};
 
-/// Where bitmaps are written to.
+/// Destination of the bitmaps.
 pub(crate) trait Bitmaps {
     /// Writes a block of this device's bitmap.
     fn write(&self, block: u32, bytes: &Block) -> Result<()>;

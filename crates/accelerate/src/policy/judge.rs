@@ -38,7 +38,7 @@ pub(super) struct Judge {
     trials: Vec<Trial>,
     /// One of so many.
     sample: u32,
-    /// What a request leaves of the counts.
+    /// Share of the counts that remains after a request.
     fading: f64,
     asked: u32,
 }

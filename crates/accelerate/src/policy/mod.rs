@@ -69,7 +69,7 @@ impl Kind {
     }
 }
 
-/// Where a block that was fetched, or leaves the queue in memory, is to go.
+/// Destination of a block that was fetched, or leaves the queue in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fate {
     /// Into this slot, which is reserved and empty.
@@ -89,7 +89,7 @@ pub struct Outcome {
     pub leaves: Option<(Key, Fate)>,
 }
 
-/// How hard it is to get onto the cache device.
+/// Strictness of admission to the cache device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Strictness {
     Open,

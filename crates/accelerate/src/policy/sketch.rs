@@ -1,4 +1,4 @@
-//! How often blocks were asked for lately: a count-min sketch of 4-bit counters, halved now and
+//! Recent requests for each block, estimated: a count-min sketch of 4-bit counters, halved now and
 //! then (Einziger, Friedman and Manes, 2017).
 
 use super::ghosts::mixed;
