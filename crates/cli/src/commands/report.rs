@@ -158,7 +158,9 @@ const SECRET: [&str; 12] = [
 /// `text` without what looks like a secret: users and queries of URLs, and values of words of
 /// [`SECRET`].
 fn redact(text: &str) -> String {
-    let lines: Vec<_> = text.lines().map(|line| without_values(&without_urls(line))).collect();
+    // A masked value may join two words to a URL: those are masked once more.
+    let mask = |line: &str| without_urls(&without_values(&without_urls(line)));
+    let lines: Vec<_> = text.lines().map(mask).collect();
     lines.join("\n")
 }
 
@@ -247,6 +249,8 @@ mod tests {
             ("password='a' secret = b", "password='[redacted]' secret = [redacted]"),
             ("the token was refused", "the token was refused"),
             ("tokens: ", "tokens: "),
+            ("https://token:abc@host/a", "https://[redacted]@host/a"),
+            ("://token://<}@", "://[redacted]@"),
         ] {
             assert_eq!(redact(text), masked, "{text}");
         }
