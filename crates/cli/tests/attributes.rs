@@ -11,7 +11,7 @@ use std::{
 
 use rustix::fs::{CWD, FileType, Mode, XattrFlags, makedev, mknodat, setxattr};
 use rustix::mount::{MountFlags, mount_remount};
-use testkit::{Burgeon, Mounted, Space, mounts_of};
+use testkit::{Burgeon, Mounted, Space, copy_program, mounts_of};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const LIMIT: [&str; 2] = ["--write-limit", "256M"];
@@ -25,7 +25,7 @@ fn make_tree(root: &Path) {
     fs::create_dir_all(root).unwrap();
     let program = |name: &str, mode| {
         let path = root.join(name);
-        fs::copy(Path::new("/usr/bin").join(name), &path).unwrap();
+        copy_program(&Path::new("/usr/bin").join(name), &path);
         fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
         path
     };

@@ -14,6 +14,7 @@ use std::{
 };
 
 use serde_json::{Value, json};
+use testkit::copy_program;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -334,7 +335,7 @@ fn another_user_reads_the_files_of_root_but_has_a_state_directory_of_their_own()
     }
     // A path to the program that this user may walk.
     let program = host.path("burgeon");
-    fs::copy(PROGRAM, &program).unwrap();
+    copy_program(Path::new(PROGRAM), &program);
     let show = |verb: &[&str]| {
         let mut command = Command::new(&program);
         command.args(verb).current_dir("/").uid(NOBODY).gid(NOBODY);

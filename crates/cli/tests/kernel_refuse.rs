@@ -12,7 +12,7 @@ use std::{
 };
 
 use rustix::mount::MountFlags;
-use testkit::{Burgeon, Mounted, Space, bind_mount};
+use testkit::{Burgeon, Mounted, Space, bind_mount, copy_program};
 
 const BURGEON: &str = env!("CARGO_BIN_EXE_burgeon");
 const LIMIT: [&str; 2] = ["--write-limit", "300M"];
@@ -235,7 +235,7 @@ fn another_users_state_directory() {
     fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))
         .unwrap();
     let program = folder.path().join("burgeon");
-    fs::copy(BURGEON, &program).unwrap();
+    copy_program(Path::new(BURGEON), &program);
     let state = folder.path().join("state");
     fs::create_dir(&state).unwrap();
     fs::set_permissions(&state, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();

@@ -14,7 +14,7 @@ use std::{
     time::Instant,
 };
 
-use testkit::{PATIENCE, kill, processes_with, wait_until};
+use testkit::{PATIENCE, copy_program, kill, processes_with, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const INSTALLED: &str = "/usr/local/bin/burgeon";
@@ -295,7 +295,7 @@ fn tree() {
 /// there none: a unit that is ending runs it, too.
 fn place(path: &str) {
     let new = format!("{path}.new");
-    fs::copy(PROGRAM, &new).unwrap();
+    copy_program(Path::new(PROGRAM), Path::new(&new));
     fs::set_permissions(&new, fs::Permissions::from_mode(0o755)).unwrap();
     fs::rename(new, path).unwrap();
 }

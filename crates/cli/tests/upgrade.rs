@@ -12,7 +12,7 @@
 
 use std::{fs, path::Path, process::Command};
 
-use testkit::{Burgeon, Rng, Space, drop_caches, ublk_expected};
+use testkit::{Burgeon, Rng, Space, copy_program, drop_caches, ublk_expected};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 const RELEASES: [&str; 1] = ["0.1.0"];
@@ -61,7 +61,7 @@ fn a_new_program_takes_a_mount_over_without_unmounting() {
     }
     let [old, new] = ["old", "new"].map(|name| space.path(name));
     for program in [&old, &new] {
-        fs::copy(PROGRAM, program).unwrap();
+        copy_program(Path::new(PROGRAM), program);
     }
     let state = space.path("state");
     let before = Burgeon::with_state(old.to_str().unwrap(), state.clone());

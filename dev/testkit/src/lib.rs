@@ -49,8 +49,8 @@ pub use golang::{go_tests, tools};
 pub use images::{OciLayout, busybox_image, skopeo_copy};
 pub use layers::{gzip, gzip_flushed, like_programs};
 pub use machine::{
-    LoopDevice, PATIENCE, kill, loop_devices, processes_with, scaled, ublk_devices, ublk_expected,
-    wait_until,
+    LoopDevice, PATIENCE, copy_program, kill, loop_devices, processes_with, scaled, ublk_devices,
+    ublk_expected, wait_until,
 };
 pub use measure::{Measured, measure};
 pub use mountinfo::{MountLine, mounts_of};

@@ -4,6 +4,7 @@ use std::{
     fs,
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
@@ -87,9 +88,18 @@ pub fn kill(id: u32) {
     };
     match kill() {
         Ok(0) => panic!("process {id} does not die"),
-        Ok(_) | Err(Errno::SRCH) => {}
+        // The number of a process that is gone may still be that of a group: then it is invalid.
+        Ok(_) | Err(Errno::SRCH | Errno::INVAL) => {}
         Err(errno) => panic!("cannot kill process {id}: {errno}"),
     }
+}
+
+/// Puts a copy of the program `from` at `to`, to be run from there. Another process writes it: a
+/// file that this one has open for writing is, for a moment, open in each child that a test beside
+/// this one starts, and could not be run ("Text file busy").
+pub fn copy_program(from: &Path, to: &Path) {
+    let status = Command::new("cp").arg("--").args([from, to]).status().unwrap();
+    assert!(status.success(), "cannot copy {} to {}", from.display(), to.display());
 }
 
 /// Limit for an event that must come: on a busy machine everything takes many times as long, and a
