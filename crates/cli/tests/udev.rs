@@ -52,7 +52,8 @@ impl Drop for Rules {
 
 fn udevadm(arguments: &[&str]) -> String {
     let output = Command::new("udevadm").args(arguments).output().unwrap();
-    assert!(output.status.success(), "udevadm {arguments:?}: {output:?}");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "udevadm: {said}{arguments:?}");
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
