@@ -142,8 +142,8 @@ fn mounts_side_by_side_are_not_disturbed_and_fetch_nothing() {
         let mut devices_seen: Vec<_> = ours.map(|device| device.name).collect();
         assert!(devices_seen.len() >= count + WRITABLE, "{devices_seen:?}");
         let char = |name: String| name.replace("ublkc", "ublkb");
-        let ublk = ublk_devices().into_iter().map(char).filter(|name| !before.contains(name));
-        devices_seen.extend(ublk);
+        let ublk = ublk_devices().into_iter().filter(|name| !before.contains(name));
+        devices_seen.extend(ublk.map(char));
         // A device for writes is blank when it comes, and nothing announces that btrfs has added
         // it: udev probes all devices once more, with their file systems mounted.
         let nodes: Vec<_> = devices_seen.iter().map(|device| format!("/dev/{device}")).collect();
