@@ -21,6 +21,7 @@ const EIO: i32 = 5;
 /// A library to preload: a server that has taken a read into a slot does not answer it while the
 /// file `SILENT` is there.
 const SILENT_SERVER: &str = r#"
+#include <fcntl.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -29,7 +30,7 @@ ssize_t readv(int fd, const struct iovec *parts, int count) {
     long len = syscall(SYS_readv, fd, parts, count);
     const char *silent = getenv("SILENT");
     if (len >= 40 && silent && ((unsigned int *)parts[0].iov_base)[1] == 15
-            && access(silent, F_OK) == 0)
+            && faccessat(AT_FDCWD, silent, F_OK, AT_EACCESS) == 0)
         for (;;) pause();
     return len;
 }
@@ -61,9 +62,10 @@ fn set_up(space: &Space, seed: u64, options: &[&str]) -> Set {
     let tree = space.make_folder("tree");
     let expected = Rng::new(seed).bytes(3_000_000);
     fs::write(tree.join("data"), &expected).unwrap();
-    let (at, silent) = (space.path("at"), space.path("silent"));
-    let burgeon =
-        Burgeon::new(PROGRAM, space).envs(preload(space, SILENT_SERVER)).env("SILENT", &silent);
+    let burgeon = Burgeon::new(PROGRAM, space).envs(preload(space, SILENT_SERVER));
+    // The server sees its own folders alone.
+    let (at, silent) = (space.path("at"), burgeon.state().join("run/silent"));
+    let burgeon = burgeon.env("SILENT", &silent);
     burgeon.build(&tree, "sample");
     let mounted = burgeon.mount("sample", &at, &[&["--transport", "fuse"], options].concat());
     let _release = ReleaseOnPanic(burgeon.state().to_owned());

@@ -79,7 +79,7 @@ fn a_store_that_the_host_mounts_later_is_visible_to_the_daemon() {
 }
 
 /// The daemon is in a copy of this thread's namespace. With `orphaned`, its server is in another
-/// copy, which was made for the supervisor before.
+/// copy, which was made for the supervisor before: on overlayfs, where it has no root of its own.
 #[track_caller]
 fn release_from_copies(space: &Space, orphaned: bool) {
     let other = space.disk(&space.path("other"), 64 << 20);
@@ -89,7 +89,9 @@ fn release_from_copies(space: &Space, orphaned: bool) {
     fs::write(tree.join("data"), Rng::new(18).bytes(300_000)).unwrap();
     let on_disk = |device: &testkit::LoopDevice| device.backing.starts_with(space.path("disk.img"));
     let is_held = || loop_devices().iter().any(on_disk);
-    let burgeon = Burgeon::new(PROGRAM, space);
+    let overlay = orphaned.then(|| space.overlay("overlay"));
+    let folder = overlay.as_ref().map_or(space.folder(), |overlay| overlay.path());
+    let burgeon = Burgeon::with_state(PROGRAM, folder.join("state"));
     burgeon.ok(&["build", tree.to_str().unwrap(), "image:1", "--by-reference"]);
     let mut mounted = vec![burgeon.mount("image:1", &space.path("at"), &["--read-only"])];
     let has = |process: &str, place: &std::path::Path| {
@@ -100,7 +102,10 @@ fn release_from_copies(space: &Space, orphaned: bool) {
         kill(u32::try_from(burgeon.status()["supervisor_pid"].as_u64().unwrap()).unwrap());
         mounted.push(burgeon.mount("image:1", &space.path("second"), &["--read-only"]));
     }
-    let processes = ["supervisor_pid", "server_pid"];
+    let processes = match orphaned {
+        true => vec!["supervisor_pid", "server_pid"],
+        false => vec!["supervisor_pid", "opener_pid"],
+    };
     assert!(processes.iter().all(|process| has(process, other.path())) && is_held());
     drop(other);
     assert!(wait_until(PATIENCE, || !is_held()), "the daemon holds what nobody else has mounted");
@@ -108,6 +113,7 @@ fn release_from_copies(space: &Space, orphaned: bool) {
     assert!(processes.iter().all(|process| has(process, kept.path())));
     compare(&tree, &space.path("at")).unwrap().assert_same();
     mounted.into_iter().for_each(|mounted| burgeon.umount(mounted));
+    burgeon.ok(&["shutdown"]);
 }
 
 #[test]

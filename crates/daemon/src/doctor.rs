@@ -32,7 +32,7 @@ pub use self::health::{Health, health};
 pub use self::leftovers::mounts_without_daemon;
 use self::leftovers::{builds, leftover_devices, leftovers, stale_builds};
 use crate::{
-    host::cgroup::remove_leftovers,
+    host::{cgroup::remove_leftovers, own_root, system},
     ipc::{
         client::Client,
         protocol::{MountStatus, Reply, Request, Status},
@@ -116,6 +116,7 @@ pub fn examine(state: &StateDir, store: Option<&Path>) -> Vec<Finding> {
     let left = leftovers(state, &runs);
     if let Ok(Some(status)) = &mut runs {
         findings.extend(unserved(status));
+        findings.extend(status.server_pid.and_then(user_of_server));
         read_only::note(status);
         findings.extend(status.mounts.iter().filter_map(forced_read_only));
     }
@@ -182,6 +183,16 @@ fn ask(state: &StateDir) -> Result<Option<Status>> {
     }
     let what = format!("process {} does not answer", client.supervisor()?.as_raw_nonzero());
     Err(Error::new(ErrorKind::Unavailable, what))
+}
+
+/// The user whose files the server can reach.
+fn user_of_server(server: u32) -> Option<Finding> {
+    let user = match system::effective_user(server)? {
+        own_root::USER => format!("a user of its own, {}", own_root::USER),
+        0 => "root, without capabilities: its log tells why it has no user of its own".to_owned(),
+        other => format!("user {other}"),
+    };
+    Some(Finding::fine("server", user))
 }
 
 /// Mounts that the running daemon does not serve.

@@ -13,13 +13,13 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_sandbox::Sandbox;
 use burgeon_source::{
-    Location,
+    Location, default_file_of_google,
     registry::{NOT_FOUND, Name, ask_helpers_by},
 };
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    host::{harden, system},
+    host::{harden, own_root, system},
     state::{paths::StateDir, record::Transport},
     transport,
 };
@@ -103,10 +103,13 @@ pub(crate) fn written_by_server(state: &StateDir) -> [PathBuf; 5] {
 
 /// It answers reads of every mount, from caches and profiles in `state`, and from stores. The
 /// opener opens all other files for it.
+///
+/// Moves this process to a root of its own with these files, where that is possible: the sandbox
+/// then has a user of its own.
 pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
     // Each folder, because another disk may be mounted on it.
     let read = [state.root().to_owned(), state.profiles(), state.store()];
-    let sandbox = Sandbox::computing().network().read_if_there(google_defaults());
+    let sandbox = Sandbox::computing().network();
     let sandbox = sandbox.read_if_there(KERNEL_FILES.map(PathBuf::from));
     let sandbox = sandbox.read_if_there(read);
     let written = written_by_server(state);
@@ -116,7 +119,7 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
         false => sandbox.lock_memory(),
     };
     let sandbox = if io.rings { sandbox.rings() } else { sandbox };
-    match io.ublk && system::rings_take_an_administrator() {
+    let sandbox = match io.ublk && system::rings_take_an_administrator() {
         true => {
             tracing::warn!(
                 "kernel.io_uring_disabled is 1, so only an administrator can serve mounts over \
@@ -125,6 +128,14 @@ pub(crate) fn serving(state: &StateDir, io: ServingIo) -> Sandbox {
             sandbox.administer()
         }
         false => sandbox,
+    };
+    let others: Vec<_> = sandbox.paths().filter(|path| !path.starts_with(state.root())).collect();
+    match own_root::try_enter(&[state.root()], &others) {
+        Ok(()) => sandbox.user(own_root::USER),
+        Err(reason) => {
+            tracing::info!(%reason, "the server stays root, without capabilities");
+            sandbox
+        }
     }
 }
 
@@ -190,14 +201,9 @@ fn from_store(sandbox: Sandbox, store: &Location) -> Sandbox {
 fn with_credentials_of(sandbox: Sandbox, store: &Location) -> Sandbox {
     let sandbox = sandbox.credentials();
     match store.is_google() {
-        true => sandbox.read_if_there(google_defaults()),
+        true => sandbox.read_if_there(default_file_of_google()),
         false => sandbox,
     }
-}
-
-fn google_defaults() -> Option<PathBuf> {
-    const GOOGLE: &str = ".config/gcloud/application_default_credentials.json";
-    Some(std::env::home_dir()?.join(GOOGLE))
 }
 
 /// The role of a process of this program.

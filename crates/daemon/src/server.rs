@@ -30,10 +30,7 @@ use std::{
     ops::Deref,
     os::{
         fd::{AsFd, OwnedFd},
-        unix::{
-            fs::MetadataExt,
-            net::{UnixListener, UnixStream},
-        },
+        unix::net::{UnixListener, UnixStream},
     },
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
@@ -68,7 +65,10 @@ use self::{
     volumes::Openings,
 };
 use crate::{
-    host::harden,
+    host::{
+        harden,
+        system::{Identity, identity},
+    },
     id::MountId,
     ipc::{
         client::{Client, socket_path},
@@ -101,7 +101,7 @@ struct Serving {
     state: StateDir,
     io: ServingIo,
     /// The folders that it may write to, with device and inode of each.
-    written: Vec<(PathBuf, Option<(u64, u64)>)>,
+    written: Vec<(PathBuf, Option<Identity>)>,
     /// Held for life: it tells `doctor` that there is a server.
     _lock: Lock,
     runtime: Runtime,
@@ -163,10 +163,9 @@ fn begin(state_dir: &Path) -> Result<()> {
     let state = StateDir::open(state_dir)?;
     let io = ServingIo::of_this_kernel();
     let driver = driver(io);
-    let written: Vec<_> = roles::written_by_server(&state)
-        .into_iter()
-        .map(|folder| (folder.clone(), identity(&folder)))
-        .collect();
+    let written = roles::written_by_server(&state);
+    let written: Vec<_> =
+        written.into_iter().map(|folder| (folder.clone(), identity(&folder))).collect();
     if !roles::serving(&state, io).enter()? {
         tracing::warn!("this kernel has no Landlock: the server can write files outside its state");
     }
@@ -236,11 +235,6 @@ fn begin(state_dir: &Path) -> Result<()> {
         });
         stream = serving.await_adoption()?;
     }
-}
-
-/// Device and inode of a folder that is there.
-fn identity(folder: &Path) -> Option<(u64, u64)> {
-    folder.symlink_metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
 /// The way to the ublk driver, made while this process is an administrator.
@@ -328,10 +322,10 @@ impl Serving {
                 }
             };
             match message {
-                ToServer::Attach { version, number, refuse, attach } => {
+                ToServer::Attach { version, number, refuse, folders, attach } => {
                     tracing::debug!(mount = %attach.id, version, own = VERSION, "told to serve");
                     let (id, attach) = (attach.id, Box::new(attach));
-                    self.add(id, Job::Attach { number, refuse, attach, fds });
+                    self.add(id, Job::Attach { number, refuse, folders, attach, fds });
                 }
                 ToServer::Opener => {
                     fds.pop().into_iter().for_each(|socket| self.opener.connect(socket));
@@ -385,14 +379,20 @@ impl Serving {
         }
     }
 
-    /// Ends this process if a folder that it writes to was removed and made anew: its sandbox allows
-    /// the earlier one. Readers wait for the successor.
-    fn make_way_if_replaced(&self) {
-        let is_another = |(folder, known): &&(PathBuf, Option<(u64, u64)>)| {
-            let now = identity(folder);
+    /// Ends this process if a folder that it writes to was removed and made anew, or lies below a
+    /// new mount: its sandbox allows the earlier one. Readers wait for the successor. `folders` are
+    /// those that the supervisor sees, if it says so.
+    fn make_way_if_replaced(&self, folders: &[Option<Identity>]) {
+        let now = |place: usize, folder: &Path| match folders.get(place) {
+            Some(seen) => *seen,
+            None => identity(folder),
+        };
+        let mut written = self.written.iter().enumerate();
+        let is_another = |(place, (folder, known)): &(usize, &(PathBuf, Option<Identity>))| {
+            let now = now(*place, folder);
             now.is_some() && now != *known
         };
-        if let Some((folder, _)) = self.written.iter().find(is_another) {
+        if let Some((_, (folder, _))) = written.find(is_another) {
             let folder = folder.display();
             tracing::warn!(%folder, "ending: the folder was made anew, and only a new server can write to it");
             std::process::exit(1);
@@ -451,7 +451,7 @@ impl Serving {
             let (stream, _) = listener.accept().map_err(failed)?;
             let peer =
                 rustix::net::sockopt::socket_peercred(&stream).map_err(|e| failed(e.into()))?;
-            if peer.uid != rustix::process::geteuid() {
+            if !peer.uid.is_root() && peer.uid != rustix::process::geteuid() {
                 continue;
             }
             match self.hand_over(&stream) {

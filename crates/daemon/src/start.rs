@@ -248,11 +248,11 @@ pub const UNIT_PROPERTIES: [&str; 21] = [
     "LimitMEMLOCK=infinity",
     "TimeoutStopSec=30s",
     "CapabilityBoundingSet=CAP_SYS_ADMIN CAP_DAC_OVERRIDE \
-     CAP_DAC_READ_SEARCH CAP_FOWNER CAP_CHOWN CAP_SYS_RESOURCE",
+     CAP_DAC_READ_SEARCH CAP_FOWNER CAP_CHOWN CAP_SETGID CAP_SETUID CAP_SYS_RESOURCE",
     "NoNewPrivileges=yes",
     "LockPersonality=yes",
     "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK",
-    "RestrictNamespaces=mnt",
+    "RestrictNamespaces=mnt user",
     "RestrictRealtime=yes",
     "SystemCallArchitectures=native",
     "SystemCallErrorNumber=EPERM",

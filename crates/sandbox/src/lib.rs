@@ -4,6 +4,7 @@
 //!   open source and output ─► Sandbox::enter ─► parse untrusted bytes
 //!                                │
 //!                                ├─ Landlock        files: only those named (if the kernel has it)
+//!                                ├─ user            another than root, if the role has one
 //!                                ├─ capabilities    none, or those that a role cannot do without
 //!                                ├─ no_new_privs    an executed file could give nothing back
 //!                                └─ seccomp         no execve, ptrace, mount, io_uring, …
@@ -23,6 +24,7 @@ mod capabilities;
 mod landlock;
 mod probe;
 mod seccomp;
+mod user;
 
 use std::{
     os::unix::fs::MetadataExt,
@@ -41,6 +43,8 @@ pub struct Sandbox {
     keeps: CapabilitySet,
     network: bool,
     rings: bool,
+    /// The effective user to become.
+    user: Option<u32>,
     /// Makes mounts: Landlock, which would prevent that, guards no files.
     mounts: bool,
     /// Each must exist.
@@ -97,6 +101,7 @@ impl Sandbox {
             keeps: CapabilitySet::empty(),
             network: false,
             rings: false,
+            user: None,
             mounts: false,
             files: Vec::new(),
             system_files: Vec::new(),
@@ -172,6 +177,17 @@ impl Sandbox {
         self
     }
 
+    /// Makes `user` the effective user, who must be able to reach all files of the sandbox.
+    pub fn user(mut self, user: u32) -> Self {
+        self.user = Some(user);
+        self
+    }
+
+    /// The files and folders that it allows, whether or not they exist.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.files.iter().chain(&self.system_files).map(|(path, _)| &**path)
+    }
+
     /// Allows making detached mounts, and block devices for them; attaching a mount to a path, and
     /// unmounting, stay refused. Files are those of the user, because a process whose files
     /// Landlock guards cannot mount.
@@ -207,6 +223,7 @@ impl Sandbox {
                 }
             }
         }
+        self.user.map_or(Ok(()), user::become_user)?;
         capabilities::keep_only(self.keeps)?;
         rustix::thread::set_no_new_privs(true)
             .map_err(|e| Error::io("cannot set no_new_privs", e.into()))?;

@@ -76,6 +76,11 @@ fn attempts() -> &'static [Attempt] {
         ("administer", || {
             capabilities(None).is_ok_and(|had| had.effective.contains(CapabilitySet::SYS_ADMIN))
         }),
+        ("root", || {
+            // SAFETY: a plain system call of three numbers, for this thread. Who is root stays so.
+            let became = unsafe { libc::syscall(libc::SYS_setresuid, -1, 0, -1) } == 0;
+            became || rustix::process::geteuid().is_root()
+        }),
         ("io_uring", || IoUring::new(4).is_ok()),
         ("io_uring connect", || {
             // SAFETY: a plain system call; its result is checked.

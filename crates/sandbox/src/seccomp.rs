@@ -28,6 +28,16 @@ const REFUSED: &[c_long] = &[
     libc::SYS_move_mount,
     libc::SYS_open_tree,
     OPEN_TREE_ATTR,
+    // A process may keep root as its real user (`user.rs`).
+    libc::SYS_setuid,
+    libc::SYS_setgid,
+    libc::SYS_setreuid,
+    libc::SYS_setregid,
+    libc::SYS_setresuid,
+    libc::SYS_setresgid,
+    libc::SYS_setfsuid,
+    libc::SYS_setfsgid,
+    libc::SYS_setgroups,
     libc::SYS_unshare,
     libc::SYS_setns,
     // It bypasses paths, and so Landlock.

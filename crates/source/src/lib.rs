@@ -49,7 +49,7 @@ pub use directory::Directory;
 pub use location::{Location, RemoteUrl};
 pub use partial::Partial;
 pub use reference::Reference;
-pub use remote::{Remote, Traffic};
+pub use remote::{Remote, Traffic, default_file_of_google};
 pub use store::Store;
 
 /// Longest range of one read: 64 MiB. A chunk is at most 256 KiB; this leaves room for fetching

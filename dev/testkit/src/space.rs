@@ -99,6 +99,21 @@ impl Space {
         Mounted(at.to_path_buf())
     }
 
+    /// An overlayfs of 256 MiB in memory.
+    pub fn overlay(&self, name: &str) -> Mounted {
+        // Gone with the namespace.
+        let disk = std::mem::ManuallyDrop::new(self.small_disk(&format!("{name}-disk"), 256 << 20));
+        let folders = ["lower", "upper", "work"].map(|name| disk.path().join(name));
+        for folder in &folders {
+            fs::create_dir(folder).unwrap_or_else(|error| panic!("{folder:?}: {error}"));
+        }
+        let [lower, upper, work] = folders.map(|folder| folder.display().to_string());
+        let options = format!("lowerdir={lower},upperdir={upper},workdir={work}");
+        let at = self.make_folder(name);
+        run(Command::new("mount").args(["-t", "overlay", "overlay", "-o", &options]).arg(&at));
+        Mounted(at)
+    }
+
     /// Mount points below the folder, the innermost last.
     pub fn mounts(&self) -> Vec<PathBuf> {
         mounts_below(&self.folder)

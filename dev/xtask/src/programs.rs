@@ -56,7 +56,7 @@ pub(crate) const QUICK: [&str; 49] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 73] = [
+const OTHERS: [&str; 74] = [
     "accelerated",
     "archives",
     "attributes",
@@ -104,6 +104,7 @@ const OTHERS: [&str; 73] = [
     "namespace",
     "oci_image",
     "opener",
+    "own_user",
     "package",
     "paths",
     "pin",

@@ -5,10 +5,12 @@
 pub(crate) mod abandoned;
 pub(crate) mod backing_devices;
 pub(crate) mod cgroup;
+pub(crate) mod fork;
 pub(crate) mod harden;
 pub mod mount_namespaces;
 pub mod mountinfo;
 pub(crate) mod namespace;
+pub(crate) mod own_root;
 pub(crate) mod peer;
 pub(crate) mod program;
 pub(crate) mod signals;

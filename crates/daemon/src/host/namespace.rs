@@ -81,7 +81,7 @@ fn is_bare(place: &Path) -> bool {
 }
 
 /// Enters a new namespace; no change of its mounts reaches another one.
-fn enter(propagation: MountPropagationFlags) -> Result<()> {
+pub(super) fn enter(propagation: MountPropagationFlags) -> Result<()> {
     let failed = |e: rustix::io::Errno| {
         Error::io(
             "cannot make a mount namespace of the daemon's own (CAP_SYS_ADMIN is needed)",

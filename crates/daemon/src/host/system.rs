@@ -1,4 +1,21 @@
-//! Identity of this machine and its kernel.
+//! Identity of this machine, its kernel, and its folders.
+
+use std::{os::unix::fs::MetadataExt, path::Path};
+
+/// Device and inode.
+pub(crate) type Identity = (u64, u64);
+
+/// Those of a folder that is there.
+pub(crate) fn identity(folder: &Path) -> Option<Identity> {
+    folder.symlink_metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+/// The effective user of a process.
+pub(crate) fn effective_user(process: u32) -> Option<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    users.split_whitespace().nth(1)?.parse().ok()
+}
 
 /// The kernel's release, such as `6.12.94+deb13-amd64`.
 pub(crate) fn kernel_release() -> String {

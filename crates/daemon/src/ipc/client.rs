@@ -17,6 +17,7 @@ use burgeon_source::beneath::link_to;
 use rustix::{fs::OFlags, process::Pid};
 
 use crate::{
+    host::own_root,
     ipc::{
         protocol::{Reply, Request, Status},
         wire,
@@ -127,6 +128,15 @@ impl Client {
 /// Connects to the socket `name` in the `run/` folder; `NotFound` if no process listens there. The
 /// listener must be this user or root, because credentials and descriptors are sent to it.
 pub(crate) fn connect_to(state: &StateDir, name: &str) -> Result<UnixStream> {
+    connect(state, name, &[])
+}
+
+/// The same for a server without a supervisor, which may have a user of its own.
+pub(crate) fn connect_to_orphan(state: &StateDir) -> Result<UnixStream> {
+    connect(state, "adopt.sock", &[own_root::USER])
+}
+
+fn connect(state: &StateDir, name: &str, also: &[u32]) -> Result<UnixStream> {
     let (_folder, path) = socket_path(state, name)?;
     let stream = UnixStream::connect(&path).map_err(|e| {
         let what = format!("cannot connect to the daemon of {}", state.root().display());
@@ -137,7 +147,8 @@ pub(crate) fn connect_to(state: &StateDir, name: &str) -> Result<UnixStream> {
     })?;
     let peer = rustix::net::sockopt::socket_peercred(&stream)
         .map_err(|e| Error::io("cannot determine the user of the daemon", e.into()))?;
-    if peer.uid.is_root() || peer.uid == rustix::process::geteuid() {
+    let is_welcome = peer.uid.is_root() || also.contains(&peer.uid.as_raw());
+    if is_welcome || peer.uid == rustix::process::geteuid() {
         return Ok(stream);
     }
     let what = format!(

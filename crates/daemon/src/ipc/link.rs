@@ -96,6 +96,11 @@ pub(crate) enum ToServer {
         /// Answer the mount's reads with `EIO` if it cannot be served.
         #[serde(default)]
         refuse: bool,
+        /// Device and inode of each folder that the server writes to, as the host sees it: a server
+        /// with a root of its own does not see what is mounted there later. Missing from supervisors
+        /// of earlier versions.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        folders: Vec<Option<(u64, u64)>>,
         #[serde(flatten)]
         attach: Attach,
     },
@@ -288,7 +293,7 @@ mod tests {
     #[test]
     fn messages_of_the_previous_version_are_understood() {
         let told: ToServer = serde_json::from_value(attach_0_1()).unwrap();
-        let ToServer::Attach { version: 1, number: None, refuse: false, attach } = &told else {
+        let ToServer::Attach { version: 1, number: None, refuse: false, attach, .. } = &told else {
             panic!("{told:?}");
         };
         assert_eq!((attach.fetch_limit, attach.transport.device()), (Some(9), Some(7)));
@@ -354,7 +359,9 @@ mod tests {
         let ToServer::Attach { attach, .. } = serde_json::from_value(attach_0_1()).unwrap() else {
             unreachable!()
         };
-        let told = ToServer::Attach { version: VERSION, number: Some(3), refuse: true, attach };
+        let folders = vec![Some((1, 2))];
+        let told =
+            ToServer::Attach { version: VERSION, number: Some(3), refuse: true, folders, attach };
         let Told0_1::Attach(attach) =
             serde_json::from_value(serde_json::to_value(&told).unwrap()).unwrap();
         assert_eq!(attach.fetch_limit, Some(9));

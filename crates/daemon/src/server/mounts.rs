@@ -25,6 +25,7 @@ use super::{
     volumes::{Device, ImageVolume, Origin},
 };
 use crate::{
+    host::system::Identity,
     id::MountId,
     ipc::link::{FromServer, sort_descriptors},
     state::{
@@ -42,6 +43,8 @@ pub(super) enum Job {
         number: Option<u64>,
         /// Answer its reads with `EIO` if it cannot be served.
         refuse: bool,
+        /// The folders that this server writes to, as the host sees them.
+        folders: Vec<Option<Identity>>,
         attach: Box<Attach>,
         fds: Vec<OwnedFd>,
     },
@@ -58,8 +61,8 @@ type Ended = Pin<Box<dyn Future<Output = End> + Send>>;
 impl Serving {
     pub(super) fn perform(self: &Arc<Self>, id: MountId, job: Job) {
         match job {
-            Job::Attach { number, refuse, attach, fds } => {
-                let error = self.attach(*attach, fds, refuse).err().map(Into::into);
+            Job::Attach { number, refuse, folders, attach, fds } => {
+                let error = self.attach(*attach, fds, refuse, &folders).err().map(Into::into);
                 let served = lock(&self.mounts).contains_key(&id);
                 let refused = lock(&self.refused).contains_key(&id);
                 let opener = lock(&self.mounts).get(&id).and_then(|mount| mount.server.opener());
@@ -80,7 +83,13 @@ impl Serving {
         }
     }
 
-    fn attach(self: &Arc<Self>, attach: Attach, fds: Vec<OwnedFd>, refuse: bool) -> Result<()> {
+    fn attach(
+        self: &Arc<Self>,
+        attach: Attach,
+        fds: Vec<OwnedFd>,
+        refuse: bool,
+        folders: &[Option<Identity>],
+    ) -> Result<()> {
         let Some((fuse, slots)) = sort_descriptors(attach.transport, fds) else {
             return Err(Error::new(ErrorKind::Invalid, "a mount came without its descriptors"));
         };
@@ -90,7 +99,7 @@ impl Serving {
             return self.refresh(attach.id);
         }
         self.make_way_for(attach.id, attach.transport);
-        self.make_way_if_replaced();
+        self.make_way_if_replaced(folders);
         let slots = Arc::new(Slots::from_fd(slots)?);
         match self.device_of(&attach, &slots) {
             Ok((volume, device)) => self.take_on(attach, fuse, slots, volume, device),

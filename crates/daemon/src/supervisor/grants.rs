@@ -14,7 +14,9 @@ use std::path::Path;
 
 use burgeon_block::{ErrorKind, ObjectKind, Result};
 use burgeon_image::{AddressMap, ExtentMap};
-use burgeon_source::{Access, LayersAt, Location, Store, layers_at, registry::login_files};
+use burgeon_source::{
+    Access, LayersAt, Location, Store, default_file_of_google, layers_at, registry::login_files,
+};
 
 use super::Supervisor;
 use crate::{
@@ -112,6 +114,9 @@ pub(super) fn of_image(store: &Location, map: &Path, references: bool, access: &
     match store {
         Location::Folder(folder) => grants.store(folder),
         Location::Registry(_) => logins(&mut grants),
+        Location::Remote(_) if store.is_google() => {
+            default_file_of_google().iter().for_each(|file| grants.credentials(file));
+        }
         Location::Remote(_) => {}
     }
     if !references {

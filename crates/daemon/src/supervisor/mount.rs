@@ -234,6 +234,8 @@ impl Supervisor {
         let access = access::kept(&folder)?;
         self.grant(id, grants::of_mount(&self.state, &record.attach, &access))?;
         files::publish_json(&folder.join("mount.json"), &record)?;
+        let folders = self.folders_of_server();
+        self.table().folders = folders;
         self.table().add(MountEntry {
             record,
             fuse,

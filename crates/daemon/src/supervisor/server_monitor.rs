@@ -22,12 +22,16 @@ use burgeon_block::{Error, Result};
 
 use super::{Supervisor, table::ToDo};
 use crate::{
-    host::program,
+    host::{
+        program,
+        system::{Identity, identity},
+    },
     ipc::{
-        client::connect_to,
+        client::connect_to_orphan,
         link::{FromServer, Understands, VERSION, sort_descriptors},
         wire,
     },
+    roles,
     state::{files::Lock, paths::StateDir, record::Attach},
 };
 
@@ -103,12 +107,19 @@ impl Supervisor {
         Ok(Running { pid: Some(child.id()), stream: ours, child: Some(child), understands })
     }
 
+    /// The folders that a server writes to, as the host sees them now.
+    pub(super) fn folders_of_server(&self) -> Vec<Option<Identity>> {
+        roles::written_by_server(&self.state).iter().map(|folder| identity(folder)).collect()
+    }
+
     /// Sends the server every mount, then handles its messages until it dies.
     fn listen(self: &Arc<Self>, running: Running) {
         let Running { stream, child, pid, understands } = running;
         match stream.try_clone() {
             Ok(link) => {
+                let folders = self.folders_of_server();
                 let mut table = self.table();
+                table.folders = folders;
                 table.connect(link, pid, understands);
                 if child.is_none() {
                     table.refresh_cache();
@@ -197,7 +208,7 @@ pub(super) fn adopt(state: &StateDir) -> Result<Option<(Orphan, Vec<Inherited>)>
 fn orphan(state: &StateDir) -> Result<Option<UnixStream>> {
     let begun = Instant::now();
     loop {
-        if let Ok(stream) = connect_to(state, "adopt.sock") {
+        if let Ok(stream) = connect_to_orphan(state) {
             return Ok(Some(stream));
         }
         // A server holds this lock as long as it lives.

@@ -14,6 +14,7 @@ use burgeon_block::{Error, Result};
 use burgeon_frontend::{Connection, Slots};
 
 use crate::{
+    host::system::Identity,
     id::MountId,
     ipc::{
         link::{CacheOrder, FromServer, MountReport, ToServer, Understands, VERSION},
@@ -109,12 +110,13 @@ pub(crate) struct MountEntry {
 
 impl MountEntry {
     /// A failure means that the server is dead; its successor is told again.
-    fn send_attach(&self, link: &UnixStream) {
+    fn send_attach(&self, link: &UnixStream, folders: &[Option<Identity>]) {
         let message = ToServer::Attach {
             version: VERSION,
             number: Some(self.attach_number),
             // An unfinished mount fails instead.
             refuse: self.handed_out,
+            folders: folders.to_vec(),
             attach: self.record.attach.clone(),
         };
         let fuse = self.fuse.as_ref().map(AsFd::as_fd);
@@ -157,6 +159,8 @@ pub(crate) struct Table {
     pub(crate) opener: Option<(UnixStream, u32)>,
     /// Numbered messages sent to servers so far.
     numbered: u64,
+    /// The folders that a server writes to, as seen when it was connected, or at the last mount.
+    pub(crate) folders: Vec<Option<Identity>>,
     pub(crate) server_pid: Option<u32>,
     pub(crate) server_restarts: u64,
     /// No new mounts, and no new server.
@@ -276,7 +280,7 @@ impl Table {
         if !matches!(entry.serving, Serving::Refusing(_) | Serving::No(_)) {
             entry.serving = Serving::Awaited;
         }
-        entry.send_attach(link);
+        entry.send_attach(link, &self.folders);
     }
 
     /// Makes the server see new mappings and pins. Returns the number of its answer
@@ -290,7 +294,7 @@ impl Table {
         if let Some(link) = &self.link {
             match self.understands.is_some_and(|understands| understands.refreshes) {
                 true => drop(wire::send(link, &ToServer::Refresh { number, id }, &[])),
-                false => entry.send_attach(link),
+                false => entry.send_attach(link, &self.folders),
             }
         }
         Some(number)

@@ -87,7 +87,8 @@ pub(super) fn client(
         }
         Scheme::Gcs => {
             let mut builder = GoogleCloudStorageBuilder::new().with_client_options(options);
-            for (name, value) in variables() {
+            // A setting of the environment overrides it.
+            for (name, value) in key_files::google_default().into_iter().chain(variables()) {
                 let Ok(key) = name.parse::<GoogleConfigKey>() else { continue };
                 builder = builder.with_config(key, value);
             }

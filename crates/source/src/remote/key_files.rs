@@ -62,17 +62,40 @@ pub(super) fn usable(name: &str, value: String) -> String {
     let Some(path) = named(name, &value).filter(|path| opening::is_elsewhere(path)) else {
         return value;
     };
-    let copies = COPIES.get_or_init(|| {
-        thread::spawn(renew);
-        Copies::default()
-    });
-    match copies.path_of_copy(path) {
+    match copies().path_of_copy(path) {
         Ok(copy) => copy.to_string_lossy().into_owned(),
         Err(error) => {
             tracing::warn!(setting = name, %error, "cannot read the key file of the setting");
             value
         }
     }
+}
+
+/// The setting of Google's library for its default file, if others open that for this process.
+pub(super) fn google_default() -> Option<(String, String)> {
+    copied_for_google(&default_file_of_google()?)
+}
+
+fn copied_for_google(path: &Path) -> Option<(String, String)> {
+    if !opening::is_elsewhere(path) {
+        return None;
+    }
+    match copies().path_of_copy(path) {
+        Ok(copy) => {
+            let setting = "google_application_credentials".to_owned();
+            Some((setting, copy.to_string_lossy().into_owned()))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => {
+            tracing::warn!(file = %path.display(), %error, "cannot read Google's default credentials");
+            None
+        }
+    }
+}
+
+/// The file that Google's tools keep for this user, whether or not it exists.
+pub fn default_file_of_google() -> Option<PathBuf> {
+    Some(std::env::home_dir()?.join(".config/gcloud/application_default_credentials.json"))
 }
 
 /// Refuses a file of the setting `name` that the library would wait for, such as a FIFO.
@@ -88,6 +111,13 @@ pub(super) fn check(name: &str, value: &str) -> Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+fn copies() -> &'static Copies {
+    COPIES.get_or_init(|| {
+        thread::spawn(renew);
+        Copies::default()
+    })
 }
 
 fn renew() {
@@ -159,7 +189,7 @@ mod tests {
         path::Path,
     };
 
-    use super::{Copies, LEN_MAX, check, usable};
+    use super::{Copies, LEN_MAX, check, copied_for_google, usable};
     use crate::opening::{Manner, Opener, Opening, open_checked, open_files_by};
 
     #[test]
@@ -261,5 +291,12 @@ mod tests {
         ] {
             assert_eq!(usable(name, value.clone()), value);
         }
+        let (setting, used) = copied_for_google(&path).unwrap();
+        assert_eq!(
+            (&*setting, fs::read_to_string(used).unwrap()),
+            ("google_application_credentials", "key".into())
+        );
+        assert_eq!(copied_for_google(own.path()), None);
+        assert_eq!(copied_for_google(&temp.path().join("none.json")), None);
     }
 }

@@ -34,6 +34,7 @@ use object_store::{
 };
 use tokio::{sync::Semaphore, time::timeout};
 
+pub use self::key_files::default_file_of_google;
 pub use self::wire::Traffic;
 use self::{connect::Retries, lease::Leases};
 pub(crate) use self::{hedge::Hedge, key_files::named as key_file, wire::check_range};

@@ -1,0 +1,237 @@
+//! A root of its own for a process that serves: empty but for what it needs.
+//!
+//! ```text
+//!   host                                        the process
+//!   /                                           /                   an empty file system, read-only
+//!   ├─ etc, usr, run, proc, sys, …              ├─ etc, usr, …      copies of the mounts, read-only
+//!   ├─ var/lib/burgeon   of root, mode 0700     ├─ var/lib/burgeon  an idmapped copy: of USER
+//!   └─ home, srv, …                             └─ (nothing)
+//! ```
+//!
+//! On the disk everything stays root's: the copy shows files of uid 0 as files of [`USER`], and
+//! stores what USER makes as files of uid 0. So the process can be another user without any change
+//! to the state directory, and earlier versions and commands find in it what they expect.
+//!
+//! Mounts that come later are not in it, and those that go stay in it only if they are below a
+//! copied place. So copies are of single mounts, except for the process's own folders.
+//!
+//! [`try_enter`] tries everything in a copy of the process first: whatever fails there (the file
+//! system or the kernel cannot map, the unit lacks a capability) leaves this process as it was.
+
+use std::{
+    collections::BTreeSet,
+    fs, io,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::{DirBuilderExt, FileTypeExt, symlink},
+    },
+    path::{Path, PathBuf},
+};
+
+use burgeon_block::{Error, Result};
+use rustix::{
+    fs::{Access, AtFlags, CWD, Mode, accessat},
+    mount::{
+        FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags,
+        OpenTreeFlags, UnmountFlags, fsconfig_create, fsmount, fsopen, move_mount, open_tree,
+        unmount,
+    },
+    process::{chdir, pivot_root, umask},
+};
+
+use crate::host::{fork, mountinfo, namespace};
+
+/// The effective user and group of a server. Above all numbers that distributions, `/etc/subuid`
+/// and systemd's containers give out (to 1,879,048,191), and below those that systemd keeps for
+/// foreign images (from 2,147,352,576). It owns no file, and no account has it.
+pub(crate) const USER: u32 = 2_071_294_567;
+
+/// `linux/mount.h`
+const MOUNT_ATTR_IDMAP: u64 = 0x0010_0000;
+
+/// Folders that come as a whole, because files in them are replaced by renaming: Landlock guards
+/// what is in them.
+const WHOLE: [&str; 5] = ["/etc", "/proc", "/run", "/sys", "/usr"];
+
+/// Enters the root, with `own` folders for [`USER`], and with what is at `others`, where it exists.
+/// An error leaves the process as it was; the process must have one thread.
+pub(crate) fn try_enter(own: &[&Path], others: &[&Path]) -> Result<()> {
+    fork::in_a_copy(|| {
+        enter(own, others)?;
+        as_user(own)
+    })?;
+    enter(own, others)
+}
+
+/// Becomes [`USER`], as far as it takes to see whether that user can work in the `own` folders.
+fn as_user(own: &[&Path]) -> Result<()> {
+    let failed = |e: rustix::io::Errno| Error::io("cannot become another user", e.into());
+    let (user, group) =
+        (rustix::process::Uid::from_raw(USER), rustix::process::Gid::from_raw(USER));
+    rustix::thread::set_thread_groups(&[]).map_err(failed)?;
+    rustix::thread::set_thread_res_gid(group, group, group).map_err(failed)?;
+    rustix::thread::set_thread_res_uid(user, user, user).map_err(failed)?;
+    let rights = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
+    own.iter().try_for_each(|folder| {
+        accessat(CWD, *folder, rights, AtFlags::EACCESS).map_err(|e| {
+            Error::io(format!("another user cannot use {}", folder.display()), e.into())
+        })
+    })
+}
+
+fn enter(own: &[&Path], others: &[&Path]) -> Result<()> {
+    let failed = |e: io::Error| Error::io("cannot make a root for the server", e);
+    let users = fork::user_namespace(USER).map_err(|e| {
+        Error::io("cannot make a user namespace (CAP_SETUID, user.max_user_namespaces)", e)
+    })?;
+    let mut places = Vec::new();
+    for path in own {
+        let copy = copy_of(path, true).map_err(failed)?;
+        let flags = MountAttrFlags::MOUNT_ATTR_NOSUID
+            | MountAttrFlags::MOUNT_ATTR_NODEV
+            | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+        set(&copy, MOUNT_ATTR_IDMAP | u64::from(flags.bits()), Some(&users)).map_err(|e| {
+            let what = "the file system does not show files as another user's (an idmapped mount)";
+            Error::io(format!("{}: {what}", path.display()), e)
+        })?;
+        places.push((path.to_path_buf(), Place::Folder(copy)));
+    }
+    for path in brought(others).map_err(failed)?.iter().filter(|path| !own.contains(&&***path)) {
+        if let Some(place) = place(path).map_err(failed)? {
+            places.push((path.clone(), place));
+        }
+    }
+    namespace::enter(MountPropagationFlags::PRIVATE)?;
+    let root = empty().map_err(failed)?;
+    let over = own.first().copied().unwrap_or(Path::new("/"));
+    move_mount(&root, "", CWD, over, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+        .and_then(|()| chdir(over))
+        .map_err(|e| failed(e.into()))?;
+    // Another user walks these folders.
+    let masked = umask(Mode::from_raw_mode(0o022));
+    let put = places.into_iter().try_for_each(|(path, place)| {
+        put(&path, place).map_err(|e| Error::io(format!("cannot bring {}", path.display()), e))
+    });
+    umask(masked);
+    put?;
+    set(&root, u64::from(MountAttrFlags::MOUNT_ATTR_RDONLY.bits()), None).map_err(failed)?;
+    // The old root lies over the new one then, and is taken off.
+    pivot_root(".", ".")
+        .and_then(|()| unmount(".", UnmountFlags::DETACH))
+        .and_then(|()| chdir("/"))
+        .map_err(|e| failed(e.into()))
+}
+
+/// Something that is put into the root.
+enum Place {
+    Folder(OwnedFd),
+    File(OwnedFd),
+    Link(PathBuf),
+}
+
+/// The places to bring, parents first: those of [`WHOLE`], what is at `others` outside of them, and
+/// the mounts on the way.
+fn brought(others: &[&Path]) -> io::Result<BTreeSet<PathBuf>> {
+    let mounts = mountinfo::read(Path::new("/proc/self/mountinfo")).map_err(io::Error::other)?;
+    let mounts: BTreeSet<&Path> = mounts.iter().map(|mount| &*mount.target).collect();
+    let whole = |path: &Path| WHOLE.iter().any(|folder| path.starts_with(folder));
+    let mut brought: BTreeSet<PathBuf> = WHOLE.map(PathBuf::from).into();
+    for path in others {
+        if !whole(path) {
+            brought.insert(path.to_path_buf());
+        }
+        let on_the_way = path.ancestors().filter(|it| whole(it) && mounts.contains(*it));
+        brought.extend(on_the_way.map(Path::to_owned));
+    }
+    Ok(brought)
+}
+
+/// What is at `path`; `None` if nothing is.
+fn place(path: &Path) -> io::Result<Option<Place>> {
+    let kind = match path.symlink_metadata() {
+        Ok(metadata) => metadata.file_type(),
+        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return Ok(None);
+        }
+        Err(e) => return Err(e),
+    };
+    if kind.is_symlink() {
+        return Ok(Some(Place::Link(fs::read_link(path)?)));
+    }
+    if kind.is_fifo() || kind.is_socket() {
+        return Ok(None);
+    }
+    let copy = copy_of(path, false)?;
+    // Programs stay executable: libraries of the resolver are loaded later.
+    let flags = MountAttrFlags::MOUNT_ATTR_RDONLY
+        | MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV;
+    set(&copy, u64::from(flags.bits()), None)?;
+    Ok(Some(if kind.is_dir() { Place::Folder(copy) } else { Place::File(copy) }))
+}
+
+/// Puts `place` at `path` below the working directory.
+fn put(path: &Path, place: Place) -> io::Result<()> {
+    let path = Path::new(".").join(path.strip_prefix("/").unwrap_or(path));
+    let folders = |path: &Path| fs::DirBuilder::new().recursive(true).mode(0o755).create(path);
+    if let Some(parent) = path.parent() {
+        folders(parent)?;
+    }
+    let copy = match place {
+        Place::Link(target) => return symlink(target, &path),
+        Place::Folder(copy) => {
+            folders(&path)?;
+            copy
+        }
+        Place::File(copy) => {
+            if !path.exists() {
+                fs::write(&path, "")?;
+            }
+            copy
+        }
+    };
+    Ok(move_mount(&copy, "", CWD, &path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?)
+}
+
+/// A detached copy of the mount at `path`; with `all`, also of those below it.
+fn copy_of(path: &Path, all: bool) -> io::Result<OwnedFd> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_SYMLINK_NOFOLLOW;
+    let flags = if all { flags | OpenTreeFlags::AT_RECURSIVE } else { flags };
+    Ok(open_tree(CWD, path, flags)?)
+}
+
+/// A detached, empty file system.
+fn empty() -> io::Result<OwnedFd> {
+    let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    rustix::mount::fsconfig_set_string(&context, "mode", "0755")?;
+    fsconfig_create(&context)?;
+    let flags = MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV
+        | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    Ok(fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, flags)?)
+}
+
+/// Sets attributes of `mount`; with `users`, which map its files, also of those below it.
+fn set(mount: &OwnedFd, attributes: u64, users: Option<&OwnedFd>) -> io::Result<()> {
+    let below = if users.is_some() { libc::AT_RECURSIVE } else { 0 };
+    let request = libc::mount_attr {
+        attr_set: attributes,
+        attr_clr: 0,
+        propagation: 0,
+        userns_fd: users.map_or(0, |users| users.as_raw_fd() as u64),
+    };
+    // SAFETY: the kernel reads one `mount_attr` of the size that it is told, and an empty path.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH | below,
+            &raw const request,
+            size_of_val(&request),
+        )
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
