@@ -22,7 +22,6 @@ mod commands;
 mod config;
 mod container_args;
 mod data_args;
-mod demo;
 mod documents;
 mod exit;
 mod global;

@@ -10,7 +10,7 @@ use burgeon_daemon::{
 };
 use serde_json::json;
 
-use super::{Context, finding, need_mount_privilege, report, umount::places_of};
+use super::{Context, finding, need_mount_privilege, places::places_of, report};
 use crate::{holders, output, watch_args::Doctor};
 
 /// The longest wait for the daemon's answer; another check reports a daemon that does not answer.

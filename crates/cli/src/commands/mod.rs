@@ -2,9 +2,11 @@
 
 pub(crate) mod accelerate;
 pub(crate) mod bring_back;
+mod built;
 mod bundle;
 pub(crate) mod cache;
 pub(crate) mod config;
+mod demo;
 pub(crate) mod disks;
 mod doctor;
 pub(crate) mod export;
@@ -27,6 +29,7 @@ mod oci_facts;
 mod oci_image;
 mod persist;
 mod pin;
+mod places;
 mod prefetch;
 mod profile;
 mod push;
@@ -43,6 +46,7 @@ mod top;
 mod trace;
 pub(crate) mod umount;
 mod upgrade;
+mod work;
 mod writes;
 
 use std::{path::Path, process::ExitCode};
@@ -214,7 +218,7 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
         matches!(args.command, Command::Build(_) | Command::Mount(_) | Command::Pull(_));
     // The demo uses its own state directory, and creates no other.
     if let Command::Demo(demo) = args.command {
-        return crate::demo::demo(args.global.json, &demo);
+        return demo::demo(args.global.json, &demo);
     }
     // It has no access to a state directory.
     if let Command::Metrics(options) = args.command {

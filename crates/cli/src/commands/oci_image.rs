@@ -5,19 +5,17 @@ use std::{process::ExitCode, time::Instant};
 
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
-use burgeon_image::{
-    builder::{self, Options},
-    catalog::{self, ImageRecord},
-};
-use burgeon_oci::{How, Pull, Source, Tags, Want, Work};
-use burgeon_source::{Access, Directory, Location, Store};
+use burgeon_image::catalog::{self, ImageRecord};
+use burgeon_oci::{How, Pull, Source, Want};
+use burgeon_source::{Access, Location, Store};
 use serde_json::json;
 
 use super::{
-    Context, far, images, mistakes, named,
+    Context, built, far, mistakes, named,
     reading::{self, Elsewhere},
+    work::with_work,
 };
-use crate::{args, output, progress::Progress};
+use crate::{args, output};
 
 /// The location of an image.
 pub(super) struct Place {
@@ -140,13 +138,7 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
             How::Listed => "listed",
         };
         let stored = burgeon_oci::stored_bytes(&store, &found.image)?;
-        images::describe(
-            done,
-            named::public(&text),
-            &report,
-            stored,
-            begun.elapsed().as_secs_f64(),
-        );
+        built::describe(done, named::public(&text), &report, stored, begun.elapsed().as_secs_f64());
     }
     for note in found.notes {
         eprintln!("note: {note}");
@@ -214,37 +206,4 @@ pub(super) fn index(context: &Context, args: &args::Index) -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// Does `what` with a progress display.
-pub(super) fn with_work<T>(
-    context: &Context,
-    text: &str,
-    pull: Pull,
-    options: &Options,
-    access: &Access,
-    what: impl FnOnce(&Work<'_>) -> burgeon_block::Result<T>,
-) -> burgeon_block::Result<T> {
-    let shown = named::public(text);
-    let (fetch, made) =
-        (Progress::new(format!("fetching {shown}")), Progress::new(format!("building {shown}")));
-    let fetching = |done, total| fetch.update(done, Some(total));
-    let building = |now: &builder::Progress| made.update(now.bytes, now.bytes_total);
-    let own = match context.store {
-        None => Some(Directory::open(context.state.store())?),
-        Some(_) => None,
-    };
-    let done = what(&Work {
-        access,
-        tags: Tags { folder: &context.state.tags(), pull },
-        documents: &context.documents(),
-        spool: &context.state.scratch()?,
-        own: own.as_ref(),
-        options,
-        fetching: &fetching,
-        building: &building,
-    });
-    fetch.finish();
-    made.finish();
-    done
 }

@@ -30,7 +30,7 @@ use burgeon_source::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Context, oci_image};
+use super::{Context, work::with_work};
 use crate::{config::Config, progress::Progress};
 
 /// The child's task.
@@ -295,7 +295,7 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
                 None => Want::Any,
             };
             let source = parse(&text)?;
-            let found = oci_image::with_work(&context, &text, pull, &options, access, |work| {
+            let found = with_work(&context, &text, pull, &options, access, |work| {
                 burgeon_oci::find_or_build(&store, &source, want, work)
             });
             Done::Found(match found.map_err(|e| named(&source, &text, e))? {
@@ -314,14 +314,14 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
         }
         Task::Index { text, push } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
-            let indexed = oci_image::with_work(&context, &text, pull, &options, access, |work| {
+            let indexed = with_work(&context, &text, pull, &options, access, |work| {
                 burgeon_oci::index(&store, &source, push, work)
             });
             Done::Indexed(indexed.map_err(|e| named(&source, &text, e))?)
         }
         Task::Build { text, name } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
-            let built = oci_image::with_work(&context, &text, pull, &options, access, |work| {
+            let built = with_work(&context, &text, pull, &options, access, |work| {
                 burgeon_oci::build(&store, &source, &name, work)
             });
             Done::Built(Box::new(built.map_err(|e| named(&source, &text, e))?))

@@ -15,8 +15,9 @@ use serde_json::json;
 
 use super::{
     Context, need_mount_privilege,
+    places::places_of,
     status::that_exist,
-    umount::{AT_ONCE_MS, await_release, daemon_if, detach, places_of},
+    umount::{AT_ONCE_MS, await_release, daemon_if, detach},
 };
 use crate::{args, exit::Busy, holders, output};
 

@@ -16,7 +16,7 @@ use burgeon_daemon::{
     writes,
 };
 
-use super::{Context, umount::places_of};
+use super::{Context, places::places_of};
 use crate::{exit::Busy, holders};
 
 /// A mount of the state directory, with or without a daemon.

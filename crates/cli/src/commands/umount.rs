@@ -32,7 +32,7 @@ use rustix::{
 };
 use serde_json::json;
 
-use super::{Context, need_mount_privilege, persist::Unit, taken};
+use super::{Context, need_mount_privilege, persist::Unit, places::places_of, taken};
 use crate::{
     args,
     exit::{self, Busy},
@@ -299,16 +299,6 @@ pub(crate) fn detach(
         Err(Errno::INVAL) if !is_mounted(target) => Err(nothing_mounted(target)),
         Err(e) => Err(Error::io(format!("cannot unmount {shown}"), e.into()).into()),
     }
-}
-
-/// The places of this namespace where the btrfs `fsid` is mounted, the innermost first.
-pub(crate) fn places_of(fsid: burgeon_daemon::Fsid) -> Vec<PathBuf> {
-    let mounts = mountinfo::read(Path::new("/proc/thread-self/mountinfo")).unwrap_or_default();
-    let is_of_it = holders::is_of(fsid);
-    let of_it = mounts.into_iter().filter(is_of_it);
-    let mut places: Vec<_> = of_it.map(|mount| mount.target).collect();
-    places.reverse();
-    places
 }
 
 fn still_mounted(fsid: Option<burgeon_daemon::Fsid>) -> bool {

@@ -1,0 +1,41 @@
+//! The work on an OCI image: what it needs of this host, and a display of its progress.
+
+use burgeon_image::builder::{self, Options};
+use burgeon_oci::{Pull, Tags, Work};
+use burgeon_source::{Access, Directory};
+
+use super::{Context, named};
+use crate::progress::Progress;
+
+/// Does `what` with a progress display.
+pub(super) fn with_work<T>(
+    context: &Context,
+    text: &str,
+    pull: Pull,
+    options: &Options,
+    access: &Access,
+    what: impl FnOnce(&Work<'_>) -> burgeon_block::Result<T>,
+) -> burgeon_block::Result<T> {
+    let shown = named::public(text);
+    let (fetch, made) =
+        (Progress::new(format!("fetching {shown}")), Progress::new(format!("building {shown}")));
+    let fetching = |done, total| fetch.update(done, Some(total));
+    let building = |now: &builder::Progress| made.update(now.bytes, now.bytes_total);
+    let own = match context.store {
+        None => Some(Directory::open(context.state.store())?),
+        Some(_) => None,
+    };
+    let done = what(&Work {
+        access,
+        tags: Tags { folder: &context.state.tags(), pull },
+        documents: &context.documents(),
+        spool: &context.state.scratch()?,
+        own: own.as_ref(),
+        options,
+        fetching: &fetching,
+        building: &building,
+    });
+    fetch.finish();
+    made.finish();
+    done
+}
