@@ -1,7 +1,10 @@
 use std::{fmt, path::PathBuf};
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_source::registry::{Digest, Name};
+use burgeon_source::{
+    Form,
+    registry::{Digest, Name},
+};
 use reqwest::Url;
 
 use crate::part::Part;
@@ -45,16 +48,13 @@ impl Source {
     /// Parses `text`; `None` if it has none of the prefixes of a source.
     pub fn parse(text: &str) -> Option<Result<Self>> {
         // The fragment of a URL belongs to it.
-        let is_oci = ["oci-layout:", "oci:", "oci+http:"].iter().any(|it| text.starts_with(it));
+        let is_oci = matches!(Form::of(text), Form::Layout(_) | Form::Registry);
         let (text, part) = if is_oci { Part::split(text) } else { (text, Ok(Part::All)) };
-        let kind = if let Some(rest) = text.strip_prefix("oci-layout:") {
-            layout(rest)
-        } else if let Some(name) = Name::parse(text) {
-            name.map(Kind::Registry)
-        } else if text.starts_with("https://") || text.starts_with("http://") {
-            archive(text)
-        } else {
-            return None;
+        let kind = match Form::of(text) {
+            Form::Layout(rest) => layout(rest),
+            Form::Registry => Name::parse(text)?.map(Kind::Registry),
+            Form::Web => archive(text),
+            Form::Store | Form::Name => return None,
         };
         Some(kind.and_then(|kind| Ok(Self(kind, part?))))
     }

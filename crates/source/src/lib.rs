@@ -21,6 +21,7 @@ mod body;
 mod computed;
 mod derived;
 mod directory;
+mod form;
 mod location;
 pub mod opening;
 mod partial;
@@ -46,6 +47,7 @@ pub use derived::{
     LayersAt, derived_object, layer_object, layers_at, origin_object, stored_layers_object,
 };
 pub use directory::Directory;
+pub use form::Form;
 pub use location::{Location, RemoteUrl};
 pub use partial::Partial;
 pub use reference::Reference;

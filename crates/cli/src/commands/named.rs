@@ -14,7 +14,7 @@ use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind, ObjectStore};
 use burgeon_image::catalog::{self, ImageRecord, Provenance, is_reserved};
 use burgeon_oci::Source;
-use burgeon_source::{Store, registry::Name};
+use burgeon_source::{Form, Store, registry::Name};
 
 use super::{Context, mistakes};
 
@@ -240,7 +240,7 @@ pub(super) fn canonical(typed: &str) -> String {
             return canonical(whole) + part;
         }
     }
-    if let Some(folder) = typed.strip_prefix("oci-layout:") {
+    if let Form::Layout(folder) = Form::of(typed) {
         let absolute = std::path::absolute(folder).ok();
         let absolute = absolute.and_then(|path| Some(path.to_str()?.to_owned()));
         return format!("oci-layout:{}", absolute.as_deref().unwrap_or(folder));
@@ -256,7 +256,7 @@ pub(super) fn canonical(typed: &str) -> String {
 }
 
 fn is_url(typed: &str) -> bool {
-    typed.starts_with("http://") || typed.starts_with("https://")
+    Form::of(typed) == Form::Web
 }
 
 /// What messages show of `typed`: a URL without query and fragment, which may hold a token.

@@ -19,7 +19,7 @@ use std::{
 use anyhow::Result;
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{Client, StateDir};
-use burgeon_source::Location;
+use burgeon_source::{Form, Location};
 use clap::ValueEnum;
 
 use super::{Context, bring_back::already, mount_point::Opened, named};
@@ -210,8 +210,9 @@ fn unit_text(context: &Context, args: &args::Mount, target: &Path) -> Result<Str
     let mut needed = vec![context.state.root().display().to_string()];
     needed
         .extend(context.store.as_ref().and_then(Location::folder).map(|f| f.display().to_string()));
-    let layout = what.strip_prefix("oci-layout:");
-    needed.extend(layout.map(|layout| layout.split(':').next().unwrap_or_default().to_owned()));
+    if let Form::Layout(layout) = Form::of(&what) {
+        needed.push(layout.split(':').next().unwrap_or_default().to_owned());
+    }
     let needed: Vec<_> = needed.iter().map(|path| quoted(path)).collect();
     let daemon = if has_default_state(context) { " burgeon.service" } else { "" };
     let network = if is_remote { " network-online.target" } else { "" };
@@ -257,12 +258,12 @@ WantedBy={wanted_by}
 
 /// The image, as any process names it.
 fn image(typed: &str) -> Result<String> {
-    let is_url = typed.starts_with("http://") || typed.starts_with("https://");
-    let problem = if is_url && typed.contains('?') {
+    let form = Form::of(typed);
+    let problem = if form == Form::Web && typed.contains('?') {
         "the query of its URL may hold a secret, and systemd shows units to all users"
     } else if typed.starts_with('-') {
         "it begins with a dash"
-    } else if typed.starts_with("oci-layout:") {
+    } else if matches!(form, Form::Layout(_)) {
         return Ok(named::canonical(typed));
     } else {
         return Ok(typed.to_owned());
@@ -272,9 +273,10 @@ fn image(typed: &str) -> Result<String> {
 }
 
 fn is_remote(context: &Context, image: &str) -> bool {
-    let is_url = image.contains("://");
     let store = context.store.as_ref();
-    is_url || context.repository.is_some() || store.is_some_and(|store| store.folder().is_none())
+    Form::of(image).is_url()
+        || context.repository.is_some()
+        || store.is_some_and(|store| store.folder().is_none())
 }
 
 fn has_default_state(context: &Context) -> bool {

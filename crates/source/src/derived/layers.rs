@@ -11,7 +11,7 @@ use burgeon_block::{ByteRange, Error, ErrorKind, ObjectId, ObjectKind, Result};
 use bytes::Bytes;
 
 use crate::{
-    Access, Directory,
+    Access, Directory, Form,
     opening::{Manner, with_opened},
     registry::{Name, Registry},
 };
@@ -53,9 +53,9 @@ impl LayersAt {
     /// Parses the text of [`Self::to_text`].
     pub fn parse(text: &str) -> Result<Self> {
         let text = text.trim_end();
-        match (text.strip_prefix("oci-layout:"), Name::parse(text)) {
-            (Some(folder), _) if folder.starts_with('/') => Ok(Self::Layout(folder.into())),
-            (None, Some(name)) => name.map(Self::Registry),
+        match (Form::of(text), Name::parse(text)) {
+            (Form::Layout(folder), _) if folder.starts_with('/') => Ok(Self::Layout(folder.into())),
+            (Form::Registry, Some(name)) => name.map(Self::Registry),
             _ => {
                 let what = "the record of the layers' location is damaged in the store: mount \
                     the image by its oci://… or oci-layout:… name";
