@@ -98,7 +98,7 @@ pub fn kill(id: u32) {
 /// file that this one has open for writing is, for a moment, open in each child that a test beside
 /// this one starts, and could not be run ("Text file busy").
 pub fn copy_program(from: &Path, to: &Path) {
-    let status = Command::new("cp").arg("--").args([from, to]).status().unwrap();
+    let status = Command::new("cp").arg("--").args([from, to]).status().expect("cp runs");
     assert!(status.success(), "cannot copy {} to {}", from.display(), to.display());
 }
 
