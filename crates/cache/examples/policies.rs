@@ -8,13 +8,14 @@
 //! fixed seeds: starts of images whose versions share most chunks, a popular set that a scan
 //! interrupts, a loop, and all of these in turn. OPT knows the future (Belady, 1966): no policy
 //! fetches less. SIEVE (Zhang and others, NSDI 2024), S3-FIFO (Yang and others, SOSP 2023) and LRU
-//! are written from their descriptions, without extensions. `make bench-cache` runs it.
+//! are written from their descriptions, without extensions; so are W-TinyLFU and LIRS of the crate.
+//! `make bench-cache` runs it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 
 use burgeon_cache::{
     Why,
-    policy::{Clock, Forecast, Policy, Pressure, Random},
+    policy::{Clock, Forecast, Lirs, Policy, Pressure, Random, TinyLfu},
 };
 
 const CHUNK: u32 = 256 << 10;
@@ -272,6 +273,8 @@ fn policies(room: usize) -> Vec<(&'static str, Box<dyn Store>)> {
     let limit = room as u64 * u64::from(CHUNK);
     vec![
         ("Forecast", ours(Box::new(Forecast::new(limit, 1)))),
+        ("W-TinyLFU", ours(Box::<TinyLfu>::default())),
+        ("LIRS", ours(Box::<Lirs>::default())),
         ("Clock", ours(Box::<Clock>::default())),
         ("S3-FIFO", Box::new(S3Fifo { room, ..S3Fifo::default() })),
         ("SIEVE", Box::new(Sieve { room, ..Sieve::default() })),

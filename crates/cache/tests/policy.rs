@@ -4,16 +4,18 @@ use std::collections::BTreeSet;
 
 use burgeon_cache::{
     Why,
-    policy::{Clock, Forecast, Policy, Pressure, Random},
+    policy::{Clock, Forecast, Lirs, Policy, Pressure, Random, TinyLfu},
 };
 use proptest::prelude::*;
 
 const CHUNK: u32 = 256 << 10;
 
-fn policies(chunks: u64) -> [(&'static str, Box<dyn Policy>); 3] {
+fn policies(chunks: u64) -> [(&'static str, Box<dyn Policy>); 5] {
     [
         ("clock", Box::new(Clock::default())),
         ("random", Box::new(Random::new(1))),
+        ("tiny-lfu", Box::new(TinyLfu::default())),
+        ("lirs", Box::new(Lirs::default())),
         ("forecast", Box::new(Forecast::new(chunks * u64::from(CHUNK), 1))),
     ]
 }
@@ -86,12 +88,16 @@ proptest! {
 
 #[test]
 fn a_held_slot_is_not_offered_again_before_the_others() {
+    let names = ["forecast", "lirs", "tiny-lfu"];
     for stored in [1, 2, 50, 300] {
-        let mut policy = Forecast::new(300 * u64::from(CHUNK), 1);
-        (0..stored).for_each(|slot| policy.inserted(slot, u64::from(slot), CHUNK, Why::Read));
-        for round in 0..3 {
-            let offered: BTreeSet<_> = (0..stored).filter_map(|_| policy.victim()).collect();
-            assert_eq!(offered.len(), stored as usize, "round {round}");
+        let chosen = policies(300).into_iter().filter(|(name, _)| names.contains(name));
+        for (name, mut policy) in chosen {
+            (0..stored).for_each(|slot| policy.inserted(slot, u64::from(slot), CHUNK, Why::Read));
+            (0..stored / 3).for_each(|slot| policy.touched(slot));
+            for round in 0..3 {
+                let offered: BTreeSet<_> = (0..stored).filter_map(|_| policy.victim()).collect();
+                assert_eq!(offered.len(), stored as usize, "{name}, round {round}");
+            }
         }
     }
 }
@@ -133,6 +139,20 @@ fn most_of_a_loop_larger_than_the_store_stays() {
     assert_eq!(hits(&mut Clock::default()), 0);
     let forecast = hits(&mut Forecast::new(200 * u64::from(CHUNK), 1));
     assert!(forecast * 10 > best * 9, "{forecast} of {best}");
+    let (lirs, tiny_lfu) = (hits(&mut Lirs::default()), hits(&mut TinyLfu::default()));
+    assert!(lirs * 10 > best * 9, "{lirs} of {best}");
+    assert!(tiny_lfu * 10 > best * 5, "{tiny_lfu} of {best}");
+}
+
+#[test]
+fn a_scan_takes_the_place_of_few_popular_chunks() {
+    let popular = || (0..20).flat_map(|_| 0..190u64);
+    let reads: Vec<u64> = popular().chain(1000..1800).chain(popular()).collect();
+    let from = reads.len() - 20 * 190;
+    let lost = |policy: &mut dyn Policy| 20 * 190 - hits(policy, 200, &reads, from);
+    assert_eq!(lost(&mut Clock::default()), 190, "a scan empties the clock");
+    let (lirs, tiny_lfu) = (lost(&mut Lirs::default()), lost(&mut TinyLfu::default()));
+    assert!(lirs < 10 && tiny_lfu < 10, "{lirs} and {tiny_lfu} chunks of the 190 were lost");
 }
 
 #[test]

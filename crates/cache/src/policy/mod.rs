@@ -3,15 +3,23 @@
 //! A policy knows chunks by the slot that they have while they are here, and by a hash of their
 //! key. The store calls it under a lock of its own, and never on the path of a hit: touches arrive
 //! in batches.
+//!
+//! The host's cache has [`Forecast`]. The others are there to be compared with it.
 
 mod clock;
 mod forecast;
+mod lirs;
+mod order;
 mod random;
 mod rng;
+mod sketch;
+mod tiny_lfu;
 
 pub use clock::Clock;
 pub use forecast::Forecast;
+pub use lirs::Lirs;
 pub use random::Random;
+pub use tiny_lfu::TinyLfu;
 
 use crate::Why;
 
