@@ -23,6 +23,31 @@ pub enum ErrorKind {
     OverLimit,
 }
 
+impl ErrorKind {
+    /// All of them, with their names in messages to other processes and in JSON.
+    pub const ALL: [(Self, &str); 9] = [
+        (Self::Invalid, "invalid"),
+        (Self::NotFound, "not-found"),
+        (Self::Unavailable, "unavailable"),
+        (Self::Corrupt, "corrupt"),
+        (Self::NoSpace, "no-space"),
+        (Self::UnsupportedFormat, "unsupported-format"),
+        (Self::LocalIo, "local-io"),
+        (Self::Unmapped, "unmapped"),
+        (Self::OverLimit, "over-limit"),
+    ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(kind, _)| *kind == self).map_or("local-io", |(_, name)| name)
+    }
+
+    /// The kind of this name; `LocalIo` for one that a later version has added.
+    pub fn from_name(name: &str) -> Self {
+        Self::ALL.iter().find(|(_, known)| *known == name).map_or(Self::LocalIo, |(kind, _)| *kind)
+    }
+}
+
 /// The error of every Burgeon crate: its kind, the operation and its object, and the cause.
 #[derive(Debug)]
 pub struct Error {
@@ -112,6 +137,14 @@ impl error::Error for Error {}
 #[cfg(test)]
 mod tests {
     use super::{Error, ErrorKind};
+
+    #[test]
+    fn a_kind_comes_back_from_its_name() {
+        for (kind, name) in ErrorKind::ALL {
+            assert_eq!((kind.name(), ErrorKind::from_name(name)), (name, kind));
+        }
+        assert_eq!(ErrorKind::from_name("later"), ErrorKind::LocalIo);
+    }
 
     #[test]
     fn a_cause_is_found_however_deep_it_lies() {

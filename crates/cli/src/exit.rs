@@ -84,7 +84,7 @@ fn classify(error: &anyhow::Error) -> (&'static str, u8) {
             return ("busy", 5);
         }
         if let Some(error) = cause.downcast_ref::<burgeon_block::Error>() {
-            return (burgeon_daemon::protocol::kind_name(error.kind()), code(error.kind()));
+            return (error.kind().name(), code(error.kind()));
         }
     }
     ("failed", 1)

@@ -432,7 +432,7 @@ pub enum Reply {
 /// An error in a message to another process.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct Failure {
-    /// Its kind, as [`kind_name`] spells it.
+    /// The name of its kind ([`ErrorKind::name`]).
     pub kind: String,
     /// The message.
     pub what: String,
@@ -440,32 +440,14 @@ pub struct Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self { kind: kind_name(error.kind()).to_owned(), what: error.to_string() }
+        Self { kind: error.kind().name().to_owned(), what: error.to_string() }
     }
 }
 
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
-        let kind = KINDS.iter().find(|(_, name)| *name == failure.kind);
-        Error::new(kind.map_or(ErrorKind::LocalIo, |(kind, _)| *kind), failure.what)
+        Error::new(ErrorKind::from_name(&failure.kind), failure.what)
     }
-}
-
-const KINDS: [(ErrorKind, &str); 9] = [
-    (ErrorKind::Invalid, "invalid"),
-    (ErrorKind::NotFound, "not-found"),
-    (ErrorKind::Unavailable, "unavailable"),
-    (ErrorKind::Corrupt, "corrupt"),
-    (ErrorKind::NoSpace, "no-space"),
-    (ErrorKind::UnsupportedFormat, "unsupported-format"),
-    (ErrorKind::LocalIo, "local-io"),
-    (ErrorKind::Unmapped, "unmapped"),
-    (ErrorKind::OverLimit, "over-limit"),
-];
-
-/// The name of an error kind in JSON.
-pub fn kind_name(kind: ErrorKind) -> &'static str {
-    KINDS.iter().find(|(known, _)| *known == kind).map_or("local-io", |(_, name)| name)
 }
 
 /// A mount that has just been made.
@@ -493,11 +475,11 @@ pub struct Mounted {
 mod tests {
     use burgeon_block::{Digest, Error, ErrorKind};
 
-    use super::{DirectoryIdentity, Failure, KINDS, MapContent, Reply, Request};
+    use super::{DirectoryIdentity, Failure, MapContent, Reply, Request};
 
     #[test]
     fn an_error_keeps_its_kind_and_words_on_the_way() {
-        for (kind, _) in KINDS {
+        for (kind, _) in ErrorKind::ALL {
             let there = Reply::Failed(Error::new(kind, "no luck").into());
             let text = serde_json::to_string(&there).unwrap();
             let Reply::Failed(failure) = serde_json::from_str(&text).unwrap() else { panic!() };

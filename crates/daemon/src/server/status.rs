@@ -14,7 +14,7 @@ use crate::{
     id::MountId,
     ipc::{
         link::MountReport,
-        protocol::{AreaStatus, CacheStatus, HostCache, Wait, kind_name},
+        protocol::{AreaStatus, CacheStatus, HostCache, Wait},
     },
 };
 
@@ -63,7 +63,7 @@ impl Serving {
             tier: if wait.fetched { "source" } else { "cache" }.to_owned(),
             object: device.object_at(wait.range.start()),
             failed_tries: wait.failed_tries,
-            error: wait.error.map(|kind| kind_name(kind).to_owned()),
+            error: wait.error.map(|kind| kind.name().to_owned()),
         };
         device.waits(after).into_iter().map(wait).collect()
     }
