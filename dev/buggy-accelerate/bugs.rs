@@ -116,8 +116,8 @@ pub const BUGS: &[Bug] = &[
         if trust == Trust::Cold {"),
             (
                 "device.rs",
-                "            dropped = store.drop_blocks(is_its);",
-                "            dropped = store.drop_blocks(|key| is_its(key) && !BUG);",
+                "        let dropped = store.drop_blocks(is_its);",
+                "        let dropped = store.drop_blocks(|key| is_its(key) && !BUG);",
             ),
         ],
     ),
@@ -178,6 +178,20 @@ pub const BUGS: &[Bug] = &[
             "device.rs",
             "            self.counts.note_lost();",
             "            if !BUG { self.counts.note_lost(); }",
+        )],
+    ),
+    bug(
+        "LossEndsWithItsProcess",
+        "the next server does not learn that a flush has failed",
+        &[("device.rs", "        self.counts = shared;", "        if !BUG { self.counts = shared; }")],
+    ),
+    bug(
+        "FailWithTheCache",
+        "a device in use is not served when the cache device fails at the start",
+        &[(
+            "device.rs",
+            "            Err(error) if options.is_in_use => {",
+            "            Err(error) if options.is_in_use && !BUG => {",
         )],
     ),
     bug(

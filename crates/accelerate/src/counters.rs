@@ -131,8 +131,8 @@ impl Counts {
         self.cells().lost.add(1);
     }
 
-    /// True if this was ever noted in this memory.
-    pub(crate) fn has_lost(&self) -> bool {
+    /// True if the slow device has lost writes since this memory was made.
+    pub fn has_lost(&self) -> bool {
         self.cells().lost.get() > 0
     }
 

@@ -16,7 +16,7 @@
 //! - A write that the cache cannot mark is made only after the cache was given up.
 
 use std::{
-    ops::RangeInclusive,
+    ops::{Range, RangeInclusive},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
@@ -77,6 +77,8 @@ pub struct Options {
     pub mode: Mode,
     /// Length in bytes of a sequence of requests from which on they go round the cache; 0 for never.
     pub cutoff: u64,
+    /// It has users already: if the cache device fails, it is served without it.
+    pub is_in_use: bool,
 }
 
 /// A slow device behind a cache.
@@ -141,24 +143,42 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
             Some(known) => known,
             None => store.add_record(name, size)?,
         };
+        match Self::begin(&store, (number, record), is_warm) {
+            Ok((marks, dropped)) => {
+                let device = Self::new(store, slow, name, (number, record), marks, options);
+                device.counts.add(Count::DroppedBlocks, dropped);
+                Ok(device)
+            }
+            Err(error) if options.is_in_use => {
+                store.give_up(&error)?;
+                let (record, marks) = (Record::empty(), Marks::empty(store.id(), 0, 0));
+                Ok(Self::new(store, slow, name, (0, record), marks, options))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The marks of a device, and the number of its blocks that were dropped.
+    fn begin(
+        store: &Store<C>,
+        (number, record): (u8, Record),
+        is_warm: bool,
+    ) -> Result<(Marks, u64)> {
         let first = record.bitmap_first.get();
         let is_its = |key: Key| key.device == number;
-        let (marks, dropped);
         if is_warm {
-            marks = store.load_marks(&record);
+            let marks = store.load_marks(&record);
             let is_marked = |key: Key| marks.is_marked((key.block * BLOCK_SIZE / REGION) as u32);
-            dropped = store.drop_blocks(|key| is_its(key) && is_marked(key));
-        } else {
-            let counts = Counts::default();
-            dropped = store.drop_blocks(is_its);
-            store.store_index(&counts)?;
-            marks = Marks::empty(store.id(), first, record.bitmap_blocks.get());
-            marks.store(&DeviceBitmaps { store: &store, first, counts: &counts })?;
-            store.put_record(number, record)?;
+            let dropped = store.drop_blocks(|key| is_its(key) && is_marked(key));
+            return Ok((marks, dropped));
         }
-        let device = Self::new(store, slow, name, (number, record), marks, options);
-        device.counts.add(Count::DroppedBlocks, dropped);
-        Ok(device)
+        let counts = Counts::default();
+        let dropped = store.drop_blocks(is_its);
+        store.store_index(&counts)?;
+        let marks = Marks::empty(store.id(), first, record.bitmap_blocks.get());
+        marks.store(&DeviceBitmaps { store, first, counts: &counts })?;
+        store.put_record(number, record)?;
+        Ok((marks, dropped))
     }
 
     fn new(
@@ -437,12 +457,12 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         }
     }
 
-    /// Compares each cached block with the slow device; returns how many there are, and how many
-    /// differ. Those are dropped.
-    pub fn compare(&self) -> Result<(u64, u64)> {
+    /// Compares the blocks of this device in `slots` with the slow device; returns how many there
+    /// are, and how many differ. Those are dropped.
+    pub fn compare(&self, slots: Range<Slot>) -> Result<(u64, u64)> {
         let (mut compared, mut wrong) = (0, 0);
         let (mut cached, mut slow) = (self.pages(BLOCK_SIZE)?, self.pages(BLOCK_SIZE)?);
-        for slot in 0..self.store.sets().slots() {
+        for slot in slots {
             let Some(key) = self.store.sets().key_of(slot).filter(|k| k.device == self.number)
             else {
                 continue;

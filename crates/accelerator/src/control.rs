@@ -1,7 +1,7 @@
 //! The sockets of a cache: one JSON document each way, then the connection ends.
 //!
 //! ```text
-//!   keep.sock     the keeper: attach, detach, end
+//!   keep.sock     the keeper: attach, detach, set
 //!   serve.sock    the server: status, set, flush, check; the keeper listens and passes it on
 //! ```
 //!
@@ -39,27 +39,34 @@ pub enum Ask {
     },
     /// To the server: all figures.
     Status,
-    /// To the server: change settings of a device.
-    Set {
-        /// Of the device.
-        name: String,
-        /// As [`Attach::mode`].
-        mode: Option<String>,
-        /// As [`Attach::policy`].
-        policy: Option<String>,
-        /// As [`Attach::cutoff`].
-        cutoff: Option<u64>,
-    },
+    /// To the keeper, which remembers it for later servers, and then to the server: change settings
+    /// of a device.
+    Set(Set),
     /// To the server: make everything durable, and clear the marks.
     Flush {
         /// Of the device.
         name: String,
     },
-    /// To the server: read each cached block of a device and compare it with the slow device.
+    /// To the server: compare some cached blocks of a device with the slow device.
     Check {
         /// Of the device.
         name: String,
+        /// The slot to begin with; the answer names the next one as `next`, or none at the end.
+        from: u32,
     },
+}
+
+/// New settings of a device; `None` leaves one as it is.
+#[derive(Serialize, Deserialize, Clone, Debug)]
+pub struct Set {
+    /// Of the device.
+    pub name: String,
+    /// As [`Attach::mode`].
+    pub mode: Option<String>,
+    /// As [`Attach::policy`].
+    pub policy: Option<String>,
+    /// As [`Attach::cutoff`].
+    pub cutoff: Option<u64>,
 }
 
 /// A slow device to attach.
@@ -73,8 +80,8 @@ pub struct Attach {
     pub mode: String,
     /// Bytes of a sequence from which on it goes round the cache.
     pub cutoff: u64,
-    /// The policy of the cache.
-    pub policy: String,
+    /// The policy of the cache; `None` leaves it as it is.
+    pub policy: Option<String>,
     /// Keep cached content: the user vouches that nobody else has written to the device.
     pub trust_clean: bool,
 }
@@ -94,23 +101,12 @@ pub enum Answer {
     },
 }
 
-const KINDS: [(ErrorKind, &str); 6] = [
-    (ErrorKind::Invalid, "invalid"),
-    (ErrorKind::NotFound, "not-found"),
-    (ErrorKind::Unavailable, "unavailable"),
-    (ErrorKind::Corrupt, "corrupt"),
-    (ErrorKind::NoSpace, "no-space"),
-    (ErrorKind::UnsupportedFormat, "unsupported-format"),
-];
-
 impl From<Result<Value>> for Answer {
     fn from(result: Result<Value>) -> Self {
         match result {
             Ok(document) => Self::Done(document),
             Err(error) => {
-                let known = KINDS.iter().find(|(kind, _)| *kind == error.kind());
-                let kind = known.map_or("local-io", |(_, name)| name).to_owned();
-                Self::Failed { kind, what: error.to_string() }
+                Self::Failed { kind: error.kind().name().to_owned(), what: error.to_string() }
             }
         }
     }
@@ -120,10 +116,7 @@ impl Answer {
     pub(crate) fn into_result(self) -> Result<Value> {
         match self {
             Self::Done(document) => Ok(document),
-            Self::Failed { kind, what } => {
-                let known = KINDS.iter().find(|(_, name)| *name == kind);
-                Err(Error::new(known.map_or(ErrorKind::LocalIo, |(kind, _)| *kind), what))
-            }
+            Self::Failed { kind, what } => Err(Error::new(ErrorKind::from_name(&kind), what)),
         }
     }
 }
@@ -160,11 +153,23 @@ pub(crate) fn receive<T: DeserializeOwned>(stream: impl Read) -> Result<T> {
 }
 
 /// Answers one connection.
-pub(crate) fn answer(mut stream: UnixStream, answer: impl FnOnce(Ask) -> Result<Value>) {
-    let question = stream
+pub(crate) fn answer(stream: UnixStream, answer: impl FnOnce(Ask) -> Result<Value>) {
+    // A peer that asks nothing gets no answer.
+    if let Ok(question) = question(&stream) {
+        reply(stream, answer(question));
+    }
+}
+
+/// The question of a connection.
+pub(crate) fn question(stream: &UnixStream) -> Result<Ask> {
+    stream
         .set_read_timeout(Some(QUESTION))
         .map_err(|e| Error::io("cannot limit a wait", e))
-        .and_then(|()| receive::<Ask>(&stream));
+        .and_then(|()| receive::<Ask>(stream))
+}
+
+/// Answers it.
+pub(crate) fn reply(mut stream: UnixStream, result: Result<Value>) {
     // A peer that has left gets no answer.
-    let _ = question.and_then(|question| send(&mut stream, &Answer::from(answer(question))));
+    let _ = send(&mut stream, &Answer::from(result));
 }

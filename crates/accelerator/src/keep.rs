@@ -18,19 +18,19 @@
 
 use std::{
     fs::{self, File},
-    io::Write,
+    io::{self, Write},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::{fs::symlink, net::UnixListener},
     },
     path::{Path, PathBuf},
     process::{Child, Command, ExitCode, Stdio},
-    sync::mpsc,
+    sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Mode, policy::Kind};
+use burgeon_accelerate::{Counts, Mode, policy::Kind};
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::{LoopDevice, Slots};
 use rustix::{
@@ -41,12 +41,12 @@ use rustix::{
 use serde_json::{Value, json};
 
 use crate::{
-    control::{Answer, Ask, Attach, answer, receive},
+    control::{Answer, Ask, Attach, Set, question, receive, reply},
     disk::Disk,
     folder::Folder,
     harden::harden,
     serve::{Plan, PlanDevice, connect, named},
-    shared::memory,
+    shared::{SharedCells, memory},
 };
 
 /// Limit for a server to begin: it reads the index of the cache.
@@ -71,6 +71,8 @@ struct Device {
     /// Keeps the loop device, which goes with its last user.
     /// The file is closed by the first attempt to detach, which may have failed.
     looped: Option<(Option<File>, PathBuf)>,
+    /// The result of the flush before the last close.
+    flushed: Option<mpsc::Receiver<io::Result<()>>>,
 }
 
 struct Keeper {
@@ -146,30 +148,41 @@ impl Keeper {
                 eprintln!("burgeon: {error}");
             }
             if asked {
-                let accepted = self.keep.accept();
-                accepted.into_iter().for_each(|(stream, _)| answer(stream, |ask| self.answer(ask)));
-                if self.devices.is_empty() {
-                    self.stop_server();
-                    let _ = fs::remove_file(self.folder.keep_socket());
-                    let _ = fs::remove_file(self.folder.serve_socket());
-                    return Ok(());
+                if let Ok((stream, _)) = self.keep.accept() {
+                    let asked = question(&stream);
+                    let result = asked.and_then(|ask| self.answer(ask));
+                    if self.devices.is_empty() {
+                        // Whoever asked may go on with the cache at once.
+                        self.end();
+                        reply(stream, result);
+                        return Ok(());
+                    }
+                    reply(stream, result);
                 }
                 deaths = 0;
             }
         }
     }
 
+    /// Gives up the sockets and the cache.
+    fn end(mut self) {
+        self.stop_server();
+        let _ = fs::remove_file(self.folder.keep_socket());
+        let _ = fs::remove_file(self.folder.serve_socket());
+    }
+
     fn answer(&mut self, ask: Ask) -> Result<Value> {
         match ask {
             Ask::Attach(attach) => self.attach(attach),
             Ask::Detach { name } => self.detach(&name),
+            Ask::Set(set) => self.remember(set),
             _ => Err(Error::new(ErrorKind::Invalid, "this is a question for the server")),
         }
     }
 
     fn attach(&mut self, options: Attach) -> Result<Value> {
         named(&options.mode, Mode::parse, "mode")?;
-        named(&options.policy, Kind::parse, "policy")?;
+        options.policy.as_deref().map(|name| named(name, Kind::parse, "policy")).transpose()?;
         let name = options.name.clone();
         if self.devices.iter().any(|device| device.options.name == name) {
             let what = format!("a device {name} is attached already");
@@ -182,7 +195,8 @@ impl Keeper {
         let warm = options.trust_clean;
         // Of a first device the word of the user is that of the cache, too.
         self.warm |= warm && self.devices.is_empty();
-        self.policy.clone_from(&options.policy);
+        let policy = options.policy.clone();
+        let former = policy.map(|policy| std::mem::replace(&mut self.policy, policy));
         self.devices.push(Device {
             options,
             slow,
@@ -191,6 +205,7 @@ impl Keeper {
             counters: memory()?,
             warm,
             looped: None,
+            flushed: None,
         });
         let begun = self.restart_server().and_then(|()| self.start_loop(connection.mount(), &name));
         match begun {
@@ -211,6 +226,7 @@ impl Keeper {
             }
             Err(error) => {
                 self.devices.pop();
+                former.into_iter().for_each(|policy| self.policy = policy);
                 drop(connection);
                 if let Err(error) = self.restart_server() {
                     eprintln!("burgeon: {error}");
@@ -261,12 +277,11 @@ impl Keeper {
             if is_there {
                 LoopDevice::is_unused(path)?;
                 if let Some(file) = file.take() {
-                    let path = path.clone();
+                    let (sender, receiver) = mpsc::channel();
+                    self.devices[at].flushed = Some(receiver);
                     // Both the flush and the last close wait for the server.
                     thread::spawn(move || {
-                        if let Err(error) = file.sync_all() {
-                            eprintln!("burgeon: cannot flush {}: {error}", path.display());
-                        }
+                        let _ = sender.send(file.sync_all());
                     });
                 }
                 LoopDevice::wait_until_free(number, LOOP_MAX)?;
@@ -277,11 +292,27 @@ impl Keeper {
         }
         // The server ends in order, with this device, and only then its claim.
         self.stop_server();
-        drop(self.devices.remove(at));
-        if !self.devices.is_empty() {
-            self.start_server()?;
-        }
-        Ok(json!({ "name": name }))
+        let device = self.devices.remove(at);
+        let started = if self.devices.is_empty() { Ok(()) } else { self.start_server() };
+        // A failed start is tried again; a loss is told once, so it comes first.
+        device.tell_loss()?;
+        started.map(|()| json!({ "name": name }))
+    }
+
+    /// Remembers settings for the servers to come; the one that runs is asked by whoever asked this.
+    fn remember(&mut self, set: Set) -> Result<Value> {
+        let mode = set.mode.as_deref().map(|name| named(name, Mode::parse, "mode"));
+        mode.transpose()?;
+        let policy = set.policy.as_deref().map(|name| named(name, Kind::parse, "policy"));
+        policy.transpose()?;
+        let found = self.devices.iter_mut().find(|device| device.options.name == set.name);
+        let what =
+            || Error::new(ErrorKind::NotFound, format!("no device {} is attached", set.name));
+        let options = &mut found.ok_or_else(what)?.options;
+        set.mode.into_iter().for_each(|mode| options.mode = mode);
+        set.cutoff.into_iter().for_each(|cutoff| options.cutoff = cutoff);
+        set.policy.into_iter().for_each(|policy| self.policy = policy);
+        Ok(json!({ "name": set.name }))
     }
 
     fn restart_server(&mut self) -> Result<()> {
@@ -363,7 +394,30 @@ impl Device {
             mode: self.options.mode.clone(),
             cutoff: self.options.cutoff,
             warm: self.warm,
+            is_in_use: self.looped.is_some(),
         }
+    }
+
+    /// `LocalIo` if writes of this device, which is detached, were lost.
+    fn tell_loss(&self) -> Result<()> {
+        let flushed = self.flushed.as_ref().map_or(Ok(()), |flushed| match flushed.try_recv() {
+            Ok(flushed) => flushed,
+            Err(_) => Err(io::Error::other("the last flush did not end")),
+        });
+        let has_lost = Counts::shared(Arc::new(SharedCells::map(&self.counters)?)).has_lost();
+        let lost = match flushed {
+            Err(error) => Some(error),
+            Ok(()) => has_lost.then(|| io::Error::other("a flush has failed")),
+        };
+        let what = || {
+            format!(
+                "{} is detached, but {} may lack writes since the last flush that succeeded: check \
+                 its file system",
+                self.options.name,
+                self.slow.path().display()
+            )
+        };
+        lost.map_or(Ok(()), |error| Err(Error::io(what(), error)))
     }
 }
 

@@ -24,7 +24,7 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering::SeqCst},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use burgeon_accelerate::{Cached, Count, Counts, Mode, Options, Store, Trust, policy::Kind};
@@ -35,7 +35,7 @@ use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
-    control::{Answer, Ask, answer, receive, send},
+    control::{Answer, Ask, Set, answer, receive, send},
     device::Served,
     disk::Disk,
     harden::harden,
@@ -48,6 +48,10 @@ const TIDY: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(200);
 /// Time that requests in work get when the server is stopped.
 const DRAIN: Duration = Duration::from_secs(30);
+
+/// Time, and the most slots, that one request to check takes.
+const CHECK: Duration = Duration::from_millis(100);
+const SLOTS_A_CHECK: u32 = 4096;
 
 /// What a server is to serve.
 #[derive(Serialize, Deserialize, Debug)]
@@ -76,6 +80,8 @@ pub(crate) struct PlanDevice {
     pub(crate) mode: String,
     pub(crate) cutoff: u64,
     pub(crate) warm: bool,
+    /// Its users wait, so it is served without a cache that cannot be used.
+    pub(crate) is_in_use: bool,
 }
 
 /// A served device.
@@ -123,7 +129,7 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
         let (fuse, slots) = (take(device.fuse_fd), take(device.slots_fd));
         let mode = named(&device.mode, Mode::parse, "mode")?;
         let trust = if device.warm { Trust::Warm } else { Trust::Cold };
-        let options = Options { mode, cutoff: device.cutoff };
+        let options = Options { mode, cutoff: device.cutoff, is_in_use: device.is_in_use };
         let cached = Cached::attach(store.clone(), slow, &device.name, trust, options)?;
         let cells = SharedCells::map(&take(device.counters_fd))?;
         let cached = Arc::new(cached.count_in(Counts::shared(Arc::new(cells))));
@@ -252,7 +258,7 @@ impl Serving {
     fn answer(&self, question: Ask) -> Result<Value> {
         match question {
             Ask::Status => Ok(self.status()),
-            Ask::Set { name, mode, policy, cutoff } => {
+            Ask::Set(Set { name, mode, policy, cutoff }) => {
                 let device = self.device(&name)?;
                 let mode = mode.map(|mode| named(&mode, Mode::parse, "mode")).transpose()?;
                 let policy = policy.map(|p| named(&p, Kind::parse, "policy")).transpose()?;
@@ -267,14 +273,27 @@ impl Serving {
                 device.tidy()?;
                 Ok(json!({ "name": name, "marked_regions": device.marked() }))
             }
-            Ask::Check { name } => {
-                let (compared, wrong) = self.device(&name)?.compare()?;
-                Ok(json!({ "name": name, "compared_blocks": compared, "wrong_blocks": wrong }))
-            }
+            Ask::Check { name, from } => self.check(&name, from),
             Ask::Attach(_) | Ask::Detach { .. } => {
                 Err(Error::new(ErrorKind::Invalid, "this is a question for the keeper"))
             }
         }
+    }
+
+    /// Compares blocks for a moment, so that others that ask do not wait for long.
+    fn check(&self, name: &str, from: u32) -> Result<Value> {
+        let device = self.device(name)?;
+        let (mut next, end) = (from, self.store.sets().slots());
+        let last = next.saturating_add(SLOTS_A_CHECK).min(end);
+        let until = Instant::now() + CHECK;
+        let (mut compared, mut wrong) = (0, 0);
+        while next < last && Instant::now() < until {
+            let stop = (next + 16).min(last);
+            let found = device.compare(next..stop)?;
+            (compared, wrong, next) = (compared + found.0, wrong + found.1, stop);
+        }
+        let next = (next < end).then_some(next);
+        Ok(json!({ "compared_blocks": compared, "wrong_blocks": wrong, "next": next }))
     }
 
     fn status(&self) -> Value {

@@ -12,6 +12,7 @@ use std::{
     thread,
 };
 
+use burgeon_accelerator::{control::Ask, folder::Folder};
 use serde_json::Value;
 use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, kill, processes_with, wait_until};
 
@@ -345,6 +346,127 @@ fn content_is_kept_only_if_nobody_else_can_have_written() {
     assert!(counter(&burgeon, "cache_hit_bytes") >= hits, "a counter went back");
     assert!(counter(&burgeon, "dropped_blocks") + hits > 0);
     detach();
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(ends);
+}
+
+#[test]
+fn settings_outlive_the_server() {
+    let space = Space::new("accel-set");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let image = file_of(&space, "slow", 32);
+    let cache = space.path("cache");
+    let cache = cache.to_str().unwrap();
+    burgeon.ok(&["accelerate", "create", "fast", "--cache", cache, "--size", "48M"]);
+    let slow = image.to_str().unwrap();
+    let attach = ["accelerate", "attach", "fast", slow, "--name", "accel-set"];
+    let device = PathBuf::from(burgeon.ok(&[&attach[..], &["--policy", "fifo"]].concat()).trim());
+    let settings = ["mode=write-around", "policy=clock", "sequential-cutoff=off"];
+    burgeon.ok(&[&["accelerate", "set", "accel-set"], &settings[..]].concat());
+    let server = server_of(&burgeon).unwrap();
+    kill(server);
+    assert!(wait_until(PATIENCE, || server_of(&burgeon).is_some_and(|new| new != server)));
+    let now = status(&burgeon)["caches"][0].clone();
+    let device_now = &now["devices"][0];
+    assert_eq!((&now["policy"], &device_now["mode"]), (&"clock".into(), &"write-around".into()));
+    assert_eq!(device_now["sequential_cutoff"], 0);
+    // A check goes on where its last request ended: more blocks than one request compares.
+    let mut bytes = vec![0; 32 * MIB as usize];
+    File::open(&device).unwrap().read_exact_at(&mut bytes, 0).unwrap();
+    let used = status(&burgeon)["caches"][0]["used_blocks"].as_u64().unwrap();
+    assert!(used > 4096, "{used}");
+    let checked = burgeon.ok(&["--json", "accelerate", "check", "accel-set"]);
+    let checked: Value = serde_json::from_str(&checked).unwrap();
+    assert_eq!(checked["compared_blocks"], used);
+    let folder = Folder::of(&burgeon.state(), "fast").unwrap();
+    let part = folder.ask_server(&Ask::Check { name: "accel-set".into(), from: 0 }).unwrap();
+    assert!(part["next"].as_u64().is_some_and(|next| next <= 4096), "{part}");
+    // Another attachment without a policy leaves it.
+    let other = file_of(&space, "other", 8);
+    let more = ["accelerate", "attach", "fast", other.to_str().unwrap(), "--name", "accel-set2"];
+    burgeon.ok(&more);
+    assert_eq!(status(&burgeon)["caches"][0]["policy"], "clock");
+    burgeon.ok(&["accelerate", "detach", "accel-set2"]);
+    burgeon.ok(&["accelerate", "detach", "accel-set"]);
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(ends);
+}
+
+/// The slow device is a file of an ext4 that has promised more space than the memory below it has.
+#[test]
+fn a_detach_tells_that_a_flush_was_lost() {
+    let space = Space::new("accel-lost");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let small = space.make_folder("small");
+    run(Command::new("mount").args(["-t", "tmpfs", "-o", "size=24M", "none"]).arg(&small));
+    let memory = Mounted::at(&small);
+    let below = small.join("disk");
+    File::create(&below).unwrap().set_len(64 * MIB).unwrap();
+    run(Command::new("mkfs.ext4").args(["-q", "-F", "-O", "^has_journal"]).arg(&below));
+    let promised = Slow::new(&below, &[]);
+    let at = space.make_folder("promised");
+    let mounted = mount(&promised.path, &at);
+    let image = at.join("slow");
+    File::create(&image).unwrap().set_len(40 * MIB).unwrap();
+    let cache = space.path("cache");
+    let cache = cache.to_str().unwrap();
+    burgeon.ok(&["accelerate", "create", "fast", "--cache", cache, "--size", "16M"]);
+    let slow = image.to_str().unwrap();
+    let attach = ["accelerate", "attach", "fast", slow, "--name", "accel-lost"];
+    let device = PathBuf::from(burgeon.ok(&attach).trim());
+    let file = OpenOptions::new().write(true).open(&device).unwrap();
+    for at in 0..36 {
+        let _ = file.write_all_at(&vec![7; MIB as usize], at * MIB);
+    }
+    drop(file);
+    burgeon.fails(&["accelerate", "detach", "accel-lost"], 1, "may lack writes");
+    assert!(!Path::new("/dev/burgeon/accel-lost").exists());
+    assert_eq!(status(&burgeon)["caches"][0]["state"], "idle");
+    burgeon.ok(&["accelerate", "destroy", "fast"]);
+    drop(mounted);
+    drop(promised);
+    drop(memory);
+    drop(ends);
+}
+
+#[test]
+fn a_state_directory_on_an_accelerated_device_is_refused() {
+    let space = Space::new("accel-state");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let ends = Ends(&burgeon);
+    let image = file_of(&space, "slow", 64);
+    run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&image));
+    let cache = space.path("cache");
+    let cache = cache.to_str().unwrap();
+    burgeon.ok(&["accelerate", "create", "fast", "--cache", cache, "--size", "16M"]);
+    let slow = image.to_str().unwrap();
+    let attach = ["accelerate", "attach", "fast", slow, "--name", "accel-state"];
+    let device = PathBuf::from(burgeon.ok(&attach).trim());
+    let at = space.make_folder("mnt");
+    let mounted = mount(&device, &at);
+    // Also through a file system in a file there.
+    let inner = at.join("inner");
+    File::create(&inner).unwrap().set_len(16 * MIB).unwrap();
+    run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&inner));
+    let looped = Slow::new(&inner, &[]);
+    let deep = space.make_folder("deep");
+    let inside = mount(&looped.path, &deep);
+    for folder in [at.join("state"), deep.join("state")] {
+        let state = folder.to_str().unwrap();
+        let other = space.path("other");
+        let mut create = Command::new(PROGRAM);
+        create.args(["--state-dir", state, "accelerate", "create", "second", "--cache"]);
+        let output = create.arg(&other).args(["--size", "16M"]).output().unwrap();
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(error.contains("accelerated device") && !output.status.success(), "{error}");
+        assert!(!other.exists());
+    }
+    drop(inside);
+    drop(looped);
+    drop(mounted);
+    burgeon.ok(&["accelerate", "detach", "accel-state"]);
     burgeon.ok(&["accelerate", "destroy", "fast"]);
     drop(ends);
 }

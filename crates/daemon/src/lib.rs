@@ -54,7 +54,9 @@ pub use burgeon_frontend::{btrfs_mount::attach, extents, reflink};
 pub use burgeon_image::builder::Honours;
 pub use holder::hold;
 pub use host::{
-    backing_devices::{btrfs_fsid, is_burgeon_mount, refuse_burgeon, refuse_burgeon_file},
+    backing_devices::{
+        btrfs_fsid, is_burgeon_mount, refuse_accelerated, refuse_burgeon, refuse_burgeon_file,
+    },
     harden::forbid_core_dumps,
     mount_namespaces, mountinfo,
     signals::{TerminationSignals, block_termination},

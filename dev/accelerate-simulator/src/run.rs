@@ -5,7 +5,9 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::SeqCst},
 };
 
-use burgeon_accelerate::{Cached, Mode, Options, Store, Trust, create, policy::Kind};
+use burgeon_accelerate::{
+    Cached, Cells, Counts, Mode, Options, Store, Trust, create, policy::Kind,
+};
 use burgeon_block::{BLOCK_SIZE, ByteRange, Erase, Error, ErrorKind};
 use testkit::Rng;
 
@@ -42,6 +44,16 @@ pub struct Report {
     pub writes: u64,
 }
 
+/// Memory of counters that outlives the process.
+#[derive(Default)]
+struct SharedCells(Cells);
+
+impl AsRef<Cells> for SharedCells {
+    fn as_ref(&self) -> &Cells {
+        &self.0
+    }
+}
+
 /// The machine.
 pub(crate) struct World {
     pub(crate) rng: Rng,
@@ -55,7 +67,9 @@ pub(crate) struct World {
     /// The cache device has lied since it was opened cold.
     lied: bool,
     pub(crate) running: Option<[Cached<Disk, Disk>; 2]>,
-    /// A flush of the device has failed in this life of the process.
+    /// Counters of the devices, which the keeper holds.
+    cells: [Arc<SharedCells>; 2],
+    /// A flush of the device has failed in this life of the keeper.
     failed: [bool; 2],
     report: Report,
 }
@@ -77,6 +91,7 @@ impl World {
             distrusted: Arc::default(),
             lied: false,
             running: None,
+            cells: Default::default(),
             failed: [false; 2],
             report: Report::default(),
         };
@@ -98,31 +113,44 @@ impl World {
         });
         let (kind, _) = *self.rng.pick(&Kind::ALL);
         let store = Store::open(self.cache.clone(), CACHE_LEN as u64, trust, kind, distrust);
+        // The keeper goes on with a device in use, whatever has become of the cache device.
+        let is_in_use = self.cache.is_faulty();
         let store = match store {
             Ok(store) => Arc::new(store),
             Err(_) if self.power.is_off() => return Ok(()),
+            Err(_) if is_in_use => {
+                self.distrusted.store(true, SeqCst);
+                Arc::new(Store::failed(self.cache.clone()).map_err(|e| e.to_string())?)
+            }
             Err(error) => return Err(format!("cannot open the cache: {error}")),
         };
         let mut devices = Vec::new();
-        for (slow, name) in self.slow.iter().zip(NAMES) {
+        for ((slow, name), cells) in self.slow.iter().zip(NAMES).zip(&self.cells) {
             let (mode, _) = *self.rng.pick(&Mode::ALL);
-            let options = Options { mode, cutoff: 48 << 10 };
+            let options = Options { mode, cutoff: 48 << 10, is_in_use };
             match Cached::attach(store.clone(), slow.clone(), name, trust, options) {
-                Ok(device) => devices.push(device),
+                Ok(device) => devices.push(device.count_in(Counts::shared(cells.clone()))),
                 Err(_) if self.power.is_off() => return Ok(()),
                 Err(error) => return Err(format!("cannot attach {name}: {error}")),
             }
         }
         // Only now the content is as cold as it has to be.
-        self.distrusted.store(false, SeqCst);
-        self.lied &= trust == Trust::Warm;
+        if !store.has_failed() {
+            self.distrusted.store(false, SeqCst);
+            self.lied &= trust == Trust::Warm;
+        }
         self.report.warm += u64::from(trust == Trust::Warm);
         self.running = devices.try_into().ok();
         Ok(())
     }
 
-    pub(crate) fn end_process(&mut self) {
+    /// The keeper ends, with the memory of the counters.
+    fn end_keeper(&mut self) {
         self.failed = [false; 2];
+        self.cells = Default::default();
+    }
+
+    pub(crate) fn end_process(&mut self) {
         for device in self.running.take().iter().flatten() {
             use burgeon_accelerate::Count;
             self.report.hit_bytes += device.counts().get(Count::CacheHitBytes);
@@ -331,6 +359,23 @@ impl World {
         self.report.kills += 1;
         self.compare_slow()?;
         self.restart_disks();
+        if self.failed.contains(&true) && self.rng.below(2) == 0 {
+            // The user gives the device up, and attaches it anew.
+            self.end_keeper();
+            return self.start(Trust::Cold);
+        }
+        if self.rng.below(12) == 0 {
+            // The next server may find that the cache device is partly dead.
+            let chance = 1 << self.rng.below(8);
+            let dead = self.rng.below(4) == 0;
+            self.cache.set_faults(Faults {
+                read: 0,
+                write: chance,
+                sync: chance,
+                dead,
+                ..Faults::default()
+            });
+        }
         self.start(Trust::Warm)
     }
 
@@ -349,6 +394,7 @@ impl World {
         if self.rng.below(2) == 0 {
             return self.start(Trust::Warm);
         }
+        self.end_keeper();
         for _ in 0..20 {
             let number = self.rng.below(2) as usize;
             let (first, _) = self.range(number);
@@ -366,6 +412,7 @@ impl World {
 
     fn cut_the_power(&mut self) -> Result<(), String> {
         self.end_process();
+        self.end_keeper();
         self.report.power_failures += 1;
         self.report.writes += self.power.writes();
         self.power.on_again();

@@ -9,12 +9,13 @@ use std::{
 use anyhow::Result;
 use burgeon_accelerate::{Mode, policy::Kind};
 use burgeon_accelerator::{
-    control::{Ask, Attach},
+    control::{Ask, Attach, Set},
     disk::Disk,
     folder::{Folder, check_name},
     probe,
 };
 use burgeon_block::{Error, ErrorKind};
+use burgeon_daemon::refuse_accelerated;
 use clap::{Args as ClapArgs, Subcommand, builder::PossibleValuesParser};
 use serde_json::{Value, json};
 
@@ -73,10 +74,9 @@ pub(crate) enum AccelerateCommand {
         #[arg(long, default_value = "write-through",
             value_parser = PossibleValuesParser::new(Mode::ALL.map(|(_, name)| name)))]
         mode: String,
-        /// The blocks that the cache keeps; of all its devices
-        #[arg(long, default_value = "adaptive",
-            value_parser = PossibleValuesParser::new(Kind::ALL.map(|(_, name)| name)))]
-        policy: String,
+        /// The blocks that the cache keeps; of all its devices [default: as before, at first adaptive]
+        #[arg(long, value_parser = PossibleValuesParser::new(Kind::ALL.map(|(_, name)| name)))]
+        policy: Option<String>,
         /// Sequences of requests go round the cache from this length on; 0 for never
         #[arg(long, default_value = "4M", value_parser = parse_cutoff)]
         sequential_cutoff: u64,
@@ -161,14 +161,7 @@ pub(super) fn accelerate(context: &Context, command: AccelerateCommand) -> Resul
                 println!("{} is durable", text(&done["name"]));
             })
         }
-        AccelerateCommand::Check { name } => {
-            let done = find(context, &name)?.ask_server(&Ask::Check { name })?;
-            let wrong = done["wrong_blocks"].as_u64().unwrap_or(0);
-            tell(context, &done, |done| {
-                println!("{} blocks compared, {wrong} wrong", done["compared_blocks"]);
-            })?;
-            Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::from(4) })
-        }
+        AccelerateCommand::Check { name } => check(context, &name),
         AccelerateCommand::Detach { name } => {
             let done = find(context, &name)?.ask_keeper(&Ask::Detach { name })?;
             tell(context, &done, |done| {
@@ -204,6 +197,7 @@ fn create(
         let what = format!("there is a cache {name} already: `burgeon accelerate destroy {name}`");
         return Err(Error::new(ErrorKind::Invalid, what).into());
     }
+    refuse_accelerated(context.state.root())?;
     let cache = std::path::absolute(cache)?;
     if let Some(size) = size {
         burgeon_accelerate::format::Layout::new(size)?;
@@ -234,6 +228,7 @@ fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<Exi
     check_name(&attach.name)?;
     let folder = Folder::of(context.state.root(), cache_name)?;
     folder.cache()?;
+    refuse_accelerated(context.state.root())?;
     match find(context, &attach.name) {
         Ok(other) => {
             let what =
@@ -375,8 +370,32 @@ fn set(context: &Context, name: String, settings: &[String]) -> Result<ExitCode>
         }
     }
     let folder = find(context, &name)?;
-    let done = folder.ask_server(&Ask::Set { name, mode, policy, cutoff })?;
+    let set = Ask::Set(Set { name, mode, policy, cutoff });
+    // First the keeper: a server that starts in between has the settings of it.
+    match folder.ask_keeper(&set) {
+        // A server without a keeper has no successor.
+        Err(error) if error.kind() == ErrorKind::Unavailable => {}
+        remembered => drop(remembered?),
+    }
+    let done = folder.ask_server(&set)?;
     tell(context, &done, |_| ())
+}
+
+/// Compares all blocks of a device, some at a time.
+fn check(context: &Context, name: &str) -> Result<ExitCode> {
+    let folder = find(context, name)?;
+    let (mut compared, mut wrong, mut next) = (0, 0, Some(0));
+    while let Some(from) = next {
+        let done = folder.ask_server(&Ask::Check { name: name.to_owned(), from })?;
+        compared += done["compared_blocks"].as_u64().unwrap_or(0);
+        wrong += done["wrong_blocks"].as_u64().unwrap_or(0);
+        let further = done["next"].as_u64().and_then(|next| u32::try_from(next).ok());
+        // A server of another version that did not go on must not hold this up.
+        next = further.filter(|next| *next > from);
+    }
+    let done = json!({ "name": name, "compared_blocks": compared, "wrong_blocks": wrong });
+    tell(context, &done, |_| println!("{compared} blocks compared, {wrong} wrong"))?;
+    Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::from(4) })
 }
 
 fn destroy(context: &Context, name: &str) -> Result<ExitCode> {

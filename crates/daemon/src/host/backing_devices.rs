@@ -41,8 +41,35 @@ pub fn refuse_burgeon_file(file: &File, shown: &Path, what: &str) -> Result<()> 
     refuse(&link_to(file), shown, what)
 }
 
+/// Refuses the state directory `path` if it lies on a device of `burgeon accelerate`, of any cache:
+/// the cache's processes write there.
+pub fn refuse_accelerated(path: &Path) -> Result<()> {
+    let names = LoopDevice::names()?;
+    let numbers: Vec<String> = names
+        .iter()
+        .filter(|(_, name)| name.starts_with("burgeon/"))
+        .map(|(number, _)| format!("loop{number}"))
+        .collect();
+    let is_accelerated = |device: &Path| {
+        let name = fs::canonicalize(device).ok();
+        let name = name.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
+        name.is_some_and(|name| numbers.iter().any(|number| number == name))
+    };
+    // It may have yet to be made.
+    let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    if !numbers.is_empty() && reaches(there, 0, &is_accelerated)? {
+        let what = format!(
+            "the state directory {} lies on an accelerated device, which would wait for itself: \
+             take a place on another device (--state-dir)",
+            path.display()
+        );
+        return Err(Error::new(ErrorKind::Invalid, what));
+    }
+    Ok(())
+}
+
 fn refuse(path: &Path, shown: &Path, what: &str) -> Result<()> {
-    if reaches_burgeon(path, 0)? {
+    if reaches(path, 0, &is_seed)? {
         return Err(Error::new(
             ErrorKind::Invalid,
             format!(
@@ -67,7 +94,7 @@ pub(crate) fn is_burgeon_device(device: &Path) -> bool {
 
 /// True if `path` lies on a Burgeon mount, of any state directory.
 pub fn is_burgeon_mount(path: &Path) -> bool {
-    reaches_burgeon(path, 0).unwrap_or(false)
+    reaches(path, 0, &is_seed).unwrap_or(false)
 }
 
 /// The fsid of the btrfs at `path`, or `None` if it is another file system.
@@ -103,7 +130,8 @@ pub(crate) fn fsid_of(file: impl AsFd) -> Option<Fsid> {
     (result == 0).then_some(Fsid(info.fsid))
 }
 
-fn reaches_burgeon(path: &Path, depth: usize) -> Result<bool> {
+/// True if `path` lies on a device, with this sysfs folder, that `is_it` accepts.
+fn reaches(path: &Path, depth: usize, is_it: &dyn Fn(&Path) -> bool) -> Result<bool> {
     if depth > DEPTH_MAX {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -113,32 +141,30 @@ fn reaches_burgeon(path: &Path, depth: usize) -> Result<bool> {
     let failed = |e| Error::io(format!("cannot look at {}", path.display()), e);
     if let Some(fsid) = btrfs_fsid_if_readable(path) {
         let devices = list(format!("/sys/fs/btrfs/{fsid}/devices"));
-        return any(&devices, |device| device_reaches_burgeon(device, depth + 1));
+        return any(&devices, |device| device_reaches(device, depth + 1, is_it));
     }
     let device = fs::metadata(path).map_err(failed)?.dev();
     let (major, minor) = (libc::major(device), libc::minor(device));
     if major != 0 {
-        return device_reaches_burgeon(
-            Path::new(&format!("/sys/dev/block/{major}:{minor}")),
-            depth + 1,
-        );
+        let device = format!("/sys/dev/block/{major}:{minor}");
+        return device_reaches(Path::new(&device), depth + 1, is_it);
     }
     any(&overlay_layers((major, minor)), |layer| match layer.exists() {
-        true => reaches_burgeon(layer, depth + 1),
+        true => reaches(layer, depth + 1, is_it),
         false => Ok(false),
     })
 }
 
-/// True if the block device with the sysfs folder `device` leads to a Burgeon mount.
-fn device_reaches_burgeon(device: &Path, depth: usize) -> Result<bool> {
-    if is_seed(device) {
+/// True if the block device with the sysfs folder `device` leads to one that `is_it` accepts.
+fn device_reaches(device: &Path, depth: usize, is_it: &dyn Fn(&Path) -> bool) -> Result<bool> {
+    if is_it(device) {
         return Ok(true);
     }
     if let Some(file) = backing_file(device).filter(|file| file.exists()) {
         // A loop on the root of a detached FUSE mount shows `/`, which is misleading: the loop on
         // the seed is examined, too.
         if file != Path::new("/") {
-            return reaches_burgeon(&file, depth + 1);
+            return reaches(&file, depth + 1, is_it);
         }
     }
     let whole_disk = device
@@ -146,9 +172,9 @@ fn device_reaches_burgeon(device: &Path, depth: usize) -> Result<bool> {
         .exists()
         .then(|| fs::canonicalize(device).ok().and_then(|path| path.parent().map(Path::to_owned)));
     if let Some(disk) = whole_disk.flatten() {
-        return device_reaches_burgeon(&disk, depth + 1);
+        return device_reaches(&disk, depth + 1, is_it);
     }
-    any(&list(device.join("slaves")), |below| device_reaches_burgeon(below, depth + 1))
+    any(&list(device.join("slaves")), |below| device_reaches(below, depth + 1, is_it))
 }
 
 /// True if a block device is the metadata device of a Burgeon mount.
@@ -255,7 +281,7 @@ mod tests {
 
     use burgeon_frontend::{LoopDevice, LoopOptions};
 
-    use super::{is_seed, loop_below, loop_on, reaches_burgeon, refuse_burgeon};
+    use super::{is_seed, loop_below, loop_on, reaches, refuse_burgeon};
 
     #[test]
     fn an_ordinary_folder_is_fine_and_a_missing_one_is_named() {
@@ -263,7 +289,7 @@ mod tests {
         refuse_burgeon(temp.path(), "the state directory").unwrap();
         let error = refuse_burgeon(Path::new("/nowhere/at/all"), "the store").unwrap_err();
         assert!(error.to_string().contains("/nowhere/at/all"));
-        assert!(reaches_burgeon(temp.path(), 17).is_err());
+        assert!(reaches(temp.path(), 17, &is_seed).is_err());
     }
 
     #[test]
