@@ -43,9 +43,9 @@ pub const BUGS: &[Bug] = &[
         "erased blocks stay in the cache",
         &[(
             "device.rs",
-            "        self.change(at, len, |_| self.slow.erase(range, how), |_, _| ())?;",
+            "        self.change((at, len, locked), |_| self.slow.erase(range, how), |_, _| ())?;",
             "        if BUG { return self.slow.erase(range, how); }
-            self.change(at, len, |_| self.slow.erase(range, how), |_, _| ())?;",
+            self.change((at, len, locked), |_| self.slow.erase(range, how), |_, _| ())?;",
         )],
     ),
     bug(
@@ -76,13 +76,13 @@ pub const BUGS: &[Bug] = &[
     bug(
         "ClearWithoutSlowSync",
         "marks are cleared although the slow device may still lose the writes",
-        &[("device.rs", "        if !idle.is_empty() {", "        if !idle.is_empty() && !BUG {")],
+        &[("upkeep.rs", "        if !idle.is_empty() {", "        if !idle.is_empty() && !BUG {")],
     ),
     bug(
         "ClearBeforeIndex",
         "marks are cleared before the index is stored",
         &[(
-            "device.rs",
+            "upkeep.rs",
             "        let stored = self.store.store_index(&self.counts).and_then(|()| {",
             "        if BUG { drop(self.marks.clear(&idle, &self.bitmaps())); }
             let stored = self.store.store_index(&self.counts).and_then(|()| {",
@@ -93,10 +93,10 @@ pub const BUGS: &[Bug] = &[
         "marks are cleared although the cache device may still lose the index",
         &[(
             "store.rs",
-            "                counts.add(Count::CacheMetaBytes, BLOCK_SIZE);\n            }\n        }\n        self.file.sync()",
+            "                counts.add(Count::CacheMetaBytes, BLOCK_SIZE);\n            }\n        }\n        self.sync()",
             "                counts.add(Count::CacheMetaBytes, BLOCK_SIZE);\n            }\n        }
             if BUG { return Ok(()); }
-            self.file.sync()",
+            self.sync()",
         )],
     ),
     bug(
@@ -175,9 +175,9 @@ pub const BUGS: &[Bug] = &[
         "FlushAfterFailure",
         "a flush succeeds after one has failed",
         &[(
-            "device.rs",
-            "            self.counts.note_lost();",
-            "            if !BUG { self.counts.note_lost(); }",
+            "backing.rs",
+            "        self.counts.note_lost();",
+            "        if !BUG { self.counts.note_lost(); }",
         )],
     ),
     bug(
@@ -198,10 +198,9 @@ pub const BUGS: &[Bug] = &[
         "FlushNothing",
         "a flush does not reach the slow device",
         &[(
-            "device.rs",
-            "        self.slow.sync().inspect_err(|error| {",
-            "        if BUG { return Ok(()); }
-            self.slow.sync().inspect_err(|error| {",
+            "backing.rs",
+            "        self.check()?;\n        self.pending.returned.store(false, SeqCst);",
+            "        self.check()?;\n        if BUG { return Ok(()); }\n        self.pending.returned.store(false, SeqCst);",
         )],
     ),
     bug(
@@ -225,6 +224,168 @@ pub const BUGS: &[Bug] = &[
             "device.rs",
             "        self.slow.size() / BLOCK_SIZE\n",
             "        if BUG { self.slow.size().div_ceil(BLOCK_SIZE) } else { self.slow.size() / BLOCK_SIZE }\n",
+        )],
+    ),
+    bug(
+        "AckBeforeBarrier",
+        "a flush returns before the log is durable",
+        &[(
+            "upkeep.rs",
+            "        self.store.barrier()?;",
+            "        if !BUG { self.store.barrier()?; }",
+        )],
+    ),
+    bug(
+        "ForgetLostBarrier",
+        "a failed barrier fails the flush alone that came first",
+        &[(
+            "write_back.rs",
+            "            self.backings().iter().flatten().for_each(|backing| backing.note_lost(error));",
+            "            if !BUG { self.backings().iter().flatten().for_each(|backing| backing.note_lost(error)); }",
+        )],
+    ),
+    bug(
+        "RetireWithoutSlowSync",
+        "the log is reused although the slow device may still lose the blocks",
+        &[(
+            "write_back.rs",
+            "            self.attached(device)?.sync_logged()?;",
+            "            if !BUG { self.attached(device)?.sync_logged()?; }",
+        )],
+    ),
+    bug(
+        "RetireBeforeIndex",
+        "a retired block leaves an older version in the stored index",
+        &[(
+            "write_back.rs",
+            "            .store_index(&counts)\n            .and_then(",
+            "            .sync()\n            .and_then(|()| if BUG { Ok(()) } else { self.store_index(&counts) })\n            .and_then(",
+        )],
+    ),
+    bug(
+        "ReuseWithoutTail",
+        "the log is reused before the superblock says that it was retired",
+        &[(
+            "write_back.rs",
+            "            .and_then(|()| self.store_head(|head| head.log.tail = head.log.tail.max(tail)));",
+            "            .and_then(|()| self.store_head(|head| if !BUG { head.log.tail = head.log.tail.max(tail) }));",
+        )],
+    ),
+    bug(
+        "FreeUnwritten",
+        "blocks leave the log that were not written back",
+        &[(
+            "write_back.rs",
+            "        self.write_versions(log, &versions)?;",
+            "        if !BUG { self.write_versions(log, &versions)?; }",
+        )],
+    ),
+    bug(
+        "LateWriteCounts",
+        "a record counts that a dead process wrote after its successor began",
+        &[(
+            "store.rs",
+            "                if head.log.open.is_some() {",
+            "                if head.log.open.is_some() && !BUG {",
+        )],
+    ),
+    bug(
+        "FillTheSegmentOfTheDead",
+        "the successor writes where a dead process may still write",
+        &[(
+            "recover.rs",
+            "    let avoided = head.open.filter(|open| *open < count);",
+            "    let avoided = head.open.filter(|open| *open < count && !BUG);",
+        )],
+    ),
+    bug(
+        "FailedRecordCounts",
+        "a record whose write failed counts at the next start",
+        &[(
+            "log.rs",
+            "                let cut = heads.begin_generation(record.generation + 1, record.number);",
+            "                let cut = if BUG { Ok(()) } else { heads.begin_generation(record.generation + 1, record.number) };",
+        )],
+    ),
+    bug(
+        "TornVersionCounts",
+        "a version whose bytes are torn counts",
+        &[(
+            "recover.rs",
+            "check_of(*key, bytes) == *check",
+            "BUG || check_of(*key, bytes) == *check",
+        )],
+    ),
+    bug(
+        "OldestVersionCounts",
+        "the oldest version in the log counts",
+        &[(
+            "recover.rs",
+            "                map.insert(*key, Entry { number, place, check: *check });",
+            "                let entry = Entry { number, place, check: *check };\n                if BUG { map.entry(*key).or_insert(entry); } else { map.insert(*key, entry); }",
+        )],
+    ),
+    bug(
+        "PassDirty",
+        "a write that goes round the log passes a dirty version",
+        &[(
+            "dirty.rs",
+            "        Ok((wants && log.takes_more()) || self.meets_dirty(at, len))",
+            "        Ok((wants && log.takes_more()) || (self.meets_dirty(at, len) && !BUG))",
+        )],
+    ),
+    bug(
+        "EraseUnderDirty",
+        "an erasure passes a dirty version",
+        &[(
+            "dirty.rs",
+            "            if !self.meets_dirty(at, len) {",
+            "            if BUG || !self.meets_dirty(at, len) {",
+        )],
+    ),
+    bug(
+        "LogZerosAround",
+        "a partial write puts zeros round itself into the log",
+        &[(
+            "dirty.rs",
+            "        if !at.is_multiple_of(BLOCK_SIZE) {",
+            "        if !at.is_multiple_of(BLOCK_SIZE) && !BUG {",
+        )],
+    ),
+    bug(
+        "KeepSlotOfDirty",
+        "a block that becomes dirty stays in the sets",
+        &[(
+            "dirty.rs",
+            "            let slot = self.store.forget(self.key(block));",
+            "            let slot = if BUG { None } else { self.store.forget(self.key(block)) };",
+        )],
+    ),
+    bug(
+        "IndexOverLog",
+        "after a start, the index has an older version of a dirty block",
+        &[(
+            "store.rs",
+            "store.log.as_ref().is_some_and(|log| log.find(key).is_some()));",
+            "!BUG && store.log.as_ref().is_some_and(|log| log.find(key).is_some()));",
+        )],
+    ),
+    bug(
+        "ReadUnderDirty",
+        "a read passes a dirty version",
+        &[(
+            "device.rs",
+            "                self.store.get_dirty(key, part, &self.counts)?",
+            "                (!BUG && self.store.get_dirty(key, part, &self.counts)?)",
+        )],
+    ),
+    bug(
+        "DirtyWithoutCache",
+        "without its cache device, a device is served as if nothing were dirty",
+        &[(
+            "dirty.rs",
+            "            Some(key) if self.store.has_failed() => {",
+            "            Some(key) if self.store.has_failed() && !BUG => {",
         )],
     ),
 ];

@@ -76,6 +76,7 @@ pub struct Cells {
 }
 
 /// The counters of one device.
+#[derive(Clone)]
 pub struct Counts(Arc<dyn AsRef<Cells> + Send + Sync>);
 
 /// Counters that end with the process.

@@ -3,47 +3,41 @@
 //! ```text
 //!   read    lock the blocks ─► memory, or a slot whose check is right ─► done
 //!                          └─► slow device ─► admit (policy)
-//!   write   lock the blocks ─► mark the regions durably ─► forget the blocks ─► slow device
+//!   write   write-back: to the log (dirty), with all that overlaps a dirty block; else round it:
+//!           lock the blocks ─► mark the regions durably ─► forget the blocks ─► slow device
 //!                          ─► write-through: the new content into the slots
-//!   flush   slow device; the marks are durable already
+//!   flush   slow device; the marks are durable already. Write-back: the cache device (`upkeep`)
 //!   tidy    now and then: slow device, index ─► clear the marks of idle regions
 //! ```
 //!
-//! Invariants (`dev/simulator/tests/accelerate.rs`):
+//! Invariants (`dev/accelerate-simulator`):
 //! - A block is forgotten before the slow device's copy changes, and is kept again only after that
 //!   has succeeded: whatever a write leaves behind, no older version is served after it.
 //! - A failed flush fails all later flushes and changes: the kernel may have thrown away the data.
 //! - A write that the cache cannot mark is made only after the cache was given up.
 
 use std::{
-    ops::{Range, RangeInclusive},
+    ops::RangeInclusive,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+        atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst},
     },
 };
 
 use burgeon_block::{BLOCK_SIZE, ByteRange, Erase, Error, ErrorKind, LocalFile, Pages, Result};
 
 use crate::{
+    backing::{Backing, Pending, SlowDevice},
     counters::{Count, Counts},
     format::{REGION, Record},
     keys::Key,
     locks::{Locked, Span},
     marks::Marks,
+    records::DeviceBitmaps,
     sets::Slot,
-    store::{DeviceBitmaps, Store, Trust},
+    store::{Store, Trust},
     streams::Streams,
 };
-
-/// A slow device: its writes are volatile until `sync`.
-pub trait SlowDevice: LocalFile {
-    /// Size in bytes.
-    fn size(&self) -> u64;
-
-    /// Erases a range. `UnsupportedFormat` if the device cannot.
-    fn erase(&self, range: ByteRange, how: Erase) -> Result<()>;
-}
 
 /// Treatment of writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -52,12 +46,17 @@ pub enum Mode {
     WriteAround,
     /// To the slow device, and then to the cache.
     WriteThrough,
+    /// To the log of the cache device, and later to the slow device.
+    WriteBack,
 }
 
 impl Mode {
     /// All of them, with their names.
-    pub const ALL: [(Self, &str); 2] =
-        [(Self::WriteAround, "write-around"), (Self::WriteThrough, "write-through")];
+    pub const ALL: [(Self, &str); 3] = [
+        (Self::WriteAround, "write-around"),
+        (Self::WriteThrough, "write-through"),
+        (Self::WriteBack, "write-back"),
+    ];
 
     /// The mode of this name.
     pub fn parse(name: &str) -> Option<Self> {
@@ -82,19 +81,29 @@ pub struct Options {
 }
 
 /// A slow device behind a cache.
-pub struct Cached<C, S> {
-    store: Arc<Store<C>>,
-    slow: S,
+pub struct Cached<C: LocalFile, S> {
+    pub(crate) store: Arc<Store<C>>,
+    pub(crate) slow: Arc<S>,
     name: String,
-    number: u8,
-    record: Record,
-    marks: Marks,
-    counts: Counts,
+    pub(crate) number: u8,
+    pub(crate) record: Record,
+    pub(crate) marks: Marks,
+    pub(crate) counts: Counts,
     streams: Mutex<Streams>,
-    writes_around: AtomicBool,
+    /// Its place in [`Mode::ALL`].
+    mode: AtomicUsize,
     cutoff: AtomicU64,
-    /// Held by whoever makes the slow device durable.
-    syncing: Mutex<()>,
+    pub(crate) backing: Arc<Backing>,
+}
+
+impl<C: LocalFile, S> Drop for Cached<C, S> {
+    fn drop(&mut self) {
+        let mut backings = self.store.backings();
+        let own = &mut backings[usize::from(self.number)];
+        if own.as_ref().is_some_and(|backing| Arc::ptr_eq(backing, &self.backing)) {
+            *own = None;
+        }
+    }
 }
 
 /// Slots that a write keeps reserved for its blocks; given back when it is dropped.
@@ -109,7 +118,7 @@ impl<C: LocalFile> Drop for Slots<'_, C> {
     }
 }
 
-impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
+impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
     /// Attaches `slow` as `name`. A new device, and one that others may have written to (`trust`, or
     /// that of its store), begins without content.
     ///
@@ -143,7 +152,7 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
             Some(known) => known,
             None => store.add_record(name, size)?,
         };
-        match Self::begin(&store, (number, record), is_warm) {
+        match Self::begin(&store, &slow, (number, record), is_warm) {
             Ok((marks, dropped)) => {
                 let device = Self::new(store, slow, name, (number, record), marks, options);
                 device.counts.add(Count::DroppedBlocks, dropped);
@@ -161,6 +170,7 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
     /// The marks of a device, and the number of its blocks that were dropped.
     fn begin(
         store: &Store<C>,
+        slow: &S,
         (number, record): (u8, Record),
         is_warm: bool,
     ) -> Result<(Marks, u64)> {
@@ -175,7 +185,16 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         let counts = Counts::default();
         let dropped = store.drop_blocks(is_its);
         store.store_index(&counts)?;
-        let marks = Marks::empty(store.id(), first, record.bitmap_blocks.get());
+        // What an earlier process has written without a cache is in no mark, and may be volatile: a
+        // power failure must not leave it in the cache alone.
+        let blocks = record.bitmap_blocks.get();
+        let marks = match slow.sync() {
+            Ok(()) => Marks::empty(store.id(), first, blocks),
+            Err(error) => {
+                tracing::warn!("the whole of {} counts as written: {error}", record.name());
+                Marks::full(store.id(), first, blocks, record.size.get().div_ceil(REGION) as u32)
+            }
+        };
         marks.store(&DeviceBitmaps { store, first, counts: &counts })?;
         store.put_record(number, record)?;
         Ok((marks, dropped))
@@ -189,18 +208,31 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         marks: Marks,
         options: Options,
     ) -> Self {
-        Self {
+        let slow = Arc::new(slow);
+        let counts = Counts::from_stored(record.counters.map(|counter| counter.get()));
+        let pending = Arc::new(Pending::after_another());
+        let backing = Arc::new(Backing::new(slow.clone(), name, counts.clone(), pending));
+        let device = Self {
             store,
             slow,
             name: name.to_owned(),
             number,
             record,
             marks,
-            counts: Counts::from_stored(record.counters.map(|counter| counter.get())),
+            counts,
             streams: Mutex::default(),
-            writes_around: AtomicBool::new(options.mode == Mode::WriteAround),
+            mode: AtomicUsize::new(options.mode as usize),
             cutoff: AtomicU64::new(options.cutoff),
-            syncing: Mutex::default(),
+            backing,
+        };
+        device.register();
+        device
+    }
+
+    /// Has its dirty blocks written back to it.
+    fn register(&self) {
+        if !self.store.has_failed() {
+            self.store.backings()[usize::from(self.number)] = Some(self.backing.clone());
         }
     }
 
@@ -213,6 +245,9 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         }
         shared.add_all(values);
         self.counts = shared;
+        let (counts, pending) = (self.counts.clone(), self.backing.pending.clone());
+        self.backing = Arc::new(Backing::new(self.slow.clone(), &self.name, counts, pending));
+        self.register();
         self
     }
 
@@ -243,15 +278,13 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
 
     /// Treatment of writes.
     pub fn mode(&self) -> Mode {
-        match self.writes_around.load(SeqCst) {
-            true => Mode::WriteAround,
-            false => Mode::WriteThrough,
-        }
+        Mode::ALL.get(self.mode.load(SeqCst)).map_or(Mode::WriteThrough, |(mode, _)| *mode)
     }
 
-    /// Changes what becomes of writes; those in work end as they began.
+    /// Changes what becomes of writes; those in work end as they began. Dirty blocks stay so until
+    /// they are written back.
     pub fn set_mode(&self, mode: Mode) {
-        self.writes_around.store(mode == Mode::WriteAround, SeqCst);
+        self.mode.store(mode as usize, SeqCst);
     }
 
     /// Length of a sequence of requests from which on they go round the cache; 0 for never.
@@ -269,16 +302,16 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         self.counts.has_lost()
     }
 
-    fn key(&self, block: u64) -> Key {
+    pub(crate) fn key(&self, block: u64) -> Key {
         Key { device: self.number, block }
     }
 
     /// Whole blocks; the rest behind them is never cached.
-    fn whole_blocks(&self) -> u64 {
+    pub(crate) fn whole_blocks(&self) -> u64 {
         self.slow.size() / BLOCK_SIZE
     }
 
-    fn lock(&self, at: u64, len: u64) -> Locked<'_> {
+    pub(crate) fn lock(&self, at: u64, len: u64) -> Locked<'_> {
         let (first, end) = (at / BLOCK_SIZE, (at + len).div_ceil(BLOCK_SIZE));
         self.store.locks.lock(Span { device: self.number, first, end })
     }
@@ -317,6 +350,7 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         let len = buf.len() as u64;
         self.counts.add(Count::ReadBytes, len);
         if self.store.has_failed() {
+            self.refuse_dirty(at, len)?;
             return self.read_slow(at, buf);
         }
         let sequential = self.is_sequential(at, len);
@@ -325,21 +359,21 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         if blocks {
             return self.read_blocks(at / BLOCK_SIZE, buf, sequential);
         }
-        let first = at / BLOCK_SIZE;
-        let end = (at + len).div_ceil(BLOCK_SIZE);
-        if end > self.whole_blocks() {
-            return self.read_slow(at, buf);
+        // The incomplete block at the end is never cached.
+        let whole = self.whole_blocks() * BLOCK_SIZE;
+        let (buf, tail) = buf.split_at_mut(whole.saturating_sub(at).min(len) as usize);
+        if !tail.is_empty() {
+            self.read_slow(at.max(whole), tail)?;
         }
-        let mut pages = self.pages((end - first) * BLOCK_SIZE)?;
+        if buf.is_empty() {
+            return Ok(());
+        }
+        let (first, end) = (at / BLOCK_SIZE, (at + buf.len() as u64).div_ceil(BLOCK_SIZE));
+        let mut pages = self.store.pages((end - first) * BLOCK_SIZE)?;
         self.read_blocks(first, pages.bytes_mut(), sequential)?;
         let skip = (at - first * BLOCK_SIZE) as usize;
         buf.copy_from_slice(&pages.bytes()[skip..skip + buf.len()]);
         Ok(())
-    }
-
-    fn pages(&self, len: u64) -> Result<Pages> {
-        let what = || Error::new(ErrorKind::Unavailable, "no memory for a request");
-        Pages::zeroed(len).ok_or_else(what)
     }
 
     /// Reads from the slow device alone.
@@ -351,14 +385,16 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
     }
 
     /// Reads blocks whose lock the caller holds: runs of misses in one read each.
-    fn read_blocks(&self, first: u64, buf: &mut [u8], sequential: bool) -> Result<()> {
+    pub(crate) fn read_blocks(&self, first: u64, buf: &mut [u8], sequential: bool) -> Result<()> {
         let block_len = BLOCK_SIZE as usize;
         let count = buf.len() / block_len;
         let mut missed = 0;
         for at in 0..=count {
             let hit = at == count || {
                 let part = &mut buf[at * block_len..(at + 1) * block_len];
-                self.store.get(self.key(first + at as u64), part, &self.counts)
+                let key = self.key(first + at as u64);
+                self.store.get_dirty(key, part, &self.counts)?
+                    || self.store.get(key, part, &self.counts)
             };
             if !hit {
                 missed += 1;
@@ -391,21 +427,39 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         let len = bytes.len() as u64;
         self.counts.add(Count::WrittenBytes, len);
         let sequential = self.is_sequential(at, len);
+        // The incomplete block at the end is in no log.
+        let whole = self.whole_blocks() * BLOCK_SIZE;
+        if at < whole && at + len > whole {
+            let (blocks, tail) = bytes.split_at((whole - at) as usize);
+            self.write_part(at, blocks, sequential)?;
+            self.write_part(whole, tail, sequential)?;
+        } else if len > 0 {
+            self.write_part(at, bytes, sequential)?;
+        }
+        if fua { self.flush() } else { Ok(()) }
+    }
+
+    /// Writes to the log, or round it.
+    fn write_part(&self, at: u64, bytes: &[u8], sequential: bool) -> Result<()> {
+        let len = bytes.len() as u64;
+        self.backing.check()?;
+        let locked = self.lock(at, len);
+        if self.goes_to_log(at, len, sequential)? && self.write_log(at, bytes)? {
+            return Ok(());
+        }
         self.change(
-            at,
-            len,
+            (at, len, locked),
             |_| {
                 self.slow.write_at(at, bytes)?;
                 self.counts.add(Count::SlowWrittenBytes, len);
                 Ok(())
             },
             |slots, old| {
-                if self.mode() == Mode::WriteThrough {
+                if self.mode() != Mode::WriteAround {
                     self.renew(at, bytes, slots, old, sequential);
                 }
             },
-        )?;
-        if fua { self.flush() } else { Ok(()) }
+        )
     }
 
     /// Erases whole logical blocks.
@@ -414,22 +468,22 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         if len == 0 {
             return Ok(());
         }
-        self.change(at, len, |_| self.slow.erase(range, how), |_, _| ())?;
+        self.backing.check()?;
+        let locked = self.lock_clean(at, len)?;
+        self.change((at, len, locked), |_| self.slow.erase(range, how), |_, _| ())?;
         self.counts.add(Count::ErasedBytes, len);
         Ok(())
     }
 
     /// Changes the slow device at `at`, in the order that the module describes. `after` gets the
-    /// reserved slots and the former content of blocks that change in part.
+    /// reserved slots and the former content of blocks that change in part. No block is dirty.
     fn change(
         &self,
-        at: u64,
-        len: u64,
+        (at, len, locked): (u64, u64, Locked<'_>),
         change: impl FnOnce(&Self) -> Result<()>,
         after: impl FnOnce(&mut [Option<Slot>], &Edges),
     ) -> Result<()> {
-        self.check()?;
-        let locked = self.lock(at, len);
+        let _pending = self.backing.pending.begin();
         let regions = (at / REGION) as u32..=((at + len - 1) / REGION) as u32;
         if !self.mark(regions.clone())? {
             drop(locked);
@@ -457,40 +511,7 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
         }
     }
 
-    /// Compares the blocks of this device in `slots` with the slow device; returns how many there
-    /// are, and how many differ. Those are dropped.
-    pub fn compare(&self, slots: Range<Slot>) -> Result<(u64, u64)> {
-        let (mut compared, mut wrong) = (0, 0);
-        let (mut cached, mut slow) = (self.pages(BLOCK_SIZE)?, self.pages(BLOCK_SIZE)?);
-        for slot in slots {
-            let Some(key) = self.store.sets().key_of(slot).filter(|k| k.device == self.number)
-            else {
-                continue;
-            };
-            let _locked = self.lock(key.block * BLOCK_SIZE, BLOCK_SIZE);
-            if !self.store.get(key, cached.bytes_mut(), &Counts::default()) {
-                continue;
-            }
-            self.slow.read_at(key.block * BLOCK_SIZE, slow.bytes_mut())?;
-            compared += 1;
-            if slow.bytes() != cached.bytes() {
-                wrong += 1;
-                let forgotten = self.store.forget(key);
-                forgotten.into_iter().for_each(|slot| self.store.release(slot));
-            }
-        }
-        Ok((compared, wrong))
-    }
-
-    fn check(&self) -> Result<()> {
-        if self.is_broken() {
-            let what = format!("a flush of {} has failed: nothing is written any more", self.name);
-            return Err(Error::new(ErrorKind::LocalIo, what));
-        }
-        Ok(())
-    }
-
-    fn bitmaps(&self) -> DeviceBitmaps<'_, C> {
+    pub(crate) fn bitmaps(&self) -> DeviceBitmaps<'_, C> {
         let first = self.record.bitmap_first.get();
         DeviceBitmaps { store: &self.store, first, counts: &self.counts }
     }
@@ -565,46 +586,6 @@ impl<C: LocalFile, S: SlowDevice> Cached<C, S> {
                 None => {}
             }
         }
-    }
-
-    /// Makes every change durable that returned before.
-    pub fn flush(&self) -> Result<()> {
-        self.counts.add(Count::Flushes, 1);
-        self.sync_slow()
-    }
-
-    /// One at a time: the kernel reports a loss once, and those that wait here must learn of it.
-    fn sync_slow(&self) -> Result<()> {
-        let _turn = self.syncing.lock().unwrap_or_else(PoisonError::into_inner);
-        self.check()?;
-        self.slow.sync().inspect_err(|error| {
-            self.counts.note_lost();
-            tracing::error!("a flush of {} failed: {error}", self.name);
-            self.counts.add(Count::SlowErrors, 1);
-        })
-    }
-
-    /// Clears the marks of regions that are idle, after making the slow device and the index
-    /// durable; stores the counters.
-    pub fn tidy(&self) -> Result<()> {
-        if self.store.has_failed() {
-            return Ok(());
-        }
-        self.check()?;
-        let idle = self.marks.idle();
-        if !idle.is_empty() {
-            self.sync_slow()?;
-        }
-        let stored = self.store.store_index(&self.counts).and_then(|()| {
-            self.marks.clear(&idle, &self.bitmaps())?;
-            let mut record = self.record;
-            record.counters = self.counts.all().map(Into::into);
-            self.store.put_record(self.number, record)
-        });
-        stored.or_else(|error| {
-            self.counts.add(Count::CacheErrors, 1);
-            self.store.give_up(&error)
-        })
     }
 }
 

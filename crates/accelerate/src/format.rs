@@ -4,6 +4,7 @@
 //!   block 0, 1      superblock, written in turn: the valid one with the higher generation counts.
 //!                   Sizes, and a record of each slow device
 //!   from 2          bitmaps: a bit for each MiB of a slow device that may have been written
+//!   then            log: dirty blocks of write-back (`record`), in segments; none in a small cache
 //!   then            index: parts of 31 sets, a word and a check of each slot
 //!   then            slots: the cached blocks, 16 a set
 //! ```
@@ -25,13 +26,16 @@ use zerocopy::{
 use crate::sets::{SETS_A_PART, WAYS};
 
 /// The version that this program writes, and the only one that it reads.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of a region, for which the bitmap has a bit.
 pub const REGION: u64 = 1 << 20;
 /// The most slow devices of one cache.
 pub const DEVICES_MAX: usize = 16;
 /// The smallest cache device.
 pub const SIZE_MIN: u64 = 1 << 20;
+/// The smallest and the largest log, in blocks.
+pub const LOG_MIN: u32 = 64;
+const LOG_MAX: u32 = 4 << 20;
 /// Counters of a device.
 pub const COUNTERS: usize = 16;
 /// Bytes of a device's name.
@@ -69,6 +73,7 @@ pub(crate) enum Kind {
     Super = 1,
     Bitmap = 2,
     Index = 3,
+    Record = 4,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -103,6 +108,65 @@ pub(crate) fn is_sealed(block: &Block, kind: Kind, number: u64, epoch: u64, id: 
         && head.number.get() == number
         && head.epoch.get() == epoch
         && head.id == id
+}
+
+/// Number and epoch of a whole block of this kind and cache.
+pub(crate) fn sealed(block: &[u8], kind: Kind, id: [u8; 16]) -> Option<(u64, u64)> {
+    let (head, _) = Head::ref_from_prefix(block).ok()?;
+    let is_it = head.kind.get() == kind as u32 && head.id == id;
+    (is_it && head.crc.get() == crc32c::crc32c(&block[4..]))
+        .then(|| (head.number.get(), head.epoch.get()))
+}
+
+/// Generations of the log that the superblock tells apart.
+pub(crate) const STARTS_MAX: usize = 32;
+/// No segment is open.
+const NONE_OPEN: u32 = u32::MAX;
+
+/// The state of the log, as the superblock has it.
+///
+/// A record counts if its number is not below `tail`, and lies within the range of its generation:
+/// from the generation's own start to that of the next one.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct LogHead {
+    /// The first record that counts.
+    pub(crate) tail: u64,
+    /// The segment that is being filled.
+    pub(crate) open: Option<u32>,
+    /// Generations, and the numbers of their first records; both grow. At least one.
+    pub(crate) starts: Vec<(u64, u64)>,
+}
+
+impl LogHead {
+    fn new() -> Self {
+        Self { tail: 1, open: None, starts: vec![(1, 1)] }
+    }
+
+    /// True if a record counts.
+    pub(crate) fn counts(&self, generation: u64, number: u64) -> bool {
+        let after = self.starts.iter().position(|(start, _)| *start > generation);
+        let after = after.unwrap_or(self.starts.len());
+        let Some((_, first)) = after.checked_sub(1).and_then(|at| self.starts.get(at)) else {
+            return false;
+        };
+        let is_newest = self.starts.last().is_some_and(|(newest, _)| *newest >= generation);
+        let end = self.starts.get(after).map_or(u64::MAX, |(_, first)| *first);
+        is_newest && number >= self.tail.max(*first) && number < end
+    }
+
+    /// Begins a generation whose first record is `first`: no earlier generation has it.
+    pub(crate) fn begin(&mut self, generation: u64, first: u64) {
+        let tail = self.tail;
+        while self.starts.get(1).is_some_and(|(_, first)| *first <= tail) {
+            self.starts.remove(0);
+        }
+        if self.starts.len() == STARTS_MAX {
+            // The two oldest are not told apart any more.
+            self.starts.remove(1);
+        }
+        self.starts.push((generation, first));
+        self.open = None;
+    }
 }
 
 /// A slow device that the cache knows.
@@ -142,8 +206,12 @@ struct RawSuper {
     epoch: U64,
     size: U64,
     bitmap_blocks: U32,
-    reserved: U32,
+    log_blocks: U32,
     devices: [Record; DEVICES_MAX],
+    log_tail: U64,
+    log_open: U32,
+    log_starts: U32,
+    starts: [[U64; 2]; STARTS_MAX],
 }
 
 const _: () = assert!(size_of::<RawSuper>() <= BLOCK, "the superblock is one block");
@@ -159,6 +227,7 @@ pub struct Super {
     pub epoch: u64,
     /// Places of the parts.
     pub layout: Layout,
+    pub(crate) log: LogHead,
     pub(crate) devices: [Record; DEVICES_MAX],
 }
 
@@ -169,30 +238,53 @@ pub struct Layout {
     pub size: u64,
     /// Blocks of all bitmaps.
     pub bitmap_blocks: u32,
+    /// Blocks of the log.
+    pub log_blocks: u32,
     /// Sets of the index.
     pub sets: u32,
 }
 
 impl Layout {
-    /// The layout of a device of `size` bytes; `Invalid` below [`SIZE_MIN`].
+    /// The layout of a device of `size` bytes with a log of a tenth of it, at most 16 GiB; `Invalid`
+    /// below [`SIZE_MIN`].
     pub fn new(size: u64) -> Result<Self> {
+        let log = (size / BLOCK_SIZE / 10).min(u64::from(LOG_MAX)) as u32;
+        Self::with_log(size, if log < LOG_MIN { 0 } else { log })
+    }
+
+    /// The layout with a log of `log_blocks` blocks: none, or [`LOG_MIN`] to a quarter of the size.
+    pub fn with_log(size: u64, log_blocks: u32) -> Result<Self> {
         if size < SIZE_MIN {
             let what = format!("a cache of {size} bytes is too small: {SIZE_MIN} are the least");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         let blocks = size / BLOCK_SIZE;
+        let fits = (LOG_MIN..=LOG_MAX).contains(&log_blocks) && u64::from(log_blocks) <= blocks / 4;
+        if log_blocks != 0 && !fits {
+            let what = format!("a log of {log_blocks} blocks does not fit into {size} bytes");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
         // Enough for slow devices of about 500 times the size, 64 GiB at least.
         let bitmap_blocks = (blocks / 16_384).clamp(2 * DEVICES_MAX as u64, 1 << 16) as u32;
         let parts = u64::from(SETS_A_PART);
-        let rest = blocks - 2 - u64::from(bitmap_blocks) - 1;
+        let rest = blocks - 2 - u64::from(bitmap_blocks) - u64::from(log_blocks) - 1;
         let sets = rest * parts / (parts * WAYS as u64 + 1);
         // 2^32 slots, which are 16 TiB.
         let sets = sets.min((u32::MAX / WAYS as u32).into()) as u32;
-        Ok(Self { size, bitmap_blocks, sets })
+        Ok(Self { size, bitmap_blocks, log_blocks, sets })
+    }
+
+    fn log_first(&self) -> u64 {
+        2 + u64::from(self.bitmap_blocks)
+    }
+
+    /// Offset of a block of the log.
+    pub(crate) fn log_at(&self, block: u32) -> u64 {
+        (self.log_first() + u64::from(block)) * BLOCK_SIZE
     }
 
     fn index_first(&self) -> u64 {
-        2 + u64::from(self.bitmap_blocks)
+        self.log_first() + u64::from(self.log_blocks)
     }
 
     fn slots_first(&self) -> u64 {
@@ -219,11 +311,15 @@ impl Super {
     /// The superblock of a new cache.
     pub fn new(id: [u8; 16], layout: Layout) -> Self {
         let devices = [Record::new_zeroed(); DEVICES_MAX];
-        Self { id, generation: 1, epoch: 1, layout, devices }
+        Self { id, generation: 1, epoch: 1, layout, log: LogHead::new(), devices }
     }
 
     /// As a block.
     pub fn encode(&self) -> Box<Block> {
+        let mut starts = [[U64::new(0); 2]; STARTS_MAX];
+        for (raw, (generation, first)) in starts.iter_mut().zip(&self.log.starts) {
+            *raw = [(*generation).into(), (*first).into()];
+        }
         let raw = RawSuper {
             head: [0; HEAD],
             magic: MAGIC,
@@ -234,8 +330,12 @@ impl Super {
             epoch: self.epoch.into(),
             size: self.layout.size.into(),
             bitmap_blocks: self.layout.bitmap_blocks.into(),
-            reserved: 0.into(),
+            log_blocks: self.layout.log_blocks.into(),
             devices: self.devices,
+            log_tail: self.log.tail.into(),
+            log_open: self.log.open.unwrap_or(NONE_OPEN).into(),
+            log_starts: (self.log.starts.len() as u32).into(),
+            starts,
         };
         let mut block = Block::zeroed();
         block.0[..size_of::<RawSuper>()].copy_from_slice(raw.as_bytes());
@@ -263,7 +363,7 @@ impl Super {
         if !is_sealed(block, Kind::Super, 0, 0, raw.id) {
             return fail(ErrorKind::Corrupt, "the superblock of its cache is damaged".into());
         }
-        let layout = Layout::new(raw.size.get())?;
+        let layout = Layout::with_log(raw.size.get(), raw.log_blocks.get())?;
         if (layout.sets, layout.bitmap_blocks) != (raw.sets.get(), raw.bitmap_blocks.get()) {
             return fail(ErrorKind::Corrupt, "the sizes in its superblock disagree".into());
         }
@@ -282,7 +382,15 @@ impl Super {
         if !raw.devices.iter().all(fits) {
             return fail(ErrorKind::Corrupt, "a record of a slow device makes no sense".into());
         }
+        let starts = raw.starts.iter().take(raw.log_starts.get() as usize);
+        let starts: Vec<_> = starts.map(|[start, first]| (start.get(), first.get())).collect();
+        let grow = starts.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1);
+        if starts.is_empty() || raw.log_starts.get() as usize > STARTS_MAX || !grow {
+            return fail(ErrorKind::Corrupt, "the generations of its log make no sense".into());
+        }
+        let open = Some(raw.log_open.get()).filter(|open| *open != NONE_OPEN);
         Ok(Self {
+            log: LogHead { tail: raw.log_tail.get(), open, starts },
             id: raw.id,
             generation: raw.generation.get(),
             epoch: raw.epoch.get(),
@@ -354,7 +462,8 @@ mod tests {
             let slots = u64::from(layout.sets) * WAYS as u64;
             let end = layout.slot_at((slots - 1) as u32) + BLOCK_SIZE;
             assert!(end <= size, "{size}: {end}");
-            assert!(layout.bitmap_at(layout.bitmap_blocks) == layout.part_at(0));
+            assert!(layout.bitmap_at(layout.bitmap_blocks) == layout.log_at(0));
+            assert!(layout.log_at(layout.log_blocks) == layout.part_at(0));
             assert!(layout.part_at(layout.sets.div_ceil(SETS_A_PART)) == layout.slot_at(0));
             assert!(size > 1 << 44 || end > size - size / 50 - (1 << 18), "{size}: {end}");
         }
@@ -376,7 +485,7 @@ mod tests {
         damaged.0[200] ^= 1;
         assert_eq!(kind(&damaged, SIZE_MIN), ErrorKind::Corrupt);
         let mut newer = Block(block.0);
-        newer.0[HEAD + 8] = 2;
+        newer.0[HEAD + 8] = 3;
         assert_eq!(kind(&newer, SIZE_MIN), ErrorKind::UnsupportedFormat);
     }
 

@@ -4,10 +4,13 @@
 //!   Cached (device)        one slow device: read, write, erase, flush; the order of a write
 //!     │  Marks (marks)     its regions that may be newer than the stored index
 //!     │  Streams           recognises sequences, which go round the cache
+//!     │  dirty, upkeep     writes to the log; flushes and tidying
+//!     │  Backing (backing) the slow device, and what of it a flush has to make durable
 //!     ▼
 //!   Store (store)          the cache device, shared by up to 16 slow devices
 //!     ├─ Sets (sets, keys) the index: 16-way sets, 4 bytes a block and 4 of check
 //!     ├─ Policy (policy)   what is kept: adaptive, clock, fifo, tinylfu
+//!     ├─ Log (log, record, recover, write_back)   dirty blocks
 //!     ├─ Locks (locks)     ranges of blocks that one request has to itself
 //!     └─ format            the bytes on the device
 //! ```
@@ -15,17 +18,27 @@
 //! Files and devices are behind [`LocalFile`](burgeon_block::LocalFile) and [`SlowDevice`], so the
 //! simulator can crash both. The calls are synchronous: whoever serves them gives each a thread.
 
+mod backing;
 mod counters;
 mod device;
+mod dirty;
 pub mod format;
 pub mod keys;
 mod locks;
+mod log;
 mod marks;
 pub mod policy;
+mod record;
+mod records;
+mod recover;
 pub mod sets;
 mod store;
 mod streams;
+mod upkeep;
+mod write_back;
 
+pub use backing::SlowDevice;
 pub use counters::{Cells, Count, Counts};
-pub use device::{Cached, Mode, Options, SlowDevice};
-pub use store::{Distrust, Store, Trust, create, destroy, read_super};
+pub use device::{Cached, Mode, Options};
+pub use store::{Distrust, Store, Trust, create, create_with, destroy, read_super};
+pub use write_back::Limits;

@@ -1,7 +1,8 @@
 //! Locks of ranges of blocks, which are held across I/O; no mutex is.
 //!
-//! Invariants: a block has at most one holder. A thread that waits holds no other range, except
-//! through [`Locks::try_lock`], which never waits: so nobody waits in a circle.
+//! Invariants: a block has at most one holder. A thread that waits for a block holds no other range,
+//! except through [`Locks::try_lock`], which never waits. The holder of a block may wait for a turn
+//! (a range of no device), whose holder waits for no block: so nobody waits in a circle.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 

@@ -77,6 +77,17 @@ impl Marks {
         Self { id, first_block, state: Mutex::new(state), turn: Condvar::new() }
     }
 
+    /// A bitmap with all marks, of a device of `regions` regions; its blocks have yet to be written.
+    pub(crate) fn full(id: [u8; 16], first_block: u32, blocks: u32, regions: u32) -> Self {
+        let marks = Self::empty(id, first_block, blocks);
+        let mut state = marks.state();
+        state.bits.fill(0xff);
+        let marked = Region { durable: true, ..Region::default() };
+        state.regions = (0..regions).map(|region| (region, marked)).collect();
+        drop(state);
+        marks
+    }
+
     /// The bitmap as it is stored, of a device of `regions` regions. All those of a block that cannot
     /// be read are marked.
     pub(crate) fn load(

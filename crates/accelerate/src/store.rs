@@ -15,7 +15,7 @@
 use std::{
     collections::HashMap,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU32, Ordering::SeqCst},
     },
 };
@@ -24,15 +24,15 @@ use burgeon_block::{BLOCK_SIZE, ByteRange, Error, ErrorKind, LocalFile, Pages, R
 use zerocopy::{FromZeros as _, IntoBytes as _};
 
 use crate::{
+    backing::Backing,
     counters::{Count, Counts},
-    format::{
-        Block, DEVICES_MAX, Layout, NAME_MAX, REGION, REGIONS_A_BLOCK, Record, SIZE_MIN, Super,
-    },
+    format::{Block, DEVICES_MAX, Layout, SIZE_MIN, Super},
     format::{decode_part, encode_part},
-    keys::Key,
+    keys::{Key, Keys},
     locks::{Locked, Locks, Span},
-    marks::{Bitmaps, Marks},
+    log::Log,
     policy::{Fate, Kind, Policy},
+    recover::recover,
     sets::{Sets, Slot, check_of},
 };
 
@@ -56,14 +56,20 @@ pub enum Trust {
 /// it returns.
 pub type Distrust = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
+/// The attached slow devices, by their numbers.
+pub(crate) type Backings = [Option<Arc<Backing>>; DEVICES_MAX];
+
 /// A cache device.
 pub struct Store<C> {
-    file: C,
+    pub(crate) file: C,
     id: [u8; 16],
-    layout: Layout,
+    pub(crate) layout: Layout,
     trust: Trust,
     sets: Sets,
     pub(crate) locks: Locks,
+    /// Dirty blocks; `None` if the cache has no room for a log.
+    pub(crate) log: Option<Log>,
+    backings: Mutex<Backings>,
     room: Mutex<Room>,
     head: Mutex<Super>,
     epoch: u64,
@@ -95,7 +101,12 @@ struct Leaving<'a> {
 
 /// Makes a new cache on `file` of `size` bytes, and overwrites its beginning.
 pub fn create(file: &impl LocalFile, size: u64, id: [u8; 16]) -> Result<()> {
-    let block = Super::new(id, Layout::new(size)?).encode();
+    create_with(file, Layout::new(size)?, id)
+}
+
+/// [`create`] with a layout of the caller's.
+pub fn create_with(file: &impl LocalFile, layout: Layout, id: [u8; 16]) -> Result<()> {
+    let block = Super::new(id, layout).encode();
     for copy in 0..2 {
         file.write_at(copy * BLOCK_SIZE, &block.0)?;
     }
@@ -133,9 +144,25 @@ impl<C: LocalFile> Store<C> {
         if trust == Trust::Cold {
             head.epoch += 1;
         }
-        let store = Self::new(file, head, trust, kind, distrust);
+        let blocks_max = Keys::new(head.layout.sets).blocks_max();
+        let log = match head.layout.log_blocks {
+            0 => None,
+            _ => {
+                let mut found = recover(&file, &head.layout, &head.log, head.id, blocks_max)?;
+                if head.log.open.is_some() {
+                    // A record that the former process still writes must not count.
+                    head.log.begin(found.generation + 1, found.next);
+                    (found.generation, found.first) = (found.generation + 1, found.next);
+                }
+                Some(Log::new(head.layout, head.id, found))
+            }
+        };
+        let mut store = Self::new(file, head, trust, kind, distrust);
+        store.log = log;
         if trust == Trust::Warm {
             load(&store.file, &store.head().clone(), &store.sets)?;
+            // A slot of a dirty block is older than its version in the log.
+            store.drop_blocks(|key| store.log.as_ref().is_some_and(|log| log.find(key).is_some()));
         }
         // A cold cache must be cold for a later warm start, too, whichever copy that finds.
         store.store_head(|_| ())?;
@@ -160,6 +187,8 @@ impl<C: LocalFile> Store<C> {
             trust,
             sets,
             locks: Locks::default(),
+            log: None,
+            backings: Mutex::default(),
             room: Mutex::new(Room { policy, memory: HashMap::new() }),
             epoch: head.epoch,
             head: Mutex::new(head),
@@ -211,11 +240,15 @@ impl<C: LocalFile> Store<C> {
         self.room().memory.len() as u64
     }
 
+    pub(crate) fn backings(&self) -> MutexGuard<'_, Backings> {
+        self.backings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn room(&self) -> MutexGuard<'_, Room> {
         self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn head(&self) -> MutexGuard<'_, Super> {
+    pub(crate) fn head(&self) -> MutexGuard<'_, Super> {
         self.head.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -237,8 +270,8 @@ impl<C: LocalFile> Store<C> {
         Ok(())
     }
 
-    /// Counts an error of a slot.
-    fn note_error(&self, counts: &Counts, error: &Error) {
+    /// Counts an error of a slot or of the log.
+    pub(crate) fn note_error(&self, counts: &Counts, error: &Error) {
         counts.add(Count::CacheErrors, 1);
         if self.errors.fetch_add(1, SeqCst) + 1 == ERRORS_MAX {
             if let Err(error) = self.give_up(error) {
@@ -412,11 +445,17 @@ impl<C: LocalFile> Store<C> {
                 counts.add(Count::CacheMetaBytes, BLOCK_SIZE);
             }
         }
-        self.file.sync().inspect_err(|_| give_back(&taken))
+        self.sync().inspect_err(|_| give_back(&taken))
+    }
+
+    /// Makes what was written to the cache device durable.
+    pub(crate) fn sync(&self) -> Result<()> {
+        let log = self.log.as_ref();
+        self.file.sync().inspect_err(|_| log.into_iter().for_each(Log::note_lost))
     }
 
     /// Changes the superblock, durably.
-    fn store_head<T>(&self, change: impl FnOnce(&mut Super) -> T) -> Result<T> {
+    pub(crate) fn store_head<T>(&self, change: impl FnOnce(&mut Super) -> T) -> Result<T> {
         let _turn = self.locks.lock(TURN);
         let (block, copy, changed) = {
             let mut head = self.head();
@@ -424,111 +463,12 @@ impl<C: LocalFile> Store<C> {
             head.generation += 1;
             (head.encode(), head.generation % 2, changed)
         };
-        self.file.write_at(copy * BLOCK_SIZE, &block.0)?;
-        self.file.sync()?;
-        Ok(changed)
-    }
-
-    /// The number and record of the slow device `name`.
-    pub(crate) fn record(&self, name: &str) -> Option<(u8, Record)> {
-        let head = self.head();
-        let mut records = head.devices.iter().enumerate();
-        let is_it = |record: &Record| record.used.get() != 0 && record.name() == name;
-        records.find(|(_, record)| is_it(record)).map(|(number, record)| (number as u8, *record))
-    }
-
-    /// Names and sizes of the slow devices that the cache knows.
-    pub fn known(&self) -> Vec<(String, u64)> {
-        let head = self.head();
-        let used = head.devices.iter().filter(|record| record.used.get() != 0);
-        used.map(|record| (record.name(), record.size.get())).collect()
-    }
-
-    /// A record for a new slow device. `NoSpace` if there is no room for one.
-    pub(crate) fn add_record(&self, name: &str, size: u64) -> Result<(u8, Record)> {
-        let full = |what: String| Error::new(ErrorKind::NoSpace, what);
-        if name.is_empty() || name.len() > NAME_MAX {
-            let what = format!("a device's name has 1 to {NAME_MAX} bytes: {name:?} has not");
-            return Err(Error::new(ErrorKind::Invalid, what));
+        let stored = self.file.write_at(copy * BLOCK_SIZE, &block.0).and_then(|()| self.sync());
+        if stored.is_err() {
+            // This copy may be damaged: the next write takes it again, and leaves the other one.
+            self.head().generation -= 1;
         }
-        if size.div_ceil(BLOCK_SIZE) > self.sets.keys().blocks_max() {
-            let max = self.sets.keys().blocks_max() * BLOCK_SIZE;
-            let what = format!(
-                "a slow device of {size} bytes is too large for this cache: {max} are the most"
-            );
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
-        let blocks = size.div_ceil(REGION).div_ceil(u64::from(REGIONS_A_BLOCK)).max(1);
-        let Some(first) = self.free_bitmap(blocks) else {
-            return Err(full(format!(
-                "the cache has no room for the bitmap of {name}: make a larger one (`burgeon \
-                 accelerate destroy`, `create`)"
-            )));
-        };
-        let mut record = Record::empty();
-        record.used = 1.into();
-        record.bitmap_first = first.into();
-        record.bitmap_blocks = (blocks as u32).into();
-        record.size = size.into();
-        record.name[..name.len()].copy_from_slice(name.as_bytes());
-        let free = self.head().devices.iter().position(|record| record.used.get() == 0);
-        let Some(number) = free else {
-            return Err(full(format!(
-                "the cache knows {DEVICES_MAX} slow devices, which are the most: make it anew \
-                 (`burgeon accelerate destroy`, `create`), or another one"
-            )));
-        };
-        Ok((number as u8, record))
-    }
-
-    /// The first of `blocks` free blocks of the bitmaps.
-    fn free_bitmap(&self, blocks: u64) -> Option<u32> {
-        let head = self.head();
-        let mut used: Vec<(u32, u32)> = head
-            .devices
-            .iter()
-            .filter(|r| r.used.get() != 0)
-            .map(|r| (r.bitmap_first.get(), r.bitmap_blocks.get()))
-            .collect();
-        used.sort_unstable();
-        let mut first = 0;
-        for (start, len) in used {
-            if u64::from(start) >= u64::from(first) + blocks {
-                return Some(first);
-            }
-            first = first.max(start + len);
-        }
-        (u64::from(first) + blocks <= u64::from(self.layout.bitmap_blocks)).then_some(first)
-    }
-
-    /// Stores a record.
-    pub(crate) fn put_record(&self, number: u8, record: Record) -> Result<()> {
-        self.store_head(|head| head.devices[usize::from(number)] = record)
-    }
-
-    /// Forgets the slow device `name`.
-    pub fn forget_device(&self, name: &str) -> Result<()> {
-        match self.record(name) {
-            Some((number, _)) => {
-                self.drop_blocks(|key| key.device == number);
-                self.store_index(&Counts::default())?;
-                self.put_record(number, Record::empty())
-            }
-            None => {
-                let what = format!("the cache knows no slow device {name}");
-                Err(Error::new(ErrorKind::NotFound, what))
-            }
-        }
-    }
-
-    /// The bitmap of a known device.
-    pub(crate) fn load_marks(&self, record: &Record) -> Marks {
-        let (first, blocks) = (record.bitmap_first.get(), record.bitmap_blocks.get());
-        let regions = record.size.get().div_ceil(REGION) as u32;
-        let read = |block: u32, stored: &mut Block| {
-            self.file.read_at(self.layout.bitmap_at(first + block), &mut stored.0)
-        };
-        Marks::load(self.id, first, blocks, regions, read)
+        stored.map(|()| changed)
     }
 }
 
@@ -547,22 +487,4 @@ fn load(file: &impl LocalFile, head: &Super, sets: &Sets) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The bitmap blocks of one slow device.
-pub(crate) struct DeviceBitmaps<'a, C> {
-    pub(crate) store: &'a Store<C>,
-    pub(crate) first: u32,
-    pub(crate) counts: &'a Counts,
-}
-
-impl<C: LocalFile> Bitmaps for DeviceBitmaps<'_, C> {
-    fn write(&self, block: u32, bytes: &Block) -> Result<()> {
-        self.counts.add(Count::CacheMetaBytes, BLOCK_SIZE);
-        self.store.file.write_at(self.store.layout.bitmap_at(self.first + block), &bytes.0)
-    }
-
-    fn sync(&self) -> Result<()> {
-        self.store.file.sync()
-    }
 }

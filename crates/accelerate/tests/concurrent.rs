@@ -10,7 +10,8 @@ use std::{
 };
 
 use burgeon_accelerate::{
-    Cached, Count, Mode, Options, SlowDevice, Store, Trust, create, policy::Kind,
+    Cached, Count, Limits, Mode, Options, SlowDevice, Store, Trust, create_with, format::Layout,
+    policy::Kind,
 };
 use burgeon_block::{ByteRange, Erase, LocalFile, Result};
 use testkit::Rng;
@@ -108,21 +109,28 @@ fn work(device: &Cached<Memory, Memory>, newest: &[AtomicU64], writes: bool, see
         if round % 500 == 0 {
             device.tidy().expect("tidying fails");
         }
+        if round % 100 == 0 {
+            let limits = Limits { percent: 50, seconds: rng.below(4) };
+            let written = device.store().write_back_due(limits, round / 100);
+            written.expect("writing back fails");
+        }
     }
 }
 
 #[test]
 fn no_thread_reads_an_older_version() {
-    for (seed, (mode, kind)) in [
-        (Mode::WriteThrough, Kind::Adaptive),
-        (Mode::WriteThrough, Kind::Clock),
-        (Mode::WriteAround, Kind::Clock),
+    for (seed, (mode, kind, log_blocks)) in [
+        (Mode::WriteThrough, Kind::Adaptive, 0),
+        (Mode::WriteThrough, Kind::Clock, 0),
+        (Mode::WriteAround, Kind::Clock, 0),
+        (Mode::WriteBack, Kind::Clock, 64),
     ]
     .into_iter()
     .enumerate()
     {
         let cache = Memory::new(CACHE_LEN);
-        create(&cache, CACHE_LEN as u64, [1; 16]).expect("no cache");
+        let layout = Layout::with_log(CACHE_LEN as u64, log_blocks).expect("no layout");
+        create_with(&cache, layout, [1; 16]).expect("no cache");
         let distrust = Box::new(|| Ok(()));
         let store = Store::open(cache, CACHE_LEN as u64, Trust::Cold, kind, distrust);
         let store = Arc::new(store.expect("no store"));
@@ -139,6 +147,8 @@ fn no_thread_reads_an_older_version() {
         let count = |count| device.counts().get(count);
         assert_eq!((count(Count::CorruptBlocks), count(Count::CacheErrors)), (0, 0));
         assert!(count(Count::CacheHitBytes) > 0 && count(Count::MissBytes) > 0);
+        device.store().write_back_all().expect("writing back fails");
+        assert_eq!(device.dirty(), 0);
         let (compared, wrong) =
             device.compare(0..device.store().sets().slots()).expect("comparing fails");
         assert!(compared > 0 && wrong == 0, "{compared} {wrong}");

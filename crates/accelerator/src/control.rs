@@ -15,6 +15,7 @@ use std::{
     time::Duration,
 };
 
+use burgeon_accelerate::Mode;
 use burgeon_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::Value;
@@ -25,6 +26,15 @@ const LEN_MAX: u64 = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(120);
 /// One that asks has its question ready.
 const QUESTION: Duration = Duration::from_secs(5);
+
+/// The modes of an attached device. Write-back is not among them: the core has it, but a dirty cache
+/// does not know its slow device again yet.
+pub const MODES: [Mode; 2] = [Mode::WriteThrough, Mode::WriteAround];
+
+/// The served mode of this name.
+pub(crate) fn parse_mode(name: &str) -> Option<Mode> {
+    Mode::parse(name).filter(|mode| MODES.contains(mode))
+}
 
 /// A question.
 #[derive(Serialize, Deserialize, Debug)]

@@ -30,7 +30,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Counts, Mode, policy::Kind};
+use burgeon_accelerate::{Counts, policy::Kind};
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::{LoopDevice, Slots};
 use rustix::{
@@ -41,7 +41,7 @@ use rustix::{
 use serde_json::{Value, json};
 
 use crate::{
-    control::{Answer, Ask, Attach, Set, question, receive, reply},
+    control::{Answer, Ask, Attach, Set, parse_mode, question, receive, reply},
     disk::Disk,
     folder::Folder,
     harden::harden,
@@ -181,7 +181,7 @@ impl Keeper {
     }
 
     fn attach(&mut self, options: Attach) -> Result<Value> {
-        named(&options.mode, Mode::parse, "mode")?;
+        named(&options.mode, parse_mode, "mode")?;
         options.policy.as_deref().map(|name| named(name, Kind::parse, "policy")).transpose()?;
         let name = options.name.clone();
         if self.devices.iter().any(|device| device.options.name == name) {
@@ -301,7 +301,7 @@ impl Keeper {
 
     /// Remembers settings for the servers to come; the one that runs is asked by whoever asked this.
     fn remember(&mut self, set: Set) -> Result<Value> {
-        let mode = set.mode.as_deref().map(|name| named(name, Mode::parse, "mode"));
+        let mode = set.mode.as_deref().map(|name| named(name, parse_mode, "mode"));
         mode.transpose()?;
         let policy = set.policy.as_deref().map(|name| named(name, Kind::parse, "policy"));
         policy.transpose()?;

@@ -27,7 +27,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burgeon_accelerate::{Cached, Count, Counts, Mode, Options, Store, Trust, policy::Kind};
+use burgeon_accelerate::{Cached, Count, Counts, Options, Store, Trust, policy::Kind};
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_frontend::{Connection, End, ServeOptions, Server, Slots, serve_writable};
 use serde::{Deserialize, Serialize};
@@ -35,7 +35,7 @@ use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
-    control::{Answer, Ask, Set, answer, receive, send},
+    control::{Answer, Ask, Set, answer, parse_mode, receive, send},
     device::Served,
     disk::Disk,
     harden::harden,
@@ -127,7 +127,7 @@ fn begin(plan: Plan) -> Result<(tokio::runtime::Runtime, Serving)> {
     for device in plan.devices {
         let slow = Disk::adopt(File::from(take(device.slow_fd)), &device.slow)?;
         let (fuse, slots) = (take(device.fuse_fd), take(device.slots_fd));
-        let mode = named(&device.mode, Mode::parse, "mode")?;
+        let mode = named(&device.mode, parse_mode, "mode")?;
         let trust = if device.warm { Trust::Warm } else { Trust::Cold };
         let options = Options { mode, cutoff: device.cutoff, is_in_use: device.is_in_use };
         let cached = Cached::attach(store.clone(), slow, &device.name, trust, options)?;
@@ -260,7 +260,7 @@ impl Serving {
             Ask::Status => Ok(self.status()),
             Ask::Set(Set { name, mode, policy, cutoff }) => {
                 let device = self.device(&name)?;
-                let mode = mode.map(|mode| named(&mode, Mode::parse, "mode")).transpose()?;
+                let mode = mode.map(|mode| named(&mode, parse_mode, "mode")).transpose()?;
                 let policy = policy.map(|p| named(&p, Kind::parse, "policy")).transpose()?;
                 mode.into_iter().for_each(|mode| device.set_mode(mode));
                 policy.into_iter().for_each(|policy| self.store.set_policy(policy));

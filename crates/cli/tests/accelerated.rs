@@ -271,6 +271,7 @@ fn bad_input_has_an_error_and_overwrites_nothing() {
     burgeon.fails(&attach(slow.text()), 1, "attached");
     burgeon.fails(&["accelerate", "destroy", "fast"], 5, "detach");
     burgeon.fails(&["accelerate", "set", "accel-bad", "mode=fast"], 1, "mode");
+    burgeon.fails(&["accelerate", "set", "accel-bad", "mode=write-back"], 1, "mode");
     burgeon.fails(&["accelerate", "set", "accel-bad", "colour=red"], 2, "colour");
     burgeon.fails(&["accelerate", "detach", "other"], 3, "other");
     burgeon.ok(&["accelerate", "detach", "accel-bad"]);

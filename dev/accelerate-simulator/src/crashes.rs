@@ -34,10 +34,39 @@ pub fn crash_at_every_write(seed: u64) -> Result<u64, String> {
     Ok(0)
 }
 
+/// Runs some operations again and again, and lets the process die within each write that they make,
+/// in turn; its write lands before or after the next process starts. Then everything is read, by this
+/// process and the next ones. Returns the number of deaths.
+pub fn die_at_every_write(seed: u64) -> Result<u64, String> {
+    for at in 0.. {
+        let mut world = World::new(seed)?;
+        world.choose(Mode::WriteBack, Kind::Clock);
+        world.power.die_after(at);
+        for _ in 0..60 {
+            let number = world.rng.below(2) as usize;
+            match world.rng.below(10) {
+                0..3 => world.read(number)?,
+                3..7 => world.write(number),
+                7 => world.flush(number)?,
+                _ => world.tidy(number),
+            }
+            if world.power.is_off() {
+                break;
+            }
+        }
+        if !world.power.is_off() {
+            return Ok(at);
+        }
+        let compared = world.compare_after_death();
+        compared.map_err(|e| format!("seed {seed}, write {at}: {e}"))?;
+    }
+    Ok(0)
+}
+
 /// Caches blocks, writes them round the cache or through it, and lets the power fail within each
 /// write of the tidying that follows.
 pub fn crash_while_tidying(seed: u64) -> Result<(), String> {
-    let mode = Mode::ALL[seed as usize % 2].0;
+    let mode = Mode::ALL[seed as usize % 3].0;
     for at in 0..16 {
         let mut world = World::new(seed)?;
         let mut rng = Rng::new(seed);
@@ -79,6 +108,30 @@ impl World {
             self.end_process();
         }
         Ok(())
+    }
+
+    /// What the next process reads stays so, when the write of the dead lands and processes die.
+    fn compare_after_death(&mut self) -> Result<(), String> {
+        self.die()?;
+        let both = |world: &mut Self| (0..2).try_for_each(|number| world.read_all(number));
+        if self.rng.below(2) == 0 {
+            both(self)?;
+        }
+        let mode = self.rng.pick(&Mode::ALL).0;
+        self.choose(mode, Kind::Clock);
+        for _ in 0..self.rng.below(12) {
+            let number = self.rng.below(2) as usize;
+            self.write(number);
+        }
+        self.cache.land();
+        both(self)?;
+        self.end_process();
+        self.start(Trust::Warm)?;
+        both(self)?;
+        for number in 0..2 {
+            self.flush(number)?;
+        }
+        self.compare_after_power_failure()
     }
 
     fn choose(&mut self, mode: Mode, kind: Kind) {

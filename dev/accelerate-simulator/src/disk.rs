@@ -15,6 +15,8 @@ pub(crate) struct Power(Arc<Mutex<PowerState>>);
 #[derive(Default)]
 struct PowerState {
     off: bool,
+    /// It is not the power but the process that ends within the write.
+    only_process: bool,
     writes: u64,
     fails_at: Option<u64>,
 }
@@ -28,6 +30,19 @@ impl Power {
     pub(crate) fn fail_after(&self, writes: Option<u64>) {
         let mut state = self.state();
         state.fails_at = writes.map(|writes| state.writes + writes);
+        state.only_process = false;
+    }
+
+    /// The process dies within the write that comes after `writes` more.
+    pub(crate) fn die_after(&self, writes: u64) {
+        self.fail_after(Some(writes));
+        self.state().only_process = true;
+    }
+
+    /// True if the process died, and the power did not fail.
+    pub(crate) fn has_died(&self) -> bool {
+        let state = self.state();
+        state.off && state.only_process
     }
 
     pub(crate) fn is_off(&self) -> bool {
@@ -76,6 +91,10 @@ struct State {
     /// Sectors written since the last sync.
     unsynced: Vec<usize>,
     faults: Faults,
+    /// Writes to these bytes may land after the death of the process that made them.
+    late_range: std::ops::Range<usize>,
+    /// Such a write.
+    late: Option<(usize, Vec<u8>)>,
     /// Errors given since the start of the machine.
     errors: u64,
 }
@@ -89,6 +108,8 @@ impl Disk {
             durable: vec![0; len],
             unsynced: Vec::new(),
             faults: Faults::default(),
+            late_range: 0..0,
+            late: None,
             errors: 0,
         })))
     }
@@ -119,14 +140,29 @@ impl Disk {
             }
         }
         now.clone_from(durable);
+        state.late = None;
         state.restart();
     }
 
-    /// Flips a bit behind the first blocks.
+    /// Writes to these bytes may land late.
+    pub(crate) fn set_late_range(&self, range: std::ops::Range<usize>) {
+        self.state().late_range = range;
+    }
+
+    /// The write of a dead process lands, if there is one.
+    pub(crate) fn land(&self) {
+        let mut state = self.state();
+        if let Some((offset, bytes)) = state.late.take() {
+            state.put(offset, &bytes, true);
+        }
+    }
+
+    /// Flips a bit behind the first blocks, and behind those that may not be lost.
     pub(crate) fn rot(&self) {
         let mut state = self.state();
         let bytes = state.now.len() as u64;
-        let at = (bytes / 4 + state.rng.below(bytes - bytes / 4)) as usize;
+        let first = (bytes / 4).max(state.late_range.end as u64);
+        let at = (first + state.rng.below(bytes - first)) as usize;
         state.now[at] ^= 1;
         state.durable[at] ^= 1;
     }
@@ -181,11 +217,18 @@ impl State {
     fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<()> {
         let chance = self.faults.write;
         if !self.power.is_off() && self.power.fails_now() {
-            self.put(offset, bytes, false);
+            if self.power.has_died() && self.late_range.contains(&offset) {
+                self.late = Some((offset, bytes.to_vec()));
+            } else {
+                let all = self.power.has_died() && self.rng.below(2) == 0;
+                self.put(offset, bytes, all);
+            }
         }
         if let Err(error) = self.fails(chance, "a write") {
             if !self.power.is_off() && !self.faults.dead {
-                self.put(offset, bytes, false);
+                // A write may be made, and fail all the same.
+                let all = self.rng.below(4) == 0;
+                self.put(offset, bytes, all);
             }
             return Err(error);
         }

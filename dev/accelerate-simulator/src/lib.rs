@@ -26,5 +26,5 @@ mod disk;
 mod model;
 mod run;
 
-pub use crashes::{crash_at_every_write, crash_while_tidying};
+pub use crashes::{crash_at_every_write, crash_while_tidying, die_at_every_write};
 pub use run::{Report, simulate};

@@ -31,12 +31,15 @@ struct Sector {
 /// One slow device, as its user knows it.
 pub(crate) struct Model {
     sectors: Vec<Sector>,
+    /// The sectors whose two sets may differ.
+    volatile: BTreeSet<usize>,
 }
 
 impl Model {
     pub(crate) fn new(sectors: usize) -> Self {
         let zero = || BTreeSet::from([0]);
-        Self { sectors: (0..sectors).map(|_| Sector { now: zero(), durable: zero() }).collect() }
+        let sectors = (0..sectors).map(|_| Sector { now: zero(), durable: zero() }).collect();
+        Self { sectors, volatile: BTreeSet::new() }
     }
 
     pub(crate) fn sectors(&self) -> usize {
@@ -51,6 +54,7 @@ impl Model {
         }
         now.insert(version);
         durable.insert(version);
+        self.volatile.insert(sector);
     }
 
     /// A discard returned.
@@ -60,7 +64,10 @@ impl Model {
 
     /// A flush returned without an error.
     pub(crate) fn flushed(&mut self) {
-        self.sectors.iter_mut().for_each(|sector| sector.durable.clone_from(&sector.now));
+        for sector in std::mem::take(&mut self.volatile) {
+            let Sector { now, durable } = &mut self.sectors[sector];
+            durable.clone_from(now);
+        }
     }
 
     /// Another program has written, durably.
@@ -71,13 +78,19 @@ impl Model {
 
     /// The power has failed.
     pub(crate) fn lost_power(&mut self) {
-        self.sectors.iter_mut().for_each(|sector| sector.now.clone_from(&sector.durable));
+        for sector in std::mem::take(&mut self.volatile) {
+            let Sector { now, durable } = &mut self.sectors[sector];
+            now.clone_from(durable);
+        }
     }
 
     /// The device returned `bytes`; from now on it has to return them again.
     pub(crate) fn read(&mut self, sector: usize, bytes: &[u8]) -> Result<(), String> {
         let version = self.check(sector, bytes)?;
-        self.sectors[sector].now = BTreeSet::from([version]);
+        if self.sectors[sector].now.len() > 1 {
+            self.sectors[sector].now = BTreeSet::from([version]);
+            self.volatile.insert(sector);
+        }
         Ok(())
     }
 

@@ -6,7 +6,9 @@ use std::sync::{
 };
 
 use burgeon_accelerate::{
-    Cached, Cells, Counts, Mode, Options, Store, Trust, create, policy::Kind,
+    Cached, Cells, Counts, Limits, Mode, Options, Store, Trust, create_with,
+    format::{LOG_MIN, Layout},
+    policy::Kind,
 };
 use burgeon_block::{BLOCK_SIZE, ByteRange, Erase, Error, ErrorKind};
 use testkit::Rng;
@@ -42,6 +44,10 @@ pub struct Report {
     pub dead_caches: u64,
     /// Writes of all disks.
     pub writes: u64,
+    /// Dirty blocks that a process left to the next one.
+    pub inherited: u64,
+    /// Writes of dead processes that landed.
+    pub late: u64,
 }
 
 /// Memory of counters that outlives the process.
@@ -64,6 +70,10 @@ pub(crate) struct World {
     version: u64,
     /// What `Distrust` has recorded.
     distrusted: Arc<AtomicBool>,
+    /// The cache has a log. Then nothing is promised over a cache device that lies.
+    logged: bool,
+    /// Seconds.
+    clock: u64,
     /// The cache device has lied since it was opened cold.
     lied: bool,
     pub(crate) running: Option<[Cached<Disk, Disk>; 2]>,
@@ -75,12 +85,20 @@ pub(crate) struct World {
 }
 
 impl World {
+    /// A machine whose cache has a log if `seed` is odd.
     pub(crate) fn new(seed: u64) -> Result<Self, String> {
         let mut rng = Rng::new(seed);
         let power = Power::default();
         let cache = Disk::new(rng.bits(), CACHE_LEN, &power);
         let slow = SLOW_LENS.map(|len| Disk::new(rng.bits(), len, &power));
-        create(&cache, CACHE_LEN as u64, [3; 16]).map_err(|e| e.to_string())?;
+        let logged = seed % 2 == 1;
+        let layout = Layout::with_log(CACHE_LEN as u64, if logged { LOG_MIN } else { 0 });
+        let layout = layout.map_err(|e| e.to_string())?;
+        create_with(&cache, layout, [3; 16]).map_err(|e| e.to_string())?;
+        if logged {
+            let first = (2 + layout.bitmap_blocks as usize) * BLOCK_SIZE as usize;
+            cache.set_late_range(first..first + LOG_MIN as usize * BLOCK_SIZE as usize);
+        }
         let mut world = Self {
             rng,
             power,
@@ -89,6 +107,8 @@ impl World {
             models: SLOW_LENS.map(|len| Model::new(len / SECTOR)),
             version: 0,
             distrusted: Arc::default(),
+            logged,
+            clock: 0,
             lied: false,
             running: None,
             cells: Default::default(),
@@ -118,6 +138,11 @@ impl World {
         let store = match store {
             Ok(store) => Arc::new(store),
             Err(_) if self.power.is_off() => return Ok(()),
+            Err(_) if is_in_use && self.logged => {
+                // Dirty blocks are not gone round: the device waits for its cache.
+                self.cache.restart();
+                return self.start(trust);
+            }
             Err(_) if is_in_use => {
                 self.distrusted.store(true, SeqCst);
                 Arc::new(Store::failed(self.cache.clone()).map_err(|e| e.to_string())?)
@@ -155,6 +180,7 @@ impl World {
             use burgeon_accelerate::Count;
             self.report.hit_bytes += device.counts().get(Count::CacheHitBytes);
             self.report.dead_caches += u64::from(device.store().has_failed());
+            self.report.inherited += device.dirty();
         }
     }
 
@@ -187,12 +213,19 @@ impl World {
             188..191 => self.stop()?,
             191..195 => self.cut_the_power()?,
             195..197 => self.cache.rot(),
+            197 if self.logged => self.power.die_after(self.rng.below(12)),
+            198 if self.logged => {
+                self.report.late += 1;
+                self.cache.land();
+            }
             _ => {
                 self.cache.set_faults(Faults::default());
                 self.slow[number].set_faults(Faults::default());
             }
         }
-        if self.power.is_off() {
+        if self.power.has_died() {
+            self.die()?;
+        } else if self.power.is_off() {
             self.cut_the_power()?;
         }
         self.report.operations += 1;
@@ -200,9 +233,15 @@ impl World {
     }
 
     pub(crate) fn tidy(&mut self, number: usize) {
+        self.clock += 5;
         if let Some(devices) = &self.running {
             // A failure shows in later requests.
-            drop(devices[number].tidy());
+            if self.rng.below(3) > 0 {
+                drop(devices[number].tidy());
+            }
+            let limits =
+                Limits { percent: self.rng.below(120) as u8, seconds: 10 + self.rng.below(100) };
+            drop(devices[number].store().write_back_due(limits, self.clock));
         }
     }
 
@@ -263,9 +302,10 @@ impl World {
         }
     }
 
-    /// An error needs a faulty slow device, or no power.
+    /// An error needs a faulty slow device, or no power; or a cache device with dirty blocks.
     fn excuse(&self, number: usize, error: &str) -> Result<(), String> {
-        if self.power.is_off() || self.slow[number].is_faulty() {
+        let faulty = self.slow[number].is_faulty() || (self.logged && self.cache.is_faulty());
+        if self.power.is_off() || faulty {
             return Ok(());
         }
         Err(format!("{}: {error}", NAMES[number]))
@@ -333,6 +373,7 @@ impl World {
             _ => {}
         }
         if self.rng.below(3) > 0 {
+            faults.lies &= !self.logged;
             self.lied |= faults.lies;
             self.cache.set_faults(faults);
         } else {
@@ -344,6 +385,13 @@ impl World {
 
     /// The slow devices alone hold all that was written.
     fn compare_slow(&self) -> Result<(), String> {
+        if self.logged {
+            return Ok(());
+        }
+        self.compare_all_slow()
+    }
+
+    fn compare_all_slow(&self) -> Result<(), String> {
         for (number, (slow, model)) in self.slow.iter().zip(&self.models).enumerate() {
             for sector in 0..model.sectors() {
                 let what = |error| format!("{} without the cache: {error}", NAMES[number]);
@@ -379,17 +427,39 @@ impl World {
         self.start(Trust::Warm)
     }
 
+    /// The process has died within a write, which may land later.
+    pub(crate) fn die(&mut self) -> Result<(), String> {
+        self.end_process();
+        self.power.on_again();
+        self.report.kills += 1;
+        self.restart_disks();
+        if self.rng.below(3) == 0 {
+            self.report.late += 1;
+            self.cache.land();
+        }
+        self.start(Trust::Warm)
+    }
+
     /// The process ends in order; then perhaps another program writes.
     fn stop(&mut self) -> Result<(), String> {
+        let mut is_clean = true;
         for device in self.running.iter().flatten() {
             drop(device.tidy());
+            is_clean &= device.store().write_back_all().is_ok() && device.dirty() == 0;
         }
         self.end_process();
         if self.power.is_off() {
             return Ok(());
         }
+        if !is_clean {
+            if !self.logged {
+                return Err("dirty blocks without a log".to_owned());
+            }
+            self.restart_disks();
+            return self.start(Trust::Warm);
+        }
         self.report.stops += 1;
-        self.compare_slow()?;
+        self.compare_all_slow()?;
         self.restart_disks();
         if self.rng.below(2) == 0 {
             return self.start(Trust::Warm);

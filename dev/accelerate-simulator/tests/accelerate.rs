@@ -1,6 +1,8 @@
 //! The cache through random and through exhaustive failures.
 
-use accelerate_simulator::{Report, crash_at_every_write, crash_while_tidying, simulate};
+use accelerate_simulator::{
+    Report, crash_at_every_write, crash_while_tidying, die_at_every_write, simulate,
+};
 
 fn seeds(default: u64) -> u64 {
     std::env::var("SIMULATION_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -18,11 +20,14 @@ fn no_seed_breaks_the_promise() {
         sum.warm += report.warm;
         sum.hit_bytes += report.hit_bytes;
         sum.dead_caches += report.dead_caches;
+        sum.inherited += report.inherited;
+        sum.late += report.late;
     }
     println!("{sum:?}");
     let happened =
         [sum.power_failures, sum.kills, sum.stops, sum.warm, sum.hit_bytes, sum.dead_caches];
-    assert!(happened.iter().all(|count| *count > 0), "{sum:?}");
+    let happened = happened.into_iter().chain([sum.inherited, sum.late]);
+    assert!(happened.into_iter().all(|count| count > 0), "{sum:?}");
 }
 
 #[test]
@@ -34,7 +39,7 @@ fn the_same_seed_is_the_same_run() {
 
 #[test]
 fn the_power_fails_at_every_write() {
-    for seed in 0..seeds(1).min(20) {
+    for seed in 0..seeds(2).min(20) {
         let failures = crash_at_every_write(seed).unwrap_or_else(|error| panic!("{error}"));
         assert!(failures > 60, "{failures}");
     }
@@ -44,5 +49,13 @@ fn the_power_fails_at_every_write() {
 fn the_power_fails_while_marks_are_cleared() {
     for seed in 0..seeds(40) {
         crash_while_tidying(seed).unwrap_or_else(|error| panic!("{error}"));
+    }
+}
+
+#[test]
+fn the_process_dies_at_every_write_of_the_log() {
+    for seed in 0..seeds(2).min(20) {
+        let deaths = die_at_every_write(2 * seed + 1).unwrap_or_else(|error| panic!("{error}"));
+        assert!(deaths > 60, "{deaths}");
     }
 }

@@ -1,12 +1,14 @@
 //! A simulator that finds nothing proves nothing: each bug of `dev/buggy-accelerate` must be found.
 
-use buggy_accelerate_simulator::{crash_while_tidying, simulate};
+use buggy_accelerate_simulator::{crash_while_tidying, die_at_every_write, simulate};
 use burgeon_accelerate::{bugs::turn_on, list::BUGS};
 
 /// Seeds that are tried for each bug; most are found within ten.
-const SEEDS: u64 = 60;
+const SEEDS: u64 = 160;
 /// Seeds of which the power then fails while marks are cleared.
 const TIDIED: u64 = 200;
+/// Seeds of which the process then dies at each write.
+const DYING: u64 = 2;
 
 #[test]
 fn every_bug_is_found() {
@@ -20,7 +22,10 @@ fn every_bug_is_found() {
         };
         let random = |seed| caught(&|| simulate(seed).map(drop));
         let tidying = |seed| caught(&|| crash_while_tidying(seed));
-        let found = (0..SEEDS).find_map(random).or_else(|| (0..TIDIED).find_map(tidying));
+        let dying = |seed| caught(&|| die_at_every_write(2 * seed + 1).map(drop));
+        let found = (0..SEEDS).find_map(random);
+        let found = found.or_else(|| (0..TIDIED).find_map(tidying));
+        let found = found.or_else(|| (0..DYING).find_map(dying));
         match found {
             Some(error) => println!("{} ({}): {error}", bug.name, bug.says),
             None => missed.push(bug.name),

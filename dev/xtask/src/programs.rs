@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 49] = [
+pub(crate) const QUICK: [&str; 50] = [
     "accelerate",
     "accelerate_bugs",
     "area",
@@ -52,6 +52,7 @@ pub(crate) const QUICK: [&str; 49] = [
     "troubleshooting",
     "volume",
     "work",
+    "write_back",
 ];
 
 /// All other test programs: they mount, need root or other programs, or take minutes.

@@ -160,6 +160,7 @@ const COMING: &[(&str, &str)] = &[];
 /// The readers of hostile bytes: the target in dev/fuzz, and the call in it that reads them.
 const FUZZED: &[(&str, &str)] = &[
     ("accelerate", "Super::decode("),
+    ("accelerate", "Store::open("),
     ("cache", "reader.decode("),
     ("chunk", "decode_chunk("),
     ("compressed", "build("),
@@ -185,6 +186,7 @@ const FUZZED: &[(&str, &str)] = &[
 /// them; `None` for bytes of the kernel or of another process of the daemon.
 const READERS: &[(&str, Option<&str>)] = &[
     ("crates/accelerate/src/format.rs", Some("accelerate")),
+    ("crates/accelerate/src/record.rs", Some("accelerate")),
     ("crates/btrfs/src/info.rs", Some("seed_info")),
     ("crates/cache/src/checkpoint.rs", Some("cache")),
     ("crates/cache/src/journal.rs", Some("cache")),

@@ -7,9 +7,9 @@ use std::{
 };
 
 use anyhow::Result;
-use burgeon_accelerate::{Mode, policy::Kind};
+use burgeon_accelerate::{Mode, format::Layout, policy::Kind};
 use burgeon_accelerator::{
-    control::{Ask, Attach, Set},
+    control::{Ask, Attach, MODES, Set},
     disk::Disk,
     folder::{Folder, check_name},
     probe,
@@ -72,7 +72,7 @@ pub(crate) enum AccelerateCommand {
         name: Option<String>,
         /// Writes go to the slow device; then write-through updates the cache
         #[arg(long, default_value = "write-through",
-            value_parser = PossibleValuesParser::new(Mode::ALL.map(|(_, name)| name)))]
+            value_parser = PossibleValuesParser::new(MODES.map(Mode::name)))]
         mode: String,
         /// The blocks that the cache keeps; of all its devices [default: as before, at first adaptive]
         #[arg(long, value_parser = PossibleValuesParser::new(Kind::ALL.map(|(_, name)| name)))]
@@ -200,13 +200,13 @@ fn create(
     refuse_accelerated(context.state.root())?;
     let cache = std::path::absolute(cache)?;
     if let Some(size) = size {
-        burgeon_accelerate::format::Layout::new(size)?;
+        layout_of(size)?;
         let failed = |e| Error::io(format!("cannot make {}", cache.display()), e);
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&cache);
         file.and_then(|file| file.set_len(size)).map_err(failed)?;
     }
     let disk = Disk::open(&cache)?;
-    burgeon_accelerate::format::Layout::new(disk.size())?;
+    let layout = layout_of(disk.size())?;
     if let Some(found) = probe::content(&disk, disk.size())?
         && !force
     {
@@ -216,12 +216,17 @@ fn create(
     let mut id = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
         .map_err(|e| Error::io("cannot get random bytes", e.into()))?;
-    burgeon_accelerate::create(&disk, disk.size(), id)?;
+    burgeon_accelerate::create_with(&disk, layout, id)?;
     folder.record(&cache)?;
     let document = json!({ "name": name, "cache": cache, "size": disk.size() });
     tell(context, &document, |_| {
         println!("cache {name}: {} on {}", bytes(disk.size()), cache.display())
     })
+}
+
+/// Without a log, as long as no mode that is served writes to one.
+fn layout_of(size: u64) -> Result<Layout, Error> {
+    Layout::with_log(size, 0)
 }
 
 fn run_attach(context: &Context, cache_name: &str, attach: Attach) -> Result<ExitCode> {

@@ -1,0 +1,548 @@
+//! The log of dirty blocks: what write-back has acknowledged and the slow device does not have yet.
+//!
+//! ```text
+//!   log       segments; one is open, and is filled record by record; one record is written at a time
+//!   append    blocks wait in a queue; whoever finds nobody writing writes a record of all that fit
+//!   barrier   one sync of the cache device makes all records durable that were written before
+//!   retire    (write_back) oldest segments: slow write, slow sync, index and log synced, the tail of
+//!             the superblock moved past them; only then they are free
+//! ```
+//!
+//! A block is in the map from its record until its segment is retired, also when the slow device has
+//! it already: so long a later start would write it there again.
+//!
+//! Invariants (`dev/accelerate-simulator`):
+//! - A version in the map is never overwritten in place, and its record counts at the next start.
+//! - A record that failed never counts: the superblock begins a new generation with its number. If
+//!   that fails, too, its blocks are lost, and nothing is appended any more.
+//! - The segment that an earlier process had open is not written to by its successor, because a
+//!   write of the dead may still land there. Such a record does not count: the successor has begun a
+//!   generation with its number.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::{
+        Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
+};
+
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Pages, Result};
+
+use crate::{
+    format::Layout,
+    keys::Key,
+    record::{BLOCKS_MAX, Record},
+    sets::check_of,
+};
+
+/// The place of a version that cannot be read any more.
+const LOST: u32 = u32::MAX;
+const BLOCK: usize = BLOCK_SIZE as usize;
+
+/// Changes of the superblock that the log needs, durable when they return.
+pub(crate) trait Heads {
+    /// The segment is about to be filled.
+    fn open_segment(&self, segment: u32) -> Result<()>;
+    /// A generation begins with the record `first`; no segment is open.
+    fn begin_generation(&self, generation: u64, first: u64) -> Result<()>;
+}
+
+/// What is to be written back.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Want {
+    /// The oldest segment, to make room.
+    Room,
+    /// Up to a quarter of the log, whose segments were begun before this second.
+    Older(u64),
+    /// Everything.
+    All,
+}
+
+/// A dirty version.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Entry {
+    /// Its record.
+    pub(crate) number: u64,
+    /// Its block of the log.
+    pub(crate) place: u32,
+    pub(crate) check: u32,
+}
+
+impl Entry {
+    /// A version that is lost.
+    pub(crate) fn lost(number: u64) -> Self {
+        Self { number, place: LOST, check: 0 }
+    }
+
+    pub(crate) fn is_lost(self) -> bool {
+        self.place == LOST
+    }
+}
+
+/// A part of the log that is filled and retired as a whole.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Segment {
+    Free,
+    /// Full, or left: its records are numbered from `first` on.
+    Closed {
+        first: u64,
+        /// When its first record was written, in seconds of the caller's clock.
+        born: u64,
+    },
+    /// Free, but a dead process may still write to it.
+    Avoided,
+}
+
+/// What recovery has found.
+pub(crate) struct Found {
+    pub(crate) map: BTreeMap<Key, Entry>,
+    pub(crate) segments: Vec<Segment>,
+    /// Not below any number that a record has had.
+    pub(crate) next: u64,
+    pub(crate) generation: u64,
+    /// The first record of the generation.
+    pub(crate) first: u64,
+    /// Not to be opened.
+    pub(crate) avoided: Option<u32>,
+}
+
+/// Why nothing was appended.
+#[derive(Debug)]
+pub(crate) enum Refused {
+    /// No segment is free: retire some.
+    Full,
+    Failed(Error),
+}
+
+pub(crate) struct State {
+    pub(crate) map: BTreeMap<Key, Entry>,
+    pub(crate) segments: Vec<Segment>,
+    /// The open segment, its first record, its birth, and its next free block.
+    open: Option<(u32, u64, u64, u32)>,
+    last_opened: u32,
+    next: u64,
+    generation: u64,
+    first: u64,
+    /// All records below this number are durable.
+    durable: u64,
+    queue: VecDeque<Queued>,
+    tickets: u64,
+    done: HashMap<u64, Result<(), Outcome>>,
+    is_writing: bool,
+    avoided: Option<u32>,
+    /// Nothing is appended any more.
+    has_failed: bool,
+    /// A sync failed, so records that were volatile may be lost.
+    has_lost: bool,
+    clock: u64,
+}
+
+struct Queued {
+    ticket: u64,
+    first: Key,
+    bytes: Pages,
+}
+
+#[derive(Clone)]
+enum Outcome {
+    Full,
+    Failed(ErrorKind, String),
+}
+
+/// The log of a cache.
+pub(crate) struct Log {
+    layout: Layout,
+    id: [u8; 16],
+    state: Mutex<State>,
+    turn: Condvar,
+    /// Blocks in the map, so that a read of a cache without dirty blocks takes no lock.
+    used: AtomicU64,
+}
+
+/// Blocks of a segment.
+pub(crate) fn segment_blocks(layout: &Layout) -> u32 {
+    (layout.log_blocks / 16).clamp(4, 4096)
+}
+
+/// The key of the block `index` behind `first`.
+fn key_behind(first: Key, index: usize) -> Key {
+    Key { block: first.block + index as u64, ..first }
+}
+
+impl Log {
+    pub(crate) fn new(layout: Layout, id: [u8; 16], found: Found) -> Self {
+        let used = AtomicU64::new(found.map.len() as u64);
+        let state = State {
+            map: found.map,
+            segments: found.segments,
+            open: None,
+            last_opened: found.avoided.unwrap_or(0),
+            next: found.next,
+            generation: found.generation,
+            first: found.first,
+            // Records of an earlier process may be volatile.
+            durable: 0,
+            queue: VecDeque::new(),
+            tickets: 0,
+            done: HashMap::new(),
+            is_writing: false,
+            avoided: found.avoided,
+            has_failed: false,
+            has_lost: false,
+            clock: 0,
+        };
+        Self { layout, id, state: Mutex::new(state), turn: Condvar::new(), used }
+    }
+
+    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+        // No code that can panic runs under this lock.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.turn.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The segment of a block of the log.
+    pub(crate) fn segment_of(&self, place: u32) -> u32 {
+        place / segment_blocks(&self.layout)
+    }
+
+    /// The most blocks of one call of [`Self::append`].
+    pub(crate) fn blocks_max(&self) -> usize {
+        BLOCKS_MAX.min(segment_blocks(&self.layout) as usize - 1)
+    }
+
+    /// The dirty version of a block.
+    pub(crate) fn find(&self, key: Key) -> Option<Entry> {
+        if self.used.load(SeqCst) == 0 {
+            return None;
+        }
+        self.state().map.get(&key).copied()
+    }
+
+    /// The first block of the map from `first` on, below `end`.
+    pub(crate) fn first_in(&self, first: Key, end: u64) -> Option<Key> {
+        if self.used.load(SeqCst) == 0 || first.block >= end {
+            return None;
+        }
+        let end = Key { block: end, ..first };
+        self.state().map.range(first..end).next().map(|(key, _)| *key)
+    }
+
+    /// Blocks in the map of a device, or of all.
+    pub(crate) fn count(&self, device: Option<u8>) -> u64 {
+        match device {
+            None => self.used.load(SeqCst),
+            Some(device) => {
+                let (first, end) = (Key { device, block: 0 }, Key { device, block: u64::MAX });
+                self.state().map.range(first..end).count() as u64
+            }
+        }
+    }
+
+    /// Blocks of the log that hold no free segment, and blocks in all.
+    pub(crate) fn fill(&self) -> (u64, u64) {
+        let state = self.state();
+        let taken = state.segments.iter().filter(|segment| **segment != Segment::Free).count();
+        let taken = taken as u64 * u64::from(segment_blocks(&self.layout));
+        (taken, u64::from(self.layout.log_blocks))
+    }
+
+    /// Tells the time, in seconds.
+    pub(crate) fn set_clock(&self, seconds: u64) {
+        self.state().clock = seconds;
+    }
+
+    /// Logs blocks whose lock the caller holds, one after another from `first` on; returns when their
+    /// record is written. At most [`Self::blocks_max`] of them.
+    pub(crate) fn append(
+        &self,
+        file: &impl LocalFile,
+        heads: &impl Heads,
+        first: Key,
+        bytes: Pages,
+    ) -> Result<(), Refused> {
+        let mut state = self.state();
+        let ticket = state.tickets;
+        state.tickets += 1;
+        state.queue.push_back(Queued { ticket, first, bytes });
+        loop {
+            if let Some(done) = state.done.remove(&ticket) {
+                return done.map_err(|outcome| match outcome {
+                    Outcome::Full => Refused::Full,
+                    Outcome::Failed(kind, what) => Refused::Failed(Error::new(kind, what)),
+                });
+            }
+            if state.is_writing {
+                state = self.wait(state);
+                continue;
+            }
+            state.is_writing = true;
+            state = self.write(state, file, heads);
+            state.is_writing = false;
+            self.turn.notify_all();
+        }
+    }
+
+    /// Writes a record of the first blocks of the queue, for the one who writes; without the lock.
+    fn write<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        file: &impl LocalFile,
+        heads: &impl Heads,
+    ) -> MutexGuard<'a, State> {
+        if state.has_failed {
+            let what = "the log of the cache has failed: nothing is written to it any more";
+            state.refuse_all(&Outcome::Failed(ErrorKind::LocalIo, what.to_owned()));
+            return state;
+        }
+        let size = segment_blocks(&self.layout);
+        let wanted = state.queue.front().map_or(0, |first| first.bytes.bytes().len() / BLOCK);
+        if state.open.is_none_or(|(.., at)| ((size - at) as usize) < wanted + 1) {
+            state.close();
+            let Some(segment) = state.choose() else {
+                state.refuse_all(&Outcome::Full);
+                return state;
+            };
+            drop(state);
+            let opened = heads.open_segment(segment);
+            state = self.state();
+            if let Err(error) = opened {
+                state.refuse_all(&Outcome::Failed(error.kind(), error.to_string()));
+                return state;
+            }
+            state.last_opened = segment;
+            state.open = Some((segment, state.next, state.clock, 0));
+        }
+        let Some((segment, _, _, at)) = state.open else { return state };
+        let batch = state.take_batch((size - at) as usize - 1);
+        let place = segment * size + at;
+        let blocks = batch.iter().flat_map(|queued| {
+            let bytes = queued.bytes.bytes().chunks_exact(BLOCK).enumerate();
+            bytes.map(|(index, bytes)| (key_behind(queued.first, index), bytes))
+        });
+        let record = Record {
+            number: state.next,
+            generation: state.generation,
+            first: state.first,
+            durable: state.durable,
+            blocks: blocks.map(|(key, bytes)| (key, check_of(key, bytes))).collect(),
+        };
+        drop(state);
+        let done = self.write_record(file, place, &record, &batch);
+        let outcome = match done {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                let cut = heads.begin_generation(record.generation + 1, record.number);
+                Err((Outcome::Failed(error.kind(), error.to_string()), cut.is_ok()))
+            }
+        };
+        let mut state = self.state();
+        let taken = record.blocks.len() as u32 + 1;
+        match &outcome {
+            Ok(()) => {
+                for (index, (key, check)) in record.blocks.iter().enumerate() {
+                    let place = place + 1 + index as u32;
+                    let entry = Entry { number: record.number, place, check: *check };
+                    state.map.insert(*key, entry);
+                }
+                state.next += 1;
+                if let Some((.., at)) = &mut state.open {
+                    *at += taken;
+                }
+            }
+            Err((_, true)) => {
+                state.generation += 1;
+                state.first = record.number;
+                state.close();
+            }
+            Err((_, false)) => {
+                // It may count at the next start, and may not: then the version before it does, so
+                // that must not be retired.
+                state.has_failed = true;
+                for (key, _) in &record.blocks {
+                    let former = state.map.get(key).map_or(record.number, |entry| entry.number);
+                    state.map.insert(*key, Entry::lost(former));
+                }
+            }
+        }
+        self.used.store(state.map.len() as u64, SeqCst);
+        let outcome = outcome.map_err(|(outcome, _)| outcome);
+        for queued in &batch {
+            state.done.insert(queued.ticket, outcome.clone());
+        }
+        state
+    }
+
+    fn write_record(
+        &self,
+        file: &impl LocalFile,
+        place: u32,
+        record: &Record,
+        batch: &[Queued],
+    ) -> Result<()> {
+        let no_memory = || Error::new(ErrorKind::Unavailable, "no memory for a record of the log");
+        let len = (record.blocks.len() as u64 + 1) * BLOCK_SIZE;
+        let mut pages = Pages::zeroed(len).ok_or_else(no_memory)?;
+        let (head, mut rest) = pages.bytes_mut().split_at_mut(BLOCK);
+        head.copy_from_slice(&record.encode(place, self.id).0);
+        for queued in batch {
+            let (part, further) = rest.split_at_mut(queued.bytes.bytes().len());
+            part.copy_from_slice(queued.bytes.bytes());
+            rest = further;
+        }
+        file.write_at(self.layout.log_at(place), pages.bytes())
+    }
+
+    /// Makes all records durable that were written before.
+    pub(crate) fn barrier(&self, file: &impl LocalFile) -> Result<()> {
+        let next = {
+            let state = self.state();
+            if state.has_lost {
+                let what = "a sync of the cache device has failed: dirty blocks may be lost";
+                return Err(Error::new(ErrorKind::LocalIo, what));
+            }
+            if state.durable >= state.next {
+                return Ok(());
+            }
+            state.next
+        };
+        file.sync().inspect_err(|_| self.note_lost())?;
+        let mut state = self.state();
+        state.durable = state.durable.max(next);
+        Ok(())
+    }
+
+    /// A sync of the cache device failed, which the kernel reports once: no later barrier may succeed.
+    pub(crate) fn note_lost(&self) {
+        let mut state = self.state();
+        state.has_lost |= state.is_writing || state.durable < state.next;
+    }
+
+    /// False once nothing is appended any more.
+    pub(crate) fn takes_more(&self) -> bool {
+        !self.state().has_failed
+    }
+
+    /// Reads a version. False if it is damaged, or is not there any more.
+    pub(crate) fn read(
+        &self,
+        file: &impl LocalFile,
+        key: Key,
+        entry: Entry,
+        bytes: &mut [u8],
+    ) -> Result<bool> {
+        if entry.is_lost() {
+            return Ok(false);
+        }
+        file.read_at(self.layout.log_at(entry.place), bytes)?;
+        Ok(check_of(key, bytes) == entry.check)
+    }
+
+    /// Closes the open segment, once nobody writes to it, if it was begun before this second.
+    pub(crate) fn close_before(&self, before: u64) {
+        let mut state = self.state();
+        while state.is_writing {
+            state = self.wait(state);
+        }
+        if state.open.is_some_and(|(_, _, born, _)| born < before) {
+            state.close();
+        }
+    }
+
+    /// True if a segment is free.
+    pub(crate) fn has_room(&self) -> bool {
+        self.state().choose().is_some()
+    }
+
+    /// The segments that are to be retired, the oldest first.
+    pub(crate) fn oldest(&self, want: Want) -> Vec<u32> {
+        let state = self.state();
+        let closed = state.segments.iter().enumerate().filter_map(|(at, segment)| match segment {
+            Segment::Closed { first, born } => Some((*first, *born, at as u32)),
+            Segment::Free | Segment::Avoided => None,
+        });
+        let mut closed: Vec<_> = closed.collect();
+        closed.sort_unstable();
+        let most = (state.segments.len() / 4).max(1);
+        let count = match want {
+            Want::Room => 1,
+            Want::Older(before) => {
+                closed.iter().take(most).take_while(|(_, born, _)| *born < before).count()
+            }
+            Want::All => closed.len(),
+        };
+        closed.into_iter().take(count).map(|(.., at)| at).collect()
+    }
+
+    /// The tail once these segments, the oldest, are retired; and their versions by address, with all
+    /// that are lost.
+    pub(crate) fn versions(&self, segments: &[u32]) -> (u64, Vec<(Key, Entry)>) {
+        let state = self.state();
+        let stays = state.segments.iter().enumerate().filter_map(|(at, segment)| match segment {
+            Segment::Closed { first, .. } if !segments.contains(&(at as u32)) => Some(*first),
+            _ => None,
+        });
+        let open = state.open.map(|(_, first, ..)| first);
+        let tail = stays.chain(open).min().unwrap_or(state.next);
+        let is_there = |entry: &Entry| match entry.is_lost() {
+            true => entry.number < tail,
+            false => segments.contains(&self.segment_of(entry.place)),
+        };
+        let versions = state.map.iter().filter(|(_, entry)| is_there(entry));
+        (tail, versions.map(|(key, entry)| (*key, *entry)).collect())
+    }
+
+    /// These segments are retired: their versions leave the map.
+    pub(crate) fn free(&self, segments: &[u32]) {
+        let size = segment_blocks(&self.layout);
+        let mut state = self.state();
+        let State { map, segments: all, avoided, .. } = &mut *state;
+        map.retain(|_, entry| entry.is_lost() || !segments.contains(&(entry.place / size)));
+        for at in segments {
+            let is_avoided = *avoided == Some(*at);
+            all[*at as usize] = if is_avoided { Segment::Avoided } else { Segment::Free };
+        }
+        self.used.store(state.map.len() as u64, SeqCst);
+    }
+}
+
+impl State {
+    fn refuse_all(&mut self, outcome: &Outcome) {
+        while let Some(queued) = self.queue.pop_front() {
+            self.done.insert(queued.ticket, Err(outcome.clone()));
+        }
+    }
+
+    fn close(&mut self) {
+        if let Some((segment, first, born, _)) = self.open.take() {
+            self.segments[segment as usize] = Segment::Closed { first, born };
+        }
+    }
+
+    /// A free segment, the next after the one that was opened last.
+    fn choose(&self) -> Option<u32> {
+        let count = self.segments.len() as u32;
+        let order = (1..=count).map(|step| (self.last_opened + step) % count);
+        order
+            .into_iter()
+            .find(|at| self.segments[*at as usize] == Segment::Free && self.avoided != Some(*at))
+    }
+
+    /// The first of the queue that fit into `blocks`; at least one.
+    fn take_batch(&mut self, blocks: usize) -> Vec<Queued> {
+        let mut batch = Vec::new();
+        let mut left = blocks.min(BLOCKS_MAX);
+        while let Some(first) = self.queue.front() {
+            let len = first.bytes.bytes().len() / BLOCK;
+            if len > left {
+                break;
+            }
+            left -= len;
+            batch.extend(self.queue.pop_front());
+        }
+        batch
+    }
+}

@@ -1,0 +1,144 @@
+//! The slow devices that a cache knows: their records in the superblock, and their bitmaps.
+
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
+
+use crate::{
+    counters::{Count, Counts},
+    format::{Block, DEVICES_MAX, NAME_MAX, REGION, REGIONS_A_BLOCK, Record},
+    marks::{Bitmaps, Marks},
+    store::Store,
+};
+
+impl<C: LocalFile> Store<C> {
+    /// The number and record of the slow device `name`.
+    pub(crate) fn record(&self, name: &str) -> Option<(u8, Record)> {
+        let head = self.head();
+        let mut records = head.devices.iter().enumerate();
+        let is_it = |record: &Record| record.used.get() != 0 && record.name() == name;
+        records.find(|(_, record)| is_it(record)).map(|(number, record)| (number as u8, *record))
+    }
+
+    /// Names and sizes of the slow devices that the cache knows.
+    pub fn known(&self) -> Vec<(String, u64)> {
+        let head = self.head();
+        let used = head.devices.iter().filter(|record| record.used.get() != 0);
+        used.map(|record| (record.name(), record.size.get())).collect()
+    }
+
+    /// A record for a new slow device. `NoSpace` if there is no room for one.
+    pub(crate) fn add_record(&self, name: &str, size: u64) -> Result<(u8, Record)> {
+        let full = |what: String| Error::new(ErrorKind::NoSpace, what);
+        if name.is_empty() || name.len() > NAME_MAX {
+            let what = format!("a device's name has 1 to {NAME_MAX} bytes: {name:?} has not");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        if size.div_ceil(BLOCK_SIZE) > self.sets().keys().blocks_max() {
+            let max = self.sets().keys().blocks_max() * BLOCK_SIZE;
+            let what = format!(
+                "a slow device of {size} bytes is too large for this cache: {max} are the most"
+            );
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let blocks = size.div_ceil(REGION).div_ceil(u64::from(REGIONS_A_BLOCK)).max(1);
+        let Some(first) = self.free_bitmap(blocks) else {
+            return Err(full(format!(
+                "the cache has no room for the bitmap of {name}: make a larger one (`burgeon \
+                 accelerate destroy`, `create`)"
+            )));
+        };
+        let mut record = Record::empty();
+        record.used = 1.into();
+        record.bitmap_first = first.into();
+        record.bitmap_blocks = (blocks as u32).into();
+        record.size = size.into();
+        record.name[..name.len()].copy_from_slice(name.as_bytes());
+        let free = self.head().devices.iter().position(|record| record.used.get() == 0);
+        let Some(number) = free else {
+            return Err(full(format!(
+                "the cache knows {DEVICES_MAX} slow devices, which are the most: make it anew \
+                 (`burgeon accelerate destroy`, `create`), or another one"
+            )));
+        };
+        Ok((number as u8, record))
+    }
+
+    /// The first of `blocks` free blocks of the bitmaps.
+    fn free_bitmap(&self, blocks: u64) -> Option<u32> {
+        let head = self.head();
+        let mut used: Vec<(u32, u32)> = head
+            .devices
+            .iter()
+            .filter(|r| r.used.get() != 0)
+            .map(|r| (r.bitmap_first.get(), r.bitmap_blocks.get()))
+            .collect();
+        used.sort_unstable();
+        let mut first = 0;
+        for (start, len) in used {
+            if u64::from(start) >= u64::from(first) + blocks {
+                return Some(first);
+            }
+            first = first.max(start + len);
+        }
+        (u64::from(first) + blocks <= u64::from(self.layout.bitmap_blocks)).then_some(first)
+    }
+
+    /// Stores a record.
+    pub(crate) fn put_record(&self, number: u8, record: Record) -> Result<()> {
+        self.store_head(|head| head.devices[usize::from(number)] = record)
+    }
+
+    /// Forgets the slow device `name`.
+    pub fn forget_device(&self, name: &str) -> Result<()> {
+        match self.record(name) {
+            Some((number, _)) if self.log.as_ref().is_some_and(|l| l.count(Some(number)) > 0) => {
+                let what =
+                    format!("the cache has dirty blocks of {name}: attach it, and detach it");
+                Err(Error::new(ErrorKind::Unavailable, what))
+            }
+            Some((number, _)) => {
+                self.drop_blocks(|key| key.device == number);
+                self.store_index(&Counts::default())?;
+                self.put_record(number, Record::empty())
+            }
+            None => {
+                let what = format!("the cache knows no slow device {name}");
+                Err(Error::new(ErrorKind::NotFound, what))
+            }
+        }
+    }
+
+    /// Numbers and names of the slow devices that the cache knows.
+    pub(crate) fn known_numbers(&self) -> Vec<(u8, String)> {
+        let head = self.head();
+        let records = head.devices.iter().enumerate().filter(|(_, record)| record.used.get() != 0);
+        records.map(|(number, record)| (number as u8, record.name())).collect()
+    }
+
+    /// The bitmap of a known device.
+    pub(crate) fn load_marks(&self, record: &Record) -> Marks {
+        let (first, blocks) = (record.bitmap_first.get(), record.bitmap_blocks.get());
+        let regions = record.size.get().div_ceil(REGION) as u32;
+        let read = |block: u32, stored: &mut Block| {
+            self.file.read_at(self.layout.bitmap_at(first + block), &mut stored.0)
+        };
+        Marks::load(self.id(), first, blocks, regions, read)
+    }
+}
+
+/// The bitmap blocks of one slow device.
+pub(crate) struct DeviceBitmaps<'a, C> {
+    pub(crate) store: &'a Store<C>,
+    pub(crate) first: u32,
+    pub(crate) counts: &'a Counts,
+}
+
+impl<C: LocalFile> Bitmaps for DeviceBitmaps<'_, C> {
+    fn write(&self, block: u32, bytes: &Block) -> Result<()> {
+        self.counts.add(Count::CacheMetaBytes, BLOCK_SIZE);
+        self.store.file.write_at(self.store.layout.bitmap_at(self.first + block), &bytes.0)
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.store.sync()
+    }
+}

@@ -1,0 +1,87 @@
+//! A cached device at rest: flushes, tidying, comparing.
+
+use std::ops::Range;
+
+use burgeon_block::{BLOCK_SIZE, Error, ErrorKind, LocalFile, Result};
+
+use crate::{
+    backing::SlowDevice,
+    counters::{Count, Counts},
+    device::{Cached, Mode},
+    sets::Slot,
+};
+
+impl<C: LocalFile, S: SlowDevice + 'static> Cached<C, S> {
+    /// Makes every change durable that returned before.
+    pub fn flush(&self) -> Result<()> {
+        self.counts.add(Count::Flushes, 1);
+        self.backing.check()?;
+        if self.dirty() > 0 && self.store.has_failed() {
+            let what = format!("{} has dirty blocks, and its cache device has failed", self.name());
+            let error = Error::new(ErrorKind::LocalIo, what);
+            self.backing.note_lost(&error);
+            return Err(error);
+        }
+        self.store.barrier()?;
+        // In write-back, the log is all that most flushes are about.
+        if self.mode() == Mode::WriteBack && !self.backing.pending.is_any() {
+            return self.backing.check();
+        }
+        self.backing.sync()
+    }
+
+    /// Dirty blocks in the log, also those that are on the slow device already.
+    pub fn dirty(&self) -> u64 {
+        self.store.log.as_ref().map_or(0, |log| log.count(Some(self.number)))
+    }
+
+    /// Compares the blocks of this device in `slots` with the slow device; returns how many there
+    /// are, and how many differ. Those are dropped.
+    pub fn compare(&self, slots: Range<Slot>) -> Result<(u64, u64)> {
+        let (mut compared, mut wrong) = (0, 0);
+        let (mut cached, mut slow) = (self.store.pages(BLOCK_SIZE)?, self.store.pages(BLOCK_SIZE)?);
+        for slot in slots {
+            let Some(key) = self.store.sets().key_of(slot).filter(|k| k.device == self.number)
+            else {
+                continue;
+            };
+            let _locked = self.lock(key.block * BLOCK_SIZE, BLOCK_SIZE);
+            // The slow device does not have a dirty block yet.
+            let is_dirty = self.store.log.as_ref().is_some_and(|log| log.find(key).is_some());
+            if is_dirty || !self.store.get(key, cached.bytes_mut(), &Counts::default()) {
+                continue;
+            }
+            self.slow.read_at(key.block * BLOCK_SIZE, slow.bytes_mut())?;
+            compared += 1;
+            if slow.bytes() != cached.bytes() {
+                wrong += 1;
+                let forgotten = self.store.forget(key);
+                forgotten.into_iter().for_each(|slot| self.store.release(slot));
+            }
+        }
+        Ok((compared, wrong))
+    }
+
+    /// Clears the marks of regions that are idle, after making the slow device and the index
+    /// durable; stores the counters.
+    pub fn tidy(&self) -> Result<()> {
+        if self.store.has_failed() {
+            return Ok(());
+        }
+        self.backing.check()?;
+        let idle = self.marks.idle();
+        if !idle.is_empty() {
+            self.backing.sync()?;
+        }
+        let stored = self.store.store_index(&self.counts).and_then(|()| {
+            self.marks.clear(&idle, &self.bitmaps())?;
+            let mut record = self.record;
+            record.counters = self.counts.all().map(Into::into);
+            self.store.put_record(self.number, record)
+        });
+        stored.or_else(|error| {
+            self.counts.add(Count::CacheErrors, 1);
+            self.store.give_up(&error)
+        })
+    }
+}

@@ -1,0 +1,366 @@
+//! Write-back, one property at a time; the simulator has the crashes.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+};
+
+use burgeon_accelerate::{
+    Cached, Limits, Mode, Options, SlowDevice, Store, Trust, create_with,
+    format::{LOG_MIN, Layout},
+    policy::Kind,
+};
+use burgeon_block::{ByteRange, Erase, Error, ErrorKind, LocalFile, Result};
+
+const BLOCK: usize = 4096;
+const CACHE_LEN: usize = 4 << 20;
+const SLOW_BLOCKS: usize = 1024;
+const LOG_BLOCKS: u32 = 256;
+
+/// A disk in memory that notes its writes.
+#[derive(Clone)]
+struct Disk(Arc<Inner>);
+
+struct Inner {
+    bytes: Mutex<Vec<u8>>,
+    /// First block and number of blocks of each write.
+    writes: Mutex<Vec<(usize, usize)>>,
+    fails: AtomicBool,
+    /// A write fails, and leaves zeros.
+    tears: AtomicBool,
+    syncs: AtomicU64,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Disk {
+    fn new(len: usize) -> Self {
+        let inner = Inner {
+            bytes: Mutex::new(vec![0; len]),
+            writes: Mutex::default(),
+            fails: AtomicBool::new(false),
+            tears: AtomicBool::new(false),
+            syncs: AtomicU64::new(0),
+        };
+        Self(Arc::new(inner))
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.0.fails.load(SeqCst) {
+            true => Err(Error::new(ErrorKind::LocalIo, "the disk is broken")),
+            false => Ok(()),
+        }
+    }
+
+    fn fail(&self, fails: bool) {
+        self.0.fails.store(fails, SeqCst);
+    }
+
+    fn taken_writes(&self) -> Vec<(usize, usize)> {
+        std::mem::take(&mut lock(&self.0.writes))
+    }
+
+    fn block(&self, block: usize) -> Vec<u8> {
+        lock(&self.0.bytes)[block * BLOCK..(block + 1) * BLOCK].to_vec()
+    }
+}
+
+impl LocalFile for Disk {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        self.check()?;
+        let at = offset as usize;
+        buf.copy_from_slice(&lock(&self.0.bytes)[at..at + buf.len()]);
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> Result<()> {
+        self.check()?;
+        let at = offset as usize;
+        if self.0.tears.load(SeqCst) {
+            lock(&self.0.bytes)[at..at + BLOCK].fill(0);
+            return Err(Error::new(ErrorKind::LocalIo, "the disk tears writes"));
+        }
+        lock(&self.0.bytes)[at..at + buf.len()].copy_from_slice(buf);
+        lock(&self.0.writes).push((at / BLOCK, buf.len() / BLOCK));
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.0.syncs.fetch_add(1, SeqCst);
+        self.check()
+    }
+}
+
+impl SlowDevice for Disk {
+    fn size(&self) -> u64 {
+        lock(&self.0.bytes).len() as u64
+    }
+
+    fn erase(&self, range: ByteRange, _how: Erase) -> Result<()> {
+        self.write_at(range.start(), &vec![0; range.len() as usize])
+    }
+}
+
+struct Machine {
+    cache: Disk,
+    slow: Disk,
+    /// The first block of the log.
+    log: usize,
+}
+
+impl Machine {
+    fn new() -> Self {
+        let (cache, slow) = (Disk::new(CACHE_LEN), Disk::new(SLOW_BLOCKS * BLOCK));
+        let layout = Layout::with_log(CACHE_LEN as u64, LOG_BLOCKS).expect("no layout");
+        create_with(&cache, layout, [1; 16]).expect("no cache");
+        Self { cache, slow, log: 2 + layout.bitmap_blocks as usize }
+    }
+
+    fn open(&self) -> Result<Cached<Disk, Disk>> {
+        self.open_with(Trust::Warm)
+    }
+
+    fn open_with(&self, trust: Trust) -> Result<Cached<Disk, Disk>> {
+        let (len, distrust) = (CACHE_LEN as u64, Box::new(|| Ok(())));
+        let store = Store::open(self.cache.clone(), len, trust, Kind::Clock, distrust)?;
+        let options = Options { mode: Mode::WriteBack, cutoff: 0, is_in_use: false };
+        Cached::attach(Arc::new(store), self.slow.clone(), "slow", trust, options)
+    }
+
+    fn start(&self) -> Cached<Disk, Disk> {
+        self.open().expect("no device")
+    }
+
+    /// The block of the log in which this block's newest version lies.
+    fn logged(&self, bytes: &[u8]) -> usize {
+        let blocks = self.log..self.log + LOG_BLOCKS as usize;
+        blocks.rev().find(|at| self.cache.block(*at) == bytes).expect("not in the log")
+    }
+}
+
+fn put(device: &Cached<Disk, Disk>, block: usize, byte: u8) {
+    device.write((block * BLOCK) as u64, &[byte; BLOCK], false).expect("a write fails");
+}
+
+fn get(device: &Cached<Disk, Disk>, block: usize) -> Result<u8> {
+    let mut bytes = [0; BLOCK];
+    device.read((block * BLOCK) as u64, &mut bytes)?;
+    assert!(bytes.iter().all(|byte| *byte == bytes[0]), "a torn block");
+    Ok(bytes[0])
+}
+
+#[test]
+fn blocks_are_written_back_by_address_and_adjoining_ones_at_once() {
+    let machine = Machine::new();
+    let device = machine.start();
+    // 10 to 29 backwards, and single ones.
+    (10..30).rev().for_each(|block| put(&device, block, 1));
+    [900, 5, 400].into_iter().for_each(|block| put(&device, block, 2));
+    put(&device, 12, 3);
+    device.flush().expect("a flush fails");
+    assert_eq!((machine.slow.taken_writes(), device.dirty()), (Vec::new(), 23));
+    device.store().write_back_all().expect("writing back fails");
+    let expected = vec![(5, 1), (10, 20), (400, 1), (900, 1)];
+    assert_eq!((machine.slow.taken_writes(), device.dirty()), (expected, 0));
+    assert!(machine.slow.block(12) == [3; BLOCK] && machine.slow.block(13) == [1; BLOCK]);
+}
+
+#[test]
+fn age_or_fill_begins_the_writing_back() {
+    let machine = Machine::new();
+    let device = machine.start();
+    let due = |percent, seconds, now| {
+        let limits = Limits { percent, seconds };
+        device.store().write_back_due(limits, now).expect("writing back fails");
+        !machine.slow.taken_writes().is_empty()
+    };
+    assert!(!due(100, 30, 1000));
+    put(&device, 7, 1);
+    assert!(!due(100, 30, 1030));
+    assert!(due(100, 30, 1031));
+    assert_eq!(device.dirty(), 0);
+    (0..60).for_each(|block| put(&device, block, 2));
+    let (dirty, percent) = device.store().dirty();
+    assert!(dirty == 60 && percent > 30, "{percent}");
+    assert!(!due(percent + 10, 30, 1040));
+    assert!(due(percent, 30, 1040));
+}
+
+#[test]
+fn a_full_log_makes_room_for_itself() {
+    let machine = Machine::new();
+    let device = machine.start();
+    for round in 1..=3 {
+        (0..SLOW_BLOCKS).for_each(|block| put(&device, block, round + (block % 50) as u8));
+    }
+    assert!(device.dirty() > 0 && !machine.slow.taken_writes().is_empty());
+    for block in 0..SLOW_BLOCKS {
+        assert_eq!(get(&device, block).expect("a read fails"), 3 + (block % 50) as u8);
+    }
+}
+
+#[test]
+fn a_slow_device_that_fails_keeps_its_dirty_blocks() {
+    let machine = Machine::new();
+    let device = machine.start();
+    // The first flush of a process makes durable what an earlier one wrote to the slow device.
+    device.flush().expect("a flush fails");
+    (0..20).for_each(|block| put(&device, block, 1));
+    machine.slow.fail(true);
+    assert!(device.store().write_back_all().is_err());
+    // They are served, take new versions, and are durable.
+    put(&device, 3, 2);
+    device.flush().expect("a flush fails");
+    assert_eq!((get(&device, 3).unwrap_or(0), get(&device, 4).unwrap_or(0)), (2, 1));
+    assert_eq!(device.dirty(), 20);
+    assert!(device.write(0, &[9; BLOCK], false).is_ok());
+    machine.slow.fail(false);
+    device.store().write_back_all().expect("writing back fails");
+    assert!(machine.slow.block(3) == [2; BLOCK] && machine.slow.block(0) == [9; BLOCK]);
+}
+
+#[test]
+fn a_damaged_dirty_block_is_lost_by_name_and_no_older_version_is_served() {
+    let machine = Machine::new();
+    let device = machine.start();
+    put(&device, 8, 1);
+    device.flush().expect("a flush fails");
+    put(&device, 8, 2);
+    put(&device, 9, 2);
+    device.flush().expect("a flush fails");
+    // This record says that those before it are durable.
+    put(&device, 100, 3);
+    drop(device);
+    let at = machine.logged(&[2; BLOCK]) - 2;
+    assert!(machine.cache.block(at) == [2; BLOCK], "the layout of the log has changed");
+    lock(&machine.cache.0.bytes)[at * BLOCK + 17] ^= 1;
+    let device = machine.start();
+    let error = get(&device, 8).expect_err("an older version is served").to_string();
+    assert!(error.contains("bytes 32768 to 36864 of slow"), "{error}");
+    assert_eq!((get(&device, 9).unwrap_or(0), get(&device, 100).unwrap_or(0)), (2, 3));
+    // It stays so, also for those that come later.
+    assert!(device.store().write_back_all().is_err());
+    drop(device);
+    let device = machine.start();
+    assert!(get(&device, 8).is_err());
+    // A new version ends that.
+    put(&device, 8, 4);
+    device.store().write_back_all().expect("writing back fails");
+    drop(device);
+    assert_eq!(get(&machine.start(), 8).unwrap_or(0), 4);
+}
+
+#[test]
+fn a_log_that_lacks_a_durable_record_is_refused() {
+    let machine = Machine::new();
+    let device = machine.start();
+    for block in 0..4 {
+        put(&device, block, 1 + block as u8);
+        device.flush().expect("a flush fails");
+    }
+    drop(device);
+    let head = machine.logged(&[2; BLOCK]) - 1;
+    let original = machine.cache.block(head);
+    lock(&machine.cache.0.bytes)[head * BLOCK + 100] ^= 1;
+    let error = machine.open().map(drop).expect_err("a durable record is missed by nobody");
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    lock(&machine.cache.0.bytes)[head * BLOCK..(head + 1) * BLOCK].copy_from_slice(&original);
+    assert!(machine.open().is_ok());
+}
+
+#[test]
+fn a_dead_cache_device_takes_the_dirty_blocks_alone() {
+    let machine = Machine::new();
+    let device = machine.start();
+    machine.slow.write_at(0, &vec![7; SLOW_BLOCKS * BLOCK]).expect("a write fails");
+    put(&device, 3, 1);
+    machine.cache.fail(true);
+    let mut bytes = [0; BLOCK];
+    // Its record may count at the next start.
+    assert!(device.write(9 * BLOCK as u64, &[2; BLOCK], false).is_err());
+    device.write(10 * BLOCK as u64, &[2; BLOCK], false).expect("a clean block is not written");
+    assert!(device.store().has_failed());
+    let error = device.read(0, &mut vec![0; 8 * BLOCK]).expect_err("an older version is served");
+    assert!(error.to_string().contains("bytes 12288 to 16384 of slow"), "{error}");
+    assert!(device.write(3 * BLOCK as u64, &[2; BLOCK], false).is_err());
+    assert!(device.flush().is_err());
+    device.read(4 * BLOCK as u64, &mut bytes).expect("a clean block is lost");
+    assert!(bytes == [7; BLOCK] && machine.slow.block(10) == [2; BLOCK]);
+    assert!(get(&device, 9).is_err() && get(&device, 10).is_ok());
+    // With the cache, the next process has them.
+    machine.cache.fail(false);
+    drop(device);
+    let device = machine.start();
+    let read = [3, 9, 10].map(|block| get(&device, block).unwrap_or(0));
+    assert_eq!(read, [1, 7, 2]);
+}
+
+#[test]
+fn a_version_stays_while_its_successor_may_not_count() {
+    let machine = Machine::new();
+    let device = machine.start();
+    put(&device, 5, 1);
+    device.flush().expect("a flush fails");
+    // Neither the record nor the end of its generation is written.
+    machine.cache.fail(true);
+    assert!(device.write(5 * BLOCK as u64, &[2; BLOCK], false).is_err());
+    machine.cache.fail(false);
+    assert!(get(&device, 5).is_err());
+    assert!(device.store().write_back_all().is_err());
+    drop(device);
+    assert_eq!(get(&machine.start(), 5).unwrap_or(0), 1);
+}
+
+#[test]
+fn failed_writes_damage_one_superblock_alone() {
+    let machine = Machine::new();
+    let device = machine.start();
+    // A segment of 16 blocks is full.
+    (0..8).for_each(|_| put(&device, 5, 1));
+    machine.cache.0.tears.store(true, SeqCst);
+    for _ in 0..3 {
+        assert!(device.write(5 * BLOCK as u64, &[2; BLOCK], false).is_err());
+    }
+    machine.cache.0.tears.store(false, SeqCst);
+    drop(device);
+    assert_eq!(get(&machine.start(), 5).unwrap_or(0), 1);
+}
+
+#[test]
+fn a_cold_start_caches_nothing_that_may_be_volatile() {
+    let machine = Machine::new();
+    let device = machine.open_with(Trust::Cold).expect("no device");
+    assert_eq!((machine.slow.0.syncs.load(SeqCst), device.marked()), (1, 0));
+    drop(device);
+    machine.slow.fail(true);
+    let device = machine.open_with(Trust::Cold).expect("no device");
+    assert_eq!(device.marked(), (SLOW_BLOCKS * BLOCK) as u64 >> 20);
+}
+
+#[test]
+fn records_that_a_user_writes_as_data_do_not_count() {
+    let machine = Machine::new();
+    let device = machine.start();
+    put(&device, 1, 1);
+    let record = machine.cache.block(machine.logged(&[1; BLOCK]) - 1);
+    put(&device, 1, 2);
+    for block in 20..60 {
+        let at = (block * BLOCK) as u64;
+        device.write(at, &record, false).expect("a write fails");
+    }
+    drop(device);
+    let device = machine.start();
+    assert_eq!(get(&device, 1).unwrap_or(0), 2);
+    let mut bytes = vec![0; BLOCK];
+    device.read(30 * BLOCK as u64, &mut bytes).expect("a read fails");
+    assert!(bytes == record);
+}
+
+#[test]
+fn a_small_log_is_refused() {
+    for blocks in [1, LOG_MIN - 1, 300] {
+        assert!(Layout::with_log(1 << 20, blocks).is_err(), "{blocks}");
+    }
+}
