@@ -254,15 +254,6 @@ pub const BUGS: &[Bug] = &[
         )],
     ),
     bug(
-        "RetireBeforeIndex",
-        "a retired block leaves an older version in the stored index",
-        &[(
-            "write_back.rs",
-            "            .store_index(&counts)\n            .and_then(",
-            "            .sync()\n            .and_then(|()| if BUG { Ok(()) } else { self.store_index(&counts) })\n            .and_then(",
-        )],
-    ),
-    bug(
         "ReuseWithoutTail",
         "the log is reused before the superblock says that it was retired",
         &[(
@@ -296,15 +287,6 @@ pub const BUGS: &[Bug] = &[
             "recover.rs",
             "    let avoided = head.open.filter(|open| *open < count);",
             "    let avoided = head.open.filter(|open| *open < count && !BUG);",
-        )],
-    ),
-    bug(
-        "FailedRecordCounts",
-        "a record whose write failed counts at the next start",
-        &[(
-            "log.rs",
-            "                let cut = heads.begin_generation(record.generation + 1, record.number);",
-            "                let cut = if BUG { Ok(()) } else { heads.begin_generation(record.generation + 1, record.number) };",
         )],
     ),
     bug(

@@ -28,6 +28,8 @@ struct Inner {
     fails: AtomicBool,
     /// A write fails, and leaves zeros.
     tears: AtomicBool,
+    /// The next write is made, and fails all the same.
+    fails_late: AtomicBool,
     syncs: AtomicU64,
 }
 
@@ -42,6 +44,7 @@ impl Disk {
             writes: Mutex::default(),
             fails: AtomicBool::new(false),
             tears: AtomicBool::new(false),
+            fails_late: AtomicBool::new(false),
             syncs: AtomicU64::new(0),
         };
         Self(Arc::new(inner))
@@ -84,6 +87,9 @@ impl LocalFile for Disk {
         }
         lock(&self.0.bytes)[at..at + buf.len()].copy_from_slice(buf);
         lock(&self.0.writes).push((at / BLOCK, buf.len() / BLOCK));
+        if self.0.fails_late.swap(false, SeqCst) {
+            return Err(Error::new(ErrorKind::LocalIo, "the disk says that it failed"));
+        }
         Ok(())
     }
 
@@ -337,6 +343,39 @@ fn a_cold_start_caches_nothing_that_may_be_volatile() {
     machine.slow.fail(true);
     let device = machine.open_with(Trust::Cold).expect("no device");
     assert_eq!(device.marked(), (SLOW_BLOCKS * BLOCK) as u64 >> 20);
+}
+
+#[test]
+fn a_record_whose_write_failed_never_counts() {
+    let machine = Machine::new();
+    let device = machine.start();
+    put(&device, 5, 1);
+    machine.cache.0.fails_late.store(true, SeqCst);
+    assert!(device.write(5 * BLOCK as u64, &[2; BLOCK], false).is_err());
+    assert_eq!(get(&device, 5).unwrap_or(0), 1);
+    drop(device);
+    let device = machine.start();
+    assert_eq!(get(&device, 5).unwrap_or(0), 1);
+    put(&device, 5, 3);
+    drop(device);
+    assert_eq!(get(&machine.start(), 5).unwrap_or(0), 3);
+}
+
+#[test]
+fn a_retired_block_leaves_nothing_older_in_the_stored_index() {
+    let machine = Machine::new();
+    machine.slow.write_at(0, &vec![7; SLOW_BLOCKS * BLOCK]).expect("a write fails");
+    let device = machine.start();
+    (0..32).for_each(|block| assert_eq!(get(&device, block).unwrap_or(0), 7));
+    device.tidy().expect("tidying fails");
+    assert!(device.store().sets().used() >= 32);
+    // Under this policy, the blocks do not come back to their slots at once.
+    device.store().set_policy(Kind::Adaptive);
+    (0..32).for_each(|block| put(&device, block, 1));
+    device.store().write_back_all().expect("writing back fails");
+    drop(device);
+    let device = machine.start();
+    (0..32).for_each(|block| assert_eq!(get(&device, block).unwrap_or(0), 1));
 }
 
 #[test]

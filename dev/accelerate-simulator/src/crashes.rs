@@ -63,8 +63,8 @@ pub fn die_at_every_write(seed: u64) -> Result<u64, String> {
     Ok(0)
 }
 
-/// Caches blocks, writes them round the cache or through it, and lets the power fail within each
-/// write of the tidying that follows.
+/// Caches blocks, writes them round the cache, through it or to the log, and lets the power fail
+/// within each write of the tidying or the writing back that follows.
 pub fn crash_while_tidying(seed: u64) -> Result<(), String> {
     let mode = Mode::ALL[seed as usize % 3].0;
     for at in 0..16 {
@@ -81,7 +81,10 @@ pub fn crash_while_tidying(seed: u64) -> Result<(), String> {
             world.write_at(0, start, 8 * (1 + rng.below(3) as usize), false);
         }
         world.power.fail_after(Some(at));
-        world.tidy(0);
+        match mode {
+            Mode::WriteBack => world.write_back_all(),
+            Mode::WriteAround | Mode::WriteThrough => world.tidy(0),
+        }
         if !world.power.is_off() {
             // It may fail a little later, too.
             world.power.fail_after(Some(0));
@@ -132,6 +135,13 @@ impl World {
             self.flush(number)?;
         }
         self.compare_after_power_failure()
+    }
+
+    fn write_back_all(&mut self) {
+        for device in self.running.iter().flatten() {
+            // A failure shows in later requests.
+            drop(device.store().write_back_all());
+        }
     }
 
     fn choose(&mut self, mode: Mode, kind: Kind) {
