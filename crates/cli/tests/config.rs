@@ -112,7 +112,7 @@ fn a_flag_wins_over_the_environment_and_that_over_the_files_in_their_order() {
     let host = Host::new();
     let main = host.write(
         "config.toml",
-        "state-dir = '/srv/state'\n[log]\nlevel = 'warn'\n[store]\ndefault = '/srv/1'\n\
+        "state-dir = '/srv/state'\n[log]\nlevel = 'warn'\nformat = 'json'\n[store]\ndefault = '/srv/1'\n\
          [mount]\nfill = true\npull = 'never'\nwrite-limit = '1G'\n",
     );
     let more = host.write("config.d/50-more.toml", "log.level = 'error'\nmount.fill = false\n");
@@ -128,10 +128,11 @@ fn a_flag_wins_over_the_environment_and_that_over_the_files_in_their_order() {
     for (key, value, origin) in [
         ("state-dir", json!("/srv/state"), at(&main, 1)),
         ("log.level", json!("error"), at(&more, 1)),
-        ("store.default", json!("/srv/1"), at(&main, 5)),
+        ("log.format", json!("json"), at(&main, 4)),
+        ("store.default", json!("/srv/1"), at(&main, 6)),
         ("mount.fill", json!(false), at(&more, 2)),
-        ("mount.pull", json!("never"), at(&main, 8)),
-        ("mount.write-limit", json!(1 << 30), at(&main, 9)),
+        ("mount.pull", json!("never"), at(&main, 9)),
+        ("mount.write-limit", json!(1 << 30), at(&main, 10)),
         ("mount.transport", json!("auto"), json!({ "kind": "default" })),
     ] {
         let setting = show(key);
@@ -140,12 +141,15 @@ fn a_flag_wins_over_the_environment_and_that_over_the_files_in_their_order() {
 
     let mut command = host.command(&["config", "show", "--json"]);
     command.env("BURGEON_STORE", "/srv/2").env("BURGEON_LOG", "info");
+    command.env("BURGEON_LOG_FORMAT", "text");
     let show = shown(command.output().unwrap());
     let variable = |name: &str| json!({ "kind": "environment", "variable": name });
     assert_eq!(show("store.default")["value"], "/srv/2");
     assert_eq!(show("store.default")["origin"], variable("BURGEON_STORE"));
     assert_eq!(show("state-dir")["origin"], variable("BURGEON_STATE_DIR"));
     assert_eq!(show("log.level")["origin"], variable("BURGEON_LOG"));
+    assert_eq!(show("log.format")["origin"], variable("BURGEON_LOG_FORMAT"));
+    assert_eq!(show("log.format")["value"], "text");
 
     let mut command = host.command(&["config", "show", "--json", "--store", "/srv/3"]);
     let show = shown(command.env("BURGEON_STORE", "/srv/2").output().unwrap());

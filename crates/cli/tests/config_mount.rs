@@ -1,9 +1,10 @@
-//! The configuration's effect on mounts and on the daemon: defaults of mounts, and the level of the
+//! The configuration's effect on mounts and on the daemon: defaults of mounts, level and format of the
 //! log. `config.rs` tests the files themselves.
 
 #![allow(clippy::unwrap_used)]
 
 use std::{
+    borrow::Cow,
     fs,
     io::{BufRead, BufReader},
     os::unix::fs::symlink,
@@ -141,11 +142,16 @@ fn an_image_of_a_named_store_is_mounted() {
 
 /// The level in the environment of the daemon's process `which`.
 fn level_of(burgeon: &Burgeon, which: &str) -> String {
+    variable_of(burgeon, which, "BURGEON_LOG")
+}
+
+/// The value of a variable in the environment of the daemon's process `which`.
+fn variable_of(burgeon: &Burgeon, which: &str, name: &str) -> String {
     let pid = burgeon.status()[which].as_u64().unwrap();
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
     let variables = environment.split(|byte| *byte == 0).map(String::from_utf8_lossy);
-    let mut level = variables.filter_map(|it| it.strip_prefix("BURGEON_LOG=").map(str::to_owned));
-    level.next().unwrap_or_default()
+    let value = |it: Cow<str>| Some(it.strip_prefix(name)?.strip_prefix('=')?.to_owned());
+    variables.filter_map(value).next().unwrap_or_default()
 }
 
 #[test]
@@ -178,6 +184,35 @@ fn the_daemon_takes_its_level_at_its_start_and_at_an_upgrade() {
     let output = upgrade.current_dir(space.folder()).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     assert_eq!(level_of(&host.burgeon, "server_pid"), "error");
+    host.burgeon.umount(mounted);
+}
+
+#[test]
+fn the_daemon_takes_the_format_of_its_log_at_its_start_and_at_an_upgrade() {
+    let space = Space::new("config-format");
+    let host = Host::new(&space, "mount.write-limit = '256M'\n");
+    let mounted = host.mount("a", &[]);
+    let log = || fs::read_to_string(host.burgeon.state().join("run/daemon.log")).unwrap();
+    let format = || variable_of(&host.burgeon, "server_pid", "BURGEON_LOG_FORMAT");
+    assert_eq!((format().as_str(), log().contains("{\"")), ("", false));
+
+    host.write("log.format = 'json'\n");
+    let before = log().len();
+    host.burgeon.ok(&["upgrade"]);
+    assert_eq!(format(), "json");
+    assert_eq!(host.burgeon.ok(&["log"]), "level info, format json\n");
+    let ready =
+        |line: &str| serde_json::from_str::<Value>(line).is_ok_and(|it| it["level"] == "info");
+    assert!(log()[before..].lines().any(ready), "{}", log());
+
+    // The environment wins.
+    let mut upgrade = host.burgeon.command(&["upgrade"]);
+    let output = upgrade.env("BURGEON_LOG_FORMAT", "text").output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(
+        (format().as_str(), &*host.burgeon.ok(&["log"])),
+        ("text", "level info, format text\n")
+    );
     host.burgeon.umount(mounted);
 }
 

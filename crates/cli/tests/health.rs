@@ -84,6 +84,11 @@ fn health_is_an_exit_code_within_a_time_limit() {
     burgeon.umount(mounted);
 }
 
+fn is_opener(id: u32) -> bool {
+    let line = fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+    line.split(|byte| *byte == 0).any(|word| word == b"__open")
+}
+
 #[test]
 fn level_and_format_of_the_log_change_while_the_daemon_runs() {
     let space = Space::new("log-level");
@@ -103,6 +108,9 @@ fn level_and_format_of_the_log_change_while_the_daemon_runs() {
     let server = pid(&burgeon, "server_pid");
     assert!(objects(pid(&burgeon, "supervisor_pid")) > 0);
     assert!(wait_until(PATIENCE, || objects(server) > 0), "{}", log(&burgeon));
+    // The supervisor's other children.
+    let opener = *burgeon.processes().iter().find(|id| is_opener(**id)).unwrap();
+    assert!(wait_until(PATIENCE, || objects(opener) > 0), "{}", log(&burgeon));
     kill(server);
     let is_another =
         || burgeon.status()["server_pid"].as_u64().is_some_and(|id| id != u64::from(server));

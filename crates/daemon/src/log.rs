@@ -3,13 +3,13 @@
 //! ```text
 //!   tracing::warn!(mount = %id, "…")
 //!     ──►  2026-11-21T09:30:00Z burgeon[7]: warn: … mount=12ab   in run/daemon.log
-//!     ──►  <4>… mount=12ab                                       in the journal
+//!     ──►  MESSAGE="… mount=12ab" PRIORITY=4 BURGEON_MOUNT=12ab …     in the journal
 //!     ──►  {"time":"…","level":"warn","message":"…","mount":"12ab"}   as JSON, if asked for
 //! ```
 //!
-//! Under systemd the lines begin with the priorities of `sd-daemon(3)`. The journal's own socket
-//! would keep the fields apart, but the server would need that socket inside its sandbox, and an
-//! event would be lost when the socket is full; standard error is open already.
+//! Under systemd an event is an entry of the journal with its fields apart (`journal.rs`). Where the
+//! journal's socket does not take it at once, and for lines in JSON, it is a line on standard error
+//! with its priority, as in `sd-daemon(3)`.
 //!
 //! An event is logged by the code that handles an error; code that returns an error leaves the
 //! event to its caller. A hit logs none. Invariants: foreign text cannot begin a line, because
@@ -18,14 +18,14 @@
 //!
 //! Level and format can be changed while a process runs (`change`); children inherit both.
 
+mod journal;
+
 use std::{
     collections::HashMap,
     fmt::{self, Debug, Write as _},
     io,
-    sync::{
-        Mutex, OnceLock, PoisonError,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
+    path::Path,
+    sync::{Mutex, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -57,17 +57,22 @@ const WINDOW: Duration = Duration::from_secs(10);
 
 /// The level that this process was given, or was changed to: that of its children, too.
 static GIVEN: Mutex<Option<LevelFilter>> = Mutex::new(None);
-/// Lines are JSON.
-static JSON: AtomicBool = AtomicBool::new(false);
+/// Lines are JSON: the format that this process was given, or was changed to, as above.
+static JSON: Mutex<Option<bool>> = Mutex::new(None);
 /// Changes the level of this process.
 static CHANGE: OnceLock<Box<dyn Fn(LevelFilter) + Send + Sync>> = OnceLock::new();
 
 /// Logs events of this process from `level` on, and makes the daemons that it starts do the same.
 pub fn begin_at(level: LevelFilter) {
     note(level);
-    JSON.store(std::env::var_os(FORMAT).is_some_and(|format| format == "json"), Relaxed);
+    if let Some(format) = format_of_environment() {
+        set_json(format == "json");
+    }
+    let journal = is_journal();
+    let connect = || journal::Journal::connect(Path::new(journal::SOCKET)).ok();
+    let entries = journal.then(connect).flatten();
     let events = tracing_subscriber::fmt::layer()
-        .event_format(Line { journal: is_journal() })
+        .event_format(Line { journal, entries })
         .with_writer(io::stderr);
     // Events of libraries are left out.
     let (filter, handle) = reload::Layer::new(ours(level));
@@ -86,12 +91,29 @@ pub(crate) fn change(level: Option<LevelFilter>, json: Option<bool>) {
         note(level);
         change(level);
     }
-    json.into_iter().for_each(|json| JSON.store(json, Relaxed));
+    json.into_iter().for_each(set_json);
+}
+
+/// Sets the format, in place of that of the environment.
+pub fn set_json(json: bool) {
+    *JSON.lock().unwrap_or_else(PoisonError::into_inner) = Some(json);
 }
 
 /// The format now.
 pub(crate) fn is_json() -> bool {
-    JSON.load(Relaxed)
+    given_json().unwrap_or(false)
+}
+
+fn given_json() -> Option<bool> {
+    *JSON.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The variables from which a process that this one starts takes level and format.
+pub(crate) fn variables() -> impl Iterator<Item = (&'static str, String)> {
+    // They may come from the command line or the configuration.
+    let level = given().map(|level| (VARIABLE, level.to_string()));
+    let format = given_json().map(|json| (FORMAT, if json { "json" } else { "text" }.to_owned()));
+    level.into_iter().chain(format)
 }
 
 fn note(level: LevelFilter) {
@@ -111,6 +133,11 @@ pub fn begin() {
 /// True if the environment has a level: it takes precedence over the configuration.
 pub fn is_set() -> bool {
     std::env::var_os(VARIABLE).is_some()
+}
+
+/// The format of the environment, which takes precedence in the same way.
+pub fn format_of_environment() -> Option<String> {
+    std::env::var(FORMAT).ok().filter(|format| !format.is_empty())
 }
 
 /// Logs a problem from which the daemon recovers.
@@ -156,7 +183,10 @@ fn is_journal() -> bool {
 }
 
 struct Line {
+    /// Standard error is a stream of the journal.
     journal: bool,
+    /// The journal, if it takes entries, too.
+    entries: Option<journal::Journal>,
 }
 
 impl<S, N> FormatEvent<S, N> for Line
@@ -187,6 +217,17 @@ where
             }
             return writeln!(out, "{}", json(event, level, left_out));
         }
+        let mut words = Words::default();
+        event.record(&mut words);
+        if left_out > 0 {
+            words.fields.push_str(&format!(" left_out={left_out}"));
+        }
+        let text = words.message + &words.fields;
+        if let Some(journal) = &self.entries
+            && journal.takes(event, &text, priority(level), left_out)
+        {
+            return Ok(());
+        }
         match self.journal {
             true => write!(out, "<{}>", priority(level))?,
             false => {
@@ -194,12 +235,7 @@ where
                 write!(out, "{} burgeon[{}]: {name}: ", shown(&now), std::process::id())?;
             }
         }
-        let mut words = Words::default();
-        event.record(&mut words);
-        if left_out > 0 {
-            words.fields.push_str(&format!(" left_out={left_out}"));
-        }
-        writeln!(out, "{}{}", words.message, words.fields)
+        writeln!(out, "{text}")
     }
 }
 
@@ -324,7 +360,7 @@ mod tests {
         let written = Written::default();
         let writer = written.clone();
         let layer = tracing_subscriber::fmt::layer()
-            .event_format(Line { journal })
+            .event_format(Line { journal, entries: None })
             .with_writer(move || writer.clone());
         let subscriber = tracing_subscriber::registry().with(layer);
         tracing::subscriber::with_default(subscriber, events);

@@ -52,6 +52,8 @@ pub use self::process::open_files;
 pub(crate) enum ToOpener {
     /// Open the files that the other end of this socket asks for.
     Serve,
+    /// Log at this level and in this format from now on.
+    Log { level: String, json: bool },
 }
 
 /// The longest request: the longest path, and the fields before it.

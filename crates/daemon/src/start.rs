@@ -195,7 +195,7 @@ fn start_unit(state: &StateDir) -> Result<()> {
         .arg(format!("--unit={unit}"))
         .arg("--description=Burgeon: lazily mounted file trees")
         .args(UNIT_PROPERTIES.iter().map(|property| format!("--property={property}")))
-        .args(log::given().map(|level| format!("--setenv={}={level}", log::VARIABLE)))
+        .args(log::variables().map(|(name, value)| format!("--setenv={name}={value}")))
         .args(PASSED_ON.get().map(|(name, value)| setenv(name, value)))
         .arg(exe)
         .arg("__supervise")

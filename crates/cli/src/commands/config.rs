@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use super::parse_store;
 use crate::{
-    config::{self, KEYS, Setting, Sharing},
+    config::{self, Format, KEYS, Setting, Sharing},
     global::{self, Global},
     output::{self, counted},
     pull::Pull,
@@ -139,6 +139,7 @@ fn settings(global: &Global, config: &config::Config) -> Result<Vec<Shown>> {
         let (value, origin) = match key {
             "state-dir" => state_dir(global, config)?,
             "log.level" => level(global, config),
+            "log.format" => format(config),
             "store.default" => store(global, config)?,
             "cache.size" => amount(&config.cache.size, Value::Null),
             "cache.keep-free" => amount(&config.cache.keep_free, json!("25%")),
@@ -216,6 +217,19 @@ fn level(global: &Global, config: &config::Config) -> (Value, Origin) {
         }
         (None, Some(setting)) => (shown(setting.value), file(setting)),
         (None, None) => (shown(LevelFilter::INFO), Origin::Default),
+    }
+}
+
+/// The format of a daemon that is started now.
+fn format(config: &config::Config) -> (Value, Origin) {
+    match burgeon_daemon::log::format_of_environment() {
+        Some(format) => {
+            let variable = burgeon_daemon::log::FORMAT;
+            // Any other word is text.
+            let format = if format == "json" { Format::Json } else { Format::Text };
+            (choice(&None, format).0, Origin::Environment { variable })
+        }
+        None => choice(&config.log.format, Format::default()),
     }
 }
 

@@ -8,11 +8,10 @@ use burgeon_daemon::{
     Client,
     protocol::{Reply, Request},
 };
-use clap::ValueEnum;
 use serde_json::json;
 
 use super::Context;
-use crate::{global::LEVELS, output};
+use crate::{config::Format, global::LEVELS, output};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -21,7 +20,7 @@ Examples:
   burgeon log --level info --format json
 
 A change holds until the daemon starts again, also by `upgrade` or `systemctl reload burgeon`; the
-configuration (log.level) and BURGEON_LOG_FORMAT hold for later starts.";
+configuration (log.level, log.format) holds for later starts.";
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Log {
@@ -31,14 +30,6 @@ pub(crate) struct Log {
     /// Format of the lines
     #[arg(long, value_enum)]
     format: Option<Format>,
-}
-
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
-enum Format {
-    /// Words, then fields
-    Text,
-    /// One JSON object a line
-    Json,
 }
 
 pub(super) fn log(context: &Context, log: Log) -> Result<ExitCode> {

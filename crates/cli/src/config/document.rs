@@ -110,6 +110,7 @@ impl Reader<'_> {
                 }
             }),
             ["log", "level"] => put(&mut config.log.level, level(value), origin),
+            ["log", "format"] => put(&mut config.log.format, choice(value), origin),
             ["cache", "size"] => put(&mut config.cache.size, amount(value), origin),
             ["cache", "keep-free"] => put(&mut config.cache.keep_free, amount(value), origin),
             ["cache", "sharing"] => put(&mut config.cache.sharing, choice(value), origin),
@@ -274,6 +275,7 @@ mod tests {
         let set = [
             state_dir.is_some(),
             log.level.is_some(),
+            log.format.is_some(),
             cache.size.is_some(),
             cache.keep_free.is_some(),
             cache.sharing.is_some(),

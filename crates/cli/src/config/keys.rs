@@ -1,9 +1,10 @@
 //! The keys of the configuration, and the nearest one to a misspelt key.
 
 /// All keys. NAME is a name that the user chooses.
-pub(crate) const KEYS: [&str; 14] = [
+pub(crate) const KEYS: [&str; 15] = [
     "state-dir",
     "log.level",
+    "log.format",
     "cache.size",
     "cache.keep-free",
     "cache.sharing",

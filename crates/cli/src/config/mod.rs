@@ -6,7 +6,7 @@
 //!                                   │ a later file replaces an earlier one, key by key
 //!   flag ► environment ► ───────► Config ──► commands::Context      state directory, store
 //!                                        ──► commands::mount        defaults of mounts
-//!                                        ──► begin_daemon           its level, the cache's bounds
+//!                                        ──► begin_daemon           its log, the cache's bounds
 //! ```
 //! `BURGEON_CONFIG` and `--config` name another file or folder, or `none`.
 //!
@@ -67,6 +67,18 @@ pub(crate) struct Config {
 pub(crate) struct Log {
     /// The level of daemons.
     pub(crate) level: Option<Setting<LevelFilter>>,
+    /// The format of their lines.
+    pub(crate) format: Option<Setting<Format>>,
+}
+
+/// Formats of the log.
+#[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// Words, then fields
+    #[default]
+    Text,
+    /// One JSON object a line
+    Json,
 }
 
 /// `[cache]`: bounds of the host's cache, unless `burgeon cache resize` has set others.
@@ -247,10 +259,13 @@ pub(crate) fn is_store_name(text: &str) -> bool {
 /// Longest name of a store, as of an image.
 const STORE_NAME_MAX: usize = 80;
 
-/// Begins a supervisor: it logs events at the level of the environment, or else of the
-/// configuration, and its children inherit the level; it tells its servers the cache's bounds.
+/// Begins a supervisor: it logs events at the level and in the format of the environment, or else of
+/// the configuration, and its children inherit both; it tells its servers the cache's bounds.
 pub(crate) fn begin_daemon() {
     let (config, problems) = Config::examine(env::var_os(global::CONFIG).as_deref());
+    if let (None, Some(format)) = (log::format_of_environment(), &config.log.format) {
+        log::set_json(format.value == Format::Json);
+    }
     match log::is_set() {
         true => log::begin(),
         false => log::begin_at(config.log.level.map_or(LevelFilter::INFO, |level| level.value)),

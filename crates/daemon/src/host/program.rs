@@ -31,9 +31,7 @@ pub(crate) fn serving_program(verb: &str) -> Command {
 fn run_as(name: &str, verb: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0(name).arg(verb);
-    // The level may come from the command line or the configuration.
-    command.envs(log::given().map(|level| (log::VARIABLE, level.to_string())));
-    command.env(log::FORMAT, if log::is_json() { "json" } else { "text" });
+    command.envs(log::variables());
     command
 }
 

@@ -25,7 +25,7 @@ use super::{
     NOT_A_FILE, NOT_GRANTED, OpenAnswer, OpenRequest, REQUEST_MAX, ToOpener, Wanted, devices,
     granted::Granted, receive, send,
 };
-use crate::{host::harden, ipc::wire, roles, state::paths::StateDir, transport};
+use crate::{host::harden, ipc::wire, log, roles, state::paths::StateDir, transport};
 
 /// Threads of a line. The server waits for half as many requests at a time, so the others hang: a
 /// new process is needed.
@@ -56,8 +56,11 @@ fn begin(state: &StateDir) -> Result<()> {
     roles::opening(has_ublk).enter()?;
     let lines = Arc::new(Lines::default());
     let granted = Arc::new(Granted::new(state.grants()));
-    while let Some((ToOpener::Serve, mut fds)) = wire::receive::<ToOpener>(&control)? {
-        if let Some(socket) = fds.pop() {
+    while let Some((message, mut fds)) = wire::receive::<ToOpener>(&control)? {
+        if let ToOpener::Log { level, json } = message {
+            log::change(level.parse().ok(), Some(json));
+            tracing::info!(level, json, "the log was changed");
+        } else if let Some(socket) = fds.pop() {
             *lines.open() += 1;
             let (lines, control) = (Arc::clone(&lines), Arc::clone(&control));
             let (workers, granted) = (Mutex::default(), Arc::clone(&granted));

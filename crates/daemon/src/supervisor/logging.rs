@@ -1,5 +1,5 @@
-//! Changes level and format of the log while the daemon runs: here, and in its server. Processes that
-//! are started later inherit both; an opener keeps its own until the next one starts.
+//! Changes level and format of the log while the daemon runs: here, in its server, and in its opener.
+//! Processes that are started later inherit both.
 
 use burgeon_block::{Error, ErrorKind, Result};
 
@@ -7,6 +7,7 @@ use super::Supervisor;
 use crate::{
     ipc::link::ToServer,
     log::{self, LevelFilter},
+    opener::ToOpener,
 };
 
 impl Supervisor {
@@ -25,7 +26,9 @@ impl Supervisor {
         if level.is_some() || json.is_some() {
             tracing::info!(level = now.0, json = now.1, "the log was changed");
             let (level, json) = now.clone();
-            self.table().send(&ToServer::Log { level, json });
+            let mut table = self.table();
+            table.tell_opener(&ToOpener::Log { level: level.clone(), json });
+            table.send(&ToServer::Log { level, json });
         }
         Ok(now)
     }

@@ -268,6 +268,15 @@ impl Table {
         }
     }
 
+    /// Sends the opener a message. An opener that does not take it is replaced.
+    pub(crate) fn tell_opener(&mut self, message: &ToOpener) {
+        let Some((opener, _)) = &self.opener else { return };
+        if let Err(e) = wire::send(opener, message, &[]) {
+            tracing::error!(error = %e, "the opener takes no message");
+            let _ = opener.shutdown(Shutdown::Both);
+        }
+    }
+
     /// Tells the server of a mount, or tells it again.
     pub(crate) fn attach(&mut self, id: MountId) {
         let (Some(link), Some(entry)) = (&self.link, self.mounts.get_mut(&id)) else { return };
