@@ -17,7 +17,9 @@ use std::{
 };
 
 use burgeon_block::Counters;
-use burgeon_metrics::{Totals, Values};
+use burgeon_metrics::{
+    CacheNow, CacheValues, Disk, Disks, MountNow, Snapshot, Totals, Values, render,
+};
 use serde_json::Value;
 use testkit::{Burgeon, Mounted, PATIENCE, Rng, Space, drop_caches, kill, wait_until};
 
@@ -348,20 +350,7 @@ fn a_real_prometheus_finds_each_expression_of_dashboard_and_alerts() {
     assert!(wait_until(PATIENCE, is_up));
     assert!(get(port, "/").unwrap().contains("/metrics"));
 
-    let config = space.path("prometheus.yml");
-    let text = format!(
-        "global:\n  scrape_interval: 1s\nrule_files: ['{}']\nscrape_configs:\n  - job_name: burgeon\n    \
-         static_configs:\n      - targets: ['{address}']\n",
-        dist("burgeon.rules.yml").display()
-    );
-    fs::write(&config, text).unwrap();
-    let own = free_port();
-    let mut prometheus = Command::new("prometheus");
-    prometheus.arg(format!("--config.file={}", config.display()));
-    prometheus.arg(format!("--storage.tsdb.path={}", space.path("tsdb").display()));
-    prometheus.arg(format!("--web.listen-address=127.0.0.1:{own}"));
-    let prometheus = prometheus.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-    let _prometheus = Running(prometheus.expect("the package prometheus is installed"));
+    let (own, _prometheus) = scraped(&space, &address);
     let mut missing: Vec<String> = [of_dashboard(), of_alerts()].concat();
     assert!(missing.len() > 30, "{missing:?}");
     let all = missing.len();
@@ -375,7 +364,89 @@ fn a_real_prometheus_finds_each_expression_of_dashboard_and_alerts() {
     });
     assert!(missing.is_empty(), "no series of {all} for {missing:#?}");
     println!("{all} expressions give series");
+    // The whole expression of an alert: no condition holds here.
+    for condition in conditions() {
+        assert_eq!(found(own, &condition), 0, "{condition}");
+    }
     burgeon.umount(mounted);
+}
+
+/// A Prometheus that scrapes `address` every second, and its port.
+fn scraped(space: &Space, address: &str) -> (u16, Running) {
+    let config = space.path("prometheus.yml");
+    let text = format!(
+        "global:\n  scrape_interval: 1s\nrule_files: ['{}']\nscrape_configs:\n  - job_name: burgeon\n    \
+         static_configs:\n      - targets: ['{address}']\n",
+        dist("burgeon.rules.yml").display()
+    );
+    fs::write(&config, text).unwrap();
+    let own = free_port();
+    let mut prometheus = Command::new("prometheus");
+    prometheus.arg(format!("--config.file={}", config.display()));
+    prometheus.arg(format!("--storage.tsdb.path={}", space.path("tsdb").display()));
+    prometheus.arg(format!("--web.listen-address=127.0.0.1:{own}"));
+    let prometheus = prometheus.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    (own, Running(prometheus.expect("the package prometheus is installed")))
+}
+
+/// The expression of each alert, whole.
+fn conditions() -> Vec<String> {
+    let text = fs::read_to_string(dist("burgeon.rules.yml")).unwrap();
+    let rules = text.lines().filter_map(|line| line.trim().strip_prefix("expr: "));
+    let conditions: Vec<_> = rules.map(str::to_owned).collect();
+    assert_eq!(conditions.len(), text.matches("- alert: ").count(), "an expression is one line");
+    conditions
+}
+
+/// The text of a daemon for which the condition of each alert holds, after so many seconds.
+fn troubled(seconds: u64) -> String {
+    let counters = Counters::default();
+    for counter in [&counters.failed_reads, &counters.source_errors, &counters.cache_corrupt_blocks]
+    {
+        // Rates are over ten minutes, of which the test sees a second.
+        counter.add(100 * seconds);
+    }
+    (0..20 * seconds).for_each(|_| counters.miss_latency.record(2_000_000_000));
+    let mut totals = Totals::from(1);
+    totals.look("0a", "/store", Values::of(&counters));
+    let cache = CacheValues { read_errors: seconds, ..CacheValues::default() };
+    let snapshot = Snapshot {
+        mount_count: 1,
+        mounts_now: vec![MountNow { id: "0a".to_owned(), ..MountNow::default() }],
+        cache_now: Some(CacheNow { limit: 1 << 20, ..CacheNow::default() }),
+        ..Snapshot::default()
+    };
+    // Its totals are from long ago.
+    let snapshot = snapshot.with_totals(&totals);
+    let snapshot = Snapshot { cache, server_starts: seconds, written_unix_seconds: 1, ..snapshot };
+    let disk = Disk { endurance_used_percent: Some(95), ..Disk::default() };
+    render(Some(&snapshot), &Disks { seen_unix_seconds: 1, disks: vec![disk] })
+}
+
+#[test]
+fn a_real_prometheus_finds_each_alert_whose_condition_holds() {
+    let space = Space::new("metrics-alerts");
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    // It answers each request until the test's process ends.
+    std::thread::spawn(move || {
+        for (number, stream) in (1..).zip(listener.incoming().map_while(Result::ok)) {
+            let mut stream = stream;
+            let mut request = [0; 1 << 12];
+            let _ = stream.read(&mut request);
+            let body = troubled(number);
+            let head =
+                "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\nConnection: close";
+            let _ = write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+        }
+    });
+    let (own, _prometheus) = scraped(&space, &address);
+    let mut missing = conditions();
+    wait_until(PATIENCE, || {
+        missing.retain(|condition| found(own, condition) == 0);
+        missing.is_empty()
+    });
+    assert!(missing.is_empty(), "no series for {missing:#?}: {}", troubled(9));
 }
 
 /// Counters of disks, with a smartctl of ours.

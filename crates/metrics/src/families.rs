@@ -195,6 +195,15 @@ pub const FAMILIES: &[Family] = &[
             stores(it, |store, values| out.count(&[store], values.replayed()));
         }
     ),
+    family!(
+        "burgeon_stores_in_other",
+        Gauge,
+        &[],
+        "Stores of present mounts whose values are those of store=\"other\".",
+        |it, out| {
+            daemon(it, |it| out.count(&[], it.stores_in_other()));
+        }
+    ),
     // The cache.
     family!("burgeon_cache_used_bytes", Gauge, &[], "Bytes that the cache takes.", |it, out| {
         cache(it, out, |now| now.used);

@@ -1,11 +1,11 @@
 //! The message of the status socket: durable totals, and the present state of mounts and cache.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    totals::Totals,
+    totals::{OTHER_STORES, Totals},
     values::{CacheValues, Values},
 };
 
@@ -92,6 +92,17 @@ pub struct CacheNow {
 }
 
 impl Snapshot {
+    /// The number of stores of present mounts that have no values of their own.
+    pub fn stores_in_other(&self) -> u64 {
+        let stores: BTreeSet<_> = self.mounts_now.iter().map(|mount| &mount.store).collect();
+        let shares = |store: &&&String| !self.stores.contains_key(store.as_str());
+        // The store of a new mount is unknown until the next totals are durable.
+        match self.stores.contains_key(OTHER_STORES) {
+            true => stores.iter().filter(shares).count() as u64,
+            false => 0,
+        }
+    }
+
     /// Takes the totals, which must be durable.
     pub fn with_totals(mut self, totals: &Totals) -> Self {
         self.since_unix_seconds = totals.since_unix_seconds;

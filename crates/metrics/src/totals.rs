@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use crate::values::{CacheValues, Values};
 
 /// Stores with totals of their own; those that come later share one, [`OTHER_STORES`].
-pub const STORES_MAX: usize = 16;
+pub const STORES_MAX: usize = 20;
 
 /// The name of all other stores.
 pub const OTHER_STORES: &str = "other";
@@ -231,7 +231,8 @@ mod tests {
         }
         assert_eq!(totals.stores().len(), STORES_MAX + 1);
         assert_eq!(bytes(&totals, OTHER_STORES), 3);
-        totals.look("m17", "s3://17", hits(5));
+        let last = STORES_MAX + 1;
+        totals.look(&format!("m{last}"), &format!("s3://{last}"), hits(5));
         assert_eq!(bytes(&totals, OTHER_STORES), 7);
     }
 

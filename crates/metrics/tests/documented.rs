@@ -77,6 +77,8 @@ fn two_hundred_mounts_give_at_most_five_thousand_series() {
     let series: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
     println!("200 mounts of {STORES_MAX} stores and more: {} series", series.len());
     assert!(series.len() <= 5000, "{}", series.len());
+    let others = format!("\nburgeon_stores_in_other {}\n", 200 - STORES_MAX);
+    assert!(text.contains(&others) && full(STORES_MAX).contains("\nburgeon_stores_in_other 0\n"));
     let mut counters: BTreeMap<&str, usize> = BTreeMap::new();
     for line in series.iter().filter(|line| line.starts_with("burgeon_mount_")) {
         let (name, rest) = line.split_once('{').unwrap();
