@@ -432,9 +432,7 @@ where
                 let out = part(buf, range, piece);
                 if self.is_through(index) {
                     if !self.read_through_now(index, piece, out) {
-                        // Its tries are its own.
-                        told.fetched(0);
-                        self.read_through(index, piece, out, arrived, counters).await?;
+                        self.read_through(index, piece, out, arrived, counters, told).await?;
                     }
                     at = piece.end();
                     continue;

@@ -5,8 +5,8 @@ mod common;
 use std::sync::Arc;
 
 use burgeon_block::{BLOCK_SIZE, BlockDevice, Counters, ErrorKind, Now, Pages};
-use burgeon_volume::LazyDevice;
-use common::{DATA_START, setup};
+use burgeon_volume::{LazyDevice, Limits};
+use common::{DATA_START, Fault, image_at, setup, setup_with};
 
 const OFFSETS: [u64; 3] = [64 << 10, 64 << 20, 256 << 30];
 
@@ -57,6 +57,27 @@ async fn every_byte_is_what_its_address_says() {
         }
     }
     assert_eq!(counters.fetches.get(), 2, "the first and the last chunk, once each");
+}
+
+/// Reads that are fetched, and those straight from an object outside the store. In real time: a wait has to
+/// last.
+#[tokio::test]
+async fn a_wait_names_the_attempts_that_failed() {
+    for object in ["packs/test", "file/dev/disk"] {
+        let setup = setup_with(image_at(3, object), Limits::default());
+        let (data, counters) = (setup.volume.map().data_range(), Arc::clone(&setup.counters));
+        let volume = Arc::clone(&setup.volume);
+        let device = LazyDevice::new(volume, counters, data.end(), superblocks()).unwrap();
+        setup.source.fail([Fault::Unavailable, Fault::Unavailable, Fault::WrongByte]);
+        let mut pages = Pages::zeroed(BLOCK_SIZE).unwrap();
+        device.read(data.start(), pages.bytes_mut()).await.unwrap();
+        let waits = device.waits(0);
+        assert_eq!(
+            (waits.len(), waits[0].failed_tries, waits[0].fetched),
+            (1, 3, true),
+            "{object}"
+        );
+    }
 }
 
 #[test]

@@ -43,6 +43,11 @@ impl Cost {
         self.fetches += 1;
     }
 
+    /// Attempts that failed.
+    pub(crate) fn failed_tries(&self) -> u64 {
+        self.source_errors + self.source_corrupt_chunks
+    }
+
     pub(crate) fn add_to(&self, counters: &Counters) {
         counters.fetches.add(self.fetches);
         counters.fetched_bytes.add(self.fetched_bytes);
@@ -105,7 +110,7 @@ impl Fetched {
 
     /// Attempts of it that failed.
     pub(crate) fn failed_tries(&self) -> u64 {
-        self.cost.source_errors + self.cost.source_corrupt_chunks
+        self.cost.failed_tries()
     }
 
     /// Charges the fetch to `counters`, if nobody was charged yet.

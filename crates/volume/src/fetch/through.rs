@@ -16,7 +16,7 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::{chunk::unpack, in_flight::Bill, read_object, retry::Question};
-use crate::{Volume, verify::check_blocks};
+use crate::{Volume, verify::check_blocks, waits::Told};
 
 impl<S, F> Volume<S, F>
 where
@@ -31,6 +31,7 @@ where
         buf: &mut [u8],
         arrived: Instant,
         counters: &Counters,
+        told: &Told,
     ) -> Result<()> {
         let chunk = self.map.chunk(index);
         let stored = stored_piece(&chunk, piece);
@@ -52,6 +53,7 @@ where
         if question.is_map_wrong {
             bill.cost().acquit();
         }
+        told.fetched(bill.cost().failed_tries());
         result
     }
 
