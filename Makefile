@@ -114,6 +114,7 @@ install: build
 	$(SUDO) install -D --mode=644 --target-directory=$(DESTDIR)/etc/systemd/system dist/burgeon.service \
 		dist/burgeon-metrics.service dist/burgeon-snapshotter.service dist/burgeon-disks.service \
 		dist/burgeon-disks.timer
+	$(SUDO) install -D --mode=644 --target-directory=$(DESTDIR)/etc/udev/rules.d dist/65-burgeon.rules
 	$(if $(DESTDIR),,getent group burgeon > /dev/null || $(SUDO) groupadd --system burgeon)
 
 deb:

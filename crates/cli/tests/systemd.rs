@@ -5,58 +5,21 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod installed;
+
 use std::{
     fs::{self, File},
     io::Write,
-    os::unix::fs::PermissionsExt,
     path::Path,
-    process::{Child, Command, Output, Stdio},
+    process::{Child, Command, Stdio},
     time::Instant,
 };
 
-use testkit::{PATIENCE, copy_program, kill, processes_with, wait_until};
+use testkit::{kill, processes_with};
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
-const INSTALLED: &str = "/usr/local/bin/burgeon";
-const INSTALLED_UNIT: &str = "/etc/systemd/system/burgeon.service";
-const STATE: &str = "/var/lib/burgeon";
-const UNIT: &str = include_str!("../../../dist/burgeon.service");
-
-fn output(program: &str, arguments: &[&str]) -> Output {
-    Command::new(program).args(arguments).output().unwrap()
-}
-
-/// Runs a command that has to succeed and returns its output.
-fn run(program: &str, arguments: &[&str]) -> String {
-    let output = output(program, arguments);
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{program} {arguments:?}: {text}{errors}");
-    text.trim().to_owned()
-}
-
-fn property(unit: &str, name: &str) -> String {
-    run("systemctl", &["show", "--value", "--property", name, unit])
-}
-
-/// Waits for `good`, which depends on other processes alone.
-fn await_that(what: &str, good: impl FnMut() -> bool) {
-    assert!(wait_until(PATIENCE, good), "still not so: {what}");
-}
-
-fn drop_caches() {
-    fs::write("/proc/sys/vm/drop_caches", "3").unwrap();
-}
-
-/// Bytes that compress badly and differ from file to file.
-fn content(file: u64) -> Vec<u8> {
-    let mut state = file + 1;
-    let mut next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 33) as u8
-    };
-    (0..600_000).map(|_| next()).collect()
-}
+use installed::{
+    INSTALLED, STATE, await_that, content, drop_caches, install, output, place, property, run, tree,
+};
 
 #[test]
 fn the_unit_keeps_mounts_alive() {
@@ -89,6 +52,24 @@ fn the_unit_keeps_mounts_alive() {
     assert_eq!(namespace(&daemon), namespace("1"), "the unit's restrictions let it know that one");
     fs::write("/mnt/a/written", "before").unwrap();
     assert_eq!(fs::read("/mnt/a/0").unwrap(), content(0));
+
+    // The log's fields are fields of the journal, also those of the server in its sandbox.
+    let entries = || output("journalctl", &["--unit=burgeon.service", "--output=json"]).stdout;
+    let entry_with = |name: &str, pid: &str| {
+        let entries = entries();
+        let mut all = entries.split(|byte| *byte == b'\n');
+        all.any(|line| {
+            let entry: serde_json::Value = serde_json::from_slice(line).unwrap_or_default();
+            entry[name].is_string() && entry["_PID"] == pid && entry["_TRANSPORT"] == "journal"
+        })
+    };
+    await_that("the supervisor's event has fields", || entry_with("BURGEON_MOUNT", &daemon));
+    run("burgeon", &["log", "--level", "debug"]);
+    let status: serde_json::Value =
+        serde_json::from_str(&run("burgeon", &["status", "--json"])).unwrap();
+    let server = status["server_pid"].to_string();
+    await_that("the server's event has fields", || entry_with("BURGEON_LEVEL", &server));
+    run("burgeon", &["log", "--level", "info"]);
 
     // The supervisor dies: systemd starts another, which takes over the mounts of the first.
     let first = property("burgeon.service", "MainPID");
@@ -220,6 +201,167 @@ fn readers_wait_for_the_unit_however_often_its_processes_are_killed() {
     run("burgeon", &["shutdown"]);
 }
 
+/// A line of /etc/fstab, through mount(8) and through the automount unit that systemd makes of it.
+#[test]
+fn lines_of_fstab_are_mounted() {
+    install();
+    tree();
+    run("burgeon", &["build", "/tmp/tree", "tree"]);
+    ["/mnt/e", "/mnt/f"].into_iter().for_each(|at| fs::create_dir_all(at).unwrap());
+    let lines = "tree /mnt/e burgeon _netdev,nofail,writes=e,write-limit=256M 0 0\n\
+                 tree /mnt/f burgeon _netdev,nofail,ro,x-systemd.automount 0 0\n";
+    fs::write("/etc/fstab", lines).unwrap();
+    run("systemctl", &["daemon-reload"]);
+    run("systemctl", &["start", "mnt-f.automount"]);
+    // The first access waits for systemd, which waits for mount(8), which waits for the helper.
+    let read = |at: &str, file: u64| {
+        let read = output("timeout", &["300", "cat", &format!("{at}/{file}")]);
+        assert!(read.status.success() && read.stdout == content(file), "{at}/{file}");
+    };
+    read("/mnt/f", 1);
+    assert_eq!(property("mnt-f.mount", "ActiveState"), "active");
+    // The helper mounts onto a waiting automount, without setting it off.
+    run("systemctl", &["stop", "mnt-f.mount"]);
+    let helper =
+        |options: &[&str]| run("/sbin/mount.burgeon", &[&["tree", "/mnt/f"], options].concat());
+    let said = helper(&["-v", "-o", "ro"]);
+    assert!(said.contains("mounted /mnt/f in "), "{said}");
+    read("/mnt/f", 2);
+    for _ in 0..2 {
+        run("mount", &["-a"]);
+        read("/mnt/e", 0);
+        read("/mnt/f", 3);
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+        let count = |at: &str| {
+            let of_it = |line: &&str| line.contains(at) && line.contains(" btrfs ");
+            mounts.lines().filter(of_it).count()
+        };
+        assert_eq!((count(" /mnt/e "), count(" /mnt/f ")), (1, 1), "{mounts}");
+    }
+    assert!(helper(&["-v", "-o", "ro"]).contains("mounted already"));
+    // udev looks at all devices again, and says of the writes' one that it is ready: otherwise systemd
+    // unmounts what it takes for unplugged.
+    run("udevadm", &["trigger", "--subsystem-match=block", "--settle"]);
+    let device = device_of_writes("/mnt/e");
+    let known = run("udevadm", &["info", "--query=property", "--name", &device]);
+    assert!(known.contains("ID_BTRFS_READY=0") && known.contains("SYSTEMD_READY=1"), "{known}");
+    let unit = format!("{}.device", run("systemd-escape", &["--path", &device]));
+    assert_eq!(property(&unit, "ActiveState"), "active");
+    read("/mnt/e", 4);
+    run("mount", &["-o", "remount,ro", "/mnt/e"]);
+    assert!(fs::write("/mnt/e/new", "").is_err());
+    run("mount", &["-o", "remount,rw", "/mnt/e"]);
+    fs::write("/mnt/e/new", "").unwrap();
+    // The line is the administrator's: no unit is written beside it.
+    let refused = output("burgeon", &["mount", "tree", "/mnt/e", "--writes", "e", "--persist"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(5) && said.contains("/etc/fstab"), "{said}");
+
+    run("systemctl", &["stop", "mnt-f.automount"]);
+    run("umount", &["/mnt/e"]);
+    fs::write("/etc/fstab", "").unwrap();
+    run("systemctl", &["daemon-reload"]);
+    run("burgeon", &["shutdown", "--unmount"]);
+    run("burgeon", &["writes", "rm", "e"]);
+}
+
+/// The device that the kernel shows as the source of a writable mount.
+fn device_of_writes(at: &str) -> String {
+    let source = run("findmnt", &["--noheadings", "--output", "SOURCE", at]);
+    source.split('[').next().unwrap().to_owned()
+}
+
+#[test]
+fn a_persistent_mount_is_a_unit_until_it_is_forgotten() {
+    install();
+    tree();
+    run("burgeon", &["build", "/tmp/tree", "tree", "--store", "/tmp/store"]);
+    fs::create_dir_all("/mnt/p-1").unwrap();
+    let [unit, path] = ["mnt-p\\x2d1.mount", "/etc/systemd/system/mnt-p\\x2d1.mount"];
+    let mount = "mount tree /mnt/p-1/ --store /tmp/store --writes p --write-limit 256M -o noatime --persist";
+    let mount: Vec<_> = mount.split(' ').collect();
+
+    // Another's unit stays, and nothing is mounted.
+    fs::write(path, "[Mount]\nWhat=tmpfs\nWhere=/mnt/p-1\nType=tmpfs\n").unwrap();
+    let refused = output("burgeon", &mount);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(5) && said.contains(path), "{said}");
+    assert!(fs::read_to_string(path).unwrap().contains("tmpfs"));
+    assert!(!Path::new("/mnt/p-1/0").exists());
+    fs::remove_file(path).unwrap();
+    run("systemctl", &["daemon-reload"]);
+
+    // So does another file system at the mount point.
+    run("mount", &["-t", "tmpfs", "others", "/mnt/p-1"]);
+    fs::write("/mnt/p-1/theirs", "").unwrap();
+    let refused = output("burgeon", &mount);
+    assert!(!refused.status.success() && Path::new("/mnt/p-1/theirs").exists(), "{refused:?}");
+    assert!(!Path::new(path).exists());
+    run("umount", &["/mnt/p-1"]);
+
+    let said = run("burgeon", &mount);
+    assert!(said.contains(unit), "{said}");
+    fs::write("/mnt/p-1/written", "kept").unwrap();
+    let text = fs::read_to_string(path).unwrap();
+    assert_eq!(run("systemctl", &["is-enabled", unit]), "enabled");
+    // Once more changes nothing.
+    let said = run("burgeon", &mount);
+    assert!(said.contains("mounted already"), "{said}");
+    assert_eq!(fs::read_to_string(path).unwrap(), text);
+
+    // A mount that fails leaves the unit as it was.
+    run("systemctl", &["stop", unit]);
+    assert!(!Path::new("/mnt/p-1/0").exists(), "{text}");
+    let mistyped: Vec<_> =
+        mount.iter().map(|word| if *word == "tree" { "tere" } else { *word }).collect();
+    assert!(!output("burgeon", &mistyped).status.success());
+    assert_eq!(fs::read_to_string(path).unwrap(), text);
+
+    // systemd mounts it, and no target waits for it.
+    run("systemctl", &["start", unit]);
+    assert_eq!(fs::read("/mnt/p-1/1").unwrap(), content(1));
+    assert_eq!(fs::read_to_string("/mnt/p-1/written").unwrap(), "kept");
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    let line = mounts.lines().find(|line| line.contains("/mnt/p-1 ")).unwrap();
+    assert!(line.contains("noatime"), "{line}");
+    assert_eq!(property(unit, "Before"), "umount.target");
+    assert!(property(unit, "After").contains("burgeon.service"));
+    assert!(property("multi-user.target", "Wants").contains("mnt-p"));
+    assert!(!property("multi-user.target", "After").contains("mnt-p"));
+
+    let said = run("burgeon", &["umount", "--forget", "/mnt/p-1"]);
+    assert!(said.contains("unmounted /mnt/p-1") && said.contains(unit), "{said}");
+    assert!(!Path::new(path).exists() && !Path::new("/mnt/p-1/0").exists());
+    assert!(!property("multi-user.target", "Wants").contains("mnt-p"));
+    let nothing = output("burgeon", &["umount", "--forget", "/mnt/p-1"]);
+    assert_eq!(nothing.status.code(), Some(3), "{nothing:?}");
+    run("burgeon", &["writes", "rm", "p"]);
+    run("burgeon", &["shutdown"]);
+}
+
+/// A unit whose store is away fails, and holds nothing up; it is mounted when the store is back.
+#[test]
+fn a_persistent_mount_without_its_store_fails_and_heals() {
+    install();
+    tree();
+    run("burgeon", &["build", "/tmp/tree", "tree", "--store", "/tmp/store"]);
+    fs::create_dir_all("/mnt/q").unwrap();
+    let mount = ["mount", "tree", "/mnt/q", "--read-only", "--persist"];
+    run("burgeon", &[&mount[..], &["--store", "/tmp/store"]].concat());
+    run("systemctl", &["stop", "mnt-q.mount"]);
+    run("burgeon", &["shutdown"]);
+    fs::rename("/tmp/store", "/tmp/away").unwrap();
+    let failed = output("timeout", &["300", "systemctl", "start", "mnt-q.mount"]);
+    assert!(!failed.status.success() && failed.status.code() != Some(124), "{failed:?}");
+    assert_eq!(property("mnt-q.mount", "ActiveState"), "failed");
+    fs::rename("/tmp/away", "/tmp/store").unwrap();
+    run("systemctl", &["start", "mnt-q.mount"]);
+    assert_eq!(fs::read("/mnt/q/3").unwrap(), content(3));
+    run("burgeon", &["umount", "--forget", "/mnt/q"]);
+    assert!(!Path::new("/etc/systemd/system/mnt-q.mount").exists());
+    run("burgeon", &["shutdown"]);
+}
+
 /// Kills supervisor and server, the supervisor first, or it would start another server.
 fn kill_unit() {
     let all = processes_with(Path::new(STATE));
@@ -283,34 +425,4 @@ fn upgrades(command: &[&str], unit: &str, program: &str, at: &str) {
     open.write_all(b"goes on").and_then(|()| open.sync_all()).unwrap();
     let status: serde_json::Value = serde_json::from_str(&burgeon(&["status", "--json"])).unwrap();
     assert_eq!(status["mounts"][0]["reads"]["failed_reads"], 0, "{status:#}");
-}
-
-/// The image mounted in the tests.
-fn tree() {
-    fs::create_dir_all("/tmp/tree").unwrap();
-    (0..8).for_each(|n| fs::write(format!("/tmp/tree/{n}"), content(n)).unwrap());
-}
-
-/// Puts the program at `path`, as a new file: the present one may be running. At no time is
-/// there none: a unit that is ending runs it, too.
-fn place(path: &str) {
-    let new = format!("{path}.new");
-    copy_program(Path::new(PROGRAM), Path::new(&new));
-    fs::set_permissions(&new, fs::Permissions::from_mode(0o755)).unwrap();
-    fs::rename(new, path).unwrap();
-}
-
-/// Does the same as `make install`, once.
-fn install() {
-    let init = fs::read_to_string("/proc/1/comm").unwrap();
-    assert_eq!(init.trim(), "systemd", "this test needs the lab with LAB_INIT=systemd");
-    place(INSTALLED);
-    if Path::new(INSTALLED_UNIT).exists() {
-        return;
-    }
-    // The lab's root is an overlay; state belongs on a plain file system.
-    fs::create_dir_all(STATE).unwrap();
-    run("mount", &["-t", "tmpfs", "-o", "size=700m", "tmpfs", STATE]);
-    fs::write(INSTALLED_UNIT, UNIT).unwrap();
-    run("systemctl", &["daemon-reload"]);
 }

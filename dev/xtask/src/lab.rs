@@ -3,7 +3,7 @@
 //! ```text
 //!   6.1    no ublk: mounts go over FUSE and a loop device; an older btrfs reads what we write
 //!   6.12   ublk: whatever mounts here does so over ublk there, and recovery
-//!   6.12   with systemd and udev; with 384 MB of memory
+//!   6.12   with systemd and udev; with reboots; with 384 MB of memory
 //! ```
 //!
 //! The tests' programs are the host's own; the guest sees them in the host's root. Mounts over
@@ -30,6 +30,8 @@ struct List {
     memory_mb: &'static str,
     /// True if systemd is its first process and starts udev, as on a real machine.
     systemd: bool,
+    /// The size of the disk with the root's changes, which outlive reboots; none by default.
+    disk_mb: Option<&'static str>,
 }
 
 /// Tests that run in the lab: all but those that need the room or the programs of this machine, and
@@ -38,7 +40,7 @@ struct List {
 ///
 /// Two of them run side by side; whichever ends first is followed by the next. So the longest come
 /// first.
-const LISTS: [List; 7] = [
+const LISTS: [List; 8] = [
     List {
         name: "writes and refusals over ublk, on Linux 6.12",
         programs: &[
@@ -108,6 +110,14 @@ const LISTS: [List; 7] = [
         ..LIST
     },
     List {
+        name: "reboots, on Linux 6.12",
+        programs: &[("burgeon", "reboot")],
+        memory_mb: "3072",
+        systemd: true,
+        disk_mb: Some("8192"),
+        ..LIST
+    },
+    List {
         name: "384 MB of memory, on Linux 6.12",
         programs: &[LOW_MEMORY],
         memory_mb: "384",
@@ -115,8 +125,14 @@ const LISTS: [List; 7] = [
     },
 ];
 
-const LIST: List =
-    List { name: "", kernel: "6.12", programs: &[], memory_mb: "6144", systemd: false };
+const LIST: List = List {
+    name: "",
+    kernel: "6.12",
+    programs: &[],
+    memory_mb: "6144",
+    systemd: false,
+    disk_mb: None,
+};
 
 /// Its output lies in the folder that the guest shares with the host.
 const LOW_MEMORY: Program = ("burgeon", "low_memory");
@@ -162,6 +178,7 @@ fn command(root: &Path, list: &List, programs: &[PathBuf]) -> Command {
     if list.systemd {
         command.env("LAB_INIT", "systemd").env("LAB_UDEV", "1");
     }
+    command.envs(list.disk_mb.map(|size| ("LAB_DISK_MB", size)));
     let script = r#"
         export BURGEON_TEST_DIR="${BURGEON_TEST_DIR:-$TMPDIR/burgeon-test}"; mkdir -p "$BURGEON_TEST_DIR"
         modprobe -q ublk_drv

@@ -112,6 +112,7 @@ const OTHERS: [&str; 74] = [
     "pressure",
     "profile",
     "push",
+    "reboot",
     "remote",
     "rings",
     "roles",

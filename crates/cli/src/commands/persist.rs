@@ -5,8 +5,8 @@
 //!   boot            ─► systemd: mount -t burgeon … ─► mount.burgeon (crate::helper)
 //!   umount --forget ─► systemctl disable ─► the file removed
 //! ```
-//! Invariants, which no test shows yet: a unit that this command has not written is never changed;
-//! no target waits for the mount, so a store that is away delays no boot.
+//! Invariants (`tests/systemd.rs`, `tests/reboot.rs`): a unit that this command has not written is never
+//! changed; no target waits for the mount, so a store that is away delays no boot.
 
 use std::{
     fs::{self, File},

@@ -10,7 +10,7 @@
 //! The kernel shows a mount as a btrfs on some device, so mount(8) does not see that a line of
 //! /etc/fstab is mounted already: `mount -a` calls this program each time.
 //!
-//! Invariant, which no test shows yet: the target is not touched before the mount is moved onto it,
+//! Invariant (`tests/systemd.rs`): the target is not touched before the mount is moved onto it,
 //! because an automount there waits for this very process.
 
 mod options;
