@@ -33,6 +33,7 @@ TEST_NEEDS := $(BUILD_NEEDS) btrfs=btrfs-progs mkfs.xfs=xfsprogs fio=fio \
 	/usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring \
 	nginx=nginx-light umoci=umoci skopeo=skopeo busybox=busybox-static runc=runc crun=crun \
 	docker-registry=docker-registry htpasswd=apache2-utils openssl=openssl systemd-analyze=systemd \
+	sshd=openssh-server oathtool=oathtool /lib/x86_64-linux-gnu/security/pam_oath.so=libpam-oath \
 	mandoc=mandoc promtool=prometheus tmux=tmux containerd=containerd $(DEB_NEEDS)
 BENCH_NEEDS := $(TEST_NEEDS) mksquashfs=squashfs-tools mkfs.erofs=erofs-utils \
 	qemu-storage-daemon=qemu-system-common

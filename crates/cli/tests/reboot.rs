@@ -91,13 +91,14 @@ fn reboot(generation: &str, file: u64) -> ! {
     );
     let mut user = Command::new("bash");
     user.args(["-c", &script]).process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
-    let _user = user.stderr(Stdio::null()).spawn().unwrap();
+    let mut user = user.stderr(Stdio::null()).spawn().unwrap();
     let log = format!("{P}/{generation}.log");
     await_that("a program uses the mount", || fs::read(&log).is_ok_and(|text| !text.is_empty()));
     let _ = fs::remove_file(format!("{FOLDER}/last"));
     drop_caches();
     run("systemctl", &["--no-block", "reboot"]);
-    // The machine ends this process, too.
+    // The machine ends both processes.
+    user.wait().unwrap();
     loop {
         thread::sleep(Duration::from_secs(1));
     }

@@ -57,7 +57,7 @@ pub(crate) const QUICK: [&str; 50] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 74] = [
+const OTHERS: [&str; 75] = [
     "accelerated",
     "archives",
     "attributes",
@@ -118,6 +118,7 @@ const OTHERS: [&str; 74] = [
     "roles",
     "run",
     "snapshotter",
+    "ssh_codes",
     "store",
     "systemd",
     "tar_foreign",
