@@ -1,6 +1,6 @@
 //! Checks the requirements on this machine: kernel, file systems, devices, privileges, and space.
 
-use std::fs;
+use std::{fs, path::Path};
 
 use burgeon_frontend::ublk::Control;
 use rustix::{
@@ -25,9 +25,14 @@ const KERNEL_MIN: (u32, u32) = (6, 1);
 /// Free bytes below which a warning is due: nothing useful fits.
 const FREE_MIN: u64 = 1 << 30;
 
+/// The rule of udev without which systemd takes the devices of writes for unplugged.
+const RULE: &str = "65-burgeon.rules";
+const RULE_FOLDERS: [&str; 4] =
+    ["etc/udev/rules.d", "run/udev/rules.d", "usr/lib/udev/rules.d", "lib/udev/rules.d"];
+
 /// Runs all checks.
 pub(super) fn examine(state: &StateDir) -> Vec<Finding> {
-    vec![
+    let mut findings = vec![
         kernel(),
         file_system("btrfs", "btrfs"),
         file_system("FUSE", "fuse"),
@@ -40,7 +45,29 @@ pub(super) fn examine(state: &StateDir) -> Vec<Finding> {
         privileges(),
         memory_lock(),
         place(state),
-    ]
+    ];
+    findings.extend(udev(Path::new("/")));
+    findings
+}
+
+/// Looks for the rule where systemd and udev run, below `root`.
+fn udev(root: &Path) -> Option<Finding> {
+    let runs = ["run/systemd/system", "run/udev/control"].iter().all(|it| root.join(it).exists());
+    if !runs {
+        return None;
+    }
+    let rule = RULE_FOLDERS.iter().map(|folder| root.join(folder).join(RULE));
+    Some(match rule.into_iter().find(|rule| rule.exists()) {
+        Some(rule) => Finding::fine("udev", format!("{} is there", rule.display())),
+        None => Finding::bad(
+            Level::Warning,
+            "udev",
+            format!("the rule {RULE} is missing"),
+            "systemd may unmount a writable mount",
+            "copy dist/65-burgeon.rules to /etc/udev/rules.d and run `udevadm control --reload`; the \
+             package does both",
+        ),
+    })
 }
 
 fn kernel() -> Finding {
@@ -216,5 +243,27 @@ fn place(state: &StateDir) -> Finding {
             "nothing can be mounted",
             "take another --state-dir",
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::{Level, RULE, udev};
+
+    #[test]
+    fn a_missing_rule_of_udev_is_a_warning_where_systemd_and_udev_run() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |path: &str| root.path().join(path);
+        fs::create_dir_all(at("run/systemd/system")).unwrap();
+        assert!(udev(root.path()).is_none(), "no udev");
+        fs::create_dir_all(at("run/udev")).unwrap();
+        fs::write(at("run/udev/control"), "").unwrap();
+        let missing = udev(root.path()).unwrap();
+        assert!(missing.level == Level::Warning && missing.found.contains(RULE), "{missing:?}");
+        fs::create_dir_all(at("etc/udev/rules.d")).unwrap();
+        fs::write(at("etc/udev/rules.d").join(RULE), "").unwrap();
+        assert_eq!(udev(root.path()).unwrap().level, Level::Fine);
     }
 }
