@@ -7,12 +7,15 @@
 # make bench-start   the same for cold starts of real programs over a slow network: images of ours, and
 #              OCI images beside stargz-snapshotter
 # make bench-ublk    the same over ublk, in the lab
+# make bench-static  the static program beside the usual one: reads of cached data
 # make bench-accelerate   hit ratios of the policies of `burgeon accelerate`, beside RANDOM, LRU and the best possible
 # make bench-cache   policies of eviction on traces of chunks, beside the best possible
 #
 # make install put the command, mount(8)'s helper and the systemd unit in place (DESTDIR is honoured)
 # make deb     a Debian package, in target/package
 # make tarball the static program with its unit, configuration, man pages and completions, and SHA256SUMS, in target/package
+# make check-arm64  compiles everything for arm64 (CI builds it there, on a machine of that kind)
+# make try-tarball  runs its program in an empty chroot: names by DNS, TLS
 # make lab     CMD='...' [KERNEL=6.1]: run a command as root on an older kernel, emulated
 #
 # Each installs the Debian packages it needs; a Rust toolchain has to be there (Rust
@@ -48,7 +51,7 @@ START_NEEDS := $(BUILD_NEEDS) debootstrap=debootstrap nginx=nginx-light curl=cur
 LAB_NEEDS := qemu-system-x86_64=qemu-system-x86 /usr/lib/qemu/virtiofsd=qemu-system-common \
 	busybox=busybox-static cpio=cpio depmod=kmod
 
-.PHONY: demo check test soak bench bench-start bench-ublk bench-cache bench-accelerate build install deb tarball lab clean
+.PHONY: demo check test soak bench bench-start bench-ublk bench-cache bench-accelerate bench-static check-arm64 build install deb tarball try-tarball lab clean
 
 demo: build
 	dev/need $(if $(findstring --debian,$(DEMO)),debootstrap=debootstrap)
@@ -83,6 +86,21 @@ bench-start: build
 	$(CARGO) build --release --locked --package xtask
 	$(SUDO) $(TARGET)/release/xtask bench --burgeon $(TARGET)/release/burgeon --only start \
 		--start-tree $(TARGET)/tmp/start-bookworm $(BENCH)
+
+STATIC := $(shell uname -m)-unknown-linux-musl
+
+bench-static: build
+	dev/need $(BENCH_NEEDS) musl-gcc=musl-tools
+	$(CARGO) build --release --locked --package xtask
+	$(SUDO) $(TARGET)/release/xtask bench --burgeon $(TARGET)/release/burgeon --only beside \
+		--beside "$$(dist/build $(STATIC))" $(BENCH)
+
+# Compiles for another architecture, as far as that needs no linker.
+check-arm64:
+	dev/need aarch64-linux-gnu-gcc=gcc-aarch64-linux-gnu \
+		/usr/aarch64-linux-gnu/include/stdio.h=libc6-dev-arm64-cross
+	rustup target add aarch64-unknown-linux-gnu
+	$(CARGO) check --workspace --locked --target aarch64-unknown-linux-gnu
 
 # The guest sees this machine's programs; its own disk is its memory.
 bench-ublk: build
@@ -126,6 +144,15 @@ deb:
 tarball:
 	dev/need $(BUILD_NEEDS) git=git readelf=binutils musl-gcc=musl-tools
 	dist/tarball
+
+# Runs the tarball's program where there is nothing else: DNS and TLS in an empty chroot.
+try-tarball:
+	dev/need $(BUILD_NEEDS) git=git readelf=binutils musl-gcc=musl-tools docker-registry=docker-registry \
+		openssl=openssl
+	folder=$$(mktemp -d) && tar -xzf "$$(dist/tarball)" --strip-components=1 -C "$$folder" && \
+		$(SUDO) env BURGEON_STATIC="$$folder/burgeon" $(CARGO) test --locked --package burgeon \
+			--test empty_chroot; \
+		status=$$?; rm -rf "$$folder"; exit $$status
 
 KERNEL ?= 6.12
 lab:

@@ -57,7 +57,7 @@ pub(crate) const QUICK: [&str; 50] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 75] = [
+const OTHERS: [&str; 76] = [
     "accelerated",
     "archives",
     "attributes",
@@ -73,6 +73,7 @@ const OTHERS: [&str; 75] = [
     "deb",
     "demo",
     "disks",
+    "empty_chroot",
     "examples",
     "export",
     "fast",

@@ -9,6 +9,7 @@
 //!   start   cold starts of programs over a network (only if asked for: `make bench-start`)
 //!   ublk    over ublk ÷ RAM disk, FUSE, rublk (only if asked for, in the lab: `make bench-ublk`);
 //!           ublk-queues: numbers of queues and depths
+//!   beside  this program ÷ another build of it (only if asked for: `make bench-static`)
 //! ```
 //!
 //! Absolute figures say as much about the machine as about the program: what counts are ratios
@@ -22,6 +23,7 @@
 //! However the outer process ends, the shell is killed with it, with that its namespaces end, and
 //! with those all processes, mounts and loop devices of the benchmark.
 
+mod beside;
 mod build;
 mod burgeon;
 mod machine;
@@ -66,6 +68,9 @@ pub(crate) struct Options {
     /// Numbers of files of the images that are mounted.
     #[arg(long, value_delimiter = ',', default_values_t = [1000, 100_000, 1_000_000])]
     files: Vec<u64>,
+    /// Another build of the program, for the part `beside`.
+    #[arg(long)]
+    beside: Option<PathBuf>,
     /// The program `rublk`, for the part `ublk`; without it devices are not compared.
     #[arg(long)]
     rublk: Option<PathBuf>,
@@ -113,12 +118,13 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<()> {
             "memory" => memory::measure(&bench, &mut table),
             "virtual" => virtual_area::measure(&bench, &mut table),
             "start" => start::measure(&bench, &mut table),
+            "beside" => beside::measure(&bench, &mut table),
             "ublk" => ublk::measure(&bench, &mut table),
             "ublk-queues" => ublk::measure_queues(&bench, &mut table),
             other => {
                 anyhow::bail!(
-                    "no part {other:?}: reads, mounts, build, memory, virtual, start, ublk, \
-                     ublk-queues"
+                    "no part {other:?}: reads, mounts, build, memory, virtual, start, beside, \
+                     ublk, ublk-queues"
                 )
             }
         };

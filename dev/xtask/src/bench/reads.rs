@@ -41,7 +41,7 @@ impl From<PathBuf> for Target {
     }
 }
 
-const WAYS: [Way; 4] = [
+pub(super) const WAYS: [Way; 4] = [
     Way {
         name: "psync x1",
         options: &["--ioengine=psync", "--direct=1", "--time_based"],
