@@ -10,7 +10,7 @@ import (
 )
 
 // Pulls the image IMAGE as kubelet's and nerdctl's pulls do, with labels for remote snapshotters, on the
-// containerd at ADDRESS. ctr of containerd 1.6 gives no labels.
+// containerd at ADDRESS, into CONTAINERD_NAMESPACE. ctr of containerd 1.6 gives no labels.
 func TestPull(t *testing.T) {
 	containerd, err := client.New(os.Getenv("ADDRESS"))
 	if err != nil {
@@ -18,7 +18,7 @@ func TestPull(t *testing.T) {
 	}
 	defer containerd.Close()
 	reference := os.Getenv("IMAGE")
-	_, err = containerd.Pull(namespaces.WithNamespace(t.Context(), "default"), reference,
+	_, err = containerd.Pull(namespaces.WithNamespace(t.Context(), os.Getenv("CONTAINERD_NAMESPACE")), reference,
 		client.WithPullUnpack, client.WithPullSnapshotter("burgeon"),
 		client.WithImageHandlerWrapper(snapshotters.AppendInfoHandlerWrapper(reference)))
 	if err != nil {

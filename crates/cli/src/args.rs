@@ -327,6 +327,10 @@ pub(crate) struct Mount {
     /// author of the index decides what the files hold: trust the digest first
     #[arg(long, value_name = "sha256:…")]
     pub(crate) index: Option<String>,
+    /// Use no table of contents of an OCI image's publisher: read its layers as a whole unless it
+    /// has an index here, and compare them with the digests in its configuration
+    #[arg(long, conflicts_with = "index")]
+    pub(crate) checked: bool,
     /// Policy for asking a registry, a remote store or the server of an archive for the current
     /// image [default: newer]
     #[arg(long, value_enum, value_name = "POLICY")]

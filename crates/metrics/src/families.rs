@@ -101,6 +101,15 @@ pub const FAMILIES: &[Family] = &[
             daemon(it, |it| out.count(&[], it.written_unix_seconds));
         }
     ),
+    family!(
+        "burgeon_differing_layers",
+        Gauge,
+        &[],
+        "Layers that unpack to another digest than an image states.",
+        |it, out| {
+            daemon(it, |it| out.count(&[], it.differing_layers));
+        }
+    ),
     // By store.
     family!(
         "burgeon_read_seconds",

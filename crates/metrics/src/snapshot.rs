@@ -37,6 +37,8 @@ pub struct Snapshot {
     pub mount_count: u64,
     /// The mounts now, at most [`MOUNTS_MAX`].
     pub mounts_now: Vec<MountNow>,
+    /// Layers that unpack to another digest than their image states.
+    pub differing_layers: u64,
     /// The cache now; `None` while no server has it.
     pub cache_now: Option<CacheNow>,
 }

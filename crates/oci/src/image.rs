@@ -17,7 +17,7 @@ use std::{
     io::{self, BufReader, Read, Seek},
     path::Path,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     thread,
@@ -29,6 +29,7 @@ use crate::{
     document::{Compression, Layer, diff_ids},
     spool::{CountedPlaces, Metered, Spool, Tee, given_up},
     toc,
+    unpacked::{ReadLayers, digest_of},
 };
 use burgeon_block::{Error, ErrorKind, MemoryMeter, ObjectStore, Result};
 use burgeon_image::builder::{self, Description, Gunzip, LayerLimits, Layers, Report};
@@ -41,6 +42,8 @@ use burgeon_source::{
 
 /// Layers fetched in parallel; together they need 160 MiB to decompress (`layer/src/unzstd.rs`).
 const LANES_MAX: usize = 4;
+/// Largest unpacked layer: that of all layers of an image together.
+const UNPACKED_MAX: u64 = 256 << 30;
 /// Size of reads of compressed data: 256 KiB.
 const BUFFER_LEN: usize = 1 << 18;
 
@@ -162,6 +165,21 @@ impl Blobs {
         Ok(described.into_iter().unzip())
     }
 
+    /// Reads all layers to their end, and notes the digests of what they unpack to, whether or not
+    /// the image states them.
+    pub(crate) fn unpack(&self, resolved: &Resolved, work: &Work<'_>) -> Result<()> {
+        let read = |coming: &Coming<'_>| {
+            let compression = coming.layer.compression;
+            let unpack = |blob: &mut (dyn Read + Send)| {
+                let digest = digest_of(decompressed(blob, compression)?, UNPACKED_MAX)?;
+                coming.unpacked.get_or_init(|| digest);
+                Ok(())
+            };
+            self.read_layer(coming, work.own, None, unpack)
+        };
+        self.fetch(resolved, work, &read).map(drop)
+    }
+
     /// Fetches all layers and returns the result of `take` for each.
     fn fetch<T: Send>(
         &self,
@@ -191,6 +209,8 @@ impl Blobs {
                         diff_id,
                         is_repeated,
                         count: &count,
+                        read: work.read,
+                        unpacked: OnceLock::new(),
                     };
                     let taken = take(&coming).inspect_err(|_| {
                         // The other lanes stop after their current layer.
@@ -256,6 +276,7 @@ impl Blobs {
             }
             return Err(error);
         }
+        coming.is_whole();
         Ok((looked_at.map_err(cannot)?, tee.spool))
     }
 }
@@ -346,9 +367,20 @@ struct Coming<'a> {
     is_repeated: bool,
     /// Called with the number of bytes just fetched.
     count: &'a (dyn Fn(u64) + Sync),
+    read: &'a ReadLayers,
+    /// Digest of the unpacked layer.
+    unpacked: OnceLock<Digest>,
 }
 
 impl Coming<'_> {
+    /// Tells that all bytes of the layer were those of its digest: only then does the digest of
+    /// what they unpack to say something about it.
+    fn is_whole(&self) {
+        if let Some(unpacked) = self.unpacked.get() {
+            self.read.add(&self.layer.digest, unpacked, self.diff_id);
+        }
+    }
+
     /// Counts the bytes of `blob` as input on `meter`. A repeated layer is the same input: else it
     /// would account for memory as often as its image lists it.
     fn metered<'a, R>(&self, inner: R, meter: &'a MemoryMeter) -> Metered<'a, R> {
@@ -357,8 +389,9 @@ impl Coming<'_> {
 
     /// Compares the digest of the unpacked layer with its diff ID.
     fn check(&self, digest: Digest) -> Result<()> {
+        let digest = self.unpacked.get_or_init(|| digest);
         match self.diff_id {
-            Some(diff_id) if *diff_id != digest => {
+            Some(diff_id) if diff_id != digest => {
                 let what = format!(
                     "its unpacked content has the digest {digest}, but the image \
                     states {diff_id}"
@@ -389,12 +422,12 @@ fn invalid(what: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, fs::File, io};
+    use std::{fs, fs::File, io, sync::OnceLock};
 
     use burgeon_block::ObjectStore;
     use burgeon_source::{Directory, layer_object, registry::Digest};
 
-    use super::{Coming, Spool};
+    use super::{Coming, ReadLayers, Spool};
     use crate::{
         blobs::Blobs,
         document::{Compression, Layer},
@@ -413,8 +446,16 @@ mod tests {
         let object = layer_object(&digest.bytes()).unwrap();
         let size = good.len() as u64;
         let layer = Layer { digest, size, compression: Compression::None, toc: None };
-        let coming =
-            Coming { number: 0, layer: &layer, diff_id: None, is_repeated: false, count: &|_| () };
+        let (count, read_layers) = (&|_| (), &ReadLayers::default());
+        let coming = Coming {
+            number: 0,
+            layer: &layer,
+            diff_id: None,
+            is_repeated: false,
+            count,
+            read: read_layers,
+            unpacked: OnceLock::new(),
+        };
         let read = |spool: Option<File>| {
             let look = |blob: &mut (dyn io::Read + Send)| {
                 // `read_layer` reports errors after reading the rest.

@@ -35,6 +35,7 @@ mod source;
 mod spool;
 mod tags;
 mod toc;
+mod unpacked;
 
 use std::{panic::resume_unwind, path::Path, thread};
 
@@ -64,6 +65,7 @@ pub use self::{
     settings::Settings,
     source::Source,
     tags::{PATIENCE, Pull, TagRecord, Tags, is_no_answer, never},
+    unpacked::{ReadLayers, Unpacked, Unpackings, Verdict, unpack},
 };
 
 /// Progress callback, called from any thread: bytes of layers fetched, and bytes in total.
@@ -84,6 +86,8 @@ pub struct Work<'a> {
     pub documents: &'a Documents,
     /// Options of the build.
     pub options: &'a Options,
+    /// Takes the layers that are read to their end.
+    pub read: &'a ReadLayers,
     /// Progress of fetching layers.
     pub fetching: OnFetch<'a>,
     /// Progress of the build.
@@ -112,6 +116,9 @@ pub enum Want<'a> {
     /// The image or its index if it is in the store; else the index with this digest, which the
     /// user trusts, from the referrers of the image.
     Index(&'a str),
+    /// The image or its index if it is in the store; else all of the image. Never one described by
+    /// its tables of contents, which are not compared with what the layers unpack to.
+    Checked,
     /// All of the image.
     Whole,
 }
@@ -198,7 +205,7 @@ impl<'a, S: ObjectStore> Here<'a, S> {
     fn new(store: &'a S, source: &'a Source, want: Want<'a>, work: &'a Work<'a>) -> Result<Self> {
         let index = match want {
             Want::Index(digest) => Some(digest.parse::<Digest>()?),
-            Want::Any | Want::Whole => None,
+            Want::Any | Want::Checked | Want::Whole => None,
         };
         let at = source.layers_at()?;
         if index.is_some() && at.is_none() {
@@ -216,7 +223,7 @@ impl<'a, S: ObjectStore> Here<'a, S> {
             let unlisted = || matches!(index::is_listed(self.store, image), Ok(false));
             match self.want {
                 Want::Any => true,
-                Want::Index(_) => unlisted(),
+                Want::Index(_) | Want::Checked => unlisted(),
                 Want::Whole => unlisted() && matches!(is_whole(self.store, image), Ok(true)),
             }
         };
@@ -320,7 +327,7 @@ pub fn find_or_build(
     let mut resolved = match (target, &source.0) {
         (Target::Oci(resolved), _) => *resolved,
         (Target::Ours(_), _) if index.is_some() => return Err(archive_has_no_index()),
-        (Target::Ours(_), _) if source.1 != Part::All => return Err(has_no_layers(source)),
+        (Target::Ours(_), _) if source.1 != Part::All => return Err(no_layers(source)),
         (Target::Ours(digest), Kind::Registry(name)) => return Ok(Found::Ours(name.at(digest))),
         (Target::Ours(digest), _) => return Err(not_built(&digest)),
     };
@@ -393,8 +400,8 @@ fn keep_documents(found: &mut FoundImage, blobs: &Blobs, resolved: &Resolved, wo
 /// Reads the documents of the image `source`, and no layer. Returns the digest of the image or
 /// index, and the documents.
 pub fn documents(source: &Source, access: &Access) -> Result<(String, Vec<String>)> {
-    let (blobs, selector) = source.blobs(access)?.ok_or_else(|| has_no_layers(source))?;
-    let Target::Oci(resolved) = blobs.find(&selector)? else { return Err(has_no_layers(source)) };
+    let (blobs, selector) = source.blobs(access)?.ok_or_else(|| no_layers(source))?;
+    let Target::Oci(resolved) = blobs.find(&selector)? else { return Err(no_layers(source)) };
     let documents = blobs.documents(&resolved)?.ok_or_else(|| {
         let what = format!("the documents of {source} are too large to be kept, or no text");
         Error::new(ErrorKind::OverLimit, what)
@@ -404,7 +411,7 @@ pub fn documents(source: &Source, access: &Access) -> Result<(String, Vec<String
 }
 
 /// The error for an image that is no OCI image, and so has neither layers nor settings.
-fn has_no_layers(source: &Source) -> Error {
+pub(crate) fn no_layers(source: &Source) -> Error {
     let what = format!("{source} is not an OCI image, so it has neither layers nor settings");
     Error::new(ErrorKind::Invalid, what)
 }
@@ -455,11 +462,12 @@ fn store_or_build(
     let tocs = Tocs::default();
     if let (Some(own), Some(at)) = (work.own, at) {
         let store_layers = |tocs| index::store_layers(own, blobs, resolved, at, work, tocs);
-        let stored = match store_layers((want != Want::Whole).then_some(&tocs)) {
-            // Each TOC is valid, but together they describe no valid tree.
-            Err(_) if tocs.is_unfit() => store_layers(None),
-            stored => stored,
-        };
+        let stored =
+            match store_layers((!matches!(want, Want::Whole | Want::Checked)).then_some(&tocs)) {
+                // Each TOC is valid, but together they describe no valid tree.
+                Err(_) if tocs.is_unfit() => store_layers(None),
+                stored => stored,
+            };
         if let Some(report) = stored? {
             let listed = tocs.is_used() && !tocs.is_unfit();
             let how = if listed { How::Listed } else { How::Fetched };

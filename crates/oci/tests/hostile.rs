@@ -13,7 +13,8 @@ use std::{
 use burgeon_block::{BlockSource, ErrorKind};
 use burgeon_image::{Limits, builder::Options, catalog};
 use burgeon_oci::{
-    Documents, Found, How, Pull, Source, Tags, Want, Work, find_or_build, index, is_whole,
+    Documents, Found, How, Pull, ReadLayers, Source, Tags, Want, Work, find_or_build, index,
+    is_whole,
 };
 use burgeon_source::{Access, Directory, Objects, References, Store, registry::Digest, waiting};
 use serde_json::{Value, json};
@@ -34,6 +35,7 @@ fn with_own<T>(spool: &Path, own: Option<&Directory>, what: impl FnOnce(&Work<'_
         access: &access,
         tags,
         documents: &documents,
+        read: &ReadLayers::default(),
         spool,
         own,
         options: &options,

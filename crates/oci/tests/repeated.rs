@@ -10,7 +10,9 @@ use std::{
 };
 
 use burgeon_image::builder::Options;
-use burgeon_oci::{Documents, Found, Pull, Source, Tags, Want, Work, build, find_or_build};
+use burgeon_oci::{
+    Documents, Found, Pull, ReadLayers, Source, Tags, Want, Work, build, find_or_build,
+};
 use burgeon_source::{Access, Directory};
 use testkit::OciLayout;
 
@@ -24,6 +26,7 @@ fn with_work<T>(spool: &Path, own: &Directory, what: impl FnOnce(&Work<'_>) -> T
         access: &access,
         tags,
         documents: &documents,
+        read: &ReadLayers::default(),
         spool,
         own: Some(own),
         options: &options,

@@ -7,7 +7,9 @@ use std::{fs, path::Path, time::Duration};
 
 use burgeon_image::{Limits, builder::Options, catalog};
 use burgeon_layer::{Stretch, TABLE_MAX, Table};
-use burgeon_oci::{Documents, Found, Pull, Source, Tags, Want, Work, find_or_build, index};
+use burgeon_oci::{
+    Documents, Found, Pull, ReadLayers, Source, Tags, Want, Work, find_or_build, index,
+};
 use burgeon_source::{Access, Directory, registry::Digest};
 use flate2::{Compress, Compression, Crc, FlushCompress};
 use serde_json::Value;
@@ -34,6 +36,7 @@ fn with_work<T>(folder: &Path, own: &Directory, what: impl FnOnce(&Work<'_>) -> 
         access: &access,
         tags,
         documents: &documents,
+        read: &ReadLayers::default(),
         spool: folder,
         own: Some(own),
         options: &options,

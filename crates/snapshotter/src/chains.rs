@@ -46,7 +46,28 @@ impl Chains {
         remote::claim_within(limit, &self.layers, &self.claims, wanted)
     }
 
-    /// The mount of snapshot `id`, which is mounted if it is not. Each source is tried.
+    /// Why nothing more may be made above the chain: the first source that is refused, and whether
+    /// all are.
+    pub(crate) fn refused(&self, remote: &Remote) -> Option<(String, bool)> {
+        let mut refused: Vec<_> =
+            remote.sources.iter().filter_map(|source| self.layers.refused(source)).collect();
+        let is_all = refused.len() == remote.sources.len();
+        (!refused.is_empty()).then(|| (refused.swap_remove(0), is_all))
+    }
+
+    /// Unmounts the chain of snapshot `id`.
+    pub(crate) fn unmount_one(&self, id: u64) -> Result<()> {
+        let name = id.to_string();
+        let at = self.folder.join(&name);
+        let Some(_taken) = self.keys.take(&[&name], None) else { return Ok(()) };
+        if at.symlink_metadata().is_err() {
+            return Ok(());
+        }
+        self.unmount(&at)
+    }
+
+    /// The mount of snapshot `id`, which is mounted if it is not. Each source is tried that is not
+    /// refused.
     pub(crate) fn mounted(&self, id: u64, remote: &Remote) -> Result<PathBuf> {
         let name = id.to_string();
         let at = self.folder.join(&name);
@@ -67,6 +88,10 @@ impl Chains {
         }
         let mut last = Error::new(ErrorKind::NotFound, format!("{} has no source", at.display()));
         for source in &remote.sources {
+            if let Some(why) = self.layers.refused(source) {
+                last = Error::new(ErrorKind::Corrupt, why);
+                continue;
+            }
             match self.layers.mount(source, &at) {
                 Ok(()) if is_mounted(&at)? => return Ok(at),
                 Ok(()) => {

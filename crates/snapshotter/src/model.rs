@@ -360,6 +360,17 @@ impl Snapshots {
         Ok(lineage)
     }
 
+    /// The names of the containers and views that lie on the remote chain `id`.
+    pub fn above_chain(&self, id: u64) -> Vec<String> {
+        let is_above = |one: &&Snapshot| {
+            let lineage = self.lineage(&one.name).unwrap_or_default();
+            let remote = lineage.into_iter().find(|below| below.remote.is_some());
+            remote.is_some_and(|remote| remote.id == id)
+        };
+        let users = self.iter().filter(|one| one.kind != Kind::Committed).filter(is_above);
+        users.map(|one| one.name.clone()).collect()
+    }
+
     fn check_new(&self, name: &str, labels: &Labels) -> Result<(), Refusal> {
         if name.is_empty() || name.len() > NAME_MAX {
             let what = format!("a name has 1 to {NAME_MAX} bytes, and this one {}", name.len());

@@ -66,6 +66,9 @@ pub trait Layers: Debug + Send + Sync + 'static {
     /// why it is unpacked like any other. A claim is a statement about all images that have the
     /// chain.
     fn claim(&self, wanted: &Wanted) -> Result<String, String>;
+    /// The reason why nothing more may be made above a chain of this source: one of its layers is not
+    /// what its image states. Asks no network.
+    fn refused(&self, source: &str) -> Option<String>;
     /// Mounts a chain read-only on an empty folder.
     fn mount(&self, source: &str, at: &Path) -> Result<()>;
     /// Has the mounted chains served again if nothing serves them.

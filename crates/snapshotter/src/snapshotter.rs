@@ -9,6 +9,7 @@
 //! thread in the background, so neither `Remove` nor `Cleanup` waits for a tree to be deleted.
 
 use std::{
+    collections::HashSet,
     path::{Path, PathBuf},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
@@ -68,6 +69,8 @@ pub struct Snapshotter {
     trash: Trash,
     /// `None`: all layers are local.
     chains: Option<Chains>,
+    /// Chains whose refusal is in the log.
+    refused: Mutex<HashSet<u64>>,
 }
 
 /// The nearest folders below a snapshot, and the remote chain that all of them lie on.
@@ -101,6 +104,7 @@ impl Snapshotter {
             options: overlay::Options::of_kernel(),
             trash: Trash { is_full: Mutex::new(true), ..Trash::default() },
             chains: None,
+            refused: Mutex::default(),
         })
     }
 
@@ -151,6 +155,7 @@ impl Snapshotter {
         let above = match parent {
             Some(parent) => {
                 let below = self.below(parent, 0)?;
+                self.check_remote(&below)?;
                 self.folders(below)?.into_iter().next()
             }
             None => None,
@@ -234,6 +239,36 @@ impl Snapshotter {
             }
         }
         Ok(below)
+    }
+
+    /// Refuses a chain of which a layer is not what its image states. If another source is left and
+    /// nothing is made above the chain, it is unmounted, to be mounted from there.
+    fn check_remote(&self, below: &Below) -> Answer<()> {
+        let (Some((id, remote)), Some(chains)) = (&below.remote, &self.chains) else {
+            return Ok(());
+        };
+        let Some((why, is_all)) = chains.refused(remote) else { return Ok(()) };
+        let (chain, users) = {
+            let all = self.lock();
+            let chain = all.iter().find(|one| one.id == *id).map(|one| one.name.clone());
+            let users = all.above_chain(*id);
+            (chain.unwrap_or_default(), users)
+        };
+        if self.refused.lock().unwrap_or_else(PoisonError::into_inner).insert(*id) {
+            tracing::error!(%chain, %why, ?users, "a remote layer is not what its image states");
+        }
+        if !is_all && users.is_empty() {
+            return Ok(chains.unmount_one(*id)?);
+        }
+        let what = format!(
+            "nothing more is made above {chain}: {why}; remove its containers and images{}",
+            if users.is_empty() {
+                String::new()
+            } else {
+                format!("; above it: {}", users.join(", "))
+            }
+        );
+        Err(Refusal::Precondition(what).into())
     }
 
     /// Their folders, the nearest first. Mounts the remote chain if it is not mounted.

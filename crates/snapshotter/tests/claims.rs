@@ -35,6 +35,10 @@ impl Layers for Fake {
         }
     }
 
+    fn refused(&self, source: &str) -> Option<String> {
+        source.starts_with("forged").then(|| format!("{source} is forged"))
+    }
+
     fn mount(&self, source: &str, _: &Path) -> Result<()> {
         Err(Error::new(ErrorKind::Unavailable, format!("{source} is away")))
     }
@@ -182,4 +186,23 @@ fn a_death_at_any_step_of_a_claim_leaves_it_whole_or_not_made() {
         assert!(all.stat("c1").map_or(true, |found| found.remote.is_some()));
         assert!(exists(prepare(&all, "k", None, "c1", "r/app")), "step {steps}");
     }
+}
+
+#[test]
+fn a_source_that_is_not_what_it_states_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let all = open(folder.path().join("root"));
+    assert!(exists(prepare(&all, "k", None, "c1", "forged/app")));
+    let container = |key: &str| {
+        let refused = all.create(Kind::Active, key, Some("c1"), Labels::new()).unwrap_err();
+        assert!(all.stat(key).is_err(), "nothing of it stays");
+        refused
+    };
+    let refused = container("container");
+    assert!(matches!(refused, Failure::Refused(Refusal::Precondition(_))), "{refused}");
+    assert!(refused.to_string().contains("forged/app#c1 is forged"), "{refused}");
+    // Another source of the chain is asked instead of it.
+    assert!(exists(prepare(&all, "k", None, "c1", "r/app")));
+    let refused = container("container");
+    assert!(refused.to_string().contains("r/app#c1 is away"), "{refused}");
 }

@@ -1,6 +1,7 @@
 //! Other people's programs in Go, of versions that a `go.sum` of this project pins.
 
 use std::{
+    collections::BTreeMap,
     env,
     ffi::OsString,
     path::{Path, PathBuf},
@@ -14,7 +15,16 @@ const OLDEST: (u32, u32) = (1, 21);
 /// Makes the tests of the module `dev/NAME` into a program, and returns its path. The caches stay in
 /// `target/tools`. Panics, with the remedy, if there is no Go or the modules cannot be had: a test
 /// that is left out would count as done.
+///
+/// `go test -c` links anew each time, which takes seconds: so a process does it once. Two makers would
+/// write the same file, so one waits for the other.
 pub fn go_tests(name: &str) -> PathBuf {
+    static MADE: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
+    let mut made = MADE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    made.entry(name.to_owned()).or_insert_with(|| make_tests(name)).clone()
+}
+
+fn make_tests(name: &str) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let tools = tools();
     let program = tools.join(format!("{name}.test"));
@@ -31,9 +41,6 @@ pub fn tools() -> PathBuf {
 }
 
 fn go(module: &Path, before: &[&str], out: &Path, after: &[&str]) {
-    // Two makers would write the same file.
-    static ONE: Mutex<()> = Mutex::new(());
-    let _one = ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let tools = tools();
     let mut command = Command::new(find());
     command.current_dir(module).args(before).arg(out).args(after);

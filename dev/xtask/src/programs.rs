@@ -66,6 +66,7 @@ const OTHERS: [&str; 76] = [
     "build",
     "bundle",
     "cache",
+    "chain_ids",
     "chains",
     "check",
     "config_mount",

@@ -37,6 +37,7 @@ impl Choices {
         let mut args = args::Mount {
             name: image.to_owned(),
             index: None,
+            checked: false,
             pull: self.pull,
             path: path.to_owned(),
             writes: self.writes.clone(),

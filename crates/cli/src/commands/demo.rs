@@ -177,6 +177,7 @@ impl Stage {
             name: "demo".to_owned(),
             path: at.to_owned(),
             index: None,
+            checked: false,
             pull: None,
             writes: None,
             read_only: false,

@@ -55,7 +55,7 @@ use anyhow::{Context as _, Result};
 use burgeon_block::{Error, ErrorKind};
 use burgeon_daemon::{DirectoryIdentity, StateDir};
 use burgeon_image::{builder::Options, catalog::Provenance};
-use burgeon_oci::Documents;
+use burgeon_oci::{Documents, Unpackings};
 use burgeon_source::{Access, Location, Store, registry::Name};
 
 use crate::{
@@ -172,6 +172,11 @@ impl Context {
     /// The documents of OCI images on this host.
     pub(crate) fn documents(&self) -> Documents {
         Documents::new(self.state.documents())
+    }
+
+    /// What layers unpack to, as this host has computed it.
+    pub(crate) fn unpackings(&self) -> Unpackings {
+        Unpackings::new(self.state.unpacked())
     }
 
     /// The default options of a build in the store.

@@ -117,6 +117,7 @@ pub(super) fn create_empty(context: &Context, args: args::CreateEmpty) -> Result
         args::Mount {
             name: EMPTY_IMAGE.to_owned(),
             index: None,
+            checked: false,
             pull: Some(Pull::default()),
             path,
             writes: Some(writes),
@@ -177,7 +178,11 @@ pub(crate) fn place_at(
     if let Some(folder) = context.store.as_ref().and_then(Location::folder) {
         burgeon_daemon::refuse_burgeon(folder, "the store")?;
     }
-    let want = args.index.as_deref().map_or(Want::Any, Want::Index);
+    let want = match args.index.as_deref() {
+        Some(digest) => Want::Index(digest),
+        None if args.checked => Want::Checked,
+        None => Want::Any,
+    };
     let found = thread::scope(|scope| {
         // Start the daemon meanwhile: finding an image may take round trips. Errors here recur
         // below.

@@ -6,7 +6,7 @@ use std::{process::ExitCode, time::Instant};
 use anyhow::Result;
 use burgeon_block::{Digest, Error, ErrorKind};
 use burgeon_image::catalog::{self, ImageRecord};
-use burgeon_oci::{How, Pull, Source, Want};
+use burgeon_oci::{How, Pull, ReadLayers, Source, Want};
 use burgeon_source::{Access, Location, Store};
 use serde_json::json;
 
@@ -113,7 +113,8 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
     let begun = Instant::now();
     store.check_writable()?;
     let options = context.build_options();
-    let found = with_work(context, &text, pull, &options, &Access::default(), |work| {
+    let none = (&Access::default(), &ReadLayers::default());
+    let found = with_work(context, &text, pull, &options, none, |work| {
         burgeon_oci::find_here(&store, &source, want, work)
     })?;
     let found = match found {
@@ -157,6 +158,21 @@ pub(super) fn find(context: &Context, text: String, want: Want<'_>, pull: Pull) 
         None => Access::default(),
     };
     Ok(here(found.image.name.clone(), Some(found.image), layers))
+}
+
+/// True if the state directory's own store has the OCI image `text`, or its index, made without
+/// tables of contents.
+pub(super) fn has_checked(context: &Context, text: &str) -> burgeon_block::Result<bool> {
+    need_own_store(context).map_err(|e| Error::new(ErrorKind::Invalid, e.to_string()))?;
+    let not_oci = || Error::new(ErrorKind::Invalid, format!("{text} is not an OCI image"));
+    let source = Source::parse(text).ok_or_else(not_oci)??;
+    let store = Store::open(&context.store_location(), &Access::default())?;
+    let (options, access, read) =
+        (context.build_options(), Access::default(), ReadLayers::default());
+    with_work(context, text, Pull::default(), &options, (&access, &read), |work| {
+        burgeon_oci::find_here(&store, &source, Want::Checked, work)
+    })
+    .map(|found| found.is_some())
 }
 
 /// Images that are read from layers elsewhere are trusted only in the state directory's own store.

@@ -23,7 +23,9 @@ use burgeon_image::{
     builder::{self, Options, Report},
     catalog::{self, Copied, ImageProvenance, ImageRecord},
 };
-use burgeon_oci::{Found, FoundImage, Indexed, Pull, Source, Tags, Want};
+use burgeon_oci::{
+    Found, FoundImage, Indexed, OciImage, Pull, ReadLayers, Source, Tags, Unpacked, Want,
+};
 use burgeon_source::{
     Access, Location, Store,
     registry::{Digest, Name},
@@ -44,12 +46,20 @@ struct Job {
     task: Task,
 }
 
+/// The form of an image, where its index is not given.
+#[derive(Serialize, Deserialize)]
+enum Form {
+    Any,
+    Checked,
+    Whole,
+}
+
 #[derive(Serialize, Deserialize)]
 enum Task {
     Find {
         text: String,
         index: Option<String>,
-        is_whole: bool,
+        form: Form,
         pull: Pull,
     },
     Index {
@@ -71,6 +81,10 @@ enum Task {
     Documents {
         text: String,
     },
+    /// The digests of an OCI image's unpacked layers.
+    Unpack {
+        text: String,
+    },
     /// All objects of an image, except its name, from the store `from`.
     Copy {
         from: Location,
@@ -83,6 +97,9 @@ enum Task {
 struct Made {
     done: Done,
     noted: Option<ImageProvenance>,
+    /// Layers that were read to their end.
+    #[serde(default)]
+    read: Vec<Unpacked>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -93,6 +110,9 @@ enum Done {
     Copied(Copied),
     Indexed(Indexed),
     Built(Box<Report>),
+    Unpacked,
+    /// A layer unpacks to another digest than the image states, as `read` tells; the error.
+    Differs(String),
 }
 
 /// An image that was not in the store.
@@ -112,11 +132,13 @@ pub(super) fn find(
     want: Want<'_>,
     pull: Pull,
 ) -> Result<Elsewhere> {
-    let index = match want {
-        Want::Index(digest) => Some(digest.to_owned()),
-        Want::Any | Want::Whole => None,
+    let (index, form) = match want {
+        Want::Index(digest) => (Some(digest.to_owned()), Form::Any),
+        Want::Any => (None, Form::Any),
+        Want::Checked => (None, Form::Checked),
+        Want::Whole => (None, Form::Whole),
     };
-    let task = Task::Find { text: text.to_owned(), index, is_whole: want == Want::Whole, pull };
+    let task = Task::Find { text: text.to_owned(), index, form, pull };
     let made = have_done(context, Some(source), &context.build_options(), task, None)?;
     let Done::Found(found) = made.done else { return Err(something_else()) };
     match (&found, source.registry_name()) {
@@ -234,7 +256,51 @@ fn have_done(
         xxhash64: options.checksum == ChecksumKind::Xxhash64,
         task,
     };
-    read_elsewhere(reach, job, archive.map(AsFd::as_fd))
+    let made: Made = read_elsewhere(reach, job, archive.map(AsFd::as_fd))?;
+    let recorded = record_read(context, source, &made);
+    match (made.done, recorded) {
+        (Done::Differs(why), _) => Err(Error::new(ErrorKind::Corrupt, why)),
+        (Done::Unpacked, Err(error)) => Err(error),
+        (done, recorded) => {
+            // The image can be used, and the layers are read another time.
+            if let Err(error) = recorded {
+                eprintln!("note: {error}");
+            }
+            Ok(Made { done, ..made })
+        }
+    }
+}
+
+/// Records the layers of the requested image that the child has read to their end. Nothing is
+/// recorded of an image whose documents are not known: others may have the layer, too.
+fn record_read(context: &Context, source: Option<&Source>, made: &Made) -> Result<()> {
+    if made.read.is_empty() {
+        return Ok(());
+    }
+    let (digest, documents) = match &made.done {
+        Done::Found(Elsewhere::Made(found)) => (found.oci_digest.clone(), &found.documents),
+        Done::Indexed(indexed) => (Some(indexed.image.clone()), &indexed.documents),
+        _ => (source.and_then(Source::pinned).map(Digest::to_string), &Vec::new()),
+    };
+    context.documents().keep(documents)?;
+    let digest = digest.and_then(|digest| digest.parse().ok());
+    let image: Option<OciImage> = digest.and_then(|digest| context.documents().image(&digest));
+    let is_of = |one: &&Unpacked| {
+        image.as_ref().is_some_and(|image| {
+            image.layers.iter().any(|layer| {
+                layer.digest == one.layer && (one.stated.is_none() || layer.diff_id == one.stated)
+            })
+        })
+    };
+    let read: Vec<Unpacked> = made.read.iter().filter(is_of).cloned().collect();
+    context.unpackings().record(&read)
+}
+
+/// Reads all layers of the OCI image `source`, which names its digest and whose documents are kept,
+/// and records what they unpack to. Keeps nothing of them.
+pub(super) fn unpack(context: &Context, text: &str, source: &Source) -> Result<()> {
+    let task = Task::Unpack { text: text.to_owned() };
+    have_done(context, Some(source), &context.build_options(), task, None).map(drop)
 }
 
 /// Records the child's notes on the image that it made.
@@ -271,6 +337,19 @@ pub(crate) fn process(arguments: &[OsString]) -> ExitCode {
 }
 
 fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
+    let read = ReadLayers::default();
+    let made = make(job, access, archive, &read);
+    let read = read.into_inner();
+    match made {
+        // The command records the layer, and then fails.
+        Err(error) if read.iter().any(Unpacked::differs) => {
+            Ok(Made { done: Done::Differs(error.to_string()), noted: None, read })
+        }
+        made => Ok(Made { read, ..made? }),
+    }
+}
+
+fn make(job: Job, access: &Access, archive: Option<File>, read: &ReadLayers) -> Result<Made> {
     let context = Context {
         state: StateDir::looked_at(job.state),
         store: job.store,
@@ -288,14 +367,15 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
     let store = Store::create(&context.store_location(), access)?;
     let parse = |text: &str| Source::parse(text).unwrap_or_else(|| Err(something_else()));
     let done = match job.task {
-        Task::Find { text, index, is_whole, pull } => {
-            let want = match &index {
-                Some(digest) => Want::Index(digest),
-                None if is_whole => Want::Whole,
-                None => Want::Any,
+        Task::Find { text, index, form, pull } => {
+            let want = match (&index, form) {
+                (Some(digest), _) => Want::Index(digest),
+                (None, Form::Any) => Want::Any,
+                (None, Form::Checked) => Want::Checked,
+                (None, Form::Whole) => Want::Whole,
             };
             let source = parse(&text)?;
-            let found = with_work(&context, &text, pull, &options, access, |work| {
+            let found = with_work(&context, &text, pull, &options, (access, read), |work| {
                 burgeon_oci::find_or_build(&store, &source, want, work)
             });
             Done::Found(match found.map_err(|e| named(&source, &text, e))? {
@@ -312,16 +392,24 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
             let (digest, documents) = read.map_err(|e| named(&source, &text, e))?;
             Done::Documents(digest, documents)
         }
+        Task::Unpack { text } => {
+            let (source, pull) = (parse(&text)?, Pull::Always);
+            let read = with_work(&context, &text, pull, &options, (access, read), |work| {
+                burgeon_oci::unpack(&source, work)
+            });
+            read.map_err(|e| named(&source, &text, e))?;
+            Done::Unpacked
+        }
         Task::Index { text, push } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
-            let indexed = with_work(&context, &text, pull, &options, access, |work| {
+            let indexed = with_work(&context, &text, pull, &options, (access, read), |work| {
                 burgeon_oci::index(&store, &source, push, work)
             });
             Done::Indexed(indexed.map_err(|e| named(&source, &text, e))?)
         }
         Task::Build { text, name } => {
             let (source, pull) = (parse(&text)?, Pull::Always);
-            let built = with_work(&context, &text, pull, &options, access, |work| {
+            let built = with_work(&context, &text, pull, &options, (access, read), |work| {
                 burgeon_oci::build(&store, &source, &name, work)
             });
             Done::Built(Box::new(built.map_err(|e| named(&source, &text, e))?))
@@ -349,12 +437,13 @@ fn perform(job: Job, access: &Access, archive: Option<File>) -> Result<Made> {
     let image = match &done {
         Done::Found(Elsewhere::Made(found)) => Some(&found.image),
         Done::Found(Elsewhere::Ours(..)) | Done::Copied(_) | Done::Documents(..) => None,
+        Done::Unpacked | Done::Differs(_) => None,
         Done::Indexed(indexed) => Some(&indexed.record),
         Done::Built(report) => Some(&report.image),
     };
     let digest = image.map(ImageRecord::digest).transpose()?;
     let noted = digest.and_then(|digest| provenance.noted(&digest));
-    Ok(Made { done, noted })
+    Ok(Made { done, noted, read: Vec::new() })
 }
 
 /// The record of the Burgeon image `name`, the only one in its store.

@@ -1,7 +1,7 @@
 //! The work on an OCI image: what it needs of this host, and a display of its progress.
 
 use burgeon_image::builder::{self, Options};
-use burgeon_oci::{Pull, Tags, Work};
+use burgeon_oci::{Pull, ReadLayers, Tags, Work};
 use burgeon_source::{Access, Directory};
 
 use super::{Context, named};
@@ -13,7 +13,7 @@ pub(super) fn with_work<T>(
     text: &str,
     pull: Pull,
     options: &Options,
-    access: &Access,
+    (access, read): (&Access, &ReadLayers),
     what: impl FnOnce(&Work<'_>) -> burgeon_block::Result<T>,
 ) -> burgeon_block::Result<T> {
     let shown = named::public(text);
@@ -29,6 +29,7 @@ pub(super) fn with_work<T>(
         access,
         tags: Tags { folder: &context.state.tags(), pull },
         documents: &context.documents(),
+        read,
         spool: &context.state.scratch()?,
         own: own.as_ref(),
         options,

@@ -117,7 +117,7 @@ impl StateDir {
     fn refuse_symlinks(&self) -> Result<()> {
         let records = [self.all_built(), self.writes(), self.mounts(), self.grants(), self.run()];
         let others = [self.images(), self.cache(), self.profiles(), self.provenance(), self.tags()];
-        for folder in records.iter().chain(&others).chain([&self.documents()]) {
+        for folder in records.iter().chain(&others).chain([&self.documents(), &self.unpacked()]) {
             if folder.symlink_metadata().is_ok_and(|metadata| metadata.is_symlink()) {
                 let what = format!(
                     "cannot use the state directory {}: {} is a symlink, and Burgeon follows none inside \
@@ -150,6 +150,21 @@ impl StateDir {
     /// The documents of OCI images, such as their configurations.
     pub fn documents(&self) -> PathBuf {
         self.root.join("documents")
+    }
+
+    /// The digests of unpacked layers, as this host has computed them.
+    pub fn unpacked(&self) -> PathBuf {
+        self.root.join("unpacked")
+    }
+
+    /// The number of layers that unpack to another digest than an image states; the commands that
+    /// read layers record them.
+    pub(crate) fn differing_layers(&self) -> u64 {
+        /// Most entries that are looked at; the commands keep fewer.
+        const ENTRIES_MAX: usize = 200_000;
+        let Ok(entries) = fs::read_dir(self.unpacked()) else { return 0 };
+        let names = entries.take(ENTRIES_MAX).flatten().map(|entry| entry.file_name());
+        names.filter(|name| name.to_string_lossy().ends_with(".differs")).count() as u64
     }
 
     /// The default store.

@@ -80,6 +80,7 @@ impl Supervisor {
             mount_count: status.mounts.len() as u64,
             mounts_now: status.mounts.into_iter().take(MOUNTS_MAX).map(mount).collect(),
             cache_now: status.cache.as_ref().map(cache),
+            differing_layers: self.state.differing_layers(),
             ..Snapshot::default()
         };
         let snapshot = match self.counting.durable() {

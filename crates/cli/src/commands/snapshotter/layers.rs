@@ -1,9 +1,11 @@
-//! Remote layers as this host can mount them: of trusted repositories, with tables of contents.
+//! Remote layers as this host can mount them: of trusted repositories, with tables of contents; or of
+//! images whose layers were all read here, and that have an index here.
 //!
 //! ```text
 //!   claim    repository trusted? ─► documents of the image (kept, or read by the child) ─► chain ID, layer
 //!            digest, tables of contents ─► oci://REPOSITORY@DIGEST#chain=…
-//!   mount    burgeon mount REFERENCE chains/ID --read-only
+//!            layers verified?    ─► kept documents ─► chain ID, layer digest, index ─► checked oci://…
+//!   mount    burgeon mount REFERENCE chains/ID --read-only, with --checked if it is verified
 //!   unmount  burgeon umount --lazy chains/ID
 //! ```
 //!
@@ -22,11 +24,11 @@ use std::{
 
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_daemon::Client;
-use burgeon_oci::{OciImage, Source};
+use burgeon_oci::{OciImage, Source, Verdict};
 use burgeon_snapshotter::remote::{Layers, Wanted};
 use burgeon_source::registry::Digest;
 
-use super::super::{Context, reading};
+use super::super::{Context, oci_image, reading};
 use crate::global;
 
 /// The longest mount of a chain: the tables of contents of all its layers are fetched.
@@ -35,6 +37,9 @@ const MOUNT_TIME: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(10);
 /// Most bytes of a command's error that are passed on.
 const SAID_MAX: u64 = 4096;
+
+/// Begins a source whose layers were all read here: no table of contents of its publisher is used.
+const CHECKED: &str = "checked ";
 
 #[derive(Debug)]
 pub(super) struct OwnLayers {
@@ -101,26 +106,70 @@ impl OwnLayers {
     }
 }
 
+impl OwnLayers {
+    /// A claim without trust: all layers of the image unpack to what it states, and it has an index
+    /// here, which was made from the same bytes.
+    fn claim_verified(&self, text: &str, image: &OciImage, chain: &str) -> Result<String, String> {
+        match self.context.unpackings().judge(image, image.layers.len()) {
+            Verdict::Verified => {}
+            Verdict::Unread(layer) => return Err(format!("the layer {layer} was not read here")),
+            Verdict::Differs(why) => return Err(why),
+        }
+        let indexed = oci_image::has_checked(&self.context, text).map_err(|e| e.to_string())?;
+        match indexed {
+            true => Ok(format!("{CHECKED}{text}#chain={chain}")),
+            false => Err("the image has no index here".to_owned()),
+        }
+    }
+}
+
 impl Layers for OwnLayers {
     fn claim(&self, wanted: &Wanted) -> Result<String, String> {
         let repository = repository(&wanted.image);
-        if !self.trust.iter().any(|pattern| matches(pattern, repository)) {
-            return Err(format!(
-                "{repository} is not trusted: `burgeon snapshotter --trust {repository}`"
-            ));
-        }
         let wrong = |e: Error| e.to_string();
         let digest: Digest = wanted.manifest.parse().map_err(wrong)?;
         let text = format!("oci://{repository}@{digest}");
-        let image = self.documents(&text, &digest).map_err(wrong)?;
-        check(&image, wanted)?;
+        let kept = self.context.documents().image(&digest);
+        let not_verified = match &kept {
+            Some(image) => {
+                check_top(image, wanted)?;
+                let unpackings = self.context.unpackings();
+                if let Verdict::Differs(why) = unpackings.judge(image, image.layers.len()) {
+                    return Err(why);
+                }
+                match self.claim_verified(&text, image, &wanted.chain) {
+                    Ok(source) => return Ok(source),
+                    Err(why) => why,
+                }
+            }
+            None => "the image was not read here".to_owned(),
+        };
+        if !self.trust.iter().any(|pattern| matches(pattern, repository)) {
+            return Err(format!(
+                "{repository} is not trusted (`burgeon snapshotter --trust {repository}`), and \
+                 {not_verified} (`burgeon index {text}`)"
+            ));
+        }
+        let image = match kept {
+            Some(image) => image,
+            None => self.documents(&text, &digest).map_err(wrong)?,
+        };
+        check_top(&image, wanted)?;
+        check_contents(&image)?;
         Ok(format!("{text}#chain={}", wanted.chain))
+    }
+
+    fn refused(&self, source: &str) -> Option<String> {
+        refused(&self.context, source)
     }
 
     fn mount(&self, source: &str, at: &Path) -> Result<()> {
         // As in unpacked layers: containers need both, and nobody else enters the root above.
-        let arguments = ["mount", "--read-only", "--suid", "--dev", source].map(OsStr::new);
-        self.run(&[&arguments[..], &[at.as_os_str()]].concat(), MOUNT_TIME)
+        let mut arguments = ["mount", "--read-only", "--suid", "--dev"].map(OsStr::new).to_vec();
+        let reference = source.strip_prefix(CHECKED);
+        arguments.extend(reference.is_some().then_some(OsStr::new("--checked")));
+        arguments.extend([OsStr::new(reference.unwrap_or(source)), at.as_os_str()]);
+        self.run(&arguments, MOUNT_TIME)
     }
 
     fn serve(&self) -> Result<()> {
@@ -133,16 +182,39 @@ impl Layers for OwnLayers {
     }
 }
 
-/// The image has the chain, its topmost layer is the one that containerd would fetch, and all layers of
-/// the image can be read lazily: containerd would unpack a local one above remote ones, so the pull
-/// would have to mount these first, and to wait for their registry.
-fn check(image: &OciImage, wanted: &Wanted) -> Result<(), String> {
+/// The image of a source, without the chain.
+pub(super) fn image_of(source: &str) -> &str {
+    Source::split_part(source.strip_prefix(CHECKED).unwrap_or(source)).0
+}
+
+/// Why nothing more may be made above the chain of this source: one of its layers unpacks to another
+/// digest than its image states.
+pub(super) fn refused(context: &Context, source: &str) -> Option<String> {
+    let text = image_of(source);
+    let digest = Source::parse(text)?.ok()?.pinned()?.clone();
+    let image = context.documents().image(&digest)?;
+    let chain = source.rsplit_once("#chain=")?.1;
+    let top = image.layers.iter().position(|layer| layer.chain_id.as_deref() == Some(chain))?;
+    match context.unpackings().judge(&image, top + 1) {
+        Verdict::Differs(why) => Some(format!("{why} ({text})")),
+        Verdict::Verified | Verdict::Unread(_) => None,
+    }
+}
+
+/// The image has the chain, and its topmost layer is the one that containerd would fetch.
+fn check_top(image: &OciImage, wanted: &Wanted) -> Result<(), String> {
     let has = |chain: &Option<String>| chain.as_ref() == Some(&wanted.chain);
     let top = image.layers.iter().position(|layer| has(&layer.chain_id));
     let top = top.ok_or_else(|| format!("{} has no chain {}", image.digest, wanted.chain))?;
-    if image.layers[top].digest != wanted.layer {
-        return Err(format!("layer {top} of {} is not {}", image.digest, wanted.layer));
+    match image.layers[top].digest == wanted.layer {
+        true => Ok(()),
+        false => Err(format!("layer {top} of {} is not {}", image.digest, wanted.layer)),
     }
+}
+
+/// All layers of the image can be read lazily: containerd would unpack a local one above remote ones,
+/// so the pull would have to mount these first, and to wait for their registry.
+fn check_contents(image: &OciImage) -> Result<(), String> {
     match image.layers.iter().find(|layer| !layer.has_contents) {
         Some(layer) => Err(format!("the layer {} has no table of contents", layer.digest)),
         None => Ok(()),

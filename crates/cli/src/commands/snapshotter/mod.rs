@@ -3,12 +3,14 @@
 //! ```text
 //!   snapshotter          serves containerd's proxy plugin until it is killed
 //!   snapshotter setup    the configuration of containerd and of the unit
+//!   snapshotter verify   reads the layers of remote chains, and compares them with their images
 //!   snapshotter status   what the records say, whether or not it runs
 //! ```
 
 mod layers;
 mod setup;
 mod status;
+mod verify;
 
 use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
@@ -23,6 +25,7 @@ Examples:
   burgeon snapshotter                 serve containerd until it is killed
   burgeon snapshotter status          show its snapshots, also while it does not run
   nerdctl --snapshotter burgeon run -it docker.io/library/python:3.12 python
+  burgeon snapshotter verify          compare the layers of trusted repositories with their images
   burgeon snapshotter setup           show the configuration that containerd needs
   burgeon snapshotter setup --write --trust 'registry.example/team/*'";
 
@@ -52,6 +55,8 @@ pub(crate) struct Snapshots {
 enum SnapshotsCommand {
     /// Show the snapshots
     Status,
+    /// Read all layers of remote images, and compare them with what the images state
+    Verify,
     /// Show or write the configuration for the containerd that is installed
     Setup(setup::Setup),
 }
@@ -74,7 +79,8 @@ pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCod
             setup,
             context.json,
         ),
-        Some(SnapshotsCommand::Status) => status::status(&root, context.json),
+        Some(SnapshotsCommand::Status) => status::status(context, &root),
+        Some(SnapshotsCommand::Verify) => verify::verify(context, &root),
         None => serve(context, root, args),
     }
 }

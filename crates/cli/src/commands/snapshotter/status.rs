@@ -3,16 +3,27 @@
 use std::{path::Path, process::ExitCode};
 
 use anyhow::Result;
-use burgeon_snapshotter::model::Snapshot;
+use burgeon_snapshotter::model::{Snapshot, Snapshots};
 use serde_json::json;
 
+use super::{super::Context, layers};
 use crate::output;
 
-pub(super) fn status(root: &Path, json: bool) -> Result<ExitCode> {
+/// A chain above which nothing more is made.
+struct Refused {
+    id: u64,
+    why: String,
+    /// The containers and views above it, as containerd's keys: NAMESPACE/NUMBER/CONTAINER.
+    above: Vec<String>,
+}
+
+pub(super) fn status(context: &Context, root: &Path) -> Result<ExitCode> {
     let mut loaded = burgeon_snapshotter::read(root)?;
     loaded.snapshots.sort_by_key(|snapshot| snapshot.id);
     let snapshots = &loaded.snapshots;
-    if json {
+    let refused = refused(context, snapshots, loaded.last_id());
+    let of = |one: &Snapshot| refused.iter().find(|refused| refused.id == one.id);
+    if context.json {
         let shown: Vec<_> = snapshots
             .iter()
             .map(|one| {
@@ -24,6 +35,8 @@ pub(super) fn status(root: &Path, json: bool) -> Result<ExitCode> {
                     "kind": kind(one, snapshots),
                     "sources": one.remote.as_ref().map(|remote| &remote.sources),
                     "why_local": one.why_local,
+                    "refused": of(one).map(|refused| &refused.why),
+                    "above": of(one).map(|refused| &refused.above),
                     "image": image(one),
                     "bytes": one.usage.map(|usage| usage.bytes),
                 })
@@ -36,12 +49,27 @@ pub(super) fn status(root: &Path, json: bool) -> Result<ExitCode> {
         }))?;
     } else {
         print(snapshots);
+        for Refused { id, why, above } in &refused {
+            let above = if above.is_empty() { "nothing".to_owned() } else { above.join(", ") };
+            println!("{id}: refused: {why}; above it: {above}");
+        }
         loaded.damaged.iter().for_each(|problem| println!("damaged: {problem}"));
     }
-    Ok(match loaded.damaged.is_empty() {
+    Ok(match loaded.damaged.is_empty() && refused.is_empty() {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
     })
+}
+
+/// The remote chains of which a layer is not what its image states.
+fn refused(context: &Context, snapshots: &[Snapshot], last_id: u64) -> Vec<Refused> {
+    let all = Snapshots::new(snapshots.iter().cloned(), last_id);
+    let refused = snapshots.iter().filter_map(|one| {
+        let sources = &one.remote.as_ref()?.sources;
+        let why = sources.iter().find_map(|source| layers::refused(context, source))?;
+        Some(Refused { id: one.id, why, above: all.above_chain(one.id) })
+    });
+    refused.collect()
 }
 
 /// `remote`: a layer that is mounted; `overlay`: a container above such layers; else `local`.

@@ -1,0 +1,70 @@
+//! `burgeon snapshotter verify`: reads the layers of remote chains to their end, and compares them with
+//! what their images state.
+//!
+//! The snapshotter finds the result in the records of unpacked layers, whether or not it runs.
+
+use std::{collections::BTreeSet, path::Path, process::ExitCode};
+
+use anyhow::Result;
+use burgeon_block::{Error, ErrorKind};
+use burgeon_oci::{OciImage, Source, Verdict};
+use serde_json::json;
+
+use super::{
+    super::{Context, reading},
+    layers::image_of,
+};
+use crate::output;
+
+pub(super) fn verify(context: &Context, root: &Path) -> Result<ExitCode> {
+    let loaded = burgeon_snapshotter::read(root)?;
+    let sources = loaded.snapshots.iter().filter_map(|one| one.remote.as_ref());
+    let images: BTreeSet<&str> =
+        sources.flat_map(|remote| &remote.sources).map(|source| image_of(source)).collect();
+    let mut shown = Vec::new();
+    for text in images {
+        let (result, why) = match verify_one(context, text) {
+            Ok(Verdict::Verified) => ("verified", None),
+            Ok(Verdict::Differs(why)) => ("differs", Some(why)),
+            Ok(Verdict::Unread(layer)) => ("unread", Some(format!("{layer} has no diff ID"))),
+            Err(error) => ("unread", Some(error.to_string())),
+        };
+        if !context.json {
+            match &why {
+                Some(why) => println!("{text}: {result}: {why}"),
+                None => println!("{text}: {result}"),
+            }
+        }
+        shown.push(json!({ "image": text, "result": result, "why": why }));
+    }
+    let all_verified = shown.iter().all(|one| one["result"] == "verified");
+    if context.json {
+        output::print_json(&json!({ "images": shown }))?;
+    }
+    Ok(if all_verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Reads the layers of an image, unless all of them were read before.
+fn verify_one(context: &Context, text: &str) -> burgeon_block::Result<Verdict> {
+    let invalid = || Error::new(ErrorKind::Invalid, format!("{text} is no image by its digest"));
+    let source = Source::parse(text).ok_or_else(invalid)??;
+    let digest = source.pinned().ok_or_else(invalid)?;
+    if context.documents().image(digest).is_none() {
+        reading::documents(context, text, &source)?;
+    }
+    let lost = || Error::new(ErrorKind::LocalIo, format!("the documents of {text} are lost"));
+    let image = context.documents().image(digest).ok_or_else(lost)?;
+    let judge = |image: &OciImage| context.unpackings().judge(image, image.layers.len());
+    match judge(&image) {
+        Verdict::Unread(_) => {}
+        known => return Ok(known),
+    }
+    match reading::unpack(context, text, &source) {
+        Err(error) if error.kind() != ErrorKind::Corrupt => Err(error),
+        // The record tells which layer differs; other damage is the error.
+        read => match (judge(&image), read) {
+            (Verdict::Unread(_), Err(error)) => Err(error),
+            (verdict, _) => Ok(verdict),
+        },
+    }
+}

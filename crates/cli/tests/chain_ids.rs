@@ -1,0 +1,111 @@
+//! Chain IDs are promises about the bytes of layers: images that break them, and images that were
+//! verified, in Debian's containerd with `burgeon snapshotter`.
+
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+
+use serde_json::Value;
+use testkit::{Burgeon, PATIENCE, Registry, Space, wait_until};
+
+use node::{Node, push_estargz};
+
+mod node;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+
+#[test]
+fn an_image_that_states_diff_ids_of_others_is_refused_once_that_is_known() {
+    let space = Space::new("chain-ids");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let name = |repository: &str| format!("{}/{repository}:1", registry.address());
+    let base = push_estargz(&space, &name("library/base"), "layer", None);
+    let forged = push_estargz(&space, &name("team/forged"), "forged", Some(&base.diff_ids));
+    assert_ne!(forged.layers, base.layers);
+    let mut node = Node::start(&space, &[]);
+    // Without trust nothing is claimed, so containerd unpacks the layer and finds the other digest.
+    let said = node.pull(&forged.name).unwrap_err();
+    assert!(said.contains("wrong diff id"), "{said}");
+    assert!(!node.kinds().contains(&"remote".to_owned()), "{:?}", node.snapshots());
+    node.ctr(&["images", "rm", "--sync", &forged.name]).ok();
+    // Its publisher is trusted: nobody notices until the layers are read.
+    let trust = format!("{}/team/*", registry.address());
+    node.serve(&[&trust]);
+    node.pull(&forged.name).unwrap();
+    assert!(node.kinds().iter().all(|kind| kind == "remote"), "{:?}", node.snapshots());
+    assert_eq!(node.run_in(&forged.name, "first", "cat /second").unwrap(), "forged");
+    let detached = ["run", "-d", "--snapshotter", "burgeon", &forged.name, "long", "/bin/sleep"];
+    node.ctr(&[&detached[..], &["1000"]].concat()).unwrap();
+    let root = space.path("root");
+    let of_root =
+        |verb: &str| burgeon.run(&["snapshotter", verb, "--root", root.to_str().unwrap()]);
+    let verified = of_root("verify");
+    assert_eq!(verified.code, Some(1), "{verified:?}");
+    for part in [&forged.reference(), ": differs: ", &forged.layers[0], &base.diff_ids[0]] {
+        assert!(verified.stdout.contains(part), "{part}: {verified:?}");
+    }
+    // Nothing more is made on it, also for images that state the same rightly.
+    node.pull(&base.name).unwrap();
+    for image in [&forged, &base] {
+        let refused = node.run_in(&image.name, "second", "cat /second").unwrap_err();
+        assert!(refused.contains(&forged.layers[0]), "{refused}");
+        assert!(refused.contains("above it: test-"), "{refused}");
+    }
+    let shown = of_root("status");
+    assert_eq!(shown.code, Some(1), "{shown:?}");
+    let mut lines = shown.stdout.lines().filter(|line| line.contains(": refused: "));
+    let is_it = |line: &str| line.contains(&base.diff_ids[0]) && line.ends_with("/long");
+    assert!(lines.any(is_it), "{shown:?}");
+    let log = fs::read_to_string(space.path("s.log")).unwrap();
+    let events = log.lines().filter(|line| line.contains("not what its image states"));
+    assert_eq!(events.count(), 1, "{log}");
+    let metrics = burgeon.ok(&["metrics"]);
+    assert!(metrics.contains("\nburgeon_differing_layers 2\n"), "{metrics}");
+    // The container that runs goes on.
+    let exec = ["tasks", "exec", "--exec-id", "e", "long", "cat", "/second"];
+    assert_eq!(node.ctr(&exec).unwrap(), "forged");
+    // Its publisher is known now, trusted or not.
+    node.ctr(&["tasks", "rm", "--force", "long"]).unwrap();
+    node.ctr(&["containers", "rm", "long"]).unwrap();
+    for image in [&base, &forged] {
+        node.ctr(&["images", "rm", "--sync", &image.name]).unwrap();
+    }
+    assert!(wait_until(PATIENCE, || node.snapshots().is_empty()), "{:?}", node.snapshots());
+    let said = node.pull(&forged.name).unwrap_err();
+    assert!(said.contains("wrong diff id"), "{said}");
+    node.pull(&base.name).unwrap();
+    assert_eq!(node.run_in(&base.name, "third", "cat /second").unwrap(), "layer");
+}
+
+#[test]
+fn an_image_whose_layers_were_read_here_is_lazy_without_trust() {
+    let space = Space::new("chain-ids-verified");
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let name = format!("{}/library/base:1", registry.address());
+    let image = push_estargz(&space, &name, "layer", None);
+    let node = Node::start(&space, &[]);
+    // The table of contents alone is no ground for it.
+    burgeon.ok(&["pull", &image.reference()]);
+    node.pull(&name).unwrap();
+    assert_eq!(node.kinds(), ["local", "local"]);
+    let why = node.snapshots()[0]["why_local"].to_string();
+    assert!(why.contains("was not read here") && why.contains("burgeon index oci://"), "{why}");
+    node.ctr(&["images", "rm", "--sync", &name]).unwrap();
+    assert!(wait_until(PATIENCE, || node.snapshots().is_empty()), "{:?}", node.snapshots());
+    burgeon.ok(&["index", &image.reference()]);
+    let records = space.path("state/unpacked");
+    assert_eq!(records.read_dir().unwrap().count(), 2);
+    node.pull(&name).unwrap();
+    assert_eq!(node.kinds(), ["remote", "remote"], "{:?}", node.snapshots());
+    assert!(!node.has_fetched(&image));
+    assert_eq!(node.run_in(&name, "first", "cat /second /etc/changed").unwrap(), "layerchanged");
+    let source = |one: &Value| one["sources"][0].as_str().map(str::to_owned);
+    let sources: Vec<_> = node.snapshots().iter().filter_map(source).collect();
+    assert_eq!(sources.len(), 2);
+    assert!(sources.iter().all(|source| source.starts_with("checked oci://")), "{sources:?}");
+    let root = space.path("root");
+    let verified = burgeon.ok(&["snapshotter", "verify", "--root", root.to_str().unwrap()]);
+    assert_eq!(verified, format!("{}: verified\n", image.reference()));
+}

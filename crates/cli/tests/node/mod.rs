@@ -1,0 +1,289 @@
+//! containerd with `burgeon snapshotter`, and images for it.
+
+#![allow(clippy::unwrap_used, dead_code, unreachable_pub)]
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    os::unix::fs::symlink,
+    path::Path,
+    process::{Child, Command, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use testkit::{Estargz, OciLayout, PATIENCE, Space, go_tests, skopeo_copy, wait_until};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
+/// Number of nodes of this process.
+static NODES: AtomicU32 = AtomicU32::new(0);
+pub const IMAGE: &str = "registry.example/app:latest";
+
+/// A process that is killed in the end.
+pub struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+pub struct Node<'a> {
+    pub space: &'a Space,
+    pub snapshotter: Option<Running>,
+    /// Its own: runc knows containers of all containerds by namespace and name.
+    namespace: String,
+    _containerd: Running,
+}
+
+impl<'a> Node<'a> {
+    pub fn start(space: &'a Space, trust: &[&str]) -> Self {
+        let config = space.path("containerd.toml");
+        let folder = space.folder().display();
+        write!(
+            File::create(&config).unwrap(),
+            r#"
+version = 2
+root = "{folder}/containerd"
+state = "{folder}/containerd-state"
+disabled_plugins = ["io.containerd.grpc.v1.cri"]
+[grpc]
+  address = "{folder}/c.sock"
+[ttrpc]
+  address = "{folder}/c.ttrpc"
+[proxy_plugins.burgeon]
+  type = "snapshot"
+  address = "{folder}/s.sock"
+"#
+        )
+        .unwrap();
+        let snapshotter = Some(serve(space, trust));
+        let mut containerd = Command::new("containerd");
+        containerd.arg("--config").arg(config).stderr(File::create(space.path("c.log")).unwrap());
+        let number = NODES.fetch_add(1, Ordering::Relaxed);
+        let namespace = format!("test-{}-{number}", std::process::id());
+        let node = Self { space, namespace, snapshotter, _containerd: start(&mut containerd) };
+        assert!(wait_until(PATIENCE, || node.ctr(&["version"]).is_ok()), "containerd does not run");
+        node
+    }
+
+    /// Kills the snapshotter, starts it again, and waits until containerd has connected to it, which
+    /// gRPC does after a moment.
+    pub fn serve(&mut self, trust: &[&str]) {
+        self.snapshotter = None;
+        self.snapshotter = Some(serve(self.space, trust));
+        let probe = |verb: &str| {
+            self.ctr(&["snapshots", "--snapshotter", "burgeon", verb, "probe"]).is_ok()
+        };
+        assert!(wait_until(PATIENCE, || probe("prepare")), "containerd does not come back");
+        assert!(probe("rm"));
+    }
+
+    /// Runs `ctr`; its output, or what it said.
+    pub fn ctr(&self, arguments: &[&str]) -> Result<String, String> {
+        let output = Command::new("ctr")
+            .env("CONTAINERD_NAMESPACE", &self.namespace)
+            .arg("--address")
+            .arg(self.space.path("c.sock"))
+            .args(arguments)
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        match output.status.success() {
+            true => Ok(said(&output.stdout)),
+            false => Err(said(&output.stderr)),
+        }
+    }
+
+    pub fn run(&self, snapshotter: &str, name: &str, script: &str) -> String {
+        let options = ["run", "--rm", "--snapshotter", snapshotter, IMAGE, name];
+        self.ctr(&[&options[..], &["/bin/sh", "-c", script]].concat()).unwrap()
+    }
+
+    /// The changes of a stopped container: a line an entry, without its time, and all data.
+    pub fn diff(&self, snapshotter: &str, name: &str) -> (Vec<String>, String) {
+        let archive = self.space.path("diff.tar.gz");
+        let script = format!(
+            "ctr --address {} --namespace {} snapshots --snapshotter {snapshotter} diff {name} > {}",
+            self.space.path("c.sock").display(),
+            self.namespace,
+            archive.display()
+        );
+        assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
+        let tar = |options: &[&str]| {
+            let output = Command::new("tar").args(options).arg(&archive).output().unwrap();
+            assert!(output.status.success(), "{output:?}");
+            String::from_utf8(output.stdout).unwrap()
+        };
+        let entries = tar(&["--numeric-owner", "-tvzf"]);
+        let mut entries: Vec<_> = entries
+            .lines()
+            .map(|line| {
+                let words: Vec<_> = line.split_whitespace().collect();
+                [&words[..3], &words[5..]].concat().join(" ")
+            })
+            .collect();
+        entries.sort();
+        (entries, tar(&["-xOzf"]))
+    }
+
+    /// Pulls with the labels for remote snapshotters, as kubelet and nerdctl do.
+    pub fn pull(&self, image: &str) -> Result<(), String> {
+        let output = Command::new(go_tests("containerd"))
+            .args(["-test.run", "^TestPull$"])
+            .env("ADDRESS", self.space.path("c.sock"))
+            .env("IMAGE", image)
+            .env("CONTAINERD_NAMESPACE", &self.namespace)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        if output.status.success() && said.contains("PASS") { Ok(()) } else { Err(said) }
+    }
+
+    /// Runs a script in a container of `image`.
+    pub fn run_in(&self, image: &str, name: &str, script: &str) -> Result<String, String> {
+        let options = ["run", "--rm", "--snapshotter", "burgeon", image, name];
+        self.ctr(&[&options[..], &["/bin/sh", "-c", script]].concat())
+    }
+
+    /// The kinds of all snapshots.
+    pub fn kinds(&self) -> Vec<String> {
+        let kind = |one: &Value| one["kind"].as_str().unwrap().to_owned();
+        self.snapshots().iter().map(kind).collect()
+    }
+
+    /// True if containerd has fetched a layer of the image.
+    pub fn has_fetched(&self, image: &Pushed) -> bool {
+        let content = self.ctr(&["content", "ls", "-q"]).unwrap();
+        image.layers.iter().any(|layer| content.contains(layer))
+    }
+
+    pub fn snapshots(&self) -> Vec<Value> {
+        let root = self.space.path("root");
+        let output = Command::new(PROGRAM)
+            .args(["--config", "none", "--json", "snapshotter", "status", "--root"])
+            .arg(root)
+            .output()
+            .unwrap();
+        let shown: Value = serde_json::from_slice(&output.stdout).unwrap();
+        shown["snapshots"].as_array().unwrap().clone()
+    }
+}
+
+pub fn start(command: &mut Command) -> Running {
+    Running(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap())
+}
+
+pub fn serve(space: &Space, trust: &[&str]) -> Running {
+    let mut command = Command::new(PROGRAM);
+    command.arg("--state-dir").arg(space.path("state")).args(["--config", "none"]);
+    command.args(["snapshotter", "--root"]).arg(space.path("root"));
+    command.arg("--socket").arg(space.path("s.sock"));
+    for pattern in trust {
+        command.args(["--trust", pattern]);
+    }
+    let running = start(command.stderr(File::create(space.path("s.log")).unwrap()));
+    let connects = || std::os::unix::net::UnixStream::connect(space.path("s.sock")).is_ok();
+    assert!(wait_until(PATIENCE, connects), "the snapshotter does not run");
+    running
+}
+
+/// An image of two layers with busybox.
+pub fn image(space: &Space) -> OciLayout {
+    image_with(space, "layout", "layer")
+}
+
+/// The same in a folder of its own, with `second` in the file of its second layer.
+fn image_with(space: &Space, folder: &str, second: &str) -> OciLayout {
+    let layout = OciLayout::new(&space.path(folder)).unwrap();
+    let first = |root: &Path| {
+        for folder in ["bin", "etc", "old/below"] {
+            fs::create_dir_all(root.join(folder)).unwrap();
+        }
+        let busybox =
+            ["/bin/busybox", "/usr/bin/busybox"].iter().find(|path| File::open(path).is_ok());
+        fs::copy(busybox.unwrap(), root.join("bin/busybox")).unwrap();
+        for name in
+            ["sh", "rm", "mkdir", "chmod", "chown", "mv", "ln", "mkfifo", "sleep", "cat", "tail"]
+        {
+            symlink("busybox", root.join("bin").join(name)).unwrap();
+        }
+        for name in ["changed", "removed", "owned", "moved", "linked"] {
+            fs::write(root.join("etc").join(name), name).unwrap();
+        }
+    };
+    layout.change(first).unwrap();
+    layout.change(|root| fs::write(root.join("second"), second).unwrap()).unwrap();
+    layout
+}
+
+/// The unpacked form of a layer of gzip, and its digest.
+pub fn unpacked(layer: &[u8], space: &Space) -> (Vec<u8>, String) {
+    let path = space.path("layer.gz");
+    fs::write(&path, layer).unwrap();
+    let tar = Command::new("gzip").arg("-dc").arg(&path).output().unwrap().stdout;
+    let hex: String = Sha256::digest(&tar).iter().map(|byte| format!("{byte:02x}")).collect();
+    (tar, format!("sha256:{hex}"))
+}
+
+/// An image in a registry.
+pub struct Pushed {
+    /// `REGISTRY/REPOSITORY:TAG`.
+    pub name: String,
+    /// Digest of its manifest.
+    pub digest: String,
+    /// Digests of its layers.
+    pub layers: Vec<String>,
+    /// The diff IDs that its configuration states.
+    pub diff_ids: Vec<String>,
+}
+
+impl Pushed {
+    /// As Burgeon's commands name it.
+    pub fn reference(&self) -> String {
+        format!("oci://{}@{}", self.name.rsplit_once(':').unwrap().0, self.digest)
+    }
+}
+
+/// The image with layers of eStargz, `second` in its second one, in the registry. Its configuration
+/// states its own diff IDs, or `stated`.
+pub fn push_estargz(space: &Space, name: &str, second: &str, stated: Option<&[String]>) -> Pushed {
+    let plain = image_with(space, &format!("layout-{second}"), second);
+    let read = |path: &Path| serde_json::from_slice::<Value>(&fs::read(path).unwrap()).unwrap();
+    let blob = |digest: &Value| {
+        let hex = digest.as_str().unwrap().strip_prefix("sha256:").unwrap();
+        plain.folder().join("blobs/sha256").join(hex)
+    };
+    let index = read(&plain.folder().join("index.json"));
+    let manifest = read(&blob(&index["manifests"][0]["digest"]));
+    let layers = manifest["layers"].as_array().unwrap().iter();
+    let made: Vec<_> = layers
+        .map(|layer| {
+            let (tar, _) = unpacked(&fs::read(blob(&layer["digest"])).unwrap(), space);
+            Estargz::new(&tar, 1 << 20, |_| ()).unwrap()
+        })
+        .collect();
+    let own = || made.iter().map(|layer| unpacked(&layer.blob, space).1).collect();
+    let diff_ids = stated.map_or_else(own, <[String]>::to_vec);
+    let ids: Vec<_> = diff_ids.iter().map(String::as_str).collect();
+    let kind = "application/vnd.oci.image.layer.v1.tar+gzip";
+    let blobs: Vec<_> = made.iter().map(|layer| (kind, layer.blob.clone())).collect();
+    let mut layers = Vec::new();
+    let annotate = |manifest: &mut Value| {
+        for (layer, made) in manifest["layers"].as_array_mut().unwrap().iter_mut().zip(&made) {
+            layer["annotations"] =
+                json!({ "containerd.io/snapshot/stargz/toc.digest": made.digest });
+            layers.push(layer["digest"].as_str().unwrap().to_owned());
+        }
+    };
+    let folder = space.path(&format!("estargz-{second}"));
+    OciLayout::by_hand(&folder, Some(&ids), &blobs, annotate).unwrap();
+    let from = format!("oci:{}", folder.display());
+    skopeo_copy(&["--preserve-digests"], &from, &format!("docker://{name}")).unwrap();
+    let digest =
+        read(&folder.join("index.json"))["manifests"][0]["digest"].as_str().unwrap().to_owned();
+    Pushed { name: name.to_owned(), digest, layers, diff_ids }
+}
