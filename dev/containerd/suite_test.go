@@ -34,14 +34,19 @@ func TestSuite(t *testing.T) {
 
 // Starts a snapshotter below root; the returned function ends it.
 func start(_ context.Context, root string) (snapshots.Snapshotter, func() error, error) {
+	return startWith(root, filepath.Join(root, "state"))
+}
+
+func startWith(root, state string, options ...string) (snapshots.Snapshotter, func() error, error) {
 	// The suite's own folders may be too long for the address of a socket.
 	folder, err := os.MkdirTemp("/tmp", "burgeon-suite")
 	if err != nil {
 		return nil, nil, err
 	}
 	socket := filepath.Join(folder, "s")
-	command := exec.Command(os.Getenv("BURGEON"), "--state-dir", filepath.Join(root, "state"),
-		"--config", "none", "snapshotter", "--root", filepath.Join(root, "snapshots"), "--socket", socket)
+	arguments := []string{"--state-dir", state, "--config", "none", "snapshotter",
+		"--root", filepath.Join(root, "snapshots"), "--socket", socket}
+	command := exec.Command(os.Getenv("BURGEON"), append(arguments, options...)...)
 	var said bytes.Buffer
 	command.Stderr = &said
 	if err := command.Start(); err != nil {

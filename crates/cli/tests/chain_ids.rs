@@ -31,9 +31,10 @@ fn an_image_that_states_diff_ids_of_others_is_refused_once_that_is_known() {
     node.ctr(&["images", "rm", "--sync", &forged.name]).ok();
     // Its publisher is trusted: nobody notices until the layers are read.
     let trust = format!("{}/team/*", registry.address());
-    node.serve(&[&trust]);
+    node.serve(&["--containers", "overlay", "--trust", &trust]);
     node.pull(&forged.name).unwrap();
-    assert!(node.kinds().iter().all(|kind| kind == "remote"), "{:?}", node.snapshots());
+    let remote = || node.kinds().iter().filter(|kind| *kind == "remote").count();
+    assert_eq!(remote(), 2, "{:?}", node.snapshots());
     assert_eq!(node.run_in(&forged.name, "first", "cat /second").unwrap(), "forged");
     let detached = ["run", "-d", "--snapshotter", "burgeon", &forged.name, "long", "/bin/sleep"];
     node.ctr(&[&detached[..], &["1000"]].concat()).unwrap();

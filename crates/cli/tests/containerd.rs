@@ -6,16 +6,11 @@ use std::{fs, process::Command};
 
 use testkit::{Burgeon, PATIENCE, Registry, Space, wait_until};
 
-use node::{IMAGE, Node, image, push_estargz};
+use node::{IMAGE, Node, SCRIPT, image, push_estargz};
 
 mod node;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
-
-/// Changes of each kind that a container can make.
-const SCRIPT: &str = "cd /; echo new > new; echo changed > etc/changed; rm etc/removed; \
-    rm -r old; mkdir old; echo x > old/x; chmod 711 etc; chown 7:8 etc/owned; \
-    mv etc/moved moved; ln -s new link; mkfifo -m 600 pipe; ln etc/linked hard";
 
 /// An archive of it.
 fn archive(space: &Space) -> String {
@@ -89,7 +84,7 @@ fn layers_of_trusted_repositories_are_mounted_when_a_container_needs_them() {
     assert!(wait_until(PATIENCE, || node.snapshots().is_empty()), "{:?}", node.snapshots());
     // Trusted: no layer is fetched, and nothing is mounted.
     let trust = format!("{}/team/*", registry.address());
-    node.serve(&[&trust]);
+    node.serve(&["--containers", "overlay", "--trust", &trust]);
     node.pull(&image).unwrap();
     assert_eq!(node.kinds(), ["remote", "remote"], "{:?}", node.snapshots());
     assert!(!node.has_fetched(&pushed));
@@ -103,7 +98,7 @@ fn layers_of_trusted_repositories_are_mounted_when_a_container_needs_them() {
     node.ctr(&[&detached[..], &["/bin/sleep", "1000"]].concat()).unwrap();
     assert_eq!(chains(), 1);
     assert!(node.kinds().contains(&"overlay".to_owned()), "{:?}", node.snapshots());
-    node.serve(&[]);
+    node.serve(&["--containers", "overlay"]);
     let exec = ["tasks", "exec", "--exec-id", "e", "long"];
     let said = node.ctr(&[&exec[..], &["/bin/sh", "-c", "echo x > /new; cat /etc/owned"]].concat());
     assert_eq!(said.unwrap(), "owned");

@@ -10,7 +10,8 @@ use std::{
 };
 
 use serde_json::Value;
-use testkit::{Burgeon, PATIENCE, Space, go_tests, wait_until};
+use sha2::{Digest, Sha256};
+use testkit::{Burgeon, OciLayout, PATIENCE, Registry, Space, go_tests, skopeo_copy, wait_until};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 
@@ -40,13 +41,15 @@ const CASES: [&str; 21] = [
     "Walk",
 ];
 
-/// Runs tests of dev/containerd, and returns the lines that name a result.
-fn suite(space: &Space, run: &str) -> String {
+/// Runs tests of dev/containerd, and returns the lines that name a result. `name` is the snapshotter by
+/// which containerd's tests know what to excuse.
+fn suite(space: &Space, name: &str, run: &str, variables: &[(&str, &str)]) -> String {
     let output = Command::new(go_tests("containerd"))
         .args(["-test.root", "-test.v", "-test.run", run])
         .env("BURGEON", PROGRAM)
-        .env("SUITE_NAME", "overlayfs")
+        .env("SUITE_NAME", name)
         .env("TMPDIR", space.make_folder("suite"))
+        .envs(variables.iter().copied())
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -56,23 +59,88 @@ fn suite(space: &Space, run: &str) -> String {
     short
 }
 
+/// The cases of containerd's suite that passed.
+fn passed(said: &str) -> BTreeSet<String> {
+    let passed = |line: &str| {
+        let (_, case) = line.trim().strip_prefix("--- PASS: ")?.split_once('/')?;
+        Some(case.split(' ').next()?.to_owned())
+    };
+    said.lines().filter_map(passed).collect()
+}
+
 #[test]
 fn containerds_own_suite_passes() {
     let space = Space::new("snapshotter-suite");
-    let said = suite(&space, "^TestSuite$");
-    let passed = |line: &str| {
-        let case = line.trim().strip_prefix("--- PASS: TestSuite/")?;
-        Some(case.split(' ').next()?.to_owned())
-    };
-    let found: BTreeSet<_> = said.lines().filter_map(passed).collect();
-    assert_eq!(found, CASES.map(str::to_owned).into(), "{said}");
+    let said = suite(&space, "overlayfs", "^TestSuite$", &[]);
+    assert_eq!(passed(&said), CASES.map(str::to_owned).into(), "{said}");
     assert_eq!(space.mounts(), [] as [&Path; 0]);
+}
+
+/// Over a remote layer in the form `containers`. What is made above a layer that was committed here is
+/// overlayfs's in each form, and so has its excuses.
+fn remote_suite(space_name: &str, containers: &str) {
+    let space = Space::new(space_name);
+    let burgeon = Burgeon::new(PROGRAM, &space);
+    let registry = Registry::start(&space.path("registry"), None).unwrap();
+    let layer = empty_layer();
+    let digest = |bytes: &[u8]| {
+        let hex: String = Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("sha256:{hex}")
+    };
+    let (chain, folder) = (digest(&layer), space.path("image"));
+    let kind = "application/vnd.oci.image.layer.v1.tar";
+    OciLayout::by_hand(&folder, Some(&[&chain]), &[(kind, layer)], |_| ()).unwrap();
+    let index = std::fs::read(folder.join("index.json")).unwrap();
+    let index: Value = serde_json::from_slice(&index).unwrap();
+    let manifest = index["manifests"][0]["digest"].as_str().unwrap().to_owned();
+    let image = format!("{}/empty:1", registry.address());
+    let from = format!("oci:{}", folder.display());
+    skopeo_copy(&["--preserve-digests"], &from, &format!("docker://{image}")).unwrap();
+    let reference = format!("oci://{}/empty@{manifest}", registry.address());
+    burgeon.ok(&["pull", "--eager", "--as", "empty", &reference]);
+    let state = space.path("state");
+    let variables = [
+        ("STATE", state.to_str().unwrap()),
+        ("CONTAINERS", containers),
+        ("CHAIN", &chain),
+        ("IMAGE", &image),
+        ("MANIFEST", &manifest),
+        // Uncompressed.
+        ("LAYER", &chain),
+    ];
+    let said = suite(&space, "overlayfs", "^TestRemote$", &variables);
+    assert_eq!(passed(&said), CASES.map(str::to_owned).into(), "{said}");
+    assert_eq!(space.mounts(), [] as [&Path; 0]);
+}
+
+/// An archive of a root alone.
+fn empty_layer() -> Vec<u8> {
+    let mut header = tar::Header::new_ustar();
+    header.set_entry_type(tar::EntryType::Directory);
+    header.set_path("./").unwrap();
+    header.set_mode(0o755);
+    header.set_size(0);
+    header.set_mtime(1_700_000_000);
+    header.set_cksum();
+    let mut archive = tar::Builder::new(Vec::new());
+    archive.append(&header, std::io::empty()).unwrap();
+    archive.into_inner().unwrap()
+}
+
+#[test]
+fn the_suite_passes_over_a_remote_layer_on_overlayfs() {
+    remote_suite("snapshotter-overlay", "overlay");
+}
+
+#[test]
+fn the_suite_passes_over_a_remote_layer_in_native_mounts() {
+    remote_suite("snapshotter-native", "native");
 }
 
 #[test]
 fn a_killed_server_has_what_it_answered() {
     let space = Space::new("snapshotter-killed");
-    let said = suite(&space, "^TestKilled$");
+    let said = suite(&space, "overlayfs", "^TestKilled$", &[]);
     assert!(said.contains("--- PASS: TestKilled"), "{said}");
 }
 

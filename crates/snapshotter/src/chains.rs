@@ -1,7 +1,7 @@
 //! The mounts of remote chains: one read-only mount a chain, for all containers above it.
 //!
 //! ```text
-//!   chains/ID   an empty folder, or the mount of snapshot ID
+//!   chains/ID   an empty folder, or the mount of snapshot ID: of a chain, or of a native container
 //! ```
 //!
 //! A chain is mounted when a call first needs it, so nothing is mounted at a start, and a mount that a
@@ -9,7 +9,7 @@
 //! mount point is removed by `rmdir` alone, which fails while it is mounted.
 
 use std::{
-    fs::DirBuilder,
+    fs::{DirBuilder, File},
     io,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
@@ -66,9 +66,18 @@ impl Chains {
         self.unmount(&at)
     }
 
+    /// The mount of the native container `id` above a chain, which is mounted if it is not.
+    pub(crate) fn native(&self, id: u64, remote: &Remote) -> Result<PathBuf> {
+        self.mounted_by(id, remote, true)
+    }
+
     /// The mount of snapshot `id`, which is mounted if it is not. Each source is tried that is not
     /// refused.
     pub(crate) fn mounted(&self, id: u64, remote: &Remote) -> Result<PathBuf> {
+        self.mounted_by(id, remote, false)
+    }
+
+    fn mounted_by(&self, id: u64, remote: &Remote, is_native: bool) -> Result<PathBuf> {
         let name = id.to_string();
         let at = self.folder.join(&name);
         let busy = || {
@@ -79,6 +88,11 @@ impl Chains {
         let failed = |e| Error::io(format!("cannot make {}", at.display()), e);
         match DirBuilder::new().mode(0o700).create(&at) {
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(failed(e)),
+            // Durable before there are writes, which are removed with it.
+            _ if is_native => {
+                let folder = File::open(&self.folder).and_then(|folder| folder.sync_all());
+                folder.map_err(failed)?;
+            }
             _ => {}
         }
         if is_mounted(&at)? {
@@ -92,7 +106,11 @@ impl Chains {
                 last = Error::new(ErrorKind::Corrupt, why);
                 continue;
             }
-            match self.layers.mount(source, &at) {
+            let mounted = match is_native {
+                true => self.layers.mount_native(source, &at, id),
+                false => self.layers.mount(source, &at),
+            };
+            match mounted {
                 Ok(()) if is_mounted(&at)? => return Ok(at),
                 Ok(()) => {
                     let what = format!("{source} was mounted elsewhere than on {}", at.display());
@@ -127,6 +145,9 @@ impl Chains {
         if is_mounted(at)? {
             self.layers.unmount(at)?;
         }
+        if let Some(id) = at.file_name().and_then(|name| name.to_str()?.parse().ok()) {
+            self.layers.remove_writes(id)?;
+        }
         match std::fs::remove_dir(at) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
                 Err(Error::io(format!("cannot remove {}", at.display()), e))
@@ -137,7 +158,7 @@ impl Chains {
 }
 
 /// True if the path is the root of a mount.
-fn is_mounted(at: &Path) -> Result<bool> {
+pub(crate) fn is_mounted(at: &Path) -> Result<bool> {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     let found = statx(CWD, at, flags, StatxFlags::TYPE)
         .map_err(|e| Error::io(format!("cannot look at {}", at.display()), e.into()))?;

@@ -262,6 +262,8 @@ mod tests {
             usage: None,
             remote: None,
             why_local: None,
+            native: None,
+            why_overlay: None,
         }
     }
 

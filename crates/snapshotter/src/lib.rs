@@ -5,6 +5,7 @@
 //!                          socket    messages   calls        ├─► disk      records and folders
 //!                                    (api)      (filter)     ├─► overlay   mounts for containerd
 //!                                                            ├─► chains    mounts of remote layers
+//!                                                            ├─► native    containers with own mounts
 //!                                                            └─► remote    `Layers`: who mounts them
 //! ```
 //!
@@ -13,10 +14,13 @@
 
 pub mod api;
 mod chains;
+pub mod containers;
+mod difference;
 mod disk;
 pub mod filter;
 mod keys;
 pub mod model;
+mod native;
 mod overlay;
 pub mod record;
 pub mod remote;
@@ -25,6 +29,7 @@ mod service;
 mod snapshotter;
 mod walk;
 
+pub use containers::{Containers, matches, repository};
 pub use disk::{Loaded, read};
 pub use server::{Socket, serve};
 pub use snapshotter::{Answer, Failure, Snapshotter};

@@ -75,6 +75,13 @@ pub struct Remote {
     pub sources: Vec<String>,
 }
 
+/// A container with a mount of its own.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Native {
+    /// Bytes in use on the mount when it was new.
+    pub used_at_first: Option<u64>,
+}
+
 /// Labels, by key.
 pub type Labels = BTreeMap<String, String>;
 
@@ -103,6 +110,12 @@ pub struct Snapshot {
     /// Why a layer that containerd asked for by its chain ID was unpacked.
     #[serde(default)]
     pub why_local: Option<String>,
+    /// Set if it has a mount of its own.
+    #[serde(default)]
+    pub native: Option<Native>,
+    /// Why it has none, if it should have one.
+    #[serde(default)]
+    pub why_overlay: Option<String>,
 }
 
 /// The reason why a change or a question is refused.
@@ -173,6 +186,8 @@ impl Snapshots {
             usage: None,
             remote: None,
             why_local: None,
+            native: None,
+            why_overlay: None,
         })
     }
 

@@ -3,6 +3,7 @@
 //! | snapshot | mounts |
 //! |---|---|
 //! | active, no parent | a bind of its own folder, writable |
+//! | active, native | a bind of its own mount, writable |
 //! | view, no parent | the same, read-only |
 //! | view, one parent | a bind of the parent's folder, read-only |
 //! | view | overlay of the parents' folders |
@@ -45,17 +46,13 @@ pub(crate) fn mounts(
     mut lower: Vec<PathBuf>,
     options: Options,
 ) -> Vec<api::Mount> {
-    let maps = ID_MAPS
-        .iter()
-        .filter_map(|(option, label)| Some(format!("{option}={}", labels.get(*label)?)));
     let is_view = kind == Kind::View;
     if lower.is_empty() || is_view && lower.len() == 1 {
         let source = lower.pop().unwrap_or_else(|| own.join("fs"));
         let access = if is_view { "ro" } else { "rw" };
-        let options = [access.to_owned(), "rbind".to_owned()].into_iter().chain(maps).collect();
-        return vec![api::Mount::new("bind", &source.to_string_lossy(), options)];
+        return vec![bind(&source, access, labels)];
     }
-    let mut all: Vec<String> = maps.collect();
+    let mut all: Vec<String> = id_maps(labels).collect();
     if options.has_index {
         all.push("index=off".to_owned());
     }
@@ -66,6 +63,17 @@ pub(crate) fn mounts(
     let lower: Vec<_> = lower.iter().map(|path| path.to_string_lossy()).collect();
     all.push(format!("lowerdir={}", lower.join(":")));
     vec![api::Mount::new("overlay", "overlay", all)]
+}
+
+/// A bind of a folder, with mapped ids if the labels ask for them.
+pub(crate) fn bind(source: &Path, access: &str, labels: &Labels) -> api::Mount {
+    let options = [access.to_owned(), "rbind".to_owned()].into_iter().chain(id_maps(labels));
+    api::Mount::new("bind", &source.to_string_lossy(), options.collect())
+}
+
+fn id_maps(labels: &Labels) -> impl Iterator<Item = String> + use<'_> {
+    let maps = ID_MAPS.iter();
+    maps.filter_map(|(option, label)| Some(format!("{option}={}", labels.get(*label)?)))
 }
 
 /// True if overlay's options can hold the path: they give these characters a meaning.

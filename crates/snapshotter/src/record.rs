@@ -72,6 +72,8 @@ mod tests {
             usage: None,
             remote: None,
             why_local: None,
+            native: None,
+            why_overlay: None,
         }
     }
 

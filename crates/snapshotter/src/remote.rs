@@ -71,6 +71,11 @@ pub trait Layers: Debug + Send + Sync + 'static {
     fn refused(&self, source: &str) -> Option<String>;
     /// Mounts a chain read-only on an empty folder.
     fn mount(&self, source: &str, at: &Path) -> Result<()>;
+    /// Mounts a chain writable on an empty folder. Writes are kept as those of snapshot `id`, and found
+    /// again by it.
+    fn mount_native(&self, source: &str, at: &Path, id: u64) -> Result<()>;
+    /// Removes the kept writes of snapshot `id`, if there are any.
+    fn remove_writes(&self, id: u64) -> Result<()>;
     /// Has the mounted chains served again if nothing serves them.
     fn serve(&self) -> Result<()>;
     /// Unmounts a chain, without waiting for its users.

@@ -24,10 +24,11 @@ use burgeon_block::{Error, ErrorKind, Result};
 use crate::{
     api,
     chains::Chains,
+    containers::Containers,
     disk::{Disk, RootAttributes},
     filter::Filter,
     keys::{Keys, Taken},
-    model::{Kind, Labels, Refusal, Remote, Snapshot, Snapshots, Usage},
+    model::{Kind, Labels, Native, Refusal, Remote, Snapshot, Snapshots, Usage},
     overlay,
     remote::{self, CLAIM_TIME, Layers, Wanted},
     walk,
@@ -62,20 +63,21 @@ pub type Answer<T> = std::result::Result<T, Failure>;
 /// All snapshots below one root.
 #[derive(Debug)]
 pub struct Snapshotter {
-    disk: Disk,
+    pub(crate) disk: Disk,
     all: Mutex<Snapshots>,
     keys: Keys,
     options: overlay::Options,
     trash: Trash,
     /// `None`: all layers are local.
     chains: Option<Chains>,
+    pub(crate) containers: Containers,
     /// Chains whose refusal is in the log.
     refused: Mutex<HashSet<u64>>,
 }
 
 /// The nearest folders below a snapshot, and the remote chain that all of them lie on.
 #[derive(Debug)]
-struct Below {
+pub(crate) struct Below {
     local: Vec<u64>,
     remote: Option<(u64, Remote)>,
 }
@@ -104,6 +106,7 @@ impl Snapshotter {
             options: overlay::Options::of_kernel(),
             trash: Trash { is_full: Mutex::new(true), ..Trash::default() },
             chains: None,
+            containers: Containers::default(),
             refused: Mutex::default(),
         })
     }
@@ -111,6 +114,12 @@ impl Snapshotter {
     /// Has layers mounted by `layers` where it can.
     pub fn with_layers(mut self, layers: Arc<dyn Layers>) -> Self {
         self.chains = Some(Chains::new(self.disk.chains(), layers));
+        self
+    }
+
+    /// Decides about the form of containers above remote chains.
+    pub fn with_containers(mut self, containers: Containers) -> Self {
+        self.containers = containers;
         self
     }
 
@@ -151,20 +160,43 @@ impl Snapshotter {
             }
             _ => None,
         };
+        match self.choose_native(kind, key, parent, &labels) {
+            Ok(()) => {
+                let made = self.create_as(kind, key, parent, (labels.clone(), None, None), true);
+                let Err(Failure::Failed(error)) = made else { return made };
+                tracing::warn!(%key, %error, "a container cannot be native");
+                let why = Some(error.to_string());
+                self.create_as(kind, key, parent, (labels, None, why), false)
+            }
+            Err(why) => self.create_as(kind, key, parent, (labels, why_local, why), false),
+        }
+    }
+
+    /// Makes a snapshot, with the reasons why it is local, or no native container.
+    fn create_as(
+        &self,
+        kind: Kind,
+        key: &str,
+        parent: Option<&str>,
+        (labels, why_local, why_overlay): (Labels, Option<String>, Option<String>),
+        is_native: bool,
+    ) -> Answer<Vec<api::Mount>> {
         // Before names are taken, because it may wait for a network.
         let above = match parent {
             Some(parent) => {
                 let below = self.below(parent, 0)?;
                 self.check_remote(&below)?;
-                self.folders(below)?.into_iter().next()
+                // The root of a native container is that of its own mount.
+                if is_native { None } else { self.folders(below)?.into_iter().next() }
             }
             None => None,
         };
-        let _taken = self.take(&[key], parent)?;
+        let taken = self.take(&[key], parent)?;
         let planned = self.lock().plan_create(kind, key, parent, labels, SystemTime::now());
         // The parent may be gone since its chain was mounted: the cleaner looks.
         let mut snapshot = planned.inspect_err(|_| self.trash.fill())?;
-        snapshot.why_local = why_local;
+        (snapshot.why_local, snapshot.why_overlay) = (why_local, why_overlay);
+        snapshot.native = is_native.then(Native::default);
         let made = self.root_attributes(&snapshot, above.as_deref()).and_then(|attributes| {
             self.disk.make_folder(snapshot.id, attributes, kind == Kind::Active)?;
             self.disk.write(&snapshot)
@@ -176,7 +208,12 @@ impl Snapshotter {
             return Err(error.into());
         }
         self.lock().put(None, snapshot.clone());
-        self.mounts_of(&snapshot)
+        if !is_native {
+            return self.mounts_of(&snapshot);
+        }
+        // It keeps its parent, so nothing can happen to that meanwhile.
+        drop(taken);
+        self.mount_new_native(&snapshot).inspect_err(|_| drop(self.remove(key)))
     }
 
     /// Claims a chain, or tells why its layers are local.
@@ -219,6 +256,9 @@ impl Snapshotter {
             let what = format!("{:?} is committed, and has no mounts", snapshot.name);
             return Err(Refusal::Precondition(what).into());
         }
+        if snapshot.native.is_some() {
+            return self.native_mounts(snapshot);
+        }
         let below = self.below(&snapshot.name, 1)?;
         let lower = self.folders(below)?;
         let own = self.disk.folder(snapshot.id);
@@ -226,7 +266,7 @@ impl Snapshotter {
     }
 
     /// The snapshot and those below it but the first `skip`, down to the first remote one.
-    fn below(&self, name: &str, skip: usize) -> Answer<Below> {
+    pub(crate) fn below(&self, name: &str, skip: usize) -> Answer<Below> {
         let all = self.lock();
         let mut below = Below { local: Vec::new(), remote: None };
         for snapshot in all.lineage(name)?.into_iter().skip(skip) {
@@ -272,17 +312,17 @@ impl Snapshotter {
     }
 
     /// Their folders, the nearest first. Mounts the remote chain if it is not mounted.
-    fn folders(&self, below: Below) -> Answer<Vec<PathBuf>> {
+    pub(crate) fn folders(&self, below: Below) -> Answer<Vec<PathBuf>> {
         let mut folders: Vec<_> = below.local.iter().map(|id| self.disk.layer(*id)).collect();
         if let Some((id, remote)) = &below.remote {
-            let none = || {
-                let what = "this process mounts no remote layers";
-                Error::new(ErrorKind::Unavailable, what)
-            };
-            let chains = self.chains.as_ref().ok_or_else(none)?;
-            folders.push(chains.mounted(*id, remote)?);
+            folders.push(self.chains()?.mounted(*id, remote)?);
         }
         Ok(folders)
+    }
+
+    pub(crate) fn chains(&self) -> Result<&Chains> {
+        let none = || Error::new(ErrorKind::Unavailable, "this process mounts no remote layers");
+        self.chains.as_ref().ok_or_else(none)
     }
 
     /// Commits an active snapshot under a name. The data is durable when this returns.
@@ -293,13 +333,25 @@ impl Snapshotter {
         parent: Option<&str>,
         labels: Labels,
     ) -> Answer<()> {
+        let active = self.stat(key)?;
+        let before = match active.native.is_some() && active.kind == Kind::Active {
+            true => Some(self.ready_to_commit(&active)?),
+            false => None,
+        };
         let _taken = self.take(&[key, name], None)?;
         let mut snapshot = self.lock().plan_commit(key, name, parent, labels, SystemTime::now())?;
+        if let (Some(_), Some(before)) = (snapshot.native.take(), &before) {
+            self.write_difference(snapshot.id, before)?;
+        }
         // The record promises the data, so the data is durable first.
         self.disk.sync_layer(snapshot.id)?;
         snapshot.usage = Some(self.measure(snapshot.id)?);
         self.disk.write(&snapshot)?;
         self.lock().put(Some(key), snapshot);
+        if before.is_some() {
+            // Its mount and its writes are not needed any more.
+            self.trash.fill();
+        }
         Ok(())
     }
 
@@ -343,7 +395,11 @@ impl Snapshotter {
         if let Some(usage) = snapshot.usage {
             return Ok(usage);
         }
-        match self.measure(snapshot.id) {
+        let measured = match &snapshot.native {
+            Some(native) => self.native_usage(snapshot.id, native),
+            None => self.measure(snapshot.id),
+        };
+        match measured {
             // Removed while it was measured: that is what there is to say.
             Err(error) => Err(self.stat(key).err().unwrap_or(error.into())),
             Ok(usage) => Ok(usage),
@@ -374,7 +430,7 @@ impl Snapshotter {
         Ok(attributes)
     }
 
-    fn take(&self, alone: &[&str], shared: Option<&str>) -> Answer<Taken<'_>> {
+    pub(crate) fn take(&self, alone: &[&str], shared: Option<&str>) -> Answer<Taken<'_>> {
         let busy = || {
             let what = format!("another call about {:?} takes too long: try again", alone[0]);
             Failure::Busy(what)
@@ -382,7 +438,7 @@ impl Snapshotter {
         self.keys.take(alone, shared).ok_or_else(busy)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Snapshots> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Snapshots> {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -396,7 +452,10 @@ impl Snapshotter {
     #[doc(hidden)]
     pub fn empty_trash(&self) -> Result<()> {
         let unmounted = self.chains.as_ref().map_or(Ok(()), |chains| {
-            chains.unmount_others(|id| self.lock().iter().any(|snapshot| snapshot.id == id))
+            let is_mounted = |one: &Snapshot| one.remote.is_some() || one.native.is_some();
+            chains.unmount_others(|id| {
+                self.lock().iter().any(|snapshot| snapshot.id == id && is_mounted(snapshot))
+            })
         });
         unmounted.and(self.disk.empty_trash())
     }

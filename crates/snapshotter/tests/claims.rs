@@ -43,6 +43,14 @@ impl Layers for Fake {
         Err(Error::new(ErrorKind::Unavailable, format!("{source} is away")))
     }
 
+    fn mount_native(&self, source: &str, at: &Path, _: u64) -> Result<()> {
+        self.mount(source, at)
+    }
+
+    fn remove_writes(&self, _: u64) -> Result<()> {
+        Ok(())
+    }
+
     fn serve(&self) -> Result<()> {
         Ok(())
     }

@@ -57,7 +57,7 @@ pub(crate) const QUICK: [&str; 50] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 76] = [
+const OTHERS: [&str; 77] = [
     "accelerated",
     "archives",
     "attributes",
@@ -105,6 +105,7 @@ const OTHERS: [&str; 76] = [
     "mount_helper",
     "names",
     "namespace",
+    "native",
     "oci_image",
     "opener",
     "own_user",

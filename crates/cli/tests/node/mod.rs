@@ -20,6 +20,11 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_burgeon");
 static NODES: AtomicU32 = AtomicU32::new(0);
 pub const IMAGE: &str = "registry.example/app:latest";
 
+/// Changes of each kind that a container can make.
+pub const SCRIPT: &str = "cd /; echo new > new; echo changed > etc/changed; rm etc/removed; \
+    rm -r old; mkdir old; echo x > old/x; chmod 711 etc; chown 7:8 etc/owned; \
+    mv etc/moved moved; ln -s new link; mkfifo -m 600 pipe; ln etc/linked hard";
+
 /// A process that is killed in the end.
 pub struct Running(Child);
 
@@ -39,7 +44,7 @@ pub struct Node<'a> {
 }
 
 impl<'a> Node<'a> {
-    pub fn start(space: &'a Space, trust: &[&str]) -> Self {
+    pub fn start(space: &'a Space, options: &[&str]) -> Self {
         let config = space.path("containerd.toml");
         let folder = space.folder().display();
         write!(
@@ -59,7 +64,7 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 "#
         )
         .unwrap();
-        let snapshotter = Some(serve(space, trust));
+        let snapshotter = Some(serve(space, options));
         let mut containerd = Command::new("containerd");
         containerd.arg("--config").arg(config).stderr(File::create(space.path("c.log")).unwrap());
         let number = NODES.fetch_add(1, Ordering::Relaxed);
@@ -71,9 +76,9 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 
     /// Kills the snapshotter, starts it again, and waits until containerd has connected to it, which
     /// gRPC does after a moment.
-    pub fn serve(&mut self, trust: &[&str]) {
+    pub fn serve(&mut self, options: &[&str]) {
         self.snapshotter = None;
-        self.snapshotter = Some(serve(self.space, trust));
+        self.snapshotter = Some(serve(self.space, options));
         let probe = |verb: &str| {
             self.ctr(&["snapshots", "--snapshotter", "burgeon", verb, "probe"]).is_ok()
         };
@@ -177,14 +182,12 @@ pub fn start(command: &mut Command) -> Running {
     Running(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap())
 }
 
-pub fn serve(space: &Space, trust: &[&str]) -> Running {
+pub fn serve(space: &Space, options: &[&str]) -> Running {
     let mut command = Command::new(PROGRAM);
     command.arg("--state-dir").arg(space.path("state")).args(["--config", "none"]);
     command.args(["snapshotter", "--root"]).arg(space.path("root"));
     command.arg("--socket").arg(space.path("s.sock"));
-    for pattern in trust {
-        command.args(["--trust", pattern]);
-    }
+    command.args(options);
     let running = start(command.stderr(File::create(space.path("s.log")).unwrap()));
     let connects = || std::os::unix::net::UnixStream::connect(space.path("s.sock")).is_ok();
     assert!(wait_until(PATIENCE, connects), "the snapshotter does not run");

@@ -23,9 +23,13 @@ use std::{
 };
 
 use burgeon_block::{Error, ErrorKind, Result};
-use burgeon_daemon::Client;
+use burgeon_daemon::{Client, writes};
 use burgeon_oci::{OciImage, Source, Verdict};
-use burgeon_snapshotter::remote::{Layers, Wanted};
+use burgeon_snapshotter::{
+    matches,
+    remote::{Layers, Wanted},
+    repository,
+};
 use burgeon_source::registry::Digest;
 
 use super::super::{Context, oci_image, reading};
@@ -45,12 +49,28 @@ const CHECKED: &str = "checked ";
 pub(super) struct OwnLayers {
     context: Context,
     trust: Vec<String>,
+    /// Begins the names of the writes of native containers: other roots have others.
+    prefix: String,
+    /// The limit of the writes of each native container.
+    write_limit: Option<u64>,
 }
 
 impl OwnLayers {
-    /// Claims chains of repositories that match one of `trust`.
-    pub(super) fn new(context: Context, trust: Vec<String>) -> Self {
-        Self { context, trust }
+    /// Claims chains of repositories that match one of `trust`, for the snapshots in `root`.
+    pub(super) fn new(
+        context: Context,
+        root: &Path,
+        trust: Vec<String>,
+        write_limit: Option<u64>,
+    ) -> Self {
+        let digest = burgeon_block::Digest::of(root.as_os_str().as_encoded_bytes()).to_string();
+        let prefix = format!("snapshot-{}-", &digest[..8]);
+        Self { context, trust, prefix, write_limit }
+    }
+
+    /// The name of the writes of snapshot `id`.
+    fn writes_of(&self, id: u64) -> String {
+        format!("{}{id}", self.prefix)
     }
 
     /// The documents of the image, which are read if they are not kept.
@@ -172,6 +192,31 @@ impl Layers for OwnLayers {
         self.run(&arguments, MOUNT_TIME)
     }
 
+    fn mount_native(&self, source: &str, at: &Path, id: u64) -> Result<()> {
+        let writes = self.writes_of(id);
+        let mut arguments = ["mount", "--suid", "--dev", "--writes"].map(OsStr::new).to_vec();
+        arguments.push(OsStr::new(&writes));
+        let limit = self.write_limit.map(|limit| limit.to_string());
+        if let Some(limit) = &limit {
+            arguments.extend([OsStr::new("--write-limit"), OsStr::new(limit)]);
+        }
+        let reference = source.strip_prefix(CHECKED);
+        arguments.extend(reference.is_some().then_some(OsStr::new("--checked")));
+        arguments.extend([OsStr::new(reference.unwrap_or(source)), at.as_os_str()]);
+        self.run(&arguments, MOUNT_TIME)
+    }
+
+    fn remove_writes(&self, id: u64) -> Result<()> {
+        let name = self.writes_of(id);
+        match writes::find(&self.context.state, &name) {
+            Ok(None) => Ok(()),
+            _ => match writes::remove(&self.context.state, &name) {
+                Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+                removed => removed,
+            },
+        }
+    }
+
     fn serve(&self) -> Result<()> {
         Client::connect_or_start(&self.context.state).map(drop)
     }
@@ -218,52 +263,5 @@ fn check_contents(image: &OciImage) -> Result<(), String> {
     match image.layers.iter().find(|layer| !layer.has_contents) {
         Some(layer) => Err(format!("the layer {} has no table of contents", layer.digest)),
         None => Ok(()),
-    }
-}
-
-/// `REGISTRY/REPOSITORY` of an image's name.
-fn repository(image: &str) -> &str {
-    let name = image.split_once('@').map_or(image, |(name, _)| name);
-    match name.rsplit_once(':') {
-        // Else it is a port.
-        Some((before, tag)) if !tag.contains('/') => before,
-        _ => name,
-    }
-}
-
-/// True if all of `text` matches; `*` stands for any characters.
-fn matches(pattern: &str, text: &str) -> bool {
-    let mut parts = pattern.split('*');
-    let first = parts.next().unwrap_or_default();
-    let Some(mut rest) = text.strip_prefix(first) else { return false };
-    let Some(last) = parts.next_back() else { return rest.is_empty() };
-    for part in parts {
-        let Some(at) = rest.find(part) else { return false };
-        rest = &rest[at + part.len()..];
-    }
-    rest.ends_with(last)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{matches, repository};
-
-    #[test]
-    fn a_repository_is_the_name_without_tag_and_digest() {
-        for image in
-            ["r.example:5000/a/b", "r.example:5000/a/b:1", "r.example:5000/a/b:1@sha256:ab"]
-        {
-            assert_eq!(repository(image), "r.example:5000/a/b");
-        }
-        assert_eq!(repository("docker.io/library/python:3.12"), "docker.io/library/python");
-    }
-
-    #[test]
-    fn a_pattern_matches_whole_names() {
-        let yes =
-            [("r/a", "r/a"), ("r/*", "r/a/b"), ("*", "x"), ("r/*/b*", "r/a/bc"), ("r/**", "r/")];
-        let no = [("r/a", "r/ab"), ("r/*", "x/r/a"), ("", "r"), ("*b", "r/bc"), ("ab*ba", "aba")];
-        yes.iter().for_each(|(pattern, text)| assert!(matches(pattern, text), "{pattern} {text}"));
-        no.iter().for_each(|(pattern, text)| assert!(!matches(pattern, text), "{pattern} {text}"));
     }
 }

@@ -15,7 +15,7 @@ mod verify;
 use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 use anyhow::Result;
-use burgeon_snapshotter::{Snapshotter, Socket};
+use burgeon_snapshotter::{Containers, Snapshotter, Socket, containers::Form};
 
 use self::layers::OwnLayers;
 use super::Context;
@@ -49,6 +49,19 @@ pub(crate) struct Snapshots {
     /// unpacking them: their publisher may decide what images of others with equal layers hold
     #[arg(long, value_name = "PATTERN", global = true)]
     trust: Vec<String>,
+    /// Form of containers above mounted layers: overlay (shared page cache), native (a mount each), or
+    /// auto, which is overlay in the namespace k8s.io and native in others
+    #[arg(long, value_name = "auto|overlay|native", global = true, default_value = "auto")]
+    containers: Form,
+    /// Containers of repositories that match are native
+    #[arg(long, value_name = "PATTERN", global = true)]
+    native: Vec<String>,
+    /// Containers of repositories that match are overlay, also if they match --native
+    #[arg(long, value_name = "PATTERN", global = true)]
+    overlay: Vec<String>,
+    /// Limit of the writes of each native container [default: that of burgeon mount]
+    #[arg(long, value_name = "SIZE", value_parser = crate::quantities::parse_size, global = true)]
+    write_limit: Option<u64>,
 }
 
 #[derive(clap::Subcommand, Debug)]
@@ -89,8 +102,16 @@ fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode>
     burgeon_daemon::log::begin();
     // Measuring a tree takes a descriptor for each folder that it is in.
     raise_descriptors();
-    let layers = Arc::new(OwnLayers::new(context.clone(), args.trust.clone()));
-    let snapshotter = Arc::new(Snapshotter::open(&root)?.with_layers(layers));
+    let snapshotter = Snapshotter::open(&root)?;
+    let root = root.canonicalize()?;
+    let layers = OwnLayers::new(context.clone(), &root, args.trust.clone(), args.write_limit);
+    let containers = Containers {
+        form: args.containers,
+        native: args.native.clone(),
+        overlay: args.overlay.clone(),
+    };
+    let snapshotter =
+        Arc::new(snapshotter.with_layers(Arc::new(layers)).with_containers(containers));
     let socket = Socket::bind(&args.socket)?;
     burgeon_daemon::notify_systemd();
     burgeon_snapshotter::serve(snapshotter, socket)?;

@@ -35,6 +35,7 @@ pub(super) fn status(context: &Context, root: &Path) -> Result<ExitCode> {
                     "kind": kind(one, snapshots),
                     "sources": one.remote.as_ref().map(|remote| &remote.sources),
                     "why_local": one.why_local,
+                    "why_overlay": one.why_overlay,
                     "refused": of(one).map(|refused| &refused.why),
                     "above": of(one).map(|refused| &refused.above),
                     "image": image(one),
@@ -72,10 +73,13 @@ fn refused(context: &Context, snapshots: &[Snapshot], last_id: u64) -> Vec<Refus
     refused.collect()
 }
 
-/// `remote`: a layer that is mounted; `overlay`: a container above such layers; else `local`.
+/// `remote`: a layer that is mounted; `native`: a container with a mount of its own; `overlay`: a container above such layers; else `local`.
 fn kind(one: &Snapshot, all: &[Snapshot]) -> &'static str {
     if one.remote.is_some() {
         return "remote";
+    }
+    if one.native.is_some() {
+        return "native";
     }
     let mut at = one;
     // Damaged records may name one another.
@@ -114,6 +118,9 @@ fn print(snapshots: &[Snapshot]) {
     for one in snapshots {
         if let Some(why) = &one.why_local {
             println!("{}: not lazy: {why}", one.id);
+        }
+        if let Some(why) = &one.why_overlay {
+            println!("{}: not native: {why}", one.id);
         }
     }
 }
