@@ -4,7 +4,7 @@
 
 use std::{fs, process::Command};
 
-use testkit::{Burgeon, PATIENCE, Registry, Space, wait_until};
+use testkit::{Burgeon, PATIENCE, Registry, Space, skopeo_copy, wait_until};
 
 use node::{IMAGE, Node, SCRIPT, image, push_estargz};
 
@@ -114,6 +114,42 @@ fn layers_of_trusted_repositories_are_mounted_when_a_container_needs_them() {
     node.ctr(&["containers", "rm", "long"]).unwrap();
     node.ctr(&["images", "rm", "--sync", &image]).unwrap();
     assert!(wait_until(PATIENCE, || node.snapshots().is_empty()), "{:?}", node.snapshots());
+    assert!(wait_until(PATIENCE, || chains() == 0), "a chain is still mounted");
+}
+
+#[test]
+fn a_chain_is_mounted_from_another_source_when_one_is_away() {
+    let space = Space::new("containerd-sources");
+    let _burgeon = Burgeon::new(PROGRAM, &space);
+    let registries = ["one", "two"].map(|name| Registry::start(&space.path(name), None).unwrap());
+    let [one, two] = [0, 1].map(|it: usize| format!("{}/app:1", registries[it].address()));
+    push_estargz(&space, &one, "layer", None);
+    let copy = format!("oci:{}", space.path("estargz-layer").display());
+    skopeo_copy(&["--preserve-digests"], &copy, &format!("docker://{two}")).unwrap();
+    let mut node = Node::start(&space, &["--containers", "overlay", "--trust", "*"]);
+    node.pull(&one).unwrap();
+    // containerd asks again for a chain that another of its namespaces has.
+    node.namespace += "-other";
+    node.pull(&two).unwrap();
+    assert_eq!(node.kinds(), ["remote", "remote"], "{:?}", node.snapshots());
+    for snapshot in node.snapshots() {
+        let sources = snapshot["sources"].as_array().unwrap();
+        let of = |at: usize| sources[at].as_str().unwrap();
+        assert_eq!(sources.len(), 2);
+        assert!(of(0).contains(&registries[0].address().to_string()), "{sources:?}");
+        assert!(of(1).contains(&registries[1].address().to_string()), "{sources:?}");
+    }
+    let [first, _second] = registries;
+    drop(first);
+    let said = node.run_in(&two, "container", "cat /second /etc/changed").unwrap();
+    assert_eq!(said, "layerchanged");
+    let log = fs::read_to_string(space.path("s.log")).unwrap();
+    assert!(log.contains("cannot be mounted from here"), "the first source was tried: {log}");
+    node.ctr(&["images", "rm", "--sync", &two]).unwrap();
+    node.namespace.truncate(node.namespace.len() - "-other".len());
+    node.ctr(&["images", "rm", "--sync", &one]).unwrap();
+    assert!(wait_until(PATIENCE, || node.snapshots().is_empty()), "{:?}", node.snapshots());
+    let chains = || space.path("root/chains").read_dir().unwrap().count();
     assert!(wait_until(PATIENCE, || chains() == 0), "a chain is still mounted");
 }
 

@@ -39,7 +39,7 @@ pub struct Node<'a> {
     pub space: &'a Space,
     pub snapshotter: Option<Running>,
     /// Its own: runc knows containers of all containerds by namespace and name.
-    namespace: String,
+    pub namespace: String,
     _containerd: Running,
 }
 
