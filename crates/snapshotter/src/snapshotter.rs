@@ -213,7 +213,11 @@ impl Snapshotter {
         }
         // It keeps its parent, so nothing can happen to that meanwhile.
         drop(taken);
-        self.mount_new_native(&snapshot).inspect_err(|_| drop(self.remove(key)))
+        self.mount_new_native(&snapshot).inspect_err(|_| {
+            // Perhaps it was removed meanwhile, and its mount was made after that.
+            drop(self.remove(key));
+            self.trash.fill();
+        })
     }
 
     /// Claims a chain, or tells why its layers are local.
