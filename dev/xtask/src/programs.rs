@@ -57,7 +57,7 @@ pub(crate) const QUICK: [&str; 50] = [
 
 /// All other test programs: they mount, need root or other programs, or take minutes.
 #[cfg(test)]
-const OTHERS: [&str; 77] = [
+const OTHERS: [&str; 79] = [
     "accelerated",
     "archives",
     "attributes",
