@@ -380,7 +380,7 @@ fn settings_outlive_the_server() {
     let checked = burgeon.ok(&["--json", "accelerate", "check", "accel-set"]);
     let checked: Value = serde_json::from_str(&checked).unwrap();
     assert_eq!(checked["compared_blocks"], used);
-    let folder = Folder::of(&burgeon.state(), "fast").unwrap();
+    let folder = Folder::of(burgeon.state(), "fast").unwrap();
     let part = folder.ask_server(&Ask::Check { name: "accel-set".into(), from: 0 }).unwrap();
     assert!(part["next"].as_u64().is_some_and(|next| next <= 4096), "{part}");
     // Another attachment without a policy leaves it.
