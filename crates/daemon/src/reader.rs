@@ -30,7 +30,7 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use burgeon_source::{
     Access, Location,
-    registry::{Name, ask_for_credentials_by},
+    registry::{Name, ask_for_credentials_by, serves},
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
@@ -86,7 +86,7 @@ pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
         .map_err(failed)?;
     let mut child = Ended(child);
     let registry = reach.registry.clone();
-    let login = registry.as_ref().map(|name| known.given_for_registry(name));
+    let login = registry.as_ref().map(|name| known.given_for_registry(name)).transpose()?;
     let begin = Begin { reach, login: login.unwrap_or_default(), job };
     wire::send(&ours, &begin, &archive.into_iter().collect::<Vec<_>>())?;
     loop {
@@ -111,8 +111,8 @@ pub fn read_elsewhere<J: Serialize, T: DeserializeOwned>(
 
 /// This user's login for the registry `asked`, if the user named that registry.
 fn log_in(known: &Access, named: Option<&Name>, asked: &Name) -> Result<Access> {
-    match named.filter(|named| named.registry() == asked.registry()) {
-        Some(named) => known.kept_for_registry(named),
+    match named.filter(|named| serves(named, asked)) {
+        Some(_) => known.kept_for_registry(asked),
         None => Err(Error::new(
             ErrorKind::Invalid,
             format!("no login for {} is needed here", asked.registry()),

@@ -8,6 +8,10 @@ use crate::{Location, location::Scheme, remote::key_file};
 /// The variable that holds Docker's `config.json` if there is no file.
 const REGISTRIES: &str = "DOCKER_AUTH_CONFIG";
 
+/// The hosts that serve registries: [`crate::registry::Hosts`] as JSON. Never taken from the
+/// environment.
+const HOSTS: &str = "BURGEON_REGISTRY_HOSTS";
+
 /// The settings to use a store, besides its location: endpoint, region, credentials, taken from
 /// the environment under their usual names (`AWS_…`, `GOOGLE_…`, `AZURE_…`, `DOCKER_AUTH_CONFIG`).
 ///
@@ -39,7 +43,7 @@ impl Access {
     pub fn for_location(&self, location: &Location) -> Self {
         let concerns = |name: &String| match location {
             Location::Remote(url) => scheme_of(name) == Some(url.scheme),
-            Location::Folder(_) | Location::Registry(_) => name == REGISTRIES,
+            Location::Folder(_) | Location::Registry(_) => name == REGISTRIES || name == HOSTS,
         };
         let variables = self.0.iter().filter(|(name, _)| concerns(name));
         Self(variables.map(|(name, value)| (name.clone(), value.clone())).collect())
@@ -53,6 +57,17 @@ impl Access {
     /// The settings for registries: Docker's `config.json`.
     pub(crate) fn registries(&self) -> Option<&str> {
         self.0.get(REGISTRIES).map(String::as_str)
+    }
+
+    /// Adds the hosts that serve a registry.
+    pub(crate) fn with_hosts(mut self, hosts: String) -> Self {
+        self.0.insert(HOSTS.to_owned(), hosts);
+        self
+    }
+
+    /// The hosts that [`Self::with_hosts`] has added.
+    pub(crate) fn hosts(&self) -> Option<&str> {
+        self.0.get(HOSTS).map(String::as_str)
     }
 
     /// The union of both; `other` wins where they differ.

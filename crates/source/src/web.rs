@@ -17,10 +17,11 @@ use std::{
 use burgeon_block::{Error, ErrorKind, Result};
 use bytes::Bytes;
 use reqwest::{
-    Client, ClientBuilder, Method, RequestBuilder, Response, StatusCode, Url,
+    Certificate, Client, ClientBuilder, Method, RequestBuilder, Response, StatusCode, Url,
     header::{CONTENT_RANGE, RANGE},
     redirect::Policy,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::{
     body::{Bounded, Excess, Failed},
@@ -63,6 +64,33 @@ pub(crate) fn uploading_client(time_max: Duration) -> Result<Client> {
     build(Client::builder().timeout(time_max))
 }
 
+/// The checks of a server's certificate beyond the system's, and the time to connect to it.
+#[derive(Clone, Default, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(crate) struct Trust {
+    /// More authorities, as PEM.
+    pub(crate) ca: Vec<String>,
+    pub(crate) skip_verify: bool,
+    /// Longest time to connect, in milliseconds.
+    pub(crate) connect_ms: Option<u64>,
+}
+
+/// A client with `trust`. It follows no redirects, because `trust` concerns one server.
+pub(crate) fn client_with(trust: &Trust) -> Result<Client> {
+    let mut builder = Client::builder().read_timeout(SILENCE_MAX).redirect(Policy::none());
+    for ca in &trust.ca {
+        let parsed = Certificate::from_pem_bundle(ca.as_bytes()).map_err(|_| {
+            let what = "a ca file of hosts.toml has no certificate in PEM form";
+            Error::new(ErrorKind::Invalid, what)
+        })?;
+        builder = builder.tls_certs_merge(parsed);
+    }
+    if trust.skip_verify {
+        builder = builder.tls_danger_accept_invalid_certs(true);
+    }
+    let limit = trust.connect_ms.map_or(CONNECT_TIMEOUT, Duration::from_millis);
+    finish_within(builder, limit.min(CONNECT_TIMEOUT))
+}
+
 fn build(builder: ClientBuilder) -> Result<Client> {
     let redirects = Policy::custom(|attempt| {
         let leaves_tls = attempt.previous().last().is_some_and(|url| url.scheme() == "https")
@@ -79,8 +107,12 @@ fn build(builder: ClientBuilder) -> Result<Client> {
 }
 
 fn finish(builder: ClientBuilder) -> Result<Client> {
+    finish_within(builder, CONNECT_TIMEOUT)
+}
+
+fn finish_within(builder: ClientBuilder, connect_max: Duration) -> Result<Client> {
     choose_cryptography();
-    let builder = builder.connect_timeout(CONNECT_TIMEOUT);
+    let builder = builder.connect_timeout(connect_max);
     let builder = builder.user_agent(concat!("burgeon/", env!("CARGO_PKG_VERSION")));
     builder.build().map_err(|error| {
         let what = "cannot make connections; are the system's certificates there?";

@@ -2,7 +2,7 @@
 
 /// Test programs that need neither root nor a mount, apart from those with the name of one that
 /// does.
-pub(crate) const QUICK: [&str; 50] = [
+pub(crate) const QUICK: [&str; 51] = [
     "accelerate",
     "accelerate_bugs",
     "area",
@@ -25,6 +25,7 @@ pub(crate) const QUICK: [&str; 50] = [
     "fixtures",
     "folder",
     "hostile",
+    "hosts",
     "injected_bugs",
     "interleavings",
     "layers",

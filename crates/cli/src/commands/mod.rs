@@ -91,6 +91,9 @@ impl Context {
         if let Some(place) = &config.place {
             burgeon_daemon::pass_on(global::CONFIG, place.clone());
         }
+        if let Some(folder) = &config.registry.hosts_dir {
+            burgeon_source::registry::use_hosts_of(folder.value.clone());
+        }
         let configured = config.state_dir.as_ref().map(|setting| setting.value.clone());
         let state_dir = global.state_dir.or(configured);
         let is_named = state_dir.is_some();

@@ -121,6 +121,9 @@ impl Reader<'_> {
             ["mount", "profile"] => put(&mut mount.profile, profile(value), origin),
             ["mount", "pull"] => put(&mut mount.pull, choice(value), origin),
             ["mount", "transport"] => put(&mut mount.transport, choice(value), origin),
+            ["registry", "hosts-dir"] => {
+                put(&mut config.registry.hosts_dir, absolute(value), origin)
+            }
             ["store", "default"] => put(&mut config.stores.default, store(value, true), origin),
             ["store", name, "url"] => store(value, false).map(|value| {
                 let setting = Setting { value, origin };
@@ -271,7 +274,7 @@ mod tests {
             .collect();
         let (config, problems) = read(&used);
         assert_eq!(problems, [""; 0], "{used}");
-        let Config { state_dir, log, cache, mount, stores, .. } = config;
+        let Config { state_dir, log, cache, mount, registry, stores, .. } = config;
         let set = [
             state_dir.is_some(),
             log.level.is_some(),
@@ -286,6 +289,7 @@ mod tests {
             mount.profile.is_some(),
             mount.pull.is_some(),
             mount.transport.is_some(),
+            registry.hosts_dir.is_some(),
             stores.default.is_some(),
             stores.named.contains_key("models"),
         ];

@@ -1,7 +1,7 @@
 //! The keys of the configuration, and the nearest one to a misspelt key.
 
 /// All keys. NAME is a name that the user chooses.
-pub(crate) const KEYS: [&str; 15] = [
+pub(crate) const KEYS: [&str; 16] = [
     "state-dir",
     "log.level",
     "log.format",
@@ -15,12 +15,13 @@ pub(crate) const KEYS: [&str; 15] = [
     "mount.profile",
     "mount.pull",
     "mount.transport",
+    "registry.hosts-dir",
     "store.default",
     "store.NAME.url",
 ];
 
 /// The sections.
-pub(super) const SECTIONS: [&str; 4] = ["log", "cache", "mount", "store"];
+pub(super) const SECTIONS: [&str; 5] = ["log", "cache", "mount", "registry", "store"];
 
 /// The remedy for the unknown key at `path`.
 pub(super) fn explain(path: &[&str]) -> String {
@@ -88,6 +89,8 @@ mod tests {
             assert!(said.contains(right), "{typed:?}: {said}");
         }
         assert!(explain_section("mounts").contains("[mount]?"));
-        assert!(explain_section("network").contains("there are [log], [cache], [mount], [store]"));
+        assert!(
+            explain_section("network").contains("there are [log], [cache], [mount], [registry]")
+        );
     }
 }

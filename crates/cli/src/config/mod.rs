@@ -53,6 +53,8 @@ pub(crate) struct Config {
     pub(crate) cache: CacheBounds,
     /// `[mount]`
     pub(crate) mount: MountDefaults,
+    /// `[registry]`
+    pub(crate) registry: Registry,
     /// `[store]` and `[store.NAME]`
     pub(crate) stores: Stores,
     // A new section gets its field here, its keys in `keys.rs`, and its values in `document.rs`.
@@ -112,6 +114,13 @@ pub(crate) struct MountDefaults {
     pub(crate) profile: Option<Setting<String>>,
     pub(crate) pull: Option<Setting<Pull>>,
     pub(crate) transport: Option<Setting<Transport>>,
+}
+
+/// `[registry]`
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Registry {
+    /// The folder of `HOST/hosts.toml`, as containerd reads it.
+    pub(crate) hosts_dir: Option<Setting<PathBuf>>,
 }
 
 /// `[store]` and `[store.NAME]`

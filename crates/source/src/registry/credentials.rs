@@ -23,7 +23,10 @@ use docker_credential::{
 };
 use serde_json::{Map, Value, json};
 
-use super::{Name, helper};
+use super::{
+    Name, helper,
+    hosts::{self, Hosts},
+};
 use crate::{
     Access,
     opening::{Manner, opened_now},
@@ -51,12 +54,20 @@ impl Access {
     /// Podman or their helpers keep for this user. Blocks on a helper. An error in finding
     /// credentials is reported when a login fails for lack of them.
     pub fn for_registry(&self, name: &Name) -> Result<Self> {
-        Ok(login_at(name, find(name, self).unwrap_or_default()))
+        let find = |name: &Name| find(name, self).unwrap_or_default();
+        let hosts = hosts::of(name)?;
+        let others = others(name, hosts.as_ref()).map(|other| (find(&other), other));
+        let logins = others.chain([(find(name), name.clone())]);
+        Ok(with_hosts(logins_at(logins), hosts))
     }
 
     /// The known settings for the registry of `name`.
-    pub fn given_for_registry(&self, name: &Name) -> Self {
-        login_at(name, given(name, self).unwrap_or_default())
+    pub fn given_for_registry(&self, name: &Name) -> Result<Self> {
+        let given = |name: &Name| given(name, self).unwrap_or_default();
+        let hosts = hosts::of(name)?;
+        let others = others(name, hosts.as_ref()).map(|other| (given(&other), other));
+        let logins = others.chain([(given(name), name.clone())]);
+        Ok(with_hosts(logins_at(logins), hosts))
     }
 
     /// Only the settings that Docker, Podman or their helpers keep for this user and the registry
@@ -72,15 +83,48 @@ impl Access {
 
 /// The settings for a login at the registry of `name`.
 fn login_at(name: &Name, credentials: Option<DockerCredential>) -> Access {
-    let entry = match credentials {
-        None => return Access::default(),
-        Some(DockerCredential::UsernamePassword(user, password)) => {
-            json!({ "username": user, "password": password })
-        }
-        Some(DockerCredential::IdentityToken(token)) => json!({ "identitytoken": token }),
-    };
-    let config = json!({ "auths": { name.registry(): entry } });
-    Access::of_registries(config.to_string())
+    logins_at([(credentials, name.clone())])
+}
+
+/// The settings for logins, each at its own registry.
+fn logins_at(logins: impl IntoIterator<Item = (Option<DockerCredential>, Name)>) -> Access {
+    let mut auths = Map::new();
+    for (credentials, name) in logins {
+        let entry = match credentials {
+            None => continue,
+            Some(DockerCredential::UsernamePassword(user, password)) => {
+                json!({ "username": user, "password": password })
+            }
+            Some(DockerCredential::IdentityToken(token)) => json!({ "identitytoken": token }),
+        };
+        auths.insert(name.registry().to_owned(), entry);
+    }
+    match auths.is_empty() {
+        true => Access::default(),
+        false => Access::of_registries(json!({ "auths": auths }).to_string()),
+    }
+}
+
+/// The image `name` at the other hosts that serve it.
+fn others(name: &Name, hosts: Option<&Hosts>) -> impl Iterator<Item = Name> {
+    let hosts = hosts.into_iter().flat_map(|hosts| &hosts.hosts);
+    let other = hosts.filter_map(|host| host.name(name));
+    other.filter(|other| other.registry() != name.registry()).collect::<Vec<_>>().into_iter()
+}
+
+fn with_hosts(access: Access, hosts: Option<Hosts>) -> Access {
+    match hosts.and_then(|hosts| serde_json::to_string(&hosts).ok()) {
+        Some(hosts) => access.with_hosts(hosts),
+        None => access,
+    }
+}
+
+/// True if the login of `asked` may be needed for an image of `named`: its registry or a mirror.
+pub fn serves(named: &Name, asked: &Name) -> bool {
+    named.registry() == asked.registry()
+        || hosts::of(named).is_ok_and(|hosts| {
+            others(named, hosts.as_ref()).any(|other| other.registry() == asked.registry())
+        })
 }
 
 /// The credentials in `access` for the registry of `name`.

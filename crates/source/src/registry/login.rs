@@ -54,6 +54,7 @@ struct Unreached {
 struct Desk {
     operation: Operation,
     name: Name,
+    trust: web::Trust,
 }
 
 /// A login in progress; dropping it cancels it.
@@ -87,10 +88,15 @@ enum With {
 }
 
 impl Logins {
-    pub(super) fn new(operation: Operation, name: &Name, access: &Access) -> Self {
+    pub(super) fn new(
+        operation: Operation,
+        name: &Name,
+        access: &Access,
+        trust: web::Trust,
+    ) -> Self {
         let (name, access) = (name.clone(), access.clone());
         let (turn, known, ahead) = (Semaphore::new(1), Mutex::default(), Mutex::default());
-        let (desk, unreached) = (Desk { operation, name }, Mutex::default());
+        let (desk, unreached) = (Desk { operation, name, trust }, Mutex::default());
         Self { desk, access, turn, known, ahead, unreached }
     }
 
@@ -218,7 +224,8 @@ impl Desk {
         credentials: Option<DockerCredential>,
         retries: u32,
     ) -> Result<With> {
-        let granted = exchange(what, &self.name, self.operation, credentials, retries).await?;
+        let granted =
+            exchange(what, &self.name, self.operation, credentials, &self.trust, retries).await?;
         Ok(match granted {
             Granted::Nothing => With::Nothing,
             Granted::Password(user, password) => With::Password(user, password),
@@ -281,7 +288,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let name = format!("oci://{}/team/app:7", listener.local_addr().unwrap());
         let name = Name::parse(&name).unwrap().unwrap();
-        let logins = Logins::new(Operation::Push, &name, &Access::default());
+        let logins = Logins::new(Operation::Push, &name, &Access::default(), Default::default());
         let server = listener.try_clone().unwrap();
         std::thread::spawn(move || drop(server.accept().unwrap()));
         let (first, second) = waiting(async {

@@ -14,7 +14,9 @@
 mod artifact;
 mod credentials;
 mod digest;
+mod endpoint;
 mod helper;
+mod hosts;
 mod login;
 mod name;
 mod token;
@@ -30,7 +32,7 @@ use std::{
 use burgeon_block::{ByteRange, Error, ErrorKind, Result};
 use bytes::Bytes;
 use reqwest::{
-    Client, Method, RequestBuilder, Response, StatusCode, Url,
+    Method, RequestBuilder, Response, Url,
     header::{ACCEPT, HeaderMap, LINK, RANGE},
 };
 use tokio::{
@@ -38,15 +40,16 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-pub use self::credentials::{AskForCredentials, ask_for_credentials_by, login_files};
+pub use self::credentials::{AskForCredentials, ask_for_credentials_by, login_files, serves};
 pub use self::helper::{Ask, NOT_FOUND, Said, ask_helper, ask_helpers_by};
 pub use self::{
     artifact::{ARTIFACT_TYPE, Artifact, Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, Objects},
     digest::{Checked, Digest, Digesting},
+    hosts::use_hosts_of,
     name::Name,
     upload::{Put, Uploads},
 };
-use self::{login::Logins, token::Operation};
+use self::{endpoint::Endpoint, token::Operation};
 use crate::{
     Access, Traffic,
     body::{Bounded, Failed},
@@ -75,10 +78,8 @@ pub struct Registry(Arc<Inner>);
 
 struct Inner {
     name: Name,
-    /// Ends with a slash.
-    base: Url,
-    client: Client,
-    logins: Logins,
+    /// The hosts to ask, in this order; the server is last.
+    endpoints: Vec<Endpoint>,
     requests: Semaphore,
     hedge: Hedge,
     traffic: Traffic,
@@ -94,9 +95,7 @@ impl Registry {
 
     fn open_to(operation: Operation, name: &Name, access: &Access) -> Result<Self> {
         Ok(Self(Arc::new(Inner {
-            base: name.base()?,
-            client: web::client()?,
-            logins: Logins::new(operation, name, access),
+            endpoints: endpoint::all(operation, name, access)?,
             name: name.clone(),
             requests: Semaphore::new(REQUESTS_MAX),
             hedge: Hedge::new(),
@@ -142,9 +141,9 @@ impl Registry {
             (Vec::new(), Some(format!("referrers/{digest}?artifactType={kind}")));
         while let Some(path) = next.take().filter(|_| pages.len() < PAGES_MAX) {
             match waiting(self.fetch_whole(&path, web::RETRIES)) {
-                Ok((bytes, headers)) => {
+                Ok((bytes, headers, _)) => {
                     pages.push(bytes);
-                    next = next_page(&headers, &self.0.base).filter(|next| *next != path);
+                    next = self.next_page(&headers).filter(|next| *next != path);
                 }
                 // A partial list may suffice.
                 Err(_) if !pages.is_empty() => break,
@@ -178,38 +177,50 @@ impl Registry {
         retries: u32,
     ) -> Result<(Vec<u8>, Digest)> {
         let by = *self.0.answer_by.lock().unwrap_or_else(PoisonError::into_inner);
-        let (bytes, _) = match by {
-            None => self.fetch_whole(path, retries).await?,
-            Some(by) => timeout_at(by, self.fetch_whole(path, retries)).await.map_err(|_| {
-                let what = format!("cannot read {path} of {}: no answer in time", self.0.name);
-                Error::new(ErrorKind::Unavailable, what)
-            })??,
-        };
-        let digest = Digest::of(&bytes);
-        match wanted {
-            Some(wanted) if *wanted != digest => {
-                let why = format!("the registry gave {digest} instead");
-                let what = format!("cannot read {path} of {}: {why}", self.0.name);
-                Err(Error::new(ErrorKind::Corrupt, what))
+        let mut others = self.0.endpoints.len();
+        loop {
+            let (bytes, _, host) = match by {
+                None => self.fetch_whole(path, retries).await?,
+                Some(by) => {
+                    timeout_at(by, self.fetch_whole(path, retries)).await.map_err(|_| {
+                        let what =
+                            format!("cannot read {path} of {}: no answer in time", self.0.name);
+                        Error::new(ErrorKind::Unavailable, what)
+                    })??
+                }
+            };
+            let digest = Digest::of(&bytes);
+            others -= 1;
+            match wanted {
+                // Another host may have the right one.
+                Some(wanted) if *wanted != digest && others > 0 => host.rest(),
+                Some(wanted) if *wanted != digest => {
+                    let why = format!("the registry gave {digest} instead");
+                    let what = format!("cannot read {path} of {}: {why}", self.0.name);
+                    return Err(Error::new(ErrorKind::Corrupt, what));
+                }
+                _ => return Ok((bytes.into(), digest)),
             }
-            _ => Ok((bytes.into(), digest)),
         }
     }
 
-    /// Fetches `path` of the repository, with the headers of the answer.
-    async fn fetch_whole(&self, path: &str, retries: u32) -> Result<(Bytes, HeaderMap)> {
+    /// Fetches `path` of the repository, with the headers of the answer and the host that gave it.
+    async fn fetch_whole(&self, path: &str, retries: u32) -> Result<(Bytes, HeaderMap, &Endpoint)> {
         let what = format!("read {path} of {}", self.0.name);
         let (mut tries, mut silent) = (0, 0);
         // Documents are short: one that breaks off is fetched again from its beginning.
         loop {
-            let answer = self.get(&what, path, retries, |request| request).await?;
+            let accepting = |request: RequestBuilder| request.header(ACCEPT, MANIFESTS);
+            let asked = self.ask_hosts(&what, Method::GET, path, retries, accepting).await?;
+            let (host, answer) = asked;
             let headers = answer.headers().clone();
             match gather(answer, DOCUMENT_MAX).await {
-                Ok(bytes) => return Ok((bytes, headers)),
+                Ok(bytes) => return Ok((bytes, headers, host)),
                 Err(Failed::Excess(excess)) => {
                     return Err(Error::new(excess.kind(), format!("cannot {what}: {excess}")));
                 }
                 Err(Failed::Broken(error)) => {
+                    host.rest();
                     silent += u32::from(web::is_silence(&error));
                     if tries == retries || silent == web::SILENT_MAX {
                         return Err(web::unreachable(&what, error));
@@ -253,13 +264,21 @@ impl Registry {
         let asked = range.start()..range.end();
         let header = format!("bytes={}-{}", asked.start, asked.end - 1);
         let path = format!("blobs/{digest}");
-        let answer = self.get(&what, &path, 0, |request| request.header(RANGE, &header)).await?;
+        let change = |request: RequestBuilder| request.header(ACCEPT, MANIFESTS);
+        let change = |request: RequestBuilder| change(request).header(RANGE, &header);
+        let (host, answer) = self.ask_hosts(&what, Method::GET, &path, 0, change).await?;
         let traffic = &self.0.traffic;
         if let Err(wrong) = check_range(answer.status().as_u16(), answer.headers(), asked) {
             traffic.lies.fetch_add(1, Relaxed);
+            host.rest();
             return failed(wrong.kind(), wrong.to_string());
         }
-        match gather(answer, range.len()).await {
+        let gathered = gather(answer, range.len()).await;
+        if gathered.as_ref().map_or(0, Bytes::len) as u64 != range.len() {
+            // The next try asks another host, if there is one.
+            host.rest();
+        }
+        match gathered {
             Ok(bytes) if bytes.len() as u64 == range.len() => Ok(bytes),
             Ok(bytes) => {
                 traffic.broken.fetch_add(1, Relaxed);
@@ -299,44 +318,48 @@ impl Registry {
         retries: u32,
         change: impl Fn(RequestBuilder) -> RequestBuilder,
     ) -> Result<Response> {
-        let inner = &*self.0;
-        let bad = |error| Error::with_source(ErrorKind::Invalid, format!("cannot {what}"), error);
-        // Not `Url::join`: it would take the part of a digest before the colon for a scheme.
-        let url = Url::parse(&format!("{}{path}", inner.base)).map_err(bad)?;
-        let mut login = inner.logins.now(None, retries).await?;
-        let mut logins_left = if login.is_hope() { 2 } else { 1 };
-        loop {
-            inner.traffic.requests.fetch_add(1, Relaxed);
-            let answer = web::send(what, retries, || {
-                login.apply(change(inner.client.request(method.clone(), url.clone())))
-            });
-            let answer = answer.await.inspect_err(|_| {
-                inner.traffic.broken.fetch_add(1, Relaxed);
-            })?;
-            let status = answer.status();
-            let hoped = login.is_hope();
-            if status.is_success() {
-                if hoped {
-                    inner.logins.fulfilled(&login);
+        Ok(self.ask_hosts(what, method, path, retries, change).await?.1)
+    }
+
+    /// [`Self::ask`], with the host that has answered.
+    async fn ask_hosts(
+        &self,
+        what: &str,
+        method: Method,
+        path: &str,
+        retries: u32,
+        change: impl Fn(RequestBuilder) -> RequestBuilder,
+    ) -> Result<(&Endpoint, Response)> {
+        let traffic = &self.0.traffic;
+        let able: Vec<_> = self.0.endpoints.iter().filter(|it| it.may_answer(path)).collect();
+        let Some((last, mirrors)) = able.split_last() else {
+            let why = "no host in hosts.toml has the capability: add \"resolve\" for tags, \"pull\" for data";
+            return Err(Error::new(ErrorKind::Invalid, format!("cannot {what}: {why}")));
+        };
+        for mirror in mirrors.iter().filter(|mirror| !mirror.rests()) {
+            match mirror.ask(traffic, what, method.clone(), path, 0, &change).await {
+                Ok(answer) => return Ok((mirror, answer)),
+                Err(error) => {
+                    // It may lack this image and have others.
+                    if error.kind() != ErrorKind::NotFound {
+                        mirror.rest();
+                    }
+                    tracing::debug!(%error, host = mirror.registry(), "a mirror failed");
                 }
-                return Ok(answer);
-            }
-            // A registry may answer anonymous requests for a private repository with 403 or 404.
-            let hides = matches!(status, StatusCode::FORBIDDEN | StatusCode::NOT_FOUND);
-            let is_refused = status == StatusCode::UNAUTHORIZED;
-            if !hoped {
-                inner.traffic.refusal(status.as_u16()).fetch_add(1, Relaxed);
-            }
-            let registry = inner.name.registry();
-            if logins_left == 0 || !(is_refused || hoped && hides) {
-                return Err(login.refused(what, registry, status));
-            }
-            logins_left -= 1;
-            login = inner.logins.now(Some(&login), retries).await?;
-            if login.is_nothing() && !is_refused {
-                return Err(login.refused(what, registry, status));
             }
         }
+        Ok((last, last.ask(traffic, what, method, path, retries, &change).await?))
+    }
+
+    /// The host that takes writes.
+    fn server(&self) -> Result<&Endpoint> {
+        self.0.endpoints.last().ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("{} has no host", self.0.name.registry()))
+        })
+    }
+
+    fn next_page(&self, headers: &HeaderMap) -> Option<String> {
+        self.0.endpoints.iter().find_map(|endpoint| next_page(headers, &endpoint.base))
     }
 }
 
@@ -424,7 +447,7 @@ mod tests {
         let mut registry = Registry::open(&name, &Access::default()).unwrap();
         let inner = Arc::get_mut(&mut registry.0).unwrap();
         let client = reqwest::Client::builder().read_timeout(Duration::from_millis(200));
-        inner.client = client.build().unwrap();
+        inner.endpoints[0].client = client.build().unwrap();
         let error = registry.document(None).unwrap_err();
         assert_eq!(manifests.load(SeqCst), 2, "{error}");
     }

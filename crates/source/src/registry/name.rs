@@ -83,6 +83,15 @@ impl Name {
         is_local(&self.registry)
     }
 
+    /// The same image at another registry, `host`, which may have a port.
+    pub(super) fn served_by(&self, host: &str, plain: bool) -> Option<Self> {
+        let host = match host {
+            "docker.io" | "index.docker.io" | "registry-1.docker.io" => "docker.io",
+            host => host,
+        };
+        is_host(host).then(|| Self { registry: host.to_owned(), plain, ..self.clone() })
+    }
+
     /// The repository's URL, with a trailing slash.
     pub(super) fn base(&self) -> Result<Url> {
         let host = match &*self.registry {

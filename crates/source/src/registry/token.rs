@@ -80,6 +80,8 @@ struct Exchange<'a> {
     name: &'a Name,
     scope: String,
     retries: u32,
+    /// For the registry itself; a token server elsewhere has the system's authorities alone.
+    trust: &'a web::Trust,
 }
 
 /// Obtains the authorization for `operation` on the repository `name`; anonymously, if there are
@@ -89,6 +91,7 @@ pub(super) async fn exchange(
     name: &Name,
     operation: Operation,
     credentials: Option<DockerCredential>,
+    trust: &web::Trust,
     retries: u32,
 ) -> Result<Granted> {
     let actions = match operation {
@@ -96,7 +99,7 @@ pub(super) async fn exchange(
         Operation::Push => "pull,push",
     };
     let scope = format!("repository:{}:{actions}", name.repository());
-    let exchange = Exchange { what, name, scope, retries };
+    let exchange = Exchange { what, name, scope, retries, trust };
     let challenge = exchange.challenge().await?;
     match (challenge, credentials) {
         (Challenge::Nothing, Some(DockerCredential::UsernamePassword(user, password)))
@@ -120,11 +123,19 @@ impl Exchange<'_> {
         Error::new(kind, format!("cannot {}: {why}", self.what))
     }
 
+    /// The client for `server`: with the trust of the registry's own host only at that host.
+    fn client(&self, server: &TokenServer, other: fn() -> Result<Client>) -> Result<Client> {
+        match server.realm.origin() == self.name.base()?.origin() {
+            true if *self.trust != web::Trust::default() => web::client_with(self.trust),
+            _ => other(),
+        }
+    }
+
     async fn challenge(&self) -> Result<Challenge> {
         let root = self.name.base()?.join("/v2/");
         let root =
             root.map_err(|_| self.cannot(ErrorKind::Invalid, "the registry's address is invalid"))?;
-        let client = web::client_that_stays()?;
+        let client = web::client_with(self.trust)?;
         let answer = web::send(self.what, self.retries, || client.get(root.clone())).await?;
         let challenge = Challenge::read(answer.headers());
         if challenge == Challenge::Nothing && answer.status().is_server_error() {
@@ -149,18 +160,18 @@ impl Exchange<'_> {
         }
         let answer = match &credentials {
             Some(DockerCredential::IdentityToken(identity)) => {
-                let client = web::client_that_stays()?;
+                let client = self.client(server, web::client_that_stays)?;
                 let form = self.form(server, identity);
                 let ask = || self.posted(&client, server, &form);
                 web::send(self.what, self.retries, ask).await?
             }
             Some(DockerCredential::UsernamePassword(user, password)) => {
-                let (client, url) = (web::client()?, self.query(server));
+                let (client, url) = (self.client(server, web::client)?, self.query(server));
                 let ask = || client.get(url.clone()).basic_auth(user, Some(password));
                 web::send(self.what, self.retries, ask).await?
             }
             None => {
-                let (client, url) = (web::client()?, self.query(server));
+                let (client, url) = (self.client(server, web::client)?, self.query(server));
                 web::send(self.what, self.retries, || client.get(url.clone())).await?
             }
         };

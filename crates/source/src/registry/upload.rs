@@ -90,18 +90,19 @@ impl Uploads {
             });
         let begun = begun.await?;
         let place = begun.headers().get(LOCATION).and_then(|place| place.to_str().ok());
-        let place = place.and_then(|place| self.registry.0.base.join(place).ok());
+        let server = self.registry.server()?;
+        let place = place.and_then(|place| server.base.join(place).ok());
         let url = place.filter(|url| self.may_go_to(url)).ok_or_else(|| {
             let why = "the registry gave no location for the upload, or an unencrypted one";
             Error::new(ErrorKind::Invalid, format!("cannot {what}: {why}"))
         })?;
         let mut url = url;
         url.query_pairs_mut().append_pair("digest", &digest.to_string());
-        let is_here = url.origin() == self.registry.0.base.origin();
+        let is_here = url.origin() == self.registry.server()?.base.origin();
         let request = self.client.request(Method::PUT, url).body(bytes.clone());
         let request = request.header(CONTENT_TYPE, "application/octet-stream");
         let request = if is_here {
-            self.registry.0.logins.now(None, web::RETRIES).await?.apply(request)
+            self.registry.server()?.logins.now(None, web::RETRIES).await?.apply(request)
         } else {
             request
         };

@@ -12,7 +12,11 @@ mod setup;
 mod status;
 mod verify;
 
-use std::{path::PathBuf, process::ExitCode, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::Arc,
+};
 
 use anyhow::Result;
 use burgeon_snapshotter::{Containers, Snapshotter, Socket, containers::Form};
@@ -98,10 +102,17 @@ pub(super) fn snapshotter(context: &Context, args: &Snapshots) -> Result<ExitCod
     }
 }
 
+/// The folder that containerd's own documentation gives for `hosts.toml`.
+const HOSTS: &str = "/etc/containerd/certs.d";
+
 fn serve(context: &Context, root: PathBuf, args: &Snapshots) -> Result<ExitCode> {
     burgeon_daemon::log::begin();
     // Measuring a tree takes a descriptor for each folder that it is in.
     raise_descriptors();
+    // No effect if the configuration names another folder.
+    if Path::new(HOSTS).is_dir() {
+        burgeon_source::registry::use_hosts_of(HOSTS.into());
+    }
     let snapshotter = Snapshotter::open(&root)?;
     let root = root.canonicalize()?;
     let layers = OwnLayers::new(context.clone(), &root, args.trust.clone(), args.write_limit);

@@ -1,0 +1,169 @@
+//! Registries that are served by the hosts of containerd's `hosts.toml`.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    net::{SocketAddr, TcpListener},
+    path::Path,
+    sync::{Arc, LazyLock, Mutex},
+    thread,
+};
+
+use burgeon_block::ByteRange;
+use burgeon_source::{
+    Access,
+    registry::{Digest, Name, Registry, use_hosts_of},
+    waiting,
+};
+use testkit::{OciLayout, Proxy, skopeo_copy};
+
+/// The folder of all tests: each has a registry of its own in it.
+static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
+    let folder = tempfile::tempdir().unwrap();
+    use_hosts_of(folder.path().to_owned());
+    folder
+});
+
+/// A server that keeps the heads of all requests, and gives every one the same answer.
+struct Recorder {
+    address: SocketAddr,
+    heads: Arc<Mutex<Vec<String>>>,
+}
+
+impl Recorder {
+    fn start(answer: String) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let heads = Arc::<Mutex<Vec<String>>>::default();
+        let kept = Arc::clone(&heads);
+        thread::spawn(move || {
+            for client in listener.incoming() {
+                let Ok(mut client) = client else { return };
+                let Ok(reader) = client.try_clone() else { return };
+                let lines = BufReader::new(reader).lines().map_while(Result::ok);
+                let head: Vec<_> = lines.take_while(|line| !line.is_empty()).collect();
+                if !head.is_empty() {
+                    kept.lock().unwrap().push(head.join("\n").to_lowercase());
+                }
+                let _ = write!(client, "HTTP/1.1 {answer}");
+            }
+        });
+        Self { address, heads }
+    }
+
+    /// A server whose blobs are all `abc`.
+    fn serving() -> Self {
+        let head = "206 Partial Content\r\ncontent-range: bytes 0-2/3\r\ncontent-length: 3";
+        Self::start(format!("{head}\r\nconnection: close\r\n\r\nabc"))
+    }
+
+    fn failing(status: &str) -> Self {
+        Self::start(format!("{status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"))
+    }
+
+    fn said(&self, what: &str) -> bool {
+        self.heads.lock().unwrap().iter().any(|head| head.contains(what))
+    }
+}
+
+/// The registry at `address`, served as `hosts` says, with the logins of `auths`.
+fn open(address: SocketAddr, hosts: &str, auths: serde_json::Value) -> Registry {
+    let folder = FOLDER.path().join(address.to_string());
+    fs::create_dir_all(&folder).unwrap();
+    fs::write(folder.join("hosts.toml"), hosts).unwrap();
+    let name = Name::parse(&format!("oci://{address}/app:1")).unwrap().unwrap();
+    let config = serde_json::json!({ "auths": auths }).to_string();
+    let all: Access =
+        serde_json::from_value(serde_json::json!({ "DOCKER_AUTH_CONFIG": config })).unwrap();
+    // As it is kept beside a mount.
+    let kept = serde_json::to_string(&all.for_registry(&name).unwrap()).unwrap();
+    Registry::open(&name, &serde_json::from_str(&kept).unwrap()).unwrap()
+}
+
+fn reads_abc(registry: &Registry) {
+    let whole = ByteRange::at(0, 3).unwrap();
+    let read = waiting(registry.blob_range(&Digest::of(b"abc"), whole)).unwrap();
+    assert_eq!(&read[..], b"abc");
+}
+
+fn push(layout: &Path, to: SocketAddr) {
+    let layer = ("application/vnd.test", b"abc".to_vec());
+    OciLayout::by_hand(layout, None, &[layer], |_| ()).unwrap();
+    let to = format!("docker://{to}/app:1");
+    skopeo_copy(&[], &format!("oci:{}", layout.display()), &to).unwrap();
+}
+
+#[test]
+fn mirrors_are_asked_in_order_and_a_dead_one_falls_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = testkit::Registry::start(&folder.path().join("registry"), None).unwrap();
+    push(&folder.path().join("layout"), server.address());
+    let mirror = Proxy::new(server.address(), 1).unwrap();
+    let lying =
+        Recorder::start("200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}".into());
+    // Nothing has port 1. The registry of the image is never asked: `server` stands for it.
+    let (own, away) = (TcpListener::bind("127.0.0.1:0").unwrap(), "http://127.0.0.1:1");
+    let hosts = format!(
+        "server = 'http://{}'\n[host.'{away}']\n[host.'http://{}']\ncapabilities = ['pull']\n\
+         [host.'http://{}']\ncapabilities = 'pull'\n",
+        server.address(),
+        lying.address,
+        mirror.address()
+    );
+    let registry = open(own.local_addr().unwrap(), &hosts, serde_json::json!({}));
+    let (_, digest) = registry.document(None).unwrap();
+    assert_eq!(mirror.requests(), 0, "a mirror that may only pull resolves no tag");
+    assert!(lying.heads.lock().unwrap().is_empty());
+    // The lying host gives a wrong manifest: the next one has the right one.
+    registry.document(Some(&digest)).unwrap();
+    let own_port = own.local_addr().unwrap().port();
+    assert!(lying.said(&format!("?ns=127.0.0.1%3a{own_port}")));
+    let asked = mirror.requests();
+    assert!(asked > 0);
+    reads_abc(&registry);
+    assert!(mirror.requests() > asked, "the mirror serves blobs");
+    own.set_nonblocking(true).unwrap();
+    assert!(own.accept().is_err());
+}
+
+#[test]
+fn a_password_goes_only_to_its_own_host() {
+    let refusal = "401 Unauthorized\r\nwww-authenticate: Basic realm=\"x\"";
+    for knows_mirror in [false, true] {
+        let (mirror, server) = (Recorder::failing(refusal), Recorder::serving());
+        // "user:hunter2" and "user:hunter3"
+        let mut auths = serde_json::json!({
+            server.address.to_string(): { "auth": "dXNlcjpodW50ZXIy" },
+        });
+        if knows_mirror {
+            auths[mirror.address.to_string()] = serde_json::json!({ "auth": "dXNlcjpodW50ZXIz" });
+        }
+        let hosts = format!("[host.'http://{}']\n", mirror.address);
+        reads_abc(&open(server.address, &hosts, auths));
+        assert!(mirror.said("get /v2/app/blobs/"), "the mirror was asked");
+        assert!(!mirror.said("dxnlcjpodw50zxiy"), "the registry's password");
+        assert!(server.said("basic dxnlcjpodw50zxiy"));
+        assert_eq!(mirror.said("basic dxnlcjpodw50zxiz"), knows_mirror);
+        assert!(!server.said("dxnlcjpodw50zxiz") && !server.said("ns="));
+    }
+}
+
+#[test]
+fn a_header_reaches_only_its_host() {
+    let (store, server) = (Recorder::serving(), Recorder::serving());
+    let place = format!("307 Temporary Redirect\r\nlocation: http://{}/x", store.address);
+    let mirror = Recorder::failing(&place);
+    let hosts = format!("[host.'http://{}'.header]\nx-key = 'hunter2'\n", mirror.address);
+    reads_abc(&open(server.address, &hosts, serde_json::json!({})));
+    assert!(mirror.said("x-key: hunter2"));
+    assert!(store.said("get /x") && !store.said("hunter2"));
+    assert!(!server.said("get /v2/app/blobs"), "the mirror has served it");
+    // Without the mirror's data the server is asked, without the header.
+    let (mirror, server) = (Recorder::failing("404 Not Found"), Recorder::serving());
+    let hosts = format!("[host.'http://{}'.header]\nx-key = 'hunter2'\n", mirror.address);
+    reads_abc(&open(server.address, &hosts, serde_json::json!({})));
+    assert!(mirror.said("x-key: hunter2"));
+    assert!(server.said("get /v2/app/blobs") && !server.said("hunter2"));
+}
